@@ -1,0 +1,74 @@
+# Compiler settings shared by every target, and tierkv_library(), which makes one module of the tree.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+endif()
+
+find_program(TIERKV_CCACHE ccache)
+if(TIERKV_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${TIERKV_CCACHE})
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${TIERKV_CCACHE})
+endif()
+
+set(TIERKV_HAVE_CUDA OFF)
+if(NOT TIERKV_CUDA STREQUAL OFF)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 89-real 90a-real)
+    endif()
+    enable_language(CUDA)
+    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    find_package(CUDAToolkit REQUIRED)
+    set(TIERKV_HAVE_CUDA ON)
+  elseif(TIERKV_CUDA STREQUAL ON)
+    message(FATAL_ERROR "TIERKV_CUDA=ON but no CUDA compiler was found")
+  endif()
+endif()
+message(STATUS "tierkv ${PROJECT_VERSION}: CUDA ${TIERKV_HAVE_CUDA}, build type ${CMAKE_BUILD_TYPE}")
+
+# tierkv_settings: include path, warnings and sanitizers; linked privately by every target of ours.
+add_library(tierkv_settings INTERFACE)
+target_include_directories(tierkv_settings INTERFACE
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>)
+# -Wno-restrict: GCC 12 warns falsely on std::string concatenation (GCC bug 105651).
+# -ffp-contract=off: host and device must make the same bytes, so a * b + c is fused only where fma() says so.
+target_compile_options(tierkv_settings INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wno-restrict;-ffp-contract=off>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${TIERKV_WERROR}>>:-Werror>
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-ffp-contract=off;--expt-relaxed-constexpr>
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TIERKV_WERROR}>>:-Werror=all-warnings>)
+if(TIERKV_SANITIZE)
+  target_compile_options(tierkv_settings INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${TIERKV_SANITIZE};-fno-sanitize-recover=all;-fno-omit-frame-pointer>)
+  target_link_options(tierkv_settings INTERFACE -fsanitize=${TIERKV_SANITIZE})
+endif()
+
+# tierkv_library(NAME [LINK lib...]): the static library tierkv_NAME from this folder's *.cc, and, where CUDA is on and
+# the folder has *.cu, tierkv_NAME_cuda beside it.
+function(tierkv_library name)
+  cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE" ${ARGN})
+  file(GLOB sources CONFIGURE_DEPENDS *.cc *.h)
+  add_library(tierkv_${name} STATIC ${sources})
+  target_link_libraries(tierkv_${name} PUBLIC tierkv_settings ${ARG_LINK} PRIVATE ${ARG_LINK_PRIVATE})
+  file(GLOB cuda_sources CONFIGURE_DEPENDS *.cu *.cuh)
+  if(TIERKV_HAVE_CUDA AND cuda_sources)
+    add_library(tierkv_${name}_cuda STATIC ${cuda_sources})
+    set(cuda_links ${ARG_LINK})
+    list(TRANSFORM cuda_links REPLACE "^(tierkv_[a-z]+)$" "\\1_cuda")
+    foreach(lib IN LISTS cuda_links)
+      if(TARGET ${lib})
+        target_link_libraries(tierkv_${name}_cuda PUBLIC ${lib})
+      endif()
+    endforeach()
+    target_link_libraries(tierkv_${name}_cuda PUBLIC tierkv_${name} CUDA::cudart_static)
+  endif()
+endfunction()

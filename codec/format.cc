@@ -1,0 +1,157 @@
+#include "tierkv/format.h"
+
+#include <cmath>
+
+#include "tierkv/layout.h"
+#include "tierkv/policy.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+const char* status_name(StatusCode code) {
+  switch (code) {
+    case StatusCode::kOk: return "ok";
+    case StatusCode::kInvalidArgument: return "invalid_argument";
+    case StatusCode::kUnsupported: return "unsupported";
+    case StatusCode::kNonFinite: return "non_finite";
+    case StatusCode::kOutOfRange: return "out_of_range";
+    case StatusCode::kOutOfPages: return "out_of_pages";
+    case StatusCode::kCorrupt: return "corrupt";
+    case StatusCode::kBufferTooSmall: return "buffer_too_small";
+    case StatusCode::kStaleSequence: return "stale_sequence";
+    case StatusCode::kNotFound: return "not_found";
+    case StatusCode::kIo: return "io";
+    case StatusCode::kCuda: return "cuda";
+    case StatusCode::kVersion: return "version";
+  }
+  return "unknown";
+}
+
+const char* dtype_name(DType t) {
+  switch (t) {
+    case DType::kFloat16: return "float16";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat32: return "float32";
+  }
+  return "unknown";
+}
+
+namespace {
+
+Status invalid(std::string message) {
+  return Status(StatusCode::kInvalidArgument, std::move(message));
+}
+
+bool is_code_width(int32_t bits) {
+  return bits == 16 || bits == 8 || bits == 4 || bits == 2 || bits == 1;
+}
+
+}  // namespace
+
+Status ComponentFormat::validate(int32_t head_dim) const {
+  if (group < 0) return invalid("group is negative");
+  if (!std::isfinite(step) || step < 0) return invalid("step is negative or not finite");
+  if (step_rule == StepRule::kMinMax) {
+    if (!is_code_width(bits)) return invalid("bits must be 16, 8, 4, 2 or 1");
+    if (unit == Unit::kGlobal) return invalid("unit=global needs an absolute step");
+  } else {
+    if (bits != 0) return invalid("bits must be 0 where the step decides the levels");
+    if (step <= 0) return invalid("step must be positive");
+  }
+  if (step_rule == StepRule::kAbsolute && unit != Unit::kGlobal) {
+    return invalid("an absolute step needs unit=global");
+  }
+  if (unit == Unit::kToken && group > 0 && (group > head_dim || head_dim % group != 0)) {
+    return invalid("group " + std::to_string(group) + " does not divide head_dim " +
+                   std::to_string(head_dim));
+  }
+  if ((unit == Unit::kChannel || unit == Unit::kBlock) && group == 0) {
+    return invalid("channel and block units need a group of tokens");
+  }
+  return Status::ok();
+}
+
+Status TierFormat::validate(int32_t head_dim) const {
+  if (Status s = k.validate(head_dim); !s) return s.with_context("key format");
+  if (Status s = v.validate(head_dim); !s) return s.with_context("value format");
+  return Status::ok();
+}
+
+ComponentFormat token_wise(int32_t bits, int32_t group) {
+  ComponentFormat f;
+  f.bits = bits;
+  f.group = group;
+  return f;
+}
+
+TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits) {
+  return {token_wise(k_bits), token_wise(v_bits)};
+}
+
+Result<TierFormat> parse_tier_format(std::string_view name) {
+  int32_t bits[2] = {0, 0};
+  size_t i = 0;
+  for (int c = 0; c < 2; ++c) {
+    const char letter = c == 0 ? 'k' : 'v';
+    if (i >= name.size() || (name[i] | 0x20) != letter) {
+      return invalid("'" + std::string(name) + "' is not of the form k8v4");
+    }
+    ++i;
+    while (i < name.size() && name[i] >= '0' && name[i] <= '9' && bits[c] < 100) {
+      bits[c] = bits[c] * 10 + (name[i++] - '0');
+    }
+  }
+  if (i != name.size() || !is_code_width(bits[0]) || !is_code_width(bits[1])) {
+    return invalid("'" + std::string(name) + "' is not of the form k8v4 with 16, 8, 4, 2 or 1 bits");
+  }
+  return token_wise_tier(bits[0], bits[1]);
+}
+
+std::string to_string(const ComponentFormat& f) {
+  std::string s;
+  switch (f.step_rule) {
+    case StepRule::kMinMax: s = f.is_raw() ? "raw" : std::to_string(f.bits) + " bits"; break;
+    case StepRule::kRelative: s = "relative step " + std::to_string(f.step); break;
+    case StepRule::kAbsolute: s = "absolute step " + std::to_string(f.step); break;
+  }
+  static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
+  if (!f.is_raw()) s += std::string(" per ") + kUnits[static_cast<int>(f.unit)];
+  if (f.group > 0) s += " in groups of " + std::to_string(f.group);
+  static constexpr const char* kBases[] = {"", ", means removed", ", Hadamard", ", matrix basis"};
+  s += kBases[static_cast<int>(f.basis)];
+  if (f.entropy == Entropy::kHuffman) s += ", Huffman";
+  return s;
+}
+
+std::string to_string(const TierFormat& format) {
+  if (format.k == token_wise(format.k.bits) && format.v == token_wise(format.v.bits)) {
+    return "k" + std::to_string(format.k.bits) + "v" + std::to_string(format.v.bits);
+  }
+  return "keys " + to_string(format.k) + "; values " + to_string(format.v);
+}
+
+Status TierPolicy::validate() const {
+  if (!std::isfinite(alpha_high) || !std::isfinite(alpha_low) || alpha_low < 0) {
+    return invalid("alpha_high and alpha_low must be finite and not negative");
+  }
+  if (alpha_low > alpha_high) return invalid("alpha_low is above alpha_high");
+  if (window_tokens < 0) return invalid("window is negative");
+  if (sink_tokens < 0) return invalid("sinks is negative");
+  return Status::ok();
+}
+
+Status CacheLayout::validate() const {
+  if (num_layers < 1 || num_layers > 4096) return invalid("num_layers must be 1 to 4096");
+  if (num_q_heads < 1 || num_q_heads > 4096) return invalid("num_q_heads must be 1 to 4096");
+  if (num_kv_heads < 1 || num_kv_heads > num_q_heads) {
+    return invalid("num_kv_heads must be 1 to num_q_heads");
+  }
+  if (num_q_heads % num_kv_heads != 0) return invalid("num_q_heads is not a multiple of num_kv_heads");
+  if (head_dim < 1 || head_dim > kMaxHeadDim) {
+    return invalid("head_dim must be 1 to " + std::to_string(kMaxHeadDim));
+  }
+  if (!std::isfinite(sm_scale) || sm_scale <= 0) return invalid("sm_scale must be positive and finite");
+  return Status::ok();
+}
+
+}  // namespace tierkv

@@ -1,0 +1,99 @@
+// The quantiser: scale, zero point and code of one group of values, shared by the host reference and every kernel.
+//
+//   minmax    scale = half((max - min) / (levels - 1)), zero_point = half(min)
+//   relative  scale = half(step * (max - min)),         zero_point = half(min)    KVComp section 3.1.1
+//   absolute  code = round(x / step), signed                                     docs/DESIGN.md, "Global step"
+//
+// code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code + zero_point, computed with
+// the stored fp16 scale and zero point, one multiplication and one addition (never fused: host and device agree).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "tierkv/format.h"
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+// As stored: four bytes a group.
+struct QuantParams {
+  uint16_t scale = 0;       // fp16 bits, >= 0
+  uint16_t zero_point = 0;  // fp16 bits
+  friend bool operator==(const QuantParams& a, const QuantParams& b) {
+    return a.scale == b.scale && a.zero_point == b.zero_point;
+  }
+};
+
+// IEEE single-precision operations that no compiler may fuse or approximate.
+TKV_HD float div_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+TKV_HD float mul_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+TKV_HD float add_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+TKV_HD float round_half_even(float x) {
+#if defined(__CUDA_ARCH__)
+  return rintf(x);
+#else
+  return std::nearbyint(x);  // the default rounding mode; the library never changes it
+#endif
+}
+
+// Parameters of a group with extrema lo <= hi, both finite. `levels` is 2^bits.
+TKV_HD QuantParams minmax_params(float lo, float hi, int32_t levels) {
+  return {float_to_half(div_rn(add_rn(hi, -lo), static_cast<float>(levels - 1))), float_to_half(lo)};
+}
+TKV_HD QuantParams relative_params(float lo, float hi, float step) {
+  return {float_to_half(mul_rn(step, add_rn(hi, -lo))), float_to_half(lo)};
+}
+// False when the fp16 scale or zero point overflowed: kOutOfRange.
+TKV_HD bool params_in_range(QuantParams p) {
+  return (p.scale & 0x7c00u) != 0x7c00u && (p.zero_point & 0x7c00u) != 0x7c00u;
+}
+
+// The code before any clamping, as an exact small integer in a float; 0 where the scale is 0.
+TKV_HD float raw_code(float x, float scale, float zero_point) {
+  return scale == 0.0f ? 0.0f : round_half_even(div_rn(add_rn(x, -zero_point), scale));
+}
+// Min-max codes: clamped to [0, levels - 1]. (Rounding of the fp16 parameters can move the ends by one code.)
+TKV_HD int32_t minmax_code(float x, float scale, float zero_point, int32_t levels) {
+  const float c = raw_code(x, scale, zero_point);
+  const float top = static_cast<float>(levels - 1);
+  return static_cast<int32_t>(c < 0.0f ? 0.0f : c > top ? top : c);
+}
+TKV_HD float dequantize(int32_t code, float scale, float zero_point) {
+  return add_rn(mul_rn(scale, static_cast<float>(code)), zero_point);
+}
+
+// Smallest and largest of n > 0 values at the given stride (in floats). Returns kNonFinite for NaN or infinity.
+StatusCode find_extrema(const float* x, int64_t n, int64_t stride, float* lo, float* hi);
+
+// One group of token-wise or channel-wise min-max quantisation: n values at `stride`, codes at the same stride.
+// kNonFinite or kOutOfRange: nothing written.
+StatusCode quantize_minmax(const float* x, int64_t n, int64_t stride, int32_t levels,
+                           QuantParams* params, uint8_t* codes);
+// Relative step (KVComp). *fits is false when a code leaves [0, 255]: the caller stores the unit raw; codes are then
+// unspecified.
+StatusCode quantize_relative(const float* x, int64_t n, int64_t stride, double step,
+                             QuantParams* params, uint8_t* codes, bool* fits);
+// Absolute step: signed codes round(x / step); values are dequantised as code * step. kOutOfRange when a code does not
+// fit 16 bits, kNonFinite for NaN, infinity.
+StatusCode quantize_absolute(const float* x, int64_t n, float step, int16_t* codes);
+
+}  // namespace tierkv

@@ -1,0 +1,84 @@
+// What a compressed token looks like, as data: a TierFormat is a ComponentFormat for keys and one for values.
+//
+// A ComponentFormat says how many levels a code has, how its step is found (step_rule), which values share that step
+// (unit, group), whether the codes are entropy coded and in which basis they are taken. Formats are plain values:
+// compare them, print them, send them; code never branches on named combinations.
+//
+// Sources: DiffKV section 4 (token-wise K8V4/K4V2), KVComp section 3.1 (relative steps per block, channel and token),
+// KIVI (channel-wise keys); the absolute step and the bases are ours (docs/DESIGN.md, "Quantisation").
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+enum class Component : int32_t { kKey = 0, kValue = 1 };
+
+enum class StepRule : int32_t {
+  kMinMax = 0,    // scale = (max - min) / (levels - 1) of the unit
+  kRelative = 1,  // scale = rel_step * (max - min) of the unit; the number of levels follows
+  kAbsolute = 2,  // one step per (layer, kv_head, component), no zero point
+};
+
+enum class Unit : int32_t {
+  kToken = 0,    // one token of one head, or `group` channels of it
+  kChannel = 1,  // one channel over `group` consecutive tokens
+  kBlock = 2,    // `group` consecutive tokens of one head, all channels
+  kGlobal = 3,   // everything of one (layer, kv_head, component): StepRule::kAbsolute only
+};
+
+enum class Entropy : int32_t { kNone = 0, kHuffman = 1 };
+
+enum class BasisKind : int32_t {
+  kNone = 0,
+  kMean = 1,      // static channel means removed
+  kHadamard = 2,  // orthonormal Hadamard with seeded signs
+  kMatrix = 3,    // calibrated matrix of a profile, means removed
+};
+
+struct ComponentFormat {
+  int32_t bits = 16;        // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 0 where the step decides the levels
+  StepRule step_rule = StepRule::kMinMax;
+  Unit unit = Unit::kToken;
+  int32_t group = 0;        // kToken: channels per group, 0 = head_dim. kChannel, kBlock: tokens per unit (required)
+  double step = 0;          // kRelative: fraction of the range. kAbsolute: k or v, the error the step aims at
+  Entropy entropy = Entropy::kNone;
+  BasisKind basis = BasisKind::kNone;
+
+  bool is_raw() const { return bits == 16; }
+  // kInvalidArgument or kUnsupported with the field's name, for head_dim channels.
+  Status validate(int32_t head_dim) const;
+  friend bool operator==(const ComponentFormat& a, const ComponentFormat& b) {
+    return a.bits == b.bits && a.step_rule == b.step_rule && a.unit == b.unit && a.group == b.group &&
+           a.step == b.step && a.entropy == b.entropy && a.basis == b.basis;
+  }
+  friend bool operator!=(const ComponentFormat& a, const ComponentFormat& b) { return !(a == b); }
+};
+
+struct TierFormat {
+  ComponentFormat k;
+  ComponentFormat v;
+
+  const ComponentFormat& of(Component c) const { return c == Component::kKey ? k : v; }
+  ComponentFormat& of(Component c) { return c == Component::kKey ? k : v; }
+  Status validate(int32_t head_dim) const;
+  friend bool operator==(const TierFormat& a, const TierFormat& b) { return a.k == b.k && a.v == b.v; }
+  friend bool operator!=(const TierFormat& a, const TierFormat& b) { return !(a == b); }
+};
+
+// Token-wise min-max (bits < 16) or raw (bits = 16).
+ComponentFormat token_wise(int32_t bits, int32_t group = 0);
+TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits);
+inline TierFormat raw_tier() { return {}; }
+
+// "k8v4" or "K8V4" with bits in {16, 8, 4, 2, 1}; kInvalidArgument otherwise.
+Result<TierFormat> parse_tier_format(std::string_view name);
+// "k8v4" where the format is token-wise or raw; a longer description otherwise.
+std::string to_string(const TierFormat& format);
+std::string to_string(const ComponentFormat& format);
+
+}  // namespace tierkv

@@ -1,0 +1,1 @@
+#include "tierkv/status.h"
