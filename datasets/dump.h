@@ -1,0 +1,107 @@
+// kv-dump v1: caches of real models in HDF5, the input of the analysis. The format is in
+// docs/DESIGN.md, "kv-dump v1".
+//
+//   DumpReader  checks the whole structure when it opens a file, then reads one (sequence, layer,
+//   kv_head) at a time DumpWriter  writes to a temporary name and renames in finish(): a dump
+//   exists whole or not at all
+//
+// Messages name the file, the dataset and what is wrong with it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv::datasets {
+
+struct LayerInfo {
+  DType dtype = DType::kFloat16;  // of k and v
+  bool has_q = false;
+  bool has_significance = false;
+  int64_t num_queries = 0;
+};
+
+struct SequenceInfo {
+  std::string id, kind;
+  int64_t num_tokens = 0;
+  std::vector<LayerInfo> layers;  // [num_layers]
+};
+
+struct DumpInfo {
+  std::string path;
+  CacheLayout layout;
+  std::string model_id, created_by;
+  int32_t format_version = 1;
+  std::vector<SequenceInfo> sequences;
+};
+
+// One component of one row, [tokens, head_dim], values as stored (little-endian).
+struct RowData {
+  DType dtype = DType::kFloat16;
+  int64_t tokens = 0;
+  int32_t head_dim = 0;
+  std::vector<uint8_t> bytes;
+};
+
+// Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].
+void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
+
+class DumpReader {
+ public:
+  static Result<DumpReader> open(const std::string& path);
+  DumpReader(DumpReader&&) noexcept;
+  DumpReader& operator=(DumpReader&&) noexcept;
+  ~DumpReader();
+
+  const DumpInfo& info() const;
+
+  // All reads: indices must be within info(); kNonFinite names the first bad element, kCorrupt an
+  // unreadable dataset.
+  Status read_row(int32_t seq, int32_t layer, int32_t kv_head, Component c, RowData* out);
+  // q of heads [first_head, first_head + num_heads) as floats, [num_heads, num_queries, head_dim].
+  Status read_queries(int32_t seq, int32_t layer, int32_t first_head, int32_t num_heads,
+                      std::vector<float>* q);
+  // Strictly increasing, within the sequence; [num_queries].
+  Status read_query_positions(int32_t seq, int32_t layer, std::vector<int32_t>* positions);
+  Status read_significance(int32_t seq, int32_t layer, int32_t kv_head,
+                           std::vector<float>* significance);
+  Status read_tokens(int32_t seq, std::vector<int32_t>* tokens);
+
+ private:
+  struct Impl;
+  explicit DumpReader(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+class DumpWriter {
+ public:
+  // info.sequences is ignored; info.layout.dtype is the type of k, v and q.
+  static Result<DumpWriter> create(const std::string& path, const DumpInfo& info);
+  DumpWriter(DumpWriter&&) noexcept;
+  DumpWriter& operator=(DumpWriter&&) noexcept;
+  ~DumpWriter();  // removes the temporary file when finish() has not succeeded
+
+  Status begin_sequence(const std::string& id, const std::string& kind,
+                        const std::vector<int32_t>& tokens);
+  // Creates k, v (and q with its positions, significance) of the next layer of the current
+  // sequence. Rows are then written one by one, in any order, rounded to the dump's dtype.
+  Status begin_layer(const std::vector<int32_t>& q_positions, bool significance);
+  Status write_row(int32_t kv_head, Component c, const float* values);  // [tokens, head_dim]
+  Status write_queries(int32_t q_head, const float* values);            // [positions, head_dim]
+  Status write_significance(int32_t kv_head, const float* values);      // [tokens]
+  // A free text attribute on the current sequence.
+  Status annotate(const std::string& name, const std::string& value);
+  Status finish();
+
+ private:
+  struct Impl;
+  explicit DumpWriter(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tierkv::datasets

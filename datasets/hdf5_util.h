@@ -1,0 +1,88 @@
+// Small RAII wrappers over the HDF5 C API. Every call is made under hdf5_mutex(), because Debian's
+// HDF5 is not thread-safe, and with HDF5's own error printing off: callers build their own
+// messages.
+//
+// HDF5 is not hardened against malicious files. What can be checked is checked (sizes, types,
+// filters, links) before anything is read; files from strangers belong in a sandbox all the same.
+#pragma once
+
+#include <hdf5.h>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv::datasets {
+
+std::recursive_mutex& hdf5_mutex();
+
+// Locks the library, silences HDF5's error stack and registers the zstd filter (id 32015) on first
+// use.
+class Hdf5Lock {
+ public:
+  Hdf5Lock();
+
+ private:
+  std::lock_guard<std::recursive_mutex> lock_;
+};
+
+// Any HDF5 identifier; closed by reference count.
+class Handle {
+ public:
+  Handle() = default;
+  explicit Handle(hid_t id) : id_(id) {}
+  Handle(Handle&& other) noexcept : id_(other.id_) { other.id_ = -1; }
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(id_, other.id_);
+    return *this;
+  }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+  ~Handle() { close(); }
+
+  hid_t id() const { return id_; }
+  bool ok() const { return id_ >= 0; }
+  // False when HDF5 could not close it, which for a file means that not everything was written.
+  bool close();
+
+ private:
+  hid_t id_ = -1;
+};
+
+// The type a DType is stored as; bfloat16 is a custom 16-bit float (8 exponent bits, 7 mantissa
+// bits).
+Handle hdf5_type(DType t);
+// The DType of a stored type, nullopt when it is none of the three.
+std::optional<DType> dtype_of(hid_t type);
+
+// An opened dataset that passed the checks: hard links only, stored in this file, known filters,
+// extent within limits.
+struct Dataset {
+  Handle handle;
+  std::vector<int64_t> shape;
+  Handle type;
+};
+Result<Dataset> open_dataset(hid_t file, const std::string& path);
+
+// Attributes of a group or file; kNotFound, or kCorrupt for a wrong type.
+Result<int64_t> read_int_attribute(hid_t object, const char* name);
+Result<double> read_double_attribute(hid_t object, const char* name);
+Result<std::string> read_string_attribute(hid_t object, const char* name);
+bool write_int_attribute(hid_t object, const char* name, int64_t value);
+bool write_double_attribute(hid_t object, const char* name, double value);
+bool write_string_attribute(hid_t object, const char* name, const std::string& value);
+
+// Names of the hard links of a group in increasing order; kCorrupt when it holds a soft or external
+// link.
+Result<std::vector<std::string>> list_group(hid_t file, const std::string& path);
+
+// Creates a dataset; chunk empty: contiguous, otherwise gzip level 4 and shuffle.
+Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
+                      const std::vector<int64_t>& chunk);
+
+}  // namespace tierkv::datasets

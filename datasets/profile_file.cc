@@ -1,0 +1,165 @@
+#include "datasets/profile_file.h"
+
+#include <cstdio>
+#include <filesystem>
+
+#include "datasets/hdf5_util.h"
+#include "tierkv/half.h"
+#include "tierkv/layout.h"
+
+namespace tierkv::datasets {
+namespace {
+
+constexpr int kStatistics = 4;
+using Field = std::vector<float> RowProfile::*;
+
+struct NamedField {
+  const char* name;
+  Field field;
+  bool matrix;
+};
+constexpr NamedField kFields[] = {{"key_mean", &RowProfile::key_mean, false},
+                                  {"value_mean", &RowProfile::value_mean, false},
+                                  {"key_forward", &RowProfile::key_forward, true},
+                                  {"key_inverse", &RowProfile::key_inverse, true},
+                                  {"value_forward", &RowProfile::value_forward, true},
+                                  {"value_inverse", &RowProfile::value_inverse, true}};
+
+bool write_array(hid_t file, const char* name, hid_t type, const std::vector<int64_t>& shape,
+                 const void* data) {
+  const Handle d = create_dataset(file, name, type, shape, {});
+  return d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;
+}
+
+bool write_all(const Handle& file, const Profile& p) {
+  const Handle root(H5Gopen2(file.id(), "/", H5P_DEFAULT));
+  bool ok = write_string_attribute(root.id(), "format", "kv-profile") &&
+            write_int_attribute(root.id(), "format_version", 1) &&
+            write_int_attribute(root.id(), "num_layers", p.num_layers) &&
+            write_int_attribute(root.id(), "num_kv_heads", p.num_kv_heads) &&
+            write_int_attribute(root.id(), "head_dim", p.head_dim) &&
+            write_double_attribute(root.id(), "alpha_h", p.alpha_high) &&
+            write_double_attribute(root.id(), "alpha_l", p.alpha_low);
+  const auto rows = static_cast<int64_t>(p.rows.size());
+  std::vector<double> statistics;
+  for (const RowProfile& r : p.rows) {
+    statistics.insert(statistics.end(),
+                      {r.query_trace, r.value_signal, r.key_matrix_trace, r.value_matrix_trace});
+  }
+  ok = ok && write_array(file.id(), "statistics", H5T_NATIVE_DOUBLE, {rows, kStatistics},
+                         statistics.data());
+  for (const NamedField& f : kFields) {
+    if ((p.rows[0].*f.field).empty()) continue;
+    std::vector<float> all;
+    for (const RowProfile& r : p.rows)
+      all.insert(all.end(), (r.*f.field).begin(), (r.*f.field).end());
+    std::vector<int64_t> shape = {rows, p.head_dim};
+    if (f.matrix) shape.push_back(p.head_dim);
+    ok = ok && write_array(file.id(), f.name, H5T_NATIVE_FLOAT, shape, all.data());
+  }
+  return ok;
+}
+
+Status corrupt(std::string message) {
+  return Status(StatusCode::kCorrupt, std::move(message));
+}
+
+// A dataset of exactly this shape, finite.
+template <class T>
+Status read_array(hid_t file, const std::string& path, const std::vector<int64_t>& shape,
+                  std::vector<T>* out) {
+  Result<Dataset> d = open_dataset(file, path);
+  if (!d) return d.status().with_context(path);
+  if (d->shape != shape || H5Tget_class(d->type.id()) != H5T_FLOAT)
+    return corrupt(path + ": has another shape or type than the attributes say");
+  int64_t n = 1;
+  for (const int64_t s : shape) n *= s;
+  out->resize(n);
+  const hid_t type = sizeof(T) == 8 ? H5T_NATIVE_DOUBLE : H5T_NATIVE_FLOAT;
+  if (H5Dread(d->handle.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, out->data()) < 0)
+    return corrupt(path + ": cannot be read");
+  for (const T v : *out) {
+    if (!is_finite(static_cast<float>(v)))
+      return Status(StatusCode::kNonFinite, path + ": holds a value that is not finite");
+  }
+  return Status::ok();
+}
+
+Status read_all(hid_t file, Profile* p) {
+  const Handle root(H5Gopen2(file, "/", H5P_DEFAULT));
+  Result<std::string> format = read_string_attribute(root.id(), "format");
+  if (!format) return format.status().with_context("/");
+  if (*format != "kv-profile")
+    return corrupt("/: attribute 'format' is '" + *format + "', not 'kv-profile'");
+  struct IntField {
+    const char* name;
+    int32_t* value;
+    int64_t max;
+  };
+  int32_t version = 0;
+  for (const IntField& f : {IntField{"format_version", &version, 1},
+                            {"num_layers", &p->num_layers, 4096},
+                            {"num_kv_heads", &p->num_kv_heads, 4096},
+                            {"head_dim", &p->head_dim, kMaxHeadDim}}) {
+    Result<int64_t> v = read_int_attribute(root.id(), f.name);
+    if (!v) return v.status().with_context("/");
+    if (*v < 1 || *v > f.max)
+      return corrupt("/: attribute '" + std::string(f.name) + "' must be 1 to " +
+                     std::to_string(f.max));
+    *f.value = static_cast<int32_t>(*v);
+  }
+  Result<double> high = read_double_attribute(root.id(), "alpha_h"),
+                 low = read_double_attribute(root.id(), "alpha_l");
+  if (!high || !low) return corrupt("/: attributes alpha_h and alpha_l are missing");
+  p->alpha_high = *high;
+  p->alpha_low = *low;
+  const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
+  std::vector<double> statistics;
+  if (Status s = read_array(file, "/statistics", {rows, kStatistics}, &statistics); !s) return s;
+  p->rows.resize(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    p->rows[r].query_trace = statistics[r * kStatistics];
+    p->rows[r].value_signal = statistics[r * kStatistics + 1];
+    p->rows[r].key_matrix_trace = statistics[r * kStatistics + 2];
+    p->rows[r].value_matrix_trace = statistics[r * kStatistics + 3];
+  }
+  for (const NamedField& f : kFields) {
+    if (f.matrix && H5Lexists(file, f.name, H5P_DEFAULT) <= 0) continue;
+    std::vector<int64_t> shape = {rows, p->head_dim};
+    if (f.matrix) shape.push_back(p->head_dim);
+    std::vector<float> all;
+    if (Status s = read_array(file, std::string("/") + f.name, shape, &all); !s) return s;
+    const int64_t n = static_cast<int64_t>(all.size()) / rows;
+    for (int64_t r = 0; r < rows; ++r)
+      (p->rows[r].*f.field).assign(all.begin() + r * n, all.begin() + (r + 1) * n);
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status write_profile(const std::string& path, const Profile& profile) {
+  const Hdf5Lock lock;
+  const std::string temporary = path + ".part";
+  Handle file(H5Fcreate(temporary.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT));
+  if (!file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
+  const bool ok = write_all(file, profile) && file.close();
+  std::error_code error;
+  if (ok) std::filesystem::rename(temporary, path, error);
+  if (ok && !error) return Status::ok();
+  std::remove(temporary.c_str());
+  return Status(StatusCode::kIo, path + ": cannot be written");
+}
+
+Result<Profile> read_profile(const std::string& path) {
+  const Hdf5Lock lock;
+  if (H5Fis_hdf5(path.c_str()) <= 0)
+    return Status(StatusCode::kCorrupt, path + ": is missing or not an HDF5 file");
+  const Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
+  if (!file.ok()) return corrupt(path + ": cannot be opened as HDF5 (truncated or damaged)");
+  Profile profile;
+  if (Status s = read_all(file.id(), &profile); !s) return s.with_context(path);
+  return profile;
+}
+
+}  // namespace tierkv::datasets
