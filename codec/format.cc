@@ -10,28 +10,44 @@ namespace tierkv {
 
 const char* status_name(StatusCode code) {
   switch (code) {
-    case StatusCode::kOk: return "ok";
-    case StatusCode::kInvalidArgument: return "invalid_argument";
-    case StatusCode::kUnsupported: return "unsupported";
-    case StatusCode::kNonFinite: return "non_finite";
-    case StatusCode::kOutOfRange: return "out_of_range";
-    case StatusCode::kOutOfPages: return "out_of_pages";
-    case StatusCode::kCorrupt: return "corrupt";
-    case StatusCode::kBufferTooSmall: return "buffer_too_small";
-    case StatusCode::kStaleSequence: return "stale_sequence";
-    case StatusCode::kNotFound: return "not_found";
-    case StatusCode::kIo: return "io";
-    case StatusCode::kCuda: return "cuda";
-    case StatusCode::kVersion: return "version";
+    case StatusCode::kOk:
+      return "ok";
+    case StatusCode::kInvalidArgument:
+      return "invalid_argument";
+    case StatusCode::kUnsupported:
+      return "unsupported";
+    case StatusCode::kNonFinite:
+      return "non_finite";
+    case StatusCode::kOutOfRange:
+      return "out_of_range";
+    case StatusCode::kOutOfPages:
+      return "out_of_pages";
+    case StatusCode::kCorrupt:
+      return "corrupt";
+    case StatusCode::kBufferTooSmall:
+      return "buffer_too_small";
+    case StatusCode::kStaleSequence:
+      return "stale_sequence";
+    case StatusCode::kNotFound:
+      return "not_found";
+    case StatusCode::kIo:
+      return "io";
+    case StatusCode::kCuda:
+      return "cuda";
+    case StatusCode::kVersion:
+      return "version";
   }
   return "unknown";
 }
 
 const char* dtype_name(DType t) {
   switch (t) {
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat32: return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
   }
   return "unknown";
 }
@@ -102,7 +118,8 @@ Result<TierFormat> parse_tier_format(std::string_view name) {
     }
   }
   if (i != name.size() || !is_code_width(bits[0]) || !is_code_width(bits[1])) {
-    return invalid("'" + std::string(name) + "' is not of the form k8v4 with 16, 8, 4, 2 or 1 bits");
+    return invalid("'" + std::string(name) +
+                   "' is not of the form k8v4 with 16, 8, 4, 2 or 1 bits");
   }
   return token_wise_tier(bits[0], bits[1]);
 }
@@ -110,9 +127,15 @@ Result<TierFormat> parse_tier_format(std::string_view name) {
 std::string to_string(const ComponentFormat& f) {
   std::string s;
   switch (f.step_rule) {
-    case StepRule::kMinMax: s = f.is_raw() ? "raw" : std::to_string(f.bits) + " bits"; break;
-    case StepRule::kRelative: s = "relative step " + std::to_string(f.step); break;
-    case StepRule::kAbsolute: s = "absolute step " + std::to_string(f.step); break;
+    case StepRule::kMinMax:
+      s = f.is_raw() ? "raw" : std::to_string(f.bits) + " bits";
+      break;
+    case StepRule::kRelative:
+      s = "relative step " + std::to_string(f.step);
+      break;
+    case StepRule::kAbsolute:
+      s = "absolute step " + std::to_string(f.step);
+      break;
   }
   static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
   if (!f.is_raw()) s += std::string(" per ") + kUnits[static_cast<int>(f.unit)];
@@ -146,11 +169,13 @@ Status CacheLayout::validate() const {
   if (num_kv_heads < 1 || num_kv_heads > num_q_heads) {
     return invalid("num_kv_heads must be 1 to num_q_heads");
   }
-  if (num_q_heads % num_kv_heads != 0) return invalid("num_q_heads is not a multiple of num_kv_heads");
+  if (num_q_heads % num_kv_heads != 0)
+    return invalid("num_q_heads is not a multiple of num_kv_heads");
   if (head_dim < 1 || head_dim > kMaxHeadDim) {
     return invalid("head_dim must be 1 to " + std::to_string(kMaxHeadDim));
   }
-  if (!std::isfinite(sm_scale) || sm_scale <= 0) return invalid("sm_scale must be positive and finite");
+  if (!std::isfinite(sm_scale) || sm_scale <= 0)
+    return invalid("sm_scale must be positive and finite");
   return Status::ok();
 }
 

@@ -1,11 +1,13 @@
-// The quantiser: scale, zero point and code of one group of values, shared by the host reference and every kernel.
+// The quantiser: scale, zero point and code of one group of values, shared by the host reference
+// and every kernel.
 //
 //   minmax    scale = half((max - min) / (levels - 1)), zero_point = half(min)
-//   relative  scale = half(step * (max - min)),         zero_point = half(min)    KVComp section 3.1.1
-//   absolute  code = round(x / step), signed                                     docs/DESIGN.md, "Global step"
+//   relative  scale = half(step * (max - min)),         zero_point = half(min)    KVComp
+//   section 3.1.1 absolute  code = round(x / step), signed docs/DESIGN.md, "Global step"
 //
-// code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code + zero_point, computed with
-// the stored fp16 scale and zero point, one multiplication and one addition (never fused: host and device agree).
+// code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code +
+// zero_point, computed with the stored fp16 scale and zero point, one multiplication and one
+// addition (never fused: host and device agree).
 #pragma once
 
 #include <cmath>
@@ -57,7 +59,8 @@ TKV_HD float round_half_even(float x) {
 
 // Parameters of a group with extrema lo <= hi, both finite. `levels` is 2^bits.
 TKV_HD QuantParams minmax_params(float lo, float hi, int32_t levels) {
-  return {float_to_half(div_rn(add_rn(hi, -lo), static_cast<float>(levels - 1))), float_to_half(lo)};
+  return {float_to_half(div_rn(add_rn(hi, -lo), static_cast<float>(levels - 1))),
+          float_to_half(lo)};
 }
 TKV_HD QuantParams relative_params(float lo, float hi, float step) {
   return {float_to_half(mul_rn(step, add_rn(hi, -lo))), float_to_half(lo)};
@@ -71,7 +74,8 @@ TKV_HD bool params_in_range(QuantParams p) {
 TKV_HD float raw_code(float x, float scale, float zero_point) {
   return scale == 0.0f ? 0.0f : round_half_even(div_rn(add_rn(x, -zero_point), scale));
 }
-// Min-max codes: clamped to [0, levels - 1]. (Rounding of the fp16 parameters can move the ends by one code.)
+// Min-max codes: clamped to [0, levels - 1]. (Rounding of the fp16 parameters can move the ends by
+// one code.)
 TKV_HD int32_t minmax_code(float x, float scale, float zero_point, int32_t levels) {
   const float c = raw_code(x, scale, zero_point);
   const float top = static_cast<float>(levels - 1);
@@ -81,19 +85,20 @@ TKV_HD float dequantize(int32_t code, float scale, float zero_point) {
   return add_rn(mul_rn(scale, static_cast<float>(code)), zero_point);
 }
 
-// Smallest and largest of n > 0 values at the given stride (in floats). Returns kNonFinite for NaN or infinity.
+// Smallest and largest of n > 0 values at the given stride (in floats). Returns kNonFinite for NaN
+// or infinity.
 StatusCode find_extrema(const float* x, int64_t n, int64_t stride, float* lo, float* hi);
 
-// One group of token-wise or channel-wise min-max quantisation: n values at `stride`, codes at the same stride.
-// kNonFinite or kOutOfRange: nothing written.
+// One group of token-wise or channel-wise min-max quantisation: n values at `stride`, codes at the
+// same stride. kNonFinite or kOutOfRange: nothing written.
 StatusCode quantize_minmax(const float* x, int64_t n, int64_t stride, int32_t levels,
                            QuantParams* params, uint8_t* codes);
-// Relative step (KVComp). *fits is false when a code leaves [0, 255]: the caller stores the unit raw; codes are then
-// unspecified.
+// Relative step (KVComp). *fits is false when a code leaves [0, 255]: the caller stores the unit
+// raw; codes are then unspecified.
 StatusCode quantize_relative(const float* x, int64_t n, int64_t stride, double step,
                              QuantParams* params, uint8_t* codes, bool* fits);
-// Absolute step: signed codes round(x / step); values are dequantised as code * step. kOutOfRange when a code does not
-// fit 16 bits, kNonFinite for NaN, infinity.
+// Absolute step: signed codes round(x / step); values are dequantised as code * step. kOutOfRange
+// when a code does not fit 16 bits, kNonFinite for NaN, infinity.
 StatusCode quantize_absolute(const float* x, int64_t n, float step, int16_t* codes);
 
 }  // namespace tierkv
