@@ -1,1 +1,25 @@
-int main() {}
+// The `tierkv` command. Data goes to stdout, messages and progress to stderr. Exit codes:
+// tools/command.h.
+#include <CLI/CLI.hpp>
+
+#include "tools/command.h"
+
+int main(int argc, char** argv) {
+  using namespace tierkv::tools;
+  CLI::App app("tierkv: what compression does to a KV cache");
+  app.set_version_flag("--version", TIERKV_VERSION);
+  app.require_subcommand(1);
+  app.footer(
+      "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input, 4 no suitable device.");
+  int exit_code = kExitOk;
+  add_info(app, &exit_code);
+  add_analyze(app, &exit_code);
+  add_calibrate(app, &exit_code);
+  add_synth(app, &exit_code);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e) == 0 ? kExitOk : kExitUsage;
+  }
+  return exit_code;
+}

@@ -1,11 +1,14 @@
-// What a compressed token looks like, as data: a TierFormat is a ComponentFormat for keys and one for values.
+// What a compressed token looks like, as data: a TierFormat is a ComponentFormat for keys and one
+// for values.
 //
-// A ComponentFormat says how many levels a code has, how its step is found (step_rule), which values share that step
-// (unit, group), whether the codes are entropy coded and in which basis they are taken. Formats are plain values:
-// compare them, print them, send them; code never branches on named combinations.
+// A ComponentFormat says how many levels a code has, how its step is found (step_rule), which
+// values share that step (unit, group), whether the codes are entropy coded and in which basis they
+// are taken. Formats are plain values: compare them, print them, send them; code never branches on
+// named combinations.
 //
-// Sources: DiffKV section 4 (token-wise K8V4/K4V2), KVComp section 3.1 (relative steps per block, channel and token),
-// KIVI (channel-wise keys); the absolute step and the bases are ours (docs/DESIGN.md, "Quantisation").
+// Sources: DiffKV section 4 (token-wise K8V4/K4V2), KVComp section 3.1 (relative steps per block,
+// channel and token), KIVI (channel-wise keys); the absolute step and the bases are ours
+// (docs/DESIGN.md, "Quantisation").
 #pragma once
 
 #include <cstdint>
@@ -41,11 +44,14 @@ enum class BasisKind : int32_t {
 };
 
 struct ComponentFormat {
-  int32_t bits = 16;        // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 0 where the step decides the levels
+  int32_t bits =
+      16;  // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 0 where the step decides the levels
   StepRule step_rule = StepRule::kMinMax;
   Unit unit = Unit::kToken;
-  int32_t group = 0;        // kToken: channels per group, 0 = head_dim. kChannel, kBlock: tokens per unit (required)
-  double step = 0;          // kRelative: fraction of the range. kAbsolute: k or v, the error the step aims at
+  int32_t group =
+      0;  // kToken: channels per group, 0 = head_dim. kChannel, kBlock: tokens per unit (required)
+  double step =
+      0;  // kRelative: fraction of the range. kAbsolute: k or v, the error the step aims at
   Entropy entropy = Entropy::kNone;
   BasisKind basis = BasisKind::kNone;
 
@@ -53,8 +59,8 @@ struct ComponentFormat {
   // kInvalidArgument or kUnsupported with the field's name, for head_dim channels.
   Status validate(int32_t head_dim) const;
   friend bool operator==(const ComponentFormat& a, const ComponentFormat& b) {
-    return a.bits == b.bits && a.step_rule == b.step_rule && a.unit == b.unit && a.group == b.group &&
-           a.step == b.step && a.entropy == b.entropy && a.basis == b.basis;
+    return a.bits == b.bits && a.step_rule == b.step_rule && a.unit == b.unit &&
+           a.group == b.group && a.step == b.step && a.entropy == b.entropy && a.basis == b.basis;
   }
   friend bool operator!=(const ComponentFormat& a, const ComponentFormat& b) { return !(a == b); }
 };
@@ -66,14 +72,18 @@ struct TierFormat {
   const ComponentFormat& of(Component c) const { return c == Component::kKey ? k : v; }
   ComponentFormat& of(Component c) { return c == Component::kKey ? k : v; }
   Status validate(int32_t head_dim) const;
-  friend bool operator==(const TierFormat& a, const TierFormat& b) { return a.k == b.k && a.v == b.v; }
+  friend bool operator==(const TierFormat& a, const TierFormat& b) {
+    return a.k == b.k && a.v == b.v;
+  }
   friend bool operator!=(const TierFormat& a, const TierFormat& b) { return !(a == b); }
 };
 
 // Token-wise min-max (bits < 16) or raw (bits = 16).
 ComponentFormat token_wise(int32_t bits, int32_t group = 0);
 TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits);
-inline TierFormat raw_tier() { return {}; }
+inline TierFormat raw_tier() {
+  return {};
+}
 
 // "k8v4" or "K8V4" with bits in {16, 8, 4, 2, 1}; kInvalidArgument otherwise.
 Result<TierFormat> parse_tier_format(std::string_view name);

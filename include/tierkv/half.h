@@ -1,5 +1,6 @@
-// IEEE binary16 and bfloat16 as bit patterns, converted exactly and rounded to nearest even on the host; device code
-// uses the hardware's conversions, which agree bit for bit on every finite value and infinity.
+// IEEE binary16 and bfloat16 as bit patterns, converted exactly and rounded to nearest even on the
+// host; device code uses the hardware's conversions, which agree bit for bit on every finite value
+// and infinity.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +61,9 @@ TKV_HD uint16_t float_to_half(float x) {
 #endif
 }
 
-TKV_HD float bfloat16_to_float(uint16_t b) { return bits_float(static_cast<uint32_t>(b) << 16); }
+TKV_HD float bfloat16_to_float(uint16_t b) {
+  return bits_float(static_cast<uint32_t>(b) << 16);
+}
 
 TKV_HD uint16_t float_to_bfloat16(float x) {
   const uint32_t u = float_bits(x);
@@ -69,6 +72,8 @@ TKV_HD uint16_t float_to_bfloat16(float x) {
 }
 
 // False for NaN and infinity.
-TKV_HD bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
+TKV_HD bool is_finite(float x) {
+  return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
 
 }  // namespace tierkv

@@ -9,7 +9,9 @@ namespace tierkv {
 
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
 
-inline constexpr int32_t dtype_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+inline constexpr int32_t dtype_bytes(DType t) {
+  return t == DType::kFloat32 ? 4 : 2;
+}
 const char* dtype_name(DType t);  // "float16", "bfloat16", "float32"
 
 inline constexpr int32_t kMaxHeadDim = 4096;
@@ -25,7 +27,8 @@ struct CacheLayout {
   double sm_scale = 0;  // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
 
   int32_t group_size() const { return num_q_heads / num_kv_heads; }
-  // kInvalidArgument naming the field: counts out of range, q heads not a multiple of kv heads, sm_scale not positive.
+  // kInvalidArgument naming the field: counts out of range, q heads not a multiple of kv heads,
+  // sm_scale not positive.
   Status validate() const;
 };
 

@@ -1,5 +1,6 @@
-// Errors are values. Every fallible function of the library returns a Status or a Result<T>; nothing in the library
-// throws, exits, aborts or prints. A failed call has written nothing unless its declaration says otherwise.
+// Errors are values. Every fallible function of the library returns a Status or a Result<T>;
+// nothing in the library throws, exits, aborts or prints. A failed call has written nothing unless
+// its declaration says otherwise.
 //
 // Device code reports with StatusCode alone, one per row, in an array that the caller reads later.
 #pragma once
@@ -13,18 +14,18 @@ namespace tierkv {
 
 enum class StatusCode : int32_t {
   kOk = 0,
-  kInvalidArgument = 1,   // null or misaligned pointer, negative size, inconsistent configuration
-  kUnsupported = 2,       // a combination the library names and refuses
-  kNonFinite = 3,         // NaN or infinity in the input
-  kOutOfRange = 4,        // beyond fp16 where an fp16 scale or zero point is needed, or beyond a table
-  kOutOfPages = 5,        // the page pool cannot serve the demand; nothing was allocated
-  kCorrupt = 6,           // compressed bytes, a page table or a file that contradicts itself
-  kBufferTooSmall = 7,    // an output or workspace smaller than its *_bytes() function says
-  kStaleSequence = 8,     // a sequence id that was released
-  kNotFound = 9,          // a named thing that is not there
-  kIo = 10,               // the operating system refused a read or a write
-  kCuda = 11,             // a CUDA runtime call failed
-  kVersion = 12,          // a format version this build does not know
+  kInvalidArgument = 1,  // null or misaligned pointer, negative size, inconsistent configuration
+  kUnsupported = 2,      // a combination the library names and refuses
+  kNonFinite = 3,        // NaN or infinity in the input
+  kOutOfRange = 4,  // beyond fp16 where an fp16 scale or zero point is needed, or beyond a table
+  kOutOfPages = 5,  // the page pool cannot serve the demand; nothing was allocated
+  kCorrupt = 6,     // compressed bytes, a page table or a file that contradicts itself
+  kBufferTooSmall = 7,  // an output or workspace smaller than its *_bytes() function says
+  kStaleSequence = 8,   // a sequence id that was released
+  kNotFound = 9,        // a named thing that is not there
+  kIo = 10,             // the operating system refused a read or a write
+  kCuda = 11,           // a CUDA runtime call failed
+  kVersion = 12,        // a format version this build does not know
 };
 
 // "invalid_argument" for kInvalidArgument and so on; never null.

@@ -19,11 +19,11 @@ TEST(Half, RoundTripsEveryFinitePattern) {
 }
 
 TEST(Half, RoundsToNearestEven) {
-  EXPECT_EQ(float_to_half(1.0f + 0x1p-11f), 0x3c00);           // halfway, even below
-  EXPECT_EQ(float_to_half(1.0f + 3 * 0x1p-11f), 0x3c02);       // halfway, even above
+  EXPECT_EQ(float_to_half(1.0f + 0x1p-11f), 0x3c00);      // halfway, even below
+  EXPECT_EQ(float_to_half(1.0f + 3 * 0x1p-11f), 0x3c02);  // halfway, even above
   EXPECT_EQ(float_to_half(65519.0f), 0x7bff);
   EXPECT_EQ(float_to_half(65520.0f), 0x7c00);
-  EXPECT_EQ(float_to_half(0x1p-25f), 0x0000);                  // halfway to the smallest subnormal
+  EXPECT_EQ(float_to_half(0x1p-25f), 0x0000);  // halfway to the smallest subnormal
   EXPECT_EQ(float_to_half(0x1.8p-24f), 0x0002);
   EXPECT_EQ(float_to_half(-0x1p-24f), 0x8001);
 }
@@ -41,7 +41,8 @@ class QuantizeTest : public testing::Test {
   std::mt19937 rng_;
 };
 
-// |x - x'| <= scale / 2 plus the fp16 rounding of both parameters: the scale's error times the code, the zero point's.
+// |x - x'| <= scale / 2 plus the fp16 rounding of both parameters: the scale's error times the
+// code, the zero point's.
 TEST_F(QuantizeTest, MinMaxErrorIsBoundedByHalfAStep) {
   for (int bits : {8, 4, 2, 1}) {
     for (float magnitude : {1e-3f, 1.0f, 1e3f}) {
@@ -52,7 +53,8 @@ TEST_F(QuantizeTest, MinMaxErrorIsBoundedByHalfAStep) {
       ASSERT_EQ(quantize_minmax(x.data(), 128, 1, levels, &p, codes.data()), StatusCode::kOk);
       const float scale = half_to_float(p.scale), zero = half_to_float(p.zero_point);
       const float ulp = 0x1p-11f;
-      const float bound = scale * 0.5f + (levels - 1) * scale * ulp + std::fabs(zero) * ulp + 0x1p-24f;
+      const float bound =
+          scale * 0.5f + (levels - 1) * scale * ulp + std::fabs(zero) * ulp + 0x1p-24f;
       for (size_t i = 0; i < x.size(); ++i) {
         ASSERT_LT(codes[i], levels);
         ASSERT_LE(std::fabs(x[i] - dequantize(codes[i], scale, zero)), bound)
@@ -90,11 +92,13 @@ TEST_F(QuantizeTest, RelativeStepKeepsItsBound) {
     QuantParams p;
     std::vector<uint8_t> codes(x.size());
     bool fits = false;
-    ASSERT_EQ(quantize_relative(x.data(), x.size(), 1, step, &p, codes.data(), &fits), StatusCode::kOk);
+    ASSERT_EQ(quantize_relative(x.data(), x.size(), 1, step, &p, codes.data(), &fits),
+              StatusCode::kOk);
     ASSERT_TRUE(fits);
     const float scale = half_to_float(p.scale), zero = half_to_float(p.zero_point);
     for (size_t i = 0; i < x.size(); ++i) {
-      // Inputs are fp16, so the zero point is exact; what remains is rounding of the product and the sum.
+      // Inputs are fp16, so the zero point is exact; what remains is rounding of the product and
+      // the sum.
       ASSERT_LE(std::fabs(x[i] - dequantize(codes[i], scale, zero)), scale * 0.5f + 1e-5f) << seed_;
     }
   }
@@ -105,7 +109,8 @@ TEST_F(QuantizeTest, RelativeStepReportsCodesBeyondAByte) {
   QuantParams p;
   std::vector<uint8_t> codes(x.size());
   bool fits = true;
-  ASSERT_EQ(quantize_relative(x.data(), x.size(), 1, 0.001, &p, codes.data(), &fits), StatusCode::kOk);
+  ASSERT_EQ(quantize_relative(x.data(), x.size(), 1, 0.001, &p, codes.data(), &fits),
+            StatusCode::kOk);
   EXPECT_FALSE(fits);
 }
 

@@ -1,0 +1,74 @@
+// What each scheme would do to a dumped cache: size, tiers, error of keys, values and attention
+// output, coder, speed. Definitions of every number: docs/DESIGN.md, "The tierkv command".
+#pragma once
+
+#include <array>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "codec/profile.h"
+#include "datasets/dump.h"
+#include "tools/analysis/preset.h"
+
+namespace tierkv::analysis {
+
+// Sums from which every metric of one (file, preset, sequence) follows; adding two gives those of
+// their union.
+struct Tally {
+  int64_t values = 0;  // 2 * tokens * num_kv_heads * head_dim over layers
+  int64_t stored_bytes = 0;
+  int64_t page_bytes = 0;  // pages * page_bytes, 0 where the scheme has no pages
+  std::array<int64_t, kNumTiers> tokens{};
+  struct PerComponent {
+    double error_squared = 0, norm_squared = 0;  // over kept tokens
+    double entropy_bits = 0, coded_bits = 0;     // summed over symbols
+    int64_t symbols = 0;                         // coded symbols
+  };
+  PerComponent component[2];
+  struct Attention {
+    double error = 0, error_online = 0, cosine = 0;  // summed over queries
+    int64_t queries = 0;
+  } attention;
+  double encode_seconds = 0, decode_seconds = 0;  // thread time
+  int64_t input_fp16_bytes = 0;
+
+  void add(const Tally& other);
+};
+
+struct AnalyzeResult {
+  std::string file, preset;
+  std::string seq;  // "all" or the sequence's id
+  Tally tally;
+};
+
+struct AnalyzeOptions {
+  std::vector<Preset> presets;
+  int32_t first_layer = 0;
+  int32_t last_layer = -1;    // inclusive; -1: the last one
+  std::string only_sequence;  // empty: all
+  int32_t threads = 1;
+  const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
+  std::function<void(double)> progress;  // fraction done, called from one thread
+};
+
+// Results in the order of presets; for each the total first, then each sequence. Reads one
+// (sequence, layer) at a time.
+Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
+                                           const AnalyzeOptions& options);
+
+// Derived metrics; nullopt where a quantity does not exist for the preset or the dump.
+double bits_per_value(const Tally& t);
+double compression_ratio(const Tally& t);
+std::optional<double> page_ratio(const Tally& t);
+std::optional<double> relative_error(const Tally& t, Component c);
+std::optional<double> entropy_bits(const Tally& t, Component c);
+std::optional<double> coded_bits(const Tally& t, Component c);
+std::optional<double> attention_error(const Tally& t);
+std::optional<double> attention_error_online(const Tally& t);
+std::optional<double> attention_cosine(const Tally& t);
+std::optional<double> encode_gbps(const Tally& t);  // of one thread
+std::optional<double> decode_gbps(const Tally& t);
+
+}  // namespace tierkv::analysis

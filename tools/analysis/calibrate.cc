@@ -1,0 +1,215 @@
+#include "tools/analysis/calibrate.h"
+
+#include <Eigen/Dense>
+#include <algorithm>
+#include <cmath>
+
+#include "codec/global_step.h"
+#include "tools/analysis/analyze.h"
+#include "tools/analysis/layer_data.h"
+#include "tools/analysis/parallel.h"
+
+namespace tierkv::analysis {
+namespace {
+
+using Matrix = Eigen::MatrixXd;
+
+// Sums over tokens and queries of one (layer, kv_head).
+struct Moments {
+  int64_t tokens = 0, queries = 0;
+  Eigen::VectorXd k, v;
+  Matrix kk, vv, qq;
+
+  explicit Moments(int32_t d)
+      : k(Eigen::VectorXd::Zero(d)), v(k), kk(Matrix::Zero(d, d)), vv(kk), qq(kk) {}
+
+  void add(const LayerData& l, int32_t h, int32_t d) {
+    constexpr int64_t kRows = 256;
+    Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> x;
+    const auto add_rows = [&](const datasets::RowData& row, Eigen::VectorXd* sum, Matrix* square) {
+      for (int64_t t = 0; t < l.tokens; t += kRows) {
+        const int64_t n = std::min(kRows, l.tokens - t);
+        x.resize(n, d);
+        datasets::row_to_float(row, t, n, x.data());
+        const Matrix y = x.cast<double>();
+        *sum += y.colwise().sum().transpose();
+        *square += y.transpose() * y;
+      }
+    };
+    add_rows(l.k[h], &k, &kk);
+    add_rows(l.v[h], &v, &vv);
+    tokens += l.tokens;
+    const auto n = static_cast<int64_t>(l.q[h].size()) / d;
+    for (int64_t t = 0; t < n; t += kRows) {
+      const int64_t m = std::min(kRows, n - t);
+      const Matrix y =
+          Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(
+              l.q[h].data() + t * d, m, d)
+              .cast<double>();
+      qq += y.transpose() * y;
+    }
+    queries += n;
+  }
+};
+
+std::vector<float> row_major(const Matrix& m) {
+  std::vector<float> out(m.size());
+  for (int64_t i = 0; i < m.rows(); ++i) {
+    for (int64_t j = 0; j < m.cols(); ++j) out[i * m.cols() + j] = static_cast<float>(m(i, j));
+  }
+  return out;
+}
+
+// Coordinates in which the covariance, weighted by the metric, is diagonal: y = x M^(1/2) W, x = y
+// W^T M^(-1/2). Then tr(T^-1 M T^-T) = dim, whatever M is.
+void weighted_pca(const Matrix& covariance, const Matrix& metric, Matrix* forward,
+                  Matrix* inverse) {
+  const Eigen::SelfAdjointEigenSolver<Matrix> m(metric);
+  const Eigen::VectorXd root = m.eigenvalues().cwiseMax(1e-30).cwiseSqrt();
+  const Matrix half = m.eigenvectors() * root.asDiagonal() * m.eigenvectors().transpose();
+  const Matrix inverse_half =
+      m.eigenvectors() * root.cwiseInverse().asDiagonal() * m.eigenvectors().transpose();
+  const Eigen::SelfAdjointEigenSolver<Matrix> w(half * covariance * half);
+  *forward = half * w.eigenvectors();
+  *inverse = w.eigenvectors().transpose() * inverse_half;
+}
+
+RowProfile finish_row(const Moments& m, int32_t d, bool matrix_basis) {
+  RowProfile row;
+  const auto n = static_cast<double>(m.tokens);
+  const Eigen::VectorXd k_mean = m.k / n, v_mean = m.v / n;
+  for (int32_t i = 0; i < d; ++i) {
+    row.key_mean.push_back(static_cast<float>(k_mean[i]));
+    row.value_mean.push_back(static_cast<float>(v_mean[i]));
+  }
+  row.value_signal = m.vv.trace() / n;
+  if (m.queries == 0) return row;
+  Matrix metric = m.qq / static_cast<double>(m.queries);
+  metric.diagonal().array() += kMetricRidge * metric.trace() / d;
+  row.query_trace = metric.trace();
+  if (!matrix_basis) return row;
+  Matrix forward, inverse;
+  weighted_pca(m.kk / n - k_mean * k_mean.transpose(), metric, &forward, &inverse);
+  row.key_forward = row_major(forward);
+  row.key_inverse = row_major(inverse);
+  row.key_matrix_trace = (inverse * metric * inverse.transpose()).trace();
+  weighted_pca(m.vv / n - v_mean * v_mean.transpose(), Matrix::Identity(d, d), &forward, &inverse);
+  row.value_forward = row_major(forward);
+  row.value_inverse = row_major(inverse);
+  row.value_matrix_trace = (inverse * inverse.transpose()).trace();
+  return row;
+}
+
+// Mean online attention error of each preset over all dumps.
+Result<std::vector<double>> errors_of(std::vector<datasets::DumpReader>& dumps,
+                                      const std::vector<std::string>& presets, int32_t threads) {
+  AnalyzeOptions options;
+  options.threads = threads;
+  for (const std::string& text : presets) {
+    Result<Preset> p = parse_preset(text);
+    if (!p) return p.status();
+    options.presets.push_back(*p);
+  }
+  std::vector<Tally> sums(presets.size());
+  for (datasets::DumpReader& dump : dumps) {
+    Result<std::vector<AnalyzeResult>> results = analyze(dump, options);
+    if (!results) return results.status();
+    for (const AnalyzeResult& r : *results) {
+      if (r.seq != "all") continue;
+      for (size_t p = 0; p < presets.size(); ++p) {
+        if (presets[p] == r.preset) sums[p].add(r.tally);
+      }
+    }
+  }
+  std::vector<double> errors;
+  for (const Tally& t : sums) {
+    const std::optional<double> e = attention_error_online(t);
+    if (!e)
+      return Status(StatusCode::kNotFound, "thresholds need dumped queries; the dumps have none");
+    errors.push_back(*e);
+  }
+  return errors;
+}
+
+Status choose_thresholds(std::vector<datasets::DumpReader>& dumps, const CalibrateOptions& options,
+                         Profile* profile) {
+  static const std::vector<double> kHigh = {0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 1e9};
+  std::vector<std::string> presets;
+  for (const double a : kHigh) presets.push_back("diffkv:alpha_h=" + std::to_string(a));
+  Result<std::vector<double>> errors = errors_of(dumps, presets, options.threads);
+  if (!errors) return errors.status();
+  const double all_high = errors->front(), all_low = errors->back();
+  const double limit = all_high + options.error_budget * (all_low - all_high);
+  profile->alpha_high = 0;
+  double reached = all_high;
+  for (size_t i = 0; i + 1 < kHigh.size(); ++i) {
+    if ((*errors)[i] > limit) break;
+    profile->alpha_high = kHigh[i];
+    reached = (*errors)[i];
+  }
+  profile->alpha_low = 0;
+  if (options.prune_budget <= 0) return Status::ok();
+  static const std::vector<double> kLow = {0.01, 0.02, 0.04, 0.1, 0.2, 0.3};
+  presets.clear();
+  for (const double a : kLow) {
+    presets.push_back("diffkv:alpha_h=" + std::to_string(std::max(a, profile->alpha_high)) +
+                      ",alpha_l=" + std::to_string(a));
+  }
+  errors = errors_of(dumps, presets, options.threads);
+  if (!errors) return errors.status();
+  for (size_t i = 0; i < kLow.size(); ++i) {
+    if ((*errors)[i] > reached * (1 + options.prune_budget) || kLow[i] > profile->alpha_high) break;
+    profile->alpha_low = kLow[i];
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
+                          const CalibrateOptions& options) {
+  const CacheLayout layout = dumps.front().info().layout;
+  const int32_t d = layout.head_dim, heads = layout.num_kv_heads;
+  std::vector<Moments> moments(layout.num_layers * heads, Moments(d));
+  for (size_t i = 0; i < dumps.size(); ++i) {
+    const datasets::DumpInfo& info = dumps[i].info();
+    if (info.layout.num_layers != layout.num_layers || info.layout.num_kv_heads != heads ||
+        info.layout.head_dim != d) {
+      return Status(StatusCode::kInvalidArgument, info.path + ": another model than " +
+                                                      dumps.front().info().path +
+                                                      " (layers, kv heads or head_dim differ)");
+    }
+    for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
+      for (int32_t l = 0; l < layout.num_layers; ++l) {
+        LayerData data;
+        if (Status s = load_layer(dumps[i], static_cast<int32_t>(seq), l, false, &data); !s)
+          return s;
+        if (!data.has_queries()) {
+          return Status(StatusCode::kNotFound, info.path + ": /seq/" + info.sequences[seq].id +
+                                                   "/layer/" + std::to_string(l) +
+                                                   " has no q; calibration needs queries");
+        }
+        parallel_for(heads, options.threads, [&](int64_t h) {
+          moments[l * heads + h].add(data, static_cast<int32_t>(h), d);
+        });
+      }
+    }
+    if (options.progress)
+      options.progress(0.5 * static_cast<double>(i + 1) / static_cast<double>(dumps.size()));
+  }
+  Profile profile;
+  profile.num_layers = layout.num_layers;
+  profile.num_kv_heads = heads;
+  profile.head_dim = d;
+  profile.rows.resize(moments.size());
+  parallel_for(static_cast<int64_t>(moments.size()), options.threads, [&](int64_t i) {
+    profile.rows[i] = finish_row(moments[i], d, options.matrix_basis);
+  });
+  if (options.thresholds) {
+    if (Status s = choose_thresholds(dumps, options, &profile); !s) return s;
+  }
+  if (options.progress) options.progress(1);
+  return profile;
+}
+
+}  // namespace tierkv::analysis

@@ -1,0 +1,124 @@
+#include "tools/analysis/layer_data.h"
+
+#include <algorithm>
+
+#include "codec/global_step.h"
+#include "codec/significance.h"
+
+namespace tierkv::analysis {
+namespace {
+
+std::string where(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
+  return info.path + ": /seq/" + info.sequences[seq].id + "/layer/" + std::to_string(layer);
+}
+
+Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
+  const bool all =
+      data->has_queries() && static_cast<int64_t>(data->positions.size()) == data->tokens;
+  if (!all) {
+    return Status(StatusCode::kNotFound, where(info, data->seq, data->layer) +
+                                             ": tiers need 'significance', or q for all positions "
+                                             "to compute it from; the dump has neither");
+  }
+  const CacheLayout& layout = info.layout;
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
+    std::vector<float> keys(data->tokens * layout.head_dim);
+    datasets::row_to_float(data->k[h], 0, data->tokens, keys.data());
+    data->significance[h].resize(data->tokens);
+    SignificanceInput in;
+    in.q = data->q[h].data();
+    in.k = keys.data();
+    in.heads = layout.group_size();
+    in.tokens = data->tokens;
+    in.head_dim = layout.head_dim;
+    in.sm_scale = layout.sm_scale;
+    if (StatusCode s = compute_significance(in, data->significance[h].data());
+        s != StatusCode::kOk) {
+      return Status(s, where(info, data->seq, data->layer) + ": significance cannot be computed");
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+int64_t LayerData::dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
+  const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
+  const int64_t kv = 2 * info.sequences[seq].num_tokens * info.layout.num_kv_heads;
+  const int64_t q = l.num_queries * info.layout.num_q_heads;
+  return (kv + q) * info.layout.head_dim * dtype_bytes(l.dtype);
+}
+
+Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
+                  LayerData* out) {
+  const datasets::DumpInfo& info = reader.info();
+  const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
+  const int32_t heads = info.layout.num_kv_heads, group = info.layout.group_size();
+  out->seq = seq;
+  out->layer = layer;
+  out->tokens = info.sequences[seq].num_tokens;
+  out->k.resize(heads);
+  out->v.resize(heads);
+  out->q.resize(heads);
+  out->significance.resize(heads);
+  for (int32_t h = 0; h < heads; ++h) {
+    if (Status s = reader.read_row(seq, layer, h, Component::kKey, &out->k[h]); !s) return s;
+    if (Status s = reader.read_row(seq, layer, h, Component::kValue, &out->v[h]); !s) return s;
+    if (!l.has_q) continue;
+    if (Status s = reader.read_queries(seq, layer, h * group, group, &out->q[h]); !s) return s;
+  }
+  if (l.has_q) {
+    if (Status s = reader.read_query_positions(seq, layer, &out->positions); !s) return s;
+  }
+  if (!need_significance) return Status::ok();
+  if (!l.has_significance) return compute_significance(info, out);
+  for (int32_t h = 0; h < heads; ++h) {
+    if (Status s = reader.read_significance(seq, layer, h, &out->significance[h]); !s) return s;
+  }
+  return Status::ok();
+}
+
+RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim) {
+  RowProfile row;
+  std::vector<double> k_sum(head_dim, 0.0), v_sum(head_dim, 0.0);
+  std::vector<float> x(head_dim);
+  double v_squares = 0, q_squares = 0;
+  for (int64_t t = 0; t < data.tokens; ++t) {
+    datasets::row_to_float(data.k[kv_head], t, 1, x.data());
+    for (int32_t d = 0; d < head_dim; ++d) k_sum[d] += x[d];
+    datasets::row_to_float(data.v[kv_head], t, 1, x.data());
+    for (int32_t d = 0; d < head_dim; ++d) {
+      v_sum[d] += x[d];
+      v_squares += static_cast<double>(x[d]) * x[d];
+    }
+  }
+  const auto n = static_cast<double>(std::max<int64_t>(1, data.tokens));
+  for (int32_t d = 0; d < head_dim; ++d) {
+    row.key_mean.push_back(static_cast<float>(k_sum[d] / n));
+    row.value_mean.push_back(static_cast<float>(v_sum[d] / n));
+  }
+  row.value_signal = v_squares / n;
+  for (const float v : data.q[kv_head]) q_squares += static_cast<double>(v) * v;
+  const double queries = static_cast<double>(data.q[kv_head].size()) / head_dim;
+  row.query_trace = queries > 0 ? (1 + kMetricRidge) * q_squares / queries : 0;
+  return row;
+}
+
+QueryTile make_tile(const LayerData& data, int32_t kv_head, const CacheLayout& layout,
+                    int64_t first, int64_t count) {
+  QueryTile tile;
+  tile.heads = layout.group_size();
+  tile.head_dim = layout.head_dim;
+  tile.sm_scale = layout.sm_scale;
+  const auto total = static_cast<int64_t>(data.positions.size());
+  count = std::min(count, total - first);
+  tile.positions.assign(data.positions.begin() + first, data.positions.begin() + first + count);
+  tile.q.reserve(tile.count() * layout.head_dim);
+  for (int32_t h = 0; h < tile.heads; ++h) {
+    const float* q = data.q[kv_head].data() + (h * total + first) * layout.head_dim;
+    tile.q.insert(tile.q.end(), q, q + count * layout.head_dim);
+  }
+  return tile;
+}
+
+}  // namespace tierkv::analysis

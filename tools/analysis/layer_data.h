@@ -1,0 +1,39 @@
+// The rows of one (sequence, layer) of a dump in memory, as stored, and the statistics taken from
+// them.
+#pragma once
+
+#include <vector>
+
+#include "codec/profile.h"
+#include "datasets/dump.h"
+#include "tools/analysis/attention_error.h"
+
+namespace tierkv::analysis {
+
+struct LayerData {
+  int32_t seq = 0, layer = 0;
+  int64_t tokens = 0;
+  std::vector<datasets::RowData> k, v;  // per kv_head
+  std::vector<std::vector<float>>
+      q;  // per kv_head [group, positions, head_dim]; empty without queries
+  std::vector<std::vector<float>> significance;  // per kv_head [tokens]; empty where not asked for
+  std::vector<int32_t> positions;                // of the queries
+
+  bool has_queries() const { return !positions.empty(); }
+  // Bytes of K, V and q as the dump stores them.
+  static int64_t dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32_t layer);
+};
+
+// Reads a layer. `need_significance`: from the dump, or computed when it has the queries of all
+// positions; kNotFound with a message otherwise.
+Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
+                  LayerData* out);
+
+// Means over all tokens of the row, E|x|^2 of V, and the query metric's trace (0 without queries).
+RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim);
+
+// Queries [first, first + count) of the row's positions, for all heads of its group.
+QueryTile make_tile(const LayerData& data, int32_t kv_head, const CacheLayout& layout,
+                    int64_t first, int64_t count);
+
+}  // namespace tierkv::analysis

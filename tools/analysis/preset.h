@@ -1,0 +1,56 @@
+// Presets: the names under which schemes are compared, `NAME[:key=value,...][+huffman][+rot]`.
+//
+// A preset is parsed once into a Scheme, plain data that says how the tokens of a row are stored;
+// nothing downstream looks at names. docs/DESIGN.md, "The tierkv command", has the table of names
+// and defaults.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tierkv/format.h"
+#include "tierkv/policy.h"
+
+namespace tierkv::analysis {
+
+// What is done to the codes after quantisation, or to the raw bytes of a scheme that does not
+// quantise.
+enum class Coder : int32_t {
+  kNone = 0,     // fixed width
+  kHuffman = 1,  // coded blocks, codec/coded_block.h
+  kZstd = 2,     // one byte a code (raw bytes where the format is raw), zstd: the CPU baseline
+};
+
+struct Scheme {
+  TierFormat window;  // the newest policy.window_tokens and the first policy.sink_tokens
+  TierFormat high;    // every other token, or those above alpha_high where `tiered`
+  TierFormat low;     // tiered only
+  bool tiered = false;
+  TierPolicy policy;
+  Coder coder = Coder::kNone;
+  int32_t zstd_level = 3;
+
+  bool prunes() const { return tiered && policy.alpha_low > 0; }
+  bool needs_queries() const { return high.k.step_rule == StepRule::kAbsolute; }
+  // Presets whose tokens fit unified pages of fixed-width tiles.
+  bool has_fixed_pages() const;
+  // Presets whose body is coded blocks of a shared step, as coded pages hold them.
+  bool has_coded_pages() const { return !tiered && coder == Coder::kHuffman && high.k.bits == 0; }
+  Status validate(int32_t head_dim) const;
+};
+
+struct Preset {
+  std::string text;  // as given
+  Scheme scheme;
+};
+
+// kInvalidArgument with what is wrong in the text (an unknown name, key or value, a combination
+// that makes no sense).
+Result<Preset> parse_preset(std::string_view text);
+
+// What `analyze` shows when no --preset is given, and the names for `--help`.
+std::vector<std::string> default_presets();
+std::string preset_help();
+
+}  // namespace tierkv::analysis

@@ -1,0 +1,14 @@
+// What a page pool would hold for a row: page_ratio counts whole pages, as an allocator hands them
+// out.
+#pragma once
+
+#include "tools/analysis/row_codec.h"
+
+namespace tierkv::analysis {
+
+// Bytes of the pages that the row's tokens occupy, 0 where the scheme or head_dim has no pages.
+// body_bytes: stored bytes of the coded body (RowCodec::body_bytes()).
+int64_t row_page_bytes(const Scheme& scheme, const RowPlan& plan, int32_t head_dim,
+                       int64_t body_bytes);
+
+}  // namespace tierkv::analysis

@@ -1,0 +1,49 @@
+// What the subcommands share. Each add_*() registers one subcommand, which leaves its exit code in
+// *exit_code.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "tierkv/status.h"
+
+namespace CLI {
+class App;
+}
+
+namespace tierkv::tools {
+
+inline constexpr int kExitOk = 0;
+inline constexpr int kExitVerification = 1;
+inline constexpr int kExitUsage = 2;
+inline constexpr int kExitBadInput = 3;
+inline constexpr int kExitNoDevice = 4;
+
+void add_info(CLI::App& app, int* exit_code);
+void add_analyze(CLI::App& app, int* exit_code);
+void add_calibrate(CLI::App& app, int* exit_code);
+void add_synth(CLI::App& app, int* exit_code);
+
+// "tierkv: message" on stderr; returns `exit_code`.
+int report_error(const std::string& message, int exit_code);
+// All of the text on stdout; kExitBadInput with a message when it cannot be written (a full disk, a
+// closed pipe).
+int print_result(const std::string& text);
+
+int32_t default_threads();
+
+// A progress bar on stderr while it is a terminal, nothing otherwise. finish() clears the line.
+class ProgressBar {
+ public:
+  explicit ProgressBar(std::string label);
+  ~ProgressBar();
+  void update(double fraction);
+  void finish();
+
+ private:
+  std::string label_;
+  bool active_;
+  int shown_ = -1;
+};
+
+}  // namespace tierkv::tools
