@@ -19,7 +19,7 @@ struct Arguments {
 bool parse_layers(const std::string& text, int32_t* first, int32_t* last) {
   const char* end = text.data() + text.size();
   auto [p, error] = std::from_chars(text.data(), end, *first);
-  if (error != std::errc()) return false;
+  if (error != std::errc() || *first < 0) return false;
   *last = *first;
   if (p == end) return true;
   if (*p != '-') return false;

@@ -418,8 +418,10 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o, in
 }  // namespace
 
 Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
-                                           const AnalyzeOptions& options) {
+                                           const AnalyzeOptions& given) {
   const datasets::DumpInfo& info = reader.info();
+  AnalyzeOptions options = given;
+  for (Preset& p : options.presets) p.scheme = p.scheme.for_head_dim(info.layout.head_dim);
   const int32_t last_layer =
       options.last_layer < 0 ? info.layout.num_layers - 1 : options.last_layer;
   if (Status s = check_options(info, options, last_layer); !s) return s;

@@ -265,6 +265,13 @@ bool Scheme::has_fixed_pages() const {
   return both(high) && both(window) && (!tiered || both(low));
 }
 
+Scheme Scheme::for_head_dim(int32_t head_dim) const {
+  Scheme s = *this;
+  if (s.high.k.unit == Unit::kChannel && s.high.v.unit == Unit::kToken && s.high.v.group > head_dim)
+    s.high.v.group = 0;
+  return s;
+}
+
 Status Scheme::validate(int32_t head_dim) const {
   if (Status s = high.validate(head_dim); !s) return s;
   if (Status s = window.validate(head_dim); !s) return s;

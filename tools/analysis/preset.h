@@ -37,6 +37,8 @@ struct Scheme {
   bool has_fixed_pages() const;
   // Presets whose body is coded blocks of a shared step, as coded pages hold them.
   bool has_coded_pages() const { return !tiered && coder == Coder::kHuffman && high.k.bits == 0; }
+  // The scheme for a head of this size: KIVI's groups of channels end with the head.
+  Scheme for_head_dim(int32_t head_dim) const;
   Status validate(int32_t head_dim) const;
 };
 

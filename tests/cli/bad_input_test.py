@@ -1,0 +1,146 @@
+"""Bad input: exit code 3, nothing on stdout, and a message that names the file, the dataset and what is wrong."""
+import os
+
+import h5py
+import numpy as np
+
+from cli import CliTest, Dump, main, run
+
+
+class BadInput(CliTest):
+    def refused(self, dump_or_path, *words, args=()):
+        path = dump_or_path
+        if isinstance(dump_or_path, Dump):
+            path = dump_or_path.write(self.dir / "bad.h5")
+        for command in (["info"], ["analyze", "--preset", "k8v4"]):
+            if command[0] == "info" and args == "values":
+                continue  # info does not read values
+            self.expect(run(*command, path), 3, path, *words)
+
+    def test_valid_dump_is_accepted(self):
+        path = Dump(seed=self.seed).write(self.dir / "good.h5")
+        self.assertEqual(run("analyze", "--preset", "k8v4", path).returncode, 0)
+
+    def test_not_a_dump(self):
+        empty = self.dir / "empty.h5"
+        empty.write_bytes(b"")
+        self.refused(empty, "not an HDF5 file")
+        noise = self.dir / "noise.h5"
+        noise.write_bytes(os.urandom(4096))
+        self.refused(noise, "not an HDF5 file")
+        self.refused(self.dir / "missing.h5", "No such file")
+        self.refused(self.dir, "")
+        other = self.dir / "other.h5"
+        with h5py.File(other, "w") as f:
+            f["x"] = np.arange(3)
+        self.refused(other, "attribute 'format' is missing")
+
+    def test_truncated(self):
+        good = Dump(seed=self.seed).write(self.dir / "good.h5").read_bytes()
+        for share in (0.1, 0.5, 0.9, 0.999):
+            path = self.dir / "cut.h5"
+            path.write_bytes(good[: int(len(good) * share)])
+            self.refused(path, "truncated")
+
+    def test_attributes(self):
+        for name, value, words in (("format", "zip", "'zip'"), ("format_version", 2, "format_version 2"), ("head_dim", 0, "head_dim"),
+                                   ("head_dim", 4097, "head_dim"), ("head_dim", -1, "head_dim"), ("num_layers", 2**40, "absurd"),
+                                   ("num_layers", 0, "num_layers"), ("num_q_heads", 3, "multiple"), ("num_kv_heads", 0, "num_kv_heads"),
+                                   ("num_kv_heads", 8, "num_kv_heads"), ("sm_scale", np.nan, "sm_scale"), ("sm_scale", -1.0, "sm_scale"),
+                                   ("head_dim", "many", "not an integer"), ("num_layers", 3, "has 2 layers"), ("head_dim", 63, "shape")):
+            dump = Dump(seed=self.seed)
+            dump.attrs[name] = value
+            self.refused(dump, words)
+        for name in ("format_version", "num_layers", "head_dim", "sm_scale", "num_q_heads"):
+            dump = Dump(seed=self.seed)
+            del dump.attrs[name]
+            self.refused(dump, f"'{name}' is missing")
+
+    def test_missing_and_ragged(self):
+        for name in ("k", "v", "q_positions"):
+            dump = Dump(seed=self.seed)
+            del dump.data[f"/seq/a/layer/1/{name}"]
+            self.refused(dump, f"/seq/a/layer/1/{name}", "missing")
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/1/k"] = dump.data["/seq/a/layer/1/k"][:, :-1]
+        self.refused(dump, "/seq/a/layer/1/k", "shape")
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/0/significance"] = dump.data["/seq/a/layer/0/significance"][:, 1:]
+        self.refused(dump, "significance", "shape")
+        dump = Dump(seed=self.seed)
+        dump.data = {k: v for k, v in dump.data.items() if "/layer/" in k}
+        self.refused(dump, "/seq/a/tokens", "missing")
+
+    def test_types_and_values(self):
+        for dtype, words in (("float64", "not float16"), ("int16", "not float16")):
+            dump = Dump(seed=self.seed)
+            dump.data["/seq/a/layer/0/k"] = dump.data["/seq/a/layer/0/k"].astype(dtype)
+            self.refused(dump, "/seq/a/layer/0/k", words)
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/0/v"] = dump.data["/seq/a/layer/0/v"].astype("float32")
+        self.refused(dump, "another type")
+        for bad in (np.nan, np.inf):
+            dump = Dump(seed=self.seed)
+            dump.data["/seq/a/layer/1/v"][1, 5, 3] = bad
+            self.refused(dump, "/seq/a/layer/1/v", "element", (1 * 96 + 5) * 64 + 3, "not finite", args="values")
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/0/q_positions"][0] = 96
+        self.refused(dump, "q_positions", args="values")
+        dump = Dump(seed=self.seed)
+        dump.data["/seq/a/layer/0/q_positions"][1] = dump.data["/seq/a/layer/0/q_positions"][0]
+        self.refused(dump, "must increase", args="values")
+
+    def test_zero_tokens(self):
+        dump = Dump(seed=self.seed)
+        dump.data = {k: (v[:0] if k.endswith("tokens") else v[:, :0]) for k, v in dump.data.items() if "/q" not in k}
+        self.refused(dump, "no tokens")
+
+    def test_links_and_filters(self):
+        path = Dump(seed=self.seed).write(self.dir / "links.h5")
+        with h5py.File(path, "a") as f:
+            del f["/seq/a/layer/1/k"]
+            f["/seq/a/layer/1/k"] = h5py.ExternalLink("other.h5", "/k")
+        self.refused(path, "external links are refused")
+        with h5py.File(path, "a") as f:
+            del f["/seq/a/layer/1/k"]
+            f["/seq/a/layer/1/k"] = h5py.SoftLink("/seq/a/layer/0/k")
+        self.refused(path, "soft and external links are refused")
+        lzf = Dump(seed=self.seed).write(self.dir / "lzf.h5", chunks=True, compression="lzf")
+        self.refused(lzf, "filter 32000 is not known")
+
+    def test_damaged_values(self):
+        path = Dump(seed=self.seed, tokens=512, queries=512).write(self.dir / "damaged.h5", chunks=(1, 256, 64), compression="gzip", fletcher32=True)
+        with h5py.File(path, "r") as f:
+            offset = f["/seq/a/layer/0/k"].id.get_chunk_info(0).byte_offset
+        raw = bytearray(path.read_bytes())
+        raw[offset + 1000] ^= 0xFF
+        path.write_bytes(raw)
+        self.refused(path, "/seq/a/layer/0/k", "cannot be read", args="values")
+
+    def test_scheme_needs_what_the_dump_lacks(self):
+        path = Dump(seed=self.seed, queries=0).write(self.dir / "noq.h5")
+        self.expect(run("analyze", "--preset", "step", path), 3, path, "no q")
+        dump = Dump(seed=self.seed)
+        dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
+        path = dump.write(self.dir / "nosig.h5")
+        self.expect(run("analyze", "--preset", "diffkv", path), 3, path, "significance")
+        self.expect(run("analyze", "--preset", "k8v4:group_k=48", path), 3, "group 48")
+        self.expect(run("analyze", "--preset", "step:basis=matrix", path), 3, "profile")
+        self.expect(run("analyze", "--profile", path, path), 3, "kv-profile")
+        big = Dump(seed=self.seed, dtype="float32")
+        big.data["/seq/a/layer/0/k"][0, 0, 0] = 1e6
+        path = big.write(self.dir / "big.h5")
+        self.expect(run("analyze", "--preset", "k1v4", path), 3, path, "out_of_range")
+        self.expect(run("analyze", "--preset", "fp16", path), 3, path, "out_of_range")
+
+    def test_one_bad_file_of_two_prints_nothing(self):
+        good = Dump(seed=self.seed).write(self.dir / "good.h5")
+        self.expect(run("analyze", "--preset", "k8v4", good, self.dir / "missing.h5"), 3, "missing.h5")
+
+    def test_unwritable_output(self):
+        self.expect(run("synth", "-o", self.dir / "no" / "such" / "folder.h5"), 3, "cannot be created")
+        self.assertEqual(list(self.dir.iterdir()), [])
+
+
+if __name__ == "__main__":
+    main()

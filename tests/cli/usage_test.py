@@ -1,0 +1,38 @@
+"""Usage: exit code 2 and a message on stderr for what is typed wrong; --help and --version on stdout."""
+from cli import SAMPLE, CliTest, main, run
+
+
+class Usage(CliTest):
+    def test_help_and_version(self):
+        for args in (["--help"], ["analyze", "--help"], ["info", "--help"], ["synth", "--help"], ["calibrate", "--help"]):
+            r = run(*args)
+            self.assertEqual(r.returncode, 0, args)
+            self.assertIn("Usage", r.stdout)
+        self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")
+
+    def test_wrong_words(self):
+        for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--threads", "0"],
+                     ["synth"], ["calibrate", SAMPLE]):
+            r = run(*args)
+            self.assertEqual(r.returncode, 2, args)
+            self.assertNotEqual(r.stderr, "")
+
+    def test_wrong_presets(self):
+        for preset, words in {"nonsense": "unknown name", "k3v4": "unknown name", "k8v4:": "not key=value", "k8v4:alpha_h=1": "no key",
+                              "diffkv:alpha_h=x": "expected a number", "diffkv:alpha_h=1,alpha_l=2": "above", "k8v4+zip": "unknown suffix",
+                              "kvcomp+huffman": "always", "step+huffman": "always", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
+                              "kivi4:group=0": "whole number", "step:basis=moon": "one of", "diffkv:high=k3v3": "format",
+                              "k8v4:window=-1": "whole number", "k8v4:window=1,window=2": "twice", "zstd-codes:of=zstd-fp16": "zstd",
+                              "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "": "unknown name"}.items():
+            r = run("analyze", SAMPLE, "--preset", preset)
+            self.expect(r, 2, words)
+
+    def test_wrong_layers(self):
+        for layers in ("x", "3-1", "-1", "1-", "1-2-3"):
+            self.expect(run("analyze", SAMPLE, "--layers=" + layers), 2, "--layers")
+        self.expect(run("analyze", SAMPLE, "--layers", "5-6"), 3, "the dump has 0-5")
+        self.expect(run("analyze", SAMPLE, "--seq", "nobody"), 3, "nobody")
+
+
+if __name__ == "__main__":
+    main()
