@@ -1,0 +1,83 @@
+// A codebook: one canonical, length-limited Huffman code and the alphabet of quantisation codes it
+// stands for.
+//
+// Scope is the caller's choice: one per (layer, component) as in KVComp section 3.2, one per
+// kv_head, or a calibrated family whose members are told apart by table_id. A codebook is built
+// once, transmitted as its code lengths (docs/FORMAT.md, "Codebooks") and never changed; the tables
+// below follow from the lengths.
+//
+// A symbol is what one table lookup decodes: one code (kSingle), two (kPair), four 2-bit codes
+// (kQuad) or the high nibbles of two 8-bit codes (kSplit). Codes outside the alphabet are no error:
+// coded blocks carry them as exceptions.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "codec/histogram.h"
+#include "tierkv/format.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// How the codes of a block are stored; the values are those of the file format.
+enum class BlockMode : uint8_t {
+  kRaw2 = 0,  // fixed width, tiles of unified pages
+  kRaw4 = 1,
+  kRaw8 = 2,
+  kRaw16 = 3,
+  kSingle = 4,  // one code a symbol, 2 to 256 levels
+  kPair = 5,    // two codes a symbol, 2 to 32 levels
+  kQuad = 6,    // four codes a symbol, 2 to 4 levels
+  kSplit = 7,   // high nibbles as pairs, low nibbles raw, 17 to 256 levels
+};
+inline constexpr int32_t kNumBlockModes = 8;
+inline constexpr bool is_raw_mode(BlockMode m) {
+  return m <= BlockMode::kRaw16;
+}
+const char* block_mode_name(BlockMode m);
+
+inline constexpr int32_t kMaxCodeLength = 14;
+inline constexpr int32_t kMaxSymbols = 1024;
+
+struct CodebookSpec {
+  std::optional<BlockMode>
+      mode;  // kSingle to kSplit; unset: the smallest that decodes two codes a lookup
+  int32_t max_length = 11;       // bits of the longest code word: 2^max_length table entries
+  int32_t streams_per_lane = 1;  // 1 or 2
+  uint8_t table_id = 0;
+};
+
+// Made by build_codebook or parse_codebook only; immutable afterwards.
+struct Codebook {
+  Component component = Component::kKey;
+  BlockMode mode = BlockMode::kPair;
+  uint8_t table_id = 0;
+  int32_t streams_per_lane = 1;
+  int32_t levels = 2;  // the alphabet is the codes [base, base + levels)
+  int32_t base = 0;
+  int32_t max_length = 1;
+  std::vector<uint8_t> lengths;  // [symbols]; 0: the symbol is absent and its codes are exceptions
+  std::vector<uint16_t> words;   // [symbols] code words, first bit in bit 0
+  std::vector<uint32_t>
+      table;  // [2^max_length] decode table, by the next max_length bits of the stream
+  std::vector<uint16_t> tree;  // [nodes][2] the paper's array tree, see codec/huffman.h
+
+  int32_t codes_per_symbol() const {
+    return mode == BlockMode::kSingle ? 1 : mode == BlockMode::kQuad ? 4 : 2;
+  }
+};
+
+// The codebook that codes this histogram in the fewest bits. An empty histogram gives a valid
+// codebook. kInvalidArgument for an impossible spec; kUnsupported where the mode cannot hold the
+// codes usefully.
+Result<Codebook> build_codebook(const CodeHistogram& histogram, const CodebookSpec& spec = {});
+
+// Serialised size; billed once per scope.
+int64_t codebook_bytes(const Codebook& codebook);
+void serialize_codebook(const Codebook& codebook, std::vector<uint8_t>* out);  // appends
+// kCorrupt or kVersion with what is wrong; never reads past `size` bytes, which must all be used.
+Result<Codebook> parse_codebook(const uint8_t* bytes, int64_t size);
+
+}  // namespace tierkv
