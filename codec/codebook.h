@@ -50,6 +50,9 @@ struct CodebookSpec {
 };
 
 // Made by build_codebook or parse_codebook only; immutable afterwards.
+//
+// A symbol is a number whose digits, least significant first, are its codes counted from the base
+// (kSplit: their high nibbles), in the radix below.
 struct Codebook {
   Component component = Component::kKey;
   BlockMode mode = BlockMode::kPair;
@@ -57,17 +60,43 @@ struct Codebook {
   int32_t streams_per_lane = 1;
   int32_t levels = 2;  // the alphabet is the codes [base, base + levels)
   int32_t base = 0;
-  int32_t max_length = 1;
-  std::vector<uint8_t> lengths;  // [symbols]; 0: the symbol is absent and its codes are exceptions
-  std::vector<uint16_t> words;   // [symbols] code words, first bit in bit 0
-  std::vector<uint32_t>
-      table;  // [2^max_length] decode table, by the next max_length bits of the stream
-  std::vector<uint16_t> tree;  // [nodes][2] the paper's array tree, see codec/huffman.h
+  int32_t max_length = 1;        // bits of the longest code word
+  std::vector<uint8_t> lengths;  // [symbols]; 0: absent, its codes are stored as exceptions
+
+  // What follows from the lengths; complete_codebook() fills it in.
+  std::vector<uint16_t> words;         // [symbols] code words, first bit in bit 0
+  std::vector<uint16_t> tree;          // [nodes][2], see codec/huffman.h
+  std::vector<uint32_t> table;         // [2^max_length] for the GPU, see table_entry()
+  std::vector<uint64_t> fast_table;    // [2^max_length] for the host: length, symbol_codes << 32
+  std::vector<uint32_t> symbol_codes;  // [symbols] the codes as host_codes() packs them
+  std::vector<uint16_t> cheapest;      // see cheapest_symbol()
 
   int32_t codes_per_symbol() const {
     return mode == BlockMode::kSingle ? 1 : mode == BlockMode::kQuad ? 4 : 2;
   }
+  int32_t radix() const { return mode == BlockMode::kSplit ? (levels + 15) / 16 : levels; }
+  int32_t symbol_count() const;
+
+  // The present symbol of fewest bits, ties to the lowest; with `digit` in place `position` when
+  // position >= 0, and then kNoSymbol where every such symbol is absent.
+  static constexpr uint16_t kNoSymbol = 0xffff;
+  uint16_t cheapest_symbol(int32_t position, int32_t digit) const {
+    return cheapest[position < 0 ? 0 : 1 + position * radix() + digit];
+  }
 };
+
+// A decode table entry: bits 0-5 length, then the digits as the halves of one or two registers:
+// first 6-10, second 22-26, and for kQuad third 8-9, fourth 24-25 (its digits have two bits).
+// Masked with 0x07c007c0 a pair is two fp16 numbers digit * 2^-18, exactly, subnormals included.
+// kSingle has its one digit in bits 22-29.
+uint32_t table_entry(const Codebook& codebook, uint32_t symbol, int32_t length);
+
+// A symbol's codes for the host: first code in the low half, second in the high half, as int16
+// (kSplit: less the low nibbles); kQuad: four digits of a byte each.
+uint32_t host_codes(const Codebook& codebook, uint32_t symbol);
+
+// Checks mode, levels, base and lengths and fills in the rest: kInvalidArgument with the field.
+Status complete_codebook(Codebook* codebook);
 
 // The codebook that codes this histogram in the fewest bits. An empty histogram gives a valid
 // codebook. kInvalidArgument for an impossible spec; kUnsupported where the mode cannot hold the

@@ -16,13 +16,10 @@
 #include <vector>
 
 #include "codec/codebook.h"
+#include "codec/coded_block_format.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
-
-inline constexpr int32_t kBlockTokens = 64;
-inline constexpr int32_t kSliceDims = 128;
-inline constexpr int32_t kCodedBlockHeaderBytes = 16;
 
 // Number of blocks (slices) that encode_block writes for a head_dim.
 inline constexpr int32_t slice_count(int32_t head_dim) {

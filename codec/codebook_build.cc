@@ -1,0 +1,243 @@
+// Which alphabet and which symbols: build_codebook. The bytes and tables are in codebook.cc.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "codec/codebook.h"
+#include "codec/huffman.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int64_t kExceptionBits = 32;
+// An exception also costs the decoder some work, so a symbol stays in the alphabet although its
+// code words, which shorten everybody else's, cost up to twice the bits (docs/ENTROPY_CHOICES.md).
+constexpr int64_t kExceptionPrice = 64;
+// A mode of one code a lookup decodes at half the speed: it must save this share of the bits.
+constexpr double kSingleMustSave = 0.02;
+
+// Counts of an alphabet's symbols, and how many codes fall outside it.
+struct SymbolCounts {
+  Codebook codebook;  // mode, levels, base and the spec's fields
+  std::vector<uint64_t> counts;
+  uint64_t outside = 0;
+};
+
+struct Candidate {
+  Codebook codebook;
+  double bits = 0;   // payload, exceptions and the codebook itself
+  double price = 0;  // the same with exceptions at their price
+};
+
+// The window of `levels` codes that holds the most of them; where several do, the one most central
+// in the range, then the lowest.
+int32_t best_base(const CodeHistogram& h, int32_t levels) {
+  const int32_t lo = h.min_code(), hi = h.max_code();
+  const auto off_centre = [&](int32_t base) { return std::abs(2 * base + levels - 1 - lo - hi); };
+  // Leave room for `levels` 16-bit codes.
+  const int32_t lowest = std::max(lo - levels, int32_t{INT16_MIN});
+  const int32_t highest = std::min(hi, INT16_MAX + 1 - levels);
+  uint64_t inside = 0;
+  for (int32_t c = lowest; c < lowest + levels; ++c) inside += h.count(c);
+  uint64_t most = inside;
+  int32_t best = lowest;
+  for (int32_t base = lowest + 1; base <= highest; ++base) {
+    inside += h.count(base + levels - 1) - h.count(base - 1);
+    if (inside > most || (inside == most && off_centre(base) < off_centre(best))) {
+      most = inside;
+      best = base;
+    }
+  }
+  return best;
+}
+
+int32_t most_frequent(const CodeHistogram& h, int32_t base, int32_t levels) {
+  int32_t best = base;
+  for (int32_t c = base; c < base + levels; ++c) {
+    if (h.count(c) > h.count(best)) best = c;
+  }
+  return best;
+}
+
+// a * b / total without overflow, for counts below 2^56; exact enough to rank symbols and the same
+// on every machine.
+uint64_t expected_count(uint64_t a, uint64_t b, uint64_t total) {
+  int32_t shift = 0;
+  while (total >> shift >= uint64_t{1} << 31) ++shift;
+  return total >> shift == 0 ? 0 : ((a >> shift) * (b >> shift) / (total >> shift)) << shift;
+}
+
+// Counts of the pairs of digits `unit` codes wide. A code outside becomes the most frequent one and
+// an exception, and so does padding without being one.
+SymbolCounts count_pairs(const CodeHistogram& h, Codebook codebook) {
+  const int32_t levels = codebook.levels, base = codebook.base, radix = codebook.radix();
+  const int32_t unit = codebook.mode == BlockMode::kSplit ? 16 : 1;
+  const int32_t fill = (most_frequent(h, base, levels) - base) / unit;
+  SymbolCounts out{std::move(codebook), std::vector<uint64_t>(size_t(radix) * radix, 0), 0};
+  const auto at = [&](int32_t a, int32_t b) -> uint64_t& {
+    return out.counts[static_cast<size_t>(a + radix * b)];
+  };
+  uint64_t inside = 0;
+  for (int32_t c = 0; c < levels; ++c) inside += h.count(base + c);
+  out.outside = static_cast<uint64_t>(h.total()) - inside;
+  if (h.pairs_are_exact()) {
+    const int32_t lo = h.min_code(), hi = h.max_code();
+    const auto digit = [&](int32_t code) {
+      const bool in = code >= base && code < base + levels;
+      return in ? (code - base) / unit : fill;
+    };
+    for (int32_t a = lo; a <= hi; ++a) {
+      for (int32_t b = lo; b <= hi; ++b) at(digit(a), digit(b)) += h.pair_count(a, b);
+      at(digit(a), fill) += h.lone_count(a);
+    }
+  } else {
+    std::vector<uint64_t> digits(static_cast<size_t>(radix), 0);
+    for (int32_t c = 0; c < levels; ++c) digits[c / unit] += h.count(base + c);
+    for (int32_t a = 0; a < radix; ++a) {
+      for (int32_t b = 0; b < radix; ++b) {
+        at(a, b) = expected_count(digits[a], digits[b], std::max<uint64_t>(inside, 1)) / 2;
+      }
+    }
+    at(fill, fill) += out.outside / 2;
+  }
+  at(fill, fill) += h.padding_pairs();
+  return out;
+}
+
+SymbolCounts count_singles(const CodeHistogram& h, Codebook codebook) {
+  const int32_t levels = codebook.levels, base = codebook.base;
+  SymbolCounts out{std::move(codebook), std::vector<uint64_t>(levels, 0), 0};
+  uint64_t inside = 0, lone = 0;
+  for (int32_t c = 0; c < levels; ++c) inside += out.counts[c] = h.count(base + c);
+  out.outside = static_cast<uint64_t>(h.total()) - inside;
+  for (int32_t c = 0; c < 256; ++c) lone += h.lone_count(c);
+  out.counts[most_frequent(h, base, levels) - base] += out.outside + lone + 2 * h.padding_pairs();
+  return out;
+}
+
+// Pairs of pairs, taken as independent.
+SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
+  Codebook pair = codebook;
+  pair.mode = BlockMode::kPair;
+  const SymbolCounts pairs = count_pairs(h, pair);
+  SymbolCounts out{std::move(codebook), {}, pairs.outside};
+  uint64_t total = 0;
+  for (uint64_t n : pairs.counts) total += n;
+  for (uint64_t second : pairs.counts) {
+    for (uint64_t first : pairs.counts) {
+      out.counts.push_back(expected_count(first, second, std::max<uint64_t>(total, 1)) / 2);
+    }
+  }
+  return out;
+}
+
+// The code of the symbols that occur at least once in `rarest` symbols; the others become
+// exceptions.
+Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, uint64_t rarest) {
+  uint64_t total = 0, dropped = 0;
+  for (uint64_t n : symbols.counts) total += n;
+  std::vector<uint64_t> counts = symbols.counts;
+  for (uint64_t& n : counts) {
+    if (n > 0 && n < total / rarest) {
+      dropped += n;
+      n = 0;
+    }
+  }
+  Candidate out{symbols.codebook};
+  if (Status s = find_code_lengths(counts, max_length, &out.codebook.lengths); !s) return s;
+  const auto& lengths = out.codebook.lengths;
+  out.codebook.max_length = *std::max_element(lengths.begin(), lengths.end());
+  double payload = 0;
+  for (size_t s = 0; s < counts.size(); ++s) payload += static_cast<double>(counts[s] * lengths[s]);
+  // The symbol that replaces a dropped one is taken to have the mean length.
+  if (total > dropped) payload *= static_cast<double>(total) / static_cast<double>(total - dropped);
+  const auto exceptions = static_cast<double>(symbols.outside + dropped);
+  // The low nibbles, padding included.
+  if (out.codebook.mode == BlockMode::kSplit) payload += 8.0 * static_cast<double>(total);
+  const double fixed = payload + 8.0 * static_cast<double>(codebook_bytes(out.codebook));
+  out.bits = fixed + kExceptionBits * exceptions;
+  out.price = fixed + kExceptionPrice * exceptions;
+  return out;
+}
+
+// The best code for one window of codes.
+Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
+  std::optional<Candidate> best;
+  Status failure;
+  for (uint64_t share : {8, 24, 72, 1 << 30}) {
+    Result<Candidate> candidate = code_symbols(symbols, max_length, share << max_length);
+    if (!candidate) {
+      failure = candidate.status();
+    } else if (!best || candidate->price < best->price) {
+      best = std::move(*candidate);
+    }
+  }
+  if (!best) return failure;
+  return std::move(*best);
+}
+
+Result<Candidate> code_window(const CodeHistogram& h, BlockMode mode, int32_t levels,
+                              const CodebookSpec& spec) {
+  Codebook c;
+  c.component = h.component();
+  c.mode = mode;
+  c.table_id = spec.table_id;
+  c.streams_per_lane = spec.streams_per_lane;
+  c.levels = levels;
+  c.base = best_base(h, levels);
+  SymbolCounts symbols = mode == BlockMode::kSingle ? count_singles(h, std::move(c))
+                         : mode == BlockMode::kQuad ? count_quads(h, std::move(c))
+                                                    : count_pairs(h, std::move(c));
+  return best_code(symbols, spec.max_length);
+}
+
+// The best number of levels for a mode: all codes where they fit, else the widest alphabet or a
+// narrower one with more exceptions and fewer symbols.
+Result<Candidate> best_of_mode(const CodeHistogram& h, BlockMode mode, const CodebookSpec& spec) {
+  const int32_t range = std::clamp(h.max_code() - h.min_code() + 1, 2, 65536);
+  const int32_t widest = mode == BlockMode::kPair ? 32 : mode == BlockMode::kQuad ? 4 : 256;
+  const int32_t narrowest = mode == BlockMode::kSplit ? 17 : 2;
+  std::optional<Candidate> best;
+  Status failure;
+  const int32_t enough = std::max(range, narrowest);
+  for (int32_t levels : {widest, 128, 96, 64, 48, 40, 28, 24, 20, 16, enough}) {
+    if (levels < narrowest || levels > widest || levels > enough) continue;
+    Result<Candidate> candidate = code_window(h, mode, levels, spec);
+    if (!candidate) {
+      failure = candidate.status();
+    } else if (!best || candidate->price < best->price) {
+      best = std::move(*candidate);
+    }
+  }
+  if (!best) return failure;
+  return std::move(*best);
+}
+
+}  // namespace
+
+Result<Codebook> build_codebook(const CodeHistogram& h, const CodebookSpec& spec) {
+  const auto invalid = [](const std::string& message) {
+    return Status(StatusCode::kInvalidArgument, "codebook spec: " + message);
+  };
+  if (spec.mode && is_raw_mode(*spec.mode)) return invalid("a raw mode has no codebook");
+  if (spec.max_length < 8 || spec.max_length > kMaxCodeLength) {
+    return invalid("max_length must be 8 to " + std::to_string(kMaxCodeLength));
+  }
+  if (spec.streams_per_lane != 1 && spec.streams_per_lane != 2) {
+    return invalid("streams_per_lane must be 1 or 2");
+  }
+  std::optional<Candidate> best;
+  // kSingle last: it must beat the others clearly.
+  for (BlockMode mode :
+       {BlockMode::kPair, BlockMode::kQuad, BlockMode::kSplit, BlockMode::kSingle}) {
+    if (spec.mode && mode != *spec.mode) continue;
+    Result<Candidate> candidate = best_of_mode(h, mode, spec);
+    if (!candidate) return candidate.status();
+    const double handicap = mode == BlockMode::kSingle && best ? 1 + kSingleMustSave : 1;
+    if (!best || candidate->price * handicap < best->price) best = std::move(*candidate);
+  }
+  if (Status s = complete_codebook(&best->codebook); !s) return s;
+  return std::move(best->codebook);
+}
+
+}  // namespace tierkv

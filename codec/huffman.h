@@ -1,0 +1,78 @@
+// Canonical, length-limited Huffman codes over small alphabets, and the bits of a stream.
+//
+// Everything follows from the code lengths (docs/FORMAT.md, "Codebooks"): symbols sorted by
+// (length, symbol) take consecutive code words; a word is written first bit first into bit 0
+// upwards of 32-bit little-endian words. Lengths always satisfy Kraft's equation exactly, so every
+// bit pattern decodes to a symbol of the alphabet.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// Optimal code lengths of at most max_length bits, by package-merge (Larmore and Hirschberg 1990).
+//
+// A symbol of count 0 is absent and gets length 0, except that while fewer than two symbols are
+// present the lowest absent one joins. Ties are decided so that any implementation finds the same
+// lengths: present symbols are sorted by (count, symbol); packages join neighbours of the list one
+// level below; merging takes the single symbol before a package of equal weight. The sum of the
+// counts must be below 2^56. kInvalidArgument: fewer than two symbols in the alphabet, or more
+// present ones than 2^max_length.
+Status find_code_lengths(const std::vector<uint64_t>& counts, int32_t max_length,
+                         std::vector<uint8_t>* lengths);
+
+// True when the present symbols (length > 0) form a complete prefix code of at most max_length
+// bits.
+bool is_complete_code(const std::vector<uint8_t>& lengths, int32_t max_length);
+
+// Code words of a complete code, first bit in bit 0.
+std::vector<uint16_t> assign_code_words(const std::vector<uint8_t>& lengths);
+
+// symbol_of[i]: the symbol whose word the low bits of i begin with, for all i < 2^max_length.
+std::vector<uint16_t> build_lookup(const std::vector<uint8_t>& lengths,
+                                   const std::vector<uint16_t>& words, int32_t max_length);
+
+// The array tree of KVComp section 3.3.1: node n has the two entries [2 n] and [2 n + 1], indexed
+// by the next bit. An entry is the index of the next node, or kLeaf + symbol. The root is node 0.
+inline constexpr uint16_t kLeaf = 0x8000;
+std::vector<uint16_t> build_tree(const std::vector<uint8_t>& lengths,
+                                 const std::vector<uint16_t>& words);
+
+// Appends code words to zeroed 32-bit words. The caller provides room for all the bits.
+class BitWriter {
+ public:
+  explicit BitWriter(uint32_t* words) : words_(words) {}
+  // length <= 32; bits above it are zero.
+  void put(uint32_t bits, int32_t length) {
+    pending_ |= static_cast<uint64_t>(bits) << (position_ & 31);
+    const int64_t before = position_ >> 5;
+    position_ += length;
+    if (position_ >> 5 != before) {
+      words_[before] = static_cast<uint32_t>(pending_);
+      pending_ >>= 32;
+    }
+  }
+  // Writes the last partial word.
+  void flush() {
+    if ((position_ & 31) != 0) words_[position_ >> 5] = static_cast<uint32_t>(pending_);
+  }
+  int64_t position() const { return position_; }
+
+ private:
+  uint32_t* words_;
+  uint64_t pending_ = 0;
+  int64_t position_ = 0;
+};
+
+// Decodes exactly the bits [begin, end) by walking the tree one bit at a time, without a
+// data-dependent branch, as the paper does: the symbol is written at every step, and the write
+// index moves on at leaves only. Symbols beyond `capacity` are dropped. Returns the number of
+// symbols found, or -1 when the last one is incomplete or there are more than `capacity`. `words`
+// holds at least `end` bits; symbols has room for capacity + 1.
+int64_t decode_tree(const uint32_t* words, int64_t begin, int64_t end,
+                    const std::vector<uint16_t>& tree, int64_t capacity, uint16_t* symbols);
+
+}  // namespace tierkv
