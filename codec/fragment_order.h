@@ -17,11 +17,11 @@
 
 #include "tierkv/format.h"
 #include "tierkv/half.h"
+#include "tierkv/page.h"
 
 namespace tierkv {
 
 inline constexpr int32_t kBlockTokens = 64;
-inline constexpr int32_t kTileTokens = 16;
 inline constexpr int32_t kDimBlock = 16;
 inline constexpr int32_t kLanes = 32;
 inline constexpr int32_t kPairsPerFragment = 4;
