@@ -33,6 +33,12 @@ Result<int32_t> page_groups(const ComponentFormat& f, int32_t head_dim) {
   return head_dim / group;
 }
 
+bool is_component_shape(int32_t bits, int32_t groups, int32_t head_dim) {
+  if (bits == 16) return groups == 0;
+  return (bits == 8 || bits == 4 || bits == 2) && groups >= 1 && head_dim % groups == 0 &&
+         head_dim / groups % kDimBlock == 0;
+}
+
 struct Candidate {
   int32_t page_bytes;
   double worst_waste;
@@ -70,6 +76,20 @@ Status PageSizing::validate() const {
     return invalid("max_page_bytes must be 128 to 1 MiB");
   }
   return Status::ok();
+}
+
+bool is_page_layout(const PageLayout& p) {
+  const PageShape s{p.k_tile.head_dim, p.k_tile.bits, p.v_tile.bits,
+                    p.k_groups,        p.v_groups,    p.tokens};
+  if (!has_page_layout(s.head_dim) || p.v_tile.head_dim != s.head_dim) return false;
+  if (!is_component_shape(s.k_bits, s.k_groups, s.head_dim)) return false;
+  if (!is_component_shape(s.v_bits, s.v_groups, s.head_dim)) return false;
+  if (s.tokens < kTileTokens || s.tokens % kTileTokens != 0) return false;
+  if (s.tokens / kTileTokens > kMaxPageBytes / page_tile_bytes(s)) return false;
+  const PageLayout q = page_layout(s);
+  return q.k_codes == p.k_codes && q.k_metadata == p.k_metadata && q.v_codes == p.v_codes &&
+         q.v_metadata == p.v_metadata && q.scores == p.scores && q.positions == p.positions &&
+         q.used_bytes == p.used_bytes;
 }
 
 Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim) {

@@ -179,6 +179,10 @@ constexpr bool has_page_layout(int32_t head_dim) {
   return head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256;
 }
 
+// True for a layout that page_layout() makes of a shape that page_shape() admits and at least one
+// tile.
+bool is_page_layout(const PageLayout& layout);
+
 // The shape of a format, with tokens = 0. kUnsupported, by name, unless head_dim is 64, 96, 128 or
 // 256 and both components are raw or token-wise min-max of 8, 4 or 2 bits without entropy coding,
 // in sub-groups of a multiple of 16 dims (a sub-group may not end inside a fragment).

@@ -1,0 +1,112 @@
+#include "codec/page_codec.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/codec/page_fixture.h"
+
+namespace tierkv {
+namespace {
+
+class PageHostileTest : public PageFixture {};
+
+TEST_F(PageHostileTest, RefusesWhatIsOutsideThePage) {
+  const PageLayout layout = layout_of(token_wise_tier(8, 4), 64, 32);
+  const RandomTokens tokens = random_tokens(32, 64);
+  const PoisonedPage p(layout, DType::kFloat16);
+  const auto before = p.storage();
+  const auto append = [&](int32_t used, const TokenBatch& b) {
+    return append_tokens(p.page(), used, b).code();
+  };
+  constexpr StatusCode kBad = StatusCode::kInvalidArgument;
+  EXPECT_EQ(append(-1, tokens.batch(0, 1)), kBad);
+  EXPECT_EQ(append(32, tokens.batch(0, 1)), kBad);
+  EXPECT_EQ(append(1, tokens.batch(0, 32)), kBad);
+  EXPECT_EQ(append(2147483647, tokens.batch(0, 2147483647)), kBad);
+  EXPECT_EQ(append(0, tokens.batch(0, -1)), kBad);
+  TokenBatch b = tokens.batch(0, 1);
+  b.scores = nullptr;
+  EXPECT_EQ(append(0, b), kBad);
+  b = tokens.batch(0, 1);
+  b.row_stride = 63;
+  EXPECT_EQ(append(0, b), kBad);
+  b = tokens.batch(0, 1);
+  const int32_t negative = -1;
+  b.rows = &negative;
+  EXPECT_EQ(append(0, b), kBad);
+  b = tokens.batch(0, 1);
+  b.positions = &negative;
+  EXPECT_EQ(append(0, b), kBad);
+  b = tokens.batch(0, 1);
+  const float nan = NAN;
+  b.scores = &nan;
+  EXPECT_EQ(append(0, b), StatusCode::kNonFinite);
+  b = tokens.batch(0, 1);
+  b.dtype = static_cast<DType>(9);
+  EXPECT_EQ(append(0, b), kBad);
+
+  EXPECT_EQ(decode_tokens(p.page(), 32, {.count = 1}).code(), kBad);
+  EXPECT_EQ(decode_tokens(p.page(), 0, {.count = 33}).code(), kBad);
+  EXPECT_EQ(decode_tokens(p.page(), 0, {.count = 1, .dtype = static_cast<DType>(-1)}).code(), kBad);
+  EXPECT_EQ(overwrite_token(p.page(), 32, tokens.batch(0, 1)).code(), kBad);
+  EXPECT_EQ(overwrite_token(p.page(), 0, tokens.batch(0, 0)).code(), kBad);
+  EXPECT_EQ(clear_token(p.page(), -1).code(), kBad);
+  EXPECT_EQ(open_slot(p.page(), 32).code(), kBad);
+  EXPECT_EQ(move_token(p.page(), 0, p.page(), 32).code(), kBad);
+  EXPECT_EQ(move_token(p.page(), -1, p.page(), 0).code(), kBad);
+  EXPECT_EQ(remove_token(p.page(), 0, p.page(), 32).code(), kBad);
+  EXPECT_EQ(scan_page_record(p.page(), 33, 0, 1, kEmptyPageRecord).status().code(), kBad);
+  const PoisonedPage other(layout_of(token_wise_tier(4, 4), 64, 32), DType::kFloat16);
+  EXPECT_EQ(remove_token(p.page(), 0, other.page(), 0).code(), kBad);
+  const PoisonedPage wide(layout_of(token_wise_tier(8, 4), 128, 32), DType::kFloat16);
+  EXPECT_EQ(move_token(p.page(), 0, wide.page(), 0).code(), kBad);
+  EXPECT_EQ(p.storage(), before);
+}
+
+TEST_F(PageHostileTest, RefusesForgedLayoutsAndViews) {
+  const PageLayout layout = layout_of(token_wise_tier(8, 4), 64, 16);
+  const PoisonedPage p(layout, DType::kFloat16);
+  const RandomTokens tokens = random_tokens(1, 64);
+  const auto refused = [&](const HostPage& page) {
+    return append_tokens(page, 0, tokens.batch(0, 1)).code() == StatusCode::kInvalidArgument;
+  };
+  HostPage forged = p.page();
+  forged.bytes = nullptr;
+  EXPECT_TRUE(refused(forged));
+  forged = p.page();
+  forged.raw_dtype = DType::kFloat32;
+  EXPECT_TRUE(refused(forged));
+  for (int32_t PageLayout::*field :
+       {&PageLayout::k_groups, &PageLayout::v_groups, &PageLayout::tokens, &PageLayout::k_codes,
+        &PageLayout::k_metadata, &PageLayout::v_codes, &PageLayout::v_metadata, &PageLayout::scores,
+        &PageLayout::positions, &PageLayout::used_bytes}) {
+    for (const int32_t value : {-1, 1 << 30, 2147483647, -2147483647 - 1, 3}) {
+      forged = p.page();
+      forged.layout.*field = value;
+      EXPECT_TRUE(refused(forged));
+    }
+  }
+  for (const int32_t value : {0, -64, 80, 512, 1 << 30}) {
+    forged = p.page();
+    forged.layout.k_tile.head_dim = value;
+    EXPECT_TRUE(refused(forged));
+    forged = p.page();
+    forged.layout.v_tile.bits = value;
+    EXPECT_TRUE(refused(forged));
+  }
+
+  alignas(128) static uint8_t pool[2 * 4096];
+  PageRecord records[2] = {kEmptyPageRecord, kEmptyPageRecord};
+  const PageView view{pool, records, 4096, 2};
+  ASSERT_TRUE(host_page(view, 1, layout));
+  EXPECT_EQ(host_page(view, 1, layout)->bytes, pool + 4096);
+  for (const int32_t id : {-1, 2, 2147483647}) {
+    EXPECT_EQ(host_page(view, id, layout).status().code(), StatusCode::kInvalidArgument) << id;
+  }
+  EXPECT_EQ(host_page(view, 0, layout_of(raw_tier(), 256, 16)).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace tierkv
