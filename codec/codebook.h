@@ -44,7 +44,7 @@ inline constexpr int32_t kMaxSymbols = 1024;
 struct CodebookSpec {
   std::optional<BlockMode>
       mode;  // kSingle to kSplit; unset: the smallest that decodes two codes a lookup
-  int32_t max_length = 11;       // bits of the longest code word: 2^max_length table entries
+  int32_t max_length = 12;       // bits of the longest code word: 2^max_length table entries
   int32_t streams_per_lane = 1;  // 1 or 2
   uint8_t table_id = 0;
 };

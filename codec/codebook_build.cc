@@ -14,7 +14,7 @@ constexpr int64_t kExceptionBits = 32;
 // code words, which shorten everybody else's, cost up to twice the bits (docs/ENTROPY_CHOICES.md).
 constexpr int64_t kExceptionPrice = 64;
 // A mode of one code a lookup decodes at half the speed: it must save this share of the bits.
-constexpr double kSingleMustSave = 0.02;
+constexpr double kSingleMustSave = 0.05;
 
 // Counts of an alphabet's symbols, and how many codes fall outside it.
 struct SymbolCounts {

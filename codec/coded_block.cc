@@ -45,9 +45,9 @@ class SymbolPlanner {
     find_digits();
     const int32_t streams = codebook_.streams_per_lane;
     for (int32_t s = 0; s < streams; ++s) {
-      for (int32_t lane = 0; lane < kLanes; ++lane) plan_stream(s, lane);
+      for (int32_t lane = 0; lane < kWarpLanes; ++lane) plan_stream(s, lane);
     }
-    plan_->symbols_per_stream = next_ / (streams * kLanes);
+    plan_->symbols_per_stream = next_ / (streams * kWarpLanes);
     if (plan_->payload_bits > kMaxPayloadBits) plan_->possible = false;
     std::sort(plan_->exceptions, plan_->exceptions + plan_->exception_count,
               [](uint32_t a, uint32_t b) { return (a & 0xffffu) < (b & 0xffffu); });
@@ -180,11 +180,11 @@ class SymbolPlanner {
 template <class ValueOf>
 void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint8_t* tiles,
                      ValueOf value_of) {
-  const int32_t blocks = dim_block_count(slice.dims), tile_bytes = raw_tile_bytes(bits, blocks);
+  const TileLayout layout = raw_tile(bits, dim_block_count(slice.dims));
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = 0; d < slice.dims; ++d) {
-      const RawPosition at = raw_position(component, bits, blocks, t, d);
-      uint8_t* word = tiles + t / kTileTokens * tile_bytes + at.byte;
+      const CodePosition at = code_position(layout, component, t % kTileTokens, d);
+      uint8_t* word = tiles + t / kTileTokens * layout.bytes() + at.byte;
       store_u32(word, load_u32(word) | static_cast<uint32_t>(value_of(slice.at(t, d))) << at.bit);
     }
   }
@@ -195,7 +195,7 @@ void write_coded(const Slice& slice, const Codebook& codebook, const SymbolPlan&
   uint32_t words[kMaxPayloadBits / 32 + 2] = {};
   BitWriter writer(words);
   int32_t next = 0;
-  for (int32_t stream = 0; stream < kLanes * codebook.streams_per_lane; ++stream) {
+  for (int32_t stream = 0; stream < kWarpLanes * codebook.streams_per_lane; ++stream) {
     store_u16(block + at.starts + 2 * stream, static_cast<uint32_t>(writer.position()));
     for (int32_t i = 0; i < plan.symbols_per_stream; ++i) {
       const uint16_t symbol = plan.symbols[next++];

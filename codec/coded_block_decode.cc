@@ -17,7 +17,7 @@ static_assert(std::endian::native == std::endian::little, "words are loaded as t
 
 // A table decoder reads at most this far past the payload: 256 symbols of 14 bits that start at its
 // end, and the 8 bytes of a window.
-constexpr int32_t kMaxStreamSymbols = kBlockTokens * kSliceDims / kLanes;
+constexpr int32_t kMaxStreamSymbols = kBlockTokens * kSliceDims / kWarpLanes;
 constexpr int32_t kSlackBytes = kMaxStreamSymbols * kMaxCodeLength / 8 + 16;
 constexpr int32_t kStreamsAtOnce = 4;
 constexpr int32_t kSymbolsPerWindow = 4;  // 4 * 14 bits fit the 57 of an unaligned 64-bit load
@@ -32,7 +32,7 @@ struct Block {
   CodedBlockLayout at;
   const uint8_t* bytes = nullptr;
 
-  int32_t streams() const { return kLanes * header.streams_per_lane; }
+  int32_t streams() const { return kWarpLanes * header.streams_per_lane; }
   uint32_t begin(int32_t stream) const { return load_u16(bytes + at.starts + 2 * stream); }
   uint32_t end(int32_t stream) const {
     return stream + 1 < streams() ? begin(stream + 1) : header.payload_bits;
@@ -122,20 +122,21 @@ struct Payload {
 template <BlockMode kMode>
 inline void store_symbol(const Codebook& codebook, int32_t stream, int32_t i, uint32_t codes,
                          LanePairs* out) {
-  const int32_t lane = stream % kLanes, s = stream / kLanes, per_lane = codebook.streams_per_lane;
+  const int32_t lane = stream % kWarpLanes, s = stream / kWarpLanes,
+                per_lane = codebook.streams_per_lane;
   if constexpr (kMode == BlockMode::kSingle) {
-    uint32_t* pair = out->pairs + (per_lane * (i / 2) + s) * kLanes + lane;
+    uint32_t* pair = out->pairs + (per_lane * (i / 2) + s) * kWarpLanes + lane;
     const auto code = static_cast<uint16_t>(codes);
     memcpy(reinterpret_cast<uint8_t*>(pair) + 2 * (i % 2), &code, 2);
   } else if constexpr (kMode == BlockMode::kQuad) {
-    uint32_t* pair = out->pairs + 2 * (per_lane * i + s) * kLanes + lane;
+    uint32_t* pair = out->pairs + 2 * (per_lane * i + s) * kWarpLanes + lane;
     const auto code = [&](int32_t d) {
       return (static_cast<uint32_t>(codebook.base) + (codes >> 8 * d & 3u)) & 0xffffu;
     };
     pair[0] = code(0) | code(1) << 16;
-    pair[kLanes] = code(2) | code(3) << 16;
+    pair[kWarpLanes] = code(2) | code(3) << 16;
   } else {
-    out->pairs[(per_lane * i + s) * kLanes + lane] = codes;
+    out->pairs[(per_lane * i + s) * kWarpLanes + lane] = codes;
   }
 }
 
@@ -205,21 +206,21 @@ bool decode_streams(const Block& block, const Codebook& codebook, DecodePath pat
 // are taken modulo 2^16 in both halves.
 void add_raw_tiles(const Block& block, int32_t bits, const uint8_t* tiles, LanePairs* out) {
   const int32_t blocks = dim_block_count(block.header.dims);
-  const int32_t tile_bytes = raw_tile_bytes(bits, blocks);
+  const TileLayout layout = raw_tile(bits, blocks);
   const Component component = block.header.component;
   const uint32_t mask = ((1u << bits) - 1u) * 0x10001u;
   const auto place = [&](int32_t f, int32_t r, int32_t lane) {
     const PairPosition p = pair_position(component, 0, f, r, lane);
-    return raw_position(component, bits, blocks, p.token, p.dim);
+    return code_position(layout, component, p.token, p.dim);
   };
   for (int32_t f = 0; f < blocks; ++f) {
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const RawPosition at = place(f, r, 0);
+      const CodePosition at = place(f, r, 0);
       const int32_t lane_stride = place(f, r, 1).byte - at.byte;
       for (int32_t tile = 0; tile < tile_count(block.header.tokens); ++tile) {
-        const uint8_t* word = tiles + tile * tile_bytes + at.byte;
-        uint32_t* pairs = out->pairs + ((tile * blocks + f) * kPairsPerFragment + r) * kLanes;
-        for (int32_t lane = 0; lane < kLanes; ++lane, word += lane_stride) {
+        const uint8_t* word = tiles + tile * layout.bytes() + at.byte;
+        uint32_t* pairs = out->pairs + ((tile * blocks + f) * kPairsPerFragment + r) * kWarpLanes;
+        for (int32_t lane = 0; lane < kWarpLanes; ++lane, word += lane_stride) {
           const uint32_t a = pairs[lane], b = load_u32(word) >> at.bit & mask;
           pairs[lane] = ((a & 0x7fff7fffu) + (b & 0x7fff7fffu)) ^ ((a ^ b) & 0x80008000u);
         }
@@ -265,7 +266,7 @@ Status decode_slice(const Block& block, const Codebook& codebook, DecodePath pat
       break;
     default: {
       const auto base = static_cast<uint32_t>(static_cast<uint16_t>(h.base));
-      std::fill_n(pairs.pairs, block.pairs_per_lane() * kLanes, base * 0x10001u);
+      std::fill_n(pairs.pairs, block.pairs_per_lane() * kWarpLanes, base * 0x10001u);
       add_raw_tiles(block, raw_bits(h.mode), block.bytes + block.at.payload, &pairs);
     }
   }

@@ -109,11 +109,11 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
   const int32_t tiles = tile_count(h.tokens), blocks = dim_block_count(h.dims);
   if (is_raw_mode(h.mode)) {
     at.low_plane = at.payload = kCodedBlockHeaderBytes;
-    at.exceptions = at.payload + tiles * raw_tile_bytes(raw_bits(h.mode), blocks);
+    at.exceptions = at.payload + tiles * raw_tile(raw_bits(h.mode), blocks).bytes();
   } else {
-    at.low_plane = at.starts + 2 * kLanes * h.streams_per_lane;
+    at.low_plane = at.starts + 2 * kWarpLanes * h.streams_per_lane;
     at.payload =
-        at.low_plane + (h.mode == BlockMode::kSplit ? tiles * raw_tile_bytes(4, blocks) : 0);
+        at.low_plane + (h.mode == BlockMode::kSplit ? tiles * raw_tile(4, blocks).bytes() : 0);
     at.exceptions = at.payload + (h.payload_bits + 31) / 32 * 4;
   }
   at.end = at.exceptions + kExceptionBytes * h.exceptions;

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "codec/page_layout.h"
 #include "tierkv/format.h"
 #include "tierkv/half.h"
 #include "tierkv/page.h"
@@ -22,8 +23,6 @@
 namespace tierkv {
 
 inline constexpr int32_t kBlockTokens = 64;
-inline constexpr int32_t kDimBlock = 16;
-inline constexpr int32_t kLanes = 32;
 inline constexpr int32_t kPairsPerFragment = 4;
 
 inline constexpr int32_t tile_count(int32_t tokens) {
@@ -45,45 +44,10 @@ TKV_HD PairPosition pair_position(Component component, int32_t tile, int32_t blo
   return {16 * tile + col, 16 * block + row};
 }
 
-// Bytes of one raw tile of `blocks` dim blocks: whole 32-bit words for every lane.
-TKV_HD int32_t raw_tile_bytes(int32_t bits, int32_t blocks) {
-  const int32_t words = bits == 2 ? (blocks + 1) / 2 : blocks * bits / 4;
-  return words * kLanes * 4;
-}
-
-struct RawPosition {
-  int32_t byte;  // of the lane's 32-bit word within the tile
-  int32_t bit;   // of the code's lowest bit within the word
-};
-
-// Where the code of (token % 16, dim) lies in a raw tile of 2, 4, 8 or 16 bits.
-TKV_HD RawPosition raw_position(Component component, int32_t bits, int32_t blocks, int32_t token,
-                                int32_t dim) {
-  const bool key = component == Component::kKey;
-  const int32_t f = dim / 16, row = key ? token % 16 : dim % 16, col = key ? dim % 16 : token % 16;
-  const int32_t rh = row / 8, ch = col / 8, par = col % 2;
-  const int32_t lane = 4 * (row % 8) + (col % 8) / 2;
-  int32_t word = 0, bit = 16 * par;
-  if (bits == 16) {
-    word = 4 * f + rh + 2 * ch;
-  } else if (bits == 8) {
-    word = 2 * f + (key ? rh : ch);
-    bit += 8 * (key ? ch : rh);
-  } else if (bits == 4) {
-    word = f;
-    bit += key ? 8 * rh + 4 * ch : 8 * ch + 4 * rh;
-  } else {
-    word = f / 2;
-    bit += 4 * (f % 2) + (key ? 8 * rh + 2 * ch : 8 * ch + 2 * rh);
-  }
-  // Lanes load 16 bytes at a time, then 8 and 4 for what is left of their words.
-  const int32_t words = raw_tile_bytes(bits, blocks) / (4 * kLanes), quads = words / 4 * 4;
-  if (word < quads) return {word / 4 * 512 + 16 * lane + 4 * (word % 4), bit};
-  int32_t byte = quads * 4 * kLanes;
-  const int32_t rest = words - quads, w = word - quads;
-  if (rest >= 2 && w < 2) return {byte + 8 * lane + 4 * w, bit};
-  if (rest >= 2) byte += 8 * kLanes;
-  return {byte + 4 * lane, bit};
+// Raw codes lie in the tiles of unified pages; 2-bit codes need whole words, so an odd last dim
+// block gets a partner there.
+TKV_HD constexpr TileLayout raw_tile(int32_t bits, int32_t blocks) {
+  return {bits, kDimBlock * (bits == 2 ? (blocks + 1) / 2 * 2 : blocks)};
 }
 
 }  // namespace tierkv

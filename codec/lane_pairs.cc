@@ -6,7 +6,7 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kGroups = kLanes / 4;  // lanes of equal t: eight rows of a fragment
+constexpr int32_t kGroups = kWarpLanes / 4;  // lanes of equal t: eight rows of a fragment
 
 // Keys: the four lanes of a group hold eight neighbouring channels of one token.
 void scatter_keys(const uint32_t* lanes, int32_t r, int16_t* tile, int64_t stride) {
@@ -42,9 +42,9 @@ void scatter_pairs_reference(const LanePairs& pairs, Component component, const 
   for (int32_t p = 0; p < tiles * blocks * kPairsPerFragment; ++p) {
     const int32_t r = p % kPairsPerFragment, block = p / kPairsPerFragment % blocks;
     const int32_t tile = p / kPairsPerFragment / blocks;
-    for (int32_t lane = 0; lane < kLanes; ++lane) {
+    for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
       const PairPosition at = pair_position(component, tile, block, r, lane);
-      const uint32_t pair = pairs.pairs[p * kLanes + lane];
+      const uint32_t pair = pairs.pairs[p * kWarpLanes + lane];
       store(at.token, at.dim, pair);
       store(at.token + !key, at.dim + key, pair >> 16);
     }
@@ -61,7 +61,7 @@ void scatter_pairs(const LanePairs& pairs, Component component, const SliceCodes
   for (int32_t tile = 0; tile < tiles; ++tile) {
     for (int32_t block = 0; block < blocks; ++block) {
       int16_t* corner = target + tile * kTileTokens * stride + block * kDimBlock;
-      for (int32_t r = 0; r < kPairsPerFragment; ++r, lanes += kLanes) {
+      for (int32_t r = 0; r < kPairsPerFragment; ++r, lanes += kWarpLanes) {
         if (component == Component::kKey) {
           scatter_keys(lanes, r, corner, stride);
         } else {

@@ -38,10 +38,14 @@ class CodeSource {
   // A spread that suits the mode.
   double spread_for(BlockMode mode) {
     switch (mode) {
-      case BlockMode::kQuad: return 0.3 + 0.5 * uniform();
-      case BlockMode::kSplit: return 10 + 30 * uniform();
-      case BlockMode::kSingle: return 0.5 + 20 * uniform();
-      default: return 0.5 + 2.5 * uniform();
+      case BlockMode::kQuad:
+        return 0.3 + 0.5 * uniform();
+      case BlockMode::kSplit:
+        return 10 + 30 * uniform();
+      case BlockMode::kSingle:
+        return 0.5 + 20 * uniform();
+      default:
+        return 0.5 + 2.5 * uniform();
     }
   }
 

@@ -27,6 +27,11 @@ class CodebookTest : public testing::Test {
     h.add(codes.data(), tokens);
     return h;
   }
+  CodeHistogram histogram_of(Component component, const std::vector<int16_t>& codes) {
+    CodeHistogram h(component, 128);
+    h.add(codes.data(), static_cast<int64_t>(codes.size()) / 128);
+    return h;
+  }
   Codebook build(const CodeHistogram& h, const CodebookSpec& spec = {}) {
     Result<Codebook> c = build_codebook(h, spec);
     EXPECT_TRUE(c.is_ok()) << c.status().message() << " seed " << seed_;
@@ -53,10 +58,11 @@ TEST_F(CodebookTest, HistogramCountsThePairsThatLanesDecode) {
         };
         for (int32_t first = 0; first < tokens; first += kBlockTokens) {
           const int32_t n = std::min(kBlockTokens, tokens - first);
-          for (int32_t i = 0; i < tile_count(n) * dim_block_count(head_dim) * 4 * kLanes; ++i) {
+          for (int32_t i = 0; i < tile_count(n) * dim_block_count(head_dim) * 4 * kWarpLanes; ++i) {
             const int32_t blocks = dim_block_count(head_dim);
-            const PairPosition p = pair_position(component, i / kLanes / 4 / blocks,
-                                                 i / kLanes / 4 % blocks, i / kLanes % 4, i % kLanes);
+            const PairPosition p =
+                pair_position(component, i / kWarpLanes / 4 / blocks, i / kWarpLanes / 4 % blocks,
+                              i / kWarpLanes % 4, i % kWarpLanes);
             const int32_t a = at(first, n, p.token, p.dim);
             const int32_t b = at(first, n, p.token + !key, p.dim + key);
             if (a == INT32_MAX) {
@@ -134,7 +140,8 @@ TEST_F(CodebookTest, CheapestSymbolIsTheShortestThenTheLowest) {
   for (BlockMode mode : kCodedModes) {
     CodebookSpec spec;
     spec.mode = mode;
-    const Codebook c = build(histogram(Component::kKey, 64, 100, source_.spread_for(mode), 0), spec);
+    const Codebook c =
+        build(histogram(Component::kKey, 64, 100, source_.spread_for(mode), 0), spec);
     for (int32_t position = -1; position < c.codes_per_symbol(); ++position) {
       for (int32_t digit = 0; digit < c.radix(); ++digit) {
         uint16_t best = Codebook::kNoSymbol;
@@ -150,7 +157,8 @@ TEST_F(CodebookTest, CheapestSymbolIsTheShortestThenTheLowest) {
   }
 }
 
-// The GPU masks an entry and multiplies: the halves must be the digits as fp16 subnormals or just above.
+// The GPU masks an entry and multiplies: the halves must be the digits as fp16 subnormals or just
+// above.
 TEST_F(CodebookTest, PairEntriesAreHalvesProportionalToTheDigits) {
   CodebookSpec spec;
   spec.mode = BlockMode::kPair;
@@ -160,7 +168,8 @@ TEST_F(CodebookTest, PairEntriesAreHalvesProportionalToTheDigits) {
     EXPECT_EQ(entry & 63, c.lengths[s]);
     const uint32_t halves = entry & 0x07c007c0u;
     const uint32_t radix = static_cast<uint32_t>(c.radix());
-    EXPECT_EQ(half_to_float(static_cast<uint16_t>(halves)), static_cast<float>(s % radix) * 0x1p-18f);
+    EXPECT_EQ(half_to_float(static_cast<uint16_t>(halves)),
+              static_cast<float>(s % radix) * 0x1p-18f);
     EXPECT_EQ(half_to_float(static_cast<uint16_t>(halves >> 16)),
               static_cast<float>(s / radix) * 0x1p-18f);
   }
@@ -168,8 +177,9 @@ TEST_F(CodebookTest, PairEntriesAreHalvesProportionalToTheDigits) {
 
 TEST_F(CodebookTest, AutoChoosesBySize) {
   EXPECT_EQ(build(histogram(Component::kKey, 128, 640, 2.5, 0)).mode, BlockMode::kPair);
-  // Three levels of about 1.2 bits: pairs waste a fraction of a bit each.
-  EXPECT_EQ(build(histogram(Component::kValue, 128, 6400, 0.45, 2)).mode, BlockMode::kQuad);
+  // Three levels of about half a bit: a pair cannot cost less than one bit.
+  EXPECT_EQ(build(histogram_of(Component::kValue, source_.bell(6400 * 128, 0.3, 2, false))).mode,
+            BlockMode::kQuad);
   const BlockMode wide = build(histogram(Component::kKey, 128, 640, 40, 128)).mode;
   EXPECT_TRUE(wide == BlockMode::kSplit || wide == BlockMode::kSingle) << block_mode_name(wide);
 }

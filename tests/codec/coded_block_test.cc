@@ -1,0 +1,254 @@
+#include "codec/coded_block.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "codec/lane_pairs.h"
+#include "tests/codec/code_source.h"
+
+namespace tierkv {
+namespace {
+
+constexpr BlockMode kCodedModes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad,
+                                     BlockMode::kSplit};
+constexpr int16_t kPoison = 0x5a5a;
+
+class CodedBlockTest : public testing::Test {
+ protected:
+  CodedBlockTest() : seed_(std::random_device{}()), source_(seed_) {
+    RecordProperty("seed", seed_);
+  }
+
+  Codebook build(Component component, int32_t head_dim, const std::vector<int16_t>& codes,
+                 const CodebookSpec& spec) {
+    CodeHistogram h(component, head_dim);
+    h.add(codes.data(), static_cast<int64_t>(codes.size()) / head_dim);
+    Result<Codebook> c = build_codebook(h, spec);
+    EXPECT_TRUE(c.is_ok()) << c.status().message();
+    return *c;
+  }
+  // A codebook of a mode for codes of spread_for(mode) around `centre`.
+  Codebook typical(Component component, BlockMode mode, double spread, double centre,
+                   int32_t streams = 1) {
+    CodebookSpec spec;
+    spec.mode = mode;
+    spec.streams_per_lane = streams;
+    return build(component, 128, source_.bell(64 * 128 * 4, spread, centre, false), spec);
+  }
+  std::vector<uint8_t> encode(const std::vector<int16_t>& codes, int32_t head_dim,
+                              const Codebook& codebook) {
+    std::vector<uint8_t> bytes;
+    const auto tokens = static_cast<int32_t>(codes.size()) / head_dim;
+    EXPECT_TRUE(encode_block(codes.data(), tokens, head_dim, codebook, &bytes));
+    EXPECT_EQ(bytes.size() % 16, 0u);
+    return bytes;
+  }
+  Status decode(const std::vector<uint8_t>& bytes, int32_t head_dim, const Codebook& codebook,
+                DecodePath path, std::vector<int16_t>* codes) {
+    std::fill(codes->begin(), codes->end(), kPoison);
+    return decode_block(bytes.data(), static_cast<int64_t>(bytes.size()),
+                        static_cast<int32_t>(codes->size()) / head_dim, head_dim, codebook,
+                        codes->data(), path);
+  }
+  std::vector<uint8_t> expect_round_trip(const std::vector<int16_t>& codes, int32_t head_dim,
+                                         const Codebook& codebook) {
+    const std::vector<uint8_t> bytes = encode(codes, head_dim, codebook);
+    for (DecodePath path : {DecodePath::kTable, DecodePath::kTree}) {
+      std::vector<int16_t> back(codes.size());
+      const Status s = decode(bytes, head_dim, codebook, path, &back);
+      EXPECT_TRUE(s) << s.message() << " seed " << seed_;
+      EXPECT_EQ(back, codes) << "seed " << seed_ << " path " << static_cast<int>(path);
+    }
+    return bytes;
+  }
+  CodedBlockStats stats(const std::vector<uint8_t>& bytes) {
+    CodedBlockStats s;
+    EXPECT_TRUE(add_block_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &s));
+    return s;
+  }
+  uint32_t seed_;
+  CodeSource source_;
+};
+
+TEST_F(CodedBlockTest, RoundTripsEveryShapeAndMode) {
+  for (int32_t head_dim : {1, 2, 15, 16, 17, 48, 64, 80, 96, 100, 128, 129, 192, 256, 1000}) {
+    for (int32_t tokens : {1, 2, 15, 16, 17, 31, 33, 48, 63, 64}) {
+      for (BlockMode mode : kCodedModes) {
+        for (int32_t streams : {1, 2}) {
+          const auto component = static_cast<Component>(source_.below(2));
+          const double spread = source_.spread_for(mode), centre = source_.below(300) - 150;
+          CodebookSpec spec;
+          spec.mode = mode;
+          spec.streams_per_lane = streams;
+          spec.table_id = static_cast<uint8_t>(source_.below(256));
+          spec.max_length = 8 + source_.below(7);
+          const auto codes = source_.bell(int64_t{tokens} * head_dim, spread, centre, false);
+          // Half of the time the codebook has seen other codes, so there are exceptions.
+          const auto seen =
+              source_.below(2) ? codes : source_.bell(64 * 128, 0.8 * spread, centre + 0.4, false);
+          const Codebook c = seen.size() == codes.size() ? build(component, head_dim, seen, spec)
+                                                         : build(component, 128, seen, spec);
+          const auto bytes = expect_round_trip(codes, head_dim, c);
+          EXPECT_EQ(stats(bytes).total_bits(), static_cast<int64_t>(8 * bytes.size()));
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CodedBlockTest, LargestHeadDim) {
+  const Codebook c = typical(Component::kValue, BlockMode::kPair, 2, 0);
+  expect_round_trip(source_.bell(64 * 4096, 2, 0, false), 4096, c);
+}
+
+// Random lengths leave streams ending at every bit of a word, 0 and 31 included.
+TEST_F(CodedBlockTest, StreamsEndAtEveryBitOfAWord) {
+  std::set<uint32_t> ends;
+  for (int trial = 0; trial < 8 || (ends.size() < 32 && trial < 100); ++trial) {
+    const Codebook c = typical(Component::kKey, BlockMode::kPair, 2, 0, 1 + trial % 2);
+    const auto bytes = expect_round_trip(source_.bell(64 * 128, 2, 0, false), 128, c);
+    const CodedBlockHeader h = load_header(bytes.data());
+    ASSERT_EQ(h.mode, BlockMode::kPair);
+    for (int32_t i = 1; i < kWarpLanes * h.streams_per_lane; ++i) {
+      ends.insert(load_u16(bytes.data() + kCodedBlockHeaderBytes + 2 * i) % 32);
+    }
+  }
+  EXPECT_EQ(ends.size(), 32u) << "seed " << seed_;
+}
+
+TEST_F(CodedBlockTest, BlockIsCodedExactlyWhenThatIsSmaller) {
+  // One token costs little, so the boundary is crossed in small steps of expensive codes.
+  CodebookSpec spec;
+  spec.mode = BlockMode::kSingle;
+  std::vector<int16_t> seen(64 * 128, 0);
+  for (int i = 0; i < 16; ++i) seen[i] = static_cast<int16_t>(i % 16);
+  const Codebook c = build(Component::kKey, 128, seen, spec);
+  int32_t flips = 0;
+  bool was_coded = true;
+  for (int32_t expensive = 0; expensive <= 2048; ++expensive) {
+    std::vector<int16_t> codes(16 * 128, 0);
+    int64_t payload = 0;
+    for (int32_t i = 0; i < expensive; ++i) codes[i] = static_cast<int16_t>(1 + i % 15);
+    for (int16_t code : codes) payload += c.lengths[code - c.base];
+    const auto bytes = encode(codes, 128, c);
+    const int64_t coded = (16 + 64 + (payload + 31) / 32 * 4 + 15) / 16 * 16;
+    const int64_t range = std::min(expensive, 15);
+    const int64_t raw = 16 + 2048 * (range < 4 ? 2 : 4) / 8;
+    const bool is_coded = load_header(bytes.data()).mode == BlockMode::kSingle;
+    ASSERT_EQ(is_coded, coded < raw) << expensive;
+    ASSERT_EQ(static_cast<int64_t>(bytes.size()), std::min(coded, raw)) << expensive;
+    flips += is_coded != was_coded;
+    was_coded = is_coded;
+    if (expensive % 97 == 0 || is_coded != was_coded) expect_round_trip(codes, 128, c);
+  }
+  EXPECT_GE(flips, 1);
+  EXPECT_FALSE(was_coded);
+}
+
+TEST_F(CodedBlockTest, RawWidthIsTheNarrowestThatHoldsTheRange) {
+  for (BlockMode mode : kCodedModes) {
+    const Codebook c = typical(Component::kValue, mode, source_.spread_for(mode), 0);
+    for (int32_t range : {1, 3, 4, 15, 16, 255, 256, 65535}) {
+      const int32_t lowest = source_.below(65536 - range) - 32768;
+      auto codes = source_.uniform_codes(40 * 96, lowest, range + 1);
+      codes[0] = static_cast<int16_t>(lowest);
+      codes[1] = static_cast<int16_t>(lowest + range);
+      const auto bytes = expect_round_trip(codes, 96, c);
+      const CodedBlockHeader h = load_header(bytes.data());
+      if (!is_raw_mode(h.mode)) continue;
+      EXPECT_EQ(raw_bits(h.mode), range < 4 ? 2 : range < 16 ? 4 : range < 256 ? 8 : 16);
+    }
+  }
+}
+
+TEST_F(CodedBlockTest, OneSymbolAlphabet) {
+  for (int32_t code : {0, -32768, 32767}) {
+    const std::vector<int16_t> codes(64 * 128, static_cast<int16_t>(code));
+    const Codebook c = build(Component::kKey, 128, codes, {});
+    const auto bytes = expect_round_trip(codes, 128, c);
+    EXPECT_FALSE(is_raw_mode(load_header(bytes.data()).mode));
+    EXPECT_LE(stats(bytes).payload_bits, 64 * 128 / 2);
+    // Another constant is no harder than a raw block.
+    expect_round_trip(std::vector<int16_t>(64 * 128, static_cast<int16_t>(code ^ 77)), 128, c);
+  }
+}
+
+TEST_F(CodedBlockTest, ExceptionsAtEveryPosition) {
+  for (BlockMode mode : kCodedModes) {
+    for (Component component : {Component::kKey, Component::kValue}) {
+      const double spread = mode == BlockMode::kQuad ? 0.4 : 1.0;
+      const Codebook c = typical(component, mode, mode == BlockMode::kSplit ? 8 : spread, 0);
+      const auto plain = source_.bell(64 * 32, 0.3, 0, false);
+      const int32_t before = static_cast<int32_t>(stats(encode(plain, 32, c)).exceptions);
+      for (size_t i = 0; i < plain.size(); i += mode == BlockMode::kPair ? 1 : 13) {
+        std::vector<int16_t> codes = plain;
+        codes[i] = static_cast<int16_t>(source_.below(2) ? 900 + source_.below(9000)
+                                                         : -900 - source_.below(9000));
+        const auto bytes = expect_round_trip(codes, 32, c);
+        ASSERT_EQ(load_header(bytes.data()).mode, mode);
+        ASSERT_NEAR(static_cast<double>(stats(bytes).exceptions), before + 1, 1)
+            << "seed " << seed_;
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(CodedBlockTest, TooManyExceptionsMakeTheBlockRaw) {
+  // All digits occur alone in their pairs' channel, so that each outlier is one exception.
+  CodebookSpec spec;
+  spec.mode = BlockMode::kSingle;
+  const Codebook c = build(Component::kKey, 128, source_.uniform_codes(64 * 128, 0, 3), spec);
+  for (int32_t n : {kMaxExceptions - 1, kMaxExceptions, kMaxExceptions + 1}) {
+    auto codes = source_.uniform_codes(64 * 128, 0, 3);
+    for (int32_t i = 0; i < n; ++i) codes[i * 31] = static_cast<int16_t>(300 + i);
+    const auto bytes = expect_round_trip(codes, 128, c);
+    EXPECT_EQ(is_raw_mode(load_header(bytes.data()).mode), n > kMaxExceptions);
+    if (n <= kMaxExceptions) {
+      EXPECT_EQ(stats(bytes).exceptions, n);
+    }
+  }
+}
+
+TEST_F(CodedBlockTest, ExceptionsBeyondSixteenBitsMakeTheBlockRaw) {
+  const Codebook c = typical(Component::kKey, BlockMode::kPair, 1, -20000);
+  auto codes = source_.bell(64 * 128, 1, -20000, false);
+  codes[5] = 12000;
+  EXPECT_EQ(load_header(expect_round_trip(codes, 128, c).data()).mode, BlockMode::kPair);
+  codes[5] = 20000;
+  EXPECT_EQ(load_header(expect_round_trip(codes, 128, c).data()).mode, BlockMode::kRaw16);
+}
+
+TEST_F(CodedBlockTest, BothScattersAgree) {
+  for (Component component : {Component::kKey, Component::kValue}) {
+    for (int32_t dims : {1, 16, 31, 64, 96, 128}) {
+      for (int32_t tokens : {1, 16, 33, 64}) {
+        LanePairs pairs;
+        for (uint32_t& p : pairs.pairs) p = static_cast<uint32_t>(source_.rng()());
+        std::vector<int16_t> a(64 * 140, kPoison), b = a;
+        scatter_pairs_reference(pairs, component, {a.data() + 3, tokens, dims, 140});
+        scatter_pairs(pairs, component, {b.data() + 3, tokens, dims, 140});
+        ASSERT_EQ(a, b) << tokens << " " << dims;
+      }
+    }
+  }
+}
+
+TEST_F(CodedBlockTest, ArgumentsAreChecked) {
+  const Codebook c = typical(Component::kKey, BlockMode::kPair, 1, 0);
+  std::vector<int16_t> codes(64 * 128, 1);
+  std::vector<uint8_t> bytes;
+  for (auto [tokens, head_dim] : {std::pair{0, 128}, {65, 128}, {64, 0}, {64, 4097}}) {
+    EXPECT_EQ(encode_block(codes.data(), tokens, head_dim, c, &bytes).code(),
+              StatusCode::kInvalidArgument);
+    EXPECT_EQ(decode_block(bytes.data(), 0, tokens, head_dim, c, codes.data()).code(),
+              StatusCode::kInvalidArgument);
+  }
+  EXPECT_TRUE(bytes.empty());
+}
+
+}  // namespace
+}  // namespace tierkv
