@@ -155,17 +155,25 @@ std::vector<float> sampled_significance(const RowSource& row, const CacheLayout&
   return out;
 }
 
-std::vector<float> exact_significance(const RowSource& row, const CacheLayout& l,
-                                      const std::vector<float>& k, int64_t tokens) {
+Status full_significance(const RowSource& row, const CacheLayout& l, const std::vector<float>& k,
+                         int64_t tokens, std::vector<float>* out) {
   const int32_t d = l.head_dim;
-  std::vector<float> q(l.group_size() * tokens * d), out(tokens);
+  std::vector<float> q(l.group_size() * tokens * d);
   for (int32_t h = 0; h < l.group_size(); ++h) {
     for (int64_t t = 0; t < tokens; ++t) row.query(h, t, q.data() + (h * tokens + t) * d);
   }
   round_to(l.dtype, &q);
-  const SignificanceInput in = {q.data(), k.data(), l.group_size(), tokens, d, l.sm_scale};
-  (void)compute_significance(in, out.data());
-  return out;
+  AttentionRow in;
+  in.q = q.data();
+  in.k = k.data();
+  in.group_size = l.group_size();
+  in.num_queries = in.num_tokens = static_cast<int32_t>(tokens);
+  in.head_dim = d;
+  in.sm_scale = l.sm_scale;
+  std::vector<double> exact(tokens);
+  if (Status s = exact_significance(in, exact.data(), nullptr); !s) return s;
+  out->assign(exact.begin(), exact.end());
+  return Status::ok();
 }
 
 Status write_row(DumpWriter& writer, const SynthSpec& spec, const RowSource& row, int32_t kv_head,
@@ -179,9 +187,12 @@ Status write_row(DumpWriter& writer, const SynthSpec& spec, const RowSource& row
   if (Status s = writer.write_row(kv_head, Component::kKey, x.data()); !s) return s;
   if (spec.significance != SignificanceKind::kNone) {
     round_to(l.dtype, &x);
-    const std::vector<float> significance = spec.significance == SignificanceKind::kExact
-                                                ? exact_significance(row, l, x, tokens)
-                                                : sampled_significance(row, l, x, tokens);
+    std::vector<float> significance;
+    if (spec.significance == SignificanceKind::kSampled) {
+      significance = sampled_significance(row, l, x, tokens);
+    } else if (Status s = full_significance(row, l, x, tokens, &significance); !s) {
+      return s;
+    }
     if (Status s = writer.write_significance(kv_head, significance.data()); !s) return s;
   }
   x.resize(positions.size() * d);

@@ -114,7 +114,7 @@ def of_component(name, parts):
     best = None
     for mode, widths in (("pair", [w for w in (16, 20, 24, 28, 32) if w < spread] + [spread] * (spread <= 32)),
                          ("quad", [spread] * (spread <= 4)),
-                         ("split", [spread] * (17 <= spread <= 256)), ("single", [min(spread, 256)])):
+                         ("split", [spread] * (17 <= spread <= 256)), ("single", [w for w in (24, 28, 40, 48) if w < spread] + [min(spread, 256)])):
         for levels in widths:
             base = low if levels == spread else window(levels)
             for rarest in (8 << LIMIT, 24 << LIMIT, 72 << LIMIT, 1 << 40):

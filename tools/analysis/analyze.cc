@@ -141,7 +141,9 @@ void Batch::prepare() {
 
 void Batch::prepare_row(LayerData& l, int32_t h, int64_t p, const RowProfile& measured) {
   LayerScheme& s = shared(&l - layers_.data(), p);
-  s.plans[h] = plan_row(scheme(p), l.tokens, l.significance[h]);
+  if (Status planned = plan_row(scheme(p), l.tokens, l.significance[h], &s.plans[h]); !planned) {
+    return fail(planned.code(), l, options_.presets[p].text, planned.message().c_str());
+  }
   for (const Component c : kComponents) {
     ComponentContext& context = s.context[h][static_cast<int>(c)];
     const ComponentFormat& format = scheme(p).high.of(c);

@@ -24,18 +24,18 @@ Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
     std::vector<float> keys(data->tokens * layout.head_dim);
     datasets::row_to_float(data->k[h], 0, data->tokens, keys.data());
-    data->significance[h].resize(data->tokens);
-    SignificanceInput in;
-    in.q = data->q[h].data();
-    in.k = keys.data();
-    in.heads = layout.group_size();
-    in.tokens = data->tokens;
-    in.head_dim = layout.head_dim;
-    in.sm_scale = layout.sm_scale;
-    if (StatusCode s = compute_significance(in, data->significance[h].data());
-        s != StatusCode::kOk) {
-      return Status(s, where(info, data->seq, data->layer) + ": significance cannot be computed");
+    AttentionRow row;
+    row.q = data->q[h].data();
+    row.k = keys.data();
+    row.group_size = layout.group_size();
+    row.num_queries = row.num_tokens = static_cast<int32_t>(data->tokens);
+    row.head_dim = layout.head_dim;
+    row.sm_scale = layout.sm_scale;
+    std::vector<double> exact(data->tokens);
+    if (Status s = exact_significance(row, exact.data(), nullptr); !s) {
+      return s.with_context(where(info, data->seq, data->layer) + ": significance cannot be computed");
     }
+    data->significance[h].assign(exact.begin(), exact.end());
   }
   return Status::ok();
 }

@@ -24,25 +24,24 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
 
 }  // namespace
 
-RowPlan plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance) {
+Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
+                RowPlan* plan) {
   const TierPolicy& policy = scheme.policy;
-  RowPlan plan;
-  plan.tokens = tokens;
-  plan.body_end = std::max<int64_t>(0, tokens - policy.window_tokens);
-  plan.body_begin = std::min<int64_t>(policy.sink_tokens, plan.body_end);
+  plan->tokens = tokens;
+  plan->body_end = std::max<int64_t>(0, tokens - policy.window_tokens);
+  plan->body_begin = std::min<int64_t>(policy.sink_tokens, plan->body_end);
   const ComponentFormat& k = scheme.high.k;
   const bool grouped = !k.is_raw() && (k.unit == Unit::kChannel || k.unit == Unit::kBlock);
-  const int64_t group = grouped ? k.group : 1;
-  plan.key_body_end = plan.body_begin + (plan.body_end - plan.body_begin) / group * group;
-  const int64_t body = plan.body_end - plan.body_begin;
-  if (!scheme.tiered) {
-    plan.count = {tokens - body, body, 0, 0};
-    return plan;
-  }
-  plan.tiers.resize(tokens, Tier::kWindow);
-  (void)assign_tiers(significance.data(), tokens, policy, plan.tiers.data());
-  for (const Tier t : plan.tiers) ++plan.count[static_cast<int>(t)];
-  return plan;
+  const int64_t group = grouped ? k.group : 1, body = plan->body_end - plan->body_begin;
+  plan->key_body_end = plan->body_begin + body / group * group;
+  plan->count = {tokens - body, body, 0, 0};
+  if (!scheme.tiered) return Status::ok();
+  plan->tiers.resize(tokens);
+  int32_t count[kNumTiers];
+  Status s = assign_prompt_tiers(policy, significance.data(), static_cast<int32_t>(tokens),
+                                 plan->tiers.data(), count);
+  std::copy(count, count + kNumTiers, plan->count.begin());
+  return s;
 }
 
 RowCodec::RowCodec(const Scheme& scheme, const RowPlan& plan, const RowInput& input,

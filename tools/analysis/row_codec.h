@@ -28,8 +28,9 @@ struct RowPlan {
   int64_t window_begin() const { return body_end; }
 };
 
-// significance [tokens] is read only where the scheme has tiers.
-RowPlan plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance);
+// significance [tokens] is read only where the scheme has tiers; negative or not finite: refused.
+Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
+                RowPlan* plan);
 
 // The parts of a row that are encoded on their own.
 enum class Part : int32_t { kSinks = 0, kHigh = 1, kLow = 2, kKeyGap = 3, kWindow = 4 };
