@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-BLOCK, SLICE, LIMIT = 64, 128, 11
+BLOCK, SLICE, LIMIT = 64, 128, 12
 
 
 def package_merge(counts, limit=LIMIT):
@@ -62,12 +62,15 @@ def symbols_of(digits, radix, width):
 
 
 def replacement(lengths, radix, width):
-    """Bits of the cheapest present symbol for every symbol, 32 for every code it gets wrong, and how many those are."""
+    """For every symbol over the digits 0 .. radix - 1, outside (radix) and padding (radix + 1): bits of the present symbol
+    that costs least, 32 for every code it gets wrong, and how many those are. Padding is never wrong, outside always."""
     present = np.flatnonzero(lengths)
-    digits = lambda s: (s[:, None] // radix ** np.arange(width)) % radix
-    have, bits, wrong = digits(present), np.zeros(len(lengths)), np.zeros(len(lengths), int)
-    for s in range(len(lengths)):
-        errors = (have != digits(np.array([s]))).sum(1)
+    have = (present[:, None] // radix ** np.arange(width)) % radix
+    wide = radix + 2
+    bits, wrong = np.zeros(wide ** width), np.zeros(wide ** width, int)
+    for s in range(wide ** width):
+        want = (s // wide ** np.arange(width)) % wide
+        errors = ((have != want) & (want != radix + 1)).sum(1)
         best = np.argmin(32 * errors + lengths[present])
         bits[s], wrong[s] = lengths[present[best]], errors[best]
     return bits, wrong
@@ -80,13 +83,13 @@ def size_with(blocks, mode, base, levels, rarest):
     codes, real = np.concatenate([b[0] for b in blocks]), np.concatenate([b[1] for b in blocks])
     inside = (codes >= base) & (codes < base + levels) & real
     digits = np.where(inside, (codes - base) // unit, 0)
-    digits[~inside] = np.bincount(digits[inside], minlength=radix).argmax()
-    symbols = symbols_of(digits, radix, width)
-    counts = np.bincount(symbols, minlength=radix ** width)
-    lengths = package_merge(np.where(counts * rarest >= counts.sum(), counts, 0))
+    filled = np.where(inside, digits, np.bincount(digits[inside], minlength=radix).argmax())
+    counts = np.bincount(symbols_of(filled, radix, width), minlength=radix ** width)
+    lengths = package_merge(np.where(counts >= counts.sum() // rarest, counts, 0))
     bits, wrong = replacement(lengths, radix, width)
+    symbols = symbols_of(np.where(inside, digits, np.where(real, radix, radix + 1)), radix + 2, width)
     cost = bits[symbols].reshape(len(codes), -1).sum(1)
-    exceptions = np.maximum((real & ~inside).sum(1), wrong[symbols].reshape(len(codes), -1).sum(1))
+    exceptions = wrong[symbols].reshape(len(codes), -1).sum(1)
     total, first = 0, 0
     for p, _, block in blocks:
         n = slice(first, first + len(p))
@@ -114,10 +117,10 @@ def of_component(name, parts):
     best = None
     for mode, widths in (("pair", [w for w in (16, 20, 24, 28, 32) if w < spread] + [spread] * (spread <= 32)),
                          ("quad", [spread] * (spread <= 4)),
-                         ("split", [spread] * (17 <= spread <= 256)), ("single", [w for w in (24, 28, 40, 48) if w < spread] + [min(spread, 256)])):
+                         ("split", [spread] * (17 <= spread <= 256)), ("single", [w for w in (28,) if w < spread] + [min(spread, 256)])):
         for levels in widths:
             base = low if levels == spread else window(levels)
-            for rarest in (8 << LIMIT, 24 << LIMIT, 72 << LIMIT, 1 << 40):
+            for rarest in (8 << LIMIT, 24 << LIMIT, 1 << 40):
                 size = size_with(blocks, mode, base, max(levels, 2), rarest)
                 handicap = 1.05 if mode == "single" and best else 1
                 if best is None or handicap * sum(size) < sum(best):
