@@ -1,11 +1,11 @@
 // kv-dump v1: caches of real models in HDF5, the input of the analysis. The format is in
 // docs/DESIGN.md, "kv-dump v1".
 //
-//   DumpReader  checks the whole structure when it opens a file, then reads one (sequence, layer,
-//   kv_head) at a time DumpWriter  writes to a temporary name and renames in finish(): a dump
-//   exists whole or not at all
+// DumpReader checks the whole structure when it opens a file, then reads one (sequence, layer,
+// kv_head) at a time. DumpWriter writes to a temporary name and renames it in finish(): a dump
+// exists whole or not at all.
 //
-// Messages name the file, the dataset and what is wrong with it.
+// Messages name the file, the dataset, what is wrong with it and what was expected.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,7 @@ struct LayerInfo {
   DType dtype = DType::kFloat16;  // of k and v
   bool has_q = false;
   bool has_significance = false;
+  DType q_dtype = DType::kFloat16;
   int64_t num_queries = 0;
 };
 
@@ -54,23 +55,26 @@ void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
 class DumpReader {
  public:
   static Result<DumpReader> open(const std::string& path);
+  // A dump in host memory, which is copied; `name` stands for the path in messages.
+  static Result<DumpReader> open_image(const std::string& name, const void* bytes, size_t size);
   DumpReader(DumpReader&&) noexcept;
   DumpReader& operator=(DumpReader&&) noexcept;
   ~DumpReader();
 
   const DumpInfo& info() const;
 
-  // All reads: indices must be within info(); kNonFinite names the first bad element, kCorrupt an
-  // unreadable dataset.
-  Status read_row(int32_t seq, int32_t layer, int32_t kv_head, Component c, RowData* out);
+  // All reads may be called from several threads at once. kInvalidArgument for an index outside
+  // info(), kNotFound for what the dump does not hold, kNonFinite naming the first bad element,
+  // kCorrupt for an unreadable dataset; outputs are unspecified after a failure.
+  Status read_row(int32_t seq, int32_t layer, int32_t kv_head, Component c, RowData* out) const;
   // q of heads [first_head, first_head + num_heads) as floats, [num_heads, num_queries, head_dim].
   Status read_queries(int32_t seq, int32_t layer, int32_t first_head, int32_t num_heads,
-                      std::vector<float>* q);
+                      std::vector<float>* q) const;
   // Strictly increasing, within the sequence; [num_queries].
-  Status read_query_positions(int32_t seq, int32_t layer, std::vector<int32_t>* positions);
+  Status read_query_positions(int32_t seq, int32_t layer, std::vector<int32_t>* positions) const;
   Status read_significance(int32_t seq, int32_t layer, int32_t kv_head,
-                           std::vector<float>* significance);
-  Status read_tokens(int32_t seq, std::vector<int32_t>* tokens);
+                           std::vector<float>* significance) const;
+  Status read_tokens(int32_t seq, std::vector<int32_t>* tokens) const;
 
  private:
   struct Impl;
@@ -80,7 +84,8 @@ class DumpReader {
 
 class DumpWriter {
  public:
-  // info.sequences is ignored; info.layout.dtype is the type of k, v and q.
+  // info.sequences is ignored; info.layout.dtype is the type of k, v and q. All calls refuse with
+  // kInvalidArgument what would make a dump that DumpReader refuses, and what was left unwritten.
   static Result<DumpWriter> create(const std::string& path, const DumpInfo& info);
   DumpWriter(DumpWriter&&) noexcept;
   DumpWriter& operator=(DumpWriter&&) noexcept;
@@ -89,7 +94,9 @@ class DumpWriter {
   Status begin_sequence(const std::string& id, const std::string& kind,
                         const std::vector<int32_t>& tokens);
   // Creates k, v (and q with its positions, significance) of the next layer of the current
-  // sequence. Rows are then written one by one, in any order, rounded to the dump's dtype.
+  // sequence. Rows are then written one by one, in any order, rounded to the dump's dtype; all of
+  // them before the next begin_layer(), begin_sequence() or finish(). kNonFinite or kOutOfRange
+  // for a value that the dtype cannot hold.
   Status begin_layer(const std::vector<int32_t>& q_positions, bool significance);
   Status write_row(int32_t kv_head, Component c, const float* values);  // [tokens, head_dim]
   Status write_queries(int32_t q_head, const float* values);            // [positions, head_dim]

@@ -1,10 +1,11 @@
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 
 #include "datasets/dump.h"
-#include "datasets/hdf5_util.h"
+#include "datasets/hdf5_dataset.h"
 #include "tierkv/half.h"
 
 namespace tierkv::datasets {
@@ -13,39 +14,56 @@ struct DumpWriter::Impl {
   std::string path, temporary;
   DumpInfo info;
   Handle file, sequence, layers, layer;
+  std::string where;  // the current sequence or layer, for messages
   int64_t tokens = 0;
   int64_t queries = 0;
+  bool in_sequence = false;
   int32_t next_layer = 0;
+  // Heads of the current layer that were not written yet, by dataset.
+  std::vector<bool> k, v, q, significance;
   bool finished = false;
 
   ~Impl() {
+    close_groups();
+    file = Handle();
+    if (!finished) std::remove(temporary.c_str());
+  }
+  void close_groups() {
     layer = Handle();
     layers = Handle();
     sequence = Handle();
-    file = Handle();
-    if (!finished) std::remove(temporary.c_str());
   }
   Status fail(const std::string& what) const {
     return Status(StatusCode::kIo, path + ": " + what + " cannot be written");
   }
+  Status misuse(const std::string& what) const {
+    return Status(StatusCode::kInvalidArgument, path + ": " + where + ": " + what);
+  }
+  Status check_layer_written() const;
+  Status check_sequence_written() const;
+  Status write_head(const char* name, std::vector<bool>* missing, int32_t head, int64_t positions,
+                    const float* values);
 };
 
 namespace {
 
-// Values rounded to a dump's type, as bytes. False when one is beyond fp16's range.
-bool round_values(const float* x, int64_t n, DType t, std::vector<uint8_t>* out) {
+// Values rounded to a dump's type, as bytes.
+Status round_values(const float* x, int64_t n, DType t, std::vector<uint8_t>* out) {
   out->resize(n * dtype_bytes(t));
-  if (t == DType::kFloat32) {
-    std::memcpy(out->data(), x, out->size());
-    return true;
-  }
-  bool in_range = true;
   for (int64_t i = 0; i < n; ++i) {
+    if (!is_finite(x[i])) {
+      return Status(StatusCode::kNonFinite, "element " + std::to_string(i) + " is not finite");
+    }
+    if (t == DType::kFloat32) continue;
     const uint16_t h = t == DType::kFloat16 ? float_to_half(x[i]) : float_to_bfloat16(x[i]);
-    in_range &= is_finite(t == DType::kFloat16 ? half_to_float(h) : bfloat16_to_float(h));
+    if (!is_finite(t == DType::kFloat16 ? half_to_float(h) : bfloat16_to_float(h))) {
+      return Status(StatusCode::kOutOfRange,
+                    "element " + std::to_string(i) + " is beyond " + dtype_name(t));
+    }
     std::memcpy(out->data() + 2 * i, &h, 2);
   }
-  return in_range;
+  if (t == DType::kFloat32) std::memcpy(out->data(), x, out->size());
+  return Status::ok();
 }
 
 bool write_slab(hid_t group, const char* name, const std::vector<hsize_t>& start,
@@ -58,6 +76,38 @@ bool write_slab(hid_t group, const char* name, const std::vector<hsize_t>& start
          H5Dwrite(dataset.id(), type, memory.id(), space.id(), H5P_DEFAULT, data) >= 0;
 }
 
+bool write_integers(hid_t group, const char* name, const std::vector<int32_t>& values) {
+  const Handle d =
+      create_dataset(group, name, H5T_STD_I32LE, {static_cast<int64_t>(values.size())}, {});
+  return d.ok() &&
+         H5Dwrite(d.id(), H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data()) >= 0;
+}
+
+bool write_header(hid_t file, const DumpInfo& info) {
+  const Handle root(H5Gopen2(file, "/", H5P_DEFAULT));
+  const Handle seq = create_group(file, "seq");
+  const CacheLayout& l = info.layout;
+  return seq.ok() && write_string_attribute(root.id(), "format", "kv-dump") &&
+         write_int_attribute(root.id(), "format_version", 1) &&
+         write_string_attribute(root.id(), "model_id", info.model_id) &&
+         write_int_attribute(root.id(), "num_layers", l.num_layers) &&
+         write_int_attribute(root.id(), "num_q_heads", l.num_q_heads) &&
+         write_int_attribute(root.id(), "num_kv_heads", l.num_kv_heads) &&
+         write_int_attribute(root.id(), "head_dim", l.head_dim) &&
+         write_string_attribute(root.id(), "dtype", dtype_name(l.dtype)) &&
+         write_int_attribute(root.id(), "rope_applied", l.rope_applied ? 1 : 0) &&
+         write_double_attribute(root.id(), "rope_theta", l.rope_theta) &&
+         write_double_attribute(root.id(), "sm_scale", l.sm_scale) &&
+         write_string_attribute(root.id(), "created_by", info.created_by);
+}
+
+bool is_increasing_below(const std::vector<int32_t>& x, int64_t end) {
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i] < 0 || x[i] >= end || (i > 0 && x[i] <= x[i - 1])) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 DumpWriter::DumpWriter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -65,31 +115,65 @@ DumpWriter::DumpWriter(DumpWriter&&) noexcept = default;
 DumpWriter& DumpWriter::operator=(DumpWriter&&) noexcept = default;
 DumpWriter::~DumpWriter() = default;
 
+Status DumpWriter::Impl::check_layer_written() const {
+  const struct {
+    const char* name;
+    const std::vector<bool>& missing;
+  } datasets[] = {{"k", k}, {"v", v}, {"q", q}, {"significance", significance}};
+  for (const auto& d : datasets) {
+    const auto head = std::find(d.missing.begin(), d.missing.end(), true);
+    if (head == d.missing.end()) continue;
+    return misuse(std::string(d.name) + " of head " + std::to_string(head - d.missing.begin()) +
+                  " was not written");
+  }
+  return Status::ok();
+}
+
+Status DumpWriter::Impl::check_sequence_written() const {
+  if (Status s = check_layer_written(); !s) return s;
+  if (in_sequence && next_layer != info.layout.num_layers) {
+    return misuse("ends after layer " + std::to_string(next_layer - 1));
+  }
+  return Status::ok();
+}
+
+Status DumpWriter::Impl::write_head(const char* name, std::vector<bool>* missing, int32_t head,
+                                    int64_t positions, const float* values) {
+  if (head < 0 || head >= static_cast<int64_t>(missing->size())) {
+    return misuse(std::string(name) + " has no head " + std::to_string(head));
+  }
+  std::vector<uint8_t> bytes;
+  const int64_t d = info.layout.head_dim;
+  Status rounded = round_values(values, positions * d, info.layout.dtype, &bytes);
+  if (!rounded) {
+    return rounded.with_context(path + ": " + where + "/" + name + " of head " +
+                                std::to_string(head));
+  }
+  const Handle type = hdf5_type(info.layout.dtype);
+  if (!write_slab(layer.id(), name, {static_cast<hsize_t>(head), 0, 0},
+                  {1, static_cast<hsize_t>(positions), static_cast<hsize_t>(d)}, type.id(),
+                  bytes.data())) {
+    return fail(where + "/" + name);
+  }
+  (*missing)[head] = false;
+  return Status::ok();
+}
+
 Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& info) {
   if (Status s = info.layout.validate(); !s) return s.with_context(path);
   const Hdf5Lock lock;
   auto impl = std::make_unique<Impl>();
   impl->path = path;
-  impl->temporary = path + ".part";
   impl->info = info;
-  impl->file = Handle(H5Fcreate(impl->temporary.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT));
-  if (!impl->file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
-  const Handle root(H5Gopen2(impl->file.id(), "/", H5P_DEFAULT));
-  const Handle seq(H5Gcreate2(impl->file.id(), "/seq", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT));
-  const CacheLayout& l = info.layout;
-  const bool ok = seq.ok() && write_string_attribute(root.id(), "format", "kv-dump") &&
-                  write_int_attribute(root.id(), "format_version", 1) &&
-                  write_string_attribute(root.id(), "model_id", info.model_id) &&
-                  write_int_attribute(root.id(), "num_layers", l.num_layers) &&
-                  write_int_attribute(root.id(), "num_q_heads", l.num_q_heads) &&
-                  write_int_attribute(root.id(), "num_kv_heads", l.num_kv_heads) &&
-                  write_int_attribute(root.id(), "head_dim", l.head_dim) &&
-                  write_string_attribute(root.id(), "dtype", dtype_name(l.dtype)) &&
-                  write_int_attribute(root.id(), "rope_applied", l.rope_applied ? 1 : 0) &&
-                  write_double_attribute(root.id(), "rope_theta", l.rope_theta) &&
-                  write_double_attribute(root.id(), "sm_scale", l.sm_scale) &&
-                  write_string_attribute(root.id(), "created_by", info.created_by);
-  if (!ok) return impl->fail("the header");
+  const std::string temporary = temporary_name(path);
+  errno = 0;
+  impl->file = Handle(H5Fcreate(temporary.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, H5P_DEFAULT));
+  if (!impl->file.ok()) {
+    const std::string why = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
+    return Status(StatusCode::kIo, path + ": cannot be created" + why);
+  }
+  impl->temporary = temporary;
+  if (!write_header(impl->file.id(), info)) return impl->fail("the header");
   return DumpWriter(std::move(impl));
 }
 
@@ -97,38 +181,45 @@ Status DumpWriter::begin_sequence(const std::string& id, const std::string& kind
                                   const std::vector<int32_t>& tokens) {
   const Hdf5Lock lock;
   Impl& w = *impl_;
-  if (id.empty() || id.find('/') != std::string::npos || tokens.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  w.path + ": a sequence needs an id without '/' and at least one token");
+  if (Status s = w.check_sequence_written(); !s) return s;
+  w.where = "/seq/" + printable(id);
+  if (id.empty() || id == "." || id.find('/') != std::string::npos || id != printable(id)) {
+    return w.misuse("an id is 1 to 100 bytes, not '.', without '/' and control characters");
   }
-  const std::string base = "/seq/" + id;
-  w.layer = Handle();
-  w.sequence = Handle(H5Gcreate2(w.file.id(), base.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT));
-  if (!w.sequence.ok()) return w.fail(base);
-  w.layers = Handle(H5Gcreate2(w.sequence.id(), "layer", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT));
+  if (tokens.empty()) return w.misuse("has no tokens");
+  w.close_groups();
+  w.in_sequence = false;
+  w.sequence = create_group(w.file.id(), w.where.c_str());
+  w.layers = create_group(w.sequence.id(), "layer");
+  const bool ok = w.layers.ok() && write_string_attribute(w.sequence.id(), "kind", kind) &&
+                  write_integers(w.sequence.id(), "tokens", tokens);
+  if (!ok) return w.fail(w.where);
   w.tokens = static_cast<int64_t>(tokens.size());
   w.next_layer = 0;
-  const Handle d = create_dataset(w.sequence.id(), "tokens", H5T_STD_I32LE, {w.tokens}, {});
-  const bool ok =
-      w.layers.ok() && d.ok() && write_string_attribute(w.sequence.id(), "kind", kind) &&
-      H5Dwrite(d.id(), H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, tokens.data()) >= 0;
-  return ok ? Status::ok() : w.fail(base + "/tokens");
+  w.in_sequence = true;
+  return Status::ok();
 }
 
 Status DumpWriter::begin_layer(const std::vector<int32_t>& q_positions, bool significance) {
   const Hdf5Lock lock;
   Impl& w = *impl_;
   const CacheLayout& l = w.info.layout;
+  if (!w.in_sequence) return w.misuse("no sequence was begun");
+  if (Status s = w.check_layer_written(); !s) return s;
+  if (w.next_layer == l.num_layers) return w.misuse("already has all its layers");
+  if (!is_increasing_below(q_positions, w.tokens)) {
+    return w.misuse("q positions must increase and lie within the sequence");
+  }
   const std::string name = std::to_string(w.next_layer++);
-  w.layer = Handle(H5Gcreate2(w.layers.id(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT));
-  if (!w.layer.ok()) return w.fail("layer " + name);
+  w.layer = create_group(w.layers.id(), name.c_str());
   const Handle type = hdf5_type(l.dtype);
-  const int64_t d = l.head_dim, chunk = std::min<int64_t>(256, w.tokens);
-  bool ok =
-      create_dataset(w.layer.id(), "k", type.id(), {l.num_kv_heads, w.tokens, d}, {1, chunk, d})
-          .ok() &&
-      create_dataset(w.layer.id(), "v", type.id(), {l.num_kv_heads, w.tokens, d}, {1, chunk, d})
-          .ok();
+  const auto create = [&](const char* dataset, int64_t heads, int64_t positions) {
+    const std::vector<int64_t> chunk = {1, std::min<int64_t>(256, positions), l.head_dim};
+    return create_dataset(w.layer.id(), dataset, type.id(), {heads, positions, l.head_dim}, chunk)
+        .ok();
+  };
+  bool ok = w.layer.ok() && create("k", l.num_kv_heads, w.tokens) &&
+            create("v", l.num_kv_heads, w.tokens);
   if (significance) {
     ok = ok && create_dataset(w.layer.id(), "significance", H5T_IEEE_F32LE,
                               {l.num_kv_heads, w.tokens}, {})
@@ -136,66 +227,64 @@ Status DumpWriter::begin_layer(const std::vector<int32_t>& q_positions, bool sig
   }
   w.queries = static_cast<int64_t>(q_positions.size());
   if (w.queries > 0) {
-    const int64_t q_chunk = std::min<int64_t>(256, w.queries);
-    const Handle p = create_dataset(w.layer.id(), "q_positions", H5T_STD_I32LE, {w.queries}, {});
-    ok =
-        ok && p.ok() &&
-        H5Dwrite(p.id(), H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, q_positions.data()) >=
-            0 &&
-        create_dataset(w.layer.id(), "q", type.id(), {l.num_q_heads, w.queries, d}, {1, q_chunk, d})
-            .ok();
+    ok = ok && write_integers(w.layer.id(), "q_positions", q_positions) &&
+         create("q", l.num_q_heads, w.queries);
   }
-  return ok ? Status::ok() : w.fail("layer " + name);
-}
-
-static Status write_values(DumpInfo& info, hid_t layer, const char* name, int32_t head,
-                           int64_t tokens, const float* x, const std::string& path) {
-  std::vector<uint8_t> bytes;
-  const int64_t d = info.layout.head_dim;
-  if (!round_values(x, tokens * d, info.layout.dtype, &bytes)) {
-    return Status(StatusCode::kOutOfRange, path + ": " + name + " of head " + std::to_string(head) +
-                                               " has values beyond " +
-                                               dtype_name(info.layout.dtype));
-  }
-  const Handle type = hdf5_type(info.layout.dtype);
-  const bool ok = write_slab(layer, name, {static_cast<hsize_t>(head), 0, 0},
-                             {1, static_cast<hsize_t>(tokens), static_cast<hsize_t>(d)}, type.id(),
-                             bytes.data());
-  return ok ? Status::ok() : Status(StatusCode::kIo, path + ": " + name + " cannot be written");
+  w.where = w.where.substr(0, w.where.find("/layer/")) + "/layer/" + name;
+  if (!ok) return w.fail(w.where);
+  w.k.assign(l.num_kv_heads, true);
+  w.v.assign(l.num_kv_heads, true);
+  w.q.assign(w.queries > 0 ? l.num_q_heads : 0, true);
+  w.significance.assign(significance ? l.num_kv_heads : 0, true);
+  return Status::ok();
 }
 
 Status DumpWriter::write_row(int32_t kv_head, Component c, const float* values) {
   const Hdf5Lock lock;
-  const char* name = c == Component::kKey ? "k" : "v";
-  return write_values(impl_->info, impl_->layer.id(), name, kv_head, impl_->tokens, values,
-                      impl_->path);
+  Impl& w = *impl_;
+  return c == Component::kKey ? w.write_head("k", &w.k, kv_head, w.tokens, values)
+                              : w.write_head("v", &w.v, kv_head, w.tokens, values);
 }
 
 Status DumpWriter::write_queries(int32_t q_head, const float* values) {
   const Hdf5Lock lock;
-  return write_values(impl_->info, impl_->layer.id(), "q", q_head, impl_->queries, values,
-                      impl_->path);
+  return impl_->write_head("q", &impl_->q, q_head, impl_->queries, values);
 }
 
 Status DumpWriter::write_significance(int32_t kv_head, const float* values) {
   const Hdf5Lock lock;
-  const bool ok = write_slab(impl_->layer.id(), "significance", {static_cast<hsize_t>(kv_head), 0},
-                             {1, static_cast<hsize_t>(impl_->tokens)}, H5T_NATIVE_FLOAT, values);
-  return ok ? Status::ok() : impl_->fail("significance");
+  Impl& w = *impl_;
+  if (kv_head < 0 || kv_head >= static_cast<int64_t>(w.significance.size())) {
+    return w.misuse("significance has no head " + std::to_string(kv_head));
+  }
+  for (int64_t i = 0; i < w.tokens; ++i) {
+    if (is_finite(values[i]) && values[i] >= 0) continue;
+    return w.misuse("significance of token " + std::to_string(i) + " is negative or not finite");
+  }
+  if (!write_slab(w.layer.id(), "significance", {static_cast<hsize_t>(kv_head), 0},
+                  {1, static_cast<hsize_t>(w.tokens)}, H5T_NATIVE_FLOAT, values)) {
+    return w.fail(w.where + "/significance");
+  }
+  w.significance[kv_head] = false;
+  return Status::ok();
 }
 
 Status DumpWriter::annotate(const std::string& name, const std::string& value) {
   const Hdf5Lock lock;
-  return write_string_attribute(impl_->sequence.id(), name.c_str(), value) ? Status::ok()
-                                                                           : impl_->fail(name);
+  if (!impl_->in_sequence) return impl_->misuse("no sequence was begun");
+  return write_string_attribute(impl_->sequence.id(), name.c_str(), value)
+             ? Status::ok()
+             : impl_->fail(impl_->where + ": attribute " + name);
 }
 
 Status DumpWriter::finish() {
   const Hdf5Lock lock;
   Impl& w = *impl_;
-  w.layer = Handle();
-  w.layers = Handle();
-  w.sequence = Handle();
+  if (w.finished) return w.misuse("is finished already");
+  if (Status s = w.check_sequence_written(); !s) return s;
+  if (!w.in_sequence) return w.misuse("a dump needs at least one sequence");
+  w.close_groups();
+  w.in_sequence = false;
   if (!w.file.close()) return w.fail("the file");
   std::error_code error;
   std::filesystem::rename(w.temporary, w.path, error);

@@ -1,50 +1,62 @@
 #include "datasets/hdf5_util.h"
 
-#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
 
 #include "datasets/zstd_filter.h"
 
 namespace tierkv::datasets {
 namespace {
 
-constexpr int64_t kMaxElements = int64_t{1} << 40;
 constexpr int64_t kMaxString = 1 << 16;
 
 Status corrupt(std::string message) {
   return Status(StatusCode::kCorrupt, std::move(message));
 }
 
-bool known_filter(H5Z_filter_t filter) {
-  return filter == H5Z_FILTER_DEFLATE || filter == H5Z_FILTER_SHUFFLE ||
-         filter == H5Z_FILTER_FLETCHER32 || filter == kZstdFilterId;
+std::string attribute_text(const char* name) {
+  return "attribute '" + std::string(name) + "'";
 }
 
-Status check_storage(hid_t dataset) {
-  const Handle plist(H5Dget_create_plist(dataset));
-  if (!plist.ok()) return corrupt("creation properties cannot be read");
-  if (H5Pget_layout(plist.id()) == H5D_VIRTUAL) {
-    return Status(StatusCode::kUnsupported, "virtual datasets are refused");
-  }
-  if (H5Pget_external_count(plist.id()) != 0) {
-    return Status(StatusCode::kUnsupported, "external storage is refused");
-  }
-  const int filters = H5Pget_nfilters(plist.id());
-  for (int i = 0; i < filters; ++i) {
-    unsigned flags = 0, config = 0;
-    size_t count = 0;
-    char name[64] = {0};
-    const H5Z_filter_t f =
-        H5Pget_filter2(plist.id(), i, &flags, &count, nullptr, sizeof(name), name, &config);
-    if (!known_filter(f)) {
-      return Status(StatusCode::kUnsupported,
-                    "filter " + std::to_string(f) +
-                        " is not known (gzip, shuffle, fletcher32 and zstd 32015 are)");
-    }
-  }
-  return Status::ok();
+Handle open_attribute(hid_t object, const char* name) {
+  if (H5Aexists(object, name) <= 0) return Handle();
+  return Handle(H5Aopen(object, name, H5P_DEFAULT));
 }
+
+// The type class of a scalar attribute.
+Result<H5T_class_t> scalar_class(const Handle& attribute, const char* name) {
+  if (!attribute.ok()) return Status(StatusCode::kNotFound, attribute_text(name) + " is missing");
+  const Handle type(H5Aget_type(attribute.id())), space(H5Aget_space(attribute.id()));
+  if (!type.ok() || !space.ok() || H5Sget_simple_extent_npoints(space.id()) != 1) {
+    return corrupt(attribute_text(name) + " is not one value");
+  }
+  return H5Tget_class(type.id());
+}
+
+// Bytes of the longest scalar integer or float that is converted.
+constexpr size_t kMaxScalarBytes = 16;
+
+// An enumeration's integer: HDF5 does not convert enumerations to integers, their base type it
+// does.
+Result<int64_t> read_enum(const Handle& attribute, const char* name) {
+  const Handle type(H5Aget_type(attribute.id())), base(H5Tget_super(type.id()));
+  alignas(8) char buffer[kMaxScalarBytes] = {0};
+  if (!base.ok() || H5Tget_class(base.id()) != H5T_INTEGER || H5Tget_size(type.id()) > 8 ||
+      H5Aread(attribute.id(), type.id(), buffer) < 0 ||
+      H5Tconvert(base.id(), H5T_NATIVE_INT64, 1, buffer, nullptr, H5P_DEFAULT) < 0) {
+    return corrupt(attribute_text(name) + " cannot be read");
+  }
+  int64_t value = 0;
+  std::memcpy(&value, buffer, sizeof(value));
+  return value;
+}
+
+}  // namespace
 
 // Every component of the path must be a hard link, so that nothing outside the file is opened.
 Status check_links(hid_t file, const std::string& path) {
@@ -61,39 +73,34 @@ Status check_links(hid_t file, const std::string& path) {
   }
 }
 
-Handle open_attribute(hid_t object, const char* name) {
-  if (H5Aexists(object, name) <= 0) return Handle();
-  return Handle(H5Aopen(object, name, H5P_DEFAULT));
-}
-
-// The attribute's type class where it is a scalar of that class.
-Status check_scalar(const Handle& attribute, const char* name, H5T_class_t wanted,
-                    const char* what) {
-  if (!attribute.ok())
-    return Status(StatusCode::kNotFound, "attribute '" + std::string(name) + "' is missing");
-  const Handle type(H5Aget_type(attribute.id())), space(H5Aget_space(attribute.id()));
-  if (!type.ok() || !space.ok() || H5Sget_simple_extent_npoints(space.id()) != 1 ||
-      H5Tget_class(type.id()) != wanted) {
-    return corrupt("attribute '" + std::string(name) + "' is not " + what);
-  }
-  return Status::ok();
-}
-
-}  // namespace
-
 std::recursive_mutex& hdf5_mutex() {
   static std::recursive_mutex mutex;
   return mutex;
 }
 
 Hdf5Lock::Hdf5Lock() : lock_(hdf5_mutex()) {
-  static const bool ready = [] {
-    H5open();
-    H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
-    return register_zstd_filter();
-  }();
-  (void)ready;
-  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);  // the setting is per thread in thread-safe builds
+  H5Eget_auto2(H5E_DEFAULT, &printer_, &printer_data_);
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  static const bool registered = register_zstd_filter();
+  (void)registered;  // a dump that needs it fails with a message of its own
+}
+
+Hdf5Lock::~Hdf5Lock() {
+  H5Eset_auto2(H5E_DEFAULT, printer_, printer_data_);
+}
+
+std::string printable(const std::string& text) {
+  constexpr size_t kMaxBytes = 100;
+  std::string out = text.substr(0, kMaxBytes);
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return text.size() > kMaxBytes ? out + "..." : out;
+}
+
+std::string temporary_name(const std::string& path) {
+  static std::atomic<uint32_t> calls{0};
+  return path + "." + std::to_string(getpid()) + "-" + std::to_string(calls++) + ".part";
 }
 
 bool Handle::close() {
@@ -135,67 +142,68 @@ Handle hdf5_type(DType t) {
 }
 
 std::optional<DType> dtype_of(hid_t type) {
-  for (const DType t : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
-    const Handle expected = hdf5_type(t);
-    if (H5Tequal(type, expected.id()) > 0) return t;
+  if (H5Tget_class(type) != H5T_FLOAT || H5Tget_order(type) != H5T_ORDER_LE) return std::nullopt;
+  size_t sign = 0, exponent = 0, exponent_bits = 0, mantissa = 0, mantissa_bits = 0;
+  if (H5Tget_fields(type, &sign, &exponent, &exponent_bits, &mantissa, &mantissa_bits) < 0 ||
+      mantissa != 0 || exponent != mantissa_bits || sign != exponent + exponent_bits ||
+      H5Tget_offset(type) != 0 || H5Tget_norm(type) != H5T_NORM_IMPLIED) {
+    return std::nullopt;
   }
+  const size_t size = H5Tget_size(type), bias = H5Tget_ebias(type);
+  const auto is = [&](size_t bytes, size_t e, size_t m, size_t b) {
+    return size == bytes && exponent_bits == e && mantissa_bits == m && bias == b;
+  };
+  if (is(2, 5, 10, 15)) return DType::kFloat16;
+  if (is(2, 8, 7, 127)) return DType::kBFloat16;
+  if (is(4, 8, 23, 127)) return DType::kFloat32;
   return std::nullopt;
 }
 
-Result<Dataset> open_dataset(hid_t file, const std::string& path) {
-  if (Status s = check_links(file, path); !s) return s;
-  H5O_info_t object;
-  if (H5Oget_info_by_name1(file, path.c_str(), &object, H5P_DEFAULT) < 0)
-    return corrupt("cannot be opened");
-  if (object.type != H5O_TYPE_DATASET) return corrupt("is not a dataset");
-  Dataset d;
-  d.handle = Handle(H5Dopen2(file, path.c_str(), H5P_DEFAULT));
-  if (!d.handle.ok()) return corrupt("cannot be opened");
-  if (Status s = check_storage(d.handle.id()); !s) return s;
-  const Handle space(H5Dget_space(d.handle.id()));
-  d.type = Handle(H5Dget_type(d.handle.id()));
-  if (!space.ok() || !d.type.ok() || H5Sget_simple_extent_type(space.id()) != H5S_SIMPLE) {
-    return corrupt("is not an array");
-  }
-  const int rank = H5Sget_simple_extent_ndims(space.id());
-  if (rank < 1 || rank > 4) return corrupt("has rank " + std::to_string(rank));
-  std::vector<hsize_t> dims(rank);
-  H5Sget_simple_extent_dims(space.id(), dims.data(), nullptr);
-  int64_t elements = 1;
-  for (const hsize_t n : dims) {
-    if (n > static_cast<hsize_t>(kMaxElements) ||
-        (n > 0 && elements > kMaxElements / static_cast<int64_t>(n))) {
-      return corrupt("is absurdly large");
-    }
-    elements *= static_cast<int64_t>(n);
-    d.shape.push_back(static_cast<int64_t>(n));
-  }
-  return d;
+Result<Handle> open_file(const std::string& path) {
+  // Anything but a regular file could block or never end.
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return Status(StatusCode::kIo, std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) return Status(StatusCode::kIo, "is not a regular file");
+  if (info.st_size == 0) return corrupt("is empty");
+  if (access(path.c_str(), R_OK) != 0) return Status(StatusCode::kIo, std::strerror(errno));
+  if (H5Fis_hdf5(path.c_str()) <= 0) return corrupt("is not an HDF5 file");
+  Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
+  if (!file.ok()) return corrupt("cannot be opened as HDF5 (truncated or damaged)");
+  return file;
 }
 
 Result<int64_t> read_int_attribute(hid_t object, const char* name) {
   const Handle a = open_attribute(object, name);
-  if (Status s = check_scalar(a, name, H5T_INTEGER, "an integer"); !s) return s;
+  const Result<H5T_class_t> type = scalar_class(a, name);
+  if (!type) return type.status();
+  if (*type == H5T_ENUM) return read_enum(a, name);
+  if (*type != H5T_INTEGER) return corrupt(attribute_text(name) + " is not an integer");
   int64_t value = 0;
   if (H5Aread(a.id(), H5T_NATIVE_INT64, &value) < 0)
-    return corrupt("attribute '" + std::string(name) + "' cannot be read");
+    return corrupt(attribute_text(name) + " cannot be read");
   return value;
 }
 
 Result<double> read_double_attribute(hid_t object, const char* name) {
   const Handle a = open_attribute(object, name);
-  if (Status s = check_scalar(a, name, H5T_FLOAT, "a number"); !s) return s;
+  const Result<H5T_class_t> type = scalar_class(a, name);
+  if (!type) return type.status();
+  if (*type != H5T_FLOAT && *type != H5T_INTEGER) {
+    return corrupt(attribute_text(name) + " is not a number");
+  }
   double value = 0;
   if (H5Aread(a.id(), H5T_NATIVE_DOUBLE, &value) < 0)
-    return corrupt("attribute '" + std::string(name) + "' cannot be read");
+    return corrupt(attribute_text(name) + " cannot be read");
   return value;
 }
 
 Result<std::string> read_string_attribute(hid_t object, const char* name) {
   const Handle a = open_attribute(object, name);
-  if (Status s = check_scalar(a, name, H5T_STRING, "a string"); !s) return s;
+  const Result<H5T_class_t> type_class = scalar_class(a, name);
+  if (!type_class) return type_class.status();
+  if (*type_class != H5T_STRING) return corrupt(attribute_text(name) + " is not a string");
   const Handle type(H5Aget_type(a.id()));
-  const std::string unreadable = "attribute '" + std::string(name) + "' cannot be read";
+  const std::string unreadable = attribute_text(name) + " cannot be read";
   if (H5Tis_variable_str(type.id()) > 0) {
     char* text = nullptr;
     const Handle memory(H5Tcopy(H5T_C_S1));
@@ -208,7 +216,8 @@ Result<std::string> read_string_attribute(hid_t object, const char* name) {
   }
   const size_t size = H5Tget_size(type.id());
   if (size == 0 || size > kMaxString)
-    return corrupt("attribute '" + std::string(name) + "' is absurdly long");
+    return corrupt(attribute_text(name) + " is longer than " + std::to_string(kMaxString) +
+                   " bytes");
   std::string value(size, '\0');
   if (H5Aread(a.id(), type.id(), value.data()) < 0) return corrupt(unreadable);
   value.resize(std::min(value.find('\0'), value.size()));
@@ -230,48 +239,51 @@ bool write_double_attribute(hid_t object, const char* name, double value) {
 bool write_string_attribute(hid_t object, const char* name, const std::string& value) {
   const Handle type(H5Tcopy(H5T_C_S1));
   H5Tset_size(type.id(), std::max<size_t>(1, value.size()));
+  H5Tset_strpad(type.id(), H5T_STR_NULLPAD);
+  H5Tset_cset(type.id(), H5T_CSET_UTF8);
   return write_attribute(object, name, type.id(), value.data());
 }
+
+namespace {
+
+constexpr size_t kMaxMembers = 100000;
+
+struct Listing {
+  std::vector<std::string> names;
+  Status status;
+};
+
+extern "C" herr_t visit_link(hid_t, const char* name, const H5L_info_t* link, void* data) {
+  auto* listing = static_cast<Listing*>(data);
+  const std::string text(name, strnlen(name, 512));
+  if (link->type != H5L_TYPE_HARD) {
+    listing->status =
+        Status(StatusCode::kUnsupported,
+               "member '" + printable(text) + "': soft and external links are refused");
+  } else if (text != printable(text) || text.find('/') != std::string::npos) {
+    listing->status = corrupt("member '" + printable(text) +
+                              "': has a name of more than 100 bytes or with control characters");
+  } else if (listing->names.size() == kMaxMembers) {
+    listing->status = corrupt("has more than " + std::to_string(kMaxMembers) + " members");
+  }
+  if (!listing->status) return 1;
+  listing->names.push_back(text);
+  return 0;
+}
+
+}  // namespace
 
 Result<std::vector<std::string>> list_group(hid_t file, const std::string& path) {
   if (Status s = check_links(file, path); !s) return s;
   const Handle group(H5Gopen2(file, path.c_str(), H5P_DEFAULT));
   if (!group.ok()) return corrupt("is not a group");
-  H5G_info_t info;
-  if (H5Gget_info(group.id(), &info) < 0) return corrupt("cannot be listed");
-  if (info.nlinks > 100000) return corrupt("has more than 100000 members");
-  std::vector<std::string> names;
-  for (hsize_t i = 0; i < info.nlinks; ++i) {
-    H5L_info_t link;
-    char name[512];
-    const ssize_t n = H5Lget_name_by_idx(group.id(), ".", H5_INDEX_NAME, H5_ITER_INC, i, name,
-                                         sizeof(name), H5P_DEFAULT);
-    if (n <= 0 || n >= static_cast<ssize_t>(sizeof(name)) ||
-        H5Lget_info_by_idx(group.id(), ".", H5_INDEX_NAME, H5_ITER_INC, i, &link, H5P_DEFAULT) <
-            0) {
-      return corrupt("has an unreadable member");
-    }
-    if (link.type != H5L_TYPE_HARD) {
-      return Status(StatusCode::kUnsupported,
-                    "member '" + std::string(name) + "': soft and external links are refused");
-    }
-    names.emplace_back(name);
+  Listing listing;
+  hsize_t next = 0;
+  if (H5Literate(group.id(), H5_INDEX_NAME, H5_ITER_INC, &next, visit_link, &listing) < 0) {
+    return corrupt("cannot be listed");
   }
-  return names;
-}
-
-Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
-                      const std::vector<int64_t>& chunk) {
-  const std::vector<hsize_t> dims(shape.begin(), shape.end()),
-      chunk_dims(chunk.begin(), chunk.end());
-  const Handle space(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
-  const Handle plist(H5Pcreate(H5P_DATASET_CREATE));
-  if (!chunk.empty()) {
-    H5Pset_chunk(plist.id(), static_cast<int>(chunk_dims.size()), chunk_dims.data());
-    H5Pset_shuffle(plist.id());
-    H5Pset_deflate(plist.id(), 4);
-  }
-  return Handle(H5Dcreate2(group, name, type, space.id(), H5P_DEFAULT, plist.id(), H5P_DEFAULT));
+  if (!listing.status) return listing.status;
+  return std::move(listing.names);
 }
 
 }  // namespace tierkv::datasets

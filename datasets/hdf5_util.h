@@ -21,15 +21,27 @@ namespace tierkv::datasets {
 
 std::recursive_mutex& hdf5_mutex();
 
-// Locks the library, silences HDF5's error stack and registers the zstd filter (id 32015) on first
-// use.
+// Locks the library and silences HDF5's error printing until the lock ends; registers the zstd
+// filter (id 32015) on first use.
 class Hdf5Lock {
  public:
   Hdf5Lock();
+  ~Hdf5Lock();
+  Hdf5Lock(const Hdf5Lock&) = delete;
+  Hdf5Lock& operator=(const Hdf5Lock&) = delete;
 
  private:
   std::lock_guard<std::recursive_mutex> lock_;
+  H5E_auto2_t printer_ = nullptr;  // the caller's, put back at the end
+  void* printer_data_ = nullptr;
 };
+
+// Text from a file, fit for a message or a terminal: control characters replaced, at most 100
+// bytes.
+std::string printable(const std::string& text);
+
+// The default output name of a file that is being written, unique to this process and call.
+std::string temporary_name(const std::string& path);
 
 // Any HDF5 identifier; closed by reference count.
 class Handle {
@@ -60,16 +72,11 @@ Handle hdf5_type(DType t);
 // The DType of a stored type, nullopt when it is none of the three.
 std::optional<DType> dtype_of(hid_t type);
 
-// An opened dataset that passed the checks: hard links only, stored in this file, known filters,
-// extent within limits.
-struct Dataset {
-  Handle handle;
-  std::vector<int64_t> shape;
-  Handle type;
-};
-Result<Dataset> open_dataset(hid_t file, const std::string& path);
+// An existing regular HDF5 file, for reading; messages do not repeat the path.
+Result<Handle> open_file(const std::string& path);
 
-// Attributes of a group or file; kNotFound, or kCorrupt for a wrong type.
+// Attributes of a group or file; kNotFound, or kCorrupt for a wrong type. Booleans (h5py writes an
+// enumeration) are integers, integers are also numbers.
 Result<int64_t> read_int_attribute(hid_t object, const char* name);
 Result<double> read_double_attribute(hid_t object, const char* name);
 Result<std::string> read_string_attribute(hid_t object, const char* name);
@@ -77,12 +84,12 @@ bool write_int_attribute(hid_t object, const char* name, int64_t value);
 bool write_double_attribute(hid_t object, const char* name, double value);
 bool write_string_attribute(hid_t object, const char* name, const std::string& value);
 
-// Names of the hard links of a group in increasing order; kCorrupt when it holds a soft or external
-// link.
-Result<std::vector<std::string>> list_group(hid_t file, const std::string& path);
+// kOk when every component of the path is a hard link, so that nothing outside the file is opened;
+// kNotFound where one is missing, kUnsupported at a soft or external link.
+Status check_links(hid_t file, const std::string& path);
 
-// Creates a dataset; chunk empty: contiguous, otherwise gzip level 4 and shuffle.
-Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
-                      const std::vector<int64_t>& chunk);
+// Names of the members of a group in increasing order; kUnsupported when it holds a soft or
+// external link, kCorrupt when a name is not printable.
+Result<std::vector<std::string>> list_group(hid_t file, const std::string& path);
 
 }  // namespace tierkv::datasets

@@ -1,10 +1,11 @@
 #include "datasets/profile_file.h"
 
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 
-#include "datasets/hdf5_util.h"
-#include "tierkv/half.h"
+#include "datasets/hdf5_dataset.h"
+#include "datasets/slab.h"
 #include "tierkv/layout.h"
 
 namespace tierkv::datasets {
@@ -68,18 +69,17 @@ Status corrupt(std::string message) {
 template <class T>
 Status read_array(hid_t file, const std::string& path, const std::vector<int64_t>& shape,
                   std::vector<T>* out) {
-  Result<Dataset> d = open_dataset(file, path);
-  if (!d) return d.status().with_context(path);
-  if (d->shape != shape || H5Tget_class(d->type.id()) != H5T_FLOAT)
-    return corrupt(path + ": has another shape or type than the attributes say");
-  int64_t n = 1;
-  for (const int64_t s : shape) n *= s;
-  out->resize(n);
-  const hid_t type = sizeof(T) == 8 ? H5T_NATIVE_DOUBLE : H5T_NATIVE_FLOAT;
-  if (H5Dread(d->handle.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, out->data()) < 0)
-    return corrupt(path + ": cannot be read");
+  {
+    const Result<Dataset> d = open_dataset(file, path);
+    if (!d) return d.status().with_context(path);
+    if (d->shape != shape || H5Tget_class(d->type.id()) != H5T_FLOAT)
+      return corrupt(path + ": has another shape or type than the attributes say");
+    if (Status s = check_complete(*d); !s) return s.with_context(path);
+  }
+  const Slab all = {std::vector<int64_t>(shape.size(), 0), shape};
+  if (Status s = read_slab_as(file, path, all, out); !s) return s;
   for (const T v : *out) {
-    if (!is_finite(static_cast<float>(v)))
+    if (!std::isfinite(v))
       return Status(StatusCode::kNonFinite, path + ": holds a value that is not finite");
   }
   return Status::ok();
@@ -90,14 +90,14 @@ Status read_all(hid_t file, Profile* p) {
   Result<std::string> format = read_string_attribute(root.id(), "format");
   if (!format) return format.status().with_context("/");
   if (*format != "kv-profile")
-    return corrupt("/: attribute 'format' is '" + *format + "', not 'kv-profile'");
+    return corrupt("/: attribute 'format' is '" + printable(*format) + "' (expected 'kv-profile')");
   struct IntField {
     const char* name;
     int32_t* value;
     int64_t max;
   };
   int32_t version = 0;
-  for (const IntField& f : {IntField{"format_version", &version, 1},
+  for (const IntField& f : {IntField{"format_version", &version, INT32_MAX},
                             {"num_layers", &p->num_layers, 4096},
                             {"num_kv_heads", &p->num_kv_heads, 4096},
                             {"head_dim", &p->head_dim, kMaxHeadDim}}) {
@@ -107,10 +107,16 @@ Status read_all(hid_t file, Profile* p) {
       return corrupt("/: attribute '" + std::string(f.name) + "' must be 1 to " +
                      std::to_string(f.max));
     *f.value = static_cast<int32_t>(*v);
+    if (version != 1)
+      return Status(StatusCode::kVersion, "/: format_version " + std::to_string(version) +
+                                              " is not known (this build reads 1)");
   }
-  Result<double> high = read_double_attribute(root.id(), "alpha_h"),
-                 low = read_double_attribute(root.id(), "alpha_l");
-  if (!high || !low) return corrupt("/: attributes alpha_h and alpha_l are missing");
+  const Result<double> high = read_double_attribute(root.id(), "alpha_h"),
+                       low = read_double_attribute(root.id(), "alpha_l");
+  if (!high) return high.status().with_context("/");
+  if (!low) return low.status().with_context("/");
+  if (!std::isfinite(*high) || !(*low >= 0) || *low > *high)
+    return corrupt("/: attributes must satisfy alpha_h >= alpha_l >= 0");
   p->alpha_high = *high;
   p->alpha_low = *low;
   const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
@@ -139,11 +145,18 @@ Status read_all(hid_t file, Profile* p) {
 }  // namespace
 
 Status write_profile(const std::string& path, const Profile& profile) {
+  if (profile.rows.empty() || static_cast<int64_t>(profile.rows.size()) !=
+                                  static_cast<int64_t>(profile.num_layers) * profile.num_kv_heads) {
+    return Status(StatusCode::kInvalidArgument,
+                  path + ": a profile needs a row per layer and head");
+  }
   const Hdf5Lock lock;
-  const std::string temporary = path + ".part";
-  Handle file(H5Fcreate(temporary.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT));
+  const std::string temporary = temporary_name(path);
+  Handle file(H5Fcreate(temporary.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, H5P_DEFAULT));
   if (!file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
-  const bool ok = write_all(file, profile) && file.close();
+  // Closed in any case before the temporary file is renamed or removed.
+  const bool written = write_all(file, profile);
+  const bool ok = file.close() && written;
   std::error_code error;
   if (ok) std::filesystem::rename(temporary, path, error);
   if (ok && !error) return Status::ok();
@@ -153,12 +166,10 @@ Status write_profile(const std::string& path, const Profile& profile) {
 
 Result<Profile> read_profile(const std::string& path) {
   const Hdf5Lock lock;
-  if (H5Fis_hdf5(path.c_str()) <= 0)
-    return Status(StatusCode::kCorrupt, path + ": is missing or not an HDF5 file");
-  const Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
-  if (!file.ok()) return corrupt(path + ": cannot be opened as HDF5 (truncated or damaged)");
+  const Result<Handle> file = open_file(path);
+  if (!file) return file.status().with_context(path);
   Profile profile;
-  if (Status s = read_all(file.id(), &profile); !s) return s.with_context(path);
+  if (Status s = read_all(file->id(), &profile); !s) return s.with_context(path);
   return profile;
 }
 

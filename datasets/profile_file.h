@@ -1,10 +1,12 @@
-// kv-profile v1: a calibrated Profile in HDF5.
+// kv-profile v1: a calibrated Profile in HDF5. rows = num_layers * num_kv_heads, layer-major.
 //
-//   /                      attrs: format="kv-profile", format_version=1, num_layers, num_kv_heads,
-//   head_dim, alpha_h, alpha_l /statistics            float64 [rows, 4]: query trace, value signal,
-//   key matrix trace, value matrix trace /key_mean, /value_mean float32 [rows, head_dim] rows =
-//   num_layers * num_kv_heads, layer-major /key_forward, /key_inverse, /value_forward,
-//   /value_inverse         float32 [rows, head_dim, head_dim], optional
+// /  attributes: format="kv-profile", format_version=1, num_layers, num_kv_heads, head_dim,
+//    alpha_h, alpha_l
+// /statistics              float64 [rows, 4]: query trace, value signal, key matrix trace, value
+//                          matrix trace
+// /key_mean, /value_mean   float32 [rows, head_dim]
+// /key_forward, /key_inverse, /value_forward, /value_inverse
+//                          float32 [rows, head_dim, head_dim], optional
 #pragma once
 
 #include <string>

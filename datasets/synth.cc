@@ -5,6 +5,7 @@
 
 #include "codec/significance.h"
 #include "datasets/dump.h"
+#include "datasets/portable_math.h"
 #include "tierkv/half.h"
 
 namespace tierkv::datasets {
@@ -22,8 +23,7 @@ class Random {
   }
   // Standard normal, Box-Muller.
   double normal(uint64_t i) const {
-    return std::sqrt(-2 * std::log(uniform(2 * i))) *
-           std::cos(2 * 3.14159265358979323846 * uniform(2 * i + 1));
+    return std::sqrt(-2 * portable_log(uniform(2 * i))) * portable_cos_turns(uniform(2 * i + 1));
   }
 
  private:
@@ -61,12 +61,18 @@ class RowSource {
       heavy_.push_back(directions.normal(d + i));
       norm += sink_[i] * sink_[i];
       outlier_.push_back(0);
+      is_outlier_.push_back(false);
     }
     for (double& v : sink_) v /= std::sqrt(norm);
     for (double& v : heavy_) v /= std::sqrt(static_cast<double>(d));
     for (int32_t n = 0; n < spec.outlier_channels; ++n) {
-      outlier_[static_cast<int32_t>(outliers.uniform(n) * d)] =
-          spec.outlier_scale * (outliers.uniform(1000 + n) < 0.5 ? -1 : 1);
+      auto channel = static_cast<int32_t>(outliers.uniform(n) * d);
+      while (is_outlier_[channel]) channel = (channel + 1) % d;
+      is_outlier_[channel] = true;
+      // Planted outliers differ in size by up to a factor of two on either side.
+      const double size =
+          spec.outlier_scale * portable_exp(kLn2 * (2 * outliers.uniform(kMaxHeadDim + n) - 1));
+      outlier_[channel] = outliers.uniform(2 * kMaxHeadDim + n) < 0.5 ? -size : size;
     }
   }
 
@@ -85,7 +91,7 @@ class RowSource {
     const Random values = stream(kValues);
     const int32_t d = spec_.layout.head_dim;
     // Sinks carry almost nothing; other norms are log-normal.
-    const double norm = t < spec_.sink_tokens ? 0.05 : std::exp(0.4 * stream(kNorms).normal(t));
+    const double norm = t < spec_.sink_tokens ? 0.05 : portable_exp(0.4 * stream(kNorms).normal(t));
     for (int32_t i = 0; i < d; ++i) out[i] = static_cast<float>(norm * values.normal(t * d + i));
   }
   void query(int32_t head, int64_t t, float* out) const {
@@ -96,8 +102,8 @@ class RowSource {
     key(std::max<int64_t>(0, t - 1 - static_cast<int64_t>(queries.uniform(n) * 32)), near.data());
     for (int32_t i = 0; i < d; ++i) {
       // Outlier channels of keys are constant, so queries barely use them.
-      const double local = outlier_[i] != 0 ? 0 : 0.35 * near[i];
-      out[i] = static_cast<float>(queries.normal(n + i) * (outlier_[i] != 0 ? 0.2 : 1) +
+      const double local = is_outlier_[i] ? 0 : 0.35 * near[i];
+      out[i] = static_cast<float>(queries.normal(n + i) * (is_outlier_[i] ? 0.2 : 1) +
                                   6 * sink_[i] + 3 * heavy_[i] + local);
     }
   }
@@ -109,6 +115,7 @@ class RowSource {
   const SynthSpec& spec_;
   uint64_t base_ = 0;
   std::vector<double> sink_, heavy_, outlier_;
+  std::vector<bool> is_outlier_;
 };
 
 // What the dump will hold after rounding, so that significance belongs to the stored values.
@@ -134,13 +141,14 @@ std::vector<float> sampled_significance(const RowSource& row, const CacheLayout&
     std::fill(best.begin(), best.begin() + j, 0.0);
     for (int32_t h = 0; h < l.group_size(); ++h) {
       row.query(h, j, q.data());
+      round_to(l.dtype, &q);
       double top = -INFINITY, total = 0;
       for (int64_t i = 0; i <= j; ++i) {
         double dot = 0;
         for (int32_t c = 0; c < d; ++c) dot += static_cast<double>(q[c]) * k[i * d + c];
         top = std::max(top, p[i] = l.sm_scale * dot);
       }
-      for (int64_t i = 0; i <= j; ++i) total += p[i] = std::exp(p[i] - top);
+      for (int64_t i = 0; i <= j; ++i) total += p[i] = portable_exp(std::max(p[i] - top, -700.0));
       for (int64_t i = 0; i < j; ++i) best[i] = std::max(best[i], p[i] / total);
     }
     for (int64_t i = 0; i < j; ++i) {

@@ -4,10 +4,10 @@
 
 #include <cstdlib>
 
+#include "datasets/chunk_codec.h"
+
 namespace tierkv::datasets {
 namespace {
-
-constexpr unsigned long long kMaxChunkBytes = 1ull << 30;
 
 // HDF5's contract: *buffer is malloc'ed, the result replaces it; 0 means failure and leaves
 // everything as it was.
@@ -18,7 +18,7 @@ size_t zstd_filter(unsigned flags, size_t num_values, const unsigned* values, si
   if ((flags & H5Z_FLAG_REVERSE) != 0) {
     const unsigned long long content = ZSTD_getFrameContentSize(*buffer, bytes);
     if (content == ZSTD_CONTENTSIZE_ERROR || content == ZSTD_CONTENTSIZE_UNKNOWN ||
-        content > kMaxChunkBytes)
+        content > static_cast<unsigned long long>(kMaxChunkBytes))
       return 0;
     capacity = content > 0 ? content : 1;
     out = std::malloc(capacity);
