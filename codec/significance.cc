@@ -31,11 +31,11 @@ bool accumulate_max_softmax(const AttentionRow& row, const std::vector<double>& 
     const double* k = kt.data() + d * row.num_tokens;
     for (int64_t i = 0; i < n; ++i) s[i] += x * k[i];
   }
+  if (!std::all_of(s.begin(), s.begin() + n, [](double x) { return std::isfinite(x); }))
+    return false;
   const double top = *std::max_element(s.begin(), s.begin() + n);
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += s[i] = std::exp(s[i] - top);
-  // One NaN or infinity anywhere makes the sum NaN, infinite or (all -infinity) NaN.
-  if (!std::isfinite(sum)) return false;
   for (int64_t i = 0; i < n; ++i) (*p)[i] = std::max((*p)[i], s[i] / sum);
   return true;
 }

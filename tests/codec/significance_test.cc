@@ -145,6 +145,11 @@ TEST_F(SignificanceTest, RefusesBadInput) {
     k2[1] = bad;
     EXPECT_EQ(code(row_of(q, k2, 1, 4, 8)), StatusCode::kNonFinite);
   }
+  // A logit of -infinity beside finite ones would pass for a token that nobody looks at.
+  const std::vector<float> ones(4 * 8, 1.0f);
+  auto below = ones;
+  below[1 * 8] = -INFINITY;
+  EXPECT_EQ(code(row_of(ones, below, 1, 4, 8)), StatusCode::kNonFinite);
   for (const double s : sig) EXPECT_EQ(s, 9);
   row = good;
   row.num_tokens = row.num_queries = 0;
