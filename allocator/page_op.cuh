@@ -62,7 +62,7 @@ __device__ inline bool is_last_cta(uint32_t* arrived) {
 template <int kThreads>
 __device__ int64_t scan_groups(int32_t* sums, int32_t groups) {
   constexpr int kItems = 4;
-  using Scan = cub::BlockScan<int64_t, kThreads>;
+  using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage storage;
   int64_t total = 0;
   for (int32_t first = 0; first < groups; first += kThreads * kItems) {
