@@ -1,0 +1,96 @@
+#include <cmath>
+#include <string>
+
+#include "attention/decode.h"
+#include "attention/workspace.h"
+#include "codec/page_layout.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+Status unsupported(std::string why) {
+  return Status(StatusCode::kUnsupported, std::move(why));
+}
+
+constexpr int32_t kMaxHeads = 1 << 16;
+constexpr int32_t kMaxLayers = 1 << 12;
+
+Status validate_heads(const AttentionConfig& c) {
+  if (c.num_layers < 1 || c.num_layers > kMaxLayers) return invalid("num_layers must be 1 to 4096");
+  if (c.num_kv_heads < 1 || c.num_kv_heads > kMaxHeads) {
+    return invalid("num_kv_heads must be 1 to 65536");
+  }
+  if (c.num_q_heads < 1 || c.num_q_heads > kMaxHeads || c.num_q_heads % c.num_kv_heads != 0) {
+    return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65536");
+  }
+  if (c.group_size() > kMaxGroup) {
+    return unsupported("group of " + std::to_string(c.group_size()) +
+                       " q heads per kv_head; at most " + std::to_string(kMaxGroup));
+  }
+  if (c.head_dim != 128) {
+    return unsupported("head_dim " + std::to_string(c.head_dim) + "; attention needs 128");
+  }
+  return Status::ok();
+}
+
+Status validate_modes(const AttentionConfig& c) {
+  if (c.q_len < 1) return invalid("q_len must be positive");
+  if (c.q_len != 1) return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1");
+  if (c.dtype != DType::kFloat16) {
+    return unsupported(std::string("dtype ") + dtype_name(c.dtype) + "; attention needs float16");
+  }
+  if (!std::isfinite(c.sm_scale) || c.sm_scale <= 0) return invalid("sm_scale must be positive");
+  if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
+  if (c.sliding_window_tokens != 0) return unsupported("sliding_window_tokens");
+  if (c.learned_sinks) return unsupported("learned_sinks");
+  return Status::ok();
+}
+
+Status validate_tier(const AttentionConfig& c, const AttentionTier& tier) {
+  if (tier.side < 0 || tier.side >= kMaxSides) return invalid("side must be 0 to 3");
+  const Result<PageLayout> layout = make_page_layout(tier.format, c.head_dim, c.page_bytes);
+  if (!layout) return layout.status();
+  for (const Component part : {Component::kKey, Component::kValue}) {
+    const ComponentFormat& format = tier.format.of(part);
+    const char* name = part == Component::kKey ? "key format: " : "value format: ";
+    if (layout->groups(part) > 1) return unsupported(std::string(name) + "sub-groups of a head");
+    if (format.basis != BasisKind::kNone) return unsupported(std::string(name) + "basis");
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status AttentionConfig::validate() const {
+  if (Status s = validate_heads(*this); !s) return s;
+  if (Status s = validate_modes(*this); !s) return s;
+  if (num_tiers < 1 || num_tiers > kMaxAttentionTiers) return invalid("num_tiers must be 1 to 3");
+  for (int32_t t = 0; t < num_tiers; ++t) {
+    const std::string name = "tier " + std::to_string(t);
+    if (Status s = validate_tier(*this, tiers[t]); !s) return s.with_context(name);
+    for (int32_t before = 0; before < t; ++before) {
+      if (tiers[before].side == tiers[t].side) return invalid(name + ": side is used twice");
+    }
+  }
+  return Status::ok();
+}
+
+size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
+                                 int32_t num_sequences) {
+  return workspace_layout(config, grid, num_sequences).bytes;
+}
+
+const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,
+                                    int32_t num_sequences, int32_t layer,
+                                    const AttentionWorkspace& workspace) {
+  const WorkspaceLayout layout = workspace_layout(config, grid, num_sequences);
+  return reinterpret_cast<const int32_t*>(static_cast<const char*>(workspace.memory) +
+                                          layout.row_status) +
+         static_cast<int64_t>(layer) * num_sequences * config.num_kv_heads;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,36 @@
+#include "attention/launch.cuh"
+#include "attention/merge.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kMergeThreads = 128;
+
+// One CTA per row: the lse is read by all threads before one of them writes it.
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ MergeCall call) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x;
+  const int32_t pairs = call.head_dim / 2;
+  const MergedRow merged = merge_row(call.a.lse[row], call.b.lse[row]);
+  __syncthreads();
+  for (int32_t i = threadIdx.x; i < pairs; i += kMergeThreads) {
+    const float2 a = __half22float2(static_cast<const __half2*>(call.a.out)[row * pairs + i]);
+    const float2 b = __half22float2(static_cast<const __half2*>(call.b.out)[row * pairs + i]);
+    static_cast<__half2*>(call.out)[row * pairs + i] =
+        __floats2half2_rn(merge_value(merged, a.x, b.x), merge_value(merged, a.y, b.y));
+  }
+  if (threadIdx.x == 0) call.lse[row] = merged.lse;
+}
+
+}  // namespace
+
+Status merge_attention(const MergeCall& call, GpuStream stream) {
+  if (Status s = validate_merge(call); !s) return s;
+  if (call.rows == 0) return Status::ok();
+  return launch_after_previous(merge_kernel, static_cast<unsigned>(call.rows), kMergeThreads, 0,
+                               stream, call);
+}
+
+}  // namespace tierkv

@@ -1,0 +1,178 @@
+// The instructions the attention kernels are made of, one function each. Everything
+// architecture-dependent is here.
+//
+// Memory barriers count one arrival per phase on sm_90, where the copy engine reports its bytes,
+// and one per lane of the warp before, where the lanes copy. A copy is started by the whole warp.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace tierkv {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define TKV_BULK_COPY 1
+#else
+#define TKV_BULK_COPY 0
+#endif
+
+// d = a b + d: a is 16 x 16 (rows x contracted), b 16 x 8, d 16 x 8.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 x 8 matrix of halves spread over the warp.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ float2 unpack_halves(uint32_t x) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {
+  const __half2 y = __hmul2(*reinterpret_cast<__half2*>(&x), __float2half2_rn(factor));
+  return *reinterpret_cast<const uint32_t*>(&y);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- barriers and copies into shared memory ----
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(TKV_BULK_COPY ? 1 : 32)
+               : "memory");
+}
+
+// After init_barrier, before any copy.
+__device__ __forceinline__ void publish_barriers() {
+#if TKV_BULK_COPY
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncwarp();
+}
+
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) {
+#if TKV_BULK_COPY
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+// One piece of a copy: bytes is a multiple of 16, 0 for none; both addresses are 16-byte aligned.
+struct CopyPiece {
+  uint8_t* to;
+  const uint8_t* from;
+  uint32_t bytes;
+};
+
+// Called by the whole warp, each lane with its own piece; `total` is the sum over the warp and the
+// same in all lanes. The barrier's phase ends when all pieces have arrived.
+__device__ __forceinline__ void start_copies(uint64_t* barrier, CopyPiece piece, uint32_t total) {
+  const uint32_t address = shared_address(barrier);
+#if TKV_BULK_COPY
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(total)
+                 : "memory");
+  }
+  __syncwarp();
+  if (piece.bytes > 0) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(piece.to)),
+        "l"(piece.from), "r"(piece.bytes), "r"(address)
+        : "memory");
+  }
+#else
+  for (int32_t source = 0; source < 32; ++source) {
+    const uint32_t bytes = __shfl_sync(kFullWarp, piece.bytes, source);
+    if (bytes == 0) continue;
+    const uint32_t to = __shfl_sync(kFullWarp, shared_address(piece.to), source);
+    const auto from = reinterpret_cast<const uint8_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(piece.from), source));
+    for (uint32_t i = threadIdx.x % 32 * 16; i < bytes; i += 512) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i)
+                   : "memory");
+    }
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+#endif
+}
+
+// Asks for a piece to be brought into L2; no lane waits.
+__device__ __forceinline__ void prefetch_to_l2(const uint8_t* from, uint32_t bytes) {
+#if TKV_BULK_COPY
+  if (bytes > 0) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  }
+#endif
+}
+
+// ---- memory order between CTAs ----
+
+// Everything this CTA wrote before (ordered by a barrier among its threads) is visible to whoever
+// sees the new count.
+__device__ __forceinline__ int32_t arrive_acq_rel(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+// Loads past the L1 cache: what another CTA wrote, or what the previous kernel may still be
+// writing.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+// ---- programmatic dependent launch ----
+
+// Until all kernels before this one in the stream have finished and their writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if TKV_BULK_COPY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may take the room this one leaves; it waits for its end before it reads anything.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if TKV_BULK_COPY
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace tierkv

@@ -1,0 +1,46 @@
+// What lies where in the caller's attention workspace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/online_softmax.h"
+#include "attention/work.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+inline constexpr size_t kWorkspaceAlignment = 256;
+
+// Byte offsets; layers run one after another and share everything but their items and statuses.
+struct WorkspaceLayout {
+  size_t items;        // WorkItem [num_layers][num_ctas + 1]
+  size_t arrivals;     // int32_t [num_ctas]
+  size_t part_states;  // SoftmaxState [2 * num_ctas][group]
+  size_t parts;        // float [2 * num_ctas][group][head_dim]
+  size_t row_status;   // int32_t [num_layers][rows of the batch]
+  size_t bytes;
+};
+
+inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const AttentionGrid& grid,
+                                        int32_t num_sequences) {
+  WorkspaceLayout layout{};
+  size_t end = 0;
+  const auto take = [&end](size_t bytes) {
+    const size_t at = end;
+    end += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return at;
+  };
+  const auto ctas = static_cast<size_t>(grid.num_ctas),
+             layers = static_cast<size_t>(config.num_layers);
+  const size_t columns = 2 * ctas * config.group_size();
+  layout.items = take(layers * (ctas + 1) * sizeof(WorkItem));
+  layout.arrivals = take(ctas * sizeof(int32_t));
+  layout.part_states = take(columns * sizeof(SoftmaxState));
+  layout.parts = take(columns * config.head_dim * sizeof(float));
+  layout.row_status = take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));
+  layout.bytes = end;
+  return layout;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,139 @@
+// Decode attention over the compressed cache: the pages of every tier of every row, in one call,
+// without unpacking them to memory.
+//
+//   AttentionConfig config = ...;                             // heads, head_dim, which format lies
+//   on which side Result<AttentionGrid> grid = attention_grid(config);      // what this device can
+//   hold size_t bytes = attention_workspace_bytes(config, *grid, num_sequences);   // allocate,
+//   zero once plan_attention(config, *grid, table, batch, workspace, stream);           // once per
+//   step, all layers attend(config, *grid, {table, pages, batch, layer, q, out, lse}, workspace,
+//   stream);
+//
+// A row is one (sequence, kv_head); its q heads attend to all tokens of all its tiers, the window
+// among them. The work is cut on the device from the token counts, so both calls can be captured in
+// a CUDA graph and stay valid while sequences grow, as long as the tables keep their place. Nothing
+// is allocated or synchronised; statuses of rows are written to the workspace.
+//
+// What is not supported is refused by name before anything is launched:
+// AttentionConfig::validate().
+//
+// Sources: DiffKV section 6.2 (mixed precision in one kernel), BitDecoding sections IV-V (tensor
+// cores on packed codes), FlashInfer (plan and run, mergeable states).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/page.h"
+#include "tierkv/page_table.h"
+#include "tierkv/status.h"
+
+struct CUstream_st;
+
+namespace tierkv {
+
+using GpuStream = CUstream_st*;  // a cudaStream_t
+
+inline constexpr int32_t kMaxAttentionTiers = 3;
+
+// The format of the pages on one side of the page tables.
+struct AttentionTier {
+  int32_t side = 0;
+  TierFormat format;
+};
+
+struct AttentionConfig {
+  int32_t num_layers = 1;
+  int32_t num_q_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;           // 128
+  int32_t q_len = 1;              // 1
+  DType dtype = DType::kFloat16;  // of q, out and raw pages
+  double sm_scale = 0;            // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
+  int64_t page_bytes = 0;
+  int32_t num_tiers = 0;  // 1 to kMaxAttentionTiers
+  AttentionTier tiers[kMaxAttentionTiers];
+  int32_t sliding_window_tokens = 0;  // 0: none
+  bool learned_sinks = false;
+
+  int32_t group_size() const { return num_q_heads / num_kv_heads; }
+  // kInvalidArgument or kUnsupported with the field's name.
+  Status validate() const;
+};
+
+// How the current device runs a config: a fixed number of CTAs, and the shared memory that each
+// has.
+struct AttentionGrid {
+  int32_t num_ctas = 0;
+  int32_t slot_bytes = 0;  // of one chunk in flight
+  int32_t slots_per_warp = 0;
+  int32_t shared_bytes = 0;
+};
+// kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.
+Result<AttentionGrid> attention_grid(const AttentionConfig& config);
+
+// The sequences of a call: kv_head h of batch entry i is row sequences[i] * rows_per_sequence +
+// layer * num_kv_heads + h of the page table. -1 is padding: its output is 0 and its lse -infinity.
+struct AttentionBatch {
+  const int32_t* sequences = nullptr;  // device, [count]; null: 0, 1, 2, ...
+  int32_t count = 0;
+};
+
+// Caller-owned device memory, aligned to 256 bytes, set to zero before its first use. One workspace
+// serves one stream.
+struct AttentionWorkspace {
+  void* memory = nullptr;
+  size_t bytes = 0;
+};
+size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
+                                 int32_t num_sequences);
+
+// Cuts the work of all layers. Must follow every change of the table or the batch, and precede
+// attend().
+Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch,
+                      const AttentionWorkspace& workspace, GpuStream stream);
+
+struct AttendCall {
+  PageTableView table;   // device, as it was planned
+  PageView pages;        // device
+  AttentionBatch batch;  // as it was planned
+  int32_t layer = 0;
+  const void* q = nullptr;  // device, [count, num_q_heads, head_dim], 16-byte aligned
+  void* out = nullptr;      // device, like q
+  float* lse = nullptr;     // device, [count, num_q_heads], natural logarithm; may be null
+  // The plan and the tables were complete before the kernel that precedes this one on the stream
+  // began (q and the pages may be its output): the beginning of this call then overlaps its end.
+  bool plan_is_settled = false;
+};
+Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+              const AttentionWorkspace& workspace, GpuStream stream);
+
+// One StatusCode per row of `layer`, [count * num_kv_heads] in device memory, valid once the last
+// attend() of the layer is done: kCorrupt where a count or a page id led outside its table or pool
+// (what it named was left out).
+const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,
+                                    int32_t num_sequences, int32_t layer,
+                                    const AttentionWorkspace& workspace);
+
+// Joins two partial results over disjoint tokens (a window kept elsewhere, a shared prefix, draft
+// tokens):
+//   out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b),   lse = log(e^lse_a + e^lse_b).
+// A part with lse = -infinity has no tokens. Outputs may be the inputs.
+struct AttentionPart {
+  const void* out = nullptr;   // [rows, head_dim] of the dtype
+  const float* lse = nullptr;  // [rows]
+};
+struct MergeCall {
+  AttentionPart a, b;
+  void* out = nullptr;
+  float* lse = nullptr;
+  int64_t rows = 0;
+  int32_t head_dim = 0;
+  DType dtype = DType::kFloat16;
+};
+Status merge_attention_host(const MergeCall& call);
+Status merge_attention(const MergeCall& call, GpuStream stream);
+
+}  // namespace tierkv
