@@ -1,0 +1,194 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention/decode.h"
+#include "attention/launch.cuh"
+#include "attention/plan.h"
+#include "attention/workspace.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kPreferredSlots = 3;
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+bool is_aligned(const void* p, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
+  if (Status s =
+          cuda_status(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+      !s) {
+    return s;
+  }
+  return value;
+}
+
+Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
+  if (grid.num_ctas < 1 || grid.num_ctas > kMaxItems || grid.slots_per_warp < 1 ||
+      grid.slots_per_warp > kMaxSlots || grid.slot_bytes < decode_slot_bytes(config.head_dim)) {
+    return invalid("grid is not one that attention_grid() returned");
+  }
+  return Status::ok();
+}
+
+Status validate_table(const AttentionConfig& config, const PageTableView& table) {
+  const PageTableShape& shape = table.shape;
+  if (table.slots == nullptr || table.tokens == nullptr) return invalid("page table is null");
+  if (shape.num_sequences < 1) return invalid("page table has no sequences");
+  if (shape.rows_per_sequence != config.num_layers * config.num_kv_heads) {
+    return invalid("page table rows_per_sequence is not num_layers * num_kv_heads");
+  }
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const std::string name = "tier " + std::to_string(t) + ": side ";
+    const int32_t side = config.tiers[t].side;
+    if (side >= shape.num_sides) return invalid(name + "is not in the page table");
+    const Result<PageLayout> layout =
+        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    if (!layout) return layout.status();
+    if (shape.tokens_per_page[side] != layout->tokens) {
+      return invalid(name + "has another number of tokens per page than its format");
+    }
+    if (shape.table_slots[side / 2] < 1) return invalid(name + "has no slots");
+  }
+  return Status::ok();
+}
+
+// Everything that plan_attention() and attend() share.
+Status validate_call(const AttentionConfig& config, const AttentionGrid& grid,
+                     const PageTableView& table, const AttentionBatch& batch,
+                     const AttentionWorkspace& workspace) {
+  if (Status s = config.validate(); !s) return s;
+  if (Status s = validate_grid(config, grid); !s) return s;
+  if (Status s = validate_table(config, table); !s) return s;
+  if (batch.count < 1) return invalid("batch is empty");
+  if (batch.count > INT32_MAX / config.num_layers / config.num_q_heads) {
+    return invalid("batch has too many rows");
+  }
+  if (batch.sequences == nullptr && batch.count > table.shape.num_sequences) {
+    return invalid("batch is longer than the page table and names no sequences");
+  }
+  if (workspace.memory == nullptr || !is_aligned(workspace.memory, kWorkspaceAlignment)) {
+    return invalid("workspace is null or not aligned to 256 bytes");
+  }
+  const size_t bytes = workspace_layout(config, grid, batch.count).bytes;
+  if (workspace.bytes < bytes) {
+    return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
+                                                   " bytes, needs " + std::to_string(bytes));
+  }
+  return Status::ok();
+}
+
+// The formats were validated.
+AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch) {
+  AttentionRows rows;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    TierSource& tier = rows.tiers[t];
+    tier.layout = *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    tier.side = table.side(config.tiers[t].side);
+    cut_pages(tier, grid.slot_bytes);
+  }
+  rows.sequences = batch.sequences;
+  rows.num_rows = batch.count * config.num_kv_heads;
+  rows.num_kv_heads = config.num_kv_heads;
+  rows.num_tiers = config.num_tiers;
+  rows.num_table_sequences = table.shape.num_sequences;
+  rows.rows_per_sequence = table.shape.rows_per_sequence;
+  return rows;
+}
+
+template <class T>
+T* at(const AttentionWorkspace& workspace, size_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
+}
+
+Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
+  if (Status s = call.pages.validate(); !s) return s;
+  if (call.pages.page_bytes != config.page_bytes)
+    return invalid("page_bytes of pool and config differ");
+  if (call.layer < 0 || call.layer >= config.num_layers) return invalid("layer is out of range");
+  if (call.q == nullptr || !is_aligned(call.q, 16)) return invalid("q is null or not aligned");
+  if (call.out == nullptr || !is_aligned(call.out, 16))
+    return invalid("out is null or not aligned");
+  if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  const Result<int32_t> ctas = device_attribute(cudaDevAttrMultiProcessorCount);
+  if (!ctas) return ctas.status();
+  const Result<int32_t> shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (!shared) return shared.status();
+  AttentionGrid grid;
+  grid.num_ctas = std::min(*ctas, kMaxItems);
+  grid.slot_bytes = decode_slot_bytes(config.head_dim);
+  for (grid.slots_per_warp = kPreferredSlots; grid.slots_per_warp > 0; --grid.slots_per_warp) {
+    grid.shared_bytes =
+        decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, grid.slots_per_warp)
+            .bytes;
+    if (grid.shared_bytes > *shared) continue;
+    if (Status s = prepare_decode(config.head_dim, grid.shared_bytes); !s) return s;
+    return grid;
+  }
+  return Status(StatusCode::kUnsupported, "a CTA needs " + std::to_string(grid.shared_bytes) +
+                                              " bytes of shared memory, the device has " +
+                                              std::to_string(*shared));
+}
+
+Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch,
+                      const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, table, batch, workspace); !s) return s;
+  const WorkspaceLayout layout = workspace_layout(config, grid, batch.count);
+  PlanParams params;
+  params.rows = rows_of(config, grid, table, batch);
+  params.items = at<WorkItem>(workspace, layout.items);
+  params.arrivals = at<int32_t>(workspace, layout.arrivals);
+  params.row_status = at<int32_t>(workspace, layout.row_status);
+  params.max_items = grid.num_ctas;
+  params.num_layers = config.num_layers;
+  return launch_plan(params, stream);
+}
+
+Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+              const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
+  if (Status s = validate_attend(config, call); !s) return s;
+  const WorkspaceLayout layout = workspace_layout(config, grid, call.batch.count);
+  DecodeParams params;
+  params.rows = rows_of(config, grid, call.table, call.batch);
+  params.layer = call.layer;
+  params.pool = call.pages.base;
+  params.page_bytes = call.pages.page_bytes;
+  params.num_pages = call.pages.num_pages;
+  params.group = config.group_size();
+  params.q = call.q;
+  params.out = call.out;
+  params.lse = call.lse;
+  params.row_status = at<int32_t>(workspace, layout.row_status) +
+                      static_cast<int64_t>(call.layer) * params.rows.num_rows;
+  params.items = at<WorkItem>(workspace, layout.items) +
+                 static_cast<int64_t>(call.layer) * (grid.num_ctas + 1);
+  params.arrivals = at<int32_t>(workspace, layout.arrivals);
+  params.part_states = at<SoftmaxState>(workspace, layout.part_states);
+  params.parts = at<float>(workspace, layout.parts);
+  params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
+  params.slot_bytes = grid.slot_bytes;
+  params.slots = grid.slots_per_warp;
+  params.plan_is_settled = call.plan_is_settled;
+  return launch_decode(params, config.head_dim, grid.num_ctas, stream);
+}
+
+}  // namespace tierkv

@@ -1,0 +1,45 @@
+#include "attention/decode.h"
+
+#include "attention/decode_kernel.cuh"
+#include "attention/launch.cuh"
+
+namespace tierkv {
+namespace {
+
+using DecodeKernel = void (*)(DecodeParams);
+
+DecodeKernel kernel_of(int32_t head_dim) {
+  switch (head_dim) {
+    case 128:
+      return decode_kernel<128>;
+    default:
+      return nullptr;
+  }
+}
+
+Status no_kernel(int32_t head_dim) {
+  return Status(StatusCode::kUnsupported,
+                "no decode kernel for head_dim " + std::to_string(head_dim));
+}
+
+}  // namespace
+
+Status prepare_decode(int32_t head_dim, int32_t shared_bytes) {
+  const DecodeKernel kernel = kernel_of(head_dim);
+  if (kernel == nullptr) return no_kernel(head_dim);
+  return cuda_status(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      "shared memory of the decode kernel");
+}
+
+Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_items,
+                     GpuStream stream) {
+  const DecodeKernel kernel = kernel_of(head_dim);
+  if (kernel == nullptr) return no_kernel(head_dim);
+  const int32_t bytes =
+      decode_shared(head_dim, params.group, params.slot_bytes, params.slots).bytes;
+  return launch_after_previous(kernel, num_items, kDecodeThreads, bytes, stream, params);
+}
+
+}  // namespace tierkv
