@@ -1,0 +1,86 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+
+#include "attention/workspace.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+namespace {
+
+using ::testing::HasSubstr;
+
+AttentionConfig good_config() {
+  AttentionConfig config;
+  config.num_q_heads = 32;
+  config.num_kv_heads = 8;
+  config.head_dim = 128;
+  config.sm_scale = 0.088;
+  config.page_bytes = 13312;
+  config.num_tiers = 2;
+  config.tiers[0] = {0, token_wise_tier(8, 4)};
+  config.tiers[1] = {1, token_wise_tier(4, 2)};
+  return config;
+}
+
+struct BadConfig {
+  const char* name;  // what the message must mention
+  StatusCode code;
+  std::function<void(AttentionConfig&)> spoil;
+};
+
+TEST(AttentionConfig, GoodOneIsAccepted) {
+  const Status s = good_config().validate();
+  EXPECT_TRUE(s.is_ok()) << s.message();
+}
+
+TEST(AttentionConfig, WhatIsNotSupportedIsNamed) {
+  const auto invalid = StatusCode::kInvalidArgument, unsupported = StatusCode::kUnsupported;
+  const BadConfig cases[] = {
+      {"num_layers", invalid, [](auto& c) { c.num_layers = 0; }},
+      {"num_kv_heads", invalid, [](auto& c) { c.num_kv_heads = 0; }},
+      {"num_q_heads", invalid, [](auto& c) { c.num_q_heads = 33; }},
+      {"group of 16", unsupported, [](auto& c) { c.num_q_heads = 128; }},
+      {"head_dim 80", unsupported, [](auto& c) { c.head_dim = 80; }},
+      {"q_len", invalid, [](auto& c) { c.q_len = 0; }},
+      {"q_len 2", unsupported, [](auto& c) { c.q_len = 2; }},
+      {"bfloat16", unsupported, [](auto& c) { c.dtype = DType::kBFloat16; }},
+      {"sm_scale", invalid, [](auto& c) { c.sm_scale = std::numeric_limits<double>::quiet_NaN(); }},
+      {"sliding_window", unsupported, [](auto& c) { c.sliding_window_tokens = 100; }},
+      {"learned_sinks", unsupported, [](auto& c) { c.learned_sinks = true; }},
+      {"num_tiers", invalid, [](auto& c) { c.num_tiers = 4; }},
+      {"page", invalid, [](auto& c) { c.page_bytes = 1000; }},
+      {"side", invalid, [](auto& c) { c.tiers[0].side = 4; }},
+      {"side is used twice", invalid, [](auto& c) { c.tiers[1].side = 0; }},
+      {"1 bit", unsupported, [](auto& c) { c.tiers[1].format = token_wise_tier(4, 1); }},
+      {"sub-groups", unsupported, [](auto& c) { c.tiers[1].format.k.group = 64; }},
+      {"basis", unsupported, [](auto& c) { c.tiers[1].format.v.basis = BasisKind::kHadamard; }},
+      {"entropy", unsupported, [](auto& c) { c.tiers[0].format.k.entropy = Entropy::kHuffman; }},
+  };
+  for (const BadConfig& bad : cases) {
+    AttentionConfig config = good_config();
+    bad.spoil(config);
+    const Status s = config.validate();
+    EXPECT_EQ(s.code(), bad.code) << bad.name;
+    EXPECT_THAT(s.message(), HasSubstr(bad.name));
+  }
+}
+
+TEST(AttentionWorkspace, PartsDoNotOverlap) {
+  AttentionConfig config = good_config();
+  config.num_layers = 3;
+  AttentionGrid grid;
+  grid.num_ctas = 132;
+  const WorkspaceLayout w = workspace_layout(config, grid, 5);
+  EXPECT_GE(w.arrivals, w.items + 3 * 133 * sizeof(WorkItem));
+  EXPECT_GE(w.part_states, w.arrivals + 132 * 4);
+  EXPECT_GE(w.parts, w.part_states + 2 * 132 * 4 * sizeof(SoftmaxState));
+  EXPECT_GE(w.row_status, w.parts + 2 * 132 * 4 * 128 * 4);
+  EXPECT_GE(w.bytes, w.row_status + 3 * 5 * 8 * 4);
+  EXPECT_EQ(attention_workspace_bytes(config, grid, 5), w.bytes);
+}
+
+}  // namespace
+}  // namespace tierkv

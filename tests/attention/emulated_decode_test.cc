@@ -1,0 +1,203 @@
+// The decode kernel's source on the host, against the double reference: fragment mapping, scale
+// folding, masks, mixed tiers, rows shared by items in any order of arrival. What it cannot see is
+// timing, memory order and real rounding of the tensor cores; tests/gpu/attention_test.cu covers
+// those.
+#include "attention/decode_kernel.cuh"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "attention/plan.h"
+#include "tests/attention/page_world.h"
+
+namespace tierkv {
+
+__align__(128) uint8_t shared_bytes[1 << 18];
+
+namespace {
+
+using test::make_world;
+using test::relative_error;
+using test::World;
+using test::WorldShape;
+
+constexpr int32_t kSlots = 2;
+
+struct Result {
+  std::vector<double> out, lse;
+  std::vector<int32_t> row_status;
+  bool counters_are_clean = false;
+};
+
+AttentionRows rows_of(const World& world, int32_t slot_bytes) {
+  AttentionRows rows;
+  const AttentionConfig& config = world.config;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    rows.tiers[t].layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    rows.tiers[t].side = world.table().side(config.tiers[t].side);
+    cut_pages(rows.tiers[t], slot_bytes);
+  }
+  rows.num_rows = world.sequences() * config.num_kv_heads;
+  rows.num_kv_heads = config.num_kv_heads;
+  rows.num_tiers = config.num_tiers;
+  rows.num_table_sequences = world.sequences();
+  rows.rows_per_sequence = world.table_shape.rows_per_sequence;
+  return rows;
+}
+
+Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
+  const AttentionConfig& config = world.config;
+  const int32_t group = config.group_size(), dim = config.head_dim;
+  DecodeParams p;
+  p.slot_bytes = decode_slot_bytes(dim);
+  p.slots = kSlots;
+  p.rows = rows_of(world, p.slot_bytes);
+  p.pool = world.pages().base;
+  p.page_bytes = config.page_bytes;
+  p.num_pages = world.num_pages;
+  p.group = group;
+  p.q = world.q.data();
+  const size_t columns = static_cast<size_t>(p.rows.num_rows) * group;
+  std::vector<uint16_t> out(columns * dim, 0xffff);
+  std::vector<float> lse(columns, NAN), parts(2ul * ctas * group * dim, NAN);
+  std::vector<SoftmaxState> part_states(2ul * ctas * group, {NAN, NAN});
+  std::vector<int32_t> arrivals(ctas, 0), row_status(p.rows.num_rows, 0);
+  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas);
+  p.out = out.data();
+  p.lse = lse.data();
+  p.row_status = row_status.data();
+  p.items = items.data();
+  p.arrivals = arrivals.data();
+  p.parts = parts.data();
+  p.part_states = part_states.data();
+  p.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
+  EXPECT_LE(decode_shared(dim, group, p.slot_bytes, p.slots).bytes,
+            static_cast<int32_t>(sizeof(shared_bytes)));
+  std::vector<int32_t> order(ctas);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), rng);
+  for (const int32_t cta : order) {
+    std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
+    emulator::cta().run(cta, kDecodeThreads, [&p] { decode_kernel<128>(p); });
+  }
+  Result result;
+  for (const uint16_t x : out) result.out.push_back(half_to_float(x));
+  result.lse.assign(lse.begin(), lse.end());
+  result.row_status = row_status;
+  result.counters_are_clean =
+      std::all_of(arrivals.begin(), arrivals.end(), [](int32_t n) { return n == 0; });
+  return result;
+}
+
+AttentionTier tier(int32_t side, int32_t k_bits, int32_t v_bits) {
+  return {side, token_wise_tier(k_bits, v_bits)};
+}
+
+void check(const WorldShape& shape, int32_t ctas) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << ctas << " CTAs");
+  std::mt19937_64 rng(seed);
+  World world = make_world(shape, rng);
+  const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  ASSERT_TRUE(expected.is_ok()) << expected.status().message();
+  const Result got = run_kernel(world, ctas, rng);
+  // docs/ATTENTION.md, "Error": rounding of weights and output to fp16.
+  EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
+  for (size_t i = 0; i < got.lse.size(); ++i) {
+    if (expected->lse[i] == -INFINITY) {
+      EXPECT_EQ(got.lse[i], -INFINITY) << i;
+    } else {
+      EXPECT_NEAR(got.lse[i], expected->lse[i], 1e-3) << i;
+    }
+  }
+  EXPECT_TRUE(got.counters_are_clean);
+  EXPECT_THAT(got.row_status, ::testing::Each(0));
+}
+
+TEST(EmulatedDecode, EveryPairOfFormats) {
+  for (const int32_t k : {16, 8, 4, 2}) {
+    for (const int32_t v : {16, 8, 4, 2}) {
+      SCOPED_TRACE(::testing::Message() << "k" << k << "v" << v);
+      WorldShape shape;
+      shape.tiers = {tier(0, k, v)};
+      shape.tokens = {{37}, {96}};
+      check(shape, 3);
+    }
+  }
+}
+
+TEST(EmulatedDecode, MixedTiersOfRaggedRows) {
+  WorldShape shape;
+  shape.tiers = {tier(2, 16, 16), tier(0, 8, 4), tier(1, 4, 2)};
+  shape.tokens = {{20, 70, 130}, {0, 0, 0}, {0, 1, 0}, {16, 0, 15}, {0, 0, 240}};
+  for (const int32_t ctas : {1, 2, 5, 40}) check(shape, ctas);
+}
+
+TEST(EmulatedDecode, EveryGroupSize) {
+  for (const int32_t group : {1, 2, 3, 8}) {
+    WorldShape shape;
+    shape.group = group;
+    shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
+    shape.tokens = {{65, 17}, {5, 200}};
+    check(shape, 4);
+  }
+}
+
+TEST(EmulatedDecode, LengthsAroundTilesAndPages) {
+  WorldShape shape;
+  shape.num_kv_heads = 1;
+  shape.tiers = {tier(1, 4, 2)};
+  for (const int32_t tokens : {0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 111, 112, 113}) {
+    shape.tokens.push_back({tokens});
+  }
+  check(shape, 6);
+}
+
+TEST(EmulatedDecode, RowsOfManyItems) {
+  WorldShape shape;
+  shape.num_kv_heads = 1;
+  shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
+  shape.tokens = {{1100, 900}};
+  check(shape, 24);
+}
+
+TEST(EmulatedDecode, ValueScales) {
+  for (const double scale : {1e-4, 1e-2, 1e2, 1e4}) {
+    SCOPED_TRACE(::testing::Message() << "value scale " << scale);
+    WorldShape shape;
+    shape.value_scale = scale;
+    shape.tiers = {tier(2, 16, 16), tier(0, 8, 4), tier(1, 4, 2)};
+    shape.tokens = {{18, 90, 100}};
+    check(shape, 3);
+  }
+}
+
+TEST(EmulatedDecode, StrayPagesAreLeftOutAndReported) {
+  std::mt19937_64 rng(std::random_device{}());
+  WorldShape shape;
+  shape.num_kv_heads = 1;
+  shape.tiers = {tier(0, 8, 4)};
+  shape.tokens = {{200}, {200}, {64}};
+  World world = make_world(shape, rng);
+  const std::vector<SideCounts> tokens = world.tokens;
+  world.tokens[1].of[0] = 192;
+  world.tokens[2].of[0] = 0;
+  const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  ASSERT_TRUE(expected.is_ok());
+  world.tokens = tokens;
+  const int32_t stride = world.table_shape.row_stride();
+  world.slots[stride + 3] = world.num_pages;  // row 1: its last page, with 8 tokens
+  world.slots[2 * stride] = -7;               // row 2: its only page
+  const Result got = run_kernel(world, 3, rng);
+  EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
+  const auto corrupt = static_cast<int32_t>(StatusCode::kCorrupt);
+  EXPECT_THAT(got.row_status, ::testing::ElementsAre(0, corrupt, corrupt));
+}
+
+}  // namespace
+}  // namespace tierkv

@@ -1,0 +1,206 @@
+// The host's stand-in for attention/ptx.cuh and for what of CUDA the attention kernels use. Copies
+// are carried out when they are waited for, over memory that was poisoned when they started, so a
+// read without a wait is seen.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "tests/attention/emulator/fibers.h"
+#include "tierkv/half.h"
+
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define threadIdx (emulator::cta().thread_index())
+#define blockIdx (emulator::cta().block_index())
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct __half {
+  uint16_t bits;
+};
+struct __half2 {
+  __half x, y;
+};
+
+inline float __half2float(__half h) {
+  return tierkv::half_to_float(h.bits);
+}
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {{tierkv::float_to_half(x)}, {tierkv::float_to_half(y)}};
+}
+inline __half2 __float2half2_rn(float x) {
+  return __floats2half2_rn(x, x);
+}
+inline float2 __half22float2(__half2 h) {
+  return {__half2float(h.x), __half2float(h.y)};
+}
+inline float __int_as_float(int32_t x) {
+  return tierkv::bits_float(static_cast<uint32_t>(x));
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+
+inline void __syncthreads() {
+  emulator::cta().sync_cta();
+}
+inline void __syncwarp() {
+  emulator::cta().sync_warp();
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int32_t mask) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  emulator::Cta& cta = emulator::cta();
+  bits = cta.exchange({bits}, [&](emulator::Warp& w) { return w.words[cta.lane() ^ mask][0]; });
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline int32_t __shfl_sync(uint32_t, int32_t x, int32_t source) {
+  return static_cast<int32_t>(emulator::cta().exchange(
+      {static_cast<uint32_t>(x)}, [&](emulator::Warp& w) { return w.words[source][0]; }));
+}
+inline bool __any_sync(uint32_t, bool x) {
+  return emulator::cta().exchange({x}, [](emulator::Warp& w) {
+    return std::any_of(w.words, w.words + emulator::kLanes, [](auto& lane) { return lane[0]; });
+  });
+}
+
+namespace tierkv {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+
+inline float emulated_half(uint32_t word, int32_t i) {
+  return half_to_float(static_cast<uint16_t>(word >> 16 * i));
+}
+
+// Fragment tables of the PTX manual, "Matrix Fragments for mma.m16n8k16".
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulator::Cta& cta = emulator::cta();
+  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+  cta.exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](emulator::Warp& w) {
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t row = g + 8 * (i / 2), column = 2 * t + i % 2;
+      for (int32_t k = 0; k < 16; ++k) {
+        const int32_t a_lane = row % 8 * 4 + k % 8 / 2, a_word = row / 8 + 2 * (k / 8);
+        const int32_t b_lane = column * 4 + k % 8 / 2, b_word = 4 + k / 8;
+        d[i] += emulated_half(w.words[a_lane][a_word], k % 2) *
+                emulated_half(w.words[b_lane][b_word], k % 2);
+      }
+    }
+    return 0;
+  });
+}
+
+inline uint32_t transpose_8x8(uint32_t x) {
+  emulator::Cta& cta = emulator::cta();
+  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+  return cta.exchange({x}, [&](emulator::Warp& w) {
+    const uint32_t low = w.words[8 * t + g / 2][0], high = w.words[8 * t + 4 + g / 2][0];
+    return (low >> 16 * (g % 2) & 0xffffu) | (high >> 16 * (g % 2) & 0xffffu) << 16;
+  });
+}
+
+inline uint32_t pack_halves(float low, float high) {
+  return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+}
+inline float2 unpack_halves(uint32_t x) {
+  return {emulated_half(x, 0), emulated_half(x, 1)};
+}
+inline uint32_t multiply_halves(uint32_t x, float factor) {
+  return pack_halves(emulated_half(x, 0) * factor, emulated_half(x, 1) * factor);
+}
+
+struct CopyPiece {
+  uint8_t* to;
+  const uint8_t* from;
+  uint32_t bytes;
+};
+
+// Per barrier: phases completed, and the pieces of the phase under way.
+struct EmulatedCopies {
+  int32_t phase = 0;
+  bool armed = false;
+  std::vector<CopyPiece> pieces;
+};
+inline std::map<const void*, EmulatedCopies>& emulated_copies() {
+  static std::map<const void*, EmulatedCopies> copies;
+  return copies;
+}
+
+inline void init_barrier(uint64_t* barrier) {
+  emulated_copies()[barrier] = {};
+}
+inline void publish_barriers() {
+  __syncwarp();
+}
+
+inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
+  __syncwarp();  // all lanes have handed in their pieces
+  EmulatedCopies& c = emulated_copies().at(barrier);
+  if (c.armed && static_cast<uint32_t>(c.phase) % 2 == phase) {
+    for (const CopyPiece& piece : c.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
+    c.pieces.clear();
+    c.armed = false;
+    ++c.phase;
+  }
+  if (static_cast<uint32_t>(c.phase) % 2 == phase) {
+    std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
+    std::abort();
+  }
+}
+
+inline void start_copies(uint64_t* barrier, CopyPiece piece, uint32_t total) {
+  EmulatedCopies& c = emulated_copies().at(barrier);
+  const bool aligned = piece.bytes % 16 == 0 && reinterpret_cast<uintptr_t>(piece.to) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(piece.from) % 16 == 0;
+  if (piece.bytes > 0) {
+    if (!aligned) std::abort();
+    std::memset(piece.to, 0xff, piece.bytes);
+    c.pieces.push_back(piece);
+  }
+  __syncwarp();
+  uint32_t sum = 0;
+  for (const CopyPiece& p : c.pieces) sum += p.bytes;
+  if (sum != total) std::abort();
+  c.armed = true;
+  __syncwarp();
+}
+
+inline void prefetch_to_l2(const uint8_t*, uint32_t) {}
+inline int32_t arrive_acq_rel(int32_t* counter) {
+  return (*counter)++;
+}
+inline int32_t load_acquire(const int32_t* p) {
+  return *p;
+}
+inline int32_t load_relaxed(const int32_t* p) {
+  return *p;
+}
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
+
+}  // namespace tierkv

@@ -1,0 +1,180 @@
+#include "tests/attention/page_world.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "attention/work.h"
+#include "codec/page_layout.h"
+#include "codec/quantize.h"
+
+namespace tierkv::test {
+namespace {
+
+void put_code(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
+              int32_t dim, uint32_t code) {
+  const TileLayout& tile = layout.tile(component);
+  const CodePosition at = code_position(tile, component, slot % kTileTokens, dim);
+  uint8_t* word_bytes = page + layout.tile_codes_byte(component, slot / kTileTokens) + at.byte;
+  uint32_t word;
+  std::memcpy(&word, word_bytes, 4);
+  word &= ~(((1u << tile.bits) - 1) << at.bit);
+  word |= code << at.bit;
+  std::memcpy(word_bytes, &word, 4);
+}
+
+void put_vector(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
+                const std::vector<float>& x) {
+  const int32_t bits = layout.tile(component).bits;
+  if (bits == 16) {
+    for (int32_t d = 0; d < layout.head_dim(); ++d) {
+      put_code(layout, page, component, slot, d, float_to_half(x[d]));
+    }
+    return;
+  }
+  QuantParams params;
+  std::vector<uint8_t> codes(x.size());
+  (void)quantize_minmax(x.data(), static_cast<int64_t>(x.size()), 1, 1 << bits, &params,
+                        codes.data());
+  for (int32_t d = 0; d < layout.head_dim(); ++d) {
+    put_code(layout, page, component, slot, d, codes[d]);
+  }
+  uint8_t* metadata = page + layout.tile_metadata_byte(component, slot / kTileTokens) +
+                      token_metadata_byte(0, slot % kTileTokens);
+  std::memcpy(metadata, &params.scale, 2);
+  std::memcpy(metadata + 2, &params.zero_point, 2);
+}
+
+// Keys with a few large channels, values with a spread of ranges: what min-max quantisation meets.
+struct TokenSource {
+  std::mt19937_64& rng;
+  std::normal_distribution<float> normal;
+
+  std::vector<float> next(int32_t head_dim, double scale, bool outliers) {
+    std::vector<float> x(head_dim);
+    const double spread = scale * std::exp2(0.5 * normal(rng));
+    for (int32_t d = 0; d < head_dim; ++d) {
+      const double offset = outliers && d % 32 == 5 ? 4.0 * scale : 0.0;
+      x[d] = static_cast<float>(std::clamp(spread * normal(rng) + offset, -6e4, 6e4));
+    }
+    return x;
+  }
+};
+
+int32_t row_tokens_of(const WorldShape& shape, int32_t sequence, size_t tier,
+                      std::mt19937_64& rng) {
+  const int32_t tokens = shape.tokens[sequence][tier];
+  if (shape.jitter == 0 || tokens == 0) return tokens;
+  return std::max(
+      0, tokens + std::uniform_int_distribution<int32_t>(-shape.jitter, shape.jitter)(rng));
+}
+
+void fill_table_shape(const WorldShape& shape, const std::vector<PageLayout>& layouts,
+                      PageTableShape& table) {
+  table.num_sequences = static_cast<int32_t>(shape.tokens.size());
+  table.rows_per_sequence = shape.num_layers * shape.num_kv_heads;
+  table.num_sides = 0;
+  for (size_t t = 0; t < layouts.size(); ++t) {
+    const int32_t side = shape.tiers[t].side;
+    table.num_sides = std::max(table.num_sides, side + 1);
+    table.tokens_per_page[side] = layouts[t].tokens;
+    int32_t most = 1;
+    for (const auto& sequence : shape.tokens) {
+      most = std::max(most, ceil_div(sequence[t] + shape.jitter, layouts[t].tokens));
+    }
+    table.table_slots[side / 2] += most + 1;
+  }
+}
+
+}  // namespace
+
+PageView World::pages() {
+  const auto start = reinterpret_cast<uintptr_t>(pool_bytes.data());
+  const auto aligned = (start + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
+  return {pool_bytes.data() + (aligned - start), records.data(), config.page_bytes, num_pages};
+}
+
+AttendCall World::call() {
+  AttendCall call;
+  call.table = table();
+  call.pages = pages();
+  call.batch = {nullptr, sequences()};
+  call.q = q.data();
+  return call;
+}
+
+World make_world(const WorldShape& shape, std::mt19937_64& rng) {
+  World w;
+  AttentionConfig& config = w.config;
+  config.num_layers = shape.num_layers;
+  config.num_kv_heads = shape.num_kv_heads;
+  config.num_q_heads = shape.num_kv_heads * shape.group;
+  config.head_dim = shape.head_dim;
+  config.sm_scale = 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
+  config.num_tiers = static_cast<int32_t>(shape.tiers.size());
+  std::copy(shape.tiers.begin(), shape.tiers.end(), config.tiers);
+  config.page_bytes = shape.page_bytes;
+  if (config.page_bytes == 0) {
+    std::vector<TierFormat> formats;
+    for (const AttentionTier& tier : shape.tiers) formats.push_back(tier.format);
+    config.page_bytes = choose_page_size(formats, shape.head_dim)->page_bytes;
+  }
+  std::vector<PageLayout> layouts;
+  for (const AttentionTier& tier : shape.tiers) {
+    layouts.push_back(*make_page_layout(tier.format, shape.head_dim, config.page_bytes));
+  }
+  fill_table_shape(shape, layouts, w.table_shape);
+
+  const int32_t rows = w.table_shape.num_rows();
+  w.slots.assign(static_cast<size_t>(rows) * w.table_shape.row_stride(), kNoPage);
+  w.tokens.assign(rows, {});
+  w.num_pages = 3;  // some belong to nobody
+  for (int32_t row = 0; row < rows; ++row) {
+    for (size_t t = 0; t < layouts.size(); ++t) {
+      const int32_t tokens = row_tokens_of(shape, row / w.table_shape.rows_per_sequence, t, rng);
+      w.tokens[row].of[shape.tiers[t].side] = tokens;
+      w.num_pages += ceil_div(tokens, layouts[t].tokens);
+    }
+  }
+  w.pool_bytes.assign(w.num_pages * config.page_bytes + kPageAlignment, 0xff);
+  w.records.resize(w.num_pages);
+  std::vector<int32_t> free_pages(w.num_pages);
+  std::iota(free_pages.begin(), free_pages.end(), 0);
+  std::shuffle(free_pages.begin(), free_pages.end(), rng);
+
+  TokenSource source{rng, {}};
+  for (int32_t row = 0; row < rows; ++row) {
+    for (size_t t = 0; t < layouts.size(); ++t) {
+      const int32_t side = shape.tiers[t].side;
+      for (int32_t i = 0; i < w.tokens[row].of[side]; ++i) {
+        int32_t& slot = w.slots[static_cast<int64_t>(row) * w.table_shape.row_stride() +
+                                w.table_shape.slot_of(side, i / layouts[t].tokens)];
+        if (i % layouts[t].tokens == 0) {
+          slot = free_pages.back();
+          free_pages.pop_back();
+        }
+        uint8_t* page = w.pages().base + slot * config.page_bytes;
+        put_vector(layouts[t], page, Component::kKey, i % layouts[t].tokens,
+                   source.next(shape.head_dim, shape.key_scale, true));
+        put_vector(layouts[t], page, Component::kValue, i % layouts[t].tokens,
+                   source.next(shape.head_dim, shape.value_scale, false));
+      }
+    }
+  }
+  std::normal_distribution<float> normal;
+  w.q.resize(static_cast<size_t>(w.sequences()) * config.num_q_heads * config.head_dim);
+  for (uint16_t& x : w.q) x = float_to_half(normal(rng));
+  return w;
+}
+
+double relative_error(const std::vector<double>& a, const std::vector<double>& b) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference += (a[i] - b[i]) * (a[i] - b[i]);
+    norm += b[i] * b[i];
+  }
+  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
+}
+
+}  // namespace tierkv::test

@@ -1,0 +1,53 @@
+// Random caches for the attention tests: pages of quantised random tokens scattered over a pool,
+// tables, queries.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "attention/reference.h"
+#include "tierkv/attention.h"
+
+namespace tierkv::test {
+
+struct WorldShape {
+  int32_t num_layers = 1;
+  int32_t num_kv_heads = 2;
+  int32_t group = 4;
+  int32_t head_dim = 128;
+  int64_t page_bytes = 0;  // 0: chosen for the formats
+  std::vector<AttentionTier> tiers;
+  // tokens[sequence][tier], of every kv_head; jittered by up to `jitter` tokens per row where it is
+  // not 0
+  std::vector<std::vector<int32_t>> tokens;
+  int32_t jitter = 0;
+  double value_scale = 1;
+  double key_scale = 1;
+};
+
+// Everything in host memory.
+struct World {
+  AttentionConfig config;
+  std::vector<uint8_t> pool_bytes;  // pages start at the first multiple of kPageAlignment
+  std::vector<PageRecord> records;
+  std::vector<int32_t> slots;
+  std::vector<SideCounts> tokens;
+  std::vector<uint16_t> q;  // fp16 [sequences, q_heads, head_dim]
+  PageTableShape table_shape;
+  int32_t num_pages = 0;
+
+  PageView pages();
+  PageTableView table() const { return {table_shape, slots.data(), tokens.data(), nullptr}; }
+  int32_t sequences() const { return table_shape.num_sequences; }
+  // A call on layer 0, all sequences in order.
+  AttendCall call();
+};
+
+// Unused bytes of the pool are 0xff: NaN wherever they are read as numbers.
+World make_world(const WorldShape& shape, std::mt19937_64& rng);
+
+// ||a - b|| / ||b||; NaN anywhere gives NaN.
+double relative_error(const std::vector<double>& a, const std::vector<double>& b);
+
+}  // namespace tierkv::test
