@@ -48,7 +48,7 @@ target_include_directories(tierkv_settings INTERFACE
 target_compile_options(tierkv_settings INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wno-restrict;-ffp-contract=off>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${TIERKV_WERROR}>>:-Werror>
-  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-ffp-contract=off;--expt-relaxed-constexpr>
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-restrict,-ffp-contract=off;--expt-relaxed-constexpr>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TIERKV_WERROR}>>:-Werror=all-warnings>)
 if(TIERKV_SANITIZE)
   target_compile_options(tierkv_settings INTERFACE

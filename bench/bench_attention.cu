@@ -1,0 +1,324 @@
+// Decode attention over compressed pages, at the shapes of docs/benchmarks/attention.md.
+//
+//   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
+//
+// Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
+// no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
+// GiB) and a kernel that only reads the same number of bytes (floor). `attend` has its plan made
+// before (plan_is_settled); `step` is plan and attend, every time.
+#include <cstring>
+#include <string>
+
+#include "bench/attention_cache.cuh"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int64_t kPoolBytes = 4ll << 30;
+constexpr int64_t kCeilingBytes = 2ll << 30;
+constexpr int64_t kColdBytes = 192ll << 20;  // several times the L2 cache
+constexpr int32_t kHeadDim = 128;
+
+struct Options {
+  std::string out, commit = "unknown", only;
+  int replays = 31;
+  int slots = 0;  // 0: as attention_grid() says
+};
+
+struct Case {
+  std::string name;   // of the format or mix
+  std::string shape;  // "64x4096"
+  CacheShape cache;
+};
+
+struct Measured {
+  std::string name, shape;
+  int64_t bytes = 0;
+  int sets = 0;
+  Timing floor, attend, step, plan;
+};
+
+AttentionConfig base_config(int32_t q_heads, int32_t kv_heads) {
+  AttentionConfig config;
+  config.num_q_heads = q_heads;
+  config.num_kv_heads = kv_heads;
+  config.head_dim = kHeadDim;
+  config.sm_scale = 0.08838834764831845;
+  return config;
+}
+
+void add_tier(AttentionConfig& config, int32_t side, int32_t k_bits, int32_t v_bits) {
+  config.tiers[config.num_tiers++] = {side, token_wise_tier(k_bits, v_bits)};
+}
+
+void choose_pages(AttentionConfig& config) {
+  std::vector<TierFormat> formats;
+  for (int32_t t = 0; t < config.num_tiers; ++t) formats.push_back(config.tiers[t].format);
+  config.page_bytes = choose_page_size(formats, config.head_dim)->page_bytes;
+}
+
+struct Shape {
+  int32_t batch, tokens;
+};
+std::string name_of(Shape s) {
+  return std::to_string(s.batch) + "x" + std::to_string(s.tokens);
+}
+
+Case uniform_case(Shape s, int32_t k_bits, int32_t v_bits, int32_t q_heads, int32_t kv_heads) {
+  Case c;
+  c.name = k_bits == 16 ? "fp16" : "k" + std::to_string(k_bits) + "v" + std::to_string(v_bits);
+  if (q_heads != 32 || kv_heads != 8) {
+    c.name += " " + std::to_string(q_heads) + "/" + std::to_string(kv_heads);
+  }
+  c.shape = name_of(s);
+  c.cache.config = base_config(q_heads, kv_heads);
+  add_tier(c.cache.config, 0, k_bits, v_bits);
+  choose_pages(c.cache.config);
+  c.cache.sequences.assign(s.batch, {{s.tokens, 0, 0}});
+  return c;
+}
+
+// 30% high, 50% low, 20% pruned; with `window`, its newest tokens raw on a third side.
+Case mixed_case(Shape s, int32_t window) {
+  Case c;
+  c.name = window == 0 ? "mixed" : "mixed+raw64";
+  c.shape = name_of(s);
+  c.cache.config = base_config(32, 8);
+  add_tier(c.cache.config, 0, 8, 4);
+  add_tier(c.cache.config, 1, 4, 2);
+  if (window > 0) add_tier(c.cache.config, 2, 16, 16);
+  choose_pages(c.cache.config);
+  const int32_t high = s.tokens * 3 / 10, low = s.tokens / 2;
+  c.cache.sequences.assign(s.batch, {{high - window, low, window}});
+  return c;
+}
+
+// Lengths from 1 to `longest`, as many sequences as hold about the bytes of `like`.
+Case ragged_case(Shape like, int32_t longest) {
+  Case c = mixed_case(like, 0);
+  c.name = "mixed ragged";
+  c.cache.sequences.clear();
+  std::mt19937_64 rng(std::random_device{}());
+  const int64_t total = static_cast<int64_t>(like.batch) * like.tokens;
+  for (int64_t sum = 0; sum < total;) {
+    const int64_t drawn = std::uniform_int_distribution<int32_t>(1, longest)(rng);
+    const auto n = static_cast<int32_t>(std::min(drawn, total - sum));
+    c.cache.sequences.push_back({{n * 3 / 10, n / 2, 0}});
+    sum += n;
+  }
+  return c;
+}
+
+std::vector<Case> all_cases() {
+  const Shape shapes[] = {{1, 4096}, {1, 32768}, {1, 131072}, {32, 4096}, {64, 4096}, {8, 32768}};
+  std::vector<Case> cases;
+  for (const Shape s : shapes) {
+    cases.push_back(uniform_case(s, 16, 16, 32, 8));
+    cases.push_back(uniform_case(s, 8, 4, 32, 8));
+    cases.push_back(uniform_case(s, 4, 4, 32, 8));
+    cases.push_back(uniform_case(s, 4, 2, 32, 8));
+    cases.push_back(mixed_case(s, 0));
+  }
+  cases.push_back(uniform_case({64, 4096}, 8, 8, 32, 8));
+  cases.push_back(uniform_case({64, 4096}, 2, 2, 32, 8));
+  cases.push_back(mixed_case({64, 4096}, 64));
+  cases.push_back(ragged_case({8, 32768}, 32768));
+  cases.push_back(mixed_case({8, 32768}, 0));
+  cases.back().name = "mixed contiguous";
+  cases.back().cache.contiguous = true;
+  cases.push_back(uniform_case({32, 4096}, 4, 2, 8, 8));
+  cases.push_back(uniform_case({32, 4096}, 4, 2, 16, 8));
+  cases.push_back(uniform_case({32, 4096}, 4, 2, 64, 8));
+  cases.push_back(mixed_case({512, 128}, 0));
+  return cases;
+}
+
+void expect_ok(const Status& s, const char* what) {
+  if (s.is_ok()) return;
+  std::fprintf(stderr, "%s: %s\n", what, s.message().c_str());
+  std::exit(1);
+}
+
+template <class T>
+T* device_alloc(size_t count) {
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
+  check(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
+  return static_cast<T*>(memory);
+}
+
+// What all cases run on.
+struct Bench {
+  Options options;
+  cudaDeviceProp device{};
+  cudaStream_t stream{};
+  uint8_t* pool = nullptr;
+  uint32_t* sink = nullptr;
+  uint8_t* workspaces = nullptr;
+  size_t workspace_bytes = 512ull << 20;
+  uint16_t *q = nullptr, *out = nullptr;
+  float* lse = nullptr;
+  double ceiling_gbps = 0;
+};
+
+constexpr size_t kMaxQueryValues = 1ull << 24;
+
+void prepare(Bench& b) {
+  check(cudaGetDeviceProperties(&b.device, 0), "cudaGetDeviceProperties");
+  check(cudaStreamCreate(&b.stream), "cudaStreamCreate");
+  b.pool = device_alloc<uint8_t>(kPoolBytes);
+  b.sink = device_alloc<uint32_t>(1);
+  b.workspaces = device_alloc<uint8_t>(b.workspace_bytes);
+  b.q = device_alloc<uint16_t>(kMaxQueryValues);
+  b.out = device_alloc<uint16_t>(kMaxQueryValues);
+  b.lse = device_alloc<float>(kMaxQueryValues / kHeadDim);
+  std::mt19937_64 rng(std::random_device{}());
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> q(kMaxQueryValues);
+  for (uint16_t& x : q) x = float_to_half(normal(rng));
+  check(cudaMemcpy(b.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice), "upload q");
+  const Timing t = time_graph(b.stream, 1, b.options.replays, [&](int) {
+    launch_read_only(b.pool, kCeilingBytes, b.device.multiProcessorCount, b.sink, b.stream);
+  });
+  b.ceiling_gbps = static_cast<double>(kCeilingBytes) / t.median / 1e3;
+}
+
+Measured run_case(Bench& b, const Case& c) {
+  const AttentionConfig& config = c.cache.config;
+  Cache cache(c.cache, b.pool, kPoolBytes, 3, kColdBytes, b.stream);
+  Result<AttentionGrid> grid = attention_grid(config);
+  expect_ok(grid.status(), "attention_grid");
+  if (b.options.slots != 0) grid->slots_per_warp = std::min(b.options.slots, grid->slots_per_warp);
+  const auto count = static_cast<int32_t>(c.cache.sequences.size());
+  const size_t bytes = (attention_workspace_bytes(config, *grid, count) + 255) / 256 * 256;
+  const int sets = std::min<int>(cache.sets(), static_cast<int>(b.workspace_bytes / bytes));
+  check(cudaMemset(b.workspaces, 0, sets * bytes), "cudaMemset");
+  const auto workspace = [&](int set) {
+    return AttentionWorkspace{b.workspaces + set * bytes, bytes};
+  };
+  const auto plan = [&](int i) {
+    expect_ok(plan_attention(config, *grid, cache.table(i % sets), {nullptr, count},
+                             workspace(i % sets), b.stream),
+              "plan_attention");
+  };
+  const auto attend_set = [&](int i, bool settled) {
+    AttendCall call;
+    call.table = cache.table(i % sets);
+    call.pages = cache.pages();
+    call.batch = {nullptr, count};
+    call.q = b.q;
+    call.out = b.out;
+    call.lse = b.lse;
+    call.plan_is_settled = settled;
+    expect_ok(attend(config, *grid, call, workspace(i % sets), b.stream), "attend");
+  };
+  Measured m;
+  m.name = c.name;
+  m.shape = c.shape;
+  m.bytes = cache.bytes();
+  m.sets = sets;
+  for (int i = 0; i < sets; ++i) plan(i);
+  const int launches = std::max(sets, 4), replays = b.options.replays;
+  m.floor = time_graph(b.stream, launches, replays, [&](int i) {
+    const int64_t offset = i % sets * (m.bytes / 256 * 256);
+    launch_read_only(b.pool + offset, m.bytes, b.device.multiProcessorCount, b.sink, b.stream);
+  });
+  m.attend = time_graph(b.stream, launches, replays, [&](int i) { attend_set(i, true); });
+  m.step = time_graph(b.stream, launches, replays, [&](int i) {
+    plan(i);
+    attend_set(i, false);
+  });
+  m.plan = time_graph(b.stream, launches, replays, plan);
+  return m;
+}
+
+void print_row(const Bench& b, const Measured& m) {
+  const double gbps = static_cast<double>(m.bytes) / m.attend.median / 1e3;
+  std::printf(
+      "%-18s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) step %7.2f plan %5.2f us"
+      " %6.0f GB/s %5.1f%% of ceiling\n",
+      m.name.c_str(), m.shape.c_str(), static_cast<double>(m.bytes) / 1e6, m.floor.median,
+      m.attend.median, m.attend.low, m.attend.high, m.step.median, m.plan.median, gbps,
+      100 * gbps / b.ceiling_gbps);
+  std::fflush(stdout);
+}
+
+void write_timing(std::FILE* f, const char* name, const Timing& t) {
+  std::fprintf(f, ", \"%s_us\": {\"median\": %.3f, \"p10\": %.3f, \"p90\": %.3f}", name, t.median,
+               t.low, t.high);
+}
+
+void write_json(const Bench& b, const std::vector<Measured>& all) {
+  std::FILE* f = std::fopen(b.options.out.c_str(), "w");
+  if (f == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", b.options.out.c_str());
+    std::exit(1);
+  }
+  std::fprintf(
+      f,
+      "{\"schema\": \"tierkv.bench.attention/1\", \"gpu\": \"%s\", \"sms\": %d, \"commit\": "
+      "\"%s\",\n \"head_dim\": %d, \"q_heads\": 32, \"kv_heads\": 8, \"replays\": %d, "
+      "\"slots\": %d, \"ceiling_gbps\": %.1f,\n \"results\": [\n",
+      b.device.name, b.device.multiProcessorCount, b.options.commit.c_str(), kHeadDim,
+      b.options.replays, b.options.slots, b.ceiling_gbps);
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Measured& m = all[i];
+    std::fprintf(f, "  {\"name\": \"%s\", \"shape\": \"%s\", \"bytes\": %lld, \"sets\": %d",
+                 m.name.c_str(), m.shape.c_str(), static_cast<long long>(m.bytes), m.sets);
+    write_timing(f, "floor", m.floor);
+    write_timing(f, "attend", m.attend);
+    write_timing(f, "step", m.step);
+    write_timing(f, "plan", m.plan);
+    std::fprintf(f, "}%s\n", i + 1 < all.size() ? "," : "");
+  }
+  std::fprintf(f, " ]}\n");
+  std::fclose(f);
+}
+
+Options parse_options(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const bool has_value = i + 1 < argc;
+    if (has_value && std::strcmp(argv[i], "--out") == 0) {
+      o.out = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--commit") == 0) {
+      o.commit = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--only") == 0) {
+      o.only = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--replays") == 0) {
+      o.replays = std::atoi(argv[++i]);
+    } else if (has_value && std::strcmp(argv[i], "--slots") == 0) {
+      o.slots = std::atoi(argv[++i]);
+    } else {
+      std::fprintf(
+          stderr,
+          "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]\n",
+          argv[0]);
+      std::exit(2);
+    }
+  }
+  return o;
+}
+
+int run(int argc, char** argv) {
+  Bench b;
+  b.options = parse_options(argc, argv);
+  prepare(b);
+  std::printf("%s, %d SMs, ceiling %.0f GB/s\n", b.device.name, b.device.multiProcessorCount,
+              b.ceiling_gbps);
+  std::vector<Measured> all;
+  for (const Case& c : all_cases()) {
+    if ((c.name + " " + c.shape).find(b.options.only) == std::string::npos) continue;
+    all.push_back(run_case(b, c));
+    print_row(b, all.back());
+  }
+  if (!b.options.out.empty()) write_json(b, all);
+  return 0;
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  return tierkv::bench::run(argc, argv);
+}
