@@ -13,7 +13,8 @@ __device__ int32_t lane_id() {
   return static_cast<int32_t>(threadIdx.x) & 31;
 }
 
-__global__ void __launch_bounds__(kWarpRowThreads, 4) mark_kernel(const __grid_constant__ OpLaunch x) {
+__global__ void __launch_bounds__(kWarpRowThreads, 4)
+    mark_kernel(const __grid_constant__ OpLaunch x) {
   if (!goes_ahead(x)) return;
   const int32_t i = static_cast<int32_t>((blockIdx.x * kWarpRowThreads + threadIdx.x) / 32);
   if (i >= x.rows) return;
@@ -106,7 +107,8 @@ __device__ void move_slots(const OpLaunch& x, const RowDrop& drop, int32_t* line
   }
 }
 
-__global__ void __launch_bounds__(kWarpRowThreads, 4) give_kernel(const __grid_constant__ OpLaunch x) {
+__global__ void __launch_bounds__(kWarpRowThreads, 4)
+    give_kernel(const __grid_constant__ OpLaunch x) {
   if (!goes_ahead(x)) return;
   const int32_t i = static_cast<int32_t>((blockIdx.x * kWarpRowThreads + threadIdx.x) / 32);
   if (i >= x.rows) return;

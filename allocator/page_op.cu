@@ -181,7 +181,8 @@ __device__ void fork_row(const OpLaunch& x, const BatchRow& r, int32_t offset) {
 }
 
 template <PageOpKind kKind>
-__global__ void __launch_bounds__(kWarpRowThreads, 4) fill_kernel(const __grid_constant__ OpLaunch x) {
+__global__ void __launch_bounds__(kWarpRowThreads, 4)
+    fill_kernel(const __grid_constant__ OpLaunch x) {
   if (!goes_ahead(x)) return;
   const PageOp op = op_of_kind<kKind>(x);
   const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;

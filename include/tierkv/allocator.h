@@ -88,7 +88,7 @@ struct PageAllocator {
   SideCounts* pages = nullptr;    // [num_rows]
   PageRecord* records = nullptr;  // [num_pages]; the allocator owns reference_count, and empties a
                                   // page's record when it is taken
-  int32_t* drop_marks = nullptr;       // [num_pages], between operations 0
+  int32_t* drop_marks = nullptr;  // [num_pages], between operations 0
   SequenceEntry* sequences = nullptr;  // [num_sequences]
   OpState* state = nullptr;
 

@@ -82,7 +82,7 @@ class BadInput(CliTest):
         for bad in (np.nan, np.inf):
             dump = Dump(seed=self.seed)
             dump.data["/seq/a/layer/1/v"][1, 5, 3] = bad
-            self.refused(dump, "/seq/a/layer/1/v", "element", (1 * 96 + 5) * 64 + 3, "not finite", args="values")
+            self.refused(dump, "/seq/a/layer/1/v", "element [1, 5, 3]", "not finite", args="values")
         dump = Dump(seed=self.seed)
         dump.data["/seq/a/layer/0/q_positions"][0] = 96
         self.refused(dump, "q_positions", args="values")

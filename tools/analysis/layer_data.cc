@@ -33,7 +33,8 @@ Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
     row.sm_scale = layout.sm_scale;
     std::vector<double> exact(data->tokens);
     if (Status s = exact_significance(row, exact.data(), nullptr); !s) {
-      return s.with_context(where(info, data->seq, data->layer) + ": significance cannot be computed");
+      return s.with_context(where(info, data->seq, data->layer) +
+                            ": significance cannot be computed");
     }
     data->significance[h].assign(exact.begin(), exact.end());
   }
