@@ -88,7 +88,7 @@ class BadInput(CliTest):
         self.refused(dump, "q_positions", args="values")
         dump = Dump(seed=self.seed)
         dump.data["/seq/a/layer/0/q_positions"][1] = dump.data["/seq/a/layer/0/q_positions"][0]
-        self.refused(dump, "must increase", args="values")
+        self.refused(dump, "increasing positions", args="values")
 
     def test_zero_tokens(self):
         dump = Dump(seed=self.seed)
