@@ -1,0 +1,45 @@
+// The bytes around the chunks of a container: the one place that knows them
+// (docs/FORMAT_CONTAINER.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tierkv/container.h"
+
+namespace tierkv {
+
+inline constexpr int64_t kContainerHeaderBytes = 64;
+inline constexpr int64_t kIndexEntryBytes = 48;
+inline constexpr int64_t kChunkAlignment = 16;
+inline constexpr int64_t kMagicBytes = 8;
+// Bytes that no text file has and that a transfer in text mode changes.
+inline constexpr uint8_t kContainerMagic[kMagicBytes] = {0x89, 'T', 'K', 'V', '\r', '\n', 0x1a, 0};
+
+inline constexpr uint64_t align_chunk(uint64_t bytes) {
+  return (bytes + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
+}
+
+struct ContainerHeader {
+  uint16_t major = kContainerMajor, minor = kContainerMinor;
+  uint64_t file_bytes = 0;
+  uint64_t index_offset = 0;
+  uint32_t chunk_count = 0;
+  uint64_t index_checksum = 0;
+};
+
+uint64_t xxh3(const uint8_t* bytes, size_t size);
+
+void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]);
+// `size` bytes are there. Every field is checked against `file_size`, the size the file really has.
+Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_size,
+                             bool verify_checksums, ContainerHeader* out);
+
+std::vector<uint8_t> store_index(const std::vector<ChunkEntry>& chunks);
+// `bytes` are the whole index. Chunks must follow one another from the header to the index, no two
+// may have one key.
+Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& header,
+                  std::vector<ChunkEntry>* out);
+
+}  // namespace tierkv
