@@ -101,6 +101,10 @@ class DumpWriter {
   Status write_row(int32_t kv_head, Component c, const float* values);  // [tokens, head_dim]
   Status write_queries(int32_t q_head, const float* values);            // [positions, head_dim]
   Status write_significance(int32_t kv_head, const float* values);      // [tokens]
+  // 1 where the row has lost the token (its k and v are then zeros), 0 elsewhere; uint8 [tokens].
+  // The dataset `pruned` [num_kv_heads, tokens] of the layer exists once one row is written; rows
+  // that are not are all 0.
+  Status write_pruned(int32_t kv_head, const uint8_t* flags);
   // A free text attribute on the current sequence.
   Status annotate(const std::string& name, const std::string& value);
   Status finish();

@@ -269,6 +269,20 @@ Status DumpWriter::write_significance(int32_t kv_head, const float* values) {
   return Status::ok();
 }
 
+Status DumpWriter::write_pruned(int32_t kv_head, const uint8_t* flags) {
+  const Hdf5Lock lock;
+  const Impl& w = *impl_;
+  const hid_t layer = w.layer.id();
+  const bool exists =
+      H5Lexists(layer, "pruned", H5P_DEFAULT) > 0 ||
+      create_dataset(layer, "pruned", H5T_STD_U8LE, {w.info.layout.num_kv_heads, w.tokens}, {})
+          .ok();
+  const bool ok =
+      exists && write_slab(layer, "pruned", {static_cast<hsize_t>(kv_head), 0},
+                           {1, static_cast<hsize_t>(w.tokens)}, H5T_NATIVE_UINT8, flags);
+  return ok ? Status::ok() : w.fail("pruned");
+}
+
 Status DumpWriter::annotate(const std::string& name, const std::string& value) {
   const Hdf5Lock lock;
   if (!impl_->in_sequence) return impl_->misuse("no sequence was begun");

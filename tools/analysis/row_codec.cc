@@ -22,7 +22,32 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
   return r;
 }
 
+bool token_in(const RowPlan& plan, Component c, Part part, int64_t token) {
+  switch (part) {
+    case Part::kSinks:
+      return token < plan.body_begin;
+    case Part::kWindow:
+      return token >= plan.window_begin();
+    case Part::kKeyGap:
+      return c == Component::kKey && token >= plan.key_body_end && token < plan.body_end;
+    default:
+      break;
+  }
+  const int64_t end = c == Component::kKey ? plan.key_body_end : plan.body_end;
+  if (token < plan.body_begin || token >= end) return false;
+  if (plan.tiers.empty()) return part == Part::kHigh;
+  return plan.tiers[token] == (part == Part::kHigh ? Tier::kHigh : Tier::kLow);
+}
+
 }  // namespace
+
+std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part) {
+  std::vector<int64_t> list;
+  for (int64_t t = 0; t < plan.tokens; ++t) {
+    if (token_in(plan, c, part, t)) list.push_back(t);
+  }
+  return list;
+}
 
 Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
                 RowPlan* plan) {
@@ -64,31 +89,6 @@ SegmentFormat RowCodec::segment_format(Component c, Part part) const {
   if (f.coder == Coder::kHuffman && f.raw()) f.coder = Coder::kNone;
   if (f.coder == Coder::kHuffman) f.codebook = context.codebooks[part == Part::kLow];
   return f;
-}
-
-bool RowCodec::token_in(Component c, Part part, int64_t token) const {
-  switch (part) {
-    case Part::kSinks:
-      return token < plan_.body_begin;
-    case Part::kWindow:
-      return token >= plan_.window_begin();
-    case Part::kKeyGap:
-      return c == Component::kKey && token >= plan_.key_body_end && token < plan_.body_end;
-    default:
-      break;
-  }
-  const int64_t end = c == Component::kKey ? plan_.key_body_end : plan_.body_end;
-  if (token < plan_.body_begin || token >= end) return false;
-  if (plan_.tiers.empty()) return part == Part::kHigh;
-  return plan_.tiers[token] == (part == Part::kHigh ? Tier::kHigh : Tier::kLow);
-}
-
-std::vector<int64_t> RowCodec::tokens_of(Component c, Part part) const {
-  std::vector<int64_t> list;
-  for (int64_t t = 0; t < plan_.tokens; ++t) {
-    if (token_in(c, part, t)) list.push_back(t);
-  }
-  return list;
 }
 
 StatusCode RowCodec::encode_tokens(const SegmentFormat& f, Component c,

@@ -36,6 +36,9 @@ Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& 
 enum class Part : int32_t { kSinks = 0, kHigh = 1, kLow = 2, kKeyGap = 3, kWindow = 4 };
 inline constexpr int32_t kNumParts = 5;
 
+// The tokens of a component that a part holds, ascending.
+std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part);
+
 // What one row's encoding needs besides the scheme; one per component.
 struct ComponentContext {
   Basis basis;
@@ -58,6 +61,9 @@ class RowCodec {
   // Histogram of the codes of a body part, for its codebook.
   StatusCode add_codes(Component c, Part part, CodeHistogram* histogram) const;
   StatusCode encode();
+  const EncodedSegment& segment(Component c, Part part) const {
+    return segments_[static_cast<int>(c)][static_cast<int>(part)];
+  }
   int64_t stored_bytes() const;  // of this row's segments, without codebooks, means and steps
   int64_t body_bytes() const;    // the part of it outside window and sinks
   int64_t coded_bytes(Component c) const;  // blocks or zstd frames of coded codes
@@ -74,9 +80,9 @@ class RowCodec {
   StatusCode decode_gap_quantised(const Visit& visit) const;
 
  private:
-  bool uses(Component c, Part part) const;
-  bool token_in(Component c, Part part, int64_t token) const;
-  std::vector<int64_t> tokens_of(Component c, Part part) const;
+  std::vector<int64_t> tokens_of(Component c, Part part) const {
+    return part_tokens(plan_, c, part);
+  }
   StatusCode encode_tokens(const SegmentFormat& f, Component c, const std::vector<int64_t>& tokens,
                            EncodedSegment* out) const;
   StatusCode encode_range(const SegmentFormat& f, Component c, int64_t begin, int64_t end,
