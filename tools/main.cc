@@ -16,6 +16,9 @@ int main(int argc, char** argv) {
   add_analyze(app, &exit_code);
   add_calibrate(app, &exit_code);
   add_synth(app, &exit_code);
+  add_compress(app, &exit_code);
+  add_decompress(app, &exit_code);
+  add_verify(app, &exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

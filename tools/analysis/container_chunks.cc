@@ -76,8 +76,9 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   if (f->raw() ? coded : f->format.bits == 0 && !coded) {
     return corrupt("coder does not fit the format");
   }
-  const bool spans = f->format.unit == Unit::kChannel || f->format.unit == Unit::kBlock;
-  if (spans && f->format.group == 0) return corrupt("a unit without tokens");
+  if (f->format.unit == Unit::kGlobal && f->format.step_rule != StepRule::kAbsolute) {
+    return corrupt("unit does not fit the step rule");
+  }
   if (coded) f->format.entropy = Entropy::kHuffman;
   return Status::ok();
 }

@@ -1,0 +1,78 @@
+// A dumped cache into a `.tkv` container and back.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "codec/profile.h"
+#include "datasets/dump.h"
+#include "tierkv/container.h"
+#include "tools/analysis/preset.h"
+#include "tools/analysis/row_codec.h"
+
+namespace tierkv::analysis {
+
+struct CompressOptions {
+  Preset preset;
+  int32_t threads = 1;
+  const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
+  std::function<void(double)> progress;  // fraction done, called from one thread
+};
+
+struct CompressSummary {
+  int64_t values = 0;              // 2 * tokens * num_kv_heads * head_dim over layers
+  int64_t file_bytes = 0;          // of the container
+  int64_t query_bytes = 0;         // of it: query positions, queries and significance carried over
+  int64_t tokens[kNumTiers] = {};  // (row, token) pairs by tier
+};
+
+// Writes `path` whole or not at all; the bytes depend on the dump, the preset and the profile
+// alone. kUnsupported names a preset that the container cannot hold.
+Result<CompressSummary> compress(datasets::DumpReader& reader, const CompressOptions& options,
+                                 const std::string& path);
+
+struct DecodedRow {
+  std::vector<float> k, v;      // [tokens, head_dim]; pruned tokens are zeros
+  std::vector<uint8_t> pruned;  // [tokens]
+  bool any_pruned = false;
+};
+
+// The rows of a container. Any number of threads may decode at once; messages name the file and the
+// chunk.
+class CacheDecoder {
+ public:
+  // Reads model and sequences.
+  static Result<CacheDecoder> open(ContainerReader reader);
+
+  const ContainerReader& container() const { return reader_; }
+  const ContainerModel& model() const { return model_; }
+  const std::vector<ContainerSequence>& sequences() const { return sequences_; }
+
+  Status decode_row(int32_t seq, int32_t layer, int32_t kv_head, DecodedRow* out) const;
+  // Empty where the container has none.
+  Result<std::vector<int32_t>> query_positions(int32_t seq, int32_t layer) const;
+  Result<std::vector<float>> queries(int32_t seq, int32_t layer, int32_t q_head,
+                                     int64_t positions) const;
+  Result<std::vector<float>> significance(int32_t seq, int32_t layer, int32_t kv_head) const;
+
+ private:
+  explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
+  Status load();
+  Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
+  Result<std::vector<float>> values(const ChunkKey& key, int64_t count) const;
+
+  ContainerReader reader_;
+  ContainerModel model_;
+  std::vector<ContainerSequence> sequences_;
+};
+
+// Writes the kv-dump `path` whole or not at all, in the dtype that is given.
+Status decompress(const CacheDecoder& decoder, DType dtype, int32_t threads,
+                  const std::string& path, const std::function<void(double)>& progress);
+
+// Every chunk's checksum, then everything decoded: the first thing that is wrong.
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress);
+
+}  // namespace tierkv::analysis

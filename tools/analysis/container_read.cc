@@ -1,0 +1,311 @@
+// CacheDecoder, decompress() and verify(): a container back into rows.
+#include <algorithm>
+#include <atomic>
+
+#include "codec/byte_cursor.h"
+#include "tools/analysis/container_chunks.h"
+#include "tools/analysis/container_file.h"
+#include "tools/analysis/parallel.h"
+
+namespace tierkv::analysis {
+namespace {
+
+constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
+
+ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
+  return {kind, seq, layer, head, 0, 0};
+}
+
+// Reads a chunk and gives it to parse(bytes, argument); failures name file and chunk.
+template <class Parse>
+auto read_chunk(const ContainerReader& reader, const ChunkKey& key, const Parse& parse)
+    -> decltype(parse(std::vector<uint8_t>{})) {
+  std::vector<uint8_t> bytes;
+  if (Status s = reader.read(key, &bytes); !s) {
+    // A chunk that another one needs is no question of the caller's.
+    return s.code() == StatusCode::kNotFound ? Status(StatusCode::kCorrupt, s.message()) : s;
+  }
+  auto result = parse(bytes);
+  if (!result) return result.status().with_context(reader.path() + ": " + to_string(key));
+  return result;
+}
+
+}  // namespace
+
+Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
+  CacheDecoder decoder(std::move(reader));
+  if (Status s = decoder.load(); !s) return s;
+  return decoder;
+}
+
+Status CacheDecoder::load() {
+  Result<ContainerModel> model =
+      read_chunk(reader_, key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
+                 parse_model);
+  if (!model) return model.status();
+  model_ = std::move(model.value());
+  for (int32_t s = 0; s < model_.num_sequences; ++s) {
+    Result<ContainerSequence> sequence = read_chunk(
+        reader_, key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
+    if (!sequence) return sequence.status();
+    const auto tokens = static_cast<int64_t>(sequence->tokens.size());
+    if (tokens > kMaxRowValues / model_.layout.head_dim) {
+      return Status(StatusCode::kUnsupported, reader_.path() + ": sequence " + std::to_string(s) +
+                                                  ": rows of more than 2^30 values");
+    }
+    sequences_.push_back(std::move(sequence.value()));
+  }
+  return Status::ok();
+}
+
+// Decodes the segment `key` into rows tokens[i] of out [sequence tokens, head_dim].
+Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens,
+                                 float* out) const {
+  const int32_t d = model_.layout.head_dim;
+  const auto corrupt = [&](const std::string& what) {
+    return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
+  };
+  Result<StoredSegment> segment =
+      read_chunk(reader_, key, [d](const auto& bytes) { return parse_segment(bytes, d); });
+  if (!segment) return segment.status();
+  const auto count = static_cast<int64_t>(tokens.size());
+  if (segment->data.tokens != count) {
+    return corrupt("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
+                   std::to_string(count));
+  }
+  StoredBasis basis;
+  if (segment->needs_basis()) {
+    ChunkKey basis_key = key;
+    basis_key.kind = ChunkKind::kBasis;
+    basis_key.part = 0;
+    if (reader_.find(basis_key) < 0) basis_key.sequence = kNotApplicable;
+    Result<StoredBasis> stored =
+        read_chunk(reader_, basis_key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+    if (!stored) return stored.status();
+    basis = std::move(stored.value());
+    const ComponentFormat& f = segment->format.format;
+    if (f.basis != basis.basis.kind) return corrupt("its basis is of another kind");
+    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return corrupt("has no step");
+    segment->format.step = basis.step;
+    if (f.basis != BasisKind::kNone) segment->format.basis = &basis.basis;
+  }
+  std::optional<Codebook> codebook;
+  if (segment->needs_codebook()) {
+    ChunkKey book_key = key;
+    book_key.kind = ChunkKind::kCodebook;
+    book_key.head = kNotApplicable;
+    Result<Codebook> parsed = read_chunk(reader_, book_key, [](const auto& bytes) {
+      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
+    });
+    if (!parsed) return parsed.status();
+    codebook = std::move(parsed.value());
+    segment->format.codebook = &*codebook;
+  }
+  SegmentDecoder decoder(segment->format, segment->data);
+  std::vector<float> x(kBlockTokens * d);
+  for (int64_t t = 0; t < count; t += kBlockTokens) {
+    const auto n = std::min<int64_t>(kBlockTokens, count - t);
+    if (StatusCode s = decoder.read(n, x.data()); s != StatusCode::kOk) {
+      return corrupt("its codes cannot be decoded from token " + std::to_string(t) + " on");
+    }
+    for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
+  }
+  return Status::ok();
+}
+
+Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
+                                DecodedRow* out) const {
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  Result<RowPlan> plan =
+      read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
+                 [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
+  if (!plan) return plan.status();
+  const int64_t size = tokens * model_.layout.head_dim;
+  out->k.assign(size, 0.0f);
+  out->v.assign(size, 0.0f);
+  for (const Component c : kComponents) {
+    float* values = c == Component::kKey ? out->k.data() : out->v.data();
+    for (const Part part : kParts) {
+      const std::vector<int64_t> list = part_tokens(*plan, c, part);
+      ChunkKey key = key_of(ChunkKind::kSegment, seq, layer, kv_head);
+      key.component = static_cast<uint8_t>(c);
+      key.part = static_cast<uint8_t>(part);
+      if (list.empty()) {
+        if (reader_.find(key) < 0) continue;
+        return Status(StatusCode::kCorrupt,
+                      reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+      }
+      if (Status s = decode_part(key, list, values); !s) return s;
+    }
+  }
+  out->pruned.assign(tokens, 0);
+  out->any_pruned = false;
+  for (size_t t = 0; t < plan->tiers.size(); ++t) {
+    out->pruned[t] = plan->tiers[t] == Tier::kPruned;
+    out->any_pruned |= out->pruned[t] != 0;
+  }
+  return Status::ok();
+}
+
+Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t layer) const {
+  const ChunkKey key = key_of(ChunkKind::kQueryPositions, seq, layer, kNotApplicable);
+  if (reader_.find(key) < 0) return std::vector<int32_t>();
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  return read_chunk(reader_, key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
+    ByteReader r(bytes);
+    const uint64_t count = r.u64();
+    if (!r.ok() || count == 0 || count != r.left() / 4 || r.left() % 4 != 0) {
+      return Status(StatusCode::kCorrupt, "size disagrees with its fields");
+    }
+    std::vector<int32_t> positions(count);
+    int32_t previous = -1;
+    for (int32_t& p : positions) {
+      p = r.i32();
+      if (p <= previous || p >= tokens) {
+        return Status(StatusCode::kCorrupt, "positions do not ascend within the sequence");
+      }
+      previous = p;
+    }
+    return positions;
+  });
+}
+
+Result<std::vector<float>> CacheDecoder::values(const ChunkKey& key, int64_t count) const {
+  return read_chunk(reader_, key,
+                    [count](const auto& bytes) { return parse_values(bytes, count); });
+}
+
+Result<std::vector<float>> CacheDecoder::queries(int32_t seq, int32_t layer, int32_t q_head,
+                                                 int64_t positions) const {
+  return values(key_of(ChunkKind::kQueries, seq, layer, q_head),
+                positions * model_.layout.head_dim);
+}
+
+Result<std::vector<float>> CacheDecoder::significance(int32_t seq, int32_t layer,
+                                                      int32_t kv_head) const {
+  const ChunkKey key = key_of(ChunkKind::kSignificance, seq, layer, kv_head);
+  if (reader_.find(key) < 0) return std::vector<float>();
+  return values(key, static_cast<int64_t>(sequences_[seq].tokens.size()));
+}
+
+namespace {
+
+// Decodes the rows of a layer on several threads; the first failure in their order.
+Status decode_layer(const CacheDecoder& decoder, int32_t seq, int32_t layer, int32_t threads,
+                    std::vector<DecodedRow>* rows) {
+  std::vector<Status> status(rows->size());
+  parallel_for(static_cast<int64_t>(rows->size()), threads, [&](int64_t h) {
+    status[h] = decoder.decode_row(seq, layer, static_cast<int32_t>(h), &(*rows)[h]);
+  });
+  for (const Status& s : status) {
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+// What a layer carries besides its rows.
+struct CarriedOver {
+  std::vector<int32_t> positions;
+  std::vector<std::vector<float>> queries;       // per query head
+  std::vector<std::vector<float>> significance;  // per kv_head; all empty, or none
+};
+
+Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out) {
+  const CacheLayout& layout = decoder.model().layout;
+  Result<std::vector<int32_t>> positions = decoder.query_positions(seq, layer);
+  if (!positions) return positions.status();
+  out->positions = std::move(positions.value());
+  const auto count = static_cast<int64_t>(out->positions.size());
+  for (int32_t q = 0; q < layout.num_q_heads && count > 0; ++q) {
+    Result<std::vector<float>> values = decoder.queries(seq, layer, q, count);
+    if (!values) return values.status();
+    out->queries.push_back(std::move(values.value()));
+  }
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
+    Result<std::vector<float>> values = decoder.significance(seq, layer, h);
+    if (!values) return values.status();
+    if (h > 0 && values->empty() != out->significance[0].empty()) {
+      return Status(StatusCode::kCorrupt, decoder.container().path() + ": some heads of layer " +
+                                              std::to_string(layer) +
+                                              " have significance and some have not");
+    }
+    out->significance.push_back(std::move(values.value()));
+  }
+  return Status::ok();
+}
+
+Status write_layer(const std::vector<DecodedRow>& rows, const CarriedOver& carried,
+                   datasets::DumpWriter* writer) {
+  const bool significance = !carried.significance[0].empty();
+  if (Status s = writer->begin_layer(carried.positions, significance); !s) return s;
+  for (size_t h = 0; h < rows.size(); ++h) {
+    const auto head = static_cast<int32_t>(h);
+    if (Status s = writer->write_row(head, Component::kKey, rows[h].k.data()); !s) return s;
+    if (Status s = writer->write_row(head, Component::kValue, rows[h].v.data()); !s) return s;
+    if (rows[h].any_pruned) {
+      if (Status s = writer->write_pruned(head, rows[h].pruned.data()); !s) return s;
+    }
+    if (!significance) continue;
+    if (Status s = writer->write_significance(head, carried.significance[h].data()); !s) return s;
+  }
+  for (size_t q = 0; q < carried.queries.size(); ++q) {
+    const auto head = static_cast<int32_t>(q);
+    if (Status s = writer->write_queries(head, carried.queries[q].data()); !s) return s;
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status decompress(const CacheDecoder& decoder, DType dtype, int32_t threads,
+                  const std::string& path, const std::function<void(double)>& progress) {
+  const ContainerModel& model = decoder.model();
+  datasets::DumpInfo info;
+  info.layout = model.layout;
+  info.layout.dtype = dtype;
+  info.model_id = model.model_id;
+  info.created_by = model.created_by;
+  Result<datasets::DumpWriter> writer = datasets::DumpWriter::create(path, info);
+  if (!writer) return writer.status();
+  const auto sequences = static_cast<int32_t>(decoder.sequences().size());
+  const int32_t layers = model.layout.num_layers;
+  for (int32_t seq = 0; seq < sequences; ++seq) {
+    const ContainerSequence& s = decoder.sequences()[seq];
+    if (Status status = writer->begin_sequence(s.id, s.kind, s.tokens); !status) return status;
+    if (Status status = writer->annotate("compressed_by", model.preset); !status) return status;
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      std::vector<DecodedRow> rows(model.layout.num_kv_heads);
+      CarriedOver carried;
+      if (Status status = decode_layer(decoder, seq, layer, threads, &rows); !status) return status;
+      if (Status status = read_carried(decoder, seq, layer, &carried); !status) return status;
+      if (Status status = write_layer(rows, carried, &writer.value()); !status) return status;
+      if (progress) progress((seq * layers + layer + 1.0) / (sequences * layers));
+    }
+  }
+  return writer->finish();
+}
+
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress) {
+  const ContainerReader& container = decoder.container();
+  std::vector<uint8_t> payload;
+  for (size_t i = 0; i < container.chunks().size(); ++i) {
+    if (Status s = container.read(static_cast<int64_t>(i), &payload); !s) return s;
+  }
+  const auto sequences = static_cast<int32_t>(decoder.sequences().size());
+  const int32_t layers = decoder.model().layout.num_layers;
+  std::vector<DecodedRow> rows(decoder.model().layout.num_kv_heads);
+  for (int32_t seq = 0; seq < sequences; ++seq) {
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      CarriedOver carried;
+      if (Status s = decode_layer(decoder, seq, layer, threads, &rows); !s) return s;
+      if (Status s = read_carried(decoder, seq, layer, &carried); !s) return s;
+      if (progress) progress((seq * layers + layer + 1.0) / (sequences * layers));
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv::analysis

@@ -1,0 +1,284 @@
+// compress(): a dump into a container.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+#include "codec/byte_cursor.h"
+#include "tools/analysis/container_chunks.h"
+#include "tools/analysis/container_file.h"
+#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/parallel.h"
+
+namespace tierkv::analysis {
+namespace {
+
+constexpr int64_t kBatchBytes = int64_t{48} << 20;  // layers encoded together, as in the dump
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
+
+struct PendingChunk {
+  ChunkKey key;
+  std::vector<uint8_t> payload;
+  bool optional = false;
+};
+using Pending = std::vector<PendingChunk>;
+
+ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
+  return {kind, seq, layer, head, 0, 0};
+}
+
+std::vector<uint8_t> serialize_positions(const std::vector<int32_t>& positions) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.u64(positions.size());
+  for (const int32_t p : positions) w.i32(p);
+  return bytes;
+}
+
+// Bases and steps of one row, for one sequence or (kNotApplicable) for all.
+void add_bases(const Scheme& scheme, int32_t seq, int32_t layer, int32_t head,
+               const std::array<ComponentContext, 2>& context, Pending* out) {
+  for (const Component c : kComponents) {
+    const ComponentContext& own = context[static_cast<int>(c)];
+    if (own.basis.kind == BasisKind::kNone && scheme.high.of(c).step_rule != StepRule::kAbsolute) {
+      continue;
+    }
+    ChunkKey key = key_of(ChunkKind::kBasis, seq, layer, head);
+    key.component = static_cast<uint8_t>(c);
+    out->push_back({key, serialize_basis({own.basis, own.step})});
+  }
+}
+
+Status encode_row(const Scheme& scheme, const LayerData& data, const LayerScheme& shared,
+                  int32_t head, Pending* out) {
+  RowCodec codec = shared.row(scheme, data, head);
+  if (StatusCode s = codec.encode(); s != StatusCode::kOk) {
+    return Status(s, std::string("encoding failed (") + status_name(s) + ")");
+  }
+  out->push_back(
+      {key_of(ChunkKind::kRow, data.seq, data.layer, head), serialize_row(shared.plans[head])});
+  for (const Component c : kComponents) {
+    for (const Part part : kParts) {
+      const EncodedSegment& segment = codec.segment(c, part);
+      if (segment.tokens == 0) continue;
+      Result<std::vector<uint8_t>> bytes =
+          serialize_segment(codec.segment_format(c, part), segment);
+      if (!bytes) return bytes.status();
+      ChunkKey key = key_of(ChunkKind::kSegment, data.seq, data.layer, head);
+      key.component = static_cast<uint8_t>(c);
+      key.part = static_cast<uint8_t>(part);
+      out->push_back({key, std::move(bytes.value())});
+    }
+  }
+  return Status::ok();
+}
+
+// What a later analysis of the decompressed dump needs besides keys and values.
+void add_queries(const LayerData& data, const CacheLayout& layout, Pending* out) {
+  if (!data.has_queries()) return;
+  out->push_back({key_of(ChunkKind::kQueryPositions, data.seq, data.layer, kNotApplicable),
+                  serialize_positions(data.positions), true});
+  const auto size = static_cast<int64_t>(data.positions.size()) * layout.head_dim;
+  for (int32_t q = 0; q < layout.num_q_heads; ++q) {
+    const float* x = data.q[q / layout.group_size()].data() + (q % layout.group_size()) * size;
+    out->push_back({key_of(ChunkKind::kQueries, data.seq, data.layer, q),
+                    serialize_values(std::vector<float>(x, x + size)), true});
+  }
+}
+
+class Compressor {
+ public:
+  Compressor(datasets::DumpReader& reader, const CompressOptions& options, ContainerWriter* writer)
+      : reader_(reader),
+        info_(reader.info()),
+        options_(options),
+        scheme_(options.preset.scheme.for_head_dim(info_.layout.head_dim)),
+        writer_(*writer) {}
+
+  Status run();
+  const CompressSummary& summary() const { return summary_; }
+
+ private:
+  struct Layer {
+    LayerData data;
+    LayerScheme shared;
+    std::vector<Pending> rows;  // per kv_head
+  };
+  Status write_head();
+  Status write_batch(std::vector<std::unique_ptr<Layer>>& layers);
+  Status write(const Pending& chunks);
+  Status write_layer(const Layer& layer);
+  Status at(const LayerData& l, const Status& s) const {
+    return s.with_context(info_.path + ": /seq/" + info_.sequences[l.seq].id + "/layer/" +
+                          std::to_string(l.layer) + ": preset " + options_.preset.text);
+  }
+
+  datasets::DumpReader& reader_;
+  const datasets::DumpInfo& info_;
+  const CompressOptions& options_;
+  Scheme scheme_;
+  ContainerWriter& writer_;
+  CompressSummary summary_;
+};
+
+Status Compressor::write(const Pending& chunks) {
+  for (const PendingChunk& c : chunks) {
+    if (Status s = writer_.add(c.key, c.payload, c.optional); !s) return s;
+    if (c.optional) summary_.query_bytes += static_cast<int64_t>(c.payload.size());
+  }
+  return Status::ok();
+}
+
+Status Compressor::write_head() {
+  ContainerModel model;
+  model.layout = info_.layout;
+  model.num_sequences = static_cast<int32_t>(info_.sequences.size());
+  model.preset = options_.preset.text;
+  model.model_id = info_.model_id;
+  model.created_by = info_.created_by;
+  Pending head = {{key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
+                   serialize_model(model)}};
+  for (int32_t s = 0; s < model.num_sequences; ++s) {
+    ContainerSequence sequence{info_.sequences[s].id, info_.sequences[s].kind, {}};
+    if (Status status = reader_.read_tokens(s, &sequence.tokens); !status) return status;
+    head.push_back({key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable),
+                    serialize_sequence(sequence)});
+  }
+  return write(head);
+}
+
+Status Compressor::write_layer(const Layer& layer) {
+  Pending shared;
+  const LayerData& data = layer.data;
+  // A profile's bases serve every sequence; they are written once, with the first.
+  const bool own = options_.profile == nullptr;
+  for (int32_t h = 0; h < info_.layout.num_kv_heads && (own || data.seq == 0); ++h) {
+    add_bases(scheme_, own ? data.seq : kNotApplicable, data.layer, h, layer.shared.context[h],
+              &shared);
+  }
+  for (const Component c : kComponents) {
+    for (const Part part : {Part::kHigh, Part::kLow}) {
+      const auto& book = layer.shared.codebooks[static_cast<int>(c)][part == Part::kLow];
+      if (!book) continue;
+      ChunkKey key = key_of(ChunkKind::kCodebook, data.seq, data.layer, kNotApplicable);
+      key.component = static_cast<uint8_t>(c);
+      key.part = static_cast<uint8_t>(part);
+      shared.push_back({key, {}});
+      serialize_codebook(*book, &shared.back().payload);
+    }
+  }
+  if (Status s = write(shared); !s) return s;
+  for (const Pending& row : layer.rows) {
+    if (Status s = write(row); !s) return s;
+  }
+  Pending carried;
+  add_queries(data, info_.layout, &carried);
+  return write(carried);
+}
+
+Status Compressor::write_batch(std::vector<std::unique_ptr<Layer>>& layers) {
+  const auto heads = static_cast<int64_t>(info_.layout.num_kv_heads);
+  const auto count = static_cast<int64_t>(layers.size());
+  std::vector<Status> status(count * heads);
+  parallel_for(count, options_.threads, [&](int64_t i) {
+    Layer& l = *layers[i];
+    status[i * heads] = prepare_layer(scheme_, l.data, info_.layout, options_.profile, &l.shared);
+    l.rows.resize(heads);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status s = status[i * heads]; !s) return at(layers[i]->data, s);
+  }
+  parallel_for(count * heads, options_.threads, [&](int64_t i) {
+    Layer& l = *layers[i / heads];
+    const auto h = static_cast<int32_t>(i % heads);
+    status[i] = encode_row(scheme_, l.data, l.shared, h, &l.rows[h]);
+    if (!status[i] || !info_.sequences[l.data.seq].layers[l.data.layer].has_significance) return;
+    if (l.data.significance[h].empty()) return;
+    l.rows[h].push_back({key_of(ChunkKind::kSignificance, l.data.seq, l.data.layer, h),
+                         serialize_values(l.data.significance[h]), true});
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      if (Status s = status[i * heads + h]; !s) return at(layers[i]->data, s);
+      const RowPlan& plan = layers[i]->shared.plans[h];
+      summary_.values += 2 * plan.tokens * info_.layout.head_dim;
+      for (int t = 0; t < kNumTiers; ++t) summary_.tokens[t] += plan.count[t];
+    }
+    if (Status s = write_layer(*layers[i]); !s) return s;
+  }
+  return Status::ok();
+}
+
+Status Compressor::run() {
+  if (Status s = write_head(); !s) return s;
+  const auto layers = static_cast<int64_t>(info_.layout.num_layers);
+  const int64_t total = layers * static_cast<int64_t>(info_.sequences.size());
+  for (int64_t next = 0; next < total;) {
+    std::vector<std::unique_ptr<Layer>> batch;
+    for (int64_t bytes = 0; next < total; ++next) {
+      const auto seq = static_cast<int32_t>(next / layers);
+      const auto layer = static_cast<int32_t>(next % layers);
+      bytes += LayerData::dump_bytes(info_, seq, layer);
+      if (!batch.empty() && bytes > kBatchBytes) break;
+      batch.push_back(std::make_unique<Layer>());
+      LayerData& data = batch.back()->data;
+      const bool stored = info_.sequences[seq].layers[layer].has_significance;
+      if (Status s = load_layer(reader_, seq, layer, scheme_.tiered || stored, &data); !s) return s;
+    }
+    if (Status s = write_batch(batch); !s) return s;
+    if (options_.progress) {
+      options_.progress(static_cast<double>(next) / static_cast<double>(total));
+    }
+  }
+  return Status::ok();
+}
+
+Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
+  const Scheme scheme = options.preset.scheme.for_head_dim(info.layout.head_dim);
+  const auto refuse = [&](StatusCode code, const std::string& why) {
+    return Status(code, info.path + ": preset " + options.preset.text + ": " + why);
+  };
+  if (scheme.coder == Coder::kZstd) {
+    return refuse(StatusCode::kUnsupported,
+                  "zstd presets are baselines of the analysis; the container does not hold them");
+  }
+  if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
+  const Profile* p = options.profile;
+  const bool matrix =
+      scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
+  if (p != nullptr &&
+      (p->num_layers != info.layout.num_layers || p->num_kv_heads != info.layout.num_kv_heads ||
+       p->head_dim != info.layout.head_dim)) {
+    return refuse(StatusCode::kInvalidArgument, "the profile is of another model");
+  }
+  if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
+    return refuse(StatusCode::kInvalidArgument,
+                  "basis=matrix needs a profile with bases (calibrate --basis matrix)");
+  }
+  for (const datasets::SequenceInfo& seq : info.sequences) {
+    for (const datasets::LayerInfo& l : seq.layers) {
+      if (scheme.needs_queries() && p == nullptr && !l.has_q) {
+        return refuse(StatusCode::kInvalidArgument,
+                      "a global step needs q in the dump, or a profile (--profile)");
+      }
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<CompressSummary> compress(datasets::DumpReader& reader, const CompressOptions& options,
+                                 const std::string& path) {
+  if (Status s = check(reader.info(), options); !s) return s;
+  Result<ContainerWriter> writer = ContainerWriter::create(path);
+  if (!writer) return writer.status();
+  Compressor compressor(reader, options, &writer.value());
+  if (Status s = compressor.run(); !s) return s;
+  if (Status s = writer->finish(); !s) return s;
+  CompressSummary summary = compressor.summary();
+  summary.file_bytes = writer->file_bytes();
+  return summary;
+}
+
+}  // namespace tierkv::analysis
