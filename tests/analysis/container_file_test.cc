@@ -1,0 +1,194 @@
+// A dump into a container and back: the values are those of the analysis, and no damage passes.
+#include "tools/analysis/container_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include "codec/container_format.h"
+#include "datasets/synth.h"
+#include "tools/analysis/container_chunks.h"
+#include "tools/analysis/layer_scheme.h"
+
+namespace tierkv::analysis {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr const char* kPresets[] = {"fp16",
+                                    "k8v4",
+                                    "k4v2:group_k=32",
+                                    "k1v1",
+                                    "k16v4:sinks=4",
+                                    "diffkv",
+                                    "diffkv:alpha_l=0.5,sinks=3",
+                                    "kivi4:group=32,residual=40",
+                                    "kivi2",
+                                    "kvcomp",
+                                    "kvcomp:unit=channel",
+                                    "step",
+                                    "step:basis=none",
+                                    "step+rot",
+                                    "k4v4+huffman",
+                                    "k4v4+huffman+rot",
+                                    "diffkv+huffman"};
+
+class ContainerFileTest : public testing::Test {
+ protected:
+  ContainerFileTest() : seed_(std::random_device{}()) {
+    folder_ = std::filesystem::temp_directory_path() / ("tierkv_cache_" + std::to_string(seed_));
+    std::filesystem::create_directory(folder_);
+  }
+  ~ContainerFileTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string path(const char* name) const { return folder_ / name; }
+
+  datasets::DumpReader dump(std::vector<int64_t> tokens, int32_t head_dim, DType dtype) {
+    datasets::SynthSpec spec;
+    spec.layout = {1, 2, 1, head_dim, dtype, false, 1e4, 1 / std::sqrt(double(head_dim))};
+    spec.tokens = std::move(tokens);
+    spec.num_queries = 8;
+    spec.seed = seed_;
+    const Status s = datasets::synthesize(spec, path("in.h5"), {});
+    EXPECT_TRUE(s.is_ok()) << s.message();
+    return std::move(datasets::DumpReader::open(path("in.h5")).value());
+  }
+  std::vector<uint8_t> compressed(datasets::DumpReader& reader, const std::string& preset,
+                                  int32_t threads = 2) {
+    CompressOptions options;
+    options.preset = parse_preset(preset).value();
+    options.threads = threads;
+    const auto summary = compress(reader, options, path("a.tkv"));
+    EXPECT_TRUE(summary.is_ok()) << summary.status().message();
+    std::ifstream in(path("a.tkv"), std::ios::binary);
+    std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(in), {}};
+    EXPECT_EQ(summary ? summary->file_bytes : -1, static_cast<int64_t>(bytes.size()));
+    return bytes;
+  }
+  static Status check(std::vector<uint8_t> bytes, bool checksums = true) {
+    ContainerReadOptions options;
+    options.verify_checksums = checksums;
+    Result<ContainerReader> reader =
+        ContainerReader::from_bytes(std::move(bytes), "a.tkv", options);
+    if (!reader) return reader.status();
+    const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(reader.value()));
+    return decoder ? verify(*decoder, 1, {}) : decoder.status();
+  }
+
+  uint32_t seed_;
+  std::filesystem::path folder_;
+};
+
+// What the analysis measures is what the container gives back, bit for bit.
+TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    datasets::DumpReader reader = dump({1, 200}, dtype == DType::kFloat16 ? 64 : 160, dtype);
+    const CacheLayout& layout = reader.info().layout;
+    for (const char* text : kPresets) {
+      const std::vector<uint8_t> bytes = compressed(reader, text);
+      const Result<CacheDecoder> decoder =
+          CacheDecoder::open(std::move(ContainerReader::from_bytes(bytes, "a.tkv").value()));
+      ASSERT_TRUE(decoder.is_ok()) << decoder.status().message();
+      const Scheme scheme = parse_preset(text)->scheme.for_head_dim(layout.head_dim);
+      for (int32_t seq = 0; seq < 2; ++seq) {
+        LayerData data;
+        LayerScheme shared;
+        ASSERT_TRUE(load_layer(reader, seq, 0, scheme.tiered, &data).is_ok());
+        ASSERT_TRUE(prepare_layer(scheme, data, layout, nullptr, &shared).is_ok());
+        RowCodec codec = shared.row(scheme, data, 0);
+        ASSERT_EQ(codec.encode(), StatusCode::kOk);
+        DecodedRow row;
+        const Status status = decoder->decode_row(seq, 0, 0, &row);
+        ASSERT_TRUE(status.is_ok()) << status.message();
+        std::vector<uint8_t> seen(data.tokens, 0);
+        const auto compare = [&](Part, const int64_t* tokens, const float* k, const float* v,
+                                 int32_t n) {
+          const int32_t d = layout.head_dim;
+          for (int32_t i = 0; i < n; ++i) {
+            seen[tokens[i]] = 1;
+            const int64_t at = tokens[i] * d;
+            ASSERT_TRUE(std::equal(k + i * d, k + (i + 1) * d, row.k.begin() + at)) << text;
+            ASSERT_TRUE(std::equal(v + i * d, v + (i + 1) * d, row.v.begin() + at)) << text;
+          }
+        };
+        ASSERT_EQ(codec.decode(compare), StatusCode::kOk);
+        for (int64_t t = 0; t < data.tokens; ++t) {
+          EXPECT_EQ(row.pruned[t], !seen[t]) << text << " token " << t << ", seed " << seed_;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(ContainerFileTest, BytesDoNotDependOnThreads) {
+  datasets::DumpReader reader = dump({130, 7}, 64, DType::kFloat16);
+  for (const char* text : {"diffkv+huffman", "step"}) {
+    EXPECT_EQ(compressed(reader, text, 1), compressed(reader, text, 5)) << text;
+  }
+}
+
+TEST_F(ContainerFileTest, AnyDamagedByteAndAnyTruncationIsRefused) {
+  std::mt19937 rng(seed_);
+  datasets::DumpReader reader = dump({9}, 16, DType::kFloat16);
+  for (const char* text : {"step:window=2", "diffkv:window=2"}) {
+    const std::vector<uint8_t> bytes = compressed(reader, text);
+    ASSERT_TRUE(check(bytes).is_ok());
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      std::vector<uint8_t> damaged = bytes;
+      damaged[i] ^= static_cast<uint8_t>(1 + rng() % 255);
+      const Status s = check(damaged);
+      ASSERT_FALSE(s.is_ok()) << text << ": byte " << i << ", seed " << seed_;
+      ASSERT_THAT(s.message(), HasSubstr("a.tkv: "));
+      damaged.assign(bytes.begin(), bytes.begin() + static_cast<int64_t>(i));
+      ASSERT_FALSE(check(damaged).is_ok()) << text << ": cut at " << i;
+    }
+  }
+}
+
+// Behind the checksums nothing may trust a size: damage is either refused or decodes to something.
+TEST_F(ContainerFileTest, DamageWithoutChecksumsDoesNotCrash) {
+  std::mt19937 rng(seed_);
+  datasets::DumpReader reader = dump({70}, 16, DType::kFloat16);
+  for (const char* text : {"step:window=2", "diffkv+huffman", "kvcomp:window=2,block=16",
+                           "kivi2:group=16,residual=3"}) {
+    const std::vector<uint8_t> bytes = compressed(reader, text);
+    int refused = 0;
+    for (int trial = 0; trial < 3000; ++trial) {
+      std::vector<uint8_t> damaged = bytes;
+      for (uint32_t n = 1 + rng() % 3; n > 0; --n) {
+        damaged[rng() % bytes.size()] = static_cast<uint8_t>(rng() % 4 == 0 ? 0xff : rng());
+      }
+      refused += !check(damaged, false).is_ok();
+    }
+    EXPECT_GT(refused, 100) << text << ", seed " << seed_;
+  }
+}
+
+TEST_F(ContainerFileTest, ZstdPresetsAreRefusedByNameAndLeaveNothing) {
+  datasets::DumpReader reader = dump({20}, 64, DType::kFloat16);
+  CompressOptions options;
+  options.preset = parse_preset("zstd-codes:of=k4v4").value();
+  const auto summary = compress(reader, options, path("z.tkv"));
+  EXPECT_EQ(summary.status().code(), StatusCode::kUnsupported);
+  EXPECT_THAT(summary.status().message(), HasSubstr("zstd-codes:of=k4v4"));
+  EXPECT_FALSE(std::filesystem::exists(path("z.tkv")));
+  EXPECT_FALSE(std::filesystem::exists(path("z.tkv.part")));
+}
+
+TEST_F(ContainerFileTest, ValuesTakeTheNarrowestTypeThatHoldsThem) {
+  for (const auto& [x, width] : {std::pair{0.5f, 2}, {1e30f, 4}, {0x1p100f, 2}, {0.1f, 4}}) {
+    const std::vector<uint8_t> bytes = serialize_values({x, -1.0f});
+    EXPECT_EQ(bytes.size(), 16u + 2 * width) << x;
+    const Result<std::vector<float>> back = parse_values(bytes, 2);
+    ASSERT_TRUE(back.is_ok());
+    EXPECT_EQ(back.value(), (std::vector<float>{x, -1.0f}));
+    EXPECT_FALSE(parse_values(bytes, 3).is_ok());
+  }
+}
+
+}  // namespace
+}  // namespace tierkv::analysis
