@@ -1,0 +1,164 @@
+"""compress, decompress and verify as their users meet them; containers read by an independent decoder."""
+import json
+import os
+import pathlib
+import sys
+
+import h5py
+import numpy as np
+
+from cli import ROOT, SAMPLE, CliTest, Dump, main, run
+
+sys.path.insert(0, str(ROOT / "tests" / "reference"))
+import read_tkv  # noqa: E402
+
+PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k16v4:sinks=4", "diffkv", "diffkv:alpha_l=0.4,sinks=2", "kivi4",
+           "kivi2", "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "step+rot", "k4v4+huffman",
+           "k4v4+huffman+rot", "k2v8+huffman", "diffkv+huffman"]
+
+
+class Container(CliTest):
+    def ok(self, *args):
+        r = run(*args)
+        self.assertEqual(r.returncode, 0, f"seed {self.seed}: {args}: {r.stderr}")
+        return r.stdout
+
+    def compressed(self, preset, dump, *args):
+        out = self.dir / "a.tkv"
+        self.ok("compress", "--preset", preset, dump, out, *args)
+        return out
+
+    def compare(self, preset, dump, *args):
+        """The independent decoder and `decompress` agree bit for bit; returns the decompressed file's name."""
+        tkv = self.compressed(preset, dump, *args)
+        cache = read_tkv.read(tkv)
+        self.assertEqual(cache.preset, preset)
+        self.ok("decompress", "--dtype", "float32", tkv, self.dir / "out.h5")
+        with h5py.File(self.dir / "out.h5") as f:
+            for s, seq in enumerate(cache.sequences):
+                for layer in range(cache.layers):
+                    group = f[f"/seq/{seq.id}/layer/{layer}"]
+                    for head in range(cache.kv_heads):
+                        k, v, pruned = cache.rows[s, layer, head]
+                        where = f"seed {self.seed}: {preset} sequence {s} layer {layer} head {head}"
+                        self.assertTrue(np.array_equal(group["k"][head], k), where)
+                        self.assertTrue(np.array_equal(group["v"][head], v), where)
+                        stated = group["pruned"][head] if "pruned" in group else np.zeros(len(k), np.uint8)
+                        self.assertTrue(np.array_equal(stated.astype(bool), pruned), where)
+        return self.dir / "out.h5"
+
+    def test_an_independent_decoder_reads_every_preset(self):
+        for tokens, head_dim, dtype in ((1, 64, "float16"), (150, 96, "float16"), (201, 256, "float32")):
+            dump = Dump(seed=self.seed, layers=1, tokens=tokens, head_dim=head_dim, dtype=dtype).write(self.dir / "in.h5")
+            for preset in PRESETS:
+                self.compare(preset, dump)
+
+    def test_a_profile_is_stored_once_for_all_sequences(self):
+        dump, profile = self.dir / "in.h5", self.dir / "p.h5"
+        self.ok("synth", "-o", dump, "--tokens", "300,70", "--head-dim", 64, "--seed", self.seed)
+        self.ok("calibrate", dump, "-o", profile, "--basis", "matrix")
+        for preset in ("step:basis=matrix", "step"):
+            self.compare(preset, dump, "--profile", profile)
+            chunks = read_tkv.read(self.dir / "a.tkv").chunks
+            self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.BASIS}, {-1})
+
+    def test_decompressed_values_have_the_error_that_analyze_states(self):
+        for preset in ("k8v4", "step", "kivi4", "diffkv:alpha_l=0.02"):
+            out = self.compare(preset, SAMPLE)
+            stated = json.loads(self.ok("analyze", "--json", "--preset", preset, SAMPLE))["results"][0]
+            with h5py.File(SAMPLE) as a, h5py.File(out) as b:
+                for name, field in (("k", "key_rel_error"), ("v", "value_rel_error")):
+                    error = norm = 0.0
+                    for layer in a["/seq/notes/layer"]:
+                        x = a[f"/seq/notes/layer/{layer}/{name}"][:].astype(np.float64)
+                        y = b[f"/seq/notes/layer/{layer}/{name}"][:].astype(np.float64)
+                        kept = np.ones(x.shape[:2], bool)
+                        if "pruned" in b[f"/seq/notes/layer/{layer}"]:
+                            kept = b[f"/seq/notes/layer/{layer}/pruned"][:] == 0
+                        error, norm = error + ((x - y)[kept] ** 2).sum(), norm + (x[kept] ** 2).sum()
+                    self.assertAlmostEqual(np.sqrt(error / norm), stated[field], delta=1e-9, msg=preset)
+
+    def test_everything_else_is_carried_over(self):
+        out = self.dir / "out.h5"
+        self.ok("decompress", self.compressed("fp16", SAMPLE), out)
+        with h5py.File(SAMPLE) as a, h5py.File(out) as b:
+            for name in ("model_id", "num_layers", "num_q_heads", "head_dim", "dtype", "rope_applied", "rope_theta", "sm_scale"):
+                x, y = (v.decode() if isinstance(v, bytes) else v for v in (a.attrs[name], b.attrs[name]))
+                self.assertEqual(x, y, name)
+            names = []
+            a["/seq"].visititems(lambda name, x: names.append(name) if isinstance(x, h5py.Dataset) else None)
+            self.assertTrue(any(n.endswith("/q") for n in names) and any(n.endswith("significance") for n in names))
+            for name in names:
+                x, y = a["/seq"][name], b["/seq"][name]
+                self.assertEqual(x.dtype, y.dtype, name)
+                self.assertTrue(np.array_equal(x, y), name)
+
+    def test_bytes_do_not_depend_on_threads(self):
+        for preset in ("diffkv+huffman", "step"):
+            one = self.compressed(preset, SAMPLE, "--threads", 1).read_bytes()
+            self.assertEqual(one, self.compressed(preset, SAMPLE, "--threads", 5).read_bytes())
+
+    def test_any_flipped_byte_and_any_truncation_fails_verification(self):
+        dump = Dump(seed=self.seed, layers=1, kv_heads=1, q_heads=1, head_dim=8, tokens=5, queries=1).write(self.dir / "in.h5")
+        good = self.compressed("step:window=1", dump).read_bytes()
+        rng = np.random.default_rng(self.seed)
+        names = []
+        for i in range(len(good)):
+            for name, data in ((f"flip{i}.tkv", good[:i] + bytes([good[i] ^ 1 << rng.integers(8)]) + good[i + 1:]),
+                               (f"cut{i}.tkv", good[:i])):
+                (self.dir / name).write_bytes(data)
+                names.append(str(self.dir / name))
+        for first in range(0, len(names), 500):
+            part = names[first:first + 500]
+            r = run("verify", *part)
+            self.assertEqual(r.stdout, "", f"seed {self.seed}: a damaged container passed")
+            self.assertEqual(r.returncode, 1)
+            lines = r.stderr.splitlines()
+            self.assertEqual(len(lines), len(part))
+            for name, line in zip(part, lines):
+                self.assertIn(name + ": ", line)
+        r = run("decompress", self.dir / "flip100.tkv", self.dir / "no.h5")
+        self.expect(r, 3, "flip100.tkv: ")
+        self.assertFalse([p for p in os.listdir(self.dir) if p.startswith("no.h5")])
+
+    def test_verify_tells_damage_from_other_files(self):
+        good = self.compressed("k8v4", SAMPLE)
+        self.expect(run("verify", good), 0, "ok")
+        self.expect(run("verify", SAMPLE), 3, "not a .tkv container")
+        self.expect(run("verify", self.dir / "none.tkv"), 3, "none.tkv")
+        data = bytearray(good.read_bytes())
+        data[len(data) // 2] ^= 4
+        bad = self.dir / "bad.tkv"
+        bad.write_bytes(data)
+        self.expect(run("verify", bad), 1, "bad.tkv: ", "layer ", "head ", "checksum does not match")
+        r = run("verify", "--json", good, bad)
+        self.assertEqual(r.returncode, 1)
+        self.assertEqual([f["ok"] for f in json.loads(r.stdout)["files"]], [True, False])
+        data = bytearray(good.read_bytes())
+        data[8] = 1
+        bad.write_bytes(data)
+        self.expect(run("verify", bad), 1, "major version 1 is not known")
+
+    def test_what_cannot_be_compressed_is_refused_and_leaves_nothing(self):
+        out = self.dir / "z.tkv"
+        for preset in ("zstd-fp16", "zstd-codes:of=k4v4"):
+            self.expect(run("compress", "--preset", preset, SAMPLE, out), 2, preset)
+        self.expect(run("compress", "--preset", "k9v9", SAMPLE, out), 2, "k9v9")
+        self.expect(run("compress", "--preset", "step:basis=matrix", SAMPLE, out), 3, "profile")
+        self.expect(run("compress", "--preset", "k8v4", self.dir / "none.h5", out), 3, "none.h5")
+        plain = Dump(seed=self.seed, queries=0).write(self.dir / "plain.h5")
+        self.expect(run("compress", "--preset", "step", plain, out), 3, "q")
+        self.assertEqual(sorted(os.listdir(self.dir)), ["plain.h5"])
+
+    def test_json_summaries(self):
+        j = json.loads(self.ok("compress", "--json", "--preset", "k8v4", SAMPLE, self.dir / "a.tkv"))
+        self.assertEqual(j["schema"], "tierkv.compress/1")
+        self.assertEqual(j["file_bytes"], pathlib.Path(self.dir / "a.tkv").stat().st_size)
+        self.assertAlmostEqual(j["ratio"], 16 / j["bits_per_value"])
+        self.assertEqual(sum(j["tiers"].values()), 1)
+        j = json.loads(self.ok("decompress", "--json", self.dir / "a.tkv", self.dir / "o.h5"))
+        self.assertEqual((j["schema"], j["preset"], j["dtype"]), ("tierkv.decompress/1", "k8v4", "float16"))
+
+
+if __name__ == "__main__":
+    main()
