@@ -60,7 +60,7 @@ class Analyze(CliTest):
         dump = Dump(seed=self.seed, dtype="float32", tokens=300)
         path = self.dir / "bfloat16.h5"
         with h5py.File(path, "w") as f:
-            f.attrs.update(dump.attrs)
+            f.attrs.update(dump.attrs, dtype="bfloat16")
             for name, array in dump.data.items():
                 if array.ndim == 3:
                     space = h5py.h5s.create_simple(array.shape)

@@ -50,7 +50,8 @@ Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLay
   out->plans.resize(layout.num_kv_heads);
   out->context.resize(layout.num_kv_heads);
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    if (Status s = plan_row(scheme, data.tokens, data.significance[h], &out->plans[h]); !s) return s;
+    if (Status s = plan_row(scheme, data.tokens, data.significance[h], &out->plans[h]); !s)
+      return s;
     const RowProfile statistics =
         profile != nullptr ? profile->row(data.layer, h) : measure_row(data, h, layout.head_dim);
     if (Status s = prepare_row(scheme, statistics, layout, &out->context[h]); !s) return s;
