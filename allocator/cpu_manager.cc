@@ -47,16 +47,27 @@ struct RingPart {
   }
 };
 
+// Calls visit(slot, is_recorded) for every dropped page of the row, in order.
+template <class Visit>
+void visit_dropped(const PageAllocator& a, const RowDrop& drop, Visit visit) {
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    const bool is_left = (s & 1) == 0;
+    const int32_t last = drop.first[s] + drop.length[s] - 1;
+    for (int32_t k = 0; k < drop.length[s]; ++k) {
+      const int32_t index = is_left ? drop.first[s] + k : last - k;
+      visit(a.shape.table.slot_of(s, index), index < drop.recorded[s]);
+    }
+  }
+}
+
 void give_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, RingPart* part) {
   const RowDrop drop = drop_row(a, op, r);
   int32_t* line = a.slots + line_start(a, r.row);
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    for (int32_t slot = drop.first[s]; slot < drop.first[s] + drop.length[s]; ++slot) {
-      a.records[line[slot]].reference_count = 0;
-      part->next() = line[slot];
-      line[slot] = kNoPage;
-    }
-  }
+  visit_dropped(a, drop, [&](int32_t slot, bool is_recorded) {
+    if (is_recorded) a.records[line[slot]].reference_count = 0;
+    part->next() = line[slot];
+    line[slot] = kNoPage;
+  });
   finish_drop(a, op, r, drop);
 }
 
@@ -113,8 +124,9 @@ CpuManager::Part CpuManager::survey(const PageAllocator& a, const PageOp& op,
   for (int32_t i = first_row(a, op, thread); i < end; ++i) {
     const BatchRow r = batch_row_at(a, op, i);
     if (r.sequence == kPaddingSequence) continue;
-    StatusCode status = check_sequence(a, op, r);
     RowPlan plan;
+    StatusCode status =
+        is_sequence(a, r.sequence) ? check_sequence(a, op, r) : StatusCode::kOutOfRange;
     if (status == StatusCode::kOk) {
       plan = plan_row(a, op, r);
       status = plan.status;
@@ -127,11 +139,9 @@ CpuManager::Part CpuManager::survey(const PageAllocator& a, const PageOp& op,
     if (!drops_pages(op.kind)) continue;
     const RowDrop drop = drop_row(a, op, r);
     const int32_t* line = a.slots + line_start(a, r.row);
-    for (int32_t s = 0; s < kMaxSides; ++s) {
-      for (int32_t slot = drop.first[s]; slot < drop.first[s] + drop.length[s]; ++slot) {
-        part.shared |= a.records[line[slot]].reference_count != 1;
-      }
-    }
+    visit_dropped(a, drop, [&](int32_t slot, bool is_recorded) {
+      part.shared |= is_recorded && is_frozen(a, line[slot]);
+    });
     part.pages += drop.total;
   }
   return part;
@@ -149,7 +159,7 @@ void CpuManager::apply(const PageAllocator& a, const PageOp& op, int32_t thread)
     if (drops) {
       give_row(a, op, r, &part);
     } else {
-      grow_row(a, r, plan_row(a, op, r), [&part] { return part.next(); });
+      grow_row(a, op, r, plan_row(a, op, r), [&part] { return part.next(); });
     }
   }
 }
@@ -211,7 +221,8 @@ Status CpuManager::run(const PageAllocator& a, const PageOp& op) {
   for (int32_t e = 0; e < op.batch.count; ++e) {
     const int32_t sequence = op.batch.sequences[e];
     if (sequence == kPaddingSequence) continue;
-    a.sequences[sequence] = {naming(a.state->op_number, e), state_after(op.kind), 0};
+    a.sequences[sequence].last_named = naming(a.state->op_number, e);
+    close_sequence(a, op, e);
   }
   a.state->op_number += 1;
   *op.report = report;

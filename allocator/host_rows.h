@@ -9,12 +9,13 @@ namespace tierkv {
 
 // Append, reserve: new pages, each from take(), go to the ends of the row's sides.
 template <class Take>
-void grow_row(const PageAllocator& a, const BatchRow& r, const RowPlan& plan, Take take) {
+void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const RowPlan& plan,
+              Take take) {
   int32_t* line = a.slots + line_start(a, r.row);
   for (int32_t s = 0; s < kMaxSides; ++s) {
     for (int32_t i = plan.pages.of[s] - plan.fresh.of[s]; i < plan.pages.of[s]; ++i) {
       const int32_t page = take();
-      a.records[page] = fresh_record();
+      if (op.kind == PageOpKind::kAppend) a.records[page] = fresh_record();
       line[a.shape.table.slot_of(s, i)] = page;
     }
   }
@@ -30,6 +31,16 @@ inline void move_pages(const PageAllocator& a, const RowDrop& drop, int32_t left
     const int32_t page = line[from];
     line[from] = kNoPage;
     line[a.shape.table.slot_of(left + 1, drop.held.of[left + 1] + i)] = page;
+    a.records[page] = fresh_record();
+  }
+}
+
+// Keep: the reserved pages that stay get their records.
+inline void settle_pages(const PageAllocator& a, const RowDrop& drop) {
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    for (int32_t i = drop.recorded[s]; i < settled_end(drop, s); ++i) {
+      a.records[page_at(a, drop.row, s, i)] = fresh_record();
+    }
   }
 }
 
@@ -41,8 +52,11 @@ inline void finish_drop(const PageAllocator& a, const PageOp& op, const BatchRow
     const PageCopy& copy = op.copies[int64_t{r.batch_row} * kMaxSides + s];
     a.slots[line_start(a, r.row) + exchanged_slot(a, drop, s)] = copy.target;
   }
-  move_pages(a, drop, 0);
-  move_pages(a, drop, 2);
+  if (op.kind == PageOpKind::kKeep) {
+    settle_pages(a, drop);
+    move_pages(a, drop, 0);
+    move_pages(a, drop, 2);
+  }
   a.tokens[r.row] = drop.tokens;
   a.pages[r.row] = drop.pages;
 }

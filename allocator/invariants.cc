@@ -25,13 +25,15 @@ bool is_state(SequenceState s) {
 Status InvariantChecker::check(const PageAllocator& a) {
   const auto pages = static_cast<size_t>(a.shape.num_pages);
   tables_.assign(pages, 0);
-  in_ring_.assign(pages, 0);
+  holder_.assign(pages, Holder::kTables);
   if (Status s = check_ring(a); !s) return s;
   for (int32_t q = 0; q < a.shape.table.num_sequences; ++q) {
-    const SequenceState state = a.sequences[q].state;
-    if (!is_state(state)) return broken("a sequence has one of three states", "sequence", q);
+    const SequenceEntry& sequence = a.sequences[q];
+    if (!is_state(sequence.state))
+      return broken("a sequence has one of three states", "sequence", q);
     for (int32_t w = 0; w < a.shape.table.rows_per_sequence; ++w) {
-      if (Status s = check_row(a, q * a.shape.table.rows_per_sequence + w, state); !s) return s;
+      const int32_t row = q * a.shape.table.rows_per_sequence + w;
+      if (Status s = check_row(a, row, sequence); !s) return s;
     }
   }
   if (Status s = check_records(a); !s) return s;
@@ -50,13 +52,15 @@ Status InvariantChecker::check_ring(const PageAllocator& a) {
   for (int32_t i = 0; i < free_pages(c); ++i) {
     const int32_t page = a.ring.ids[ring_advance(base, i, a.shape.num_pages)];
     if (!is_page(a, page)) return broken("the free ring holds page ids", "position", c.start + i);
-    if (in_ring_[page]) return broken("a free page is in the ring once", "page", page);
-    in_ring_[page] = 1;
+    if (holder_[page] == Holder::kRing)
+      return broken("a free page is in the ring once", "page", page);
+    holder_[page] = Holder::kRing;
   }
   return Status::ok();
 }
 
-Status InvariantChecker::check_row(const PageAllocator& a, int32_t row, SequenceState state) {
+Status InvariantChecker::check_row(const PageAllocator& a, int32_t row,
+                                   const SequenceEntry& sequence) {
   const PageTableShape& shape = a.shape.table;
   const SideCounts& pages = a.pages[row];
   const SideCounts& tokens = a.tokens[row];
@@ -69,7 +73,7 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row, Sequence
       return broken("the pages of a side hold its tokens", "row", row);
     }
   }
-  if (state == SequenceState::kFree && (pages != SideCounts{} || tokens != SideCounts{})) {
+  if (sequence.state == SequenceState::kFree && (pages != SideCounts{} || tokens != SideCounts{})) {
     return broken("a free sequence holds nothing", "row", row);
   }
   int32_t used = 0;
@@ -79,7 +83,12 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row, Sequence
     used += static_cast<int32_t>(both);
   }
   for (int32_t s = 0; s < shape.num_sides; ++s) {
-    if (Status status = check_line(a, row, s); !status) return status;
+    const int32_t reserved = sequence.reserved.of[s];
+    if (reserved < 0 || reserved > pages.of[s] ||
+        (reserved > 0 && sequence.state != SequenceState::kReserved)) {
+      return broken("a reserved sequence holds what it reserved", "row", row);
+    }
+    if (Status status = check_line(a, row, s, reserved); !status) return status;
   }
   int32_t filled = 0;
   for (int32_t i = 0; i < shape.row_stride(); ++i) {
@@ -88,12 +97,19 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row, Sequence
   return filled == used ? Status::ok() : broken("slots beyond the counts are empty", "row", row);
 }
 
-Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t side) {
+Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t side,
+                                    int32_t reserved) {
   const int32_t full = a.tokens[row].of[side] / a.shape.table.tokens_per_page[side];
   for (int32_t i = 0; i < a.pages[row].of[side]; ++i) {
     const int32_t page = page_at(a, row, side, i);
     if (!is_page(a, page)) return broken("the counts' slots hold page ids", "row", row);
-    if (in_ring_[page]) return broken("a page of a table is not free", "page", page);
+    if (holder_[page] == Holder::kRing)
+      return broken("a page of a table is not free", "page", page);
+    if (i >= a.pages[row].of[side] - reserved) {
+      if (holder_[page] == Holder::kReserve) return broken("a page is reserved once", "page", page);
+      holder_[page] = Holder::kReserve;
+      continue;
+    }
     if (i >= full && a.records[page].reference_count > 1) {
       return broken("only full pages are shared", "page", page);
     }
@@ -107,10 +123,11 @@ Status InvariantChecker::check_records(const PageAllocator& a) const {
     if (a.records[p].reference_count != tables_[p]) {
       return broken("a page is in as many tables as its reference count says", "page", p);
     }
-    if ((tables_[p] == 0) != (in_ring_[p] != 0)) {
-      return broken("a page is in the ring or in a table", "page", p);
+    if ((tables_[p] > 0) != (holder_[p] == Holder::kTables)) {
+      return broken("a page is in the ring, reserved, or in tables", "page", p);
     }
-    if (a.drop_marks[p] != 0) return broken("nothing is left over from an operation", "page", p);
+    if (a.drop_marks[p].last_row != 0 || a.drop_marks[p].count != 0)
+      return broken("nothing is left over from an operation", "page", p);
   }
   return Status::ok();
 }

@@ -33,7 +33,7 @@ Placement place(const AllocatorShape& shape) {
   p.state = next(sizeof(OpState));
   p.ring = next(pages * sizeof(int32_t));
   p.records = next(pages * sizeof(PageRecord));
-  p.drop_marks = next(pages * sizeof(int32_t));
+  p.drop_marks = next(pages * sizeof(DropMark));
   p.total = at;
   return p;
 }
@@ -80,7 +80,7 @@ Result<PageAllocator> make_page_allocator(const AllocatorShape& shape, void* mem
             reinterpret_cast<RingCursors*>(base + p.cursors), shape.num_pages};
   a.state = reinterpret_cast<OpState*>(base + p.state);
   a.records = reinterpret_cast<PageRecord*>(base + p.records);
-  a.drop_marks = reinterpret_cast<int32_t*>(base + p.drop_marks);
+  a.drop_marks = reinterpret_cast<DropMark*>(base + p.drop_marks);
   return a;
 }
 
@@ -93,12 +93,12 @@ Status initialize_host(const PageAllocator& a) {
   for (int64_t i = 0; i < slots; ++i) a.slots[i] = kNoPage;
   for (int64_t r = 0; r < rows; ++r) a.tokens[r] = a.pages[r] = SideCounts{};
   for (int32_t s = 0; s < a.shape.table.num_sequences; ++s) {
-    a.sequences[s] = {0, SequenceState::kFree, 0};
+    a.sequences[s] = {0, SequenceState::kFree, 0, {}};
   }
   fill_ring(a.ring);
   for (int32_t p = 0; p < a.shape.num_pages; ++p) {
     a.records[p] = kEmptyPageRecord;
-    a.drop_marks[p] = 0;
+    a.drop_marks[p] = {0, 0};
   }
   *a.state = {kNoError, 1, 0, 0};
   return Status::ok();

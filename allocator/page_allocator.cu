@@ -16,12 +16,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = first; i < rows * a.shape.table.row_stride(); i += step) a.slots[i] = kNoPage;
   for (int64_t i = first; i < rows; i += step) a.tokens[i] = a.pages[i] = SideCounts{};
   for (int64_t i = first; i < a.shape.table.num_sequences; i += step) {
-    a.sequences[i] = {0, SequenceState::kFree, 0};
+    a.sequences[i] = {0, SequenceState::kFree, 0, {}};
   }
   for (int64_t i = first; i < a.shape.num_pages; i += step) {
     a.ring.ids[i] = static_cast<int32_t>(i);
     a.records[i] = kEmptyPageRecord;
-    a.drop_marks[i] = 0;
+    a.drop_marks[i] = {0, 0};
   }
   if (first != 0) return;
   *a.ring.cursors = {0, a.shape.num_pages};

@@ -13,28 +13,39 @@ TKV_HD bool drops_pages(PageOpKind kind) {
   return kind == PageOpKind::kKeep || kind == PageOpKind::kTruncate || kind == PageOpKind::kRelease;
 }
 
-// One row of keep, truncate or release. `first` and `length` are per side, ascending in the line.
+// One row of keep, truncate or release.
 struct RowDrop {
   int32_t row;
-  SideCounts held;            // pages before
-  SideCounts tokens;          // after
-  SideCounts pages;           // after
-  int32_t moved[kMaxTables];  // keep: pages that go from the left to the right side of each table
+  SideCounts held;               // pages before
+  SideCounts tokens;             // after
+  SideCounts pages;              // after
+  int32_t recorded[kMaxSides];   // of the pages held, those before the reserved ones
+  int32_t moved[kMaxTables];     // keep: pages that go from the left to the right side of a table
   int32_t exchanged[kMaxSides];  // truncate: 1 where the last page left is exchanged; its slot is
                                  // among the dropped
-  int32_t first[kMaxSides];
-  int32_t length[kMaxSides];
+  int32_t first[kMaxSides];      // page of the side that is dropped first
+  int32_t length[kMaxSides];     // dropped pages of the side
   int32_t total;
 };
 
-// Slot `j` of the dropped ones, 0 <= j < total, as an offset in the row's line.
-TKV_HD int32_t dropped_slot(const RowDrop& drop, int32_t j) {
-  int32_t slot = 0;
+struct DroppedPage {
+  int32_t slot;      // offset in the row's line
+  bool is_recorded;  // false: reserved, so that no other table can hold it
+};
+
+// Dropped page `j`, 0 <= j < total.
+TKV_HD DroppedPage dropped_page(const PageAllocator& a, const RowDrop& drop, int32_t j) {
+  DroppedPage dropped = {0, false};
   for (int32_t s = 0; s < kMaxSides; ++s) {
-    if (j >= 0 && j < drop.length[s]) slot = drop.first[s] + j;
+    if (j >= 0 && j < drop.length[s]) {
+      // The right sides' pages lie in descending slots.
+      const int32_t step = (s & 1) == 0 ? j : drop.length[s] - 1 - j;
+      const int32_t index = drop.first[s] + step;
+      dropped = {a.shape.table.slot_of(s, index), index < drop.recorded[s]};
+    }
     j -= drop.length[s];
   }
-  return slot;
+  return dropped;
 }
 
 // Slot of the page of `side` that truncate exchanges.
@@ -42,11 +53,18 @@ TKV_HD int32_t exchanged_slot(const PageAllocator& a, const RowDrop& drop, int32
   return a.shape.table.slot_of(side, drop.pages.of[side] - 1);
 }
 
-// The counts and flags of a drop; where its slots lie is place_drop().
+// Keep: the reserved pages of `side` that stay there are `recorded` .. settled_end() - 1.
+TKV_HD int32_t settled_end(const RowDrop& drop, int32_t side) {
+  return (side & 1) == 0 ? drop.pages.of[side] : drop.held.of[side];
+}
+
+// What the row holds before and after; which pages that drops is drop_row().
 TKV_HD RowDrop count_drop(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   RowDrop drop = {};
   drop.row = r.row;
   drop.held = a.pages[r.row];
+  const SideCounts reserved = a.sequences[r.sequence].reserved;
+  for (int32_t s = 0; s < kMaxSides; ++s) drop.recorded[s] = drop.held.of[s] - reserved.of[s];
   if (op.kind == PageOpKind::kRelease) return drop;
   drop.tokens = op.counts[r.batch_row];
   for (int32_t s = 0; s < kMaxSides; ++s) {
@@ -64,18 +82,16 @@ TKV_HD RowDrop count_drop(const PageAllocator& a, const PageOp& op, const BatchR
   return drop;
 }
 
-// Reads counts and copies, not slots or records, which the stages of an operation change one after
-// the other. The operation has been decided: its counts are valid.
+// Reads counts, copies and the sequence, not slots or records, which the stages of an operation
+// change one after the other. The operation has been decided: its counts are valid.
 TKV_HD RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   RowDrop drop = count_drop(a, op, r);
   for (int32_t s = 0; s < kMaxSides; ++s) {
-    const bool is_left = (s & 1) == 0;
-    const int32_t begin = drop.pages.of[s] - drop.exchanged[s];
-    const int32_t end = drop.held.of[s] - (is_left ? drop.moved[s >> 1] : 0);
-    if (end <= begin) continue;
-    drop.first[s] = a.shape.table.slot_of(s, is_left ? begin : end - 1);
-    drop.length[s] = end - begin;
-    drop.total += end - begin;
+    const int32_t moved = (s & 1) == 0 ? drop.moved[s >> 1] : 0;
+    drop.first[s] = drop.pages.of[s] - drop.exchanged[s];
+    const int32_t length = drop.held.of[s] - moved - drop.first[s];
+    drop.length[s] = length > 0 ? length : 0;
+    drop.total += drop.length[s];
   }
   return drop;
 }

@@ -44,11 +44,15 @@ Survey survey_rows(const PageAllocator& a, const PageOp& op) {
   for (int32_t i = 0; i < batch_rows(a, op); ++i) {
     const BatchRow r = batch_row_at(a, op, i);
     if (r.sequence == kPaddingSequence) continue;
+    if (!is_sequence(a, r.sequence)) {
+      survey.fault(i, StatusCode::kOutOfRange);
+      continue;
+    }
+    if (r.within == 0) name_sequence(a, r, &survey);
     if (const StatusCode s = check_sequence(a, op, r); s != StatusCode::kOk) {
       survey.fault(i, s);
       continue;
     }
-    if (r.within == 0) name_sequence(a, r, &survey);
     const RowPlan plan = plan_row(a, op, r);
     if (plan.status != StatusCode::kOk) survey.fault(i, plan.status);
     survey.needed += plan.fresh_total;
@@ -112,7 +116,7 @@ void take_rows(const PageAllocator& a, const PageOp& op) {
     } else if (op.kind == PageOpKind::kTruncate) {
       exchange_row(a, op, r, plan);
     } else if (!drops_pages(op.kind)) {
-      grow_row(a, r, plan, [&] { return take_page(a.ring); });
+      grow_row(a, op, r, plan, [&] { return take_page(a.ring); });
     }
   }
 }
@@ -122,10 +126,10 @@ int32_t drop_pages(const PageAllocator& a, const PageOp& op, const BatchRow& r) 
   int32_t* line = a.slots + line_start(a, r.row);
   int32_t returned = 0;
   for (int32_t j = 0; j < drop.total; ++j) {
-    const int32_t slot = dropped_slot(drop, j);
-    const int32_t page = line[slot];
-    line[slot] = kNoPage;
-    if (--a.records[page].reference_count > 0) continue;
+    const DroppedPage dropped = dropped_page(a, drop, j);
+    const int32_t page = line[dropped.slot];
+    line[dropped.slot] = kNoPage;
+    if (dropped.is_recorded && --a.records[page].reference_count > 0) continue;
     give_page(a.ring, page);
     ++returned;
   }
@@ -166,12 +170,11 @@ Status run_page_op_host(const PageAllocator& a, const PageOp& op) {
   a.state->op_number += 1;
   if (report.status == StatusCode::kOk) {
     take_rows(a, op);
-    for (int32_t i = 0; i < batch_rows(a, op); ++i) {
+    for (int32_t i = 0; drops_pages(op.kind) && i < batch_rows(a, op); ++i) {
       const BatchRow r = batch_row_at(a, op, i);
-      if (r.sequence == kPaddingSequence) continue;
-      if (drops_pages(op.kind)) report.pages_returned += drop_pages(a, op, r);
-      if (r.within == 0) a.sequences[r.sequence].state = state_after(op.kind);
+      if (r.sequence != kPaddingSequence) report.pages_returned += drop_pages(a, op, r);
     }
+    for (int32_t e = 0; e < op.batch.count; ++e) close_sequence(a, op, e);
     report.pages_free = free_pages(*a.ring.cursors);
   }
   *op.report = report;

@@ -26,12 +26,16 @@ __device__ void name_sequence(const PageAllocator& a, const BatchRow& r) {
 __device__ int32_t survey_row(const PageAllocator& a, const PageOp& op, int32_t i) {
   const BatchRow r = batch_row_at(a, op, i);
   if (r.sequence == kPaddingSequence) return 0;
+  if (!is_sequence(a, r.sequence)) {
+    fault(a, i, StatusCode::kOutOfRange);
+    return 0;
+  }
+  if (r.within == 0) name_sequence(a, r);
   const StatusCode status = check_sequence(a, op, r);
   if (status != StatusCode::kOk) {
     fault(a, i, status);
     return 0;
   }
-  if (r.within == 0) name_sequence(a, r);
   const RowPlan plan = plan_row(a, op, r);
   if (plan.status != StatusCode::kOk) fault(a, i, plan.status);
   return plan.fresh_total;
@@ -60,26 +64,25 @@ __device__ PageOp op_of_kind(const OpLaunch& x) {
 }
 
 template <PageOpKind kKind>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ OpLaunch x) {
-  const int32_t i = static_cast<int32_t>(blockIdx.x * kPlanThreads + threadIdx.x);
+__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ OpLaunch x) {
+  let_next_stage_start();
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
   const int32_t pages = i < x.rows ? survey_row(x.a, op_of_kind<kKind>(x), i) : 0;
-  if (i < x.rows) x.scratch.row_pages[i] = pages;
   const int32_t group_pages = warp_sum(pages);
   if (i % kGroupRows == 0 && i < x.rows) x.scratch.group_offsets[i / kGroupRows] = group_pages;
   if (!is_last_cta(&x.a.state->arrived)) return;
-  const int64_t needed = scan_groups<kPlanThreads>(x.scratch.group_offsets, x.groups);
+  const int64_t needed = scan_groups(x.scratch.group_offsets, x.groups);
   if (threadIdx.x == 0) decide_op(x, needed);
 }
 
-__device__ int32_t take_at(const OpLaunch& x, int32_t offset) {
+__device__ int32_t id_at(const OpLaunch& x, int32_t offset) {
   const FreeRing& ring = x.a.ring;
-  const int32_t page =
-      ring.ids[ring_advance(x.scratch.decision->take_index, offset, ring.num_pages)];
-  const PageRecord record = fresh_record();
-  static_assert(sizeof(PageRecord) == sizeof(int4));
-  *reinterpret_cast<int4*>(x.a.records + page) =
-      make_int4(record.reference_count, __float_as_int(record.min_score), record.min_slot,
-                record.min_position);
+  return ring.ids[ring_advance(x.scratch.decision->take_index, offset, ring.num_pages)];
+}
+
+__device__ int32_t take_at(const OpLaunch& x, int32_t offset) {
+  const int32_t page = id_at(x, offset);
+  write_record(x.a, page);
   return page;
 }
 
@@ -113,120 +116,146 @@ __device__ void exchange_row(const OpLaunch& x, const BatchRow& r, const RowPlan
   }
 }
 
-// Open, append, truncate: a thread per row takes a page or two.
+// Open, append, truncate: a thread per row takes a page or two. The plan needs nothing from the
+// stage before it, so it is made again while that stage ends.
 template <PageOpKind kKind>
-__global__ void __launch_bounds__(kPlanThreads) take_kernel(const __grid_constant__ OpLaunch x) {
-  if (!goes_ahead(x)) return;
+__global__ void __launch_bounds__(kThreads) take_kernel(const __grid_constant__ OpLaunch x) {
   const PageOp op = op_of_kind<kKind>(x);
-  const int32_t i = static_cast<int32_t>(blockIdx.x * kPlanThreads + threadIdx.x);
+  if (kKind == PageOpKind::kTruncate) let_next_stage_start();
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
   const BatchRow r = batch_row_at(x.a, op, i < x.rows ? i : 0);
-  const bool is_real = i < x.rows && r.sequence != kPaddingSequence;
+  const bool is_real = i < x.rows && is_sequence(x.a, r.sequence);
   const RowPlan plan = is_real ? plan_row(x.a, op, r) : RowPlan{};
-  int32_t offset = warp_exclusive_sum(plan.fresh_total);
-  if (i >= x.rows) return;
+  const int32_t before = warp_exclusive_sum(plan.fresh_total);
+  wait_for_stage();
+  if (i >= x.rows || !goes_ahead(x)) return;
   if (!is_real) {
     if (kKind == PageOpKind::kTruncate) clear_copies(op, i);
     return;
   }
-  offset += x.scratch.group_offsets[i / kGroupRows];
+  const int32_t offset = x.scratch.group_offsets[i / kGroupRows] + before;
   if (kKind == PageOpKind::kAppend) append_row(x, r, plan, offset);
   if (kKind == PageOpKind::kTruncate) exchange_row(x, r, plan, offset);
-  if (kKind == PageOpKind::kOpen && r.within == 0) {
-    x.a.sequences[r.sequence].state = SequenceState::kLive;
-  }
+  if (kKind == PageOpKind::kOpen && r.within == 0) close_sequence(x.a, op, r.entry);
 }
 
-// Reserve: a warp per row; page k of side s is the next of the row's part of the ring.
-__device__ void reserve_row(const OpLaunch& x, const BatchRow& r, int32_t offset) {
-  const PageAllocator& a = x.a;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
-  const RowPlan plan = plan_reserve(a, x.op, r);
-  __syncwarp();  // every lane has read the counts
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    const int32_t first = plan.pages.of[s] - plan.fresh.of[s];
-    for (int32_t k = lane; k < plan.fresh.of[s]; k += 32) {
-      const int32_t slot = a.shape.table.slot_of(s, first + k);
-      a.slots[line_start(a, r.row) + slot] = take_at(x, offset + k);
-    }
-    offset += plan.fresh.of[s];
-  }
-  if (lane == 0) a.pages[r.row] = plan.pages;
-}
-
-__device__ void fork_row(const OpLaunch& x, const BatchRow& r, int32_t offset) {
-  const PageAllocator& a = x.a;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
-  const RowPlan plan = plan_fork(a, x.op, r);
-  const int32_t source_row = x.op.sources[r.entry] * a.shape.table.rows_per_sequence + r.within;
-  const int32_t* source = a.slots + line_start(a, source_row);
-  int32_t* line = a.slots + line_start(a, r.row);
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    const int32_t shared = plan.pages.of[s] - plan.fresh.of[s];
-    for (int32_t k = lane; k < shared; k += 32) {
-      const int32_t slot = a.shape.table.slot_of(s, k);
-      line[slot] = source[slot];
-      atomicAdd(&a.records[source[slot]].reference_count, 1);
-    }
-    if (lane != 0) continue;
-    PageCopy& copy = copies_of(x.op, r.batch_row)[s];
-    copy = {kNoPage, kNoPage};
-    if (plan.fresh.of[s] == 0) continue;
-    const int32_t slot = a.shape.table.slot_of(s, shared);
-    line[slot] = take_at(x, offset++);
-    copy = {source[slot], line[slot]};
-  }
-  if (lane != 0) return;
-  a.tokens[r.row] = plan.tokens;
-  a.pages[r.row] = plan.pages;
-}
+// The plans of a group and the list of their pages.
+struct GroupPlans {
+  GroupItems pages;  // reserve: new ones. fork: all, shared and new
+  int32_t row[kGroupRows];
+  int32_t source_row[kGroupRows];
+  int32_t offset[kGroupRows];  // of the row's new pages among those of the operation
+  RowPlan plans[kGroupRows];
+};
 
 template <PageOpKind kKind>
-__global__ void __launch_bounds__(kWarpRowThreads, 4)
-    fill_kernel(const __grid_constant__ OpLaunch x) {
-  if (!goes_ahead(x)) return;
+__device__ void load_plans(const OpLaunch& x, GroupPlans* group) {
   const PageOp op = op_of_kind<kKind>(x);
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
-  const int32_t i = static_cast<int32_t>((blockIdx.x * kWarpRowThreads + threadIdx.x) / 32);
-  if (i >= x.rows) return;
-  const int32_t offset = row_offset(x, i);
-  const BatchRow r = batch_row_at(x.a, op, i);
-  if (r.sequence == kPaddingSequence) {
-    if (kKind == PageOpKind::kFork && lane == 0) clear_copies(op, i);
-    return;
+  if (threadIdx.x < kGroupRows) {
+    const int32_t lane = lane_id(), i = static_cast<int32_t>(blockIdx.x) * kGroupRows + lane;
+    const BatchRow r = batch_row_at(x.a, op, i < x.rows ? i : 0);
+    const bool is_real = i < x.rows && r.sequence != kPaddingSequence;
+    const RowPlan plan = is_real ? plan_row(x.a, op, r) : RowPlan{};
+    const int32_t* pages = plan.pages.of;
+    const bool is_fork = kKind == PageOpKind::kFork;
+    group->pages.set(is_fork ? pages[0] + pages[1] + pages[2] + pages[3] : plan.fresh_total);
+    group->row[lane] = is_real ? r.row : -1;
+    group->source_row[lane] =
+        is_real && is_fork ? op.sources[r.entry] * x.a.shape.table.rows_per_sequence + r.within : 0;
+    group->offset[lane] =
+        x.scratch.group_offsets[blockIdx.x] + warp_exclusive_sum(plan.fresh_total);
+    group->plans[lane] = plan;
   }
-  if (kKind == PageOpKind::kFork) {
-    fork_row(x, r, offset);
-  } else {
-    reserve_row(x, r, offset);
-  }
-  if (lane == 0 && r.within == 0) x.a.sequences[r.sequence].state = state_after(kKind);
+  __syncthreads();
 }
 
-uint32_t ctas(int64_t threads, int32_t per_cta) {
-  return static_cast<uint32_t>((threads + per_cta - 1) / per_cta);
+// New page j of the row: side by side, each from its end on.
+__device__ void reserve_item(const OpLaunch& x, const GroupPlans& group, int32_t row, int32_t j) {
+  const RowPlan& plan = group.plans[row];
+  const int32_t page = id_at(x, group.offset[row] + j);
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    const int32_t fresh = plan.fresh.of[s];
+    if (j >= 0 && j < fresh) {
+      const int32_t slot = x.a.shape.table.slot_of(s, plan.pages.of[s] - fresh + j);
+      x.a.slots[line_start(x.a, group.row[row]) + slot] = page;
+    }
+    j -= fresh;
+  }
+}
+
+// Page j of the new row: shared, or the new page for an open one.
+__device__ void fork_item(const OpLaunch& x, const GroupPlans& group, int32_t row, int32_t j) {
+  const RowPlan& plan = group.plans[row];
+  const int32_t* source = x.a.slots + line_start(x.a, group.source_row[row]);
+  int32_t* line = x.a.slots + line_start(x.a, group.row[row]);
+  const int32_t batch_row = static_cast<int32_t>(blockIdx.x) * kGroupRows + row;
+  int32_t offset = group.offset[row];
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    if (j >= 0 && j < plan.pages.of[s]) {
+      const int32_t slot = x.a.shape.table.slot_of(s, j);
+      const bool is_open = plan.fresh.of[s] != 0 && j == plan.pages.of[s] - 1;
+      line[slot] = is_open ? take_at(x, offset) : source[slot];
+      if (is_open) {
+        copies_of(x.op, batch_row)[s] = {source[slot], line[slot]};
+      } else {
+        atomicAdd(&x.a.records[line[slot]].reference_count, 1);
+      }
+    }
+    j -= plan.pages.of[s];
+    offset += plan.fresh.of[s];
+  }
+}
+
+// Reserve, fork: a CTA per group.
+template <PageOpKind kKind>
+__global__ void __launch_bounds__(kThreads, 4) fill_kernel(const __grid_constant__ OpLaunch x) {
+  __shared__ GroupPlans group;
+  wait_for_stage();
+  if (!goes_ahead(x)) return;
+  load_plans<kKind>(x, &group);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.x) * kGroupRows;
+  const int32_t i = first_row + lane_id();
+  const bool owns_row = threadIdx.x < kGroupRows && i < x.rows;
+  if (kKind == PageOpKind::kFork) {
+    if (owns_row) clear_copies(x.op, i);
+    __syncthreads();
+  }
+  for (int32_t item = threadIdx.x; item < group.pages.total(); item += kThreads) {
+    const int32_t row = group.pages.row_of(item), j = item - group.pages.first[row];
+    if (kKind == PageOpKind::kFork) {
+      fork_item(x, group, row, j);
+    } else {
+      reserve_item(x, group, row, j);
+    }
+  }
+  if (!owns_row || group.row[lane_id()] < 0) return;
+  x.a.tokens[group.row[lane_id()]] = group.plans[lane_id()].tokens;
+  x.a.pages[group.row[lane_id()]] = group.plans[lane_id()].pages;
+  const BatchRow r = batch_row_at(x.a, x.op, i);
+  if (r.within == 0) close_sequence(x.a, op_of_kind<kKind>(x), r.entry);
+}
+
+int32_t row_ctas(const OpLaunch& x) {
+  return (x.rows + kThreads - 1) / kThreads;
 }
 
 template <PageOpKind kKind>
 cudaError_t launch_plan(const OpLaunch& x, cudaStream_t stream) {
-  plan_kernel<kKind><<<ctas(x.rows, kPlanThreads), kPlanThreads, 0, stream>>>(x);
+  plan_kernel<kKind><<<static_cast<uint32_t>(row_ctas(x)), kThreads, 0, stream>>>(x);
   return cudaGetLastError();
 }
 
 template <PageOpKind kKind>
 cudaError_t launch_take(const OpLaunch& x, cudaStream_t stream) {
   const cudaError_t planned = launch_plan<kKind>(x, stream);
-  if (planned != cudaSuccess) return planned;
-  take_kernel<kKind><<<ctas(x.rows, kPlanThreads), kPlanThreads, 0, stream>>>(x);
-  return cudaGetLastError();
+  return planned == cudaSuccess ? launch_stage(take_kernel<kKind>, row_ctas(x), x, stream)
+                                : planned;
 }
 
 template <PageOpKind kKind>
 cudaError_t launch_fill(const OpLaunch& x, cudaStream_t stream) {
   const cudaError_t planned = launch_plan<kKind>(x, stream);
-  if (planned != cudaSuccess) return planned;
-  fill_kernel<kKind>
-      <<<ctas(int64_t{x.rows} * 32, kWarpRowThreads), kWarpRowThreads, 0, stream>>>(x);
-  return cudaGetLastError();
+  return planned == cudaSuccess ? launch_stage(fill_kernel<kKind>, x.groups, x, stream) : planned;
 }
 
 cudaError_t launch_op(const OpLaunch& x, cudaStream_t stream) {
@@ -253,48 +282,62 @@ cudaError_t launch_op(const OpLaunch& x, cudaStream_t stream) {
   return status == cudaSuccess ? launch_drop(x, stream) : status;
 }
 
-struct ScratchPlacement {
-  size_t row_pages, group_offsets, total;
-};
+size_t padded(size_t bytes) {
+  return (bytes + kAllocatorAlignment - 1) / kAllocatorAlignment * kAllocatorAlignment;
+}
 
-ScratchPlacement place_scratch(const AllocatorShape& shape, int32_t batch) {
-  const auto padded = [](size_t bytes) {
-    return (bytes + kAllocatorAlignment - 1) / kAllocatorAlignment * kAllocatorAlignment;
-  };
-  const size_t rows = static_cast<size_t>(batch) * shape.table.rows_per_sequence;
-  ScratchPlacement p{};
-  p.row_pages = padded(sizeof(OpDecision));
-  p.group_offsets = p.row_pages + padded(rows * sizeof(int32_t));
-  p.total = p.group_offsets + padded((rows + kGroupRows - 1) / kGroupRows * sizeof(int32_t));
-  return p;
+int64_t groups_of(int64_t rows) {
+  return (rows + kGroupRows - 1) / kGroupRows;
 }
 
 }  // namespace
 
+cudaError_t launch_stage(void (*kernel)(OpLaunch), int32_t ctas, const OpLaunch& x,
+                         cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<uint32_t>(ctas));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = x.overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, x);
+}
+
 size_t page_op_workspace_bytes(const AllocatorShape& shape, int32_t max_batch) {
-  return place_scratch(shape, max_batch).total;
+  const int64_t rows = int64_t{max_batch} * shape.table.rows_per_sequence;
+  return padded(sizeof(OpDecision)) + padded(groups_of(rows) * sizeof(int32_t));
 }
 
 Status run_page_op_device(const PageAllocator& a, const PageOp& op,
                           const DeviceWorkspace& workspace, GpuStream stream) {
   if (Status s = validate_op(a, op); !s) return s;
-  const ScratchPlacement p = place_scratch(a.shape, op.batch.count);
   if (workspace.memory == nullptr ||
       reinterpret_cast<uintptr_t>(workspace.memory) % kAllocatorAlignment != 0) {
     return {StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes"};
   }
-  if (workspace.bytes < p.total) {
+  if (workspace.bytes < page_op_workspace_bytes(a.shape, op.batch.count)) {
     return {StatusCode::kBufferTooSmall, "workspace is smaller than page_op_workspace_bytes()"};
   }
-  char* base = static_cast<char*>(workspace.memory);
-  OpLaunch x;
-  x.a = a;
-  x.op = op;
-  x.scratch = {reinterpret_cast<OpDecision*>(base), reinterpret_cast<int32_t*>(base + p.row_pages),
-               reinterpret_cast<int32_t*>(base + p.group_offsets)};
-  x.rows = batch_rows(a, op);
-  x.groups = (x.rows + kGroupRows - 1) / kGroupRows;
-  const cudaError_t status = launch_op(x, stream);
+  int device = 0, major = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (status == cudaSuccess) {
+    char* base = static_cast<char*>(workspace.memory);
+    OpLaunch x;
+    x.a = a;
+    x.op = op;
+    x.scratch = {reinterpret_cast<OpDecision*>(base),
+                 reinterpret_cast<int32_t*>(base + padded(sizeof(OpDecision)))};
+    x.rows = batch_rows(a, op);
+    x.groups = static_cast<int32_t>(groups_of(x.rows));
+    x.overlaps = major >= 9;
+    status = launch_op(x, stream);
+  }
   if (status != cudaSuccess) return {StatusCode::kCuda, cudaGetErrorString(status)};
   return Status::ok();
 }

@@ -1,11 +1,14 @@
-// What the kernels of an operation share: their launch record, the scratch between them, and the
-// scan with which the last CTA of a stage deals out the pages.
+// What the kernels of an operation share: their launch record, the scratch between them, the scan
+// with which the last CTA of a stage deals out the pages, and the list of a group's pages.
 //
 // Every operation starts with a plan stage: a thread per row says how many pages the row takes, a
 // warp adds up its 32 rows (a group), and the CTA that finishes last scans the groups, decides, and
 // advances the cursor. The stages after it read the decision; a row finds its pages at the offset
 // of its group plus the sum of the rows before it in the group. So all-or-nothing costs no barrier
 // across the grid, and no kernel waits for another CTA.
+//
+// Where rows have many pages a CTA works off the pages of its group as one list: short and long
+// rows fill all lanes, and their loads are in flight together.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -17,21 +20,20 @@
 namespace tierkv {
 
 inline constexpr int32_t kGroupRows = 32;
-inline constexpr int32_t kPlanThreads = 256;     // a thread per row
-inline constexpr int32_t kWarpRowThreads = 256;  // a warp per row
-inline constexpr int32_t kCountThreads = 1024;   // a warp per row, a group per CTA
+inline constexpr int32_t kThreads =
+    256;  // of every kernel: as many rows, or the pages of one group
 
 struct OpDecision {
   StatusCode status;
   int32_t take_index;  // of the ring: where the pages it takes start
   int32_t give_index;  // where the pages it gives back go
-  int32_t reserved;
+  int32_t unused;
 };
 
 struct OpScratch {
   OpDecision* decision = nullptr;
-  int32_t* row_pages = nullptr;      // [batch rows] taken or given back
-  int32_t* group_offsets = nullptr;  // [groups] their sum; after the stage, of all groups before
+  int32_t* group_offsets =
+      nullptr;  // [groups] pages taken or given back; after the stage, by all groups before
 };
 
 struct OpLaunch {
@@ -40,7 +42,29 @@ struct OpLaunch {
   OpScratch scratch;
   int32_t rows = 0;
   int32_t groups = 0;
+  bool overlaps = false;  // whether a stage may be launched before the stage it follows has ended
 };
+
+__device__ inline int32_t lane_id() {
+  return static_cast<int32_t>(threadIdx.x) & 31;
+}
+
+// A stage lets the next one start at once, which then waits here for all that the stage wrote. On
+// devices without overlapping launches the stream has waited already.
+__device__ inline void let_next_stage_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+__device__ inline void wait_for_stage() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
+// Launches a stage that begins with (or comes to) wait_for_stage().
+cudaError_t launch_stage(void (*kernel)(OpLaunch), int32_t ctas, const OpLaunch& x,
+                         cudaStream_t stream);
 
 // True in every thread of the CTA that arrives last; what other CTAs wrote before they arrived is
 // then visible with
@@ -59,8 +83,7 @@ __device__ inline bool is_last_cta(uint32_t* arrived) {
 
 // Exclusive prefix sum of sums[0 .. groups) in place, by one CTA; returns the total. A prefix
 // beyond 2^31 is cut: then the total exceeds every pool and nobody reads the prefixes.
-template <int kThreads>
-__device__ int64_t scan_groups(int32_t* sums, int32_t groups) {
+__device__ inline int64_t scan_groups(int32_t* sums, int32_t groups) {
   constexpr int kItems = 4;
   using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage storage;
@@ -85,22 +108,41 @@ __device__ inline int32_t warp_sum(int32_t x) {
 }
 
 __device__ inline int32_t warp_exclusive_sum(int32_t x) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31;
   int32_t sum = x;
   for (int d = 1; d < 32; d <<= 1) {
     const int32_t left = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += left;
+    if (lane_id() >= d) sum += left;
   }
   return sum - x;
 }
 
-// For a warp that works on one row: where the row's pages start among those of the operation.
-__device__ inline int32_t row_offset(const OpLaunch& x, int32_t row) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) & 31, group = row / kGroupRows;
-  const int32_t neighbour = group * kGroupRows + lane;
-  const int32_t before =
-      warp_exclusive_sum(neighbour < x.rows ? x.scratch.row_pages[neighbour] : 0);
-  return x.scratch.group_offsets[group] + __shfl_sync(~0u, before, row % kGroupRows);
+// The items of the group's rows, one row after the other: item first[row] + j is item j of the row.
+struct GroupItems {
+  int32_t first[kGroupRows + 1];
+
+  __device__ int32_t total() const { return first[kGroupRows]; }
+  // By the whole first warp, whose lane is the row.
+  __device__ void set(int32_t row_items) {
+    const int32_t before = warp_exclusive_sum(row_items);
+    first[lane_id()] = before;
+    if (lane_id() == kGroupRows - 1) first[kGroupRows] = before + row_items;
+  }
+  __device__ int32_t row_of(int32_t item) const {
+    int32_t row = 0;
+    for (int32_t step = kGroupRows / 2; step > 0; step /= 2) {
+      if (first[row + step] <= item) row += step;
+    }
+    return row;
+  }
+};
+
+// A fresh record in one access; PageRecord's own alignment would make it four.
+__device__ inline void write_record(const PageAllocator& a, int32_t page) {
+  static_assert(sizeof(PageRecord) == sizeof(int4) && kAllocatorAlignment % sizeof(int4) == 0);
+  const PageRecord record = fresh_record();
+  *reinterpret_cast<int4*>(a.records + page) =
+      make_int4(record.reference_count, __float_as_int(record.min_score), record.min_slot,
+                record.min_position);
 }
 
 // Kernels after the plan stage go ahead only when the operation does.

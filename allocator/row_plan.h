@@ -75,14 +75,17 @@ TKV_HD StatusCode check_state(SequenceState state, bool allow_live, bool allow_r
   return allowed ? StatusCode::kOk : StatusCode::kInvalidArgument;
 }
 
-// Whether the sequence may undergo the operation, repetition aside. The entry is not padding.
+TKV_HD bool is_sequence(const PageAllocator& a, int32_t sequence) {
+  return sequence >= 0 && sequence < a.shape.table.num_sequences;
+}
+
+// Whether the sequence, which is one, may undergo the operation; repetition aside.
 TKV_HD StatusCode check_sequence(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
-  if (r.sequence < 0 || r.sequence >= a.shape.table.num_sequences) return StatusCode::kOutOfRange;
   const SequenceState state = a.sequences[r.sequence].state;
   switch (op.kind) {
     case PageOpKind::kFork: {
       const int32_t source = op.sources[r.entry];
-      if (source < 0 || source >= a.shape.table.num_sequences) return StatusCode::kOutOfRange;
+      if (!is_sequence(a, source)) return StatusCode::kOutOfRange;
       const StatusCode ok = check_state(a.sequences[source].state, true, false);
       if (ok != StatusCode::kOk) return ok;
       return state == SequenceState::kFree ? StatusCode::kOk : StatusCode::kInvalidArgument;
@@ -107,6 +110,15 @@ TKV_HD SequenceState state_after(PageOpKind kind) {
     default:
       return SequenceState::kLive;
   }
+}
+
+// The last thing an operation does to entry `entry` of its batch.
+TKV_HD void close_sequence(const PageAllocator& a, const PageOp& op, int32_t entry) {
+  const int32_t sequence = op.batch.sequences[entry];
+  if (sequence == kPaddingSequence) return;
+  a.sequences[sequence].state = state_after(op.kind);
+  a.sequences[sequence].reserved =
+      op.kind == PageOpKind::kReserve ? op.counts[entry] : SideCounts{};
 }
 
 TKV_HD int64_t line_start(const PageAllocator& a, int32_t row) {

@@ -215,6 +215,7 @@ struct Case {
   HostMemory* start;
   std::vector<BatchOp> ops;
   bool is_chain = false;
+  bool with_cpu = true;
 };
 
 void divide(Times* t, double by) {
@@ -238,7 +239,8 @@ void run_case(Gpu* gpu, const Case& c, int32_t max_threads) {
   DeviceCase device(gpu, *c.start, c.ops);
   device.expect(expected);
   if (!c.is_chain) add("gpu", "cold", 0, device.time(true));
-  if (c.is_chain) add("gpu", "warm", 0, device.time(false));
+  add("gpu", "warm", 0, device.time(false));
+  if (!c.with_cpu) return;
   add("cpu", "warm", 0, time_host(*c.start, expected, c.ops, run_page_op_host));
   for (int32_t threads : {max_threads / 4, max_threads / 2, max_threads}) {
     if (threads < 1) continue;
@@ -271,7 +273,10 @@ void run_prompt(Gpu* gpu, StateMaker* maker, int32_t tokens, int32_t max_threads
   const std::string name = "prompt coordination, " + std::to_string(tokens) + " tokens";
   const BatchOp reserve = maker->reserve(tokens), keep = maker->keep(tokens);
   run_case(gpu, {name, &state, {reserve, keep}}, max_threads);
-  require(StateMaker::run(&state, reserve) && StateMaker::run(&state, keep), "prompt");
+  run_case(gpu, {"  of it the reservation", &state, {reserve}, false, false}, max_threads);
+  require(StateMaker::run(&state, reserve), "reserve");
+  run_case(gpu, {"  of it the return of the surplus", &state, {keep}, false, false}, max_threads);
+  require(StateMaker::run(&state, keep), "keep");
   run_case(
       gpu,
       {"release, " + std::to_string(tokens) + " tokens", &state, {maker->op(PageOpKind::kRelease)}},

@@ -63,11 +63,18 @@ enum class SequenceState : int32_t {
   kReserved = 2,  // between reserve() and keep(): holds pages for tokens that are not planned yet
 };
 
-struct SequenceEntry {
+struct alignas(16) SequenceEntry {
   int64_t last_named;  // by which operation, and at which place of its batch first: finds repeated
                        // sequences
   SequenceState state;
-  int32_t reserved;
+  int32_t unused;
+  SideCounts reserved;  // kReserved: the last pages of each side, of every row, have no record yet
+};
+
+// Between the stages of an operation on the device: who drops a page that several tables hold.
+struct DropMark {
+  int32_t last_row;  // batch row + 1
+  int32_t count;
 };
 
 // What operations carry from one to the next.
@@ -75,7 +82,7 @@ struct OpState {
   int64_t first_error;  // between operations kNoError
   int64_t op_number;    // of the next operation, from 1
   uint32_t arrived;     // CTAs that are done with the current stage; between operations 0
-  uint32_t reserved;
+  uint32_t unused;
 };
 inline constexpr int64_t kNoError = INT64_MAX;
 
@@ -83,12 +90,12 @@ inline constexpr int64_t kNoError = INT64_MAX;
 struct PageAllocator {
   AllocatorShape shape;
   FreeRing ring;
-  int32_t* slots = nullptr;       // [num_rows][row_stride]
-  SideCounts* tokens = nullptr;   // [num_rows]
-  SideCounts* pages = nullptr;    // [num_rows]
-  PageRecord* records = nullptr;  // [num_pages]; the allocator owns reference_count, and empties a
-                                  // page's record when it is taken
-  int32_t* drop_marks = nullptr;  // [num_pages], between operations 0
+  int32_t* slots = nullptr;        // [num_rows][row_stride]
+  SideCounts* tokens = nullptr;    // [num_rows]
+  SideCounts* pages = nullptr;     // [num_rows]
+  PageRecord* records = nullptr;   // [num_pages]; the allocator owns reference_count, and empties a
+                                   // page's record when it is taken (reserved ones: kept)
+  DropMark* drop_marks = nullptr;  // [num_pages], between operations 0
   SequenceEntry* sequences = nullptr;  // [num_sequences]
   OpState* state = nullptr;
 
@@ -164,7 +171,8 @@ struct PageOp {
   static PageOp open(SequenceBatch batch, OpReport* report);
 
   // Prompt phase, first half: `pages` [count] more pages for each side of every row of the
-  // sequence, enough for the worst case (worst_case_pages() on the left side of each table).
+  // sequence, enough for the worst case (worst_case_pages() on the left side of each table). They
+  // get their records only when they are kept: until then no other table can hold them.
   static PageOp reserve(SequenceBatch batch, const SideCounts* pages, OpReport* report);
   // Prompt phase, second half: `tokens` [batch rows] are what each side now holds. Of the left
   // pages the first stay, as many of the last as the right side needs move over, the surplus

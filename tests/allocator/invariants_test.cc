@@ -50,10 +50,19 @@ TEST_F(InvariantsTest, EveryLawCanFail) {
   expect_broken("end - start", [](A a) { a.ring.cursors->start = a.ring.cursors->end + 1; });
   expect_broken("holds page ids", [](A a) { a.ring.ids[8] = 12; });
   expect_broken("in the ring once", [](A a) { a.ring.ids[8] = a.ring.ids[9]; });
-  expect_broken("in the ring or in a table", [](A a) { a.ring.cursors->start += 1; });
+  expect_broken("in the ring, reserved, or in tables", [](A a) { a.ring.cursors->start += 1; });
   expect_broken("not free", [](A a) { a.ring.ids[8] = 0; });
   expect_broken("three states", [](A a) { a.sequences[1].state = static_cast<SequenceState>(9); });
   expect_broken("free sequence", [](A a) { a.sequences[1].state = SequenceState::kFree; });
+  expect_broken("holds what it reserved", [](A a) { a.sequences[0].reserved.of[0] = 1; });
+  expect_broken("holds what it reserved", [](A a) {
+    a.sequences[0].state = SequenceState::kReserved;
+    a.sequences[0].reserved.of[0] = 3;
+  });
+  expect_broken("reference count", [](A a) {
+    a.sequences[0].state = SequenceState::kReserved;
+    a.sequences[0].reserved.of[0] = 1;
+  });
   expect_broken("not negative", [](A a) { a.pages[2].of[0] = -1; });
   expect_broken("shape lacks", [](A a) { a.tokens[0].of[2] = 1; });
   expect_broken("hold its tokens", [](A a) { a.tokens[0].of[0] = 5; });
@@ -63,7 +72,7 @@ TEST_F(InvariantsTest, EveryLawCanFail) {
   expect_broken("only full pages", [](A a) { a.tokens[0].of[1] = 3; });
   expect_broken("reference count", [](A a) { a.records[0].reference_count = 1; });
   expect_broken("reference count", [](A a) { a.records[9].reference_count = 1; });
-  expect_broken("left over", [](A a) { a.drop_marks[3] = 1; });
+  expect_broken("left over", [](A a) { a.drop_marks[3].count = 1; });
   expect_broken("left over", [](A a) { a.state->arrived = 1; });
   expect_broken("left over", [](A a) { a.state->first_error = 0; });
 }

@@ -25,11 +25,9 @@ OpReport Model::run(const PageOp& op) {
   for (int32_t e = 0; e < op.batch.count; ++e) {
     const int32_t sequence = op.batch.sequences[e];
     if (sequence == kPaddingSequence) continue;
-    StatusCode status = admit(op, e);
     const auto* begin = op.batch.sequences;
-    if (status == StatusCode::kOk && std::find(begin, begin + e, sequence) != begin + e) {
-      status = StatusCode::kInvalidArgument;
-    }
+    const bool is_repeated = std::find(begin, begin + e, sequence) != begin + e;
+    StatusCode status = is_repeated ? StatusCode::kInvalidArgument : admit(op, e);
     for (int32_t w = 0; w < per_sequence; ++w) {
       const int32_t i = e * per_sequence + w;
       if (status == StatusCode::kOk) {
@@ -92,7 +90,7 @@ StatusCode Model::run_row(const PageOp& op, int32_t entry, int32_t batch_row, Ro
         for (int32_t i = 0; i < count; ++i) drop_later(batch_row, s, i, row->pages[s][i]);
       }
       *row = {};
-      return StatusCode::kOk;
+      return StatusCode::kOk;  // drop_all() forgets what was reserved
     case PageOpKind::kKeep:
       break;
   }
@@ -134,7 +132,10 @@ StatusCode Model::reserve(const SideCounts& more, Row* row) {
     if (more.of[s] < 0) return StatusCode::kInvalidArgument;
     if (more.of[s] > shape_.table.table_slots[s / 2]) return StatusCode::kOutOfRange;
     if (more.of[s] > 0 && s >= shape_.table.num_sides) return StatusCode::kInvalidArgument;
-    for (int32_t i = 0; i < more.of[s]; ++i) row->pages[s].push_back(take());
+    for (int32_t i = 0; i < more.of[s]; ++i) {
+      row->pages[s].push_back(take());
+      reserved_.insert(row->pages[s].back());
+    }
   }
   return tables_fit(*row) ? StatusCode::kOk : StatusCode::kOutOfRange;
 }
@@ -175,7 +176,10 @@ StatusCode Model::keep(const SideCounts& tokens, Row* row) {
     }
     from.resize(stay);
   }
-  for (int32_t s = 0; s < kMaxSides; ++s) row->tokens[s] = tokens.of[s];
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    row->tokens[s] = tokens.of[s];
+    for (const int32_t page : row->pages[s]) reserved_.erase(page);
+  }
   return StatusCode::kOk;
 }
 
@@ -250,6 +254,7 @@ void Model::drop_all() {
     return a.batch_row != b.batch_row ? a.batch_row < b.batch_row : a.slot < b.slot;
   });
   for (const Drop& drop : drops_) {
+    reserved_.erase(drop.page);
     if (--references_[drop.page] > 0) continue;
     free_.push_back(drop.page);
     ++returned_;
@@ -259,7 +264,8 @@ void Model::drop_all() {
 std::string Model::difference(const PageAllocator& a) const {
   if (free_ids(a) != std::vector<int32_t>(free_.begin(), free_.end())) return "free ring";
   for (size_t p = 0; p < references_.size(); ++p) {
-    if (a.records[p].reference_count != references_[p]) {
+    const bool is_reserved = reserved_.count(static_cast<int32_t>(p)) > 0;
+    if (a.records[p].reference_count != (is_reserved ? 0 : references_[p])) {
       return "reference count of page " + std::to_string(p);
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <deque>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,7 @@ class Model {
   AllocatorShape shape_;
   std::deque<int32_t> free_;
   std::vector<int32_t> references_;
+  std::set<int32_t> reserved_;  // pages that the allocator does not count yet
   std::vector<SequenceState> states_;
   std::vector<Row> rows_;
   std::vector<PageCopy> copies_;

@@ -240,7 +240,7 @@ TEST(GpuAllocator, ReturnsAPageSharedByManyOnce) {
   ASSERT_NO_FATAL_FAILURE(run_both(host, &device, &downloaded, op));
   op = named(PageOpKind::kKeep, {7});
   for (int32_t r = 0; r < rows; ++r)
-    op.counts.push_back({{2 * r, 4 * (63 - r) - r % 4, 20, r % 50}});
+    op.counts.push_back({{2 * r, std::max(0, 4 * (63 - r) - r % 4), 20, r % 50}});
   ASSERT_NO_FATAL_FAILURE(run_both(host, &device, &downloaded, op));
   op = named(PageOpKind::kFork, {});
   for (int32_t q = 0; q <= forks; ++q) {
@@ -250,6 +250,7 @@ TEST(GpuAllocator, ReturnsAPageSharedByManyOnce) {
   }
   op.copies.resize(forks * rows * kMaxSides);
   ASSERT_NO_FATAL_FAILURE(run_both(host, &device, &downloaded, op));
+  EXPECT_EQ(host->sequences[forks].state, SequenceState::kLive);
   op.kind = PageOpKind::kRelease;
   op.copies.clear();
   op.sequences.push_back(7);
