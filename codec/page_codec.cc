@@ -237,9 +237,10 @@ void load_token(const HostPage& page, int32_t slot, TokenCodes* token) {
   token->position = page_position(page, slot);
 }
 
-Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch) {
-  if (Status s = check_batch(page, used, batch); !s) return s;
-  for (int32_t i = 0; i < batch.count; ++i) {
+namespace reference {
+
+Status append_range(const HostPage& page, int32_t used, const TokenBatch& batch, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) {
     TokenCodes token;
     if (StatusCode code = quantize_row(page, batch, i, &token); code != StatusCode::kOk) {
       for (int32_t j = 0; j < i; ++j) clear_slot(page, used + j);
@@ -251,8 +252,12 @@ Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch
   return Status::ok();
 }
 
-Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
-  if (Status s = check_output(page, first_slot, out); !s) return s;
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch) {
+  if (Status s = check_batch(page, used, batch); !s) return s;
+  return append_range(page, used, batch, batch.count);
+}
+
+void decode_range(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
   const int32_t head_dim = page.layout.head_dim();
   for (int32_t i = 0; i < out.count; ++i) {
     TokenCodes token;
@@ -269,8 +274,15 @@ Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput
     if (out.scores != nullptr) out.scores[row] = token.score;
     if (out.positions != nullptr) out.positions[row] = token.position;
   }
+}
+
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+  if (Status s = check_output(page, first_slot, out); !s) return s;
+  decode_range(page, first_slot, out);
   return Status::ok();
 }
+
+}  // namespace reference
 
 void clear_tile(const HostPage& page, int32_t tile_index) {
   const PageLayout& layout = page.layout;

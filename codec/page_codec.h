@@ -73,6 +73,13 @@ Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch
 // gives NaN or infinity, never an error. kInvalidArgument: slots outside the page, a bad dtype.
 Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
 
+// The plain implementations. The ones above use SIMD and write the same bytes; where a value read
+// is NaN, its bits may differ.
+namespace reference {
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch);
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
+}  // namespace reference
+
 // Prepares a slot that is to be written for the first time: clears the tile when the slot is its
 // first.
 Status open_slot(const HostPage& page, int32_t slot);

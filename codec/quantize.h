@@ -57,12 +57,17 @@ TKV_HD float round_half_even(float x) {
 #endif
 }
 
-// Parameters of a group with extrema lo <= hi, both finite. `levels` is 2^bits.
+// Parameters of a group with extrema lo <= hi, both finite. `levels` is 2^bits. Adding 0 turns -0
+// into +0: which of the two a search for the extrema finds depends on its order.
 TKV_HD QuantParams minmax_params(float lo, float hi, int32_t levels) {
+  lo = add_rn(lo, 0.0f);
+  hi = add_rn(hi, 0.0f);
   return {float_to_half(div_rn(add_rn(hi, -lo), static_cast<float>(levels - 1))),
           float_to_half(lo)};
 }
 TKV_HD QuantParams relative_params(float lo, float hi, float step) {
+  lo = add_rn(lo, 0.0f);
+  hi = add_rn(hi, 0.0f);
   return {float_to_half(mul_rn(step, add_rn(hi, -lo))), float_to_half(lo)};
 }
 // False when the fp16 scale or zero point overflowed: kOutOfRange.

@@ -74,6 +74,16 @@ TEST_F(QuantizeTest, ConstantGroupKeepsItsZeroPoint) {
   EXPECT_EQ(dequantize(0, half_to_float(p.scale), half_to_float(p.zero_point)), 0.75f);
 }
 
+TEST_F(QuantizeTest, ParametersDoNotDependOnTheSignOfZero) {
+  for (float lo : {0.0f, -0.0f}) {
+    for (float hi : {0.0f, -0.0f}) {
+      EXPECT_EQ(minmax_params(lo, hi, 16), (QuantParams{0, 0}));
+      EXPECT_EQ(relative_params(lo, hi, 0.1f), (QuantParams{0, 0}));
+    }
+    EXPECT_EQ(minmax_params(lo, 15.0f, 16), (QuantParams{0x3c00, 0}));
+  }
+}
+
 TEST_F(QuantizeTest, BadValuesAreNamedAndWriteNothing) {
   std::vector<float> x = normal(8, 1.0f);
   QuantParams p{7, 7};
