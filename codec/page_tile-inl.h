@@ -2,11 +2,13 @@
 // statement of the same order is code_position().
 //
 // Between tokens and tiles stand two forms:
-//   unit rows  head_dim * bits / 8 bytes per token. 16 bits: the patterns in order. Fewer: for each
-//   dim block, 8 units,
-//              unit j joining the codes of dims j and j + 8 (a unit of 2 bits also those of the
-//              next block), as they share a byte or half-word of the tile.
-//   quads      16 bytes per (word w, g): word w of the four lanes 4g + t.
+//
+//   unit rows: head_dim * bits / 8 bytes per token. 16 bits: the patterns in order. Fewer: 8 units
+//   per dim block, unit j joining the codes of dims j and j + 8 (and, of 2 bits, the same two of
+//   the next block), as they share a byte or half-word of the tile.
+//
+//   quads: 16 bytes per (word w, g): word w of the four lanes 4g + t.
+//
 // Keys: a quad is a piece of one or two unit rows. Values: a quad is a column of the unit rows, so
 // pieces of 8 or 16 rows are transposed. A tile is then quads again, four (two, one) words per lane
 // and access.
