@@ -141,21 +141,28 @@ int32_t Codebook::symbol_count() const {
   return n;
 }
 
-uint32_t table_entry(const Codebook& c, uint32_t symbol, int32_t length) {
+uint16_t table_entry(const Codebook& c, uint32_t symbol) {
   const Digits digits = digits_of(c, symbol);
-  const auto bits = static_cast<uint32_t>(length);
-  if (c.mode == BlockMode::kSingle) return bits | digits.d[0] << 22;
-  return bits | digits.d[0] << 6 | digits.d[1] << 22 | digits.d[2] << 8 | digits.d[3] << 24;
+  const int32_t width = c.mode == BlockMode::kSingle ? 8
+                        : c.mode == BlockMode::kPair ? 5
+                        : c.mode == BlockMode::kQuad ? 2
+                                                     : 4;
+  uint32_t entry = c.lengths[symbol];
+  for (int32_t i = 0; i < c.codes_per_symbol(); ++i) entry |= digits.d[i] << (6 + width * i);
+  return static_cast<uint16_t>(entry);
 }
 
-uint32_t host_codes(const Codebook& c, uint32_t symbol) {
-  const Digits digits = digits_of(c, symbol);
-  if (c.mode == BlockMode::kQuad) {
-    return digits.d[0] | digits.d[1] << 8 | digits.d[2] << 16 | digits.d[3] << 24;
+std::vector<uint32_t> device_table(const Codebook& c) {
+  const std::vector<uint16_t> symbol_of = build_lookup(c.lengths, c.words, c.max_length);
+  std::vector<uint32_t> table;
+  for (uint16_t symbol : symbol_of) {
+    const Digits digits = digits_of(c, symbol);
+    const uint32_t* d = digits.d;
+    const uint32_t fields =
+        c.mode == BlockMode::kSingle ? d[0] << 22 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
+    table.push_back(c.lengths[symbol] | fields);
   }
-  const uint32_t unit = c.mode == BlockMode::kSplit ? 16 : 1;
-  const auto base = static_cast<uint32_t>(c.base);
-  return ((base + unit * digits.d[0]) & 0xffffu) | (base + unit * digits.d[1]) << 16;
+  return table;
 }
 
 Status complete_codebook(Codebook* c) {
@@ -171,19 +178,9 @@ Status complete_codebook(Codebook* c) {
   c->words = assign_code_words(c->lengths);
   c->tree = build_tree(c->lengths, c->words);
   find_cheapest(c);
-  const std::vector<uint16_t> symbol_of = build_lookup(c->lengths, c->words, c->max_length);
-  std::vector<uint32_t> entries(c->lengths.size());
-  c->symbol_codes.resize(c->lengths.size());
-  for (uint32_t s = 0; s < c->lengths.size(); ++s) {
-    entries[s] = table_entry(*c, s, c->lengths[s]);
-    c->symbol_codes[s] = host_codes(*c, s);
-  }
-  c->table.resize(symbol_of.size());
-  c->fast_table.resize(symbol_of.size());
-  for (size_t i = 0; i < symbol_of.size(); ++i) {
-    c->table[i] = entries[symbol_of[i]];
-    const uint16_t s = symbol_of[i];
-    c->fast_table[i] = uint64_t{c->symbol_codes[s]} << 32 | c->lengths[s];
+  c->table.clear();
+  for (uint16_t symbol : build_lookup(c->lengths, c->words, c->max_length)) {
+    c->table.push_back(table_entry(*c, symbol));
   }
   return Status::ok();
 }

@@ -64,12 +64,10 @@ struct Codebook {
   std::vector<uint8_t> lengths;  // [symbols]; 0: absent, its codes are stored as exceptions
 
   // What follows from the lengths; complete_codebook() fills it in.
-  std::vector<uint16_t> words;         // [symbols] code words, first bit in bit 0
-  std::vector<uint16_t> tree;          // [nodes][2], see codec/huffman.h
-  std::vector<uint32_t> table;         // [2^max_length] for the GPU, see table_entry()
-  std::vector<uint64_t> fast_table;    // [2^max_length] for the host: length, symbol_codes << 32
-  std::vector<uint32_t> symbol_codes;  // [symbols] the codes as host_codes() packs them
-  std::vector<uint16_t> cheapest;      // see cheapest_symbol()
+  std::vector<uint16_t> words;     // [symbols] code words, first bit in bit 0
+  std::vector<uint16_t> tree;      // [nodes][2], see codec/huffman.h
+  std::vector<uint16_t> table;     // [2^max_length], see table_entry()
+  std::vector<uint16_t> cheapest;  // see cheapest_symbol()
 
   int32_t codes_per_symbol() const {
     return mode == BlockMode::kSingle ? 1 : mode == BlockMode::kQuad ? 4 : 2;
@@ -85,15 +83,16 @@ struct Codebook {
   }
 };
 
-// A decode table entry: bits 0-5 length, then the digits as the halves of one or two registers:
-// first 6-10, second 22-26, and for kQuad third 8-9, fourth 24-25 (its digits have two bits).
-// Masked with 0x07c007c0 a pair is two fp16 numbers digit * 2^-18, exactly, subnormals included.
-// kSingle has its one digit in bits 22-29.
-uint32_t table_entry(const Codebook& codebook, uint32_t symbol, int32_t length);
+// The decode table, indexed by the next max_length bits. An entry has the length of the code word
+// in bits 0-5 and the digits above, first digit lowest: 8 bits (kSingle), 5 + 5 (kPair), 2 + 2 + 2
+// + 2 (kQuad) or 4 + 4 (kSplit). Shifts by a register look at six bits only, so an entry is a
+// shift.
+uint16_t table_entry(const Codebook& codebook, uint32_t symbol);
 
-// A symbol's codes for the host: first code in the low half, second in the high half, as int16
-// (kSplit: less the low nibbles); kQuad: four digits of a byte each.
-uint32_t host_codes(const Codebook& codebook, uint32_t symbol);
+// The same table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
+// second in 22-26, for kQuad third in 8-9 and fourth in 24-25; kSingle has its digit in bits 22-29.
+// Masked with 0x07c007c0 an entry of kPair is two fp16 numbers digit * 2^-18, exactly.
+std::vector<uint32_t> device_table(const Codebook& codebook);
 
 // Checks mode, levels, base and lengths and fills in the rest: kInvalidArgument with the field.
 Status complete_codebook(Codebook* codebook);

@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstring>
 #include <string>
-#include <type_traits>
 
 #include "codec/coded_block.h"
 #include "codec/huffman.h"
@@ -14,13 +13,6 @@ namespace tierkv {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "words are loaded as they are stored");
-
-// A table decoder reads at most this far past the payload: 256 symbols of 14 bits that start at its
-// end, and the 8 bytes of a window.
-constexpr int32_t kMaxStreamSymbols = kBlockTokens * kSliceDims / kWarpLanes;
-constexpr int32_t kSlackBytes = kMaxStreamSymbols * kMaxCodeLength / 8 + 16;
-constexpr int32_t kStreamsAtOnce = 4;
-constexpr int32_t kSymbolsPerWindow = 4;  // 4 * 14 bits fit the 57 of an unaligned 64-bit load
 
 Status corrupt(const char* what) {
   return Status(StatusCode::kCorrupt, std::string("coded block: ") + what);
@@ -37,9 +29,8 @@ struct Block {
   uint32_t end(int32_t stream) const {
     return stream + 1 < streams() ? begin(stream + 1) : header.payload_bits;
   }
-  int32_t pairs_per_lane() const {
-    return tile_count(header.tokens) * dim_block_count(header.dims) * kPairsPerFragment;
-  }
+  // Of one lane.
+  int32_t pairs_per_tile() const { return dim_block_count(header.dims) * kPairsPerFragment; }
 };
 
 // Fields that are wrong whatever the codebook.
@@ -101,132 +92,61 @@ Status check_match(const CodedBlockHeader& h, int32_t tokens, int32_t dims, cons
   return Status::ok();
 }
 
-// The payload in memory of its own with zeros behind it, so that no window reads past an end.
+// The payload of a coded block in memory of its own with zeros behind it, so that no lookup reads
+// past the block, and its streams.
 struct Payload {
-  uint32_t words[(kMaxPayloadBits + 31) / 32 + kSlackBytes / 4];
+  uint8_t bytes[(kMaxPayloadBits + 31) / 32 * 4 + kPayloadSlackBytes];
+  StreamSet set;
 
-  explicit Payload(const Block& block) {
+  Payload(const Block& block, const Codebook& codebook) {
     const auto used = static_cast<size_t>(block.at.exceptions - block.at.payload);
-    memcpy(words, block.bytes + block.at.payload, used);
-    memset(words + used / 4, 0, kSlackBytes);
+    memcpy(bytes, block.bytes + block.at.payload, used);
+    memset(bytes + used, 0, kPayloadSlackBytes);
+    set.payload = bytes;
+    set.streams = block.streams();
+    for (int32_t i = 0; i < set.streams; ++i) set.position[i] = set.bounds[i] = block.begin(i);
+    set.bounds[set.streams] = block.header.payload_bits;
+    set.symbols =
+        2 * block.pairs_per_tile() / codebook.codes_per_symbol() / codebook.streams_per_lane;
   }
-  // At least 57 bits from `position` on.
-  uint64_t window(uint32_t position) const {
-    uint64_t bits;
-    memcpy(&bits, reinterpret_cast<const uint8_t*>(words) + position / 8, 8);
-    return bits >> (position % 8);
+  // After the last tile.
+  bool at_end() const {
+    uint32_t wrong = 0;
+    for (int32_t i = 0; i < set.streams; ++i) wrong |= set.position[i] ^ set.bounds[i + 1];
+    return wrong == 0;
   }
 };
 
-// Puts the codes of symbol `i` of a stream (Codebook::symbol_codes) into the pairs of its lane.
-template <BlockMode kMode>
-inline void store_symbol(const Codebook& codebook, int32_t stream, int32_t i, uint32_t codes,
-                         LanePairs* out) {
-  const int32_t lane = stream % kWarpLanes, s = stream / kWarpLanes,
-                per_lane = codebook.streams_per_lane;
-  if constexpr (kMode == BlockMode::kSingle) {
-    uint32_t* pair = out->pairs + (per_lane * (i / 2) + s) * kWarpLanes + lane;
-    const auto code = static_cast<uint16_t>(codes);
-    memcpy(reinterpret_cast<uint8_t*>(pair) + 2 * (i % 2), &code, 2);
-  } else if constexpr (kMode == BlockMode::kQuad) {
-    uint32_t* pair = out->pairs + 2 * (per_lane * i + s) * kWarpLanes + lane;
-    const auto code = [&](int32_t d) {
-      return (static_cast<uint32_t>(codebook.base) + (codes >> 8 * d & 3u)) & 0xffffu;
-    };
-    pair[0] = code(0) | code(1) << 16;
-    pair[kWarpLanes] = code(2) | code(3) << 16;
-  } else {
-    out->pairs[(per_lane * i + s) * kWarpLanes + lane] = codes;
-  }
-}
-
-template <BlockMode kMode>
-constexpr int32_t symbols_per_pair_x2() {
-  return kMode == BlockMode::kSingle ? 4 : kMode == BlockMode::kQuad ? 1 : 2;
-}
-
-// Four streams at a time, so that the latencies of their lookups overlap. A symbol moves a position
-// by its length, 14 bits at most, whatever the bits are: positions are compared at the ends only.
-template <BlockMode kMode>
-bool decode_with_table(const Block& block, const Codebook& codebook, int32_t symbols,
-                       LanePairs* out) {
-  const Payload payload(block);
-  const uint64_t* table = codebook.fast_table.data();
-  const uint64_t mask = codebook.fast_table.size() - 1;
-  uint32_t wrong = 0;
-  for (int32_t first = 0; first < block.streams(); first += kStreamsAtOnce) {
-    uint32_t position[kStreamsAtOnce];
-    for (int32_t k = 0; k < kStreamsAtOnce; ++k) position[k] = block.begin(first + k);
-    const auto decode = [&](int32_t i, auto count) {
-      for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
-        uint64_t bits = payload.window(position[k]);
-        for (int32_t j = 0; j < count; ++j) {
-          const uint64_t entry = table[bits & mask];
-          bits >>= entry & 63;
-          position[k] += static_cast<uint32_t>(entry);
-          store_symbol<kMode>(codebook, first + k, i + j, static_cast<uint32_t>(entry >> 32), out);
-        }
-      }
-    };
-    int32_t i = 0;
-    for (; i + kSymbolsPerWindow <= symbols; i += kSymbolsPerWindow) {
-      decode(i, std::integral_constant<int32_t, kSymbolsPerWindow>{});
-    }
-    for (; i < symbols; ++i) decode(i, std::integral_constant<int32_t, 1>{});
-    for (int32_t k = 0; k < kStreamsAtOnce; ++k) wrong |= position[k] ^ block.end(first + k);
-  }
-  return wrong == 0;
-}
-
-template <BlockMode kMode>
-bool decode_with_tree(const Block& block, const Codebook& codebook, int32_t symbols,
-                      LanePairs* out) {
-  const Payload payload(block);
-  uint16_t found[kMaxStreamSymbols + 1];
-  for (int32_t s = 0; s < block.streams(); ++s) {
-    const int64_t n =
-        decode_tree(payload.words, block.begin(s), block.end(s), codebook.tree, symbols, found);
-    if (n != symbols) return false;
-    for (int32_t i = 0; i < symbols; ++i) {
-      store_symbol<kMode>(codebook, s, i, codebook.symbol_codes[found[i]], out);
-    }
-  }
-  return true;
-}
-
-template <BlockMode kMode>
-bool decode_streams(const Block& block, const Codebook& codebook, DecodePath path, LanePairs* out) {
-  const int32_t symbols =
-      block.pairs_per_lane() * symbols_per_pair_x2<kMode>() / 2 / codebook.streams_per_lane;
-  return path == DecodePath::kTree ? decode_with_tree<kMode>(block, codebook, symbols, out)
-                                   : decode_with_table<kMode>(block, codebook, symbols, out);
-}
-
-// Raw tiles of `bits` a code as pairs: out = base + value, or with base absent out + value. Sums
-// are taken modulo 2^16 in both halves.
-void add_raw_tiles(const Block& block, int32_t bits, const uint8_t* tiles, LanePairs* out) {
-  const int32_t blocks = dim_block_count(block.header.dims);
-  const TileLayout layout = raw_tile(bits, blocks);
-  const Component component = block.header.component;
-  const uint32_t mask = ((1u << bits) - 1u) * 0x10001u;
+// Adds the values of a raw tile to the codes, modulo 2^16.
+void add_raw_tile(const CodedBlockHeader& h, int32_t bits, const uint8_t* tile,
+                  TilePlanes* planes) {
+  const TileLayout layout = raw_tile(bits, dim_block_count(h.dims));
+  const uint32_t mask = (1u << bits) - 1u;
   const auto place = [&](int32_t f, int32_t r, int32_t lane) {
-    const PairPosition p = pair_position(component, 0, f, r, lane);
-    return code_position(layout, component, p.token, p.dim);
+    const PairPosition p = pair_position(h.component, 0, f, r, lane);
+    return code_position(layout, h.component, p.token, p.dim);
   };
-  for (int32_t f = 0; f < blocks; ++f) {
+  for (int32_t f = 0; f < dim_block_count(h.dims); ++f) {
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
       const CodePosition at = place(f, r, 0);
       const int32_t lane_stride = place(f, r, 1).byte - at.byte;
-      for (int32_t tile = 0; tile < tile_count(block.header.tokens); ++tile) {
-        const uint8_t* word = tiles + tile * layout.bytes() + at.byte;
-        uint32_t* pairs = out->pairs + ((tile * blocks + f) * kPairsPerFragment + r) * kWarpLanes;
-        for (int32_t lane = 0; lane < kWarpLanes; ++lane, word += lane_stride) {
-          const uint32_t a = pairs[lane], b = load_u32(word) >> at.bit & mask;
-          pairs[lane] = ((a & 0x7fff7fffu) + (b & 0x7fff7fffu)) ^ ((a ^ b) & 0x80008000u);
-        }
+      const uint8_t* word = tile + at.byte;
+      uint16_t* first = planes->first + (f * kPairsPerFragment + r) * kWarpLanes;
+      uint16_t* second = planes->second + (f * kPairsPerFragment + r) * kWarpLanes;
+      for (int32_t lane = 0; lane < kWarpLanes; ++lane, word += lane_stride) {
+        // The second code of a pair lies 16 bits above the first.
+        const uint32_t pair = load_u32(word) >> at.bit;
+        first[lane] = static_cast<uint16_t>(first[lane] + (pair & mask));
+        second[lane] = static_cast<uint16_t>(second[lane] + (pair >> 16 & mask));
       }
     }
   }
+}
+
+SliceCodes tile_of(const SliceCodes& slice, int32_t tile) {
+  const int32_t first = tile * kTileTokens;
+  return {slice.codes + first * slice.stride, std::min(kTileTokens, slice.tokens - first),
+          slice.dims, slice.stride};
 }
 
 bool apply_exceptions(const Block& block, const SliceCodes& out) {
@@ -245,37 +165,84 @@ bool apply_exceptions(const Block& block, const SliceCodes& out) {
   return true;
 }
 
-Status decode_slice(const Block& block, const Codebook& codebook, DecodePath path,
-                    const SliceCodes& out) {
-  const CodedBlockHeader& h = block.header;
-  LanePairs pairs;
-  bool whole = true;
-  switch (h.mode) {
-    case BlockMode::kSingle:
-      whole = decode_streams<BlockMode::kSingle>(block, codebook, path, &pairs);
-      break;
-    case BlockMode::kPair:
-      whole = decode_streams<BlockMode::kPair>(block, codebook, path, &pairs);
-      break;
-    case BlockMode::kQuad:
-      whole = decode_streams<BlockMode::kQuad>(block, codebook, path, &pairs);
-      break;
-    case BlockMode::kSplit:
-      whole = decode_streams<BlockMode::kSplit>(block, codebook, path, &pairs);
-      if (whole) add_raw_tiles(block, 4, block.bytes + block.at.low_plane, &pairs);
-      break;
-    default: {
-      const auto base = static_cast<uint32_t>(static_cast<uint16_t>(h.base));
-      std::fill_n(pairs.pairs, block.pairs_per_lane() * kWarpLanes, base * 0x10001u);
-      add_raw_tiles(block, raw_bits(h.mode), block.bytes + block.at.payload, &pairs);
+Status wrong_end() {
+  return corrupt("a stream does not end where the next one starts");
+}
+
+// The tiles of a coded block, from their entries on.
+class TileFinisher {
+ public:
+  TileFinisher(const Block& block, const Codebook& codebook, DecodePath path, const SliceCodes& out)
+      : block_(block), codebook_(codebook), path_(path), out_(out) {}
+
+  void finish(int32_t tile, int32_t symbols, const uint16_t* entries) {
+    const CodedBlockHeader& h = block_.header;
+    const SliceCodes out = tile_of(out_, tile);
+    if (h.mode == BlockMode::kPair && path_ == DecodePath::kTable) {
+      return scatter_pair_entries(codebook_, entries, out);
+    }
+    TilePlanes planes;
+    expand_entries(codebook_, symbols, entries, &planes);
+    if (h.mode == BlockMode::kSplit) {
+      const int32_t bytes = raw_tile(4, dim_block_count(h.dims)).bytes();
+      add_raw_tile(h, 4, block_.bytes + block_.at.low_plane + tile * bytes, &planes);
+    }
+    if (path_ == DecodePath::kTree) {
+      scatter_tile_reference(planes, h.component, out);
+    } else {
+      scatter_tile(planes, h.component, out);
     }
   }
-  if (!whole) return corrupt("a stream does not end where the next one starts");
+
+ private:
+  const Block& block_;
+  const Codebook& codebook_;
+  DecodePath path_;
+  SliceCodes out_;
+};
+
+Status decode_coded(const Block& block, const Codebook& codebook, DecodePath path,
+                    const SliceCodes& out) {
+  const int32_t tiles = tile_count(block.header.tokens);
+  Payload payload(block, codebook);
+  StreamSet& set = payload.set;
+  TileFinisher finisher(block, codebook, path, out);
   if (path == DecodePath::kTree) {
-    scatter_pairs_reference(pairs, h.component, out);
-  } else {
-    scatter_pairs(pairs, h.component, out);
+    std::vector<uint16_t> entries(static_cast<size_t>(kTileEntries) * tiles);
+    if (!decode_tiles_reference(codebook, set, tiles, entries.data())) return wrong_end();
+    for (int32_t tile = 0; tile < tiles; ++tile) {
+      finisher.finish(tile, set.symbols, entries.data() + tile * kTileEntries);
+    }
+    return Status::ok();
   }
+  // Tile by tile, so that the codes in flight stay in the first-level cache.
+  alignas(64) uint16_t entries[kTileEntries];
+  for (int32_t tile = 0; tile < tiles; ++tile) {
+    decode_tile(codebook, &set, entries);
+    finisher.finish(tile, set.symbols, entries);
+  }
+  return payload.at_end() ? Status::ok() : wrong_end();
+}
+
+void decode_raw(const Block& block, const SliceCodes& out) {
+  const CodedBlockHeader& h = block.header;
+  const int32_t bits = raw_bits(h.mode), bytes = raw_tile(bits, dim_block_count(h.dims)).bytes();
+  for (int32_t tile = 0; tile < tile_count(h.tokens); ++tile) {
+    TilePlanes planes;
+    std::fill_n(planes.first, kTilePairs, static_cast<uint16_t>(h.base));
+    std::fill_n(planes.second, kTilePairs, static_cast<uint16_t>(h.base));
+    add_raw_tile(h, bits, block.bytes + block.at.payload + tile * bytes, &planes);
+    scatter_tile(planes, h.component, tile_of(out, tile));
+  }
+}
+
+Status decode_slice(const Block& block, const Codebook& codebook, DecodePath path,
+                    const SliceCodes& out) {
+  if (is_raw_mode(block.header.mode)) {
+    decode_raw(block, out);
+    return Status::ok();
+  }
+  if (Status s = decode_coded(block, codebook, path, out); !s) return s;
   return apply_exceptions(block, out) ? Status::ok() : corrupt("bad exception");
 }
 

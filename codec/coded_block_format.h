@@ -121,18 +121,22 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
   return at;
 }
 
-// Sum of (i + 1) * word i over the block's 32-bit words, bytes 14-15 taken as zero, modulo the
-// prime 65521: order-independent, so that a warp can compute it, and it changes with any single
-// bit.
+// Sum of (n - i) * word i over the n 32-bit words of the block, bytes 14-15 taken as zero, modulo
+// the prime 65521: a sum of prefix sums on one core, a weighted sum in any order on many, and it
+// changes with any single bit.
 inline constexpr uint32_t kChecksumPrime = 65521;
 TKV_HD uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
-  uint64_t sum = 0;
-  for (int32_t i = 0; i < bytes / 4; ++i) {
-    uint32_t word;
-    memcpy(&word, block + 4 * i, 4);
-    if (i == 3) word &= 0xffffu;
-    sum += static_cast<uint64_t>(i + 1) * word;
+  uint64_t prefix = 0, sum = 0;
+  for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
+    uint32_t words[4];
+    memcpy(words, block + i, sizeof(words));
+    for (uint32_t word : words) {
+      prefix += word;
+      sum += prefix;
+    }
   }
+  const uint64_t stored = static_cast<uint64_t>(load_u16(block + 14)) << 16;
+  sum -= stored * static_cast<uint64_t>(bytes / 4 - 3);
   return static_cast<uint16_t>(sum % kChecksumPrime);
 }
 

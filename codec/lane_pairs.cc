@@ -1,78 +1,77 @@
+// The plain steps. The fast forms are in lane_pairs_simd.cc.
 #include "codec/lane_pairs.h"
 
-#include <algorithm>
 #include <cstring>
 
+#include "codec/huffman.h"
+
 namespace tierkv {
-namespace {
 
-constexpr int32_t kGroups = kWarpLanes / 4;  // lanes of equal t: eight rows of a fragment
-
-// Keys: the four lanes of a group hold eight neighbouring channels of one token.
-void scatter_keys(const uint32_t* lanes, int32_t r, int16_t* tile, int64_t stride) {
-  for (int32_t g = 0; g < kGroups; ++g) {
-    memcpy(tile + (g + 8 * (r % 2)) * stride + 8 * (r / 2), lanes + 4 * g, 16);
-  }
-}
-
-// Values: lanes of equal t hold eight neighbouring channels of two tokens.
-void scatter_values(const uint32_t* lanes, int32_t r, int16_t* tile, int64_t stride) {
-  for (int32_t t = 0; t < 4; ++t) {
-    uint16_t first[kGroups], second[kGroups];
-    for (int32_t g = 0; g < kGroups; ++g) {
-      first[g] = static_cast<uint16_t>(lanes[4 * g + t]);
-      second[g] = static_cast<uint16_t>(lanes[4 * g + t] >> 16);
-    }
-    int16_t* row = tile + (2 * t + 8 * (r / 2)) * stride + 8 * (r % 2);
-    memcpy(row, first, sizeof(first));
-    memcpy(row + stride, second, sizeof(second));
-  }
-}
-
-}  // namespace
-
-void scatter_pairs_reference(const LanePairs& pairs, Component component, const SliceCodes& out) {
-  const bool key = component == Component::kKey;
-  const int32_t tiles = tile_count(out.tokens), blocks = dim_block_count(out.dims);
-  const auto store = [&](int32_t token, int32_t dim, uint32_t code) {
-    if (token < out.tokens && dim < out.dims) {
-      out.codes[token * out.stride + dim] = static_cast<int16_t>(code & 0xffffu);
-    }
-  };
-  for (int32_t p = 0; p < tiles * blocks * kPairsPerFragment; ++p) {
-    const int32_t r = p % kPairsPerFragment, block = p / kPairsPerFragment % blocks;
-    const int32_t tile = p / kPairsPerFragment / blocks;
-    for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
-      const PairPosition at = pair_position(component, tile, block, r, lane);
-      const uint32_t pair = pairs.pairs[p * kWarpLanes + lane];
-      store(at.token, at.dim, pair);
-      store(at.token + !key, at.dim + key, pair >> 16);
+bool decode_tiles_reference(const Codebook& codebook, const StreamSet& set, int32_t tiles,
+                            uint16_t* entries) {
+  uint32_t words[(kMaxPayloadBits + 31) / 32];
+  memcpy(words, set.payload, static_cast<size_t>(set.bounds[set.streams] + 31) / 32 * 4);
+  const int32_t symbols = set.symbols * tiles;
+  uint16_t found[kMaxStreamSymbols + 1];
+  for (int32_t s = 0; s < set.streams; ++s) {
+    const int64_t n =
+        decode_tree(words, set.bounds[s], set.bounds[s + 1], codebook.tree, symbols, found);
+    if (n != symbols) return false;
+    for (int32_t i = 0; i < symbols; ++i) {
+      uint16_t* tile = entries + i / set.symbols * kTileEntries;
+      tile[i % set.symbols * set.streams + s] = table_entry(codebook, found[i]);
     }
   }
+  return true;
 }
 
-void scatter_pairs(const LanePairs& pairs, Component component, const SliceCodes& out) {
-  const int32_t tiles = tile_count(out.tokens), blocks = dim_block_count(out.dims);
-  const bool whole = out.tokens % kTileTokens == 0 && out.dims % kDimBlock == 0;
-  alignas(64) int16_t padded[kBlockTokens * kSliceDims];
-  int16_t* target = whole ? out.codes : padded;
-  const int64_t stride = whole ? out.stride : kSliceDims;
-  const uint32_t* lanes = pairs.pairs;
-  for (int32_t tile = 0; tile < tiles; ++tile) {
-    for (int32_t block = 0; block < blocks; ++block) {
-      int16_t* corner = target + tile * kTileTokens * stride + block * kDimBlock;
-      for (int32_t r = 0; r < kPairsPerFragment; ++r, lanes += kWarpLanes) {
-        if (component == Component::kKey) {
-          scatter_keys(lanes, r, corner, stride);
-        } else {
-          scatter_values(lanes, r, corner, stride);
-        }
+void expand_entries(const Codebook& codebook, int32_t symbols, const uint16_t* entries,
+                    TilePlanes* planes) {
+  const auto base = static_cast<uint32_t>(codebook.base);
+  const int32_t streams = codebook.streams_per_lane * kWarpLanes, n = symbols * streams;
+  uint16_t *first = planes->first, *second = planes->second;
+  const auto code = [base](uint32_t digit) { return static_cast<uint16_t>(base + digit); };
+  switch (codebook.mode) {
+    // With two streams a lane's symbols alternate between them, so entry i of all streams is
+    // already one or two rows of 32 lanes in the order of the pairs.
+    case BlockMode::kPair:
+      for (int32_t i = 0; i < n; ++i) first[i] = code(entries[i] >> 6 & 31u);
+      for (int32_t i = 0; i < n; ++i) second[i] = code(entries[i] >> 11);
+      break;
+    case BlockMode::kSplit:
+      for (int32_t i = 0; i < n; ++i) first[i] = code(16 * (entries[i] >> 6 & 15u));
+      for (int32_t i = 0; i < n; ++i) second[i] = code(16 * (entries[i] >> 10 & 15u));
+      break;
+    case BlockMode::kSingle:  // symbols 2 i and 2 i + 1 of a stream are a pair
+      for (int32_t i = 0; i < n / 2; ++i) {
+        const uint16_t* pair = entries + i / streams * 2 * streams + i % streams;
+        first[i] = code(pair[0] >> 6);
+        second[i] = code(pair[streams] >> 6);
       }
-    }
+      break;
+    default:  // kQuad: an entry is two pairs, 32 apart
+      for (int32_t i = 0; i < n; ++i) {
+        const int32_t pair = i / kWarpLanes * 2 * kWarpLanes + i % kWarpLanes;
+        first[pair] = code(entries[i] >> 6 & 3u);
+        second[pair] = code(entries[i] >> 8 & 3u);
+        first[pair + kWarpLanes] = code(entries[i] >> 10 & 3u);
+        second[pair + kWarpLanes] = code(entries[i] >> 12 & 3u);
+      }
   }
-  if (whole) return;
-  for (int32_t t = 0; t < out.tokens; ++t) {
-    std::copy_n(padded + t * kSliceDims, out.dims, out.codes + t * out.stride);
+}
+
+void scatter_tile_reference(const TilePlanes& planes, Component component, const SliceCodes& out) {
+  const bool key = component == Component::kKey;
+  const auto store = [&](int32_t token, int32_t dim, uint16_t code) {
+    if (token >= out.tokens || dim >= out.dims) return;
+    out.codes[token * out.stride + dim] = static_cast<int16_t>(code);
+  };
+  for (int32_t i = 0; i < dim_block_count(out.dims) * kPairsPerFragment * kWarpLanes; ++i) {
+    const int32_t p = i / kWarpLanes;
+    const PairPosition at =
+        pair_position(component, 0, p / kPairsPerFragment, p % kPairsPerFragment, i % kWarpLanes);
+    store(at.token, at.dim, planes.first[i]);
+    store(at.token + !key, at.dim + key, planes.second[i]);
   }
 }
 
