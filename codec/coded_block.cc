@@ -1,6 +1,7 @@
 #include "codec/coded_block.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 
@@ -11,7 +12,7 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kMaxBlockSymbols = kBlockTokens * kSliceDims;
+constexpr int32_t kMaxBlockCodes = kBlockTokens * kSliceDims;
 constexpr int32_t kExceptionBits = 8 * kExceptionBytes;
 // Digits that are no digits.
 constexpr int16_t kOutside = -1;
@@ -28,7 +29,7 @@ struct Slice {
 
 // A slice as symbols of a codebook, stream after stream.
 struct SymbolPlan {
-  uint16_t symbols[kMaxBlockSymbols];
+  uint16_t symbols[kMaxBlockCodes];
   int32_t symbols_per_stream = 0;
   int64_t payload_bits = 0;
   uint32_t exceptions[kMaxExceptions];
@@ -43,9 +44,10 @@ class SymbolPlanner {
 
   void run() {
     find_digits();
+    find_offsets();
     const int32_t streams = codebook_.streams_per_lane;
     for (int32_t s = 0; s < streams; ++s) {
-      for (int32_t lane = 0; lane < kWarpLanes; ++lane) plan_stream(s, lane);
+      for (int32_t lane = 0; lane < kWarpLanes && plan_->possible; ++lane) plan_stream(s, lane);
     }
     plan_->symbols_per_stream = next_ / (streams * kWarpLanes);
     if (plan_->payload_bits > kMaxPayloadBits) plan_->possible = false;
@@ -56,62 +58,64 @@ class SymbolPlanner {
  private:
   void find_digits() {
     const int32_t shift = codebook_.mode == BlockMode::kSplit ? 4 : 0;
-    std::fill(&digits_[0][0], &digits_[0][0] + kBlockTokens * kSliceDims, kPadding);
+    std::fill_n(digits_, kMaxBlockCodes, kPadding);
+    const auto levels = static_cast<uint32_t>(codebook_.levels);
     for (int32_t t = 0; t < slice_.tokens; ++t) {
+      const int16_t* codes = slice_.codes + t * slice_.stride;
+      int16_t* digits = digits_ + t * kSliceDims;
       for (int32_t d = 0; d < slice_.dims; ++d) {
-        const int32_t above = slice_.at(t, d) - codebook_.base;
-        const bool inside = above >= 0 && above < codebook_.levels;
-        digits_[t][d] = inside ? static_cast<int16_t>(above >> shift) : kOutside;
+        const auto above = static_cast<uint32_t>(codes[d] - codebook_.base);
+        digits[d] = above < levels ? static_cast<int16_t>(above >> shift) : kOutside;
+      }
+    }
+  }
+
+  void find_offsets() {
+    partner_ = codebook_.component == Component::kKey ? 1 : kSliceDims;
+    for (int32_t tile = 0; tile < tile_count(slice_.tokens); ++tile) {
+      for (int32_t block = 0; block < dim_block_count(slice_.dims); ++block) {
+        for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+          const PairPosition p = pair_position(codebook_.component, tile, block, r, 0);
+          pair_offset_[pair_count_++] = p.token * kSliceDims + p.dim;
+        }
       }
     }
   }
 
   // The symbols of one stream: every pair of the lane, or with two streams every other symbol.
   void plan_stream(int32_t stream, int32_t lane) {
-    const int32_t tiles = tile_count(slice_.tokens), blocks = dim_block_count(slice_.dims);
     const bool quad = codebook_.mode == BlockMode::kQuad;
-    const int32_t r_step = quad ? 2 : 1, streams = codebook_.streams_per_lane;
-    for (int32_t tile = 0; tile < tiles; ++tile) {
-      for (int32_t block = 0; block < blocks; ++block) {
-        for (int32_t r = r_step * stream; r < kPairsPerFragment; r += r_step * streams) {
-          const PairPosition p = pair_position(codebook_.component, tile, block, r, lane);
-          const PairPosition q = pair_position(codebook_.component, tile, block, r + quad, lane);
-          plan_unit(p, q);
-        }
+    const int32_t pairs_a_symbol = quad ? 2 : 1, streams = codebook_.streams_per_lane;
+    // A lane's pairs lie relative to its first one as lane 0's do.
+    const PairPosition origin = pair_position(codebook_.component, 0, 0, 0, lane);
+    const int32_t from = origin.token * kSliceDims + origin.dim;
+    for (int32_t p = pairs_a_symbol * stream; p < pair_count_; p += pairs_a_symbol * streams) {
+      const int32_t a = from + pair_offset_[p];
+      if (quad) {
+        const int32_t b = from + pair_offset_[p + 1];
+        plan_symbol(std::array{a, a + partner_, b, b + partner_});
+      } else if (codebook_.mode == BlockMode::kSingle) {
+        plan_symbol(std::array{a});
+        plan_symbol(std::array{a + partner_});
+      } else {
+        plan_symbol(std::array{a, a + partner_});
       }
     }
   }
 
-  // One pair at p, or for kQuad the pairs at p and q.
-  void plan_unit(PairPosition p, PairPosition q) {
-    const bool key = codebook_.component == Component::kKey;
-    const PairPosition at[4] = {p, {p.token + !key, p.dim + key}, q, {q.token + !key, q.dim + key}};
-    switch (codebook_.mode) {
-      case BlockMode::kSingle:
-        plan_symbol(at, 1);
-        plan_symbol(at + 1, 1);
-        break;
-      case BlockMode::kQuad:
-        plan_symbol(at, 4);
-        break;
-      default:
-        plan_symbol(at, 2);
-        break;
-    }
-  }
-
-  void plan_symbol(const PairPosition* at, int32_t places) {
-    if (!plan_->possible) return;
-    int32_t digits[4], symbol = 0, weight = 1, lowest = 0;
-    for (int32_t i = 0; i < places; ++i) {
-      digits[i] = digits_[at[i].token][at[i].dim];
-      lowest = std::min(lowest, digits[i]);
+  // One symbol of the codes at these indices (token * kSliceDims + dim).
+  template <size_t kPlaces>
+  void plan_symbol(const std::array<int32_t, kPlaces>& at) {
+    int32_t digits[kPlaces], symbol = 0, weight = 1, signs = 0;
+    for (size_t i = 0; i < kPlaces; ++i) {
+      digits[i] = digits_[at[i]];
+      signs |= digits[i];
       symbol += weight * digits[i];
       weight *= radix_;
     }
-    if (lowest < 0 || codebook_.lengths[symbol] == 0) {
-      symbol = substitute(digits, places);
-      add_exceptions(at, digits, places, symbol);
+    if (signs < 0 || codebook_.lengths[symbol] == 0) {
+      symbol = substitute(digits, kPlaces);
+      add_exceptions(at.data(), digits, kPlaces, symbol);
     }
     plan_->symbols[next_++] = static_cast<uint16_t>(symbol);
     plan_->payload_bits += codebook_.lengths[symbol];
@@ -148,23 +152,21 @@ class SymbolPlanner {
     return best;
   }
 
-  void add_exceptions(const PairPosition* at, const int32_t* digits, int32_t places,
-                      int32_t symbol) {
-    for (int32_t i = 0; i < places; ++i, symbol /= radix_) {
+  void add_exceptions(const int32_t* at, const int32_t* digits, int32_t places, int32_t symbol) {
+    for (int32_t i = 0; i < places && plan_->possible; ++i, symbol /= radix_) {
       const int32_t digit = symbol % radix_;
       if (digits[i] == kPadding || digits[i] == digit) continue;
-      const int32_t above = slice_.at(at[i].token, at[i].dim) - codebook_.base;
+      const int32_t above = slice_.at(at[i] / kSliceDims, at[i] % kSliceDims) - codebook_.base;
       int32_t delta = above - digit;
       // The low plane keeps the low nibble of codes inside and zero for those outside.
       if (codebook_.mode == BlockMode::kSplit) {
         delta = above - 16 * digit - (digits[i] == kOutside ? 0 : above & 15);
       }
-      if (plan_->exception_count == kMaxExceptions || delta < INT16_MIN || delta > INT16_MAX) {
-        plan_->possible = false;
-        return;
-      }
-      const auto index = static_cast<uint32_t>(at[i].token * kSliceDims + at[i].dim);
-      plan_->exceptions[plan_->exception_count++] = index | static_cast<uint32_t>(delta) << 16;
+      plan_->possible =
+          plan_->exception_count < kMaxExceptions && delta >= INT16_MIN && delta <= INT16_MAX;
+      if (!plan_->possible) return;
+      plan_->exceptions[plan_->exception_count++] =
+          static_cast<uint32_t>(at[i]) | static_cast<uint32_t>(delta) << 16;
     }
   }
 
@@ -173,7 +175,9 @@ class SymbolPlanner {
   SymbolPlan* plan_;
   int32_t radix_;
   int32_t next_ = 0;
-  int16_t digits_[kBlockTokens][kSliceDims];
+  int32_t pair_count_ = 0, partner_ = 1;
+  int32_t pair_offset_[kMaxBlockCodes / 2 / kWarpLanes];
+  int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
 };
 
 // Adds values to zeroed raw tiles of `bits` a code.
@@ -192,8 +196,8 @@ void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint
 
 void write_coded(const Slice& slice, const Codebook& codebook, const SymbolPlan& plan,
                  const CodedBlockLayout& at, uint8_t* block) {
-  uint32_t words[kMaxPayloadBits / 32 + 2] = {};
-  BitWriter writer(words);
+  uint8_t payload[(kMaxPayloadBits + 31) / 32 * 4 + 8];
+  BitWriter writer(payload);
   int32_t next = 0;
   for (int32_t stream = 0; stream < kWarpLanes * codebook.streams_per_lane; ++stream) {
     store_u16(block + at.starts + 2 * stream, static_cast<uint32_t>(writer.position()));
@@ -202,10 +206,7 @@ void write_coded(const Slice& slice, const Codebook& codebook, const SymbolPlan&
       writer.put(codebook.words[symbol], codebook.lengths[symbol]);
     }
   }
-  writer.flush();
-  for (int32_t w = 0; w < (at.exceptions - at.payload) / 4; ++w) {
-    store_u32(block + at.payload + 4 * w, words[w]);
-  }
+  memcpy(block + at.payload, payload, static_cast<size_t>(at.exceptions - at.payload));
   if (codebook.mode == BlockMode::kSplit) {
     write_raw_tiles(slice, codebook.component, 4, block + at.low_plane, [&](int32_t code) {
       const int32_t above = code - codebook.base;

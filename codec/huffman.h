@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "tierkv/status.h"
@@ -41,28 +42,24 @@ inline constexpr uint16_t kLeaf = 0x8000;
 std::vector<uint16_t> build_tree(const std::vector<uint8_t>& lengths,
                                  const std::vector<uint16_t>& words);
 
-// Appends code words to zeroed 32-bit words. The caller provides room for all the bits.
+// Appends code words to 32-bit words in memory, which must have room for eight bytes behind the
+// last one: every put stores the word it is in and the next, so that there is no branch to
+// mispredict.
 class BitWriter {
  public:
-  explicit BitWriter(uint32_t* words) : words_(words) {}
+  explicit BitWriter(uint8_t* bytes) : bytes_(bytes) {}
   // length <= 32; bits above it are zero.
   void put(uint32_t bits, int32_t length) {
     pending_ |= static_cast<uint64_t>(bits) << (position_ & 31);
+    memcpy(bytes_ + (position_ >> 5) * 4, &pending_, 8);
     const int64_t before = position_ >> 5;
     position_ += length;
-    if (position_ >> 5 != before) {
-      words_[before] = static_cast<uint32_t>(pending_);
-      pending_ >>= 32;
-    }
-  }
-  // Writes the last partial word.
-  void flush() {
-    if ((position_ & 31) != 0) words_[position_ >> 5] = static_cast<uint32_t>(pending_);
+    pending_ >>= 32 * ((position_ >> 5) - before);
   }
   int64_t position() const { return position_; }
 
  private:
-  uint32_t* words_;
+  uint8_t* bytes_;
   uint64_t pending_ = 0;
   int64_t position_ = 0;
 };

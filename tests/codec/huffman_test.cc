@@ -184,7 +184,7 @@ TEST_F(HuffmanTest, WordsArePrefixFreeAndBothDecodersAgree) {
     }
     std::vector<uint16_t> sent;
     std::vector<uint32_t> bits(700, 0);
-    BitWriter writer(bits.data());
+    BitWriter writer(reinterpret_cast<uint8_t*>(bits.data()));
     const auto start = static_cast<int32_t>(below(33));
     for (int32_t b = 0; b < start; ++b) writer.put(static_cast<uint32_t>(below(2)), 1);
     while (sent.size() < 1000) {
@@ -193,7 +193,6 @@ TEST_F(HuffmanTest, WordsArePrefixFreeAndBothDecodersAgree) {
       sent.push_back(s);
       writer.put(words[s], lengths[s]);
     }
-    writer.flush();
     std::vector<uint16_t> found(sent.size() + 1, 0xeeee);
     ASSERT_EQ(decode_tree(bits.data(), start, writer.position(), tree, sent.size(), found.data()),
               static_cast<int64_t>(sent.size()));
@@ -210,14 +209,13 @@ TEST_F(HuffmanTest, WordsArePrefixFreeAndBothDecodersAgree) {
 }
 
 TEST_F(HuffmanTest, BitWriterFillsWordsFromTheLowestBit) {
-  uint32_t words[3] = {0, 0, 0};
-  BitWriter writer(words);
+  uint32_t words[4] = {~0u, ~0u, ~0u, ~0u};
+  BitWriter writer(reinterpret_cast<uint8_t*>(words));
   writer.put(0x5, 3);
   writer.put(0x1fffffff, 29);  // ends exactly at bit 32
   EXPECT_EQ(writer.position(), 32);
   writer.put(0x1, 31);
   writer.put(0x3, 2);  // crosses into the third word
-  writer.flush();
   EXPECT_EQ(words[0], 0xfffffffdu);
   EXPECT_EQ(words[1], 0x80000001u);
   EXPECT_EQ(words[2], 0x1u);
