@@ -167,7 +167,7 @@ Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& i
   impl->info = info;
   const std::string temporary = temporary_name(path);
   errno = 0;
-  impl->file = Handle(H5Fcreate(temporary.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, H5P_DEFAULT));
+  impl->file = create_file(temporary);
   if (!impl->file.ok()) {
     const std::string why = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
     return Status(StatusCode::kIo, path + ": cannot be created" + why);

@@ -159,6 +159,13 @@ std::optional<DType> dtype_of(hid_t type) {
   return std::nullopt;
 }
 
+Handle create_file(const std::string& path) {
+  const Handle access(H5Pcreate(H5P_FILE_ACCESS)), creation(H5Pcreate(H5P_FILE_CREATE));
+  H5Pset_libver_bounds(access.id(), H5F_LIBVER_V110, H5F_LIBVER_V110);
+  H5Pset_obj_track_times(creation.id(), false);
+  return Handle(H5Fcreate(path.c_str(), H5F_ACC_EXCL, creation.id(), access.id()));
+}
+
 Result<Handle> open_file(const std::string& path) {
   // Anything but a regular file could block or never end.
   struct stat info;
@@ -241,7 +248,7 @@ bool write_string_attribute(hid_t object, const char* name, const std::string& v
   H5Tset_size(type.id(), std::max<size_t>(1, value.size()));
   H5Tset_strpad(type.id(), H5T_STR_NULLPAD);
   H5Tset_cset(type.id(), H5T_CSET_UTF8);
-  return write_attribute(object, name, type.id(), value.data());
+  return write_attribute(object, name, type.id(), value.c_str());
 }
 
 namespace {

@@ -40,7 +40,7 @@ class Hdf5Lock {
 // bytes.
 std::string printable(const std::string& text);
 
-// The default output name of a file that is being written, unique to this process and call.
+// The name a file is written under until it is whole, unique to this process and call.
 std::string temporary_name(const std::string& path);
 
 // Any HDF5 identifier; closed by reference count.
@@ -66,6 +66,9 @@ class Handle {
   hid_t id_ = -1;
 };
 
+// A new file, refused where one exists; in HDF5 1.10's format, which has checksums on its metadata.
+Handle create_file(const std::string& path);
+
 // The type a DType is stored as; bfloat16 is a custom 16-bit float (8 exponent bits, 7 mantissa
 // bits).
 Handle hdf5_type(DType t);
@@ -82,6 +85,8 @@ Result<double> read_double_attribute(hid_t object, const char* name);
 Result<std::string> read_string_attribute(hid_t object, const char* name);
 bool write_int_attribute(hid_t object, const char* name, int64_t value);
 bool write_double_attribute(hid_t object, const char* name, double value);
+// Of fixed length and UTF-8: texts of variable length lie in HDF5's global heap, which has no
+// checksum and crashes HDF5 when damaged.
 bool write_string_attribute(hid_t object, const char* name, const std::string& value);
 
 // kOk when every component of the path is a hard link, so that nothing outside the file is opened;

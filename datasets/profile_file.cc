@@ -152,7 +152,7 @@ Status write_profile(const std::string& path, const Profile& profile) {
   }
   const Hdf5Lock lock;
   const std::string temporary = temporary_name(path);
-  Handle file(H5Fcreate(temporary.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, H5P_DEFAULT));
+  Handle file = create_file(temporary);
   if (!file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
   // Closed in any case before the temporary file is renamed or removed.
   const bool written = write_all(file, profile);

@@ -1,0 +1,290 @@
+// Dumps whose attributes, shapes, types, filters, chunks and links are drawn from the input, built
+// by HDF5 itself in memory and read through DumpReader. The files are sound HDF5, so whatever goes
+// wrong is the reader's fault and not HDF5's, which is not hardened against malicious bytes.
+#include <hdf5.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "datasets/dump.h"
+#include "datasets/hdf5_dataset.h"
+#include "datasets/zstd_filter.h"
+
+namespace tierkv::datasets {
+namespace {
+
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+  // Zero when the input has ended: the choice that keeps the dump valid.
+  uint8_t byte() { return next_ < size_ ? data_[next_++] : 0; }
+  bool one_in(int n) { return byte() % n == static_cast<uint8_t>(n - 1); }
+  uint64_t word() {
+    uint64_t x = 0;
+    for (int i = 0; i < 8; ++i) x = x << 8 | byte();
+    return x;
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t size_, next_ = 0;
+};
+
+// The valid value most of the time, else one that is close, extreme or anything.
+int64_t vary(Input& in, int64_t valid) {
+  if (!in.one_in(16)) return valid;
+  switch (in.byte() % 6) {
+    case 0:
+      return valid + 1;
+    case 1:
+      return valid - 1;
+    case 2:
+      return 0;
+    case 3:
+      return -valid;
+    case 4:
+      return int64_t{1} << in.byte() % 63;
+    default:
+      return static_cast<int64_t>(in.word());
+  }
+}
+
+void attribute_int(Input& in, hid_t object, const char* name, int64_t valid) {
+  if (in.one_in(32)) return;
+  if (in.one_in(32)) {
+    write_string_attribute(object, name, std::to_string(valid));
+  } else {
+    write_int_attribute(object, name, vary(in, valid));
+  }
+}
+
+void attribute_double(Input& in, hid_t object, const char* name, double valid) {
+  if (in.one_in(32)) return;
+  if (in.one_in(16)) {
+    const uint64_t bits = in.word();
+    std::memcpy(&valid, &bits, sizeof(valid));
+  }
+  write_double_attribute(object, name, valid);
+}
+
+void attribute_string(Input& in, hid_t object, const char* name, std::string valid) {
+  if (in.one_in(32)) return;
+  if (in.one_in(16)) {
+    valid.resize(in.byte());
+    for (char& c : valid) c = static_cast<char>(in.byte());
+  }
+  if (!in.one_in(4)) {
+    write_string_attribute(object, name, valid);
+    return;
+  }
+  const Handle type(H5Tcopy(H5T_C_S1)), space(H5Screate(H5S_SCALAR));
+  H5Tset_size(type.id(), H5T_VARIABLE);
+  const Handle a(H5Acreate2(object, name, type.id(), space.id(), H5P_DEFAULT, H5P_DEFAULT));
+  const char* text = valid.c_str();
+  if (a.ok()) H5Awrite(a.id(), type.id(), &text);
+}
+
+Handle draw_type(Input& in, hid_t valid) {
+  if (!in.one_in(16)) return Handle(H5Tcopy(valid));
+  const hid_t types[] = {H5T_IEEE_F32LE, H5T_IEEE_F64LE, H5T_IEEE_F32BE, H5T_STD_I8LE,
+                         H5T_STD_I16BE,  H5T_STD_U64LE,  H5T_C_S1,       H5T_STD_REF_OBJ};
+  const uint8_t choice = in.byte() % 10;
+  if (choice < 8) return Handle(H5Tcopy(types[choice]));
+  return hdf5_type(choice == 8 ? DType::kBFloat16 : DType::kFloat16);
+}
+
+// Chunks and filters, or contiguous.
+Handle draw_storage(Input& in, const std::vector<hsize_t>& dims) {
+  Handle plist(H5Pcreate(H5P_DATASET_CREATE));
+  if (in.one_in(2)) return plist;
+  std::vector<hsize_t> chunk;
+  for (const hsize_t n : dims) chunk.push_back(1 + in.byte() % std::max<hsize_t>(1, n));
+  H5Pset_chunk(plist.id(), static_cast<int>(chunk.size()), chunk.data());
+  for (int i = in.byte() % 4; i > 0; --i) {
+    const unsigned level = in.byte() % 4;
+    switch (in.byte() % 5) {
+      case 0:
+        H5Pset_deflate(plist.id(), level);
+        break;
+      case 1:
+        H5Pset_shuffle(plist.id());
+        break;
+      case 2:
+        H5Pset_fletcher32(plist.id());
+        break;
+      case 3:
+        H5Pset_filter(plist.id(), kZstdFilterId, 0, 1, &level);
+        break;
+      default:
+        H5Pset_scaleoffset(plist.id(), H5Z_SO_INT, 0);
+    }
+  }
+  return plist;
+}
+
+// Fills a dataset, or leaves it unwritten, or stores one chunk of arbitrary bytes.
+void fill(Input& in, const Handle& d, size_t elements) {
+  if (in.one_in(32)) return;
+  std::vector<double> x(elements);
+  for (size_t i = 0; i < elements; ++i) x[i] = static_cast<double>(i);
+  if (in.one_in(16) && elements > 0) x[in.byte() % elements] = in.one_in(2) ? NAN : -1e30;
+  H5Dwrite(d.id(), H5T_NATIVE_DOUBLE, H5S_ALL, H5S_ALL, H5P_DEFAULT, x.data());
+  if (!in.one_in(8)) return;
+  std::vector<uint8_t> stored(1 + in.byte());
+  for (uint8_t& b : stored) b = in.byte();
+  const hsize_t origin[4] = {0, 0, 0, 0};
+  H5Dwrite_chunk(d.id(), H5P_DEFAULT, in.byte(), origin, stored.size(), stored.data());
+}
+
+void dataset(Input& in, hid_t group, const char* name, hid_t type, std::vector<hsize_t> dims) {
+  if (in.one_in(32)) return;
+  if (in.one_in(32)) {
+    H5Lcreate_soft("/seq", group, name, H5P_DEFAULT, H5P_DEFAULT);
+    return;
+  }
+  if (in.one_in(32)) {
+    H5Lcreate_external("other.h5", "/seq", group, name, H5P_DEFAULT, H5P_DEFAULT);
+    return;
+  }
+  if (in.one_in(32)) {
+    const Handle g = create_group(group, name);
+    return;
+  }
+  // At most a few thousand elements are written; larger extents stay unwritten.
+  if (in.one_in(16)) dims.push_back(1 + in.byte() % 3);
+  if (in.one_in(16)) dims.pop_back();
+  size_t elements = 1;
+  for (hsize_t& n : dims) {
+    n = static_cast<hsize_t>(vary(in, static_cast<int64_t>(n)) & 0x7fffffffffff);
+    elements = n > 4096 || elements > 4096 ? 4097 : elements * n;
+  }
+  const Handle space(dims.empty()
+                         ? H5Screate(H5S_SCALAR)
+                         : H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
+  if (!space.ok()) return;
+  const Handle plist = draw_storage(in, dims), stored = draw_type(in, type);
+  const Handle d(
+      H5Dcreate2(group, name, stored.id(), space.id(), H5P_DEFAULT, plist.id(), H5P_DEFAULT));
+  if (d.ok() && elements <= 4096) fill(in, d, elements);
+}
+
+void layer(Input& in, hid_t group, const CacheLayout& l, hsize_t tokens) {
+  const Handle type = hdf5_type(l.dtype);
+  const hsize_t heads = l.num_kv_heads, q_heads = l.num_q_heads, d = l.head_dim;
+  dataset(in, group, "k", type.id(), {heads, tokens, d});
+  dataset(in, group, "v", type.id(), {heads, tokens, d});
+  if (in.one_in(2)) dataset(in, group, "significance", H5T_IEEE_F32LE, {heads, tokens});
+  if (in.one_in(2)) return;
+  const hsize_t queries = 1 + in.byte() % tokens;
+  dataset(in, group, "q", type.id(), {q_heads, queries, d});
+  dataset(in, group, "q_positions", H5T_STD_I32LE, {queries});
+}
+
+void build(Input& in, hid_t file) {
+  CacheLayout l;
+  l.num_layers = 1 + in.byte() % 2;
+  l.num_kv_heads = 1 + in.byte() % 2;
+  l.num_q_heads = l.num_kv_heads * (1 + in.byte() % 3);
+  l.head_dim = 1 + in.byte() % 9;
+  l.dtype = static_cast<DType>(in.byte() % 3);
+  const Handle root(H5Gopen2(file, "/", H5P_DEFAULT));
+  attribute_string(in, root.id(), "format", "kv-dump");
+  attribute_int(in, root.id(), "format_version", 1);
+  attribute_int(in, root.id(), "num_layers", l.num_layers);
+  attribute_int(in, root.id(), "num_q_heads", l.num_q_heads);
+  attribute_int(in, root.id(), "num_kv_heads", l.num_kv_heads);
+  attribute_int(in, root.id(), "head_dim", l.head_dim);
+  attribute_string(in, root.id(), "dtype", dtype_name(l.dtype));
+  attribute_int(in, root.id(), "rope_applied", 1);
+  attribute_double(in, root.id(), "rope_theta", 10000);
+  attribute_double(in, root.id(), "sm_scale", 0.5);
+  attribute_string(in, root.id(), "model_id", "fuzz");
+  const Handle seq = create_group(file, "seq");
+  const int sequences = 1 + in.byte() % 2;
+  for (int s = 0; s < sequences; ++s) {
+    std::string id(1, static_cast<char>('a' + s));
+    if (in.one_in(16)) id += static_cast<char>(in.byte());
+    const Handle group = create_group(seq.id(), id.c_str());
+    const hsize_t tokens = 1 + in.byte() % 20;
+    attribute_string(in, group.id(), "kind", "text");
+    dataset(in, group.id(), "tokens", H5T_STD_I32LE, {tokens});
+    const Handle layers = create_group(group.id(), "layer");
+    for (int i = 0; i < l.num_layers; ++i) {
+      if (in.one_in(32)) continue;
+      const Handle g = create_group(layers.id(), std::to_string(i).c_str());
+      layer(in, g.id(), l, in.one_in(32) ? tokens + 1 : tokens);
+    }
+  }
+}
+
+std::vector<char> make_image(Input& in) {
+  const Hdf5Lock lock;
+  const Handle access(H5Pcreate(H5P_FILE_ACCESS));
+  H5Pset_fapl_core(access.id(), 1 << 16, false);
+  const Handle file(H5Fcreate("fuzz", H5F_ACC_TRUNC, H5P_DEFAULT, access.id()));
+  build(in, file.id());
+  H5Fflush(file.id(), H5F_SCOPE_GLOBAL);
+  std::vector<char> image(std::max<ssize_t>(0, H5Fget_file_image(file.id(), nullptr, 0)));
+  H5Fget_file_image(file.id(), image.data(), image.size());
+  return image;
+}
+
+// What an opened dump promises must be what its reads deliver.
+void read(const DumpReader& dump) {
+  const DumpInfo& info = dump.info();
+  if (!info.layout.validate()) std::abort();
+  RowData row;
+  std::vector<float> x;
+  std::vector<int32_t> ids;
+  for (int32_t s = 0; s < static_cast<int32_t>(info.sequences.size()); ++s) {
+    const int64_t tokens = info.sequences[s].num_tokens;
+    if (tokens < 1) std::abort();
+    if (dump.read_tokens(s, &ids) && static_cast<int64_t>(ids.size()) != tokens) std::abort();
+    for (int32_t l = 0; l < info.layout.num_layers; ++l) {
+      for (int32_t h = 0; h < info.layout.num_kv_heads; ++h) {
+        for (const Component c : {Component::kKey, Component::kValue}) {
+          if (dump.read_row(s, l, h, c, &row) &&
+              static_cast<int64_t>(row.bytes.size()) !=
+                  tokens * info.layout.head_dim * dtype_bytes(row.dtype)) {
+            std::abort();
+          }
+        }
+        if (dump.read_significance(s, l, h, &x) && static_cast<int64_t>(x.size()) != tokens) {
+          std::abort();
+        }
+      }
+      const int64_t queries = info.sequences[s].layers[l].num_queries;
+      if (dump.read_query_positions(s, l, &ids) &&
+          (static_cast<int64_t>(ids.size()) != queries || ids.back() >= tokens)) {
+        std::abort();
+      }
+      if (dump.read_queries(s, l, 0, info.layout.num_q_heads, &x) &&
+          static_cast<int64_t>(x.size()) !=
+              info.layout.num_q_heads * queries * info.layout.head_dim) {
+        std::abort();
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tierkv::datasets
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace tierkv::datasets;
+  Input in(data, size);
+  const std::vector<char> image = make_image(in);
+  const tierkv::Result<DumpReader> dump =
+      DumpReader::open_image("fuzz", image.data(), image.size());
+  if (dump) {
+    read(*dump);
+  } else if (dump.status().message().rfind("fuzz: ", 0) != 0) {
+    std::abort();
+  }
+  return 0;
+}
