@@ -7,6 +7,10 @@
 
 namespace tierkv {
 
+inline RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+  return drop_row(a, op, r, drop_input(a, op, r), op.kind == PageOpKind::kTruncate);
+}
+
 // Append, reserve: new pages, each from take(), go to the ends of the row's sides.
 template <class Take>
 void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const RowPlan& plan,

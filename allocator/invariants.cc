@@ -37,7 +37,7 @@ Status InvariantChecker::check(const PageAllocator& a) {
     }
   }
   if (Status s = check_records(a); !s) return s;
-  if (a.state->first_error != kNoError || a.state->arrived != 0) {
+  if (a.state->first_error != kNoError || a.state->arrived != 0 || a.state->shares != 0) {
     return broken("nothing is left over from an operation", "arrived", a.state->arrived);
   }
   return Status::ok();

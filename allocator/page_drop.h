@@ -58,19 +58,31 @@ TKV_HD int32_t settled_end(const RowDrop& drop, int32_t side) {
   return (side & 1) == 0 ? drop.pages.of[side] : drop.held.of[side];
 }
 
-// What the row holds before and after; which pages that drops is drop_row().
-TKV_HD RowDrop count_drop(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+// What a drop starts from, before any stage of its operation has changed it.
+struct DropInput {
+  SideCounts held;      // pages
+  SideCounts tokens;    // after the operation
+  SideCounts reserved;  // of the sequence
+};
+
+TKV_HD DropInput drop_input(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+  const bool keeps_some = op.kind != PageOpKind::kRelease;
+  return {a.pages[r.row], keeps_some ? op.counts[r.batch_row] : SideCounts{},
+          a.sequences[r.sequence].reserved};
+}
+
+// `exchanges`: whether the row's copies are written; truncate decides on them before it drops.
+TKV_HD RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow& r,
+                        const DropInput& input, bool exchanges) {
   RowDrop drop = {};
   drop.row = r.row;
-  drop.held = a.pages[r.row];
-  const SideCounts reserved = a.sequences[r.sequence].reserved;
-  for (int32_t s = 0; s < kMaxSides; ++s) drop.recorded[s] = drop.held.of[s] - reserved.of[s];
-  if (op.kind == PageOpKind::kRelease) return drop;
-  drop.tokens = op.counts[r.batch_row];
+  drop.held = input.held;
+  drop.tokens = input.tokens;
   for (int32_t s = 0; s < kMaxSides; ++s) {
+    drop.recorded[s] = input.held.of[s] - input.reserved.of[s];
     if (drop.tokens.of[s] == 0) continue;
     drop.pages.of[s] = pages_for(drop.tokens.of[s], a.shape.table.tokens_per_page[s]);
-    if (op.kind == PageOpKind::kTruncate) {
+    if (exchanges) {
       const PageCopy& copy = op.copies[static_cast<int64_t>(r.batch_row) * kMaxSides + s];
       drop.exchanged[s] = copy.source != kNoPage ? 1 : 0;
     }
@@ -79,13 +91,6 @@ TKV_HD RowDrop count_drop(const PageAllocator& a, const PageOp& op, const BatchR
     drop.moved[0] = drop.pages.of[1] - drop.held.of[1];
     drop.moved[1] = drop.pages.of[3] - drop.held.of[3];
   }
-  return drop;
-}
-
-// Reads counts, copies and the sequence, not slots or records, which the stages of an operation
-// change one after the other. The operation has been decided: its counts are valid.
-TKV_HD RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
-  RowDrop drop = count_drop(a, op, r);
   for (int32_t s = 0; s < kMaxSides; ++s) {
     const int32_t moved = (s & 1) == 0 ? drop.moved[s >> 1] : 0;
     drop.first[s] = drop.pages.of[s] - drop.exchanged[s];
@@ -94,6 +99,15 @@ TKV_HD RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow
     drop.total += drop.length[s];
   }
   return drop;
+}
+
+// Whether a page is dropped that other tables may hold.
+TKV_HD bool drops_recorded(const RowDrop& drop) {
+  bool recorded = false;
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    recorded |= drop.length[s] > 0 && drop.first[s] < drop.recorded[s];
+  }
+  return recorded;
 }
 
 }  // namespace tierkv

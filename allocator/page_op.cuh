@@ -1,11 +1,12 @@
 // What the kernels of an operation share: their launch record, the scratch between them, the scan
 // with which the last CTA of a stage deals out the pages, and the list of a group's pages.
 //
-// Every operation starts with a plan stage: a thread per row says how many pages the row takes, a
-// warp adds up its 32 rows (a group), and the CTA that finishes last scans the groups, decides, and
-// advances the cursor. The stages after it read the decision; a row finds its pages at the offset
-// of its group plus the sum of the rows before it in the group. So all-or-nothing costs no barrier
-// across the grid, and no kernel waits for another CTA.
+// Every operation starts with a plan stage: a thread per row says how many pages the row takes or
+// gives back, a warp adds up its 32 rows (a group), and the CTA that finishes last scans the
+// groups, decides, and moves the cursors and the sequences' states. The stages after it read the
+// decision; a row finds its pages at the offset of its group plus the sum of the rows before it in
+// the group. So all-or-nothing costs no barrier across the grid, and no kernel waits for another
+// CTA.
 //
 // Where rows have many pages a CTA works off the pages of its group as one list: short and long
 // rows fill all lanes, and their loads are in flight together.
@@ -20,20 +21,24 @@
 namespace tierkv {
 
 inline constexpr int32_t kGroupRows = 32;
-inline constexpr int32_t kThreads =
-    256;  // of every kernel: as many rows, or the pages of one group
+inline constexpr int32_t kRowThreads = 256;  // a thread per row
+inline constexpr int32_t kGroupThreads =
+    128;  // a CTA per group: 32,768 rows are resident at once on an H100
+inline constexpr int32_t kThreadItems = 4;  // pages of a group's list that a thread has in flight
 
 struct OpDecision {
   StatusCode status;
   int32_t take_index;  // of the ring: where the pages it takes start
   int32_t give_index;  // where the pages it gives back go
-  int32_t unused;
+  bool counts;  // whether the stages mark and count say which pages return; else all that are
+                // dropped do
 };
 
 struct OpScratch {
   OpDecision* decision = nullptr;
+  SideCounts* reserved = nullptr;  // [batch.count] of the sequences, before the operation
   int32_t* group_offsets =
-      nullptr;  // [groups] pages taken or given back; after the stage, by all groups before
+      nullptr;  // [groups] pages taken or given back by a group; after the stage, by all before it
 };
 
 struct OpLaunch {
@@ -45,12 +50,32 @@ struct OpLaunch {
   bool overlaps = false;  // whether a stage may be launched before the stage it follows has ended
 };
 
+using StageKernel = void (*)(OpLaunch);
+
+// Launches a stage that comes to wait_for_stage() in every thread.
+cudaError_t launch_stage(StageKernel kernel, int32_t ctas, int32_t threads, const OpLaunch& x,
+                         cudaStream_t stream);
+// What follows the plan of each kind.
+cudaError_t launch_take(const OpLaunch& x, cudaStream_t stream);  // append, truncate: one kernel
+cudaError_t launch_fill(const OpLaunch& x, cudaStream_t stream);  // reserve, fork: one kernel
+cudaError_t launch_drop(const OpLaunch& x,
+                        cudaStream_t stream);  // keep, truncate, release: three kernels
+
+// The kind as a constant, so that a kernel holds the plan of one operation.
+template <PageOpKind kKind>
+__device__ PageOp op_of_kind(const OpLaunch& x) {
+  PageOp op = x.op;
+  op.kind = kKind;
+  return op;
+}
+
 __device__ inline int32_t lane_id() {
   return static_cast<int32_t>(threadIdx.x) & 31;
 }
 
-// A stage lets the next one start at once, which then waits here for all that the stage wrote. On
-// devices without overlapping launches the stream has waited already.
+// A stage lets the next one start at once, which then waits for all that the stages before it
+// wrote. Until then it may read only what no stage of its operation changes. Devices without
+// overlapping launches have waited in the stream.
 __device__ inline void let_next_stage_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -62,9 +87,10 @@ __device__ inline void wait_for_stage() {
 #endif
 }
 
-// Launches a stage that begins with (or comes to) wait_for_stage().
-cudaError_t launch_stage(void (*kernel)(OpLaunch), int32_t ctas, const OpLaunch& x,
-                         cudaStream_t stream);
+// Kernels after the plan stage go ahead only when the operation does.
+__device__ inline bool goes_ahead(const OpLaunch& x) {
+  return x.scratch.decision->status == StatusCode::kOk;
+}
 
 // True in every thread of the CTA that arrives last; what other CTAs wrote before they arrived is
 // then visible with
@@ -83,8 +109,9 @@ __device__ inline bool is_last_cta(uint32_t* arrived) {
 
 // Exclusive prefix sum of sums[0 .. groups) in place, by one CTA; returns the total. A prefix
 // beyond 2^31 is cut: then the total exceeds every pool and nobody reads the prefixes.
-__device__ inline int64_t scan_groups(int32_t* sums, int32_t groups) {
-  constexpr int kItems = 4;
+template <int kThreads>
+__device__ int64_t scan_groups(int32_t* sums, int32_t groups) {
+  constexpr int kItems = 1024 / kThreads;
   using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage storage;
   int64_t total = 0;
@@ -116,6 +143,11 @@ __device__ inline int32_t warp_exclusive_sum(int32_t x) {
   return sum - x;
 }
 
+// Batch row `row_in_group` of the CTA's group.
+__device__ inline int32_t group_row(int32_t row_in_group) {
+  return static_cast<int32_t>(blockIdx.x) * kGroupRows + row_in_group;
+}
+
 // The items of the group's rows, one row after the other: item first[row] + j is item j of the row.
 struct GroupItems {
   int32_t first[kGroupRows + 1];
@@ -145,12 +177,22 @@ __device__ inline void write_record(const PageAllocator& a, int32_t page) {
                 record.min_position);
 }
 
-// Kernels after the plan stage go ahead only when the operation does.
-__device__ inline bool goes_ahead(const OpLaunch& x) {
-  return x.scratch.decision->status == StatusCode::kOk;
+// Page `offset` of those that the operation takes.
+__device__ inline int32_t id_at(const OpLaunch& x, int32_t offset) {
+  const FreeRing& ring = x.a.ring;
+  return ring.ids[ring_advance(x.scratch.decision->take_index, offset, ring.num_pages)];
+}
+__device__ inline int32_t take_at(const OpLaunch& x, int32_t offset) {
+  const int32_t page = id_at(x, offset);
+  write_record(x.a, page);
+  return page;
 }
 
-// Keep, truncate, release, after their plan (and the exchange of truncate). Launches three kernels.
-cudaError_t launch_drop(const OpLaunch& x, cudaStream_t stream);
+__device__ inline PageCopy* copies_of(const PageOp& op, int32_t batch_row) {
+  return op.copies + static_cast<int64_t>(batch_row) * kMaxSides;
+}
+__device__ inline void clear_copies(const PageOp& op, int32_t batch_row) {
+  for (int32_t s = 0; s < kMaxSides; ++s) copies_of(op, batch_row)[s] = {kNoPage, kNoPage};
+}
 
 }  // namespace tierkv

@@ -1,7 +1,9 @@
 // Memory management alone: 128 sequences x 32 layers x 8 kv heads = 32,768 rows, 64 high or 112 low
 // tokens a page.
 //
-//   bench_allocator --out FILE.json --commit HASH [--threads N]
+//   bench_allocator --out FILE.json --commit HASH [--threads N] [--only TEXT]
+//
+// --threads 0 leaves the CPU out, --only keeps the cases whose name holds the text.
 //
 // GPU times are graph replays between two events that are queued behind other work, so the host's
 // launch is not in them; L2 is cold (flushed) except where a row says chain: 16 steps in one graph,
@@ -58,6 +60,7 @@ struct Result {
 };
 
 std::vector<Result> results;
+std::string only;
 
 void report(const Result& r) {
   std::printf("%-44s %-4s %-6s %3d threads %9lld pages %10.2f us  [%.2f, %.2f]\n", r.name.c_str(),
@@ -215,7 +218,6 @@ struct Case {
   HostMemory* start;
   std::vector<BatchOp> ops;
   bool is_chain = false;
-  bool with_cpu = true;
 };
 
 void divide(Times* t, double by) {
@@ -223,6 +225,7 @@ void divide(Times* t, double by) {
 }
 
 void run_case(Gpu* gpu, const Case& c, int32_t max_threads) {
+  if (c.name.find(only) == std::string::npos) return;
   HostMemory expected(c.start->a.shape);
   expected.copy(*c.start);
   int64_t pages = 0;
@@ -240,7 +243,7 @@ void run_case(Gpu* gpu, const Case& c, int32_t max_threads) {
   device.expect(expected);
   if (!c.is_chain) add("gpu", "cold", 0, device.time(true));
   add("gpu", "warm", 0, device.time(false));
-  if (!c.with_cpu) return;
+  if (max_threads == 0) return;
   add("cpu", "warm", 0, time_host(*c.start, expected, c.ops, run_page_op_host));
   for (int32_t threads : {max_threads / 4, max_threads / 2, max_threads}) {
     if (threads < 1) continue;
@@ -254,7 +257,7 @@ void run_case(Gpu* gpu, const Case& c, int32_t max_threads) {
 
 void run_generation(Gpu* gpu, StateMaker* maker, int32_t max_threads) {
   HostMemory state(llama3_shape(3 << 20));
-  require(maker->open_all(&state), "open");
+  require(maker->open_all(&state, true), "open");
   require(StateMaker::run(&state, maker->reserve(3072)), "reserve");
   require(StateMaker::run(&state, maker->keep(3072)), "keep");
   for (bool is_worst : {false, true}) {
@@ -268,19 +271,18 @@ void run_generation(Gpu* gpu, StateMaker* maker, int32_t max_threads) {
 
 void run_prompt(Gpu* gpu, StateMaker* maker, int32_t tokens, int32_t max_threads) {
   const int32_t worst = worst_case_pages(tokens, kHighTokens, kLowTokens);
-  HostMemory state(llama3_shape(worst * kRows + 4096));
-  require(maker->open_all(&state), "open");
-  const std::string name = "prompt coordination, " + std::to_string(tokens) + " tokens";
+  const std::string length = ", " + std::to_string(tokens) + " tokens";
   const BatchOp reserve = maker->reserve(tokens), keep = maker->keep(tokens);
-  run_case(gpu, {name, &state, {reserve, keep}}, max_threads);
-  run_case(gpu, {"  of it the reservation", &state, {reserve}, false, false}, max_threads);
+  HostMemory state(llama3_shape(worst * kRows + 4096));
+  require(maker->open_all(&state, false), "open");
+  run_case(gpu, {"prompt coordination, new pool" + length, &state, {reserve, keep}}, 0);
+  require(maker->open_all(&state, true), "open");
+  run_case(gpu, {"prompt coordination" + length, &state, {reserve, keep}}, max_threads);
+  run_case(gpu, {"of it the reservation" + length, &state, {reserve}}, 0);
   require(StateMaker::run(&state, reserve), "reserve");
-  run_case(gpu, {"  of it the return of the surplus", &state, {keep}, false, false}, max_threads);
+  run_case(gpu, {"of it the return of the surplus" + length, &state, {keep}}, 0);
   require(StateMaker::run(&state, keep), "keep");
-  run_case(
-      gpu,
-      {"release, " + std::to_string(tokens) + " tokens", &state, {maker->op(PageOpKind::kRelease)}},
-      max_threads);
+  run_case(gpu, {"release" + length, &state, {maker->op(PageOpKind::kRelease)}}, max_threads);
 }
 
 // What the times above cannot go below, and what a device-wide scan alone costs.
@@ -378,18 +380,21 @@ int main(int argc, char** argv) {
     if (flag == "--out") out = argv[i + 1];
     if (flag == "--commit") commit = argv[i + 1];
     if (flag == "--threads") threads = std::atoi(argv[i + 1]);
+    if (flag == "--only") only = argv[i + 1];
   }
-  if (out == nullptr || threads < 1) {
-    std::fprintf(stderr, "usage: bench_allocator --out FILE.json --commit HASH [--threads N]\n");
+  if (out == nullptr || threads < 0) {
+    std::fprintf(stderr,
+                 "usage: bench_allocator --out FILE.json --commit HASH [--threads N] "
+                 "[--only TEXT]\n");
     return 2;
   }
   const uint32_t seed = std::random_device{}();
   Gpu gpu;
   StateMaker maker(seed);
-  run_floors(&gpu);
+  if (only.empty()) run_floors(&gpu);
   run_generation(&gpu, &maker, threads);
   for (int32_t tokens : {1024, 4096, 8192}) run_prompt(&gpu, &maker, tokens, threads);
-  run_transfers();
+  if (only.empty()) run_transfers();
   write_json(out, commit, seed);
   return 0;
 }

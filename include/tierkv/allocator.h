@@ -82,7 +82,7 @@ struct OpState {
   int64_t first_error;  // between operations kNoError
   int64_t op_number;    // of the next operation, from 1
   uint32_t arrived;     // CTAs that are done with the current stage; between operations 0
-  uint32_t unused;
+  int32_t shares;       // whether a page is dropped that may be shared; between operations 0
 };
 inline constexpr int64_t kNoError = INT64_MAX;
 

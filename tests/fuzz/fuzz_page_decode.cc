@@ -79,7 +79,7 @@ bool same_elements(const std::vector<uint8_t>& a, const std::vector<uint8_t>& b,
   if (a == b) return true;
   for (size_t i = 0; i < a.size(); i += dtype_bytes(dtype)) {
     if (memcmp(a.data() + i, b.data() + i, dtype_bytes(dtype)) == 0) continue;
-    float x[2];
+    float x[2] = {};
     const uint8_t* from[2] = {a.data() + i, b.data() + i};
     for (int s = 0; s < 2; ++s) {
       uint16_t half;

@@ -191,8 +191,8 @@ INSTANTIATE_TEST_SUITE_P(
                       TraceCase{with_sides(2, 6, 7, 200), 1000, {}},
                       TraceCase{with_sides(3, 5, 33, 900), 1000, {}},
                       TraceCase{with_sides(4, 9, 29, 1500), 1000, {}},
-                      TraceCase{large_shape(24, 256, 90000), 120, {0.05, 3, 60}},
-                      TraceCase{large_shape(61, 77, 100001), 120, {0.05, 3, 90}}));
+                      TraceCase{large_shape(24, 256, 90000), 120, {0.05, 3, 40}},
+                      TraceCase{large_shape(61, 77, 100001), 120, {0.05, 3, 41}}));
 
 // More groups than one round of the scan: 40001 sequences of one row.
 TEST(GpuAllocator, ScansManyGroups) {

@@ -1,0 +1,121 @@
+// Coded blocks: any codes come back, and any bytes are refused or give the same codes on both
+// paths. The input draws the codebook, the shape, the codes and the damage.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <vector>
+
+#include "codec/coded_block.h"
+#include "codec/huffman.h"
+
+namespace {
+
+using namespace tierkv;
+
+void require(bool condition) {
+  if (!condition) std::abort();
+}
+
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
+  uint32_t byte() { return at_ < end_ ? *at_++ : 0; }
+  uint32_t u16() { return byte() | byte() << 8; }
+  bool empty() const { return at_ == end_; }
+  std::vector<uint8_t> rest() { return {at_, end_}; }
+
+ private:
+  const uint8_t* at_;
+  const uint8_t* end_;
+};
+
+// Any complete code: the counts are bytes of the input, repeated.
+bool draw_codebook(Input* in, Codebook* c) {
+  c->mode = static_cast<BlockMode>(4 + in->byte() % 4);
+  c->component = static_cast<Component>(in->byte() % 2);
+  c->table_id = static_cast<uint8_t>(in->byte());
+  c->streams_per_lane = 1 + static_cast<int32_t>(in->byte() % 2);
+  const int32_t lowest = c->mode == BlockMode::kSplit ? 17 : 2;
+  const int32_t highest = c->mode == BlockMode::kPair ? 32 : c->mode == BlockMode::kQuad ? 4 : 256;
+  c->levels = lowest + static_cast<int32_t>(in->u16()) % (highest - lowest + 1);
+  c->base =
+      std::min(static_cast<int32_t>(static_cast<int16_t>(in->u16())), INT16_MAX + 1 - c->levels);
+  uint64_t counts[16];
+  for (uint64_t& n : counts) n = in->byte() >> in->byte() % 8;
+  std::vector<uint64_t> of_symbols(static_cast<size_t>(c->symbol_count()));
+  for (size_t s = 0; s < of_symbols.size(); ++s) of_symbols[s] = counts[(s + s / 16) % 16];
+  const uint32_t depth = in->byte();  // deep tables take longer to build: seldom
+  const int32_t limit = 2 + static_cast<int32_t>(depth < 240 ? depth % 9 : depth % 13);
+  if (!find_code_lengths(of_symbols, limit, &c->lengths)) return false;
+  c->max_length = *std::max_element(c->lengths.begin(), c->lengths.end());
+  return complete_codebook(c).is_ok();
+}
+
+struct Shape {
+  int32_t tokens, head_dim;
+};
+
+// Both paths agree; a refused block leaves zeros.
+bool decode(const std::vector<uint8_t>& bytes, Shape shape, const Codebook& c,
+            std::vector<int16_t>* codes) {
+  const std::vector<uint8_t> exact(bytes.begin(), bytes.end());
+  const size_t n = static_cast<size_t>(shape.tokens) * shape.head_dim;
+  std::vector<int16_t> tree(n, 0x5a5a);
+  codes->assign(n, 0x5a5a);
+  const auto size = static_cast<int64_t>(exact.size());
+  const Status a = decode_block(exact.data(), size, shape.tokens, shape.head_dim, c, codes->data());
+  const Status b = decode_block(exact.data(), size, shape.tokens, shape.head_dim, c, tree.data(),
+                                DecodePath::kTree);
+  require(a.code() == b.code() && *codes == tree);
+  require(a.is_ok() || (a.code() == StatusCode::kCorrupt && *codes == std::vector<int16_t>(n, 0)));
+  return a.is_ok();
+}
+
+void repair_checksum(std::vector<uint8_t>* bytes) {
+  if (bytes->size() < 16) return;
+  const size_t size = 16 * load_u16(bytes->data() + 12);
+  if (size >= 16 && size <= bytes->size()) {
+    store_u16(bytes->data() + 14, block_checksum(bytes->data(), static_cast<int32_t>(size)));
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input in(data, size);
+  const uint32_t what = in.byte();
+  Codebook codebook;
+  if (!draw_codebook(&in, &codebook)) return 0;
+  const Shape shape = {1 + static_cast<int32_t>(in.byte() % 64),
+                       1 + static_cast<int32_t>(in.byte() % ((what & 0x70) == 0 ? 200 : 20))};
+  std::vector<int16_t> codes(static_cast<size_t>(shape.tokens) * shape.head_dim), back;
+  if (what % 4 == 0) {  // hostile bytes as they are
+    std::vector<uint8_t> bytes = in.rest();
+    if (what & 8) repair_checksum(&bytes);
+    decode(bytes, shape, codebook, &back);
+    return 0;
+  }
+  // Damage first, so that changing the codes leaves it alone.
+  struct {
+    uint32_t at, flip;
+  } damage[4];
+  for (auto& d : damage) d = {in.u16(), in.byte()};
+  const std::vector<uint8_t> drawn = in.rest();
+  for (size_t i = 0; i < codes.size() && !drawn.empty(); ++i) {
+    const int32_t x = drawn[i % drawn.size()];
+    const int32_t wide = drawn[(i * 7 + 1) % drawn.size()];
+    codes[i] =
+        static_cast<int16_t>(codebook.base + x % codebook.levels + (x == 255 ? wide * 257 : 0));
+  }
+  std::vector<uint8_t> bytes;
+  require(encode_block(codes.data(), shape.tokens, shape.head_dim, codebook, &bytes).is_ok());
+  CodedBlockStats stats;
+  require(add_block_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &stats).is_ok());
+  require(stats.total_bits() == static_cast<int64_t>(8 * bytes.size()));
+  require(decode(bytes, shape, codebook, &back) && back == codes);
+  if (what % 4 == 1) return 0;
+  for (const auto& d : damage) bytes[d.at % bytes.size()] ^= static_cast<uint8_t>(d.flip);
+  if (what % 4 == 3) repair_checksum(&bytes);
+  decode(bytes, shape, codebook, &back);
+  return 0;
+}
