@@ -189,6 +189,7 @@ Status DumpWriter::begin_sequence(const std::string& id, const std::string& kind
   if (tokens.empty()) return w.misuse("has no tokens");
   w.close_groups();
   w.in_sequence = false;
+  for (auto* missing : {&w.k, &w.v, &w.q, &w.significance}) missing->clear();
   w.sequence = create_group(w.file.id(), w.where.c_str());
   w.layers = create_group(w.sequence.id(), "layer");
   const bool ok = w.layers.ok() && write_string_attribute(w.sequence.id(), "kind", kind) &&
@@ -271,7 +272,10 @@ Status DumpWriter::write_significance(int32_t kv_head, const float* values) {
 
 Status DumpWriter::write_pruned(int32_t kv_head, const uint8_t* flags) {
   const Hdf5Lock lock;
-  const Impl& w = *impl_;
+  Impl& w = *impl_;
+  if (kv_head < 0 || kv_head >= static_cast<int64_t>(w.k.size())) {
+    return w.misuse("pruned has no head " + std::to_string(kv_head));
+  }
   const hid_t layer = w.layer.id();
   const bool exists =
       H5Lexists(layer, "pruned", H5P_DEFAULT) > 0 ||
@@ -280,7 +284,7 @@ Status DumpWriter::write_pruned(int32_t kv_head, const uint8_t* flags) {
   const bool ok =
       exists && write_slab(layer, "pruned", {static_cast<hsize_t>(kv_head), 0},
                            {1, static_cast<hsize_t>(w.tokens)}, H5T_NATIVE_UINT8, flags);
-  return ok ? Status::ok() : w.fail("pruned");
+  return ok ? Status::ok() : w.fail(w.where + "/pruned");
 }
 
 Status DumpWriter::annotate(const std::string& name, const std::string& value) {

@@ -1,6 +1,7 @@
 #include <chrono>
 #include <thread>
 
+#include "datasets/slab.h"
 #include "tests/datasets/dump_files.h"
 
 namespace tierkv::datasets {
@@ -94,6 +95,52 @@ TEST_F(WriterTest, WhatTheReaderWouldRefuseIsRefused) {
   EXPECT_EQ(w->write_row(0, Component::kKey, x.data()).code(), StatusCode::kOutOfRange);
   x[1] = -1;
   EXPECT_EQ(w->write_significance(0, x.data()).code(), StatusCode::kInvalidArgument);
+}
+
+TEST_F(WriterTest, PrunedTokensAreFlaggedPerRow) {
+  DumpInfo info = small_info();
+  info.layout.num_layers = 1;
+  Result<DumpWriter> w = DumpWriter::create(path("d.h5"), info);
+  ASSERT_TRUE(w);
+  ASSERT_TRUE(w->begin_sequence("a", "text", {1, 2, 3}));
+  const uint8_t flags[3] = {0, 1, 1};
+  EXPECT_EQ(w->write_pruned(0, flags).code(), StatusCode::kInvalidArgument);  // no layer yet
+  ASSERT_TRUE(w->begin_layer({}, false));
+  for (int32_t h = 0; h < 2; ++h) {
+    ASSERT_TRUE(w->write_row(h, Component::kKey, x_.data()));
+    ASSERT_TRUE(w->write_row(h, Component::kValue, x_.data()));
+  }
+  EXPECT_EQ(w->write_pruned(2, flags).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(w->write_pruned(-1, flags).code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(w->write_pruned(1, flags));
+  ASSERT_TRUE(w->finish());
+  EXPECT_TRUE(DumpReader::open(path("d.h5")));
+  const Hdf5Lock lock;
+  const Handle f(H5Fopen(path("d.h5").c_str(), H5F_ACC_RDONLY, H5P_DEFAULT));
+  std::vector<int64_t> pruned;
+  ASSERT_TRUE(read_slab_as(f.id(), "/seq/a/layer/0/pruned", {{0, 0}, {2, 3}}, &pruned));
+  EXPECT_EQ(pruned, (std::vector<int64_t>{0, 0, 0, 0, 1, 1}));
+}
+
+// A row of the sequence before must not be written into the next one.
+TEST_F(WriterTest, RowsNeedALayer) {
+  DumpInfo info = small_info();
+  info.layout.num_layers = 1;
+  Result<DumpWriter> w = DumpWriter::create(path("d.h5"), info);
+  ASSERT_TRUE(w);
+  EXPECT_EQ(w->write_row(0, Component::kKey, x_.data()).code(), StatusCode::kInvalidArgument);
+  for (const char* id : {"a", "b"}) {
+    ASSERT_TRUE(w->begin_sequence(id, "text", {1, 2, 3}));
+    EXPECT_EQ(w->write_row(0, Component::kKey, x_.data()).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(w->write_queries(0, x_.data()).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(w->write_significance(0, x_.data()).code(), StatusCode::kInvalidArgument);
+    ASSERT_TRUE(w->begin_layer({}, false));
+    for (int32_t h = 0; h < 2; ++h) {
+      ASSERT_TRUE(w->write_row(h, Component::kKey, x_.data()));
+      ASSERT_TRUE(w->write_row(h, Component::kValue, x_.data()));
+    }
+  }
+  EXPECT_TRUE(w->finish());
 }
 
 TEST_F(WriterTest, AMissingDirectoryIsAnIoError) {
