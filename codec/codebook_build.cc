@@ -115,8 +115,8 @@ SymbolCounts count_singles(const CodeHistogram& h, Codebook codebook) {
   return out;
 }
 
-// Pairs of pairs, taken as independent.
-SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
+// Where the codes span more than a quad's 4 values: pairs of pairs, taken as independent.
+SymbolCounts expect_quads(const CodeHistogram& h, Codebook codebook) {
   Codebook pair = codebook;
   pair.mode = BlockMode::kPair;
   const SymbolCounts pairs = count_pairs(h, pair);
@@ -128,6 +128,32 @@ SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
       out.counts.push_back(expected_count(first, second, std::max<uint64_t>(total, 1)) / 2);
     }
   }
+  return out;
+}
+
+// Pairs of pairs. A pair beside padding counts as padding, which the symbol of the most frequent
+// codes stands for.
+SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
+  if (!h.quads_are_exact()) return expect_quads(h, std::move(codebook));
+  const int32_t levels = codebook.levels, base = codebook.base;
+  const int32_t fill = most_frequent(h, base, levels) - base;
+  SymbolCounts out{std::move(codebook), {}, 0};
+  uint64_t inside = 0, quads = 0;
+  for (int32_t c = 0; c < levels; ++c) inside += h.count(base + c);
+  out.outside = static_cast<uint64_t>(h.total()) - inside;
+  out.counts.resize(static_cast<size_t>(levels) * levels * levels * levels);
+  for (size_t symbol = 0; symbol < out.counts.size(); ++symbol) {
+    int32_t codes[4];
+    size_t rest = symbol;
+    for (int32_t& code : codes) {
+      code = base + static_cast<int32_t>(rest % levels);
+      rest /= levels;
+    }
+    quads += out.counts[symbol] = h.quad_count(codes);
+  }
+  const size_t all_fill = ((size_t(fill) * levels + fill) * levels + fill) * levels + fill;
+  const uint64_t lookups = (static_cast<uint64_t>(h.total()) / 2 + h.padding_pairs()) / 2;
+  out.counts[all_fill] += lookups - std::min(quads, lookups);
   return out;
 }
 

@@ -12,7 +12,8 @@ CodeHistogram::CodeHistogram(Component component, int32_t head_dim)
       head_dim_(head_dim),
       singles_(65536, 0),
       pairs_(65536, 0),
-      lone_(256, 0) {}
+      lone_(256, 0),
+      quads_(256, 0) {}
 
 void CodeHistogram::add(const int16_t* codes, int64_t tokens) {
   for (int64_t t = 0; t < tokens; t += kBlockTokens) {
@@ -55,6 +56,23 @@ void CodeHistogram::add_block(const int16_t* codes, int32_t tokens) {
   const int64_t padded_pairs =
       int64_t{tile_count(tokens)} * kTileTokens * dim_block_count(head_dim_) * kDimBlock / 2;
   padding_pairs_ += static_cast<uint64_t>(padded_pairs - pair_rows * pairs_a_row - lone);
+  if (quads_are_exact()) add_quads(codes, tokens);
+}
+
+// Pairs whose partner is padding are left out: at most 8 tokens of a sequence, or 8 channels.
+void CodeHistogram::add_quads(const int16_t* codes, int32_t tokens) {
+  const bool key = component_ == Component::kKey;
+  const int64_t d = head_dim_;
+  // From a pair to its second code, and to the first code of the pair that shares its lookup.
+  const int64_t partner = key ? 1 : d, second = key ? 8 * d : 8;
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (key ? t % 16 >= 8 || t + 8 >= tokens : t % 2 == 1 || t + 1 >= tokens) continue;
+    for (int64_t c = 0; c < d; ++c) {
+      if (key ? c % 2 == 1 || c + 1 >= d : c % 16 >= 8 || c + 8 >= d) continue;
+      const int16_t* x = codes + t * d + c;
+      ++quads_[quad_index(x[0], x[partner], x[second], x[second + partner])];
+    }
+  }
 }
 
 void CodeHistogram::merge(const CodeHistogram& other) {
@@ -66,6 +84,7 @@ void CodeHistogram::merge(const CodeHistogram& other) {
   for (size_t i = 0; i < singles_.size(); ++i) singles_[i] += other.singles_[i];
   for (size_t i = 0; i < pairs_.size(); ++i) pairs_[i] += other.pairs_[i];
   for (size_t i = 0; i < lone_.size(); ++i) lone_[i] += other.lone_[i];
+  for (size_t i = 0; i < quads_.size(); ++i) quads_[i] += other.quads_[i];
 }
 
 double CodeHistogram::entropy_bits() const {

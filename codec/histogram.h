@@ -48,6 +48,14 @@ class CodeHistogram {
   uint64_t padding_pairs() const { return padding_pairs_; }
   bool pairs_are_exact() const { return min_ >= kPairMin && max_ <= kPairMax && max_ - min_ < 256; }
 
+  // Two pairs that one lookup of four 2-bit codes decodes: `first` and the pair 8 tokens (keys) or
+  // 8 channels (values) further. Counted while the codes span at most 4 values.
+  bool quads_are_exact() const { return max_ - min_ < 4; }
+  // codes: first pair's two, then second pair's two, each in [min_code(), min_code() + 4).
+  uint64_t quad_count(const int32_t codes[4]) const {
+    return quads_[quad_index(codes[0], codes[1], codes[2], codes[3])];
+  }
+
   // Order-0 entropy of the codes in bits per code; 0 while empty.
   double entropy_bits() const;
 
@@ -55,7 +63,11 @@ class CodeHistogram {
   static size_t pair_index(int32_t first, int32_t second) {
     return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
   }
+  static size_t quad_index(int32_t a, int32_t b, int32_t c, int32_t d) {
+    return static_cast<size_t>((a & 3) | (b & 3) << 2 | (c & 3) << 4 | (d & 3) << 6);
+  }
   void add_block(const int16_t* codes, int32_t tokens);
+  void add_quads(const int16_t* codes, int32_t tokens);
 
   Component component_;
   int32_t head_dim_;
@@ -64,6 +76,7 @@ class CodeHistogram {
   std::vector<uint64_t> singles_;  // [65536], by code modulo 2^16
   std::vector<uint64_t> pairs_;    // [256][256], by codes modulo 256
   std::vector<uint64_t> lone_;     // [256]
+  std::vector<uint64_t> quads_;    // [4][4][4][4], by codes modulo 4
   uint64_t padding_pairs_ = 0;
 };
 
