@@ -1,205 +1,292 @@
-"""Every metric of `tierkv analyze` in NumPy: python3 analyze_numpy.py DUMP PRESET...  (JSON on stdout)."""
+"""Every metric of `tierkv analyze`, computed a second time: NumPy, plain, in double, from the text of the design.
+
+Usage: analyze_numpy.py --dump FILE --preset NAME [--preset NAME]... [--json]
+"""
+import argparse
 import json
-import sys
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
 
-import coded_size
-from schemes import Component, Format, parse
+from coded_blocks import coded_size, entropy_bits
+from pages import paged_bytes
+from presets import RAW, parse
+from quantizers import Basis, bf16, fp16, global_steps, metadata_bits, quantize
 
-BLOCK = 64
-
-
-class Row:
-    """One (sequence, layer, kv_head) under a scheme."""
-
-    def __init__(self, scheme, k, v, sig, q, sm_scale):
-        t, d = k.shape
-        self.scheme, self.tokens = scheme, t
-        step_k = step_v = None
-        if scheme.high[0].rule == "absolute":
-            trace = 1.01 * (q.astype(np.float64) ** 2).sum(-1).mean()
-            step_k = scheme.high[0].step * np.sqrt(12 / trace) / sm_scale
-            step_v = scheme.high[1].step * np.sqrt(12 * (v.astype(np.float64) ** 2).sum(-1).mean() / d)
-        self.k, self.v = Component(k, step_k), Component(v, step_v)
-        self.plan(sig)
-        self.codes = {}      # (component, tier) -> codes of the body
-        self.stored = 0      # bytes without entropy coded codes
-        self.compress()
-
-    def plan(self, sig):
-        s, t = self.scheme, self.tokens
-        i = np.arange(t)
-        body_end = max(0, t - s.window)
-        begin = min(s.sinks, body_end)
-        self.window = np.flatnonzero((i < begin) | (i >= body_end))
-        body = i[begin:body_end]
-        self.body, self.gap = body, body[:0]
-        self.high, self.low, self.pruned = body, body[:0], body[:0]
-        if s.tiered:
-            rel = sig[body].astype(np.float64)
-            high = rel >= s.alpha_h / (body + 1)
-            low = ~high & (rel >= s.alpha_l / (body + 1))
-            self.high, self.low, self.pruned = body[high], body[low], body[~high & ~low]
-        elif s.high[0].unit in ("channel", "block") and not s.high[0].raw:
-            whole = len(body) // s.high[0].group * s.high[0].group
-            self.gap = body[whole:]
-
-    def compress(self):
-        s, t, d = self.scheme, self.tokens, self.k.dim
-        self.plain = {}      # component -> [T, D] as stored
-        self.far = {}        # component -> [T, D] compressed form, for the moving window
-        self.near = {}       # component -> [T, D] window form of every token
-        for name, c, side in (("k", self.k, 0), ("v", self.v, 1)):
-            plain = np.full((t, d), np.nan, np.float32)
-            near, *_ = c.compress(np.arange(t), s.window_format[side])
-            plain[self.window], _, code_bytes, params = c.compress(self.window, s.window_format[side])
-            self.stored += code_bytes + params
-            for tier, tokens, f in (("high", self.high, s.high[side]), ("low", self.low, s.low[side] if s.tiered else None)):
-                if f is None:
-                    continue
-                if name == "k":
-                    tokens = np.setdiff1d(tokens, self.gap)
-                if len(tokens) == 0:
-                    continue
-                plain[tokens], codes, code_bytes, params = c.compress(tokens, f)
-                self.stored += params
-                if s.coder == "none" or codes is None:
-                    self.stored += code_bytes
-                else:
-                    self.codes[name, tier] = codes
-            far = plain.copy()
-            if name == "k" and len(self.gap):
-                plain[self.gap], _, code_bytes, params = c.compress(self.gap, Format())
-                self.stored += code_bytes + params
-                group = np.arange(self.gap[0], min(self.gap[0] + s.high[0].group, t))
-                far[group], *_ = c.compress(group, s.high[0])
-            f = s.high[side]
-            if f.rule == "absolute":
-                self.stored += 4
-            if f.basis == "mean":
-                self.stored += 2 * d
-            self.plain[name], self.far[name], self.near[name] = plain, far, near
-        if s.tiered:
-            self.stored += 8 * (t - len(self.pruned))
-
-    def attend(self, q, positions, sm_scale):
-        """Exact, plain and online outputs [heads, Tq, D] in double."""
-        i, p = np.arange(self.tokens)[None, :], positions[:, None]
-        kept = np.ones(self.tokens, bool)
-        kept[self.pruned] = False
-        protected = np.zeros(self.tokens, bool)
-        protected[self.window[self.window < self.scheme.sinks]] = True
-        q = q.astype(np.float64) * sm_scale
-        near = (i > p - self.scheme.window) | protected[None, :]
-        exact = softmax_attend(logits(q, self.k.x), i <= p, self.v.x)
-        plain = softmax_attend(logits(q, fill(self.plain["k"])), (i <= p) & kept, fill(self.plain["v"]))
-        s_far, s_near = logits(q, fill(self.far["k"])), logits(q, self.near["k"])
-        s = np.where(near, s_near, s_far)
-        w = softmax(s, (i <= p) & (near | kept))
-        online = np.where(near, w, 0) @ self.near["v"].astype(np.float64) + np.where(near, 0, w) @ fill(self.far["v"]).astype(np.float64)
-        return exact, plain, online
+WINDOW, HIGH, LOW, PRUNED = range(4)
+TIER_NAMES = ["window", "high", "low", "pruned"]
 
 
-def fill(x):
-    return np.nan_to_num(x)
+@dataclass
+class Layer:
+    """One layer of one sequence. kv: (keys, values), float32 [kv_heads, T, D]; q: float32 [q_heads, Tq, D] or None."""
+    kv: tuple
+    q: np.ndarray
+    positions: np.ndarray
+    significance: np.ndarray
+    sm_scale: float
+    raw: object  # rounds to the 16 bits of a raw token
+
+    def __post_init__(self):
+        self.rows, self.tokens, self.head_dim = self.kv[0].shape
+        self.exact = None  # attention outputs, made once
 
 
-def logits(q, k):
-    return q @ k.astype(np.float64).T
+def read_layers(dump):
+    """(sequence id, [Layer]) of every sequence."""
+    with h5py.File(dump) as f:
+        raw = bf16 if f.attrs["dtype"] in ("bfloat16", b"bfloat16") else fp16
+        for seq in f["seq"]:
+            groups = f["seq"][seq]["layer"]
+            layers = []
+            for i in range(int(f.attrs["num_layers"])):
+                g = groups[str(i)]
+                get = lambda name, dtype: g[name][()].astype(dtype) if name in g else None
+                layers.append(Layer((get("k", np.float32), get("v", np.float32)), get("q", np.float32),
+                                    get("q_positions", np.int64), get("significance", np.float32), float(f.attrs["sm_scale"]), raw))
+            yield seq, layers
 
 
-def softmax(s, mask):
-    s = np.where(mask, s, -np.inf)
-    top = s.max(-1, keepdims=True)
-    w = np.exp(s - np.where(np.isfinite(top), top, 0))
-    total = w.sum(-1, keepdims=True)
-    return w / np.where(total > 0, total, 1)
+# ---- attention ----
+
+def softmax(scores):
+    """Rows without any allowed token give zeros."""
+    top = scores.max(1, keepdims=True)
+    e = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    total = e.sum(1, keepdims=True)
+    return e / np.where(total > 0, total, 1)
 
 
-def softmax_attend(s, mask, v):
-    return softmax(s, mask) @ v.astype(np.float64)
+def queries_of(layer, row):
+    """The group's queries of a kv head as float64 [heads * Tq, D], scaled, and their positions."""
+    heads = layer.q.shape[0] // layer.rows
+    q = layer.q[row * heads:(row + 1) * heads].astype(np.float64).reshape(-1, layer.head_dim)
+    return q * layer.sm_scale, np.tile(layer.positions, heads)
 
 
-def analyze(path, texts):
-    results = []
-    with h5py.File(path) as f:
-        for text in texts:
-            results += analyze_preset(f, path, text)
-    return results
+def attend(q, seen, k, v):
+    return softmax(np.where(seen, q @ k.T, -np.inf)) @ v
 
 
-def analyze_preset(f, path, text):
-    total, parts = Sums(), []
-    for seq in f["seq"]:
-        sums = Sums()
-        group = f["seq"][seq]
-        for layer in range(f.attrs["num_layers"]):
-            sums.add_layer(group["layer"][str(layer)], parse(text), f.attrs)
-        total.merge(sums)
-        parts.append(sums.result(path, text, seq))
-    return [total.result(path, text, "all")] + parts
+def attend_two_forms(q, seen, first, k, v):
+    """Tokens in `first` use k[0], v[0], the others k[1], v[1]."""
+    p = softmax(np.where(seen, np.where(first, q @ k[0].T, q @ k[1].T), -np.inf))
+    return np.where(first, p, 0) @ v[0] + np.where(first, 0, p) @ v[1]
 
 
-class Sums:
-    def __init__(self):
-        self.s = {}
+def exact_outputs(layer):
+    if layer.exact is None:
+        layer.exact = []
+        for row in range(layer.rows):
+            q, at = queries_of(layer, row)
+            k, v = (x[row].astype(np.float64) for x in layer.kv)
+            layer.exact.append(attend(q, np.arange(layer.tokens) <= at[:, None], k, v))
+    return layer.exact
 
-    def add(self, **values):
-        for name, v in values.items():
-            self.s[name] = self.s.get(name, 0) + v
 
-    def merge(self, other):
-        self.add(**other.s)
+def significance_of(layer):
+    """sig_i = mean over later queries of the group's largest probability; exact only when q covers every token."""
+    if layer.significance is not None:
+        return layer.significance.astype(np.float64)
+    if layer.q is None or len(layer.positions) != layer.tokens:
+        raise ValueError("tiers need significance, or q for all positions")
+    out = np.zeros((layer.rows, layer.tokens))
+    index = np.arange(layer.tokens)
+    for row in range(layer.rows):
+        q, at = queries_of(layer, row)
+        p = softmax(np.where(index <= at[:, None], q @ layer.kv[0][row].T.astype(np.float64), -np.inf))
+        p = p.reshape(-1, layer.tokens, layer.tokens).max(0)
+        out[row] = np.tril(p, -1).sum(0) / np.maximum(layer.tokens - 1 - index, 1)
+    return out.astype(np.float32).astype(np.float64)
 
-    def add_layer(self, layer, scheme, attrs):
-        heads, sm_scale = attrs["num_kv_heads"], attrs["sm_scale"]
-        per = attrs["num_q_heads"] // heads
-        q, positions = layer["q"][:].astype(np.float32), layer["q_positions"][:]
-        codes = {}
-        for h in range(heads):
-            k, v = layer["k"][h].astype(np.float32), layer["v"][h].astype(np.float32)
-            sig = layer["significance"][h] if "significance" in layer else None
-            row = Row(scheme, k, v, sig, q[h * per:(h + 1) * per], sm_scale)
-            for key, c in row.codes.items():
-                codes.setdefault(key, []).append(c)
-            self.add(values=2 * k.size, stored=row.stored, window=len(row.window), high=len(row.high), low=len(row.low),
-                     pruned=len(row.pruned))
-            kept = np.setdiff1d(np.arange(row.tokens), row.pruned)
-            for name, x in (("k", k), ("v", v)):
-                e = row.plain[name][kept].astype(np.float64) - x[kept]
-                self.add(**{name + "_err": (e ** 2).sum(), name + "_norm": (x[kept].astype(np.float64) ** 2).sum()})
-            exact, plain, online = row.attend(q[h * per:(h + 1) * per], positions, sm_scale)
-            norm = np.linalg.norm(exact, axis=-1)
-            ok = norm > 0
-            pn = np.linalg.norm(plain, axis=-1)
-            cosine = np.where(pn > 0, (exact * plain).sum(-1) / np.where(pn > 0, pn, 1) / np.where(ok, norm, 1), 0)
-            self.add(n=ok.sum(), err=(np.linalg.norm(exact - plain, axis=-1)[ok] / norm[ok]).sum(),
-                     online=(np.linalg.norm(exact - online, axis=-1)[ok] / norm[ok]).sum(), cosine=cosine[ok].sum())
-        for (name, _), parts in codes.items():
-            everything = np.concatenate([p.ravel() for p in parts])
-            counts = np.unique(everything, return_counts=True)[1]
-            p = counts / counts.sum()
-            self.add(**{name + "_symbols": everything.size, name + "_entropy": -(p * np.log2(p)).sum() * everything.size})
-            if scheme.coder == "huffman":
-                blocks, book, count = coded_size.of_component(name, parts)
-                self.add(**{name + "_coded": 8 * blocks}, stored=blocks + book + 4 * count)
 
-    def result(self, path, text, seq):
-        s = self.s
-        ratio = lambda a, b: s[a] / s[b] if s.get(b) and a in s else None
-        pairs = s["window"] + s["high"] + s["low"] + s["pruned"]
-        bits = 8 * s["stored"] / s["values"]
-        return dict(file=str(path), preset=text, seq=seq, values=int(s["values"]), bits_per_value=bits, ratio=16 / bits,
-                    tiers={t: s[t] / pairs for t in ("window", "high", "low", "pruned")},
-                    key_rel_error=np.sqrt(s["k_err"] / s["k_norm"]), value_rel_error=np.sqrt(s["v_err"] / s["v_norm"]),
-                    attention_rel_error=ratio("err", "n"), attention_rel_error_online=ratio("online", "n"),
-                    attention_cosine=ratio("cosine", "n"), key_entropy_bits=ratio("k_entropy", "k_symbols"),
-                    value_entropy_bits=ratio("v_entropy", "v_symbols"), key_coded_bits=ratio("k_coded", "k_symbols"),
-                    value_coded_bits=ratio("v_coded", "v_symbols"), pairs=int(pairs))
+# ---- one preset on one layer ----
+
+def tiers_of(layer, scheme):
+    """[rows, T] of WINDOW, HIGH, LOW, PRUNED."""
+    index = np.arange(layer.tokens)
+    tiers = np.full((layer.rows, layer.tokens), HIGH)
+    if scheme.tiered:
+        significance = significance_of(layer)
+        tiers = np.where(significance >= scheme.alpha_high / (index + 1), HIGH,
+                         np.where(significance >= scheme.alpha_low / (index + 1), LOW, PRUNED))
+    tiers[:, (index >= layer.tokens - scheme.window) | (index < scheme.sinks)] = WINDOW
+    return tiers
+
+
+@dataclass
+class Stored:
+    """One component: codes and reconstructions of every token in each form; `raw_tail`: outside the window, yet stored raw."""
+    forms: dict          # (HIGH or LOW) -> Format
+    codes: dict          # the same -> int16 [rows, T, D] or None
+    compressed: np.ndarray
+    window: np.ndarray
+    raw_tail: np.ndarray  # bool [T]
+
+    def as_stored(self, tiers):
+        return np.where(((tiers == WINDOW) | self.raw_tail)[..., None], self.window, self.compressed)
+
+
+def store_component(layer, scheme, tiers, c):
+    x = layer.kv[c]
+    basis = Basis(scheme.basis, x)
+    y = basis.forward(x)
+    step = None
+    if scheme.high[c].rule == "absolute":
+        step = global_steps(scheme, layer.q, layer.kv[1], layer.sm_scale, layer.rows)[c]
+    forms = {HIGH: scheme.high[c], **({LOW: scheme.low[c]} if scheme.tiered else {})}
+    codes, values = {}, {}
+    for tier, fmt in forms.items():
+        codes[tier], values[tier] = quantize(y, fmt, layer.raw, min(scheme.sinks, layer.tokens), step)
+    compressed = values[HIGH] if LOW not in values else np.where((tiers == LOW)[..., None], values[LOW], values[HIGH])
+    window = values[HIGH] if scheme.window_form[c] == scheme.high[c] else quantize(y, scheme.window_form[c], layer.raw)[1]
+    raw_tail = np.zeros(layer.tokens, bool)
+    if scheme.high[c].unit != "token":  # the newest incomplete group of tokens outside the window
+        group = scheme.high[c].group
+        body = max(0, layer.tokens - scheme.window - scheme.sinks)
+        raw_tail[scheme.sinks + body // group * group:max(scheme.sinks, layer.tokens - scheme.window)] = True
+    return Stored(forms, codes, basis.backward(compressed), basis.backward(window), raw_tail)
+
+
+def token_bits(fmt, head_dim):
+    return head_dim * fmt.bits + metadata_bits(fmt, head_dim)
+
+
+def add_size(tally, layer, scheme, tiers, stored, c):
+    """Stored bits of one component: codes or blocks, metadata, raw values, steps and means."""
+    d, bits = layer.head_dim, 0
+    if not stored.raw_tail.any():
+        window_bits = token_bits(scheme.window_form[c], d)
+    else:
+        window_bits = 16 * d
+    bits += (tiers == WINDOW).sum() * window_bits
+    bits += ((tiers != WINDOW) & stored.raw_tail).sum() * 16 * d
+    for tier, fmt in stored.forms.items():
+        mask = (tiers == tier) & ~stored.raw_tail
+        count = int(mask.sum())
+        coded = stored.codes[tier] is not None and count
+        if coded and (scheme.huffman or scheme.zstd):
+            tally[f"entropy_bits{c}"] += entropy_bits(stored.codes[tier][mask])
+            tally[f"codes{c}"] += count * d
+        if coded and scheme.huffman:
+            rows = [stored.codes[tier][r][mask[r]] for r in range(layer.rows) if mask[r].any()]
+            size, blocks, codebook = coded_size(rows, c)
+            tally[f"coded_bits{c}"] += 8 * size
+            bits += 8 * (size + 4 * blocks + codebook) + count * metadata_bits(fmt, d)
+        else:
+            bits += count * token_bits(fmt, d)
+    if scheme.high[c].rule == "absolute":
+        bits += layer.rows * 32
+    if scheme.basis == "mean":
+        bits += layer.rows * 16 * d
+    tally["stored_bits"] += bits
+
+
+def add_attention(tally, layer, scheme, tiers, stored):
+    index = np.arange(layer.tokens)
+    plain_kv = [s.as_stored(tiers) for s in stored]
+    for row, o in enumerate(exact_outputs(layer)):
+        q, at = queries_of(layer, row)
+        past = index <= at[:, None]
+        kept = tiers[row] != PRUNED
+        k, v = (x[row].astype(np.float64) for x in plain_kv)
+        plain = attend(q, past & kept, k, v)
+        in_window = (index > at[:, None] - scheme.window) | (index < scheme.sinks)
+        k, v = ([x[row].astype(np.float64) for x in (s.window, s.compressed)] for s in stored)
+        online = attend_two_forms(q, past & (kept | in_window), in_window, k, v)
+        norm = np.linalg.norm(o, axis=1)
+        o, plain, online, norm = (x[norm > 0] for x in (o, plain, online, norm))
+        size = np.linalg.norm(plain, axis=1)
+        tally["attention"] += (np.linalg.norm(o - plain, axis=1) / norm).sum()
+        tally["online"] += (np.linalg.norm(o - online, axis=1) / norm).sum()
+        tally["cosine"] += ((o * plain).sum(1) / (norm * np.where(size > 0, size, 1))).sum()
+        tally["queries"] += len(o)
+
+
+def page_counts(scheme, tiers):
+    """{tier format: tokens of each row}: formats that are the same share pages."""
+    counts = {}
+    for tier, form in ((WINDOW, scheme.window_form), (HIGH, scheme.high), (LOW, scheme.low)):
+        if (tier == WINDOW and not (scheme.window or scheme.sinks)) or (tier == LOW and not scheme.tiered):
+            continue
+        rows = (tiers == tier).sum(1)
+        counts[form] = counts[form] + rows if form in counts else rows
+    return counts
+
+
+def measure(layer, scheme):
+    """The sums of one layer from which finish() makes the metrics of any number of layers."""
+    names = ["stored_bits", "page_bytes", "attention", "online", "cosine", "queries"]
+    names += [f"{n}{c}" for n in ("coded_bits", "entropy_bits", "codes", "error", "norm") for c in (0, 1)]
+    tally = dict.fromkeys(names, 0.0)
+    tiers = tiers_of(layer, scheme)
+    tally["values"] = 2 * layer.kv[0].size
+    tally.update({name: int((tiers == t).sum()) for t, name in enumerate(TIER_NAMES)})
+    kept = tiers != PRUNED
+    stored = [store_component(layer, scheme, tiers, c) for c in (0, 1)]
+    for c, s in enumerate(stored):
+        x = layer.kv[c][kept].astype(np.float64)
+        tally[f"error{c}"] = ((x - s.as_stored(tiers)[kept]) ** 2).sum()
+        tally[f"norm{c}"] = (x ** 2).sum()
+        add_size(tally, layer, scheme, tiers, s, c)
+    if scheme.tiered:
+        tally["stored_bits"] += 64 * kept.sum()
+    pages = paged_bytes(page_counts(scheme, tiers), layer.head_dim) if scheme.pages else None
+    tally["page_bytes"] = np.nan if pages is None else pages
+    if layer.q is not None:
+        add_attention(tally, layer, scheme, tiers, stored)
+    return tally
+
+
+def finish(tally):
+    ratio = lambda a, b: float(tally[a] / tally[b]) if tally[b] else None
+    pairs = sum(tally[n] for n in TIER_NAMES)
+    bits = float(tally["stored_bits"] / tally["values"])
+    paged = tally["page_bytes"] > 0
+    return {
+        "values": int(tally["values"]), "bits_per_value": bits, "ratio": 16 / bits if bits else None,
+        "page_ratio": float(2 * tally["values"] / tally["page_bytes"]) if paged else None,
+        "tiers": {n: tally[n] / pairs for n in TIER_NAMES}, "pairs": pairs,
+        "key_rel_error": np.sqrt(ratio("error0", "norm0") or 0), "value_rel_error": np.sqrt(ratio("error1", "norm1") or 0),
+        "attention_rel_error": ratio("attention", "queries"), "attention_rel_error_online": ratio("online", "queries"),
+        "attention_cosine": ratio("cosine", "queries"),
+        "key_entropy_bits": ratio("entropy_bits0", "codes0"), "value_entropy_bits": ratio("entropy_bits1", "codes1"),
+        "key_coded_bits": ratio("coded_bits0", "codes0") or None, "value_coded_bits": ratio("coded_bits1", "codes1") or None}
+
+
+def analyze(dump, presets):
+    """[{preset, seq, metrics...}]: for each preset the total over the dump, then each sequence."""
+    schemes = [parse(p) for p in presets]
+    tallies = [{} for _ in schemes]
+    for seq, layers in read_layers(dump):
+        for layer in layers:
+            for scheme, by_seq in zip(schemes, tallies):
+                one = measure(layer, scheme)
+                for key in ("all", seq):
+                    total = by_seq.setdefault(key, dict.fromkeys(one, 0))
+                    by_seq[key] = {n: total[n] + one[n] for n in one}
+    return [{"preset": p, "seq": seq, **finish(t)} for p, by_seq in zip(presets, tallies) for seq, t in by_seq.items()]
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("--dump", required=True)
+    args.add_argument("--preset", action="append", required=True)
+    args.add_argument("--json", action="store_true")
+    args = args.parse_args()
+    results = analyze(args.dump, args.preset)
+    if args.json:
+        print(json.dumps(results, indent=1))
+        return
+    columns = ["bits_per_value", "page_ratio", "key_rel_error", "value_rel_error", "attention_rel_error",
+               "attention_rel_error_online", "attention_cosine", "key_entropy_bits", "key_coded_bits", "value_entropy_bits",
+               "value_coded_bits"]
+    print("preset seq memory_% " + " ".join(columns) + " tiers")
+    for r in results:
+        numbers = ["-" if r[c] is None else f"{r[c]:.5f}" for c in columns]
+        print(r["preset"], r["seq"], f"{r['bits_per_value'] / 0.16:.2f}", *numbers, "/".join(f"{x:.4f}" for x in r["tiers"].values()))
 
 
 if __name__ == "__main__":
-    json.dump(analyze(sys.argv[1], sys.argv[2:]), sys.stdout, indent=1, default=float)
-    print()
+    main()

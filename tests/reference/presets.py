@@ -1,0 +1,113 @@
+"""The grammar of presets, NAME[:key=value,...][+huffman][+rot], as plain descriptions of what is stored."""
+import re
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one component of a token is stored."""
+    rule: str = "raw"    # raw, minmax, relative, absolute
+    bits: int = 16       # of a min-max code
+    unit: str = "token"  # what shares a step: token, channel (over `group` tokens), block (`group` tokens x head)
+    group: int = 0       # token: channels that share a step (0: the head); channel, block: tokens
+    step: float = 0.0    # relative: fraction of the range; absolute: the error aimed at
+
+
+RAW = Format()
+
+
+@dataclass
+class Scheme:
+    name: str                      # as given on the command line
+    high: tuple = (RAW, RAW)       # (keys, values) of a token outside the window
+    low: tuple = (RAW, RAW)
+    tiered: bool = False           # significance decides between high, low and pruned
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0
+    window: int = 0
+    sinks: int = 0
+    window_form: tuple = (RAW, RAW)
+    basis: str = "none"            # none, mean, hadamard
+    huffman: bool = False
+    zstd: bool = False             # the size is zstd's and is not computed here
+    pages: bool = field(default=False)  # fixed-width pages exist
+
+
+def min_max(bits, group=0):
+    return RAW if bits == 16 else Format("minmax", bits, "token", group)
+
+
+def tier(name, group_k=0, group_v=0):
+    bits = re.fullmatch(r"k(16|8|4|2|1)v(16|8|4|2|1)", name.lower())
+    if not bits:
+        raise ValueError(f"{name}: not a tier format")
+    return min_max(int(bits[1]), group_k), min_max(int(bits[2]), group_v)
+
+
+def options_of(text, defaults):
+    """key=value,... over `defaults`, each value converted to the type of its default."""
+    options = dict(defaults)
+    for pair in filter(None, text.split(",")):
+        key, value = pair.split("=")
+        if key not in defaults:
+            raise ValueError(f"unknown option {key}")
+        options[key] = type(defaults[key])(value)
+    return options
+
+
+def plain(name, text):
+    o = options_of(text, dict(window=0, sinks=0, group_k=0, group_v=0))
+    high = (RAW, RAW) if name == "fp16" else tier(name, o["group_k"], o["group_v"])
+    return dict(high=high, window=o["window"], sinks=o["sinks"], pages=True)
+
+
+def diffkv(_, text):
+    o = options_of(text, dict(high="k8v4", low="k4v2", alpha_h=1.0, alpha_l=0.0, window=64, sinks=0, window_format="high"))
+    high, low = tier(o["high"]), tier(o["low"])
+    form = {"high": high, "raw": (RAW, RAW)}[o["window_format"]]
+    return dict(high=high, low=low, tiered=True, alpha_high=o["alpha_h"], alpha_low=o["alpha_l"],
+                window=o["window"], sinks=o["sinks"], window_form=form, pages=True)
+
+
+def kivi(name, text):
+    bits = int(name[4:])
+    o = options_of(text, dict(group={4: 128, 2: 32}[bits], residual=128, sinks=0))
+    keys = Format("minmax", bits, "channel", o["group"])
+    return dict(high=(keys, min_max(bits, o["group"])), window=o["residual"], sinks=o["sinks"])
+
+
+def kvcomp(_, text):
+    o = options_of(text, dict(unit="block", rel_k=0.05, rel_v=0.15, block=64, window=64, sinks=0))
+    keys = Format("relative", unit=o["unit"], group=o["block"], step=o["rel_k"])
+    return dict(high=(keys, Format("relative", step=o["rel_v"])), window=o["window"], sinks=o["sinks"], huffman=True)
+
+
+def step(_, text):
+    o = options_of(text, dict(k=0.3, v=0.25, basis="mean", window=64, sinks=0))
+    formats = Format("absolute", step=o["k"]), Format("absolute", step=o["v"])
+    return dict(high=formats, basis=o["basis"], window=o["window"], sinks=o["sinks"], huffman=True)
+
+
+FAMILIES = [("fp16", plain), (r"k\d+v\d+", plain), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp), ("step", step)]
+
+
+def parse(preset):
+    body, *suffixes = preset.split("+")
+    name, _, text = body.partition(":")
+    if name == "zstd-codes":
+        of = options_of(text, dict(of="k8v4", level=3))["of"]
+        scheme = parse("+".join([of] + suffixes))
+        scheme.name, scheme.zstd, scheme.huffman, scheme.pages = preset, True, False, False
+        return scheme
+    if name == "zstd-fp16":
+        scheme = Scheme(preset, zstd=True)
+    else:
+        family = next((f for pattern, f in FAMILIES if re.fullmatch(pattern, name)), None)
+        if family is None:
+            raise ValueError(f"unknown preset {name}")
+        scheme = Scheme(preset, **family(name, text))
+    if "rot" in suffixes:
+        scheme.basis = "hadamard"  # instead of the channel means
+    scheme.huffman |= "huffman" in suffixes
+    scheme.pages &= not scheme.huffman
+    return scheme
