@@ -5,6 +5,10 @@ set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+# Only what a public header marks TKV_API leaves the shared library.
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
 endif()
@@ -56,11 +60,15 @@ if(TIERKV_SANITIZE)
   target_link_options(tierkv_settings INTERFACE -fsanitize=${TIERKV_SANITIZE})
 endif()
 
-# tierkv_library(NAME [LINK lib...]): the static library tierkv_NAME from this folder's *.cc, and, where CUDA is on and
-# the folder has *.cu, tierkv_NAME_cuda beside it.
+# tierkv_library(NAME [LINK lib...] [EXCLUDE file...]): the static library tierkv_NAME from this folder's *.cc without
+# EXCLUDE, and, where CUDA is on and the folder has *.cu, tierkv_NAME_cuda beside it.
 function(tierkv_library name)
-  cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE" ${ARGN})
+  cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE;EXCLUDE" ${ARGN})
   file(GLOB sources CONFIGURE_DEPENDS *.cc *.h)
+  list(TRANSFORM ARG_EXCLUDE PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
+  if(ARG_EXCLUDE)
+    list(REMOVE_ITEM sources ${ARG_EXCLUDE})
+  endif()
   add_library(tierkv_${name} STATIC ${sources})
   target_link_libraries(tierkv_${name} PUBLIC tierkv_settings ${ARG_LINK} PRIVATE ${ARG_LINK_PRIVATE})
   file(GLOB cuda_sources CONFIGURE_DEPENDS *.cu *.cuh)

@@ -49,6 +49,8 @@ struct RowData {
   std::vector<uint8_t> bytes;
 };
 
+// n stored values as floats, exactly.
+void values_to_float(DType dtype, const uint8_t* bytes, int64_t n, float* out);
 // Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].
 void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
 

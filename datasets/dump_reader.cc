@@ -56,18 +56,6 @@ Status check_finite(const std::string& path, const Slab& slab, const RowData& ro
   return Status::ok();
 }
 
-void to_floats(DType t, const uint8_t* bytes, int64_t n, float* out) {
-  if (t == DType::kFloat32) {
-    std::memcpy(out, bytes, 4 * n);
-    return;
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    uint16_t h;
-    std::memcpy(&h, bytes + 2 * i, 2);
-    out[i] = t == DType::kFloat16 ? half_to_float(h) : bfloat16_to_float(h);
-  }
-}
-
 Status check_index(const char* what, int64_t index, int64_t count) {
   if (index >= 0 && index < count) return Status::ok();
   return Status(StatusCode::kInvalidArgument, std::string(what) + " " + std::to_string(index) +
@@ -81,11 +69,6 @@ Status check_layer(const DumpInfo& info, int32_t seq, int32_t layer) {
 }
 
 }  // namespace
-
-void row_to_float(const RowData& row, int64_t first, int64_t count, float* out) {
-  to_floats(row.dtype, row.bytes.data() + first * row.head_dim * dtype_bytes(row.dtype),
-            count * row.head_dim, out);
-}
 
 DumpReader::DumpReader(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 DumpReader::DumpReader(DumpReader&&) noexcept = default;
@@ -156,7 +139,7 @@ Status DumpReader::read_queries(int32_t seq, int32_t layer, int32_t first_head, 
   s = read_slab(impl_->file.id(), path, slab, &bytes);
   if (!s) return s.with_context(info.path);
   q->resize(slab.elements());
-  to_floats(l.q_dtype, bytes.data(), slab.elements(), q->data());
+  values_to_float(l.q_dtype, bytes.data(), slab.elements(), q->data());
   return check_finite(path, slab, *q).with_context(info.path);
 }
 

@@ -67,6 +67,19 @@ class CacheDecoder {
   std::vector<ContainerSequence> sequences_;
 };
 
+// The rows of a layer, one per kv_head (rows->size() of them), on several threads; the first
+// failure in their order.
+Status decode_layer(const CacheDecoder& decoder, int32_t seq, int32_t layer, int32_t threads,
+                    std::vector<DecodedRow>* rows);
+
+// What a layer carries besides its rows.
+struct CarriedOver {
+  std::vector<int32_t> positions;
+  std::vector<std::vector<float>> queries;       // per query head
+  std::vector<std::vector<float>> significance;  // per kv_head; all empty, or none
+};
+Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out);
+
 // Writes the kv-dump `path` whole or not at all, in the dtype that is given.
 Status decompress(const CacheDecoder& decoder, DType dtype, int32_t threads,
                   const std::string& path, const std::function<void(double)>& progress);
