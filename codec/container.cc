@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <tuple>
 
@@ -65,17 +66,17 @@ class File {
 }  // namespace
 
 bool operator<(const ChunkKey& a, const ChunkKey& b) {
-  return std::tie(a.kind, a.sequence, a.layer, a.head, a.component, a.part) <
-         std::tie(b.kind, b.sequence, b.layer, b.head, b.component, b.part);
+  return std::tie(a.kind, a.sequence, a.layer, a.head, a.component, a.part, a.page) <
+         std::tie(b.kind, b.sequence, b.layer, b.head, b.component, b.part, b.page);
 }
 
 std::string to_string(const ChunkKey& key) {
-  static constexpr const char* kNames[] = {"model",           "sequence", "basis",
-                                           "codebook",        "row map",  "segment",
-                                           "query positions", "queries",  "significance"};
-  const int kind = static_cast<int>(key.kind);
-  std::string s =
-      kind >= 1 && kind <= 9 ? kNames[kind - 1] : "chunk of kind " + std::to_string(kind);
+  static constexpr const char* kNames[] = {
+      "model",           "sequence", "basis",        "codebook", "row map",    "segment",
+      "query positions", "queries",  "significance", "page",     "page format"};
+  const auto kind = static_cast<size_t>(key.kind);
+  std::string s = kind >= 1 && kind <= std::size(kNames) ? kNames[kind - 1]
+                                                         : "chunk of kind " + std::to_string(kind);
   const char* separator = " of ";
   const auto add = [&](const std::string& text) {
     s += separator + text;
@@ -87,7 +88,11 @@ std::string to_string(const ChunkKey& key) {
   const bool component = key.kind == ChunkKind::kBasis || key.kind == ChunkKind::kCodebook ||
                          key.kind == ChunkKind::kSegment;
   if (component) add(key.component == 0 ? "keys" : "values");
-  if (component && key.kind != ChunkKind::kBasis) add("part " + std::to_string(key.part));
+  const bool paged = key.kind == ChunkKind::kPage || key.kind == ChunkKind::kPageFormat;
+  if (paged || (component && key.kind != ChunkKind::kBasis)) {
+    add("part " + std::to_string(key.part));
+  }
+  if (key.kind == ChunkKind::kPage) add("page " + std::to_string(key.page));
   return s;
 }
 

@@ -19,7 +19,7 @@ Status corrupt(const std::string& what) {
 }
 
 bool is_known(ChunkKind kind) {
-  return kind >= ChunkKind::kModel && kind <= ChunkKind::kSignificance;
+  return kind >= ChunkKind::kModel && kind <= ChunkKind::kPageFormat;
 }
 
 }  // namespace
@@ -97,7 +97,7 @@ std::vector<uint8_t> store_index(const std::vector<ChunkEntry>& chunks) {
     w.u8(c.key.component);
     w.u8(c.key.part);
     w.u16(0);
-    w.u32(0);
+    w.i32(c.key.page);
     w.u64(c.offset);
     w.u64(c.bytes);
     w.u64(c.checksum);
@@ -121,7 +121,8 @@ Status load_index(const std::vector<uint8_t>& bytes, const ContainerHeader& head
     c.key.head = r.i32();
     c.key.component = r.u8();
     c.key.part = r.u8();
-    const bool reserved_clear = r.u16() == 0 && r.u32() == 0 && (flags & ~kOptionalFlag) == 0;
+    const bool reserved_clear = r.u16() == 0 && (flags & ~kOptionalFlag) == 0;
+    c.key.page = r.i32();
     c.offset = r.u64();
     c.bytes = r.u64();
     c.checksum = r.u64();

@@ -39,6 +39,8 @@ enum class ChunkKind : uint16_t {
   kQueryPositions = 7,  // of a layer; optional, as the next two
   kQueries = 8,         // of a (layer, query head)
   kSignificance = 9,    // of a (layer, kv_head)
+  kPage = 10,           // tokens of a (layer, kv_head, part), unified page by page
+  kPageFormat = 11,     // of the pages of a (layer, part)
 };
 
 struct ChunkKey {
@@ -48,10 +50,11 @@ struct ChunkKey {
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
   uint8_t part = 0;               // of a row, docs/FORMAT_CONTAINER.md
+  int32_t page = 0;               // kPage: of the part, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {
     return a.kind == b.kind && a.sequence == b.sequence && a.layer == b.layer && a.head == b.head &&
-           a.component == b.component && a.part == b.part;
+           a.component == b.component && a.part == b.part && a.page == b.page;
   }
   friend bool operator<(const ChunkKey& a, const ChunkKey& b);
 };

@@ -22,6 +22,7 @@ using testing::HasSubstr;
 constexpr const char* kPresets[] = {"fp16",
                                     "k8v4",
                                     "k4v2:group_k=32",
+                                    "k8v2+rot",
                                     "k1v1",
                                     "k16v4:sinks=4",
                                     "diffkv",
@@ -85,8 +86,11 @@ class ContainerFileTest : public testing::Test {
 
 // What the analysis measures is what the container gives back, bit for bit.
 TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    datasets::DumpReader reader = dump({1, 200}, dtype == DType::kFloat16 ? 64 : 160, dtype);
+  for (const auto& [dtype, head_dim] : {std::pair{DType::kFloat16, 64},
+                                        {DType::kBFloat16, 96},
+                                        {DType::kFloat32, 128},
+                                        {DType::kBFloat16, 160}}) {  // 160: no pages
+    datasets::DumpReader reader = dump({1, 200}, head_dim, dtype);
     const CacheLayout& layout = reader.info().layout;
     for (const char* text : kPresets) {
       const std::vector<uint8_t> bytes = compressed(reader, text);
@@ -133,8 +137,9 @@ TEST_F(ContainerFileTest, BytesDoNotDependOnThreads) {
 
 TEST_F(ContainerFileTest, AnyDamagedByteAndAnyTruncationIsRefused) {
   std::mt19937 rng(seed_);
-  datasets::DumpReader reader = dump({9}, 16, DType::kFloat16);
-  for (const char* text : {"step:window=2", "diffkv:window=2"}) {
+  for (const auto& [text, head_dim] :
+       {std::pair{"step:window=2", 16}, {"diffkv:window=2", 16}, {"diffkv:window=2", 64}}) {
+    datasets::DumpReader reader = dump({9}, head_dim, DType::kFloat16);
     const std::vector<uint8_t> bytes = compressed(reader, text);
     ASSERT_TRUE(check(bytes).is_ok());
     for (size_t i = 0; i < bytes.size(); ++i) {
@@ -152,9 +157,13 @@ TEST_F(ContainerFileTest, AnyDamagedByteAndAnyTruncationIsRefused) {
 // Behind the checksums nothing may trust a size: damage is either refused or decodes to something.
 TEST_F(ContainerFileTest, DamageWithoutChecksumsDoesNotCrash) {
   std::mt19937 rng(seed_);
-  datasets::DumpReader reader = dump({70}, 16, DType::kFloat16);
-  for (const char* text : {"step:window=2", "diffkv+huffman", "kvcomp:window=2,block=16",
-                           "kivi2:group=16,residual=3"}) {
+  for (const auto& [text, head_dim] : {std::pair{"step:window=2", 16},
+                                       {"diffkv+huffman", 16},
+                                       {"kvcomp:window=2,block=16", 16},
+                                       {"kivi2:group=16,residual=3", 16},
+                                       {"diffkv:window=2", 64},
+                                       {"k4v4+rot", 64}}) {
+    datasets::DumpReader reader = dump({70}, head_dim, DType::kFloat16);
     const std::vector<uint8_t> bytes = compressed(reader, text);
     int refused = 0;
     for (int trial = 0; trial < 3000; ++trial) {
@@ -166,6 +175,75 @@ TEST_F(ContainerFileTest, DamageWithoutChecksumsDoesNotCrash) {
     }
     EXPECT_GT(refused, 100) << text << ", seed " << seed_;
   }
+}
+
+// Chunks of a container, to be written again with some of them changed.
+struct Chunks {
+  std::vector<std::pair<ChunkEntry, std::vector<uint8_t>>> list;
+
+  explicit Chunks(const std::string& path) {
+    const ContainerReader reader = std::move(ContainerReader::open(path).value());
+    for (size_t i = 0; i < reader.chunks().size(); ++i) {
+      list.emplace_back(reader.chunks()[i], std::vector<uint8_t>());
+      EXPECT_TRUE(reader.read(static_cast<int64_t>(i), &list.back().second).is_ok());
+    }
+  }
+  // The n-th chunk of a kind.
+  std::pair<ChunkEntry, std::vector<uint8_t>>& at(ChunkKind kind, int n = 0) {
+    for (auto& chunk : list) {
+      if (chunk.first.key.kind == kind && n-- == 0) return chunk;
+    }
+    ADD_FAILURE() << "no such chunk";
+    return list.front();
+  }
+  Status verify_as(const std::string& path) const {
+    ContainerWriter writer = std::move(ContainerWriter::create(path).value());
+    for (const auto& [entry, bytes] : list) {
+      EXPECT_TRUE(writer.add(entry.key, bytes, entry.optional).is_ok());
+    }
+    EXPECT_TRUE(writer.finish().is_ok());
+    Result<ContainerReader> reader = ContainerReader::open(path);
+    if (!reader) return reader.status();
+    const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(reader.value()));
+    return decoder ? verify(*decoder, 1, {}) : decoder.status();
+  }
+};
+
+// With checksums that fit: what is inside contradicts itself.
+TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
+  datasets::DumpReader reader = dump({300}, 64, DType::kFloat16);
+  compressed(reader, "diffkv:alpha_h=0,window=10");
+  const Chunks sound(path("a.tkv"));
+  EXPECT_TRUE(sound.verify_as(path("b.tkv")).is_ok());
+  const auto refused = [&](const char* what, auto change) {
+    Chunks chunks = sound;
+    change(chunks);
+    const Status s = chunks.verify_as(path("b.tkv"));
+    EXPECT_EQ(s.code(), StatusCode::kCorrupt) << what;
+    EXPECT_THAT(s.message(), testing::ContainsRegex("b.tkv: (page|has no page)")) << what;
+  };
+  refused("missing page", [](Chunks& c) { c.at(ChunkKind::kPage, 1).first.key.page = 9; });
+  refused("one page too many", [](Chunks& c) {
+    int last = 0;
+    for (const auto& chunk : c.list) {
+      if (chunk.first.key.kind == ChunkKind::kPage) last = chunk.first.key.page;
+    }
+    c.list.push_back(c.at(ChunkKind::kPage));
+    c.list.back().first.key.page = last + 1;
+  });
+  refused("short page", [](Chunks& c) { c.at(ChunkKind::kPage).second.pop_back(); });
+  refused("another token", [](Chunks& c) {
+    auto& bytes = c.at(ChunkKind::kPage).second;
+    std::swap(bytes[bytes.size() - 4], bytes[bytes.size() - 8]);
+  });
+  for (int field = 0; field < 12; ++field) {
+    refused("page format",
+            [field](Chunks& c) { c.at(ChunkKind::kPageFormat).second[4 * field] ^= 0x55; });
+  }
+  Chunks both = sound;
+  both.list.push_back(both.at(ChunkKind::kSegment));
+  both.list.back().first.key.part = static_cast<uint8_t>(Part::kHigh);
+  EXPECT_THAT(both.verify_as(path("b.tkv")).message(), HasSubstr("is stored as pages"));
 }
 
 TEST_F(ContainerFileTest, ZstdPresetsAreRefusedByNameAndLeaveNothing) {

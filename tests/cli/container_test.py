@@ -12,7 +12,7 @@ from cli import ROOT, SAMPLE, CliTest, Dump, main, run
 sys.path.insert(0, str(ROOT / "tests" / "reference"))
 import read_tkv  # noqa: E402
 
-PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k16v4:sinks=4", "diffkv", "diffkv:alpha_l=0.4,sinks=2", "kivi4",
+PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k8v2+rot", "k16v4:sinks=4", "diffkv", "diffkv:alpha_l=0.4,sinks=2", "kivi4",
            "kivi2", "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "step+rot", "k4v4+huffman",
            "k4v4+huffman+rot", "k2v8+huffman", "diffkv+huffman"]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE = range(1, 10)
+MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE, PAGE, PAGE_FORMAT = range(1, 12)
 SINKS, HIGH, LOW, KEY_GAP, WINDOW = range(5)
 _xxhash = ctypes.CDLL(ctypes.util.find_library("xxhash"))
 _xxhash.XXH3_64bits.restype = ctypes.c_uint64
@@ -60,13 +60,13 @@ def load_chunks(data):
     need(index_sum == xxh3(data[index:]), "index checksum")
     chunks, following = {}, 64
     for i in range(count):
-        fields = struct.unpack("<HHiiiBBHIQQQ", data[index + 48 * i:index + 48 * i + 48])
-        kind, flags, seq, layer, head, component, part, _, _, start, n, checksum = fields
+        fields = struct.unpack("<HHiiiBBHiQQQ", data[index + 48 * i:index + 48 * i + 48])
+        kind, flags, seq, layer, head, component, part, _, page, start, n, checksum = fields
         padded = (n + 15) // 16 * 16
         need(start == following and xxh3(data[start:start + padded]) == checksum, f"chunk {i}")
         following += padded
-        need(kind <= 9 or flags & 1, f"unknown chunk {kind}")
-        chunks[kind, seq, layer, head, component, part] = data[start:start + n]
+        need(kind <= 11 or flags & 1, f"unknown chunk {kind}")
+        chunks[kind, seq, layer, head, component, part, page] = data[start:start + n]
     need(following == index, "index")
     return chunks
 
@@ -206,7 +206,7 @@ def decode_segment(chunks, key):
     b = Bytes(chunks[key])
     bits, rule, unit, group, _, basis, coder, raw_dtype, d = b("iiiidiiii")
     n, data_bytes, parameters, blocks, flags, raw_values, _ = b("QQQQQQQ")
-    _, seq, layer, head, component, part = key
+    _, seq, layer, head, component, part, _ = key
     data = b.take(data_bytes)
     scale, zero = b.array("f2", 2 * parameters).astype(np.float32).reshape(-1, 2).T
     starts = b.array("u4", blocks)
@@ -217,7 +217,7 @@ def decode_segment(chunks, key):
         y = bfloat16(np.frombuffer(data, "<u2")) if raw_dtype else np.frombuffer(data, "<f2").astype(np.float32)
         return y.reshape(n, d)
     if coder:
-        book, source, rows = load_codebook(chunks[CODEBOOK, seq, layer, -1, component, part]), Bytes(data), []
+        book, source, rows = load_codebook(chunks[CODEBOOK, seq, layer, -1, component, part, 0]), Bytes(data), []
         for start in starts:
             need(source.at == start, "block start")
             rows.append(np.concatenate([decode_block(source, book) for _ in range(0, d, 128)], 1))
@@ -226,8 +226,7 @@ def decode_segment(chunks, key):
     else:
         codes = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[:n * d * bits]
         codes = (codes.reshape(-1, bits).astype(np.int64) << np.arange(bits)).sum(1).reshape(n, d)
-    own = (BASIS, seq, layer, head, component, 0)
-    stored = chunks.get(own, chunks.get((BASIS, -1, *own[2:])))
+    stored = basis_of(chunks, seq, layer, head, component)
     if rule == 2:
         y = np.float32(struct.unpack("<f", stored[8:12])[0]) * codes.astype(np.float32)
     else:
@@ -240,8 +239,41 @@ def decode_segment(chunks, key):
     return undo_basis(stored, y) if basis else y
 
 
+def basis_of(chunks, seq, layer, head, component):
+    own = (BASIS, seq, layer, head, component, 0, 0)
+    return chunks.get(own, chunks.get((BASIS, -1, *own[2:])))
+
+
+def decode_pages(chunks, seq, layer, head, part, members):
+    """Keys and values [n, d] of the tokens `members`, page by page."""
+    b = Bytes(chunks[PAGE_FORMAT, seq, layer, -1, 0, part, 0])
+    d, per_page, raw_dtype, segments, *sides = b("iiii8i")
+    b.end()
+    out = [[], []]
+    for page in range(-(-len(members) // per_page)):
+        tokens = members[page * per_page:][:per_page]
+        tiles = -(-len(tokens) // 16)
+        b = Bytes(chunks[PAGE, seq, layer, head, 0, part, page])
+        for component, (bits, groups, basis, _) in enumerate((sides[:4], sides[4:])):
+            codes = raw_tiles(b.take(tiles * 2 * d * bits), bits, tiles, d, component)
+            if bits == 16:
+                raw = codes.astype(np.uint16)
+                y = bfloat16(raw) if raw_dtype else raw.view(np.float16).astype(np.float32)
+            else:  # [tile, group, token % 8, token / 8, (scale, zero point)]
+                pairs = b.array("f2", tiles * groups * 32).astype(np.float32).reshape(tiles, groups, 8, 2, 2)
+                pairs = pairs.transpose(0, 3, 2, 1, 4).reshape(16 * tiles, groups, 2).repeat(d // groups, 1)
+                y = pairs[..., 0] * codes.astype(np.float32) + pairs[..., 1]
+            y = y[:len(tokens)]
+            out[component].append(undo_basis(basis_of(chunks, seq, layer, head, component), y) if basis else y)
+        if segments == 6:
+            need(np.isfinite(b.array("f4", 16 * tiles)[:len(tokens)]).all(), "scores")
+            need((b.array("i4", 16 * tiles)[:len(tokens)] == tokens).all(), "positions")
+        b.end()
+    return [np.concatenate(x) for x in out]
+
+
 def decode_row(chunks, seq, layer, head, tokens, d):
-    b = Bytes(chunks[ROW, seq, layer, head, 0, 0])
+    b = Bytes(chunks[ROW, seq, layer, head, 0, 0, 0])
     stated, begin, gap, end, tiered = b("QQQQQ")
     need(stated == tokens, "row map")
     t, tier = np.arange(tokens), np.ones(tokens, int)
@@ -256,8 +288,12 @@ def decode_row(chunks, seq, layer, head, tokens, d):
                  KEY_GAP: body & (t >= high_end), WINDOW: t >= end}
         x = np.zeros((tokens, d), np.float32)
         for part, members in parts.items():
-            if members.any() and not (part == KEY_GAP and tiered):
-                x[members] = decode_segment(chunks, (SEGMENT, seq, layer, head, component, part))
+            if not members.any() or (part == KEY_GAP and tiered):
+                continue
+            if (PAGE_FORMAT, seq, layer, -1, 0, part, 0) in chunks:
+                x[members] = decode_pages(chunks, seq, layer, head, part, np.flatnonzero(members))[component]
+            else:
+                x[members] = decode_segment(chunks, (SEGMENT, seq, layer, head, component, part, 0))
         out.append(x)
     return out[0], out[1], body & (tier == 3)
 
@@ -265,14 +301,14 @@ def decode_row(chunks, seq, layer, head, tokens, d):
 def read(path):
     with open(path, "rb") as f:
         chunks = load_chunks(f.read())
-    b = Bytes(chunks[MODEL, -1, -1, -1, 0, 0])
+    b = Bytes(chunks[MODEL, -1, -1, -1, 0, 0, 0])
     cache = SimpleNamespace(sequences=[], rows={}, chunks=chunks)
     cache.layers, cache.q_heads, cache.kv_heads, cache.head_dim, cache.dtype, cache.rope_applied = b("iiiiii")
     cache.rope_theta, cache.sm_scale, count = b("ddi")
     cache.preset, cache.model_id, cache.created_by = b.text(), b.text(), b.text()
     b.end()
     for seq in range(count):
-        b = Bytes(chunks[SEQUENCE, seq, -1, -1, 0, 0])
+        b = Bytes(chunks[SEQUENCE, seq, -1, -1, 0, 0, 0])
         name, kind, n = b.text(), b.text(), b("Q")
         cache.sequences.append(SimpleNamespace(id=name, kind=kind, tokens=b.array("i4", n)))
         for layer in range(cache.layers):

@@ -8,6 +8,8 @@
 #include "codec/profile.h"
 #include "datasets/dump.h"
 #include "tierkv/container.h"
+#include "tools/analysis/container_chunks.h"
+#include "tools/analysis/container_pages.h"
 #include "tools/analysis/preset.h"
 #include "tools/analysis/row_codec.h"
 
@@ -59,7 +61,11 @@ class CacheDecoder {
  private:
   explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
   Status load();
+  Result<StoredBasis> read_basis(ChunkKey key) const;
   Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
+  Status decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const;
+  Status decode_pages(ChunkKey key, const StoredPageFormat& format, const RowPlan& plan,
+                      DecodedRow* out) const;
   Result<std::vector<float>> values(const ChunkKey& key, int64_t count) const;
 
   ContainerReader reader_;

@@ -5,6 +5,7 @@
 #include "codec/byte_cursor.h"
 #include "tools/analysis/container_chunks.h"
 #include "tools/analysis/container_file.h"
+#include "tools/analysis/container_pages.h"
 #include "tools/analysis/parallel.h"
 
 namespace tierkv::analysis {
@@ -60,6 +61,16 @@ Status CacheDecoder::load() {
   return Status::ok();
 }
 
+// The basis of the (sequence, layer, head, component) that `key` names.
+Result<StoredBasis> CacheDecoder::read_basis(ChunkKey key) const {
+  key.kind = ChunkKind::kBasis;
+  key.part = 0;
+  key.page = 0;
+  if (reader_.find(key) < 0) key.sequence = kNotApplicable;
+  const int32_t d = model_.layout.head_dim;
+  return read_chunk(reader_, key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+}
+
 // Decodes the segment `key` into rows tokens[i] of out [sequence tokens, head_dim].
 Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens,
                                  float* out) const {
@@ -77,12 +88,7 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   }
   StoredBasis basis;
   if (segment->needs_basis()) {
-    ChunkKey basis_key = key;
-    basis_key.kind = ChunkKind::kBasis;
-    basis_key.part = 0;
-    if (reader_.find(basis_key) < 0) basis_key.sequence = kNotApplicable;
-    Result<StoredBasis> stored =
-        read_chunk(reader_, basis_key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+    Result<StoredBasis> stored = read_basis(key);
     if (!stored) return stored.status();
     basis = std::move(stored.value());
     const ComponentFormat& f = segment->format.format;
@@ -115,29 +121,89 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
   return Status::ok();
 }
 
+// A component of a part that is stored as a segment.
+Status CacheDecoder::decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const {
+  const std::vector<int64_t> list =
+      part_tokens(plan, static_cast<Component>(key.component), static_cast<Part>(key.part));
+  if (!list.empty()) return decode_part(key, list, out);
+  if (reader_.find(key) < 0) return Status::ok();
+  return Status(StatusCode::kCorrupt,
+                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+}
+
+// A part that is stored as pages; `key` is that of its first page.
+Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, const RowPlan& plan,
+                                  DecodedRow* out) const {
+  StoredBasis bases[2];
+  PageSink sink = {out->k.data(), out->v.data(), {}};
+  for (int c = 0; c < 2; ++c) {
+    if (format.basis[c] == BasisKind::kNone) continue;
+    ChunkKey basis_key = key;
+    basis_key.component = static_cast<uint8_t>(c);
+    Result<StoredBasis> stored = read_basis(basis_key);
+    if (!stored) return stored.status();
+    bases[c] = std::move(stored.value());
+    if (bases[c].basis.kind != format.basis[c]) {
+      return Status(StatusCode::kCorrupt,
+                    reader_.path() + ": " + to_string(key) + ": its basis is of another kind");
+    }
+    sink.basis[c] = &bases[c].basis;
+  }
+  const std::vector<int64_t> list = part_tokens(plan, Component::kKey, static_cast<Part>(key.part));
+  const std::vector<int32_t> positions(list.begin(), list.end());
+  const auto total = static_cast<int32_t>(positions.size());
+  std::vector<uint8_t> bytes;
+  for (int32_t first = 0; first < total; first += format.shape.tokens, ++key.page) {
+    const PageTokens tokens = {positions.data() + first,
+                               std::min(format.shape.tokens, total - first)};
+    Status s = reader_.read(key, &bytes);
+    // A page that the row map needs is no question of the caller's.
+    if (s.code() == StatusCode::kNotFound) return Status(StatusCode::kCorrupt, s.message());
+    if (!s) return s;
+    s = decode_page(format, bytes, tokens, sink);
+    if (!s) return s.with_context(reader_.path() + ": " + to_string(key));
+  }
+  if (reader_.find(key) < 0) return Status::ok();
+  return Status(StatusCode::kCorrupt,
+                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+}
+
 Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
                                 DecodedRow* out) const {
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  const int32_t d = model_.layout.head_dim;
   Result<RowPlan> plan =
       read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
                  [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
   if (!plan) return plan.status();
-  const int64_t size = tokens * model_.layout.head_dim;
-  out->k.assign(size, 0.0f);
-  out->v.assign(size, 0.0f);
-  for (const Component c : kComponents) {
-    float* values = c == Component::kKey ? out->k.data() : out->v.data();
-    for (const Part part : kParts) {
-      const std::vector<int64_t> list = part_tokens(*plan, c, part);
-      ChunkKey key = key_of(ChunkKind::kSegment, seq, layer, kv_head);
+  out->k.assign(tokens * d, 0.0f);
+  out->v.assign(tokens * d, 0.0f);
+  for (const Part part : kParts) {
+    ChunkKey key = key_of(ChunkKind::kPageFormat, seq, layer, kNotApplicable);
+    key.part = static_cast<uint8_t>(part);
+    const bool paged = reader_.find(key) >= 0;
+    if (paged) {
+      Result<StoredPageFormat> format =
+          read_chunk(reader_, key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
+      if (!format) return format.status();
+      key.kind = ChunkKind::kPage;
+      key.head = kv_head;
+      if (Status s = decode_pages(key, *format, *plan, out); !s) return s;
+    }
+    key.kind = ChunkKind::kSegment;
+    key.head = kv_head;
+    for (const Component c : kComponents) {
       key.component = static_cast<uint8_t>(c);
-      key.part = static_cast<uint8_t>(part);
-      if (list.empty()) {
-        if (reader_.find(key) < 0) continue;
+      if (paged && reader_.find(key) < 0) continue;
+      if (paged) {
         return Status(StatusCode::kCorrupt,
-                      reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+                      reader_.path() + ": " + to_string(key) + ": its part is stored as pages");
       }
-      if (Status s = decode_part(key, list, values); !s) return s;
+      if (Status s =
+              decode_segment(key, *plan, c == Component::kKey ? out->k.data() : out->v.data());
+          !s) {
+        return s;
+      }
     }
   }
   out->pruned.assign(tokens, 0);

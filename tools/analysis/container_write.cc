@@ -2,12 +2,15 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "codec/byte_cursor.h"
 #include "tools/analysis/container_chunks.h"
 #include "tools/analysis/container_file.h"
+#include "tools/analysis/container_pages.h"
 #include "tools/analysis/layer_scheme.h"
 #include "tools/analysis/parallel.h"
+#include "tools/analysis/row_pages.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -25,6 +28,30 @@ using Pending = std::vector<PendingChunk>;
 
 ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
   return {kind, seq, layer, head, 0, 0};
+}
+
+// Null where segments hold the part.
+std::optional<StoredPageFormat> page_format_of(const Scheme& scheme, Part part, DType dtype,
+                                               int32_t head_dim) {
+  const bool low = part == Part::kLow;
+  if (part != Part::kHigh && !low) return std::nullopt;
+  if (scheme.coder != Coder::kNone || (low && !scheme.tiered)) return std::nullopt;
+  const Result<PageChoice> choice = choose_page_size(page_formats(scheme), head_dim);
+  if (!choice) return std::nullopt;
+  const TierFormat& tier = low ? scheme.low : scheme.high;
+  const Result<PageLayout> layout = make_page_layout(tier, head_dim, choice->page_bytes);
+  const Result<PageShape> shape = page_shape(tier, head_dim);
+  if (!layout || !shape) return std::nullopt;
+  StoredPageFormat f;
+  f.shape = *shape;
+  f.shape.tokens = layout->tokens;
+  f.raw_dtype = dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+  f.has_scores = scheme.tiered;
+  for (const Component c : kComponents) {
+    const ComponentFormat& own = tier.of(c);
+    if (!own.is_raw()) f.basis[static_cast<int>(c)] = own.basis;
+  }
+  return f;
 }
 
 std::vector<uint8_t> serialize_positions(const std::vector<int32_t>& positions) {
@@ -49,25 +76,59 @@ void add_bases(const Scheme& scheme, int32_t seq, int32_t layer, int32_t head,
   }
 }
 
+Status encoding_failed(StatusCode code) {
+  return Status(code, std::string("encoding failed (") + status_name(code) + ")");
+}
+
+Status encode_segment(RowCodec& codec, const LayerData& data, int32_t head, Component c, Part part,
+                      Pending* out) {
+  if (StatusCode s = codec.encode_part(c, part); s != StatusCode::kOk) return encoding_failed(s);
+  const EncodedSegment& segment = codec.segment(c, part);
+  if (segment.tokens == 0) return Status::ok();
+  Result<std::vector<uint8_t>> bytes = serialize_segment(codec.segment_format(c, part), segment);
+  if (!bytes) return bytes.status();
+  ChunkKey key = key_of(ChunkKind::kSegment, data.seq, data.layer, head);
+  key.component = static_cast<uint8_t>(c);
+  key.part = static_cast<uint8_t>(part);
+  out->push_back({key, std::move(bytes.value())});
+  return Status::ok();
+}
+
+Status encode_pages(const StoredPageFormat& format, const LayerData& data,
+                    const LayerScheme& shared, int32_t head, Part part, Pending* out) {
+  const std::vector<int64_t> list = part_tokens(shared.plans[head], Component::kKey, part);
+  const std::vector<int32_t> positions(list.begin(), list.end());
+  PageSource source;
+  source.input = {&data.k[head], &data.v[head]};
+  if (format.has_scores) source.significance = data.significance[head].data();
+  for (int c = 0; c < 2; ++c) source.basis[c] = &shared.context[head][c].basis;
+  const auto total = static_cast<int32_t>(positions.size());
+  ChunkKey key = key_of(ChunkKind::kPage, data.seq, data.layer, head);
+  key.part = static_cast<uint8_t>(part);
+  for (int32_t first = 0; first < total; first += format.shape.tokens, ++key.page) {
+    out->push_back({key, {}});
+    const PageTokens tokens = {positions.data() + first,
+                               std::min(format.shape.tokens, total - first)};
+    if (Status s = encode_page(format, source, tokens, &out->back().payload); !s) {
+      return encoding_failed(s.code());
+    }
+  }
+  return Status::ok();
+}
+
 Status encode_row(const Scheme& scheme, const LayerData& data, const LayerScheme& shared,
                   int32_t head, Pending* out) {
   RowCodec codec = shared.row(scheme, data, head);
-  if (StatusCode s = codec.encode(); s != StatusCode::kOk) {
-    return Status(s, std::string("encoding failed (") + status_name(s) + ")");
-  }
   out->push_back(
       {key_of(ChunkKind::kRow, data.seq, data.layer, head), serialize_row(shared.plans[head])});
-  for (const Component c : kComponents) {
-    for (const Part part : kParts) {
-      const EncodedSegment& segment = codec.segment(c, part);
-      if (segment.tokens == 0) continue;
-      Result<std::vector<uint8_t>> bytes =
-          serialize_segment(codec.segment_format(c, part), segment);
-      if (!bytes) return bytes.status();
-      ChunkKey key = key_of(ChunkKind::kSegment, data.seq, data.layer, head);
-      key.component = static_cast<uint8_t>(c);
-      key.part = static_cast<uint8_t>(part);
-      out->push_back({key, std::move(bytes.value())});
+  for (const Part part : kParts) {
+    const auto pages = page_format_of(scheme, part, data.k[head].dtype, data.k[head].head_dim);
+    if (pages) {
+      if (Status s = encode_pages(*pages, data, shared, head, part, out); !s) return s;
+      continue;
+    }
+    for (const Component c : kComponents) {
+      if (Status s = encode_segment(codec, data, head, c, part, out); !s) return s;
     }
   }
   return Status::ok();
@@ -166,6 +227,13 @@ Status Compressor::write_layer(const Layer& layer) {
       shared.push_back({key, {}});
       serialize_codebook(*book, &shared.back().payload);
     }
+  }
+  for (const Part part : {Part::kHigh, Part::kLow}) {
+    const auto pages = page_format_of(scheme_, part, data.k[0].dtype, info_.layout.head_dim);
+    if (!pages) continue;
+    ChunkKey key = key_of(ChunkKind::kPageFormat, data.seq, data.layer, kNotApplicable);
+    key.part = static_cast<uint8_t>(part);
+    shared.push_back({key, serialize_page_format(*pages)});
   }
   if (Status s = write(shared); !s) return s;
   for (const Pending& row : layer.rows) {

@@ -133,12 +133,15 @@ StatusCode RowCodec::add_codes(Component c, Part part, CodeHistogram* histogram)
   return StatusCode::kOk;
 }
 
+StatusCode RowCodec::encode_part(Component c, Part part) {
+  return encode_tokens(segment_format(c, part), c, tokens_of(c, part),
+                       &segments_[index(c)][index(part)]);
+}
+
 StatusCode RowCodec::encode() {
   for (const Component c : kComponents) {
     for (const Part part : kParts) {
-      const StatusCode s = encode_tokens(segment_format(c, part), c, tokens_of(c, part),
-                                         &segments_[index(c)][index(part)]);
-      if (s != StatusCode::kOk) return s;
+      if (StatusCode s = encode_part(c, part); s != StatusCode::kOk) return s;
     }
   }
   return StatusCode::kOk;

@@ -60,7 +60,8 @@ class RowCodec {
   SegmentFormat segment_format(Component c, Part part) const;
   // Histogram of the codes of a body part, for its codebook.
   StatusCode add_codes(Component c, Part part, CodeHistogram* histogram) const;
-  StatusCode encode();
+  StatusCode encode();                             // every part of both components
+  StatusCode encode_part(Component c, Part part);  // one of them
   const EncodedSegment& segment(Component c, Part part) const {
     return segments_[static_cast<int>(c)][static_cast<int>(part)];
   }

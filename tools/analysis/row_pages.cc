@@ -1,5 +1,7 @@
 #include "tools/analysis/row_pages.h"
 
+#include <algorithm>
+
 #include "tierkv/page.h"
 
 namespace tierkv::analysis {
@@ -11,22 +13,17 @@ int64_t pages_for(int64_t units, int64_t per_page) {
 
 // Fixed-width tiers: tokens of each format fill pages of their own.
 int64_t fixed_pages(const Scheme& scheme, const RowPlan& plan, int32_t head_dim) {
-  std::vector<TierFormat> formats = {scheme.high};
-  std::vector<int64_t> tokens = {plan.count[static_cast<int>(Tier::kHigh)]};
-  const auto add = [&](const TierFormat& f, int64_t n) {
-    for (size_t i = 0; i < formats.size(); ++i) {
-      if (formats[i] != f) continue;
-      tokens[i] += n;
-      return;
-    }
-    formats.push_back(f);
-    tokens.push_back(n);
-  };
-  if (plan.count[static_cast<int>(Tier::kWindow)] > 0)
-    add(scheme.window, plan.count[static_cast<int>(Tier::kWindow)]);
-  if (scheme.tiered) add(scheme.low, plan.count[static_cast<int>(Tier::kLow)]);
+  const std::vector<TierFormat> formats = page_formats(scheme);
   const Result<PageChoice> choice = choose_page_size(formats, head_dim);
   if (!choice) return 0;
+  std::vector<int64_t> tokens(formats.size(), 0);
+  const auto add = [&](const TierFormat& f, Tier tier) {
+    const int64_t n = plan.count[static_cast<int>(tier)];
+    if (n > 0) tokens[std::find(formats.begin(), formats.end(), f) - formats.begin()] += n;
+  };
+  add(scheme.window, Tier::kWindow);
+  add(scheme.high, Tier::kHigh);
+  if (scheme.tiered) add(scheme.low, Tier::kLow);
   int64_t pages = 0;
   for (size_t i = 0; i < formats.size(); ++i) pages += pages_for(tokens[i], choice->tokens[i]);
   return pages * choice->page_bytes;
@@ -46,6 +43,16 @@ int64_t coded_pages(const Scheme& scheme, const RowPlan& plan, int32_t head_dim,
 }
 
 }  // namespace
+
+std::vector<TierFormat> page_formats(const Scheme& scheme) {
+  std::vector<TierFormat> formats = {scheme.high};
+  const auto add = [&](const TierFormat& f) {
+    if (std::find(formats.begin(), formats.end(), f) == formats.end()) formats.push_back(f);
+  };
+  if (scheme.policy.window_tokens + scheme.policy.sink_tokens > 0) add(scheme.window);
+  if (scheme.tiered) add(scheme.low);
+  return formats;
+}
 
 int64_t row_page_bytes(const Scheme& scheme, const RowPlan& plan, int32_t head_dim,
                        int64_t body_bytes) {

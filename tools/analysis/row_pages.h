@@ -6,6 +6,10 @@
 
 namespace tierkv::analysis {
 
+// The formats of the tiers of a scheme with fixed-width pages, each once, high first: what one page
+// size is chosen for.
+std::vector<TierFormat> page_formats(const Scheme& scheme);
+
 // Bytes of the pages that the row's tokens occupy, 0 where the scheme or head_dim has no pages.
 // body_bytes: stored bytes of the coded body (RowCodec::body_bytes()).
 int64_t row_page_bytes(const Scheme& scheme, const RowPlan& plan, int32_t head_dim,
