@@ -1,5 +1,5 @@
 // The bytes around the chunks of a container: the one place that knows them
-// (docs/FORMAT_CONTAINER.md).
+// (docs/FORMAT.md).
 #pragma once
 
 #include <cstdint>

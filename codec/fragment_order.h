@@ -5,9 +5,9 @@
 // four pairs r = 0..3 with rh = r % 2 and ch = r / 2, so that the codes it decodes are the
 // registers a0..a3 it multiplies:
 //
-//   keys    token = 16 tile + g + 8 rh,        channels = 16 block + 2 t + 8 ch + {0, 1}      S^T =
-//   K Q^T values  channel = 16 block + g + 8 rh,     tokens   = 16 tile  + 2 t + 8 ch + {0, 1} O^T
-//   = V^T P^T
+//   keys (S^T = K Q^T)     token   = 16 tile + g + 8 rh,   channels = 16 block + 2 t + 8 ch + {0,
+//   1} values (O^T = V^T P^T) channel = 16 block + g + 8 rh,  tokens   = 16 tile + 2 t + 8 ch + {0,
+//   1}
 //
 // A lane's stream runs over tiles, then dim blocks, then r. Raw codes take the fixed-width tiles of
 // unified pages.
@@ -33,8 +33,7 @@ inline constexpr int32_t dim_block_count(int32_t head_dim) {
 }
 
 struct PairPosition {
-  int32_t token,
-      dim;  // of the first code; the second is one channel (keys) or one token (values) further
+  int32_t token, dim;  // of the first code; the second is one channel (keys) or token (values) on
 };
 
 TKV_HD PairPosition pair_position(Component component, int32_t tile, int32_t block, int32_t r,

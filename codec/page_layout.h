@@ -5,7 +5,7 @@
 //   key codes | key metadata | value codes | value metadata | scores (fp32) | positions (int32)
 // Tokens are grouped in tiles of 16. Codes lie in the order of the A fragments of mma.m16n8k16, so
 // that a warp's loads are coalesced and a loaded register is an operand after one mask; pictures in
-// docs/PAGES.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no metadata.
+// docs/FORMAT.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no metadata.
 //
 // Source of the idea: BitDecoding section 4 (the instruction induces the layout); measured in
 // fragment order for head_dim 128, generalised here to head_dim / 16 dim blocks.

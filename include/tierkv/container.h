@@ -3,7 +3,7 @@
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.
 // The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits), so
 // that no bit can change unnoticed and any chunk can be read alone. Integers are little-endian.
-// What the chunks hold is docs/FORMAT_CONTAINER.md; this layer only knows their kinds.
+// What the chunks hold is docs/FORMAT.md; this layer only knows their kinds.
 //
 //   ContainerWriter  writes to a temporary name and renames in finish(): a container exists whole
 //                    or not at all
@@ -49,7 +49,7 @@ struct ChunkKey {
   int32_t layer = kNotApplicable;
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
-  uint8_t part = 0;               // of a row, docs/FORMAT_CONTAINER.md
+  uint8_t part = 0;               // of a row, docs/FORMAT.md
   int32_t page = 0;               // kPage: of the part, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {

@@ -55,7 +55,7 @@ TEST_F(PageCodecTest, RoundTripsSubGroups) {
   }
 }
 
-// One word of each width written out by hand from the table in docs/PAGES.md: lane 4g + t with g =
+// One word of each width written out by hand from the table in docs/FORMAT.md: lane 4g + t with g =
 // 1, t = 2.
 TEST_F(PageCodecTest, WordsAreAsDocumented) {
   const auto value = [](int32_t token, int32_t dim, int32_t levels) {
