@@ -34,6 +34,9 @@ Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component 
     }
   }
   if (histogram.empty()) return Status::ok();
+  out->entropy_bits[static_cast<int>(c)] +=
+      histogram.entropy_bits() * static_cast<double>(histogram.total());
+  if (scheme.coder != Coder::kHuffman) return Status::ok();
   Result<Codebook> built = build_codebook(histogram);
   if (!built) return built.status();
   const bool low = part == Part::kLow;
@@ -45,18 +48,40 @@ Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component 
 
 }  // namespace
 
-Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
-                     const Profile* profile, LayerScheme* out) {
+int64_t LayerScheme::codebook_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& component : codebooks) {
+    for (const std::optional<Codebook>& book : component) {
+      if (book) bytes += tierkv::codebook_bytes(*book);
+    }
+  }
+  return bytes;
+}
+
+std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayout& layout,
+                                         const Profile* profile) {
+  std::vector<RowProfile> statistics;
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
+    statistics.push_back(profile != nullptr ? profile->row(data.layer, h)
+                                            : measure_row(data, h, layout.head_dim));
+  }
+  return statistics;
+}
+
+Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
+                  const std::vector<RowProfile>& statistics, LayerScheme* out) {
   out->plans.resize(layout.num_kv_heads);
   out->context.resize(layout.num_kv_heads);
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
     if (Status s = plan_row(scheme, data.tokens, data.significance[h], &out->plans[h]); !s)
       return s;
-    const RowProfile statistics =
-        profile != nullptr ? profile->row(data.layer, h) : measure_row(data, h, layout.head_dim);
-    if (Status s = prepare_row(scheme, statistics, layout, &out->context[h]); !s) return s;
+    if (Status s = prepare_row(scheme, statistics[h], layout, &out->context[h]); !s) return s;
   }
-  if (scheme.coder != Coder::kHuffman) return Status::ok();
+  return Status::ok();
+}
+
+Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out) {
+  if (scheme.coder == Coder::kNone) return Status::ok();
   for (const Component c : kComponents) {
     for (const Part part : {Part::kHigh, Part::kLow}) {
       const TierFormat& format = part == Part::kHigh ? scheme.high : scheme.low;
@@ -65,6 +90,13 @@ Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLay
     }
   }
   return Status::ok();
+}
+
+Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
+                     const Profile* profile, LayerScheme* out) {
+  const std::vector<RowProfile> statistics = layer_statistics(data, layout, profile);
+  if (Status s = place_rows(scheme, data, layout, statistics, out); !s) return s;
+  return build_codebooks(scheme, data, out);
 }
 
 }  // namespace tierkv::analysis

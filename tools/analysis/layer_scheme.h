@@ -15,6 +15,7 @@ struct LayerScheme {
   std::vector<RowPlan> plans;                            // per kv_head
   std::vector<std::array<ComponentContext, 2>> context;  // per kv_head, point into codebooks
   std::optional<Codebook> codebooks[2][2];               // [component][high, low]
+  double entropy_bits[2] = {0, 0};  // order-0 entropy of the body's codes, summed over them
 
   LayerScheme() = default;
   LayerScheme(const LayerScheme&) = delete;
@@ -24,10 +25,23 @@ struct LayerScheme {
     return RowCodec(scheme, plans[kv_head], {&data.k[kv_head], &data.v[kv_head]},
                     &context[kv_head][0], &context[kv_head][1]);
   }
+  int64_t codebook_bytes() const;
 };
 
-// Statistics come from the profile or, without one, from the layer itself. `scheme` must be the one
-// for_head_dim() gave and valid. kInvalidArgument, or what the quantiser says, without a place.
+// Per kv_head, from the profile or, without one, from the layer itself.
+std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayout& layout,
+                                         const Profile* profile);
+
+// Plans, bases and steps of every row. `scheme` must be the one for_head_dim() gave and valid.
+// kInvalidArgument without a place.
+Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
+                  const std::vector<RowProfile>& statistics, LayerScheme* out);
+
+// After place_rows(): entropies and, for Coder::kHuffman, codebooks. Nothing for Coder::kNone. What
+// the quantiser says, without a place.
+Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out);
+
+// Both of the above.
 Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
                      const Profile* profile, LayerScheme* out);
 

@@ -57,6 +57,10 @@ class RowCodec {
   RowCodec(const Scheme& scheme, const RowPlan& plan, const RowInput& input,
            const ComponentContext* k, const ComponentContext* v);
 
+  const Scheme& scheme() const { return scheme_; }
+  const RowPlan& plan() const { return plan_; }
+  const RowInput& input() const { return input_; }
+  int32_t head_dim() const { return head_dim_; }
   SegmentFormat segment_format(Component c, Part part) const;
   // Histogram of the codes of a body part, for its codebook.
   StatusCode add_codes(Component c, Part part, CodeHistogram* histogram) const;

@@ -1,0 +1,137 @@
+#include "tools/analysis/layer_batch.h"
+
+#include <algorithm>
+
+#include "tools/analysis/parallel.h"
+#include "tools/analysis/stop_watch.h"
+
+namespace tierkv::analysis {
+namespace {
+
+constexpr int64_t kOutputBytes = int64_t{48} << 20;  // exact attention outputs kept at a time
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+
+}  // namespace
+
+LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
+                       std::vector<LayerData> layers, std::vector<Tally>* tallies)
+    : info_(info),
+      options_(options),
+      layout_(info.layout),
+      layers_(std::move(layers)),
+      heads_(layout_.num_kv_heads),
+      presets_(static_cast<int64_t>(options.presets.size())),
+      tallies_(*tallies),
+      schemes_(layers_.size() * presets_) {}
+
+bool LayerBatch::failed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !status_.is_ok();
+}
+
+void LayerBatch::fail(const Status& status, const LayerData& l, int64_t p) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!status_) return;
+  status_ =
+      Status(status.code(), info_.path + ": /seq/" + info_.sequences[l.seq].id + "/layer/" +
+                                std::to_string(l.layer) + ": preset " + options_.presets[p].text +
+                                ": " + status.message() + " (" + status_name(status.code()) + ")");
+}
+
+Status LayerBatch::run() {
+  prepare();
+  if (failed()) return status_;
+  int64_t positions = 0;
+  for (const LayerData& l : layers_) positions = std::max<int64_t>(positions, l.positions.size());
+  const int64_t bytes =
+      rows() * layout_.group_size() * layout_.head_dim * static_cast<int64_t>(sizeof(double));
+  const int64_t tile = std::max<int64_t>(1, kOutputBytes / bytes);
+  int64_t first = 0;
+  do {  // once at least: a dump without queries has sizes and errors of keys and values all the
+        // same
+    attend_exactly(first, tile);
+    measure(first == 0);
+    first += tile;
+  } while (first < positions && !failed());
+  return status_;
+}
+
+void LayerBatch::prepare() {
+  const auto count = static_cast<int64_t>(layers_.size());
+  std::vector<std::vector<RowProfile>> statistics(count);
+  parallel_for(count, options_.threads, [&](int64_t i) {
+    statistics[i] = layer_statistics(layers_[i], layout_, options_.profile);
+  });
+  parallel_for(count * presets_, options_.threads, [&](int64_t i) {
+    prepare_scheme(i / presets_, i % presets_, statistics[i / presets_]);
+  });
+}
+
+void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
+                                const std::vector<RowProfile>& statistics) {
+  if (failed()) return;
+  const LayerData& l = layers_[layer];
+  LayerScheme& out = shared(layer, p);
+  if (Status s = place_rows(scheme(p), l, layout_, statistics, &out); !s) return fail(s, l, p);
+  StopWatch watch;
+  if (Status s = build_codebooks(scheme(p), l, &out); !s) return fail(s, l, p);
+  std::lock_guard<std::mutex> lock(mutex_);
+  Tally& t = tally(l, p);
+  t.encode_seconds += watch.seconds();
+  t.stored_bytes += out.codebook_bytes();
+  for (const Component c : kComponents) {
+    const int i = static_cast<int>(c);
+    t.component[i].entropy_bits += out.entropy_bits[i];
+  }
+}
+
+void LayerBatch::attend_exactly(int64_t first, int64_t count) {
+  exact_.assign(rows(), {});
+  parallel_for(rows(), options_.threads, [&](int64_t r) {
+    const LayerData& l = layers_[r / heads_];
+    const auto h = static_cast<int32_t>(r % heads_);
+    if (first >= static_cast<int64_t>(l.positions.size())) return;
+    exact_[r].tile = make_tile(l, h, layout_, first, count);
+    analysis::attend_exactly({&l.k[h], &l.v[h]}, &exact_[r]);
+  });
+}
+
+void LayerBatch::measure(bool first_tile) {
+  // Encoded rows live while they are measured: at most half a layer's worth of them at a time, one
+  // at least.
+  int64_t row_bytes = 1, layer_bytes = 1;
+  for (const LayerData& l : layers_) {
+    row_bytes = std::max<int64_t>(row_bytes, l.k[0].bytes.size() + l.v[0].bytes.size());
+    layer_bytes = std::max(layer_bytes, LayerData::dump_bytes(info_, l.seq, l.layer));
+  }
+  const int64_t budget = (layer_bytes / 2 + (int64_t{96} << 20)) / row_bytes;
+  const auto threads = static_cast<int32_t>(std::clamp<int64_t>(budget, 1, options_.threads));
+  parallel_for(rows() * presets_, threads, [&](int64_t i) {
+    if (!failed()) measure_row(i / presets_, i % presets_, first_tile);
+  });
+}
+
+void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
+  const LayerData& l = layers_[row / heads_];
+  const auto h = static_cast<int32_t>(row % heads_);
+  const LayerScheme& layer = shared(row / heads_, p);
+  RowCodec codec = layer.row(scheme(p), l, h);
+  Tally t;
+  StopWatch watch;
+  if (StatusCode code = codec.encode(); code != StatusCode::kOk)
+    return fail(Status(code, "encoding failed"), l, p);
+  if (first_tile) {
+    t.encode_seconds = watch.seconds();
+    add_sizes(codec, &t);
+    for (const ComponentContext& own : layer.context[h]) {
+      if (options_.profile == nullptr)
+        t.stored_bytes += own.basis.stored_bytes() + (own.step > 0 ? 4 : 0);
+    }
+  }
+  if (StatusCode code = add_errors(codec, exact_[row], first_tile, &t); code != StatusCode::kOk)
+    return fail(Status(code, "decoding failed"), l, p);
+  std::lock_guard<std::mutex> lock(mutex_);
+  tally(l, p).add(t);
+}
+
+}  // namespace tierkv::analysis

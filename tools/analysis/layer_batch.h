@@ -1,0 +1,51 @@
+// A few layers of a dump in memory, analysed in parallel under all presets at once.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tools/analysis/analyze.h"
+#include "tools/analysis/layer_scheme.h"
+#include "tools/analysis/row_measure.h"
+
+namespace tierkv::analysis {
+
+class LayerBatch {
+ public:
+  // tallies [presets][sequences of the dump], added to by run().
+  LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
+             std::vector<LayerData> layers, std::vector<Tally>* tallies);
+  // Statuses name the file, the layer and the preset.
+  Status run();
+
+ private:
+  int64_t rows() const { return static_cast<int64_t>(layers_.size()) * heads_; }
+  const Scheme& scheme(int64_t p) const { return options_.presets[p].scheme; }
+  LayerScheme& shared(int64_t layer, int64_t p) { return schemes_[layer * presets_ + p]; }
+  Tally& tally(const LayerData& l, int64_t p) {
+    return tallies_[p * static_cast<int64_t>(info_.sequences.size()) + l.seq];
+  }
+  bool failed();
+  void fail(const Status& status, const LayerData& l, int64_t p);
+
+  void prepare();
+  void prepare_scheme(int64_t layer, int64_t p, const std::vector<RowProfile>& statistics);
+  void attend_exactly(int64_t first, int64_t count);
+  void measure(bool first_tile);
+  void measure_row(int64_t row, int64_t p, bool first_tile);
+
+  const datasets::DumpInfo& info_;
+  const AnalyzeOptions& options_;
+  const CacheLayout& layout_;
+  std::vector<LayerData> layers_;
+  int64_t heads_;
+  int64_t presets_;
+  std::vector<Tally>& tallies_;
+  std::vector<LayerScheme> schemes_;   // [layers][presets]
+  std::vector<ExactAttention> exact_;  // per row, of the queries looked at now
+  std::mutex mutex_;
+  Status status_;
+};
+
+}  // namespace tierkv::analysis

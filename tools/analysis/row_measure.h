@@ -1,0 +1,28 @@
+// What one stored row costs and loses: the numbers that a (row, scheme) adds to a Tally.
+#pragma once
+
+#include <vector>
+
+#include "tools/analysis/analyze.h"
+#include "tools/analysis/attention_error.h"
+#include "tools/analysis/row_codec.h"
+
+namespace tierkv::analysis {
+
+// Queries of a row and what exact attention over all its tokens gives them. An empty tile: none.
+struct ExactAttention {
+  QueryTile tile;
+  std::vector<double> outputs;  // [tile.count(), head_dim]
+};
+void attend_exactly(const RowInput& row, ExactAttention* attention);
+
+// Values, bytes, pages, tiers and coded symbols of an encoded row. What the rows of a layer share
+// (codebooks) and what a profile may hold (means, bases, steps) is for the caller to add.
+void add_sizes(const RowCodec& codec, Tally* tally);
+
+// Decodes an encoded row once and compares it with the original: errors of keys and values with the
+// time it takes (`values`), and of the attention outputs.
+StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact, bool values,
+                      Tally* tally);
+
+}  // namespace tierkv::analysis
