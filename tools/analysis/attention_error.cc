@@ -3,65 +3,38 @@
 #include <algorithm>
 #include <cmath>
 
-// The two inner loops are compiled for several instruction sets; sanitizers cannot instrument the
-// dispatch.
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && \
-    !defined(__SANITIZE_ADDRESS__)
-#define TKV_MULTIVERSION __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define TKV_MULTIVERSION
-#endif
+#include "tools/analysis/attention_simd.h"
 
 namespace tierkv::analysis {
 namespace {
 
 constexpr double kNotSeen = -std::numeric_limits<double>::infinity();
 
-// s[t] = sum_d q[d] * kt[d][t] for a whole block.
-TKV_MULTIVERSION
-void block_logits(const double* q, const double* kt, int32_t head_dim, double* s) {
-  constexpr int32_t n = BlockAttention::kMaxBlock;
-  for (int32_t t = 0; t < n; ++t) s[t] = 0;
-  for (int32_t d = 0; d < head_dim; ++d) {
-    const double qd = q[d];
-    const double* row = kt + static_cast<int64_t>(d) * n;
-    for (int32_t t = 0; t < n; ++t) s[t] += qd * row[t];
-  }
-}
-
-// o[d] += w[t] * v[t][d].
-TKV_MULTIVERSION
-void add_values(const double* w, int32_t tokens, const double* v, int32_t head_dim, double* o) {
-  for (int32_t t = 0; t < tokens; ++t) {
-    const double wt = w[t];
-    if (wt == 0) continue;
-    const double* row = v + static_cast<int64_t>(t) * head_dim;
-    for (int32_t d = 0; d < head_dim; ++d) o[d] += wt * row[d];
-  }
+int64_t padded(int32_t head_dim) {
+  return (head_dim + kDoubleTile - 1) / kDoubleTile * kDoubleTile;
 }
 
 }  // namespace
 
 SoftmaxState::SoftmaxState(int64_t queries, int32_t head_dim)
-    : head_dim_(head_dim), m_(queries, kNotSeen), l_(queries, 0.0), o_(queries * head_dim, 0.0) {}
+    : head_dim_(head_dim),
+      stride_(padded(head_dim)),
+      m_(queries, kNotSeen),
+      l_(queries, 0.0),
+      o_(queries * stride_, 0.0) {}
 
-void SoftmaxState::absorb(int64_t q, const double* s, int32_t tokens, const double* v) {
-  double top = m_[q];
-  for (int32_t t = 0; t < tokens; ++t) top = std::max(top, s[t]);
-  if (top == kNotSeen) return;
-  double* o = o_.data() + q * head_dim_;
+bool SoftmaxState::weigh(int64_t q, double* s, int32_t n) {
+  const double top = *std::max_element(s, s + n);
+  if (top == kNotSeen) return false;
   if (top > m_[q]) {
     const double shrink = std::exp(m_[q] - top);
+    double* o = o_.data() + q * stride_;
     l_[q] *= shrink;
-    for (int32_t d = 0; d < head_dim_; ++d) o[d] *= shrink;
+    for (int64_t d = 0; d < stride_; ++d) o[d] *= shrink;
     m_[q] = top;
   }
-  double w[BlockAttention::kMaxBlock];
-  for (int32_t t = 0; t < tokens; ++t) {
-    w[t] = s[t] == kNotSeen ? 0.0 : std::exp(s[t] - top);
-    l_[q] += w[t];
-  }
-  add_values(w, tokens, v, head_dim_, o);
+  l_[q] += exponentials(s, n, m_[q]);
+  return true;
 }
 
 void SoftmaxState::merge(const SoftmaxState& other) {
@@ -71,54 +44,80 @@ void SoftmaxState::merge(const SoftmaxState& other) {
     const double a = std::exp(m_[q] - top), b = std::exp(other.m_[q] - top);
     m_[q] = top;
     l_[q] = l_[q] * a + other.l_[q] * b;
-    for (int32_t d = 0; d < head_dim_; ++d) {
-      double& o = o_[q * head_dim_ + d];
-      o = o * a + other.o_[q * head_dim_ + d] * b;
+    for (int64_t d = 0; d < stride_; ++d) {
+      double& o = o_[q * stride_ + d];
+      o = o * a + other.o_[q * stride_ + d] * b;
     }
   }
 }
 
 void SoftmaxState::output(int64_t q, double* out) const {
-  for (int32_t d = 0; d < head_dim_; ++d) out[d] = l_[q] > 0 ? o_[q * head_dim_ + d] / l_[q] : 0.0;
+  for (int32_t d = 0; d < head_dim_; ++d) out[d] = l_[q] > 0 ? o_[q * stride_ + d] / l_[q] : 0.0;
 }
 
 BlockAttention::BlockAttention(const QueryTile& tile)
     : tile_(tile),
+      value_stride_(padded(tile.head_dim)),
       k_transposed_(static_cast<size_t>(tile.head_dim) * kMaxBlock),
-      v_(static_cast<size_t>(tile.head_dim) * kMaxBlock),
-      logits_(tile.count() * kMaxBlock) {}
+      v_(static_cast<size_t>(value_stride_) * kMaxBlock),
+      logits_(tile.count() * kMaxBlock),
+      weights_(logits_.size()),
+      rows_(tile.count()) {}
 
 void BlockAttention::load(const float* k, const float* v, int32_t tokens) {
   const int32_t d = tile_.head_dim;
   tokens_ = tokens;
+  for (int32_t i = 0; i < d; ++i) {
+    double* row = k_transposed_.data() + static_cast<size_t>(i) * kMaxBlock;
+    for (int32_t t = 0; t < tokens; ++t) row[t] = tile_.sm_scale * k[t * d + i];
+  }
   for (int32_t t = 0; t < tokens; ++t) {
-    for (int32_t i = 0; i < d; ++i) {
-      k_transposed_[static_cast<size_t>(i) * kMaxBlock + t] = tile_.sm_scale * k[t * d + i];
-      v_[static_cast<size_t>(t) * d + i] = v[t * d + i];
-    }
+    std::copy(v + t * d, v + (t + 1) * d, v_.data() + t * value_stride_);
   }
-  for (int64_t q = 0; q < tile_.count(); ++q) {
-    block_logits(tile_.q.data() + q * d, k_transposed_.data(), d, logits_.data() + q * kMaxBlock);
-  }
+  for (int64_t q = 0; q < tile_.count(); ++q) rows_[q] = logits_.data() + q * kMaxBlock;
+  MatrixProduct product;
+  product.a = tile_.q.data();
+  product.a_stride = d;
+  product.b = k_transposed_.data();
+  product.c = rows_.data();
+  product.rows = tile_.count();
+  product.depth = d;
+  product.n = kMaxBlock;
+  multiply(product);
 }
 
 void BlockAttention::add_to(SoftmaxState* state, const Visibility* visible) {
   const auto n = static_cast<int64_t>(tile_.positions.size());
+  int64_t count = 0;  // queries that see any of the block
   for (int64_t i = 0; i < n; ++i) {
     const int64_t p = tile_.positions[i];
-    bool seen[kMaxBlock], any = false;
+    double mask[kMaxBlock];
+    bool any = false;
     for (int32_t t = 0; t < tokens_; ++t) {
-      seen[t] = p >= visible[t].first && p <= visible[t].last;
-      any |= seen[t];
+      const bool seen = p >= visible[t].first && p <= visible[t].last;
+      mask[t] = seen ? 0.0 : kNotSeen;
+      any |= seen;
     }
     if (!any) continue;
+    std::fill(mask + tokens_, mask + kMaxBlock, kNotSeen);
     for (int32_t h = 0; h < tile_.heads; ++h) {
       const int64_t q = h * n + i;
-      double s[kMaxBlock];
-      for (int32_t t = 0; t < tokens_; ++t) s[t] = seen[t] ? logits_[q * kMaxBlock + t] : kNotSeen;
-      state->absorb(q, s, tokens_, v_.data());
+      const double* logits = logits_.data() + q * kMaxBlock;
+      double* w = weights_.data() + count * kMaxBlock;
+      for (int32_t t = 0; t < kMaxBlock; ++t) w[t] = logits[t] + mask[t];
+      if (state->weigh(q, w, kMaxBlock)) rows_[count++] = state->sums(q);
     }
   }
+  MatrixProduct product;
+  product.a = weights_.data();
+  product.a_stride = kMaxBlock;
+  product.b = v_.data();
+  product.c = rows_.data();
+  product.rows = count;
+  product.depth = tokens_;
+  product.n = value_stride_;
+  product.accumulate = true;
+  multiply(product);
 }
 
 }  // namespace tierkv::analysis

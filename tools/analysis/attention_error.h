@@ -20,15 +20,18 @@ struct Visibility {
 class SoftmaxState {
  public:
   SoftmaxState(int64_t queries, int32_t head_dim);
-  // Adds tokens with logits s [tokens] (minus infinity: not seen) and values v [tokens, head_dim]
-  // to query q.
-  void absorb(int64_t q, const double* s, int32_t tokens, const double* v);
+  // Turns the logits s [n] of query q (minus infinity: not seen; n a multiple of kDoubleTile) into
+  // weights that its sums() may be increased by; false, and s untouched, where it sees none.
+  bool weigh(int64_t q, double* s, int32_t n);
+  // Weighted sum of values of query q, head_dim doubles, padded to kDoubleTile with zeros.
+  double* sums(int64_t q) { return o_.data() + q * stride_; }
   void merge(const SoftmaxState& other);
   // Output of query q into out [head_dim]; zeros when it saw nothing.
   void output(int64_t q, double* out) const;
 
  private:
   int32_t head_dim_;
+  int64_t stride_;
   std::vector<double> m_, l_, o_;
 };
 
@@ -57,9 +60,12 @@ class BlockAttention {
  private:
   const QueryTile& tile_;
   int32_t tokens_ = 0;
+  int64_t value_stride_;              // head_dim padded to kDoubleTile
   std::vector<double> k_transposed_;  // [head_dim, kMaxBlock]
-  std::vector<double> v_;             // [kMaxBlock, head_dim]
+  std::vector<double> v_;             // [kMaxBlock, value_stride_], zeros behind head_dim
   std::vector<double> logits_;        // [count, kMaxBlock]
+  std::vector<double> weights_;       // [count, kMaxBlock] of the queries that see the block
+  std::vector<double*> rows_;         // [count] scratch
 };
 
 }  // namespace tierkv::analysis
