@@ -21,6 +21,7 @@ inline constexpr int kExitNoDevice = 4;
 
 void add_info(CLI::App& app, int* exit_code);
 void add_analyze(CLI::App& app, int* exit_code);
+void add_sweep(CLI::App& app, int* exit_code);
 void add_calibrate(CLI::App& app, int* exit_code);
 void add_synth(CLI::App& app, int* exit_code);
 void add_compress(CLI::App& app, int* exit_code);

@@ -14,6 +14,7 @@ int main(int argc, char** argv) {
   int exit_code = kExitOk;
   add_info(app, &exit_code);
   add_analyze(app, &exit_code);
+  add_sweep(app, &exit_code);
   add_calibrate(app, &exit_code);
   add_synth(app, &exit_code);
   add_compress(app, &exit_code);

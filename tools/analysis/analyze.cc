@@ -8,58 +8,74 @@ namespace {
 // Layers analysed together, as stored in the dump.
 constexpr int64_t kBatchBytes = int64_t{48} << 20;
 
-Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o, int32_t last_layer) {
-  const auto bad = [&](const std::string& m) { return Status(StatusCode::kInvalidArgument, m); };
-  if (o.first_layer < 0 || last_layer >= info.layout.num_layers || o.first_layer > last_layer) {
-    return bad(info.path + ": layers " + std::to_string(o.first_layer) + "-" +
-               std::to_string(last_layer) + " asked for, the dump has 0-" +
-               std::to_string(info.layout.num_layers - 1));
+}  // namespace
+
+Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
+  const int32_t last = o.end_layer(info.layout) - 1;
+  if (o.first_layer < 0 || last >= info.layout.num_layers || o.first_layer > last) {
+    return Status(StatusCode::kInvalidArgument,
+                  info.path + ": layers " + std::to_string(o.first_layer) + "-" +
+                      std::to_string(last) + " asked for, the dump has 0-" +
+                      std::to_string(info.layout.num_layers - 1));
   }
   if (o.profile != nullptr && (o.profile->num_layers != info.layout.num_layers ||
                                o.profile->num_kv_heads != info.layout.num_kv_heads ||
                                o.profile->head_dim != info.layout.head_dim)) {
-    return bad(info.path +
-               ": the profile was made for another model (layers, kv heads or head_dim differ)");
+    return Status(
+        StatusCode::kInvalidArgument,
+        info.path +
+            ": the profile was made for another model (layers, kv heads or head_dim differ)");
   }
-  for (const Preset& p : o.presets) {
-    const std::string where = info.path + ": preset " + p.text;
-    if (Status s = p.scheme.validate(info.layout.head_dim); !s) return s.with_context(where);
-    const bool matrix = p.scheme.high.k.basis == BasisKind::kMatrix;
-    if (matrix && (o.profile == nullptr || o.profile->rows[0].key_forward.empty())) {
-      return bad(
-          where +
-          ": basis=matrix needs a profile with bases (--profile, tierkv calibrate --basis matrix)");
-    }
-    if (!p.scheme.needs_queries() || o.profile != nullptr) continue;
-    for (const datasets::SequenceInfo& seq : info.sequences) {
-      if (!o.only_sequence.empty() && seq.id != o.only_sequence) continue;
-      for (int32_t l = o.first_layer; l <= last_layer; ++l) {
-        if (seq.layers[l].has_q) continue;
-        return bad(where + ": /seq/" + seq.id + "/layer/" + std::to_string(l) +
-                   " has no q to choose the step by; give a profile (--profile)");
+  return Status::ok();
+}
+
+Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& o) {
+  if (Status s = check_options(info, o); !s) return s;
+  const std::string where = info.path + ": preset " + preset.text;
+  const Scheme scheme = preset.scheme.for_head_dim(info.layout.head_dim);
+  if (Status s = scheme.validate(info.layout.head_dim); !s) return s.with_context(where);
+  const bool matrix = scheme.high.k.basis == BasisKind::kMatrix;
+  if (matrix && (o.profile == nullptr || o.profile->rows[0].key_forward.empty())) {
+    return Status(StatusCode::kInvalidArgument, where +
+                                                    ": basis=matrix needs a profile with bases "
+                                                    "(--profile, tierkv calibrate --basis matrix)");
+  }
+  const bool needs_q = scheme.needs_queries() && o.profile == nullptr;
+  for (size_t i = 0; i < info.sequences.size(); ++i) {
+    const datasets::SequenceInfo& seq = info.sequences[i];
+    if (!o.only_sequence.empty() && seq.id != o.only_sequence) continue;
+    for (int32_t l = o.first_layer; l < o.end_layer(info.layout); ++l) {
+      if (needs_q && !seq.layers[l].has_q) {
+        return Status(StatusCode::kInvalidArgument,
+                      where + ": /seq/" + seq.id + "/layer/" + std::to_string(l) +
+                          " has no q to choose the step by; give a profile (--profile)");
+      }
+      if (!scheme.tiered) continue;
+      if (Status s = check_significance(info, static_cast<int32_t>(i), l); !s) {
+        return Status(s.code(), s.message() + " (preset " + preset.text + ")");
       }
     }
   }
   return Status::ok();
 }
 
-}  // namespace
-
 Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
                                            const AnalyzeOptions& given) {
   const datasets::DumpInfo& info = reader.info();
   AnalyzeOptions options = given;
   for (Preset& p : options.presets) p.scheme = p.scheme.for_head_dim(info.layout.head_dim);
-  const int32_t last_layer =
-      options.last_layer < 0 ? info.layout.num_layers - 1 : options.last_layer;
-  if (Status s = check_options(info, options, last_layer); !s) return s;
+  if (Status s = check_options(info, options); !s) return s;
+  for (const Preset& p : options.presets) {
+    if (Status s = suits(info, p, options); !s) return s;
+  }
   bool need_significance = false;
   for (const Preset& p : options.presets) need_significance |= p.scheme.tiered;
 
   std::vector<std::pair<int32_t, int32_t>> work;
   for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
     if (!options.only_sequence.empty() && info.sequences[seq].id != options.only_sequence) continue;
-    for (int32_t l = options.first_layer; l <= last_layer; ++l) work.emplace_back(seq, l);
+    for (int32_t l = options.first_layer; l < options.end_layer(info.layout); ++l)
+      work.emplace_back(seq, l);
   }
   if (work.empty()) {
     return Status(StatusCode::kNotFound,

@@ -51,7 +51,17 @@ struct AnalyzeOptions {
   int32_t threads = 1;
   const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, called from one thread
+
+  int32_t end_layer(const CacheLayout& layout) const {
+    return last_layer < 0 ? layout.num_layers : last_layer + 1;
+  }
 };
+
+// The layers asked for exist and the profile is of the same shape of model.
+Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& options);
+// Whether the preset can be measured on the dump under these options (`presets` is not looked at):
+// kOk, or what is missing, naming file, preset and dataset.
+Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& options);
 
 // Results in the order of presets; for each the total first, then each sequence. Reads one
 // (sequence, layer) at a time.

@@ -13,13 +13,7 @@ std::string where(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
 }
 
 Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
-  const bool all =
-      data->has_queries() && static_cast<int64_t>(data->positions.size()) == data->tokens;
-  if (!all) {
-    return Status(StatusCode::kNotFound, where(info, data->seq, data->layer) +
-                                             ": tiers need 'significance', or q for all positions "
-                                             "to compute it from; the dump has neither");
-  }
+  if (Status s = check_significance(info, data->seq, data->layer); !s) return s;
   const CacheLayout& layout = info.layout;
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
     std::vector<float> keys(data->tokens * layout.head_dim);
@@ -42,6 +36,16 @@ Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
 }
 
 }  // namespace
+
+Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
+  const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
+  if (l.has_significance || (l.has_q && l.num_queries == info.sequences[seq].num_tokens)) {
+    return Status::ok();
+  }
+  return Status(StatusCode::kNotFound, where(info, seq, layer) +
+                                           ": tiers need 'significance', or q for all positions to "
+                                           "compute it from; the dump has neither");
+}
 
 int64_t LayerData::dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
   const datasets::LayerInfo& l = info.sequences[seq].layers[layer];

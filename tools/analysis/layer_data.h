@@ -24,8 +24,12 @@ struct LayerData {
   static int64_t dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32_t layer);
 };
 
+// kNotFound, naming the layer, where its significance is neither stored nor computable (q of all
+// positions).
+Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t layer);
+
 // Reads a layer. `need_significance`: from the dump, or computed when it has the queries of all
-// positions; kNotFound with a message otherwise.
+// positions; check_significance() otherwise.
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
                   LayerData* out);
 

@@ -64,24 +64,8 @@ std::string cell(const std::optional<double>& v, const char* format) {
   return v ? fmt::format(fmt::runtime(format), *v) : "-";
 }
 
-bool beaten(const AnalyzeResult& r, const std::vector<const AnalyzeResult*>& others) {
-  const std::optional<double> error = attention_error_online(r.tally);
-  if (!error) return false;
-  for (const AnalyzeResult* o : others) {
-    const std::optional<double> e = attention_error_online(o->tally);
-    const double mine = bits_per_value(r.tally), theirs = bits_per_value(o->tally);
-    if (e && theirs <= mine && *e <= *error && (theirs < mine || *e < *error)) return true;
-  }
-  return false;
-}
-
-}  // namespace
-
-std::string to_json(const std::vector<datasets::DumpInfo>& files,
-                    const std::vector<AnalyzeResult>& results) {
-  Json j;
-  j["schema"] = "tierkv.analyze/1";
-  j["files"] = Json::array();
+Json files_json(const std::vector<datasets::DumpInfo>& files) {
+  Json list = Json::array();
   for (const datasets::DumpInfo& info : files) {
     Json f;
     f["file"] = info.path;
@@ -91,10 +75,83 @@ std::string to_json(const std::vector<datasets::DumpInfo>& files,
     f["num_kv_heads"] = info.layout.num_kv_heads;
     f["head_dim"] = info.layout.head_dim;
     f["dtype"] = dtype_name(info.layout.dtype);
-    j["files"].push_back(f);
+    list.push_back(f);
   }
+  return list;
+}
+
+// One row of a table for people.
+struct TableRow {
+  const AnalyzeResult* result;
+  bool best;  // on the Pareto front
+};
+
+// The totals of each file, smallest cache first, in the order in which the files come.
+std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResult>& results) {
+  const std::vector<bool> front = pareto_front(results);
+  std::vector<std::vector<TableRow>> files;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i].seq != "all") continue;
+    const auto same = std::find_if(files.begin(), files.end(), [&](const auto& rows) {
+      return rows[0].result->file == results[i].file;
+    });
+    auto& rows = same == files.end() ? files.emplace_back() : *same;
+    rows.push_back({&results[i], front[i]});
+  }
+  for (std::vector<TableRow>& rows : files) {
+    std::stable_sort(rows.begin(), rows.end(), [](const TableRow& a, const TableRow& b) {
+      return bits_per_value(a.result->tally) < bits_per_value(b.result->tally);
+    });
+  }
+  return files;
+}
+
+// Cells of the columns behind the preset's name.
+std::vector<std::string> cells(const Tally& t) {
+  const auto pair = [](const std::optional<double>& a, const std::optional<double>& b) {
+    return cell(a, "{:.2f}") + "/" + cell(b, "{:.2f}");
+  };
+  return {fmt::format("{:.1f}%", 100 / compression_ratio(t)),
+          fmt::format("{:.2f}", bits_per_value(t)),
+          fmt::format("{:.2f}", compression_ratio(t)),
+          cell(page_ratio(t), "{:.2f}"),
+          cell(attention_error_online(t), "{:.4f}"),
+          cell(relative_error(t, Component::kKey), "{:.4f}"),
+          cell(relative_error(t, Component::kValue), "{:.4f}"),
+          pair(coded_bits(t, Component::kKey), coded_bits(t, Component::kValue)),
+          pair(encode_gbps(t), decode_gbps(t))};
+}
+const std::vector<std::string> kColumns = {"memory",     "bits/value",      "ratio",
+                                           "page ratio", "attention error", "key err",
+                                           "value err",  "coded K/V bits",  "enc/dec GB/s"};
+
+}  // namespace
+
+std::string to_json(const std::vector<datasets::DumpInfo>& files,
+                    const std::vector<AnalyzeResult>& results) {
+  Json j;
+  j["schema"] = "tierkv.analyze/1";
+  j["files"] = files_json(files);
   j["results"] = Json::array();
   for (const AnalyzeResult& r : results) j["results"].push_back(result_json(r));
+  return j.dump(1) + "\n";
+}
+
+std::string to_json(const SweepResult& sweep) {
+  Json j;
+  j["schema"] = "tierkv.sweep/1";
+  j["files"] = files_json(sweep.files);
+  j["skipped"] = Json::array();
+  for (const SkippedPreset& s : sweep.skipped) {
+    j["skipped"].push_back({{"file", s.file}, {"preset", s.preset}, {"reason", s.reason}});
+  }
+  j["results"] = Json::array();
+  const std::vector<bool> front = pareto_front(sweep.results);
+  for (size_t i = 0; i < front.size(); ++i) {
+    Json r = result_json(sweep.results[i]);
+    r["pareto"] = static_cast<bool>(front[i]);
+    j["results"].push_back(r);
+  }
   return j.dump(1) + "\n";
 }
 
@@ -125,36 +182,18 @@ std::string to_csv(const std::vector<AnalyzeResult>& results) {
 
 std::string to_table(const std::vector<AnalyzeResult>& results) {
   std::string out;
-  std::vector<std::string> files;
-  for (const AnalyzeResult& r : results) {
-    if (std::find(files.begin(), files.end(), r.file) == files.end()) files.push_back(r.file);
-  }
-  for (const std::string& file : files) {
-    std::vector<const AnalyzeResult*> rows;
-    for (const AnalyzeResult& r : results) {
-      if (r.file == file && r.seq == "all") rows.push_back(&r);
-    }
-    std::stable_sort(rows.begin(), rows.end(), [](const AnalyzeResult* a, const AnalyzeResult* b) {
-      return bits_per_value(a->tally) < bits_per_value(b->tally);
-    });
+  for (const std::vector<TableRow>& rows : totals_by_file(results)) {
     size_t width = 6;
-    for (const AnalyzeResult* r : rows) width = std::max(width, r->preset.size());
-    out += fmt::format(
-        "{}\n  {:<{}}  memory  bits/value  ratio  page ratio  attention error  key err  value err  "
-        "coded K/V bits  enc/dec GB/s\n",
-        file, "preset", width);
-    for (const AnalyzeResult* r : rows) {
-      const Tally& t = r->tally;
-      out += fmt::format(
-          "{} {:<{}}  {:5.1f}%  {:10.2f}  {:5.2f}  {:>10}  {:>15}  {:>7}  {:>9}  {:>14}  {:>12}\n",
-          beaten(*r, rows) ? " " : "*", r->preset, width, 100 / compression_ratio(t),
-          bits_per_value(t), compression_ratio(t), cell(page_ratio(t), "{:.2f}"),
-          cell(attention_error_online(t), "{:.4f}"),
-          cell(relative_error(t, Component::kKey), "{:.4f}"),
-          cell(relative_error(t, Component::kValue), "{:.4f}"),
-          cell(coded_bits(t, Component::kKey), "{:.2f}") + "/" +
-              cell(coded_bits(t, Component::kValue), "{:.2f}"),
-          cell(encode_gbps(t), "{:.2f}") + "/" + cell(decode_gbps(t), "{:.2f}"));
+    for (const TableRow& r : rows) width = std::max(width, r.result->preset.size());
+    out += fmt::format("{}\n  {:<{}}", rows[0].result->file, "preset", width);
+    for (const std::string& c : kColumns) out += "  " + c;
+    out += "\n";
+    for (const TableRow& r : rows) {
+      out += fmt::format("{} {:<{}}", r.best ? "*" : " ", r.result->preset, width);
+      const std::vector<std::string> row = cells(r.result->tally);
+      for (size_t c = 0; c < row.size(); ++c)
+        out += fmt::format("  {:>{}}", row[c], kColumns[c].size());
+      out += "\n";
     }
   }
   out +=
@@ -163,6 +202,29 @@ std::string to_table(const std::vector<AnalyzeResult>& results) {
       "each query (attention_rel_error_online). *: no other row has both less memory and less "
       "error. Rates are of one\n"
       "thread on the host.\n";
+  return out;
+}
+
+std::string to_markdown(const std::vector<AnalyzeResult>& results) {
+  std::string out;
+  for (const std::vector<TableRow>& rows : totals_by_file(results)) {
+    out += fmt::format("### {}\n\n| preset |", rows[0].result->file);
+    for (const std::string& c : kColumns) out += " " + c + " |";
+    out += "\n|---|";
+    for (size_t c = 0; c < kColumns.size(); ++c) out += "---:|";
+    out += "\n";
+    for (const TableRow& r : rows) {
+      const char* mark = r.best ? "**" : "";
+      out += fmt::format("| {}`{}`{} |", mark, r.result->preset, mark);
+      for (const std::string& text : cells(r.result->tally)) out += " " + text + " |";
+      out += "\n";
+    }
+    out += "\n";
+  }
+  out +=
+      "memory: share of fp16, everything counted. attention error: mean of \\|o - o'\\| / \\|o\\| "
+      "with the window moving with each query. Bold: no other row has both less memory and less "
+      "error. Rates are of one thread on the host.\n";
   return out;
 }
 

@@ -1,18 +1,24 @@
-// What `tierkv analyze` prints: JSON (schema tierkv.analyze/1), CSV and a table for people.
+// What `tierkv analyze` and `tierkv sweep` print: JSON (schemas tierkv.analyze/1, tierkv.sweep/1),
+// CSV, Markdown and a table for people.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "tools/analysis/analyze.h"
+#include "tools/analysis/sweep.h"
 
 namespace tierkv::analysis {
 
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
                     const std::vector<AnalyzeResult>& results);
+// The same fields and `pareto` (see pareto_front()); and what was skipped, with its reason.
+std::string to_json(const SweepResult& sweep);
 std::string to_csv(const std::vector<AnalyzeResult>& results);
 // Totals only, one table per file: smallest cache first; a star marks presets that no other beats
 // in both memory and online attention error.
 std::string to_table(const std::vector<AnalyzeResult>& results);
+// The same as Markdown, with presets that no other beats in bold.
+std::string to_markdown(const std::vector<AnalyzeResult>& results);
 
 }  // namespace tierkv::analysis

@@ -1,0 +1,106 @@
+"""sweep: grids, formats, totals over several dumps, the Pareto front, and presets that a dump cannot serve."""
+import csv
+import io
+import json
+
+from cli import SAMPLE, CliTest, Dump, main, run
+
+TIMING = ("encode_gbps", "decode_gbps")
+
+
+class Sweep(CliTest):
+    def sweep(self, *args):
+        r = run("sweep", "--json", *args)
+        self.assertEqual(r.returncode, 0, f"seed {self.seed}: {r.stderr}")
+        return json.loads(r.stdout)
+
+    def two_dumps(self):
+        return [Dump(seed=self.seed + i, tokens=100 + 150 * i).write(self.dir / f"{i}.h5") for i in range(2)]
+
+    def test_results_are_those_of_analyze(self):
+        presets = ["k4v4:window=8", "k4v4:window=8+huffman", "k8v4:window=8", "k8v4:window=8+huffman"]
+        flags = [w for p in presets for w in ("--preset", p)]
+        want = json.loads(run("analyze", "--json", *flags, SAMPLE).stdout)["results"]
+        got = self.sweep("--sequences", "--preset", "k4v4/k8v4:window=8+/huffman", "--preset", "k4v4:window=8", SAMPLE)
+        self.assertEqual(got["schema"], "tierkv.sweep/1")
+        self.assertEqual(got["skipped"], [])
+        self.assertEqual(len(got["results"]), len(want))
+        for g, w in zip(got["results"], want):
+            self.assertIsInstance(g.pop("pareto"), bool)
+            for key in w:
+                if isinstance(w[key], float) and key not in TIMING:
+                    self.assertAlmostEqual(g[key], w[key], delta=1e-9)
+                elif key not in TIMING:
+                    self.assertEqual(g[key], w[key])
+
+    def test_several_dumps_are_pooled(self):
+        paths = self.two_dumps()
+        results = self.sweep("--preset", "k4v4/k8v4", *paths)["results"]
+        self.assertEqual([(r["file"], r["preset"]) for r in results],
+                         [(f, p) for f in ("all", *map(str, paths)) for p in ("k4v4", "k8v4")])
+        both, first, second = results[0], results[2], results[4]
+        self.assertEqual(both["values"], first["values"] + second["values"])
+        bits = sum(r["bits_per_value"] * r["values"] for r in (first, second)) / both["values"]
+        self.assertAlmostEqual(both["bits_per_value"], bits, delta=1e-9)
+
+    def test_pareto_front(self):
+        results = self.sweep("--preset", "k2v2/k4v4/k8v8", "--preset", "k2v8", *self.two_dumps())["results"]
+        for r in results:
+            others = [o for o in results if o["file"] == r["file"]]
+            beaten = any(o["bits_per_value"] <= r["bits_per_value"] and
+                         o["attention_rel_error_online"] <= r["attention_rel_error_online"] and
+                         (o["bits_per_value"], o["attention_rel_error_online"]) !=
+                         (r["bits_per_value"], r["attention_rel_error_online"]) for o in others)
+            self.assertEqual(r["pareto"], not beaten, r)
+        self.assertEqual({r["pareto"] for r in results}, {True, False})
+
+    def test_csv_and_markdown_have_every_preset(self):
+        paths = self.two_dumps()
+        rows = list(csv.DictReader(io.StringIO(run("sweep", "--csv", "--preset", "k4v4:window=0/8,sinks=2", *paths).stdout)))
+        self.assertEqual(len(rows), 6)
+        self.assertEqual(rows[1]["preset"], "k4v4:window=8,sinks=2")
+        self.assertGreater(float(rows[1]["bits_per_value"]), float(rows[0]["bits_per_value"]))
+        markdown = run("sweep", "--markdown", "--preset", "k4v4/k8v8", *paths).stdout
+        self.assertEqual(markdown.count("### "), 3)
+        tables = [line for line in markdown.splitlines() if line.startswith("| ")]
+        self.assertEqual(len(tables), 3 * 3)
+        self.assertEqual({line.count("|") for line in tables}, {11})
+        self.assertIn("**`k4v4`**", markdown)
+        table = run("sweep", "--preset", "k4v4/k8v8", *paths).stdout
+        self.assertIn("* k8v8", table)
+
+    def test_what_a_dump_cannot_serve_is_left_out_and_named(self):
+        dump = Dump(seed=self.seed, queries=0)
+        dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
+        bare = dump.write(self.dir / "bare.h5")
+        r = run("sweep", "--json", "--preset", "step/diffkv/k8v4", bare, SAMPLE)
+        self.assertEqual(r.returncode, 0)
+        j = json.loads(r.stdout)
+        self.assertEqual([(s["file"], s["preset"]) for s in j["skipped"]], [(str(bare), "step"), (str(bare), "diffkv")])
+        self.assertEqual(r.stderr.count("left out"), 2)
+        self.assertIn("has no q", j["skipped"][0]["reason"])
+        self.assertIn("significance", j["skipped"][1]["reason"])
+        of = lambda file: [x["preset"] for x in j["results"] if x["file"] == str(file)]
+        self.assertEqual((of("all"), of(bare), of(SAMPLE)), (["k8v4"], ["k8v4"], ["step", "diffkv", "k8v4"]))
+        self.assertIsNone(j["results"][1]["attention_rel_error_online"])
+        self.assertFalse(j["results"][1]["pareto"])
+        self.expect(run("sweep", "--preset", "step", bare), 3, "no preset can be tried")
+
+    def test_usage(self):
+        self.expect(run("sweep", SAMPLE, "--preset", "step:k=0.2/"), 2, "empty")
+        self.expect(run("sweep", SAMPLE, "--preset", "k4v4/nonsense"), 2, "unknown name 'nonsense'")
+        self.expect(run("sweep", SAMPLE, "--json", "--markdown"), 2)
+        self.expect(run("sweep"), 2, "FILE")
+        self.expect(run("sweep", self.dir / "missing.h5"), 3, "missing.h5")
+        r = run("sweep", "--layers", "7", "--preset", "k4v4/k8v8", SAMPLE)
+        self.expect(r, 3, "the dump has 0-5")
+        self.assertEqual(r.stderr.count("\n"), 1)
+
+    def test_default_is_forty_presets(self):
+        path = Dump(seed=self.seed, layers=1, tokens=150, head_dim=128).write(self.dir / "d.h5")
+        r = self.sweep(path)
+        self.assertEqual((len(r["results"]), r["skipped"]), (40, []))
+
+
+if __name__ == "__main__":
+    main()
