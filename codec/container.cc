@@ -137,11 +137,15 @@ Status ContainerWriter::add(const ChunkKey& key, const std::vector<uint8_t>& pay
   c.optional = optional;
   c.offset = static_cast<uint64_t>(impl_->bytes);
   c.bytes = payload.size();
-  std::vector<uint8_t> padded = payload;
-  padded.resize(align_chunk(payload.size()), 0);
-  c.checksum = xxh3(padded.data(), padded.size());
-  if (!impl_->file.write(padded.data(), padded.size(), impl_->bytes)) return impl_->fail();
-  impl_->bytes += static_cast<int64_t>(padded.size());
+  c.checksum = xxh3_padded(payload.data(), payload.size());
+  static constexpr uint8_t kZeros[kChunkAlignment] = {};
+  const size_t padding = align_chunk(payload.size()) - payload.size();
+  const int64_t end = impl_->bytes + static_cast<int64_t>(payload.size());
+  if (!impl_->file.write(payload.data(), payload.size(), impl_->bytes) ||
+      !impl_->file.write(kZeros, padding, end)) {
+    return impl_->fail();
+  }
+  impl_->bytes = end + static_cast<int64_t>(padding);
   impl_->chunks.push_back(c);
   return Status::ok();
 }

@@ -1,9 +1,10 @@
 #include "datasets/chunk_codec.h"
 
-#include <zlib.h>
+#include <libdeflate.h>
 #include <zstd.h>
 
 #include <algorithm>
+#include <memory>
 
 namespace tierkv::datasets {
 namespace {
@@ -15,8 +16,14 @@ Status corrupt(std::string message) {
 // Both decompressors return the number of bytes written, or -1 on damage or when `capacity` would
 // be exceeded.
 int64_t inflate_bytes(const std::vector<uint8_t>& in, uint8_t* out, int64_t capacity) {
-  uLongf size = static_cast<uLongf>(capacity);
-  if (uncompress(out, &size, in.data(), static_cast<uLong>(in.size())) != Z_OK) return -1;
+  const std::unique_ptr<libdeflate_decompressor, decltype(&libdeflate_free_decompressor)> inflate(
+      libdeflate_alloc_decompressor(), &libdeflate_free_decompressor);
+  size_t size = 0;
+  if (!inflate ||
+      libdeflate_zlib_decompress(inflate.get(), in.data(), in.size(), out,
+                                 static_cast<size_t>(capacity), &size) != LIBDEFLATE_SUCCESS) {
+    return -1;
+  }
   return static_cast<int64_t>(size);
 }
 
@@ -38,14 +45,29 @@ Status decompress(Filter filter, int64_t capacity, std::vector<uint8_t>* data) {
   return Status::ok();
 }
 
+// Element i of planes [width, n], width known to the compiler so that it can interleave vectors.
+template <size_t width>
+void interleave(const uint8_t* planes, size_t n, uint8_t* out) {
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t b = 0; b < width; ++b) out[i * width + b] = planes[b * n + i];
+  }
+}
+
 // Byte b of element i is stored at b * n + i; bytes after the last whole element are not moved.
 void unshuffle(int32_t element_bytes, std::vector<uint8_t>* data) {
   const size_t width = element_bytes, n = data->size() / width;
-  std::vector<uint8_t> out(*data);
-  for (size_t b = 0; b < width; ++b) {
-    const uint8_t* plane = data->data() + b * n;
-    for (size_t i = 0; i < n; ++i) out[i * width + b] = plane[i];
+  std::vector<uint8_t> out(data->size());
+  if (width == 2) {
+    interleave<2>(data->data(), n, out.data());
+  } else if (width == 4) {
+    interleave<4>(data->data(), n, out.data());
+  } else {
+    for (size_t i = 0; i < n; ++i) {
+      for (size_t b = 0; b < width; ++b) out[i * width + b] = (*data)[b * n + i];
+    }
   }
+  std::copy(data->begin() + static_cast<std::ptrdiff_t>(n * width), data->end(),
+            out.begin() + static_cast<std::ptrdiff_t>(n * width));
   *data = std::move(out);
 }
 

@@ -49,8 +49,6 @@ struct RowData {
   std::vector<uint8_t> bytes;
 };
 
-// n stored values as floats, exactly.
-void values_to_float(DType dtype, const uint8_t* bytes, int64_t n, float* out);
 // Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].
 void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
 
@@ -84,11 +82,16 @@ class DumpReader {
   std::unique_ptr<Impl> impl_;
 };
 
+struct DumpWriteOptions {
+  int32_t gzip_level = 4;  // of k, v and q, shuffled: 1 to 9; 0: as they are, which is much faster
+};
+
 class DumpWriter {
  public:
   // info.sequences is ignored; info.layout.dtype is the type of k, v and q. All calls refuse with
   // kInvalidArgument what would make a dump that DumpReader refuses, and what was left unwritten.
-  static Result<DumpWriter> create(const std::string& path, const DumpInfo& info);
+  static Result<DumpWriter> create(const std::string& path, const DumpInfo& info,
+                                   const DumpWriteOptions& options = {});
   DumpWriter(DumpWriter&&) noexcept;
   DumpWriter& operator=(DumpWriter&&) noexcept;
   ~DumpWriter();  // removes the temporary file when finish() has not succeeded

@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <cstring>
 
+#include "codec/convert.h"
 #include "datasets/dump.h"
 #include "datasets/dump_check.h"
 #include "datasets/hdf5_dataset.h"
@@ -39,21 +41,40 @@ Status check_finite(const std::string& path, const Slab& slab, const std::vector
   return Status::ok();
 }
 
+// The first of n elements whose highest 16 bits, `stride` bytes apart, have all of `exponent` set,
+// or n. Looks at runs without a branch per element first.
+template <int32_t stride, uint16_t exponent>
+int64_t find_special(const uint8_t* high, int64_t n) {
+  constexpr int64_t kRun = 256;
+  const auto is_special = [&](int64_t i) {
+    uint16_t h;
+    std::memcpy(&h, high + i * stride, 2);
+    return static_cast<uint16_t>((h & exponent) == exponent);
+  };
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    const int64_t end = std::min(n, begin + kRun);
+    uint16_t any = 0;
+    for (int64_t i = begin; i < end; ++i) any |= is_special(i);
+    if (any == 0) continue;
+    for (int64_t i = begin; i < end; ++i) {
+      if (is_special(i) != 0) return i;
+    }
+  }
+  return n;
+}
+
 // Without converting: an exponent of all ones is infinity or NaN in all three types.
 Status check_finite(const std::string& path, const Slab& slab, const RowData& row) {
   const auto report = [&](int64_t i) {
     return Status(StatusCode::kNonFinite,
                   path + ": element " + index_text(slab, i) + " is not finite");
   };
+  const uint8_t* high = row.bytes.data() + dtype_bytes(row.dtype) - 2;
   const int64_t n = row.tokens * row.head_dim;
-  const uint16_t exponent = row.dtype == DType::kFloat16 ? 0x7c00 : 0x7f80;
-  for (int64_t i = 0; i < n; ++i) {
-    uint16_t high;
-    std::memcpy(&high, row.bytes.data() + i * dtype_bytes(row.dtype) + dtype_bytes(row.dtype) - 2,
-                2);
-    if ((high & exponent) == exponent) return report(i);
-  }
-  return Status::ok();
+  const int64_t i = row.dtype == DType::kFloat16    ? find_special<2, 0x7c00>(high, n)
+                    : row.dtype == DType::kBFloat16 ? find_special<2, 0x7f80>(high, n)
+                                                    : find_special<4, 0x7f80>(high, n);
+  return i == n ? Status::ok() : report(i);
 }
 
 Status check_index(const char* what, int64_t index, int64_t count) {
@@ -139,7 +160,7 @@ Status DumpReader::read_queries(int32_t seq, int32_t layer, int32_t first_head, 
   s = read_slab(impl_->file.id(), path, slab, &bytes);
   if (!s) return s.with_context(info.path);
   q->resize(slab.elements());
-  values_to_float(l.q_dtype, bytes.data(), slab.elements(), q->data());
+  elements_to_float(l.q_dtype, bytes.data(), slab.elements(), q->data());
   return check_finite(path, slab, *q).with_context(info.path);
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "codec/convert.h"
 #include "datasets/dump.h"
 #include "datasets/hdf5_dataset.h"
 #include "tierkv/half.h"
@@ -13,6 +14,7 @@ namespace tierkv::datasets {
 struct DumpWriter::Impl {
   std::string path, temporary;
   DumpInfo info;
+  DumpWriteOptions options;
   Handle file, sequence, layers, layer;
   std::string where;  // the current sequence or layer, for messages
   int64_t tokens = 0;
@@ -50,20 +52,11 @@ namespace {
 // Values rounded to a dump's type, as bytes.
 Status round_values(const float* x, int64_t n, DType t, std::vector<uint8_t>* out) {
   out->resize(n * dtype_bytes(t));
-  for (int64_t i = 0; i < n; ++i) {
-    if (!is_finite(x[i])) {
-      return Status(StatusCode::kNonFinite, "element " + std::to_string(i) + " is not finite");
-    }
-    if (t == DType::kFloat32) continue;
-    const uint16_t h = t == DType::kFloat16 ? float_to_half(x[i]) : float_to_bfloat16(x[i]);
-    if (!is_finite(t == DType::kFloat16 ? half_to_float(h) : bfloat16_to_float(h))) {
-      return Status(StatusCode::kOutOfRange,
-                    "element " + std::to_string(i) + " is beyond " + dtype_name(t));
-    }
-    std::memcpy(out->data() + 2 * i, &h, 2);
-  }
-  if (t == DType::kFloat32) std::memcpy(out->data(), x, out->size());
-  return Status::ok();
+  const int64_t i = float_to_elements(t, x, n, out->data());
+  if (i == n) return Status::ok();
+  const std::string element = "element " + std::to_string(i);
+  return is_finite(x[i]) ? Status(StatusCode::kOutOfRange, element + " is beyond " + dtype_name(t))
+                         : Status(StatusCode::kNonFinite, element + " is not finite");
 }
 
 bool write_slab(hid_t group, const char* name, const std::vector<hsize_t>& start,
@@ -159,12 +152,17 @@ Status DumpWriter::Impl::write_head(const char* name, std::vector<bool>* missing
   return Status::ok();
 }
 
-Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& info) {
+Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& info,
+                                      const DumpWriteOptions& options) {
   if (Status s = info.layout.validate(); !s) return s.with_context(path);
+  if (options.gzip_level < 0 || options.gzip_level > 9) {
+    return Status(StatusCode::kInvalidArgument, path + ": gzip_level must be 0 to 9");
+  }
   const Hdf5Lock lock;
   auto impl = std::make_unique<Impl>();
   impl->path = path;
   impl->info = info;
+  impl->options = options;
   const std::string temporary = temporary_name(path);
   errno = 0;
   impl->file = create_file(temporary);
@@ -215,8 +213,10 @@ Status DumpWriter::begin_layer(const std::vector<int32_t>& q_positions, bool sig
   w.layer = create_group(w.layers.id(), name.c_str());
   const Handle type = hdf5_type(l.dtype);
   const auto create = [&](const char* dataset, int64_t heads, int64_t positions) {
-    const std::vector<int64_t> chunk = {1, std::min<int64_t>(256, positions), l.head_dim};
-    return create_dataset(w.layer.id(), dataset, type.id(), {heads, positions, l.head_dim}, chunk)
+    std::vector<int64_t> chunk;
+    if (w.options.gzip_level > 0) chunk = {1, std::min<int64_t>(256, positions), l.head_dim};
+    return create_dataset(w.layer.id(), dataset, type.id(), {heads, positions, l.head_dim}, chunk,
+                          w.options.gzip_level)
         .ok();
   };
   bool ok = w.layer.ok() && create("k", l.num_kv_heads, w.tokens) &&

@@ -141,7 +141,7 @@ Status check_complete(const Dataset& d) {
 }
 
 Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
-                      const std::vector<int64_t>& chunk) {
+                      const std::vector<int64_t>& chunk, int32_t gzip_level) {
   const std::vector<hsize_t> dims(shape.begin(), shape.end()),
       chunk_dims(chunk.begin(), chunk.end());
   const Handle space(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
@@ -150,7 +150,7 @@ Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vect
   if (!chunk.empty()) {
     H5Pset_chunk(plist.id(), static_cast<int>(chunk_dims.size()), chunk_dims.data());
     H5Pset_shuffle(plist.id());
-    H5Pset_deflate(plist.id(), 4);
+    H5Pset_deflate(plist.id(), static_cast<unsigned>(gzip_level));
   }
   return Handle(H5Dcreate2(group, name, type, space.id(), H5P_DEFAULT, plist.id(), H5P_DEFAULT));
 }

@@ -27,10 +27,9 @@ Result<Dataset> open_dataset(hid_t file, const std::string& path);
 // kCorrupt unless every element was written: HDF5 would return zeros for what was not.
 Status check_complete(const Dataset& dataset);
 
-// Creates a dataset without timestamps; chunk empty: contiguous, otherwise gzip level 4 and
-// shuffle.
+// Creates a dataset without timestamps; chunk empty: contiguous, otherwise shuffled and gzipped.
 Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
-                      const std::vector<int64_t>& chunk);
+                      const std::vector<int64_t>& chunk, int32_t gzip_level = 4);
 
 // Creates a group without timestamps, so that equal contents make equal files.
 Handle create_group(hid_t parent, const char* name);

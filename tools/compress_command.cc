@@ -1,10 +1,10 @@
 // `tierkv compress`, `decompress` and `verify`.
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "datasets/profile_file.h"
 #include "tools/analysis/container_file.h"
+#include "tools/analysis/stop_watch.h"
 #include "tools/command.h"
 
 namespace tierkv::tools {
@@ -15,18 +15,8 @@ using nlohmann::ordered_json;
 struct Arguments {
   std::vector<std::string> files;  // verify
   std::string input, output, preset, profile, dtype = "stored";
-  int32_t threads = default_threads();
+  int32_t threads = default_threads(), gzip = 0;
   bool json = false;
-};
-
-class StopWatch {
- public:
-  double seconds() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
 void print_line(const char* verb, const ordered_json& j, std::string* out) {
@@ -86,7 +76,7 @@ int run_compress(const Arguments& args) {
   if (!reader) return report_error(reader.status().message(), kExitBadInput);
   ProgressBar bar(args.output);
   options.progress = [&](double fraction) { bar.update(fraction); };
-  const StopWatch watch;
+  const analysis::StopWatch watch;
   const Result<analysis::CompressSummary> summary =
       analysis::compress(reader.value(), options, args.output);
   bar.finish();
@@ -116,9 +106,10 @@ int run_decompress(const Arguments& args) {
                                        : DType::kFloat32;
   }
   ProgressBar bar(args.output);
-  const StopWatch watch;
-  const Status status = analysis::decompress(*decoder, dtype, args.threads, args.output,
-                                             [&](double fraction) { bar.update(fraction); });
+  const analysis::StopWatch watch;
+  const Status status = analysis::decompress(
+      *decoder, {dtype, args.threads, args.gzip, [&](double fraction) { bar.update(fraction); }},
+      args.output);
   bar.finish();
   if (status.code() == StatusCode::kOutOfRange && args.dtype == "stored") {
     return report_error(status.message() + "; --dtype float32 holds them", kExitBadInput);
@@ -200,6 +191,8 @@ void add_decompress(CLI::App& app, int* exit_code) {
   c->add_option("OUT", args->output, "kv-dump to write (HDF5)")->required();
   c->add_option("--dtype", args->dtype, "stored (default: as before), float16, bfloat16, float32")
       ->check(CLI::IsMember({"stored", "float16", "bfloat16", "float32"}));
+  c->add_option("--gzip", args->gzip, "gzip level of the dump; 0 (default) writes it as it is")
+      ->check(CLI::Range(0, 9));
   add_common(c, args);
   c->callback([args, exit_code] { *exit_code = run_decompress(*args); });
 }

@@ -1,11 +1,17 @@
 // The `tierkv` command. Data goes to stdout, messages and progress to stderr. Exit codes:
 // tools/command.h.
+#include <malloc.h>
+
 #include <CLI/CLI.hpp>
 
 #include "tools/command.h"
 
 int main(int argc, char** argv) {
   using namespace tierkv::tools;
+  // Layer after layer takes buffers of the same megabytes: keep them instead of giving them back to
+  // the system, whose fresh pages cost as much as encoding what is written into them.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
   CLI::App app("tierkv: what compression does to a KV cache");
   app.set_version_flag("--version", TIERKV_VERSION);
   app.require_subcommand(1);

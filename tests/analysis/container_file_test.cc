@@ -101,7 +101,7 @@ TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
       for (int32_t seq = 0; seq < 2; ++seq) {
         LayerData data;
         LayerScheme shared;
-        ASSERT_TRUE(load_layer(reader, seq, 0, scheme.tiered, &data).is_ok());
+        ASSERT_TRUE(load_layer(reader, seq, 0, scheme.tiered, 2, &data).is_ok());
         ASSERT_TRUE(prepare_layer(scheme, data, layout, nullptr, &shared).is_ok());
         RowCodec codec = shared.row(scheme, data, 0);
         ASSERT_EQ(codec.encode(), StatusCode::kOk);

@@ -89,8 +89,11 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
       bytes += LayerData::dump_bytes(info, seq, layer);
       if (!layers.empty() && bytes > kBatchBytes) break;
       layers.emplace_back();
-      if (Status s = load_layer(reader, seq, layer, need_significance, &layers.back()); !s)
+      if (Status s =
+              load_layer(reader, seq, layer, need_significance, options.threads, &layers.back());
+          !s) {
         return s;
+      }
     }
     if (Status s = LayerBatch(info, options, std::move(layers), &tallies).run(); !s) return s;
     if (options.progress)

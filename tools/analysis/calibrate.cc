@@ -182,8 +182,11 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
     for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
       for (int32_t l = 0; l < layout.num_layers; ++l) {
         LayerData data;
-        if (Status s = load_layer(dumps[i], static_cast<int32_t>(seq), l, false, &data); !s)
+        if (Status s =
+                load_layer(dumps[i], static_cast<int32_t>(seq), l, false, options.threads, &data);
+            !s) {
           return s;
+        }
         if (!data.has_queries()) {
           return Status(StatusCode::kNotFound, info.path + ": /seq/" + info.sequences[seq].id +
                                                    "/layer/" + std::to_string(l) +

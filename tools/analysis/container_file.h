@@ -73,22 +73,31 @@ class CacheDecoder {
   std::vector<ContainerSequence> sequences_;
 };
 
-// The rows of a layer, one per kv_head (rows->size() of them), on several threads; the first
-// failure in their order.
-Status decode_layer(const CacheDecoder& decoder, int32_t seq, int32_t layer, int32_t threads,
-                    std::vector<DecodedRow>* rows);
-
 // What a layer carries besides its rows.
 struct CarriedOver {
   std::vector<int32_t> positions;
   std::vector<std::vector<float>> queries;       // per query head
   std::vector<std::vector<float>> significance;  // per kv_head; all empty, or none
 };
-Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out);
 
-// Writes the kv-dump `path` whole or not at all, in the dtype that is given.
-Status decompress(const CacheDecoder& decoder, DType dtype, int32_t threads,
-                  const std::string& path, const std::function<void(double)>& progress);
+// rows [num_kv_heads], to be used during the call only.
+using VisitLayer = std::function<Status(int32_t seq, int32_t layer, const DecodedRow* rows,
+                                        const CarriedOver& carried)>;
+
+// Decodes everything on several threads and visits the layers in order, up to the first failure.
+Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
+                  const std::function<void(double)>& progress);
+
+struct DecompressOptions {
+  DType dtype = DType::kFloat16;
+  int32_t threads = 1;
+  int32_t gzip_level = 0;                // of the dump, 0 to 9
+  std::function<void(double)> progress;  // fraction done, called from one thread
+};
+
+// Writes the kv-dump `path` whole or not at all.
+Status decompress(const CacheDecoder& decoder, const DecompressOptions& options,
+                  const std::string& path);
 
 // Every chunk's checksum, then everything decoded: the first thing that is wrong.
 Status verify(const CacheDecoder& decoder, int32_t threads,

@@ -11,6 +11,7 @@
 namespace tierkv::analysis {
 namespace {
 
+constexpr int64_t kBatchBytes = int64_t{256} << 20;  // of rows decoded at once
 constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
@@ -256,18 +257,6 @@ Result<std::vector<float>> CacheDecoder::significance(int32_t seq, int32_t layer
   return values(key, static_cast<int64_t>(sequences_[seq].tokens.size()));
 }
 
-Status decode_layer(const CacheDecoder& decoder, int32_t seq, int32_t layer, int32_t threads,
-                    std::vector<DecodedRow>* rows) {
-  std::vector<Status> status(rows->size());
-  parallel_for(static_cast<int64_t>(rows->size()), threads, [&](int64_t h) {
-    status[h] = decoder.decode_row(seq, layer, static_cast<int32_t>(h), &(*rows)[h]);
-  });
-  for (const Status& s : status) {
-    if (!s) return s;
-  }
-  return Status::ok();
-}
-
 Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out) {
   const CacheLayout& layout = decoder.model().layout;
   Result<std::vector<int32_t>> positions = decoder.query_positions(seq, layer);
@@ -292,25 +281,60 @@ Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, Car
   return Status::ok();
 }
 
-Status verify(const CacheDecoder& decoder, int32_t threads,
-              const std::function<void(double)>& progress) {
-  const ContainerReader& container = decoder.container();
-  std::vector<uint8_t> payload;
-  for (size_t i = 0; i < container.chunks().size(); ++i) {
-    if (Status s = container.read(static_cast<int64_t>(i), &payload); !s) return s;
-  }
+Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
+                  const std::function<void(double)>& progress) {
+  const ContainerModel& model = decoder.model();
+  const int32_t heads = model.layout.num_kv_heads, layers = model.layout.num_layers;
   const auto sequences = static_cast<int32_t>(decoder.sequences().size());
-  const int32_t layers = decoder.model().layout.num_layers;
-  std::vector<DecodedRow> rows(decoder.model().layout.num_kv_heads);
   for (int32_t seq = 0; seq < sequences; ++seq) {
-    for (int32_t layer = 0; layer < layers; ++layer) {
-      CarriedOver carried;
-      if (Status s = decode_layer(decoder, seq, layer, threads, &rows); !s) return s;
-      if (Status s = read_carried(decoder, seq, layer, &carried); !s) return s;
-      if (progress) progress((seq * layers + layer + 1.0) / (sequences * layers));
+    const int64_t layer_bytes = static_cast<int64_t>(decoder.sequences()[seq].tokens.size()) *
+                                heads * 8 * model.layout.head_dim;
+    // Enough layers to keep all threads busy, unless they are large.
+    const int64_t affordable =
+        std::max<int64_t>(1, kBatchBytes / std::max<int64_t>(1, layer_bytes));
+    const auto batch = static_cast<int32_t>(
+        std::min<int64_t>({affordable, (2 * threads + heads - 1) / heads, layers}));
+    std::vector<DecodedRow> rows(int64_t{batch} * heads);
+    for (int32_t first = 0; first < layers; first += batch) {
+      const int32_t n = std::min(batch, layers - first);
+      std::vector<CarriedOver> carried(n);
+      std::vector<Status> status(int64_t{n} * (heads + 1));
+      parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t i) {
+        const auto l = static_cast<int32_t>(i / (heads + 1)),
+                   h = static_cast<int32_t>(i % (heads + 1));
+        status[i] = h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
+                              : read_carried(decoder, seq, first + l, &carried[l]);
+      });
+      for (const Status& s : status) {
+        if (!s) return s;
+      }
+      for (int32_t l = 0; l < n; ++l) {
+        if (Status s = visit(seq, first + l, rows.data() + int64_t{l} * heads, carried[l]); !s)
+          return s;
+        if (progress)
+          progress((double{1} * seq * layers + first + l + 1) / (double{1} * sequences * layers));
+      }
     }
   }
   return Status::ok();
+}
+
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress) {
+  const ContainerReader& container = decoder.container();
+  const auto chunks = static_cast<int64_t>(container.chunks().size());
+  std::vector<Status> status(chunks);
+  parallel_for(chunks, threads, [&](int64_t i) {
+    std::vector<uint8_t> payload;
+    status[i] = container.read(i, &payload);
+  });
+  for (const Status& s : status) {
+    if (!s) return s;
+  }
+  const auto nothing = [](int32_t, int32_t, const DecodedRow*, const CarriedOver&) {
+    return Status::ok();
+  };
+  return decode_all(decoder, threads, nothing, progress);
 }
 
 }  // namespace tierkv::analysis

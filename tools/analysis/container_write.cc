@@ -1,7 +1,7 @@
 // compress(): a dump into a container.
 #include <algorithm>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "codec/byte_cursor.h"
@@ -15,7 +15,7 @@
 namespace tierkv::analysis {
 namespace {
 
-constexpr int64_t kBatchBytes = int64_t{48} << 20;  // layers encoded together, as in the dump
+constexpr int64_t kBatchBytes = int64_t{12} << 20;  // layers encoded together, as in the dump
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
 
@@ -165,8 +165,15 @@ class Compressor {
     LayerScheme shared;
     std::vector<Pending> rows;  // per kv_head
   };
+  using Batch = std::vector<std::unique_ptr<Layer>>;
+  int64_t total_layers() const {
+    return static_cast<int64_t>(info_.layout.num_layers) *
+           static_cast<int64_t>(info_.sequences.size());
+  }
   Status write_head();
-  Status write_batch(std::vector<std::unique_ptr<Layer>>& layers);
+  Status load_batch(int64_t* next, Batch* batch);
+  Status encode_batch(const Batch& layers);
+  Status write_batch(const Batch& layers);
   Status write(const Pending& chunks);
   Status write_layer(const Layer& layer);
   Status at(const LayerData& l, const Status& s) const {
@@ -244,7 +251,23 @@ Status Compressor::write_layer(const Layer& layer) {
   return write(carried);
 }
 
-Status Compressor::write_batch(std::vector<std::unique_ptr<Layer>>& layers) {
+Status Compressor::load_batch(int64_t* next, Batch* batch) {
+  const auto layers = static_cast<int64_t>(info_.layout.num_layers);
+  for (int64_t bytes = 0; *next < total_layers(); ++*next) {
+    const auto seq = static_cast<int32_t>(*next / layers);
+    const auto layer = static_cast<int32_t>(*next % layers);
+    bytes += LayerData::dump_bytes(info_, seq, layer);
+    if (!batch->empty() && bytes > kBatchBytes) break;
+    batch->push_back(std::make_unique<Layer>());
+    const bool stored = info_.sequences[seq].layers[layer].has_significance;
+    const Status s = load_layer(reader_, seq, layer, scheme_.tiered || stored, options_.threads,
+                                &batch->back()->data);
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+Status Compressor::encode_batch(const Batch& layers) {
   const auto heads = static_cast<int64_t>(info_.layout.num_kv_heads);
   const auto count = static_cast<int64_t>(layers.size());
   std::vector<Status> status(count * heads);
@@ -265,40 +288,39 @@ Status Compressor::write_batch(std::vector<std::unique_ptr<Layer>>& layers) {
     l.rows[h].push_back({key_of(ChunkKind::kSignificance, l.data.seq, l.data.layer, h),
                          serialize_values(l.data.significance[h]), true});
   });
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t h = 0; h < heads; ++h) {
-      if (Status s = status[i * heads + h]; !s) return at(layers[i]->data, s);
-      const RowPlan& plan = layers[i]->shared.plans[h];
-      summary_.values += 2 * plan.tokens * info_.layout.head_dim;
-      for (int t = 0; t < kNumTiers; ++t) summary_.tokens[t] += plan.count[t];
-    }
-    if (Status s = write_layer(*layers[i]); !s) return s;
+  for (int64_t i = 0; i < count * heads; ++i) {
+    const Layer& l = *layers[i / heads];
+    if (!status[i]) return at(l.data, status[i]);
+    const RowPlan& plan = l.shared.plans[i % heads];
+    summary_.values += 2 * plan.tokens * info_.layout.head_dim;
+    for (int t = 0; t < kNumTiers; ++t) summary_.tokens[t] += plan.count[t];
+  }
+  return Status::ok();
+}
+
+Status Compressor::write_batch(const Batch& layers) {
+  for (const std::unique_ptr<Layer>& layer : layers) {
+    if (Status s = write_layer(*layer); !s) return s;
   }
   return Status::ok();
 }
 
 Status Compressor::run() {
   if (Status s = write_head(); !s) return s;
-  const auto layers = static_cast<int64_t>(info_.layout.num_layers);
-  const int64_t total = layers * static_cast<int64_t>(info_.sequences.size());
-  for (int64_t next = 0; next < total;) {
-    std::vector<std::unique_ptr<Layer>> batch;
-    for (int64_t bytes = 0; next < total; ++next) {
-      const auto seq = static_cast<int32_t>(next / layers);
-      const auto layer = static_cast<int32_t>(next % layers);
-      bytes += LayerData::dump_bytes(info_, seq, layer);
-      if (!batch.empty() && bytes > kBatchBytes) break;
-      batch.push_back(std::make_unique<Layer>());
-      LayerData& data = batch.back()->data;
-      const bool stored = info_.sequences[seq].layers[layer].has_significance;
-      if (Status s = load_layer(reader_, seq, layer, scheme_.tiered || stored, &data); !s) return s;
-    }
-    if (Status s = write_batch(batch); !s) return s;
+  // One batch is written while the next one is read and encoded.
+  const auto policy = options_.threads > 1 ? std::launch::async : std::launch::deferred;
+  std::future<Status> writing = std::async(std::launch::deferred, [] { return Status::ok(); });
+  for (int64_t next = 0; next < total_layers();) {
+    auto batch = std::make_shared<Batch>();
+    if (Status s = load_batch(&next, batch.get()); !s) return s;
+    if (Status s = encode_batch(*batch); !s) return s;
+    if (Status s = writing.get(); !s) return s;
+    writing = std::async(policy, [this, batch] { return write_batch(*batch); });
     if (options_.progress) {
-      options_.progress(static_cast<double>(next) / static_cast<double>(total));
+      options_.progress(static_cast<double>(next) / static_cast<double>(total_layers()));
     }
   }
-  return Status::ok();
+  return writing.get();
 }
 
 Status check(const datasets::DumpInfo& info, const CompressOptions& options) {

@@ -4,6 +4,7 @@
 
 #include "codec/global_step.h"
 #include "codec/significance.h"
+#include "tools/analysis/parallel.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -55,7 +56,7 @@ int64_t LayerData::dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32
 }
 
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
-                  LayerData* out) {
+                  int32_t threads, LayerData* out) {
   const datasets::DumpInfo& info = reader.info();
   const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
   const int32_t heads = info.layout.num_kv_heads, group = info.layout.group_size();
@@ -66,11 +67,19 @@ Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool
   out->v.resize(heads);
   out->q.resize(heads);
   out->significance.resize(heads);
-  for (int32_t h = 0; h < heads; ++h) {
-    if (Status s = reader.read_row(seq, layer, h, Component::kKey, &out->k[h]); !s) return s;
-    if (Status s = reader.read_row(seq, layer, h, Component::kValue, &out->v[h]); !s) return s;
-    if (!l.has_q) continue;
-    if (Status s = reader.read_queries(seq, layer, h * group, group, &out->q[h]); !s) return s;
+  std::vector<Status> status(int64_t{3} * heads);
+  parallel_for(int64_t{3} * heads, threads, [&](int64_t i) {
+    const auto h = static_cast<int32_t>(i / 3);
+    if (i % 3 == 0) {
+      status[i] = reader.read_row(seq, layer, h, Component::kKey, &out->k[h]);
+    } else if (i % 3 == 1) {
+      status[i] = reader.read_row(seq, layer, h, Component::kValue, &out->v[h]);
+    } else if (l.has_q) {
+      status[i] = reader.read_queries(seq, layer, h * group, group, &out->q[h]);
+    }
+  });
+  for (const Status& s : status) {
+    if (!s) return s;
   }
   if (l.has_q) {
     if (Status s = reader.read_query_positions(seq, layer, &out->positions); !s) return s;

@@ -29,9 +29,9 @@ struct LayerData {
 Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t layer);
 
 // Reads a layer. `need_significance`: from the dump, or computed when it has the queries of all
-// positions; check_significance() otherwise.
+// positions; check_significance() otherwise. Heads are read on up to `threads` threads.
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
-                  LayerData* out);
+                  int32_t threads, LayerData* out);
 
 // Means over all tokens of the row, E|x|^2 of V, and the query metric's trace (0 without queries).
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim);

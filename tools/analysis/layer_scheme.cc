@@ -94,7 +94,8 @@ Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme*
 
 Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
                      const Profile* profile, LayerScheme* out) {
-  const std::vector<RowProfile> statistics = layer_statistics(data, layout, profile);
+  std::vector<RowProfile> statistics(layout.num_kv_heads);
+  if (scheme.needs_statistics()) statistics = layer_statistics(data, layout, profile);
   if (Status s = place_rows(scheme, data, layout, statistics, out); !s) return s;
   return build_codebooks(scheme, data, out);
 }

@@ -33,6 +33,11 @@ struct Scheme {
 
   bool prunes() const { return tiered && policy.alpha_low > 0; }
   bool needs_queries() const { return high.k.step_rule == StepRule::kAbsolute; }
+  // Means, steps or matrices of the rows.
+  bool needs_statistics() const {
+    const auto basis = [](BasisKind b) { return b == BasisKind::kMean || b == BasisKind::kMatrix; };
+    return needs_queries() || basis(high.k.basis) || basis(high.v.basis);
+  }
   // Presets whose tokens fit unified pages of fixed-width tiles.
   bool has_fixed_pages() const;
   // Presets whose body is coded blocks of a shared step, as coded pages hold them.
