@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "codec/element.h"
 #include "codec/page_codec_checks.h"
 
 namespace tierkv {
@@ -12,32 +13,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "pages are little-endian words");
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
-
-bool is_raw_dtype(DType t) {
-  return t == DType::kFloat16 || t == DType::kBFloat16;
-}
-
-float raw_to_float(DType t, uint16_t bits) {
-  return t == DType::kFloat16 ? half_to_float(bits) : bfloat16_to_float(bits);
-}
-uint16_t float_to_raw(DType t, float x) {
-  return t == DType::kFloat16 ? float_to_half(x) : float_to_bfloat16(x);
-}
-
-float load_element(const void* row, DType dtype, int64_t i) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(row)[i];
-  return raw_to_float(dtype, static_cast<const uint16_t*>(row)[i]);
-}
-void store_element(void* row, DType dtype, int64_t i, float x) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(row)[i] = x;
-    return;
-  }
-  if (dtype == DType::kFloat16 && is_finite(x)) {
-    x = x > kMaxHalf ? kMaxHalf : x < -kMaxHalf ? -kMaxHalf : x;
-  }
-  static_cast<uint16_t*>(row)[i] = float_to_raw(dtype, x);
-}
 
 uint32_t code_mask(int32_t bits) {
   return (uint32_t{1} << bits) - 1;
