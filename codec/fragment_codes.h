@@ -24,6 +24,15 @@ TKV_HD float fma_rn(float a, float b, float c) {
 #endif
 }
 
+// div_rn(1, x).
+TKV_HD float reciprocal_rn(float x) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(x);
+#else
+  return 1.0f / x;
+#endif
+}
+
 // The tokens of a lane's values in a tile, and the dims in their block.
 TKV_HD constexpr int32_t fragment_token(Component c, int32_t lane, int32_t th, int32_t par) {
   return (c == Component::kKey ? lane / 4 : 2 * (lane % 4) + par) + 8 * th;
@@ -40,14 +49,15 @@ TKV_HD constexpr int32_t fragment_register(Component c, int32_t th, int32_t dh) 
 }
 
 // The stored parameters of a group, ready for many values.
-struct CodeMaker {
+struct alignas(16) CodeMaker {
   float scale;
   float reciprocal;  // round(1 / scale); 0 where the scale is 0
   float zero_point;
+  float unused;
 };
 TKV_HD CodeMaker make_code_maker(QuantParams p) {
   const float scale = half_to_float(p.scale);
-  return {scale, scale == 0.0f ? 0.0f : div_rn(1.0f, scale), half_to_float(p.zero_point)};
+  return {scale, scale == 0.0f ? 0.0f : reciprocal_rn(scale), half_to_float(p.zero_point), 0.0f};
 }
 
 // 2^22 + 2^23: adding it rounds a small number to an integer, half to even, which then is the low
@@ -119,25 +129,39 @@ TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t 
   return 16 * par + 8 * th + (bits == 4 ? 4 * dh : 4 * (block % 2) + 2 * dh);
 }
 
-// Bits of word `word` of a lane that belong to tokens first_token, first_token + 1, ... of the
-// tile: a token owns whole bytes in every format.
-TKV_HD uint32_t word_mask_from_token(TileLayout tile, Component c, int32_t lane, int32_t word,
-                                     int32_t first_token) {
-  uint32_t mask = 0;
-  for (int32_t th = 0; th < 2; ++th) {
-    for (int32_t par = 0; par < 2; ++par) {
-      if (fragment_token(c, lane, th, par) < first_token) continue;
-      const uint32_t half = 0xffffu << (16 * par);
-      if (tile.bits <= 4) {
-        mask |= half & (0x00ff00ffu << (8 * th));
-      } else if (tile.bits == 8 || c == Component::kKey) {
-        mask |= word % 2 == th ? half : 0;
-      } else {
-        mask |= word / 2 % 2 == th ? half : 0;
-      }
+// ---- one token alone: a token owns whole bytes in every format ----
+
+// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low `bits` bits, into
+// the tile's bytes; no byte of another token is touched.
+TKV_HD void store_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
+                              const uint32_t (&codes)[4], uint8_t* tile_codes) {
+  const int32_t codes_per_byte = tile.bits >= 8 ? 1 : 8 / tile.bits;
+  for (int32_t j = 0; j < 4; j += codes_per_byte) {
+    const CodePosition p = code_position(tile, c, token, first_dim + 8 * j);
+    uint8_t* to = tile_codes + p.byte + p.bit / 8;
+    if (tile.bits == 16) {
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
+      continue;
+    }
+    uint32_t byte = codes[j];
+    for (int32_t i = 1; i < codes_per_byte; ++i) byte |= codes[j + i] << (i * tile.bits);
+    *to = static_cast<uint8_t>(byte);
+  }
+}
+TKV_HD void load_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
+                             const uint8_t* tile_codes, uint32_t (&codes)[4]) {
+  const int32_t codes_per_byte = tile.bits >= 8 ? 1 : 8 / tile.bits;
+  for (int32_t j = 0; j < 4; j += codes_per_byte) {
+    const CodePosition p = code_position(tile, c, token, first_dim + 8 * j);
+    const uint8_t* from = tile_codes + p.byte + p.bit / 8;
+    if (tile.bits == 16) {
+      codes[j] = *reinterpret_cast<const uint16_t*>(from);
+      continue;
+    }
+    for (int32_t i = 0; i < codes_per_byte; ++i) {
+      codes[j + i] = static_cast<uint32_t>(*from) >> (i * tile.bits) & ((1u << tile.bits) - 1);
     }
   }
-  return mask;
 }
 
 }  // namespace tierkv
