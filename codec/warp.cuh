@@ -1,0 +1,135 @@
+// The instructions the codec's kernels are made of, one function each.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "tierkv/layout.h"
+
+namespace tierkv {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int32_t lane_index() {
+  return static_cast<int32_t>(threadIdx.x) % 32;
+}
+
+__device__ __forceinline__ uint32_t shared_byte_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes from global to shared memory, asynchronously; zeros where `present` is false (then
+// nothing is read).
+__device__ __forceinline__ void copy_async_16(void* to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_byte_address(to)),
+               "l"(from), "r"(present ? 16 : 0)
+               : "memory");
+}
+// Until the copies of this thread have arrived.
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 and
+// gets, of each, elements (l / 4, 2 (l % 4) + {0, 1}).
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_byte_address(row))
+               : "memory");
+}
+// The same of the transposed matrices: elements (2 (l % 4) + {0, 1}, l / 4).
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_byte_address(row))
+               : "memory");
+}
+
+// x is computed before the loads of matrices that follow: an unrolled loop that loads all of them
+// first needs more registers than there are.
+__device__ __forceinline__ void finish_first(uint32_t& x) {
+  asm volatile("" : "+r"(x));
+}
+
+// Two neighbouring elements of a type, as a lane holds them.
+template <DType kDtype>
+struct Pair;
+
+template <>
+struct Pair<DType::kFloat16> {
+  uint32_t bits;
+  __device__ __forceinline__ __half2 value() const {
+    return *reinterpret_cast<const __half2*>(&bits);
+  }
+  __device__ __forceinline__ static Pair of(__half2 x) {
+    return {*reinterpret_cast<const uint32_t*>(&x)};
+  }
+};
+template <>
+struct Pair<DType::kBFloat16> {
+  uint32_t bits;
+  __device__ __forceinline__ __nv_bfloat162 value() const {
+    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+  }
+  __device__ __forceinline__ static Pair of(__nv_bfloat162 x) {
+    return {*reinterpret_cast<const uint32_t*>(&x)};
+  }
+};
+template <>
+struct Pair<DType::kFloat32> {
+  float2 bits;
+};
+
+__device__ __forceinline__ float nan_min(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float nan_max(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Element by element; NaN where one of the two is NaN.
+template <DType kDtype>
+__device__ __forceinline__ Pair<kDtype> pair_min(Pair<kDtype> a, Pair<kDtype> b) {
+  if constexpr (kDtype == DType::kFloat32) {
+    return {{nan_min(a.bits.x, b.bits.x), nan_min(a.bits.y, b.bits.y)}};
+  } else {
+    return Pair<kDtype>::of(__hmin2_nan(a.value(), b.value()));
+  }
+}
+template <DType kDtype>
+__device__ __forceinline__ Pair<kDtype> pair_max(Pair<kDtype> a, Pair<kDtype> b) {
+  if constexpr (kDtype == DType::kFloat32) {
+    return {{nan_max(a.bits.x, b.bits.x), nan_max(a.bits.y, b.bits.y)}};
+  } else {
+    return Pair<kDtype>::of(__hmax2_nan(a.value(), b.value()));
+  }
+}
+template <DType kDtype>
+__device__ __forceinline__ Pair<kDtype> pair_shuffle_xor(Pair<kDtype> a, int32_t lanes) {
+  if constexpr (kDtype == DType::kFloat32) {
+    return {
+        {__shfl_xor_sync(kAllLanes, a.bits.x, lanes), __shfl_xor_sync(kAllLanes, a.bits.y, lanes)}};
+  } else {
+    return {__shfl_xor_sync(kAllLanes, a.bits, lanes)};
+  }
+}
+template <DType kDtype>
+__device__ __forceinline__ float2 pair_floats(Pair<kDtype> a) {
+  if constexpr (kDtype == DType::kFloat32) {
+    return a.bits;
+  } else if constexpr (kDtype == DType::kFloat16) {
+    return __half22float2(a.value());
+  } else {
+    return {__uint_as_float(a.bits << 16), __uint_as_float(a.bits & 0xffff0000u)};
+  }
+}
+
+}  // namespace tierkv
