@@ -1,0 +1,265 @@
+// The codec's kernels at the shapes of docs/BENCHMARKS.md, each beside the copy ceiling of the same
+// run.
+//
+//   bench_codec [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
+//
+// Every case is one launch, timed by graph replay. Its arrays are several times the L2 cache.
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "bench/gpu_timing.cuh"
+#include "codec/page_batch.h"
+#include "codec/page_codec.h"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int64_t kCopyBytes = 1ll << 30;
+
+struct Options {
+  std::string out, commit = "unknown", only;
+  int replays = 21;
+};
+
+struct Measured {
+  std::string name, shape;
+  int64_t bytes_read = 0, bytes_written = 0;
+  Timing time;
+
+  double terabytes_per_second() const {
+    return static_cast<double>(bytes_read + bytes_written) / time.median * 1e-6;
+  }
+};
+
+class Bench {
+ public:
+  explicit Bench(const Options& options) : options_(options) {
+    check(cudaStreamCreate(&stream_), "stream");
+  }
+  bool wants(const std::string& name) const {
+    return name.find(options_.only) != std::string::npos;
+  }
+  template <class Launch>
+  void run(Measured m, Launch&& launch) {
+    m.time = time_graph(stream_, 1, options_.replays, launch);
+    std::printf("%-34s %-22s %9.2f us [%.2f, %.2f] %6.3f TB/s %5.1f %% of copy\n", m.name.c_str(),
+                m.shape.c_str(), m.time.median, m.time.low, m.time.high, m.terabytes_per_second(),
+                100 * m.terabytes_per_second() / ceiling_);
+    std::fflush(stdout);
+    results_.push_back(m);
+  }
+  // Device-to-device copies of 1 GiB: what every kernel that reads and writes is held against.
+  void measure_ceiling() {
+    void *from = nullptr, *to = nullptr;
+    check(cudaMalloc(&from, kCopyBytes), "copy");
+    check(cudaMalloc(&to, kCopyBytes), "copy");
+    check(cudaMemset(from, 0x5a, kCopyBytes), "copy");
+    Measured m{"copy ceiling", "1 GiB", kCopyBytes, kCopyBytes, {}};
+    const Timing t = time_graph(stream_, 1, options_.replays, [&](int) {
+      check(cudaMemcpyAsync(to, from, kCopyBytes, cudaMemcpyDeviceToDevice, stream_), "copy");
+    });
+    ceiling_ = 2.0 * kCopyBytes / t.median * 1e-6;
+    run(m, [&](int) {
+      check(cudaMemcpyAsync(to, from, kCopyBytes, cudaMemcpyDeviceToDevice, stream_), "copy");
+    });
+    check(cudaFree(from), "free");
+    check(cudaFree(to), "free");
+  }
+  cudaStream_t stream() const { return stream_; }
+
+  void write_json(const std::string& path) const {
+    cudaDeviceProp gpu{};
+    check(cudaGetDeviceProperties(&gpu, 0), "properties");
+    std::FILE* f = std::fopen(path.c_str(), "w");
+    if (f == nullptr) {
+      std::fprintf(stderr, "cannot write %s\n", path.c_str());
+      std::exit(1);
+    }
+    std::fprintf(f,
+                 "{\"schema\":\"tierkv.bench.codec/1\",\"commit\":\"%s\",\"gpu\":\"%s\","
+                 "\"replays\":%d,\"copy_ceiling_tb_per_s\":%.4f,\n\"results\":[\n",
+                 options_.commit.c_str(), gpu.name, options_.replays, ceiling_);
+    for (size_t i = 0; i < results_.size(); ++i) {
+      const Measured& m = results_[i];
+      std::fprintf(f,
+                   "{\"name\":\"%s\",\"shape\":\"%s\",\"bytes_read\":%lld,\"bytes_written\":%lld,"
+                   "\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"tb_per_s\":%.4f,"
+                   "\"of_ceiling\":%.4f}%s\n",
+                   m.name.c_str(), m.shape.c_str(), static_cast<long long>(m.bytes_read),
+                   static_cast<long long>(m.bytes_written), m.time.median, m.time.low, m.time.high,
+                   m.terabytes_per_second(), m.terabytes_per_second() / ceiling_,
+                   i + 1 < results_.size() ? "," : "");
+    }
+    std::fprintf(f, "]}\n");
+    std::fclose(f);
+  }
+
+ private:
+  Options options_;
+  cudaStream_t stream_ = nullptr;
+  double ceiling_ = 1;
+  std::vector<Measured> results_;
+};
+
+// ---- quantise and pack ----
+
+constexpr int32_t kSequences = 64, kTokens = 4096, kHeads = 8, kHeadDim = 128;
+constexpr int64_t kAllTokens = int64_t{kSequences} * kTokens * kHeads;
+
+__device__ uint32_t hash(uint32_t x) {
+  x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+// About normal: the sum of four uniform numbers.
+__global__ void fill_elements(uint16_t* x, int64_t n, uint32_t seed, bool is_bfloat16) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += step) {
+    const uint32_t h = hash(static_cast<uint32_t>(i) ^ seed), g = hash(h + 0x9e3779b9u);
+    const float sum = static_cast<float>((h & 0xffff) + (h >> 16) + (g & 0xffff) + (g >> 16));
+    const float value = (sum - 131070.0f) / 37837.0f;
+    x[i] = is_bfloat16 ? float_to_bfloat16(value) : float_to_half(value);
+  }
+}
+
+template <class T>
+T* device_array(const std::vector<T>& from) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, from.size() * sizeof(T)), "array");
+  check(cudaMemcpy(p, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "array");
+  return static_cast<T*>(p);
+}
+
+// Keys and values [sequence, token, head, dim], scores [row, token]; shared by all formats.
+struct Input {
+  uint16_t *k = nullptr, *v = nullptr;
+  float* scores = nullptr;
+
+  Input() {
+    const int64_t n = kAllTokens * kHeadDim;
+    check(cudaMalloc(&k, 2 * n), "keys");
+    check(cudaMalloc(&v, 2 * n), "values");
+    std::vector<float> host(kAllTokens);
+    for (int64_t i = 0; i < kAllTokens; ++i) host[i] = static_cast<float>(i % 1024) / 1024;
+    scores = device_array(host);
+  }
+  void fill(DType dtype, uint32_t seed, cudaStream_t stream) const {
+    const int64_t n = kAllTokens * kHeadDim;
+    fill_elements<<<1024, 256, 0, stream>>>(k, n, seed, dtype == DType::kBFloat16);
+    fill_elements<<<1024, 256, 0, stream>>>(v, n, ~seed, dtype == DType::kBFloat16);
+    check(cudaStreamSynchronize(stream), "fill");
+  }
+};
+
+struct PackCase {
+  std::string name;
+  TierFormat format;
+  DType dtype = DType::kFloat16;
+};
+
+// One job a page: heads of the same tokens next to each other, as they lie in the input.
+std::vector<PageJob> pack_jobs(const PageLayout& layout) {
+  std::vector<PageJob> jobs;
+  for (int32_t s = 0; s < kSequences; ++s) {
+    for (int32_t first = 0; first < kTokens; first += layout.tokens) {
+      for (int32_t head = 0; head < kHeads; ++head) {
+        PageJob job;
+        job.row = s * kHeads + head;
+        job.input = (int64_t{s} * kTokens * kHeads + head) * kHeadDim;
+        job.scalars = int64_t{job.row} * kTokens;
+        job.first = first;
+        job.page = static_cast<int32_t>(jobs.size());
+        job.count = std::min(layout.tokens, kTokens - first);
+        jobs.push_back(job);
+      }
+    }
+  }
+  return jobs;
+}
+
+void run_pack(Bench* bench, const Input& input, const PackCase& c, uint32_t seed) {
+  if (!bench->wants(c.name)) return;
+  const TierFormat tiers[] = {token_wise_tier(8, 4), token_wise_tier(4, 2), c.format};
+  const int64_t page_bytes = choose_page_size({tiers, tiers + 3}, kHeadDim)->page_bytes;
+  const PageLayout layout = *make_page_layout(c.format, kHeadDim, page_bytes);
+  const std::vector<PageJob> jobs = pack_jobs(layout);
+  PageEncode e;
+  PageBatch& b = e.batch;
+  check(cudaMalloc(&b.pool.base, jobs.size() * page_bytes), "pool");
+  b.pool.records = device_array(std::vector<PageRecord>(jobs.size(), kEmptyPageRecord));
+  b.pool.page_bytes = page_bytes;
+  b.pool.num_pages = static_cast<int32_t>(jobs.size());
+  b.formats.layout[0] = layout;
+  b.formats.count = 1;
+  b.formats.raw_dtype = c.dtype;
+  b.jobs = device_array(jobs);
+  b.num_jobs = static_cast<int32_t>(jobs.size());
+  b.num_rows = kSequences * kHeads;
+  b.status = device_array(std::vector<StatusCode>(b.num_rows, StatusCode::kOk));
+  b.token_stride = kHeads * kHeadDim;
+  b.dtype = c.dtype;
+  e.k = input.k, e.v = input.v, e.scores = input.scores;
+  input.fill(c.dtype, seed, bench->stream());
+  Measured m{"pack " + c.name,
+             "64 x 4096 x 8 x 128",
+             kAllTokens * (4 * kHeadDim + 4) + static_cast<int64_t>(jobs.size() * sizeof(PageJob)),
+             0,
+             {}};
+  for (const PageJob& job : jobs) {
+    m.bytes_written +=
+        (job.count + kTileTokens - 1) / kTileTokens * (layout.used_bytes / layout.tiles());
+  }
+  const auto require = [](const Status& s) {
+    if (s) return;
+    std::fprintf(stderr, "bench_codec: %s\n", s.message().c_str());
+    std::exit(1);
+  };
+  bench->run(m, [&](int) { require(encode_pages(e, bench->stream())); });
+  PageDecode d;
+  d.batch = b;
+  d.k = input.k, d.v = input.v, d.scores = input.scores;
+  m.name = "decode " + c.name;
+  std::swap(m.bytes_read, m.bytes_written);
+  bench->run(m, [&](int) { require(decode_pages(d, bench->stream())); });
+  std::vector<StatusCode> status(b.num_rows);
+  check(cudaMemcpy(status.data(), b.status, status.size() * sizeof(StatusCode),
+                   cudaMemcpyDeviceToHost),
+        "status");
+  for (const StatusCode s : status) {
+    if (s != StatusCode::kOk) std::exit(1);
+  }
+  for (void* p : {static_cast<void*>(b.pool.base), static_cast<void*>(b.pool.records),
+                  static_cast<void*>(b.status)}) {
+    check(cudaFree(p), "free");
+  }
+  check(cudaFree(const_cast<PageJob*>(b.jobs)), "free");
+}
+
+void run_packs(Bench* bench, uint32_t seed) {
+  const Input input;
+  run_pack(bench, input, {"k8v4", token_wise_tier(8, 4)}, seed);
+  run_pack(bench, input, {"k4v2", token_wise_tier(4, 2)}, seed);
+  run_pack(bench, input, {"k8v4 bf16", token_wise_tier(8, 4), DType::kBFloat16}, seed);
+  run_pack(bench, input, {"k4v4 groups of 32", {token_wise(4, 32), token_wise(4, 32)}}, seed);
+  run_pack(bench, input, {"raw", raw_tier()}, seed);
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  using namespace tierkv::bench;
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string flag = argv[i];
+    if (flag == "--out") options.out = argv[i + 1];
+    if (flag == "--commit") options.commit = argv[i + 1];
+    if (flag == "--only") options.only = argv[i + 1];
+    if (flag == "--replays") options.replays = std::max(1, std::atoi(argv[i + 1]));
+  }
+  Bench bench(options);
+  bench.measure_ceiling();
+  run_packs(&bench, std::random_device{}());
+  if (!options.out.empty()) bench.write_json(options.out);
+  return 0;
+}
