@@ -1,0 +1,198 @@
+// The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
+//
+//   Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
+//   SequenceId id = *(*store)->add_sequence();
+//   begin_prompt({&id, 1}, n);                    // room for n tokens in every layer
+//   for each layer: append(...), score_prompt(...);
+//   end_prompt({&id, 1});                         // tiers, pages, surplus returned
+//   for each token:
+//     begin_step({&id, 1}, 1);                    // compaction of all layers, room for the token
+//     for each layer: append(...), attend(...), update_scores(...);
+//
+// Tokens of a prompt, and the window after it, lie in the window format on pages of their own; all
+// other tokens that were kept lie on high or low pages. begin_step() is the compaction of a step:
+// the tokens that leave the window because of the new ones are placed and their victims demoted
+// (docs/POLICY.md) before the new tokens take their slots, which gives the state that appending
+// first would give, without a page for the surplus.
+//
+// Calls are all or nothing: a status other than kOk means that nothing changed. Statuses common to
+// all calls: kStaleSequence for an id that was released (or never given out), kInvalidArgument for
+// null pointers, a layer or count out of range, a repeated sequence, a sequence in the wrong phase
+// or a layer that lacks tokens. Calls on one store must not overlap.
+//
+// Two back ends, one contract. Host (create()): pointers are host memory, statuses come back at
+// once. Device (create_device_store()): pointers to k, v, q, scores and results are device memory
+// and calls are enqueued on the store's stream; what the device finds is told by take_status().
+// store/README.md holds the states and laws.
+//
+// Sources: DiffKV section 5 (prompt and generation phase); the store's interface, fork, truncate
+// and export are ours.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tierkv/attention.h"
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/policy.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kMaxStepTokens = 8;  // of a sequence, in one step
+
+struct KvStoreConfig {
+  CacheLayout layout;
+  // A tier may not be wider than the one before it, in keys or in values. Pages hold 16, 8, 4 and 2
+  // bit token-wise formats without basis or entropy coder.
+  TierFormat window_format = token_wise_tier(8, 4);
+  TierFormat high_format = token_wise_tier(8, 4);
+  TierFormat low_format = token_wise_tier(4, 2);
+  TierPolicy policy;           // window_tokens at least kMaxStepTokens
+  int32_t score_interval = 1;  // generation: every n-th query is counted
+  int64_t page_bytes = 0;      // 0: choose_page_size() of the three formats
+  int32_t num_pages = 0;       // of the pool
+  int32_t max_sequences = 0;   // at once
+  int32_t max_tokens = 0;      // of a sequence, pruned ones included
+
+  // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
+  Status validate() const;
+  friend bool operator==(const KvStoreConfig& a, const KvStoreConfig& b);
+  friend bool operator!=(const KvStoreConfig& a, const KvStoreConfig& b) { return !(a == b); }
+};
+// One line of JSON, all fields.
+std::string to_json(const KvStoreConfig& config);
+
+struct SequenceId {
+  int32_t slot = -1;
+  uint32_t generation = 0;  // a slot that is used again gives other ids
+
+  friend bool operator==(const SequenceId& a, const SequenceId& b) {
+    return a.slot == b.slot && a.generation == b.generation;
+  }
+};
+// The sequences of a call, in host memory for both back ends; 1 to max_sequences, none twice.
+struct SequenceList {
+  const SequenceId* ids = nullptr;  // [count]
+  int32_t count = 0;
+};
+
+// The keys and values of one layer for the newest `tokens` tokens of each sequence.
+struct AppendCall {
+  SequenceList sequences;
+  int32_t layer = 0;
+  int32_t tokens = 0;       // as begin_prompt() or begin_step() said
+  const void* k = nullptr;  // layout.dtype [count, tokens, num_kv_heads, head_dim]
+  const void* v = nullptr;  // likewise
+};
+
+// Significances of a whole prompt, of one layer.
+struct PromptScores {
+  SequenceList sequences;
+  int32_t layer = 0;
+  const float* significance = nullptr;  // [count, num_kv_heads, stride], by position
+  int64_t stride = 0;                   // at least the tokens of the longest sequence
+};
+
+// What one query saw, of one layer: for each token the largest probability that a query head of the
+// group gave it.
+struct ScoreUpdate {
+  SequenceList sequences;
+  int32_t layer = 0;
+  int32_t back = 0;                      // the query is that of the newest token but `back`
+  const float* probabilities = nullptr;  // [count, num_kv_heads, stride], by position
+  int64_t stride = 0;                    // at least the tokens of the longest sequence
+};
+
+// Attention of the newest token's query over all that the layer holds, that token included.
+struct AttendRequest {
+  SequenceList sequences;
+  int32_t layer = 0;
+  const void* q = nullptr;         // fp16 [count, num_q_heads, head_dim]
+  void* out = nullptr;             // like q
+  float* lse = nullptr;            // [count, num_q_heads], natural logarithm; may be null
+  float* probabilities = nullptr;  // as ScoreUpdate takes them, pruned tokens 0; may be null
+  int64_t stride = 0;              // of probabilities
+};
+
+// Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
+// owners' tokens, but once in the pages.
+struct StoreStats {
+  int64_t tokens[kNumTiers] = {0, 0, 0, 0};  // by Tier; sinks count as window
+  int32_t sequences = 0;
+  int32_t pages = 0;
+  int32_t pages_free = 0;
+  int32_t pages_shared = 0;
+  int64_t page_bytes = 0;
+  int64_t raw_bytes = 0;      // the same tokens, pruned ones included, as 16-bit values
+  int64_t nominal_bytes = 0;  // codes, metadata, scores and positions of the tokens kept
+
+  int64_t held_bytes() const { return (pages - pages_free) * page_bytes; }
+  double nominal_ratio() const;  // raw_bytes / nominal_bytes; 0 where nothing is held
+  double pool_gain() const;      // raw_bytes / held_bytes(); 0 where nothing is held
+};
+
+class KvStore {
+ public:
+  // The host back end. kOutOfRange also when there is no memory for the pool.
+  static Result<std::unique_ptr<KvStore>> create(const KvStoreConfig& config);
+  virtual ~KvStore() = default;
+
+  virtual const KvStoreConfig& config() const = 0;
+  virtual int64_t page_bytes() const = 0;
+
+  // An empty sequence, in its prompt. kOutOfRange when max_sequences are open.
+  virtual Result<SequenceId> add_sequence() = 0;
+
+  // Room for `tokens` more tokens of each sequence, all of them in their prompts. kOutOfPages;
+  // kOutOfRange beyond max_tokens. The layers before must have got theirs.
+  virtual Status begin_prompt(SequenceList sequences, int32_t tokens) = 0;
+  // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
+  // could hold.
+  virtual Status append(const AppendCall& call) = 0;
+  // Before end_prompt(); a prompt's tokens that were never scored have significance 0.
+  // kNonFinite, kInvalidArgument for a negative one.
+  virtual Status score_prompt(const PromptScores& scores) = 0;
+  // The prompt phase of all rows: tiers, pages, moves, surplus returned. kOutOfPages: the prompts
+  // stay as they were.
+  virtual Status end_prompt(SequenceList sequences) = 0;
+
+  // A step of 1 to kMaxStepTokens tokens for each sequence, all of them past their prompts:
+  // compacts all layers and makes room. kOutOfPages; kOutOfRange beyond max_tokens.
+  virtual Status begin_step(SequenceList sequences, int32_t tokens) = 0;
+  // Feeds the running means. Tokens older than the query are observed, except on shared pages;
+  // sequences whose query config().score_interval skips are left alone. A query that is due and
+  // never comes counts as if it had repeated every mean. kNonFinite,
+  // kInvalidArgument for negative ones.
+  virtual Status update_scores(const ScoreUpdate& update) = 0;
+  // kUnsupported, by name, for what attention does not support (AttentionConfig::validate()).
+  virtual Status attend(const AttendRequest& request) = 0;
+
+  // A copy that shares full pages of the high and low tiers. The sequence must be past its prompt.
+  virtual Result<SequenceId> fork(SequenceId source) = 0;
+  // Forgets all tokens from position `tokens` on; what stays keeps its precision. kOutOfPages:
+  // shared pages that would lose tokens are replaced by new ones.
+  virtual Status truncate(SequenceId sequence, int32_t tokens) = 0;
+  virtual Status release(SequenceId sequence) = 0;
+
+  // Tokens of a sequence so far, pruned ones included.
+  virtual Result<int32_t> num_tokens(SequenceId sequence) = 0;
+  virtual Result<StoreStats> stats() = 0;
+
+  // A sequence past its prompt as bytes, each row with a checksum, for a store of an equal config
+  // but for capacities, alphas and score_interval. Equal states give equal bytes
+  // (store/README.md, "Exported sequences").
+  virtual Result<std::vector<uint8_t>> export_sequence(SequenceId sequence) = 0;
+  // kCorrupt, kVersion; kInvalidArgument for bytes of another config; kOutOfPages.
+  virtual Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size) = 0;
+
+  // Waits for what was enqueued and tells the first failure that the device found since the last
+  // call. The host back end has nothing to tell.
+  virtual Status take_status() = 0;
+};
+
+}  // namespace tierkv

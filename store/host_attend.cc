@@ -1,0 +1,114 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/reference.h"
+#include "store/attention_config.h"
+#include "store/host_store.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+// q . k of one token in double.
+double logit(const HostSlot& at, const uint16_t* q) {
+  double dot = 0;
+  for (int32_t d = 0; d < at.page.layout.head_dim(); ++d) {
+    dot += half_to_float(q[d]) *
+           page_value(at.page.layout, at.page.bytes, Component::kKey, at.slot, d);
+  }
+  return dot;
+}
+
+// The query heads of one row.
+struct RowQueries {
+  const uint16_t* q;  // [group, head_dim]
+  const double* lse;  // [group]
+  int32_t group;
+  double sm_scale;
+};
+
+void row_probabilities(const StoreView& s, int32_t row, const RowQueries& queries,
+                       float* probabilities) {
+  const int32_t head_dim = s.layouts[0].head_dim();
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
+      const HostSlot at = row_slot(s, row, side, i);
+      double largest = 0;
+      for (int32_t g = 0; g < queries.group; ++g) {
+        const double x = logit(at, queries.q + int64_t{g} * head_dim) * queries.sm_scale;
+        largest = std::fmax(largest, std::exp(x - queries.lse[g]));
+      }
+      probabilities[page_position(at.page, at.slot)] = static_cast<float>(largest);
+    }
+  }
+}
+
+}  // namespace
+
+AttentionConfig attention_config(const KvStoreConfig& config, int64_t page_bytes) {
+  AttentionConfig a;
+  a.num_layers = config.layout.num_layers;
+  a.num_q_heads = config.layout.num_q_heads;
+  a.num_kv_heads = config.layout.num_kv_heads;
+  a.head_dim = config.layout.head_dim;
+  a.dtype = config.layout.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+  a.sm_scale = config.layout.sm_scale;
+  a.page_bytes = page_bytes;
+  a.num_tiers = kStoreSides;
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    a.tiers[side] = {side, side_format(config, side)};
+  }
+  return a;
+}
+
+Status HostStore::attend(const AttendRequest& request) {
+  const auto slots = table_.slots_of(request.sequences, SequencePhase::kFree);
+  if (!slots) return slots.status();
+  if (Status s = require_layer(*slots, request.layer); !s) return s;
+  if (request.q == nullptr || request.out == nullptr) return invalid("q or out is null");
+  for (const int32_t slot : *slots) {
+    if (request.probabilities != nullptr && request.stride < infos_[slot].num_tokens) {
+      return invalid("stride is below the tokens");
+    }
+  }
+  const CacheLayout& layout = config_.layout;
+  const auto* q = static_cast<const uint16_t*>(request.q);
+  const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
+  if (Status s = check_values(q, DType::kFloat16, queries * layout.head_dim); !s) {
+    return s.with_context("q");
+  }
+  AttendCall call;
+  call.table = view_.allocator.table();
+  call.pages = view_.pages;
+  call.batch = {slots->data(), request.sequences.count};
+  call.layer = request.layer;
+  call.q = q;
+  const Result<ReferenceOutput> output =
+      attend_reference(attention_config(config_, page_bytes()), call);
+  if (!output) return output.status();
+  auto* out = static_cast<uint16_t*>(request.out);
+  std::transform(output->out.begin(), output->out.end(), out,
+                 [](double x) { return float_to_half(static_cast<float>(x)); });
+  for (int64_t i = 0; request.lse != nullptr && i < queries; ++i) {
+    request.lse[i] = static_cast<float>(output->lse[i]);
+  }
+  const int32_t heads = layout.num_kv_heads, group = layout.group_size();
+  for (size_t r = 0; request.probabilities != nullptr && r < slots->size() * heads; ++r) {
+    const int32_t slot = (*slots)[r / heads];
+    float* line = request.probabilities + static_cast<int64_t>(r) * request.stride;
+    std::fill_n(line, infos_[slot].num_tokens, 0.0f);
+    const auto first = static_cast<int64_t>(r) * group;
+    row_probabilities(
+        view_, view_.row_of(slot, request.layer, static_cast<int32_t>(r) % heads),
+        {q + first * layout.head_dim, output->lse.data() + first, group, layout.sm_scale}, line);
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv

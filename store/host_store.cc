@@ -1,0 +1,255 @@
+#include "store/host_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "codec/quantize.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+Status out_of_pages(int64_t needed, int64_t free) {
+  return Status(StatusCode::kOutOfPages,
+                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free");
+}
+
+// std::aligned_alloc wants a multiple of the alignment.
+void* allocate_aligned(size_t alignment, size_t bytes) {
+  return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+}
+
+float element(const void* x, DType dtype, int64_t i) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(x)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(x)[i];
+  return dtype == DType::kFloat16 ? half_to_float(bits) : bfloat16_to_float(bits);
+}
+
+}  // namespace
+
+Status check_values(const void* x, DType dtype, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = element(x, dtype, i);
+    if (!is_finite(value)) {
+      return Status(StatusCode::kNonFinite, "value " + std::to_string(i) + " is not finite");
+    }
+    if (value > kMaxHalf || value < -kMaxHalf) {
+      return Status(StatusCode::kOutOfRange, "value " + std::to_string(i) + " is beyond 65504");
+    }
+  }
+  return Status::ok();
+}
+
+Status check_scores(const float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_finite(x[i])) {
+      return Status(StatusCode::kNonFinite, "score " + std::to_string(i) + " is not finite");
+    }
+    if (x[i] < 0) return invalid("score " + std::to_string(i) + " is negative");
+  }
+  return Status::ok();
+}
+
+Result<std::unique_ptr<KvStore>> KvStore::create(const KvStoreConfig& config) {
+  Result<std::unique_ptr<HostStore>> store = HostStore::make(config);
+  if (!store) return store.status();
+  return std::unique_ptr<KvStore>(std::move(*store));
+}
+
+Result<std::unique_ptr<HostStore>> HostStore::make(const KvStoreConfig& config) {
+  const Result<StoreShape> shape = store_shape(config);
+  if (!shape) return shape.status();
+  std::unique_ptr<HostStore> store(new HostStore(config));
+  if (Status s = store->allocate(*shape); !s) return s;
+  return store;
+}
+
+Status HostStore::allocate(const StoreShape& shape) {
+  const size_t pool_bytes = static_cast<size_t>(shape.page_bytes) * config_.num_pages;
+  const size_t bytes = allocator_bytes(shape.allocator).total;
+  pool_.reset(allocate_aligned(kPageAlignment, pool_bytes));
+  allocator_memory_.reset(allocate_aligned(kAllocatorAlignment, bytes));
+  if (pool_ == nullptr || allocator_memory_ == nullptr) {
+    return Status(StatusCode::kOutOfRange,
+                  "no memory for a pool of " + std::to_string(pool_bytes + bytes) + " bytes");
+  }
+  const Result<PageAllocator> allocator =
+      make_page_allocator(shape.allocator, allocator_memory_.get(), bytes);
+  if (!allocator) return allocator.status();
+  layer_tokens_.assign(static_cast<size_t>(config_.max_sequences) * num_layers(), 0);
+  infos_.assign(config_.max_sequences, SequenceInfo{});
+  view_ = store_view(config_, shape);
+  view_.allocator = *allocator;
+  view_.pages = {static_cast<uint8_t*>(pool_.get()), allocator->records, shape.page_bytes,
+                 config_.num_pages};
+  view_.infos = infos_.data();
+  return initialize_host(view_.allocator);
+}
+
+Status HostStore::run(const PageOp& op) const {
+  if (Status s = run_page_op_host(view_.allocator, op); !s) return s;
+  const OpReport& report = *op.report;
+  if (report.status == StatusCode::kOk) return Status::ok();
+  if (report.status == StatusCode::kOutOfPages) {
+    return out_of_pages(report.pages_needed, report.pages_needed - report.pages_missing);
+  }
+  return Status(report.status, "row " + std::to_string(report.batch_row));
+}
+
+Status HostStore::require_pages(int64_t needed) const {
+  const int64_t free = view_.allocator.ring.cursors->end - view_.allocator.ring.cursors->start;
+  return needed > free ? out_of_pages(needed, free) : Status::ok();
+}
+
+void HostStore::grow_to(int32_t slot, const std::vector<SideCounts>& target) const {
+  std::vector<SideCounts> added(target.size());
+  for (bool more = true; more;) {
+    more = false;
+    for (size_t r = 0; r < target.size(); ++r) {
+      const int32_t at = row(slot, static_cast<int32_t>(r));
+      for (int32_t side = 0; side < kStoreSides; ++side) {
+        const int64_t pages = int64_t{view_.allocator.pages[at].of[side]} + 1;
+        const int64_t most = pages * view_.page_tokens(side);  // one new page an operation
+        const int64_t now = std::min<int64_t>(target[r].of[side], most);
+        added[r].of[side] = static_cast<int32_t>(now - view_.allocator.tokens[at].of[side]);
+        more |= added[r].of[side] > 0;
+      }
+    }
+    OpReport report;
+    if (more) (void)run(PageOp::append({&slot, 1}, added.data(), &report));
+  }
+}
+
+void HostStore::shrink_to(int32_t slot, const std::vector<SideCounts>& target) const {
+  std::vector<PageCopy> copies(target.size() * kMaxSides);
+  OpReport report;
+  (void)run(PageOp::truncate({&slot, 1}, target.data(), copies.data(), &report));
+}
+
+void HostStore::set_layer_tokens(int32_t slot, int32_t tokens) {
+  for (int32_t layer = 0; layer < num_layers(); ++layer) layer_tokens(slot, layer) = tokens;
+}
+
+Status HostStore::require_complete(int32_t slot) {
+  for (int32_t layer = 0; layer < num_layers(); ++layer) {
+    if (layer_tokens(slot, layer) != infos_[slot].num_tokens) {
+      return invalid("layer " + std::to_string(layer) + " lacks tokens of sequence " +
+                     std::to_string(slot));
+    }
+  }
+  return Status::ok();
+}
+
+Status HostStore::require_complete(const std::vector<int32_t>& slots) {
+  for (const int32_t slot : slots) {
+    if (Status s = require_complete(slot); !s) return s;
+  }
+  return Status::ok();
+}
+
+Status HostStore::require_layer(const std::vector<int32_t>& slots, int32_t layer) {
+  if (layer < 0 || layer >= num_layers()) return invalid("layer is out of range");
+  for (const int32_t slot : slots) {
+    if (layer_tokens(slot, layer) != infos_[slot].num_tokens) {
+      return invalid("the layer lacks tokens of sequence " + std::to_string(slot));
+    }
+  }
+  return Status::ok();
+}
+
+Result<SequenceId> HostStore::add_sequence() {
+  const Result<int32_t> slot = table_.free_slot();
+  if (!slot) return slot.status();
+  OpReport report;
+  if (Status s = run(PageOp::open({&*slot, 1}, &report)); !s) return s;
+  infos_[*slot] = {};
+  set_layer_tokens(*slot, 0);
+  return table_.claim(*slot, SequencePhase::kPrompt);
+}
+
+Status HostStore::check_append(const AppendCall& call, const std::vector<int32_t>& slots) {
+  if (call.layer < 0 || call.layer >= num_layers()) return invalid("layer is out of range");
+  if (call.tokens < 1) return invalid("tokens must be positive");
+  if (call.k == nullptr || call.v == nullptr) return invalid("k or v is null");
+  for (const int32_t slot : slots) {
+    if (layer_tokens(slot, call.layer) != infos_[slot].num_tokens - call.tokens) {
+      return invalid("the layer does not lack " + std::to_string(call.tokens) +
+                     " tokens of sequence " + std::to_string(slot));
+    }
+  }
+  const CacheLayout& layout = config_.layout;
+  const int64_t values =
+      int64_t{call.sequences.count} * call.tokens * layout.num_kv_heads * layout.head_dim;
+  if (Status s = check_values(call.k, layout.dtype, values); !s) return s.with_context("k");
+  return check_values(call.v, layout.dtype, values).with_context("v");
+}
+
+Status HostStore::append(const AppendCall& call) {
+  const auto slots = table_.slots_of(call.sequences, SequencePhase::kFree);
+  if (!slots) return slots.status();
+  if (Status s = check_append(call, *slots); !s) return s;
+  const int32_t heads = config_.layout.num_kv_heads, dim = config_.layout.head_dim;
+  const int64_t stride = int64_t{heads} * dim, bytes = dtype_bytes(config_.layout.dtype);
+  for (int64_t entry = 0; entry < call.sequences.count; ++entry) {
+    const int32_t slot = (*slots)[entry];
+    const SequenceInfo& info = infos_[slot];
+    for (int32_t h = 0; h < heads; ++h) {
+      const int64_t offset = (entry * call.tokens * stride + int64_t{h} * dim) * bytes;
+      const AppendedTokens tokens = {static_cast<const uint8_t*>(call.k) + offset,
+                                     static_cast<const uint8_t*>(call.v) + offset,
+                                     stride,
+                                     config_.layout.dtype,
+                                     info.num_tokens - call.tokens,
+                                     call.tokens};
+      const int32_t at = view_.row_of(slot, call.layer, h);
+      if (table_.phase(slot) == SequencePhase::kPrompt) {
+        append_prompt_row(view_, at, tokens);
+      } else {
+        append_step_row(view_, at, info, tokens);
+      }
+    }
+    layer_tokens(slot, call.layer) = info.num_tokens;
+  }
+  return Status::ok();
+}
+
+Status HostStore::release(SequenceId sequence) {
+  const Result<int32_t> slot = table_.slot_of(sequence);
+  if (!slot) return slot.status();
+  OpReport report;
+  if (Status s = run(PageOp::release({&*slot, 1}, &report)); !s) return s;
+  table_.release(*slot);
+  return Status::ok();
+}
+
+Result<int32_t> HostStore::num_tokens(SequenceId sequence) {
+  const Result<int32_t> slot = table_.slot_of(sequence);
+  if (!slot) return slot;
+  return infos_[*slot].num_tokens;
+}
+
+Result<StoreStats> HostStore::stats() {
+  StoreStats stats;
+  stats.sequences = table_.open_count();
+  stats.pages = config_.num_pages;
+  stats.pages_free =
+      static_cast<int32_t>(view_.allocator.ring.cursors->end - view_.allocator.ring.cursors->start);
+  stats.page_bytes = view_.pages.page_bytes;
+  for (int32_t page = 0; page < config_.num_pages; ++page) {
+    stats.pages_shared += is_frozen(view_.allocator, page);
+  }
+  for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+    if (table_.phase(slot) == SequencePhase::kFree) continue;
+    for (int32_t w = 0; w < view_.rows_per_sequence(); ++w) {
+      count_row(view_, view_.allocator.tokens[row(slot, w)], infos_[slot].num_tokens, &stats);
+    }
+  }
+  return stats;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,126 @@
+// The host back end: the plain form of every operation, and the reference of the device's.
+//
+// Each call checks everything that it can be refused for, then runs page operations that can only
+// fail for want of pages, then writes tokens, which cannot fail: values were checked when they came
+// in.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "store/row_pages.h"
+#include "store/sequence_table.h"
+#include "store/store_shape.h"
+#include "tierkv/store.h"
+
+namespace tierkv {
+
+class HostStore final : public KvStore {
+ public:
+  static Result<std::unique_ptr<HostStore>> make(const KvStoreConfig& config);
+
+  const KvStoreConfig& config() const override { return config_; }
+  int64_t page_bytes() const override { return view_.pages.page_bytes; }
+  Result<SequenceId> add_sequence() override;
+  Status begin_prompt(SequenceList sequences, int32_t tokens) override;
+  Status append(const AppendCall& call) override;
+  Status score_prompt(const PromptScores& scores) override;
+  Status end_prompt(SequenceList sequences) override;
+  Status begin_step(SequenceList sequences, int32_t tokens) override;
+  Status update_scores(const ScoreUpdate& update) override;
+  Status attend(const AttendRequest& request) override;
+  Result<SequenceId> fork(SequenceId source) override;
+  Status truncate(SequenceId sequence, int32_t tokens) override;
+  Status release(SequenceId sequence) override;
+  Result<int32_t> num_tokens(SequenceId sequence) override;
+  Result<StoreStats> stats() override;
+  Result<std::vector<uint8_t>> export_sequence(SequenceId sequence) override;
+  Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size) override;
+  Status take_status() override { return Status::ok(); }
+
+  // For tests and for the comparison of back ends.
+  const StoreView& view() const { return view_; }
+
+ private:
+  struct FreeMemory {
+    void operator()(void* p) const { std::free(p); }
+  };
+
+  explicit HostStore(const KvStoreConfig& config) : config_(config), table_(config) {}
+  Status allocate(const StoreShape& shape);
+
+  int32_t num_layers() const { return config_.layout.num_layers; }
+  int32_t row(int32_t slot, int32_t within) const {
+    return slot * view_.rows_per_sequence() + within;
+  }
+
+  // A page operation whose report's failure becomes the status.
+  Status run(const PageOp& op) const;
+  static SequenceBatch batch(const std::vector<int32_t>& slots) {
+    return {slots.data(), static_cast<int32_t>(slots.size())};
+  }
+  Status require_pages(int64_t needed) const;
+  // Brings the sides of every row of a live sequence to `target` [rows_per_sequence], none smaller
+  // than now. The pages must be there: require_pages().
+  void grow_to(int32_t slot, const std::vector<SideCounts>& target) const;
+  // Takes tokens from the end of the sides. No shared page may be left partly filled.
+  void shrink_to(int32_t slot, const std::vector<SideCounts>& target) const;
+
+  // Tokens that a layer of a sequence has got.
+  int32_t& layer_tokens(int32_t slot, int32_t layer) {
+    return layer_tokens_[static_cast<size_t>(slot) * num_layers() + layer];
+  }
+  void set_layer_tokens(int32_t slot, int32_t tokens);
+  // kInvalidArgument unless all layers, or one, have all tokens of the sequence.
+  Status require_complete(int32_t slot);
+  Status require_complete(const std::vector<int32_t>& slots);
+  Status require_layer(const std::vector<int32_t>& slots, int32_t layer);
+
+  Status check_append(const AppendCall& call, const std::vector<int32_t>& slots);
+  Status truncate_prompt(int32_t slot, int32_t tokens);
+
+  KvStoreConfig config_;
+  StoreView view_;
+  SequenceTable table_;
+  std::vector<int32_t> layer_tokens_;  // [max_sequences][num_layers]
+  std::vector<SequenceInfo> infos_;    // [max_sequences]; in a prompt num_tokens alone counts
+  std::unique_ptr<void, FreeMemory> pool_, allocator_memory_;
+};
+
+// kNonFinite; kOutOfRange beyond +-65504, which no tier could hold.
+Status check_values(const void* x, DType dtype, int64_t count);
+// kNonFinite; kInvalidArgument for a negative one.
+Status check_scores(const float* x, int64_t count);
+
+// What the calls do to one row of a sequence; host memory throughout.
+
+// The tokens of an append, of one kv_head. Keys and values are `stride` elements apart.
+struct AppendedTokens {
+  const void* k;
+  const void* v;
+  int64_t stride;
+  DType dtype;
+  int32_t first_position;
+  int32_t count;
+};
+// Behind the prompt's tokens so far.
+void append_prompt_row(const StoreView& s, int32_t row, const AppendedTokens& tokens);
+// To the window's indices that begin_step() freed.
+void append_step_row(const StoreView& s, int32_t row, const SequenceInfo& info,
+                     const AppendedTokens& tokens);
+
+// Moves a prompt's tokens to their tiers and returns what each side then holds. The worst case is
+// reserved; low tokens go to the pages that keep() will turn into low ones.
+SideCounts place_prompt_row(const StoreView& s, int32_t row, const SequenceInfo& after);
+
+// Carries out the actions of plan_row_step(); the sides have grown already, `before` has not.
+void apply_step_row(const StoreView& s, int32_t row, const SequenceInfo& before,
+                    const std::vector<StepAction>& actions);
+
+// One query at position `query`; probabilities by position.
+void score_row(const StoreView& s, int32_t row, const SequenceInfo& info, int32_t query,
+               const float* probabilities);
+
+}  // namespace tierkv

@@ -1,1 +1,0 @@
-#include "tierkv/status.h"
