@@ -1,0 +1,120 @@
+// Attention of the host back end against a softmax over what the pages decode to.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/store/store_world.h"
+
+namespace tierkv::testing {
+namespace {
+
+KvStoreConfig attention_config_128() {
+  KvStoreConfig c = small_config();
+  c.layout.head_dim = 128;
+  c.page_bytes = 0;
+  return c;
+}
+
+struct Decoded {
+  std::vector<float> k, v;
+  std::vector<int32_t> positions;
+};
+Decoded decode_row(const StoreView& s, int32_t row) {
+  Decoded d;
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
+      const HostSlot at = row_slot(s, row, side, i);
+      float k[128], v[128];
+      TokenOutput out;
+      out.k = k;
+      out.v = v;
+      out.count = 1;
+      EXPECT_TRUE(decode_tokens(at.page, at.slot, out));
+      d.k.insert(d.k.end(), k, k + 128);
+      d.v.insert(d.v.end(), v, v + 128);
+      d.positions.push_back(page_position(at.page, at.slot));
+    }
+  }
+  return d;
+}
+
+TEST(StoreAttend, IsTheSoftmaxOverWhatThePagesHold) {
+  RandomInput input;
+  ModelledStore world(attention_config_128(), &input);
+  ModelSequence s;
+  ASSERT_TRUE(world.add(&s));
+  ASSERT_TRUE(world.prompt({&s}, 60, true));
+  ASSERT_TRUE(world.end_prompt({&s}));
+  for (int32_t i = 0; i < 10; ++i) ASSERT_TRUE(world.step({&s}, 1, true));
+  const std::vector<uint8_t> q = input.values(DType::kFloat16, 4, 128);
+  std::vector<uint16_t> out(4 * 128, 0x7e00);
+  std::vector<float> lse(4, NAN), probabilities(2 * 80, NAN);
+  AttendRequest request;
+  request.sequences = {&s.id, 1};
+  request.layer = 1;
+  request.q = q.data();
+  request.out = out.data();
+  request.lse = lse.data();
+  request.probabilities = probabilities.data();
+  request.stride = 80;
+  ASSERT_TRUE(world.store().attend(request));
+
+  for (int32_t h = 0; h < 2; ++h) {
+    const Decoded row = decode_row(world.view(), world.view().row_of(s.id.slot, 1, h));
+    std::vector<double> most(80, 0.0);
+    for (int32_t g = 2 * h; g < 2 * h + 2; ++g) {
+      std::vector<double> p;
+      double sum = 0;
+      for (size_t i = 0; i < row.positions.size(); ++i) {
+        double dot = 0;
+        for (int32_t d = 0; d < 128; ++d) {
+          uint16_t bits;
+          std::memcpy(&bits, &q[2 * (g * 128 + d)], 2);
+          dot += static_cast<double>(half_to_float(bits)) * row.k[i * 128 + d];
+        }
+        p.push_back(std::exp(dot * 0.125 - lse[g]));
+        sum += p.back();
+      }
+      // lse is rounded to fp32: relative 6e-8 of its size, which moves the sum as much.
+      EXPECT_NEAR(sum, 1.0, 1e-4);
+      for (size_t i = 0; i < p.size(); ++i) {
+        most[row.positions[i]] = std::max(most[row.positions[i]], p[i]);
+      }
+      for (int32_t d = 0; d < 128; ++d) {
+        double x = 0, size = 0;
+        for (size_t i = 0; i < p.size(); ++i) {
+          x += p[i] / sum * row.v[i * 128 + d];
+          size += p[i] / sum * std::fabs(row.v[i * 128 + d]);
+        }
+        // Rounded to fp16 once.
+        EXPECT_NEAR(half_to_float(out[g * 128 + d]), x, size * 1e-3 + 1e-7);
+      }
+    }
+    for (int32_t p = 0; p < 70; ++p) {
+      EXPECT_NEAR(probabilities[h * 80 + p], most[p], 1e-4) << p;
+    }
+    EXPECT_TRUE(std::isnan(probabilities[h * 80 + 70])) << "beyond the tokens";
+  }
+  EXPECT_TRUE(world.store().update_scores({{&s.id, 1}, 1, 0, probabilities.data(), 80}));
+}
+
+TEST(StoreAttend, RefusesByName) {
+  RandomInput input;
+  ModelledStore world(small_config(), &input);
+  ModelSequence s;
+  ASSERT_TRUE(world.add(&s));
+  ASSERT_TRUE(world.prompt({&s}, 5, true));
+  std::vector<uint16_t> q(4 * 64, 0), out(4 * 64, 0x7e00);
+  AttendRequest request;
+  request.sequences = {&s.id, 1};
+  request.q = q.data();
+  EXPECT_EQ(world.store().attend(request).code(), StatusCode::kInvalidArgument);
+  request.out = out.data();
+  EXPECT_EQ(world.store().attend(request).code(), StatusCode::kUnsupported) << "head_dim 64";
+  q[7] = 0x7c00;
+  EXPECT_EQ(world.store().attend(request).code(), StatusCode::kNonFinite);
+  EXPECT_EQ(out[0], 0x7e00);
+}
+
+}  // namespace
+}  // namespace tierkv::testing
