@@ -15,16 +15,6 @@ Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));
 }
 
-// q . k of one token in double.
-double logit(const HostSlot& at, const uint16_t* q) {
-  double dot = 0;
-  for (int32_t d = 0; d < at.page.layout.head_dim(); ++d) {
-    dot += half_to_float(q[d]) *
-           page_value(at.page.layout, at.page.bytes, Component::kKey, at.slot, d);
-  }
-  return dot;
-}
-
 // The query heads of one row.
 struct RowQueries {
   const uint16_t* q;  // [group, head_dim]
@@ -33,16 +23,26 @@ struct RowQueries {
   double sm_scale;
 };
 
+void read_key(const HostSlot& at, std::vector<double>* k) {
+  for (int32_t d = 0; d < at.page.layout.head_dim(); ++d) {
+    (*k)[d] = page_value(at.page.layout, at.page.bytes, Component::kKey, at.slot, d);
+  }
+}
+
 void row_probabilities(const StoreView& s, int32_t row, const RowQueries& queries,
                        float* probabilities) {
   const int32_t head_dim = s.layouts[0].head_dim();
+  std::vector<double> k(head_dim);
   for (int32_t side = 0; side < kStoreSides; ++side) {
     for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
       const HostSlot at = row_slot(s, row, side, i);
+      read_key(at, &k);
       double largest = 0;
       for (int32_t g = 0; g < queries.group; ++g) {
-        const double x = logit(at, queries.q + int64_t{g} * head_dim) * queries.sm_scale;
-        largest = std::fmax(largest, std::exp(x - queries.lse[g]));
+        const uint16_t* q = queries.q + int64_t{g} * head_dim;
+        double dot = 0;
+        for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * k[d];
+        largest = std::fmax(largest, std::exp(dot * queries.sm_scale - queries.lse[g]));
       }
       probabilities[page_position(at.page, at.slot)] = static_cast<float>(largest);
     }
