@@ -29,8 +29,11 @@ struct Block {
   uint32_t end(int32_t stream) const {
     return stream + 1 < streams() ? begin(stream + 1) : header.payload_bits;
   }
-  // Of one lane.
-  int32_t pairs_per_tile() const { return dim_block_count(header.dims) * kPairsPerFragment; }
+  // Of one stream.
+  int32_t symbols_per_tile(const Codebook& c) const {
+    const int32_t codes = 2 * kPairsPerFragment * dim_block_count(header.dims);
+    return codes / c.codes_per_symbol() / c.streams_per_lane;
+  }
 };
 
 // Fields that are wrong whatever the codebook.
@@ -104,16 +107,9 @@ struct Payload {
     memset(bytes + used, 0, kPayloadSlackBytes);
     set.payload = bytes;
     set.streams = block.streams();
-    for (int32_t i = 0; i < set.streams; ++i) set.position[i] = set.bounds[i] = block.begin(i);
+    for (int32_t i = 0; i < set.streams; ++i) set.bounds[i] = block.begin(i);
     set.bounds[set.streams] = block.header.payload_bits;
-    set.symbols =
-        2 * block.pairs_per_tile() / codebook.codes_per_symbol() / codebook.streams_per_lane;
-  }
-  // After the last tile.
-  bool at_end() const {
-    uint32_t wrong = 0;
-    for (int32_t i = 0; i < set.streams; ++i) wrong |= set.position[i] ^ set.bounds[i + 1];
-    return wrong == 0;
+    set.symbols = tile_count(block.header.tokens) * block.symbols_per_tile(codebook);
   }
 };
 
@@ -165,63 +161,39 @@ bool apply_exceptions(const Block& block, const SliceCodes& out) {
   return true;
 }
 
-Status wrong_end() {
-  return corrupt("a stream does not end where the next one starts");
-}
-
-// The tiles of a coded block, from their entries on.
-class TileFinisher {
- public:
-  TileFinisher(const Block& block, const Codebook& codebook, DecodePath path, const SliceCodes& out)
-      : block_(block), codebook_(codebook), path_(path), out_(out) {}
-
-  void finish(int32_t tile, int32_t symbols, const uint16_t* entries) {
-    const CodedBlockHeader& h = block_.header;
-    const SliceCodes out = tile_of(out_, tile);
-    if (h.mode == BlockMode::kPair && path_ == DecodePath::kTable) {
-      return scatter_pair_entries(codebook_, entries, out);
-    }
-    TilePlanes planes;
-    expand_entries(codebook_, symbols, entries, &planes);
-    if (h.mode == BlockMode::kSplit) {
-      const int32_t bytes = raw_tile(4, dim_block_count(h.dims)).bytes();
-      add_raw_tile(h, 4, block_.bytes + block_.at.low_plane + tile * bytes, &planes);
-    }
-    if (path_ == DecodePath::kTree) {
-      scatter_tile_reference(planes, h.component, out);
-    } else {
-      scatter_tile(planes, h.component, out);
-    }
+// The rows of a tile from its entries.
+void finish_tile(const Block& block, const Codebook& codebook, DecodePath path, int32_t tile,
+                 const uint16_t* entries, const SliceCodes& out) {
+  const CodedBlockHeader& h = block.header;
+  if (h.mode == BlockMode::kPair && path == DecodePath::kTable) {
+    return scatter_pair_entries(codebook, entries, out);
   }
-
- private:
-  const Block& block_;
-  const Codebook& codebook_;
-  DecodePath path_;
-  SliceCodes out_;
-};
+  TilePlanes planes;
+  expand_entries(codebook, block.symbols_per_tile(codebook), entries, &planes);
+  if (h.mode == BlockMode::kSplit) {
+    const int32_t bytes = raw_tile(4, dim_block_count(h.dims)).bytes();
+    add_raw_tile(h, 4, block.bytes + block.at.low_plane + tile * bytes, &planes);
+  }
+  if (path == DecodePath::kTree) {
+    scatter_tile_reference(planes, h.component, out);
+  } else {
+    scatter_tile(planes, h.component, out);
+  }
+}
 
 Status decode_coded(const Block& block, const Codebook& codebook, DecodePath path,
                     const SliceCodes& out) {
-  const int32_t tiles = tile_count(block.header.tokens);
-  Payload payload(block, codebook);
-  StreamSet& set = payload.set;
-  TileFinisher finisher(block, codebook, path, out);
-  if (path == DecodePath::kTree) {
-    std::vector<uint16_t> entries(static_cast<size_t>(kTileEntries) * tiles);
-    if (!decode_tiles_reference(codebook, set, tiles, entries.data())) return wrong_end();
-    for (int32_t tile = 0; tile < tiles; ++tile) {
-      finisher.finish(tile, set.symbols, entries.data() + tile * kTileEntries);
-    }
-    return Status::ok();
+  const Payload payload(block, codebook);
+  const StreamSet& set = payload.set;
+  alignas(64) uint16_t entries[kMaxBlockEntries];
+  const bool whole = path == DecodePath::kTree ? decode_streams_reference(codebook, set, entries)
+                                               : decode_streams(codebook, set, entries);
+  if (!whole) return corrupt("a stream does not end where the next one starts");
+  const int32_t tile_entries = block.symbols_per_tile(codebook) * set.streams;
+  for (int32_t tile = 0; tile < tile_count(block.header.tokens); ++tile) {
+    finish_tile(block, codebook, path, tile, entries + tile * tile_entries, tile_of(out, tile));
   }
-  // Tile by tile, so that the codes in flight stay in the first-level cache.
-  alignas(64) uint16_t entries[kTileEntries];
-  for (int32_t tile = 0; tile < tiles; ++tile) {
-    decode_tile(codebook, &set, entries);
-    finisher.finish(tile, set.symbols, entries);
-  }
-  return payload.at_end() ? Status::ok() : wrong_end();
+  return Status::ok();
 }
 
 void decode_raw(const Block& block, const SliceCodes& out) {

@@ -7,19 +7,16 @@
 
 namespace tierkv {
 
-bool decode_tiles_reference(const Codebook& codebook, const StreamSet& set, int32_t tiles,
-                            uint16_t* entries) {
+bool decode_streams_reference(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
   uint32_t words[(kMaxPayloadBits + 31) / 32];
   memcpy(words, set.payload, static_cast<size_t>(set.bounds[set.streams] + 31) / 32 * 4);
-  const int32_t symbols = set.symbols * tiles;
   uint16_t found[kMaxStreamSymbols + 1];
   for (int32_t s = 0; s < set.streams; ++s) {
     const int64_t n =
-        decode_tree(words, set.bounds[s], set.bounds[s + 1], codebook.tree, symbols, found);
-    if (n != symbols) return false;
-    for (int32_t i = 0; i < symbols; ++i) {
-      uint16_t* tile = entries + i / set.symbols * kTileEntries;
-      tile[i % set.symbols * set.streams + s] = table_entry(codebook, found[i]);
+        decode_tree(words, set.bounds[s], set.bounds[s + 1], codebook.tree, set.symbols, found);
+    if (n != set.symbols) return false;
+    for (int32_t i = 0; i < set.symbols; ++i) {
+      entries[i * set.streams + s] = table_entry(codebook, found[i]);
     }
   }
   return true;

@@ -6,6 +6,7 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "codec/lane_pairs.h"
@@ -16,75 +17,136 @@ namespace HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Streams at a time, so that the latencies of their lookups overlap, and symbols per 64-bit window:
-// 4 * 14 bits fit the 57 that an unaligned load gives.
+// Streams at a time: the latencies of their lookups overlap, and their bits stay in registers.
 constexpr int32_t kStreamsAtOnce = 8;
-constexpr int32_t kSymbolsPerWindow = 4;
+// A window has at least this many bits, which hold these symbols whatever they are.
+constexpr int32_t kWindowBits = 56;
+constexpr int32_t kSafeSymbols = kWindowBits / kMaxCodeLength;
 
-// The low n bits.
-HWY_INLINE uint64_t low_bits(uint64_t bits, uint32_t n) {
+// bits != 0.
+HWY_INLINE uint32_t leading_zeros(uint64_t bits) {
 #if HWY_ARCH_X86_64 && HWY_TARGET <= HWY_AVX2
-  return _bzhi_u64(bits, n);  // compilers keep a mask instead, and copy it before every use
+  // Every processor with AVX2 has it, but Highway's target does not name it, and then the compiler
+  // takes an instruction that is many times slower on some of them.
+  uint64_t n;
+  asm("lzcnt %1, %0" : "=r"(n) : "r"(bits) : "cc");
+  return static_cast<uint32_t>(n);
 #else
-  return bits & ((uint64_t{1} << n) - 1);
+  return static_cast<uint32_t>(std::countl_zero(bits));
 #endif
 }
 
 struct Lookup {
   const uint16_t* table;
-  uint32_t index_bits;
-  const uint8_t* payload;
+  uint64_t index_mask;
+
+  // The next symbol of a window, which moves on. An entry's low six bits are its length, and a
+  // shift looks at nothing else.
+  HWY_INLINE uint64_t take(uint64_t bits, uint16_t* entry) const {
+    const uint64_t found = table[bits & index_mask];
+    *entry = static_cast<uint16_t>(found);
+    return bits >> (found & 63);
+  }
 };
 
-// kCount symbols of one stream from `position` on, kStreams apart; returns the new position. An
-// entry's low six bits are its length: a shift looks at nothing else, and in the sum of four the
-// digits stay above bit 5.
-template <int32_t kCount, int32_t kStreams>
-HWY_INLINE uint32_t decode_window(const Lookup& lookup, uint32_t position, uint16_t* entries) {
-  uint64_t bits;
-  memcpy(&bits, lookup.payload + (position >> 3), 8);
-  bits >>= position & 7;
-  uint64_t used = 0;
-  for (int32_t j = 0; j < kCount; ++j) {
-    const uint64_t entry = lookup.table[low_bits(bits, lookup.index_bits)];
-    bits >>= entry & 63;
-    used += entry;
-    entries[j * kStreams] = static_cast<uint16_t>(entry);
-  }
-  return position + static_cast<uint32_t>(used & 63);
-}
+// Where the windows of neighbouring streams begin. A window is the bits of a stream from there on
+// in its low end, above them a one and zeros: so its leading zeros count the bits that have left
+// it since byte `at`, and a window from which more was taken than it had is 0.
+struct Group {
+  const uint8_t* at[kStreamsAtOnce];
+  uint8_t skip[kStreamsAtOnce];  // bits
 
+  HWY_INLINE void advance(int32_t k, uint32_t bits) {
+    at[k] += bits >> 3;
+    skip[k] = bits & 7;
+  }
+  HWY_INLINE uint64_t window(int32_t k) const {
+    uint64_t bits;
+    memcpy(&bits, at[k], sizeof(bits));
+    return (bits | uint64_t{1} << 63) >> skip[k];
+  }
+};
+
+// Symbols of one stream with windows that hold them whatever they are.
 template <int32_t kStreams>
-void decode_streams(const Codebook& codebook, StreamSet* set, uint16_t* entries) {
-  const Lookup lookup = {codebook.table.data(), static_cast<uint32_t>(codebook.max_length),
-                         set->payload};
-  for (int32_t first = 0; first < kStreams; first += kStreamsAtOnce) {
-    uint32_t at[kStreamsAtOnce];
-    memcpy(at, set->position + first, sizeof(at));
-    uint16_t* to = entries + first;
-    int32_t i = 0;
-    for (; i + kSymbolsPerWindow <= set->symbols; i += kSymbolsPerWindow) {
-#pragma GCC unroll 8
-      for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
-        at[k] = decode_window<kSymbolsPerWindow, kStreams>(lookup, at[k], to + k);
-      }
-      to += kSymbolsPerWindow * kStreams;
-    }
-    for (; i < set->symbols; ++i, to += kStreams) {
-      for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
-        at[k] = decode_window<1, kStreams>(lookup, at[k], to + k);
-      }
-    }
-    memcpy(set->position + first, at, sizeof(at));
+HWY_NOINLINE void take_safely(const Lookup& lookup, int32_t symbols, int32_t k, Group* group,
+                              uint16_t* entries) {
+  for (int32_t i = 0; i < symbols;) {
+    uint64_t bits = group->window(k);
+    const int32_t end = std::min(symbols, i + kSafeSymbols);
+    for (; i < end; ++i) bits = lookup.take(bits, entries + i * kStreams);
+    group->advance(k, leading_zeros(bits));
   }
 }
 
-void decode(const Codebook& codebook, StreamSet* set, uint16_t* entries) {
-  if (set->streams == kWarpLanes) {
-    decode_streams<kWarpLanes>(codebook, set, entries);
-  } else {
-    decode_streams<2 * kWarpLanes>(codebook, set, entries);
+// kCount symbols of every stream of the group from one window each, again and safely where the
+// window was too short.
+template <int32_t kCount, int32_t kStreams>
+HWY_INLINE void take_windows(const Lookup& lookup, uint64_t (&bits)[kStreamsAtOnce], Group* group,
+                             uint16_t* entries) {
+#pragma GCC unroll 8
+  for (int32_t i = 0; i < kCount; ++i) {
+#pragma GCC unroll 8
+    for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
+      bits[k] = lookup.take(bits[k], entries + i * kStreams + k);
+    }
   }
+#pragma GCC unroll 8
+  for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
+    if (kCount > kSafeSymbols && HWY_UNLIKELY(bits[k] == 0)) {
+      take_safely<kStreams>(lookup, kCount, k, group, entries + k);
+    } else {
+      group->advance(k, leading_zeros(bits[k]));
+    }
+    bits[k] = group->window(k);
+  }
+}
+
+template <int32_t kCount, int32_t kStreams>
+bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uint16_t* entries) {
+  Group group;
+  uint64_t bits[kStreamsAtOnce];
+  for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
+    group.at[k] = set.payload;
+    group.advance(k, set.bounds[first + k]);
+    bits[k] = group.window(k);
+  }
+  uint16_t* to = entries + first;
+  int32_t left = set.symbols;
+  for (; left >= kCount; left -= kCount, to += kCount * kStreams) {
+    take_windows<kCount, kStreams>(lookup, bits, &group, to);
+  }
+  for (; left > 0; --left, to += kStreams) take_windows<1, kStreams>(lookup, bits, &group, to);
+  bool whole = true;
+  for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
+    whole &= 8 * (group.at[k] - set.payload) + group.skip[k] == set.bounds[first + k + 1];
+  }
+  return whole;
+}
+
+template <int32_t kCount, int32_t kStreams>
+bool decode_groups(const Lookup& lookup, const StreamSet& set, uint16_t* entries) {
+  bool whole = true;
+  for (int32_t first = 0; first < kStreams; first += kStreamsAtOnce) {
+    whole &= decode_group<kCount, kStreams>(lookup, set, first, entries);
+  }
+  return whole;
+}
+
+// As many symbols a window as it will seldom be too short for, at the block's mean.
+template <int32_t kStreams>
+bool decode_with(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
+  const Lookup lookup = {codebook.table.data(), codebook.table.size() - 1};
+  const auto bits = static_cast<int32_t>(set.bounds[kStreams]);
+  const int32_t symbols = kStreams * set.symbols;
+  if (bits <= 5 * symbols) return decode_groups<8, kStreams>(lookup, set, entries);
+  if (3 * bits <= 20 * symbols) return decode_groups<6, kStreams>(lookup, set, entries);
+  return decode_groups<kSafeSymbols, kStreams>(lookup, set, entries);
+}
+
+bool decode(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
+  return set.streams == kWarpLanes ? decode_with<kWarpLanes>(codebook, set, entries)
+                                   : decode_with<2 * kWarpLanes>(codebook, set, entries);
 }
 
 #if HWY_TARGET != HWY_SCALAR
@@ -218,8 +280,8 @@ HWY_EXPORT(decode);
 HWY_EXPORT(scatter_planes);
 HWY_EXPORT(scatter_entries);
 
-void decode_tile(const Codebook& codebook, StreamSet* set, uint16_t* entries) {
-  HWY_DYNAMIC_DISPATCH(decode)(codebook, set, entries);
+bool decode_streams(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
+  return HWY_DYNAMIC_DISPATCH(decode)(codebook, set, entries);
 }
 void scatter_tile(const TilePlanes& planes, Component component, const SliceCodes& out) {
   HWY_DYNAMIC_DISPATCH(scatter_planes)(planes, component, out);
