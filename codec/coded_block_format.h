@@ -122,22 +122,21 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
 }
 
 // Sum of (n - i) * word i over the n 32-bit words of the block, bytes 14-15 taken as zero, modulo
-// the prime 65521: a sum of prefix sums on one core, a weighted sum in any order on many, and it
-// changes with any single bit.
+// the prime 65521: prefix sums on one core, a weighted sum in any order on many, and it changes
+// with any single bit. Word 4 g + j of 4 G words weighs 4 (G - g) - j.
 inline constexpr uint32_t kChecksumPrime = 65521;
 TKV_HD uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
-  uint64_t prefix = 0, sum = 0;
+  uint64_t prefix[4] = {}, sum[4] = {};
   for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
     uint32_t words[4];
     memcpy(words, block + i, sizeof(words));
-    for (uint32_t word : words) {
-      prefix += word;
-      sum += prefix;
-    }
+    for (int32_t j = 0; j < 4; ++j) sum[j] += prefix[j] += words[j];
   }
+  uint64_t total = 4 * (sum[0] + sum[1] + sum[2] + sum[3]);
+  total -= prefix[1] + 2 * prefix[2] + 3 * prefix[3];
   const uint64_t stored = static_cast<uint64_t>(load_u16(block + 14)) << 16;
-  sum -= stored * static_cast<uint64_t>(bytes / 4 - 3);
-  return static_cast<uint16_t>(sum % kChecksumPrime);
+  total -= stored * static_cast<uint64_t>(bytes / 4 - 3);
+  return static_cast<uint16_t>(total % kChecksumPrime);
 }
 
 }  // namespace tierkv

@@ -150,46 +150,63 @@ bool decode(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
 }
 
 #if HWY_TARGET != HWY_SCALAR
-using D16 = hn::FixedTag<uint16_t, 8>;
+// Eight lanes are two rows of a fragment's quarter. A vector of two blocks holds those of both
+// quarters of a dim block.
+constexpr int32_t kQuarterDims = 8;
+using D8 = hn::FixedTag<uint16_t, 8>;
+#if HWY_MAX_BYTES >= 32
+using D16 = hn::FixedTag<uint16_t, 16>;
+constexpr int32_t kDimsAtOnce = 16;
+HWY_INLINE hn::Vec<D16> load_eights(const uint16_t* lower, const uint16_t* upper) {
+  return hn::Combine(D16(), hn::Load(D8(), upper), hn::Load(D8(), lower));
+}
+#else
+using D16 = D8;
+constexpr int32_t kDimsAtOnce = 8;
+HWY_INLINE hn::Vec<D16> load_eights(const uint16_t* lower, const uint16_t*) {
+  return hn::Load(D16(), lower);
+}
+#endif
 using V16 = hn::Vec<D16>;
-constexpr int32_t kQuarter = 8;  // lanes of one vector: two rows of a fragment
 
-// The codes of eight lanes.
 struct Pairs {
   V16 first, second;
 };
 
+// The codes of the eight lanes from `at` on, and of those `apart` further.
 struct PlaneSource {
   const uint16_t* first;
   const uint16_t* second;
-  HWY_INLINE Pairs load(int32_t at) const {
-    return {hn::Load(D16(), first + at), hn::Load(D16(), second + at)};
+  HWY_INLINE Pairs load(int32_t at, int32_t apart) const {
+    return {load_eights(first + at, first + at + apart),
+            load_eights(second + at, second + at + apart)};
   }
 };
 
 struct EntrySource {
   const uint16_t* entries;
   uint16_t base;
-  HWY_INLINE Pairs load(int32_t at) const {
+  HWY_INLINE Pairs load(int32_t at, int32_t apart) const {
     const D16 d;
-    const V16 entry = hn::Load(d, entries + at), offset = hn::Set(d, base);
+    const V16 entry = load_eights(entries + at, entries + at + apart), offset = hn::Set(d, base);
     const V16 first = hn::And(hn::ShiftRight<6>(entry), hn::Set(d, 31));
     return {hn::Add(first, offset), hn::Add(hn::ShiftRight<11>(entry), offset)};
   }
 };
 
-// Keys: the four lanes of a row hold eight neighbouring channels of one token.
+// Keys: the four lanes of a row hold eight neighbouring channels of one token. r and r + 2 lie in
+// the same tokens.
 template <class Source>
 HWY_INLINE void scatter_keys(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
   const D16 d;
   for (int32_t q = 0; q < 4; ++q, to += 2 * stride) {
-    const Pairs p = source.load(at + q * kQuarter);
+    const Pairs p = source.load(at + q * 8, 2 * kWarpLanes);
     hn::StoreU(hn::InterleaveLower(d, p.first, p.second), d, to);
     hn::StoreU(hn::InterleaveUpper(d, p.first, p.second), d, to + stride);
   }
 }
 
-// Row t of v gets lanes t, 4 + t, 8 + t, ... of the 32 in v: a transpose of 8 x 4.
+// Row t of v gets lanes t, 4 + t, 8 + t, ... of the 32 in v: a transpose of 8 x 4 in each block.
 HWY_INLINE void transpose(V16 (&v)[4]) {
   const D16 d;
   const hn::Repartition<uint64_t, D16> d64;
@@ -205,13 +222,14 @@ HWY_INLINE void transpose(V16 (&v)[4]) {
   v[3] = hn::BitCast(d, hn::InterleaveUpper(d64, low23, high23));
 }
 
-// Values: the eight lanes of equal t hold eight neighbouring channels of two tokens.
+// Values: the eight lanes of equal t hold eight neighbouring channels of two tokens. r and r + 1
+// lie in the same tokens.
 template <class Source>
 HWY_INLINE void scatter_values(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
   const D16 d;
   V16 first[4], second[4];
   for (int32_t q = 0; q < 4; ++q) {
-    const Pairs p = source.load(at + q * kQuarter);
+    const Pairs p = source.load(at + q * 8, kWarpLanes);
     first[q] = p.first;
     second[q] = p.second;
   }
@@ -231,16 +249,17 @@ void scatter(const Source& source, Component component, const SliceCodes& out) {
   const int64_t stride = whole ? out.stride : kSliceDims, half = 8 * stride;
   const int32_t end = dim_block_count(out.dims) * kPairsPerFragment * kWarpLanes;
   for (int32_t at = 0; at < end; at += kPairsPerFragment * kWarpLanes, to += kDimBlock) {
-    if (component == Component::kKey) {
-      scatter_keys(source, at, to, stride);
-      scatter_keys(source, at + kWarpLanes, to + half, stride);
-      scatter_keys(source, at + 2 * kWarpLanes, to + 8, stride);
-      scatter_keys(source, at + 3 * kWarpLanes, to + half + 8, stride);
-    } else {
-      scatter_values(source, at, to, stride);
-      scatter_values(source, at + kWarpLanes, to + 8, stride);
-      scatter_values(source, at + 2 * kWarpLanes, to + half, stride);
-      scatter_values(source, at + 3 * kWarpLanes, to + half + 8, stride);
+    for (int32_t dim = 0; dim < kDimBlock; dim += kDimsAtOnce) {
+      const int32_t quarter = dim / kQuarterDims;
+      if (component == Component::kKey) {
+        const int32_t first = at + 2 * quarter * kWarpLanes;
+        scatter_keys(source, first, to + dim, stride);
+        scatter_keys(source, first + kWarpLanes, to + half + dim, stride);
+      } else {
+        const int32_t first = at + quarter * kWarpLanes;
+        scatter_values(source, first, to + dim, stride);
+        scatter_values(source, first + 2 * kWarpLanes, to + half + dim, stride);
+      }
     }
   }
   if (whole) return;
