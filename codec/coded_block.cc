@@ -276,7 +276,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
                     [&](int32_t code) { return (code - base) & ((1 << bits) - 1); });
   }
   store_header(header, block);
-  header.checksum = block_checksum(block, at.bytes);
+  header.checksum = block_checksum_fast(block, at.bytes);
   store_header(header, block);
 }
 

@@ -79,22 +79,22 @@ HWY_NOINLINE void take_safely(const Lookup& lookup, int32_t symbols, int32_t k, 
   }
 }
 
-// kCount symbols of every stream of the group from one window each, again and safely where the
-// window was too short.
-template <int32_t kCount, int32_t kStreams>
-HWY_INLINE void take_windows(const Lookup& lookup, uint64_t (&bits)[kStreamsAtOnce], Group* group,
-                             uint16_t* entries) {
+// The next symbol of every stream of the group.
+HWY_INLINE void take_row(const Lookup& lookup, uint64_t (&bits)[kStreamsAtOnce],
+                         uint16_t* entries) {
 #pragma GCC unroll 8
-  for (int32_t i = 0; i < kCount; ++i) {
-#pragma GCC unroll 8
-    for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
-      bits[k] = lookup.take(bits[k], entries + i * kStreams + k);
-    }
-  }
+  for (int32_t k = 0; k < kStreamsAtOnce; ++k) bits[k] = lookup.take(bits[k], entries + k);
+}
+
+// New windows after `symbols` of every stream. Where a window was too short for them they are taken
+// again, safely.
+template <int32_t kStreams>
+HWY_INLINE void next_windows(const Lookup& lookup, int32_t symbols, Group* group, uint16_t* entries,
+                             uint64_t (&bits)[kStreamsAtOnce]) {
 #pragma GCC unroll 8
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
-    if (kCount > kSafeSymbols && HWY_UNLIKELY(bits[k] == 0)) {
-      take_safely<kStreams>(lookup, kCount, k, group, entries + k);
+    if (HWY_UNLIKELY(bits[k] == 0)) {
+      take_safely<kStreams>(lookup, symbols, k, group, entries + k);
     } else {
       group->advance(k, leading_zeros(bits[k]));
     }
@@ -114,9 +114,12 @@ bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uin
   uint16_t* to = entries + first;
   int32_t left = set.symbols;
   for (; left >= kCount; left -= kCount, to += kCount * kStreams) {
-    take_windows<kCount, kStreams>(lookup, bits, &group, to);
+#pragma GCC unroll 8
+    for (int32_t i = 0; i < kCount; ++i) take_row(lookup, bits, to + i * kStreams);
+    next_windows<kStreams>(lookup, kCount, &group, to, bits);
   }
-  for (; left > 0; --left, to += kStreams) take_windows<1, kStreams>(lookup, bits, &group, to);
+  for (int32_t i = 0; i < left; ++i) take_row(lookup, bits, to + i * kStreams);
+  next_windows<kStreams>(lookup, left, &group, to, bits);
   bool whole = true;
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
     whole &= 8 * (group.at[k] - set.payload) + group.skip[k] == set.bounds[first + k + 1];
@@ -133,14 +136,16 @@ bool decode_groups(const Lookup& lookup, const StreamSet& set, uint16_t* entries
   return whole;
 }
 
-// As many symbols a window as it will seldom be too short for, at the block's mean.
+// As many symbols a window as it will seldom be too short for: at the block's mean they take
+// kUsualBits.
+constexpr int32_t kUsualBits = 42;
 template <int32_t kStreams>
 bool decode_with(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
   const Lookup lookup = {codebook.table.data(), codebook.table.size() - 1};
   const auto bits = static_cast<int32_t>(set.bounds[kStreams]);
   const int32_t symbols = kStreams * set.symbols;
-  if (bits <= 5 * symbols) return decode_groups<8, kStreams>(lookup, set, entries);
-  if (3 * bits <= 20 * symbols) return decode_groups<6, kStreams>(lookup, set, entries);
+  if (8 * bits <= kUsualBits * symbols) return decode_groups<8, kStreams>(lookup, set, entries);
+  if (6 * bits <= kUsualBits * symbols) return decode_groups<6, kStreams>(lookup, set, entries);
   return decode_groups<kSafeSymbols, kStreams>(lookup, set, entries);
 }
 
