@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tierkv/export.h"
 #include "tierkv/page.h"
 #include "tierkv/page_table.h"
 #include "tierkv/status.h"
@@ -36,7 +37,7 @@ using GpuStream = CUstream_st*;  // a cudaStream_t
 
 inline constexpr size_t kAllocatorAlignment = 256;
 
-struct AllocatorShape {
+struct TKV_API AllocatorShape {
   PageTableShape table;
   int32_t num_pages = 0;
 
@@ -112,15 +113,16 @@ struct AllocatorBytes {
   size_t drop_marks = 0;
   size_t total = 0;
 };
-AllocatorBytes allocator_bytes(const AllocatorShape& shape);
+TKV_API AllocatorBytes allocator_bytes(const AllocatorShape& shape);
 
 // Lays an allocator over memory[0 .. bytes) without touching it. kInvalidArgument: bad shape, null
 // or misaligned memory; kBufferTooSmall.
-Result<PageAllocator> make_page_allocator(const AllocatorShape& shape, void* memory, size_t bytes);
+TKV_API Result<PageAllocator> make_page_allocator(const AllocatorShape& shape, void* memory,
+                                                  size_t bytes);
 
 // All pages free in ascending order, all sequences free, all tables empty.
-Status initialize_host(const PageAllocator& a);
-Status initialize_device(const PageAllocator& a, GpuStream stream);
+TKV_API Status initialize_host(const PageAllocator& a);
+TKV_API Status initialize_device(const PageAllocator& a, GpuStream stream);
 
 // The sequences of an operation, in the caller's order. Batch row i is row
 // sequences[i / rows_per_sequence] * rows_per_sequence + i % rows_per_sequence. kPaddingSequence is
@@ -158,7 +160,7 @@ enum class PageOpKind : int32_t { kOpen, kReserve, kKeep, kAppend, kTruncate, kR
 // length beyond its table; kStaleSequence for a sequence that is not open (a double release, a use
 // after release); kInvalidArgument for a repeated sequence, a sequence in the wrong state, or
 // counts that contradict the operation. Then kOutOfPages.
-struct PageOp {
+struct TKV_API PageOp {
   PageOpKind kind = PageOpKind::kOpen;
   SequenceBatch batch;
   const int32_t* sources = nullptr;    // fork: [count] the sequences to copy, repetition allowed
@@ -200,11 +202,11 @@ struct PageOp {
 // Plain sequential reference. The returned status is kInvalidArgument when the call itself is
 // malformed (null or misaligned pointer, empty or too large batch): then nothing was written, the
 // report neither. What the rows say is in the report alone.
-Status run_page_op_host(const PageAllocator& a, const PageOp& op);
+TKV_API Status run_page_op_host(const PageAllocator& a, const PageOp& op);
 
 // Scratch of one operation with up to max_batch sequences, aligned to kAllocatorAlignment. No
 // content survives.
-size_t page_op_workspace_bytes(const AllocatorShape& shape, int32_t max_batch);
+TKV_API size_t page_op_workspace_bytes(const AllocatorShape& shape, int32_t max_batch);
 
 struct DeviceWorkspace {
   void* memory = nullptr;
@@ -213,8 +215,8 @@ struct DeviceWorkspace {
 
 // Two to five kernels on `stream`. kInvalidArgument as above, kBufferTooSmall, kCuda when a launch
 // fails.
-Status run_page_op_device(const PageAllocator& a, const PageOp& op,
-                          const DeviceWorkspace& workspace, GpuStream stream);
+TKV_API Status run_page_op_device(const PageAllocator& a, const PageOp& op,
+                                  const DeviceWorkspace& workspace, GpuStream stream);
 
 // A page that more than one table holds is frozen: not scored, no victim, not written.
 TKV_HD bool is_frozen(const PageAllocator& a, int32_t page) {

@@ -23,6 +23,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
@@ -43,7 +44,7 @@ struct AttentionTier {
   TierFormat format;
 };
 
-struct AttentionConfig {
+struct TKV_API AttentionConfig {
   int32_t num_layers = 1;
   int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;
@@ -71,7 +72,7 @@ struct AttentionGrid {
   int32_t shared_bytes = 0;
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.
-Result<AttentionGrid> attention_grid(const AttentionConfig& config);
+TKV_API Result<AttentionGrid> attention_grid(const AttentionConfig& config);
 
 // The sequences of a call: kv_head h of batch entry i is row sequences[i] * rows_per_sequence +
 // layer * num_kv_heads + h of the page table. -1 is padding: its output is 0 and its lse -infinity.
@@ -86,14 +87,14 @@ struct AttentionWorkspace {
   void* memory = nullptr;
   size_t bytes = 0;
 };
-size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
-                                 int32_t num_sequences);
+TKV_API size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
+                                         int32_t num_sequences);
 
 // Cuts the work of all layers. Must follow every change of the table or the batch, and precede
 // attend().
-Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
-                      const PageTableView& table, const AttentionBatch& batch,
-                      const AttentionWorkspace& workspace, GpuStream stream);
+TKV_API Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                              const PageTableView& table, const AttentionBatch& batch,
+                              const AttentionWorkspace& workspace, GpuStream stream);
 
 struct AttendCall {
   PageTableView table;   // device, as it was planned
@@ -107,15 +108,16 @@ struct AttendCall {
   // began (q and the pages may be its output): the beginning of this call then overlaps its end.
   bool plan_is_settled = false;
 };
-Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
-              const AttentionWorkspace& workspace, GpuStream stream);
+TKV_API Status attend(const AttentionConfig& config, const AttentionGrid& grid,
+                      const AttendCall& call, const AttentionWorkspace& workspace,
+                      GpuStream stream);
 
 // One StatusCode per row of `layer`, [count * num_kv_heads] in device memory, valid once the last
 // attend() of the layer is done: kCorrupt where a count or a page id led outside its table or pool
 // (what it named was left out).
-const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,
-                                    int32_t num_sequences, int32_t layer,
-                                    const AttentionWorkspace& workspace);
+TKV_API const int32_t* attention_row_status(const AttentionConfig& config,
+                                            const AttentionGrid& grid, int32_t num_sequences,
+                                            int32_t layer, const AttentionWorkspace& workspace);
 
 // Joins two partial results over disjoint tokens (a window kept elsewhere, a shared prefix, draft
 // tokens):
@@ -133,7 +135,7 @@ struct MergeCall {
   int32_t head_dim = 0;
   DType dtype = DType::kFloat16;
 };
-Status merge_attention_host(const MergeCall& call);
-Status merge_attention(const MergeCall& call, GpuStream stream);
+TKV_API Status merge_attention_host(const MergeCall& call);
+TKV_API Status merge_attention(const MergeCall& call, GpuStream stream);
 
 }  // namespace tierkv

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -56,11 +57,11 @@ struct ChunkKey {
     return a.kind == b.kind && a.sequence == b.sequence && a.layer == b.layer && a.head == b.head &&
            a.component == b.component && a.part == b.part && a.page == b.page;
   }
-  friend bool operator<(const ChunkKey& a, const ChunkKey& b);
+  TKV_API friend bool operator<(const ChunkKey& a, const ChunkKey& b);
 };
 
 // "segment of sequence 0, layer 3, head 1, values, part 1"
-std::string to_string(const ChunkKey& key);
+TKV_API std::string to_string(const ChunkKey& key);
 
 struct ChunkEntry {
   ChunkKey key;
@@ -70,7 +71,7 @@ struct ChunkEntry {
   uint64_t checksum = 0;  // XXH3 of the bytes and those zeros
 };
 
-class ContainerWriter {
+class TKV_API ContainerWriter {
  public:
   static Result<ContainerWriter> create(const std::string& path);
   ContainerWriter(ContainerWriter&&) noexcept;
@@ -93,7 +94,7 @@ struct ContainerReadOptions {
   bool verify_checksums = true;
 };
 
-class ContainerReader {
+class TKV_API ContainerReader {
  public:
   // kIo: the file cannot be read. kInvalidArgument: it is no container. kVersion, kUnsupported: a
   // major version or a chunk this build does not know. kCorrupt: anything else.
@@ -129,15 +130,15 @@ struct ContainerModel {
   int32_t num_sequences = 0;
   std::string preset, model_id, created_by;
 };
-std::vector<uint8_t> serialize_model(const ContainerModel& model);
-Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes);
+TKV_API std::vector<uint8_t> serialize_model(const ContainerModel& model);
+TKV_API Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes);
 
 // The chunk kSequence.
 struct ContainerSequence {
   std::string id, kind;
   std::vector<int32_t> tokens;
 };
-std::vector<uint8_t> serialize_sequence(const ContainerSequence& sequence);
-Result<ContainerSequence> parse_sequence(const std::vector<uint8_t>& bytes);
+TKV_API std::vector<uint8_t> serialize_sequence(const ContainerSequence& sequence);
+TKV_API Result<ContainerSequence> parse_sequence(const std::vector<uint8_t>& bytes);
 
 }  // namespace tierkv

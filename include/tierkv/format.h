@@ -15,6 +15,7 @@
 #include <string>
 #include <string_view>
 
+#include "tierkv/export.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -43,7 +44,7 @@ enum class BasisKind : int32_t {
   kMatrix = 3,    // calibrated matrix of a profile, means removed
 };
 
-struct ComponentFormat {
+struct TKV_API ComponentFormat {
   int32_t bits =
       16;  // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 0 where the step decides the levels
   StepRule step_rule = StepRule::kMinMax;
@@ -65,7 +66,7 @@ struct ComponentFormat {
   friend bool operator!=(const ComponentFormat& a, const ComponentFormat& b) { return !(a == b); }
 };
 
-struct TierFormat {
+struct TKV_API TierFormat {
   ComponentFormat k;
   ComponentFormat v;
 
@@ -79,16 +80,16 @@ struct TierFormat {
 };
 
 // Token-wise min-max (bits < 16) or raw (bits = 16).
-ComponentFormat token_wise(int32_t bits, int32_t group = 0);
-TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits);
+TKV_API ComponentFormat token_wise(int32_t bits, int32_t group = 0);
+TKV_API TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits);
 inline TierFormat raw_tier() {
   return {};
 }
 
 // "k8v4" or "K8V4" with bits in {16, 8, 4, 2, 1}; kInvalidArgument otherwise.
-Result<TierFormat> parse_tier_format(std::string_view name);
+TKV_API Result<TierFormat> parse_tier_format(std::string_view name);
 // "k8v4" where the format is token-wise or raw; a longer description otherwise.
-std::string to_string(const TierFormat& format);
-std::string to_string(const ComponentFormat& format);
+TKV_API std::string to_string(const TierFormat& format);
+TKV_API std::string to_string(const ComponentFormat& format);
 
 }  // namespace tierkv

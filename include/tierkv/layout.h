@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "tierkv/export.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -12,11 +13,11 @@ enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
 inline constexpr int32_t dtype_bytes(DType t) {
   return t == DType::kFloat32 ? 4 : 2;
 }
-const char* dtype_name(DType t);  // "float16", "bfloat16", "float32"
+TKV_API const char* dtype_name(DType t);  // "float16", "bfloat16", "float32"
 
 inline constexpr int32_t kMaxHeadDim = 4096;
 
-struct CacheLayout {
+struct TKV_API CacheLayout {
   int32_t num_layers = 0;
   int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;

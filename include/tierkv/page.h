@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/status.h"
 
@@ -42,7 +43,7 @@ inline constexpr PageRecord kEmptyPageRecord = {0, std::numeric_limits<float>::i
 
 // The pool as kernels and host code see it. All of it lies in one memory (host or device) and is
 // owned by the caller.
-struct PageView {
+struct TKV_API PageView {
   uint8_t* base = nullptr;        // num_pages x page_bytes, aligned to kPageAlignment
   PageRecord* records = nullptr;  // num_pages
   int64_t page_bytes = 0;         // multiple of kPageAlignment, at most kMaxPageBytes
@@ -66,7 +67,7 @@ inline Status PageView::validate() const {
 }
 
 // What choose_page_size() may choose from.
-struct PageSizing {
+struct TKV_API PageSizing {
   double max_waste = 0.06;  // of page_bytes, for a full page of any of the formats
   int32_t min_tokens = 64;  // tokens per page of the smallest format at least
   int32_t max_page_bytes = 131072;
@@ -91,7 +92,7 @@ struct PageChoice {
 // within max_waste for every format wins; where none is, the one whose worst waste is least (the
 // smaller of two equals) is returned with within_limit false. kUnsupported for formats without
 // pages, kInvalidArgument for an empty list or sizes that admit no candidate.
-Result<PageChoice> choose_page_size(const std::vector<TierFormat>& formats, int32_t head_dim,
-                                    const PageSizing& sizing = {});
+TKV_API Result<PageChoice> choose_page_size(const std::vector<TierFormat>& formats,
+                                            int32_t head_dim, const PageSizing& sizing = {});
 
 }  // namespace tierkv

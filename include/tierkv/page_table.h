@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "tierkv/export.h"
 #include "tierkv/half.h"
 #include "tierkv/status.h"
 
@@ -38,7 +39,7 @@ struct alignas(16) SideCounts {
   friend bool operator!=(const SideCounts& a, const SideCounts& b) { return !(a == b); }
 };
 
-struct PageTableShape {
+struct TKV_API PageTableShape {
   int32_t num_sequences = 0;      // at once
   int32_t rows_per_sequence = 0;  // num_layers * num_kv_heads
   int32_t num_sides = 2;          // 1 to kMaxSides

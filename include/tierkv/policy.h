@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "tierkv/export.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -14,7 +15,7 @@ namespace tierkv {
 enum class Tier : int32_t { kWindow = 0, kHigh = 1, kLow = 2, kPruned = 3 };
 inline constexpr int32_t kNumTiers = 4;
 
-struct TierPolicy {
+struct TKV_API TierPolicy {
   double alpha_high = 1.0;     // sig >= alpha_high / i: high
   double alpha_low = 0.0;      // sig >= alpha_low / i: low; below: pruned. 0 keeps every token
   int32_t window_tokens = 64;  // the newest tokens, never downgraded

@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "tierkv/export.h"
+
 namespace tierkv {
 
 enum class StatusCode : int32_t {
@@ -29,7 +31,7 @@ enum class StatusCode : int32_t {
 };
 
 // "invalid_argument" for kInvalidArgument and so on; never null.
-const char* status_name(StatusCode code);
+TKV_API const char* status_name(StatusCode code);
 
 class [[nodiscard]] Status {
  public:
