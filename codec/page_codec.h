@@ -16,6 +16,7 @@
 
 #include "codec/page_layout.h"
 #include "codec/quantize.h"
+#include "tierkv/codec.h"
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
 #include "tierkv/status.h"
@@ -36,32 +37,6 @@ struct HostPage {
 // raw_dtype, or a layout larger than the view's pages.
 Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayout& layout,
                            DType raw_dtype = DType::kFloat16);
-
-// Tokens to be written. Token i is row rows[i] of every array, or row i where rows is null.
-struct TokenBatch {
-  const void* k = nullptr;             // dtype [rows, head_dim], rows row_stride elements apart
-  const void* v = nullptr;             // likewise
-  const float* scores = nullptr;       // [rows], finite
-  const int32_t* positions = nullptr;  // [rows], not negative
-  const int32_t* rows = nullptr;       // [count] or null
-  int64_t row_stride = 0;              // 0: head_dim
-  int32_t count = 0;
-  DType dtype = DType::kFloat16;
-};
-
-// Where tokens are read to; null pointers are skipped. Token i goes to row rows[i], or row i where
-// rows is null.
-struct TokenOutput {
-  void* k = nullptr;              // dtype [rows, head_dim], rows row_stride elements apart
-  void* v = nullptr;              // likewise
-  float* scores = nullptr;        // [rows]
-  int32_t* positions = nullptr;   // [rows]
-  const int32_t* rows = nullptr;  // [count] or null
-  int64_t row_stride = 0;         // 0: head_dim
-  int32_t count = 0;
-  DType dtype = DType::kFloat32;  // kFloat16 saturates at +-65504: fp16 parameters may carry a
-                                  // value past the input's range
-};
 
 // Appends the batch to a page of `used` tokens, opening tiles as they are reached. kNonFinite,
 // kOutOfRange: a key or value that its format cannot hold (raw components refuse NaN and infinity

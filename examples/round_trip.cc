@@ -5,8 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "codec/page_codec.h"
-#include "tierkv/page.h"
+#include "tierkv/tierkv.h"
 
 int main() {
   using namespace tierkv;
@@ -23,10 +22,8 @@ int main() {
   const TierFormat format = token_wise_tier(8, 4);  // K8V4; any bits of {16, 8, 4, 2} for each
   const Result<PageChoice> size = choose_page_size({format, token_wise_tier(4, 2)}, kHeadDim);
   if (!size) return 1;
-  std::vector<uint8_t> bytes(size->page_bytes);  // 13312: 64 tokens of K8V4 or 112 of K4V2
-  const Result<PageLayout> layout = make_page_layout(format, kHeadDim, size->page_bytes);
-  if (!layout) return 1;
-  const HostPage page{bytes.data(), *layout, DType::kFloat16};
+  std::vector<uint8_t> page(size->page_bytes);  // 13312: 64 tokens of K8V4 or 112 of K4V2
+  const PageFormat page_format{format, kHeadDim, size->page_bytes, DType::kFloat16};
 
   TokenBatch in;
   in.k = k.data();
@@ -35,14 +32,14 @@ int main() {
   in.positions = positions.data();
   in.count = kTokens;
   in.dtype = DType::kFloat32;
-  if (!append_tokens(page, 0, in)) return 1;
+  if (!encode_page(page_format, page.data(), 0, in)) return 1;
 
   std::vector<float> k_back(k.size()), v_back(v.size());
   TokenOutput out;
   out.k = k_back.data();
   out.v = v_back.data();
   out.count = kTokens;
-  if (!decode_tokens(page, 0, out)) return 1;
+  if (!decode_page(page_format, page.data(), 0, out)) return 1;
   // [readme]
 
   double error = 0, norm = 0;
