@@ -13,9 +13,10 @@ ALLOWED = {
     "attention": {"include", "codec", "allocator", "attention"},
     "store": {"include", "codec", "allocator", "attention", "store"},
     "datasets": {"include", "codec", "datasets"},
+    "capi": {"include", "codec", "datasets", "tools", "capi"},
 }
 FOLDERS = {"tierkv": "include", "codec": "codec", "allocator": "allocator", "attention": "attention", "store": "store",
-           "datasets": "datasets", "tools": "tools", "tests": "tests", "bench": "bench"}
+           "datasets": "datasets", "tools": "tools", "tests": "tests", "bench": "bench", "capi": "capi"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.M)
 
 
