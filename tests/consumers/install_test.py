@@ -1,0 +1,143 @@
+"""Installs the build tree, then builds and runs examples/consumer against it as a stranger would: CMake and pkg-config,
+shared and static, C99 and C++17. Also what the installed libraries export, need and promise."""
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import h5py
+import numpy as np
+
+BUILD, ROOT, CMAKE = map(pathlib.Path, sys.argv[1:4])
+FLAGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+CONSUMER = ROOT / "examples" / "consumer"
+SAMPLE = ROOT / "datasets" / "sample_1k.h5"
+
+
+def run(*command, **options):
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=500, **options)
+    if result.returncode:
+        raise AssertionError(f"{command}: exit {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+    return result.stdout
+
+
+class Install(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        folder = pathlib.Path(cls.folder.name)
+        run(CMAKE, "--install", BUILD, "--prefix", folder / "first")
+        cls.prefix = folder / "moved"  # the packages must not remember where they were installed
+        (folder / "first").rename(cls.prefix)
+        cls.lib = next(cls.prefix.rglob("libtierkv.so")).parent
+        cls.dir = folder
+        cls.tierkv = cls.prefix / "bin" / "tierkv"
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    def configure(self, name, *options):
+        build = self.dir / name
+        run(CMAKE, "-S", CONSUMER, "-B", build, f"-DCMAKE_PREFIX_PATH={self.prefix}", "-DCMAKE_BUILD_TYPE=Release", *options)
+        run(CMAKE, "--build", build, "-j2")
+        return build
+
+    def check_programs(self, build, env=None):
+        self.assertRegex(run(build / "page", env=env), r"^tierkv \d+\.\d+\.\d+: page of \d+ bytes")
+        cache, back = self.dir / "cache.tkv", self.dir / "back.h5"
+        analysis = json.loads(run(build / "compress", SAMPLE, cache, "diffkv", env=env))
+        self.assertEqual(analysis["schema"], "tierkv.analyze/1")
+        self.assertEqual([r["preset"] for r in analysis["results"] if r["seq"] == "all"], ["diffkv", "k4v2"])
+        # The library reads what the command makes of the same container.
+        run(self.tierkv, "decompress", cache, back, "--dtype", "float32")
+        header, *lines = run(build / "open_cache", cache, env=env).splitlines()
+        with h5py.File(back) as f:
+            seq = next(iter(f["seq"].values()))
+            self.assertEqual(len(lines), len(seq["layer"]))
+            for i, line in enumerate(lines):
+                k, v = (float(x) for x in re.findall(r"[0-9.]+(?:e[-+]\d+)?", line.split(":", 1)[1]))
+                self.assertAlmostEqual(k, np.linalg.norm(np.asarray(seq[f"layer/{i}/k"], np.float64)), delta=1e-5 * k)
+                self.assertAlmostEqual(v, np.linalg.norm(np.asarray(seq[f"layer/{i}/v"], np.float64)), delta=1e-5 * v)
+        self.assertIn("diffkv: 6 layers", header)
+        bad = self.dir / "bad.tkv"
+        bad.write_bytes(cache.read_bytes()[:-1])
+        result = subprocess.run([build / "open_cache", bad], capture_output=True, text=True, env=env)
+        self.assertEqual((result.returncode, result.stderr.split(":")[0]), (1, "corrupt"))
+
+    def test_cmake_shared(self):
+        build = self.configure("shared")
+        self.check_programs(build)
+        self.assertIn("libtierkv.so.0.1", run("readelf", "-d", build / "open_cache"))
+
+    def test_cmake_static(self):
+        build = self.configure("static", "-DCONSUMER_STATIC=ON")
+        self.check_programs(build)
+        self.assertNotIn("libtierkv", run("readelf", "-d", build / "open_cache"))
+
+    def test_pkg_config(self):
+        env = dict(os.environ, PKG_CONFIG_PATH=str(self.lib / "pkgconfig"))
+        self.assertEqual(run("pkg-config", "--modversion", "tierkv-dumps", env=env), run("pkg-config", "--modversion", "tierkv", env=env))
+        build = self.dir / "pkg"
+        build.mkdir()
+        for source, compiler, package in (("page.c", ["cc", "-std=c99"], "tierkv"), ("compress.c", ["cc", "-std=c99"], "tierkv-dumps"),
+                                          ("open_cache.cc", ["c++", "-std=c++17"], "tierkv")):
+            flags = run("pkg-config", "--cflags", "--libs", package, env=env).split()
+            run(*compiler, *FLAGS, CONSUMER / source, "-o", build / source.split(".")[0], *flags, "-lm")
+        self.check_programs(build, dict(os.environ, LD_LIBRARY_PATH=str(self.lib)))
+
+    def test_another_version_is_refused(self):
+        for version in ("0.2", "1.0"):
+            project = self.dir / f"version{version}"
+            project.mkdir()
+            (project / "CMakeLists.txt").write_text(
+                f"cmake_minimum_required(VERSION 3.20)\nproject(p CXX)\nfind_package(tierkv {version} REQUIRED)\n")
+            result = subprocess.run([CMAKE, "-S", project, "-B", project / "b", f"-DCMAKE_PREFIX_PATH={self.prefix}"],
+                                    capture_output=True, text=True)
+            self.assertNotEqual(result.returncode, 0)
+            self.assertIn("0.1.0", result.stderr)
+
+    def test_every_header_stands_alone(self):
+        include = self.prefix / "include"
+        for header in sorted((include / "tierkv").glob("*.h")):
+            text = f"#include <tierkv/{header.name}>\n#include <tierkv/{header.name}>\n"
+            run("c++", "-std=c++17", *FLAGS, "-fsyntax-only", f"-I{include}", "-xc++", "-", input=text)
+            if header.name.endswith("_c.h"):
+                run("cc", "-std=c99", *FLAGS, "-fsyntax-only", f"-I{include}", "-xc", "-", input=text)
+
+    def exported(self, library):
+        text = run("nm", "-DC", "--defined-only", self.lib / library)
+        return [line.split(maxsplit=2)[2] for line in text.splitlines() if " A " not in line]
+
+    def test_exports(self):
+        names = self.exported("libtierkv.so")
+        declared = set(re.findall(r"TKV_API [^(;]*?\b(tkv_\w+)\(", (self.prefix / "include/tierkv/tierkv_c.h").read_text()))
+        self.assertEqual({n.split("@")[0] for n in names if n.startswith("tkv_")}, declared)
+        strangers = [n for n in names if not n.startswith(("tkv_", "tierkv::"))]
+        self.assertEqual(strangers, [])
+        self.assertFalse([n for n in names if "capi" in n or "analysis" in n])
+        declared = set(re.findall(r"TKV_API [^(;]*?\b(tkv_\w+)\(", (self.prefix / "include/tierkv/tierkv_dumps_c.h").read_text()))
+        self.assertEqual({n.split("@")[0] for n in self.exported("libtierkv_dumps.so")}, declared)
+
+    def test_soname_and_needs(self):
+        header = (self.prefix / "include/tierkv/tierkv_c.h").read_text()
+        version = [re.search(rf"TKV_VERSION_{part} (\d+)", header).group(1) for part in ("MAJOR", "MINOR", "PATCH")]
+        for name in ("libtierkv", "libtierkv_dumps"):
+            dynamic = run("readelf", "-d", self.lib / f"{name}.so")
+            self.assertIn(f"soname: [{name}.so.{'.'.join(version[:2])}]", dynamic)
+            self.assertTrue((self.lib / f"{name}.so.{'.'.join(version)}").exists())
+        self.assertNotIn("hdf5", run("readelf", "-d", self.lib / "libtierkv.so"))
+
+    def test_no_path_of_the_build_is_left(self):
+        for path in self.prefix.rglob("*"):
+            if path.suffix in {".cmake", ".pc", ".h"}:
+                for place in (str(BUILD), str(ROOT), str(self.dir / "first")):
+                    self.assertNotIn(place, path.read_text(), path)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], "-v"])
