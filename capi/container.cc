@@ -1,6 +1,9 @@
 // `.tkv` containers: what can be done with them without HDF5.
+#include <atomic>
+
 #include "capi/abi.h"
 #include "tools/analysis/container_file.h"
+#include "tools/analysis/parallel.h"
 
 struct tkv_container {
   tierkv::analysis::CacheDecoder decoder;
@@ -59,6 +62,37 @@ Status get_sequence(const tkv_container* container, int32_t sequence, tkv_sequen
   return Status::ok();
 }
 
+Status decode_head(const analysis::CacheDecoder& decoder, const tkv_layer& layer, int32_t head) {
+  analysis::DecodedRow row;
+  if (Status s = decoder.decode_row(layer.sequence, layer.layer, head, &row); !s) return s;
+  const size_t values = head * row.k.size();
+  if (layer.k != nullptr) std::copy(row.k.begin(), row.k.end(), layer.k + values);
+  if (layer.v != nullptr) std::copy(row.v.begin(), row.v.end(), layer.v + values);
+  if (layer.pruned == nullptr) return Status::ok();
+  std::copy(row.pruned.begin(), row.pruned.end(), layer.pruned + head * row.pruned.size());
+  return Status::ok();
+}
+
+// Every kv_head of a layer; the first failure in their order.
+Status decode_heads(const analysis::CacheDecoder& decoder, const tkv_layer& layer,
+                    int32_t threads) {
+  std::vector<Status> status(decoder.model().layout.num_kv_heads);
+  // An exception must not leave a thread.
+  std::atomic<bool> out_of_memory = false;
+  analysis::parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
+    try {
+      status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
+    } catch (const std::bad_alloc&) {
+      out_of_memory = true;
+    }
+  });
+  if (out_of_memory) throw std::bad_alloc();
+  for (const Status& s : status) {
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
 Status decode_layer(const tkv_container* container, const tkv_layer* layer) {
   tkv_layer l;
   int32_t threads = 0;
@@ -68,22 +102,12 @@ Status decode_layer(const tkv_container* container, const tkv_layer* layer) {
   if (l.k == nullptr && l.v == nullptr && l.pruned == nullptr) {
     return invalid("k, v and pruned are all null");
   }
-  const analysis::CacheDecoder& decoder = container->decoder;
-  const CacheLayout& layout = decoder.model().layout;
-  if (l.layer < 0 || l.layer >= layout.num_layers) {
-    return Status(StatusCode::kOutOfRange, "layer " + std::to_string(l.layer) + " is not one of " +
-                                               std::to_string(layout.num_layers));
+  const int32_t layers = container->decoder.model().layout.num_layers;
+  if (l.layer < 0 || l.layer >= layers) {
+    return Status(StatusCode::kOutOfRange,
+                  "layer " + std::to_string(l.layer) + " is not one of " + std::to_string(layers));
   }
-  std::vector<analysis::DecodedRow> rows(layout.num_kv_heads);
-  if (Status s = analysis::decode_layer(decoder, l.sequence, l.layer, threads, &rows); !s) return s;
-  for (size_t h = 0; h < rows.size(); ++h) {
-    const analysis::DecodedRow& row = rows[h];
-    if (l.k != nullptr) std::copy(row.k.begin(), row.k.end(), l.k + h * row.k.size());
-    if (l.v != nullptr) std::copy(row.v.begin(), row.v.end(), l.v + h * row.v.size());
-    if (l.pruned == nullptr) continue;
-    std::copy(row.pruned.begin(), row.pruned.end(), l.pruned + h * row.pruned.size());
-  }
-  return Status::ok();
+  return decode_heads(container->decoder, l, threads);
 }
 
 }  // namespace

@@ -37,10 +37,11 @@ Status run_compress(const char* dump, const char* container, tkv_compress_option
 Status run_decompress(const char* container, const char* dump,
                       const tkv_decompress_options* options) {
   tkv_decompress_options o;
-  int32_t threads = 0;
+  analysis::DecompressOptions d;
   if (Status s = read_struct(options, "options", &o); !s) return s;
   if (container == nullptr || dump == nullptr) return invalid("container or dump is null");
-  if (Status s = read_threads(o.threads, &threads); !s) return s;
+  if (Status s = read_threads(o.threads, &d.threads); !s) return s;
+  if (o.gzip_level < 0 || o.gzip_level > 9) return invalid("gzip_level must be 0 to 9");
   if (o.dtype < TKV_FLOAT16 || o.dtype > TKV_FLOAT32) return invalid("dtype is unknown");
   Result<std::function<void(double)>> progress = read_progress(o.progress);
   if (!progress) return progress.status();
@@ -48,8 +49,10 @@ Status run_decompress(const char* container, const char* dump,
   if (!reader) return reader.status();
   const Result<analysis::CacheDecoder> decoder = analysis::CacheDecoder::open(std::move(*reader));
   if (!decoder) return decoder.status();
-  const DType dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
-  return analysis::decompress(*decoder, dtype, threads, dump, *progress);
+  d.dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
+  d.gzip_level = o.gzip_level;
+  d.progress = std::move(*progress);
+  return analysis::decompress(*decoder, d, dump);
 }
 
 }  // namespace

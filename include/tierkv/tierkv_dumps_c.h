@@ -83,7 +83,8 @@ typedef struct tkv_decompress_options {
   size_t struct_size;
   int32_t convert; /* 1: write `dtype`; 0: the dtype the cache had before it was compressed */
   tkv_dtype dtype;
-  int32_t threads; /* 0: all cores */
+  int32_t threads;    /* 0: all cores */
+  int32_t gzip_level; /* of the dump, 0 (none) to 9 */
   const tkv_progress* progress;
 } tkv_decompress_options;
 
