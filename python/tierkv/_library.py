@@ -1,0 +1,182 @@
+"""The C ABI: structs of tierkv_c.h and tierkv_dumps_c.h, and calls that raise.
+
+Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
+from typing import Any, Dict, List, Union
+
+from .errors import error_of
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Struct(ctypes.Structure):
+    """A struct of the C ABI; its size is set when it is made."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+
+class Error(Struct):
+    _fields_ = [("struct_size", c_size_t), ("message", c_char * 504)]
+
+
+class Buffer(Struct):
+    _fields_ = [("struct_size", c_size_t), ("data", c_void_p), ("capacity", c_size_t), ("size", c_size_t)]
+
+
+class PageFormatStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("head_dim", c_int32), ("k_bits", c_int32), ("v_bits", c_int32),
+                ("k_group", c_int32), ("v_group", c_int32), ("page_bytes", c_int32), ("raw_dtype", c_int32)]
+
+
+class PageChoiceStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("max_waste", c_double), ("min_tokens", c_int32), ("page_bytes", c_int32),
+                ("worst_waste", c_double), ("within_limit", c_int32)]
+
+
+class Tokens(Struct):
+    _fields_ = [("struct_size", c_size_t), ("count", c_int32), ("dtype", c_int32), ("k", c_void_p), ("v", c_void_p),
+                ("scores", c_void_p), ("positions", c_void_p)]
+
+
+class Codes(Struct):
+    _fields_ = [("struct_size", c_size_t), ("tokens", c_int64), ("head_dim", c_int32), ("bits", c_int32), ("group", c_int32),
+                ("codes", c_void_p), ("scale", c_void_p), ("zero_point", c_void_p)]
+
+
+class CodebookSpec(Struct):
+    _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("head_dim", c_int32), ("max_length", c_int32),
+                ("streams_per_lane", c_int32)]
+
+
+class BlockShape(Struct):
+    _fields_ = [("struct_size", c_size_t), ("tokens", c_int32), ("head_dim", c_int32)]
+
+
+class ContainerInfo(Struct):
+    _fields_ = [("struct_size", c_size_t), ("file_bytes", c_int64), ("num_sequences", c_int32), ("num_layers", c_int32),
+                ("num_q_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("dtype", c_int32),
+                ("rope_applied", c_int32), ("rope_theta", c_double), ("sm_scale", c_double), ("preset", c_char_p),
+                ("model_id", c_char_p), ("created_by", c_char_p)]
+
+
+class SequenceInfo(Struct):
+    _fields_ = [("struct_size", c_size_t), ("num_tokens", c_int64), ("id", c_char_p), ("kind", c_char_p),
+                ("tokens", POINTER(c_int32))]
+
+
+class LayerStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequence", c_int32), ("layer", c_int32), ("threads", c_int32), ("k", c_void_p),
+                ("v", c_void_p), ("pruned", c_void_p)]
+
+
+PROGRESS = ctypes.CFUNCTYPE(None, c_void_p, c_double)
+
+
+class ProgressStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("update", PROGRESS), ("user", c_void_p)]
+
+
+class AnalyzeOptions(Struct):
+    _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("presets", POINTER(c_char_p)),
+                ("num_presets", c_size_t), ("profile", c_char_p), ("sequence", c_char_p), ("first_layer", c_int32),
+                ("num_layers", c_int32), ("threads", c_int32), ("progress", POINTER(ProgressStruct))]
+
+
+class CalibrateOptions(Struct):
+    _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
+                ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
+                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double)]
+
+
+class CompressOptions(Struct):
+    _fields_ = [("struct_size", c_size_t), ("preset", c_char_p), ("profile", c_char_p), ("threads", c_int32),
+                ("progress", POINTER(ProgressStruct)), ("values", c_int64), ("file_bytes", c_int64), ("carried_bytes", c_int64),
+                ("tokens", c_int64 * 4)]
+
+
+class DecompressOptions(Struct):
+    _fields_ = [("struct_size", c_size_t), ("convert", c_int32), ("dtype", c_int32), ("threads", c_int32),
+                ("progress", POINTER(ProgressStruct))]
+
+
+CORE: Dict[str, List[Any]] = {
+    "tkv_page_choose_size": [POINTER(PageFormatStruct), c_size_t, POINTER(PageChoiceStruct)],
+    "tkv_page_tokens": [POINTER(PageFormatStruct), POINTER(c_int32)],
+    "tkv_page_encode": [POINTER(PageFormatStruct), c_void_p, c_int32, POINTER(Tokens)],
+    "tkv_page_decode": [POINTER(PageFormatStruct), c_void_p, c_int32, POINTER(Tokens)],
+    "tkv_quantize": [c_void_p, POINTER(Codes)],
+    "tkv_dequantize": [POINTER(Codes), c_void_p],
+    "tkv_codebook_build": [POINTER(CodebookSpec), c_void_p, c_int64, POINTER(c_void_p)],
+    "tkv_codebook_parse": [c_char_p, c_size_t, POINTER(c_void_p)],
+    "tkv_codebook_serialize": [c_void_p, POINTER(Buffer)],
+    "tkv_block_encode": [c_void_p, POINTER(BlockShape), c_void_p, POINTER(Buffer)],
+    "tkv_block_decode": [c_void_p, POINTER(BlockShape), POINTER(Buffer), c_void_p],
+    "tkv_container_open": [c_char_p, POINTER(c_void_p)],
+    "tkv_container_open_bytes": [c_char_p, c_size_t, c_char_p, POINTER(c_void_p)],
+    "tkv_container_get_info": [c_void_p, POINTER(ContainerInfo)],
+    "tkv_container_get_sequence": [c_void_p, c_int32, POINTER(SequenceInfo)],
+    "tkv_container_decode_layer": [c_void_p, POINTER(LayerStruct)],
+    "tkv_container_verify": [c_void_p, c_int32],
+}
+DUMPS: Dict[str, List[Any]] = {
+    "tkv_analyze": [POINTER(AnalyzeOptions), POINTER(c_void_p)],
+    "tkv_calibrate": [POINTER(CalibrateOptions), c_char_p],
+    "tkv_compress": [c_char_p, c_char_p, POINTER(CompressOptions)],
+    "tkv_decompress": [c_char_p, c_char_p, POINTER(DecompressOptions)],
+}
+
+
+class Library:
+    """A loaded library. call() raises what the function reports; other functions are attributes of `dll`."""
+
+    def __init__(self, name: str, functions: Dict[str, List[Any]]) -> None:
+        self.dll = ctypes.CDLL(str(pathlib.Path(__file__).parent / "lib" / name))
+        for function, arguments in functions.items():
+            f = getattr(self.dll, function)
+            f.argtypes = [*arguments, POINTER(Error)]
+            f.restype = c_int32
+
+    def call(self, function: str, *arguments: Any) -> None:
+        error = Error()
+        status: int = getattr(self.dll, function)(*arguments, ctypes.byref(error))
+        if status != 0:
+            raise error_of(status, error.message.decode("utf-8", "replace"))
+
+
+@functools.lru_cache(maxsize=None)
+def core() -> Library:
+    library = Library("libtierkv.so", CORE)
+    library.dll.tkv_version.restype = c_char_p
+    library.dll.tkv_block_max_bytes.restype = c_size_t
+    library.dll.tkv_block_max_bytes.argtypes = [c_int32]
+    library.dll.tkv_codebook_destroy.argtypes = [c_void_p]
+    library.dll.tkv_container_destroy.argtypes = [c_void_p]
+    library.dll.tkv_codebook_destroy.restype = library.dll.tkv_container_destroy.restype = None
+    return library
+
+
+@functools.lru_cache(maxsize=None)
+def dumps() -> Library:
+    """Loaded when it is first needed, because it brings HDF5."""
+    library = Library("libtierkv_dumps.so", DUMPS)
+    library.dll.tkv_text_data.restype = c_char_p
+    library.dll.tkv_text_data.argtypes = [c_void_p]
+    library.dll.tkv_text_destroy.argtypes = [c_void_p]
+    library.dll.tkv_text_destroy.restype = None
+    return library
+
+
+def encode_path(path: Path) -> bytes:
+    data = os.fsencode(path)
+    if b"\0" in data:
+        raise ValueError("embedded null byte in a path")
+    return data
+

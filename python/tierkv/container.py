@@ -1,0 +1,129 @@
+"""`.tkv` containers: compressed caches in files."""
+from __future__ import annotations
+
+import ctypes
+import operator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import List, Optional, Type
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _library as lib
+from ._arrays import DTYPES, FloatArray, pointer
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """What a container says about the cache that it holds."""
+
+    file_bytes: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # before it was compressed
+    rope_applied: bool
+    rope_theta: float
+    sm_scale: float
+    preset: str
+    model_id: str
+    created_by: str
+
+
+@dataclass(frozen=True)
+class Sequence:
+    id: str
+    kind: str
+    tokens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Layer:
+    k: FloatArray  # [num_kv_heads, tokens, head_dim]; pruned tokens are zeros
+    v: FloatArray
+    pruned: npt.NDArray[np.bool_]  # [num_kv_heads, tokens]
+
+
+class Cache:
+    """An open container. Several threads may decode from it at once; close() must not run beside them."""
+
+    def __init__(self, handle: ctypes.c_void_p) -> None:
+        self._handle: Optional[ctypes.c_void_p] = handle
+        info = lib.ContainerInfo()
+        lib.core().call("tkv_container_get_info", handle, info)
+        names = {number: name for name, number in DTYPES.items()}
+        self.info = CacheInfo(info.file_bytes, info.num_layers, info.num_q_heads, info.num_kv_heads, info.head_dim,
+                              names[info.dtype], bool(info.rope_applied), info.rope_theta, info.sm_scale, _text(info.preset),
+                              _text(info.model_id), _text(info.created_by))
+        self.sequences: List[Sequence] = [self._sequence(i) for i in range(info.num_sequences)]
+
+    def decode_layer(self, layer: int, sequence: int = 0, threads: int = 0) -> Layer:
+        """Keys, values and pruned tokens of a layer of a sequence (by index); threads 0: all cores."""
+        layer, sequence = operator.index(layer), operator.index(sequence)
+        # Before anything is allocated: a negative index would select from the end of the list.
+        if not 0 <= sequence < len(self.sequences):
+            raise IndexError(f"sequence {sequence} is not one of {len(self.sequences)}")
+        tokens, heads = self.sequences[sequence].tokens.size, self.info.num_kv_heads
+        k = np.empty((heads, tokens, self.info.head_dim), np.float32)
+        v = np.empty_like(k)
+        pruned = np.empty((heads, tokens), np.uint8)
+        request = lib.LayerStruct(sequence=sequence, layer=layer, threads=threads, k=pointer(k), v=pointer(v),
+                                  pruned=pointer(pruned))
+        lib.core().call("tkv_container_decode_layer", self._open(), request)
+        return Layer(k, v, pruned.astype(np.bool_))
+
+    def verify(self, threads: int = 0) -> None:
+        """Checks every checksum and decodes everything; CorruptError names the first chunk that is wrong."""
+        lib.core().call("tkv_container_verify", self._open(), threads)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            lib.core().dll.tkv_container_destroy(handle)
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
+                 trace: Optional[TracebackType]) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        i = self.info
+        return f"<tierkv.Cache {i.preset}: {len(self.sequences)} sequences, {i.num_layers} layers, {i.file_bytes} bytes>"
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise ValueError("the cache is closed")
+        return self._handle
+
+    def _sequence(self, index: int) -> Sequence:
+        s = lib.SequenceInfo()
+        lib.core().call("tkv_container_get_sequence", self._open(), index, s)
+        # A copy: the library's array lives as long as the handle only.
+        tokens = np.ctypeslib.as_array(s.tokens, (s.num_tokens,)).copy() if s.num_tokens else np.empty(0, np.int32)
+        return Sequence(_text(s.id), _text(s.kind), tokens)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def open(path: lib.Path) -> Cache:
+    """Opens a container; header, index and sequences are checked."""
+    handle = ctypes.c_void_p()
+    lib.core().call("tkv_container_open", lib.encode_path(path), handle)
+    return Cache(handle)
+
+
+def open_bytes(data: bytes, name: str = "bytes") -> Cache:
+    """The same for a container in memory; `name` stands for the path in messages."""
+    handle = ctypes.c_void_p()
+    lib.core().call("tkv_container_open_bytes", data, len(data), lib.encode_path(name), handle)
+    return Cache(handle)

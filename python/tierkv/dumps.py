@@ -1,0 +1,162 @@
+"""kv-dumps (HDF5): analysis, calibration, compression. Files from strangers belong in a sandbox: HDF5 is not hardened."""
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+from . import _library as lib
+from ._arrays import DTYPES
+
+Progress = Callable[[float], None]
+Files = Union[lib.Path, Sequence[lib.Path]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a preset does to a file ("all") or one of its sequences; definitions: docs/DESIGN.md. None: does not apply."""
+
+    file: str
+    preset: str
+    seq: str
+    values: int
+    bits_per_value: float
+    ratio: float
+    page_ratio: Optional[float]
+    tiers: Dict[str, float]
+    key_rel_error: Optional[float]
+    value_rel_error: Optional[float]
+    attention_rel_error: Optional[float]
+    attention_rel_error_online: Optional[float]
+    attention_cosine: Optional[float]
+    key_entropy_bits: Optional[float]
+    value_entropy_bits: Optional[float]
+    key_coded_bits: Optional[float]
+    value_coded_bits: Optional[float]
+    encode_gbps: Optional[float]
+    decode_gbps: Optional[float]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    alpha_high: float
+    alpha_low: float
+
+
+@dataclass(frozen=True)
+class Compressed:
+    values: int
+    file_bytes: int
+    carried_bytes: int  # of file_bytes, queries and significance that were carried over
+    tokens: Dict[str, int]  # (row, token) pairs in window, high, low, pruned
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * (self.file_bytes - self.carried_bytes) / self.values
+
+
+class _ProgressCall:
+    """A callback that the library may call; what it raises is kept, and raised when the call has returned."""
+
+    def __init__(self, progress: Optional[Progress]) -> None:
+        self._error: Optional[BaseException] = None
+        self._struct: Optional[lib.ProgressStruct] = None
+        if progress is not None:
+            self._progress = progress
+            self._struct = lib.ProgressStruct(update=lib.PROGRESS(self._update))
+
+    def _update(self, user: Any, fraction: float) -> None:
+        if self._error is None:
+            try:
+                self._progress(fraction)
+            except BaseException as e:  # not across C
+                self._error = e
+
+    @property
+    def pointer(self) -> Any:
+        return None if self._struct is None else ctypes.pointer(self._struct)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        lib.dumps().call(function, *arguments)
+        if self._error is not None:
+            raise self._error
+
+
+def _strings(items: Sequence[bytes]) -> Any:
+    return (ctypes.c_char_p * len(items))(*items)
+
+
+def _files(files: Files) -> List[bytes]:
+    if isinstance(files, (str, os.PathLike)):
+        return [lib.encode_path(files)]
+    return [lib.encode_path(f) for f in files]
+
+
+def _optional_path(path: Optional[lib.Path]) -> Optional[bytes]:
+    return None if path is None else lib.encode_path(path)
+
+
+def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: Optional[lib.Path] = None,
+            sequence: Optional[str] = None, layers: Optional[Tuple[int, int]] = None, threads: int = 0,
+            progress: Optional[Progress] = None) -> List[Result]:
+    """What each preset would do to the dumps, as `tierkv analyze`: for every file and preset the total, then each sequence.
+
+    presets: None for a comparison of all schemes with equal windows. profile: of calibrate(). layers: first and last.
+    """
+    names, chosen = _files(files), [p.encode() for p in presets or []]
+    if presets is not None and not chosen:
+        raise ValueError("presets is empty; None compares all schemes")
+    if layers is not None and not 0 <= layers[0] <= layers[1]:
+        raise ValueError(f"layers {layers}: first and last, both inclusive")
+    first, count = (layers[0], layers[1] - layers[0] + 1) if layers is not None else (0, 0)
+    bar = _ProgressCall(progress)
+    options = lib.AnalyzeOptions(files=_strings(names), num_files=len(names), presets=_strings(chosen), num_presets=len(chosen),
+                                 profile=_optional_path(profile), sequence=None if sequence is None else sequence.encode(),
+                                 first_layer=first, num_layers=count, threads=threads, progress=bar.pointer)
+    text = ctypes.c_void_p()
+    try:
+        bar.call("tkv_analyze", options, text)
+        report = json.loads(lib.dumps().dll.tkv_text_data(text))
+    finally:
+        lib.dumps().dll.tkv_text_destroy(text)
+    return [Result(**r) for r in report["results"]]
+
+
+def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
+              error_budget: float = 0.25, prune_budget: float = 0.0, threads: int = 0,
+              progress: Optional[Progress] = None) -> Thresholds:
+    """Writes a profile of a model: means, steps, bases and tier thresholds. The dumps need q.
+
+    error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
+    """
+    if not 0 < error_budget <= 1:
+        raise ValueError("error_budget must be above 0 and at most 1")
+    names, bar = _files(files), _ProgressCall(progress)
+    options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
+                                   no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
+                                   threads=threads, progress=bar.pointer)
+    bar.call("tkv_calibrate", options, lib.encode_path(profile))
+    return Thresholds(options.alpha_high, options.alpha_low)
+
+
+def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optional[lib.Path] = None, threads: int = 0,
+             progress: Optional[Progress] = None) -> Compressed:
+    """A kv-dump into a container, written whole or not at all."""
+    bar = _ProgressCall(progress)
+    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, progress=bar.pointer)
+    bar.call("tkv_compress", lib.encode_path(dump), lib.encode_path(container), options)
+    tiers = dict(zip(("window", "high", "low", "pruned"), options.tokens))
+    return Compressed(options.values, options.file_bytes, options.carried_bytes, tiers)
+
+
+def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, threads: int = 0,
+               progress: Optional[Progress] = None) -> None:
+    """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    bar = _ProgressCall(progress)
+    options = lib.DecompressOptions(convert=dtype is not None, dtype=0 if dtype is None else DTYPES[dtype], threads=threads,
+                                    progress=bar.pointer)
+    bar.call("tkv_decompress", lib.encode_path(container), lib.encode_path(dump), options)

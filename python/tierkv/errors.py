@@ -1,0 +1,82 @@
+"""Exceptions, one class per status code of the library."""
+from __future__ import annotations
+
+from typing import Dict, Type
+
+
+class TierkvError(Exception):
+    """Base of all errors that the library reports; `name` is its status, such as "corrupt"."""
+
+    name = "internal"
+
+
+class InvalidArgumentError(TierkvError, ValueError):
+    """A size, shape or configuration out of range."""
+
+    name = "invalid_argument"
+
+
+class UnsupportedError(TierkvError, ValueError):
+    """A combination that the library names and refuses."""
+
+    name = "unsupported"
+
+
+class NonFiniteError(TierkvError, ValueError):
+    """NaN or infinity in the input."""
+
+    name = "non_finite"
+
+
+class OutOfRangeError(TierkvError, IndexError):
+    """A value that its format cannot hold, or an index beyond its table."""
+
+    name = "out_of_range"
+
+
+class CorruptError(TierkvError):
+    """Compressed bytes or a file that contradicts itself."""
+
+    name = "corrupt"
+
+
+class NotFoundError(TierkvError, LookupError):
+    """A named thing that is not there."""
+
+    name = "not_found"
+
+
+class InputOutputError(TierkvError, OSError):
+    """The operating system refused a read or a write."""
+
+    name = "io"
+
+
+class VersionError(TierkvError):
+    """A format version that this build does not know."""
+
+    name = "version"
+
+
+class OutOfMemoryError(TierkvError, MemoryError):
+    """Memory ran out inside the library."""
+
+    name = "out_of_memory"
+
+
+_CLASSES: Dict[int, Type[TierkvError]] = {
+    1: InvalidArgumentError,
+    2: UnsupportedError,
+    3: NonFiniteError,
+    4: OutOfRangeError,
+    6: CorruptError,
+    9: NotFoundError,
+    10: InputOutputError,
+    12: VersionError,
+    100: OutOfMemoryError,
+}
+
+
+def error_of(status: int, message: str) -> TierkvError:
+    """The exception for a status code other than 0."""
+    return _CLASSES.get(status, TierkvError)(message)

@@ -1,0 +1,270 @@
+"""The Python package as it is built, against NumPy, h5py and the command."""
+import gc
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+
+import h5py
+import numpy as np
+
+PACKAGE, TIERKV, ROOT = sys.argv[1:4]
+sys.path.insert(0, PACKAGE)
+import tierkv  # noqa: E402
+
+SAMPLE = pathlib.Path(ROOT) / "datasets" / "sample_1k.h5"
+
+
+class PackageTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.dir = pathlib.Path(cls.folder.name)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    def setUp(self):
+        self.seed = random.SystemRandom().randrange(2**32)
+        self.rng = np.random.default_rng(self.seed)
+
+    def normal(self, *shape, dtype=np.float32):
+        return (self.rng.normal(size=shape) * 2 + 0.25).astype(dtype)
+
+
+class Structs(PackageTest):
+    def test_layouts_are_those_of_the_compiler(self):
+        from tierkv import _library as lib
+        structs = {"tkv_error": lib.Error, "tkv_buffer": lib.Buffer, "tkv_page_format": lib.PageFormatStruct,
+                   "tkv_page_choice": lib.PageChoiceStruct, "tkv_tokens": lib.Tokens, "tkv_codes": lib.Codes,
+                   "tkv_codebook_spec": lib.CodebookSpec, "tkv_block_shape": lib.BlockShape,
+                   "tkv_container_info": lib.ContainerInfo, "tkv_sequence_info": lib.SequenceInfo, "tkv_layer": lib.LayerStruct,
+                   "tkv_progress": lib.ProgressStruct, "tkv_analyze_options": lib.AnalyzeOptions,
+                   "tkv_calibrate_options": lib.CalibrateOptions, "tkv_compress_options": lib.CompressOptions,
+                   "tkv_decompress_options": lib.DecompressOptions}
+        headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in ("tierkv_c.h", "tierkv_dumps_c.h"))
+        self.assertEqual(set(re.findall(r"^} (tkv_\w+);", headers, re.M)), set(structs))
+        lines = ['#include <stdio.h>', '#include "tierkv/tierkv_dumps_c.h"', "int main(void) {"]
+        for name, struct in structs.items():
+            lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+            lines += [f'printf("{name}.{f[0]} %zu\\n", offsetof({name}, {f[0]}));' for f in struct._fields_]
+        source = self.dir / "layout.c"
+        source.write_text("\n".join(lines + ["return 0; }"]))
+        subprocess.run(["cc", f"-I{ROOT}/include", source, "-o", self.dir / "layout"], check=True)
+        told = dict(l.split() for l in subprocess.run([self.dir / "layout"], capture_output=True, text=True).stdout.splitlines())
+        import ctypes
+        for name, struct in structs.items():
+            self.assertEqual(int(told[name]), ctypes.sizeof(struct), name)
+            for field, *_ in struct._fields_:
+                self.assertEqual(int(told[f"{name}.{field}"]), getattr(struct, field).offset, f"{name}.{field}")
+
+    def test_version(self):
+        cmake = (pathlib.Path(ROOT) / "CMakeLists.txt").read_text()
+        self.assertEqual(tierkv.__version__, re.search(r"project\(tierkv VERSION (\S+)", cmake).group(1))
+
+
+class Codec(PackageTest):
+    def test_quantize_equals_numpy(self):
+        for head_dim, group, bits in ((128, 0, 4), (96, 32, 2), (64, 16, 8), (7, 0, 1)):
+            x = self.normal(33, head_dim)
+            rows = tierkv.quantize(x, bits, group)
+            grouped = x.reshape(33, -1, group or head_dim)
+            low, high = grouped.min(-1), grouped.max(-1)
+            scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16)
+            zero = low.astype(np.float16)
+            np.testing.assert_array_equal(rows.scale, scale, f"seed {self.seed}")
+            np.testing.assert_array_equal(rows.zero_point, zero)
+            s, z = scale.astype(np.float32)[..., None], zero.astype(np.float32)[..., None]
+            codes = np.clip(np.rint((grouped - z) / s), 0, 2**bits - 1)
+            np.testing.assert_array_equal(rows.codes, codes.reshape(33, head_dim))
+            np.testing.assert_array_equal(tierkv.dequantize(rows), (s * codes + z).reshape(33, head_dim).astype(np.float32))
+
+    def test_pages(self):
+        for head_dim in (64, 96, 128, 256):
+            format = tierkv.PageFormat(head_dim, k_bits=16, v_bits=4)
+            n = format.tokens
+            k, v = self.normal(n, head_dim, dtype=np.float16), self.normal(n, head_dim, dtype=np.float16)
+            page = tierkv.encode(format, k[:5], v[:5], np.full(5, 0.25), np.arange(100, 105))
+            page.append(k[5:], v[5:])
+            back = tierkv.decode(page)
+            np.testing.assert_array_equal(back.k, k.astype(np.float32), f"seed {self.seed}")
+            np.testing.assert_array_equal(back.v, tierkv.dequantize(tierkv.quantize(v, 4)), f"seed {self.seed}")
+            np.testing.assert_array_equal(back.positions, [*range(100, 105), *range(5, n)])
+            np.testing.assert_array_equal(back.scores, [0.25] * 5 + [0] * (n - 5))
+            with self.assertRaises(tierkv.InvalidArgumentError):
+                page.append(k[:1], v[:1])
+            self.assertEqual(page.used, n)
+        choice = tierkv.choose_page_bytes([tierkv.PageFormat(128, 8, 4), tierkv.PageFormat(128, 4, 2)])
+        self.assertEqual((choice.page_bytes, choice.within_limit), (13312, True))
+
+    def test_codebooks(self):
+        codes = np.rint(self.rng.normal(size=(50, 96)) * 4).astype(np.int64)
+        codes[3, 3] = -32768
+        book = tierkv.Codebook.build(codes, "value")
+        again = tierkv.Codebook.parse(bytes(book))
+        data = book.encode(codes)
+        self.assertLess(len(data), codes.size)
+        np.testing.assert_array_equal(again.decode(data, codes.shape), codes, f"seed {self.seed}")
+        with self.assertRaises(tierkv.CorruptError):
+            again.decode(data[:-1], codes.shape)
+        with self.assertRaises(tierkv.TierkvError):
+            tierkv.Codebook.parse(b"\x00" * 40)
+        with self.assertRaises(ValueError):
+            book.encode(codes + 32767)
+        with self.assertRaises(ValueError):
+            book.decode(data, (65, 96))
+
+    def test_what_is_refused(self):
+        x = self.normal(4, 64)
+        for call, error, words in (
+                (lambda: tierkv.quantize(x.astype(np.float64), 4), TypeError, "float64"),
+                (lambda: tierkv.quantize(x, 9), tierkv.InvalidArgumentError, "bits"),
+                (lambda: tierkv.quantize(x, 4, 5), ValueError, "group 5"),
+                (lambda: tierkv.quantize(x[0], 4), ValueError, "shape"),
+                (lambda: tierkv.quantize(np.full((2, 64), np.nan, np.float32), 4), tierkv.NonFiniteError, "token 0"),
+                (lambda: tierkv.quantize(np.full((2, 64), 1e9, np.float32), 4), tierkv.OutOfRangeError, "fp16"),
+                (lambda: tierkv.encode(tierkv.PageFormat(64), x, x[:2]), ValueError, "shape"),
+                (lambda: tierkv.encode(tierkv.PageFormat(64), x, x.astype(np.float16)), TypeError, "float16"),
+                (lambda: tierkv.encode(tierkv.PageFormat(64, k_bits=3), x, x), tierkv.InvalidArgumentError, ""),
+                (lambda: tierkv.PageFormat(80).tokens, tierkv.TierkvError, "head_dim"),
+                (lambda: tierkv.open("/nowhere"), OSError, "/nowhere"),
+                (lambda: tierkv.open_bytes(b"no container"), tierkv.InvalidArgumentError, "bytes"),
+                (lambda: tierkv.analyze(SAMPLE, ["k8v5"]), tierkv.InvalidArgumentError, "k8v5"),
+                (lambda: tierkv.analyze(SAMPLE, []), ValueError, "presets"),
+                (lambda: tierkv.analyze([]), tierkv.InvalidArgumentError, "files"),
+                (lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(0, 6)), tierkv.TierkvError, "layer"),
+                (lambda: tierkv.compress(SAMPLE, "/nowhere/x", "step"), OSError, "/nowhere")):
+            with self.assertRaises(error) as caught:
+                call()
+            self.assertIn(words, str(caught.exception))
+        self.assertEqual(tierkv.CorruptError.name, "corrupt")
+
+    def test_not_contiguous_and_foreign_arrays(self):
+        x = self.normal(64, 66)
+        np.testing.assert_array_equal(tierkv.quantize(x[:, :64], 4).codes, tierkv.quantize(x[:, :64].copy(), 4).codes)
+        np.testing.assert_array_equal(tierkv.quantize(x.T, 4).codes, tierkv.quantize(x.T.copy(), 4).codes)
+
+        class Foreign:  # what a torch tensor is to us
+            def __init__(self, array):
+                self.array = array
+
+            def __dlpack__(self, *args, **kwargs):
+                return self.array.__dlpack__()
+
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        np.testing.assert_array_equal(tierkv.quantize(Foreign(x), 4).codes, tierkv.quantize(x, 4).codes)
+
+
+class Containers(PackageTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.path = cls.dir / "cäche.tkv"
+        cls.compressed = tierkv.compress(SAMPLE, cls.path, "diffkv:alpha_l=0.05")
+
+    def test_summary(self):
+        self.assertEqual(self.compressed.file_bytes, self.path.stat().st_size)
+        self.assertEqual(self.compressed.values, 2 * 6 * 2 * 1024 * 128)
+        self.assertEqual(sum(self.compressed.tokens.values()), 6 * 2 * 1024)
+        self.assertGreater(self.compressed.tokens["pruned"], 0)
+        result = tierkv.analyze(SAMPLE, ["diffkv:alpha_l=0.05"])[0]
+        # The container adds its index and headers to what analyze counts.
+        self.assertLess(abs(self.compressed.bits_per_value / result.bits_per_value - 1), 0.05)
+
+    def test_layers_equal_the_command(self):
+        back = self.dir / "back.h5"
+        subprocess.run([TIERKV, "decompress", self.path, back, "--dtype", "float32"], check=True, capture_output=True)
+        with tierkv.open(self.path) as cache, h5py.File(back) as f:
+            self.assertEqual((cache.info.num_layers, cache.info.head_dim, cache.info.preset), (6, 128, "diffkv:alpha_l=0.05"))
+            sequence = cache.sequences[0]
+            group = f[f"seq/{sequence.id}"]
+            np.testing.assert_array_equal(sequence.tokens, group["tokens"])
+            for i in (0, 5):
+                layer = cache.decode_layer(i)
+                np.testing.assert_array_equal(layer.k, group[f"layer/{i}/k"])
+                np.testing.assert_array_equal(layer.v, group[f"layer/{i}/v"])
+                np.testing.assert_array_equal(layer.pruned, np.asarray(group[f"layer/{i}/pruned"]) != 0)
+            cache.verify()
+            for wrong in (lambda: cache.decode_layer(6), lambda: cache.decode_layer(-1), lambda: cache.decode_layer(0, 1)):
+                self.assertRaises(IndexError, wrong)
+        self.assertRaises(ValueError, cache.decode_layer, 0)
+        cache.close()
+
+    def test_python_decompresses_as_the_command(self):
+        tierkv.decompress(self.path, self.dir / "a.h5", dtype="float32")
+        again = tierkv.compress(self.dir / "a.h5", self.dir / "a.tkv", "fp16")
+        self.assertEqual(again.values, self.compressed.values)
+        self.assertRaises(ValueError, tierkv.decompress, self.path, self.dir / "a.h5", dtype="float64")
+
+    def test_what_a_closed_cache_gave_stays(self):
+        cache = tierkv.open_bytes(self.path.read_bytes())
+        tokens, layer = cache.sequences[0].tokens, cache.decode_layer(0)
+        norm = np.linalg.norm(layer.k)
+        cache.close()
+        del cache
+        gc.collect()
+        self.assertEqual(tokens.size, 1024)
+        self.assertEqual(np.linalg.norm(layer.k), norm)
+
+    def test_damage(self):
+        data = bytearray(self.path.read_bytes())
+        at = int(self.rng.integers(len(data)))
+        data[at] ^= 1 << int(self.rng.integers(8))
+        with self.assertRaises(tierkv.TierkvError, msg=f"seed {self.seed}, byte {at}"):
+            tierkv.open_bytes(bytes(data)).verify()
+
+    def test_threads(self):
+        cache = tierkv.open(self.path)
+        expected = cache.decode_layer(2)
+        equal = []
+        threads = [threading.Thread(target=lambda: equal.append(np.array_equal(cache.decode_layer(2, threads=1).k, expected.k)))
+                   for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(equal, [True] * 4)
+
+
+class Dumps(PackageTest):
+    def test_analyze_equals_the_command(self):
+        import json
+        told = json.loads(subprocess.run([TIERKV, "analyze", "--json", "--preset", "step", "--preset", "k8v4", "--layers", "1-2", SAMPLE],
+                                         capture_output=True, text=True, check=True).stdout)["results"]
+        results = tierkv.analyze([SAMPLE], ["step", "k8v4"], layers=(1, 2))
+        self.assertEqual(len(results), len(told))
+        for ours, theirs in zip(results, told):
+            for key in ("preset", "seq", "values", "bits_per_value", "page_ratio", "tiers", "attention_rel_error_online"):
+                self.assertEqual(getattr(ours, key), theirs[key])
+        self.assertIsNone(results[-1].key_coded_bits)
+
+    def test_calibrate_and_progress(self):
+        seen = []
+        thresholds = tierkv.calibrate(SAMPLE, self.dir / "profile.h5", progress=seen.append)
+        self.assertGreater(thresholds.alpha_high, 0)
+        self.assertEqual(thresholds.alpha_low, 0)
+        self.assertEqual(seen, sorted(seen))
+        self.assertTrue(seen and 0 <= seen[0] and seen[-1] <= 1)
+        own, shared = (tierkv.analyze(SAMPLE, ["step"], profile=p)[0] for p in (None, self.dir / "profile.h5"))
+        self.assertLess(shared.bits_per_value, own.bits_per_value)
+
+    def test_what_progress_raises_is_raised(self):
+        calls = []
+
+        def fail(fraction):
+            calls.append(fraction)
+            raise KeyboardInterrupt("stop")
+
+        self.assertRaisesRegex(KeyboardInterrupt, "stop", tierkv.analyze, SAMPLE, ["fp16"], progress=fail)
+        self.assertEqual(len(calls), 1)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], "-v"])
