@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "datasets/profile_file.h"
+#include "tools/report/page.h"
 
 namespace tierkv::tools {
 namespace {
@@ -31,12 +32,15 @@ void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args) {
       "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
   command->add_option("--threads", args->threads, "Worker threads (default: all cores)")
       ->check(CLI::Range(1, 1024));
+  command->add_option("--report", args->report,
+                      "Also write a page with plots to this file: self-contained HTML");
 }
 
 int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   analysis::AnalyzeOptions& options = inputs->options;
   options.threads = args.threads;
   options.only_sequence = args.seq;
+  options.details = !args.report.empty();
   if (!args.layers.empty() &&
       !parse_layers(args.layers, &options.first_layer, &options.last_layer)) {
     return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B", kExitUsage);
@@ -70,6 +74,20 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
                  preset.text.c_str());
   }
   return kExitOk;
+}
+
+int write_report(const AnalyzeArguments& args, AnalyzeInputs& inputs,
+                 const analysis::SweepResult& results) {
+  if (args.report.empty()) return kExitOk;
+  report::ReportInput page;
+  page.version = TIERKV_VERSION;
+  page.sweep = &results;
+  for (datasets::DumpReader& reader : inputs.readers) {
+    Result<analysis::Survey> survey = analysis::survey(reader, inputs.options);
+    if (!survey) return report_error(survey.status().message(), kExitBadInput);
+    page.surveys.push_back(std::move(survey.value()));
+  }
+  return write_text_file(args.report, report::html_page(page));
 }
 
 }  // namespace tierkv::tools

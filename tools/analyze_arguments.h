@@ -4,18 +4,20 @@
 #include <optional>
 
 #include "tools/analysis/analyze.h"
+#include "tools/analysis/sweep.h"
 #include "tools/command.h"
 
 namespace tierkv::tools {
 
 struct AnalyzeArguments {
   std::vector<std::string> files;
-  std::string layers, seq, profile;
+  std::string layers, seq, profile, report;
   int32_t threads = default_threads();
   bool json = false, csv = false;
 };
 
-// FILE..., --layers, --seq, --profile, --threads; not the formats of the result, which differ.
+// FILE..., --layers, --seq, --profile, --threads, --report; not the formats of the result, which
+// differ.
 void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args);
 
 struct AnalyzeInputs {
@@ -33,5 +35,9 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs);
 
 // Appends the presets of the texts; a warning for each that prunes.
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets);
+
+// Surveys the dumps and writes the page of --report; nothing without the option.
+int write_report(const AnalyzeArguments& args, AnalyzeInputs& inputs,
+                 const analysis::SweepResult& results);
 
 }  // namespace tierkv::tools

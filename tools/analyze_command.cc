@@ -19,20 +19,20 @@ int run(const Arguments& args) {
     return code;
   }
   if (const int code = read_inputs(args, &inputs); code != kExitOk) return code;
-  std::vector<datasets::DumpInfo> infos;
-  std::vector<analysis::AnalyzeResult> results;
+  analysis::SweepResult all;
   for (datasets::DumpReader& reader : inputs.readers) {
     ProgressBar bar(reader.info().path);
     options.progress = [&](double fraction) { bar.update(fraction); };
     Result<std::vector<analysis::AnalyzeResult>> part = analysis::analyze(reader, options);
     bar.finish();
     if (!part) return report_error(part.status().message(), kExitBadInput);
-    infos.push_back(reader.info());
-    results.insert(results.end(), part->begin(), part->end());
+    all.files.push_back(reader.info());
+    all.results.insert(all.results.end(), part->begin(), part->end());
   }
-  return print_result(args.json  ? analysis::to_json(infos, results)
-                      : args.csv ? analysis::to_csv(results)
-                                 : analysis::to_table(results));
+  if (const int code = write_report(args, inputs, all); code != kExitOk) return code;
+  return print_result(args.json  ? analysis::to_json(all.files, all.results)
+                      : args.csv ? analysis::to_csv(all.results)
+                                 : analysis::to_table(all.results));
 }
 
 }  // namespace

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <thread>
 
 namespace tierkv::tools {
@@ -17,6 +19,20 @@ int print_result(const std::string& text) {
   const bool ok =
       std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   return ok ? kExitOk : report_error("standard output cannot be written", kExitBadInput);
+}
+
+int write_text_file(const std::string& path, const std::string& text) {
+  const std::string temporary = path + ".tmp." + std::to_string(getpid());
+  std::FILE* file = std::fopen(temporary.c_str(), "wbx");
+  if (file == nullptr) {
+    return report_error(path + ": cannot be written: " + std::strerror(errno), kExitBadInput);
+  }
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const bool closed = std::fclose(file) == 0;
+  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return kExitOk;
+  const std::string why = std::strerror(errno);
+  std::remove(temporary.c_str());
+  return report_error(path + ": cannot be written: " + why, kExitBadInput);
 }
 
 int32_t default_threads() {

@@ -34,6 +34,10 @@ int report_error(const std::string& message, int exit_code);
 // closed pipe).
 int print_result(const std::string& text);
 
+// The text as a file, whole or not at all: written under another name and renamed. kExitBadInput
+// with a message when it cannot be.
+int write_text_file(const std::string& path, const std::string& text);
+
 int32_t default_threads();
 
 // A progress bar on stderr while it is a terminal, nothing otherwise. finish() clears the line.

@@ -46,6 +46,7 @@ int run(const Arguments& args) {
   if (result->results.empty()) {
     return report_error("no preset can be tried on any of the dumps", kExitBadInput);
   }
+  if (const int code = write_report(args, inputs, *result); code != kExitOk) return code;
   return print_result(args.json       ? analysis::to_json(*result)
                       : args.csv      ? analysis::to_csv(result->results)
                       : args.markdown ? analysis::to_markdown(result->results)

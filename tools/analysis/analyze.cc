@@ -82,6 +82,11 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
                   info.path + ": no sequence '" + options.only_sequence + "'");
   }
   std::vector<Tally> tallies(options.presets.size() * info.sequences.size());
+  std::vector<PresetDetail> details;
+  if (options.details) {
+    details.assign(options.presets.size(),
+                   PresetDetail(info.layout.num_layers, info.layout.num_kv_heads));
+  }
   for (size_t next = 0; next < work.size();) {
     std::vector<LayerData> layers;
     for (int64_t bytes = 0; next < work.size() && (layers.empty() || bytes < kBatchBytes); ++next) {
@@ -95,7 +100,8 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
         return s;
       }
     }
-    if (Status s = LayerBatch(info, options, std::move(layers), &tallies).run(); !s) return s;
+    if (Status s = LayerBatch(info, options, std::move(layers), {&tallies, &details}).run(); !s)
+      return s;
     if (options.progress)
       options.progress(static_cast<double>(next) / static_cast<double>(work.size()));
   }
@@ -103,12 +109,15 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
   std::vector<AnalyzeResult> results;
   for (size_t p = 0; p < options.presets.size(); ++p) {
     const size_t total = results.size();
-    results.push_back({info.path, options.presets[p].text, "all", {}});
+    results.push_back({info.path, options.presets[p].text, "all", {}, nullptr});
+    if (options.details) {
+      results[total].detail = std::make_shared<PresetDetail>(std::move(details[p]));
+    }
     for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
       const Tally& t = tallies[p * info.sequences.size() + seq];
       if (t.values == 0) continue;
       results[total].tally.add(t);
-      results.push_back({info.path, options.presets[p].text, info.sequences[seq].id, t});
+      results.push_back({info.path, options.presets[p].text, info.sequences[seq].id, t, nullptr});
     }
   }
   return results;

@@ -4,12 +4,14 @@
 
 #include <array>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "codec/profile.h"
 #include "datasets/dump.h"
+#include "tools/analysis/detail.h"
 #include "tools/analysis/preset.h"
 
 namespace tierkv::analysis {
@@ -41,6 +43,7 @@ struct AnalyzeResult {
   std::string file, preset;
   std::string seq;  // "all" or the sequence's id
   Tally tally;
+  std::shared_ptr<const PresetDetail> detail;  // of totals, where asked for
 };
 
 struct AnalyzeOptions {
@@ -49,7 +52,8 @@ struct AnalyzeOptions {
   int32_t last_layer = -1;    // inclusive; -1: the last one
   std::string only_sequence;  // empty: all
   int32_t threads = 1;
-  const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
+  bool details = false;              // AnalyzeResult::detail: codes are counted in one more pass
+  const Profile* profile = nullptr;  // means, steps and bases; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, called from one thread
 
   int32_t end_layer(const CacheLayout& layout) const {

@@ -14,14 +14,15 @@ constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 }  // namespace
 
 LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
-                       std::vector<LayerData> layers, std::vector<Tally>* tallies)
+                       std::vector<LayerData> layers, const BatchSums& sums)
     : info_(info),
       options_(options),
       layout_(info.layout),
       layers_(std::move(layers)),
       heads_(layout_.num_kv_heads),
       presets_(static_cast<int64_t>(options.presets.size())),
-      tallies_(*tallies),
+      tallies_(*sums.tallies),
+      details_(*sums.details),
       schemes_(layers_.size() * presets_) {}
 
 bool LayerBatch::failed() {
@@ -73,6 +74,7 @@ void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
   const LayerData& l = layers_[layer];
   LayerScheme& out = shared(layer, p);
   if (Status s = place_rows(scheme(p), l, layout_, statistics, &out); !s) return fail(s, l, p);
+  out.count_codes = !details_.empty();
   StopWatch watch;
   if (Status s = build_codebooks(scheme(p), l, &out); !s) return fail(s, l, p);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -82,6 +84,9 @@ void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
   for (const Component c : kComponents) {
     const int i = static_cast<int>(c);
     t.component[i].entropy_bits += out.entropy_bits[i];
+    for (int32_t part = 0; part < 2 && !details_.empty(); ++part) {
+      for (const auto& [code, n] : out.codes[i][part]) details_[p].codes[i][part][code] += n;
+    }
   }
 }
 
@@ -128,10 +133,19 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
         t.stored_bytes += own.basis.stored_bytes() + (own.step > 0 ? 4 : 0);
     }
   }
-  if (StatusCode code = add_errors(codec, exact_[row], first_tile, &t); code != StatusCode::kOk)
+  PositionErrors places;
+  PositionErrors* by_place = details_.empty() ? nullptr : &places;
+  if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t);
+      code != StatusCode::kOk)
     return fail(Status(code, "decoding failed"), l, p);
   std::lock_guard<std::mutex> lock(mutex_);
   tally(l, p).add(t);
+  if (details_.empty() || !first_tile) return;
+  PresetDetail& detail = details_[p];
+  detail.errors.add(places);
+  for (int32_t i = 0; i < kNumTiers; ++i) {
+    detail.tiers[l.layer * heads_ + h][i] += codec.plan().count[i];
+  }
 }
 
 }  // namespace tierkv::analysis

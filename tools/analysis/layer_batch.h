@@ -11,11 +11,17 @@
 
 namespace tierkv::analysis {
 
+// What batches add to.
+struct BatchSums {
+  std::vector<Tally>* tallies = nullptr;         // [presets][sequences of the dump]
+  std::vector<PresetDetail>* details = nullptr;  // [presets], empty: none
+};
+
 class LayerBatch {
  public:
-  // tallies [presets][sequences of the dump], added to by run().
+  // run() adds to the sums.
   LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
-             std::vector<LayerData> layers, std::vector<Tally>* tallies);
+             std::vector<LayerData> layers, const BatchSums& sums);
   // Statuses name the file, the layer and the preset.
   Status run();
 
@@ -42,6 +48,7 @@ class LayerBatch {
   int64_t heads_;
   int64_t presets_;
   std::vector<Tally>& tallies_;
+  std::vector<PresetDetail>& details_;
   std::vector<LayerScheme> schemes_;   // [layers][presets]
   std::vector<ExactAttention> exact_;  // per row, of the queries looked at now
   std::mutex mutex_;

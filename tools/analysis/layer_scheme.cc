@@ -34,6 +34,13 @@ Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component 
     }
   }
   if (histogram.empty()) return Status::ok();
+  if (out->count_codes) {
+    CodeCounts& counts = out->codes[static_cast<int>(c)][part == Part::kLow];
+    for (int32_t code = histogram.min_code(); code <= histogram.max_code(); ++code) {
+      if (histogram.count(code) > 0) counts[code] += static_cast<int64_t>(histogram.count(code));
+    }
+  }
+  if (scheme.coder == Coder::kNone) return Status::ok();
   out->entropy_bits[static_cast<int>(c)] +=
       histogram.entropy_bits() * static_cast<double>(histogram.total());
   if (scheme.coder != Coder::kHuffman) return Status::ok();
@@ -81,7 +88,7 @@ Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout
 }
 
 Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out) {
-  if (scheme.coder == Coder::kNone) return Status::ok();
+  if (scheme.coder == Coder::kNone && !out->count_codes) return Status::ok();
   for (const Component c : kComponents) {
     for (const Part part : {Part::kHigh, Part::kLow}) {
       const TierFormat& format = part == Part::kHigh ? scheme.high : scheme.low;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/row_codec.h"
 
@@ -16,6 +17,9 @@ struct LayerScheme {
   std::vector<std::array<ComponentContext, 2>> context;  // per kv_head, point into codebooks
   std::optional<Codebook> codebooks[2][2];               // [component][high, low]
   double entropy_bits[2] = {0, 0};  // order-0 entropy of the body's codes, summed over them
+
+  bool count_codes = false;  // set it before build_codebooks() to have `codes` filled
+  CodeCounts codes[2][2];    // [component][high, low]
 
   LayerScheme() = default;
   LayerScheme(const LayerScheme&) = delete;
@@ -37,7 +41,8 @@ std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayou
 Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
                   const std::vector<RowProfile>& statistics, LayerScheme* out);
 
-// After place_rows(): entropies and, for Coder::kHuffman, codebooks. Nothing for Coder::kNone. What
+// After place_rows(): entropies and, for Coder::kHuffman, codebooks. For Coder::kNone nothing but
+// the counts of codes. What
 // the quantiser says, without a place.
 Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out);
 

@@ -106,8 +106,16 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
   return files;
 }
 
-// Cells of the columns behind the preset's name.
-std::vector<std::string> cells(const Tally& t) {
+}  // namespace
+
+const std::vector<std::string>& table_columns() {
+  static const std::vector<std::string> kColumns = {
+      "memory",  "bits/value", "ratio",          "page ratio",  "attention error",
+      "key err", "value err",  "coded K/V bits", "enc/dec GB/s"};
+  return kColumns;
+}
+
+std::vector<std::string> table_cells(const Tally& t) {
   const auto pair = [](const std::optional<double>& a, const std::optional<double>& b) {
     return cell(a, "{:.2f}") + "/" + cell(b, "{:.2f}");
   };
@@ -121,11 +129,12 @@ std::vector<std::string> cells(const Tally& t) {
           pair(coded_bits(t, Component::kKey), coded_bits(t, Component::kValue)),
           pair(encode_gbps(t), decode_gbps(t))};
 }
-const std::vector<std::string> kColumns = {"memory",     "bits/value",      "ratio",
-                                           "page ratio", "attention error", "key err",
-                                           "value err",  "coded K/V bits",  "enc/dec GB/s"};
 
-}  // namespace
+std::string table_legend() {
+  return "memory: share of fp16, everything counted. attention error: mean of |o - o'| / |o| with "
+         "the window moving with each query (attention_rel_error_online). Rates are of one thread "
+         "on the host.";
+}
 
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
                     const std::vector<AnalyzeResult>& results) {
@@ -186,22 +195,17 @@ std::string to_table(const std::vector<AnalyzeResult>& results) {
     size_t width = 6;
     for (const TableRow& r : rows) width = std::max(width, r.result->preset.size());
     out += fmt::format("{}\n  {:<{}}", rows[0].result->file, "preset", width);
-    for (const std::string& c : kColumns) out += "  " + c;
+    for (const std::string& c : table_columns()) out += "  " + c;
     out += "\n";
     for (const TableRow& r : rows) {
       out += fmt::format("{} {:<{}}", r.best ? "*" : " ", r.result->preset, width);
-      const std::vector<std::string> row = cells(r.result->tally);
+      const std::vector<std::string> row = table_cells(r.result->tally);
       for (size_t c = 0; c < row.size(); ++c)
-        out += fmt::format("  {:>{}}", row[c], kColumns[c].size());
+        out += fmt::format("  {:>{}}", row[c], table_columns()[c].size());
       out += "\n";
     }
   }
-  out +=
-      "memory: share of fp16, everything counted. attention error: mean of |o - o'| / |o| with the "
-      "window moving with\n"
-      "each query (attention_rel_error_online). *: no other row has both less memory and less "
-      "error. Rates are of one\n"
-      "thread on the host.\n";
+  out += table_legend() + " *: no other row has both less memory and less error.\n";
   return out;
 }
 
@@ -209,22 +213,22 @@ std::string to_markdown(const std::vector<AnalyzeResult>& results) {
   std::string out;
   for (const std::vector<TableRow>& rows : totals_by_file(results)) {
     out += fmt::format("### {}\n\n| preset |", rows[0].result->file);
-    for (const std::string& c : kColumns) out += " " + c + " |";
+    for (const std::string& c : table_columns()) out += " " + c + " |";
     out += "\n|---|";
-    for (size_t c = 0; c < kColumns.size(); ++c) out += "---:|";
+    for (size_t c = 0; c < table_columns().size(); ++c) out += "---:|";
     out += "\n";
     for (const TableRow& r : rows) {
       const char* mark = r.best ? "**" : "";
       out += fmt::format("| {}`{}`{} |", mark, r.result->preset, mark);
-      for (const std::string& text : cells(r.result->tally)) out += " " + text + " |";
+      for (const std::string& text : table_cells(r.result->tally)) out += " " + text + " |";
       out += "\n";
     }
     out += "\n";
   }
-  out +=
-      "memory: share of fp16, everything counted. attention error: mean of \\|o - o'\\| / \\|o\\| "
-      "with the window moving with each query. Bold: no other row has both less memory and less "
-      "error. Rates are of one thread on the host.\n";
+  std::string legend = table_legend();
+  for (size_t at = 0; (at = legend.find('|', at)) != std::string::npos; at += 2)
+    legend.insert(at, "\\");
+  out += legend + " Bold: no other row has both less memory and less error.\n";
   return out;
 }
 

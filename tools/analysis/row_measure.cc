@@ -14,7 +14,8 @@ constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 // Pooled squared errors of decoded tokens against the original ones.
 class ValueErrors {
  public:
-  explicit ValueErrors(const RowInput& input) : input_(input), original_(input.k->head_dim) {}
+  ValueErrors(const RowInput& input, PositionErrors* by_place)
+      : input_(input), by_place_(by_place), original_(input.k->head_dim) {}
 
   void add(const int64_t* tokens, const float* k, const float* v, int32_t n, Tally* tally) {
     const int32_t d = input_.k->head_dim;
@@ -23,14 +24,21 @@ class ValueErrors {
       Tally::PerComponent& sum = tally->component[static_cast<int>(c)];
       for (int32_t i = 0; i < n; ++i) {
         datasets::row_to_float(input_.of(c), tokens[i], 1, original_.data());
-        add_token(decoded + static_cast<int64_t>(i) * d, &sum);
+        const PositionErrors::Squares token = compare(decoded + static_cast<int64_t>(i) * d);
+        sum.error_squared += token.error;
+        sum.norm_squared += token.norm;
+        if (by_place_ == nullptr) continue;
+        PositionErrors::Squares& bin =
+            by_place_->bins[static_cast<int>(c)][PositionErrors::bin(tokens[i], input_.k->tokens)];
+        bin.error += token.error;
+        bin.norm += token.norm;
       }
     }
   }
 
  private:
   // Several partial sums, so that the additions need not wait for one another.
-  void add_token(const float* decoded, Tally::PerComponent* sum) const {
+  PositionErrors::Squares compare(const float* decoded) const {
     constexpr size_t kLanes = 8;
     double error[kLanes] = {}, norm[kLanes] = {};
     const size_t d = original_.size();
@@ -44,13 +52,16 @@ class ValueErrors {
       for (size_t lane = 0; lane < kLanes; ++lane) add(lane, i + lane);
     }
     for (; i < d; ++i) add(0, i);
+    PositionErrors::Squares sum;
     for (size_t lane = 0; lane < kLanes; ++lane) {
-      sum->error_squared += error[lane];
-      sum->norm_squared += norm[lane];
+      sum.error += error[lane];
+      sum.norm += norm[lane];
     }
+    return sum;
   }
 
   RowInput input_;
+  PositionErrors* by_place_;
   std::vector<float> original_;
 };
 
@@ -182,22 +193,22 @@ void add_sizes(const RowCodec& codec, Tally* tally) {
   }
 }
 
-StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact, bool values,
-                      Tally* tally) {
+StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
+                      const ValueErrorRequest& values, Tally* tally) {
   const bool attends = !exact.tile.positions.empty();
-  if (!values && !attends) return StatusCode::kOk;
-  ValueErrors errors(codec.input());
+  if (!values.wanted && !attends) return StatusCode::kOk;
+  ValueErrors errors(codec.input(), values.by_place);
   StoredAttention attention(exact.tile, codec.scheme().policy.window_tokens);
   StopWatch whole;
   double elsewhere = 0;  // not spent on decoding
   StatusCode code = codec.decode(
       [&](Part part, const int64_t* tokens, const float* k, const float* v, int32_t n) {
         StopWatch visit;
-        if (values) errors.add(tokens, k, v, n, tally);
+        if (values.wanted) errors.add(tokens, k, v, n, tally);
         if (attends) attention.add_stored(part, tokens, k, v, n);
         elsewhere += visit.seconds();
       });
-  if (values) tally->decode_seconds += whole.seconds() - elsewhere;
+  if (values.wanted) tally->decode_seconds += whole.seconds() - elsewhere;
   if (code != StatusCode::kOk || !attends) return code;
   code = attention.add_online(codec, exact.tile.positions.front());
   if (code != StatusCode::kOk) return code;

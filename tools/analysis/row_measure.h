@@ -20,9 +20,14 @@ void attend_exactly(const RowInput& row, ExactAttention* attention);
 // (codebooks) and what a profile may hold (means, bases, steps) is for the caller to add.
 void add_sizes(const RowCodec& codec, Tally* tally);
 
-// Decodes an encoded row once and compares it with the original: errors of keys and values with the
-// time it takes (`values`), and of the attention outputs.
-StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact, bool values,
-                      Tally* tally);
+struct ValueErrorRequest {
+  bool wanted = true;                  // errors of keys and values, and the time to decode
+  PositionErrors* by_place = nullptr;  // the same errors by place, null: not wanted
+};
+
+// Decodes an encoded row once and compares it with the original: keys and values as asked for, and
+// the attention outputs.
+StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
+                      const ValueErrorRequest& values, Tally* tally);
 
 }  // namespace tierkv::analysis

@@ -13,13 +13,28 @@ double input_bytes(const datasets::DumpInfo& info) {
   return bytes * info.layout.num_kv_heads * info.layout.head_dim;
 }
 
+using DetailPointer = std::shared_ptr<const PresetDetail>;
+
+// Null where the two are of different shapes.
+DetailPointer joined(const DetailPointer& a, const DetailPointer& b) {
+  if (a == nullptr || b == nullptr || a->num_layers != b->num_layers ||
+      a->num_kv_heads != b->num_kv_heads) {
+    return nullptr;
+  }
+  auto sum = std::make_shared<PresetDetail>(*a);
+  sum->add(*b);
+  return sum;
+}
+
 std::vector<AnalyzeResult> pooled(const std::vector<AnalyzeResult>& totals, size_t files) {
   std::vector<AnalyzeResult> sums;
   std::map<std::string, std::pair<size_t, size_t>> place;  // of a preset: its sum, its files
   for (const AnalyzeResult& r : totals) {
     const auto [it, is_new] = place.emplace(r.preset, std::make_pair(sums.size(), 0));
-    if (is_new) sums.push_back({kPooled, r.preset, "all", {}});
-    sums[it->second.first].tally.add(r.tally);
+    if (is_new) sums.push_back({kPooled, r.preset, "all", {}, nullptr});
+    AnalyzeResult& sum = sums[it->second.first];
+    sum.tally.add(r.tally);
+    sum.detail = is_new ? r.detail : joined(sum.detail, r.detail);
     ++it->second.second;
   }
   std::erase_if(sums, [&](const AnalyzeResult& r) { return place.at(r.preset).second != files; });
