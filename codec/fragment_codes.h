@@ -131,35 +131,43 @@ TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t 
 
 // ---- one token alone: a token owns whole bytes in every format ----
 
+// The byte that holds the code of (token, dim), or the first of its two.
+TKV_HD uint8_t* token_code_byte(TileLayout tile, Component c, int32_t token, int32_t dim,
+                                uint8_t* tile_codes) {
+  const CodePosition p = code_position(tile, c, token, dim);
+  return tile_codes + p.byte + p.bit / 8;
+}
+
 // The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low `bits` bits, into
-// the tile's bytes; no byte of another token is touched.
+// the tile's bytes; no byte of another token is touched. (Indices of codes are constants, so that
+// they stay in registers.)
 TKV_HD void store_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
                               const uint32_t (&codes)[4], uint8_t* tile_codes) {
-  const int32_t codes_per_byte = tile.bits >= 8 ? 1 : 8 / tile.bits;
-  for (int32_t j = 0; j < 4; j += codes_per_byte) {
-    const CodePosition p = code_position(tile, c, token, first_dim + 8 * j);
-    uint8_t* to = tile_codes + p.byte + p.bit / 8;
+  if (tile.bits == 2) {
+    *token_code_byte(tile, c, token, first_dim, tile_codes) =
+        static_cast<uint8_t>(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
+    return;
+  }
+  for (int32_t j = 0; j < 4; ++j) {
+    if (tile.bits == 4 && j % 2 == 1) continue;
+    uint8_t* to = token_code_byte(tile, c, token, first_dim + 8 * j, tile_codes);
     if (tile.bits == 16) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
-      continue;
+    } else {
+      *to = static_cast<uint8_t>(tile.bits == 8 ? codes[j] : codes[j] | codes[j | 1] << 4);
     }
-    uint32_t byte = codes[j];
-    for (int32_t i = 1; i < codes_per_byte; ++i) byte |= codes[j + i] << (i * tile.bits);
-    *to = static_cast<uint8_t>(byte);
   }
 }
 TKV_HD void load_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
                              const uint8_t* tile_codes, uint32_t (&codes)[4]) {
-  const int32_t codes_per_byte = tile.bits >= 8 ? 1 : 8 / tile.bits;
-  for (int32_t j = 0; j < 4; j += codes_per_byte) {
-    const CodePosition p = code_position(tile, c, token, first_dim + 8 * j);
-    const uint8_t* from = tile_codes + p.byte + p.bit / 8;
+  auto* from = const_cast<uint8_t*>(tile_codes);
+  for (int32_t j = 0; j < 4; ++j) {
+    const uint8_t* at = token_code_byte(tile, c, token, first_dim + 8 * j, from);
     if (tile.bits == 16) {
-      codes[j] = *reinterpret_cast<const uint16_t*>(from);
-      continue;
-    }
-    for (int32_t i = 0; i < codes_per_byte; ++i) {
-      codes[j + i] = static_cast<uint32_t>(*from) >> (i * tile.bits) & ((1u << tile.bits) - 1);
+      codes[j] = *reinterpret_cast<const uint16_t*>(at);
+    } else {
+      const int32_t shift = code_shift(tile.bits, first_dim + 8 * j);
+      codes[j] = static_cast<uint32_t>(*at) >> shift & ((1u << tile.bits) - 1);
     }
   }
 }
