@@ -1,7 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "attention/reference.h"
@@ -10,10 +8,6 @@
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 // The query heads of one row.
 struct RowQueries {
@@ -68,15 +62,8 @@ AttentionConfig attention_config(const KvStoreConfig& config, int64_t page_bytes
 }
 
 Status HostStore::attend(const AttendRequest& request) {
-  const auto slots = table_.slots_of(request.sequences, SequencePhase::kFree);
+  const Result<Slots> slots = table_.admit_attend(request);
   if (!slots) return slots.status();
-  if (Status s = require_layer(*slots, request.layer); !s) return s;
-  if (request.q == nullptr || request.out == nullptr) return invalid("q or out is null");
-  for (const int32_t slot : *slots) {
-    if (request.probabilities != nullptr && request.stride < infos_[slot].num_tokens) {
-      return invalid("stride is below the tokens");
-    }
-  }
   const CacheLayout& layout = config_.layout;
   const auto* q = static_cast<const uint16_t*>(request.q);
   const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
@@ -102,7 +89,7 @@ Status HostStore::attend(const AttendRequest& request) {
   for (size_t r = 0; request.probabilities != nullptr && r < slots->size() * heads; ++r) {
     const int32_t slot = (*slots)[r / heads];
     float* line = request.probabilities + static_cast<int64_t>(r) * request.stride;
-    std::fill_n(line, infos_[slot].num_tokens, 0.0f);
+    std::fill_n(line, table_.info(slot).num_tokens, 0.0f);
     const auto first = static_cast<int64_t>(r) * group;
     row_probabilities(
         view_, view_.row_of(slot, request.layer, static_cast<int32_t>(r) % heads),

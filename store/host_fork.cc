@@ -51,9 +51,8 @@ void put_tokens(const StoreView& s, int32_t row, const RowCut& cut,
 }  // namespace
 
 Result<SequenceId> HostStore::fork(SequenceId source) {
-  const Result<int32_t> from = table_.slot_of(source, SequencePhase::kLive);
+  const Result<int32_t> from = table_.complete_live_slot_of(source);
   if (!from) return from.status();
-  if (Status s = require_complete(*from); !s) return s;
   const Result<int32_t> to = table_.free_slot();
   if (!to) return to.status();
 
@@ -89,9 +88,7 @@ Result<SequenceId> HostStore::fork(SequenceId source) {
     rescan_side(view_, row(*to, r), kHighSide);
     rescan_side(view_, row(*to, r), kLowSide);
   }
-  infos_[*to] = infos_[*from];
-  set_layer_tokens(*to, infos_[*to].num_tokens);
-  return table_.claim(*to, SequencePhase::kLive);
+  return table_.claim(*to, SequencePhase::kLive, table_.info(*from));
 }
 
 Status HostStore::truncate_prompt(int32_t slot, int32_t tokens) {
@@ -99,18 +96,17 @@ Status HostStore::truncate_prompt(int32_t slot, int32_t tokens) {
   for (SideCounts& t : target) t.of[kWindowSide] = tokens;
   shrink_to(slot, target);
   for (int32_t w = 0; w < view_.rows_per_sequence(); ++w) {
-    clear_tail(view_, row(slot, w), kWindowSide, tokens, infos_[slot].num_tokens);
+    clear_tail(view_, row(slot, w), kWindowSide, tokens, table_.info(slot).num_tokens);
   }
-  infos_[slot].num_tokens = tokens;
-  set_layer_tokens(slot, tokens);
+  table_.set_info(slot, {tokens, 0, kInPrompt, 0});
+  table_.set_complete(slot);
   return Status::ok();
 }
 
 Status HostStore::truncate(SequenceId sequence, int32_t tokens) {
-  const Result<int32_t> slot = table_.slot_of(sequence);
+  const Result<int32_t> slot = table_.complete_slot_of(sequence);
   if (!slot) return slot.status();
-  if (Status s = require_complete(*slot); !s) return s;
-  const SequenceInfo before = infos_[*slot];
+  const SequenceInfo before = table_.info(*slot);
   if (tokens < 0 || tokens > before.num_tokens) return invalid("tokens is out of range");
   if (tokens == before.num_tokens) return Status::ok();
   if (table_.phase(*slot) == SequencePhase::kPrompt) return truncate_prompt(*slot, tokens);
@@ -137,8 +133,8 @@ Status HostStore::truncate(SequenceId sequence, int32_t tokens) {
   for (size_t r = 0; r < rows; ++r) {
     put_tokens(view_, row(*slot, static_cast<int32_t>(r)), cuts[r], lifted[r]);
   }
-  infos_[*slot] = after;
-  set_layer_tokens(*slot, tokens);
+  table_.set_info(*slot, after);
+  table_.set_complete(*slot);
   return Status::ok();
 }
 

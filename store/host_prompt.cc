@@ -1,16 +1,10 @@
 #include <algorithm>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "store/host_store.h"
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 // Sides 0 and 1 while both are still reserved on the left: low page j is the j-th from the end.
 HostSlot reserved_slot(const StoreView& s, int32_t row, int32_t side, int32_t index) {
@@ -69,18 +63,12 @@ SideCounts place_prompt_row(const StoreView& s, int32_t row, const SequenceInfo&
 }
 
 Status HostStore::begin_prompt(SequenceList sequences, int32_t tokens) {
-  const auto slots = table_.slots_of(sequences, SequencePhase::kPrompt);
+  const Result<Slots> slots = table_.admit_begin_prompt(sequences, tokens);
   if (!slots) return slots.status();
-  if (tokens < 1) return invalid("tokens must be positive");
-  if (Status s = require_complete(*slots); !s) return s;
   const auto rows = static_cast<size_t>(view_.rows_per_sequence());
   std::vector<SideCounts> pages(slots->size()), target(slots->size() * rows);
   for (size_t i = 0; i < slots->size(); ++i) {
-    const int32_t held = infos_[(*slots)[i]].num_tokens;
-    if (tokens > config_.max_tokens - held) {
-      return Status(StatusCode::kOutOfRange,
-                    "sequence " + std::to_string((*slots)[i]) + " would exceed max_tokens");
-    }
+    const int32_t held = table_.info((*slots)[i]).num_tokens;
     const int32_t per_page = view_.page_tokens(kWindowSide);
     pages[i].of[kWindowSide] = pages_for(held + tokens, per_page) - pages_for(held, per_page);
     for (size_t r = 0; r < rows; ++r) target[i * rows + r].of[kWindowSide] = held + tokens;
@@ -88,31 +76,28 @@ Status HostStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   OpReport report;
   if (Status s = run(PageOp::reserve(batch(*slots), pages.data(), &report)); !s) return s;
   if (Status s = run(PageOp::keep(batch(*slots), target.data(), &report)); !s) return s;
-  for (const int32_t slot : *slots) infos_[slot].num_tokens += tokens;
+  for (const int32_t slot : *slots) {
+    table_.set_info(slot, {table_.info(slot).num_tokens + tokens, 0, kInPrompt, 0});
+  }
   return Status::ok();
 }
 
 Status HostStore::score_prompt(const PromptScores& scores) {
-  const auto slots = table_.slots_of(scores.sequences, SequencePhase::kPrompt);
+  const Result<Slots> slots = table_.admit_scores(scores);
   if (!slots) return slots.status();
-  if (Status s = require_layer(*slots, scores.layer); !s) return s;
-  if (scores.significance == nullptr) return invalid("significance is null");
   const int32_t heads = config_.layout.num_kv_heads;
-  for (const int32_t slot : *slots) {
-    if (scores.stride < infos_[slot].num_tokens) return invalid("stride is below the tokens");
-  }
   const auto line = [&](size_t entry, int32_t head) {
     return scores.significance + (static_cast<int64_t>(entry) * heads + head) * scores.stride;
   };
   for (size_t i = 0; i < slots->size(); ++i) {
     for (int32_t h = 0; h < heads; ++h) {
-      if (Status s = check_scores(line(i, h), infos_[(*slots)[i]].num_tokens); !s) return s;
+      if (Status s = check_scores(line(i, h), table_.info((*slots)[i]).num_tokens); !s) return s;
     }
   }
   for (size_t i = 0; i < slots->size(); ++i) {
     for (int32_t h = 0; h < heads; ++h) {
       const int32_t at = view_.row_of((*slots)[i], scores.layer, h);
-      for (int32_t p = 0; p < infos_[(*slots)[i]].num_tokens; ++p) {
+      for (int32_t p = 0; p < table_.info((*slots)[i]).num_tokens; ++p) {
         const HostSlot to = row_slot(view_, at, kWindowSide, p);
         set_page_score(to.page, to.slot, line(i, h)[p]);
       }
@@ -122,21 +107,21 @@ Status HostStore::score_prompt(const PromptScores& scores) {
 }
 
 Status HostStore::end_prompt(SequenceList sequences) {
-  const auto slots = table_.slots_of(sequences, SequencePhase::kPrompt);
+  const Result<Slots> slots = table_.admit_end_prompt(sequences);
   if (!slots) return slots.status();
-  if (Status s = require_complete(*slots); !s) return s;
   const auto rows = static_cast<size_t>(view_.rows_per_sequence());
   std::vector<SideCounts> pages(slots->size()), kept(slots->size() * rows);
   for (size_t i = 0; i < slots->size(); ++i) {
-    pages[i].of[kHighSide] = prompt_pages(view_, infos_[(*slots)[i]].num_tokens);
+    pages[i].of[kHighSide] = prompt_pages(view_, table_.info((*slots)[i]).num_tokens);
   }
   OpReport report;
   if (Status s = run(PageOp::reserve(batch(*slots), pages.data(), &report)); !s) return s;
   for (size_t i = 0; i < slots->size(); ++i) {
-    SequenceInfo& info = infos_[(*slots)[i]];
-    info = info_after_prompt(view_.policy, info.num_tokens);
+    const int32_t slot = (*slots)[i];
+    const SequenceInfo info = info_after_prompt(view_.policy, table_.info(slot).num_tokens);
+    table_.set_info(slot, info);
     for (size_t r = 0; r < rows; ++r) {
-      kept[i * rows + r] = place_prompt_row(view_, row((*slots)[i], static_cast<int32_t>(r)), info);
+      kept[i * rows + r] = place_prompt_row(view_, row(slot, static_cast<int32_t>(r)), info);
     }
   }
   if (Status s = run(PageOp::keep(batch(*slots), kept.data(), &report)); !s) return s;

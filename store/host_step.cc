@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "store/host_store.h"
@@ -8,10 +5,6 @@
 
 namespace tierkv {
 namespace {
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 
 void score_side(const StoreView& s, int32_t row, int32_t side, const CountSchedule& schedule,
                 const ScoredQuery& query) {
@@ -86,53 +79,37 @@ void score_row(const StoreView& s, int32_t row, const SequenceInfo& info, int32_
 }
 
 Status HostStore::begin_step(SequenceList sequences, int32_t tokens) {
-  const auto slots = table_.slots_of(sequences, SequencePhase::kLive);
+  const Result<Slots> slots = table_.admit_begin_step(sequences, tokens);
   if (!slots) return slots.status();
-  if (tokens < 1 || tokens > kMaxStepTokens) return invalid("tokens must be 1 to 8");
-  if (Status s = require_complete(*slots); !s) return s;
-  for (const int32_t slot : *slots) {
-    if (tokens > config_.max_tokens - infos_[slot].num_tokens) {
-      return Status(StatusCode::kOutOfRange,
-                    "sequence " + std::to_string(slot) + " would exceed max_tokens");
-    }
-  }
   const auto rows = static_cast<size_t>(view_.rows_per_sequence());
   std::vector<SideCounts> added(slots->size() * rows);
   std::vector<std::vector<StepAction>> actions(added.size());
   for (size_t i = 0; i < added.size(); ++i) {
     const int32_t slot = (*slots)[i / rows];
-    actions[i].resize(leaving_tokens(view_.policy, infos_[slot], tokens).count());
-    added[i] = plan_row_step(view_, row(slot, static_cast<int32_t>(i % rows)), infos_[slot], tokens,
-                             actions[i].data(), HostTeam());
+    actions[i].resize(leaving_tokens(view_.policy, table_.info(slot), tokens).count());
+    added[i] = plan_row_step(view_, row(slot, static_cast<int32_t>(i % rows)), table_.info(slot),
+                             tokens, actions[i].data(), HostTeam());
   }
   OpReport report;
   if (Status s = run(PageOp::append(batch(*slots), added.data(), &report)); !s) return s;
   for (size_t i = 0; i < added.size(); ++i) {
     const int32_t slot = (*slots)[i / rows];
-    apply_step_row(view_, row(slot, static_cast<int32_t>(i % rows)), infos_[slot], actions[i]);
+    apply_step_row(view_, row(slot, static_cast<int32_t>(i % rows)), table_.info(slot), actions[i]);
   }
   for (const int32_t slot : *slots) {
-    infos_[slot] = info_after_step(view_.policy, infos_[slot], tokens);
+    table_.set_info(slot, info_after_step(view_.policy, table_.info(slot), tokens));
   }
   return Status::ok();
 }
 
 Status HostStore::update_scores(const ScoreUpdate& update) {
-  const auto slots = table_.slots_of(update.sequences, SequencePhase::kLive);
+  const Result<Slots> slots = table_.admit_update(update);
   if (!slots) return slots.status();
-  if (Status s = require_layer(*slots, update.layer); !s) return s;
-  if (update.probabilities == nullptr) return invalid("probabilities is null");
   const int32_t heads = config_.layout.num_kv_heads;
-  for (const int32_t slot : *slots) {
-    if (update.back < 0 || update.back >= infos_[slot].num_tokens) {
-      return invalid("back is out of range");
-    }
-    if (update.stride < infos_[slot].num_tokens) return invalid("stride is below the tokens");
-  }
   const auto line = [&](size_t entry, int32_t head) {
     return update.probabilities + (static_cast<int64_t>(entry) * heads + head) * update.stride;
   };
-  const auto query = [&](int32_t slot) { return infos_[slot].num_tokens - 1 - update.back; };
+  const auto query = [&](int32_t slot) { return table_.info(slot).num_tokens - 1 - update.back; };
   for (size_t i = 0; i < slots->size(); ++i) {
     for (int32_t h = 0; h < heads; ++h) {
       if (Status s = check_scores(line(i, h), query((*slots)[i])); !s) return s;
@@ -140,10 +117,11 @@ Status HostStore::update_scores(const ScoreUpdate& update) {
   }
   for (size_t i = 0; i < slots->size(); ++i) {
     const int32_t slot = (*slots)[i];
-    const CountSchedule schedule = {infos_[slot].prompt_tokens, view_.score_interval};
+    const CountSchedule schedule = {table_.info(slot).prompt_tokens, view_.score_interval};
     if (!schedule.is_counted(query(slot))) continue;
     for (int32_t h = 0; h < heads; ++h) {
-      score_row(view_, view_.row_of(slot, update.layer, h), infos_[slot], query(slot), line(i, h));
+      score_row(view_, view_.row_of(slot, update.layer, h), table_.info(slot), query(slot),
+                line(i, h));
     }
   }
   return Status::ok();

@@ -81,13 +81,11 @@ Status HostStore::allocate(const StoreShape& shape) {
   const Result<PageAllocator> allocator =
       make_page_allocator(shape.allocator, allocator_memory_.get(), bytes);
   if (!allocator) return allocator.status();
-  layer_tokens_.assign(static_cast<size_t>(config_.max_sequences) * num_layers(), 0);
-  infos_.assign(config_.max_sequences, SequenceInfo{});
   view_ = store_view(config_, shape);
   view_.allocator = *allocator;
   view_.pages = {static_cast<uint8_t*>(pool_.get()), allocator->records, shape.page_bytes,
                  config_.num_pages};
-  view_.infos = infos_.data();
+  view_.infos = table_.infos();
   return initialize_host(view_.allocator);
 }
 
@@ -131,73 +129,27 @@ void HostStore::shrink_to(int32_t slot, const std::vector<SideCounts>& target) c
   (void)run(PageOp::truncate({&slot, 1}, target.data(), copies.data(), &report));
 }
 
-void HostStore::set_layer_tokens(int32_t slot, int32_t tokens) {
-  for (int32_t layer = 0; layer < num_layers(); ++layer) layer_tokens(slot, layer) = tokens;
-}
-
-Status HostStore::require_complete(int32_t slot) {
-  for (int32_t layer = 0; layer < num_layers(); ++layer) {
-    if (layer_tokens(slot, layer) != infos_[slot].num_tokens) {
-      return invalid("layer " + std::to_string(layer) + " lacks tokens of sequence " +
-                     std::to_string(slot));
-    }
-  }
-  return Status::ok();
-}
-
-Status HostStore::require_complete(const std::vector<int32_t>& slots) {
-  for (const int32_t slot : slots) {
-    if (Status s = require_complete(slot); !s) return s;
-  }
-  return Status::ok();
-}
-
-Status HostStore::require_layer(const std::vector<int32_t>& slots, int32_t layer) {
-  if (layer < 0 || layer >= num_layers()) return invalid("layer is out of range");
-  for (const int32_t slot : slots) {
-    if (layer_tokens(slot, layer) != infos_[slot].num_tokens) {
-      return invalid("the layer lacks tokens of sequence " + std::to_string(slot));
-    }
-  }
-  return Status::ok();
-}
-
 Result<SequenceId> HostStore::add_sequence() {
   const Result<int32_t> slot = table_.free_slot();
   if (!slot) return slot.status();
   OpReport report;
   if (Status s = run(PageOp::open({&*slot, 1}, &report)); !s) return s;
-  infos_[*slot] = {};
-  set_layer_tokens(*slot, 0);
-  return table_.claim(*slot, SequencePhase::kPrompt);
+  return table_.claim(*slot, SequencePhase::kPrompt, SequenceInfo{});
 }
 
-Status HostStore::check_append(const AppendCall& call, const std::vector<int32_t>& slots) {
-  if (call.layer < 0 || call.layer >= num_layers()) return invalid("layer is out of range");
-  if (call.tokens < 1) return invalid("tokens must be positive");
-  if (call.k == nullptr || call.v == nullptr) return invalid("k or v is null");
-  for (const int32_t slot : slots) {
-    if (layer_tokens(slot, call.layer) != infos_[slot].num_tokens - call.tokens) {
-      return invalid("the layer does not lack " + std::to_string(call.tokens) +
-                     " tokens of sequence " + std::to_string(slot));
-    }
-  }
+Status HostStore::append(const AppendCall& call) {
+  const Result<Slots> slots = table_.admit_append(call);
+  if (!slots) return slots.status();
   const CacheLayout& layout = config_.layout;
   const int64_t values =
       int64_t{call.sequences.count} * call.tokens * layout.num_kv_heads * layout.head_dim;
   if (Status s = check_values(call.k, layout.dtype, values); !s) return s.with_context("k");
-  return check_values(call.v, layout.dtype, values).with_context("v");
-}
-
-Status HostStore::append(const AppendCall& call) {
-  const auto slots = table_.slots_of(call.sequences, SequencePhase::kFree);
-  if (!slots) return slots.status();
-  if (Status s = check_append(call, *slots); !s) return s;
+  if (Status s = check_values(call.v, layout.dtype, values); !s) return s.with_context("v");
   const int32_t heads = config_.layout.num_kv_heads, dim = config_.layout.head_dim;
   const int64_t stride = int64_t{heads} * dim, bytes = dtype_bytes(config_.layout.dtype);
   for (int64_t entry = 0; entry < call.sequences.count; ++entry) {
     const int32_t slot = (*slots)[entry];
-    const SequenceInfo& info = infos_[slot];
+    const SequenceInfo& info = table_.info(slot);
     for (int32_t h = 0; h < heads; ++h) {
       const int64_t offset = (entry * call.tokens * stride + int64_t{h} * dim) * bytes;
       const AppendedTokens tokens = {static_cast<const uint8_t*>(call.k) + offset,
@@ -213,7 +165,7 @@ Status HostStore::append(const AppendCall& call) {
         append_step_row(view_, at, info, tokens);
       }
     }
-    layer_tokens(slot, call.layer) = info.num_tokens;
+    table_.set_layer_tokens(slot, call.layer, info.num_tokens);
   }
   return Status::ok();
 }
@@ -230,7 +182,7 @@ Status HostStore::release(SequenceId sequence) {
 Result<int32_t> HostStore::num_tokens(SequenceId sequence) {
   const Result<int32_t> slot = table_.slot_of(sequence);
   if (!slot) return slot;
-  return infos_[*slot].num_tokens;
+  return table_.info(*slot).num_tokens;
 }
 
 Result<StoreStats> HostStore::stats() {
@@ -246,7 +198,7 @@ Result<StoreStats> HostStore::stats() {
   for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
     if (table_.phase(slot) == SequencePhase::kFree) continue;
     for (int32_t w = 0; w < view_.rows_per_sequence(); ++w) {
-      count_row(view_, view_.allocator.tokens[row(slot, w)], infos_[slot].num_tokens, &stats);
+      count_row(view_, view_.allocator.tokens[row(slot, w)], table_.info(slot).num_tokens, &stats);
     }
   }
   return stats;

@@ -48,10 +48,9 @@ class HostStore final : public KvStore {
     void operator()(void* p) const { std::free(p); }
   };
 
-  explicit HostStore(const KvStoreConfig& config) : config_(config), table_(config) {}
+  explicit HostStore(const KvStoreConfig& config) : config_(config), table_(config_) {}
   Status allocate(const StoreShape& shape);
 
-  int32_t num_layers() const { return config_.layout.num_layers; }
   int32_t row(int32_t slot, int32_t within) const {
     return slot * view_.rows_per_sequence() + within;
   }
@@ -68,24 +67,11 @@ class HostStore final : public KvStore {
   // Takes tokens from the end of the sides. No shared page may be left partly filled.
   void shrink_to(int32_t slot, const std::vector<SideCounts>& target) const;
 
-  // Tokens that a layer of a sequence has got.
-  int32_t& layer_tokens(int32_t slot, int32_t layer) {
-    return layer_tokens_[static_cast<size_t>(slot) * num_layers() + layer];
-  }
-  void set_layer_tokens(int32_t slot, int32_t tokens);
-  // kInvalidArgument unless all layers, or one, have all tokens of the sequence.
-  Status require_complete(int32_t slot);
-  Status require_complete(const std::vector<int32_t>& slots);
-  Status require_layer(const std::vector<int32_t>& slots, int32_t layer);
-
-  Status check_append(const AppendCall& call, const std::vector<int32_t>& slots);
   Status truncate_prompt(int32_t slot, int32_t tokens);
 
   KvStoreConfig config_;
   StoreView view_;
   SequenceTable table_;
-  std::vector<int32_t> layer_tokens_;  // [max_sequences][num_layers]
-  std::vector<SequenceInfo> infos_;    // [max_sequences]; in a prompt num_tokens alone counts
   std::unique_ptr<void, FreeMemory> pool_, allocator_memory_;
 };
 

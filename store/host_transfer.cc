@@ -7,10 +7,9 @@
 namespace tierkv {
 
 Result<std::vector<uint8_t>> HostStore::export_sequence(SequenceId sequence) {
-  const Result<int32_t> slot = table_.slot_of(sequence, SequencePhase::kLive);
+  const Result<int32_t> slot = table_.complete_live_slot_of(sequence);
   if (!slot) return slot.status();
-  if (Status s = require_complete(*slot); !s) return s;
-  std::vector<uint8_t> bytes = export_header(config_, view_, infos_[*slot]);
+  std::vector<uint8_t> bytes = export_header(config_, view_, table_.info(*slot));
   for (int32_t w = 0; w < view_.rows_per_sequence(); ++w) {
     RowPages pages;
     pages.tokens = view_.allocator.tokens[row(*slot, w)];
@@ -52,9 +51,7 @@ Result<SequenceId> HostStore::import_sequence(const uint8_t* bytes, size_t size)
       if (side != kWindowSide) rescan_side(view_, row(*slot, w), side);
     }
   }
-  infos_[*slot] = sequence->info;
-  set_layer_tokens(*slot, sequence->info.num_tokens);
-  return table_.claim(*slot, SequencePhase::kLive);
+  return table_.claim(*slot, SequencePhase::kLive, sequence->info);
 }
 
 }  // namespace tierkv

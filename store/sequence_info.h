@@ -26,11 +26,15 @@ TKV_HD constexpr int32_t side_of(Tier tier) {
   return tier == Tier::kHigh ? kHighSide : tier == Tier::kLow ? kLowSide : kWindowSide;
 }
 
+// SequenceInfo::window_origin of a sequence in its prompt; then num_tokens alone counts.
+inline constexpr int32_t kInPrompt = -1;
+
 struct alignas(16) SequenceInfo {
-  int32_t num_tokens;     // N, pruned tokens included
-  int32_t window_first;   // the tokens at this position and after it are in the window
-  int32_t window_origin;  // at or above the sinks; at or below window_first once that is
-  int32_t prompt_tokens;  // of the count schedule
+  int32_t num_tokens = 0;             // N, pruned tokens included
+  int32_t window_first = 0;           // the tokens at this position and after it are in the window
+  int32_t window_origin = kInPrompt;  // at or above the sinks; at or below window_first once that
+                                      // is
+  int32_t prompt_tokens = 0;          // of the count schedule
 };
 
 TKV_HD int32_t smaller_of(int32_t a, int32_t b) {
