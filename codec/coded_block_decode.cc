@@ -25,10 +25,6 @@ struct Block {
   const uint8_t* bytes = nullptr;
 
   int32_t streams() const { return kWarpLanes * header.streams_per_lane; }
-  uint32_t begin(int32_t stream) const { return load_u16(bytes + at.starts + 2 * stream); }
-  uint32_t end(int32_t stream) const {
-    return stream + 1 < streams() ? begin(stream + 1) : header.payload_bits;
-  }
   // Of one stream.
   int32_t symbols_per_tile(const Codebook& c) const {
     const int32_t codes = 2 * kPairsPerFragment * dim_block_count(header.dims);
@@ -66,19 +62,16 @@ Status open_block(const uint8_t* bytes, int64_t size, Block* block) {
     return corrupt("size disagrees with the fields");
   }
   if (block->at.bytes > size) return corrupt("cut short");
-  if (block_checksum_fast(bytes, block->at.bytes) != block->header.checksum) return corrupt("checksum");
+  if (block_checksum_fast(bytes, block->at.bytes) != block->header.checksum)
+    return corrupt("checksum");
   return Status::ok();
 }
 
-Status check_streams(const Block& block) {
+Status check_padding(const Block& block) {
   for (int32_t i = block.at.end; i < block.at.bytes; ++i) {
     if (block.bytes[i] != 0) return corrupt("padding is not zero");
   }
   if (is_raw_mode(block.header.mode)) return Status::ok();
-  if (block.begin(0) != 0) return corrupt("the first stream does not start at 0");
-  for (int32_t i = 0; i < block.streams(); ++i) {
-    if (block.begin(i) > block.end(i)) return corrupt("stream starts descend");
-  }
   const int32_t used = block.header.payload_bits % 32;
   if (used != 0 && load_u32(block.bytes + block.at.exceptions - 4) >> used != 0) {
     return corrupt("bits after the last stream");
@@ -107,9 +100,18 @@ struct Payload {
     memset(bytes + used, 0, kPayloadSlackBytes);
     set.payload = bytes;
     set.streams = block.streams();
-    for (int32_t i = 0; i < set.streams; ++i) set.bounds[i] = block.begin(i);
+    uint16_t starts[2 * kWarpLanes];
+    memcpy(starts, block.bytes + block.at.starts, 2 * static_cast<size_t>(set.streams));
+    std::copy_n(starts, set.streams, set.bounds);
     set.bounds[set.streams] = block.header.payload_bits;
     set.symbols = tile_count(block.header.tokens) * block.symbols_per_tile(codebook);
+  }
+
+  Status check_bounds() const {
+    if (set.bounds[0] != 0) return corrupt("the first stream does not start at 0");
+    bool ascending = true;
+    for (int32_t i = 0; i < set.streams; ++i) ascending &= set.bounds[i] <= set.bounds[i + 1];
+    return ascending ? Status::ok() : corrupt("stream starts descend");
   }
 };
 
@@ -184,6 +186,7 @@ void finish_tile(const Block& block, const Codebook& codebook, DecodePath path, 
 Status decode_coded(const Block& block, const Codebook& codebook, DecodePath path,
                     const SliceCodes& out) {
   const Payload payload(block, codebook);
+  if (Status s = payload.check_bounds(); !s) return s;
   const StreamSet& set = payload.set;
   alignas(64) uint16_t entries[kMaxBlockEntries];
   const bool whole = path == DecodePath::kTree ? decode_streams_reference(codebook, set, entries)
@@ -225,7 +228,7 @@ Status decode_slices(const uint8_t* bytes, int64_t size, const SliceCodes& all,
     Block block;
     if (Status s = open_block(bytes, size, &block); !s) return s;
     if (Status s = check_match(block.header, all.tokens, dims, codebook); !s) return s;
-    if (Status s = check_streams(block); !s) return s;
+    if (Status s = check_padding(block); !s) return s;
     const SliceCodes slice{all.codes + first, all.tokens, dims, all.stride};
     if (Status s = decode_slice(block, codebook, path, slice); !s) return s;
     bytes += block.at.bytes;
