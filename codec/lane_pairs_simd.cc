@@ -138,13 +138,14 @@ bool decode_groups(const Lookup& lookup, const StreamSet& set, uint16_t* entries
 
 // As many symbols a window as it will seldom be too short for: at the block's mean they take
 // kUsualBits.
-constexpr int32_t kUsualBits = 42;
+constexpr int32_t kUsualBits = 46;
 template <int32_t kStreams>
 bool decode_with(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
   const Lookup lookup = {codebook.table.data(), codebook.table.size() - 1};
   const auto bits = static_cast<int32_t>(set.bounds[kStreams]);
   const int32_t symbols = kStreams * set.symbols;
   if (8 * bits <= kUsualBits * symbols) return decode_groups<8, kStreams>(lookup, set, entries);
+  if (7 * bits <= kUsualBits * symbols) return decode_groups<7, kStreams>(lookup, set, entries);
   if (6 * bits <= kUsualBits * symbols) return decode_groups<6, kStreams>(lookup, set, entries);
   return decode_groups<kSafeSymbols, kStreams>(lookup, set, entries);
 }

@@ -222,6 +222,42 @@ TEST_F(CodedBlockTest, ExceptionsBeyondSixteenBitsMakeTheBlockRaw) {
   EXPECT_EQ(load_header(expect_round_trip(codes, 128, c).data()).mode, BlockMode::kRaw16);
 }
 
+// Short code words on average, with runs of the longest between them: more bits in a few symbols
+// than one 64-bit load has.
+TEST_F(CodedBlockTest, RunsOfLongCodeWordsDecode) {
+  Codebook c;
+  c.mode = BlockMode::kSingle;
+  c.levels = kMaxCodeLength + 1;
+  for (int32_t n = 1; n <= kMaxCodeLength; ++n) c.lengths.push_back(static_cast<uint8_t>(n));
+  c.lengths.push_back(kMaxCodeLength);
+  c.max_length = kMaxCodeLength;
+  for (int trial = 0; trial < 20; ++trial) {
+    c.streams_per_lane = 1 + trial % 2;
+    ASSERT_TRUE(complete_codebook(&c));
+    std::vector<int16_t> codes(64 * 128, 0);
+    for (int16_t& code : codes) {
+      if (source_.below(7) == 0) code = static_cast<int16_t>(source_.below(c.levels));
+    }
+    const auto bytes = expect_round_trip(codes, 128, c);
+    EXPECT_EQ(load_header(bytes.data()).mode, BlockMode::kSingle);
+  }
+}
+
+TEST_F(CodedBlockTest, BothChecksumsAreTheSumOfTheFormat) {
+  for (int32_t bytes = 16; bytes <= kMaxCodedBlockBytes; bytes += 16 * (1 + source_.below(60))) {
+    std::vector<uint8_t> block(static_cast<size_t>(bytes));
+    for (uint8_t& b : block) b = static_cast<uint8_t>(source_.below(8) ? source_.rng()() : 255);
+    const int32_t n = bytes / 4;
+    uint64_t sum = 0;
+    for (int32_t i = 0; i < n; ++i) {
+      const uint32_t word = load_u32(block.data() + 4 * i) & (i == 3 ? 0xffffu : 0xffffffffu);
+      sum = (sum + static_cast<uint64_t>(n - i) * word) % kChecksumPrime;
+    }
+    ASSERT_EQ(block_checksum(block.data(), bytes), sum) << bytes << " seed " << seed_;
+    ASSERT_EQ(block_checksum_fast(block.data(), bytes), sum) << bytes << " seed " << seed_;
+  }
+}
+
 TEST_F(CodedBlockTest, BothScattersAgree) {
   for (Component component : {Component::kKey, Component::kValue}) {
     for (int32_t dims : {1, 16, 31, 64, 96, 128}) {
