@@ -5,9 +5,9 @@
 // four pairs r = 0..3 with rh = r % 2 and ch = r / 2, so that the codes it decodes are the
 // registers a0..a3 it multiplies:
 //
-//   keys,   S^T = K Q^T:    token   = 16 tile + g + 8 rh,  channels = 16 block + 2 t + 8 ch + {0,
-//   1} values, O^T = V^T P^T:  channel = 16 block + g + 8 rh, tokens   = 16 tile + 2 t + 8 ch + {0,
-//   1}
+//   keys     S^T = K Q^T    token 16 tile + g + 8 rh, channels 16 block + 2 t + 8 ch + {0, 1}
+//
+//   values   O^T = V^T P^T  channel 16 block + g + 8 rh, tokens 16 tile + 2 t + 8 ch + {0, 1}
 //
 // A lane's stream runs over tiles, then dim blocks, then r. Raw codes take the fixed-width tiles of
 // unified pages.
