@@ -15,7 +15,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 # PEP 600, as auditwheel's policies have it: what a manylinux_2_34 wheel may need of the system.
 POLICY = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11, 0)}
-LICENSES = ("libhdf5-dev", "libaec0", "zlib1g", "libzstd1", "libhwy1")
+LICENSES = ("libhdf5-dev", "libaec0", "zlib1g", "libdeflate0", "libzstd1", "libhwy1")
 
 
 def needs(library):

@@ -104,7 +104,7 @@ class CompressOptions(Struct):
 
 class DecompressOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("convert", c_int32), ("dtype", c_int32), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct))]
+                ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct))]
 
 
 CORE: Dict[str, List[Any]] = {

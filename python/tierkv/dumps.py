@@ -151,12 +151,12 @@ def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optio
     return Compressed(options.values, options.file_bytes, options.carried_bytes, tiers)
 
 
-def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, threads: int = 0,
+def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, gzip_level: int = 0, threads: int = 0,
                progress: Optional[Progress] = None) -> None:
     """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bar = _ProgressCall(progress)
     options = lib.DecompressOptions(convert=dtype is not None, dtype=0 if dtype is None else DTYPES[dtype], threads=threads,
-                                    progress=bar.pointer)
+                                    gzip_level=gzip_level, progress=bar.pointer)
     bar.call("tkv_decompress", lib.encode_path(container), lib.encode_path(dump), options)
