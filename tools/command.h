@@ -27,6 +27,7 @@ void add_synth(CLI::App& app, int* exit_code);
 void add_compress(CLI::App& app, int* exit_code);
 void add_decompress(CLI::App& app, int* exit_code);
 void add_verify(CLI::App& app, int* exit_code);
+void add_convert(CLI::App& app, int* exit_code);
 
 // "tierkv: message" on stderr; returns `exit_code`.
 int report_error(const std::string& message, int exit_code);

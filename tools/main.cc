@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
   add_compress(app, &exit_code);
   add_decompress(app, &exit_code);
   add_verify(app, &exit_code);
+  add_convert(app, &exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

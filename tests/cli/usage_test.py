@@ -4,7 +4,7 @@ from cli import SAMPLE, CliTest, main, run
 
 class Usage(CliTest):
     def test_help_and_version(self):
-        for args in (["--help"], ["analyze", "--help"], ["sweep", "--help"], ["info", "--help"], ["synth", "--help"], ["calibrate", "--help"]):
+        for args in (["--help"], ["analyze", "--help"], ["sweep", "--help"], ["convert", "--help"], ["info", "--help"], ["synth", "--help"], ["calibrate", "--help"]):
             r = run(*args)
             self.assertEqual(r.returncode, 0, args)
             self.assertIn("Usage", r.stdout)
