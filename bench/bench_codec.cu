@@ -12,6 +12,7 @@
 #include "codec/page_batch.h"
 #include "codec/page_codec.h"
 #include "codec/page_token.cuh"
+#include "codec/prompt_scores.h"
 
 namespace tierkv::bench {
 namespace {
@@ -27,7 +28,9 @@ struct Measured {
   std::string name, shape;
   int64_t bytes_read = 0, bytes_written = 0;
   Timing time;
+  int64_t operations = 0;  // of matrix products, where they are the bound
 
+  double teraflops() const { return static_cast<double>(operations) / time.median * 1e-6; }
   double terabytes_per_second() const {
     return static_cast<double>(bytes_read + bytes_written) / time.median * 1e-6;
   }
@@ -61,6 +64,7 @@ class Bench {
     std::printf("%-34s %-22s %9.2f us [%.2f, %.2f] %6.3f TB/s %5.1f %% of copy\n", m.name.c_str(),
                 m.shape.c_str(), m.time.median, m.time.low, m.time.high, m.terabytes_per_second(),
                 100 * of_ceiling(m));
+    if (m.operations > 0) std::printf("%57s %9.1f TFLOP/s\n", "", m.teraflops());
     std::fflush(stdout);
     results_.push_back(m);
   }
@@ -101,10 +105,11 @@ class Bench {
       std::fprintf(f,
                    "{\"name\":\"%s\",\"shape\":\"%s\",\"bytes_read\":%lld,\"bytes_written\":%lld,"
                    "\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"tb_per_s\":%.4f,"
-                   "\"of_ceiling\":%.4f}%s\n",
+                   "\"of_ceiling\":%.4f,\"tflop_per_s\":%.2f}%s\n",
                    m.name.c_str(), m.shape.c_str(), static_cast<long long>(m.bytes_read),
                    static_cast<long long>(m.bytes_written), m.time.median, m.time.low, m.time.high,
-                   m.terabytes_per_second(), of_ceiling(m), i + 1 < results_.size() ? "," : "");
+                   m.terabytes_per_second(), of_ceiling(m), m.teraflops(),
+                   i + 1 < results_.size() ? "," : "");
     }
     std::fprintf(f, "]}\n");
     std::fclose(f);
@@ -120,6 +125,12 @@ class Bench {
   double ceiling_ = 0;  // TB/s; 0 while it is being measured
   std::vector<Measured> results_;
 };
+
+void require(const Status& s) {
+  if (s) return;
+  std::fprintf(stderr, "bench_codec: %s\n", s.message().c_str());
+  std::exit(1);
+}
 
 // ---- quantise and pack ----
 
@@ -228,11 +239,6 @@ void run_pack(Bench* bench, const Input& input, const PackCase& c, uint32_t seed
     m.bytes_written +=
         (job.count + kTileTokens - 1) / kTileTokens * (layout.used_bytes / layout.tiles());
   }
-  const auto require = [](const Status& s) {
-    if (s) return;
-    std::fprintf(stderr, "bench_codec: %s\n", s.message().c_str());
-    std::exit(1);
-  };
   bench->run(m, [&](int) { require(encode_pages(e, bench->stream())); });
   PageDecode d;
   d.batch = b;
@@ -330,6 +336,46 @@ void run_append(Bench* bench, const std::string& name, const TierFormat& format,
   }
 }
 
+// ---- significance ----
+
+constexpr int32_t kPromptTokens = 8192, kQHeads = 32;
+
+void run_scores(Bench* bench, uint32_t seed) {
+  if (!bench->wants("significance")) return;
+  PromptScores p;
+  p.num_sequences = 1;
+  p.max_tokens = p.total_tokens = kPromptTokens;
+  p.num_q_heads = kQHeads, p.num_kv_heads = kHeads;
+  p.head_dim = kHeadDim;
+  p.sm_scale = 0.08838834764831845;
+  p.q_head_stride = p.k_head_stride = kHeadDim;
+  p.q_token_stride = kQHeads * kHeadDim, p.k_token_stride = kHeads * kHeadDim;
+  uint16_t *q = nullptr, *k = nullptr;
+  float *lse = nullptr, *significance = nullptr;
+  const int64_t q_elements = p.q_token_stride * kPromptTokens;
+  const int64_t k_elements = p.k_token_stride * kPromptTokens;
+  check(cudaMalloc(&q, 2 * q_elements), "queries");
+  check(cudaMalloc(&k, 2 * k_elements), "keys");
+  check(cudaMalloc(&lse, 4 * kQHeads * kPromptTokens), "lse");
+  check(cudaMalloc(&significance, 4 * kHeads * kPromptTokens), "significance");
+  fill_elements<<<1024, 256, 0, bench->stream()>>>(q, q_elements, seed, false);
+  fill_elements<<<1024, 256, 0, bench->stream()>>>(k, k_elements, ~seed, false);
+  p.q = q, p.k = k;
+  p.starts = device_array(std::vector<int32_t>{0, kPromptTokens});
+  Measured m{
+      "lse", "8192, 32/8 x 128", 2 * (q_elements + k_elements), 4 * kQHeads * kPromptTokens, {}};
+  m.operations = int64_t{kPromptTokens} * kPromptTokens * kQHeads * kHeadDim;
+  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
+  m.name = "significance";
+  m.bytes_read += 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kHeads * kPromptTokens;
+  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  for (void* x : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(lse),
+                  static_cast<void*>(significance)}) {
+    check(cudaFree(x), "free");
+  }
+  check(cudaFree(const_cast<int32_t*>(p.starts)), "free");
+}
+
 }  // namespace
 }  // namespace tierkv::bench
 
@@ -351,6 +397,7 @@ int main(int argc, char** argv) {
   run_packs(&bench, seed);
   run_append(&bench, "k8v4", tierkv::token_wise_tier(8, 4), seed);
   run_append(&bench, "raw", tierkv::raw_tier(), seed);
+  run_scores(&bench, seed);
   if (!options.out.empty()) bench.write_json(options.out);
   return 0;
 }

@@ -94,9 +94,9 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   __syncwarp();
   StatusCode code = greater(t.code, prepare_tile<kDtype, Component::kKey>(task));
   code = greater(code, prepare_tile<kDtype, Component::kValue>(task + 1));
-  const int32_t worst = __reduce_max_sync(kAllLanes, static_cast<int32_t>(code));
-  if (worst != static_cast<int32_t>(StatusCode::kOk)) {
-    if (lane_index() == 0) report(b, job, static_cast<StatusCode>(worst));
+  code = worst_of_warp(code);
+  if (code != StatusCode::kOk) {
+    if (lane_index() == 0) report(b, job, code);
     return;
   }
   write_tile<kDtype, Component::kKey>(task);

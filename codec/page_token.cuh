@@ -69,6 +69,31 @@ __device__ __forceinline__ void load_lane_values(const void* row, DType dtype, i
 
 // ---- quantise ----
 
+// Extrema of whole rows, of kCount rows at a time so that their shuffles overlap.
+template <int32_t kCount>
+__device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32_t head_dim,
+                                            float (&lo)[kCount], float (&hi)[kCount]) {
+#pragma unroll
+  for (int32_t n = 0; n < kCount; ++n) {
+    lo[n] = INFINITY;
+    hi[n] = -INFINITY;
+#pragma unroll
+    for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+      if (lane_dim(i / 4) >= head_dim) continue;
+      lo[n] = nan_min(lo[n], x[n][i / 4][i % 4]);
+      hi[n] = nan_max(hi[n], x[n][i / 4][i % 4]);
+    }
+  }
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
+#pragma unroll
+    for (int32_t n = 0; n < kCount; ++n) {
+      lo[n] = nan_min(lo[n], __shfl_xor_sync(kAllLanes, lo[n], lanes));
+      hi[n] = nan_max(hi[n], __shfl_xor_sync(kAllLanes, hi[n], lanes));
+    }
+  }
+}
+
 // Extrema of the sub-groups that the lane's blocks belong to.
 struct LaneExtrema {
   float lo[kLaneChunks][2], hi[kLaneChunks][2];
@@ -97,16 +122,21 @@ __device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_
   const LaneExtrema own = block_extrema(x);
   if (blocks_per_group == 1) return own;
   LaneExtrema e = own;
+  int32_t first[2 * kLaneChunks];  // block of the sub-group of each of the lane's blocks
+#pragma unroll
+  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
+    const int32_t block = 2 * lane_chunk(i / 2) + i % 2;
+    first[i] = block - block % blocks_per_group;
+  }
 #pragma unroll
   for (int32_t block = 0; block < 8 * kLaneChunks; ++block) {
     if (block >= blocks) continue;
     const int32_t owner = block / 2 % 4 * 8;
     const float lo = __shfl_sync(kAllLanes, own.lo[block / 8][block % 2], owner);
     const float hi = __shfl_sync(kAllLanes, own.hi[block / 8][block % 2], owner);
-    const int32_t group = block / blocks_per_group;
 #pragma unroll
     for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
-      if ((2 * lane_chunk(i / 2) + i % 2) / blocks_per_group != group) continue;
+      if (block < first[i] || block >= first[i] + blocks_per_group) continue;
       e.lo[i / 2][i % 2] = nan_min(e.lo[i / 2][i % 2], lo);
       e.hi[i / 2][i % 2] = nan_max(e.hi[i / 2][i % 2], hi);
     }
@@ -114,47 +144,62 @@ __device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_
   return e;
 }
 
-// The lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Component c,
-                                                    const LaneValues& x, LaneSide* side) {
-  const TileLayout tile = page.layout->tile(c);
+__device__ __forceinline__ StatusCode params_status(float lo, float hi, QuantParams p) {
+  if (!is_finite(lo) || !is_finite(hi)) return StatusCode::kNonFinite;
+  return params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
+}
+
+__device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, const LaneValues& x,
+                                                     LaneSide* side) {
   StatusCode code = StatusCode::kOk;
-  const auto raise = [&code](StatusCode other) { code = other > code ? other : code; };
-  if (tile.bits == 16) {
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const float value = x[i / 4][i % 4];
+    const uint16_t raw = float_to_raw(page.raw_dtype, value);
+    if (!is_finite(value)) {
+      code = greater(code, StatusCode::kNonFinite);
+    } else if (!is_finite(raw_to_float(page.raw_dtype, raw))) {
+      code = greater(code, StatusCode::kOutOfRange);
+    }
+    side->codes[i / 4][i % 4] = raw;
+  }
+  return code;
+}
+
+// One component, given the extrema of the row. The lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Component c,
+                                                    const LaneValues& x, float lo, float hi,
+                                                    LaneSide* side) {
+  const TileLayout tile = page.layout->tile(c);
+  if (tile.bits == 16) return take_raw_codes(page, x, side);
+  const int32_t levels = 1 << tile.bits, groups = page.layout->groups(c);
+  const float top = static_cast<float>(levels - 1);
+  if (groups == 1) {
+    const QuantParams p = minmax_params(lo, hi, levels);
+    const CodeMaker maker = make_code_maker(p);
 #pragma unroll
     for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-      const float value = x[i / 4][i % 4];
-      const uint16_t raw = float_to_raw(page.raw_dtype, value);
-      if (!is_finite(value)) {
-        raise(StatusCode::kNonFinite);
-      } else if (!is_finite(raw_to_float(page.raw_dtype, raw))) {
-        raise(StatusCode::kOutOfRange);
-      }
-      side->codes[i / 4][i % 4] = raw;
+      side->codes[i / 4][i % 4] = biased_code(x[i / 4][i % 4], maker, top) & 255u;
+      side->params[i / 4][i % 4 / 2] = p;
     }
-    return code;
+    return params_status(lo, hi, p);
   }
-  const int32_t blocks = tile.dim_blocks(), levels = 1 << tile.bits;
-  const LaneExtrema e = group_extrema(x, blocks, blocks / page.layout->groups(c));
+  const int32_t blocks = tile.dim_blocks();
+  const LaneExtrema e = group_extrema(x, blocks, blocks / groups);
+  StatusCode code = StatusCode::kOk;
 #pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-#pragma unroll
-    for (int32_t b = 0; b < 2; ++b) {
-      const QuantParams p = minmax_params(e.lo[i][b], e.hi[i][b], levels);
-      if (lane_dim(i) < tile.head_dim) {
-        if (!is_finite(e.lo[i][b]) || !is_finite(e.hi[i][b])) {
-          raise(StatusCode::kNonFinite);
-        } else if (!params_in_range(p)) {
-          raise(StatusCode::kOutOfRange);
-        }
-      }
-      const CodeMaker maker = make_code_maker(p);
-#pragma unroll
-      for (int32_t j = 2 * b; j < 2 * b + 2; ++j) {
-        side->codes[i][j] = biased_code(x[i][j], maker, static_cast<float>(levels - 1)) & 255u;
-      }
-      side->params[i][b] = p;
+  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
+    const float group_lo = e.lo[i / 2][i % 2], group_hi = e.hi[i / 2][i % 2];
+    const QuantParams p = minmax_params(group_lo, group_hi, levels);
+    const CodeMaker maker = make_code_maker(p);
+    if (lane_dim(i / 2) < tile.head_dim) {
+      code = greater(code, params_status(group_lo, group_hi, p));
     }
+#pragma unroll
+    for (int32_t j = 2 * (i % 2); j < 2 * (i % 2) + 2; ++j) {
+      side->codes[i / 2][j] = biased_code(x[i / 2][j], maker, top) & 255u;
+    }
+    side->params[i / 2][i % 2] = p;
   }
   return code;
 }
@@ -174,6 +219,12 @@ __device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c
 
 // ---- to and from the page ----
 
+__device__ __forceinline__ void store_params(uint8_t* metadata, int32_t group, int32_t in_tile,
+                                             QuantParams p) {
+  *reinterpret_cast<uint32_t*>(metadata + token_metadata_byte(group, in_tile)) =
+      p.scale | static_cast<uint32_t>(p.zero_point) << 16;
+}
+
 __device__ __forceinline__ void store_side(const PageRef& page, int32_t slot, Component c,
                                            const LaneSide& side) {
   const PageLayout& layout = *page.layout;
@@ -186,15 +237,16 @@ __device__ __forceinline__ void store_side(const PageRef& page, int32_t slot, Co
   for (int32_t i = 0; i < kLaneChunks; ++i) {
     if (lane_dim(i) >= tile.head_dim) continue;
     store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
-    if (groups == 0 || lane_index() % 8 != 0) continue;
-    const int32_t blocks_per_group = tile.dim_blocks() / groups;
+    if (groups == 1 && i + lane_index() == 0) {
+      store_params(metadata, 0, in_tile, side.params[0][0]);
+    } else if (groups > 1 && lane_index() % 8 == 0) {
+      const int32_t blocks_per_group = tile.dim_blocks() / groups;
 #pragma unroll
-    for (int32_t b = 0; b < 2; ++b) {
-      const int32_t block = 2 * lane_chunk(i) + b;
-      if (block % blocks_per_group != 0) continue;
-      *reinterpret_cast<uint32_t*>(metadata +
-                                   token_metadata_byte(block / blocks_per_group, in_tile)) =
-          side.params[i][b].scale | static_cast<uint32_t>(side.params[i][b].zero_point) << 16;
+      for (int32_t b = 0; b < 2; ++b) {
+        const int32_t block = 2 * lane_chunk(i) + b;
+        if (block % blocks_per_group != 0) continue;
+        store_params(metadata, block / blocks_per_group, in_tile, side.params[i][b]);
+      }
     }
   }
 }
@@ -273,36 +325,45 @@ __device__ __forceinline__ void open_token_slot(const PageRef& page, int32_t slo
   __syncwarp();
 }
 
-__device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
-  return static_cast<StatusCode>(__reduce_max_sync(kAllLanes, static_cast<int32_t>(code)));
+// The greatest status in all lanes.
+__device__ __forceinline__ StatusCode quantize_token(const PageRef& page, const TokenInput& input,
+                                                     const LaneValues (&x)[2], LaneToken* token) {
+  float lo[2], hi[2];
+  row_extrema(x, page.layout->head_dim(), lo, hi);
+  StatusCode code = input.position < 0 ? StatusCode::kInvalidArgument : StatusCode::kOk;
+  if (!is_finite(input.score)) code = StatusCode::kNonFinite;
+  code = greater(code, quantize_lane(page, Component::kKey, x[0], lo[0], hi[0], &token->k));
+  code = greater(code, quantize_lane(page, Component::kValue, x[1], lo[1], hi[1], &token->v));
+  token->score = input.score;
+  token->position = input.position;
+  return worst_of_warp(code);
 }
 
-// overwrite_token(): kNonFinite, kOutOfRange, kInvalidArgument as there, the greatest of them.
-__device__ __forceinline__ StatusCode overwrite_page_token(const PageRef& page, int32_t slot,
-                                                           const TokenInput& input) {
-  const int32_t head_dim = page.layout->head_dim();
-  LaneValues k, v;
-  load_lane_values(input.k, input.dtype, head_dim, k);
-  load_lane_values(input.v, input.dtype, head_dim, v);
+// append_tokens() of one token into slot `slot` of a page of as many tokens: kNonFinite,
+// kOutOfRange, kInvalidArgument as there, the greatest of them.
+__device__ __forceinline__ StatusCode append_page_token(const PageRef& page, int32_t slot,
+                                                        const TokenInput& input) {
+  LaneValues x[2];  // asked for before anything waits for the page
+  load_lane_values(input.k, input.dtype, page.layout->head_dim(), x[0]);
+  load_lane_values(input.v, input.dtype, page.layout->head_dim(), x[1]);
   LaneToken token;
-  token.score = input.score;
-  token.position = input.position;
-  StatusCode code = input.position < 0 ? StatusCode::kInvalidArgument : StatusCode::kOk;
-  const auto raise = [&code](StatusCode other) { code = other > code ? other : code; };
-  if (!is_finite(input.score)) raise(StatusCode::kNonFinite);
-  raise(quantize_lane(page, Component::kKey, k, &token.k));
-  raise(quantize_lane(page, Component::kValue, v, &token.v));
-  code = worst_of_warp(code);
-  if (code == StatusCode::kOk) store_lane_token(page, slot, token);
+  const StatusCode code = quantize_token(page, input, x, &token);
+  if (code != StatusCode::kOk) return code;
+  open_token_slot(page, slot);
+  store_lane_token(page, slot, token);
   return code;
 }
 
-// append_tokens() of one token into slot `slot` of a page of as many tokens. (A tile that was
-// opened for a token that failed stays open: it holds no token.)
-__device__ __forceinline__ StatusCode append_page_token(const PageRef& page, int32_t slot,
-                                                        const TokenInput& input) {
-  open_token_slot(page, slot);
-  return overwrite_page_token(page, slot, input);
+// overwrite_token(): likewise, over whatever the slot held.
+__device__ __forceinline__ StatusCode overwrite_page_token(const PageRef& page, int32_t slot,
+                                                           const TokenInput& input) {
+  LaneValues x[2];
+  load_lane_values(input.k, input.dtype, page.layout->head_dim(), x[0]);
+  load_lane_values(input.v, input.dtype, page.layout->head_dim(), x[1]);
+  LaneToken token;
+  const StatusCode code = quantize_token(page, input, x, &token);
+  if (code == StatusCode::kOk) store_lane_token(page, slot, token);
+  return code;
 }
 
 __device__ __forceinline__ bool same_side_format(const PageRef& a, const PageRef& b, Component c) {
@@ -315,9 +376,11 @@ __device__ __forceinline__ bool same_side_format(const PageRef& a, const PageRef
 __device__ __forceinline__ StatusCode convert_side(const PageRef& from, const PageRef& to,
                                                    Component c, LaneSide* side) {
   if (same_side_format(from, to, c)) return StatusCode::kOk;
-  LaneValues x;
-  dequantize_lane(from, c, *side, x);
-  return quantize_lane(to, c, x, side);
+  LaneValues x[1];
+  float lo[1], hi[1];
+  dequantize_lane(from, c, *side, x[0]);
+  row_extrema(x, to.layout->head_dim(), lo, hi);
+  return quantize_lane(to, c, x[0], lo[0], hi[0], side);
 }
 
 // move_token(): into a slot that is open; pages of one head_dim.
@@ -327,7 +390,7 @@ __device__ __forceinline__ StatusCode move_page_token(const PageRef& from, int32
   load_lane_token(from, from_slot, &token);
   const StatusCode k = convert_side(from, to, Component::kKey, &token.k);
   const StatusCode v = convert_side(from, to, Component::kValue, &token.v);
-  const StatusCode code = worst_of_warp(k > v ? k : v);
+  const StatusCode code = worst_of_warp(greater(k, v));
   if (code == StatusCode::kOk) store_lane_token(to, to_slot, token);
   return code;
 }

@@ -12,10 +12,6 @@
 
 namespace tierkv {
 
-__device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
-  return a > b ? a : b;
-}
-
 // ---- 16 bits ----
 
 __device__ __forceinline__ StatusCode raw_code_status(float x, DType raw) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "tierkv/layout.h"
+#include "tierkv/status.h"
 
 namespace tierkv {
 
@@ -19,6 +20,15 @@ __device__ __forceinline__ int32_t lane_index() {
 
 __device__ __forceinline__ uint32_t shared_byte_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Of several failures the greatest is reported.
+__device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
+  return a > b ? a : b;
+}
+// In all lanes.
+__device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
+  return static_cast<StatusCode>(__reduce_max_sync(kAllLanes, static_cast<int32_t>(code)));
 }
 
 // 16 bytes from global to shared memory, asynchronously; zeros where `present` is false (then
