@@ -85,8 +85,12 @@ Result<SequenceId> HostStore::fork(SequenceId source) {
       copy_page(view_, view_.page_id(row(*from, r), kWindowSide, i),
                 view_.page_id(row(*to, r), kWindowSide, i));
     }
-    rescan_side(view_, row(*to, r), kHighSide);
-    rescan_side(view_, row(*to, r), kLowSide);
+    for (const int32_t side : {kHighSide, kLowSide}) {  // full pages share their records, too
+      const int32_t full = tokens[r].of[side] / view_.page_tokens(side);
+      if (tokens[r].of[side] % view_.page_tokens(side) != 0) {
+        rescan_page(view_, row(*to, r), side, full);
+      }
+    }
   }
   return table_.claim(*to, SequencePhase::kLive, table_.info(*from));
 }

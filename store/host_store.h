@@ -44,6 +44,7 @@ class HostStore final : public KvStore {
   const StoreView& view() const { return view_; }
 
  private:
+  friend class DeviceStore;  // whose rare calls are carried out here
   struct FreeMemory {
     void operator()(void* p) const { std::free(p); }
   };

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "tests/store/store_world.h"
+#include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

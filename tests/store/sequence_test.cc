@@ -1,7 +1,7 @@
 // Lives of sequences, one property each.
 #include <gtest/gtest.h>
 
-#include "tests/store/store_world.h"
+#include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

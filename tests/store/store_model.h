@@ -8,13 +8,9 @@
 #include <vector>
 
 #include "codec/tiering.h"
-#include "store/host_store.h"
+#include "tests/store/small_store.h"
 
 namespace tierkv::testing {
-
-struct TokenValues {
-  std::vector<float> k, v;
-};
 
 class RowModel {
  public:

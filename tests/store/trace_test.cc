@@ -6,7 +6,7 @@
 #include <map>
 #include <ostream>
 
-#include "tests/store/store_world.h"
+#include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "codec/container_format.h"
-#include "tests/store/store_world.h"
+#include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "tests/store/store_world.h"
+#include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
 
