@@ -23,7 +23,7 @@
 // Two back ends, one contract. Host (create()): pointers are host memory, statuses come back at
 // once. Device (create_device_store()): pointers to k, v, q, scores and results are device memory
 // and calls are enqueued on the store's stream; what the device finds is told by take_status().
-// store/README.md holds the states and laws.
+// store/README.md holds the states and laws of both.
 //
 // Sources: DiffKV section 5 (prompt and generation phase); the store's interface, fork, truncate
 // and export are ours.
@@ -194,5 +194,31 @@ class KvStore {
   // call. The host back end has nothing to tell.
   virtual Status take_status() = 0;
 };
+
+// The device back end.
+//
+// begin_prompt(), append(), score_prompt(), end_prompt(), begin_step(), update_scores() and
+// attend() return as soon as they are enqueued. What they can only find out on the device
+// (kOutOfPages, kNonFinite, kOutOfRange of values, kInvalidArgument of scores) is kept: from the
+// first failure on nothing that was enqueued is done, until take_status() tells it and brings the
+// host's bookkeeping back to what the device has. add_sequence() and release() are always carried
+// out.
+//
+// fork(), truncate(), stats(), export and import wait for the stream and go through host memory;
+// they are refused (kInvalidArgument) while a failure waits to be taken. attend() does not look for
+// values of q that are not finite.
+//
+// A step (begin_step() and what follows it for the layers) allocates nothing, does not wait and can
+// be captured in a CUDA graph. While it is captured the bookkeeping moves on as if it had been
+// carried out, which the first replay then does; note_replay() tells of each further one.
+class DeviceKvStore : public KvStore {
+ public:
+  // A captured step of `tokens` tokens for `sequences` was replayed once more. As begin_step().
+  virtual Status note_replay(SequenceList sequences, int32_t tokens) = 0;
+};
+// kCuda when the device refuses; kOutOfRange when there is no memory for the pool. The store uses
+// `stream` alone, which must outlive it, on the device that is current now.
+Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
+                                                           GpuStream stream);
 
 }  // namespace tierkv

@@ -1,0 +1,332 @@
+#include "store/device_store.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "store/attention_config.h"
+
+namespace tierkv {
+namespace {
+
+Status cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return Status::ok();
+  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+Result<AttentionGrid> find_grid(const AttentionConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  return attention_grid(config);
+}
+
+bool is_aligned(const void* p, int64_t alignment) {
+  return reinterpret_cast<uintptr_t>(p) % alignment == 0;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
+                                                           GpuStream stream) {
+  Result<std::unique_ptr<DeviceStore>> store = DeviceStore::make(config, stream);
+  if (!store) return store.status();
+  return std::unique_ptr<DeviceKvStore>(std::move(*store));
+}
+
+Result<std::unique_ptr<DeviceStore>> DeviceStore::make(const KvStoreConfig& config,
+                                                       GpuStream stream) {
+  Result<std::unique_ptr<HostStore>> mirror = HostStore::make(config);
+  if (!mirror) return mirror.status();
+  std::unique_ptr<DeviceStore> store(new DeviceStore(std::move(*mirror), stream));
+  if (Status s = store->allocate(); !s) return s;
+  if (Status s = store->allocate_attention(); !s) return s;
+  if (Status s = cuda_status(cudaStreamSynchronize(stream), "create"); !s) return s;
+  return Result<std::unique_ptr<DeviceStore>>(std::move(store));
+}
+
+DeviceStore::~DeviceStore() {
+  (void)cudaStreamSynchronize(stream_);
+  for (void* p : memory_) (void)cudaFree(p);
+}
+
+template <class T>
+Status DeviceStore::take(size_t count, T** memory) {
+  void* p = nullptr;
+  const cudaError_t error = cudaMalloc(&p, std::max<size_t>(count, 1) * sizeof(T));
+  if (error == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    return Status(StatusCode::kOutOfRange, "no device memory for the store");
+  }
+  if (error != cudaSuccess) return cuda_status(error, "create");
+  memory_.push_back(p);
+  *memory = static_cast<T*>(p);
+  return Status::ok();
+}
+
+Status DeviceStore::allocate() {
+  const KvStoreConfig& c = config();
+  const StoreView& host = mirror_->view_;
+  const auto sequences = static_cast<size_t>(c.max_sequences);
+  const size_t rows = sequences * host.rows_per_sequence();
+  const size_t allocator = allocator_bytes(host.allocator.shape).total;
+  const size_t workspace = page_op_workspace_bytes(host.allocator.shape, c.max_sequences);
+  const size_t layer_rows = sequences * c.layout.num_kv_heads;
+  uint8_t *pool = nullptr, *tables = nullptr, *scratch = nullptr;
+  float* zeros = nullptr;
+  int32_t* counting = nullptr;
+  state_.s = host;
+  if (Status s = take(host.pages.page_bytes * c.num_pages, &pool); !s) return s;
+  if (Status s = take(allocator, &tables); !s) return s;
+  if (Status s = take(workspace, &scratch); !s) return s;
+  if (Status s = take(sequences, &state_.s.infos); !s) return s;
+  if (Status s = take(1, &state_.failure); !s) return s;
+  if (Status s = take(sequences, &state_.batch); !s) return s;
+  if (Status s = take(sequences, &state_.before); !s) return s;
+  if (Status s = take(sequences, &state_.entry_counts); !s) return s;
+  if (Status s = take(rows, &state_.row_counts); !s) return s;
+  if (Status s = take(rows * kMaxStepTokens, &state_.actions); !s) return s;
+  if (Status s = take(1, &state_.report); !s) return s;
+  if (Status s = take(1, &state_.other_report); !s) return s;
+  if (Status s = take(rows, &state_.appended); !s) return s;
+  if (Status s = take(layer_rows, &chunk_.status); !s) return s;
+  if (Status s = take(c.max_tokens, &zeros); !s) return s;
+  if (Status s = take(c.max_tokens, &counting); !s) return s;
+  if (Status s = take(sequences * c.layout.num_q_heads, &lse_); !s) return s;
+  const Result<PageAllocator> a = make_page_allocator(host.allocator.shape, tables, allocator);
+  if (!a) return a.status();
+  state_.s.allocator = *a;
+  state_.s.pages.base = pool;
+  state_.s.pages.records = a->records;
+  state_.max_tokens = c.max_tokens;
+  allocator_memory_ = tables;
+  op_workspace_ = {scratch, workspace};
+  chunk_.zeros = zeros;
+  chunk_.counting = counting;
+  std::vector<int32_t> numbers(c.max_tokens);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  if (Status t = copy(counting, numbers.data(), numbers.size() * sizeof(int32_t)); !t) return t;
+  if (Status t = copy(state_.failure, &kNoFailure, sizeof(kNoFailure)); !t) return t;
+  const cudaError_t error = cudaMemsetAsync(zeros, 0, c.max_tokens * sizeof(float), stream_);
+  if (error != cudaSuccess) return cuda_status(error, "create");
+  return initialize_device(*a, stream_);
+}
+
+Status DeviceStore::allocate_attention() {
+  attention_ = attention_config(config(), page_bytes());
+  Result<AttentionGrid> grid = find_grid(attention_);
+  std::swap(grid_, grid);
+  if (!grid_) return Status::ok();  // attend() will tell
+  attention_workspace_.bytes =
+      attention_workspace_bytes(attention_, *grid_, config().max_sequences);
+  uint8_t* memory = nullptr;
+  if (Status s = take(attention_workspace_.bytes, &memory); !s) return s;
+  attention_workspace_.memory = memory;
+  return Status::ok();
+}
+
+Status DeviceStore::grow_jobs(size_t jobs) {
+  if (jobs <= num_jobs_) return Status::ok();
+  uint8_t* memory = nullptr;
+  if (Status s = take(jobs * chunk_job_bytes(), &memory); !s) return s;
+  chunk_.jobs = memory;  // the smaller one goes with the store: the stream may still use it
+  num_jobs_ = jobs;
+  return Status::ok();
+}
+
+Status DeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
+  batch_ = slots;
+  return begin_batch(state_, {call, static_cast<int32_t>(slots.size()), tokens}, slots.data(),
+                     stream_);
+}
+
+Status DeviceStore::use_batch(DeviceCall call, const Slots& slots) {
+  return slots == batch_ ? Status::ok() : set_batch(call, slots, 0);
+}
+
+Status DeviceStore::run(const PageOp& op) {
+  return run_page_op_device(state_.s.allocator, op, op_workspace_, stream_);
+}
+
+Result<SequenceId> DeviceStore::add_sequence() {
+  const Result<int32_t> slot = table().free_slot();
+  if (!slot) return slot.status();
+  const Slots slots = {*slot};
+  if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
+  if (Status s = run(PageOp::open(batch(slots), state_.other_report)); !s) return s;
+  if (Status s = reset_sequences(state_, 1, stream_); !s) return s;
+  return table().claim(*slot, SequencePhase::kPrompt, SequenceInfo{});
+}
+
+Status DeviceStore::release(SequenceId sequence) {
+  const Result<int32_t> slot = table().slot_of(sequence);
+  if (!slot) return slot.status();
+  const Slots slots = {*slot};
+  if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
+  if (Status s = run(PageOp::release(batch(slots), state_.other_report)); !s) return s;
+  table().release(*slot);
+  return Status::ok();
+}
+
+Status DeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
+  const Result<Slots> slots = table().admit_begin_prompt(sequences, tokens);
+  if (!slots) return slots.status();
+  const auto count = static_cast<int32_t>(slots->size());
+  if (Status s = set_batch(DeviceCall::kBeginPrompt, *slots, tokens); !s) return s;
+  if (Status s = plan_chunk(state_, count, tokens, stream_); !s) return s;
+  if (Status s = run(PageOp::reserve(batch(*slots), state_.entry_counts, state_.report)); !s)
+    return s;
+  // Where nothing was reserved there is nothing to keep: that operation then refuses itself.
+  if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
+    return s;
+  if (Status s = finish_chunk(state_, count, tokens, stream_); !s) return s;
+  for (const int32_t slot : *slots) {
+    table().set_info(slot, {table().info(slot).num_tokens + tokens, 0, kInPrompt, 0});
+  }
+  return Status::ok();
+}
+
+Status DeviceStore::append(const AppendCall& call) {
+  const Result<Slots> slots = table().admit_append(call);
+  if (!slots) return slots.status();
+  const DType dtype = config().layout.dtype;
+  const bool prompt = table().phase(slots->front()) == SequencePhase::kPrompt;
+  const int64_t alignment = prompt ? 16 : dtype_bytes(dtype);
+  if (!is_aligned(call.k, alignment) || !is_aligned(call.v, alignment)) {
+    return invalid("k or v is misaligned");
+  }
+  const DeviceTokens tokens = {call.k,      call.v,    dtype, static_cast<int32_t>(slots->size()),
+                               call.tokens, call.layer};
+  if (Status s = use_batch(DeviceCall::kAppend, *slots); !s) return s;
+  if (prompt) {
+    const size_t rows = slots->size() * config().layout.num_kv_heads;
+    if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
+    if (Status s = append_chunk(state_, chunk_, tokens, stream_); !s) return s;
+  } else if (Status s = append_step(state_, tokens, stream_); !s) {
+    return s;
+  }
+  for (const int32_t slot : *slots) {
+    table().set_layer_tokens(slot, call.layer, table().info(slot).num_tokens);
+  }
+  return Status::ok();
+}
+
+Status DeviceStore::score_prompt(const PromptScores& scores) {
+  const Result<Slots> slots = table().admit_scores(scores);
+  if (!slots) return slots.status();
+  if (Status s = use_batch(DeviceCall::kScorePrompt, *slots); !s) return s;
+  return tierkv::score_prompt(
+      state_,
+      {scores.significance, scores.stride, static_cast<int32_t>(slots->size()), scores.layer, 0},
+      stream_);
+}
+
+Status DeviceStore::end_prompt(SequenceList sequences) {
+  const Result<Slots> slots = table().admit_end_prompt(sequences);
+  if (!slots) return slots.status();
+  const auto count = static_cast<int32_t>(slots->size());
+  if (Status s = set_batch(DeviceCall::kEndPrompt, *slots, 0); !s) return s;
+  if (Status s = plan_prompt_end(state_, count, stream_); !s) return s;
+  if (Status s = run(PageOp::reserve(batch(*slots), state_.entry_counts, state_.report)); !s)
+    return s;
+  if (Status s = place_prompt(state_, count, stream_); !s) return s;
+  if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
+    return s;
+  if (Status s = finish_prompt(state_, count, stream_); !s) return s;
+  for (const int32_t slot : *slots) {
+    table().set_info(slot, info_after_prompt(state_.s.policy, table().info(slot).num_tokens));
+    table().set_phase(slot, SequencePhase::kLive);
+  }
+  return Status::ok();
+}
+
+Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
+  const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
+  if (!slots) return slots.status();
+  const auto count = static_cast<int32_t>(slots->size());
+  if (Status s = set_batch(DeviceCall::kBeginStep, *slots, tokens); !s) return s;
+  if (Status s = plan_step(state_, count, tokens, stream_); !s) return s;
+  if (Status s = run(PageOp::append(batch(*slots), state_.row_counts, state_.report)); !s) return s;
+  if (Status s = apply_step(state_, count, tokens, stream_); !s) return s;
+  planned_.clear();  // its token counts have changed
+  for (const int32_t slot : *slots) {
+    table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
+  }
+  return Status::ok();
+}
+
+Status DeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
+  const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
+  if (!slots) return slots.status();
+  for (const int32_t slot : *slots) {
+    table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
+    table().set_complete(slot);
+  }
+  batch_ = *slots;
+  planned_.clear();
+  return Status::ok();
+}
+
+Status DeviceStore::update_scores(const ScoreUpdate& update) {
+  const Result<Slots> slots = table().admit_update(update);
+  if (!slots) return slots.status();
+  if (Status s = use_batch(DeviceCall::kUpdateScores, *slots); !s) return s;
+  return tierkv::update_scores(state_,
+                               {update.probabilities, update.stride,
+                                static_cast<int32_t>(slots->size()), update.layer, update.back},
+                               stream_);
+}
+
+Status DeviceStore::plan_attention_of(const Slots& slots) {
+  if (slots == planned_) return Status::ok();
+  if (slots.size() != planned_count_) {  // another layout of the workspace
+    const cudaError_t error =
+        cudaMemsetAsync(attention_workspace_.memory, 0, attention_workspace_.bytes, stream_);
+    if (error != cudaSuccess) return cuda_status(error, "attend");
+    planned_count_ = slots.size();
+  }
+  if (Status s = plan_attention(attention_, *grid_, state_.s.allocator.table(),
+                                {state_.batch, static_cast<int32_t>(slots.size())},
+                                attention_workspace_, stream_);
+      !s)
+    return s;
+  planned_ = slots;
+  return Status::ok();
+}
+
+Status DeviceStore::attend(const AttendRequest& request) {
+  const Result<Slots> slots = table().admit_attend(request);
+  if (!slots) return slots.status();
+  if (!grid_) return grid_.status();
+  const CacheLayout& layout = config().layout;
+  AttendCall call;
+  call.table = state_.s.allocator.table();
+  call.pages = state_.s.pages;
+  call.batch = {state_.batch, static_cast<int32_t>(slots->size())};
+  call.layer = request.layer;
+  call.q = request.q;
+  call.out = request.out;
+  call.lse = request.lse != nullptr ? request.lse : lse_;
+  if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
+  if (Status s = plan_attention_of(*slots); !s) return s;
+  if (Status s = tierkv::attend(attention_, *grid_, call, attention_workspace_, stream_); !s)
+    return s;
+  if (request.probabilities == nullptr) return Status::ok();
+  DeviceProbabilities p;
+  p.q = request.q;
+  p.lse = call.lse;
+  p.values = request.probabilities;
+  p.stride = request.stride;
+  p.count = call.batch.count;
+  p.layer = request.layer;
+  p.group = layout.group_size();
+  p.sm_scale = static_cast<float>(layout.sm_scale);
+  return find_probabilities(state_, p, stream_);
+}
+
+}  // namespace tierkv

@@ -1,0 +1,577 @@
+// The device back end beside the host's: the same calls, the same statuses, the same bytes.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <map>
+
+#include "allocator/invariants.h"
+#include "store/device_store.h"
+#include "store/sequence_bytes.h"
+#include "tests/store/small_store.h"
+
+namespace tierkv::testing {
+namespace {
+
+#define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
+
+int32_t trace_steps(int32_t usual) {
+  const char* text = std::getenv("TIERKV_GPU_TRACE_STEPS");
+  return text == nullptr ? usual : std::atoi(text);
+}
+
+// Device memory that grows with what is put into it.
+class Buffer {
+ public:
+  ~Buffer() { cudaFree(memory_); }
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  template <class T>
+  const T* put(const std::vector<T>& x) {
+    const size_t bytes = x.size() * sizeof(T);
+    if (bytes > bytes_) {
+      cudaFree(memory_);
+      EXPECT_EQ(cudaMalloc(&memory_, bytes), cudaSuccess);
+      bytes_ = bytes;
+    }
+    EXPECT_EQ(cudaMemcpy(memory_, x.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    return static_cast<const T*>(memory_);
+  }
+  template <class T>
+  std::vector<T> read(size_t count) const {
+    std::vector<T> x(count);
+    EXPECT_EQ(cudaMemcpy(x.data(), memory_, count * sizeof(T), cudaMemcpyDeviceToHost),
+              cudaSuccess);
+    return x;
+  }
+  template <class T>
+  T* get() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+std::unique_ptr<DeviceStore> make_device(const KvStoreConfig& config, GpuStream stream = nullptr) {
+  auto store = DeviceStore::make(config, stream);
+  EXPECT_TRUE(store.is_ok()) << store.status().message();
+  return store ? std::move(*store) : nullptr;
+}
+
+// What must be equal: tables, counts, records, the free ring, infos and the defined bytes of all
+// pages.
+std::string state_difference(const StoreView& a, const StoreView& b) {
+  const PageTableShape& t = a.allocator.shape.table;
+  const auto differs = [](const void* x, const void* y, size_t bytes) {
+    return std::memcmp(x, y, bytes) != 0;
+  };
+  const size_t rows = t.num_rows();
+  if (differs(a.allocator.tokens, b.allocator.tokens, rows * sizeof(SideCounts))) return "tokens";
+  if (differs(a.allocator.pages, b.allocator.pages, rows * sizeof(SideCounts))) return "pages";
+  if (differs(a.allocator.slots, b.allocator.slots, rows * t.row_stride() * 4)) return "slots";
+  const RingCursors &x = *a.allocator.ring.cursors, &y = *b.allocator.ring.cursors;
+  if (differs(&x, &y, sizeof(x))) return "ring cursors";
+  for (int64_t p = x.start; p < x.end; ++p) {
+    const int64_t i = p % a.allocator.shape.num_pages;
+    if (a.allocator.ring.ids[i] != b.allocator.ring.ids[i]) return "ring";
+  }
+  for (int32_t q = 0; q < t.num_sequences; ++q) {
+    if (a.allocator.sequences[q].state != b.allocator.sequences[q].state) return "sequence state";
+    if (a.allocator.sequences[q].state == SequenceState::kFree) continue;
+    if (differs(&a.infos[q], &b.infos[q], sizeof(SequenceInfo))) {
+      return "info of sequence " + std::to_string(q);
+    }
+    for (int32_t w = 0; w < t.rows_per_sequence; ++w) {
+      const int32_t row = q * t.rows_per_sequence + w;
+      RowPages pages[2];
+      std::vector<uint8_t> bytes[2];
+      for (int32_t k = 0; k < 2; ++k) {
+        const StoreView& s = k == 0 ? a : b;
+        pages[k].tokens = s.allocator.tokens[row];
+        for (int32_t side = 0; side < kStoreSides; ++side) {
+          for (int32_t i = 0; i < s.allocator.pages[row].of[side]; ++i) {
+            const int32_t page = s.page_id(row, side, i);
+            pages[k].pages[side].push_back(s.page_bytes(page));
+            const PageRecord &r = a.allocator.records[page], &o = b.allocator.records[page];
+            if (differs(&r, &o, sizeof(r))) return "record of page " + std::to_string(page);
+          }
+        }
+        export_row(s, pages[k], &bytes[k]);
+      }
+      if (bytes[0] != bytes[1]) {
+        for (size_t i = 0; i < bytes[0].size(); ++i) {
+          if (bytes[0][i] != bytes[1][i]) {
+            return "row " + std::to_string(row) + " byte " + std::to_string(i) + " of " +
+                   std::to_string(bytes[0].size());
+          }
+        }
+      }
+    }
+  }
+  return "";
+}
+
+// A host and a device store that get the same calls. Ids are equal by construction.
+class Twins {
+ public:
+  Twins(const KvStoreConfig& config, RandomInput* input, GpuStream stream = nullptr)
+      : config_(config),
+        host_(make_store(config)),
+        device_(make_device(config, stream)),
+        input_(input) {}
+
+  HostStore& host() { return *host_; }
+  DeviceStore& device() { return *device_; }
+  const KvStoreConfig& config() const { return config_; }
+
+  // Both statuses, which must be the same; what the device only finds out later is waited for.
+  Status same(const Status& host, Status device) {
+    if (!device) {
+      EXPECT_EQ(host.code(), device.code()) << device.message();
+      return host;
+    }
+    const Status later = device_->take_status();
+    EXPECT_EQ(host.code(), later.code()) << host.message() << " | " << later.message();
+    return host;
+  }
+  std::string difference() {
+    const Result<StoreView> view = device_->download();
+    return view ? state_difference(host_->view(), *view) : view.status().message();
+  }
+
+  Status add(SequenceId* id) {
+    const auto a = host_->add_sequence(), b = device_->add_sequence();
+    if (a) *id = *a;
+    if (a && b) EXPECT_TRUE(*a == *b);
+    return same(a.status(), b.status());
+  }
+  Status begin_prompt(SequenceList l, int32_t tokens) {
+    return same(host_->begin_prompt(l, tokens), device_->begin_prompt(l, tokens));
+  }
+  Status end_prompt(SequenceList l) { return same(host_->end_prompt(l), device_->end_prompt(l)); }
+  Status begin_step(SequenceList l, int32_t tokens) {
+    return same(host_->begin_step(l, tokens), device_->begin_step(l, tokens));
+  }
+  Status release(SequenceId id) { return same(host_->release(id), device_->release(id)); }
+  Status truncate(SequenceId id, int32_t tokens) {
+    return same(host_->truncate(id, tokens), device_->truncate(id, tokens));
+  }
+  Status fork(SequenceId id, SequenceId* copy) {
+    const auto a = host_->fork(id), b = device_->fork(id);
+    if (a) *copy = *a;
+    if (a && b) EXPECT_TRUE(*a == *b);
+    return same(a.status(), b.status());
+  }
+  Status transfer(SequenceId id, SequenceId* copy) {
+    const auto a = host_->export_sequence(id), b = device_->export_sequence(id);
+    if (!a || !b) return same(a.status(), b.status());
+    EXPECT_TRUE(*a == *b) << "exports differ";
+    const auto c = host_->import_sequence(a->data(), a->size());
+    const auto d = device_->import_sequence(b->data(), b->size());
+    if (c) *copy = *c;
+    return same(c.status(), d.status());
+  }
+  Status append(SequenceList l, int32_t layer, int32_t tokens) {
+    const CallValues values(input_, config_.layout, l.count, tokens);
+    return append(l, layer, tokens, values.k_bytes(), values.v_bytes());
+  }
+  Status append(SequenceList l, int32_t layer, int32_t tokens, const std::vector<uint8_t>& k,
+                const std::vector<uint8_t>& v) {
+    return same(host_->append({l, layer, tokens, k.data(), v.data()}),
+                device_->append({l, layer, tokens, k_.put(k), v_.put(v)}));
+  }
+  Status append_all(SequenceList l, int32_t tokens) {
+    for (int32_t layer = 0; layer < config_.layout.num_layers; ++layer) {
+      if (Status s = append(l, layer, tokens); !s) return s;
+    }
+    return Status::ok();
+  }
+  std::vector<float> scores(SequenceList l) {
+    return input_->scores(int64_t{l.count} * config_.layout.num_kv_heads * config_.max_tokens,
+                          config_.max_tokens / 3);
+  }
+  Status score_prompt(SequenceList l, int32_t layer) {
+    const std::vector<float> x = scores(l);
+    return same(host_->score_prompt({l, layer, x.data(), config_.max_tokens}),
+                device_->score_prompt({l, layer, scores_.put(x), config_.max_tokens}));
+  }
+  Status update_scores(SequenceList l, int32_t layer, int32_t back) {
+    const std::vector<float> x = scores(l);
+    return same(host_->update_scores({l, layer, back, x.data(), config_.max_tokens}),
+                device_->update_scores({l, layer, back, scores_.put(x), config_.max_tokens}));
+  }
+
+ private:
+  KvStoreConfig config_;
+  std::unique_ptr<HostStore> host_;
+  std::unique_ptr<DeviceStore> device_;
+  RandomInput* input_;
+  Buffer k_, v_, scores_;
+};
+
+struct NamedConfig {
+  const char* name;
+  KvStoreConfig config;
+  friend void PrintTo(const NamedConfig& c, std::ostream* os) { *os << to_json(c.config); }
+};
+KvStoreConfig varied(void (*change)(KvStoreConfig*)) {
+  KvStoreConfig c = small_config();
+  change(&c);
+  return c;
+}
+
+class StoreTwins : public ::testing::TestWithParam<NamedConfig> {
+ protected:
+  StoreTwins() : twins_(GetParam().config, &input_) {}
+  std::vector<SequenceId> some(bool live) {
+    std::vector<SequenceId> list;
+    for (const auto& [slot, s] : open_) {
+      if (s.live == live && input_.chance(0.7)) list.push_back(s.id);
+    }
+    return list;
+  }
+  Status call(std::string* name);
+  Status prompt(const std::vector<SequenceId>& ids);
+  Status step(const std::vector<SequenceId>& ids);
+
+  struct Sequence {
+    SequenceId id;
+    bool live;
+  };
+  RandomInput input_;
+  Twins twins_;
+  std::map<int32_t, Sequence> open_;
+};
+
+Status StoreTwins::prompt(const std::vector<SequenceId>& ids) {
+  const SequenceList l = {ids.data(), static_cast<int32_t>(ids.size())};
+  const int32_t tokens = input_.uniform(1, 60);
+  if (Status s = twins_.begin_prompt(l, tokens); !s) return s;
+  if (Status s = twins_.append_all(l, tokens); !s) return s;
+  for (int32_t layer = 0; layer < twins_.config().layout.num_layers; ++layer) {
+    if (Status s = twins_.score_prompt(l, layer); !s) return s;
+  }
+  return Status::ok();
+}
+
+Status StoreTwins::step(const std::vector<SequenceId>& ids) {
+  const SequenceList l = {ids.data(), static_cast<int32_t>(ids.size())};
+  const int32_t tokens = input_.chance(0.8) ? 1 : input_.uniform(2, 8);
+  if (Status s = twins_.begin_step(l, tokens); !s) return s;
+  if (Status s = twins_.append_all(l, tokens); !s) return s;
+  for (int32_t back = tokens - 1; back >= 0; --back) {
+    for (int32_t layer = 0; layer < twins_.config().layout.num_layers; ++layer) {
+      if (Status s = twins_.update_scores(l, layer, back); !s) return s;
+    }
+  }
+  return Status::ok();
+}
+
+Status StoreTwins::call(std::string* name) {
+  const int32_t dice = input_.uniform(0, 99);
+  SequenceId id;
+  if (dice < 12) {
+    *name = "add";
+    const Status s = twins_.add(&id);
+    if (s) open_[id.slot] = {id, false};
+    return s;
+  }
+  if (dice < 30) {
+    const std::vector<SequenceId> ids = some(false);
+    if (ids.empty()) return Status::ok();
+    if (dice < 22) {
+      *name = "prompt";
+      return prompt(ids);
+    }
+    *name = "end_prompt";
+    const Status s = twins_.end_prompt({ids.data(), static_cast<int32_t>(ids.size())});
+    for (const SequenceId& one : ids) open_[one.slot].live |= s.is_ok();
+    return s;
+  }
+  if (dice < 82) {
+    const std::vector<SequenceId> ids = some(true);
+    if (ids.empty()) return Status::ok();
+    *name = "step";
+    return step(ids);
+  }
+  if (open_.empty()) return Status::ok();
+  auto one = open_.begin();
+  std::advance(one, input_.uniform(0, static_cast<int32_t>(open_.size()) - 1));
+  if (dice < 90) {
+    if (!one->second.live) return Status::ok();
+    *name = "fork";
+    const Status s = input_.chance(0.6) ? twins_.fork(one->second.id, &id)
+                                        : twins_.transfer(one->second.id, &id);
+    if (s) open_[id.slot] = {id, true};
+    return s;
+  }
+  if (dice < 95) {
+    *name = "truncate";
+    const int32_t n = *twins_.host().num_tokens(one->second.id);
+    return twins_.truncate(one->second.id,
+                           input_.chance(0.5) ? std::max(0, n - 3) : input_.uniform(0, n));
+  }
+  *name = "release";
+  const Status s = twins_.release(one->second.id);
+  open_.erase(one);
+  return s;
+}
+
+TEST_P(StoreTwins, StayTheSameByteForByte) {
+  std::map<std::string, int32_t> done;
+  std::map<StatusCode, int32_t> failed;
+  for (int32_t step = 0; step < trace_steps(400); ++step) {
+    std::string name;
+    const Status status = call(&name);
+    if (name.empty()) continue;
+    SCOPED_TRACE("call " + std::to_string(step) + " " + name + ": " + status.message());
+    ++(status ? done[name] : failed[status.code()]);
+    ASSERT_EQ(twins_.difference(), "");
+    if (HasFailure()) return;
+  }
+  if (trace_steps(400) < 400) return;
+  for (const char* name : {"add", "prompt", "end_prompt", "step", "fork", "truncate", "release"}) {
+    EXPECT_GT(done[name], 0) << name;
+  }
+  EXPECT_GT(failed[StatusCode::kOutOfPages], 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Configs, StoreTwins,
+    ::testing::Values(NamedConfig{"pruning", small_config()},
+                      NamedConfig{"raw_window_sinks", varied([](KvStoreConfig* c) {
+                                    c->window_format = raw_tier();
+                                    c->policy.sink_tokens = 4;
+                                    c->policy.window_tokens = 11;
+                                    c->page_bytes = 4352;
+                                    c->score_interval = 3;
+                                    c->layout.dtype = DType::kBFloat16;
+                                  })},
+                      NamedConfig{"keeps_all_float32", varied([](KvStoreConfig* c) {
+                                    c->policy.alpha_low = 0;
+                                    c->low_format = token_wise_tier(2, 2);
+                                    c->layout.dtype = DType::kFloat32;
+                                    c->policy.window_tokens = 16;
+                                    c->layout.head_dim = 96;
+                                    c->page_bytes = 3072;
+                                  })},
+                      NamedConfig{"head_dim_128", varied([](KvStoreConfig* c) {
+                                    c->layout.head_dim = 128;
+                                    c->page_bytes = 0;
+                                    c->num_pages = 36;
+                                    c->max_tokens = 400;
+                                  })},
+                      NamedConfig{"head_dim_256_groups", varied([](KvStoreConfig* c) {
+                                    c->layout.head_dim = 256;
+                                    c->high_format.k.group = 64;
+                                    c->low_format.v.group = 32;
+                                    c->page_bytes = 8192;
+                                  })}),
+    [](const ::testing::TestParamInfo<NamedConfig>& named) { return named.param.name; });
+
+// Thousands of rows, no waiting between the calls of a step.
+TEST(StoreDevice, CarriesThousandsOfRows) {
+  RandomInput input;
+  KvStoreConfig c = small_config();
+  c.layout.num_layers = 8;
+  c.layout.num_kv_heads = 8;
+  c.layout.num_q_heads = 8;
+  c.layout.head_dim = 128;
+  c.page_bytes = 0;
+  c.policy.window_tokens = 64;
+  c.max_sequences = 32;
+  c.num_pages = 20000;
+  c.max_tokens = 300;
+  Twins twins(c, &input);
+  std::vector<SequenceId> ids(32);
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  const SequenceList l = {ids.data(), 32};
+  ASSERT_TRUE(twins.begin_prompt(l, 200));
+  for (int32_t layer = 0; layer < 8; ++layer) {
+    ASSERT_TRUE(twins.append(l, layer, 200));
+    ASSERT_TRUE(twins.score_prompt(l, layer));
+  }
+  ASSERT_TRUE(twins.end_prompt(l));
+  ASSERT_EQ(twins.difference(), "");
+  for (int32_t step = 0; step < trace_steps(12); ++step) {
+    ASSERT_TRUE(twins.begin_step(l, 1));
+    ASSERT_TRUE(twins.append_all(l, 1));
+    ASSERT_TRUE(twins.update_scores(l, step % 8, 0));
+  }
+  ASSERT_EQ(twins.difference(), "");
+}
+
+// The inputs of one step of all layers, at fixed places on the device.
+struct StepBuffers {
+  std::vector<Buffer> k, v, scores;
+  explicit StepBuffers(int32_t layers) : k(layers), v(layers), scores(layers) {}
+};
+
+TEST(StoreDevice, AReplayedStepIsTheStep) {
+  RandomInput input;
+  KvStoreConfig c = small_config();
+  c.layout.head_dim = 128;
+  c.page_bytes = 0;
+  c.num_pages = 200;
+  c.max_tokens = 300;
+  cudaStream_t stream;
+  ASSERT_CUDA(cudaStreamCreate(&stream));
+  Twins twins(c, &input, stream);
+  std::vector<SequenceId> ids(3);
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  for (int32_t i = 0; i < 3; ++i) {
+    const SequenceList one = {&ids[i], 1};
+    ASSERT_TRUE(twins.begin_prompt(one, 40 + 50 * i));
+    ASSERT_TRUE(twins.append_all(one, 40 + 50 * i));
+    for (int32_t layer = 0; layer < 2; ++layer) ASSERT_TRUE(twins.score_prompt(one, layer));
+  }
+  const SequenceList l = {ids.data(), 3};
+  ASSERT_TRUE(twins.end_prompt(l));
+
+  StepBuffers buffers(2);
+  std::vector<CallValues> values;
+  std::vector<std::vector<float>> scores;
+  const auto fresh_inputs = [&] {
+    values.clear();
+    scores.clear();
+    for (int32_t layer = 0; layer < 2; ++layer) {
+      values.emplace_back(&input, c.layout, 3, 1);
+      scores.push_back(twins.scores(l));
+      buffers.k[layer].put(values[layer].k_bytes());
+      buffers.v[layer].put(values[layer].v_bytes());
+      buffers.scores[layer].put(scores[layer]);
+    }
+  };
+  const auto step = [&](KvStore& store, bool device) {
+    ASSERT_TRUE(store.begin_step(l, 1));
+    for (int32_t layer = 0; layer < 2; ++layer) {
+      const void* k = device ? buffers.k[layer].get<void>() : values[layer].k();
+      const void* v = device ? buffers.v[layer].get<void>() : values[layer].v();
+      const float* x = device ? buffers.scores[layer].get<float>() : scores[layer].data();
+      ASSERT_TRUE(store.append({l, layer, 1, k, v}));
+      ASSERT_TRUE(store.update_scores({l, layer, 0, x, c.max_tokens}));
+    }
+  };
+  fresh_inputs();
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  step(twins.device(), true);
+  ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+  ASSERT_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  for (int32_t i = 0; i < 60; ++i) {
+    if (i > 0) {
+      fresh_inputs();
+      ASSERT_TRUE(twins.device().note_replay(l, 1));
+    }
+    ASSERT_CUDA(cudaGraphLaunch(replay, stream));
+    ASSERT_CUDA(cudaStreamSynchronize(stream));
+    step(twins.host(), false);
+    if (i % 10 == 0) {
+      ASSERT_EQ(twins.difference(), "") << "replay " << i;
+    }
+  }
+  ASSERT_TRUE(twins.device().take_status());
+  ASSERT_EQ(twins.difference(), "");
+  // And eagerly on from there.
+  fresh_inputs();
+  step(twins.host(), false);
+  step(twins.device(), true);
+  ASSERT_EQ(twins.difference(), "");
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+}
+
+TEST(StoreDevice, DoesNothingAfterAFailureUntilItIsTaken) {
+  RandomInput input;
+  Twins twins(small_config(), &input);
+  SequenceId id;
+  ASSERT_TRUE(twins.add(&id));
+  const SequenceList l = {&id, 1};
+  ASSERT_TRUE(twins.begin_prompt(l, 30));
+  ASSERT_TRUE(twins.append_all(l, 30));
+  ASSERT_TRUE(twins.end_prompt(l));
+  ASSERT_TRUE(twins.begin_step(l, 1));
+
+  std::vector<uint16_t> good(2 * 64, float_to_half(0.5f)), bad = good;
+  bad[77] = 0x7e00;
+  Buffer good_values, bad_values;
+  DeviceStore& device = twins.device();
+  ASSERT_TRUE(device.append({l, 0, 1, good_values.put(good), bad_values.put(bad)}));
+  ASSERT_TRUE(device.append({l, 1, 1, good_values.get<void>(), good_values.get<void>()}));
+  ASSERT_TRUE(device.begin_step(l, 1)) << "as far as the host knows";
+  EXPECT_EQ(device.stats().status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(device.fork(id).status().code(), StatusCode::kInvalidArgument);
+  const Status status = device.take_status();
+  EXPECT_EQ(status.code(), StatusCode::kNonFinite) << status.message();
+  EXPECT_TRUE(device.take_status());
+  EXPECT_EQ(*device.num_tokens(id), 31);
+  EXPECT_EQ(device.begin_step(l, 1).code(), StatusCode::kInvalidArgument) << "layers lack tokens";
+  ASSERT_TRUE(twins.append_all(l, 1)) << "the layers take their tokens now";
+  EXPECT_EQ(twins.difference(), "");
+  ASSERT_TRUE(twins.begin_step(l, 3));
+  ASSERT_TRUE(twins.append_all(l, 3));
+  EXPECT_EQ(twins.difference(), "");
+}
+
+TEST(StoreDevice, AttendsLikeTheHost) {
+  RandomInput input;
+  KvStoreConfig c = small_config();
+  c.layout.head_dim = 128;
+  c.layout.sm_scale = 0.002;  // logits of a few units: the values' scales spread over 2^8
+  c.page_bytes = 0;
+  c.num_pages = 100;
+  Twins twins(c, &input);
+  std::vector<SequenceId> ids(2);
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  const SequenceList l = {ids.data(), 2};
+  ASSERT_TRUE(twins.begin_prompt(l, 100));
+  ASSERT_TRUE(twins.append_all(l, 100));
+  for (int32_t layer = 0; layer < 2; ++layer) ASSERT_TRUE(twins.score_prompt(l, layer));
+  ASSERT_TRUE(twins.end_prompt(l));
+  for (int32_t i = 0; i < 5; ++i) {
+    ASSERT_TRUE(twins.begin_step(l, 1));
+    ASSERT_TRUE(twins.append_all(l, 1));
+  }
+  std::vector<uint16_t> q(2 * 4 * 128), out(q.size(), 0x7e00);
+  for (uint16_t& x : q) x = float_to_half(input.real(-1, 1));
+  std::vector<float> lse(8, NAN), p(2 * 2 * 150, NAN);
+  Buffer dq, dout, dlse, dp;
+  AttendRequest request;
+  request.sequences = l;
+  request.layer = 1;
+  request.q = dq.put(q);
+  request.out = const_cast<uint16_t*>(dout.put(out));
+  request.lse = const_cast<float*>(dlse.put(lse));
+  request.probabilities = const_cast<float*>(dp.put(p));
+  request.stride = 150;
+  ASSERT_TRUE(twins.device().attend(request));
+  ASSERT_TRUE(twins.device().take_status());
+  request.q = q.data();
+  request.out = out.data();
+  request.lse = lse.data();
+  request.probabilities = p.data();
+  ASSERT_TRUE(twins.host().attend(request));
+  const auto device_out = dout.read<uint16_t>(out.size());
+  const auto device_lse = dlse.read<float>(8), device_p = dp.read<float>(p.size());
+  // P and its products are rounded to fp16 in the kernel: 2^-11 of the values attended to.
+  float largest = 0;
+  for (const uint16_t x : out) largest = std::max(largest, std::fabs(half_to_float(x)));
+  for (size_t i = 0; i < out.size(); ++i) {
+    EXPECT_NEAR(half_to_float(device_out[i]), half_to_float(out[i]), 4e-3f * largest) << i;
+  }
+  for (int32_t i = 0; i < 8; ++i) EXPECT_NEAR(device_lse[i], lse[i], 4e-3f + 1e-3f * lse[i]);
+  for (int32_t r = 0; r < 4; ++r) {
+    for (int32_t i = 0; i < 105; ++i) {
+      EXPECT_NEAR(device_p[r * 150 + i], p[r * 150 + i], 1e-2f * p[r * 150 + i] + 1e-6f);
+    }
+    EXPECT_TRUE(std::isnan(device_p[r * 150 + 105])) << "beyond the tokens";
+  }
+}
+
+}  // namespace
+}  // namespace tierkv::testing
