@@ -79,27 +79,28 @@ HWY_NOINLINE void take_safely(const Lookup& lookup, int32_t symbols, int32_t k, 
   }
 }
 
-// The next symbol of every stream of the group.
-HWY_INLINE void take_row(const Lookup& lookup, uint64_t (&bits)[kStreamsAtOnce],
-                         uint16_t* entries) {
+// kCount symbols of every stream of the group from one window each, and new windows. Where a window
+// was too short they are taken again, safely. Returns the place of the next entries.
+template <int32_t kCount, int32_t kStreams>
+HWY_INLINE uint16_t* take_windows(const Lookup& lookup, Group* group, uint16_t* entries,
+                                  uint64_t (&bits)[kStreamsAtOnce]) {
+#pragma GCC unroll 16
+  for (int32_t i = 0; i < kCount; ++i) {
 #pragma GCC unroll 8
-  for (int32_t k = 0; k < kStreamsAtOnce; ++k) bits[k] = lookup.take(bits[k], entries + k);
-}
-
-// New windows after `symbols` of every stream. Where a window was too short for them they are taken
-// again, safely.
-template <int32_t kStreams>
-HWY_INLINE void next_windows(const Lookup& lookup, int32_t symbols, Group* group, uint16_t* entries,
-                             uint64_t (&bits)[kStreamsAtOnce]) {
+    for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
+      bits[k] = lookup.take(bits[k], entries + i * kStreams + k);
+    }
+  }
 #pragma GCC unroll 8
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
     if (HWY_UNLIKELY(bits[k] == 0)) {
-      take_safely<kStreams>(lookup, symbols, k, group, entries + k);
+      take_safely<kStreams>(lookup, kCount, k, group, entries + k);
     } else {
       group->advance(k, leading_zeros(bits[k]));
     }
     bits[k] = group->window(k);
   }
+  return entries + kCount * kStreams;
 }
 
 template <int32_t kCount, int32_t kStreams>
@@ -113,13 +114,14 @@ bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uin
   }
   uint16_t* to = entries + first;
   int32_t left = set.symbols;
-  for (; left >= kCount; left -= kCount, to += kCount * kStreams) {
-#pragma GCC unroll 8
-    for (int32_t i = 0; i < kCount; ++i) take_row(lookup, bits, to + i * kStreams);
-    next_windows<kStreams>(lookup, kCount, &group, to, bits);
+  // Some windows take one symbol more, so that none is left for a last short one.
+  for (; left % kCount != 0 && left > kCount; left -= kCount + 1) {
+    to = take_windows<kCount + 1, kStreams>(lookup, &group, to, bits);
   }
-  for (int32_t i = 0; i < left; ++i) take_row(lookup, bits, to + i * kStreams);
-  next_windows<kStreams>(lookup, left, &group, to, bits);
+  for (; left >= kCount; left -= kCount) {
+    to = take_windows<kCount, kStreams>(lookup, &group, to, bits);
+  }
+  for (; left > 0; --left) to = take_windows<1, kStreams>(lookup, &group, to, bits);
   bool whole = true;
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
     whole &= 8 * (group.at[k] - set.payload) + group.skip[k] == set.bounds[first + k + 1];
