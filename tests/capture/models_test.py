@@ -1,0 +1,156 @@
+"""capture_hf.py on small random models of several architectures, against what transformers itself computes.
+
+K and V are compared with the model's own cache, significance with eager attention weights. Exits with 77 (skipped) without torch.
+"""
+import importlib.util
+import pathlib
+import sys
+import tempfile
+import unittest
+
+if any(importlib.util.find_spec(m) is None for m in ("torch", "transformers", "h5py")):
+    print("skipped: needs torch, transformers and h5py")
+    sys.exit(77)
+
+import h5py  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+ROOT = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+sys.path.insert(0, str(ROOT / "datasets"))
+import capture_hf  # noqa: E402
+
+COMMON = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+              head_dim=16, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "phi3": dict(num_key_value_heads=8, head_dim=8),
+    "mistral": dict(sliding_window=24),
+    "gemma2": dict(sliding_window=24, attn_logit_softcapping=20.0, query_pre_attn_scalar=16),
+    "gpt_oss": dict(sliding_window=24, num_local_experts=2, num_experts_per_tok=1),
+    "gpt2": dict(n_embd=64, n_layer=3, n_head=4, n_positions=512),
+}
+
+
+def make_model(kind, **changes):
+    common = {} if kind == "gpt2" else COMMON
+    options = dict(common, **MODELS[kind], **changes)
+    if kind == "gpt2":
+        options.update(vocab_size=97, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # so that attention is far from uniform
+            if "q_proj" in name or "k_proj" in name or "qkv" in name or "c_attn.weight" in name:
+                p.mul_(8)
+    return model
+
+
+def significance_of(weights, kv_heads):
+    """The definition, literally: weights [Hq, T, T]."""
+    heads, tokens, _ = weights.shape
+    best = weights.reshape(kv_heads, heads // kv_heads, tokens, tokens).max(1)
+    out = np.zeros((kv_heads, tokens))
+    for i in range(tokens - 1):
+        out[:, i] = best[:, i + 1:, i].mean(1)
+    return out
+
+
+class Models(unittest.TestCase):
+    def setUp(self):
+        self.seed = int(np.random.SeedSequence().entropy % 2**32)
+        torch.manual_seed(self.seed)
+        self.rng = np.random.default_rng(self.seed)
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = pathlib.Path(self.folder.name) / "dump.h5"
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def capture(self, model, prompts, queries=-1):
+        capture_hf.register()
+        model.set_attn_implementation(capture_hf.NAME)
+        capture_hf.capture(model, prompts, capture_hf.DumpFile(self.path, queries, 1), "test")
+
+    def prompts(self, *lengths):
+        return [capture_hf.Prompt(f"p{i}", "random", self.rng.integers(1, 97, n).astype(np.int32)) for i, n in enumerate(lengths)]
+
+    def expected(self, model, tokens):
+        model.set_attn_implementation("eager")
+        ids = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(0)
+        with torch.inference_mode():
+            out = model(ids, use_cache=True, output_attentions=True)
+        cache = [(layer.keys[0].float().numpy(), layer.values[0].float().numpy()) for layer in out.past_key_values.layers]
+        return cache, [a[0].float().numpy() for a in out.attentions]
+
+    def test_architectures(self):
+        for kind in MODELS:
+            with self.subTest(kind=kind, seed=self.seed):
+                model = make_model(kind)
+                prompts = self.prompts(61, 1, 130)
+                expected = [self.expected(model, p.tokens) for p in prompts]
+                # Several blocks of queries, the last one short.
+                capture_hf.BLOCK_BYTES = 4 * 8 * 130 * 17
+                self.capture(model, prompts)
+                with h5py.File(self.path) as f:
+                    for prompt, (cache, attentions) in zip(prompts, expected):
+                        for i, ((k, v), weights) in enumerate(zip(cache, attentions)):
+                            layer = f[f"seq/{prompt.id}/layer/{i}"]
+                            kept = k.shape[1]  # a sliding layer's own cache keeps its window
+                            # float32 throughout; later layers see the other's rounding of the attention before them.
+                            np.testing.assert_allclose(layer["k"][:, -kept:], k, rtol=0, atol=2e-5 * np.abs(k).max())
+                            np.testing.assert_allclose(layer["v"][:, -kept:], v, rtol=0, atol=2e-5 * np.abs(v).max())
+                            np.testing.assert_allclose(layer["significance"], significance_of(weights, k.shape[0]), rtol=0, atol=2e-5)
+                            self.assertEqual(layer["q"].shape[1], prompt.tokens.size)
+                    attrs = f.attrs
+                    self.assertEqual(int(attrs["num_layers"]), 3)
+                    self.assertEqual(bool(attrs["rope_applied"]), kind != "gpt2")
+
+    def test_queries_are_those_of_the_scores(self):
+        model = make_model("llama")
+        (prompt,) = self.prompts(40)
+        _, attentions = self.expected(model, prompt.tokens)
+        self.capture(model, [prompt], queries=5)
+        with h5py.File(self.path) as f:
+            layer = f["seq/p0/layer/1"]
+            np.testing.assert_array_equal(layer["q_positions"], range(35, 40))
+            logits = np.einsum("hjd,hid->hji", layer["q"][:], np.repeat(layer["k"][:], 4, 0)) * f.attrs["sm_scale"]
+            for row, position in enumerate(range(35, 40)):
+                p = np.exp(logits[:, row, :position + 1] - logits[:, row, :position + 1].max(-1, keepdims=True))
+                np.testing.assert_allclose(p / p.sum(-1, keepdims=True), attentions[1][:, position, :position + 1], atol=2e-5)
+
+    def test_dtypes_are_kept(self):
+        for dtype, name in capture_hf.DTYPES.items():
+            model = make_model("llama").to(dtype)
+            (prompt,) = self.prompts(20)
+            k = self.expected(model, prompt.tokens)[0][0][0]
+            self.capture(model, [prompt])
+            with h5py.File(self.path) as f:
+                self.assertEqual(f.attrs["dtype"].decode(), name)
+                stored = f["seq/p0/layer/0/k"]
+                self.assertEqual(stored.id.get_type().get_size(), 4 if dtype == torch.float32 else 2)
+                out = np.empty(stored.shape, np.float32)
+                stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, out, h5py.h5t.NATIVE_FLOAT)
+                # The first layer's keys do not depend on how attention rounds: equal bit for bit.
+                np.testing.assert_array_equal(out, k)
+
+    def test_what_cannot_be_captured_leaves_no_file(self):
+        model = make_model("llama")
+        with self.assertRaisesRegex(capture_hf.CaptureError, "no tokens"):
+            self.capture(model, self.prompts(4, 0))
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
+        with self.assertRaisesRegex(capture_hf.CaptureError, "layer 1: k is not finite"):
+            self.capture(model, self.prompts(4))
+        bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=97, hidden_size=64, n_layer=2, n_head=4))
+        dump = capture_hf.DumpFile(self.path, 1, 0)
+        with self.assertRaisesRegex(capture_hf.CaptureError, "attention interface"):
+            capture_hf.capture(bloom.eval(), self.prompts(4), dump, "bloom")
+        self.assertEqual(list(self.path.parent.iterdir()), [])
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    unittest.main(argv=[sys.argv[0], "-v"])
