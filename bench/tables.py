@@ -1,0 +1,161 @@
+#!/usr/bin/python3
+"""Writes the tables of docs/BENCHMARKS.md from bench/results/*.json.
+
+tables.py          replaces what stands between `<!-- table NAME -->` and `<!-- end -->`
+tables.py --check  exits 1 when the document is not what the results make it"""
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "BENCHMARKS.md"
+TABLES = {}
+
+
+def table(function):
+    TABLES[function.__name__] = function
+    return function
+
+
+def result(name):
+    return json.loads((ROOT / "bench" / "results" / name).read_text())
+
+
+def markdown(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(x) for x in row) + " |" for row in rows])
+
+
+def number(x, digits):
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+@table
+def dumps():
+    all_dumps = result("dumps.json")["dumps"]
+    head = ["preset"]
+    for d in all_dumps:
+        name = d["dump"].removesuffix(".h5")
+        head += [f"{name}: memory %", "ratio", "page ratio", "error"]
+    by_preset = {}
+    for d in all_dumps:
+        for r in d["rows"]:
+            by_preset.setdefault(r["preset"], {})[d["dump"]] = r
+    last = all_dumps[-1]["dump"]
+    rows = []
+    for preset, of in sorted(by_preset.items(), key=lambda item: -item[1][last]["ratio"]):
+        row = [f"`{preset}`"]
+        for d in all_dumps:
+            r = of[d["dump"]]
+            row += [number(100 / r["ratio"], 1), number(r["ratio"], 2), number(r["page_ratio"], 2),
+                    number(r["attention_rel_error_online"], 4)]
+        rows.append(row)
+    gzip = ["HDF5 gzip 4 with shuffle, lossless"]
+    for d in all_dumps:
+        gzip += [number(100 / d["gzip_ratio"], 1), number(d["gzip_ratio"], 2), "-", "0.0000"]
+    return markdown(head, rows + [gzip])
+
+
+def google(name):
+    """{benchmark: (median, coefficient of variation)} of a Google Benchmark file with aggregates."""
+    out = {}
+    for b in result(name)["benchmarks"]:
+        out.setdefault(b["run_name"], {})[b["aggregate_name"]] = b
+    return out
+
+
+def spread(group):
+    return f"{100 * group['cv']['cpu_time']:.1f}"
+
+
+@table
+def host_pages():
+    rows = []
+    for name, group in google("host_pages.json").items():
+        median = group["median"]
+        if "bytes_per_second" in median:
+            rate = f"{median['bytes_per_second'] * 1e-9:.2f} GB/s"
+        else:
+            rate = f"{median['items_per_second'] * 1e-6:.0f} M tokens/s"
+        rows.append([f"`{name.removeprefix('BM_')}`", rate, spread(group)])
+    return markdown(["benchmark", "rate", "spread %"], rows)
+
+
+@table
+def host_entropy():
+    rows = []
+    for name, group in google("host_entropy.json").items():
+        median = group["median"]
+        rate = f"{median['items_per_second'] * 1e-6:.0f} M codes/s" if "items_per_second" in median else \
+            f"{median['cpu_time'] * 1e-6:.2f} ms"
+        rows.append([f"`{name}`", rate, number(median.get("bits_per_code"), 2), spread(group)])
+    return markdown(["benchmark", "rate", "bits a code", "spread %"], rows)
+
+
+@table
+def host_container():
+    r = result("host_container.json")
+    rows = []
+    for row in r["rows"]:
+        what = {"gzip": "compress, gzipped dump", "plain": "compress, plain dump", "tkv": "decompress"}[row["input"]]
+        rows.append([what, row["threads"], f"{row['gbps']:.2f} [{row['least']:.2f}, {row['most']:.2f}]"])
+    return markdown(["command", "threads", "GB/s of fp16: median [least, most]"], rows)
+
+
+@table
+def allocator():
+    r = result("allocator.json")
+    rows = [[m["name"], m["where"] + (f", {m['threads'] or 1} threads" if m["where"] == "cpu" else ""), m["cache"], m["pages"],
+             f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"]]
+    return (f"{r['gpu']}, commit {r['commit']}, {r['rows']} rows, {r['repeats']} repeats.\n\n" +
+            markdown(["what", "where", "cache", "pages", "us: median [p10, p90]"], rows))
+
+
+@table
+def codec():
+    r = result("codec.json")
+    rows = [[m["name"], m["shape"], f"{(m['bytes_read'] + m['bytes_written']) * 1e-6:.1f}",
+             f"{m['median_us']:.2f} [{m['p10_us']:.2f}, {m['p90_us']:.2f}]", f"{m['tb_per_s']:.3f}",
+             f"{100 * m['of_ceiling']:.1f}"] for m in r["results"]]
+    return (f"{r['gpu']}, commit {r['commit']}, {r['replays']} replays, copy ceiling {r['copy_ceiling_tb_per_s']:.3f} TB/s.\n\n" +
+            markdown(["kernel", "shape", "MB read + written", "us: median [p10, p90]", "TB/s", "% of ceiling"], rows))
+
+
+@table
+def attention():
+    r = result("attention.json")
+    rows = []
+    for m in r["results"]:
+        rows.append([m["name"], m["shape"], f"{m['bytes'] * 1e-6:.1f}", f"{m['floor_us']['median']:.1f}",
+                     f"{m['attend_us']['median']:.1f} [{m['attend_us']['p10']:.1f}, {m['attend_us']['p90']:.1f}]",
+                     f"{m['step_us']['median']:.1f}", f"{m['plan_us']['median']:.2f}",
+                     f"{100 * m['floor_us']['median'] / m['attend_us']['median']:.0f}"])
+    return (f"{r['gpu']}, commit {r['commit']}, head_dim {r['head_dim']}, {r['q_heads']}/{r['kv_heads']} heads, {r['replays']} replays, "
+            f"stream ceiling {r['ceiling_gbps']:.0f} GB/s.\n\n" +
+            markdown(["format", "shape", "MB", "floor us", "attend us: median [p10, p90]", "with plan us", "plan us", "floor / attend %"], rows))
+
+
+def filled(text):
+    out, rest = [], text
+    while "<!-- table " in rest:
+        before, rest = rest.split("<!-- table ", 1)
+        name, rest = rest.split(" -->", 1)
+        if name not in TABLES:
+            sys.exit(f"{DOCUMENT.name}: no table is called {name}")
+        _, rest = rest.split("<!-- end -->", 1)
+        out += [before, f"<!-- table {name} -->\n", TABLES[name](), "\n<!-- end -->"]
+    return "".join(out + [rest])
+
+
+def main():
+    text = DOCUMENT.read_text()
+    new = filled(text)
+    if "--check" in sys.argv[1:]:
+        if new != text:
+            sys.exit("docs/BENCHMARKS.md is not what bench/results say: run bench/tables.py")
+    else:
+        DOCUMENT.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
