@@ -282,16 +282,34 @@ struct AppendLayer {
   int64_t page_bytes;
 };
 
-// One token for every row of a layer: a warp looks up the page and appends.
+// One token for every row of a layer: a warp looks up the page and appends. The tables are settled
+// long before, so with overlap (programmatic dependent launch) they are read while the kernel
+// before, which makes the keys and values, still runs.
 __global__ void __launch_bounds__(64)
     append_layer(const __grid_constant__ AppendLayer a, const __grid_constant__ PageLayout layout) {
   const auto row = static_cast<int32_t>(blockIdx.x * 2 + threadIdx.x / 32);
   const PageRef page = {a.pool + a.pages[row] * a.page_bytes, &layout, DType::kFloat16};
   const int32_t slot = a.tokens[row];
   const int64_t at = int64_t{row} * kHeadDim;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   const TokenInput token = {a.k + at, a.v + at, DType::kFloat16, 0.0f, slot};
   const StatusCode code = append_page_token(page, slot, token);
   if (code != StatusCode::kOk && threadIdx.x % 32 == 0) a.status[row] = code;
+}
+
+void launch_append(const AppendLayer& a, const PageLayout& layout, bool overlaps,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = kRows / 2;
+  config.blockDim = 64;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, append_layer, a, layout), "append");
 }
 
 void run_append(Bench* bench, const std::string& name, const TierFormat& format, uint32_t seed) {
@@ -319,16 +337,22 @@ void run_append(Bench* bench, const std::string& name, const TierFormat& format,
   fill_elements<<<256, 256, 0, bench->stream()>>>(k, elements, seed, false);
   fill_elements<<<256, 256, 0, bench->stream()>>>(v, elements, ~seed, false);
   const int64_t token_bytes = layout.used_bytes / layout.tokens;
-  bench->run(
-      {"append " + name, "64 x 8 x 128, a layer", kRows * 4 * kHeadDim, kRows * token_bytes, {}},
-      [&](int layer) {
-        AppendLayer l = a;
-        l.pages += layer * kRows, l.tokens += layer * kRows;
-        l.k = k + int64_t{layer} * kRows * kHeadDim;
-        l.v = v + int64_t{layer} * kRows * kHeadDim;
-        append_layer<<<kRows / 2, 64, 0, bench->stream()>>>(l, layout);
-      },
-      kLayers);
+  for (const bool overlaps : {false, true}) {
+    bench->run(
+        {"append " + name + (overlaps ? ", overlapped" : ""),
+         "64 x 8 x 128, a layer",
+         kRows * 4 * kHeadDim,
+         kRows * token_bytes,
+         {}},
+        [&](int layer) {
+          AppendLayer l = a;
+          l.pages += layer * kRows, l.tokens += layer * kRows;
+          l.k = k + int64_t{layer} * kRows * kHeadDim;
+          l.v = v + int64_t{layer} * kRows * kHeadDim;
+          launch_append(l, layout, overlaps, bench->stream());
+        },
+        kLayers);
+  }
   for (const void* p : {static_cast<const void*>(a.pool), static_cast<const void*>(a.pages),
                         static_cast<const void*>(a.tokens), static_cast<const void*>(a.status),
                         static_cast<const void*>(k), static_cast<const void*>(v)}) {

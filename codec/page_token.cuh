@@ -340,17 +340,17 @@ __device__ __forceinline__ StatusCode quantize_token(const PageRef& page, const 
 }
 
 // append_tokens() of one token into slot `slot` of a page of as many tokens: kNonFinite,
-// kOutOfRange, kInvalidArgument as there, the greatest of them.
+// kOutOfRange, kInvalidArgument as there, the greatest of them. (A tile that was opened for a token
+// that is refused stays open: it holds no token.)
 __device__ __forceinline__ StatusCode append_page_token(const PageRef& page, int32_t slot,
                                                         const TokenInput& input) {
   LaneValues x[2];  // asked for before anything waits for the page
   load_lane_values(input.k, input.dtype, page.layout->head_dim(), x[0]);
   load_lane_values(input.v, input.dtype, page.layout->head_dim(), x[1]);
+  open_token_slot(page, slot);
   LaneToken token;
   const StatusCode code = quantize_token(page, input, x, &token);
-  if (code != StatusCode::kOk) return code;
-  open_token_slot(page, slot);
-  store_lane_token(page, slot, token);
+  if (code == StatusCode::kOk) store_lane_token(page, slot, token);
   return code;
 }
 

@@ -43,8 +43,9 @@ __device__ RowSource source_of(const PromptScores& p, bool is_query, int32_t sta
   return {base + 2 * token * start, 2 * token, 2 * head, num_tokens};
 }
 
-__device__ int32_t pad_heads(int32_t heads) {
-  return heads <= 2 ? heads : heads <= 4 ? 4 : heads <= 8 ? 8 : 16;
+// 2^log_heads is at least heads.
+__device__ int32_t log_heads(int32_t heads) {
+  return 32 - __clz(heads - 1);
 }
 
 #if TKV_HAS_WGMMA
@@ -84,13 +85,14 @@ __device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const RowSource&
                            const CtaTile& tile, const RowSource& columns, const StreamShape& stream,
                            const float* lse, int32_t total_tokens) {
   using Shape = ScoreShape<kHeadDim>;
-  copy_rows<kHeadDim>(rows, shared.stationary(), Shape::kRows,
-                      [&](int32_t row) { return make_int2(tile.first_row + row, tile.head); });
+  copy_rows<kHeadDim, Shape::kRows>(rows, shared.stationary(), [&](int32_t row) {
+    return make_int2(tile.first_row + row, tile.head);
+  });
   arrive_after_copies(shared.stationary_full());
   for (int32_t i = 0; i < stream.tiles(); ++i) {
     const int32_t stage = i % Shape::kStages;
     if (i >= Shape::kStages) wait_barrier(shared.empty(stage), (i / Shape::kStages - 1) % 2);
-    copy_rows<kHeadDim>(columns, shared.stage(stage), kColumns, [&](int32_t column) {
+    copy_rows<kHeadDim, kColumns>(columns, shared.stage(stage), [&](int32_t column) {
       return make_int2(stream.token_of(i, column), stream.head_of(column));
     });
     if (lse != nullptr) {
@@ -201,14 +203,14 @@ struct SignificanceTaker {
                                       const float (&scores)[kScoresPerThread], const float* lse) {
     const int32_t key = first_key + 64 * sub + thread_row();
     const int32_t query = stream.begin + tile * stream.tokens_per_tile();
-    switch (stream.padded_heads) {
-      case 1:
+    switch (stream.log_heads) {
+      case 0:
         return add_probabilities<1, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
-      case 2:
+      case 1:
         return add_probabilities<2, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
-      case 4:
+      case 2:
         return add_probabilities<4, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
-      case 8:
+      case 3:
         return add_probabilities<8, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
       default:
         return add_probabilities<16, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (!find_tile(p, Shape::kRows, false, &tile)) return;
   const int32_t heads = p.num_q_heads / p.num_kv_heads;
   const StreamShape stream = {tile.first_row, tile.num_tokens, tile.head * heads, heads,
-                              pad_heads(heads)};
+                              log_heads(heads)};
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
   if (threadIdx.x >= kMathThreads) {
@@ -369,7 +371,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, true, &tile)) return;
   const int32_t end = min(tile.first_row + Shape::kRows, tile.num_tokens);
-  const StreamShape stream = {0, end, tile.head / (p.num_q_heads / p.num_kv_heads), 1, 1};
+  const StreamShape stream = {0, end, tile.head / (p.num_q_heads / p.num_kv_heads), 1, 0};
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
   if (threadIdx.x >= kMathThreads) {

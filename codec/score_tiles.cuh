@@ -42,21 +42,21 @@ struct RowSource {
   int64_t token_bytes, head_bytes;
   int32_t num_tokens;
 };
-// The stream: tokens begin <= t < end of heads first_head .. first_head + heads - 1, padded to
-// padded_heads (1, 2, 4, 8 or 16) by repeating the last.
+// The stream: tokens begin <= t < end of heads first_head .. first_head + heads - 1, padded to a
+// power of two, 2^log_heads, by repeating the last.
 struct StreamShape {
   int32_t begin, end;
-  int32_t first_head, heads, padded_heads;
+  int32_t first_head, heads, log_heads;
 
-  __device__ int32_t tokens_per_tile() const { return kColumns / padded_heads; }
+  __device__ int32_t tokens_per_tile() const { return kColumns >> log_heads; }
   __device__ int32_t tiles() const {
-    return end <= begin ? 0 : (end - begin + tokens_per_tile() - 1) / tokens_per_tile();
+    return end <= begin ? 0 : (end - begin - 1) / tokens_per_tile() + 1;
   }
   __device__ int32_t token_of(int32_t tile, int32_t column) const {
-    return begin + tile * tokens_per_tile() + column / 8 / padded_heads * 8 + column % 8;
+    return begin + tile * tokens_per_tile() + (column >> (3 + log_heads)) * 8 + column % 8;
   }
   __device__ int32_t head_of(int32_t column) const {
-    return first_head + min(column / 8 % padded_heads, heads - 1);
+    return first_head + min(column / 8 & ((1 << log_heads) - 1), heads - 1);
   }
 };
 
@@ -88,18 +88,18 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
 
 // ---- copies ----
 
-// Rows row, row + ... of a tile: `find(row)` names token and head.
-template <int32_t kHeadDim, class Find>
-__device__ __forceinline__ void copy_rows(const RowSource& from, uint8_t* to, int32_t rows,
-                                          Find&& find) {
+// A tile of kRows rows: find(row) names token and head.
+template <int32_t kHeadDim, int32_t kRows, class Find>
+__device__ __forceinline__ void copy_rows(const RowSource& from, uint8_t* to, Find&& find) {
   constexpr int32_t kPieces = kHeadDim / 8;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x) % kCopyThreads; i < rows * kPieces;
-       i += kCopyThreads) {
-    const int32_t row = i / kPieces, piece = i % kPieces;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x) % kCopyThreads;
+#pragma unroll 8
+  for (int32_t n = 0; n < kRows * kPieces / kCopyThreads; ++n) {
+    const int32_t i = n * kCopyThreads + thread, row = i / kPieces, piece = i % kPieces;
     const int2 at = find(row);
     const bool present = at.x < from.num_tokens;
     const int64_t offset = at.x * from.token_bytes + at.y * from.head_bytes + 16 * piece;
-    copy_async_16(to + piece / 8 * rows * 128 + row * 128 + (piece % 8 ^ row % 8) * 16,
+    copy_async_16(to + piece / 8 * kRows * 128 + row * 128 + (piece % 8 ^ row % 8) * 16,
                   from.base + (present ? offset : 0), present);
   }
 }
