@@ -1,164 +1,22 @@
 // The codec's kernels at the shapes of docs/BENCHMARKS.md, each beside the copy ceiling of the same
-// run.
+// run: quantise and pack, decode, global steps, append.
 //
 //   bench_codec [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 //
-// Every case is one launch, timed by graph replay. Its arrays are several times the L2 cache.
-#include <cstring>
-#include <random>
-#include <string>
-
-#include "bench/gpu_timing.cuh"
+// Every case is timed by graph replay. Its arrays are several times the L2 cache.
+#include "bench/codec_bench.cuh"
 #include "codec/page_batch.h"
 #include "codec/page_codec.h"
 #include "codec/page_token.cuh"
-#include "codec/prompt_scores.h"
+#include "codec/step_codes.h"
 
 namespace tierkv::bench {
 namespace {
-
-constexpr int64_t kCopyBytes = 1ll << 30;
-
-struct Options {
-  std::string out, commit = "unknown", only;
-  int replays = 21;
-};
-
-struct Measured {
-  std::string name, shape;
-  int64_t bytes_read = 0, bytes_written = 0;
-  Timing time;
-  int64_t operations = 0;  // of matrix products, where they are the bound
-
-  double teraflops() const { return static_cast<double>(operations) / time.median * 1e-6; }
-  double terabytes_per_second() const {
-    return static_cast<double>(bytes_read + bytes_written) / time.median * 1e-6;
-  }
-};
-
-__global__ void __launch_bounds__(512) copy_only(const uint4* from, uint4* to, int64_t n) {
-  constexpr int kInFlight = 4;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * 512;
-  int64_t i = static_cast<int64_t>(blockIdx.x) * 512 + threadIdx.x;
-  for (; i + (kInFlight - 1) * stride < n; i += kInFlight * stride) {
-    uint4 v[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) v[k] = __ldcs(from + i + k * stride);
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) __stcs(to + i + k * stride, v[k]);
-  }
-  for (; i < n; i += stride) __stcs(to + i, __ldcs(from + i));
-}
-
-class Bench {
- public:
-  explicit Bench(const Options& options) : options_(options) {
-    check(cudaStreamCreate(&stream_), "stream");
-  }
-  bool wants(const std::string& name) const {
-    return name.find(options_.only) != std::string::npos;
-  }
-  template <class Launch>
-  void run(Measured m, Launch&& launch, int launches = 1) {
-    m.time = time_graph(stream_, launches, options_.replays, launch);
-    std::printf("%-34s %-22s %9.2f us [%.2f, %.2f] %6.3f TB/s %5.1f %% of copy\n", m.name.c_str(),
-                m.shape.c_str(), m.time.median, m.time.low, m.time.high, m.terabytes_per_second(),
-                100 * of_ceiling(m));
-    if (m.operations > 0) std::printf("%57s %9.1f TFLOP/s\n", "", m.teraflops());
-    std::fflush(stdout);
-    results_.push_back(m);
-  }
-  // Copies of 1 GiB by the driver and by a kernel: the faster is what every kernel that reads and
-  // writes is held against.
-  void measure_ceiling(int sms) {
-    void *from = nullptr, *to = nullptr;
-    check(cudaMalloc(&from, kCopyBytes), "copy");
-    check(cudaMalloc(&to, kCopyBytes), "copy");
-    check(cudaMemset(from, 0x5a, kCopyBytes), "copy");
-    run({"copy by the driver", "1 GiB", kCopyBytes, kCopyBytes, {}}, [&](int) {
-      check(cudaMemcpyAsync(to, from, kCopyBytes, cudaMemcpyDeviceToDevice, stream_), "copy");
-    });
-    run({"copy by a kernel", "1 GiB", kCopyBytes, kCopyBytes, {}}, [&](int) {
-      copy_only<<<4 * sms, 512, 0, stream_>>>(static_cast<const uint4*>(from),
-                                              static_cast<uint4*>(to), kCopyBytes / 16);
-    });
-    for (const Measured& m : results_) ceiling_ = std::max(ceiling_, m.terabytes_per_second());
-    check(cudaFree(from), "free");
-    check(cudaFree(to), "free");
-  }
-  cudaStream_t stream() const { return stream_; }
-
-  void write_json(const std::string& path) const {
-    cudaDeviceProp gpu{};
-    check(cudaGetDeviceProperties(&gpu, 0), "properties");
-    std::FILE* f = std::fopen(path.c_str(), "w");
-    if (f == nullptr) {
-      std::fprintf(stderr, "cannot write %s\n", path.c_str());
-      std::exit(1);
-    }
-    std::fprintf(f,
-                 "{\"schema\":\"tierkv.bench.codec/1\",\"commit\":\"%s\",\"gpu\":\"%s\","
-                 "\"replays\":%d,\"copy_ceiling_tb_per_s\":%.4f,\n\"results\":[\n",
-                 options_.commit.c_str(), gpu.name, options_.replays, ceiling_);
-    for (size_t i = 0; i < results_.size(); ++i) {
-      const Measured& m = results_[i];
-      std::fprintf(f,
-                   "{\"name\":\"%s\",\"shape\":\"%s\",\"bytes_read\":%lld,\"bytes_written\":%lld,"
-                   "\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"tb_per_s\":%.4f,"
-                   "\"of_ceiling\":%.4f,\"tflop_per_s\":%.2f}%s\n",
-                   m.name.c_str(), m.shape.c_str(), static_cast<long long>(m.bytes_read),
-                   static_cast<long long>(m.bytes_written), m.time.median, m.time.low, m.time.high,
-                   m.terabytes_per_second(), of_ceiling(m), m.teraflops(),
-                   i + 1 < results_.size() ? "," : "");
-    }
-    std::fprintf(f, "]}\n");
-    std::fclose(f);
-  }
-
- private:
-  double of_ceiling(const Measured& m) const {
-    return ceiling_ == 0 ? 1 : m.terabytes_per_second() / ceiling_;
-  }
-
-  Options options_;
-  cudaStream_t stream_ = nullptr;
-  double ceiling_ = 0;  // TB/s; 0 while it is being measured
-  std::vector<Measured> results_;
-};
-
-void require(const Status& s) {
-  if (s) return;
-  std::fprintf(stderr, "bench_codec: %s\n", s.message().c_str());
-  std::exit(1);
-}
 
 // ---- quantise and pack ----
 
 constexpr int32_t kSequences = 64, kTokens = 4096, kHeads = 8, kHeadDim = 128;
 constexpr int64_t kAllTokens = int64_t{kSequences} * kTokens * kHeads;
-
-__device__ uint32_t hash(uint32_t x) {
-  x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
-  return x ^ x >> 16;
-}
-// About normal: the sum of four uniform numbers.
-__global__ void fill_elements(uint16_t* x, int64_t n, uint32_t seed, bool is_bfloat16) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += step) {
-    const uint32_t h = hash(static_cast<uint32_t>(i) ^ seed), g = hash(h + 0x9e3779b9u);
-    const float sum = static_cast<float>((h & 0xffff) + (h >> 16) + (g & 0xffff) + (g >> 16));
-    const float value = (sum - 131070.0f) / 37837.0f;
-    x[i] = is_bfloat16 ? float_to_bfloat16(value) : float_to_half(value);
-  }
-}
-
-template <class T>
-T* device_array(const std::vector<T>& from) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, from.size() * sizeof(T)), "array");
-  check(cudaMemcpy(p, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "array");
-  return static_cast<T*>(p);
-}
 
 // Keys and values [sequence, token, head, dim], scores [row, token]; shared by all formats.
 struct Input {
@@ -260,6 +118,38 @@ void run_pack(Bench* bench, const Input& input, const PackCase& c, uint32_t seed
   check(cudaFree(const_cast<PageJob*>(b.jobs)), "free");
 }
 
+// Keys of the same shape, one call.
+void run_step_codes(Bench* bench, const Input& input, uint32_t seed) {
+  if (!bench->wants("global step")) return;
+  StepCodes s;
+  std::vector<StepRow> rows;
+  for (int32_t i = 0; i < kSequences * kHeads; ++i) {
+    const int64_t first =
+        (int64_t{i} / kHeads * kTokens * kHeads + i % kHeads) * kHeadDim;  // of token 0
+    rows.push_back({first, first, kTokens, i % kHeads});
+  }
+  s.x = input.k;
+  check(cudaMalloc(&s.codes, 2 * kAllTokens * kHeadDim), "codes");
+  s.rows = device_array(rows);
+  s.steps = device_array(std::vector<float>(kHeads, 0.37f));
+  s.means = device_array(std::vector<float>(kHeads * kHeadDim, 0.25f));
+  s.status = device_array(std::vector<StatusCode>(rows.size()));
+  s.x_token_stride = s.codes_token_stride = kHeads * kHeadDim;
+  s.num_rows = static_cast<int32_t>(rows.size());
+  s.num_steps = kHeads;
+  s.max_tokens = kTokens;
+  s.head_dim = kHeadDim;
+  input.fill(DType::kFloat16, seed, bench->stream());
+  const int64_t bytes = 2 * kAllTokens * kHeadDim;
+  bench->run({"global step, one component", "64 x 4096 x 8 x 128", bytes, bytes, {}},
+             [&](int) { require(step_codes(s, bench->stream())); });
+  for (const void* p : {static_cast<const void*>(s.codes), static_cast<const void*>(s.rows),
+                        static_cast<const void*>(s.steps), static_cast<const void*>(s.means),
+                        static_cast<const void*>(s.status)}) {
+    check(cudaFree(const_cast<void*>(p)), "free");
+  }
+}
+
 void run_packs(Bench* bench, uint32_t seed) {
   const Input input;
   run_pack(bench, input, {"k8v4", token_wise_tier(8, 4)}, seed);
@@ -267,6 +157,7 @@ void run_packs(Bench* bench, uint32_t seed) {
   run_pack(bench, input, {"k8v4 bf16", token_wise_tier(8, 4), DType::kBFloat16}, seed);
   run_pack(bench, input, {"k4v4 groups of 32", {token_wise(4, 32), token_wise(4, 32)}}, seed);
   run_pack(bench, input, {"raw", raw_tier()}, seed);
+  run_step_codes(bench, input, seed);
 }
 
 // ---- append ----
@@ -360,68 +251,16 @@ void run_append(Bench* bench, const std::string& name, const TierFormat& format,
   }
 }
 
-// ---- significance ----
-
-constexpr int32_t kPromptTokens = 8192, kQHeads = 32;
-
-void run_scores(Bench* bench, uint32_t seed) {
-  if (!bench->wants("significance")) return;
-  PromptScores p;
-  p.num_sequences = 1;
-  p.max_tokens = p.total_tokens = kPromptTokens;
-  p.num_q_heads = kQHeads, p.num_kv_heads = kHeads;
-  p.head_dim = kHeadDim;
-  p.sm_scale = 0.08838834764831845;
-  p.q_head_stride = p.k_head_stride = kHeadDim;
-  p.q_token_stride = kQHeads * kHeadDim, p.k_token_stride = kHeads * kHeadDim;
-  uint16_t *q = nullptr, *k = nullptr;
-  float *lse = nullptr, *significance = nullptr;
-  const int64_t q_elements = p.q_token_stride * kPromptTokens;
-  const int64_t k_elements = p.k_token_stride * kPromptTokens;
-  check(cudaMalloc(&q, 2 * q_elements), "queries");
-  check(cudaMalloc(&k, 2 * k_elements), "keys");
-  check(cudaMalloc(&lse, 4 * kQHeads * kPromptTokens), "lse");
-  check(cudaMalloc(&significance, 4 * kHeads * kPromptTokens), "significance");
-  fill_elements<<<1024, 256, 0, bench->stream()>>>(q, q_elements, seed, false);
-  fill_elements<<<1024, 256, 0, bench->stream()>>>(k, k_elements, ~seed, false);
-  p.q = q, p.k = k;
-  p.starts = device_array(std::vector<int32_t>{0, kPromptTokens});
-  Measured m{
-      "lse", "8192, 32/8 x 128", 2 * (q_elements + k_elements), 4 * kQHeads * kPromptTokens, {}};
-  m.operations = int64_t{kPromptTokens} * kPromptTokens * kQHeads * kHeadDim;
-  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
-  m.name = "significance";
-  m.bytes_read += 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kHeads * kPromptTokens;
-  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
-  for (void* x : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(lse),
-                  static_cast<void*>(significance)}) {
-    check(cudaFree(x), "free");
-  }
-  check(cudaFree(const_cast<int32_t*>(p.starts)), "free");
-}
-
 }  // namespace
 }  // namespace tierkv::bench
 
 int main(int argc, char** argv) {
   using namespace tierkv::bench;
-  Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string flag = argv[i];
-    if (flag == "--out") options.out = argv[i + 1];
-    if (flag == "--commit") options.commit = argv[i + 1];
-    if (flag == "--only") options.only = argv[i + 1];
-    if (flag == "--replays") options.replays = std::max(1, std::atoi(argv[i + 1]));
-  }
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "attribute");
   const uint32_t seed = std::random_device{}();
-  Bench bench(options);
-  bench.measure_ceiling(sms);
+  Bench bench(read_options(argc, argv));
   run_packs(&bench, seed);
   run_append(&bench, "k8v4", tierkv::token_wise_tier(8, 4), seed);
   run_append(&bench, "raw", tierkv::raw_tier(), seed);
-  run_scores(&bench, seed);
-  if (!options.out.empty()) bench.write_json(options.out);
+  bench.write_json();
   return 0;
 }
