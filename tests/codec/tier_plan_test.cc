@@ -45,7 +45,8 @@ TEST(TierPlanTest, OrdersTheTokensOfEachTier) {
     for (int32_t tier = 0; tier < kNumTiers; ++tier) {
       ASSERT_EQ(counts[r].of[tier], expected[tier]);
       for (int32_t i = 0; i < n; ++i) {
-        if (tiers[i] == static_cast<Tier>(tier)) ASSERT_EQ(*next++, i);
+        if (tiers[i] != static_cast<Tier>(tier)) continue;
+        ASSERT_EQ(*next++, i);
       }
     }
   }
