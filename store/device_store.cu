@@ -127,7 +127,7 @@ Status DeviceStore::allocate_attention() {
   uint8_t* memory = nullptr;
   if (Status s = take(attention_workspace_.bytes, &memory); !s) return s;
   attention_workspace_.memory = memory;
-  return Status::ok();
+  return cuda_status(cudaMemsetAsync(memory, 0, attention_workspace_.bytes, stream_), "create");
 }
 
 Status DeviceStore::grow_jobs(size_t jobs) {
@@ -284,17 +284,19 @@ Status DeviceStore::update_scores(const ScoreUpdate& update) {
 
 Status DeviceStore::plan_attention_of(const Slots& slots) {
   if (slots == planned_) return Status::ok();
-  if (slots.size() != planned_count_) {  // another layout of the workspace
+  // Another layout of the workspace, which must begin with zeros.
+  if (planned_count_ != 0 && slots.size() != planned_count_) {
     const cudaError_t error =
         cudaMemsetAsync(attention_workspace_.memory, 0, attention_workspace_.bytes, stream_);
     if (error != cudaSuccess) return cuda_status(error, "attend");
-    planned_count_ = slots.size();
   }
+  planned_count_ = slots.size();
   if (Status s = plan_attention(attention_, *grid_, state_.s.allocator.table(),
                                 {state_.batch, static_cast<int32_t>(slots.size())},
                                 attention_workspace_, stream_);
-      !s)
+      !s) {
     return s;
+  }
   planned_ = slots;
   return Status::ok();
 }
