@@ -7,6 +7,7 @@
 
 #include "codec/lane_pairs.h"
 #include "tests/codec/code_source.h"
+#include "tests/codec/simd_targets.h"
 
 namespace tierkv {
 namespace {
@@ -255,6 +256,25 @@ TEST_F(CodedBlockTest, BothChecksumsAreTheSumOfTheFormat) {
     }
     ASSERT_EQ(block_checksum(block.data(), bytes), sum) << bytes << " seed " << seed_;
     ASSERT_EQ(block_checksum_fast(block.data(), bytes), sum) << bytes << " seed " << seed_;
+  }
+}
+
+TEST_F(CodedBlockTest, EverySimdTargetDecodesTheSame) {
+  SimdTargets targets;
+  for (const int64_t target : targets.list()) {
+    SimdTargets::choose(target);
+    SCOPED_TRACE(hwy::TargetName(target));
+    for (BlockMode mode : kCodedModes) {
+      for (int32_t streams : {1, 2}) {
+        const auto component = static_cast<Component>(source_.below(2));
+        const double spread = source_.spread_for(mode) * (1 + source_.below(3)) / 2;
+        const Codebook c = typical(component, mode, spread, 3, streams);
+        for (int32_t head_dim : {16, 100, 128, 192}) {
+          const int64_t tokens = 1 + source_.below(64);
+          expect_round_trip(source_.bell(tokens * head_dim, spread, 3, false), head_dim, c);
+        }
+      }
+    }
   }
 }
 

@@ -1,6 +1,5 @@
 // The fast page codec against the plain one, byte for byte, on every SIMD target this CPU has.
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 
 #include <algorithm>
 #include <array>
@@ -9,33 +8,13 @@
 #include <vector>
 
 #include "tests/codec/page_fixture.h"
+#include "tests/codec/simd_targets.h"
 
 namespace tierkv {
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 constexpr int32_t kBits[] = {16, 8, 4, 2};
-
-// Runs the test's body once for each target, then puts the dispatch back.
-class Targets {
- public:
-  Targets() {
-    hwy::SetSupportedTargetsForTest(0);
-    const int64_t supported = hwy::SupportedTargets();
-    for (int64_t bit = 1; bit != 0 && bit <= supported; bit <<= 1) {
-      if (supported & bit) list_.push_back(bit);
-    }
-  }
-  ~Targets() { choose(0); }
-  const std::vector<int64_t>& list() const { return list_; }
-  static void choose(int64_t target) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  }
-
- private:
-  std::vector<int64_t> list_;
-};
 
 class PageSimdTest : public PageFixture {
  protected:
@@ -122,9 +101,9 @@ void PageSimdTest::compare_append() {
 }
 
 TEST_F(PageSimdTest, AppendsTheSameBytesOnEveryTarget) {
-  Targets targets;
+  SimdTargets targets;
   for (const int64_t target : targets.list()) {
-    Targets::choose(target);
+    SimdTargets::choose(target);
     SCOPED_TRACE(hwy::TargetName(target));
     for (int trial = 0; trial < 300; ++trial) {
       compare_append();
@@ -206,9 +185,9 @@ void PageSimdTest::compare_decode() {
 }
 
 TEST_F(PageSimdTest, ReadsTheSameValuesOnEveryTarget) {
-  Targets targets;
+  SimdTargets targets;
   for (const int64_t target : targets.list()) {
-    Targets::choose(target);
+    SimdTargets::choose(target);
     SCOPED_TRACE(hwy::TargetName(target));
     for (int trial = 0; trial < 300; ++trial) {
       compare_decode();
@@ -221,9 +200,9 @@ TEST_F(PageSimdTest, ReadsTheSameValuesOnEveryTarget) {
 // conversions.
 TEST_F(PageSimdTest, ConvertsEveryPatternOnEveryTarget) {
   const PageLayout layout = layout_of(raw_tier(), 256, 256);
-  Targets targets;
+  SimdTargets targets;
   for (const int64_t target : targets.list()) {
-    Targets::choose(target);
+    SimdTargets::choose(target);
     SCOPED_TRACE(hwy::TargetName(target));
     for (const DType raw : {DType::kFloat16, DType::kBFloat16}) {
       const PoisonedPage p(layout, raw);
