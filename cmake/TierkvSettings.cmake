@@ -50,7 +50,8 @@ target_include_directories(tierkv_settings INTERFACE
 # -Wno-restrict: GCC 12 warns falsely on std::string concatenation (GCC bug 105651).
 # -ffp-contract=off: host and device must make the same bytes, so a * b + c is fused only where fma() says so.
 target_compile_options(tierkv_settings INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wno-restrict;-ffp-contract=off>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-ffp-contract=off>
+  $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${TIERKV_WERROR}>>:-Werror>
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-restrict,-ffp-contract=off;--expt-relaxed-constexpr>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TIERKV_WERROR}>>:-Werror=all-warnings>)
