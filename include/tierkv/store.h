@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "tierkv/attention.h"
+#include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/policy.h"
@@ -45,7 +46,7 @@ namespace tierkv {
 
 inline constexpr int32_t kMaxStepTokens = 8;  // of a sequence, in one step
 
-struct KvStoreConfig {
+struct TKV_API KvStoreConfig {
   CacheLayout layout;
   // A tier may not be wider than the one before it, in keys or in values. Pages hold 16, 8, 4 and 2
   // bit token-wise formats without basis or entropy coder.
@@ -61,11 +62,11 @@ struct KvStoreConfig {
 
   // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
   Status validate() const;
-  friend bool operator==(const KvStoreConfig& a, const KvStoreConfig& b);
+  TKV_API friend bool operator==(const KvStoreConfig& a, const KvStoreConfig& b);
   friend bool operator!=(const KvStoreConfig& a, const KvStoreConfig& b) { return !(a == b); }
 };
 // One line of JSON, all fields.
-std::string to_json(const KvStoreConfig& config);
+TKV_API std::string to_json(const KvStoreConfig& config);
 
 struct SequenceId {
   int32_t slot = -1;
@@ -121,7 +122,7 @@ struct AttendRequest {
 
 // Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
 // owners' tokens, but once in the pages.
-struct StoreStats {
+struct TKV_API StoreStats {
   int64_t tokens[kNumTiers] = {0, 0, 0, 0};  // by Tier; sinks count as window
   int32_t sequences = 0;
   int32_t pages = 0;
@@ -136,7 +137,7 @@ struct StoreStats {
   double pool_gain() const;      // raw_bytes / held_bytes(); 0 where nothing is held
 };
 
-class KvStore {
+class TKV_API KvStore {
  public:
   // The host back end. kOutOfRange also when there is no memory for the pool.
   static Result<std::unique_ptr<KvStore>> create(const KvStoreConfig& config);
@@ -211,14 +212,14 @@ class KvStore {
 // A step (begin_step() and what follows it for the layers) allocates nothing, does not wait and can
 // be captured in a CUDA graph. While it is captured the bookkeeping moves on as if it had been
 // carried out, which the first replay then does; note_replay() tells of each further one.
-class DeviceKvStore : public KvStore {
+class TKV_API DeviceKvStore : public KvStore {
  public:
   // A captured step of `tokens` tokens for `sequences` was replayed once more. As begin_step().
   virtual Status note_replay(SequenceList sequences, int32_t tokens) = 0;
 };
 // kCuda when the device refuses; kOutOfRange when there is no memory for the pool. The store uses
 // `stream` alone, which must outlive it, on the device that is current now.
-Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
-                                                           GpuStream stream);
+TKV_API Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
+                                                                   GpuStream stream);
 
 }  // namespace tierkv

@@ -3,6 +3,7 @@
 // Where to look for what:
 //   format.h, policy.h   what a compressed token looks like, and which tier a token belongs to
 //   page.h, codec.h      tokens into unified pages and back, on the host
+//   store.h              the cache of many sequences, from prompt to attention, on host or GPU
 //   allocator.h          which page belongs to which row of which sequence
 //   attention.h          attention over the pages, on the GPU, without decompressing them to memory
 //   container.h          `.tkv` files chunk by chunk; CacheFile below decodes them whole
@@ -30,6 +31,7 @@
 #include "tierkv/page.h"
 #include "tierkv/policy.h"
 #include "tierkv/status.h"
+#include "tierkv/store.h"
 #include "tierkv/tierkv_c.h"
 
 namespace tierkv {

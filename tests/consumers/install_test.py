@@ -90,6 +90,13 @@ class Install(unittest.TestCase):
             run(*compiler, *FLAGS, CONSUMER / source, "-o", build / source.split(".")[0], *flags, "-lm")
         self.check_programs(build, dict(os.environ, LD_LIBRARY_PATH=str(self.lib)))
 
+    def test_examples_need_the_installed_tree_alone(self):
+        env = dict(os.environ, PKG_CONFIG_PATH=str(self.lib / "pkgconfig"), LD_LIBRARY_PATH=str(self.lib))
+        flags = run("pkg-config", "--cflags", "--libs", "tierkv", env=env).split()
+        for source in sorted((ROOT / "examples").glob("*.cc")):
+            run("c++", "-std=c++17", "-O1", *FLAGS, source, "-o", self.dir / source.stem, *flags)
+            run(self.dir / source.stem, env=env)
+
     def test_another_version_is_refused(self):
         for version in ("0.2", "1.0"):
             project = self.dir / f"version{version}"
