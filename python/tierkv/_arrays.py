@@ -1,7 +1,8 @@
 """Arrays in and out of the C ABI: dtypes, contiguity, pointers."""
 from __future__ import annotations
 
-from typing import Any, Sequence, Union
+import sys
+from typing import Any, NamedTuple, Sequence, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,20 @@ FLOAT16, BFLOAT16, FLOAT32 = 0, 1, 2
 DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}
 
 
+class Values(NamedTuple):
+    """Keys or values in the bits that the library takes."""
+
+    bits: Array  # contiguous float16 or float32, or uint16 holding bfloat16
+    dtype: str  # of DTYPES
+
+    def to_float32(self) -> FloatArray:
+        if self.dtype == "bfloat16":
+            return (self.bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return self.bits.astype(np.float32)
+
+
 def to_numpy(x: ArrayLike, name: str) -> Array:
-    """x without a copy where that is possible; bfloat16 needs NumPy's ml_dtypes."""
+    """x without a copy where that is possible."""
     if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack__"):
         try:
             return np.from_dlpack(x)
@@ -25,12 +38,18 @@ def to_numpy(x: ArrayLike, name: str) -> Array:
     return np.asarray(x)
 
 
-def values(x: ArrayLike, name: str) -> Array:
-    """Keys or values as the library takes them: float16, bfloat16 or float32; float64 is refused, not rounded."""
-    a = to_numpy(x, name)
-    if a.dtype.name not in DTYPES:
-        raise TypeError(f"{name}: dtype {a.dtype} is not one of {', '.join(DTYPES)}")
-    return np.ascontiguousarray(a)
+def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]") -> Values:
+    """Keys or values: float16, bfloat16 (ml_dtypes or torch) or float32; float64 is refused, not rounded."""
+    if str(getattr(x, "dtype", "")) == "torch.bfloat16":
+        # Neither NumPy nor DLPack as NumPy reads it knows the type; the bits are the same.
+        bits, dtype = to_numpy(x.view(sys.modules["torch"].int16), name).view(np.uint16), "bfloat16"
+    else:
+        bits = to_numpy(x, name)
+        dtype = bits.dtype.name
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
+    bits = shaped(np.ascontiguousarray(bits), shape, name)
+    return Values(bits.view(np.uint16) if dtype == "bfloat16" else bits, dtype)
 
 
 def integers(x: ArrayLike, dtype: Any, name: str) -> Array:

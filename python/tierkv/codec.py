@@ -32,7 +32,7 @@ class QuantizedRows:
 
 def quantize(x: ArrayLike, bits: int, group: int = 0) -> QuantizedRows:
     """Codes of the rows of x [tokens, head_dim], `bits` 1 to 8, each `group` of channels on its own (0: all together)."""
-    rows = shaped(values(x, "x"), (None, None), "x").astype(np.float32)
+    rows = np.ascontiguousarray(values(x, "x", (None, None)).to_float32())
     tokens, head_dim = rows.shape
     width = group or head_dim
     if group < 0 or width == 0 or head_dim % width != 0:
@@ -118,14 +118,14 @@ class Page:
     def append(self, k: ArrayLike, v: ArrayLike, scores: Optional[ArrayLike] = None,
                positions: Optional[ArrayLike] = None) -> None:
         """Appends tokens: k and v [tokens, head_dim] of one dtype. Scores default to 0, positions to the slots."""
-        keys = shaped(values(k, "k"), (None, self.format.head_dim), "k")
-        vals = shaped(values(v, "v"), keys.shape, "v")
+        keys = values(k, "k", (None, self.format.head_dim))
+        vals = values(v, "v", keys.bits.shape)
         if vals.dtype != keys.dtype:
             raise TypeError(f"k is {keys.dtype} but v is {vals.dtype}")
-        count = keys.shape[0]
+        count = keys.bits.shape[0]
         s = None if scores is None else shaped(np.ascontiguousarray(scores, np.float32), (count,), "scores")
         p = None if positions is None else shaped(integers(positions, np.int32, "positions"), (count,), "positions")
-        tokens = lib.Tokens(count=count, dtype=DTYPES[keys.dtype.name], k=pointer(keys), v=pointer(vals), scores=pointer(s),
+        tokens = lib.Tokens(count=count, dtype=DTYPES[keys.dtype], k=pointer(keys.bits), v=pointer(vals.bits), scores=pointer(s),
                             positions=pointer(p))
         lib.core().call("tkv_page_encode", self._format_struct(), pointer(self.data), self.used, tokens)
         self.used += count

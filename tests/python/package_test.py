@@ -161,6 +161,23 @@ class Codec(PackageTest):
 
         np.testing.assert_array_equal(tierkv.quantize(Foreign(x), 4).codes, tierkv.quantize(x, 4).codes)
 
+    def test_bfloat16_of_torch(self):
+        class Tensor(np.ndarray):  # a bfloat16 tensor shows its bits through view(torch.int16) alone
+            dtype = "torch.bfloat16"
+
+            def view(self, kind):
+                assert kind == "int16"
+                return np.asarray(self)
+
+        sys.modules.setdefault("torch", type("torch", (), {"int16": "int16"}))
+        x = self.normal(9, 128)
+        bits = (x.view(np.uint32) >> 16).astype(np.uint16)  # truncated: exact in bfloat16
+        rounded = (bits.astype(np.uint32) << 16).view(np.float32)
+        tensor = np.ndarray.view(bits.view(np.int16), Tensor)
+        np.testing.assert_array_equal(tierkv.quantize(tensor, 4).codes, tierkv.quantize(rounded, 4).codes)
+        page = tierkv.encode(tierkv.PageFormat(128, k_bits=16, v_bits=8, raw_dtype="bfloat16"), tensor, tensor)
+        np.testing.assert_array_equal(tierkv.decode(page).k, rounded)
+
 
 class Containers(PackageTest):
     @classmethod
