@@ -11,7 +11,8 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kPreferredSlots = 3;
+constexpr int32_t kSlots = 2;
+constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));
@@ -33,7 +34,7 @@ Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
 }
 
 Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
-  if (grid.num_ctas < 1 || grid.num_ctas > kMaxItems || grid.slots_per_warp < 1 ||
+  if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
       grid.slots_per_warp > kMaxSlots || grid.slot_bytes < decode_slot_bytes(config.head_dim)) {
     return invalid("grid is not one that attention_grid() returned");
   }
@@ -123,6 +124,20 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
   return Status::ok();
 }
 
+// A whole page where that fits, so that a chunk is one copy.
+int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes) {
+  int32_t wanted = decode_slot_bytes(config.head_dim);
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    wanted = std::max(wanted, layout.scores);
+  }
+  const int32_t left =
+      shared_bytes - decode_shared(config.head_dim, config.group_size(), 0, kSlots).bytes;
+  const int32_t most = left / (kDecodeWarps * kSlots);
+  return std::min((wanted + kSlotAlignment - 1), most) / kSlotAlignment * kSlotAlignment;
+}
+
 }  // namespace
 
 Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
@@ -132,19 +147,18 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   const Result<int32_t> shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (!shared) return shared.status();
   AttentionGrid grid;
-  grid.num_ctas = std::min(*ctas, kMaxItems);
-  grid.slot_bytes = decode_slot_bytes(config.head_dim);
-  for (grid.slots_per_warp = kPreferredSlots; grid.slots_per_warp > 0; --grid.slots_per_warp) {
-    grid.shared_bytes =
-        decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, grid.slots_per_warp)
-            .bytes;
-    if (grid.shared_bytes > *shared) continue;
-    if (Status s = prepare_decode(config.head_dim, grid.shared_bytes); !s) return s;
-    return grid;
+  grid.num_ctas = std::min(*ctas, kMaxCtas);
+  grid.slots_per_warp = kSlots;
+  grid.slot_bytes = slot_bytes_in(config, *shared);
+  if (grid.slot_bytes < decode_slot_bytes(config.head_dim)) {
+    return Status(StatusCode::kUnsupported, "the device has " + std::to_string(*shared) +
+                                                " bytes of shared memory for a CTA, too few");
   }
-  return Status(StatusCode::kUnsupported, "a CTA needs " + std::to_string(grid.shared_bytes) +
-                                              " bytes of shared memory, the device has " +
-                                              std::to_string(*shared));
+  grid.shared_bytes =
+      decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, kSlots).bytes;
+  if (Status s = prepare_plan(); !s) return s;
+  if (Status s = prepare_decode(config.head_dim, grid.shared_bytes); !s) return s;
+  return grid;
 }
 
 Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
@@ -157,7 +171,8 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   params.items = at<WorkItem>(workspace, layout.items);
   params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.row_status = at<int32_t>(workspace, layout.row_status);
-  params.max_items = grid.num_ctas;
+  params.max_ctas = grid.num_ctas;
+  params.warps = kDecodeWarps;
   params.num_layers = config.num_layers;
   return launch_plan(params, stream);
 }
@@ -180,7 +195,7 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.row_status = at<int32_t>(workspace, layout.row_status) +
                       static_cast<int64_t>(call.layer) * params.rows.num_rows;
   params.items = at<WorkItem>(workspace, layout.items) +
-                 static_cast<int64_t>(call.layer) * (grid.num_ctas + 1);
+                 static_cast<int64_t>(call.layer) * items_per_layer(grid);
   params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.part_states = at<SoftmaxState>(workspace, layout.part_states);
   params.parts = at<float>(workspace, layout.parts);

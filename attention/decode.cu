@@ -33,13 +33,13 @@ Status prepare_decode(int32_t head_dim, int32_t shared_bytes) {
       "shared memory of the decode kernel");
 }
 
-Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_items,
+Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
   const DecodeKernel kernel = kernel_of(head_dim);
   if (kernel == nullptr) return no_kernel(head_dim);
   const int32_t bytes =
       decode_shared(head_dim, params.group, params.slot_bytes, params.slots).bytes;
-  return launch_after_previous(kernel, num_items, kDecodeThreads, bytes, stream, params);
+  return launch_after_previous(kernel, num_ctas, kDecodeThreads, bytes, stream, params);
 }
 
 }  // namespace tierkv

@@ -1,5 +1,5 @@
-// The fused kernel's parameters and its launch: one CTA per item of the plan, kDecodeWarps warps,
-// each with its own ring of chunks in shared memory.
+// The fused kernel's parameters and its launch: CTAs of kDecodeWarps attending warps, each with its
+// own item of the plan and its own ring of chunks in shared memory, and one warp that feeds them.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 namespace tierkv {
 
 inline constexpr int32_t kDecodeWarps = 8;
-inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
-inline constexpr int32_t kMaxGroup = 8;  // q heads of a row: the columns of one mma
+inline constexpr int32_t kMaxSlots = 32 / kDecodeWarps;  // of a ring: each has a lane that feeds it
+inline constexpr int32_t kMaxGroup = 8;                  // q heads of a row: the columns of one mma
 
 struct DecodeParams {
   AttentionRows rows;
@@ -26,10 +26,10 @@ struct DecodeParams {
   void* out = nullptr;              // fp16, like q
   float* lse = nullptr;             // [num_rows][group] or null
   int32_t* row_status = nullptr;    // [num_rows], kCorrupt is added
-  const WorkItem* items = nullptr;  // [grid + 1]
-  int32_t* arrivals =
-      nullptr;  // [grid], 0 between launches: finished parts of the row that starts there
-  float* parts = nullptr;  // [2 * grid][group][head_dim]: parts of rows that several items share
+  const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
+  // [grid], 0 between launches: finished parts of the row that starts in this CTA.
+  int32_t* arrivals = nullptr;
+  float* parts = nullptr;  // [2 * grid][group][head_dim]: parts of rows that several CTAs share
   SoftmaxState* part_states = nullptr;  // [2 * grid][group]
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
@@ -37,36 +37,45 @@ struct DecodeParams {
   bool plan_is_settled = false;
 };
 
-// Offsets into the dynamic shared memory of a CTA.
+// Floats from one head to the next in a part in shared memory; keeps its stores free of conflicts.
+TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
+  return head_dim + 4;
+}
+
+// Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
+// before its item, here, and of the row that goes on behind it, in its ring when that is done.
 struct DecodeShared {
-  int32_t barriers;  // uint64_t [kDecodeWarps][kMaxSlots]; the ring is before them
-  int32_t headers;   // ChunkHeader [kDecodeWarps][kMaxSlots]
-  int32_t states;    // SoftmaxState [kDecodeWarps + 1][kMaxGroup]
-  int32_t flags;     // int32_t [4]
-  int32_t parts;     // float [kDecodeWarps + 1][group][head_dim + 4]
+  int32_t full, empty;  // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
+  int32_t headers;      // ChunkHeader [kDecodeWarps][kMaxSlots]
+  int32_t states;       // SoftmaxState [kDecodeWarps][2][kMaxGroup]
+  int32_t part_rows;    // int32_t [kDecodeWarps][2]
+  int32_t flags;        // int32_t [4]
+  int32_t parts;        // float [kDecodeWarps][group][part_stride]
   int32_t bytes;
 };
 TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t group, int32_t slot_bytes,
                                             int32_t slots) {
   DecodeShared s{};
-  s.barriers = kDecodeWarps * slots * slot_bytes;
-  s.headers = s.barriers + kDecodeWarps * kMaxSlots * 8;
+  s.full = kDecodeWarps * slots * slot_bytes;
+  s.empty = s.full + kDecodeWarps * kMaxSlots * 8;
+  s.headers = s.empty + kDecodeWarps * kMaxSlots * 8;
   s.states = s.headers + kDecodeWarps * kMaxSlots * 16;
-  s.flags = s.states + (kDecodeWarps + 1) * kMaxGroup * 8;
+  s.part_rows = s.states + kDecodeWarps * 2 * kMaxGroup * 8;
+  s.flags = s.part_rows + kDecodeWarps * 2 * 4;
   s.parts = s.flags + 16;
-  s.bytes = s.parts + (kDecodeWarps + 1) * group * (head_dim + 4) * 4;
+  s.bytes = s.parts + kDecodeWarps * group * part_stride(head_dim) * 4;
   return s;
 }
 
-// Bytes of a ring slot: a raw tile, or four tiles of 4-bit codes.
+// The least bytes of a ring slot: a raw tile, or four tiles of 4-bit codes.
 TKV_HD constexpr int32_t decode_slot_bytes(int32_t head_dim) {
   return 68 * head_dim;
 }
 
 // Lets the kernel use shared_bytes. Once per device, before the first launch.
 Status prepare_decode(int32_t head_dim, int32_t shared_bytes);
-// One kernel of num_items CTAs.
-Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_items,
+// One kernel of num_ctas CTAs.
+Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream);
 
 }  // namespace tierkv

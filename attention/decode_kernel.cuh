@@ -1,14 +1,11 @@
-// The fused decode kernel: one CTA per item of the plan.
+// The fused decode kernel: CTAs of kDecodeWarps attending warps and one that feeds them.
 //
-// Each warp streams its own chunks through its own ring (chunk_feed.cuh) and attends to them
-// (warp_attention.cuh); no warp waits for another inside a row. At the end of a row the CTA joins
-// the parts of its warps. A row that lies in one item is written at once; of a row that several
-// items share, each leaves a part in global memory and the last to arrive joins them all: nobody
-// waits for another CTA, so any number of CTAs may be resident.
-//
-// Two items that meet in a row finish at different times: the second one begins with it, the first
-// ends with it. So when its last chunks are in flight the first item looks whether the other part
-// has arrived, and if so takes it along as if it were a ninth warp's.
+// Each attending warp follows its own item of the plan through its own ring (chunk_feed.cuh,
+// warp_attention.cuh); no warp waits for another until its item is done. A row that lies in one
+// item is written by its warp. Of other rows each warp leaves a part in shared memory, at most two,
+// and the CTA joins those. Of a row that several CTAs share, each leaves one part in global memory
+// and the last to arrive joins them: nobody waits for another CTA, so any number of CTAs may be
+// resident.
 #pragma once
 
 #include "attention/chunk_feed.cuh"
@@ -16,31 +13,33 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
+inline constexpr int32_t kDecodeThreads = (kDecodeWarps + 1) * 32;
 
-// The rows that several items share: who else has a part, and where ours goes.
+// The CTAs that share a row.
 struct RowSpan {
-  int32_t first, last;  // items
+  int32_t first, last;
 
   __device__ bool is_whole() const { return first == last; }
-  __device__ int32_t items() const { return last - first + 1; }
+  __device__ int32_t ctas() const { return last - first + 1; }
 };
-// The place of an item's part: an item has at most one row that began before it and one that goes
-// on behind it.
-__device__ __forceinline__ int32_t part_index(RowSpan span, int32_t item) {
-  return item == span.first ? 2 * item + 1 : 2 * item;
+// The place of a CTA's part: a CTA has at most one row that began before it and one that goes on
+// behind it.
+__device__ __forceinline__ int32_t part_index(RowSpan span, int32_t cta) {
+  return cta == span.first ? 2 * cta + 1 : 2 * cta;
 }
 
 template <int32_t kHeadDim>
 class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
-      : p_(params), warp_(threadIdx.x / 32) {
+      : p_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
     const DecodeShared at = decode_shared(kHeadDim, p_.group, p_.slot_bytes, p_.slots);
-    ring_ = shared_bytes + warp_ * p_.slots * p_.slot_bytes;
-    barriers_ = reinterpret_cast<uint64_t*>(shared_bytes + at.barriers) + warp_ * kMaxSlots;
-    headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
+    rings_ = shared_bytes;
+    full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full);
+    empty_ = reinterpret_cast<uint64_t*>(shared_bytes + at.empty);
+    headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers);
     states_ = reinterpret_cast<SoftmaxState*>(shared_bytes + at.states);
+    part_rows_ = reinterpret_cast<int32_t*>(shared_bytes + at.part_rows);
     flags_ = reinterpret_cast<int32_t*>(shared_bytes + at.flags);
     parts_ = reinterpret_cast<float*>(shared_bytes + at.parts);
   }
@@ -49,187 +48,222 @@ class DecodeCta {
 
  private:
   static constexpr int32_t kPairs = kHeadDim / 2;  // a thread joins pairs of dims
-  static constexpr int32_t kEarly = 0;             // flag: the other part was taken along
-  static constexpr int32_t kLast = 1;              // flag: this item is the last to arrive
-  static constexpr int32_t kPartStride = WarpAttention<kHeadDim>::kPartStride;
-  static constexpr int32_t kBatch = 8;  // parts in flight when joining from global memory
+  static constexpr int32_t kBatch = 12;  // parts in flight when joining from global memory
+  static constexpr int32_t kParts = 2 * kDecodeWarps;
 
   struct Joined {
     SoftmaxState state;
     float2 sum;
   };
+  struct PartRange {
+    int32_t first, last;  // of part_rows_
+  };
 
-  __device__ __forceinline__ void prefetch_first_chunks() const;
-  __device__ __forceinline__ void attend_to_row(int32_t row, ChunkFeed& feed, RowSpan tail);
-  __device__ __forceinline__ void fetch_early_part(RowSpan span);
-  __device__ __forceinline__ void finish_row(int32_t row, RowSpan span);
-  __device__ __forceinline__ Joined join_warps(int32_t head, int32_t pair, int32_t parts) const;
-  __device__ __forceinline__ Joined join_items(RowSpan span, int32_t head, int32_t pair) const;
+  __device__ __forceinline__ void feed();
+  __device__ __forceinline__ void attend();
+  __device__ __forceinline__ void begin_row(int32_t row, int32_t k_bits, int32_t v_bits);
+  __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
+                                             int32_t row);
+  __device__ __forceinline__ void join_rows();
+  __device__ __forceinline__ void join_warps(int32_t row, PartRange parts, RowSpan span);
+  __device__ __forceinline__ Joined join_parts(int32_t row, PartRange parts, int32_t head,
+                                               int32_t pair) const;
+  __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span);
+  __device__ __forceinline__ Joined join_global(RowSpan span, int32_t head, int32_t pair) const;
   __device__ __forceinline__ void write(int32_t row, int32_t head, int32_t pair,
                                         Joined joined) const;
 
+  __device__ __forceinline__ int32_t item_index() const {
+    return blockIdx.x * kDecodeWarps + warp_;
+  }
+  __device__ __forceinline__ uint8_t* ring(int32_t warp) const {
+    return rings_ + warp * p_.slots * p_.slot_bytes;
+  }
+  // Part 2 * warp is of the row that began before the warp's item, 2 * warp + 1 of the row that
+  // goes on behind it.
+  __device__ __forceinline__ float* part(int32_t i) const {
+    if (i % 2 != 0) return reinterpret_cast<float*>(ring(i / 2));
+    return parts_ + i / 2 * p_.group * part_stride(kHeadDim);
+  }
+
   const DecodeParams& p_;
-  int32_t warp_;
-  uint8_t* ring_;  // of this warp
-  uint64_t* barriers_;
+  int32_t warp_, lane_;
+  uint8_t* rings_;
+  uint64_t *full_, *empty_;
   ChunkHeader* headers_;
-  SoftmaxState* states_;  // of all warps
-  int32_t* flags_;        // [kEarly], [kLast]
+  SoftmaxState* states_;
+  int32_t* part_rows_;  // [kParts], -1: no part
+  int32_t* flags_;      // whether this CTA was the last one of the rows that it shares
   float* parts_;
   WarpAttention<kHeadDim> attention_;
-  int32_t in_flight_ = 0, slot_ = 0, phase_ = 0;
 };
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::prefetch_first_chunks() const {
-  ChunkFeed feed(p_, p_.items[blockIdx.x], warp_);
-  for (int32_t i = 0; i < p_.slots && feed.remaining() > 0; ++i) feed.prefetch();
-}
-
-template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
-  if (threadIdx.x % 32 == 0) {
-    for (int32_t i = 0; i < p_.slots; ++i) init_barrier(&barriers_[i]);
-  }
-  publish_barriers();
-  let_next_kernel_start();
-  if (p_.plan_is_settled) prefetch_first_chunks();
-  wait_for_previous_kernel();
-
-  const WorkItem item = p_.items[blockIdx.x], next = p_.items[blockIdx.x + 1];
-  if (item.num_chunks == 0) return;
-  ChunkFeed feed(p_, item, warp_);
-  for (; in_flight_ < p_.slots && feed.remaining() > 0; ++in_flight_) {
-    feed.issue(ring_ + in_flight_ * p_.slot_bytes, &barriers_[in_flight_], &headers_[in_flight_]);
-  }
-  const int32_t here = blockIdx.x, last_row = next.chunk > 0 ? next.row : next.row - 1;
-  for (int32_t row = item.row; row <= last_row; ++row) {
-    RowSpan span{here, here};
-    if (row == item.row) {
-      span = {item.span_first, item.span_last};
-    } else if (row == last_row && next.chunk > 0) {
-      span = {next.span_first, next.span_last};
+  if (warp_ == kDecodeWarps) {
+    if (lane_ < kDecodeWarps * p_.slots) {
+      init_full_barrier(&full_[lane_]);
+      init_empty_barrier(&empty_[lane_]);
     }
-    const bool early = row == last_row && span.first == here && span.last == here + 1;
-    __syncthreads();  // the parts and flags of the row before have been read
-    if (threadIdx.x == 0) flags_[kEarly] = 0;
-    attention_.start_row();
-    attend_to_row(row, feed, early ? span : RowSpan{here, here});
-    finish_row(row, span);
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_kernel_start();
+  if (!p_.plan_is_settled) wait_for_previous_kernel();
+  if (warp_ == kDecodeWarps) {
+    feed();
+  } else {
+    attend();
+  }
+  __syncthreads();
+  join_rows();
+}
+
+template <int32_t kHeadDim>
+__device__ __forceinline__ void DecodeCta<kHeadDim>::feed() {
+  const int32_t warp = lane_ % kDecodeWarps, index = lane_ / kDecodeWarps;
+  WorkItem item{};
+  if (index < p_.slots) item = p_.items[blockIdx.x * kDecodeWarps + warp];
+  SlotFeed::Place place;
+  place.slot = ring(warp) + index * p_.slot_bytes;
+  place.full = &full_[lane_];
+  place.empty = &empty_[lane_];
+  place.header = &headers_[lane_];
+  place.index = index;
+  SlotFeed slot(p_, item, place);
+  if (p_.plan_is_settled) {
+    slot.prefetch();
+    wait_for_previous_kernel();
+  }
+  while (__any_sync(kFullWarp, slot.has_chunk())) {
+    if (!__any_sync(kFullWarp, slot.issue_if_free())) pause_briefly();
   }
 }
 
-// The chunks of `row` in this warp's ring. `tail` is shared with one other item when this row is
-// the item's last.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::attend_to_row(int32_t row, ChunkFeed& feed,
-                                                                   RowSpan tail) {
+__device__ __forceinline__ void DecodeCta<kHeadDim>::begin_row(int32_t row, int32_t k_bits,
+                                                               int32_t v_bits) {
   const __half* q =
       static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kHeadDim;
-  while (in_flight_ > 0) {
-    const ChunkHeader header = headers_[slot_];
-    if (header.row != row) return;
-    const PageLayout& page = p_.rows.tiers[header.tier].layout;
-    const bool last_chunk = in_flight_ == 1 && feed.remaining() == 0;
-    if (warp_ == 0 && last_chunk && !tail.is_whole()) fetch_early_part(tail);
-    if (header.tokens > 0) {
-      attention_.use_format(page.k_tile.bits, page.v_tile.bits, q, p_.group, p_.scale_log2);
-    }
-    wait_barrier(&barriers_[slot_], phase_);
-    const ChunkSegments s(page, header.tiles);
-    ChunkBytes chunk;
-    chunk.k_codes = ring_ + slot_ * p_.slot_bytes;
-    chunk.k_metadata = chunk.k_codes + s.k_bytes;
-    chunk.v_codes = chunk.k_metadata + s.k_metadata_bytes;
-    chunk.v_metadata = chunk.v_codes + s.v_bytes;
-    for (int32_t tile = 0; tile < header.tiles; tile += kStepTiles) {
-      attention_.attend(chunk, tile, header.tokens - tile * kTileTokens);
-    }
-    __syncwarp();
-    --in_flight_;
-    if (feed.remaining() > 0) {
-      feed.issue(ring_ + slot_ * p_.slot_bytes, &barriers_[slot_], &headers_[slot_]);
-      ++in_flight_;
-    }
-    if (++slot_ == p_.slots) {
-      slot_ = 0;
-      phase_ ^= 1;
-    }
-  }
+  attention_.use_format(k_bits, v_bits, q, p_.group, p_.scale_log2);
 }
 
-// Warp 0: the part of the one other item of a row, if it is there.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::fetch_early_part(RowSpan span) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t arrived = lane == 0 ? load_acquire(&p_.arrivals[span.first]) : 0;
-  if (__shfl_sync(kFullWarp, arrived, 0) != span.items() - 1) return;
+__device__ __forceinline__ void DecodeCta<kHeadDim>::attend() {
+  const WorkItem item = p_.items[item_index()], next = p_.items[item_index() + 1];
+  if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
   __syncwarp();
-  const int64_t from = static_cast<int64_t>(part_index(span, span.last)) * p_.group;
-  float* to = parts_ + kDecodeWarps * p_.group * kPartStride;
-  for (int32_t i = lane; i < p_.group * kHeadDim / 4; i += 32) {
-    const int32_t head = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
-    const auto* source = reinterpret_cast<const float4*>(p_.parts + (from + head) * kHeadDim + dim);
-    *reinterpret_cast<float4*>(to + head * kPartStride + dim) = __ldcg(source);
+  if (p_.plan_is_settled) wait_for_previous_kernel();
+  if (item.tiles == 0) return;
+  int32_t row = item.row, slot = 0;
+  uint32_t phase = 0;
+  attention_.start_row();
+  if (const int32_t tier = tier_of_tile(item); tier < kAttentionTiers) {
+    const PageLayout& layout = p_.rows.tiers[tier].layout;
+    begin_row(row, layout.k_tile.bits, layout.v_tile.bits);
   }
-  if (lane < p_.group) {
-    const auto* source = reinterpret_cast<const float2*>(p_.part_states + from + lane);
-    const float2 state = __ldcg(source);
-    states_[kDecodeWarps * kMaxGroup + lane] = {state.x, state.y};
-  }
-  if (lane == 0) flags_[kEarly] = 1;
-}
-
-// All threads. Joins the parts of the warps and writes the row, or leaves a part and writes it if
-// it is the last one.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::finish_row(int32_t row, RowSpan span) {
-  attention_.store_part(states_ + warp_ * kMaxGroup, parts_ + warp_ * p_.group * kPartStride,
-                        p_.group);
-  __syncthreads();
-  const bool early = flags_[kEarly] != 0, complete = early || span.is_whole();
-  const int32_t parts = kDecodeWarps + (early ? 1 : 0), pairs = p_.group * kPairs;
-  for (int32_t i = threadIdx.x; i < pairs; i += kDecodeThreads) {
-    const int32_t head = i / kPairs, pair = i % kPairs;
-    const Joined joined = join_warps(head, pair, parts);
-    if (complete) {
-      write(row, head, pair, joined);
-    } else {
-      const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
-      reinterpret_cast<float2*>(p_.parts + to * kHeadDim)[pair] = joined.sum;
-      if (pair == 0) p_.part_states[to] = joined.state;
+  for (int32_t left = item.tiles; left > 0;) {
+    const int32_t place = slot * kDecodeWarps + warp_;
+    wait_barrier(&full_[place], phase);
+    const ChunkHeader header = headers_[place];
+    if (header.row != row) {
+      finish_row(item, next, row);
+      attention_.start_row();
+      row = header.row;
+    }
+    if (header.tokens > 0) {
+      begin_row(row, header.format >> 8, header.format & 0xff);
+      attention_.attend(ring(warp_) + slot * p_.slot_bytes, header.tiles, header.tokens);
+    }
+    left -= header.tiles;
+    __syncwarp();
+    if (lane_ == 0) release_barrier(&empty_[place]);
+    if (++slot == p_.slots) {
+      slot = 0;
+      phase ^= 1;
     }
   }
-  if (complete) {
-    if (early && threadIdx.x == 0) p_.arrivals[span.first] = 0;
+  finish_row(item, next, row);
+}
+
+// The warp's row is done: written where it began and ended here, otherwise left as a part.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void DecodeCta<kHeadDim>::finish_row(const WorkItem& item,
+                                                                const WorkItem& next, int32_t row) {
+  const bool began_before = row == item.row && item.tile > 0;
+  const bool goes_on = row == next.row && next.tile > 0;
+  if (!began_before && !goes_on) {
+    const int64_t column = static_cast<int64_t>(row) * p_.group;
+    attention_.write_row(static_cast<__half*>(p_.out) + column * kHeadDim,
+                         p_.lse == nullptr ? nullptr : p_.lse + column, p_.group);
     return;
   }
+  const int32_t i = 2 * warp_ + (began_before ? 0 : 1);
+  attention_.store_part(states_ + i * kMaxGroup, part(i), p_.group);
+  if (lane_ == 0) part_rows_[i] = row;
+}
+
+// All threads, when all parts are there.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void DecodeCta<kHeadDim>::join_rows() {
+  const int32_t here = blockIdx.x;
+  const WorkItem first = p_.items[here * kDecodeWarps], next = p_.items[(here + 1) * kDecodeWarps];
+  if (first.row == p_.rows.num_rows) return;
+  const RowSpan whole{here, here};
+  const bool shares_first = first.tile > 0 || first.span_last > here;
+  const RowSpan first_span = shares_first ? RowSpan{first.span_first, first.span_last} : whole;
+  const bool shares_last = next.tile > 0 && next.row != first.row;
+  const RowSpan last_span = shares_last ? RowSpan{next.span_first, next.span_last} : whole;
+  for (int32_t i = 0; i < kParts;) {
+    const int32_t row = part_rows_[i];
+    PartRange parts{i, i};
+    for (++i; i < kParts && (part_rows_[i] == row || part_rows_[i] < 0); ++i) parts.last = i;
+    if (row < 0) continue;
+    join_warps(row, parts, row == first.row ? first_span : row == next.row ? last_span : whole);
+  }
+  if (!shares_first && !shares_last) return;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    flags_[kLast] = arrive_acq_rel(&p_.arrivals[span.first]) == span.items() - 1;
+  if (threadIdx.x < 2) {
+    const RowSpan span = threadIdx.x == 0 ? first_span : last_span;
+    flags_[threadIdx.x] =
+        !span.is_whole() && arrive_acq_rel(&p_.arrivals[span.first]) == span.ctas() - 1;
   }
   __syncthreads();
-  if (flags_[kLast] == 0) return;
-  for (int32_t i = threadIdx.x; i < pairs; i += kDecodeThreads) {
+  if (flags_[0]) join_ctas(first.row, first_span);
+  if (flags_[1]) join_ctas(next.row, last_span);
+}
+
+// Joins the parts of the warps, and writes the row or leaves a part.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void DecodeCta<kHeadDim>::join_warps(int32_t row, PartRange parts,
+                                                                RowSpan span) {
+  for (int32_t i = threadIdx.x; i < p_.group * kPairs; i += kDecodeThreads) {
     const int32_t head = i / kPairs, pair = i % kPairs;
-    write(row, head, pair, join_items(span, head, pair));
+    const Joined joined = join_parts(row, parts, head, pair);
+    if (span.is_whole()) {
+      write(row, head, pair, joined);
+      continue;
+    }
+    const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
+    reinterpret_cast<float2*>(p_.parts + to * kHeadDim)[pair] = joined.sum;
+    if (pair == 0) p_.part_states[to] = joined.state;
   }
-  if (threadIdx.x == 0) p_.arrivals[span.first] = 0;
 }
 
 // From shared memory.
 template <int32_t kHeadDim>
-__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_warps(
-    int32_t head, int32_t pair, int32_t parts) const {
+__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_parts(
+    int32_t row, PartRange parts, int32_t head, int32_t pair) const {
   Joined joined{{}, {0.0f, 0.0f}};
-  for (int32_t w = 0; w < parts; ++w) {
-    joined.state.reference = fmaxf(joined.state.reference, states_[w * kMaxGroup + head].reference);
+  for (int32_t i = parts.first; i <= parts.last; ++i) {
+    if (part_rows_[i] != row) continue;
+    joined.state.reference = fmaxf(joined.state.reference, states_[i * kMaxGroup + head].reference);
   }
-  for (int32_t w = 0; w < parts; ++w) {
-    const SoftmaxState state = states_[w * kMaxGroup + head];
+  for (int32_t i = parts.first; i <= parts.last; ++i) {
+    if (part_rows_[i] != row) continue;
+    const SoftmaxState state = states_[i * kMaxGroup + head];
     if (state.is_empty()) continue;  // its part was not written
-    const float* part = parts_ + (w * p_.group + head) * kPartStride;
-    const float2 x = reinterpret_cast<const float2*>(part)[pair];
+    const float2 x = reinterpret_cast<const float2*>(part(i) + head * part_stride(kHeadDim))[pair];
     const float factor = share(state, joined.state);
     joined.state.sum = fmaf(factor, state.sum, joined.state.sum);
     joined.sum.x = fmaf(factor, x.x, joined.sum.x);
@@ -238,9 +272,19 @@ __device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadD
   return joined;
 }
 
-// From global memory, kBatch parts at a time.
+// By the last of the CTAs that share a row.
 template <int32_t kHeadDim>
-__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_items(
+__device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowSpan span) {
+  for (int32_t i = threadIdx.x; i < p_.group * kPairs; i += kDecodeThreads) {
+    const int32_t head = i / kPairs, pair = i % kPairs;
+    write(row, head, pair, join_global(span, head, pair));
+  }
+  if (threadIdx.x == 0) p_.arrivals[span.first] = 0;
+}
+
+// kBatch parts at a time.
+template <int32_t kHeadDim>
+__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_global(
     RowSpan span, int32_t head, int32_t pair) const {
   Joined joined{{}, {0.0f, 0.0f}};
   for (int32_t first = span.first; first <= span.last; first += kBatch) {

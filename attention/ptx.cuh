@@ -1,8 +1,8 @@
 // The instructions the attention kernels are made of, one function each. Everything
 // architecture-dependent is here.
 //
-// Memory barriers count one arrival per phase on sm_90, where the copy engine reports its bytes,
-// and one per lane of the warp before, where the lanes copy. A copy is started by the whole warp.
+// Full barriers count one arrival per phase on sm_90, where the copy engine reports its bytes, and
+// one per lane of the copying warp before, where the lanes copy.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -53,37 +53,56 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 // ---- barriers and copies into shared memory ----
+//
+// A `full` barrier ends its phase when the bytes of a chunk have arrived, an `empty` one when its
+// reader has released them. Phases alternate in parity, beginning with 0.
 
-__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+__device__ __forceinline__ void init_full_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(TKV_BULK_COPY ? 1 : 32)
                : "memory");
 }
-
-// After init_barrier, before any copy.
+__device__ __forceinline__ void init_empty_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+// After the barriers of this thread are initialised, before the barrier of the CTA that follows.
 __device__ __forceinline__ void publish_barriers() {
 #if TKV_BULK_COPY
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  __syncwarp();
 }
 
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) {
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\n"
 #if TKV_BULK_COPY
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
-      "r"(phase)
-      : "memory");
 #else
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\n"
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
-      "r"(phase)
-      : "memory");
 #endif
+      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+// True once the phase of this parity has ended; on a fresh barrier, that of parity 1 has.
+__device__ __forceinline__ bool test_barrier(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// By one thread of the readers, after the others.
+__device__ __forceinline__ void release_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void pause_briefly() {
+  __nanosleep(40);
 }
 
 // One piece of a copy: bytes is a multiple of 16, 0 for none; both addresses are 16-byte aligned.
@@ -92,18 +111,31 @@ struct CopyPiece {
   const uint8_t* from;
   uint32_t bytes;
 };
+inline constexpr int32_t kCopyPieces = 4;
+struct CopyPieces {
+  CopyPiece piece[kCopyPieces];
 
-// Called by the whole warp, each lane with its own piece; `total` is the sum over the warp and the
-// same in all lanes. The barrier's phase ends when all pieces have arrived.
-__device__ __forceinline__ void start_copies(uint64_t* barrier, CopyPiece piece, uint32_t total) {
+  __device__ __forceinline__ uint32_t total() const {
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kCopyPieces; ++i) bytes += piece[i].bytes;
+    return bytes;
+  }
+};
+
+// Called by the whole warp; each lane for which `go` is set copies its own pieces, and its
+// barrier's phase ends when they have arrived.
+__device__ __forceinline__ void start_copies(bool go, uint64_t* barrier, const CopyPieces& pieces) {
   const uint32_t address = shared_address(barrier);
 #if TKV_BULK_COPY
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(total)
-                 : "memory");
-  }
-  __syncwarp();
-  if (piece.bytes > 0) {
+  if (!go) return;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address),
+               "r"(pieces.total())
+               : "memory");
+#pragma unroll
+  for (int32_t i = 0; i < kCopyPieces; ++i) {
+    const CopyPiece& piece = pieces.piece[i];
+    if (piece.bytes == 0) continue;
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared_address(piece.to)),
@@ -112,17 +144,21 @@ __device__ __forceinline__ void start_copies(uint64_t* barrier, CopyPiece piece,
   }
 #else
   for (int32_t source = 0; source < 32; ++source) {
-    const uint32_t bytes = __shfl_sync(kFullWarp, piece.bytes, source);
-    if (bytes == 0) continue;
-    const uint32_t to = __shfl_sync(kFullWarp, shared_address(piece.to), source);
-    const auto from = reinterpret_cast<const uint8_t*>(
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(piece.from), source));
-    for (uint32_t i = threadIdx.x % 32 * 16; i < bytes; i += 512) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i)
-                   : "memory");
+    if (__shfl_sync(kFullWarp, static_cast<int32_t>(go), source) == 0) continue;
+#pragma unroll
+    for (int32_t i = 0; i < kCopyPieces; ++i) {
+      const uint32_t bytes = __shfl_sync(kFullWarp, pieces.piece[i].bytes, source);
+      const uint32_t to = __shfl_sync(kFullWarp, shared_address(pieces.piece[i].to), source);
+      const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(
+          kFullWarp, reinterpret_cast<unsigned long long>(pieces.piece[i].from), source));
+      for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 512) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at)
+                     : "memory");
+      }
     }
+    const uint32_t theirs = __shfl_sync(kFullWarp, address, source);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(theirs) : "memory");
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 #endif
 }
 

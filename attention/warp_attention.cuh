@@ -13,7 +13,7 @@
 // most 2^(24 + kCeiling)) and its sums stay far inside fp32.
 //
 // The reference moves only when a weight would pass 2^kCeiling (FlashAttention-4's lazy rescaling),
-// which is rare.
+// which is rare: the weights are computed first and looked at afterwards.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -21,28 +21,30 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kColumns = 8;    // query columns of a warp
-inline constexpr int32_t kStepTiles = 2;  // tiles of a step: two independent chains of mma
+inline constexpr int32_t kColumns = 8;  // query columns of a warp
 inline constexpr float kHeadroom = 8.0f;
-inline constexpr float kCeiling = 14.0f;        // 2^14 * (1 + rounding) < 65504
+inline constexpr float kCeiling = 0x1p14f;      // times (1 + rounding) below 65504
 inline constexpr float kLeastScale = 0x1p-24f;  // of fp16; also stands for a scale of 0
-inline constexpr float kNoTokensYet = -INFINITY;
-
-// The codes and metadata of a chunk in shared memory.
-struct ChunkBytes {
-  const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
-};
+inline constexpr float kNoTokensYet = -1.0f;    // a ceiling that every weight passes
 
 __device__ __forceinline__ float power_of_two(int32_t exponent) {
   return __int_as_float((127 + exponent) << 23);
 }
 
+// Tiles of a step: two independent chains of mma, or one where a lane's words are many.
+__device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits) {
+  return k_bits == 16 || v_bits == 16 ? 1 : 2;
+}
+
+// What the steps of one format have in common: the segments of a chunk, each at its next tile.
+struct ChunkCursors {
+  const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
+};
+
 template <int32_t kHeadDim>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-  static constexpr int32_t kPartStride =
-      kHeadDim + 4;  // floats; keeps the stores of store_part() free of conflicts
 
   __device__ __forceinline__ void start_row() {
 #pragma unroll
@@ -65,18 +67,35 @@ class WarpAttention {
     v_bits_ = v_bits;
   }
 
-  // kStepTiles tiles from `tile` on, of which the first `tokens` (1 to 32) tokens count. Whatever
-  // lies in the rest, the second tile included, is read and ignored.
-  __device__ __forceinline__ void attend(const ChunkBytes& chunk, int32_t tile, int32_t tokens);
+  // The tiles of a chunk in shared memory, in the format used last; only the first `tokens` (1 to
+  // 16 * tiles) tokens count. Whatever lies behind them, up to a tile more, is read and ignored.
+  __device__ __forceinline__ void attend(const uint8_t* chunk, int32_t tiles, int32_t tokens) {
+    switch (k_bits_) {
+      case 4:
+        return attend_keys<4>(chunk, tiles, tokens);
+      case 8:
+        return attend_keys<8>(chunk, tiles, tokens);
+      case 2:
+        return attend_keys<2>(chunk, tiles, tokens);
+      default:
+        return attend_keys<16>(chunk, tiles, tokens);
+    }
+  }
 
   // The state of column head and its accumulator, to shared memory: states[group],
-  // part[group][kPartStride].
+  // part[group][part_stride(kHeadDim)]. The part of an empty state is not written.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part, int32_t group);
 
+  // The finished row to global memory: out is fp16 [group][kHeadDim], lse [group] or null.
+  __device__ __forceinline__ void write_row(__half* out, float* lse, int32_t group);
+
  private:
+  template <int32_t kTiles>
   struct Step {
-    float score[kStepTiles][4];
-    uint32_t weight[kStepTiles][2];  // B fragments
+    float score[kTiles][4];
+    float scale[kTiles][2];  // of the values
+    float zero_point[kTiles][2];
+    uint32_t weight[kTiles][2];  // B fragments
   };
 
   __device__ __forceinline__ static int32_t lane() {
@@ -86,15 +105,24 @@ class WarpAttention {
   __device__ __forceinline__ void load_query(int32_t bits, const __half* q, int32_t group,
                                              float scale_log2);
   __device__ __forceinline__ void convert_out(int32_t from_bits, int32_t to_bits);
-  template <int32_t kBits>
-  __device__ __forceinline__ void score_codes(const uint8_t* codes, Step& step) const;
-  __device__ __forceinline__ void scale_scores(const TileMetadata (&k)[kStepTiles],
-                                               Step& step) const;
-  __device__ __forceinline__ void weigh(const TileMetadata (&v)[kStepTiles], Step& step);
-  __device__ __forceinline__ void raise_reference(float x0, float x1, Step& step);
-  template <int32_t kBits>
-  __device__ __forceinline__ void add_values(const uint8_t* codes, const Step& step,
-                                             int32_t tokens);
+  template <int32_t kKeyBits>
+  __device__ __forceinline__ void attend_keys(const uint8_t* chunk, int32_t tiles, int32_t tokens);
+  template <int32_t kKeyBits, int32_t kValueBits>
+  __device__ __forceinline__ void attend_tiles(const uint8_t* chunk, int32_t tiles, int32_t tokens);
+  template <int32_t kKeyBits, int32_t kValueBits>
+  __device__ __forceinline__ void step(const ChunkCursors& at, int32_t tokens);
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void score_keys(const ChunkCursors& at, Step<kTiles>& s) const;
+  template <int32_t kTiles>
+  __device__ __forceinline__ void mask(int32_t tokens, Step<kTiles>& s) const;
+  template <int32_t kTiles>
+  __device__ __forceinline__ void weigh(Step<kTiles>& s);
+  template <int32_t kTiles>
+  __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void add_values(const LaneWords<kBits, kHeadDim> (&words)[kTiles],
+                                             const Step<kTiles>& s, int32_t tokens);
+  __device__ __forceinline__ void sum_lanes();
 
   float out_[kBlocks][4];       // in units of the current value format
   uint32_t query_[kBlocks][2];  // B fragments, divided by the factors of the current key format
@@ -151,58 +179,152 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::convert_out(int32_t fro
 }
 
 template <int32_t kHeadDim>
-template <int32_t kBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::score_codes(const uint8_t* codes,
-                                                                     Step& step) const {
-  LaneWords<kBits, kHeadDim> words[kStepTiles];
-#pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i)
-    words[i].load(codes + i * words[i].kTile.bytes(), lane());
-#pragma unroll
-  for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-    for (int32_t i = 0; i < kStepTiles; ++i) {
-      uint32_t a[4];
-      words[i].template fragment<Component::kKey>(f, a);
-      mma_m16n8k16(step.score[i], a, query_[f][0], query_[f][1]);
-    }
+template <int32_t kKeyBits>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::attend_keys(const uint8_t* chunk,
+                                                                     int32_t tiles,
+                                                                     int32_t tokens) {
+  switch (v_bits_) {
+    case 4:
+      return attend_tiles<kKeyBits, 4>(chunk, tiles, tokens);
+    case 2:
+      return attend_tiles<kKeyBits, 2>(chunk, tiles, tokens);
+    case 8:
+      return attend_tiles<kKeyBits, 8>(chunk, tiles, tokens);
+    default:
+      return attend_tiles<kKeyBits, 16>(chunk, tiles, tokens);
   }
 }
 
-// From raw products to scores less the reference.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::scale_scores(
-    const TileMetadata (&k)[kStepTiles], Step& step) const {
+template <int32_t kKeyBits, int32_t kValueBits>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::attend_tiles(const uint8_t* chunk,
+                                                                      int32_t tiles,
+                                                                      int32_t tokens) {
+  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits);
+  constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
+  constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
+  constexpr int32_t kKeyMetadata = kKeyBits == 16 ? 0 : kMetadataBlockBytes;
+  constexpr int32_t kValueMetadata = kValueBits == 16 ? 0 : kMetadataBlockBytes;
+  ChunkCursors at;
+  at.k_codes = chunk;
+  at.k_metadata = at.k_codes + tiles * kKeyBytes;
+  at.v_codes = at.k_metadata + tiles * kKeyMetadata;
+  at.v_metadata = at.v_codes + tiles * kValueBytes;
+#pragma unroll 1
+  for (; tokens > 0; tokens -= kTiles * kTileTokens) {
+    step<kKeyBits, kValueBits>(at, tokens);
+    at.k_codes += kTiles * kKeyBytes;
+    at.k_metadata += kTiles * kKeyMetadata;
+    at.v_codes += kTiles * kValueBytes;
+    at.v_metadata += kTiles * kValueMetadata;
+  }
+}
+
+template <int32_t kHeadDim>
+template <int32_t kKeyBits, int32_t kValueBits>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::step(const ChunkCursors& at,
+                                                              int32_t tokens) {
+  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits);
+  Step<kTiles> s;
+  score_keys<kKeyBits>(at, s);
+  LaneWords<kValueBits, kHeadDim> values[kTiles];
 #pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
+  for (int32_t i = 0; i < kTiles; ++i) {
+    TileMetadata v;
+    v.set(1.0f, 0.0f);
+    if constexpr (kValueBits != 16) v.load(at.v_metadata + i * kMetadataBlockBytes, lane());
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      s.scale[i][r] = kValueBits == 16 ? 1.0f : fmaxf(v.scale[r], kLeastScale);
+      s.zero_point[i][r] = v.zero_point[r];
+    }
+    values[i].load(at.v_codes + i * TileLayout{kValueBits, kHeadDim}.bytes(), lane());
+  }
+  if (tokens < kTiles * kTileTokens) mask(tokens, s);
+  weigh(s);
+  add_values(values, s, tokens);
+}
+
+// Scores in log2 units less the reference.
+template <int32_t kHeadDim>
+template <int32_t kBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::score_keys(const ChunkCursors& at,
+                                                                    Step<kTiles>& s) const {
+  LaneWords<kBits, kHeadDim> words[kTiles];
+  TileMetadata k[kTiles];
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+    words[i].load(at.k_codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
+    k[i].set(1.0f, 0.0f);
+    if constexpr (kBits != 16) k[i].load(at.k_metadata + i * kMetadataBlockBytes, lane());
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) s.score[i][j] = 0.0f;
+  }
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t i = 0; i < kTiles; ++i) {
+      uint32_t a[4];
+      words[i].template fragment<Component::kKey>(f, a);
+      mma_m16n8k16(s.score[i], a, query_[f][0], query_[f][1]);
+    }
+  }
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       const float scale = k[i].scale[r] * score_unit_;
 #pragma unroll
       for (int32_t j = 0; j < 2; ++j) {
         const float offset = fmaf(k[i].zero_point[r], query_sum_[j], -reference_[j]);
-        step.score[i][2 * r + j] = fmaf(step.score[i][2 * r + j], scale, offset);
+        s.score[i][2 * r + j] = fmaf(s.score[i][2 * r + j], scale, offset);
       }
     }
   }
 }
 
+// Tokens from `tokens` on weigh nothing, whatever their bytes are.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::raise_reference(float x0, float x1,
-                                                                         Step& step) {
+template <int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::mask(int32_t tokens,
+                                                              Step<kTiles>& s) const {
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      if (lane() / 4 + 8 * r + i * kTileTokens < tokens) continue;
+      s.score[i][2 * r] = s.score[i][2 * r + 1] = -INFINITY;
+      s.scale[i][r] = 1.0f;
+      s.zero_point[i][r] = 0.0f;
+    }
+  }
+}
+
+template <int32_t kHeadDim>
+template <int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::raise_reference(Step<kTiles>& s) {
+  float x[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      const float log_scale = log2_fast(s.scale[i][r]);
+      x[0] = fmaxf(x[0], s.score[i][2 * r] + log_scale);
+      x[1] = fmaxf(x[1], s.score[i][2 * r + 1] + log_scale);
+    }
+  }
 #pragma unroll
   for (int32_t i = 4; i < 32; i *= 2) {
-    x0 = fmaxf(x0, __shfl_xor_sync(kFullWarp, x0, i));
-    x1 = fmaxf(x1, __shfl_xor_sync(kFullWarp, x1, i));
+    x[0] = fmaxf(x[0], __shfl_xor_sync(kFullWarp, x[0], i));
+    x[1] = fmaxf(x[1], __shfl_xor_sync(kFullWarp, x[1], i));
   }
   const bool first = ceiling_ == kNoTokensYet;  // then all sums are 0 and need no factor
-  const float by[2] = {first ? x0 - kHeadroom : fmaxf(x0 - kHeadroom, 0.0f),
-                       first ? x1 - kHeadroom : fmaxf(x1 - kHeadroom, 0.0f)};
   ceiling_ = kCeiling;
 #pragma unroll
   for (int32_t j = 0; j < 2; ++j) {
-    const float factor = first ? 1.0f : exp2_fast(-by[j]);
-    reference_[j] += by[j];
+    const float by = first ? x[j] - kHeadroom : fmaxf(x[j] - kHeadroom, 0.0f);
+    const float factor = first ? 1.0f : exp2_fast(-by);
+    reference_[j] += by;
     sum_[j] *= factor;
     zero_[j] *= factor;
 #pragma unroll
@@ -211,147 +333,90 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::raise_reference(float x
       out_[f][2 + j] *= factor;
     }
 #pragma unroll
-    for (int32_t i = 0; i < kStepTiles; ++i) {
-      step.score[i][j] -= by[j];
-      step.score[i][2 + j] -= by[j];
+    for (int32_t i = 0; i < kTiles; ++i) {
+      s.score[i][j] -= by;
+      s.score[i][2 + j] -= by;
     }
   }
 }
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::weigh(const TileMetadata (&v)[kStepTiles],
-                                                               Step& step) {
-  float x0 = -INFINITY, x1 = -INFINITY;
+template <int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::weigh(Step<kTiles>& s) {
+  float p[kTiles][4], weight[kTiles][4];
+  const auto look = [&] {
+    float largest = 0.0f;
 #pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
+    for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int32_t r = 0; r < 2; ++r) {
-      const float log_scale = log2_fast(fmaxf(v[i].scale[r], kLeastScale));
-      x0 = fmaxf(x0, step.score[i][2 * r] + log_scale);
-      x1 = fmaxf(x1, step.score[i][2 * r + 1] + log_scale);
+      for (int32_t j = 0; j < 4; ++j) {
+        p[i][j] = exp2_fast(s.score[i][j]);
+        weight[i][j] = p[i][j] * s.scale[i][j / 2];
+        largest = fmaxf(largest, weight[i][j]);
+      }
     }
+    return largest;
+  };
+  if (__any_sync(kFullWarp, look() > ceiling_)) {
+    raise_reference(s);
+    look();
   }
-  if (__any_sync(kFullWarp, fmaxf(x0, x1) > ceiling_)) raise_reference(x0, x1, step);
 #pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
+  for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
-      const float p0 = exp2_fast(step.score[i][2 * r]), p1 = exp2_fast(step.score[i][2 * r + 1]);
-      sum_[0] += p0;
-      sum_[1] += p1;
-      zero_[0] = fmaf(p0, v[i].zero_point[r], zero_[0]);
-      zero_[1] = fmaf(p1, v[i].zero_point[r], zero_[1]);
-      const uint32_t weights = pack_halves(p0 * v[i].scale[r], p1 * v[i].scale[r]);
-      step.weight[i][r] = transpose_8x8(weights);
+#pragma unroll
+      for (int32_t j = 0; j < 2; ++j) {
+        sum_[j] += p[i][2 * r + j];
+        zero_[j] = fmaf(p[i][2 * r + j], s.zero_point[i][r], zero_[j]);
+      }
+      s.weight[i][r] = transpose_8x8(pack_halves(weight[i][2 * r], weight[i][2 * r + 1]));
     }
   }
 }
 
 template <int32_t kHeadDim>
-template <int32_t kBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::add_values(const uint8_t* codes,
-                                                                    const Step& step,
-                                                                    int32_t tokens) {
-  LaneWords<kBits, kHeadDim> words[kStepTiles];
-#pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i)
-    words[i].load(codes + i * words[i].kTile.bytes(), lane());
+template <int32_t kBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::add_values(
+    const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s, int32_t tokens) {
   // Codes are finite whatever they are, so a weight of 0 discards them; raw values may be NaN where
   // there is no token.
-  uint32_t mask[kStepTiles][2];
+  uint32_t kept[kTiles][2];
   if constexpr (kBits == 16) {
 #pragma unroll
-    for (int32_t i = 0; i < kStepTiles; ++i) {
+    for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t left = tokens - i * kTileTokens - 8 * half - 2 * (lane() % 4);
-        mask[i][half] = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+        kept[i][half] = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
       }
     }
   }
 #pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
+  for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
       uint32_t a[4];
       words[i].template fragment<Component::kValue>(f, a);
       if constexpr (kBits == 16) {
 #pragma unroll
-        for (int32_t r = 0; r < 4; ++r) a[r] &= mask[i][r / 2];
+        for (int32_t r = 0; r < 4; ++r) a[r] &= kept[i][r / 2];
       }
-      mma_m16n8k16(out_[f], a, step.weight[i][0], step.weight[i][1]);
+      mma_m16n8k16(out_[f], a, s.weight[i][0], s.weight[i][1]);
     }
   }
 }
 
+// Every lane of a column gets its sums over all lanes.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::attend(const ChunkBytes& chunk,
-                                                                int32_t tile, int32_t tokens) {
-  Step step;
+__device__ __forceinline__ void WarpAttention<kHeadDim>::sum_lanes() {
 #pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
+  for (int32_t i = 4; i < 32; i *= 2) {
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) step.score[i][j] = 0.0f;
-  }
-  const uint8_t* k_codes = chunk.k_codes + tile * TileLayout{k_bits_, kHeadDim}.bytes();
-  switch (k_bits_) {
-    case 4:
-      score_codes<4>(k_codes, step);
-      break;
-    case 8:
-      score_codes<8>(k_codes, step);
-      break;
-    case 2:
-      score_codes<2>(k_codes, step);
-      break;
-    default:
-      score_codes<16>(k_codes, step);
-      break;
-  }
-  TileMetadata k[kStepTiles], v[kStepTiles];
-#pragma unroll
-  for (int32_t i = 0; i < kStepTiles; ++i) {
-    k[i].set(1.0f, 0.0f);
-    v[i].set(1.0f, 0.0f);
-    if (k_bits_ != 16) k[i].load(chunk.k_metadata + (tile + i) * kMetadataBlockBytes, lane());
-    if (v_bits_ != 16) v[i].load(chunk.v_metadata + (tile + i) * kMetadataBlockBytes, lane());
-  }
-  const bool partial = tokens < kStepTiles * kTileTokens;
-  if (!partial) {
-    scale_scores(k, step);
-  } else {
-#pragma unroll
-    for (int32_t i = 0; i < kStepTiles; ++i) {
-#pragma unroll
-      for (int32_t r = 0; r < 2; ++r) {
-        if (lane() / 4 + 8 * r + i * kTileTokens < tokens) continue;
-        v[i].scale[r] = v[i].zero_point[r] = 0.0f;
-      }
+    for (int32_t j = 0; j < 2; ++j) {
+      sum_[j] += __shfl_xor_sync(kFullWarp, sum_[j], i);
+      zero_[j] += __shfl_xor_sync(kFullWarp, zero_[j], i);
     }
-    scale_scores(k, step);
-#pragma unroll
-    for (int32_t i = 0; i < kStepTiles; ++i) {
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) {
-        if (lane() / 4 + 8 * (j / 2) + i * kTileTokens >= tokens) step.score[i][j] = -INFINITY;
-      }
-    }
-  }
-  weigh(v, step);
-  const uint8_t* v_codes = chunk.v_codes + tile * TileLayout{v_bits_, kHeadDim}.bytes();
-  switch (v_bits_) {
-    case 2:
-      add_values<2>(v_codes, step, tokens);
-      break;
-    case 4:
-      add_values<4>(v_codes, step, tokens);
-      break;
-    case 8:
-      add_values<8>(v_codes, step, tokens);
-      break;
-    default:
-      add_values<16>(v_codes, step, tokens);
-      break;
   }
 }
 
@@ -363,14 +428,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::store_part(SoftmaxState
     if (lane() < group) states[lane()] = SoftmaxState{};
     return;
   }
-#pragma unroll
-  for (int32_t i = 4; i < 32; i *= 2) {
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      sum_[j] += __shfl_xor_sync(kFullWarp, sum_[j], i);
-      zero_[j] += __shfl_xor_sync(kFullWarp, zero_[j], i);
-    }
-  }
+  sum_lanes();
 #pragma unroll
   for (int32_t j = 0; j < 2; ++j) {
     const int32_t column = 2 * t + j;
@@ -381,8 +439,36 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::store_part(SoftmaxState
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t dim = f * kDimBlock + 8 * half;
-        part[column * kPartStride + dim + g] =
+        part[column * part_stride(kHeadDim) + dim + g] =
             fmaf(out_[f][2 * half + j], power_of_two(unpacked_exponent(v_bits_, dim)), zero_[j]);
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::write_row(__half* out, float* lse,
+                                                                   int32_t group) {
+  const int32_t g = lane() / 4, t = lane() % 4;
+  sum_lanes();
+  const SoftmaxState states[2] = {{reference_[0], sum_[0]}, {reference_[1], sum_[1]}};
+  const float scale[2] = {output_scale(states[0]), output_scale(states[1])};
+#pragma unroll
+  for (int32_t j = 0; j < 2; ++j) {
+    if (lse != nullptr && g == 0 && 2 * t + j < group) lse[2 * t + j] = natural_lse(states[j]);
+  }
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t dim = f * kDimBlock + 8 * half;
+      const float unit = power_of_two(unpacked_exponent(v_bits_, dim));
+      const uint32_t column_pair =
+          pack_halves(fmaf(out_[f][2 * half], unit, zero_[0]) * scale[0],
+                      fmaf(out_[f][2 * half + 1], unit, zero_[1]) * scale[1]);
+      const uint32_t dim_pair = transpose_8x8(column_pair);
+      if (g < group) {
+        *reinterpret_cast<uint32_t*>(out + g * kHeadDim + dim + 2 * t) = dim_pair;
       }
     }
   }

@@ -1,14 +1,14 @@
-// How one launch's attention is cut into work: tiers, chunks and items. Shared by the plan (host
+// How one launch's attention is cut into work: tiles, chunks and items. Shared by the plan (host
 // and device) and by the kernel that follows it.
 //
 //   row    one (sequence, kv_head) of the launch; its tokens lie in up to three tiers, each a list
-//   of pages of which
-//          only the last may be partly filled
-//   chunk  up to `tiles_per_chunk` consecutive tiles of one page: what a warp copies and attends to
-//   at once. The chunks
-//          of a row are numbered through its tiers in order; a row without tokens has one chunk
-//          with nothing in it, so that it too is visited and its output written
-//   item   the consecutive chunks, of one row or of several, that one CTA attends to
+//          of pages of which only the last may be partly filled
+//   tile   16 tokens of one tier. The tiles of a row are numbered through its tiers in order; a row
+//          without tokens has one tile with nothing in it, so that it too is visited and its output
+//          written
+//   item   the consecutive tiles, of one row or of several, that one warp attends to; the items of
+//          a CTA follow each other
+//   chunk  up to `tiles_per_chunk` consecutive tiles of one page and item: what is copied at once
 #pragma once
 
 #include <cstdint>
@@ -20,15 +20,17 @@ namespace tierkv {
 
 inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kCostUnitBytes = 64;
-inline constexpr int32_t kEmptyRowCost = 16;  // in cost units: about what writing zeros takes
+inline constexpr int32_t kRowCost =
+    24;  // in cost units: about what beginning and ending a row take
+inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
 // One tier of every row of a launch.
 struct TierSource {
   PageLayout layout;
   SideView side;
+  int32_t tiles_per_page = 1;
   int32_t tiles_per_chunk = 1;
-  int32_t chunks_per_page = 1;
-  int32_t chunk_cost = 1;  // bytes read / kCostUnitBytes, of the mean chunk of a full page
+  int32_t tile_cost = 1;  // bytes read / kCostUnitBytes
 };
 
 // The rows of a launch: row i is kv_head i % num_kv_heads of sequence i / num_kv_heads of the
@@ -50,30 +52,25 @@ struct RowTokens {
   bool corrupt = false;  // a count or the sequence was outside the table
 };
 
-// The share of one CTA; items[i + 1] says where item i ends. Written by the plan.
-struct WorkItem {
-  int32_t row;         // of its first chunk; num_rows in the item after the last
-  int32_t chunk;       // of that row, where it starts
-  int32_t num_chunks;  // 0: nothing to do
-  int32_t span_first;  // the items that share `row`: span_first .. span_last
+// The share of one warp; item i ends where item i + 1 starts. Written by the plan.
+struct alignas(16) WorkItem {
+  int32_t row;         // of its first tile; num_rows behind the last item
+  int32_t tile;        // of that row, where it starts; 0 behind the last item
+  int32_t tiles;       // 0: nothing to do
+  int32_t tier[3];     // tokens of `row`
+  int32_t span_first;  // the CTAs that share `row`: span_first .. span_last; of a CTA's first item
   int32_t span_last;
-  int32_t reserved[3];
 };
 static_assert(sizeof(WorkItem) == 32, "two 16-byte accesses per item");
-
-// Where a chunk lies.
-struct ChunkPlace {
-  int32_t tier;
-  int32_t page;    // slot of the row's tier
-  int32_t tile;    // first tile in the page
-  int32_t tokens;  // 0 only in the chunk of a row without tokens
-};
 
 TKV_HD constexpr int32_t ceil_div(int32_t a, int32_t b) {
   return (a + b - 1) / b;
 }
 TKV_HD constexpr int32_t smaller(int32_t a, int32_t b) {
   return a < b ? a : b;
+}
+TKV_HD constexpr int32_t tiles_of(int32_t tokens) {
+  return ceil_div(tokens, kTileTokens);
 }
 
 // Bytes attention reads of one tile.
@@ -85,18 +82,12 @@ TKV_HD constexpr int32_t tile_read_bytes(const PageLayout& p) {
 // and, where there is more than one tile, even length. The caller knows that a tile fits.
 TKV_HD void cut_pages(TierSource& tier, int32_t slot_bytes) {
   const int32_t tiles = tier.layout.tiles(), tile_bytes = tile_read_bytes(tier.layout);
-  const int32_t most = slot_bytes / tile_bytes;
-  const int32_t even = most > 1 ? most & ~1 : 1;
+  const int32_t most = smaller(slot_bytes / tile_bytes, tiles);
+  const int32_t even = most > 1 && most < tiles ? most & ~1 : most;
   const int32_t equal = ceil_div(tiles, ceil_div(tiles, even));
+  tier.tiles_per_page = tiles;
   tier.tiles_per_chunk = equal > 1 ? smaller(even, (equal + 1) & ~1) : 1;
-  tier.chunks_per_page = ceil_div(tiles, tier.tiles_per_chunk);
-  tier.chunk_cost = ceil_div(tiles * tile_bytes, tier.chunks_per_page * kCostUnitBytes);
-}
-
-TKV_HD int32_t tier_chunks(const TierSource& tier, int32_t tokens) {
-  const int32_t pages = tokens / tier.layout.tokens;
-  const int32_t rest = ceil_div(tokens - pages * tier.layout.tokens, kTileTokens);
-  return pages * tier.chunks_per_page + ceil_div(rest, tier.tiles_per_chunk);
+  tier.tile_cost = ceil_div(tile_bytes, kCostUnitBytes);
 }
 
 inline constexpr int64_t kPaddingRow = -1;
@@ -118,59 +109,78 @@ TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
   RowTokens n;
   n.corrupt = table_row == kStrayRow;
   if (table_row < 0) return n;
-  for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
+  for (int32_t t = 0; t < kAttentionTiers; ++t) {
+    if (t >= rows.num_tiers) continue;
     const SideView& side = rows.tiers[t].side;
-    const int64_t most = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
+    const int64_t held = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
+    const int32_t most = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;
     const int32_t tokens = side.tokens[table_row * side.token_stride];
-    n.tier[t] = tokens < 0 ? 0 : tokens > most ? static_cast<int32_t>(most) : tokens;
+    n.tier[t] = tokens < 0 ? 0 : smaller(tokens, most);
     n.corrupt |= n.tier[t] != tokens;
   }
   return n;
 }
 
 struct RowWork {
-  int32_t chunks;  // at least 1
+  int64_t tiles;  // at least 1
   int64_t cost;
 };
 TKV_HD RowWork row_work(const AttentionRows& rows, const RowTokens& n) {
-  RowWork w{0, 0};
-  for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
-    const int32_t chunks = tier_chunks(rows.tiers[t], n.tier[t]);
-    w.chunks += chunks;
-    w.cost += static_cast<int64_t>(chunks) * rows.tiers[t].chunk_cost;
+  RowWork w{0, kRowCost};
+  for (int32_t t = 0; t < kAttentionTiers; ++t) {
+    const int32_t tiles = tiles_of(n.tier[t]);
+    w.tiles += tiles;
+    w.cost += static_cast<uint32_t>(tiles) * static_cast<uint32_t>(rows.tiers[t].tile_cost);
   }
-  return w.chunks == 0 ? RowWork{1, kEmptyRowCost} : w;
+  if (w.tiles == 0) w.tiles = 1;
+  return w;
 }
 
-// The chunk of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost.
-TKV_HD int32_t chunk_at_cost(const AttentionRows& rows, const RowTokens& n, int64_t cost) {
-  int32_t first = 0;
+// The largest cost between two places where an item may start.
+TKV_HD int32_t largest_step_cost(const AttentionRows& rows) {
+  int32_t cost = 0;
   for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
-    const int32_t chunks = tier_chunks(rows.tiers[t], n.tier[t]);
-    const int64_t tier_cost = static_cast<int64_t>(chunks) * rows.tiers[t].chunk_cost;
-    if (cost < tier_cost) return first + static_cast<int32_t>(cost / rows.tiers[t].chunk_cost);
-    cost -= tier_cost;
-    first += chunks;
+    if (rows.tiers[t].tile_cost > cost) cost = rows.tiers[t].tile_cost;
+  }
+  return kRowCost + 2 * cost;
+}
+
+// The CTAs that get work, so many that no two start at the same place.
+TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int64_t total_cost) {
+  const int64_t most = total_cost / largest_step_cost(rows);
+  return most < 1 ? 1 : most < max_ctas ? static_cast<int32_t>(most) : max_ctas;
+}
+
+// Where part i of `parts` equal parts of `total` begins.
+TKV_HD int64_t part_start(int64_t total, int32_t i, int32_t parts) {
+  return total / parts * i + total % parts * i / parts;
+}
+
+// The tile of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost; an even one of
+// its tier, so that the tiles of an item go in pairs.
+TKV_HD int32_t tile_at_cost(const AttentionRows& rows, const RowTokens& n, int64_t cost) {
+  if (cost < kRowCost) return 0;
+  auto left = static_cast<uint32_t>(cost - kRowCost);
+  int32_t first = 0;
+  for (int32_t t = 0; t < kAttentionTiers; ++t) {
+    const int32_t tiles = tiles_of(n.tier[t]);
+    const auto tile_cost = static_cast<uint32_t>(rows.tiers[t].tile_cost);
+    const uint32_t tier_cost = static_cast<uint32_t>(tiles) * tile_cost;
+    if (left < tier_cost) return first + static_cast<int32_t>(left / tile_cost & ~1u);
+    left -= tier_cost;
+    first += tiles;
   }
   return 0;
 }
 
-TKV_HD ChunkPlace chunk_place(const AttentionRows& rows, const RowTokens& n, int32_t chunk) {
-  for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
-    const TierSource& tier = rows.tiers[t];
-    const int32_t chunks = tier_chunks(tier, n.tier[t]);
-    if (chunk >= chunks) {
-      chunk -= chunks;
-      continue;
-    }
-    const int32_t page = chunk / tier.chunks_per_page;
-    const int32_t tile = (chunk - page * tier.chunks_per_page) * tier.tiles_per_chunk;
-    const int32_t page_left = tier.layout.tokens - tile * kTileTokens;
-    const int32_t tier_left = n.tier[t] - page * tier.layout.tokens - tile * kTileTokens;
-    return {t, page, tile,
-            smaller(tier.tiles_per_chunk * kTileTokens, smaller(page_left, tier_left))};
+// The tier of the tile where an item starts; kAttentionTiers where its row has no tokens.
+TKV_HD int32_t tier_of_tile(const WorkItem& item) {
+  int32_t end = 0;
+  for (int32_t t = 0; t < kAttentionTiers; ++t) {
+    end += tiles_of(item.tier[t]);
+    if (item.tile < end) return t;
   }
-  return {0, 0, 0, 0};
+  return kAttentionTiers;
 }
 
 }  // namespace tierkv

@@ -4,8 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention/online_softmax.h"
-#include "attention/work.h"
+#include "attention/decode.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {
@@ -14,13 +13,17 @@ inline constexpr size_t kWorkspaceAlignment = 256;
 
 // Byte offsets; layers run one after another and share everything but their items and statuses.
 struct WorkspaceLayout {
-  size_t items;        // WorkItem [num_layers][num_ctas + 1]
+  size_t items;        // WorkItem [num_layers][items_per_layer]
   size_t arrivals;     // int32_t [num_ctas]
   size_t part_states;  // SoftmaxState [2 * num_ctas][group]
   size_t parts;        // float [2 * num_ctas][group][head_dim]
   size_t row_status;   // int32_t [num_layers][rows of the batch]
   size_t bytes;
 };
+
+inline int32_t items_per_layer(const AttentionGrid& grid) {
+  return grid.num_ctas * kDecodeWarps + 1;
+}
 
 inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const AttentionGrid& grid,
                                         int32_t num_sequences) {
@@ -34,7 +37,7 @@ inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const Att
   const auto ctas = static_cast<size_t>(grid.num_ctas),
              layers = static_cast<size_t>(config.num_layers);
   const size_t columns = 2 * ctas * config.group_size();
-  layout.items = take(layers * (ctas + 1) * sizeof(WorkItem));
+  layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
   layout.arrivals = take(ctas * sizeof(int32_t));
   layout.part_states = take(columns * sizeof(SoftmaxState));
   layout.parts = take(columns * config.head_dim * sizeof(float));

@@ -1,6 +1,7 @@
 // Decode attention over compressed pages, at the shapes of docs/benchmarks/attention.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
+//   [--slot-bytes N]
 //
 // Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
 // no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
@@ -22,7 +23,7 @@ constexpr int32_t kHeadDim = 128;
 struct Options {
   std::string out, commit = "unknown", only;
   int replays = 31;
-  int slots = 0;  // 0: as attention_grid() says
+  int slots = 0, slot_bytes = 0;  // 0: as attention_grid() says
 };
 
 struct Case {
@@ -188,7 +189,8 @@ Measured run_case(Bench& b, const Case& c) {
   Cache cache(c.cache, b.pool, kPoolBytes, 3, kColdBytes, b.stream);
   Result<AttentionGrid> grid = attention_grid(config);
   expect_ok(grid.status(), "attention_grid");
-  if (b.options.slots != 0) grid->slots_per_warp = std::min(b.options.slots, grid->slots_per_warp);
+  if (b.options.slots != 0) grid->slots_per_warp = b.options.slots;
+  if (b.options.slot_bytes != 0) grid->slot_bytes = b.options.slot_bytes;
   const auto count = static_cast<int32_t>(c.cache.sequences.size());
   const size_t bytes = (attention_workspace_bytes(config, *grid, count) + 255) / 256 * 256;
   const int sets = std::min<int>(cache.sets(), static_cast<int>(b.workspace_bytes / bytes));
@@ -289,11 +291,13 @@ Options parse_options(int argc, char** argv) {
       o.replays = std::atoi(argv[++i]);
     } else if (has_value && std::strcmp(argv[i], "--slots") == 0) {
       o.slots = std::atoi(argv[++i]);
+    } else if (has_value && std::strcmp(argv[i], "--slot-bytes") == 0) {
+      o.slot_bytes = std::atoi(argv[++i]);
     } else {
-      std::fprintf(
-          stderr,
-          "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]\n",
-          argv[0]);
+      std::fprintf(stderr,
+                   "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N] "
+                   "[--slot-bytes N]\n",
+                   argv[0]);
       std::exit(2);
     }
   }

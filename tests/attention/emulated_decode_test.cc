@@ -67,7 +67,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   std::vector<float> lse(columns, NAN), parts(2ul * ctas * group * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * group, {NAN, NAN});
   std::vector<int32_t> arrivals(ctas, 0), row_status(p.rows.num_rows, 0);
-  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas);
+  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();
   p.row_status = row_status.data();

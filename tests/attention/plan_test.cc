@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -44,61 +45,80 @@ struct Rows {
   }
 };
 
-int64_t item_cost(const AttentionRows& rows, int32_t layer, const WorkItem& item) {
-  int64_t cost = 0;
-  int32_t row = item.row, chunk = item.chunk;
-  for (int32_t i = 0; i < item.num_chunks; ++i) {
-    RowTokens n = row_tokens(rows, table_row_of(rows, layer, row));
-    while (chunk >= row_work(rows, n).chunks) {
-      chunk = 0;
-      n = row_tokens(rows, table_row_of(rows, layer, ++row));
-    }
-    const ChunkPlace place = chunk_place(rows, n, chunk++);
-    cost += place.tokens == 0 ? kEmptyRowCost : rows.tiers[place.tier].chunk_cost;
-  }
-  return cost;
-}
+constexpr int32_t kWarps = 3;
 
-// Every chunk in one item, items in order, none empty before the last, spans true, cost even.
-void check_plan(const AttentionRows& rows, int32_t layer, int32_t max_items) {
-  const std::vector<WorkItem> plan = plan_items(rows, layer, max_items);
-  ASSERT_EQ(plan.size(), static_cast<size_t>(max_items) + 1);
-  int32_t row = 0, chunk = 0;
-  int64_t total_cost = 0, largest_cost = 0;
-  std::vector<std::vector<int32_t>> items_of_row(rows.num_rows);
+// Walks the tiles of all rows of a layer in order.
+struct TileWalk {
+  const AttentionRows& rows;
+  int32_t layer;
+  int32_t row = 0, tile = 0;
+
+  RowTokens tokens() const { return row_tokens(rows, table_row_of(rows, layer, row)); }
+  // The cost of the tile, with that of its row where it is the first; on to the next one.
+  int64_t pass() {
+    const RowTokens n = tokens();
+    int64_t cost = tile == 0 ? kRowCost : 0;
+    int32_t end = 0;
+    for (int32_t t = 0; t < rows.num_tiers; ++t) {
+      const int32_t first = end;
+      end += tiles_of(n.tier[t]);
+      if (tile >= first && tile < end) cost += rows.tiers[t].tile_cost;
+    }
+    if (++tile >= end) {
+      tile = 0;
+      ++row;
+    }
+    return cost;
+  }
+};
+
+// Every tile in one item, items in order, no idle CTA before a working one, spans true, cost even.
+void check_plan(const AttentionRows& rows, int32_t layer, int32_t max_ctas) {
+  const std::vector<WorkItem> plan = plan_items(rows, layer, max_ctas, kWarps);
+  const int32_t items = max_ctas * kWarps;
+  ASSERT_EQ(plan.size(), static_cast<size_t>(items) + 1);
+  TileWalk walk{rows, layer};
+  std::vector<std::vector<int32_t>> ctas_of_row(rows.num_rows);
+  std::vector<int64_t> costs;
   int32_t used = 0;
-  for (int32_t c = 0; c < max_items; ++c) {
-    const WorkItem& item = plan[c];
-    if (item.num_chunks == 0) {
-      EXPECT_EQ(item.row, rows.num_rows);
+  for (int32_t i = 0; i < items; ++i) {
+    const WorkItem& item = plan[i];
+    const int32_t cta = i / kWarps;
+    if (item.row == rows.num_rows) {
+      EXPECT_EQ(item.tiles, 0);
       continue;
     }
-    EXPECT_EQ(used++, c) << "an empty item before a used one";
-    EXPECT_EQ(item.row, row);
-    EXPECT_EQ(item.chunk, chunk);
-    for (int32_t i = 0; i < item.num_chunks; ++i) {
-      ASSERT_LT(row, rows.num_rows);
-      if (items_of_row[row].empty() || items_of_row[row].back() != c)
-        items_of_row[row].push_back(c);
-      const RowTokens n = row_tokens(rows, table_row_of(rows, layer, row));
-      if (++chunk == row_work(rows, n).chunks) {
-        chunk = 0;
-        ++row;
+    EXPECT_GE(cta, used - 1) << "an idle CTA before a working one";
+    used = cta + 1;
+    EXPECT_EQ(item.row, walk.row);
+    EXPECT_EQ(item.tile, walk.tile);
+    costs.push_back(0);
+    for (int32_t k = 0; k < item.tiles; ++k) {
+      ASSERT_LT(walk.row, rows.num_rows);
+      if (k == 0) {
+        const RowTokens n = walk.tokens();
+        for (int32_t t = 0; t < rows.num_tiers; ++t) EXPECT_EQ(item.tier[t], n.tier[t]);
       }
+      std::vector<int32_t>& ctas = ctas_of_row[walk.row];
+      if (ctas.empty() || ctas.back() != cta) ctas.push_back(cta);
+      costs.back() += walk.pass();
     }
-    const int64_t cost = item_cost(rows, layer, item);
-    total_cost += cost;
-    largest_cost = std::max(largest_cost, cost);
   }
-  EXPECT_EQ(row, rows.num_rows) << "chunks without an item";
-  EXPECT_EQ(plan[max_items].row, rows.num_rows);
-  for (int32_t c = 0; c < used; ++c) {
-    EXPECT_EQ(plan[c].span_first, items_of_row[plan[c].row].front());
-    EXPECT_EQ(plan[c].span_last, items_of_row[plan[c].row].back());
+  EXPECT_EQ(walk.row, rows.num_rows) << "tiles without an item";
+  EXPECT_EQ(plan[items].row, rows.num_rows);
+  EXPECT_EQ(plan[items].tile, 0);
+  for (int32_t cta = 0; cta < used; ++cta) {
+    const WorkItem& first = plan[cta * kWarps];
+    int32_t tiles = 0;
+    for (int32_t w = 0; w < kWarps; ++w) tiles += (&first)[w].tiles;
+    EXPECT_GT(tiles, 0) << "a working CTA without work";
+    EXPECT_EQ(first.span_first, ctas_of_row[first.row].front());
+    EXPECT_EQ(first.span_last, ctas_of_row[first.row].back());
   }
-  // An item's ends are rounded to chunks; none holds more than a chunk over its share.
-  const int64_t chunk_cost = std::max(rows.tiers[0].chunk_cost, rows.tiers[1].chunk_cost);
-  EXPECT_LE(largest_cost, total_cost / used + 2 * chunk_cost);
+  // The ends of an item are rounded to places where one may start.
+  const int64_t total = std::accumulate(costs.begin(), costs.end(), int64_t{0});
+  EXPECT_LE(*std::max_element(costs.begin(), costs.end()),
+            total / static_cast<int64_t>(costs.size()) + largest_step_cost(rows));
 }
 
 TEST(Plan, CoversRandomRaggedRows) {
@@ -118,16 +138,16 @@ TEST(Plan, CoversRandomRaggedRows) {
   }
 }
 
-TEST(Plan, FewerChunksThanItems) {
+TEST(Plan, LittleWorkGoesToFewCtas) {
   Rows r(3, 1, 1, 10);
   r.tokens[1].of[0] = 33;
   check_plan(r.rows, 0, 132);
-  const std::vector<WorkItem> plan = plan_items(r.rows, 0, 132);
-  EXPECT_EQ(plan[3].num_chunks, 1);  // two chunks of row 1, one of each empty row
-  EXPECT_EQ(plan[4].num_chunks, 0);
+  const std::vector<WorkItem> plan = plan_items(r.rows, 0, 132, kWarps);
+  EXPECT_EQ(plan.back().row, 3);
+  EXPECT_EQ(plan[plan.size() - 2].tiles, 0);
 }
 
-TEST(Plan, OneRowOverAllItems) {
+TEST(Plan, OneRowOverAllCtas) {
   Rows r(1, 1, 1, 1000);
   r.tokens[0].of[0] = 30000;
   r.tokens[0].of[1] = 40000;
@@ -161,16 +181,18 @@ TEST(Plan, CountsOutsideTheTableAreCut) {
 }
 
 TEST(CutPages, ChunksFitTheSlotAndCoverThePage) {
-  const int32_t slot = decode_slot_bytes(128);
-  for (const int32_t k : {16, 8, 4, 2}) {
-    for (const int32_t v : {16, 8, 4, 2}) {
-      for (const int64_t page_bytes : {8448, 13312, 23296, 65536}) {
-        TierSource tier;
-        tier.layout = *make_page_layout(token_wise_tier(k, v), 128, page_bytes);
-        cut_pages(tier, slot);
-        EXPECT_LE(tier.tiles_per_chunk * tile_read_bytes(tier.layout), slot);
-        EXPECT_GE(tier.tiles_per_chunk * tier.chunks_per_page, tier.layout.tiles());
-        EXPECT_LT(tier.tiles_per_chunk * (tier.chunks_per_page - 1), tier.layout.tiles());
+  for (const int32_t slot : {decode_slot_bytes(128), 13312}) {
+    for (const int32_t k : {16, 8, 4, 2}) {
+      for (const int32_t v : {16, 8, 4, 2}) {
+        for (const int64_t page_bytes : {8448, 13312, 23296, 65536}) {
+          TierSource tier;
+          tier.layout = *make_page_layout(token_wise_tier(k, v), 128, page_bytes);
+          cut_pages(tier, slot);
+          EXPECT_EQ(tier.tiles_per_page, tier.layout.tiles());
+          EXPECT_GE(tier.tiles_per_chunk, 1);
+          EXPECT_LE(tier.tiles_per_chunk, tier.tiles_per_page);
+          EXPECT_LE(tier.tiles_per_chunk * tile_read_bytes(tier.layout), slot);
+        }
       }
     }
   }

@@ -420,7 +420,7 @@ TEST(Attention, SmallDevicePlanIsTheHostPlan) {
     ASSERT_TRUE(device.plan().is_ok());
     ASSERT_CUDA(cudaDeviceSynchronize());
     const AttentionConfig& config = world.config;
-    std::vector<WorkItem> items(device.grid.num_ctas + 1);
+    std::vector<WorkItem> items(items_per_layer(device.grid));
     const WorkspaceLayout layout = workspace_layout(config, device.grid, sequences);
     ASSERT_CUDA(cudaMemcpy(items.data(), device.workspace.get() + layout.items,
                            items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
@@ -434,11 +434,12 @@ TEST(Attention, SmallDevicePlanIsTheHostPlan) {
     rows.num_rows = sequences;
     rows.num_tiers = 2;
     rows.num_table_sequences = sequences;
-    const std::vector<WorkItem> expected = plan_items(rows, 0, device.grid.num_ctas);
+    const std::vector<WorkItem> expected = plan_items(rows, 0, device.grid.num_ctas, kDecodeWarps);
     for (size_t i = 0; i < items.size(); ++i) {
       EXPECT_EQ(items[i].row, expected[i].row) << i;
-      EXPECT_EQ(items[i].chunk, expected[i].chunk) << i;
-      EXPECT_EQ(items[i].num_chunks, expected[i].num_chunks) << i;
+      EXPECT_EQ(items[i].tile, expected[i].tile) << i;
+      EXPECT_EQ(items[i].tiles, expected[i].tiles) << i;
+      EXPECT_THAT(items[i].tier, ::testing::ElementsAreArray(expected[i].tier)) << i;
       EXPECT_EQ(items[i].span_first, expected[i].span_first) << i;
       EXPECT_EQ(items[i].span_last, expected[i].span_last) << i;
     }

@@ -139,55 +139,74 @@ struct CopyPiece {
   const uint8_t* from;
   uint32_t bytes;
 };
+inline constexpr int32_t kCopyPieces = 4;
+struct CopyPieces {
+  CopyPiece piece[kCopyPieces];
+};
 
 // Per barrier: phases completed, and the pieces of the phase under way.
-struct EmulatedCopies {
+struct EmulatedBarrier {
   int32_t phase = 0;
   bool armed = false;
   std::vector<CopyPiece> pieces;
+
+  bool has_ended(uint32_t parity) const { return static_cast<uint32_t>(phase) % 2 != parity; }
 };
-inline std::map<const void*, EmulatedCopies>& emulated_copies() {
-  static std::map<const void*, EmulatedCopies> copies;
-  return copies;
+inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
+  static std::map<const void*, EmulatedBarrier> barriers;
+  return barriers;
 }
 
-inline void init_barrier(uint64_t* barrier) {
-  emulated_copies()[barrier] = {};
+inline void init_full_barrier(uint64_t* barrier) {
+  emulated_barriers()[barrier] = {};
+}
+inline void init_empty_barrier(uint64_t* barrier) {
+  emulated_barriers()[barrier] = {};
 }
 inline void publish_barriers() {
   __syncwarp();
 }
+inline void pause_briefly() {
+  emulator::cta().yield();
+}
+inline bool test_barrier(uint64_t* barrier, uint32_t parity) {
+  return emulated_barriers().at(barrier).has_ended(parity);
+}
+inline void release_barrier(uint64_t* barrier) {
+  ++emulated_barriers().at(barrier).phase;
+}
 
-inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
-  __syncwarp();  // all lanes have handed in their pieces
-  EmulatedCopies& c = emulated_copies().at(barrier);
-  if (c.armed && static_cast<uint32_t>(c.phase) % 2 == phase) {
-    for (const CopyPiece& piece : c.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
-    c.pieces.clear();
-    c.armed = false;
-    ++c.phase;
-  }
-  if (static_cast<uint32_t>(c.phase) % 2 == phase) {
-    std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
-    std::abort();
+inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  constexpr int32_t kPatience = 100000;
+  EmulatedBarrier& b = emulated_barriers().at(barrier);
+  for (int32_t i = 0; !b.has_ended(parity); ++i) {
+    if (b.armed) {
+      for (const CopyPiece& piece : b.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
+      b.pieces.clear();
+      b.armed = false;
+      ++b.phase;
+    } else if (i == kPatience) {
+      std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
+      std::abort();
+    } else {
+      emulator::cta().yield();
+    }
   }
 }
 
-inline void start_copies(uint64_t* barrier, CopyPiece piece, uint32_t total) {
-  EmulatedCopies& c = emulated_copies().at(barrier);
-  const bool aligned = piece.bytes % 16 == 0 && reinterpret_cast<uintptr_t>(piece.to) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(piece.from) % 16 == 0;
-  if (piece.bytes > 0) {
+inline void start_copies(bool go, uint64_t* barrier, const CopyPieces& pieces) {
+  if (!go) return;
+  EmulatedBarrier& b = emulated_barriers().at(barrier);
+  if (b.armed) std::abort();
+  for (const CopyPiece& piece : pieces.piece) {
+    const bool aligned = piece.bytes % 16 == 0 && reinterpret_cast<uintptr_t>(piece.to) % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(piece.from) % 16 == 0;
     if (!aligned) std::abort();
+    if (piece.bytes == 0) continue;
     std::memset(piece.to, 0xff, piece.bytes);
-    c.pieces.push_back(piece);
+    b.pieces.push_back(piece);
   }
-  __syncwarp();
-  uint32_t sum = 0;
-  for (const CopyPiece& p : c.pieces) sum += p.bytes;
-  if (sum != total) std::abort();
-  c.armed = true;
-  __syncwarp();
+  b.armed = true;
 }
 
 inline void prefetch_to_l2(const uint8_t*, uint32_t) {}
