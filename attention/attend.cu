@@ -33,9 +33,21 @@ Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
+int32_t least_slot_bytes(const AttentionConfig& config) {
+  int32_t bytes = part_stride(config.head_dim) * config.group_size() * 4;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    bytes = std::max(bytes, tile_read_bytes(layout));
+  }
+  return bytes;
+}
+
 Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
   if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
-      grid.slots_per_warp > kMaxSlots || grid.slot_bytes < decode_slot_bytes(config.head_dim)) {
+      grid.slots_per_warp > kMaxSlots || grid.slot_bytes < least_slot_bytes(config) ||
+      grid.slot_bytes % kSlotAlignment != 0) {
     return invalid("grid is not one that attention_grid() returned");
   }
   return Status::ok();
@@ -93,10 +105,12 @@ AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
                       const PageTableView& table, const AttentionBatch& batch) {
   AttentionRows rows;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    TierSource& tier = rows.tiers[t];
-    tier.layout = *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    tier.side = table.side(config.tiers[t].side);
-    cut_pages(tier, grid.slot_bytes);
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const SideView side = table.side(config.tiers[t].side);
+    rows.tiers[t] = tier_source(layout, side, grid.slot_bytes);
+    rows.row_stride = static_cast<int32_t>(side.row_stride);
+    rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
   rows.sequences = batch.sequences;
   rows.num_rows = batch.count * config.num_kv_heads;
@@ -126,7 +140,7 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
 
 // A whole page where that fits, so that a chunk is one copy.
 int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes) {
-  int32_t wanted = decode_slot_bytes(config.head_dim);
+  int32_t wanted = least_slot_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
@@ -135,7 +149,7 @@ int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes) {
   const int32_t left =
       shared_bytes - decode_shared(config.head_dim, config.group_size(), 0, kSlots).bytes;
   const int32_t most = left / (kDecodeWarps * kSlots);
-  return std::min((wanted + kSlotAlignment - 1), most) / kSlotAlignment * kSlotAlignment;
+  return std::min(wanted + kSlotAlignment - 1, most) / kSlotAlignment * kSlotAlignment;
 }
 
 }  // namespace
@@ -150,7 +164,7 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   grid.num_ctas = std::min(*ctas, kMaxCtas);
   grid.slots_per_warp = kSlots;
   grid.slot_bytes = slot_bytes_in(config, *shared);
-  if (grid.slot_bytes < decode_slot_bytes(config.head_dim)) {
+  if (grid.slot_bytes < least_slot_bytes(config)) {
     return Status(StatusCode::kUnsupported, "the device has " + std::to_string(*shared) +
                                                 " bytes of shared memory for a CTA, too few");
   }
@@ -171,6 +185,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   params.items = at<WorkItem>(workspace, layout.items);
   params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.row_status = at<int32_t>(workspace, layout.row_status);
+  params.num_arrivals = grid.num_ctas * kMaxGroup;
   params.max_ctas = grid.num_ctas;
   params.warps = kDecodeWarps;
   params.num_layers = config.num_layers;

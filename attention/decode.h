@@ -1,5 +1,5 @@
-// The fused kernel's parameters and its launch: CTAs of kDecodeWarps attending warps, each with its
-// own item of the plan and its own ring of chunks in shared memory, and one warp that feeds them.
+// The fused kernel's parameters and its launch: CTAs of kDecodeWarps warps, each with its own item
+// of the plan and its own ring of chunks in shared memory.
 #pragma once
 
 #include <cstddef>
@@ -12,22 +12,22 @@
 namespace tierkv {
 
 inline constexpr int32_t kDecodeWarps = 8;
-inline constexpr int32_t kMaxSlots = 32 / kDecodeWarps;  // of a ring: each has a lane that feeds it
-inline constexpr int32_t kMaxGroup = 8;                  // q heads of a row: the columns of one mma
+inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
+inline constexpr int32_t kMaxGroup = 8;  // q heads of a row: the columns of one mma
 
 struct DecodeParams {
+  const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
   AttentionRows rows;
   int32_t layer = 0;
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
-  int32_t group = 1;                // q heads of a row
-  const void* q = nullptr;          // fp16 [num_rows][group][head_dim]
-  void* out = nullptr;              // fp16, like q
-  float* lse = nullptr;             // [num_rows][group] or null
-  int32_t* row_status = nullptr;    // [num_rows], kCorrupt is added
-  const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
-  // [grid], 0 between launches: finished parts of the row that starts in this CTA.
+  int32_t group = 1;              // q heads of a row
+  const void* q = nullptr;        // fp16 [num_rows][group][head_dim]
+  void* out = nullptr;            // fp16, like q
+  float* lse = nullptr;           // [num_rows][group] or null
+  int32_t* row_status = nullptr;  // [num_rows], kCorrupt is added
+  // [grid][kMaxGroup], 0 between launches: finished parts of the row that starts in this CTA.
   int32_t* arrivals = nullptr;
   float* parts = nullptr;  // [2 * grid][group][head_dim]: parts of rows that several CTAs share
   SoftmaxState* part_states = nullptr;  // [2 * grid][group]
@@ -45,31 +45,23 @@ TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
 // Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
 // before its item, here, and of the row that goes on behind it, in its ring when that is done.
 struct DecodeShared {
-  int32_t full, empty;  // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
-  int32_t headers;      // ChunkHeader [kDecodeWarps][kMaxSlots]
-  int32_t states;       // SoftmaxState [kDecodeWarps][2][kMaxGroup]
-  int32_t part_rows;    // int32_t [kDecodeWarps][2]
-  int32_t flags;        // int32_t [4]
-  int32_t parts;        // float [kDecodeWarps][group][part_stride]
+  int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
+  int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
+  int32_t states;     // SoftmaxState [kDecodeWarps][2][kMaxGroup]
+  int32_t part_rows;  // int32_t [kDecodeWarps][2]
+  int32_t parts;      // float [kDecodeWarps][group][part_stride]
   int32_t bytes;
 };
 TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t group, int32_t slot_bytes,
                                             int32_t slots) {
   DecodeShared s{};
   s.full = kDecodeWarps * slots * slot_bytes;
-  s.empty = s.full + kDecodeWarps * kMaxSlots * 8;
-  s.headers = s.empty + kDecodeWarps * kMaxSlots * 8;
+  s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
   s.states = s.headers + kDecodeWarps * kMaxSlots * 16;
   s.part_rows = s.states + kDecodeWarps * 2 * kMaxGroup * 8;
-  s.flags = s.part_rows + kDecodeWarps * 2 * 4;
-  s.parts = s.flags + 16;
+  s.parts = s.part_rows + kDecodeWarps * 2 * 4;
   s.bytes = s.parts + kDecodeWarps * group * part_stride(head_dim) * 4;
   return s;
-}
-
-// The least bytes of a ring slot: a raw tile, or four tiles of 4-bit codes.
-TKV_HD constexpr int32_t decode_slot_bytes(int32_t head_dim) {
-  return 68 * head_dim;
 }
 
 // Lets the kernel use shared_bytes. Once per device, before the first launch.

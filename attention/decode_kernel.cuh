@@ -1,19 +1,20 @@
-// The fused decode kernel: CTAs of kDecodeWarps attending warps and one that feeds them.
+// The fused decode kernel.
 //
-// Each attending warp follows its own item of the plan through its own ring (chunk_feed.cuh,
+// Each warp follows its own item of the plan through its own ring (chunk_feed.cuh,
 // warp_attention.cuh); no warp waits for another until its item is done. A row that lies in one
 // item is written by its warp. Of other rows each warp leaves a part in shared memory, at most two,
-// and the CTA joins those. Of a row that several CTAs share, each leaves one part in global memory
-// and the last to arrive joins them: nobody waits for another CTA, so any number of CTAs may be
-// resident.
+// and the warps of the CTA join those, a head of a row each. Of a row that several CTAs share, each
+// leaves one part in global memory and the last to arrive joins them, head by head: nobody waits
+// for another CTA, so any number of CTAs may be resident.
 #pragma once
 
 #include "attention/chunk_feed.cuh"
+#include "attention/head_sum.cuh"
 #include "attention/warp_attention.cuh"
 
 namespace tierkv {
 
-inline constexpr int32_t kDecodeThreads = (kDecodeWarps + 1) * 32;
+inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
 
 // The CTAs that share a row.
 struct RowSpan {
@@ -35,47 +36,34 @@ class DecodeCta {
       : p_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
     const DecodeShared at = decode_shared(kHeadDim, p_.group, p_.slot_bytes, p_.slots);
     rings_ = shared_bytes;
-    full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full);
-    empty_ = reinterpret_cast<uint64_t*>(shared_bytes + at.empty);
-    headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers);
+    full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full) + warp_ * kMaxSlots;
+    headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
     states_ = reinterpret_cast<SoftmaxState*>(shared_bytes + at.states);
     part_rows_ = reinterpret_cast<int32_t*>(shared_bytes + at.part_rows);
-    flags_ = reinterpret_cast<int32_t*>(shared_bytes + at.flags);
     parts_ = reinterpret_cast<float*>(shared_bytes + at.parts);
   }
 
   __device__ __forceinline__ void run();
 
  private:
-  static constexpr int32_t kPairs = kHeadDim / 2;  // a thread joins pairs of dims
-  static constexpr int32_t kBatch = 12;  // parts in flight when joining from global memory
+  static constexpr int32_t kBatch = 18;  // parts in flight when joining from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
+  static_assert(kParts <= 32, "a lane looks at a part");
 
-  struct Joined {
-    SoftmaxState state;
-    float2 sum;
-  };
-  struct PartRange {
-    int32_t first, last;  // of part_rows_
-  };
-
-  __device__ __forceinline__ void feed();
-  __device__ __forceinline__ void attend();
-  __device__ __forceinline__ void begin_row(int32_t row, int32_t k_bits, int32_t v_bits);
+  __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
+  __device__ __forceinline__ void use_format(int32_t row, int32_t format);
   __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
                                              int32_t row);
   __device__ __forceinline__ void join_rows();
-  __device__ __forceinline__ void join_warps(int32_t row, PartRange parts, RowSpan span);
-  __device__ __forceinline__ Joined join_parts(int32_t row, PartRange parts, int32_t head,
-                                               int32_t pair) const;
-  __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span);
-  __device__ __forceinline__ Joined join_global(RowSpan span, int32_t head, int32_t pair) const;
-  __device__ __forceinline__ void write(int32_t row, int32_t head, int32_t pair,
-                                        Joined joined) const;
+  __device__ __forceinline__ void join_head(int32_t row, uint32_t parts, int32_t head,
+                                            RowSpan span);
+  __device__ __forceinline__ void leave_part(RowSpan span, int32_t head, SoftmaxState state,
+                                             const HeadSum<kHeadDim>& sum);
+  __device__ __forceinline__ bool is_last(RowSpan span, int32_t head);
+  __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span, int32_t head);
+  __device__ __forceinline__ void write(int32_t row, int32_t head, SoftmaxState state,
+                                        const HeadSum<kHeadDim>& sum) const;
 
-  __device__ __forceinline__ int32_t item_index() const {
-    return blockIdx.x * kDecodeWarps + warp_;
-  }
   __device__ __forceinline__ uint8_t* ring(int32_t warp) const {
     return rings_ + warp * p_.slots * p_.slot_bytes;
   }
@@ -89,98 +77,77 @@ class DecodeCta {
   const DecodeParams& p_;
   int32_t warp_, lane_;
   uint8_t* rings_;
-  uint64_t *full_, *empty_;
-  ChunkHeader* headers_;
+  uint64_t* full_;        // of this warp, as
+  ChunkHeader* headers_;  // these
   SoftmaxState* states_;
   int32_t* part_rows_;  // [kParts], -1: no part
-  int32_t* flags_;      // whether this CTA was the last one of the rows that it shares
   float* parts_;
   WarpAttention<kHeadDim> attention_;
 };
 
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
-  if (warp_ == kDecodeWarps) {
-    if (lane_ < kDecodeWarps * p_.slots) {
-      init_full_barrier(&full_[lane_]);
-      init_empty_barrier(&empty_[lane_]);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
+  touch_parameters(p_, warp_);
+  if (lane_ < p_.slots) init_barrier(&full_[lane_]);
+  if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
+  publish_barriers();
   let_next_kernel_start();
   if (!p_.plan_is_settled) wait_for_previous_kernel();
-  if (warp_ == kDecodeWarps) {
-    feed();
-  } else {
-    attend();
-  }
+  const int32_t index = blockIdx.x * kDecodeWarps + warp_;
+  attend(p_.items[index], p_.items[index + 1]);
   __syncthreads();
   join_rows();
 }
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::feed() {
-  const int32_t warp = lane_ % kDecodeWarps, index = lane_ / kDecodeWarps;
-  WorkItem item{};
-  if (index < p_.slots) item = p_.items[blockIdx.x * kDecodeWarps + warp];
-  SlotFeed::Place place;
-  place.slot = ring(warp) + index * p_.slot_bytes;
-  place.full = &full_[lane_];
-  place.empty = &empty_[lane_];
-  place.header = &headers_[lane_];
-  place.index = index;
-  SlotFeed slot(p_, item, place);
-  if (p_.plan_is_settled) {
-    slot.prefetch();
-    wait_for_previous_kernel();
-  }
-  while (__any_sync(kFullWarp, slot.has_chunk())) {
-    if (!__any_sync(kFullWarp, slot.issue_if_free())) pause_briefly();
-  }
-}
-
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::begin_row(int32_t row, int32_t k_bits,
-                                                               int32_t v_bits) {
+__device__ __forceinline__ void DecodeCta<kHeadDim>::use_format(int32_t row, int32_t format) {
   const __half* q =
       static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kHeadDim;
-  attention_.use_format(k_bits, v_bits, q, p_.group, p_.scale_log2);
+  attention_.use_format(key_bits(format), value_bits(format), q, p_.group, p_.scale_log2);
 }
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::attend() {
-  const WorkItem item = p_.items[item_index()], next = p_.items[item_index() + 1];
-  if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
-  __syncwarp();
-  if (p_.plan_is_settled) wait_for_previous_kernel();
+__device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item,
+                                                            const WorkItem& next) {
+  ChunkFeed feed(p_, item);
+  if (p_.plan_is_settled) {
+    ChunkFeed ahead = feed;
+    for (int32_t i = 0; i < p_.slots && ahead.has_more(); ++i) {
+      prefetch_chunk<kHeadDim>(p_, ahead.next());
+    }
+    wait_for_previous_kernel();
+  }
   if (item.tiles == 0) return;
+  uint8_t* slots = ring(warp_);
+  const auto start = [&](int32_t slot) {
+    start_chunk<kHeadDim>(p_, feed.next(), slots + slot * p_.slot_bytes, &full_[slot],
+                          &headers_[slot]);
+  };
+  for (int32_t i = 0; i < p_.slots && feed.has_more(); ++i) start(i);
   int32_t row = item.row, slot = 0;
-  uint32_t phase = 0;
+  uint32_t parity = 0;
   attention_.start_row();
   if (const int32_t tier = tier_of_tile(item); tier < kAttentionTiers) {
-    const PageLayout& layout = p_.rows.tiers[tier].layout;
-    begin_row(row, layout.k_tile.bits, layout.v_tile.bits);
+    use_format(row, p_.rows.tiers[tier].format);
   }
   for (int32_t left = item.tiles; left > 0;) {
-    const int32_t place = slot * kDecodeWarps + warp_;
-    wait_barrier(&full_[place], phase);
-    const ChunkHeader header = headers_[place];
+    wait_barrier(&full_[slot], parity);
+    const ChunkHeader header = headers_[slot];
     if (header.row != row) {
       finish_row(item, next, row);
       attention_.start_row();
       row = header.row;
     }
     if (header.tokens > 0) {
-      begin_row(row, header.format >> 8, header.format & 0xff);
-      attention_.attend(ring(warp_) + slot * p_.slot_bytes, header.tiles, header.tokens);
+      use_format(row, header.format);
+      attention_.attend(slots + slot * p_.slot_bytes, header.tiles, header.tokens);
     }
     left -= header.tiles;
     __syncwarp();
-    if (lane_ == 0) release_barrier(&empty_[place]);
+    if (feed.has_more()) start(slot);
     if (++slot == p_.slots) {
       slot = 0;
-      phase ^= 1;
+      parity ^= 1;
     }
   }
   finish_row(item, next, row);
@@ -203,131 +170,115 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::finish_row(const WorkItem& 
   if (lane_ == 0) part_rows_[i] = row;
 }
 
-// All threads, when all parts are there.
+// By all warps, when all parts are there: the parts of a row follow each other, a lane looks at
+// each, and a warp joins one head of one row at a time.
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::join_rows() {
+  const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
+  const uint32_t valid = __ballot_sync(kFullWarp, row_here >= 0);
+  if (valid == 0) return;
   const int32_t here = blockIdx.x;
   const WorkItem first = p_.items[here * kDecodeWarps], next = p_.items[(here + 1) * kDecodeWarps];
-  if (first.row == p_.rows.num_rows) return;
   const RowSpan whole{here, here};
-  const bool shares_first = first.tile > 0 || first.span_last > here;
-  const RowSpan first_span = shares_first ? RowSpan{first.span_first, first.span_last} : whole;
-  const bool shares_last = next.tile > 0 && next.row != first.row;
-  const RowSpan last_span = shares_last ? RowSpan{next.span_first, next.span_last} : whole;
-  for (int32_t i = 0; i < kParts;) {
-    const int32_t row = part_rows_[i];
-    PartRange parts{i, i};
-    for (++i; i < kParts && (part_rows_[i] == row || part_rows_[i] < 0); ++i) parts.last = i;
-    if (row < 0) continue;
-    join_warps(row, parts, row == first.row ? first_span : row == next.row ? last_span : whole);
-  }
-  if (!shares_first && !shares_last) return;
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    const RowSpan span = threadIdx.x == 0 ? first_span : last_span;
-    flags_[threadIdx.x] =
-        !span.is_whole() && arrive_acq_rel(&p_.arrivals[span.first]) == span.ctas() - 1;
-  }
-  __syncthreads();
-  if (flags_[0]) join_ctas(first.row, first_span);
-  if (flags_[1]) join_ctas(next.row, last_span);
-}
-
-// Joins the parts of the warps, and writes the row or leaves a part.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::join_warps(int32_t row, PartRange parts,
-                                                                RowSpan span) {
-  for (int32_t i = threadIdx.x; i < p_.group * kPairs; i += kDecodeThreads) {
-    const int32_t head = i / kPairs, pair = i % kPairs;
-    const Joined joined = join_parts(row, parts, head, pair);
-    if (span.is_whole()) {
-      write(row, head, pair, joined);
-      continue;
+  int32_t turn = 0;
+  for (uint32_t left = valid; left != 0;) {
+    const int32_t row = __shfl_sync(kFullWarp, row_here, lowest_bit(left));
+    const uint32_t parts = __ballot_sync(kFullWarp, row_here == row);
+    left &= ~parts;
+    RowSpan span = whole;
+    if (row == first.row) {
+      span = {first.span_first, first.span_last};
+    } else if (row == next.row && next.tile > 0) {
+      span = {next.span_first, next.span_last};
     }
-    const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
-    reinterpret_cast<float2*>(p_.parts + to * kHeadDim)[pair] = joined.sum;
-    if (pair == 0) p_.part_states[to] = joined.state;
+    for (int32_t head = 0; head < p_.group; ++head, ++turn) {
+      if (turn % kDecodeWarps == warp_) join_head(row, parts, head, span);
+    }
   }
 }
 
-// From shared memory.
+// The parts of the CTA's warps.
 template <int32_t kHeadDim>
-__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_parts(
-    int32_t row, PartRange parts, int32_t head, int32_t pair) const {
-  Joined joined{{}, {0.0f, 0.0f}};
-  for (int32_t i = parts.first; i <= parts.last; ++i) {
-    if (part_rows_[i] != row) continue;
-    joined.state.reference = fmaxf(joined.state.reference, states_[i * kMaxGroup + head].reference);
+__device__ __forceinline__ void DecodeCta<kHeadDim>::join_head(int32_t row, uint32_t parts,
+                                                               int32_t head, RowSpan span) {
+  SoftmaxState mine;
+  if (parts >> lane_ & 1) mine = states_[lane_ * kMaxGroup + head];
+  SoftmaxState whole;
+  const float factor = share_of_warp(mine, whole);
+  HeadSum<kHeadDim> sum;
+  sum.clear();
+  for (uint32_t left = __ballot_sync(kFullWarp, !mine.is_empty()); left != 0; left &= left - 1) {
+    const int32_t i = lowest_bit(left);
+    sum.add(part(i) + head * part_stride(kHeadDim), __shfl_sync(kFullWarp, factor, i));
   }
-  for (int32_t i = parts.first; i <= parts.last; ++i) {
-    if (part_rows_[i] != row) continue;
-    const SoftmaxState state = states_[i * kMaxGroup + head];
-    if (state.is_empty()) continue;  // its part was not written
-    const float2 x = reinterpret_cast<const float2*>(part(i) + head * part_stride(kHeadDim))[pair];
-    const float factor = share(state, joined.state);
-    joined.state.sum = fmaf(factor, state.sum, joined.state.sum);
-    joined.sum.x = fmaf(factor, x.x, joined.sum.x);
-    joined.sum.y = fmaf(factor, x.y, joined.sum.y);
+  if (span.is_whole()) {
+    write(row, head, whole, sum);
+    return;
   }
-  return joined;
+  leave_part(span, head, whole, sum);
+  if (is_last(span, head)) join_ctas(row, span, head);
 }
 
-// By the last of the CTAs that share a row.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowSpan span) {
-  for (int32_t i = threadIdx.x; i < p_.group * kPairs; i += kDecodeThreads) {
-    const int32_t head = i / kPairs, pair = i % kPairs;
-    write(row, head, pair, join_global(span, head, pair));
-  }
-  if (threadIdx.x == 0) p_.arrivals[span.first] = 0;
+__device__ __forceinline__ void DecodeCta<kHeadDim>::leave_part(RowSpan span, int32_t head,
+                                                                SoftmaxState state,
+                                                                const HeadSum<kHeadDim>& sum) {
+  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
+  sum.store(p_.parts + to * kHeadDim);
+  if (lane_ == 0) p_.part_states[to] = state;
+  __syncwarp();
 }
 
-// kBatch parts at a time.
+// Whether all others have left their parts of the head.
 template <int32_t kHeadDim>
-__device__ __forceinline__ typename DecodeCta<kHeadDim>::Joined DecodeCta<kHeadDim>::join_global(
-    RowSpan span, int32_t head, int32_t pair) const {
-  Joined joined{{}, {0.0f, 0.0f}};
+__device__ __forceinline__ bool DecodeCta<kHeadDim>::is_last(RowSpan span, int32_t head) {
+  int32_t* arrivals = &p_.arrivals[span.first * kMaxGroup + head];
+  int32_t last = 0;
+  if (lane_ == 0) {
+    last = arrive_acq_rel(arrivals) == span.ctas() - 1;
+    if (last != 0) *arrivals = 0;
+  }
+  return __shfl_sync(kFullWarp, last, 0) != 0;
+}
+
+// The parts of all CTAs that share the row, kBatch at a time.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowSpan span,
+                                                               int32_t head) {
+  SoftmaxState joined;
+  HeadSum<kHeadDim> sum;
+  sum.clear();
   for (int32_t first = span.first; first <= span.last; first += kBatch) {
-    SoftmaxState states[kBatch];
-    float2 x[kBatch];
+    const auto place = [&](int32_t i) {
+      return static_cast<int64_t>(part_index(span, first + i)) * p_.group + head;
+    };
+    HeadSum<kHeadDim> parts[kBatch];
 #pragma unroll
-    for (int32_t j = 0; j < kBatch; ++j) {
-      states[j] = {};
-      x[j] = {0.0f, 0.0f};
-      if (first + j > span.last) continue;
-      const int64_t from = static_cast<int64_t>(part_index(span, first + j)) * p_.group + head;
-      const float2 state = __ldcg(reinterpret_cast<const float2*>(p_.part_states + from));
-      states[j] = {state.x, state.y};
-      x[j] = __ldcg(reinterpret_cast<const float2*>(p_.parts + from * kHeadDim) + pair);
+    for (int32_t i = 0; i < kBatch; ++i) {
+      parts[i].clear();
+      if (first + i <= span.last) parts[i].load(p_.parts + place(i) * kHeadDim);
     }
-    SoftmaxState whole = joined.state;
+    // The lane behind the parts stands for what was joined before.
+    SoftmaxState mine = lane_ == kBatch ? joined : SoftmaxState{};
+    if (lane_ < kBatch && first + lane_ <= span.last) {
+      const float2 state = __ldcg(reinterpret_cast<const float2*>(p_.part_states + place(lane_)));
+      mine = {state.x, state.y};
+    }
+    const float factor = share_of_warp(mine, joined);
+    sum.scale(__shfl_sync(kFullWarp, factor, kBatch));
 #pragma unroll
-    for (int32_t j = 0; j < kBatch; ++j) {
-      whole.reference = fmaxf(whole.reference, states[j].reference);
-    }
-    const float kept = share(joined.state, whole);
-    joined = {{whole.reference, kept * joined.state.sum},
-              {kept * joined.sum.x, kept * joined.sum.y}};
-#pragma unroll
-    for (int32_t j = 0; j < kBatch; ++j) {
-      if (states[j].is_empty()) continue;
-      const float factor = share(states[j], whole);
-      joined.state.sum = fmaf(factor, states[j].sum, joined.state.sum);
-      joined.sum.x = fmaf(factor, x[j].x, joined.sum.x);
-      joined.sum.y = fmaf(factor, x[j].y, joined.sum.y);
-    }
+    for (int32_t i = 0; i < kBatch; ++i) sum.add(parts[i], __shfl_sync(kFullWarp, factor, i));
   }
-  return joined;
+  write(row, head, joined, sum);
 }
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::write(int32_t row, int32_t head, int32_t pair,
-                                                           Joined joined) const {
+__device__ __forceinline__ void DecodeCta<kHeadDim>::write(int32_t row, int32_t head,
+                                                           SoftmaxState state,
+                                                           const HeadSum<kHeadDim>& sum) const {
   const int64_t place = static_cast<int64_t>(row) * p_.group + head;
-  const float scale = output_scale(joined.state);
-  static_cast<__half2*>(p_.out)[place * kPairs + pair] =
-      __floats2half2_rn(joined.sum.x * scale, joined.sum.y * scale);
-  if (pair == 0 && p_.lse != nullptr) p_.lse[place] = natural_lse(joined.state);
+  sum.write(static_cast<__half*>(p_.out) + place * kHeadDim, output_scale(state));
+  if (lane_ == 0 && p_.lse != nullptr) p_.lse[place] = natural_lse(state);
 }
 
 template <int32_t kHeadDim>

@@ -51,6 +51,7 @@ std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32
   starts.push_back(p.tiles.back());
   for (int32_t i = 0; i < items; ++i) {
     plan[i].tiles = static_cast<int32_t>(starts[i + 1] - starts[i]);
+    if (i % warps != 0) continue;
     plan[i].span_first = last_not_above(cta_starts, p.tiles[plan[i].row]);
     plan[i].span_last = last_not_above(cta_starts, p.tiles[plan[i].row + 1] - 1);
   }

@@ -1,8 +1,8 @@
 // The instructions the attention kernels are made of, one function each. Everything
 // architecture-dependent is here.
 //
-// Full barriers count one arrival per phase on sm_90, where the copy engine reports its bytes, and
-// one per lane of the copying warp before, where the lanes copy.
+// Barriers of copies count one arrival per phase on sm_90, where the copy engine reports its bytes,
+// and one per lane of the warp before, where the lanes copy.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -48,28 +48,31 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {
   return *reinterpret_cast<const uint32_t*>(&y);
 }
 
+// The index of the lowest set bit; x is not 0.
+__device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
+  return __ffs(static_cast<int32_t>(x)) - 1;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 // ---- barriers and copies into shared memory ----
 //
-// A `full` barrier ends its phase when the bytes of a chunk have arrived, an `empty` one when its
-// reader has released them. Phases alternate in parity, beginning with 0.
+// A barrier ends its phase when the bytes of a chunk have arrived. Phases alternate in parity,
+// beginning with 0.
 
-__device__ __forceinline__ void init_full_barrier(uint64_t* barrier) {
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(TKV_BULK_COPY ? 1 : 32)
                : "memory");
 }
-__device__ __forceinline__ void init_empty_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-// After the barriers of this thread are initialised, before the barrier of the CTA that follows.
+// After the barriers of this thread are initialised, before the warp uses them.
 __device__ __forceinline__ void publish_barriers() {
 #if TKV_BULK_COPY
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+  __syncwarp();
 }
 
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
@@ -84,26 +87,6 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
-// True once the phase of this parity has ended; on a fresh barrier, that of parity 1 has.
-__device__ __forceinline__ bool test_barrier(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-// By one thread of the readers, after the others.
-__device__ __forceinline__ void release_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void pause_briefly() {
-  __nanosleep(40);
-}
 
 // One piece of a copy: bytes is a multiple of 16, 0 for none; both addresses are 16-byte aligned.
 struct CopyPiece {
@@ -114,23 +97,18 @@ struct CopyPiece {
 inline constexpr int32_t kCopyPieces = 4;
 struct CopyPieces {
   CopyPiece piece[kCopyPieces];
-
-  __device__ __forceinline__ uint32_t total() const {
-    uint32_t bytes = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kCopyPieces; ++i) bytes += piece[i].bytes;
-    return bytes;
-  }
 };
 
-// Called by the whole warp; each lane for which `go` is set copies its own pieces, and its
-// barrier's phase ends when they have arrived.
-__device__ __forceinline__ void start_copies(bool go, uint64_t* barrier, const CopyPieces& pieces) {
+// Called by the whole warp, the same pieces in every lane; the phase of the barrier ends when they
+// have arrived.
+__device__ __forceinline__ void start_copies(uint64_t* barrier, const CopyPieces& pieces) {
   const uint32_t address = shared_address(barrier);
 #if TKV_BULK_COPY
-  if (!go) return;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address),
-               "r"(pieces.total())
+  if (threadIdx.x % 32 != 0) return;
+  uint32_t total = 0;
+#pragma unroll
+  for (int32_t i = 0; i < kCopyPieces; ++i) total += pieces.piece[i].bytes;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(total)
                : "memory");
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
@@ -143,29 +121,23 @@ __device__ __forceinline__ void start_copies(bool go, uint64_t* barrier, const C
         : "memory");
   }
 #else
-  for (int32_t source = 0; source < 32; ++source) {
-    if (__shfl_sync(kFullWarp, static_cast<int32_t>(go), source) == 0) continue;
 #pragma unroll
-    for (int32_t i = 0; i < kCopyPieces; ++i) {
-      const uint32_t bytes = __shfl_sync(kFullWarp, pieces.piece[i].bytes, source);
-      const uint32_t to = __shfl_sync(kFullWarp, shared_address(pieces.piece[i].to), source);
-      const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(
-          kFullWarp, reinterpret_cast<unsigned long long>(pieces.piece[i].from), source));
-      for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 512) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at)
-                     : "memory");
-      }
+  for (int32_t i = 0; i < kCopyPieces; ++i) {
+    const CopyPiece& piece = pieces.piece[i];
+    for (uint32_t at = threadIdx.x % 32 * 16; at < piece.bytes; at += 512) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(piece.to) + at),
+                   "l"(piece.from + at)
+                   : "memory");
     }
-    const uint32_t theirs = __shfl_sync(kFullWarp, address, source);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(theirs) : "memory");
   }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 #endif
 }
 
-// Asks for a piece to be brought into L2; no lane waits.
+// Called by the whole warp: asks for a piece to be brought into L2. Nobody waits for it.
 __device__ __forceinline__ void prefetch_to_l2(const uint8_t* from, uint32_t bytes) {
 #if TKV_BULK_COPY
-  if (bytes > 0) {
+  if (threadIdx.x % 32 == 0 && bytes > 0) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
   }
 #endif
@@ -183,20 +155,19 @@ __device__ __forceinline__ int32_t arrive_acq_rel(int32_t* counter) {
                : "memory");
   return before;
 }
-__device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
-  int32_t x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-// Loads past the L1 cache: what another CTA wrote, or what the previous kernel may still be
-// writing.
-__device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
-  int32_t x;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
 
-// ---- programmatic dependent launch ----
+// ---- the beginning of a kernel ----
+
+// Has the lines of a kernel's parameters fetched side by side, one by every warp, where their uses
+// would fetch them one after the other.
+template <class Params>
+__device__ __forceinline__ void touch_parameters(const Params& params, int32_t warp) {
+  constexpr int32_t kLineBytes = 64, kLines = (sizeof(Params) + kLineBytes - 1) / kLineBytes;
+  if (warp >= kLines) return;
+  const int32_t word =
+      *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&params) + warp * kLineBytes);
+  asm volatile("" ::"r"(word));
+}
 
 // Until all kernels before this one in the stream have finished and their writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() {

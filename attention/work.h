@@ -24,13 +24,29 @@ inline constexpr int32_t kRowCost =
     24;  // in cost units: about what beginning and ending a row take
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
-// One tier of every row of a launch.
+// Bits of both components in one word.
+TKV_HD constexpr int32_t pair_format(int32_t k_bits, int32_t v_bits) {
+  return k_bits << 8 | v_bits;
+}
+TKV_HD constexpr int32_t key_bits(int32_t format) {
+  return format >> 8;
+}
+TKV_HD constexpr int32_t value_bits(int32_t format) {
+  return format & 0xff;
+}
+
+// One tier of every row of a launch. Small, as all of AttentionRows, because parameters are fetched
+// anew by every launch, a line at a time, and the beginning of the kernels waits for them.
 struct TierSource {
-  PageLayout layout;
-  SideView side;
-  int32_t tiles_per_page = 1;
-  int32_t tiles_per_chunk = 1;
-  int32_t tile_cost = 1;  // bytes read / kCostUnitBytes
+  const int32_t* slots = nullptr;   // of page 0 of table row 0
+  const int32_t* tokens = nullptr;  // of table row 0
+  int32_t direction = 1;            // from a page's slot to the next one's
+  int32_t format = 0;               // pair_format()
+  int32_t page_tiles = 1;           // of a full page
+  int32_t chunk_tiles = 1;
+  int32_t tile_cost = 1;   // bytes read / kCostUnitBytes
+  int32_t max_pages = 0;   // of a table row
+  int32_t max_tokens = 0;  // that they hold
 };
 
 // The rows of a launch: row i is kv_head i % num_kv_heads of sequence i / num_kv_heads of the
@@ -38,7 +54,9 @@ struct TierSource {
 struct AttentionRows {
   TierSource tiers[kAttentionTiers];
   const int32_t* sequences =
-      nullptr;  // [num_rows / num_kv_heads], -1: no sequence; null: 0, 1, 2, ...
+      nullptr;               // [num_rows / num_kv_heads], -1: no sequence; null: 0, 1, 2, ...
+  int32_t row_stride = 0;    // of slots, from a table row to the next
+  int32_t token_stride = 0;  // likewise
   int32_t num_rows = 0;
   int32_t num_kv_heads = 1;
   int32_t num_tiers = 0;
@@ -78,16 +96,30 @@ TKV_HD constexpr int32_t tile_read_bytes(const PageLayout& p) {
   return p.k_tile.bytes() + p.v_tile.bytes() + tile_metadata_bytes(p.k_groups + p.v_groups);
 }
 
-// Cuts the pages of a tier into chunks of at most slot_bytes: as few as possible, of nearly equal
-// and, where there is more than one tile, even length. The caller knows that a tile fits.
-TKV_HD void cut_pages(TierSource& tier, int32_t slot_bytes) {
-  const int32_t tiles = tier.layout.tiles(), tile_bytes = tile_read_bytes(tier.layout);
-  const int32_t most = smaller(slot_bytes / tile_bytes, tiles);
-  const int32_t even = most > 1 && most < tiles ? most & ~1 : most;
-  const int32_t equal = ceil_div(tiles, ceil_div(tiles, even));
-  tier.tiles_per_page = tiles;
-  tier.tiles_per_chunk = equal > 1 ? smaller(even, (equal + 1) & ~1) : 1;
+// Tiles of a chunk of at most slot_bytes: as many as make the fewest chunks of a page, of nearly
+// equal and, where a page has several, even length. The caller knows that a tile fits.
+TKV_HD constexpr int32_t cut_page(int32_t page_tiles, int32_t tile_bytes, int32_t slot_bytes) {
+  const int32_t most = smaller(slot_bytes / tile_bytes, page_tiles);
+  if (most == page_tiles || most == 1) return most;
+  const int32_t even = most & ~1;
+  const int32_t equal = ceil_div(page_tiles, ceil_div(page_tiles, even));
+  return smaller(even, (equal + 1) & ~1);
+}
+
+TKV_HD TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes) {
+  TierSource tier;
+  const int32_t tile_bytes = tile_read_bytes(layout);
+  const int64_t held = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
+  tier.slots = side.slots;
+  tier.tokens = side.tokens;
+  tier.direction = side.direction;
+  tier.format = pair_format(layout.k_tile.bits, layout.v_tile.bits);
+  tier.page_tiles = layout.tiles();
+  tier.chunk_tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
   tier.tile_cost = ceil_div(tile_bytes, kCostUnitBytes);
+  tier.max_pages = side.max_pages;
+  tier.max_tokens = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;
+  return tier;
 }
 
 inline constexpr int64_t kPaddingRow = -1;
@@ -111,11 +143,9 @@ TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
   if (table_row < 0) return n;
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     if (t >= rows.num_tiers) continue;
-    const SideView& side = rows.tiers[t].side;
-    const int64_t held = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
-    const int32_t most = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;
-    const int32_t tokens = side.tokens[table_row * side.token_stride];
-    n.tier[t] = tokens < 0 ? 0 : smaller(tokens, most);
+    const TierSource& tier = rows.tiers[t];
+    const int32_t tokens = tier.tokens[table_row * rows.token_stride];
+    n.tier[t] = tokens < 0 ? 0 : smaller(tokens, tier.max_tokens);
     n.corrupt |= n.tier[t] != tokens;
   }
   return n;
@@ -151,9 +181,11 @@ TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int64_t
   return most < 1 ? 1 : most < max_ctas ? static_cast<int32_t>(most) : max_ctas;
 }
 
-// Where part i of `parts` equal parts of `total` begins.
+// Where part i of `parts` equal parts of `total` begins; at most 2^16 parts.
 TKV_HD int64_t part_start(int64_t total, int32_t i, int32_t parts) {
-  return total / parts * i + total % parts * i / parts;
+  const int64_t share = total / parts;
+  const auto rest = static_cast<uint32_t>(total - share * parts);
+  return share * i + rest * static_cast<uint32_t>(i) / static_cast<uint32_t>(parts);
 }
 
 // The tile of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost; an even one of

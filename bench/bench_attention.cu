@@ -220,7 +220,7 @@ Measured run_case(Bench& b, const Case& c) {
   m.bytes = cache.bytes();
   m.sets = sets;
   for (int i = 0; i < sets; ++i) plan(i);
-  const int launches = std::max(sets, 4), replays = b.options.replays;
+  const int launches = std::max(sets, 12), replays = b.options.replays;
   m.floor = time_graph(b.stream, launches, replays, [&](int i) {
     const int64_t offset = i % sets * (m.bytes / 256 * 256);
     launch_read_only(b.pool + offset, m.bytes, b.device.multiProcessorCount, b.sink, b.stream);

@@ -26,6 +26,7 @@ using test::World;
 using test::WorldShape;
 
 constexpr int32_t kSlots = 2;
+constexpr int32_t kSlotBytes = 8704;
 
 struct Result {
   std::vector<double> out, lse;
@@ -37,10 +38,12 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   AttentionRows rows;
   const AttentionConfig& config = world.config;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    rows.tiers[t].layout =
+    const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    rows.tiers[t].side = world.table().side(config.tiers[t].side);
-    cut_pages(rows.tiers[t], slot_bytes);
+    const SideView side = world.table().side(config.tiers[t].side);
+    rows.tiers[t] = tier_source(layout, side, slot_bytes);
+    rows.row_stride = static_cast<int32_t>(side.row_stride);
+    rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
   rows.num_rows = world.sequences() * config.num_kv_heads;
   rows.num_kv_heads = config.num_kv_heads;
@@ -54,7 +57,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   const AttentionConfig& config = world.config;
   const int32_t group = config.group_size(), dim = config.head_dim;
   DecodeParams p;
-  p.slot_bytes = decode_slot_bytes(dim);
+  p.slot_bytes = kSlotBytes;
   p.slots = kSlots;
   p.rows = rows_of(world, p.slot_bytes);
   p.pool = world.pages().base;
@@ -66,7 +69,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   std::vector<uint16_t> out(columns * dim, 0xffff);
   std::vector<float> lse(columns, NAN), parts(2ul * ctas * group * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * group, {NAN, NAN});
-  std::vector<int32_t> arrivals(ctas, 0), row_status(p.rows.num_rows, 0);
+  std::vector<int32_t> arrivals(ctas * kMaxGroup, 0), row_status(p.rows.num_rows, 0);
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();

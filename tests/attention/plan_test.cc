@@ -13,12 +13,14 @@ namespace tierkv {
 namespace {
 
 constexpr int64_t kPageBytes = 13312;
+constexpr int32_t kSlotBytes = 8704;
 
 // Token counts alone: the plan reads nothing else.
 struct Rows {
   std::vector<SideCounts> tokens;
   std::vector<int32_t> slots;
   PageTableShape shape;
+  PageLayout layouts[2];
   AttentionRows rows;
 
   Rows(int32_t sequences, int32_t kv_heads, int32_t layers, int32_t table_slots) {
@@ -27,16 +29,17 @@ struct Rows {
     shape.rows_per_sequence = kv_heads * layers;
     shape.table_slots[0] = table_slots;
     for (int32_t t = 0; t < 2; ++t) {
-      rows.tiers[t].layout = *make_page_layout(formats[t], 128, kPageBytes);
-      shape.tokens_per_page[t] = rows.tiers[t].layout.tokens;
+      layouts[t] = *make_page_layout(formats[t], 128, kPageBytes);
+      shape.tokens_per_page[t] = layouts[t].tokens;
     }
     tokens.resize(shape.num_rows());
     slots.resize(static_cast<size_t>(shape.num_rows()) * shape.row_stride());
     const PageTableView view{shape, slots.data(), tokens.data(), nullptr};
     for (int32_t t = 0; t < 2; ++t) {
-      rows.tiers[t].side = view.side(t);
-      cut_pages(rows.tiers[t], decode_slot_bytes(128));
+      rows.tiers[t] = tier_source(layouts[t], view.side(t), kSlotBytes);
     }
+    rows.row_stride = shape.row_stride();
+    rows.token_stride = kMaxSides;
     rows.num_rows = sequences * kv_heads;
     rows.num_kv_heads = kv_heads;
     rows.num_tiers = 2;
@@ -176,22 +179,20 @@ TEST(Plan, CountsOutsideTheTableAreCut) {
   for (int32_t row = 0; row < 3; ++row) {
     EXPECT_TRUE(row_tokens(r.rows, table_row_of(r.rows, 0, row)).corrupt) << row;
   }
-  EXPECT_EQ(row_tokens(r.rows, 0).tier[0], 4 * r.rows.tiers[0].layout.tokens);
+  EXPECT_EQ(row_tokens(r.rows, 0).tier[0], 4 * r.layouts[0].tokens);
   EXPECT_EQ(row_tokens(r.rows, 1).tier[1], 0);
 }
 
-TEST(CutPages, ChunksFitTheSlotAndCoverThePage) {
-  for (const int32_t slot : {decode_slot_bytes(128), 13312}) {
+TEST(CutPage, ChunksFitTheSlotAndThePage) {
+  for (const int32_t slot : {kSlotBytes, 13312}) {
     for (const int32_t k : {16, 8, 4, 2}) {
       for (const int32_t v : {16, 8, 4, 2}) {
         for (const int64_t page_bytes : {8448, 13312, 23296, 65536}) {
-          TierSource tier;
-          tier.layout = *make_page_layout(token_wise_tier(k, v), 128, page_bytes);
-          cut_pages(tier, slot);
-          EXPECT_EQ(tier.tiles_per_page, tier.layout.tiles());
-          EXPECT_GE(tier.tiles_per_chunk, 1);
-          EXPECT_LE(tier.tiles_per_chunk, tier.tiles_per_page);
-          EXPECT_LE(tier.tiles_per_chunk * tile_read_bytes(tier.layout), slot);
+          const PageLayout layout = *make_page_layout(token_wise_tier(k, v), 128, page_bytes);
+          const int32_t tiles = cut_page(layout.tiles(), tile_read_bytes(layout), slot);
+          EXPECT_GE(tiles, 1);
+          EXPECT_LE(tiles, layout.tiles());
+          EXPECT_LE(tiles * tile_read_bytes(layout), slot);
         }
       }
     }

@@ -426,11 +426,12 @@ TEST(Attention, SmallDevicePlanIsTheHostPlan) {
                            items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
     AttentionRows rows;
     for (int32_t t = 0; t < 2; ++t) {
-      rows.tiers[t].layout =
+      const PageLayout page =
           *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-      rows.tiers[t].side = world.table().side(t);
-      cut_pages(rows.tiers[t], device.grid.slot_bytes);
+      rows.tiers[t] = tier_source(page, world.table().side(t), device.grid.slot_bytes);
     }
+    rows.row_stride = world.table_shape.row_stride();
+    rows.token_stride = kMaxSides;
     rows.num_rows = sequences;
     rows.num_tiers = 2;
     rows.num_table_sequences = sequences;

@@ -79,9 +79,20 @@ T __shfl_xor_sync(uint32_t, T x, int32_t mask) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-inline int32_t __shfl_sync(uint32_t, int32_t x, int32_t source) {
-  return static_cast<int32_t>(emulator::cta().exchange(
-      {static_cast<uint32_t>(x)}, [&](emulator::Warp& w) { return w.words[source][0]; }));
+template <class T>
+T __shfl_sync(uint32_t, T x, int32_t source) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = emulator::cta().exchange({bits}, [&](emulator::Warp& w) { return w.words[source][0]; });
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+  return emulator::cta().exchange({x}, [](emulator::Warp& w) {
+    uint32_t bits = 0;
+    for (int32_t i = 0; i < emulator::kLanes; ++i) bits |= w.words[i][0] << i;
+    return bits;
+  });
 }
 inline bool __any_sync(uint32_t, bool x) {
   return emulator::cta().exchange({x}, [](emulator::Warp& w) {
@@ -124,6 +135,10 @@ inline uint32_t transpose_8x8(uint32_t x) {
   });
 }
 
+inline int32_t lowest_bit(uint32_t x) {
+  return __builtin_ctz(x);
+}
+
 inline uint32_t pack_halves(float low, float high) {
   return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
 }
@@ -157,45 +172,30 @@ inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
   return barriers;
 }
 
-inline void init_full_barrier(uint64_t* barrier) {
-  emulated_barriers()[barrier] = {};
-}
-inline void init_empty_barrier(uint64_t* barrier) {
+inline void init_barrier(uint64_t* barrier) {
   emulated_barriers()[barrier] = {};
 }
 inline void publish_barriers() {
   __syncwarp();
 }
-inline void pause_briefly() {
-  emulator::cta().yield();
-}
-inline bool test_barrier(uint64_t* barrier, uint32_t parity) {
-  return emulated_barriers().at(barrier).has_ended(parity);
-}
-inline void release_barrier(uint64_t* barrier) {
-  ++emulated_barriers().at(barrier).phase;
-}
 
 inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
-  constexpr int32_t kPatience = 100000;
+  __syncwarp();  // the copies have been started
   EmulatedBarrier& b = emulated_barriers().at(barrier);
-  for (int32_t i = 0; !b.has_ended(parity); ++i) {
-    if (b.armed) {
-      for (const CopyPiece& piece : b.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
-      b.pieces.clear();
-      b.armed = false;
-      ++b.phase;
-    } else if (i == kPatience) {
-      std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
-      std::abort();
-    } else {
-      emulator::cta().yield();
-    }
+  if (b.armed) {
+    for (const CopyPiece& piece : b.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
+    b.pieces.clear();
+    b.armed = false;
+    ++b.phase;
+  }
+  if (!b.has_ended(parity)) {
+    std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
+    std::abort();
   }
 }
 
-inline void start_copies(bool go, uint64_t* barrier, const CopyPieces& pieces) {
-  if (!go) return;
+inline void start_copies(uint64_t* barrier, const CopyPieces& pieces) {
+  if (emulator::cta().lane() != 0) return;
   EmulatedBarrier& b = emulated_barriers().at(barrier);
   if (b.armed) std::abort();
   for (const CopyPiece& piece : pieces.piece) {
@@ -213,12 +213,8 @@ inline void prefetch_to_l2(const uint8_t*, uint32_t) {}
 inline int32_t arrive_acq_rel(int32_t* counter) {
   return (*counter)++;
 }
-inline int32_t load_acquire(const int32_t* p) {
-  return *p;
-}
-inline int32_t load_relaxed(const int32_t* p) {
-  return *p;
-}
+template <class Params>
+void touch_parameters(const Params&, int32_t) {}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
 
