@@ -171,7 +171,7 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   grid.shared_bytes =
       decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, kSlots).bytes;
   if (Status s = prepare_plan(); !s) return s;
-  if (Status s = prepare_decode(config.head_dim, grid.shared_bytes); !s) return s;
+  if (Status s = prepare_decode(config.head_dim, *shared); !s) return s;
   return grid;
 }
 

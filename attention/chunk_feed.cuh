@@ -138,6 +138,13 @@ class ChunkFeed {
   int32_t ids_ = 0, next_ids_ = 0;    // of page (page_ & ~31) + lane, and 32 further
 };
 
+// A chunk ready to be copied.
+struct ReadyChunk {
+  ChunkHeader header;
+  CopyPieces pieces;
+  bool is_stray;  // its page is outside the pool
+};
+
 // The bytes of a chunk, to a slot: the four segments, back to back. A whole page is one piece,
 // because its segments lie like that already.
 template <int32_t kHeadDim>
@@ -169,34 +176,38 @@ __device__ __forceinline__ CopyPieces chunk_pieces(const DecodeParams& p, const 
   return out;
 }
 
-__device__ __forceinline__ bool has_bytes(const DecodeParams& p, const Chunk& chunk) {
-  return chunk.header.tokens > 0 && chunk.page >= 0 && chunk.page < p.num_pages;
+template <int32_t kHeadDim>
+__device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParams& p, const Chunk& chunk,
+                                                    uint8_t* slot) {
+  ReadyChunk ready{chunk.header, {}, false};
+  if (chunk.header.tokens == 0) return ready;
+  if (chunk.page >= 0 && chunk.page < p.num_pages) {
+    ready.pieces = chunk_pieces<kHeadDim>(p, chunk, slot);
+  } else {
+    ready.is_stray = true;
+    ready.header.tokens = 0;
+  }
+  return ready;
 }
 
-// By the whole warp: the chunk into a slot; `full` ends its phase when it has arrived. A page
+// By the whole warp: the chunk into its slot; `full` ends its phase when it has arrived. A page
 // outside the pool is left out and reported.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void start_chunk(const DecodeParams& p, Chunk chunk, uint8_t* slot,
+__device__ __forceinline__ void start_chunk(const DecodeParams& p, const ReadyChunk& chunk,
                                             uint64_t* full, ChunkHeader* header) {
-  CopyPieces pieces{};
-  if (has_bytes(p, chunk)) {
-    pieces = chunk_pieces<kHeadDim>(p, chunk, slot);
-  } else if (chunk.header.tokens > 0) {
-    p.row_status[chunk.header.row] = static_cast<int32_t>(StatusCode::kCorrupt);
-    chunk.header.tokens = 0;
+  if (threadIdx.x % 32 == 0) {
+    *header = chunk.header;
+    if (chunk.is_stray) {
+      p.row_status[chunk.header.row] = static_cast<int32_t>(StatusCode::kCorrupt);
+    }
   }
-  if (threadIdx.x % 32 == 0) *header = chunk.header;
-  start_copies(full, pieces);
+  start_copies(full, chunk.pieces);
 }
 
 // Asks for a chunk to be brought into L2.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void prefetch_chunk(const DecodeParams& p, const Chunk& chunk) {
-  if (!has_bytes(p, chunk)) return;
-  const CopyPieces pieces = chunk_pieces<kHeadDim>(p, chunk, nullptr);
+__device__ __forceinline__ void prefetch_chunk(const ReadyChunk& chunk) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
-    prefetch_to_l2(pieces.piece[i].from, pieces.piece[i].bytes);
+    prefetch_to_l2(chunk.pieces.piece[i].from, chunk.pieces.piece[i].bytes);
   }
 }
 

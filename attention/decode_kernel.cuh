@@ -46,22 +46,23 @@ class DecodeCta {
   __device__ __forceinline__ void run();
 
  private:
-  static constexpr int32_t kBatch = 18;  // parts in flight when joining from global memory
+  static constexpr int32_t kSharedBatch = 4;   // parts in flight when joining from shared memory
+  static constexpr int32_t kGlobalBatch = 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
-  __device__ __forceinline__ void use_format(int32_t row, int32_t format);
+  __device__ __forceinline__ const __half* query(int32_t row) const {
+    return static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kHeadDim;
+  }
   __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
                                              int32_t row);
   __device__ __forceinline__ void join_rows();
   __device__ __forceinline__ void join_head(int32_t row, uint32_t parts, int32_t head,
                                             RowSpan span);
-  __device__ __forceinline__ void leave_part(RowSpan span, int32_t head, SoftmaxState state,
-                                             const HeadSum<kHeadDim>& sum);
   __device__ __forceinline__ bool is_last(RowSpan span, int32_t head);
   __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span, int32_t head);
-  __device__ __forceinline__ void write(int32_t row, int32_t head, SoftmaxState state,
+  __device__ __forceinline__ void write(int32_t row, int32_t head,
                                         const HeadSum<kHeadDim>& sum) const;
 
   __device__ __forceinline__ uint8_t* ring(int32_t warp) const {
@@ -100,51 +101,49 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
 }
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::use_format(int32_t row, int32_t format) {
-  const __half* q =
-      static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kHeadDim;
-  attention_.use_format(key_bits(format), value_bits(format), q, p_.group, p_.scale_log2);
-}
-
-template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item,
                                                             const WorkItem& next) {
   ChunkFeed feed(p_, item);
-  if (p_.plan_is_settled) {
-    ChunkFeed ahead = feed;
-    for (int32_t i = 0; i < p_.slots && ahead.has_more(); ++i) {
-      prefetch_chunk<kHeadDim>(p_, ahead.next());
-    }
-    wait_for_previous_kernel();
-  }
-  if (item.tiles == 0) return;
   uint8_t* slots = ring(warp_);
-  const auto start = [&](int32_t slot) {
-    start_chunk<kHeadDim>(p_, feed.next(), slots + slot * p_.slot_bytes, &full_[slot],
-                          &headers_[slot]);
-  };
-  for (int32_t i = 0; i < p_.slots && feed.has_more(); ++i) start(i);
+  ReadyChunk ready[kMaxSlots];
+#pragma unroll
+  for (int32_t i = 0; i < kMaxSlots; ++i) {
+    ready[i].header.tiles = 0;
+    if (i >= p_.slots || !feed.has_more()) continue;
+    ready[i] = prepare_chunk<kHeadDim>(p_, feed.next(), slots + i * p_.slot_bytes);
+    if (p_.plan_is_settled) prefetch_chunk(ready[i]);
+  }
+  if (p_.plan_is_settled) wait_for_previous_kernel();
+  if (item.tiles == 0) return;
   int32_t row = item.row, slot = 0;
   uint32_t parity = 0;
   attention_.start_row();
-  if (const int32_t tier = tier_of_tile(item); tier < kAttentionTiers) {
-    use_format(row, p_.rows.tiers[tier].format);
+  attention_.fetch_query(query(row), p_.group);
+#pragma unroll
+  for (int32_t i = 0; i < kMaxSlots; ++i) {
+    if (ready[i].header.tiles > 0) start_chunk(p_, ready[i], &full_[i], &headers_[i]);
   }
+  attention_.sum_query(p_.scale_log2);
   for (int32_t left = item.tiles; left > 0;) {
     wait_barrier(&full_[slot], parity);
     const ChunkHeader header = headers_[slot];
     if (header.row != row) {
+      attention_.fetch_query(query(header.row), p_.group);
       finish_row(item, next, row);
-      attention_.start_row();
       row = header.row;
+      attention_.start_row();
+      attention_.sum_query(p_.scale_log2);
     }
     if (header.tokens > 0) {
-      use_format(row, header.format);
+      attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
       attention_.attend(slots + slot * p_.slot_bytes, header.tiles, header.tokens);
     }
     left -= header.tiles;
     __syncwarp();
-    if (feed.has_more()) start(slot);
+    if (feed.has_more()) {
+      uint8_t* to = slots + slot * p_.slot_bytes;
+      start_chunk(p_, prepare_chunk<kHeadDim>(p_, feed.next(), to), &full_[slot], &headers_[slot]);
+    }
     if (++slot == p_.slots) {
       slot = 0;
       parity ^= 1;
@@ -201,32 +200,27 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::join_rows() {
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::join_head(int32_t row, uint32_t parts,
                                                                int32_t head, RowSpan span) {
-  SoftmaxState mine;
-  if (parts >> lane_ & 1) mine = states_[lane_ * kMaxGroup + head];
-  SoftmaxState whole;
-  const float factor = share_of_warp(mine, whole);
   HeadSum<kHeadDim> sum;
-  sum.clear();
-  for (uint32_t left = __ballot_sync(kFullWarp, !mine.is_empty()); left != 0; left &= left - 1) {
-    const int32_t i = lowest_bit(left);
-    sum.add(part(i) + head * part_stride(kHeadDim), __shfl_sync(kFullWarp, factor, i));
+  while (parts != 0) {
+    typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
+#pragma unroll
+    for (int32_t k = 0; k < kSharedBatch; ++k) {
+      batch[k].state = nullptr;
+      if (parts == 0) continue;
+      const int32_t i = lowest_bit(parts);
+      parts &= parts - 1;
+      batch[k] = {states_ + i * kMaxGroup + head, part(i) + head * part_stride(kHeadDim)};
+    }
+    sum.template add<kSharedBatch, false>(batch);
   }
   if (span.is_whole()) {
-    write(row, head, whole, sum);
+    write(row, head, sum);
     return;
   }
-  leave_part(span, head, whole, sum);
-  if (is_last(span, head)) join_ctas(row, span, head);
-}
-
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::leave_part(RowSpan span, int32_t head,
-                                                                SoftmaxState state,
-                                                                const HeadSum<kHeadDim>& sum) {
   const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
-  sum.store(p_.parts + to * kHeadDim);
-  if (lane_ == 0) p_.part_states[to] = state;
+  sum.store(p_.part_states + to, p_.parts + to * kHeadDim);
   __syncwarp();
+  if (is_last(span, head)) join_ctas(row, span, head);
 }
 
 // Whether all others have left their parts of the head.
@@ -241,44 +235,31 @@ __device__ __forceinline__ bool DecodeCta<kHeadDim>::is_last(RowSpan span, int32
   return __shfl_sync(kFullWarp, last, 0) != 0;
 }
 
-// The parts of all CTAs that share the row, kBatch at a time.
+// The parts of all CTAs that share the row.
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowSpan span,
                                                                int32_t head) {
-  SoftmaxState joined;
   HeadSum<kHeadDim> sum;
-  sum.clear();
-  for (int32_t first = span.first; first <= span.last; first += kBatch) {
-    const auto place = [&](int32_t i) {
-      return static_cast<int64_t>(part_index(span, first + i)) * p_.group + head;
-    };
-    HeadSum<kHeadDim> parts[kBatch];
+  for (int32_t first = span.first; first <= span.last; first += kGlobalBatch) {
+    typename HeadSum<kHeadDim>::Part batch[kGlobalBatch];
 #pragma unroll
-    for (int32_t i = 0; i < kBatch; ++i) {
-      parts[i].clear();
-      if (first + i <= span.last) parts[i].load(p_.parts + place(i) * kHeadDim);
+    for (int32_t k = 0; k < kGlobalBatch; ++k) {
+      batch[k].state = nullptr;
+      if (first + k > span.last) continue;
+      const int64_t from = static_cast<int64_t>(part_index(span, first + k)) * p_.group + head;
+      batch[k] = {p_.part_states + from, p_.parts + from * kHeadDim};
     }
-    // The lane behind the parts stands for what was joined before.
-    SoftmaxState mine = lane_ == kBatch ? joined : SoftmaxState{};
-    if (lane_ < kBatch && first + lane_ <= span.last) {
-      const float2 state = __ldcg(reinterpret_cast<const float2*>(p_.part_states + place(lane_)));
-      mine = {state.x, state.y};
-    }
-    const float factor = share_of_warp(mine, joined);
-    sum.scale(__shfl_sync(kFullWarp, factor, kBatch));
-#pragma unroll
-    for (int32_t i = 0; i < kBatch; ++i) sum.add(parts[i], __shfl_sync(kFullWarp, factor, i));
+    sum.template add<kGlobalBatch, true>(batch);
   }
-  write(row, head, joined, sum);
+  write(row, head, sum);
 }
 
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::write(int32_t row, int32_t head,
-                                                           SoftmaxState state,
                                                            const HeadSum<kHeadDim>& sum) const {
   const int64_t place = static_cast<int64_t>(row) * p_.group + head;
-  sum.write(static_cast<__half*>(p_.out) + place * kHeadDim, output_scale(state));
-  if (lane_ == 0 && p_.lse != nullptr) p_.lse[place] = natural_lse(state);
+  sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
+            p_.lse == nullptr ? nullptr : p_.lse + place);
 }
 
 template <int32_t kHeadDim>

@@ -1,4 +1,4 @@
-// One head's accumulator spread over a warp, and the joining of softmax states by a warp.
+// One head of a row spread over a warp: the accumulator, and its joining with others.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -6,48 +6,75 @@
 
 namespace tierkv {
 
-// [kHeadDim] floats: lane l holds dims 4l .. 4l + 3 of every 128.
+// Lane l holds dims 4l .. 4l + 3 of every 128 of an accumulator of kHeadDim floats; every lane
+// holds the state.
 template <int32_t kHeadDim>
 class HeadSum {
  public:
-  __device__ __forceinline__ void clear() {
+  // A part somewhere in memory.
+  struct Part {
+    const SoftmaxState* state;  // null: none
+    const float* accumulator;   // not read where the state is empty
+  };
+
+  // Adds kCount parts; their loads are in flight together. kGlobal: what other CTAs wrote,
+  // otherwise shared memory.
+  template <int32_t kCount, bool kGlobal>
+  __device__ __forceinline__ void add(const Part (&parts)[kCount]) {
+    SoftmaxState states[kCount];
+    float4 x[kCount][kQuads];
 #pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) x_[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int32_t p = 0; p < kCount; ++p) {
+      states[p] = {};
+#pragma unroll
+      for (int32_t i = 0; i < kQuads; ++i) x[p][i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (parts[p].state == nullptr) continue;
+      const float2 state = read<kGlobal>(reinterpret_cast<const float2*>(parts[p].state));
+      states[p] = {state.x, state.y};
+#pragma unroll
+      for (int32_t i = 0; i < kQuads; ++i) {
+        const auto* from = reinterpret_cast<const float4*>(parts[p].accumulator + dim(i));
+        if (has(i)) x[p][i] = read<kGlobal>(from);
+      }
+    }
+    SoftmaxState whole = state_;
+#pragma unroll
+    for (int32_t p = 0; p < kCount; ++p) {
+      if (!states[p].is_empty()) whole.reference = fmaxf(whole.reference, states[p].reference);
+    }
+    const float kept = share(state_, whole);
+    state_ = {whole.reference, kept * state_.sum};
+#pragma unroll
+    for (int32_t i = 0; i < kQuads; ++i) {
+      x_[i].x *= kept, x_[i].y *= kept, x_[i].z *= kept, x_[i].w *= kept;
+    }
+#pragma unroll
+    for (int32_t p = 0; p < kCount; ++p) {
+      if (states[p].is_empty()) continue;  // its accumulator may be anything
+      const float factor = share(states[p], whole);
+      state_.sum = fmaf(factor, states[p].sum, state_.sum);
+#pragma unroll
+      for (int32_t i = 0; i < kQuads; ++i) {
+        x_[i].x = fmaf(factor, x[p][i].x, x_[i].x);
+        x_[i].y = fmaf(factor, x[p][i].y, x_[i].y);
+        x_[i].z = fmaf(factor, x[p][i].z, x_[i].z);
+        x_[i].w = fmaf(factor, x[p][i].w, x_[i].w);
+      }
+    }
   }
 
-  // From global memory that other CTAs wrote.
-  __device__ __forceinline__ void load(const float* from) {
+  // As a part.
+  __device__ __forceinline__ void store(SoftmaxState* state, float* accumulator) const {
 #pragma unroll
     for (int32_t i = 0; i < kQuads; ++i) {
-      if (has(i)) x_[i] = __ldcg(reinterpret_cast<const float4*>(from + dim(i)));
+      if (has(i)) *reinterpret_cast<float4*>(accumulator + dim(i)) = x_[i];
     }
-  }
-  __device__ __forceinline__ void store(float* to) const {
-#pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) {
-      if (has(i)) *reinterpret_cast<float4*>(to + dim(i)) = x_[i];
-    }
+    if (threadIdx.x % 32 == 0) *state = state_;
   }
 
-  __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) {
-      x_[i].x *= factor, x_[i].y *= factor, x_[i].z *= factor, x_[i].w *= factor;
-    }
-  }
-  __device__ __forceinline__ void add(const HeadSum& part, float factor) {
-#pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) add_quad(i, part.x_[i], factor);
-  }
-  // From shared memory.
-  __device__ __forceinline__ void add(const float* part, float factor) {
-#pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) {
-      if (has(i)) add_quad(i, *reinterpret_cast<const float4*>(part + dim(i)), factor);
-    }
-  }
-
-  __device__ __forceinline__ void write(__half* out, float factor) const {
+  // As output: out is fp16 [kHeadDim], lse may be null.
+  __device__ __forceinline__ void write(__half* out, float* lse) const {
+    const float factor = output_scale(state_);
 #pragma unroll
     for (int32_t i = 0; i < kQuads; ++i) {
       if (!has(i)) continue;
@@ -55,6 +82,7 @@ class HeadSum {
                             pack_halves(x_[i].z * factor, x_[i].w * factor)};
       *reinterpret_cast<uint2*>(out + dim(i)) = halves;
     }
+    if (threadIdx.x % 32 == 0 && lse != nullptr) *lse = natural_lse(state_);
   }
 
  private:
@@ -66,30 +94,17 @@ class HeadSum {
   __device__ __forceinline__ static bool has(int32_t i) {
     return kHeadDim % 128 == 0 || dim(i) < kHeadDim;
   }
-  __device__ __forceinline__ void add_quad(int32_t i, float4 y, float factor) {
-    x_[i].x = fmaf(factor, y.x, x_[i].x);
-    x_[i].y = fmaf(factor, y.y, x_[i].y);
-    x_[i].z = fmaf(factor, y.z, x_[i].z);
-    x_[i].w = fmaf(factor, y.w, x_[i].w);
+  template <bool kGlobal, class T>
+  __device__ __forceinline__ static T read(const T* from) {
+    if constexpr (kGlobal) {
+      return __ldcg(from);
+    } else {
+      return *from;
+    }
   }
 
-  float4 x_[kQuads];
+  SoftmaxState state_;
+  float4 x_[kQuads] = {};
 };
-
-// Joins the states of all lanes, in one order; returns the factor that brings this lane's
-// accumulator to the reference of the whole.
-__device__ __forceinline__ float share_of_warp(SoftmaxState mine, SoftmaxState& whole) {
-  float reference = mine.is_empty() ? kNoReference : mine.reference;
-#pragma unroll
-  for (int32_t i = 1; i < 32; i *= 2) {
-    reference = fmaxf(reference, __shfl_xor_sync(kFullWarp, reference, i));
-  }
-  whole.reference = reference;
-  const float factor = share(mine, whole);
-  whole.sum = factor * mine.sum;
-#pragma unroll
-  for (int32_t i = 1; i < 32; i *= 2) whole.sum += __shfl_xor_sync(kFullWarp, whole.sum, i);
-  return factor;
-}
 
 }  // namespace tierkv

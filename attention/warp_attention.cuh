@@ -58,10 +58,14 @@ class WarpAttention {
     k_bits_ = v_bits_ = 0;
   }
 
-  // Before tiles of a format: q is [group][kHeadDim] of the row, global memory.
-  __device__ __forceinline__ void use_format(int32_t k_bits, int32_t v_bits, const __half* q,
-                                             int32_t group, float scale_log2) {
-    if (k_bits != k_bits_) load_query(k_bits, q, group, scale_log2);
+  // The query of a row, and its sum; before use_format(). q is [group][kHeadDim] in global
+  // memory. Between the two the state of the row before may still be stored or written.
+  __device__ __forceinline__ void fetch_query(const __half* q, int32_t group);
+  __device__ __forceinline__ void sum_query(float scale_log2);
+
+  // Before tiles of a format.
+  __device__ __forceinline__ void use_format(int32_t k_bits, int32_t v_bits, float scale_log2) {
+    if (k_bits != k_bits_) scale_query(k_bits_, k_bits, scale_log2);
     if (v_bits != v_bits_ && v_bits_ != 0) convert_out(v_bits_, v_bits);
     k_bits_ = k_bits;
     v_bits_ = v_bits;
@@ -102,8 +106,7 @@ class WarpAttention {
     return threadIdx.x % 32;
   }
 
-  __device__ __forceinline__ void load_query(int32_t bits, const __half* q, int32_t group,
-                                             float scale_log2);
+  __device__ __forceinline__ void scale_query(int32_t from_bits, int32_t to_bits, float scale_log2);
   __device__ __forceinline__ void convert_out(int32_t from_bits, int32_t to_bits);
   template <int32_t kKeyBits>
   __device__ __forceinline__ void attend_keys(const uint8_t* chunk, int32_t tiles, int32_t tokens);
@@ -134,13 +137,9 @@ class WarpAttention {
 };
 
 template <int32_t kHeadDim>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::load_query(int32_t bits, const __half* q,
-                                                                    int32_t group,
-                                                                    float scale_log2) {
-  constexpr uint32_t kOnes = 0x3c003c00u;
-  const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+__device__ __forceinline__ void WarpAttention<kHeadDim>::fetch_query(const __half* q,
+                                                                     int32_t group) {
   const int32_t g = lane() / 4, t = lane() % 4;
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
@@ -149,19 +148,37 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::load_query(int32_t bits
       query_[f][half] = g < group ? *reinterpret_cast<const uint32_t*>(from) : 0u;
     }
   }
+}
+
+template <int32_t kHeadDim>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::sum_query(float scale_log2) {
+  constexpr uint32_t kOnes = 0x3c003c00u;
+  const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+  float sums[2][4] = {};  // two chains
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
-    mma_m16n8k16(sums, ones, query_[f][0], query_[f][1]);
+    mma_m16n8k16(sums[f % 2], ones, query_[f][0], query_[f][1]);
+  }
+  query_sum_[0] = (sums[0][0] + sums[1][0]) * scale_log2;
+  query_sum_[1] = (sums[0][1] + sums[1][1]) * scale_log2;
+}
+
+// The factors of codes are powers of two, at most 2^6: exact but for elements of q below 2^-8,
+// whose last bits are lost in fp16's subnormals at 2^-25 absolute.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::scale_query(int32_t from_bits,
+                                                                     int32_t to_bits,
+                                                                     float scale_log2) {
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t dim = f * kDimBlock + 8 * half;
-      const int32_t shift = bits == 16 ? 0 : 24 - unpacked_exponent(bits, dim);
-      query_[f][half] = multiply_halves(query_[f][half], power_of_two(-shift));
+      const int32_t shift = code_shift(from_bits, dim) - code_shift(to_bits, dim);
+      query_[f][half] = multiply_halves(query_[f][half], power_of_two(shift));
     }
   }
-  query_sum_[0] = sums[0] * scale_log2;
-  query_sum_[1] = sums[1] * scale_log2;
-  score_unit_ = bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
+  score_unit_ = to_bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
 }
 
 template <int32_t kHeadDim>
