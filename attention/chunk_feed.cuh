@@ -190,17 +190,17 @@ __device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParams& p, const
   return ready;
 }
 
-// By the whole warp: the chunk into its slot; `full` ends its phase when it has arrived. A page
-// outside the pool is left out and reported.
-__device__ __forceinline__ void start_chunk(const DecodeParams& p, const ReadyChunk& chunk,
-                                            uint64_t* full, ChunkHeader* header) {
+// By the whole warp, all that can be done before the pages may be read. A page outside the pool is
+// left out and reported.
+__device__ __forceinline__ void announce_chunk(const DecodeParams& p, const ReadyChunk& chunk,
+                                               uint64_t* full, ChunkHeader* header) {
   if (threadIdx.x % 32 == 0) {
     *header = chunk.header;
     if (chunk.is_stray) {
       p.row_status[chunk.header.row] = static_cast<int32_t>(StatusCode::kCorrupt);
     }
   }
-  start_copies(full, chunk.pieces);
+  expect_copies(full, chunk.pieces);
 }
 
 // Asks for a chunk to be brought into L2.

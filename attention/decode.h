@@ -48,6 +48,7 @@ struct DecodeShared {
   int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
   int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
   int32_t states;     // SoftmaxState [kDecodeWarps][2][kMaxGroup]
+  int32_t ends;       // WorkItem [2]
   int32_t part_rows;  // int32_t [kDecodeWarps][2]
   int32_t parts;      // float [kDecodeWarps][group][part_stride]
   int32_t bytes;
@@ -58,7 +59,8 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t group, int
   s.full = kDecodeWarps * slots * slot_bytes;
   s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
   s.states = s.headers + kDecodeWarps * kMaxSlots * 16;
-  s.part_rows = s.states + kDecodeWarps * 2 * kMaxGroup * 8;
+  s.ends = s.states + kDecodeWarps * 2 * kMaxGroup * 8;
+  s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
   s.parts = s.part_rows + kDecodeWarps * 2 * 4;
   s.bytes = s.parts + kDecodeWarps * group * part_stride(head_dim) * 4;
   return s;

@@ -39,6 +39,7 @@ class DecodeCta {
     full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full) + warp_ * kMaxSlots;
     headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
     states_ = reinterpret_cast<SoftmaxState*>(shared_bytes + at.states);
+    ends_ = reinterpret_cast<WorkItem*>(shared_bytes + at.ends);
     part_rows_ = reinterpret_cast<int32_t*>(shared_bytes + at.part_rows);
     parts_ = reinterpret_cast<float*>(shared_bytes + at.parts);
   }
@@ -50,6 +51,7 @@ class DecodeCta {
   static constexpr int32_t kGlobalBatch = 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
+  static_assert(kMaxGroup <= kDecodeWarps, "a warp leaves at most one head of a row");
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
   __device__ __forceinline__ const __half* query(int32_t row) const {
@@ -58,9 +60,8 @@ class DecodeCta {
   __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
                                              int32_t row);
   __device__ __forceinline__ void join_rows();
-  __device__ __forceinline__ void join_head(int32_t row, uint32_t parts, int32_t head,
-                                            RowSpan span);
-  __device__ __forceinline__ bool is_last(RowSpan span, int32_t head);
+  __device__ __forceinline__ HeadSum<kHeadDim> join_parts(uint32_t parts, int32_t head) const;
+  __device__ __forceinline__ int32_t leave_part(uint32_t parts, int32_t head, RowSpan span) const;
   __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span, int32_t head);
   __device__ __forceinline__ void write(int32_t row, int32_t head,
                                         const HeadSum<kHeadDim>& sum) const;
@@ -81,6 +82,7 @@ class DecodeCta {
   uint64_t* full_;        // of this warp, as
   ChunkHeader* headers_;  // these
   SoftmaxState* states_;
+  WorkItem* ends_;      // the first item of this CTA and of the next one
   int32_t* part_rows_;  // [kParts], -1: no part
   float* parts_;
   WarpAttention<kHeadDim> attention_;
@@ -95,7 +97,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
   let_next_kernel_start();
   if (!p_.plan_is_settled) wait_for_previous_kernel();
   const int32_t index = blockIdx.x * kDecodeWarps + warp_;
-  attend(p_.items[index], p_.items[index + 1]);
+  const WorkItem item = p_.items[index], next = p_.items[index + 1];
+  if (warp_ == 0 && lane_ == 0) ends_[0] = item;
+  if (warp_ == kDecodeWarps - 1 && lane_ == 0) ends_[1] = next;
+  attend(item, next);
   __syncthreads();
   join_rows();
 }
@@ -112,17 +117,18 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
     if (i >= p_.slots || !feed.has_more()) continue;
     ready[i] = prepare_chunk<kHeadDim>(p_, feed.next(), slots + i * p_.slot_bytes);
     if (p_.plan_is_settled) prefetch_chunk(ready[i]);
+    announce_chunk(p_, ready[i], &full_[i], &headers_[i]);
   }
   if (p_.plan_is_settled) wait_for_previous_kernel();
   if (item.tiles == 0) return;
   int32_t row = item.row, slot = 0;
   uint32_t parity = 0;
-  attention_.start_row();
-  attention_.fetch_query(query(row), p_.group);
 #pragma unroll
   for (int32_t i = 0; i < kMaxSlots; ++i) {
-    if (ready[i].header.tiles > 0) start_chunk(p_, ready[i], &full_[i], &headers_[i]);
+    if (ready[i].header.tiles > 0) copy_pieces(&full_[i], ready[i].pieces);
   }
+  attention_.fetch_query(query(row), p_.group);
+  attention_.start_row();
   attention_.sum_query(p_.scale_log2);
   for (int32_t left = item.tiles; left > 0;) {
     wait_barrier(&full_[slot], parity);
@@ -141,8 +147,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
     left -= header.tiles;
     __syncwarp();
     if (feed.has_more()) {
-      uint8_t* to = slots + slot * p_.slot_bytes;
-      start_chunk(p_, prepare_chunk<kHeadDim>(p_, feed.next(), to), &full_[slot], &headers_[slot]);
+      const ReadyChunk chunk =
+          prepare_chunk<kHeadDim>(p_, feed.next(), slots + slot * p_.slot_bytes);
+      announce_chunk(p_, chunk, &full_[slot], &headers_[slot]);
+      copy_pieces(&full_[slot], chunk.pieces);
     }
     if (++slot == p_.slots) {
       slot = 0;
@@ -169,37 +177,49 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::finish_row(const WorkItem& 
   if (lane_ == 0) part_rows_[i] = row;
 }
 
-// By all warps, when all parts are there: the parts of a row follow each other, a lane looks at
-// each, and a warp joins one head of one row at a time.
+// By all warps, when all parts are there; a lane looks at each. A warp joins one head of one row at
+// a time: first of the rows that other CTAs share, so that the answer to its arrival comes while it
+// joins the others.
 template <int32_t kHeadDim>
 __device__ __forceinline__ void DecodeCta<kHeadDim>::join_rows() {
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
-  const uint32_t valid = __ballot_sync(kFullWarp, row_here >= 0);
-  if (valid == 0) return;
-  const int32_t here = blockIdx.x;
-  const WorkItem first = p_.items[here * kDecodeWarps], next = p_.items[(here + 1) * kDecodeWarps];
-  const RowSpan whole{here, here};
-  int32_t turn = 0;
-  for (uint32_t left = valid; left != 0;) {
+  uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
+  if (left == 0) return;
+  const WorkItem first = ends_[0], next = ends_[1];
+  const int32_t group = p_.group;
+  const bool has_next = next.tile > 0 && next.row != first.row;
+  const int32_t rows[2] = {first.row, has_next ? next.row : -1};
+  const RowSpan spans[2] = {{first.span_first, first.span_last}, {next.span_first, next.span_last}};
+  const int32_t heads[2] = {warp_, (warp_ + kDecodeWarps - group) % kDecodeWarps};
+  int32_t before[2] = {-1, -1};
+#pragma unroll
+  for (int32_t k = 0; k < 2; ++k) {
+    if (rows[k] < 0 || spans[k].is_whole()) continue;
+    const uint32_t parts = __ballot_sync(kFullWarp, row_here == rows[k]);
+    left &= ~parts;
+    if (heads[k] < group) before[k] = leave_part(parts, heads[k], spans[k]);
+  }
+  int32_t turn = warp_;
+  while (left != 0) {
     const int32_t row = __shfl_sync(kFullWarp, row_here, lowest_bit(left));
     const uint32_t parts = __ballot_sync(kFullWarp, row_here == row);
     left &= ~parts;
-    RowSpan span = whole;
-    if (row == first.row) {
-      span = {first.span_first, first.span_last};
-    } else if (row == next.row && next.tile > 0) {
-      span = {next.span_first, next.span_last};
-    }
-    for (int32_t head = 0; head < p_.group; ++head, ++turn) {
-      if (turn % kDecodeWarps == warp_) join_head(row, parts, head, span);
-    }
+    for (; turn < group; turn += kDecodeWarps) write(row, turn, join_parts(parts, turn));
+    turn -= group;
+  }
+#pragma unroll
+  for (int32_t k = 0; k < 2; ++k) {
+    if (__shfl_sync(kFullWarp, before[k], 0) != spans[k].ctas() - 1) continue;
+    if (lane_ == 0) p_.arrivals[spans[k].first * kMaxGroup + heads[k]] = 0;
+    __syncwarp();  // what lane 0 has acquired is there for all
+    join_ctas(rows[k], spans[k], heads[k]);
   }
 }
 
 // The parts of the CTA's warps.
 template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::join_head(int32_t row, uint32_t parts,
-                                                               int32_t head, RowSpan span) {
+__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim>::join_parts(uint32_t parts,
+                                                                             int32_t head) const {
   HeadSum<kHeadDim> sum;
   while (parts != 0) {
     typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
@@ -213,26 +233,17 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::join_head(int32_t row, uint
     }
     sum.template add<kSharedBatch, false>(batch);
   }
-  if (span.is_whole()) {
-    write(row, head, sum);
-    return;
-  }
-  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
-  sum.store(p_.part_states + to, p_.parts + to * kHeadDim);
-  __syncwarp();
-  if (is_last(span, head)) join_ctas(row, span, head);
+  return sum;
 }
 
-// Whether all others have left their parts of the head.
+// The CTA's part of a head, in global memory; in lane 0, how many other CTAs had left theirs.
 template <int32_t kHeadDim>
-__device__ __forceinline__ bool DecodeCta<kHeadDim>::is_last(RowSpan span, int32_t head) {
-  int32_t* arrivals = &p_.arrivals[span.first * kMaxGroup + head];
-  int32_t last = 0;
-  if (lane_ == 0) {
-    last = arrive_acq_rel(arrivals) == span.ctas() - 1;
-    if (last != 0) *arrivals = 0;
-  }
-  return __shfl_sync(kFullWarp, last, 0) != 0;
+__device__ __forceinline__ int32_t DecodeCta<kHeadDim>::leave_part(uint32_t parts, int32_t head,
+                                                                   RowSpan span) const {
+  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
+  join_parts(parts, head).store(p_.part_states + to, p_.parts + to * kHeadDim);
+  __syncwarp();
+  return lane_ == 0 ? arrive_acq_rel(&p_.arrivals[span.first * kMaxGroup + head]) : -1;
 }
 
 // The parts of all CTAs that share the row.

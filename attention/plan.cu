@@ -4,7 +4,7 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kPlanThreads = 1024;
+constexpr int32_t kPlanThreads = 256;
 constexpr int32_t kPlanWarps = kPlanThreads / 32;
 constexpr int32_t kPlanItems = kPlanThreads - 1;  // a CTA makes; it knows one more start
 constexpr int32_t kKeptRows = 8192;               // rows whose tokens are kept in shared memory
@@ -51,7 +51,9 @@ class LayerPlan {
     ItemPlace place{p_.rows.num_rows, 0, shared_.before[kPlanThreads].tiles, 0, {}};
     if (is_item) place = place_at_cost(part_start(cost, i, items));
     shared_.starts[t] = place.start();
-    if (t < ctas) shared_.cta_starts[t] = place_at_cost(part_start(cost, t, ctas)).start();
+    for (int32_t c = t; c < ctas; c += kPlanThreads) {
+      shared_.cta_starts[c] = place_at_cost(part_start(cost, c, ctas)).start();
+    }
     __syncthreads();
     if (t == kPlanItems || i > p_.max_ctas * p_.warps) return;
     WorkItem item{place.row, place.tile, 0, {0, 0, 0}, 0, 0};
@@ -98,7 +100,8 @@ class LayerPlan {
     const RowWork upto = scan_warp(read_rows(), lane);
     if (lane == 31) shared_.warp_work[warp] = upto;
     __syncthreads();
-    const RowWork warps = scan_warp(shared_.warp_work[lane], lane);  // by every warp for itself
+    const RowWork none{0, 0};  // by every warp for itself
+    const RowWork warps = scan_warp(lane < kPlanWarps ? shared_.warp_work[lane] : none, lane);
     const int32_t from = warp > 0 ? warp - 1 : 0;
     RowWork before{__shfl_sync(kFullWarp, warps.tiles, from),
                    __shfl_sync(kFullWarp, warps.cost, from)};

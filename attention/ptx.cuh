@@ -99,17 +99,24 @@ struct CopyPieces {
   CopyPiece piece[kCopyPieces];
 };
 
-// Called by the whole warp, the same pieces in every lane; the phase of the barrier ends when they
-// have arrived.
-__device__ __forceinline__ void start_copies(uint64_t* barrier, const CopyPieces& pieces) {
-  const uint32_t address = shared_address(barrier);
+// Both are called by the whole warp with the same pieces in every lane: expect_copies() first, then
+// copy_pieces(); the phase of the barrier ends when the bytes have arrived.
+__device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPieces& pieces) {
 #if TKV_BULK_COPY
-  if (threadIdx.x % 32 != 0) return;
   uint32_t total = 0;
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) total += pieces.piece[i].bytes;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(total)
-               : "memory");
+  if (threadIdx.x % 32 != 0) return;
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(total)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
+  const uint32_t address = shared_address(barrier);
+#if TKV_BULK_COPY
+  if (threadIdx.x % 32 != 0) return;
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
     const CopyPiece& piece = pieces.piece[i];

@@ -36,11 +36,6 @@ __device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits) {
   return k_bits == 16 || v_bits == 16 ? 1 : 2;
 }
 
-// What the steps of one format have in common: the segments of a chunk, each at its next tile.
-struct ChunkCursors {
-  const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
-};
-
 template <int32_t kHeadDim>
 class WarpAttention {
  public:
@@ -112,19 +107,29 @@ class WarpAttention {
   __device__ __forceinline__ void attend_keys(const uint8_t* chunk, int32_t tiles, int32_t tokens);
   template <int32_t kKeyBits, int32_t kValueBits>
   __device__ __forceinline__ void attend_tiles(const uint8_t* chunk, int32_t tiles, int32_t tokens);
-  template <int32_t kKeyBits, int32_t kValueBits>
-  __device__ __forceinline__ void step(const ChunkCursors& at, int32_t tokens);
   template <int32_t kBits, int32_t kTiles>
-  __device__ __forceinline__ void score_keys(const ChunkCursors& at, Step<kTiles>& s) const;
+  __device__ __forceinline__ void multiply_keys(const uint8_t* codes,
+                                                float (&products)[kTiles][4]) const;
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void scale_products(const uint8_t* metadata,
+                                                 const float (&products)[kTiles][4],
+                                                 Step<kTiles>& s) const;
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void load_values(const uint8_t* codes, const uint8_t* metadata,
+                                              LaneWords<kBits, kHeadDim> (&words)[kTiles],
+                                              Step<kTiles>& s) const;
   template <int32_t kTiles>
-  __device__ __forceinline__ void mask(int32_t tokens, Step<kTiles>& s) const;
+  __device__ __forceinline__ void mask_scores(int32_t tokens, Step<kTiles>& s) const;
+  template <int32_t kTiles>
+  __device__ __forceinline__ void mask_values(int32_t tokens,
+                                              LaneWords<16, kHeadDim> (&words)[kTiles]) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
   template <int32_t kBits, int32_t kTiles>
   __device__ __forceinline__ void add_values(const LaneWords<kBits, kHeadDim> (&words)[kTiles],
-                                             const Step<kTiles>& s, int32_t tokens);
+                                             const Step<kTiles>& s);
   __device__ __forceinline__ void sum_lanes();
 
   float out_[kBlocks][4];       // in units of the current value format
@@ -212,70 +217,61 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_keys(const uint8
   }
 }
 
+// The products of a step's keys are made a step ahead, while the weights of the one before are.
+// Only the last step may be partial.
 template <int32_t kHeadDim>
 template <int32_t kKeyBits, int32_t kValueBits>
 __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_tiles(const uint8_t* chunk,
                                                                       int32_t tiles,
                                                                       int32_t tokens) {
   constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits);
+  constexpr int32_t kStepTokens = kTiles * kTileTokens;
   constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
   constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
   constexpr int32_t kKeyMetadata = kKeyBits == 16 ? 0 : kMetadataBlockBytes;
   constexpr int32_t kValueMetadata = kValueBits == 16 ? 0 : kMetadataBlockBytes;
-  ChunkCursors at;
-  at.k_codes = chunk;
-  at.k_metadata = at.k_codes + tiles * kKeyBytes;
-  at.v_codes = at.k_metadata + tiles * kKeyMetadata;
-  at.v_metadata = at.v_codes + tiles * kValueBytes;
+  const uint8_t* k_codes = chunk;
+  const uint8_t* k_metadata = k_codes + tiles * kKeyBytes;
+  const uint8_t* v_codes = k_metadata + tiles * kKeyMetadata;
+  const uint8_t* v_metadata = v_codes + tiles * kValueBytes;
+  float products[kTiles][4];
+  multiply_keys<kKeyBits>(k_codes, products);
 #pragma unroll 1
-  for (; tokens > 0; tokens -= kTiles * kTileTokens) {
-    step<kKeyBits, kValueBits>(at, tokens);
-    at.k_codes += kTiles * kKeyBytes;
-    at.k_metadata += kTiles * kKeyMetadata;
-    at.v_codes += kTiles * kValueBytes;
-    at.v_metadata += kTiles * kValueMetadata;
+  for (; tokens > kStepTokens; tokens -= kStepTokens) {
+    Step<kTiles> s;
+    LaneWords<kValueBits, kHeadDim> values[kTiles];
+    scale_products<kKeyBits>(k_metadata, products, s);
+    load_values(v_codes, v_metadata, values, s);
+    k_codes += kTiles * kKeyBytes;
+    k_metadata += kTiles * kKeyMetadata;
+    v_codes += kTiles * kValueBytes;
+    v_metadata += kTiles * kValueMetadata;
+    multiply_keys<kKeyBits>(k_codes, products);
+    weigh(s);
+    add_values(values, s);
   }
-}
-
-template <int32_t kHeadDim>
-template <int32_t kKeyBits, int32_t kValueBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::step(const ChunkCursors& at,
-                                                              int32_t tokens) {
-  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits);
   Step<kTiles> s;
-  score_keys<kKeyBits>(at, s);
   LaneWords<kValueBits, kHeadDim> values[kTiles];
-#pragma unroll
-  for (int32_t i = 0; i < kTiles; ++i) {
-    TileMetadata v;
-    v.set(1.0f, 0.0f);
-    if constexpr (kValueBits != 16) v.load(at.v_metadata + i * kMetadataBlockBytes, lane());
-#pragma unroll
-    for (int32_t r = 0; r < 2; ++r) {
-      s.scale[i][r] = kValueBits == 16 ? 1.0f : fmaxf(v.scale[r], kLeastScale);
-      s.zero_point[i][r] = v.zero_point[r];
-    }
-    values[i].load(at.v_codes + i * TileLayout{kValueBits, kHeadDim}.bytes(), lane());
+  scale_products<kKeyBits>(k_metadata, products, s);
+  load_values(v_codes, v_metadata, values, s);
+  if (tokens < kStepTokens) {
+    mask_scores(tokens, s);
+    if constexpr (kValueBits == 16) mask_values(tokens, values);
   }
-  if (tokens < kTiles * kTileTokens) mask(tokens, s);
   weigh(s);
-  add_values(values, s, tokens);
+  add_values(values, s);
 }
 
-// Scores in log2 units less the reference.
 template <int32_t kHeadDim>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::score_keys(const ChunkCursors& at,
-                                                                    Step<kTiles>& s) const {
+__device__ __forceinline__ void WarpAttention<kHeadDim>::multiply_keys(
+    const uint8_t* codes, float (&products)[kTiles][4]) const {
   LaneWords<kBits, kHeadDim> words[kTiles];
-  TileMetadata k[kTiles];
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
-    words[i].load(at.k_codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
-    k[i].set(1.0f, 0.0f);
-    if constexpr (kBits != 16) k[i].load(at.k_metadata + i * kMetadataBlockBytes, lane());
+    words[i].load(codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) s.score[i][j] = 0.0f;
+    for (int32_t j = 0; j < 4; ++j) products[i][j] = 0.0f;
   }
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
@@ -283,28 +279,57 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::score_keys(const ChunkC
     for (int32_t i = 0; i < kTiles; ++i) {
       uint32_t a[4];
       words[i].template fragment<Component::kKey>(f, a);
-      mma_m16n8k16(s.score[i], a, query_[f][0], query_[f][1]);
+      mma_m16n8k16(products[i], a, query_[f][0], query_[f][1]);
     }
   }
+}
+
+// Scores in log2 units less the reference.
+template <int32_t kHeadDim>
+template <int32_t kBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::scale_products(
+    const uint8_t* metadata, const float (&products)[kTiles][4], Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
+    TileMetadata k;
+    k.set(1.0f, 0.0f);
+    if constexpr (kBits != 16) k.load(metadata + i * kMetadataBlockBytes, lane());
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
-      const float scale = k[i].scale[r] * score_unit_;
+      const float scale = k.scale[r] * score_unit_;
 #pragma unroll
       for (int32_t j = 0; j < 2; ++j) {
-        const float offset = fmaf(k[i].zero_point[r], query_sum_[j], -reference_[j]);
-        s.score[i][2 * r + j] = fmaf(s.score[i][2 * r + j], scale, offset);
+        const float offset = fmaf(k.zero_point[r], query_sum_[j], -reference_[j]);
+        s.score[i][2 * r + j] = fmaf(products[i][2 * r + j], scale, offset);
       }
     }
+  }
+}
+
+template <int32_t kHeadDim>
+template <int32_t kBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::load_values(
+    const uint8_t* codes, const uint8_t* metadata, LaneWords<kBits, kHeadDim> (&words)[kTiles],
+    Step<kTiles>& s) const {
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+    TileMetadata v;
+    v.set(1.0f, 0.0f);
+    if constexpr (kBits != 16) v.load(metadata + i * kMetadataBlockBytes, lane());
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      s.scale[i][r] = kBits == 16 ? 1.0f : fmaxf(v.scale[r], kLeastScale);
+      s.zero_point[i][r] = v.zero_point[r];
+    }
+    words[i].load(codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
   }
 }
 
 // Tokens from `tokens` on weigh nothing, whatever their bytes are.
 template <int32_t kHeadDim>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim>::mask(int32_t tokens,
-                                                              Step<kTiles>& s) const {
+__device__ __forceinline__ void WarpAttention<kHeadDim>::mask_scores(int32_t tokens,
+                                                                     Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -313,6 +338,27 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::mask(int32_t tokens,
       s.score[i][2 * r] = s.score[i][2 * r + 1] = -INFINITY;
       s.scale[i][r] = 1.0f;
       s.zero_point[i][r] = 0.0f;
+    }
+  }
+}
+
+// Codes are finite whatever they are, so a weight of 0 discards them; raw values may be NaN where
+// there is no token.
+template <int32_t kHeadDim>
+template <int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim>::mask_values(
+    int32_t tokens, LaneWords<16, kHeadDim> (&words)[kTiles]) const {
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t left = tokens - i * kTileTokens - 8 * half - 2 * (lane() % 4);
+      const uint32_t kept = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+        words[i].word[4 * f + 2 * half] &= kept;
+        words[i].word[4 * f + 2 * half + 1] &= kept;
+      }
     }
   }
 }
@@ -395,30 +441,13 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::weigh(Step<kTiles>& s) 
 template <int32_t kHeadDim>
 template <int32_t kBits, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim>::add_values(
-    const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s, int32_t tokens) {
-  // Codes are finite whatever they are, so a weight of 0 discards them; raw values may be NaN where
-  // there is no token.
-  uint32_t kept[kTiles][2];
-  if constexpr (kBits == 16) {
-#pragma unroll
-    for (int32_t i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const int32_t left = tokens - i * kTileTokens - 8 * half - 2 * (lane() % 4);
-        kept[i][half] = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
-      }
-    }
-  }
+    const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s) {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
       uint32_t a[4];
       words[i].template fragment<Component::kValue>(f, a);
-      if constexpr (kBits == 16) {
-#pragma unroll
-        for (int32_t r = 0; r < 4; ++r) a[r] &= kept[i][r / 2];
-      }
       mma_m16n8k16(out_[f], a, s.weight[i][0], s.weight[i][1]);
     }
   }
