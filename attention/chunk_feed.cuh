@@ -19,9 +19,10 @@ struct alignas(16) ChunkHeader {
 // A chunk and where its bytes are.
 struct Chunk {
   ChunkHeader header;
-  int32_t page;        // id
-  int32_t page_tiles;  // of a full page
-  int32_t tile;        // first tile in the page
+  int32_t tier;
+  int32_t page;  // id
+  int32_t tile;  // first tile in the page
+  bool is_page;  // all tiles of a page
 };
 
 // By a whole warp; all lanes hold the same state but for page ids.
@@ -50,19 +51,17 @@ class ChunkFeed {
 
   // has_more() before.
   __device__ __forceinline__ Chunk next() {
-    if (tier_ == kAttentionTiers) {
-      const Chunk empty{{row_, 0, 1, 0}, kNoPage, 0, 0};
-      if (--left_ > 0) enter_row();
-      return empty;
+    Chunk chunk{{row_, 0, 1, 0}, 0, kNoPage, 0, false};
+    if (tier_ < kAttentionTiers) {
+      const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
+                                    smaller(tiles_of(tier_tokens_), left_));
+      chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
+      chunk.tier = tier_;
+      chunk.page = __shfl_sync(kFullWarp, ids_, page_ % 32);
+      chunk.tile = page_tile_;
+      chunk.is_page = tiles == page_tiles_;
     }
-    const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
-                                  smaller(tiles_of(tier_tokens_), left_));
-    Chunk chunk;
-    chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
-    chunk.page = __shfl_sync(kFullWarp, ids_, page_ % 32);
-    chunk.page_tiles = page_tiles_;
-    chunk.tile = page_tile_;
-    pass(tiles);
+    pass(chunk.header.tiles);
     return chunk;
   }
 
@@ -71,6 +70,7 @@ class ChunkFeed {
     return threadIdx.x % 32;
   }
 
+  // Over the tiles of a chunk, to where the next one begins.
   __device__ __forceinline__ void pass(int32_t tiles) {
     left_ -= tiles;
     tier_tokens_ -= tiles * kTileTokens;
@@ -83,17 +83,19 @@ class ChunkFeed {
       }
     }
     if (left_ == 0 || tier_tokens_ > 0) return;
-    enter_tier(tier_ + 1, 0);
-    if (tier_ == kAttentionTiers) enter_row();
-  }
-
-  __device__ __forceinline__ void enter_row() {
-    ++row_;
-    table_row_ = table_row_of(p_.rows, p_.layer, row_);
-    const RowTokens n = row_tokens(p_.rows, table_row_);
+    int32_t tier = tier_ + 1;
+    bool row_has_more = false;
 #pragma unroll
-    for (int32_t t = 0; t < kAttentionTiers; ++t) tokens_[t] = n.tier[t];
-    enter_tier(0, 0);
+    for (int32_t t = 0; t < kAttentionTiers; ++t) row_has_more |= t >= tier && tokens_[t] > 0;
+    if (!row_has_more) {
+      ++row_;
+      table_row_ = table_row_of(p_.rows, p_.layer, row_);
+      const RowTokens n = row_tokens(p_.rows, table_row_);
+#pragma unroll
+      for (int32_t t = 0; t < kAttentionTiers; ++t) tokens_[t] = n.tier[t];
+      tier = 0;
+    }
+    enter_tier(tier, 0);
   }
 
   // The first tier from `tier` on that has tokens, at its tile `tile`; kAttentionTiers where there
@@ -107,6 +109,8 @@ class ChunkFeed {
       tier_ = t;
       tier_tokens_ = tokens_[t];
     }
+    page_tile_ = 0;
+    page_tiles_ = -1;  // which no page tile is
     if (tier_ == kAttentionTiers) return;
     const TierSource& at = p_.rows.tiers[tier_];
     format_ = at.format;
@@ -145,47 +149,37 @@ struct ReadyChunk {
   bool is_stray;  // its page is outside the pool
 };
 
-// The bytes of a chunk, to a slot: the four segments, back to back. A whole page is one piece,
-// because its segments lie like that already.
-template <int32_t kHeadDim>
-__device__ __forceinline__ CopyPieces chunk_pieces(const DecodeParams& p, const Chunk& chunk,
-                                                   uint8_t* slot) {
-  const int32_t k_bits = key_bits(chunk.header.format), v_bits = value_bits(chunk.header.format);
-  const PageLayout layout = page_layout(
-      {kHeadDim, k_bits, v_bits, k_bits != 16, v_bits != 16, chunk.page_tiles * kTileTokens});
-  const uint8_t* page = p.pool + chunk.page * p.page_bytes;
-  const int32_t tiles = chunk.header.tiles;
-  CopyPieces out{};
-  if (tiles == chunk.page_tiles) {
-    out.piece[0] = {slot, page, static_cast<uint32_t>(layout.scores)};
-    return out;
-  }
-  int32_t i = 0;
-#pragma unroll
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    const int32_t bytes[2] = {tiles * layout.tile(c).bytes(),
-                              tiles * tile_metadata_bytes(layout.groups(c))};
-    const int32_t from[2] = {layout.tile_codes_byte(c, chunk.tile),
-                             layout.tile_metadata_byte(c, chunk.tile)};
-#pragma unroll
-    for (int32_t k = 0; k < 2; ++k) {
-      out.piece[i++] = {slot, page + from[k], static_cast<uint32_t>(bytes[k])};
-      slot += bytes[k];
-    }
-  }
-  return out;
-}
-
-template <int32_t kHeadDim>
+// The chunk's four segments go to the slot back to back. A whole page is one piece, because its
+// segments lie like that already.
 __device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParams& p, const Chunk& chunk,
                                                     uint8_t* slot) {
-  ReadyChunk ready{chunk.header, {}, false};
+  ReadyChunk ready;
+  ready.header = chunk.header;
+  ready.is_stray = false;
+  ready.pieces.count = 0;
+  ready.pieces.total = 0;
   if (chunk.header.tokens == 0) return ready;
-  if (chunk.page >= 0 && chunk.page < p.num_pages) {
-    ready.pieces = chunk_pieces<kHeadDim>(p, chunk, slot);
-  } else {
+  if (chunk.page < 0 || chunk.page >= p.num_pages) {
     ready.is_stray = true;
     ready.header.tokens = 0;
+    return ready;
+  }
+  const TierSource& tier = p.rows.tiers[chunk.tier];
+  const uint8_t* page = p.pool + chunk.page * p.page_bytes;
+  if (chunk.is_page) {
+    ready.pieces.count = 1;
+    ready.pieces.total = tier.page_bytes;
+    ready.pieces.piece[0] = {slot, page, ready.pieces.total};
+    return ready;
+  }
+  ready.pieces.count = kCopyPieces;
+#pragma unroll
+  for (int32_t i = 0; i < kCopyPieces; ++i) {
+    const int32_t tile_bytes = tier.segment_tile[i], bytes = chunk.header.tiles * tile_bytes;
+    ready.pieces.piece[i] = {slot, page + tier.segment[i] + chunk.tile * tile_bytes,
+                             static_cast<uint32_t>(bytes)};
+    ready.pieces.total += bytes;
+    slot += bytes;
   }
   return ready;
 }
@@ -201,14 +195,6 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Read
     }
   }
   expect_copies(full, chunk.pieces);
-}
-
-// Asks for a chunk to be brought into L2.
-__device__ __forceinline__ void prefetch_chunk(const ReadyChunk& chunk) {
-#pragma unroll
-  for (int32_t i = 0; i < kCopyPieces; ++i) {
-    prefetch_to_l2(chunk.pieces.piece[i].from, chunk.pieces.piece[i].bytes);
-  }
 }
 
 }  // namespace tierkv

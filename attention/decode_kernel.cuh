@@ -110,54 +110,54 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
                                                             const WorkItem& next) {
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
-  ReadyChunk ready[kMaxSlots];
-#pragma unroll
-  for (int32_t i = 0; i < kMaxSlots; ++i) {
-    ready[i].header.tiles = 0;
-    if (i >= p_.slots || !feed.has_more()) continue;
-    ready[i] = prepare_chunk<kHeadDim>(p_, feed.next(), slots + i * p_.slot_bytes);
-    if (p_.plan_is_settled) prefetch_chunk(ready[i]);
-    announce_chunk(p_, ready[i], &full_[i], &headers_[i]);
+  if (p_.plan_is_settled) {
+    ChunkFeed ahead = feed;
+#pragma unroll 1
+    for (int32_t i = 0; i < p_.slots && ahead.has_more(); ++i) {
+      prefetch_pieces(prepare_chunk(p_, ahead.next(), slots).pieces);
+    }
+    wait_for_previous_kernel();
   }
-  if (p_.plan_is_settled) wait_for_previous_kernel();
   if (item.tiles == 0) return;
-  int32_t row = item.row, slot = 0;
+  int32_t row = item.row, slot = 0, left = item.tiles;
   uint32_t parity = 0;
-#pragma unroll
-  for (int32_t i = 0; i < kMaxSlots; ++i) {
-    if (ready[i].header.tiles > 0) copy_pieces(&full_[i], ready[i].pieces);
-  }
   attention_.fetch_query(query(row), p_.group);
   attention_.start_row();
-  attention_.sum_query(p_.scale_log2);
-  for (int32_t left = item.tiles; left > 0;) {
-    wait_barrier(&full_[slot], parity);
-    const ChunkHeader header = headers_[slot];
-    if (header.row != row) {
-      attention_.fetch_query(query(header.row), p_.group);
-      finish_row(item, next, row);
-      row = header.row;
-      attention_.start_row();
-      attention_.sum_query(p_.scale_log2);
+  // The first rounds fill the ring; then each takes a chunk out before it puts one in.
+#pragma unroll 1
+  for (int32_t round = -p_.slots;; ++round) {
+    if (round == 0) attention_.sum_query(p_.scale_log2);
+    if (round >= 0) {
+      ChunkHeader header{-1, 0, 0, 0};
+      if (left > 0) {
+        wait_barrier(&full_[slot], parity);
+        header = headers_[slot];
+      }
+      if (header.row != row) {
+        if (left > 0) attention_.fetch_query(query(header.row), p_.group);
+        finish_row(item, next, row);
+        if (left == 0) return;
+        row = header.row;
+        attention_.start_row();
+        attention_.sum_query(p_.scale_log2);
+      }
+      if (header.tokens > 0) {
+        attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+        attention_.attend(slots + slot * p_.slot_bytes, header.tiles, header.tokens);
+      }
+      left -= header.tiles;
+      __syncwarp();
     }
-    if (header.tokens > 0) {
-      attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
-      attention_.attend(slots + slot * p_.slot_bytes, header.tiles, header.tokens);
-    }
-    left -= header.tiles;
-    __syncwarp();
     if (feed.has_more()) {
-      const ReadyChunk chunk =
-          prepare_chunk<kHeadDim>(p_, feed.next(), slots + slot * p_.slot_bytes);
+      const ReadyChunk chunk = prepare_chunk(p_, feed.next(), slots + slot * p_.slot_bytes);
       announce_chunk(p_, chunk, &full_[slot], &headers_[slot]);
       copy_pieces(&full_[slot], chunk.pieces);
     }
     if (++slot == p_.slots) {
       slot = 0;
-      parity ^= 1;
+      if (round >= 0) parity ^= 1;
     }
   }
-  finish_row(item, next, row);
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.

@@ -96,40 +96,61 @@ struct CopyPiece {
 };
 inline constexpr int32_t kCopyPieces = 4;
 struct CopyPieces {
+  int32_t count;   // 0, 1 or kCopyPieces
+  uint32_t total;  // bytes
   CopyPiece piece[kCopyPieces];
 };
 
-// Both are called by the whole warp with the same pieces in every lane: expect_copies() first, then
-// copy_pieces(); the phase of the barrier ends when the bytes have arrived.
-__device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPieces& pieces) {
+__device__ __forceinline__ bool is_first_lane() {
+  return threadIdx.x % 32 == 0;
+}
+
+// All three are called by the whole warp with the same pieces in every lane. prefetch_pieces() asks
+// for them to be brought into L2. expect_copies() and then copy_pieces() bring them into shared
+// memory; the phase of the barrier ends when they are there.
 #if TKV_BULK_COPY
-  uint32_t total = 0;
+__device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
+  if (piece.bytes == 0) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(piece.from), "r"(piece.bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece) {
+  if (piece.bytes == 0) return;
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(piece.to)),
+      "l"(piece.from), "r"(piece.bytes), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_pieces(const CopyPieces& pieces) {
+  if (!is_first_lane() || pieces.count == 0) return;
+  prefetch_piece(pieces.piece[0]);
+  if (pieces.count == 1) return;
 #pragma unroll
-  for (int32_t i = 0; i < kCopyPieces; ++i) total += pieces.piece[i].bytes;
-  if (threadIdx.x % 32 != 0) return;
+  for (int32_t i = 1; i < kCopyPieces; ++i) prefetch_piece(pieces.piece[i]);
+}
+__device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPieces& pieces) {
+  if (!is_first_lane()) return;
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(total)
+      "r"(pieces.total)
       : "memory");
-#endif
 }
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
+  if (!is_first_lane() || pieces.count == 0) return;
   const uint32_t address = shared_address(barrier);
-#if TKV_BULK_COPY
-  if (threadIdx.x % 32 != 0) return;
+  copy_piece(address, pieces.piece[0]);
+  if (pieces.count == 1) return;
 #pragma unroll
-  for (int32_t i = 0; i < kCopyPieces; ++i) {
-    const CopyPiece& piece = pieces.piece[i];
-    if (piece.bytes == 0) continue;
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(piece.to)),
-        "l"(piece.from), "r"(piece.bytes), "r"(address)
-        : "memory");
-  }
+  for (int32_t i = 1; i < kCopyPieces; ++i) copy_piece(address, pieces.piece[i]);
+}
 #else
+__device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
+__device__ __forceinline__ void expect_copies(uint64_t*, const CopyPieces&) {}
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
+    if (i >= pieces.count) break;
     const CopyPiece& piece = pieces.piece[i];
     for (uint32_t at = threadIdx.x % 32 * 16; at < piece.bytes; at += 512) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(piece.to) + at),
@@ -137,18 +158,10 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
                    : "memory");
     }
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
-#endif
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
-
-// Called by the whole warp: asks for a piece to be brought into L2. Nobody waits for it.
-__device__ __forceinline__ void prefetch_to_l2(const uint8_t* from, uint32_t bytes) {
-#if TKV_BULK_COPY
-  if (threadIdx.x % 32 == 0 && bytes > 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-  }
 #endif
-}
 
 // ---- memory order between CTAs ----
 

@@ -217,8 +217,6 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_keys(const uint8
   }
 }
 
-// The products of a step's keys are made a step ahead, while the weights of the one before are.
-// Only the last step may be partial.
 template <int32_t kHeadDim>
 template <int32_t kKeyBits, int32_t kValueBits>
 __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_tiles(const uint8_t* chunk,
@@ -234,44 +232,39 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_tiles(const uint
   const uint8_t* k_metadata = k_codes + tiles * kKeyBytes;
   const uint8_t* v_codes = k_metadata + tiles * kKeyMetadata;
   const uint8_t* v_metadata = v_codes + tiles * kValueBytes;
-  float products[kTiles][4];
-  multiply_keys<kKeyBits>(k_codes, products);
 #pragma unroll 1
-  for (; tokens > kStepTokens; tokens -= kStepTokens) {
+  for (; tokens > 0; tokens -= kStepTokens) {
+    float products[kTiles][4];
     Step<kTiles> s;
     LaneWords<kValueBits, kHeadDim> values[kTiles];
+    multiply_keys<kKeyBits>(k_codes, products);
     scale_products<kKeyBits>(k_metadata, products, s);
     load_values(v_codes, v_metadata, values, s);
+    if (tokens < kStepTokens) {
+      mask_scores(tokens, s);
+      if constexpr (kValueBits == 16) mask_values(tokens, values);
+    }
+    weigh(s);
+    add_values(values, s);
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
     v_codes += kTiles * kValueBytes;
     v_metadata += kTiles * kValueMetadata;
-    multiply_keys<kKeyBits>(k_codes, products);
-    weigh(s);
-    add_values(values, s);
   }
-  Step<kTiles> s;
-  LaneWords<kValueBits, kHeadDim> values[kTiles];
-  scale_products<kKeyBits>(k_metadata, products, s);
-  load_values(v_codes, v_metadata, values, s);
-  if (tokens < kStepTokens) {
-    mask_scores(tokens, s);
-    if constexpr (kValueBits == 16) mask_values(tokens, values);
-  }
-  weigh(s);
-  add_values(values, s);
 }
 
+// Two chains of mma a tile: their latency is most of a step's.
 template <int32_t kHeadDim>
 template <int32_t kBits, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim>::multiply_keys(
     const uint8_t* codes, float (&products)[kTiles][4]) const {
   LaneWords<kBits, kHeadDim> words[kTiles];
+  float odd[kTiles][4];
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
     words[i].load(codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) products[i][j] = 0.0f;
+    for (int32_t j = 0; j < 4; ++j) products[i][j] = odd[i][j] = 0.0f;
   }
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
@@ -279,8 +272,13 @@ __device__ __forceinline__ void WarpAttention<kHeadDim>::multiply_keys(
     for (int32_t i = 0; i < kTiles; ++i) {
       uint32_t a[4];
       words[i].template fragment<Component::kKey>(f, a);
-      mma_m16n8k16(products[i], a, query_[f][0], query_[f][1]);
+      mma_m16n8k16(f % 2 == 0 ? products[i] : odd[i], a, query_[f][0], query_[f][1]);
     }
+  }
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) products[i][j] += odd[i][j];
   }
 }
 

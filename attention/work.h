@@ -44,9 +44,12 @@ struct TierSource {
   int32_t format = 0;               // pair_format()
   int32_t page_tiles = 1;           // of a full page
   int32_t chunk_tiles = 1;
-  int32_t tile_cost = 1;   // bytes read / kCostUnitBytes
-  int32_t max_pages = 0;   // of a table row
-  int32_t max_tokens = 0;  // that they hold
+  int32_t segment[4] = {};       // byte in the page: key codes, their metadata, values, theirs
+  int32_t segment_tile[4] = {};  // bytes of a tile there
+  int32_t page_bytes = 0;        // of all four segments
+  int32_t tile_cost = 1;         // bytes read / kCostUnitBytes
+  int32_t max_pages = 0;         // of a table row
+  int32_t max_tokens = 0;        // that they hold
 };
 
 // The rows of a launch: row i is kv_head i % num_kv_heads of sequence i / num_kv_heads of the
@@ -106,7 +109,7 @@ TKV_HD constexpr int32_t cut_page(int32_t page_tiles, int32_t tile_bytes, int32_
   return smaller(even, (equal + 1) & ~1);
 }
 
-TKV_HD TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes) {
+inline TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes) {
   TierSource tier;
   const int32_t tile_bytes = tile_read_bytes(layout);
   const int64_t held = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
@@ -116,6 +119,14 @@ TKV_HD TierSource tier_source(const PageLayout& layout, const SideView& side, in
   tier.format = pair_format(layout.k_tile.bits, layout.v_tile.bits);
   tier.page_tiles = layout.tiles();
   tier.chunk_tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
+  const Component components[2] = {Component::kKey, Component::kValue};
+  for (int32_t c = 0; c < 2; ++c) {
+    tier.segment[2 * c] = layout.tile_codes_byte(components[c], 0);
+    tier.segment[2 * c + 1] = layout.tile_metadata_byte(components[c], 0);
+    tier.segment_tile[2 * c] = layout.tile(components[c]).bytes();
+    tier.segment_tile[2 * c + 1] = tile_metadata_bytes(layout.groups(components[c]));
+  }
+  tier.page_bytes = layout.scores;
   tier.tile_cost = ceil_div(tile_bytes, kCostUnitBytes);
   tier.max_pages = side.max_pages;
   tier.max_tokens = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;

@@ -156,6 +156,8 @@ struct CopyPiece {
 };
 inline constexpr int32_t kCopyPieces = 4;
 struct CopyPieces {
+  int32_t count;
+  uint32_t total;
   CopyPiece piece[kCopyPieces];
 };
 
@@ -200,7 +202,10 @@ inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (emulator::cta().lane() != 0) return;
   EmulatedBarrier& b = emulated_barriers().at(barrier);
   if (b.armed) std::abort();
-  for (const CopyPiece& piece : pieces.piece) {
+  uint32_t total = 0;
+  for (int32_t i = 0; i < pieces.count; ++i) {
+    const CopyPiece& piece = pieces.piece[i];
+    total += piece.bytes;
     const bool aligned = piece.bytes % 16 == 0 && reinterpret_cast<uintptr_t>(piece.to) % 16 == 0 &&
                          reinterpret_cast<uintptr_t>(piece.from) % 16 == 0;
     if (!aligned) std::abort();
@@ -208,10 +213,11 @@ inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
     std::memset(piece.to, 0xff, piece.bytes);
     b.pieces.push_back(piece);
   }
+  if (total != pieces.total) std::abort();
   b.armed = true;
 }
 
-inline void prefetch_to_l2(const uint8_t*, uint32_t) {}
+inline void prefetch_pieces(const CopyPieces&) {}
 inline int32_t arrive_acq_rel(int32_t* counter) {
   return (*counter)++;
 }
