@@ -10,7 +10,8 @@ FIELDS = ["file", "preset", "seq", "values", "bits_per_value", "ratio", "page_ra
           "attention_rel_error", "attention_rel_error_online", "attention_cosine", "key_entropy_bits", "value_entropy_bits",
           "key_coded_bits", "value_coded_bits", "encode_gbps", "decode_gbps"]
 PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k16v4", "diffkv", "kivi4", "kivi2", "kvcomp", "kvcomp:unit=channel", "step",
-           "step:basis=none", "step+rot", "k4v4+huffman", "k4v4+huffman+rot", "diffkv+huffman", "zstd-fp16", "zstd-codes:of=k4v4"]
+           "step:basis=none", "step+rot", "k4v4+huffman", "k4v4+huffman+rot", "diffkv+huffman", "zstd-fp16", "zstd-codes:of=k4v4", "snapkv:window=8",
+           "h2o:keep=0.3", "step+fse", "kvcomp+bitshuffle", "k4v4+fixed", "kvcomp:predict=plane", "step:only=v", "kivi4:only=k"]
 
 
 class Analyze(CliTest):

@@ -86,6 +86,46 @@ class Sweep(CliTest):
         self.assertFalse(j["results"][1]["pareto"])
         self.expect(run("sweep", "--preset", "step", bare), 3, "no preset can be tried")
 
+    def test_baselines(self):
+        r = lambda *presets: self.sweep(*(w for p in presets for w in ("--preset", p)), SAMPLE)["results"]
+        for keep in (0.25, 0.5, 1):
+            for x in r(f"snapkv:keep={keep}", f"h2o:keep={keep}"):
+                self.assertAlmostEqual(x["tiers"]["pruned"], 1 - keep, delta=1e-9)
+                self.assertAlmostEqual(x["bits_per_value"], 16 * keep, delta=1e-9)
+                self.assertEqual(x["attention_rel_error"] < 1e-9, keep == 1)
+        for name in ("step", "kvcomp", "k8v4+huffman"):
+            base = name.split("+")[0]
+            results = r(name, *(base + "+" + s for s in ("fse", "fixed", "bitshuffle")), *(
+                f"{base}:predict={p}" + name[len(base):] for p in ("token", "channel", "plane")))
+            for x in results:  # no stage loses anything
+                for field in ("key_rel_error", "value_rel_error", "attention_rel_error_online"):
+                    self.assertAlmostEqual(x[field], results[0][field], delta=1e-12)
+            fse = results[1]
+            for c in ("key", "value"):  # entropy is per layer, so coders with a table per layer cannot do better
+                self.assertGreaterEqual(fse[c + "_coded_bits"], fse[c + "_entropy_bits"])
+                self.assertLess(fse[c + "_coded_bits"], fse[c + "_entropy_bits"] + 0.04)
+        both, keys, values = r("kvcomp", "kvcomp:only=k", "kvcomp:only=v")
+        self.assertEqual((keys["value_rel_error"], values["key_rel_error"]), (0, 0))
+        self.assertAlmostEqual(keys["key_rel_error"], both["key_rel_error"], delta=1e-12)
+        self.assertAlmostEqual(values["value_rel_error"], both["value_rel_error"], delta=1e-12)
+        self.assertIsNone(keys["value_coded_bits"])
+        # What each component takes beside a raw one adds up to what both take.
+        self.assertAlmostEqual(keys["bits_per_value"] + values["bits_per_value"] - 16, both["bits_per_value"], delta=1e-9)
+
+    def test_what_baselines_need(self):
+        dump = Dump(seed=self.seed, queries=20)
+        path = dump.write(self.dir / "few.h5")
+        self.assertEqual(len(self.sweep("--preset", "snapkv:window=20", path)["results"]), 1)
+        self.expect(run("analyze", "--preset", "snapkv:window=21", path), 3, "snapkv needs q of the newest 21")
+        for name in [n for n in dump.data if "q_positions" in n]:
+            dump.data[name] -= 1
+        self.expect(run("analyze", "--preset", "snapkv:window=20", dump.write(path)), 3, "newest 20 positions is not there")
+        dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
+        self.expect(run("analyze", "--preset", "h2o", dump.write(path)), 3, "significance")
+        self.expect(run("compress", "--preset", "h2o", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
+        self.expect(run("compress", "--preset", "step+fse", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
+        self.expect(run("compress", "--preset", "kvcomp:predict=token", SAMPLE, self.dir / "a.tkv"), 2, "baseline")
+
     def test_usage(self):
         self.expect(run("sweep", SAMPLE, "--preset", "step:k=0.2/"), 2, "empty")
         self.expect(run("sweep", SAMPLE, "--preset", "k4v4/nonsense"), 2, "unknown name 'nonsense'")
@@ -97,7 +137,7 @@ class Sweep(CliTest):
         self.assertEqual(r.stderr.count("\n"), 1)
 
     def test_default_is_forty_presets(self):
-        path = Dump(seed=self.seed, layers=1, tokens=150, head_dim=128).write(self.dir / "d.h5")
+        path = Dump(seed=self.seed, layers=1, tokens=150, head_dim=128, queries=64).write(self.dir / "d.h5")
         r = self.sweep(path)
         self.assertEqual((len(r["results"]), r["skipped"]), (40, []))
 

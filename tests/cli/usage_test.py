@@ -23,7 +23,10 @@ class Usage(CliTest):
                               "kvcomp+huffman": "always", "step+huffman": "always", "fp16+huffman": "needs codes", "fp16+rot": "no effect",
                               "kivi4:group=0": "whole number", "step:basis=moon": "one of", "diffkv:high=k3v3": "format",
                               "k8v4:window=-1": "whole number", "k8v4:window=1,window=2": "twice", "zstd-codes:of=zstd-fp16": "zstd",
-                              "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "": "unknown name"}.items():
+                              "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "": "unknown name", "snapkv:keep=0": "a number", "h2o:window=3": "no key",
+                              "fp16+fse": "needs codes", "k4v4+fse+fixed": "after another stage", "k4v4:predict=plane": "entropy stage",
+                              "k16v4:only=k": "nothing is left", "step:only=x": "one of k, v", "zstd-codes:of=step+fse": "needs codes",
+                              "zstd-codes:of=step:predict=token": "of their own"}.items():
             r = run("analyze", SAMPLE, "--preset", preset)
             self.expect(r, 2, words)
 

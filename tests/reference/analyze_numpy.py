@@ -103,8 +103,44 @@ def significance_of(layer):
 
 # ---- one preset on one layer ----
 
+def recent_tokens(layer, scheme):
+    """Length of the window."""
+    kept = tokens_kept(layer, scheme)
+    return {"none": scheme.window, "snapkv": min(scheme.window, kept), "h2o": kept // 2}[scheme.eviction]
+
+
+def tokens_kept(layer, scheme):
+    return max(1, int(np.floor(scheme.keep * layer.tokens + 0.5)))
+
+
+def votes(layer, scheme):
+    """SnapKV: softmax weights of the newest `window` queries, summed, then the mean over 7 neighbours outside the window."""
+    recent, index = recent_tokens(layer, scheme), np.arange(layer.tokens)
+    out = np.zeros((layer.rows, layer.tokens - recent))
+    for row in range(layer.rows):
+        q, at = queries_of(layer, row)
+        voting = at >= layer.tokens - scheme.window
+        p = softmax(np.where(index <= at[voting, None], q[voting] @ layer.kv[0][row].T.astype(np.float64), -np.inf))
+        if layer.tokens > recent:
+            out[row] = np.convolve(p.sum(0)[:layer.tokens - recent], np.full(7, 1 / 7))[3:3 + layer.tokens - recent]
+    return out
+
+
+def evicted_tiers(layer, scheme):
+    kept, recent = tokens_kept(layer, scheme), recent_tokens(layer, scheme)
+    old = layer.tokens - recent
+    scores = votes(layer, scheme) if scheme.eviction == "snapkv" else \
+        significance_of(layer)[:, :old] * np.arange(layer.tokens - 1, -1, -1)[:old]
+    tiers = np.full((layer.rows, layer.tokens), WINDOW)
+    tiers[:, :old] = PRUNED
+    np.put_along_axis(tiers, np.argsort(-scores, 1, kind="stable")[:, :kept - recent], HIGH, 1)
+    return tiers
+
+
 def tiers_of(layer, scheme):
     """[rows, T] of WINDOW, HIGH, LOW, PRUNED."""
+    if scheme.eviction != "none":
+        return evicted_tiers(layer, scheme)
     index = np.arange(layer.tokens)
     tiers = np.full((layer.rows, layer.tokens), HIGH)
     if scheme.tiered:
@@ -130,7 +166,7 @@ class Stored:
 
 def store_component(layer, scheme, tiers, c):
     x = layer.kv[c]
-    basis = Basis(scheme.basis, x)
+    basis = Basis("none" if scheme.high[c] is RAW else scheme.basis, x)
     y = basis.forward(x)
     step = None
     if scheme.high[c].rule == "absolute":
@@ -147,6 +183,27 @@ def store_component(layer, scheme, tiers, c):
         body = max(0, layer.tokens - scheme.window - scheme.sinks)
         raw_tail[scheme.sinks + body // group * group:max(scheme.sinks, layer.tokens - scheme.window)] = True
     return Stored(forms, codes, basis.backward(compressed), basis.backward(window), raw_tail)
+
+
+def predicted(codes, kind, fmt):
+    """Codes of a row minus what a Lorenzo predictor says, block by block of 64 tokens."""
+    if kind == "none":
+        return codes
+    out, n = [], 2 ** {"minmax": fmt.bits, "relative": 8, "absolute": 16}[fmt.rule]
+    for t in range(0, len(codes), 64):
+        block = codes[t:t + 64].astype(np.int64)
+        for axis in {"token": (0,), "channel": (1,), "plane": (0, 1)}[kind]:
+            block = np.diff(block, axis=axis, prepend=0)
+        out.append((block + n // 2) % n - n // 2)
+    return np.concatenate(out).astype(np.int16)
+
+
+def fixed_size(codes):
+    """Bytes of a row with one width per token: two bytes of header each."""
+    spans = codes.max(1).astype(np.int64) - codes.min(1)
+    widths = np.ceil(np.log2(spans + 1)).astype(np.int64)
+    raw = (widths >= 15) | (codes.min(1) < -2048) | (codes.min(1) > 2047)
+    return int((2 + -(-np.where(raw, 16, widths) * codes.shape[1] // 8)).sum())
 
 
 def token_bits(fmt, head_dim):
@@ -166,11 +223,15 @@ def add_size(tally, layer, scheme, tiers, stored, c):
         mask = (tiers == tier) & ~stored.raw_tail
         count = int(mask.sum())
         coded = stored.codes[tier] is not None and count
-        if coded and (scheme.huffman or scheme.zstd):
-            tally[f"entropy_bits{c}"] += entropy_bits(stored.codes[tier][mask])
+        rows = [predicted(stored.codes[tier][r][mask[r]], scheme.predict, fmt) for r in range(layer.rows) if mask[r].any()] if coded else []
+        if coded and (scheme.huffman or scheme.zstd or scheme.stage != "none"):
+            tally[f"entropy_bits{c}"] += entropy_bits(np.concatenate(rows))
             tally[f"codes{c}"] += count * d
-        if coded and scheme.huffman:
-            rows = [stored.codes[tier][r][mask[r]] for r in range(layer.rows) if mask[r].any()]
+        if coded and scheme.stage == "fixed":
+            size = sum(map(fixed_size, rows))
+            tally[f"coded_bits{c}"] += 8 * size
+            bits += 8 * (size + 4 * sum(-(-len(r) // 64) for r in rows)) + count * metadata_bits(fmt, d)
+        elif coded and scheme.huffman:
             size, blocks, codebook = coded_size(rows, c)
             tally[f"coded_bits{c}"] += 8 * size
             bits += 8 * (size + 4 * blocks + codebook) + count * metadata_bits(fmt, d)
@@ -178,7 +239,7 @@ def add_size(tally, layer, scheme, tiers, stored, c):
             bits += count * token_bits(fmt, d)
     if scheme.high[c].rule == "absolute":
         bits += layer.rows * 32
-    if scheme.basis == "mean":
+    if scheme.basis == "mean" and scheme.high[c] is not RAW:
         bits += layer.rows * 16 * d
     tally["stored_bits"] += bits
 
@@ -192,7 +253,7 @@ def add_attention(tally, layer, scheme, tiers, stored):
         kept = tiers[row] != PRUNED
         k, v = (x[row].astype(np.float64) for x in plain_kv)
         plain = attend(q, past & kept, k, v)
-        in_window = (index > at[:, None] - scheme.window) | (index < scheme.sinks)
+        in_window = (index > at[:, None] - recent_tokens(layer, scheme)) | (index < scheme.sinks)
         k, v = ([x[row].astype(np.float64) for x in (s.window, s.compressed)] for s in stored)
         online = attend_two_forms(q, past & (kept | in_window), in_window, k, v)
         norm = np.linalg.norm(o, axis=1)
@@ -208,7 +269,7 @@ def page_counts(scheme, tiers):
     """{tier format: tokens of each row}: formats that are the same share pages."""
     counts = {}
     for tier, form in ((WINDOW, scheme.window_form), (HIGH, scheme.high), (LOW, scheme.low)):
-        if (tier == WINDOW and not (scheme.window or scheme.sinks)) or (tier == LOW and not scheme.tiered):
+        if (tier == WINDOW and not (tiers == WINDOW).any()) or (tier == LOW and not scheme.tiered):
             continue
         rows = (tiers == tier).sum(1)
         counts[form] = counts[form] + rows if form in counts else rows

@@ -1,4 +1,4 @@
-"""The grammar of presets, NAME[:key=value,...][+huffman][+rot], as plain descriptions of what is stored."""
+"""The grammar of presets, NAME[:key=value,...][+STAGE][+rot], as plain descriptions of what is stored."""
 import re
 from dataclasses import dataclass, field
 
@@ -29,7 +29,11 @@ class Scheme:
     window_form: tuple = (RAW, RAW)
     basis: str = "none"            # none, mean, hadamard
     huffman: bool = False
-    zstd: bool = False             # the size is zstd's and is not computed here
+    zstd: bool = False             # one byte a code, zstd
+    stage: str = "none"            # fse, fixed or bitshuffle instead of Huffman
+    predict: str = "none"          # token, channel, plane: the codes are what a Lorenzo predictor leaves
+    eviction: str = "none"         # snapkv, h2o: the same share of tokens in every head
+    keep: float = 1.0
     pages: bool = field(default=False)  # fixed-width pages exist
 
 
@@ -88,7 +92,26 @@ def step(_, text):
     return dict(high=formats, basis=o["basis"], window=o["window"], sinks=o["sinks"], huffman=True)
 
 
-FAMILIES = [("fp16", plain), (r"k\d+v\d+", plain), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp), ("step", step)]
+def evicting(name, text):
+    o = options_of(text, dict(keep=0.5, window=64, format="k16v16"))
+    high = tier(o["format"])
+    return dict(high=high, eviction=name, keep=o["keep"], window=o["window"] if name == "snapkv" else 0, window_form=high, pages=True)
+
+
+FAMILIES = [("snapkv|h2o", evicting), ("fp16", plain), (r"k\d+v\d+", plain), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp), ("step", step)]
+
+
+def take_common(text):
+    """(the text without them, {only, predict})."""
+    common = dict(only="", predict="none")
+    rest = []
+    for pair in filter(None, text.split(",")):
+        key, _, value = pair.partition("=")
+        if key in common:
+            common[key] = value
+        else:
+            rest.append(pair)
+    return ",".join(rest), common
 
 
 def parse(preset):
@@ -102,12 +125,20 @@ def parse(preset):
     if name == "zstd-fp16":
         scheme = Scheme(preset, zstd=True)
     else:
+        text, common = take_common(text)
         family = next((f for pattern, f in FAMILIES if re.fullmatch(pattern, name)), None)
         if family is None:
             raise ValueError(f"unknown preset {name}")
         scheme = Scheme(preset, **family(name, text))
+        scheme.predict = common["predict"]
+        if common["only"]:
+            kept = common["only"] == "v"  # index of the component that is compressed
+            for part in ("high", "low", "window_form"):
+                setattr(scheme, part, tuple(f if c == kept else RAW for c, f in enumerate(getattr(scheme, part))))
     if "rot" in suffixes:
         scheme.basis = "hadamard"  # instead of the channel means
     scheme.huffman |= "huffman" in suffixes
+    for stage in set(suffixes) & {"fse", "fixed", "bitshuffle"}:
+        scheme.stage, scheme.huffman, scheme.pages = stage, False, False
     scheme.pages &= not scheme.huffman
     return scheme

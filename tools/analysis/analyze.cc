@@ -1,5 +1,6 @@
 #include "tools/analysis/analyze.h"
 
+#include "tools/analysis/eviction.h"
 #include "tools/analysis/layer_batch.h"
 
 namespace tierkv::analysis {
@@ -50,10 +51,10 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
                       where + ": /seq/" + seq.id + "/layer/" + std::to_string(l) +
                           " has no q to choose the step by; give a profile (--profile)");
       }
-      if (!scheme.tiered) continue;
-      if (Status s = check_significance(info, static_cast<int32_t>(i), l); !s) {
-        return Status(s.code(), s.message() + " (preset " + preset.text + ")");
-      }
+      const auto index = static_cast<int32_t>(i);
+      Status s = check_eviction(scheme, info, index, l);
+      if (s && scheme.tiered) s = check_significance(info, index, l);
+      if (!s) return Status(s.code(), s.message() + " (preset " + preset.text + ")");
     }
   }
   return Status::ok();
@@ -69,7 +70,7 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
     if (Status s = suits(info, p, options); !s) return s;
   }
   bool need_significance = false;
-  for (const Preset& p : options.presets) need_significance |= p.scheme.tiered;
+  for (const Preset& p : options.presets) need_significance |= p.scheme.needs_significance();
 
   std::vector<std::pair<int32_t, int32_t>> work;
   for (size_t seq = 0; seq < info.sequences.size(); ++seq) {

@@ -328,9 +328,10 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   const auto refuse = [&](StatusCode code, const std::string& why) {
     return Status(code, info.path + ": preset " + options.preset.text + ": " + why);
   };
-  if (scheme.coder == Coder::kZstd) {
+  if (scheme.coder == Coder::kZstd || scheme.has_baseline_coder() ||
+      scheme.eviction != Eviction::kNone) {
     return refuse(StatusCode::kUnsupported,
-                  "zstd presets are baselines of the analysis; the container does not hold them");
+                  "it is a baseline of the analysis; the container does not hold it");
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;

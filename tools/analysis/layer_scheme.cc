@@ -2,6 +2,10 @@
 
 #include <cmath>
 
+#include "tools/analysis/baseline_coders.h"
+#include "tools/analysis/eviction.h"
+#include "tools/analysis/fse.h"
+
 namespace tierkv::analysis {
 namespace {
 
@@ -23,33 +27,58 @@ Status prepare_row(const Scheme& scheme, const RowProfile& statistics, const Cac
   return Status::ok();
 }
 
+void count(const int16_t* codes, int64_t n, std::vector<int64_t>* counts) {
+  counts->resize(1 << 16);
+  for (int64_t i = 0; i < n; ++i) ++(*counts)[static_cast<uint16_t>(codes[i])];
+}
+
+std::unique_ptr<BlockCoder> make_coder(const Scheme& scheme, const Predictor& predictor,
+                                       const CodeHistogram& histogram,
+                                       const std::optional<Codebook>& codebook) {
+  std::unique_ptr<BlockCoder> coder;
+  if (scheme.coder == Coder::kHuffman) coder = make_huffman_coder(&*codebook);
+  if (scheme.coder == Coder::kFse) coder = std::make_unique<FseCoder>(histogram);
+  if (scheme.coder == Coder::kFixed) coder = make_fixed_length_coder();
+  if (scheme.coder == Coder::kBitshuffle) coder = make_bitshuffle_coder(scheme.zstd_level);
+  if (scheme.prediction == Prediction::kNone) return coder;
+  return make_predicting_coder(predictor, std::move(coder));
+}
+
 Status build_codebook_of(const Scheme& scheme, const LayerData& data, Component c, Part part,
                          LayerScheme* out) {
   const int32_t head_dim = data.k[0].head_dim;
+  const bool low = part == Part::kLow;
+  const Predictor predictor =
+      Predictor::of(scheme.prediction, (low ? scheme.low : scheme.high).of(c));
   CodeHistogram histogram(c, head_dim);
+  std::vector<int64_t> counts;  // of the codes before prediction, by code modulo 2^16
   for (size_t h = 0; h < out->plans.size(); ++h) {
     const RowCodec codec = out->row(scheme, data, static_cast<int32_t>(h));
-    if (StatusCode code = codec.add_codes(c, part, &histogram); code != StatusCode::kOk) {
-      return Status(code, "quantisation failed");
-    }
+    const StatusCode code = codec.visit_codes(c, part, [&](int16_t* codes, int32_t tokens) {
+      if (out->count_codes) count(codes, static_cast<int64_t>(tokens) * head_dim, &counts);
+      predictor.predict(tokens, head_dim, codes);
+      histogram.add(codes, tokens);
+    });
+    if (code != StatusCode::kOk) return Status(code, "quantisation failed");
   }
   if (histogram.empty()) return Status::ok();
-  if (out->count_codes) {
-    CodeCounts& counts = out->codes[static_cast<int>(c)][part == Part::kLow];
-    for (int32_t code = histogram.min_code(); code <= histogram.max_code(); ++code) {
-      if (histogram.count(code) > 0) counts[code] += static_cast<int64_t>(histogram.count(code));
-    }
+  const int component = static_cast<int>(c);
+  for (size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] > 0) out->codes[component][low][static_cast<int16_t>(i)] += counts[i];
   }
   if (scheme.coder == Coder::kNone) return Status::ok();
-  out->entropy_bits[static_cast<int>(c)] +=
-      histogram.entropy_bits() * static_cast<double>(histogram.total());
-  if (scheme.coder != Coder::kHuffman) return Status::ok();
-  Result<Codebook> built = build_codebook(histogram);
-  if (!built) return built.status();
-  const bool low = part == Part::kLow;
-  std::optional<Codebook>& book = out->codebooks[static_cast<int>(c)][low];
-  book = std::move(built.value());
-  for (auto& context : out->context) context[static_cast<int>(c)].codebooks[low] = &*book;
+  out->entropy_bits[component] += histogram.entropy_bits() * static_cast<double>(histogram.total());
+  if (scheme.coder == Coder::kHuffman) {
+    Result<Codebook> built = build_codebook(histogram);
+    if (!built) return built.status();
+    std::optional<Codebook>& book = out->codebooks[component][low];
+    book = std::move(built.value());
+    for (auto& context : out->context) context[component].codebooks[low] = &*book;
+  }
+  if (!scheme.has_baseline_coder()) return Status::ok();
+  std::unique_ptr<BlockCoder>& blocks = out->blocks[component][low];
+  blocks = make_coder(scheme, predictor, histogram, out->codebooks[component][low]);
+  for (auto& context : out->context) context[component].blocks[low] = blocks.get();
   return Status::ok();
 }
 
@@ -60,6 +89,11 @@ int64_t LayerScheme::codebook_bytes() const {
   for (const auto& component : codebooks) {
     for (const std::optional<Codebook>& book : component) {
       if (book) bytes += tierkv::codebook_bytes(*book);
+    }
+  }
+  for (const auto& component : blocks) {
+    for (const std::unique_ptr<BlockCoder>& coder : component) {
+      if (coder != nullptr) bytes += coder->table_bytes();
     }
   }
   return bytes;
@@ -80,8 +114,13 @@ Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout
   out->plans.resize(layout.num_kv_heads);
   out->context.resize(layout.num_kv_heads);
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    if (Status s = plan_row(scheme, data.tokens, data.significance[h], &out->plans[h]); !s)
+    RowPlan* plan = &out->plans[h];
+    if (Status s = scheme.eviction == Eviction::kNone
+                       ? plan_row(scheme, data.tokens, data.significance[h], plan)
+                       : plan_eviction(scheme, data, h, layout, plan);
+        !s) {
       return s;
+    }
     if (Status s = prepare_row(scheme, statistics[h], layout, &out->context[h]); !s) return s;
   }
   return Status::ok();

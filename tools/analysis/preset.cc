@@ -13,13 +13,37 @@ Status usage(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
 }
 
+constexpr std::pair<const char*, Coder> kStages[] = {{"huffman", Coder::kHuffman},
+                                                     {"fse", Coder::kFse},
+                                                     {"fixed", Coder::kFixed},
+                                                     {"bitshuffle", Coder::kBitshuffle}};
+
 // The parts of `NAME[:key=value,...][+suffix]...`, still text.
 struct PresetText {
   std::string name;
   std::map<std::string, std::string> keys;
-  bool huffman = false;
+  Coder stage = Coder::kNone;  // of a suffix
   bool rotate = false;
 };
+
+Status read_suffix(std::string_view suffix, PresetText* parts) {
+  const auto twice = [&] {
+    return usage("suffix '+" + std::string(suffix) + "' is given twice, or after another stage");
+  };
+  if (suffix == "rot") {
+    if (parts->rotate) return twice();
+    parts->rotate = true;
+    return Status::ok();
+  }
+  for (const auto& [name, coder] : kStages) {
+    if (suffix != name) continue;
+    if (parts->stage != Coder::kNone) return twice();
+    parts->stage = coder;
+    return Status::ok();
+  }
+  return usage("unknown suffix '+" + std::string(suffix) +
+               "' (there are +huffman, +fse, +fixed, +bitshuffle and +rot)");
+}
 
 Result<PresetText> split(std::string_view text) {
   PresetText parts;
@@ -31,12 +55,7 @@ Result<PresetText> split(std::string_view text) {
     suffixes.remove_prefix(1);
     const std::string_view suffix = suffixes.substr(0, suffixes.find('+'));
     suffixes.remove_prefix(suffix.size());
-    bool& flag = suffix == "huffman" ? parts.huffman : parts.rotate;
-    if (suffix != "huffman" && suffix != "rot") {
-      return usage("unknown suffix '+" + std::string(suffix) + "' (there are +huffman and +rot)");
-    }
-    if (flag) return usage("suffix '+" + std::string(suffix) + "' is given twice");
-    flag = true;
+    if (Status status = read_suffix(suffix, &parts); !status) return status;
   }
   const size_t colon = rest.find(':');
   parts.name = std::string(rest.substr(0, colon));
@@ -230,13 +249,45 @@ void set_rotation(Scheme* s) {
   if (s->window != raw_tier()) s->window.k.basis = s->window.v.basis = BasisKind::kHadamard;
 }
 
-void set_huffman(Scheme* s) {
-  s->coder = Coder::kHuffman;
+void set_stage(Coder stage, Scheme* s) {
+  s->coder = stage;
+  const Entropy entropy = stage == Coder::kHuffman ? Entropy::kHuffman : Entropy::kNone;
   for (TierFormat* f : {&s->high, &s->low, &s->window}) {
     for (Component c : {Component::kKey, Component::kValue}) {
-      if (!f->of(c).is_raw()) f->of(c).entropy = Entropy::kHuffman;
+      if (!f->of(c).is_raw()) f->of(c).entropy = entropy;
     }
   }
+}
+
+void read_eviction(KeyReader& keys, Eviction eviction, Scheme* s) {
+  s->eviction = eviction;
+  s->keep = 0.5;
+  s->high = raw_tier();
+  s->policy.window_tokens = eviction == Eviction::kSnapKv ? 64 : 0;
+  keys.number("keep", &s->keep, 1e-4, 1);
+  if (eviction == Eviction::kSnapKv) {
+    keys.count("window", &s->policy.window_tokens, 1, kMaxTokens);
+  }
+  keys.format("format", &s->high);
+  s->window = s->high;
+}
+
+// Keys that every preset with codes understands: only=k or v leaves the other component raw,
+// predict takes a prediction off the codes.
+void read_common(KeyReader& keys, Scheme* s, std::string* only) {
+  keys.word("only", only, {"k", "v"});
+  std::string predict = "none";
+  keys.word("predict", &predict, {"none", "token", "channel", "plane"});
+  static const std::map<std::string, Prediction> kPredictions = {{"none", Prediction::kNone},
+                                                                 {"token", Prediction::kToken},
+                                                                 {"channel", Prediction::kChannel},
+                                                                 {"plane", Prediction::kPlane}};
+  s->prediction = kPredictions.at(predict);
+}
+
+void keep_only(const std::string& only, Scheme* s) {
+  const Component other = only == "k" ? Component::kValue : Component::kKey;
+  for (TierFormat* f : {&s->high, &s->low, &s->window}) f->of(other) = ComponentFormat();
 }
 
 Status read_zstd_codes(KeyReader& keys, Scheme* s) {
@@ -245,6 +296,8 @@ Status read_zstd_codes(KeyReader& keys, Scheme* s) {
   Result<Preset> parsed = parse_preset(base);
   if (!parsed) return parsed.status().with_context("of=" + base);
   if (parsed->scheme.coder == Coder::kZstd) return usage("of=" + base + ": zstd of zstd");
+  if (parsed->scheme.has_baseline_coder())
+    return usage("of=" + base + ": its codes have a stage of their own");
   *s = parsed->scheme;
   for (TierFormat* f : {&s->high, &s->low, &s->window}) {
     f->k.entropy = f->v.entropy = Entropy::kNone;
@@ -256,7 +309,7 @@ Status read_zstd_codes(KeyReader& keys, Scheme* s) {
 }  // namespace
 
 bool Scheme::has_fixed_pages() const {
-  if (coder == Coder::kZstd) return false;
+  if (coder == Coder::kZstd || has_baseline_coder()) return false;
   const auto fixed = [](const ComponentFormat& f) {
     return f.unit == Unit::kToken && f.step_rule == StepRule::kMinMax &&
            f.entropy == Entropy::kNone && f.bits >= 2;
@@ -281,6 +334,52 @@ Status Scheme::validate(int32_t head_dim) const {
   return policy.validate();
 }
 
+namespace {
+
+// The scheme that a name and its keys say, before suffixes.
+Status read_named(const std::string& name, KeyReader& keys, Scheme* s) {
+  if (name == "fp16") {
+    read_uniform(keys, raw_tier(), s);
+  } else if (name == "diffkv") {
+    read_diffkv(keys, s);
+  } else if (name == "kivi4" || name == "kivi2") {
+    read_kivi(keys, name == "kivi4" ? 4 : 2, s);
+  } else if (name == "kvcomp") {
+    read_kvcomp(keys, s);
+  } else if (name == "step") {
+    read_step(keys, s);
+  } else if (name == "snapkv" || name == "h2o") {
+    read_eviction(keys, name == "h2o" ? Eviction::kH2o : Eviction::kSnapKv, s);
+  } else if (name == "zstd-fp16") {
+    s->policy.window_tokens = 0;
+    s->coder = Coder::kZstd;
+  } else if (name == "zstd-codes") {
+    if (Status status = read_zstd_codes(keys, s); !status) return status;
+  } else if (Result<TierFormat> format = parse_tier_format(name); format && name[0] == 'k') {
+    read_uniform(keys, *format, s);
+  } else {
+    return usage("unknown name '" + name + "' (see --help for the list)");
+  }
+  return Status::ok();
+}
+
+// What suffixes and common keys must not be asked of.
+Status check_suffixes(const PresetText& parts, const Scheme& s, bool basis_given) {
+  const std::string& name = parts.name;
+  const bool always_coded = name == "kvcomp" || name == "step";
+  const bool codes = s.coder != Coder::kZstd && s.high != raw_tier();
+  if (parts.stage == Coder::kHuffman && always_coded)
+    return usage("'" + name + "' is always Huffman coded; leave +huffman out");
+  if (parts.stage == Coder::kHuffman && !codes) return usage("+huffman needs codes to work on");
+  if (parts.stage != Coder::kNone && !codes)
+    return usage("an entropy stage needs codes to work on");
+  if (parts.rotate && !codes) return usage("+rot has no effect on raw values");
+  if (parts.rotate && basis_given) return usage("+rot and basis= exclude each other");
+  return Status::ok();
+}
+
+}  // namespace
+
 Result<Preset> parse_preset(std::string_view text) {
   const auto fail = [&](const Status& s) {
     return s.with_context("preset '" + std::string(text) + "'");
@@ -293,39 +392,19 @@ Result<Preset> parse_preset(std::string_view text) {
   const bool basis_given = parts->keys.count("basis") > 0;
   KeyReader keys(std::move(parts->keys));
   const std::string& name = parts->name;
-  const bool always_coded = name == "kvcomp" || name == "step";
-  const bool zstd = name == "zstd-fp16" || name == "zstd-codes";
-  if (name == "fp16") {
-    read_uniform(keys, raw_tier(), &s);
-  } else if (name == "diffkv") {
-    read_diffkv(keys, &s);
-  } else if (name == "kivi4" || name == "kivi2") {
-    read_kivi(keys, name == "kivi4" ? 4 : 2, &s);
-  } else if (name == "kvcomp") {
-    read_kvcomp(keys, &s);
-  } else if (name == "step") {
-    read_step(keys, &s);
-  } else if (name == "zstd-fp16") {
-    s.policy.window_tokens = 0;
-    s.coder = Coder::kZstd;
-  } else if (name == "zstd-codes") {
-    if (Status status = read_zstd_codes(keys, &s); !status) return fail(status);
-  } else if (Result<TierFormat> format = parse_tier_format(name); format && name[0] == 'k') {
-    read_uniform(keys, *format, &s);
-  } else {
-    return fail(usage("unknown name '" + name + "' (see --help for the list)"));
-  }
-  if (zstd) keys.count("level", &s.zstd_level, 1, 22);
+  if (Status status = read_named(name, keys, &s); !status) return fail(status);
+  if (s.coder == Coder::kZstd) keys.count("level", &s.zstd_level, 1, 22);
+  std::string only;
+  if (s.coder != Coder::kZstd && s.high != raw_tier()) read_common(keys, &s, &only);
   if (Status status = keys.finish(name); !status) return fail(status);
-  if (parts->huffman && always_coded)
-    return fail(usage("'" + name + "' is always Huffman coded; leave +huffman out"));
-  if (parts->huffman && (zstd || (s.high == raw_tier())))
-    return fail(usage("+huffman needs codes to work on"));
-  if (parts->rotate && (zstd || s.high == raw_tier()))
-    return fail(usage("+rot has no effect on raw values"));
-  if (parts->rotate && basis_given) return fail(usage("+rot and basis= exclude each other"));
+  if (Status status = check_suffixes(*parts, s, basis_given); !status) return fail(status);
   if (parts->rotate) set_rotation(&s);
-  if (parts->huffman) set_huffman(&s);
+  if (parts->stage != Coder::kNone) set_stage(parts->stage, &s);
+  if (s.prediction != Prediction::kNone && s.coder == Coder::kNone)
+    return fail(usage("predict= needs an entropy stage behind it (+huffman, ...)"));
+  if (!only.empty()) keep_only(only, &s);
+  if (s.high == raw_tier() && !only.empty())
+    return fail(usage("only=: nothing is left to compress"));
   if (Status status = s.policy.validate(); !status) return fail(status);
   return preset;
 }
@@ -349,7 +428,7 @@ std::vector<std::string> default_presets() {
 }
 
 std::string preset_help() {
-  return R"(Presets: NAME[:key=value,...][+huffman][+rot]
+  return R"(Presets: NAME[:key=value,...][+STAGE][+rot]
   fp16             stored as is                                            window= sinks=
   kXvY             token-wise min-max, X and Y of 16 8 4 2 1 bits          group_k= group_v= window= sinks=
   diffkv           tiers by significance                                   high=k8v4 low=k4v2 alpha_h=1 alpha_l=0
@@ -359,9 +438,14 @@ std::string preset_help() {
                                                                            block=64 window=64 sinks=0
   step             one step per layer and head, Huffman                    k=0.3 v=0.25 window=64 sinks=0
                                                                            basis=mean|none|hadamard|matrix
+  snapkv           prune to a share of each head, by the newest queries    keep=0.5 window=64 format=k16v16
+  h2o              prune to a share of each head, by attention received    keep=0.5 format=k16v16
   zstd-fp16        zstd of the raw bytes                                   level=3
   zstd-codes       zstd of one byte per code of another preset             of=k8v4 level=3
-  +huffman         Huffman on the codes;  +rot  seeded Hadamard rotation before quantisation)";
+  Where there are codes: only=k|v leaves the other component raw; predict=token|channel|plane codes what is left of a
+  Lorenzo predictor.
+  +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp and step
+  have Huffman where none is named.  +rot: seeded Hadamard rotation before quantisation)";
 }
 
 }  // namespace tierkv::analysis

@@ -86,8 +86,9 @@ SegmentFormat RowCodec::segment_format(Component c, Part part) const {
   f.step = context.step;
   // Windows and sinks are small and young: they are stored at fixed width.
   f.coder = body ? scheme_.coder : Coder::kNone;
-  if (f.coder == Coder::kHuffman && f.raw()) f.coder = Coder::kNone;
+  if (f.coder != Coder::kZstd && f.raw()) f.coder = Coder::kNone;
   if (f.coder == Coder::kHuffman) f.codebook = context.codebooks[part == Part::kLow];
+  if (f.coder != Coder::kNone) f.blocks = context.blocks[part == Part::kLow];
   return f;
 }
 
@@ -112,7 +113,7 @@ StatusCode RowCodec::encode_range(const SegmentFormat& f, Component c, int64_t b
   return encode_tokens(f, c, range(begin, end), out);
 }
 
-StatusCode RowCodec::add_codes(Component c, Part part, CodeHistogram* histogram) const {
+StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit) const {
   const SegmentFormat f = segment_format(c, part);
   const std::vector<int64_t> tokens = tokens_of(c, part);
   const auto total = static_cast<int64_t>(tokens.size());
@@ -127,7 +128,8 @@ StatusCode RowCodec::add_codes(Component c, Part part, CodeHistogram* histogram)
     if (f.basis != nullptr) f.basis->apply(x.data(), n);
     if (StatusCode s = quantize_chunk(f, x.data(), n, &chunk); s != StatusCode::kOk) return s;
     for (int64_t b = 0; b < n; b += kBlockTokens) {
-      histogram->add(chunk.codes.data() + b * head_dim_, std::min<int64_t>(kBlockTokens, n - b));
+      visit(chunk.codes.data() + b * head_dim_,
+            static_cast<int32_t>(std::min<int64_t>(kBlockTokens, n - b)));
     }
   }
   return StatusCode::kOk;

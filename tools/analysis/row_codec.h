@@ -44,6 +44,7 @@ struct ComponentContext {
   Basis basis;
   float step = 0;
   const Codebook* codebooks[2] = {nullptr, nullptr};  // high, low
+  const BlockCoder* blocks[2] = {nullptr, nullptr};   // high, low, of baseline coders
 };
 
 struct RowInput {
@@ -62,8 +63,10 @@ class RowCodec {
   const RowInput& input() const { return input_; }
   int32_t head_dim() const { return head_dim_; }
   SegmentFormat segment_format(Component c, Part part) const;
-  // Histogram of the codes of a body part, for its codebook.
-  StatusCode add_codes(Component c, Part part, CodeHistogram* histogram) const;
+  // Calls visit(codes [tokens, head_dim], tokens) for the codes of every block of a body part; they
+  // may be overwritten.
+  using VisitCodes = std::function<void(int16_t*, int32_t)>;
+  StatusCode visit_codes(Component c, Part part, const VisitCodes& visit) const;
   StatusCode encode();                             // every part of both components
   StatusCode encode_part(Component c, Part part);  // one of them
   const EncodedSegment& segment(Component c, Part part) const {

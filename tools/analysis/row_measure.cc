@@ -198,7 +198,7 @@ StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
   const bool attends = !exact.tile.positions.empty();
   if (!values.wanted && !attends) return StatusCode::kOk;
   ValueErrors errors(codec.input(), values.by_place);
-  StoredAttention attention(exact.tile, codec.scheme().policy.window_tokens);
+  StoredAttention attention(exact.tile, codec.plan().tokens - codec.plan().window_begin());
   StopWatch whole;
   double elsewhere = 0;  // not spent on decoding
   StatusCode code = codec.decode(

@@ -153,10 +153,16 @@ StatusCode SegmentEncoder::append_raw(const float* x, int64_t count) {
 }
 
 StatusCode SegmentEncoder::append_codes(int64_t tokens) {
-  if (format_.coder == Coder::kHuffman) {
+  if (format_.has_blocks()) {
     for (int64_t t = 0; t < tokens; t += kBlockTokens) {
       const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, tokens - t));
       out_.block_offsets.push_back(static_cast<int64_t>(out_.data.size()));
+      if (format_.blocks != nullptr) {
+        const StatusCode code = format_.blocks->encode(chunk_.codes.data() + t * format_.head_dim,
+                                                       n, format_.head_dim, &out_.data);
+        if (code != StatusCode::kOk) return code;
+        continue;
+      }
       const Status s = encode_block(chunk_.codes.data() + t * format_.head_dim, n, format_.head_dim,
                                     *format_.codebook, &out_.data);
       if (!s) return s.code();
@@ -245,16 +251,20 @@ StatusCode SegmentDecoder::unpack_codes(int64_t tokens) {
   const int32_t d = format_.head_dim;
   const int64_t count = tokens * d;
   codes_.codes.resize(count);
-  if (format_.coder == Coder::kHuffman) {
+  if (format_.has_blocks()) {
     for (int64_t t = 0; t < tokens; t += kBlockTokens, ++block_) {
       const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, tokens - t));
       const int64_t begin = segment_.block_offsets[block_];
       const int64_t end = block_ + 1 < segment_.block_offsets.size()
                               ? segment_.block_offsets[block_ + 1]
                               : static_cast<int64_t>(segment_.data.size());
-      const Status s = decode_block(segment_.data.data() + begin, end - begin, n, d,
-                                    *format_.codebook, codes_.codes.data() + t * d);
-      if (!s) return s.code();
+      const uint8_t* bytes = segment_.data.data() + begin;
+      int16_t* codes = codes_.codes.data() + t * d;
+      const StatusCode s =
+          format_.blocks != nullptr
+              ? format_.blocks->decode(bytes, end - begin, n, d, codes)
+              : decode_block(bytes, end - begin, n, d, *format_.codebook, codes).code();
+      if (s != StatusCode::kOk) return s;
     }
     return StatusCode::kOk;
   }

@@ -12,6 +12,7 @@
 #include "codec/quantize.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
+#include "tools/analysis/block_coder.h"
 #include "tools/analysis/preset.h"
 
 namespace tierkv::analysis {
@@ -23,11 +24,13 @@ struct SegmentFormat {
   float step = 0;                // StepRule::kAbsolute
   Coder coder = Coder::kNone;
   const Codebook* codebook = nullptr;  // Coder::kHuffman, null while only a histogram is taken
+  const BlockCoder* blocks = nullptr;  // where given it codes the blocks, whatever `coder` says
   int32_t zstd_level = 3;
   DType raw_dtype = DType::kFloat16;  // raw values are kept as fp16 (from float32 too) or bf16
   int32_t head_dim = 0;
 
   bool raw() const { return format.is_raw(); }
+  bool has_blocks() const { return coder == Coder::kHuffman || blocks != nullptr; }
   // Tokens that share parameters and never straddle a chunk; chunks are whole coded blocks and
   // whole units.
   int64_t unit_tokens() const;
@@ -48,7 +51,7 @@ void dequantize_chunk(const SegmentFormat& f, const ChunkCodes& chunk, int64_t t
 struct EncodedSegment {
   int64_t tokens = 0;
   std::vector<uint8_t> data;           // packed codes, coded blocks, raw values, or one zstd frame
-  std::vector<int64_t> block_offsets;  // Coder::kHuffman: where each coded block starts in `data`
+  std::vector<int64_t> block_offsets;  // where each coded block starts in `data`, if it has any
   std::vector<QuantParams> params;
   std::vector<uint8_t> raw_unit;     // one flag per unit of a relative step
   std::vector<uint16_t> raw_values;  // values of the raw units, in order

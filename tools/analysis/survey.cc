@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tools/analysis/attention_simd.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/parallel.h"
+#include "tools/analysis/query_weights.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -20,56 +20,6 @@ double critical_share(double* x, int64_t n) {
   return static_cast<double>(count) / static_cast<double>(n);
 }
 
-// Softmax weights of the tile's query `q` over the tokens 0 .. position, by blocks of keys.
-class QueryWeights {
- public:
-  QueryWeights(const QueryTile& tile, const datasets::RowData& keys)
-      : tile_(tile), keys_(keys), k_(kDoubleTile * tile.head_dim), decoded_(k_.size()) {
-    const int64_t padded = (keys.tokens + kDoubleTile - 1) / kDoubleTile * kDoubleTile;
-    logits_.resize(tile.count() * padded);
-    for (int64_t q = 0; q < tile.count(); ++q) rows_.push_back(logits_.data() + q * padded);
-  }
-
-  // Weights of query q at [0, position], valid once all_logits() has run.
-  double* weights(int64_t q, int64_t* seen) {
-    *seen = tile_.positions[q % static_cast<int64_t>(tile_.positions.size())] + 1;
-    double* w = rows_[q];
-    const double top = *std::max_element(w, w + *seen);
-    for (int64_t t = 0; t < *seen; ++t) w[t] = std::exp(w[t] - top);
-    return w;
-  }
-  void all_logits() {
-    const int32_t d = tile_.head_dim;
-    std::vector<double*> rows(rows_.size());
-    for (int64_t t = 0; t < keys_.tokens; t += kDoubleTile) {
-      const int64_t n = std::min(kDoubleTile, keys_.tokens - t);
-      datasets::row_to_float(keys_, t, n, decoded_.data());
-      for (int32_t i = 0; i < d; ++i) {
-        for (int64_t j = 0; j < n; ++j) k_[i * kDoubleTile + j] = decoded_[j * d + i];
-      }
-      for (size_t q = 0; q < rows.size(); ++q) rows[q] = rows_[q] + t;
-      MatrixProduct product;
-      product.a = tile_.q.data();
-      product.a_stride = d;
-      product.b = k_.data();
-      product.c = rows.data();
-      product.rows = tile_.count();
-      product.depth = d;
-      product.n = kDoubleTile;
-      multiply(product);
-    }
-    for (double& x : logits_) x *= tile_.sm_scale;
-  }
-
- private:
-  const QueryTile& tile_;
-  const datasets::RowData& keys_;
-  std::vector<double> k_;  // [head_dim, kDoubleTile]
-  std::vector<float> decoded_;
-  std::vector<double> logits_;
-  std::vector<double*> rows_;
-};
-
 // Mean over at most kQueriesPerRow positions and the heads of the group.
 double critical_of_queries(const LayerData& data, int32_t kv_head, const CacheLayout& layout) {
   const auto positions = static_cast<int64_t>(data.positions.size());
@@ -78,7 +28,6 @@ double critical_of_queries(const LayerData& data, int32_t kv_head, const CacheLa
   for (int64_t i = 0; i < count; ++i) {
     const QueryTile tile = make_tile(data, kv_head, layout, i * positions / count, 1);
     QueryWeights attention(tile, data.k[kv_head]);
-    attention.all_logits();
     for (int64_t q = 0; q < tile.count(); ++q) {
       int64_t seen = 0;
       double* w = attention.weights(q, &seen);
