@@ -173,19 +173,20 @@ struct AppendLayer {
   int64_t page_bytes;
 };
 
-// One token for every row of a layer: a warp looks up the page and appends. The tables are settled
+// One token for every row of a layer: two warps look up the page and append. The tables are settled
 // long before, so with overlap (programmatic dependent launch) they are read while the kernel
 // before, which makes the keys and values, still runs.
 __global__ void __launch_bounds__(64)
     append_layer(const __grid_constant__ AppendLayer a, const __grid_constant__ PageLayout layout) {
-  const auto row = static_cast<int32_t>(blockIdx.x * 2 + threadIdx.x / 32);
+  const auto row = static_cast<int32_t>(blockIdx.x);
   const PageRef page = {a.pool + a.pages[row] * a.page_bytes, &layout, DType::kFloat16};
   const int32_t slot = a.tokens[row];
   const int64_t at = int64_t{row} * kHeadDim;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const TokenInput token = {a.k + at, a.v + at, DType::kFloat16, 0.0f, slot};
-  const StatusCode code = append_page_token(page, slot, token);
+  const StatusCode code =
+      append_page_side(page, slot, static_cast<Component>(threadIdx.x / 32), token);
   if (code != StatusCode::kOk && threadIdx.x % 32 == 0) a.status[row] = code;
 }
 
@@ -195,7 +196,7 @@ void launch_append(const AppendLayer& a, const PageLayout& layout, bool overlaps
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = kRows / 2;
+  config.gridDim = kRows;
   config.blockDim = 64;
   config.stream = stream;
   config.attrs = &overlap;

@@ -131,44 +131,65 @@ TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t 
 
 // ---- one token alone: a token owns whole bytes in every format ----
 
-// The byte that holds the code of (token, dim), or the first of its two.
-TKV_HD uint8_t* token_code_byte(TileLayout tile, Component c, int32_t token, int32_t dim,
-                                uint8_t* tile_codes) {
-  const CodePosition p = code_position(tile, c, token, dim);
-  return tile_codes + p.byte + p.bit / 8;
+// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low kBits bits, into
+// the tile's bytes. (Indices of codes are constants, so that they stay in registers.)
+template <int32_t kBits>
+TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
+                           const uint32_t (&codes)[4], uint8_t* tile_codes) {
+  constexpr int32_t kPerByte = kBits >= 8 ? 1 : 8 / kBits;
+  for (int32_t j = 0; j < 4 / kPerByte; ++j) {
+    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j * kPerByte);
+    uint8_t* to = tile_codes + p.byte + p.bit / 8;
+    if (kBits == 16) {
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
+    } else if (kBits == 8) {
+      *to = static_cast<uint8_t>(codes[j]);
+    } else if (kBits == 4) {
+      *to = static_cast<uint8_t>(codes[2 * j % 4] | codes[2 * j % 4 + 1] << 4);
+    } else {
+      *to = static_cast<uint8_t>(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
+    }
+  }
+}
+template <int32_t kBits>
+TKV_HD void load_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
+                          const uint8_t* tile_codes, uint32_t (&codes)[4]) {
+  for (int32_t j = 0; j < 4; ++j) {
+    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
+    const uint8_t* from = tile_codes + p.byte + p.bit / 8;
+    if (kBits == 16) {
+      codes[j] = *reinterpret_cast<const uint16_t*>(from);
+    } else {
+      const int32_t shift = code_shift(kBits, first_dim + 8 * j);
+      codes[j] = static_cast<uint32_t>(*from) >> shift & ((1u << kBits) - 1);
+    }
+  }
 }
 
-// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low `bits` bits, into
-// the tile's bytes; no byte of another token is touched. (Indices of codes are constants, so that
-// they stay in registers.)
 TKV_HD void store_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
                               const uint32_t (&codes)[4], uint8_t* tile_codes) {
-  if (tile.bits == 2) {
-    *token_code_byte(tile, c, token, first_dim, tile_codes) =
-        static_cast<uint8_t>(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
-    return;
-  }
-  for (int32_t j = 0; j < 4; ++j) {
-    if (tile.bits == 4 && j % 2 == 1) continue;
-    uint8_t* to = token_code_byte(tile, c, token, first_dim + 8 * j, tile_codes);
-    if (tile.bits == 16) {
-      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
-    } else {
-      *to = static_cast<uint8_t>(tile.bits == 8 ? codes[j] : codes[j] | codes[j | 1] << 4);
-    }
+  switch (tile.bits) {
+    case 16:
+      return store_codes_of<16>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    case 8:
+      return store_codes_of<8>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    case 4:
+      return store_codes_of<4>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    default:
+      return store_codes_of<2>(tile.head_dim, c, token, first_dim, codes, tile_codes);
   }
 }
 TKV_HD void load_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
                              const uint8_t* tile_codes, uint32_t (&codes)[4]) {
-  auto* from = const_cast<uint8_t*>(tile_codes);
-  for (int32_t j = 0; j < 4; ++j) {
-    const uint8_t* at = token_code_byte(tile, c, token, first_dim + 8 * j, from);
-    if (tile.bits == 16) {
-      codes[j] = *reinterpret_cast<const uint16_t*>(at);
-    } else {
-      const int32_t shift = code_shift(tile.bits, first_dim + 8 * j);
-      codes[j] = static_cast<uint32_t>(*at) >> shift & ((1u << tile.bits) - 1);
-    }
+  switch (tile.bits) {
+    case 16:
+      return load_codes_of<16>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    case 8:
+      return load_codes_of<8>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    case 4:
+      return load_codes_of<4>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    default:
+      return load_codes_of<2>(tile.head_dim, c, token, first_dim, tile_codes, codes);
   }
 }
 

@@ -17,7 +17,7 @@ struct alignas(kPageAlignment) PoolBlock {
   uint8_t bytes[kPageAlignment];
 };
 
-enum class OpKind { kAppend, kOverwrite, kMove, kClear, kRemove };
+enum class OpKind { kAppend, kOverwrite, kMove, kClear, kRemove, kAppendSides };
 
 struct TokenOp {
   OpKind kind;
@@ -25,6 +25,10 @@ struct TokenOp {
   int32_t from, from_slot;  // kMove: the source; kRemove: the last token
   int32_t row;              // kAppend, kOverwrite: of the input
 };
+
+bool is_append(const TokenOp& op) {
+  return op.kind == OpKind::kAppend || op.kind == OpKind::kAppendSides;
+}
 
 struct TraceShape {
   PageLayout layout[kPages];
@@ -57,6 +61,11 @@ __global__ void run_trace(const __grid_constant__ TraceShape shape, const Arrays
     switch (op.kind) {
       case OpKind::kAppend:
         code = append_page_token(page(op.page), op.slot, input);
+        break;
+      case OpKind::kAppendSides:  // as two warps would, one after the other
+        code = greater(append_page_side(page(op.page), op.slot, Component::kKey, input),
+                       append_page_side(page(op.page), op.slot, Component::kValue, input));
+        __syncwarp();
         break;
       case OpKind::kOverwrite:
         code = overwrite_page_token(page(op.page), op.slot, input);
@@ -132,6 +141,7 @@ class GpuTokens : public PageFixture {
     shape_.raw_dtype = dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
   }
 
+  static bool is_bad(int32_t row) { return row == 3 || row == 5 || row == 7 || row == 9; }
   // Some that no format can hold.
   RandomTokens bad_tokens(RandomTokens t) {
     const int32_t d = t.head_dim;
@@ -148,12 +158,14 @@ class GpuTokens : public PageFixture {
     TokenOp op = {};
     op.row = uniform(0, 63);
     for (;;) {
-      op.kind = static_cast<OpKind>(uniform(0, 4));
+      op.kind = static_cast<OpKind>(uniform(0, 5));
       op.page = uniform(0, kPages - 1);
       op.from = op.kind == OpKind::kMove ? uniform(0, kPages - 1) : op.page;
       const int32_t here = used[op.page];
       const bool has_room = here < shape_.layout[op.page].tokens;
-      if (op.kind == OpKind::kAppend && has_room) {
+      // What one side refuses the other may have written, so only good tokens come in sides.
+      if (op.kind == OpKind::kAppendSides && is_bad(op.row)) continue;
+      if (is_append(op) && has_room) {
         op.slot = here;
         return op;
       }
@@ -162,7 +174,7 @@ class GpuTokens : public PageFixture {
         op.from_slot = uniform(0, used[op.from] - 1);
         return op;
       }
-      if (here == 0 || op.kind == OpKind::kAppend || op.kind == OpKind::kMove) continue;
+      if (here == 0 || is_append(op) || op.kind == OpKind::kMove) continue;
       op.slot = op.kind == OpKind::kClear ? here - 1 : uniform(0, here - 1);
       op.from_slot = here - 1;
       return op;
@@ -172,7 +184,7 @@ class GpuTokens : public PageFixture {
   StatusCode run_on_host(int32_t warp, const TokenOp& op, const TokenBatch& tokens,
                          int32_t (&used)[kPages]) {
     const StatusCode code = apply(warp, op, tokens).code();
-    const bool adds = op.kind == OpKind::kAppend || op.kind == OpKind::kMove;
+    const bool adds = is_append(op) || op.kind == OpKind::kMove;
     const bool takes = op.kind == OpKind::kClear || op.kind == OpKind::kRemove;
     if (code == StatusCode::kOk) used[op.page] += adds ? 1 : takes ? -1 : 0;
     return code;
@@ -185,7 +197,7 @@ class GpuTokens : public PageFixture {
     TokenBatch batch = tokens;
     batch.rows = &op.row;
     batch.count = 1;
-    if (op.kind == OpKind::kAppend || op.kind == OpKind::kMove) {
+    if (is_append(op) || op.kind == OpKind::kMove) {
       EXPECT_TRUE(open_slot(page(op.page), op.slot));
     }
     switch (op.kind) {
