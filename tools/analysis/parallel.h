@@ -4,24 +4,42 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
+#include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 namespace tierkv::analysis {
 
-// Calls body(i) once for every i in [0, n) on at most `threads` threads; returns when all are done.
-// Items are handed out in order, one at a time.
+// Calls body(i) for every i in [0, n), once each and on at most `threads` threads, fewer where the
+// system has no more; returns when all are done. Items are handed out in order, one at a time. What
+// body throws (std::bad_alloc) ends the loop early and is thrown here, on the caller's thread.
 template <class Body>
 void parallel_for(int64_t n, int32_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr failure;
   const auto work = [&] {
-    for (int64_t i = next.fetch_add(1); i < n; i = next.fetch_add(1)) body(i);
+    try {
+      for (int64_t i = next.fetch_add(1); i < n; i = next.fetch_add(1)) body(i);
+    } catch (...) {
+      next = n;
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!failure) failure = std::current_exception();
+    }
   };
+  const int64_t count = std::max<int64_t>(0, std::min<int64_t>(threads, n) - 1);
   std::vector<std::thread> helpers;
-  const int64_t count = std::min<int64_t>(threads, n) - 1;
-  for (int64_t t = 0; t < count; ++t) helpers.emplace_back(work);
+  helpers.reserve(count);
+  try {
+    for (int64_t t = 0; t < count; ++t) helpers.emplace_back(work);
+  } catch (const std::system_error&) {
+    // The threads that there are do the work.
+  }
   work();
   for (std::thread& h : helpers) h.join();
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace tierkv::analysis
