@@ -71,6 +71,9 @@ tkv_status guarded(tkv_error* error, const Body& body) {
   } catch (const std::exception& e) {
     set_message(error, e.what());
     return TKV_INTERNAL;
+  } catch (...) {
+    set_message(error, "an exception that is no std::exception");
+    return TKV_INTERNAL;
   }
 }
 

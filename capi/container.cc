@@ -1,6 +1,4 @@
 // `.tkv` containers: what can be done with them without HDF5.
-#include <atomic>
-
 #include "capi/abi.h"
 #include "tools/analysis/container_file.h"
 #include "tools/analysis/parallel.h"
@@ -77,16 +75,9 @@ Status decode_head(const analysis::CacheDecoder& decoder, const tkv_layer& layer
 Status decode_heads(const analysis::CacheDecoder& decoder, const tkv_layer& layer,
                     int32_t threads) {
   std::vector<Status> status(decoder.model().layout.num_kv_heads);
-  // An exception must not leave a thread.
-  std::atomic<bool> out_of_memory = false;
   analysis::parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
-    try {
-      status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
-    } catch (const std::bad_alloc&) {
-      out_of_memory = true;
-    }
+    status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
   });
-  if (out_of_memory) throw std::bad_alloc();
   for (const Status& s : status) {
     if (!s) return s;
   }

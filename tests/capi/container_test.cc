@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <random>
 #include <thread>
 #include <vector>
@@ -193,6 +194,32 @@ TEST_F(CapiContainer, AnalysisAndCalibration) {
   presets[1] = "k8v4";
   analyze.first_layer = 6;
   EXPECT_NE(tkv_analyze(&analyze, &json, &error_), TKV_OK);
+}
+
+void fail(void*, double) {
+  throw std::bad_alloc();
+}
+void fail_oddly(void*, double) {
+  throw 7;
+}
+
+TEST_F(CapiContainer, NoExceptionLeaves) {
+  const char* files[] = {kSample};
+  const char* presets[] = {"fp16"};
+  tkv_progress progress = make<tkv_progress>();
+  tkv_analyze_options analyze = make<tkv_analyze_options>();
+  analyze.files = files;
+  analyze.num_files = 1;
+  analyze.presets = presets;
+  analyze.num_presets = 1;
+  analyze.progress = &progress;
+  tkv_text* json = nullptr;
+  progress.update = fail;
+  EXPECT_EQ(tkv_analyze(&analyze, &json, &error_), TKV_OUT_OF_MEMORY);
+  progress.update = fail_oddly;
+  EXPECT_EQ(tkv_analyze(&analyze, &json, &error_), TKV_INTERNAL);
+  EXPECT_STRNE(error_.message, "");
+  EXPECT_EQ(json, nullptr);
 }
 
 TEST_F(CapiContainer, DecompressWritesADumpThatCompressesToTheSameBytes) {
