@@ -139,7 +139,7 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
 }
 
 // A whole page where that fits, so that a chunk is one copy.
-int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes) {
+int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes, int32_t slots) {
   int32_t wanted = least_slot_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
@@ -147,8 +147,8 @@ int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes) {
     wanted = std::max(wanted, layout.scores);
   }
   const int32_t left =
-      shared_bytes - decode_shared(config.head_dim, config.group_size(), 0, kSlots).bytes;
-  const int32_t most = left / (kDecodeWarps * kSlots);
+      shared_bytes - decode_shared(config.head_dim, config.group_size(), 0, slots).bytes;
+  const int32_t most = left / (kDecodeWarps * slots);
   return std::min(wanted + kSlotAlignment - 1, most) / kSlotAlignment * kSlotAlignment;
 }
 
@@ -162,14 +162,18 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   if (!shared) return shared.status();
   AttentionGrid grid;
   grid.num_ctas = std::min(*ctas, kMaxCtas);
-  grid.slots_per_warp = kSlots;
-  grid.slot_bytes = slot_bytes_in(config, *shared);
-  if (grid.slot_bytes < least_slot_bytes(config)) {
+  for (grid.slots_per_warp = kSlots; grid.slots_per_warp > 0; --grid.slots_per_warp) {
+    grid.slot_bytes = slot_bytes_in(config, *shared, grid.slots_per_warp);
+    if (grid.slot_bytes >= least_slot_bytes(config)) break;
+  }
+  if (grid.slots_per_warp == 0) {
     return Status(StatusCode::kUnsupported, "the device has " + std::to_string(*shared) +
                                                 " bytes of shared memory for a CTA, too few");
   }
+  grid.prefetched = grid.slots_per_warp;
   grid.shared_bytes =
-      decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, kSlots).bytes;
+      decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, grid.slots_per_warp)
+          .bytes;
   if (Status s = prepare_plan(); !s) return s;
   if (Status s = prepare_decode(config.head_dim, *shared); !s) return s;
   return grid;
@@ -217,6 +221,8 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;
+  params.prefetched = grid.prefetched;
+  params.evict_first = grid.evict_first;
   params.plan_is_settled = call.plan_is_settled;
   return launch_decode(params, config.head_dim, grid.num_ctas, stream);
 }

@@ -31,8 +31,9 @@ Status validate_heads(const AttentionConfig& c) {
     return unsupported("group of " + std::to_string(c.group_size()) +
                        " q heads per kv_head; at most " + std::to_string(kMaxGroup));
   }
-  if (c.head_dim != 128) {
-    return unsupported("head_dim " + std::to_string(c.head_dim) + "; attention needs 128");
+  if (!has_page_layout(c.head_dim)) {
+    return unsupported("head_dim " + std::to_string(c.head_dim) +
+                       "; attention needs 64, 96, 128 or 256");
   }
   return Status::ok();
 }

@@ -10,8 +10,14 @@ using DecodeKernel = void (*)(DecodeParams);
 
 DecodeKernel kernel_of(int32_t head_dim) {
   switch (head_dim) {
+    case 64:
+      return decode_kernel<64>;
+    case 96:
+      return decode_kernel<96>;
     case 128:
       return decode_kernel<128>;
+    case 256:
+      return decode_kernel<256>;
     default:
       return nullptr;
   }

@@ -34,7 +34,9 @@ struct DecodeParams {
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
+  int32_t prefetched = 0;  // chunks of a warp, asked for before the previous kernel ends
   bool plan_is_settled = false;
+  bool evict_first = true;
 };
 
 // Floats from one head to the next in a part in shared memory; keeps its stores free of conflicts.

@@ -47,8 +47,8 @@ class DecodeCta {
   __device__ __forceinline__ void run();
 
  private:
-  static constexpr int32_t kSharedBatch = 4;   // parts in flight when joining from shared memory
-  static constexpr int32_t kGlobalBatch = 18;  // and from global memory
+  static constexpr int32_t kSharedBatch = 4;  // parts in flight when joining from shared memory
+  static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
   static_assert(kMaxGroup <= kDecodeWarps, "a warp leaves at most one head of a row");
@@ -113,7 +113,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
   if (p_.plan_is_settled) {
     ChunkFeed ahead = feed;
 #pragma unroll 1
-    for (int32_t i = 0; i < p_.slots && ahead.has_more(); ++i) {
+    for (int32_t i = 0; i < p_.prefetched && ahead.has_more(); ++i) {
       prefetch_pieces(prepare_chunk(p_, ahead.next(), slots).pieces);
     }
     wait_for_previous_kernel();
@@ -151,7 +151,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
     if (feed.has_more()) {
       const ReadyChunk chunk = prepare_chunk(p_, feed.next(), slots + slot * p_.slot_bytes);
       announce_chunk(p_, chunk, &full_[slot], &headers_[slot]);
-      copy_pieces(&full_[slot], chunk.pieces);
+      copy_pieces(&full_[slot], chunk.pieces, p_.evict_first);
     }
     if (++slot == p_.slots) {
       slot = 0;

@@ -114,12 +114,13 @@ __device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(piece.from), "r"(piece.bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece) {
+__device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece,
+                                           uint64_t policy) {
   if (piece.bytes == 0) return;
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(piece.to)),
-      "l"(piece.from), "r"(piece.bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(piece.to)),
+      "l"(piece.from), "r"(piece.bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces& pieces) {
@@ -136,18 +137,25 @@ __device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPiece
       "r"(pieces.total)
       : "memory");
 }
-__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces,
+                                            bool evict_first) {
   if (!is_first_lane() || pieces.count == 0) return;
   const uint32_t address = shared_address(barrier);
-  copy_piece(address, pieces.piece[0]);
+  uint64_t policy;
+  if (evict_first) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  }
+  copy_piece(address, pieces.piece[0], policy);
   if (pieces.count == 1) return;
 #pragma unroll
-  for (int32_t i = 1; i < kCopyPieces; ++i) copy_piece(address, pieces.piece[i]);
+  for (int32_t i = 1; i < kCopyPieces; ++i) copy_piece(address, pieces.piece[i], policy);
 }
 #else
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
 __device__ __forceinline__ void expect_copies(uint64_t*, const CopyPieces&) {}
-__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces, bool) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
     if (i >= pieces.count) break;

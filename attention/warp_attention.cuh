@@ -31,9 +31,10 @@ __device__ __forceinline__ float power_of_two(int32_t exponent) {
   return __int_as_float((127 + exponent) << 23);
 }
 
-// Tiles of a step: two independent chains of mma, or one where a lane's words are many.
-__device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits) {
-  return k_bits == 16 || v_bits == 16 ? 1 : 2;
+// Tiles of a step: two, for more independent work, where a lane's words of them are few.
+__device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits, int32_t head_dim) {
+  const int32_t bits = k_bits > v_bits ? k_bits : v_bits;
+  return TileLayout{bits, head_dim}.words_per_lane() > 16 ? 1 : 2;
 }
 
 template <int32_t kHeadDim>
@@ -222,7 +223,7 @@ template <int32_t kKeyBits, int32_t kValueBits>
 __device__ __forceinline__ void WarpAttention<kHeadDim>::attend_tiles(const uint8_t* chunk,
                                                                       int32_t tiles,
                                                                       int32_t tokens) {
-  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits);
+  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits, kHeadDim);
   constexpr int32_t kStepTokens = kTiles * kTileTokens;
   constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
   constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();

@@ -48,7 +48,7 @@ struct TKV_API AttentionConfig {
   int32_t num_layers = 1;
   int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;
-  int32_t head_dim = 0;           // 128
+  int32_t head_dim = 0;           // 64, 96, 128 or 256
   int32_t q_len = 1;              // 1
   DType dtype = DType::kFloat16;  // of q, out and raw pages
   double sm_scale = 0;            // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
@@ -69,6 +69,8 @@ struct AttentionGrid {
   int32_t num_ctas = 0;
   int32_t slot_bytes = 0;  // of one chunk in flight
   int32_t slots_per_warp = 0;
+  int32_t prefetched = 0;  // chunks per warp asked for while the previous kernel runs
+  bool evict_first = true;
   int32_t shared_bytes = 0;
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.

@@ -53,12 +53,25 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   return rows;
 }
 
+void (*kernel_of(int32_t head_dim))(DecodeParams) {
+  switch (head_dim) {
+    case 64:
+      return decode_kernel<64>;
+    case 96:
+      return decode_kernel<96>;
+    case 256:
+      return decode_kernel<256>;
+    default:
+      return decode_kernel<128>;
+  }
+}
+
 Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   const AttentionConfig& config = world.config;
   const int32_t group = config.group_size(), dim = config.head_dim;
   DecodeParams p;
-  p.slot_bytes = kSlotBytes;
-  p.slots = kSlots;
+  p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
+  p.slots = dim > 128 ? 1 : kSlots;
   p.rows = rows_of(world, p.slot_bytes);
   p.pool = world.pages().base;
   p.page_bytes = config.page_bytes;
@@ -86,7 +99,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   std::shuffle(order.begin(), order.end(), rng);
   for (const int32_t cta : order) {
     std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
-    emulator::cta().run(cta, kDecodeThreads, [&p] { decode_kernel<128>(p); });
+    emulator::cta().run(cta, kDecodeThreads, [&] { kernel_of(dim)(p); });
   }
   Result result;
   for (const uint16_t x : out) result.out.push_back(half_to_float(x));
@@ -148,6 +161,21 @@ TEST(EmulatedDecode, EveryGroupSize) {
     shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
     shape.tokens = {{65, 17}, {5, 200}};
     check(shape, 4);
+  }
+}
+
+TEST(EmulatedDecode, EveryHeadDim) {
+  for (const int32_t head_dim : {64, 96, 256}) {
+    SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim);
+    WorldShape shape;
+    shape.head_dim = head_dim;
+    shape.num_kv_heads = 1;
+    shape.tiers = {tier(2, 16, 16), tier(0, 8, 4), tier(1, 4, 2)};
+    shape.tokens = {{20, 70, 130}, {0, 0, 0}, {1, 40, 0}};
+    check(shape, 3);
+    shape.tiers = {tier(0, 2, 8), tier(1, 8, 2)};
+    shape.tokens = {{70, 130}};
+    check(shape, 2);
   }
 }
 

@@ -195,6 +195,36 @@ TEST(Attention, SmallEveryPairOfFormats) {
   }
 }
 
+TEST(Attention, SmallEveryHeadDimAndPairOfFormats) {
+  for (const int32_t head_dim : {64, 96, 256}) {
+    for (const int32_t k : {16, 8, 4, 2}) {
+      for (const int32_t v : {16, 8, 4, 2}) {
+        SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << " k" << k << "v" << v);
+        WorldShape shape;
+        shape.head_dim = head_dim;
+        shape.num_kv_heads = 1;
+        shape.tiers = {tier(0, k, v)};
+        shape.tokens = {{33}, {129}};
+        check(shape);
+      }
+    }
+  }
+}
+
+TEST(Attention, EveryHeadDimWithMixedTiers) {
+  for (const int32_t head_dim : {64, 96, 256}) {
+    for (const int32_t group : {1, 4, 8}) {
+      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << " group " << group);
+      WorldShape shape;
+      shape.head_dim = head_dim;
+      shape.group = group;
+      shape.tiers = three_tiers();
+      shape.tokens = {{64, 700, 1500}, {0, 0, 0}, {1, 0, 7}, {17, 3000, 90}};
+      check(shape);
+    }
+  }
+}
+
 TEST(Attention, EveryGroupSizeAndRaggedLengths) {
   for (const int32_t group : {1, 2, 4, 8}) {
     SCOPED_TRACE(::testing::Message() << "group " << group);
