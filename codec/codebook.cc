@@ -153,14 +153,18 @@ uint16_t table_entry(const Codebook& c, uint32_t symbol) {
 }
 
 std::vector<uint32_t> device_table(const Codebook& c) {
-  const std::vector<uint16_t> symbol_of = build_lookup(c.lengths, c.words, c.max_length);
-  std::vector<uint32_t> table;
-  for (uint16_t symbol : symbol_of) {
+  std::vector<uint32_t> entry_of(c.lengths.size());
+  for (uint32_t symbol = 0; symbol < entry_of.size(); ++symbol) {
     const Digits digits = digits_of(c, symbol);
     const uint32_t* d = digits.d;
     const uint32_t fields =
         c.mode == BlockMode::kSingle ? d[0] << 22 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
-    table.push_back(c.lengths[symbol] | fields);
+    entry_of[symbol] = c.lengths[symbol] | fields;
+  }
+  std::vector<uint32_t> table;
+  table.reserve(size_t{1} << c.max_length);
+  for (uint16_t symbol : build_lookup(c.lengths, c.words, c.max_length)) {
+    table.push_back(entry_of[symbol]);
   }
   return table;
 }
@@ -178,9 +182,12 @@ Status complete_codebook(Codebook* c) {
   c->words = assign_code_words(c->lengths);
   c->tree = build_tree(c->lengths, c->words);
   find_cheapest(c);
+  std::vector<uint16_t> entry_of(c->lengths.size());
+  for (uint32_t s = 0; s < entry_of.size(); ++s) entry_of[s] = table_entry(*c, s);
   c->table.clear();
+  c->table.reserve(size_t{1} << c->max_length);
   for (uint16_t symbol : build_lookup(c->lengths, c->words, c->max_length)) {
-    c->table.push_back(table_entry(*c, symbol));
+    c->table.push_back(entry_of[symbol]);
   }
   return Status::ok();
 }
