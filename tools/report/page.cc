@@ -22,7 +22,8 @@ figure { margin: 0 0 1.2rem; } figcaption { color: #444; font-size: .9rem; max-w
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 12px system-ui, "Helvetica Neue", Arial, sans-serif; fill: #1a1a1a; }
 svg text.small { font-size: 11px; } svg text.tick { font-size: 10px; fill: #444; }
-svg text.label { font-size: 11px; font-weight: 600; } svg text.title { font-weight: 600; }
+svg text.label { font-size: 11px; font-weight: 600; paint-order: stroke; stroke: #fff; stroke-width: 3px; }
+svg text.title { font-weight: 600; }
 svg text.cell { font-size: 10px; } svg text.light { fill: #fff; }
 table { border-collapse: collapse; font-size: .82rem; margin-bottom: 1rem; }
 th, td { padding: .2rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }

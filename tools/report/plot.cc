@@ -43,8 +43,8 @@ std::vector<double> Scale::ticks(int count) const {
   }
   const double decades = std::log10(high / low);
   std::vector<double> steps = {1};
-  if (decades <= 2.2) steps = {1, 2, 5};
-  if (decades <= 1.1) steps = {1, 1.5, 2, 3, 4, 5, 7};
+  if (3 * decades <= count + 2) steps = {1, 2, 5};
+  if (7 * decades <= count + 2) steps = {1, 1.5, 2, 3, 4, 5, 7};
   const int every = std::max(1, static_cast<int>(std::ceil(decades / count)));
   for (int e = static_cast<int>(std::floor(std::log10(low) + 1e-9)); e <= std::log10(high) + 1e-9;
        ++e) {
