@@ -106,52 +106,52 @@ __device__ __forceinline__ void release_tile(const SharedTiles<kHeadDim>& shared
   arrive(shared.empty(tile % ScoreShape<kHeadDim>::kStages));
 }
 
+// The two warpgroups start their products in turn, so that one takes scores while the other's
+// products run. Barriers 1 and 2 are the turns.
+__device__ __forceinline__ void wait_turn(int32_t warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+}
+__device__ __forceinline__ void give_turn(int32_t to_warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(1 + to_warpgroup) : "memory");
+}
+
 // Streams all tiles past the warpgroup's rows and gives the taker their scores: take(sub, tile,
-// scores, scalars). With two sub-tiles the products of one run while the other is taken.
+// scores, scalars).
 template <int32_t kHeadDim, DType kDtype, class Taker>
 __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shared, int32_t tiles,
                                                TileRange needed, Taker* taker) {
   using Shape = ScoreShape<kHeadDim>;
-  constexpr int32_t kPanelBytes = Shape::kRows * 128;
-  const int32_t warpgroup = static_cast<int32_t>(threadIdx.x) / 128;
+  constexpr int32_t kLast = Shape::kSubTiles - 1;
+  const int32_t warpgroup = warpgroup_index();
   const uint8_t* rows = shared.stationary() + warpgroup * Shape::kSubTiles * 64 * 128;
   float scores[Shape::kSubTiles][kScoresPerThread];
   wait_barrier(shared.stationary_full(), 0);
-  for (int32_t i = 0; i < needed.begin; ++i) {
-    wait_tile(shared, i);
-    release_tile(shared, i);
-  }
-  if (needed.begin < needed.end) {
-    start_products<kHeadDim, kDtype>(rows, kPanelBytes, wait_tile(shared, needed.begin), scores[0]);
-  }
-  for (int32_t i = needed.begin; i < needed.end; ++i) {
-    const int32_t stage = i % Shape::kStages;
-    if constexpr (Shape::kSubTiles == 2) {
-      start_products<kHeadDim, kDtype>(rows + 64 * 128, kPanelBytes, shared.stage(stage),
-                                       scores[1]);
-      wait_products<1>(scores[0]);
-    } else {
-      wait_products<0>(scores[0]);
+  if (warpgroup == 1) give_turn(0);
+  for (int32_t i = 0; i < tiles; ++i) {
+    const uint8_t* columns = wait_tile(shared, i);
+    const float* scalars = shared.scalars(i % Shape::kStages);
+    const bool is_needed = __shfl_sync(kAllLanes, i >= needed.begin && i < needed.end, 0);
+    const bool gives_turn = warpgroup == 0 || i + 1 < tiles;
+    wait_turn(warpgroup);
+    if (is_needed) {
+#pragma unroll
+      for (int32_t sub = 0; sub < Shape::kSubTiles; ++sub) {
+        start_products<kHeadDim, kDtype>(rows + sub * 64 * 128, Shape::kRows * 128, columns,
+                                         scores[sub]);
+      }
+      if (gives_turn) give_turn(1 - warpgroup);
+      if constexpr (Shape::kSubTiles == 2) {
+        wait_products<1>(scores[0]);
+        taker->take(0, i, scores[0], scalars);
+      }
+      wait_products<0>(scores[kLast]);
+      taker->take(kLast, i, scores[kLast], scalars);
+    } else if (gives_turn) {
+      give_turn(1 - warpgroup);
     }
-    taker->take(0, i, scores[0], shared.scalars(stage));
-    if constexpr (Shape::kSubTiles == 1) release_tile(shared, i);
-    if (i + 1 < needed.end) {
-      start_products<kHeadDim, kDtype>(rows, kPanelBytes, wait_tile(shared, i + 1), scores[0]);
-      if constexpr (Shape::kSubTiles == 2) wait_products<1>(scores[1]);
-    } else if constexpr (Shape::kSubTiles == 2) {
-      wait_products<0>(scores[1]);
-    }
-    if constexpr (Shape::kSubTiles == 2) {
-      taker->take(1, i, scores[1], shared.scalars(stage));
-      release_tile(shared, i);
-    }
-  }
-  for (int32_t i = needed.end; i < tiles; ++i) {
-    wait_tile(shared, i);
     release_tile(shared, i);
   }
 }
-
 #endif
 
 // ---- kernels ----
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
                               log_heads(heads)};
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
-  if (threadIdx.x >= kMathThreads) {
+  if (warpgroup_index() == kMathThreads / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     copy_tiles(shared, source_of(p, false, tile.start, tile.num_tokens), tile,
                source_of(p, true, tile.start, tile.num_tokens), stream, task.lse, p.total_tokens);
@@ -205,8 +205,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     SignificanceTaker<kHeadDim> taker = {};
     taker.stream = stream;
     taker.num_tokens = tile.num_tokens;
-    taker.first_key =
-        tile.first_row + static_cast<int32_t>(threadIdx.x) / 128 * 64 * Shape::kSubTiles;
+    taker.first_key = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
     taker.scale = static_cast<float>(p.sm_scale);
     multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(), &taker);
     taker.finish(tile, p.total_tokens, task.out);
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const StreamShape stream = {0, end, tile.head / (p.num_q_heads / p.num_kv_heads), 1, 0};
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
-  if (threadIdx.x >= kMathThreads) {
+  if (warpgroup_index() == kMathThreads / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     copy_tiles<kHeadDim>(shared, source_of(p, true, tile.start, tile.num_tokens), tile,
                          source_of(p, false, tile.start, tile.num_tokens), stream, nullptr,
@@ -235,8 +234,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     LseTaker<kHeadDim> taker = {};
     taker.num_tokens = tile.num_tokens;
-    taker.first_query =
-        tile.first_row + static_cast<int32_t>(threadIdx.x) / 128 * 64 * Shape::kSubTiles;
+    taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
     taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
     for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;
     multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(stream.tiles()), &taker);
