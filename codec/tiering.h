@@ -17,14 +17,22 @@
 
 namespace tierkv {
 
+struct TierThresholds {
+  double high, low;
+};
+TKV_HD TierThresholds thresholds_at(const TierPolicy& policy, int32_t n) {
+  return {policy.alpha_high / static_cast<double>(n), policy.alpha_low / static_cast<double>(n)};
+}
+TKV_HD Tier significance_tier(const TierThresholds& thresholds, float significance) {
+  const double s = significance;
+  return s >= thresholds.high ? Tier::kHigh : s >= thresholds.low ? Tier::kLow : Tier::kPruned;
+}
+
 // sig >= alpha_high / n: high; sig >= alpha_low / n: low; else pruned. n: tokens the significance
 // is compared over (the token's own 1-based index in the prompt phase, the sequence length in the
 // generation phase).
 TKV_HD Tier significance_tier(const TierPolicy& policy, float significance, int32_t n) {
-  const double s = significance, tokens = n;
-  if (s >= policy.alpha_high / tokens) return Tier::kHigh;
-  if (s >= policy.alpha_low / tokens) return Tier::kLow;
-  return Tier::kPruned;
+  return significance_tier(thresholds_at(policy, n), significance);
 }
 
 // The newest window_tokens of num_tokens, at positions counted from 0.
@@ -48,9 +56,12 @@ TKV_HD bool is_better_victim(float score, int32_t position, float than_score,
 
 // Where the victim of a tier (kHigh or kLow) goes: the tier itself where it stays. A token never
 // moves up.
-TKV_HD Tier victim_tier(const TierPolicy& policy, Tier from, float score, int32_t num_tokens) {
-  const Tier by_score = significance_tier(policy, score, num_tokens);
+TKV_HD Tier victim_tier(const TierThresholds& thresholds, Tier from, float score) {
+  const Tier by_score = significance_tier(thresholds, score);
   return by_score < from ? from : by_score;
+}
+TKV_HD Tier victim_tier(const TierPolicy& policy, Tier from, float score, int32_t num_tokens) {
+  return victim_tier(thresholds_at(policy, num_tokens), from, score);
 }
 
 // tiers: [num_tokens]; counts: [kNumTiers], tokens per Tier, or null. kNonFinite, kInvalidArgument

@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kThreads)
   if (r.within != 0) return;
   pages.of[kWindowSide] = pages_for(after, per_page) - pages_for(info.num_tokens, per_page);
   d.entry_counts[r.entry] = pages;
-  d.before[r.entry] = info;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -118,13 +117,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Sides 0 and 1 while both are still reserved on the left.
-__device__ DeviceSlot reserved_slot(const DeviceState& d, int32_t row, int32_t side,
-                                    int32_t index) {
-  if (side == kHighSide) return device_slot(d, row, kHighSide, index);
-  const int32_t per_page = d.s.page_tokens(kLowSide), page_index = index / per_page;
+template <int32_t kSide>
+__device__ DeviceSlot reserved_slot(const DeviceState& d, int32_t row, int32_t index,
+                                    const PageLayout& layout) {
+  if (kSide == kHighSide) return device_slot(d, row, kHighSide, index, layout);
+  const int32_t per_page = layout.tokens, page_index = index / per_page;
   const int32_t held = d.s.allocator.pages[row].of[kHighSide];
-  const int32_t page = d.s.page_id(row, kHighSide, held - 1 - page_index);
-  return {page_ref(d, kLowSide, page), index - page_index * per_page};
+  return {d.s.page_id(row, kHighSide, held - 1 - page_index), index - page_index * per_page};
 }
 
 // Where the tokens of a chunk of kThreads positions go.
@@ -157,19 +156,29 @@ __device__ void place_chunk(const DeviceState& d, const DeviceRow& r, const Sequ
   counts->of[kLowSide] += all >> 16;
 }
 
+template <class Formats, int32_t kSide>
+__device__ void place_token(const DeviceState& d, int32_t row, int32_t position, int32_t index) {
+  const PageLayout window = Formats::layout(d.s, kWindowSide), layout = Formats::layout(d.s, kSide);
+  const DeviceSlot from = device_slot(d, row, kWindowSide, position, window);
+  const DeviceSlot to = reserved_slot<kSide>(d, row, index, layout);
+  move_page_token(page_ref(d, window, from), from.slot, page_ref(d, layout, to), to.slot);
+}
+
 // Empties the slots of the last tile behind the tier's tokens.
-__device__ void clear_tile_end(const DeviceState& d, int32_t row, int32_t side, int32_t count,
-                               int32_t warp) {
+template <int32_t kSide>
+__device__ void clear_tile_end(const DeviceState& d, int32_t row, int32_t count, int32_t warp) {
+  const PageLayout layout = d.s.layouts[kSide];
   const int32_t end = (count + kTileTokens - 1) / kTileTokens * kTileTokens;
   for (int32_t i = count + warp; i < end; i += kWarps) {
-    const DeviceSlot at = reserved_slot(d, row, side, i);
-    clear_page_token(at.page, at.slot);
+    const DeviceSlot at = reserved_slot<kSide>(d, row, i, layout);
+    clear_page_token(page_ref(d, layout, at), at.slot);
   }
 }
 
 // The window's tokens to the front of their side.
 __device__ void place_window(const DeviceState& d, int32_t row, const SequenceInfo& after,
                              int32_t warp) {
+  const PageLayout layout = d.s.layouts[kWindowSide];
   const int32_t first = ring_first(d.s.policy, after);
   const int32_t shift = first - d.s.policy.sink_tokens;
   // Tokens that move onto places of other window tokens must do so in order.
@@ -177,20 +186,21 @@ __device__ void place_window(const DeviceState& d, int32_t row, const SequenceIn
   if (shift > 0 && (warp == 0 || !in_order)) {
     for (int32_t p = first + (in_order ? 0 : warp); p < after.num_tokens;
          p += in_order ? 1 : kWarps) {
-      const DeviceSlot from = device_slot(d, row, kWindowSide, p);
-      const DeviceSlot to = device_slot(d, row, kWindowSide, p - shift);
-      move_page_token(from.page, from.slot, to.page, to.slot);
+      const DeviceSlot from = device_slot(d, row, kWindowSide, p, layout);
+      const DeviceSlot to = device_slot(d, row, kWindowSide, p - shift, layout);
+      move_page_token(page_ref(d, layout, from), from.slot, page_ref(d, layout, to), to.slot);
     }
   }
   __syncthreads();
   const int32_t count = window_side_tokens(d.s.policy, after);
   const int32_t end = min(after.num_tokens, (count + kTileTokens - 1) / kTileTokens * kTileTokens);
   for (int32_t i = count + warp; i < end; i += kWarps) {
-    const DeviceSlot at = device_slot(d, row, kWindowSide, i);
-    clear_page_token(at.page, at.slot);
+    const DeviceSlot at = device_slot(d, row, kWindowSide, i, layout);
+    clear_page_token(page_ref(d, layout, at), at.slot);
   }
 }
 
+template <class Formats>
 __global__ void __launch_bounds__(kThreads)
     place_prompt_kernel(const __grid_constant__ DeviceState d) {
   __shared__ Placement placement;
@@ -205,15 +215,14 @@ __global__ void __launch_bounds__(kThreads)
     place_chunk(d, r, after, first, &counts, &placement, &storage);
     const int32_t end = min(kThreads, after.num_tokens - first);
     for (int32_t t = warp; t < end; t += kWarps) {
-      if (placement.side[t] == kWindowSide) continue;
-      const DeviceSlot from = device_slot(d, r.row, kWindowSide, first + t);
-      const DeviceSlot to = reserved_slot(d, r.row, placement.side[t], placement.index[t]);
-      move_page_token(from.page, from.slot, to.page, to.slot);
+      const int32_t side = placement.side[t], index = placement.index[t];
+      if (side == kHighSide) place_token<Formats, kHighSide>(d, r.row, first + t, index);
+      if (side == kLowSide) place_token<Formats, kLowSide>(d, r.row, first + t, index);
     }
     __syncthreads();
   }
-  clear_tile_end(d, r.row, kHighSide, counts.of[kHighSide], warp);
-  clear_tile_end(d, r.row, kLowSide, counts.of[kLowSide], warp);
+  clear_tile_end<kHighSide>(d, r.row, counts.of[kHighSide], warp);
+  clear_tile_end<kLowSide>(d, r.row, counts.of[kLowSide], warp);
   place_window(d, r.row, after, warp);
   counts.of[kWindowSide] = window_side_tokens(d.s.policy, after);
   if (threadIdx.x == 0) d.row_counts[i] = counts;
@@ -302,7 +311,11 @@ Status plan_prompt_end(const DeviceState& d, int32_t count, GpuStream stream) {
 }
 Status place_prompt(const DeviceState& d, int32_t count, GpuStream stream) {
   const auto rows = static_cast<uint32_t>(count * d.s.rows_per_sequence());
-  place_prompt_kernel<<<rows, kThreads, 0, stream>>>(d);
+  if (DefaultFormats::fit(d.s)) {
+    place_prompt_kernel<DefaultFormats><<<rows, kThreads, 0, stream>>>(d);
+  } else {
+    place_prompt_kernel<AnyFormats><<<rows, kThreads, 0, stream>>>(d);
+  }
   return launch_status("end_prompt");
 }
 Status finish_prompt(const DeviceState& d, int32_t count, GpuStream stream) {

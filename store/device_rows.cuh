@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
+#include <string>
+
 #include "codec/page_token.cuh"
 #include "store/device_state.h"
 #include "store/step_plan.h"
@@ -18,16 +21,18 @@ struct DeviceRow {
   int32_t within;  // its sequence
   int32_t row;
 };
+__device__ inline DeviceRow entry_row(const DeviceState& d, int32_t entry, int32_t within) {
+  const int32_t sequence = d.batch[entry];
+  return {entry, sequence, within, sequence * d.s.rows_per_sequence() + within};
+}
 __device__ inline DeviceRow batch_row(const DeviceState& d, int32_t i) {
-  const int32_t per_sequence = d.s.rows_per_sequence(), entry = i / per_sequence;
-  const int32_t sequence = d.batch[entry], within = i - entry * per_sequence;
-  return {entry, sequence, within, sequence * per_sequence + within};
+  const int32_t entry = i / d.s.rows_per_sequence();
+  return entry_row(d, entry, i - entry * d.s.rows_per_sequence());
 }
 // kv_head h of entry e is i = e * num_kv_heads + h.
 __device__ inline DeviceRow layer_row(const DeviceState& d, int32_t layer, int32_t i) {
-  const int32_t heads = d.s.num_kv_heads, entry = i / heads;
-  const int32_t sequence = d.batch[entry], within = layer * heads + i - entry * heads;
-  return {entry, sequence, within, sequence * d.s.rows_per_sequence() + within};
+  const int32_t entry = i / d.s.num_kv_heads;
+  return entry_row(d, entry, layer * d.s.num_kv_heads + i - entry * d.s.num_kv_heads);
 }
 
 __device__ inline bool has_failed(const DeviceState& d) {
@@ -42,17 +47,49 @@ __device__ inline void report_failure(const DeviceState& d, const DeviceFailure&
   d.failure->slot = failure.slot;
 }
 
+// The formats of the sides as kernels see them. A kernel that is compiled for given formats finds a
+// code's place with a few instructions, where the general one spends most of its time on it.
+struct AnyFormats {
+  static bool fit(const StoreView&) { return true; }
+  __device__ static PageLayout layout(const StoreView& s, int32_t side) { return s.layouts[side]; }
+};
+// The default: K8V4 for window and high, K4V2 for low, head_dim 128, on the pages that
+// choose_page_size() takes for them.
+struct DefaultFormats {
+  static bool fit(const StoreView& s);
+  __device__ static constexpr PageLayout layout(const StoreView&, int32_t side) {
+    return page_layout(shape(side));
+  }
+  TKV_HD static constexpr PageShape shape(int32_t side) {
+    return side == kLowSide ? PageShape{128, 4, 2, 1, 1, 112} : PageShape{128, 8, 4, 1, 1, 64};
+  }
+};
+inline bool DefaultFormats::fit(const StoreView& s) {
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    const PageLayout mine = page_layout(shape(side));
+    if (std::memcmp(&mine, &s.layouts[side], sizeof(mine)) != 0) return false;
+  }
+  return true;
+}
+template <class Formats>
+__device__ PageTokens page_tokens_of(const StoreView& s) {
+  return {Formats::layout(s, kHighSide).tokens, Formats::layout(s, kLowSide).tokens,
+          Formats::layout(s, kWindowSide).tokens};
+}
+
 struct DeviceSlot {
-  PageRef page;
+  int32_t page;
   int32_t slot;
 };
-__device__ inline PageRef page_ref(const DeviceState& d, int32_t side, int32_t page) {
-  return {d.s.page_bytes(page), &d.s.layouts[side], d.s.raw_dtype};
-}
+// `layout` is the side's, perhaps a constant.
 __device__ inline DeviceSlot device_slot(const DeviceState& d, int32_t row, int32_t side,
-                                         int32_t index) {
-  const int32_t per_page = d.s.page_tokens(side), page = index / per_page;
-  return {page_ref(d, side, d.s.page_id(row, side, page)), index - page * per_page};
+                                         int32_t index, const PageLayout& layout) {
+  const int32_t page = index / layout.tokens;
+  return {d.s.page_id(row, side, page), index - page * layout.tokens};
+}
+__device__ inline PageRef page_ref(const DeviceState& d, const PageLayout& layout,
+                                   const DeviceSlot& at) {
+  return {d.s.page_bytes(at.page), &layout, d.s.raw_dtype};
 }
 
 __device__ inline RankedToken best_of_warp(RankedToken mine) {
@@ -71,21 +108,31 @@ struct WarpTeam {
   __device__ static RankedToken best(const RankedToken& mine) { return best_of_warp(mine); }
 };
 
-// scan_page_record() of a page with `used` tokens, by a warp.
-__device__ inline void rescan_device_page(const DeviceState& d, int32_t side, int32_t page,
-                                          int32_t used) {
-  const uint8_t* bytes = d.s.page_bytes(page);
-  RankedToken mine = no_token();
-  for (int32_t slot = lane_index(); slot < used; slot += 32) {
-    const TokenPlace at = {const_cast<uint8_t*>(bytes), slot};
-    mine = better_victim(mine, {score_at(d.s, side, at), position_at(d.s, side, at), slot});
-  }
-  const RankedToken best = best_of_warp(mine);
+__device__ inline void write_minimum(const DeviceState& d, int32_t page, const RankedToken& best) {
   if (lane_index() != 0) return;
   PageRecord& record = d.s.allocator.records[page];
   record.min_score = best.score;
   record.min_slot = best.index;
   record.min_position = best.position;
+}
+
+// The lane's victim among the tokens of a page but the one in slot `but`; the index is the slot.
+__device__ inline RankedToken lane_victim(const DeviceState& d, int32_t side, int32_t page,
+                                          int32_t used, int32_t but) {
+  uint8_t* bytes = d.s.page_bytes(page);
+  RankedToken mine = no_token();
+  for (int32_t slot = lane_index(); slot < used; slot += 32) {
+    if (slot == but) continue;
+    const TokenPlace at = {bytes, slot};
+    mine = better_victim(mine, {score_at(d.s, side, at), position_at(d.s, side, at), slot});
+  }
+  return mine;
+}
+
+// scan_page_record() of a page with `used` tokens, by a warp.
+__device__ inline void rescan_device_page(const DeviceState& d, int32_t side, int32_t page,
+                                          int32_t used) {
+  write_minimum(d, page, best_of_warp(lane_victim(d, side, page, used, kNoSlot)));
 }
 
 inline Status launch_status(const char* what) {

@@ -89,52 +89,90 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The largest probability that a head of the group gives the token in `at`, in every lane.
-__device__ float token_probability(const DeviceProbabilities& x, const DeviceSlot& at,
-                                   int64_t line) {
-  const int32_t head_dim = at.page.layout->head_dim();
-  LaneSide side;
-  LaneValues k;
-  load_side(at.page, at.slot, Component::kKey, &side);
-  dequantize_lane(at.page, Component::kKey, side, k);
-  float largest = 0;
-  for (int32_t g = 0; g < x.group; ++g) {
+constexpr int32_t kProbabilityCtas = 8;  // of a row
+constexpr int32_t kMaxProbabilityHeads = 16;
+
+// The query heads of a row, in the order in which lanes hold the dims of a token.
+struct RowQueries {
+  float q[kMaxProbabilityHeads][kLaneChunks][4][32];
+  float lse[kMaxProbabilityHeads];
+};
+
+__device__ void load_queries(const DeviceProbabilities& x, int32_t head_dim, RowQueries* queries) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  for (int32_t g = warp; g < x.group; g += kWarps) {
+    const int64_t head = static_cast<int64_t>(blockIdx.x) * x.group + g;
     LaneValues q;
-    const int64_t head = line * x.group + g;
     load_lane_values(static_cast<const uint16_t*>(x.q) + head * head_dim, DType::kFloat16, head_dim,
                      q);
+#pragma unroll
+    for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+      queries->q[g][i / 4][i % 4][lane_index()] = q[i / 4][i % 4] * x.sm_scale;
+    }
+    if (lane_index() == 0) queries->lse[g] = x.lse[head];
+  }
+}
+
+// The largest probability that a head of the group gives the token, in every lane.
+__device__ float token_probability(const RowQueries& queries, int32_t group, const PageRef& page,
+                                   int32_t slot) {
+  const int32_t head_dim = page.layout->head_dim();
+  LaneSide side;
+  LaneValues k;
+  load_side(page, slot, Component::kKey, &side);
+  dequantize_lane(page, Component::kKey, side, k);
+  float largest = 0;
+  for (int32_t g = 0; g < group; ++g) {
     float dot = 0;
 #pragma unroll
     for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-      const bool used = lane_dim(i / 4) < head_dim;
-      dot += used ? q[i / 4][i % 4] * k[i / 4][i % 4] : 0.0f;
+      if (lane_dim(i / 4) >= head_dim) continue;
+      dot += queries.q[g][i / 4][i % 4][lane_index()] * k[i / 4][i % 4];
     }
 #pragma unroll
     for (int32_t lanes = 16; lanes > 0; lanes /= 2) dot += __shfl_xor_sync(kAllLanes, dot, lanes);
-    largest = fmaxf(largest, expf(dot * x.sm_scale - x.lse[head]));
+    largest = fmaxf(largest, expf(dot - queries.lse[g]));
   }
   return fminf(largest, 1.0f);
 }
 
+template <class Formats, int32_t kSide>
+__device__ void find_side(const DeviceState& d, const DeviceProbabilities& x, int32_t row,
+                          const RowQueries& queries) {
+  const PageLayout layout = Formats::layout(d.s, kSide);
+  float* line = x.values + static_cast<int64_t>(blockIdx.x) * x.stride;
+  const int32_t warps = kWarps * kProbabilityCtas;
+  const int32_t warp =
+      static_cast<int32_t>(blockIdx.y) * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  for (int32_t i = warp; i < d.s.allocator.tokens[row].of[kSide]; i += warps) {
+    const DeviceSlot at = device_slot(d, row, kSide, i, layout);
+    const PageRef page = page_ref(d, layout, at);
+    const float p = token_probability(queries, x.group, page, at.slot);
+    if (lane_index() == 0) line[position_at(d.s, kSide, {page.bytes, at.slot})] = p;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_probabilities_kernel(const __grid_constant__ DeviceState d,
+                               const __grid_constant__ DeviceProbabilities x) {
+  const DeviceRow r = cta_row(d, x.layer);
+  if (r.sequence == kPaddingSequence) return;
+  float* line = x.values + static_cast<int64_t>(blockIdx.x) * x.stride;
+  for (int32_t p = threadIdx.x; p < d.s.infos[r.sequence].num_tokens; p += kThreads) line[p] = 0;
+}
+
+template <class Formats>
 __global__ void __launch_bounds__(kThreads)
     probabilities_kernel(const __grid_constant__ DeviceState d,
                          const __grid_constant__ DeviceProbabilities x) {
+  __shared__ RowQueries queries;
   const DeviceRow r = cta_row(d, x.layer);
   if (r.sequence == kPaddingSequence || has_failed(d)) return;
-  const int64_t line_index = blockIdx.x;
-  float* line = x.values + line_index * x.stride;
-  for (int32_t p = threadIdx.x; p < d.s.infos[r.sequence].num_tokens; p += kThreads) line[p] = 0;
+  load_queries(x, d.s.layouts[kHighSide].head_dim(), &queries);
   __syncthreads();
-  const SideCounts tokens = d.s.allocator.tokens[r.row];
-  int32_t item = static_cast<int32_t>(threadIdx.x) / 32;
-  for (int32_t side = 0; side < kStoreSides; ++side) {
-    for (; item < tokens.of[side]; item += kWarps) {
-      const DeviceSlot at = device_slot(d, r.row, side, item);
-      const float p = token_probability(x, at, line_index);
-      if (lane_index() == 0) line[position_at(d.s, side, {at.page.bytes, at.slot})] = p;
-    }
-    item -= tokens.of[side];
-  }
+  find_side<Formats, kHighSide>(d, x, r.row, queries);
+  find_side<Formats, kLowSide>(d, x, r.row, queries);
+  find_side<Formats, kWindowSide>(d, x, r.row, queries);
 }
 
 }  // namespace
@@ -155,7 +193,16 @@ Status update_scores(const DeviceState& d, const DeviceScores& scores, GpuStream
 
 Status find_probabilities(const DeviceState& d, const DeviceProbabilities& p, GpuStream stream) {
   const auto rows = static_cast<uint32_t>(p.count * d.s.num_kv_heads);
-  probabilities_kernel<<<rows, kThreads, 0, stream>>>(d, p);
+  if (p.group > kMaxProbabilityHeads) {
+    return Status(StatusCode::kUnsupported, "probabilities of more than 16 q heads per kv_head");
+  }
+  clear_probabilities_kernel<<<rows, kThreads, 0, stream>>>(d, p);
+  if (DefaultFormats::fit(d.s)) {
+    probabilities_kernel<DefaultFormats>
+        <<<dim3(rows, kProbabilityCtas), kThreads, 0, stream>>>(d, p);
+  } else {
+    probabilities_kernel<AnyFormats><<<dim3(rows, kProbabilityCtas), kThreads, 0, stream>>>(d, p);
+  }
   return launch_status("attend");
 }
 

@@ -39,14 +39,15 @@ struct DeviceState {
   StoreView s;
   int32_t max_tokens = 0;
   DeviceFailure* failure = nullptr;
-  int32_t* batch = nullptr;            // [max_sequences]; kPaddingSequence: nothing is done
-  SequenceInfo* before = nullptr;      // [max_sequences] of the batch, before the call
-  SideCounts* entry_counts = nullptr;  // [max_sequences]
-  SideCounts* row_counts = nullptr;    // [max batch rows]
-  StepAction* actions = nullptr;       // [max batch rows][kMaxStepTokens]
-  OpReport* report = nullptr;          // of the operation that may be refused
-  OpReport* other_report = nullptr;    // of one that may not
-  int32_t* appended = nullptr;         // [rows] tokens that each row has got
+  int32_t* batch = nullptr;              // [max_sequences]; kPaddingSequence: nothing is done
+  SequenceInfo* before = nullptr;        // [max_sequences] of the batch, before the call
+  TierThresholds* thresholds = nullptr;  // [max_sequences] of the batch, with the tokens of a step
+  SideCounts* entry_counts = nullptr;    // [max_sequences]
+  SideCounts* row_counts = nullptr;      // [max batch rows]
+  StepAction* actions = nullptr;         // [max batch rows][kMaxStepTokens]
+  OpReport* report = nullptr;            // of the operation that may be refused
+  OpReport* other_report = nullptr;      // of one that may not
+  int32_t* appended = nullptr;           // [rows] tokens that each row has got
 };
 
 // Slots of a batch by value: a launch needs no memory of the host's.

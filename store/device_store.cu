@@ -88,6 +88,7 @@ Status DeviceStore::allocate() {
   if (Status s = take(1, &state_.failure); !s) return s;
   if (Status s = take(sequences, &state_.batch); !s) return s;
   if (Status s = take(sequences, &state_.before); !s) return s;
+  if (Status s = take(sequences, &state_.thresholds); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
   if (Status s = take(rows * kMaxStepTokens, &state_.actions); !s) return s;

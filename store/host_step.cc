@@ -87,8 +87,16 @@ Status HostStore::begin_step(SequenceList sequences, int32_t tokens) {
   for (size_t i = 0; i < added.size(); ++i) {
     const int32_t slot = (*slots)[i / rows];
     actions[i].resize(leaving_tokens(view_.policy, table_.info(slot), tokens).count());
-    added[i] = plan_row_step(view_, row(slot, static_cast<int32_t>(i % rows)), table_.info(slot),
-                             tokens, actions[i].data(), HostTeam());
+    const int32_t at = row(slot, static_cast<int32_t>(i % rows));
+    const int32_t after = table_.info(slot).num_tokens + tokens;
+    const PlannedRow planned = {view_,
+                                page_tokens(view_),
+                                at,
+                                view_.allocator.tokens[at],
+                                view_.allocator.pages[at],
+                                thresholds_at(view_.policy, after)};
+    added[i] = plan_row_step<StepOverlay>(planned, table_.info(slot), tokens, actions[i].data(),
+                                          HostTeam());
   }
   OpReport report;
   if (Status s = run(PageOp::append(batch(*slots), added.data(), &report)); !s) return s;

@@ -70,32 +70,71 @@ class StepOverlay {
   RankedToken tokens_[2 * kMaxStepTokens];
 };
 
+// Of a step of one round: nothing was placed before it.
+struct NoOverlay {
+  TKV_HD void put(int32_t, const RankedToken&) {}
+  TKV_HD bool covers(int32_t, int32_t, int32_t) const { return false; }
+  TKV_HD RankedToken best(int32_t) const { return no_token(); }
+};
+
+// One access of the device; a copy of the struct would be four.
+TKV_HD PageRecord load_record(const PageAllocator& a, int32_t page) {
+#if defined(__CUDA_ARCH__)
+  const int4 words = *reinterpret_cast<const int4*>(a.records + page);
+  return {words.x, __int_as_float(words.y), words.z, words.w};
+#else
+  return a.records[page];
+#endif
+}
+
+// Tokens of a page by side: for kernels that know them beforehand, constants.
+struct PageTokens {
+  int32_t high, low, window;
+  TKV_HD int32_t at(int32_t side) const {
+    return side == kHighSide ? high : side == kLowSide ? low : window;
+  }
+};
+TKV_HD PageTokens page_tokens(const StoreView& s) {
+  return {s.page_tokens(kHighSide), s.page_tokens(kLowSide), s.page_tokens(kWindowSide)};
+}
+
+// A row and what its step is planned from.
+struct PlannedRow {
+  const StoreView& s;
+  PageTokens page_tokens;
+  int32_t row;
+  SideCounts tokens, pages;
+  TierThresholds thresholds;  // of the sequence with the step's tokens
+};
+
 // The victim among the tokens of one page that the overlay does not replace.
-TKV_HD RankedToken page_victim(const StoreView& s, int32_t row, int32_t side, int32_t page_index,
-                               const StepOverlay& overlay) {
-  const int32_t page = s.page_id(row, side, page_index), first = page_index * s.page_tokens(side);
-  const PageRecord record = s.allocator.records[page];
+template <class Overlay>
+TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, int32_t page_index,
+                               const Overlay& overlay) {
+  const int32_t page = r.s.page_id(r.row, side, page_index), per_page = r.page_tokens.at(side);
+  const int32_t first = page_index * per_page;
+  const PageRecord record = load_record(r.s.allocator, page);
   if (record.reference_count > 1 || record.min_slot == kNoSlot) return no_token();
-  const int32_t used = s.page_used(side, page_index, s.allocator.tokens[row].of[side]);
+  const int32_t used = smaller_of(per_page, r.tokens.of[side] - first);
   if (!overlay.covers(side, first, first + used)) {
     return {record.min_score, record.min_position, first + record.min_slot};
   }
   RankedToken best = no_token();
   for (int32_t slot = 0; slot < used; ++slot) {
     if (overlay.covers(side, first + slot, first + slot + 1)) continue;
-    const TokenPlace at = {s.page_bytes(page), slot};
-    best = better_victim(best, {score_at(s, side, at), position_at(s, side, at), first + slot});
+    const TokenPlace at = {r.s.page_bytes(page), slot};
+    best = better_victim(best, {score_at(r.s, side, at), position_at(r.s, side, at), first + slot});
   }
   return best;
 }
 
-template <class Team>
-TKV_HD RankedToken find_victim(const StoreView& s, int32_t row, int32_t side,
-                               const StepOverlay& overlay, const Team& team) {
-  const int32_t pages = pages_for(s.allocator.tokens[row].of[side], s.page_tokens(side));
+template <class Overlay, class Team>
+TKV_HD RankedToken find_victim(const PlannedRow& r, int32_t side, const Overlay& overlay,
+                               const Team& team) {
+  const int32_t pages = side == kHighSide ? r.pages.of[kHighSide] : r.pages.of[kLowSide];
   RankedToken mine = no_token();
   for (int32_t i = team.rank(); i < pages; i += team.size()) {
-    mine = better_victim(mine, page_victim(s, row, side, i, overlay));
+    mine = better_victim(mine, page_victim(r, side, i, overlay));
   }
   return better_victim(team.best(mine), overlay.best(side));
 }
@@ -106,22 +145,20 @@ struct StepCounts {
 };
 
 // One round; `counts` and the overlay move on.
-template <class Team>
-TKV_HD StepAction plan_round(const StoreView& s, int32_t row, const RankedToken& candidate,
-                             int32_t num_tokens, StepCounts* counts, StepOverlay* overlay,
-                             const Team& team) {
+template <class Overlay, class Team>
+TKV_HD StepAction plan_round(const PlannedRow& r, const RankedToken& candidate, StepCounts* counts,
+                             Overlay* overlay, const Team& team) {
   StepAction action = {candidate.position,
-                       significance_tier(s.policy, candidate.score, num_tokens),
+                       significance_tier(r.thresholds, candidate.score),
                        kNoSlot,
                        kNoPosition,
                        Tier::kPruned,
                        kNoSlot};
   if (action.tier == Tier::kPruned) return action;
   const int32_t side = side_of(action.tier);
-  const RankedToken victim = find_victim(s, row, side, *overlay, team);
-  const Tier to = victim.index == kNoSlot
-                      ? action.tier
-                      : victim_tier(s.policy, action.tier, victim.score, num_tokens);
+  const RankedToken victim = find_victim(r, side, *overlay, team);
+  const Tier to =
+      victim.index == kNoSlot ? action.tier : victim_tier(r.thresholds, action.tier, victim.score);
   if (to == action.tier) {
     action.slot = side == kHighSide ? counts->high++ : counts->low++;
   } else {
@@ -137,22 +174,22 @@ TKV_HD StepAction plan_round(const StoreView& s, int32_t row, const RankedToken&
   return action;
 }
 
-// The step of one row: leaving_tokens() actions, oldest first, and what each side gains.
-template <class Team>
-TKV_HD SideCounts plan_row_step(const StoreView& s, int32_t row, const SequenceInfo& info,
-                                int32_t tokens, StepAction* actions, const Team& team) {
-  const LeavingTokens leaving = leaving_tokens(s.policy, info, tokens);
-  const SideCounts held = s.allocator.tokens[row];
-  StepCounts counts = {held.of[kHighSide], held.of[kLowSide]};
-  StepOverlay overlay;
+// The step of one row: leaving_tokens() actions, oldest first, and what each side gains. Overlay:
+// StepOverlay, or NoOverlay where at most one token leaves.
+template <class Overlay, class Team>
+TKV_HD SideCounts plan_row_step(const PlannedRow& r, const SequenceInfo& info, int32_t tokens,
+                                StepAction* actions, const Team& team) {
+  const LeavingTokens leaving = leaving_tokens(r.s.policy, info, tokens);
+  StepCounts counts = {r.tokens.of[kHighSide], r.tokens.of[kLowSide]};
+  Overlay overlay;
   for (int32_t p = leaving.first; p < leaving.end; ++p) {
-    const TokenPlace at = place_of(s, row, kWindowSide, window_index(s.policy, info, p));
-    const RankedToken candidate = {score_at(s, kWindowSide, at), p, 0};
-    const StepAction action =
-        plan_round(s, row, candidate, info.num_tokens + tokens, &counts, &overlay, team);
+    const int32_t index = window_index(r.s.policy, info, p), per_page = r.page_tokens.window;
+    const int32_t page = r.s.page_id(r.row, kWindowSide, index / per_page);
+    const float score = score_at(r.s, kWindowSide, {r.s.page_bytes(page), index % per_page});
+    const StepAction action = plan_round(r, {score, p, 0}, &counts, &overlay, team);
     if (team.rank() == 0) actions[p - leaving.first] = action;
   }
-  return {{counts.high - held.of[kHighSide], counts.low - held.of[kLowSide],
+  return {{counts.high - r.tokens.of[kHighSide], counts.low - r.tokens.of[kLowSide],
            tokens - leaving.count(), 0}};
 }
 
