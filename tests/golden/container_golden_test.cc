@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <random>
 
+#include "datasets/profile_file.h"
 #include "tests/golden/golden_table.h"
 #include "tools/analysis/container_file.h"
 
@@ -32,13 +33,18 @@ constexpr const char* kRecorded[] = {"fp16",
                                      "kvcomp:unit=channel,rel_k=0.15",
                                      "step",
                                      "step:k=0.4,v=0.3,window=16",
-                                     "step:basis=none"};
+                                     "step:basis=none",
+                                     "step:only=v",
+                                     "k8v4:only=k+huffman"};
+// With profile.h5.
+constexpr const char* kProfiled = "step:window=8,basis=matrix";
 
-std::vector<uint8_t> compressed(const char* preset) {
+std::vector<uint8_t> compressed(const char* preset, const Profile* profile = nullptr) {
   auto reader = std::move(datasets::DumpReader::open(golden::path("dump.h5")).value());
   CompressOptions options;
   options.preset = parse_preset(preset).value();
   options.threads = 2;
+  options.profile = profile;
   const std::filesystem::path file =
       std::filesystem::temp_directory_path() /
       ("tierkv_golden_" + std::to_string(std::random_device{}()) + ".tkv");
@@ -77,7 +83,7 @@ std::string decoded(const std::vector<uint8_t>& bytes) {
 std::string kept_file(const char* preset) {
   std::string name = preset;
   for (char& c : name) {
-    if (c == ':' || c == '=' || c == '+') c = '_';
+    if (c == ':' || c == '=' || c == '+' || c == ',') c = '_';
   }
   return golden::path("containers/" + name + ".tkv");
 }
@@ -92,18 +98,21 @@ std::string field(std::string preset) {
 
 TEST(ContainerGolden, SizesAndBytesOfEveryPreset) {
   golden::Table table("sizes.csv", "preset,file_bytes,file_xxh3,values_xxh3");
-  const auto record = [&](const char* preset) {
-    const std::vector<uint8_t> bytes = compressed(preset);
+  const auto record = [&](const char* preset, const Profile* profile = nullptr) {
+    const std::vector<uint8_t> bytes = compressed(preset, profile);
     table.expect(
         {field(preset), std::to_string(bytes.size()), golden::hash(bytes), decoded(bytes)});
     return bytes;
   };
-  for (const char* preset : kRecorded) record(preset);
-  for (const char* preset : kKept) {
-    const std::vector<uint8_t> bytes = record(preset);
+  const auto keep = [](const char* preset, const std::vector<uint8_t>& bytes) {
     if (golden::regenerating()) golden::write_file(kept_file(preset), bytes);
     EXPECT_EQ(bytes, golden::read_file(kept_file(preset))) << preset;
-  }
+  };
+  for (const char* preset : kRecorded) record(preset);
+  for (const char* preset : kKept) keep(preset, record(preset));
+  const Result<Profile> profile = datasets::read_profile(golden::path("profile.h5"));
+  ASSERT_TRUE(profile.is_ok()) << profile.status().message();
+  keep(kProfiled, record(kProfiled, &*profile));
 }
 
 }  // namespace
