@@ -32,7 +32,7 @@ Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
                     const Codebook& codebook, std::vector<uint8_t>* out);
 
 enum class DecodePath : int32_t {
-  kTable = 0,  // one lookup a symbol, four lanes at a time
+  kTable = 0,  // one lookup a symbol, eight streams at a time
   kTree = 1,   // one bit at a time: the paper's form and the reference
 };
 
