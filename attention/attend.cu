@@ -35,7 +35,7 @@ Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
 
 // Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
 int32_t least_slot_bytes(const AttentionConfig& config) {
-  int32_t bytes = part_stride(config.head_dim) * config.group_size() * 4;
+  int32_t bytes = part_stride(config.head_dim) * row_group(config) * 4;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
@@ -113,7 +113,8 @@ AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
     rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
   rows.sequences = batch.sequences;
-  rows.num_rows = batch.count * config.num_kv_heads;
+  rows.pass_shift = pass_shift_of(config.group_size());
+  rows.num_rows = batch.count * config.num_kv_heads << rows.pass_shift;
   rows.num_kv_heads = config.num_kv_heads;
   rows.num_tiers = config.num_tiers;
   rows.num_table_sequences = table.shape.num_sequences;
@@ -147,7 +148,7 @@ int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes, int32
     wanted = std::max(wanted, layout.scores);
   }
   const int32_t left =
-      shared_bytes - decode_shared(config.head_dim, config.group_size(), 0, slots).bytes;
+      shared_bytes - decode_shared(config.head_dim, row_group(config), 0, slots).bytes;
   const int32_t most = left / (kDecodeWarps * slots);
   return std::min(wanted + kSlotAlignment - 1, most) / kSlotAlignment * kSlotAlignment;
 }
@@ -170,10 +171,8 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
     return Status(StatusCode::kUnsupported, "the device has " + std::to_string(*shared) +
                                                 " bytes of shared memory for a CTA, too few");
   }
-  grid.prefetched = grid.slots_per_warp;
   grid.shared_bytes =
-      decode_shared(config.head_dim, config.group_size(), grid.slot_bytes, grid.slots_per_warp)
-          .bytes;
+      decode_shared(config.head_dim, row_group(config), grid.slot_bytes, grid.slots_per_warp).bytes;
   if (Status s = prepare_plan(); !s) return s;
   if (Status s = prepare_decode(config.head_dim, *shared); !s) return s;
   return grid;
@@ -207,12 +206,12 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.pool = call.pages.base;
   params.page_bytes = call.pages.page_bytes;
   params.num_pages = call.pages.num_pages;
-  params.group = config.group_size();
+  params.group = row_group(config);
   params.q = call.q;
   params.out = call.out;
   params.lse = call.lse;
   params.row_status = at<int32_t>(workspace, layout.row_status) +
-                      static_cast<int64_t>(call.layer) * params.rows.num_rows;
+                      static_cast<int64_t>(call.layer) * call.batch.count * config.num_kv_heads;
   params.items = at<WorkItem>(workspace, layout.items) +
                  static_cast<int64_t>(call.layer) * items_per_layer(grid);
   params.arrivals = at<int32_t>(workspace, layout.arrivals);
@@ -221,8 +220,6 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;
-  params.prefetched = grid.prefetched;
-  params.evict_first = grid.evict_first;
   params.plan_is_settled = call.plan_is_settled;
   return launch_decode(params, config.head_dim, grid.num_ctas, stream);
 }

@@ -49,6 +49,11 @@ class ChunkFeed {
     return left_ > 0;
   }
 
+  // Of the tier that it is in.
+  __device__ __forceinline__ int32_t chunk_tiles() const {
+    return chunk_tiles_;
+  }
+
   // has_more() before.
   __device__ __forceinline__ Chunk next() {
     Chunk chunk{{row_, 0, 1, 0}, 0, kNoPage, 0, false};
@@ -191,7 +196,8 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Read
   if (threadIdx.x % 32 == 0) {
     *header = chunk.header;
     if (chunk.is_stray) {
-      p.row_status[chunk.header.row] = static_cast<int32_t>(StatusCode::kCorrupt);
+      p.row_status[chunk.header.row >> p.rows.pass_shift] =
+          static_cast<int32_t>(StatusCode::kCorrupt);
     }
   }
   expect_copies(full, chunk.pieces);

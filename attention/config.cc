@@ -27,9 +27,9 @@ Status validate_heads(const AttentionConfig& c) {
   if (c.num_q_heads < 1 || c.num_q_heads > kMaxHeads || c.num_q_heads % c.num_kv_heads != 0) {
     return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65536");
   }
-  if (c.group_size() > kMaxGroup) {
+  if (pass_shift_of(c.group_size()) < 0) {
     return unsupported("group of " + std::to_string(c.group_size()) +
-                       " q heads per kv_head; at most " + std::to_string(kMaxGroup));
+                       " q heads per kv_head; attention needs 1 to 8, 10, 12, 14 or 16");
   }
   if (!has_page_layout(c.head_dim)) {
     return unsupported("head_dim " + std::to_string(c.head_dim) +

@@ -15,6 +15,12 @@ inline constexpr int32_t kDecodeWarps = 8;
 inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
 inline constexpr int32_t kMaxGroup = 8;  // q heads of a row: the columns of one mma
 
+// How a group of q heads becomes rows of at most kMaxGroup: 2^shift rows of group >> shift heads,
+// or -1 where it does not. Each row reads the pages anew.
+TKV_HD constexpr int32_t pass_shift_of(int32_t group) {
+  return group <= kMaxGroup ? 0 : group <= 2 * kMaxGroup && group % 2 == 0 ? 1 : -1;
+}
+
 struct DecodeParams {
   const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
   AttentionRows rows;
@@ -26,7 +32,7 @@ struct DecodeParams {
   const void* q = nullptr;        // fp16 [num_rows][group][head_dim]
   void* out = nullptr;            // fp16, like q
   float* lse = nullptr;           // [num_rows][group] or null
-  int32_t* row_status = nullptr;  // [num_rows], kCorrupt is added
+  int32_t* row_status = nullptr;  // [num_rows >> pass_shift], kCorrupt is added
   // [grid][kMaxGroup], 0 between launches: finished parts of the row that starts in this CTA.
   int32_t* arrivals = nullptr;
   float* parts = nullptr;  // [2 * grid][group][head_dim]: parts of rows that several CTAs share
@@ -34,9 +40,7 @@ struct DecodeParams {
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
-  int32_t prefetched = 0;  // chunks of a warp, asked for before the previous kernel ends
   bool plan_is_settled = false;
-  bool evict_first = true;
 };
 
 // Floats from one head to the next in a part in shared memory; keeps its stores free of conflicts.

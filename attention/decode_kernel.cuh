@@ -111,9 +111,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
   if (p_.plan_is_settled) {
-    ChunkFeed ahead = feed;
-#pragma unroll 1
-    for (int32_t i = 0; i < p_.prefetched && ahead.has_more(); ++i) {
+    if (item.tiles > p_.slots * feed.chunk_tiles()) {
+      ChunkFeed ahead = feed;
       prefetch_pieces(prepare_chunk(p_, ahead.next(), slots).pieces);
     }
     wait_for_previous_kernel();
@@ -151,7 +150,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
     if (feed.has_more()) {
       const ReadyChunk chunk = prepare_chunk(p_, feed.next(), slots + slot * p_.slot_bytes);
       announce_chunk(p_, chunk, &full_[slot], &headers_[slot]);
-      copy_pieces(&full_[slot], chunk.pieces, p_.evict_first);
+      copy_pieces(&full_[slot], chunk.pieces);
     }
     if (++slot == p_.slots) {
       slot = 0;

@@ -137,16 +137,11 @@ __device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPiece
       "r"(pieces.total)
       : "memory");
 }
-__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces,
-                                            bool evict_first) {
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (!is_first_lane() || pieces.count == 0) return;
   const uint32_t address = shared_address(barrier);
-  uint64_t policy;
-  if (evict_first) {
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  }
+  uint64_t policy;  // pages are read once: they should not drive tables, q and code out of L2
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   copy_piece(address, pieces.piece[0], policy);
   if (pieces.count == 1) return;
 #pragma unroll
@@ -155,7 +150,7 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
 #else
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
 __device__ __forceinline__ void expect_copies(uint64_t*, const CopyPieces&) {}
-__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces, bool) {
+__device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
     if (i >= pieces.count) break;

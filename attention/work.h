@@ -20,8 +20,9 @@ namespace tierkv {
 
 inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kCostUnitBytes = 64;
-inline constexpr int32_t kRowCost =
-    24;  // in cost units: about what beginning and ending a row take
+// Beside its bytes a tile takes arithmetic, and a row its beginning and end; in cost units.
+inline constexpr int32_t kTileCost = 8;
+inline constexpr int32_t kRowCost = 64;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
 // Bits of both components in one word.
@@ -47,13 +48,13 @@ struct TierSource {
   int32_t segment[4] = {};       // byte in the page: key codes, their metadata, values, theirs
   int32_t segment_tile[4] = {};  // bytes of a tile there
   int32_t page_bytes = 0;        // of all four segments
-  int32_t tile_cost = 1;         // bytes read / kCostUnitBytes
+  int32_t tile_cost = 1;         // bytes read / kCostUnitBytes + kTileCost
   int32_t max_pages = 0;         // of a table row
   int32_t max_tokens = 0;        // that they hold
 };
 
-// The rows of a launch: row i is kv_head i % num_kv_heads of sequence i / num_kv_heads of the
-// batch.
+// The rows of a launch. Table row i of the batch is kv_head i % num_kv_heads of its sequence i /
+// num_kv_heads; it is one row, or 2^pass_shift rows with a part of the q heads each.
 struct AttentionRows {
   TierSource tiers[kAttentionTiers];
   const int32_t* sequences =
@@ -61,6 +62,7 @@ struct AttentionRows {
   int32_t row_stride = 0;    // of slots, from a table row to the next
   int32_t token_stride = 0;  // likewise
   int32_t num_rows = 0;
+  int32_t pass_shift = 0;
   int32_t num_kv_heads = 1;
   int32_t num_tiers = 0;
   int32_t num_table_sequences = 0;
@@ -127,7 +129,7 @@ inline TierSource tier_source(const PageLayout& layout, const SideView& side, in
     tier.segment_tile[2 * c + 1] = tile_metadata_bytes(layout.groups(components[c]));
   }
   tier.page_bytes = layout.scores;
-  tier.tile_cost = ceil_div(tile_bytes, kCostUnitBytes);
+  tier.tile_cost = kTileCost + ceil_div(tile_bytes, kCostUnitBytes);
   tier.max_pages = side.max_pages;
   tier.max_tokens = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;
   return tier;
@@ -138,7 +140,9 @@ inline constexpr int64_t kStrayRow = -2;  // of a sequence outside the table
 
 // The row of the page table, or one of the above.
 TKV_HD int64_t table_row_of(const AttentionRows& rows, int32_t layer, int32_t row) {
-  const int32_t place = row / rows.num_kv_heads, kv_head = row - place * rows.num_kv_heads;
+  const int32_t batch_row = row >> rows.pass_shift;
+  const int32_t place = batch_row / rows.num_kv_heads;
+  const int32_t kv_head = batch_row - place * rows.num_kv_heads;
   const int32_t sequence = rows.sequences == nullptr ? place : rows.sequences[place];
   if (sequence < 0) return sequence == -1 ? kPaddingRow : kStrayRow;
   if (sequence >= rows.num_table_sequences) return kStrayRow;

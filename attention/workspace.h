@@ -15,11 +15,17 @@ inline constexpr size_t kWorkspaceAlignment = 256;
 struct WorkspaceLayout {
   size_t items;        // WorkItem [num_layers][items_per_layer]
   size_t arrivals;     // int32_t [num_ctas][kMaxGroup]
-  size_t part_states;  // SoftmaxState [2 * num_ctas][group]
-  size_t parts;        // float [2 * num_ctas][group][head_dim]
+  size_t part_states;  // SoftmaxState [2 * num_ctas][row_group]
+  size_t parts;        // float [2 * num_ctas][row_group][head_dim]
   size_t row_status;   // int32_t [num_layers][rows of the batch]
   size_t bytes;
 };
+
+// The q heads of a row of the launch; of a config that was not validated, something.
+inline int32_t row_group(const AttentionConfig& config) {
+  const int32_t shift = pass_shift_of(config.group_size());
+  return shift < 0 ? config.group_size() : config.group_size() >> shift;
+}
 
 inline int32_t items_per_layer(const AttentionGrid& grid) {
   return grid.num_ctas * kDecodeWarps + 1;
@@ -36,7 +42,7 @@ inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const Att
   };
   const auto ctas = static_cast<size_t>(grid.num_ctas),
              layers = static_cast<size_t>(config.num_layers);
-  const size_t columns = 2 * ctas * config.group_size();
+  const size_t columns = 2 * ctas * row_group(config);
   layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
   layout.arrivals = take(ctas * kMaxGroup * sizeof(int32_t));
   layout.part_states = take(columns * sizeof(SoftmaxState));

@@ -1,7 +1,7 @@
 // Decode attention over compressed pages, at the shapes of docs/benchmarks/attention.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
-//   [--slot-bytes N] [--prefetch N] [--evict-first 0|1]
+//   [--slot-bytes N]
 //
 // Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
 // no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
@@ -23,8 +23,7 @@ constexpr int32_t kHeadDim = 128;
 struct Options {
   std::string out, commit = "unknown", only;
   int replays = 31;
-  int slots = 0, slot_bytes = 0;        // 0: as attention_grid() says
-  int prefetch = -1, evict_first = -1;  // likewise -1
+  int slots = 0, slot_bytes = 0;  // 0: as attention_grid() says
 };
 
 struct Case {
@@ -139,6 +138,7 @@ std::vector<Case> all_cases() {
   cases.push_back(uniform_case({32, 4096}, 4, 2, 8, 8));
   cases.push_back(uniform_case({32, 4096}, 4, 2, 16, 8));
   cases.push_back(uniform_case({32, 4096}, 4, 2, 64, 8));
+  cases.push_back(uniform_case({32, 4096}, 4, 2, 128, 8));
   for (const int32_t head_dim : {64, 96, 256}) {
     cases.push_back(head_dim_case({32, 4096}, head_dim));
   }
@@ -203,8 +203,6 @@ Measured run_case(Bench& b, const Case& c) {
   expect_ok(grid.status(), "attention_grid");
   if (b.options.slots != 0) grid->slots_per_warp = b.options.slots;
   if (b.options.slot_bytes != 0) grid->slot_bytes = b.options.slot_bytes;
-  if (b.options.prefetch >= 0) grid->prefetched = b.options.prefetch;
-  if (b.options.evict_first >= 0) grid->evict_first = b.options.evict_first != 0;
   const auto count = static_cast<int32_t>(c.cache.sequences.size());
   const size_t bytes = (attention_workspace_bytes(config, *grid, count) + 255) / 256 * 256;
   const int sets = std::min<int>(cache.sets(), static_cast<int>(b.workspace_bytes / bytes));
@@ -274,11 +272,10 @@ void write_json(const Bench& b, const std::vector<Measured>& all) {
       f,
       "{\"schema\": \"tierkv.bench.attention/1\", \"gpu\": \"%s\", \"sms\": %d, \"commit\": "
       "\"%s\",\n \"head_dim\": %d, \"q_heads\": 32, \"kv_heads\": 8, \"replays\": %d, "
-      "\"slots\": %d, \"prefetch\": %d, \"evict_first\": %d, \"ceiling_gbps\": %.1f,\n "
+      "\"slots\": %d, \"ceiling_gbps\": %.1f,\n "
       "\"results\": [\n",
       b.device.name, b.device.multiProcessorCount, b.options.commit.c_str(), kHeadDim,
-      b.options.replays, b.options.slots, b.options.prefetch, b.options.evict_first,
-      b.ceiling_gbps);
+      b.options.replays, b.options.slots, b.ceiling_gbps);
   for (size_t i = 0; i < all.size(); ++i) {
     const Measured& m = all[i];
     std::fprintf(f, "  {\"name\": \"%s\", \"shape\": \"%s\", \"bytes\": %lld, \"sets\": %d",
@@ -309,14 +306,10 @@ Options parse_options(int argc, char** argv) {
       o.slots = std::atoi(argv[++i]);
     } else if (has_value && std::strcmp(argv[i], "--slot-bytes") == 0) {
       o.slot_bytes = std::atoi(argv[++i]);
-    } else if (has_value && std::strcmp(argv[i], "--prefetch") == 0) {
-      o.prefetch = std::atoi(argv[++i]);
-    } else if (has_value && std::strcmp(argv[i], "--evict-first") == 0) {
-      o.evict_first = std::atoi(argv[++i]);
     } else {
       std::fprintf(stderr,
                    "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N] "
-                   "[--slot-bytes N] [--prefetch N] [--evict-first 0|1]\n",
+                   "[--slot-bytes N]\n",
                    argv[0]);
       std::exit(2);
     }

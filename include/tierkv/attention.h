@@ -69,8 +69,6 @@ struct AttentionGrid {
   int32_t num_ctas = 0;
   int32_t slot_bytes = 0;  // of one chunk in flight
   int32_t slots_per_warp = 0;
-  int32_t prefetched = 0;  // chunks per warp asked for while the previous kernel runs
-  bool evict_first = true;
   int32_t shared_bytes = 0;
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.

@@ -45,7 +45,8 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
     rows.row_stride = static_cast<int32_t>(side.row_stride);
     rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
-  rows.num_rows = world.sequences() * config.num_kv_heads;
+  rows.pass_shift = pass_shift_of(config.group_size());
+  rows.num_rows = world.sequences() * config.num_kv_heads << rows.pass_shift;
   rows.num_kv_heads = config.num_kv_heads;
   rows.num_tiers = config.num_tiers;
   rows.num_table_sequences = world.sequences();
@@ -68,7 +69,8 @@ void (*kernel_of(int32_t head_dim))(DecodeParams) {
 
 Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   const AttentionConfig& config = world.config;
-  const int32_t group = config.group_size(), dim = config.head_dim;
+  const int32_t pass_shift = pass_shift_of(config.group_size());
+  const int32_t group = config.group_size() >> pass_shift, dim = config.head_dim;
   DecodeParams p;
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
   p.slots = dim > 128 ? 1 : kSlots;
@@ -82,7 +84,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   std::vector<uint16_t> out(columns * dim, 0xffff);
   std::vector<float> lse(columns, NAN), parts(2ul * ctas * group * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * group, {NAN, NAN});
-  std::vector<int32_t> arrivals(ctas * kMaxGroup, 0), row_status(p.rows.num_rows, 0);
+  std::vector<int32_t> arrivals(ctas * kMaxGroup, 0), row_status(p.rows.num_rows >> pass_shift, 0);
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();
@@ -155,7 +157,7 @@ TEST(EmulatedDecode, MixedTiersOfRaggedRows) {
 }
 
 TEST(EmulatedDecode, EveryGroupSize) {
-  for (const int32_t group : {1, 2, 3, 8}) {
+  for (const int32_t group : {1, 2, 3, 8, 12, 16}) {
     WorldShape shape;
     shape.group = group;
     shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};

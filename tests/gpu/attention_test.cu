@@ -86,12 +86,13 @@ struct DeviceWorld {
     pool.assign(pages.base, static_cast<size_t>(pages.num_pages * pages.page_bytes));
     records.assign(world.records.data(), world.records.size());
     upload_tables();
-    q.assign(world.q.data(), world.q.size());
     batch.count = world.sequences();
     if (!batch_sequences.empty()) {
       sequences.assign(batch_sequences.data(), batch_sequences.size());
       batch = {sequences.get(), static_cast<int32_t>(batch_sequences.size())};
     }
+    world.q.resize(columns() * world.config.head_dim, 0x3c00);  // of every entry, padding too
+    q.assign(world.q.data(), world.q.size());
     workspace.fill(attention_workspace_bytes(world.config, grid, batch.count), 0);
   }
   void upload_tables() {
@@ -226,7 +227,7 @@ TEST(Attention, EveryHeadDimWithMixedTiers) {
 }
 
 TEST(Attention, EveryGroupSizeAndRaggedLengths) {
-  for (const int32_t group : {1, 2, 4, 8}) {
+  for (const int32_t group : {1, 2, 4, 5, 8, 10, 16}) {
     SCOPED_TRACE(::testing::Message() << "group " << group);
     WorldShape shape;
     shape.group = group;

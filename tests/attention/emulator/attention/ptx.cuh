@@ -198,7 +198,7 @@ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
 
 inline void expect_copies(uint64_t*, const CopyPieces&) {}
 
-inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces, bool) {
+inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (emulator::cta().lane() != 0) return;
   EmulatedBarrier& b = emulated_barriers().at(barrier);
   if (b.armed) std::abort();
