@@ -101,10 +101,16 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
         return s;
       }
     }
-    if (Status s = LayerBatch(info, options, std::move(layers), {&tallies, &details}).run(); !s)
-      return s;
-    if (options.progress)
-      options.progress(static_cast<double>(next) / static_cast<double>(work.size()));
+    BatchSums sums = {&tallies, &details, nullptr};
+    if (options.progress) {
+      const auto before = static_cast<double>(next - layers.size());
+      const auto share = static_cast<double>(layers.size());
+      const auto total = static_cast<double>(work.size());
+      sums.progress = [=, &options](double done) {
+        options.progress((before + done * share) / total);
+      };
+    }
+    if (Status s = LayerBatch(info, options, std::move(layers), sums).run(); !s) return s;
   }
 
   std::vector<AnalyzeResult> results;

@@ -54,7 +54,7 @@ struct AnalyzeOptions {
   int32_t threads = 1;
   bool details = false;              // AnalyzeResult::detail: codes are counted in one more pass
   const Profile* profile = nullptr;  // means, steps and bases; null: each sequence's own
-  std::function<void(double)> progress;  // fraction done, called from one thread
+  std::function<void(double)> progress;  // fraction done, one call at a time
 
   int32_t end_layer(const CacheLayout& layout) const {
     return last_layer < 0 ? layout.num_layers : last_layer + 1;

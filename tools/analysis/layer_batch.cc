@@ -21,6 +21,7 @@ LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& opt
       layers_(std::move(layers)),
       heads_(layout_.num_kv_heads),
       presets_(static_cast<int64_t>(options.presets.size())),
+      progress_(sums.progress),
       tallies_(*sums.tallies),
       details_(*sums.details),
       schemes_(layers_.size() * presets_) {}
@@ -47,6 +48,7 @@ Status LayerBatch::run() {
   const int64_t bytes =
       rows() * layout_.group_size() * layout_.head_dim * static_cast<int64_t>(sizeof(double));
   const int64_t tile = std::max<int64_t>(1, kOutputBytes / bytes);
+  to_measure_ = rows() * presets_ * std::max<int64_t>(1, (positions + tile - 1) / tile);
   int64_t first = 0;
   do {  // once at least: a dump without queries has sizes and errors of keys and values all the
         // same
@@ -140,6 +142,7 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
     return fail(Status(code, "decoding failed"), l, p);
   std::lock_guard<std::mutex> lock(mutex_);
   tally(l, p).add(t);
+  if (progress_) progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));
   if (details_.empty() || !first_tile) return;
   PresetDetail& detail = details_[p];
   detail.errors.add(places);

@@ -15,6 +15,7 @@ namespace tierkv::analysis {
 struct BatchSums {
   std::vector<Tally>* tallies = nullptr;         // [presets][sequences of the dump]
   std::vector<PresetDetail>* details = nullptr;  // [presets], empty: none
+  std::function<void(double)> progress;          // fraction of the batch, one call at a time
 };
 
 class LayerBatch {
@@ -47,6 +48,8 @@ class LayerBatch {
   std::vector<LayerData> layers_;
   int64_t heads_;
   int64_t presets_;
+  std::function<void(double)> progress_;
+  int64_t measured_ = 0, to_measure_ = 1;  // (row, preset, tile of queries)
   std::vector<Tally>& tallies_;
   std::vector<PresetDetail>& details_;
   std::vector<LayerScheme> schemes_;   // [layers][presets]
