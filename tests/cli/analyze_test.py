@@ -93,10 +93,7 @@ class Analyze(CliTest):
             for key in FIELDS:
                 if key in timing:
                     continue
-                if isinstance(a[key], float):
-                    self.assertAlmostEqual(a[key], b[key], delta=1e-9 * abs(a[key]))
-                else:
-                    self.assertEqual(a[key], b[key])
+                self.assertEqual(a[key], b[key], (a["preset"], key))
 
     def test_pruning_is_announced(self):
         self.assertIn("prunes", run("analyze", "--preset", "diffkv:alpha_l=0.02", SAMPLE).stderr)

@@ -24,7 +24,8 @@ LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& opt
       progress_(sums.progress),
       tallies_(*sums.tallies),
       details_(*sums.details),
-      schemes_(layers_.size() * presets_) {}
+      schemes_(layers_.size() * presets_),
+      rows_(layers_.size() * heads_ * presets_) {}
 
 bool LayerBatch::failed() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -56,7 +57,35 @@ Status LayerBatch::run() {
     measure(first == 0);
     first += tile;
   } while (first < positions && !failed());
+  if (!failed()) add_up();
   return status_;
+}
+
+void LayerBatch::add_up() {
+  for (int64_t i = 0; i < static_cast<int64_t>(schemes_.size()); ++i) {
+    const LayerData& l = layers_[i / presets_];
+    const int64_t p = i % presets_;
+    Tally& t = tally(l, p);
+    t.encode_seconds += schemes_[i].codebook_seconds;
+    t.stored_bytes += schemes_[i].codebook_bytes();
+    for (const Component c : kComponents) {
+      const int component = static_cast<int>(c);
+      t.component[component].entropy_bits += schemes_[i].entropy_bits[component];
+      for (int32_t part = 0; part < 2 && !details_.empty(); ++part) {
+        for (const auto& [code, n] : schemes_[i].codes[component][part])
+          details_[p].codes[component][part][code] += n;
+      }
+    }
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
+    const int64_t row = i / presets_, p = i % presets_;
+    const LayerData& l = layers_[row / heads_];
+    tally(l, p).add(rows_[i].tally);
+    if (details_.empty()) continue;
+    details_[p].errors.add(rows_[i].errors);
+    for (int32_t t = 0; t < kNumTiers; ++t)
+      details_[p].tiers[l.layer * heads_ + row % heads_][t] += rows_[i].tally.tokens[t];
+  }
 }
 
 void LayerBatch::prepare() {
@@ -79,17 +108,7 @@ void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
   out.count_codes = !details_.empty();
   StopWatch watch;
   if (Status s = build_codebooks(scheme(p), l, &out); !s) return fail(s, l, p);
-  std::lock_guard<std::mutex> lock(mutex_);
-  Tally& t = tally(l, p);
-  t.encode_seconds += watch.seconds();
-  t.stored_bytes += out.codebook_bytes();
-  for (const Component c : kComponents) {
-    const int i = static_cast<int>(c);
-    t.component[i].entropy_bits += out.entropy_bits[i];
-    for (int32_t part = 0; part < 2 && !details_.empty(); ++part) {
-      for (const auto& [code, n] : out.codes[i][part]) details_[p].codes[i][part][code] += n;
-    }
-  }
+  out.codebook_seconds = watch.seconds();
 }
 
 void LayerBatch::attend_exactly(int64_t first, int64_t count) {
@@ -123,7 +142,7 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
   const auto h = static_cast<int32_t>(row % heads_);
   const LayerScheme& layer = shared(row / heads_, p);
   RowCodec codec = layer.row(scheme(p), l, h);
-  Tally t;
+  Tally& t = rows_[row * presets_ + p].tally;
   StopWatch watch;
   if (StatusCode code = codec.encode(); code != StatusCode::kOk)
     return fail(Status(code, "encoding failed"), l, p);
@@ -135,20 +154,13 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
         t.stored_bytes += own.basis.stored_bytes() + (own.step > 0 ? 4 : 0);
     }
   }
-  PositionErrors places;
-  PositionErrors* by_place = details_.empty() ? nullptr : &places;
+  PositionErrors* by_place = details_.empty() ? nullptr : &rows_[row * presets_ + p].errors;
   if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t);
       code != StatusCode::kOk)
     return fail(Status(code, "decoding failed"), l, p);
+  if (!progress_) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  tally(l, p).add(t);
-  if (progress_) progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));
-  if (details_.empty() || !first_tile) return;
-  PresetDetail& detail = details_[p];
-  detail.errors.add(places);
-  for (int32_t i = 0; i < kNumTiers; ++i) {
-    detail.tiers[l.layer * heads_ + h][i] += codec.plan().count[i];
-  }
+  progress_(static_cast<double>(++measured_) / static_cast<double>(to_measure_));
 }
 
 }  // namespace tierkv::analysis

@@ -41,6 +41,8 @@ class LayerBatch {
   void attend_exactly(int64_t first, int64_t count);
   void measure(bool first_tile);
   void measure_row(int64_t row, int64_t p, bool first_tile);
+  // In a fixed order, so that the sums do not depend on the threads, to the last bit.
+  void add_up();
 
   const datasets::DumpInfo& info_;
   const AnalyzeOptions& options_;
@@ -52,7 +54,12 @@ class LayerBatch {
   int64_t measured_ = 0, to_measure_ = 1;  // (row, preset, tile of queries)
   std::vector<Tally>& tallies_;
   std::vector<PresetDetail>& details_;
-  std::vector<LayerScheme> schemes_;   // [layers][presets]
+  std::vector<LayerScheme> schemes_;  // [layers][presets]
+  struct RowSums {
+    Tally tally;
+    PositionErrors errors;
+  };
+  std::vector<RowSums> rows_;          // [rows][presets]
   std::vector<ExactAttention> exact_;  // per row, of the queries looked at now
   std::mutex mutex_;
   Status status_;

@@ -18,6 +18,7 @@ struct LayerScheme {
   std::vector<std::array<ComponentContext, 2>> context;  // per kv_head, point into codebooks
   std::optional<Codebook> codebooks[2][2];               // [component][high, low]
   std::unique_ptr<BlockCoder> blocks[2][2];  // [component][high, low], of baseline coders
+  double codebook_seconds = 0;
   double entropy_bits[2] = {0, 0};  // order-0 entropy of the body's codes, summed over them
 
   bool count_codes = false;  // set it before build_codebooks() to have `codes` filled
