@@ -182,8 +182,10 @@ __global__ void __launch_bounds__(64)
   const PageRef page = {a.pool + a.pages[row] * a.page_bytes, &layout, DType::kFloat16};
   const int32_t slot = a.tokens[row];
   const int64_t at = int64_t{row} * kHeadDim;
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   const TokenInput token = {a.k + at, a.v + at, DType::kFloat16, 0.0f, slot};
   const StatusCode code =
       append_page_side(page, slot, static_cast<Component>(threadIdx.x / 32), token);

@@ -16,8 +16,8 @@ struct ScoreTask {
   float* out;
 };
 
-__device__ RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
-                               int32_t num_tokens) {
+__device__ inline RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
+                                      int32_t num_tokens) {
   const int64_t token = is_query ? p.q_token_stride : p.k_token_stride;
   const int64_t head = is_query ? p.q_head_stride : p.k_head_stride;
   const auto* base = static_cast<const uint8_t*>(is_query ? p.q : p.k);
@@ -25,7 +25,7 @@ __device__ RowSource source_of(const PromptScores& p, bool is_query, int32_t sta
 }
 
 // 2^log_heads is at least heads.
-__device__ int32_t log_heads(int32_t heads) {
+__device__ inline int32_t log_heads(int32_t heads) {
   return 32 - __clz(heads - 1);
 }
 
@@ -158,8 +158,8 @@ __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shar
 
 // Tile, head and sequence of this CTA; false where the sequence has no such tile. Heavy tiles
 // first.
-__device__ bool find_tile(const PromptScores& p, int32_t rows, bool is_last_heaviest,
-                          CtaTile* tile) {
+__device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_last_heaviest,
+                                 CtaTile* tile) {
   tile->start = p.starts[blockIdx.y];
   tile->num_tokens = p.starts[blockIdx.y + 1] - tile->start;
   tile->head = static_cast<int32_t>(blockIdx.x);
