@@ -16,8 +16,10 @@ struct ScoreTask {
   float* out;
 };
 
-__device__ inline RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
-                                      int32_t num_tokens) {
+#if TKV_HAS_WGMMA
+
+__device__ RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
+                               int32_t num_tokens) {
   const int64_t token = is_query ? p.q_token_stride : p.k_token_stride;
   const int64_t head = is_query ? p.q_head_stride : p.k_head_stride;
   const auto* base = static_cast<const uint8_t*>(is_query ? p.q : p.k);
@@ -25,11 +27,9 @@ __device__ inline RowSource source_of(const PromptScores& p, bool is_query, int3
 }
 
 // 2^log_heads is at least heads.
-__device__ inline int32_t log_heads(int32_t heads) {
+__device__ int32_t log_heads(int32_t heads) {
   return 32 - __clz(heads - 1);
 }
-
-#if TKV_HAS_WGMMA
 
 // ---- shared memory ----
 
@@ -152,14 +152,12 @@ __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shar
     release_tile(shared, i);
   }
 }
-#endif
-
 // ---- kernels ----
 
 // Tile, head and sequence of this CTA; false where the sequence has no such tile. Heavy tiles
 // first.
-__device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_last_heaviest,
-                                 CtaTile* tile) {
+__device__ bool find_tile(const PromptScores& p, int32_t rows, bool is_last_heaviest,
+                          CtaTile* tile) {
   tile->start = p.starts[blockIdx.y];
   tile->num_tokens = p.starts[blockIdx.y + 1] - tile->start;
   tile->head = static_cast<int32_t>(blockIdx.x);
@@ -169,7 +167,6 @@ __device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_la
   return tile->first_row < tile->num_tokens;
 }
 
-#if TKV_HAS_WGMMA
 template <int32_t kHeadDim>
 __device__ void init_barriers(const SharedTiles<kHeadDim>& shared) {
   if (threadIdx.x == 0) {
