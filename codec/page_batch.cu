@@ -4,6 +4,7 @@
 #include <string>
 
 #include "codec/page_batch.h"
+#include "codec/tile_decode.cuh"
 #include "codec/tile_encode.cuh"
 
 namespace tierkv {
@@ -123,44 +124,31 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
   encode_tile<kDtype>(e, job, item.tile, shape, stage);
 }
 
-// A token's value from the page; the plain way, by code_position().
-__device__ float page_value(const PageBatch& b, const PageJob& job, Component c, int32_t slot,
-                            int32_t dim, int32_t group) {
-  const PageLayout& layout = b.formats.layout[job.format];
-  const TileLayout& tile = layout.tile(c);
-  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
-  const uint8_t* page = page_bytes(b, job);
-  const CodePosition at = code_position(tile, c, in_tile, dim);
-  const uint32_t word =
-      *reinterpret_cast<const uint32_t*>(page + layout.tile_codes_byte(c, tile_index) + at.byte);
-  const uint32_t code = word >> at.bit & ((1u << tile.bits) - 1);
-  if (tile.bits == 16) return raw_to_float(b.formats.raw_dtype, static_cast<uint16_t>(code));
-  const uint32_t params = *reinterpret_cast<const uint32_t*>(
-      page + layout.tile_metadata_byte(c, tile_index) + token_metadata_byte(group, in_tile));
-  return dequantize(static_cast<int32_t>(code), half_to_float(static_cast<uint16_t>(params)),
-                    half_to_float(static_cast<uint16_t>(params >> 16)));
-}
-
+template <DType kDtype, Component kComponent>
 __device__ void decode_component(const PageDecode& d, const PageJob& job, const TileTokens& t,
-                                 int32_t tile, Component c) {
-  void* to = c == Component::kKey ? d.k : d.v;
+                                 int32_t tile, const StageShape& shape, uint8_t* stage) {
+  void* to = kComponent == Component::kKey ? d.k : d.v;
   if (to == nullptr) return;
   const PageLayout& layout = d.batch.formats.layout[job.format];
-  const int32_t head_dim = layout.head_dim(), groups = max(layout.groups(c), 1);
-  for (int32_t slot = max(t.begin, 0); slot < t.end; ++slot) {
-    const int64_t token = __shfl_sync(kAllLanes, t.token, slot);
-    if (token < 0) continue;
-    const int64_t element = token_element(d.batch, job, token);
-    for (int32_t dim = lane_index(); dim < head_dim; dim += 32) {
-      const float x =
-          page_value(d.batch, job, c, tile * kTileTokens + slot, dim, dim / (head_dim / groups));
-      store_element(to, d.batch.dtype, element + dim, x);
-    }
-  }
+  const uint8_t* page = page_bytes(d.batch, job);
+  stage += static_cast<int32_t>(kComponent) * shape.component_bytes;
+  const DecodeTask task = {page + layout.tile_codes_byte(kComponent, tile),
+                           page + layout.tile_metadata_byte(kComponent, tile),
+                           stage,
+                           shape.pitch,
+                           layout.tile(kComponent),
+                           layout.groups(kComponent),
+                           d.batch.formats.raw_dtype};
+  decode_to_stage<kDtype, kComponent>(task);
+  __syncwarp();
+  unstage_rows(d.batch, job, t, shape, stage, to);
 }
 
-__global__ void __launch_bounds__(kMaxWarps * 32)
-    decode_kernel(const __grid_constant__ PageDecode d, const int32_t max_tiles) {
+template <DType kDtype>
+__global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
+    decode_kernel(const __grid_constant__ PageDecode d, const StageShape shape,
+                  const int32_t max_tiles) {
+  extern __shared__ __align__(16) uint8_t shared[];
   const PageBatch& b = d.batch;
   Item item;
   if (!find_item(b, max_tiles, &item)) return;
@@ -169,8 +157,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const TileTokens t = tile_tokens(b, job, item.tile);
   if (t.begin >= t.end) return;
   if (t.code != StatusCode::kOk) report(b, job, t.code);
-  decode_component(d, job, t, item.tile, Component::kKey);
-  decode_component(d, job, t, item.tile, Component::kValue);
+  uint8_t* stage = shared + threadIdx.x / 32 * shape.warp_bytes;
+  decode_component<kDtype, Component::kKey>(d, job, t, item.tile, shape, stage);
+  decode_component<kDtype, Component::kValue>(d, job, t, item.tile, shape, stage);
   if (t.token < 0) return;
   const PageLayout& layout = b.formats.layout[job.format];
   const uint8_t* page = page_bytes(b, job);
@@ -208,7 +197,7 @@ Result<Launch> plan_launch(const void* kernel, int64_t items, int32_t warp_bytes
   }
   if (Status s = cuda_status(error, "device attributes"); !s) return s;
   Launch launch;
-  launch.warps = warp_bytes == 0 ? kMaxWarps : std::min(kMaxWarps, shared / warp_bytes);
+  launch.warps = std::min(kMaxWarps, shared / warp_bytes);
   if (launch.warps == 0) {
     return Status(StatusCode::kUnsupported, "a tile does not fit into the device's shared memory");
   }
@@ -222,16 +211,17 @@ Result<Launch> plan_launch(const void* kernel, int64_t items, int32_t warp_bytes
   return launch;
 }
 
-template <DType kDtype>
-Status launch_encode(const PageEncode& e, GpuStream stream) {
-  const int32_t tiles = max_tiles(e.batch.formats);
-  const StageShape shape = stage_shape(e.batch.formats, kDtype);
-  const auto kernel = encode_kernel<kDtype>;
-  const Result<Launch> launch = plan_launch(reinterpret_cast<const void*>(kernel),
-                                            int64_t{e.batch.num_jobs} * tiles, shape.warp_bytes);
-  if (!launch) return launch.status();
-  kernel<<<launch->ctas, 32 * launch->warps, launch->shared_bytes, stream>>>(e, shape, tiles);
-  return cuda_status(cudaGetLastError(), "encode_pages");
+// `kernel` on the tiles of all jobs.
+template <class Call>
+Status launch(void (*kernel)(Call, StageShape, int32_t), const Call& call, GpuStream stream) {
+  const PageBatch& b = call.batch;
+  const int32_t tiles = max_tiles(b.formats);
+  const StageShape shape = stage_shape(b.formats, b.dtype);
+  const Result<Launch> plan = plan_launch(reinterpret_cast<const void*>(kernel),
+                                          int64_t{b.num_jobs} * tiles, shape.warp_bytes);
+  if (!plan) return plan.status();
+  kernel<<<plan->ctas, 32 * plan->warps, plan->shared_bytes, stream>>>(call, shape, tiles);
+  return cuda_status(cudaGetLastError(), "kernel launch");
 }
 
 }  // namespace
@@ -239,25 +229,21 @@ Status launch_encode(const PageEncode& e, GpuStream stream) {
 Status encode_pages(const PageEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.batch.num_jobs == 0) return Status::ok();
-  switch (e.batch.dtype) {
-    case DType::kFloat16:
-      return launch_encode<DType::kFloat16>(e, stream);
-    case DType::kBFloat16:
-      return launch_encode<DType::kBFloat16>(e, stream);
-    default:
-      return launch_encode<DType::kFloat32>(e, stream);
-  }
+  const DType dtype = e.batch.dtype;
+  return launch(dtype == DType::kFloat16    ? encode_kernel<DType::kFloat16>
+                : dtype == DType::kBFloat16 ? encode_kernel<DType::kBFloat16>
+                                            : encode_kernel<DType::kFloat32>,
+                e, stream);
 }
 
 Status decode_pages(const PageDecode& d, GpuStream stream) {
   if (Status s = d.validate(); !s) return s;
   if (d.batch.num_jobs == 0) return Status::ok();
-  const int32_t tiles = max_tiles(d.batch.formats);
-  const Result<Launch> launch = plan_launch(reinterpret_cast<const void*>(decode_kernel),
-                                            int64_t{d.batch.num_jobs} * tiles, 0);
-  if (!launch) return launch.status();
-  decode_kernel<<<launch->ctas, 32 * launch->warps, 0, stream>>>(d, tiles);
-  return cuda_status(cudaGetLastError(), "decode_pages");
+  const DType dtype = d.batch.dtype;
+  return launch(dtype == DType::kFloat16    ? decode_kernel<DType::kFloat16>
+                : dtype == DType::kBFloat16 ? decode_kernel<DType::kBFloat16>
+                                            : decode_kernel<DType::kFloat32>,
+                d, stream);
 }
 
 }  // namespace tierkv
