@@ -14,8 +14,10 @@ namespace tierkv {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// Unsigned arithmetic tells the compiler that it lies in [0, 32): divisions of it are shifts, and
+// what lanes would do beyond a short head is left out.
 __device__ __forceinline__ int32_t lane_index() {
-  return static_cast<int32_t>(threadIdx.x) % 32;
+  return static_cast<int32_t>(threadIdx.x % 32u);
 }
 
 __device__ __forceinline__ uint32_t shared_byte_address(const void* p) {
