@@ -50,12 +50,14 @@ __device__ inline void report_failure(const DeviceState& d, const DeviceFailure&
 // The formats of the sides as kernels see them. A kernel that is compiled for given formats finds a
 // code's place with a few instructions, where the general one spends most of its time on it.
 struct AnyFormats {
+  static constexpr int32_t kMinCtas = 1;  // of a step's kernels on an SM
   static bool fit(const StoreView&) { return true; }
   __device__ static PageLayout layout(const StoreView& s, int32_t side) { return s.layouts[side]; }
 };
 // The default: K8V4 for window and high, K4V2 for low, head_dim 128, on the pages that
 // choose_page_size() takes for them.
 struct DefaultFormats {
+  static constexpr int32_t kMinCtas = 8;
   static bool fit(const StoreView& s);
   __device__ static constexpr PageLayout layout(const StoreView&, int32_t side) {
     return page_layout(shape(side));
@@ -84,8 +86,9 @@ struct DeviceSlot {
 // `layout` is the side's, perhaps a constant.
 __device__ inline DeviceSlot device_slot(const DeviceState& d, int32_t row, int32_t side,
                                          int32_t index, const PageLayout& layout) {
-  const int32_t page = index / layout.tokens;
-  return {d.s.page_id(row, side, page), index - page * layout.tokens};
+  const auto i = static_cast<uint32_t>(index), tokens = static_cast<uint32_t>(layout.tokens);
+  return {d.s.page_id(row, side, static_cast<int32_t>(i / tokens)),
+          static_cast<int32_t>(i % tokens)};
 }
 __device__ inline PageRef page_ref(const DeviceState& d, const PageLayout& layout,
                                    const DeviceSlot& at) {

@@ -95,7 +95,7 @@ __device__ void rescan_index(const DeviceState& d, int32_t row, int32_t side, in
 }
 
 template <class Formats>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Formats::kMinCtas)
     apply_step_kernel(const __grid_constant__ DeviceState d, int32_t tokens) {
   if (warp_row() >= d.s.rows_per_sequence()) return;
   const DeviceRow r = entry_row(d, static_cast<int32_t>(blockIdx.y), warp_row());

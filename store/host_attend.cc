@@ -51,12 +51,15 @@ AttentionConfig attention_config(const KvStoreConfig& config, int64_t page_bytes
   a.num_q_heads = config.layout.num_q_heads;
   a.num_kv_heads = config.layout.num_kv_heads;
   a.head_dim = config.layout.head_dim;
-  a.dtype = config.layout.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
   a.sm_scale = config.layout.sm_scale;
   a.page_bytes = page_bytes;
   a.num_tiers = kStoreSides;
   for (int32_t side = 0; side < kStoreSides; ++side) {
-    a.tiers[side] = {side, side_format(config, side)};
+    const TierFormat& format = side_format(config, side);
+    a.tiers[side] = {side, format};
+    // Queries are fp16; raw pages hold what the model computes with.
+    const bool raw = format.k.is_raw() || format.v.is_raw();
+    if (raw && config.layout.dtype == DType::kBFloat16) a.dtype = DType::kBFloat16;
   }
   return a;
 }

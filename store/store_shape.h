@@ -87,15 +87,12 @@ TKV_HD TokenPlace place_of(const StoreView& s, int32_t row, int32_t side, int32_
   const int32_t per_page = s.page_tokens(side);
   return {s.page_bytes(s.page_id(row, side, index / per_page)), index % per_page};
 }
+// Segments are aligned to their elements (codec/page_layout.h).
 TKV_HD float score_at(const StoreView& s, int32_t side, TokenPlace at) {
-  float score;
-  memcpy(&score, at.page + s.layouts[side].score_byte(at.slot), 4);
-  return score;
+  return *reinterpret_cast<const float*>(at.page + s.layouts[side].score_byte(at.slot));
 }
 TKV_HD int32_t position_at(const StoreView& s, int32_t side, TokenPlace at) {
-  int32_t position;
-  memcpy(&position, at.page + s.layouts[side].position_byte(at.slot), 4);
-  return position;
+  return *reinterpret_cast<const int32_t*>(at.page + s.layouts[side].position_byte(at.slot));
 }
 
 }  // namespace tierkv

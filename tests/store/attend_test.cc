@@ -102,7 +102,11 @@ TEST(StoreAttend, IsTheSoftmaxOverWhatThePagesHold) {
 
 TEST(StoreAttend, RefusesByName) {
   RandomInput input;
-  ModelledStore world(small_config(), &input);
+  KvStoreConfig c = small_config();
+  c.window_format = raw_tier();
+  c.page_bytes = 0;
+  c.layout.dtype = DType::kBFloat16;
+  ModelledStore world(c, &input);
   ModelSequence s;
   ASSERT_TRUE(world.add(&s));
   ASSERT_TRUE(world.prompt({&s}, 5, true));
@@ -112,7 +116,8 @@ TEST(StoreAttend, RefusesByName) {
   request.q = q.data();
   EXPECT_EQ(world.store().attend(request).code(), StatusCode::kInvalidArgument);
   request.out = out.data();
-  EXPECT_EQ(world.store().attend(request).code(), StatusCode::kUnsupported) << "head_dim 64";
+  EXPECT_EQ(world.store().attend(request).code(), StatusCode::kUnsupported)
+      << "raw pages of bfloat16";
   q[7] = 0x7c00;
   EXPECT_EQ(world.store().attend(request).code(), StatusCode::kNonFinite);
   EXPECT_EQ(out[0], 0x7e00);
