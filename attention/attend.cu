@@ -11,7 +11,6 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kSlots = 2;
 constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
@@ -139,18 +138,34 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
   return Status::ok();
 }
 
-// A whole page where that fits, so that a chunk is one copy.
-int32_t slot_bytes_in(const AttentionConfig& config, int32_t shared_bytes, int32_t slots) {
-  int32_t wanted = least_slot_bytes(config);
+// Of the largest page, all that attention reads, and at least a slot.
+int32_t whole_page_bytes(const AttentionConfig& config) {
+  int32_t bytes = least_slot_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    wanted = std::max(wanted, layout.scores);
+    bytes = std::max(bytes, layout.scores);
   }
-  const int32_t left =
-      shared_bytes - decode_shared(config.head_dim, row_group(config), 0, slots).bytes;
-  const int32_t most = left / (kDecodeWarps * slots);
-  return std::min(wanted + kSlotAlignment - 1, most) / kSlotAlignment * kSlotAlignment;
+  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
+}
+
+// As many slots as hold whole pages, so that a chunk is one copy; two of less where there is no
+// room.
+Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
+  const int32_t page = whole_page_bytes(config), least = least_slot_bytes(config);
+  for (int32_t slots = kMaxSlots; slots > 0; --slots) {
+    const int32_t left =
+        shared_bytes - decode_shared(config.head_dim, row_group(config), 0, slots).bytes;
+    const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
+    if (most < (slots > 2 ? page : least)) continue;
+    grid.slots_per_warp = slots;
+    grid.slot_bytes = std::min(page, most);
+    grid.shared_bytes =
+        decode_shared(config.head_dim, row_group(config), grid.slot_bytes, slots).bytes;
+    return Status::ok();
+  }
+  return Status(StatusCode::kUnsupported, "the device has " + std::to_string(shared_bytes) +
+                                              " bytes of shared memory for a CTA, too few");
 }
 
 }  // namespace
@@ -163,16 +178,7 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   if (!shared) return shared.status();
   AttentionGrid grid;
   grid.num_ctas = std::min(*ctas, kMaxCtas);
-  for (grid.slots_per_warp = kSlots; grid.slots_per_warp > 0; --grid.slots_per_warp) {
-    grid.slot_bytes = slot_bytes_in(config, *shared, grid.slots_per_warp);
-    if (grid.slot_bytes >= least_slot_bytes(config)) break;
-  }
-  if (grid.slots_per_warp == 0) {
-    return Status(StatusCode::kUnsupported, "the device has " + std::to_string(*shared) +
-                                                " bytes of shared memory for a CTA, too few");
-  }
-  grid.shared_bytes =
-      decode_shared(config.head_dim, row_group(config), grid.slot_bytes, grid.slots_per_warp).bytes;
+  if (Status s = choose_slots(config, *shared, grid); !s) return s;
   if (Status s = prepare_plan(); !s) return s;
   if (Status s = prepare_decode(config.head_dim, *shared); !s) return s;
   return grid;

@@ -148,9 +148,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
       __syncwarp();
     }
     if (feed.has_more()) {
-      const ReadyChunk chunk = prepare_chunk(p_, feed.next(), slots + slot * p_.slot_bytes);
-      announce_chunk(p_, chunk, &full_[slot], &headers_[slot]);
-      copy_pieces(&full_[slot], chunk.pieces);
+      start_chunk(p_, feed, slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot]);
     }
     if (++slot == p_.slots) {
       slot = 0;

@@ -48,7 +48,7 @@ struct LaneWords {
                                            int32_t dim_half) const {
     if constexpr (kBits == 8) {
       const uint32_t w = word[2 * block + token_half];
-      return (dim_half ? w >> 8 : w) & 0x00ff00ffu;
+      return dim_half ? odd_bytes(w) : w & 0x00ff00ffu;
     } else {
       const uint32_t w = word[kBits == 4 ? block : block / 2];
       const uint32_t mask = ((1u << kBits) - 1) * 0x00010001u

@@ -53,6 +53,11 @@ __device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
   return __ffs(static_cast<int32_t>(x)) - 1;
 }
 
+// The bytes 1 and 3 of a word, each as the low byte of a half.
+__device__ __forceinline__ uint32_t odd_bytes(uint32_t x) {
+  return __byte_perm(x, 0, 0x4341);
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -105,9 +110,9 @@ __device__ __forceinline__ bool is_first_lane() {
   return threadIdx.x % 32 == 0;
 }
 
-// All three are called by the whole warp with the same pieces in every lane. prefetch_pieces() asks
-// for them to be brought into L2. expect_copies() and then copy_pieces() bring them into shared
-// memory; the phase of the barrier ends when they are there.
+// All are called by the whole warp with the same pieces in every lane. prefetch_pieces() asks for
+// them to be brought into L2. copy_pieces(), or copy_page() for a single one, bring them into
+// shared memory; the phase of the barrier ends when they are there.
 #if TKV_BULK_COPY
 __device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
   if (piece.bytes == 0) return;
@@ -116,7 +121,6 @@ __device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
 }
 __device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece,
                                            uint64_t policy) {
-  if (piece.bytes == 0) return;
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(piece.to)),
@@ -130,26 +134,35 @@ __device__ __forceinline__ void prefetch_pieces(const CopyPieces& pieces) {
 #pragma unroll
   for (int32_t i = 1; i < kCopyPieces; ++i) prefetch_piece(pieces.piece[i]);
 }
-__device__ __forceinline__ void expect_copies(uint64_t* barrier, const CopyPieces& pieces) {
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Pages are read once: they should not drive tables, q and code out of L2.
+__device__ __forceinline__ uint64_t read_once_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
   if (!is_first_lane()) return;
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(pieces.total)
-      : "memory");
+  const uint32_t address = shared_address(barrier);
+  expect_bytes(address, piece.bytes);
+  copy_piece(address, piece, read_once_policy());
 }
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
-  if (!is_first_lane() || pieces.count == 0) return;
+  if (!is_first_lane()) return;
   const uint32_t address = shared_address(barrier);
-  uint64_t policy;  // pages are read once: they should not drive tables, q and code out of L2
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  copy_piece(address, pieces.piece[0], policy);
-  if (pieces.count == 1) return;
+  const uint64_t policy = read_once_policy();
+  expect_bytes(address, pieces.total);
 #pragma unroll
-  for (int32_t i = 1; i < kCopyPieces; ++i) copy_piece(address, pieces.piece[i], policy);
+  for (int32_t i = 0; i < kCopyPieces; ++i) {
+    const CopyPiece& piece = pieces.piece[i];
+    if (i < pieces.count && piece.bytes > 0) copy_piece(address, piece, policy);
+  }
 }
 #else
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
-__device__ __forceinline__ void expect_copies(uint64_t*, const CopyPieces&) {}
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
@@ -163,6 +176,9 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
+}
+__device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
+  copy_pieces(barrier, {1, piece.bytes, {piece}});
 }
 #endif
 

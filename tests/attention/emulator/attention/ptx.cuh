@@ -135,6 +135,9 @@ inline uint32_t transpose_8x8(uint32_t x) {
   });
 }
 
+inline uint32_t odd_bytes(uint32_t x) {
+  return x >> 8 & 0x00ff00ffu;
+}
 inline int32_t lowest_bit(uint32_t x) {
   return __builtin_ctz(x);
 }
@@ -196,8 +199,6 @@ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-inline void expect_copies(uint64_t*, const CopyPieces&) {}
-
 inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (emulator::cta().lane() != 0) return;
   EmulatedBarrier& b = emulated_barriers().at(barrier);
@@ -217,7 +218,14 @@ inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   b.armed = true;
 }
 
+inline void copy_page(uint64_t* barrier, const CopyPiece& piece) {
+  copy_pieces(barrier, {1, piece.bytes, {piece}});
+}
+
 inline void prefetch_pieces(const CopyPieces&) {}
+inline bool is_first_lane() {
+  return emulator::cta().lane() == 0;
+}
 inline int32_t arrive_acq_rel(int32_t* counter) {
   return (*counter)++;
 }
