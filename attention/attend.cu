@@ -11,6 +11,7 @@
 namespace tierkv {
 namespace {
 
+constexpr int32_t kSlots = 2;
 constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
@@ -149,17 +150,16 @@ int32_t whole_page_bytes(const AttentionConfig& config) {
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
-// As many slots as hold whole pages, so that a chunk is one copy; two of less where there is no
-// room.
+// Two slots: more bytes in flight were slower for every format (docs/ATTENTION.md). Whole pages
+// where they fit, so that a chunk is one copy.
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
-  const int32_t page = whole_page_bytes(config), least = least_slot_bytes(config);
-  for (int32_t slots = kMaxSlots; slots > 0; --slots) {
+  for (int32_t slots = kSlots; slots > 0; --slots) {
     const int32_t left =
         shared_bytes - decode_shared(config.head_dim, row_group(config), 0, slots).bytes;
     const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
-    if (most < (slots > 2 ? page : least)) continue;
+    if (most < least_slot_bytes(config)) continue;
     grid.slots_per_warp = slots;
-    grid.slot_bytes = std::min(page, most);
+    grid.slot_bytes = std::min(whole_page_bytes(config), most);
     grid.shared_bytes =
         decode_shared(config.head_dim, row_group(config), grid.slot_bytes, slots).bytes;
     return Status::ok();
