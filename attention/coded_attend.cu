@@ -1,0 +1,215 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "attention/coded_kernel.cuh"
+#include "attention/launch.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kJoinThreads = 256;
+constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
+
+// Joins the partials of one (row, column).
+__global__ void __launch_bounds__(kJoinThreads)
+    join_kernel(const __grid_constant__ CodedKernelParams params) {
+  __shared__ float shares[kMaxPartials];
+  __shared__ float halves[kJoinThreads], scratch[2][kJoinThreads / 32];
+  __shared__ int32_t corrupt;
+  const CodedAttention& call = params.call;
+  const int32_t row = blockIdx.x, column = blockIdx.y, thread = threadIdx.x;
+  if (thread == 0) corrupt = 0;
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int32_t begin = call.rows[row].first_item;
+  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : call.num_items;
+  const int32_t per_warp = params.grid.items_per_warp;
+  const int32_t first = begin / per_warp;
+  const int32_t count = end <= begin ? 0 : min((end - 1) / per_warp - first + 1, kMaxPartials);
+  const int64_t stride = coded_partial_floats(call);
+  const float* partials =
+      static_cast<const float*>(call.workspace) + (int64_t{first} + row) * stride;
+  const float* states = partials + call.columns * call.head_dim + 2 * column;
+
+  float top = -INFINITY;
+  for (int32_t i = thread; i < count; i += kJoinThreads) {
+    top = fmaxf(top, states[i * stride]);
+    if (states[i * stride + 1] < 0.0f) corrupt = 1;
+  }
+  for (int32_t i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, i));
+  if (thread % 32 == 0) scratch[0][thread / 32] = top;
+  __syncthreads();
+  for (int32_t i = 0; i < kJoinThreads / 32; ++i) top = fmaxf(top, scratch[0][i]);
+  float sum = 0.0f;
+  for (int32_t i = thread; i < count; i += kJoinThreads) {
+    // A partial whose warp found no token to score has no reference.
+    const float part = states[i * stride + 1] <= 0.0f ? 0.0f : exp2_fast(states[i * stride] - top);
+    shares[i] = part;
+    sum += part * states[i * stride + 1];
+  }
+  for (int32_t i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(kFullWarp, sum, i);
+  if (thread % 32 == 0) scratch[1][thread / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+  for (int32_t i = 0; i < kJoinThreads / 32; ++i) sum += scratch[1][i];
+
+  const bool present = count > 0 && corrupt == 0;
+  const int32_t dim = thread % 128, part = thread / 128;
+  float total = 0.0f;
+  if (dim < call.head_dim && present) {
+    const float* values = partials + column * call.head_dim + dim;
+#pragma unroll 8
+    for (int32_t i = part; i < count; i += kJoinThreads / 128) {
+      total = fmaf(shares[i], values[i * stride], total);
+    }
+  }
+  halves[thread] = total;
+  __syncthreads();
+  const int64_t to = (int64_t{row} * call.columns + column) * call.head_dim + dim;
+  const int64_t mean = int64_t{call.rows[row].step} * call.head_dim + dim;
+  float product = 0.0f;  // of q and the mean of the keys
+  if (part == 0 && dim < call.head_dim) {
+    float x = 0.0f;
+    if (present) {
+      x = (halves[dim] + halves[dim + 128]) / sum;
+      if (call.values.means != nullptr) x += call.values.means[mean];
+      if (call.keys.means != nullptr) {
+        product = half_to_float(static_cast<const uint16_t*>(call.q)[to]) * call.keys.means[mean];
+      }
+    }
+    static_cast<uint16_t*>(call.out)[to] = float_to_half(x);
+  }
+  for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
+  if (thread % 32 == 0) scratch[0][thread / 32] = product;
+  __syncthreads();
+  if (thread != 0) return;
+  product = 0.0f;
+  for (int32_t i = 0; i < 4; ++i) product += scratch[0][i];
+  if (call.lse != nullptr) {
+    call.lse[row * call.columns + column] =
+        present ? kLn2 * (top + log2_fast(sum)) + call.sm_scale * product : -INFINITY;
+  }
+  if (column == 0) call.row_status[row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+}
+
+using Kernel = void (*)(CodedKernelParams);
+
+template <int kDimBlocks, int kCopiesLog>
+Kernel kernel_of_streams(int32_t streams) {
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, 1, kCopiesLog>
+                      : coded_attention_kernel<kDimBlocks, 2, kCopiesLog>;
+}
+
+// Numbers of copies there are kernels for, most first.
+constexpr int32_t kCopies[] = {5, 4, 3, 0};
+
+Kernel find_kernel(int32_t head_dim, int32_t streams, int32_t copies_log) {
+  if (head_dim == 64) return copies_log == 0 ? kernel_of_streams<4, 0>(streams) : nullptr;
+  if (head_dim == 96) return copies_log == 0 ? kernel_of_streams<6, 0>(streams) : nullptr;
+  switch (copies_log) {
+    case 0:
+      return kernel_of_streams<8, 0>(streams);
+    case 3:
+      return kernel_of_streams<8, 3>(streams);
+    case 4:
+      return kernel_of_streams<8, 4>(streams);
+    case 5:
+      return kernel_of_streams<8, 5>(streams);
+    default:
+      return nullptr;
+  }
+}
+
+struct DeviceLimits {
+  int32_t sms = 0, shared_bytes = 0, reserved_bytes = 0;
+};
+Result<DeviceLimits> device_limits() {
+  int device = 0;
+  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
+  DeviceLimits limits;
+  const std::pair<cudaDeviceAttr, int32_t*> asked[] = {
+      {cudaDevAttrMultiProcessorCount, &limits.sms},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits.shared_bytes},
+      {cudaDevAttrReservedSharedMemoryPerBlock, &limits.reserved_bytes}};
+  for (const auto& [attribute, to] : asked) {
+    if (Status s = cuda_status(cudaDeviceGetAttribute(to, attribute, device), "attribute"); !s) {
+      return s;
+    }
+  }
+  return limits;
+}
+
+}  // namespace
+
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log) {
+  if (Status s = call.validate(); !s) return s;
+  Result<DeviceLimits> limits = device_limits();
+  if (!limits.is_ok()) return limits.status();
+  CodedAttentionGrid grid;
+  grid.num_ctas = limits->sms;
+  const int64_t warps = int64_t{grid.num_ctas} * kCodedWarps;
+  grid.items_per_warp =
+      std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
+  grid.slot_bytes = (call.max_block_bytes + 127) / 128 * 128;
+  const int32_t longest = std::max(call.keys.codebook.max_length, call.values.codebook.max_length);
+  const auto start = static_cast<uint32_t>(limits->reserved_bytes);
+  for (int32_t copies_log : kCopies) {
+    // An index, its copy and two code words share a word.
+    const bool fits_word = 2 + copies_log + 2 * longest <= 32;
+    if (copies_log > most_copies_log || !fits_word ||
+        find_kernel(call.head_dim, 1, copies_log) == nullptr) {
+      continue;
+    }
+    for (int32_t slots = 2; slots > 0; --slots) {
+      const CodedSharedLayout at = coded_shared_layout(
+          start, static_cast<uint32_t>(table_region_bytes(longest, copies_log)),
+          static_cast<uint32_t>(grid.slot_bytes), static_cast<uint32_t>(kCodedWarps * slots));
+      if (at.end - start > static_cast<uint32_t>(limits->shared_bytes)) continue;
+      grid.copies_log = copies_log;
+      grid.slots_per_warp = slots;
+      grid.shared_bytes = static_cast<int32_t>(at.end - start);
+      return grid;
+    }
+  }
+  return Status(StatusCode::kUnsupported,
+                "coded attention: max_block_bytes and the tables exceed shared memory");
+}
+
+size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  const int64_t partials = int64_t{grid.num_ctas} * kCodedWarps + call.num_rows;
+  return static_cast<size_t>(partials * call.columns * (call.head_dim + 2)) * sizeof(float);
+}
+
+Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream) {
+  if (Status s = call.validate(); !s) return s;
+  if (call.num_rows == 0) return Status::ok();
+  if (Status s = call.validate_arrays(); !s) return s;
+  const Kernel kernel =
+      find_kernel(call.head_dim, call.keys.codebook.streams_per_lane, grid.copies_log);
+  if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
+      grid.num_ctas < 1 || int64_t{grid.num_ctas} * kCodedWarps > kMaxPartials ||
+      int64_t{grid.num_ctas} * kCodedWarps * grid.items_per_warp < call.num_items) {
+    return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
+  }
+  if (Status s =
+          cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           grid.shared_bytes),
+                      "shared memory");
+      !s) {
+    return s;
+  }
+  const CodedKernelParams params{call, grid};
+  if (Status s =
+          launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
+                                static_cast<size_t>(grid.shared_bytes), stream, params);
+      !s) {
+    return s;
+  }
+  const dim3 joins(static_cast<unsigned>(call.num_rows), static_cast<unsigned>(call.columns));
+  return launch_after_previous(join_kernel, joins, kJoinThreads, 0, stream, params);
+}
+
+}  // namespace tierkv

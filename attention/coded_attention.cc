@@ -1,0 +1,71 @@
+#include "attention/coded_attention.h"
+
+#include <string>
+
+namespace tierkv {
+namespace {
+
+Status invalid(const std::string& what) {
+  return Status(StatusCode::kInvalidArgument, "coded attention: " + what);
+}
+Status unsupported(const std::string& what) {
+  return Status(StatusCode::kUnsupported, "coded attention: " + what);
+}
+
+Status check_codebook(const CodedComponent& c, Component component, const std::string& name) {
+  const DeviceCodebook& book = c.codebook;
+  if (book.component != component) return invalid(name + ".codebook is of the other component");
+  if (book.mode != BlockMode::kPair) {
+    return unsupported(name + ".codebook: only codes in pairs are decoded here");
+  }
+  if (book.max_length < 1 || book.max_length > kMaxCodeLength) {
+    return invalid(name + ".codebook.max_length");
+  }
+  return Status::ok();
+}
+
+Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::string& name) {
+  if (c.size < 0) return invalid(name + ".size is negative");
+  if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
+    return invalid(name + ".bytes alignment");
+  }
+  if (c.codebook.table == nullptr || c.steps == nullptr) return invalid(name + ".steps and table");
+  if (num_blocks > 0 && (c.bytes == nullptr || c.blocks == nullptr)) return invalid(name);
+  return Status::ok();
+}
+
+}  // namespace
+
+Status CodedAttention::validate() const {
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128) {
+    return unsupported("head_dim must be 64, 96 or 128");
+  }
+  if (columns < 1 || columns > kCodedColumns) return unsupported("columns must be 1 to 8");
+  if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0) {
+    return invalid("a count is negative");
+  }
+  if (!(sm_scale > 0)) return invalid("sm_scale must be positive");
+  if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
+    return invalid("max_block_bytes");
+  }
+  if (keys.codebook.streams_per_lane != values.codebook.streams_per_lane) {
+    return unsupported("keys and values with different streams per lane");
+  }
+  if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
+    return invalid("streams per lane must be 1 or 2");
+  }
+  if (Status s = check_codebook(keys, Component::kKey, "keys"); !s) return s;
+  return check_codebook(values, Component::kValue, "values");
+}
+
+Status CodedAttention::validate_arrays() const {
+  if (rows == nullptr || q == nullptr || out == nullptr || row_status == nullptr ||
+      workspace == nullptr) {
+    return invalid("rows, q, out, row_status and workspace are needed");
+  }
+  if (window_size < 0 || (window_size > 0 && window == nullptr)) return invalid("window");
+  if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
+  return check_arrays(values, num_blocks, "values");
+}
+
+}  // namespace tierkv

@@ -1,0 +1,110 @@
+// Decode attention over rows of entropy-coded blocks: keys and values are decoded in registers, by
+// the lanes that multiply them.
+//
+// A row is one (sequence, kv_head). Its cache is a run of coded blocks of 64 tokens (the last may
+// have fewer), keys and values apart, and a raw window. All codes are those of a global step
+// (codec/global_step.h), so a row has one scale for its keys and one for its values, and no
+// metadata to read. One key codebook and one value codebook serve a call: the scope of KVComp
+// section 3.2, a layer.
+//
+//   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
+//   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
+//
+// A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
+// to the output, and the lse gets sm_scale * q . mean of the keys.
+//
+// Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
+// does not end where the next one begins, or a block that contradicts its row, makes the row
+// kCorrupt, with output 0 and lse -infinity. Other rows are not affected. Checksums and zero
+// padding are not looked at: decode_coded() verifies blocks of untrusted origin once.
+//
+// Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
+// layout follows the instruction); docs/CODED_ATTENTION.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/coded_batch.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// Where a block lies, in units of 16 bytes.
+struct CodedBlockRef {
+  uint32_t offset = 0;
+  uint32_t units = 0;
+};
+
+// An item is 64 tokens of a row, or what is left of its blocks or of its window.
+struct alignas(16) CodedRow {
+  int32_t first_item = 0;     // items of the rows before it
+  int32_t first_block = 0;    // of its ceil(coded_tokens / 64) blocks in the directories
+  int32_t coded_tokens = 0;   // the oldest ones
+  int32_t window_tokens = 0;  // the newest ones
+  int64_t window = 0;  // byte of its raw tiles in the window: of keys, then of values; 16-aligned
+  int32_t step = 0;    // index of its steps and means
+  int32_t unused = 0;
+};
+inline constexpr int32_t coded_row_items(int32_t coded_tokens, int32_t window_tokens) {
+  return (coded_tokens + kBlockTokens - 1) / kBlockTokens +
+         (window_tokens + kBlockTokens - 1) / kBlockTokens;
+}
+
+// The blocks of one component.
+struct CodedComponent {
+  const uint8_t* bytes = nullptr;         // device, [size], 16-byte aligned
+  const CodedBlockRef* blocks = nullptr;  // device, [num_blocks]
+  const float* steps = nullptr;           // device, [num_steps]
+  const float* means = nullptr;           // device, [num_steps, head_dim]; null: none
+  int64_t size = 0;
+  DeviceCodebook codebook;
+};
+
+struct CodedAttention {
+  CodedComponent keys, values;
+  const CodedRow* rows = nullptr;    // device, [num_rows]
+  const uint8_t* window = nullptr;   // device, [window_size]: fp16 tiles; unused tokens are zeros
+  const void* q = nullptr;           // device, fp16 [num_rows, columns, head_dim], 16-byte aligned
+  void* out = nullptr;               // device, like q
+  float* lse = nullptr;              // device, [num_rows, columns]; may be null
+  StatusCode* row_status = nullptr;  // device, out: [num_rows]
+  void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
+  int64_t window_size = 0;
+  int32_t num_rows = 0;
+  int32_t num_items = 0;   // of all rows
+  int32_t num_blocks = 0;  // of each directory
+  int32_t num_steps = 0;
+  int32_t columns = 0;   // q heads of a kv_head, 1 to 8
+  int32_t head_dim = 0;  // 64, 96 or 128
+  float sm_scale = 0;
+  int32_t max_block_bytes = 0;  // of a coded block; raw ones may be larger
+
+  // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
+  // on.
+  Status validate() const;
+  // Whether the arrays are there.
+  Status validate_arrays() const;
+};
+
+inline constexpr int32_t kCodedColumns = 8;
+
+// How a device runs a call.
+struct CodedAttentionGrid {
+  int32_t num_ctas = 0;
+  int32_t items_per_warp = 0;
+  int32_t copies_log = 0;  // 2^copies_log copies of each table
+  int32_t slots_per_warp = 0;
+  int32_t slot_bytes = 0;
+  int32_t shared_bytes = 0;
+};
+// The copies the device has room for; at most 2^most_copies_log, for comparisons. kUnsupported
+// where one copy does not fit.
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log = 5);
+size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
+
+// Two kernels, no synchronisation; can be captured.
+Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
+
+}  // namespace tierkv

@@ -1,0 +1,57 @@
+#!/usr/bin/python3
+"""Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them.
+
+coded_codes.py DUMP OUT [--layers 2,8,14] [--key-step 0.3] [--value-step 0.25]
+
+OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer i16 codes [kv heads, tokens, head_dim] of the keys
+and of the values. Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
+import argparse
+
+import h5py
+import numpy as np
+
+
+def as_float(data):
+    if data.dtype.kind == "f" and data.dtype.itemsize == 2 and data.dtype != np.float16:
+        raise SystemExit("bfloat16 dumps are not read here")
+    return np.asarray(data, np.float32)
+
+
+def codes_of(x, step):
+    codes = np.rint((x - x.mean(axis=0, keepdims=True)) / np.float32(step))
+    return np.clip(codes, -32768, 32767).astype("<i2")
+
+
+def layer_codes(layer, args):
+    k, v, q = (as_float(layer[name][()]) for name in ("k", "v", "q"))
+    heads, _, dims = k.shape
+    group = q.shape[0] // heads
+    keys, values = [], []
+    for h in range(heads):
+        queries = q[h * group:(h + 1) * group].reshape(-1, dims).astype(np.float64)
+        trace = 1.01 * (queries ** 2).sum(axis=1).mean()
+        keys.append(codes_of(k[h], args.key_step * np.sqrt(12 * dims / trace)))
+        signal = (v[h].astype(np.float64) ** 2).sum(axis=1).mean()
+        values.append(codes_of(v[h], args.value_step * np.sqrt(12 * signal / dims)))
+    return np.stack(keys), np.stack(values)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("dump")
+    parser.add_argument("out")
+    parser.add_argument("--layers", default="2,8,14")
+    parser.add_argument("--key-step", type=float, default=0.3)
+    parser.add_argument("--value-step", type=float, default=0.25)
+    args = parser.parse_args()
+    with h5py.File(args.dump) as f, open(args.out, "wb") as out:
+        seq = next(iter(f["seq"].values()))
+        layers = [seq["layer"][name] for name in args.layers.split(",")]
+        out.write(np.array([len(layers), *layers[0]["k"].shape], "<i4").tobytes())
+        for layer in layers:
+            for codes in layer_codes(layer, args):
+                out.write(codes.tobytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+// Attention over coded blocks against a double reference on the host, which decodes with
+// decode_block().
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention/coded_attention.h"
+#include "codec/coded_block.h"
+#include "tests/codec/code_source.h"
+#include "tests/gpu/device_array.cuh"
+
+namespace tierkv {
+namespace {
+
+using test::DeviceArray;
+
+struct Shape {
+  int32_t head_dim = 128;
+  int32_t columns = 4;
+  int32_t streams = 2;
+  int32_t max_length = 10;
+  bool means = true;
+  bool huge_codes = false;  // blocks of 16 bits, which lose bits in fp16
+};
+
+struct RowData {
+  int32_t coded = 0, window = 0, step = 0;
+  bool corrupt = false;
+};
+
+// Everything of a call on the host.
+struct World {
+  Shape shape;
+  Codebook key_book, value_book;
+  std::vector<RowData> data;
+  std::vector<CodedRow> rows;
+  std::vector<uint8_t> bytes[2];  // keys, values
+  std::vector<CodedBlockRef> refs[2];
+  std::vector<float> steps[2], means[2];
+  std::vector<uint8_t> window;
+  std::vector<float> y[2];  // [tokens of all rows, head_dim]: blocks as decoded, then window
+  std::vector<uint16_t> q;
+  int32_t items = 0, max_block_bytes = 16;
+};
+
+constexpr int32_t kSteps = 3;
+
+Codebook make_book(CodeSource* source, Component component, const Shape& shape) {
+  CodeHistogram histogram(component, shape.head_dim);
+  histogram.add(source->bell(512 * shape.head_dim, 1.5, 0.0, false).data(), 512);
+  CodebookSpec spec;
+  spec.mode = BlockMode::kPair;
+  spec.streams_per_lane = shape.streams;
+  spec.max_length = shape.max_length;
+  spec.table_id = 7;
+  auto book = build_codebook(histogram, spec);
+  EXPECT_TRUE(book.is_ok()) << book.status().message();
+  return *book;
+}
+
+// One block of random codes: mostly the codebook's kind, some with exceptions, some raw.
+void add_block(World* w, CodeSource* source, int32_t component, int32_t tokens, float step) {
+  const Codebook& book = component == 0 ? w->key_book : w->value_book;
+  const int32_t kind = source->below(8), dims = w->shape.head_dim;
+  double spread = kind == 1 ? 2.2 : kind == 2 ? 5.0 : kind == 3 ? 60.0 : 1.4;
+  if (kind == 3 && w->shape.huge_codes) spread = 3000;
+  std::vector<int16_t> codes = source->bell(int64_t{tokens} * dims, spread, 0.3, false);
+  if (kind == 4) codes.assign(codes.size(), static_cast<int16_t>(source->below(3)));
+  std::vector<uint8_t>& bytes = w->bytes[component];
+  const size_t begin = bytes.size();
+  EXPECT_TRUE(encode_block(codes.data(), tokens, dims, book, &bytes).is_ok());
+  const auto size = static_cast<uint32_t>(bytes.size() - begin);
+  if (!is_raw_mode(load_header(bytes.data() + begin).mode)) {
+    w->max_block_bytes = std::max(w->max_block_bytes, static_cast<int32_t>(size));
+  }
+  w->refs[component].push_back({static_cast<uint32_t>(begin / 16), size / 16});
+  for (int16_t c : codes) w->y[component].push_back(step * static_cast<float>(c));
+}
+
+void add_window(World* w, CodeSource* source, int32_t tokens) {
+  const int32_t dims = w->shape.head_dim;
+  const TileLayout tile = raw_tile(16, dims / kDimBlock);
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  for (int32_t component = 0; component < 2; ++component) {
+    const size_t begin = w->window.size();
+    w->window.resize(begin + static_cast<size_t>(tile_count(tokens) * tile.bytes()), 0);
+    for (int32_t t = 0; t < tokens; ++t) {
+      for (int32_t d = 0; d < dims; ++d) {
+        const uint16_t half = float_to_half(normal(source->rng()));
+        const CodePosition at =
+            code_position(tile, static_cast<Component>(component), t % kTileTokens, d);
+        uint8_t* word = w->window.data() + begin + t / kTileTokens * tile.bytes() + at.byte;
+        store_u16(word + at.bit / 8, half);
+        w->y[component].push_back(half_to_float(half));
+      }
+    }
+  }
+}
+
+World make_world(CodeSource* source, const Shape& shape, const std::vector<RowData>& data) {
+  World w;
+  w.shape = shape;
+  w.data = data;
+  w.key_book = make_book(source, Component::kKey, shape);
+  w.value_book = make_book(source, Component::kValue, shape);
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  for (int32_t c = 0; c < 2; ++c) {
+    for (int32_t i = 0; i < kSteps; ++i) {
+      w.steps[c].push_back(static_cast<float>(0.2 + 0.4 * source->uniform()));
+      for (int32_t d = 0; d < shape.head_dim; ++d) w.means[c].push_back(normal(source->rng()));
+    }
+  }
+  for (const RowData& r : data) {
+    CodedRow row;
+    row.first_item = w.items;
+    row.first_block = static_cast<int32_t>(w.refs[0].size());
+    row.coded_tokens = r.coded;
+    row.window_tokens = r.window;
+    row.window = static_cast<int64_t>(w.window.size());
+    row.step = r.step;
+    for (int32_t t = 0; t < r.coded; t += kBlockTokens) {
+      for (int32_t c = 0; c < 2; ++c) {
+        add_block(&w, source, c, std::min(kBlockTokens, r.coded - t),
+                  w.steps[c][static_cast<size_t>(r.step)]);
+      }
+    }
+    add_window(&w, source, r.window);
+    w.rows.push_back(row);
+    w.items += coded_row_items(r.coded, r.window);
+    for (int32_t i = 0; i < shape.columns * shape.head_dim; ++i) {
+      w.q.push_back(float_to_half(normal(source->rng())));
+    }
+  }
+  return w;
+}
+
+struct Attended {
+  std::vector<uint16_t> out;
+  std::vector<float> lse;
+  std::vector<StatusCode> status;
+  CodedAttentionGrid grid;
+};
+
+Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
+  const DeviceArray<uint8_t> keys(w.bytes[0]), values(w.bytes[1]), window(w.window);
+  const DeviceArray<CodedBlockRef> key_refs(w.refs[0]), value_refs(w.refs[1]);
+  const DeviceArray<float> key_steps(w.steps[0]), value_steps(w.steps[1]);
+  const DeviceArray<float> key_means(w.means[0]), value_means(w.means[1]);
+  const DeviceArray<uint32_t> key_table(device_table(w.key_book)),
+      value_table(device_table(w.value_book));
+  const DeviceArray<CodedRow> rows(w.rows);
+  const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
+  const size_t columns = static_cast<size_t>(w.shape.columns);
+  const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
+  const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.rows.size(), StatusCode::kIo));
+  CodedAttention call;
+  const auto component = [&](const Codebook& book, int32_t c) {
+    CodedComponent x;
+    x.bytes = (c == 0 ? keys : values).get();
+    x.blocks = (c == 0 ? key_refs : value_refs).get();
+    x.steps = (c == 0 ? key_steps : value_steps).get();
+    if (w.shape.means) x.means = (c == 0 ? key_means : value_means).get();
+    x.size = static_cast<int64_t>(w.bytes[c].size());
+    x.codebook = device_codebook(book);
+    x.codebook.table = (c == 0 ? key_table : value_table).get();
+    return x;
+  };
+  call.keys = component(w.key_book, 0);
+  call.values = component(w.value_book, 1);
+  call.rows = rows.get();
+  call.window = window.get();
+  call.window_size = static_cast<int64_t>(w.window.size());
+  call.q = q.get();
+  call.out = out.get();
+  call.lse = lse.get();
+  call.row_status = status.get();
+  call.num_rows = static_cast<int32_t>(w.rows.size());
+  call.num_items = w.items;
+  call.num_blocks = static_cast<int32_t>(w.refs[0].size());
+  call.num_steps = kSteps;
+  call.columns = w.shape.columns;
+  call.head_dim = w.shape.head_dim;
+  call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
+  call.max_block_bytes = w.max_block_bytes;
+  auto grid = coded_attention_grid(call, most_copies_log);
+  EXPECT_TRUE(grid.is_ok()) << grid.status().message();
+  if (!grid.is_ok()) return {};
+  const DeviceArray<uint8_t> workspace(
+      std::vector<uint8_t>(coded_attention_workspace_bytes(call, *grid), 0xff));
+  call.workspace = workspace.get();
+  const Status s = attend_coded(call, *grid, nullptr);
+  EXPECT_TRUE(s.is_ok()) << s.message();
+  return {out.read(), lse.read(), status.read(), *grid};
+}
+
+// Compares with exact attention over the decoded values.
+//
+// Probabilities are rounded to fp16 after their maximum is taken off, and the sum is that of the
+// rounded ones: each weight is off by 2^-11 of itself (2^-24 of the largest where it is subnormal),
+// so an output by at most 2^-10 of the largest |y|, and by 2^-11 of itself when it is stored. Codes
+// of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values.
+void compare(const World& w, const Attended& got) {
+  const int32_t dims = w.shape.head_dim, columns = w.shape.columns;
+  const double scale = 1 / std::sqrt(dims);
+  size_t token = 0;
+  for (size_t r = 0; r < w.rows.size(); ++r) {
+    const auto n = static_cast<size_t>(w.data[r].coded + w.data[r].window);
+    const float* keys = w.y[0].data() + token * dims;
+    const float* values = w.y[1].data() + token * dims;
+    token += n;
+    const bool corrupt = w.data[r].corrupt;
+    ASSERT_EQ(got.status[r], corrupt ? StatusCode::kCorrupt : StatusCode::kOk) << "row " << r;
+    double largest = 0;
+    for (size_t i = 0; i < n * dims; ++i) largest = std::max(largest, std::abs(double(values[i])));
+    for (int32_t c = 0; c < columns; ++c) {
+      const size_t head = r * columns + c;
+      const uint16_t* q = w.q.data() + head * dims;
+      const auto mean = [&](int32_t component, int32_t d) {
+        if (!w.shape.means) return 0.0;
+        return double(w.means[component][static_cast<size_t>(w.data[r].step * dims + d)]);
+      };
+      std::vector<double> scores(n), out(dims, 0.0);
+      double top = -INFINITY, sum = 0, shift = 0, widest = 0;
+      for (int32_t d = 0; d < dims; ++d) shift += scale * half_to_float(q[d]) * mean(0, d);
+      for (size_t i = 0; i < n; ++i) {
+        double terms = 0;
+        for (int32_t d = 0; d < dims; ++d) {
+          const double term = scale * half_to_float(q[d]) * keys[i * dims + d];
+          scores[i] += term;
+          terms += std::abs(term);
+        }
+        widest = std::max(widest, terms);
+        top = std::max(top, scores[i]);
+      }
+      for (size_t i = 0; i < n; ++i) {
+        const double p = std::exp(scores[i] - top);
+        sum += p;
+        for (int32_t d = 0; d < dims; ++d) out[d] += p * values[i * dims + d];
+      }
+      const bool empty = n == 0 || corrupt;
+      const double score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-18) * widest;
+      if (empty) {
+        ASSERT_EQ(got.lse[head], -INFINITY) << "row " << r;
+      } else {
+        ASSERT_NEAR(got.lse[head], top + std::log(sum) + shift, 2e-3 + score_error) << "row " << r;
+      }
+      for (int32_t d = 0; d < dims; ++d) {
+        const double want = empty ? 0.0 : out[d] / sum + mean(1, d);
+        const double tolerance = empty ? 0.0
+                                       : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
+                                             0x1p-11 * std::abs(want) +
+                                             2 * largest * std::expm1(2 * score_error);
+        ASSERT_NEAR(half_to_float(got.out[head * dims + d]), want, tolerance)
+            << "row " << r << " column " << c << " dim " << d;
+      }
+    }
+  }
+}
+
+class CodedAttentionTest : public ::testing::Test {
+ protected:
+  CodedAttentionTest() : seed_(std::random_device{}()), source_(seed_) {}
+  ~CodedAttentionTest() override {
+    if (HasFailure()) std::printf("seed %u\n", seed_);
+  }
+  RowData row(int32_t coded, int32_t window) { return {coded, window, source_.below(kSteps)}; }
+  std::vector<RowData> ragged_rows() {
+    std::vector<RowData> rows = {row(0, 0), row(64, 0), row(0, 1), row(1, 0), row(0, 0)};
+    for (int32_t i = 0; i < 12; ++i) rows.push_back(row(source_.below(700), source_.below(150)));
+    rows.push_back(row(3000, 64));
+    rows.push_back(row(0, 0));
+    return rows;
+  }
+  uint32_t seed_;
+  CodeSource source_;
+};
+
+TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
+  for (int32_t head_dim : {64, 96, 128}) {
+    for (int32_t streams : {1, 2}) {
+      for (int32_t columns : {1, 4, 7, 8}) {
+        Shape shape;
+        shape.head_dim = head_dim;
+        shape.streams = streams;
+        shape.columns = columns;
+        shape.means = source_.below(2) != 0;
+        SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " streams " +
+                     std::to_string(streams) + " columns " + std::to_string(columns));
+        const World w = make_world(&source_, shape, ragged_rows());
+        compare(w, attend_on_gpu(w, 5));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(CodedAttentionTest, EveryNumberOfCopiesGivesTheSameBits) {
+  for (int32_t max_length : {9, 10, 11, 12}) {
+    Shape shape;
+    shape.max_length = max_length;
+    const World w = make_world(&source_, shape, ragged_rows());
+    const Attended one = attend_on_gpu(w, 0);
+    EXPECT_EQ(one.grid.copies_log, 0);
+    compare(w, one);
+    if (HasFatalFailure()) return;
+    for (int32_t most : {3, 4, 5}) {
+      const Attended more = attend_on_gpu(w, most);
+      SCOPED_TRACE("length " + std::to_string(max_length) + " copies " +
+                   std::to_string(more.grid.copies_log));
+      EXPECT_EQ(more.out, one.out);
+      EXPECT_EQ(more.lse, one.lse);
+    }
+  }
+}
+
+TEST_F(CodedAttentionTest, CodesOfSixteenBits) {
+  Shape shape;
+  shape.huge_codes = true;
+  const World w = make_world(&source_, shape, ragged_rows());
+  compare(w, attend_on_gpu(w, 5));
+}
+
+// Payload, starts, headers and references at random: the rows concerned fail or are as before, the
+// others are bit for bit the same.
+TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
+  int32_t failed = 0;
+  constexpr int32_t kRounds = 300;
+  for (int32_t round = 0; round < kRounds; ++round) {
+    Shape shape;
+    shape.streams = 1 + round % 2;
+    shape.head_dim = round % 3 == 0 ? 64 : 128;
+    if (round % 4 == 0) shape.max_length = 12;
+    World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
+    const Attended before = attend_on_gpu(w, 5);
+    const size_t victim = static_cast<size_t>(source_.below(4));
+    const int32_t c = source_.below(2);
+    const int32_t blocks = (w.data[victim].coded + 63) / 64;
+    const int32_t block = w.rows[victim].first_block + source_.below(blocks);
+    CodedBlockRef& ref = w.refs[c][static_cast<size_t>(block)];
+    const int32_t kind = source_.below(8);
+    if (kind == 0) {
+      ref.offset = static_cast<uint32_t>(source_.rng()());
+    } else if (kind == 1) {
+      ref.units = source_.below(2) ? static_cast<uint32_t>(source_.rng()()) : ref.units + 1;
+    } else {
+      const int32_t size = static_cast<int32_t>(ref.units) * 16;
+      for (int32_t i = 1 + source_.below(3); i > 0; --i) {
+        const int32_t at = kind < 6 ? source_.below(std::min(size, 160)) : source_.below(size);
+        w.bytes[c][ref.offset * size_t{16} + static_cast<size_t>(at)] ^=
+            static_cast<uint8_t>(1 + source_.below(255));
+      }
+    }
+    const Attended after = attend_on_gpu(w, 5);
+    const size_t row_values = static_cast<size_t>(shape.columns * shape.head_dim);
+    for (size_t r = 0; r < w.rows.size(); ++r) {
+      const auto at = static_cast<int64_t>(r * row_values);
+      const auto same = std::equal(after.out.begin() + at,
+                                   after.out.begin() + at + static_cast<int64_t>(row_values),
+                                   before.out.begin() + at);
+      if (r != victim) {
+        ASSERT_EQ(after.status[r], StatusCode::kOk) << "round " << round;
+        ASSERT_TRUE(same) << "round " << round << " row " << r;
+      } else if (after.status[r] != StatusCode::kOk) {
+        ++failed;
+        ASSERT_EQ(after.status[r], StatusCode::kCorrupt);
+        for (size_t i = 0; i < row_values; ++i) {
+          ASSERT_EQ(after.out[static_cast<size_t>(at) + i], 0) << "round " << round;
+        }
+      } else {
+        for (size_t i = 0; i < row_values; ++i) {
+          ASSERT_TRUE(is_finite(half_to_float(after.out[static_cast<size_t>(at) + i])));
+        }
+      }
+    }
+  }
+  std::printf("%d of %d corrupt blocks noticed\n", failed, kRounds);
+  EXPECT_GT(failed, kRounds / 2);
+}
+
+}  // namespace
+}  // namespace tierkv
