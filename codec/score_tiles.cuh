@@ -60,7 +60,8 @@ struct StreamShape {
   }
 };
 
-// Known to the compiler to be the same in all lanes: products may not run across divergent branches.
+// Known to the compiler to be the same in all lanes: products may not run across divergent
+// branches.
 __device__ __forceinline__ int32_t warpgroup_index() {
   return __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 128, 0);
 }
