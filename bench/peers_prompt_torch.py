@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times fp16 causal attention of a prompt by PyTorch's back ends: what bench_codec's significance is held against.
+"""Times fp16 causal attention of a prompt by PyTorch's back ends: what bench_prompt's significance is held against.
 
   peers_prompt_torch.py [--out FILE] [--replays N]
 

@@ -332,7 +332,7 @@ TEST_F(GpuCodec, SmallBadTokensAreReported) {
   WorldOptions o;
   o.dtype = DType::kFloat32;
   o.formats = {token_wise_tier(8, 4), {token_wise(16), token_wise(4)}};
-  o.row_tokens.assign(8, 40);
+  o.row_tokens.assign(9, 40);
   PageWorld w = make_world(o);
   const auto element = [&](int32_t row, int32_t token) {
     return (row * 40 + token) * w.token_stride + uniform(0, 127);
@@ -345,18 +345,15 @@ TEST_F(GpuCodec, SmallBadTokensAreReported) {
   w.order[6 * 40 + uniform(0, 39)] = -3;
   w.set_element(&w.k, element(7, uniform(0, 39)), NAN);
   w.set_element(&w.v, element(7, uniform(0, 39)), 1e9f);
+  w.set_element(&w.k, element(8, uniform(0, 39)), INFINITY);
   const PageWorld before = w;
   const DeviceWorld device(w);
   ASSERT_TRUE(encode_pages(device.encode(), nullptr));
   ASSERT_TRUE(encode_pages_host(host_encode(w)));
-  const std::vector<StatusCode> expected = {StatusCode::kOk,
-                                            StatusCode::kNonFinite,
-                                            StatusCode::kNonFinite,
-                                            StatusCode::kOutOfRange,
-                                            StatusCode::kNonFinite,
-                                            StatusCode::kInvalidArgument,
-                                            StatusCode::kInvalidArgument,
-                                            StatusCode::kOutOfRange};
+  const auto bad = StatusCode::kInvalidArgument, infinite = StatusCode::kNonFinite;
+  const std::vector<StatusCode> expected = {
+      StatusCode::kOk,         infinite, infinite, StatusCode::kOutOfRange, infinite, bad, bad,
+      StatusCode::kOutOfRange, infinite};
   EXPECT_EQ(device.status.read(), expected);
   EXPECT_EQ(w.status, expected);
   PageWorld got = w;
