@@ -17,11 +17,6 @@ __device__ void admit(const DeviceState& d, const BatchCall& call) {
     if (call.tokens > d.max_tokens - d.s.infos[slot].num_tokens) atomicCAS(&refused, 0, e + 1);
   }
   __syncthreads();
-  for (int32_t e = threadIdx.x; refused == 0 && e < call.count; e += kThreads) {
-    const SequenceInfo info = d.s.infos[d.batch[e]];
-    d.before[e] = info;
-    d.thresholds[e] = thresholds_at(d.s.policy, info.num_tokens + call.tokens);
-  }
   if (refused == 0) return;
   if (threadIdx.x == 0 && refused <= call.count) {
     report_failure(d, {StatusCode::kOutOfRange, call.call, -1, d.batch[refused - 1]});

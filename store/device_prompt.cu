@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kThreads)
   if (r.within != 0) return;
   pages.of[kWindowSide] = pages_for(after, per_page) - pages_for(info.num_tokens, per_page);
   d.entry_counts[r.entry] = pages;
+  d.before[r.entry] = info;
 }
 
 __global__ void __launch_bounds__(kThreads)

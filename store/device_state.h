@@ -39,15 +39,14 @@ struct DeviceState {
   StoreView s;
   int32_t max_tokens = 0;
   DeviceFailure* failure = nullptr;
-  int32_t* batch = nullptr;              // [max_sequences]; kPaddingSequence: nothing is done
-  SequenceInfo* before = nullptr;        // [max_sequences] of the batch, before the call
-  TierThresholds* thresholds = nullptr;  // [max_sequences] of the batch, with the tokens of a step
-  SideCounts* entry_counts = nullptr;    // [max_sequences]
-  SideCounts* row_counts = nullptr;      // [max batch rows]
-  StepAction* actions = nullptr;         // [max batch rows][kMaxStepTokens]
-  OpReport* report = nullptr;            // of the operation that may be refused
-  OpReport* other_report = nullptr;      // of one that may not
-  int32_t* appended = nullptr;           // [rows] tokens that each row has got
+  int32_t* batch = nullptr;            // [max_sequences]; kPaddingSequence: nothing is done
+  SequenceInfo* before = nullptr;      // [max_sequences] of the batch, before the call
+  SideCounts* entry_counts = nullptr;  // [max_sequences]
+  SideCounts* row_counts = nullptr;    // [max batch rows]
+  StepAction* actions = nullptr;       // [max batch rows][kMaxStepTokens]
+  OpReport* report = nullptr;          // of the operation that may be refused
+  OpReport* other_report = nullptr;    // of one that may not
+  int32_t* appended = nullptr;         // [rows] tokens that each row has got
 };
 
 // Slots of a batch by value: a launch needs no memory of the host's.
@@ -65,8 +64,11 @@ Status begin_batch(const DeviceState& d, const BatchCall& call, const int32_t* s
 // The batch's sequences become empty ones in their prompts.
 Status reset_sequences(const DeviceState& d, int32_t count, GpuStream stream);
 
-// Generation: plan, page operation, apply, in this order.
-Status plan_step(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
+// Generation: plan, page operation, apply, in this order. The plan writes the batch itself, and
+// where the step may not go on (an earlier failure, max_tokens) asks for more pages than a page
+// operation deals out, so that this one refuses it for all rows at once.
+Status plan_step(const DeviceState& d, const int32_t* slots, int32_t count, int32_t tokens,
+                 GpuStream stream);
 Status apply_step(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
 
 // Keys and values of one layer, device memory.

@@ -1,6 +1,8 @@
 // The generation phase: a warp per row plans, the allocator deals out the pages, a warp per row
 // carries the plan out. What a row decides depends on no other row.
 
+#include <algorithm>
+
 #include "store/device_rows.cuh"
 
 namespace tierkv {
@@ -20,22 +22,35 @@ __device__ int64_t scratch_index(const DeviceState& d, const DeviceRow& r) {
   return static_cast<int64_t>(r.entry) * d.s.rows_per_sequence() + r.within;
 }
 
+// More than plan_append() of the allocator admits: kOutOfRange.
+constexpr int32_t kRefusedTokens = 1 << 30;
+
+// Entries first .. of the batch.
 template <class Formats, class Overlay>
 __global__ void __launch_bounds__(kThreads)
-    plan_step_kernel(const __grid_constant__ DeviceState d, int32_t tokens) {
-  if (warp_row() >= d.s.rows_per_sequence()) return;
-  const DeviceRow r = entry_row(d, static_cast<int32_t>(blockIdx.y), warp_row());
-  if (r.sequence == kPaddingSequence) return;
-  const PlannedRow planned = {d.s,
-                              page_tokens_of<Formats>(d.s),
-                              r.row,
-                              d.s.allocator.tokens[r.row],
-                              d.s.allocator.pages[r.row],
-                              d.thresholds[r.entry]};
+    plan_step_kernel(const __grid_constant__ DeviceState d, const __grid_constant__ IdChunk ids,
+                     int32_t first, int32_t tokens) {
+  const int32_t within = warp_row(), entry = first + static_cast<int32_t>(blockIdx.y);
+  if (within >= d.s.rows_per_sequence()) return;
+  const int32_t sequence = ids.slots[blockIdx.y];
+  const DeviceRow r = {entry, sequence, within, sequence * d.s.rows_per_sequence() + within};
+  const SequenceInfo info = d.s.infos[sequence];
   const int64_t i = scratch_index(d, r);
-  const SideCounts added = plan_row_step<Overlay>(planned, d.before[r.entry], tokens,
-                                                  d.actions + i * kMaxStepTokens, WarpTeam());
-  if (lane_index() == 0) d.row_counts[i] = added;
+  SideCounts added;
+  if (tokens > d.max_tokens - info.num_tokens || has_failed(d)) {
+    added.of[kWindowSide] = kRefusedTokens;  // the row may be in any state: it is not looked at
+  } else {
+    const PlannedRow planned =
+        planned_row(d.s, page_tokens_of<Formats>(d.s), r.row,
+                    thresholds_at(d.s.policy, info.num_tokens + tokens), WarpTeam());
+    added =
+        plan_row_step<Overlay>(planned, info, tokens, d.actions + i * kMaxStepTokens, WarpTeam());
+  }
+  if (lane_index() != 0) return;
+  d.row_counts[i] = added;
+  if (within != 0) return;
+  d.batch[entry] = sequence;
+  d.before[entry] = info;  // apply_step() moves it on while its rows still need what it was
 }
 
 // A candidate enters `kSide`. Everything is asked for before anything is waited for: the candidate,
@@ -204,14 +219,22 @@ void launch_append(const DeviceState& d, const DeviceTokens& x, GpuStream stream
 
 }  // namespace
 
-Status plan_step(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream) {
-  const dim3 ctas = row_grid(d.s.rows_per_sequence(), count);
-  if (tokens > 1) {
-    plan_step_kernel<AnyFormats, StepOverlay><<<ctas, kThreads, 0, stream>>>(d, tokens);
-  } else if (DefaultFormats::fit(d.s)) {
-    plan_step_kernel<DefaultFormats, NoOverlay><<<ctas, kThreads, 0, stream>>>(d, tokens);
-  } else {
-    plan_step_kernel<AnyFormats, NoOverlay><<<ctas, kThreads, 0, stream>>>(d, tokens);
+Status plan_step(const DeviceState& d, const int32_t* slots, int32_t count, int32_t tokens,
+                 GpuStream stream) {
+  for (int32_t first = 0; first < count; first += kIdChunk) {
+    IdChunk ids = {};
+    const int32_t here = std::min(kIdChunk, count - first);
+    std::copy_n(slots + first, here, ids.slots);
+    const dim3 ctas = row_grid(d.s.rows_per_sequence(), here);
+    if (tokens > 1) {
+      plan_step_kernel<AnyFormats, StepOverlay>
+          <<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
+    } else if (DefaultFormats::fit(d.s)) {
+      plan_step_kernel<DefaultFormats, NoOverlay>
+          <<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
+    } else {
+      plan_step_kernel<AnyFormats, NoOverlay><<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
+    }
   }
   return launch_status("begin_step");
 }

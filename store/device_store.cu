@@ -88,7 +88,6 @@ Status DeviceStore::allocate() {
   if (Status s = take(1, &state_.failure); !s) return s;
   if (Status s = take(sequences, &state_.batch); !s) return s;
   if (Status s = take(sequences, &state_.before); !s) return s;
-  if (Status s = take(sequences, &state_.thresholds); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
   if (Status s = take(rows * kMaxStepTokens, &state_.actions); !s) return s;
@@ -250,8 +249,8 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
   if (!slots) return slots.status();
   const auto count = static_cast<int32_t>(slots->size());
-  if (Status s = set_batch(DeviceCall::kBeginStep, *slots, tokens); !s) return s;
-  if (Status s = plan_step(state_, count, tokens, stream_); !s) return s;
+  batch_ = *slots;
+  if (Status s = plan_step(state_, slots->data(), count, tokens, stream_); !s) return s;
   if (Status s = run(PageOp::append(batch(*slots), state_.row_counts, state_.report)); !s) return s;
   if (Status s = apply_step(state_, count, tokens, stream_); !s) return s;
   planned_.clear();  // its token counts have changed

@@ -89,12 +89,8 @@ Status HostStore::begin_step(SequenceList sequences, int32_t tokens) {
     actions[i].resize(leaving_tokens(view_.policy, table_.info(slot), tokens).count());
     const int32_t at = row(slot, static_cast<int32_t>(i % rows));
     const int32_t after = table_.info(slot).num_tokens + tokens;
-    const PlannedRow planned = {view_,
-                                page_tokens(view_),
-                                at,
-                                view_.allocator.tokens[at],
-                                view_.allocator.pages[at],
-                                thresholds_at(view_.policy, after)};
+    const PlannedRow planned =
+        planned_row(view_, page_tokens(view_), at, thresholds_at(view_.policy, after), HostTeam());
     added[i] = plan_row_step<StepOverlay>(planned, table_.info(slot), tokens, actions[i].data(),
                                           HostTeam());
   }

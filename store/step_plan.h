@@ -104,15 +104,34 @@ struct PlannedRow {
   PageTokens page_tokens;
   int32_t row;
   SideCounts tokens, pages;
-  TierThresholds thresholds;  // of the sequence with the step's tokens
+  TierThresholds thresholds;      // of the sequence with the step's tokens
+  int32_t first_high, first_low;  // of the team's first pages the one of this rank: asked for early
 };
+// Page ids of a side, of those that the team visits first the one of this rank.
+template <class Team>
+TKV_HD int32_t first_page(const StoreView& s, int32_t row, int32_t side, int32_t pages,
+                          const Team& team) {
+  return team.rank() < pages ? s.page_id(row, side, team.rank()) : kNoPage;
+}
+template <class Team>
+TKV_HD PlannedRow planned_row(const StoreView& s, const PageTokens& per_page, int32_t row,
+                              const TierThresholds& thresholds, const Team& team) {
+  const SideCounts pages = s.allocator.pages[row];
+  return {s,
+          per_page,
+          row,
+          s.allocator.tokens[row],
+          pages,
+          thresholds,
+          first_page(s, row, kHighSide, pages.of[kHighSide], team),
+          first_page(s, row, kLowSide, pages.of[kLowSide], team)};
+}
 
 // The victim among the tokens of one page that the overlay does not replace.
 template <class Overlay>
-TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, int32_t page_index,
+TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, int32_t page_index, int32_t page,
                                const Overlay& overlay) {
-  const int32_t page = r.s.page_id(r.row, side, page_index), per_page = r.page_tokens.at(side);
-  const int32_t first = page_index * per_page;
+  const int32_t per_page = r.page_tokens.at(side), first = page_index * per_page;
   const PageRecord record = load_record(r.s.allocator, page);
   if (record.reference_count > 1 || record.min_slot == kNoSlot) return no_token();
   const int32_t used = smaller_of(per_page, r.tokens.of[side] - first);
@@ -133,8 +152,10 @@ TKV_HD RankedToken find_victim(const PlannedRow& r, int32_t side, const Overlay&
                                const Team& team) {
   const int32_t pages = side == kHighSide ? r.pages.of[kHighSide] : r.pages.of[kLowSide];
   RankedToken mine = no_token();
+  int32_t page = side == kHighSide ? r.first_high : r.first_low;
   for (int32_t i = team.rank(); i < pages; i += team.size()) {
-    mine = better_victim(mine, page_victim(r, side, i, overlay));
+    if (i >= team.size()) page = r.s.page_id(r.row, side, i);
+    mine = better_victim(mine, page_victim(r, side, i, page, overlay));
   }
   return better_victim(team.best(mine), overlay.best(side));
 }

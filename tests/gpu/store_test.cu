@@ -518,6 +518,32 @@ TEST(StoreDevice, DoesNothingAfterAFailureUntilItIsTaken) {
   EXPECT_EQ(twins.difference(), "");
 }
 
+// The host takes for granted that the prompts ended; the device knows better.
+TEST(StoreDevice, RefusesAStepAfterAPromptThatCouldNotEnd) {
+  RandomInput input;
+  KvStoreConfig c = small_config();
+  c.num_pages = 40;  // four rows of 8 window pages; the tiers would need as many again
+  Twins twins(c, &input);
+  SequenceId id;
+  ASSERT_TRUE(twins.add(&id));
+  const SequenceList l = {&id, 1};
+  ASSERT_TRUE(twins.begin_prompt(l, 120));
+  ASSERT_TRUE(twins.append_all(l, 120));
+  DeviceStore& device = twins.device();
+  ASSERT_TRUE(device.end_prompt(l));
+  ASSERT_TRUE(device.begin_step(l, 1));
+  const CallValues values(&input, c.layout, 1, 1);
+  Buffer k;
+  ASSERT_TRUE(device.append({l, 0, 1, k.put(values.k_bytes()), k.get<void>()}));
+  EXPECT_EQ(device.take_status().code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(*device.num_tokens(id), 120);
+  EXPECT_EQ(twins.host().end_prompt(l).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(twins.difference(), "");
+  ASSERT_TRUE(twins.truncate(id, 20)) << "in its prompt, as it was";
+  ASSERT_TRUE(twins.end_prompt(l));
+  EXPECT_EQ(twins.difference(), "");
+}
+
 TEST(StoreDevice, AttendsLikeTheHost) {
   RandomInput input;
   KvStoreConfig c = small_config();
