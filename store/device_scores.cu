@@ -7,7 +7,6 @@ namespace {
 
 constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
-constexpr int32_t kScoreCtas = 4;  // of a row: enough pages in flight where rows are few
 
 // Rows of one layer: a CTA each.
 __device__ DeviceRow cta_row(const DeviceState& d, int32_t layer) {
@@ -79,10 +78,10 @@ __global__ void __launch_bounds__(kThreads)
                              x.values + static_cast<int64_t>(blockIdx.x) * x.stride};
   if (!schedule.is_counted(query.position)) return;
   const SideCounts tokens = d.s.allocator.tokens[r.row];
-  int32_t item = static_cast<int32_t>(blockIdx.y) * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  int32_t item = static_cast<int32_t>(threadIdx.x) / 32;
   for (int32_t side = 0; side < kStoreSides; ++side) {
     const int32_t pages = pages_for(tokens.of[side], d.s.page_tokens(side));
-    for (; item < pages; item += kWarps * kScoreCtas) {
+    for (; item < pages; item += kWarps) {
       score_page(d, side, d.s.page_id(r.row, side, item),
                  d.s.page_used(side, item, tokens.of[side]), schedule, query);
     }
@@ -188,7 +187,7 @@ Status score_prompt(const DeviceState& d, const DeviceScores& scores, GpuStream 
 Status update_scores(const DeviceState& d, const DeviceScores& scores, GpuStream stream) {
   const auto rows = static_cast<uint32_t>(scores.count * d.s.num_kv_heads);
   check_scores_kernel<<<rows, kThreads, 0, stream>>>(d, scores, DeviceCall::kUpdateScores);
-  update_scores_kernel<<<dim3(rows, kScoreCtas), kThreads, 0, stream>>>(d, scores);
+  update_scores_kernel<<<rows, kThreads, 0, stream>>>(d, scores);
   return launch_status("update_scores");
 }
 
