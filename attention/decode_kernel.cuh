@@ -10,7 +10,7 @@
 
 #include "attention/chunk_feed.cuh"
 #include "attention/head_sum.cuh"
-#include "attention/warp_attention.cuh"
+#include "attention/warp_row.cuh"
 
 namespace tierkv {
 
