@@ -1,12 +1,11 @@
 // Decode attention over the compressed cache: the pages of every tier of every row, in one call,
 // without unpacking them to memory.
 //
-//   AttentionConfig config = ...;                             // heads, head_dim, which format lies
-//   on which side Result<AttentionGrid> grid = attention_grid(config);      // what this device can
-//   hold size_t bytes = attention_workspace_bytes(config, *grid, num_sequences);   // allocate,
-//   zero once plan_attention(config, *grid, table, batch, workspace, stream);           // once per
-//   step, all layers attend(config, *grid, {table, pages, batch, layer, q, out, lse}, workspace,
-//   stream);
+//   config       heads, head_dim, which format lies on which side
+//   grid         attention_grid(config): what this device can hold
+//   workspace    attention_workspace_bytes(config, grid, sequences), zeroed once
+//   every step   plan_attention(config, grid, table, batch, workspace, stream), then for a layer
+//                attend(config, grid, {table, pages, batch, layer, q, out, lse}, ...)
 //
 // A row is one (sequence, kv_head); its q heads attend to all tokens of all its tiers, the window
 // among them. The work is cut on the device from the token counts, so both calls can be captured in
