@@ -59,7 +59,6 @@ struct BlockRing {
     pieces.total = !inside ? 0 : bytes > grid.slot_bytes ? 16 : static_cast<uint32_t>(bytes);
     pieces.piece[0] = {static_cast<uint8_t*>(__cvta_shared_to_generic(address(i))), c.bytes + from,
                        pieces.total};
-    expect_copies(barriers + i, pieces);
     copy_pieces(barriers + i, pieces);
   }
   __device__ __forceinline__ void wait() { wait_barrier(barriers + slot, parity); }
