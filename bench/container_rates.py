@@ -44,14 +44,17 @@ def main():
         subprocess.run([args.tierkv, "compress", "--preset", "fp16", args.dump, tkv], check=True, stdout=subprocess.DEVNULL)
         subprocess.run([args.tierkv, "decompress", tkv, plain], check=True)
         for threads in sorted({1, 2, os.cpu_count()}):
-            for verb, source, to in (("compress", args.dump, tkv), ("compress", plain, tkv), ("decompress", tkv, out)):
+            for verb, source, to in (("compress", args.dump, tkv), ("compress", plain, tkv), ("decompress", tkv, out), ("verify", tkv, None)):
                 command = [args.tierkv, verb, "--threads", str(threads)] + (["--preset", args.preset] if verb == "compress" else [])
-                summary = json.loads(subprocess.run([*command, "--json", source, to], check=True, capture_output=True, text=True).stdout)
-                gb = 2e-9 * summary.get("values", rows[0]["values"] if rows else 0)
-                rates = [gb / s for s in timed(args.repeat, *command, source, to)]
+                command += [source] + ([to] if to else [])
+                runs = [json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True, text=True).stdout)
+                        for _ in range(args.repeat)]
+                gb = 2e-9 * (runs[0]["values"] if verb == "compress" else rows[0]["values"])
+                rates = [gb / s for s in timed(args.repeat, *command)]
+                stages = [gb / statistics.median(r["encode_seconds"] for r in runs)] if verb == "compress" else [None]
                 rows.append({"verb": verb, "input": "gzip" if source == args.dump else "plain" if verb == "compress" else "tkv",
                              "threads": threads, "values": round(gb / 2e-9), "gbps": statistics.median(rates),
-                             "least": min(rates), "most": max(rates)})
+                             "least": min(rates), "most": max(rates), "encode_stage_gbps": stages[0]})
     print(json.dumps({"schema": "tierkv.bench.container/1", "dump": pathlib.Path(args.dump).name, "preset": args.preset,
                       "cpus": os.cpu_count(), "codec_gbps": codec, "rows": rows}, indent=1))
 

@@ -51,6 +51,9 @@ ordered_json summary_of(const Arguments& args, const analysis::CompressSummary& 
             {"high", share(Tier::kHigh)},
             {"low", share(Tier::kLow)},
             {"pruned", share(Tier::kPruned)}}},
+          {"read_seconds", s.read_seconds},
+          {"encode_seconds", s.encode_seconds},
+          {"write_seconds", s.write_seconds},
           {"seconds", seconds},
           {"gbps", fp16_bytes / seconds * 1e-9}};
 }

@@ -43,7 +43,7 @@ class Install(unittest.TestCase):
 
     def configure(self, name, *options):
         build = self.dir / name
-        run(CMAKE, "-S", CONSUMER, "-B", build, f"-DCMAKE_PREFIX_PATH={self.prefix}", "-DCMAKE_BUILD_TYPE=Release", *options)
+        run(CMAKE, "-G", "Ninja", "-S", CONSUMER, "-B", build, f"-DCMAKE_PREFIX_PATH={self.prefix}", "-DCMAKE_BUILD_TYPE=Release", *options)
         run(CMAKE, "--build", build, "-j2")
         return build
 
@@ -103,7 +103,7 @@ class Install(unittest.TestCase):
             project.mkdir()
             (project / "CMakeLists.txt").write_text(
                 f"cmake_minimum_required(VERSION 3.20)\nproject(p CXX)\nfind_package(tierkv {version} REQUIRED)\n")
-            result = subprocess.run([CMAKE, "-S", project, "-B", project / "b", f"-DCMAKE_PREFIX_PATH={self.prefix}"],
+            result = subprocess.run([CMAKE, "-G", "Ninja", "-S", project, "-B", project / "b", f"-DCMAKE_PREFIX_PATH={self.prefix}"],
                                     capture_output=True, text=True)
             self.assertNotEqual(result.returncode, 0)
             self.assertIn("0.1.0", result.stderr)

@@ -27,6 +27,8 @@ struct CompressSummary {
   int64_t file_bytes = 0;          // of the container
   int64_t query_bytes = 0;         // of it: query positions, queries and significance carried over
   int64_t tokens[kNumTiers] = {};  // (row, token) pairs by tier
+  // Wall time of the stages; writing overlaps the others where there are several threads.
+  double read_seconds = 0, encode_seconds = 0, write_seconds = 0;
 };
 
 // Writes `path` whole or not at all; the bytes depend on the dump, the preset and the profile

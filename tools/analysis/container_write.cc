@@ -11,6 +11,7 @@
 #include "tools/analysis/layer_scheme.h"
 #include "tools/analysis/parallel.h"
 #include "tools/analysis/row_pages.h"
+#include "tools/analysis/stop_watch.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -299,9 +300,11 @@ Status Compressor::encode_batch(const Batch& layers) {
 }
 
 Status Compressor::write_batch(const Batch& layers) {
+  const StopWatch watch;
   for (const std::unique_ptr<Layer>& layer : layers) {
     if (Status s = write_layer(*layer); !s) return s;
   }
+  summary_.write_seconds += watch.seconds();
   return Status::ok();
 }
 
@@ -312,8 +315,12 @@ Status Compressor::run() {
   std::future<Status> writing = std::async(std::launch::deferred, [] { return Status::ok(); });
   for (int64_t next = 0; next < total_layers();) {
     auto batch = std::make_shared<Batch>();
+    const StopWatch reading;
     if (Status s = load_batch(&next, batch.get()); !s) return s;
+    summary_.read_seconds += reading.seconds();
+    const StopWatch encoding;
     if (Status s = encode_batch(*batch); !s) return s;
+    summary_.encode_seconds += encoding.seconds();
     if (Status s = writing.get(); !s) return s;
     writing = std::async(policy, [this, batch] { return write_batch(*batch); });
     if (options_.progress) {
