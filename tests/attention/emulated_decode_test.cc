@@ -199,6 +199,18 @@ TEST(EmulatedDecode, RowsOfManyItems) {
   check(shape, 24);
 }
 
+// Full pages one after another, and more of them than a warp holds ids at once.
+TEST(EmulatedDecode, ManyPagesOfOneWarp) {
+  WorldShape shape;
+  shape.num_kv_heads = 1;
+  shape.group = 1;
+  shape.head_dim = 64;
+  shape.page_bytes = 1280;  // one tile of K4V2
+  shape.tiers = {tier(1, 4, 2)};
+  shape.tokens = {{37 * 32 * kDecodeWarps}, {9}};
+  check(shape, 1);
+}
+
 TEST(EmulatedDecode, ValueScales) {
   for (const double scale : {1e-4, 1e-2, 1e2, 1e4}) {
     SCOPED_TRACE(::testing::Message() << "value scale " << scale);
@@ -230,6 +242,33 @@ TEST(EmulatedDecode, StrayPagesAreLeftOutAndReported) {
   EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
   const auto corrupt = static_cast<int32_t>(StatusCode::kCorrupt);
   EXPECT_THAT(got.row_status, ::testing::ElementsAre(0, corrupt, corrupt));
+}
+
+// A page in the middle of many: its neighbours count, it does not.
+TEST(EmulatedDecode, AStrayPageAmongFullOnesIsLeftOut) {
+  std::mt19937_64 rng(std::random_device{}());
+  for (const int32_t stray : {INT32_MIN, -1, 1 << 20}) {
+    WorldShape shape;
+    shape.num_kv_heads = 1;
+    shape.tiers = {tier(0, 4, 2)};  // whose pages fit into a slot
+    shape.tokens = {{64 * 33}};
+    World world = make_world(shape, rng);
+    constexpr int32_t kAt = 2;  // neither the first nor the last of a warp
+    const int32_t page = world.slots[kAt];
+    const std::vector<int32_t> slots = world.slots;
+    world.slots.erase(world.slots.begin() + kAt);
+    world.slots.push_back(kNoPage);
+    world.tokens[0].of[0] -= 64;
+    const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+    ASSERT_TRUE(expected.is_ok());
+    ASSERT_NE(page, kNoPage);
+    world.tokens[0].of[0] += 64;
+    world.slots = slots;
+    world.slots[kAt] = stray;
+    const Result got = run_kernel(world, 1, rng);
+    EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
+    EXPECT_THAT(got.row_status, ::testing::ElementsAre(static_cast<int32_t>(StatusCode::kCorrupt)));
+  }
 }
 
 }  // namespace
