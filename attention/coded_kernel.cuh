@@ -36,6 +36,29 @@ __device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t 
   return low;
 }
 
+// The references of a run of blocks, in the order of use (keys, values, keys, ...), a lane each: no
+// copy waits for one.
+struct RefWindow {
+  const CodedBlockRef* keys;
+  const CodedBlockRef* values;
+  int32_t count;  // references in all
+  int32_t first = 0;
+  CodedBlockRef mine;
+
+  __device__ __forceinline__ void load(int32_t from) {
+    first = from;
+    const int32_t i = from + static_cast<int32_t>(threadIdx.x % 32);
+    mine = i >= count ? CodedBlockRef{} : i % 2 == 0 ? keys[i / 2] : values[i / 2];
+  }
+  // By the whole warp; i may be less than the one before by at most 2, slots_per_warp.
+  __device__ __forceinline__ CodedBlockRef get(int32_t i) const {
+    CodedBlockRef ref;
+    ref.offset = __shfl_sync(kFullWarp, mine.offset, i - first);
+    ref.units = __shfl_sync(kFullWarp, mine.units, i - first);
+    return ref;
+  }
+};
+
 // A warp's ring: blocks are asked for in the order in which they are used.
 struct BlockRing {
   const CodedSharedLayout& layout;
@@ -105,9 +128,9 @@ struct CodedState {
   }
 
   // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
-  // offset bring a score to log2 units.
+  // offset bring a score to log2 units; added: the sums of this lane's tokens.
   __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
-                                        const float (&offset)[2], float base,
+                                        const float (&offset)[2], float (&added)[2],
                                         uint32_t (&p)[kItemTiles][2]) {
     if (tokens < kBlockTokens) {
       const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
@@ -140,7 +163,7 @@ struct CodedState {
         for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
       }
     }
-    float added[2] = {0.0f, 0.0f};
+    added[0] = added[1] = 0.0f;
     shift[0] = offset[0] - reference[0], shift[1] = offset[1] - reference[1];
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
@@ -155,8 +178,8 @@ struct CodedState {
         p[o][h] = transpose_8x8(pair);
       }
     }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) sum[c] += added[c], base_sum[c] = fmaf(base, added[c], base_sum[c]);
+    sum[0] += added[0];
+    sum[1] += added[1];
   }
 
   // out in units of unit, base_sum in steps.
@@ -204,10 +227,11 @@ struct CodedWarp {
   const ExpectedHeader& value_header;
   SharedTable<kCopiesLog> key_table, value_table;
   CodedState<kDimBlocks> state;
+  RefWindow refs;
 
   __device__ __forceinline__ OpenBlock open(const CodedComponent& c, const ExpectedHeader& header,
-                                            int32_t block, int32_t tokens) {
-    const CodedBlockRef ref = c.blocks[block];
+                                            int32_t i, int32_t tokens) {
+    const CodedBlockRef ref = refs.get(i);
     ring.wait();
     const int64_t from = int64_t{ref.offset} * 16;
     if (ref.units == 0 || from + int64_t{ref.units} * 16 > c.size) {
@@ -240,6 +264,9 @@ struct CodedWarp {
                                               float (&s)[kItemTiles][4]) {
     Streams streams;
     state.valid &= streams.open(b);
+    // Loaded here, used after the streams: the latency hides behind them.
+    uint2 first = make_uint2(0, 0);
+    if (b.exceptions > 0) first = exception_queries(b, 0, query);
     const int32_t tiles = tile_count(b.tokens);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
@@ -253,26 +280,37 @@ struct CodedWarp {
     }
     state.valid &= streams.ends(b);
 #pragma unroll 1
-    for (int32_t first = 0; first < b.exceptions; first += 16) score_exceptions(b, first, query, s);
+    for (int32_t i = 0; i < b.exceptions; i += 16) {
+      if (i > 0) first = exception_queries(b, i, query);
+      score_exceptions(b, i, first, s);
+    }
   }
 
-  __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first,
-                                                   const uint16_t* query,
-                                                   float (&s)[kItemTiles][4]) {
-    ExceptionFour four;
-    state.valid &= four.load(b, first, kHeadDim);
-    const int32_t column = static_cast<int32_t>(threadIdx.x % 32 / 4);
+  // The B operand of 16 exceptions: q of this lane's column at the dims they change.
+  __device__ __forceinline__ uint2 exception_queries(const OpenBlock& b, int32_t first,
+                                                     const uint16_t* query) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), column = lane / 4;
     uint32_t half[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const bool none = four.dim[j] < 0 || column >= call.columns;
-      half[j] = none ? 0u : query[column * kHeadDim + four.dim[j]];
+      const int32_t i = first + 2 * (lane % 4) + j % 2 + 8 * (j / 2);
+      half[j] = 0;
+      if (i >= b.exceptions || column >= call.columns) continue;
+      const auto dim = static_cast<int32_t>(load_shared(b.exception_words + 4 * i) % kSliceDims);
+      if (dim < kHeadDim) half[j] = query[column * kHeadDim + dim];
     }
+    return make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
+  }
+
+  __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first, uint2 queries,
+                                                   float (&s)[kItemTiles][4]) {
+    ExceptionFour four;
+    state.valid &= four.load(b, first, kHeadDim);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
       uint32_t a[4];
       four.operand(four.token, 16 * o, a);
-      mma_m16n8k16(s[o], a, half[0] | half[1] << 16, half[2] | half[3] << 16);
+      mma_m16n8k16(s[o], a, queries.x, queries.y);
     }
   }
 
@@ -338,57 +376,81 @@ struct CodedWarp {
     }
   }
 
-  // A slot is free: the block `slots_per_warp` further, of `count` blocks of keys and values from
-  // `first` on, takes its place.
-  __device__ __forceinline__ void next_block(int32_t first, int32_t count, int32_t used) {
+  // A slot is free: block `slots_per_warp` after `used` takes its place.
+  __device__ __forceinline__ void next_block(int32_t used) {
     __syncwarp();
     const int32_t wanted = used + ring.grid.slots_per_warp;
-    if (wanted < 2 * count) {
-      const CodedComponent& c = wanted % 2 == 0 ? call.keys : call.values;
-      ring.request(c, c.blocks[first + wanted / 2], ring.slot);
+    if (wanted < refs.count) {
+      if (wanted == refs.first + 32) refs.load(used + 1);
+      ring.request(wanted % 2 == 0 ? call.keys : call.values, refs.get(wanted), ring.slot);
     }
     ring.pass();
   }
 
-  // Blocks first .. first + count - 1 of a row; all but its last one, if that is among them, have
-  // 64 tokens. `tokens` are those of the row from block `first` on.
-  __device__ __forceinline__ void attend_blocks(const RowScales& scales, const uint16_t* query,
-                                                int32_t first, int32_t count, int32_t tokens) {
+  // Asks for the first of `count` blocks of keys and of values.
+  __device__ __forceinline__ void begin_blocks(int32_t first, int32_t count) {
+    refs.keys = call.keys.blocks + first;
+    refs.values = call.values.blocks + first;
+    refs.count = 2 * count;
+    refs.load(0);
     int32_t slot = ring.slot;
 #pragma unroll 1
     for (int32_t i = 0; i < ring.grid.slots_per_warp && i < 2 * count; ++i) {
-      const CodedComponent& c = i % 2 == 0 ? call.keys : call.values;
-      ring.request(c, c.blocks[first + i / 2], slot);
+      ring.request(i % 2 == 0 ? call.keys : call.values, refs.get(i), slot);
       if (++slot == ring.grid.slots_per_warp) slot = 0;
     }
+  }
+
+  // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
+  // those of the row from the first of these blocks on.
+  __device__ __forceinline__ void attend_blocks(const RowScales& scales, const uint16_t* query,
+                                                int32_t count, int32_t tokens) {
     const float scale = scales.score * scales.key_step;
 #pragma unroll 1
     for (int32_t i = 0; i < count; ++i, tokens -= kBlockTokens) {
       const int32_t here = min(tokens, kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      OpenBlock b = open(call.keys, key_header, first + i, here);
+      OpenBlock b = open(call.keys, key_header, 2 * i, here);
       state.valid &= b.valid;
       if (b.valid && !b.raw) score_coded(b, query, s);
       if (b.valid && b.raw) score_raw(b, s);
       const float base = static_cast<float>(b.base) * scale;
       const float offset[2] = {base * state.query_sum[0], base * state.query_sum[1]};
-      next_block(first, count, 2 * i);
-      b = open(call.values, value_header, first + i, here);
+      next_block(2 * i);
+      float added[2];
+      state.weigh(s, here, scale * kDigitScale, offset, added, p);
+      b = open(call.values, value_header, 2 * i + 1, here);
       state.valid &= b.valid;
-      state.weigh(s, here, scale * kDigitScale, offset, static_cast<float>(b.base), p);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        state.base_sum[c] = fmaf(static_cast<float>(b.base), added[c], state.base_sum[c]);
+      }
       if (b.valid && !b.raw) add_coded(b, p);
       if (b.valid && b.raw) add_raw(b, p);
-      next_block(first, count, 2 * i + 1);
+      next_block(2 * i + 1);
     }
+  }
+
+  __device__ __forceinline__ bool has_window(const CodedRow& row) const {
+    const int64_t bytes = int64_t{tile_count(row.window_tokens)} * 2 * 32 * kHeadDim;
+    return row.window >= 0 && row.window % 16 == 0 && row.window + bytes <= call.window_size;
+  }
+  // Asks for the window to be brought into L2.
+  __device__ __forceinline__ void fetch_window(const CodedRow& row) {
+    if (!has_window(row)) return;
+    CopyPieces pieces;
+    pieces.count = 1;
+    pieces.total = static_cast<uint32_t>(tile_count(row.window_tokens) * 2 * 32 * kHeadDim);
+    pieces.piece[0] = {nullptr, call.window + row.window, pieces.total};
+    prefetch_pieces(pieces);
   }
 
   // Items of the window, whose values are their own unit.
   __device__ __forceinline__ void attend_window(const RowScales& scales, const CodedRow& row,
                                                 int32_t first, int32_t count) {
     const int32_t tile_bytes = 32 * kHeadDim, tiles = tile_count(row.window_tokens);
-    if (row.window < 0 || row.window % 16 != 0 ||
-        row.window + 2 * int64_t{tiles} * tile_bytes > call.window_size) {
+    if (!has_window(row)) {
       state.valid = false;
       return;
     }
@@ -411,7 +473,8 @@ struct CodedWarp {
         }
       }
       const float none[2] = {0.0f, 0.0f};
-      state.weigh(s, tokens, scales.score, none, 0.0f, p);
+      float added[2];
+      state.weigh(s, tokens, scales.score, none, added, p);
 #pragma unroll
       for (int o = 0; o < kItemTiles; ++o) {
         if (16 * o >= tokens) break;
@@ -431,7 +494,6 @@ struct CodedWarp {
     const CodedRow row = call.rows[row_index];
     const auto* query =
         static_cast<const uint16_t*>(call.q) + int64_t{row_index} * call.columns * kHeadDim;
-    state.begin(call, query);
     const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
     const int32_t from = begin - row.first_item, to = end - row.first_item;
     const bool named = fits && from >= 0 &&
@@ -439,16 +501,17 @@ struct CodedWarp {
                        row.step >= 0 && row.step < call.num_steps && row.coded_tokens >= 0 &&
                        row.window_tokens >= 0 && row.first_block >= 0 &&
                        int64_t{row.first_block} + blocks <= call.num_blocks;
+    const int32_t count = named ? min(to, blocks) - from : 0;
+    if (count > 0) begin_blocks(row.first_block + from, count);
+    state.begin(call, query);
     RowScales scales{call.sm_scale * kLog2E, 0.0f, 0.0f};
     float unit = 0.0f;
     if (named) {
       scales.key_step = call.keys.steps[row.step];
       scales.value_step = call.values.steps[row.step];
       unit = scales.value_step * kDigitScale;
-      if (from < blocks) {
-        attend_blocks(scales, query, row.first_block + from, min(to, blocks) - from,
-                      row.coded_tokens - from * kBlockTokens);
-      }
+      if (to > blocks) fetch_window(row);
+      if (count > 0) attend_blocks(scales, query, count, row.coded_tokens - from * kBlockTokens);
       if (to > blocks) {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
@@ -467,9 +530,19 @@ struct CodedWarp {
 
 template <int kCopiesLog>
 __device__ __forceinline__ void fill_table(uint32_t address, const DeviceCodebook& c) {
-  const uint32_t entries = 1u << (c.max_length + kCopiesLog);
+  constexpr uint32_t kCopies = 1u << kCopiesLog;
+  const uint32_t entries = 1u << c.max_length;
+#pragma unroll 4
   for (uint32_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + 4 * i), "r"(c.table[i >> kCopiesLog]));
+    const uint32_t x = c.table[i], to = address + 4 * kCopies * i;
+    if constexpr (kCopies == 1) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x));
+    } else {
+#pragma unroll
+      for (uint32_t copy = 0; copy < kCopies; copy += 4) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + 4 * copy), "r"(x));
+      }
+    }
   }
 }
 
@@ -501,6 +574,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
     fill_table<kCopiesLog>(layout.tables + region, value_book);
   }
   __syncthreads();
+  let_next_kernel_start();
 
   BlockRing ring{layout, grid, barriers, static_cast<uint32_t>(warp * grid.slots_per_warp)};
   const ExpectedHeader key_header(key_book, call.head_dim), value_header(value_book, call.head_dim);
@@ -510,7 +584,9 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
       key_header,
       value_header,
       SharedTable<kCopiesLog>(layout.tables, key_book.max_length),
-      SharedTable<kCopiesLog>(layout.tables + region, value_book.max_length)};
+      SharedTable<kCopiesLog>(layout.tables + region, value_book.max_length),
+      {},
+      {}};
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   int64_t item = int64_t{global_warp} * grid.items_per_warp;
   const int64_t last = min(item + grid.items_per_warp, int64_t{call.num_items});

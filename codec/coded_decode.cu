@@ -101,8 +101,13 @@ __device__ __forceinline__ DigitPair raw_pair(const uint8_t* tile, const TileLay
 __device__ __forceinline__ void store_pair(Component component, PairPosition at, DigitPair pair,
                                            int32_t base, int16_t* tile) {
   int16_t* to = tile + at.token * kSliceDims + at.dim;
-  to[0] = static_cast<int16_t>(base + pair.first);
-  to[component == Component::kKey ? 1 : kSliceDims] = static_cast<int16_t>(base + pair.second);
+  const int32_t first = base + pair.first, second = base + pair.second;
+  if (component == Component::kKey) {
+    *reinterpret_cast<uint32_t*>(to) = __byte_perm(first, second, 0x5410);  // dims are even
+  } else {
+    to[0] = static_cast<int16_t>(first);
+    to[kSliceDims] = static_cast<int16_t>(second);
+  }
 }
 
 // Adds the exceptions of a tile; false where a sum is no 16-bit integer.

@@ -227,6 +227,69 @@ TEST_F(CodedDeviceTest, AgreesWithTheHostOnHostileBlocks) {
   EXPECT_LT(valid, total * 9 / 10);
 }
 
+// Every group where its capacity lets it lie: the bytes of the host, and nothing behind them.
+void expect_host_bytes(const CodedWorld& w) {
+  const auto room = static_cast<int32_t>(coded_group_capacity(w.head_dim));
+  std::vector<CodedGroup> groups = w.groups;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    groups[i].offset = static_cast<int64_t>(i) * room;
+    groups[i].bytes = i == 1 ? w.groups[i].bytes - 16 : i == 2 ? w.groups[i].bytes : room;
+  }
+  const DeviceArray<int16_t> codes(w.codes);
+  const DeviceArray<uint8_t> bytes(
+      std::vector<uint8_t>(groups.size() * static_cast<size_t>(room), 0xa5));
+  const DeviceArray<CodedGroup> device_groups(groups);
+  const DeviceArray<StatusCode> status(std::vector<StatusCode>(groups.size(), StatusCode::kIo));
+  const DeviceArray<uint32_t> words(encoder_words(w.codebook));
+  const DeviceArray<uint16_t> cheapest(w.codebook.cheapest);
+  CodedEncode call;
+  call.codes = codes.get();
+  call.bytes = bytes.get();
+  call.groups = device_groups.get();
+  call.status = status.get();
+  call.codebook = device_codebook(w.codebook);
+  call.codebook.words = words.get();
+  call.codebook.cheapest = cheapest.get();
+  call.size = static_cast<int64_t>(groups.size()) * room;
+  call.token_stride = w.head_dim;
+  call.num_groups = static_cast<int32_t>(groups.size());
+  call.head_dim = w.head_dim;
+  const Status s = encode_coded(call, nullptr);
+  ASSERT_TRUE(s.is_ok()) << s.message();
+  const std::vector<uint8_t> got = bytes.read();
+  const std::vector<CodedGroup> sizes = device_groups.read();
+  const std::vector<StatusCode> codes_of = status.read();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const CodedGroup& g = w.groups[i];
+    if (i == 1) {
+      ASSERT_EQ(codes_of[i], StatusCode::kBufferTooSmall);
+      continue;
+    }
+    ASSERT_EQ(codes_of[i], StatusCode::kOk) << "group " << i;
+    ASSERT_EQ(sizes[i].bytes, g.bytes) << "group " << i;
+    const auto begin = got.begin() + static_cast<int64_t>(i) * room;
+    const auto wrong = std::mismatch(begin, begin + g.bytes, w.bytes.begin() + g.offset).first;
+    ASSERT_EQ(wrong - begin, g.bytes) << "group " << i << ", tokens " << g.tokens;
+    const auto rest = std::count(begin + g.bytes, begin + room, uint8_t{0xa5});
+    ASSERT_EQ(rest, room - g.bytes) << "group " << i;
+  }
+}
+
+TEST_F(CodedDeviceTest, EncodesTheBytesOfTheHost) {
+  for (BlockMode mode : {BlockMode::kSingle, BlockMode::kPair}) {
+    for (Component component : {Component::kKey, Component::kValue}) {
+      for (int32_t streams : {1, 2}) {
+        for (int32_t head_dim : {64, 96, 128, 256, 1 + source_.below(300)}) {
+          SCOPED_TRACE(std::string(block_mode_name(mode)) + " streams " + std::to_string(streams) +
+                       " head_dim " + std::to_string(head_dim));
+          expect_host_bytes(make_world(&source_, {component, mode, streams, head_dim, 20}));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(CodedDeviceTest, GroupsOutsideTheBytesAreRefused) {
   CodedWorld w = make_world(&source_, {Component::kKey, BlockMode::kPair, 2, 64, 6});
   w.groups[0].offset = -16;
