@@ -538,9 +538,13 @@ __device__ __forceinline__ void fill_table(uint32_t address, const DeviceCodeboo
     if constexpr (kCopies == 1) {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x));
     } else {
+      // Eight lanes write at a time: each begins at another copy, so that they fill all banks.
+      const uint32_t turn = threadIdx.x * kCopies / 32;
 #pragma unroll
-      for (uint32_t copy = 0; copy < kCopies; copy += 4) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + 4 * copy), "r"(x));
+      for (uint32_t i4 = 0; i4 < kCopies / 4; ++i4) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         to + 16 * ((i4 + turn) % (kCopies / 4))),
+                     "r"(x));
       }
     }
   }
@@ -574,7 +578,6 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
     fill_table<kCopiesLog>(layout.tables + region, value_book);
   }
   __syncthreads();
-  let_next_kernel_start();
 
   BlockRing ring{layout, grid, barriers, static_cast<uint32_t>(warp * grid.slots_per_warp)};
   const ExpectedHeader key_header(key_book, call.head_dim), value_header(value_book, call.head_dim);
