@@ -192,6 +192,14 @@ struct ExceptionFour {
     return valid;
   }
 
+  // Whether any lane has an exception in these rows; the same in all lanes.
+  __device__ __forceinline__ static bool any_in(const int32_t (&rows)[4], int32_t first_row) {
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) found |= (rows[j] & ~15) == first_row;  // -1 is in no rows
+    return __any_sync(kFullWarp, found);
+  }
+
   // The A operand whose rows are first_row + 0..15 of `rows`: token or dim.
   __device__ __forceinline__ void operand(const int32_t (&rows)[4], int32_t first_row,
                                           uint32_t (&a)[4]) const {

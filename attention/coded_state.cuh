@@ -1,0 +1,137 @@
+// A warp's part of the attention of a row, in registers, and what it leaves of it in memory.
+#pragma once
+
+#include "attention/coded_tile.cuh"
+#include "attention/online_softmax.h"
+#include "attention/ptx.cuh"
+
+namespace tierkv {
+
+// What a warp leaves of a row: `columns` outputs of head_dim floats, then the references and sums.
+// A negative sum says that the row is corrupt. Warp w and row r share partial w + r: one of the two
+// grows from each partial to the next.
+__device__ __forceinline__ int64_t coded_partial_floats(const CodedAttention& call) {
+  return int64_t{call.columns} * (call.head_dim + 2);
+}
+
+template <int kDimBlocks>
+struct CodedState {
+  uint32_t q[kDimBlocks][2];  // B operand: dims 2t, 2t + 1 (+ 8) of column t
+  float query_sum[2];         // of columns 2t, 2t + 1
+  float out[kDimBlocks][4];
+  float reference[2], sum[2];  // of columns 2t, 2t + 1; the sum of this lane's tokens
+  float base_sum[2];           // sum of base * p
+  bool valid;
+
+  __device__ __forceinline__ void begin(const CodedAttention& call, const uint16_t* query) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    float total = 0;
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        q[f][h] = 0;
+        if (g < call.columns) {
+          q[f][h] = *reinterpret_cast<const uint32_t*>(query + g * call.head_dim + 16 * f + 8 * h +
+                                                       2 * t);
+        }
+        const float2 x = unpack_halves(q[f][h]);
+        total += x.x + x.y;
+        out[f][2 * h] = out[f][2 * h + 1] = 0.0f;
+      }
+    }
+    total += __shfl_xor_sync(kFullWarp, total, 1);
+    total += __shfl_xor_sync(kFullWarp, total, 2);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      query_sum[c] = __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
+      reference[c] = kNoReference;
+      sum[c] = base_sum[c] = 0.0f;
+    }
+    valid = true;
+  }
+
+  // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
+  // offset bring a score to log2 units; added: the sums of this lane's tokens.
+  __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
+                                        const float (&offset)[2], float (&added)[2],
+                                        uint32_t (&p)[kItemTiles][2]) {
+    if (tokens < kBlockTokens) {
+      const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
+#pragma unroll
+      for (int o = 0; o < kItemTiles; ++o) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (16 * o + g + 8 * (i / 2) >= tokens) s[o][i] = -INFINITY;
+        }
+      }
+    }
+    float top[2], shift[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float x = -INFINITY;
+#pragma unroll
+      for (int o = 0; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, i));
+      top[c] = fmaxf(reference[c], fmaf(x, scale, offset[c]));
+    }
+    if (__any_sync(kFullWarp, top[0] > reference[0] || top[1] > reference[1])) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float factor = exp2_fast(reference[c] - top[c]);
+        reference[c] = top[c];
+        sum[c] *= factor;
+        base_sum[c] *= factor;
+#pragma unroll
+        for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
+      }
+    }
+    added[0] = added[1] = 0.0f;
+    shift[0] = offset[0] - reference[0], shift[1] = offset[1] - reference[1];
+#pragma unroll
+    for (int o = 0; o < kItemTiles; ++o) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t pair = pack_halves(exp2_fast(fmaf(s[o][2 * h], scale, shift[0])),
+                                          exp2_fast(fmaf(s[o][2 * h + 1], scale, shift[1])));
+        // The sum is that of the rounded ones, so that the base drops out exactly.
+        const float2 rounded = unpack_halves(pair);
+        added[0] += rounded.x;
+        added[1] += rounded.y;
+        p[o][h] = transpose_8x8(pair);
+      }
+    }
+    sum[0] += added[0];
+    sum[1] += added[1];
+  }
+
+  // out in units of unit, base_sum in steps.
+  __device__ __forceinline__ void leave(const CodedAttention& call, float unit, float step,
+                                        float* partial) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    const bool all_valid = __all_sync(kFullWarp, valid);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) {
+        sum[c] += __shfl_xor_sync(kFullWarp, sum[c], i);
+        base_sum[c] += __shfl_xor_sync(kFullWarp, base_sum[c], i);
+      }
+      const int32_t column = 2 * t + c;
+      if (column >= call.columns) continue;
+      float* to = partial + column * call.head_dim;
+#pragma unroll
+      for (int f = 0; f < kDimBlocks; ++f) {
+        to[16 * f + g] = fmaf(unit, out[f][c], step * base_sum[c]);
+        to[16 * f + g + 8] = fmaf(unit, out[f][c + 2], step * base_sum[c]);
+      }
+      if (g != 0) continue;
+      float* states = partial + call.columns * call.head_dim;
+      states[2 * column] = reference[c];
+      states[2 * column + 1] = all_valid ? sum[c] : -1.0f;
+    }
+  }
+};
+
+}  // namespace tierkv
