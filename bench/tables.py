@@ -161,6 +161,25 @@ def attention():
             markdown(["format", "shape", "MB", "floor us", "attend us: median [p10, p90]", "with plan us", "plan us", "floor / attend %"], rows))
 
 
+@table
+def coded():
+    r = result("coded.json")
+    rows = []
+    for m in r["results"]:
+        if m["kind"] == "decode":
+            us, rate = m["decode_us"], f"{m['output_gb_per_s']:.0f} GB/s of fp16"
+            rows.append([f"decode {m['component']}, {m['rung']}", m["layer"], "-", "-", "-"])
+        else:
+            us, rate = m["attend_us"], f"{m['tera_symbols_per_s']:.2f} T/s"
+            name = f"{m['bits']}-bit pages" if m["kind"] == "pages" else m["rung"]
+            floor = f"{m['floor_us']['median']:.1f}" if "floor_us" in m else "-"
+            rows.append([name, m.get("layer", "-"), m["shape"], number(m.get("bits_per_symbol"), 2), floor])
+        rows[-1] += [f"{us['median']:.1f} [{us['p10']:.1f}, {us['p90']:.1f}]", rate]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['q_heads']}/{r['kv_heads']} heads, head_dim {r['head_dim']}, raw window of {r['window']}, "
+            f"{r['replays']} replays.\n\n" +
+            markdown(["what", "layer", "shape", "bits a code", "floor us", "us: median [p10, p90]", "rate"], rows))
+
+
 def filled(text):
     out, rest = [], text
     while "<!-- table " in rest:
