@@ -162,6 +162,21 @@ def attention():
 
 
 @table
+def peers():
+    r, ours = result("peers.json"), result("attention.json")["results"]
+    shapes = list(dict.fromkeys(m["shape"] for m in r["results"]))
+    peer = {(m["name"], m["shape"]): m["us"] for m in r["results"]}
+    own = {(m["name"], m["shape"]): m["attend_us"]["median"] for m in ours}
+    rows = []
+    for shape in shapes:
+        cudnn = peer["cudnn", shape]
+        rows.append([shape, f"{cudnn:.1f}", f"{peer['flash', shape]:.1f}"] +
+                    [f"{own[f, shape]:.1f} ({cudnn / own[f, shape]:.2f}x)" for f in ("fp16", "k8v4", "k4v4", "k4v2", "mixed")])
+    return (f"{r['gpu']}, torch {r['torch']}, cuDNN {r['cudnn']}.\n\n" +
+            markdown(["shape", "cuDNN fp16, us", "FlashAttention fp16", "ours: fp16 pages", "K8V4", "K4V4", "K4V2", "mixed"], rows))
+
+
+@table
 def coded():
     r = result("coded.json")
     rows = []
