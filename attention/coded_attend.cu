@@ -122,25 +122,6 @@ Kernel find_kernel(int32_t head_dim, int32_t streams, int32_t copies_log) {
   }
 }
 
-struct DeviceLimits {
-  int32_t sms = 0, shared_bytes = 0, reserved_bytes = 0;
-};
-Result<DeviceLimits> device_limits() {
-  int device = 0;
-  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
-  DeviceLimits limits;
-  const std::pair<cudaDeviceAttr, int32_t*> asked[] = {
-      {cudaDevAttrMultiProcessorCount, &limits.sms},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits.shared_bytes},
-      {cudaDevAttrReservedSharedMemoryPerBlock, &limits.reserved_bytes}};
-  for (const auto& [attribute, to] : asked) {
-    if (Status s = cuda_status(cudaDeviceGetAttribute(to, attribute, device), "attribute"); !s) {
-      return s;
-    }
-  }
-  return limits;
-}
-
 }  // namespace
 
 Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,

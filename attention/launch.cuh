@@ -4,18 +4,13 @@
 
 #include <cuda_runtime.h>
 
-#include <string>
 #include <utility>
 
 #include "attention/ptx.cuh"
+#include "codec/cuda_device.cuh"
 #include "tierkv/status.h"
 
 namespace tierkv {
-
-inline Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 // The kernel must call wait_for_previous_kernel() before it touches memory that earlier work may
 // write.

@@ -1,11 +1,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
 #include "codec/coded_batch.h"
 #include "codec/coded_open.cuh"
 #include "codec/coded_stream.cuh"
+#include "codec/cuda_device.cuh"
 #include "codec/quantize.h"
 #include "codec/warp.cuh"
 
@@ -291,33 +291,17 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   }
 }
 
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 }  // namespace
 
 Status decode_coded(const CodedDecode& call, GpuStream stream) {
   if (Status s = call.validate(); !s) return s;
   if (call.num_groups == 0) return Status::ok();
-  int device = 0, sms = 0, most = 0;
-  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
-  if (Status s = cuda_status(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-                             "attribute");
-      !s) {
-    return s;
-  }
-  if (Status s = cuda_status(
-          cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          "attribute");
-      !s) {
-    return s;
-  }
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
   // The table's own alignment may cost its size once more.
   const int32_t region = table_region_bytes(call.codebook.max_length, 0);
   const int32_t tables = 2 * region + 16, each = warp_bytes(call.max_block_bytes);
-  const int32_t warps = std::min(kMaxWarps, (most - tables) / each);
+  const int32_t warps = std::min(kMaxWarps, (limits->shared_bytes - tables) / each);
   if (warps < 1) return Status(StatusCode::kUnsupported, "coded decode: too little shared memory");
   const int32_t bytes = tables + warps * each;
   if (Status s = cuda_status(
@@ -326,7 +310,7 @@ Status decode_coded(const CodedDecode& call, GpuStream stream) {
       !s) {
     return s;
   }
-  const int32_t ctas = std::min(sms, (call.num_groups + warps - 1) / warps);
+  const int32_t ctas = std::min(limits->sms, (call.num_groups + warps - 1) / warps);
   decode_kernel<<<static_cast<uint32_t>(ctas), static_cast<uint32_t>(warps) * 32,
                   static_cast<size_t>(bytes), stream>>>(call);
   return cuda_status(cudaGetLastError(), "decode_coded");

@@ -1,10 +1,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
 #include "codec/coded_batch.h"
 #include "codec/coded_open.cuh"
+#include "codec/cuda_device.cuh"
 #include "codec/warp.cuh"
 
 namespace tierkv {
@@ -314,30 +314,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   }
 }
 
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 }  // namespace
 
 Status encode_coded(const CodedEncode& call, GpuStream stream) {
   if (Status s = call.validate(); !s) return s;
   if (call.num_groups == 0) return Status::ok();
-  int device = 0, sms = 0, most = 0;
-  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
-  if (Status s = cuda_status(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-                             "attribute");
-      !s) {
-    return s;
-  }
-  if (Status s = cuda_status(
-          cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          "attribute");
-      !s) {
-    return s;
-  }
-  const int32_t warps = std::min(kMaxWarps, (most - 64) / kWarpBytes);
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  const int32_t warps = std::min(kMaxWarps, (limits->shared_bytes - 64) / kWarpBytes);
   if (warps < 1) return Status(StatusCode::kUnsupported, "coded encode: too little shared memory");
   const int32_t bytes = warps * kWarpBytes;
   if (Status s = cuda_status(
@@ -346,7 +330,7 @@ Status encode_coded(const CodedEncode& call, GpuStream stream) {
       !s) {
     return s;
   }
-  const int32_t ctas = std::min(sms, (call.num_groups + warps - 1) / warps);
+  const int32_t ctas = std::min(limits->sms, (call.num_groups + warps - 1) / warps);
   encode_kernel<<<static_cast<uint32_t>(ctas), static_cast<uint32_t>(warps) * 32,
                   static_cast<size_t>(bytes), stream>>>(call);
   return cuda_status(cudaGetLastError(), "encode_coded");

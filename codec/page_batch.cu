@@ -1,8 +1,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
+#include "codec/cuda_device.cuh"
 #include "codec/page_batch.h"
 #include "codec/tile_decode.cuh"
 #include "codec/tile_encode.cuh"
@@ -171,11 +171,6 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
   if (d.positions != nullptr) {
     d.positions[at] = *reinterpret_cast<const int32_t*>(page + layout.position_byte(slot));
   }
-}
-
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 int32_t max_tiles(const PageFormats& f) {

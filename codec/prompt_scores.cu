@@ -2,8 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include <string>
-
+#include "codec/cuda_device.cuh"
 #include "codec/score_takers.cuh"
 
 namespace tierkv {
@@ -241,11 +240,6 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 }
 
 // ---- launches ----
-
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 Status check_device() {
   int device = 0, major = 0;

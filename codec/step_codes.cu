@@ -2,8 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include <string>
-
+#include "codec/cuda_device.cuh"
 #include "codec/element.h"
 #include "codec/quantize.h"
 #include "codec/step_codes_check.h"
@@ -94,11 +93,6 @@ __global__ void __launch_bounds__(kThreads)
   if (code != StatusCode::kOk) {
     atomicMax(reinterpret_cast<int32_t*>(s.status) + row_index, static_cast<int32_t>(code));
   }
-}
-
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace

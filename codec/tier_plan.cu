@@ -2,8 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include <string>
-
+#include "codec/cuda_device.cuh"
 #include "codec/tiering.h"
 #include "codec/warp.cuh"
 
@@ -152,9 +151,7 @@ Status plan_tiers(const TierPlan& plan, GpuStream stream) {
   if (Status s = plan.validate(); !s) return s;
   if (plan.num_rows == 0) return Status::ok();
   plan_kernel<<<plan.num_rows, kThreads, 0, stream>>>(plan);
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string("plan_tiers: ") + cudaGetErrorString(error));
+  return cuda_status(cudaGetLastError(), "plan_tiers");
 }
 
 }  // namespace tierkv

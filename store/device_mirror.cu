@@ -5,15 +5,11 @@
 #include <algorithm>
 #include <string>
 
+#include "codec/cuda_device.cuh"
 #include "store/device_store.h"
 
 namespace tierkv {
 namespace {
-
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 const char* name_of(DeviceCall call) {
   constexpr const char* kNames[] = {"store",      "begin_prompt", "append",        "score_prompt",

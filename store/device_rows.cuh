@@ -4,8 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <string>
 
+#include "codec/cuda_device.cuh"
 #include "codec/page_token.cuh"
 #include "store/device_state.h"
 #include "store/step_plan.h"
@@ -139,9 +139,7 @@ __device__ inline void rescan_device_page(const DeviceState& d, int32_t side, in
 }
 
 inline Status launch_status(const char* what) {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
+  return cuda_status(cudaGetLastError(), what);
 }
 
 inline uint32_t ctas_for(int64_t items, int32_t per_cta) {

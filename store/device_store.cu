@@ -7,15 +7,11 @@
 #include <string>
 #include <utility>
 
+#include "codec/cuda_device.cuh"
 #include "store/attention_config.h"
 
 namespace tierkv {
 namespace {
-
-Status cuda_status(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status::ok();
-  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));

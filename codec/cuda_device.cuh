@@ -1,0 +1,42 @@
+// CUDA's errors as statuses, and what a launch must know of the current device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// "WHAT: CUDA's text"; kCuda.
+inline Status cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return Status::ok();
+  return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+struct DeviceLimits {
+  int32_t sms = 0;
+  int32_t shared_bytes = 0;    // the most dynamic shared memory that a CTA may opt in to
+  int32_t reserved_bytes = 0;  // of each CTA's shared memory, taken by the driver
+};
+
+// Of the current device.
+inline Result<DeviceLimits> device_limits() {
+  int device = 0;
+  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
+  DeviceLimits limits;
+  const std::pair<cudaDeviceAttr, int32_t*> asked[] = {
+      {cudaDevAttrMultiProcessorCount, &limits.sms},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits.shared_bytes},
+      {cudaDevAttrReservedSharedMemoryPerBlock, &limits.reserved_bytes}};
+  for (const auto& [attribute, to] : asked) {
+    const cudaError_t error = cudaDeviceGetAttribute(to, attribute, device);
+    if (Status s = cuda_status(error, "cudaDeviceGetAttribute"); !s) return s;
+  }
+  return limits;
+}
+
+}  // namespace tierkv
