@@ -95,6 +95,12 @@ TEST_F(BaselineCoders, FseEscapesWhatItsTableDoesNotHold) {
   const FseCoder coder(histogram(draw(s, 0, 2, false), s));
   expect_round_trip(coder, draw(s, 0, 2, true), s);
   expect_round_trip(coder, draw(s, -9000, 5, false), s);
+  // Inside of the range, but never seen.
+  Codes gap(s.tokens * s.head_dim, -40);
+  std::fill(gap.begin() + 4000, gap.end(), 40);
+  const FseCoder two(histogram(gap, s));
+  gap[17] = 3;
+  expect_round_trip(two, gap, s);
 }
 
 // 8192 codes: the first state, the last one and the rounding of counts to states cost little.

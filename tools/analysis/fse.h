@@ -2,7 +2,8 @@
 // many blocks.
 //
 // A table has 2^12 states, spread over the codes in proportion to how often they occur. Codes
-// outside of the alphabet are escaped: a symbol of its own, and the code raw.
+// outside of the alphabet, or that never occurred, are escaped: a symbol of its own, and the code
+// raw.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@ class FseCoder : public BlockCoder {
   int32_t escape() const { return static_cast<int32_t>(counts_.size()) - 1; }
   int32_t symbol_of(int16_t code) const {
     const int32_t s = code - base_;
-    return s >= 0 && s < escape() ? s : escape();
+    return s >= 0 && s < escape() && counts_[s] > 0 ? s : escape();
   }
 
   static constexpr int32_t kLog = 12;  // zstd's largest
