@@ -1,249 +1,24 @@
 // The kernels of codec/ against the host, byte for byte. Tests named Small* are small enough for
 // compute-sanitizer.
-#include <algorithm>
 #include <cmath>
 #include <functional>
 
-#include "codec/page_batch.h"
-#include "tests/codec/page_fixture.h"
-#include "tests/gpu/device_array.cuh"
+#include "tests/gpu/codec_world.cuh"
 
 namespace tierkv {
 namespace {
 
+using test::CodecWorld;
 using test::DeviceArray;
+using test::DeviceWorld;
+using test::host_encode;
+using test::kBits;
+using test::kDTypes;
+using test::kHeadDims;
+using test::PoolBlock;
+using test::WorldOptions;
 
-constexpr int32_t kHeadDims[] = {64, 96, 128, 256};
-constexpr int32_t kBits[] = {16, 8, 4, 2};
-constexpr DType kDTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
-constexpr uint8_t kPoison = 0xa5;
-
-struct alignas(kPageAlignment) PoolBlock {
-  uint8_t bytes[kPageAlignment];
-};
-
-// Rows of random tokens, dealt at random to pages of random formats, some of them in use.
-struct PageWorld {
-  DType dtype = DType::kFloat16;
-  int32_t head_dim = 0, num_rows = 0;
-  int64_t token_stride = 0, page_bytes = 0;
-  PageFormats formats;
-  std::vector<uint8_t> k, v;  // elements of dtype
-  std::vector<PoolBlock> pool;
-  std::vector<float> scores;
-  std::vector<int32_t> positions, order;
-  std::vector<PageJob> jobs;
-  std::vector<PageRecord> records;
-  std::vector<StatusCode> status;
-
-  // With the arrays where `f` says they are: on the host or on the device.
-  template <class Find>
-  PageBatch batch(Find&& find) {
-    PageBatch b;
-    b.pool = {find(pool)->bytes, find(records), page_bytes, static_cast<int32_t>(records.size())};
-    b.formats = formats;
-    b.jobs = find(jobs);
-    b.order = find(order);
-    b.status = find(status);
-    b.token_stride = token_stride;
-    b.num_jobs = static_cast<int32_t>(jobs.size());
-    b.num_rows = num_rows;
-    b.dtype = dtype;
-    return b;
-  }
-  uint8_t* pool_bytes() { return pool[0].bytes; }
-  HostPage page(const PageJob& job) {
-    return {pool_bytes() + job.page * page_bytes, formats.layout[job.format], formats.raw_dtype};
-  }
-  void set_element(std::vector<uint8_t>* x, int64_t i, float value) const {
-    if (dtype == DType::kFloat32) {
-      memcpy(x->data() + 4 * i, &value, 4);
-    } else {
-      const uint16_t bits =
-          dtype == DType::kFloat16 ? float_to_half(value) : float_to_bfloat16(value);
-      memcpy(x->data() + 2 * i, &bits, 2);
-    }
-  }
-};
-
-// Everything of a world in device memory.
-struct DeviceWorld {
-  DeviceArray<PoolBlock> pool;
-  DeviceArray<uint8_t> k, v;
-  DeviceArray<PageRecord> records;
-  DeviceArray<PageJob> jobs;
-  DeviceArray<int32_t> order, positions;
-  DeviceArray<StatusCode> status;
-  DeviceArray<float> scores;
-  PageBatch batch;
-
-  explicit DeviceWorld(PageWorld& w)
-      : pool(w.pool),
-        k(w.k),
-        v(w.v),
-        records(w.records),
-        jobs(w.jobs),
-        order(w.order),
-        positions(w.positions),
-        status(w.status),
-        scores(w.scores) {
-    batch = w.batch([](auto& x) { return x.data(); });
-    batch.pool.base = pool.get()->bytes;
-    batch.pool.records = records.get();
-    batch.jobs = jobs.get();
-    batch.order = order.get();
-    batch.status = status.get();
-  }
-  PageEncode encode() const { return {batch, k.get(), v.get(), scores.get(), positions.get()}; }
-  PageDecode decode() const { return {batch, k.get(), v.get(), scores.get(), positions.get()}; }
-};
-
-PageEncode host_encode(PageWorld& w) {
-  return {w.batch([](auto& x) { return x.data(); }), w.k.data(), w.v.data(), w.scores.data(),
-          w.positions.data()};
-}
-PageDecode host_decode(PageWorld& w) {
-  return {w.batch([](auto& x) { return x.data(); }), w.k.data(), w.v.data(), w.scores.data(),
-          w.positions.data()};
-}
-
-struct WorldOptions {
-  int32_t head_dim = 128;
-  DType dtype = DType::kFloat16;
-  DType raw_dtype = DType::kFloat16;
-  std::vector<TierFormat> formats;
-  std::vector<int32_t> row_tokens;
-  int32_t page_tokens = 48;  // of the first format
-  bool continues_pages = true;
-};
-
-class GpuCodec : public PageFixture {
- protected:
-  PageWorld make_world(const WorldOptions& o) {
-    PageWorld w;
-    w.dtype = o.dtype;
-    w.head_dim = o.head_dim;
-    w.num_rows = static_cast<int32_t>(o.row_tokens.size());
-    w.token_stride = o.head_dim + 8 * uniform(0, 2);
-    make_formats(o, &w);
-    int64_t elements = 0, scalars = 0;
-    for (int32_t row = 0; row < w.num_rows; ++row) {
-      add_row(o, row, elements, scalars, &w);
-      elements += o.row_tokens[row] * w.token_stride;
-      scalars += o.row_tokens[row];
-    }
-    fill_pages(&w);
-    w.status.assign(w.num_rows, StatusCode::kOk);
-    return w;
-  }
-
-  void encode_and_compare(PageWorld* w) {
-    const DeviceWorld device(*w);
-    const Status on_device = encode_pages(device.encode(), nullptr);
-    ASSERT_TRUE(on_device) << on_device.message();
-    ASSERT_TRUE(encode_pages_host(host_encode(*w)));
-    EXPECT_EQ(device.status.read(), w->status);
-    const std::vector<PoolBlock> pool = device.pool.read();
-    const uint8_t *got = pool[0].bytes, *want = w->pool_bytes();
-    const uint8_t* end = got + pool.size() * kPageAlignment;
-    const int64_t at = std::mismatch(got, end, want).first - got;
-    ASSERT_EQ(got + at, end) << "byte " << at % w->page_bytes << " of page " << at / w->page_bytes;
-  }
-
-  void decode_and_compare(PageWorld* w, DType dtype) {
-    w->dtype = dtype;
-    w->token_stride = (w->token_stride + 7) / 8 * 8;
-    const size_t bytes = w->scores.size() * w->token_stride * dtype_bytes(dtype);
-    for (PageJob& job : w->jobs) job.input = job.scalars * w->token_stride;
-    w->k.assign(bytes, kPoison);
-    w->v.assign(bytes, kPoison);
-    std::fill(w->scores.begin(), w->scores.end(), -7.0f);
-    std::fill(w->positions.begin(), w->positions.end(), -7);
-    const DeviceWorld device(*w);
-    ASSERT_TRUE(decode_pages(device.decode(), nullptr));
-    ASSERT_TRUE(decode_pages_host(host_decode(*w)));
-    EXPECT_EQ(device.status.read(), w->status);
-    EXPECT_TRUE(device.k.read() == w->k);
-    EXPECT_TRUE(device.v.read() == w->v);
-    EXPECT_TRUE(device.scores.read() == w->scores);
-    EXPECT_TRUE(device.positions.read() == w->positions);
-  }
-
-  // Rows of every awkward length.
-  std::vector<int32_t> ragged() {
-    std::vector<int32_t> lengths = {0, 1, 15, 16, 17, 48, 49, uniform(50, 400)};
-    std::shuffle(lengths.begin(), lengths.end(), rng_);
-    return lengths;
-  }
-
- private:
-  void make_formats(const WorldOptions& o, PageWorld* w) {
-    w->formats.raw_dtype = o.raw_dtype;
-    const PageLayout first = layout_of(o.formats[0], o.head_dim, o.page_tokens);
-    w->page_bytes = (first.used_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
-    for (const TierFormat& format : o.formats) {
-      const PageShape shape = *page_shape(format, o.head_dim);
-      const int32_t tile = page_tile_bytes(shape);
-      w->page_bytes = std::max<int64_t>(
-          w->page_bytes, (tile + kPageAlignment - 1) / kPageAlignment * kPageAlignment);
-    }
-    for (const TierFormat& format : o.formats) {
-      w->formats.layout[w->formats.count++] = *make_page_layout(format, o.head_dim, w->page_bytes);
-    }
-  }
-
-  // The row's tokens in random order, cut into jobs.
-  void add_row(const WorldOptions& o, int32_t row, int64_t elements, int64_t scalars,
-               PageWorld* w) {
-    const int32_t n = o.row_tokens[row];
-    const RandomTokens t = random_tokens(n, o.head_dim, o.dtype);
-    const int32_t bytes = dtype_bytes(o.dtype);
-    w->k.resize((elements + n * w->token_stride) * bytes, kPoison);
-    w->v.resize(w->k.size(), kPoison);
-    const TokenBatch b = t.batch(0, n);
-    for (int32_t i = 0; i < n; ++i) {
-      const int64_t at = (elements + i * w->token_stride) * bytes, from = int64_t{i} * o.head_dim;
-      memcpy(w->k.data() + at, static_cast<const uint8_t*>(b.k) + from * bytes, o.head_dim * bytes);
-      memcpy(w->v.data() + at, static_cast<const uint8_t*>(b.v) + from * bytes, o.head_dim * bytes);
-    }
-    w->scores.insert(w->scores.end(), t.scores.begin(), t.scores.end());
-    w->positions.insert(w->positions.end(), t.positions.begin(), t.positions.end());
-    const auto first = static_cast<int64_t>(w->order.size());
-    for (int32_t i = 0; i < n; ++i) w->order.push_back(i);
-    std::shuffle(w->order.begin() + first, w->order.end(), rng_);
-    for (int32_t done = 0; done < n || n == 0;) {
-      PageJob job;
-      job.input = elements;
-      job.scalars = scalars;
-      job.first = first + done;
-      job.page = static_cast<int32_t>(w->jobs.size());
-      job.format = uniform(0, w->formats.count - 1);
-      job.row = row;
-      const int32_t room = w->formats.layout[job.format].tokens;
-      if (o.continues_pages && uniform(0, 1) == 1) job.first_slot = uniform(0, room - 1);
-      job.count = std::min(n - done, room - job.first_slot);
-      if (uniform(0, 3) == 0 && job.count > 1) job.count = uniform(1, job.count);
-      done += job.count;
-      w->jobs.push_back(job);
-      if (n == 0) return;
-    }
-  }
-
-  // Poison, then the tokens of pages in use.
-  void fill_pages(PageWorld* w) {
-    const size_t pages = w->jobs.size() + 1;
-    w->records.assign(pages, kEmptyPageRecord);
-    w->pool.resize(pages * w->page_bytes / kPageAlignment);
-    for (int64_t i = 0; i < static_cast<int64_t>(pages) * w->page_bytes; ++i) {
-      w->pool_bytes()[i] = static_cast<uint8_t>(rng_());
-    }
-    for (const PageJob& job : w->jobs) {
-      if (job.first_slot == 0) continue;
-      const RandomTokens t = random_tokens(job.first_slot, w->head_dim);
-      ASSERT_TRUE(append_tokens(w->page(job), 0, t.batch(0, job.first_slot)));
-    }
-  }
-};
+class GpuCodec : public test::CodecWorldTest {};
 
 TEST_F(GpuCodec, SmallPagesAreTheHosts) {
   for (const DType dtype : kDTypes) {
@@ -252,7 +27,7 @@ TEST_F(GpuCodec, SmallPagesAreTheHosts) {
     o.dtype = dtype;
     o.formats = {token_wise_tier(8, 4), {token_wise(4, 16), token_wise(2, 48)}, raw_tier()};
     o.row_tokens = {0, 1, 17, 100};
-    PageWorld w = make_world(o);
+    CodecWorld w = make_world(o);
     encode_and_compare(&w);
     decode_and_compare(&w, DType::kFloat16);
     if (HasFailure()) return;
@@ -271,7 +46,7 @@ TEST_F(GpuCodec, PagesOfEveryFormatAreTheHosts) {
         o.row_tokens = ragged();
         SCOPED_TRACE(testing::Message() << "d " << head_dim << " k" << k_bits << "v" << v_bits
                                         << " dtype " << static_cast<int>(o.dtype));
-        PageWorld w = make_world(o);
+        CodecWorld w = make_world(o);
         encode_and_compare(&w);
         decode_and_compare(&w, kDTypes[uniform(0, 2)]);
         if (HasFailure()) return;
@@ -294,7 +69,7 @@ TEST_F(GpuCodec, PagesOfSubGroupsAndMixedFormatsAreTheHosts) {
         o.row_tokens = ragged();
         SCOPED_TRACE(testing::Message() << "d " << head_dim << " groups " << k_group << ", "
                                         << v_group << " dtype " << static_cast<int>(o.dtype));
-        PageWorld w = make_world(o);
+        CodecWorld w = make_world(o);
         encode_and_compare(&w);
         decode_and_compare(&w, DType::kFloat32);
         if (HasFailure()) return;
@@ -311,7 +86,7 @@ TEST_F(GpuCodec, TiesAndConstantsAreTheHosts) {
     o.formats = {token_wise_tier(8, 4), token_wise_tier(4, 2)};
     o.row_tokens = {5000};
     o.continues_pages = false;
-    PageWorld w = make_world(o);
+    CodecWorld w = make_world(o);
     for (int32_t token = 0; token < 5000; ++token) {
       const float unit = std::ldexp(1.0f, uniform(-20, 5)) * uniform(1, 3);
       const int32_t top = uniform(0, 3) == 0 ? 0 : 255 * 2;
@@ -333,7 +108,7 @@ TEST_F(GpuCodec, SmallBadTokensAreReported) {
   o.dtype = DType::kFloat32;
   o.formats = {token_wise_tier(8, 4), {token_wise(16), token_wise(4)}};
   o.row_tokens.assign(9, 40);
-  PageWorld w = make_world(o);
+  CodecWorld w = make_world(o);
   const auto element = [&](int32_t row, int32_t token) {
     return (row * 40 + token) * w.token_stride + uniform(0, 127);
   };
@@ -346,7 +121,7 @@ TEST_F(GpuCodec, SmallBadTokensAreReported) {
   w.set_element(&w.k, element(7, uniform(0, 39)), NAN);
   w.set_element(&w.v, element(7, uniform(0, 39)), 1e9f);
   w.set_element(&w.k, element(8, uniform(0, 39)), INFINITY);
-  const PageWorld before = w;
+  const CodecWorld before = w;
   const DeviceWorld device(w);
   ASSERT_TRUE(encode_pages(device.encode(), nullptr));
   ASSERT_TRUE(encode_pages_host(host_encode(w)));
@@ -356,13 +131,13 @@ TEST_F(GpuCodec, SmallBadTokensAreReported) {
       StatusCode::kOutOfRange, infinite};
   EXPECT_EQ(device.status.read(), expected);
   EXPECT_EQ(w.status, expected);
-  PageWorld got = w;
+  CodecWorld got = w;
   got.pool = device.pool.read();
-  PageWorld old = before;
+  CodecWorld old = before;
   for (const PageJob& job : w.jobs) {
     const bool is_good = expected[job.row] == StatusCode::kOk;
     const int32_t slots = is_good ? job.first_slot + job.count : job.first_slot;
-    PageWorld& want = is_good ? w : old;
+    CodecWorld& want = is_good ? w : old;
     if (slots == 0) continue;
     const Decoded a = decode_all(got.page(job), slots), b = decode_all(want.page(job), slots);
     EXPECT_EQ(a.k, b.k);
@@ -379,7 +154,7 @@ TEST_F(GpuCodec, SmallBadJobsAreReported) {
   o.row_tokens = {20};
   o.continues_pages = false;
   const auto expect_refused = [&](const std::function<void(PageJob*)>& spoil) {
-    PageWorld w = make_world(o);
+    CodecWorld w = make_world(o);
     w.jobs.resize(1);
     spoil(&w.jobs[0]);
     encode_and_compare(&w);
@@ -401,7 +176,7 @@ TEST_F(GpuCodec, BadCallsAreRefused) {
   WorldOptions o;
   o.formats = {token_wise_tier(8, 4)};
   o.row_tokens = {20};
-  PageWorld w = make_world(o);
+  CodecWorld w = make_world(o);
   const DeviceWorld device(w);
   const auto expect_refused = [&](const std::function<void(PageEncode*)>& spoil) {
     PageEncode e = device.encode();
@@ -430,7 +205,7 @@ TEST_F(GpuCodec, SmallJobsCountedOnTheDevice) {
   WorldOptions o;
   o.formats = {token_wise_tier(4, 2)};
   o.row_tokens = {60, 60, 60};
-  PageWorld w = make_world(o);
+  CodecWorld w = make_world(o);
   const int32_t used = uniform(0, static_cast<int32_t>(w.jobs.size()));
   const DeviceArray<int32_t> num_used(std::vector<int32_t>{used});
   const DeviceWorld device(w);
