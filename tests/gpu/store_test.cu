@@ -7,6 +7,7 @@
 #include <map>
 
 #include "tests/gpu/store_twins.cuh"
+#include "tests/store/named_config.h"
 
 namespace tierkv::testing {
 namespace {
@@ -16,17 +17,6 @@ namespace {
 int32_t trace_steps(int32_t usual) {
   const char* text = std::getenv("TIERKV_GPU_TRACE_STEPS");
   return text == nullptr ? usual : std::atoi(text);
-}
-
-struct NamedConfig {
-  const char* name;
-  KvStoreConfig config;
-  friend void PrintTo(const NamedConfig& c, std::ostream* os) { *os << to_json(c.config); }
-};
-KvStoreConfig varied(void (*change)(KvStoreConfig*)) {
-  KvStoreConfig c = small_config();
-  change(&c);
-  return c;
 }
 
 class StoreTwins : public ::testing::TestWithParam<NamedConfig> {
@@ -173,20 +163,9 @@ TEST_P(StoreTwins, StayTheSameByteForByte) {
 
 INSTANTIATE_TEST_SUITE_P(
     Configs, StoreTwins,
-    ::testing::Values(NamedConfig{"pruning", small_config()},
-                      NamedConfig{"raw_window_sinks", varied([](KvStoreConfig* c) {
-                                    c->window_format = raw_tier();
-                                    c->policy.sink_tokens = 4;
-                                    c->policy.window_tokens = 11;
-                                    c->page_bytes = 4352;
-                                    c->score_interval = 3;
-                                    c->layout.dtype = DType::kBFloat16;
-                                  })},
+    ::testing::Values(NamedConfig{"pruning", small_config()}, raw_window_and_sinks(),
                       NamedConfig{"keeps_all_float32", varied([](KvStoreConfig* c) {
-                                    c->policy.alpha_low = 0;
-                                    c->low_format = token_wise_tier(2, 2);
-                                    c->layout.dtype = DType::kFloat32;
-                                    c->policy.window_tokens = 16;
+                                    keep_all(c);
                                     c->layout.head_dim = 96;
                                     c->page_bytes = 3072;
                                   })},
@@ -202,7 +181,7 @@ INSTANTIATE_TEST_SUITE_P(
                                     c->low_format.v.group = 32;
                                     c->page_bytes = 8192;
                                   })}),
-    [](const ::testing::TestParamInfo<NamedConfig>& named) { return named.param.name; });
+    config_name);
 
 // Thousands of rows, no waiting between the calls of a step.
 TEST(StoreDevice, CarriesThousandsOfRows) {

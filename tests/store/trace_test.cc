@@ -4,9 +4,9 @@
 
 #include <cstdlib>
 #include <map>
-#include <ostream>
 
 #include "tests/store/modelled_store.h"
+#include "tests/store/named_config.h"
 
 namespace tierkv::testing {
 namespace {
@@ -15,19 +15,6 @@ namespace {
 int64_t trace_steps() {
   const char* text = std::getenv("TIERKV_TRACE_STEPS");
   return text == nullptr ? 30000 : std::atoll(text);
-}
-
-struct NamedConfig {
-  const char* name;
-  KvStoreConfig config;
-
-  friend void PrintTo(const NamedConfig& c, std::ostream* os) { *os << to_json(c.config); }
-};
-
-KvStoreConfig varied(void (*change)(KvStoreConfig*)) {
-  KvStoreConfig c = small_config();
-  change(&c);
-  return c;
 }
 
 class StoreTrace : public ::testing::TestWithParam<NamedConfig> {
@@ -199,32 +186,19 @@ TEST_P(StoreTrace, FollowsTheModelsAndKeepsTheLaws) {
   EXPECT_GT(frozen, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Configs, StoreTrace,
-    ::testing::Values(NamedConfig{"pruning", small_config()},
-                      NamedConfig{"raw_window_sinks", varied([](KvStoreConfig* c) {
-                                    c->window_format = raw_tier();
-                                    c->policy.sink_tokens = 4;
-                                    c->policy.window_tokens = 11;
-                                    c->page_bytes = 4352;
-                                    c->score_interval = 3;
-                                    c->layout.dtype = DType::kBFloat16;
-                                  })},
-                      NamedConfig{"keeps_all", varied([](KvStoreConfig* c) {
-                                    c->policy.alpha_low = 0;
-                                    c->low_format = token_wise_tier(2, 2);
-                                    c->layout.dtype = DType::kFloat32;
-                                    c->policy.window_tokens = 16;
-                                  })},
-                      NamedConfig{"no_low_tier", varied([](KvStoreConfig* c) {
-                                    c->policy.alpha_low = c->policy.alpha_high;
-                                    c->policy.sink_tokens = 20;
-                                    c->high_format = token_wise_tier(4, 4);
-                                    c->low_format = token_wise_tier(4, 4);
-                                    c->window_format = token_wise_tier(8, 8);
-                                    c->page_bytes = 2304;
-                                  })}),
-    [](const ::testing::TestParamInfo<NamedConfig>& named) { return named.param.name; });
+INSTANTIATE_TEST_SUITE_P(Configs, StoreTrace,
+                         ::testing::Values(NamedConfig{"pruning", small_config()},
+                                           raw_window_and_sinks(),
+                                           NamedConfig{"keeps_all", varied(keep_all)},
+                                           NamedConfig{"no_low_tier", varied([](KvStoreConfig* c) {
+                                                         c->policy.alpha_low = c->policy.alpha_high;
+                                                         c->policy.sink_tokens = 20;
+                                                         c->high_format = token_wise_tier(4, 4);
+                                                         c->low_format = token_wise_tier(4, 4);
+                                                         c->window_format = token_wise_tier(8, 8);
+                                                         c->page_bytes = 2304;
+                                                       })}),
+                         config_name);
 
 }  // namespace
 }  // namespace tierkv::testing
