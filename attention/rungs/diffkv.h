@@ -1,0 +1,19 @@
+// Rung 1's kernels for rungs.cu.
+#pragma once
+
+#include "attention/rungs/rung_kernel.h"
+#include "codec/page_layout.h"
+
+namespace tierkv {
+
+RungKernel diffkv_rung(int32_t group);
+
+struct TranscodeParams {
+  PageLayout layouts[kAttentionTiers];
+  uint8_t* to = nullptr;  // a pool like RungParams::pool
+};
+// params as diffkv_rung()'s kernel wants them; shared_bytes: what a page's segments take.
+Status launch_transcode(const RungParams& params, const TranscodeParams& pages,
+                        int32_t shared_bytes, GpuStream stream);
+
+}  // namespace tierkv
