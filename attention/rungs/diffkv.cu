@@ -75,7 +75,7 @@ RungKernel diffkv_rung(int32_t group) {
   k.threads = kDiffkvThreads;
   k.shared_bytes = diffkv_shared().bytes;
   k.row_ctas = group;
-  k.slot_bytes = kMaxPageBytes;  // chunks are whole pages
+  k.chunk_tiles = kDiffkvMaxPageTokens / kTileTokens;  // whole pages
   return k;
 }
 

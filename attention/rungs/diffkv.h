@@ -1,12 +1,10 @@
-// Rung 1's kernels for rungs.cu.
+// The rewriting of pages for rung 1.
 #pragma once
 
 #include "attention/rungs/rung_kernel.h"
 #include "codec/page_layout.h"
 
 namespace tierkv {
-
-RungKernel diffkv_rung(int32_t group);
 
 struct TranscodeParams {
   PageLayout layouts[kAttentionTiers];

@@ -218,7 +218,7 @@ class DiffkvWarp {
 };
 
 // Grid: [rows][splits][group], the heads of a group side by side.
-__global__ void __launch_bounds__(kDiffkvThreads)
+__global__ void __launch_bounds__(kDiffkvThreads, 4)
     diffkv_kernel(const __grid_constant__ RungParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   constexpr DiffkvShared kAt = diffkv_shared();

@@ -28,6 +28,7 @@ struct RungParams {
   SoftmaxState* part_states = nullptr;  // [num_rows][splits][group]
   int32_t* arrivals = nullptr;          // [num_rows][group], 0 between launches
   float scale_log2 = 0;                 // sm_scale * log2(e)
+  int32_t slot_bytes = 0;               // of the largest chunk
 };
 
 }  // namespace tierkv

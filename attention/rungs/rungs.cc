@@ -25,12 +25,20 @@ PageLayout layout_of(const AttentionConfig& config, int32_t tier) {
   return *make_page_layout(config.tiers[tier].format, config.head_dim, config.page_bytes);
 }
 
+bool has_rung_format(const PageLayout& page) {
+  const int32_t format = pair_format(page.k_tile.bits, page.v_tile.bits);
+  return format == pair_format(16, 16) || format == pair_format(8, 4) ||
+         format == pair_format(4, 4) || format == pair_format(4, 2);
+}
+
 }  // namespace
 
 const char* rung_name(Rung rung) {
   switch (rung) {
     case Rung::kDiffkv:
       return "diffkv";
+    case Rung::kQueryAsA:
+      return "query_as_a";
   }
   return "unknown";
 }
@@ -76,7 +84,10 @@ Status validate_rung_config(Rung rung, const AttentionConfig& config, int32_t co
         make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
     if (!page) return page.status();
     if (page->k_groups > 1 || page->v_groups > 1) return unsupported("rungs have no sub-groups");
-    if (rung != Rung::kDiffkv) continue;
+    if (rung != Rung::kDiffkv) {
+      if (!has_rung_format(*page)) return unsupported("rungs have raw, K8V4, K4V4 and K4V2 tiers");
+      continue;
+    }
     if (!has_diffkv_layout(*page)) {
       return unsupported("DiffKV's layout has no keys of 2 bits and no pages of over 512 tokens");
     }
@@ -106,13 +117,22 @@ Status validate_rung_call(const AttentionConfig& config, const RungGrid& grid,
   return Status::ok();
 }
 
-// The config was validated.
+int32_t widest_tile_bytes(const AttentionConfig& config) {
+  int32_t bytes = 0;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    bytes = std::max(bytes, tile_read_bytes(layout_of(config, t)));
+  }
+  return bytes;
+}
+
 RungParams rung_params(const AttentionConfig& config, const RungGrid& grid, const AttendCall& call,
-                       void* memory, int32_t slot_bytes) {
+                       void* memory, int32_t chunk_tiles) {
   RungParams p;
+  p.slot_bytes = chunk_tiles * widest_tile_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const SideView side = call.table.side(config.tiers[t].side);
-    p.rows.tiers[t] = tier_source(layout_of(config, t), side, slot_bytes);
+    p.rows.tiers[t] = tier_source(layout_of(config, t), side, p.slot_bytes);
+    p.rows.tiers[t].chunk_tiles = smaller(chunk_tiles, p.rows.tiers[t].page_tiles);
     p.rows.row_stride = static_cast<int32_t>(side.row_stride);
     p.rows.token_stride = static_cast<int32_t>(side.token_stride);
   }

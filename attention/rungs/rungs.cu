@@ -10,10 +10,12 @@
 #include "attention/rungs/rung_kernel.h"
 
 namespace tierkv {
-RungKernel rung_kernel(Rung rung, int32_t group) {
+RungKernel rung_kernel(Rung rung, const AttentionConfig& config) {
   switch (rung) {
     case Rung::kDiffkv:
-      return diffkv_rung(group);
+      return diffkv_rung(config.group_size());
+    case Rung::kQueryAsA:
+      return query_as_a_rung(widest_tile_bytes(config));
   }
   return {};
 }
@@ -22,7 +24,7 @@ Result<RungGrid> rung_grid(Rung rung, const AttentionConfig& config, int32_t cou
   if (Status s = validate_rung_config(rung, config, count); !s) return s;
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
-  const RungKernel k = rung_kernel(rung, config.group_size());
+  const RungKernel k = rung_kernel(rung, config);
   cudaError_t error =
       cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared_bytes);
   if (Status s = cuda_status(error, "cudaFuncSetAttribute"); !s) return s;
@@ -42,8 +44,8 @@ Status run_rung(Rung rung, const AttentionConfig& config, const RungGrid& grid,
                 const AttendCall& call, const AttentionWorkspace& workspace, GpuStream stream) {
   if (Status s = validate_rung_config(rung, config, call.batch.count); !s) return s;
   if (Status s = validate_rung_call(config, grid, call, workspace); !s) return s;
-  const RungKernel k = rung_kernel(rung, config.group_size());
-  const RungParams p = rung_params(config, grid, call, workspace.memory, k.slot_bytes);
+  const RungKernel k = rung_kernel(rung, config);
+  const RungParams p = rung_params(config, grid, call, workspace.memory, k.chunk_tiles);
   const auto ctas = static_cast<unsigned>(p.rows.num_rows * p.splits * k.row_ctas);
   const auto shared_bytes = static_cast<size_t>(k.shared_bytes);
   if (Status s = launch_after_previous(k.kernel, ctas, k.threads, shared_bytes, stream, p); !s) {
@@ -60,7 +62,7 @@ Status transcode_pages(const AttentionConfig& config, const AttendCall& call, ui
                        GpuStream stream) {
   if (Status s = validate_rung_config(Rung::kDiffkv, config, call.batch.count); !s) return s;
   const RungParams p =
-      rung_params(config, {}, call, nullptr, rung_kernel(Rung::kDiffkv, 1).slot_bytes);
+      rung_params(config, {}, call, nullptr, rung_kernel(Rung::kDiffkv, config).chunk_tiles);
   TranscodeParams pages;
   pages.to = to;
   int32_t shared_bytes = 0;

@@ -1,7 +1,8 @@
 // The rungs of the ladder that the fused decode kernel climbed, each a runnable kernel: what
 // bench/bench_rungs.cu times side by side and docs/ABLATION.md explains. Not part of libtierkv.
 //
-// Every rung computes what attend() computes, for head_dim 128, groups of 1 to 8 q heads, fp16. All
+// Every rung computes what attend() computes, for head_dim 128, groups of 1 to 8 q heads, fp16, and
+// tiers of raw, K8V4, K4V4 and K4V2 pages (the first: whatever DiffKV's layout can hold). All
 // but the first read our pages; the first reads pages that transcode_pages() has rewritten. Work is
 // cut on the host: every row into `splits` equal parts, whatever its length. A page id or count
 // outside its pool or table is left out, without a report.
@@ -15,9 +16,10 @@
 namespace tierkv {
 
 enum class Rung : int32_t {
-  kDiffkv,  // CUDA cores, DiffKV's page layout
+  kDiffkv,    // CUDA cores, DiffKV's page layout
+  kQueryAsA,  // tensor cores, queries as operand A, cooperative softmax: BitDecoding's form
 };
-inline constexpr int32_t kRungs = 1;
+inline constexpr int32_t kRungs = 2;
 
 const char* rung_name(Rung rung);
 

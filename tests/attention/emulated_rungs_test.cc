@@ -10,6 +10,7 @@
 
 #include "attention/rungs/diffkv_kernel.cuh"
 #include "attention/rungs/merge_splits.cuh"
+#include "attention/rungs/query_as_a_kernel.cuh"
 #include "attention/rungs/rung_kernel.h"
 #include "tests/attention/page_world.h"
 #include "tests/attention/rung_pages.h"
@@ -36,14 +37,21 @@ struct Output {
   std::vector<int32_t> arrivals;
 };
 
-RungKernel emulated_kernel(Rung rung, int32_t group) {
-  RungKernel k;
+RungKernel emulated_kernel(Rung rung, const AttentionConfig& config) {
+  const int32_t tile_bytes = widest_tile_bytes(config);
   switch (rung) {
     case Rung::kDiffkv:
-      k = {diffkv_kernel, kDiffkvThreads, diffkv_shared().bytes, group, kMaxPageBytes, false};
-      break;
+      return {diffkv_kernel,
+              kDiffkvThreads,
+              diffkv_shared().bytes,
+              config.group_size(),
+              kDiffkvMaxPageTokens / kTileTokens,
+              false};
+    case Rung::kQueryAsA:
+      return {query_as_a_kernel, kCoopThreads, coop_shared(kCoopTiles * tile_bytes).bytes, 1,
+              kCoopTiles,        false};
   }
-  return k;
+  return {};
 }
 
 void run_ctas(const RungKernel& k, int32_t ctas, const RungParams& p, std::mt19937_64& rng) {
@@ -60,7 +68,7 @@ Output run_rung_here(Rung rung, World& world, int32_t splits, std::mt19937_64& r
   const AttentionConfig& config = world.config;
   const std::vector<uint8_t> ours = world.pool_bytes;
   if (rung == Rung::kDiffkv) in_diffkv_layout(world);
-  const RungKernel k = emulated_kernel(rung, config.group_size());
+  const RungKernel k = emulated_kernel(rung, config);
   const size_t columns = static_cast<size_t>(world.sequences()) * config.num_q_heads;
   std::vector<uint16_t> out(columns * kRungHeadDim, 0xffff);
   Output result;
@@ -74,7 +82,7 @@ Output run_rung_here(Rung rung, World& world, int32_t splits, std::mt19937_64& r
   call.out = out.data();
   call.lse = result.lse.data();
   EXPECT_TRUE(validate_rung_config(rung, config, world.sequences()).is_ok());
-  const RungParams p = rung_params(config, grid, call, memory.data(), k.slot_bytes);
+  const RungParams p = rung_params(config, grid, call, memory.data(), k.chunk_tiles);
   run_ctas(k, p.rows.num_rows * splits * k.row_ctas, p, rng);
   if (splits > 1 && !k.merges) {
     RungKernel merge;
@@ -178,7 +186,7 @@ TEST_P(EmulatedRungs, StrayPagesAreLeftOut) {
   EXPECT_LT(relative_error(got.out, expected->out), kTolerance);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, EmulatedRungs, ::testing::Values(Rung::kDiffkv),
+INSTANTIATE_TEST_SUITE_P(All, EmulatedRungs, ::testing::Values(Rung::kDiffkv, Rung::kQueryAsA),
                          [](const auto& rung) { return std::string(rung_name(rung.param)); });
 
 TEST(ChooseSplits, FillsTheDevice) {

@@ -165,7 +165,7 @@ TEST_P(Rungs, SharpAndFlatSoftmax) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Rungs, ::testing::Values(Rung::kDiffkv),
+INSTANTIATE_TEST_SUITE_P(All, Rungs, ::testing::Values(Rung::kDiffkv, Rung::kQueryAsA),
                          [](const auto& rung) { return std::string(rung_name(rung.param)); });
 
 TEST(RungPages, SmallTranscodedPagesEqualTheHosts) {

@@ -1,0 +1,350 @@
+// Rung 2: tensor cores in BitDecoding's form (its sections IV and V).
+//
+// The q heads of the group are the rows of operand A, padded to 16; keys and values are operand B,
+// dequantised to fp16 in registers (mask, exponent of 1024 or'ed in, two fma). A's fragment order
+// for 16 tokens is also B's for twice 8, so our pages serve both. The four warps of a CTA take a
+// tile of 16 tokens each for the scores and 32 dims each for the output; between the two they agree
+// on the maximum and exchange the weights through shared memory (cooperative softmax). Chunks
+// arrive by cp.async, one ahead. Every CTA takes a split of one row; a second kernel merges.
+#pragma once
+
+#include "attention/page_tile.cuh"
+#include "attention/rungs/row_chunks.cuh"
+#include "attention/rungs/row_parts.cuh"
+#include "attention/rungs/rung_ptx.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kCoopWarps = 4;
+inline constexpr int32_t kCoopThreads = kCoopWarps * 32;
+inline constexpr int32_t kCoopTiles = kCoopWarps;  // of a chunk, one per warp
+inline constexpr int32_t kCoopStages = 2;
+inline constexpr int32_t kCoopWarpDims = kRungHeadDim / kCoopWarps;
+inline constexpr int32_t kWeightStride = kCoopTiles * kTileTokens + 8;  // halves; no bank conflicts
+
+// Offsets into the dynamic shared memory of a CTA; the stages are before them.
+struct CoopShared {
+  int32_t weights;  // half [8][kWeightStride]
+  int32_t maxima;   // float [kCoopWarps][8]
+  int32_t sums;     // float [kCoopWarps][8]
+  int32_t states;   // SoftmaxState [8]
+  int32_t parts;    // float [8][128], in the stages when they are done
+  int32_t bytes;
+};
+TKV_HD constexpr CoopShared coop_shared(int32_t slot_bytes) {
+  CoopShared s{};
+  const int32_t part_bytes = kRungMaxGroup * kRungHeadDim * 4;
+  const int32_t stages = kCoopStages * slot_bytes;
+  s.weights = stages > part_bytes ? stages : part_bytes;
+  s.maxima = s.weights + kRungMaxGroup * kWeightStride * 2;
+  s.sums = s.maxima + kCoopWarps * kRungMaxGroup * 4;
+  s.states = s.sums + kCoopWarps * kRungMaxGroup * 4;
+  s.bytes = s.states + kRungMaxGroup * 8;
+  return s;
+}
+
+// Codes of LaneWords::pair(), which are code * 2^shift in the low bits, as fp16 values scale * code
+// + zero_point.
+__device__ __forceinline__ uint32_t dequantise(uint32_t codes, int32_t shift, uint32_t scale,
+                                               uint32_t zero_point) {
+  const float unit = 1.0f / static_cast<float>(1 << shift);
+  const uint32_t exact = fma_halves(codes | 0x64006400u, pack_halves(unit, unit),
+                                    pack_halves(-1024.0f * unit, -1024.0f * unit));
+  return fma_halves(exact, scale, zero_point);
+}
+
+class CoopCta {
+ public:
+  __device__ __forceinline__ CoopCta(const RungParams& p, uint8_t* shared, int32_t slot_bytes)
+      : p_(p),
+        stages_(shared),
+        slot_bytes_(slot_bytes),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32) {
+    const CoopShared at = coop_shared(slot_bytes);
+    weights_ = reinterpret_cast<__half*>(shared + at.weights);
+    maxima_ = reinterpret_cast<float*>(shared + at.maxima);
+    sums_ = reinterpret_cast<float*>(shared + at.sums);
+    states_ = reinterpret_cast<SoftmaxState*>(shared + at.states);
+    parts_ = reinterpret_cast<float*>(shared);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int32_t row = blockIdx.x / p_.splits, split = blockIdx.x - row * p_.splits;
+    const RowChunks chunks(p_, row);
+    const int32_t begin = chunks.part_begin(split, p_.splits);
+    const int32_t end = chunks.part_begin(split + 1, p_.splits);
+    load_query(row);
+    const auto look_up = [&](int32_t i) {
+      return i < end ? chunks.at(i) : RowChunk{nullptr, 0, 0, 0, 0};
+    };
+    RowChunk chunk = look_up(begin), next = look_up(begin + 1);
+    start_chunk(chunk, begin);
+    for (int32_t i = begin; i < end; ++i) {
+      __syncthreads();  // the stage of the next chunk is free
+      start_chunk(next, i + 1);
+      const RowChunk behind = look_up(i + 2);
+      wait_copies<1>();
+      __syncthreads();
+      if (chunk.tokens > 0) attend(chunk, stages_ + i % kCoopStages * slot_bytes_);
+      chunk = next;
+      next = behind;
+    }
+    leave(row, split);
+  }
+
+ private:
+  static constexpr int32_t kBlocks = kRungHeadDim / kDimBlock;
+  static constexpr int32_t kWarpTiles = kCoopWarpDims / 8;  // columns of the output, 8 a tile
+
+  __device__ __forceinline__ void load_query(int32_t row) {
+    const int32_t g = lane_ / 4, t = lane_ % 4;
+    const auto* q = static_cast<const __half*>(p_.q) +
+                    (static_cast<int64_t>(row) * p_.group + g) * kRungHeadDim + 2 * t;
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const __half* from = q + f * kDimBlock + 8 * half;
+        query_[f][half] = g < p_.group ? *reinterpret_cast<const uint32_t*>(from) : 0u;
+      }
+    }
+  }
+
+  // The chunk's four runs of bytes, one behind another. An empty group where there is nothing.
+  __device__ __forceinline__ void start_chunk(const RowChunk& chunk, int32_t i) {
+    uint8_t* to = stages_ + i % kCoopStages * slot_bytes_;
+    const TierSource& tier = p_.rows.tiers[chunk.tier];
+    if (chunk.tokens > 0) {
+#pragma unroll
+      for (int32_t s = 0; s < 4; ++s) {
+        const int32_t bytes = chunk.tiles * tier.segment_tile[s];
+        const uint8_t* from = chunk.page + tier.segment[s] + chunk.tile * tier.segment_tile[s];
+        for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
+          start_copy_16(to + at, from + at);
+        }
+        to += bytes;
+      }
+    }
+    close_copy_group();
+  }
+
+  __device__ __forceinline__ void attend(const RowChunk& chunk, const uint8_t* bytes) {
+    switch (p_.rows.tiers[chunk.tier].format) {
+      case pair_format(16, 16):
+        return attend_chunk<16, 16>(chunk, bytes);
+      case pair_format(8, 4):
+        return attend_chunk<8, 4>(chunk, bytes);
+      case pair_format(4, 4):
+        return attend_chunk<4, 4>(chunk, bytes);
+      default:
+        return attend_chunk<4, 2>(chunk, bytes);
+    }
+  }
+
+  template <int32_t kKeyBits, int32_t kValueBits>
+  __device__ __forceinline__ void attend_chunk(const RowChunk& chunk, const uint8_t* k_codes) {
+    constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
+    constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
+    const uint8_t* k_metadata = k_codes + chunk.tiles * kKeyBytes;
+    const uint8_t* v_codes = k_metadata + (kKeyBits == 16 ? 0 : chunk.tiles * kMetadataBlockBytes);
+    const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
+    float scores[2][2];  // [token half]: row g, tokens 2t and 2t + 1 of the warp's tile
+    scores[0][0] = scores[0][1] = scores[1][0] = scores[1][1] = -INFINITY;
+    if (warp_ < chunk.tiles) {
+      score_tile<kKeyBits>(k_codes + warp_ * kKeyBytes, k_metadata + warp_ * kMetadataBlockBytes,
+                           chunk.tokens - warp_ * kTileTokens, scores);
+    }
+    share_weights(scores);
+    for (int32_t i = 0; i < chunk.tiles; i += 2) {
+      uint32_t weights[4];  // tokens 0..7, 8..15 of tile i, then of i + 1
+      load_matrices(weights,
+                    weights_ + lane_ % 8 * kWeightStride + i * kTileTokens + lane_ / 8 * 8);
+#pragma unroll
+      for (int32_t j = 0; j < 2; ++j) {
+        if (i + j >= chunk.tiles) break;
+        const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
+        add_values<kValueBits>(v_codes + (i + j) * kValueBytes,
+                               v_metadata + (i + j) * kMetadataBlockBytes,
+                               chunk.tokens - (i + j) * kTileTokens, pair);
+      }
+    }
+  }
+
+  // S = Q K^T of the warp's tile, in log2 units; -infinity from `tokens` on.
+  template <int32_t kBits>
+  __device__ __forceinline__ void score_tile(const uint8_t* codes, const uint8_t* metadata,
+                                             int32_t tokens, float (&scores)[2][2]) const {
+    LaneWords<kBits, kRungHeadDim> words;
+    words.load(codes, lane_);
+    uint2 tokens_metadata{};  // scale and zero point of tokens g and g + 8
+    if constexpr (kBits != 16) {
+      tokens_metadata =
+          *reinterpret_cast<const uint2*>(metadata + token_metadata_byte(0, lane_ / 4));
+    }
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const uint32_t x = half == 0 ? tokens_metadata.x : tokens_metadata.y;
+      const uint32_t scale = low_halves(x, x), zero_point = high_halves(x, x);
+      float product[4] = {};
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+        uint32_t b[2];
+#pragma unroll
+        for (int32_t dims = 0; dims < 2; ++dims) {
+          if constexpr (kBits == 16) {
+            b[dims] = words.word[4 * f + half + 2 * dims];
+          } else {
+            b[dims] = dequantise(words.pair(f, half, dims), code_shift(kBits, 16 * f + 8 * dims),
+                                 scale, zero_point);
+          }
+        }
+        const uint32_t a[4] = {query_[f][0], 0u, query_[f][1], 0u};
+        mma_m16n8k16(product, a, b[0], b[1]);
+      }
+#pragma unroll
+      for (int32_t j = 0; j < 2; ++j) {
+        const bool counts = 8 * half + 2 * (lane_ % 4) + j < tokens;
+        scores[half][j] = counts ? product[j] * p_.scale_log2 : -INFINITY;
+      }
+    }
+  }
+
+  // The warps agree on the maximum of every row and show each other their weights. The chunk has a
+  // token, so the maximum is finite.
+  __device__ __forceinline__ void share_weights(const float (&scores)[2][2]) {
+    const int32_t g = lane_ / 4, t = lane_ % 4;
+    float largest = fmaxf(fmaxf(scores[0][0], scores[0][1]), fmaxf(scores[1][0], scores[1][1]));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    if (t == 0) maxima_[warp_ * kRungMaxGroup + g] = largest;
+    __syncthreads();
+    largest = reference_;
+#pragma unroll
+    for (int32_t w = 0; w < kCoopWarps; ++w) {
+      largest = fmaxf(largest, maxima_[w * kRungMaxGroup + g]);
+    }
+    const float kept = exp2_fast(reference_ - largest);
+    reference_ = largest;
+    sum_ *= kept;
+#pragma unroll
+    for (int32_t n = 0; n < kWarpTiles; ++n) {
+      out_[n][0] *= kept;
+      out_[n][1] *= kept;
+    }
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const float low = exp2_fast(scores[half][0] - largest);
+      const float high = exp2_fast(scores[half][1] - largest);
+      sum_ += low + high;
+      __half* to = weights_ + g * kWeightStride + warp_ * kTileTokens + 8 * half + 2 * t;
+      *reinterpret_cast<uint32_t*>(to) = pack_halves(low, high);
+    }
+    __syncthreads();
+  }
+
+  // O += P V of one tile, the warp's 32 dims. Values from `tokens` on are replaced by 0: they may
+  // be NaN.
+  template <int32_t kBits>
+  __device__ __forceinline__ void add_values(const uint8_t* codes, const uint8_t* metadata,
+                                             int32_t tokens, const uint32_t (&weights)[2]) {
+    LaneWords<kBits, kCoopWarpDims> words;  // those of the warp's dims
+    load_warp_words(codes, words);
+    uint4 x{};  // scale and zero point of tokens 2t, 2t + 8, 2t + 1, 2t + 9
+    if constexpr (kBits != 16) {
+      x = *reinterpret_cast<const uint4*>(metadata + token_metadata_byte(0, 2 * (lane_ % 4)));
+    }
+    const uint32_t scale[2] = {low_halves(x.x, x.z), low_halves(x.y, x.w)};
+    const uint32_t zero_point[2] = {high_halves(x.x, x.z), high_halves(x.y, x.w)};
+    const uint32_t a[4] = {weights[0], 0u, weights[1], 0u};
+#pragma unroll
+    for (int32_t n = 0; n < kWarpTiles; ++n) {
+      uint32_t b[2];
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        if constexpr (kBits == 16) {
+          b[half] = words.word[4 * (n / 2) + n % 2 + 2 * half];
+        } else {
+          b[half] = dequantise(words.pair(n / 2, half, n % 2), code_shift(kBits, 8 * n),
+                               scale[half], zero_point[half]);
+        }
+        if (tokens < kTileTokens) {
+          const int32_t left = tokens - 8 * half - 2 * (lane_ % 4);
+          b[half] &= left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+        }
+      }
+      mma_m16n8k16(out_[n], a, b[0], b[1]);
+    }
+  }
+
+  template <int32_t kBits>
+  __device__ __forceinline__ void load_warp_words(const uint8_t* tile,
+                                                  LaneWords<kBits, kCoopWarpDims>& words) const {
+    constexpr int32_t kTileWords = TileLayout{kBits, kRungHeadDim}.words_per_lane();
+    constexpr int32_t kWords = LaneWords<kBits, kCoopWarpDims>::kCount;
+#pragma unroll
+    for (int32_t w = 0; w < kWords; w += 4) {
+      const uint8_t* from = tile + lane_word_byte(kTileWords, warp_ * kWords + w, lane_);
+      if constexpr (kWords >= 4) {
+        const auto x = *reinterpret_cast<const uint4*>(from);
+        words.word[w] = x.x, words.word[w + 1] = x.y;
+        words.word[w + 2] = x.z, words.word[w + 3] = x.w;
+      } else if constexpr (kWords == 2) {
+        const auto x = *reinterpret_cast<const uint2*>(from);
+        words.word[0] = x.x, words.word[1] = x.y;
+      } else {
+        words.word[0] = *reinterpret_cast<const uint32_t*>(from);
+      }
+    }
+  }
+
+  // The CTA's part: states and sums of all warps, 32 dims of each.
+  __device__ __forceinline__ void leave(int32_t row, int32_t split) {
+    const int32_t g = lane_ / 4, t = lane_ % 4;
+    wait_copies<0>();
+    __syncthreads();
+    float sum = sum_ + __shfl_xor_sync(kFullWarp, sum_, 1);
+    sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    if (t == 0) sums_[warp_ * kRungMaxGroup + g] = sum;
+#pragma unroll
+    for (int32_t n = 0; n < kWarpTiles; ++n) {
+      float* to = parts_ + g * kRungHeadDim + warp_ * kCoopWarpDims + 8 * n + 2 * t;
+      to[0] = out_[n][0];
+      to[1] = out_[n][1];
+    }
+    __syncthreads();
+    if (warp_ == 0 && t == 0) {
+      float all = 0.0f;
+      for (int32_t w = 0; w < kCoopWarps; ++w) all += sums_[w * kRungMaxGroup + g];
+      states_[g] = {reference_, all};
+    }
+    __syncthreads();
+    for (int32_t head = warp_; head < p_.group; head += kCoopWarps) {
+      leave_head(p_, row, split, head,
+                 join_parts<false>({states_ + head, parts_ + head * kRungHeadDim, 0, 0, 1}));
+    }
+  }
+
+  const RungParams& p_;
+  uint8_t* stages_;
+  int32_t slot_bytes_, warp_, lane_;
+  __half* weights_;
+  float *maxima_, *sums_;
+  SoftmaxState* states_;
+  float* parts_;
+  uint32_t query_[kBlocks][2];  // A fragments: rows g, the other eight are 0
+  float out_[kWarpTiles][4] = {};
+  float reference_ = kNoReference;  // of row g
+  float sum_ = 0.0f;                // of row g, this lane's tokens
+};
+
+__global__ void __launch_bounds__(kCoopThreads)
+    query_as_a_kernel(const __grid_constant__ RungParams p) {
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  CoopCta cta(p, shared_bytes, p.slot_bytes);
+  cta.run();
+}
+
+}  // namespace tierkv

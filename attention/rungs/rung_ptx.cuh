@@ -1,0 +1,46 @@
+// The instructions that only rungs use, beside attention/ptx.cuh.
+#pragma once
+
+#include "attention/ptx.cuh"
+
+namespace tierkv {
+
+// Asynchronous copies of 16 bytes by every thread for itself, in groups: wait_copies<n>() returns
+// when all but the newest n groups of this thread have arrived.
+__device__ __forceinline__ void start_copy_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void close_copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int32_t kLeft>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Four 8 x 8 matrices of halves: lane l names row l % 8 of matrix l / 8; word i of lane 4g + t is
+// elements (g, 2t) and (g, 2t + 1) of matrix i.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// a * b + c, rounded once, of both halves.
+__device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Halves of two words: the low ones, the high ones.
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7632);
+}
+
+}  // namespace tierkv
