@@ -69,13 +69,14 @@ __global__ void __launch_bounds__(kTranscodeThreads)
 
 }  // namespace
 
-RungKernel diffkv_rung(int32_t group) {
+RungKernel diffkv_rung(const RungShape& shape) {
   RungKernel k;
   k.kernel = diffkv_kernel;
   k.threads = kDiffkvThreads;
   k.shared_bytes = diffkv_shared().bytes;
-  k.row_ctas = group;
-  k.chunk_tiles = kDiffkvMaxPageTokens / kTileTokens;  // whole pages
+  k.row_ctas = shape.group;
+  k.slot_bytes = kMaxPageBytes;  // whole pages
+  k.chunk_tiles = kAnyTiles;
   return k;
 }
 

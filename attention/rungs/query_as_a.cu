@@ -3,12 +3,13 @@
 
 namespace tierkv {
 
-RungKernel query_as_a_rung(int32_t tile_bytes) {
+RungKernel query_as_a_rung(const RungShape& shape) {
   RungKernel k;
   k.kernel = query_as_a_kernel;
   k.threads = kCoopThreads;
+  k.slot_bytes = kCoopTiles * shape.tile_bytes;
   k.chunk_tiles = kCoopTiles;
-  k.shared_bytes = coop_shared(kCoopTiles * tile_bytes).bytes;
+  k.shared_bytes = coop_shared(k.slot_bytes).bytes;
   return k;
 }
 

@@ -11,22 +11,32 @@ namespace tierkv {
 
 inline constexpr int32_t kRungMaxSplits = 128;
 
+inline constexpr int32_t kAnyTiles = kMaxPageBytes;
+
 struct RungKernel {
   void (*kernel)(RungParams) = nullptr;
   int32_t threads = 0;
   int32_t shared_bytes = 0;  // dynamic
   int32_t row_ctas = 1;      // that a split of a row takes
-  int32_t chunk_tiles = 1;   // that it takes at once, at most
+  int32_t slot_bytes = 0;    // a chunk has as many tiles as fit here,
+  int32_t chunk_tiles = 0;   // but no more than these
   bool merges = false;       // joins splits itself; otherwise merge_splits does
 };
 
+// What a kernel is chosen by.
+struct RungShape {
+  int32_t group = 1;       // at most kRungMaxGroup
+  int32_t tile_bytes = 0;  // of the widest tier, with metadata
+  int32_t page_bytes = 0;  // that attention reads of the largest page
+  int32_t device_shared_bytes = 0;
+};
 // The config was validated.
-RungKernel rung_kernel(Rung rung, const AttentionConfig& config);
-RungKernel diffkv_rung(int32_t group);
-// tile_bytes: of a tile of the widest tier, with its metadata.
-RungKernel query_as_a_rung(int32_t tile_bytes);
+RungShape rung_shape(const AttentionConfig& config, int32_t device_shared_bytes);
 
-int32_t widest_tile_bytes(const AttentionConfig& config);
+RungKernel rung_kernel(Rung rung, const RungShape& shape);
+RungKernel diffkv_rung(const RungShape& shape);
+RungKernel query_as_a_rung(const RungShape& shape);
+RungKernel kv_as_a_rung(Rung rung, const RungShape& shape);
 
 // Byte offsets; arrivals (int32_t [heads]) come first.
 struct RungWorkspace {
@@ -41,6 +51,6 @@ Status validate_rung_call(const AttentionConfig& config, const RungGrid& grid,
                           const AttendCall& call, const AttentionWorkspace& workspace);
 // Both were validated. memory is the workspace's.
 RungParams rung_params(const AttentionConfig& config, const RungGrid& grid, const AttendCall& call,
-                       void* memory, int32_t chunk_tiles);
+                       void* memory, const RungKernel& kernel);
 
 }  // namespace tierkv

@@ -39,6 +39,16 @@ const char* rung_name(Rung rung) {
       return "diffkv";
     case Rung::kQueryAsA:
       return "query_as_a";
+    case Rung::kKvAsA:
+      return "kv_as_a";
+    case Rung::kSyncLoads:
+      return "sync_loads";
+    case Rung::kCtaRounds:
+      return "cta_rounds";
+    case Rung::kSecondMerge:
+      return "second_merge";
+    case Rung::kFixedSplit:
+      return "fixed_split";
   }
   return "unknown";
 }
@@ -102,6 +112,7 @@ Status validate_rung_call(const AttentionConfig& config, const RungGrid& grid,
   if (call.layer < 0 || call.layer >= config.num_layers) return invalid("layer is out of range");
   if (call.table.slots == nullptr || call.table.tokens == nullptr) return invalid("table is null");
   if (call.q == nullptr || call.out == nullptr) return invalid("q or out is null");
+  if (grid.device_shared_bytes < 1) return invalid("grid is not one of rung_grid()");
   if (grid.splits < 1 || grid.splits > kRungMaxSplits) return invalid("splits is out of range");
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const int32_t side = config.tiers[t].side;
@@ -117,22 +128,26 @@ Status validate_rung_call(const AttentionConfig& config, const RungGrid& grid,
   return Status::ok();
 }
 
-int32_t widest_tile_bytes(const AttentionConfig& config) {
-  int32_t bytes = 0;
+RungShape rung_shape(const AttentionConfig& config, int32_t device_shared_bytes) {
+  RungShape shape;
+  shape.group = config.group_size();
+  shape.device_shared_bytes = device_shared_bytes;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    bytes = std::max(bytes, tile_read_bytes(layout_of(config, t)));
+    const PageLayout page = layout_of(config, t);
+    shape.tile_bytes = std::max(shape.tile_bytes, tile_read_bytes(page));
+    shape.page_bytes = std::max(shape.page_bytes, page.scores);
   }
-  return bytes;
+  return shape;
 }
 
 RungParams rung_params(const AttentionConfig& config, const RungGrid& grid, const AttendCall& call,
-                       void* memory, int32_t chunk_tiles) {
+                       void* memory, const RungKernel& kernel) {
   RungParams p;
-  p.slot_bytes = chunk_tiles * widest_tile_bytes(config);
+  p.slot_bytes = kernel.slot_bytes;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const SideView side = call.table.side(config.tiers[t].side);
     p.rows.tiers[t] = tier_source(layout_of(config, t), side, p.slot_bytes);
-    p.rows.tiers[t].chunk_tiles = smaller(chunk_tiles, p.rows.tiers[t].page_tiles);
+    p.rows.tiers[t].chunk_tiles = smaller(kernel.chunk_tiles, p.rows.tiers[t].chunk_tiles);
     p.rows.row_stride = static_cast<int32_t>(side.row_stride);
     p.rows.token_stride = static_cast<int32_t>(side.token_stride);
   }

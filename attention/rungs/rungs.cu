@@ -10,21 +10,22 @@
 #include "attention/rungs/rung_kernel.h"
 
 namespace tierkv {
-RungKernel rung_kernel(Rung rung, const AttentionConfig& config) {
+RungKernel rung_kernel(Rung rung, const RungShape& shape) {
   switch (rung) {
     case Rung::kDiffkv:
-      return diffkv_rung(config.group_size());
+      return diffkv_rung(shape);
     case Rung::kQueryAsA:
-      return query_as_a_rung(widest_tile_bytes(config));
+      return query_as_a_rung(shape);
+    default:
+      return kv_as_a_rung(rung, shape);
   }
-  return {};
 }
 
 Result<RungGrid> rung_grid(Rung rung, const AttentionConfig& config, int32_t count) {
   if (Status s = validate_rung_config(rung, config, count); !s) return s;
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
-  const RungKernel k = rung_kernel(rung, config);
+  const RungKernel k = rung_kernel(rung, rung_shape(config, limits->shared_bytes));
   cudaError_t error =
       cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared_bytes);
   if (Status s = cuda_status(error, "cudaFuncSetAttribute"); !s) return s;
@@ -36,6 +37,7 @@ Result<RungGrid> rung_grid(Rung rung, const AttentionConfig& config, int32_t cou
     return Status(StatusCode::kUnsupported, "the device has too little shared memory");
   }
   RungGrid grid;
+  grid.device_shared_bytes = limits->shared_bytes;
   grid.splits = choose_splits(count * config.num_kv_heads, k.row_ctas, per_sm * limits->sms);
   return grid;
 }
@@ -44,8 +46,8 @@ Status run_rung(Rung rung, const AttentionConfig& config, const RungGrid& grid,
                 const AttendCall& call, const AttentionWorkspace& workspace, GpuStream stream) {
   if (Status s = validate_rung_config(rung, config, call.batch.count); !s) return s;
   if (Status s = validate_rung_call(config, grid, call, workspace); !s) return s;
-  const RungKernel k = rung_kernel(rung, config);
-  const RungParams p = rung_params(config, grid, call, workspace.memory, k.chunk_tiles);
+  const RungKernel k = rung_kernel(rung, rung_shape(config, grid.device_shared_bytes));
+  const RungParams p = rung_params(config, grid, call, workspace.memory, k);
   const auto ctas = static_cast<unsigned>(p.rows.num_rows * p.splits * k.row_ctas);
   const auto shared_bytes = static_cast<size_t>(k.shared_bytes);
   if (Status s = launch_after_previous(k.kernel, ctas, k.threads, shared_bytes, stream, p); !s) {
@@ -61,8 +63,8 @@ Status run_rung(Rung rung, const AttentionConfig& config, const RungGrid& grid,
 Status transcode_pages(const AttentionConfig& config, const AttendCall& call, uint8_t* to,
                        GpuStream stream) {
   if (Status s = validate_rung_config(Rung::kDiffkv, config, call.batch.count); !s) return s;
-  const RungParams p =
-      rung_params(config, {}, call, nullptr, rung_kernel(Rung::kDiffkv, config).chunk_tiles);
+  const RungKernel k = rung_kernel(Rung::kDiffkv, rung_shape(config, 0));
+  const RungParams p = rung_params(config, {}, call, nullptr, k);
   TranscodeParams pages;
   pages.to = to;
   int32_t shared_bytes = 0;

@@ -18,13 +18,20 @@ namespace tierkv {
 enum class Rung : int32_t {
   kDiffkv,    // CUDA cores, DiffKV's page layout
   kQueryAsA,  // tensor cores, queries as operand A, cooperative softmax: BitDecoding's form
+  kKvAsA,     // keys and values as operand A, bulk copies; warps in rounds, a second kernel merges
+  // The product but for one of its steps; all of them with a fixed split of the rows.
+  kSyncLoads,    // copies through registers instead of bulk copies
+  kCtaRounds,    // the warps of a CTA take chunks in rounds instead of items of their own
+  kSecondMerge,  // a second kernel merges instead of the last to arrive
+  kFixedSplit,   // nothing but the fixed split instead of the plan
 };
-inline constexpr int32_t kRungs = 2;
+inline constexpr int32_t kRungs = 7;
 
 const char* rung_name(Rung rung);
 
 struct RungGrid {
   int32_t splits = 1;
+  int32_t device_shared_bytes = 0;  // that a CTA may have
 };
 
 // Splits that fill the current device's CTAs, for `count` sequences. kUnsupported, by name, for

@@ -90,7 +90,7 @@ class Rungs : public ::testing::TestWithParam<Rung> {
     ASSERT_TRUE(suggested.is_ok()) << suggested.status().message();
     for (const int32_t splits : {suggested->splits, 1, 13}) {
       SCOPED_TRACE(::testing::Message() << splits << " splits");
-      RungGrid grid;
+      RungGrid grid = *suggested;
       grid.splits = splits;
       const size_t bytes = rung_workspace_bytes(world.config, grid, world.sequences());
       const DeviceArray<uint8_t> memory(std::vector<uint8_t>(bytes, 0));
@@ -165,7 +165,10 @@ TEST_P(Rungs, SharpAndFlatSoftmax) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Rungs, ::testing::Values(Rung::kDiffkv, Rung::kQueryAsA),
+INSTANTIATE_TEST_SUITE_P(All, Rungs,
+                         ::testing::Values(Rung::kDiffkv, Rung::kQueryAsA, Rung::kKvAsA,
+                                           Rung::kSyncLoads, Rung::kCtaRounds, Rung::kSecondMerge,
+                                           Rung::kFixedSplit),
                          [](const auto& rung) { return std::string(rung_name(rung.param)); });
 
 TEST(RungPages, SmallTranscodedPagesEqualTheHosts) {
