@@ -1,0 +1,400 @@
+// The rungs of attention/rungs beside the product's kernel and the floor, in BitDecoding's settings
+// (its section VI): Single is one long sequence, Batches equal lengths in contiguous pages, Page
+// pages scattered at random.
+//
+//   bench_rungs [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
+//
+// Graph replay over enough disjoint sets of pages that none is in L2 when its turn comes again, as
+// in bench_attention. Every rung's output is compared with the product's; bench_rungs exits with 1
+// when one differs by more than kMostDeviation. `product` has its plan made before; `step` is plan
+// and attend. Before the cases: what the tensor cores do without memory.
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "attention/rungs/rung_kernel.h"
+#include "attention/rungs/rungs.h"
+#include "bench/attention_cache.cuh"
+#include "bench/tensor_rates.cuh"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int64_t kPoolBytes = 4ll << 30;
+constexpr int64_t kCeilingBytes = 2ll << 30;
+constexpr int64_t kColdBytes = 192ll << 20;  // several times the L2 cache
+constexpr size_t kWorkspaceBytes = 512ull << 20;
+constexpr size_t kMaxQueryValues = 1ull << 22;
+constexpr int32_t kHeadDim = 128;
+constexpr double kMostDeviation = 4e-3;  // both are within 2e-3 of the double reference
+
+struct Options {
+  std::string out, commit = "unknown", only;
+  int replays = 15;
+};
+
+struct Case {
+  std::string setting, heads, shape, format;
+  CacheShape cache;
+
+  std::string name() const { return setting + " " + heads + " " + shape + " " + format; }
+};
+
+struct RungTime {
+  Timing timing;
+  int32_t splits = 0;
+  double deviation = 0;  // relative, from the product's output
+};
+
+struct Measured {
+  int64_t bytes = 0;
+  Timing floor, product, step;
+  RungTime rungs[kRungs];
+};
+
+struct Shape {
+  int32_t batch, tokens;
+};
+
+Case make_case(const char* setting, Shape s, Bits bits, int32_t kv_heads) {
+  Case c;
+  c.setting = setting;
+  c.heads = "32/" + std::to_string(kv_heads);
+  c.shape = std::to_string(s.batch) + "x" + std::to_string(s.tokens);
+  c.format = bits.k == 16 ? "fp16" : "k" + std::to_string(bits.k) + "v" + std::to_string(bits.v);
+  AttentionConfig& config = c.cache.config;
+  config.num_q_heads = 32;
+  config.num_kv_heads = kv_heads;
+  config.head_dim = kHeadDim;
+  config.sm_scale = 0.08838834764831845;
+  config.num_tiers = 1;
+  config.tiers[0] = {0, token_wise_tier(bits.k, bits.v)};
+  config.page_bytes = choose_page_size({config.tiers[0].format}, kHeadDim)->page_bytes;
+  c.cache.sequences.assign(s.batch, {{s.tokens, 0, 0}});
+  c.cache.contiguous = c.setting != "Page";
+  return c;
+}
+
+std::vector<Case> all_cases() {
+  struct Setting {
+    const char* name;
+    Shape shape;
+    int32_t kv_heads;
+  };
+  const Setting settings[] = {
+      {"Single", {1, 32768}, 8},  {"Single", {1, 131072}, 8},  {"Batches", {32, 4096}, 8},
+      {"Batches", {8, 32768}, 8}, {"Page", {32, 4096}, 8},     {"Page", {8, 32768}, 8},
+      {"Single", {1, 32768}, 32}, {"Batches", {16, 4096}, 32}, {"Page", {16, 4096}, 32}};
+  std::vector<Case> cases;
+  for (const Setting& s : settings) {
+    for (const Bits bits : {Bits{16, 16}, {8, 4}, {4, 4}, {4, 2}}) {
+      cases.push_back(make_case(s.name, s.shape, bits, s.kv_heads));
+    }
+  }
+  return cases;
+}
+
+void expect_ok(const Status& s, const char* what) {
+  if (s.is_ok()) return;
+  std::fprintf(stderr, "%s: %s\n", what, s.message().c_str());
+  std::exit(1);
+}
+
+template <class T>
+T* device_alloc(size_t count) {
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
+  check(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
+  return static_cast<T*>(memory);
+}
+
+// What all cases run on.
+struct Bench {
+  Options options;
+  cudaDeviceProp device{};
+  cudaStream_t stream{};
+  uint8_t *pool = nullptr, *workspaces = nullptr, *rung_workspace = nullptr;
+  uint32_t* sink = nullptr;
+  uint16_t *q = nullptr, *out = nullptr;
+  double ceiling_gbps = 0;
+  bool agrees = true;  // every rung with the product
+};
+
+void prepare(Bench& b) {
+  check(cudaGetDeviceProperties(&b.device, 0), "cudaGetDeviceProperties");
+  check(cudaStreamCreate(&b.stream), "cudaStreamCreate");
+  b.pool = device_alloc<uint8_t>(kPoolBytes);
+  b.workspaces = device_alloc<uint8_t>(kWorkspaceBytes);
+  b.rung_workspace = device_alloc<uint8_t>(kWorkspaceBytes);
+  b.sink = device_alloc<uint32_t>(1);
+  b.q = device_alloc<uint16_t>(kMaxQueryValues);
+  b.out = device_alloc<uint16_t>(kMaxQueryValues);
+  const std::vector<uint16_t> q = random_halves(kMaxQueryValues);
+  check(cudaMemcpy(b.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice), "upload q");
+  const Timing t = time_graph(b.stream, 1, b.options.replays, [&](int) {
+    launch_read_only(b.pool, kCeilingBytes, b.device.multiProcessorCount, b.sink, b.stream);
+  });
+  b.ceiling_gbps = static_cast<double>(kCeilingBytes) / t.median / 1e3;
+}
+
+// One case's cache and calls.
+struct CaseRun {
+  CaseRun(Bench& bench, const Case& c)
+      : b(bench),
+        config(c.cache.config),
+        count(static_cast<int32_t>(c.cache.sequences.size())),
+        cache(c.cache, bench.pool, kPoolBytes, 3, kColdBytes, bench.stream) {
+    const Result<AttentionGrid> made = attention_grid(config);
+    expect_ok(made.status(), "attention_grid");
+    grid = *made;
+    space = (attention_workspace_bytes(config, grid, count) + 255) / 256 * 256;
+    sets = std::min<int>(cache.sets(), static_cast<int>(kWorkspaceBytes / space));
+    launches = std::max(sets, 12);
+    check(cudaMemset(b.workspaces, 0, sets * space), "cudaMemset");
+  }
+
+  AttendCall call(int i) const {
+    AttendCall call;
+    call.table = cache.table(i % sets);
+    call.pages = cache.pages();
+    call.batch = {nullptr, count};
+    call.q = b.q;
+    call.out = b.out;
+    call.plan_is_settled = true;
+    return call;
+  }
+  AttentionWorkspace workspace(int i) const { return {b.workspaces + i % sets * space, space}; }
+  void plan(int i) const {
+    const Status s =
+        plan_attention(config, grid, call(i).table, {nullptr, count}, workspace(i), b.stream);
+    expect_ok(s, "plan_attention");
+  }
+  void product(int i, bool settled) const {
+    AttendCall c = call(i);
+    c.plan_is_settled = settled;
+    expect_ok(attend(config, grid, c, workspace(i), b.stream), "attend");
+  }
+  template <class Launch>
+  Timing time(Launch&& launch) const {
+    return time_graph(b.stream, launches, b.options.replays, launch);
+  }
+  std::vector<float> read_out() const {
+    const size_t values = static_cast<size_t>(count) * config.num_q_heads * kHeadDim;
+    std::vector<uint16_t> halves(values);
+    check(cudaStreamSynchronize(b.stream), "synchronise");
+    check(cudaMemcpy(halves.data(), b.out, values * 2, cudaMemcpyDeviceToHost), "read out");
+    check(cudaMemset(b.out, 0xff, values * 2), "poison out");
+    std::vector<float> out(values);
+    for (size_t i = 0; i < values; ++i) out[i] = half_to_float(halves[i]);
+    return out;
+  }
+  RungTime time_rung(Rung rung, const std::vector<float>& expected) const;
+
+  Bench& b;
+  const AttentionConfig& config;
+  int32_t count;
+  Cache cache;
+  AttentionGrid grid;
+  size_t space = 0;
+  int sets = 0, launches = 0;
+};
+
+double deviation(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - b[i];
+    difference += d * d;
+    norm += static_cast<double>(b[i]) * b[i];
+  }
+  return std::sqrt(difference / norm);
+}
+
+RungTime CaseRun::time_rung(Rung rung, const std::vector<float>& expected) const {
+  const Result<RungGrid> rung_plan = rung_grid(rung, config, count);
+  expect_ok(rung_plan.status(), rung_name(rung));
+  const size_t bytes = rung_workspace_bytes(config, *rung_plan, count);
+  if (bytes > kWorkspaceBytes) {
+    std::fprintf(stderr, "%s needs %zu bytes of workspace\n", rung_name(rung), bytes);
+    std::exit(1);
+  }
+  check(cudaMemset(b.rung_workspace, 0, bytes), "cudaMemset");
+  const auto run = [&](int i) {
+    const AttentionWorkspace memory{b.rung_workspace, bytes};
+    expect_ok(run_rung(rung, config, *rung_plan, call(i), memory, b.stream), rung_name(rung));
+  };
+  RungTime t;
+  t.splits = rung_plan->splits;
+  run(0);
+  t.deviation = deviation(read_out(), expected);
+  b.agrees &= t.deviation < kMostDeviation;  // false for NaN
+  t.timing = time(run);
+  return t;
+}
+
+Measured run_case(Bench& b, const Case& c) {
+  const CaseRun run(b, c);
+  Measured m;
+  m.bytes = run.cache.bytes();
+  for (int i = 0; i < run.sets; ++i) run.plan(i);
+  run.product(0, false);
+  const std::vector<float> expected = run.read_out();
+  m.floor = run.time([&](int i) {
+    const int64_t offset = i % run.sets * (m.bytes / 256 * 256);
+    launch_read_only(b.pool + offset, m.bytes, b.device.multiProcessorCount, b.sink, b.stream);
+  });
+  m.product = run.time([&](int i) { run.product(i, true); });
+  m.step = run.time([&](int i) {
+    run.plan(i);
+    run.product(i, false);
+  });
+  for (int32_t r = kRungs - 1; r >= 0; --r) {
+    const auto rung = static_cast<Rung>(r);
+    if (rung == Rung::kDiffkv) {  // last: its pages take the place of ours
+      for (int i = 0; i < run.sets; ++i) {
+        expect_ok(transcode_pages(run.config, run.call(i), b.pool, b.stream), "transcode_pages");
+      }
+    }
+    m.rungs[r] = run.time_rung(rung, expected);
+  }
+  return m;
+}
+
+void print_row(const Case& c, const Measured& m) {
+  std::printf("%-28s floor %7.2f product %7.2f step %7.2f", c.name().c_str(), m.floor.median,
+              m.product.median, m.step.median);
+  for (int32_t r = 0; r < kRungs; ++r) {
+    std::printf(" %s %.2f (%d, %.1e)", rung_name(static_cast<Rung>(r)), m.rungs[r].timing.median,
+                m.rungs[r].splits, m.rungs[r].deviation);
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+void write_timing(std::FILE* f, const char* name, const Timing& t) {
+  std::fprintf(f, "\"%s_us\": {\"median\": %.3f, \"p10\": %.3f, \"p90\": %.3f}", name, t.median,
+               t.low, t.high);
+}
+
+// What each rung's kernel takes of an SM, for 32/8 heads and K4V4.
+void write_kernels(std::FILE* f, const Bench& b) {
+  const AttentionConfig config = make_case("Single", {1, 4096}, {4, 4}, 8).cache.config;
+  const auto shared = static_cast<int32_t>(b.device.sharedMemPerBlockOptin);
+  std::fprintf(f, " \"kernels\": [\n");
+  for (int32_t r = 0; r < kRungs; ++r) {
+    const RungKernel k = rung_kernel(static_cast<Rung>(r), rung_shape(config, shared));
+    cudaFuncAttributes a{};
+    check(cudaFuncGetAttributes(&a, k.kernel), "cudaFuncGetAttributes");
+    check(
+        cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared_bytes),
+        "cudaFuncSetAttribute");
+    int per_sm = 0;
+    check(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, k.shared_bytes),
+        "occupancy");
+    std::fprintf(f,
+                 "  {\"name\": \"%s\", \"registers\": %d, \"local_bytes\": %zu, \"shared_bytes\": "
+                 "%d, \"threads\": %d, \"ctas_per_sm\": %d}%s\n",
+                 rung_name(static_cast<Rung>(r)), a.numRegs, a.localSizeBytes, k.shared_bytes,
+                 k.threads, per_sm, r + 1 < kRungs ? "," : "");
+  }
+  std::fprintf(f, " ],\n");
+}
+
+void write_result(std::FILE* f, const Case& c, const Measured& m) {
+  std::fprintf(f,
+               "  {\"setting\": \"%s\", \"heads\": \"%s\", \"shape\": \"%s\", \"format\": \"%s\", "
+               "\"bytes\": %lld, ",
+               c.setting.c_str(), c.heads.c_str(), c.shape.c_str(), c.format.c_str(),
+               static_cast<long long>(m.bytes));
+  write_timing(f, "floor", m.floor);
+  std::fprintf(f, ", ");
+  write_timing(f, "product", m.product);
+  std::fprintf(f, ", ");
+  write_timing(f, "step", m.step);
+  std::fprintf(f, ", \"rungs\": {");
+  for (int32_t r = 0; r < kRungs; ++r) {
+    std::fprintf(f, "\"%s\": {\"splits\": %d, \"deviation\": %.2e, ",
+                 rung_name(static_cast<Rung>(r)), m.rungs[r].splits, m.rungs[r].deviation);
+    write_timing(f, "attend", m.rungs[r].timing);
+    std::fprintf(f, "}%s", r + 1 < kRungs ? ", " : "}}");
+  }
+}
+
+void write_json(const Bench& b, const TensorRates& rates, const std::vector<Case>& cases,
+                const std::vector<Measured>& all) {
+  std::FILE* f = std::fopen(b.options.out.c_str(), "w");
+  if (f == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", b.options.out.c_str());
+    std::exit(1);
+  }
+  std::fprintf(f,
+               "{\"schema\": \"tierkv.bench.rungs/1\", \"gpu\": \"%s\", \"sms\": %d, \"commit\": "
+               "\"%s\",\n \"head_dim\": %d, \"replays\": %d, \"ceiling_gbps\": %.1f,\n",
+               b.device.name, b.device.multiProcessorCount, b.options.commit.c_str(), kHeadDim,
+               b.options.replays, b.ceiling_gbps);
+  write_tensor(f, rates);
+  write_kernels(f, b);
+  std::fprintf(f, " \"results\": [\n");
+  for (size_t i = 0; i < all.size(); ++i) {
+    write_result(f, cases[i], all[i]);
+    std::fprintf(f, "%s\n", i + 1 < all.size() ? "," : "");
+  }
+  std::fprintf(f, " ]}\n");
+  std::fclose(f);
+}
+
+Options parse_options(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const bool has_value = i + 1 < argc;
+    if (has_value && std::strcmp(argv[i], "--out") == 0) {
+      o.out = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--commit") == 0) {
+      o.commit = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--only") == 0) {
+      o.only = argv[++i];
+    } else if (has_value && std::strcmp(argv[i], "--replays") == 0) {
+      o.replays = std::atoi(argv[++i]);
+    } else {
+      std::fprintf(stderr, "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N]\n",
+                   argv[0]);
+      std::exit(2);
+    }
+  }
+  return o;
+}
+
+int run(int argc, char** argv) {
+  Bench b;
+  b.options = parse_options(argc, argv);
+  prepare(b);
+  std::printf("%s, %d SMs, ceiling %.0f GB/s\n", b.device.name, b.device.multiProcessorCount,
+              b.ceiling_gbps);
+  const TensorRates rates = measure_tensor_cores(
+      {b.stream, b.device.multiProcessorCount, b.options.replays, b.pool, b.q});
+  b.agrees &= rates.is_right;
+  std::printf("per us and SM: %.0f mma m16n8k16, %.0f wgmma m64n8k16\n", rates.mma_per_us,
+              rates.wgmma_per_us);
+  for (const auto& a : rates.arithmetic) {
+    std::printf("k%dv%d arithmetic: %.2f tiles per us and SM, %.0f GB/s\n", a.bits.k, a.bits.v,
+                a.tiles_per_us, a.gbps);
+  }
+  std::vector<Case> cases;
+  std::vector<Measured> all;
+  for (const Case& c : all_cases()) {
+    if (c.name().find(b.options.only) == std::string::npos) continue;
+    cases.push_back(c);
+    all.push_back(run_case(b, c));
+    print_row(c, all.back());
+  }
+  if (!b.options.out.empty()) write_json(b, rates, cases, all);
+  if (!b.agrees) std::fprintf(stderr, "a rung's output is not the product's\n");
+  return b.agrees ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  return tierkv::bench::run(argc, argv);
+}

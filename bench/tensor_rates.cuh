@@ -1,0 +1,225 @@
+// What the tensor cores could do for decode attention, without memory: mma.m16n8k16 and wgmma
+// m64n8k16 with all operands in place, and the product's arithmetic over one chunk that stays in
+// shared memory. docs/ABLATION.md compares them with what memory delivers.
+#pragma once
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "attention/decode.h"
+#include "attention/warp_row.cuh"
+#include "bench/gpu_timing.cuh"
+
+namespace tierkv::bench {
+
+inline constexpr int32_t kRateWarps = 8;  // of an SM, as the product has
+inline constexpr int32_t kRateRounds = 4096;
+
+// kChains independent accumulators of a warp, kRateRounds mma each.
+template <int32_t kChains>
+__global__ void __launch_bounds__(kRateWarps * 32) mma_rate(float* sink, uint32_t one) {
+  const uint32_t a[4] = {one, one, one, one};
+  float d[kChains][4] = {};
+  for (int32_t i = 0; i < kRateRounds; ++i) {
+#pragma unroll
+    for (int32_t c = 0; c < kChains; ++c) mma_m16n8k16(d[c], a, one, one);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int32_t c = 0; c < kChains; ++c) sum += d[c][0] + d[c][1] + d[c][2] + d[c][3];
+  sink[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+// d = a b + d of a warpgroup: a is 64 x 16 in registers, b 16 x 8 in shared memory, d 64 x 8.
+__device__ __forceinline__ void wgmma_m64n8k16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, add, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// kChains accumulators of a warpgroup, which waits for its wgmma every eighth round: no more keys
+// than eight fragments fit into registers.
+template <int32_t kChains>
+__global__ void __launch_bounds__(kRateWarps * 32) wgmma_rate(float* sink, uint32_t one) {
+  __shared__ __align__(128) uint32_t b[64];
+  if (threadIdx.x < 64) b[threadIdx.x] = one;
+  __syncthreads();
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  // Two 8 x 8 core matrices without swizzle: 128 bytes apart along k, one along n.
+  const uint64_t address = shared_address(b);
+  const uint64_t descriptor =
+      (address >> 4 & 0x3fff) | uint64_t{128 >> 4} << 16 | uint64_t{256 >> 4} << 32;
+  const uint32_t a[4] = {one, one, one, one};
+  float d[kChains][4] = {};
+  for (int32_t i = 0; i < kRateRounds; i += 8) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int32_t k = 0; k < 8; ++k) {
+#pragma unroll
+      for (int32_t c = 0; c < kChains; ++c) wgmma_m64n8k16(d[c], a, descriptor);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int32_t c = 0; c < kChains; ++c) sum += d[c][0] + d[c][1] + d[c][2] + d[c][3];
+  sink[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+inline constexpr int32_t kChunkTiles = 2;
+
+struct Bits {
+  int32_t k, v;
+};
+
+struct ArithmeticParams {
+  const uint8_t* chunk;  // kChunkTiles tiles as they lie in a ring: both components and metadata
+  const __half* q;       // [4][128]
+  float* sink;           // a float per thread
+  Bits bits;
+  int32_t chunk_bytes, rounds;
+};
+
+// Every warp attends `rounds` times to a copy of the chunk in shared memory.
+__global__ void __launch_bounds__(kRateWarps * 32, 1)
+    arithmetic_rate(const __grid_constant__ ArithmeticParams p) {
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint8_t* chunk = shared_bytes + warp * p.chunk_bytes;
+  for (int32_t at = 16 * lane; at < p.chunk_bytes; at += 512) {
+    *reinterpret_cast<uint4*>(chunk + at) = *reinterpret_cast<const uint4*>(p.chunk + at);
+  }
+  __syncwarp();
+  WarpAttention<128> attention;
+  attention.fetch_query(p.q, 4);
+  attention.start_row();
+  attention.sum_query(0.1f);
+  for (int32_t i = 0; i < p.rounds; ++i) {
+    attention.use_format(p.bits.k, p.bits.v, 0.1f);
+    attention.attend(chunk, kChunkTiles, kChunkTiles * kTileTokens);
+  }
+  __syncthreads();  // the parts take the place of the chunks
+  auto* states = reinterpret_cast<SoftmaxState*>(shared_bytes) + warp * 4;
+  auto* parts = reinterpret_cast<float*>(shared_bytes + 512) + warp * 4 * part_stride(128);
+  attention.store_part(states, parts, 4);
+  __syncwarp();
+  p.sink[blockIdx.x * blockDim.x + threadIdx.x] = states[0].sum + parts[lane];
+}
+
+struct TensorRates {
+  double mma_per_us = 0;    // m16n8k16, of one SM
+  double wgmma_per_us = 0;  // m64n8k16, of one SM
+  struct {
+    Bits bits;
+    double tiles_per_us;  // of one SM: the product's arithmetic alone
+    double gbps;          // the bytes of so many tiles, of all SMs
+  } arithmetic[4];
+  bool is_right = true;  // wgmma's sums
+};
+
+// Where they are measured. memory: of the device, at least 16 MiB, overwritten.
+struct TensorBench {
+  cudaStream_t stream;
+  int32_t sms;
+  int replays;
+  uint8_t* memory;
+  const uint16_t* q;  // at least [4][128]
+};
+
+template <class Launch>
+double per_us(const TensorBench& b, double count, const Launch& launch) {
+  return count / time_graph(b.stream, 1, b.replays, [&](int) { launch(); }).median;
+}
+
+inline std::vector<uint16_t> random_halves(size_t count) {
+  std::mt19937_64 rng(std::random_device{}());
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> x(count);
+  for (uint16_t& h : x) h = float_to_half(normal(rng));
+  return x;
+}
+
+// A chunk of kChunkTiles tiles with plausible metadata.
+inline std::vector<uint8_t> random_chunk(Bits bits) {
+  std::mt19937_64 rng(std::random_device{}());
+  std::vector<uint8_t> chunk;
+  for (const int32_t component_bits : {bits.k, bits.v}) {
+    const int32_t codes = kChunkTiles * TileLayout{component_bits, 128}.bytes();
+    const std::vector<uint16_t> halves = random_halves(codes / 2);
+    const size_t at = chunk.size();
+    chunk.resize(at + codes);
+    std::memcpy(chunk.data() + at, halves.data(), codes);
+    if (component_bits == 16) continue;
+    for (int32_t i = 0; i < codes; ++i) chunk[at + i] = static_cast<uint8_t>(rng());
+    const float scale = 2.0f / static_cast<float>((1 << component_bits) - 1);
+    const uint16_t metadata[2] = {float_to_half(scale), float_to_half(-1.0f)};
+    const auto* bytes = reinterpret_cast<const uint8_t*>(metadata);
+    for (int32_t token = 0; token < kChunkTiles * kTileTokens; ++token) {
+      chunk.insert(chunk.end(), bytes, bytes + 4);
+    }
+  }
+  return chunk;
+}
+
+inline void measure_instructions(const TensorBench& b, TensorRates& rates) {
+  constexpr int32_t kThreads = kRateWarps * 32, kChains = 4;
+  constexpr double kInstructions = static_cast<double>(kRateRounds) * kChains;
+  auto* sink = reinterpret_cast<float*>(b.memory);
+  rates.mma_per_us = per_us(b, kInstructions * kRateWarps, [&] {
+    mma_rate<kChains><<<b.sms, kThreads, 0, b.stream>>>(sink, 0x3c003c00u);
+  });
+  rates.wgmma_per_us = per_us(b, kInstructions * kRateWarps / 4, [&] {
+    wgmma_rate<kChains><<<b.sms, kThreads, 0, b.stream>>>(sink, 0x3c003c00u);
+  });
+  float sum = 0;  // of 16 elements, to each of which a round adds 16 products of 1
+  check(cudaMemcpy(&sum, sink, 4, cudaMemcpyDeviceToHost), "read sink");
+  rates.is_right = sum == 16.0f * 16 * kRateRounds;
+}
+
+inline void measure_arithmetic(const TensorBench& b, TensorRates& rates) {
+  constexpr int32_t kThreads = kRateWarps * 32, kRounds = 512, kSharedBytes = 160 << 10;
+  check(cudaFuncSetAttribute(arithmetic_rate, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kSharedBytes),
+        "cudaFuncSetAttribute");
+  auto* sink = reinterpret_cast<float*>(b.memory);
+  uint8_t* page = b.memory + (8 << 20);
+  const Bits formats[4] = {{16, 16}, {8, 4}, {4, 4}, {4, 2}};
+  for (int32_t i = 0; i < 4; ++i) {
+    const Bits bits = formats[i];
+    const std::vector<uint8_t> chunk = random_chunk(bits);
+    const auto bytes = static_cast<int32_t>(chunk.size());
+    check(cudaMemcpy(page, chunk.data(), chunk.size(), cudaMemcpyHostToDevice), "upload");
+    const double tiles = static_cast<double>(kRounds) * kChunkTiles * kRateWarps;
+    const double rate = per_us(b, tiles, [&] {
+      arithmetic_rate<<<b.sms, kThreads, kSharedBytes, b.stream>>>(
+          {page, reinterpret_cast<const __half*>(b.q), sink, bits, bytes, kRounds});
+    });
+    rates.arithmetic[i] = {bits, rate, rate * b.sms * bytes / kChunkTiles / 1e3};
+  }
+}
+
+inline TensorRates measure_tensor_cores(const TensorBench& b) {
+  TensorRates rates;
+  measure_instructions(b, rates);
+  measure_arithmetic(b, rates);
+  return rates;
+}
+
+inline void write_tensor(std::FILE* f, const TensorRates& rates) {
+  std::fprintf(f, " \"tensor\": {\"mma_m16n8k16_per_us_sm\": %.1f, ", rates.mma_per_us);
+  std::fprintf(f, "\"wgmma_m64n8k16_per_us_sm\": %.1f, \"arithmetic\": [", rates.wgmma_per_us);
+  const char* separator = "";
+  for (const auto& a : rates.arithmetic) {
+    std::fprintf(
+        f, "%s\n  {\"k_bits\": %d, \"v_bits\": %d, \"tiles_per_us_sm\": %.3f, \"gbps\": %.1f}",
+        separator, a.bits.k, a.bits.v, a.tiles_per_us, a.gbps);
+    separator = ",";
+  }
+  std::fprintf(f, "]},\n");
+}
+
+}  // namespace tierkv::bench
