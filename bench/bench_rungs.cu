@@ -373,8 +373,11 @@ int run(int argc, char** argv) {
   const TensorRates rates = measure_tensor_cores(
       {b.stream, b.device.multiProcessorCount, b.options.replays, b.pool, b.q});
   b.agrees &= rates.is_right;
-  std::printf("per us and SM: %.0f mma m16n8k16, %.0f wgmma m64n8k16\n", rates.mma_per_us,
-              rates.wgmma_per_us);
+  std::printf("per us and SM: %.0f mma m16n8k16", rates.mma_per_us);
+  for (const WgmmaRate& w : rates.wgmma) {
+    std::printf(", %.0f wgmma m64n8k16 (%s)", w.per_us, w.name);
+  }
+  std::printf("\n");
   for (const auto& a : rates.arithmetic) {
     std::printf("k%dv%d arithmetic: %.2f tiles per us and SM, %.0f GB/s\n", a.bits.k, a.bits.v,
                 a.tiles_per_us, a.gbps);

@@ -31,42 +31,63 @@ __global__ void __launch_bounds__(kRateWarps * 32) mma_rate(float* sink, uint32_
   sink[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-// d = a b + d of a warpgroup: a is 64 x 16 in registers, b 16 x 8 in shared memory, d 64 x 8.
+// d = a b + d of a warpgroup: a is 64 x 16 in registers or shared memory, b 16 x 8 in shared
+// memory, d 64 x 8.
 __device__ __forceinline__ void wgmma_m64n8k16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, add, 1, 1, 0;\n}"
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma_m64n8k16(float (&d)[4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+      "{%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(a), "l"(b));
+}
 
-// kChains accumulators of a warpgroup, which waits for its wgmma every eighth round: no more keys
-// than eight fragments fit into registers.
-template <int32_t kChains>
+// The descriptor of an operand of 16 halves in the contracted dim, without swizzle: 8 x 8 core
+// matrices of 128 bytes, neighbours in that dim one behind another, so 256 bytes to the next in the
+// other dim.
+__device__ __forceinline__ uint64_t plain_operand(const void* shared) {
+  const uint64_t address = shared_address(shared);
+  return (address >> 4 & 0x3fff) | uint64_t{128 >> 4} << 16 | uint64_t{256 >> 4} << 32;
+}
+
+inline constexpr int32_t kWgmmaChains = 4;
+
+// kWgmmaChains accumulators of a warpgroup, kRateRounds wgmma each; waits for them every kTogether
+// rounds. Eight rounds are the keys of 64 tokens: their registers may not change before the wait.
+template <bool kFromRegisters, int32_t kTogether>
 __global__ void __launch_bounds__(kRateWarps * 32) wgmma_rate(float* sink, uint32_t one) {
-  __shared__ __align__(128) uint32_t b[64];
-  if (threadIdx.x < 64) b[threadIdx.x] = one;
-  __syncthreads();
+  __shared__ __align__(128) uint32_t a_tile[64 * 16 / 2], b_tile[8 * 16 / 2];
+  for (int32_t i = threadIdx.x; i < 64 * 16 / 2; i += blockDim.x) a_tile[i] = one;
+  if (threadIdx.x < 8 * 16 / 2) b_tile[threadIdx.x] = one;
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  // Two 8 x 8 core matrices without swizzle: 128 bytes apart along k, one along n.
-  const uint64_t address = shared_address(b);
-  const uint64_t descriptor =
-      (address >> 4 & 0x3fff) | uint64_t{128 >> 4} << 16 | uint64_t{256 >> 4} << 32;
+  __syncthreads();
+  const uint64_t a_shared = plain_operand(a_tile), b = plain_operand(b_tile);
   const uint32_t a[4] = {one, one, one, one};
-  float d[kChains][4] = {};
-  for (int32_t i = 0; i < kRateRounds; i += 8) {
+  float d[kWgmmaChains][4] = {};
+  for (int32_t i = 0; i < kRateRounds; i += kTogether) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int32_t k = 0; k < 8; ++k) {
+    for (int32_t k = 0; k < kTogether; ++k) {
 #pragma unroll
-      for (int32_t c = 0; c < kChains; ++c) wgmma_m64n8k16(d[c], a, descriptor);
+      for (int32_t c = 0; c < kWgmmaChains; ++c) {
+        if constexpr (kFromRegisters) {
+          wgmma_m64n8k16(d[c], a, b);
+        } else {
+          wgmma_m64n8k16(d[c], a_shared, b);
+        }
+      }
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
   float sum = 0.0f;
 #pragma unroll
-  for (int32_t c = 0; c < kChains; ++c) sum += d[c][0] + d[c][1] + d[c][2] + d[c][3];
+  for (int32_t c = 0; c < kWgmmaChains; ++c) sum += d[c][0] + d[c][1] + d[c][2] + d[c][3];
   sink[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
@@ -110,9 +131,14 @@ __global__ void __launch_bounds__(kRateWarps * 32, 1)
   p.sink[blockIdx.x * blockDim.x + threadIdx.x] = states[0].sum + parts[lane];
 }
 
+struct WgmmaRate {
+  const char* name;
+  double per_us;  // of one SM
+};
+
 struct TensorRates {
-  double mma_per_us = 0;    // m16n8k16, of one SM
-  double wgmma_per_us = 0;  // m64n8k16, of one SM
+  double mma_per_us = 0;  // m16n8k16, of one SM
+  WgmmaRate wgmma[4];     // m64n8k16
   struct {
     Bits bits;
     double tiles_per_us;  // of one SM: the product's arithmetic alone
@@ -165,19 +191,32 @@ inline std::vector<uint8_t> random_chunk(Bits bits) {
   return chunk;
 }
 
-inline void measure_instructions(const TensorBench& b, TensorRates& rates) {
-  constexpr int32_t kThreads = kRateWarps * 32, kChains = 4;
-  constexpr double kInstructions = static_cast<double>(kRateRounds) * kChains;
+template <bool kFromRegisters, int32_t kTogether>
+double wgmma_per_us(const TensorBench& b, bool& is_right) {
   auto* sink = reinterpret_cast<float*>(b.memory);
-  rates.mma_per_us = per_us(b, kInstructions * kRateWarps, [&] {
-    mma_rate<kChains><<<b.sms, kThreads, 0, b.stream>>>(sink, 0x3c003c00u);
-  });
-  rates.wgmma_per_us = per_us(b, kInstructions * kRateWarps / 4, [&] {
-    wgmma_rate<kChains><<<b.sms, kThreads, 0, b.stream>>>(sink, 0x3c003c00u);
+  const double count = static_cast<double>(kRateRounds) * kWgmmaChains * kRateWarps / 4;
+  const double rate = per_us(b, count, [&] {
+    wgmma_rate<kFromRegisters, kTogether>
+        <<<b.sms, kRateWarps * 32, 0, b.stream>>>(sink, 0x3c003c00u);
   });
   float sum = 0;  // of 16 elements, to each of which a round adds 16 products of 1
   check(cudaMemcpy(&sum, sink, 4, cudaMemcpyDeviceToHost), "read sink");
-  rates.is_right = sum == 16.0f * 16 * kRateRounds;
+  is_right &= sum == 16.0f * 16 * kRateRounds;
+  return rate;
+}
+
+inline void measure_instructions(const TensorBench& b, TensorRates& rates) {
+  constexpr int32_t kChains = 4;
+  const double count = static_cast<double>(kRateRounds) * kChains * kRateWarps;
+  rates.mma_per_us = per_us(b, count, [&] {
+    mma_rate<kChains>
+        <<<b.sms, kRateWarps * 32, 0, b.stream>>>(reinterpret_cast<float*>(b.memory), 0x3c003c00u);
+  });
+  bool& is_right = rates.is_right;
+  rates.wgmma[0] = {"registers, wait every 8", wgmma_per_us<true, 8>(b, is_right)};
+  rates.wgmma[1] = {"registers, wait every 4", wgmma_per_us<true, 4>(b, is_right)};
+  rates.wgmma[2] = {"shared, wait every 8", wgmma_per_us<false, 8>(b, is_right)};
+  rates.wgmma[3] = {"shared, wait every 32", wgmma_per_us<false, 32>(b, is_right)};
 }
 
 inline void measure_arithmetic(const TensorBench& b, TensorRates& rates) {
@@ -211,8 +250,12 @@ inline TensorRates measure_tensor_cores(const TensorBench& b) {
 
 inline void write_tensor(std::FILE* f, const TensorRates& rates) {
   std::fprintf(f, " \"tensor\": {\"mma_m16n8k16_per_us_sm\": %.1f, ", rates.mma_per_us);
-  std::fprintf(f, "\"wgmma_m64n8k16_per_us_sm\": %.1f, \"arithmetic\": [", rates.wgmma_per_us);
-  const char* separator = "";
+  const char* separator = "\"wgmma_m64n8k16_per_us_sm\": {";
+  for (const WgmmaRate& w : rates.wgmma) {
+    std::fprintf(f, "%s\"%s\": %.1f", separator, w.name, w.per_us);
+    separator = ", ";
+  }
+  separator = "},\n  \"arithmetic\": [";
   for (const auto& a : rates.arithmetic) {
     std::fprintf(
         f, "%s\n  {\"k_bits\": %d, \"v_bits\": %d, \"tiles_per_us_sm\": %.3f, \"gbps\": %.1f}",

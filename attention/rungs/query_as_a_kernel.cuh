@@ -4,8 +4,9 @@
 // dequantised to fp16 in registers (mask, exponent of 1024 or'ed in, two fma). A's fragment order
 // for 16 tokens is also B's for twice 8, so our pages serve both. The four warps of a CTA take a
 // tile of 16 tokens each for the scores and 32 dims each for the output; between the two they agree
-// on the maximum and exchange the weights through shared memory (cooperative softmax). Chunks
-// arrive by cp.async, one ahead. Every CTA takes a split of one row; a second kernel merges.
+// on the maximum and exchange the weights through shared memory (cooperative softmax). Two
+// chunks at a time arrive by cp.async, one step ahead. Every CTA takes a split of one row; a second
+// kernel merges.
 #pragma once
 
 #include "attention/page_tile.cuh"
@@ -18,9 +19,11 @@ namespace tierkv {
 inline constexpr int32_t kCoopWarps = 4;
 inline constexpr int32_t kCoopThreads = kCoopWarps * 32;
 inline constexpr int32_t kCoopTiles = kCoopWarps;  // of a chunk, one per warp
+inline constexpr int32_t kCoopChunks = 2;          // of a step
 inline constexpr int32_t kCoopStages = 2;
 inline constexpr int32_t kCoopWarpDims = kRungHeadDim / kCoopWarps;
-inline constexpr int32_t kWeightStride = kCoopTiles * kTileTokens + 8;  // halves; no bank conflicts
+// Halves; rows lie 4 banks apart.
+inline constexpr int32_t kWeightStride = kCoopChunks * kCoopTiles * kTileTokens + 8;
 
 // Offsets into the dynamic shared memory of a CTA; the stages are before them.
 struct CoopShared {
@@ -34,7 +37,7 @@ struct CoopShared {
 TKV_HD constexpr CoopShared coop_shared(int32_t slot_bytes) {
   CoopShared s{};
   const int32_t part_bytes = kRungMaxGroup * kRungHeadDim * 4;
-  const int32_t stages = kCoopStages * slot_bytes;
+  const int32_t stages = kCoopStages * kCoopChunks * slot_bytes;
   s.weights = stages > part_bytes ? stages : part_bytes;
   s.maxima = s.weights + kRungMaxGroup * kWeightStride * 2;
   s.sums = s.maxima + kCoopWarps * kRungMaxGroup * 4;
@@ -78,17 +81,21 @@ class CoopCta {
     const auto look_up = [&](int32_t i) {
       return i < end ? chunks.at(i) : RowChunk{nullptr, 0, 0, 0, 0};
     };
-    RowChunk chunk = look_up(begin), next = look_up(begin + 1);
-    start_chunk(chunk, begin);
-    for (int32_t i = begin; i < end; ++i) {
-      __syncthreads();  // the stage of the next chunk is free
-      start_chunk(next, i + 1);
-      const RowChunk behind = look_up(i + 2);
-      wait_copies<1>();
-      __syncthreads();
-      if (chunk.tokens > 0) attend(chunk, stages_ + i % kCoopStages * slot_bytes_);
-      chunk = next;
+    const auto look_up_step = [&](int32_t i) { return Step{{look_up(i), look_up(i + 1)}}; };
+    Step step = look_up_step(begin), next = look_up_step(begin + kCoopChunks);
+    uint8_t *stage = stages_, *other = stages_ + kCoopChunks * slot_bytes_;
+    start_copies(step, stage);
+    for (int32_t i = begin; i < end; i += kCoopChunks) {
+      wait_copies<0>();
+      __syncthreads();  // the step is here for all, and all are done with the other stage
+      start_copies(next, other);
+      const Step behind = look_up_step(i + 2 * kCoopChunks);
+      attend(step, stage);
+      step = next;
       next = behind;
+      uint8_t* const here = stage;
+      stage = other;
+      other = here;
     }
     leave(row, split);
   }
@@ -96,6 +103,11 @@ class CoopCta {
  private:
   static constexpr int32_t kBlocks = kRungHeadDim / kDimBlock;
   static constexpr int32_t kWarpTiles = kCoopWarpDims / 8;  // columns of the output, 8 a tile
+
+  // Attended together, so that the warps meet half as often.
+  struct Step {
+    RowChunk chunk[kCoopChunks];
+  };
 
   __device__ __forceinline__ void load_query(int32_t row) {
     const int32_t g = lane_ / 4, t = lane_ % 4;
@@ -111,11 +123,14 @@ class CoopCta {
     }
   }
 
-  // The chunk's four runs of bytes, one behind another. An empty group where there is nothing.
-  __device__ __forceinline__ void start_chunk(const RowChunk& chunk, int32_t i) {
-    uint8_t* to = stages_ + i % kCoopStages * slot_bytes_;
-    const TierSource& tier = p_.rows.tiers[chunk.tier];
-    if (chunk.tokens > 0) {
+  // The four runs of bytes of every chunk, one behind another.
+  __device__ __forceinline__ void start_copies(const Step& step, uint8_t* stage) {
+#pragma unroll
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+      const RowChunk& chunk = step.chunk[c];
+      if (chunk.tokens == 0) continue;
+      const TierSource& tier = p_.rows.tiers[chunk.tier];
+      uint8_t* to = stage + c * slot_bytes_;
 #pragma unroll
       for (int32_t s = 0; s < 4; ++s) {
         const int32_t bytes = chunk.tiles * tier.segment_tile[s];
@@ -129,44 +144,78 @@ class CoopCta {
     close_copy_group();
   }
 
-  __device__ __forceinline__ void attend(const RowChunk& chunk, const uint8_t* bytes) {
-    switch (p_.rows.tiers[chunk.tier].format) {
-      case pair_format(16, 16):
-        return attend_chunk<16, 16>(chunk, bytes);
-      case pair_format(8, 4):
-        return attend_chunk<8, 4>(chunk, bytes);
-      case pair_format(4, 4):
-        return attend_chunk<4, 4>(chunk, bytes);
-      default:
-        return attend_chunk<4, 2>(chunk, bytes);
+  // Chunks of two formats go one by one.
+  __device__ __forceinline__ void attend(const Step& step, const uint8_t* stage) {
+    const RowChunk &a = step.chunk[0], &b = step.chunk[1];
+    if (b.tokens == 0 || a.tier == b.tier) {
+      attend_format(step, a.tier, stage);
+    } else {
+      const RowChunk none{nullptr, 0, 0, 0, 0};
+      attend_format({{a, none}}, a.tier, stage);
+      attend_format({{none, b}}, b.tier, stage);
     }
   }
 
+  __device__ __forceinline__ void attend_format(const Step& step, int32_t tier,
+                                                const uint8_t* stage) {
+    if (step.chunk[0].tokens + step.chunk[1].tokens == 0) return;
+    switch (p_.rows.tiers[tier].format) {
+      case pair_format(16, 16):
+        return attend_step<16, 16>(step, stage);
+      case pair_format(8, 4):
+        return attend_step<8, 4>(step, stage);
+      case pair_format(4, 4):
+        return attend_step<4, 4>(step, stage);
+      default:
+        return attend_step<4, 2>(step, stage);
+    }
+  }
+
+  // Where the segments of a chunk are in its slot.
   template <int32_t kKeyBits, int32_t kValueBits>
-  __device__ __forceinline__ void attend_chunk(const RowChunk& chunk, const uint8_t* k_codes) {
-    constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
-    constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
-    const uint8_t* k_metadata = k_codes + chunk.tiles * kKeyBytes;
-    const uint8_t* v_codes = k_metadata + (kKeyBits == 16 ? 0 : chunk.tiles * kMetadataBlockBytes);
-    const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
-    float scores[2][2];  // [token half]: row g, tokens 2t and 2t + 1 of the warp's tile
-    scores[0][0] = scores[0][1] = scores[1][0] = scores[1][1] = -INFINITY;
-    if (warp_ < chunk.tiles) {
-      score_tile<kKeyBits>(k_codes + warp_ * kKeyBytes, k_metadata + warp_ * kMetadataBlockBytes,
-                           chunk.tokens - warp_ * kTileTokens, scores);
+  struct Segments {
+    static constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
+    static constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
+    const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
+
+    __device__ __forceinline__ Segments(const uint8_t* slot, int32_t tiles)
+        : k_codes(slot),
+          k_metadata(slot + tiles * kKeyBytes),
+          v_codes(k_metadata + (kKeyBits == 16 ? 0 : tiles * kMetadataBlockBytes)),
+          v_metadata(v_codes + tiles * kValueBytes) {}
+  };
+
+  template <int32_t kKeyBits, int32_t kValueBits>
+  __device__ __forceinline__ void attend_step(const Step& step, const uint8_t* stage) {
+    using At = Segments<kKeyBits, kValueBits>;
+    float scores[kCoopChunks][2][2];  // [token half]: row g, tokens 2t and 2t + 1 of a tile
+#pragma unroll
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+      const RowChunk& chunk = step.chunk[c];
+      scores[c][0][0] = scores[c][0][1] = scores[c][1][0] = scores[c][1][1] = -INFINITY;
+      if (warp_ >= chunk.tiles) continue;
+      const At at(stage + c * slot_bytes_, chunk.tiles);
+      score_tile<kKeyBits>(at.k_codes + warp_ * At::kKeyBytes,
+                           at.k_metadata + warp_ * kMetadataBlockBytes,
+                           chunk.tokens - warp_ * kTileTokens, scores[c]);
     }
     share_weights(scores);
-    for (int32_t i = 0; i < chunk.tiles; i += 2) {
-      uint32_t weights[4];  // tokens 0..7, 8..15 of tile i, then of i + 1
-      load_matrices(weights,
-                    weights_ + lane_ % 8 * kWeightStride + i * kTileTokens + lane_ / 8 * 8);
 #pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
-        if (i + j >= chunk.tiles) break;
-        const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
-        add_values<kValueBits>(v_codes + (i + j) * kValueBytes,
-                               v_metadata + (i + j) * kMetadataBlockBytes,
-                               chunk.tokens - (i + j) * kTileTokens, pair);
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+      const RowChunk& chunk = step.chunk[c];
+      const At at(stage + c * slot_bytes_, chunk.tiles);
+      for (int32_t i = 0; i < chunk.tiles; i += 2) {
+        uint32_t weights[4];  // tokens 0..7, 8..15 of tile i, then of i + 1
+        load_matrices(weights, weights_ + lane_ % 8 * kWeightStride +
+                                   (c * kCoopTiles + i) * kTileTokens + lane_ / 8 * 8);
+#pragma unroll
+        for (int32_t j = 0; j < 2; ++j) {
+          if (i + j >= chunk.tiles) break;
+          const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
+          add_values<kValueBits>(at.v_codes + (i + j) * At::kValueBytes,
+                                 at.v_metadata + (i + j) * kMetadataBlockBytes,
+                                 chunk.tokens - (i + j) * kTileTokens, pair);
+        }
       }
     }
   }
@@ -210,11 +259,18 @@ class CoopCta {
     }
   }
 
-  // The warps agree on the maximum of every row and show each other their weights. The chunk has a
+  // The warps agree on the maximum of every row and show each other their weights. The step has a
   // token, so the maximum is finite.
-  __device__ __forceinline__ void share_weights(const float (&scores)[2][2]) {
+  __device__ __forceinline__ void share_weights(const float (&scores)[kCoopChunks][2][2]) {
     const int32_t g = lane_ / 4, t = lane_ % 4;
-    float largest = fmaxf(fmaxf(scores[0][0], scores[0][1]), fmaxf(scores[1][0], scores[1][1]));
+    float largest = -INFINITY;
+#pragma unroll
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        largest = fmaxf(largest, fmaxf(scores[c][half][0], scores[c][half][1]));
+      }
+    }
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     if (t == 0) maxima_[warp_ * kRungMaxGroup + g] = largest;
@@ -233,12 +289,15 @@ class CoopCta {
       out_[n][1] *= kept;
     }
 #pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-      const float low = exp2_fast(scores[half][0] - largest);
-      const float high = exp2_fast(scores[half][1] - largest);
-      sum_ += low + high;
-      __half* to = weights_ + g * kWeightStride + warp_ * kTileTokens + 8 * half + 2 * t;
-      *reinterpret_cast<uint32_t*>(to) = pack_halves(low, high);
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+      __half* to = weights_ + g * kWeightStride + (c * kCoopTiles + warp_) * kTileTokens + 2 * t;
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float low = exp2_fast(scores[c][half][0] - largest);
+        const float high = exp2_fast(scores[c][half][1] - largest);
+        sum_ += low + high;
+        *reinterpret_cast<uint32_t*>(to + 8 * half) = pack_halves(low, high);
+      }
     }
     __syncthreads();
   }
@@ -338,7 +397,7 @@ class CoopCta {
   float sum_ = 0.0f;                // of row g, this lane's tokens
 };
 
-__global__ void __launch_bounds__(kCoopThreads)
+__global__ void __launch_bounds__(kCoopThreads, 3)
     query_as_a_kernel(const __grid_constant__ RungParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   let_next_kernel_start();
