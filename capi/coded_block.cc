@@ -2,6 +2,7 @@
 #include "codec/coded_block.h"
 
 #include "capi/abi.h"
+#include "capi/buffer.h"
 #include "tierkv/layout.h"
 
 struct tkv_codebook {
@@ -10,20 +11,6 @@ struct tkv_codebook {
 
 namespace tierkv::capi {
 namespace {
-
-Status fill(const std::vector<uint8_t>& bytes, tkv_buffer* out) {
-  tkv_buffer b;
-  if (Status s = read_struct(out, "buffer", &b); !s) return s;
-  if (b.data == nullptr && b.capacity > 0) return invalid("buffer: data is null");
-  b.size = bytes.size();
-  write_struct(b, out);
-  if (bytes.size() > b.capacity) {
-    return Status(StatusCode::kBufferTooSmall,
-                  "buffer: " + std::to_string(bytes.size()) + " bytes are needed");
-  }
-  std::memcpy(b.data, bytes.data(), bytes.size());
-  return Status::ok();
-}
 
 Status build(const tkv_codebook_spec* spec, const int16_t* codes, int64_t tokens,
              tkv_codebook** out) {

@@ -1,0 +1,47 @@
+// The GPU entry points of a build without CUDA, in place of those of the .cu files: each refuses by
+// name, and what no operation runs in needs no bytes.
+#include "tierkv/allocator.h"
+#include "tierkv/attention.h"
+#include "tierkv/store.h"
+
+namespace tierkv {
+namespace {
+
+Status refusal(const char* function) {
+  return Status(StatusCode::kUnsupported,
+                std::string(function) + ": this library was built without CUDA");
+}
+
+}  // namespace
+
+Status initialize_device(const PageAllocator&, GpuStream) {
+  return refusal("initialize_device");
+}
+Status run_page_op_device(const PageAllocator&, const PageOp&, const DeviceWorkspace&, GpuStream) {
+  return refusal("run_page_op_device");
+}
+
+size_t page_op_workspace_bytes(const AllocatorShape&, int32_t) {
+  return 0;
+}
+
+Result<AttentionGrid> attention_grid(const AttentionConfig&) {
+  return refusal("attention_grid");
+}
+Status plan_attention(const AttentionConfig&, const AttentionGrid&, const PageTableView&,
+                      const AttentionBatch&, const AttentionWorkspace&, GpuStream) {
+  return refusal("plan_attention");
+}
+Status attend(const AttentionConfig&, const AttentionGrid&, const AttendCall&,
+              const AttentionWorkspace&, GpuStream) {
+  return refusal("attend");
+}
+Status merge_attention(const MergeCall&, GpuStream) {
+  return refusal("merge_attention");
+}
+
+Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig&, GpuStream) {
+  return refusal("create_device_store");
+}
+
+}  // namespace tierkv

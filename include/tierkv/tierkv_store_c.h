@@ -1,0 +1,302 @@
+/* tierkv's store and attention for C: the compressed cache of many sequences, and attention over
+ * caller-owned pages. The rules of tierkv_c.h hold; names and meanings are those of store.h and
+ * attention.h, which are the manuals of the calls.
+ *
+ *   tkv_store* store;
+ *   tkv_sequence_id id;
+ *   tkv_store_create(&config, &store, &error);              on the host, or
+ *   tkv_store_create_device(&config, stream, &store, &error);
+ *   tkv_store_add_sequence(store, &id, &error);
+ *   tkv_store_begin_prompt(store, &id, 1, n, &error);
+ *   for each layer: tkv_store_append(), tkv_store_score_prompt()
+ *   tkv_store_end_prompt(store, &id, 1, &error);
+ *   for each token:
+ *     tkv_store_begin_step(store, &id, 1, 1, &error);
+ *     for each layer: tkv_store_append(), tkv_store_attend(), tkv_store_update_scores()
+ *
+ * A build without CUDA refuses the device calls with TKV_UNSUPPORTED. A stream is a cudaStream_t as
+ * a pointer; the device is the one that is current. Device pointers are those of cudaMalloc or of
+ * whatever allocates with it (a framework's tensors).
+ */
+#ifndef TIERKV_TIERKV_STORE_C_H_
+#define TIERKV_TIERKV_STORE_C_H_
+
+#include "tierkv/tierkv_c.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The format of the tokens of a tier. */
+typedef struct tkv_tier_format {
+  size_t struct_size;
+  int32_t k_bits; /* 16 (raw), 8, 4 or 2 */
+  int32_t v_bits;
+  int32_t k_group; /* channels that share scale and zero point; 0: all */
+  int32_t v_group;
+} tkv_tier_format;
+
+/* ---- The store ---- */
+
+/* Calls on one store must not overlap. */
+typedef struct tkv_store tkv_store;
+
+/* Names a sequence of one store; 0 names none. A released id stays stale for good. */
+typedef uint64_t tkv_sequence_id;
+
+/* Every field counts as it is given; for the defaults give no policy at all. */
+typedef struct tkv_tier_policy {
+  size_t struct_size;
+  double alpha_high;     /* significance >= alpha_high / i: high */
+  double alpha_low;      /* significance >= alpha_low / i: low; below: pruned */
+  int32_t window_tokens; /* the newest, never downgraded; at least 8 */
+  int32_t sink_tokens;   /* the first, never downgraded */
+} tkv_tier_policy;
+
+typedef struct tkv_store_config {
+  size_t struct_size;
+  int32_t num_layers;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  tkv_dtype dtype;     /* of keys and values as they are appended */
+  int32_t before_rope; /* 1: keys come before the rotary embedding; exported sequences say so */
+  double rope_theta;
+  double sm_scale;                      /* 0: 1 / sqrt(head_dim) */
+  const tkv_tier_format* window_format; /* null: 8-bit keys, 4-bit values */
+  const tkv_tier_format* high_format;   /* null: likewise */
+  const tkv_tier_format* low_format;    /* null: 4-bit keys, 2-bit values */
+  const tkv_tier_policy* policy;        /* null: alphas 1 and 0, a window of 64, no sinks */
+  int32_t score_interval;               /* every n-th query is counted; 0: 1 */
+  int32_t num_pages;
+  int64_t page_bytes; /* 0: chosen for the three formats */
+  int32_t max_sequences;
+  int32_t max_tokens; /* of a sequence */
+} tkv_store_config;
+
+/* Everything in host memory. TKV_OUT_OF_RANGE also where there is no memory for the pool. */
+TKV_API tkv_status tkv_store_create(const tkv_store_config* config, tkv_store** store,
+                                    tkv_error* error);
+/* Everything in device memory, all work on `stream`, which must outlive the store. */
+TKV_API tkv_status tkv_store_create_device(const tkv_store_config* config, void* stream,
+                                           tkv_store** store, tkv_error* error);
+/* Waits for the stream of a device store. */
+TKV_API void tkv_store_destroy(tkv_store* store);
+
+typedef struct tkv_store_info {
+  size_t struct_size;
+  int64_t page_bytes;
+  int32_t on_device;
+} tkv_store_info;
+TKV_API tkv_status tkv_store_get_info(const tkv_store* store, tkv_store_info* info,
+                                      tkv_error* error);
+
+TKV_API tkv_status tkv_store_add_sequence(tkv_store* store, tkv_sequence_id* sequence,
+                                          tkv_error* error);
+/* Lists of sequences lie in host memory for both back ends, 1 to max_sequences, none twice. */
+TKV_API tkv_status tkv_store_begin_prompt(tkv_store* store, const tkv_sequence_id* sequences,
+                                          int32_t num_sequences, int32_t tokens, tkv_error* error);
+TKV_API tkv_status tkv_store_end_prompt(tkv_store* store, const tkv_sequence_id* sequences,
+                                        int32_t num_sequences, tkv_error* error);
+TKV_API tkv_status tkv_store_begin_step(tkv_store* store, const tkv_sequence_id* sequences,
+                                        int32_t num_sequences, int32_t tokens, tkv_error* error);
+
+/* Arrays of the structs below: host memory of a host store, device memory of a device store. */
+typedef struct tkv_append_call {
+  size_t struct_size;
+  const tkv_sequence_id* sequences; /* [num_sequences] */
+  int32_t num_sequences;
+  int32_t layer;
+  int32_t tokens; /* as begin_prompt or begin_step said */
+  const void* k;  /* config.dtype [num_sequences, tokens, num_kv_heads, head_dim] */
+  const void* v;  /* likewise */
+} tkv_append_call;
+TKV_API tkv_status tkv_store_append(tkv_store* store, const tkv_append_call* call,
+                                    tkv_error* error);
+
+typedef struct tkv_prompt_scores {
+  size_t struct_size;
+  const tkv_sequence_id* sequences;
+  int32_t num_sequences;
+  int32_t layer;
+  const float* significance; /* [num_sequences, num_kv_heads, stride], by position */
+  int64_t stride;            /* at least the tokens of the longest sequence */
+} tkv_prompt_scores;
+TKV_API tkv_status tkv_store_score_prompt(tkv_store* store, const tkv_prompt_scores* scores,
+                                          tkv_error* error);
+
+/* Attention of the newest token's query over all that the layer holds, that token included. */
+typedef struct tkv_attend_request {
+  size_t struct_size;
+  const tkv_sequence_id* sequences;
+  int32_t num_sequences;
+  int32_t layer;
+  const void* q;        /* fp16 [num_sequences, num_q_heads, head_dim] */
+  void* out;            /* like q */
+  float* lse;           /* [num_sequences, num_q_heads], natural logarithm; may be null */
+  float* probabilities; /* as tkv_score_update takes them; may be null */
+  int64_t stride;       /* of probabilities */
+} tkv_attend_request;
+TKV_API tkv_status tkv_store_attend(tkv_store* store, const tkv_attend_request* request,
+                                    tkv_error* error);
+
+/* For each token the largest probability that a query head of the group gave it. */
+typedef struct tkv_score_update {
+  size_t struct_size;
+  const tkv_sequence_id* sequences;
+  int32_t num_sequences;
+  int32_t layer;
+  int32_t back;               /* the query is that of the newest token but `back` */
+  const float* probabilities; /* [num_sequences, num_kv_heads, stride], by position */
+  int64_t stride;             /* at least the tokens of the longest sequence */
+} tkv_score_update;
+TKV_API tkv_status tkv_store_update_scores(tkv_store* store, const tkv_score_update* update,
+                                           tkv_error* error);
+
+TKV_API tkv_status tkv_store_fork(tkv_store* store, tkv_sequence_id source, tkv_sequence_id* copy,
+                                  tkv_error* error);
+TKV_API tkv_status tkv_store_truncate(tkv_store* store, tkv_sequence_id sequence, int32_t tokens,
+                                      tkv_error* error);
+TKV_API tkv_status tkv_store_release(tkv_store* store, tkv_sequence_id sequence, tkv_error* error);
+TKV_API tkv_status tkv_store_num_tokens(tkv_store* store, tkv_sequence_id sequence, int32_t* tokens,
+                                        tkv_error* error);
+
+typedef struct tkv_store_stats {
+  size_t struct_size;
+  int64_t window_tokens; /* of all rows (sequence, layer, kv_head); sinks among them */
+  int64_t high_tokens;
+  int64_t low_tokens;
+  int64_t pruned_tokens;
+  int32_t sequences;
+  int32_t pages;
+  int32_t pages_free;
+  int32_t pages_shared;
+  int64_t page_bytes;
+  int64_t raw_bytes;     /* the same tokens, pruned ones included, as 16-bit values */
+  int64_t nominal_bytes; /* codes, metadata, scores and positions of the tokens kept */
+} tkv_store_stats;
+TKV_API tkv_status tkv_store_get_stats(tkv_store* store, tkv_store_stats* stats, tkv_error* error);
+
+/* To and from host memory for both back ends. */
+TKV_API tkv_status tkv_store_export_sequence(tkv_store* store, tkv_sequence_id sequence,
+                                             tkv_buffer* out, tkv_error* error);
+TKV_API tkv_status tkv_store_import_sequence(tkv_store* store, const uint8_t* bytes, size_t size,
+                                             tkv_sequence_id* sequence, tkv_error* error);
+
+/* Waits for what was enqueued and tells the first failure that the device found. */
+TKV_API tkv_status tkv_store_take_status(tkv_store* store, tkv_error* error);
+/* A captured step was replayed once more. TKV_UNSUPPORTED on a host store. */
+TKV_API tkv_status tkv_store_note_replay(tkv_store* store, const tkv_sequence_id* sequences,
+                                         int32_t num_sequences, int32_t tokens, tkv_error* error);
+
+/* ---- Attention over pages that the caller owns, in device memory ---- */
+
+/* A checked configuration and how the device that was current runs it. */
+typedef struct tkv_attention tkv_attention;
+
+/* The format of the pages on one side of the page tables. */
+typedef struct tkv_attention_tier {
+  size_t struct_size;
+  int32_t side; /* 0 to 3 */
+  const tkv_tier_format* format;
+} tkv_attention_tier;
+
+typedef struct tkv_attention_config {
+  size_t struct_size;
+  int32_t num_layers; /* 0: 1 */
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t q_len;   /* 0: 1 */
+  tkv_dtype dtype; /* of q, out and raw pages */
+  double sm_scale; /* 0: 1 / sqrt(head_dim) */
+  int64_t page_bytes;
+  const tkv_attention_tier* tiers; /* [num_tiers], which share struct_size */
+  int32_t num_tiers;               /* 1 to 3 */
+  int32_t sliding_window_tokens;   /* 0: none */
+  int32_t learned_sinks;
+} tkv_attention_config;
+
+/* Needs no device: TKV_INVALID_ARGUMENT or TKV_UNSUPPORTED with the field's name. */
+TKV_API tkv_status tkv_attention_validate(const tkv_attention_config* config, tkv_error* error);
+TKV_API tkv_status tkv_attention_create(const tkv_attention_config* config,
+                                        tkv_attention** attention, tkv_error* error);
+TKV_API void tkv_attention_destroy(tkv_attention* attention);
+/* Of device memory aligned to 256 bytes, zero before its first use, for one stream. */
+TKV_API tkv_status tkv_attention_workspace_bytes(const tkv_attention* attention,
+                                                 int32_t num_sequences, size_t* bytes,
+                                                 tkv_error* error);
+
+/* Which pages a row holds: page_table.h. slots and tokens are device memory, the struct is not. */
+typedef struct tkv_page_table {
+  size_t struct_size;
+  int32_t num_sequences;
+  int32_t rows_per_sequence;  /* num_layers * num_kv_heads */
+  int32_t num_sides;          /* 1 to 4 */
+  int32_t table_slots[2];     /* of a row */
+  int32_t tokens_per_page[4]; /* by side */
+  const int32_t* slots;       /* [rows, table_slots[0] + table_slots[1] rounded up to 4] */
+  const int32_t* tokens;      /* [rows, 4], by side; aligned to 16 bytes */
+} tkv_page_table;
+
+/* The pages themselves, device memory. */
+typedef struct tkv_page_pool {
+  size_t struct_size;
+  void* pages;   /* [num_pages, page_bytes], aligned to 128 bytes */
+  void* records; /* [num_pages, 16 bytes], the side table of page.h */
+  int64_t page_bytes;
+  int32_t num_pages;
+} tkv_page_pool;
+
+/* Of one layer. tkv_plan_attention reads table, sequences and workspace. */
+typedef struct tkv_attend_call {
+  size_t struct_size;
+  const tkv_page_table* table;
+  const tkv_page_pool* pool;
+  const int32_t* sequences; /* device [num_sequences], -1 is padding; null: 0, 1, 2, ... */
+  int32_t num_sequences;
+  int32_t layer;
+  const void* q; /* device [num_sequences, num_q_heads, head_dim], aligned to 16 bytes */
+  void* out;     /* device, like q */
+  float* lse;    /* device [num_sequences, num_q_heads], natural logarithm; may be null */
+  /* 1: plan and tables were complete before the kernel that precedes this one on the stream. */
+  int32_t plan_is_settled;
+  void* workspace;
+  size_t workspace_bytes;
+} tkv_attend_call;
+
+/* Cuts the work of all layers; follows every change of the table or the sequences, and precedes
+ * tkv_attend. Both can be captured in a CUDA graph. */
+TKV_API tkv_status tkv_plan_attention(const tkv_attention* attention, const tkv_attend_call* call,
+                                      void* stream, tkv_error* error);
+TKV_API tkv_status tkv_attend(const tkv_attention* attention, const tkv_attend_call* call,
+                              void* stream, tkv_error* error);
+/* Where the tkv_status of each row of call->layer lies in the workspace: device memory
+ * [num_sequences, num_kv_heads], valid once the last tkv_attend of the layer is done. */
+TKV_API tkv_status tkv_attention_row_status(const tkv_attention* attention,
+                                            const tkv_attend_call* call, const int32_t** status,
+                                            tkv_error* error);
+
+/* Joins two partial results over disjoint tokens. An lse of -infinity: that part has no tokens.
+ * Outputs may be the inputs. */
+typedef struct tkv_merge_call {
+  size_t struct_size;
+  const void* a_out;  /* dtype [rows, head_dim] */
+  const float* a_lse; /* [rows] */
+  const void* b_out;
+  const float* b_lse;
+  void* out;
+  float* lse;
+  int64_t rows;
+  int32_t head_dim;
+  tkv_dtype dtype;
+} tkv_merge_call;
+/* Device memory. */
+TKV_API tkv_status tkv_merge_attention(const tkv_merge_call* call, void* stream, tkv_error* error);
+TKV_API tkv_status tkv_merge_attention_host(const tkv_merge_call* call, tkv_error* error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TIERKV_TIERKV_STORE_C_H_ */
