@@ -6,21 +6,26 @@
     with tierkv.open("cache.tkv") as cache:
         layer = cache.decode_layer(3)                                  # layer.k, layer.v: NumPy
 
-Errors are exceptions, all of them TierkvError. Attention over compressed pages is in the C++ library, on the GPU.
+    with tierkv.Store(config) as store: ...                            # the cache of many sequences, with attention
+
+Errors are exceptions, all of them TierkvError.
 """
 from ._library import core as _core
 from .codec import (Codebook, Page, PageChoice, PageFormat, PageTokens, QuantizedRows, choose_page_bytes, decode, dequantize, encode,
                     quantize)
 from .container import Cache, CacheInfo, Layer, Sequence, open, open_bytes
 from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress, decompress
-from .errors import (CorruptError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError, OutOfMemoryError,
-                     OutOfRangeError, TierkvError, UnsupportedError, VersionError)
+from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
+                     OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
+from .store import Attention, Store, StoreConfig, StoreStats, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Cache", "CacheInfo", "Codebook", "Compressed", "CorruptError", "InputOutputError", "InvalidArgumentError", "Layer",
-    "NonFiniteError", "NotFoundError", "OutOfMemoryError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
-    "QuantizedRows", "Result", "Sequence", "Thresholds", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze",
-    "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "open", "open_bytes", "quantize",
+    "Attention", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "Compressed", "CorruptError", "CudaError",
+    "InputOutputError", "InvalidArgumentError", "Layer", "NonFiniteError", "NotFoundError", "OutOfMemoryError", "OutOfPagesError",
+    "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens", "QuantizedRows", "Result", "Sequence",
+    "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds", "TierFormat", "TierPolicy", "TierkvError",
+    "UnsupportedError", "VersionError", "__version__", "analyze", "calibrate", "choose_page_bytes", "compress", "decode",
+    "decompress", "dequantize", "encode", "open", "open_bytes", "quantize",
 ]

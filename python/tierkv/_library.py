@@ -1,4 +1,4 @@
-"""The C ABI: structs of tierkv_c.h and tierkv_dumps_c.h, and calls that raise.
+"""The C ABI: structs of tierkv_c.h, tierkv_store_c.h and tierkv_dumps_c.h, and calls that raise.
 
 Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.
 """
@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import pathlib
-from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, Dict, List, Union
 
 from .errors import error_of
@@ -77,6 +77,53 @@ class LayerStruct(Struct):
                 ("v", c_void_p), ("pruned", c_void_p)]
 
 
+class TierFormatStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("k_bits", c_int32), ("v_bits", c_int32), ("k_group", c_int32), ("v_group", c_int32)]
+
+
+class TierPolicyStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("alpha_high", c_double), ("alpha_low", c_double), ("window_tokens", c_int32),
+                ("sink_tokens", c_int32)]
+
+
+class StoreConfigStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
+                ("head_dim", c_int32), ("dtype", c_int32), ("before_rope", c_int32), ("rope_theta", c_double), ("sm_scale", c_double),
+                ("window_format", POINTER(TierFormatStruct)), ("high_format", POINTER(TierFormatStruct)),
+                ("low_format", POINTER(TierFormatStruct)), ("policy", POINTER(TierPolicyStruct)), ("score_interval", c_int32),
+                ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32)]
+
+
+class StoreInfoStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("page_bytes", c_int64), ("on_device", c_int32)]
+
+
+class AppendCall(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("tokens", c_int32), ("k", c_void_p), ("v", c_void_p)]
+
+
+class PromptScores(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("significance", c_void_p), ("stride", c_int64)]
+
+
+class AttendRequest(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p), ("stride", c_int64)]
+
+
+class ScoreUpdate(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("back", c_int32), ("probabilities", c_void_p), ("stride", c_int64)]
+
+
+class StoreStatsStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("window_tokens", c_int64), ("high_tokens", c_int64), ("low_tokens", c_int64),
+                ("pruned_tokens", c_int64), ("sequences", c_int32), ("pages", c_int32), ("pages_free", c_int32),
+                ("pages_shared", c_int32), ("page_bytes", c_int64), ("raw_bytes", c_int64), ("nominal_bytes", c_int64)]
+
+
 PROGRESS = ctypes.CFUNCTYPE(None, c_void_p, c_double)
 
 
@@ -125,6 +172,26 @@ CORE: Dict[str, List[Any]] = {
     "tkv_container_get_sequence": [c_void_p, c_int32, POINTER(SequenceInfo)],
     "tkv_container_decode_layer": [c_void_p, POINTER(LayerStruct)],
     "tkv_container_verify": [c_void_p, c_int32],
+    "tkv_store_create": [POINTER(StoreConfigStruct), POINTER(c_void_p)],
+    "tkv_store_create_device": [POINTER(StoreConfigStruct), c_void_p, POINTER(c_void_p)],
+    "tkv_store_get_info": [c_void_p, POINTER(StoreInfoStruct)],
+    "tkv_store_add_sequence": [c_void_p, POINTER(c_uint64)],
+    "tkv_store_begin_prompt": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
+    "tkv_store_end_prompt": [c_void_p, POINTER(c_uint64), c_int32],
+    "tkv_store_begin_step": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
+    "tkv_store_append": [c_void_p, POINTER(AppendCall)],
+    "tkv_store_score_prompt": [c_void_p, POINTER(PromptScores)],
+    "tkv_store_attend": [c_void_p, POINTER(AttendRequest)],
+    "tkv_store_update_scores": [c_void_p, POINTER(ScoreUpdate)],
+    "tkv_store_fork": [c_void_p, c_uint64, POINTER(c_uint64)],
+    "tkv_store_truncate": [c_void_p, c_uint64, c_int32],
+    "tkv_store_release": [c_void_p, c_uint64],
+    "tkv_store_num_tokens": [c_void_p, c_uint64, POINTER(c_int32)],
+    "tkv_store_get_stats": [c_void_p, POINTER(StoreStatsStruct)],
+    "tkv_store_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
+    "tkv_store_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
+    "tkv_store_take_status": [c_void_p],
+    "tkv_store_note_replay": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
 }
 DUMPS: Dict[str, List[Any]] = {
     "tkv_analyze": [POINTER(AnalyzeOptions), POINTER(c_void_p)],
@@ -157,9 +224,9 @@ def core() -> Library:
     library.dll.tkv_version.restype = c_char_p
     library.dll.tkv_block_max_bytes.restype = c_size_t
     library.dll.tkv_block_max_bytes.argtypes = [c_int32]
-    library.dll.tkv_codebook_destroy.argtypes = [c_void_p]
-    library.dll.tkv_container_destroy.argtypes = [c_void_p]
-    library.dll.tkv_codebook_destroy.restype = library.dll.tkv_container_destroy.restype = None
+    for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_store_destroy):
+        destroy.argtypes = [c_void_p]
+        destroy.restype = None
     return library
 
 

@@ -34,10 +34,28 @@ class OutOfRangeError(TierkvError, IndexError):
     name = "out_of_range"
 
 
+class OutOfPagesError(TierkvError, MemoryError):
+    """The page pool cannot serve the demand; nothing was allocated."""
+
+    name = "out_of_pages"
+
+
 class CorruptError(TierkvError):
     """Compressed bytes or a file that contradicts itself."""
 
     name = "corrupt"
+
+
+class BufferTooSmallError(TierkvError, ValueError):
+    """An output smaller than what it is to hold."""
+
+    name = "buffer_too_small"
+
+
+class StaleSequenceError(TierkvError, LookupError):
+    """A sequence that was released, or never there."""
+
+    name = "stale_sequence"
 
 
 class NotFoundError(TierkvError, LookupError):
@@ -50,6 +68,12 @@ class InputOutputError(TierkvError, OSError):
     """The operating system refused a read or a write."""
 
     name = "io"
+
+
+class CudaError(TierkvError, RuntimeError):
+    """A call of the CUDA runtime failed."""
+
+    name = "cuda"
 
 
 class VersionError(TierkvError):
@@ -69,9 +93,13 @@ _CLASSES: Dict[int, Type[TierkvError]] = {
     2: UnsupportedError,
     3: NonFiniteError,
     4: OutOfRangeError,
+    5: OutOfPagesError,
     6: CorruptError,
+    7: BufferTooSmallError,
+    8: StaleSequenceError,
     9: NotFoundError,
     10: InputOutputError,
+    11: CudaError,
     12: VersionError,
     100: OutOfMemoryError,
 }

@@ -230,7 +230,8 @@ void step(Twins& twins, RandomInput& input, Twins::Pair id, int32_t n) {
     const auto q = input.values(DType::kFloat16, kQHeads, kHeadDim);
     EXPECT_EQ(twins.append(id, layer, n, k.data(), v.data()), StatusCode::kOk);
     const std::vector<float> seen = twins.attend(id, layer, q.data());
-    EXPECT_EQ(twins.update_scores(id, layer, 0, seen.data()), StatusCode::kOk);
+    EXPECT_EQ(twins.update_scores(id, layer, input.uniform(0, n - 1), seen.data()),
+              StatusCode::kOk);
   }
 }
 

@@ -1,0 +1,361 @@
+"""The store: the compressed cache of many sequences, from the tokens of a prompt to attention, on the host or a GPU.
+
+    config = StoreConfig(num_layers=32, num_q_heads=32, num_kv_heads=8, head_dim=128, num_pages=40000, max_sequences=64, max_tokens=8192)
+    with Store(config) as store:                    # NumPy; Store.on_device(config, stream) for tensors in GPU memory
+        id = store.add_sequence()
+        store.begin_prompt(id, n)
+        for layer in range(32):
+            store.append(id, layer, k, v)           # [1, n, 8, 128]
+            store.score_prompt(id, layer, significance)
+        store.end_prompt(id)                        # tiers, pages
+        store.begin_step(id)
+        for layer in range(32):
+            store.append(id, layer, k, v)           # [1, 1, 8, 128]
+            seen = store.attend(id, layer, q, probabilities=True)
+            store.update_scores(id, layer, seen.probabilities)
+
+include/tierkv/store.h says what each call does, in which order they may come, and what each refuses.
+"""
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+
+import numpy as np
+
+from . import _device
+from . import _library as lib
+from ._arrays import DTYPES, Array, ArrayLike, pointer, shaped, values
+from .errors import BufferTooSmallError
+
+Ids = Union[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TierFormat:
+    """How a tier stores tokens: bits per key and value code (16: raw), channels that share a scale (0: all)."""
+
+    k_bits: int
+    v_bits: int
+    k_group: int = 0
+    v_group: int = 0
+
+    def _struct(self) -> lib.TierFormatStruct:
+        return lib.TierFormatStruct(k_bits=self.k_bits, v_bits=self.v_bits, k_group=self.k_group, v_group=self.v_group)
+
+
+@dataclass(frozen=True)
+class TierPolicy:
+    """Which tier a token goes to; significance of token i is compared with alpha / i."""
+
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0  # below: pruned; 0 keeps every token
+    window_tokens: int = 64  # the newest, never downgraded; at least 8
+    sink_tokens: int = 0  # the first, never downgraded
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The model's layout, the formats and the capacities of a store."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    max_sequences: int
+    max_tokens: int  # of a sequence
+    dtype: str = "float16"  # of keys and values as they are appended
+    rope_applied: bool = True
+    rope_theta: float = 0.0
+    sm_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    window_format: TierFormat = TierFormat(8, 4)
+    high_format: TierFormat = TierFormat(8, 4)
+    low_format: TierFormat = TierFormat(4, 2)
+    policy: TierPolicy = TierPolicy()
+    score_interval: int = 1  # every n-th query is counted
+    page_bytes: int = 0  # 0: chosen for the three formats
+
+    def _struct(self) -> lib.StoreConfigStruct:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        p = self.policy
+        policy = lib.TierPolicyStruct(alpha_high=p.alpha_high, alpha_low=p.alpha_low, window_tokens=p.window_tokens,
+                                      sink_tokens=p.sink_tokens)
+        return lib.StoreConfigStruct(
+            num_layers=self.num_layers, num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            dtype=DTYPES[self.dtype], before_rope=not self.rope_applied, rope_theta=self.rope_theta, sm_scale=self.sm_scale,
+            window_format=ctypes.pointer(self.window_format._struct()), high_format=ctypes.pointer(self.high_format._struct()),
+            low_format=ctypes.pointer(self.low_format._struct()), policy=ctypes.pointer(policy), score_interval=self.score_interval,
+            num_pages=self.num_pages, page_bytes=self.page_bytes, max_sequences=self.max_sequences, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts over all rows (sequence, layer, kv_head)."""
+
+    window_tokens: int  # sinks among them
+    high_tokens: int
+    low_tokens: int
+    pruned_tokens: int
+    sequences: int
+    pages: int
+    pages_free: int
+    pages_shared: int
+    page_bytes: int
+    raw_bytes: int  # the same tokens, pruned ones included, as 16-bit values
+    nominal_bytes: int  # codes, metadata, scores and positions of the tokens kept
+
+    @property
+    def nominal_ratio(self) -> float:
+        return self.raw_bytes / self.nominal_bytes if self.nominal_bytes else 0.0
+
+    @property
+    def pool_gain(self) -> float:
+        held = (self.pages - self.pages_free) * self.page_bytes
+        return self.raw_bytes / held if held else 0.0
+
+
+class Attention(NamedTuple):
+    """What attend() found; NumPy arrays of a host store, the tensors of a device store."""
+
+    out: Any  # float16 [sequences, num_q_heads, head_dim]
+    lse: Any = None  # float32 [sequences, num_q_heads], natural logarithm
+    # float32 [sequences, num_kv_heads, stride], by position: the largest of the group's heads. Of a host store zeros follow the
+    # tokens of a sequence, of a device store whatever was there.
+    probabilities: Any = None
+
+
+class _Argument(NamedTuple):
+    address: Optional[int]
+    shape: Tuple[int, ...]
+    owner: object
+
+
+class Store:
+    """A store in host memory, or, from on_device(), in GPU memory. Calls exclude each other by a lock.
+
+    Arrays of a host store are NumPy's or whatever NumPy can share. Those of a device store are tensors in memory of its GPU, dense,
+    read and written in place on the store's stream: keep them until that work is done, and let other streams wait for it. Sequences
+    are named by the numbers that add_sequence(), fork() and import_sequence() return, one or a list of them; lists and counts are
+    the host's. A released number raises StaleSequenceError.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        """On the host. OutOfRangeError where there is no memory for the pool."""
+        handle = ctypes.c_void_p()
+        lib.core().call("tkv_store_create", config._struct(), handle)
+        self._set_up(config, handle, None)
+
+    @classmethod
+    def on_device(cls, config: StoreConfig, stream: Any) -> "Store":
+        """On the GPU that is current, all work on `stream`: a cudaStream_t as a number (0: the default stream) or a
+        torch.cuda.Stream, which must outlive the store. UnsupportedError where the library was built without CUDA."""
+        number = int(getattr(stream, "cuda_stream", stream))
+        handle = ctypes.c_void_p()
+        lib.core().call("tkv_store_create_device", config._struct(), number, handle)
+        store = cls.__new__(cls)
+        store._set_up(config, handle, number)
+        return store
+
+    def _set_up(self, config: StoreConfig, handle: ctypes.c_void_p, stream: Optional[int]) -> None:
+        self.config = config
+        self._handle: Optional[ctypes.c_void_p] = handle
+        self._stream = stream
+        self._lock = threading.Lock()
+        info = lib.StoreInfoStruct()
+        lib.core().call("tkv_store_get_info", handle, info)
+        self.page_bytes: int = info.page_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._stream is not None
+
+    def add_sequence(self) -> int:
+        """An empty sequence, in its prompt. OutOfRangeError when max_sequences are open."""
+        id = ctypes.c_uint64()
+        self._call("tkv_store_add_sequence", id)
+        return id.value
+
+    def begin_prompt(self, sequences: Ids, tokens: int) -> None:
+        """Room for `tokens` more tokens of each sequence, all of them in their prompts. OutOfPagesError."""
+        self._call("tkv_store_begin_prompt", *_ids(sequences), tokens)
+
+    def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike) -> None:
+        """The newest tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype."""
+        ids, count = _ids(sequences)
+        shape = (count, None, self.config.num_kv_heads, self.config.head_dim)
+        keys = self._input(k, "k", self.config.dtype, shape)
+        vals = self._input(v, "v", self.config.dtype, keys.shape)
+        self._call("tkv_store_append", lib.AppendCall(sequences=ids, num_sequences=count, layer=layer, tokens=keys.shape[1],
+                                                      k=keys.address, v=vals.address))
+
+    def score_prompt(self, sequences: Ids, layer: int, significance: ArrayLike) -> None:
+        """Significances of the prompt so far, of one layer: float32 [sequences, num_kv_heads, stride], by position, where stride is at
+        least the tokens of the longest sequence. Tokens without any have 0."""
+        ids, count = _ids(sequences)
+        x = self._input(significance, "significance", "float32", (count, self.config.num_kv_heads, None))
+        self._call("tkv_store_score_prompt", lib.PromptScores(sequences=ids, num_sequences=count, layer=layer,
+                                                              significance=x.address, stride=x.shape[2]))
+
+    def end_prompt(self, sequences: Ids) -> None:
+        """The prompt phase: tiers, pages, moves, surplus returned. OutOfPagesError: the prompts stay as they were."""
+        self._call("tkv_store_end_prompt", *_ids(sequences))
+
+    def begin_step(self, sequences: Ids, tokens: int = 1) -> None:
+        """A step of 1 to 8 tokens for each sequence: compacts all layers and makes room. OutOfPagesError."""
+        self._call("tkv_store_begin_step", *_ids(sequences), tokens)
+
+    def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False,
+               into: Optional[Attention] = None) -> Attention:
+        """Attention of the newest token's queries q, float16 [sequences, num_q_heads, head_dim], over all that the layer holds.
+
+        `probabilities` asks for what update_scores() takes. `into` gives the arrays for the results, as a CUDA graph needs them;
+        those that are None are not computed."""
+        ids, count = _ids(sequences)
+        queries = self._input(q, "q", "float16", (count, self.config.num_q_heads, self.config.head_dim))
+        if into is None:
+            into = self._results(sequences, q, queries.shape, probabilities)
+        out = self._output(into.out, "out", "float16", queries.shape)
+        lse = self._output(into.lse, "lse", "float32", queries.shape[:2])
+        p = self._output(into.probabilities, "probabilities", "float32", (count, self.config.num_kv_heads, None))
+        self._call("tkv_store_attend", lib.AttendRequest(
+            sequences=ids, num_sequences=count, layer=layer, q=queries.address, out=out.address, lse=lse.address,
+            probabilities=p.address, stride=p.shape[2] if p.shape else 0))
+        return into
+
+    def update_scores(self, sequences: Ids, layer: int, probabilities: ArrayLike, back: int = 0) -> None:
+        """Feeds the running means with what one query saw: float32 [sequences, num_kv_heads, stride]; `back`: the query was that of the
+        newest token but so many."""
+        ids, count = _ids(sequences)
+        x = self._input(probabilities, "probabilities", "float32", (count, self.config.num_kv_heads, None))
+        self._call("tkv_store_update_scores", lib.ScoreUpdate(sequences=ids, num_sequences=count, layer=layer, back=back,
+                                                              probabilities=x.address, stride=x.shape[2]))
+
+    def fork(self, source: int) -> int:
+        """A copy that shares full pages of the high and low tiers."""
+        id = ctypes.c_uint64()
+        self._call("tkv_store_fork", _id(source), id)
+        return id.value
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forgets all tokens from position `tokens` on; what stays keeps its precision."""
+        self._call("tkv_store_truncate", _id(sequence), tokens)
+
+    def release(self, sequence: int) -> None:
+        self._call("tkv_store_release", _id(sequence))
+
+    def num_tokens(self, sequence: int) -> int:
+        """Tokens so far, pruned ones included."""
+        n = ctypes.c_int32()
+        self._call("tkv_store_num_tokens", _id(sequence), n)
+        return n.value
+
+    def stats(self) -> StoreStats:
+        s = lib.StoreStatsStruct()
+        self._call("tkv_store_get_stats", s)
+        return StoreStats(*(getattr(s, name) for name, *_ in s._fields_[1:]))
+
+    def export_sequence(self, sequence: int) -> bytes:
+        """A sequence past its prompt as bytes, for any store of the same layout, formats, window and sinks."""
+        buffer = lib.Buffer()
+        with self._lock:
+            try:
+                lib.core().call("tkv_store_export_sequence", self._open(), _id(sequence), buffer)
+            except BufferTooSmallError:
+                pass
+            out: Array = np.empty(buffer.size, np.uint8)
+            buffer.data, buffer.capacity = pointer(out), out.size
+            lib.core().call("tkv_store_export_sequence", self._open(), _id(sequence), buffer)
+        return out.tobytes()
+
+    def import_sequence(self, data: bytes) -> int:
+        """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config."""
+        id = ctypes.c_uint64()
+        self._call("tkv_store_import_sequence", data, len(data), id)
+        return id.value
+
+    def take_status(self) -> None:
+        """Device store: waits for the stream, and raises the first failure that the device found since the last call. From such a
+        failure on nothing that was enqueued is done."""
+        self._call("tkv_store_take_status")
+
+    def note_replay(self, sequences: Ids, tokens: int = 1) -> None:
+        """Device store: a captured step was replayed once more."""
+        self._call("tkv_store_note_replay", *_ids(sequences), tokens)
+
+    def close(self) -> None:
+        """Frees all memory; waits for the stream of a device store."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                lib.core().dll.tkv_store_destroy(handle)
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
+                 trace: Optional[TracebackType]) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        c = self.config
+        where = "host" if self._stream is None else f"device, stream {self._stream:#x}"
+        return f"<tierkv.Store on {where}: {c.num_layers} layers, {c.num_kv_heads} kv heads, {c.num_pages} pages of {self.page_bytes} bytes>"
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise ValueError("the store is closed")
+        return self._handle
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        with self._lock:
+            lib.core().call(function, self._open(), *arguments)
+
+    def _input(self, x: ArrayLike, name: str, dtype: str, shape: "Sequence[Union[int, None]]") -> _Argument:
+        if self._stream is not None:
+            a = _device.device_array(x, name, dtype, shape, self._stream)
+            return _Argument(a.address, a.shape, a.owner)
+        v = values(x, name, shape)
+        if v.dtype != dtype:
+            raise TypeError(f"{name}: dtype {v.dtype} instead of {dtype}")
+        return _Argument(pointer(v.bits), v.bits.shape, v.bits)
+
+    def _output(self, x: Any, name: str, dtype: str, shape: "Sequence[Union[int, None]]") -> _Argument:
+        if x is None:
+            return _Argument(None, (), None)
+        if self._stream is not None:
+            return self._input(x, name, dtype, shape)
+        if not isinstance(x, np.ndarray) or not x.flags.c_contiguous or not x.flags.writeable:
+            raise TypeError(f"{name}: not a writable contiguous NumPy array")
+        if x.dtype != np.dtype(dtype):
+            raise TypeError(f"{name}: dtype {x.dtype} instead of {dtype}")
+        shaped(x, shape, name)
+        return _Argument(pointer(x), x.shape, x)
+
+    def _results(self, sequences: Ids, q: ArrayLike, shape: Tuple[int, ...], probabilities: bool) -> Attention:
+        ids: List[int] = [sequences] if isinstance(sequences, int) else list(sequences)
+        stride = max((self.num_tokens(id) for id in ids), default=0) if probabilities else 0
+        seen = (shape[0], self.config.num_kv_heads, stride)
+        if self._stream is not None:
+            return Attention(_device.empty(q, "float16", shape), _device.empty(q, "float32", shape[:2]),
+                             _device.empty(q, "float32", seen) if probabilities else None)
+        return Attention(np.empty(shape, np.float16), np.empty(shape[:2], np.float32),
+                         np.zeros(seen, np.float32) if probabilities else None)
+
+
+def _id(sequence: int) -> ctypes.c_uint64:
+    # A number that no id can be is nobody's, as 0 is.
+    return ctypes.c_uint64(sequence if 0 <= sequence < 1 << 64 else 0)
+
+
+def _ids(sequences: Ids) -> Tuple[Any, int]:
+    numbers = [sequences] if isinstance(sequences, int) else list(sequences)
+    return (ctypes.c_uint64 * len(numbers))(*(_id(n) for n in numbers)), len(numbers)

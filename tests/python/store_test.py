@@ -1,0 +1,317 @@
+"""tierkv.Store on the host: a random trace has the results of the C++ host store, errors and stale ids included; what arrays it
+takes; how arrays in GPU memory are read, as far as that needs no GPU."""
+import random
+import struct
+import subprocess
+import sys
+import unittest
+
+import numpy as np
+
+PACKAGE, TRACE = sys.argv[1:3]
+sys.path.insert(0, PACKAGE)
+import tierkv  # noqa: E402
+from tierkv import _device, errors  # noqa: E402
+
+LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, MAX_TOKENS = 2, 4, 2, 64, 150
+(ADD, BEGIN_PROMPT, APPEND, SCORE_PROMPT, END_PROMPT, BEGIN_STEP, ATTEND, UPDATE_SCORES, FORK, TRUNCATE, RELEASE, EXPORT, IMPORT,
+ NUM_TOKENS, STATS) = range(15)
+
+
+def config(**changes):
+    fields = dict(num_layers=LAYERS, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_pages=90, max_sequences=4,
+                  max_tokens=MAX_TOKENS, page_bytes=1920, policy=tierkv.TierPolicy(alpha_low=0.3, window_tokens=8, sink_tokens=2))
+    return tierkv.StoreConfig(**{**fields, **changes})
+
+
+class StoreTest(unittest.TestCase):
+    def setUp(self):
+        self.seed = random.SystemRandom().randrange(2**32)
+        self.rng = np.random.default_rng(self.seed)
+
+    def values(self, tokens):
+        scale = 2.0 ** self.rng.uniform(-4, 4, (1, tokens, KV_HEADS, 1))
+        return (scale * self.rng.normal(size=(1, tokens, KV_HEADS, HEAD_DIM))).astype(np.float16)
+
+    def scores(self, tokens):
+        return (2.0 ** self.rng.uniform(-4, 2, (1, KV_HEADS, MAX_TOKENS)) / (tokens + 1)).astype(np.float32)
+
+    def query(self):
+        return self.rng.normal(size=(1, Q_HEADS, HEAD_DIM)).astype(np.float16)
+
+    def live(self, store, tokens):
+        id = store.add_sequence()
+        store.begin_prompt(id, tokens)
+        for layer in range(LAYERS):
+            store.append(id, layer, self.values(tokens), self.values(tokens))
+        store.end_prompt(id)
+        return id
+
+
+class Trace(StoreTest):
+    """Calls are played on a Python store and recorded; the C++ store then plays the record and must answer the same."""
+
+    def setUp(self):
+        super().setUp()
+        self.store = tierkv.Store(config())
+        self.ids, self.record, self.answers = [], [], []
+
+    def tearDown(self):
+        self.store.close()
+
+    def play(self, op, which=-1, layer=0, n=0, payload=b"", call=None):
+        self.record.append(struct.pack("<5i", op, which, layer, n, len(payload)) + payload)
+        try:
+            result = call(self.ids[which] if which >= 0 else 0)
+            self.answers.append((0, "", op, result))
+            if op in (ADD, FORK, IMPORT):
+                self.ids.append(result)
+            return result
+        except tierkv.TierkvError as e:
+            code = next(number for number, kind in errors._CLASSES.items() if kind is type(e))
+            self.answers.append((code, str(e), op, None))
+            return None
+
+    def tokens(self, which, n):
+        """A layer's tokens for every layer."""
+        for layer in range(LAYERS):
+            k, v = self.values(n), self.values(n)
+            self.play(APPEND, which, layer, n, k.tobytes() + v.tobytes(), lambda id: self.store.append(id, layer, k, v))
+            yield layer
+
+    def prompt(self, which, n):
+        self.play(BEGIN_PROMPT, which, 0, n, call=lambda id: self.store.begin_prompt(id, n))
+        for layer in self.tokens(which, n):
+            x = self.scores(n)
+            self.play(SCORE_PROMPT, which, layer, 0, x.tobytes(), lambda id: self.store.score_prompt(id, layer, x))
+        self.play(END_PROMPT, which, call=self.store.end_prompt)
+
+    def step(self, which, n):
+        self.play(BEGIN_STEP, which, 0, n, call=lambda id: self.store.begin_step(id, n))
+        for layer in self.tokens(which, n):
+            q = self.query()
+            into = tierkv.Attention(np.empty((1, Q_HEADS, HEAD_DIM), np.float16), np.empty((1, Q_HEADS), np.float32),
+                                    np.zeros((1, KV_HEADS, MAX_TOKENS), np.float32))
+            self.play(ATTEND, which, layer, 0, q.tobytes(), lambda id: self.store.attend(id, layer, q, into=into))
+            back = int(self.rng.integers(n))
+            self.play(UPDATE_SCORES, which, layer, back, into.probabilities.tobytes(),
+                      lambda id: self.store.update_scores(id, layer, into.probabilities, back))
+
+    def move(self, which):
+        data = self.play(EXPORT, which, call=self.store.export_sequence)
+        if data is not None:
+            if self.rng.random() < 0.3:
+                at = int(self.rng.integers(len(data)))
+                data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]
+            self.play(IMPORT, -1, 0, 0, data, lambda _: self.store.import_sequence(data))
+
+    def test_a_trace(self):
+        for _ in range(80):
+            what = self.rng.random()
+            which = int(self.rng.integers(-1, len(self.ids)))
+            if what < 0.12:
+                if self.play(ADD, call=lambda _: self.store.add_sequence()) is not None:
+                    self.prompt(len(self.ids) - 1, int(self.rng.integers(1, 60)))
+            elif what < 0.2:
+                self.play(FORK, which, call=self.store.fork)
+            elif what < 0.3:
+                n = int(self.rng.integers(40))
+                self.play(TRUNCATE, which, 0, n, call=lambda id: self.store.truncate(id, n))
+            elif what < 0.38:
+                self.play(RELEASE, which, call=self.store.release)
+            elif what < 0.48:
+                self.move(which)
+            else:
+                self.step(which, int(self.rng.integers(1, 9)))
+            self.play(NUM_TOKENS, which, call=self.store.num_tokens)
+            self.play(STATS, call=lambda _: self.store.stats())
+        for which in range(len(self.ids)):
+            self.play(EXPORT, which, call=self.store.export_sequence)
+        told = subprocess.run([TRACE], input=b"".join(self.record), capture_output=True, check=True).stdout
+        for i, answer in enumerate(self.answers):
+            told = self.compare(answer, told, f"seed {self.seed}, call {i}")
+        self.assertEqual(told, b"")
+        codes = {code for code, *_ in self.answers}
+        self.assertIn(0, codes)
+        self.assertIn(8, codes, "stale ids are part of every trace")
+
+    def compare(self, answer, told, where):
+        code, message, op, result = answer
+
+        def take(n):
+            nonlocal told
+            part, told = told[:n], told[n:]
+            return part
+
+        self.assertEqual(struct.unpack("<i", take(4))[0], code, f"{where}: {message}")
+        self.assertEqual(take(struct.unpack("<i", take(4))[0]).decode(), message, where)
+        data = take(struct.unpack("<i", take(4))[0])
+        if code != 0 or op in (ADD, FORK, IMPORT):
+            return told
+        if op == ATTEND:
+            self.assertEqual(result.out.tobytes() + result.lse.tobytes() + result.probabilities.tobytes(), data, where)
+        elif op == EXPORT:
+            self.assertEqual(result, data, where)
+        elif op == NUM_TOKENS:
+            self.assertEqual(struct.pack("<i", result), data, where)
+        elif op == STATS:
+            ours = [result.window_tokens, result.high_tokens, result.low_tokens, result.pruned_tokens, result.sequences, result.pages,
+                    result.pages_free, result.pages_shared, result.page_bytes, result.raw_bytes, result.nominal_bytes]
+            self.assertEqual(struct.pack("<11q", *ours), data, where)
+        return told
+
+
+class Arrays(StoreTest):
+    def test_results_are_made_where_none_are_given(self):
+        with tierkv.Store(config()) as store:
+            a, b = self.live(store, 9), self.live(store, 20)
+            q = np.concatenate([self.query(), self.query()])
+            seen = store.attend([a, b], 1, q, probabilities=True)
+            self.assertEqual((seen.out.shape, seen.out.dtype), ((2, Q_HEADS, HEAD_DIM), np.float16))
+            self.assertEqual((seen.lse.shape, seen.lse.dtype), ((2, Q_HEADS), np.float32))
+            self.assertEqual(seen.probabilities.shape, (2, KV_HEADS, 20))
+            self.assertTrue((seen.probabilities[0, :, 9:] == 0).all())
+            self.assertTrue((seen.probabilities.max(-1) > 0).all(), f"seed {self.seed}")
+            self.assertIsNone(store.attend(a, 1, q[:1]).probabilities)
+            # One sequence at a time gives the same.
+            for i, id in enumerate((a, b)):
+                alone = store.attend([id], 1, q[i:i + 1])
+                np.testing.assert_array_equal(alone.out[0], seen.out[i])
+                np.testing.assert_array_equal(alone.lse[0], seen.lse[i])
+
+    def test_attention_is_that_of_numpy(self):
+        with tierkv.Store(config(window_format=tierkv.TierFormat(16, 16), page_bytes=0)) as store:
+            id = store.add_sequence()
+            store.begin_prompt(id, 7)
+            k, v = self.values(7), self.values(7)
+            for layer in range(LAYERS):
+                store.append(id, layer, k, v)
+            q = self.query()
+            seen = store.attend(id, 0, q)
+            group = Q_HEADS // KV_HEADS
+            for h in range(Q_HEADS):
+                logits = k[0, :, h // group].astype(np.float64) @ q[0, h].astype(np.float64) / 8
+                p = np.exp(logits - logits.max())
+                want = p @ v[0, :, h // group].astype(np.float64) / p.sum()
+                # Half an ulp of fp16, by way of float32; subnormal steps.
+                np.testing.assert_allclose(seen.out[0, h], want, rtol=1.001 * 2**-11, atol=2**-25, err_msg=f"seed {self.seed}")
+                self.assertAlmostEqual(seen.lse[0, h], np.log(p.sum()) + logits.max(), places=4)
+
+    def test_dtypes(self):
+        for dtype in ("float32", "bfloat16"):
+            with tierkv.Store(config(dtype=dtype)) as store:
+                id = store.add_sequence()
+                store.begin_prompt(id, 3)
+                x = self.values(3).astype(np.float32)
+                if dtype == "float32":
+                    store.append(id, 0, x, x)
+                with self.assertRaises(TypeError):
+                    store.append(id, 0, x.astype(np.float16), x.astype(np.float16))
+
+    def test_what_is_refused(self):
+        store = tierkv.Store(config())
+        id = self.live(store, 12)
+        store.begin_step(id)
+        x, q = self.values(1), self.query()
+        read_only = np.empty((1, Q_HEADS, HEAD_DIM), np.float16)
+        read_only.flags.writeable = False
+        for call, error, words in (
+                (lambda: store.append(id, 0, x[0], x), ValueError, "k: shape"),
+                (lambda: store.append(id, 0, x, x[:, :, :1]), ValueError, "v: shape"),
+                (lambda: store.append([id, id], 0, x, x), ValueError, "k: shape"),
+                (lambda: store.append(id, 7, x, x), tierkv.InvalidArgumentError, "layer"),
+                (lambda: store.append(id, 0, x * np.float16(np.nan), x), tierkv.NonFiniteError, "k"),
+                (lambda: store.attend(id, 0, q), tierkv.InvalidArgumentError, "lacks"),
+                (lambda: store.attend(id, 0, q[:, :1]), ValueError, "q: shape"),
+                (lambda: store.attend(id, 0, q.astype(np.float32)), TypeError, "q: dtype"),
+                (lambda: store.attend(id, 0, q, into=tierkv.Attention(read_only)), TypeError, "out: not a writable"),
+                (lambda: store.attend(id, 0, q, into=tierkv.Attention(q.astype(np.float32))), TypeError, "out: dtype"),
+                (lambda: store.begin_step(id), tierkv.InvalidArgumentError, "lacks"),
+                (lambda: store.begin_step([], 1), tierkv.InvalidArgumentError, "count"),
+                (lambda: store.begin_step(id, 9), tierkv.InvalidArgumentError, "tokens"),
+                (lambda: store.begin_step([id, id]), tierkv.InvalidArgumentError, "twice"),
+                (lambda: store.num_tokens(-1), tierkv.StaleSequenceError, "not open"),
+                (lambda: store.num_tokens(1 << 64), tierkv.StaleSequenceError, "not open"),
+                (lambda: store.num_tokens(0), LookupError, "not open"),
+                (lambda: store.note_replay(id), tierkv.UnsupportedError, "host"),
+                (lambda: store.import_sequence(b"x" * 200), tierkv.CorruptError, ""),
+                (lambda: tierkv.Store(config(num_pages=0)), tierkv.InvalidArgumentError, "num_pages"),
+                (lambda: tierkv.Store(config(dtype="int8")), ValueError, "int8"),
+                (lambda: tierkv.Store(config(low_format=tierkv.TierFormat(1, 1))), tierkv.UnsupportedError, "low_format"),
+                (lambda: tierkv.Store.on_device(config(num_pages=0), 0), tierkv.InvalidArgumentError, "num_pages")):
+            with self.assertRaises(error) as caught:
+                call()
+            self.assertIn(words, str(caught.exception))
+        store.take_status()
+        store.close()
+        store.close()
+        self.assertRaisesRegex(ValueError, "closed", store.num_tokens, id)
+
+    def test_pages_run_out(self):
+        with tierkv.Store(config()) as store:
+            ids = [store.add_sequence() for _ in range(4)]
+            with self.assertRaises(tierkv.OutOfPagesError):
+                for id in ids:
+                    store.begin_prompt(id, MAX_TOKENS)
+            with self.assertRaises(tierkv.OutOfRangeError):
+                store.add_sequence()
+
+    def test_a_machine_without_a_gpu(self):
+        try:
+            store = tierkv.Store.on_device(config(), 0)
+        except (tierkv.UnsupportedError, tierkv.CudaError):
+            return
+        store.close()
+
+
+class FakeTensor:
+    """What a torch tensor in GPU memory is to us, in memory of the host."""
+
+    def __init__(self, array, device=2):
+        self.array, self.device, self.streams = array, device, []
+
+    def __dlpack_device__(self):
+        return self.device, 0
+
+    def __dlpack__(self, stream=None):
+        self.streams.append(stream)
+        return self.array.__dlpack__()
+
+
+class FakeInterface:
+    def __init__(self, array):
+        self.__cuda_array_interface__ = dict(array.__array_interface__, version=3)
+
+
+class DeviceArrays(StoreTest):
+    def test_they_are_taken_where_they_are(self):
+        x = self.rng.normal(size=(3, 4, 5)).astype(np.float16)
+        tensor = FakeTensor(x)
+        for given in (tensor, FakeInterface(x)):
+            a = _device.device_array(given, "x", "float16", (3, None, 5), 77)
+            self.assertEqual((a.address, a.shape, a.dtype), (x.ctypes.data, (3, 4, 5), "float16"))
+        _device.device_array(tensor, "x", "float16", (3, None, 5), 0)
+        self.assertEqual(tensor.streams, [77, 1])
+
+    def test_what_is_refused(self):
+        x = self.rng.normal(size=(4, 6)).astype(np.float32)
+        for kind in (FakeTensor, FakeInterface):
+            for array, error, words in ((x[:, ::2], ValueError, "contiguous"), (x.T, ValueError, "contiguous"),
+                                        (x.astype(np.float16), TypeError, "float16 instead of float32"), (x[0], ValueError, "shape"),
+                                        (x.astype(np.int32), TypeError, "dtype"), (x.astype(np.float64), TypeError, "dtype")):
+                with self.assertRaises(error) as caught:
+                    _device.device_array(kind(array), "x", "float32", (4, None), 1)
+                self.assertIn(words, str(caught.exception))
+            # A slice that is dense all the same.
+            self.assertEqual(_device.device_array(kind(x[1:3]), "x", "float32", (2, 6), 1).address, x[1:].ctypes.data)
+        for array in (x, FakeTensor(x, device=1), [1.0]):
+            with self.assertRaisesRegex(TypeError, "not in GPU memory"):
+                _device.device_array(array, "x", "float32", (4, 6), 1)
+
+    def test_results_beside_what_is_not_torch_must_be_given(self):
+        with self.assertRaisesRegex(TypeError, "into"):
+            _device.empty(FakeInterface(np.zeros(3, np.float32)), "float16", (3,))
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], "-v"])
