@@ -1,0 +1,89 @@
+// Changes of coordinates before quantisation: y = T (x - mean), for keys and for values.
+//
+// Energy that sits in a few channels costs bits; in another basis it is spread (Hadamard), centred
+// (means) or sorted (a calibrated matrix). Attention runs on coordinates: with T the key basis,
+//   q . k = (T^-T q) . y + q . mean,
+// so queries are mapped at read, the constant q . mean goes to the LSE alone, and the output, a
+// mean of values with weights that add up to 1, is mapped back once. Exact but for rounding.
+//
+//   CacheBasis basis = CacheBasis::hadamard(layout);
+//   config.basis = std::make_shared<const CacheBasis>(std::move(basis));   // KvStoreConfig
+//
+// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours (docs/DESIGN.md,
+// "Quantisation").
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tierkv/export.h"
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// Of one component of one (layer, kv_head). Means may be empty (none) in every kind but kMean.
+//
+//   kMean      T is the identity
+//   kHadamard  T = H diag(signs), orthonormal; a head_dim that is no power of two is cut into
+//              powers of two in descending order (96 = 64 + 32)
+//   kMatrix    a calibrated head_dim x head_dim matrix and its inverse
+struct TKV_API Basis {
+  BasisKind kind = BasisKind::kNone;
+  int32_t head_dim = 0;
+  std::vector<float> mean;     // [head_dim] as stored (fp16 values)
+  std::vector<float> signs;    // [head_dim] for kHadamard, 1 or -1
+  std::vector<float> forward;  // [head_dim, head_dim] for kMatrix, y_j = sum_i x_i forward[i][j]
+  std::vector<float> inverse;  // [head_dim, head_dim] for kMatrix
+
+  static Basis none(int32_t head_dim);
+  static Basis mean_removed(std::vector<float> mean);  // rounds the means to fp16
+  static Basis hadamard(int32_t head_dim);             // the library's signs
+  static Basis matrix(std::vector<float> mean, std::vector<float> forward,
+                      std::vector<float> inverse);
+
+  // kInvalidArgument: a wrong length, a value that is not finite, a sign other than 1 and -1, a
+  // matrix whose inverse is not its inverse (kMaxInverseError).
+  Status validate() const;
+
+  // x [tokens, head_dim], in place. The basis must be valid.
+  void apply(float* x, int64_t tokens) const;
+  void undo(float* x, int64_t tokens) const;
+  // q [queries, head_dim], in place, such that its products with coordinates are those with what
+  // they stand for, but for mean_product().
+  void apply_to_queries(float* q, int64_t queries) const;
+  double mean_product(const float* q) const;
+  // What a sequence that carries its own basis pays for it: fp16 means, fp16 matrices.
+  int64_t stored_bytes() const;
+
+  friend bool operator==(const Basis& a, const Basis& b) {
+    return a.kind == b.kind && a.head_dim == b.head_dim && a.mean == b.mean && a.signs == b.signs &&
+           a.forward == b.forward && a.inverse == b.inverse;
+  }
+  friend bool operator!=(const Basis& a, const Basis& b) { return !(a == b); }
+};
+
+// Of forward times inverse against the identity, each element.
+inline constexpr double kMaxInverseError = 0x1p-10;
+
+// The bases of a whole cache. All rows of a component are of one kind, with means or without.
+struct TKV_API CacheBasis {
+  int32_t num_layers = 0;
+  int32_t num_kv_heads = 0;
+  std::vector<Basis> keys;    // [num_layers, num_kv_heads]
+  std::vector<Basis> values;  // likewise
+
+  // The fixed rotation of both components.
+  static CacheBasis hadamard(const CacheLayout& layout);
+
+  // kInvalidArgument naming the row, kUnsupported for a head_dim that is no multiple of 32 or
+  // exceeds 256.
+  Status validate(const CacheLayout& layout) const;
+  // XXH3-64 of all of it, never 0. Sequences carry it: pages of one basis mean nothing in another.
+  uint64_t identity() const;
+
+  const std::vector<Basis>& of(Component c) const { return c == Component::kKey ? keys : values; }
+};
+
+}  // namespace tierkv
