@@ -46,7 +46,7 @@ Status multiply(const BasisBatch& batch, int32_t sms, GpuStream stream) {
   const uint32_t heads = static_cast<uint32_t>(batch.count * v.kv_heads);
   const int32_t warps = ctas_for(vectors, kTileVectors, 8);
   // A CTA takes several tiles for one copy of the matrix.
-  const int64_t most = std::max<int64_t>(1, 4 * sms / (heads * Product::kColumnBlocks));
+  const int64_t most = std::max<int64_t>(1, 2 * sms / (heads * Product::kColumnBlocks));
   const dim3 grid(ctas_for(vectors, warps * kTileVectors, most), Product::kColumnBlocks, heads);
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Product::kSharedBytes);

@@ -162,7 +162,7 @@ struct BasisProduct {
 
 // Grid: CTAs over the vectors of a head, column blocks, heads of both components.
 template <int32_t kSteps, int32_t kTiles, DType kDtype>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, kSteps <= 8 ? 2 : 1)
     basis_product_kernel(const __grid_constant__ BasisBatch batch) {
   using Product = BasisProduct<kSteps, kTiles, kDtype>;
   extern __shared__ uint4 matrix[];
