@@ -106,7 +106,7 @@ Status BasisVectors::validate() const {
     return Status(StatusCode::kUnsupported, "a basis of this head_dim on the device");
   }
   if (tokens < 0 || tokens > INT32_MAX / 32) return invalid("tokens");
-  if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0 || heads > 65536) {
+  if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0 || heads > 16384) {
     return invalid("heads");
   }
   if (first_row < 0) return invalid("first_row");

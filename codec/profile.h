@@ -39,6 +39,9 @@ struct Profile {
 // Basis and global step of one component of a row in a format (docs/DESIGN.md, "Global step").
 Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& row,
                  int32_t head_dim);
+// The bases of a profile's cache. Components whose kind is kMatrix want a profile that was
+// calibrated with it: CacheBasis::validate() tells.
+CacheBasis make_cache_basis(const Profile& profile, BasisKind keys, BasisKind values);
 double make_step(const ComponentFormat& format, Component c, const RowProfile& row,
                  double sm_scale);
 

@@ -9,6 +9,7 @@
 
 #include "codec/cuda_device.cuh"
 #include "store/attention_config.h"
+#include "store/device_basis.h"
 
 namespace tierkv {
 namespace {
@@ -30,6 +31,11 @@ bool is_aligned(const void* p, int64_t alignment) {
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
                                                            GpuStream stream) {
+  if (config.basis != nullptr) {
+    Result<std::unique_ptr<DeviceBasisStore>> store = DeviceBasisStore::make(config, stream);
+    if (!store) return store.status();
+    return std::unique_ptr<DeviceKvStore>(std::move(*store));
+  }
   Result<std::unique_ptr<DeviceStore>> store = DeviceStore::make(config, stream);
   if (!store) return store.status();
   return std::unique_ptr<DeviceKvStore>(std::move(*store));

@@ -36,6 +36,7 @@ class DeviceStore final : public DeviceKvStore {
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size) override;
   Status take_status() override;
   Status note_replay(SequenceList sequences, int32_t tokens) override;
+  const SequenceTable& sequences() const { return mirror_->sequences(); }
 
   // Everything in host memory, for tests. Valid until the next call.
   Result<StoreView> download();

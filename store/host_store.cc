@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "codec/quantize.h"
+#include "store/host_basis.h"
 
 namespace tierkv {
 namespace {
@@ -56,6 +57,11 @@ Status check_scores(const float* x, int64_t count) {
 }
 
 Result<std::unique_ptr<KvStore>> KvStore::create(const KvStoreConfig& config) {
+  if (config.basis != nullptr) {
+    Result<std::unique_ptr<HostBasisStore>> store = HostBasisStore::make(config);
+    if (!store) return store.status();
+    return std::unique_ptr<KvStore>(std::move(*store));
+  }
   Result<std::unique_ptr<HostStore>> store = HostStore::make(config);
   if (!store) return store.status();
   return std::unique_ptr<KvStore>(std::move(*store));

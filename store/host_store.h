@@ -1,4 +1,6 @@
 // The host back end: the plain form of every operation, and the reference of the device's.
+// It stores what it is given: a basis of the config is only named in what it exports
+// (store/basis_store.h changes it).
 //
 // Each call checks everything that it can be refused for, then runs page operations that can only
 // fail for want of pages, then writes tokens, which cannot fail: values were checked when they came
@@ -40,6 +42,7 @@ class HostStore final : public KvStore {
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size) override;
   Status take_status() override { return Status::ok(); }
 
+  const SequenceTable& sequences() const { return table_; }
   // For tests and for the comparison of back ends.
   const StoreView& view() const { return view_; }
 

@@ -12,7 +12,7 @@ namespace tierkv {
 namespace {
 
 constexpr uint32_t kMagic = 0x51455354;  // "TSEQ"
-constexpr uint32_t kExportVersion = 1;
+constexpr uint32_t kExportVersion = 2;
 constexpr int64_t kRowHeaderBytes = 12;
 
 Status corrupt(std::string why) {
@@ -65,6 +65,10 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config, const StoreView& 
   w.i32(config.policy.window_tokens);
   w.i32(config.policy.sink_tokens);
   return out;
+}
+
+uint64_t basis_identity(const KvStoreConfig& config) {
+  return config.basis == nullptr ? 0 : config.basis->identity();
 }
 
 Status check_info(const KvStoreConfig& config, const SequenceInfo& info) {
@@ -234,6 +238,7 @@ Result<SequenceInfo> read_header(const KvStoreConfig& config, const StoreView& s
   }
   const std::vector<uint8_t> expected = config_bytes(config, s);
   const uint8_t* found = reader->take(expected.size());
+  const uint64_t basis = reader->u64();
   SequenceInfo info;
   info.num_tokens = reader->i32();
   info.window_first = reader->i32();
@@ -245,6 +250,9 @@ Result<SequenceInfo> read_header(const KvStoreConfig& config, const StoreView& s
   if (xxh3(bytes, header_bytes) != sum) return corrupt("checksum of the header");
   if (!std::equal(expected.begin(), expected.end(), found)) {
     return Status(StatusCode::kInvalidArgument, "the sequence is of a store of another config");
+  }
+  if (basis != basis_identity(config)) {
+    return Status(StatusCode::kInvalidArgument, "the sequence is of a store of another basis");
   }
   if (Status status = check_info(config, info); !status) return status;
   return info;
@@ -260,6 +268,7 @@ std::vector<uint8_t> export_header(const KvStoreConfig& config, const StoreView&
   w.u32(kExportVersion);
   const std::vector<uint8_t> fields = config_bytes(config, s);
   out.insert(out.end(), fields.begin(), fields.end());
+  w.u64(basis_identity(config));
   w.i32(info.num_tokens);
   w.i32(info.window_first);
   w.i32(info.window_origin);

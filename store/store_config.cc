@@ -20,7 +20,8 @@ Status validate_formats(const KvStoreConfig& c) {
       return s.with_context(kSideNames[side]);
     }
     if (format.k.basis != BasisKind::kNone || format.v.basis != BasisKind::kNone) {
-      return Status(StatusCode::kUnsupported, std::string(kSideNames[side]) + ": basis");
+      return Status(StatusCode::kUnsupported,
+                    std::string(kSideNames[side]) + ": basis of a tier alone; set config.basis");
     }
   }
   for (const Component part : {Component::kKey, Component::kValue}) {
@@ -83,6 +84,27 @@ bool same_layout(const CacheLayout& a, const CacheLayout& b) {
          a.sm_scale == b.sm_scale;
 }
 
+bool same_basis(const CacheBasis* a, const CacheBasis* b) {
+  return a == b || (a != nullptr && b != nullptr && *a == *b);
+}
+
+std::string basis_json(const CacheBasis* basis) {
+  if (basis == nullptr) return "null";
+  constexpr const char* kNames[] = {"none", "mean", "hadamard", "matrix"};
+  char identity[20];
+  std::snprintf(identity, sizeof(identity), "%016llx",
+                static_cast<unsigned long long>(basis->identity()));
+  std::string text = "{";
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const bool known = !basis->of(c).empty();
+    text += std::string(c == Component::kKey ? "\"keys\":" : "\"values\":") +
+            (known ? "\"" + std::string(kNames[static_cast<int32_t>(basis->of(c)[0].kind)]) + "\""
+                   : "null") +
+            ",";
+  }
+  return text + "\"identity\":\"" + identity + "\"}";
+}
+
 double ratio(int64_t raw, int64_t stored) {
   return stored == 0 ? 0.0 : static_cast<double>(raw) / static_cast<double>(stored);
 }
@@ -90,6 +112,9 @@ double ratio(int64_t raw, int64_t stored) {
 }  // namespace
 
 Status KvStoreConfig::validate() const {
+  if (basis != nullptr) {
+    if (Status s = basis->validate(layout); !s) return s.with_context("basis");
+  }
   return store_shape(*this).status();
 }
 
@@ -98,7 +123,7 @@ bool operator==(const KvStoreConfig& a, const KvStoreConfig& b) {
          a.high_format == b.high_format && a.low_format == b.low_format && a.policy == b.policy &&
          a.score_interval == b.score_interval && a.page_bytes == b.page_bytes &&
          a.num_pages == b.num_pages && a.max_sequences == b.max_sequences &&
-         a.max_tokens == b.max_tokens;
+         a.max_tokens == b.max_tokens && same_basis(a.basis.get(), b.basis.get());
 }
 
 std::string to_json(const KvStoreConfig& c) {
@@ -114,7 +139,8 @@ std::string to_json(const KvStoreConfig& c) {
          ",\"page_bytes\":" + std::to_string(c.page_bytes) +
          ",\"num_pages\":" + std::to_string(c.num_pages) +
          ",\"max_sequences\":" + std::to_string(c.max_sequences) +
-         ",\"max_tokens\":" + std::to_string(c.max_tokens) + "}";
+         ",\"max_tokens\":" + std::to_string(c.max_tokens) +
+         ",\"basis\":" + basis_json(c.basis.get()) + "}";
 }
 
 Result<StoreShape> store_shape(const KvStoreConfig& c) {

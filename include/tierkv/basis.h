@@ -84,6 +84,11 @@ struct TKV_API CacheBasis {
   uint64_t identity() const;
 
   const std::vector<Basis>& of(Component c) const { return c == Component::kKey ? keys : values; }
+  friend bool operator==(const CacheBasis& a, const CacheBasis& b) {
+    return a.num_layers == b.num_layers && a.num_kv_heads == b.num_kv_heads && a.keys == b.keys &&
+           a.values == b.values;
+  }
+  friend bool operator!=(const CacheBasis& a, const CacheBasis& b) { return !(a == b); }
 };
 
 }  // namespace tierkv

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "tierkv/attention.h"
+#include "tierkv/basis.h"
 #include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
@@ -49,7 +50,7 @@ inline constexpr int32_t kMaxStepTokens = 8;  // of a sequence, in one step
 struct TKV_API KvStoreConfig {
   CacheLayout layout;
   // A tier may not be wider than the one before it, in keys or in values. Pages hold 16, 8, 4 and 2
-  // bit token-wise formats without basis or entropy coder.
+  // bit token-wise formats without entropy coder; their basis is that of the whole store.
   TierFormat window_format = token_wise_tier(8, 4);
   TierFormat high_format = token_wise_tier(8, 4);
   TierFormat low_format = token_wise_tier(4, 2);
@@ -59,6 +60,9 @@ struct TKV_API KvStoreConfig {
   int32_t num_pages = 0;       // of the pool
   int32_t max_sequences = 0;   // at once
   int32_t max_tokens = 0;      // of a sequence, pruned ones included
+  // Keys and values are stored in it, window included; null: as they come. append() and attend()
+  // change bases by themselves, and 16-bit components then hold fp16 whatever layout.dtype is.
+  std::shared_ptr<const CacheBasis> basis;
 
   // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
   Status validate() const;
@@ -153,7 +157,7 @@ class TKV_API KvStore {
   // kOutOfRange beyond max_tokens. The layers before must have got theirs.
   virtual Status begin_prompt(SequenceList sequences, int32_t tokens) = 0;
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
-  // could hold.
+  // could hold (with a basis: a coordinate).
   virtual Status append(const AppendCall& call) = 0;
   // Before end_prompt(); a prompt's tokens that were never scored have significance 0.
   // kNonFinite, kInvalidArgument for a negative one.
@@ -188,7 +192,7 @@ class TKV_API KvStore {
   // but for capacities, alphas and score_interval. Equal states give equal bytes
   // (store/README.md, "Exported sequences").
   virtual Result<std::vector<uint8_t>> export_sequence(SequenceId sequence) = 0;
-  // kCorrupt, kVersion; kInvalidArgument for bytes of another config; kOutOfPages.
+  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or basis; kOutOfPages.
   virtual Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size) = 0;
 
   // Waits for what was enqueued and tells the first failure that the device found since the last
@@ -204,6 +208,9 @@ class TKV_API KvStore {
 // first failure on nothing that was enqueued is done, until take_status() tells it and brings the
 // host's bookkeeping back to what the device has. add_sequence() and release() are always carried
 // out.
+//
+// With config().basis, append() and attend() want 16-byte aligned pointers, and append() of a
+// prompt keeps the call's coordinates in device memory, 8 bytes for a key and its value.
 //
 // fork(), truncate(), stats(), export and import wait for the stream and go through host memory;
 // they are refused (kInvalidArgument) while a failure waits to be taken. attend() does not look for

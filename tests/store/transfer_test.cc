@@ -18,7 +18,7 @@ class StoreTransfer : public ::testing::Test {
     // The header ends with its checksum; the first row begins behind it.
     row_ = header_bytes();
   }
-  static size_t header_bytes() { return 8 + 6 * 4 + 16 + 3 * 20 + 8 + 16 + 8; }
+  static size_t header_bytes() { return 8 + 6 * 4 + 16 + 3 * 20 + 8 + 8 + 16 + 8; }
 
   int32_t field(size_t at) const {
     int32_t x;
@@ -99,7 +99,7 @@ TEST_F(StoreTransfer, RefusesAnyDamage) {
 
 TEST_F(StoreTransfer, RefusesAnotherVersionAndAnotherConfig) {
   std::vector<uint8_t> newer = bytes_;
-  newer[4] = 2;
+  newer[4] = 3;
   EXPECT_EQ(import(newer).code(), StatusCode::kVersion);
   for (const auto change : {+[](KvStoreConfig* c) { c->policy.sink_tokens = 2; },
                             +[](KvStoreConfig* c) { c->low_format = token_wise_tier(4, 4); },
