@@ -8,29 +8,12 @@
 #include "codec/basis_batch.h"
 #include "codec/element.h"
 #include "tests/codec/basis_source.h"
-#include "tests/gpu/device_array.cuh"
+#include "tests/gpu/basis_world.cuh"
 
 namespace tierkv::testing {
 namespace {
 
 using test::DeviceArray;
-
-struct UploadedBasis {
-  explicit UploadedBasis(const PackedBasis& p)
-      : signs(p.signs), mean(p.mean), unscale(p.unscale), matrix(p.matrix), parts(p.parts) {
-    operand.kind = p.kind;
-    operand.use = p.use;
-    operand.head_dim = p.head_dim;
-    operand.signs = p.signs.empty() ? nullptr : signs.get();
-    operand.mean = p.mean.empty() ? nullptr : mean.get();
-    operand.unscale = p.unscale.empty() ? nullptr : unscale.get();
-    operand.matrix = p.matrix.empty() ? nullptr : matrix.get();
-    operand.parts = p.parts.empty() ? nullptr : parts.get();
-  }
-  DeviceArray<float> signs, mean, unscale, matrix;
-  DeviceArray<uint32_t> parts;
-  BasisOperand operand;
-};
 
 struct Shape {
   int32_t head_dim, kv_heads, group;
