@@ -53,7 +53,7 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     if x.__dlpack_device__()[0] not in CUDA_DEVICES:
         raise TypeError(f"{name}: not in GPU memory")
     try:
-        capsule = x.__dlpack__(stream=stream or 1)  # 1 is DLPack's name of the default stream
+        capsule = x.__dlpack__(stream=_stream_to_tell(x, stream))
     except (BufferError, RuntimeError) as e:
         raise TypeError(f"{name}: no array that can be shared: {e}") from e
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -67,6 +67,15 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     if tensor.strides:
         _require_dense(shape, tuple(tensor.strides[i] for i in range(tensor.ndim)), 1, name)
     return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule)
+
+
+def _stream_to_tell(x: Any, stream: int) -> int:
+    """For __dlpack__: the stream that must wait, or -1 where x is made on that stream already, so that a graph which is being
+    captured gets no events."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor) and torch.cuda.current_stream(x.device).cuda_stream == stream:
+        return -1
+    return stream or 1  # 1 is DLPack's name of the default stream
 
 
 def _from_interface(x: Any, name: str) -> DeviceArray:

@@ -1,0 +1,373 @@
+// The device calls of the C ABI on a GPU: a device store beside a host store, and attention over
+// pages that the caller owns beside the double reference. Small enough for compute-sanitizer.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+#include "tests/attention/page_world.h"
+#include "tests/capi/structs.h"
+#include "tests/gpu/device_array.cuh"
+#include "tests/store/random_input.h"
+#include "tierkv/half.h"
+
+namespace tierkv::test {
+namespace {
+
+using testing::RandomInput;
+
+constexpr double kTolerance = 2e-3;  // docs/ATTENTION.md, "Error"
+constexpr int32_t kLayers = 2, kKvHeads = 2, kQHeads = 8, kHeadDim = 128, kMaxTokens = 260;
+
+std::vector<double> halves(const std::vector<uint16_t>& x) {
+  std::vector<double> out;
+  for (const uint16_t bits : x) out.push_back(half_to_float(bits));
+  return out;
+}
+std::vector<uint16_t> bits_of(const std::vector<uint8_t>& bytes) {
+  std::vector<uint16_t> out(bytes.size() / 2);
+  std::memcpy(out.data(), bytes.data(), bytes.size());
+  return out;
+}
+
+// One store and its sequence; arrays go to where the store wants them.
+class OneStore {
+ public:
+  explicit OneStore(bool on_device) : on_device_(on_device) {
+    tkv_tier_policy policy = make<tkv_tier_policy>();
+    policy.alpha_high = 1;
+    policy.alpha_low = 0.3;
+    policy.window_tokens = 16;
+    tkv_store_config c = make<tkv_store_config>();
+    c.num_layers = kLayers;
+    c.num_q_heads = kQHeads;
+    c.num_kv_heads = kKvHeads;
+    c.head_dim = kHeadDim;
+    c.policy = &policy;
+    c.num_pages = 100;
+    c.max_sequences = 2;
+    c.max_tokens = kMaxTokens;
+    ok(on_device ? tkv_store_create_device(&c, nullptr, &store_, &error_)
+                 : tkv_store_create(&c, &store_, &error_));
+    ok(tkv_store_add_sequence(store_, &id_, &error_));
+  }
+  ~OneStore() { tkv_store_destroy(store_); }
+  OneStore(const OneStore&) = delete;
+  OneStore& operator=(const OneStore&) = delete;
+
+  void ok(tkv_status status) { ASSERT_EQ(status, TKV_OK) << error_.message; }
+  tkv_store* get() { return store_; }
+  tkv_sequence_id* id() { return &id_; }
+  tkv_error* error() { return &error_; }
+
+  void append(int32_t layer, int32_t n, const std::vector<uint16_t>& k,
+              const std::vector<uint16_t>& v) {
+    const DeviceArray<uint16_t> device_k(k), device_v(v);
+    tkv_append_call call = make<tkv_append_call>();
+    call.sequences = &id_;
+    call.num_sequences = 1;
+    call.layer = layer;
+    call.tokens = n;
+    call.k = on_device_ ? device_k.get() : k.data();
+    call.v = on_device_ ? device_v.get() : v.data();
+    ok(tkv_store_append(store_, &call, &error_));
+    ok(tkv_store_take_status(store_, &error_));  // before the arrays go
+  }
+  void score_prompt(int32_t layer, const std::vector<float>& x) {
+    const DeviceArray<float> device_x(x);
+    tkv_prompt_scores scores = make<tkv_prompt_scores>();
+    scores.sequences = &id_;
+    scores.num_sequences = 1;
+    scores.layer = layer;
+    scores.significance = on_device_ ? device_x.get() : x.data();
+    scores.stride = kMaxTokens;
+    ok(tkv_store_score_prompt(store_, &scores, &error_));
+    ok(tkv_store_take_status(store_, &error_));
+  }
+  void update_scores(int32_t layer, const std::vector<float>& x) {
+    const DeviceArray<float> device_x(x);
+    tkv_score_update update = make<tkv_score_update>();
+    update.sequences = &id_;
+    update.num_sequences = 1;
+    update.layer = layer;
+    update.probabilities = on_device_ ? device_x.get() : x.data();
+    update.stride = kMaxTokens;
+    ok(tkv_store_update_scores(store_, &update, &error_));
+    ok(tkv_store_take_status(store_, &error_));
+  }
+  std::vector<uint16_t> attend(int32_t layer, const std::vector<uint16_t>& q,
+                               std::vector<float>* lse) {
+    std::vector<uint16_t> out(q.size(), 0x7e00);
+    lse->assign(kQHeads, -77);
+    const DeviceArray<uint16_t> device_q(q), device_out(out);
+    const DeviceArray<float> device_lse(*lse);
+    tkv_attend_request r = make<tkv_attend_request>();
+    r.sequences = &id_;
+    r.num_sequences = 1;
+    r.layer = layer;
+    r.q = on_device_ ? device_q.get() : q.data();
+    r.out = on_device_ ? device_out.get() : out.data();
+    r.lse = on_device_ ? device_lse.get() : lse->data();
+    ok(tkv_store_attend(store_, &r, &error_));
+    ok(tkv_store_take_status(store_, &error_));
+    if (!on_device_) return out;
+    *lse = device_lse.read();
+    return device_out.read();
+  }
+  std::vector<uint8_t> exported() {
+    tkv_buffer buffer = make<tkv_buffer>();
+    EXPECT_EQ(tkv_store_export_sequence(store_, id_, &buffer, &error_), TKV_BUFFER_TOO_SMALL);
+    std::vector<uint8_t> bytes(buffer.size, 0x5a);
+    buffer.data = bytes.data();
+    buffer.capacity = bytes.size();
+    ok(tkv_store_export_sequence(store_, id_, &buffer, &error_));
+    return bytes;
+  }
+
+ private:
+  bool on_device_;
+  tkv_error error_ = make<tkv_error>();
+  tkv_store* store_ = nullptr;
+  tkv_sequence_id id_ = 0;
+};
+
+TEST(SmallCapi, ADeviceStoreHoldsTheBytesOfTheHostStore) {
+  RandomInput input;
+  OneStore host(false), device(true);
+  const int32_t prompt = input.uniform(100, 200);
+  for (OneStore* s : {&host, &device}) {
+    s->ok(tkv_store_begin_prompt(s->get(), s->id(), 1, prompt, s->error()));
+  }
+  for (int32_t layer = 0; layer < kLayers; ++layer) {
+    const auto k = bits_of(input.values(DType::kFloat16, prompt * kKvHeads, kHeadDim));
+    const auto v = bits_of(input.values(DType::kFloat16, prompt * kKvHeads, kHeadDim));
+    const auto scores = input.scores(kKvHeads * kMaxTokens, prompt);
+    for (OneStore* s : {&host, &device}) {
+      s->append(layer, prompt, k, v);
+      s->score_prompt(layer, scores);
+    }
+  }
+  for (OneStore* s : {&host, &device}) {
+    s->ok(tkv_store_end_prompt(s->get(), s->id(), 1, s->error()));
+  }
+  for (int32_t step = 0; step < 8; ++step) {
+    for (OneStore* s : {&host, &device}) {
+      s->ok(tkv_store_begin_step(s->get(), s->id(), 1, 1, s->error()));
+    }
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      const auto k = bits_of(input.values(DType::kFloat16, kKvHeads, kHeadDim));
+      const auto v = bits_of(input.values(DType::kFloat16, kKvHeads, kHeadDim));
+      const auto q = bits_of(input.values(DType::kFloat16, kQHeads, kHeadDim));
+      const auto seen = input.scores(kKvHeads * kMaxTokens, prompt);
+      std::vector<uint16_t> out[2];
+      std::vector<float> lse[2];
+      int32_t i = 0;
+      for (OneStore* s : {&host, &device}) {
+        s->append(layer, 1, k, v);
+        out[i] = s->attend(layer, q, &lse[i]);
+        s->update_scores(layer, seen);
+        ++i;
+      }
+      EXPECT_LT(relative_error(halves(out[1]), halves(out[0])), kTolerance);
+      for (int32_t h = 0; h < kQHeads; ++h) {
+        EXPECT_NEAR(lse[1][h], lse[0][h], 1e-3 * std::max(1.0f, std::abs(lse[0][h])));
+      }
+    }
+  }
+  EXPECT_TRUE(device.exported() == host.exported());
+  tkv_store_info info = make<tkv_store_info>();
+  device.ok(tkv_store_get_info(device.get(), &info, device.error()));
+  EXPECT_EQ(info.on_device, 1);
+}
+
+// What the device finds late is told by take_status, with the name of the call.
+TEST(SmallCapi, ADeviceStoreTellsWhatItFound) {
+  OneStore device(true);
+  device.ok(tkv_store_begin_prompt(device.get(), device.id(), 1, 1, device.error()));
+  std::vector<uint16_t> bad(kKvHeads * kHeadDim, 0x7c00);
+  const DeviceArray<uint16_t> values(bad);
+  tkv_append_call call = make<tkv_append_call>();
+  call.sequences = device.id();
+  call.num_sequences = 1;
+  call.tokens = 1;
+  call.k = call.v = values.get();
+  device.ok(tkv_store_append(device.get(), &call, device.error()));
+  EXPECT_EQ(tkv_store_take_status(device.get(), device.error()), TKV_NON_FINITE);
+  EXPECT_STRNE(device.error()->message, "");
+  EXPECT_EQ(tkv_store_take_status(device.get(), device.error()), TKV_OK);
+}
+
+class CapiAttend : public ::testing::Test {
+ protected:
+  CapiAttend()
+      : seed_(std::random_device{}()),
+        rng_(seed_),
+        world_(make_world(shape())),
+        slots_(world_.slots),
+        pool_(std::vector<uint8_t>(
+            world_.pages().base,
+            world_.pages().base + int64_t{world_.num_pages} * world_.config.page_bytes)),
+        records_(world_.records),
+        tokens_(world_.tokens),
+        q_(world_.q),
+        out_(std::vector<uint16_t>(world_.q.size(), 0x7e00)),
+        lse_(std::vector<float>(world_.q.size() / kHeadDim, -77)) {
+    for (int32_t t = 0; t < 2; ++t) {
+      formats_[t] = make<tkv_tier_format>();
+      formats_[t].k_bits = world_.config.tiers[t].format.k.bits;
+      formats_[t].v_bits = world_.config.tiers[t].format.v.bits;
+      tiers_[t] = make<tkv_attention_tier>();
+      tiers_[t].side = world_.config.tiers[t].side;
+      tiers_[t].format = &formats_[t];
+    }
+    tkv_attention_config config = make<tkv_attention_config>();
+    config.num_q_heads = world_.config.num_q_heads;
+    config.num_kv_heads = world_.config.num_kv_heads;
+    config.head_dim = world_.config.head_dim;
+    config.sm_scale = world_.config.sm_scale;
+    config.page_bytes = world_.config.page_bytes;
+    config.tiers = tiers_;
+    config.num_tiers = 2;
+    EXPECT_EQ(tkv_attention_create(&config, &attention_, &error_), TKV_OK) << error_.message;
+    size_t bytes = 0;
+    EXPECT_EQ(tkv_attention_workspace_bytes(attention_, world_.sequences(), &bytes, &error_),
+              TKV_OK);
+    EXPECT_EQ(cudaMalloc(&workspace_, bytes), cudaSuccess);
+    EXPECT_EQ(cudaMemset(workspace_, 0, bytes), cudaSuccess);
+    fill_call(bytes);
+  }
+  ~CapiAttend() override {
+    tkv_attention_destroy(attention_);
+    cudaFree(workspace_);
+  }
+  static WorldShape shape() {
+    WorldShape s;
+    s.tiers = {{0, token_wise_tier(8, 4)}, {1, token_wise_tier(4, 2)}};
+    s.tokens = {{70, 130}, {1, 0}, {0, 200}, {33, 7}};
+    return s;
+  }
+  World make_world(const WorldShape& s) { return test::make_world(s, rng_); }
+  void fill_call(size_t workspace_bytes) {
+    table_ = make<tkv_page_table>();
+    table_.num_sequences = world_.table_shape.num_sequences;
+    table_.rows_per_sequence = world_.table_shape.rows_per_sequence;
+    table_.num_sides = world_.table_shape.num_sides;
+    std::copy_n(world_.table_shape.table_slots, 2, table_.table_slots);
+    std::copy_n(world_.table_shape.tokens_per_page, 4, table_.tokens_per_page);
+    table_.slots = slots_.get();
+    table_.tokens = tokens_.get()->of;
+    pages_ = make<tkv_page_pool>();
+    pages_.pages = pool_.get();
+    pages_.records = records_.get();
+    pages_.page_bytes = world_.config.page_bytes;
+    pages_.num_pages = world_.num_pages;
+    call_ = make<tkv_attend_call>();
+    call_.table = &table_;
+    call_.pool = &pages_;
+    call_.num_sequences = world_.sequences();
+    call_.q = q_.get();
+    call_.out = out_.get();
+    call_.lse = lse_.get();
+    call_.workspace = workspace_;
+    call_.workspace_bytes = workspace_bytes;
+  }
+
+  uint32_t seed_;
+  std::mt19937_64 rng_;
+  World world_;
+  DeviceArray<int32_t> slots_;
+  DeviceArray<uint8_t> pool_;
+  DeviceArray<PageRecord> records_;
+  DeviceArray<SideCounts> tokens_;
+  DeviceArray<uint16_t> q_, out_;
+  DeviceArray<float> lse_;
+  void* workspace_ = nullptr;
+  tkv_tier_format formats_[2];
+  tkv_attention_tier tiers_[2];
+  tkv_attention* attention_ = nullptr;
+  tkv_page_table table_;
+  tkv_page_pool pages_;
+  tkv_attend_call call_;
+  tkv_error error_ = make<tkv_error>();
+};
+
+TEST_F(CapiAttend, SmallIsTheReference) {
+  SCOPED_TRACE(seed_);
+  ASSERT_EQ(tkv_plan_attention(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+  ASSERT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+  const Result<ReferenceOutput> expected = attend_reference(world_.config, world_.call());
+  ASSERT_TRUE(expected.is_ok());
+  EXPECT_LT(relative_error(halves(out_.read()), expected->out), kTolerance);
+  const std::vector<float> lse = lse_.read();
+  for (size_t i = 0; i < lse.size(); ++i) EXPECT_NEAR(lse[i], expected->lse[i], 1e-3) << i;
+  const int32_t* status = nullptr;
+  ASSERT_EQ(tkv_attention_row_status(attention_, &call_, &status, &error_), TKV_OK);
+  std::vector<int32_t> rows(world_.sequences() * world_.config.num_kv_heads, -1);
+  ASSERT_EQ(cudaMemcpy(rows.data(), status, rows.size() * 4, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(rows, std::vector<int32_t>(rows.size(), TKV_OK));
+}
+
+TEST_F(CapiAttend, SmallRefusesBadCallsByName) {
+  const auto refused = [&](tkv_status status, const char* word) {
+    EXPECT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), status) << error_.message;
+    EXPECT_NE(std::strstr(error_.message, word), nullptr) << error_.message;
+    fill_call(call_.workspace_bytes);
+  };
+  const size_t bytes = call_.workspace_bytes;
+  call_.layer = 1;
+  refused(TKV_INVALID_ARGUMENT, "layer");
+  call_.q = nullptr;
+  refused(TKV_INVALID_ARGUMENT, "q is null");
+  call_.table = nullptr;
+  refused(TKV_INVALID_ARGUMENT, "table is null");
+  call_.pool = nullptr;
+  refused(TKV_INVALID_ARGUMENT, "pool is null");
+  table_.tokens += 1;
+  refused(TKV_INVALID_ARGUMENT, "16 bytes");
+  pages_.page_bytes += 1;
+  refused(TKV_INVALID_ARGUMENT, "page_bytes");
+  call_.num_sequences = 0;
+  refused(TKV_INVALID_ARGUMENT, "num_sequences");
+  call_.workspace_bytes = bytes - 1;
+  refused(TKV_BUFFER_TOO_SMALL, "workspace");
+}
+
+TEST(SmallCapi, MergeOnTheDeviceIsThatOnTheHost) {
+  RandomInput input;
+  constexpr int32_t kRows = 11;
+  const auto a = bits_of(input.values(DType::kFloat16, kRows, kHeadDim));
+  const auto b = bits_of(input.values(DType::kFloat16, kRows, kHeadDim));
+  std::vector<float> a_lse(kRows), b_lse(kRows), lse(kRows, -77);
+  for (int32_t r = 0; r < kRows; ++r) {
+    a_lse[r] = input.real(-3, 3);
+    b_lse[r] = input.real(-3, 3);
+  }
+  std::vector<uint16_t> out(a.size(), 0x7e00);
+  tkv_merge_call call = make<tkv_merge_call>();
+  call.a_out = a.data();
+  call.a_lse = a_lse.data();
+  call.b_out = b.data();
+  call.b_lse = b_lse.data();
+  call.out = out.data();
+  call.lse = lse.data();
+  call.rows = kRows;
+  call.head_dim = kHeadDim;
+  ASSERT_EQ(tkv_merge_attention_host(&call, nullptr), TKV_OK);
+  const DeviceArray<uint16_t> da(a), db(b), dout(std::vector<uint16_t>(a.size(), 0x7e00));
+  const DeviceArray<float> da_lse(a_lse), db_lse(b_lse), dlse(std::vector<float>(kRows, -77));
+  call.a_out = da.get();
+  call.a_lse = da_lse.get();
+  call.b_out = db.get();
+  call.b_lse = db_lse.get();
+  call.out = dout.get();
+  call.lse = dlse.get();
+  tkv_error error = make<tkv_error>();
+  ASSERT_EQ(tkv_merge_attention(&call, nullptr, &error), TKV_OK) << error.message;
+  // exp and log of the device may differ in the last bit.
+  EXPECT_LT(relative_error(halves(dout.read()), halves(out)), 1e-3);
+  const std::vector<float> read = dlse.read();
+  for (int32_t r = 0; r < kRows; ++r) EXPECT_NEAR(read[r], lse[r], 1e-5);
+}
+
+}  // namespace
+}  // namespace tierkv::test
