@@ -163,17 +163,18 @@ def attention():
 
 @table
 def peers():
-    r, ours = result("peers.json"), result("attention.json")["results"]
-    shapes = list(dict.fromkeys(m["shape"] for m in r["results"]))
-    peer = {(m["name"], m["shape"]): m["us"] for m in r["results"]}
-    own = {(m["name"], m["shape"]): m["attend_us"]["median"] for m in ours}
+    r = result("peers.json")
+    of = {(m["name"], m["shape"]): m for m in r["results"]}
+    schemes = list(dict.fromkeys(m["name"] for m in r["results"] if m["kind"] == "tierkv"))
     rows = []
-    for shape in shapes:
-        cudnn = peer["cudnn", shape]
-        rows.append([shape, f"{cudnn:.1f}", f"{peer['flash', shape]:.1f}"] +
-                    [f"{own[f, shape]:.1f} ({cudnn / own[f, shape]:.2f}x)" for f in ("fp16", "k8v4", "k4v4", "k4v2", "mixed")])
-    return (f"{r['gpu']}, torch {r['torch']}, cuDNN {r['cudnn']}.\n\n" +
-            markdown(["shape", "cuDNN fp16, us", "FlashAttention fp16", "ours: fp16 pages", "K8V4", "K4V4", "K4V2", "mixed"], rows))
+    for shape in dict.fromkeys(m["shape"] for m in r["results"]):
+        cudnn = of["cudnn", shape]["us"]
+        rows.append([shape, f"{cudnn:.1f}", f"{of['flash', shape]['us']:.1f}"] +
+                    [f"{of[s, shape]['us']:.1f} ({cudnn / of[s, shape]['us']:.2f}x)" for s in schemes])
+    worst = {kind: max(m["relative_error"] for m in r["results"] if m["kind"] == kind) for kind in ("peer", "tierkv")}
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, torch {r['torch']}, cuDNN {r['cudnn']}, {r['replays']} replays. Relative error against float64 at "
+            f"most {worst['peer']:.1e} for the peers, {worst['tierkv']:.1e} for ours over the decoded cache.\n\n" +
+            markdown(["shape", "cuDNN fp16, us", "FlashAttention fp16"] + ["ours: " + s for s in schemes], rows))
 
 
 @table
