@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   if (lane_id() == 0) atomicAdd(&group_pages, pages);
   __syncthreads();
   if (threadIdx.x == 0) x.scratch.group_offsets[blockIdx.x] = group_pages;
-  if (!is_last_cta(&x.a.state->arrived)) return;
+  if (!is_last_cta(&x.a.state->arrived, gridDim.x)) return;
   const int64_t returned = scan_groups<kGroupThreads>(x.scratch.group_offsets, x.groups);
   if (threadIdx.x != 0) return;
   x.a.ring.cursors->end += returned;

@@ -1,27 +1,10 @@
 // The plan stage and the launch of an operation. allocator/page_take.cu, page_fill.cu and
 // page_drop.cu hold the stages after it.
 
-#include "allocator/page_op.cuh"
+#include "allocator/page_plan.cuh"
 
 namespace tierkv {
 namespace {
-
-__device__ void fault(const PageAllocator& a, int32_t batch_row, StatusCode status) {
-  atomicMin(reinterpret_cast<long long*>(&a.state->first_error),
-            static_cast<long long>(error_key(batch_row, status)));
-}
-
-// As the host's name_sequence(); the order in which threads come does not matter.
-__device__ void name_sequence(const PageAllocator& a, const BatchRow& r) {
-  const int64_t number = a.state->op_number;
-  const auto before = static_cast<int64_t>(
-      atomicMax(reinterpret_cast<long long*>(&a.sequences[r.sequence].last_named),
-                static_cast<long long>(naming(number, r.entry))));
-  const int32_t repeated = repeated_entry(before, number, r.entry);
-  if (repeated >= 0) {
-    fault(a, repeated * a.shape.table.rows_per_sequence, StatusCode::kInvalidArgument);
-  }
-}
 
 // Keep, release: pages that the row drops. All of them return unless one may be shared, which is
 // noted.
@@ -58,28 +41,6 @@ __device__ int32_t survey_row(const OpLaunch& x, const PageOp& op, int32_t i) {
   return only_drops ? survey_drop(a, op, r) : plan.fresh_total;
 }
 
-// By one thread: `pages` are taken, or (keep, release) dropped.
-__device__ void decide_op(const OpLaunch& x, const PageOp& op, int64_t pages) {
-  const PageAllocator& a = x.a;
-  const auto first_error =
-      static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(&a.state->first_error),
-                                      static_cast<unsigned long long>(kNoError)));
-  const bool takes = op.kind != PageOpKind::kKeep && op.kind != PageOpKind::kRelease;
-  const bool counts = op.kind == PageOpKind::kTruncate || atomicExch(&a.state->shares, 0) != 0;
-  const RingCursors cursors = *a.ring.cursors;
-  OpReport report = decide(cursors, first_error, takes ? pages : 0);
-  *x.scratch.decision = {report.status, ring_index(cursors.start, a.ring.num_pages),
-                         ring_index(cursors.end, a.ring.num_pages), counts};
-  if (report.status == StatusCode::kOk && takes) a.ring.cursors->start = cursors.start + pages;
-  if (report.status == StatusCode::kOk && !takes && !counts) {
-    a.ring.cursors->end = cursors.end + pages;
-    report.pages_returned = pages;
-    report.pages_free += pages;
-  }
-  a.state->op_number += 1;
-  *x.op.report = report;
-}
-
 template <PageOpKind kKind>
 __global__ void __launch_bounds__(kRowThreads) plan_kernel(const __grid_constant__ OpLaunch x) {
   let_next_stage_start();
@@ -87,9 +48,9 @@ __global__ void __launch_bounds__(kRowThreads) plan_kernel(const __grid_constant
   const int32_t i = static_cast<int32_t>(blockIdx.x * kRowThreads + threadIdx.x);
   const int32_t group_pages = warp_sum(i < x.rows ? survey_row(x, op, i) : 0);
   if (i % kGroupRows == 0 && i < x.rows) x.scratch.group_offsets[i / kGroupRows] = group_pages;
-  if (!is_last_cta(&x.a.state->arrived)) return;
+  if (!is_last_cta(&x.a.state->arrived, gridDim.x)) return;
   const int64_t pages = scan_groups<kRowThreads>(x.scratch.group_offsets, x.groups);
-  if (threadIdx.x == 0) decide_op(x, op, pages);
+  if (threadIdx.x == 0) decide_op(x, op.kind, pages);
   if (kKind == PageOpKind::kAppend || kKind == PageOpKind::kTruncate) return;  // live they stay
   __syncthreads();
   if (!goes_ahead(x)) return;
@@ -142,6 +103,8 @@ int64_t groups_of(int64_t rows) {
   return (rows + kGroupRows - 1) / kGroupRows;
 }
 
+}  // namespace
+
 cudaError_t overlapping_launches(bool* supported) {
   int device = 0, major = 0;
   cudaError_t status = cudaGetDevice(&device);
@@ -150,8 +113,6 @@ cudaError_t overlapping_launches(bool* supported) {
   *supported = major >= 9;
   return status;
 }
-
-}  // namespace
 
 cudaError_t launch_stage(StageKernel kernel, int32_t ctas, int32_t threads, const OpLaunch& x,
                          cudaStream_t stream) {
@@ -173,16 +134,7 @@ size_t page_op_workspace_bytes(const AllocatorShape& shape, int32_t max_batch) {
          padded(groups_of(rows) * sizeof(int32_t));
 }
 
-Status run_page_op_device(const PageAllocator& a, const PageOp& op,
-                          const DeviceWorkspace& workspace, GpuStream stream) {
-  if (Status s = validate_op(a, op); !s) return s;
-  if (workspace.memory == nullptr ||
-      reinterpret_cast<uintptr_t>(workspace.memory) % kAllocatorAlignment != 0) {
-    return {StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes"};
-  }
-  if (workspace.bytes < page_op_workspace_bytes(a.shape, op.batch.count)) {
-    return {StatusCode::kBufferTooSmall, "workspace is smaller than page_op_workspace_bytes()"};
-  }
+OpLaunch op_launch(const PageAllocator& a, const PageOp& op, const DeviceWorkspace& workspace) {
   char* base = static_cast<char*>(workspace.memory);
   OpLaunch x;
   x.a = a;
@@ -194,6 +146,20 @@ Status run_page_op_device(const PageAllocator& a, const PageOp& op,
   x.scratch.reserved = reinterpret_cast<SideCounts*>(base);
   base += padded(op.batch.count * sizeof(SideCounts));
   x.scratch.group_offsets = reinterpret_cast<int32_t*>(base);
+  return x;
+}
+
+Status run_page_op_device(const PageAllocator& a, const PageOp& op,
+                          const DeviceWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_op(a, op); !s) return s;
+  if (workspace.memory == nullptr ||
+      reinterpret_cast<uintptr_t>(workspace.memory) % kAllocatorAlignment != 0) {
+    return {StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes"};
+  }
+  if (workspace.bytes < page_op_workspace_bytes(a.shape, op.batch.count)) {
+    return {StatusCode::kBufferTooSmall, "workspace is smaller than page_op_workspace_bytes()"};
+  }
+  OpLaunch x = op_launch(a, op, workspace);
   cudaError_t status = overlapping_launches(&x.overlaps);
   if (status == cudaSuccess) status = launch_op_of_kind(x, stream);
   if (status != cudaSuccess) return {StatusCode::kCuda, cudaGetErrorString(status)};

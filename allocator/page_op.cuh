@@ -52,6 +52,11 @@ struct OpLaunch {
 
 using StageKernel = void (*)(OpLaunch);
 
+// The record of an operation on a workspace that is large enough. No stage of append but the plan
+// and the take of page_op.cu and page_take.cu reads op.counts.
+OpLaunch op_launch(const PageAllocator& a, const PageOp& op, const DeviceWorkspace& workspace);
+// Whether the device in use can launch a stage before the one before it has ended.
+cudaError_t overlapping_launches(bool* supported);
 // Launches a stage that comes to wait_for_stage() in every thread.
 cudaError_t launch_stage(StageKernel kernel, int32_t ctas, int32_t threads, const OpLaunch& x,
                          cudaStream_t stream);
@@ -92,15 +97,15 @@ __device__ inline bool goes_ahead(const OpLaunch& x) {
   return x.scratch.decision->status == StatusCode::kOk;
 }
 
-// True in every thread of the CTA that arrives last; what other CTAs wrote before they arrived is
-// then visible with
+// True in every thread of the CTA that arrives last of `ctas`; what other CTAs wrote before they
+// arrived is then visible with
 // __ldcg. Resets the counter for the next stage.
-__device__ inline bool is_last_cta(uint32_t* arrived) {
+__device__ inline bool is_last_cta(uint32_t* arrived, uint32_t ctas) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
+    last = atomicInc(arrived, ctas - 1) == ctas - 1;
   }
   __syncthreads();
   if (last) __threadfence();

@@ -156,11 +156,16 @@ TKV_HD bool is_writable_from(const PageAllocator& a, int32_t row, int32_t side, 
   return true;
 }
 
-TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+// A row as it is and what it gains.
+struct RowGrowth {
+  int32_t row;
+  SideCounts tokens, pages, added;
+};
+
+TKV_HD RowPlan plan_growth(const PageAllocator& a, const RowGrowth& r) {
   RowPlan plan;
-  const SideCounts added = op.counts[r.batch_row];
-  const SideCounts tokens = a.tokens[r.row];
-  plan.pages = a.pages[r.row];
+  const SideCounts &tokens = r.tokens, &added = r.added;
+  plan.pages = r.pages;
   for (int32_t s = 0; s < kMaxSides; ++s) {
     const int64_t after = static_cast<int64_t>(tokens.of[s]) + added.of[s];
     if (after < 0) return failed_plan(StatusCode::kInvalidArgument);
@@ -178,6 +183,16 @@ TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const Batch
   }
   finish_growth(a, &plan);
   return plan;
+}
+// Of a row between the two kernels of allocator/page_step.cuh.
+struct alignas(16) PlannedGrowth {
+  SideCounts tokens;   // after the operation
+  int32_t first_page;  // of the pages that its group takes, those of the rows before it
+  uint32_t fresh;      // bit s: side s gets a new page
+  int32_t unused[2];
+};
+TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+  return plan_growth(a, {r.row, a.tokens[r.row], a.pages[r.row], op.counts[r.batch_row]});
 }
 
 TKV_HD RowPlan plan_reserve(const PageAllocator& a, const PageOp& op, const BatchRow& r) {

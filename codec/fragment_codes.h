@@ -136,16 +136,16 @@ TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t 
 template <int32_t kBits>
 TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
                            const uint32_t (&codes)[4], uint8_t* tile_codes) {
-  constexpr int32_t kPerByte = kBits >= 8 ? 1 : 8 / kBits;
-  for (int32_t j = 0; j < 4 / kPerByte; ++j) {
-    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j * kPerByte);
+  constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;  // codes of an access
+  for (int32_t j = 0; j < 4; j += kStep) {
+    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
     uint8_t* to = tile_codes + p.byte + p.bit / 8;
-    if (kBits == 16) {
+    if constexpr (kBits == 16) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
-    } else if (kBits == 8) {
-      *to = static_cast<uint8_t>(codes[j]);
-    } else if (kBits == 4) {
-      *to = static_cast<uint8_t>(codes[2 * j % 4] | codes[2 * j % 4 + 1] << 4);
+    } else if constexpr (kBits == 8) {  // neighbouring bytes
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j] | codes[j + 1] << 8);
+    } else if constexpr (kBits == 4) {
+      *to = static_cast<uint8_t>(codes[j] | codes[j + 1] << 4);
     } else {
       *to = static_cast<uint8_t>(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
     }
@@ -154,15 +154,13 @@ TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t
 template <int32_t kBits>
 TKV_HD void load_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
                           const uint8_t* tile_codes, uint32_t (&codes)[4]) {
-  for (int32_t j = 0; j < 4; ++j) {
+  constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  for (int32_t j = 0; j < 4; j += kStep) {
     const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
     const uint8_t* from = tile_codes + p.byte + p.bit / 8;
-    if (kBits == 16) {
-      codes[j] = *reinterpret_cast<const uint16_t*>(from);
-    } else {
-      const int32_t shift = code_shift(kBits, first_dim + 8 * j);
-      codes[j] = static_cast<uint32_t>(*from) >> shift & ((1u << kBits) - 1);
-    }
+    const uint32_t word = kBits >= 8 ? *reinterpret_cast<const uint16_t*>(from) : *from;
+    for (int32_t k = 0; k < kStep; ++k) codes[j + k] = word >> (k * kBits) & kMask;
   }
 }
 

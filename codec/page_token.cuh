@@ -206,6 +206,26 @@ __device__ __forceinline__ bool same_side_format(const PageRef& a, const PageRef
   return bits == b.layout->tile(c).bits && a.layout->groups(c) == b.layout->groups(c);
 }
 
+// Extrema of the decoded values of a row in one group: decoding is monotone in the code, so they
+// are the values of its least and greatest codes.
+__device__ __forceinline__ void decoded_extrema(const LaneSide& side, int32_t head_dim, float* lo,
+                                                float* hi) {
+  uint32_t least = 255, most = 0;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    if (!has_chunk(i / 4, head_dim) || lane_dim(i / 4) >= head_dim) continue;
+    least = min(least, side.codes[i / 4][i % 4]);
+    most = max(most, side.codes[i / 4][i % 4]);
+  }
+  const auto first = static_cast<int32_t>(__reduce_min_sync(kAllLanes, least));
+  const auto last = static_cast<int32_t>(__reduce_max_sync(kAllLanes, most));
+  const QuantParams p = side.params[0][0];
+  const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
+  const float a = dequantize(first, scale, zero_point), b = dequantize(last, scale, zero_point);
+  *lo = nan_min(a, b);  // whatever the sign of a scale that came from elsewhere
+  *hi = nan_max(a, b);
+}
+
 // Between formats; bit for bit where the format does not change.
 __device__ __forceinline__ StatusCode convert_side(const PageRef& from, const PageRef& to,
                                                    Component c, LaneSide* side) {
@@ -213,7 +233,11 @@ __device__ __forceinline__ StatusCode convert_side(const PageRef& from, const Pa
   LaneValues x[1];
   float lo[1], hi[1];
   dequantize_lane(from, c, *side, x[0]);
-  row_extrema(x, to.layout->head_dim(), lo, hi);
+  if (from.layout->groups(c) == 1 && to.layout->groups(c) <= 1) {
+    decoded_extrema(*side, to.layout->head_dim(), &lo[0], &hi[0]);
+  } else {
+    row_extrema(x, to.layout->head_dim(), lo, hi);
+  }
   return quantize_lane(to, c, x[0], lo[0], hi[0], side);
 }
 

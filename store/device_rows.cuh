@@ -95,9 +95,11 @@ __device__ inline PageRef page_ref(const DeviceState& d, const PageLayout& layou
   return {d.s.page_bytes(at.page), &layout, d.s.raw_dtype};
 }
 
-__device__ inline RankedToken best_of_warp(RankedToken mine) {
+// Over kLanes neighbours, by a whole warp.
+template <int32_t kLanes>
+__device__ RankedToken best_of_lanes(RankedToken mine) {
 #pragma unroll
-  for (int32_t lanes = 16; lanes > 0; lanes /= 2) {
+  for (int32_t lanes = kLanes / 2; lanes > 0; lanes /= 2) {
     const RankedToken other = {__shfl_xor_sync(kAllLanes, mine.score, lanes),
                                __shfl_xor_sync(kAllLanes, mine.position, lanes),
                                __shfl_xor_sync(kAllLanes, mine.index, lanes)};
@@ -105,11 +107,9 @@ __device__ inline RankedToken best_of_warp(RankedToken mine) {
   }
   return mine;
 }
-struct WarpTeam {
-  __device__ static int32_t rank() { return lane_index(); }
-  __device__ static int32_t size() { return 32; }
-  __device__ static RankedToken best(const RankedToken& mine) { return best_of_warp(mine); }
-};
+__device__ inline RankedToken best_of_warp(const RankedToken& mine) {
+  return best_of_lanes<32>(mine);
+}
 
 __device__ inline void write_minimum(const DeviceState& d, int32_t page, const RankedToken& best) {
   if (lane_index() != 0) return;
@@ -136,6 +136,30 @@ __device__ inline RankedToken lane_victim(const DeviceState& d, int32_t side, in
 __device__ inline void rescan_device_page(const DeviceState& d, int32_t side, int32_t page,
                                           int32_t used) {
   write_minimum(d, page, best_of_warp(lane_victim(d, side, page, used, kNoSlot)));
+}
+
+// A struct of whole 16-byte words in as many accesses.
+template <class T>
+__device__ T load_words(const T* from) {
+  static_assert(sizeof(T) % sizeof(int4) == 0 && alignof(T) % sizeof(int4) == 0);
+  int4 words[sizeof(T) / sizeof(int4)];
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / sizeof(int4); ++i) {
+    words[i] = reinterpret_cast<const int4*>(from)[i];
+  }
+  T x;
+  memcpy(&x, words, sizeof(T));
+  return x;
+}
+template <class T>
+__device__ void store_words(T* to, const T& x) {
+  static_assert(sizeof(T) % sizeof(int4) == 0 && alignof(T) % sizeof(int4) == 0);
+  int4 words[sizeof(T) / sizeof(int4)];
+  memcpy(words, &x, sizeof(T));
+#pragma unroll
+  for (size_t i = 0; i < sizeof(T) / sizeof(int4); ++i) {
+    reinterpret_cast<int4*>(to)[i] = words[i];
+  }
 }
 
 inline Status launch_status(const char* what) {

@@ -33,6 +33,25 @@ struct DeviceFailure {
 };
 inline constexpr DeviceFailure kNoFailure = {StatusCode::kOk, DeviceCall::kNone, -1, -1};
 
+// A token of a row: its page and its index in its side. kNoPage: the new page of the side, which
+// the step takes.
+struct PlacedToken {
+  int32_t page;
+  int32_t index;
+};
+// A round of a step of one row, with all that its plan has found out. `to` is where the candidate
+// goes; a victim is there before it, and goes down.
+struct alignas(16) PlannedMove {
+  PlacedToken from, to, down;
+  float score;  // of the candidate
+  int32_t position;
+  float victim_score;
+  int32_t victim_position;  // kNoPosition: no victim
+  int32_t side;             // of `to`; kNoSide: nothing goes anywhere
+  bool demotes;             // false: a victim is pruned, and `down` says nothing
+};
+inline constexpr int32_t kNoSide = -1;
+
 // All pointers in device memory. Rows of a batch are counted as the allocator does: entry *
 // rows_per_sequence + row within the sequence.
 struct DeviceState {
@@ -43,7 +62,9 @@ struct DeviceState {
   SequenceInfo* before = nullptr;      // [max_sequences] of the batch, before the call
   SideCounts* entry_counts = nullptr;  // [max_sequences]
   SideCounts* row_counts = nullptr;    // [max batch rows]
-  StepAction* actions = nullptr;       // [max batch rows][kMaxStepTokens]
+  PlannedMove* moves = nullptr;        // [max batch rows][kMaxStepTokens]
+  PlannedGrowth* growth = nullptr;     // [max batch rows]
+  int32_t* group_pages = nullptr;      // [max_sequences * step_groups()]
   OpReport* report = nullptr;          // of the operation that may be refused
   OpReport* other_report = nullptr;    // of one that may not
   int32_t* appended = nullptr;         // [rows] tokens that each row has got
@@ -64,12 +85,19 @@ Status begin_batch(const DeviceState& d, const BatchCall& call, const int32_t* s
 // The batch's sequences become empty ones in their prompts.
 Status reset_sequences(const DeviceState& d, int32_t count, GpuStream stream);
 
-// Generation: plan, page operation, apply, in this order. The plan writes the batch itself, and
-// where the step may not go on (an earlier failure, max_tokens) asks for more pages than a page
-// operation deals out, so that this one refuses it for all rows at once.
-Status plan_step(const DeviceState& d, const int32_t* slots, int32_t count, int32_t tokens,
-                 GpuStream stream);
-Status apply_step(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
+// Generation: two kernels, plan and apply, which are the page operation too (allocator/
+// page_step.cuh). The plan writes the batch itself, and where the step may not go on (an earlier
+// failure, max_tokens) it is at fault, so that the operation is refused for all rows at once.
+struct StepCall {
+  const int32_t* slots;  // host memory
+  int32_t count;
+  int32_t tokens;
+  DeviceWorkspace workspace;  // of a page operation
+};
+Status plan_step(const DeviceState& d, const StepCall& call, GpuStream stream);
+Status apply_step(const DeviceState& d, const StepCall& call, GpuStream stream);
+// CTAs of the plan, of a sequence.
+int32_t step_groups(const StoreView& s);
 
 // Keys and values of one layer, device memory.
 struct DeviceTokens {
@@ -80,7 +108,9 @@ struct DeviceTokens {
   int32_t tokens = 0;
   int32_t layer = 0;
 };
-Status append_step(const DeviceState& d, const DeviceTokens& tokens, GpuStream stream);
+// `slots` [count] is the batch, in host memory.
+Status append_step(const DeviceState& d, const DeviceTokens& tokens, const int32_t* slots,
+                   GpuStream stream);
 
 // Prompts. Pages to reserve and tokens to keep, for a chunk; afterwards what the reports say.
 Status plan_chunk(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream);

@@ -1,261 +1,202 @@
-// The generation phase: a warp per row plans, the allocator deals out the pages, a warp per row
-// carries the plan out. What a row decides depends on no other row.
+// The second kernel of a step: a warp per row takes the pages of its plan and carries it out.
 
-#include <algorithm>
-
-#include "store/device_rows.cuh"
+#include "allocator/page_step.cuh"
+#include "store/device_step.cuh"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kThreads = 32 * kRowWarps;
 
-// Rows of an entry are dealt to the warps of its CTAs: grid (rows / kRowWarps, entries).
-__device__ int32_t warp_row() {
-  return static_cast<int32_t>(blockIdx.x) * kRowWarps + static_cast<int32_t>(threadIdx.x) / 32;
+// Orders floats as unsigned numbers; -0 is equal to +0.
+__device__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
+  return bits ^ (static_cast<int32_t>(bits) < 0 ? ~0u : 1u << 31);
 }
-dim3 row_grid(int32_t rows, int32_t entries) {
-  return dim3(ctas_for(rows, kRowWarps), static_cast<uint32_t>(entries));
-}
-// Of a batch row.
-__device__ int64_t scratch_index(const DeviceState& d, const DeviceRow& r) {
-  return static_cast<int64_t>(r.entry) * d.s.rows_per_sequence() + r.within;
-}
+constexpr uint32_t kNoOrder = ~0u;
 
-// More than plan_append() of the allocator admits: kOutOfRange.
-constexpr int32_t kRefusedTokens = 1 << 30;
-
-// Entries first .. of the batch.
-template <class Formats, class Overlay>
-__global__ void __launch_bounds__(kThreads)
-    plan_step_kernel(const __grid_constant__ DeviceState d, const __grid_constant__ IdChunk ids,
-                     int32_t first, int32_t tokens) {
-  const int32_t within = warp_row(), entry = first + static_cast<int32_t>(blockIdx.y);
-  if (within >= d.s.rows_per_sequence()) return;
-  const int32_t sequence = ids.slots[blockIdx.y];
-  const DeviceRow r = {entry, sequence, within, sequence * d.s.rows_per_sequence() + within};
-  const SequenceInfo info = d.s.infos[sequence];
-  const int64_t i = scratch_index(d, r);
-  SideCounts added;
-  if (tokens > d.max_tokens - info.num_tokens || has_failed(d)) {
-    added.of[kWindowSide] = kRefusedTokens;  // the row may be in any state: it is not looked at
-  } else {
-    const PlannedRow planned =
-        planned_row(d.s, page_tokens_of<Formats>(d.s), r.row,
-                    thresholds_at(d.s.policy, info.num_tokens + tokens), WarpTeam());
-    added =
-        plan_row_step<Overlay>(planned, info, tokens, d.actions + i * kMaxStepTokens, WarpTeam());
+// The victim of a page with `used` tokens but for the one in slot `but`; its index is the slot.
+// Scores first: positions are asked for where scores are equal, and of the one that is found.
+__device__ __forceinline__ RankedToken least_token(const uint8_t* page, const PageLayout& layout,
+                                                   int32_t used, int32_t but) {
+  const auto* scores = reinterpret_cast<const float*>(page + layout.scores);
+  const auto* positions = reinterpret_cast<const int32_t*>(page + layout.positions);
+  uint32_t least = kNoOrder;
+#pragma unroll
+  for (int32_t base = 0; base < layout.tokens; base += 32) {
+    const int32_t slot = base + lane_index();
+    if (slot < used && slot != but) least = min(least, ordered(scores[slot]));
   }
-  if (lane_index() != 0) return;
-  d.row_counts[i] = added;
-  if (within != 0) return;
-  d.batch[entry] = sequence;
-  d.before[entry] = info;  // apply_step() moves it on while its rows still need what it was
+  least = __reduce_min_sync(kAllLanes, least);
+  RankedToken mine = no_token();
+#pragma unroll
+  for (int32_t base = 0; base < layout.tokens; base += 32) {
+    const int32_t slot = base + lane_index();
+    if (slot >= used || slot == but || ordered(scores[slot]) != least) continue;
+    mine = better_victim(mine, {scores[slot], positions[slot], slot});
+  }
+  const int32_t first =
+      __reduce_min_sync(kAllLanes, mine.index == kNoSlot ? INT32_MAX : mine.position);
+  const uint32_t owner = __ballot_sync(kAllLanes, mine.index != kNoSlot && mine.position == first);
+  if (owner == 0) return no_token();
+  const int32_t lane = __ffs(static_cast<int32_t>(owner)) - 1;
+  return {__shfl_sync(kAllLanes, mine.score, lane), first,
+          __shfl_sync(kAllLanes, mine.index, lane)};
+}
+
+__device__ RankedToken recorded_least(const DeviceState& d, int32_t page) {
+  const PageRecord record = load_record(d.s.allocator, page);
+  return {record.min_score, record.min_position, record.min_slot};
+}
+
+// A token's page and slot, the page that the step took in place of kNoPage.
+__device__ DeviceSlot slot_of(const PlacedToken& token, int32_t new_page,
+                              const PageLayout& layout) {
+  const uint32_t slot = static_cast<uint32_t>(token.index) % static_cast<uint32_t>(layout.tokens);
+  return {token.page == kNoPage ? new_page : token.page, static_cast<int32_t>(slot)};
+}
+
+__device__ __forceinline__ void load_codes(const PageRef& page, int32_t slot, LaneToken* token) {
+  load_side(page, slot, Component::kKey, &token->k);
+  load_side(page, slot, Component::kValue, &token->v);
+}
+__device__ __forceinline__ void convert_token(const PageRef& from, const PageRef& to,
+                                              LaneToken* token) {
+  convert_side(from, to, Component::kKey, &token->k);
+  convert_side(from, to, Component::kValue, &token->v);
+}
+
+// One number for each of the two tiers of a row. (Never indexed: it stays in registers.)
+struct TierPair {
+  int32_t high, low;
+  __device__ int32_t of(int32_t side) const { return side == kHighSide ? high : low; }
+};
+// A row in the step.
+struct StepRow {
+  TierPair tokens;     // after it
+  TierPair new_pages;  // kNoPage: none
+};
+
+// A victim of the high tier into the low one.
+template <class Formats>
+__device__ __forceinline__ void demote(const DeviceState& d, const StepRow& r,
+                                       const PlannedMove& move, const PageRef& from,
+                                       LaneToken* victim) {
+  const PageLayout low = Formats::layout(d.s, kLowSide);
+  const DeviceSlot down = slot_of(move.down, r.new_pages.low, low);
+  const PageRef page = page_ref(d, low, down);
+  const RankedToken least = recorded_least(d, down.page);
+  convert_token(from, page, victim);
+  victim->score = move.victim_score;
+  victim->position = move.victim_position;
+  open_token_slot(page, down.slot);
+  store_lane_token(page, down.slot, *victim);
+  write_minimum(d, down.page, better_victim(least, {victim->score, victim->position, down.slot}));
 }
 
 // A candidate enters `kSide`. Everything is asked for before anything is waited for: the candidate,
-// the victim, and what the pages' minima will follow from.
+// the victim, and what the page's minimum will follow from.
 template <class Formats, int32_t kSide>
-__device__ void enter(const DeviceState& d, int32_t row, const SequenceInfo& before,
-                      const StepAction& action) {
-  const PageLayout window = Formats::layout(d.s, kWindowSide);
-  const PageLayout layout = Formats::layout(d.s, kSide), low = Formats::layout(d.s, kLowSide);
-  const bool has_victim = action.victim_position != kNoPosition;
-  const bool demotes = kSide == kHighSide && has_victim && action.victim_tier == Tier::kLow;
-  const int32_t index = window_index(d.s.policy, before, action.position);
-  const DeviceSlot from = device_slot(d, row, kWindowSide, index, window);
-  const DeviceSlot to = device_slot(d, row, kSide, action.slot, layout);
-  DeviceSlot down = {0, 0};
-  if (demotes) down = device_slot(d, row, kLowSide, action.victim_slot, low);
+__device__ __forceinline__ void enter(const DeviceState& d, const StepRow& r,
+                                      const PlannedMove& move) {
+  const PageLayout window = Formats::layout(d.s, kWindowSide), layout = Formats::layout(d.s, kSide);
+  const bool has_victim = move.victim_position != kNoPosition;
+  const bool demotes = kSide == kHighSide && move.demotes;
+  const DeviceSlot from = slot_of(move.from, kNoPage, window);
+  const DeviceSlot to = slot_of(move.to, r.new_pages.of(kSide), layout);
   const PageRef from_page = page_ref(d, window, from), to_page = page_ref(d, layout, to);
-  const PageRef down_page = page_ref(d, low, down);
-
   LaneToken candidate, victim;
-  RankedToken least = no_token(), least_down = no_token();
-  load_lane_token(from_page, from.slot, &candidate);
-  if (demotes) load_lane_token(to_page, to.slot, &victim);
+  load_codes(from_page, from.slot, &candidate);
+  if (demotes) load_codes(to_page, to.slot, &victim);
+  RankedToken least;
   if (has_victim) {
-    const int32_t first = action.slot - to.slot;
-    const int32_t used = smaller_of(layout.tokens, d.s.allocator.tokens[row].of[kSide] - first);
-    least = lane_victim(d, kSide, to.page, used, to.slot);
+    const int32_t used = r.tokens.of(kSide) - (move.to.index - to.slot);
+    least = least_token(to_page.bytes, layout, min(used, layout.tokens), to.slot);
   } else {
-    const PageRecord record = load_record(d.s.allocator, to.page);
-    least = {record.min_score, record.min_position, record.min_slot};
+    least = recorded_least(d, to.page);
   }
-  if (demotes) {
-    const PageRecord record = load_record(d.s.allocator, down.page);
-    least_down = {record.min_score, record.min_position, record.min_slot};
-  }
-
-  if (demotes) {
-    convert_side(to_page, down_page, Component::kKey, &victim.k);
-    convert_side(to_page, down_page, Component::kValue, &victim.v);
-    open_token_slot(down_page, down.slot);
-    store_lane_token(down_page, down.slot, victim);
-    write_minimum(d, down.page,
-                  better_victim(least_down, {victim.score, victim.position, down.slot}));
-  }
-  convert_side(from_page, to_page, Component::kKey, &candidate.k);
-  convert_side(from_page, to_page, Component::kValue, &candidate.v);
+  if (demotes) demote<Formats>(d, r, move, to_page, &victim);
+  convert_token(from_page, to_page, &candidate);
+  candidate.score = move.score;
+  candidate.position = move.position;
   if (!has_victim) open_token_slot(to_page, to.slot);
   store_lane_token(to_page, to.slot, candidate);
-  least = better_victim(least, {candidate.score, candidate.position, to.slot});
-  write_minimum(d, to.page, has_victim ? best_of_warp(least) : least);
+  write_minimum(d, to.page, better_victim(least, {move.score, move.position, to.slot}));
 }
 
-__device__ void rescan_index(const DeviceState& d, int32_t row, int32_t side, int32_t index) {
-  const int32_t page = index / d.s.page_tokens(side);
-  rescan_device_page(d, side, d.s.page_id(row, side, page),
-                     d.s.page_used(side, page, d.s.allocator.tokens[row].of[side]));
+__device__ void rescan(const DeviceState& d, const StepRow& r, int32_t side,
+                       const PlacedToken& token) {
+  const int32_t page = token.index / d.s.page_tokens(side);
+  rescan_device_page(d, side, token.page == kNoPage ? r.new_pages.of(side) : token.page,
+                     d.s.page_used(side, page, r.tokens.of(side)));
+}
+
+template <class Formats>
+__device__ void apply_moves(const DeviceState& d, const StepRow& r, const PlannedMove* moves,
+                            int32_t tokens) {
+  for (int32_t i = 0; i < tokens; ++i) {
+    const PlannedMove move = load_words(moves + i);
+    if (move.side == kHighSide) enter<Formats, kHighSide>(d, r, move);
+    if (move.side == kLowSide) enter<Formats, kLowSide>(d, r, move);
+  }
+  // While the rounds went on, pages had slots whose tokens were yet to come.
+  for (int32_t i = 0; tokens > 1 && i < tokens; ++i) {
+    const PlannedMove move = load_words(moves + i);
+    if (move.side == kNoSide) continue;
+    rescan(d, r, move.side, move.to);
+    if (move.demotes) rescan(d, r, kLowSide, move.down);
+  }
 }
 
 template <class Formats>
 __global__ void __launch_bounds__(kThreads, Formats::kMinCtas)
-    apply_step_kernel(const __grid_constant__ DeviceState d, int32_t tokens) {
-  if (warp_row() >= d.s.rows_per_sequence()) return;
-  const DeviceRow r = entry_row(d, static_cast<int32_t>(blockIdx.y), warp_row());
-  if (r.sequence == kPaddingSequence) return;
-  if (d.report->status != StatusCode::kOk) {
-    if (r.entry + r.within + lane_index() == 0) {
-      report_failure(d, {d.report->status, DeviceCall::kBeginStep, -1, -1});
+    apply_step_kernel(const __grid_constant__ DeviceState d, const __grid_constant__ OpLaunch x,
+                      int32_t tokens) {
+  const int32_t within = warp_row(), entry = static_cast<int32_t>(blockIdx.y);
+  wait_for_stage();
+  if (within >= d.s.rows_per_sequence()) return;
+  const DeviceRow at = entry_row(d, entry, within);
+  const BatchRow r = {entry * d.s.rows_per_sequence() + within, entry, within, at.sequence, at.row};
+  if (!goes_ahead(x)) {
+    if (r.batch_row + lane_index() == 0) {
+      report_failure(d, {x.scratch.decision->status, DeviceCall::kBeginStep, -1, -1});
     }
     return;
   }
-  const SequenceInfo before = d.before[r.entry];
-  const int32_t count = leaving_tokens(d.s.policy, before, tokens).count();
-  const StepAction* actions = d.actions + scratch_index(d, r) * kMaxStepTokens;
-  for (int32_t a = 0; a < count; ++a) {
-    const StepAction action = actions[a];
-    if (action.tier == Tier::kHigh) enter<Formats, kHighSide>(d, r.row, before, action);
-    if (action.tier == Tier::kLow) enter<Formats, kLowSide>(d, r.row, before, action);
-  }
-  // While the rounds went on, pages had slots whose tokens were yet to come.
-  for (int32_t a = 0; count > 1 && a < count; ++a) {
-    const StepAction action = actions[a];
-    if (action.tier == Tier::kPruned) continue;
-    rescan_index(d, r.row, side_of(action.tier), action.slot);
-    if (action.victim_position == kNoPosition || action.victim_tier != Tier::kLow) continue;
-    rescan_index(d, r.row, kLowSide, action.victim_slot);
-  }
+  const PlannedGrowth growth = load_words(d.growth + r.batch_row);
+  const NewPages fresh = take_pages(x, r, growth, step_group(d.s, r));
+  const StepRow row = {{growth.tokens.of[kHighSide], growth.tokens.of[kLowSide]},
+                       {fresh.of[kHighSide], fresh.of[kLowSide]}};
+  apply_moves<Formats>(d, row, d.moves + static_cast<int64_t>(r.batch_row) * kMaxStepTokens,
+                       tokens);
   if (r.within == 0 && lane_index() == 0) {
-    d.s.infos[r.sequence] = info_after_step(d.s.policy, before, tokens);
-  }
-}
-
-// Beyond fp16 a raw bfloat16 window could still hold what no tier behind it can.
-__device__ bool is_in_range(const LaneValues (&x)[2]) {
-  bool in_range = true;
-#pragma unroll
-  for (int32_t i = 0; i < 8 * kLaneChunks; ++i) {
-    const float value = x[i / (4 * kLaneChunks)][i / 4 % kLaneChunks][i % 4];
-    in_range &= !(fabsf(value) > kMaxHalf);
-  }
-  return __all_sync(kAllLanes, in_range);
-}
-
-// Token t of the row, asked for before its place is known.
-template <DType kDtype>
-__device__ void load_token_input(const DeviceTokens& x, int64_t element, int32_t head_dim,
-                                 LaneValues (&values)[2]) {
-  const int64_t offset = element * dtype_bytes(kDtype);
-  load_lane_values(static_cast<const uint8_t*>(x.k) + offset, kDtype, head_dim, values[0]);
-  load_lane_values(static_cast<const uint8_t*>(x.v) + offset, kDtype, head_dim, values[1]);
-}
-
-template <class Formats, DType kDtype>
-__device__ StatusCode append_token(const DeviceState& d, const DeviceTokens& x, const DeviceRow& r,
-                                   int64_t element, int32_t back) {
-  const PageLayout layout = Formats::layout(d.s, kWindowSide);
-  LaneValues values[2];
-  load_token_input<kDtype>(x, element, layout.head_dim(), values);
-  const SequenceInfo info = d.s.infos[r.sequence];
-  const int32_t position = info.num_tokens - back;
-  const int32_t index = window_index(d.s.policy, info, position);
-  const DeviceSlot at = device_slot(d, r.row, kWindowSide, index, layout);
-  const PageRef page = page_ref(d, layout, at);
-  LaneToken token;
-  const StatusCode code =
-      quantize_token(page, {nullptr, nullptr, kDtype, 0.0f, position}, values, &token);
-  if (code != StatusCode::kOk) return code;
-  if (kDtype != DType::kFloat16 && !is_in_range(values)) return StatusCode::kOutOfRange;
-  if (opens_window_index(d.s.policy, info, position)) open_token_slot(page, at.slot);
-  store_lane_token(page, at.slot, token);
-  return code;
-}
-
-template <class Formats, DType kDtype>
-__global__ void __launch_bounds__(kThreads)
-    append_step_kernel(const __grid_constant__ DeviceState d,
-                       const __grid_constant__ DeviceTokens x) {
-  const int32_t heads = d.s.num_kv_heads, head = warp_row();
-  if (head >= heads) return;
-  const DeviceRow r = entry_row(d, static_cast<int32_t>(blockIdx.y), x.layer * heads + head);
-  if (r.sequence == kPaddingSequence || has_failed(d)) return;
-  const int64_t dim = Formats::layout(d.s, kWindowSide).head_dim();
-  const int64_t first = (static_cast<int64_t>(r.entry) * x.tokens * heads + head) * dim;
-  StatusCode code = StatusCode::kOk;
-  for (int32_t t = 0; t < x.tokens && code == StatusCode::kOk; ++t) {
-    code = append_token<Formats, kDtype>(d, x, r, first + t * heads * dim, x.tokens - t);
-  }
-  if (lane_index() != 0) return;
-  if (code == StatusCode::kOk) {
-    d.appended[r.row] = d.s.infos[r.sequence].num_tokens;
-  } else {
-    report_failure(d, {code, DeviceCall::kAppend, x.layer, r.sequence});
+    d.s.infos[r.sequence] = info_after_step(d.s.policy, d.before[entry], tokens);
   }
 }
 
 template <class Formats>
-void launch_append(const DeviceState& d, const DeviceTokens& x, GpuStream stream) {
-  const dim3 ctas = row_grid(d.s.num_kv_heads, x.count);
-  if (x.dtype == DType::kFloat16) {
-    append_step_kernel<Formats, DType::kFloat16><<<ctas, kThreads, 0, stream>>>(d, x);
-  } else if (x.dtype == DType::kBFloat16) {
-    append_step_kernel<Formats, DType::kBFloat16><<<ctas, kThreads, 0, stream>>>(d, x);
-  } else {
-    append_step_kernel<Formats, DType::kFloat32><<<ctas, kThreads, 0, stream>>>(d, x);
-  }
+Status launch_apply(const DeviceState& d, const StepCall& call, GpuStream stream) {
+  OpLaunch x = step_launch(d, call);
+  cudaError_t error = overlapping_launches(&x.overlaps);
+  if (error != cudaSuccess) return cuda_status(error, "begin_step");
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = row_grid(d.s.rows_per_sequence(), call.count);
+  config.blockDim = kThreads;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = x.overlaps ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, apply_step_kernel<Formats>, d, x, call.tokens);
+  return cuda_status(error, "begin_step");
 }
 
 }  // namespace
 
-Status plan_step(const DeviceState& d, const int32_t* slots, int32_t count, int32_t tokens,
-                 GpuStream stream) {
-  for (int32_t first = 0; first < count; first += kIdChunk) {
-    IdChunk ids = {};
-    const int32_t here = std::min(kIdChunk, count - first);
-    std::copy_n(slots + first, here, ids.slots);
-    const dim3 ctas = row_grid(d.s.rows_per_sequence(), here);
-    if (tokens > 1) {
-      plan_step_kernel<AnyFormats, StepOverlay>
-          <<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
-    } else if (DefaultFormats::fit(d.s)) {
-      plan_step_kernel<DefaultFormats, NoOverlay>
-          <<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
-    } else {
-      plan_step_kernel<AnyFormats, NoOverlay><<<ctas, kThreads, 0, stream>>>(d, ids, first, tokens);
-    }
-  }
-  return launch_status("begin_step");
-}
-
-Status apply_step(const DeviceState& d, int32_t count, int32_t tokens, GpuStream stream) {
-  const dim3 ctas = row_grid(d.s.rows_per_sequence(), count);
-  if (DefaultFormats::fit(d.s)) {
-    apply_step_kernel<DefaultFormats><<<ctas, kThreads, 0, stream>>>(d, tokens);
-  } else {
-    apply_step_kernel<AnyFormats><<<ctas, kThreads, 0, stream>>>(d, tokens);
-  }
-  return launch_status("begin_step");
-}
-
-Status append_step(const DeviceState& d, const DeviceTokens& tokens, GpuStream stream) {
-  if (DefaultFormats::fit(d.s)) {
-    launch_append<DefaultFormats>(d, tokens, stream);
-  } else {
-    launch_append<AnyFormats>(d, tokens, stream);
-  }
-  return launch_status("append");
+Status apply_step(const DeviceState& d, const StepCall& call, GpuStream stream) {
+  return DefaultFormats::fit(d.s) ? launch_apply<DefaultFormats>(d, call, stream)
+                                  : launch_apply<AnyFormats>(d, call, stream);
 }
 
 }  // namespace tierkv

@@ -92,7 +92,9 @@ Status DeviceStore::allocate() {
   if (Status s = take(sequences, &state_.before); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
-  if (Status s = take(rows * kMaxStepTokens, &state_.actions); !s) return s;
+  if (Status s = take(rows * kMaxStepTokens, &state_.moves); !s) return s;
+  if (Status s = take(rows, &state_.growth); !s) return s;
+  if (Status s = take(sequences * step_groups(host), &state_.group_pages); !s) return s;
   if (Status s = take(1, &state_.report); !s) return s;
   if (Status s = take(1, &state_.other_report); !s) return s;
   if (Status s = take(rows, &state_.appended); !s) return s;
@@ -209,7 +211,7 @@ Status DeviceStore::append(const AppendCall& call) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
     if (Status s = append_chunk(state_, chunk_, tokens, stream_); !s) return s;
-  } else if (Status s = append_step(state_, tokens, stream_); !s) {
+  } else if (Status s = append_step(state_, tokens, slots->data(), stream_); !s) {
     return s;
   }
   for (const int32_t slot : *slots) {
@@ -252,9 +254,9 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   if (!slots) return slots.status();
   const auto count = static_cast<int32_t>(slots->size());
   batch_ = *slots;
-  if (Status s = plan_step(state_, slots->data(), count, tokens, stream_); !s) return s;
-  if (Status s = run(PageOp::append(batch(*slots), state_.row_counts, state_.report)); !s) return s;
-  if (Status s = apply_step(state_, count, tokens, stream_); !s) return s;
+  const StepCall call = {slots->data(), count, tokens, op_workspace_};
+  if (Status s = plan_step(state_, call, stream_); !s) return s;
+  if (Status s = apply_step(state_, call, stream_); !s) return s;
   planned_.clear();  // its token counts have changed
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));

@@ -91,8 +91,9 @@ Status HostStore::begin_step(SequenceList sequences, int32_t tokens) {
     const int32_t after = table_.info(slot).num_tokens + tokens;
     const PlannedRow planned =
         planned_row(view_, page_tokens(view_), at, thresholds_at(view_.policy, after), HostTeam());
-    added[i] = plan_row_step<StepOverlay>(planned, table_.info(slot), tokens, actions[i].data(),
-                                          HostTeam());
+    added[i] = plan_row_step<StepOverlay>(
+        planned, table_.info(slot), tokens, HostTeam(),
+        [&](int32_t round, const PlannedRound& decided) { actions[i][round] = decided.action; });
   }
   OpReport report;
   if (Status s = run(PageOp::append(batch(*slots), added.data(), &report)); !s) return s;

@@ -30,10 +30,12 @@ TKV_HD RankedToken better_victim(const RankedToken& a, const RankedToken& b) {
 }
 
 // The threads that work on a row together: all get the same arguments and make the same decisions,
-// loops over pages are dealt out by rank.
+// loops over pages are dealt out by rank. Teams that share a warp stay together: most() is the
+// greatest of all of them, and every one of them comes to best().
 struct HostTeam {
   static int32_t rank() { return 0; }
   static int32_t size() { return 1; }
+  static int32_t most(int32_t mine) { return mine; }
   static RankedToken best(const RankedToken& mine) { return mine; }
 };
 
@@ -98,41 +100,57 @@ TKV_HD PageTokens page_tokens(const StoreView& s) {
   return {s.page_tokens(kHighSide), s.page_tokens(kLowSide), s.page_tokens(kWindowSide)};
 }
 
+// Ids of the pages first + rank + v * size of a side, v < kVisits: what a thread has in flight.
+// Slots beyond the side's pages may be among them: it is read before their number is known.
+inline constexpr int32_t kVisits = 4;
+struct PageVisits {
+  int32_t page[kVisits];
+};
+template <class Team>
+TKV_HD PageVisits visited_pages(const StoreView& s, int32_t row, int32_t side, int32_t first,
+                                const Team& team) {
+  PageVisits visits;
+  for (int32_t v = 0; v < kVisits; ++v) {
+    const int32_t i = first + team.rank() + v * team.size();
+    const bool is_slot = i < s.allocator.shape.table.table_slots[0];
+    visits.page[v] = is_slot ? s.page_id(row, side, i) : kNoPage;
+  }
+  return visits;
+}
+
 // A row and what its step is planned from.
 struct PlannedRow {
   const StoreView& s;
   PageTokens page_tokens;
   int32_t row;
   SideCounts tokens, pages;
-  TierThresholds thresholds;      // of the sequence with the step's tokens
-  int32_t first_high, first_low;  // of the team's first pages the one of this rank: asked for early
+  TierThresholds thresholds;  // of the sequence with the step's tokens
+  PageVisits high, low;       // the team's first visits: asked for early
 };
-// Page ids of a side, of those that the team visits first the one of this rank.
-template <class Team>
-TKV_HD int32_t first_page(const StoreView& s, int32_t row, int32_t side, int32_t pages,
-                          const Team& team) {
-  return team.rank() < pages ? s.page_id(row, side, team.rank()) : kNoPage;
-}
 template <class Team>
 TKV_HD PlannedRow planned_row(const StoreView& s, const PageTokens& per_page, int32_t row,
                               const TierThresholds& thresholds, const Team& team) {
-  const SideCounts pages = s.allocator.pages[row];
   return {s,
           per_page,
           row,
           s.allocator.tokens[row],
-          pages,
+          s.allocator.pages[row],
           thresholds,
-          first_page(s, row, kHighSide, pages.of[kHighSide], team),
-          first_page(s, row, kLowSide, pages.of[kLowSide], team)};
+          visited_pages(s, row, kHighSide, 0, team),
+          visited_pages(s, row, kLowSide, 0, team)};
 }
 
 // The victim among the tokens of one page that the overlay does not replace.
+struct VisitedPage {
+  int32_t index;  // in its side
+  int32_t id;
+  PageRecord record;
+};
 template <class Overlay>
-TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, int32_t page_index, int32_t page,
+TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, const VisitedPage& page,
                                const Overlay& overlay) {
-  const int32_t per_page = r.page_tokens.at(side), first = page_index * per_page;
-  const PageRecord record = load_record(r.s.allocator, page);
+  const int32_t per_page = r.page_tokens.at(side), first = page.index * per_page;
+  const PageRecord& record = page.record;
   if (record.reference_count > 1 || record.min_slot == kNoSlot) return no_token();
   const int32_t used = smaller_of(per_page, r.tokens.of[side] - first);
   if (!overlay.covers(side, first, first + used)) {
@@ -141,21 +159,31 @@ TKV_HD RankedToken page_victim(const PlannedRow& r, int32_t side, int32_t page_i
   RankedToken best = no_token();
   for (int32_t slot = 0; slot < used; ++slot) {
     if (overlay.covers(side, first + slot, first + slot + 1)) continue;
-    const TokenPlace at = {r.s.page_bytes(page), slot};
+    const TokenPlace at = {r.s.page_bytes(page.id), slot};
     best = better_victim(best, {score_at(r.s, side, at), position_at(r.s, side, at), first + slot});
   }
   return best;
 }
 
+// Among the tokens of `pages` pages of a side, those of earlier rounds included.
 template <class Overlay, class Team>
-TKV_HD RankedToken find_victim(const PlannedRow& r, int32_t side, const Overlay& overlay,
-                               const Team& team) {
-  const int32_t pages = side == kHighSide ? r.pages.of[kHighSide] : r.pages.of[kLowSide];
+TKV_HD RankedToken find_victim(const PlannedRow& r, int32_t side, int32_t pages,
+                               const Overlay& overlay, const Team& team) {
   RankedToken mine = no_token();
-  int32_t page = side == kHighSide ? r.first_high : r.first_low;
-  for (int32_t i = team.rank(); i < pages; i += team.size()) {
-    if (i >= team.size()) page = r.s.page_id(r.row, side, i);
-    mine = better_victim(mine, page_victim(r, side, i, page, overlay));
+  PageVisits visits = side == kHighSide ? r.high : r.low;
+  const int32_t end = team.most(pages), step = kVisits * team.size();
+  for (int32_t first = 0; first < end; first += step) {
+    if (first > 0) visits = visited_pages(r.s, r.row, side, first, team);
+    VisitedPage visited[kVisits];
+    for (int32_t v = 0; v < kVisits; ++v) {
+      const int32_t i = first + team.rank() + v * team.size();
+      const bool is_page = i < pages;
+      visited[v] = {i, visits.page[v],
+                    is_page ? load_record(r.s.allocator, visits.page[v]) : kEmptyPageRecord};
+    }
+    for (int32_t v = 0; v < kVisits; ++v) {
+      mine = better_victim(mine, page_victim(r, side, visited[v], overlay));
+    }
   }
   return better_victim(team.best(mine), overlay.best(side));
 }
@@ -165,19 +193,28 @@ struct StepCounts {
   int32_t high, low;
 };
 
+// What a round decided and about which tokens.
+struct PlannedRound {
+  StepAction action;
+  RankedToken candidate;  // its index is in the window's side
+  RankedToken victim;     // as far as action names one
+};
+
 // One round; `counts` and the overlay move on.
 template <class Overlay, class Team>
-TKV_HD StepAction plan_round(const PlannedRow& r, const RankedToken& candidate, StepCounts* counts,
-                             Overlay* overlay, const Team& team) {
-  StepAction action = {candidate.position,
-                       significance_tier(r.thresholds, candidate.score),
-                       kNoSlot,
-                       kNoPosition,
-                       Tier::kPruned,
-                       kNoSlot};
-  if (action.tier == Tier::kPruned) return action;
-  const int32_t side = side_of(action.tier);
-  const RankedToken victim = find_victim(r, side, *overlay, team);
+TKV_HD PlannedRound plan_round(const PlannedRow& r, const RankedToken& candidate,
+                               StepCounts* counts, Overlay* overlay, const Team& team) {
+  PlannedRound round = {{candidate.position, significance_tier(r.thresholds, candidate.score),
+                         kNoSlot, kNoPosition, Tier::kPruned, kNoSlot},
+                        candidate,
+                        no_token()};
+  StepAction& action = round.action;
+  const bool stays = action.tier != Tier::kPruned;
+  const int32_t side = action.tier == Tier::kHigh ? kHighSide : kLowSide;
+  const int32_t pages = side == kHighSide ? r.pages.of[kHighSide] : r.pages.of[kLowSide];
+  round.victim = find_victim(r, side, stays ? pages : 0, *overlay, team);
+  if (!stays) return round;
+  const RankedToken& victim = round.victim;
   const Tier to =
       victim.index == kNoSlot ? action.tier : victim_tier(r.thresholds, action.tier, victim.score);
   if (to == action.tier) {
@@ -192,14 +229,14 @@ TKV_HD StepAction plan_round(const PlannedRow& r, const RankedToken& candidate, 
     }
   }
   overlay->put(side, {candidate.score, candidate.position, action.slot});
-  return action;
+  return round;
 }
 
-// The step of one row: leaving_tokens() actions, oldest first, and what each side gains. Overlay:
-// StepOverlay, or NoOverlay where at most one token leaves.
-template <class Overlay, class Team>
+// The step of one row: emit(i, round) for each of its leaving_tokens(), oldest first; returns what
+// each side gains. Overlay: StepOverlay, or NoOverlay where at most one token leaves.
+template <class Overlay, class Team, class Emit>
 TKV_HD SideCounts plan_row_step(const PlannedRow& r, const SequenceInfo& info, int32_t tokens,
-                                StepAction* actions, const Team& team) {
+                                const Team& team, Emit&& emit) {
   const LeavingTokens leaving = leaving_tokens(r.s.policy, info, tokens);
   StepCounts counts = {r.tokens.of[kHighSide], r.tokens.of[kLowSide]};
   Overlay overlay;
@@ -207,8 +244,7 @@ TKV_HD SideCounts plan_row_step(const PlannedRow& r, const SequenceInfo& info, i
     const int32_t index = window_index(r.s.policy, info, p), per_page = r.page_tokens.window;
     const int32_t page = r.s.page_id(r.row, kWindowSide, index / per_page);
     const float score = score_at(r.s, kWindowSide, {r.s.page_bytes(page), index % per_page});
-    const StepAction action = plan_round(r, {score, p, 0}, &counts, &overlay, team);
-    if (team.rank() == 0) actions[p - leaving.first] = action;
+    emit(p - leaving.first, plan_round(r, {score, p, index}, &counts, &overlay, team));
   }
   return {{counts.high - r.tokens.of[kHighSide], counts.low - r.tokens.of[kLowSide],
            tokens - leaving.count(), 0}};
