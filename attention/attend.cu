@@ -35,7 +35,7 @@ Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
 
 // Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
 int32_t least_slot_bytes(const AttentionConfig& config) {
-  int32_t bytes = part_stride(config.head_dim) * row_group(config) * 4;
+  int32_t bytes = part_stride(config.head_dim) * query_columns(config).of_row * 4;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
@@ -83,7 +83,7 @@ Status validate_call(const AttentionConfig& config, const AttentionGrid& grid,
   if (Status s = validate_grid(config, grid); !s) return s;
   if (Status s = validate_table(config, table); !s) return s;
   if (batch.count < 1) return invalid("batch is empty");
-  if (batch.count > INT32_MAX / config.num_layers / config.num_q_heads) {
+  if (batch.count > INT32_MAX / config.num_layers / config.num_q_heads / config.q_len) {
     return invalid("batch has too many rows");
   }
   if (batch.sequences == nullptr && batch.count > table.shape.num_sequences) {
@@ -113,8 +113,8 @@ AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
     rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
   rows.sequences = batch.sequences;
-  rows.pass_shift = pass_shift_of(config.group_size());
-  rows.num_rows = batch.count * config.num_kv_heads << rows.pass_shift;
+  rows.passes = query_columns(config).passes;
+  rows.num_rows = batch.count * config.num_kv_heads * rows.passes;
   rows.num_kv_heads = config.num_kv_heads;
   rows.num_tiers = config.num_tiers;
   rows.num_table_sequences = table.shape.num_sequences;
@@ -136,7 +136,13 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
   if (call.out == nullptr || !is_aligned(call.out, 16))
     return invalid("out is null or not aligned");
   if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
-  return Status::ok();
+  return validate_tail(config, call.tail);
+}
+
+TailSource tail_source(const AttentionConfig& config, const AttentionTail& tail) {
+  if (config.q_len == 1) return {};
+  return {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
+          tail.ring_tokens};
 }
 
 // Of the largest page, all that attention reads, and at least a slot.
@@ -153,15 +159,14 @@ int32_t whole_page_bytes(const AttentionConfig& config) {
 // Two slots: more bytes in flight were slower for every format (docs/ATTENTION.md). Whole pages
 // where they fit, so that a chunk is one copy.
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
+  const int32_t columns = query_columns(config).of_row;
   for (int32_t slots = kSlots; slots > 0; --slots) {
-    const int32_t left =
-        shared_bytes - decode_shared(config.head_dim, row_group(config), 0, slots).bytes;
+    const int32_t left = shared_bytes - decode_shared(config.head_dim, columns, 0, slots).bytes;
     const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
     if (most < least_slot_bytes(config)) continue;
     grid.slots_per_warp = slots;
     grid.slot_bytes = std::min(whole_page_bytes(config), most);
-    grid.shared_bytes =
-        decode_shared(config.head_dim, row_group(config), grid.slot_bytes, slots).bytes;
+    grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;
     return Status::ok();
   }
   return Status(StatusCode::kUnsupported, "the device has " + std::to_string(shared_bytes) +
@@ -180,7 +185,8 @@ Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
   grid.num_ctas = std::min(*ctas, kMaxCtas);
   if (Status s = choose_slots(config, *shared, grid); !s) return s;
   if (Status s = prepare_plan(); !s) return s;
-  if (Status s = prepare_decode(config.head_dim, *shared); !s) return s;
+  if (Status s = prepare_decode(config.head_dim, query_columns(config).of_row, *shared); !s)
+    return s;
   return grid;
 }
 
@@ -194,7 +200,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   params.items = at<WorkItem>(workspace, layout.items);
   params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.row_status = at<int32_t>(workspace, layout.row_status);
-  params.num_arrivals = grid.num_ctas * kMaxGroup;
+  params.num_arrivals = grid.num_ctas * kMaxColumns;
   params.max_ctas = grid.num_ctas;
   params.warps = kDecodeWarps;
   params.num_layers = config.num_layers;
@@ -212,7 +218,8 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.pool = call.pages.base;
   params.page_bytes = call.pages.page_bytes;
   params.num_pages = call.pages.num_pages;
-  params.group = row_group(config);
+  params.columns = query_columns(config);
+  params.tail = tail_source(config, call.tail);
   params.q = call.q;
   params.out = call.out;
   params.lse = call.lse;

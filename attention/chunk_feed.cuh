@@ -14,7 +14,12 @@ struct alignas(16) ChunkHeader {
   int32_t format;  // pair_format(); nothing where there are no tokens
   int32_t tiles;   // of the item that this chunk stands for: those copied, or 1 of an empty row
   int32_t tokens;  // 0: nothing to attend to
+  // The tokens' order, counted from the chunk's first, where one is among the newest of its row
+  // that not every query sees.
+  TailOrder tail;
+  int32_t unused;
 };
+static_assert(sizeof(ChunkHeader) == kChunkHeaderBytes, "two 16-byte accesses per header");
 
 // A chunk and where its bytes are.
 struct Chunk {
@@ -54,11 +59,12 @@ class ChunkFeed {
     return chunk_tiles_;
   }
 
-  // Most chunks are full pages with more of their tier behind them. For these next_page() does what
+  // Most chunks are full pages with more of their tier behind them, and no token that is not seen
+  // by all queries. For these next_page() does what
   // next() does, in less time.
   __device__ __forceinline__ bool is_at_page() const {
     return page_tile_ == 0 && chunk_tiles_ == page_tiles_ && left_ > page_tiles_ &&
-           tier_tokens_ > page_tiles_ * kTileTokens;
+           tier_tokens_ > fast_above_;
   }
   struct Page {
     ChunkHeader header;
@@ -67,7 +73,7 @@ class ChunkFeed {
   };
   __device__ __forceinline__ Page next_page() {
     const int32_t tokens = page_tiles_ * kTileTokens;
-    const Page page{{row_, format_, page_tiles_, tokens},
+    const Page page{{row_, format_, page_tiles_, tokens, {}, 0},
                     __shfl_sync(kFullWarp, ids_, page_ % 32),
                     page_bytes_};
     left_ -= page_tiles_;
@@ -78,11 +84,12 @@ class ChunkFeed {
 
   // has_more() before.
   __device__ __forceinline__ Chunk next() {
-    Chunk chunk{{row_, 0, 1, 0}, 0, kNoPage, 0, false};
+    Chunk chunk{{row_, 0, 1, 0, {}, 0}, 0, kNoPage, 0, false};
     if (tier_ < kAttentionTiers) {
       const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
                                     smaller(tiles_of(tier_tokens_), left_));
-      chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
+      chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_), {}, 0};
+      if (tier_ == p_.tail.tier) chunk.header.tail = tail_order();
       chunk.tier = tier_;
       chunk.page = __shfl_sync(kFullWarp, ids_, page_ % 32);
       chunk.tile = page_tile_;
@@ -101,6 +108,20 @@ class ChunkFeed {
     if (++page_ % 32 != 0) return;
     ids_ = next_ids_;
     next_ids_ = read_ids(page_ + 32);
+  }
+
+  // Of the tokens from the next tile on.
+  __device__ __forceinline__ TailOrder tail_order() const {
+    const TailSource& tail = p_.tail;
+    const int32_t here = (page_ * page_tiles_ + page_tile_) * kTileTokens;
+    const int32_t entry = batch_row_of(p_.rows, row_) / p_.rows.num_kv_heads;
+    const int32_t tokens = here + tier_tokens_;
+    const bool is_ring = tail.ring_tokens > 0 && tokens >= tail.ring_first + tail.ring_tokens;
+    TailOrder order;
+    order.newest = (tail.newest == nullptr ? tokens - 1 : tail.newest[entry]) - here;
+    order.sinks = (is_ring ? tail.ring_first : 0) - here;
+    order.ring = is_ring ? tail.ring_tokens : 0;
+    return order;
   }
 
   // Over the tiles of a chunk, to where the next one begins.
@@ -148,6 +169,10 @@ class ChunkFeed {
     page_bytes_ = at.page_bytes;
     chunk_tiles_ = at.chunk_tiles;
     tier_tokens_ -= tile * kTileTokens;
+    fast_above_ = page_tiles_ * kTileTokens;
+    if (tier_ == p_.tail.tier) {
+      fast_above_ = p_.tail.newest == nullptr ? fast_above_ + p_.columns.q_len - 1 : kMaxTierTokens;
+    }
     page_ = tile / page_tiles_;
     page_tile_ = tile - page_ * page_tiles_;
     ids_ = read_ids(page_ & ~31);
@@ -169,6 +194,7 @@ class ChunkFeed {
   int32_t tier_ = kAttentionTiers;  // kAttentionTiers: the row has no tokens
   int32_t format_ = 0, page_tiles_ = 1, chunk_tiles_ = 1, page_bytes_ = 0;
   int32_t tier_tokens_ = 0;           // from the next tile on
+  int32_t fast_above_ = 0;            // of them, so many that is_at_page() is possible
   int32_t page_ = 0, page_tile_ = 0;  // of the next tile
   int32_t ids_ = 0, next_ids_ = 0;    // of page (page_ & ~31) + lane, and 32 further
 };
@@ -220,7 +246,7 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Chun
   if (!is_first_lane()) return;
   *header = chunk;
   if (is_stray) {
-    p.row_status[chunk.row >> p.rows.pass_shift] = static_cast<int32_t>(StatusCode::kCorrupt);
+    p.row_status[batch_row_of(p.rows, chunk.row)] = static_cast<int32_t>(StatusCode::kCorrupt);
   }
 }
 

@@ -18,6 +18,7 @@ Status unsupported(std::string why) {
 
 constexpr int32_t kMaxHeads = 1 << 16;
 constexpr int32_t kMaxLayers = 1 << 12;
+constexpr int32_t kMaxGroup = 16;
 
 Status validate_heads(const AttentionConfig& c) {
   if (c.num_layers < 1 || c.num_layers > kMaxLayers) return invalid("num_layers must be 1 to 4096");
@@ -27,9 +28,9 @@ Status validate_heads(const AttentionConfig& c) {
   if (c.num_q_heads < 1 || c.num_q_heads > kMaxHeads || c.num_q_heads % c.num_kv_heads != 0) {
     return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65536");
   }
-  if (pass_shift_of(c.group_size()) < 0) {
+  if (c.group_size() > kMaxGroup) {
     return unsupported("group of " + std::to_string(c.group_size()) +
-                       " q heads per kv_head; attention needs 1 to 8, 10, 12, 14 or 16");
+                       " q heads per kv_head; attention needs 1 to 16");
   }
   if (!has_page_layout(c.head_dim)) {
     return unsupported("head_dim " + std::to_string(c.head_dim) +
@@ -40,7 +41,9 @@ Status validate_heads(const AttentionConfig& c) {
 
 Status validate_modes(const AttentionConfig& c) {
   if (c.q_len < 1) return invalid("q_len must be positive");
-  if (c.q_len != 1) return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1");
+  if (c.q_len > kMaxQueryTokens) {
+    return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1 to 8");
+  }
   if (c.dtype != DType::kFloat16) {
     return unsupported(std::string("dtype ") + dtype_name(c.dtype) + "; attention needs float16");
   }
@@ -76,6 +79,24 @@ Status AttentionConfig::validate() const {
     for (int32_t before = 0; before < t; ++before) {
       if (tiers[before].side == tiers[t].side) return invalid(name + ": side is used twice");
     }
+  }
+  return Status::ok();
+}
+
+Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
+  if (config.q_len == 1) return Status::ok();
+  if (tail.tier < -1 || tail.tier >= config.num_tiers) return invalid("tail.tier is out of range");
+  if (tail.ring_first < 0 || tail.ring_first > kMaxTierTokens) {
+    return invalid("tail.ring_first is out of range");
+  }
+  if (tail.ring_tokens < 0 || tail.ring_tokens > kMaxTierTokens) {
+    return invalid("tail.ring_tokens is out of range");
+  }
+  if (tail.ring_tokens > 0 && tail.ring_tokens < config.q_len) {
+    return invalid("tail.ring_tokens is below q_len");
+  }
+  if (tail.ring_tokens > 0 && tail.newest == nullptr) {
+    return invalid("tail.newest is null, which a ring needs");
   }
   return Status::ok();
 }

@@ -8,16 +8,18 @@ namespace {
 
 using DecodeKernel = void (*)(DecodeParams);
 
-DecodeKernel kernel_of(int32_t head_dim) {
+// A wide kernel has two blocks of columns.
+DecodeKernel kernel_of(int32_t head_dim, int32_t of_row) {
+  const bool is_wide = column_blocks(of_row) == 2;
   switch (head_dim) {
     case 64:
-      return decode_kernel<64>;
+      return is_wide ? decode_kernel<64, 2> : decode_kernel<64, 1>;
     case 96:
-      return decode_kernel<96>;
+      return is_wide ? decode_kernel<96, 2> : decode_kernel<96, 1>;
     case 128:
-      return decode_kernel<128>;
+      return is_wide ? decode_kernel<128, 2> : decode_kernel<128, 1>;
     case 256:
-      return decode_kernel<256>;
+      return is_wide ? nullptr : decode_kernel<256, 1>;
     default:
       return nullptr;
   }
@@ -30,8 +32,8 @@ Status no_kernel(int32_t head_dim) {
 
 }  // namespace
 
-Status prepare_decode(int32_t head_dim, int32_t shared_bytes) {
-  const DecodeKernel kernel = kernel_of(head_dim);
+Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
+  const DecodeKernel kernel = kernel_of(head_dim, of_row);
   if (kernel == nullptr) return no_kernel(head_dim);
   return cuda_status(
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -41,10 +43,10 @@ Status prepare_decode(int32_t head_dim, int32_t shared_bytes) {
 
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
-  const DecodeKernel kernel = kernel_of(head_dim);
+  const DecodeKernel kernel = kernel_of(head_dim, params.columns.of_row);
   if (kernel == nullptr) return no_kernel(head_dim);
   const int32_t bytes =
-      decode_shared(head_dim, params.group, params.slot_bytes, params.slots).bytes;
+      decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots).bytes;
   return launch_after_previous(kernel, num_ctas, kDecodeThreads, bytes, stream, params);
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/columns.h"
 #include "attention/online_softmax.h"
 #include "attention/work.h"
 #include "tierkv/attention.h"
@@ -13,13 +14,14 @@ namespace tierkv {
 
 inline constexpr int32_t kDecodeWarps = 8;
 inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
-inline constexpr int32_t kMaxGroup = 8;  // q heads of a row: the columns of one mma
 
-// How a group of q heads becomes rows of at most kMaxGroup: 2^shift rows of group >> shift heads,
-// or -1 where it does not. Each row reads the pages anew.
-TKV_HD constexpr int32_t pass_shift_of(int32_t group) {
-  return group <= kMaxGroup ? 0 : group <= 2 * kMaxGroup && group % 2 == 0 ? 1 : -1;
-}
+// The tier with the newest tokens, where there are several queries; otherwise no tier.
+struct TailSource {
+  int32_t tier = kAttentionTiers;
+  const int32_t* newest = nullptr;  // [batch], index in the tier; null: the last one
+  int32_t ring_first = 0;
+  int32_t ring_tokens = 0;
+};
 
 struct DecodeParams {
   const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
@@ -28,15 +30,16 @@ struct DecodeParams {
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
-  int32_t group = 1;              // q heads of a row
-  const void* q = nullptr;        // fp16 [num_rows][group][head_dim]
-  void* out = nullptr;            // fp16, like q
-  float* lse = nullptr;           // [num_rows][group] or null
-  int32_t* row_status = nullptr;  // [num_rows >> pass_shift], kCorrupt is added
-  // [grid][kMaxGroup], 0 between launches: finished parts of the row that starts in this CTA.
+  QueryColumns columns;
+  TailSource tail;
+  const void* q = nullptr;        // fp16 [batch][q_len][num_q_heads][head_dim]
+  void* out = nullptr;            // like q
+  float* lse = nullptr;           // [batch][q_len][num_q_heads] or null
+  int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
+  // [grid][kMaxColumns], 0 between launches: finished parts of the row that starts in this CTA.
   int32_t* arrivals = nullptr;
-  float* parts = nullptr;  // [2 * grid][group][head_dim]: parts of rows that several CTAs share
-  SoftmaxState* part_states = nullptr;  // [2 * grid][group]
+  float* parts = nullptr;  // [2 * grid][of_row][head_dim]: parts of rows that several CTAs share
+  SoftmaxState* part_states = nullptr;  // [2 * grid][of_row]
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
@@ -48,32 +51,39 @@ TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
   return head_dim + 4;
 }
 
+inline constexpr int32_t kChunkHeaderBytes = 32;
+
 // Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
 // before its item, here, and of the row that goes on behind it, in its ring when that is done.
 struct DecodeShared {
   int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
   int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
-  int32_t states;     // SoftmaxState [kDecodeWarps][2][kMaxGroup]
+  int32_t states;     // SoftmaxState [kDecodeWarps][2][columns]
   int32_t ends;       // WorkItem [2]
   int32_t part_rows;  // int32_t [kDecodeWarps][2]
-  int32_t parts;      // float [kDecodeWarps][group][part_stride]
+  int32_t parts;      // float [kDecodeWarps][columns][part_stride]
   int32_t bytes;
 };
-TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t group, int32_t slot_bytes,
+TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, int32_t slot_bytes,
                                             int32_t slots) {
   DecodeShared s{};
   s.full = kDecodeWarps * slots * slot_bytes;
   s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
-  s.states = s.headers + kDecodeWarps * kMaxSlots * 16;
-  s.ends = s.states + kDecodeWarps * 2 * kMaxGroup * 8;
+  s.states = s.headers + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
+  s.ends = s.states + kDecodeWarps * 2 * columns * 8;
   s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
   s.parts = s.part_rows + kDecodeWarps * 2 * 4;
-  s.bytes = s.parts + kDecodeWarps * group * part_stride(head_dim) * 4;
+  s.bytes = s.parts + kDecodeWarps * columns * part_stride(head_dim) * 4;
   return s;
 }
 
+// Blocks of columns that the kernel for rows of `of_row` columns has.
+TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
+  return of_row > kBlockColumns ? 2 : 1;
+}
+
 // Lets the kernel use shared_bytes. Once per device, before the first launch.
-Status prepare_decode(int32_t head_dim, int32_t shared_bytes);
+Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);
 // One kernel of num_ctas CTAs.
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream);

@@ -3,14 +3,15 @@
 // Each warp follows its own item of the plan through its own ring (chunk_feed.cuh,
 // warp_attention.cuh); no warp waits for another until its item is done. A row that lies in one
 // item is written by its warp. Of other rows each warp leaves a part in shared memory, at most two,
-// and the warps of the CTA join those, a head of a row each. Of a row that several CTAs share, each
-// leaves one part in global memory and the last to arrive joins them, head by head: nobody waits
-// for another CTA, so any number of CTAs may be resident.
+// and the warps of the CTA join those, a column of a row each. Of a row that several CTAs share,
+// each leaves one part in global memory and the last to arrive joins them, column by column: nobody
+// waits for another CTA, so any number of CTAs may be resident.
 #pragma once
 
 #include "attention/chunk_feed.cuh"
 #include "attention/head_sum.cuh"
 #include "attention/warp_row.cuh"
+#include "attention/warp_softmax.cuh"
 
 namespace tierkv {
 
@@ -29,12 +30,12 @@ __device__ __forceinline__ int32_t part_index(RowSpan span, int32_t cta) {
   return cta == span.first ? 2 * cta + 1 : 2 * cta;
 }
 
-template <int32_t kHeadDim>
+template <int32_t kHeadDim, int32_t kColumnBlocks>
 class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
-      : p_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
-    const DecodeShared at = decode_shared(kHeadDim, p_.group, p_.slot_bytes, p_.slots);
+      : p_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(params.columns) {
+    const DecodeShared at = decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots);
     rings_ = shared_bytes;
     full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full) + warp_ * kMaxSlots;
     headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
@@ -51,11 +52,13 @@ class DecodeCta {
   static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
-  static_assert(kMaxGroup <= kDecodeWarps, "a warp leaves at most one head of a row");
+  static constexpr int32_t kTurns = kColumnBlocks * kBlockColumns / kDecodeWarps;
+  static_assert(kTurns * kDecodeWarps == kColumnBlocks * kBlockColumns,
+                "a warp leaves at most kTurns columns of a row");
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
-  __device__ __forceinline__ const __half* query(int32_t row) const {
-    return static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kHeadDim;
+  __device__ __forceinline__ const uint16_t* query() const {
+    return static_cast<const uint16_t*>(p_.q);
   }
   __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
                                              int32_t row);
@@ -73,7 +76,7 @@ class DecodeCta {
   // goes on behind it.
   __device__ __forceinline__ float* part(int32_t i) const {
     if (i % 2 != 0) return reinterpret_cast<float*>(ring(i / 2));
-    return parts_ + i / 2 * p_.group * part_stride(kHeadDim);
+    return parts_ + i / 2 * p_.columns.of_row * part_stride(kHeadDim);
   }
 
   const DecodeParams& p_;
@@ -85,11 +88,11 @@ class DecodeCta {
   WorkItem* ends_;      // the first item of this CTA and of the next one
   int32_t* part_rows_;  // [kParts], -1: no part
   float* parts_;
-  WarpAttention<kHeadDim> attention_;
+  WarpAttention<kHeadDim, kColumnBlocks> attention_;
 };
 
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::run() {
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
@@ -105,9 +108,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::run() {
   join_rows();
 }
 
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item,
-                                                            const WorkItem& next) {
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::attend(const WorkItem& item,
+                                                                           const WorkItem& next) {
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
   if (p_.plan_is_settled) {
@@ -120,20 +123,20 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
   if (item.tiles == 0) return;
   int32_t row = item.row, slot = 0, left = item.tiles;
   uint32_t parity = 0;
-  attention_.fetch_query(query(row), p_.group);
+  attention_.fetch_query(query(), row);
   attention_.start_row();
   // The first rounds fill the ring; then each takes a chunk out before it puts one in.
 #pragma unroll 1
   for (int32_t round = -p_.slots;; ++round) {
     if (round == 0) attention_.sum_query(p_.scale_log2);
     if (round >= 0) {
-      ChunkHeader header{-1, 0, 0, 0};
+      ChunkHeader header{-1, 0, 0, 0, {}, 0};
       if (left > 0) {
         wait_barrier(&full_[slot], parity);
         header = headers_[slot];
       }
       if (header.row != row) {
-        if (left > 0) attention_.fetch_query(query(header.row), p_.group);
+        if (left > 0) attention_.fetch_query(query(), header.row);
         finish_row(item, next, row);
         if (left == 0) return;
         row = header.row;
@@ -142,7 +145,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
       }
       if (header.tokens > 0) {
         attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
-        attention_.attend(slots + slot * p_.slot_bytes, header.tiles, header.tokens);
+        attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
+                           &headers_[slot].tail, header.tail.newest != kNoTail});
       }
       left -= header.tiles;
       __syncwarp();
@@ -158,65 +162,72 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::attend(const WorkItem& item
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::finish_row(const WorkItem& item,
-                                                                const WorkItem& next, int32_t row) {
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::finish_row(const WorkItem& item,
+                                                                               const WorkItem& next,
+                                                                               int32_t row) {
   const bool began_before = row == item.row && item.tile > 0;
   const bool goes_on = row == next.row && next.tile > 0;
   if (!began_before && !goes_on) {
-    const int64_t column = static_cast<int64_t>(row) * p_.group;
-    attention_.write_row(static_cast<__half*>(p_.out) + column * kHeadDim,
-                         p_.lse == nullptr ? nullptr : p_.lse + column, p_.group);
+    attention_.write_row(static_cast<uint16_t*>(p_.out), p_.lse, row);
     return;
   }
   const int32_t i = 2 * warp_ + (began_before ? 0 : 1);
-  attention_.store_part(states_ + i * kMaxGroup, part(i), p_.group);
+  attention_.store_part(states_ + i * p_.columns.of_row, part(i));
   if (lane_ == 0) part_rows_[i] = row;
 }
 
-// By all warps, when all parts are there; a lane looks at each. A warp joins one head of one row at
-// a time: first of the rows that other CTAs share, so that the answer to its arrival comes while it
-// joins the others.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::join_rows() {
+// By all warps, when all parts are there; a lane looks at each. A warp joins one column of one row
+// at a time: first of the rows that other CTAs share, so that the answer to its arrival comes while
+// it joins the others.
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_rows() {
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
   const WorkItem first = ends_[0], next = ends_[1];
-  const int32_t group = p_.group;
+  const int32_t columns = p_.columns.of_row;
   const bool has_next = next.tile > 0 && next.row != first.row;
   const int32_t rows[2] = {first.row, has_next ? next.row : -1};
   const RowSpan spans[2] = {{first.span_first, first.span_last}, {next.span_first, next.span_last}};
-  const int32_t heads[2] = {warp_, (warp_ + kDecodeWarps - group) % kDecodeWarps};
-  int32_t before[2] = {-1, -1};
+  const int32_t heads[2] = {warp_, (warp_ + kTurns * kDecodeWarps - columns) % kDecodeWarps};
+  int32_t before[2][kTurns];
 #pragma unroll
   for (int32_t k = 0; k < 2; ++k) {
-    if (rows[k] < 0 || spans[k].is_whole()) continue;
-    const uint32_t parts = __ballot_sync(kFullWarp, row_here == rows[k]);
+    const bool is_shared = rows[k] >= 0 && !spans[k].is_whole();
+    const uint32_t parts = __ballot_sync(kFullWarp, is_shared && row_here == rows[k]);
     left &= ~parts;
-    if (heads[k] < group) before[k] = leave_part(parts, heads[k], spans[k]);
+#pragma unroll
+    for (int32_t turn = 0; turn < kTurns; ++turn) {
+      const int32_t head = heads[k] + turn * kDecodeWarps;
+      before[k][turn] = is_shared && head < columns ? leave_part(parts, head, spans[k]) : -1;
+    }
   }
-  int32_t turn = warp_;
+  int32_t own = warp_;
   while (left != 0) {
     const int32_t row = __shfl_sync(kFullWarp, row_here, lowest_bit(left));
     const uint32_t parts = __ballot_sync(kFullWarp, row_here == row);
     left &= ~parts;
-    for (; turn < group; turn += kDecodeWarps) write(row, turn, join_parts(parts, turn));
-    turn -= group;
+    for (; own < columns; own += kDecodeWarps) write(row, own, join_parts(parts, own));
+    own -= columns;
   }
 #pragma unroll
   for (int32_t k = 0; k < 2; ++k) {
-    if (__shfl_sync(kFullWarp, before[k], 0) != spans[k].ctas() - 1) continue;
-    if (lane_ == 0) p_.arrivals[spans[k].first * kMaxGroup + heads[k]] = 0;
-    __syncwarp();  // what lane 0 has acquired is there for all
-    join_ctas(rows[k], spans[k], heads[k]);
+#pragma unroll
+    for (int32_t turn = 0; turn < kTurns; ++turn) {
+      if (__shfl_sync(kFullWarp, before[k][turn], 0) != spans[k].ctas() - 1) continue;
+      const int32_t head = heads[k] + turn * kDecodeWarps;
+      if (lane_ == 0) p_.arrivals[spans[k].first * kMaxColumns + head] = 0;
+      __syncwarp();  // what lane 0 has acquired is there for all
+      join_ctas(rows[k], spans[k], head);
+    }
   }
 }
 
 // The parts of the CTA's warps.
-template <int32_t kHeadDim>
-__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim>::join_parts(uint32_t parts,
-                                                                             int32_t head) const {
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks>::join_parts(
+    uint32_t parts, int32_t head) const {
   HeadSum<kHeadDim> sum;
   while (parts != 0) {
     typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
@@ -226,7 +237,7 @@ __device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim>::join_parts(uin
       if (parts == 0) continue;
       const int32_t i = lowest_bit(parts);
       parts &= parts - 1;
-      batch[k] = {states_ + i * kMaxGroup + head, part(i) + head * part_stride(kHeadDim)};
+      batch[k] = {states_ + i * p_.columns.of_row + head, part(i) + head * part_stride(kHeadDim)};
     }
     sum.template add<kSharedBatch, false>(batch);
   }
@@ -234,19 +245,20 @@ __device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim>::join_parts(uin
 }
 
 // The CTA's part of a head, in global memory; in lane 0, how many other CTAs had left theirs.
-template <int32_t kHeadDim>
-__device__ __forceinline__ int32_t DecodeCta<kHeadDim>::leave_part(uint32_t parts, int32_t head,
-                                                                   RowSpan span) const {
-  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.group + head;
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ int32_t
+DecodeCta<kHeadDim, kColumnBlocks>::leave_part(uint32_t parts, int32_t head, RowSpan span) const {
+  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.columns.of_row + head;
   join_parts(parts, head).store(p_.part_states + to, p_.parts + to * kHeadDim);
   __syncwarp();
-  return lane_ == 0 ? arrive_acq_rel(&p_.arrivals[span.first * kMaxGroup + head]) : -1;
+  return lane_ == 0 ? arrive_acq_rel(&p_.arrivals[span.first * kMaxColumns + head]) : -1;
 }
 
 // The parts of all CTAs that share the row.
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowSpan span,
-                                                               int32_t head) {
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_ctas(int32_t row,
+                                                                              RowSpan span,
+                                                                              int32_t head) {
   HeadSum<kHeadDim> sum;
   for (int32_t first = span.first; first <= span.last; first += kGlobalBatch) {
     typename HeadSum<kHeadDim>::Part batch[kGlobalBatch];
@@ -254,7 +266,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowS
     for (int32_t k = 0; k < kGlobalBatch; ++k) {
       batch[k].state = nullptr;
       if (first + k > span.last) continue;
-      const int64_t from = static_cast<int64_t>(part_index(span, first + k)) * p_.group + head;
+      const int64_t from =
+          static_cast<int64_t>(part_index(span, first + k)) * p_.columns.of_row + head;
       batch[k] = {p_.part_states + from, p_.parts + from * kHeadDim};
     }
     sum.template add<kGlobalBatch, true>(batch);
@@ -262,19 +275,20 @@ __device__ __forceinline__ void DecodeCta<kHeadDim>::join_ctas(int32_t row, RowS
   write(row, head, sum);
 }
 
-template <int32_t kHeadDim>
-__device__ __forceinline__ void DecodeCta<kHeadDim>::write(int32_t row, int32_t head,
-                                                           const HeadSum<kHeadDim>& sum) const {
-  const int64_t place = static_cast<int64_t>(row) * p_.group + head;
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::write(
+    int32_t row, int32_t head, const HeadSum<kHeadDim>& sum) const {
+  const int64_t place = p_.columns.place(row, head);
+  if (place < 0) return;
   sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
             p_.lse == nullptr ? nullptr : p_.lse + place);
 }
 
-template <int32_t kHeadDim>
+template <int32_t kHeadDim, int32_t kColumnBlocks>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks> cta(params, shared_bytes);
   cta.run();
 }
 

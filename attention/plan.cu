@@ -80,7 +80,7 @@ class LayerPlan {
   // Reads the rows of this thread.
   __device__ RowWork read_rows() {
     int32_t* status =
-        p_.row_status + static_cast<int64_t>(layer_) * (p_.rows.num_rows >> p_.rows.pass_shift);
+        p_.row_status + static_cast<int64_t>(layer_) * (p_.rows.num_rows / p_.rows.passes);
     RowWork mine{0, 0};
     for (int32_t i = 0; i < rows_per_thread_; ++i) {
       const int32_t row = static_cast<int32_t>(threadIdx.x) * rows_per_thread_ + i;
@@ -88,7 +88,7 @@ class LayerPlan {
       const RowTokens n = row_tokens(p_.rows, table_row_of(p_.rows, layer_, row));
       if (row < kKeptRows) kept_[row] = {{n.tier[0], n.tier[1], n.tier[2]}};
       if (blockIdx.y == 0) {
-        status[row >> p_.rows.pass_shift] =
+        status[batch_row_of(p_.rows, row)] =
             static_cast<int32_t>(n.corrupt ? StatusCode::kCorrupt : StatusCode::kOk);
       }
       const RowWork work = row_work(p_.rows, n);

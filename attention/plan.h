@@ -23,7 +23,7 @@ struct PlanParams {
   AttentionRows rows;
   WorkItem* items = nullptr;      // [num_layers][max_ctas * warps + 1]
   int32_t* arrivals = nullptr;    // [num_arrivals], set to 0
-  int32_t* row_status = nullptr;  // [num_layers][num_rows >> pass_shift] StatusCode
+  int32_t* row_status = nullptr;  // [num_layers][num_rows / passes] StatusCode
   int32_t num_arrivals = 0;
   int32_t max_ctas = 0;  // of the kernel that follows, at most kMaxCtas
   int32_t warps = 1;     // of a CTA

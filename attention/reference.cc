@@ -1,10 +1,12 @@
 #include "attention/reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
 
+#include "attention/workspace.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -13,7 +15,7 @@ namespace {
 // Decoded tokens of one row, in the order of its tiers.
 struct RowTokensDecoded {
   std::vector<double> k, v;  // [tokens, head_dim]
-  int64_t tokens = 0;
+  std::vector<int32_t> age;  // [tokens] how many of the row's are newer; kNoTail: more than queries
 };
 
 double half_at(const uint8_t* bytes) {
@@ -32,27 +34,48 @@ void decode_slot(const PageLayout& layout, const uint8_t* page, int32_t slot,
     row.k.push_back(page_value(layout, page, Component::kKey, slot, dim));
     row.v.push_back(page_value(layout, page, Component::kValue, slot, dim));
   }
-  ++row.tokens;
 }
 
-Status decode_tier(const AttendCall& call, const PageLayout& layout, const SideView& side,
-                   int64_t table_row, RowTokensDecoded& row) {
-  const int32_t tokens = side.tokens[table_row * side.token_stride];
+// The order of a tier of `tokens` tokens of a batch entry.
+TailOrder tail_order(const AttentionConfig& config, const AttendCall& call, int32_t entry,
+                     int32_t tokens) {
+  const AttentionTail& tail = call.tail;
+  const bool is_ring = tail.ring_tokens > 0 && tokens >= tail.ring_first + tail.ring_tokens;
+  const int32_t newest = tail.newest == nullptr ? tokens - 1 : tail.newest[entry];
+  return {config.q_len == 1 ? kNoTail : newest, is_ring ? tail.ring_first : 0,
+          is_ring ? tail.ring_tokens : 0};
+}
+
+// A tier of one row.
+struct TierPlace {
+  SideView side;
+  int64_t table_row;
+  int32_t entry;  // of the batch
+  bool is_tail;
+};
+
+Status decode_tier(const AttentionConfig& config, const AttendCall& call, const PageLayout& layout,
+                   const TierPlace& at, RowTokensDecoded& row) {
+  const SideView& side = at.side;
+  const int32_t tokens = side.tokens[at.table_row * side.token_stride];
   if (tokens < 0 || tokens > static_cast<int64_t>(side.max_pages) * layout.tokens) {
     return corrupt("token count " + std::to_string(tokens));
   }
+  const TailOrder order = at.is_tail ? tail_order(config, call, at.entry, tokens) : TailOrder{};
   for (int32_t i = 0; i < tokens; ++i) {
-    const int64_t slot = table_row * side.row_stride + (i / layout.tokens) * side.direction;
+    const int64_t slot = at.table_row * side.row_stride + (i / layout.tokens) * side.direction;
     const int32_t page = side.slots[slot];
     if (page < 0 || page >= call.pages.num_pages) return corrupt("page id " + std::to_string(page));
     decode_slot(layout, call.pages.base + page * call.pages.page_bytes, i % layout.tokens, row);
+    row.age.push_back(order.age(i));
   }
   return Status::ok();
 }
 
 Result<RowTokensDecoded> decode_row(const AttentionConfig& config, const AttendCall& call,
-                                    int32_t sequence, int32_t kv_head) {
+                                    int32_t entry, int32_t kv_head) {
   RowTokensDecoded row;
+  const int32_t sequence = call.batch.sequences == nullptr ? entry : call.batch.sequences[entry];
   if (sequence == -1) return row;
   const PageTableShape& shape = call.table.shape;
   if (sequence < 0 || sequence >= shape.num_sequences) {
@@ -64,30 +87,41 @@ Result<RowTokensDecoded> decode_row(const AttentionConfig& config, const AttendC
     const Result<PageLayout> layout =
         make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
     if (!layout) return layout.status();
-    const SideView side = call.table.side(config.tiers[t].side);
-    if (Status s = decode_tier(call, *layout, side, table_row, row); !s) return s;
+    const int32_t tail_tier = call.tail.tier < 0 ? config.num_tiers - 1 : call.tail.tier;
+    const TierPlace at = {call.table.side(config.tiers[t].side), table_row, entry, t == tail_tier};
+    if (Status s = decode_tier(config, call, *layout, at, row); !s) return s;
   }
   return row;
 }
 
-// Softmax attention of one query; appends to the output.
-void attend_row(const RowTokensDecoded& row, const uint16_t* q, int32_t head_dim, double sm_scale,
-                ReferenceOutput& output) {
-  std::vector<double> logits(row.tokens), out(head_dim, 0.0);
-  double largest = -std::numeric_limits<double>::infinity(), sum = 0;
-  for (int64_t i = 0; i < row.tokens; ++i) {
+// Softmax attention of one query over the tokens of at least `least_age`.
+struct QueryResult {
+  std::vector<double> out;  // [head_dim]
+  double lse;
+};
+QueryResult attend_row(const RowTokensDecoded& row, const uint16_t* q, double sm_scale,
+                       int32_t head_dim, int32_t least_age) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  std::vector<double> logits(row.age.size(), -infinity);
+  double largest = -infinity, sum = 0;
+  for (size_t i = 0; i < row.age.size(); ++i) {
+    if (row.age[i] < least_age) continue;
     double dot = 0;
     for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * row.k[i * head_dim + d];
     logits[i] = dot * sm_scale;
     largest = std::fmax(largest, logits[i]);
   }
-  for (int64_t i = 0; i < row.tokens; ++i) {
+  QueryResult result{std::vector<double>(head_dim, 0.0), -infinity};
+  if (largest == -infinity) return result;
+  for (size_t i = 0; i < row.age.size(); ++i) {
     const double p = std::exp(logits[i] - largest);
+    if (p == 0) continue;
     sum += p;
-    for (int32_t d = 0; d < head_dim; ++d) out[d] += p * row.v[i * head_dim + d];
+    for (int32_t d = 0; d < head_dim; ++d) result.out[d] += p * row.v[i * head_dim + d];
   }
-  for (const double x : out) output.out.push_back(row.tokens == 0 ? 0.0 : x / sum);
-  output.lse.push_back(largest + (row.tokens == 0 ? 0.0 : std::log(sum)));
+  for (double& x : result.out) x /= sum;
+  result.lse = largest + std::log(sum);
+  return result;
 }
 
 }  // namespace
@@ -109,16 +143,24 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
 
 Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call) {
   if (Status s = config.validate(); !s) return s;
+  if (Status s = validate_tail(config, call.tail); !s) return s;
   const auto* q = static_cast<const uint16_t*>(call.q);
-  ReferenceOutput output;
-  for (int32_t i = 0; i < call.batch.count; ++i) {
-    const int32_t sequence = call.batch.sequences == nullptr ? i : call.batch.sequences[i];
+  const int32_t group = config.group_size(), dim = config.head_dim;
+  const int64_t columns =
+      static_cast<int64_t>(call.batch.count) * config.q_len * config.num_q_heads;
+  ReferenceOutput output{std::vector<double>(columns * dim), std::vector<double>(columns)};
+  for (int32_t entry = 0; entry < call.batch.count; ++entry) {
     for (int32_t h = 0; h < config.num_kv_heads; ++h) {
-      const Result<RowTokensDecoded> row = decode_row(config, call, sequence, h);
+      const Result<RowTokensDecoded> row = decode_row(config, call, entry, h);
       if (!row) return row.status();
-      for (int32_t j = 0; j < config.group_size(); ++j) {
-        attend_row(*row, q, config.head_dim, config.sm_scale, output);
-        q += config.head_dim;
+      for (int32_t j = 0; j < config.q_len * group; ++j) {
+        const int32_t query = j / group;
+        const int64_t place =
+            (int64_t{entry} * config.q_len + query) * config.num_q_heads + h * group + j % group;
+        const QueryResult result =
+            attend_row(*row, q + place * dim, config.sm_scale, dim, config.q_len - 1 - query);
+        std::copy(result.out.begin(), result.out.end(), output.out.begin() + place * dim);
+        output.lse[place] = result.lse;
       }
     }
   }

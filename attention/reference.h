@@ -16,8 +16,9 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
                   int32_t dim);
 
 struct ReferenceOutput {
-  std::vector<double> out;  // [count, num_q_heads, head_dim]; 0 for rows without tokens
-  std::vector<double> lse;  // [count, num_q_heads]; -infinity for rows without tokens
+  std::vector<double>
+      out;  // [count, q_len, num_q_heads, head_dim]; 0 for queries that see no token
+  std::vector<double> lse;  // [count, q_len, num_q_heads]; -infinity for queries that see no token
 };
 
 // The same call as attend(), with all pointers in host memory; out, lse and the workspace are not

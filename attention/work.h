@@ -54,7 +54,7 @@ struct TierSource {
 };
 
 // The rows of a launch. Table row i of the batch is kv_head i % num_kv_heads of its sequence i /
-// num_kv_heads; it is one row, or 2^pass_shift rows with a part of the q heads each.
+// num_kv_heads; it is `passes` rows with a part of the query columns each (attention/columns.h).
 struct AttentionRows {
   TierSource tiers[kAttentionTiers];
   const int32_t* sequences =
@@ -62,7 +62,7 @@ struct AttentionRows {
   int32_t row_stride = 0;    // of slots, from a table row to the next
   int32_t token_stride = 0;  // likewise
   int32_t num_rows = 0;
-  int32_t pass_shift = 0;
+  int32_t passes = 1;
   int32_t num_kv_heads = 1;
   int32_t num_tiers = 0;
   int32_t num_table_sequences = 0;
@@ -135,12 +135,17 @@ inline TierSource tier_source(const PageLayout& layout, const SideView& side, in
   return tier;
 }
 
+// The row of the batch that a row of the launch is a pass of.
+TKV_HD int32_t batch_row_of(const AttentionRows& rows, int32_t row) {
+  return rows.passes == 1 ? row : row / rows.passes;
+}
+
 inline constexpr int64_t kPaddingRow = -1;
 inline constexpr int64_t kStrayRow = -2;  // of a sequence outside the table
 
 // The row of the page table, or one of the above.
 TKV_HD int64_t table_row_of(const AttentionRows& rows, int32_t layer, int32_t row) {
-  const int32_t batch_row = row >> rows.pass_shift;
+  const int32_t batch_row = batch_row_of(rows, row);
   const int32_t place = batch_row / rows.num_kv_heads;
   const int32_t kv_head = batch_row - place * rows.num_kv_heads;
   const int32_t sequence = rows.sequences == nullptr ? place : rows.sequences[place];

@@ -14,17 +14,16 @@ inline constexpr size_t kWorkspaceAlignment = 256;
 // Byte offsets; layers run one after another and share everything but their items and statuses.
 struct WorkspaceLayout {
   size_t items;        // WorkItem [num_layers][items_per_layer]
-  size_t arrivals;     // int32_t [num_ctas][kMaxGroup]
-  size_t part_states;  // SoftmaxState [2 * num_ctas][row_group]
-  size_t parts;        // float [2 * num_ctas][row_group][head_dim]
+  size_t arrivals;     // int32_t [num_ctas][kMaxColumns]
+  size_t part_states;  // SoftmaxState [2 * num_ctas][columns of a row]
+  size_t parts;        // float [2 * num_ctas][columns of a row][head_dim]
   size_t row_status;   // int32_t [num_layers][rows of the batch]
   size_t bytes;
 };
 
-// The q heads of a row of the launch; of a config that was not validated, something.
-inline int32_t row_group(const AttentionConfig& config) {
-  const int32_t shift = pass_shift_of(config.group_size());
-  return shift < 0 ? config.group_size() : config.group_size() >> shift;
+// Of a config that was not validated, something.
+inline QueryColumns query_columns(const AttentionConfig& config) {
+  return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
 }
 
 inline int32_t items_per_layer(const AttentionGrid& grid) {
@@ -42,14 +41,17 @@ inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const Att
   };
   const auto ctas = static_cast<size_t>(grid.num_ctas),
              layers = static_cast<size_t>(config.num_layers);
-  const size_t columns = 2 * ctas * row_group(config);
+  const size_t columns = 2 * ctas * query_columns(config).of_row;
   layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
-  layout.arrivals = take(ctas * kMaxGroup * sizeof(int32_t));
+  layout.arrivals = take(ctas * kMaxColumns * sizeof(int32_t));
   layout.part_states = take(columns * sizeof(SoftmaxState));
   layout.parts = take(columns * config.head_dim * sizeof(float));
   layout.row_status = take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));
   layout.bytes = end;
   return layout;
 }
+
+// kInvalidArgument with the field's name; not read where there is one query.
+Status validate_tail(const AttentionConfig& config, const AttentionTail& tail);
 
 }  // namespace tierkv

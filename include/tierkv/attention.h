@@ -8,9 +8,10 @@
 //                attend(config, grid, {table, pages, batch, layer, q, out, lse}, ...)
 //
 // A row is one (sequence, kv_head); its q heads attend to all tokens of all its tiers, the window
-// among them. The work is cut on the device from the token counts, so both calls can be captured in
-// a CUDA graph and stay valid while sequences grow, as long as the tables keep their place. Nothing
-// is allocated or synchronised; statuses of rows are written to the workspace.
+// among them; of several queries (q_len) each to the tokens up to its own. The work is cut on the
+// device from the token counts, so both calls can be captured in a CUDA graph and stay valid while
+// sequences grow, as long as the tables keep their place. Nothing is allocated or synchronised;
+// statuses of rows are written to the workspace.
 //
 // What is not supported is refused by name before anything is launched:
 // AttentionConfig::validate().
@@ -36,6 +37,7 @@ namespace tierkv {
 using GpuStream = CUstream_st*;  // a cudaStream_t
 
 inline constexpr int32_t kMaxAttentionTiers = 3;
+inline constexpr int32_t kMaxQueryTokens = 8;
 
 // The format of the pages on one side of the page tables.
 struct AttentionTier {
@@ -47,8 +49,10 @@ struct TKV_API AttentionConfig {
   int32_t num_layers = 1;
   int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;
-  int32_t head_dim = 0;           // 64, 96, 128 or 256
-  int32_t q_len = 1;              // 1
+  int32_t head_dim = 0;  // 64, 96, 128 or 256
+  // Queries of a sequence, 1 to kMaxQueryTokens: those of its newest tokens, each of which sees the
+  // tokens up to its own.
+  int32_t q_len = 1;
   DType dtype = DType::kFloat16;  // of q, out and raw pages
   double sm_scale = 0;            // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
   int64_t page_bytes = 0;
@@ -95,14 +99,27 @@ TKV_API Status plan_attention(const AttentionConfig& config, const AttentionGrid
                               const PageTableView& table, const AttentionBatch& batch,
                               const AttentionWorkspace& workspace, GpuStream stream);
 
+// Where the newest q_len tokens of each sequence lie: in one tier (all of them, in the same places
+// for every kv_head), as its last tokens or in a ring. Not read where q_len is 1.
+struct AttentionTail {
+  int32_t tier = -1;  // of config.tiers; -1: the last one
+  // Device, [count], the index in the tier of the newest token; null: the last one.
+  const int32_t* newest = nullptr;
+  // Once the tier holds ring_first + ring_tokens tokens, those from index ring_first on are a ring,
+  // and those before it older than all others. 0: no ring.
+  int32_t ring_first = 0;
+  int32_t ring_tokens = 0;
+};
+
 struct AttendCall {
   PageTableView table;   // device, as it was planned
   PageView pages;        // device
   AttentionBatch batch;  // as it was planned
   int32_t layer = 0;
-  const void* q = nullptr;  // device, [count, num_q_heads, head_dim], 16-byte aligned
+  const void* q = nullptr;  // device, [count, q_len, num_q_heads, head_dim], 16-byte aligned
   void* out = nullptr;      // device, like q
-  float* lse = nullptr;     // device, [count, num_q_heads], natural logarithm; may be null
+  float* lse = nullptr;     // device, [count, q_len, num_q_heads], natural logarithm; may be null
+  AttentionTail tail;
   // The plan and the tables were complete before the kernel that precedes this one on the stream
   // began (q and the pages may be its output): the beginning of this call then overlaps its end.
   bool plan_is_settled = false;

@@ -12,6 +12,7 @@
 #include <random>
 
 #include "attention/plan.h"
+#include "attention/workspace.h"
 #include "tests/attention/page_world.h"
 
 namespace tierkv {
@@ -45,8 +46,8 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
     rows.row_stride = static_cast<int32_t>(side.row_stride);
     rows.token_stride = static_cast<int32_t>(side.token_stride);
   }
-  rows.pass_shift = pass_shift_of(config.group_size());
-  rows.num_rows = world.sequences() * config.num_kv_heads << rows.pass_shift;
+  rows.passes = query_columns(config).passes;
+  rows.num_rows = world.sequences() * config.num_kv_heads * rows.passes;
   rows.num_kv_heads = config.num_kv_heads;
   rows.num_tiers = config.num_tiers;
   rows.num_table_sequences = world.sequences();
@@ -54,23 +55,23 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   return rows;
 }
 
-void (*kernel_of(int32_t head_dim))(DecodeParams) {
+void (*kernel_of(int32_t head_dim, int32_t blocks))(DecodeParams) {
   switch (head_dim) {
     case 64:
-      return decode_kernel<64>;
+      return blocks == 2 ? decode_kernel<64, 2> : decode_kernel<64, 1>;
     case 96:
-      return decode_kernel<96>;
+      return blocks == 2 ? decode_kernel<96, 2> : decode_kernel<96, 1>;
     case 256:
-      return decode_kernel<256>;
+      return decode_kernel<256, 1>;
     default:
-      return decode_kernel<128>;
+      return blocks == 2 ? decode_kernel<128, 2> : decode_kernel<128, 1>;
   }
 }
 
 Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   const AttentionConfig& config = world.config;
-  const int32_t pass_shift = pass_shift_of(config.group_size());
-  const int32_t group = config.group_size() >> pass_shift, dim = config.head_dim;
+  const QueryColumns columns_of = query_columns(config);
+  const int32_t of_row = columns_of.of_row, dim = config.head_dim;
   DecodeParams p;
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
   p.slots = dim > 128 ? 1 : kSlots;
@@ -78,13 +79,19 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   p.pool = world.pages().base;
   p.page_bytes = config.page_bytes;
   p.num_pages = world.num_pages;
-  p.group = group;
+  p.columns = columns_of;
+  const AttentionTail& tail = world.tail;
+  if (config.q_len > 1) {
+    p.tail = {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
+              tail.ring_tokens};
+  }
   p.q = world.q.data();
-  const size_t columns = static_cast<size_t>(p.rows.num_rows) * group;
+  const size_t columns = static_cast<size_t>(world.sequences()) * config.q_len * config.num_q_heads;
   std::vector<uint16_t> out(columns * dim, 0xffff);
-  std::vector<float> lse(columns, NAN), parts(2ul * ctas * group * dim, NAN);
-  std::vector<SoftmaxState> part_states(2ul * ctas * group, {NAN, NAN});
-  std::vector<int32_t> arrivals(ctas * kMaxGroup, 0), row_status(p.rows.num_rows >> pass_shift, 0);
+  std::vector<float> lse(columns, NAN), parts(2ul * ctas * of_row * dim, NAN);
+  std::vector<SoftmaxState> part_states(2ul * ctas * of_row, {NAN, NAN});
+  std::vector<int32_t> arrivals(ctas * kMaxColumns, 0),
+      row_status(p.rows.num_rows / p.rows.passes, 0);
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();
@@ -94,14 +101,14 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng) {
   p.parts = parts.data();
   p.part_states = part_states.data();
   p.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
-  EXPECT_LE(decode_shared(dim, group, p.slot_bytes, p.slots).bytes,
+  EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots).bytes,
             static_cast<int32_t>(sizeof(shared_bytes)));
   std::vector<int32_t> order(ctas);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), rng);
   for (const int32_t cta : order) {
     std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
-    emulator::cta().run(cta, kDecodeThreads, [&] { kernel_of(dim)(p); });
+    emulator::cta().run(cta, kDecodeThreads, [&] { kernel_of(dim, column_blocks(of_row))(p); });
   }
   Result result;
   for (const uint16_t x : out) result.out.push_back(half_to_float(x));
@@ -157,13 +164,57 @@ TEST(EmulatedDecode, MixedTiersOfRaggedRows) {
 }
 
 TEST(EmulatedDecode, EveryGroupSize) {
-  for (const int32_t group : {1, 2, 3, 8, 12, 16}) {
+  for (const int32_t group : {1, 2, 3, 8, 9, 12, 16}) {
     WorldShape shape;
     shape.group = group;
     shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
     shape.tokens = {{65, 17}, {5, 200}};
     check(shape, 4);
   }
+}
+
+// Rows shorter than q_len, empty ones, new tokens on two pages and behind the cut of an item.
+TEST(EmulatedDecode, SeveralQueriesSeeTheTokensUpToTheirs) {
+  for (const int32_t q_len : {2, 3, 4, 8}) {
+    for (const int32_t group : {1, 2, 5, 16}) {
+      SCOPED_TRACE(::testing::Message() << "q_len " << q_len << " group " << group);
+      WorldShape shape;
+      shape.q_len = q_len;
+      shape.group = group;
+      shape.num_kv_heads = group > 4 ? 1 : 2;
+      shape.tiers = {tier(1, 4, 2), tier(0, 8, 4)};
+      shape.tokens = {{17, 66}, {0, 0}, {0, 1}, {0, q_len - 1}, {40, q_len}, {0, 130}};
+      check(shape, q_len % 2 == 0 ? 5 : 2);
+    }
+  }
+}
+
+TEST(EmulatedDecode, SeveralQueriesOfEveryHeadDim) {
+  for (const int32_t head_dim : {64, 96, 256}) {
+    for (const int32_t group : {2, 4}) {
+      WorldShape shape;
+      shape.q_len = 3;
+      shape.group = group;
+      shape.head_dim = head_dim;
+      shape.num_kv_heads = 1;
+      shape.tiers = {tier(0, 8, 4), tier(1, 4, 2), tier(2, 16, 16)};
+      shape.tokens = {{30, 130, 65}, {0, 0, 2}};
+      check(shape, 3);
+    }
+  }
+}
+
+// The newest tokens in a ring behind sinks, wrapped or not, in the first tier.
+TEST(EmulatedDecode, TheNewestTokensMayLieInARing) {
+  WorldShape shape;
+  shape.q_len = 4;
+  shape.num_kv_heads = 1;
+  shape.tiers = {tier(2, 16, 16), tier(1, 4, 2)};
+  constexpr int32_t kSinks = 3, kRing = 32;
+  shape.tokens = {{35, 70}, {35, 0}, {20, 0}, {3, 0}, {35, 300}, {5, 0}};
+  shape.newest = {kSinks + 1, kSinks, 19, 2, 34, 4};
+  shape.tail = {0, nullptr, kSinks, kRing};
+  for (const int32_t ctas : {1, 7}) check(shape, ctas);
 }
 
 TEST(EmulatedDecode, EveryHeadDim) {

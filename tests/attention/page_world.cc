@@ -101,16 +101,21 @@ AttendCall World::call() {
   call.pages = pages();
   call.batch = {nullptr, sequences()};
   call.q = q.data();
+  call.tail = tail;
   return call;
 }
 
 World make_world(const WorldShape& shape, std::mt19937_64& rng) {
   World w;
   AttentionConfig& config = w.config;
+  w.newest = shape.newest;
+  w.tail = shape.tail;
+  if (!w.newest.empty()) w.tail.newest = w.newest.data();
   config.num_layers = shape.num_layers;
   config.num_kv_heads = shape.num_kv_heads;
   config.num_q_heads = shape.num_kv_heads * shape.group;
   config.head_dim = shape.head_dim;
+  config.q_len = shape.q_len;
   config.sm_scale = 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
   config.num_tiers = static_cast<int32_t>(shape.tiers.size());
   std::copy(shape.tiers.begin(), shape.tiers.end(), config.tiers);
@@ -163,7 +168,8 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
     }
   }
   std::normal_distribution<float> normal;
-  w.q.resize(static_cast<size_t>(w.sequences()) * config.num_q_heads * config.head_dim);
+  w.q.resize(static_cast<size_t>(w.sequences()) * config.q_len * config.num_q_heads *
+             config.head_dim);
   for (uint16_t& x : w.q) x = float_to_half(normal(rng));
   return w;
 }

@@ -22,6 +22,9 @@ struct WorldShape {
   // not 0
   std::vector<std::vector<int32_t>> tokens;
   int32_t jitter = 0;
+  int32_t q_len = 1;
+  AttentionTail tail;  // but for `newest`
+  std::vector<int32_t> newest;
   double value_scale = 1;
   double key_scale = 1;
 };
@@ -33,7 +36,9 @@ struct World {
   std::vector<PageRecord> records;
   std::vector<int32_t> slots;
   std::vector<SideCounts> tokens;
-  std::vector<uint16_t> q;  // fp16 [sequences, q_heads, head_dim]
+  std::vector<uint16_t> q;  // fp16 [sequences, q_len, q_heads, head_dim]
+  std::vector<int32_t> newest;
+  AttentionTail tail;  // of host memory
   PageTableShape table_shape;
   int32_t num_pages = 0;
 
