@@ -87,6 +87,17 @@ Case head_dim_case(Shape s, int32_t head_dim) {
   return c;
 }
 
+// Several queries, or other groups and head_dims, over the same bytes.
+Case query_case(int32_t head_dim, int32_t q_heads, int32_t q_len) {
+  Case c = uniform_case({32, 4096}, 4, 2, q_heads, 8);
+  c.cache.config.head_dim = head_dim;
+  c.cache.config.q_len = q_len;
+  choose_pages(c.cache.config);
+  c.name = "k4v2 d" + std::to_string(head_dim) + " " + std::to_string(q_heads) + "/8 q" +
+           std::to_string(q_len);
+  return c;
+}
+
 // 30% high, 50% low, 20% pruned; with `window`, its newest tokens raw on a third side.
 Case mixed_case(Shape s, int32_t window) {
   Case c;
@@ -143,6 +154,14 @@ std::vector<Case> all_cases() {
     cases.push_back(head_dim_case({32, 4096}, head_dim));
   }
   cases.push_back(mixed_case({512, 128}, 0));
+  for (const int32_t head_dim : {64, 128, 256}) {
+    for (const int32_t group : {1, 2, 8, 16}) {
+      if (head_dim != 128) cases.push_back(query_case(head_dim, 8 * group, 1));
+    }
+    for (const int32_t group : {1, 2, 4, 8}) {
+      cases.push_back(query_case(head_dim, 8 * group, 4));
+    }
+  }
   return cases;
 }
 
@@ -249,7 +268,7 @@ Measured run_case(Bench& b, const Case& c) {
 void print_row(const Bench& b, const Measured& m) {
   const double gbps = static_cast<double>(m.bytes) / m.attend.median / 1e3;
   std::printf(
-      "%-18s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) step %7.2f plan %5.2f us"
+      "%-19s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) step %7.2f plan %5.2f us"
       " %6.0f GB/s %5.1f%% of ceiling\n",
       m.name.c_str(), m.shape.c_str(), static_cast<double>(m.bytes) / 1e6, m.floor.median,
       m.attend.median, m.attend.low, m.attend.high, m.step.median, m.plan.median, gbps,

@@ -1,180 +1,14 @@
 // The attention kernels on a GPU against the double reference. Tests named Small* are small enough
 // for compute-sanitizer.
-#include <cuda_runtime.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <random>
-#include <vector>
-
-#include "attention/merge.h"
-#include "attention/plan.h"
-#include "attention/workspace.h"
-#include "tests/attention/page_world.h"
-#include "tierkv/half.h"
+#include "tests/gpu/attention_world.cuh"
 
 namespace tierkv {
 namespace {
 
-using test::make_world;
-using test::relative_error;
-using test::World;
+using test::check;
+using test::three_tiers;
+using test::tier;
 using test::WorldShape;
-
-// docs/ATTENTION.md, "Error".
-constexpr double kTolerance = 2e-3;
-constexpr double kLseTolerance = 1e-3;
-
-#define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess) << cudaGetErrorString(cudaGetLastError())
-
-template <class T>
-class DeviceArray {
- public:
-  DeviceArray() = default;
-  DeviceArray(const T* from, size_t count) { assign(from, count); }
-  explicit DeviceArray(const std::vector<T>& from) { assign(from.data(), from.size()); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(memory_); }
-
-  void assign(const T* from, size_t count) {
-    resize(count);
-    EXPECT_EQ(cudaMemcpy(memory_, from, count * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  // Every byte is `byte`.
-  void fill(size_t count, int byte) {
-    resize(count);
-    EXPECT_EQ(cudaMemset(memory_, byte, count * sizeof(T)), cudaSuccess);
-  }
-  std::vector<T> read() const {
-    std::vector<T> x(count_);
-    EXPECT_EQ(cudaMemcpy(x.data(), memory_, count_ * sizeof(T), cudaMemcpyDeviceToHost),
-              cudaSuccess);
-    return x;
-  }
-  T* get() const { return memory_; }
-
- private:
-  void resize(size_t count) {
-    if (count == count_) return;
-    cudaFree(memory_);
-    memory_ = nullptr;
-    count_ = count;
-    EXPECT_EQ(cudaMalloc(&memory_, count * sizeof(T) + 16), cudaSuccess);
-  }
-  T* memory_ = nullptr;
-  size_t count_ = 0;
-};
-
-// A world's copy on the device, and the buffers of a call.
-struct DeviceWorld {
-  World& host;
-  AttentionGrid grid;
-  DeviceArray<uint8_t> pool, workspace;
-  DeviceArray<int32_t> slots, sequences;
-  DeviceArray<SideCounts> tokens;
-  DeviceArray<PageRecord> records;
-  DeviceArray<uint16_t> q, out;
-  DeviceArray<float> lse;
-  AttentionBatch batch;
-
-  explicit DeviceWorld(World& world, std::vector<int32_t> batch_sequences = {}) : host(world) {
-    const Result<AttentionGrid> made = attention_grid(world.config);
-    EXPECT_TRUE(made.is_ok()) << made.status().message();
-    grid = *made;
-    const PageView pages = world.pages();
-    pool.assign(pages.base, static_cast<size_t>(pages.num_pages * pages.page_bytes));
-    records.assign(world.records.data(), world.records.size());
-    upload_tables();
-    batch.count = world.sequences();
-    if (!batch_sequences.empty()) {
-      sequences.assign(batch_sequences.data(), batch_sequences.size());
-      batch = {sequences.get(), static_cast<int32_t>(batch_sequences.size())};
-    }
-    world.q.resize(columns() * world.config.head_dim, 0x3c00);  // of every entry, padding too
-    q.assign(world.q.data(), world.q.size());
-    workspace.fill(attention_workspace_bytes(world.config, grid, batch.count), 0);
-  }
-  void upload_tables() {
-    slots.assign(host.slots.data(), host.slots.size());
-    tokens.assign(host.tokens.data(), host.tokens.size());
-  }
-  size_t columns() const { return static_cast<size_t>(batch.count) * host.config.num_q_heads; }
-  void poison_outputs() {
-    out.fill(columns() * host.config.head_dim, 0xff);
-    lse.fill(columns(), 0xff);
-  }
-  AttendCall call() {
-    AttendCall call;
-    call.table = {host.table_shape, slots.get(), tokens.get(), nullptr};
-    call.pages = {pool.get(), records.get(), host.config.page_bytes, host.num_pages};
-    call.batch = batch;
-    call.q = q.get();
-    call.out = out.get();
-    call.lse = lse.get();
-    return call;
-  }
-  AttentionWorkspace space() {
-    return {workspace.get(), attention_workspace_bytes(host.config, grid, batch.count)};
-  }
-  Status plan(cudaStream_t stream = nullptr) {
-    return plan_attention(host.config, grid, call().table, batch, space(), stream);
-  }
-  Status attend_now(cudaStream_t stream = nullptr) {
-    return attend(host.config, grid, call(), space(), stream);
-  }
-  std::vector<int32_t> row_status(int32_t layer = 0) {
-    const int32_t* from = attention_row_status(host.config, grid, batch.count, layer, space());
-    std::vector<int32_t> status(static_cast<size_t>(batch.count) * host.config.num_kv_heads);
-    EXPECT_EQ(cudaMemcpy(status.data(), from, status.size() * 4, cudaMemcpyDeviceToHost),
-              cudaSuccess);
-    return status;
-  }
-};
-
-void expect_output(DeviceWorld& device, const ReferenceOutput& expected) {
-  std::vector<double> out;
-  for (const uint16_t x : device.out.read()) out.push_back(half_to_float(x));
-  EXPECT_LT(relative_error(out, expected.out), kTolerance);
-  const std::vector<float> lse = device.lse.read();
-  for (size_t i = 0; i < lse.size(); ++i) {
-    if (expected.lse[i] == -INFINITY) {
-      EXPECT_EQ(lse[i], -INFINITY) << "column " << i;
-      for (int32_t d = 0; d < device.host.config.head_dim; ++d) {
-        EXPECT_EQ(out[i * device.host.config.head_dim + d], 0.0);
-      }
-    } else {
-      EXPECT_NEAR(lse[i], expected.lse[i], kLseTolerance) << "column " << i;
-    }
-  }
-}
-
-void check(const WorldShape& shape) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  World world = make_world(shape, rng);
-  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
-  ASSERT_TRUE(expected.is_ok()) << expected.status().message();
-  DeviceWorld device(world);
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    device.poison_outputs();
-    const Status planned = device.plan();
-    ASSERT_TRUE(planned.is_ok()) << planned.message();
-    const Status attended = device.attend_now();
-    ASSERT_TRUE(attended.is_ok()) << attended.message();
-    ASSERT_CUDA(cudaDeviceSynchronize());
-    expect_output(device, *expected);
-    EXPECT_THAT(device.row_status(), ::testing::Each(0));
-  }
-}
-
-AttentionTier tier(int32_t side, int32_t k_bits, int32_t v_bits) {
-  return {side, token_wise_tier(k_bits, v_bits)};
-}
-std::vector<AttentionTier> three_tiers() {
-  return {tier(2, 16, 16), tier(0, 8, 4), tier(1, 4, 2)};
-}
 
 TEST(Attention, SmallMixedRaggedRows) {
   WorldShape shape;
@@ -226,21 +60,6 @@ TEST(Attention, EveryHeadDimWithMixedTiers) {
   }
 }
 
-TEST(Attention, EveryGroupSizeAndRaggedLengths) {
-  for (const int32_t group : {1, 2, 4, 5, 8, 10, 16}) {
-    SCOPED_TRACE(::testing::Message() << "group " << group);
-    WorldShape shape;
-    shape.group = group;
-    shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
-    for (const int32_t tokens : {0, 1, 15, 16, 17, 63, 64, 65, 112, 113, 1000, 4096}) {
-      shape.tokens.push_back({tokens / 3, tokens - tokens / 3});
-      shape.tokens.push_back({tokens, 0});
-      shape.tokens.push_back({0, tokens});
-    }
-    check(shape);
-  }
-}
-
 TEST(Attention, ManyRowsOfRandomTiers) {
   std::mt19937_64 rng(std::random_device{}());
   WorldShape shape;
@@ -286,288 +105,62 @@ TEST(Attention, SharpAndFlatSoftmax) {
   }
 }
 
-TEST(Attention, SmallBatchNamesItsSequences) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  WorldShape shape;
-  shape.num_layers = 3;
-  shape.tiers = three_tiers();
-  shape.tokens = {{10, 100, 50}, {0, 40, 300}, {0, 7, 0}};
-  World world = make_world(shape, rng);
-  const std::vector<int32_t> order = {2, -1, 0};
-  DeviceWorld device(world, order);
-  ASSERT_TRUE(device.plan().is_ok());
-  for (const int32_t layer : {1, 2, 0}) {
-    AttendCall reference_call = world.call();
-    reference_call.batch = {order.data(), 3};
-    reference_call.layer = layer;
-    const Result<ReferenceOutput> expected = attend_reference(world.config, reference_call);
-    ASSERT_TRUE(expected.is_ok());
-    device.poison_outputs();
-    AttendCall call = device.call();
-    call.layer = layer;
-    call.plan_is_settled = layer != 1;
-    ASSERT_TRUE(attend(world.config, device.grid, call, device.space(), nullptr).is_ok());
-    ASSERT_CUDA(cudaDeviceSynchronize());
-    expect_output(device, *expected);
+TEST(Attention, EveryGroupSizeAndRaggedLengths) {
+  for (const int32_t group : {1, 2, 4, 5, 8, 9, 10, 16}) {
+    SCOPED_TRACE(::testing::Message() << "group " << group);
+    WorldShape shape;
+    shape.group = group;
+    shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
+    for (const int32_t tokens : {0, 1, 15, 16, 17, 63, 64, 65, 112, 113, 1000, 4096}) {
+      shape.tokens.push_back({tokens / 3, tokens - tokens / 3});
+      shape.tokens.push_back({tokens, 0});
+      shape.tokens.push_back({0, tokens});
+    }
+    check(shape);
   }
 }
 
-// The same captured graph while every sequence grows from nothing to its full length.
-TEST(Attention, GraphStaysValidWhileSequencesGrow) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  WorldShape shape;
-  shape.tiers = three_tiers();
-  shape.tokens = {{64, 600, 1500}, {64, 10, 0}, {3, 2000, 90}};
-  World world = make_world(shape, rng);
-  const std::vector<SideCounts> full = world.tokens;
-  DeviceWorld device(world);
-  device.poison_outputs();
-  cudaStream_t stream;
-  ASSERT_CUDA(cudaStreamCreate(&stream));
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  ASSERT_TRUE(device.plan(stream).is_ok());
-  ASSERT_TRUE(device.attend_now(stream).is_ok());
-  ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
-  ASSERT_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-  for (const double share : {0.0, 0.02, 0.3, 0.31, 1.0}) {
-    for (size_t row = 0; row < full.size(); ++row) {
-      for (int32_t side = 0; side < kMaxSides; ++side) {
-        world.tokens[row].of[side] = static_cast<int32_t>(full[row].of[side] * share);
+TEST(Attention, SmallSeveralQueriesSeeTheTokensUpToTheirs) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (int32_t q_len = 2; q_len <= kMaxQueryTokens; ++q_len) {
+      for (const int32_t group : {1, 2, 5, 16}) {
+        SCOPED_TRACE(::testing::Message()
+                     << "head_dim " << head_dim << " q_len " << q_len << " group " << group);
+        WorldShape shape;
+        shape.head_dim = head_dim;
+        shape.q_len = q_len;
+        shape.group = group;
+        shape.num_kv_heads = 1;
+        shape.tiers = {tier(1, 4, 2), tier(0, 8, 4), tier(2, 16, 16)};
+        shape.tokens = {{17, 40, 66},   {0, 0, 0},   {0, 0, 1},    {0, 0, q_len - 1},
+                        {40, 0, q_len}, {0, 0, 130}, {300, 90, 17}};
+        check(shape);
       }
     }
-    const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
-    ASSERT_TRUE(expected.is_ok());
-    device.upload_tables();
-    device.poison_outputs();
-    ASSERT_CUDA(cudaGraphLaunch(replay, stream));
-    ASSERT_CUDA(cudaStreamSynchronize(stream));
-    expect_output(device, *expected);
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
-// Launches that overlap (programmatic dependent launch) must not see each other's parts and
-// counters.
-TEST(Attention, BackToBackLaunchesAgree) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  WorldShape shape;
-  shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
-  shape.num_kv_heads = 4;
-  shape.tokens = {{1000, 3000}, {2000, 100}, {5, 900}};
-  World world = make_world(shape, rng);
-  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
-  ASSERT_TRUE(expected.is_ok());
-  DeviceWorld device(world);
-  device.poison_outputs();
-  ASSERT_TRUE(device.plan().is_ok());
-  AttendCall call = device.call();
-  for (int i = 0; i < 200; ++i) {
-    call.plan_is_settled = i > 2 && i % 2 == 0;
-    ASSERT_TRUE(attend(world.config, device.grid, call, device.space(), nullptr).is_ok());
-  }
-  ASSERT_CUDA(cudaDeviceSynchronize());
-  expect_output(device, *expected);
-}
-
-TEST(Attention, SmallStrayPagesAndCountsAreLeftOut) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  WorldShape shape;
-  shape.num_kv_heads = 1;
-  shape.tiers = {tier(0, 8, 4)};
-  shape.tokens = {{200}, {200}, {64}, {100}, {100}};
-  World world = make_world(shape, rng);
-  const std::vector<SideCounts> counts = world.tokens;
-  const int32_t stride = world.table_shape.row_stride();
-  world.tokens[1].of[0] = 192;
-  world.tokens[2].of[0] = 0;
-  world.tokens[3].of[0] = 0;
-  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
-  ASSERT_TRUE(expected.is_ok());
-  world.tokens = counts;
-  world.slots[stride + 3] = world.num_pages;
-  world.slots[2 * stride] = INT32_MIN;
-  world.tokens[3].of[0] = -3;
-  DeviceWorld device(world, {0, 1, 2, 3, -1, 5});
-  device.poison_outputs();
-  ASSERT_TRUE(device.plan().is_ok());
-  ASSERT_TRUE(device.attend_now().is_ok());
-  ASSERT_CUDA(cudaDeviceSynchronize());
-  const auto corrupt = static_cast<int32_t>(StatusCode::kCorrupt);
-  EXPECT_THAT(device.row_status(),
-              ::testing::ElementsAre(0, corrupt, corrupt, corrupt, 0, corrupt));
-  const std::vector<uint16_t> out = device.out.read();
-  std::vector<double> got, want(expected->out.begin(), expected->out.begin() + 4 * 4 * 128);
-  for (size_t i = 0; i < want.size(); ++i) got.push_back(half_to_float(out[i]));
-  EXPECT_LT(relative_error(got, want), kTolerance);
-  for (size_t i = want.size(); i < out.size(); ++i) ASSERT_EQ(out[i], 0) << i;
-}
-
-// A count beyond the table reads the whole table of the row and no more.
-TEST(Attention, SmallHugeCountsStayInside) {
-  std::mt19937_64 rng(std::random_device{}());
-  WorldShape shape;
-  shape.num_kv_heads = 1;
-  shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
-  shape.tokens = {{130, 40}, {70, 0}};
-  World world = make_world(shape, rng);
-  world.tokens[0].of[0] = INT32_MAX;
-  world.tokens[1].of[1] = INT32_MAX - 7;
-  DeviceWorld device(world);
-  device.poison_outputs();
-  ASSERT_TRUE(device.plan().is_ok());
-  ASSERT_TRUE(device.attend_now().is_ok());
-  ASSERT_CUDA(cudaDeviceSynchronize());
-  EXPECT_THAT(device.row_status(), ::testing::Each(static_cast<int32_t>(StatusCode::kCorrupt)));
-}
-
-TEST(Attention, SmallDevicePlanIsTheHostPlan) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  for (const int32_t sequences : {1, 3, 150, 700}) {
+TEST(Attention, SeveralQueriesOfLongRows) {
+  for (const int32_t group : {1, 4, 8}) {
     WorldShape shape;
-    shape.num_kv_heads = 1;
-    shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
-    shape.tokens.assign(sequences, {1, 1});
-    World world = make_world(shape, rng);
-    world.table_shape.table_slots[0] = 4000;  // counts alone are read
-    for (SideCounts& n : world.tokens) {
-      n.of[0] = std::uniform_int_distribution<int32_t>(-50, 3000)(rng);
-      n.of[1] = std::uniform_int_distribution<int32_t>(0, 90000)(rng);
-    }
-    DeviceWorld device(world);
-    ASSERT_TRUE(device.plan().is_ok());
-    ASSERT_CUDA(cudaDeviceSynchronize());
-    const AttentionConfig& config = world.config;
-    std::vector<WorkItem> items(items_per_layer(device.grid));
-    const WorkspaceLayout layout = workspace_layout(config, device.grid, sequences);
-    ASSERT_CUDA(cudaMemcpy(items.data(), device.workspace.get() + layout.items,
-                           items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
-    AttentionRows rows;
-    for (int32_t t = 0; t < 2; ++t) {
-      const PageLayout page =
-          *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-      rows.tiers[t] = tier_source(page, world.table().side(t), device.grid.slot_bytes);
-    }
-    rows.row_stride = world.table_shape.row_stride();
-    rows.token_stride = kMaxSides;
-    rows.num_rows = sequences;
-    rows.num_tiers = 2;
-    rows.num_table_sequences = sequences;
-    const std::vector<WorkItem> expected = plan_items(rows, 0, device.grid.num_ctas, kDecodeWarps);
-    for (size_t i = 0; i < items.size(); ++i) {
-      EXPECT_EQ(items[i].row, expected[i].row) << i;
-      EXPECT_EQ(items[i].tile, expected[i].tile) << i;
-      EXPECT_EQ(items[i].tiles, expected[i].tiles) << i;
-      EXPECT_THAT(items[i].tier, ::testing::ElementsAreArray(expected[i].tier)) << i;
-      EXPECT_EQ(items[i].span_first, expected[i].span_first) << i;
-      EXPECT_EQ(items[i].span_last, expected[i].span_last) << i;
-    }
+    shape.q_len = 4;
+    shape.group = group;
+    shape.tiers = {tier(0, 4, 2)};
+    shape.tokens = {{4096}, {4097}, {7000}, {3}, {112}, {113}};
+    check(shape);
   }
 }
 
-TEST(Attention, SmallBadCallsAreRefused) {
-  std::mt19937_64 rng(3);
+// Behind sinks, wrapped or not, in the first tier.
+TEST(Attention, SmallTheNewestTokensMayLieInARing) {
   WorldShape shape;
-  shape.tiers = three_tiers();
-  shape.tokens = {{1, 2, 3}};
-  World world = make_world(shape, rng);
-  DeviceWorld device(world);
-  device.poison_outputs();
-  const AttentionConfig& config = world.config;
-  const auto code = [&](const AttendCall& call, AttentionWorkspace space) {
-    return attend(config, device.grid, call, space, nullptr).code();
-  };
-  const AttentionWorkspace space = device.space();
-  AttendCall call = device.call();
-  call.q = nullptr;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.out = device.out.get() + 1;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.layer = 1;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.table.slots = nullptr;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.table.shape.tokens_per_page[1] += 16;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.pages.page_bytes *= 2;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  call.batch.count = 0;
-  EXPECT_EQ(code(call, space), StatusCode::kInvalidArgument);
-  call = device.call();
-  EXPECT_EQ(code(call, {space.memory, space.bytes - 1}), StatusCode::kBufferTooSmall);
-  EXPECT_EQ(code(call, {nullptr, space.bytes}), StatusCode::kInvalidArgument);
-  AttentionConfig other = config;
-  other.q_len = 2;
-  EXPECT_EQ(attend(other, device.grid, call, space, nullptr).code(), StatusCode::kUnsupported);
-  ASSERT_CUDA(cudaDeviceSynchronize());
-  EXPECT_THAT(device.out.read(), ::testing::Each(0xffff));
-}
-
-TEST(Attention, SmallMergeIsTheHostMerge) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  std::normal_distribution<float> normal;
-  constexpr int32_t kRows = 33, kDim = 96;
-  std::vector<uint16_t> a(kRows * kDim), b(a), out(a);
-  std::vector<float> lse_a(kRows), lse_b(kRows), lse(kRows);
-  for (size_t i = 0; i < a.size(); ++i) {
-    a[i] = float_to_half(normal(rng));
-    b[i] = float_to_half(normal(rng));
-  }
-  for (int32_t r = 0; r < kRows; ++r) {
-    lse_a[r] = r % 7 == 0 ? -INFINITY : 4 * normal(rng);
-    lse_b[r] = r % 5 == 0 ? -INFINITY : 4 * normal(rng);
-  }
-  MergeCall call;
-  call.a = {a.data(), lse_a.data()};
-  call.b = {b.data(), lse_b.data()};
-  call.out = out.data();
-  call.lse = lse.data();
-  call.rows = kRows;
-  call.head_dim = kDim;
-  ASSERT_TRUE(merge_attention_host(call).is_ok());
-  DeviceArray<uint16_t> device_a(a), device_b(b);
-  DeviceArray<float> device_lse_a(lse_a), device_lse_b(lse_b);
-  call.a = {device_a.get(), device_lse_a.get()};
-  call.b = {device_b.get(), device_lse_b.get()};
-  call.out = device_a.get();  // over its input
-  call.lse = device_lse_a.get();
-  ASSERT_TRUE(merge_attention(call, nullptr).is_ok());
-  ASSERT_CUDA(cudaDeviceSynchronize());
-  const std::vector<uint16_t> got = device_a.read();
-  for (size_t i = 0; i < got.size(); ++i) {
-    // One ulp of fp16: exp2 and log2 of the device differ from the host's in the last bits.
-    EXPECT_NEAR(half_to_float(got[i]), half_to_float(out[i]),
-                2e-3 + 1e-3 * std::fabs(half_to_float(out[i])));
-  }
-  const std::vector<float> got_lse = device_lse_a.read();
-  for (int32_t r = 0; r < kRows; ++r) {
-    if (lse[r] == -INFINITY) {
-      EXPECT_EQ(got_lse[r], -INFINITY);
-    } else {
-      EXPECT_NEAR(got_lse[r], lse[r], 1e-5);
-    }
-  }
+  shape.q_len = 4;
+  shape.tiers = {tier(2, 16, 16), tier(1, 4, 2)};
+  constexpr int32_t kSinks = 3, kRing = 32;
+  shape.tokens = {{35, 70}, {35, 0}, {20, 0}, {3, 0}, {35, 300}, {5, 0}};
+  shape.newest = {kSinks + 1, kSinks, 19, 2, 34, 4};
+  shape.tail = {0, nullptr, kSinks, kRing};
+  check(shape);
 }
 
 }  // namespace

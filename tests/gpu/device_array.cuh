@@ -17,10 +17,22 @@ class DeviceArray {
     EXPECT_EQ(cudaMemcpy(memory_, from.data(), count_ * sizeof(T), cudaMemcpyHostToDevice),
               cudaSuccess);
   }
+  // Every byte is `byte`.
+  DeviceArray(size_t count, int byte) : count_(count) {
+    EXPECT_EQ(cudaMalloc(&memory_, count_ * sizeof(T) + 16), cudaSuccess);
+    fill(byte);
+  }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
   ~DeviceArray() { cudaFree(memory_); }
 
+  void fill(int byte) { EXPECT_EQ(cudaMemset(memory_, byte, count_ * sizeof(T)), cudaSuccess); }
+  // As many as there are.
+  void write(const std::vector<T>& from) {
+    ASSERT_EQ(from.size(), count_);
+    EXPECT_EQ(cudaMemcpy(memory_, from.data(), count_ * sizeof(T), cudaMemcpyHostToDevice),
+              cudaSuccess);
+  }
   // Waits for all work of the device.
   std::vector<T> read() const {
     std::vector<T> x(count_);
@@ -30,6 +42,7 @@ class DeviceArray {
     return x;
   }
   T* get() const { return memory_; }
+  size_t size() const { return count_; }
 
  private:
   T* memory_ = nullptr;
