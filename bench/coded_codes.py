@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them.
 
-coded_codes.py DUMP OUT [--layers 2,8,14] [--key-step 0.3] [--value-step 0.25]
+coded_codes.py DUMP OUT [--layers 1,3,5] [--key-step 0.3] [--value-step 0.25]
 
 OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer i16 codes [kv heads, tokens, head_dim] of the keys
 and of the values. Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
@@ -40,7 +40,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dump")
     parser.add_argument("out")
-    parser.add_argument("--layers", default="2,8,14")
+    parser.add_argument("--layers", default="1,3,5")
     parser.add_argument("--key-step", type=float, default=0.3)
     parser.add_argument("--value-step", type=float, default=0.25)
     args = parser.parse_args()
