@@ -182,7 +182,10 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
       !s) {
     return s;
   }
-  const CodedKernelParams params{call, grid};
+  const CodedKernelParams params{call,
+                                 grid,
+                                 {expected_header(call.keys.codebook, call.head_dim),
+                                  expected_header(call.values.codebook, call.head_dim)}};
   if (Status s =
           launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
                                 static_cast<size_t>(grid.shared_bytes), stream, params);

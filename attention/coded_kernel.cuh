@@ -11,6 +11,7 @@ namespace tierkv {
 struct CodedKernelParams {
   CodedAttention call;
   CodedAttentionGrid grid;
+  CodedHeaders headers;
 };
 
 // By the whole warp: the last row whose first item is at most `item`.
@@ -77,13 +78,16 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   }
   __syncthreads();
 
-  BlockRing ring{layout, grid, barriers, static_cast<uint32_t>(warp * grid.slots_per_warp)};
-  const ExpectedHeader key_header(key_book, call.head_dim), value_header(value_book, call.head_dim);
+  const auto first_slot = static_cast<uint32_t>(warp * grid.slots_per_warp);
+  const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
+  BlockRing ring{barriers,
+                 {layout.slot(first_slot, slot_bytes), layout.slot(first_slot + 1, slot_bytes)},
+                 slot_bytes,
+                 grid.slots_per_warp};
   CodedWarp<kDimBlocks, kStreams, kCopiesLog> worker{
       call,
       ring,
-      key_header,
-      value_header,
+      params.headers,
       SharedTable<kCopiesLog>(layout.tables, key_book.max_length),
       SharedTable<kCopiesLog>(layout.tables + region, value_book.max_length),
       {},

@@ -21,7 +21,7 @@ struct CodedState {
   float out[kDimBlocks][4];
   float reference[2], sum[2];  // of columns 2t, 2t + 1; the sum of this lane's tokens
   float base_sum[2];           // sum of base * p
-  bool valid;
+  uint32_t bad;                // not 0: a block of the row breaks a rule
 
   __device__ __forceinline__ void begin(const CodedAttention& call, const uint16_t* query) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
@@ -48,7 +48,38 @@ struct CodedState {
       reference[c] = kNoReference;
       sum[c] = base_sum[c] = 0.0f;
     }
-    valid = true;
+    bad = 0;
+  }
+
+  // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
+  // seldom moves after a row's first item, and its lanes need to agree on a maximum only then.
+  static constexpr float kHeadroom = 8.0f;
+  __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale,
+                                                  const float (&offset)[2]) {
+    float top[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float x = fmaxf(s[0][c], s[0][c + 2]);
+#pragma unroll
+      for (int o = 1; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
+      top[c] = fmaf(x, scale, offset[c]);
+    }
+    if (!__any_sync(kFullWarp,
+                    top[0] > reference[0] + kHeadroom || top[1] > reference[1] + kHeadroom)) {
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(kFullWarp, top[c], i));
+      top[c] = fmaxf(top[c], reference[c]);
+      const float factor = exp2_fast(reference[c] - top[c]);
+      reference[c] = top[c];
+      sum[c] *= factor;
+      base_sum[c] *= factor;
+#pragma unroll
+      for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
+    }
   }
 
   // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
@@ -66,29 +97,9 @@ struct CodedState {
         }
       }
     }
-    float top[2], shift[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float x = -INFINITY;
-#pragma unroll
-      for (int o = 0; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, i));
-      top[c] = fmaxf(reference[c], fmaf(x, scale, offset[c]));
-    }
-    if (__any_sync(kFullWarp, top[0] > reference[0] || top[1] > reference[1])) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float factor = exp2_fast(reference[c] - top[c]);
-        reference[c] = top[c];
-        sum[c] *= factor;
-        base_sum[c] *= factor;
-#pragma unroll
-        for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
-      }
-    }
+    raise_reference(s, scale, offset);
+    const float shift[2] = {offset[0] - reference[0], offset[1] - reference[1]};
     added[0] = added[1] = 0.0f;
-    shift[0] = offset[0] - reference[0], shift[1] = offset[1] - reference[1];
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
 #pragma unroll
@@ -110,7 +121,7 @@ struct CodedState {
   __device__ __forceinline__ void leave(const CodedAttention& call, float unit, float step,
                                         float* partial) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-    const bool all_valid = __all_sync(kFullWarp, valid);
+    const bool all_valid = __all_sync(kFullWarp, bad == 0);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll

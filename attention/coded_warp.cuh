@@ -1,6 +1,7 @@
 // What a warp does with a run of items: keys, softmax, values, block after block.
 #pragma once
 
+#include "attention/coded_exceptions.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_state.cuh"
 #include "attention/coded_tile.cuh"
@@ -14,223 +15,225 @@ struct RowScales {
   float value_step;  // of a digit
 };
 
+// One step of a tile loop: the first of four becomes the last.
+template <class T, int kCount>
+__device__ __forceinline__ void rotate_tiles(T (&x)[kItemTiles][kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const T first = x[0][i];
+#pragma unroll
+    for (int o = 1; o < kItemTiles; ++o) x[o - 1][i] = x[o][i];
+    x[kItemTiles - 1][i] = first;
+  }
+}
+
 template <int kDimBlocks, int kStreams, int kCopiesLog>
 struct CodedWarp {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   using Streams = LanePair<kStreams, kCopiesLog>;
   const CodedAttention& call;
   BlockRing& ring;
-  const ExpectedHeader& key_header;
-  const ExpectedHeader& value_header;
+  const CodedHeaders& headers;
   SharedTable<kCopiesLog> key_table, value_table;
   CodedState<kDimBlocks> state;
-  RefWindow refs;
+  BlockRun run;
 
-  __device__ __forceinline__ OpenBlock open(const CodedComponent& c, const ExpectedHeader& header,
-                                            int32_t i, int32_t tokens) {
-    const CodedBlockRef ref = refs.get(i);
+  // Block i of the run, in its slot.
+  __device__ __forceinline__ OpenBlock open(const ExpectedHeader& header, int32_t i,
+                                            int32_t tokens) {
     ring.wait();
-    const int64_t from = int64_t{ref.offset} * 16;
-    if (ref.units == 0 || from + int64_t{ref.units} * 16 > c.size) {
-      OpenBlock none{};
-      return none;
-    }
-    return open_block(ring.address(ring.slot), c.bytes + from, ref, ring.grid.slot_bytes, header,
-                      tokens);
+    const OpenBlock b = open_block<kStreams>(ring.current(), ring.slot_bytes, header, tokens);
+    if (run.holds(i)) state.bad |= run.units ^ b.units();
+    return b;
+  }
+  // Raw blocks are rare: their code is short, not fast. A block that is not coded: false where it
+  // is no raw one either.
+  __device__ __forceinline__ bool open_other(const OpenBlock& b, const ExpectedHeader& header,
+                                             int32_t i, RawBlock* raw) {
+    const bool named = !run.holds(i) || (run.copied > 0 && run.units == b.units());
+    const uint8_t* from = run.bytes_of(i);
+    const bool valid = __all_sync(kFullWarp, named) && open_raw(b, from, header, raw);
+    state.bad |= static_cast<uint32_t>(!valid);
+    return valid;
   }
 
-  __device__ __forceinline__ void score_raw(const OpenBlock& b, float (&s)[kItemTiles][4]) {
+  __device__ __forceinline__ void score_raw(const OpenBlock& b, int32_t i,
+                                            float (&s)[kItemTiles][4]) {
+    RawBlock raw;
+    if (!open_other(b, headers.keys, i, &raw)) return;
 #pragma unroll 1
-    for (int o = 0; o < tile_count(b.tokens); ++o) {
-      float one[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int o = 0; o < kItemTiles; ++o) {
+#pragma unroll 1
+      for (int f = 0; f < kDimBlocks && o < tile_count(b.tokens); ++f) {
+        uint32_t a[4], q[2] = {0, 0};
 #pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-        uint32_t a[4];
-        raw_fragment(b, kHeadDim, Component::kKey, o, f, a);
-        mma_m16n8k16(one, a, state.q[f][0], state.q[f][1]);
+        for (int z = 0; z < kDimBlocks; ++z) {
+          if (z == f) q[0] = state.q[z][0], q[1] = state.q[z][1];
+        }
+        raw_fragment(raw, kHeadDim, Component::kKey, o, f, a);
+        mma_m16n8k16(s[0], a, q[0], q[1]);
       }
-#pragma unroll
-      for (int z = 0; z < kItemTiles; ++z) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[z][i] = z == o ? one[i] : s[z][i];
-      }
+      rotate_tiles(s);
     }
   }
 
+  // Tiles are a loop: unrolled, the instructions of all tiles do not fit into the caches that 16
+  // warps at different places of a kernel share.
   __device__ __forceinline__ void score_coded(const OpenBlock& b, const uint16_t* query,
                                               float (&s)[kItemTiles][4]) {
     Streams streams;
-    state.valid &= streams.open(b);
-    // Loaded here, used after the streams: the latency hides behind them.
-    uint2 first = make_uint2(0, 0);
-    if (b.exceptions > 0) first = exception_queries(b, 0, query);
+    state.bad |= streams.open(b);
+    // The first exceptions are loaded here and used after the streams.
+    ExceptionPair pair;
+    uint32_t queries = 0;
+    if (b.exceptions() > 0) queries = load_score_exceptions(b, 0, query, &pair);
     const int32_t tiles = tile_count(b.tokens);
-#pragma unroll
+#pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
-      if (o >= tiles) break;
+      if (o < tiles) {
 #pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-        uint32_t a[4];
-        streams.fragment(key_table, a);
-        mma_m16n8k16(s[o], a, state.q[f][0], state.q[f][1]);
+        for (int f = 0; f < kDimBlocks; ++f) {
+          uint32_t a[4];
+          streams.fragment(key_table, a);
+          mma_m16n8k16(s[0], a, state.q[f][0], state.q[f][1]);
+        }
+      }
+      rotate_tiles(s);
+    }
+    state.bad |= streams.ends(b);
+#pragma unroll 1
+    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) {
+      if (i > 0) queries = load_score_exceptions(b, i, query, &pair);
+#pragma unroll
+      for (int o = 0; o < kItemTiles; ++o) {
+        uint32_t a[2];
+        pair.operand(pair.token, 16 * o, a);
+        mma_m16n8k8(s[o], a, queries);
       }
     }
-    state.valid &= streams.ends(b);
-#pragma unroll 1
-    for (int32_t i = 0; i < b.exceptions; i += 16) {
-      if (i > 0) first = exception_queries(b, i, query);
-      score_exceptions(b, i, first, s);
-    }
+  }
+  __device__ __forceinline__ uint32_t load_score_exceptions(const OpenBlock& b, int32_t first,
+                                                            const uint16_t* query,
+                                                            ExceptionPair* pair) {
+    state.bad |= pair->template load<kHeadDim>(b.exception_words + 4 * first,
+                                               b.exceptions() - first, b.tokens);
+    return exception_queries(*pair, query);
   }
 
-  // The B operand of 16 exceptions: q of this lane's column at the dims they change.
-  __device__ __forceinline__ uint2 exception_queries(const OpenBlock& b, int32_t first,
-                                                     const uint16_t* query) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), column = lane / 4;
-    uint32_t half[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int32_t i = first + 2 * (lane % 4) + j % 2 + 8 * (j / 2);
-      half[j] = 0;
-      if (i >= b.exceptions || column >= call.columns) continue;
-      const auto dim = static_cast<int32_t>(load_shared(b.exception_words + 4 * i) % kSliceDims);
-      if (dim < kHeadDim) half[j] = query[column * kHeadDim + dim];
-    }
-    return make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
-  }
-
-  __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first, uint2 queries,
-                                                   float (&s)[kItemTiles][4]) {
-    ExceptionFour four;
-    state.valid &= four.load(b, first, kHeadDim);
-#pragma unroll
-    for (int o = 0; o < kItemTiles; ++o) {
-      if (!ExceptionFour::any_in(four.token, 16 * o)) continue;
-      uint32_t a[4];
-      four.operand(four.token, 16 * o, a);
-      mma_m16n8k16(s[o], a, queries.x, queries.y);
-    }
-  }
-
-  __device__ __forceinline__ void add_raw(const OpenBlock& b, const uint32_t (&p)[kItemTiles][2]) {
+  __device__ __forceinline__ void add_raw(const OpenBlock& b, int32_t i,
+                                          uint32_t (&p)[kItemTiles][2]) {
+    RawBlock raw;
+    if (!open_other(b, headers.values, i, &raw)) return;
 #pragma unroll 1
     for (int o = 0; o < tile_count(b.tokens); ++o) {
-      uint32_t low = 0, high = 0;
-#pragma unroll
-      for (int z = 0; z < kItemTiles; ++z)
-        low = z == o ? p[z][0] : low, high = z == o ? p[z][1] : high;
-#pragma unroll
+#pragma unroll 1
       for (int f = 0; f < kDimBlocks; ++f) {
         uint32_t a[4];
-        raw_fragment(b, kHeadDim, Component::kValue, o, f, a);
-        mma_m16n8k16(state.out[f], a, low, high);
+        float sum[4] = {};
+        raw_fragment(raw, kHeadDim, Component::kValue, o, f, a);
+        mma_m16n8k16(sum, a, p[0][0], p[0][1]);
+#pragma unroll
+        for (int z = 0; z < kDimBlocks; ++z) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) state.out[z][j] += z == f ? sum[j] : 0.0f;
+        }
       }
+      rotate_tiles(p);
     }
   }
 
-  __device__ __forceinline__ void add_coded(const OpenBlock& b,
-                                            const uint32_t (&p)[kItemTiles][2]) {
+  // Uses p up.
+  __device__ __forceinline__ void add_coded(const OpenBlock& b, uint32_t (&p)[kItemTiles][2]) {
     Streams streams;
-    state.valid &= streams.open(b);
+    state.bad |= streams.open(b);
+#pragma unroll 1
+    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) add_exceptions(b, i, p);
     const int32_t tiles = tile_count(b.tokens);
-#pragma unroll
-    for (int o = 0; o < kItemTiles; ++o) {
-      if (o >= tiles) break;
+#pragma unroll 1
+    for (int o = 0; o < tiles; ++o) {
 #pragma unroll
       for (int f = 0; f < kDimBlocks; ++f) {
         uint32_t a[4];
         streams.fragment(value_table, a);
-        mma_m16n8k16(state.out[f], a, p[o][0], p[o][1]);
+        mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
       }
+      rotate_tiles(p);
     }
-    state.valid &= streams.ends(b);
-#pragma unroll 1
-    for (int32_t first = 0; first < b.exceptions; first += 16) add_exceptions(b, first, p);
+    state.bad |= streams.ends(b);
   }
 
   __device__ __forceinline__ void add_exceptions(const OpenBlock& b, int32_t first,
                                                  const uint32_t (&p)[kItemTiles][2]) {
-    ExceptionFour four;
-    state.valid &= four.load(b, first, kHeadDim);
-    const int32_t column = static_cast<int32_t>(threadIdx.x % 32 / 4);
-    uint32_t half[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      // Exceptions 8 to 15 are those of j = 2 and 3.
-      half[j] = 0;
-      if (j >= 2 && first + 8 >= b.exceptions) continue;
-      // p of (token, column) lies in lane 4 column + (token % 8) / 2, register token / 8.
-      const int32_t token = max(four.token[j], 0), lane = 4 * column + token % 8 / 2;
-      uint32_t pair = 0;
-#pragma unroll
-      for (int i = 0; i < 2 * kItemTiles; ++i) {
-        const uint32_t x = __shfl_sync(kFullWarp, p[i / 2][i % 2], lane);
-        pair = i == token / 8 ? x : pair;
-      }
-      half[j] = token % 2 ? pair >> 16 : pair & 0xffffu;
-    }
+    ExceptionPair pair;
+    state.bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
+                                              b.tokens);
+    const uint32_t weights = exception_weights(pair, p);
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
-      if (!ExceptionFour::any_in(four.dim, 16 * f)) continue;
-      uint32_t a[4];
-      four.operand(four.dim, 16 * f, a);
-      mma_m16n8k16(state.out[f], a, half[0] | half[1] << 16, half[2] | half[3] << 16);
+      uint32_t a[2];
+      pair.operand(pair.dim, 16 * f, a);
+      mma_m16n8k8(state.out[f], a, weights);
     }
   }
 
-  // A slot is free: block `slots_per_warp` after `used` takes its place.
+  // The slot of block `used` is free: the block `slots` after it takes its place.
   __device__ __forceinline__ void next_block(int32_t used) {
     __syncwarp();
-    const int32_t wanted = used + ring.grid.slots_per_warp;
-    if (wanted < refs.count) {
-      if (wanted == refs.first + 32) refs.load(used + 1);
-      ring.request(wanted % 2 == 0 ? call.keys : call.values, refs.get(wanted), ring.slot);
+    const int32_t wanted = used + ring.slots;
+    if (wanted < run.count) {
+      if (wanted == run.first + 32) state.bad |= run.load(call, used + 1, ring.slot_bytes);
+      ring.request(run, wanted, ring.slot);
     }
     ring.pass();
   }
 
-  // Asks for the first of `count` blocks of keys and of values.
-  __device__ __forceinline__ void begin_blocks(int32_t first, int32_t count) {
-    refs.keys = call.keys.blocks + first;
-    refs.values = call.values.blocks + first;
-    refs.count = 2 * count;
-    refs.load(0);
+  // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
+  __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
+    run.keys = call.keys.blocks + first;
+    run.values = call.values.blocks + first;
+    run.count = 2 * count;
+    const uint32_t bad = run.load(call, 0, ring.slot_bytes);
     int32_t slot = ring.slot;
 #pragma unroll 1
-    for (int32_t i = 0; i < ring.grid.slots_per_warp && i < 2 * count; ++i) {
-      ring.request(i % 2 == 0 ? call.keys : call.values, refs.get(i), slot);
-      if (++slot == ring.grid.slots_per_warp) slot = 0;
+    for (int32_t i = 0; i < ring.slots; ++i) {
+      ring.request(run, i, slot);
+      if (++slot == ring.slots) slot = 0;
     }
+    return bad;
   }
 
-  // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
-  // those of the row from the first of these blocks on.
+  // What begin_blocks() asked for, with the query of this lane's column: all blocks but the row's
+  // last one have 64 tokens. `tokens` are those of the row from the first of these blocks on.
   __device__ __forceinline__ void attend_blocks(const RowScales& scales, const uint16_t* query,
-                                                int32_t count, int32_t tokens) {
+                                                int32_t tokens) {
     const float scale = scales.score * scales.key_step;
 #pragma unroll 1
-    for (int32_t i = 0; i < count; ++i, tokens -= kBlockTokens) {
+    for (int32_t i = 0; i < run.count; i += 2, tokens -= kBlockTokens) {
       const int32_t here = min(tokens, kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      OpenBlock b = open(call.keys, key_header, 2 * i, here);
-      state.valid &= b.valid;
-      if (b.valid && !b.raw) score_coded(b, query, s);
-      if (b.valid && b.raw) score_raw(b, s);
-      const float base = static_cast<float>(b.base) * scale;
+      OpenBlock b = open(headers.keys, i, here);
+      if (b.coded) {
+        score_coded(b, query, s);
+      } else {
+        score_raw(b, i, s);
+      }
+      const float base = static_cast<float>(b.base()) * scale;
       const float offset[2] = {base * state.query_sum[0], base * state.query_sum[1]};
-      next_block(2 * i);
+      next_block(i);
       float added[2];
       state.weigh(s, here, scale * kDigitScale, offset, added, p);
-      b = open(call.values, value_header, 2 * i + 1, here);
-      state.valid &= b.valid;
+      b = open(headers.values, i + 1, here);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        state.base_sum[c] = fmaf(static_cast<float>(b.base), added[c], state.base_sum[c]);
+        state.base_sum[c] = fmaf(static_cast<float>(b.base()), added[c], state.base_sum[c]);
       }
-      if (b.valid && !b.raw) add_coded(b, p);
-      if (b.valid && b.raw) add_raw(b, p);
-      next_block(2 * i + 1);
+      if (b.coded) {
+        add_coded(b, p);
+      } else {
+        add_raw(b, i + 1, p);
+      }
+      next_block(i + 1);
     }
   }
 
@@ -253,7 +256,7 @@ struct CodedWarp {
                                                 int32_t first, int32_t count) {
     const int32_t tile_bytes = 32 * kHeadDim, tiles = tile_count(row.window_tokens);
     if (!has_window(row)) {
-      state.valid = false;
+      state.bad = 1;
       return;
     }
     const uint8_t* keys = call.window + row.window;
@@ -264,28 +267,30 @@ struct CodedWarp {
       const int64_t at = int64_t{i} * kItemTiles * tile_bytes;
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-#pragma unroll
+#pragma unroll 1
       for (int o = 0; o < kItemTiles; ++o) {
-        if (16 * o >= tokens) break;
+        if (16 * o < tokens) {
 #pragma unroll
-        for (int f = 0; f < kDimBlocks; ++f) {
-          uint32_t a[4];
-          window_fragment(keys + at + o * tile_bytes, f, a);
-          mma_m16n8k16(s[o], a, state.q[f][0], state.q[f][1]);
+          for (int f = 0; f < kDimBlocks; ++f) {
+            uint32_t a[4];
+            window_fragment(keys + at + o * tile_bytes, f, a);
+            mma_m16n8k16(s[0], a, state.q[f][0], state.q[f][1]);
+          }
         }
+        rotate_tiles(s);
       }
       const float none[2] = {0.0f, 0.0f};
       float added[2];
       state.weigh(s, tokens, scales.score, none, added, p);
-#pragma unroll
-      for (int o = 0; o < kItemTiles; ++o) {
-        if (16 * o >= tokens) break;
+#pragma unroll 1
+      for (int o = 0; 16 * o < tokens; ++o) {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
           uint32_t a[4];
           window_fragment(values + at + o * tile_bytes, f, a);
-          mma_m16n8k16(state.out[f], a, p[o][0], p[o][1]);
+          mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
         }
+        rotate_tiles(p);
       }
     }
   }
@@ -304,7 +309,7 @@ struct CodedWarp {
                        row.window_tokens >= 0 && row.first_block >= 0 &&
                        int64_t{row.first_block} + blocks <= call.num_blocks;
     const int32_t count = named ? min(to, blocks) - from : 0;
-    if (count > 0) begin_blocks(row.first_block + from, count);
+    const uint32_t bad = count > 0 ? begin_blocks(row.first_block + from, count) : 0;
     state.begin(call, query);
     RowScales scales{call.sm_scale * kLog2E, 0.0f, 0.0f};
     float unit = 0.0f;
@@ -313,7 +318,10 @@ struct CodedWarp {
       scales.value_step = call.values.steps[row.step];
       unit = scales.value_step * kDigitScale;
       if (to > blocks) fetch_window(row);
-      if (count > 0) attend_blocks(scales, query, count, row.coded_tokens - from * kBlockTokens);
+      // Lanes of columns that are not there take the last one: their sums are not kept.
+      const int32_t column = min(static_cast<int32_t>(threadIdx.x % 32 / 4), call.columns - 1);
+      const uint16_t* own = query + column * kHeadDim;
+      if (count > 0) attend_blocks(scales, own, row.coded_tokens - from * kBlockTokens);
       if (to > blocks) {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
@@ -325,7 +333,7 @@ struct CodedWarp {
         attend_window(scales, row, first, to - blocks - first);
       }
     }
-    state.valid &= named;
+    state.bad |= bad | static_cast<uint32_t>(!named);
     state.leave(call, unit, scales.value_step, partial);
   }
 };

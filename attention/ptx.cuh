@@ -27,6 +27,14 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with 8 contracted: a is 16 x 8, b 8 x 8.
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Transposes an 8 x 8 matrix of halves spread over the warp.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   uint32_t y;
@@ -150,6 +158,14 @@ __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& pi
   expect_bytes(address, piece.bytes);
   copy_piece(address, piece, read_once_policy());
 }
+// One piece, known to lane `owner` only.
+__device__ __forceinline__ void copy_piece_of(int32_t owner, uint64_t* barrier,
+                                              const CopyPiece& piece) {
+  if (static_cast<int32_t>(threadIdx.x % 32) != owner) return;
+  const uint32_t address = shared_address(barrier);
+  expect_bytes(address, piece.bytes);
+  if (piece.bytes > 0) copy_piece(address, piece, read_once_policy());
+}
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (!is_first_lane()) return;
   const uint32_t address = shared_address(barrier);
@@ -178,6 +194,13 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
                : "memory");
 }
 __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
+  copy_pieces(barrier, {1, piece.bytes, {piece}});
+}
+__device__ __forceinline__ void copy_piece_of(int32_t owner, uint64_t* barrier, CopyPiece piece) {
+  const auto from = reinterpret_cast<uintptr_t>(piece.from);
+  piece.from = reinterpret_cast<const uint8_t*>(
+      static_cast<uintptr_t>(__shfl_sync(kFullWarp, static_cast<unsigned long long>(from), owner)));
+  piece.bytes = __shfl_sync(kFullWarp, piece.bytes, owner);
   copy_pieces(barrier, {1, piece.bytes, {piece}});
 }
 #endif

@@ -1,4 +1,5 @@
-// A lane's bit stream in shared memory: two table lookups a step, at most one word read ahead.
+// A lane's bit stream in shared memory: two table lookups a step, then at most one more word. The
+// word comes into use a step after it was asked for, so that no lookup waits for it.
 //
 // The table lies at a multiple of its region's size in shared memory, so that one LOP3 makes the
 // address of an entry out of the stream's bits: (bits & mask) | (table + copy). With copies, entry
@@ -51,9 +52,9 @@ __host__ __device__ constexpr int32_t table_region_bytes(int32_t max_length, int
 }
 
 struct LaneStream {
-  uint32_t low, high;  // 64 bits of the stream
-  uint32_t position;   // of the next bit less the bias, modulo 32; bits above 5 are junk
-  uint32_t next;       // address of the word after `high`
+  uint32_t low, high, ahead;  // 96 bits of the stream
+  uint32_t position;          // of the next bit less the bias, modulo 32; bits above 5 are junk
+  uint32_t next;              // address of the word after `ahead`
 
   // payload: shared address, begin: first bit.
   __device__ __forceinline__ void open(uint32_t payload, int32_t begin, int32_t bias) {
@@ -62,7 +63,8 @@ struct LaneStream {
     const uint32_t word = payload + static_cast<uint32_t>((begin - bias) >> 5) * 4;
     low = load_shared(word);
     high = load_shared(word + 4);
-    next = word + 8;
+    ahead = load_shared(word + 8);
+    next = word + 12;
   }
 
   // Two symbols: 2 * kMaxCodeLength bits and the bias of one copy fit in 32, and so do those of
@@ -84,7 +86,7 @@ struct LaneStream {
 
   // The bit of the payload after the last symbol.
   __device__ __forceinline__ int32_t end(uint32_t payload, int32_t bias) const {
-    return static_cast<int32_t>(next - 8 - payload) * 8 + static_cast<int32_t>(position & 31u) +
+    return static_cast<int32_t>(next - 12 - payload) * 8 + static_cast<int32_t>(position & 31u) +
            bias;
   }
 
@@ -92,9 +94,9 @@ struct LaneStream {
   // By at most 31 bits.
   __device__ __forceinline__ void advance(uint32_t after) {
     asm volatile(
-        "{\n.reg .pred full;\nsetp.ne.u32 full, %3, 0;\n@full mov.b32 %0, %1;\n"
-        "@full ld.shared.u32 %1, [%2];\n@full add.u32 %2, %2, 4;\n}"
-        : "+r"(low), "+r"(high), "+r"(next)
+        "{\n.reg .pred full;\nsetp.ne.u32 full, %4, 0;\n@full mov.b32 %0, %1;\n"
+        "@full mov.b32 %1, %2;\n@full ld.shared.u32 %2, [%3];\n@full add.u32 %3, %3, 4;\n}"
+        : "+r"(low), "+r"(high), "+r"(ahead), "+r"(next)
         : "r"((after ^ position) & 32u));
     position = after;
   }
