@@ -1,11 +1,11 @@
 #include "store/host_store.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "codec/quantize.h"
+#include "store/coded_host.h"
 #include "store/host_basis.h"
 
 namespace tierkv {
@@ -13,11 +13,6 @@ namespace {
 
 Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-
-Status out_of_pages(int64_t needed, int64_t free) {
-  return Status(StatusCode::kOutOfPages,
-                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free");
 }
 
 // std::aligned_alloc wants a multiple of the alignment.
@@ -57,6 +52,11 @@ Status check_scores(const float* x, int64_t count) {
 }
 
 Result<std::unique_ptr<KvStore>> KvStore::create(const KvStoreConfig& config) {
+  if (config.coded.enabled) {
+    Result<std::unique_ptr<CodedHostStore>> coded = CodedHostStore::make(config);
+    if (!coded) return coded.status();
+    return std::unique_ptr<KvStore>(std::move(*coded));
+  }
   if (config.basis != nullptr) {
     Result<std::unique_ptr<HostBasisStore>> store = HostBasisStore::make(config);
     if (!store) return store.status();
@@ -93,46 +93,6 @@ Status HostStore::allocate(const StoreShape& shape) {
                  config_.num_pages};
   view_.infos = table_.infos();
   return initialize_host(view_.allocator);
-}
-
-Status HostStore::run(const PageOp& op) const {
-  if (Status s = run_page_op_host(view_.allocator, op); !s) return s;
-  const OpReport& report = *op.report;
-  if (report.status == StatusCode::kOk) return Status::ok();
-  if (report.status == StatusCode::kOutOfPages) {
-    return out_of_pages(report.pages_needed, report.pages_needed - report.pages_missing);
-  }
-  return Status(report.status, "row " + std::to_string(report.batch_row));
-}
-
-Status HostStore::require_pages(int64_t needed) const {
-  const int64_t free = view_.allocator.ring.cursors->end - view_.allocator.ring.cursors->start;
-  return needed > free ? out_of_pages(needed, free) : Status::ok();
-}
-
-void HostStore::grow_to(int32_t slot, const std::vector<SideCounts>& target) const {
-  std::vector<SideCounts> added(target.size());
-  for (bool more = true; more;) {
-    more = false;
-    for (size_t r = 0; r < target.size(); ++r) {
-      const int32_t at = row(slot, static_cast<int32_t>(r));
-      for (int32_t side = 0; side < kStoreSides; ++side) {
-        const int64_t pages = int64_t{view_.allocator.pages[at].of[side]} + 1;
-        const int64_t most = pages * view_.page_tokens(side);  // one new page an operation
-        const int64_t now = std::min<int64_t>(target[r].of[side], most);
-        added[r].of[side] = static_cast<int32_t>(now - view_.allocator.tokens[at].of[side]);
-        more |= added[r].of[side] > 0;
-      }
-    }
-    OpReport report;
-    if (more) (void)run(PageOp::append({&slot, 1}, added.data(), &report));
-  }
-}
-
-void HostStore::shrink_to(int32_t slot, const std::vector<SideCounts>& target) const {
-  std::vector<PageCopy> copies(target.size() * kMaxSides);
-  OpReport report;
-  (void)run(PageOp::truncate({&slot, 1}, target.data(), copies.data(), &report));
 }
 
 Result<SequenceId> HostStore::add_sequence() {

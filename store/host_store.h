@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "store/host_pages.h"
 #include "store/row_pages.h"
 #include "store/sequence_table.h"
 #include "store/store_shape.h"
@@ -59,17 +60,20 @@ class HostStore final : public KvStore {
     return slot * view_.rows_per_sequence() + within;
   }
 
-  // A page operation whose report's failure becomes the status.
-  Status run(const PageOp& op) const;
+  Status run(const PageOp& op) const { return run_page_op(view_.allocator, op); }
   static SequenceBatch batch(const std::vector<int32_t>& slots) {
     return {slots.data(), static_cast<int32_t>(slots.size())};
   }
-  Status require_pages(int64_t needed) const;
-  // Brings the sides of every row of a live sequence to `target` [rows_per_sequence], none smaller
-  // than now. The pages must be there: require_pages().
-  void grow_to(int32_t slot, const std::vector<SideCounts>& target) const;
-  // Takes tokens from the end of the sides. No shared page may be left partly filled.
-  void shrink_to(int32_t slot, const std::vector<SideCounts>& target) const;
+  Status require_pages(int64_t needed) const {
+    return tierkv::require_pages(view_.allocator, needed);
+  }
+  void grow_to(int32_t slot, const std::vector<SideCounts>& target) const {
+    grow_sides(view_.allocator, slot, target);
+  }
+  // No shared page may be left partly filled.
+  void shrink_to(int32_t slot, const std::vector<SideCounts>& target) const {
+    (void)shrink_sides(view_.allocator, slot, target);
+  }
 
   Status truncate_prompt(int32_t slot, int32_t tokens);
 

@@ -2,6 +2,7 @@
 #include <string>
 #include <utility>
 
+#include "store/coded_shape.h"
 #include "store/store_shape.h"
 
 namespace tierkv {
@@ -112,6 +113,7 @@ double ratio(int64_t raw, int64_t stored) {
 }  // namespace
 
 Status KvStoreConfig::validate() const {
+  if (coded.enabled) return coded_shape(*this).status();
   if (basis != nullptr) {
     if (Status s = basis->validate(layout); !s) return s.with_context("basis");
   }
@@ -123,7 +125,8 @@ bool operator==(const KvStoreConfig& a, const KvStoreConfig& b) {
          a.high_format == b.high_format && a.low_format == b.low_format && a.policy == b.policy &&
          a.score_interval == b.score_interval && a.page_bytes == b.page_bytes &&
          a.num_pages == b.num_pages && a.max_sequences == b.max_sequences &&
-         a.max_tokens == b.max_tokens && same_basis(a.basis.get(), b.basis.get());
+         a.max_tokens == b.max_tokens && same_basis(a.basis.get(), b.basis.get()) &&
+         a.coded == b.coded;
 }
 
 std::string to_json(const KvStoreConfig& c) {
@@ -140,7 +143,7 @@ std::string to_json(const KvStoreConfig& c) {
          ",\"num_pages\":" + std::to_string(c.num_pages) +
          ",\"max_sequences\":" + std::to_string(c.max_sequences) +
          ",\"max_tokens\":" + std::to_string(c.max_tokens) +
-         ",\"basis\":" + basis_json(c.basis.get()) + "}";
+         ",\"basis\":" + basis_json(c.basis.get()) + ",\"coded\":" + to_json(c.coded) + "}";
 }
 
 Result<StoreShape> store_shape(const KvStoreConfig& c) {

@@ -37,6 +37,7 @@
 
 #include "tierkv/attention.h"
 #include "tierkv/basis.h"
+#include "tierkv/coded.h"
 #include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
@@ -63,6 +64,9 @@ struct TKV_API KvStoreConfig {
   // Keys and values are stored in it, window included; null: as they come. append() and attend()
   // change bases by themselves, and 16-bit components then hold fp16 whatever layout.dtype is.
   std::shared_ptr<const CacheBasis> basis;
+  // Entropy-coded pages instead of tiers: formats, alphas, sinks and score_interval stay as they
+  // are here.
+  CodedConfig coded;
 
   // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
   Status validate() const;

@@ -1,0 +1,70 @@
+// A cache held as entropy-coded pages: what a store must know beside its capacities.
+//
+//   KvStoreConfig config = ...;               // layout, policy.window_tokens, capacities
+//   config.coded.enabled = true;
+//   config.coded.key_steps = ...;             // a profile's (`tierkv calibrate`)
+//   config.coded.value_steps = ...;
+//   KvStore::create(config)
+//
+// Every token but the newest ones is quantised with one absolute step per (layer, kv_head,
+// component) and stored in Huffman-coded blocks of 64 tokens (docs/FORMAT.md, section 5); the
+// newest policy.window_tokens and up to 63 more stay fp16. There are no tiers and no scores, and
+// nothing is pruned. store/CODED.md holds the states and laws.
+//
+// Sources: KVComp section 3 (quantise, Huffman, decode in attention); the shared absolute step and
+// the mean basis are ours (docs/DESIGN.md, "Global step").
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tierkv/export.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// What is taken off keys and values before they are quantised; free at read.
+enum class MeanSource : int32_t {
+  kNone = 0,
+  kGiven = 1,   // channel means of a profile
+  kPrompt = 2,  // those of the row's own prompt, stored with it as fp16
+};
+
+// Where a store's codebooks come from, one per layer and component, or a family.
+enum class CodebookSource : int32_t {
+  // Made by the host from the codes of the first blocks that the store codes, then fixed (KVComp
+  // section 3.1.2). On a device the prompt that does so waits for the host.
+  kHost = 0,
+  // The same codebooks, made on the device.
+  kDevice = 1,
+  // Given ones; where there are several for a component, each block takes the one that codes it in
+  // the fewest bytes.
+  kGiven = 2,
+};
+
+struct TKV_API CodedConfig {
+  bool enabled = false;
+  std::vector<float> key_steps;    // [num_layers, num_kv_heads], positive
+  std::vector<float> value_steps;  // likewise
+  MeanSource means = MeanSource::kPrompt;
+  std::vector<float> key_means;    // kGiven: [num_layers, num_kv_heads, head_dim]; rounded to fp16
+  std::vector<float> value_means;  // likewise
+  CodebookSource codebooks = CodebookSource::kHost;
+  std::vector<std::vector<uint8_t>> given;  // kGiven: serialised (docs/FORMAT.md, section 4), of
+                                            // both components, table ids unique in each
+  int32_t max_length = 11;       // bits of the longest code word, 8 to 14; not for kGiven
+  int32_t streams_per_lane = 2;  // 1 or 2; not for kGiven
+
+  friend bool operator==(const CodedConfig& a, const CodedConfig& b) {
+    return a.enabled == b.enabled && a.key_steps == b.key_steps && a.value_steps == b.value_steps &&
+           a.means == b.means && a.key_means == b.key_means && a.value_means == b.value_means &&
+           a.codebooks == b.codebooks && a.given == b.given && a.max_length == b.max_length &&
+           a.streams_per_lane == b.streams_per_lane;
+  }
+  friend bool operator!=(const CodedConfig& a, const CodedConfig& b) { return !(a == b); }
+};
+// One line of JSON, all fields; codebooks in hexadecimal.
+TKV_API std::string to_json(const CodedConfig& config);
+
+}  // namespace tierkv

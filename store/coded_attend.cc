@@ -1,0 +1,93 @@
+// Attention of the host back end: in double over all that a row decodes to.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "store/coded_host.h"
+#include "store/host_store.h"
+
+namespace tierkv {
+namespace {
+
+// One component of all tokens of a row, [num_tokens, head_dim], the mean added back.
+Status read_row(const CodedView& s, const CodedBooks& books, int32_t row, Component c, float step,
+                std::vector<double>* x) {
+  const SequenceInfo& info = s.infos[row / s.rows_per_sequence()];
+  const bool prompt = info.window_origin == kInPrompt;
+  const float* mean = s.means(c, row);
+  std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * s.head_dim);
+  x->clear();
+  for (int32_t b = 0; b < info.window_first / kBlockTokens; ++b) {
+    if (Status status = read_block(s, books, row, c, b, codes.data()); !status) return status;
+    for (size_t i = 0; i < codes.size(); ++i) {
+      x->push_back(static_cast<double>(step) * codes[i] + mean[i % s.head_dim]);
+    }
+  }
+  std::vector<uint16_t> raw(s.head_dim);
+  for (int32_t p = info.window_first; p < info.num_tokens; ++p) {
+    get_raw_token(s, row, info, c, p, raw.data());
+    for (int32_t d = 0; d < s.head_dim; ++d) {
+      x->push_back(double{half_to_float(raw[d])} + (prompt ? 0.0 : mean[d]));
+    }
+  }
+  return Status::ok();
+}
+
+// One query: probabilities of the tokens, and the lse.
+double weigh(const std::vector<double>& k, const uint16_t* q, int32_t head_dim, double sm_scale,
+             std::vector<double>* p) {
+  const size_t tokens = k.size() / head_dim;
+  p->assign(tokens, 0.0);
+  double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+  for (size_t i = 0; i < tokens; ++i) {
+    double dot = 0;
+    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * k[i * head_dim + d];
+    (*p)[i] = dot * sm_scale;
+    largest = std::fmax(largest, (*p)[i]);
+  }
+  for (double& x : *p) sum += x = std::exp(x - largest);
+  for (double& x : *p) x /= sum;
+  return tokens == 0 ? largest : largest + std::log(sum);
+}
+
+}  // namespace
+
+Status CodedHostStore::attend(const AttendRequest& request) {
+  const Result<Slots> slots = table_.admit_attend(request);
+  if (!slots) return slots.status();
+  const CacheLayout& layout = config_.layout;
+  const int32_t heads = layout.num_kv_heads, group = layout.group_size(), dim = layout.head_dim;
+  const auto* q = static_cast<const uint16_t*>(request.q);
+  auto* out = static_cast<uint16_t*>(request.out);
+  const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
+  if (Status s = check_values(q, DType::kFloat16, queries * dim); !s) return s.with_context("q");
+  std::vector<double> k, v, p, sums(dim);
+  std::vector<float> most;
+  for (int64_t r = 0; r < int64_t{request.sequences.count} * heads; ++r) {
+    const int32_t slot = (*slots)[r / heads];
+    const int32_t at = view_.row_of(slot, request.layer, static_cast<int32_t>(r % heads));
+    Status read = read_row(view_, books_, at, Component::kKey, step_of(Component::kKey, at), &k);
+    if (!read) return read;
+    read = read_row(view_, books_, at, Component::kValue, step_of(Component::kValue, at), &v);
+    if (!read) return read;
+    most.assign(table_.info(slot).num_tokens, 0.0f);
+    for (int64_t head = r * group; head < (r + 1) * group; ++head) {
+      const double lse = weigh(k, q + head * dim, dim, layout.sm_scale, &p);
+      std::fill(sums.begin(), sums.end(), 0.0);
+      for (size_t i = 0; i < p.size(); ++i) {
+        most[i] = std::fmax(most[i], static_cast<float>(p[i]));
+        for (int32_t d = 0; d < dim; ++d) sums[d] += p[i] * v[i * dim + d];
+      }
+      std::transform(sums.begin(), sums.end(), out + head * dim,
+                     [](double x) { return float_to_half(static_cast<float>(x)); });
+      if (request.lse != nullptr) request.lse[head] = static_cast<float>(lse);
+    }
+    if (request.probabilities != nullptr) {
+      std::copy(most.begin(), most.end(), request.probabilities + r * request.stride);
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv

@@ -1,0 +1,214 @@
+#include "store/coded_bytes.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "codec/byte_cursor.h"
+#include "codec/container_format.h"
+#include "store/coded_values.h"
+
+namespace tierkv {
+namespace {
+
+constexpr uint32_t kMagic = 0x51455343;  // "CSEQ"
+constexpr uint32_t kCodedExportVersion = 1;
+
+Status corrupt(std::string why) {
+  return Status(StatusCode::kCorrupt, std::move(why));
+}
+
+void put_checksum(size_t first, std::vector<uint8_t>* out) {
+  const uint64_t sum = xxh3(out->data() + first, out->size() - first);
+  ByteWriter(out).u64(sum);
+}
+// The bytes from `first` up to where the reader stands are followed by their checksum.
+bool checksum_holds(const uint8_t* first, const uint8_t* end, ByteReader* reader) {
+  const uint64_t sum = reader->u64();
+  return reader->ok() && sum == xxh3(first, static_cast<size_t>(end - first));
+}
+
+// All that must agree between the stores: not capacities, nor where codebooks come from.
+std::vector<uint8_t> config_bytes(const KvStoreConfig& config) {
+  std::vector<uint8_t> out;
+  ByteWriter w(&out);
+  const CacheLayout& layout = config.layout;
+  for (const int32_t x :
+       {layout.num_layers, layout.num_q_heads, layout.num_kv_heads, layout.head_dim,
+        static_cast<int32_t>(layout.dtype), static_cast<int32_t>(layout.rope_applied)}) {
+    w.i32(x);
+  }
+  w.f64(layout.rope_theta);
+  w.f64(layout.sm_scale);
+  w.i32(config.policy.window_tokens);
+  w.i32(static_cast<int32_t>(config.coded.means));
+  return out;
+}
+
+std::vector<uint8_t> steps_bytes(const KvStoreConfig& config, int32_t within) {
+  std::vector<uint8_t> out;
+  ByteWriter w(&out);
+  w.f32(config.coded.key_steps[within]);
+  w.f32(config.coded.value_steps[within]);
+  return out;
+}
+
+bool same_bytes(ByteReader* reader, const std::vector<uint8_t>& expected) {
+  const uint8_t* found = reader->take(expected.size());
+  return found != nullptr && std::equal(expected.begin(), expected.end(), found);
+}
+
+Result<CodedBooks> read_books(const KvStoreConfig& config, ByteReader* reader) {
+  std::vector<std::vector<Codebook>> lists;
+  const uint32_t ready = reader->u32();
+  for (int32_t i = 0; ready == 1 && i < 2 * config.layout.num_layers; ++i) {
+    const uint32_t count = reader->u32();
+    if (!reader->ok() || count < 1 || count > 256) return corrupt("codebooks of a layer");
+    std::vector<Codebook> list;
+    for (uint32_t j = 0; j < count; ++j) {
+      const uint32_t size = reader->u32();
+      const uint8_t* bytes = reader->take(size);
+      if (bytes == nullptr) return corrupt("a codebook is cut off");
+      Result<Codebook> book = parse_codebook(bytes, size);
+      if (!book) return book.status();
+      if (static_cast<int32_t>(book->component) != i % 2) return corrupt("component of a codebook");
+      list.push_back(std::move(*book));
+    }
+    lists.push_back(std::move(list));
+  }
+  if (!reader->ok() || ready > 1) return corrupt("codebooks");
+  return CodedBooks::of_lists(std::move(lists));
+}
+
+Status check_info(const KvStoreConfig& config, const SequenceInfo& info) {
+  if (info.num_tokens < 0) return corrupt("tokens");
+  if (info.num_tokens > config.max_tokens) {
+    return Status(StatusCode::kOutOfRange, "the sequence exceeds max_tokens");
+  }
+  const bool possible =
+      info.window_first >= 0 && info.window_first <= info.num_tokens &&
+      info.window_first % kBlockTokens == 0 &&
+      info.num_tokens - info.window_first < config.policy.window_tokens + kBlockTokens &&
+      info.prompt_tokens >= 0 && info.prompt_tokens <= info.num_tokens;
+  return possible ? Status::ok() : corrupt("the window is not where it can be");
+}
+
+// One component of a row behind its means: blocks, then raw values.
+Status read_component(const KvStoreConfig& config, const ImportedCodedSequence& sequence,
+                      int32_t within, Component c, ByteReader* reader, ImportedCodedRow* row) {
+  const int32_t dim = config.layout.head_dim, i = static_cast<int32_t>(c);
+  const float step =
+      (c == Component::kKey ? config.coded.key_steps : config.coded.value_steps)[within];
+  std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * dim);
+  for (int32_t b = 0; b < sequence.info.window_first / kBlockTokens; ++b) {
+    const uint64_t size = uint64_t{reader->u32()} * kBlockAlignment;
+    const uint8_t* bytes = reader->take(size);
+    if (bytes == nullptr) return corrupt("a block is cut off");
+    if (Status s = sequence.books.decode(bytes, static_cast<int64_t>(size), dim,
+                                         within / config.layout.num_kv_heads, c, codes.data());
+        !s) {
+      return s;
+    }
+    row->codes[i].insert(row->codes[i].end(), codes.begin(), codes.end());
+  }
+  const int32_t raw = sequence.info.num_tokens - sequence.info.window_first;
+  for (int64_t j = 0; j < int64_t{raw} * dim && reader->ok(); ++j) {
+    row->raw[i].push_back(reader->u16());
+    if (check_centred(row->raw[i].back(), step) != StatusCode::kOk) return corrupt("a raw value");
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const CodedBooks& books,
+                                         const SequenceInfo& info) {
+  std::vector<uint8_t> out;
+  ByteWriter w(&out);
+  w.u32(kMagic);
+  w.u32(kCodedExportVersion);
+  const std::vector<uint8_t> same = config_bytes(config);
+  out.insert(out.end(), same.begin(), same.end());
+  for (const int32_t x : {info.num_tokens, info.window_first, info.prompt_tokens}) w.i32(x);
+  w.u32(books.ready() ? 1 : 0);
+  for (int32_t i = 0; books.ready() && i < 2 * config.layout.num_layers; ++i) {
+    const std::vector<Codebook>& list = books.of(i / 2, static_cast<Component>(i % 2));
+    w.u32(static_cast<uint32_t>(list.size()));
+    for (const Codebook& book : list) {
+      w.u32(static_cast<uint32_t>(codebook_bytes(book)));
+      serialize_codebook(book, &out);
+    }
+  }
+  put_checksum(0, &out);
+  return out;
+}
+
+void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRowContent& row,
+                      std::vector<uint8_t>* out) {
+  const size_t first = out->size();
+  ByteWriter w(out);
+  const std::vector<uint8_t> steps = steps_bytes(config, within);
+  out->insert(out->end(), steps.begin(), steps.end());
+  for (const std::vector<float>& means : row.means) {
+    for (const float mean : means) w.u16(float_to_half(mean));
+  }
+  for (int32_t i = 0; i < 2; ++i) {
+    for (const std::vector<uint8_t>& block : row.blocks[i]) {
+      w.u32(static_cast<uint32_t>(block.size() / kBlockAlignment));
+      out->insert(out->end(), block.begin(), block.end());
+    }
+    for (const uint16_t x : row.raw[i]) w.u16(x);
+  }
+  put_checksum(first, out);
+}
+
+Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
+                                                  size_t size) {
+  if (bytes == nullptr && size > 0) return Status(StatusCode::kInvalidArgument, "bytes is null");
+  ByteReader reader(bytes, size);
+  if (reader.u32() != kMagic) return corrupt("not an exported coded sequence");
+  const uint32_t version = reader.u32();
+  if (version != kCodedExportVersion) {
+    return Status(StatusCode::kVersion, "coded sequence of version " + std::to_string(version));
+  }
+  if (!same_bytes(&reader, config_bytes(config))) {
+    return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence is of another config")
+                       : corrupt("the header is cut off");
+  }
+  ImportedCodedSequence sequence;
+  sequence.info.num_tokens = reader.i32();
+  sequence.info.window_first = reader.i32();
+  sequence.info.prompt_tokens = reader.i32();
+  sequence.info.window_origin = 0;
+  Result<CodedBooks> books = read_books(config, &reader);
+  if (!books) return books.status();
+  sequence.books = std::move(*books);
+  const auto here = [&] { return bytes + (size - reader.left()); };
+  if (!checksum_holds(bytes, here(), &reader)) return corrupt("checksum of the header");
+  if (Status s = check_info(config, sequence.info); !s) return s;
+  if (sequence.info.window_first > 0 && !sequence.books.ready()) return corrupt("no codebooks");
+  const int32_t rows = config.layout.num_layers * config.layout.num_kv_heads;
+  for (int32_t w = 0; w < rows; ++w) {
+    const uint8_t* first = here();
+    if (!same_bytes(&reader, steps_bytes(config, w))) {
+      return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence has other steps")
+                         : corrupt("a row is cut off");
+    }
+    ImportedCodedRow row;
+    for (std::vector<float>& means : row.means) {
+      for (int32_t d = 0; d < config.layout.head_dim; ++d) {
+        means.push_back(half_to_float(reader.u16()));
+        if (!is_finite(means.back())) return corrupt("a mean");
+      }
+    }
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      if (Status s = read_component(config, sequence, w, c, &reader, &row); !s) return s;
+    }
+    if (!checksum_holds(first, here(), &reader)) return corrupt("checksum of a row");
+    sequence.rows.push_back(std::move(row));
+  }
+  if (!reader.at_end()) return corrupt("bytes behind the last row");
+  return sequence;
+}
+
+}  // namespace tierkv

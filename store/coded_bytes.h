@@ -1,0 +1,41 @@
+// An exported sequence of a coded store: the bytes of store/CODED.md, "Exported sequences", the one
+// place that knows them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "store/coded_row.h"
+
+namespace tierkv {
+
+// A row of an export. Coded blocks keep the bytes they have.
+struct CodedRowContent {
+  std::vector<float> means[2];                  // [head_dim]: keys, values
+  std::vector<std::vector<uint8_t>> blocks[2];  // bytes of each
+  std::vector<uint16_t> raw[2];                 // [tokens, head_dim]
+};
+
+std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const CodedBooks& books,
+                                         const SequenceInfo& info);
+void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRowContent& row,
+                      std::vector<uint8_t>* out);
+
+struct ImportedCodedRow {
+  std::vector<float> means[2];
+  std::vector<int16_t> codes[2];  // [window_first, head_dim]
+  std::vector<uint16_t> raw[2];   // [num_tokens - window_first, head_dim]
+};
+struct ImportedCodedSequence {
+  SequenceInfo info;
+  CodedBooks books;  // not ready where the exporting store had none
+  std::vector<ImportedCodedRow> rows;
+};
+// Checks everything, every block and value included: what this returns can be stored and lived
+// with. kVersion, kInvalidArgument for bytes of another config, kOutOfRange beyond max_tokens,
+// kCorrupt.
+Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
+                                                  size_t size);
+
+}  // namespace tierkv

@@ -1,0 +1,194 @@
+#include "store/coded_shape.h"
+
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "codec/codebook.h"
+#include "tierkv/half.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+Status unsupported(std::string why) {
+  return Status(StatusCode::kUnsupported, std::move(why));
+}
+
+Status check_numbers(const std::vector<float>& x, size_t count, bool positive, const char* name) {
+  if (x.size() != count) {
+    return invalid(std::string(name) + " must have " + std::to_string(count) + " elements");
+  }
+  for (const float value : x) {
+    const bool in_range = std::fabs(value) <= kMaxHalf && (!positive || value > 0);
+    if (!in_range) return invalid(std::string(name) + " has an element that is out of range");
+  }
+  return Status::ok();
+}
+
+Status validate_basis(const KvStoreConfig& c) {
+  const CodedConfig& coded = c.coded;
+  const size_t rows = static_cast<size_t>(c.layout.num_layers) * c.layout.num_kv_heads;
+  if (Status s = check_numbers(coded.key_steps, rows, true, "coded.key_steps"); !s) return s;
+  if (Status s = check_numbers(coded.value_steps, rows, true, "coded.value_steps"); !s) return s;
+  if (coded.means != MeanSource::kNone && coded.means != MeanSource::kGiven &&
+      coded.means != MeanSource::kPrompt) {
+    return invalid("coded.means");
+  }
+  const size_t means = coded.means == MeanSource::kGiven ? rows * c.layout.head_dim : 0;
+  if (Status s = check_numbers(coded.key_means, means, false, "coded.key_means"); !s) return s;
+  return check_numbers(coded.value_means, means, false, "coded.value_means");
+}
+
+Status validate_given(const CodedConfig& coded) {
+  bool seen[2][256] = {};
+  int32_t count[2] = {0, 0};
+  for (const std::vector<uint8_t>& bytes : coded.given) {
+    const Result<Codebook> book = parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
+    if (!book) return book.status().with_context("coded.given");
+    const auto component = static_cast<int32_t>(book->component);
+    if (std::exchange(seen[component][book->table_id], true)) {
+      return invalid("coded.given: two codebooks of a component with one table id");
+    }
+    ++count[component];
+  }
+  if (count[0] == 0 || count[1] == 0) {
+    return invalid("coded.given must have codebooks of both components");
+  }
+  return Status::ok();
+}
+
+Status validate_codebooks(const CodedConfig& coded) {
+  if (coded.codebooks == CodebookSource::kGiven) return validate_given(coded);
+  if (coded.codebooks != CodebookSource::kHost && coded.codebooks != CodebookSource::kDevice) {
+    return invalid("coded.codebooks");
+  }
+  if (!coded.given.empty()) return invalid("coded.given without codebooks = kGiven");
+  if (coded.max_length < 8 || coded.max_length > kMaxCodeLength) {
+    return invalid("coded.max_length must be 8 to " + std::to_string(kMaxCodeLength));
+  }
+  if (coded.streams_per_lane != 1 && coded.streams_per_lane != 2) {
+    return invalid("coded.streams_per_lane must be 1 or 2");
+  }
+  return Status::ok();
+}
+
+// There are no tiers: fields that only speak of them must be as they are by default.
+Status validate_tierless(const KvStoreConfig& c) {
+  const KvStoreConfig standard;
+  const auto refuse = [](const char* field) {
+    return unsupported(std::string(field) + ": a coded cache has no tiers");
+  };
+  if (c.window_format != standard.window_format) return refuse("window_format");
+  if (c.high_format != standard.high_format) return refuse("high_format");
+  if (c.low_format != standard.low_format) return refuse("low_format");
+  if (c.policy.alpha_high != standard.policy.alpha_high) return refuse("policy.alpha_high");
+  if (c.policy.alpha_low != standard.policy.alpha_low) return refuse("policy.alpha_low");
+  if (c.score_interval != standard.score_interval) return refuse("score_interval");
+  if (c.policy.sink_tokens != 0) {
+    return unsupported("policy.sink_tokens: a coded cache keeps no sinks apart");
+  }
+  return Status::ok();
+}
+
+Status validate_counts(const KvStoreConfig& c) {
+  const int32_t head_dim = c.layout.head_dim;
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+    return unsupported("layout.head_dim must be 64, 96, 128 or 256");
+  }
+  if (c.policy.window_tokens < kMaxStepTokens || c.policy.window_tokens > 4096) {
+    return invalid("policy.window_tokens must be " + std::to_string(kMaxStepTokens) + " to 4096");
+  }
+  if (c.page_bytes != 0 && c.page_bytes != coded_page_bytes(head_dim)) {
+    return unsupported("page_bytes: coded pages of this head_dim have " +
+                       std::to_string(coded_page_bytes(head_dim)) + " bytes");
+  }
+  if (c.num_pages < 1) return invalid("num_pages must be positive");
+  // Blocks are named by 32-bit units of 16 bytes.
+  if (c.num_pages > (int64_t{1} << 32) / (coded_page_bytes(head_dim) / kBlockAlignment)) {
+    return Status(StatusCode::kOutOfRange, "num_pages: a coded pool has at most 64 GiB");
+  }
+  if (c.max_sequences < 1 || c.max_sequences > kMaxSequences) {
+    return invalid("max_sequences must be 1 to 1048576");
+  }
+  if (c.max_tokens < 1 || c.max_tokens > (1 << 22)) return invalid("max_tokens must be 1 to 2^22");
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<CodedShape> coded_shape(const KvStoreConfig& c) {
+  if (Status s = c.layout.validate(); !s) return s.with_context("layout");
+  if (Status s = c.policy.validate(); !s) return s.with_context("policy");
+  if (Status s = validate_tierless(c); !s) return s;
+  if (Status s = validate_counts(c); !s) return s;
+  if (Status s = validate_basis(c); !s) return s;
+  if (Status s = validate_codebooks(c.coded); !s) return s;
+  const int64_t rows = int64_t{c.layout.num_layers} * c.layout.num_kv_heads;
+  if (rows > INT32_MAX) return invalid("layout: num_layers * num_kv_heads exceeds 2^31 - 1");
+  CodedShape shape;
+  shape.page_bytes = coded_page_bytes(c.layout.head_dim);
+  shape.max_blocks = larger_of(1, c.max_tokens / kBlockTokens);
+  shape.raw_pages = pages_for(c.policy.window_tokens + kBlockTokens - 1, kBlockTokens);
+  if (rows * c.max_sequences > INT32_MAX / shape.max_blocks) {
+    return Status(StatusCode::kOutOfRange, "capacity: more than 2^31 - 1 blocks");
+  }
+  PageTableShape& table = shape.allocator.table;
+  table.num_sequences = c.max_sequences;
+  table.rows_per_sequence = static_cast<int32_t>(rows);
+  table.num_sides = kRawSide + 1;
+  table.tokens_per_page[0] = table.tokens_per_page[1] =
+      static_cast<int32_t>(shape.page_bytes / kBlockAlignment);
+  table.tokens_per_page[kRawSide] = kBlockTokens;
+  table.table_slots[0] = shape.max_blocks;
+  table.table_slots[1] = larger_of(pages_for(c.max_tokens, kBlockTokens), shape.raw_pages);
+  shape.allocator.num_pages = c.num_pages;
+  if (Status s = shape.allocator.validate(); !s) return s.with_context("capacity");
+  return shape;
+}
+
+std::string to_json(const CodedConfig& c) {
+  static constexpr const char* kMeans[] = {"none", "given", "prompt"};
+  static constexpr const char* kBooks[] = {"host", "device", "given"};
+  const auto numbers = [](const std::vector<float>& x) {
+    std::string text;
+    for (const float value : x) {
+      char number[32];
+      std::snprintf(number, sizeof(number), "%s%.9g", text.empty() ? "" : ",", value);
+      text += number;
+    }
+    return "[" + text + "]";
+  };
+  std::string given;
+  for (const std::vector<uint8_t>& bytes : c.given) {
+    given += given.empty() ? "\"" : ",\"";
+    for (const uint8_t byte : bytes) {
+      given += "0123456789abcdef"[byte >> 4];
+      given += "0123456789abcdef"[byte & 15];
+    }
+    given += '"';
+  }
+  const auto means = static_cast<size_t>(c.means), books = static_cast<size_t>(c.codebooks);
+  return std::string("{\"enabled\":") + (c.enabled ? "true" : "false") +
+         ",\"key_steps\":" + numbers(c.key_steps) + ",\"value_steps\":" + numbers(c.value_steps) +
+         ",\"means\":\"" + (means < 3 ? kMeans[means] : "?") +
+         "\",\"key_means\":" + numbers(c.key_means) + ",\"value_means\":" + numbers(c.value_means) +
+         ",\"codebooks\":\"" + (books < 3 ? kBooks[books] : "?") + "\",\"given\":[" + given +
+         "],\"max_length\":" + std::to_string(c.max_length) +
+         ",\"streams_per_lane\":" + std::to_string(c.streams_per_lane) + "}";
+}
+
+CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape) {
+  CodedView view;
+  view.max_blocks = shape.max_blocks;
+  view.window_tokens = config.policy.window_tokens;
+  view.raw_pages = shape.raw_pages;
+  view.num_kv_heads = config.layout.num_kv_heads;
+  view.head_dim = config.layout.head_dim;
+  return view;
+}
+
+}  // namespace tierkv

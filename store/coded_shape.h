@@ -1,0 +1,124 @@
+// What follows from the config of a coded store, where its tokens lie, and its state as host code
+// and kernels see it. store/CODED.md holds the laws.
+//
+//   side 0   blocks of a row, back to back in 16-byte units; the allocator's "tokens" are units
+//   side 2   raw tokens, 64 to a page: block b of a row on page b, after the prompt b % raw_pages
+#pragma once
+
+#include <cstdint>
+
+#include "attention/coded_attention.h"
+#include "store/sequence_info.h"
+#include "tierkv/allocator.h"
+#include "tierkv/page.h"
+#include "tierkv/store.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kCodedSide = 0;
+inline constexpr int32_t kRawSide = 2;
+
+// Holds 64 raw tokens, or the keys and values of 64 tokens as raw blocks: so what a row appends at
+// once takes at most one new page.
+inline constexpr int64_t coded_page_bytes(int32_t head_dim) {
+  return int64_t{256} * head_dim + kPageAlignment;
+}
+
+// Positions of a coded store's SequenceInfo: window_first is the first raw token, a multiple of 64;
+// window_origin is 0, or kInPrompt.
+TKV_HD int32_t coded_tokens_after_prompt(int32_t num_tokens, int32_t window) {
+  return num_tokens <= window ? 0 : (num_tokens - window) / kBlockTokens * kBlockTokens;
+}
+TKV_HD SequenceInfo coded_info_after_prompt(int32_t num_tokens, int32_t window) {
+  return {num_tokens, coded_tokens_after_prompt(num_tokens, window), 0, num_tokens};
+}
+// Whether a step of `tokens` codes the oldest raw block.
+TKV_HD bool coded_step_fills_block(const SequenceInfo& info, int32_t tokens, int32_t window) {
+  return info.num_tokens + tokens - info.window_first - window >= kBlockTokens;
+}
+TKV_HD SequenceInfo coded_info_after_step(SequenceInfo info, int32_t tokens, int32_t window) {
+  if (coded_step_fills_block(info, tokens, window)) info.window_first += kBlockTokens;
+  info.num_tokens += tokens;
+  return info;
+}
+// A block that is cut becomes raw again.
+TKV_HD SequenceInfo coded_info_after_truncate(SequenceInfo info, int32_t tokens) {
+  info.num_tokens = tokens;
+  info.window_first = smaller_of(info.window_first, tokens / kBlockTokens * kBlockTokens);
+  info.prompt_tokens = smaller_of(info.prompt_tokens, tokens);
+  return info;
+}
+
+// Where a block of `units` begins behind `end` units: blocks do not straddle pages.
+TKV_HD int32_t block_begin(int32_t end, int32_t units, int32_t page_units) {
+  const int32_t left = page_units - end % page_units;
+  return units <= left ? end : end + left;
+}
+
+// All pointers in one memory, host or device.
+struct CodedView {
+  PageAllocator allocator;
+  PageView pages;
+  SequenceInfo* infos = nullptr;    // [max_sequences]
+  CodedBlockRef* keys = nullptr;    // [rows][max_blocks], offsets from pages.base
+  CodedBlockRef* values = nullptr;  // likewise
+  float* key_means = nullptr;       // [rows][head_dim], fp16 numbers; of rows past their prompts
+  float* value_means = nullptr;
+  int32_t max_blocks = 0;
+  int32_t window_tokens = 0;
+  int32_t raw_pages = 0;  // of a row past its prompt, at most
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+
+  TKV_HD int32_t rows_per_sequence() const { return allocator.shape.table.rows_per_sequence; }
+  TKV_HD int32_t row_of(int32_t sequence, int32_t layer, int32_t kv_head) const {
+    return sequence * rows_per_sequence() + layer * num_kv_heads + kv_head;
+  }
+  TKV_HD int32_t layer_of(int32_t row) const { return row % rows_per_sequence() / num_kv_heads; }
+  TKV_HD int32_t page_units() const { return allocator.shape.table.tokens_per_page[kCodedSide]; }
+  // A row's raw tokens as the allocator counts them.
+  TKV_HD int32_t raw_side_tokens(int32_t num_tokens) const {
+    return smaller_of(num_tokens, raw_pages * kBlockTokens);
+  }
+  TKV_HD int32_t raw_page_index(const SequenceInfo& info, int32_t position) const {
+    const int32_t block = position / kBlockTokens;
+    return info.window_origin == kInPrompt ? block : block % raw_pages;
+  }
+  TKV_HD int32_t page_id(int32_t row, int32_t side, int32_t index) const {
+    const PageTableShape& t = allocator.shape.table;
+    return allocator.slots[static_cast<int64_t>(row) * t.row_stride() + t.slot_of(side, index)];
+  }
+  TKV_HD uint8_t* page_bytes(int32_t page) const { return pages.base + page * pages.page_bytes; }
+  TKV_HD uint8_t* raw_page(int32_t row, const SequenceInfo& info, int32_t position) const {
+    return page_bytes(page_id(row, kRawSide, raw_page_index(info, position)));
+  }
+  TKV_HD CodedBlockRef* blocks(Component c, int32_t row) const {
+    return (c == Component::kKey ? keys : values) + static_cast<int64_t>(row) * max_blocks;
+  }
+  TKV_HD float* means(Component c, int32_t row) const {
+    return (c == Component::kKey ? key_means : value_means) + static_cast<int64_t>(row) * head_dim;
+  }
+};
+
+// Byte of a raw value on its page: four fp16 tiles of keys, then four of values.
+TKV_HD int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t slot) {
+  const int32_t first = c == Component::kKey ? 0 : kBlockTokens * 2 * head_dim;
+  return first + slot / kTileTokens * (kTileTokens * 2 * head_dim);
+}
+TKV_HD int32_t raw_value_byte(int32_t head_dim, Component c, int32_t slot, int32_t dim) {
+  const CodePosition at = code_position({16, head_dim}, c, slot % kTileTokens, dim);
+  return raw_tile_byte(head_dim, c, slot) + at.byte + at.bit / 8;
+}
+
+struct CodedShape {
+  AllocatorShape allocator;
+  int64_t page_bytes = 0;
+  int32_t max_blocks = 0;
+  int32_t raw_pages = 0;
+};
+// Validates the config of a coded store.
+Result<CodedShape> coded_shape(const KvStoreConfig& config);
+// Without pointers.
+CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape);
+
+}  // namespace tierkv

@@ -1,0 +1,45 @@
+// The arithmetic of a coded store's values, for host and device: x is rounded to fp16 when it comes
+// in; past the prompt rows hold y = half(x - mean); codes are round(y / step).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "codec/element.h"
+#include "codec/quantize.h"
+#include "tierkv/half.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// fp16 numbers are multiples of 2^-24: their sums are exact in 64 bits, in any order.
+TKV_HD int64_t half_to_fixed(uint16_t x) {
+  return static_cast<int64_t>(half_to_float(x) * 16777216.0f);
+}
+// The mean of `count` > 0 of them as a number of fp16.
+TKV_HD float fixed_mean(int64_t sum, int32_t count) {
+  const double mean = static_cast<double>(sum) / (16777216.0 * count);
+  return half_to_float(float_to_half(static_cast<float>(mean)));
+}
+
+TKV_HD uint16_t centred(uint16_t x, float mean) {
+  return float_to_half(add_rn(half_to_float(x), -mean));
+}
+
+// Whether y can be stored raw and, one day, coded.
+TKV_HD StatusCode check_centred(uint16_t y, float step) {
+  const float value = half_to_float(y);
+  if (!is_finite(value)) return StatusCode::kOutOfRange;
+  const float code = raw_code(value, step, 0.0f);
+  return code < -32768.0f || code > 32767.0f ? StatusCode::kOutOfRange : StatusCode::kOk;
+}
+TKV_HD int16_t step_code(uint16_t y, float step) {
+  return static_cast<int16_t>(raw_code(half_to_float(y), step, 0.0f));
+}
+
+// A code as a raw value again, which has the same code while that is below 1024.
+TKV_HD uint16_t coded_value(int16_t code, float step) {
+  return float_to_half(saturate_to_half_range(mul_rn(static_cast<float>(code), step)));
+}
+
+}  // namespace tierkv
