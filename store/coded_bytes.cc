@@ -168,6 +168,7 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
   ByteReader reader(bytes, size);
   if (reader.u32() != kMagic) return corrupt("not an exported coded sequence");
   const uint32_t version = reader.u32();
+  if (!reader.ok()) return corrupt("the header is cut off");
   if (version != kCodedExportVersion) {
     return Status(StatusCode::kVersion, "coded sequence of version " + std::to_string(version));
   }

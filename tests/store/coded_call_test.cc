@@ -1,0 +1,351 @@
+// What coded stores refuse, and that a refused call changes nothing; codebooks and statistics.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "codec/container_format.h"
+#include "store/host_store.h"
+#include "tests/store/coded_world.h"
+
+namespace tierkv::testing {
+namespace {
+
+using Change = void (*)(KvStoreConfig*);
+
+TEST(CodedConfig, NamesWhatItRefuses) {
+  RandomInput input;
+  const struct {
+    Change change;
+    StatusCode code;
+    const char* name;
+  } kCases[] = {
+      {[](KvStoreConfig* c) { c->high_format = token_wise_tier(4, 4); }, StatusCode::kUnsupported,
+       "high_format"},
+      {[](KvStoreConfig* c) { c->window_format = raw_tier(); }, StatusCode::kUnsupported,
+       "window_format"},
+      {[](KvStoreConfig* c) { c->policy.alpha_high = 2; }, StatusCode::kUnsupported, "alpha_high"},
+      {[](KvStoreConfig* c) { c->policy.sink_tokens = 4; }, StatusCode::kUnsupported, "sink"},
+      {[](KvStoreConfig* c) { c->score_interval = 4; }, StatusCode::kUnsupported, "score_interval"},
+      {[](KvStoreConfig* c) { c->page_bytes = 13312; }, StatusCode::kUnsupported, "page_bytes"},
+      {[](KvStoreConfig* c) { c->layout.head_dim = 80; }, StatusCode::kUnsupported, "head_dim"},
+      {[](KvStoreConfig* c) { c->policy.window_tokens = 7; }, StatusCode::kInvalidArgument,
+       "window_tokens"},
+      {[](KvStoreConfig* c) { c->num_pages = 0; }, StatusCode::kInvalidArgument, "num_pages"},
+      {[](KvStoreConfig* c) { c->num_pages = INT32_MAX; }, StatusCode::kOutOfRange, "num_pages"},
+      {[](KvStoreConfig* c) { c->max_tokens = 1 << 30; }, StatusCode::kInvalidArgument,
+       "max_tokens"},
+      {[](KvStoreConfig* c) { c->coded.key_steps.pop_back(); }, StatusCode::kInvalidArgument,
+       "key_steps"},
+      {[](KvStoreConfig* c) { c->coded.value_steps[1] = 0; }, StatusCode::kInvalidArgument,
+       "value_steps"},
+      {[](KvStoreConfig* c) { c->coded.value_steps[1] = NAN; }, StatusCode::kInvalidArgument,
+       "value_steps"},
+      {[](KvStoreConfig* c) { c->coded.means = MeanSource::kGiven; }, StatusCode::kInvalidArgument,
+       "key_means"},
+      {[](KvStoreConfig* c) { c->coded.max_length = 7; }, StatusCode::kInvalidArgument,
+       "max_length"},
+      {[](KvStoreConfig* c) { c->coded.streams_per_lane = 3; }, StatusCode::kInvalidArgument,
+       "streams_per_lane"},
+      {[](KvStoreConfig* c) { c->coded.codebooks = CodebookSource::kGiven; },
+       StatusCode::kInvalidArgument, "given"},
+      {[](KvStoreConfig* c) {
+         c->coded.codebooks = CodebookSource::kGiven;
+         c->coded.given = {{1, 2, 3}};
+       },
+       StatusCode::kCorrupt, "given"},
+      {[](KvStoreConfig* c) {
+         c->coded.given = {{1, 2, 3}};
+       },
+       StatusCode::kInvalidArgument, "given"},
+  };
+  ASSERT_TRUE(small_coded_config(&input).validate());
+  for (const auto& refused : kCases) {
+    KvStoreConfig c = small_coded_config(&input);
+    refused.change(&c);
+    const Status status = c.validate();
+    EXPECT_EQ(status.code(), refused.code) << refused.name << ": " << status.message();
+    EXPECT_NE(status.message().find(refused.name), std::string::npos) << status.message();
+    EXPECT_FALSE(KvStore::create(c).is_ok());
+  }
+}
+
+TEST(CodedConfig, IsPartOfTheConfig) {
+  RandomInput input;
+  const KvStoreConfig a = small_coded_config(&input);
+  KvStoreConfig b = a;
+  EXPECT_TRUE(a == b);
+  b.coded.value_steps[2] *= 2;
+  EXPECT_TRUE(a != b);
+  EXPECT_NE(to_json(a).find("\"coded\":{\"enabled\":true"), std::string::npos);
+}
+
+class CodedCalls : public ::testing::Test {
+ protected:
+  CodedCalls() : config_(small_coded_config(&input_)), world_(config_, &input_) {}
+
+  std::vector<uint8_t> exported(const CodedModel& m) {
+    return *world_.store().export_sequence(m.id);
+  }
+
+  RandomInput input_;
+  KvStoreConfig config_;
+  CodedWorld world_;
+};
+
+TEST_F(CodedCalls, ScoresAreRefusedByName) {
+  CodedModel m;
+  ASSERT_TRUE(world_.add(&m));
+  ASSERT_TRUE(world_.prompt({&m}, 3));
+  EXPECT_EQ(world_.store().score_prompt({}).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(world_.store().update_scores({}).code(), StatusCode::kUnsupported);
+}
+
+TEST_F(CodedCalls, BadValuesChangeNothing) {
+  CodedModel m;
+  ASSERT_TRUE(world_.add(&m));
+  ASSERT_TRUE(world_.prompt({&m}, 150));
+  ASSERT_TRUE(world_.end_prompt({&m}));
+  ASSERT_TRUE(world_.store().begin_step({&m.id, 1}, 1));
+  std::vector<uint16_t> good(128, float_to_half(0.5f));
+  for (const uint16_t bits : {0x7c00, 0xfc00, 0x7e00}) {
+    std::vector<uint16_t> bad = good;
+    bad[77] = bits;
+    EXPECT_EQ(world_.store().append({{&m.id, 1}, 0, 1, good.data(), bad.data()}).code(),
+              StatusCode::kNonFinite);
+    EXPECT_EQ(world_.store().append({{&m.id, 1}, 0, 1, bad.data(), good.data()}).code(),
+              StatusCode::kNonFinite);
+  }
+  std::vector<uint16_t> far = good;
+  far[5] = float_to_half(60000.0f);  // 16 bits hold codes up to 32767
+  EXPECT_EQ(world_.store().append({{&m.id, 1}, 0, 1, good.data(), far.data()}).code(),
+            StatusCode::kOutOfRange);
+  EXPECT_TRUE(world_.store().append({{&m.id, 1}, 0, 1, good.data(), good.data()}));
+  EXPECT_TRUE(world_.store().append({{&m.id, 1}, 1, 1, good.data(), good.data()}));
+}
+
+// In a prompt codes are only known at its end.
+TEST_F(CodedCalls, APromptWithoutACodeStaysAPrompt) {
+  for (const int32_t at : {10, 140}) {  // a coded token, one of the window
+    CodedModel m;
+    ASSERT_TRUE(world_.add(&m));
+    ASSERT_TRUE(world_.store().begin_prompt({&m.id, 1}, 150));
+    std::vector<uint16_t> x(150 * 128, float_to_half(0.5f));
+    x[at * 128 + 3] = float_to_half(65504.0f);
+    for (int32_t layer = 0; layer < 2; ++layer) {
+      ASSERT_TRUE(world_.store().append({{&m.id, 1}, layer, 150, x.data(), x.data()}));
+    }
+    const int32_t free = world_.store().stats()->pages_free;
+    EXPECT_EQ(world_.store().end_prompt({&m.id, 1}).code(), StatusCode::kOutOfRange);
+    EXPECT_EQ(world_.store().stats()->pages_free, free);
+    EXPECT_EQ(broken_law(world_.view()), "");
+    EXPECT_FALSE(world_.store().books().ready());
+    ASSERT_TRUE(world_.store().release(m.id));
+  }
+}
+
+TEST_F(CodedCalls, OutOfPagesChangesNothing) {
+  KvStoreConfig c = config_;
+  c.num_pages = 32;
+  CodedWorld world(c, &input_);
+  world.set_spread(30);  // raw blocks: steps need pages often
+  CodedModel m, other;
+  ASSERT_TRUE(world.add(&m));
+  ASSERT_TRUE(world.prompt({&m}, 150));
+  ASSERT_TRUE(world.end_prompt({&m}));
+  ASSERT_TRUE(world.add(&other));
+  Status refused = Status::ok();
+  while (refused) refused = world.prompt({&other}, 64);
+  ASSERT_EQ(refused.code(), StatusCode::kOutOfPages);
+  ASSERT_GT(other.tokens, 0);
+  refused = Status::ok();
+  for (int32_t i = 0; i < 100 && refused; ++i) {
+    const std::vector<uint8_t> before = *world.store().export_sequence(m.id);
+    refused = world.step({&m}, 1);
+    EXPECT_TRUE(refused || *world.store().export_sequence(m.id) == before);
+  }
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(broken_law(world.view()), "");
+  EXPECT_EQ(world.difference(m), "");
+  EXPECT_EQ(world.end_prompt({&other}).code(), StatusCode::kOutOfPages);
+  CodedModel copy;
+  EXPECT_EQ(world.fork(m, &copy).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(world.transfer(m, &copy).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(broken_law(world.view()), "");
+  ASSERT_TRUE(world.store().release(other.id));
+  EXPECT_TRUE(world.step({&m}, 1));
+  EXPECT_EQ(world.difference(m), "");
+}
+
+TEST_F(CodedCalls, RefusesDamagedSequences) {
+  CodedModel m;
+  ASSERT_TRUE(world_.add(&m));
+  ASSERT_TRUE(world_.prompt({&m}, 170));
+  ASSERT_TRUE(world_.end_prompt({&m}));
+  const std::vector<uint8_t> bytes = exported(m);
+  const auto import = [&](const std::vector<uint8_t>& b) {
+    return world_.store().import_sequence(b.data(), b.size()).status().code();
+  };
+  const int32_t free = world_.store().stats()->pages_free;
+  for (int32_t i = 0; i < 1500; ++i) {
+    std::vector<uint8_t> damaged = bytes;
+    const int32_t last = static_cast<int32_t>(bytes.size()) - 1;
+    const int32_t at = input_.uniform(0, input_.chance(0.3) ? 400 : last);
+    damaged[at] ^= static_cast<uint8_t>(1 << input_.uniform(0, 7));
+    ASSERT_NE(import(damaged), StatusCode::kOk) << "byte " << at;
+  }
+  for (int32_t i = 0; i < 200; ++i) {
+    std::vector<uint8_t> cut = bytes;
+    cut.resize(input_.uniform(0, static_cast<int32_t>(bytes.size()) - 1));
+    ASSERT_EQ(import(cut), StatusCode::kCorrupt);
+  }
+  std::vector<uint8_t> changed = bytes;
+  changed.push_back(0);
+  EXPECT_EQ(import(changed), StatusCode::kCorrupt);
+  changed = bytes;
+  changed[4] = 2;
+  EXPECT_EQ(import(changed), StatusCode::kVersion);
+  EXPECT_EQ(world_.store().import_sequence(nullptr, 9).status().code(),
+            StatusCode::kInvalidArgument);
+  // Damage that the checksum agrees with: the last raw value of the last row.
+  changed = bytes;
+  changed[bytes.size() - 9] = 0x7c;
+  const size_t row = (bytes.size() - 8);
+  size_t first = row;
+  const uint64_t sum_of_last = [&] {
+    uint64_t x;
+    std::memcpy(&x, &bytes[row], 8);
+    return x;
+  }();
+  while (first > 0 && xxh3(&bytes[first], row - first) != sum_of_last) --first;
+  ASSERT_GT(first, 0U);
+  const uint64_t sum = xxh3(&changed[first], row - first);
+  std::memcpy(&changed[row], &sum, 8);
+  EXPECT_EQ(import(changed), StatusCode::kCorrupt);
+  EXPECT_EQ(world_.store().stats()->pages_free, free);
+}
+
+TEST_F(CodedCalls, AnotherStoreTakesASequenceWithOtherCodebooks) {
+  CodedModel m;
+  ASSERT_TRUE(world_.add(&m));
+  ASSERT_TRUE(world_.prompt({&m}, 300));
+  ASSERT_TRUE(world_.end_prompt({&m}));
+  const std::vector<uint8_t> bytes = exported(m);
+  // One that has none adopts them.
+  auto empty = std::move(*CodedHostStore::make(config_));
+  const auto id = empty->import_sequence(bytes.data(), bytes.size());
+  ASSERT_TRUE(id.is_ok()) << id.status().message();
+  EXPECT_TRUE(*empty->export_sequence(*id) == bytes);
+  EXPECT_TRUE(empty->books() == world_.store().books());
+  // One that has made its own codes the blocks anew; back home it is what it was.
+  KvStoreConfig c = config_;
+  c.coded.max_length = 9;
+  CodedWorld other(c, &input_);
+  other.set_spread(4);
+  CodedModel first;
+  ASSERT_TRUE(other.add(&first));
+  ASSERT_TRUE(other.prompt({&first}, 100));
+  ASSERT_TRUE(other.end_prompt({&first}));
+  const auto there = other.store().import_sequence(bytes.data(), bytes.size());
+  ASSERT_TRUE(there.is_ok()) << there.status().message();
+  EXPECT_EQ(broken_law(other.view()), "");
+  CodedModel moved = m;
+  moved.id = *there;
+  EXPECT_EQ(other.difference(moved), "");
+  const std::vector<uint8_t> back = *other.store().export_sequence(*there);
+  EXPECT_FALSE(back == bytes);
+  const auto home = empty->import_sequence(back.data(), back.size());
+  ASSERT_TRUE(home.is_ok());
+  EXPECT_TRUE(*empty->export_sequence(*home) == bytes);
+  c = config_;
+  c.coded.key_steps[0] *= 1.5f;
+  auto stranger = std::move(*CodedHostStore::make(c));
+  EXPECT_EQ(stranger->import_sequence(bytes.data(), bytes.size()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+// The first blocks make the codebooks, whether a prompt or a step codes them.
+TEST_F(CodedCalls, AStepMakesCodebooks) {
+  CodedModel m;
+  ASSERT_TRUE(world_.add(&m));
+  ASSERT_TRUE(world_.prompt({&m}, 20));
+  ASSERT_TRUE(world_.end_prompt({&m}));
+  EXPECT_FALSE(world_.store().books().ready());
+  for (int32_t i = 0; i < 80; ++i) ASSERT_TRUE(world_.step({&m}, 1));
+  EXPECT_TRUE(world_.store().books().ready());
+  EXPECT_EQ(m.coded, 64);
+  EXPECT_EQ(world_.difference(m), "");
+}
+
+// Two codebooks for each component, for narrow codes and for wide ones: each block is the smaller.
+TEST_F(CodedCalls, AFamilyIsChosenFromPerBlock) {
+  KvStoreConfig c = config_;
+  c.coded.codebooks = CodebookSource::kGiven;
+  std::vector<Codebook> family;
+  for (const Component component : {Component::kKey, Component::kValue}) {
+    for (int32_t wide = 0; wide < 2; ++wide) {
+      CodeHistogram histogram(component, 64);
+      std::vector<int16_t> codes(64 * 64 * 20);
+      for (int16_t& x : codes) {
+        const float spread = wide ? 4.0f : 0.7f;
+        x = static_cast<int16_t>(std::lround(spread * (input_.real(-1, 1) + input_.real(-1, 1))));
+      }
+      histogram.add(codes.data(), 64 * 20);
+      CodebookSpec spec;
+      spec.mode = BlockMode::kPair;
+      spec.table_id = static_cast<uint8_t>(3 + wide);
+      family.push_back(*build_codebook(histogram, spec));
+      c.coded.given.emplace_back();
+      serialize_codebook(family.back(), &c.coded.given.back());
+    }
+  }
+  CodedWorld world(c, &input_);
+  bool seen[2] = {false, false};
+  for (const float spread : {0.2f, 2.0f}) {
+    world.set_spread(spread);
+    CodedModel m;
+    ASSERT_TRUE(world.add(&m));
+    ASSERT_TRUE(world.prompt({&m}, 200));
+    ASSERT_TRUE(world.end_prompt({&m}));
+    EXPECT_EQ(world.difference(m), "");
+    EXPECT_EQ(world.attention_difference(m, 0), "");
+    const CodedBlockRef ref =
+        world.view().keys[world.view().row_of(m.id.slot, 0, 0) * world.view().max_blocks];
+    const CodedBlockHeader h = load_header(world.view().pages.base + int64_t{ref.offset} * 16);
+    ASSERT_FALSE(is_raw_mode(h.mode));
+    seen[h.table_id - 3] = true;
+    CodedModel copy;
+    EXPECT_TRUE(world.transfer(m, &copy));
+  }
+  EXPECT_TRUE(seen[0] && seen[1]);
+}
+
+TEST_F(CodedCalls, StatisticsCountWhatIsHeld) {
+  KvStoreConfig c = config_;
+  c.max_tokens = 3000;
+  c.num_pages = 1000;
+  c.policy.window_tokens = 64;
+  CodedWorld world(c, &input_);
+  world.set_spread(1.5f);
+  CodedModel m;
+  ASSERT_TRUE(world.add(&m));
+  ASSERT_TRUE(world.prompt({&m}, 2600));
+  EXPECT_LT(world.store().stats()->pool_gain(), 1.0) << "prompts are raw";
+  ASSERT_TRUE(world.end_prompt({&m}));
+  const StoreStats stats = *world.store().stats();
+  EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kHigh)], 4 * 2496);
+  EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kWindow)], 4 * 104);
+  EXPECT_EQ(stats.raw_bytes, int64_t{4} * 2600 * 64 * 4);
+  int64_t bytes = world.store().books().stored_bytes() + 4 * 64 * 4 + 4 * 104 * 64 * 4;
+  for (int32_t r = 0; r < 4; ++r) {
+    for (const Component component : {Component::kKey, Component::kValue}) {
+      for (int32_t b = 0; b < 39; ++b) bytes += 16 * world.view().blocks(component, r)[b].units + 8;
+    }
+  }
+  EXPECT_EQ(stats.nominal_bytes, bytes);
+  EXPECT_GT(stats.nominal_ratio(), 3.0);
+  EXPECT_GT(stats.pool_gain(), 0.85 * stats.nominal_ratio());
+  EXPECT_LE(stats.pool_gain(), stats.nominal_ratio());
+}
+
+}  // namespace
+}  // namespace tierkv::testing

@@ -1,0 +1,322 @@
+#include "tests/store/coded_world.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+
+namespace tierkv::testing {
+namespace {
+
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+
+std::vector<SequenceId> ids(const std::vector<CodedModel*>& list) {
+  std::vector<SequenceId> out;
+  for (const CodedModel* m : list) out.push_back(m->id);
+  return out;
+}
+
+int32_t code_of(uint16_t y, float step) {
+  return static_cast<int32_t>(std::nearbyint(half_to_float(y) / step));
+}
+
+// The blocks of a row lie in order on the row's own pages, none across two, and end where the
+// allocator says that the side ends.
+std::string broken_row(const CodedView& s, int32_t row, const SequenceInfo& info) {
+  const int32_t blocks = info.window_first / kBlockTokens;
+  int32_t end = 0;
+  for (int32_t i = 0; i < 2 * blocks; ++i) {
+    const CodedBlockRef ref = s.blocks(kComponents[i % 2], row)[i / 2];
+    const int32_t page = static_cast<int32_t>(ref.offset / s.page_units());
+    const int32_t offset = static_cast<int32_t>(ref.offset % s.page_units());
+    const auto units = static_cast<int32_t>(ref.units);
+    if (units < 1 || offset + units > s.page_units()) return "a block leaves its page";
+    const int32_t index =
+        end % s.page_units() + units <= s.page_units() && end % s.page_units() == offset
+            ? end / s.page_units()
+            : (end + s.page_units() - 1) / s.page_units();
+    if (index >= s.allocator.pages[row].of[kCodedSide]) return "a block behind the last page";
+    if (s.page_id(row, kCodedSide, index) != page) return "a block on another page";
+    const int32_t begin = index * s.page_units() + offset;
+    if (begin < end || (begin > end && offset != 0)) return "a block is not behind the one before";
+    end = begin + units;
+  }
+  if (end != s.allocator.tokens[row].of[kCodedSide]) return "the units of the side";
+  return "";
+}
+
+}  // namespace
+
+KvStoreConfig small_coded_config(RandomInput* input) {
+  KvStoreConfig c;
+  c.layout.num_layers = 2;
+  c.layout.num_q_heads = 4;
+  c.layout.num_kv_heads = 2;
+  c.layout.head_dim = 64;
+  c.layout.sm_scale = 0.125;
+  c.policy.window_tokens = 16;
+  c.num_pages = 90;
+  c.max_sequences = 5;
+  c.max_tokens = 400;
+  c.coded.enabled = true;
+  for (int32_t i = 0; i < 4; ++i) {
+    c.coded.key_steps.push_back(input->real(0.5f, 1.0f));
+    c.coded.value_steps.push_back(input->real(0.5f, 1.0f));
+  }
+  return c;
+}
+
+std::string broken_law(const CodedView& s) {
+  if (Status status = InvariantChecker().check(s.allocator); !status) return status.message();
+  for (int32_t q = 0; q < s.allocator.shape.table.num_sequences; ++q) {
+    if (s.allocator.sequences[q].state == SequenceState::kFree) continue;
+    const SequenceInfo& info = s.infos[q];
+    const bool prompt = info.window_origin == kInPrompt;
+    if (info.window_first % kBlockTokens != 0) return "coded tokens that fill no block";
+    if (!prompt && info.num_tokens - info.window_first >= s.window_tokens + kBlockTokens) {
+      return "a block should have been coded";
+    }
+    for (int32_t w = 0; w < s.rows_per_sequence(); ++w) {
+      const int32_t row = q * s.rows_per_sequence() + w;
+      const int32_t raw = prompt ? info.num_tokens : s.raw_side_tokens(info.num_tokens);
+      if (s.allocator.tokens[row].of[kRawSide] != raw) return "tokens of the raw side";
+      const std::string text = broken_row(s, row, info);
+      if (!text.empty()) return text;
+    }
+  }
+  return "";
+}
+
+CodedWorld::CodedWorld(const KvStoreConfig& config, RandomInput* input)
+    : config_(config), input_(input) {
+  auto store = CodedHostStore::make(config);
+  EXPECT_TRUE(store.is_ok()) << store.status().message();
+  if (store) store_ = std::move(*store);
+}
+
+Status CodedWorld::add(CodedModel* m) {
+  const Result<SequenceId> id = store_->add_sequence();
+  if (!id) return id.status();
+  *m = CodedModel();
+  m->id = *id;
+  for (auto& list : m->rows) list.resize(rows());
+  return Status::ok();
+}
+
+Status CodedWorld::append_layers(const std::vector<CodedModel*>& list, int32_t tokens) {
+  const std::vector<SequenceId> names = ids(list);
+  const auto count = static_cast<int32_t>(names.size());
+  const int32_t heads = config_.layout.num_kv_heads, dim = config_.layout.head_dim;
+  std::normal_distribution<float> normal;
+  std::mt19937 rng(static_cast<uint32_t>(input_->uniform(0, INT32_MAX)));
+  for (int32_t layer = 0; layer < config_.layout.num_layers; ++layer) {
+    std::vector<uint16_t> x[2];
+    for (auto& values : x) {
+      const float offset = 3 * normal(rng);
+      for (int64_t i = 0; i < int64_t{count} * tokens * heads * dim; ++i) {
+        values.push_back(float_to_half(offset + spread_ * normal(rng)));
+      }
+    }
+    const AppendCall call = {{names.data(), count}, layer, tokens, x[0].data(), x[1].data()};
+    if (Status s = store_->append(call); !s) return s;
+    for (int64_t i = 0; i < int64_t{count} * tokens * heads * 2; ++i) {
+      const int64_t c = i % 2, h = i / 2 % heads, entry = i / 2 / heads / tokens;
+      CodedRowModel& row = list[entry]->rows[c][layer * heads + h];
+      for (int32_t d = 0; d < dim; ++d) {
+        const uint16_t value = x[c][i / 2 * dim + d];
+        const float mean = list[entry]->live ? row.means[d] : 0.0f;
+        row.values.push_back(list[entry]->live ? float_to_half(half_to_float(value) - mean)
+                                               : value);
+      }
+    }
+  }
+  for (CodedModel* m : list) m->tokens += tokens;
+  return Status::ok();
+}
+
+Status CodedWorld::prompt(const std::vector<CodedModel*>& list, int32_t tokens) {
+  const std::vector<SequenceId> names = ids(list);
+  const SequenceList sequences = {names.data(), static_cast<int32_t>(names.size())};
+  if (Status s = store_->begin_prompt(sequences, tokens); !s) return s;
+  return append_layers(list, tokens);
+}
+
+Status CodedWorld::end_prompt(const std::vector<CodedModel*>& list) {
+  const std::vector<SequenceId> names = ids(list);
+  if (Status s = store_->end_prompt({names.data(), static_cast<int32_t>(names.size())}); !s) {
+    return s;
+  }
+  const int32_t dim = config_.layout.head_dim;
+  for (CodedModel* m : list) {
+    for (int32_t i = 0; i < 2 * rows(); ++i) {
+      CodedRowModel& row = m->rows[i % 2][i / 2];
+      row.means.assign(dim, 0.0f);
+      const std::vector<float>& given =
+          i % 2 == 0 ? config_.coded.key_means : config_.coded.value_means;
+      for (int32_t d = 0; d < dim; ++d) {
+        double sum = 0;  // exact: few tokens, and fp16
+        for (int32_t t = 0; t < m->tokens; ++t) sum += half_to_float(row.values[t * dim + d]);
+        float mean = 0;
+        if (config_.coded.means == MeanSource::kPrompt && m->tokens > 0) {
+          mean = static_cast<float>(sum / m->tokens);
+        }
+        if (config_.coded.means == MeanSource::kGiven) mean = given[i / 2 * dim + d];
+        row.means[d] = half_to_float(float_to_half(mean));
+      }
+      for (size_t j = 0; j < row.values.size(); ++j) {
+        row.values[j] = float_to_half(half_to_float(row.values[j]) - row.means[j % dim]);
+      }
+    }
+    m->live = true;
+    m->coded = std::max(0, m->tokens - config_.policy.window_tokens) / 64 * 64;
+  }
+  return Status::ok();
+}
+
+Status CodedWorld::step(const std::vector<CodedModel*>& list, int32_t tokens) {
+  const std::vector<SequenceId> names = ids(list);
+  if (Status s = store_->begin_step({names.data(), static_cast<int32_t>(names.size())}, tokens);
+      !s) {
+    return s;
+  }
+  for (CodedModel* m : list) {
+    if (m->tokens + tokens - m->coded >= config_.policy.window_tokens + 64) m->coded += 64;
+  }
+  return append_layers(list, tokens);
+}
+
+Status CodedWorld::fork(const CodedModel& source, CodedModel* copy) {
+  const Result<SequenceId> id = store_->fork(source.id);
+  if (!id) return id.status();
+  *copy = source;
+  copy->id = *id;
+  return Status::ok();
+}
+
+Status CodedWorld::truncate(CodedModel* m, int32_t tokens) {
+  if (Status status = store_->truncate(m->id, tokens); !status) return status;
+  const int32_t dim = config_.layout.head_dim, coded = std::min(m->coded, tokens / 64 * 64);
+  for (int32_t i = 0; i < 2 * rows(); ++i) {
+    std::vector<uint16_t>& values = m->rows[i % 2][i / 2].values;
+    values.resize(static_cast<size_t>(tokens) * dim);
+    const float step = step_of(i % 2, i / 2);
+    for (int64_t j = int64_t{coded} * dim; j < int64_t{std::min(m->coded, tokens)} * dim; ++j) {
+      values[j] = float_to_half(step * static_cast<float>(code_of(values[j], step)));
+    }
+  }
+  m->coded = coded;
+  m->tokens = tokens;
+  return Status::ok();
+}
+
+Status CodedWorld::transfer(const CodedModel& source, CodedModel* copy) {
+  const Result<std::vector<uint8_t>> bytes = store_->export_sequence(source.id);
+  if (!bytes) return bytes.status();
+  const Result<SequenceId> id = store_->import_sequence(bytes->data(), bytes->size());
+  if (!id) return id.status();
+  *copy = source;
+  copy->id = *id;
+  const Result<std::vector<uint8_t>> again = store_->export_sequence(*id);
+  if (!again) return again.status();
+  EXPECT_TRUE(*again == *bytes) << "an import exports other bytes";
+  return Status::ok();
+}
+
+double CodedWorld::value(const CodedModel& m, int32_t component, int32_t within, int64_t i) const {
+  const uint16_t y = m.rows[component][within].values[i];
+  if (i / config_.layout.head_dim >= m.coded) return half_to_float(y);
+  const float step = step_of(component, within);
+  return static_cast<double>(step) * code_of(y, step);
+}
+
+std::string CodedWorld::difference(const CodedModel& m) const {
+  const SequenceInfo& info = view().infos[m.id.slot];
+  if (info.num_tokens != m.tokens) return "tokens";
+  if (info.window_first != m.coded) return "coded tokens";
+  const int32_t dim = config_.layout.head_dim;
+  std::vector<int16_t> codes(static_cast<size_t>(64) * dim);
+  std::vector<uint16_t> raw(dim);
+  for (int32_t i = 0; i < 2 * rows(); ++i) {
+    const Component c = kComponents[i % 2];
+    const std::vector<uint16_t>& values = m.rows[i % 2][i / 2].values;
+    const std::string where =
+        "row " + std::to_string(i / 2) + " component " + std::to_string(i % 2);
+    for (int32_t b = 0; b < m.coded / 64; ++b) {
+      const Status read = read_block(view(), store_->books(), row(m, i / 2), c, b, codes.data());
+      if (!read) return where + ": " + read.message();
+      for (size_t j = 0; j < codes.size(); ++j) {
+        if (codes[j] != code_of(values[b * codes.size() + j], step_of(i % 2, i / 2))) {
+          return where + " block " + std::to_string(b) + " code " + std::to_string(j);
+        }
+      }
+    }
+    for (int32_t t = m.coded; t < m.tokens; ++t) {
+      get_raw_token(view(), row(m, i / 2), info, c, t, raw.data());
+      if (!std::equal(raw.begin(), raw.end(), values.begin() + int64_t{t} * dim)) {
+        return where + " raw token " + std::to_string(t);
+      }
+    }
+    for (int32_t t = m.tokens; t % kTileTokens != 0; ++t) {  // the rest of the tile is empty
+      const int32_t page = view().raw_page_index(info, m.tokens - 1);
+      const uint8_t* bytes = view().page_bytes(view().page_id(row(m, i / 2), kRawSide, page));
+      for (int32_t d = 0; d < dim; ++d) {
+        const uint8_t* at = bytes + raw_value_byte(dim, c, t % 64, d);
+        if (at[0] != 0 || at[1] != 0) return where + " behind the last token";
+      }
+    }
+  }
+  return "";
+}
+
+std::string CodedWorld::attention_difference(const CodedModel& m, int32_t layer) {
+  const CacheLayout& layout = config_.layout;
+  const int32_t dim = layout.head_dim, heads = layout.num_q_heads;
+  const std::vector<uint8_t> q = input_->values(DType::kFloat16, heads, dim);
+  const auto* queries = reinterpret_cast<const uint16_t*>(q.data());
+  std::vector<uint16_t> out(static_cast<size_t>(heads) * dim, 0x7e00);
+  std::vector<float> lse(heads, NAN);
+  AttendRequest request;
+  request.sequences = {&m.id, 1};
+  request.layer = layer;
+  request.q = q.data();
+  request.out = out.data();
+  request.lse = lse.data();
+  if (Status s = store_->attend(request); !s) return s.message();
+  for (int32_t h = 0; h < heads; ++h) {
+    const int32_t within = layer * layout.num_kv_heads + h / layout.group_size();
+    const auto mean = [&](int32_t c, int32_t d) {
+      return m.live ? m.rows[c][within].means[d] : 0.0f;
+    };
+    std::vector<double> p(m.tokens), x(dim), size(dim);
+    double sum = 0, largest = -std::numeric_limits<double>::infinity();
+    for (int32_t t = 0; t < m.tokens; ++t) {
+      for (int32_t d = 0; d < dim; ++d) {
+        p[t] += half_to_float(queries[h * dim + d]) *
+                (value(m, 0, within, int64_t{t} * dim + d) + mean(0, d)) * layout.sm_scale;
+      }
+      largest = std::max(largest, p[t]);
+    }
+    for (double& weight : p) sum += weight = std::exp(weight - largest);
+    for (int64_t i = 0; i < int64_t{m.tokens} * dim; ++i) {
+      const double v = value(m, 1, within, i) + mean(1, static_cast<int32_t>(i % dim));
+      x[i % dim] += p[i / dim] / sum * v;
+      size[i % dim] += p[i / dim] / sum * std::fabs(v);
+    }
+    if (m.tokens == 0) {
+      const bool empty = std::isinf(lse[h]) && lse[h] < 0 &&
+                         std::all_of(out.begin(), out.end(), [](uint16_t y) { return y == 0; });
+      if (!empty) return "attention over no tokens";
+      continue;
+    }
+    // Both in double; the lse is rounded to fp32 once, the output to fp16.
+    const double expected = largest + std::log(sum);
+    if (!(std::fabs(lse[h] - expected) <= 1e-6 * (1 + std::fabs(expected)))) return "lse";
+    for (int32_t d = 0; d < dim; ++d) {
+      const double error = std::fabs(half_to_float(out[h * dim + d]) - x[d]);
+      if (!(error <= size[d] * 5e-4 + 6e-8)) return "out, head " + std::to_string(h);
+    }
+  }
+  return "";
+}
+
+}  // namespace tierkv::testing
