@@ -147,6 +147,9 @@ std::string to_json(const KvStoreConfig& c) {
 }
 
 Result<StoreShape> store_shape(const KvStoreConfig& c) {
+  if (c.coded.enabled) {
+    return Status(StatusCode::kUnsupported, "coded: this back end has no coded pages");
+  }
   if (Status s = c.layout.validate(); !s) return s.with_context("layout");
   if (Status s = c.policy.validate(); !s) return s.with_context("policy");
   if (Status s = validate_formats(c); !s) return s;
