@@ -176,7 +176,9 @@ Status CodedHostStore::end_prompt(SequenceList sequences) {
     int32_t& most = pages[i / rows()].of[kCodedSide];
     most = std::max(most, pages_for(end, view_.page_units()));
     target[i].of[kCodedSide] = end;
-    target[i].of[kRawSide] = view_.raw_side_tokens(table_.info((*slots)[i / rows()]).num_tokens);
+    const int32_t tokens = table_.info((*slots)[i / rows()]).num_tokens;
+    target[i].of[kRawSide] =
+        CodedView::raw_tokens(coded_info_after_prompt(tokens, view_.window_tokens));
   }
   const PageAllocator& a = view_.allocator;
   OpReport report;

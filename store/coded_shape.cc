@@ -132,7 +132,6 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   CodedShape shape;
   shape.page_bytes = coded_page_bytes(c.layout.head_dim);
   shape.max_blocks = larger_of(1, c.max_tokens / kBlockTokens);
-  shape.raw_pages = pages_for(c.policy.window_tokens + kBlockTokens - 1, kBlockTokens);
   if (rows * c.max_sequences > INT32_MAX / shape.max_blocks) {
     return Status(StatusCode::kOutOfRange, "capacity: more than 2^31 - 1 blocks");
   }
@@ -144,7 +143,7 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
       static_cast<int32_t>(shape.page_bytes / kBlockAlignment);
   table.tokens_per_page[kRawSide] = kBlockTokens;
   table.table_slots[0] = shape.max_blocks;
-  table.table_slots[1] = larger_of(pages_for(c.max_tokens, kBlockTokens), shape.raw_pages);
+  table.table_slots[1] = pages_for(c.max_tokens, kBlockTokens);
   shape.allocator.num_pages = c.num_pages;
   if (Status s = shape.allocator.validate(); !s) return s.with_context("capacity");
   return shape;
@@ -185,7 +184,6 @@ CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape) {
   CodedView view;
   view.max_blocks = shape.max_blocks;
   view.window_tokens = config.policy.window_tokens;
-  view.raw_pages = shape.raw_pages;
   view.num_kv_heads = config.layout.num_kv_heads;
   view.head_dim = config.layout.head_dim;
   return view;

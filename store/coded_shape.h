@@ -2,7 +2,7 @@
 // and kernels see it. store/CODED.md holds the laws.
 //
 //   side 0   blocks of a row, back to back in 16-byte units; the allocator's "tokens" are units
-//   side 2   raw tokens, 64 to a page: block b of a row on page b, after the prompt b % raw_pages
+//   side 2   raw tokens, a block of 64 to a page, the oldest first
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ namespace tierkv {
 inline constexpr int32_t kCodedSide = 0;
 inline constexpr int32_t kRawSide = 2;
 
-// Holds 64 raw tokens, or the keys and values of 64 tokens as raw blocks: so what a row appends at
-// once takes at most one new page.
+// A unified page of 64 raw tokens (scores and positions are not used). It also holds the keys and
+// values of 64 tokens as raw blocks: so what a row appends at once takes at most one new page.
 inline constexpr int64_t coded_page_bytes(int32_t head_dim) {
-  return int64_t{256} * head_dim + kPageAlignment;
+  return int64_t{kBlockTokens} * (4 * head_dim + 8);
 }
 
 // Positions of a coded store's SequenceInfo: window_first is the first raw token, a multiple of 64;
@@ -49,6 +49,13 @@ TKV_HD SequenceInfo coded_info_after_truncate(SequenceInfo info, int32_t tokens)
   return info;
 }
 
+// The page of a row's oldest raw block, which was coded, goes behind the others.
+TKV_HD void rotate_raw_pages(int32_t* page_ids, int32_t pages) {
+  const int32_t first = page_ids[0];
+  for (int32_t i = 0; i + 1 < pages; ++i) page_ids[i] = page_ids[i + 1];
+  page_ids[pages - 1] = first;
+}
+
 // Where a block of `units` begins behind `end` units: blocks do not straddle pages.
 TKV_HD int32_t block_begin(int32_t end, int32_t units, int32_t page_units) {
   const int32_t left = page_units - end % page_units;
@@ -66,7 +73,6 @@ struct CodedView {
   float* value_means = nullptr;
   int32_t max_blocks = 0;
   int32_t window_tokens = 0;
-  int32_t raw_pages = 0;  // of a row past its prompt, at most
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
 
@@ -76,17 +82,19 @@ struct CodedView {
   }
   TKV_HD int32_t layer_of(int32_t row) const { return row % rows_per_sequence() / num_kv_heads; }
   TKV_HD int32_t page_units() const { return allocator.shape.table.tokens_per_page[kCodedSide]; }
-  // A row's raw tokens as the allocator counts them.
-  TKV_HD int32_t raw_side_tokens(int32_t num_tokens) const {
-    return smaller_of(num_tokens, raw_pages * kBlockTokens);
+  TKV_HD static int32_t raw_tokens(const SequenceInfo& info) {
+    return info.num_tokens - info.window_first;
   }
-  TKV_HD int32_t raw_page_index(const SequenceInfo& info, int32_t position) const {
-    const int32_t block = position / kBlockTokens;
-    return info.window_origin == kInPrompt ? block : block % raw_pages;
+  TKV_HD static int32_t raw_page_index(const SequenceInfo& info, int32_t position) {
+    return (position - info.window_first) / kBlockTokens;
+  }
+  // Both sides grow from the left of their tables.
+  TKV_HD int32_t* page_ids(int32_t row, int32_t side) const {
+    const PageTableShape& t = allocator.shape.table;
+    return allocator.slots + static_cast<int64_t>(row) * t.row_stride() + t.slot_of(side, 0);
   }
   TKV_HD int32_t page_id(int32_t row, int32_t side, int32_t index) const {
-    const PageTableShape& t = allocator.shape.table;
-    return allocator.slots[static_cast<int64_t>(row) * t.row_stride() + t.slot_of(side, index)];
+    return page_ids(row, side)[index];
   }
   TKV_HD uint8_t* page_bytes(int32_t page) const { return pages.base + page * pages.page_bytes; }
   TKV_HD uint8_t* raw_page(int32_t row, const SequenceInfo& info, int32_t position) const {
@@ -114,7 +122,6 @@ struct CodedShape {
   AllocatorShape allocator;
   int64_t page_bytes = 0;
   int32_t max_blocks = 0;
-  int32_t raw_pages = 0;
 };
 // Validates the config of a coded store.
 Result<CodedShape> coded_shape(const KvStoreConfig& config);

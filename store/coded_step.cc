@@ -52,17 +52,13 @@ Status CodedHostStore::begin_step(SequenceList sequences, int32_t tokens) {
     plan.ranges.push_back({slot, info.window_first / kBlockTokens, fills ? 1 : 0});
   }
   if (Status s = plan_blocks(&plan); !s) return s;
-  std::vector<SideCounts> added(plan.rows.size());
+  std::vector<SideCounts> added(plan.rows.size()), before;
   for (size_t i = 0; i < added.size(); ++i) {
-    const int32_t slot = (*slots)[i / rows()], after = table_.info(slot).num_tokens + tokens;
-    const SideCounts& held = view_.allocator.tokens[row(slot, static_cast<int32_t>(i % rows()))];
-    added[i].of[kCodedSide] =
-        end_of_blocks(view_, held.of[kCodedSide], plan.rows[i]) - held.of[kCodedSide];
-    added[i].of[kRawSide] = view_.raw_side_tokens(after) - held.of[kRawSide];
-  }
-  std::vector<SideCounts> before(added.size());
-  for (size_t i = 0; i < before.size(); ++i) {
-    before[i] = view_.allocator.tokens[row((*slots)[i / rows()], static_cast<int32_t>(i % rows()))];
+    const BlockRange& range = plan.ranges[i / rows()];
+    before.push_back(view_.allocator.tokens[row(range.slot, static_cast<int32_t>(i % rows()))]);
+    const int32_t end = before[i].of[kCodedSide];
+    added[i].of[kCodedSide] = end_of_blocks(view_, end, plan.rows[i]) - end;
+    added[i].of[kRawSide] = tokens - kBlockTokens * range.count;
   }
   OpReport report;
   if (Status s = run_page_op(view_.allocator, PageOp::append(batch(*slots), added.data(), &report));
@@ -71,8 +67,11 @@ Status CodedHostStore::begin_step(SequenceList sequences, int32_t tokens) {
   }
   for (size_t i = 0; i < added.size(); ++i) {
     const BlockRange& range = plan.ranges[i / rows()];
-    write_blocks(view_, row(range.slot, static_cast<int32_t>(i % rows())), range.first_block,
-                 before[i].of[kCodedSide], plan.rows[i]);
+    const int32_t at = row(range.slot, static_cast<int32_t>(i % rows()));
+    write_blocks(view_, at, range.first_block, before[i].of[kCodedSide], plan.rows[i]);
+    if (range.count > 0) {
+      rotate_raw_pages(view_.page_ids(at, kRawSide), view_.allocator.pages[at].of[kRawSide]);
+    }
   }
   books_ = std::move(plan.books);
   for (const int32_t slot : *slots) {
@@ -137,21 +136,26 @@ Status CodedHostStore::truncate(SequenceId sequence, int32_t tokens) {
       prompt ? SequenceInfo{tokens, 0, kInPrompt, 0} : coded_info_after_truncate(before, tokens);
   const int32_t kept = after.window_first / kBlockTokens;
   const bool cuts = after.window_first < before.window_first && tokens % kBlockTokens != 0;
-  std::vector<SideCounts> target(rows());
+  std::vector<SideCounts> shrunk(rows()), target(rows());
   std::vector<std::vector<uint16_t>> cut;  // [rows][2]
+  int64_t needed = 0;
   for (int32_t r = 0; r < rows(); ++r) {
-    target[r].of[kCodedSide] = units_of_blocks(view_, row(*slot, r), kept);
-    target[r].of[kRawSide] = prompt ? tokens : view_.raw_side_tokens(tokens);
+    const int32_t at = row(*slot, r), units = units_of_blocks(view_, at, kept);
+    shrunk[r].of[kCodedSide] = target[r].of[kCodedSide] = units;
+    target[r].of[kRawSide] = CodedView::raw_tokens(after);
+    shrunk[r].of[kRawSide] = std::min(CodedView::raw_tokens(after), CodedView::raw_tokens(before));
+    needed += pages_for(target[r].of[kRawSide], kBlockTokens) -
+              pages_for(shrunk[r].of[kRawSide], kBlockTokens);
+    const int32_t open = units / view_.page_units();
+    needed += units % view_.page_units() != 0 &&
+              is_frozen(view_.allocator, view_.page_id(at, kCodedSide, open));
     for (const Component c : kComponents) {
-      if (!cuts) continue;
-      const int32_t at = row(*slot, r);
-      cut.push_back(decoded_tokens(view_, books_, at, c, kept, step_of(c, at)));
+      if (cuts) cut.push_back(decoded_tokens(view_, books_, at, c, kept, step_of(c, at)));
     }
   }
-  std::vector<PageCopy> copies(static_cast<size_t>(rows()) * kMaxSides);
-  OpReport report;
-  const PageOp op = PageOp::truncate({&*slot, 1}, target.data(), copies.data(), &report);
-  if (Status s = run_page_op(view_.allocator, op); !s) return s;
+  if (Status s = require_pages(view_.allocator, needed); !s) return s;
+  const std::vector<PageCopy> copies = shrink_sides(view_.allocator, *slot, shrunk);
+  grow_sides(view_.allocator, *slot, target);
   for (int32_t r = 0; r < rows(); ++r) {
     const PageCopy& open = copies[static_cast<size_t>(r) * kMaxSides + kCodedSide];
     if (open.source != kNoPage) {

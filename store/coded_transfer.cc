@@ -78,7 +78,7 @@ Result<SequenceId> CodedHostStore::import_sequence(const uint8_t* bytes, size_t 
           static_cast<uint32_t>((pending[w].bytes.size() - before) / kBlockAlignment));
     }
     target[w].of[kCodedSide] = end_of_blocks(view_, 0, pending[w]);
-    target[w].of[kRawSide] = view_.raw_side_tokens(info.num_tokens);
+    target[w].of[kRawSide] = CodedView::raw_tokens(info);
     needed += pages_for(target[w].of[kCodedSide], view_.page_units()) +
               pages_for(target[w].of[kRawSide], kBlockTokens);
     if (config_.coded.means == MeanSource::kPrompt) continue;

@@ -72,14 +72,16 @@ std::string broken_law(const CodedView& s) {
     if (s.allocator.sequences[q].state == SequenceState::kFree) continue;
     const SequenceInfo& info = s.infos[q];
     const bool prompt = info.window_origin == kInPrompt;
+    if (prompt && info.window_first != 0) return "coded tokens in a prompt";
     if (info.window_first % kBlockTokens != 0) return "coded tokens that fill no block";
     if (!prompt && info.num_tokens - info.window_first >= s.window_tokens + kBlockTokens) {
       return "a block should have been coded";
     }
     for (int32_t w = 0; w < s.rows_per_sequence(); ++w) {
       const int32_t row = q * s.rows_per_sequence() + w;
-      const int32_t raw = prompt ? info.num_tokens : s.raw_side_tokens(info.num_tokens);
-      if (s.allocator.tokens[row].of[kRawSide] != raw) return "tokens of the raw side";
+      if (s.allocator.tokens[row].of[kRawSide] != info.num_tokens - info.window_first) {
+        return "tokens of the raw side";
+      }
       const std::string text = broken_row(s, row, info);
       if (!text.empty()) return text;
     }
