@@ -125,6 +125,9 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   if (Status s = c.policy.validate(); !s) return s.with_context("policy");
   if (Status s = validate_tierless(c); !s) return s;
   if (Status s = validate_counts(c); !s) return s;
+  if (c.basis != nullptr) {
+    return Status(StatusCode::kUnsupported, "basis: coded pages have means of their own");
+  }
   if (Status s = validate_basis(c); !s) return s;
   if (Status s = validate_codebooks(c.coded); !s) return s;
   const int64_t rows = int64_t{c.layout.num_layers} * c.layout.num_kv_heads;

@@ -27,6 +27,8 @@ TEST(CodedConfig, NamesWhatItRefuses) {
       {[](KvStoreConfig* c) { c->policy.sink_tokens = 4; }, StatusCode::kUnsupported, "sink"},
       {[](KvStoreConfig* c) { c->score_interval = 4; }, StatusCode::kUnsupported, "score_interval"},
       {[](KvStoreConfig* c) { c->page_bytes = 13312; }, StatusCode::kUnsupported, "page_bytes"},
+      {[](KvStoreConfig* c) { c->basis = std::make_shared<CacheBasis>(); },
+       StatusCode::kUnsupported, "basis"},
       {[](KvStoreConfig* c) { c->layout.head_dim = 80; }, StatusCode::kUnsupported, "head_dim"},
       {[](KvStoreConfig* c) { c->policy.window_tokens = 7; }, StatusCode::kInvalidArgument,
        "window_tokens"},

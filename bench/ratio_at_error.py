@@ -1,0 +1,80 @@
+#!/usr/bin/python3
+"""What the schemes with entropy coding gain over KIVI at KIVI's own attention error, as JSON on stdout.
+
+Every dump is measured with the means, steps and bases that `tierkv calibrate` takes from the *other* dumps, so nothing is fitted to
+what it is judged by. Windows are equal (64 raw tokens; KIVI adds its incomplete group). Of every family the front of memory and online
+attention error is interpolated, linear in memory and in the logarithm of the error; a family that does not reach the error on both
+sides gets null.
+
+ratio_at_error.py TIERKV DUMP DUMP... > bench/results/ratio_at_error.json"""
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+REFERENCES = ["kivi4:group=64,residual=64", "kivi4:group=128,residual=64", "kivi2:group=32,residual=64", "k4v4:window=64"]
+STEPS = "k=0.04/0.06/0.08/0.12/0.16/0.2/0.25/0.3/0.4,v=0.03/0.05/0.07/0.1/0.15/0.2/0.25"
+FAMILIES = {
+    "KVComp, blocks": "kvcomp:window=64,rel_k=0.015/0.02/0.03/0.04/0.05/0.07,rel_v=0.04/0.06/0.08/0.12/0.15/0.2",
+    "KVComp, channels": "kvcomp:unit=channel,window=64,rel_k=0.02/0.04/0.06/0.09/0.12/0.15,rel_v=0.04/0.06/0.08/0.12/0.15/0.2",
+    "global step, mean basis": f"step:window=64,basis=mean,{STEPS}",
+    "global step, Hadamard basis": f"step:window=64,basis=hadamard,{STEPS}",
+    "global step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
+}
+
+
+def measure(tierkv, dump, profile, presets):
+    """[(memory share of fp16, online attention error, preset)] over all sequences of the dump."""
+    flags = [word for p in presets for word in ("--preset", p)]
+    run = subprocess.run([tierkv, "sweep", "--json", "--profile", profile, *flags, dump], check=True, capture_output=True, text=True)
+    rows = [r for r in json.loads(run.stdout)["results"] if r["seq"] == "all"]
+    return [(1 / r["ratio"], r["attention_rel_error_online"], r["preset"]) for r in rows]
+
+
+def front(points):
+    """By rising error: each takes less memory than all before."""
+    kept, least = [], math.inf
+    for memory, error, preset in sorted(points, key=lambda p: p[1]):
+        if memory < least:
+            least = memory
+            kept.append((memory, error, preset))
+    return kept
+
+
+def memory_at(points, error):
+    """Memory of the front at an error, and the presets on both sides; None outside."""
+    kept = front(points)
+    finer = [p for p in kept if p[1] <= error]
+    coarser = [p for p in kept if p[1] > error]
+    if not finer or not coarser:
+        return None
+    a, b = finer[-1], coarser[0]
+    share = math.log(error / a[1]) / math.log(b[1] / a[1])
+    return {"memory": a[0] + share * (b[0] - a[0]), "between": [a[2], b[2]]}
+
+
+def compare(tierkv, dump, others):
+    with tempfile.TemporaryDirectory() as folder:
+        profile = str(pathlib.Path(folder) / "profile.h5")
+        subprocess.run([tierkv, "calibrate", "--basis", "matrix", "-o", profile, *others], check=True, capture_output=True)
+        references = measure(tierkv, dump, profile, REFERENCES)
+        families = {name: measure(tierkv, dump, profile, [grid]) for name, grid in FAMILIES.items()}
+    rows = []
+    for memory, error, preset in references:
+        at = {name: memory_at(points, error) for name, points in families.items()}
+        rows.append({"preset": preset, "memory": memory, "error": error, "families": at})
+    return {"dump": pathlib.Path(dump).name, "calibrated_on": [pathlib.Path(o).name for o in others], "rows": rows}
+
+
+def main():
+    tierkv, *dumps = sys.argv[1:]
+    if len(dumps) < 2:
+        sys.exit(__doc__)
+    out = [compare(tierkv, dump, [o for o in dumps if o != dump]) for dump in dumps]
+    print(json.dumps({"schema": "tierkv.bench.ratio_at_error/1", "dumps": out}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
