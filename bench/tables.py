@@ -1,14 +1,14 @@
 #!/usr/bin/python3
-"""Writes the tables of docs/BENCHMARKS.md from bench/results/*.json.
+"""Writes the tables of docs/BENCHMARKS.md and docs/QUALITY.md from bench/results/*.json.
 
 tables.py          replaces what stands between `<!-- table NAME -->` and `<!-- end -->`
-tables.py --check  exits 1 when the document is not what the results make it"""
+tables.py --check  exits 1 when a document is not what the results make it"""
 import json
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "BENCHMARKS.md"
+DOCUMENTS = [ROOT / "docs" / name for name in ("BENCHMARKS.md", "QUALITY.md")]
 TABLES = {}
 
 
@@ -196,26 +196,39 @@ def coded():
             markdown(["what", "layer", "shape", "bits a code", "floor us", "us: median [p10, p90]", "rate"], rows))
 
 
-def filled(text):
+@table
+def ratio_at_error():
+    rows = []
+    for dump in result("ratio_at_error.json")["dumps"]:
+        for r in dump["rows"]:
+            row = [dump["dump"].removesuffix(".h5"), f"`{r['preset']}`", f"{r['error']:.4f}", f"{100 * r['memory']:.1f}"]
+            for at in r["families"].values():
+                row.append("-" if at is None else f"{100 * at['memory']:.1f} ({100 * (r['memory'] / at['memory'] - 1):+.0f} %)")
+            rows.append(row)
+    families = result("ratio_at_error.json")["dumps"][0]["rows"][0]["families"]
+    return markdown(["dump", "reference", "its error", "its memory %", *families], rows)
+
+
+def filled(text, document):
     out, rest = [], text
     while "<!-- table " in rest:
         before, rest = rest.split("<!-- table ", 1)
         name, rest = rest.split(" -->", 1)
         if name not in TABLES:
-            sys.exit(f"{DOCUMENT.name}: no table is called {name}")
+            sys.exit(f"{document.name}: no table is called {name}")
         _, rest = rest.split("<!-- end -->", 1)
         out += [before, f"<!-- table {name} -->\n", TABLES[name](), "\n<!-- end -->"]
     return "".join(out + [rest])
 
 
 def main():
-    text = DOCUMENT.read_text()
-    new = filled(text)
-    if "--check" in sys.argv[1:]:
-        if new != text:
-            sys.exit("docs/BENCHMARKS.md is not what bench/results say: run bench/tables.py")
-    else:
-        DOCUMENT.write_text(new)
+    for document in DOCUMENTS:
+        text = document.read_text()
+        new = filled(text, document)
+        if "--check" not in sys.argv[1:]:
+            document.write_text(new)
+        elif new != text:
+            sys.exit(f"docs/{document.name} is not what bench/results say: run bench/tables.py")
 
 
 if __name__ == "__main__":
