@@ -41,12 +41,12 @@ __global__ void __launch_bounds__(kTranscodeThreads)
   const RowChunks chunks(p, blockIdx.x);
   for (int32_t i = 0; i < chunks.count(); ++i) {
     const RowChunk chunk = chunks.at(i);
-    if (chunk.page == nullptr) continue;
+    const uint8_t* from = page_of(p, chunk);
+    if (from == nullptr) continue;
     const PageLayout& page = pages.layouts[chunk.tier];
-    auto* to = reinterpret_cast<uint32_t*>(pages.to + (chunk.page - p.pool));
+    auto* to = reinterpret_cast<uint32_t*>(pages.to + (from - p.pool));
     for (int32_t w = threadIdx.x; w < page.scores / 4; w += kTranscodeThreads) {
-      reinterpret_cast<uint32_t*>(shared_bytes)[w] =
-          reinterpret_cast<const uint32_t*>(chunk.page)[w];
+      reinterpret_cast<uint32_t*>(shared_bytes)[w] = reinterpret_cast<const uint32_t*>(from)[w];
     }
     __syncthreads();
     for (int32_t w = threadIdx.x; w < page.scores / 4; w += kTranscodeThreads) {

@@ -44,33 +44,35 @@ class DiffkvWarp {
     query_sum_ = sum_of_lanes(sum) * scale_log2;
   }
 
-  __device__ __forceinline__ void attend(const RowChunk& chunk, const TierSource& tier) {
+  // A page that is there.
+  __device__ __forceinline__ void attend(const uint8_t* page, int32_t tokens,
+                                         const TierSource& tier) {
     const int32_t format = tier.format, page_tokens = tier.page_tiles * kTileTokens;
-    const uint8_t* keys = chunk.page + tier.segment[0];
-    const uint8_t* key_metadata = chunk.page + tier.segment[1];
+    const uint8_t* keys = page + tier.segment[0];
+    const uint8_t* key_metadata = page + tier.segment[1];
     if (key_bits(format) == 16) {
-      score_keys<16>(keys, key_metadata, page_tokens, chunk.tokens);
+      score_keys<16>(keys, key_metadata, page_tokens, tokens);
     } else if (key_bits(format) == 8) {
-      score_keys<8>(keys, key_metadata, page_tokens, chunk.tokens);
+      score_keys<8>(keys, key_metadata, page_tokens, tokens);
     } else {
-      score_keys<4>(keys, key_metadata, page_tokens, chunk.tokens);
+      score_keys<4>(keys, key_metadata, page_tokens, tokens);
     }
     __syncwarp();
-    const uint8_t* values = chunk.page + tier.segment[2];
-    weigh(value_bits(format) == 16 ? nullptr : chunk.page + tier.segment[3], chunk.tokens);
+    const uint8_t* values = page + tier.segment[2];
+    weigh(value_bits(format) == 16 ? nullptr : page + tier.segment[3], tokens);
     __syncwarp();
     switch (value_bits(format)) {
       case 16:
-        add_values<16>(values, page_tokens, chunk.tokens);
+        add_values<16>(values, page_tokens, tokens);
         break;
       case 8:
-        add_values<8>(values, page_tokens, chunk.tokens);
+        add_values<8>(values, page_tokens, tokens);
         break;
       case 4:
-        add_values<4>(values, page_tokens, chunk.tokens);
+        add_values<4>(values, page_tokens, tokens);
         break;
       default:
-        add_values<2>(values, page_tokens, chunk.tokens);
+        add_values<2>(values, page_tokens, tokens);
     }
     __syncwarp();  // the scores may be written anew
   }
@@ -239,8 +241,9 @@ __global__ void __launch_bounds__(kDiffkvThreads, 4)
   const RowChunks pages(p, row);
   const int32_t end = pages.part_begin(split + 1, p.splits);
   for (int32_t i = pages.part_begin(split, p.splits) + warp; i < end; i += kDiffkvWarps) {
-    const RowChunk page = pages.at(i);
-    if (page.tokens > 0) attention.attend(page, p.rows.tiers[page.tier]);
+    const RowChunk chunk = pages.at(i);
+    const uint8_t* page = page_of(p, chunk);
+    if (page != nullptr) attention.attend(page, chunk.tokens, p.rows.tiers[chunk.tier]);
   }
   attention.store(states + warp, parts + warp * kRungHeadDim);
   __syncthreads();

@@ -103,7 +103,7 @@ class KvRowCta {
     const Walk w = walk(chunks, split);
     const auto look_up = [&](int32_t step) {
       const int32_t i = w.first + step * w.stride;
-      return step < w.steps && i < w.end ? chunks.at(i) : RowChunk{nullptr, 0, 0, 0, 0};
+      return step < w.steps && i < w.end ? chunks.at(i) : kNoChunk;
     };
     RowChunk ahead = look_up(0);
     int32_t slot = 0;
@@ -140,16 +140,18 @@ class KvRowCta {
 
   __device__ __forceinline__ void start_chunk(const RowChunk& chunk, int32_t slot) {
     const TierSource& tier = p_.rows.tiers[chunk.tier];
-    if (is_first_lane()) headers_[slot] = {tier.format, chunk.tiles, chunk.tokens};
+    const uint8_t* page = page_of(p_, chunk);
+    const int32_t tokens = page == nullptr ? 0 : chunk.tokens;
+    if (is_first_lane()) headers_[slot] = {tier.format, chunk.tiles, tokens};
     CopyPieces pieces{};
-    if (chunk.tokens > 0) {
+    if (tokens > 0) {
       const bool is_page = chunk.tiles == tier.page_tiles;
       uint8_t* to = ring_ + slot * p_.slot_bytes;
       pieces.count = is_page ? 1 : kCopyPieces;
 #pragma unroll
       for (int32_t s = 0; s < kCopyPieces; ++s) {
         const int32_t bytes = chunk.tiles * tier.segment_tile[s];
-        pieces.piece[s] = {to, chunk.page + tier.segment[s] + chunk.tile * tier.segment_tile[s],
+        pieces.piece[s] = {to, page + tier.segment[s] + chunk.tile * tier.segment_tile[s],
                            static_cast<uint32_t>(bytes)};
         to += bytes;
         pieces.total += bytes;

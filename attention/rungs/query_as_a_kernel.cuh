@@ -78,9 +78,7 @@ class CoopCta {
     const int32_t begin = chunks.part_begin(split, p_.splits);
     const int32_t end = chunks.part_begin(split + 1, p_.splits);
     load_query(row);
-    const auto look_up = [&](int32_t i) {
-      return i < end ? chunks.at(i) : RowChunk{nullptr, 0, 0, 0, 0};
-    };
+    const auto look_up = [&](int32_t i) { return i < end ? chunks.at(i) : kNoChunk; };
     const auto look_up_step = [&](int32_t i) { return Step{{look_up(i), look_up(i + 1)}}; };
     Step step = look_up_step(begin), next = look_up_step(begin + kCoopChunks);
     uint8_t *stage = stages_, *other = stages_ + kCoopChunks * slot_bytes_;
@@ -124,17 +122,20 @@ class CoopCta {
   }
 
   // The four runs of bytes of every chunk, one behind another.
-  __device__ __forceinline__ void start_copies(const Step& step, uint8_t* stage) {
+  // Chunks of stray pages become none.
+  __device__ __forceinline__ void start_copies(Step& step, uint8_t* stage) {
 #pragma unroll
     for (int32_t c = 0; c < kCoopChunks; ++c) {
-      const RowChunk& chunk = step.chunk[c];
+      RowChunk& chunk = step.chunk[c];
+      const uint8_t* page = page_of(p_, chunk);
+      if (page == nullptr) chunk.tiles = chunk.tokens = 0;
       if (chunk.tokens == 0) continue;
       const TierSource& tier = p_.rows.tiers[chunk.tier];
       uint8_t* to = stage + c * slot_bytes_;
 #pragma unroll
       for (int32_t s = 0; s < 4; ++s) {
         const int32_t bytes = chunk.tiles * tier.segment_tile[s];
-        const uint8_t* from = chunk.page + tier.segment[s] + chunk.tile * tier.segment_tile[s];
+        const uint8_t* from = page + tier.segment[s] + chunk.tile * tier.segment_tile[s];
         for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
           start_copy_16(to + at, from + at);
         }
@@ -150,9 +151,8 @@ class CoopCta {
     if (b.tokens == 0 || a.tier == b.tier) {
       attend_format(step, a.tier, stage);
     } else {
-      const RowChunk none{nullptr, 0, 0, 0, 0};
-      attend_format({{a, none}}, a.tier, stage);
-      attend_format({{none, b}}, b.tier, stage);
+      attend_format({{a, kNoChunk}}, a.tier, stage);
+      attend_format({{kNoChunk, b}}, b.tier, stage);
     }
   }
 
@@ -204,7 +204,9 @@ class CoopCta {
     for (int32_t c = 0; c < kCoopChunks; ++c) {
       const RowChunk& chunk = step.chunk[c];
       const At at(stage + c * slot_bytes_, chunk.tiles);
-      for (int32_t i = 0; i < chunk.tiles; i += 2) {
+#pragma unroll
+      for (int32_t i = 0; i < kCoopTiles; i += 2) {
+        if (i >= chunk.tiles) break;
         uint32_t weights[4];  // tokens 0..7, 8..15 of tile i, then of i + 1
         load_matrices(weights, weights_ + lane_ % 8 * kWeightStride +
                                    (c * kCoopTiles + i) * kTileTokens + lane_ / 8 * 8);
@@ -302,8 +304,7 @@ class CoopCta {
     __syncthreads();
   }
 
-  // O += P V of one tile, the warp's 32 dims. Values from `tokens` on are replaced by 0: they may
-  // be NaN.
+  // O += P V of one tile, the warp's 32 dims. Tokens from `tokens` on may be NaN: they count as 0.
   template <int32_t kBits>
   __device__ __forceinline__ void add_values(const uint8_t* codes, const uint8_t* metadata,
                                              int32_t tokens, const uint32_t (&weights)[2]) {
@@ -313,8 +314,18 @@ class CoopCta {
     if constexpr (kBits != 16) {
       x = *reinterpret_cast<const uint4*>(metadata + token_metadata_byte(0, 2 * (lane_ % 4)));
     }
-    const uint32_t scale[2] = {low_halves(x.x, x.z), low_halves(x.y, x.w)};
-    const uint32_t zero_point[2] = {high_halves(x.x, x.z), high_halves(x.y, x.w)};
+    uint32_t scale[2] = {low_halves(x.x, x.z), low_halves(x.y, x.w)};
+    uint32_t zero_point[2] = {high_halves(x.x, x.z), high_halves(x.y, x.w)};
+    uint32_t kept[2] = {0xffffffffu, 0xffffffffu};
+    if (tokens < kTileTokens) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t left = tokens - 8 * half - 2 * (lane_ % 4);
+        kept[half] = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+        scale[half] &= kept[half];
+        zero_point[half] &= kept[half];
+      }
+    }
     const uint32_t a[4] = {weights[0], 0u, weights[1], 0u};
 #pragma unroll
     for (int32_t n = 0; n < kWarpTiles; ++n) {
@@ -322,14 +333,10 @@ class CoopCta {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         if constexpr (kBits == 16) {
-          b[half] = words.word[4 * (n / 2) + n % 2 + 2 * half];
+          b[half] = words.word[4 * (n / 2) + n % 2 + 2 * half] & kept[half];
         } else {
           b[half] = dequantise(words.pair(n / 2, half, n % 2), code_shift(kBits, 8 * n),
                                scale[half], zero_point[half]);
-        }
-        if (tokens < kTileTokens) {
-          const int32_t left = tokens - 8 * half - 2 * (lane_ % 4);
-          b[half] &= left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
         }
       }
       mma_m16n8k16(out_[n], a, b[0], b[1]);

@@ -8,12 +8,19 @@
 namespace tierkv {
 
 struct RowChunk {
-  const uint8_t* page;  // null where the table names no page of the pool
   int32_t tier;
+  int32_t page;    // id as the table has it: see page_of()
   int32_t tile;    // first tile in the page
   int32_t tiles;   // with tokens in them
-  int32_t tokens;  // 0 without a page
+  int32_t tokens;  // 0: no chunk
 };
+inline constexpr RowChunk kNoChunk{0, kNoPage, 0, 0, 0};
+
+// Null where the table names no page of the pool: such a chunk is left out.
+__device__ __forceinline__ const uint8_t* page_of(const RungParams& p, const RowChunk& chunk) {
+  const bool is_stray = chunk.page < 0 || chunk.page >= p.num_pages;
+  return is_stray ? nullptr : p.pool + chunk.page * p.page_bytes;
+}
 
 class RowChunks {
  public:
@@ -38,7 +45,7 @@ class RowChunks {
     return static_cast<int32_t>(static_cast<int64_t>(count_) * i / parts);
   }
 
-  // i is in [0, count()).
+  // i is in [0, count()). The page id is on its way when this returns; page_of() waits for it.
   __device__ __forceinline__ RowChunk at(int32_t i) const {
     int32_t t = 0, left = i, tokens = tokens_[0];
 #pragma unroll
@@ -51,10 +58,10 @@ class RowChunks {
     const TierSource& tier = p_.rows.tiers[t];
     const int32_t per_page = ceil_div(tier.page_tiles, tier.chunk_tiles);
     const int32_t page_index = left / per_page;
-    RowChunk chunk{nullptr, t, (left - page_index * per_page) * tier.chunk_tiles, 0, 0};
-    const int32_t page = tier.slots[table_row_ * p_.rows.row_stride + page_index * tier.direction];
-    if (page < 0 || page >= p_.num_pages) return chunk;
-    chunk.page = p_.pool + page * p_.page_bytes;
+    RowChunk chunk;
+    chunk.tier = t;
+    chunk.page = tier.slots[table_row_ * p_.rows.row_stride + page_index * tier.direction];
+    chunk.tile = (left - page_index * per_page) * tier.chunk_tiles;
     const int32_t behind =
         tokens - (page_index * tier.page_tiles + chunk.tile) * kTileTokens;  // from here on
     const int32_t most = smaller(tier.chunk_tiles, tier.page_tiles - chunk.tile);

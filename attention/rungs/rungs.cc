@@ -54,7 +54,7 @@ const char* rung_name(Rung rung) {
 }
 
 int32_t choose_splits(int32_t rows, int32_t row_ctas, int32_t resident_ctas) {
-  constexpr double kEnough = 0.9;  // of the best
+  constexpr double kEnough = 0.96;  // of the best
   const auto fill = [&](int32_t splits) {
     const double waves = static_cast<double>(rows) * row_ctas * splits / resident_ctas;
     return waves /

@@ -231,7 +231,7 @@ TEST(ChooseSplits, FillsTheDevice) {
   const int32_t few = choose_splits(8, 1, 264);
   EXPECT_GE(few, 28);
   EXPECT_LE(few, 33);
-  EXPECT_EQ(choose_splits(8, 4, 1056), 30);
+  EXPECT_EQ(choose_splits(8, 4, 1056), 32);
 }
 
 }  // namespace
