@@ -14,7 +14,7 @@
 
 #include "attention/rungs/rung_kernel.h"
 #include "attention/rungs/rungs.h"
-#include "bench/attention_cache.cuh"
+#include "bench/rung_cases.cuh"
 #include "bench/tensor_rates.cuh"
 
 namespace tierkv::bench {
@@ -33,13 +33,6 @@ struct Options {
   int replays = 15;
 };
 
-struct Case {
-  std::string setting, heads, shape, format;
-  CacheShape cache;
-
-  std::string name() const { return setting + " " + heads + " " + shape + " " + format; }
-};
-
 struct RungTime {
   Timing timing;
   int32_t splits = 0;
@@ -51,48 +44,6 @@ struct Measured {
   Timing floor, product, step;
   RungTime rungs[kRungs];
 };
-
-struct Shape {
-  int32_t batch, tokens;
-};
-
-Case make_case(const char* setting, Shape s, Bits bits, int32_t kv_heads) {
-  Case c;
-  c.setting = setting;
-  c.heads = "32/" + std::to_string(kv_heads);
-  c.shape = std::to_string(s.batch) + "x" + std::to_string(s.tokens);
-  c.format = bits.k == 16 ? "fp16" : "k" + std::to_string(bits.k) + "v" + std::to_string(bits.v);
-  AttentionConfig& config = c.cache.config;
-  config.num_q_heads = 32;
-  config.num_kv_heads = kv_heads;
-  config.head_dim = kHeadDim;
-  config.sm_scale = 0.08838834764831845;
-  config.num_tiers = 1;
-  config.tiers[0] = {0, token_wise_tier(bits.k, bits.v)};
-  config.page_bytes = choose_page_size({config.tiers[0].format}, kHeadDim)->page_bytes;
-  c.cache.sequences.assign(s.batch, {{s.tokens, 0, 0}});
-  c.cache.contiguous = c.setting != "Page";
-  return c;
-}
-
-std::vector<Case> all_cases() {
-  struct Setting {
-    const char* name;
-    Shape shape;
-    int32_t kv_heads;
-  };
-  const Setting settings[] = {
-      {"Single", {1, 32768}, 8},  {"Single", {1, 131072}, 8},  {"Batches", {32, 4096}, 8},
-      {"Batches", {8, 32768}, 8}, {"Page", {32, 4096}, 8},     {"Page", {8, 32768}, 8},
-      {"Single", {1, 32768}, 32}, {"Batches", {16, 4096}, 32}, {"Page", {16, 4096}, 32}};
-  std::vector<Case> cases;
-  for (const Setting& s : settings) {
-    for (const Bits bits : {Bits{16, 16}, {8, 4}, {4, 4}, {4, 2}}) {
-      cases.push_back(make_case(s.name, s.shape, bits, s.kv_heads));
-    }
-  }
-  return cases;
-}
 
 void expect_ok(const Status& s, const char* what) {
   if (s.is_ok()) return;
@@ -139,7 +90,7 @@ void prepare(Bench& b) {
 
 // One case's cache and calls.
 struct CaseRun {
-  CaseRun(Bench& bench, const Case& c)
+  CaseRun(Bench& bench, const RungCase& c)
       : b(bench),
         config(c.cache.config),
         count(static_cast<int32_t>(c.cache.sequences.size())),
@@ -231,7 +182,7 @@ RungTime CaseRun::time_rung(Rung rung, const std::vector<float>& expected) const
   return t;
 }
 
-Measured run_case(Bench& b, const Case& c) {
+Measured run_case(Bench& b, const RungCase& c) {
   const CaseRun run(b, c);
   Measured m;
   m.bytes = run.cache.bytes();
@@ -259,7 +210,7 @@ Measured run_case(Bench& b, const Case& c) {
   return m;
 }
 
-void print_row(const Case& c, const Measured& m) {
+void print_row(const RungCase& c, const Measured& m) {
   std::printf("%-28s floor %7.2f product %7.2f step %7.2f", c.name().c_str(), m.floor.median,
               m.product.median, m.step.median);
   for (int32_t r = 0; r < kRungs; ++r) {
@@ -277,7 +228,7 @@ void write_timing(std::FILE* f, const char* name, const Timing& t) {
 
 // What each rung's kernel takes of an SM, for 32/8 heads and K4V4.
 void write_kernels(std::FILE* f, const Bench& b) {
-  const AttentionConfig config = make_case("Single", {1, 4096}, {4, 4}, 8).cache.config;
+  const AttentionConfig config = make_case("Single", {1, 4096}, kFormats[2], 8).cache.config;
   const auto shared = static_cast<int32_t>(b.device.sharedMemPerBlockOptin);
   std::fprintf(f, " \"kernels\": [\n");
   for (int32_t r = 0; r < kRungs; ++r) {
@@ -300,7 +251,7 @@ void write_kernels(std::FILE* f, const Bench& b) {
   std::fprintf(f, " ],\n");
 }
 
-void write_result(std::FILE* f, const Case& c, const Measured& m) {
+void write_result(std::FILE* f, const RungCase& c, const Measured& m) {
   std::fprintf(f,
                "  {\"setting\": \"%s\", \"heads\": \"%s\", \"shape\": \"%s\", \"format\": \"%s\", "
                "\"bytes\": %lld, ",
@@ -320,7 +271,7 @@ void write_result(std::FILE* f, const Case& c, const Measured& m) {
   }
 }
 
-void write_json(const Bench& b, const TensorRates& rates, const std::vector<Case>& cases,
+void write_json(const Bench& b, const TensorRates& rates, const std::vector<RungCase>& cases,
                 const std::vector<Measured>& all) {
   std::FILE* f = std::fopen(b.options.out.c_str(), "w");
   if (f == nullptr) {
@@ -382,9 +333,9 @@ int run(int argc, char** argv) {
     std::printf("k%dv%d arithmetic: %.2f tiles per us and SM, %.0f GB/s\n", a.bits.k, a.bits.v,
                 a.tiles_per_us, a.gbps);
   }
-  std::vector<Case> cases;
+  std::vector<RungCase> cases;
   std::vector<Measured> all;
-  for (const Case& c : all_cases()) {
+  for (const RungCase& c : rung_cases()) {
     if (c.name().find(b.options.only) == std::string::npos) continue;
     cases.push_back(c);
     all.push_back(run_case(b, c));
