@@ -157,14 +157,13 @@ SymbolCounts count_quads(const CodeHistogram& h, Codebook codebook) {
   return out;
 }
 
-// The code of the symbols that occur at least once in `rarest` symbols; the others become
-// exceptions.
+// The code of the symbols that occur at least `rarest` times; the others become exceptions.
 Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, uint64_t rarest) {
   uint64_t total = 0, dropped = 0;
   for (uint64_t n : symbols.counts) total += n;
   std::vector<uint64_t> counts = symbols.counts;
   for (uint64_t& n : counts) {
-    if (n > 0 && n < total / rarest) {
+    if (n < rarest) {
       dropped += n;
       n = 0;
     }
@@ -186,12 +185,21 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
   return out;
 }
 
-// The best code for one window of codes.
+// The best code for one window of codes: with all symbols, or without those that are rarer than one
+// in a share of the table.
 Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
+  uint64_t total = 0;
+  for (uint64_t n : symbols.counts) total += n;
   std::optional<Candidate> best;
   Status failure;
+  int64_t tried = -1;  // symbols of the last code
   for (uint64_t share : {8, 24, 72, 1 << 30}) {
-    Result<Candidate> candidate = code_symbols(symbols, max_length, share << max_length);
+    const uint64_t rarest = std::max<uint64_t>(1, total / (share << max_length));
+    const int64_t kept = std::count_if(symbols.counts.begin(), symbols.counts.end(),
+                                       [rarest](uint64_t n) { return n >= rarest; });
+    if (kept == tried) continue;  // the same symbols as before
+    tried = kept;
+    Result<Candidate> candidate = code_symbols(symbols, max_length, rarest);
     if (!candidate) {
       failure = candidate.status();
     } else if (!best || candidate->price < best->price) {

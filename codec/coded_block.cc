@@ -140,7 +140,8 @@ class SymbolPlanner {
       if (c < best_cost || (c == best_cost && symbol < best)) best = symbol, best_cost = c;
     };
     if (places == 4) {
-      for (int32_t s = 0; s < codebook_.symbol_count(); ++s) consider(s);
+      const int32_t symbols = codebook_.symbol_count();
+      for (int32_t s = 0; s < symbols; ++s) consider(s);
       return best;
     }
     // With at most two places the least cost is the cheapest symbol that keeps one digit, or none.

@@ -59,6 +59,7 @@ Status find_code_lengths(const std::vector<uint64_t>& counts, int32_t max_length
   for (size_t i = 0; i < order.size(); ++i) sorted[i] = counts[order[i]];
 
   std::vector<Level> levels;
+  levels.reserve(max_length);
   for (int32_t l = 0; l < max_length; ++l) {
     levels.push_back(merge_level(sorted, l == 0 ? std::vector<uint64_t>{} : levels[l - 1].weights));
   }

@@ -56,8 +56,13 @@ Status fetch_chunk(const Dataset& d, const Index& origin, StoredChunk* out) {
   hsize_t offset[3];
   const size_t rank = d.shape.size();
   for (size_t i = 0; i < rank; ++i) offset[i] = origin[3 - rank + i];
+  // H5Dget_chunk_storage_size() names the size of the shape where there are no filters, whatever is
+  // stored and will be read.
   hsize_t bytes = 0;
-  if (H5Dget_chunk_storage_size(d.handle.id(), offset, &bytes) < 0 || bytes == 0) {
+  unsigned skipped = 0;
+  haddr_t at = HADDR_UNDEF;
+  if (H5Dget_chunk_info_by_coord(d.handle.id(), offset, &skipped, &at, &bytes) < 0 ||
+      at == HADDR_UNDEF || bytes == 0) {
     return corrupt("a chunk was never written");
   }
   if (bytes > static_cast<hsize_t>(d.pipeline.max_stored_bytes())) {
