@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "codec/convert.h"
 #include "datasets/dump.h"
@@ -13,6 +14,7 @@ namespace tierkv::datasets {
 struct DumpReader::Impl {
   DumpInfo info;
   Handle file;
+  std::optional<SlabFile> slabs;  // of the file
 };
 
 namespace {
@@ -107,6 +109,7 @@ Result<DumpReader> DumpReader::open(const std::string& path) {
   impl->info.path = path;
   impl->file = std::move(*file);
   if (Status s = check_dump(impl->file.id(), &impl->info); !s) return s.with_context(path);
+  impl->slabs.emplace(impl->file.id());
   return DumpReader(std::move(impl));
 }
 
@@ -123,6 +126,7 @@ Result<DumpReader> DumpReader::open_image(const std::string& name, const void* b
   impl->file = Handle(H5Fopen(name.c_str(), H5F_ACC_RDONLY, access.id()));
   if (!impl->file.ok()) return corrupt(name + ": cannot be opened as HDF5 (truncated or damaged)");
   if (Status s = check_dump(impl->file.id(), &impl->info); !s) return s.with_context(name);
+  impl->slabs.emplace(impl->file.id());
   return DumpReader(std::move(impl));
 }
 
@@ -138,7 +142,7 @@ Status DumpReader::read_row(int32_t seq, int32_t layer, int32_t kv_head, Compone
   out->tokens = info.sequences[seq].num_tokens;
   out->head_dim = info.layout.head_dim;
   const Slab slab = {{kv_head, 0, 0}, {1, out->tokens, out->head_dim}};
-  s = read_slab(impl_->file.id(), path, slab, &out->bytes);
+  s = read_slab(*impl_->slabs, path, slab, &out->bytes);
   if (s) s = check_finite(path, slab, *out);
   return s.with_context(info.path);
 }
@@ -156,8 +160,8 @@ Status DumpReader::read_queries(int32_t seq, int32_t layer, int32_t first_head, 
   const LayerInfo& l = info.sequences[seq].layers[layer];
   if (!l.has_q) return Status(StatusCode::kNotFound, info.path + ": " + path + ": is missing");
   const Slab slab = {{first_head, 0, 0}, {num_heads, l.num_queries, info.layout.head_dim}};
-  std::vector<uint8_t> bytes;
-  s = read_slab(impl_->file.id(), path, slab, &bytes);
+  RowBytes bytes;
+  s = read_slab(*impl_->slabs, path, slab, &bytes);
   if (!s) return s.with_context(info.path);
   q->resize(slab.elements());
   elements_to_float(l.q_dtype, bytes.data(), slab.elements(), q->data());
@@ -173,7 +177,7 @@ Status DumpReader::read_query_positions(int32_t seq, int32_t layer,
   const int64_t tokens = info.sequences[seq].num_tokens;
   if (n == 0) return Status(StatusCode::kNotFound, info.path + ": " + path + ": is missing");
   std::vector<int64_t> wide;
-  Status s = read_slab_as(impl_->file.id(), path, {{0}, {n}}, &wide);
+  Status s = read_slab_as(*impl_->slabs, path, {{0}, {n}}, &wide);
   if (!s) return s.with_context(info.path);
   for (int64_t i = 0; i < n; ++i) {
     if (wide[i] >= 0 && wide[i] < tokens && (i == 0 || wide[i] > wide[i - 1])) continue;
@@ -193,7 +197,7 @@ Status DumpReader::read_significance(int32_t seq, int32_t layer, int32_t kv_head
   if (!s) return s.with_context(info.path);
   const std::string path = layer_path(info.sequences[seq].id, layer) + "/significance";
   const Slab slab = {{kv_head, 0}, {1, info.sequences[seq].num_tokens}};
-  s = read_slab_as(impl_->file.id(), path, slab, significance);
+  s = read_slab_as(*impl_->slabs, path, slab, significance);
   if (s) s = check_finite(path, slab, *significance);
   if (!s) return s.with_context(info.path);
   for (size_t i = 0; i < significance->size(); ++i) {
@@ -210,7 +214,7 @@ Status DumpReader::read_tokens(int32_t seq, std::vector<int32_t>* tokens) const 
   if (Status s = check_index("sequence", seq, sequences); !s) return s.with_context(info.path);
   const std::string path = "/seq/" + info.sequences[seq].id + "/tokens";
   std::vector<int64_t> wide;
-  Status s = read_slab_as(impl_->file.id(), path, {{0}, {info.sequences[seq].num_tokens}}, &wide);
+  Status s = read_slab_as(*impl_->slabs, path, {{0}, {info.sequences[seq].num_tokens}}, &wide);
   if (!s) return s.with_context(info.path);
   for (size_t i = 0; i < wide.size(); ++i) {
     if (wide[i] >= INT32_MIN && wide[i] <= INT32_MAX) continue;

@@ -97,26 +97,25 @@ class Exporter {
     }
   }
 
-  template <class T>
-  static Status append(SafetensorsWriter& writer, const std::string& tensor,
-                       const std::vector<T>& values) {
-    return writer.append(tensor, values.data(), values.size() * sizeof(T));
+  template <class Vector>
+  static Status append(SafetensorsWriter& writer, const std::string& tensor, const Vector& values) {
+    return writer.append(tensor, values.data(), values.size() * sizeof(values[0]));
   }
 
   // Rows [heads][positions * row_bytes] in the order of the axes.
   Status append_rows(SafetensorsWriter& writer, const std::string& tensor,
-                     const std::vector<std::vector<uint8_t>>& rows, int64_t positions) {
+                     const std::vector<RowBytes>& rows, int64_t positions) {
     const bool by_token =
         names_.axes == TensorAxes::kTokenHeadDim || names_.axes == TensorAxes::kBatchTokenHeadDim;
     if (!by_token) {
-      for (const std::vector<uint8_t>& row : rows) {
+      for (const RowBytes& row : rows) {
         if (Status s = append(writer, tensor, row); !s) return s;
       }
       return Status::ok();
     }
-    std::vector<uint8_t> all;
+    RowBytes all;
     for (int64_t t = 0; t < positions; ++t) {
-      for (const std::vector<uint8_t>& row : rows) {
+      for (const RowBytes& row : rows) {
         const auto bytes = static_cast<int64_t>(row.size()) / positions;
         all.insert(all.end(), row.begin() + t * bytes, row.begin() + (t + 1) * bytes);
       }
@@ -126,7 +125,7 @@ class Exporter {
 
   Status write_queries(SafetensorsWriter& writer, int32_t s, int32_t layer) {
     const LayerInfo& l = seq(s).layers[layer];
-    std::vector<std::vector<uint8_t>> rows(layout().num_q_heads);
+    std::vector<RowBytes> rows(layout().num_q_heads);
     std::vector<float> q;
     for (int32_t h = 0; h < layout().num_q_heads; ++h) {
       if (Status status = dump_.read_queries(s, layer, h, 1, &q); !status) return status;
@@ -146,7 +145,7 @@ class Exporter {
     const LayerInfo& l = seq(s).layers[layer];
     const int32_t heads = layout().num_kv_heads;
     for (const Component c : {Component::kKey, Component::kValue}) {
-      std::vector<std::vector<uint8_t>> rows(heads);
+      std::vector<RowBytes> rows(heads);
       for (int32_t h = 0; h < heads; ++h) {
         RowData row;
         if (Status status = dump_.read_row(s, layer, h, c, &row); !status) return status;

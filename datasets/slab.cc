@@ -1,7 +1,11 @@
 #include "datasets/slab.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 
 #include "datasets/hdf5_dataset.h"
@@ -28,17 +32,80 @@ struct StoredChunk {
   std::vector<uint8_t> bytes;
 };
 
-// A slab as it lies in the file: `whole` for contiguous layouts, chunks otherwise.
+// A slab as it lies in the file: `whole` for contiguous layouts, unless it is one run of the file
+// that is still to be read; chunks otherwise.
 struct StoredSlab {
   Index start, count, chunk;
   int64_t element_bytes = 0;
   ChunkPipeline pipeline;
-  std::vector<uint8_t> whole;
+  RowBytes* whole = nullptr;
+  int64_t run_offset = -1, run_bytes = 0;
   std::vector<StoredChunk> chunks;
 };
 
-Status fetch_contiguous(const Dataset& d, const Slab& slab, std::vector<uint8_t>* out) {
-  if (Status s = check_complete(d); !s) return s;
+// Bytes [offset, offset + size) of the file.
+Status read_run(int descriptor, int64_t offset, int64_t size, RowBytes* out) {
+  const Status damaged = corrupt("cannot be read (damaged)");
+  struct stat info;
+  if (fstat(descriptor, &info) != 0 || size > info.st_size || offset > info.st_size - size) {
+    return damaged;
+  }
+  out->resize(size);
+  for (int64_t done = 0; done < size;) {
+    const ssize_t n = pread(descriptor, out->data() + done, size - done, offset + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return damaged;
+    done += n;
+  }
+  return Status::ok();
+}
+
+Status check_slab(const Slab& slab, const std::vector<int64_t>& shape, int64_t element_bytes) {
+  if (slab.start.size() != shape.size() || slab.count.size() != shape.size()) {
+    return Status(StatusCode::kInvalidArgument, "has another rank than what is asked for");
+  }
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (slab.start[i] < 0 || slab.count[i] < 1 || slab.start[i] > shape[i] ||
+        slab.count[i] > shape[i] - slab.start[i]) {
+      return Status(StatusCode::kInvalidArgument, "is smaller than what is asked for");
+    }
+  }
+  if (slab.elements() > kMaxSlabBytes / element_bytes) {
+    return Status(StatusCode::kUnsupported, "holds more than " + std::to_string(kMaxSlabBytes) +
+                                                " bytes in what is read at once");
+  }
+  return Status::ok();
+}
+
+// The index of a slab's first element, -1 where its elements are not one run of the array.
+int64_t run_of(const Slab& slab, const std::vector<int64_t>& shape) {
+  int64_t first = 0;
+  bool within = false;  // a dimension before this one holds more than one index
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (within && slab.count[i] != shape[i]) return -1;
+    within |= slab.count[i] > 1;
+    first = first * shape[i] + slab.start[i];
+  }
+  return first;
+}
+
+void find_run(const ContiguousArray& array, const Slab& slab, StoredSlab* out) {
+  const int64_t first = run_of(slab, array.shape);
+  if (first < 0) return;
+  out->run_offset = array.offset + first * array.element_bytes;
+  out->run_bytes = slab.elements() * array.element_bytes;
+}
+
+// Where the elements of a contiguous dataset lie, if around HDF5 they can be read at all.
+bool locate(const SlabFile& file, const Dataset& d, ContiguousArray* out) {
+  if (file.descriptor < 0) return false;
+  const haddr_t offset = H5Dget_offset(d.handle.id());
+  if (offset == HADDR_UNDEF || offset > static_cast<haddr_t>(INT64_MAX) / 2) return false;
+  *out = {static_cast<int64_t>(offset), d.element_bytes, d.shape};
+  return true;
+}
+
+Status fetch_contiguous(const Dataset& d, const Slab& slab, RowBytes* out) {
   const std::vector<hsize_t> start(slab.start.begin(), slab.start.end()),
       count(slab.count.begin(), slab.count.end());
   out->resize(slab.elements() * d.element_bytes);
@@ -94,25 +161,28 @@ Status fetch_chunks(const Dataset& d, StoredSlab* out) {
   return Status::ok();
 }
 
-Status fetch(hid_t file, const std::string& path, const Slab& slab, StoredSlab* out) {
+Status fetch(const SlabFile& file, const std::string& path, const Slab& slab, StoredSlab* out) {
   const Hdf5Lock lock;
-  Result<Dataset> d = open_dataset(file, path);
+  if (const auto known = file.arrays.find(path); known != file.arrays.end()) {
+    const ContiguousArray& array = known->second;
+    if (Status s = check_slab(slab, array.shape, array.element_bytes); !s) return s;
+    find_run(array, slab, out);
+    if (out->run_offset >= 0) return Status::ok();
+  }
+  Result<Dataset> d = open_dataset(file.id, path);
   if (!d) return d.status();
-  if (slab.start.size() != d->shape.size() || slab.count.size() != d->shape.size()) {
-    return Status(StatusCode::kInvalidArgument, "has another rank than what is asked for");
-  }
-  for (size_t i = 0; i < d->shape.size(); ++i) {
-    if (slab.start[i] < 0 || slab.count[i] < 1 || slab.start[i] > d->shape[i] ||
-        slab.count[i] > d->shape[i] - slab.start[i]) {
-      return Status(StatusCode::kInvalidArgument, "is smaller than what is asked for");
-    }
-  }
-  if (slab.elements() > kMaxSlabBytes / d->element_bytes) {
-    return Status(StatusCode::kUnsupported, "holds more than " + std::to_string(kMaxSlabBytes) +
-                                                " bytes in what is read at once");
-  }
+  if (Status s = check_slab(slab, d->shape, d->element_bytes); !s) return s;
   out->element_bytes = d->element_bytes;
-  if (d->chunk.empty()) return fetch_contiguous(*d, slab, &out->whole);
+  if (d->chunk.empty()) {
+    if (Status s = check_complete(*d); !s) return s;
+    ContiguousArray array;
+    if (locate(file, *d, &array)) {
+      find_run(array, slab, out);
+      file.arrays.emplace(path, std::move(array));
+      if (out->run_offset >= 0) return Status::ok();
+    }
+    return fetch_contiguous(*d, slab, out->whole);
+  }
   out->start = padded(slab.start, 0);
   out->count = padded(slab.count, 1);
   out->chunk = padded(d->chunk, 1);
@@ -141,11 +211,8 @@ void place(const StoredSlab& slab, const StoredChunk& chunk, uint8_t* out) {
   }
 }
 
-Status assemble(StoredSlab& stored, std::vector<uint8_t>* bytes) {
-  if (stored.chunks.empty()) {
-    *bytes = std::move(stored.whole);
-    return Status::ok();
-  }
+Status assemble(StoredSlab& stored, RowBytes* bytes) {
+  if (stored.chunks.empty()) return Status::ok();
   bytes->resize(stored.count[0] * stored.count[1] * stored.count[2] * stored.element_bytes);
   for (StoredChunk& chunk : stored.chunks) {
     if (Status s = decode_chunk(stored.pipeline, chunk.skipped, &chunk.bytes); !s) return s;
@@ -156,12 +223,12 @@ Status assemble(StoredSlab& stored, std::vector<uint8_t>* bytes) {
 }
 
 template <class T>
-Status read_converted(hid_t file, const std::string& path, const Slab& slab, hid_t memory_type,
-                      std::vector<T>* out) {
-  std::vector<uint8_t> bytes;
+Status read_converted(const SlabFile& file, const std::string& path, const Slab& slab,
+                      hid_t memory_type, std::vector<T>* out) {
+  RowBytes bytes;
   if (Status s = read_slab(file, path, slab, &bytes); !s) return s;
   const Hdf5Lock lock;
-  Result<Dataset> d = open_dataset(file, path);
+  Result<Dataset> d = open_dataset(file.id, path);
   if (!d) return d.status().with_context(path);
   // H5Tconvert works in place, so the buffer must hold the wider of both types.
   const size_t n = bytes.size() / d->element_bytes;
@@ -182,24 +249,39 @@ int64_t Slab::elements() const {
   return n;
 }
 
-Status read_slab(hid_t file, const std::string& path, const Slab& slab,
-                 std::vector<uint8_t>* bytes) {
+SlabFile::SlabFile(hid_t file) : id(file) {
+  const Hdf5Lock lock;
+  const Handle access(H5Fget_access_plist(file)), creation(H5Fget_create_plist(file));
+  hsize_t user_block = 1;
+  void* handle = nullptr;
+  if (access.ok() && creation.ok() && H5Pget_driver(access.id()) == H5FD_SEC2 &&
+      H5Pget_userblock(creation.id(), &user_block) >= 0 && user_block == 0 &&
+      H5Fget_vfd_handle(file, access.id(), &handle) >= 0 && handle != nullptr) {
+    descriptor = *static_cast<int*>(handle);
+  }
+}
+
+Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab, RowBytes* bytes) {
   StoredSlab stored;
+  stored.whole = bytes;
   if (Status s = fetch(file, path, slab, &stored); !s) return s.with_context(path);
+  if (stored.run_offset >= 0) {
+    return read_run(file.descriptor, stored.run_offset, stored.run_bytes, bytes).with_context(path);
+  }
   return assemble(stored, bytes).with_context(path);
 }
 
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab,
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
                     std::vector<float>* out) {
   return read_converted(file, path, slab, H5T_NATIVE_FLOAT, out);
 }
 
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab,
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
                     std::vector<double>* out) {
   return read_converted(file, path, slab, H5T_NATIVE_DOUBLE, out);
 }
 
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab,
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
                     std::vector<int64_t>* out) {
   return read_converted(file, path, slab, H5T_NATIVE_INT64, out);
 }

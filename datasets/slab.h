@@ -1,12 +1,14 @@
-// Reading a rectangular part of a dataset: what is stored is fetched under the lock, then decoded
-// and assembled outside of it, so that threads decode in parallel.
+// Reading a rectangular part of a dataset: where it is stored is found under the lock; it is read,
+// decoded and assembled outside of it, so that threads do so in parallel.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "datasets/hdf5_util.h"
+#include "datasets/row_bytes.h"
 
 namespace tierkv::datasets {
 
@@ -18,16 +20,34 @@ struct Slab {
 };
 inline constexpr int64_t kMaxSlabBytes = int64_t{1} << 32;
 
-// Reads a slab in the type it is stored in, row-major. Takes the lock while it calls HDF5 only;
-// chunks are decoded outside of it. Messages start with the dataset's path.
-Status read_slab(hid_t file, const std::string& path, const Slab& slab,
-                 std::vector<uint8_t>* bytes);
+// A dataset whose elements lie in the file one after the other.
+struct ContiguousArray {
+  int64_t offset = 0;
+  int64_t element_bytes = 0;
+  std::vector<int64_t> shape;
+};
+
+// An open file and what reading around HDF5 needs, which must outlive neither. An identifier will
+// do for a single read.
+struct SlabFile {
+  SlabFile(hid_t file);
+
+  hid_t id;
+  int descriptor = -1;  // of a plain file whose addresses are offsets, else -1
+  // Contiguous datasets that passed all checks, by path; used under the lock.
+  mutable std::map<std::string, ContiguousArray> arrays;
+};
+
+// Reads a slab in the type it is stored in, row-major. Takes the lock while it calls HDF5 only.
+// Messages start with the dataset's path.
+Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab, RowBytes* bytes);
 // The same converted by HDF5 to native float, double or int64_t. Integers and floating-point
 // datasets both convert to float and double; int64_t clamps.
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab, std::vector<float>* out);
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab,
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
+                    std::vector<float>* out);
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
                     std::vector<double>* out);
-Status read_slab_as(hid_t file, const std::string& path, const Slab& slab,
+Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,
                     std::vector<int64_t>* out);
 
 }  // namespace tierkv::datasets
