@@ -21,12 +21,20 @@ inline constexpr int32_t kCoopThreads = kCoopWarps * 32;
 inline constexpr int32_t kCoopTiles = kCoopWarps;  // of a chunk, one per warp
 inline constexpr int32_t kCoopChunks = 2;          // of a step
 inline constexpr int32_t kCoopStages = 2;
+inline constexpr int32_t kCoopSteps = 3;  // whose chunks are known
 inline constexpr int32_t kCoopWarpDims = kRungHeadDim / kCoopWarps;
 // Halves; rows lie 4 banks apart.
 inline constexpr int32_t kWeightStride = kCoopChunks * kCoopTiles * kTileTokens + 8;
 
+struct alignas(8) CoopChunk {
+  const uint8_t* page;
+  int32_t tier, tile;
+  int32_t tiles, tokens;  // 0 where there is none or its page is stray
+};
+
 // Offsets into the dynamic shared memory of a CTA; the stages are before them.
 struct CoopShared {
+  int32_t chunks;   // CoopChunk [kCoopSteps][kCoopChunks]
   int32_t weights;  // half [8][kWeightStride]
   int32_t maxima;   // float [kCoopWarps][8]
   int32_t sums;     // float [kCoopWarps][8]
@@ -38,7 +46,8 @@ TKV_HD constexpr CoopShared coop_shared(int32_t slot_bytes) {
   CoopShared s{};
   const int32_t part_bytes = kRungMaxGroup * kRungHeadDim * 4;
   const int32_t stages = kCoopStages * kCoopChunks * slot_bytes;
-  s.weights = stages > part_bytes ? stages : part_bytes;
+  s.chunks = stages > part_bytes ? stages : part_bytes;
+  s.weights = s.chunks + ceil_div(kCoopSteps * kCoopChunks * sizeof(CoopChunk), 16) * 16;
   s.maxima = s.weights + kRungMaxGroup * kWeightStride * 2;
   s.sums = s.maxima + kCoopWarps * kRungMaxGroup * 4;
   s.states = s.sums + kCoopWarps * kRungMaxGroup * 4;
@@ -65,6 +74,7 @@ class CoopCta {
         warp_(threadIdx.x / 32),
         lane_(threadIdx.x % 32) {
     const CoopShared at = coop_shared(slot_bytes);
+    chunks_ = reinterpret_cast<CoopChunk*>(shared + at.chunks);
     weights_ = reinterpret_cast<__half*>(shared + at.weights);
     maxima_ = reinterpret_cast<float*>(shared + at.maxima);
     sums_ = reinterpret_cast<float*>(shared + at.sums);
@@ -72,28 +82,37 @@ class CoopCta {
     parts_ = reinterpret_cast<float*>(shared);
   }
 
+  // Two threads look up the chunks of a step while the one before it is attended; what they found
+  // lies in shared memory when all meet.
   __device__ __forceinline__ void run() {
     const int32_t row = blockIdx.x / p_.splits, split = blockIdx.x - row * p_.splits;
     const RowChunks chunks(p_, row);
     const int32_t begin = chunks.part_begin(split, p_.splits);
     const int32_t end = chunks.part_begin(split + 1, p_.splits);
+    const int32_t steps = ceil_div(end - begin, kCoopChunks);
+    const auto c = static_cast<int32_t>(threadIdx.x);
+    const auto look_up = [&](int32_t step) {
+      const int32_t i = begin + step * kCoopChunks + c;
+      return i < end ? chunks.at(i) : kNoChunk;
+    };
+    const auto show = [&](int32_t step, const RowChunk& chunk) {
+      const uint8_t* page = page_of(p_, chunk);
+      const bool is_there = page != nullptr && chunk.tokens > 0;
+      chunks_[step % kCoopSteps * kCoopChunks + c] = {
+          page, chunk.tier, chunk.tile, is_there ? chunk.tiles : 0, is_there ? chunk.tokens : 0};
+    };
     load_query(row);
-    const auto look_up = [&](int32_t i) { return i < end ? chunks.at(i) : kNoChunk; };
-    const auto look_up_step = [&](int32_t i) { return Step{{look_up(i), look_up(i + 1)}}; };
-    Step step = look_up_step(begin), next = look_up_step(begin + kCoopChunks);
-    uint8_t *stage = stages_, *other = stages_ + kCoopChunks * slot_bytes_;
-    start_copies(step, stage);
-    for (int32_t i = begin; i < end; i += kCoopChunks) {
+    for (int32_t step = 0; step < 2 && c < kCoopChunks; ++step) show(step, look_up(step));
+    __syncthreads();
+    start_copies(0);
+    for (int32_t step = 0; step < steps; ++step) {
       wait_copies<0>();
-      __syncthreads();  // the step is here for all, and all are done with the other stage
-      start_copies(next, other);
-      const Step behind = look_up_step(i + 2 * kCoopChunks);
-      attend(step, stage);
-      step = next;
-      next = behind;
-      uint8_t* const here = stage;
-      stage = other;
-      other = here;
+      __syncthreads();  // the step is here for all, and all are done with the one before it
+      start_copies(step + 1);
+      RowChunk ahead = kNoChunk;
+      if (c < kCoopChunks) ahead = look_up(step + 2);
+      attend(step);
+      if (c < kCoopChunks) show(step + 2, ahead);
     }
     leave(row, split);
   }
@@ -101,11 +120,6 @@ class CoopCta {
  private:
   static constexpr int32_t kBlocks = kRungHeadDim / kDimBlock;
   static constexpr int32_t kWarpTiles = kCoopWarpDims / 8;  // columns of the output, 8 a tile
-
-  // Attended together, so that the warps meet half as often.
-  struct Step {
-    RowChunk chunk[kCoopChunks];
-  };
 
   __device__ __forceinline__ void load_query(int32_t row) {
     const int32_t g = lane_ / 4, t = lane_ % 4;
@@ -121,53 +135,63 @@ class CoopCta {
     }
   }
 
-  // The four runs of bytes of every chunk, one behind another.
-  // Chunks of stray pages become none.
-  __device__ __forceinline__ void start_copies(Step& step, uint8_t* stage) {
-#pragma unroll
+  __device__ __forceinline__ void copy_run(uint8_t* to, const uint8_t* from, int32_t bytes) const {
+#pragma unroll 4
+    for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
+      start_copy_16(to + at, from + at);
+    }
+  }
+
+  __device__ __forceinline__ uint8_t* slot(int32_t step, int32_t c) const {
+    return stages_ + (step % kCoopStages * kCoopChunks + c) * slot_bytes_;
+  }
+
+  // A page is one run of bytes, a part of one four, one behind another.
+  __device__ __forceinline__ void start_copies(int32_t step) {
+#pragma unroll 1
     for (int32_t c = 0; c < kCoopChunks; ++c) {
-      RowChunk& chunk = step.chunk[c];
-      const uint8_t* page = page_of(p_, chunk);
-      if (page == nullptr) chunk.tiles = chunk.tokens = 0;
+      const CoopChunk& chunk = chunks_[step % kCoopSteps * kCoopChunks + c];
       if (chunk.tokens == 0) continue;
       const TierSource& tier = p_.rows.tiers[chunk.tier];
-      uint8_t* to = stage + c * slot_bytes_;
-#pragma unroll
+      uint8_t* to = slot(step, c);
+      if (chunk.tiles == tier.page_tiles) {
+        copy_run(to, chunk.page + tier.segment[0], tier.page_bytes);
+        continue;
+      }
       for (int32_t s = 0; s < 4; ++s) {
-        const int32_t bytes = chunk.tiles * tier.segment_tile[s];
-        const uint8_t* from = page + tier.segment[s] + chunk.tile * tier.segment_tile[s];
-        for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
-          start_copy_16(to + at, from + at);
-        }
-        to += bytes;
+        const int32_t tile_bytes = tier.segment_tile[s];
+        copy_run(to, chunk.page + tier.segment[s] + chunk.tile * tile_bytes,
+                 chunk.tiles * tile_bytes);
+        to += chunk.tiles * tile_bytes;
       }
     }
     close_copy_group();
   }
 
   // Chunks of two formats go one by one.
-  __device__ __forceinline__ void attend(const Step& step, const uint8_t* stage) {
-    const RowChunk &a = step.chunk[0], &b = step.chunk[1];
-    if (b.tokens == 0 || a.tier == b.tier) {
-      attend_format(step, a.tier, stage);
-    } else {
-      attend_format({{a, kNoChunk}}, a.tier, stage);
-      attend_format({{kNoChunk, b}}, b.tier, stage);
+  __device__ __forceinline__ void attend(int32_t step) {
+    const CoopChunk* both = chunks_ + step % kCoopSteps * kCoopChunks;
+    const bool has_a = both[0].tokens > 0, has_b = both[1].tokens > 0;
+    if (has_a && has_b && both[0].tier != both[1].tier) {
+      attend_format(step, both[0].tier, 0, 1);
+      attend_format(step, both[1].tier, 1, 2);
+    } else if (has_a || has_b) {
+      attend_format(step, both[has_a ? 0 : 1].tier, 0, 2);
     }
   }
 
-  __device__ __forceinline__ void attend_format(const Step& step, int32_t tier,
-                                                const uint8_t* stage) {
-    if (step.chunk[0].tokens + step.chunk[1].tokens == 0) return;
+  // Chunks first .. last - 1 of a step, at least one with tokens, all of these of one tier.
+  __device__ __forceinline__ void attend_format(int32_t step, int32_t tier, int32_t first,
+                                                int32_t last) {
     switch (p_.rows.tiers[tier].format) {
       case pair_format(16, 16):
-        return attend_step<16, 16>(step, stage);
+        return attend_step<16, 16>(step, first, last);
       case pair_format(8, 4):
-        return attend_step<8, 4>(step, stage);
+        return attend_step<8, 4>(step, first, last);
       case pair_format(4, 4):
-        return attend_step<4, 4>(step, stage);
+        return attend_step<4, 4>(step, first, last);
       default:
-        return attend_step<4, 2>(step, stage);
+        return attend_step<4, 2>(step, first, last);
     }
   }
 
@@ -186,37 +210,43 @@ class CoopCta {
   };
 
   template <int32_t kKeyBits, int32_t kValueBits>
-  __device__ __forceinline__ void attend_step(const Step& step, const uint8_t* stage) {
+  __device__ __forceinline__ void attend_step(int32_t step, int32_t first, int32_t last) {
     using At = Segments<kKeyBits, kValueBits>;
+    const CoopChunk* chunks = chunks_ + step % kCoopSteps * kCoopChunks;
+    int32_t tiles[kCoopChunks], tokens[kCoopChunks];
+#pragma unroll
+    for (int32_t c = 0; c < kCoopChunks; ++c) {
+      const bool counts = c >= first && c < last;
+      tiles[c] = counts ? chunks[c].tiles : 0;
+      tokens[c] = counts ? chunks[c].tokens : 0;
+    }
     float scores[kCoopChunks][2][2];  // [token half]: row g, tokens 2t and 2t + 1 of a tile
 #pragma unroll
     for (int32_t c = 0; c < kCoopChunks; ++c) {
-      const RowChunk& chunk = step.chunk[c];
       scores[c][0][0] = scores[c][0][1] = scores[c][1][0] = scores[c][1][1] = -INFINITY;
-      if (warp_ >= chunk.tiles) continue;
-      const At at(stage + c * slot_bytes_, chunk.tiles);
+      if (warp_ >= tiles[c]) continue;
+      const At at(slot(step, c), chunks[c].tiles);
       score_tile<kKeyBits>(at.k_codes + warp_ * At::kKeyBytes,
                            at.k_metadata + warp_ * kMetadataBlockBytes,
-                           chunk.tokens - warp_ * kTileTokens, scores[c]);
+                           tokens[c] - warp_ * kTileTokens, scores[c]);
     }
     share_weights(scores);
 #pragma unroll
     for (int32_t c = 0; c < kCoopChunks; ++c) {
-      const RowChunk& chunk = step.chunk[c];
-      const At at(stage + c * slot_bytes_, chunk.tiles);
+      const At at(slot(step, c), chunks[c].tiles);
 #pragma unroll
       for (int32_t i = 0; i < kCoopTiles; i += 2) {
-        if (i >= chunk.tiles) break;
+        if (i >= tiles[c]) break;
         uint32_t weights[4];  // tokens 0..7, 8..15 of tile i, then of i + 1
         load_matrices(weights, weights_ + lane_ % 8 * kWeightStride +
                                    (c * kCoopTiles + i) * kTileTokens + lane_ / 8 * 8);
 #pragma unroll
         for (int32_t j = 0; j < 2; ++j) {
-          if (i + j >= chunk.tiles) break;
+          if (i + j >= tiles[c]) break;
           const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
           add_values<kValueBits>(at.v_codes + (i + j) * At::kValueBytes,
                                  at.v_metadata + (i + j) * kMetadataBlockBytes,
-                                 chunk.tokens - (i + j) * kTileTokens, pair);
+                                 tokens[c] - (i + j) * kTileTokens, pair);
         }
       }
     }
@@ -394,6 +424,7 @@ class CoopCta {
   const RungParams& p_;
   uint8_t* stages_;
   int32_t slot_bytes_, warp_, lane_;
+  CoopChunk* chunks_;
   __half* weights_;
   float *maxima_, *sums_;
   SoftmaxState* states_;
@@ -404,7 +435,7 @@ class CoopCta {
   float sum_ = 0.0f;                // of row g, this lane's tokens
 };
 
-__global__ void __launch_bounds__(kCoopThreads, 3)
+__global__ void __launch_bounds__(kCoopThreads, 4)
     query_as_a_kernel(const __grid_constant__ RungParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   let_next_kernel_start();
