@@ -9,6 +9,7 @@
 
 #include "attention/decode.h"
 #include "attention/warp_row.cuh"
+#include "attention/warp_softmax.cuh"
 #include "bench/gpu_timing.cuh"
 
 namespace tierkv::bench {
@@ -99,10 +100,11 @@ struct Bits {
 
 struct ArithmeticParams {
   const uint8_t* chunk;  // kChunkTiles tiles as they lie in a ring: both components and metadata
-  const __half* q;       // [4][128]
+  const uint16_t* q;     // fp16 [4][128]
   float* sink;           // a float per thread
   Bits bits;
   int32_t chunk_bytes, rounds;
+  QueryColumns columns;
 };
 
 // Every warp attends `rounds` times to a copy of the chunk in shared memory.
@@ -115,18 +117,18 @@ __global__ void __launch_bounds__(kRateWarps * 32, 1)
     *reinterpret_cast<uint4*>(chunk + at) = *reinterpret_cast<const uint4*>(p.chunk + at);
   }
   __syncwarp();
-  WarpAttention<128> attention;
-  attention.fetch_query(p.q, 4);
+  WarpAttention<128, 1> attention(p.columns);
+  attention.fetch_query(p.q, 0);
   attention.start_row();
   attention.sum_query(0.1f);
   for (int32_t i = 0; i < p.rounds; ++i) {
     attention.use_format(p.bits.k, p.bits.v, 0.1f);
-    attention.attend(chunk, kChunkTiles, kChunkTiles * kTileTokens);
+    attention.attend({chunk, kChunkTiles, kChunkTiles * kTileTokens, 0, nullptr, false});
   }
   __syncthreads();  // the parts take the place of the chunks
   auto* states = reinterpret_cast<SoftmaxState*>(shared_bytes) + warp * 4;
   auto* parts = reinterpret_cast<float*>(shared_bytes + 512) + warp * 4 * part_stride(128);
-  attention.store_part(states, parts, 4);
+  attention.store_part(states, parts);
   __syncwarp();
   p.sink[blockIdx.x * blockDim.x + threadIdx.x] = states[0].sum + parts[lane];
 }
@@ -235,7 +237,7 @@ inline void measure_arithmetic(const TensorBench& b, TensorRates& rates) {
     const double tiles = static_cast<double>(kRounds) * kChunkTiles * kRateWarps;
     const double rate = per_us(b, tiles, [&] {
       arithmetic_rate<<<b.sms, kThreads, kSharedBytes, b.stream>>>(
-          {page, reinterpret_cast<const __half*>(b.q), sink, bits, bytes, kRounds});
+          {page, b.q, sink, bits, bytes, kRounds, query_columns(4, 1, 1, 128)});
     });
     rates.arithmetic[i] = {bits, rate, rate * b.sms * bytes / kChunkTiles / 1e3};
   }

@@ -8,6 +8,7 @@
 #include "attention/rungs/row_chunks.cuh"
 #include "attention/rungs/row_parts.cuh"
 #include "attention/warp_row.cuh"
+#include "attention/warp_softmax.cuh"
 
 namespace tierkv {
 
@@ -55,7 +56,7 @@ template <Loads kLoads, Sharing kSharing, Merge kMerge>
 class KvRowCta {
  public:
   __device__ __forceinline__ KvRowCta(const RungParams& p, uint8_t* shared)
-      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
+      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(p.columns) {
     const KvShared at = kv_shared(kLoads, p.group, p.slot_bytes);
     ring_ = shared + warp_ * kSlots * p.slot_bytes;
     parts_ = reinterpret_cast<float*>(shared);
@@ -71,9 +72,7 @@ class KvRowCta {
     wait_for_previous_kernel();
     const int32_t row = blockIdx.x / p_.splits, split = blockIdx.x - row * p_.splits;
     const RowChunks chunks(p_, row);
-    attention_.fetch_query(
-        static_cast<const __half*>(p_.q) + static_cast<int64_t>(row) * p_.group * kRungHeadDim,
-        p_.group);
+    attention_.fetch_query(static_cast<const uint16_t*>(p_.q), row);
     attention_.start_row();
     attention_.sum_query(p_.scale_log2);
     attend(chunks, split);
@@ -115,7 +114,8 @@ class KvRowCta {
         const SlotHeader header = headers_[slot];
         if (header.tokens > 0) {
           attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
-          attention_.attend(ring_ + slot * p_.slot_bytes, header.tiles, header.tokens);
+          attention_.attend(
+              {ring_ + slot * p_.slot_bytes, header.tiles, header.tokens, 0, nullptr, false});
         }
         meet();
       }
@@ -191,8 +191,7 @@ class KvRowCta {
   __device__ __forceinline__ void leave(int32_t row, int32_t split) {
     const int32_t stride = part_stride(kRungHeadDim);
     __syncthreads();
-    attention_.store_part(states_ + warp_ * kRungMaxGroup, parts_ + warp_ * p_.group * stride,
-                          p_.group);
+    attention_.store_part(states_ + warp_ * kRungMaxGroup, parts_ + warp_ * p_.group * stride);
     __syncthreads();
     for (int32_t head = warp_; head < p_.group; head += kKvWarps) {
       leave_head(p_, row, split, head,
@@ -209,7 +208,7 @@ class KvRowCta {
   uint64_t* full_;       // of this warp, as
   SlotHeader* headers_;  // these
   SoftmaxState* states_;
-  WarpAttention<kRungHeadDim> attention_;
+  WarpAttention<kRungHeadDim, 1> attention_;
 };
 
 template <Loads kLoads, Sharing kSharing, Merge kMerge>
