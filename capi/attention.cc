@@ -91,6 +91,15 @@ Status read_pool(const tkv_page_pool* in, PageView* out) {
   return Status::ok();
 }
 
+Status read_tail(const tkv_attention_tail* in, AttentionTail* out) {
+  if (in == nullptr) return Status::ok();
+  tkv_attention_tail t;
+  if (Status s = read_struct(in, "tail", &t); !s) return s;
+  if (t.tier < 0) return invalid("tail: tier is negative");
+  *out = {t.tier, t.newest, t.ring_first, t.ring_tokens};
+  return Status::ok();
+}
+
 // What every call on a handle needs: the handle, and the struct.
 Status read_call(const tkv_attention* attention, const tkv_attend_call* in, tkv_attend_call* out) {
   if (attention == nullptr) return invalid("attention is null");
@@ -113,6 +122,7 @@ Status attend(const tkv_attention* attention, const tkv_attend_call* call, GpuSt
   if (Status s = read_call(attention, call, &c); !s) return s;
   if (Status s = read_table(c.table, &out.table); !s) return s;
   if (Status s = read_pool(c.pool, &out.pages); !s) return s;
+  if (Status s = read_tail(c.tail, &out.tail); !s) return s;
   out.batch = {c.sequences, c.num_sequences};
   out.layer = c.layer;
   out.q = c.q;

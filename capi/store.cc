@@ -2,7 +2,7 @@
 #include "tierkv/store.h"
 
 #include "capi/buffer.h"
-#include "capi/tier_format.h"
+#include "capi/store_config.h"
 
 struct tkv_store {
   std::unique_ptr<tierkv::KvStore> store;
@@ -37,44 +37,10 @@ class Sequences {
   int32_t count_;
 };
 
-Status read_policy(const tkv_tier_policy* in, TierPolicy* out) {
-  if (in == nullptr) return Status::ok();
-  tkv_tier_policy p;
-  if (Status s = read_struct(in, "policy", &p); !s) return s;
-  *out = {p.alpha_high, p.alpha_low, p.window_tokens, p.sink_tokens};
-  return Status::ok();
-}
-
-Status read_config(const tkv_store_config* in, KvStoreConfig* out) {
-  tkv_store_config c;
-  if (Status s = read_struct(in, "config", &c); !s) return s;
-  CacheLayout& layout = out->layout;
-  layout.num_layers = c.num_layers;
-  layout.num_q_heads = c.num_q_heads;
-  layout.num_kv_heads = c.num_kv_heads;
-  layout.head_dim = c.head_dim;
-  layout.rope_applied = c.before_rope == 0;
-  layout.rope_theta = c.rope_theta;
-  layout.sm_scale = read_sm_scale(c.sm_scale, c.head_dim);
-  if (Status s = read_dtype(c.dtype, &layout.dtype); !s) return s;
-  if (Status s = read_tier_format(c.window_format, "window_format", &out->window_format); !s) {
-    return s;
-  }
-  if (Status s = read_tier_format(c.high_format, "high_format", &out->high_format); !s) return s;
-  if (Status s = read_tier_format(c.low_format, "low_format", &out->low_format); !s) return s;
-  if (Status s = read_policy(c.policy, &out->policy); !s) return s;
-  if (c.score_interval != 0) out->score_interval = c.score_interval;
-  out->page_bytes = c.page_bytes;
-  out->num_pages = c.num_pages;
-  out->max_sequences = c.max_sequences;
-  out->max_tokens = c.max_tokens;
-  return Status::ok();
-}
-
 Status create(const tkv_store_config* config, tkv_store** out) {
   KvStoreConfig c;
   if (out == nullptr) return invalid("store is null");
-  if (Status s = read_config(config, &c); !s) return s;
+  if (Status s = read_store_config(config, &c); !s) return s;
   Result<std::unique_ptr<KvStore>> store = KvStore::create(c);
   if (store) *out = new tkv_store{std::move(*store), nullptr};
   return store.status();
@@ -83,8 +49,7 @@ Status create(const tkv_store_config* config, tkv_store** out) {
 Status create_device(const tkv_store_config* config, void* stream, tkv_store** out) {
   KvStoreConfig c;
   if (out == nullptr) return invalid("store is null");
-  if (Status s = read_config(config, &c); !s) return s;
-  if (Status s = c.validate(); !s) return s;
+  if (Status s = read_store_config(config, &c); !s) return s;
   Result<std::unique_ptr<DeviceKvStore>> store =
       create_device_store(c, static_cast<GpuStream>(stream));
   if (!store) return store.status();

@@ -63,6 +63,40 @@ typedef struct tkv_calibrate_options {
 TKV_API tkv_status tkv_calibrate(tkv_calibrate_options* options, const char* profile,
                                  tkv_error* error);
 
+/* A profile as numbers: what a store wants to know of a model. */
+typedef struct tkv_profile tkv_profile;
+TKV_API tkv_status tkv_profile_open(const char* path, tkv_profile** profile, tkv_error* error);
+TKV_API void tkv_profile_destroy(tkv_profile* profile);
+
+typedef struct tkv_profile_info {
+  size_t struct_size;
+  int32_t num_layers;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t matrix_basis; /* 1: calibrated with one */
+  double alpha_high;
+  double alpha_low;
+} tkv_profile_info;
+TKV_API tkv_status tkv_profile_get_info(const tkv_profile* profile, tkv_profile_info* info,
+                                        tkv_error* error);
+
+/* Of one component, all rows in order (layer, kv_head). Null arrays are skipped. After TKV_CORRUPT
+ * they are unspecified. */
+typedef struct tkv_profile_component {
+  size_t struct_size;
+  tkv_component component;
+  int32_t matrix_steps; /* 1: steps are for coordinates in the matrix basis */
+  double error;         /* what steps aim at: of logits for keys, relative for values */
+  double sm_scale;      /* of the model, for the steps of keys; 0: 1 / sqrt(head_dim) */
+  float* steps;         /* out [rows] */
+  float* means;         /* out [rows, head_dim] */
+  float* forward;       /* out [rows, head_dim, head_dim]; TKV_NOT_FOUND without a matrix basis */
+  float* inverse;       /* likewise */
+} tkv_profile_component;
+TKV_API tkv_status tkv_profile_get_component(const tkv_profile* profile,
+                                             const tkv_profile_component* component,
+                                             tkv_error* error);
+
 typedef struct tkv_compress_options {
   size_t struct_size;
   const char* preset;

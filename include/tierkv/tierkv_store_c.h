@@ -44,6 +44,19 @@ typedef struct tkv_store tkv_store;
 /* Names a sequence of one store; 0 names none. A released id stays stale for good. */
 typedef uint64_t tkv_sequence_id;
 
+typedef int32_t tkv_basis_kind;
+enum { TKV_BASIS_NONE = 0, TKV_BASIS_MEAN = 1, TKV_BASIS_HADAMARD = 2, TKV_BASIS_MATRIX = 3 };
+
+/* The coordinates in which one component is stored: y_j = sum_i (x_i - mean_i) forward[i][j].
+ * append and attend change bases by themselves. */
+typedef struct tkv_basis {
+  size_t struct_size;
+  tkv_basis_kind kind;  /* forward of MEAN is the identity, of HADAMARD the library's rotation */
+  const float* means;   /* [num_layers, num_kv_heads, head_dim], rounded to fp16; null: none */
+  const float* forward; /* of MATRIX: [num_layers, num_kv_heads, head_dim, head_dim] */
+  const float* inverse; /* likewise */
+} tkv_basis;
+
 /* Every field counts as it is given; for the defaults give no policy at all. */
 typedef struct tkv_tier_policy {
   size_t struct_size;
@@ -71,7 +84,9 @@ typedef struct tkv_store_config {
   int32_t num_pages;
   int64_t page_bytes; /* 0: chosen for the three formats */
   int32_t max_sequences;
-  int32_t max_tokens; /* of a sequence */
+  int32_t max_tokens;           /* of a sequence */
+  const tkv_basis* key_basis;   /* null: none */
+  const tkv_basis* value_basis; /* null: none */
 } tkv_store_config;
 
 /* Everything in host memory. TKV_OUT_OF_RANGE also where there is no memory for the pool. */
@@ -207,7 +222,7 @@ typedef struct tkv_attention_config {
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
-  int32_t q_len;   /* 0: 1 */
+  int32_t q_len;   /* queries of a sequence, those of its newest tokens, up to 8; 0: 1 */
   tkv_dtype dtype; /* of q, out and raw pages */
   double sm_scale; /* 0: 1 / sqrt(head_dim) */
   int64_t page_bytes;
@@ -248,6 +263,18 @@ typedef struct tkv_page_pool {
   int32_t num_pages;
 } tkv_page_pool;
 
+/* Where the newest q_len tokens of each sequence lie: in one tier, in the same places for every
+ * kv_head. */
+typedef struct tkv_attention_tail {
+  size_t struct_size;
+  int32_t tier;          /* an index of config.tiers */
+  const int32_t* newest; /* device [num_sequences], where in the tier; null: the last one */
+  /* Once the tier holds ring_first + ring_tokens tokens, those from index ring_first on are a ring,
+   * and those before it older than all others. 0: no ring. */
+  int32_t ring_first;
+  int32_t ring_tokens;
+} tkv_attention_tail;
+
 /* Of one layer. tkv_plan_attention reads table, sequences and workspace. */
 typedef struct tkv_attend_call {
   size_t struct_size;
@@ -256,13 +283,14 @@ typedef struct tkv_attend_call {
   const int32_t* sequences; /* device [num_sequences], -1 is padding; null: 0, 1, 2, ... */
   int32_t num_sequences;
   int32_t layer;
-  const void* q; /* device [num_sequences, num_q_heads, head_dim], aligned to 16 bytes */
+  const void* q; /* device [num_sequences, q_len, num_q_heads, head_dim], aligned to 16 bytes */
   void* out;     /* device, like q */
-  float* lse;    /* device [num_sequences, num_q_heads], natural logarithm; may be null */
+  float* lse;    /* device [num_sequences, q_len, num_q_heads], natural logarithm; may be null */
   /* 1: plan and tables were complete before the kernel that precedes this one on the stream. */
   int32_t plan_is_settled;
   void* workspace;
   size_t workspace_bytes;
+  const tkv_attention_tail* tail; /* null: the last tokens of the last tier; unused for q_len 1 */
 } tkv_attend_call;
 
 /* Cuts the work of all layers; follows every change of the table or the sequences, and precedes

@@ -17,15 +17,18 @@ from .container import Cache, CacheInfo, Layer, Sequence, open, open_bytes
 from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress, decompress
 from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
-from .store import Attention, Store, StoreConfig, StoreStats, TierFormat, TierPolicy
+from .profile import ComponentProfile, Matrices, Profile, read_profile
+from .store import Attention, Store, StoreStats
+from .store_config import Basis, StoreConfig, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Attention", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "Compressed", "CorruptError", "CudaError",
-    "InputOutputError", "InvalidArgumentError", "Layer", "NonFiniteError", "NotFoundError", "OutOfMemoryError", "OutOfPagesError",
-    "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens", "QuantizedRows", "Result", "Sequence",
-    "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds", "TierFormat", "TierPolicy", "TierkvError",
-    "UnsupportedError", "VersionError", "__version__", "analyze", "calibrate", "choose_page_bytes", "compress", "decode",
-    "decompress", "dequantize", "encode", "open", "open_bytes", "quantize",
+    "Attention", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "ComponentProfile", "Compressed",
+    "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
+    "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
+    "Profile", "QuantizedRows", "Result", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
+    "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "calibrate",
+    "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "open", "open_bytes", "quantize",
+    "read_profile",
 ]

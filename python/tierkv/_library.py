@@ -86,12 +86,18 @@ class TierPolicyStruct(Struct):
                 ("sink_tokens", c_int32)]
 
 
+class BasisStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("kind", c_int32), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
+    arrays: List[Any]
+
+
 class StoreConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
                 ("head_dim", c_int32), ("dtype", c_int32), ("before_rope", c_int32), ("rope_theta", c_double), ("sm_scale", c_double),
                 ("window_format", POINTER(TierFormatStruct)), ("high_format", POINTER(TierFormatStruct)),
                 ("low_format", POINTER(TierFormatStruct)), ("policy", POINTER(TierPolicyStruct)), ("score_interval", c_int32),
-                ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32)]
+                ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32),
+                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct))]
 
 
 class StoreInfoStruct(Struct):
@@ -154,6 +160,16 @@ class DecompressOptions(Struct):
                 ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct))]
 
 
+class ProfileInfoStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32),
+                ("matrix_basis", c_int32), ("alpha_high", c_double), ("alpha_low", c_double)]
+
+
+class ProfileComponent(Struct):
+    _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("matrix_steps", c_int32), ("error", c_double),
+                ("sm_scale", c_double), ("steps", c_void_p), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
+
+
 CORE: Dict[str, List[Any]] = {
     "tkv_page_choose_size": [POINTER(PageFormatStruct), c_size_t, POINTER(PageChoiceStruct)],
     "tkv_page_tokens": [POINTER(PageFormatStruct), POINTER(c_int32)],
@@ -197,6 +213,9 @@ DUMPS: Dict[str, List[Any]] = {
     "tkv_analyze": [POINTER(AnalyzeOptions), POINTER(c_void_p)],
     "tkv_calibrate": [POINTER(CalibrateOptions), c_char_p],
     "tkv_compress": [c_char_p, c_char_p, POINTER(CompressOptions)],
+    "tkv_profile_open": [c_char_p, POINTER(c_void_p)],
+    "tkv_profile_get_info": [c_void_p, POINTER(ProfileInfoStruct)],
+    "tkv_profile_get_component": [c_void_p, POINTER(ProfileComponent)],
     "tkv_decompress": [c_char_p, c_char_p, POINTER(DecompressOptions)],
 }
 
@@ -236,8 +255,9 @@ def dumps() -> Library:
     library = Library("libtierkv_dumps.so", DUMPS)
     library.dll.tkv_text_data.restype = c_char_p
     library.dll.tkv_text_data.argtypes = [c_void_p]
-    library.dll.tkv_text_destroy.argtypes = [c_void_p]
-    library.dll.tkv_text_destroy.restype = None
+    for destroy in (library.dll.tkv_text_destroy, library.dll.tkv_profile_destroy):
+        destroy.argtypes = [c_void_p]
+        destroy.restype = None
     return library
 
 

@@ -148,6 +148,39 @@ TEST_F(CapiContainer, NoDamageGoesUnnoticed) {
   }
 }
 
+// Of a profile without a matrix basis.
+void check_profile(const std::string& path) {
+  tkv_error error = make<tkv_error>();
+  tkv_profile* profile = nullptr;
+  ASSERT_EQ(tkv_profile_open(path.c_str(), &profile, &error), TKV_OK) << error.message;
+  tkv_profile_info info = make<tkv_profile_info>();
+  EXPECT_EQ(tkv_profile_get_info(profile, &info, &error), TKV_OK) << error.message;
+  EXPECT_EQ(info.num_layers * info.num_kv_heads, 12);
+  EXPECT_EQ(info.head_dim, 128);
+  EXPECT_EQ(info.matrix_basis, 0);
+  std::vector<float> steps(12, -1), means(12 * 128, -77);
+  tkv_profile_component c = make<tkv_profile_component>();
+  c.component = TKV_VALUE;
+  c.error = 0.25;
+  c.steps = steps.data();
+  c.means = means.data();
+  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_OK) << error.message;
+  EXPECT_GT(*std::min_element(steps.begin(), steps.end()), 0);
+  EXPECT_EQ(std::count(means.begin(), means.end(), -77.0f), 0);
+  c.error = 0;
+  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
+  c.error = 0.25;
+  c.sm_scale = -1;
+  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
+  c.sm_scale = 0;
+  c.component = 2;
+  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
+  c.component = TKV_KEY;
+  c.matrix_steps = 1;
+  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_NOT_FOUND) << error.message;
+  tkv_profile_destroy(profile);
+}
+
 void note(void* user, double fraction) {
   static_cast<std::vector<double>*>(user)->push_back(fraction);
 }
@@ -170,6 +203,8 @@ TEST_F(CapiContainer, AnalysisAndCalibration) {
   ASSERT_FALSE(fractions.empty());
   EXPECT_TRUE(std::is_sorted(fractions.begin(), fractions.end()));
   EXPECT_LE(fractions.back(), 1);
+
+  check_profile(profile);
 
   const char* presets[] = {"step", "k8v4"};
   tkv_analyze_options analyze = make<tkv_analyze_options>();

@@ -74,6 +74,10 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   EXPECT_EQ(tkv_decompress(nullptr, nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   tkv_codebook_destroy(nullptr);
   tkv_container_destroy(nullptr);
+  EXPECT_EQ(tkv_profile_open(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_profile_get_info(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_profile_get_component(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  tkv_profile_destroy(nullptr);
   tkv_store_destroy(nullptr);
   tkv_attention_destroy(nullptr);
   tkv_text_destroy(nullptr);

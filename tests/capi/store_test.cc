@@ -64,6 +64,10 @@ class Twins {
     const tkv_store_config config = small_config(&policy);
     EXPECT_EQ(tkv_store_create(&config, &c_, &error_), TKV_OK) << error_.message;
   }
+  Twins(const tkv_store_config& c, const KvStoreConfig& cpp)
+      : cpp_(std::move(*KvStore::create(cpp))) {
+    EXPECT_EQ(tkv_store_create(&c, &c_, &error_), TKV_OK) << error_.message;
+  }
   ~Twins() { tkv_store_destroy(c_); }
   Twins(const Twins&) = delete;
   Twins& operator=(const Twins&) = delete;
@@ -374,6 +378,114 @@ TEST(CapiStore, AZeroedConfigHasTheDefaultsOfTheCppOne) {
   EXPECT_EQ(tkv_store_import_sequence(store, bytes.data(), bytes.size(), &copy, &error), TKV_OK)
       << error.message;
   tkv_store_destroy(store);
+}
+
+// I - 2 u u^T: its own inverse.
+std::vector<float> reflection(RandomInput* input) {
+  std::vector<float> u(kHeadDim), m(kHeadDim * kHeadDim);
+  float norm = 0;
+  for (float& x : u) {
+    x = input->real(-1, 1);
+    norm += x * x;
+  }
+  for (int32_t i = 0; i < kHeadDim; ++i) {
+    for (int32_t j = 0; j < kHeadDim; ++j) {
+      m[i * kHeadDim + j] = (i == j ? 1.0f : 0.0f) - 2 * u[i] * u[j] / norm;
+    }
+  }
+  return m;
+}
+
+// Keys rotated without their means, values reflected, as C and C++ say it.
+class BasisConfigs {
+ public:
+  explicit BasisConfigs(RandomInput* input) : policy_(small_policy()) {
+    for (int32_t row = 0; row < kLayers * kKvHeads; ++row) {
+      std::vector<float> mean(kHeadDim), matrix = reflection(input);
+      for (float& x : mean) x = input->real(-2, 2);
+      means_.insert(means_.end(), mean.begin(), mean.end());
+      matrices_.insert(matrices_.end(), matrix.begin(), matrix.end());
+      Basis key = Basis::hadamard(kHeadDim);
+      key.mean = Basis::mean_removed(mean).mean;
+      cpp_basis_.keys.push_back(key);
+      Basis value = Basis::matrix({}, matrix, matrix);
+      value.head_dim = kHeadDim;
+      cpp_basis_.values.push_back(value);
+    }
+    cpp_basis_.num_layers = kLayers;
+    cpp_basis_.num_kv_heads = kKvHeads;
+    key_ = make<tkv_basis>();
+    key_.kind = TKV_BASIS_HADAMARD;
+    key_.means = means_.data();
+    value_ = make<tkv_basis>();
+    value_.kind = TKV_BASIS_MATRIX;
+    value_.forward = value_.inverse = matrices_.data();
+  }
+  tkv_store_config c() const {
+    tkv_store_config config = small_config(&policy_);
+    config.key_basis = &key_;
+    config.value_basis = &value_;
+    return config;
+  }
+  KvStoreConfig cpp() const {
+    KvStoreConfig config = same_in_cpp();
+    config.basis = std::make_shared<const CacheBasis>(cpp_basis_);
+    return config;
+  }
+  tkv_basis& key() { return key_; }
+  tkv_basis& value() { return value_; }
+
+ private:
+  tkv_tier_policy policy_;
+  std::vector<float> means_, matrices_;
+  CacheBasis cpp_basis_;
+  tkv_basis key_, value_;
+};
+
+TEST(CapiStore, BasesAreThoseOfTheCppStore) {
+  RandomInput input;
+  const BasisConfigs configs(&input);
+  Twins twins(configs.c(), configs.cpp());
+  Twins::Pair id;
+  ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+  fill_prompt(twins, input, id, 40);
+  ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+  for (int32_t i = 0; i < 5; ++i) step(twins, input, id, 1);
+  const std::vector<uint8_t> bytes = twins.exported(id);
+  EXPECT_FALSE(bytes.empty());
+  Twins without;
+  Twins::Pair copy;
+  EXPECT_EQ(without.import(bytes, &copy), StatusCode::kInvalidArgument);
+}
+
+TEST(CapiStore, BasesAreRefusedByName) {
+  RandomInput input;
+  BasisConfigs configs(&input);
+  BasisConfigs good = configs;
+  tkv_error error = make<tkv_error>();
+  tkv_store* store = nullptr;
+  const auto refused = [&](const char* words) {
+    const tkv_store_config c = configs.c();
+    EXPECT_EQ(tkv_store_create(&c, &store, &error), TKV_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(error.message, words), nullptr) << error.message;
+    EXPECT_EQ(store, nullptr);
+    configs.key() = good.key();
+    configs.value() = good.value();
+  };
+  configs.key().kind = 4;
+  refused("key_basis: kind");
+  configs.key().kind = TKV_BASIS_NONE;
+  refused("key_basis: means without a basis");
+  configs.key().kind = TKV_BASIS_MEAN;
+  configs.key().means = nullptr;
+  refused("key_basis: means is null");
+  configs.value().inverse = nullptr;
+  refused("value_basis: forward or inverse");
+  configs.value().struct_size = 0;
+  refused("value_basis: basis: struct_size");
+  const std::vector<float> ones(kLayers * kKvHeads * kHeadDim * kHeadDim, 1.0f);
+  configs.value().inverse = ones.data();
+  refused("not the identity");
 }
 
 TEST(CapiStore, ConfigsAreRefusedByName) {

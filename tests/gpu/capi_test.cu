@@ -197,7 +197,8 @@ TEST(SmallCapi, ADeviceStoreTellsWhatItFound) {
   EXPECT_EQ(tkv_store_take_status(device.get(), device.error()), TKV_OK);
 }
 
-class CapiAttend : public ::testing::Test {
+// With 1 and with several queries a sequence.
+class CapiAttend : public ::testing::TestWithParam<int32_t> {
  protected:
   CapiAttend()
       : seed_(std::random_device{}()),
@@ -224,6 +225,7 @@ class CapiAttend : public ::testing::Test {
     config.num_q_heads = world_.config.num_q_heads;
     config.num_kv_heads = world_.config.num_kv_heads;
     config.head_dim = world_.config.head_dim;
+    config.q_len = world_.config.q_len;
     config.sm_scale = world_.config.sm_scale;
     config.page_bytes = world_.config.page_bytes;
     config.tiers = tiers_;
@@ -240,10 +242,11 @@ class CapiAttend : public ::testing::Test {
     tkv_attention_destroy(attention_);
     cudaFree(workspace_);
   }
-  static WorldShape shape() {
+  WorldShape shape() const {
     WorldShape s;
     s.tiers = {{0, token_wise_tier(8, 4)}, {1, token_wise_tier(4, 2)}};
-    s.tokens = {{70, 130}, {1, 0}, {0, 200}, {33, 7}};
+    s.tokens = {{70, 130}, {5, 12}, {0, 200}, {33, 7}};
+    s.q_len = GetParam();
     return s;
   }
   World make_world(const WorldShape& s) { return test::make_world(s, rng_); }
@@ -261,7 +264,10 @@ class CapiAttend : public ::testing::Test {
     pages_.records = records_.get();
     pages_.page_bytes = world_.config.page_bytes;
     pages_.num_pages = world_.num_pages;
+    tail_ = make<tkv_attention_tail>();
+    tail_.tier = 1;
     call_ = make<tkv_attend_call>();
+    call_.tail = &tail_;
     call_.table = &table_;
     call_.pool = &pages_;
     call_.num_sequences = world_.sequences();
@@ -287,11 +293,12 @@ class CapiAttend : public ::testing::Test {
   tkv_attention* attention_ = nullptr;
   tkv_page_table table_;
   tkv_page_pool pages_;
+  tkv_attention_tail tail_;
   tkv_attend_call call_;
   tkv_error error_ = make<tkv_error>();
 };
 
-TEST_F(CapiAttend, SmallIsTheReference) {
+TEST_P(CapiAttend, SmallIsTheReference) {
   SCOPED_TRACE(seed_);
   ASSERT_EQ(tkv_plan_attention(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
   ASSERT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
@@ -307,7 +314,7 @@ TEST_F(CapiAttend, SmallIsTheReference) {
   EXPECT_EQ(rows, std::vector<int32_t>(rows.size(), TKV_OK));
 }
 
-TEST_F(CapiAttend, SmallRefusesBadCallsByName) {
+TEST_P(CapiAttend, SmallRefusesBadCallsByName) {
   const auto refused = [&](tkv_status status, const char* word) {
     EXPECT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), status) << error_.message;
     EXPECT_NE(std::strstr(error_.message, word), nullptr) << error_.message;
@@ -326,11 +333,19 @@ TEST_F(CapiAttend, SmallRefusesBadCallsByName) {
   refused(TKV_INVALID_ARGUMENT, "16 bytes");
   pages_.page_bytes += 1;
   refused(TKV_INVALID_ARGUMENT, "page_bytes");
+  if (GetParam() > 1) {
+    tail_.tier = 2;
+    refused(TKV_INVALID_ARGUMENT, "tail");
+    tail_.struct_size = 3;
+    refused(TKV_INVALID_ARGUMENT, "tail: struct_size");
+  }
   call_.num_sequences = 0;
   refused(TKV_INVALID_ARGUMENT, "num_sequences");
   call_.workspace_bytes = bytes - 1;
   refused(TKV_BUFFER_TOO_SMALL, "workspace");
 }
+
+INSTANTIATE_TEST_SUITE_P(Queries, CapiAttend, ::testing::Values(1, 4));
 
 TEST(SmallCapi, MergeOnTheDeviceIsThatOnTheHost) {
   RandomInput input;

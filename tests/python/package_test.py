@@ -50,9 +50,11 @@ class Structs(PackageTest):
                    "tkv_tier_policy": lib.TierPolicyStruct, "tkv_store_config": lib.StoreConfigStruct,
                    "tkv_store_info": lib.StoreInfoStruct, "tkv_append_call": lib.AppendCall, "tkv_prompt_scores": lib.PromptScores,
                    "tkv_attend_request": lib.AttendRequest, "tkv_score_update": lib.ScoreUpdate,
-                   "tkv_store_stats": lib.StoreStatsStruct}
+                   "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct,
+                   "tkv_profile_info": lib.ProfileInfoStruct, "tkv_profile_component": lib.ProfileComponent}
         # Attention over caller-owned pages is for C and C++.
-        unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attend_call", "tkv_merge_call"}
+        unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",
+                  "tkv_merge_call"}
         headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in ("tierkv_c.h", "tierkv_store_c.h", "tierkv_dumps_c.h"))
         self.assertEqual(set(re.findall(r"^} (tkv_\w+);", headers, re.M)), set(structs) | unused)
         lines = ['#include <stdio.h>', '#include "tierkv/tierkv_dumps_c.h"', '#include "tierkv/tierkv_store_c.h"', "int main(void) {"]
@@ -277,6 +279,62 @@ class Dumps(PackageTest):
         self.assertTrue(seen and 0 <= seen[0] and seen[-1] <= 1)
         own, shared = (tierkv.analyze(SAMPLE, ["step"], profile=p)[0] for p in (None, self.dir / "profile.h5"))
         self.assertLess(shared.bits_per_value, own.bits_per_value)
+
+    def test_profiles_are_read(self):
+        path = self.dir / "matrix.h5"
+        tierkv.calibrate(SAMPLE, path, matrix_basis=True)
+        profile = tierkv.read_profile(path)
+        self.assertEqual((profile.num_layers, profile.num_kv_heads, profile.head_dim), (6, 2, 128))
+        with h5py.File(path) as f:
+            self.assertEqual((profile.alpha_high, profile.alpha_low), (f.attrs["alpha_h"], f.attrs["alpha_l"]))
+            # codec/global_step.h: traces and signals are in the statistics.
+            query, signal, key_matrix, value_matrix = np.asarray(f["statistics"]).T
+            for name, part, plain, matrix in (
+                    ("key", profile.key, np.sqrt(12 * 128 / query), np.sqrt(12 * 128 / key_matrix)),
+                    ("value", profile.value, np.sqrt(12 * signal / 128), np.sqrt(12 * signal / value_matrix))):
+                np.testing.assert_array_equal(part.means.reshape(12, 128), f[f"{name}_mean"])
+                basis = part.basis("matrix")
+                np.testing.assert_array_equal(basis.forward.reshape(12, 128, 128), f[f"{name}_forward"])
+                np.testing.assert_array_equal(basis.inverse.reshape(12, 128, 128), f[f"{name}_inverse"])
+                np.testing.assert_allclose(part.steps(0.3).ravel(), 0.3 * plain, rtol=1e-6)
+                np.testing.assert_allclose(part.steps(0.3, "matrix").ravel(), 0.3 * matrix, rtol=1e-6)
+        scaled = tierkv.read_profile(path, sm_scale=0.5)
+        np.testing.assert_allclose(scaled.key.steps(1), profile.key.steps(1) * 2 / 128**0.5, rtol=1e-6)
+        np.testing.assert_array_equal(scaled.value.steps(1), profile.value.steps(1))
+        self.check_basis(profile)
+
+    def check_basis(self, profile):
+        """At 16 bits the basis of a profile changes nothing but the last digits of attention."""
+        raw = tierkv.TierFormat(16, 16)
+        with h5py.File(SAMPLE) as f:
+            layer = next(iter(f["seq"].values()))["layer/3"]
+            k, v = (np.ascontiguousarray(np.asarray(layer[name])[:, :200].transpose(1, 0, 2))[None] for name in "kv")
+        q = self.normal(1, 4, 128, dtype=np.float16)
+        results = []
+        for kinds in (None, ("matrix", "matrix"), ("mean", "hadamard")):
+            bases = {} if kinds is None else {"key_basis": profile.key.basis(kinds[0]), "value_basis": profile.value.basis(kinds[1])}
+            config = tierkv.StoreConfig(6, 4, 2, 128, num_pages=100, max_sequences=1, max_tokens=200, window_format=raw, high_format=raw,
+                                        low_format=raw, **bases)
+            with tierkv.Store(config) as store:
+                id = store.add_sequence()
+                store.begin_prompt(id, 200)
+                store.append(id, 3, k, v)
+                seen = store.attend(id, 3, q)
+                results.append((seen.out.astype(np.float64), seen.lse))
+        for out, lse in results[1:]:
+            # fp16 coordinates, some of them larger than what they stand for.
+            self.assertLess(np.linalg.norm(out - results[0][0]) / np.linalg.norm(results[0][0]), 5e-3, f"seed {self.seed}")
+            self.assertFalse(np.array_equal(out, results[0][0]))
+            np.testing.assert_allclose(lse, results[0][1], rtol=5e-3)
+
+    def test_what_a_profile_lacks(self):
+        tierkv.calibrate(SAMPLE, self.dir / "plain.h5")
+        profile = tierkv.read_profile(self.dir / "plain.h5")
+        self.assertIsNone(profile.key.matrices)
+        for call in (lambda: profile.key.basis("matrix"), lambda: profile.value.steps(1, "matrix"), lambda: profile.key.basis("pca")):
+            self.assertRaises(ValueError, call)
+        self.assertRaises(OSError, tierkv.read_profile, "/nowhere.h5")
+        self.assertRaises(tierkv.TierkvError, tierkv.read_profile, SAMPLE)
 
     def test_what_progress_raises_is_raised(self):
         calls = []

@@ -238,6 +238,9 @@ class Arrays(StoreTest):
                 (lambda: tierkv.Store(config(num_pages=0)), tierkv.InvalidArgumentError, "num_pages"),
                 (lambda: tierkv.Store(config(dtype="int8")), ValueError, "int8"),
                 (lambda: tierkv.Store(config(low_format=tierkv.TierFormat(1, 1))), tierkv.UnsupportedError, "low_format"),
+                (lambda: tierkv.Store(config(key_basis=tierkv.Basis("pca"))), ValueError, "pca"),
+                (lambda: tierkv.Store(config(key_basis=tierkv.Basis("mean"))), tierkv.InvalidArgumentError, "key_basis: means"),
+                (lambda: tierkv.Store(config(value_basis=tierkv.Basis("mean", np.zeros((1, 2, 64), np.float32)))), ValueError, "means: shape"),
                 (lambda: tierkv.Store.on_device(config(num_pages=0), 0), tierkv.InvalidArgumentError, "num_pages")):
             with self.assertRaises(error) as caught:
                 call()
