@@ -3,11 +3,8 @@
 
 #include "capi/abi.h"
 #include "capi/buffer.h"
+#include "capi/codebook.h"
 #include "tierkv/layout.h"
-
-struct tkv_codebook {
-  tierkv::Codebook book;
-};
 
 namespace tierkv::capi {
 namespace {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "capi/codebook.h"
 #include "capi/tier_format.h"
 
 namespace tierkv::capi {
@@ -73,6 +74,72 @@ Status read_component_basis(const tkv_basis* in, const CacheLayout& layout,
   return Status::ok();
 }
 
+// `count` floats, or none where there is no array.
+std::vector<float> optional(const float* array, int64_t count) {
+  return array == nullptr ? std::vector<float>() : part_of(array, 0, count);
+}
+
+Status read_sources(const tkv_coded_config& in, CodedConfig* out) {
+  switch (in.means) {
+    case TKV_MEANS_OF_PROMPT:
+      out->means = MeanSource::kPrompt;
+      break;
+    case TKV_MEANS_NONE:
+      out->means = MeanSource::kNone;
+      break;
+    case TKV_MEANS_GIVEN:
+      out->means = MeanSource::kGiven;
+      break;
+    default:
+      return invalid("means is unknown");
+  }
+  switch (in.codebooks) {
+    case TKV_CODEBOOKS_OF_HOST:
+      out->codebooks = CodebookSource::kHost;
+      break;
+    case TKV_CODEBOOKS_OF_DEVICE:
+      out->codebooks = CodebookSource::kDevice;
+      break;
+    case TKV_CODEBOOKS_GIVEN:
+      out->codebooks = CodebookSource::kGiven;
+      break;
+    default:
+      return invalid("codebooks is unknown");
+  }
+  return Status::ok();
+}
+
+Status read_given(const tkv_coded_config& in, CodedConfig* out) {
+  if (in.num_given < 0 || in.num_given > (1 << 16)) return invalid("num_given is out of range");
+  if (in.num_given > 0 && in.given == nullptr) return invalid("given is null");
+  for (int32_t i = 0; i < in.num_given; ++i) {
+    if (in.given[i] == nullptr) return invalid("codebook " + std::to_string(i) + " is null");
+    serialize_codebook(in.given[i]->book, &out->given.emplace_back());
+  }
+  return Status::ok();
+}
+
+// null leaves the store one of tiers.
+Status read_coded(const tkv_coded_config* in, const CacheLayout& layout, CodedConfig* out) {
+  if (in == nullptr) return Status::ok();
+  tkv_coded_config c;
+  if (Status s = read_struct(in, "config", &c); !s) return s;
+  if (c.key_steps == nullptr || c.value_steps == nullptr) {
+    return invalid("key_steps or value_steps is null");
+  }
+  if (Status s = read_sources(c, out); !s) return s;
+  if (Status s = read_given(c, out); !s) return s;
+  const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
+  out->enabled = true;
+  out->key_steps = part_of(c.key_steps, 0, rows);
+  out->value_steps = part_of(c.value_steps, 0, rows);
+  out->key_means = optional(c.key_means, rows * layout.head_dim);
+  out->value_means = optional(c.value_means, rows * layout.head_dim);
+  if (c.max_length != 0) out->max_length = c.max_length;
+  if (c.streams_per_lane != 0) out->streams_per_lane = c.streams_per_lane;
+  return Status::ok();
+}
+
 Status read_basis(const tkv_store_config& in, KvStoreConfig* out) {
   if (in.key_basis == nullptr && in.value_basis == nullptr) return Status::ok();
   CacheBasis basis;
@@ -85,7 +152,7 @@ Status read_basis(const tkv_store_config& in, KvStoreConfig* out) {
     return s.with_context("value_basis");
   }
   out->basis = std::make_shared<const CacheBasis>(std::move(basis));
-  return out->validate();
+  return Status::ok();
 }
 
 }  // namespace
@@ -102,8 +169,10 @@ Status read_store_config(const tkv_store_config* in, KvStoreConfig* out) {
   out->max_sequences = c.max_sequences;
   out->max_tokens = c.max_tokens;
   // Before anything is read whose size it says.
-  if (Status s = out->validate(); !s) return s;
-  return read_basis(c, out);
+  if (Status s = out->layout.validate(); !s) return s.with_context("layout");
+  if (Status s = read_basis(c, out); !s) return s;
+  if (Status s = read_coded(c.coded, out->layout, &out->coded); !s) return s.with_context("coded");
+  return out->validate();
 }
 
 }  // namespace tierkv::capi

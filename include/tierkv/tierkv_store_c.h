@@ -57,6 +57,27 @@ typedef struct tkv_basis {
   const float* inverse; /* likewise */
 } tkv_basis;
 
+typedef int32_t tkv_mean_source;
+enum { TKV_MEANS_OF_PROMPT = 0, TKV_MEANS_NONE = 1, TKV_MEANS_GIVEN = 2 };
+typedef int32_t tkv_codebook_source;
+enum { TKV_CODEBOOKS_OF_HOST = 0, TKV_CODEBOOKS_OF_DEVICE = 1, TKV_CODEBOOKS_GIVEN = 2 };
+
+/* Entropy-coded pages instead of tiers, as coded.h explains. Formats, policy but for window_tokens,
+ * score_interval and page_bytes then stay at their defaults. */
+typedef struct tkv_coded_config {
+  size_t struct_size;
+  const float* key_steps;   /* [num_layers, num_kv_heads], positive */
+  const float* value_steps; /* likewise */
+  tkv_mean_source means;
+  tkv_codebook_source codebooks;
+  const float* key_means;           /* of MEANS_GIVEN: [num_layers, num_kv_heads, head_dim] */
+  const float* value_means;         /* likewise */
+  const tkv_codebook* const* given; /* of CODEBOOKS_GIVEN: [num_given], of both components */
+  int32_t num_given;
+  int32_t max_length;       /* bits of the longest code word; 0: 11 */
+  int32_t streams_per_lane; /* 1 or 2; 0: 2 */
+} tkv_coded_config;
+
 /* Every field counts as it is given; for the defaults give no policy at all. */
 typedef struct tkv_tier_policy {
   size_t struct_size;
@@ -84,9 +105,10 @@ typedef struct tkv_store_config {
   int32_t num_pages;
   int64_t page_bytes; /* 0: chosen for the three formats */
   int32_t max_sequences;
-  int32_t max_tokens;           /* of a sequence */
-  const tkv_basis* key_basis;   /* null: none */
-  const tkv_basis* value_basis; /* null: none */
+  int32_t max_tokens;            /* of a sequence */
+  const tkv_basis* key_basis;    /* null: none */
+  const tkv_basis* value_basis;  /* null: none */
+  const tkv_coded_config* coded; /* null: tiers */
 } tkv_store_config;
 
 /* Everything in host memory. TKV_OUT_OF_RANGE also where there is no memory for the pool. */

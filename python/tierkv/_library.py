@@ -91,13 +91,20 @@ class BasisStruct(Struct):
     arrays: List[Any]
 
 
+class CodedConfigStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("key_steps", c_void_p), ("value_steps", c_void_p), ("means", c_int32),
+                ("codebooks", c_int32), ("key_means", c_void_p), ("value_means", c_void_p), ("given", POINTER(c_void_p)),
+                ("num_given", c_int32), ("max_length", c_int32), ("streams_per_lane", c_int32)]
+    arrays: List[Any]
+
+
 class StoreConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
                 ("head_dim", c_int32), ("dtype", c_int32), ("before_rope", c_int32), ("rope_theta", c_double), ("sm_scale", c_double),
                 ("window_format", POINTER(TierFormatStruct)), ("high_format", POINTER(TierFormatStruct)),
                 ("low_format", POINTER(TierFormatStruct)), ("policy", POINTER(TierPolicyStruct)), ("score_interval", c_int32),
                 ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32),
-                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct))]
+                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct)), ("coded", POINTER(CodedConfigStruct))]
 
 
 class StoreInfoStruct(Struct):

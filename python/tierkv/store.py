@@ -250,7 +250,8 @@ class Store:
     def __repr__(self) -> str:
         c = self.config
         where = "host" if self._stream is None else f"device, stream {self._stream:#x}"
-        return f"<tierkv.Store on {where}: {c.num_layers} layers, {c.num_kv_heads} kv heads, {c.num_pages} pages of {self.page_bytes} bytes>"
+        return (f"<tierkv.Store on {where}: {c.num_layers} layers, {c.num_kv_heads} kv heads, {c.num_pages} pages of "
+                f"{self.page_bytes} bytes>")
 
     def _open(self) -> ctypes.c_void_p:
         if self._handle is None:

@@ -3,14 +3,22 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import _library as lib
-from ._arrays import DTYPES, ArrayLike, pointer, values
+from ._arrays import DTYPES, Array, ArrayLike, pointer, values
+from .codec import Codebook
 
 BASIS_KINDS = {"mean": 1, "hadamard": 2, "matrix": 3}
+MEAN_SOURCES = {"prompt": 0, "none": 1, "given": 2}
+CODEBOOK_SOURCES = {"host": 0, "device": 1}
+GIVEN_CODEBOOKS = 2
+
+
+def _floats(array: Optional[ArrayLike], name: str, shape: Tuple[int, ...]) -> Optional[Array]:
+    return None if array is None else np.ascontiguousarray(values(array, name, shape).to_float32())
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,46 @@ class Basis:
     def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.BasisStruct:
         if self.kind not in BASIS_KINDS:
             raise ValueError(f"basis {self.kind!r} is not one of {', '.join(BASIS_KINDS)}")
-        arrays = [None if a is None else np.ascontiguousarray(values(a, name, shape).to_float32())
-                  for a, name, shape in ((self.means, "means", (*rows, head_dim)), (self.forward, "forward", (*rows, head_dim, head_dim)),
-                                         (self.inverse, "inverse", (*rows, head_dim, head_dim)))]
-        struct = lib.BasisStruct(kind=BASIS_KINDS[self.kind], means=pointer(arrays[0]), forward=pointer(arrays[1]),
-                                 inverse=pointer(arrays[2]))
-        struct.arrays = arrays  # as long as the struct
+        square = (*rows, head_dim, head_dim)
+        means, forward, inverse = (_floats(self.means, "means", (*rows, head_dim)), _floats(self.forward, "forward", square),
+                                   _floats(self.inverse, "inverse", square))
+        struct = lib.BasisStruct(kind=BASIS_KINDS[self.kind], means=pointer(means), forward=pointer(forward), inverse=pointer(inverse))
+        struct.arrays = [means, forward, inverse]  # as long as the struct
+        return struct
+
+
+@dataclass(frozen=True)
+class CodedConfig:
+    """Entropy-coded pages instead of tiers: one step per (layer, kv_head), Huffman-coded blocks of 64 tokens, the newest tokens raw.
+
+    Steps are those of a profile: read_profile(path).key.steps(0.3), .value.steps(0.25)."""
+
+    key_steps: ArrayLike  # [num_layers, num_kv_heads], positive
+    value_steps: ArrayLike
+    means: str = "prompt"  # taken off before quantisation: each row's own of its prompt, "none", or "given"
+    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host" or the "device", or these
+    key_means: Optional[ArrayLike] = None  # [num_layers, num_kv_heads, head_dim]
+    value_means: Optional[ArrayLike] = None
+    max_length: int = 11  # bits of the longest code word; not for given codebooks
+    streams_per_lane: int = 2  # likewise
+
+    def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.CodedConfigStruct:
+        if self.means not in MEAN_SOURCES:
+            raise ValueError(f"means {self.means!r} is not one of {', '.join(MEAN_SOURCES)}")
+        given: List[Codebook] = []
+        if not isinstance(self.codebooks, str):
+            given = list(self.codebooks)
+        elif self.codebooks not in CODEBOOK_SOURCES:
+            raise ValueError(f"codebooks {self.codebooks!r} is not one of {', '.join(CODEBOOK_SOURCES)}")
+        source = CODEBOOK_SOURCES[self.codebooks] if isinstance(self.codebooks, str) else GIVEN_CODEBOOKS
+        arrays = [_floats(self.key_steps, "key_steps", rows), _floats(self.value_steps, "value_steps", rows),
+                  _floats(self.key_means, "key_means", (*rows, head_dim)), _floats(self.value_means, "value_means", (*rows, head_dim))]
+        handles = (ctypes.c_void_p * len(given))(*(book._handle for book in given))
+        struct = lib.CodedConfigStruct(
+            key_steps=pointer(arrays[0]), value_steps=pointer(arrays[1]), means=MEAN_SOURCES[self.means], codebooks=source,
+            key_means=pointer(arrays[2]), value_means=pointer(arrays[3]), given=handles, num_given=len(given),
+            max_length=self.max_length, streams_per_lane=self.streams_per_lane)
+        struct.arrays = [arrays, given]  # as long as the struct
         return struct
 
 
@@ -80,6 +122,7 @@ class StoreConfig:
     page_bytes: int = 0  # 0: chosen for the three formats
     key_basis: Optional[Basis] = None
     value_basis: Optional[Basis] = None
+    coded: Optional[CodedConfig] = None  # instead of tiers; formats, alphas, sinks, score_interval then keep their defaults
 
     def _struct(self) -> lib.StoreConfigStruct:
         if self.dtype not in DTYPES:
@@ -93,7 +136,7 @@ class StoreConfig:
             window_format=ctypes.pointer(self.window_format._struct()), high_format=ctypes.pointer(self.high_format._struct()),
             low_format=ctypes.pointer(self.low_format._struct()), policy=ctypes.pointer(policy), score_interval=self.score_interval,
             num_pages=self.num_pages, page_bytes=self.page_bytes, max_sequences=self.max_sequences, max_tokens=self.max_tokens,
-            key_basis=self._basis(self.key_basis), value_basis=self._basis(self.value_basis))
+            key_basis=self._of_rows(self.key_basis), value_basis=self._of_rows(self.value_basis), coded=self._of_rows(self.coded))
 
-    def _basis(self, basis: Optional[Basis]) -> Any:
-        return None if basis is None else ctypes.pointer(basis._struct((self.num_layers, self.num_kv_heads), self.head_dim))
+    def _of_rows(self, part: Union[Basis, CodedConfig, None]) -> Any:
+        return None if part is None else ctypes.pointer(part._struct((self.num_layers, self.num_kv_heads), self.head_dim))
