@@ -24,6 +24,7 @@
 
 #include "tierkv/allocator.h"
 #include "tierkv/attention.h"
+#include "tierkv/basis.h"
 #include "tierkv/codec.h"
 #include "tierkv/container.h"
 #include "tierkv/format.h"
