@@ -1,0 +1,264 @@
+// One warp's attention over channel blocks and raw tiles of one row.
+//
+// Orientation and value scales as in warp_attention.cuh: S^T = K Q^T, O^T = V^T P^T, lane 4g + t
+// holds tokens (or dims) g and g + 8 of columns (q heads) 2t and 2t + 1; the reference follows
+// score + log2(value scale), so that weights fit fp16 whatever the scale of the values.
+//
+// Scaled queries are fp16, q * scale * 2^4 with the code factors folded in; what would pass 65504
+// is cut there: such a channel alone moves a logit by thousands.
+#pragma once
+
+#include "attention/online_softmax.h"
+#include "attention/page_tile.cuh"
+#include "codec/channel_block.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kQueryShift = 4;
+inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when the reference is set
+inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
+inline constexpr float kLeastValueScale = 0x1p-24f;
+
+template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
+class ChannelWarp {
+ public:
+  static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
+  static constexpr int32_t kStepTiles = 2;
+
+  // q of the row's heads [group, kHeadDim].
+  __device__ __forceinline__ ChannelWarp(const uint16_t* q, int32_t group, float scale_log2)
+      : scale_log2_(scale_log2) {
+    const int32_t g = lane() / 4, t = lane() % 4;
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const uint16_t* from = q + g * kHeadDim + 16 * f + 8 * half + 2 * t;
+        query_[f][half] = g < group ? *reinterpret_cast<const uint32_t*>(from) : 0;
+      }
+#pragma unroll
+      for (float& x : out_[f]) x = 0;
+    }
+  }
+
+  __device__ __forceinline__ void attend_block(const ChannelLayout& l, const uint8_t* block) {
+    uint32_t scaled[kBlocks][2];
+    float offset[2];
+    scale_query(block + l.k_metadata, scaled, offset);
+    constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
+    constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
+    const float unit = scale_log2_ * static_cast<float>(1 << (24 - kQueryShift));
+#pragma unroll 1
+    for (int32_t tile = 0; tile < l.tiles(); tile += kStepTiles) {
+      LaneWords<kKeyBits, kHeadDim> k[kStepTiles];
+      LaneWords<kValueBits, kHeadDim> v[kStepTiles];
+      TileMetadata m[kStepTiles];
+#pragma unroll
+      for (int32_t i = 0; i < kStepTiles; ++i) {
+        k[i].load(block + l.k_codes + (tile + i) * kKeyBytes, lane());
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kStepTiles; ++i) {
+        v[i].load(block + l.v_codes + (tile + i) * kValueBytes, lane());
+        m[i].load(block + l.v_metadata + (tile + i) * kMetadataBlockBytes, lane());
+      }
+      float score[kStepTiles][4];
+      multiply_keys(k, scaled, score);
+#pragma unroll
+      for (int32_t i = 0; i < kStepTiles; ++i) {
+#pragma unroll
+        for (int32_t j = 0; j < 4; ++j) score[i][j] = fmaf(score[i][j], unit, offset[j % 2]);
+      }
+      add_tokens(v, m, score);
+    }
+  }
+
+  // After all blocks; once. tokens > 0.
+  __device__ __forceinline__ void attend_residual(const ChannelLayout& l, const uint8_t* residual,
+                                                  int32_t tokens) {
+    finish_blocks();
+#pragma unroll 1
+    for (int32_t tile = 0; tile * kTileTokens < tokens; ++tile) {
+      LaneWords<16, kHeadDim> x[1];
+      TileMetadata m[1];
+      float score[1][4];
+      m[0].set(1.0f, 0.0f);
+      x[0].load(residual + l.residual_tile(Component::kKey, tile), lane());
+      multiply_keys(x, query_, score);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
+        score[0][j] = token < tokens ? score[0][j] * scale_log2_ : -INFINITY;
+      }
+      x[0].load(residual + l.residual_tile(Component::kValue, tile), lane());
+      add_tokens(x, m, score);
+    }
+  }
+
+  // states [8], part [8][kHeadDim]. Without attend_residual(), after finish_blocks().
+  __device__ __forceinline__ void store_part(SoftmaxState* states, float* part) {
+    const int32_t g = lane() / 4, t = lane() % 4;
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+      float sum = sum_[j], zero = zero_[j];
+#pragma unroll
+      for (int32_t lanes = 4; lanes < 32; lanes *= 2) {
+        sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+        zero += __shfl_xor_sync(kFullWarp, zero, lanes);
+      }
+      if (g == 0) states[2 * t + j] = {reference_[j] - kWeightExponent, sum};
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          part[(2 * t + j) * kHeadDim + 16 * f + 8 * half + g] = out_[f][2 * half + j] + zero;
+        }
+      }
+    }
+  }
+
+  // Brings the output from units of the codes to those of values.
+  __device__ __forceinline__ void finish_blocks() {
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t exponent = unpacked_exponent(kValueBits, 16 * f + 8 * (i / 2));
+        out_[f][i] *= static_cast<float>(1 << exponent);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int32_t lane() {
+    return static_cast<int32_t>(threadIdx.x % 32);
+  }
+  __device__ __forceinline__ static uint32_t cut(__half2 x) {
+    const __half2 most = __float2half2_rn(kMaxHalf);
+    const __half2 y = __hmax2(__hmin2(x, most), __hneg2(most));
+    return *reinterpret_cast<const uint32_t*>(&y);
+  }
+
+  // The queries in units of the block's codes, and what the zero points add to the score of every
+  // token, in log2 units: row 0 of a product whose other rows are 0.
+  __device__ __forceinline__ void scale_query(const uint8_t* metadata,
+                                              uint32_t (&scaled)[kBlocks][2],
+                                              float (&offset)[2]) const {
+    const bool is_row = lane() < 4;
+    float product[4] = {};
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      const auto m = *reinterpret_cast<const uint4*>(metadata + 64 * f + 16 * (lane() % 4));
+      const uint32_t scales[2] = {m.x, m.y};
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t exponent = kQueryShift - code_shift(kKeyBits, 16 * f + 8 * half);
+        const float factor = exponent >= 0 ? static_cast<float>(1 << exponent)
+                                           : 1.0f / static_cast<float>(1 << -exponent);
+        const uint32_t units = multiply_halves(scales[half], factor);
+        const uint32_t x = cut(*reinterpret_cast<const __half2*>(&units));
+        scaled[f][half] = cut(__hmul2(*reinterpret_cast<const __half2*>(&x),
+                                      *reinterpret_cast<const __half2*>(&query_[f][half])));
+      }
+      const uint32_t a[4] = {is_row ? m.z : 0, 0, is_row ? m.w : 0, 0};
+      mma_m16n8k16(product, a, query_[f][0], query_[f][1]);
+    }
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+      offset[j] = __shfl_sync(kFullWarp, product[j], lane() % 4) * scale_log2_;
+    }
+  }
+
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void multiply_keys(const LaneWords<kBits, kHeadDim> (&k)[kTiles],
+                                                const uint32_t (&query)[kBlocks][2],
+                                                float (&score)[kTiles][4]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (float& x : score[i]) x = 0;
+    }
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t i = 0; i < kTiles; ++i) {
+        uint32_t a[4];
+        k[i].template fragment<Component::kKey>(f, a);
+        mma_m16n8k16(score[i], a, query[f][0], query[f][1]);
+      }
+    }
+  }
+
+  template <int32_t kTiles>
+  __device__ __forceinline__ void raise_reference(const float (&score)[kTiles][4],
+                                                  const float (&scale)[kTiles][2]) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        top[j % 2] = fmaxf(top[j % 2], score[i][j] + log2_fast(scale[i][j / 2]));
+      }
+    }
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int32_t lanes = 4; lanes < 32; lanes *= 2) {
+        top[j] = fmaxf(top[j], __shfl_xor_sync(kFullWarp, top[j], lanes));
+      }
+    }
+    const bool passes =
+        top[0] > reference_[0] + kLazyExponent || top[1] > reference_[1] + kLazyExponent;
+    if (!__any_sync(kFullWarp, passes)) return;
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+      const float to = fmaxf(reference_[j], top[j]);
+      const float factor = reference_[j] == kNoReference ? 0.0f : exp2_fast(reference_[j] - to);
+      reference_[j] = to;
+      sum_[j] *= factor, zero_[j] *= factor;
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+        out_[f][j] *= factor, out_[f][2 + j] *= factor;
+      }
+    }
+  }
+
+  template <int32_t kBits, int32_t kTiles>
+  __device__ __forceinline__ void add_tokens(const LaneWords<kBits, kHeadDim> (&v)[kTiles],
+                                             const TileMetadata (&m)[kTiles],
+                                             const float (&score)[kTiles][4]) {
+    float scale[kTiles][2];
+#pragma unroll
+    for (int32_t i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int32_t r = 0; r < 2; ++r) scale[i][r] = fmaxf(m[i].scale[r], kLeastValueScale);
+    }
+    raise_reference(score, scale);
+#pragma unroll
+    for (int32_t i = 0; i < kTiles; ++i) {
+      float weight[4];
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        const float p = exp2_fast(score[i][j] - reference_[j % 2] + kWeightExponent);
+        sum_[j % 2] += p;
+        zero_[j % 2] = fmaf(p, m[i].zero_point[j / 2], zero_[j % 2]);
+        weight[j] = p * scale[i][j / 2];
+      }
+      const uint32_t b0 = transpose_8x8(pack_halves(weight[0], weight[1]));
+      const uint32_t b1 = transpose_8x8(pack_halves(weight[2], weight[3]));
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+        uint32_t a[4];
+        v[i].template fragment<Component::kValue>(f, a);
+        mma_m16n8k16(out_[f], a, b0, b1);
+      }
+    }
+  }
+
+  float out_[kBlocks][4];
+  uint32_t query_[kBlocks][2];
+  float reference_[2] = {kNoReference, kNoReference}, sum_[2] = {}, zero_[2] = {};
+  float scale_log2_;
+};
+
+}  // namespace tierkv
