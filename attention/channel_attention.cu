@@ -43,6 +43,7 @@ template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
 __global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
     channel_attention_kernel(const __grid_constant__ ChannelLaunch p) {
   __shared__ SoftmaxState states[kWarps][kMaxChannelGroup];
+  __shared__ uint32_t query[kMaxChannelGroup * kHeadDim / 2];
   __shared__ alignas(16) float parts[kWarps][kMaxChannelGroup * kHeadDim];
   const auto row = static_cast<int32_t>(blockIdx.y), split = static_cast<int32_t>(blockIdx.x);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, group = p.call.group;
@@ -54,18 +55,18 @@ __global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
   const auto first = static_cast<int32_t>(static_cast<int64_t>(units) * split / p.splits);
   const auto end = static_cast<int32_t>(static_cast<int64_t>(units) * (split + 1) / p.splits);
   const int64_t head = static_cast<int64_t>(row) * group;
-  ChannelWarp<kHeadDim, kKeyBits, kValueBits> attention(p.call.q + head * kHeadDim, group,
-                                                        p.scale_log2);
-  int32_t unit = first + warp;
-  for (; unit < min(end, held.blocks); unit += kWarps) {
-    const int32_t id = p.cache.block_id(row, unit);
-    if (id < 0) {
-      if (threadIdx.x % 32 == 0) report_corrupt(p, row);
-      continue;
-    }
-    attention.attend_block(l, p.cache.block(id));
+  using Warp = ChannelWarp<kHeadDim, kKeyBits, kValueBits>;
+  Warp::stage_query(p.call.q + head * kHeadDim, group, query);
+  __syncthreads();
+  Warp attention(query, p.scale_log2);
+  const int32_t blocks_end = min(end, held.blocks);
+  if (attention.attend_blocks(p.cache, row, first + warp, blocks_end, kWarps) &&
+      threadIdx.x % 32 == 0) {
+    report_corrupt(p, row);
   }
-  if (unit < end) {
+  // The residual is the last unit, and the turn of one warp.
+  const bool has_residual = end > held.blocks && (held.blocks - first) % kWarps == warp;
+  if (has_residual) {
     attention.attend_residual(l, p.cache.residual_of(row), held.raw_tokens);
   } else {
     attention.finish_blocks();

@@ -25,58 +25,76 @@ class ChannelWarp {
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
   static constexpr int32_t kStepTiles = 2;
 
-  // q of the row's heads [group, kHeadDim].
-  __device__ __forceinline__ ChannelWarp(const uint16_t* q, int32_t group, float scale_log2)
-      : scale_log2_(scale_log2) {
-    const int32_t g = lane() / 4, t = lane() % 4;
+  // query: what stage_query() wrote.
+  __device__ __forceinline__ ChannelWarp(const uint32_t* query, float scale_log2)
+      : query_(query), scale_log2_(scale_log2) {
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const uint16_t* from = q + g * kHeadDim + 16 * f + 8 * half + 2 * t;
-        query_[f][half] = g < group ? *reinterpret_cast<const uint32_t*>(from) : 0;
-      }
 #pragma unroll
       for (float& x : out_[f]) x = 0;
     }
   }
 
-  __device__ __forceinline__ void attend_block(const ChannelLayout& l, const uint8_t* block) {
-    uint32_t scaled[kBlocks][2];
-    float offset[2];
-    scale_query(block + l.k_metadata, scaled, offset);
-    constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
-    constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
-    const float unit = scale_log2_ * static_cast<float>(1 << (24 - kQueryShift));
-#pragma unroll 1
-    for (int32_t tile = 0; tile < l.tiles(); tile += kStepTiles) {
-      LaneWords<kKeyBits, kHeadDim> k[kStepTiles];
-      LaneWords<kValueBits, kHeadDim> v[kStepTiles];
-      TileMetadata m[kStepTiles];
-#pragma unroll
-      for (int32_t i = 0; i < kStepTiles; ++i) {
-        k[i].load(block + l.k_codes + (tile + i) * kKeyBytes, lane());
-      }
-#pragma unroll
-      for (int32_t i = 0; i < kStepTiles; ++i) {
-        v[i].load(block + l.v_codes + (tile + i) * kValueBytes, lane());
-        m[i].load(block + l.v_metadata + (tile + i) * kMetadataBlockBytes, lane());
-      }
-      float score[kStepTiles][4];
-      multiply_keys(k, scaled, score);
-#pragma unroll
-      for (int32_t i = 0; i < kStepTiles; ++i) {
-#pragma unroll
-        for (int32_t j = 0; j < 4; ++j) score[i][j] = fmaf(score[i][j], unit, offset[j % 2]);
-      }
-      add_tokens(v, m, score);
+  // The queries of a row's heads, [group, kHeadDim], as B fragments [kBlocks][2][32 lanes] of
+  // words, by all threads of a CTA.
+  static __device__ __forceinline__ void stage_query(const uint16_t* q, int32_t group,
+                                                     uint32_t* query) {
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kBlocks * 64;
+         i += static_cast<int32_t>(blockDim.x)) {
+      const int32_t of_lane = i % 32, g = of_lane / 4, dim = i / 32 * 8 + 2 * (of_lane % 4);
+      query[i] = g < group ? *reinterpret_cast<const uint32_t*>(q + g * kHeadDim + dim) : 0;
     }
+  }
+
+  // Blocks first, first + step, ... below end of a row, ids as the table has them (-1: none, left
+  // out). What a step needs is asked for while the step before it is worked on, across blocks.
+  // Returns whether an id was missing.
+  __device__ __forceinline__ bool attend_blocks(const ChannelCache& cache, int32_t row,
+                                                int32_t first, int32_t end, int32_t step) {
+    const ChannelLayout& l = cache.layout;
+    const int32_t steps = l.tiles() / kStepTiles;
+    const uint8_t* block = nullptr;
+    bool is_missing = false;
+    int32_t index = first, at = 0;
+    // The id of block `index`, asked for a block earlier.
+    int32_t id = index < end ? cache.block_id(row, index) : -1;
+    const auto find = [&] {
+      block = nullptr;
+      while (index < end && block == nullptr) {
+        if (id >= 0) block = cache.block(id);
+        is_missing |= id < 0;
+        index += step;
+        id = index < end ? cache.block_id(row, index) : -1;
+      }
+    };
+    find();
+    Words next;
+    if (block != nullptr) next.load(l, block, 0, lane());
+    uint32_t scaled[kBlocks][2];
+    float offset[2] = {};
+    while (block != nullptr) {
+      const Words now = next;
+      const bool begins = at == 0;
+      if (++at == steps) {
+        at = 0;
+        find();
+      }
+      if (block != nullptr) next.load(l, block, at, lane());
+      if (begins) scale_query(now.channels, scaled, offset);
+      attend_words(now, scaled, offset);
+    }
+    return is_missing;
   }
 
   // After all blocks; once. tokens > 0.
   __device__ __forceinline__ void attend_residual(const ChannelLayout& l, const uint8_t* residual,
                                                   int32_t tokens) {
     finish_blocks();
+    uint32_t query[kBlocks][2];
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      query[f][0] = query_[64 * f + lane()], query[f][1] = query_[64 * f + 32 + lane()];
+    }
 #pragma unroll 1
     for (int32_t tile = 0; tile * kTileTokens < tokens; ++tile) {
       LaneWords<16, kHeadDim> x[1];
@@ -84,7 +102,7 @@ class ChannelWarp {
       float score[1][4];
       m[0].set(1.0f, 0.0f);
       x[0].load(residual + l.residual_tile(Component::kKey, tile), lane());
-      multiply_keys(x, query_, score);
+      multiply_keys(x, query, score);
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
         const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
@@ -139,17 +157,49 @@ class ChannelWarp {
     return *reinterpret_cast<const uint32_t*>(&y);
   }
 
+  // What a lane holds of a step, and of its block's channels the 16 bytes of dim block lane / 4.
+  struct Words {
+    LaneWords<kKeyBits, kHeadDim> k[kStepTiles];
+    LaneWords<kValueBits, kHeadDim> v[kStepTiles];
+    uint2 m[kStepTiles];  // of the values, as stored: tokens g and g + 8
+    uint4 channels;
+
+    __device__ __forceinline__ void load(const ChannelLayout& l, const uint8_t* block, int32_t step,
+                                         int32_t of_lane) {
+      constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
+      constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
+      const int32_t tile = step * kStepTiles;
+      if (step == 0 && of_lane < 4 * kBlocks) {
+        channels = *reinterpret_cast<const uint4*>(block + l.k_metadata + 16 * of_lane);
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kStepTiles; ++i) {
+        k[i].load(block + l.k_codes + (tile + i) * kKeyBytes, of_lane);
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kStepTiles; ++i) {
+        v[i].load(block + l.v_codes + (tile + i) * kValueBytes, of_lane);
+        m[i] = *reinterpret_cast<const uint2*>(block + l.v_metadata +
+                                               (tile + i) * kMetadataBlockBytes +
+                                               token_metadata_byte(0, of_lane / 4));
+      }
+    }
+  };
+
   // The queries in units of the block's codes, and what the zero points add to the score of every
   // token, in log2 units: row 0 of a product whose other rows are 0.
-  __device__ __forceinline__ void scale_query(const uint8_t* metadata,
-                                              uint32_t (&scaled)[kBlocks][2],
+  __device__ __forceinline__ void scale_query(const uint4& channels, uint32_t (&scaled)[kBlocks][2],
                                               float (&offset)[2]) const {
     const bool is_row = lane() < 4;
     float product[4] = {};
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-      const auto m = *reinterpret_cast<const uint4*>(metadata + 64 * f + 16 * (lane() % 4));
-      const uint32_t scales[2] = {m.x, m.y};
+      const int32_t from = 4 * f + lane() % 4;
+      const uint32_t scales[2] = {__shfl_sync(kFullWarp, channels.x, from),
+                                  __shfl_sync(kFullWarp, channels.y, from)};
+      const uint32_t zero_points[2] = {__shfl_sync(kFullWarp, channels.z, from),
+                                       __shfl_sync(kFullWarp, channels.w, from)};
+      const uint32_t query[2] = {query_[64 * f + lane()], query_[64 * f + 32 + lane()]};
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t exponent = kQueryShift - code_shift(kKeyBits, 16 * f + 8 * half);
@@ -158,15 +208,35 @@ class ChannelWarp {
         const uint32_t units = multiply_halves(scales[half], factor);
         const uint32_t x = cut(*reinterpret_cast<const __half2*>(&units));
         scaled[f][half] = cut(__hmul2(*reinterpret_cast<const __half2*>(&x),
-                                      *reinterpret_cast<const __half2*>(&query_[f][half])));
+                                      *reinterpret_cast<const __half2*>(&query[half])));
       }
-      const uint32_t a[4] = {is_row ? m.z : 0, 0, is_row ? m.w : 0, 0};
-      mma_m16n8k16(product, a, query_[f][0], query_[f][1]);
+      const uint32_t a[4] = {is_row ? zero_points[0] : 0, 0, is_row ? zero_points[1] : 0, 0};
+      mma_m16n8k16(product, a, query[0], query[1]);
     }
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
       offset[j] = __shfl_sync(kFullWarp, product[j], lane() % 4) * scale_log2_;
     }
+  }
+
+  __device__ __forceinline__ void attend_words(const Words& w, const uint32_t (&scaled)[kBlocks][2],
+                                               const float (&offset)[2]) {
+    const float unit = scale_log2_ * static_cast<float>(1 << (24 - kQueryShift));
+    float score[kStepTiles][4];
+    multiply_keys(w.k, scaled, score);
+#pragma unroll
+    for (int32_t i = 0; i < kStepTiles; ++i) {
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) score[i][j] = fmaf(score[i][j], unit, offset[j % 2]);
+    }
+    TileMetadata m[kStepTiles];
+#pragma unroll
+    for (int32_t i = 0; i < kStepTiles; ++i) {
+      const float2 low = unpack_halves(w.m[i].x), high = unpack_halves(w.m[i].y);
+      m[i].scale[0] = low.x, m[i].zero_point[0] = low.y;
+      m[i].scale[1] = high.x, m[i].zero_point[1] = high.y;
+    }
+    add_tokens(w.v, m, score);
   }
 
   template <int32_t kBits, int32_t kTiles>
@@ -256,7 +326,7 @@ class ChannelWarp {
   }
 
   float out_[kBlocks][4];
-  uint32_t query_[kBlocks][2];
+  const uint32_t* query_;  // shared memory
   float reference_[2] = {kNoReference, kNoReference}, sum_[2] = {}, zero_[2] = {};
   float scale_log2_;
 };
