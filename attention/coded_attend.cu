@@ -185,7 +185,9 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   const CodedKernelParams params{call,
                                  grid,
                                  {expected_header(call.keys.codebook, call.head_dim),
-                                  expected_header(call.values.codebook, call.head_dim)}};
+                                  expected_header(call.values.codebook, call.head_dim)},
+                                 table_mask(call.keys.codebook.max_length, grid.copies_log),
+                                 table_mask(call.values.codebook.max_length, grid.copies_log)};
   if (Status s =
           launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
                                 static_cast<size_t>(grid.shared_bytes), stream, params);

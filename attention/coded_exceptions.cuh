@@ -21,7 +21,7 @@ struct ExceptionPair {
     float delta[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int32_t i = 2 * static_cast<int32_t>(threadIdx.x % 4) + j;
+      const int32_t i = 2 * static_cast<int32_t>(fresh_lane() % 4) + j;
       uint32_t word = 0;
       if (i < left) word = load_shared(words + 4 * i);
       if (static_cast<int32_t>(word & 0xffffu) >= tokens * kSliceDims ||
@@ -39,7 +39,7 @@ struct ExceptionPair {
   // The A operand whose rows are first_row + 0..15 of `rows`: token or dim.
   __device__ __forceinline__ void operand(const int32_t (&rows)[2], int32_t first_row,
                                           uint32_t (&a)[2]) const {
-    const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
+    const int32_t g = static_cast<int32_t>(fresh_lane() / 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t row = first_row + 8 * r;
@@ -60,7 +60,7 @@ __device__ __forceinline__ uint32_t exception_queries(const ExceptionPair& pair,
 // The B operand of the values: p of this lane's column at the tokens that the exceptions change.
 __device__ __forceinline__ uint32_t exception_weights(const ExceptionPair& pair,
                                                       const uint32_t (&p)[kItemTiles][2]) {
-  const auto column = static_cast<int32_t>(threadIdx.x % 32 / 4);
+  const auto column = static_cast<int32_t>(fresh_lane() / 4);
   uint32_t half[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {

@@ -12,6 +12,7 @@ struct CodedKernelParams {
   CodedAttention call;
   CodedAttentionGrid grid;
   CodedHeaders headers;
+  uint32_t key_mask, value_mask;  // of the tables in shared memory
 };
 
 // By the whole warp: the last row whose first item is at most `item`.
@@ -72,6 +73,10 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   }
   publish_barriers();
   wait_for_previous_kernel();
+  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
+  int64_t item = int64_t{global_warp} * grid.items_per_warp;
+  const int64_t last = min(item + grid.items_per_warp, int64_t{call.num_items});
+  int32_t row = item < last ? find_row(call, static_cast<int32_t>(item)) : 0;
   if (fits) {
     fill_table<kCopiesLog>(layout.tables, key_book);
     fill_table<kCopiesLog>(layout.tables + region, value_book);
@@ -80,23 +85,23 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
 
   const auto first_slot = static_cast<uint32_t>(warp * grid.slots_per_warp);
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
-  BlockRing ring{barriers,
-                 {layout.slot(first_slot, slot_bytes), layout.slot(first_slot + 1, slot_bytes)},
+  const bool two = grid.slots_per_warp == 2;
+  const uint32_t slot = layout.slot(first_slot, slot_bytes);
+  BlockRing ring{slot,
+                 shared_address(barriers),
+                 two ? slot ^ layout.slot(first_slot + 1, slot_bytes) : 0,
+                 two ? static_cast<uint32_t>(sizeof(uint64_t)) : 0,
                  slot_bytes,
                  grid.slots_per_warp};
   CodedWarp<kDimBlocks, kStreams, kCopiesLog> worker{
       call,
       ring,
       params.headers,
-      SharedTable<kCopiesLog>(layout.tables, key_book.max_length),
-      SharedTable<kCopiesLog>(layout.tables + region, value_book.max_length),
+      SharedTable<kCopiesLog>(layout.tables, params.key_mask),
+      SharedTable<kCopiesLog>(layout.tables + region, params.value_mask),
       {},
-      {}};
-  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
-  int64_t item = int64_t{global_warp} * grid.items_per_warp;
-  const int64_t last = min(item + grid.items_per_warp, int64_t{call.num_items});
-  if (item >= last) return;
-  int32_t row = find_row(call, static_cast<int32_t>(item));
+      {},
+      0};
   while (item < last) {
     int64_t end = last;
     // Rows without items are passed over.
@@ -105,7 +110,8 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
     if (next < call.num_rows) end = min(end, int64_t{call.rows[next].first_item});
     float* partial = static_cast<float*>(call.workspace) +
                      (int64_t{global_warp} + row) * coded_partial_floats(call);
-    worker.attend_row(row, static_cast<int32_t>(item), static_cast<int32_t>(end), fits, partial);
+    worker.row_index = row;
+    worker.attend_row(static_cast<int32_t>(item), static_cast<int32_t>(end), fits, partial);
     item = end;
     row = next;
   }

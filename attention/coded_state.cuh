@@ -17,13 +17,14 @@ __device__ __forceinline__ int64_t coded_partial_floats(const CodedAttention& ca
 template <int kDimBlocks>
 struct CodedState {
   uint32_t q[kDimBlocks][2];  // B operand: dims 2t, 2t + 1 (+ 8) of column t
-  float query_sum[2];         // of columns 2t, 2t + 1
+  float offset[2];            // of columns 2t, 2t + 1: what brings sums of digits to scores
   float out[kDimBlocks][4];
-  float reference[2], sum[2];  // of columns 2t, 2t + 1; the sum of this lane's tokens
-  float base_sum[2];           // sum of base * p
+  float reference[2], sum[2];  // of columns 2t, 2t + 1
   uint32_t bad;                // not 0: a block of the row breaks a rule
 
-  __device__ __forceinline__ void begin(const CodedAttention& call, const uint16_t* query) {
+  // base: of a digit, in the unit of a score times q.
+  __device__ __forceinline__ void begin(const CodedAttention& call, const uint16_t* query,
+                                        float base) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
     float total = 0;
 #pragma unroll
@@ -44,9 +45,9 @@ struct CodedState {
     total += __shfl_xor_sync(kFullWarp, total, 2);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      query_sum[c] = __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
+      offset[c] = base * __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
       reference[c] = kNoReference;
-      sum[c] = base_sum[c] = 0.0f;
+      sum[c] = 0.0f;
     }
     bad = 0;
   }
@@ -54,8 +55,7 @@ struct CodedState {
   // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
   // seldom moves after a row's first item, and its lanes need to agree on a maximum only then.
   static constexpr float kHeadroom = 8.0f;
-  __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale,
-                                                  const float (&offset)[2]) {
+  __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale) {
     float top[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -76,16 +76,14 @@ struct CodedState {
       const float factor = exp2_fast(reference[c] - top[c]);
       reference[c] = top[c];
       sum[c] *= factor;
-      base_sum[c] *= factor;
 #pragma unroll
       for (int f = 0; f < kDimBlocks; ++f) out[f][c] *= factor, out[f][c + 2] *= factor;
     }
   }
 
   // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
-  // offset bring a score to log2 units; added: the sums of this lane's tokens.
+  // offset bring a score to log2 units.
   __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
-                                        const float (&offset)[2], float (&added)[2],
                                         uint32_t (&p)[kItemTiles][2]) {
     if (tokens < kBlockTokens) {
       const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
@@ -97,45 +95,48 @@ struct CodedState {
         }
       }
     }
-    raise_reference(s, scale, offset);
+    raise_reference(s, scale);
     const float shift[2] = {offset[0] - reference[0], offset[1] - reference[1]};
-    added[0] = added[1] = 0.0f;
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32_t pair = pack_halves(exp2_fast(fmaf(s[o][2 * h], scale, shift[0])),
-                                          exp2_fast(fmaf(s[o][2 * h + 1], scale, shift[1])));
-        // The sum is that of the rounded ones, so that the base drops out exactly.
-        const float2 rounded = unpack_halves(pair);
-        added[0] += rounded.x;
-        added[1] += rounded.y;
-        p[o][h] = transpose_8x8(pair);
+        p[o][h] = transpose_8x8(pack_halves(exp2_fast(fmaf(s[o][2 * h], scale, shift[0])),
+                                            exp2_fast(fmaf(s[o][2 * h + 1], scale, shift[1]))));
       }
     }
-    sum[0] += added[0];
-    sum[1] += added[1];
+    // The sum is that of the rounded ones, so that the base drops out exactly.
+    constexpr uint32_t kOnes = 0x3c003c00u, ones[4] = {kOnes, kOnes, kOnes, kOnes};
+    float total[4] = {};
+#pragma unroll
+    for (int o = 0; o < kItemTiles; ++o) mma_m16n8k16(total, ones, p[o][0], p[o][1]);
+    sum[0] += total[0], sum[1] += total[1];
   }
 
-  // out in units of unit, base_sum in steps.
-  __device__ __forceinline__ void leave(const CodedAttention& call, float unit, float step,
-                                        float* partial) {
+  // From sums of digits to sums of values: out and the base times sum of p, both in steps.
+  __device__ __forceinline__ void finish_blocks(float step, float base) {
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        out[f][i] = step * fmaf(kDigitScale, out[f][i], base * sum[i % 2]);
+      }
+    }
+    offset[0] = offset[1] = 0.0f;
+  }
+
+  __device__ __forceinline__ void leave(const CodedAttention& call, float* partial) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
     const bool all_valid = __all_sync(kFullWarp, bad == 0);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) {
-        sum[c] += __shfl_xor_sync(kFullWarp, sum[c], i);
-        base_sum[c] += __shfl_xor_sync(kFullWarp, base_sum[c], i);
-      }
       const int32_t column = 2 * t + c;
       if (column >= call.columns) continue;
       float* to = partial + column * call.head_dim;
 #pragma unroll
       for (int f = 0; f < kDimBlocks; ++f) {
-        to[16 * f + g] = fmaf(unit, out[f][c], step * base_sum[c]);
-        to[16 * f + g + 8] = fmaf(unit, out[f][c + 2], step * base_sum[c]);
+        to[16 * f + g] = out[f][c];
+        to[16 * f + g + 8] = out[f][c + 2];
       }
       if (g != 0) continue;
       float* states = partial + call.columns * call.head_dim;

@@ -73,6 +73,7 @@ __device__ __forceinline__ OpenBlock open_block(uint32_t slot, uint32_t slot_byt
 struct RawBlock {
   const uint8_t* tiles;
   int32_t bits;
+  int32_t base;  // less that of the codebook
 };
 
 // from: the block in memory, of as many units as it says and may be read. False where it is no
@@ -90,6 +91,7 @@ __device__ __forceinline__ bool open_raw(const OpenBlock& b, const uint8_t* from
   }
   raw->tiles = from + kCodedBlockHeaderBytes;
   raw->bits = raw_bits(mode);
+  raw->base = b.base() - (static_cast<int32_t>(expected.second) >> 16);
   const auto dim_blocks = static_cast<int32_t>(expected.second >> 8 & 0xffu) / kDimBlock;
   const int32_t bytes = tile_count(b.tokens) * raw_tile(raw->bits, dim_blocks).bytes();
   return static_cast<int32_t>(b.units()) * 16 == kCodedBlockHeaderBytes + bytes;
@@ -99,7 +101,7 @@ __device__ __forceinline__ bool open_raw(const OpenBlock& b, const uint8_t* from
 template <int kStreams, int kCopiesLog>
 struct LanePair {
   static constexpr int32_t kBias = SharedTable<kCopiesLog>::kBias;
-  LaneStream stream[kStreams];
+  LaneStream<kStreams == 1> stream[kStreams];
 
   __device__ __forceinline__ static uint32_t start_of(const OpenBlock& b, uint32_t i) {
     return b.payload - 2 * kWarpLanes * kStreams + 2 * i;
@@ -141,32 +143,32 @@ struct LanePair {
       stream[0].step(table, &a[0], &a[1]);
       stream[0].step(table, &a[2], &a[3]);
     } else {
-      stream[0].step(table, &a[0], &a[2]);
-      stream[1].step(table, &a[1], &a[3]);
+      uint32_t first[2], second[2];
+      step_both(stream[0], stream[1], table, first, second);
+      a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[r] &= kDigitMask;
   }
 };
 
-// Dim block f of a raw tile: rare, so no word is read only once.
+// Dim block f of a raw tile, as digits of the codebook: rare, so no word is read only once.
 __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim,
                                              Component component, int32_t tile, int32_t f,
                                              uint32_t (&a)[4]) {
   const TileLayout layout = raw_tile(b.bits, head_dim / kDimBlock);
   const uint8_t* words = b.tiles + tile * layout.bytes();
-  const uint32_t mask = (1u << b.bits) - 1u;
+  const uint32_t mask = (1u << b.bits) - 1u, lane = fresh_lane();
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    const PairPosition place = pair_position(component, 0, f, r, threadIdx.x % 32);
+    const PairPosition place = pair_position(component, 0, f, r, static_cast<int32_t>(lane));
     const CodePosition at = code_position(layout, component, place.token, place.dim);
     const uint32_t word = *reinterpret_cast<const uint32_t*>(words + at.byte) >> at.bit;
-    float first = static_cast<float>(word & mask), second = static_cast<float>(word >> 16 & mask);
-    if (b.bits == 16) {
-      first = static_cast<float>(static_cast<int16_t>(word & 0xffffu));
-      second = static_cast<float>(static_cast<int16_t>(word >> 16));
-    }
-    a[r] = pack_halves(first / kDigitScale, second / kDigitScale);
+    auto first = static_cast<int32_t>(word & mask),
+         second = static_cast<int32_t>(word >> 16 & mask);
+    if (b.bits == 16) first = static_cast<int16_t>(first), second = static_cast<int16_t>(second);
+    a[r] = pack_halves(static_cast<float>(first + b.base) / kDigitScale,
+                       static_cast<float>(second + b.base) / kDigitScale);
   }
 }
 

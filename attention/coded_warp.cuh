@@ -8,22 +8,15 @@
 
 namespace tierkv {
 
-// A row as its warp needs it.
-struct RowScales {
-  float score;       // of a product of raw keys, to log2 units
-  float key_step;    // of a digit
-  float value_step;  // of a digit
-};
-
-// One step of a tile loop: the first of four becomes the last.
+// Tiles are loops: unrolled, the instructions of all tiles do not fit into the caches that 16 warps
+// at different places of a kernel share. Registers have no index, so the tiles move past the loop.
 template <class T, int kCount>
-__device__ __forceinline__ void rotate_tiles(T (&x)[kItemTiles][kCount]) {
+__device__ __forceinline__ void push_tile(T (&x)[kItemTiles][kCount], const T (&last)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const T first = x[0][i];
 #pragma unroll
     for (int o = 1; o < kItemTiles; ++o) x[o - 1][i] = x[o][i];
-    x[kItemTiles - 1][i] = first;
+    x[kItemTiles - 1][i] = last[i];
   }
 }
 
@@ -37,21 +30,22 @@ struct CodedWarp {
   SharedTable<kCopiesLog> key_table, value_table;
   CodedState<kDimBlocks> state;
   BlockRun run;
+  int32_t row_index;
 
   // Block i of the run, in its slot.
   __device__ __forceinline__ OpenBlock open(const ExpectedHeader& header, int32_t i,
                                             int32_t tokens) {
     ring.wait();
-    const OpenBlock b = open_block<kStreams>(ring.current(), ring.slot_bytes, header, tokens);
-    if (run.holds(i)) state.bad |= run.units ^ b.units();
+    const OpenBlock b = open_block<kStreams>(ring.slot, ring.slot_bytes, header, tokens);
+    if (run.holds(i)) state.bad |= run.mine.units ^ b.units();
     return b;
   }
   // Raw blocks are rare: their code is short, not fast. A block that is not coded: false where it
   // is no raw one either.
   __device__ __forceinline__ bool open_other(const OpenBlock& b, const ExpectedHeader& header,
                                              int32_t i, RawBlock* raw) {
-    const bool named = !run.holds(i) || (run.copied > 0 && run.units == b.units());
-    const uint8_t* from = run.bytes_of(i);
+    const bool named = !run.holds(i) || (run.mine.units > 0 && run.mine.units == b.units());
+    const auto* from = run.bytes_of(call, i);
     const bool valid = __all_sync(kFullWarp, named) && open_raw(b, from, header, raw);
     state.bad |= static_cast<uint32_t>(!valid);
     return valid;
@@ -63,6 +57,7 @@ struct CodedWarp {
     if (!open_other(b, headers.keys, i, &raw)) return;
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
 #pragma unroll 1
       for (int f = 0; f < kDimBlocks && o < tile_count(b.tokens); ++f) {
         uint32_t a[4], q[2] = {0, 0};
@@ -71,53 +66,50 @@ struct CodedWarp {
           if (z == f) q[0] = state.q[z][0], q[1] = state.q[z][1];
         }
         raw_fragment(raw, kHeadDim, Component::kKey, o, f, a);
-        mma_m16n8k16(s[0], a, q[0], q[1]);
+        mma_m16n8k16(tile, a, q[0], q[1]);
       }
-      rotate_tiles(s);
+      push_tile(s, tile);
     }
   }
 
-  // Tiles are a loop: unrolled, the instructions of all tiles do not fit into the caches that 16
-  // warps at different places of a kernel share.
-  __device__ __forceinline__ void score_coded(const OpenBlock& b, const uint16_t* query,
-                                              float (&s)[kItemTiles][4]) {
+  __device__ __forceinline__ void score_coded(const OpenBlock& b, float (&s)[kItemTiles][4]) {
     Streams streams;
     state.bad |= streams.open(b);
-    // The first exceptions are loaded here and used after the streams.
-    ExceptionPair pair;
-    uint32_t queries = 0;
-    if (b.exceptions() > 0) queries = load_score_exceptions(b, 0, query, &pair);
     const int32_t tiles = tile_count(b.tokens);
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
       if (o < tiles) {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
           uint32_t a[4];
           streams.fragment(key_table, a);
-          mma_m16n8k16(s[0], a, state.q[f][0], state.q[f][1]);
+          mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
         }
       }
-      rotate_tiles(s);
+      push_tile(s, tile);
     }
     state.bad |= streams.ends(b);
 #pragma unroll 1
-    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) {
-      if (i > 0) queries = load_score_exceptions(b, i, query, &pair);
-#pragma unroll
-      for (int o = 0; o < kItemTiles; ++o) {
-        uint32_t a[2];
-        pair.operand(pair.token, 16 * o, a);
-        mma_m16n8k8(s[o], a, queries);
-      }
-    }
+    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) score_exceptions(b, i, s);
   }
-  __device__ __forceinline__ uint32_t load_score_exceptions(const OpenBlock& b, int32_t first,
-                                                            const uint16_t* query,
-                                                            ExceptionPair* pair) {
-    state.bad |= pair->template load<kHeadDim>(b.exception_words + 4 * first,
-                                               b.exceptions() - first, b.tokens);
-    return exception_queries(*pair, query);
+
+  __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first,
+                                                   float (&s)[kItemTiles][4]) {
+    ExceptionPair pair;
+    state.bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
+                                              b.tokens);
+    // Lanes of columns that are not there take the last one: their sums are not kept.
+    const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
+    const uint32_t queries =
+        exception_queries(pair, static_cast<const uint16_t*>(call.q) +
+                                    (int64_t{row_index} * call.columns + column) * kHeadDim);
+#pragma unroll
+    for (int o = 0; o < kItemTiles; ++o) {
+      uint32_t a[2];
+      pair.operand(pair.token, 16 * o, a);
+      mma_m16n8k8(s[o], a, queries);
+    }
   }
 
   __device__ __forceinline__ void add_raw(const OpenBlock& b, int32_t i,
@@ -138,7 +130,7 @@ struct CodedWarp {
           for (int j = 0; j < 4; ++j) state.out[z][j] += z == f ? sum[j] : 0.0f;
         }
       }
-      rotate_tiles(p);
+      push_tile(p, p[0]);
     }
   }
 
@@ -157,7 +149,7 @@ struct CodedWarp {
         streams.fragment(value_table, a);
         mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
       }
-      rotate_tiles(p);
+      push_tile(p, p[0]);
     }
     state.bad |= streams.ends(b);
   }
@@ -181,53 +173,42 @@ struct CodedWarp {
     __syncwarp();
     const int32_t wanted = used + ring.slots;
     if (wanted < run.count) {
-      if (wanted == run.first + 32) state.bad |= run.load(call, used + 1, ring.slot_bytes);
-      ring.request(run, wanted, ring.slot);
+      if (wanted == run.first + 32) state.bad |= run.load(call, used + 1);
+      ring.request(call, run, wanted);
     }
     ring.pass();
   }
 
   // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
-    run.keys = call.keys.blocks + first;
-    run.values = call.values.blocks + first;
+    run.first_block = first;
     run.count = 2 * count;
-    const uint32_t bad = run.load(call, 0, ring.slot_bytes);
-    int32_t slot = ring.slot;
+    const uint32_t bad = run.load(call, 0);
 #pragma unroll 1
     for (int32_t i = 0; i < ring.slots; ++i) {
-      ring.request(run, i, slot);
-      if (++slot == ring.slots) slot = 0;
+      ring.request(call, run, i);
+      ring.swap();
     }
     return bad;
   }
 
-  // What begin_blocks() asked for, with the query of this lane's column: all blocks but the row's
-  // last one have 64 tokens. `tokens` are those of the row from the first of these blocks on.
-  __device__ __forceinline__ void attend_blocks(const RowScales& scales, const uint16_t* query,
-                                                int32_t tokens) {
-    const float scale = scales.score * scales.key_step;
+  // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
+  // those of the row from the first of these blocks on; scale brings a digit times q to log2 units.
+  __device__ __forceinline__ void attend_blocks(float scale, int32_t tokens) {
 #pragma unroll 1
-    for (int32_t i = 0; i < run.count; i += 2, tokens -= kBlockTokens) {
-      const int32_t here = min(tokens, kBlockTokens);
+    for (int32_t i = 0; i < run.count; i += 2) {
+      const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
       OpenBlock b = open(headers.keys, i, here);
       if (b.coded) {
-        score_coded(b, query, s);
+        score_coded(b, s);
       } else {
         score_raw(b, i, s);
       }
-      const float base = static_cast<float>(b.base()) * scale;
-      const float offset[2] = {base * state.query_sum[0], base * state.query_sum[1]};
       next_block(i);
-      float added[2];
-      state.weigh(s, here, scale * kDigitScale, offset, added, p);
+      state.weigh(s, here, scale * kDigitScale, p);
       b = open(headers.values, i + 1, here);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        state.base_sum[c] = fmaf(static_cast<float>(b.base()), added[c], state.base_sum[c]);
-      }
       if (b.coded) {
         add_coded(b, p);
       } else {
@@ -252,8 +233,8 @@ struct CodedWarp {
   }
 
   // Items of the window, whose values are their own unit.
-  __device__ __forceinline__ void attend_window(const RowScales& scales, const CodedRow& row,
-                                                int32_t first, int32_t count) {
+  __device__ __forceinline__ void attend_window(float scale, const CodedRow& row, int32_t first,
+                                                int32_t count) {
     const int32_t tile_bytes = 32 * kHeadDim, tiles = tile_count(row.window_tokens);
     if (!has_window(row)) {
       state.bad = 1;
@@ -269,19 +250,18 @@ struct CodedWarp {
       uint32_t p[kItemTiles][2];
 #pragma unroll 1
       for (int o = 0; o < kItemTiles; ++o) {
+        float tile[4] = {};
         if (16 * o < tokens) {
 #pragma unroll
           for (int f = 0; f < kDimBlocks; ++f) {
             uint32_t a[4];
             window_fragment(keys + at + o * tile_bytes, f, a);
-            mma_m16n8k16(s[0], a, state.q[f][0], state.q[f][1]);
+            mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
           }
         }
-        rotate_tiles(s);
+        push_tile(s, tile);
       }
-      const float none[2] = {0.0f, 0.0f};
-      float added[2];
-      state.weigh(s, tokens, scales.score, none, added, p);
+      state.weigh(s, tokens, scale, p);
 #pragma unroll 1
       for (int o = 0; 16 * o < tokens; ++o) {
 #pragma unroll
@@ -290,17 +270,15 @@ struct CodedWarp {
           window_fragment(values + at + o * tile_bytes, f, a);
           mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
         }
-        rotate_tiles(p);
+        push_tile(p, p[0]);
       }
     }
   }
 
-  // Items begin .. end - 1 of all, those of a row that hold any.
-  __device__ __forceinline__ void attend_row(int32_t row_index, int32_t begin, int32_t end,
-                                             bool fits, float* partial) {
-    const CodedRow row = call.rows[row_index];
-    const auto* query =
-        static_cast<const uint16_t*>(call.q) + int64_t{row_index} * call.columns * kHeadDim;
+  // Items begin .. end - 1 of all, those of row_index that hold any.
+  __device__ __forceinline__ void attend_row(int32_t begin, int32_t end, bool fits,
+                                             float* partial) {
+    const CodedRow& row = call.rows[row_index];
     const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
     const int32_t from = begin - row.first_item, to = end - row.first_item;
     const bool named = fits && from >= 0 &&
@@ -310,31 +288,21 @@ struct CodedWarp {
                        int64_t{row.first_block} + blocks <= call.num_blocks;
     const int32_t count = named ? min(to, blocks) - from : 0;
     const uint32_t bad = count > 0 ? begin_blocks(row.first_block + from, count) : 0;
-    state.begin(call, query);
-    RowScales scales{call.sm_scale * kLog2E, 0.0f, 0.0f};
-    float unit = 0.0f;
+    const float score = call.sm_scale * kLog2E,
+                scale = named ? score * call.keys.steps[row.step] : 0.0f;
+    state.begin(call,
+                static_cast<const uint16_t*>(call.q) + int64_t{row_index} * call.columns * kHeadDim,
+                scale * static_cast<float>(call.keys.codebook.base));
+    state.bad = bad | static_cast<uint32_t>(!named);
     if (named) {
-      scales.key_step = call.keys.steps[row.step];
-      scales.value_step = call.values.steps[row.step];
-      unit = scales.value_step * kDigitScale;
       if (to > blocks) fetch_window(row);
-      // Lanes of columns that are not there take the last one: their sums are not kept.
-      const int32_t column = min(static_cast<int32_t>(threadIdx.x % 32 / 4), call.columns - 1);
-      const uint16_t* own = query + column * kHeadDim;
-      if (count > 0) attend_blocks(scales, own, row.coded_tokens - from * kBlockTokens);
-      if (to > blocks) {
-#pragma unroll
-        for (int f = 0; f < kDimBlocks; ++f) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state.out[f][i] *= unit;
-        }
-        unit = 1.0f;
-        const int32_t first = max(from - blocks, 0);
-        attend_window(scales, row, first, to - blocks - first);
-      }
+      if (count > 0) attend_blocks(scale, row.coded_tokens - from * kBlockTokens);
+      state.finish_blocks(call.values.steps[row.step],
+                          static_cast<float>(call.values.codebook.base));
+      const int32_t first = max(from - blocks, 0);
+      if (to > blocks) attend_window(score, row, first, to - blocks - first);
     }
-    state.bad |= bad | static_cast<uint32_t>(!named);
-    state.leave(call, unit, scales.value_step, partial);
+    state.leave(call, partial);
   }
 };
 

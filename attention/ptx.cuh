@@ -88,7 +88,8 @@ __device__ __forceinline__ void publish_barriers() {
   __syncwarp();
 }
 
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+// barrier: a shared address.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain_%=:\n"
 #if TKV_BULK_COPY
@@ -96,9 +97,12 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
 #else
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
 #endif
-      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(shared_address(barrier)),
+      "@done bra ready_%=;\nbra again_%=;\nready_%=:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+__device__ __forceinline__ void wait_barrier(const uint64_t* barrier, uint32_t parity) {
+  wait_barrier(shared_address(barrier), parity);
 }
 
 // One piece of a copy: bytes is a multiple of 16, 0 for none; both addresses are 16-byte aligned.
@@ -114,6 +118,13 @@ struct CopyPieces {
   CopyPiece piece[kCopyPieces];
 };
 
+// The lane, read anew at each use: seldom used code would otherwise keep what it derives from it in
+// registers that loops around it need.
+__device__ __forceinline__ uint32_t fresh_lane() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 __device__ __forceinline__ bool is_first_lane() {
   return threadIdx.x % 32 == 0;
 }
@@ -127,13 +138,17 @@ __device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(piece.from), "r"(piece.bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece,
-                                           uint64_t policy) {
+__device__ __forceinline__ void copy_bytes(uint32_t barrier, uint32_t to, const uint8_t* from,
+                                           uint32_t bytes, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(piece.to)),
-      "l"(piece.from), "r"(piece.bytes), "r"(barrier), "l"(policy)
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
+}
+__device__ __forceinline__ void copy_piece(uint32_t barrier, const CopyPiece& piece,
+                                           uint64_t policy) {
+  copy_bytes(barrier, shared_address(piece.to), piece.from, piece.bytes, policy);
 }
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces& pieces) {
   if (!is_first_lane() || pieces.count == 0) return;
@@ -158,13 +173,13 @@ __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& pi
   expect_bytes(address, piece.bytes);
   copy_piece(address, piece, read_once_policy());
 }
-// One piece, known to lane `owner` only.
-__device__ __forceinline__ void copy_piece_of(int32_t owner, uint64_t* barrier,
-                                              const CopyPiece& piece) {
+// `bytes`, a multiple of 16, of lane `owner`'s `from`; 0 for none. barrier and to: shared
+// addresses.
+__device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, uint32_t to,
+                                             const uint8_t* from, uint32_t bytes) {
   if (static_cast<int32_t>(threadIdx.x % 32) != owner) return;
-  const uint32_t address = shared_address(barrier);
-  expect_bytes(address, piece.bytes);
-  if (piece.bytes > 0) copy_piece(address, piece, read_once_policy());
+  expect_bytes(barrier, bytes);
+  if (bytes > 0) copy_bytes(barrier, to, from, bytes, read_once_policy());
 }
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (!is_first_lane()) return;
@@ -179,29 +194,35 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
 }
 #else
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
+__device__ __forceinline__ void copy_by_lanes(uint32_t to, const uint8_t* from, uint32_t bytes) {
+  for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 512) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
 #pragma unroll
   for (int32_t i = 0; i < kCopyPieces; ++i) {
     if (i >= pieces.count) break;
     const CopyPiece& piece = pieces.piece[i];
-    for (uint32_t at = threadIdx.x % 32 * 16; at < piece.bytes; at += 512) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(piece.to) + at),
-                   "l"(piece.from + at)
-                   : "memory");
-    }
+    copy_by_lanes(shared_address(piece.to), piece.from, piece.bytes);
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  arrive_after_copies(shared_address(barrier));
 }
 __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
   copy_pieces(barrier, {1, piece.bytes, {piece}});
 }
-__device__ __forceinline__ void copy_piece_of(int32_t owner, uint64_t* barrier, CopyPiece piece) {
-  const auto from = reinterpret_cast<uintptr_t>(piece.from);
-  piece.from = reinterpret_cast<const uint8_t*>(
-      static_cast<uintptr_t>(__shfl_sync(kFullWarp, static_cast<unsigned long long>(from), owner)));
-  piece.bytes = __shfl_sync(kFullWarp, piece.bytes, owner);
-  copy_pieces(barrier, {1, piece.bytes, {piece}});
+__device__ __forceinline__ void copy_of_lane(int32_t owner, uint32_t barrier, uint32_t to,
+                                             const uint8_t* from, uint32_t bytes) {
+  const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(from));
+  const auto* piece = reinterpret_cast<const uint8_t*>(
+      static_cast<uintptr_t>(__shfl_sync(kFullWarp, address, owner)));
+  const uint32_t total = __shfl_sync(kFullWarp, bytes, owner);
+  copy_by_lanes(to, piece, total);
+  arrive_after_copies(barrier);
 }
 #endif
 

@@ -13,6 +13,7 @@ namespace tierkv {
 namespace {
 
 constexpr int32_t kMaxWarps = 16;
+using Stream = LaneStream<true>;
 // A stream that begins inside the payload can be read this far behind its end.
 constexpr int32_t kSlackBytes = kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 constexpr int32_t kTileBytes = kTileTokens * kSliceDims * 2;
@@ -47,7 +48,7 @@ __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
 
 // The four pairs of a lane in one dim block, from its streams.
 __device__ __forceinline__ void next_pairs(const DeviceCodebook& c, const SharedTable<0>& table,
-                                           LaneStream (&stream)[2], DigitPair (&pairs)[4]) {
+                                           Stream (&stream)[2], DigitPair (&pairs)[4]) {
   const int32_t streams = c.streams_per_lane;
   if (c.mode == BlockMode::kQuad) {
 #pragma unroll
@@ -154,10 +155,10 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
   const bool raw = is_raw_mode(h.mode);
   const int32_t lane = lane_index(), blocks = dim_block_count(h.dims);
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
-  const SharedTable<0> table(table_address, c.max_length);
+  const SharedTable<0> table(table_address, table_mask(c.max_length, 0));
   const uint32_t payload = shared_byte_address(memory.block + at.payload);
   const auto* starts = reinterpret_cast<const uint16_t*>(memory.block + at.starts);
-  LaneStream stream[2];
+  Stream stream[2];
   if (!raw) {
     stream[0].open(payload, starts[lane], SharedTable<0>::kBias);
     if (h.streams_per_lane == 2) {
