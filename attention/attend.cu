@@ -136,6 +136,7 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
   if (call.out == nullptr || !is_aligned(call.out, 16))
     return invalid("out is null or not aligned");
   if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
+  if (!is_aligned(call.scores.memory, 8)) return invalid("scores are not aligned");
   return validate_tail(config, call.tail);
 }
 
@@ -220,6 +221,10 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.num_pages = call.pages.num_pages;
   params.columns = query_columns(config);
   params.tail = tail_source(config, call.tail);
+  if (call.scores.memory != nullptr) {
+    params.scores = token_scores(call.scores.memory, call.scores.bytes, params.rows.num_rows,
+                                 params.columns.of_row);
+  }
   params.q = call.q;
   params.out = call.out;
   params.lse = call.lse;

@@ -14,12 +14,17 @@ struct alignas(16) ChunkHeader {
   int32_t format;  // pair_format(); nothing where there are no tokens
   int32_t tiles;   // of the item that this chunk stands for: those copied, or 1 of an empty row
   int32_t tokens;  // 0: nothing to attend to
-  // The tokens' order, counted from the chunk's first, where one is among the newest of its row
-  // that not every query sees.
-  TailOrder tail;
-  int32_t unused;
 };
-static_assert(sizeof(ChunkHeader) == kChunkHeaderBytes, "two 16-byte accesses per header");
+static_assert(sizeof(ChunkHeader) == kChunkHeaderBytes, "one 16-byte access per header");
+
+// Where in its row a chunk is; kept where there are several queries or scores are left behind.
+struct alignas(16) ChunkPlace {
+  // Counted from the chunk's first token, where one is among the newest of its row that not every
+  // query sees.
+  TailOrder tail;
+  int32_t tile;  // the first, of the row
+};
+static_assert(sizeof(ChunkPlace) == kChunkHeaderBytes, "one 16-byte access per place");
 
 // A chunk and where its bytes are.
 struct Chunk {
@@ -73,7 +78,7 @@ class ChunkFeed {
   };
   __device__ __forceinline__ Page next_page() {
     const int32_t tokens = page_tiles_ * kTileTokens;
-    const Page page{{row_, format_, page_tiles_, tokens, {}, 0},
+    const Page page{{row_, format_, page_tiles_, tokens},
                     __shfl_sync(kFullWarp, ids_, page_ % 32),
                     page_bytes_};
     left_ -= page_tiles_;
@@ -82,14 +87,24 @@ class ChunkFeed {
     return page;
   }
 
+  // Of the next chunk.
+  __device__ __forceinline__ ChunkPlace place() const {
+    ChunkPlace place{{}, page_ * page_tiles_ + page_tile_};
+    if (tier_ == p_.tail.tier && !is_at_page()) place.tail = tail_order(place.tile * kTileTokens);
+#pragma unroll
+    for (int32_t t = 0; t < kAttentionTiers; ++t) {
+      if (t < tier_) place.tile += tiles_of(tokens_[t]);
+    }
+    return place;
+  }
+
   // has_more() before.
   __device__ __forceinline__ Chunk next() {
-    Chunk chunk{{row_, 0, 1, 0, {}, 0}, 0, kNoPage, 0, false};
+    Chunk chunk{{row_, 0, 1, 0}, 0, kNoPage, 0, false};
     if (tier_ < kAttentionTiers) {
       const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
                                     smaller(tiles_of(tier_tokens_), left_));
-      chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_), {}, 0};
-      if (tier_ == p_.tail.tier) chunk.header.tail = tail_order();
+      chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
       chunk.tier = tier_;
       chunk.page = __shfl_sync(kFullWarp, ids_, page_ % 32);
       chunk.tile = page_tile_;
@@ -110,10 +125,9 @@ class ChunkFeed {
     next_ids_ = read_ids(page_ + 32);
   }
 
-  // Of the tokens from the next tile on.
-  __device__ __forceinline__ TailOrder tail_order() const {
+  // Counted from token `here` of the tier, the next tile's first.
+  __device__ __forceinline__ TailOrder tail_order(int32_t here) const {
     const TailSource& tail = p_.tail;
-    const int32_t here = (page_ * page_tiles_ + page_tile_) * kTileTokens;
     const int32_t entry = batch_row_of(p_.rows, row_) / p_.rows.num_kv_heads;
     const int32_t tokens = here + tier_tokens_;
     const bool is_ring = tail.ring_tokens > 0 && tokens >= tail.ring_first + tail.ring_tokens;
@@ -250,25 +264,38 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Chun
   }
 }
 
-// By the whole warp: the feed's next chunk into a slot; `full` ends its phase when it has arrived.
-// A page outside the pool is left out and reported.
-__device__ __forceinline__ void start_chunk(const DecodeParams& p, ChunkFeed& feed, uint8_t* slot,
-                                            uint64_t* full, ChunkHeader* header) {
+// What start_chunk() fills.
+struct RingSlot {
+  uint8_t* bytes;
+  uint64_t* full;  // ends its phase when the chunk has arrived
+  ChunkHeader* header;
+  ChunkPlace* place;  // null: not kept
+};
+
+// By the whole warp: the feed's next chunk into a slot. A page outside the pool is left out and
+// reported.
+__device__ __forceinline__ void start_chunk(const DecodeParams& p, ChunkFeed& feed,
+                                            const RingSlot& slot) {
+  if (slot.place != nullptr) {
+    const ChunkPlace place = feed.place();
+    if (is_first_lane()) *slot.place = place;
+  }
   if (feed.is_at_page()) {
     ChunkFeed::Page page = feed.next_page();
     if (page.page >= 0 && page.page < p.num_pages) {
-      if (is_first_lane()) *header = page.header;
-      copy_page(full, {slot, p.pool + page.page * p.page_bytes, static_cast<uint32_t>(page.bytes)});
+      if (is_first_lane()) *slot.header = page.header;
+      copy_page(slot.full,
+                {slot.bytes, p.pool + page.page * p.page_bytes, static_cast<uint32_t>(page.bytes)});
       return;
     }
     page.header.tokens = 0;
-    announce_chunk(p, page.header, true, header);
-    copy_pieces(full, {});
+    announce_chunk(p, page.header, true, slot.header);
+    copy_pieces(slot.full, {});
     return;
   }
-  const ReadyChunk chunk = prepare_chunk(p, feed.next(), slot);
-  announce_chunk(p, chunk.header, chunk.is_stray, header);
-  copy_pieces(full, chunk.pieces);
+  const ReadyChunk chunk = prepare_chunk(p, feed.next(), slot.bytes);
+  announce_chunk(p, chunk.header, chunk.is_stray, slot.header);
+  copy_pieces(slot.full, chunk.pieces);
 }
 
 }  // namespace tierkv

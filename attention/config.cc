@@ -44,8 +44,9 @@ Status validate_modes(const AttentionConfig& c) {
   if (c.q_len > kMaxQueryTokens) {
     return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1 to 8");
   }
-  if (c.dtype != DType::kFloat16) {
-    return unsupported(std::string("dtype ") + dtype_name(c.dtype) + "; attention needs float16");
+  if (c.dtype != DType::kFloat16 && c.dtype != DType::kBFloat16) {
+    return unsupported(std::string("dtype ") + dtype_name(c.dtype) +
+                       "; attention needs float16 or bfloat16");
   }
   if (!std::isfinite(c.sm_scale) || c.sm_scale <= 0) return invalid("sm_scale must be positive");
   if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
@@ -104,6 +105,14 @@ Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
 size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
                                  int32_t num_sequences) {
   return workspace_layout(config, grid, num_sequences).bytes;
+}
+
+size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences, int32_t tokens) {
+  const QueryColumns columns = query_columns(config);
+  const int64_t tiles =
+      tiles_of(tokens) + config.num_tiers;  // the last of each may be partly filled
+  const int64_t rows = static_cast<int64_t>(num_sequences) * config.num_kv_heads * columns.passes;
+  return static_cast<size_t>(rows * tiles * score_tile_bytes(score_columns(columns.of_row)));
 }
 
 const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,

@@ -1,25 +1,20 @@
 #include "attention/decode.h"
 
-#include "attention/decode_kernel.cuh"
 #include "attention/launch.cuh"
 
 namespace tierkv {
 namespace {
 
-using DecodeKernel = void (*)(DecodeParams);
-
-// A wide kernel has two blocks of columns.
-DecodeKernel kernel_of(int32_t head_dim, int32_t of_row) {
-  const bool is_wide = column_blocks(of_row) == 2;
+DecodeKernel kernel_of(int32_t head_dim, int32_t blocks, bool is_plain) {
   switch (head_dim) {
     case 64:
-      return is_wide ? decode_kernel<64, 2> : decode_kernel<64, 1>;
+      return decode_kernel_of<64>(blocks, is_plain);
     case 96:
-      return is_wide ? decode_kernel<96, 2> : decode_kernel<96, 1>;
+      return decode_kernel_of<96>(blocks, is_plain);
     case 128:
-      return is_wide ? decode_kernel<128, 2> : decode_kernel<128, 1>;
+      return decode_kernel_of<128>(blocks, is_plain);
     case 256:
-      return is_wide ? nullptr : decode_kernel<256, 1>;
+      return decode_kernel_of<256>(blocks, is_plain);
     default:
       return nullptr;
   }
@@ -33,17 +28,22 @@ Status no_kernel(int32_t head_dim) {
 }  // namespace
 
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
-  const DecodeKernel kernel = kernel_of(head_dim, of_row);
-  if (kernel == nullptr) return no_kernel(head_dim);
-  return cuda_status(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "shared memory of the decode kernel");
+  const int32_t blocks = column_blocks(of_row);
+  for (const bool plain : {false, true}) {
+    const DecodeKernel kernel = kernel_of(head_dim, blocks, plain);
+    if (kernel == nullptr) return no_kernel(head_dim);
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return cuda_status(error, "shared memory of the decode kernel");
+  }
+  return Status::ok();
 }
 
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
-  const DecodeKernel kernel = kernel_of(head_dim, params.columns.of_row);
+  const DecodeKernel kernel =
+      kernel_of(head_dim, column_blocks(params.columns.of_row), is_plain(params));
   if (kernel == nullptr) return no_kernel(head_dim);
   const int32_t bytes =
       decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots).bytes;

@@ -7,12 +7,14 @@
 
 #include "attention/columns.h"
 #include "attention/online_softmax.h"
+#include "attention/token_scores.h"
 #include "attention/work.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {
 
 inline constexpr int32_t kDecodeWarps = 8;
+inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
 inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
 
 // The tier with the newest tokens, where there are several queries; otherwise no tier.
@@ -30,9 +32,9 @@ struct DecodeParams {
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
-  QueryColumns columns;
+  QueryColumns columns;  // also which 16-bit type q, out and raw pages have
   TailSource tail;
-  const void* q = nullptr;        // fp16 [batch][q_len][num_q_heads][head_dim]
+  const void* q = nullptr;        // [batch][q_len][num_q_heads][head_dim]
   void* out = nullptr;            // like q
   float* lse = nullptr;           // [batch][q_len][num_q_heads] or null
   int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
@@ -40,6 +42,7 @@ struct DecodeParams {
   int32_t* arrivals = nullptr;
   float* parts = nullptr;  // [2 * grid][of_row][head_dim]: parts of rows that several CTAs share
   SoftmaxState* part_states = nullptr;  // [2 * grid][of_row]
+  TokenScores scores;                   // to be left behind; without codes: none
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
@@ -51,13 +54,14 @@ TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
   return head_dim + 4;
 }
 
-inline constexpr int32_t kChunkHeaderBytes = 32;
+inline constexpr int32_t kChunkHeaderBytes = 16;
 
 // Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
 // before its item, here, and of the row that goes on behind it, in its ring when that is done.
 struct DecodeShared {
   int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
   int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
+  int32_t places;     // ChunkPlace [kDecodeWarps][kMaxSlots]
   int32_t states;     // SoftmaxState [kDecodeWarps][2][columns]
   int32_t ends;       // WorkItem [2]
   int32_t part_rows;  // int32_t [kDecodeWarps][2]
@@ -69,7 +73,8 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, i
   DecodeShared s{};
   s.full = kDecodeWarps * slots * slot_bytes;
   s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
-  s.states = s.headers + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
+  s.places = s.headers + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
+  s.states = s.places + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
   s.ends = s.states + kDecodeWarps * 2 * columns * 8;
   s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
   s.parts = s.part_rows + kDecodeWarps * 2 * 4;
@@ -81,6 +86,25 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, i
 TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
   return of_row > kBlockColumns ? 2 : 1;
 }
+// One block of columns, one query, no scores left behind: a kernel of its own, without the code for
+// these.
+TKV_HD bool is_plain(const DecodeParams& p) {
+  return column_blocks(p.columns.of_row) == 1 && p.tail.tier == kAttentionTiers &&
+         p.scores.codes == nullptr;
+}
+using DecodeKernel = void (*)(DecodeParams);
+// Null where head_dim has no kernel of so many blocks; a plain one has one block. Each head_dim has
+// a source file, so that they compile side by side.
+template <int32_t kHeadDim>
+DecodeKernel decode_kernel_of(int32_t blocks, bool is_plain);
+template <>
+DecodeKernel decode_kernel_of<64>(int32_t blocks, bool is_plain);
+template <>
+DecodeKernel decode_kernel_of<96>(int32_t blocks, bool is_plain);
+template <>
+DecodeKernel decode_kernel_of<128>(int32_t blocks, bool is_plain);
+template <>
+DecodeKernel decode_kernel_of<256>(int32_t blocks, bool is_plain);
 
 // Lets the kernel use shared_bytes. Once per device, before the first launch.
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);

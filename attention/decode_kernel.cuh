@@ -15,8 +15,6 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
-
 // The CTAs that share a row.
 struct RowSpan {
   int32_t first, last;
@@ -30,15 +28,19 @@ __device__ __forceinline__ int32_t part_index(RowSpan span, int32_t cta) {
   return cta == span.first ? 2 * cta + 1 : 2 * cta;
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
-      : p_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(params.columns) {
+      : p_(params),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32),
+        attention_(params.columns, params.scores) {
     const DecodeShared at = decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots);
     rings_ = shared_bytes;
     full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full) + warp_ * kMaxSlots;
     headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
+    places_ = reinterpret_cast<ChunkPlace*>(shared_bytes + at.places) + warp_ * kMaxSlots;
     states_ = reinterpret_cast<SoftmaxState*>(shared_bytes + at.states);
     ends_ = reinterpret_cast<WorkItem*>(shared_bytes + at.ends);
     part_rows_ = reinterpret_cast<int32_t*>(shared_bytes + at.part_rows);
@@ -84,15 +86,16 @@ class DecodeCta {
   uint8_t* rings_;
   uint64_t* full_;        // of this warp, as
   ChunkHeader* headers_;  // these
+  ChunkPlace* places_;
   SoftmaxState* states_;
   WorkItem* ends_;      // the first item of this CTA and of the next one
   int32_t* part_rows_;  // [kParts], -1: no part
   float* parts_;
-  WarpAttention<kHeadDim, kColumnBlocks> attention_;
+  WarpAttention<kHeadDim, kColumnBlocks, kIsPlain> attention_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::run() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::run() {
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
@@ -108,9 +111,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::run() {
   join_rows();
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::attend(const WorkItem& item,
-                                                                           const WorkItem& next) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::attend(
+    const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
   if (p_.plan_is_settled) {
@@ -130,7 +133,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::attend(const
   for (int32_t round = -p_.slots;; ++round) {
     if (round == 0) attention_.sum_query(p_.scale_log2);
     if (round >= 0) {
-      ChunkHeader header{-1, 0, 0, 0, {}, 0};
+      ChunkHeader header{-1, 0, 0, 0};
       if (left > 0) {
         wait_barrier(&full_[slot], parity);
         header = headers_[slot];
@@ -146,13 +149,15 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::attend(const
       if (header.tokens > 0) {
         attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
         attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
-                           &headers_[slot].tail, header.tail.newest != kNoTail});
+                           kIsPlain ? nullptr : &places_[slot]});
       }
       left -= header.tiles;
       __syncwarp();
     }
     if (feed.has_more()) {
-      start_chunk(p_, feed, slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot]);
+      start_chunk(p_, feed,
+                  {slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot],
+                   kIsPlain ? nullptr : &places_[slot]});
     }
     if (++slot == p_.slots) {
       slot = 0;
@@ -162,10 +167,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::attend(const
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::finish_row(const WorkItem& item,
-                                                                               const WorkItem& next,
-                                                                               int32_t row) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::finish_row(
+    const WorkItem& item, const WorkItem& next, int32_t row) {
   const bool began_before = row == item.row && item.tile > 0;
   const bool goes_on = row == next.row && next.tile > 0;
   if (!began_before && !goes_on) {
@@ -180,8 +184,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::finish_row(c
 // By all warps, when all parts are there; a lane looks at each. A warp joins one column of one row
 // at a time: first of the rows that other CTAs share, so that the answer to its arrival comes while
 // it joins the others.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_rows() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_rows() {
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
@@ -225,9 +229,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_rows() 
 }
 
 // The parts of the CTA's warps.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks>::join_parts(
-    uint32_t parts, int32_t head) const {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ HeadSum<kHeadDim>
+DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_parts(uint32_t parts, int32_t head) const {
   HeadSum<kHeadDim> sum;
   while (parts != 0) {
     typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
@@ -245,9 +249,9 @@ __device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks>:
 }
 
 // The CTA's part of a head, in global memory; in lane 0, how many other CTAs had left theirs.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ int32_t
-DecodeCta<kHeadDim, kColumnBlocks>::leave_part(uint32_t parts, int32_t head, RowSpan span) const {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::leave_part(
+    uint32_t parts, int32_t head, RowSpan span) const {
   const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.columns.of_row + head;
   join_parts(parts, head).store(p_.part_states + to, p_.parts + to * kHeadDim);
   __syncwarp();
@@ -255,10 +259,9 @@ DecodeCta<kHeadDim, kColumnBlocks>::leave_part(uint32_t parts, int32_t head, Row
 }
 
 // The parts of all CTAs that share the row.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_ctas(int32_t row,
-                                                                              RowSpan span,
-                                                                              int32_t head) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_ctas(
+    int32_t row, RowSpan span, int32_t head) {
   HeadSum<kHeadDim> sum;
   for (int32_t first = span.first; first <= span.last; first += kGlobalBatch) {
     typename HeadSum<kHeadDim>::Part batch[kGlobalBatch];
@@ -275,20 +278,20 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::join_ctas(in
   write(row, head, sum);
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks>::write(
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::write(
     int32_t row, int32_t head, const HeadSum<kHeadDim>& sum) const {
   const int64_t place = p_.columns.place(row, head);
   if (place < 0) return;
   sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
-            p_.lse == nullptr ? nullptr : p_.lse + place);
+            p_.lse == nullptr ? nullptr : p_.lse + place, p_.columns.is_bfloat16);
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim, kColumnBlocks> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks, kIsPlain> cta(params, shared_bytes);
   cta.run();
 }
 

@@ -72,14 +72,15 @@ class HeadSum {
     if (threadIdx.x % 32 == 0) *state = state_;
   }
 
-  // As output: out is fp16 [kHeadDim], lse may be null.
-  __device__ __forceinline__ void write(__half* out, float* lse) const {
+  // As output: out is [kHeadDim] of fp16 or bfloat16, lse may be null.
+  __device__ __forceinline__ void write(__half* out, float* lse, bool is_bfloat16 = false) const {
     const float factor = output_scale(state_);
 #pragma unroll
     for (int32_t i = 0; i < kQuads; ++i) {
       if (!has(i)) continue;
-      const uint2 halves = {pack_halves(x_[i].x * factor, x_[i].y * factor),
-                            pack_halves(x_[i].z * factor, x_[i].w * factor)};
+      const float4 x = {x_[i].x * factor, x_[i].y * factor, x_[i].z * factor, x_[i].w * factor};
+      const uint2 halves = is_bfloat16 ? uint2{pack_bfloats(x.x, x.y), pack_bfloats(x.z, x.w)}
+                                       : uint2{pack_halves(x.x, x.y), pack_halves(x.z, x.w)};
       *reinterpret_cast<uint2*>(out + dim(i)) = halves;
     }
     if (threadIdx.x % 32 == 0 && lse != nullptr) *lse = natural_lse(state_);

@@ -9,9 +9,9 @@ Status validate_merge(const MergeCall& call) {
   if (call.head_dim < 2 || call.head_dim > kMaxHeadDim || call.head_dim % 2 != 0) {
     return invalid("head_dim must be even, 2 to 4096");
   }
-  if (call.dtype != DType::kFloat16) {
-    return Status(StatusCode::kUnsupported,
-                  std::string("dtype ") + dtype_name(call.dtype) + "; merge needs float16");
+  if (call.dtype != DType::kFloat16 && call.dtype != DType::kBFloat16) {
+    return Status(StatusCode::kUnsupported, std::string("dtype ") + dtype_name(call.dtype) +
+                                                "; merge needs float16 or bfloat16");
   }
   for (const AttentionPart& part : {call.a, call.b}) {
     if (part.out == nullptr || part.lse == nullptr) return invalid("a part is null");
@@ -28,10 +28,14 @@ Status merge_attention_host(const MergeCall& call) {
   const auto* a = static_cast<const uint16_t*>(call.a.out);
   const auto* b = static_cast<const uint16_t*>(call.b.out);
   auto* out = static_cast<uint16_t*>(call.out);
+  const bool is_bfloat16 = call.dtype == DType::kBFloat16;
   for (int64_t r = 0; r < call.rows; ++r) {
     const MergedRow row = merge_row(call.a.lse[r], call.b.lse[r]);
     for (int64_t i = r * call.head_dim; i < (r + 1) * call.head_dim; ++i) {
-      out[i] = float_to_half(merge_value(row, half_to_float(a[i]), half_to_float(b[i])));
+      out[i] = is_bfloat16
+                   ? float_to_bfloat16(
+                         merge_value(row, bfloat16_to_float(a[i]), bfloat16_to_float(b[i])))
+                   : float_to_half(merge_value(row, half_to_float(a[i]), half_to_float(b[i])));
     }
     call.lse[r] = row.lse;
   }

@@ -13,13 +13,17 @@ __global__ void __launch_bounds__(kMergeThreads)
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const int32_t pairs = call.head_dim / 2;
+  const bool is_bfloat16 = call.dtype == DType::kBFloat16;
   const MergedRow merged = merge_row(call.a.lse[row], call.b.lse[row]);
   __syncthreads();
   for (int32_t i = threadIdx.x; i < pairs; i += kMergeThreads) {
-    const float2 a = __half22float2(static_cast<const __half2*>(call.a.out)[row * pairs + i]);
-    const float2 b = __half22float2(static_cast<const __half2*>(call.b.out)[row * pairs + i]);
-    static_cast<__half2*>(call.out)[row * pairs + i] =
-        __floats2half2_rn(merge_value(merged, a.x, b.x), merge_value(merged, a.y, b.y));
+    const uint32_t bits_a = static_cast<const uint32_t*>(call.a.out)[row * pairs + i];
+    const uint32_t bits_b = static_cast<const uint32_t*>(call.b.out)[row * pairs + i];
+    const float2 a = is_bfloat16 ? unpack_bfloats(bits_a) : unpack_halves(bits_a);
+    const float2 b = is_bfloat16 ? unpack_bfloats(bits_b) : unpack_halves(bits_b);
+    const float2 x = {merge_value(merged, a.x, b.x), merge_value(merged, a.y, b.y)};
+    static_cast<uint32_t*>(call.out)[row * pairs + i] =
+        is_bfloat16 ? pack_bfloats(x.x, x.y) : pack_halves(x.x, x.y);
   }
   if (threadIdx.x == 0) call.lse[row] = merged.lse;
 }

@@ -35,6 +35,15 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2
       : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
+// The same of bfloat16.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Transposes an 8 x 8 matrix of halves spread over the warp.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   uint32_t y;
@@ -49,6 +58,15 @@ __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
 }
 __device__ __forceinline__ float2 unpack_halves(uint32_t x) {
   return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+__device__ __forceinline__ uint32_t pack_bfloats(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ float2 unpack_bfloats(uint32_t x) {
+  return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
 
 __device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {

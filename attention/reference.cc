@@ -28,11 +28,11 @@ Status corrupt(std::string why) {
   return Status(StatusCode::kCorrupt, std::move(why));
 }
 
-void decode_slot(const PageLayout& layout, const uint8_t* page, int32_t slot,
+void decode_slot(const PageLayout& layout, const uint8_t* page, int32_t slot, DType raw,
                  RowTokensDecoded& row) {
   for (int32_t dim = 0; dim < layout.head_dim(); ++dim) {
-    row.k.push_back(page_value(layout, page, Component::kKey, slot, dim));
-    row.v.push_back(page_value(layout, page, Component::kValue, slot, dim));
+    row.k.push_back(page_value(layout, page, Component::kKey, slot, dim, raw));
+    row.v.push_back(page_value(layout, page, Component::kValue, slot, dim, raw));
   }
 }
 
@@ -66,7 +66,8 @@ Status decode_tier(const AttentionConfig& config, const AttendCall& call, const 
     const int64_t slot = at.table_row * side.row_stride + (i / layout.tokens) * side.direction;
     const int32_t page = side.slots[slot];
     if (page < 0 || page >= call.pages.num_pages) return corrupt("page id " + std::to_string(page));
-    decode_slot(layout, call.pages.base + page * call.pages.page_bytes, i % layout.tokens, row);
+    decode_slot(layout, call.pages.base + page * call.pages.page_bytes, i % layout.tokens,
+                config.dtype, row);
     row.age.push_back(order.age(i));
   }
   return Status::ok();
@@ -94,32 +95,44 @@ Result<RowTokensDecoded> decode_row(const AttentionConfig& config, const AttendC
   return row;
 }
 
-// Softmax attention of one query over the tokens of at least `least_age`.
+struct Query {
+  const uint16_t* q;  // [head_dim] of dtype
+  DType dtype;
+  int32_t head_dim;
+  double sm_scale;
+  int32_t least_age;  // of the tokens that it sees
+};
 struct QueryResult {
-  std::vector<double> out;  // [head_dim]
+  std::vector<double> out;            // [head_dim]
+  std::vector<double> probabilities;  // [tokens]
   double lse;
 };
-QueryResult attend_row(const RowTokensDecoded& row, const uint16_t* q, double sm_scale,
-                       int32_t head_dim, int32_t least_age) {
+QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
   const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<double> logits(row.age.size(), -infinity);
+  const size_t tokens = row.age.size();
+  std::vector<double> logits(tokens, -infinity);
   double largest = -infinity, sum = 0;
-  for (size_t i = 0; i < row.age.size(); ++i) {
-    if (row.age[i] < least_age) continue;
+  for (size_t i = 0; i < tokens; ++i) {
+    if (row.age[i] < query.least_age) continue;
     double dot = 0;
-    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * row.k[i * head_dim + d];
-    logits[i] = dot * sm_scale;
+    for (int32_t d = 0; d < query.head_dim; ++d) {
+      dot += value_of_bits(query.q[d], query.dtype) * row.k[i * query.head_dim + d];
+    }
+    logits[i] = dot * query.sm_scale;
     largest = std::fmax(largest, logits[i]);
   }
-  QueryResult result{std::vector<double>(head_dim, 0.0), -infinity};
+  QueryResult result{std::vector<double>(query.head_dim, 0.0), std::vector<double>(tokens, 0.0),
+                     -infinity};
   if (largest == -infinity) return result;
-  for (size_t i = 0; i < row.age.size(); ++i) {
-    const double p = std::exp(logits[i] - largest);
+  for (const double logit : logits) sum += std::exp(logit - largest);
+  for (size_t i = 0; i < tokens; ++i) {
+    const double p = std::exp(logits[i] - largest) / sum;
     if (p == 0) continue;
-    sum += p;
-    for (int32_t d = 0; d < head_dim; ++d) result.out[d] += p * row.v[i * head_dim + d];
+    result.probabilities[i] = p;
+    for (int32_t d = 0; d < query.head_dim; ++d) {
+      result.out[d] += p * row.v[i * query.head_dim + d];
+    }
   }
-  for (double& x : result.out) x /= sum;
   result.lse = largest + std::log(sum);
   return result;
 }
@@ -127,21 +140,22 @@ QueryResult attend_row(const RowTokensDecoded& row, const uint16_t* q, double sm
 }  // namespace
 
 double page_value(const PageLayout& layout, const uint8_t* page, Component component, int32_t slot,
-                  int32_t dim) {
+                  int32_t dim, DType raw) {
   const TileLayout& tile = layout.tile(component);
   const int32_t tile_index = slot / kTileTokens, token = slot % kTileTokens;
   const CodePosition at = code_position(tile, component, token, dim);
   uint32_t word;
   std::memcpy(&word, page + layout.tile_codes_byte(component, tile_index) + at.byte, sizeof(word));
   const uint32_t code = (word >> at.bit) & ((1u << tile.bits) - 1);
-  if (tile.bits == 16) return half_to_float(static_cast<uint16_t>(code));
+  if (tile.bits == 16) return value_of_bits(static_cast<uint16_t>(code), raw);
   const int32_t groups = layout.groups(component), group = dim / (layout.head_dim() / groups);
   const uint8_t* metadata =
       page + layout.tile_metadata_byte(component, tile_index) + token_metadata_byte(group, token);
   return half_at(metadata) * code + half_at(metadata + 2);
 }
 
-Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call) {
+Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call,
+                                         ReferenceWeights* weights) {
   if (Status s = config.validate(); !s) return s;
   if (Status s = validate_tail(config, call.tail); !s) return s;
   const auto* q = static_cast<const uint16_t*>(call.q);
@@ -149,6 +163,7 @@ Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const At
   const int64_t columns =
       static_cast<int64_t>(call.batch.count) * config.q_len * config.num_q_heads;
   ReferenceOutput output{std::vector<double>(columns * dim), std::vector<double>(columns)};
+  if (weights != nullptr) weights->assign(columns, {});
   for (int32_t entry = 0; entry < call.batch.count; ++entry) {
     for (int32_t h = 0; h < config.num_kv_heads; ++h) {
       const Result<RowTokensDecoded> row = decode_row(config, call, entry, h);
@@ -157,10 +172,11 @@ Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const At
         const int32_t query = j / group;
         const int64_t place =
             (int64_t{entry} * config.q_len + query) * config.num_q_heads + h * group + j % group;
-        const QueryResult result =
-            attend_row(*row, q + place * dim, config.sm_scale, dim, config.q_len - 1 - query);
+        QueryResult result = attend_row(
+            *row, {q + place * dim, config.dtype, dim, config.sm_scale, config.q_len - 1 - query});
         std::copy(result.out.begin(), result.out.end(), output.out.begin() + place * dim);
         output.lse[place] = result.lse;
+        if (weights != nullptr) (*weights)[place] = std::move(result.probabilities);
       }
     }
   }

@@ -17,6 +17,7 @@
 // which is rare: the weights are computed first and looked at afterwards.
 #pragma once
 
+#include "attention/chunk_feed.cuh"
 #include "attention/columns.h"
 #include "attention/online_softmax.h"
 #include "attention/page_tile.cuh"
@@ -39,26 +40,27 @@ __device__ __forceinline__ float power_of_two(int32_t exponent) {
 __device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits, int32_t head_dim,
                                         int32_t column_blocks) {
   const int32_t bits = k_bits > v_bits ? k_bits : v_bits;
-  return column_blocks > 1 || TileLayout{bits, head_dim}.words_per_lane() > 16 ? 1 : 2;
+  const bool is_wide = column_blocks > 1 && column_blocks * head_dim > 128;
+  return is_wide || TileLayout{bits, head_dim}.words_per_lane() > 16 ? 1 : 2;
 }
 
 // Tokens of a chunk in shared memory.
 struct ChunkTokens {
   const uint8_t* bytes;
   int32_t tiles;
-  int32_t tokens;         // 1 to 16 * tiles; whatever lies behind them, up to a tile, is ignored
-  int32_t row;            // of the launch
-  const TailOrder* tail;  // read where a query may not see all of them
-  bool is_tail;
+  int32_t tokens;           // 1 to 16 * tiles; whatever lies behind them, up to a tile, is ignored
+  int32_t row;              // of the launch
+  const ChunkPlace* place;  // null: a plain kernel's
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+// A plain one has one query and leaves no scores.
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
 
-  __device__ __forceinline__ explicit WarpAttention(const QueryColumns& columns)
-      : columns_(columns) {}
+  __device__ __forceinline__ WarpAttention(const QueryColumns& columns, const TokenScores& scores)
+      : columns_(columns), scores_(scores) {}
 
   __device__ __forceinline__ void start_row() {
 #pragma unroll
@@ -119,12 +121,28 @@ class WarpAttention {
     float scale[kTiles][2];  // of the values
     float zero_point[kTiles][2];
     uint32_t weight[kTiles][kColumnBlocks][2];  // B fragments
+    // What bfloat16 loses of the weights: raw values of bfloat16 are multiplied by both.
+    uint32_t weight_rest[kTiles][kColumnBlocks][2];
   };
 
   __device__ __forceinline__ static int32_t lane() {
     return threadIdx.x % 32;
   }
 
+  // Codes and their operands are fp16; raw components what the launch says.
+  template <int32_t kBits>
+  __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1) const {
+    if (kBits == 16 && columns_.is_bfloat16) {
+      mma_m16n8k16_bf16(d, a, b0, b1);
+    } else {
+      mma_m16n8k16(d, a, b0, b1);
+    }
+  }
+
+  __device__ __forceinline__ void convert_query(int32_t from_bits, int32_t to_bits,
+                                                float scale_log2);
+  __device__ __forceinline__ float query_unit() const;
   __device__ __forceinline__ void scale_query(int32_t from_bits, int32_t to_bits, float scale_log2);
   __device__ __forceinline__ void convert_out(int32_t from_bits, int32_t to_bits);
   template <int32_t kKeyBits>
@@ -150,8 +168,11 @@ class WarpAttention {
   template <int32_t kTiles>
   __device__ __forceinline__ void mask_values(int32_t tokens,
                                               LaneWords<16, kHeadDim> (&words)[kTiles]) const;
-  template <int32_t kTiles>
+  template <int32_t kValueBits, int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
+  template <int32_t kTiles>
+  __device__ __forceinline__ void leave_scores(const ChunkTokens& chunk, int32_t first,
+                                               const Step<kTiles>& s) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
   template <int32_t kBits, int32_t kTiles>
@@ -160,19 +181,21 @@ class WarpAttention {
   __device__ __forceinline__ void sum_lanes();
 
   const QueryColumns& columns_;
+  const TokenScores& scores_;
   float out_[kColumnBlocks][kBlocks][4];  // in units of the current value format
   // B fragments, divided by the factors of the current key format.
   uint32_t query_[kColumnBlocks][kBlocks][2];
   float query_sum_[kColumnBlocks][2];  // of columns 2t, 2t + 1, times scale_log2
-  float score_unit_;                   // scale_log2 times the factor of the key codes
+  // scale_log2 times the factor of the key codes, and of bfloat16 queries their power of two.
+  float score_unit_;
   float reference_[kColumnBlocks][2], sum_[kColumnBlocks][2], zero_[kColumnBlocks][2];
   float ceiling_;  // kNoTokensYet where a column of this lane has none, or kCeiling
   int32_t k_bits_, v_bits_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kKeyBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_keys(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::attend_keys(
     const ChunkTokens& chunk) {
   switch (v_bits_) {
     case 4:
@@ -186,9 +209,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_k
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kKeyBits, int32_t kValueBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_tiles(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::attend_tiles(
     const ChunkTokens& chunk) {
   constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits, kHeadDim, kColumnBlocks);
   constexpr int32_t kStepTokens = kTiles * kTileTokens;
@@ -200,7 +223,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_t
   const uint8_t* k_metadata = k_codes + chunk.tiles * kKeyBytes;
   const uint8_t* v_codes = k_metadata + chunk.tiles * kKeyMetadata;
   const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
-  const int32_t masked_below = chunk.is_tail ? kNoTail : kStepTokens;
+  const bool is_tail = !kIsPlain && chunk.place->tail.newest != kNoTail;
+  const int32_t masked_below = is_tail ? kNoTail : kStepTokens;
 #pragma unroll 1
   for (int32_t tokens = chunk.tokens; tokens > 0; tokens -= kStepTokens) {
     float products[kTiles][kColumnBlocks][4];
@@ -212,9 +236,12 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_t
     if (tokens < masked_below) {
       mask_scores(tokens, s);
       if constexpr (kValueBits == 16) mask_values(tokens, values);
-      if (chunk.is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
+      if (is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
     }
-    weigh(s);
+    weigh<kValueBits>(s);
+    if constexpr (!kIsPlain) {
+      if (scores_.codes != nullptr) leave_scores(chunk, chunk.tokens - tokens, s);
+    }
     add_values(values, s);
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
@@ -224,9 +251,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::attend_t
 }
 
 // Two chains of mma a tile: their latency is most of a step's.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::multiply_keys(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::multiply_keys(
     const uint8_t* codes, float (&products)[kTiles][kColumnBlocks][4]) const {
   LaneWords<kBits, kHeadDim> words[kTiles];
   float odd[kTiles][kColumnBlocks][4];
@@ -247,7 +274,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::multiply
       words[i].template fragment<Component::kKey>(f, a);
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
-        mma_m16n8k16(f % 2 == 0 ? products[i][c] : odd[i][c], a, query_[c][f][0], query_[c][f][1]);
+        float(&sums)[4] = f % 2 == 0 ? products[i][c] : odd[i][c];
+        multiply<kBits>(sums, a, query_[c][f][0], query_[c][f][1]);
       }
     }
   }
@@ -262,9 +290,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::multiply
 }
 
 // Scores in log2 units less the reference.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::scale_products(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::scale_products(
     const uint8_t* metadata, const float (&products)[kTiles][kColumnBlocks][4],
     Step<kTiles>& s) const {
 #pragma unroll
@@ -287,9 +315,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::scale_pr
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::load_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::load_values(
     const uint8_t* codes, const uint8_t* metadata, LaneWords<kBits, kHeadDim> (&words)[kTiles],
     Step<kTiles>& s) const {
 #pragma unroll
@@ -306,9 +334,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::load_val
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::add_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::add_values(
     const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s) {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -318,7 +346,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::add_valu
       words[i].template fragment<Component::kValue>(f, a);
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
-        mma_m16n8k16(out_[c][f], a, s.weight[i][c][0], s.weight[i][c][1]);
+        multiply<kBits>(out_[c][f], a, s.weight[i][c][0], s.weight[i][c][1]);
+        if (kBits == 16 && columns_.is_bfloat16) {
+          multiply<kBits>(out_[c][f], a, s.weight_rest[i][c][0], s.weight_rest[i][c][1]);
+        }
       }
     }
   }

@@ -6,8 +6,15 @@
 
 namespace tierkv {
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::fetch_query(
+inline constexpr int32_t kMostQueryShift = 96;  // keeps every unit inside fp32
+
+// Of keys; also of a row whose first format is still to come.
+__device__ __forceinline__ bool is_raw(int32_t bits) {
+  return bits == 0 || bits == 16;
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::fetch_query(
     const uint16_t* q, int32_t row) {
   const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -24,17 +31,17 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::fetch_qu
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::sum_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::sum_query(
     float scale_log2) {
-  constexpr uint32_t kOnes = 0x3c003c00u;
-  const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+  const uint32_t one = columns_.is_bfloat16 ? 0x3f803f80u : 0x3c003c00u;  // twice
+  const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
     float sums[2][4] = {};  // two chains
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-      mma_m16n8k16(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
+      multiply<16>(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
     }
     query_sum_[c][0] = (sums[0][0] + sums[1][0]) * scale_log2;
     query_sum_[c][1] = (sums[0][1] + sums[1][1]) * scale_log2;
@@ -43,9 +50,12 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::sum_quer
 
 // The factors of codes are powers of two, at most 2^6: exact but for elements of q below 2^-8,
 // whose last bits are lost in fp16's subnormals at 2^-25 absolute.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::scale_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::scale_query(
     int32_t from_bits, int32_t to_bits, float scale_log2) {
+  if (columns_.is_bfloat16 && (is_raw(from_bits) || is_raw(to_bits))) {
+    return convert_query(from_bits, to_bits, scale_log2);
+  }
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
@@ -58,11 +68,70 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::scale_qu
       }
     }
   }
+  if (columns_.is_bfloat16) return;  // the unit keeps the power of two of the queries
   score_unit_ = to_bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::convert_out(
+// The power of two that brings the row's largest element of q to [2^14, 2^15). One for all columns:
+// what fp16 then loses of an element lies 2^-34 below the largest of the row.
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::query_unit()
+    const {
+  float largest = 0.0f;
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float2 x = unpack_bfloats(query_[c][f][half]);
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    }
+  }
+#pragma unroll
+  for (int32_t i = 1; i < 32; i *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
+  }
+  const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
+  return power_of_two(exponent < -kMostQueryShift  ? -kMostQueryShift
+                      : exponent > kMostQueryShift ? kMostQueryShift
+                                                   : exponent);
+}
+
+// bfloat16 queries as they are, for raw keys, or as fp16 times a power of two, for codes. Before
+// the first format of a row they are as they were fetched.
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::convert_query(
+    int32_t from_bits, int32_t to_bits, float scale_log2) {
+  const bool to_raw = is_raw(to_bits);
+  if (is_raw(from_bits) && to_raw) {
+    score_unit_ = scale_log2;
+    return;
+  }
+  const float code_unit = scale_log2 * 0x1p24f;
+  const float unit = to_raw ? score_unit_ / code_unit : query_unit();
+  score_unit_ = to_raw ? scale_log2 : code_unit * unit;
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t dim = f * kDimBlock + 8 * half;
+      const float factor = to_raw ? unit * power_of_two(code_shift(from_bits, dim))
+                                  : power_of_two(-code_shift(to_bits, dim)) / unit;
+#pragma unroll
+      for (int32_t c = 0; c < kColumnBlocks; ++c) {
+        uint32_t& pair = query_[c][f][half];
+        const float2 x = to_raw ? unpack_halves(pair) : unpack_bfloats(pair);
+        pair = to_raw ? pack_bfloats(x.x * factor, x.y * factor)
+                      : pack_halves(x.x * factor, x.y * factor);
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::convert_out(
     int32_t from_bits, int32_t to_bits) {
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
@@ -78,8 +147,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::convert_
 }
 
 // Every lane of a column gets its sums over all lanes.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::sum_lanes() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::sum_lanes() {
 #pragma unroll
   for (int32_t i = 4; i < 32; i *= 2) {
 #pragma unroll
@@ -93,8 +162,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::sum_lane
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::store_part(
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::store_part(
     SoftmaxState* states, float* part) {
   const int32_t g = lane() / 4, t = lane() % 4;
   if (v_bits_ == 0) {  // no tokens
@@ -122,10 +191,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::store_pa
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::write_row(uint16_t* out,
-                                                                                  float* lse,
-                                                                                  int32_t row) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::write_row(
+    uint16_t* out, float* lse, int32_t row) {
   const int32_t g = lane() / 4, t = lane() % 4;
   sum_lanes();
 #pragma unroll
@@ -146,9 +214,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::write_ro
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t dim = f * kDimBlock + 8 * half;
         const float unit = power_of_two(unpacked_exponent(v_bits_, dim));
+        const float x[2] = {fmaf(out_[c][f][2 * half], unit, zero_[c][0]) * scale[0],
+                            fmaf(out_[c][f][2 * half + 1], unit, zero_[c][1]) * scale[1]};
         const uint32_t column_pair =
-            pack_halves(fmaf(out_[c][f][2 * half], unit, zero_[c][0]) * scale[0],
-                        fmaf(out_[c][f][2 * half + 1], unit, zero_[c][1]) * scale[1]);
+            columns_.is_bfloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]);
         const uint32_t dim_pair = transpose_8x8(column_pair);
         if (place >= 0) {
           *reinterpret_cast<uint32_t*>(out + place * kHeadDim + dim + 2 * t) = dim_pair;

@@ -7,9 +7,9 @@
 namespace tierkv {
 
 // Tokens from `tokens` on weigh nothing, whatever their bytes are.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_scores(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_scores(
     int32_t tokens, Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -27,11 +27,11 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_sco
 }
 
 // Tokens of a step, which begins with the chunk's token `first`, that a query is older than.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_newest(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_newest(
     const ChunkTokens& chunk, int32_t first, Step<kTiles>& s) const {
-  const TailOrder tail = *chunk.tail;
+  const TailOrder tail = chunk.place->tail;
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
@@ -52,9 +52,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_new
 
 // Codes are finite whatever they are, so a weight of 0 discards them; raw values may be NaN where
 // there is no token.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_values(
     int32_t tokens, LaneWords<16, kHeadDim> (&words)[kTiles]) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -73,9 +73,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::mask_val
 
 // A column that sees none of the tokens so far keeps its reference unset, and this lane its
 // ceiling.
-template <int32_t kHeadDim, int32_t kColumnBlocks>
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::raise_reference(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::raise_reference(
     Step<kTiles>& s) {
   ceiling_ = kCeiling;
 #pragma unroll
@@ -122,9 +122,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::raise_re
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks>
-template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::weigh(Step<kTiles>& s) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kValueBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::weigh(
+    Step<kTiles>& s) {
   float p[kTiles][kColumnBlocks][4], weight[kTiles][kColumnBlocks][4];
   const auto look = [&] {
     float largest = 0.0f;
@@ -157,9 +158,46 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks>::weigh(St
           sum_[c][j] += p[i][c][2 * r + j];
           zero_[c][j] = fmaf(p[i][c][2 * r + j], s.zero_point[i][r], zero_[c][j]);
         }
-        s.weight[i][c][r] =
-            transpose_8x8(pack_halves(weight[i][c][2 * r], weight[i][c][2 * r + 1]));
+        const float x[2] = {weight[i][c][2 * r], weight[i][c][2 * r + 1]};
+        if (kValueBits == 16 && columns_.is_bfloat16) {
+          const uint32_t pair = pack_bfloats(x[0], x[1]);
+          const float2 kept = unpack_bfloats(pair);
+          s.weight[i][c][r] = transpose_8x8(pair);
+          s.weight_rest[i][c][r] = transpose_8x8(pack_bfloats(x[0] - kept.x, x[1] - kept.y));
+        } else {
+          s.weight[i][c][r] = transpose_8x8(pack_halves(x[0], x[1]));
+        }
       }
+    }
+  }
+}
+
+// The scores of a step, which begins with the chunk's token `first`; after weigh(), whose reference
+// they are relative to.
+template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::leave_scores(
+    const ChunkTokens& chunk, int32_t first, const Step<kTiles>& s) const {
+  const int32_t g = lane() / 4, t = lane() % 4;
+#pragma unroll
+  for (int32_t i = 0; i < kTiles; ++i) {
+    const int32_t tile = chunk.place->tile + first / kTileTokens + i;
+    if (tile >= scores_.stride_tiles || first + i * kTileTokens >= chunk.tokens) continue;
+    const int64_t at = scores_.tile(chunk.row, tile);
+#pragma unroll
+    for (int32_t c = 0; c < kColumnBlocks; ++c) {
+      const int32_t column = kBlockColumns * c + 2 * t;
+      if (column >= scores_.columns) continue;
+#pragma unroll
+      for (int32_t r = 0; r < 2; ++r) {
+        const uint32_t pair =
+            score_code(s.score[i][c][2 * r]) | score_code(s.score[i][c][2 * r + 1]) << 16;
+        uint16_t* to = scores_.codes + (at * kTileTokens + g + 8 * r) * scores_.columns + column;
+        *reinterpret_cast<uint32_t*>(to) = pair;
+      }
+      if (g != 0) continue;
+      const float2 references = {reference_[c][0], reference_[c][1]};
+      *reinterpret_cast<float2*>(scores_.references + at * scores_.columns + column) = references;
     }
   }
 }

@@ -23,7 +23,10 @@ struct WorkspaceLayout {
 
 // Of a config that was not validated, something.
 inline QueryColumns query_columns(const AttentionConfig& config) {
-  return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
+  QueryColumns columns =
+      query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
+  columns.is_bfloat16 = config.dtype == DType::kBFloat16;
+  return columns;
 }
 
 inline int32_t items_per_layer(const AttentionGrid& grid) {

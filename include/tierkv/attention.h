@@ -111,6 +111,16 @@ struct AttentionTail {
   int32_t ring_tokens = 0;
 };
 
+// Device memory for what attend() leaves behind of every token's scores, from which the store takes
+// probabilities (attention/token_scores.h). 8-byte aligned; of one stream.
+struct AttentionScores {
+  void* memory = nullptr;
+  size_t bytes = 0;
+};
+// For rows of up to `tokens` tokens in all of their tiers.
+TKV_API size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences,
+                                     int32_t tokens);
+
 struct AttendCall {
   PageTableView table;   // device, as it was planned
   PageView pages;        // device
@@ -120,6 +130,7 @@ struct AttendCall {
   void* out = nullptr;      // device, like q
   float* lse = nullptr;     // device, [count, q_len, num_q_heads], natural logarithm; may be null
   AttentionTail tail;
+  AttentionScores scores;  // null: none are left; too few bytes leave out the last tokens of rows
   // The plan and the tables were complete before the kernel that precedes this one on the stream
   // began (q and the pages may be its output): the beginning of this call then overlaps its end.
   bool plan_is_settled = false;

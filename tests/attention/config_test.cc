@@ -46,7 +46,7 @@ TEST(AttentionConfig, WhatIsNotSupportedIsNamed) {
       {"head_dim 80", unsupported, [](auto& c) { c.head_dim = 80; }},
       {"q_len", invalid, [](auto& c) { c.q_len = 0; }},
       {"q_len 9", unsupported, [](auto& c) { c.q_len = 9; }},
-      {"bfloat16", unsupported, [](auto& c) { c.dtype = DType::kBFloat16; }},
+      {"float32", unsupported, [](auto& c) { c.dtype = DType::kFloat32; }},
       {"sm_scale", invalid, [](auto& c) { c.sm_scale = std::numeric_limits<double>::quiet_NaN(); }},
       {"sliding_window", unsupported, [](auto& c) { c.sliding_window_tokens = 100; }},
       {"learned_sinks", unsupported, [](auto& c) { c.learned_sinks = true; }},

@@ -60,6 +60,29 @@ TEST(Merge, AgreesWithTheFormulaInDouble) {
   }
 }
 
+TEST(Merge, BFloat16) {
+  const uint64_t seed = std::random_device{}();
+  std::mt19937_64 rng(seed);
+  std::normal_distribution<float> normal;
+  Buffers x(9);
+  for (uint16_t& v : x.a) v = float_to_bfloat16(normal(rng));
+  for (uint16_t& v : x.b) v = float_to_bfloat16(normal(rng));
+  for (size_t r = 0; r < x.lse.size(); ++r) {
+    x.lse_a[r] = normal(rng);
+    x.lse_b[r] = normal(rng);
+  }
+  MergeCall call = x.call();
+  call.dtype = DType::kBFloat16;
+  ASSERT_TRUE(merge_attention_host(call).is_ok());
+  for (size_t i = 0; i < x.a.size(); ++i) {
+    const double a = std::exp(x.lse_a[i / kDim]), b = std::exp(x.lse_b[i / kDim]);
+    const double want = (a * bfloat16_to_float(x.a[i]) + b * bfloat16_to_float(x.b[i])) / (a + b);
+    // One rounding to 8 bits, and fp32 noise.
+    EXPECT_NEAR(bfloat16_to_float(x.out[i]), want, 0x1p-8 * std::fabs(want) + 1e-6)
+        << "seed " << seed;
+  }
+}
+
 TEST(Merge, PartsWithoutTokensDoNotCount) {
   Buffers x(3);
   x.lse_a = {-INFINITY, 2.0f, -INFINITY};
@@ -104,7 +127,7 @@ TEST(Merge, RefusesBadCalls) {
   call.rows = -1;
   EXPECT_EQ(merge_attention_host(call).code(), StatusCode::kInvalidArgument);
   call = x.call();
-  call.dtype = DType::kBFloat16;
+  call.dtype = DType::kFloat32;
   EXPECT_EQ(merge_attention_host(call).code(), StatusCode::kUnsupported);
   EXPECT_EQ(x.out[0], 0xffff);
 }

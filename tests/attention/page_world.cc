@@ -12,6 +12,10 @@
 namespace tierkv::test {
 namespace {
 
+uint16_t bits_of_value(float x, DType dtype) {
+  return dtype == DType::kBFloat16 ? float_to_bfloat16(x) : float_to_half(x);
+}
+
 void put_code(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
               int32_t dim, uint32_t code) {
   const TileLayout& tile = layout.tile(component);
@@ -25,11 +29,11 @@ void put_code(const PageLayout& layout, uint8_t* page, Component component, int3
 }
 
 void put_vector(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
-                const std::vector<float>& x) {
+                const std::vector<float>& x, DType dtype) {
   const int32_t bits = layout.tile(component).bits;
   if (bits == 16) {
     for (int32_t d = 0; d < layout.head_dim(); ++d) {
-      put_code(layout, page, component, slot, d, float_to_half(x[d]));
+      put_code(layout, page, component, slot, d, bits_of_value(x[d], dtype));
     }
     return;
   }
@@ -116,7 +120,9 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
   config.num_q_heads = shape.num_kv_heads * shape.group;
   config.head_dim = shape.head_dim;
   config.q_len = shape.q_len;
-  config.sm_scale = 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
+  config.dtype = shape.dtype;
+  config.sm_scale =
+      shape.sm_scale != 0 ? shape.sm_scale : 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
   config.num_tiers = static_cast<int32_t>(shape.tiers.size());
   std::copy(shape.tiers.begin(), shape.tiers.end(), config.tiers);
   config.page_bytes = shape.page_bytes;
@@ -161,16 +167,17 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
         }
         uint8_t* page = w.pages().base + slot * config.page_bytes;
         put_vector(layouts[t], page, Component::kKey, i % layouts[t].tokens,
-                   source.next(shape.head_dim, shape.key_scale, true));
+                   source.next(shape.head_dim, shape.key_scale, true), shape.dtype);
         put_vector(layouts[t], page, Component::kValue, i % layouts[t].tokens,
-                   source.next(shape.head_dim, shape.value_scale, false));
+                   source.next(shape.head_dim, shape.value_scale, false), shape.dtype);
       }
     }
   }
   std::normal_distribution<float> normal;
   w.q.resize(static_cast<size_t>(w.sequences()) * config.q_len * config.num_q_heads *
              config.head_dim);
-  for (uint16_t& x : w.q) x = float_to_half(normal(rng));
+  const auto scale = static_cast<float>(shape.query_scale);
+  for (uint16_t& x : w.q) x = bits_of_value(scale * normal(rng), shape.dtype);
   return w;
 }
 

@@ -23,7 +23,10 @@ struct WorldShape {
   std::vector<std::vector<int32_t>> tokens;
   int32_t jitter = 0;
   int32_t q_len = 1;
-  AttentionTail tail;  // but for `newest`
+  DType dtype = DType::kFloat16;
+  double query_scale = 1;
+  double sm_scale = 0;  // 0: 1 / sqrt(head_dim)
+  AttentionTail tail;   // but for `newest`
   std::vector<int32_t> newest;
   double value_scale = 1;
   double key_scale = 1;
@@ -36,7 +39,7 @@ struct World {
   std::vector<PageRecord> records;
   std::vector<int32_t> slots;
   std::vector<SideCounts> tokens;
-  std::vector<uint16_t> q;  // fp16 [sequences, q_len, q_heads, head_dim]
+  std::vector<uint16_t> q;  // [sequences, q_len, q_heads, head_dim]
   std::vector<int32_t> newest;
   AttentionTail tail;  // of host memory
   PageTableShape table_shape;

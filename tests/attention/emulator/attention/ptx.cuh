@@ -109,7 +109,8 @@ inline float emulated_half(uint32_t word, int32_t i) {
 }
 
 // Fragment tables of the PTX manual, "Matrix Fragments for mma.m16n8k16".
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class Decode>
+void emulated_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Decode decode) {
   emulator::Cta& cta = emulator::cta();
   const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
   cta.exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](emulator::Warp& w) {
@@ -118,12 +119,20 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
       for (int32_t k = 0; k < 16; ++k) {
         const int32_t a_lane = row % 8 * 4 + k % 8 / 2, a_word = row / 8 + 2 * (k / 8);
         const int32_t b_lane = column * 4 + k % 8 / 2, b_word = 4 + k / 8;
-        d[i] += emulated_half(w.words[a_lane][a_word], k % 2) *
-                emulated_half(w.words[b_lane][b_word], k % 2);
+        d[i] += decode(w.words[a_lane][a_word], k % 2) * decode(w.words[b_lane][b_word], k % 2);
       }
     }
     return 0;
   });
+}
+inline float emulated_bfloat(uint32_t word, int32_t i) {
+  return bfloat16_to_float(static_cast<uint16_t>(word >> 16 * i));
+}
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated_mma(d, a, b0, b1, emulated_half);
+}
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated_mma(d, a, b0, b1, emulated_bfloat);
 }
 
 inline uint32_t transpose_8x8(uint32_t x) {
@@ -147,6 +156,12 @@ inline uint32_t pack_halves(float low, float high) {
 }
 inline float2 unpack_halves(uint32_t x) {
   return {emulated_half(x, 0), emulated_half(x, 1)};
+}
+inline uint32_t pack_bfloats(float low, float high) {
+  return float_to_bfloat16(low) | static_cast<uint32_t>(float_to_bfloat16(high)) << 16;
+}
+inline float2 unpack_bfloats(uint32_t x) {
+  return {emulated_bfloat(x, 0), emulated_bfloat(x, 1)};
 }
 inline uint32_t multiply_halves(uint32_t x, float factor) {
   return pack_halves(emulated_half(x, 0) * factor, emulated_half(x, 1) * factor);

@@ -1,0 +1,77 @@
+// The scores that a launch of the decode kernel leaves behind, from which, once every head's
+// log-sum-exp is known, the probabilities of its tokens follow: significance needs the largest over
+// the heads of a group.
+//
+// Of each row of the launch and each of its tiles (numbered as in attention/work.h):
+//   references  float [columns]            log2 units; what the scores are relative to
+//   codes       uint16_t [16][columns]     score = kHighestScore - code / 2^10
+// with the row's columns rounded up to an even number. A code of 16 bits spans 64 powers of two in
+// steps of 2^-10, so a probability is right to 2^-11.5 of itself, from the largest that a score can
+// stand for (online softmax: a weight times the scale of its values stays below 2^14) down to
+// 2^-26; what lies below is 0.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/columns.h"
+#include "attention/online_softmax.h"
+#include "tierkv/page.h"
+
+namespace tierkv {
+
+inline constexpr float kHighestScore = 38.0f;
+inline constexpr float kScoreSteps = 1024.0f;  // of a power of two
+inline constexpr uint32_t kNoProbability = 0xffffu;
+
+TKV_HD uint32_t score_code(float score) {
+  // Adding 2^23 leaves the rounded integer in the low bits.
+  const float steps = (kHighestScore - score) * kScoreSteps;
+  const float most = static_cast<float>(kNoProbability);
+  return float_bits((steps < 0.0f ? 0.0f : steps < most ? steps : most) + 0x1p23f) & 0xffffu;
+}
+
+// Where the scores of a launch lie; all pointers in device memory.
+struct TokenScores {
+  uint16_t* codes = nullptr;    // [rows][stride_tiles][16][columns]
+  float* references = nullptr;  // [rows][stride_tiles][columns]
+  int32_t stride_tiles = 0;     // tiles of a row beyond these are left out
+  int32_t columns = 0;          // of a row, even
+
+  TKV_HD int64_t tile(int32_t row, int32_t tile) const {
+    return static_cast<int64_t>(row) * stride_tiles + tile;
+  }
+  TKV_HD const float* tile_references(int64_t tile) const { return references + tile * columns; }
+  TKV_HD const uint16_t* token_codes(int64_t tile, int32_t token) const {
+    return codes + (tile * kTileTokens + token) * columns;
+  }
+};
+
+TKV_HD constexpr int32_t score_columns(int32_t of_row) {
+  return (of_row + 1) & ~1;
+}
+TKV_HD constexpr int64_t score_tile_bytes(int32_t columns) {
+  return static_cast<int64_t>(columns) * (kTileTokens * 2 + 4);
+}
+
+// Memory of `bytes` bytes as the scores of `rows` rows of a launch.
+inline TokenScores token_scores(void* memory, size_t bytes, int64_t rows, int32_t of_row) {
+  TokenScores s;
+  s.columns = score_columns(of_row);
+  const int64_t tiles = static_cast<int64_t>(bytes) / score_tile_bytes(s.columns) / rows;
+  s.stride_tiles = static_cast<int32_t>(tiles < INT32_MAX ? tiles : INT32_MAX);
+  s.codes = static_cast<uint16_t*>(memory);
+  s.references =
+      reinterpret_cast<float*>(s.codes + rows * s.stride_tiles * kTileTokens * s.columns);
+  return s;
+}
+
+// The probability that a column gave a token; lse is the column's, natural.
+TKV_HD float score_probability(uint32_t code, float reference, float lse) {
+  if (code == kNoProbability || lse == -INFINITY) return 0.0f;
+  const float score = kHighestScore - static_cast<float>(code) * (1.0f / kScoreSteps);
+  const float p = exp2_fast(score + (reference - lse * kLog2E));
+  return p < 1.0f ? p : 1.0f;
+}
+
+}  // namespace tierkv
