@@ -253,7 +253,8 @@ CodedBlockHeader coded_header(const CodedBlockHeader& raw, const Codebook& codeb
   return h;
 }
 
-void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint8_t>* out) {
+void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_coded_bytes,
+                  std::vector<uint8_t>* out) {
   SymbolPlan plan;
   SymbolPlanner(slice, codebook, &plan).run();
   CodedBlockHeader header = raw_header(slice, codebook.component);
@@ -262,7 +263,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
   if (plan.possible) {
     const CodedBlockHeader candidate = coded_header(header, codebook, plan);
     const CodedBlockLayout candidate_at = block_layout(candidate);
-    coded = candidate_at.bytes < at.bytes;
+    coded = candidate_at.bytes < at.bytes && candidate_at.bytes <= most_coded_bytes;
     if (coded) header = candidate, at = candidate_at;
   }
   header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
@@ -284,7 +285,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint
 }  // namespace
 
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
-                    const Codebook& codebook, std::vector<uint8_t>* out) {
+                    const Codebook& codebook, std::vector<uint8_t>* out, int32_t most_coded_bytes) {
   if (tokens < 1 || tokens > kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
   }
@@ -293,7 +294,7 @@ Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
   }
   for (int32_t first = 0; first < head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, head_dim - first);
-    encode_slice({codes + first, tokens, dims, head_dim}, codebook, out);
+    encode_slice({codes + first, tokens, dims, head_dim}, codebook, most_coded_bytes, out);
   }
   return Status::ok();
 }

@@ -29,6 +29,7 @@ struct EncodeSlice {
   const DeviceCodebook& book;
   const EncodeMemory& memory;
   int32_t tokens, dims;
+  int32_t most_coded_bytes = kMaxCodedBlockBytes;  // a larger coded form is stored raw
 
   __device__ __forceinline__ int32_t code(int32_t token, int32_t dim) const {
     return memory.codes[token * kSliceDims + dim];
@@ -245,7 +246,7 @@ __device__ inline int32_t encode_slice(const EncodeSlice& slice, int32_t* counte
     h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
     h.exceptions = static_cast<uint16_t>(plan.exceptions);
     const CodedBlockLayout coded_at = block_layout(h);
-    coded = coded_at.bytes < at.bytes;
+    coded = coded_at.bytes < at.bytes && coded_at.bytes <= slice.most_coded_bytes;
     if (coded) header = h, at = coded_at;
   }
   header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);

@@ -1,6 +1,7 @@
 #include "store/coded_books.h"
 
 #include "codec/coded_block.h"
+#include "store/coded_shape.h"
 
 namespace tierkv {
 namespace {
@@ -80,7 +81,8 @@ void CodedBooks::encode(const int16_t* codes, int32_t head_dim, int32_t layer, C
   std::vector<uint8_t> best, next;
   for (const Codebook& book : of(layer, c)) {
     next.clear();
-    (void)encode_block(codes, kBlockTokens, head_dim, book, &next);
+    (void)encode_block(codes, kBlockTokens, head_dim, book, &next,
+                       most_coded_block_bytes(head_dim));
     if (best.empty() || next.size() < best.size()) best.swap(next);
   }
   out->insert(out->end(), best.begin(), best.end());

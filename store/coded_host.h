@@ -47,6 +47,7 @@ class CodedHostStore final : public KvStore {
   const CodedBooks& books() const { return books_; }
 
  private:
+  friend class CodedDeviceStore;  // whose rare calls are carried out here
   struct FreeMemory {
     void operator()(void* p) const { std::free(p); }
   };

@@ -24,6 +24,12 @@ inline constexpr int64_t coded_page_bytes(int32_t head_dim) {
   return int64_t{kBlockTokens} * (4 * head_dim + 8);
 }
 
+// A block (slice) that would take more bytes coded is stored raw, as it would be worth little:
+// attention has slots of this size. 5 bits a code.
+inline constexpr int32_t most_coded_block_bytes(int32_t head_dim) {
+  return kBlockTokens * (head_dim < kSliceDims ? head_dim : kSliceDims) * 5 / 8;
+}
+
 // Positions of a coded store's SequenceInfo: window_first is the first raw token, a multiple of 64;
 // window_origin is 0, or kInPrompt.
 TKV_HD int32_t coded_tokens_after_prompt(int32_t num_tokens, int32_t window) {

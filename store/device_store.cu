@@ -9,6 +9,7 @@
 
 #include "codec/cuda_device.cuh"
 #include "store/attention_config.h"
+#include "store/coded_device.h"
 #include "store/device_basis.h"
 
 namespace tierkv {
@@ -31,6 +32,11 @@ bool is_aligned(const void* p, int64_t alignment) {
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
                                                            GpuStream stream) {
+  if (config.coded.enabled) {
+    Result<std::unique_ptr<CodedDeviceStore>> coded = CodedDeviceStore::make(config, stream);
+    if (!coded) return coded.status();
+    return std::unique_ptr<DeviceKvStore>(std::move(*coded));
+  }
   if (config.basis != nullptr) {
     Result<std::unique_ptr<DeviceBasisStore>> store = DeviceBasisStore::make(config, stream);
     if (!store) return store.status();

@@ -1,0 +1,196 @@
+// What goes into the attention of a coded store and what comes out: tokens of a layer onto raw
+// pages, rows for attend_coded(), the join of both parts.
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "codec/cuda_device.cuh"
+#include "codec/element.h"
+#include "store/coded_device_state.h"
+#include "store/coded_values.h"
+#include "store/device_rows.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kThreads = 128;
+constexpr int32_t kPlanThreads = 1024;
+
+// Failed before this layer's append was enqueued.
+__device__ bool failed_before(const CodedDeviceState& d, int32_t layer) {
+  const DeviceFailure& f = *d.common.failure;
+  return f.status != StatusCode::kOk && !(f.call == DeviceCall::kAppend && f.layer == layer);
+}
+
+// A CTA for the tokens of one row that lie on one raw page: blockIdx.x is the row of the layer,
+// blockIdx.y the page from the first token's on. The rest of the last tile is set to zero.
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const __grid_constant__ CodedDeviceState d,
+                  const __grid_constant__ DeviceTokens x) {
+  const int32_t heads = d.s.num_kv_heads, head_dim = d.s.head_dim;
+  const auto i = static_cast<int32_t>(blockIdx.x);
+  const int32_t sequence = d.common.batch[i / heads];
+  if (sequence == kPaddingSequence || failed_before(d, x.layer)) return;
+  const SequenceInfo info = d.s.infos[sequence];
+  const int32_t within = x.layer * heads + i % heads;
+  const int32_t row = sequence * d.s.rows_per_sequence() + within;
+  const int32_t end = info.num_tokens, first = end - x.tokens;
+  const int32_t block = first / kBlockTokens + static_cast<int32_t>(blockIdx.y);
+  const int32_t begin = max(first, block * kBlockTokens);
+  if (begin >= end) return;
+  const int32_t tiles_end = (end + kTileTokens - 1) / kTileTokens * kTileTokens;
+  const int32_t stop = min((block + 1) * kBlockTokens, tiles_end);
+  uint8_t* page = d.s.raw_page(row, info, begin);
+  const bool prompt = info.window_origin == kInPrompt;
+  auto code = StatusCode::kOk;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const void* from = c == Component::kKey ? x.k : x.v;
+    const float* mean = d.s.means(c, row);
+    const float step = (c == Component::kKey ? d.key_steps : d.value_steps)[within];
+    for (int32_t j = threadIdx.x; j < (stop - begin) * head_dim; j += kThreads) {
+      const int32_t position = begin + j / head_dim, dim = j % head_dim;
+      uint16_t y = 0;
+      if (position < end) {
+        const int64_t token = static_cast<int64_t>(i / heads) * x.tokens + (position - first);
+        const float value =
+            load_element(from, x.dtype, (token * heads + i % heads) * head_dim + dim);
+        if (!is_finite(value)) code = StatusCode::kNonFinite;
+        if (value > kMaxHalf || value < -kMaxHalf) code = greater(code, StatusCode::kOutOfRange);
+        y = float_to_half(value);
+        if (!prompt && code == StatusCode::kOk) {
+          y = centred(y, mean[dim]);
+          code = check_centred(y, step);
+        }
+      }
+      const int32_t at = raw_value_byte(head_dim, c, position % kBlockTokens, dim);
+      *reinterpret_cast<uint16_t*>(page + at) = y;
+    }
+  }
+  if (code != StatusCode::kOk) {
+    report_failure(d.common, {code, DeviceCall::kAppend, x.layer, sequence});
+  }
+}
+
+// The layer has its tokens unless one of its values was refused.
+__global__ void __launch_bounds__(kThreads)
+    finish_append_kernel(const __grid_constant__ CodedDeviceState d, int32_t layer,
+                         int32_t num_rows) {
+  const auto i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= num_rows || has_failed(d.common)) return;
+  const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
+  if (sequence == kPaddingSequence) return;
+  const int32_t row = d.s.row_of(sequence, layer, i % d.s.num_kv_heads);
+  d.common.appended[row] = d.s.infos[sequence].num_tokens;
+}
+
+// One CTA: blocks of the rows before each row.
+__global__ void __launch_bounds__(kPlanThreads)
+    rows_kernel(const __grid_constant__ CodedDeviceState d, int32_t layer, int32_t num_rows,
+                CodedRow* rows) {
+  __shared__ int32_t sums[kPlanThreads];
+  const int32_t share = (num_rows + kPlanThreads - 1) / kPlanThreads;
+  const int32_t first = static_cast<int32_t>(threadIdx.x) * share;
+  const int32_t last = min(first + share, num_rows);
+  const auto coded_tokens = [&](int32_t i) {
+    const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
+    return sequence == kPaddingSequence ? 0 : d.s.infos[sequence].window_first;
+  };
+  int32_t mine = 0;
+  for (int32_t i = first; i < last; ++i) mine += coded_tokens(i) / kBlockTokens;
+  sums[threadIdx.x] = mine;
+  __syncthreads();
+  for (int32_t stride = 1; stride < kPlanThreads; stride *= 2) {
+    const int32_t other =
+        static_cast<int32_t>(threadIdx.x) >= stride ? sums[threadIdx.x - stride] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += other;
+    __syncthreads();
+  }
+  int32_t item = sums[threadIdx.x] - mine;
+  for (int32_t i = first; i < last; ++i) {
+    const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
+    CodedRow row;
+    row.first_item = item;
+    if (sequence != kPaddingSequence) {
+      row.coded_tokens = coded_tokens(i);
+      row.first_block = d.s.row_of(sequence, layer, i % d.s.num_kv_heads) * d.s.max_blocks;
+      row.step = layer * d.s.num_kv_heads + i % d.s.num_kv_heads;
+    }
+    rows[i] = row;
+    item += row.coded_tokens / kBlockTokens;
+  }
+}
+
+__device__ float sum_of_cta(float x) {
+  __shared__ float sums[kThreads / 32];
+  for (int32_t lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (const float part : sums) x += part;
+  return x;
+}
+
+// A CTA for a query.
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(const __grid_constant__ CodedDeviceState d, const __grid_constant__ CodedJoin j) {
+  const auto query = static_cast<int64_t>(blockIdx.x);
+  const int32_t i = static_cast<int32_t>(query) / j.group, head_dim = d.s.head_dim;
+  const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
+  const bool coded = j.coded_out != nullptr && sequence != kPaddingSequence;
+  if (coded && j.status[i] != StatusCode::kOk && threadIdx.x == 0) {
+    report_failure(d.common, {j.status[i], DeviceCall::kAttend, j.layer, sequence});
+  }
+  const float a = coded ? j.coded_lse[query] : -INFINITY, b = j.raw_lse[query];
+  const float most = fmaxf(a, b);
+  const bool present = sequence != kPaddingSequence && most > -INFINITY &&
+                       (!coded || j.status[i] == StatusCode::kOk);
+  const float wa = present ? expf(a - most) : 0.0f, wb = present ? expf(b - most) : 0.0f;
+  const bool has_means = present && d.s.infos[sequence].window_origin != kInPrompt;
+  const int32_t row = has_means ? d.s.row_of(sequence, j.layer, i % d.s.num_kv_heads) : 0;
+  float product = 0.0f;  // of q and the mean of the keys
+  for (int32_t dim = threadIdx.x; dim < head_dim; dim += kThreads) {
+    const int64_t at = query * head_dim + dim;
+    float x = 0.0f;
+    if (present) {
+      if (wa > 0.0f) x = wa * half_to_float(j.coded_out[at]);
+      if (wb > 0.0f) x += wb * half_to_float(j.raw_out[at]);
+      x /= wa + wb;
+    }
+    if (has_means) {
+      x += d.s.means(Component::kValue, row)[dim];
+      product += half_to_float(j.q[at]) * d.s.means(Component::kKey, row)[dim];
+    }
+    j.out[at] = float_to_half(x);
+  }
+  product = sum_of_cta(product);
+  if (threadIdx.x == 0 && j.lse != nullptr) {
+    j.lse[query] = present ? most + logf(wa + wb) + j.sm_scale * product : -INFINITY;
+  }
+}
+
+}  // namespace
+
+Status append_coded(const CodedDeviceState& d, const DeviceTokens& x, GpuStream stream) {
+  const int32_t rows = x.count * d.s.num_kv_heads;
+  const dim3 ctas(static_cast<uint32_t>(rows), ctas_for(x.tokens, kBlockTokens) + 1);
+  append_kernel<<<ctas, kThreads, 0, stream>>>(d, x);
+  if (Status s = launch_status("append"); !s) return s;
+  finish_append_kernel<<<ctas_for(rows, kThreads), kThreads, 0, stream>>>(d, x.layer, rows);
+  return launch_status("append");
+}
+
+Status plan_coded_rows(const CodedDeviceState& d, int32_t layer, int32_t count, CodedRow* rows,
+                       GpuStream stream) {
+  rows_kernel<<<1, kPlanThreads, 0, stream>>>(d, layer, count * d.s.num_kv_heads, rows);
+  return launch_status("attend");
+}
+
+Status join_coded(const CodedDeviceState& d, const CodedJoin& join, GpuStream stream) {
+  const int64_t queries = int64_t{join.count} * d.s.num_kv_heads * join.group;
+  join_kernel<<<ctas_for(queries, 1), kThreads, 0, stream>>>(d, join);
+  return launch_status("attend");
+}
+
+}  // namespace tierkv

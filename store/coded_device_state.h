@@ -1,0 +1,51 @@
+// The state of a coded store's device back end as its kernels see it, and their launches. Batches,
+// failures and what they mean are those of store/device_state.h.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/coded_batch.h"
+#include "store/coded_shape.h"
+#include "store/device_state.h"
+
+namespace tierkv {
+
+// All pointers in device memory.
+struct CodedDeviceState {
+  CodedView s;
+  DeviceState common;                  // batch, failure, reports, counts, infos and appended tokens
+  const float* key_steps = nullptr;    // [rows_per_sequence]
+  const float* value_steps = nullptr;  // likewise
+  const DeviceCodebook* books = nullptr;  // [num_layers][2]; null: there are none yet
+};
+
+// Generation: plan, page operation, apply, in this order; blocks are coded twice, for their sizes
+// and, once they have pages, for their bytes.
+Status plan_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
+Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
+
+// Tokens of one layer, of a prompt or a step.
+Status append_coded(const CodedDeviceState& d, const DeviceTokens& tokens, GpuStream stream);
+
+// The rows of a layer as attend_coded() takes them, [count * num_kv_heads].
+Status plan_coded_rows(const CodedDeviceState& d, int32_t layer, int32_t count, CodedRow* rows,
+                       GpuStream stream);
+
+// Joins what attention found in the blocks and in the raw tokens of each query, and adds the means.
+struct CodedJoin {
+  const uint16_t* q = nullptr;          // fp16 [count, num_kv_heads, group, head_dim]
+  const uint16_t* coded_out = nullptr;  // like q; null: no row has blocks
+  const float* coded_lse = nullptr;     // [count, num_kv_heads, group]
+  const StatusCode* status = nullptr;   // [count, num_kv_heads] of the blocks
+  const uint16_t* raw_out = nullptr;    // like q
+  const float* raw_lse = nullptr;
+  uint16_t* out = nullptr;  // like q
+  float* lse = nullptr;     // may be null
+  int32_t count = 0;
+  int32_t layer = 0;
+  int32_t group = 1;
+  float sm_scale = 1;
+};
+Status join_coded(const CodedDeviceState& d, const CodedJoin& join, GpuStream stream);
+
+}  // namespace tierkv
