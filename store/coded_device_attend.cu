@@ -55,12 +55,15 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t token = static_cast<int64_t>(i / heads) * x.tokens + (position - first);
         const float value =
             load_element(from, x.dtype, (token * heads + i % heads) * head_dim + dim);
-        if (!is_finite(value)) code = StatusCode::kNonFinite;
-        if (value > kMaxHalf || value < -kMaxHalf) code = greater(code, StatusCode::kOutOfRange);
+        if (!is_finite(value)) {
+          code = greater(code, StatusCode::kNonFinite);
+        } else if (value > kMaxHalf || value < -kMaxHalf) {
+          code = greater(code, StatusCode::kOutOfRange);
+        }
         y = float_to_half(value);
-        if (!prompt && code == StatusCode::kOk) {
+        if (!prompt && is_finite(value)) {
           y = centred(y, mean[dim]);
-          code = check_centred(y, step);
+          code = greater(code, check_centred(y, step));
         }
       }
       const int32_t at = raw_value_byte(head_dim, c, position % kBlockTokens, dim);
