@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "codec/fragment_order.h"
 
@@ -14,6 +15,24 @@ CodeHistogram::CodeHistogram(Component component, int32_t head_dim)
       pairs_(65536, 0),
       lone_(256, 0),
       quads_(256, 0) {}
+
+CodeHistogram::CodeHistogram(Component component, int32_t head_dim, std::vector<uint64_t> singles,
+                             std::vector<uint64_t> pairs)
+    : component_(component),
+      head_dim_(head_dim),
+      has_quads_(false),
+      singles_(std::move(singles)),
+      pairs_(std::move(pairs)),
+      lone_(256, 0),
+      quads_(256, 0) {
+  for (int32_t code = INT16_MIN; code <= INT16_MAX; ++code) {
+    const uint64_t n = count(code);
+    if (n == 0) continue;
+    min_ = total_ == 0 ? code : min_;
+    max_ = code;
+    total_ += static_cast<int64_t>(n);
+  }
+}
 
 void CodeHistogram::add(const int16_t* codes, int64_t tokens) {
   for (int64_t t = 0; t < tokens; t += kBlockTokens) {
@@ -80,6 +99,7 @@ void CodeHistogram::merge(const CodeHistogram& other) {
   min_ = total_ == 0 ? other.min_ : std::min(min_, other.min_);
   max_ = total_ == 0 ? other.max_ : std::max(max_, other.max_);
   total_ += other.total_;
+  has_quads_ = has_quads_ && other.has_quads_;
   padding_pairs_ += other.padding_pairs_;
   for (size_t i = 0; i < singles_.size(); ++i) singles_[i] += other.singles_[i];
   for (size_t i = 0; i < pairs_.size(); ++i) pairs_[i] += other.pairs_[i];

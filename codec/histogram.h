@@ -22,6 +22,9 @@ class CodeHistogram {
   static constexpr int32_t kPairMax = 255;
 
   CodeHistogram(Component component, int32_t head_dim);
+  // From counts of single codes [65536] and of pairs [65536], as below, without padding or quads.
+  CodeHistogram(Component component, int32_t head_dim, std::vector<uint64_t> singles,
+                std::vector<uint64_t> pairs);
 
   // codes: [tokens, head_dim]. The first token starts a block of 64 (kBlockTokens); any number of
   // tokens may follow.
@@ -50,7 +53,7 @@ class CodeHistogram {
 
   // Two pairs that one lookup of four 2-bit codes decodes: `first` and the pair 8 tokens (keys) or
   // 8 channels (values) further. Counted while the codes span at most 4 values.
-  bool quads_are_exact() const { return max_ - min_ < 4; }
+  bool quads_are_exact() const { return max_ - min_ < 4 && has_quads_; }
   // codes: first pair's two, then second pair's two, each in [min_code(), min_code() + 4).
   uint64_t quad_count(const int32_t codes[4]) const {
     return quads_[quad_index(codes[0], codes[1], codes[2], codes[3])];
@@ -73,6 +76,7 @@ class CodeHistogram {
   int32_t head_dim_;
   int64_t total_ = 0;
   int32_t min_ = 0, max_ = -1;
+  bool has_quads_ = true;
   std::vector<uint64_t> singles_;  // [65536], by code modulo 2^16
   std::vector<uint64_t> pairs_;    // [256][256], by codes modulo 256
   std::vector<uint64_t> lone_;     // [256]

@@ -1,0 +1,167 @@
+#include "codec/code_histograms.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "codec/cuda_device.cuh"
+#include "codec/fragment_order.h"
+#include "codec/warp.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kThreads = 1024;
+constexpr int32_t kLow = -16, kLevels = 32;  // what is counted in shared memory
+constexpr int32_t kBins = kLevels * kLevels;
+constexpr int32_t kSharedBytes = kBins * kWarpLanes * 4;
+constexpr int32_t kCodesPerAccess = 8;
+
+struct Counter {
+  uint32_t* bins;   // shared, [kBins][32]
+  uint32_t* pairs;  // of the current histogram
+  uint32_t* wide;
+
+  __device__ __forceinline__ void count_wide(int32_t code) const {
+    if (code < -128 || code > 127) atomicAdd(wide + (code & 0xffff), 1u);
+  }
+  __device__ __forceinline__ void count(int32_t first, int32_t second) const {
+    const uint32_t a = static_cast<uint32_t>(first - kLow),
+                   b = static_cast<uint32_t>(second - kLow);
+    if ((a | b) < kLevels) {
+      atomicAdd(bins + (a * kLevels + b) * kWarpLanes + lane_index(), 1u);
+      return;
+    }
+    atomicAdd(pairs + ((first & 255) << 8 | (second & 255)), 1u);
+    count_wide(first);
+    count_wide(second);
+  }
+  __device__ __forceinline__ void clear() const {
+    for (int32_t i = threadIdx.x; i < kBins * kWarpLanes; i += kThreads) bins[i] = 0;
+    __syncthreads();
+  }
+  // To memory, and clear.
+  __device__ __forceinline__ void flush() const {
+    __syncthreads();
+    for (int32_t bin = threadIdx.x; bin < kBins; bin += kThreads) {
+      uint32_t sum = 0;
+#pragma unroll
+      for (int32_t i = 0; i < kWarpLanes; ++i) {
+        // Each lane begins at another copy: different banks.
+        sum += bins[bin * kWarpLanes + (i + lane_index()) % kWarpLanes];
+      }
+      const int32_t first = bin / kLevels + kLow, second = bin % kLevels + kLow;
+      if (sum > 0) atomicAdd(pairs + ((first & 255) << 8 | (second & 255)), sum);
+    }
+    __syncthreads();
+    clear();
+  }
+};
+
+__device__ __forceinline__ int32_t low_code(uint32_t word) {
+  return static_cast<int16_t>(word & 0xffffu);
+}
+__device__ __forceinline__ int32_t high_code(uint32_t word) {
+  return static_cast<int16_t>(word >> 16);
+}
+
+// Keys: pairs are neighbours in a token.
+__device__ __forceinline__ void count_keys(const CodeHistograms& call, const int16_t* block,
+                                           const Counter& counter) {
+  const int32_t per_token = call.head_dim / kCodesPerAccess;
+  for (int32_t i = threadIdx.x; i < kBlockTokens * per_token; i += kThreads) {
+    const int64_t at = (i / per_token) * call.token_stride + i % per_token * kCodesPerAccess;
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(block + at));
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (const uint32_t word : words) counter.count(low_code(word), high_code(word));
+  }
+}
+// Values: pairs are neighbouring tokens of a channel.
+__device__ __forceinline__ void count_values(const CodeHistograms& call, const int16_t* block,
+                                             const Counter& counter) {
+  const int32_t per_token = call.head_dim / kCodesPerAccess;
+  for (int32_t i = threadIdx.x; i < kBlockTokens / 2 * per_token; i += kThreads) {
+    const int64_t at = (i / per_token) * 2 * call.token_stride + i % per_token * kCodesPerAccess;
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(block + at));
+    const uint4 y = __ldcs(reinterpret_cast<const uint4*>(block + at + call.token_stride));
+    const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      counter.count(low_code(first[j]), low_code(second[j]));
+      counter.count(high_code(first[j]), high_code(second[j]));
+    }
+  }
+}
+
+// The last row whose first block is at most `block`.
+__device__ int32_t find_row(const CodeHistograms& call, int32_t block) {
+  int32_t low = 0, high = call.num_rows - 1;
+  while (low < high) {
+    const int32_t middle = (low + high + 1) / 2;
+    if (call.rows[middle].first_block <= block) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    count_kernel(const __grid_constant__ CodeHistograms call, int32_t blocks_per_cta) {
+  extern __shared__ __align__(16) uint32_t bins[];
+  int32_t block = static_cast<int32_t>(blockIdx.x) * blocks_per_cta;
+  const int32_t end = min(block + blocks_per_cta, call.num_blocks);
+  if (block >= end) return;
+  int32_t row_index = find_row(call, block);
+  HistogramRow row = call.rows[row_index];
+  int32_t histogram = row.histogram;
+  Counter counter{bins, call.pairs + int64_t{histogram} * kHistogramCounts,
+                  call.wide + int64_t{histogram} * kHistogramCounts};
+  counter.clear();
+  for (; block < end; ++block) {
+    while (row_index + 1 < call.num_rows && call.rows[row_index + 1].first_block <= block) {
+      row = call.rows[++row_index];
+    }
+    if (row.histogram != histogram) {
+      counter.flush();
+      histogram = row.histogram;
+      counter.pairs = call.pairs + int64_t{histogram} * kHistogramCounts;
+      counter.wide = call.wide + int64_t{histogram} * kHistogramCounts;
+    }
+    const int16_t* codes = call.codes + row.codes +
+                           int64_t{block - row.first_block} * kBlockTokens * call.token_stride;
+    if (call.component == Component::kKey) {
+      count_keys(call, codes, counter);
+    } else {
+      count_values(call, codes, counter);
+    }
+  }
+  counter.flush();
+}
+
+}  // namespace
+
+Status count_codes(const CodeHistograms& call, GpuStream stream) {
+  if (Status s = call.validate(); !s) return s;
+  if (call.num_blocks == 0) return Status::ok();
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  if (limits->shared_bytes < kSharedBytes) {
+    return Status(StatusCode::kUnsupported, "code histograms: too little shared memory");
+  }
+  if (Status s =
+          cuda_status(cudaFuncSetAttribute(
+                          count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+                      "shared memory");
+      !s) {
+    return s;
+  }
+  const int32_t per_cta = (call.num_blocks + limits->sms - 1) / limits->sms;
+  const int32_t ctas = (call.num_blocks + per_cta - 1) / per_cta;
+  count_kernel<<<static_cast<uint32_t>(ctas), kThreads, kSharedBytes, stream>>>(call, per_cta);
+  return cuda_status(cudaGetLastError(), "count_codes");
+}
+
+}  // namespace tierkv
