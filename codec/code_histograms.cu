@@ -65,33 +65,66 @@ __device__ __forceinline__ int32_t high_code(uint32_t word) {
   return static_cast<int16_t>(word >> 16);
 }
 
-// Keys: pairs are neighbours in a token.
-__device__ __forceinline__ void count_keys(const CodeHistograms& call, const int16_t* block,
-                                           const Counter& counter) {
-  const int32_t per_token = call.head_dim / kCodesPerAccess;
-  for (int32_t i = threadIdx.x; i < kBlockTokens * per_token; i += kThreads) {
-    const int64_t at = (i / per_token) * call.token_stride + i % per_token * kCodesPerAccess;
-    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(block + at));
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+// Accesses of `count` blocks of a row, kAhead of a thread at a time in flight.
+template <int kAhead, class Load, class Count>
+__device__ __forceinline__ void for_each_access(int32_t accesses, const Load& load,
+                                                const Count& count) {
+  for (int32_t first = threadIdx.x; first < accesses; first += kAhead * kThreads) {
+    decltype(load(0)) x[kAhead];
 #pragma unroll
-    for (const uint32_t word : words) counter.count(low_code(word), high_code(word));
-  }
-}
-// Values: pairs are neighbouring tokens of a channel.
-__device__ __forceinline__ void count_values(const CodeHistograms& call, const int16_t* block,
-                                             const Counter& counter) {
-  const int32_t per_token = call.head_dim / kCodesPerAccess;
-  for (int32_t i = threadIdx.x; i < kBlockTokens / 2 * per_token; i += kThreads) {
-    const int64_t at = (i / per_token) * 2 * call.token_stride + i % per_token * kCodesPerAccess;
-    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(block + at));
-    const uint4 y = __ldcs(reinterpret_cast<const uint4*>(block + at + call.token_stride));
-    const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
+    for (int32_t n = 0; n < kAhead; ++n) {
+      if (first + n * kThreads < accesses) x[n] = load(first + n * kThreads);
+    }
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      counter.count(low_code(first[j]), low_code(second[j]));
-      counter.count(high_code(first[j]), high_code(second[j]));
+    for (int32_t n = 0; n < kAhead; ++n) {
+      if (first + n * kThreads < accesses) count(x[n]);
     }
   }
+}
+
+__device__ __forceinline__ uint4 load_codes(const int16_t* at) {
+  return __ldcs(reinterpret_cast<const uint4*>(at));
+}
+
+// Keys: pairs are neighbours in a token.
+__device__ __forceinline__ void count_keys(const CodeHistograms& call, const int16_t* codes,
+                                           int32_t blocks, const Counter& counter) {
+  const int32_t per_token = call.head_dim / kCodesPerAccess;
+  for_each_access<4>(
+      blocks * kBlockTokens * per_token,
+      [&](int32_t i) {
+        return load_codes(codes + int64_t{i / per_token} * call.token_stride +
+                          i % per_token * kCodesPerAccess);
+      },
+      [&](const uint4& x) {
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (const uint32_t word : words) counter.count(low_code(word), high_code(word));
+      });
+}
+// Values: pairs are neighbouring tokens of a channel.
+struct TwoTokens {
+  uint4 first, second;
+};
+__device__ __forceinline__ void count_values(const CodeHistograms& call, const int16_t* codes,
+                                             int32_t blocks, const Counter& counter) {
+  const int32_t per_token = call.head_dim / kCodesPerAccess;
+  for_each_access<2>(
+      blocks * kBlockTokens / 2 * per_token,
+      [&](int32_t i) {
+        const int16_t* at = codes + int64_t{i / per_token} * 2 * call.token_stride +
+                            i % per_token * kCodesPerAccess;
+        return TwoTokens{load_codes(at), load_codes(at + call.token_stride)};
+      },
+      [&](const TwoTokens& x) {
+        const uint32_t a[4] = {x.first.x, x.first.y, x.first.z, x.first.w};
+        const uint32_t b[4] = {x.second.x, x.second.y, x.second.z, x.second.w};
+#pragma unroll
+        for (int32_t j = 0; j < 4; ++j) {
+          counter.count(low_code(a[j]), low_code(b[j]));
+          counter.count(high_code(a[j]), high_code(b[j]));
+        }
+      });
 }
 
 // The last row whose first block is at most `block`.
@@ -120,10 +153,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   Counter counter{bins, call.pairs + int64_t{histogram} * kHistogramCounts,
                   call.wide + int64_t{histogram} * kHistogramCounts};
   counter.clear();
-  for (; block < end; ++block) {
+  while (block < end) {
     while (row_index + 1 < call.num_rows && call.rows[row_index + 1].first_block <= block) {
       row = call.rows[++row_index];
     }
+    const int32_t stop =
+        row_index + 1 < call.num_rows ? min(end, call.rows[row_index + 1].first_block) : end;
     if (row.histogram != histogram) {
       counter.flush();
       histogram = row.histogram;
@@ -133,10 +168,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int16_t* codes = call.codes + row.codes +
                            int64_t{block - row.first_block} * kBlockTokens * call.token_stride;
     if (call.component == Component::kKey) {
-      count_keys(call, codes, counter);
+      count_keys(call, codes, stop - block, counter);
     } else {
-      count_values(call, codes, counter);
+      count_values(call, codes, stop - block, counter);
     }
+    block = stop;
   }
   counter.flush();
 }

@@ -1,6 +1,6 @@
 // The device back end of a coded store: host bookkeeping, and the order in which kernels and page
-// operations are enqueued. Calls that are rare, and the end of a prompt, are carried out by a host
-// store that holds the tables and the pages of the sequences concerned for the time of the call.
+// operations are enqueued. Rare calls are carried out by a host store that holds the tables and the
+// pages of the sequences concerned for the time of the call.
 #pragma once
 
 #include <memory>
@@ -47,8 +47,14 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status allocate();
   Status allocate_attention();
   // Device memory that lives as long as the store.
+  Status take_bytes(size_t bytes, void** memory);
   template <class T>
-  Status take(size_t count, T** memory);
+  Status take(size_t count, T** memory) {
+    void* p = nullptr;
+    const Status s = take_bytes(count * sizeof(T), &p);
+    *memory = static_cast<T*>(p);
+    return s;
+  }
   template <class T>
   Status upload(const std::vector<T>& from, const T** to);
   Status upload_books();
@@ -58,10 +64,13 @@ class CodedDeviceStore final : public DeviceKvStore {
   SequenceBatch batch(const Slots& slots) const {
     return {state_.common.batch, static_cast<int32_t>(slots.size())};
   }
+  Result<bool> is_capturing() const;
   // Writes the batch, unless it is what the device has already.
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
   Status use_batch(DeviceCall call, const Slots& slots);
   Status run(const PageOp& op);
+  // From the codes of the prompts that end; waits.
+  Status make_books(const Slots& slots, const PromptEnd& prompt);
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
   Status attend_blocks(const AttendRequest& request, const Slots& slots);
   Status attend_raw(const AttendRequest& request, const Slots& slots);

@@ -146,14 +146,6 @@ Status CodedDeviceStore::from_mirror(const Slots& slots) {
   return upload_books();
 }
 
-Status CodedDeviceStore::end_prompt(SequenceList sequences) {
-  const Result<Slots> slots = table().admit_end_prompt(sequences);
-  if (!slots) return slots.status();
-  if (Status s = to_mirror(*slots, Content::kPages); !s) return s;
-  if (Status s = mirror_->end_prompt(sequences); !s) return s;
-  return from_mirror(*slots);
-}
-
 Result<SequenceId> CodedDeviceStore::fork(SequenceId source) {
   const Result<int32_t> slot = table().complete_live_slot_of(source);
   if (!slot) return slot.status();

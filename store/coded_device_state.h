@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "codec/code_histograms.h"
 #include "codec/coded_batch.h"
 #include "store/coded_shape.h"
 #include "store/device_state.h"
@@ -16,8 +17,30 @@ struct CodedDeviceState {
   DeviceState common;                  // batch, failure, reports, counts, infos and appended tokens
   const float* key_steps = nullptr;    // [rows_per_sequence]
   const float* value_steps = nullptr;  // likewise
+  const float* given_key_means = nullptr;  // [rows_per_sequence, head_dim], MeanSource::kGiven
+  const float* given_value_means = nullptr;
   const DeviceCodebook* books = nullptr;  // [num_layers][2]; null: there are none yet
 };
+
+// The end of prompts, in this order: begin; where there are no codebooks yet the codes of each
+// layer, from which the host makes them; plan; reserve (entry_counts); write; keep (row_counts);
+// finish.
+struct PromptEnd {
+  int32_t count = 0;
+  int32_t most_blocks = 0;  // that a row of the batch codes
+  MeanSource means = MeanSource::kPrompt;
+};
+struct PromptCodes {
+  int16_t* codes[2] = {nullptr, nullptr};  // keys, values, as the rows say
+  int32_t layer = 0;
+};
+Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
+// rows: device, [count * num_kv_heads].
+Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
+                         const HistogramRow* rows, const PromptCodes& codes, GpuStream stream);
+Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
+Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
+Status finish_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
 
 // Generation: plan, page operation, apply, in this order; blocks are coded twice, for their sizes
 // and, once they have pages, for their bytes.

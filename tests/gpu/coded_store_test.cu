@@ -372,6 +372,13 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
     if (i % 4 == 2) config.policy.window_tokens = 64;
     if (i % 4 == 3) config.num_pages = 60;
     if (i % 5 == 4) config.coded.means = MeanSource::kNone;
+    if (i % 5 == 3) {
+      config.coded.means = MeanSource::kGiven;
+      for (int32_t j = 0; j < 4 * config.layout.head_dim; ++j) {
+        config.coded.key_means.push_back(input.real(-3, 3));
+        config.coded.value_means.push_back(input.real(-3, 3));
+      }
+    }
     Trace trace(config, &input);
     trace.run(60);
     if (::testing::Test::HasFatalFailure()) return;
@@ -423,6 +430,37 @@ TEST(GpuCodedStore, BadValuesAreToldAndTakenBack) {
     EXPECT_EQ(twins.device().take_status().code(), host.code());
     ASSERT_TRUE(twins.append({&id, 1}, 1));
     EXPECT_EQ(twins.difference(), "");
+  }
+}
+
+// A coded token, or one of the window, that has no code: the prompt stays a prompt.
+TEST(GpuCodedStore, APromptWithoutACodeStaysAPrompt) {
+  RandomInput input;
+  for (const bool first : {true, false}) {  // before and after there are codebooks
+    CodedTwins twins(coded_config(&input, 64), &input);
+    SequenceId id;
+    for (int32_t i = first ? 0 : 1; i < 2; ++i) {
+      ASSERT_TRUE(twins.add(&id));
+      ASSERT_TRUE(twins.prompt({&id, 1}, 200));
+      if (i == 0) break;
+      ASSERT_TRUE(twins.end_prompt({&id, 1}));
+    }
+    for (const int32_t at : {10, 190}) {
+      ASSERT_TRUE(twins.add(&id));
+      ASSERT_TRUE(twins.same(twins.host().begin_prompt({&id, 1}, 200),
+                             twins.device().begin_prompt({&id, 1}, 200)));
+      for (int32_t layer = 0; layer < 2; ++layer) {
+        std::vector<uint16_t> x = twins.values(200);
+        if (layer == 1) x[at * 128 + 70] = 0x7bff;
+        Buffer k;
+        const uint16_t* device = k.put(x);
+        ASSERT_TRUE(twins.same(twins.host().append({{&id, 1}, layer, 200, x.data(), x.data()}),
+                               twins.device().append({{&id, 1}, layer, 200, device, device})));
+      }
+      EXPECT_EQ(twins.end_prompt({&id, 1}).code(), StatusCode::kOutOfRange);
+      EXPECT_EQ(twins.difference(), "") << at;
+      ASSERT_TRUE(twins.release(id));
+    }
   }
 }
 

@@ -1,0 +1,134 @@
+// The end of a prompt of a coded store's device back end, and the codebooks that the first one
+// makes: histograms on the device, codebooks on the host, as in KVComp section 3.1.2.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "codec/cuda_device.cuh"
+#include "store/coded_device.h"
+
+namespace tierkv {
+namespace {
+
+// Device memory for the time of a call.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { (void)cudaFree(memory_); }
+  Status take(size_t bytes) {
+    const cudaError_t error = cudaMalloc(&memory_, std::max<size_t>(bytes, 1));
+    if (error != cudaErrorMemoryAllocation) return cuda_status(error, "end_prompt");
+    (void)cudaGetLastError();
+    return Status(StatusCode::kOutOfRange, "no device memory for the codes of a layer");
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+};
+
+}  // namespace
+
+Status CodedDeviceStore::make_books(const Slots& slots, const PromptEnd& prompt) {
+  const CodedView& s = state_.s;
+  const int32_t layers = config().layout.num_layers;
+  std::vector<HistogramRow> list;
+  int32_t blocks = 0;
+  for (const int32_t slot : slots) {
+    for (int32_t h = 0; h < s.num_kv_heads; ++h) {
+      list.push_back({int64_t{blocks} * kBlockTokens * s.head_dim, blocks, 0});
+      blocks +=
+          coded_tokens_after_prompt(table().info(slot).num_tokens, s.window_tokens) / kBlockTokens;
+    }
+  }
+  const size_t codes_bytes = static_cast<size_t>(blocks) * kBlockTokens * s.head_dim * 2;
+  constexpr size_t kCountsBytes = kHistogramCounts * sizeof(uint32_t);
+  Scratch rows, codes, counts;
+  if (Status t = rows.take(list.size() * sizeof(HistogramRow)); !t) return t;
+  if (Status t = codes.take(2 * codes_bytes); !t) return t;
+  if (Status t = counts.take(2 * kCountsBytes); !t) return t;
+  if (Status t = copy(rows.as<void>(), list.data(), list.size() * sizeof(HistogramRow)); !t) {
+    return t;
+  }
+  std::vector<CodeHistogram> histograms;
+  std::vector<uint32_t> read(2 * kHistogramCounts);
+  for (int32_t i = 0; i < 2 * layers; ++i) {
+    PromptCodes layer;
+    layer.codes[0] = codes.as<int16_t>();
+    layer.codes[1] = layer.codes[0] + codes_bytes / 2;
+    layer.layer = i / 2;
+    if (i % 2 == 0) {
+      if (Status t = code_prompt_layer(state_, prompt, rows.as<HistogramRow>(), layer, stream_);
+          !t) {
+        return t;
+      }
+    }
+    const cudaError_t error = cudaMemsetAsync(counts.as<void>(), 0, 2 * kCountsBytes, stream_);
+    if (error != cudaSuccess) return cuda_status(error, "end_prompt");
+    CodeHistograms call;
+    call.codes = layer.codes[i % 2];
+    call.rows = rows.as<HistogramRow>();
+    call.pairs = counts.as<uint32_t>();
+    call.wide = call.pairs + kHistogramCounts;
+    call.token_stride = call.head_dim = s.head_dim;
+    call.num_rows = static_cast<int32_t>(list.size());
+    call.num_blocks = blocks;
+    call.num_histograms = 1;
+    call.component = static_cast<Component>(i % 2);
+    if (Status t = count_codes(call, stream_); !t) return t;
+    if (Status t = copy(read.data(), counts.as<void>(), 2 * kCountsBytes); !t) return t;
+    if (Status t = wait(); !t) return t;
+    histograms.push_back(histogram_of_counts(call.component, s.head_dim, read.data(),
+                                             read.data() + kHistogramCounts));
+  }
+  DeviceFailure failure;
+  if (Status t = copy(&failure, state_.common.failure, sizeof(failure)); !t) return t;
+  if (Status t = wait(); !t) return t;
+  if (failure.status != StatusCode::kOk) return Status::ok();  // take_status() will tell
+  Result<CodedBooks> books = CodedBooks::of_histograms(config(), histograms);
+  if (!books) return books.status();
+  mirror_->books_ = std::move(*books);
+  return upload_books();
+}
+
+Status CodedDeviceStore::end_prompt(SequenceList sequences) {
+  const Result<Slots> slots = table().admit_end_prompt(sequences);
+  if (!slots) return slots.status();
+  PromptEnd prompt;
+  prompt.count = static_cast<int32_t>(slots->size());
+  prompt.means = config().coded.means;
+  for (const int32_t slot : *slots) {
+    const int32_t tokens = table().info(slot).num_tokens;
+    prompt.most_blocks =
+        std::max(prompt.most_blocks,
+                 coded_tokens_after_prompt(tokens, state_.s.window_tokens) / kBlockTokens);
+  }
+  const DeviceState& d = state_.common;
+  if (Status s = set_batch(DeviceCall::kEndPrompt, *slots, 0); !s) return s;
+  if (Status s = begin_coded_prompt_end(state_, prompt, stream_); !s) return s;
+  if (books_.empty() && prompt.most_blocks > 0) {
+    if (Status s = make_books(*slots, prompt); !s) return s;
+  }
+  if (Status s = plan_coded_prompt(state_, prompt, stream_); !s) return s;
+  if (Status s = run(PageOp::reserve(batch(*slots), d.entry_counts, d.report)); !s) return s;
+  if (Status s = write_coded_prompt(state_, prompt, stream_); !s) return s;
+  // Where nothing was reserved there is nothing to keep: that operation then refuses itself.
+  if (Status s = run(PageOp::keep(batch(*slots), d.row_counts, d.other_report)); !s) return s;
+  if (Status s = finish_coded_prompt(state_, prompt, stream_); !s) return s;
+  planned_.clear();
+  batch_.clear();  // what comes next looks whether the call has failed
+  for (const int32_t slot : *slots) {
+    table().set_info(
+        slot, coded_info_after_prompt(table().info(slot).num_tokens, state_.s.window_tokens));
+    table().set_phase(slot, SequencePhase::kLive);
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv

@@ -1,0 +1,276 @@
+// The end of a prompt of a coded store: means, codes, places, blocks, and what stays raw.
+
+#include <cuda_runtime.h>
+
+#include "store/coded_device_encode.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kMeanThreads = 1024;
+
+__device__ Component component_of(int64_t i) {
+  return i % 2 == 0 ? Component::kKey : Component::kValue;
+}
+
+__device__ int32_t coded_blocks(const CodedDeviceState& d, const SequenceInfo& info) {
+  return coded_tokens_after_prompt(info.num_tokens, d.s.window_tokens) / kBlockTokens;
+}
+
+// A CTA for a component of a row. The sums are exact, so their order does not matter.
+__global__ void __launch_bounds__(kMeanThreads)
+    means_kernel(const __grid_constant__ CodedDeviceState d, MeanSource source) {
+  __shared__ unsigned long long sums[kSliceDims];
+  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(blockIdx.x / 2));
+  if (r.sequence == kPaddingSequence) return;
+  const Component c = component_of(blockIdx.x);
+  const int32_t head_dim = d.s.head_dim;
+  const SequenceInfo info = d.s.infos[r.sequence];
+  for (int32_t i = threadIdx.x; i < head_dim; i += kMeanThreads) sums[i] = 0;
+  __syncthreads();
+  const int32_t dim = static_cast<int32_t>(threadIdx.x) % head_dim;
+  const int32_t groups = kMeanThreads / head_dim,
+                group = static_cast<int32_t>(threadIdx.x) / head_dim;
+  if (source == MeanSource::kPrompt && group < groups) {
+    int64_t sum = 0;
+#pragma unroll 4
+    for (int32_t p = group; p < info.num_tokens; p += groups) {
+      const int32_t at = raw_value_byte(head_dim, c, p % kBlockTokens, dim);
+      sum += half_to_fixed(*reinterpret_cast<const uint16_t*>(d.s.raw_page(r.row, info, p) + at));
+    }
+    atomicAdd(sums + dim, static_cast<unsigned long long>(sum));
+  }
+  __syncthreads();
+  const float* given = c == Component::kKey ? d.given_key_means : d.given_value_means;
+  for (int32_t i = threadIdx.x; i < head_dim; i += kMeanThreads) {
+    float mean = 0.0f;
+    if (source == MeanSource::kPrompt && info.num_tokens > 0) {
+      mean = fixed_mean(static_cast<int64_t>(sums[i]), info.num_tokens);
+    }
+    if (source == MeanSource::kGiven) mean = given[int64_t{r.within} * head_dim + i];
+    d.s.means(c, r.row)[i] = mean;
+  }
+}
+
+__device__ RawBlock prompt_block(const CodedDeviceState& d, const CodedRowOf& r, Component c,
+                                 int32_t block) {
+  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.within, c};
+}
+
+__device__ void report_code(const CodedDeviceState& d, const CodedRowOf& r) {
+  report_failure(d.common, {StatusCode::kOutOfRange, DeviceCall::kEndPrompt,
+                            r.within / d.s.num_kv_heads, r.sequence});
+}
+
+// The tokens that stay raw must be what a step can code one day. A CTA for a component of a row.
+__global__ void __launch_bounds__(kThreads)
+    check_rest_kernel(const __grid_constant__ CodedDeviceState d) {
+  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(blockIdx.x / 2));
+  if (r.sequence == kPaddingSequence) return;
+  const Component c = component_of(blockIdx.x);
+  const SequenceInfo info = d.s.infos[r.sequence];
+  const int32_t first = coded_blocks(d, info) * kBlockTokens;
+  for (int32_t i = threadIdx.x; i < (info.num_tokens - first) * d.s.head_dim; i += kThreads) {
+    const int32_t p = first + i / d.s.head_dim;
+    const uint16_t y =
+        raw_value(d, prompt_block(d, r, c, p / kBlockTokens), p % kBlockTokens, i % d.s.head_dim);
+    if (check_centred(y, step_of(d, c, r.within)) != StatusCode::kOk) report_code(d, r);
+  }
+}
+
+// Codes of one layer for the histograms: [block of the batch][64, head_dim], keys and values apart.
+__global__ void __launch_bounds__(kThreads)
+    codes_kernel(const __grid_constant__ CodedDeviceState d, const HistogramRow* rows,
+                 const __grid_constant__ PromptCodes codes) {
+  const auto i = static_cast<int32_t>(blockIdx.x / 2);  // kv head of an entry
+  const Component c = component_of(blockIdx.x);
+  const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
+  if (sequence == kPaddingSequence) return;
+  const auto block = static_cast<int32_t>(blockIdx.y);
+  if (block >= coded_blocks(d, d.s.infos[sequence])) return;
+  const int32_t within = codes.layer * d.s.num_kv_heads + i % d.s.num_kv_heads;
+  const CodedRowOf r = {0, sequence, within, sequence * d.s.rows_per_sequence() + within};
+  const RawBlock b = prompt_block(d, r, c, block);
+  const float step = step_of(d, c, within);
+  int16_t* to = codes.codes[static_cast<int32_t>(c)] + rows[i].codes +
+                int64_t{block} * kBlockTokens * d.s.head_dim;
+  for (int32_t j = threadIdx.x; j < kBlockTokens * d.s.head_dim; j += kThreads) {
+    const uint16_t y = raw_value(d, b, j / d.s.head_dim, j % d.s.head_dim);
+    if (check_centred(y, step) != StatusCode::kOk) report_code(d, r);
+    to[j] = step_code(y, step);
+  }
+}
+
+// Item: row of the batch, block, component. Sizes go to the directory.
+__global__ void __launch_bounds__(kEncodeWarps * 32)
+    size_kernel(const __grid_constant__ CodedDeviceState d, int64_t items, int32_t most_blocks) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ int32_t counters[kEncodeWarps];
+  const int64_t item = encode_item(items);
+  if (item < 0) return;
+  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(item / 2 / most_blocks));
+  const auto block = static_cast<int32_t>(item / 2 % most_blocks);
+  if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) return;
+  const Component c = component_of(item);
+  auto status = StatusCode::kOk;
+  const int32_t units =
+      encode_raw_block(d, prompt_block(d, r, c, block), warp_encode_memory(shared),
+                       counters + threadIdx.x / 32, &status);
+  if (status != StatusCode::kOk) report_code(d, r);
+  if (lane_index() == 0) d.s.blocks(c, r.row)[block] = {0, static_cast<uint32_t>(units)};
+}
+
+// One CTA: a prompt with a value that has no code pads the batch; the counts begin at zero.
+__global__ void __launch_bounds__(kThreads)
+    admit_kernel(const __grid_constant__ CodedDeviceState d, int32_t count) {
+  const bool failed = has_failed(d.common);
+  for (int32_t e = threadIdx.x; e < count; e += kThreads) {
+    d.common.entry_counts[e] = SideCounts{};
+    if (failed) d.common.batch[e] = kPaddingSequence;
+  }
+}
+
+// Where the blocks of a row go: until they are written the directory has units of the row.
+__global__ void __launch_bounds__(kThreads)
+    place_kernel(const __grid_constant__ CodedDeviceState d, int32_t rows) {
+  const auto i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= rows) return;
+  const CodedRowOf r = coded_row_of(d, i);
+  if (r.sequence == kPaddingSequence) return;
+  const SequenceInfo info = d.s.infos[r.sequence];
+  int32_t end = 0;
+  for (int32_t b = 0; b < coded_blocks(d, info); ++b) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      CodedBlockRef& ref = d.s.blocks(c, r.row)[b];
+      const auto units = static_cast<int32_t>(ref.units);
+      const int32_t begin = block_begin(end, units, d.s.page_units());
+      ref.offset = static_cast<uint32_t>(begin);
+      end = begin + units;
+    }
+  }
+  SideCounts kept;
+  kept.of[kCodedSide] = end;
+  kept.of[kRawSide] =
+      CodedView::raw_tokens(coded_info_after_prompt(info.num_tokens, d.s.window_tokens));
+  d.common.row_counts[i] = kept;
+  atomicMax(&d.common.entry_counts[r.entry].of[kCodedSide], pages_for(end, d.s.page_units()));
+}
+
+__global__ void __launch_bounds__(kEncodeWarps * 32)
+    write_kernel(const __grid_constant__ CodedDeviceState d, int64_t items, int32_t most_blocks) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ int32_t counters[kEncodeWarps];
+  const int64_t item = encode_item(items);
+  if (item < 0 || d.common.report->status != StatusCode::kOk) return;
+  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(item / 2 / most_blocks));
+  const auto block = static_cast<int32_t>(item / 2 % most_blocks);
+  if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) return;
+  const Component c = component_of(item);
+  const EncodeMemory memory = warp_encode_memory(shared);
+  auto status = StatusCode::kOk;
+  const int32_t units = encode_raw_block(d, prompt_block(d, r, c, block), memory,
+                                         counters + threadIdx.x / 32, &status);
+  CodedBlockRef& ref = d.s.blocks(c, r.row)[block];
+  const CodedBlockRef written =
+      write_encoded(d, r.row, static_cast<int32_t>(ref.offset), units, memory);
+  if (lane_index() == 0) ref = written;
+}
+
+// Raw tokens that stay: their means come off, and their pages' content moves to the first pages,
+// whose blocks are coded by now. A CTA for a component of a row.
+__global__ void __launch_bounds__(kThreads)
+    move_rest_kernel(const __grid_constant__ CodedDeviceState d) {
+  if (d.common.report->status != StatusCode::kOk) return;
+  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(blockIdx.x / 2));
+  if (r.sequence == kPaddingSequence) return;
+  const Component c = component_of(blockIdx.x);
+  const SequenceInfo info = d.s.infos[r.sequence];
+  const int32_t first = coded_blocks(d, info), head_dim = d.s.head_dim;
+  const int32_t raw = info.num_tokens - first * kBlockTokens;
+  for (int32_t j = 0; j * kBlockTokens < raw; ++j) {
+    const RawBlock from = prompt_block(d, r, c, first + j);
+    uint8_t* to = d.s.page_bytes(d.s.page_id(r.row, kRawSide, j));
+    const int32_t tokens = min(kBlockTokens, raw - j * kBlockTokens);
+    const int32_t slots = (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
+    for (int32_t i = threadIdx.x; i < slots * head_dim; i += kThreads) {
+      const int32_t slot = i / head_dim, dim = i % head_dim;
+      const uint16_t y = slot < tokens ? raw_value(d, from, slot, dim) : uint16_t{0};
+      *reinterpret_cast<uint16_t*>(to + raw_value_byte(head_dim, c, slot, dim)) = y;
+    }
+    __syncthreads();  // the next page's target may be this one's source
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const __grid_constant__ CodedDeviceState d, int32_t count) {
+  const StatusCode status = d.common.report->status;
+  if (status != StatusCode::kOk && threadIdx.x == 0) {
+    report_failure(d.common, {status, DeviceCall::kEndPrompt, -1, -1});
+  }
+  for (int32_t e = threadIdx.x; e < count && status == StatusCode::kOk; e += kThreads) {
+    const int32_t sequence = d.common.batch[e];
+    if (sequence == kPaddingSequence) continue;
+    SequenceInfo& info = d.s.infos[sequence];
+    info = coded_info_after_prompt(info.num_tokens, d.s.window_tokens);
+  }
+}
+
+int32_t rows_of(const CodedDeviceState& d, int32_t count) {
+  return count * d.s.rows_per_sequence();
+}
+int64_t block_items(const CodedDeviceState& d, const PromptEnd& prompt) {
+  return int64_t{rows_of(d, prompt.count)} * prompt.most_blocks * 2;
+}
+
+}  // namespace
+
+Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt,
+                              GpuStream stream) {
+  const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
+  means_kernel<<<ctas, kMeanThreads, 0, stream>>>(d, prompt.means);
+  if (Status s = launch_status("end_prompt"); !s) return s;
+  check_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);
+  return launch_status("end_prompt");
+}
+
+Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
+                         const HistogramRow* rows, const PromptCodes& codes, GpuStream stream) {
+  const dim3 ctas(static_cast<uint32_t>(prompt.count * d.s.num_kv_heads * 2),
+                  static_cast<uint32_t>(prompt.most_blocks));
+  codes_kernel<<<ctas, kThreads, 0, stream>>>(d, rows, codes);
+  return launch_status("end_prompt");
+}
+
+Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
+  const int64_t items = block_items(d, prompt);
+  if (items > 0 && d.books != nullptr) {
+    if (Status s = launch_encoder(size_kernel, items, stream, d, items, prompt.most_blocks); !s) {
+      return s;
+    }
+  }
+  admit_kernel<<<1, kThreads, 0, stream>>>(d, prompt.count);
+  if (Status s = launch_status("end_prompt"); !s) return s;
+  const int32_t rows = rows_of(d, prompt.count);
+  place_kernel<<<ctas_for(rows, kThreads), kThreads, 0, stream>>>(d, rows);
+  return launch_status("end_prompt");
+}
+
+Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
+  const int64_t items = block_items(d, prompt);
+  if (items > 0 && d.books != nullptr) {
+    if (Status s = launch_encoder(write_kernel, items, stream, d, items, prompt.most_blocks); !s) {
+      return s;
+    }
+  }
+  const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
+  move_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);
+  return launch_status("end_prompt");
+}
+
+Status finish_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
+  finish_kernel<<<1, kThreads, 0, stream>>>(d, prompt.count);
+  return launch_status("end_prompt");
+}
+
+}  // namespace tierkv

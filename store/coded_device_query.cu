@@ -1,0 +1,163 @@
+// Attention of a coded store's device back end: the raw tokens by the kernels of attention.h, the
+// blocks by those of coded_attention.h, then the join.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "codec/cuda_device.cuh"
+#include "store/coded_device.h"
+
+namespace tierkv {
+namespace {
+
+// Of the tokens that are not coded.
+AttentionConfig raw_attention(const KvStoreConfig& c) {
+  AttentionConfig a;
+  a.num_layers = c.layout.num_layers;
+  a.num_q_heads = c.layout.num_q_heads;
+  a.num_kv_heads = c.layout.num_kv_heads;
+  a.head_dim = c.layout.head_dim;
+  a.sm_scale = c.layout.sm_scale;
+  a.page_bytes = coded_page_bytes(c.layout.head_dim);
+  a.num_tiers = 1;
+  a.tiers[0] = {kRawSide, raw_tier()};
+  return a;
+}
+
+}  // namespace
+
+Status CodedDeviceStore::allocate_attention() {
+  const KvStoreConfig& c = config();
+  raw_attention_ = raw_attention(c);
+  if (Status s = raw_attention_.validate(); !s) return s;
+  const Result<AttentionGrid> grid = attention_grid(raw_attention_);
+  if (!grid) return grid.status();
+  raw_grid_ = *grid;
+  raw_workspace_.bytes = attention_workspace_bytes(raw_attention_, raw_grid_, c.max_sequences);
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  // As coded_attention_workspace_bytes(), for any codebooks: a warp or a row each has a partial.
+  CodedAttention largest;
+  largest.num_rows = c.max_sequences * c.layout.num_kv_heads;
+  largest.columns = c.layout.group_size();
+  largest.head_dim = c.layout.head_dim;
+  CodedAttentionGrid any;
+  any.num_ctas = limits->sms;
+  const size_t rows = static_cast<size_t>(largest.num_rows);
+  const size_t queries = static_cast<size_t>(c.max_sequences) * c.layout.num_q_heads;
+  uint8_t *raw = nullptr, *coded = nullptr;
+  if (Status s = take(raw_workspace_.bytes, &raw); !s) return s;
+  if (Status s = take(coded_attention_workspace_bytes(largest, any), &coded); !s) return s;
+  if (Status s = take(rows, &rows_); !s) return s;
+  if (Status s = take(rows, &row_status_); !s) return s;
+  for (int32_t part = 0; part < 2; ++part) {
+    if (Status s = take(queries * c.layout.head_dim, &part_out_[part]); !s) return s;
+    if (Status s = take(queries, &part_lse_[part]); !s) return s;
+  }
+  raw_workspace_.memory = raw;
+  coded_workspace_ = coded;
+  return cuda_status(cudaMemsetAsync(raw, 0, raw_workspace_.bytes, stream_), "create");
+}
+
+Status CodedDeviceStore::attend_raw(const AttendRequest& request, const Slots& slots) {
+  const AttentionBatch batch = {state_.common.batch, static_cast<int32_t>(slots.size())};
+  if (slots != planned_) {
+    // Another layout of the workspace, which must begin with zeros.
+    if (planned_count_ != 0 && slots.size() != planned_count_) {
+      const cudaError_t error =
+          cudaMemsetAsync(raw_workspace_.memory, 0, raw_workspace_.bytes, stream_);
+      if (error != cudaSuccess) return cuda_status(error, "attend");
+    }
+    planned_count_ = slots.size();
+    if (Status s = plan_attention(raw_attention_, raw_grid_, state_.s.allocator.table(), batch,
+                                  raw_workspace_, stream_);
+        !s) {
+      return s;
+    }
+    planned_ = slots;
+  }
+  AttendCall call;
+  call.table = state_.s.allocator.table();
+  call.pages = state_.s.pages;
+  call.batch = batch;
+  call.layer = request.layer;
+  call.q = request.q;
+  call.out = part_out_[1];
+  call.lse = part_lse_[1];
+  return tierkv::attend(raw_attention_, raw_grid_, call, raw_workspace_, stream_);
+}
+
+Status CodedDeviceStore::attend_blocks(const AttendRequest& request, const Slots& slots) {
+  const CodedView& s = state_.s;
+  const auto count = static_cast<int32_t>(slots.size());
+  if (Status t = plan_coded_rows(state_, request.layer, count, rows_, stream_); !t) return t;
+  int64_t items = 0;
+  for (const int32_t slot : slots) {
+    items += int64_t{table().info(slot).window_first / kBlockTokens} * s.num_kv_heads;
+  }
+  CodedAttention call;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const bool key = c == Component::kKey;
+    CodedComponent& component = key ? call.keys : call.values;
+    component.bytes = s.pages.base;
+    component.blocks = key ? s.keys : s.values;
+    component.steps = key ? state_.key_steps : state_.value_steps;
+    component.size = s.pages.page_bytes * s.pages.num_pages;
+    component.codebook = books_[2 * request.layer + (key ? 0 : 1)];
+  }
+  call.rows = rows_;
+  call.q = request.q;
+  call.out = part_out_[0];
+  call.lse = part_lse_[0];
+  call.row_status = row_status_;
+  call.workspace = coded_workspace_;
+  call.num_rows = count * s.num_kv_heads;
+  call.num_items = static_cast<int32_t>(items);
+  call.num_blocks = s.allocator.shape.table.num_rows() * s.max_blocks;
+  call.num_steps = s.rows_per_sequence();
+  call.columns = config().layout.group_size();
+  call.head_dim = s.head_dim;
+  call.sm_scale = static_cast<float>(config().layout.sm_scale);
+  call.max_block_bytes = most_coded_block_bytes(s.head_dim);
+  const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
+  if (!grid) return grid.status();
+  return attend_coded(call, *grid, stream_);
+}
+
+Status CodedDeviceStore::attend(const AttendRequest& request) {
+  const Result<Slots> slots = table().admit_attend(request);
+  if (!slots) return slots.status();
+  if (request.probabilities != nullptr) {
+    return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
+  }
+  const Result<bool> capturing = is_capturing();
+  if (!capturing) return capturing.status();
+  if (*capturing) {
+    return Status(StatusCode::kUnsupported,
+                  "attend() of a coded cache is not captured: its grid follows the blocks");
+  }
+  if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
+  if (Status s = attend_raw(request, *slots); !s) return s;
+  const bool coded = std::any_of(slots->begin(), slots->end(),
+                                 [&](int32_t slot) { return table().info(slot).window_first > 0; });
+  if (coded) {
+    if (Status s = attend_blocks(request, *slots); !s) return s;
+  }
+  CodedJoin join;
+  join.q = static_cast<const uint16_t*>(request.q);
+  join.coded_out = coded ? part_out_[0] : nullptr;
+  join.coded_lse = part_lse_[0];
+  join.status = row_status_;
+  join.raw_out = part_out_[1];
+  join.raw_lse = part_lse_[1];
+  join.out = static_cast<uint16_t*>(request.out);
+  join.lse = request.lse;
+  join.count = static_cast<int32_t>(slots->size());
+  join.layer = request.layer;
+  join.group = config().layout.group_size();
+  join.sm_scale = static_cast<float>(config().layout.sm_scale);
+  return join_coded(state_, join, stream_);
+}
+
+}  // namespace tierkv
