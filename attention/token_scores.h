@@ -66,11 +66,15 @@ inline TokenScores token_scores(void* memory, size_t bytes, int64_t rows, int32_
   return s;
 }
 
+// In log2 units, relative to the reference of its tile.
+TKV_HD float score_of_code(uint32_t code) {
+  return kHighestScore - static_cast<float>(code) * (1.0f / kScoreSteps);
+}
+
 // The probability that a column gave a token; lse is the column's, natural.
 TKV_HD float score_probability(uint32_t code, float reference, float lse) {
   if (code == kNoProbability || lse == -INFINITY) return 0.0f;
-  const float score = kHighestScore - static_cast<float>(code) * (1.0f / kScoreSteps);
-  const float p = exp2_fast(score + (reference - lse * kLog2E));
+  const float p = exp2_fast(score_of_code(code) + (reference - lse * kLog2E));
   return p < 1.0f ? p : 1.0f;
 }
 

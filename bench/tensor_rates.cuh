@@ -117,13 +117,14 @@ __global__ void __launch_bounds__(kRateWarps * 32, 1)
     *reinterpret_cast<uint4*>(chunk + at) = *reinterpret_cast<const uint4*>(p.chunk + at);
   }
   __syncwarp();
-  WarpAttention<128, 1> attention(p.columns);
+  const TokenScores no_scores;
+  WarpAttention<128, 1, true> attention(p.columns, no_scores);
   attention.fetch_query(p.q, 0);
   attention.start_row();
   attention.sum_query(0.1f);
   for (int32_t i = 0; i < p.rounds; ++i) {
     attention.use_format(p.bits.k, p.bits.v, 0.1f);
-    attention.attend({chunk, kChunkTiles, kChunkTiles * kTileTokens, 0, nullptr, false});
+    attention.attend({chunk, kChunkTiles, kChunkTiles * kTileTokens, 0, nullptr});
   }
   __syncthreads();  // the parts take the place of the chunks
   auto* states = reinterpret_cast<SoftmaxState*>(shared_bytes) + warp * 4;

@@ -7,5 +7,7 @@
 namespace tierkv {
 
 AttentionConfig attention_config(const KvStoreConfig& config, int64_t page_bytes);
+// The same for q and out of `dtype`. kUnsupported where raw tiers hold another one.
+Result<AttentionConfig> attention_config(AttentionConfig config, DType dtype, DType raw_dtype);
 
 }  // namespace tierkv

@@ -154,6 +154,9 @@ Status DeviceBasisStore::append(const AppendCall& call) {
 
 Status DeviceBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
+  if (request.dtype != DType::kFloat16) {
+    return Status(StatusCode::kUnsupported, "dtype of q and out: a basis needs float16");
+  }
   const int32_t count = request.sequences.count, heads = config_.layout.num_q_heads;
   BasisVectors q = vectors(query_, heads, count, request.layer);
   q.x = request.q;

@@ -103,8 +103,7 @@ __device__ void load_queries(const DeviceProbabilities& x, int32_t head_dim, Row
   for (int32_t g = warp; g < x.group; g += kWarps) {
     const int64_t head = static_cast<int64_t>(blockIdx.x) * x.group + g;
     LaneValues q;
-    load_lane_values(static_cast<const uint16_t*>(x.q) + head * head_dim, DType::kFloat16, head_dim,
-                     q);
+    load_lane_values(static_cast<const uint16_t*>(x.q) + head * head_dim, x.dtype, head_dim, q);
 #pragma unroll
     for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
       queries->q[g][i / 4][i % 4][lane_index()] = q[i / 4][i % 4] * x.sm_scale;

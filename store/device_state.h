@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "attention/token_scores.h"
 #include "store/store_shape.h"
 #include "tierkv/allocator.h"
 
@@ -144,7 +145,8 @@ Status update_scores(const DeviceState& d, const DeviceScores& scores, GpuStream
 
 // Probabilities of one layer's tokens from q and the lse of attend().
 struct DeviceProbabilities {
-  const void* q = nullptr;     // fp16 [count, num_kv_heads, group, head_dim]
+  const void* q = nullptr;  // [count, num_kv_heads, group, head_dim] of dtype
+  DType dtype = DType::kFloat16;
   const float* lse = nullptr;  // [count, num_kv_heads, group]
   float* values = nullptr;     // [count, num_kv_heads, stride]
   int64_t stride = 0;
@@ -154,5 +156,15 @@ struct DeviceProbabilities {
   float sm_scale = 1;
 };
 Status find_probabilities(const DeviceState& d, const DeviceProbabilities& p, GpuStream stream);
+
+// Counts the newest query of each row, from the scores that attention left.
+struct DeviceCount {
+  TokenScores scores;
+  QueryColumns columns;
+  const float* lse = nullptr;  // [count, num_kv_heads, group]
+  int32_t count = 0;
+  int32_t layer = 0;
+};
+Status count_query(const DeviceState& d, const DeviceCount& x, GpuStream stream);
 
 }  // namespace tierkv

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "attention/workspace.h"
 #include "codec/cuda_device.cuh"
 #include "store/attention_config.h"
 #include "store/coded_device.h"
@@ -311,10 +312,34 @@ Status DeviceStore::plan_attention_of(const Slots& slots) {
   return Status::ok();
 }
 
+bool DeviceStore::is_any_counted(const Slots& slots) const {
+  return std::any_of(slots.begin(), slots.end(), [&](int32_t slot) {
+    const SequenceInfo& info = mirror_->table_.info(slot);
+    const CountSchedule schedule = {info.prompt_tokens, state_.s.score_interval};
+    return schedule.is_counted(info.num_tokens - 1);
+  });
+}
+
+Status DeviceStore::validate_scratch(const AttendRequest& request, const Slots& slots) const {
+  int32_t longest = 0;
+  for (const int32_t slot : slots) {
+    longest = std::max(longest, mirror_->table_.info(slot).num_tokens);
+  }
+  const auto count = static_cast<int32_t>(slots.size());
+  if (request.scratch_bytes < attention_score_bytes(attention_, count, longest)) {
+    return Status(StatusCode::kBufferTooSmall, "scratch_bytes is below count_scratch_bytes()");
+  }
+  if (request.scratch == nullptr) return invalid("scratch is null");
+  return Status::ok();
+}
+
 Status DeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
   if (!grid_) return grid_.status();
+  const Result<AttentionConfig> attention =
+      attention_config(attention_, request.dtype, state_.s.raw_dtype);
+  if (!attention) return attention.status();
   const CacheLayout& layout = config().layout;
   AttendCall call;
   call.table = state_.s.allocator.table();
@@ -324,13 +349,27 @@ Status DeviceStore::attend(const AttendRequest& request) {
   call.q = request.q;
   call.out = request.out;
   call.lse = request.lse != nullptr ? request.lse : lse_;
+  const bool counts = request.count_query && is_any_counted(*slots);
+  if (counts) {
+    if (Status s = validate_scratch(request, *slots); !s) return s;
+    call.scores = {request.scratch, request.scratch_bytes};
+  }
   if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
   if (Status s = plan_attention_of(*slots); !s) return s;
-  if (Status s = tierkv::attend(attention_, *grid_, call, attention_workspace_, stream_); !s)
+  if (Status s = tierkv::attend(*attention, *grid_, call, attention_workspace_, stream_); !s)
     return s;
+  if (counts) {
+    const QueryColumns columns = query_columns(*attention);
+    const int64_t rows = int64_t{call.batch.count} * layout.num_kv_heads * columns.passes;
+    const TokenScores scores =
+        token_scores(request.scratch, request.scratch_bytes, rows, columns.of_row);
+    const DeviceCount x = {scores, columns, call.lse, call.batch.count, request.layer};
+    if (Status s = tierkv::count_query(state_, x, stream_); !s) return s;
+  }
   if (request.probabilities == nullptr) return Status::ok();
   DeviceProbabilities p;
   p.q = request.q;
+  p.dtype = request.dtype;
   p.lse = call.lse;
   p.values = request.probabilities;
   p.stride = request.stride;

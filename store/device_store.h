@@ -61,6 +61,8 @@ class DeviceStore final : public DeviceKvStore {
   Status use_batch(DeviceCall call, const Slots& slots);
   Status run(const PageOp& op);
   Status plan_attention_of(const Slots& slots);
+  bool is_any_counted(const Slots& slots) const;
+  Status validate_scratch(const AttendRequest& request, const Slots& slots) const;
 
   // Waits; refused while a failure waits to be taken.
   Status settle();

@@ -11,15 +11,16 @@ namespace {
 
 // The query heads of one row.
 struct RowQueries {
-  const uint16_t* q;  // [group, head_dim]
+  const uint16_t* q;  // [group, head_dim] of dtype
+  DType dtype;
   const double* lse;  // [group]
   int32_t group;
   double sm_scale;
 };
 
-void read_key(const HostSlot& at, std::vector<double>* k) {
+void read_key(const HostSlot& at, DType raw, std::vector<double>* k) {
   for (int32_t d = 0; d < at.page.layout.head_dim(); ++d) {
-    (*k)[d] = page_value(at.page.layout, at.page.bytes, Component::kKey, at.slot, d);
+    (*k)[d] = page_value(at.page.layout, at.page.bytes, Component::kKey, at.slot, d, raw);
   }
 }
 
@@ -30,12 +31,12 @@ void row_probabilities(const StoreView& s, int32_t row, const RowQueries& querie
   for (int32_t side = 0; side < kStoreSides; ++side) {
     for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
       const HostSlot at = row_slot(s, row, side, i);
-      read_key(at, &k);
+      read_key(at, s.raw_dtype, &k);
       double largest = 0;
       for (int32_t g = 0; g < queries.group; ++g) {
         const uint16_t* q = queries.q + int64_t{g} * head_dim;
         double dot = 0;
-        for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * k[d];
+        for (int32_t d = 0; d < head_dim; ++d) dot += value_of_bits(q[d], queries.dtype) * k[d];
         largest = std::fmax(largest, std::exp(dot * queries.sm_scale - queries.lse[g]));
       }
       probabilities[page_position(at.page, at.slot)] = static_cast<float>(largest);
@@ -57,11 +58,24 @@ AttentionConfig attention_config(const KvStoreConfig& config, int64_t page_bytes
   for (int32_t side = 0; side < kStoreSides; ++side) {
     const TierFormat& format = side_format(config, side);
     a.tiers[side] = {side, format};
-    // Queries are fp16; raw pages hold what the model computes with.
-    const bool raw = format.k.is_raw() || format.v.is_raw();
-    if (raw && config.layout.dtype == DType::kBFloat16) a.dtype = DType::kBFloat16;
   }
   return a;
+}
+
+Result<AttentionConfig> attention_config(AttentionConfig config, DType dtype, DType raw_dtype) {
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const TierFormat& format = config.tiers[t].format;
+    if ((!format.k.is_raw() && !format.v.is_raw()) || dtype == raw_dtype) continue;
+    return Status(StatusCode::kUnsupported, std::string("dtype ") + dtype_name(dtype) +
+                                                " of q and out with raw tiers of " +
+                                                dtype_name(raw_dtype));
+  }
+  config.dtype = dtype;
+  return config;
+}
+
+size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens) {
+  return attention_score_bytes(attention_config(config, config.page_bytes), sequences, tokens);
 }
 
 Status HostStore::attend(const AttendRequest& request) {
@@ -70,33 +84,49 @@ Status HostStore::attend(const AttendRequest& request) {
   const CacheLayout& layout = config_.layout;
   const auto* q = static_cast<const uint16_t*>(request.q);
   const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
-  if (Status s = check_values(q, DType::kFloat16, queries * layout.head_dim); !s) {
+  if (Status s = check_values(q, request.dtype, queries * layout.head_dim); !s) {
     return s.with_context("q");
   }
+  const Result<AttentionConfig> attention =
+      attention_config(attention_config(config_, page_bytes()), request.dtype, view_.raw_dtype);
+  if (!attention) return attention.status();
   AttendCall call;
   call.table = view_.allocator.table();
   call.pages = view_.pages;
   call.batch = {slots->data(), request.sequences.count};
   call.layer = request.layer;
   call.q = q;
-  const Result<ReferenceOutput> output =
-      attend_reference(attention_config(config_, page_bytes()), call);
+  const Result<ReferenceOutput> output = attend_reference(*attention, call);
   if (!output) return output.status();
   auto* out = static_cast<uint16_t*>(request.out);
-  std::transform(output->out.begin(), output->out.end(), out,
-                 [](double x) { return float_to_half(static_cast<float>(x)); });
+  std::transform(output->out.begin(), output->out.end(), out, [&](double x) {
+    const auto value = static_cast<float>(x);
+    return request.dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_half(value);
+  });
   for (int64_t i = 0; request.lse != nullptr && i < queries; ++i) {
     request.lse[i] = static_cast<float>(output->lse[i]);
   }
+  if (request.probabilities == nullptr && !request.count_query) return Status::ok();
   const int32_t heads = layout.num_kv_heads, group = layout.group_size();
-  for (size_t r = 0; request.probabilities != nullptr && r < slots->size() * heads; ++r) {
+  std::vector<float> line;
+  for (size_t r = 0; r < slots->size() * heads; ++r) {
     const int32_t slot = (*slots)[r / heads];
-    float* line = request.probabilities + static_cast<int64_t>(r) * request.stride;
-    std::fill_n(line, table_.info(slot).num_tokens, 0.0f);
+    const int32_t row = view_.row_of(slot, request.layer, static_cast<int32_t>(r) % heads);
+    const SequenceInfo& info = table_.info(slot);
     const auto first = static_cast<int64_t>(r) * group;
-    row_probabilities(
-        view_, view_.row_of(slot, request.layer, static_cast<int32_t>(r) % heads),
-        {q + first * layout.head_dim, output->lse.data() + first, group, layout.sm_scale}, line);
+    line.assign(info.num_tokens, 0.0f);
+    row_probabilities(view_, row,
+                      {q + first * layout.head_dim, request.dtype, output->lse.data() + first,
+                       group, layout.sm_scale},
+                      line.data());
+    if (request.probabilities != nullptr) {
+      std::copy(line.begin(), line.end(),
+                request.probabilities + static_cast<int64_t>(r) * request.stride);
+    }
+    const CountSchedule schedule = {info.prompt_tokens, view_.score_interval};
+    if (request.count_query && schedule.is_counted(info.num_tokens - 1)) {
+      score_row(view_, row, info, info.num_tokens - 1, line.data());
+    }
   }
   return Status::ok();
 }

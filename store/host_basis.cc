@@ -42,6 +42,9 @@ Status HostBasisStore::append(const AppendCall& call) {
 
 Status HostBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
+  if (request.dtype != DType::kFloat16) {
+    return Status(StatusCode::kUnsupported, "dtype of q and out: a basis needs float16");
+  }
   const CacheLayout& layout = config_.layout;
   const int32_t dim = layout.head_dim, group = layout.group_size();
   const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;

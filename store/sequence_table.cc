@@ -215,10 +215,16 @@ Result<Slots> SequenceTable::admit_update(const ScoreUpdate& update) const {
 }
 
 Result<Slots> SequenceTable::admit_attend(const AttendRequest& request) const {
-  const Result<Slots> slots = slots_of(request.sequences);
+  const Result<Slots> slots = request.count_query
+                                  ? slots_of(request.sequences, SequencePhase::kLive)
+                                  : slots_of(request.sequences);
   if (!slots) return slots;
   if (Status s = require_layer(*slots, request.layer); !s) return s;
   if (request.q == nullptr || request.out == nullptr) return invalid("q or out is null");
+  if (request.dtype != DType::kFloat16 && request.dtype != DType::kBFloat16) {
+    return Status(StatusCode::kUnsupported,
+                  std::string("dtype ") + dtype_name(request.dtype) + " of q and out");
+  }
   if (request.probabilities == nullptr) return slots;
   if (Status s = require_stride(*slots, request.stride); !s) return s;
   return slots;

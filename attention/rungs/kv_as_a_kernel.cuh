@@ -56,7 +56,7 @@ template <Loads kLoads, Sharing kSharing, Merge kMerge>
 class KvRowCta {
  public:
   __device__ __forceinline__ KvRowCta(const RungParams& p, uint8_t* shared)
-      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(p.columns) {
+      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(p.columns, no_scores_) {
     const KvShared at = kv_shared(kLoads, p.group, p.slot_bytes);
     ring_ = shared + warp_ * kSlots * p.slot_bytes;
     parts_ = reinterpret_cast<float*>(shared);
@@ -115,7 +115,7 @@ class KvRowCta {
         if (header.tokens > 0) {
           attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
           attention_.attend(
-              {ring_ + slot * p_.slot_bytes, header.tiles, header.tokens, 0, nullptr, false});
+              {ring_ + slot * p_.slot_bytes, header.tiles, header.tokens, 0, nullptr});
         }
         meet();
       }
@@ -208,7 +208,8 @@ class KvRowCta {
   uint64_t* full_;       // of this warp, as
   SlotHeader* headers_;  // these
   SoftmaxState* states_;
-  WarpAttention<kRungHeadDim, 1> attention_;
+  TokenScores no_scores_;
+  WarpAttention<kRungHeadDim, 1, true> attention_;
 };
 
 template <Loads kLoads, Sharing kSharing, Merge kMerge>

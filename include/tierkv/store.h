@@ -121,12 +121,26 @@ struct ScoreUpdate {
 struct AttendRequest {
   SequenceList sequences;
   int32_t layer = 0;
-  const void* q = nullptr;         // fp16 [count, num_q_heads, head_dim]
+  const void* q = nullptr;         // [count, num_q_heads, head_dim] of dtype
   void* out = nullptr;             // like q
   float* lse = nullptr;            // [count, num_q_heads], natural logarithm; may be null
   float* probabilities = nullptr;  // as ScoreUpdate takes them, pruned tokens 0; may be null
   int64_t stride = 0;              // of probabilities
+  // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
+  // layout.dtype is, otherwise fp16. fp16 where the store has a basis.
+  DType dtype = DType::kFloat16;
+  // Also counts the query, as update_scores() of its probabilities would; instead of that call, and
+  // in a fraction of its time. The sequences must be past their prompts. Host and device find
+  // probabilities that differ by up to 2e-3 of themselves (attention/token_scores.h). Where
+  // config().score_interval skips the query of every sequence, nothing is added to attend(), in a
+  // captured graph neither now nor when it is replayed.
+  bool count_query = false;
+  // Device memory of count_scratch_bytes(), 8-byte aligned, for count_query; the host needs none.
+  void* scratch = nullptr;
+  size_t scratch_bytes = 0;
 };
+// For calls on up to `sequences` sequences of up to `tokens` tokens.
+TKV_API size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens);
 
 // Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
 // owners' tokens, but once in the pages.

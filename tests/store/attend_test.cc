@@ -100,6 +100,47 @@ TEST(StoreAttend, IsTheSoftmaxOverWhatThePagesHold) {
   EXPECT_TRUE(world.store().update_scores({{&s.id, 1}, 1, 0, probabilities.data(), 80}));
 }
 
+// The same as update_scores() of the same probabilities.
+TEST(StoreAttend, CountsItsQuery) {
+  RandomInput input;
+  ModelledStore world(attention_config_128(), &input);
+  ModelSequence s;
+  ASSERT_TRUE(world.add(&s));
+  ASSERT_TRUE(world.prompt({&s}, 60, true));
+  ASSERT_TRUE(world.end_prompt({&s}));
+  for (int32_t i = 0; i < 10; ++i) ASSERT_TRUE(world.step({&s}, 1, true));
+  const Result<std::vector<uint8_t>> bytes = world.store().export_sequence(s.id);
+  ASSERT_TRUE(bytes);
+  const std::vector<uint8_t> q = input.values(DType::kFloat16, 4, 128);
+  std::vector<uint16_t> out(4 * 128);
+  std::vector<float> probabilities(2 * 80);
+  std::vector<uint8_t> after[2];
+  for (const bool counts : {false, true}) {
+    const auto store = make_store(attention_config_128());
+    const Result<SequenceId> id = store->import_sequence(bytes->data(), bytes->size());
+    ASSERT_TRUE(id);
+    AttendRequest request;
+    request.sequences = {&*id, 1};
+    request.layer = 1;
+    request.q = q.data();
+    request.out = out.data();
+    request.count_query = counts;
+    if (!counts) {
+      request.probabilities = probabilities.data();
+      request.stride = 80;
+    }
+    ASSERT_TRUE(store->attend(request));
+    if (!counts) {
+      ASSERT_TRUE(store->update_scores({{&*id, 1}, 1, 0, probabilities.data(), 80}));
+    }
+    const Result<std::vector<uint8_t>> state = store->export_sequence(*id);
+    ASSERT_TRUE(state);
+    after[counts] = *state;
+  }
+  EXPECT_EQ(after[0], after[1]);
+  EXPECT_NE(after[1], *bytes);
+}
+
 TEST(StoreAttend, RefusesByName) {
   RandomInput input;
   KvStoreConfig c = small_config();

@@ -1,0 +1,163 @@
+// Counts the newest query of every row: what update_scores() does with its probabilities, here
+// taken from the scores that the decode kernel has left, page by page, with the records of the
+// pages.
+
+#include "attention/launch.cuh"
+#include "store/device_rows.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kWarps = kThreads / 32;
+constexpr int32_t kInFlight = 4;       // tokens of a lane
+constexpr int32_t kWantedCtas = 1056;  // eight on each SM of an H100
+constexpr int32_t kMostRowCtas = 128;  // of a row
+constexpr int32_t kMostHeads = 64;     // of a group, padding of passes included
+
+// A row of the batch as all threads of its CTAs see it.
+struct CountedRow {
+  int32_t row;        // of the page table
+  int32_t batch_row;  // entry * num_kv_heads + kv_head
+  int32_t query;      // position
+  int32_t counted;    // queries counted through it
+  CountSchedule schedule;
+  SideCounts tokens;
+  float offsets[kMostHeads];  // by pass and column: -lse in log2 units, -infinity: no such column
+};
+
+// CountSchedule::counted_through(), which divides, for the tokens of a prompt without division.
+__device__ int32_t counted_through(const CountSchedule& schedule, int32_t position) {
+  if (position < schedule.prompt_tokens || schedule.interval == 1) return position + 1;
+  return schedule.counted_through(position);
+}
+
+// The exponent of two of the largest probability of a token of the row.
+__device__ float largest_exponent(const DeviceCount& x, const CountedRow& r, int32_t row_tile,
+                                  int32_t in_tile) {
+  const TokenScores& scores = x.scores;
+  float largest = -INFINITY;
+  for (int32_t pass = 0; pass < x.columns.passes; ++pass) {
+    const int64_t tile = scores.tile(r.batch_row * x.columns.passes + pass, row_tile);
+    const auto* codes = reinterpret_cast<const uint32_t*>(scores.token_codes(tile, in_tile));
+    const auto* references = reinterpret_cast<const float2*>(scores.tile_references(tile));
+    const float* offsets = r.offsets + pass * scores.columns;
+    for (int32_t pair = 0; pair < scores.columns / 2; ++pair) {
+      const uint32_t code = codes[pair], low = code & 0xffffu, high = code >> 16;
+      const float2 reference = references[pair];
+      const float a = score_of_code(low) + reference.x + offsets[2 * pair];
+      const float b = score_of_code(high) + reference.y + offsets[2 * pair + 1];
+      if (low != kNoProbability) largest = fmaxf(largest, a);
+      if (high != kNoProbability) largest = fmaxf(largest, b);
+    }
+  }
+  return largest;
+}
+
+struct CountedPage {
+  int32_t side;
+  int32_t page;
+  int32_t used;        // tokens
+  int32_t first_tile;  // of the row
+};
+
+// By a warp.
+__device__ void count_page(const DeviceState& d, const DeviceCount& x, const CountedRow& r,
+                           const CountedPage& at) {
+  uint8_t* bytes = d.s.page_bytes(at.page);
+  const bool frozen = is_frozen(d.s.allocator, at.page);
+  RankedToken mine = no_token();
+  for (int32_t first = lane_index(); first < at.used; first += 32 * kInFlight) {
+    float score[kInFlight], exponent[kInFlight];
+    int32_t position[kInFlight];
+#pragma unroll
+    for (int32_t i = 0; i < kInFlight; ++i) {
+      const int32_t slot = first + 32 * i;
+      if (slot >= at.used) continue;
+      position[i] = position_at(d.s, at.side, {bytes, slot});
+      score[i] = score_at(d.s, at.side, {bytes, slot});
+      exponent[i] = largest_exponent(x, r, at.first_tile + slot / kTileTokens, slot % kTileTokens);
+    }
+    if (frozen) continue;
+#pragma unroll
+    for (int32_t i = 0; i < kInFlight; ++i) {
+      const int32_t slot = first + 32 * i;
+      if (slot >= at.used) continue;
+      if (position[i] < r.query) {
+        const int32_t before = r.counted - counted_through(r.schedule, position[i]) - 1;
+        score[i] = running_mean(score[i], before, fminf(exp2_fast(exponent[i]), 1.0f));
+        *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = score[i];
+      }
+      mine = better_victim(mine, {score[i], position[i], slot});
+    }
+  }
+  if (frozen || at.side == kWindowSide) return;
+  write_minimum(d, at.page, best_of_warp(mine));
+}
+
+__device__ void load_row(const DeviceState& d, const DeviceCount& x, const DeviceRow& at,
+                         CountedRow* r) {
+  const SequenceInfo info = d.s.infos[at.sequence];
+  r->row = at.row;
+  r->batch_row = static_cast<int32_t>(blockIdx.x);
+  r->query = info.num_tokens - 1;
+  r->schedule = {info.prompt_tokens, d.s.score_interval};
+  r->counted = r->schedule.counted_through(r->query);
+  r->tokens = d.s.allocator.tokens[at.row];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_query_kernel(const __grid_constant__ DeviceState d,
+                       const __grid_constant__ DeviceCount x) {
+  __shared__ CountedRow r;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const DeviceRow at = layer_row(d, x.layer, static_cast<int32_t>(blockIdx.x));
+  if (at.sequence == kPaddingSequence || has_failed(d)) return;
+  const auto t = static_cast<int32_t>(threadIdx.x);
+  if (t == 0) load_row(d, x, at, &r);
+  if (t < x.columns.passes * x.scores.columns) {
+    const int32_t row = static_cast<int32_t>(blockIdx.x) * x.columns.passes + t / x.scores.columns;
+    const int64_t place = x.columns.place(row, t % x.scores.columns);
+    const float lse = place < 0 ? INFINITY : x.lse[place];
+    r.offsets[t] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
+  }
+  __syncthreads();
+  if (!r.schedule.is_counted(r.query)) return;
+  int32_t tiles = 0;
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    tiles += (r.tokens.of[side] + kTileTokens - 1) / kTileTokens;
+  }
+  if (tiles > x.scores.stride_tiles) {
+    if (t == 0)
+      report_failure(d, {StatusCode::kOutOfRange, DeviceCall::kAttend, x.layer, at.sequence});
+    return;
+  }
+  const auto warps = static_cast<int32_t>(gridDim.y) * kWarps;
+  int32_t item = static_cast<int32_t>(blockIdx.y) * kWarps + t / 32, first_tile = 0;
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    const int32_t tokens = r.tokens.of[side], per_page = d.s.page_tokens(side);
+    const int32_t pages = pages_for(tokens, per_page);
+    for (; item < pages; item += warps) {
+      count_page(d, x, r,
+                 {side, d.s.page_id(r.row, side, item), d.s.page_used(side, item, tokens),
+                  first_tile + item * (per_page / kTileTokens)});
+    }
+    item -= pages;
+    first_tile += (tokens + kTileTokens - 1) / kTileTokens;
+  }
+}
+
+}  // namespace
+
+Status count_query(const DeviceState& d, const DeviceCount& x, GpuStream stream) {
+  const int32_t rows = x.count * d.s.num_kv_heads;
+  if (x.columns.passes * x.scores.columns > kMostHeads) {
+    return Status(StatusCode::kUnsupported, "count_query: too many q heads per kv_head");
+  }
+  const int32_t wanted = kWantedCtas / rows;
+  const int32_t row_ctas = wanted < 1 ? 1 : wanted < kMostRowCtas ? wanted : kMostRowCtas;
+  return launch_after_previous(count_query_kernel, dim3(rows, row_ctas), kThreads, 0, stream, d, x);
+}
+
+}  // namespace tierkv
