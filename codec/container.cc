@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "codec/container_format.h"
+#include "codec/large_vector.h"
 
 namespace tierkv {
 namespace {
@@ -130,23 +131,55 @@ Result<ContainerWriter> ContainerWriter::create(const std::string& path) {
   return ContainerWriter(std::make_unique<Impl>(path, temporary, descriptor));
 }
 
-Status ContainerWriter::add(const ChunkKey& key, const std::vector<uint8_t>& payload,
-                            bool optional) {
+struct ChunkBlock::Impl {
+  std::vector<ChunkEntry> chunks;  // offsets from the start of the block
+  LargeBytes bytes;
+};
+
+ChunkBlock::ChunkBlock() : impl_(std::make_unique<Impl>()) {}
+ChunkBlock::ChunkBlock(ChunkBlock&&) noexcept = default;
+ChunkBlock& ChunkBlock::operator=(ChunkBlock&&) noexcept = default;
+ChunkBlock::~ChunkBlock() = default;
+
+void ChunkBlock::add(const ChunkKey& key, const std::vector<uint8_t>& payload, bool optional) {
+  LargeBytes& bytes = impl_->bytes;
   ChunkEntry c;
   c.key = key;
   c.optional = optional;
-  c.offset = static_cast<uint64_t>(impl_->bytes);
+  c.offset = bytes.size();
   c.bytes = payload.size();
-  c.checksum = xxh3_padded(payload.data(), payload.size());
-  static constexpr uint8_t kZeros[kChunkAlignment] = {};
-  const size_t padding = align_chunk(payload.size()) - payload.size();
-  const int64_t end = impl_->bytes + static_cast<int64_t>(payload.size());
-  if (!impl_->file.write(payload.data(), payload.size(), impl_->bytes) ||
-      !impl_->file.write(kZeros, padding, end)) {
-    return impl_->fail();
-  }
-  impl_->bytes = end + static_cast<int64_t>(padding);
+  bytes.insert(bytes.end(), payload.begin(), payload.end());
+  bytes.resize(c.offset + align_chunk(c.bytes), 0);
+  c.checksum = xxh3(bytes.data() + c.offset, bytes.size() - c.offset);
   impl_->chunks.push_back(c);
+}
+
+void ChunkBlock::clear() {
+  impl_->chunks.clear();
+  impl_->bytes.clear();
+}
+
+int64_t ChunkBlock::optional_bytes() const {
+  uint64_t n = 0;
+  for (const ChunkEntry& c : impl_->chunks) n += c.optional ? c.bytes : 0;
+  return static_cast<int64_t>(n);
+}
+
+Status ContainerWriter::add(const ChunkKey& key, const std::vector<uint8_t>& payload,
+                            bool optional) {
+  ChunkBlock block;
+  block.add(key, payload, optional);
+  return add(block);
+}
+
+Status ContainerWriter::add(const ChunkBlock& block) {
+  const LargeBytes& bytes = block.impl_->bytes;
+  if (!impl_->file.write(bytes.data(), bytes.size(), impl_->bytes)) return impl_->fail();
+  for (ChunkEntry c : block.impl_->chunks) {
+    c.offset += static_cast<uint64_t>(impl_->bytes);
+    impl_->chunks.push_back(c);
+  }
+  impl_->bytes += static_cast<int64_t>(bytes.size());
   return Status::ok();
 }
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "datasets/row_bytes.h"
+#include "codec/large_vector.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -47,7 +47,7 @@ struct RowData {
   DType dtype = DType::kFloat16;
   int64_t tokens = 0;
   int32_t head_dim = 0;
-  RowBytes bytes;
+  LargeBytes bytes;
 };
 
 // Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].

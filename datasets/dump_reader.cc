@@ -160,7 +160,7 @@ Status DumpReader::read_queries(int32_t seq, int32_t layer, int32_t first_head, 
   const LayerInfo& l = info.sequences[seq].layers[layer];
   if (!l.has_q) return Status(StatusCode::kNotFound, info.path + ": " + path + ": is missing");
   const Slab slab = {{first_head, 0, 0}, {num_heads, l.num_queries, info.layout.head_dim}};
-  RowBytes bytes;
+  LargeBytes bytes;
   s = read_slab(*impl_->slabs, path, slab, &bytes);
   if (!s) return s.with_context(info.path);
   q->resize(slab.elements());

@@ -104,18 +104,18 @@ class Exporter {
 
   // Rows [heads][positions * row_bytes] in the order of the axes.
   Status append_rows(SafetensorsWriter& writer, const std::string& tensor,
-                     const std::vector<RowBytes>& rows, int64_t positions) {
+                     const std::vector<LargeBytes>& rows, int64_t positions) {
     const bool by_token =
         names_.axes == TensorAxes::kTokenHeadDim || names_.axes == TensorAxes::kBatchTokenHeadDim;
     if (!by_token) {
-      for (const RowBytes& row : rows) {
+      for (const LargeBytes& row : rows) {
         if (Status s = append(writer, tensor, row); !s) return s;
       }
       return Status::ok();
     }
-    RowBytes all;
+    LargeBytes all;
     for (int64_t t = 0; t < positions; ++t) {
-      for (const RowBytes& row : rows) {
+      for (const LargeBytes& row : rows) {
         const auto bytes = static_cast<int64_t>(row.size()) / positions;
         all.insert(all.end(), row.begin() + t * bytes, row.begin() + (t + 1) * bytes);
       }
@@ -125,7 +125,7 @@ class Exporter {
 
   Status write_queries(SafetensorsWriter& writer, int32_t s, int32_t layer) {
     const LayerInfo& l = seq(s).layers[layer];
-    std::vector<RowBytes> rows(layout().num_q_heads);
+    std::vector<LargeBytes> rows(layout().num_q_heads);
     std::vector<float> q;
     for (int32_t h = 0; h < layout().num_q_heads; ++h) {
       if (Status status = dump_.read_queries(s, layer, h, 1, &q); !status) return status;
@@ -145,7 +145,7 @@ class Exporter {
     const LayerInfo& l = seq(s).layers[layer];
     const int32_t heads = layout().num_kv_heads;
     for (const Component c : {Component::kKey, Component::kValue}) {
-      std::vector<RowBytes> rows(heads);
+      std::vector<LargeBytes> rows(heads);
       for (int32_t h = 0; h < heads; ++h) {
         RowData row;
         if (Status status = dump_.read_row(s, layer, h, c, &row); !status) return status;

@@ -38,13 +38,13 @@ struct StoredSlab {
   Index start, count, chunk;
   int64_t element_bytes = 0;
   ChunkPipeline pipeline;
-  RowBytes* whole = nullptr;
+  LargeBytes* whole = nullptr;
   int64_t run_offset = -1, run_bytes = 0;
   std::vector<StoredChunk> chunks;
 };
 
 // Bytes [offset, offset + size) of the file.
-Status read_run(int descriptor, int64_t offset, int64_t size, RowBytes* out) {
+Status read_run(int descriptor, int64_t offset, int64_t size, LargeBytes* out) {
   const Status damaged = corrupt("cannot be read (damaged)");
   struct stat info;
   if (fstat(descriptor, &info) != 0 || size > info.st_size || offset > info.st_size - size) {
@@ -105,7 +105,7 @@ bool locate(const SlabFile& file, const Dataset& d, ContiguousArray* out) {
   return true;
 }
 
-Status fetch_contiguous(const Dataset& d, const Slab& slab, RowBytes* out) {
+Status fetch_contiguous(const Dataset& d, const Slab& slab, LargeBytes* out) {
   const std::vector<hsize_t> start(slab.start.begin(), slab.start.end()),
       count(slab.count.begin(), slab.count.end());
   out->resize(slab.elements() * d.element_bytes);
@@ -211,7 +211,7 @@ void place(const StoredSlab& slab, const StoredChunk& chunk, uint8_t* out) {
   }
 }
 
-Status assemble(StoredSlab& stored, RowBytes* bytes) {
+Status assemble(StoredSlab& stored, LargeBytes* bytes) {
   if (stored.chunks.empty()) return Status::ok();
   bytes->resize(stored.count[0] * stored.count[1] * stored.count[2] * stored.element_bytes);
   for (StoredChunk& chunk : stored.chunks) {
@@ -225,7 +225,7 @@ Status assemble(StoredSlab& stored, RowBytes* bytes) {
 template <class T>
 Status read_converted(const SlabFile& file, const std::string& path, const Slab& slab,
                       hid_t memory_type, std::vector<T>* out) {
-  RowBytes bytes;
+  LargeBytes bytes;
   if (Status s = read_slab(file, path, slab, &bytes); !s) return s;
   const Hdf5Lock lock;
   Result<Dataset> d = open_dataset(file.id, path);
@@ -261,7 +261,8 @@ SlabFile::SlabFile(hid_t file) : id(file) {
   }
 }
 
-Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab, RowBytes* bytes) {
+Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab,
+                 LargeBytes* bytes) {
   StoredSlab stored;
   stored.whole = bytes;
   if (Status s = fetch(file, path, slab, &stored); !s) return s.with_context(path);

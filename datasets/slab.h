@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "codec/large_vector.h"
 #include "datasets/hdf5_util.h"
-#include "datasets/row_bytes.h"
 
 namespace tierkv::datasets {
 
@@ -40,7 +40,8 @@ struct SlabFile {
 
 // Reads a slab in the type it is stored in, row-major. Takes the lock while it calls HDF5 only.
 // Messages start with the dataset's path.
-Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab, RowBytes* bytes);
+Status read_slab(const SlabFile& file, const std::string& path, const Slab& slab,
+                 LargeBytes* bytes);
 // The same converted by HDF5 to native float, double or int64_t. Integers and floating-point
 // datasets both convert to float and double; int64_t clamps.
 Status read_slab_as(const SlabFile& file, const std::string& path, const Slab& slab,

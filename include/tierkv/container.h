@@ -71,6 +71,23 @@ struct ChunkEntry {
   uint64_t checksum = 0;  // XXH3 of the bytes and those zeros
 };
 
+// Chunks as they will lie in a file: filled on any thread, then written in one piece.
+class TKV_API ChunkBlock {
+ public:
+  ChunkBlock();
+  ChunkBlock(ChunkBlock&&) noexcept;
+  ChunkBlock& operator=(ChunkBlock&&) noexcept;
+  ~ChunkBlock();
+  void add(const ChunkKey& key, const std::vector<uint8_t>& payload, bool optional = false);
+  void clear();                    // keeps its memory
+  int64_t optional_bytes() const;  // of the payloads
+
+ private:
+  friend class ContainerWriter;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 class TKV_API ContainerWriter {
  public:
   static Result<ContainerWriter> create(const std::string& path);
@@ -80,6 +97,7 @@ class TKV_API ContainerWriter {
 
   // Chunks lie in the file in the order in which they are added.
   Status add(const ChunkKey& key, const std::vector<uint8_t>& payload, bool optional = false);
+  Status add(const ChunkBlock& block);
   Status finish();
   int64_t file_bytes() const;  // so far; after finish() the size of the file
 

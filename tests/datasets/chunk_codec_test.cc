@@ -117,7 +117,7 @@ TEST_F(ChunkTest, EveryFilterReadsWhatHdf5Reads) {
           slab.start.push_back(pick(0, static_cast<int64_t>(dims[i]) - 1));
           slab.count.push_back(pick(1, static_cast<int64_t>(dims[i]) - slab.start[i]));
         }
-        RowBytes ours(7, 0xee), expected;
+        LargeBytes ours(7, 0xee), expected;
         const Status s = read_slab(file.id(), "/x", slab, &ours);
         ASSERT_TRUE(s) << s.message();
         for (int64_t e = 0; e < slab.elements(); ++e) {
@@ -160,7 +160,7 @@ TEST_F(ChunkTest, SlabsOutsideAreRefused) {
   const Hdf5Lock lock;
   const Handle file(H5Fcreate(path("x.h5").c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT));
   { const Handle d = create(file.id(), storages()[0], H5T_IEEE_F32LE, {4, 6}, {}); }
-  RowBytes out;
+  LargeBytes out;
   for (const Slab& slab : std::vector<Slab>{{{0}, {4}},
                                             {{0, 0}, {5, 6}},
                                             {{0, 1}, {4, 6}},
@@ -185,7 +185,7 @@ TEST_F(ChunkTest, ShortChunksAreRefused) {
       ASSERT_GE(H5Dwrite_chunk(d.id(), H5P_DEFAULT, skipped, &origin, stored.size(), stored.data()),
                 0);
     }
-    RowBytes out;
+    LargeBytes out;
     const Status s = read_slab(file.id(), "/x", {{0}, {4096}}, &out);
     EXPECT_EQ(s.code(), StatusCode::kCorrupt);
     EXPECT_EQ(s.message(), "/x: a chunk decodes to 100 bytes, expected 16384");

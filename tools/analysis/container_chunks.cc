@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "codec/byte_cursor.h"
+#include "codec/convert.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -302,25 +303,26 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
 }
 
 std::vector<uint8_t> serialize_values(const std::vector<float>& values) {
-  const auto all = [&](auto exact) { return std::all_of(values.begin(), values.end(), exact); };
-  DType dtype = DType::kFloat32;
-  if (all([](float x) { return half_to_float(float_to_half(x)) == x; })) {
-    dtype = DType::kFloat16;
-  } else if (all([](float x) { return bfloat16_to_float(float_to_bfloat16(x)) == x; })) {
-    dtype = DType::kBFloat16;
+  const auto n = static_cast<int64_t>(values.size());
+  std::vector<float> back(values.size());
+  std::vector<uint8_t> elements;
+  DType dtype = DType::kFloat16;
+  for (; dtype != DType::kFloat32; dtype = static_cast<DType>(static_cast<int>(dtype) + 1)) {
+    elements.resize(n * dtype_bytes(dtype));
+    if (float_to_elements(dtype, values.data(), n, elements.data()) < n) continue;
+    elements_to_float(dtype, elements.data(), n, back.data());
+    if (back == values) break;
+  }
+  if (dtype == DType::kFloat32) {
+    elements.resize(n * sizeof(float));
+    float_to_elements(dtype, values.data(), n, elements.data());
   }
   std::vector<uint8_t> bytes;
   ByteWriter w(&bytes);
   w.i32(static_cast<int32_t>(dtype));
   w.u32(0);
   w.u64(values.size());
-  for (const float x : values) {
-    if (dtype == DType::kFloat32) {
-      w.f32(x);
-    } else {
-      w.u16(dtype == DType::kFloat16 ? float_to_half(x) : float_to_bfloat16(x));
-    }
-  }
+  bytes.insert(bytes.end(), elements.begin(), elements.end());
   return bytes;
 }
 

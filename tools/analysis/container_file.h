@@ -19,7 +19,7 @@ struct CompressOptions {
   Preset preset;
   int32_t threads = 1;
   const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
-  std::function<void(double)> progress;  // fraction done, called from one thread
+  std::function<void(double)> progress;  // fraction done, called by one thread at a time
 };
 
 struct CompressSummary {
@@ -27,7 +27,7 @@ struct CompressSummary {
   int64_t file_bytes = 0;          // of the container
   int64_t query_bytes = 0;         // of it: query positions, queries and significance carried over
   int64_t tokens[kNumTiers] = {};  // (row, token) pairs by tier
-  // Wall time of the stages; writing overlaps the others where there are several threads.
+  // Time of the stages, added up over the threads.
   double read_seconds = 0, encode_seconds = 0, write_seconds = 0;
 };
 

@@ -23,14 +23,11 @@ int32_t round_up_to_tiles(int32_t tokens) {
 // The rows of a page's tokens as the page codec takes them: as they are or, where one of the
 // components has a basis, as coordinates in single precision.
 struct PageRows {
-  std::vector<uint8_t> stored[2];
+  const void* of[2] = {nullptr, nullptr};
+  std::vector<uint8_t> stored[2];  // where the tokens are no run of the row
   std::vector<float> coordinates[2];
 
   void gather(const StoredPageFormat& format, const PageSource& source, const PageTokens& tokens);
-  const void* of(int c) const {
-    return coordinates[c].empty() ? static_cast<const void*>(stored[c].data())
-                                  : coordinates[c].data();
-  }
 };
 
 void PageRows::gather(const StoredPageFormat& format, const PageSource& source,
@@ -40,7 +37,13 @@ void PageRows::gather(const StoredPageFormat& format, const PageSource& source,
     const datasets::RowData& row = source.input.of(c);
     const int64_t bytes = row.head_dim * dtype_bytes(row.dtype);
     if (!format.has_basis()) {
+      // Positions ascend.
+      if (tokens.positions[tokens.count - 1] - tokens.positions[0] == tokens.count - 1) {
+        of[i] = row.bytes.data() + tokens.positions[0] * bytes;
+        continue;
+      }
       stored[i].resize(tokens.count * bytes);
+      of[i] = stored[i].data();
       for (int32_t t = 0; t < tokens.count; ++t) {
         std::memcpy(stored[i].data() + t * bytes, row.bytes.data() + tokens.positions[t] * bytes,
                     bytes);
@@ -49,6 +52,7 @@ void PageRows::gather(const StoredPageFormat& format, const PageSource& source,
     }
     const int64_t d = row.head_dim;
     coordinates[i].resize(tokens.count * d);
+    of[i] = coordinates[i].data();
     for (int32_t t = 0; t < tokens.count; ++t) {
       datasets::row_to_float(row, tokens.positions[t], 1, coordinates[i].data() + t * d);
     }
@@ -146,7 +150,7 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
 Status encode_page(const StoredPageFormat& format, const PageSource& source,
                    const PageTokens& tokens, std::vector<uint8_t>* bytes) {
   const PageLayout layout = format.layout(tokens.count);
-  bytes->resize(layout.used_bytes);
+  bytes->assign(layout.used_bytes, 0);
   std::vector<float> scores(tokens.count, 0.0f);
   for (int32_t i = 0; i < tokens.count && format.has_scores; ++i) {
     scores[i] = source.significance[tokens.positions[i]];
@@ -154,8 +158,8 @@ Status encode_page(const StoredPageFormat& format, const PageSource& source,
   PageRows rows;
   rows.gather(format, source, tokens);
   TokenBatch batch;
-  batch.k = rows.of(0);
-  batch.v = rows.of(1);
+  batch.k = rows.of[0];
+  batch.v = rows.of[1];
   batch.scores = scores.data();
   batch.positions = tokens.positions;
   batch.count = tokens.count;

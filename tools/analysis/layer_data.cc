@@ -55,11 +55,8 @@ int64_t LayerData::dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32
   return (kv + q) * info.layout.head_dim * dtype_bytes(l.dtype);
 }
 
-Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
-                  int32_t threads, LayerData* out) {
-  const datasets::DumpInfo& info = reader.info();
-  const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
-  const int32_t heads = info.layout.num_kv_heads, group = info.layout.group_size();
+void shape_layer(const datasets::DumpInfo& info, int32_t seq, int32_t layer, LayerData* out) {
+  const int32_t heads = info.layout.num_kv_heads;
   out->seq = seq;
   out->layer = layer;
   out->tokens = info.sequences[seq].num_tokens;
@@ -67,29 +64,61 @@ Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool
   out->v.resize(heads);
   out->q.resize(heads);
   out->significance.resize(heads);
-  std::vector<Status> status(int64_t{3} * heads);
-  parallel_for(int64_t{3} * heads, threads, [&](int64_t i) {
+  for (int32_t h = 0; h < heads; ++h) {
+    out->q[h].clear();
+    out->significance[h].clear();
+  }
+  out->positions.clear();
+}
+
+Status load_component(datasets::DumpReader& reader, int32_t kv_head, Component c, LayerData* out) {
+  datasets::RowData& row = (c == Component::kKey ? out->k : out->v)[kv_head];
+  return reader.read_row(out->seq, out->layer, kv_head, c, &row);
+}
+
+Status load_queries(datasets::DumpReader& reader, int32_t kv_head, LayerData* out) {
+  const datasets::DumpInfo& info = reader.info();
+  if (!info.sequences[out->seq].layers[out->layer].has_q) return Status::ok();
+  const int32_t group = info.layout.group_size();
+  return reader.read_queries(out->seq, out->layer, kv_head * group, group, &out->q[kv_head]);
+}
+
+Status load_shared(datasets::DumpReader& reader, bool need_significance, LayerData* out) {
+  const datasets::LayerInfo& l = reader.info().sequences[out->seq].layers[out->layer];
+  if (l.has_q) {
+    if (Status s = reader.read_query_positions(out->seq, out->layer, &out->positions); !s) return s;
+  }
+  if (!need_significance || !l.has_significance) return Status::ok();
+  for (int32_t h = 0; h < reader.info().layout.num_kv_heads; ++h) {
+    const Status s = reader.read_significance(out->seq, out->layer, h, &out->significance[h]);
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+Status complete_significance(const datasets::DumpInfo& info, bool need_significance,
+                             LayerData* out) {
+  if (!need_significance || info.sequences[out->seq].layers[out->layer].has_significance) {
+    return Status::ok();
+  }
+  return compute_significance(info, out);
+}
+
+Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
+                  int32_t threads, LayerData* out) {
+  shape_layer(reader.info(), seq, layer, out);
+  std::vector<Status> status(int64_t{3} * reader.info().layout.num_kv_heads);
+  parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t i) {
     const auto h = static_cast<int32_t>(i / 3);
-    if (i % 3 == 0) {
-      status[i] = reader.read_row(seq, layer, h, Component::kKey, &out->k[h]);
-    } else if (i % 3 == 1) {
-      status[i] = reader.read_row(seq, layer, h, Component::kValue, &out->v[h]);
-    } else if (l.has_q) {
-      status[i] = reader.read_queries(seq, layer, h * group, group, &out->q[h]);
-    }
+    status[i] = i % 3 == 0   ? load_component(reader, h, Component::kKey, out)
+                : i % 3 == 1 ? load_component(reader, h, Component::kValue, out)
+                             : load_queries(reader, h, out);
   });
   for (const Status& s : status) {
     if (!s) return s;
   }
-  if (l.has_q) {
-    if (Status s = reader.read_query_positions(seq, layer, &out->positions); !s) return s;
-  }
-  if (!need_significance) return Status::ok();
-  if (!l.has_significance) return compute_significance(info, out);
-  for (int32_t h = 0; h < heads; ++h) {
-    if (Status s = reader.read_significance(seq, layer, h, &out->significance[h]); !s) return s;
-  }
-  return Status::ok();
+  if (Status s = load_shared(reader, need_significance, out); !s) return s;
+  return complete_significance(reader.info(), need_significance, out);
 }
 
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim) {

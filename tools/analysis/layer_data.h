@@ -33,6 +33,17 @@ Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t l
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
                   int32_t threads, LayerData* out);
 
+// The same in steps. After shape_layer() the others may run at once, one call per head and
+// component; complete_significance() comes last. The memory of `out` is used again.
+void shape_layer(const datasets::DumpInfo& info, int32_t seq, int32_t layer, LayerData* out);
+Status load_component(datasets::DumpReader& reader, int32_t kv_head, Component c, LayerData* out);
+Status load_queries(datasets::DumpReader& reader, int32_t kv_head, LayerData* out);
+// Positions of the queries, and the significance that the dump holds.
+Status load_shared(datasets::DumpReader& reader, bool need_significance, LayerData* out);
+// Computes the significance that is needed and was not in the dump.
+Status complete_significance(const datasets::DumpInfo& info, bool need_significance,
+                             LayerData* out);
+
 // Means over all tokens of the row, E|x|^2 of V, and the query metric's trace (0 without queries).
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim);
 

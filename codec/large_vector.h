@@ -1,5 +1,6 @@
-// Memory for rows. It is not cleared when it grows, and asks for large pages where it is large: a
-// fresh small page costs the kernel about as much as encoding what is written into it.
+// Vectors for rows and whole layers. Their memory is not cleared when it grows, and asks for large
+// pages where it is large: a fresh small page costs the kernel about as much as encoding what is
+// written into it.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,21 +11,22 @@
 #include <utility>
 #include <vector>
 
-namespace tierkv::datasets {
+namespace tierkv {
 
 template <class T>
-struct RowAllocator {
+struct LargeAllocator {
   using value_type = T;
   static constexpr size_t kLargePage = size_t{2} << 20;
+  static constexpr size_t kLeast = kLargePage / 2;  // bytes that take a large page
 
-  RowAllocator() = default;
+  LargeAllocator() = default;
   template <class U>
-  RowAllocator(const RowAllocator<U>&) {}
+  LargeAllocator(const LargeAllocator<U>&) {}
 
   T* allocate(size_t n) {
     if (n > SIZE_MAX / sizeof(T) - kLargePage) throw std::bad_alloc();
     const size_t bytes = n * sizeof(T);
-    if (bytes < kLargePage) return static_cast<T*>(::operator new(bytes));
+    if (bytes < kLeast) return static_cast<T*>(::operator new(bytes));
     const size_t rounded = (bytes + kLargePage - 1) / kLargePage * kLargePage;
     void* memory = std::aligned_alloc(kLargePage, rounded);
     if (memory == nullptr) throw std::bad_alloc();
@@ -32,7 +34,7 @@ struct RowAllocator {
     return static_cast<T*>(memory);
   }
   void deallocate(T* p, size_t n) {
-    if (n * sizeof(T) < kLargePage) {
+    if (n * sizeof(T) < kLeast) {
       ::operator delete(p);
     } else {
       std::free(p);
@@ -47,12 +49,12 @@ struct RowAllocator {
       ::new (static_cast<void*>(p)) U(std::forward<Args>(args)...);
     }
   }
-  friend bool operator==(const RowAllocator&, const RowAllocator&) { return true; }
-  friend bool operator!=(const RowAllocator&, const RowAllocator&) { return false; }
+  friend bool operator==(const LargeAllocator&, const LargeAllocator&) { return true; }
+  friend bool operator!=(const LargeAllocator&, const LargeAllocator&) { return false; }
 };
 
 template <class T>
-using RowVector = std::vector<T, RowAllocator<T>>;
-using RowBytes = RowVector<uint8_t>;
+using LargeVector = std::vector<T, LargeAllocator<T>>;
+using LargeBytes = LargeVector<uint8_t>;
 
-}  // namespace tierkv::datasets
+}  // namespace tierkv
