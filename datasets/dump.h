@@ -8,6 +8,7 @@
 // Messages name the file, the dataset, what is wrong with it and what was expected.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -87,6 +88,21 @@ struct DumpWriteOptions {
   int32_t gzip_level = 4;  // of k, v and q, shuffled: 1 to 9; 0: as they are, which is much faster
 };
 
+// The place of a row whose values come later.
+class RowTarget {
+ public:
+  Status write(const float* values) const;  // [tokens, head_dim], once; as DumpWriter::write_row()
+
+ private:
+  friend class DumpWriter;
+  int descriptor_ = -1;
+  int64_t offset_ = 0, elements_ = 0;
+  DType dtype_ = DType::kFloat16;
+  std::string where_;
+  int32_t head_ = 0;
+  std::shared_ptr<std::atomic<int64_t>> missing_;  // of the dump
+};
+
 class DumpWriter {
  public:
   // info.sequences is ignored; info.layout.dtype is the type of k, v and q. All calls refuse with
@@ -105,8 +121,11 @@ class DumpWriter {
   // for a value that the dtype cannot hold.
   Status begin_layer(const std::vector<int32_t>& q_positions, bool significance);
   Status write_row(int32_t kv_head, Component c, const float* values);  // [tokens, head_dim]
-  Status write_queries(int32_t q_head, const float* values);            // [positions, head_dim]
-  Status write_significance(int32_t kv_head, const float* values);      // [tokens]
+  // Instead of write_row(): targets may be written in any order and on any threads until finish(),
+  // around HDF5. kUnsupported where rows are gzipped.
+  Result<RowTarget> defer_row(int32_t kv_head, Component c);
+  Status write_queries(int32_t q_head, const float* values);        // [positions, head_dim]
+  Status write_significance(int32_t kv_head, const float* values);  // [tokens]
   // 1 where the row has lost the token (its k and v are then zeros), 0 elsewhere; uint8 [tokens].
   // The dataset `pruned` [num_kv_heads, tokens] of the layer exists once one row is written; rows
   // that are not are all 0.

@@ -1,4 +1,7 @@
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -23,6 +26,8 @@ struct DumpWriter::Impl {
   int32_t next_layer = 0;
   // Heads of the current layer that were not written yet, by dataset.
   std::vector<bool> k, v, q, significance;
+  // Rows deferred and not written yet.
+  std::shared_ptr<std::atomic<int64_t>> deferred = std::make_shared<std::atomic<int64_t>>(0);
   bool finished = false;
 
   ~Impl() {
@@ -49,14 +54,17 @@ struct DumpWriter::Impl {
 
 namespace {
 
+Status unrepresentable(float x, int64_t index, DType t) {
+  const std::string element = "element " + std::to_string(index);
+  return is_finite(x) ? Status(StatusCode::kOutOfRange, element + " is beyond " + dtype_name(t))
+                      : Status(StatusCode::kNonFinite, element + " is not finite");
+}
+
 // Values rounded to a dump's type, as bytes.
 Status round_values(const float* x, int64_t n, DType t, std::vector<uint8_t>* out) {
   out->resize(n * dtype_bytes(t));
   const int64_t i = float_to_elements(t, x, n, out->data());
-  if (i == n) return Status::ok();
-  const std::string element = "element " + std::to_string(i);
-  return is_finite(x[i]) ? Status(StatusCode::kOutOfRange, element + " is beyond " + dtype_name(t))
-                         : Status(StatusCode::kNonFinite, element + " is not finite");
+  return i == n ? Status::ok() : unrepresentable(x[i], i, t);
 }
 
 bool write_slab(hid_t group, const char* name, const std::vector<hsize_t>& start,
@@ -247,6 +255,61 @@ Status DumpWriter::write_row(int32_t kv_head, Component c, const float* values) 
                               : w.write_head("v", &w.v, kv_head, w.tokens, values);
 }
 
+Result<RowTarget> DumpWriter::defer_row(int32_t kv_head, Component c) {
+  const Hdf5Lock lock;
+  Impl& w = *impl_;
+  const char* name = c == Component::kKey ? "k" : "v";
+  std::vector<bool>& missing = c == Component::kKey ? w.k : w.v;
+  if (kv_head < 0 || kv_head >= static_cast<int64_t>(missing.size())) {
+    return w.misuse(std::string(name) + " has no head " + std::to_string(kv_head));
+  }
+  const Handle access(H5Fget_access_plist(w.file.id()));
+  const Handle dataset(H5Dopen2(w.layer.id(), name, H5P_DEFAULT));
+  const haddr_t offset = H5Dget_offset(dataset.id());
+  void* descriptor = nullptr;
+  if (w.options.gzip_level > 0 || offset == HADDR_UNDEF ||
+      H5Fget_vfd_handle(w.file.id(), access.id(), &descriptor) < 0 || descriptor == nullptr) {
+    return Status(StatusCode::kUnsupported,
+                  w.path + ": " + w.where + "/" + name + ": its rows have no place of their own");
+  }
+  RowTarget target;
+  target.descriptor_ = *static_cast<int*>(descriptor);
+  target.elements_ = w.tokens * w.info.layout.head_dim;
+  target.dtype_ = w.info.layout.dtype;
+  target.offset_ =
+      static_cast<int64_t>(offset) + kv_head * target.elements_ * dtype_bytes(w.info.layout.dtype);
+  target.where_ = w.path + ": " + w.where + "/" + name;
+  target.head_ = kv_head;
+  target.missing_ = w.deferred;
+  ++*w.deferred;
+  missing[kv_head] = false;
+  return target;
+}
+
+Status RowTarget::write(const float* values) const {
+  // Piece by piece, each still in the cache when it is written.
+  constexpr int64_t kPiece = 1 << 17;
+  const int64_t width = dtype_bytes(dtype_);
+  std::vector<uint8_t> bytes(std::min(kPiece, elements_) * width);
+  for (int64_t first = 0; first < elements_; first += kPiece) {
+    const int64_t n = std::min(kPiece, elements_ - first);
+    const int64_t good = float_to_elements(dtype_, values + first, n, bytes.data());
+    if (good < n) {
+      return unrepresentable(values[first + good], first + good, dtype_)
+          .with_context(where_ + " of head " + std::to_string(head_));
+    }
+    for (int64_t done = 0; done < n * width;) {
+      const ssize_t written = pwrite(descriptor_, bytes.data() + done, n * width - done,
+                                     offset_ + first * width + done);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) return Status(StatusCode::kIo, where_ + " cannot be written");
+      done += written;
+    }
+  }
+  --*missing_;
+  return Status::ok();
+}
+
 Status DumpWriter::write_queries(int32_t q_head, const float* values) {
   const Hdf5Lock lock;
   return impl_->write_head("q", &impl_->q, q_head, impl_->queries, values);
@@ -301,6 +364,9 @@ Status DumpWriter::finish() {
   if (w.finished) return w.misuse("is finished already");
   if (Status s = w.check_sequence_written(); !s) return s;
   if (!w.in_sequence) return w.misuse("a dump needs at least one sequence");
+  if (*w.deferred != 0) {
+    return w.misuse(std::to_string(*w.deferred) + " deferred rows were not written");
+  }
   w.close_groups();
   w.in_sequence = false;
   if (!w.file.close()) return w.fail("the file");

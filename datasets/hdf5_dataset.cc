@@ -147,7 +147,10 @@ Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vect
   const Handle space(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
   const Handle plist(H5Pcreate(H5P_DATASET_CREATE));
   H5Pset_obj_track_times(plist.id(), false);
-  if (!chunk.empty()) {
+  if (chunk.empty()) {
+    H5Pset_alloc_time(plist.id(), H5D_ALLOC_TIME_EARLY);
+    H5Pset_fill_time(plist.id(), H5D_FILL_TIME_NEVER);
+  } else {
     H5Pset_chunk(plist.id(), static_cast<int>(chunk_dims.size()), chunk_dims.data());
     H5Pset_shuffle(plist.id());
     H5Pset_deflate(plist.id(), static_cast<unsigned>(gzip_level));

@@ -27,7 +27,8 @@ Result<Dataset> open_dataset(hid_t file, const std::string& path);
 // kCorrupt unless every element was written: HDF5 would return zeros for what was not.
 Status check_complete(const Dataset& dataset);
 
-// Creates a dataset without timestamps; chunk empty: contiguous, otherwise shuffled and gzipped.
+// Creates a dataset without timestamps; chunk empty: contiguous, with its place in the file and
+// without anything in it, otherwise shuffled and gzipped.
 Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vector<int64_t>& shape,
                       const std::vector<int64_t>& chunk, int32_t gzip_level = 4);
 

@@ -338,10 +338,8 @@ Result<std::vector<float>> parse_values(const std::vector<uint8_t>& bytes, int64
     return corrupt("not the expected number of values");
   }
   std::vector<float> values(count);
-  for (float& x : values) {
-    x = dtype == DType::kFloat32   ? r.f32()
-        : dtype == DType::kFloat16 ? half_to_float(r.u16())
-                                   : bfloat16_to_float(r.u16());
+  elements_to_float(dtype, bytes.data() + (bytes.size() - r.left()), count, values.data());
+  for (const float x : values) {
     if (!is_finite(x)) return corrupt("a value is not finite");
   }
   return values;

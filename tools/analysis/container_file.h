@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "codec/large_vector.h"
 #include "codec/profile.h"
 #include "datasets/dump.h"
 #include "tierkv/container.h"
@@ -37,7 +38,7 @@ Result<CompressSummary> compress(datasets::DumpReader& reader, const CompressOpt
                                  const std::string& path);
 
 struct DecodedRow {
-  std::vector<float> k, v;      // [tokens, head_dim]; pruned tokens are zeros
+  LargeVector<float> k, v;      // [tokens, head_dim]; pruned tokens are zeros
   std::vector<uint8_t> pruned;  // [tokens]
   bool any_pruned = false;
 };
@@ -54,6 +55,8 @@ class CacheDecoder {
   const std::vector<ContainerSequence>& sequences() const { return sequences_; }
 
   Status decode_row(int32_t seq, int32_t layer, int32_t kv_head, DecodedRow* out) const;
+  // The same without k and v.
+  Status read_pruned(int32_t seq, int32_t layer, int32_t kv_head, DecodedRow* out) const;
   // Empty where the container has none.
   Result<std::vector<int32_t>> query_positions(int32_t seq, int32_t layer) const;
   Result<std::vector<float>> queries(int32_t seq, int32_t layer, int32_t q_head,
@@ -63,6 +66,7 @@ class CacheDecoder {
  private:
   explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
   Status load();
+  Result<RowPlan> read_plan(int32_t seq, int32_t layer, int32_t kv_head) const;
   Result<StoredBasis> read_basis(ChunkKey key) const;
   Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
   Status decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const;
@@ -82,6 +86,8 @@ struct CarriedOver {
   std::vector<std::vector<float>> significance;  // per kv_head; all empty, or none
 };
 
+Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out);
+
 // rows [num_kv_heads], to be used during the call only.
 using VisitLayer = std::function<Status(int32_t seq, int32_t layer, const DecodedRow* rows,
                                         const CarriedOver& carried)>;
@@ -94,7 +100,7 @@ struct DecompressOptions {
   DType dtype = DType::kFloat16;
   int32_t threads = 1;
   int32_t gzip_level = 0;                // of the dump, 0 to 9
-  std::function<void(double)> progress;  // fraction done, called from one thread
+  std::function<void(double)> progress;  // fraction done, called by one thread at a time
 };
 
 // Writes the kv-dump `path` whole or not at all.

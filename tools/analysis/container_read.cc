@@ -34,6 +34,15 @@ auto read_chunk(const ContainerReader& reader, const ChunkKey& key, const Parse&
   return result;
 }
 
+void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
+  out->pruned.assign(tokens, 0);
+  out->any_pruned = false;
+  for (size_t t = 0; t < plan.tiers.size(); ++t) {
+    out->pruned[t] = plan.tiers[t] == Tier::kPruned;
+    out->any_pruned |= out->pruned[t] != 0;
+  }
+}
+
 }  // namespace
 
 Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
@@ -169,13 +178,25 @@ Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, 
                 reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
 }
 
+Result<RowPlan> CacheDecoder::read_plan(int32_t seq, int32_t layer, int32_t kv_head) const {
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  return read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
+                    [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
+}
+
+Status CacheDecoder::read_pruned(int32_t seq, int32_t layer, int32_t kv_head,
+                                 DecodedRow* out) const {
+  const Result<RowPlan> plan = read_plan(seq, layer, kv_head);
+  if (!plan) return plan.status();
+  mark_pruned(*plan, static_cast<int64_t>(sequences_[seq].tokens.size()), out);
+  return Status::ok();
+}
+
 Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
                                 DecodedRow* out) const {
   const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
   const int32_t d = model_.layout.head_dim;
-  Result<RowPlan> plan =
-      read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
-                 [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
+  const Result<RowPlan> plan = read_plan(seq, layer, kv_head);
   if (!plan) return plan.status();
   out->k.assign(tokens * d, 0.0f);
   out->v.assign(tokens * d, 0.0f);
@@ -207,12 +228,7 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
       }
     }
   }
-  out->pruned.assign(tokens, 0);
-  out->any_pruned = false;
-  for (size_t t = 0; t < plan->tiers.size(); ++t) {
-    out->pruned[t] = plan->tiers[t] == Tier::kPruned;
-    out->any_pruned |= out->pruned[t] != 0;
-  }
+  mark_pruned(*plan, tokens, out);
   return Status::ok();
 }
 

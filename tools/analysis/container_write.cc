@@ -6,55 +6,21 @@
 // slots, whose memory is used again.
 #include <algorithm>
 #include <array>
-#include <condition_variable>
 #include <mutex>
 #include <optional>
 
 #include "tools/analysis/container_encode.h"
 #include "tools/analysis/container_file.h"
 #include "tools/analysis/parallel.h"
+#include "tools/analysis/step_log.h"
 #include "tools/analysis/stop_watch.h"
 
 namespace tierkv::analysis {
 namespace {
 
+enum Kind { kRead, kPrepare, kEncode, kWrite };
+
 constexpr int64_t kLargeLayerBytes = int64_t{64} << 20;  // of which two are held at once, not three
-
-// Steps done of every layer, and the first failure in the order of the steps.
-class StepLog {
- public:
-  enum Kind { kRead, kPrepare, kEncode, kWrite };
-  explicit StepLog(int64_t layers) : done_(layers, {0, 0, 0, 0}) {}
-
-  void finish(Kind kind, int64_t layer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ++done_[layer][kind];
-    changed_.notify_all();
-  }
-  void fail(int64_t step, Status status) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (step < failed_step_) {
-      failed_step_ = step;
-      failure_ = std::move(status);
-    }
-    changed_.notify_all();
-  }
-  // Until `count` steps of a kind are done. False where a step before `step` failed.
-  bool wait(int64_t step, Kind kind, int64_t layer, int64_t count) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock,
-                  [&] { return failed_step_ < step || layer < 0 || done_[layer][kind] >= count; });
-    return failed_step_ >= step;
-  }
-  const Status& failure() const { return failure_; }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::array<int64_t, 4>> done_;
-  int64_t failed_step_ = INT64_MAX;
-  Status failure_;
-};
 
 class Compressor {
  public:
@@ -93,7 +59,7 @@ class Compressor {
   }
   Status write_head();
   void take(int64_t step);
-  Status take_one(int64_t step, StepLog::Kind kind, int64_t layer, int32_t part);
+  Status take_one(int64_t step, Kind kind, int64_t layer, int32_t part);
   Status read_part(int64_t layer, int32_t part);
   Status prepare(int64_t layer);
   Status encode(int64_t layer, int32_t head);
@@ -195,16 +161,15 @@ Status Compressor::write(int64_t layer) {
 }
 
 // Waits for what a step needs and does it.
-Status Compressor::take_one(int64_t step, StepLog::Kind kind, int64_t layer, int32_t part) {
+Status Compressor::take_one(int64_t step, Kind kind, int64_t layer, int32_t part) {
   const int64_t parts = 2 * heads_ + 1, slots = slot_count_;
-  const bool ready = kind == StepLog::kRead ? log_.wait(step, StepLog::kWrite, layer - slots, 1)
-                     : kind == StepLog::kPrepare ? log_.wait(step, StepLog::kRead, layer, parts)
-                     : kind == StepLog::kEncode
-                         ? log_.wait(step, StepLog::kPrepare, layer, 1)
-                         : log_.wait(step, StepLog::kEncode, layer, heads_) &&
-                               log_.wait(step, StepLog::kWrite, layer - 1, 1);
+  const bool ready = kind == kRead      ? log_.wait(step, kWrite, layer - slots, 1)
+                     : kind == kPrepare ? log_.wait(step, kRead, layer, parts)
+                     : kind == kEncode  ? log_.wait(step, kPrepare, layer, 1)
+                                        : log_.wait(step, kEncode, layer, heads_) &&
+                                             log_.wait(step, kWrite, layer - 1, 1);
   if (!ready) return Status::ok();
-  if (kind == StepLog::kRead) {
+  if (kind == kRead) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& s = slot(layer);
     if (s.held != layer) {
@@ -214,15 +179,15 @@ Status Compressor::take_one(int64_t step, StepLog::Kind kind, int64_t layer, int
     }
   }
   const StopWatch watch;
-  const Status status = kind == StepLog::kRead      ? read_part(layer, part)
-                        : kind == StepLog::kPrepare ? prepare(layer)
-                        : kind == StepLog::kEncode  ? encode(layer, part)
-                                                    : write(layer);
+  const Status status = kind == kRead      ? read_part(layer, part)
+                        : kind == kPrepare ? prepare(layer)
+                        : kind == kEncode  ? encode(layer, part)
+                                           : write(layer);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    (kind == StepLog::kRead    ? summary_.read_seconds
-     : kind == StepLog::kWrite ? summary_.write_seconds
-                               : summary_.encode_seconds) += watch.seconds();
+    (kind == kRead    ? summary_.read_seconds
+     : kind == kWrite ? summary_.write_seconds
+                      : summary_.encode_seconds) += watch.seconds();
   }
   if (status) log_.finish(kind, layer);
   return status;
@@ -233,26 +198,20 @@ Status Compressor::take_one(int64_t step, StepLog::Kind kind, int64_t layer, int
 void Compressor::take(int64_t step) {
   const int64_t reads = 2 * heads_ + 1, round = step / (1 + reads + 1 + heads_);
   auto rest = static_cast<int32_t>(step % (1 + reads + 1 + heads_));
-  StepLog::Kind kind = StepLog::kWrite;
+  Kind kind = kWrite;
   int64_t layer = round - 2;
   if (rest > 0) {
     rest -= 1;
-    kind = StepLog::kRead;
+    kind = kRead;
     layer = round;
     if (rest >= reads) {
       rest -= static_cast<int32_t>(reads) + 1;
-      kind = rest < 0 ? StepLog::kPrepare : StepLog::kEncode;
+      kind = rest < 0 ? kPrepare : kEncode;
       layer = round - 1;
     }
   }
   if (layer < 0 || layer >= layers_) return;
-  try {
-    if (Status s = take_one(step, kind, layer, rest); !s) log_.fail(step, std::move(s));
-  } catch (...) {
-    // parallel_for throws it again; nobody may wait for this step for ever.
-    log_.fail(step, Status::ok());
-    throw;
-  }
+  log_.take(step, [&] { return take_one(step, kind, layer, rest); });
 }
 
 Status Compressor::run() {
