@@ -139,6 +139,20 @@ class StoreOnDevice(unittest.TestCase):
         self.assert_same(host, device, host_ids, device_ids)
         self.assertRaises(tierkv.OutOfRangeError, device.note_replay, device_ids)
 
+    def test_bases(self):
+        """At 16 bits, so that a coordinate that differs in its last bit changes no code."""
+        raw = tierkv.TierFormat(16, 16)
+        u = torch.randn(LAYERS, KV_HEADS, HEAD_DIM, 1)
+        reflection = (torch.eye(HEAD_DIM) - 2 * u @ u.transpose(2, 3) / (u * u).sum(2, keepdim=True)).float()
+        means = torch.randn(LAYERS, KV_HEADS, HEAD_DIM)
+        host, device, host_ids, device_ids = self.stores(
+            window_format=raw, high_format=raw, low_format=raw, key_basis=tierkv.Basis("hadamard", means),
+            value_basis=tierkv.Basis("matrix", None, reflection, reflection))
+        q = torch.randn(2, Q_HEADS, HEAD_DIM).half()
+        ours, theirs = device.attend(device_ids, 1, q.cuda()), host.attend(host_ids, 1, q)
+        self.assertLess(relative_error(ours.out, theirs.out), TOLERANCE, f"seed {self.seed}")
+        self.assertLess(relative_error(ours.lse, theirs.lse), 1e-3)
+
     def test_results_are_made_beside_q(self):
         _, device, _, ids = self.stores()
         q = torch.randn(2, Q_HEADS, HEAD_DIM, device="cuda").half()
