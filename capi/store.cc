@@ -3,6 +3,7 @@
 
 #include "capi/buffer.h"
 #include "capi/store_config.h"
+#include "capi/tier_format.h"
 
 struct tkv_store {
   std::unique_ptr<tierkv::KvStore> store;
@@ -91,7 +92,22 @@ Status attend(KvStore& store, const tkv_attend_request* request) {
   out.lse = r.lse;
   out.probabilities = r.probabilities;
   out.stride = r.stride;
+  out.count_query = r.count_query != 0;
+  out.scratch = r.scratch;
+  out.scratch_bytes = r.scratch_bytes;
+  if (Status s = read_dtype(r.dtype, &out.dtype); !s) return s;
   return store.attend(out);
+}
+
+Status scratch_bytes(const tkv_store* store, int32_t num_sequences, int32_t tokens, size_t* bytes) {
+  if (store == nullptr || bytes == nullptr) return invalid("store or bytes is null");
+  const KvStoreConfig& config = store->store->config();
+  if (num_sequences < 1 || num_sequences > config.max_sequences) {
+    return invalid("num_sequences must be 1 to max_sequences");
+  }
+  if (tokens < 1 || tokens > config.max_tokens) return invalid("tokens must be 1 to max_tokens");
+  *bytes = store->device == nullptr ? 0 : count_scratch_bytes(config, num_sequences, tokens);
+  return Status::ok();
 }
 
 Status get_stats(KvStore& store, tkv_store_stats* out) {
@@ -208,6 +224,12 @@ tkv_status tkv_store_score_prompt(tkv_store* store, const tkv_prompt_scores* sco
 
 tkv_status tkv_store_attend(tkv_store* store, const tkv_attend_request* request, tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) { return capi::attend(s, request); });
+}
+
+tkv_status tkv_store_count_scratch_bytes(const tkv_store* store, int32_t num_sequences,
+                                         int32_t tokens, size_t* bytes, tkv_error* error) {
+  return capi::guarded(error,
+                       [&] { return capi::scratch_bytes(store, num_sequences, tokens, bytes); });
 }
 
 tkv_status tkv_store_update_scores(tkv_store* store, const tkv_score_update* update,

@@ -168,12 +168,22 @@ typedef struct tkv_attend_request {
   const tkv_sequence_id* sequences;
   int32_t num_sequences;
   int32_t layer;
-  const void* q;        /* fp16 [num_sequences, num_q_heads, head_dim] */
+  const void* q;        /* dtype [num_sequences, num_q_heads, head_dim] */
   void* out;            /* like q */
   float* lse;           /* [num_sequences, num_q_heads], natural logarithm; may be null */
   float* probabilities; /* as tkv_score_update takes them; may be null */
   int64_t stride;       /* of probabilities */
+  tkv_dtype dtype;      /* of q and out: fp16 or bfloat16; that of raw tiers, where there are any */
+  /* 1: also counts the query, as tkv_store_update_scores of its probabilities would, instead of
+   * that call and in a fraction of its time. Host and device find probabilities that differ by up
+   * to 2e-3 of themselves. */
+  int32_t count_query;
+  void* scratch; /* for count_query: device memory of a device store, aligned to 8 bytes */
+  size_t scratch_bytes;
 } tkv_attend_request;
+/* Of scratch, for up to `num_sequences` sequences of up to `tokens` tokens; 0 for a host store. */
+TKV_API tkv_status tkv_store_count_scratch_bytes(const tkv_store* store, int32_t num_sequences,
+                                                 int32_t tokens, size_t* bytes, tkv_error* error);
 TKV_API tkv_status tkv_store_attend(tkv_store* store, const tkv_attend_request* request,
                                     tkv_error* error);
 

@@ -31,11 +31,11 @@ class DeviceArray(NamedTuple):
     owner: object
 
 
-def device_array(x: Any, name: str, dtype: str, shape: "Sequence[Union[int, None]]", stream: int) -> DeviceArray:
-    """x, checked, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can promise that)."""
+def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int) -> DeviceArray:
+    """x, checked to be one of `dtypes`, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can promise that)."""
     a = _from_dlpack(x, name, stream) if hasattr(x, "__dlpack__") else _from_interface(x, name)
-    if a.dtype != dtype:
-        raise TypeError(f"{name}: dtype {a.dtype} instead of {dtype}")
+    if a.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype {a.dtype} instead of {' or '.join(dtypes)}")
     if len(a.shape) != len(shape) or any(want is not None and want != got for want, got in zip(shape, a.shape)):
         raise ValueError(f"{name}: shape {a.shape} instead of ({', '.join('any' if s is None else str(s) for s in shape)})")
     return a

@@ -28,7 +28,7 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import Array, ArrayLike, pointer, shaped, values
+from ._arrays import DTYPES, Array, ArrayLike, pointer, shaped, values
 from .errors import BufferTooSmallError
 from .store_config import StoreConfig
 
@@ -64,7 +64,7 @@ class StoreStats:
 class Attention(NamedTuple):
     """What attend() found; NumPy arrays of a host store, the tensors of a device store."""
 
-    out: Any  # float16 [sequences, num_q_heads, head_dim]
+    out: Any  # [sequences, num_q_heads, head_dim] of q's dtype
     lse: Any = None  # float32 [sequences, num_q_heads], natural logarithm
     # float32 [sequences, num_kv_heads, stride], by position: the largest of the group's heads. Of a host store zeros follow the
     # tokens of a sequence, of a device store whatever was there.
@@ -74,6 +74,7 @@ class Attention(NamedTuple):
 class _Argument(NamedTuple):
     address: Optional[int]
     shape: Tuple[int, ...]
+    dtype: str
     owner: object
 
 
@@ -108,6 +109,8 @@ class Store:
         self._handle: Optional[ctypes.c_void_p] = handle
         self._stream = stream
         self._lock = threading.Lock()
+        # Of counted queries on a device; all are kept, because captured graphs write to them.
+        self._scratch: List[_Argument] = []
         info = lib.StoreInfoStruct()
         lib.core().call("tkv_store_get_info", handle, info)
         self.page_bytes: int = info.page_bytes
@@ -130,8 +133,8 @@ class Store:
         """The newest tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype."""
         ids, count = _ids(sequences)
         shape = (count, None, self.config.num_kv_heads, self.config.head_dim)
-        keys = self._input(k, "k", self.config.dtype, shape)
-        vals = self._input(v, "v", self.config.dtype, keys.shape)
+        keys = self._input(k, "k", (self.config.dtype,), shape)
+        vals = self._input(v, "v", (self.config.dtype,), keys.shape)
         self._call("tkv_store_append", lib.AppendCall(sequences=ids, num_sequences=count, layer=layer, tokens=keys.shape[1],
                                                       k=keys.address, v=vals.address))
 
@@ -139,7 +142,7 @@ class Store:
         """Significances of the prompt so far, of one layer: float32 [sequences, num_kv_heads, stride], by position, where stride is at
         least the tokens of the longest sequence. Tokens without any have 0."""
         ids, count = _ids(sequences)
-        x = self._input(significance, "significance", "float32", (count, self.config.num_kv_heads, None))
+        x = self._input(significance, "significance", ("float32",), (count, self.config.num_kv_heads, None))
         self._call("tkv_store_score_prompt", lib.PromptScores(sequences=ids, num_sequences=count, layer=layer,
                                                               significance=x.address, stride=x.shape[2]))
 
@@ -151,29 +154,33 @@ class Store:
         """A step of 1 to 8 tokens for each sequence: compacts all layers and makes room. OutOfPagesError."""
         self._call("tkv_store_begin_step", *_ids(sequences), tokens)
 
-    def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False,
-               into: Optional[Attention] = None) -> Attention:
-        """Attention of the newest token's queries q, float16 [sequences, num_q_heads, head_dim], over all that the layer holds.
+    def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False, into: Optional[Attention] = None,
+               count_query: bool = False) -> Attention:
+        """Attention of the newest token's queries q, float16 or bfloat16 [sequences, num_q_heads, head_dim], over all that the layer
+        holds. Raw tiers want q in the dtype of their pages, a store with a basis or coded pages wants float16.
 
         `probabilities` asks for what update_scores() takes. `into` gives the arrays for the results, as a CUDA graph needs them;
-        those that are None are not computed."""
+        those that are None are not computed. `count_query` does what update_scores() would do with the probabilities, in a fraction
+        of its time; what it needs on a GPU is allocated with the first call, which should come before any capture."""
         ids, count = _ids(sequences)
-        queries = self._input(q, "q", "float16", (count, self.config.num_q_heads, self.config.head_dim))
+        queries = self._input(q, "q", ("float16", "bfloat16"), (count, self.config.num_q_heads, self.config.head_dim))
         if into is None:
-            into = self._results(sequences, q, queries.shape, probabilities)
-        out = self._output(into.out, "out", "float16", queries.shape)
+            into = self._results(sequences, q, queries, probabilities)
+        out = self._output(into.out, "out", queries.dtype, queries.shape)
         lse = self._output(into.lse, "lse", "float32", queries.shape[:2])
         p = self._output(into.probabilities, "probabilities", "float32", (count, self.config.num_kv_heads, None))
+        scratch = self._count_scratch(q, count) if count_query else _NOTHING
         self._call("tkv_store_attend", lib.AttendRequest(
             sequences=ids, num_sequences=count, layer=layer, q=queries.address, out=out.address, lse=lse.address,
-            probabilities=p.address, stride=p.shape[2] if p.shape else 0))
+            probabilities=p.address, stride=p.shape[2] if p.shape else 0, dtype=DTYPES[queries.dtype], count_query=count_query,
+            scratch=scratch.address, scratch_bytes=4 * scratch.shape[0] if scratch.shape else 0))
         return into
 
     def update_scores(self, sequences: Ids, layer: int, probabilities: ArrayLike, back: int = 0) -> None:
         """Feeds the running means with what one query saw: float32 [sequences, num_kv_heads, stride]; `back`: the query was that of the
         newest token but so many."""
         ids, count = _ids(sequences)
-        x = self._input(probabilities, "probabilities", "float32", (count, self.config.num_kv_heads, None))
+        x = self._input(probabilities, "probabilities", ("float32",), (count, self.config.num_kv_heads, None))
         self._call("tkv_store_update_scores", lib.ScoreUpdate(sequences=ids, num_sequences=count, layer=layer, back=back,
                                                               probabilities=x.address, stride=x.shape[2]))
 
@@ -262,36 +269,51 @@ class Store:
         with self._lock:
             lib.core().call(function, self._open(), *arguments)
 
-    def _input(self, x: ArrayLike, name: str, dtype: str, shape: "Sequence[Union[int, None]]") -> _Argument:
+    def _input(self, x: ArrayLike, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]") -> _Argument:
         if self._stream is not None:
-            a = _device.device_array(x, name, dtype, shape, self._stream)
-            return _Argument(a.address, a.shape, a.owner)
+            a = _device.device_array(x, name, dtypes, shape, self._stream)
+            return _Argument(a.address, a.shape, a.dtype, a.owner)
         v = values(x, name, shape)
-        if v.dtype != dtype:
-            raise TypeError(f"{name}: dtype {v.dtype} instead of {dtype}")
-        return _Argument(pointer(v.bits), v.bits.shape, v.bits)
+        if v.dtype not in dtypes:
+            raise TypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
+        return _Argument(pointer(v.bits), v.bits.shape, v.dtype, v.bits)
 
     def _output(self, x: Any, name: str, dtype: str, shape: "Sequence[Union[int, None]]") -> _Argument:
         if x is None:
-            return _Argument(None, (), None)
+            return _NOTHING
         if self._stream is not None:
-            return self._input(x, name, dtype, shape)
+            return self._input(x, name, (dtype,), shape)
         if not isinstance(x, np.ndarray) or not x.flags.c_contiguous or not x.flags.writeable:
             raise TypeError(f"{name}: not a writable contiguous NumPy array")
-        if x.dtype != np.dtype(dtype):
+        if x.dtype.name != dtype:
             raise TypeError(f"{name}: dtype {x.dtype} instead of {dtype}")
         shaped(x, shape, name)
-        return _Argument(pointer(x), x.shape, x)
+        return _Argument(pointer(x), x.shape, dtype, x)
 
-    def _results(self, sequences: Ids, q: ArrayLike, shape: Tuple[int, ...], probabilities: bool) -> Attention:
+    def _results(self, sequences: Ids, q: ArrayLike, queries: _Argument, probabilities: bool) -> Attention:
         ids: List[int] = [sequences] if isinstance(sequences, int) else list(sequences)
         stride = max((self.num_tokens(id) for id in ids), default=0) if probabilities else 0
-        seen = (shape[0], self.config.num_kv_heads, stride)
+        shape, seen = queries.shape, (queries.shape[0], self.config.num_kv_heads, stride)
         if self._stream is not None:
-            return Attention(_device.empty(q, "float16", shape), _device.empty(q, "float32", shape[:2]),
+            return Attention(_device.empty(q, queries.dtype, shape), _device.empty(q, "float32", shape[:2]),
                              _device.empty(q, "float32", seen) if probabilities else None)
-        return Attention(np.empty(shape, np.float16), np.empty(shape[:2], np.float32),
-                         np.zeros(seen, np.float32) if probabilities else None)
+        if queries.dtype == "bfloat16" and not isinstance(q, np.ndarray):
+            raise TypeError("results in bfloat16 must be given with `into`: NumPy has no such type of its own")
+        out: Array = np.empty(shape, q.dtype if queries.dtype == "bfloat16" else np.float16)
+        return Attention(out, np.empty(shape[:2], np.float32), np.zeros(seen, np.float32) if probabilities else None)
+
+    def _count_scratch(self, q: Any, count: int) -> _Argument:
+        if self._stream is None:
+            return _NOTHING
+        size = ctypes.c_size_t()
+        lib.core().call("tkv_store_count_scratch_bytes", self._open(), count, self.config.max_tokens, size)
+        needed = -(-size.value // 4)
+        if not self._scratch or self._scratch[-1].shape[0] < needed:
+            self._scratch.append(self._input(_device.empty(q, "float32", (needed,)), "scratch", ("float32",), (needed,)))
+        return self._scratch[-1]
+
+
+_NOTHING = _Argument(None, (), "", None)
 
 
 def _id(sequence: int) -> ctypes.c_uint64:

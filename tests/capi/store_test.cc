@@ -111,6 +111,41 @@ TEST(CapiStore, RefusesBadListsAndValuesAsTheCppStoreDoes) {
   EXPECT_EQ(copy.c, 0u);
 }
 
+TEST(CapiStore, QueriesHaveADtype) {
+  RandomInput input;
+  Twins twins;
+  Twins::Pair id;
+  ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+  fill_prompt(twins, input, id, 20);
+  const auto q = input.values(DType::kBFloat16, kQHeads, kHeadDim);
+  std::vector<uint16_t> out(kQHeads * kHeadDim, 0x5a5a), other = out;
+  tkv_attend_request r = make<tkv_attend_request>();
+  r.sequences = &id.c;
+  r.num_sequences = 1;
+  r.q = q.data();
+  r.out = out.data();
+  r.dtype = TKV_BFLOAT16;
+  tkv_error error = make<tkv_error>();
+  EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), TKV_OK) << error.message;
+  AttendRequest cpp;
+  cpp.sequences = {&id.cpp, 1};
+  cpp.q = q.data();
+  cpp.out = other.data();
+  cpp.dtype = DType::kBFloat16;
+  EXPECT_TRUE(twins.cpp().attend(cpp));
+  EXPECT_EQ(out, other);
+  r.dtype = TKV_FLOAT32;
+  EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), TKV_UNSUPPORTED);
+  r.dtype = 3;
+  EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), TKV_INVALID_ARGUMENT);
+  size_t bytes = 77;
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens, &bytes, &error), TKV_OK);
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 5, 1, &bytes, &error), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens + 1, &bytes, &error),
+            TKV_INVALID_ARGUMENT);
+}
+
 TEST(CapiStore, TellsWhenPagesRunOut) {
   Twins twins;
   RandomInput input;

@@ -130,7 +130,7 @@ class Twins {
                 cpp_->update_scores({{&id.cpp, 1}, layer, back, x, kMaxTokens}));
   }
   // Returns what the queries saw.
-  std::vector<float> attend(Pair id, int32_t layer, const void* q) {
+  std::vector<float> attend(Pair id, int32_t layer, const void* q, bool count_query = false) {
     struct Results {
       std::vector<uint16_t> out = std::vector<uint16_t>(kQHeads * kHeadDim, 0x5a5a);
       std::vector<float> lse = std::vector<float>(kQHeads, -77),
@@ -145,6 +145,7 @@ class Twins {
     r.lse = c.lse.data();
     r.probabilities = c.p.data();
     r.stride = kMaxTokens;
+    r.count_query = count_query ? 1 : 0;
     AttendRequest other;
     other.sequences = {&id.cpp, 1};
     other.layer = layer;
@@ -153,6 +154,7 @@ class Twins {
     other.lse = cpp.lse.data();
     other.probabilities = cpp.p.data();
     other.stride = kMaxTokens;
+    other.count_query = count_query;
     same(tkv_store_attend(c_, &r, &error_), cpp_->attend(other));
     EXPECT_EQ(c.out, cpp.out);
     EXPECT_EQ(c.lse, cpp.lse);
@@ -232,7 +234,9 @@ inline void step(Twins& twins, RandomInput& input, Twins::Pair id, int32_t n) {
     const auto v = input.values(DType::kFloat16, n * kKvHeads, kHeadDim);
     const auto q = input.values(DType::kFloat16, kQHeads, kHeadDim);
     EXPECT_EQ(twins.append(id, layer, n, k.data(), v.data()), StatusCode::kOk);
-    const std::vector<float> seen = twins.attend(id, layer, q.data());
+    const bool count_query = input.chance(0.5);
+    const std::vector<float> seen = twins.attend(id, layer, q.data(), count_query);
+    if (count_query) continue;
     EXPECT_EQ(twins.update_scores(id, layer, input.uniform(0, n - 1), seen.data()),
               StatusCode::kOk);
   }

@@ -92,7 +92,11 @@ class Trace(StoreTest):
             q = self.query()
             into = tierkv.Attention(np.empty((1, Q_HEADS, HEAD_DIM), np.float16), np.empty((1, Q_HEADS), np.float32),
                                     np.zeros((1, KV_HEADS, MAX_TOKENS), np.float32))
-            self.play(ATTEND, which, layer, 0, q.tobytes(), lambda id: self.store.attend(id, layer, q, into=into))
+            count_query = bool(self.rng.random() < 0.5)
+            self.play(ATTEND, which, layer, count_query, q.tobytes(),
+                      lambda id: self.store.attend(id, layer, q, into=into, count_query=count_query))
+            if count_query:
+                continue
             back = int(self.rng.integers(n))
             self.play(UPDATE_SCORES, which, layer, back, into.probabilities.tobytes(),
                       lambda id: self.store.update_scores(id, layer, into.probabilities, back))
@@ -278,6 +282,7 @@ class Arrays(StoreTest):
                 (lambda: store.attend(id, 0, q), tierkv.InvalidArgumentError, "lacks"),
                 (lambda: store.attend(id, 0, q[:, :1]), ValueError, "q: shape"),
                 (lambda: store.attend(id, 0, q.astype(np.float32)), TypeError, "q: dtype"),
+                (lambda: store.attend(store.add_sequence(), 0, q, count_query=True), tierkv.InvalidArgumentError, "prompt"),
                 (lambda: store.attend(id, 0, q, into=tierkv.Attention(read_only)), TypeError, "out: not a writable"),
                 (lambda: store.attend(id, 0, q, into=tierkv.Attention(q.astype(np.float32))), TypeError, "out: dtype"),
                 (lambda: store.begin_step(id), tierkv.InvalidArgumentError, "lacks"),
@@ -345,9 +350,9 @@ class DeviceArrays(StoreTest):
         x = self.rng.normal(size=(3, 4, 5)).astype(np.float16)
         tensor = FakeTensor(x)
         for given in (tensor, FakeInterface(x)):
-            a = _device.device_array(given, "x", "float16", (3, None, 5), 77)
+            a = _device.device_array(given, "x", ("float16",), (3, None, 5), 77)
             self.assertEqual((a.address, a.shape, a.dtype), (x.ctypes.data, (3, 4, 5), "float16"))
-        _device.device_array(tensor, "x", "float16", (3, None, 5), 0)
+        _device.device_array(tensor, "x", ("float16",), (3, None, 5), 0)
         self.assertEqual(tensor.streams, [77, 1])
 
     def test_what_is_refused(self):
@@ -357,13 +362,13 @@ class DeviceArrays(StoreTest):
                                         (x.astype(np.float16), TypeError, "float16 instead of float32"), (x[0], ValueError, "shape"),
                                         (x.astype(np.int32), TypeError, "dtype"), (x.astype(np.float64), TypeError, "dtype")):
                 with self.assertRaises(error) as caught:
-                    _device.device_array(kind(array), "x", "float32", (4, None), 1)
+                    _device.device_array(kind(array), "x", ("float32",), (4, None), 1)
                 self.assertIn(words, str(caught.exception))
             # A slice that is dense all the same.
-            self.assertEqual(_device.device_array(kind(x[1:3]), "x", "float32", (2, 6), 1).address, x[1:].ctypes.data)
+            self.assertEqual(_device.device_array(kind(x[1:3]), "x", ("float32",), (2, 6), 1).address, x[1:].ctypes.data)
         for array in (x, FakeTensor(x, device=1), [1.0]):
             with self.assertRaisesRegex(TypeError, "not in GPU memory"):
-                _device.device_array(array, "x", "float32", (4, 6), 1)
+                _device.device_array(array, "x", ("float32",), (4, 6), 1)
 
     def test_results_beside_what_is_not_torch_must_be_given(self):
         with self.assertRaisesRegex(TypeError, "into"):

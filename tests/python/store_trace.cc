@@ -121,6 +121,7 @@ class Player {
     request.lse = lse.data();
     request.probabilities = probabilities.data();
     request.stride = kMaxTokens;
+    request.count_query = call.n != 0;
     if (Status s = store_->attend(request); !s) return s;
     put(result, out.data(), out.size());
     put(result, lse.data(), lse.size());
