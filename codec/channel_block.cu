@@ -6,18 +6,16 @@
 namespace tierkv {
 namespace {
 
-__device__ bool is_finite_half(uint16_t x) {
-  return (x & 0x7c00u) != 0x7c00u;
-}
-
 // A CTA per row.
+template <class Encoder, int32_t kHeadDim>
 __global__ void __launch_bounds__(kChannelThreads)
     append_channel_kernel(const __grid_constant__ ChannelCache cache,
                           const __grid_constant__ ChannelAppend append) {
-  __shared__ ChannelShared shared;
+  __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.x), i = static_cast<int32_t>(threadIdx.x);
-  const int32_t dim = l.head_dim(), at = cache.residual_tokens[row];
+  const int32_t dim = kHeadDim;
+  const int32_t at = cache.residual_tokens[row];
   const int32_t blocks = cache.block_count[row];
   const bool sound = at >= 0 && at < l.tokens && blocks >= 0, fills = at + 1 == l.tokens;
   const int32_t id = sound && fills ? cache.block_id(row, blocks) : 0;
@@ -40,7 +38,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (i == 0) cache.residual_tokens[row] = fills ? 0 : at + 1;
   if (!fills) return;
   __syncthreads();
-  (void)encode_channel_block(l, ResidualSource{residual}, cache.block(id), shared);
+  (void)Encoder::encode(l, ResidualSource{residual}, cache.block(id), shared);
   if (i == 0) cache.block_count[row] = blocks + 1;
 }
 
@@ -74,14 +72,16 @@ __global__ void __launch_bounds__(kChannelThreads)
 }
 
 // Grid: blocks of a row and its residual, rows. Counts are not read: other CTAs may take them back.
+template <class Encoder, int32_t kHeadDim>
 __global__ void __launch_bounds__(kChannelThreads)
     fill_channel_kernel(const __grid_constant__ ChannelCache cache,
                         const __grid_constant__ ChannelPrompt p) {
-  __shared__ ChannelShared shared;
+  __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.y), i = static_cast<int32_t>(threadIdx.x);
   const PromptRow r = prompt_row(p, row);
-  const int32_t dim = l.head_dim(), blocks = r.tokens / l.tokens;
+  const int32_t dim = kHeadDim;
+  const int32_t blocks = r.tokens / l.tokens;
   const StatusCode before = *static_cast<volatile StatusCode*>(p.status + row);
   if (before != StatusCode::kOk) return;
   const int64_t stride = static_cast<int64_t>(p.num_kv_heads) * dim;
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kChannelThreads)
     const int64_t at = (static_cast<int64_t>(r.first) + first) * stride + int64_t{r.head} * dim;
     const DenseSource source = {{p.k + at, p.v + at}, stride};
     if (b < blocks) {
-      finite = encode_channel_block(l, source, cache.block(cache.block_id(row, b)), shared);
+      finite = Encoder::encode(l, source, cache.block(cache.block_id(row, b)), shared);
       continue;
     }
     for (int32_t v = i; v < (r.tokens - first) * dim; v += kChannelThreads) {
       for (const Component c : {Component::kKey, Component::kValue}) {
-        const uint16_t x = source.value(l, c, v / dim, v % dim);
+        const uint16_t x = source.x[static_cast<int32_t>(c)][v / dim * stride + v % dim];
         finite &= is_finite_half(x);
         // The residual stays finite whatever came.
         put_residual(l, cache.residual_of(row), c, v / dim, v % dim, is_finite_half(x) ? x : 0);
@@ -109,6 +109,34 @@ __global__ void __launch_bounds__(kChannelThreads)
   cache.block_count[row] = cache.residual_tokens[row] = 0;
 }
 
+// The kernels of a layout.
+template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
+struct Kernels {
+  using Encoder = ChannelEncoder<kHeadDim, kKeyBits, kValueBits>;
+
+  static void append(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream) {
+    append_channel_kernel<Encoder, kHeadDim>
+        <<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
+  }
+  static void fill(const ChannelCache& cache, const ChannelPrompt& prompt, GpuStream stream) {
+    const dim3 grid(static_cast<uint32_t>(cache.max_blocks) + 1, cache.num_rows);
+    fill_channel_kernel<Encoder, kHeadDim><<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
+  }
+};
+
+// Calls take(Kernels) with those of the layout.
+template <int32_t kHeadDim, class Take>
+void with_kernels_of(const ChannelLayout& l, Take&& take) {
+  if (l.k_tile.bits == 4) {
+    return l.v_tile.bits == 4 ? take(Kernels<kHeadDim, 4, 4>()) : take(Kernels<kHeadDim, 4, 2>());
+  }
+  return l.v_tile.bits == 4 ? take(Kernels<kHeadDim, 2, 4>()) : take(Kernels<kHeadDim, 2, 2>());
+}
+template <class Take>
+void with_kernels(const ChannelLayout& l, Take&& take) {
+  return l.head_dim() == 64 ? with_kernels_of<64>(l, take) : with_kernels_of<128>(l, take);
+}
+
 }  // namespace
 
 Status append_channel(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream) {
@@ -117,7 +145,7 @@ Status append_channel(const ChannelCache& cache, const ChannelAppend& append, Gp
     return Status(StatusCode::kInvalidArgument, "k, v or status is null");
   }
   if (cache.num_rows == 0) return Status::ok();
-  append_channel_kernel<<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
+  with_kernels(cache.layout, [&](auto kernels) { kernels.append(cache, append, stream); });
   return cuda_status(cudaGetLastError(), "append");
 }
 
@@ -127,6 +155,10 @@ Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuS
       prompt.indptr == nullptr) {
     return Status(StatusCode::kInvalidArgument, "k, v, indptr or status is null");
   }
+  if (reinterpret_cast<uintptr_t>(prompt.k) % 16 != 0 ||
+      reinterpret_cast<uintptr_t>(prompt.v) % 16 != 0) {
+    return Status(StatusCode::kInvalidArgument, "k or v is misaligned");
+  }
   if (prompt.num_kv_heads < 1 || cache.num_rows % prompt.num_kv_heads != 0) {
     return Status(StatusCode::kInvalidArgument, "num_kv_heads");
   }
@@ -134,8 +166,7 @@ Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuS
   if (cache.num_rows == 0) return Status::ok();
   const auto ctas = static_cast<uint32_t>((cache.num_rows + kChannelThreads - 1) / kChannelThreads);
   begin_fill_kernel<<<ctas, kChannelThreads, 0, stream>>>(cache, prompt);
-  const dim3 grid(static_cast<uint32_t>(cache.max_blocks) + 1, cache.num_rows);
-  fill_channel_kernel<<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
+  with_kernels(cache.layout, [&](auto kernels) { kernels.fill(cache, prompt, stream); });
   return cuda_status(cudaGetLastError(), "fill");
 }
 

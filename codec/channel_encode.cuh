@@ -1,137 +1,220 @@
-// A CTA encodes a block: values to shared memory, parameters, codes gathered into words there, and
-// the words to memory in whole sectors. The bytes of codec/channel_block.cc.
+// A CTA encodes a block: values to shared memory, parameters, then each lane of a warp makes words
+// of codes in fragment order (codec/fragment_codes.h) and writes them in whole sectors. The bytes
+// of codec/channel_block.cc.
 #pragma once
 
 #include "codec/channel_block.h"
+#include "codec/fragment_codes.h"
 #include "codec/warp.cuh"
 
 namespace tierkv {
 
 inline constexpr int32_t kChannelThreads = 256;
+inline constexpr int32_t kTokenParts = 4;  // that channels' extrema are first found of
 
+template <int32_t kHeadDim>
 struct ChannelShared {
-  // [tokens][head_dim] fp16; lines of an even number of words, read by channel and by token.
-  uint16_t x[kMaxChannelTokens * 128];
-  uint32_t words[kMaxChannelTokens * 128 / 8];  // codes of 4 bits
-  QuantParams params[kMaxChannelTokens];        // of a channel or a token
+  // Lines are 16 bytes longer than a token: lanes of a fragment then read from different banks.
+  static constexpr int32_t kLine = kHeadDim + 8;
+  uint16_t x[kMaxChannelTokens * kLine];  // fp16
+  CodeMaker makers[kMaxChannelTokens];    // of a channel or a token
+  __half2 lo[kTokenParts][kHeadDim / 2], hi[kTokenParts][kHeadDim / 2];
 };
 
-// Values as they come: rows of [.., head_dim] `stride` elements apart.
+// Of both halves of a word.
+__device__ __forceinline__ bool are_finite_halves(uint32_t x) {
+  return (x & 0x7c00u) != 0x7c00u && (x & 0x7c000000u) != 0x7c000000u;
+}
+__device__ __forceinline__ bool is_finite_half(uint16_t x) {
+  return (x & 0x7c00u) != 0x7c00u;
+}
+
+// Values as they come: tokens `stride` elements apart. stage() brings a component to shared memory,
+// by all threads, and returns whether what this thread saw is finite.
 struct DenseSource {
   const uint16_t* x[2];  // k, v
   int64_t stride;
 
-  __device__ uint16_t value(const ChannelLayout&, Component c, int32_t token, int32_t dim) const {
-    return x[static_cast<int32_t>(c)][token * stride + dim];
+  template <int32_t kHeadDim>
+  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
+                                        ChannelShared<kHeadDim>& s) const {
+    const uint16_t* from = x[static_cast<int32_t>(c)];
+    bool finite = true;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tokens * (kHeadDim / 8);
+         i += kChannelThreads) {
+      const int32_t t = i / (kHeadDim / 8), d = i % (kHeadDim / 8) * 8;
+      const uint4 w = *reinterpret_cast<const uint4*>(from + t * stride + d);
+      finite &= are_finite_halves(w.x) && are_finite_halves(w.y) && are_finite_halves(w.z) &&
+                are_finite_halves(w.w);
+      *reinterpret_cast<uint4*>(&s.x[t * ChannelShared<kHeadDim>::kLine + d]) = w;
+    }
+    return finite;
   }
 };
-// A row's residual, which this CTA may have written.
+
+// A row's residual, which this CTA may have written; it is finite.
 struct ResidualSource {
   const uint8_t* residual;
 
-  __device__ uint16_t value(const ChannelLayout& l, Component c, int32_t token, int32_t dim) const {
-    const CodePosition at =
-        code_position(TileLayout{16, l.head_dim()}, c, token % kTileTokens, dim);
-    const uint8_t* from = residual + l.residual_tile(c, token / kTileTokens) + at.byte + at.bit / 8;
-    return *reinterpret_cast<const uint16_t*>(from);
+  template <int32_t kHeadDim>
+  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
+                                        ChannelShared<kHeadDim>& s) const {
+    constexpr int32_t kBlocks = kHeadDim / kDimBlock;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * kBlocks * 32;
+         i += kChannelThreads) {
+      const int32_t tile = i / (32 * kBlocks), f = i / 32 % kBlocks, lane = i % 32;
+      const auto w = *reinterpret_cast<const uint4*>(residual + l.residual_tile(c, tile) + f * 512 +
+                                                     lane * 16);
+      const uint32_t words[4] = {w.x, w.y, w.z, w.w};  // registers of the fragment
+#pragma unroll
+      for (int32_t part = 0; part < 8; ++part) {
+        const int32_t th = part / 4, dh = part / 2 % 2, par = part % 2;
+        const int32_t t = tile * kTileTokens + fragment_token(c, lane, th, par);
+        const int32_t d = f * kDimBlock + fragment_dim(c, lane, dh, par);
+        s.x[t * ChannelShared<kHeadDim>::kLine + d] =
+            static_cast<uint16_t>(words[fragment_register(c, th, dh)] >> (16 * par));
+      }
+    }
+    return true;
   }
 };
 
-__device__ __forceinline__ QuantParams params_of(float lo, float hi, int32_t bits) {
-  return minmax_params(lo, hi, 1 << bits);
-}
-
-// A thread per channel.
+// Half the threads, or a quarter, a channel pair and a part of the tokens each, then a thread per
+// channel.
+template <int32_t kHeadDim, int32_t kBits>
 __device__ __forceinline__ void find_channel_params(const ChannelLayout& l, uint8_t* block,
-                                                    ChannelShared& s) {
-  const auto d = static_cast<int32_t>(threadIdx.x);
-  if (d >= l.head_dim()) return;
-  float lo = half_to_float(s.x[d]), hi = lo;
-  for (int32_t t = 1; t < l.tokens; ++t) {
-    const float x = half_to_float(s.x[t * l.head_dim() + d]);
-    lo = fminf(lo, x), hi = fmaxf(hi, x);
+                                                    ChannelShared<kHeadDim>& s) {
+  constexpr int32_t kPairs = kHeadDim / 2;
+  const auto i = static_cast<int32_t>(threadIdx.x);
+  if (i < kTokenParts * kPairs) {
+    const int32_t pair = i % kPairs, part = i / kPairs, tokens = l.tokens / kTokenParts;
+    const auto* x = reinterpret_cast<const __half2*>(
+        &s.x[part * tokens * ChannelShared<kHeadDim>::kLine + 2 * pair]);
+    __half2 lo = *x, hi = *x;
+    for (int32_t t = 1; t < tokens; ++t) {
+      x += ChannelShared<kHeadDim>::kLine / 2;
+      lo = __hmin2(lo, *x), hi = __hmax2(hi, *x);
+    }
+    s.lo[part][pair] = lo, s.hi[part][pair] = hi;
   }
-  const QuantParams p = params_of(lo, hi, l.k_tile.bits);
-  s.params[d] = p;
-  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_scale_byte(d)) = p.scale;
-  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_zero_point_byte(d)) = p.zero_point;
+  __syncthreads();
+  if (i >= kHeadDim) return;
+  float lo = INFINITY, hi = -INFINITY;
+#pragma unroll
+  for (int32_t part = 0; part < kTokenParts; ++part) {
+    lo = fminf(lo, __half2float(reinterpret_cast<const __half*>(s.lo[part])[i]));
+    hi = fmaxf(hi, __half2float(reinterpret_cast<const __half*>(s.hi[part])[i]));
+  }
+  const QuantParams p = minmax_params(lo, hi, 1 << kBits);
+  s.makers[i] = make_code_maker(p);
+  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_scale_byte(i)) = p.scale;
+  *reinterpret_cast<uint16_t*>(block + l.k_metadata + channel_zero_point_byte(i)) = p.zero_point;
 }
 
-// A warp per token.
+// Eight lanes per token.
+template <int32_t kHeadDim, int32_t kBits>
 __device__ __forceinline__ void find_token_params(const ChannelLayout& l, uint8_t* block,
-                                                  ChannelShared& s) {
-  for (int32_t t = static_cast<int32_t>(threadIdx.x) / 32; t < l.tokens;
-       t += kChannelThreads / 32) {
-    float lo = INFINITY, hi = -INFINITY;
-    for (int32_t d = lane_index(); d < l.head_dim(); d += 32) {
-      const float x = half_to_float(s.x[t * l.head_dim() + d]);
-      lo = fminf(lo, x), hi = fmaxf(hi, x);
+                                                  ChannelShared<kHeadDim>& s) {
+  const int32_t part = lane_index() % 8;
+  for (int32_t t = static_cast<int32_t>(threadIdx.x) / 8; t < l.tokens; t += kChannelThreads / 8) {
+    const uint16_t* line = &s.x[t * ChannelShared<kHeadDim>::kLine];
+    __half2 lo = *reinterpret_cast<const __half2*>(line), hi = lo;
+#pragma unroll
+    for (int32_t i = 0; i < kHeadDim / 64; ++i) {
+      const uint4 w = *reinterpret_cast<const uint4*>(line + 64 * i + 8 * part);
+      const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (const uint32_t word : words) {
+        lo = __hmin2(lo, *reinterpret_cast<const __half2*>(&word));
+        hi = __hmax2(hi, *reinterpret_cast<const __half2*>(&word));
+      }
     }
 #pragma unroll
-    for (int32_t lanes = 16; lanes > 0; lanes /= 2) {
-      lo = fminf(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
-      hi = fmaxf(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+    for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
+      lo = __hmin2(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
+      hi = __hmax2(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
     }
-    if (lane_index() != 0) continue;
-    const QuantParams p = params_of(lo, hi, l.v_tile.bits);
-    s.params[t] = p;
+    if (part != 0) continue;
+    const float2 least = __half22float2(lo), most = __half22float2(hi);
+    const QuantParams p = minmax_params(fminf(least.x, least.y), fmaxf(most.x, most.y), 1 << kBits);
+    s.makers[t] = make_code_maker(p);
     *reinterpret_cast<QuantParams*>(block + l.value_metadata_byte(t)) = p;
   }
 }
 
-__device__ __forceinline__ void gather_codes(const ChannelLayout& l, Component c, uint8_t* block,
-                                             ChannelShared& s) {
-  const TileLayout tile = l.tile(c);
-  const int32_t dim = l.head_dim(), values = l.tokens * dim, words = values * tile.bits / 32;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < words; i += kChannelThreads) {
-    s.words[i] = 0;
+// The codes of a dim block that a lane's words hold.
+template <int32_t kHeadDim, int32_t kBits, Component kComponent>
+__device__ __forceinline__ BlockCodes block_codes(const ChannelShared<kHeadDim>& s, int32_t tile,
+                                                  int32_t f, int32_t lane) {
+  constexpr float kTop = static_cast<float>((1 << kBits) - 1);
+  BlockCodes codes;
+#pragma unroll
+  for (int32_t part = 0; part < 8; ++part) {
+    const int32_t th = part / 4, dh = part / 2 % 2, par = part % 2;
+    const int32_t t = tile * kTileTokens + fragment_token(kComponent, lane, th, par);
+    const int32_t d = f * kDimBlock + fragment_dim(kComponent, lane, dh, par);
+    const float x = half_to_float(s.x[t * ChannelShared<kHeadDim>::kLine + d]);
+    const CodeMaker& maker = s.makers[kComponent == Component::kKey ? d : t];
+    codes.at[th][dh][par] = biased_code(x, maker, kTop);
   }
-  __syncthreads();  // parameters, too
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < values; i += kChannelThreads) {
-    const int32_t t = i / dim, d = i % dim;
-    const QuantParams p = s.params[c == Component::kKey ? d : t];
-    const int32_t code = minmax_code(half_to_float(s.x[i]), half_to_float(p.scale),
-                                     half_to_float(p.zero_point), 1 << tile.bits);
-    const CodePosition at = code_position(tile, c, t % kTileTokens, d);
-    atomicOr(&s.words[(t / kTileTokens * tile.bytes() + at.byte) / 4], static_cast<uint32_t>(code)
-                                                                           << at.bit);
-  }
-  __syncthreads();
-  auto* to = reinterpret_cast<uint4*>(block + l.codes(c));
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < words / 4; i += kChannelThreads) {
-    to[i] = reinterpret_cast<const uint4*>(s.words)[i];
+  return codes;
+}
+
+template <int32_t kHeadDim, int32_t kBits, Component kComponent>
+__device__ __forceinline__ void write_codes(const ChannelLayout& l, uint8_t* block,
+                                            const ChannelShared<kHeadDim>& s) {
+  static_assert(kBits == 4 || kBits == 2);
+  constexpr TileLayout kTile{kBits, kHeadDim};
+  constexpr int32_t kWords = kTile.words_per_lane();
+  constexpr int32_t kAccess = kWords < 4 ? kWords : 4;  // words of one store
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * (kWords / kAccess) * 32;
+       i += kChannelThreads) {
+    const int32_t lane = i % 32, first = i / 32 % (kWords / kAccess) * kAccess;
+    const int32_t tile = i / 32 / (kWords / kAccess);
+    uint32_t words[kAccess];
+#pragma unroll
+    for (int32_t w = 0; w < kAccess; ++w) {
+      if constexpr (kBits == 4) {
+        words[w] = pack_word_4(block_codes<kHeadDim, kBits, kComponent>(s, tile, first + w, lane));
+      } else {
+        const int32_t f = 2 * (first + w);
+        words[w] = pack_word_2(block_codes<kHeadDim, kBits, kComponent>(s, tile, f, lane),
+                               block_codes<kHeadDim, kBits, kComponent>(s, tile, f + 1, lane));
+      }
+    }
+    uint8_t* to =
+        block + l.codes(kComponent) + tile * kTile.bytes() + lane_word_byte(kWords, first, lane);
+    if constexpr (kAccess == 4) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    }
   }
 }
 
 // All threads; false where a value is not finite, and then the block is not all written.
-template <class Source>
-__device__ __forceinline__ bool encode_channel_block(const ChannelLayout& l, const Source& source,
-                                                     uint8_t* block, ChannelShared& s) {
-  const int32_t dim = l.head_dim(), values = l.tokens * dim;
-  const int32_t used = l.v_metadata + 4 * l.tokens;
-  for (int32_t i = used + static_cast<int32_t>(threadIdx.x); i < l.bytes; i += kChannelThreads) {
-    block[i] = 0;
-  }
-  bool finite = true;
-#pragma unroll 1
-  for (const Component c : {Component::kKey, Component::kValue}) {
+template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
+struct ChannelEncoder {
+  template <class Source>
+  static __device__ __forceinline__ bool encode(const ChannelLayout& l, const Source& source,
+                                                uint8_t* block, ChannelShared<kHeadDim>& s) {
+    const int32_t used = l.v_metadata + 4 * l.tokens;
+    for (int32_t i = used + static_cast<int32_t>(threadIdx.x); i < l.bytes; i += kChannelThreads) {
+      block[i] = 0;
+    }
     __syncthreads();  // what was in shared memory is no longer needed
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < values; i += kChannelThreads) {
-      const uint16_t x = source.value(l, c, i / dim, i % dim);
-      s.x[i] = x;
-      finite &= (x & 0x7c00u) != 0x7c00u;
-    }
-    finite = __syncthreads_and(finite) != 0;
-    if (!finite) return false;
-    if (c == Component::kKey) {
-      find_channel_params(l, block, s);
-    } else {
-      find_token_params(l, block, s);
-    }
-    gather_codes(l, c, block, s);
+    if (__syncthreads_and(source.stage(l, Component::kKey, s)) == 0) return false;
+    find_channel_params<kHeadDim, kKeyBits>(l, block, s);
+    __syncthreads();
+    write_codes<kHeadDim, kKeyBits, Component::kKey>(l, block, s);
+    __syncthreads();
+    if (__syncthreads_and(source.stage(l, Component::kValue, s)) == 0) return false;
+    find_token_params<kHeadDim, kValueBits>(l, block, s);
+    __syncthreads();
+    write_codes<kHeadDim, kValueBits, Component::kValue>(l, block, s);
+    return true;
   }
-  return true;
-}
+};
 
 __device__ __forceinline__ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c,
                                              int32_t token, int32_t dim, uint16_t x) {
