@@ -131,6 +131,16 @@ def codec():
 
 
 @table
+def basis():
+    return kernels(result("basis.json"))
+
+
+@table
+def channel():
+    return kernels(result("channel.json"))
+
+
+@table
 def prompt():
     peers = result("peers_prompt.json")
     rows = [[f"{p['backend']} causal attention, torch {peers['torch']}", f"{p['median_us']:.0f}", f"{p['tflop_per_s']:.0f}"]
