@@ -15,6 +15,7 @@ DeviceCodebook device_codebook(const Codebook& c) {
   d.mode = c.mode;
   d.component = c.component;
   d.table_id = c.table_id;
+  d.tree_entries = static_cast<int32_t>(c.tree.size());
   return d;
 }
 
@@ -44,6 +45,16 @@ Status CodedDecode::validate() const {
     return invalid("codebook.streams_per_lane");
   }
   if (is_raw_mode(codebook.mode)) return invalid("codebook.mode");
+  if (walk_tree) {
+    if (codebook.mode != BlockMode::kSingle && codebook.mode != BlockMode::kPair) {
+      return Status(StatusCode::kUnsupported, "coded decode: trees of modes single and pair only");
+    }
+    if (codebook.tree_entries < 2 || codebook.tree_entries > 2 * kMaxSymbols) {
+      return invalid("codebook.tree_entries");
+    }
+    if (codebook.levels < 2) return invalid("codebook.levels");
+    if (num_groups > 0 && codebook.tree == nullptr) return invalid("codebook.tree is needed");
+  }
   if (num_groups == 0) return Status::ok();
   if (bytes == nullptr || groups == nullptr || status == nullptr || codebook.table == nullptr) {
     return invalid("bytes, groups, status and codebook.table are needed");
@@ -67,6 +78,11 @@ Status CodedEncode::validate() const {
   }
   if (codebook.mode != BlockMode::kPair && codebook.mode != BlockMode::kSingle) {
     return Status(StatusCode::kUnsupported, "coded encode: modes single and pair only");
+  }
+  const int32_t symbols =
+      codebook.mode == BlockMode::kPair ? codebook.levels * codebook.levels : codebook.levels;
+  if (codebook.levels < 2 || codebook.levels > 256 || symbols > kMaxSymbols) {
+    return invalid("codebook.levels");
   }
   if (num_groups == 0) return Status::ok();
   if (codes == nullptr || bytes == nullptr || groups == nullptr || status == nullptr ||
