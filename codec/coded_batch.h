@@ -27,6 +27,7 @@ struct DeviceCodebook {
   const uint32_t* table = nullptr;     // [2^max_length]: device_table()
   const uint32_t* words = nullptr;     // [symbols]: encoder_words(); encoding only
   const uint16_t* cheapest = nullptr;  // [1 + places * radix]: Codebook::cheapest; encoding only
+  const uint16_t* tree = nullptr;  // [tree_entries]: Codebook::tree; CodedDecode::walk_tree only
   int32_t max_length = 0;
   int32_t levels = 0;
   int32_t base = 0;
@@ -34,6 +35,7 @@ struct DeviceCodebook {
   BlockMode mode = BlockMode::kPair;
   Component component = Component::kKey;
   uint8_t table_id = 0;
+  int32_t tree_entries = 0;
 };
 // The scalars of a codebook; the caller uploads the arrays.
 DeviceCodebook device_codebook(const Codebook& codebook);
@@ -66,6 +68,9 @@ struct CodedDecode {
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
   // Of the largest block (slice): more warps fit with less. Larger blocks get kOutOfRange.
   int32_t max_block_bytes = kMaxCodedBlockBytes;
+  // Bit by bit through the tree as KVComp section 3.3.1 does, instead of by table: to compare with.
+  // Modes kSingle and kPair.
+  bool walk_tree = false;
 
   // kInvalidArgument naming the field. Reads no array.
   Status validate() const;

@@ -6,6 +6,7 @@
 #include "codec/coded_open.cuh"
 #include "codec/coded_stream.cuh"
 #include "codec/cuda_device.cuh"
+#include "codec/huffman.h"
 #include "codec/quantize.h"
 #include "codec/warp.cuh"
 
@@ -18,10 +19,13 @@ using Stream = LaneStream<true>;
 constexpr int32_t kSlackBytes = kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 constexpr int32_t kTileBytes = kTileTokens * kSliceDims * 2;
 
+constexpr int32_t kTreeBytes = 2 * kMaxSymbols * static_cast<int32_t>(sizeof(uint16_t));
+
 // What a warp has in shared memory. The slack follows the block.
 struct WarpMemory {
   uint8_t* block;
   int16_t* tile;  // [kTileTokens][kSliceDims], codes
+  uint32_t tree;  // shared address, of all warps
 };
 
 // A slice and where its codes go.
@@ -45,6 +49,32 @@ __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
   }
   return {static_cast<int32_t>(e >> 6 & 3u), static_cast<int32_t>(e >> 22 & 3u)};  // kQuad
 }
+
+// The array tree of KVComp section 3.3.1 in shared memory.
+struct TreeWalk {
+  uint32_t tree;         // shared address
+  uint32_t last;         // entry
+  int32_t most, levels;  // bits of a code word, of a digit
+
+  __device__ __forceinline__ int32_t symbol(Stream& stream) const {
+    uint32_t bits = __funnelshift_r(stream.low, stream.high, stream.position);
+    bits >>= SharedTable<0>::kBias;
+    uint32_t entry = 0, length = 0;
+    do {
+      // A leaf is kLeaf + symbol; node 0 is the root.
+      entry = load_shared_u16(tree + 2 * min(2 * entry + (bits & 1u), last));
+      bits >>= 1;
+      ++length;
+    } while (entry < kLeaf && length < static_cast<uint32_t>(most));
+    stream.advance(stream.position + length);
+    return static_cast<int32_t>(entry % kLeaf);
+  }
+  __device__ __forceinline__ DigitPair pair(BlockMode mode, Stream& stream) const {
+    const int32_t first = symbol(stream);
+    if (mode == BlockMode::kSingle) return {first, symbol(stream)};
+    return {first % levels, first / levels};
+  }
+};
 
 // The four pairs of a lane in one dim block, from its streams.
 __device__ __forceinline__ void next_pairs(const DeviceCodebook& c, const SharedTable<0>& table,
@@ -154,6 +184,8 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
   const DeviceCodebook& c = job.call.codebook;
   const bool raw = is_raw_mode(h.mode);
   const int32_t lane = lane_index(), blocks = dim_block_count(h.dims);
+  const TreeWalk walk{memory.tree, static_cast<uint32_t>(c.tree_entries - 1), c.max_length,
+                      c.levels};
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
   const SharedTable<0> table(table_address, table_mask(c.max_length, 0));
   const uint32_t payload = shared_byte_address(memory.block + at.payload);
@@ -170,7 +202,15 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
     const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
     for (int32_t f = 0; f < blocks; ++f) {
       DigitPair pairs[4] = {};
-      if (!raw) next_pairs(c, table, stream, pairs);
+      if (!raw && job.call.walk_tree) {
+#pragma unroll
+        for (int32_t r = 0; r < 4; ++r) {
+          pairs[r] =
+              walk.pair(c.mode, h.streams_per_lane == 2 && r % 2 == 1 ? stream[1] : stream[0]);
+        }
+      } else if (!raw) {
+        next_pairs(c, table, stream, pairs);
+      }
 #pragma unroll
       for (int32_t r = 0; r < 4; ++r) {
         const PairPosition place = pair_position(h.component, 0, f, r, lane);
@@ -266,18 +306,26 @@ __host__ __device__ constexpr int32_t warp_bytes(int32_t max_block_bytes) {
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     decode_kernel(const __grid_constant__ CodedDecode call) {
   extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ uint16_t tree[2 * kMaxSymbols];
   const auto region = static_cast<uint32_t>(table_region_bytes(call.codebook.max_length, 0));
   const uint32_t table_address = (shared_byte_address(shared) + region - 1) / region * region;
   uint8_t* table = shared + (table_address - shared_byte_address(shared));
   for (uint32_t i = threadIdx.x; i < region / 4; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(table)[i] = call.codebook.table[i];
   }
+  if (call.walk_tree) {
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < call.codebook.tree_entries;
+         i += static_cast<int32_t>(blockDim.x)) {
+      tree[i] = call.codebook.tree[i];
+    }
+  }
   __syncthreads();
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto warps = static_cast<int32_t>(blockDim.x / 32);
   uint8_t* mine = table + region + warp * warp_bytes(call.max_block_bytes);
   mine = shared + ((mine - shared + 15) & ~15);
-  const WarpMemory memory{mine + kTileBytes, reinterpret_cast<int16_t*>(mine)};
+  const WarpMemory memory{mine + kTileBytes, reinterpret_cast<int16_t*>(mine),
+                          shared_byte_address(tree)};
   const auto stride = static_cast<int32_t>(gridDim.x) * warps;
   for (int32_t i = static_cast<int32_t>(blockIdx.x) * warps + warp; i < call.num_groups;
        i += stride) {
@@ -301,10 +349,10 @@ Status decode_coded(const CodedDecode& call, GpuStream stream) {
   if (!limits) return limits.status();
   // The table's own alignment may cost its size once more.
   const int32_t region = table_region_bytes(call.codebook.max_length, 0);
-  const int32_t tables = 2 * region + 16, each = warp_bytes(call.max_block_bytes);
+  const int32_t tables = 2 * region + 16 + kTreeBytes, each = warp_bytes(call.max_block_bytes);
   const int32_t warps = std::min(kMaxWarps, (limits->shared_bytes - tables) / each);
   if (warps < 1) return Status(StatusCode::kUnsupported, "coded decode: too little shared memory");
-  const int32_t bytes = tables + warps * each;
+  const int32_t bytes = tables - kTreeBytes + warps * each;
   if (Status s = cuda_status(
           cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");

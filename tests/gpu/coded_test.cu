@@ -83,10 +83,11 @@ struct Decoded {
 };
 
 Decoded decode_on_gpu(const CodedWorld& w, const std::vector<float>& steps,
-                      const std::vector<float>& means) {
+                      const std::vector<float>& means, bool walk_tree = false) {
   const DeviceArray<uint8_t> bytes(w.bytes);
   const DeviceArray<CodedGroup> groups(w.groups);
   const DeviceArray<uint32_t> table(device_table(w.codebook));
+  const DeviceArray<uint16_t> tree(w.codebook.tree);
   const DeviceArray<int16_t> codes(std::vector<int16_t>(static_cast<size_t>(w.num_codes), kPoison));
   const DeviceArray<uint16_t> values(
       std::vector<uint16_t>(static_cast<size_t>(w.num_codes), 0x7e00));
@@ -102,6 +103,8 @@ Decoded decode_on_gpu(const CodedWorld& w, const std::vector<float>& steps,
   call.status = status.get();
   call.codebook = device_codebook(w.codebook);
   call.codebook.table = table.get();
+  call.codebook.tree = tree.get();
+  call.walk_tree = walk_tree;
   call.size = static_cast<int64_t>(w.bytes.size());
   call.token_stride = w.head_dim;
   call.num_groups = static_cast<int32_t>(w.groups.size());
@@ -120,7 +123,10 @@ int32_t compare_with_host(const CodedWorld& w, CodeSource* source) {
   for (float& m : means) m = static_cast<float>(4 * source->uniform() - 2);
   CodedWorld world = w;
   for (CodedGroup& g : world.groups) g.step = source->below(2);
-  const Decoded got = decode_on_gpu(world, steps, means);
+  // Both ways must find the same; hostile streams, too.
+  const bool has_walk =
+      w.codebook.mode == BlockMode::kSingle || w.codebook.mode == BlockMode::kPair;
+  const Decoded got = decode_on_gpu(world, steps, means, has_walk && source->below(2) == 0);
   int32_t valid = 0;
   for (size_t i = 0; i < world.groups.size(); ++i) {
     const CodedGroup& g = world.groups[i];
@@ -169,6 +175,9 @@ TEST_F(CodedDeviceTest, DecodesWhatTheHostEncodes) {
           const CodedWorld w = make_world(&source_, {component, mode, streams, head_dim, 12});
           const Decoded got = decode_on_gpu(w, {1.0f}, std::vector<float>(512));
           ASSERT_EQ(got.codes, w.codes);
+          if (mode == BlockMode::kSingle || mode == BlockMode::kPair) {
+            ASSERT_EQ(decode_on_gpu(w, {1.0f}, std::vector<float>(512), true).codes, w.codes);
+          }
           ASSERT_EQ(compare_with_host(w, &source_), 12);
         }
       }
