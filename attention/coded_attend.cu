@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   }
   halves[thread] = total;
   __syncthreads();
-  const int64_t to = (int64_t{row} * call.columns + column) * call.head_dim + dim;
+  const int64_t to = (int64_t{row} * params.row_columns + column) * call.head_dim + dim;
   const int64_t mean = int64_t{call.rows[row].step} * call.head_dim + dim;
   float product = 0.0f;  // of q and the mean of the keys
   if (part == 0 && dim < call.head_dim) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   product = 0.0f;
   for (int32_t i = 0; i < 4; ++i) product += scratch[0][i];
   if (call.lse != nullptr) {
-    call.lse[row * call.columns + column] =
+    call.lse[int64_t{row} * params.row_columns + column] =
         present ? kLn2 * (top + log2_fast(sum)) + call.sm_scale * product : -INFINITY;
   }
   if (column == 0) call.row_status[row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
@@ -96,30 +96,62 @@ __global__ void __launch_bounds__(kJoinThreads)
 
 using Kernel = void (*)(CodedKernelParams);
 
-template <int kDimBlocks, int kCopiesLog>
+template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
 Kernel kernel_of_streams(int32_t streams) {
-  return streams == 1 ? coded_attention_kernel<kDimBlocks, 1, kCopiesLog>
-                      : coded_attention_kernel<kDimBlocks, 2, kCopiesLog>;
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>>
+                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>>;
 }
 
 // Numbers of copies there are kernels for, most first.
 constexpr int32_t kCopies[] = {5, 4, 3, 0};
 
-Kernel find_kernel(int32_t head_dim, int32_t streams, int32_t copies_log) {
-  if (head_dim == 64) return copies_log == 0 ? kernel_of_streams<4, 0>(streams) : nullptr;
-  if (head_dim == 96) return copies_log == 0 ? kernel_of_streams<6, 0>(streams) : nullptr;
-  switch (copies_log) {
-    case 0:
-      return kernel_of_streams<8, 0>(streams);
-    case 3:
-      return kernel_of_streams<8, 3>(streams);
-    case 4:
-      return kernel_of_streams<8, 4>(streams);
-    case 5:
-      return kernel_of_streams<8, 5>(streams);
-    default:
-      return nullptr;
+template <BlockMode kMode>
+Kernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
+  const int32_t streams = call.keys.codebook.streams_per_lane;
+  if (call.head_dim == 64) {
+    return copies_log == 0 ? kernel_of_streams<4, kMode, 0>(streams) : nullptr;
   }
+  if (call.head_dim == 96) {
+    return copies_log == 0 ? kernel_of_streams<6, kMode, 0>(streams) : nullptr;
+  }
+  if (copies_log == 0) return kernel_of_streams<8, kMode, 0>(streams);
+  if (copies_log == 5) return kernel_of_streams<8, kMode, 5>(streams);
+  if constexpr (kMode == BlockMode::kPair) {
+    if (copies_log == 3) return kernel_of_streams<8, kMode, 3>(streams);
+    if (copies_log == 4) return kernel_of_streams<8, kMode, 4>(streams);
+  }
+  return nullptr;
+}
+
+Kernel find_kernel(const CodedAttention& call, int32_t copies_log) {
+  return call.keys.codebook.mode == BlockMode::kPair
+             ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
+             : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
+}
+
+// Both kernels, for the columns from `first` on.
+Status launch_pass(Kernel kernel, const CodedAttention& call, const CodedAttentionGrid& grid,
+                   int32_t first, GpuStream stream) {
+  CodedKernelParams params{call,
+                           grid,
+                           {expected_header(call.keys.codebook, call.head_dim),
+                            expected_header(call.values.codebook, call.head_dim)},
+                           table_mask(call.keys.codebook.max_length, grid.copies_log),
+                           table_mask(call.values.codebook.max_length, grid.copies_log),
+                           call.columns};
+  params.call.columns = std::min(call.columns - first, kCodedColumns);
+  params.call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
+  params.call.out = static_cast<uint16_t*>(call.out) + int64_t{first} * call.head_dim;
+  if (call.lse != nullptr) params.call.lse = call.lse + first;
+  if (Status s =
+          launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
+                                static_cast<size_t>(grid.shared_bytes), stream, params);
+      !s) {
+    return s;
+  }
+  const dim3 joins(static_cast<unsigned>(call.num_rows),
+                   static_cast<unsigned>(params.call.columns));
+  return launch_after_previous(join_kernel, joins, kJoinThreads, 0, stream, params);
 }
 
 }  // namespace
@@ -140,8 +172,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
     const bool fits_word = 2 + copies_log + 2 * longest <= 32;
-    if (copies_log > most_copies_log || !fits_word ||
-        find_kernel(call.head_dim, 1, copies_log) == nullptr) {
+    if (copies_log > most_copies_log || !fits_word || find_kernel(call, copies_log) == nullptr) {
       continue;
     }
     for (int32_t slots = 2; slots > 0; --slots) {
@@ -161,15 +192,16 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
 
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
   const int64_t partials = int64_t{grid.num_ctas} * kCodedWarps + call.num_rows;
-  return static_cast<size_t>(partials * call.columns * (call.head_dim + 2)) * sizeof(float);
+  return static_cast<size_t>(partials * std::min(call.columns, kCodedColumns) *
+                             (call.head_dim + 2)) *
+         sizeof(float);
 }
 
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream) {
   if (Status s = call.validate(); !s) return s;
   if (call.num_rows == 0) return Status::ok();
   if (Status s = call.validate_arrays(); !s) return s;
-  const Kernel kernel =
-      find_kernel(call.head_dim, call.keys.codebook.streams_per_lane, grid.copies_log);
+  const Kernel kernel = find_kernel(call, grid.copies_log);
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
       grid.num_ctas < 1 || int64_t{grid.num_ctas} * kCodedWarps > kMaxPartials ||
       int64_t{grid.num_ctas} * kCodedWarps * grid.items_per_warp < call.num_items) {
@@ -182,20 +214,10 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
       !s) {
     return s;
   }
-  const CodedKernelParams params{call,
-                                 grid,
-                                 {expected_header(call.keys.codebook, call.head_dim),
-                                  expected_header(call.values.codebook, call.head_dim)},
-                                 table_mask(call.keys.codebook.max_length, grid.copies_log),
-                                 table_mask(call.values.codebook.max_length, grid.copies_log)};
-  if (Status s =
-          launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
-                                static_cast<size_t>(grid.shared_bytes), stream, params);
-      !s) {
-    return s;
+  for (int32_t first = 0; first < call.columns; first += kCodedColumns) {
+    if (Status s = launch_pass(kernel, call, grid, first, stream); !s) return s;
   }
-  const dim3 joins(static_cast<unsigned>(call.num_rows), static_cast<unsigned>(call.columns));
-  return launch_after_previous(join_kernel, joins, kJoinThreads, 0, stream, params);
+  return Status::ok();
 }
 
 }  // namespace tierkv

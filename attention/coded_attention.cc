@@ -5,6 +5,9 @@
 namespace tierkv {
 namespace {
 
+// Digits are fp16 numbers times 2^-18; below 2^-13 those are equally far from each other.
+constexpr int32_t kMaxAttendedLevels = 32;
+
 Status invalid(const std::string& what) {
   return Status(StatusCode::kInvalidArgument, "coded attention: " + what);
 }
@@ -15,8 +18,11 @@ Status unsupported(const std::string& what) {
 Status check_codebook(const CodedComponent& c, Component component, const std::string& name) {
   const DeviceCodebook& book = c.codebook;
   if (book.component != component) return invalid(name + ".codebook is of the other component");
-  if (book.mode != BlockMode::kPair) {
-    return unsupported(name + ".codebook: only codes in pairs are decoded here");
+  if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
+    return unsupported(name + ".codebook: only single codes and pairs are decoded here");
+  }
+  if (book.levels < 2 || book.levels > kMaxAttendedLevels) {
+    return unsupported(name + ".codebook: more than 32 levels");
   }
   if (book.max_length < 1 || book.max_length > kMaxCodeLength) {
     return invalid(name + ".codebook.max_length");
@@ -40,7 +46,7 @@ Status CodedAttention::validate() const {
   if (head_dim != 64 && head_dim != 96 && head_dim != 128) {
     return unsupported("head_dim must be 64, 96 or 128");
   }
-  if (columns < 1 || columns > kCodedColumns) return unsupported("columns must be 1 to 8");
+  if (columns < 1) return invalid("columns must be at least 1");
   if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0) {
     return invalid("a count is negative");
   }
@@ -50,6 +56,9 @@ Status CodedAttention::validate() const {
   }
   if (keys.codebook.streams_per_lane != values.codebook.streams_per_lane) {
     return unsupported("keys and values with different streams per lane");
+  }
+  if (keys.codebook.mode != values.codebook.mode) {
+    return unsupported("keys and values in different modes");
   }
   if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
     return invalid("streams per lane must be 1 or 2");

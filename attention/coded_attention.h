@@ -4,8 +4,8 @@
 // A row is one (sequence, kv_head). Its cache is a run of coded blocks of 64 tokens (the last may
 // have fewer), keys and values apart, and a raw window. All codes are those of a global step
 // (codec/global_step.h), so a row has one scale for its keys and one for its values, and no
-// metadata to read. One key codebook and one value codebook serve a call: the scope of KVComp
-// section 3.2, a layer.
+// metadata to read. One key codebook and one value codebook of the same mode, kPair or kSingle of
+// at most 32 levels, serve a call: the scope of KVComp section 3.2, a layer.
 //
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
@@ -75,7 +75,7 @@ struct CodedAttention {
   int32_t num_items = 0;   // of all rows
   int32_t num_blocks = 0;  // of each directory
   int32_t num_steps = 0;
-  int32_t columns = 0;   // q heads of a kv_head, 1 to 8
+  int32_t columns = 0;   // q heads of a kv_head
   int32_t head_dim = 0;  // 64, 96 or 128
   float sm_scale = 0;
   int32_t max_block_bytes = 0;  // of a coded block; raw ones may be larger
@@ -87,6 +87,7 @@ struct CodedAttention {
   Status validate_arrays() const;
 };
 
+// Columns beyond these take another pass over the cache.
 inline constexpr int32_t kCodedColumns = 8;
 
 // How a device runs a call.
@@ -104,7 +105,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                                                 int32_t most_copies_log = 5);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
-// Two kernels, no synchronisation; can be captured.
+// Two kernels a pass, no synchronisation; can be captured.
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
 
 }  // namespace tierkv

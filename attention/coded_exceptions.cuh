@@ -9,6 +9,13 @@ namespace tierkv {
 
 inline constexpr int32_t kExceptionStep = 8;
 
+// Small integers as fp16 numbers 1024 + x: two of them are compared in one instruction.
+inline constexpr uint32_t kHalfInteger = 0x6400;
+__device__ __forceinline__ uint32_t integer_halves(int32_t low, int32_t high) {
+  return (kHalfInteger + static_cast<uint32_t>(low)) | (kHalfInteger + static_cast<uint32_t>(high))
+                                                           << 16;
+}
+
 // Two exceptions of a lane; those that are not there change nothing.
 struct ExceptionPair {
   int32_t token[2], dim[2];
@@ -36,17 +43,16 @@ struct ExceptionPair {
     return bad;
   }
 
-  // The A operand whose rows are first_row + 0..15 of `rows`: token or dim.
-  __device__ __forceinline__ void operand(const int32_t (&rows)[2], int32_t first_row,
+  // The rows, token or dim, of the two exceptions less this lane's own, as operand() takes them.
+  __device__ __forceinline__ static uint32_t row_halves(const int32_t (&rows)[2]) {
+    const auto g = static_cast<int32_t>(fresh_lane() / 4);
+    return integer_halves(rows[0] + 8 - g, rows[1] + 8 - g);
+  }
+  // The A operand whose rows are first_row + 0..15.
+  __device__ __forceinline__ void operand(uint32_t rows, int32_t first_row,
                                           uint32_t (&a)[2]) const {
-    const int32_t g = static_cast<int32_t>(fresh_lane() / 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t row = first_row + 8 * r;
-      const uint32_t low = rows[0] - g == row ? deltas & 0xffffu : 0u;
-      const uint32_t high = rows[1] - g == row ? deltas & 0xffff0000u : 0u;
-      a[r] = low | high;
-    }
+    a[0] = deltas & equal_halves(rows, integer_halves(first_row + 8, first_row + 8));
+    a[1] = deltas & equal_halves(rows, integer_halves(first_row + 16, first_row + 16));
   }
 };
 
@@ -57,24 +63,27 @@ __device__ __forceinline__ uint32_t exception_queries(const ExceptionPair& pair,
   return query[pair.dim[0]] | static_cast<uint32_t>(query[pair.dim[1]]) << 16;
 }
 
-// The B operand of the values: p of this lane's column at the tokens that the exceptions change.
-__device__ __forceinline__ uint32_t exception_weights(const ExceptionPair& pair,
+// The B operand of the values: p of this lane's column at the tokens that the exceptions change,
+// picked out of p by a product with ones in the places of those tokens. words: of this step.
+__device__ __forceinline__ uint32_t exception_weights(uint32_t words, int32_t left,
                                                       const uint32_t (&p)[kItemTiles][2]) {
-  const auto column = static_cast<int32_t>(fresh_lane() / 4);
-  uint32_t half[2];
+  const auto lane = static_cast<int32_t>(fresh_lane());
+  // Row g of A is that of exception g; the columns of this lane are tokens 2t, 2t + 1 (+ 8).
+  int32_t token = 0;
+  if (lane / 4 < left)
+    token = static_cast<int32_t>(load_shared(words + lane / 4 * 4) & 0xffffu) / kSliceDims;
+  token = min(token, kBlockTokens) + 8 - 2 * (lane % 4);
+  const uint32_t tokens = integer_halves(token, token);
+  float picked[4] = {};
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    // p of (token, column) lies in lane 4 column + (token % 8) / 2, register token / 8.
-    const int32_t token = pair.token[j], lane = 4 * column + token % 8 / 2;
-    uint32_t found = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * kItemTiles; ++i) {
-      const uint32_t x = __shfl_sync(kFullWarp, p[i / 2][i % 2], lane);
-      found = i == token / 8 ? x : found;
-    }
-    half[j] = token % 2 ? found >> 16 : found & 0xffffu;
+  for (int o = 0; o < kItemTiles; ++o) {
+    const int32_t first = 16 * o + 8;
+    const uint32_t a[4] = {kOneHalves & equal_halves(tokens, integer_halves(first, first + 1)), 0,
+                           kOneHalves & equal_halves(tokens, integer_halves(first + 8, first + 9)),
+                           0};
+    mma_m16n8k16(picked, a, p[o][0], p[o][1]);
   }
-  return half[0] | half[1] << 16;
+  return transpose_8x8(pack_halves(picked[0], picked[1]));
 }
 
 }  // namespace tierkv

@@ -8,13 +8,6 @@
 
 namespace tierkv {
 
-struct CodedKernelParams {
-  CodedAttention call;
-  CodedAttentionGrid grid;
-  CodedHeaders headers;
-  uint32_t key_mask, value_mask;  // of the tables in shared memory
-};
-
 // By the whole warp: the last row whose first item is at most `item`.
 __device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t item) {
   int32_t low = 0, count = call.num_rows;
@@ -28,13 +21,74 @@ __device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t 
   return low;
 }
 
-template <int kCopiesLog>
-__device__ __forceinline__ void fill_table(uint32_t address, const DeviceCodebook& c) {
-  constexpr uint32_t kCopies = 1u << kCopiesLog;
-  const uint32_t entries = 1u << c.max_length;
-#pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    const uint32_t x = c.table[i], to = address + 4 * kCopies * i;
+// The items of a warp, row by row.
+struct WarpItems {
+  const CodedAttention& call;
+  int32_t row, first, end;  // the items of a row in turn
+  int32_t last;
+
+  // False where there are none. count: at most so many from `begin` on.
+  __device__ __forceinline__ bool begin(int64_t begin, int32_t count) {
+    last = static_cast<int32_t>(min(begin + count, int64_t{call.num_items}));
+    if (begin >= last) return false;
+    first = static_cast<int32_t>(begin);
+    row = find_row(call, first);
+    find_end();
+    return true;
+  }
+  __device__ __forceinline__ bool next_row() {
+    if (end >= last) return false;
+    first = end;
+    ++row;
+    find_end();
+    return true;
+  }
+
+ private:
+  // Rows without items are passed over.
+  __device__ __forceinline__ void find_end() {
+    end = last;
+    int32_t next = row + 1;
+    while (next < call.num_rows && call.rows[next].first_item <= first) row = next++;
+    if (next < call.num_rows) end = min(last, call.rows[next].first_item);
+  }
+};
+
+// A table on its way into shared memory: the first entries of a thread wait in registers while it
+// does other things.
+struct TableFill {
+  static constexpr int32_t kHeld = 4;
+  const uint32_t* table;
+  uint32_t count;  // entries
+  uint32_t held[kHeld];
+
+  __device__ __forceinline__ explicit TableFill(const DeviceCodebook& book)
+      : table(book.table), count(1u << book.max_length) {
+#pragma unroll
+    for (int32_t k = 0; k < kHeld; ++k) {
+      const uint32_t i = threadIdx.x + k * blockDim.x;
+      held[k] = i < count ? table[i] : 0;
+    }
+  }
+  // Every entry with its copies.
+  template <int kCopiesLog>
+  __device__ __forceinline__ void store(uint32_t address) const {
+#pragma unroll
+    for (int32_t k = 0; k < kHeld; ++k) {
+      const uint32_t i = threadIdx.x + k * blockDim.x;
+      if (i < count) store_entry<kCopiesLog>(address, i, held[k]);
+    }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x + kHeld * blockDim.x; i < count; i += blockDim.x) {
+      store_entry<kCopiesLog>(address, i, table[i]);
+    }
+  }
+
+ private:
+  template <int kCopiesLog>
+  __device__ __forceinline__ static void store_entry(uint32_t address, uint32_t i, uint32_t x) {
+    constexpr uint32_t kCopies = 1u << kCopiesLog;
+    const uint32_t to = address + 4 * kCopies * i;
     if constexpr (kCopies == 1) {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x));
     } else {
@@ -48,13 +102,14 @@ __device__ __forceinline__ void fill_table(uint32_t address, const DeviceCodeboo
       }
     }
   }
-}
+};
 
 inline constexpr int32_t kCodedWarps = 16;
 
-template <int kDimBlocks, int kStreams, int kCopiesLog>
+template <int kDimBlocks, class Code>
 __global__ void __launch_bounds__(kCodedWarps * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
+  constexpr int kCopiesLog = Code::kCopiesLog;
   extern __shared__ __align__(1024) uint8_t shared[];
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
@@ -73,15 +128,6 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   }
   publish_barriers();
   wait_for_previous_kernel();
-  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
-  int64_t item = int64_t{global_warp} * grid.items_per_warp;
-  const int64_t last = min(item + grid.items_per_warp, int64_t{call.num_items});
-  int32_t row = item < last ? find_row(call, static_cast<int32_t>(item)) : 0;
-  if (fits) {
-    fill_table<kCopiesLog>(layout.tables, key_book);
-    fill_table<kCopiesLog>(layout.tables + region, value_book);
-  }
-  __syncthreads();
 
   const auto first_slot = static_cast<uint32_t>(warp * grid.slots_per_warp);
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
@@ -93,27 +139,30 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
                  two ? static_cast<uint32_t>(sizeof(uint64_t)) : 0,
                  slot_bytes,
                  grid.slots_per_warp};
-  CodedWarp<kDimBlocks, kStreams, kCopiesLog> worker{
+  CodedWarp<kDimBlocks, Code> worker{
       call,
       ring,
-      params.headers,
+      params,
       SharedTable<kCopiesLog>(layout.tables, params.key_mask),
       SharedTable<kCopiesLog>(layout.tables + region, params.value_mask),
-      {},
-      {},
-      0};
-  while (item < last) {
-    int64_t end = last;
-    // Rows without items are passed over.
-    int32_t next = row + 1;
-    while (next < call.num_rows && call.rows[next].first_item <= item) row = next++;
-    if (next < call.num_rows) end = min(end, int64_t{call.rows[next].first_item});
-    float* partial = static_cast<float*>(call.workspace) +
-                     (int64_t{global_warp} + row) * coded_partial_floats(call);
-    worker.row_index = row;
-    worker.attend_row(static_cast<int32_t>(item), static_cast<int32_t>(end), fits, partial);
-    item = end;
-    row = next;
+      fits};
+  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
+  const TableFill key_fill(key_book), value_fill(value_book);
+  WarpItems items{call};
+  const bool any = items.begin(int64_t{global_warp} * grid.items_per_warp, grid.items_per_warp);
+  // The first blocks are on their way while the tables are filled.
+  if (any) worker.begin_row(items.row, items.first, items.end);
+  if (fits) {
+    key_fill.store<kCopiesLog>(layout.tables);
+    value_fill.store<kCopiesLog>(layout.tables + region);
+  }
+  __syncthreads();
+  if (!any) return;
+  while (true) {
+    worker.finish_row(static_cast<float*>(call.workspace) +
+                      (int64_t{global_warp} + items.row) * coded_partial_floats(call));
+    if (!items.next_row()) return;
+    worker.begin_row(items.row, items.first, items.end);
   }
 }
 

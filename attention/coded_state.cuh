@@ -49,7 +49,6 @@ struct CodedState {
       reference[c] = kNoReference;
       sum[c] = 0.0f;
     }
-    bad = 0;
   }
 
   // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
@@ -106,7 +105,7 @@ struct CodedState {
       }
     }
     // The sum is that of the rounded ones, so that the base drops out exactly.
-    constexpr uint32_t kOnes = 0x3c003c00u, ones[4] = {kOnes, kOnes, kOnes, kOnes};
+    constexpr uint32_t ones[4] = {kOneHalves, kOneHalves, kOneHalves, kOneHalves};
     float total[4] = {};
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) mma_m16n8k16(total, ones, p[o][0], p[o][1]);

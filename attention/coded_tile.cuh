@@ -3,27 +3,13 @@
 // times 2^-18.
 #pragma once
 
-#include "attention/coded_attention.h"
+#include "attention/coded_params.h"
 #include "attention/ptx.cuh"
 #include "codec/coded_stream.cuh"
 
 namespace tierkv {
 
 inline constexpr int32_t kItemTiles = kBlockTokens / kTileTokens;
-
-// What a block must say: words 0 and 1 of its header, tokens left out.
-struct ExpectedHeader {
-  uint32_t first, second;
-};
-struct CodedHeaders {
-  ExpectedHeader keys, values;
-};
-inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim) {
-  return {kCodedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
-              static_cast<uint32_t>(c.streams_per_lane) << 12 | uint32_t{c.table_id} << 16 |
-              static_cast<uint32_t>(c.component) << 24,
-          static_cast<uint32_t>(head_dim) << 8 | static_cast<uint32_t>(c.base) << 16};
-}
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 x;
@@ -62,10 +48,13 @@ __device__ __forceinline__ OpenBlock open_block(uint32_t slot, uint32_t slot_byt
   b.payload = slot + kCodedBlockHeaderBytes + 2 * kWarpLanes * kStreams;
   b.exception_words = b.payload + (static_cast<uint32_t>(b.payload_bits()) + 31) / 32 * 4;
   const uint32_t end = b.exception_words + kExceptionBytes * (b.header.z >> 16);
-  b.coded = b.header.x == expected.first &&
-            b.header.y == (expected.second | static_cast<uint32_t>(tokens)) &&
-            b.exceptions() <= kMaxExceptions && (end - slot + 15) / 16 == b.units() &&
-            b.units() * 16 <= slot_bytes;
+  // All at once: no branch waits for another.
+  const uint32_t wrong = (b.header.x ^ expected.first) |
+                         (b.header.y ^ (expected.second | static_cast<uint32_t>(tokens))) |
+                         ((end - slot + 15) / 16 ^ b.units());
+  b.coded = static_cast<int32_t>(wrong == 0) &
+            static_cast<int32_t>(b.exceptions() <= kMaxExceptions) &
+            static_cast<int32_t>(b.units() * 16 <= slot_bytes);
   return b;
 }
 
@@ -97,9 +86,22 @@ __device__ __forceinline__ bool open_raw(const OpenBlock& b, const uint8_t* from
   return static_cast<int32_t>(b.units()) * 16 == kCodedBlockHeaderBytes + bytes;
 }
 
+// How the blocks of a call are coded: kPair or kSingle, and the copies of the tables.
+template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
+struct BlockCode {
+  static constexpr BlockMode kMode = kCodedMode;
+  static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
+  // Digits leave an entry of kPair alone, or raised by kRaise, which is one addition that rounds
+  // the code length away. It runs where lookups leave room, but the raise costs the sums ten bits,
+  // so it is for the scores, sums over the channels of one token.
+  static constexpr int kRaise = kMode == BlockMode::kPair ? 1024 : 0;
+};
+inline constexpr uint32_t kRaiseHalves = 0x1c001c00u;  // two halves of 1024 * 2^-18
+
 // The streams of a lane in a coded block.
-template <int kStreams, int kCopiesLog>
-struct LanePair {
+template <class Code>
+struct LaneCodes {
+  static constexpr int kStreams = Code::kStreams, kCopiesLog = Code::kCopiesLog;
   static constexpr int32_t kBias = SharedTable<kCopiesLog>::kBias;
   LaneStream<kStreams == 1> stream[kStreams];
 
@@ -137,18 +139,41 @@ struct LanePair {
     return bad;
   }
 
-  // The registers of the next dim block.
-  __device__ __forceinline__ void fragment(const SharedTable<kCopiesLog>& table, uint32_t (&a)[4]) {
-    if constexpr (kStreams == 1) {
-      stream[0].step(table, &a[0], &a[1]);
-      stream[0].step(table, &a[2], &a[3]);
+  // The registers of the next dim block, raised or not.
+  __device__ __forceinline__ void fragment(const SharedTable<kCopiesLog>& table, bool raised,
+                                           uint32_t (&a)[4]) {
+    if constexpr (Code::kMode == BlockMode::kSingle) {
+      fragment_of_singles(table, a);
     } else {
-      uint32_t first[2], second[2];
-      step_both(stream[0], stream[1], table, first, second);
-      a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
-    }
+      if constexpr (kStreams == 1) {
+        stream[0].step(table, &a[0], &a[1]);
+        stream[0].step(table, &a[2], &a[3]);
+      } else {
+        uint32_t first[2], second[2];
+        step_both(stream[0], stream[1], table, first, second);
+        a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
+      }
 #pragma unroll
-    for (int r = 0; r < 4; ++r) a[r] &= kDigitMask;
+      for (int r = 0; r < 4; ++r)
+        a[r] = raised ? add_halves(a[r], kRaiseHalves) : a[r] & kDigitMask;
+    }
+  }
+
+ private:
+  // An entry has its digit, less than 32, where the second one of kPair is, and nothing around it.
+  __device__ __forceinline__ void fragment_of_singles(const SharedTable<kCopiesLog>& table,
+                                                      uint32_t (&a)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; r += kStreams) {
+      uint32_t first[2], second[2];
+      if constexpr (kStreams == 1) {
+        stream[0].step(table, &first[0], &second[0]);
+      } else {
+        step_both(stream[0], stream[1], table, first, second);
+      }
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) a[r + s] = __byte_perm(first[s], second[s], 0x7632);
+    }
   }
 };
 

@@ -11,32 +11,38 @@ namespace tierkv {
 // Tiles are loops: unrolled, the instructions of all tiles do not fit into the caches that 16 warps
 // at different places of a kernel share. Registers have no index, so the tiles move past the loop.
 template <class T, int kCount>
-__device__ __forceinline__ void push_tile(T (&x)[kItemTiles][kCount], const T (&last)[kCount]) {
+__device__ __forceinline__ void shift_tiles(T (&x)[kItemTiles][kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int o = 1; o < kItemTiles; ++o) {
 #pragma unroll
-    for (int o = 1; o < kItemTiles; ++o) x[o - 1][i] = x[o][i];
-    x[kItemTiles - 1][i] = last[i];
+    for (int i = 0; i < kCount; ++i) x[o - 1][i] = x[o][i];
   }
 }
+__device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float (&last)[4]) {
+  shift_tiles(x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[kItemTiles - 1][i] = last[i];
+}
 
-template <int kDimBlocks, int kStreams, int kCopiesLog>
+template <int kDimBlocks, class Code>
 struct CodedWarp {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
-  using Streams = LanePair<kStreams, kCopiesLog>;
+  using Streams = LaneCodes<Code>;
   const CodedAttention& call;
   BlockRing& ring;
-  const CodedHeaders& headers;
-  SharedTable<kCopiesLog> key_table, value_table;
+  const CodedKernelParams& params;
+  SharedTable<Code::kCopiesLog> key_table, value_table;
+  bool fits;  // shared memory is as large as it must be
   CodedState<kDimBlocks> state;
   BlockRun run;
-  int32_t row_index;
+  int32_t row_index, from, to;  // items of the row
+  float key_scale;              // brings a digit times q to log2 units
 
   // Block i of the run, in its slot.
   __device__ __forceinline__ OpenBlock open(const ExpectedHeader& header, int32_t i,
                                             int32_t tokens) {
     ring.wait();
-    const OpenBlock b = open_block<kStreams>(ring.slot, ring.slot_bytes, header, tokens);
+    const OpenBlock b = open_block<Code::kStreams>(ring.slot, ring.slot_bytes, header, tokens);
     if (run.holds(i)) state.bad |= run.mine.units ^ b.units();
     return b;
   }
@@ -54,7 +60,8 @@ struct CodedWarp {
   __device__ __forceinline__ void score_raw(const OpenBlock& b, int32_t i,
                                             float (&s)[kItemTiles][4]) {
     RawBlock raw;
-    if (!open_other(b, headers.keys, i, &raw)) return;
+    if (!open_other(b, params.headers.keys, i, &raw)) return;
+    raw.base += Code::kRaise;
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
       float tile[4] = {};
@@ -83,7 +90,7 @@ struct CodedWarp {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
           uint32_t a[4];
-          streams.fragment(key_table, a);
+          streams.fragment(key_table, true, a);
           mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
         }
       }
@@ -101,13 +108,14 @@ struct CodedWarp {
                                               b.tokens);
     // Lanes of columns that are not there take the last one: their sums are not kept.
     const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
+    const uint32_t rows = ExceptionPair::row_halves(pair.token);
     const uint32_t queries =
         exception_queries(pair, static_cast<const uint16_t*>(call.q) +
-                                    (int64_t{row_index} * call.columns + column) * kHeadDim);
+                                    (int64_t{row_index} * params.row_columns + column) * kHeadDim);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
       uint32_t a[2];
-      pair.operand(pair.token, 16 * o, a);
+      pair.operand(rows, 16 * o, a);
       mma_m16n8k8(s[o], a, queries);
     }
   }
@@ -115,7 +123,7 @@ struct CodedWarp {
   __device__ __forceinline__ void add_raw(const OpenBlock& b, int32_t i,
                                           uint32_t (&p)[kItemTiles][2]) {
     RawBlock raw;
-    if (!open_other(b, headers.values, i, &raw)) return;
+    if (!open_other(b, params.headers.values, i, &raw)) return;
 #pragma unroll 1
     for (int o = 0; o < tile_count(b.tokens); ++o) {
 #pragma unroll 1
@@ -130,7 +138,7 @@ struct CodedWarp {
           for (int j = 0; j < 4; ++j) state.out[z][j] += z == f ? sum[j] : 0.0f;
         }
       }
-      push_tile(p, p[0]);
+      shift_tiles(p);
     }
   }
 
@@ -146,10 +154,10 @@ struct CodedWarp {
 #pragma unroll
       for (int f = 0; f < kDimBlocks; ++f) {
         uint32_t a[4];
-        streams.fragment(value_table, a);
+        streams.fragment(value_table, false, a);
         mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
       }
-      push_tile(p, p[0]);
+      shift_tiles(p);
     }
     state.bad |= streams.ends(b);
   }
@@ -159,11 +167,13 @@ struct CodedWarp {
     ExceptionPair pair;
     state.bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
                                               b.tokens);
-    const uint32_t weights = exception_weights(pair, p);
+    const uint32_t rows = ExceptionPair::row_halves(pair.dim);
+    const uint32_t weights =
+        exception_weights(b.exception_words + 4 * first, b.exceptions() - first, p);
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
       uint32_t a[2];
-      pair.operand(pair.dim, 16 * f, a);
+      pair.operand(rows, 16 * f, a);
       mma_m16n8k8(state.out[f], a, weights);
     }
   }
@@ -193,22 +203,22 @@ struct CodedWarp {
   }
 
   // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
-  // those of the row from the first of these blocks on; scale brings a digit times q to log2 units.
-  __device__ __forceinline__ void attend_blocks(float scale, int32_t tokens) {
+  // those of the row from the first of these blocks on.
+  __device__ __forceinline__ void attend_blocks(int32_t tokens) {
 #pragma unroll 1
     for (int32_t i = 0; i < run.count; i += 2) {
       const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      OpenBlock b = open(headers.keys, i, here);
+      OpenBlock b = open(params.headers.keys, i, here);
       if (b.coded) {
         score_coded(b, s);
       } else {
         score_raw(b, i, s);
       }
       next_block(i);
-      state.weigh(s, here, scale * kDigitScale, p);
-      b = open(headers.values, i + 1, here);
+      state.weigh(s, here, key_scale * kDigitScale, p);
+      b = open(params.headers.values, i + 1, here);
       if (b.coded) {
         add_coded(b, p);
       } else {
@@ -270,37 +280,48 @@ struct CodedWarp {
           window_fragment(values + at + o * tile_bytes, f, a);
           mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
         }
-        push_tile(p, p[0]);
+        shift_tiles(p);
       }
     }
   }
 
-  // Items begin .. end - 1 of all, those of row_index that hold any.
-  __device__ __forceinline__ void attend_row(int32_t begin, int32_t end, bool fits,
-                                             float* partial) {
-    const CodedRow& row = call.rows[row_index];
+  // Items begin .. end - 1 of all, those of row r that hold any: asks for their first blocks.
+  __device__ __forceinline__ void begin_row(int32_t r, int32_t begin, int32_t end) {
+    row_index = r;
+    const CodedRow& row = call.rows[r];
     const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
-    const int32_t from = begin - row.first_item, to = end - row.first_item;
+    from = begin - row.first_item, to = end - row.first_item;
     const bool named = fits && from >= 0 &&
                        to <= coded_row_items(row.coded_tokens, row.window_tokens) &&
                        row.step >= 0 && row.step < call.num_steps && row.coded_tokens >= 0 &&
                        row.window_tokens >= 0 && row.first_block >= 0 &&
                        int64_t{row.first_block} + blocks <= call.num_blocks;
-    const int32_t count = named ? min(to, blocks) - from : 0;
-    const uint32_t bad = count > 0 ? begin_blocks(row.first_block + from, count) : 0;
-    const float score = call.sm_scale * kLog2E,
-                scale = named ? score * call.keys.steps[row.step] : 0.0f;
-    state.begin(call,
-                static_cast<const uint16_t*>(call.q) + int64_t{row_index} * call.columns * kHeadDim,
-                scale * static_cast<float>(call.keys.codebook.base));
-    state.bad = bad | static_cast<uint32_t>(!named);
-    if (named) {
-      if (to > blocks) fetch_window(row);
-      if (count > 0) attend_blocks(scale, row.coded_tokens - from * kBlockTokens);
+    if (!named) to = from;
+    state.bad = static_cast<uint32_t>(!named);
+    run.count = 0;
+    if (from < min(to, blocks)) {
+      state.bad |= begin_blocks(row.first_block + from, min(to, blocks) - from);
+    }
+    const float step = named ? call.keys.steps[row.step] : 0.0f;
+    key_scale = call.sm_scale * kLog2E * step;
+    state.begin(
+        call,
+        static_cast<const uint16_t*>(call.q) + int64_t{row_index} * params.row_columns * kHeadDim,
+        key_scale * static_cast<float>(call.keys.codebook.base - Code::kRaise));
+    if (to > max(from, blocks)) fetch_window(row);
+  }
+  // What begin_row() began.
+  __device__ __forceinline__ void finish_row(float* partial) {
+    const CodedRow& row = call.rows[row_index];
+    if (to > from) {
+      const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
+      attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
                           static_cast<float>(call.values.codebook.base));
       const int32_t first = max(from - blocks, 0);
-      if (to > blocks) attend_window(score, row, first, to - blocks - first);
+      if (to > blocks) {
+        attend_window(call.sm_scale * kLog2E, row, first, to - blocks - first);
+      }
     }
     state.leave(call, partial);
   }

@@ -74,6 +74,19 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {
   return *reinterpret_cast<const uint32_t*>(&y);
 }
 
+inline constexpr uint32_t kOneHalves = 0x3c003c00u;
+// Per half all ones where they are equal.
+__device__ __forceinline__ uint32_t equal_halves(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+__device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 // The index of the lowest set bit; x is not 0.
 __device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
   return __ffs(static_cast<int32_t>(x)) - 1;
@@ -151,10 +164,12 @@ __device__ __forceinline__ bool is_first_lane() {
 // them to be brought into L2. copy_pieces(), or copy_page() for a single one, bring them into
 // shared memory; the phase of the barrier ends when they are there.
 #if TKV_BULK_COPY
+// By any lane: asks for bytes, a multiple of 16, to be brought into L2.
+__device__ __forceinline__ void prefetch_bytes(const uint8_t* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void prefetch_piece(const CopyPiece& piece) {
-  if (piece.bytes == 0) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(piece.from), "r"(piece.bytes)
-               : "memory");
+  if (piece.bytes > 0) prefetch_bytes(piece.from, piece.bytes);
 }
 __device__ __forceinline__ void copy_bytes(uint32_t barrier, uint32_t to, const uint8_t* from,
                                            uint32_t bytes, uint64_t policy) {
@@ -211,6 +226,7 @@ __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces&
   }
 }
 #else
+__device__ __forceinline__ void prefetch_bytes(const uint8_t*, uint32_t) {}
 __device__ __forceinline__ void prefetch_pieces(const CopyPieces&) {}
 __device__ __forceinline__ void copy_by_lanes(uint32_t to, const uint8_t* from, uint32_t bytes) {
   for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 512) {
