@@ -58,17 +58,21 @@ void run_layer(CodedReport* to, const Options& o, const DumpCodes& dump, int32_t
   for (const Rung& rung : kRungs) {
     if (!o.rung.empty() && o.rung != rung.name) continue;
     const LayerCodes& codes = dump.layers[static_cast<size_t>(layer)];
-    const Blocks keys = make_blocks(dump, codes, Component::kKey, rung);
-    const Blocks values = make_blocks(dump, codes, Component::kValue, rung);
-    const DeviceBlocks device_keys(keys), device_values(values);
-    const CodedCase c{rung, layer, keys, values, device_keys, device_values};
+    const auto keys = make_blocks(dump, codes, Component::kKey, rung);
+    const auto values = make_blocks(dump, codes, Component::kValue, rung);
+    if (!keys || !values) {
+      std::fprintf(stderr, "%s layer %d: not these codes\n", rung.name, layer);
+      continue;
+    }
+    const DeviceBlocks device_keys(*keys), device_values(*values);
+    const CodedCase c{rung, layer, *keys, *values, device_keys, device_values};
     for (const Shape& shape : kShapes) {
-      if (wants(o, shape) && o.only != "codec") run_attention(to, c, shape);
+      if (wants(o, shape) && o.only != "codec" && is_attended(rung)) run_attention(to, c, shape);
     }
     if (o.only == "attention") continue;
     for (Component component : {Component::kKey, Component::kValue}) {
       run_decode(to, c, component);
-      run_encode(to, c, component);
+      if (is_attended(rung) && layer == 0) run_encode(to, c, component);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,16 +52,29 @@ inline DumpCodes read_codes(const std::string& path) {
   return codes;
 }
 
+// A way to code and to decode; the ladder's rungs that share bytes differ in how they are decoded.
 struct Rung {
   const char* name;
+  BlockMode mode;
   int32_t max_length, streams, copies_log;
+  bool walk_tree = false;  // decoding only
 };
 inline constexpr Rung kRungs[] = {
-    {"pair 9 bits x32 /2", 9, 2, 5},  {"pair 10 bits x16 /2", 10, 2, 4},
-    {"pair 10 bits x16", 10, 1, 4},   {"pair 11 bits x8 /2", 11, 2, 3},
-    {"pair 11 bits x1 /2", 11, 2, 0}, {"pair 11 bits x1", 11, 1, 0},
-    {"pair 12 bits x1 /2", 12, 2, 0},
+    {"tree walk", BlockMode::kSingle, 8, 1, 0, true},
+    {"single 8 bits x32 /2", BlockMode::kSingle, 8, 2, 5},
+    {"pair 9 bits x32 /2", BlockMode::kPair, 9, 2, 5},
+    {"pair 10 bits x16 /2", BlockMode::kPair, 10, 2, 4},
+    {"pair 10 bits x16", BlockMode::kPair, 10, 1, 4},
+    {"pair 11 bits x8 /2", BlockMode::kPair, 11, 2, 3},
+    {"pair 11 bits x1 /2", BlockMode::kPair, 11, 2, 0},
+    {"pair 11 bits x1", BlockMode::kPair, 11, 1, 0},
+    {"pair 12 bits x1 /2", BlockMode::kPair, 12, 2, 0},
+    {"split 11 bits", BlockMode::kSplit, 11, 1, 0},
 };
+// What attention decodes by itself.
+inline bool is_attended(const Rung& rung) {
+  return !rung.walk_tree && (rung.mode == BlockMode::kPair || rung.mode == BlockMode::kSingle);
+}
 
 template <class T>
 class Device {
@@ -93,26 +107,26 @@ struct Blocks {
   std::vector<uint8_t> bytes;
   std::vector<CodedBlockRef> refs;
   std::vector<CodedGroup> groups;
-  std::vector<int16_t> codes;  // of all groups
+  std::vector<const int16_t*> codes;  // of each group, in the dump
   int32_t largest = 0;
   // Of `unique` different ones.
   int64_t exceptions = 0, raw = 0;
   double unique = 0;
 };
 
-inline Blocks make_blocks(const DumpCodes& dump, const LayerCodes& layer, Component component,
-                          const Rung& rung) {
+inline std::optional<Blocks> make_blocks(const DumpCodes& dump, const LayerCodes& layer,
+                                         Component component, const Rung& rung) {
   const std::vector<int16_t>& codes = layer.component[static_cast<int32_t>(component)];
   const int64_t head_codes = int64_t{dump.tokens} * dump.head_dim;
   CodeHistogram histogram(component, dump.head_dim);
   for (int32_t h = 0; h < dump.heads; ++h) histogram.add(&codes[h * head_codes], dump.tokens);
   CodebookSpec spec;
-  spec.mode = BlockMode::kPair;
+  spec.mode = rung.mode;
   spec.max_length = rung.max_length;
   spec.streams_per_lane = rung.streams;
   Blocks blocks;
   auto book = build_codebook(histogram, spec);
-  if (!book.is_ok()) fail(book.status().message());
+  if (!book.is_ok()) return std::nullopt;  // the mode cannot hold these codes
   blocks.book = *book;
   const int32_t per_head = dump.tokens / kBlockTokens;
   std::vector<std::vector<uint8_t>> unique(static_cast<size_t>(dump.heads) * per_head);
@@ -144,9 +158,8 @@ inline Blocks make_blocks(const DumpCodes& dump, const LayerCodes& layer, Compon
     blocks.refs.push_back(
         {static_cast<uint32_t>(group.offset / 16), static_cast<uint32_t>(b.size() / 16)});
     blocks.bytes.insert(blocks.bytes.end(), b.begin(), b.end());
-    const int16_t* from = &codes[static_cast<size_t>(head) * head_codes +
-                                 static_cast<size_t>(at) * kBlockTokens * dump.head_dim];
-    blocks.codes.insert(blocks.codes.end(), from, from + kBlockTokens * dump.head_dim);
+    blocks.codes.push_back(&codes[static_cast<size_t>(head) * head_codes +
+                                  static_cast<size_t>(at) * kBlockTokens * dump.head_dim]);
   }
   for (int32_t i = kMostItems; i < kMostRefs; ++i) {
     blocks.refs.push_back(blocks.refs[static_cast<size_t>(i - kMostItems)]);
@@ -163,6 +176,7 @@ struct DeviceBlocks {
         table(device_table(from.book)),
         words(encoder_words(from.book)),
         cheapest(from.book.cheapest),
+        tree(from.book.tree),
         steps(std::vector<float>{0.02f}),
         means(std::vector<float>(128, 0.1f)) {
     component.bytes = bytes.get();
@@ -174,12 +188,13 @@ struct DeviceBlocks {
     component.codebook.table = table.get();
     component.codebook.words = words.get();
     component.codebook.cheapest = cheapest.get();
+    component.codebook.tree = tree.get();
   }
   Device<uint8_t> bytes;
   Device<CodedBlockRef> refs;
   Device<CodedGroup> groups;
   Device<uint32_t> table, words;
-  Device<uint16_t> cheapest;
+  Device<uint16_t> cheapest, tree;
   Device<float> steps, means;
   CodedComponent component;
 };

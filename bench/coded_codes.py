@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them.
 
-coded_codes.py DUMP OUT [--layers 1,3,5] [--key-step 0.3] [--value-step 0.25]
+coded_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.3] [--value-step 0.25] [--kvcomp]
 
 OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer i16 codes [kv heads, tokens, head_dim] of the keys
 and of the values. Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
@@ -36,20 +36,33 @@ def layer_codes(layer, args):
     return np.stack(keys), np.stack(values)
 
 
+def relative_codes(x, step, axis):
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+    return np.rint((x - low) / np.maximum(step * (high - low), 1e-12)).astype("<i2")
+
+
+def kvcomp_codes(layer, args):
+    """Keys by channel in blocks of 64 tokens, values by token; a last block of fewer tokens takes part."""
+    k, v = (as_float(layer[name][()]) for name in ("k", "v"))
+    blocks = [relative_codes(k[:, i:i + 64], 0.05, 1) for i in range(0, k.shape[1], 64)]
+    return np.concatenate(blocks, axis=1), relative_codes(v, 0.15, 2)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dump")
     parser.add_argument("out")
-    parser.add_argument("--layers", default="1,3,5")
+    parser.add_argument("--layers", default="0,3,5")
     parser.add_argument("--key-step", type=float, default=0.3)
     parser.add_argument("--value-step", type=float, default=0.25)
+    parser.add_argument("--kvcomp", action="store_true", help="relative steps 0.05 and 0.15 instead, as KVComp")
     args = parser.parse_args()
     with h5py.File(args.dump) as f, open(args.out, "wb") as out:
         seq = next(iter(f["seq"].values()))
         layers = [seq["layer"][name] for name in args.layers.split(",")]
         out.write(np.array([len(layers), *layers[0]["k"].shape], "<i4").tobytes())
         for layer in layers:
-            for codes in layer_codes(layer, args):
+            for codes in (kvcomp_codes if args.kvcomp else layer_codes)(layer, args):
                 out.write(codes.tobytes())
 
 

@@ -217,6 +217,7 @@ inline void run_decode(CodedReport* to, const CodedCase& c, Component component)
   call.num_groups = kMostItems;
   call.num_steps = 1;
   call.head_dim = 128;
+  call.walk_tree = c.rung.walk_tree;
   call.max_block_bytes = std::max(blocks.raw > 0 ? 8208 : 16, blocks.largest);
   const Timing t = time_graph(to->stream, 2, to->replays, [&](int) {
     const Status s = decode_coded(call, to->stream);
@@ -225,9 +226,12 @@ inline void run_decode(CodedReport* to, const CodedCase& c, Component component)
   for (StatusCode code : status.read()) {
     if (code != StatusCode::kOk) fail("a block was refused");
   }
+  const double bits = 8.0 * static_cast<double>(blocks.bytes.size()) / static_cast<double>(values);
   to->begin("decode");
-  std::fprintf(to->out, "\"rung\": \"%s\", \"layer\": %d, \"component\": \"%s\", ", c.rung.name,
-               c.layer, name);
+  std::fprintf(to->out,
+               "\"rung\": \"%s\", \"layer\": %d, \"component\": \"%s\", "
+               "\"bits_per_symbol\": %.4f, ",
+               c.rung.name, c.layer, name, bits);
   to->timing("decode_us", t);
   std::fprintf(to->out, ", \"output_gb_per_s\": %.1f}", 2e-3 * values / t.median);
   std::fprintf(stderr, "%-20s layer %d decode %s to fp16: %.1f us, %.0f GB/s\n", c.rung.name,
@@ -238,7 +242,11 @@ inline void run_encode(CodedReport* to, const CodedCase& c, Component component)
   const bool is_key = component == Component::kKey;
   const Blocks& blocks = is_key ? c.keys : c.values;
   const DeviceBlocks& device = is_key ? c.device_keys : c.device_values;
-  const Device<int16_t> codes(blocks.codes);
+  std::vector<int16_t> all;
+  for (const int16_t* from : blocks.codes) {
+    all.insert(all.end(), from, from + kBlockTokens * 128);
+  }
+  const Device<int16_t> codes(all);
   // Where the host put them: what the encoder must write is what is there.
   const Device<CodedGroup> groups(blocks.groups);
   const Device<uint8_t> bytes(blocks.bytes.size());
