@@ -220,6 +220,7 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.page_bytes = call.pages.page_bytes;
   params.num_pages = call.pages.num_pages;
   params.columns = query_columns(config);
+  params.is_bfloat16 = config.dtype == DType::kBFloat16;
   params.tail = tail_source(config, call.tail);
   if (call.scores.memory != nullptr) {
     params.scores = token_scores(call.scores.memory, call.scores.bytes, params.rows.num_rows,

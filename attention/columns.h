@@ -26,8 +26,7 @@ struct QueryColumns {
   int32_t q_len = 1;
   int32_t num_kv_heads = 1;
   int32_t passes = 1;
-  int32_t of_row = 1;        // columns of a row; the last pass may have fewer
-  bool is_bfloat16 = false;  // q, out and raw pages, otherwise fp16
+  int32_t of_row = 1;  // columns of a row; the last pass may have fewer
 
   TKV_HD constexpr int32_t first(int32_t row) const {
     return passes == 1 ? 0 : row % passes * of_row;

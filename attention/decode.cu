@@ -5,16 +5,16 @@
 namespace tierkv {
 namespace {
 
-DecodeKernel kernel_of(int32_t head_dim, int32_t blocks, bool is_plain) {
+DecodeKernel kernel_of(int32_t head_dim, int32_t blocks, DecodeMode mode) {
   switch (head_dim) {
     case 64:
-      return decode_kernel_of<64>(blocks, is_plain);
+      return decode_kernel_of<64>(blocks, mode);
     case 96:
-      return decode_kernel_of<96>(blocks, is_plain);
+      return decode_kernel_of<96>(blocks, mode);
     case 128:
-      return decode_kernel_of<128>(blocks, is_plain);
+      return decode_kernel_of<128>(blocks, mode);
     case 256:
-      return decode_kernel_of<256>(blocks, is_plain);
+      return decode_kernel_of<256>(blocks, mode);
     default:
       return nullptr;
   }
@@ -29,9 +29,10 @@ Status no_kernel(int32_t head_dim) {
 
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
   const int32_t blocks = column_blocks(of_row);
-  for (const bool plain : {false, true}) {
-    const DecodeKernel kernel = kernel_of(head_dim, blocks, plain);
-    if (kernel == nullptr) return no_kernel(head_dim);
+  for (const DecodeMode mode : {DecodeMode::kPlain, DecodeMode::kFull, DecodeMode::kBFloat16}) {
+    const DecodeKernel kernel = kernel_of(head_dim, blocks, mode);
+    if (kernel == nullptr && mode != DecodeMode::kPlain) return no_kernel(head_dim);
+    if (kernel == nullptr) continue;
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -43,7 +44,7 @@ Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
   const DecodeKernel kernel =
-      kernel_of(head_dim, column_blocks(params.columns.of_row), is_plain(params));
+      kernel_of(head_dim, column_blocks(params.columns.of_row), decode_mode(params));
   if (kernel == nullptr) return no_kernel(head_dim);
   const int32_t bytes =
       decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots).bytes;

@@ -32,7 +32,7 @@ struct DecodeParams {
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
-  QueryColumns columns;  // also which 16-bit type q, out and raw pages have
+  QueryColumns columns;
   TailSource tail;
   const void* q = nullptr;        // [batch][q_len][num_q_heads][head_dim]
   void* out = nullptr;            // like q
@@ -47,6 +47,7 @@ struct DecodeParams {
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
   bool plan_is_settled = false;
+  bool is_bfloat16 = false;  // q, out and raw pages; otherwise fp16
 };
 
 // Floats from one head to the next in a part in shared memory; keeps its stores free of conflicts.
@@ -86,25 +87,30 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, i
 TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
   return of_row > kBlockColumns ? 2 : 1;
 }
-// One block of columns, one query, no scores left behind: a kernel of its own, without the code for
-// these.
-TKV_HD bool is_plain(const DecodeParams& p) {
-  return column_blocks(p.columns.of_row) == 1 && p.tail.tier == kAttentionTiers &&
-         p.scores.codes == nullptr;
+// Kernels of their own, so that the usual one has none of the others' code.
+enum class DecodeMode {
+  kPlain,  // one query, one block of columns, no scores left behind
+  kFull,
+  kBFloat16,  // full, for q, out and raw pages of bfloat16
+};
+TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
+  if (p.is_bfloat16) return DecodeMode::kBFloat16;
+  const bool is_plain = column_blocks(p.columns.of_row) == 1 && p.tail.tier == kAttentionTiers &&
+                        p.scores.codes == nullptr;
+  return is_plain ? DecodeMode::kPlain : DecodeMode::kFull;
 }
 using DecodeKernel = void (*)(DecodeParams);
-// Null where head_dim has no kernel of so many blocks; a plain one has one block. Each head_dim has
-// a source file, so that they compile side by side.
+// Null where there is none. Each head_dim has a source file, so that they compile side by side.
 template <int32_t kHeadDim>
-DecodeKernel decode_kernel_of(int32_t blocks, bool is_plain);
+DecodeKernel decode_kernel_of(int32_t blocks, DecodeMode mode);
 template <>
-DecodeKernel decode_kernel_of<64>(int32_t blocks, bool is_plain);
+DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode);
 template <>
-DecodeKernel decode_kernel_of<96>(int32_t blocks, bool is_plain);
+DecodeKernel decode_kernel_of<96>(int32_t blocks, DecodeMode mode);
 template <>
-DecodeKernel decode_kernel_of<128>(int32_t blocks, bool is_plain);
+DecodeKernel decode_kernel_of<128>(int32_t blocks, DecodeMode mode);
 template <>
-DecodeKernel decode_kernel_of<256>(int32_t blocks, bool is_plain);
+DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode);
 
 // Lets the kernel use shared_bytes. Once per device, before the first launch.
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);

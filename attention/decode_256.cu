@@ -3,9 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<256>(int32_t blocks, bool is_plain) {
-  if (blocks == 2) return nullptr;
-  return is_plain ? decode_kernel<256, 1, true> : decode_kernel<256, 1, false>;
+DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode) {
+  return decode_kernel_for<256>(blocks, mode);
 }
 
 }  // namespace tierkv

@@ -3,9 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<64>(int32_t blocks, bool is_plain) {
-  if (blocks == 2) return decode_kernel<64, 2, false>;
-  return is_plain ? decode_kernel<64, 1, true> : decode_kernel<64, 1, false>;
+DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode) {
+  return decode_kernel_for<64>(blocks, mode);
 }
 
 }  // namespace tierkv

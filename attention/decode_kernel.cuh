@@ -28,7 +28,7 @@ __device__ __forceinline__ int32_t part_index(RowSpan span, int32_t cta) {
   return cta == span.first ? 2 * cta + 1 : 2 * cta;
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
@@ -50,6 +50,7 @@ class DecodeCta {
   __device__ __forceinline__ void run();
 
  private:
+  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain;
   static constexpr int32_t kSharedBatch = 4;  // parts in flight when joining from shared memory
   static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
@@ -91,11 +92,11 @@ class DecodeCta {
   WorkItem* ends_;      // the first item of this CTA and of the next one
   int32_t* part_rows_;  // [kParts], -1: no part
   float* parts_;
-  WarpAttention<kHeadDim, kColumnBlocks, kIsPlain> attention_;
+  WarpAttention<kHeadDim, kColumnBlocks, kMode> attention_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::run() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run() {
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
@@ -111,8 +112,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::ru
   join_rows();
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::attend(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::attend(
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
@@ -167,8 +168,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::at
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::finish_row(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finish_row(
     const WorkItem& item, const WorkItem& next, int32_t row) {
   const bool began_before = row == item.row && item.tile > 0;
   const bool goes_on = row == next.row && next.tile > 0;
@@ -184,8 +185,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::fi
 // By all warps, when all parts are there; a lane looks at each. A warp joins one column of one row
 // at a time: first of the rows that other CTAs share, so that the answer to its arrival comes while
 // it joins the others.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_rows() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_rows() {
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
@@ -229,9 +230,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::jo
 }
 
 // The parts of the CTA's warps.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ HeadSum<kHeadDim>
-DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_parts(uint32_t parts, int32_t head) const {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_parts(
+    uint32_t parts, int32_t head) const {
   HeadSum<kHeadDim> sum;
   while (parts != 0) {
     typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
@@ -249,8 +250,8 @@ DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_parts(uint32_t parts, int32_t
 }
 
 // The CTA's part of a head, in global memory; in lane 0, how many other CTAs had left theirs.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::leave_part(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::leave_part(
     uint32_t parts, int32_t head, RowSpan span) const {
   const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.columns.of_row + head;
   join_parts(parts, head).store(p_.part_states + to, p_.parts + to * kHeadDim);
@@ -259,9 +260,10 @@ __device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>:
 }
 
 // The parts of all CTAs that share the row.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::join_ctas(
-    int32_t row, RowSpan span, int32_t head) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_ctas(int32_t row,
+                                                                                     RowSpan span,
+                                                                                     int32_t head) {
   HeadSum<kHeadDim> sum;
   for (int32_t first = span.first; first <= span.last; first += kGlobalBatch) {
     typename HeadSum<kHeadDim>::Part batch[kGlobalBatch];
@@ -278,21 +280,39 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::jo
   write(row, head, sum);
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kIsPlain>::write(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::write(
     int32_t row, int32_t head, const HeadSum<kHeadDim>& sum) const {
   const int64_t place = p_.columns.place(row, head);
   if (place < 0) return;
   sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
-            p_.lse == nullptr ? nullptr : p_.lse + place, p_.columns.is_bfloat16);
+            p_.lse == nullptr ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16);
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim, kColumnBlocks, kIsPlain> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks, kMode> cta(params, shared_bytes);
   cta.run();
+}
+
+// As decode_kernel_of().
+template <int32_t kHeadDim>
+DecodeKernel decode_kernel_for(int32_t blocks, DecodeMode mode) {
+  if (mode == DecodeMode::kPlain) {
+    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kPlain> : nullptr;
+  }
+  const bool is_full = mode == DecodeMode::kFull;
+  if constexpr (most_columns(kHeadDim) > kBlockColumns) {
+    if (blocks == 2) {
+      return is_full ? decode_kernel<kHeadDim, 2, DecodeMode::kFull>
+                     : decode_kernel<kHeadDim, 2, DecodeMode::kBFloat16>;
+    }
+  }
+  if (blocks != 1) return nullptr;
+  return is_full ? decode_kernel<kHeadDim, 1, DecodeMode::kFull>
+                 : decode_kernel<kHeadDim, 1, DecodeMode::kBFloat16>;
 }
 
 }  // namespace tierkv

@@ -35,7 +35,7 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2
       : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// The same of bfloat16.
+// mma_m16n8k16() of bfloat16.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

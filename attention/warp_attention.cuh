@@ -35,13 +35,11 @@ __device__ __forceinline__ float power_of_two(int32_t exponent) {
   return __int_as_float((127 + exponent) << 23);
 }
 
-// Tiles of a step: two, for more independent work, where a lane's words of them are few and columns
-// do not give enough.
+// Tiles of a step: two, for more independent work, where there are registers for them.
 __device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits, int32_t head_dim,
-                                        int32_t column_blocks) {
+                                        bool has_room) {
   const int32_t bits = k_bits > v_bits ? k_bits : v_bits;
-  const bool is_wide = column_blocks > 1 && column_blocks * head_dim > 128;
-  return is_wide || TileLayout{bits, head_dim}.words_per_lane() > 16 ? 1 : 2;
+  return has_room && TileLayout{bits, head_dim}.words_per_lane() <= 16 ? 2 : 1;
 }
 
 // Tokens of a chunk in shared memory.
@@ -54,10 +52,14 @@ struct ChunkTokens {
 };
 
 // A plain one has one query and leaves no scores.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
+  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain;
+  // For a second tile in a step: of 256 dims, or of 128 in two blocks, accumulators take most.
+  static constexpr bool kHasRoom = kIsPlain || kColumnBlocks * kHeadDim <= 128;
+  static constexpr bool kIsBFloat16 = kMode == DecodeMode::kBFloat16;
 
   __device__ __forceinline__ WarpAttention(const QueryColumns& columns, const TokenScores& scores)
       : columns_(columns), scores_(scores) {}
@@ -133,7 +135,7 @@ class WarpAttention {
   template <int32_t kBits>
   __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                            uint32_t b1) const {
-    if (kBits == 16 && columns_.is_bfloat16) {
+    if (kBits == 16 && kIsBFloat16) {
       mma_m16n8k16_bf16(d, a, b0, b1);
     } else {
       mma_m16n8k16(d, a, b0, b1);
@@ -193,9 +195,9 @@ class WarpAttention {
   int32_t k_bits_, v_bits_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kKeyBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::attend_keys(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::attend_keys(
     const ChunkTokens& chunk) {
   switch (v_bits_) {
     case 4:
@@ -209,11 +211,11 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kKeyBits, int32_t kValueBits>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::attend_tiles(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::attend_tiles(
     const ChunkTokens& chunk) {
-  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits, kHeadDim, kColumnBlocks);
+  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits, kHeadDim, kHasRoom);
   constexpr int32_t kStepTokens = kTiles * kTileTokens;
   constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
   constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
@@ -251,9 +253,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 }
 
 // Two chains of mma a tile: their latency is most of a step's.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::multiply_keys(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::multiply_keys(
     const uint8_t* codes, float (&products)[kTiles][kColumnBlocks][4]) const {
   LaneWords<kBits, kHeadDim> words[kTiles];
   float odd[kTiles][kColumnBlocks][4];
@@ -290,9 +292,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 }
 
 // Scores in log2 units less the reference.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::scale_products(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_products(
     const uint8_t* metadata, const float (&products)[kTiles][kColumnBlocks][4],
     Step<kTiles>& s) const {
 #pragma unroll
@@ -315,9 +317,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::load_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::load_values(
     const uint8_t* codes, const uint8_t* metadata, LaneWords<kBits, kHeadDim> (&words)[kTiles],
     Step<kTiles>& s) const {
 #pragma unroll
@@ -334,9 +336,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::add_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::add_values(
     const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s) {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -347,7 +349,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
         multiply<kBits>(out_[c][f], a, s.weight[i][c][0], s.weight[i][c][1]);
-        if (kBits == 16 && columns_.is_bfloat16) {
+        if (kBits == 16 && kIsBFloat16) {
           multiply<kBits>(out_[c][f], a, s.weight_rest[i][c][0], s.weight_rest[i][c][1]);
         }
       }

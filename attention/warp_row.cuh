@@ -13,8 +13,8 @@ __device__ __forceinline__ bool is_raw(int32_t bits) {
   return bits == 0 || bits == 16;
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::fetch_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::fetch_query(
     const uint16_t* q, int32_t row) {
   const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -31,10 +31,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::sum_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::sum_query(
     float scale_log2) {
-  const uint32_t one = columns_.is_bfloat16 ? 0x3f803f80u : 0x3c003c00u;  // twice
+  const uint32_t one = kIsBFloat16 ? 0x3f803f80u : 0x3c003c00u;  // twice
   const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
@@ -50,10 +50,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 
 // The factors of codes are powers of two, at most 2^6: exact but for elements of q below 2^-8,
 // whose last bits are lost in fp16's subnormals at 2^-25 absolute.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::scale_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_query(
     int32_t from_bits, int32_t to_bits, float scale_log2) {
-  if (columns_.is_bfloat16 && (is_raw(from_bits) || is_raw(to_bits))) {
+  if (kIsBFloat16 && (is_raw(from_bits) || is_raw(to_bits))) {
     return convert_query(from_bits, to_bits, scale_log2);
   }
 #pragma unroll
@@ -68,15 +68,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
       }
     }
   }
-  if (columns_.is_bfloat16) return;  // the unit keeps the power of two of the queries
+  if (kIsBFloat16) return;  // the unit keeps the power of two of the queries
   score_unit_ = to_bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
 }
 
 // The power of two that brings the row's largest element of q to [2^14, 2^15). One for all columns:
 // what fp16 then loses of an element lies 2^-34 below the largest of the row.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::query_unit()
-    const {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kMode>::query_unit() const {
   float largest = 0.0f;
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
@@ -101,8 +100,8 @@ __device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kIsPlain
 
 // bfloat16 queries as they are, for raw keys, or as fp16 times a power of two, for codes. Before
 // the first format of a row they are as they were fetched.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::convert_query(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_query(
     int32_t from_bits, int32_t to_bits, float scale_log2) {
   const bool to_raw = is_raw(to_bits);
   if (is_raw(from_bits) && to_raw) {
@@ -130,8 +129,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::convert_out(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_out(
     int32_t from_bits, int32_t to_bits) {
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
@@ -147,8 +146,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 }
 
 // Every lane of a column gets its sums over all lanes.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::sum_lanes() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::sum_lanes() {
 #pragma unroll
   for (int32_t i = 4; i < 32; i *= 2) {
 #pragma unroll
@@ -162,8 +161,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::store_part(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::store_part(
     SoftmaxState* states, float* part) {
   const int32_t g = lane() / 4, t = lane() % 4;
   if (v_bits_ == 0) {  // no tokens
@@ -191,8 +190,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::write_row(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::write_row(
     uint16_t* out, float* lse, int32_t row) {
   const int32_t g = lane() / 4, t = lane() % 4;
   sum_lanes();
@@ -217,7 +216,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
         const float x[2] = {fmaf(out_[c][f][2 * half], unit, zero_[c][0]) * scale[0],
                             fmaf(out_[c][f][2 * half + 1], unit, zero_[c][1]) * scale[1]};
         const uint32_t column_pair =
-            columns_.is_bfloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]);
+            kIsBFloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]);
         const uint32_t dim_pair = transpose_8x8(column_pair);
         if (place >= 0) {
           *reinterpret_cast<uint32_t*>(out + place * kHeadDim + dim + 2 * t) = dim_pair;

@@ -7,9 +7,9 @@
 namespace tierkv {
 
 // Tokens from `tokens` on weigh nothing, whatever their bytes are.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_scores(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::mask_scores(
     int32_t tokens, Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -27,9 +27,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 }
 
 // Tokens of a step, which begins with the chunk's token `first`, that a query is older than.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_newest(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::mask_newest(
     const ChunkTokens& chunk, int32_t first, Step<kTiles>& s) const {
   const TailOrder tail = chunk.place->tail;
 #pragma unroll
@@ -52,9 +52,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 
 // Codes are finite whatever they are, so a weight of 0 discards them; raw values may be NaN where
 // there is no token.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::mask_values(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::mask_values(
     int32_t tokens, LaneWords<16, kHeadDim> (&words)[kTiles]) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
@@ -73,10 +73,11 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 
 // A column that sees none of the tokens so far keeps its reference unset, and this lane its
 // ceiling.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::raise_reference(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::raise_reference(
     Step<kTiles>& s) {
+  const bool unset = ceiling_ == kNoTokensYet;
   ceiling_ = kCeiling;
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
@@ -97,8 +98,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
     }
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      const bool first = float_bits(reference_[c][j]) == kUnsetReference;
-      if (x[j] == -INFINITY) {
+      const bool first = kIsPlain ? unset : float_bits(reference_[c][j]) == kUnsetReference;
+      if (!kIsPlain && x[j] == -INFINITY) {
         if (first) ceiling_ = kNoTokensYet;
         continue;
       }
@@ -122,9 +123,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
   }
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kValueBits, int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::weigh(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::weigh(
     Step<kTiles>& s) {
   float p[kTiles][kColumnBlocks][4], weight[kTiles][kColumnBlocks][4];
   const auto look = [&] {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
           zero_[c][j] = fmaf(p[i][c][2 * r + j], s.zero_point[i][r], zero_[c][j]);
         }
         const float x[2] = {weight[i][c][2 * r], weight[i][c][2 * r + 1]};
-        if (kValueBits == 16 && columns_.is_bfloat16) {
+        if (kValueBits == 16 && kIsBFloat16) {
           const uint32_t pair = pack_bfloats(x[0], x[1]);
           const float2 kept = unpack_bfloats(pair);
           s.weight[i][c][r] = transpose_8x8(pair);
@@ -174,9 +175,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>
 
 // The scores of a step, which begins with the chunk's token `first`; after weigh(), whose reference
 // they are relative to.
-template <int32_t kHeadDim, int32_t kColumnBlocks, bool kIsPlain>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kIsPlain>::leave_scores(
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::leave_scores(
     const ChunkTokens& chunk, int32_t first, const Step<kTiles>& s) const {
   const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll

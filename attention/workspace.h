@@ -23,10 +23,7 @@ struct WorkspaceLayout {
 
 // Of a config that was not validated, something.
 inline QueryColumns query_columns(const AttentionConfig& config) {
-  QueryColumns columns =
-      query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
-  columns.is_bfloat16 = config.dtype == DType::kBFloat16;
-  return columns;
+  return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
 }
 
 inline int32_t items_per_layer(const AttentionGrid& grid) {

@@ -209,7 +209,7 @@ class KvRowCta {
   SlotHeader* headers_;  // these
   SoftmaxState* states_;
   TokenScores no_scores_;
-  WarpAttention<kRungHeadDim, 1, true> attention_;
+  WarpAttention<kRungHeadDim, 1, DecodeMode::kPlain> attention_;
 };
 
 template <Loads kLoads, Sharing kSharing, Merge kMerge>

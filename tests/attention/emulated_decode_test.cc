@@ -57,24 +57,17 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   return rows;
 }
 
-template <int32_t kHeadDim>
-DecodeKernel kernel_of_dim(int32_t blocks, bool plain) {
-  if constexpr (kHeadDim <= 128) {
-    if (blocks == 2) return decode_kernel<kHeadDim, 2, false>;
-  }
-  return plain ? decode_kernel<kHeadDim, 1, true> : decode_kernel<kHeadDim, 1, false>;
-}
 DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
   const int32_t blocks = column_blocks(p.columns.of_row);
   switch (head_dim) {
     case 64:
-      return kernel_of_dim<64>(blocks, is_plain(p));
+      return decode_kernel_for<64>(blocks, decode_mode(p));
     case 96:
-      return kernel_of_dim<96>(blocks, is_plain(p));
+      return decode_kernel_for<96>(blocks, decode_mode(p));
     case 256:
-      return kernel_of_dim<256>(blocks, is_plain(p));
+      return decode_kernel_for<256>(blocks, decode_mode(p));
     default:
-      return kernel_of_dim<128>(blocks, is_plain(p));
+      return decode_kernel_for<128>(blocks, decode_mode(p));
   }
 }
 
@@ -91,6 +84,7 @@ Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng, int32_t scor
   p.page_bytes = config.page_bytes;
   p.num_pages = world.num_pages;
   p.columns = columns_of;
+  p.is_bfloat16 = config.dtype == DType::kBFloat16;
   const AttentionTail& tail = world.tail;
   if (config.q_len > 1) {
     p.tail = {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
