@@ -1,7 +1,7 @@
 // The store's calls on a device at the size of a serving batch: 64 sequences of 4096 tokens, 32
 // layers, 8 kv heads, head_dim 128, K8V4 and K4V2, window 64.
 //
-//   bench_store --out FILE.json --commit HASH [--sequences N] [--layers N]
+//   bench_store --out FILE.json --commit HASH [--sequences N] [--layers N] [--keep high|low]
 //
 // The compaction of a step (begin_step, all layers) and the calls of a layer are captured in a
 // graph each and timed by events around its replay, in the order in which a decoding loop makes
@@ -36,6 +36,7 @@ void require(const Status& status, const char* what) {
 
 struct Shape {
   int32_t sequences = 64, layers = 32;
+  std::string keep;  // high or low: all tokens behind the window in that tier; otherwise both
 };
 
 KvStoreConfig config_of(const Shape& shape) {
@@ -45,7 +46,8 @@ KvStoreConfig config_of(const Shape& shape) {
   c.layout.num_kv_heads = kKvHeads;
   c.layout.head_dim = kHeadDim;
   c.layout.sm_scale = 0.08838834764;
-  c.policy.alpha_low = 0.02;
+  c.policy.alpha_low = shape.keep.empty() ? 0.02 : 0.0;
+  if (!shape.keep.empty()) c.policy.alpha_high = shape.keep == "high" ? 0.0 : 1e9;
   c.max_sequences = shape.sequences;
   c.max_tokens = kStride;
   // Of a row: at most 66 high pages in the end, and those of one prompt at a time twice.
@@ -68,6 +70,8 @@ struct Inputs {
   const float* probabilities;
   uint16_t* out;
   float* seen;  // probabilities that attend() finds
+  uint8_t* scratch;
+  size_t scratch_bytes;
 };
 
 Inputs make_inputs(const Shape& shape, uint32_t seed) {
@@ -95,6 +99,8 @@ Inputs make_inputs(const Shape& shape, uint32_t seed) {
   in.probabilities = upload(seen);
   in.out = upload(std::vector<uint16_t>(int64_t{shape.sequences} * 4 * kKvHeads * kHeadDim));
   in.seen = upload(std::vector<float>(seen.size()));
+  in.scratch_bytes = count_scratch_bytes(config_of(shape), shape.sequences, kStride);
+  in.scratch = upload(std::vector<uint8_t>(in.scratch_bytes));
   return in;
 }
 
@@ -178,7 +184,7 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
   const auto count = [&](int32_t layer) {
     require(store->update_scores({all, layer, 0, in.probabilities, kStride}), "update_scores");
   };
-  const auto attend = [&](int32_t layer, float* seen) {
+  const auto attend = [&](int32_t layer, float* seen, bool counts) {
     AttendRequest request;
     request.sequences = all;
     request.layer = layer;
@@ -186,6 +192,9 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
     request.out = in.out;
     request.probabilities = seen;
     request.stride = kStride;
+    request.count_query = counts;
+    request.scratch = in.scratch;
+    request.scratch_bytes = in.scratch_bytes;
     require(store->attend(request), "attend");
   };
   const auto each_layer = [&](auto call) {
@@ -197,9 +206,14 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
       capture(stream, [&] { require(store->begin_step(all, 1), "begin_step"); });
   cudaGraphExec_t append_all = capture(stream, each_layer(append));
   cudaGraphExec_t count_all = capture(stream, each_layer(count));
-  cudaGraphExec_t attend_all = capture(stream, each_layer([&](int32_t l) { attend(l, nullptr); }));
-  cudaGraphExec_t observe_all = capture(stream, each_layer([&](int32_t l) { attend(l, in.seen); }));
+  const auto attend_all =
+      capture(stream, each_layer([&](int32_t l) { attend(l, nullptr, false); }));
+  const auto observe_all =
+      capture(stream, each_layer([&](int32_t l) { attend(l, in.seen, false); }));
+  const auto attend_and_count =
+      capture(stream, each_layer([&](int32_t l) { attend(l, nullptr, true); }));
   Watch begins(stream), appends(stream), counts(stream), attends(stream), observes(stream);
+  Watch both(stream);
   for (int32_t step = 0; step < kWarmSteps + kSteps; ++step) {
     const bool kept = step >= kWarmSteps;
     if (step > 0) require(store->note_replay(all, 1), "note_replay");
@@ -210,6 +224,7 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
     appends.time(kept, replay(append_all));
     attends.time(kept, replay(attend_all));
     if (step % 8 == 0) observes.time(true, replay(observe_all));
+    if (step % 8 == 4) both.time(true, replay(attend_and_count));
     counts.time(kept, replay(count_all));
   }
   require(store->take_status(), "steps");
@@ -218,6 +233,7 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
   results->push_back(attends.result("attend of a layer", shape.layers));
   results->push_back(observes.result("attend of a layer with probabilities", shape.layers));
   results->push_back(counts.result("update_scores of a layer", shape.layers));
+  results->push_back(both.result("attend of a layer, its query counted", shape.layers));
 }
 
 void print_tokens(const char* when, const StoreStats& stats) {
@@ -267,10 +283,12 @@ int main(int argc, char** argv) {
     if (flag == "--commit") commit = argv[i + 1];
     if (flag == "--sequences") shape.sequences = std::atoi(argv[i + 1]);
     if (flag == "--layers") shape.layers = std::atoi(argv[i + 1]);
+    if (flag == "--keep") shape.keep = argv[i + 1];
   }
   if (out == nullptr || shape.sequences < 1 || shape.layers < 1) {
     std::fprintf(stderr,
-                 "usage: bench_store --out FILE.json --commit HASH [--sequences N] [--layers N]\n");
+                 "usage: bench_store --out FILE.json --commit HASH [--sequences N] [--layers N] "
+                 "[--keep high|low]\n");
     return 2;
   }
   cudaStream_t stream;

@@ -156,6 +156,7 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
 
   TokenSource source{rng, {}};
   for (int32_t row = 0; row < rows; ++row) {
+    int32_t first = 0;  // token of the tier
     for (size_t t = 0; t < layouts.size(); ++t) {
       const int32_t side = shape.tiers[t].side;
       for (int32_t i = 0; i < w.tokens[row].of[side]; ++i) {
@@ -166,18 +167,28 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
           free_pages.pop_back();
         }
         uint8_t* page = w.pages().base + slot * config.page_bytes;
+        const auto token = [&](const std::vector<float>& given, double scale, bool outliers) {
+          if (given.empty()) return source.next(shape.head_dim, scale, outliers);
+          const size_t tokens = given.size() / shape.num_kv_heads / shape.head_dim;
+          const auto from = given.begin() + (row * tokens + first + i) * shape.head_dim;
+          return std::vector<float>(from, from + shape.head_dim);
+        };
         put_vector(layouts[t], page, Component::kKey, i % layouts[t].tokens,
-                   source.next(shape.head_dim, shape.key_scale, true), shape.dtype);
+                   token(shape.keys, shape.key_scale, true), shape.dtype);
         put_vector(layouts[t], page, Component::kValue, i % layouts[t].tokens,
-                   source.next(shape.head_dim, shape.value_scale, false), shape.dtype);
+                   token(shape.values, shape.value_scale, false), shape.dtype);
       }
+      first += w.tokens[row].of[side];
     }
   }
   std::normal_distribution<float> normal;
   w.q.resize(static_cast<size_t>(w.sequences()) * config.q_len * config.num_q_heads *
              config.head_dim);
   const auto scale = static_cast<float>(shape.query_scale);
-  for (uint16_t& x : w.q) x = bits_of_value(scale * normal(rng), shape.dtype);
+  for (size_t i = 0; i < w.q.size(); ++i) {
+    const float x = shape.queries.empty() ? scale * normal(rng) : shape.queries[i];
+    w.q[i] = bits_of_value(x, shape.dtype);
+  }
   return w;
 }
 

@@ -30,6 +30,9 @@ struct WorldShape {
   std::vector<int32_t> newest;
   double value_scale = 1;
   double key_scale = 1;
+  // Where not empty, the tokens of the one sequence, in the order of the tiers, and its queries, in
+  // place of random ones: [num_kv_heads, tokens, head_dim] and [q_len, q_heads, head_dim].
+  std::vector<float> keys, values, queries;
 };
 
 // Everything in host memory.

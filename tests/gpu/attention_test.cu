@@ -140,6 +140,55 @@ TEST(Attention, SmallSeveralQueriesSeeTheTokensUpToTheirs) {
   }
 }
 
+TEST(Attention, SmallBFloat16OfEveryPairOfFormats) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t k : {16, 8, 4, 2}) {
+      for (const int32_t v : {16, 8, 4, 2}) {
+        SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << " k" << k << "v" << v);
+        WorldShape shape;
+        shape.dtype = DType::kBFloat16;
+        shape.head_dim = head_dim;
+        shape.num_kv_heads = 1;
+        shape.tiers = {tier(0, k, v), tier(2, 16, 16)};
+        shape.tokens = {{33, 40}, {129, 0}, {0, 20}, {0, 0}};
+        check(shape);
+      }
+    }
+  }
+}
+
+TEST(Attention, BFloat16OfManyColumns) {
+  for (const int32_t head_dim : {64, 128, 256}) {
+    for (const int32_t q_len : {1, 4}) {
+      for (const int32_t group : {4, 12}) {
+        SCOPED_TRACE(::testing::Message()
+                     << "head_dim " << head_dim << " q_len " << q_len << " group " << group);
+        WorldShape shape;
+        shape.dtype = DType::kBFloat16;
+        shape.head_dim = head_dim;
+        shape.q_len = q_len;
+        shape.group = group;
+        shape.tiers = {tier(0, 8, 4), tier(1, 4, 2), tier(2, 16, 16)};
+        shape.tokens = {{700, 1500, 64}, {0, 0, 0}, {0, 7, 1}, {3000, 90, 17}};
+        check(shape);
+      }
+    }
+  }
+}
+
+TEST(Attention, BFloat16QueriesOfAnySize) {
+  for (const double scale : {1e-9, 1e-3, 1e6, 1e12}) {
+    SCOPED_TRACE(::testing::Message() << "scale " << scale);
+    WorldShape shape;
+    shape.dtype = DType::kBFloat16;
+    shape.query_scale = scale;
+    shape.sm_scale = 0.1 / scale;
+    shape.tiers = three_tiers();
+    shape.tokens = {{20, 700, 300}, {0, 0, 1000}};
+    check(shape);
+  }
+}
+
 TEST(Attention, SeveralQueriesOfLongRows) {
   for (const int32_t group : {1, 4, 8}) {
     WorldShape shape;

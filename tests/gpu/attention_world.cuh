@@ -18,6 +18,7 @@ namespace tierkv::test {
 
 // docs/ATTENTION.md, "Error".
 inline constexpr double kTolerance = 2e-3;
+inline constexpr double kBFloat16Tolerance = 4e-3;
 inline constexpr double kLseTolerance = 1e-3;
 
 // A world's copy on the device, and the buffers of a call.
@@ -110,10 +111,13 @@ class DeviceWorld {
   DeviceArray<uint8_t> workspace_;
 };
 
-inline void expect_output(DeviceWorld& device, const ReferenceOutput& expected) {
+// The relative error of the outputs.
+inline double expect_output(DeviceWorld& device, const ReferenceOutput& expected) {
   std::vector<double> out;
-  for (const uint16_t x : device.out()) out.push_back(half_to_float(x));
-  EXPECT_LT(relative_error(out, expected.out), kTolerance);
+  const DType dtype = device.host.config.dtype;
+  for (const uint16_t x : device.out()) out.push_back(value_of_bits(x, dtype));
+  const double error = relative_error(out, expected.out);
+  EXPECT_LT(error, dtype == DType::kBFloat16 ? kBFloat16Tolerance : kTolerance);
   const std::vector<float> lse = device.lse();
   for (size_t i = 0; i < lse.size(); ++i) {
     if (expected.lse[i] == -INFINITY) {
@@ -125,6 +129,7 @@ inline void expect_output(DeviceWorld& device, const ReferenceOutput& expected) 
       EXPECT_NEAR(lse[i], expected.lse[i], kLseTolerance) << "column " << i;
     }
   }
+  return error;
 }
 
 inline void check(const WorldShape& shape) {
