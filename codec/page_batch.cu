@@ -87,9 +87,9 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   stage_rows(e, job, t, shape, stage);
   const SlotScalars scalars = load_scalars(e, job, &t);
   auto* task = reinterpret_cast<TileTask*>(stage + shape.warp_bytes) - 2;
-  if (lane_index() < 2) {
-    const auto c = static_cast<Component>(lane_index());
-    task[lane_index()] = tile_task(b, job, tile, c, shape, stage);
+  if (packing_lane() < 2) {
+    const auto c = static_cast<Component>(packing_lane());
+    task[packing_lane()] = tile_task(b, job, tile, c, shape, stage);
   }
   wait_copies();
   __syncwarp();
@@ -97,12 +97,12 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   code = greater(code, prepare_tile<kDtype, Component::kValue>(task + 1));
   code = worst_of_warp(code);
   if (code != StatusCode::kOk) {
-    if (lane_index() == 0) report(b, job, code);
+    if (packing_lane() == 0) report(b, job, code);
     return;
   }
   write_tile<kDtype, Component::kKey>(task);
   write_tile<kDtype, Component::kValue>(task + 1);
-  const int32_t slot = lane_index();
+  const int32_t slot = packing_lane();
   if (slot < t.begin || slot >= kTileTokens) return;
   const PageLayout& layout = b.formats.layout[job.format];
   uint8_t* page = page_bytes(b, job);

@@ -99,7 +99,7 @@ template <DType kDtype, Component kComponent>
 __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
   const TileTask t = *shared_task;
   constexpr int32_t kPars = fragment_pars(kComponent);
-  const int32_t lane = lane_index(), levels = 1 << t.layout.bits;
+  const int32_t lane = packing_lane(), levels = 1 << t.layout.bits;
   const int32_t rank = kComponent == Component::kKey ? lane % 4 : lane / 4;
   const int32_t th = rank % 2, par = kPars == 1 ? 0 : rank / 2 % 2;
   const bool is_author = rank < 2 * kPars;
@@ -153,7 +153,7 @@ struct LaneMakers {
 #pragma unroll
     for (int32_t i = 0; i < 2 * fragment_pars(kComponent); ++i) {
       const int32_t th = i % 2, par = i / 2;
-      of[th][par] = next[fragment_token(kComponent, lane_index(), th, par)];
+      of[th][par] = next[fragment_token(kComponent, packing_lane(), th, par)];
     }
     next += kTileTokens;
     blocks_left = blocks_per_group - 1;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void make_codes(const Pair<kDtype> (&x)[2][2],
 template <int32_t kWords>
 __device__ __forceinline__ void store_words(const TileTask& t, int32_t first_word,
                                             const uint32_t (&words)[kWords]) {
-  const int32_t lane = lane_index();
+  const int32_t lane = packing_lane();
   uint8_t* to = t.codes + lane_word_byte(t.layout.words_per_lane(), first_word, lane);
   if constexpr (kWords == 4) {
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
@@ -261,7 +261,7 @@ __device__ __forceinline__ void write_kept_codes(const TileTask* shared_task) {
   const int32_t head_dim = t.layout.head_dim, levels = 1 << t.layout.bits;
   const int32_t width = head_dim / max(t.groups, 1);
   for (int32_t token = t.first_token; token < kTileTokens; ++token) {
-    for (int32_t dim = lane_index() / 8 * 32 + lane_index() % 8; dim < head_dim; dim += 128) {
+    for (int32_t dim = packing_lane() / 8 * 32 + packing_lane() % 8; dim < head_dim; dim += 128) {
       uint32_t codes[4];
       for (int32_t j = 0; j < 4; ++j) {
         const float x = load_element(t.stage + token * t.pitch, kDtype, dim + 8 * j);

@@ -52,6 +52,13 @@ inline StageShape stage_shape(const PageFormats& formats, DType dtype) {
   return s;
 }
 
+// lane_index(), but as far as the compiler can tell perhaps negative. It then orders the loops of
+// the packing so that all formats of fp16 take 4 to 5 % less time, those of bfloat16 2 % more
+// (measured); those of the decoding would take up to 7 % more.
+__device__ __forceinline__ int32_t packing_lane() {
+  return static_cast<int32_t>(threadIdx.x) % 32;
+}
+
 // The tokens of a job that lie in one tile.
 struct TileTokens {
   int32_t begin, end;  // slots of the tile, 0 to 16; begin >= end: none
@@ -95,12 +102,12 @@ __device__ __forceinline__ void stage_rows(const PageEncode& e, const PageJob& j
   const auto* v = static_cast<const uint8_t*>(e.v);
 #pragma unroll
   for (int32_t i = 0; i < kTileTokens; i += 2) {
-    const int32_t row = i + lane_index() / 16;
+    const int32_t row = i + packing_lane() / 16;
     const int64_t row_offset = __shfl_sync(kAllLanes, offset, row);
     const bool present = row_offset >= 0;
     const int64_t from = present ? row_offset : 0;
     uint8_t* to = stage + row * shape.pitch;
-    for (int32_t byte = lane_index() % 16 * kVectorBytes; byte < shape.row_bytes;
+    for (int32_t byte = packing_lane() % 16 * kVectorBytes; byte < shape.row_bytes;
          byte += 16 * kVectorBytes) {
       copy_async_16(to + byte, k + from + byte, present);
       copy_async_16(to + shape.component_bytes + byte, v + from + byte, present);
@@ -112,7 +119,7 @@ __device__ __forceinline__ void stage_rows(const PageEncode& e, const PageJob& j
 template <DType kDtype, Component kComponent>
 __device__ __forceinline__ void load_fragment(const uint8_t* stage, int32_t pitch, int32_t block,
                                               Pair<kDtype> (&x)[2][2]) {
-  const int32_t lane = lane_index();
+  const int32_t lane = packing_lane();
   if constexpr (kDtype == DType::kFloat32) {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
