@@ -1,16 +1,20 @@
-// Giving pages back in the canonical order, in three stages, a CTA per group of 32 rows:
-//   mark   a dropped page that several tables hold remembers how many rows drop it and which is the
-//   last; its slot says
-//          so. Nobody changes a reference count, so that all see whether it is one
-//   count  a page that nobody else holds returns here, a shared one at its last row and if no
-//   holder is left; the slots
-//          keep the ids of those that return. Groups are added up
+// Giving pages back in the canonical order, in three stages, a CTA per group of 32 rows and eight
+// lanes per row:
+//   mark   a dropped page that nobody else holds is free. One that several tables hold remembers
+//   how
+//          many rows drop it and which is the last; its slot says so. Nobody changes a reference
+//          count above one, so that all see whether it is
+//   count  a shared page returns at its last row and if no holder is left; the slots keep the ids
+//   of
+//          those that return. Groups are added up
 //   give   the ids that are left go to the ring, kept pages get their records and rows their new
-//   counts
-// When no dropped page can be shared, as after a prompt, the plan has counted already: mark and
-// count do nothing.
+//          counts
+// When no dropped page can be shared, as after a prompt, mark has nothing to do, and when none is,
+// count has not: then all that the plan has counted return.
+//
+// A row's dropped pages are one run of slots per side, and so are those that it keeps.
 
-#include "allocator/page_op.cuh"
+#include "allocator/page_plan.cuh"
 
 namespace tierkv {
 namespace {
@@ -21,8 +25,8 @@ __device__ int32_t shared_slot(int32_t page) {
 }
 
 struct GroupDrops {
-  GroupItems items;
-  RowDrop rows[kGroupRows];  // row -1: padding, or beyond the batch
+  int32_t before[kGroupRows];  // dropped pages of the group's rows before it
+  RowDrop rows[kGroupRows];    // row -1: padding, or beyond the batch
 };
 
 // What a thread of the first warp knows of its row before the stages before this one have ended.
@@ -53,27 +57,53 @@ __device__ void load_drops(const OpLaunch& x, EarlyRow early, GroupDrops* group)
       early.input.reserved = x.scratch.reserved[early.r.entry];
       drop = drop_row(x.a, x.op, early.r, early.input, x.op.kind == PageOpKind::kTruncate);
     }
-    group->items.set(drop.total);
+    group->before[lane_id()] = warp_exclusive_sum(drop.total);
     group->rows[lane_id()] = drop;
   }
   __syncthreads();
 }
 
-struct DroppedItem {
-  int32_t row;   // in the group
-  int64_t slot;  // in the whole table
-  bool is_recorded;
+// The slots first + lane, first + 8 + lane, .. of a run, kThreadItems of them; kNoPage beyond it.
+struct RunPages {
+  int32_t id[kThreadItems];
 };
-
-__device__ DroppedItem dropped_item(const OpLaunch& x, const GroupDrops& group, int32_t item) {
-  const int32_t row = group.items.row_of(item);
-  const RowDrop& drop = group.rows[row];
-  const DroppedPage dropped = dropped_page(x.a, drop, item - group.items.first[row]);
-  return {row, line_start(x.a, drop.row) + dropped.slot, dropped.is_recorded};
+__device__ RunPages load_run(const int32_t* run, int32_t first, int32_t length) {
+  RunPages pages;
+#pragma unroll
+  for (int32_t q = 0; q < kThreadItems; ++q) {
+    const int32_t i = first + kRunLanes * q + run_lane();
+    pages.id[q] = i < length ? run[i] : kNoPage;
+  }
+  return pages;
 }
 
-__device__ bool counts(const OpLaunch& x) {
-  return goes_ahead(x) && x.scratch.decision->counts;
+// ---- mark ----
+
+__device__ void mark_shared(const PageAllocator& a, int32_t page, int32_t batch_row) {
+  atomicMax(&a.drop_marks[page].last_row, batch_row + 1);
+  atomicAdd(&a.drop_marks[page].count, 1);
+}
+
+// Whether it has met a shared page.
+__device__ bool mark_run(const PageAllocator& a, int32_t* run, int32_t length, int32_t batch_row) {
+  bool shares = false;
+  for (int32_t first = 0; first < length; first += kRunStep) {
+    const RunPages pages = load_run(run, first, length);
+    int32_t references[kThreadItems];
+#pragma unroll
+    for (int32_t q = 0; q < kThreadItems; ++q) {
+      references[q] = pages.id[q] == kNoPage ? 0 : a.records[pages.id[q]].reference_count;
+    }
+#pragma unroll
+    for (int32_t q = 0; q < kThreadItems; ++q) {
+      if (references[q] == 1) a.records[pages.id[q]].reference_count = 0;
+      if (references[q] <= 1) continue;
+      mark_shared(a, pages.id[q], batch_row);
+      run[first + kRunLanes * q + run_lane()] = shared_slot(pages.id[q]);
+      shares = true;
+    }
+  }
+  return shares;
 }
 
 __global__ void __launch_bounds__(kGroupThreads, 8)
@@ -82,18 +112,25 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   let_next_stage_start();
   const EarlyRow early = load_early(x);
   wait_for_stage();
-  if (!counts(x)) return;
+  if (!goes_ahead(x) || !x.scratch.decision->marks) return;
   load_drops(x, early, &group);
-  for (int32_t item = threadIdx.x; item < group.items.total(); item += kGroupThreads) {
-    const DroppedItem dropped = dropped_item(x, group, item);
-    if (!dropped.is_recorded) continue;
-    const int32_t page = x.a.slots[dropped.slot];
-    if (!is_frozen(x.a, page)) continue;
-    atomicMax(&x.a.drop_marks[page].last_row, group_row(dropped.row) + 1);
-    atomicAdd(&x.a.drop_marks[page].count, 1);
-    x.a.slots[dropped.slot] = shared_slot(page);
+  bool shares = false;
+  for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
+    const RowDrop& drop = group.rows[row];
+    for (int32_t s = 0; drop.total > 0 && s < kMaxSides; ++s) {
+      const SlotRun run = recorded_run(x.a, drop, s);
+      int32_t* slots = x.a.slots + line_start(x.a, drop.row) + run.first;
+      shares |= mark_run(x.a, slots, run.length, group_row(row));
+    }
   }
+  if (shares) x.a.state->shares = 1;
+  if (!is_last_cta(&x.a.state->arrived, gridDim.x) || threadIdx.x != 0) return;
+  OpDecision* decision = x.scratch.decision;
+  decision->counts |= atomicExch(&x.a.state->shares, 0) != 0;
+  if (!decision->counts) return_all(x, decision->pages);
 }
+
+// ---- count ----
 
 // Whether the page that batch row i drops from a marked slot returns there. Only the last row
 // changes the page's mark and count; the others read its mark before or after that, and it is
@@ -107,17 +144,19 @@ __device__ bool drop_shared(const PageAllocator& a, int32_t page, int32_t i) {
   return left == 0;
 }
 
-__device__ bool drop_item(const OpLaunch& x, const DroppedItem& dropped) {
-  if (!dropped.is_recorded) return true;
-  const int32_t slot = x.a.slots[dropped.slot];
-  if (slot >= 0) {
-    x.a.records[slot].reference_count = 0;
-    return true;
+// Of the lane's pages in the run those that do not return.
+__device__ int32_t count_run(const PageAllocator& a, int32_t* run, int32_t length,
+                             int32_t batch_row) {
+  int32_t stay = 0;
+  for (int32_t i = run_lane(); i < length; i += kRunLanes) {
+    const int32_t slot = run[i];
+    if (slot >= 0) continue;
+    const int32_t page = shared_slot(slot);  // its own inverse
+    const bool returns = drop_shared(a, page, batch_row);
+    run[i] = returns ? page : kNoPage;
+    stay += returns ? 0 : 1;
   }
-  const int32_t page = shared_slot(slot);  // its own inverse
-  const bool returns = drop_shared(x.a, page, group_row(dropped.row));
-  x.a.slots[dropped.slot] = returns ? page : kNoPage;
-  return returns;
+  return stay;
 }
 
 __global__ void __launch_bounds__(kGroupThreads, 8)
@@ -127,12 +166,18 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   let_next_stage_start();
   const EarlyRow early = load_early(x);
   wait_for_stage();
-  if (!counts(x)) return;
+  if (!goes_ahead(x) || !x.scratch.decision->counts) return;
   if (threadIdx.x == 0) group_pages = 0;
   load_drops(x, early, &group);
   int32_t pages = 0;
-  for (int32_t item = threadIdx.x; item < group.items.total(); item += kGroupThreads) {
-    pages += drop_item(x, dropped_item(x, group, item)) ? 1 : 0;
+  for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
+    const RowDrop& drop = group.rows[row];
+    pages += run_lane() == 0 ? drop.total : 0;
+    for (int32_t s = 0; drop.total > 0 && s < kMaxSides; ++s) {
+      const SlotRun run = recorded_run(x.a, drop, s);
+      int32_t* slots = x.a.slots + line_start(x.a, drop.row) + run.first;
+      pages -= count_run(x.a, slots, run.length, group_row(row));
+    }
   }
   pages = warp_sum(pages);
   if (lane_id() == 0) atomicAdd(&group_pages, pages);
@@ -140,119 +185,160 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   if (threadIdx.x == 0) x.scratch.group_offsets[blockIdx.x] = group_pages;
   if (!is_last_cta(&x.a.state->arrived, gridDim.x)) return;
   const int64_t returned = scan_groups<kGroupThreads>(x.scratch.group_offsets, x.groups);
-  if (threadIdx.x != 0) return;
-  x.a.ring.cursors->end += returned;
-  x.op.report->pages_returned = returned;
-  x.op.report->pages_free = free_pages(*x.a.ring.cursors);
+  if (threadIdx.x == 0) return_all(x, returned);
 }
 
-// The ids that are left in dropped slots go to the ring in order; the slots are empty then. A round
-// of the loop covers kThreadItems stretches of kGroupThreads items.
-__device__ void give_items(const OpLaunch& x, const GroupDrops& group) {
-  constexpr int32_t kWarps = kGroupThreads / 32;
-  __shared__ int32_t warp_pages[kThreadItems * kWarps];
-  const FreeRing& ring = x.a.ring;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, total = group.items.total();
-  int32_t offset = x.scratch.group_offsets[blockIdx.x];
-  for (int32_t first = 0; first < total; first += kGroupThreads * kThreadItems) {
-    int32_t pages[kThreadItems];
-    uint32_t returning[kThreadItems];
+// ---- give ----
+
+__device__ int32_t* ring_slot(const OpLaunch& x, int32_t give_index, int32_t offset) {
+  return x.a.ring.ids + ring_advance(give_index, offset, x.a.ring.num_pages);
+}
+
+// All pages of a run, to the ring from `offset` on.
+__device__ void give_run(const OpLaunch& x, int32_t* run, int32_t length, int32_t offset) {
+  const int32_t give_index = x.scratch.decision->give_index;
+  for (int32_t first = 0; first < length; first += kRunStep) {
+    const RunPages pages = load_run(run, first, length);
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      const int32_t item = first + q * kGroupThreads + static_cast<int32_t>(threadIdx.x);
-      pages[q] = kNoPage;
-      if (item >= total) continue;
-      int32_t& slot = x.a.slots[dropped_item(x, group, item).slot];
-      pages[q] = slot;
-      slot = kNoPage;
+      const int32_t i = first + kRunLanes * q + run_lane();
+      if (i >= length) continue;
+      *ring_slot(x, give_index, offset + i) = pages.id[q];
+      run[i] = kNoPage;
     }
-#pragma unroll
-    for (int32_t q = 0; q < kThreadItems; ++q) {
-      returning[q] = __ballot_sync(~0u, pages[q] != kNoPage);
-      if (lane_id() == 0) warp_pages[q * kWarps + warp] = __popc(returning[q]);
-    }
-    __syncthreads();
-    for (int32_t q = 0; q < kThreadItems; ++q) {
-      int32_t before = offset + __popc(returning[q] & ((1u << lane_id()) - 1));
-      for (int32_t w = 0; w < kWarps; ++w) {
-        before += w < warp ? warp_pages[q * kWarps + w] : 0;
-        offset += warp_pages[q * kWarps + w];
-      }
-      if (pages[q] == kNoPage) continue;
-      ring.ids[ring_advance(x.scratch.decision->give_index, before, ring.num_pages)] = pages[q];
-    }
-    __syncthreads();
   }
 }
 
-// Keep: page j of those of the row that now get their records, and where it goes. Reserved pages
-// that stay, side by side, then those that move from the last on.
-struct KeptPage {
-  int32_t source;
-  int32_t target;
-};
+// Those of a run that the stage count has left; returns how many.
+__device__ int32_t give_counted(const OpLaunch& x, int32_t* run, int32_t length, int32_t offset) {
+  const int32_t give_index = x.scratch.decision->give_index;
+  int32_t given = 0;
+  for (int32_t first = 0; first < length; first += kRunLanes) {
+    const int32_t i = first + run_lane(), page = i < length ? run[i] : kNoPage;
+    const uint32_t returning = __ballot_sync(run_mask(), page != kNoPage) & run_mask();
+    if (page != kNoPage) {
+      const int32_t before = __popc(returning & ((1u << lane_id()) - 1));
+      *ring_slot(x, give_index, offset + given + before) = page;
+      run[i] = kNoPage;
+    }
+    given += __popc(returning);
+  }
+  sync_run();
+  return given;
+}
 
-__device__ int32_t kept_pages(const RowDrop& drop) {
-  int32_t count = drop.moved[0] + drop.moved[1];
+__device__ void give_row(const OpLaunch& x, const RowDrop& drop, int32_t offset, bool counts) {
+  int32_t* line = x.a.slots + line_start(x.a, drop.row);
   for (int32_t s = 0; s < kMaxSides; ++s) {
-    count += max(0, settled_end(drop, s) - drop.recorded[s]);
+    const SlotRun run = dropped_run(x.a, drop, s);
+    if (counts) {
+      offset += give_counted(x, line + run.first, run.length, offset);
+    } else {
+      give_run(x, line + run.first, run.length, offset);
+      offset += run.length;
+    }
   }
-  return count;
 }
 
-__device__ KeptPage kept_page(const PageTableShape& shape, const RowDrop& drop, int32_t j) {
-  KeptPage kept = {0, 0};
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    const int32_t settled = max(0, settled_end(drop, s) - drop.recorded[s]);
-    if (j >= 0 && j < settled) {
-      kept.source = kept.target = shape.slot_of(s, drop.recorded[s] + j);
+// What is left in the row's dropped slots; the lane's part.
+__device__ int32_t returning_pages(const OpLaunch& x, const RowDrop& drop) {
+  const int32_t* line = x.a.slots + line_start(x.a, drop.row);
+  int32_t pages = 0;
+  for (int32_t s = 0; drop.total > 0 && s < kMaxSides; ++s) {
+    const SlotRun run = dropped_run(x.a, drop, s);
+    for (int32_t i = run_lane(); i < run.length; i += kRunLanes) {
+      pages += line[run.first + i] != kNoPage;
     }
-    j -= settled;
   }
-  for (int32_t left = 0; left < kMaxSides; left += 2) {
-    const int32_t moved = drop.moved[left >> 1];
-    if (j >= 0 && j < moved) {
-      kept.source = shape.slot_of(left, drop.held.of[left] - 1 - j);
-      kept.target = shape.slot_of(left + 1, drop.held.of[left + 1] + j);
-    }
-    j -= moved;
-  }
-  return kept;
+  return pages;
 }
 
-// As the host's settle_pages() and move_pages(). The target of a page that moves lies at or right
-// of its source, and a row's pages go last to first: no round of the loop writes where a later one
-// reads, and within a round all read before any writes.
-__device__ void keep_items(const OpLaunch& x, const GroupDrops& group, GroupItems* items) {
-  if (threadIdx.x < kGroupRows) {
-    const RowDrop& drop = group.rows[lane_id()];
-    items->set(drop.row >= 0 ? kept_pages(drop) : 0);
+// By the whole CTA, where not all that is dropped returns: what the rows before each one return.
+__device__ void recount(const OpLaunch& x, GroupDrops* group) {
+  if (threadIdx.x < kGroupRows) group->before[threadIdx.x] = 0;
+  __syncthreads();
+  for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
+    atomicAdd(&group->before[row], returning_pages(x, group->rows[row]));
   }
   __syncthreads();
-  for (int32_t first = 0; first < items->total(); first += kGroupThreads * kThreadItems) {
-    int32_t pages[kThreadItems];
-    int32_t* targets[kThreadItems];
+  if (threadIdx.x < kGroupRows) {
+    group->before[lane_id()] = warp_exclusive_sum(group->before[lane_id()]);
+  }
+  __syncthreads();
+}
+
+// Reserved pages that stay on the right side get their records.
+__device__ void settle_run(const OpLaunch& x, const int32_t* run, int32_t length) {
+  for (int32_t first = 0; first < length; first += kRunStep) {
+    const RunPages pages = load_run(run, first, length);
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      const int32_t item = first + q * kGroupThreads + static_cast<int32_t>(threadIdx.x);
-      targets[q] = nullptr;
-      if (item >= items->total()) continue;
-      const int32_t row = items->row_of(item);
-      const RowDrop& drop = group.rows[row];
-      const KeptPage kept = kept_page(x.a.shape.table, drop, item - items->first[row]);
-      int32_t* line = x.a.slots + line_start(x.a, drop.row);
-      pages[q] = line[kept.source];
-      targets[q] = line + kept.target;
-      if (kept.source != kept.target) line[kept.source] = kNoPage;
+      if (pages.id[q] != kNoPage) write_record(x.a, pages.id[q]);
     }
-    __syncthreads();
+  }
+}
+
+// The left side of a table, whose reserved pages lie in this order: some stay, some are dropped,
+// the last ones move `shift` slots to the right.
+struct LeftRun {
+  int32_t first, drops, moves, end;  // indices of reserved pages where the three parts begin
+  int32_t shift;
+  int32_t offset;  // in the ring, of the first that is dropped; -1: stage give has been there
+};
+__device__ void keep_page(const OpLaunch& x, const LeftRun& left, int32_t* side, int32_t i,
+                          int32_t page) {
+  const bool moves = i >= left.moves, drops = i >= left.drops && !moves;
+  const bool is_target = i - left.shift >= left.moves;  // of a page that moves: not to be emptied
+  if ((moves || drops) && !is_target) side[i] = kNoPage;
+  if (drops && left.offset < 0) return;
+  if (drops) {
+    *ring_slot(x, x.scratch.decision->give_index, left.offset + i - left.drops) = page;
+    return;
+  }
+  if (moves) side[i + left.shift] = page;
+  write_record(x.a, page);
+}
+
+// Last to first: no step writes where a later one reads, and within a step all read before any
+// writes.
+__device__ void keep_left(const OpLaunch& x, const LeftRun& left, int32_t* side) {
+  for (int32_t end = left.end; end > left.first; end -= kRunStep) {
+    const int32_t first = max(end - kRunStep, left.first);
+    const RunPages pages = load_run(side, first, end);
+    sync_run();
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      if (targets[q] == nullptr) continue;
-      *targets[q] = pages[q];
-      write_record(x.a, pages[q]);
+      const int32_t i = first + kRunLanes * q + run_lane();
+      if (i < end) keep_page(x, left, side, i, pages.id[q]);
     }
-    __syncthreads();
+    sync_run();
+  }
+}
+
+// Keep, as the host's drop_pages(), settle_pages() and move_pages(). Recorded pages that are
+// dropped come before the reserved ones and are given back on their own.
+__device__ void keep_row(const OpLaunch& x, const RowDrop& drop, int32_t offset, bool counts) {
+  const PageTableShape& shape = x.a.shape.table;
+  int32_t* line = x.a.slots + line_start(x.a, drop.row);
+  if (counts) give_row(x, drop, offset, true);
+  for (int32_t s = 0; s < kMaxSides; s += 2) {
+    const int32_t held = drop.held.of[s], moved = max(drop.moved[s >> 1], 0);
+    const int32_t recorded = max(min(drop.recorded[s] - drop.first[s], drop.length[s]), 0);
+    int32_t* side = line + shape.slot_of(s, 0);
+    if (!counts) give_run(x, side + drop.first[s], recorded, offset);
+    LeftRun left;
+    left.moves = held - moved;
+    left.first = min(drop.recorded[s], left.moves);  // pages that lost their tokens may move too
+    left.drops = max(drop.first[s], drop.recorded[s]);
+    left.end = held;
+    left.shift = shape.slot_of(s + 1, drop.held.of[s + 1]) - shape.slot_of(s, held - 1);
+    left.offset = counts ? -1 : offset + recorded;
+    keep_left(x, left, side);
+    offset += drop.length[s];
+    const int32_t settled = drop.held.of[s + 1] - drop.recorded[s + 1];
+    if (settled > 0) {
+      settle_run(x, line + shape.slot_of(s + 1, drop.held.of[s + 1] - 1), settled);
+    }
   }
 }
 
@@ -269,13 +355,23 @@ __device__ void finish_row(const OpLaunch& x, const RowDrop& drop, int32_t batch
 __global__ void __launch_bounds__(kGroupThreads, 8)
     give_kernel(const __grid_constant__ OpLaunch x) {
   __shared__ GroupDrops group;
-  __shared__ GroupItems kept;
   const EarlyRow early = load_early(x);
   wait_for_stage();
   if (!goes_ahead(x)) return;
   load_drops(x, early, &group);
-  give_items(x, group);
-  if (x.op.kind == PageOpKind::kKeep) keep_items(x, group, &kept);
+  const int32_t offset = x.scratch.group_offsets[blockIdx.x];
+  const bool counts = x.scratch.decision->counts;
+  if (counts) recount(x, &group);
+  for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
+    const RowDrop& drop = group.rows[row];
+    if (drop.row < 0) continue;
+    if (x.op.kind == PageOpKind::kKeep) {
+      keep_row(x, drop, offset + group.before[row], counts);
+    } else if (drop.total > 0) {
+      give_row(x, drop, offset + group.before[row], counts);
+    }
+  }
+  __syncthreads();
   if (threadIdx.x < kGroupRows && group.rows[lane_id()].row >= 0) {
     finish_row(x, group.rows[lane_id()], group_row(lane_id()));
   }

@@ -48,6 +48,26 @@ TKV_HD DroppedPage dropped_page(const PageAllocator& a, const RowDrop& drop, int
   return dropped;
 }
 
+// The dropped pages of a side are a run of slots, and the runs of a row follow each other as its
+// dropped pages do.
+struct SlotRun {
+  int32_t first;  // offset in the row's line
+  int32_t length;
+};
+TKV_HD SlotRun dropped_run(const PageAllocator& a, const RowDrop& drop, int32_t side) {
+  const int32_t length = drop.length[side];
+  if (length == 0) return {0, 0};
+  const int32_t index = (side & 1) == 0 ? drop.first[side] : drop.first[side] + length - 1;
+  return {a.shape.table.slot_of(side, index), length};
+}
+// Those of them that other tables may hold: reserved pages are dropped behind them.
+TKV_HD SlotRun recorded_run(const PageAllocator& a, const RowDrop& drop, int32_t side) {
+  const SlotRun run = dropped_run(a, drop, side);
+  const int32_t recorded = drop.recorded[side] - drop.first[side];
+  const int32_t length = recorded < 0 ? 0 : recorded < run.length ? recorded : run.length;
+  return {(side & 1) == 0 ? run.first : run.first + run.length - length, length};
+}
+
 // Slot of the page of `side` that truncate exchanges.
 TKV_HD int32_t exchanged_slot(const PageAllocator& a, const RowDrop& drop, int32_t side) {
   return a.shape.table.slot_of(side, drop.pages.of[side] - 1);

@@ -1,4 +1,5 @@
-// Reserve and fork: a CTA per group of 32 rows fills their tables.
+// Reserve and fork: a CTA per group of 32 rows fills their tables. Reserved pages are runs of the
+// ring and of the line, which eight lanes copy; those of a fork are worked off as one list.
 
 #include "allocator/page_op.cuh"
 
@@ -7,7 +8,7 @@ namespace {
 
 // The plans of a group and the list of their pages.
 struct GroupPlans {
-  GroupItems items;         // reserve: new pages. fork: all, shared and new
+  GroupItems items;         // fork: all pages, shared and new
   int32_t row[kGroupRows];  // of the table; -1: padding, or beyond the batch
   int32_t source_row[kGroupRows];
   int32_t before[kGroupRows];  // new pages of the rows before it in the group
@@ -26,7 +27,7 @@ __device__ void load_plans(const OpLaunch& x, GroupPlans* group) {
                          (!is_fork || is_sequence(x.a, op.sources[r.entry]));
     const RowPlan plan = is_real ? plan_row(x.a, op, r) : RowPlan{};
     const int32_t* pages = plan.pages.of;
-    group->items.set(is_fork ? pages[0] + pages[1] + pages[2] + pages[3] : plan.fresh_total);
+    group->items.set(is_fork ? pages[0] + pages[1] + pages[2] + pages[3] : 0);
     group->before[lane] = warp_exclusive_sum(plan.fresh_total);
     group->plans[lane] = plan;
     group->row[lane] = is_real ? r.row : -1;
@@ -37,36 +38,41 @@ __device__ void load_plans(const OpLaunch& x, GroupPlans* group) {
   __syncthreads();
 }
 
-// Slot, in the whole table, of new page j of the row: side by side, each from its end on.
-__device__ int64_t reserved_slot(const OpLaunch& x, const GroupPlans& group, int32_t row,
-                                 int32_t j) {
-  const RowPlan& plan = group.plans[row];
-  int32_t slot = 0;
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    const int32_t fresh = plan.fresh.of[s];
-    if (j >= 0 && j < fresh) slot = x.a.shape.table.slot_of(s, plan.pages.of[s] - fresh + j);
-    j -= fresh;
-  }
-  return line_start(x.a, group.row[row]) + slot;
-}
-
-// The items' pages lie one after the other in the ring.
-__device__ void reserve_items(const OpLaunch& x, const GroupPlans& group) {
-  const int32_t base = x.scratch.group_offsets[blockIdx.x];
-  for (int32_t first = threadIdx.x; first < group.items.total();
-       first += kGroupThreads * kThreadItems) {
+// New pages of one side of a row, from `offset` of what the operation takes on: `step` is 1 from
+// the left and -1 from the right.
+__device__ void reserve_run(const OpLaunch& x, int32_t* slot, int32_t step, int32_t length,
+                            int32_t offset) {
+  for (int32_t first = run_lane(); first < length; first += kRunStep) {
     int32_t pages[kThreadItems];
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      const int32_t item = first + q * kGroupThreads;
-      if (item < group.items.total()) pages[q] = id_at(x, base + item);
+      const int32_t i = first + kRunLanes * q;
+      if (i < length) pages[q] = id_at(x, offset + i);
     }
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      const int32_t item = first + q * kGroupThreads;
-      if (item >= group.items.total()) break;
-      const int32_t row = group.items.row_of(item);
-      x.a.slots[reserved_slot(x, group, row, item - group.items.first[row])] = pages[q];
+      const int32_t i = first + kRunLanes * q;
+      if (i < length) slot[step * i] = pages[q];
+    }
+  }
+}
+
+// Eight lanes per row: its pages lie one after the other in the ring, side by side, and in its line
+// each side's from its end on.
+__device__ void reserve_rows(const OpLaunch& x, const GroupPlans& group) {
+  const PageTableShape& shape = x.a.shape.table;
+  const int32_t base = x.scratch.group_offsets[blockIdx.x];
+  for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
+    if (group.row[row] < 0) continue;
+    const RowPlan& plan = group.plans[row];
+    int32_t* line = x.a.slots + line_start(x.a, group.row[row]);
+    int32_t offset = base + group.before[row];
+    for (int32_t s = 0; s < kMaxSides; ++s) {
+      const int32_t fresh = plan.fresh.of[s];
+      if (fresh == 0) continue;
+      int32_t* slot = line + shape.slot_of(s, plan.pages.of[s] - fresh);
+      reserve_run(x, slot, (s & 1) == 0 ? 1 : -1, fresh, offset);
+      offset += fresh;
     }
   }
 }
@@ -113,7 +119,7 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   if (kKind == PageOpKind::kFork) {
     fork_items(x, group);
   } else {
-    reserve_items(x, group);
+    reserve_rows(x, group);
   }
   if (threadIdx.x >= kGroupRows || group.row[lane_id()] < 0) return;
   x.a.tokens[group.row[lane_id()]] = group.plans[lane_id()].tokens;

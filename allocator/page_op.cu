@@ -24,7 +24,8 @@ __device__ int32_t survey_row(const OpLaunch& x, const PageOp& op, int32_t i) {
     return 0;
   }
   if (r.within == 0) {
-    name_sequence(a, r);
+    const int32_t repeated = name_sequence(a, r);
+    if (repeated >= 0) fault(a, repeated, StatusCode::kInvalidArgument);
     if (drops_pages(op.kind)) x.scratch.reserved[r.entry] = a.sequences[r.sequence].reserved;
   }
   const StatusCode status = check_sequence(a, op, r);
@@ -134,7 +135,16 @@ size_t page_op_workspace_bytes(const AllocatorShape& shape, int32_t max_batch) {
          padded(groups_of(rows) * sizeof(int32_t));
 }
 
-OpLaunch op_launch(const PageAllocator& a, const PageOp& op, const DeviceWorkspace& workspace) {
+Status run_page_op_device(const PageAllocator& a, const PageOp& op,
+                          const DeviceWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_op(a, op); !s) return s;
+  if (workspace.memory == nullptr ||
+      reinterpret_cast<uintptr_t>(workspace.memory) % kAllocatorAlignment != 0) {
+    return {StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes"};
+  }
+  if (workspace.bytes < page_op_workspace_bytes(a.shape, op.batch.count)) {
+    return {StatusCode::kBufferTooSmall, "workspace is smaller than page_op_workspace_bytes()"};
+  }
   char* base = static_cast<char*>(workspace.memory);
   OpLaunch x;
   x.a = a;
@@ -146,20 +156,6 @@ OpLaunch op_launch(const PageAllocator& a, const PageOp& op, const DeviceWorkspa
   x.scratch.reserved = reinterpret_cast<SideCounts*>(base);
   base += padded(op.batch.count * sizeof(SideCounts));
   x.scratch.group_offsets = reinterpret_cast<int32_t*>(base);
-  return x;
-}
-
-Status run_page_op_device(const PageAllocator& a, const PageOp& op,
-                          const DeviceWorkspace& workspace, GpuStream stream) {
-  if (Status s = validate_op(a, op); !s) return s;
-  if (workspace.memory == nullptr ||
-      reinterpret_cast<uintptr_t>(workspace.memory) % kAllocatorAlignment != 0) {
-    return {StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes"};
-  }
-  if (workspace.bytes < page_op_workspace_bytes(a.shape, op.batch.count)) {
-    return {StatusCode::kBufferTooSmall, "workspace is smaller than page_op_workspace_bytes()"};
-  }
-  OpLaunch x = op_launch(a, op, workspace);
   cudaError_t status = overlapping_launches(&x.overlaps);
   if (status == cudaSuccess) status = launch_op_of_kind(x, stream);
   if (status != cudaSuccess) return {StatusCode::kCuda, cudaGetErrorString(status)};

@@ -8,8 +8,8 @@
 // the group. So all-or-nothing costs no barrier across the grid, and no kernel waits for another
 // CTA.
 //
-// Where rows have many pages a CTA works off the pages of its group as one list: short and long
-// rows fill all lanes, and their loads are in flight together.
+// A row's new or dropped pages are runs of its line and of the ring, which a warp copies. Only a
+// fork works off the pages of a group as one list.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -30,8 +30,10 @@ struct OpDecision {
   StatusCode status;
   int32_t take_index;  // of the ring: where the pages it takes start
   int32_t give_index;  // where the pages it gives back go
-  bool counts;  // whether the stages mark and count say which pages return; else all that are
-                // dropped do
+  int64_t pages;       // keep and release: that are dropped
+  bool marks;          // whether a dropped page may be shared, so that the stage mark looks at them
+  bool counts;  // whether one is, so that the stage count says which pages return; else all that
+                // are dropped do
 };
 
 struct OpScratch {
@@ -52,9 +54,6 @@ struct OpLaunch {
 
 using StageKernel = void (*)(OpLaunch);
 
-// The record of an operation on a workspace that is large enough. No stage of append but the plan
-// and the take of page_op.cu and page_take.cu reads op.counts.
-OpLaunch op_launch(const PageAllocator& a, const PageOp& op, const DeviceWorkspace& workspace);
 // Whether the device in use can launch a stage before the one before it has ended.
 cudaError_t overlapping_launches(bool* supported);
 // Launches a stage that comes to wait_for_stage() in every thread.
@@ -132,6 +131,26 @@ __device__ int64_t scan_groups(int32_t* sums, int32_t groups) {
     __syncthreads();
   }
   return total;
+}
+
+// Eight lanes copy the runs of a row, four rows in a warp: rows of few pages keep their loads in
+// flight together. Rows of one warp may differ in length, so only their own lanes wait for each
+// other.
+inline constexpr int32_t kRunLanes = 8;
+inline constexpr int32_t kRunStep = kRunLanes * kThreadItems;  // pages of a run in flight
+__device__ inline int32_t run_lane() {
+  return static_cast<int32_t>(threadIdx.x) % kRunLanes;
+}
+__device__ inline uint32_t run_mask() {
+  return ((1u << kRunLanes) - 1) << (lane_id() - run_lane());
+}
+__device__ inline void sync_run() {
+  __syncwarp(run_mask());
+}
+// Rows of the group that these lanes work on: first_row(), then every kRunRows-th.
+inline constexpr int32_t kRunRows = kGroupThreads / kRunLanes;
+__device__ inline int32_t first_row() {
+  return static_cast<int32_t>(threadIdx.x) / kRunLanes;
 }
 
 __device__ inline int32_t warp_sum(int32_t x) {

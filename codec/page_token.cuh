@@ -113,9 +113,11 @@ __device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t til
   const PageLayout& layout = *page.layout;
   auto* codes = reinterpret_cast<uint4*>(page.bytes + layout.tile_codes_byte(c, tile));
   auto* metadata = reinterpret_cast<uint4*>(page.bytes + layout.tile_metadata_byte(c, tile));
+#pragma unroll 1
   for (int32_t i = lane_index(); i < layout.tile(c).bytes() / 16; i += 32) {
     codes[i] = {0, 0, 0, 0};
   }
+#pragma unroll 1
   for (int32_t i = lane_index(); i < tile_metadata_bytes(layout.groups(c)) / 16; i += 32) {
     metadata[i] = {0, 0, 0, 0};
   }

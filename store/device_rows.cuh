@@ -50,14 +50,14 @@ __device__ inline void report_failure(const DeviceState& d, const DeviceFailure&
 // The formats of the sides as kernels see them. A kernel that is compiled for given formats finds a
 // code's place with a few instructions, where the general one spends most of its time on it.
 struct AnyFormats {
-  static constexpr int32_t kMinCtas = 1;  // of a step's kernels on an SM
+  static constexpr int32_t kMinWarps = 1;  // of an SM that apply a step
   static bool fit(const StoreView&) { return true; }
   __device__ static PageLayout layout(const StoreView& s, int32_t side) { return s.layouts[side]; }
 };
 // The default: K8V4 for window and high, K4V2 for low, head_dim 128, on the pages that
 // choose_page_size() takes for them.
 struct DefaultFormats {
-  static constexpr int32_t kMinCtas = 8;
+  static constexpr int32_t kMinWarps = 32;
   static bool fit(const StoreView& s);
   __device__ static constexpr PageLayout layout(const StoreView&, int32_t side) {
     return page_layout(shape(side));
@@ -138,6 +138,12 @@ __device__ inline void rescan_device_page(const DeviceState& d, int32_t side, in
   write_minimum(d, page, best_of_warp(lane_victim(d, side, page, used, kNoSlot)));
 }
 
+// In program order, as load_counts().
+__device__ inline int32_t load_now(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
 // A struct of whole 16-byte words in as many accesses.
 template <class T>
 __device__ T load_words(const T* from) {

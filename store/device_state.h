@@ -53,6 +53,8 @@ struct alignas(16) PlannedMove {
 };
 inline constexpr int32_t kNoSide = -1;
 
+struct StepTotals;  // allocator/page_step.cuh
+
 // All pointers in device memory. Rows of a batch are counted as the allocator does: entry *
 // rows_per_sequence + row within the sequence.
 struct DeviceState {
@@ -65,10 +67,11 @@ struct DeviceState {
   SideCounts* row_counts = nullptr;    // [max batch rows]
   PlannedMove* moves = nullptr;        // [max batch rows][kMaxStepTokens]
   PlannedGrowth* growth = nullptr;     // [max batch rows]
-  int32_t* group_pages = nullptr;      // [max_sequences * step_groups()]
-  OpReport* report = nullptr;          // of the operation that may be refused
-  OpReport* other_report = nullptr;    // of one that may not
-  int32_t* appended = nullptr;         // [rows] tokens that each row has got
+  int32_t* group_pages = nullptr;      // [max_sequences * step_groups(), padded to 4]
+  StepTotals* totals = nullptr;
+  OpReport* report = nullptr;        // of the operation that may be refused
+  OpReport* other_report = nullptr;  // of one that may not
+  int32_t* appended = nullptr;       // [rows] tokens that each row has got
 };
 
 // Slots of a batch by value: a launch needs no memory of the host's.
@@ -93,12 +96,14 @@ struct StepCall {
   const int32_t* slots;  // host memory
   int32_t count;
   int32_t tokens;
-  DeviceWorkspace workspace;  // of a page operation
 };
 Status plan_step(const DeviceState& d, const StepCall& call, GpuStream stream);
 Status apply_step(const DeviceState& d, const StepCall& call, GpuStream stream);
 // CTAs of the plan, of a sequence.
 int32_t step_groups(const StoreView& s);
+size_t step_totals_bytes();
+// Before the first step.
+Status clear_totals(const DeviceState& d, GpuStream stream);
 
 // Keys and values of one layer, device memory.
 struct DeviceTokens {

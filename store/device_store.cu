@@ -78,6 +78,10 @@ Status DeviceStore::take(size_t count, T** memory) {
   return Status::ok();
 }
 
+Status DeviceStore::clear(void* memory, size_t bytes) {
+  return cuda_status(cudaMemsetAsync(memory, 0, bytes, stream_), "create");
+}
+
 Status DeviceStore::allocate() {
   const KvStoreConfig& c = config();
   const StoreView& host = mirror_->view_;
@@ -86,6 +90,7 @@ Status DeviceStore::allocate() {
   const size_t allocator = allocator_bytes(host.allocator.shape).total;
   const size_t workspace = page_op_workspace_bytes(host.allocator.shape, c.max_sequences);
   const size_t layer_rows = sequences * c.layout.num_kv_heads;
+  const size_t groups = (sequences * step_groups(host) + 3) / 4 * 4;
   uint8_t *pool = nullptr, *tables = nullptr, *scratch = nullptr;
   float* zeros = nullptr;
   int32_t* counting = nullptr;
@@ -101,7 +106,10 @@ Status DeviceStore::allocate() {
   if (Status s = take(rows, &state_.row_counts); !s) return s;
   if (Status s = take(rows * kMaxStepTokens, &state_.moves); !s) return s;
   if (Status s = take(rows, &state_.growth); !s) return s;
-  if (Status s = take(sequences * step_groups(host), &state_.group_pages); !s) return s;
+  if (Status s = take(groups, &state_.group_pages); !s) return s;
+  uint8_t* totals = nullptr;
+  if (Status s = take(step_totals_bytes(), &totals); !s) return s;
+  state_.totals = reinterpret_cast<StepTotals*>(totals);
   if (Status s = take(1, &state_.report); !s) return s;
   if (Status s = take(1, &state_.other_report); !s) return s;
   if (Status s = take(rows, &state_.appended); !s) return s;
@@ -123,8 +131,13 @@ Status DeviceStore::allocate() {
   std::iota(numbers.begin(), numbers.end(), 0);
   if (Status t = copy(counting, numbers.data(), numbers.size() * sizeof(int32_t)); !t) return t;
   if (Status t = copy(state_.failure, &kNoFailure, sizeof(kNoFailure)); !t) return t;
-  const cudaError_t error = cudaMemsetAsync(zeros, 0, c.max_tokens * sizeof(float), stream_);
-  if (error != cudaSuccess) return cuda_status(error, "create");
+  if (Status t = clear_totals(state_, stream_); !t) return t;
+  if (Status t = clear(zeros, c.max_tokens * sizeof(float)); !t) return t;
+  if (Status t = clear(state_.group_pages, groups * sizeof(int32_t)); !t) return t;
+  // What no segment of a page covers, and what lies between the tables, travels with them to the
+  // host: it must not be what other programs left there.
+  if (Status t = clear(pool, host.pages.page_bytes * c.num_pages); !t) return t;
+  if (Status t = clear(tables, allocator); !t) return t;
   return initialize_device(*a, stream_);
 }
 
@@ -261,7 +274,7 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   if (!slots) return slots.status();
   const auto count = static_cast<int32_t>(slots->size());
   batch_ = *slots;
-  const StepCall call = {slots->data(), count, tokens, op_workspace_};
+  const StepCall call = {slots->data(), count, tokens};
   if (Status s = plan_step(state_, call, stream_); !s) return s;
   if (Status s = apply_step(state_, call, stream_); !s) return s;
   planned_.clear();  // its token counts have changed

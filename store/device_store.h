@@ -49,6 +49,7 @@ class DeviceStore final : public DeviceKvStore {
   // Device memory that lives as long as the store.
   template <class T>
   Status take(size_t count, T** memory);
+  Status clear(void* memory, size_t bytes);
   Status grow_jobs(size_t jobs);
 
   SequenceTable& table() { return mirror_->table_; }

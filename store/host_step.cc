@@ -88,9 +88,7 @@ Status HostStore::begin_step(SequenceList sequences, int32_t tokens) {
     const int32_t slot = (*slots)[i / rows];
     actions[i].resize(leaving_tokens(view_.policy, table_.info(slot), tokens).count());
     const int32_t at = row(slot, static_cast<int32_t>(i % rows));
-    const int32_t after = table_.info(slot).num_tokens + tokens;
-    const PlannedRow planned =
-        planned_row(view_, page_tokens(view_), at, thresholds_at(view_.policy, after), HostTeam());
+    const PlannedRow planned = planned_row(view_, page_tokens(view_), at, HostTeam());
     added[i] = plan_row_step<StepOverlay>(
         planned, table_.info(slot), tokens, HostTeam(),
         [&](int32_t round, const PlannedRound& decided) { actions[i][round] = decided.action; });

@@ -23,10 +23,15 @@ struct RankedToken {
 TKV_HD constexpr RankedToken no_token() {
   return {std::numeric_limits<float>::infinity(), kNoPosition, kNoSlot};
 }
+// (Without branches: the kernels that plan steps are no longer than their code is short.)
 TKV_HD RankedToken better_victim(const RankedToken& a, const RankedToken& b) {
-  if (a.index == kNoSlot) return b;
-  if (b.index == kNoSlot) return a;
-  return is_better_victim(a.score, a.position, b.score, b.position) ? a : b;
+  const bool is_b =
+      static_cast<int>(b.score < a.score) |
+      (static_cast<int>(b.score == a.score) & static_cast<int>(b.position < a.position));
+  const bool takes_b = static_cast<int>(a.index == kNoSlot) |
+                       (static_cast<int>(b.index != kNoSlot) & static_cast<int>(is_b));
+  return {takes_b ? b.score : a.score, takes_b ? b.position : a.position,
+          takes_b ? b.index : a.index};
 }
 
 // The threads that work on a row together: all get the same arguments and make the same decisions,
@@ -79,6 +84,19 @@ struct NoOverlay {
   TKV_HD RankedToken best(int32_t) const { return no_token(); }
 };
 
+// Of a row. On the device one access, in program order: the compiler puts others off until their
+// values are needed.
+TKV_HD SideCounts load_counts(const SideCounts* counts) {
+#if defined(__CUDA_ARCH__)
+  SideCounts x;
+  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3])
+               : "l"(counts));
+  return x;
+#else
+  return *counts;
+#endif
+}
 // One access of the device; a copy of the struct would be four.
 TKV_HD PageRecord load_record(const PageAllocator& a, int32_t page) {
 #if defined(__CUDA_ARCH__)
@@ -124,18 +142,16 @@ struct PlannedRow {
   PageTokens page_tokens;
   int32_t row;
   SideCounts tokens, pages;
-  TierThresholds thresholds;  // of the sequence with the step's tokens
-  PageVisits high, low;       // the team's first visits: asked for early
+  PageVisits high, low;  // the team's first visits: asked for early
 };
 template <class Team>
 TKV_HD PlannedRow planned_row(const StoreView& s, const PageTokens& per_page, int32_t row,
-                              const TierThresholds& thresholds, const Team& team) {
+                              const Team& team) {
   return {s,
           per_page,
           row,
-          s.allocator.tokens[row],
-          s.allocator.pages[row],
-          thresholds,
+          load_counts(s.allocator.tokens + row),
+          load_counts(s.allocator.pages + row),
           visited_pages(s, row, kHighSide, 0, team),
           visited_pages(s, row, kLowSide, 0, team)};
 }
@@ -202,9 +218,10 @@ struct PlannedRound {
 
 // One round; `counts` and the overlay move on.
 template <class Overlay, class Team>
-TKV_HD PlannedRound plan_round(const PlannedRow& r, const RankedToken& candidate,
-                               StepCounts* counts, Overlay* overlay, const Team& team) {
-  PlannedRound round = {{candidate.position, significance_tier(r.thresholds, candidate.score),
+TKV_HD PlannedRound plan_round(const PlannedRow& r, const TierThresholds& thresholds,
+                               const RankedToken& candidate, StepCounts* counts, Overlay* overlay,
+                               const Team& team) {
+  PlannedRound round = {{candidate.position, significance_tier(thresholds, candidate.score),
                          kNoSlot, kNoPosition, Tier::kPruned, kNoSlot},
                         candidate,
                         no_token()};
@@ -216,7 +233,7 @@ TKV_HD PlannedRound plan_round(const PlannedRow& r, const RankedToken& candidate
   if (!stays) return round;
   const RankedToken& victim = round.victim;
   const Tier to =
-      victim.index == kNoSlot ? action.tier : victim_tier(r.thresholds, action.tier, victim.score);
+      victim.index == kNoSlot ? action.tier : victim_tier(thresholds, action.tier, victim.score);
   if (to == action.tier) {
     action.slot = side == kHighSide ? counts->high++ : counts->low++;
   } else {
@@ -238,13 +255,14 @@ template <class Overlay, class Team, class Emit>
 TKV_HD SideCounts plan_row_step(const PlannedRow& r, const SequenceInfo& info, int32_t tokens,
                                 const Team& team, Emit&& emit) {
   const LeavingTokens leaving = leaving_tokens(r.s.policy, info, tokens);
+  const TierThresholds thresholds = thresholds_at(r.s.policy, info.num_tokens + tokens);
   StepCounts counts = {r.tokens.of[kHighSide], r.tokens.of[kLowSide]};
   Overlay overlay;
   for (int32_t p = leaving.first; p < leaving.end; ++p) {
     const int32_t index = window_index(r.s.policy, info, p), per_page = r.page_tokens.window;
     const int32_t page = r.s.page_id(r.row, kWindowSide, index / per_page);
     const float score = score_at(r.s, kWindowSide, {r.s.page_bytes(page), index % per_page});
-    emit(p - leaving.first, plan_round(r, {score, p, index}, &counts, &overlay, team));
+    emit(p - leaving.first, plan_round(r, thresholds, {score, p, index}, &counts, &overlay, team));
   }
   return {{counts.high - r.tokens.of[kHighSide], counts.low - r.tokens.of[kLowSide],
            tokens - leaving.count(), 0}};
