@@ -149,7 +149,6 @@ Handle create_dataset(hid_t group, const char* name, hid_t type, const std::vect
   H5Pset_obj_track_times(plist.id(), false);
   if (chunk.empty()) {
     H5Pset_alloc_time(plist.id(), H5D_ALLOC_TIME_EARLY);
-    H5Pset_fill_time(plist.id(), H5D_FILL_TIME_NEVER);
   } else {
     H5Pset_chunk(plist.id(), static_cast<int>(chunk_dims.size()), chunk_dims.data());
     H5Pset_shuffle(plist.id());

@@ -254,6 +254,9 @@ SlabFile::SlabFile(hid_t file) : id(file) {
   const Handle access(H5Fget_access_plist(file)), creation(H5Fget_create_plist(file));
   hsize_t user_block = 1;
   void* handle = nullptr;
+  unsigned intent = H5F_ACC_RDWR;
+  // What HDF5 may still write it holds back from the file.
+  if (H5Fget_intent(file, &intent) < 0 || intent != H5F_ACC_RDONLY) return;
   if (access.ok() && creation.ok() && H5Pget_driver(access.id()) == H5FD_SEC2 &&
       H5Pget_userblock(creation.id(), &user_block) >= 0 && user_block == 0 &&
       H5Fget_vfd_handle(file, access.id(), &handle) >= 0 && handle != nullptr) {

@@ -27,13 +27,14 @@ struct ContiguousArray {
   std::vector<int64_t> shape;
 };
 
-// An open file and what reading around HDF5 needs, which must outlive neither. An identifier will
-// do for a single read.
+// A file that stays open for as long, and what reading around HDF5 needs. An identifier will do for
+// a single read.
 struct SlabFile {
   SlabFile(hid_t file);
 
   hid_t id;
-  int descriptor = -1;  // of a plain file whose addresses are offsets, else -1
+  // Of a plain file that is only read and whose addresses are offsets, else -1.
+  int descriptor = -1;
   // Contiguous datasets that passed all checks, by path; used under the lock.
   mutable std::map<std::string, ContiguousArray> arrays;
 };
