@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kJoinThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int32_t begin = call.rows[row].first_item;
-  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : call.num_items;
-  const int32_t per_warp = params.grid.items_per_warp;
+  const auto [items, per_warp] = item_shares(params);
+  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : items;
   const int32_t first = begin / per_warp;
   const int32_t count = end <= begin ? 0 : min((end - 1) / per_warp - first + 1, kMaxPartials);
   const int64_t stride = coded_partial_floats(call);

@@ -70,9 +70,12 @@ struct CodedAttention {
   float* lse = nullptr;              // device, [num_rows, columns]; may be null
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
   void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
+  // Device: the number of items, where rows may grow while a captured call is replayed; null:
+  // num_items.
+  const int32_t* item_count = nullptr;
   int64_t window_size = 0;
   int32_t num_rows = 0;
-  int32_t num_items = 0;   // of all rows
+  int32_t num_items = 0;   // of all rows; with item_count the most there may be
   int32_t num_blocks = 0;  // of each directory
   int32_t num_steps = 0;
   int32_t columns = 0;   // q heads of a kv_head

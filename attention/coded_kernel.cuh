@@ -21,15 +21,31 @@ __device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t 
   return low;
 }
 
+inline constexpr int32_t kCodedWarps = 16;
+
+// How the items are dealt out; after wait_for_previous_kernel().
+struct ItemShares {
+  int32_t items, per_warp;
+};
+__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params) {
+  if (params.call.item_count == nullptr) {
+    return {params.call.num_items, params.grid.items_per_warp};
+  }
+  const int32_t items = min(*params.call.item_count, params.call.num_items);
+  const int32_t warps = params.grid.num_ctas * kCodedWarps;
+  return {items, max(1, (items + warps - 1) / warps)};
+}
+
 // The items of a warp, row by row.
 struct WarpItems {
   const CodedAttention& call;
   int32_t row, first, end;  // the items of a row in turn
   int32_t last;
 
-  // False where there are none. count: at most so many from `begin` on.
-  __device__ __forceinline__ bool begin(int64_t begin, int32_t count) {
-    last = static_cast<int32_t>(min(begin + count, int64_t{call.num_items}));
+  // False where there are none.
+  __device__ __forceinline__ bool begin(int32_t warp, const ItemShares& shares) {
+    const int64_t begin = int64_t{warp} * shares.per_warp;
+    last = static_cast<int32_t>(min(begin + shares.per_warp, int64_t{shares.items}));
     if (begin >= last) return false;
     first = static_cast<int32_t>(begin);
     row = find_row(call, first);
@@ -104,8 +120,6 @@ struct TableFill {
   }
 };
 
-inline constexpr int32_t kCodedWarps = 16;
-
 template <int kDimBlocks, class Code>
 __global__ void __launch_bounds__(kCodedWarps * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
@@ -149,7 +163,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems items{call};
-  const bool any = items.begin(int64_t{global_warp} * grid.items_per_warp, grid.items_per_warp);
+  const bool any = items.begin(global_warp, item_shares(params));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {

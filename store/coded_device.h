@@ -101,7 +101,8 @@ class CodedDeviceStore final : public DeviceKvStore {
   AttentionGrid raw_grid_;
   AttentionWorkspace raw_workspace_;
   size_t planned_count_ = 0;
-  CodedRow* rows_ = nullptr;          // [max_sequences * num_kv_heads]
+  CodedRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
+  int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // likewise
   void* coded_workspace_ = nullptr;
   uint16_t* part_out_[2] = {};  // blocks, raw: [max_sequences * num_q_heads, head_dim]

@@ -89,9 +89,10 @@ __global__ void __launch_bounds__(kThreads)
 
 // One CTA: blocks of the rows before each row.
 __global__ void __launch_bounds__(kPlanThreads)
-    rows_kernel(const __grid_constant__ CodedDeviceState d, int32_t layer, int32_t num_rows,
-                CodedRow* rows) {
+    rows_kernel(const __grid_constant__ CodedDeviceState d,
+                const __grid_constant__ CodedRowPlan plan) {
   __shared__ int32_t sums[kPlanThreads];
+  const int32_t num_rows = plan.count * d.s.num_kv_heads, layer = plan.layer;
   const int32_t share = (num_rows + kPlanThreads - 1) / kPlanThreads;
   const int32_t first = static_cast<int32_t>(threadIdx.x) * share;
   const int32_t last = min(first + share, num_rows);
@@ -120,9 +121,10 @@ __global__ void __launch_bounds__(kPlanThreads)
       row.first_block = d.s.row_of(sequence, layer, i % d.s.num_kv_heads) * d.s.max_blocks;
       row.step = layer * d.s.num_kv_heads + i % d.s.num_kv_heads;
     }
-    rows[i] = row;
+    plan.rows[i] = row;
     item += row.coded_tokens / kBlockTokens;
   }
+  if (threadIdx.x == kPlanThreads - 1) *plan.item_count = item;
 }
 
 __device__ float sum_of_cta(float x) {
@@ -184,9 +186,8 @@ Status append_coded(const CodedDeviceState& d, const DeviceTokens& x, GpuStream 
   return launch_status("append");
 }
 
-Status plan_coded_rows(const CodedDeviceState& d, int32_t layer, int32_t count, CodedRow* rows,
-                       GpuStream stream) {
-  rows_kernel<<<1, kPlanThreads, 0, stream>>>(d, layer, count * d.s.num_kv_heads, rows);
+Status plan_coded_rows(const CodedDeviceState& d, const CodedRowPlan& plan, GpuStream stream) {
+  rows_kernel<<<1, kPlanThreads, 0, stream>>>(d, plan);
   return launch_status("attend");
 }
 

@@ -50,6 +50,7 @@ Status CodedDeviceStore::allocate_attention() {
   if (Status s = take(raw_workspace_.bytes, &raw); !s) return s;
   if (Status s = take(coded_attention_workspace_bytes(largest, any), &coded); !s) return s;
   if (Status s = take(rows, &rows_); !s) return s;
+  if (Status s = take(1, &item_count_); !s) return s;
   if (Status s = take(rows, &row_status_); !s) return s;
   for (int32_t part = 0; part < 2; ++part) {
     if (Status s = take(queries * c.layout.head_dim, &part_out_[part]); !s) return s;
@@ -91,10 +92,8 @@ Status CodedDeviceStore::attend_raw(const AttendRequest& request, const Slots& s
 Status CodedDeviceStore::attend_blocks(const AttendRequest& request, const Slots& slots) {
   const CodedView& s = state_.s;
   const auto count = static_cast<int32_t>(slots.size());
-  if (Status t = plan_coded_rows(state_, request.layer, count, rows_, stream_); !t) return t;
-  int64_t items = 0;
-  for (const int32_t slot : slots) {
-    items += int64_t{table().info(slot).window_first / kBlockTokens} * s.num_kv_heads;
+  if (Status t = plan_coded_rows(state_, {rows_, item_count_, request.layer, count}, stream_); !t) {
+    return t;
   }
   CodedAttention call;
   for (const Component c : {Component::kKey, Component::kValue}) {
@@ -113,7 +112,8 @@ Status CodedDeviceStore::attend_blocks(const AttendRequest& request, const Slots
   call.row_status = row_status_;
   call.workspace = coded_workspace_;
   call.num_rows = count * s.num_kv_heads;
-  call.num_items = static_cast<int32_t>(items);
+  call.num_items = call.num_rows * s.max_blocks;
+  call.item_count = item_count_;
   call.num_blocks = s.allocator.shape.table.num_rows() * s.max_blocks;
   call.num_steps = s.rows_per_sequence();
   call.columns = config().layout.group_size();
@@ -131,16 +131,9 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
   if (request.probabilities != nullptr) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }
-  const Result<bool> capturing = is_capturing();
-  if (!capturing) return capturing.status();
-  if (*capturing) {
-    return Status(StatusCode::kUnsupported,
-                  "attend() of a coded cache is not captured: its grid follows the blocks");
-  }
   if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
   if (Status s = attend_raw(request, *slots); !s) return s;
-  const bool coded = std::any_of(slots->begin(), slots->end(),
-                                 [&](int32_t slot) { return table().info(slot).window_first > 0; });
+  const bool coded = !books_.empty();
   if (coded) {
     if (Status s = attend_blocks(request, *slots); !s) return s;
   }

@@ -50,9 +50,14 @@ Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens
 // Tokens of one layer, of a prompt or a step.
 Status append_coded(const CodedDeviceState& d, const DeviceTokens& tokens, GpuStream stream);
 
-// The rows of a layer as attend_coded() takes them, [count * num_kv_heads].
-Status plan_coded_rows(const CodedDeviceState& d, int32_t layer, int32_t count, CodedRow* rows,
-                       GpuStream stream);
+// The rows of a layer as attend_coded() takes them, [count * num_kv_heads], and their items.
+struct CodedRowPlan {
+  CodedRow* rows = nullptr;
+  int32_t* item_count = nullptr;
+  int32_t layer = 0;
+  int32_t count = 0;
+};
+Status plan_coded_rows(const CodedDeviceState& d, const CodedRowPlan& plan, GpuStream stream);
 
 // Joins what attention found in the blocks and in the raw tokens of each query, and adds the means.
 struct CodedJoin {

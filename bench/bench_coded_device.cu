@@ -1,0 +1,165 @@
+// A store of coded pages on the GPU: attention of one layer through KvStore::attend(), a step of
+// all rows with and without blocks that fill up, the end of the prompts. Random keys and values
+// whose codes carry about 2.7 bits; JSON lines on stdout.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "tierkv/half.h"
+#include "tierkv/store.h"
+
+namespace {
+
+using namespace tierkv;
+
+struct Shape {
+  int32_t sequences, tokens, layers;
+};
+
+KvStoreConfig store_config(const Shape& shape) {
+  KvStoreConfig c;
+  c.layout.num_layers = shape.layers;
+  c.layout.num_q_heads = 32;
+  c.layout.num_kv_heads = 8;
+  c.layout.head_dim = 128;
+  c.layout.sm_scale = 1 / std::sqrt(128.0);
+  c.policy.window_tokens = 64;
+  c.max_sequences = shape.sequences;
+  c.max_tokens = shape.tokens + 300;
+  const int64_t rows = int64_t{shape.sequences} * shape.layers * 8;
+  c.num_pages = static_cast<int32_t>(rows * (shape.tokens / 64 + 4 + shape.tokens / 64 / 4));
+  c.coded.enabled = true;
+  c.coded.key_steps.assign(shape.layers * 8, 0.63f);  // of values of deviation 1
+  c.coded.value_steps.assign(shape.layers * 8, 0.63f);
+  return c;
+}
+
+float milliseconds(cudaEvent_t begin, cudaEvent_t end) {
+  float ms = 0;
+  cudaEventSynchronize(end);
+  cudaEventElapsedTime(&ms, begin, end);
+  return ms;
+}
+
+float median(std::vector<float> x) {
+  std::nth_element(x.begin(), x.begin() + static_cast<int64_t>(x.size() / 2), x.end());
+  return x[x.size() / 2];
+}
+
+struct Timed {
+  std::vector<SequenceId> ids;
+  uint16_t *x = nullptr, *q = nullptr, *out = nullptr;
+  cudaEvent_t begin = nullptr, end = nullptr;
+  SequenceList list() const { return {ids.data(), static_cast<int32_t>(ids.size())}; }
+};
+
+Status fill(const Shape& shape, DeviceKvStore* store, Timed* t, float* end_ms) {
+  constexpr int32_t kChunk = 512;
+  const size_t chunk = size_t{kChunk} * 8 * 128 * shape.sequences;
+  std::mt19937 rng(std::random_device{}());
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> some(size_t{1} << 20);
+  for (uint16_t& x : some) x = float_to_half(normal(rng));
+  cudaMalloc(&t->x, (chunk + some.size()) * 2);
+  for (size_t i = 0; i < chunk; i += some.size()) {
+    cudaMemcpy(t->x + i, some.data(), some.size() * 2, cudaMemcpyHostToDevice);
+  }
+  for (int32_t i = 0; i < shape.sequences; ++i) {
+    const Result<SequenceId> id = store->add_sequence();
+    if (!id) return id.status();
+    t->ids.push_back(*id);
+  }
+  for (int32_t done = 0; done < shape.tokens; done += kChunk) {
+    if (Status s = store->begin_prompt(t->list(), kChunk); !s) return s;
+    for (int32_t layer = 0; layer < shape.layers; ++layer) {
+      if (Status s = store->append({t->list(), layer, kChunk, t->x, t->x + 1024}); !s) return s;
+    }
+  }
+  if (Status s = store->take_status(); !s) return s;
+  cudaEventRecord(t->begin);
+  if (Status s = store->end_prompt(t->list()); !s) return s;
+  cudaEventRecord(t->end);
+  *end_ms = milliseconds(t->begin, t->end);
+  return store->take_status();
+}
+
+struct Times {
+  std::vector<float> attend, idle, filling;
+  float end_prompt = 0;
+};
+
+// Steps, each with attention of one layer.
+Status time_steps(const Shape& shape, DeviceKvStore* store, Timed* t, Times* times) {
+  for (int32_t i = 0; i < 140; ++i) {
+    cudaEventRecord(t->begin);
+    if (Status s = store->begin_step(t->list(), 1); !s) return s;
+    cudaEventRecord(t->end);
+    const float step = milliseconds(t->begin, t->end);
+    // A block fills up whenever 64 tokens are behind the window.
+    ((shape.tokens + i + 1) % 64 == 0 ? times->filling : times->idle).push_back(step);
+    for (int32_t layer = 0; layer < shape.layers; ++layer) {
+      if (Status s = store->append({t->list(), layer, 1, t->x, t->x + 1024}); !s) return s;
+    }
+    AttendRequest request;
+    request.sequences = t->list();
+    request.q = t->q;
+    request.out = t->out;
+    if (Status s = store->attend(request); !s) return s;  // plans
+    request.layer = shape.layers - 1;
+    cudaEventRecord(t->begin);
+    if (Status s = store->attend(request); !s) return s;
+    cudaEventRecord(t->end);
+    times->attend.push_back(milliseconds(t->begin, t->end));
+  }
+  return store->take_status();
+}
+
+Status run(const Shape& shape) {
+  auto made = create_device_store(store_config(shape), nullptr);
+  if (!made) return made.status();
+  DeviceKvStore* store = made->get();
+  Timed t;
+  Times times;
+  cudaEventCreate(&t.begin);
+  cudaEventCreate(&t.end);
+  std::vector<uint16_t> q(size_t(shape.sequences) * 32 * 128);
+  std::mt19937 rng(std::random_device{}());
+  std::normal_distribution<float> normal;
+  for (uint16_t& x : q) x = float_to_half(normal(rng));
+  cudaMalloc(&t.q, q.size() * 2);
+  cudaMalloc(&t.out, q.size() * 2);
+  cudaMemcpy(t.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice);
+  if (Status s = fill(shape, store, &t, &times.end_prompt); !s) return s;
+  const Result<StoreStats> stats = store->stats();
+  if (!stats) return stats.status();
+  if (Status s = time_steps(shape, store, &t, &times); !s) return s;
+  const double codes = double(shape.sequences) * (shape.tokens + 70) * 8 * 128 * 2;
+  const double attend = median(times.attend);
+  std::printf(
+      "{\"sequences\":%d,\"tokens\":%d,\"layers\":%d,\"ratio\":%.3f,\"pool_gain\":%.3f,"
+      "\"attend_us\":%.1f,\"tera_codes_per_s\":%.3f,\"step_us\":%.1f,\"filling_step_us\":%.1f,"
+      "\"end_prompt_ms\":%.2f,\"end_prompt_giga_codes_per_s\":%.1f}\n",
+      shape.sequences, shape.tokens, shape.layers, stats->nominal_ratio(), stats->pool_gain(),
+      attend * 1e3, codes / attend * 1e-9, median(times.idle) * 1e3, median(times.filling) * 1e3,
+      times.end_prompt, codes * shape.layers / times.end_prompt * 1e-6);
+  cudaFree(t.x);
+  cudaFree(t.q);
+  cudaFree(t.out);
+  return Status::ok();
+}
+
+}  // namespace
+
+int main() {
+  for (const Shape& shape : {Shape{64, 4096, 4}, Shape{8, 32768, 2}, Shape{1, 32768, 4}}) {
+    if (const Status s = run(shape); !s) {
+      std::fprintf(stderr, "%s\n", s.message().c_str());
+      return 1;
+    }
+  }
+  return 0;
+}
