@@ -13,42 +13,12 @@
 #include <vector>
 
 #include "store/coded_device.h"
+#include "tests/gpu/device_buffer.cuh"
 #include "tests/store/random_input.h"
 
 namespace tierkv::testing {
 
 inline constexpr Component kComponents[] = {Component::kKey, Component::kValue};
-
-// Device memory that grows with what is put into it.
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(memory_); }
-  template <class T>
-  T* put(const std::vector<T>& x) {
-    const size_t bytes = x.size() * sizeof(T);
-    if (bytes > bytes_) {
-      cudaFree(memory_);
-      EXPECT_EQ(cudaMalloc(&memory_, bytes), cudaSuccess);
-      bytes_ = bytes;
-    }
-    EXPECT_EQ(cudaMemcpy(memory_, x.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
-    return static_cast<T*>(memory_);
-  }
-  template <class T>
-  std::vector<T> read(size_t count) const {
-    std::vector<T> x(count);
-    EXPECT_EQ(cudaMemcpy(x.data(), memory_, count * sizeof(T), cudaMemcpyDeviceToHost),
-              cudaSuccess);
-    return x;
-  }
-
- private:
-  void* memory_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 inline KvStoreConfig coded_config(RandomInput* input, int32_t head_dim) {
   KvStoreConfig c;
