@@ -50,6 +50,7 @@ struct SymbolPlace {
 struct Chosen {
   uint32_t word;
   int32_t symbol;
+  bool exact;  // none of its digits is an exception
 };
 
 __device__ __forceinline__ int32_t symbol_cost(const DeviceCodebook& book, int32_t symbol,
@@ -80,9 +81,9 @@ __device__ __forceinline__ Chosen choose_symbol(const DeviceCodebook& book, cons
                                                 int32_t places) {
   const int32_t symbol = places == 2 ? at.digit[0] + book.levels * at.digit[1] : at.digit[0];
   const bool inside = at.digit[0] >= 0 && (places == 1 || at.digit[1] >= 0);
-  if (inside && book.words[symbol] != 0) return {book.words[symbol], symbol};
+  if (inside && book.words[symbol] != 0) return {book.words[symbol], symbol, true};
   const int32_t other = substitute(book, at, places);
-  return {book.words[other], other};
+  return {book.words[other], other, false};
 }
 
 // Symbol by symbol of a lane's stream: visit(place, places).
@@ -139,6 +140,7 @@ __device__ inline SlicePlan plan_slice(const EncodeSlice& slice, int32_t* counte
     for_each_symbol(slice, stream, [&](const SymbolPlace& at, int32_t places) {
       const Chosen chosen = choose_symbol(slice.book, at, places);
       bits += static_cast<int32_t>(chosen.word >> 16);
+      if (chosen.exact) return;
       int32_t symbol = chosen.symbol;
       for (int32_t i = 0; i < places; ++i, symbol /= slice.book.levels) {
         const int32_t digit = symbol % slice.book.levels;
@@ -210,6 +212,7 @@ __device__ inline void write_raw(const EncodeSlice& slice, const CodedBlockHeade
 // As the host's raw_header().
 __device__ inline CodedBlockHeader raw_header(const EncodeSlice& slice) {
   int32_t low = INT16_MAX, high = INT16_MIN;
+#pragma unroll 4
   for (int32_t t = 0; t < slice.tokens; ++t) {
     for (int32_t d = lane_index(); d < slice.dims; d += kWarpLanes) {
       low = min(low, slice.code(t, d));

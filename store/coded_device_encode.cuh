@@ -50,21 +50,49 @@ __device__ inline EncodeMemory warp_encode_memory(uint8_t* shared) {
           reinterpret_cast<uint32_t*>(mine + kEncodeCodesBytes + kMaxCodedBlockBytes)};
 }
 
+// Codes of the block into memory.codes. Raw tiles and coded blocks have one order: the four words
+// of a lane in a dim block are its four pairs.
+template <Component kComponent>
+__device__ __forceinline__ StatusCode load_raw_codes(const CodedDeviceState& d, const RawBlock& b,
+                                                     const EncodeMemory& memory) {
+  constexpr bool kKey = kComponent == Component::kKey;
+  const float step = step_of(d, kComponent, b.within);
+  const int32_t dim_blocks = d.s.head_dim / kDimBlock;
+  const auto* words =
+      reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, kComponent, 0));
+  auto status = StatusCode::kOk;
+#pragma unroll 4
+  for (int32_t i = 0; i < kBlockTokens / kTileTokens * dim_blocks; ++i) {
+    const uint4 x = words[i * kWarpLanes + lane_index()];
+    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      const PairPosition p =
+          pair_position(kComponent, i / dim_blocks, i % dim_blocks, r, lane_index());
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t token = p.token + (kKey ? 0 : half), dim = p.dim + (kKey ? half : 0);
+        auto y = static_cast<uint16_t>(pairs[r] >> (16 * half));
+        if (b.mean != nullptr) y = centred(y, b.mean[dim]);
+        status = greater(status, check_centred(y, step));
+        memory.codes[token * kSliceDims + dim] = step_code(y, step);
+      }
+    }
+  }
+  return status;
+}
+
 // Codes the block into memory.block; its units. By the whole warp. *status gets worse where a code
 // does not fit.
 __device__ inline int32_t encode_raw_block(const CodedDeviceState& d, const RawBlock& b,
                                            const EncodeMemory& memory, int32_t* counter,
                                            StatusCode* status) {
-  const float step = step_of(d, b.component, b.within);
-  for (int32_t i = lane_index(); i < kBlockTokens * d.s.head_dim; i += kWarpLanes) {
-    const int32_t t = i / d.s.head_dim, dim = i % d.s.head_dim;
-    const uint16_t y = raw_value(d, b, t, dim);
-    *status = greater(*status, check_centred(y, step));
-    memory.codes[t * kSliceDims + dim] = step_code(y, step);
-  }
+  const bool key = b.component == Component::kKey;
+  *status = greater(*status, key ? load_raw_codes<Component::kKey>(d, b, memory)
+                                 : load_raw_codes<Component::kValue>(d, b, memory));
   __syncwarp();
-  const DeviceCodebook& book =
-      d.books[2 * (b.within / d.s.num_kv_heads) + (b.component == Component::kKey ? 0 : 1)];
+  // A copy: what is read through a reference is read again after every store.
+  const DeviceCodebook book = d.books[2 * (b.within / d.s.num_kv_heads) + (key ? 0 : 1)];
   const EncodeSlice slice{book, memory, kBlockTokens, d.s.head_dim,
                           most_coded_block_bytes(d.s.head_dim)};
   return encode_slice(slice, counter) / kBlockAlignment;
