@@ -71,6 +71,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status run(const PageOp& op);
   // From the codes of the prompts that end; waits.
   Status make_books(const Slots& slots, const PromptEnd& prompt);
+  Status forget_unused_books();
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
   Status attend_blocks(const AttendRequest& request, const Slots& slots);
   Status attend_raw(const AttendRequest& request, const Slots& slots);

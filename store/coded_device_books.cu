@@ -97,6 +97,18 @@ Status CodedDeviceStore::make_books(const Slots& slots, const PromptEnd& prompt)
   return upload_books();
 }
 
+// A prompt that was refused leaves no codebooks: those that it made go.
+Status CodedDeviceStore::forget_unused_books() {
+  DeviceFailure failure;
+  if (Status s = copy(&failure, state_.common.failure, sizeof(failure)); !s) return s;
+  if (Status s = wait(); !s) return s;
+  if (failure.status == StatusCode::kOk) return Status::ok();
+  mirror_->books_ = CodedBooks();
+  books_.clear();
+  state_.books = nullptr;
+  return Status::ok();
+}
+
 Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   const Result<Slots> slots = table().admit_end_prompt(sequences);
   if (!slots) return slots.status();
@@ -112,7 +124,8 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   const DeviceState& d = state_.common;
   if (Status s = set_batch(DeviceCall::kEndPrompt, *slots, 0); !s) return s;
   if (Status s = begin_coded_prompt_end(state_, prompt, stream_); !s) return s;
-  if (books_.empty() && prompt.most_blocks > 0) {
+  const bool makes_books = books_.empty() && prompt.most_blocks > 0;
+  if (makes_books) {
     if (Status s = make_books(*slots, prompt); !s) return s;
   }
   if (Status s = plan_coded_prompt(state_, prompt, stream_); !s) return s;
@@ -121,6 +134,9 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   // Where nothing was reserved there is nothing to keep: that operation then refuses itself.
   if (Status s = run(PageOp::keep(batch(*slots), d.row_counts, d.other_report)); !s) return s;
   if (Status s = finish_coded_prompt(state_, prompt, stream_); !s) return s;
+  if (makes_books) {
+    if (Status s = forget_unused_books(); !s) return s;
+  }
   planned_.clear();
   batch_.clear();  // what comes next looks whether the call has failed
   for (const int32_t slot : *slots) {

@@ -173,6 +173,27 @@ TEST(GpuCodedStore, BadValuesAreToldAndTakenBack) {
   }
 }
 
+// Prompts that find no pages leave no codebooks behind: the next ones make them, from their codes.
+TEST(GpuCodedStore, ARefusedPromptMakesNoCodebooks) {
+  RandomInput input;
+  KvStoreConfig config = coded_config(&input, 64);
+  config.num_pages = 34;
+  CodedTwins twins(config, &input);
+  SequenceId ids[2];
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  twins.set_spread(4);
+  ASSERT_TRUE(twins.prompt({ids, 1}, 250));  // 16 pages
+  ASSERT_TRUE(twins.prompt({ids + 1, 1}, 250));
+  ASSERT_EQ(twins.end_prompt({ids, 2}).code(), StatusCode::kOutOfPages);
+  EXPECT_FALSE(twins.host().books().ready());
+  ASSERT_TRUE(twins.release(ids[1]));
+  ASSERT_TRUE(twins.end_prompt({ids, 1}));
+  EXPECT_EQ(twins.difference(), "");
+  EXPECT_EQ(twins.attention_difference({ids, 1}), "");
+  for (int32_t i = 0; i < 20; ++i) ASSERT_TRUE(twins.step({ids, 1}, 8));
+  EXPECT_EQ(twins.difference(), "");
+}
+
 // A coded token, or one of the window, that has no code: the prompt stays a prompt.
 TEST(GpuCodedStore, APromptWithoutACodeStaysAPrompt) {
   RandomInput input;
