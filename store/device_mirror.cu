@@ -126,16 +126,6 @@ Status DeviceStore::from_mirror(const Slots& slots) {
   return Status::ok();
 }
 
-Result<SequenceId> DeviceStore::fork(SequenceId source) {
-  const Result<int32_t> slot = table().complete_live_slot_of(source);
-  if (!slot) return slot.status();
-  if (Status s = to_mirror({*slot}); !s) return s;
-  const Result<SequenceId> copy_id = mirror_->fork(source);
-  if (!copy_id) return copy_id;
-  if (Status s = from_mirror({copy_id->slot}); !s) return s;
-  return copy_id;
-}
-
 Status DeviceStore::truncate(SequenceId sequence, int32_t tokens) {
   const Result<int32_t> slot = table().complete_slot_of(sequence);
   if (!slot) return slot.status();

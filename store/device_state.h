@@ -69,6 +69,7 @@ struct DeviceState {
   PlannedGrowth* growth = nullptr;     // [max batch rows]
   int32_t* group_pages = nullptr;      // [max_sequences * step_groups(), padded to 4]
   StepTotals* totals = nullptr;
+  PageCopy* copies = nullptr;        // [rows_per_sequence][kMaxSides] of an operation
   OpReport* report = nullptr;        // of the operation that may be refused
   OpReport* other_report = nullptr;  // of one that may not
   int32_t* appended = nullptr;       // [rows] tokens that each row has got

@@ -110,6 +110,7 @@ Status DeviceStore::allocate() {
   uint8_t* totals = nullptr;
   if (Status s = take(step_totals_bytes(), &totals); !s) return s;
   state_.totals = reinterpret_cast<StepTotals*>(totals);
+  if (Status s = take(host.rows_per_sequence() * kMaxSides, &state_.copies); !s) return s;
   if (Status s = take(1, &state_.report); !s) return s;
   if (Status s = take(1, &state_.other_report); !s) return s;
   if (Status s = take(rows, &state_.appended); !s) return s;

@@ -1,5 +1,5 @@
 // The device back end: host bookkeeping, and the order in which kernels and page operations are
-// enqueued. Rare calls (fork, truncate, export, import) are carried out by a host store that holds
+// enqueued. Rare calls (truncate, export, import) are carried out by a host store that holds
 // the tables and the pages of the sequences concerned for the time of the call.
 #pragma once
 
@@ -64,6 +64,8 @@ class DeviceStore final : public DeviceKvStore {
   Status plan_attention_of(const Slots& slots);
   bool is_any_counted(const Slots& slots) const;
   Status validate_scratch(const AttendRequest& request, const Slots& slots) const;
+  // Waits. Whether there are pages for a copy; the counts of its shared tokens lie in row_counts.
+  Status count_fork(int32_t source);
 
   // Waits; refused while a failure waits to be taken.
   Status settle();
