@@ -135,10 +135,12 @@ Status DeviceStore::allocate() {
   if (Status t = clear_totals(state_, stream_); !t) return t;
   if (Status t = clear(zeros, c.max_tokens * sizeof(float)); !t) return t;
   if (Status t = clear(state_.group_pages, groups * sizeof(int32_t)); !t) return t;
-  // What no segment of a page covers, and what lies between the tables, travels with them to the
-  // host: it must not be what other programs left there.
+  // What no segment of a page covers, what lies between the tables and what free sequences have
+  // travels to the host with the rest: it must not be what other programs left there.
   if (Status t = clear(pool, host.pages.page_bytes * c.num_pages); !t) return t;
   if (Status t = clear(tables, allocator); !t) return t;
+  if (Status t = clear(state_.s.infos, sequences * sizeof(SequenceInfo)); !t) return t;
+  if (Status t = clear(state_.appended, rows * sizeof(int32_t)); !t) return t;
   return initialize_device(*a, stream_);
 }
 
