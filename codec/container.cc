@@ -154,6 +154,10 @@ void ChunkBlock::add(const ChunkKey& key, const std::vector<uint8_t>& payload, b
   impl_->chunks.push_back(c);
 }
 
+void ChunkBlock::reserve(int64_t bytes) {
+  impl_->bytes.reserve(impl_->bytes.size() + static_cast<size_t>(bytes));
+}
+
 void ChunkBlock::clear() {
   impl_->chunks.clear();
   impl_->bytes.clear();

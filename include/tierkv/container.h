@@ -79,6 +79,7 @@ class TKV_API ChunkBlock {
   ChunkBlock& operator=(ChunkBlock&&) noexcept;
   ~ChunkBlock();
   void add(const ChunkKey& key, const std::vector<uint8_t>& payload, bool optional = false);
+  void reserve(int64_t bytes);     // room for so many more
   void clear();                    // keeps its memory
   int64_t optional_bytes() const;  // of the payloads
 

@@ -20,7 +20,7 @@ namespace {
 
 enum Kind { kRead, kPrepare, kEncode, kWrite };
 
-constexpr int64_t kLargeLayerBytes = int64_t{64} << 20;  // of which two are held at once, not three
+constexpr int64_t kLargeLayerBytes = int64_t{64} << 20;  // of which two are held, not three
 
 class Compressor {
  public:
@@ -37,7 +37,7 @@ class Compressor {
     for (int64_t i = 0; i < layers_; ++i) {
       largest = std::max(largest, LayerData::dump_bytes(info_, seq_of(i), layer_of(i)));
     }
-    slot_count_ = largest > kLargeLayerBytes ? 2 : kMostSlots;
+    slot_count_ = options.threads == 1 || largest > kLargeLayerBytes ? 2 : kMostSlots;
   }
 
   Status run();
