@@ -94,7 +94,7 @@ Status encode_pages(const StoredPageFormat& format, const LayerData& data,
   const auto total = static_cast<int32_t>(positions.size());
   ChunkKey key = key_of(ChunkKind::kPage, data.seq, data.layer, head);
   key.part = static_cast<uint8_t>(part);
-  // Pages lie at multiples of 16 bytes, as they are.
+  // Room for all of them at once; chunks are padded to 16 bytes.
   out->reserve(format.pages(total) * (format.bytes(format.shape.tokens) + 16));
   std::vector<uint8_t> page;
   for (int32_t first = 0; first < total; first += format.shape.tokens, ++key.page) {
