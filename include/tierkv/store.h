@@ -129,11 +129,11 @@ struct AttendRequest {
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
   // layout.dtype is, otherwise fp16. fp16 where the store has a basis.
   DType dtype = DType::kFloat16;
-  // Also counts the query, as update_scores() of its probabilities would; instead of that call, and
-  // in a fraction of its time. The sequences must be past their prompts. Host and device find
-  // probabilities that differ by up to 2e-3 of themselves (attention/token_scores.h). Where
-  // config().score_interval skips the query of every sequence, nothing is added to attend(), in a
-  // captured graph neither now nor when it is replayed.
+  // Also counts the query, as update_scores() of its probabilities would, instead of that call. The
+  // sequences must be past their prompts. Host and device find probabilities that differ by up to
+  // 2e-3 of themselves (attention/token_scores.h). Where config().score_interval skips the query of
+  // every sequence, nothing is added to attend(), in a captured graph neither now nor when it is
+  // replayed.
   bool count_query = false;
   // Device memory of count_scratch_bytes(), 8-byte aligned, for count_query; the host needs none.
   void* scratch = nullptr;
