@@ -1,15 +1,13 @@
 // What the tensor cores could do for decode attention, without memory: mma.m16n8k16 and wgmma
-// m64n8k16 with all operands in place, and the product's arithmetic over one chunk that stays in
-// shared memory. docs/ABLATION.md compares them with what memory delivers.
+// m64n8k16 with all operands in place, and the arithmetic of keys and values as operand A over one
+// chunk that stays in shared memory. docs/ABLATION.md compares them with what memory delivers.
 #pragma once
 
 #include <cstring>
 #include <random>
 #include <vector>
 
-#include "attention/decode.h"
-#include "attention/warp_row.cuh"
-#include "attention/warp_softmax.cuh"
+#include "attention/rungs/kv_warp.cuh"
 #include "bench/gpu_timing.cuh"
 
 namespace tierkv::bench {
@@ -100,11 +98,10 @@ struct Bits {
 
 struct ArithmeticParams {
   const uint8_t* chunk;  // kChunkTiles tiles as they lie in a ring: both components and metadata
-  const uint16_t* q;     // fp16 [4][128]
+  const __half* q;       // [4][128]
   float* sink;           // a float per thread
   Bits bits;
   int32_t chunk_bytes, rounds;
-  QueryColumns columns;
 };
 
 // Every warp attends `rounds` times to a copy of the chunk in shared memory.
@@ -117,19 +114,16 @@ __global__ void __launch_bounds__(kRateWarps * 32, 1)
     *reinterpret_cast<uint4*>(chunk + at) = *reinterpret_cast<const uint4*>(p.chunk + at);
   }
   __syncwarp();
-  const TokenScores no_scores;
-  WarpAttention<128, 1, true> attention(p.columns, no_scores);
-  attention.fetch_query(p.q, 0);
-  attention.start_row();
-  attention.sum_query(0.1f);
+  KvWarp attention;
+  attention.start(p.q, 4, 0.1f);
   for (int32_t i = 0; i < p.rounds; ++i) {
-    attention.use_format(p.bits.k, p.bits.v, 0.1f);
-    attention.attend({chunk, kChunkTiles, kChunkTiles * kTileTokens, 0, nullptr});
+    attention.attend(chunk, pair_format(p.bits.k, p.bits.v), kChunkTiles,
+                     kChunkTiles * kTileTokens);
   }
   __syncthreads();  // the parts take the place of the chunks
   auto* states = reinterpret_cast<SoftmaxState*>(shared_bytes) + warp * 4;
-  auto* parts = reinterpret_cast<float*>(shared_bytes + 512) + warp * 4 * part_stride(128);
-  attention.store_part(states, parts);
+  auto* parts = reinterpret_cast<float*>(shared_bytes + 512) + warp * 4 * kKvPartStride;
+  attention.store_part(states, parts, 4);
   __syncwarp();
   p.sink[blockIdx.x * blockDim.x + threadIdx.x] = states[0].sum + parts[lane];
 }
@@ -144,7 +138,7 @@ struct TensorRates {
   WgmmaRate wgmma[4];     // m64n8k16
   struct {
     Bits bits;
-    double tiles_per_us;  // of one SM: the product's arithmetic alone
+    double tiles_per_us;  // of one SM: the arithmetic of keys and values as operand A alone
     double gbps;          // the bytes of so many tiles, of all SMs
   } arithmetic[4];
   bool is_right = true;  // wgmma's sums
@@ -156,7 +150,7 @@ struct TensorBench {
   int32_t sms;
   int replays;
   uint8_t* memory;
-  const uint16_t* q;  // at least [4][128]
+  const __half* q;  // [4][128]
 };
 
 template <class Launch>
@@ -238,7 +232,7 @@ inline void measure_arithmetic(const TensorBench& b, TensorRates& rates) {
     const double tiles = static_cast<double>(kRounds) * kChunkTiles * kRateWarps;
     const double rate = per_us(b, tiles, [&] {
       arithmetic_rate<<<b.sms, kThreads, kSharedBytes, b.stream>>>(
-          {page, b.q, sink, bits, bytes, kRounds, query_columns(4, 1, 1, 128)});
+          {page, reinterpret_cast<const __half*>(b.q), sink, bits, bytes, kRounds});
     });
     rates.arithmetic[i] = {bits, rate, rate * b.sms * bytes / kChunkTiles / 1e3};
   }

@@ -1,14 +1,12 @@
-// Rung 3: keys and values as operand A (attention/warp_attention.cuh, the product's arithmetic)
-// over a fixed split, with the product's other steps as switches: how bytes arrive, how the warps
-// of a CTA share them, who merges. The product has bulk copies, warps on their own, the merge by
-// the last to arrive, and in place of the fixed split a plan made on the device.
+// Rung 3: keys and values as operand A (kv_warp.cuh) over a fixed split, with the product's other
+// steps as switches: how bytes arrive, how the warps of a CTA share them, who merges. The product
+// has bulk copies, warps on their own, the merge by the last to arrive, and in place of the fixed
+// split a plan made on the device.
 #pragma once
 
-#include "attention/decode.h"
+#include "attention/rungs/kv_warp.cuh"
 #include "attention/rungs/row_chunks.cuh"
 #include "attention/rungs/row_parts.cuh"
-#include "attention/warp_row.cuh"
-#include "attention/warp_softmax.cuh"
 
 namespace tierkv {
 
@@ -19,7 +17,7 @@ enum class Sharing {
 };
 enum class Merge { kSecondKernel, kLastToArrive };
 
-inline constexpr int32_t kKvWarps = kDecodeWarps;
+inline constexpr int32_t kKvWarps = 8;
 inline constexpr int32_t kKvThreads = kKvWarps * 32;
 
 TKV_HD constexpr int32_t kv_slots(Loads loads) {
@@ -38,13 +36,13 @@ struct KvShared {
   int32_t full;     // uint64_t [kKvWarps][slots]
   int32_t headers;  // SlotHeader [kKvWarps][slots]
   int32_t states;   // SoftmaxState [kKvWarps][kRungMaxGroup]
-  int32_t bytes;    // parts, float [kKvWarps][group][part_stride], lie in the rings at the end
+  int32_t bytes;    // parts, float [kKvWarps][group][kKvPartStride], lie in the rings at the end
 };
 TKV_HD constexpr KvShared kv_shared(Loads loads, int32_t group, int32_t slot_bytes) {
   KvShared s{};
   const int32_t slots = kKvWarps * kv_slots(loads);
   const int32_t rings = slots * slot_bytes;
-  const int32_t parts = kKvWarps * group * part_stride(kRungHeadDim) * 4;
+  const int32_t parts = kKvWarps * group * kKvPartStride * 4;
   s.full = rings > parts ? rings : parts;
   s.headers = s.full + slots * 8;
   s.states = s.headers + slots * static_cast<int32_t>(sizeof(SlotHeader));
@@ -56,7 +54,7 @@ template <Loads kLoads, Sharing kSharing, Merge kMerge>
 class KvRowCta {
  public:
   __device__ __forceinline__ KvRowCta(const RungParams& p, uint8_t* shared)
-      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), attention_(p.columns, no_scores_) {
+      : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
     const KvShared at = kv_shared(kLoads, p.group, p.slot_bytes);
     ring_ = shared + warp_ * kSlots * p.slot_bytes;
     parts_ = reinterpret_cast<float*>(shared);
@@ -72,9 +70,9 @@ class KvRowCta {
     wait_for_previous_kernel();
     const int32_t row = blockIdx.x / p_.splits, split = blockIdx.x - row * p_.splits;
     const RowChunks chunks(p_, row);
-    attention_.fetch_query(static_cast<const uint16_t*>(p_.q), row);
-    attention_.start_row();
-    attention_.sum_query(p_.scale_log2);
+    const int64_t first_head = static_cast<int64_t>(row) * p_.group;
+    attention_.start(static_cast<const __half*>(p_.q) + first_head * kRungHeadDim, p_.group,
+                     p_.scale_log2);
     attend(chunks, split);
     leave(row, split);
   }
@@ -113,9 +111,8 @@ class KvRowCta {
         if (kLoads == Loads::kBulkCopies) wait_barrier(&full_[slot], parity);
         const SlotHeader header = headers_[slot];
         if (header.tokens > 0) {
-          attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
-          attention_.attend(
-              {ring_ + slot * p_.slot_bytes, header.tiles, header.tokens, 0, nullptr});
+          attention_.attend(ring_ + slot * p_.slot_bytes, header.format, header.tiles,
+                            header.tokens);
         }
         meet();
       }
@@ -189,14 +186,15 @@ class KvRowCta {
 
   // The rings are no longer in use when all warps are here.
   __device__ __forceinline__ void leave(int32_t row, int32_t split) {
-    const int32_t stride = part_stride(kRungHeadDim);
+    constexpr int32_t kStride = kKvPartStride;
     __syncthreads();
-    attention_.store_part(states_ + warp_ * kRungMaxGroup, parts_ + warp_ * p_.group * stride);
+    attention_.store_part(states_ + warp_ * kRungMaxGroup, parts_ + warp_ * p_.group * kStride,
+                          p_.group);
     __syncthreads();
     for (int32_t head = warp_; head < p_.group; head += kKvWarps) {
       leave_head(p_, row, split, head,
-                 join_parts<false>({states_ + head, parts_ + head * stride, kRungMaxGroup,
-                                    p_.group * stride, kKvWarps}));
+                 join_parts<false>({states_ + head, parts_ + head * kStride, kRungMaxGroup,
+                                    p_.group * kStride, kKvWarps}));
       if constexpr (kMerge == Merge::kLastToArrive) merge_last(p_, row, head);
     }
   }
@@ -208,8 +206,7 @@ class KvRowCta {
   uint64_t* full_;       // of this warp, as
   SlotHeader* headers_;  // these
   SoftmaxState* states_;
-  TokenScores no_scores_;
-  WarpAttention<kRungHeadDim, 1, DecodeMode::kPlain> attention_;
+  KvWarp attention_;
 };
 
 template <Loads kLoads, Sharing kSharing, Merge kMerge>

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "attention/columns.h"
 #include "attention/online_softmax.h"
 #include "attention/work.h"
 
@@ -20,7 +19,6 @@ struct RungParams {
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
   int32_t group = 1;        // q heads of a row
-  QueryColumns columns;     // the same, as the product has it
   int32_t splits = 1;       // equal parts that every row is cut into
   const void* q = nullptr;  // fp16 [num_rows][group][128]
   void* out = nullptr;      // fp16, like q

@@ -162,7 +162,6 @@ RungParams rung_params(const AttentionConfig& config, const RungGrid& grid, cons
   p.page_bytes = call.pages.page_bytes;
   p.num_pages = call.pages.num_pages;
   p.group = config.group_size();
-  p.columns = query_columns(config.num_q_heads, config.num_kv_heads, 1, kRungHeadDim);
   p.q = call.q;
   p.out = call.out;
   p.lse = call.lse;
