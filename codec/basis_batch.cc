@@ -113,8 +113,12 @@ Status BasisVectors::validate() const {
   if (x == nullptr || y == nullptr || !is_aligned(x) || !is_aligned(y)) {
     return invalid("x or y is null or misaligned");
   }
-  if (operand.use != BasisUse::kApply && dtype != DType::kFloat16) {
-    return invalid("queries and outputs are fp16");
+  if (operand.use == BasisUse::kQuery && dtype == DType::kFloat32) {
+    return invalid("queries are fp16 or bfloat16");
+  }
+  if (operand.use == BasisUse::kUndo &&
+      (dtype != DType::kFloat16 || out_dtype == DType::kFloat32)) {
+    return invalid("coordinates of outputs are fp16, outputs fp16 or bfloat16");
   }
   if (operand.kind == BasisKind::kHadamard && operand.signs == nullptr) return invalid("signs");
   if (operand.kind == BasisKind::kMatrix) {

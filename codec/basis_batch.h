@@ -1,8 +1,9 @@
 // Bases on the device: the vectors of one layer, of all its tokens and heads, mapped by one launch.
 //
 // Keys and values of new tokens are mapped to coordinates in single precision, which quantise and
-// pack then read as they read any input; queries and outputs stay fp16. Means and Hadamard give the
-// host's bits (codec/basis.cc); what the matrix gives is within basis_product_bound() of it.
+// pack then read as they read any input; coordinates of queries and outputs are fp16. Means and
+// Hadamard give the host's bits (codec/basis.cc); what the matrix gives is within
+// basis_product_bound() of it.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +21,8 @@ using GpuStream = CUstream_st*;  // a cudaStream_t
 
 enum class BasisUse : int32_t {
   kApply = 0,  // keys or values to coordinates: y is fp32
-  kQuery = 1,  // queries to the keys' coordinates: fp16 to fp16
-  kUndo = 2,   // outputs from the values' coordinates: fp16 to fp16
+  kQuery = 1,  // queries to the keys' coordinates: fp16 or bfloat16 to fp16
+  kUndo = 2,   // outputs from the values' coordinates: fp16 to fp16 or bfloat16
 };
 
 // The bases of one component as kernels read them, rows (layer, kv_head); 16-byte aligned.
@@ -59,9 +60,10 @@ struct BasisVectors {
   int32_t kv_heads = 0;
   int32_t heads = 0;  // a multiple of kv_heads
   int64_t tokens = 0;
-  DType dtype = DType::kFloat16;  // of x
-  const void* x = nullptr;        // [tokens, heads, head_dim], 16-byte aligned
-  void* y = nullptr;              // likewise, fp32 with kApply and fp16 otherwise
+  DType dtype = DType::kFloat16;      // of x
+  DType out_dtype = DType::kFloat16;  // of y, with kUndo
+  const void* x = nullptr;            // [tokens, heads, head_dim], 16-byte aligned
+  void* y = nullptr;                  // likewise, fp32 with kApply, fp16 with kQuery
   // kQuery: sm_scale q . mean(K), what lse lacks. kUndo reads it.
   float* lse_shift = nullptr;  // [tokens, heads]; null where keys have no means
   float sm_scale = 1;

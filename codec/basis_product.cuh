@@ -13,6 +13,7 @@
 
 #include "codec/basis_parts.h"
 #include "codec/basis_vectors.cuh"
+#include "codec/element.h"
 
 namespace tierkv {
 
@@ -109,7 +110,7 @@ struct BasisProduct {
                               : i % 8 / 2 == 1 ? w.y
                               : i % 8 / 2 == 2 ? w.z
                                                : w.w;
-        sum += half_to_float(static_cast<uint16_t>(word >> (16 * (i % 2)))) *
+        sum += raw_to_float(kDtype, static_cast<uint16_t>(word >> (16 * (i % 2)))) *
                mean[32 * (i / 8) + i % 8];
       }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -124,8 +125,8 @@ struct BasisProduct {
     if (v.operand.use == BasisUse::kApply) {
       *reinterpret_cast<float4*>(static_cast<float*>(v.y) + at) = y;
     } else {
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(v.y) + at) =
-          make_uint2(two_halves(y.x, y.y), two_halves(y.z, y.w));
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(v.y) + at) = make_uint2(
+          two_values(y.x, y.y, writes_bfloat16(v)), two_values(y.z, y.w, writes_bfloat16(v)));
     }
   }
 
@@ -191,10 +192,8 @@ __global__ void __launch_bounds__(256, kSteps <= 8 ? 2 : 1)
     Product::multiply(x, reinterpret_cast<const uint2*>(matrix), sum);
     Product::write(v, of_head.row, pair, sum);
     if (column_block != 0) continue;
-    if constexpr (kDtype == DType::kFloat16) {
-      if (v.operand.use == BasisUse::kQuery && v.operand.mean != nullptr) {
-        Product::write_shift(v, of_head.row, pair, x);
-      }
+    if (v.operand.use == BasisUse::kQuery && v.operand.mean != nullptr) {
+      Product::write_shift(v, of_head.row, pair, x);
     }
     if (v.operand.use != BasisUse::kUndo || threadIdx.x % 4 != 0) continue;
 #pragma unroll

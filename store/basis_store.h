@@ -26,6 +26,14 @@ inline KvStoreConfig coordinates_config(const KvStoreConfig& config) {
   return inner;
 }
 
+// kUnsupported for types of q and out that a store in a basis does not take.
+inline Status check_query_dtype(const KvStoreConfig& config, DType dtype) {
+  const bool is_layouts = dtype == DType::kBFloat16 && config.layout.dtype == dtype;
+  if (dtype == DType::kFloat16 || is_layouts) return Status::ok();
+  return Status(StatusCode::kUnsupported,
+                "dtype of q and out: with a basis float16, or bfloat16 where layout.dtype is");
+}
+
 // Everything but append() and attend(). Base is KvStore or DeviceKvStore.
 template <class Base, class Inner>
 class BasisStore : public Base {

@@ -84,7 +84,12 @@ Status DeviceBasisStore::allocate() {
     BasisOperand* operand = &apply_[static_cast<int32_t>(c)];
     if (Status s = upload(c, BasisUse::kApply, layout.dtype, operand); !s) return s;
   }
-  if (Status s = upload(Component::kKey, BasisUse::kQuery, half, &query_); !s) return s;
+  if (Status s = upload(Component::kKey, BasisUse::kQuery, half, &query_[0]); !s) return s;
+  query_[1] = query_[0];  // parts alone depend on the type
+  if (layout.dtype == DType::kBFloat16 && query_[0].kind == BasisKind::kMatrix) {
+    const DType type = DType::kBFloat16;
+    if (Status s = upload(Component::kKey, BasisUse::kQuery, type, &query_[1]); !s) return s;
+  }
   if (Status s = upload(Component::kValue, BasisUse::kUndo, half, &undo_); !s) return s;
   const auto sequences = static_cast<size_t>(config_.max_sequences);
   const size_t queries = sequences * layout.num_q_heads;
@@ -154,23 +159,25 @@ Status DeviceBasisStore::append(const AppendCall& call) {
 
 Status DeviceBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
-  if (request.dtype != DType::kFloat16) {
-    return Status(StatusCode::kUnsupported, "dtype of q and out: a basis needs float16");
-  }
+  if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
   const int32_t count = request.sequences.count, heads = config_.layout.num_q_heads;
-  BasisVectors q = vectors(query_, heads, count, request.layer);
+  const bool is_bfloat16 = request.dtype == DType::kBFloat16;
+  BasisVectors q = vectors(query_[is_bfloat16], heads, count, request.layer);
+  q.dtype = request.dtype;
   q.x = request.q;
   q.y = q_;
   q.lse_shift = shift_;
   BasisVectors out = vectors(undo_, heads, count, request.layer);
+  out.out_dtype = request.dtype;
   out.x = out_;
   out.y = request.out;
-  out.lse_shift = query_.mean == nullptr ? nullptr : shift_;
+  out.lse_shift = query_[0].mean == nullptr ? nullptr : shift_;
   out.lse_in = lse_;
   out.lse_out = request.lse;
   if (Status s = out.validate(); !s) return s;
   if (Status s = map_basis({{q, {}}, 1}, stream_); !s) return s;
   AttendRequest inner = request;
+  inner.dtype = DType::kFloat16;
   inner.q = q_;
   inner.out = out_;
   inner.lse = lse_;

@@ -40,7 +40,8 @@ class DeviceBasisStore final : public BasisStore<DeviceKvStore, DeviceStore> {
 
   GpuStream stream_;
   std::vector<void*> memory_;
-  BasisOperand apply_[2], query_, undo_;
+  BasisOperand apply_[2], undo_;
+  BasisOperand query_[2];    // of fp16, of bfloat16
   float* step_ = nullptr;    // [2][max_sequences * kMaxStepTokens * num_kv_heads * head_dim]
   float* prompt_ = nullptr;  // of the longest prompt's call so far
   int64_t prompt_values_ = 0;

@@ -42,20 +42,18 @@ Status HostBasisStore::append(const AppendCall& call) {
 
 Status HostBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
-  if (request.dtype != DType::kFloat16) {
-    return Status(StatusCode::kUnsupported, "dtype of q and out: a basis needs float16");
-  }
+  if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
   const CacheLayout& layout = config_.layout;
   const int32_t dim = layout.head_dim, group = layout.group_size();
   const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
-  if (Status s = check_values(request.q, DType::kFloat16, queries * dim); !s) {
+  if (Status s = check_values(request.q, request.dtype, queries * dim); !s) {
     return s.with_context("q");
   }
   std::vector<float> x(dim), shift(queries), lse(queries);
   std::vector<uint16_t> q(queries * dim), out(queries * dim);
   for (int64_t i = 0; i < queries; ++i) {
     const Basis& keys = row_basis(Component::kKey, request.layer, i % layout.num_q_heads / group);
-    for (int32_t d = 0; d < dim; ++d) x[d] = load_element(request.q, DType::kFloat16, i * dim + d);
+    for (int32_t d = 0; d < dim; ++d) x[d] = load_element(request.q, request.dtype, i * dim + d);
     shift[i] = static_cast<float>(layout.sm_scale * keys.mean_product(x.data()));
     keys.apply_to_queries(x.data(), 1);
     if (Status s = check_values(x.data(), DType::kFloat32, dim); !s) {
@@ -64,6 +62,7 @@ Status HostBasisStore::attend(const AttendRequest& request) {
     for (int32_t d = 0; d < dim; ++d) q[i * dim + d] = float_to_half(x[d]);
   }
   AttendRequest inner = request;
+  inner.dtype = DType::kFloat16;
   inner.q = q.data();
   inner.out = out.data();
   inner.lse = lse.data();
@@ -74,7 +73,9 @@ Status HostBasisStore::attend(const AttendRequest& request) {
     row_basis(Component::kValue, request.layer, i % layout.num_q_heads / group).undo(x.data(), 1);
     // Nothing was attended to: no mean either.
     const bool is_empty = lse[i] == -INFINITY;
-    for (int32_t d = 0; d < dim; ++d) to[i * dim + d] = float_to_half(is_empty ? 0.0f : x[d]);
+    for (int32_t d = 0; d < dim; ++d) {
+      to[i * dim + d] = float_to_raw(request.dtype, is_empty ? 0.0f : x[d]);
+    }
     if (request.lse != nullptr) request.lse[i] = lse[i] + shift[i];
   }
   return Status::ok();

@@ -127,7 +127,8 @@ struct AttendRequest {
   float* probabilities = nullptr;  // as ScoreUpdate takes them, pruned tokens 0; may be null
   int64_t stride = 0;              // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
-  // layout.dtype is, otherwise fp16. fp16 where the store has a basis.
+  // layout.dtype is, otherwise fp16. With a basis fp16, or
+  // bfloat16 where layout.dtype is.
   DType dtype = DType::kFloat16;
   // Also counts the query, as update_scores() of its probabilities would, instead of that call. The
   // sequences must be past their prompts. Host and device find probabilities that differ by up to

@@ -131,10 +131,13 @@ void BasisOnDevice::check_apply(BasisKind kind, const Shape& s) {
   }
 }
 
+// The type of the shape is that of queries and outputs; coordinates are fp16.
 void BasisOnDevice::check_queries_and_outputs(BasisKind kind, const Shape& s) {
+  Shape of_coordinates = s;
+  of_coordinates.dtype = DType::kFloat16;
   const std::vector<Basis> keys = bases(kind, s), values = bases(kind, s);
-  const std::vector<uint8_t> q = input(s), coordinates = input(s);
-  const UploadedBasis query(pack_basis(keys, BasisUse::kQuery, DType::kFloat16));
+  const std::vector<uint8_t> q = input(s), coordinates = input(of_coordinates);
+  const UploadedBasis query(pack_basis(keys, BasisUse::kQuery, s.dtype));
   const UploadedBasis undo(pack_basis(values, BasisUse::kUndo, DType::kFloat16));
   const int64_t count = s.tokens * s.kv_heads * s.group, elements = count * s.head_dim;
   const DeviceArray<uint8_t> q_from(q), o_from(coordinates);
@@ -149,7 +152,8 @@ void BasisOnDevice::check_queries_and_outputs(BasisKind kind, const Shape& s) {
   v.y = q_to.get();
   v.lse_shift = shift.get();
   ASSERT_TRUE(map_basis({{v, {}}, 1}, nullptr));
-  v = vectors(s, undo);
+  v = vectors(of_coordinates, undo);
+  v.out_dtype = s.dtype;
   v.x = o_from.get();
   v.y = o_to.get();
   v.lse_in = lse_in.get();
@@ -166,7 +170,9 @@ void BasisOnDevice::check_queries_and_outputs(BasisKind kind, const Shape& s) {
       const bool is_query = use == BasisUse::kQuery;
       const Basis& b = is_query ? keys[row] : values[row];
       const std::vector<float> raw =
-          floats_of(is_query ? q : coordinates, DType::kFloat16, vector * s.head_dim, s.head_dim);
+          floats_of(is_query ? q : coordinates, is_query ? s.dtype : DType::kFloat16,
+                    vector * s.head_dim, s.head_dim);
+      const DType to = is_query ? DType::kFloat16 : s.dtype;
       std::vector<float> expected = raw;
       is_query ? b.apply_to_queries(expected.data(), 1) : b.undo(expected.data(), 1);
       std::vector<double> size;
@@ -188,12 +194,13 @@ void BasisOnDevice::check_queries_and_outputs(BasisKind kind, const Shape& s) {
         if (is_empty) {
           ASSERT_EQ(bits, 0);
         } else if (kind == BasisKind::kMatrix) {
-          // Then rounded to fp16.
-          ASSERT_NEAR(half_to_float(bits), expected[d],
-                      2 * basis_product_bound(size[d]) + std::fabs(expected[d]) * 0x1p-11 + 0x1p-25)
+          // Then rounded to fp16 or bfloat16.
+          const double unit = to == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+          ASSERT_NEAR(raw_to_float(to, bits), expected[d],
+                      2 * basis_product_bound(size[d]) + std::fabs(expected[d]) * unit + 0x1p-25)
               << "vector " << vector << " channel " << d << " seed " << seed_;
         } else {
-          ASSERT_EQ(bits, float_to_half(expected[d]))
+          ASSERT_EQ(bits, float_to_raw(to, expected[d]))
               << "vector " << vector << " channel " << d << " seed " << seed_;
         }
       }
@@ -232,7 +239,8 @@ TEST_F(BasisOnDevice, QueriesAndOutputs) {
           SCOPED_TRACE(std::to_string(static_cast<int32_t>(kind)) + " head_dim " +
                        std::to_string(dim) + " group " + std::to_string(group) + " tokens " +
                        std::to_string(tokens));
-          check_queries_and_outputs(kind, {dim, 2, group, tokens, DType::kFloat16});
+          const DType dtype = tokens == 9 ? DType::kBFloat16 : DType::kFloat16;
+          check_queries_and_outputs(kind, {dim, 2, group, tokens, dtype});
           if (HasFatalFailure()) return;
         }
       }
@@ -303,6 +311,12 @@ TEST_F(BasisOnDevice, RefusesByName) {
   EXPECT_EQ(code([](BasisVectors* v) { v->operand.parts = nullptr; }), invalid);
   EXPECT_EQ(code([](BasisVectors* v) { v->operand.use = BasisUse::kUndo; }), invalid);
   EXPECT_EQ(code([](BasisVectors* v) { v->operand.use = BasisUse::kQuery; }), invalid);
+  EXPECT_EQ(code([](BasisVectors* v) {
+              v->operand.use = BasisUse::kUndo;
+              v->lse_in = static_cast<const float*>(v->x);
+              v->out_dtype = DType::kFloat32;
+            }),
+            invalid);
   EXPECT_EQ(code([](BasisVectors* v) { v->dtype = DType::kFloat32; }), invalid);
   EXPECT_EQ(code([](BasisVectors* v) { v->operand.head_dim = 80; }), StatusCode::kUnsupported);
   EXPECT_EQ(map_basis({{good, {}}, 0}, nullptr).code(), invalid);

@@ -110,12 +110,16 @@ class StoreBasisTwins : public ::testing::TestWithParam<BasisCase> {
     ASSERT_TRUE(device_->begin_step(l, tokens));
     append(l, tokens);
   }
+  DType query_dtype() const {
+    const bool is_bfloat16 = config_.layout.dtype == DType::kBFloat16;
+    return is_bfloat16 ? DType::kBFloat16 : DType::kFloat16;
+  }
   // Such that logits stay within tens: rounding is relative to their size.
   std::vector<uint8_t> queries(int64_t count) {
     const int64_t values = count * config_.layout.head_dim;
     const std::vector<float> x = random_values(&rng_, values, 0, 0.3f);
     std::vector<uint8_t> bytes(2 * values);
-    for (int64_t i = 0; i < values; ++i) store_element(bytes.data(), DType::kFloat16, i, x[i]);
+    for (int64_t i = 0; i < values; ++i) store_element(bytes.data(), query_dtype(), i, x[i]);
     return bytes;
   }
   std::string difference() {
@@ -145,6 +149,7 @@ void StoreBasisTwins::expect_same_attention(SequenceList l) {
   AttendRequest request;
   request.sequences = l;
   request.layer = 1;
+  request.dtype = query_dtype();
   request.q = dq.put(q);
   request.out = const_cast<uint16_t*>(dout.put(out));
   request.lse = const_cast<float*>(dlse.put(lse));
@@ -163,10 +168,13 @@ void StoreBasisTwins::expect_same_attention(SequenceList l) {
   // P and its products are rounded to fp16 in the kernel, and so are the coordinates of q and of
   // the output: 2^-11 of what is attended to, four times its size where a matrix stretches by four.
   float largest = 0, most = 0;
-  for (const uint16_t x : out) largest = std::max(largest, std::fabs(half_to_float(x)));
+  for (const uint16_t x : out)
+    largest = std::max(largest, std::fabs(raw_to_float(query_dtype(), x)));
   for (const float x : lse) most = std::max(most, std::fabs(x));
   for (size_t i = 0; i < out.size(); ++i) {
-    ASSERT_NEAR(half_to_float(device_out[i]), half_to_float(out[i]), 1.6e-2f * largest) << i;
+    ASSERT_NEAR(raw_to_float(query_dtype(), device_out[i]), raw_to_float(query_dtype(), out[i]),
+                1.6e-2f * largest)
+        << i;
   }
   for (size_t i = 0; i < heads; ++i) EXPECT_NEAR(device_lse[i], lse[i], 4e-3f + 1e-3f * most);
   for (size_t i = 0; i < p.size(); ++i) {
@@ -222,6 +230,7 @@ TEST_P(StoreBasisTwins, StepsAreReplayed) {
   AttendRequest request;
   request.sequences = l;
   request.layer = 1;
+  request.dtype = query_dtype();
   request.q = dq.put(q);
   request.out = const_cast<uint16_t*>(dout.put(out));
   cudaGraph_t graph;
@@ -251,10 +260,12 @@ TEST_P(StoreBasisTwins, StepsAreReplayed) {
     request.out = out.data();
     ASSERT_TRUE(host_->attend(request));
     float largest = 0;
-    for (const uint16_t x : out) largest = std::max(largest, std::fabs(half_to_float(x)));
+    for (const uint16_t x : out)
+      largest = std::max(largest, std::fabs(raw_to_float(query_dtype(), x)));
     const auto device_out = dout.read<uint16_t>(out.size());
     for (size_t j = 0; j < out.size(); ++j) {
-      ASSERT_NEAR(half_to_float(device_out[j]), half_to_float(out[j]), 1.6e-2f * largest);
+      ASSERT_NEAR(raw_to_float(query_dtype(), device_out[j]), raw_to_float(query_dtype(), out[j]),
+                  1.6e-2f * largest);
     }
   }
   cudaGraphExecDestroy(replay);

@@ -226,6 +226,49 @@ TEST_F(StoreBasis, AttendsToTheDecodedCacheMappedBack) {
   }
 }
 
+// The same queries in bfloat16: as exact in fp16, so the LSE is the same and the output is rounded
+// once more.
+TEST_F(StoreBasis, TakesQueriesOfTheLayoutsType) {
+  const KvStoreConfig config = basis_config(&rng_, BasisKind::kMatrix, BasisKind::kMatrix);
+  const auto store = make_basis_store(config);
+  const SequenceId id = *store->add_sequence();
+  fill(store.get(), &input_, id, 30, 2);
+  std::vector<uint16_t> halves(4 * 64), bfloats(4 * 64);
+  for (size_t i = 0; i < halves.size(); ++i) {
+    bfloats[i] = float_to_bfloat16(input_.real(0.5f, 2) * (input_.chance(0.5) ? 1 : -1));
+    halves[i] = float_to_half(bfloat16_to_float(bfloats[i]));
+  }
+  std::vector<uint16_t> out[2] = {std::vector<uint16_t>(4 * 64), std::vector<uint16_t>(4 * 64)};
+  std::vector<float> lse[2] = {std::vector<float>(4), std::vector<float>(4)};
+  for (const int32_t b : {0, 1}) {
+    AttendRequest request;
+    request.sequences = {&id, 1};
+    request.dtype = b == 0 ? DType::kFloat16 : DType::kBFloat16;
+    request.q = b == 0 ? halves.data() : bfloats.data();
+    request.out = out[b].data();
+    request.lse = lse[b].data();
+    ASSERT_TRUE(store->attend(request));
+    request.dtype = DType::kFloat32;
+    EXPECT_EQ(store->attend(request).code(), StatusCode::kUnsupported);
+  }
+  EXPECT_EQ(lse[0], lse[1]);
+  for (size_t i = 0; i < halves.size(); ++i) {
+    const float expected = half_to_float(out[0][i]);
+    ASSERT_NEAR(bfloat16_to_float(out[1][i]), expected, 0x1.2p-8f * std::fabs(expected) + 1e-6f);
+  }
+  KvStoreConfig other = config;
+  other.layout.dtype = DType::kFloat16;
+  const auto fp16_store = make_basis_store(other);
+  const SequenceId there = *fp16_store->add_sequence();
+  fill(fp16_store.get(), &input_, there, 30, 2);
+  AttendRequest request;
+  request.sequences = {&there, 1};
+  request.dtype = DType::kBFloat16;
+  request.q = bfloats.data();
+  request.out = out[0].data();
+  EXPECT_EQ(fp16_store->attend(request).code(), StatusCode::kUnsupported);
+}
+
 // A basis keeps a window of 16 bits as exact as fp16 is.
 TEST_F(StoreBasis, TakesOutWhatWasPutIn) {
   for (const BasisKind kind : kKinds) {
