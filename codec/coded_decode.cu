@@ -178,6 +178,7 @@ __device__ void write_tile(const SliceJob& job, int32_t tile, const int16_t* cod
 }
 
 // A whole block in shared memory whose header, size, checksum, starts and exceptions are valid.
+template <bool kWalk>
 __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
                              const CodedBlockLayout& at, uint32_t table_address,
                              const WarpMemory& memory) {
@@ -202,7 +203,7 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
     const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
     for (int32_t f = 0; f < blocks; ++f) {
       DigitPair pairs[4] = {};
-      if (!raw && job.call.walk_tree) {
+      if (kWalk && !raw) {
 #pragma unroll
         for (int32_t r = 0; r < 4; ++r) {
           pairs[r] =
@@ -264,6 +265,7 @@ __device__ StatusCode open_slice(const SliceJob& job, const uint8_t* from, int32
   return valid ? StatusCode::kOk : StatusCode::kCorrupt;
 }
 
+template <bool kWalk>
 __device__ StatusCode decode_group(const CodedDecode& call, const CodedGroup& group,
                                    uint32_t table_address, const WarpMemory& memory) {
   const uint8_t* from = call.bytes + group.offset;
@@ -274,7 +276,7 @@ __device__ StatusCode decode_group(const CodedDecode& call, const CodedGroup& gr
     CodedBlockLayout at;
     const StatusCode code = open_slice(job, from, left, memory, &header, &at);
     if (code != StatusCode::kOk) return code;
-    if (!decode_slice(job, header, at, table_address, memory)) return StatusCode::kCorrupt;
+    if (!decode_slice<kWalk>(job, header, at, table_address, memory)) return StatusCode::kCorrupt;
     from += at.bytes;
     left -= at.bytes;
   }
@@ -303,17 +305,18 @@ __host__ __device__ constexpr int32_t warp_bytes(int32_t max_block_bytes) {
 }
 
 // Shared memory: the table, at a multiple of its size, then the warps.
+template <bool kWalk>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     decode_kernel(const __grid_constant__ CodedDecode call) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ uint16_t tree[2 * kMaxSymbols];
+  __shared__ uint16_t tree[kWalk ? 2 * kMaxSymbols : 1];
   const auto region = static_cast<uint32_t>(table_region_bytes(call.codebook.max_length, 0));
   const uint32_t table_address = (shared_byte_address(shared) + region - 1) / region * region;
   uint8_t* table = shared + (table_address - shared_byte_address(shared));
   for (uint32_t i = threadIdx.x; i < region / 4; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(table)[i] = call.codebook.table[i];
   }
-  if (call.walk_tree) {
+  if constexpr (kWalk) {
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < call.codebook.tree_entries;
          i += static_cast<int32_t>(blockDim.x)) {
       tree[i] = call.codebook.tree[i];
@@ -332,7 +335,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     const CodedGroup group = call.groups[i];
     auto code = StatusCode::kInvalidArgument;
     if (group_is_valid(call, group)) {
-      code = decode_group(call, group, table_address, memory);
+      code = decode_group<kWalk>(call, group, table_address, memory);
       if (code != StatusCode::kOk) write_zeros(call, group);
     }
     if (lane_index() == 0) call.status[i] = code;
@@ -353,15 +356,16 @@ Status decode_coded(const CodedDecode& call, GpuStream stream) {
   const int32_t warps = std::min(kMaxWarps, (limits->shared_bytes - tables) / each);
   if (warps < 1) return Status(StatusCode::kUnsupported, "coded decode: too little shared memory");
   const int32_t bytes = tables - kTreeBytes + warps * each;
+  const auto kernel = call.walk_tree ? decode_kernel<true> : decode_kernel<false>;
   if (Status s = cuda_status(
-          cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");
       !s) {
     return s;
   }
   const int32_t ctas = std::min(limits->sms, (call.num_groups + warps - 1) / warps);
-  decode_kernel<<<static_cast<uint32_t>(ctas), static_cast<uint32_t>(warps) * 32,
-                  static_cast<size_t>(bytes), stream>>>(call);
+  kernel<<<static_cast<uint32_t>(ctas), static_cast<uint32_t>(warps) * 32,
+           static_cast<size_t>(bytes), stream>>>(call);
   return cuda_status(cudaGetLastError(), "decode_coded");
 }
 

@@ -43,7 +43,7 @@ __device__ bool add_exceptions(const Slice& slice, const Place& at, int32_t plac
 #pragma unroll
   for (int32_t i = 0; i < 2; ++i) {
     const int32_t digit = i == 0 ? digits.x : digits.y;
-    if (i >= places || at.digit[i] == kPadding || at.digit[i] == digit) continue;
+    if (i >= places || at.digit[i] == kPaddingCode || at.digit[i] == digit) continue;
     const int32_t delta = slice.code(at.token[i], at.dim[i]) - slice.book.base - digit;
     possible &= delta >= INT16_MIN && delta <= INT16_MAX;
     const int32_t n = atomicAdd(counter, 1);
@@ -69,11 +69,11 @@ struct SymbolPass {
     if (!slice.is_whole()) {
       Place p;
       find(&p);
-      if (p.token[0] >= slice.tokens || p.dim[0] >= slice.dims) d.x = kPadding;
-      if (p.token[1] >= slice.tokens || p.dim[1] >= slice.dims) d.y = kPadding;
+      if (p.token[0] >= slice.tokens || p.dim[0] >= slice.dims) d.x = kPaddingCode;
+      if (p.token[1] >= slice.tokens || p.dim[1] >= slice.dims) d.y = kPaddingCode;
     }
     if (slice.book.mode == BlockMode::kPair) {
-      const int32_t symbol = (d.x | d.y) < 0 ? kOutside : d.x + slice.book.levels * d.y;
+      const int32_t symbol = (d.x | d.y) < 0 ? kOutsideAlphabet : d.x + slice.book.levels * d.y;
       at[0] = static_cast<int16_t>(take(symbol, d, 0, 2, find));
     } else {
       at[0] = static_cast<int16_t>(take(d.x, {d.x, 0}, 0, 1, find));
@@ -93,7 +93,7 @@ struct SymbolPass {
       find(&p);
       if (first == 1) p.token[0] = p.token[1], p.dim[0] = p.dim[1];
       p.digit[0] = digits.x, p.digit[1] = digits.y;
-      const Chosen chosen = substitute(slice.book, slice.words, p, places);
+      const ChosenSymbol chosen = choose_substitute(slice.book, slice.words, p, places);
       possible &= add_exceptions(slice, p, places, chosen.symbol, counter);
       word = chosen.word;
       symbol = chosen.symbol;
@@ -297,8 +297,7 @@ __device__ int32_t encode_slice(const CodedEncode& call, const int16_t* from, co
 }
 
 __device__ StatusCode encode_group(const CodedEncode& call, const uint32_t* words,
-                                   CodedGroup* group, const EncodeMemory& memory,
-                                   int32_t* counter) {
+                                   CodedGroup* group, const SliceMemory& memory, int32_t* counter) {
   const CodedGroup g = *group;
   int32_t used = 0;
   for (int32_t first = 0; first < call.head_dim; first += kSliceDims) {
@@ -325,9 +324,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto warps = static_cast<int32_t>(blockDim.x / 32);
   uint8_t* mine = shared + warp * kWarpBytes;
-  const EncodeMemory memory{reinterpret_cast<int16_t*>(mine),
-                            reinterpret_cast<uint32_t*>(mine + kCodesBytes),
-                            reinterpret_cast<uint32_t*>(mine + kCodesBytes + kMaxCodedBlockBytes)};
+  const SliceMemory memory{reinterpret_cast<int16_t*>(mine),
+                           reinterpret_cast<uint32_t*>(mine + kCodesBytes),
+                           reinterpret_cast<uint32_t*>(mine + kCodesBytes + kMaxCodedBlockBytes)};
   const DeviceCodebook& book = call.codebook;
   const int32_t symbols = book.mode == BlockMode::kPair ? book.levels * book.levels : book.levels;
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < min(symbols, kMaxSymbols);

@@ -6,16 +6,16 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kExceptionBits = 8 * kExceptionBytes;
+inline constexpr int32_t kBitsOfException = 8 * kExceptionBytes;
 // Digits that are no digits, as in coded_block.cc.
-inline constexpr int32_t kOutside = -1;
-inline constexpr int32_t kPadding = -2;
+inline constexpr int32_t kOutsideAlphabet = -1;
+inline constexpr int32_t kPaddingCode = -2;
 
 // Codes from one token to the next: lanes of eight tokens meet in no bank.
 inline constexpr int32_t kCodeStride = kSliceDims + 8;
 
 // What a warp has in shared memory. A block that is coded is smaller than its raw form.
-struct EncodeMemory {
+struct SliceMemory {
   int16_t* codes;        // [kBlockTokens][kCodeStride]
   uint32_t* block;       // words of kMaxCodedBlockBytes
   uint32_t* exceptions;  // [kMaxExceptions]
@@ -24,7 +24,7 @@ struct EncodeMemory {
 struct Slice {
   const DeviceCodebook& book;
   const uint32_t* words;  // of the codebook, in shared memory
-  const EncodeMemory& memory;
+  const SliceMemory& memory;
   int32_t tokens, dims;
 
   __device__ __forceinline__ int32_t code(int32_t token, int32_t dim) const {
@@ -36,7 +36,8 @@ struct Slice {
   }
   __device__ __forceinline__ int32_t digit(int32_t code) const {
     const int32_t above = code - book.base;
-    return static_cast<uint32_t>(above) < static_cast<uint32_t>(book.levels) ? above : kOutside;
+    return static_cast<uint32_t>(above) < static_cast<uint32_t>(book.levels) ? above
+                                                                             : kOutsideAlphabet;
   }
 };
 
@@ -46,7 +47,7 @@ struct Place {
 };
 
 // Code word and length of the symbol that stands for `places` digits, and the digits it has.
-struct Chosen {
+struct ChosenSymbol {
   uint32_t word;
   int32_t symbol;
 };
@@ -60,24 +61,25 @@ __device__ __forceinline__ int2 symbol_digits(const DeviceCodebook& book, int32_
   return {symbol - second * book.levels, second};
 }
 
-__device__ __forceinline__ int32_t symbol_cost(const DeviceCodebook& book, const uint32_t* words,
-                                               int32_t symbol, const Place& at, int32_t places) {
+__device__ __forceinline__ int32_t cost_of_symbol(const DeviceCodebook& book, const uint32_t* words,
+                                                  int32_t symbol, const Place& at, int32_t places) {
   const int2 d = symbol_digits(book, symbol, places);
   auto bits = static_cast<int32_t>(words[symbol] >> 16);
-  if (at.digit[0] != kPadding && at.digit[0] != d.x) bits += kExceptionBits;
-  if (places == 2 && at.digit[1] != kPadding && at.digit[1] != d.y) bits += kExceptionBits;
+  if (at.digit[0] != kPaddingCode && at.digit[0] != d.x) bits += kBitsOfException;
+  if (places == 2 && at.digit[1] != kPaddingCode && at.digit[1] != d.y) bits += kBitsOfException;
   return bits;
 }
 
 // Of a symbol that is absent: the present one of least cost, ties to the lowest.
-__device__ __noinline__ Chosen substitute(const DeviceCodebook& book, const uint32_t* words,
-                                          Place at, int32_t places) {
-  int32_t best = book.cheapest[0], best_cost = symbol_cost(book, words, best, at, places);
+__device__ __noinline__ ChosenSymbol choose_substitute(const DeviceCodebook& book,
+                                                       const uint32_t* words, Place at,
+                                                       int32_t places) {
+  int32_t best = book.cheapest[0], best_cost = cost_of_symbol(book, words, best, at, places);
   for (int32_t i = 0; i < places; ++i) {
     if (at.digit[i] < 0) continue;
     const int32_t kept = book.cheapest[1 + i * book.levels + at.digit[i]];
     if (kept == Codebook::kNoSymbol) continue;
-    const int32_t cost = symbol_cost(book, words, kept, at, places);
+    const int32_t cost = cost_of_symbol(book, words, kept, at, places);
     if (cost < best_cost || (cost == best_cost && kept < best)) best = kept, best_cost = cost;
   }
   return {words[best], best};
