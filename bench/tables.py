@@ -289,15 +289,19 @@ def coded():
     r = result("coded.json")
     rows = []
     for m in r["results"]:
-        if m["kind"] == "decode":
-            us, rate = m["decode_us"], f"{m['output_gb_per_s']:.0f} GB/s of fp16"
-            rows.append([f"decode {m['component']}, {m['rung']}", m["layer"], "-", "-", "-"])
+        if m["kind"] in ("decode", "encode"):
+            us = m[m["kind"] + "_us"]
+            rate = f"{m['output_gb_per_s']:.0f} GB/s of fp16" if m["kind"] == "decode" else f"{m['giga_symbols_per_s']:.0f} G/s"
+            rows.append([f"{m['kind']} {m['component']}, {m['rung']}", m["layer"], "-", number(m.get("bits_per_symbol"), 2), "-"])
         else:
             us, rate = m["attend_us"], f"{m['tera_symbols_per_s']:.2f} T/s"
             name = f"{m['bits']}-bit pages" if m["kind"] == "pages" else m["rung"]
+            if m["kind"] == "attention_kvcomp_codes":
+                name += ", KVComp's codes"
             floor = f"{m['floor_us']['median']:.1f}" if "floor_us" in m else "-"
             rows.append([name, m.get("layer", "-"), m["shape"], number(m.get("bits_per_symbol"), 2), floor])
-        rows[-1] += [f"{us['median']:.1f} [{us['p10']:.1f}, {us['p90']:.1f}]", rate]
+        spread = f" [{us['p10']:.1f}, {us['p90']:.1f}]" if "p10" in us else ""
+        rows[-1] += [f"{us['median']:.1f}{spread}", rate]
     return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['q_heads']}/{r['kv_heads']} heads, head_dim {r['head_dim']}, raw window of {r['window']}, "
             f"{r['replays']} replays.\n\n" +
             markdown(["what", "layer", "shape", "bits a code", "floor us", "us: median [p10, p90]", "rate"], rows))
