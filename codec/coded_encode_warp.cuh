@@ -1,5 +1,6 @@
-// The encoder of one slice by one warp, in shared memory: encode_block()'s bytes. What the kernels
-// of coded blocks and those of the coded store have in common.
+// The encoder of one slice by one warp, in shared memory: encode_block()'s bytes. For kernels that
+// find the codes themselves, as the coded store's do; codec/coded_encode.cu is faster where codes
+// lie in memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +18,7 @@ inline constexpr int32_t kOutsideDigit = -1;
 inline constexpr int32_t kPaddingDigit = -2;
 
 // What a warp has in shared memory. A block that is coded is smaller than its raw form.
-struct EncodeMemory {
+struct BlockMemory {
   int16_t* codes;        // [kBlockTokens][kSliceDims]
   uint32_t* block;       // words of kMaxCodedBlockBytes
   uint32_t* exceptions;  // [kMaxExceptions]
@@ -27,7 +28,7 @@ inline constexpr int32_t kEncodeWarpBytes =
 
 struct EncodeSlice {
   const DeviceCodebook& book;
-  const EncodeMemory& memory;
+  const BlockMemory& memory;
   int32_t tokens, dims;
   int32_t most_coded_bytes = kMaxCodedBlockBytes;  // a larger coded form is stored raw
 
@@ -47,7 +48,7 @@ struct SymbolPlace {
 };
 
 // Code word and length of the symbol that stands for `places` digits, and the digits it has.
-struct Chosen {
+struct ChosenSymbol {
   uint32_t word;
   int32_t symbol;
   bool exact;  // none of its digits is an exception
@@ -77,8 +78,8 @@ __device__ inline int32_t substitute(const DeviceCodebook& book, const SymbolPla
   return best;
 }
 
-__device__ __forceinline__ Chosen choose_symbol(const DeviceCodebook& book, const SymbolPlace& at,
-                                                int32_t places) {
+__device__ __forceinline__ ChosenSymbol choose_symbol(const DeviceCodebook& book,
+                                                      const SymbolPlace& at, int32_t places) {
   const int32_t symbol = places == 2 ? at.digit[0] + book.levels * at.digit[1] : at.digit[0];
   const bool inside = at.digit[0] >= 0 && (places == 1 || at.digit[1] >= 0);
   if (inside && book.words[symbol] != 0) return {book.words[symbol], symbol, true};
@@ -138,7 +139,7 @@ __device__ inline SlicePlan plan_slice(const EncodeSlice& slice, int32_t* counte
   for (int32_t stream = 0; stream < slice.book.streams_per_lane; ++stream) {
     int32_t bits = 0, total = 0;
     for_each_symbol(slice, stream, [&](const SymbolPlace& at, int32_t places) {
-      const Chosen chosen = choose_symbol(slice.book, at, places);
+      const ChosenSymbol chosen = choose_symbol(slice.book, at, places);
       bits += static_cast<int32_t>(chosen.word >> 16);
       if (chosen.exact) return;
       int32_t symbol = chosen.symbol;

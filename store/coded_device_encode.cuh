@@ -44,7 +44,7 @@ __device__ __forceinline__ uint16_t raw_value(const CodedDeviceState& d, const R
   return b.mean == nullptr ? x : centred(x, b.mean[dim]);
 }
 
-__device__ inline EncodeMemory warp_encode_memory(uint8_t* shared) {
+__device__ inline BlockMemory warp_encode_memory(uint8_t* shared) {
   uint8_t* mine = shared + static_cast<int32_t>(threadIdx.x / 32) * kEncodeWarpBytes;
   return {reinterpret_cast<int16_t*>(mine), reinterpret_cast<uint32_t*>(mine + kEncodeCodesBytes),
           reinterpret_cast<uint32_t*>(mine + kEncodeCodesBytes + kMaxCodedBlockBytes)};
@@ -54,7 +54,7 @@ __device__ inline EncodeMemory warp_encode_memory(uint8_t* shared) {
 // of a lane in a dim block are its four pairs.
 template <Component kComponent>
 __device__ __forceinline__ StatusCode load_raw_codes(const CodedDeviceState& d, const RawBlock& b,
-                                                     const EncodeMemory& memory) {
+                                                     const BlockMemory& memory) {
   constexpr bool kKey = kComponent == Component::kKey;
   const float step = step_of(d, kComponent, b.within);
   const int32_t dim_blocks = d.s.head_dim / kDimBlock;
@@ -85,7 +85,7 @@ __device__ __forceinline__ StatusCode load_raw_codes(const CodedDeviceState& d, 
 // Codes the block into memory.block; its units. By the whole warp. *status gets worse where a code
 // does not fit.
 __device__ inline int32_t encode_raw_block(const CodedDeviceState& d, const RawBlock& b,
-                                           const EncodeMemory& memory, int32_t* counter,
+                                           const BlockMemory& memory, int32_t* counter,
                                            StatusCode* status) {
   const bool key = b.component == Component::kKey;
   *status = greater(*status, key ? load_raw_codes<Component::kKey>(d, b, memory)
@@ -100,7 +100,7 @@ __device__ inline int32_t encode_raw_block(const CodedDeviceState& d, const RawB
 
 // From memory.block to unit `begin` of the row, whose pages are there; its reference.
 __device__ inline CodedBlockRef write_encoded(const CodedDeviceState& d, int32_t row, int32_t begin,
-                                              int32_t units, const EncodeMemory& memory) {
+                                              int32_t units, const BlockMemory& memory) {
   const int32_t page = d.s.page_id(row, kCodedSide, begin / d.s.page_units());
   const int32_t in_page = begin % d.s.page_units();
   auto* to = reinterpret_cast<uint4*>(d.s.page_bytes(page)) + in_page;

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kEncodeWarps * 32)
   const auto block = static_cast<int32_t>(item / 2 % most_blocks);
   if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) return;
   const Component c = component_of(item);
-  const EncodeMemory memory = warp_encode_memory(shared);
+  const BlockMemory memory = warp_encode_memory(shared);
   auto status = StatusCode::kOk;
   const int32_t units = encode_raw_block(d, prompt_block(d, r, c, block), memory,
                                          counters + threadIdx.x / 32, &status);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kEncodeWarps * 32)
   if (r.sequence != kPaddingSequence) {
     added.of[kRawSide] = tokens;
     if (coded_step_fills_block(d.s.infos[r.sequence], tokens, d.s.window_tokens)) {
-      const EncodeMemory memory = warp_encode_memory(shared);
+      const BlockMemory memory = warp_encode_memory(shared);
       const int32_t held = d.s.allocator.tokens[r.row].of[kCodedSide];
       int32_t end = held;
       auto status = StatusCode::kOk;  // values were checked when they came in
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kEncodeWarps * 32)
   if (r.sequence == kPaddingSequence) return;
   const SequenceInfo info = d.s.infos[r.sequence];
   if (!coded_step_fills_block(info, tokens, d.s.window_tokens)) return;
-  const EncodeMemory memory = warp_encode_memory(shared);
+  const BlockMemory memory = warp_encode_memory(shared);
   int32_t end = d.s.allocator.tokens[r.row].of[kCodedSide] - d.common.row_counts[i].of[kCodedSide];
   auto status = StatusCode::kOk;
   for (const Component c : {Component::kKey, Component::kValue}) {
