@@ -237,50 +237,7 @@ def tensor_rates():
         share = 100 * 16 * a["tiles_per_us_sm"] / head
         arithmetic.append([name, f"{a['tiles_per_us_sm']:.1f}", f"{a['gbps']:.0f}", f"{100 * r['ceiling_gbps'] / a['gbps']:.0f}", f"{share:.0f}"])
     return (markdown(["instruction, 8 warps on an SM", "per us and SM", "work of an `mma.m16n8k16`"], rows) + "\n\n" +
-            markdown(["the product's arithmetic on tiles in shared memory", "tiles per us and SM", "as GB/s of all SMs",
-                      "time as % of reading them", "% of `mma`'s rate"], arithmetic))
-
-
-RUNGS = {"diffkv": "CUDA cores, DiffKV's layout", "query_as_a": "queries as A, BitDecoding's form", "kv_as_a": "KV as A, in rounds, second kernel",
-         "sync_loads": "ours, loads through registers", "cta_rounds": "ours, warps in rounds", "second_merge": "ours, second kernel merges",
-         "fixed_split": "ours, fixed split"}
-
-
-@table
-def rungs():
-    r = result("rungs.json")
-    rows = []
-    for m in r["results"]:
-        row = [m["setting"], m["heads"], m["shape"], m["format"], f"{m['floor_us']['median']:.1f}"]
-        row += [f"{m['rungs'][name]['attend_us']['median']:.1f}" for name in RUNGS]
-        p = m["product_us"]
-        rows.append(row + [f"{p['median']:.1f} [{p['p10']:.1f}, {p['p90']:.1f}]"])
-    return (f"{r['gpu']}, commit {r['commit'][:7]}, head_dim {r['head_dim']}, {r['replays']} replays, stream ceiling {r['ceiling_gbps']:.0f} GB/s; "
-            "microseconds, medians.\n\n" +
-            markdown(["setting", "heads", "shape", "format", "floor", *RUNGS.values(), "product: median [p10, p90]"], rows))
-
-
-@table
-def rung_kernels():
-    r = result("rungs.json")
-    rows = [[RUNGS[k["name"]], k["registers"], k["local_bytes"], k["shared_bytes"], k["threads"], k["ctas_per_sm"]] for k in r["kernels"]]
-    return markdown(["kernel", "registers", "spilled bytes", "shared memory (K4V4, group 4)", "threads", "CTAs on an SM"], rows)
-
-
-@table
-def tensor_rates():
-    r = result("rungs.json")
-    t = r["tensor"]
-    head = t["mma_m16n8k16_per_us_sm"]
-    rows = [["`mma.m16n8k16`", f"{head:.0f}", "1.00"]]
-    rows += [[f"`wgmma.m64n8k16`, A from {name}", f"{rate:.0f}", f"{4 * rate / head:.2f}"] for name, rate in t["wgmma_m64n8k16_per_us_sm"].items()]
-    arithmetic = []
-    for a in t["arithmetic"]:
-        name = "fp16" if a["k_bits"] == 16 else f"K{a['k_bits']}V{a['v_bits']}"
-        share = 100 * 16 * a["tiles_per_us_sm"] / head
-        arithmetic.append([name, f"{a['tiles_per_us_sm']:.1f}", f"{a['gbps']:.0f}", f"{100 * r['ceiling_gbps'] / a['gbps']:.0f}", f"{share:.0f}"])
-    return (markdown(["instruction, 8 warps on an SM", "per us and SM", "work of an `mma.m16n8k16`"], rows) + "\n\n" +
-            markdown(["the product's arithmetic on tiles in shared memory", "tiles per us and SM", "as GB/s of all SMs",
+            markdown(["the arithmetic of keys and values as A, on tiles in shared memory", "tiles per us and SM", "as GB/s of all SMs",
                       "time as % of reading them", "% of `mma`'s rate"], arithmetic))
 
 

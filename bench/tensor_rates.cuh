@@ -150,7 +150,7 @@ struct TensorBench {
   int32_t sms;
   int replays;
   uint8_t* memory;
-  const __half* q;  // [4][128]
+  const uint16_t* q;  // fp16, at least [4][128]
 };
 
 template <class Launch>
