@@ -56,12 +56,7 @@ double weigh(const std::vector<double>& k, const uint16_t* q, int32_t head_dim, 
 Status CodedHostStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table_.admit_attend(request);
   if (!slots) return slots.status();
-  if (request.dtype != DType::kFloat16) {
-    return Status(StatusCode::kUnsupported, "dtype of q and out: a coded store needs float16");
-  }
-  if (request.count_query) {
-    return Status(StatusCode::kUnsupported, "count_query: coded stores keep no scores");
-  }
+  if (Status s = validate_coded_request(request); !s) return s;
   const CacheLayout& layout = config_.layout;
   const int32_t heads = layout.num_kv_heads, group = layout.group_size(), dim = layout.head_dim;
   const auto* q = static_cast<const uint16_t*>(request.q);

@@ -128,6 +128,7 @@ Status CodedDeviceStore::attend_blocks(const AttendRequest& request, const Slots
 Status CodedDeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
+  if (Status s = validate_coded_request(request); !s) return s;
   if (request.probabilities != nullptr) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }

@@ -152,6 +152,14 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   return shape;
 }
 
+Status validate_coded_request(const AttendRequest& request) {
+  if (request.dtype != DType::kFloat16) {
+    return unsupported("dtype of q and out: a coded store needs float16");
+  }
+  if (request.count_query) return unsupported("count_query: coded stores keep no scores");
+  return Status::ok();
+}
+
 std::string to_json(const CodedConfig& c) {
   static constexpr const char* kMeans[] = {"none", "given", "prompt"};
   static constexpr const char* kBooks[] = {"host", "device", "given"};

@@ -131,6 +131,8 @@ struct CodedShape {
 };
 // Validates the config of a coded store.
 Result<CodedShape> coded_shape(const KvStoreConfig& config);
+// kUnsupported for what neither back end does.
+Status validate_coded_request(const AttendRequest& request);
 // Without pointers.
 CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape);
 

@@ -332,6 +332,9 @@ TEST(GpuCodedStore, RefusesByName) {
   request.probabilities = reinterpret_cast<float*>(q.put(std::vector<float>(2000)));
   request.stride = 500;
   EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
+  request.probabilities = nullptr;
+  request.dtype = DType::kBFloat16;
+  EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
 }
 
 }  // namespace

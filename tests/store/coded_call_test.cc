@@ -100,6 +100,18 @@ TEST_F(CodedCalls, ScoresAreRefusedByName) {
   ASSERT_TRUE(world_.prompt({&m}, 3));
   EXPECT_EQ(world_.store().score_prompt({}).code(), StatusCode::kUnsupported);
   EXPECT_EQ(world_.store().update_scores({}).code(), StatusCode::kUnsupported);
+  ASSERT_TRUE(world_.end_prompt({&m}));
+  std::vector<uint16_t> q(1 << 12), out(q.size());
+  AttendRequest request;
+  request.sequences = {&m.id, 1};
+  request.q = q.data();
+  request.out = out.data();
+  EXPECT_TRUE(world_.store().attend(request));
+  request.count_query = true;
+  EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
+  request.count_query = false;
+  request.dtype = DType::kBFloat16;
+  EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
 }
 
 TEST_F(CodedCalls, BadValuesChangeNothing) {
