@@ -127,8 +127,8 @@ struct AttendRequest {
   float* probabilities = nullptr;  // as ScoreUpdate takes them, pruned tokens 0; may be null
   int64_t stride = 0;              // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
-  // layout.dtype is, otherwise fp16. With a basis fp16, or
-  // bfloat16 where layout.dtype is.
+  // layout.dtype is, otherwise fp16. With a basis fp16, or bfloat16 where layout.dtype is. With
+  // config().coded fp16.
   DType dtype = DType::kFloat16;
   // Also counts the query, as update_scores() of its probabilities would, instead of that call. The
   // sequences must be past their prompts. Host and device find probabilities that differ by up to
@@ -231,9 +231,9 @@ class TKV_API KvStore {
 // With config().basis, append() and attend() want 16-byte aligned pointers, and append() of a
 // prompt keeps the call's coordinates in device memory, 8 bytes for a key and its value.
 //
-// fork(), truncate(), stats(), export and import wait for the stream and go through host memory;
-// they are refused (kInvalidArgument) while a failure waits to be taken. attend() does not look for
-// values of q that are not finite.
+// fork(), truncate(), stats(), export and import wait for the stream and are refused
+// (kInvalidArgument) while a failure waits to be taken. All but fork() go through host memory; with
+// config().coded fork() does, too. attend() does not look for values of q that are not finite.
 //
 // A step (begin_step() and what follows it for the layers) allocates nothing, does not wait and can
 // be captured in a CUDA graph. While it is captured the bookkeeping moves on as if it had been

@@ -173,10 +173,9 @@ typedef struct tkv_attend_request {
   float* lse;           /* [num_sequences, num_q_heads], natural logarithm; may be null */
   float* probabilities; /* as tkv_score_update takes them; may be null */
   int64_t stride;       /* of probabilities */
-  tkv_dtype dtype;      /* of q and out: fp16 or bfloat16; that of raw tiers, where there are any */
+  tkv_dtype dtype;      /* of q and out: fp16 or bfloat16; which a store takes says store.h */
   /* 1: also counts the query, as tkv_store_update_scores of its probabilities would, instead of
-   * that call and in a fraction of its time. Host and device find probabilities that differ by up
-   * to 2e-3 of themselves. */
+   * that call. Host and device find probabilities that differ by up to 2e-3 of themselves. */
   int32_t count_query;
   void* scratch; /* for count_query: device memory of a device store, aligned to 8 bytes */
   size_t scratch_bytes;

@@ -157,11 +157,11 @@ class Store:
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False, into: Optional[Attention] = None,
                count_query: bool = False) -> Attention:
         """Attention of the newest token's queries q, float16 or bfloat16 [sequences, num_q_heads, head_dim], over all that the layer
-        holds. Raw tiers want q in the dtype of their pages, a store with a basis or coded pages wants float16.
+        holds. Raw tiers want q in the dtype of their pages, coded pages float16; a store with a basis takes bfloat16 where its keys are.
 
         `probabilities` asks for what update_scores() takes. `into` gives the arrays for the results, as a CUDA graph needs them;
-        those that are None are not computed. `count_query` does what update_scores() would do with the probabilities, in a fraction
-        of its time; what it needs on a GPU is allocated with the first call, which should come before any capture."""
+        those that are None are not computed. `count_query` does what update_scores() would do with the probabilities;
+        what it needs on a GPU is allocated with the first call, which should come before any capture."""
         ids, count = _ids(sequences)
         queries = self._input(q, "q", ("float16", "bfloat16"), (count, self.config.num_q_heads, self.config.head_dim))
         if into is None:
