@@ -182,7 +182,9 @@ void add_compress(CLI::App& app, int* exit_code) {
   c->add_option("--profile", args->profile,
                 "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
   add_common(c, args);
-  c->footer(analysis::preset_help());
+  c->footer(analysis::preset_help() +
+            "\nBaselines that only analyze and sweep know: snapkv, h2o, zstd-fp16, zstd-codes, "
+            "predict=,\n+fse, +fixed, +bitshuffle.");
   c->callback([args, exit_code] { *exit_code = run_compress(*args); });
 }
 
