@@ -142,6 +142,10 @@ Status row_status(const tkv_attention* attention, const tkv_attend_call* call,
   if (c.layer < 0 || c.layer >= attention->config.num_layers) {
     return invalid("layer is out of range");
   }
+  if (c.workspace_bytes <
+      attention_workspace_bytes(attention->config, attention->grid, c.num_sequences)) {
+    return Status(StatusCode::kBufferTooSmall, "workspace_bytes");
+  }
   *status = attention_row_status(attention->config, attention->grid, c.num_sequences, c.layer,
                                  {c.workspace, c.workspace_bytes});
   return Status::ok();

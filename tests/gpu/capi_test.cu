@@ -343,6 +343,10 @@ TEST_P(CapiAttend, SmallRefusesBadCallsByName) {
   refused(TKV_INVALID_ARGUMENT, "num_sequences");
   call_.workspace_bytes = bytes - 1;
   refused(TKV_BUFFER_TOO_SMALL, "workspace");
+  call_.workspace_bytes = bytes - 1;
+  const int32_t* status = nullptr;
+  EXPECT_EQ(tkv_attention_row_status(attention_, &call_, &status, &error_), TKV_BUFFER_TOO_SMALL);
+  EXPECT_EQ(status, nullptr);
 }
 
 INSTANTIATE_TEST_SUITE_P(Queries, CapiAttend, ::testing::Values(1, 4));
