@@ -73,7 +73,7 @@ class CodedConfig:
     key_steps: ArrayLike  # [num_layers, num_kv_heads], positive
     value_steps: ArrayLike
     means: str = "prompt"  # taken off before quantisation: each row's own of its prompt, "none", or "given"
-    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host" or the "device", or these
+    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host", or these; a store on a GPU refuses "device"
     key_means: Optional[ArrayLike] = None  # [num_layers, num_kv_heads, head_dim]
     value_means: Optional[ArrayLike] = None
     max_length: int = 11  # bits of the longest code word; not for given codebooks
