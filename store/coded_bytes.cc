@@ -109,6 +109,10 @@ Status read_component(const KvStoreConfig& config, const ImportedCodedSequence& 
         !s) {
       return s;
     }
+    // Truncate may make them raw values, which a step codes again.
+    for (const int16_t code : codes) {
+      if (check_centred(coded_value(code, step), step) != StatusCode::kOk) return corrupt("a code");
+    }
     row->codes[i].insert(row->codes[i].end(), codes.begin(), codes.end());
   }
   const int32_t raw = sequence.info.num_tokens - sequence.info.window_first;

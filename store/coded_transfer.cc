@@ -36,6 +36,10 @@ bool can_adopt(const CodedBooks& books, int32_t num_layers) {
       const std::vector<Codebook>& list = books.of(layer, c);
       if (list.size() != 1 || list.front().mode != BlockMode::kPair) return false;
     }
+    if (books.of(layer, Component::kKey).front().streams_per_lane !=
+        books.of(layer, Component::kValue).front().streams_per_lane) {
+      return false;
+    }
   }
   return true;
 }
@@ -62,7 +66,8 @@ Result<SequenceId> CodedHostStore::import_sequence(const uint8_t* bytes, size_t 
   const SequenceInfo& info = sequence->info;
   const bool adopts = !books_.ready() && sequence->books.ready();
   if (adopts && !can_adopt(sequence->books, config_.layout.num_layers)) {
-    return Status(StatusCode::kInvalidArgument, "the sequence's codebooks are a family");
+    return Status(StatusCode::kInvalidArgument,
+                  "the sequence's codebooks are none that a store makes");
   }
   const CodedBooks& books = adopts ? sequence->books : books_;
   std::vector<PendingBlocks> pending(rows());

@@ -3,7 +3,9 @@
 
 #include <cstring>
 
+#include "codec/codebook.h"
 #include "codec/container_format.h"
+#include "store/coded_bytes.h"
 #include "store/host_store.h"
 #include "tests/store/coded_world.h"
 
@@ -275,6 +277,88 @@ TEST_F(CodedCalls, AnotherStoreTakesASequenceWithOtherCodebooks) {
   auto stranger = std::move(*CodedHostStore::make(c));
   EXPECT_EQ(stranger->import_sequence(bytes.data(), bytes.size()).status().code(),
             StatusCode::kInvalidArgument);
+}
+
+Codebook pair_book(RandomInput* input, Component component, int32_t streams) {
+  CodeHistogram histogram(component, 64);
+  std::vector<int16_t> codes(64 * 64);
+  for (int16_t& x : codes) x = static_cast<int16_t>(input->uniform(-3, 3));
+  histogram.add(codes.data(), 64);
+  CodebookSpec spec;
+  spec.mode = BlockMode::kPair;
+  spec.streams_per_lane = streams;
+  return *build_codebook(histogram, spec);
+}
+
+// A call of attention on a device decodes keys and values with as many streams each.
+TEST_F(CodedCalls, AStoreWithoutCodebooksAdoptsOnlyWhatItCouldHaveMade) {
+  for (const int32_t value_streams : {1, 2}) {
+    KvStoreConfig c = config_;
+    c.coded.codebooks = CodebookSource::kGiven;
+    for (const Component component : {Component::kKey, Component::kValue}) {
+      const int32_t streams = component == Component::kKey ? 1 : value_streams;
+      serialize_codebook(pair_book(&input_, component, streams), &c.coded.given.emplace_back());
+    }
+    CodedWorld world(c, &input_);
+    CodedModel m;
+    ASSERT_TRUE(world.add(&m));
+    ASSERT_TRUE(world.prompt({&m}, 150));
+    ASSERT_TRUE(world.end_prompt({&m}));
+    const std::vector<uint8_t> bytes = *world.store().export_sequence(m.id);
+    auto empty = std::move(*CodedHostStore::make(config_));
+    EXPECT_EQ(empty->import_sequence(bytes.data(), bytes.size()).status().code(),
+              value_streams == 1 ? StatusCode::kOk : StatusCode::kInvalidArgument);
+    EXPECT_EQ(empty->books().ready(), value_streams == 1);
+  }
+}
+
+// The bytes of a sequence that was read, with its codebooks.
+std::vector<uint8_t> written(const KvStoreConfig& config, const ImportedCodedSequence& sequence) {
+  std::vector<uint8_t> bytes = export_coded_header(config, sequence.books, sequence.info);
+  const int32_t dim = config.layout.head_dim, heads = config.layout.num_kv_heads;
+  for (size_t w = 0; w < sequence.rows.size(); ++w) {
+    const ImportedCodedRow& from = sequence.rows[w];
+    const auto within = static_cast<int32_t>(w);
+    CodedRowContent row;
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      const auto i = static_cast<size_t>(c);
+      row.means[i] = from.means[i];
+      row.raw[i] = from.raw[i];
+      for (size_t at = 0; at < from.codes[i].size(); at += kBlockTokens * dim) {
+        sequence.books.encode(&from.codes[i][at], dim, within / heads, c,
+                              &row.blocks[i].emplace_back());
+      }
+    }
+    export_coded_row(config, within, row, &bytes);
+  }
+  return bytes;
+}
+
+// Truncate makes tokens of a block raw again, and a step codes them once more.
+TEST_F(CodedCalls, RefusesCodesThatCannotBeCodedAgain) {
+  KvStoreConfig c = config_;
+  c.coded.key_steps.assign(4, 1.0f);
+  CodedWorld world(c, &input_);
+  CodedModel m;
+  ASSERT_TRUE(world.add(&m));
+  ASSERT_TRUE(world.prompt({&m}, 150));
+  ASSERT_TRUE(world.end_prompt({&m}));
+  const std::vector<uint8_t> bytes = *world.store().export_sequence(m.id);
+  ImportedCodedSequence sequence = *read_coded_sequence(c, bytes.data(), bytes.size());
+  ASSERT_TRUE(written(c, sequence) == bytes);
+  const struct {
+    int16_t code;
+    StatusCode status;
+  } kCases[] = {{32752, StatusCode::kOk},
+                {-32768, StatusCode::kOk},
+                {32767, StatusCode::kCorrupt}};  // fp16 has 32768 in its place
+  for (const auto& made : kCases) {
+    sequence.rows[1].codes[0][70] = made.code;
+    const std::vector<uint8_t> changed = written(c, sequence);
+    EXPECT_EQ(world.store().import_sequence(changed.data(), changed.size()).status().code(),
+              made.status)
+        << made.code;
+  }
 }
 
 // The first blocks make the codebooks, whether a prompt or a step codes them.
