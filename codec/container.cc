@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -122,8 +123,11 @@ ContainerWriter& ContainerWriter::operator=(ContainerWriter&&) noexcept = defaul
 ContainerWriter::~ContainerWriter() = default;
 
 Result<ContainerWriter> ContainerWriter::create(const std::string& path) {
-  const std::string temporary = path + ".part";
-  const int descriptor = ::open(temporary.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC,
+  // Unique to this process and call: two writers of one path must not write into one file.
+  static std::atomic<uint32_t> calls{0};
+  const std::string temporary =
+      path + "." + std::to_string(::getpid()) + "-" + std::to_string(calls++) + ".part";
+  const int descriptor = ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 S_IRUSR | S_IWUSR | S_IRGRP | S_IROTH);
   if (descriptor < 0) {
     return Status(StatusCode::kIo, path + ": cannot be created: " + system_error());

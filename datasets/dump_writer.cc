@@ -31,6 +31,8 @@ struct DumpWriter::Impl {
   bool finished = false;
 
   ~Impl() {
+    const Hdf5Lock lock;
+    if (!finished && file.ok()) discard_writes(file.id());
     close_groups();
     file = Handle();
     if (!finished) std::remove(temporary.c_str());
@@ -72,16 +74,17 @@ bool write_slab(hid_t group, const char* name, const std::vector<hsize_t>& start
   const Handle dataset(H5Dopen2(group, name, H5P_DEFAULT));
   const Handle space(H5Dget_space(dataset.id()));
   const Handle memory(H5Screate_simple(static_cast<int>(count.size()), count.data(), nullptr));
-  return H5Sselect_hyperslab(space.id(), H5S_SELECT_SET, start.data(), nullptr, count.data(),
-                             nullptr) >= 0 &&
-         H5Dwrite(dataset.id(), type, memory.id(), space.id(), H5P_DEFAULT, data) >= 0;
+  const bool ok = H5Sselect_hyperslab(space.id(), H5S_SELECT_SET, start.data(), nullptr,
+                                      count.data(), nullptr) >= 0 &&
+                  H5Dwrite(dataset.id(), type, memory.id(), space.id(), H5P_DEFAULT, data) >= 0;
+  return flushed(dataset, ok);
 }
 
 bool write_integers(hid_t group, const char* name, const std::vector<int32_t>& values) {
   const Handle d =
       create_dataset(group, name, H5T_STD_I32LE, {static_cast<int64_t>(values.size())}, {});
-  return d.ok() &&
-         H5Dwrite(d.id(), H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, values.data()) >= 0;
+  return flushed(d, d.ok() && H5Dwrite(d.id(), H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT,
+                                       values.data()) >= 0);
 }
 
 bool write_header(hid_t file, const DumpInfo& info) {
@@ -176,6 +179,7 @@ Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& i
   impl->file = create_file(temporary);
   if (!impl->file.ok()) {
     const std::string why = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
+    if (errno != EEXIST) std::remove(temporary.c_str());
     return Status(StatusCode::kIo, path + ": cannot be created" + why);
   }
   impl->temporary = temporary;
@@ -369,7 +373,7 @@ Status DumpWriter::finish() {
   }
   w.close_groups();
   w.in_sequence = false;
-  if (!w.file.close()) return w.fail("the file");
+  if (H5Fflush(w.file.id(), H5F_SCOPE_LOCAL) < 0 || !w.file.close()) return w.fail("the file");
   std::error_code error;
   std::filesystem::rename(w.temporary, w.path, error);
   if (error) return Status(StatusCode::kIo, w.path + ": " + error.message());

@@ -1,5 +1,6 @@
 #include "datasets/hdf5_util.h"
 
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -164,6 +165,26 @@ Handle create_file(const std::string& path) {
   H5Pset_libver_bounds(access.id(), H5F_LIBVER_V110, H5F_LIBVER_V110);
   H5Pset_obj_track_times(creation.id(), false);
   return Handle(H5Fcreate(path.c_str(), H5F_ACC_EXCL, creation.id(), access.id()));
+}
+
+void discard_writes(hid_t object) {
+  const Handle file(H5Iget_file_id(object));
+  const Handle access(H5Fget_access_plist(file.id()));
+  void* descriptor = nullptr;
+  if (!access.ok() || H5Pget_driver(access.id()) != H5FD_SEC2 ||
+      H5Fget_vfd_handle(file.id(), access.id(), &descriptor) < 0 || descriptor == nullptr) {
+    return;
+  }
+  const int memory = memfd_create("discarded", MFD_CLOEXEC);
+  if (memory < 0) return;
+  dup2(memory, *static_cast<int*>(descriptor));
+  close(memory);
+}
+
+bool flushed(const Handle& dataset, bool written) {
+  if (written && H5Dflush(dataset.id()) >= 0) return true;
+  if (dataset.ok()) discard_writes(dataset.id());
+  return false;
 }
 
 Result<Handle> open_file(const std::string& path) {

@@ -69,6 +69,14 @@ class Handle {
 // A new file, refused where one exists; in HDF5 1.10's format, which has checksums on its metadata.
 Handle create_file(const std::string& path);
 
+// What HDF5 still holds back from the file of an object that is being written goes to memory
+// instead, for a file that will not be kept: after a failed write HDF5 1.10 tries again when it
+// closes the file, leaves it half released when that fails too, and crashes when the process ends.
+void discard_writes(hid_t object);
+// Whether a dataset was `written` and all of it is in the file; else discards what is not, so that
+// the dataset can be closed.
+bool flushed(const Handle& dataset, bool written);
+
 // The type a DType is stored as; bfloat16 is a custom 16-bit float (8 exponent bits, 7 mantissa
 // bits).
 Handle hdf5_type(DType t);

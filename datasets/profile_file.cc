@@ -29,7 +29,7 @@ constexpr NamedField kFields[] = {{"key_mean", &RowProfile::key_mean, false},
 bool write_array(hid_t file, const char* name, hid_t type, const std::vector<int64_t>& shape,
                  const void* data) {
   const Handle d = create_dataset(file, name, type, shape, {});
-  return d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;
+  return flushed(d, d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0);
 }
 
 bool write_all(const Handle& file, const Profile& p) {
@@ -153,9 +153,13 @@ Status write_profile(const std::string& path, const Profile& profile) {
   const Hdf5Lock lock;
   const std::string temporary = temporary_name(path);
   Handle file = create_file(temporary);
-  if (!file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
+  if (!file.ok()) {
+    std::remove(temporary.c_str());
+    return Status(StatusCode::kIo, path + ": cannot be created");
+  }
   // Closed in any case before the temporary file is renamed or removed.
-  const bool written = write_all(file, profile);
+  const bool written = write_all(file, profile) && H5Fflush(file.id(), H5F_SCOPE_LOCAL) >= 0;
+  if (!written) discard_writes(file.id());
   const bool ok = file.close() && written;
   std::error_code error;
   if (ok) std::filesystem::rename(temporary, path, error);

@@ -6,6 +6,7 @@
 #include "tools/analysis/container_file.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/command.h"
+#include "tools/interrupt.h"
 
 namespace tierkv::tools {
 namespace {
@@ -78,7 +79,11 @@ int run_compress(const Arguments& args) {
   Result<datasets::DumpReader> reader = datasets::DumpReader::open(args.input);
   if (!reader) return report_error(reader.status().message(), kExitBadInput);
   ProgressBar bar(args.output);
-  options.progress = [&](double fraction) { bar.update(fraction); };
+  const Interrupt interrupt;
+  options.progress = [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  };
   const analysis::StopWatch watch;
   const Result<analysis::CompressSummary> summary =
       analysis::compress(reader.value(), options, args.output);
@@ -109,10 +114,14 @@ int run_decompress(const Arguments& args) {
                                        : DType::kFloat32;
   }
   ProgressBar bar(args.output);
+  const Interrupt interrupt;
+  const auto progress = [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  };
   const analysis::StopWatch watch;
-  const Status status = analysis::decompress(
-      *decoder, {dtype, args.threads, args.gzip, [&](double fraction) { bar.update(fraction); }},
-      args.output);
+  const Status status =
+      analysis::decompress(*decoder, {dtype, args.threads, args.gzip, progress}, args.output);
   bar.finish();
   if (status.code() == StatusCode::kOutOfRange && args.dtype == "stored") {
     return report_error(status.message() + "; --dtype float32 holds them", kExitBadInput);

@@ -3,8 +3,10 @@
 #include <malloc.h>
 
 #include <CLI/CLI.hpp>
+#include <csignal>
 
 #include "tools/command.h"
+#include "tools/interrupt.h"
 
 int main(int argc, char** argv) {
   using namespace tierkv::tools;
@@ -31,6 +33,8 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) == 0 ? kExitOk : kExitUsage;
+  } catch (const Interrupted& interrupted) {
+    std::raise(interrupted.signal);
   }
   return exit_code;
 }
