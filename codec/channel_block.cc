@@ -144,10 +144,11 @@ StatusCode append_row(const ChannelCache& cache, int32_t row, const uint16_t* k,
 StatusCode fill_row(const ChannelCache& cache, const ChannelPrompt& p, int32_t row) {
   const ChannelLayout& l = cache.layout;
   const int32_t sequence = row / p.num_kv_heads, head = row % p.num_kv_heads, dim = l.head_dim();
-  const int32_t first = p.indptr[sequence], tokens = p.indptr[sequence + 1] - first;
-  const int32_t blocks = tokens / l.tokens;
+  const int32_t first = p.indptr[sequence], end = p.indptr[sequence + 1];
   cache.block_count[row] = cache.residual_tokens[row] = 0;
-  if (first < 0 || tokens < 0 || blocks > cache.max_blocks) return StatusCode::kCorrupt;
+  if (first < 0 || end < first) return StatusCode::kCorrupt;  // before their difference overflows
+  const int32_t tokens = end - first, blocks = tokens / l.tokens;
+  if (blocks > cache.max_blocks) return StatusCode::kCorrupt;
   const auto token = [&](const uint16_t* x, int32_t t) {
     return x + ((static_cast<int64_t>(first) + t) * p.num_kv_heads + head) * dim;
   };

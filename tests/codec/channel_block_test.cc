@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <utility>
 
 #include "tests/codec/channel_world.h"
 
@@ -198,6 +199,15 @@ TEST_F(ChannelBlock, BadRowsAreLeftAsTheyWere) {
       {prompt.data(), prompt.data(), long_prompt.data(), 2, short_rows.status.data()}));
   EXPECT_EQ(short_rows.status[0], StatusCode::kCorrupt);
   EXPECT_EQ(short_rows.block_count[0], 0);
+  for (const auto& [first, end] :
+       {std::pair(INT32_MIN, 5), std::pair(5, INT32_MIN), std::pair(9, 8), std::pair(-1, 8)}) {
+    const std::vector<int32_t> bad_range = {first, end};
+    short_rows.status[0] = StatusCode::kOk;
+    ASSERT_TRUE(fill_channel_host(
+        short_rows.cache(),
+        {prompt.data(), prompt.data(), bad_range.data(), 2, short_rows.status.data()}));
+    EXPECT_EQ(short_rows.status[0], StatusCode::kCorrupt) << first << " to " << end;
+  }
   EXPECT_EQ(fill_channel_host(short_rows.cache(),
                               {prompt.data(), prompt.data(), nullptr, 2, short_rows.status.data()})
                 .code(),
