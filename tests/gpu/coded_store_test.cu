@@ -335,6 +335,11 @@ TEST(GpuCodedStore, RefusesByName) {
   request.probabilities = nullptr;
   request.dtype = DType::kBFloat16;
   EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
+  request.dtype = DType::kFloat16;
+  EXPECT_TRUE(twins.device().attend(request));
+  ASSERT_TRUE(twins.end_prompt({&id, 1}));
+  request.count_query = true;
+  EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
 }
 
 }  // namespace
