@@ -1,7 +1,9 @@
 // What coded stores refuse, and that a refused call changes nothing; codebooks and statistics.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
+#include <random>
 
 #include "codec/codebook.h"
 #include "codec/container_format.h"
@@ -377,15 +379,19 @@ TEST_F(CodedCalls, AStepMakesCodebooks) {
 // Two codebooks for each component, for narrow codes and for wide ones: each block is the smaller.
 TEST_F(CodedCalls, AFamilyIsChosenFromPerBlock) {
   KvStoreConfig c = config_;
+  c.coded.key_steps.assign(4, 1.0f);
+  c.coded.value_steps.assign(4, 1.0f);
   c.coded.codebooks = CodebookSource::kGiven;
+  constexpr float kSpreads[] = {0.3f, 2.5f};
+  std::normal_distribution<float> normal;
+  std::mt19937 rng(static_cast<uint32_t>(input_.uniform(0, INT32_MAX)));
   std::vector<Codebook> family;
   for (const Component component : {Component::kKey, Component::kValue}) {
     for (int32_t wide = 0; wide < 2; ++wide) {
       CodeHistogram histogram(component, 64);
       std::vector<int16_t> codes(64 * 64 * 20);
       for (int16_t& x : codes) {
-        const float spread = wide ? 4.0f : 0.7f;
-        x = static_cast<int16_t>(std::lround(spread * (input_.real(-1, 1) + input_.real(-1, 1))));
+        x = static_cast<int16_t>(std::lround(kSpreads[wide] * normal(rng)));
       }
       histogram.add(codes.data(), 64 * 20);
       CodebookSpec spec;
@@ -398,7 +404,7 @@ TEST_F(CodedCalls, AFamilyIsChosenFromPerBlock) {
   }
   CodedWorld world(c, &input_);
   bool seen[2] = {false, false};
-  for (const float spread : {0.2f, 2.0f}) {
+  for (const float spread : kSpreads) {
     world.set_spread(spread);
     CodedModel m;
     ASSERT_TRUE(world.add(&m));
