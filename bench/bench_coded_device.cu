@@ -1,12 +1,16 @@
 // A store of coded pages on the GPU: attention of one layer through KvStore::attend(), a step of
 // all rows with and without blocks that fill up, the end of the prompts. Random keys and values
-// whose codes carry about 2.7 bits; JSON lines on stdout.
+// whose codes carry about 2.7 bits.
+//
+//   bench_coded_device [--out FILE] [--commit HASH]
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "tierkv/half.h"
@@ -118,7 +122,8 @@ Status time_steps(const Shape& shape, DeviceKvStore* store, Timed* t, Times* tim
   return store->take_status();
 }
 
-Status run(const Shape& shape) {
+// *json: the shape and its times.
+Status run(const Shape& shape, std::string* json) {
   auto made = create_device_store(store_config(shape), nullptr);
   if (!made) return made.status();
   DeviceKvStore* store = made->get();
@@ -139,13 +144,16 @@ Status run(const Shape& shape) {
   if (Status s = time_steps(shape, store, &t, &times); !s) return s;
   const double codes = double(shape.sequences) * (shape.tokens + 70) * 8 * 128 * 2;
   const double attend = median(times.attend);
-  std::printf(
+  char text[512];
+  std::snprintf(
+      text, sizeof(text),
       "{\"sequences\":%d,\"tokens\":%d,\"layers\":%d,\"ratio\":%.3f,\"pool_gain\":%.3f,"
       "\"attend_us\":%.1f,\"tera_codes_per_s\":%.3f,\"step_us\":%.1f,\"filling_step_us\":%.1f,"
-      "\"end_prompt_ms\":%.2f,\"end_prompt_giga_codes_per_s\":%.1f}\n",
+      "\"end_prompt_ms\":%.2f,\"end_prompt_giga_codes_per_s\":%.1f}",
       shape.sequences, shape.tokens, shape.layers, stats->nominal_ratio(), stats->pool_gain(),
       attend * 1e3, codes / attend * 1e-9, median(times.idle) * 1e3, median(times.filling) * 1e3,
       times.end_prompt, codes * shape.layers / times.end_prompt * 1e-6);
+  *json = text;
   cudaFree(t.x);
   cudaFree(t.q);
   cudaFree(t.out);
@@ -154,12 +162,39 @@ Status run(const Shape& shape) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  std::string out, commit = "unknown", runs;
+  for (int i = 1; i < argc; i += 2) {
+    const bool has_value = i + 1 < argc;
+    if (has_value && std::strcmp(argv[i], "--out") == 0) {
+      out = argv[i + 1];
+    } else if (has_value && std::strcmp(argv[i], "--commit") == 0) {
+      commit = argv[i + 1];
+    } else {
+      std::fprintf(stderr, "bench_coded_device [--out FILE] [--commit HASH]\n");
+      return 2;
+    }
+  }
   for (const Shape& shape : {Shape{64, 4096, 4}, Shape{8, 32768, 2}, Shape{1, 32768, 4}}) {
-    if (const Status s = run(shape); !s) {
+    std::string json;
+    if (const Status s = run(shape, &json); !s) {
       std::fprintf(stderr, "%s\n", s.message().c_str());
       return 1;
     }
+    std::printf("%s\n", json.c_str());
+    runs += (runs.empty() ? "  " : ",\n  ") + json;
   }
-  return 0;
+  if (out.empty()) return 0;
+  cudaDeviceProp device;
+  FILE* f = std::fopen(out.c_str(), "w");
+  if (f == nullptr || cudaGetDeviceProperties(&device, 0) != cudaSuccess) {
+    std::fprintf(stderr, "%s: cannot be written\n", out.c_str());
+    return 1;
+  }
+  std::fprintf(f,
+               "{\"schema\": \"tierkv.bench.coded_device/1\", \"gpu\": \"%s\", \"commit\": \"%s\", "
+               "\"head_dim\": 128, \"q_heads\": 32, \"kv_heads\": 8, \"window\": 64, \"runs\": "
+               "[\n%s\n]}\n",
+               device.name, commit.c_str(), runs.c_str());
+  return std::fclose(f) == 0 ? 0 : 1;
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times fp16 causal attention of a prompt by PyTorch's back ends: what bench_prompt's significance is held against.
 
-  peers_prompt_torch.py [--out FILE] [--replays N]
+  peers_prompt_torch.py [--out FILE] [--commit HASH] [--replays N]
 
 One sequence of 8192 tokens, 32 query heads over 8 kv heads (enable_gqa). CUDA graph replays, medians in microseconds.
 """
@@ -46,6 +46,7 @@ def time_graph(backend, q, k, v, replays):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
+    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--replays", type=int, default=21)
     args = parser.parse_args()
     def heads(n):
@@ -67,7 +68,7 @@ def main():
     if args.out:
         with open(args.out, "w") as f:
             json.dump({"schema": "tierkv.bench.prompt_peers/1", "gpu": torch.cuda.get_device_name(),
-                       "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+                       "commit": args.commit, "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
                        "shape": [TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM], "results": results}, f, indent=1)
 
 

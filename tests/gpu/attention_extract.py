@@ -4,7 +4,8 @@
 attention_extract.py DUMP.h5 SEQUENCE LAYER OUT.bin [TOKENS]
 
 int32 kv_heads, q_heads, tokens, head_dim, queries; fp16 k and v [kv_heads, tokens, head_dim], the
-newest queries [queries, q_heads, head_dim]. TOKENS: only the first so many, their last queries."""
+newest queries [queries, q_heads, head_dim]. SEQUENCE "-": the first. TOKENS: only the first so many,
+their last queries."""
 import sys
 
 import h5py
@@ -15,7 +16,7 @@ QUERIES = 4
 
 def main(path, sequence, layer, out, tokens=None):
     with h5py.File(path) as f:
-        group = f["seq"][sequence]["layer"][layer]
+        group = f["seq"][next(iter(f["seq"])) if sequence == "-" else sequence]["layer"][layer]
         k, v, q = (np.asarray(group[name], np.float32) for name in "kvq")
         positions = np.asarray(group["q_positions"]) if "q_positions" in group else np.arange(q.shape[1])
     tokens = int(tokens or k.shape[1])

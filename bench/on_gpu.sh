@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a machine with a GPU, from what `./dev gpu-pack` packed; nothing is built there.
+#
+#   run tests [NAME...]      every GPU test
+#   run sanitize [TOOL...]   compute-sanitizer's tools (memcheck where none is given) over the tests that are small enough
+#   run bench [NAME...]      every benchmark, as $OUT/NAME.json
+#
+# A line for each part: ok, skipped or FAILED, and its seconds. Logs and results go to $OUT (default: results); exit code 1 where
+# a part failed. Tests over real caches and the benchmarks of coded pages need TIERKV_DUMPS at packing time.
+set -uo pipefail
+cd "$(dirname "$0")"
+OUT=$(realpath -m "${OUT:-results}")
+COMMIT=$(cat commit)
+mkdir -p "$OUT"
+export LD_LIBRARY_PATH=$PWD/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+failed=0
+
+part() {  # part LOG COMMAND...
+  local log=$1 start=$SECONDS status word=ok
+  shift
+  "$@" >"$OUT/$log.log" 2>&1
+  status=$?
+  if [ $status -eq 77 ]; then word=skipped; elif [ $status -ne 0 ]; then word=FAILED failed=1; fi
+  printf '%-8s %4d s  %s\n' "$word" $((SECONDS - start)) "$log"
+  if [ "$word" = FAILED ]; then grep -E 'FAILED|Failure|rror' "$OUT/$log.log" | head -n 12; fi
+}
+
+wanted() {  # wanted NAME LIST...: where no list is given, everything
+  local name=$1 x
+  shift
+  [ $# -eq 0 ] && return 0
+  for x in "$@"; do [ "$x" = "$name" ] && return 0; done
+  return 1
+}
+
+# With the extracts of real caches, if there are any.
+run_tests() {
+  local t
+  export TIERKV_ATTENTION_EXTRACTS
+  TIERKV_ATTENTION_EXTRACTS=$(ls extract_*.bin 2>/dev/null | paste -sd: || true)
+  for t in test_gpu_*; do
+    if wanted "${t#test_gpu_}" "$@"; then part "$t" "./$t"; fi
+  done
+  if [ -d python ] && wanted store_torch "$@"; then part store_torch_test python3 -B store_torch_test.py python; fi
+}
+
+run_sanitize() {
+  local tool t
+  for tool in "${@:-memcheck}"; do
+    for t in test_gpu_*; do
+      if ! "./$t" --gtest_filter='*Small*' --gtest_list_tests | grep -q '^ '; then continue; fi
+      part "$tool.$t" compute-sanitizer --tool "$tool" --error-exitcode 9 "./$t" --gtest_filter='*Small*'
+    done
+  done
+}
+
+run_bench() {
+  local b name
+  nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu --format=csv >"$OUT/gpu.csv" 2>&1
+  for b in bench_*; do
+    name=${b#bench_}
+    wanted "$name" "$@" || continue
+    case $name in
+      coded) if [ -e codes.bin ]; then part "$b" "./$b" --codes codes.bin --out "$OUT/$name.json" --commit "$COMMIT"; fi ;;
+      *) part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT" ;;
+    esac
+  done
+  for name in peers peers_prompt; do
+    if [ -d python ] && wanted "$name" "$@"; then
+      part "$name" env PYTHONPATH=python python3 -B "${name}_torch.py" --out "$OUT/$name.json" --commit "$COMMIT"
+    fi
+  done
+}
+
+command=${1:-help}
+[ $# -gt 0 ] && shift
+case $command in
+  tests) run_tests "$@" ;;
+  sanitize) run_sanitize "$@" ;;
+  bench) run_bench "$@" ;;
+  *) sed -n '2,/^set /p' "$0" | grep '^#' | cut -c3- ;;
+esac
+exit $failed
