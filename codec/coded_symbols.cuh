@@ -26,6 +26,7 @@ struct Slice {
   const uint32_t* words;  // of the codebook, in shared memory
   const SliceMemory& memory;
   int32_t tokens, dims;
+  int32_t most_coded_bytes = kMaxCodedBlockBytes;  // a larger coded form is stored raw
 
   __device__ __forceinline__ int32_t code(int32_t token, int32_t dim) const {
     return memory.codes[token * kCodeStride + dim];

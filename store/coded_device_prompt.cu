@@ -102,23 +102,36 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Item: row of the batch, block, component. Sizes go to the directory.
-__global__ void __launch_bounds__(kEncodeWarps * 32)
-    size_kernel(const __grid_constant__ CodedDeviceState d, int64_t items, int32_t most_blocks) {
+// The block and component of a warp, of those that the prompt codes.
+struct PromptItem {
+  CodedRowOf r;
+  int32_t block;
+  Component component;
+  bool coded;
+};
+__device__ PromptItem prompt_item(const CodedDeviceState& d, const EncodeItems& items) {
+  const EncodeItem item = encode_item(d, items);
+  if (item.row < 0) return {};
+  PromptItem p = {coded_row_of(d, item.row), item.part / 2, component_of(item.part), false};
+  p.coded = p.r.sequence != kPaddingSequence && p.block < coded_blocks(d, d.s.infos[p.r.sequence]);
+  return p;
+}
+
+// Items of a row: block, component. Sizes go to the directory.
+__global__ void __launch_bounds__(kEncodeThreads)
+    size_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int32_t counters[kEncodeWarps];
-  const int64_t item = encode_item(items);
-  if (item < 0) return;
-  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(item / 2 / most_blocks));
-  const auto block = static_cast<int32_t>(item / 2 % most_blocks);
-  if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) return;
-  const Component c = component_of(item);
+  const PromptItem p = prompt_item(d, items);
+  if (__syncthreads_or(p.coded) == 0) return;
+  const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
+  if (!p.coded) return;
   auto status = StatusCode::kOk;
   const int32_t units =
-      encode_raw_block(d, prompt_block(d, r, c, block), warp_encode_memory(shared),
-                       counters + threadIdx.x / 32, &status);
-  if (status != StatusCode::kOk) report_code(d, r);
-  if (lane_index() == 0) d.s.blocks(c, r.row)[block] = {0, static_cast<uint32_t>(units)};
+      encode_raw_block(d, prompt_block(d, p.r, p.component, p.block), encoder, &status);
+  if (status != StatusCode::kOk) report_code(d, p.r);
+  if (lane_index() == 0) {
+    d.s.blocks(p.component, p.r.row)[p.block] = {0, static_cast<uint32_t>(units)};
+  }
 }
 
 // One CTA: a prompt with a value that has no code pads the batch; the counts begin at zero.
@@ -157,23 +170,20 @@ __global__ void __launch_bounds__(kThreads)
   atomicMax(&d.common.entry_counts[r.entry].of[kCodedSide], pages_for(end, d.s.page_units()));
 }
 
-__global__ void __launch_bounds__(kEncodeWarps * 32)
-    write_kernel(const __grid_constant__ CodedDeviceState d, int64_t items, int32_t most_blocks) {
+__global__ void __launch_bounds__(kEncodeThreads)
+    write_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int32_t counters[kEncodeWarps];
-  const int64_t item = encode_item(items);
-  if (item < 0 || d.common.report->status != StatusCode::kOk) return;
-  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(item / 2 / most_blocks));
-  const auto block = static_cast<int32_t>(item / 2 % most_blocks);
-  if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) return;
-  const Component c = component_of(item);
-  const BlockMemory memory = warp_encode_memory(shared);
+  if (d.common.report->status != StatusCode::kOk) return;
+  const PromptItem p = prompt_item(d, items);
+  if (__syncthreads_or(p.coded) == 0) return;
+  const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
+  if (!p.coded) return;
   auto status = StatusCode::kOk;
-  const int32_t units = encode_raw_block(d, prompt_block(d, r, c, block), memory,
-                                         counters + threadIdx.x / 32, &status);
-  CodedBlockRef& ref = d.s.blocks(c, r.row)[block];
+  const int32_t units =
+      encode_raw_block(d, prompt_block(d, p.r, p.component, p.block), encoder, &status);
+  CodedBlockRef& ref = d.s.blocks(p.component, p.r.row)[p.block];
   const CodedBlockRef written =
-      write_encoded(d, r.row, static_cast<int32_t>(ref.offset), units, memory);
+      write_encoded(d, p.r.row, static_cast<int32_t>(ref.offset), units, encoder.memory);
   if (lane_index() == 0) ref = written;
 }
 
@@ -219,8 +229,11 @@ __global__ void __launch_bounds__(kThreads)
 int32_t rows_of(const CodedDeviceState& d, int32_t count) {
   return count * d.s.rows_per_sequence();
 }
-int64_t block_items(const CodedDeviceState& d, const PromptEnd& prompt) {
-  return int64_t{rows_of(d, prompt.count)} * prompt.most_blocks * 2;
+EncodeItems block_items(const CodedDeviceState& d, const PromptEnd& prompt) {
+  return {prompt.count * d.s.num_kv_heads, prompt.most_blocks * 2};
+}
+bool codes_blocks(const CodedDeviceState& d, const PromptEnd& prompt) {
+  return prompt.count > 0 && prompt.most_blocks > 0 && d.books != nullptr;
 }
 
 }  // namespace
@@ -243,11 +256,8 @@ Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
 }
 
 Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
-  const int64_t items = block_items(d, prompt);
-  if (items > 0 && d.books != nullptr) {
-    if (Status s = launch_encoder(size_kernel, items, stream, d, items, prompt.most_blocks); !s) {
-      return s;
-    }
+  if (codes_blocks(d, prompt)) {
+    if (Status s = launch_encoder(size_kernel, d, block_items(d, prompt), stream); !s) return s;
   }
   admit_kernel<<<1, kThreads, 0, stream>>>(d, prompt.count);
   if (Status s = launch_status("end_prompt"); !s) return s;
@@ -257,11 +267,8 @@ Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, Gpu
 }
 
 Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
-  const int64_t items = block_items(d, prompt);
-  if (items > 0 && d.books != nullptr) {
-    if (Status s = launch_encoder(write_kernel, items, stream, d, items, prompt.most_blocks); !s) {
-      return s;
-    }
+  if (codes_blocks(d, prompt)) {
+    if (Status s = launch_encoder(write_kernel, d, block_items(d, prompt), stream); !s) return s;
   }
   const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
   move_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);

@@ -13,56 +13,66 @@ __device__ RawBlock oldest_block(const CodedDeviceState& d, const CodedRowOf& r,
   return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, 0)), nullptr, r.within, c};
 }
 
-__global__ void __launch_bounds__(kEncodeWarps * 32)
-    plan_kernel(const __grid_constant__ CodedDeviceState d, int32_t rows, int32_t tokens) {
+// A row and whether the step codes a block of it.
+struct StepItem {
+  CodedRowOf r;
+  int32_t batch_row;  // -1: none
+  bool coded;
+};
+__device__ StepItem step_item(const CodedDeviceState& d, const EncodeItems& items, int32_t tokens) {
+  const EncodeItem item = encode_item(d, items);
+  if (item.row < 0) return {{}, -1, false};
+  StepItem step = {coded_row_of(d, item.row), item.row, false};
+  step.coded = step.r.sequence != kPaddingSequence &&
+               coded_step_fills_block(d.s.infos[step.r.sequence], tokens, d.s.window_tokens);
+  return step;
+}
+
+__global__ void __launch_bounds__(kEncodeThreads)
+    plan_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items, int32_t tokens) {
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int32_t counters[kEncodeWarps];
-  const auto i = static_cast<int32_t>(encode_item(rows));
-  if (i < 0) return;
-  const CodedRowOf r = coded_row_of(d, i);
+  const StepItem step = step_item(d, items, tokens);
   SideCounts added;
-  if (r.sequence != kPaddingSequence) {
-    added.of[kRawSide] = tokens;
-    if (coded_step_fills_block(d.s.infos[r.sequence], tokens, d.s.window_tokens)) {
-      const BlockMemory memory = warp_encode_memory(shared);
-      const int32_t held = d.s.allocator.tokens[r.row].of[kCodedSide];
+  if (step.batch_row >= 0 && step.r.sequence != kPaddingSequence) added.of[kRawSide] = tokens;
+  if (__syncthreads_or(step.coded) != 0) {
+    const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
+    if (step.coded) {
+      const int32_t held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
       int32_t end = held;
       auto status = StatusCode::kOk;  // values were checked when they came in
       for (const Component c : {Component::kKey, Component::kValue}) {
-        const int32_t units = encode_raw_block(d, oldest_block(d, r, c), memory,
-                                               counters + threadIdx.x / 32, &status);
+        const int32_t units = encode_raw_block(d, oldest_block(d, step.r, c), encoder, &status);
         end = block_begin(end, units, d.s.page_units()) + units;
       }
       added.of[kRawSide] -= kBlockTokens;
       added.of[kCodedSide] = end - held;
     }
   }
-  if (lane_index() == 0) d.common.row_counts[i] = added;
+  if (step.batch_row >= 0 && lane_index() == 0) d.common.row_counts[step.batch_row] = added;
 }
 
-__global__ void __launch_bounds__(kEncodeWarps * 32)
-    apply_kernel(const __grid_constant__ CodedDeviceState d, int32_t rows, int32_t tokens) {
+__global__ void __launch_bounds__(kEncodeThreads)
+    apply_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items, int32_t tokens) {
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int32_t counters[kEncodeWarps];
-  const auto i = static_cast<int32_t>(encode_item(rows));
-  if (i < 0 || d.common.report->status != StatusCode::kOk) return;
-  const CodedRowOf r = coded_row_of(d, i);
-  if (r.sequence == kPaddingSequence) return;
-  const SequenceInfo info = d.s.infos[r.sequence];
-  if (!coded_step_fills_block(info, tokens, d.s.window_tokens)) return;
-  const BlockMemory memory = warp_encode_memory(shared);
-  int32_t end = d.s.allocator.tokens[r.row].of[kCodedSide] - d.common.row_counts[i].of[kCodedSide];
+  if (d.common.report->status != StatusCode::kOk) return;
+  const StepItem step = step_item(d, items, tokens);
+  if (__syncthreads_or(step.coded) == 0) return;
+  const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
+  if (!step.coded) return;
+  const int32_t row = step.r.row;
+  int32_t end =
+      d.s.allocator.tokens[row].of[kCodedSide] - d.common.row_counts[step.batch_row].of[kCodedSide];
+  const int32_t block = d.s.infos[step.r.sequence].window_first / kBlockTokens;
   auto status = StatusCode::kOk;
   for (const Component c : {Component::kKey, Component::kValue}) {
-    const int32_t units =
-        encode_raw_block(d, oldest_block(d, r, c), memory, counters + threadIdx.x / 32, &status);
+    const int32_t units = encode_raw_block(d, oldest_block(d, step.r, c), encoder, &status);
     const int32_t begin = block_begin(end, units, d.s.page_units());
-    const CodedBlockRef ref = write_encoded(d, r.row, begin, units, memory);
-    if (lane_index() == 0) d.s.blocks(c, r.row)[info.window_first / kBlockTokens] = ref;
+    const CodedBlockRef ref = write_encoded(d, row, begin, units, encoder.memory);
+    if (lane_index() == 0) d.s.blocks(c, row)[block] = ref;
     end = begin + units;
   }
   if (lane_index() == 0) {
-    rotate_raw_pages(d.s.page_ids(r.row, kRawSide), d.s.allocator.pages[r.row].of[kRawSide]);
+    rotate_raw_pages(d.s.page_ids(row, kRawSide), d.s.allocator.pages[row].of[kRawSide]);
   }
 }
 
@@ -88,14 +98,14 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status plan_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream) {
-  const int32_t rows = count * d.s.rows_per_sequence();
-  return launch_encoder(plan_kernel, rows, stream, d, rows, tokens);
+  const EncodeItems items = {count * d.s.num_kv_heads, 1};
+  return launch_encoder(plan_kernel, d, items, stream, tokens);
 }
 
 Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens,
                         GpuStream stream) {
-  const int32_t rows = count * d.s.rows_per_sequence();
-  if (Status s = launch_encoder(apply_kernel, rows, stream, d, rows, tokens); !s) return s;
+  const EncodeItems items = {count * d.s.num_kv_heads, 1};
+  if (Status s = launch_encoder(apply_kernel, d, items, stream, tokens); !s) return s;
   finish_kernel<<<1, kThreads, 0, stream>>>(d, count, tokens);
   return launch_status("begin_step");
 }
