@@ -10,17 +10,12 @@
 #include "allocator/invariants.h"
 #include "tests/allocator/host_state.h"
 #include "tests/allocator/trace.h"
+#include "tests/gpu/trace_steps.h"
 
 namespace tierkv::testing {
 namespace {
 
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
-
-// Operations per trace; TIERKV_GPU_TRACE_STEPS asks for another number (fewer under a sanitizer).
-int32_t trace_steps(int32_t usual) {
-  const char* text = std::getenv("TIERKV_GPU_TRACE_STEPS");
-  return text == nullptr ? usual : std::atoi(text);
-}
 
 class DeviceMemory {
  public:
