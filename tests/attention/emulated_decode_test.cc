@@ -2,133 +2,25 @@
 // folding, masks, mixed tiers, rows shared by items in any order of arrival. What it cannot see is
 // timing, memory order and real rounding of the tensor cores; tests/gpu/attention_test.cu covers
 // those.
-#include "attention/decode_kernel.cuh"
+#include "tests/attention/emulated_decode.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <numeric>
 #include <random>
 
-#include "attention/plan.h"
+#include "attention/decode.h"
 #include "attention/workspace.h"
-#include "tests/attention/page_world.h"
 
 namespace tierkv {
-
-__align__(128) uint8_t shared_bytes[1 << 18];
-
 namespace {
 
+using test::DecodeOutput;
+using test::emulate_decode;
 using test::make_world;
 using test::relative_error;
 using test::World;
 using test::WorldShape;
-
-constexpr int32_t kSlots = 2;
-constexpr int32_t kSlotBytes = 8704;
-
-struct Result {
-  std::vector<double> out, lse;
-  std::vector<int32_t> row_status;
-  std::vector<uint8_t> score_bytes;
-  TokenScores scores;
-  bool counters_are_clean = false;
-};
-
-AttentionRows rows_of(const World& world, int32_t slot_bytes) {
-  AttentionRows rows;
-  const AttentionConfig& config = world.config;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const SideView side = world.table().side(config.tiers[t].side);
-    rows.tiers[t] = tier_source(layout, side, slot_bytes);
-    rows.row_stride = static_cast<int32_t>(side.row_stride);
-    rows.token_stride = static_cast<int32_t>(side.token_stride);
-  }
-  rows.passes = query_columns(config).passes;
-  rows.num_rows = world.sequences() * config.num_kv_heads * rows.passes;
-  rows.num_kv_heads = config.num_kv_heads;
-  rows.num_tiers = config.num_tiers;
-  rows.num_table_sequences = world.sequences();
-  rows.rows_per_sequence = world.table_shape.rows_per_sequence;
-  return rows;
-}
-
-DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
-  const int32_t blocks = column_blocks(p.columns.of_row);
-  switch (head_dim) {
-    case 64:
-      return decode_kernel_for<64>(blocks, decode_mode(p));
-    case 96:
-      return decode_kernel_for<96>(blocks, decode_mode(p));
-    case 256:
-      return decode_kernel_for<256>(blocks, decode_mode(p));
-    default:
-      return decode_kernel_for<128>(blocks, decode_mode(p));
-  }
-}
-
-// Leaves the scores of up to `score_tokens` tokens of a row.
-Result run_kernel(World& world, int32_t ctas, std::mt19937_64& rng, int32_t score_tokens = 0) {
-  const AttentionConfig& config = world.config;
-  const QueryColumns columns_of = query_columns(config);
-  const int32_t of_row = columns_of.of_row, dim = config.head_dim;
-  DecodeParams p;
-  p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
-  p.slots = dim > 128 ? 1 : kSlots;
-  p.rows = rows_of(world, p.slot_bytes);
-  p.pool = world.pages().base;
-  p.page_bytes = config.page_bytes;
-  p.num_pages = world.num_pages;
-  p.columns = columns_of;
-  p.is_bfloat16 = config.dtype == DType::kBFloat16;
-  const AttentionTail& tail = world.tail;
-  if (config.q_len > 1) {
-    p.tail = {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
-              tail.ring_tokens};
-  }
-  p.q = world.q.data();
-  const size_t columns = static_cast<size_t>(world.sequences()) * config.q_len * config.num_q_heads;
-  std::vector<uint16_t> out(columns * dim, 0xffff);
-  std::vector<float> lse(columns, NAN), parts(2ul * ctas * of_row * dim, NAN);
-  std::vector<SoftmaxState> part_states(2ul * ctas * of_row, {NAN, NAN});
-  std::vector<int32_t> arrivals(ctas * kMaxColumns, 0),
-      row_status(p.rows.num_rows / p.rows.passes, 0);
-  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
-  p.out = out.data();
-  p.lse = lse.data();
-  p.row_status = row_status.data();
-  p.items = items.data();
-  p.arrivals = arrivals.data();
-  p.parts = parts.data();
-  p.part_states = part_states.data();
-  p.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
-  Result result;
-  if (score_tokens > 0) {
-    result.score_bytes.resize(attention_score_bytes(config, world.sequences(), score_tokens), 0xee);
-    p.scores =
-        token_scores(result.score_bytes.data(), result.score_bytes.size(), p.rows.num_rows, of_row);
-    result.scores = p.scores;
-  }
-  EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots).bytes,
-            static_cast<int32_t>(sizeof(shared_bytes)));
-  std::vector<int32_t> order(ctas);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), rng);
-  for (const int32_t cta : order) {
-    std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
-    emulator::cta().run(cta, kDecodeThreads, [&] { kernel_of(dim, p)(p); });
-  }
-  for (const uint16_t x : out) result.out.push_back(value_of_bits(x, config.dtype));
-  result.lse.assign(lse.begin(), lse.end());
-  result.row_status = row_status;
-  result.counters_are_clean =
-      std::all_of(arrivals.begin(), arrivals.end(), [](int32_t n) { return n == 0; });
-  return result;
-}
 
 double tolerance_of(DType dtype) {
   return dtype == DType::kBFloat16 ? 4e-3 : 2e-3;
@@ -143,9 +35,9 @@ void check(const WorldShape& shape, int32_t ctas) {
   SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << ctas << " CTAs");
   std::mt19937_64 rng(seed);
   World world = make_world(shape, rng);
-  const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();
-  const Result got = run_kernel(world, ctas, rng);
+  const DecodeOutput got = emulate_decode(world, ctas, rng);
   // docs/ATTENTION.md, "Error".
   EXPECT_LT(relative_error(got.out, expected->out), tolerance_of(shape.dtype));
   for (size_t i = 0; i < got.lse.size(); ++i) {
@@ -265,7 +157,7 @@ TEST(EmulatedDecode, BFloat16QueriesOfAnySize) {
 }
 
 // Of one column of a row, against the reference's weights.
-void expect_probabilities(const World& world, const Result& got, int32_t row, int32_t column,
+void expect_probabilities(const World& world, const DecodeOutput& got, int32_t row, int32_t column,
                           const std::vector<double>& weights, double lse) {
   const AttentionConfig& config = world.config;
   int32_t first_tile = 0;
@@ -301,10 +193,10 @@ TEST(EmulatedDecode, LeavesTheScoresOfItsTokens) {
       shape.tokens = {{65, 17, 40}, {0, 0, 0}, {0, 200, 3}, {0, 0, 1}};
       World world = make_world(shape, rng);
       ReferenceWeights weights;
-      const tierkv::Result<ReferenceOutput> expected =
+      const Result<ReferenceOutput> expected =
           attend_reference(world.config, world.call(), &weights);
       ASSERT_TRUE(expected.is_ok());
-      const Result got = run_kernel(world, 4, rng, 203);
+      const DecodeOutput got = emulate_decode(world, 4, rng, 203);
       EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
       const QueryColumns columns = query_columns(world.config);
       for (int32_t row = 0; row < world.sequences() * 2 * columns.passes; ++row) {
@@ -384,13 +276,13 @@ TEST(EmulatedDecode, StrayPagesAreLeftOutAndReported) {
   const std::vector<SideCounts> tokens = world.tokens;
   world.tokens[1].of[0] = 192;
   world.tokens[2].of[0] = 0;
-  const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok());
   world.tokens = tokens;
   const int32_t stride = world.table_shape.row_stride();
   world.slots[stride + 3] = world.num_pages;  // row 1: its last page, with 8 tokens
   world.slots[2 * stride] = -7;               // row 2: its only page
-  const Result got = run_kernel(world, 3, rng);
+  const DecodeOutput got = emulate_decode(world, 3, rng);
   EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
   const auto corrupt = static_cast<int32_t>(StatusCode::kCorrupt);
   EXPECT_THAT(got.row_status, ::testing::ElementsAre(0, corrupt, corrupt));
@@ -411,13 +303,13 @@ TEST(EmulatedDecode, AStrayPageAmongFullOnesIsLeftOut) {
     world.slots.erase(world.slots.begin() + kAt);
     world.slots.push_back(kNoPage);
     world.tokens[0].of[0] -= 64;
-    const tierkv::Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+    const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
     ASSERT_TRUE(expected.is_ok());
     ASSERT_NE(page, kNoPage);
     world.tokens[0].of[0] += 64;
     world.slots = slots;
     world.slots[kAt] = stray;
-    const Result got = run_kernel(world, 1, rng);
+    const DecodeOutput got = emulate_decode(world, 1, rng);
     EXPECT_LT(relative_error(got.out, expected->out), 2e-3);
     EXPECT_THAT(got.row_status, ::testing::ElementsAre(static_cast<int32_t>(StatusCode::kCorrupt)));
   }

@@ -1,0 +1,26 @@
+// The decode kernel's source, run on the host by fibers.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "attention/token_scores.h"
+#include "tests/attention/page_world.h"
+
+namespace tierkv::test {
+
+struct DecodeOutput {
+  std::vector<double> out, lse;
+  std::vector<int32_t> row_status;
+  std::vector<uint8_t> score_bytes;
+  TokenScores scores;  // in score_bytes
+  bool counters_are_clean = false;
+};
+
+// One decode step of `ctas` CTAs, which arrive in random order. Leaves the scores of up to
+// `score_tokens` tokens of a row.
+DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
+                            int32_t score_tokens = 0);
+
+}  // namespace tierkv::test
