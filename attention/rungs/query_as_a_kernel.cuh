@@ -1,31 +1,16 @@
 // Rung 2: tensor cores in BitDecoding's form (its sections IV and V).
 //
-// The q heads of the group are the rows of operand A, padded to 16; keys and values are operand B,
-// dequantised to fp16 in registers (mask, exponent of 1024 or'ed in, two fma). A's fragment order
-// for 16 tokens is also B's for twice 8, so our pages serve both. The four warps of a CTA take a
-// tile of 16 tokens each for the scores and 32 dims each for the output; between the two they agree
-// on the maximum and exchange the weights through shared memory (cooperative softmax). Two
-// chunks at a time arrive by cp.async, one step ahead. Every CTA takes a split of one row; a second
-// kernel merges.
+// The four warps of a CTA take a tile of 16 tokens each for the scores and 32 dims each for the
+// output (query_as_a_tile.cuh); between the two they agree on the maximum and exchange the weights
+// through shared memory (cooperative softmax). Two chunks at a time arrive by cp.async, one step
+// ahead. Every CTA takes a split of one row; a second kernel merges.
 #pragma once
 
-#include "attention/page_tile.cuh"
-#include "attention/rungs/query_as_a.h"
+#include "attention/rungs/query_as_a_tile.cuh"
 #include "attention/rungs/row_chunks.cuh"
 #include "attention/rungs/row_parts.cuh"
-#include "attention/rungs/rung_ptx.cuh"
 
 namespace tierkv {
-
-// Codes of LaneWords::pair(), which are code * 2^shift in the low bits, as fp16 values scale * code
-// + zero_point.
-__device__ __forceinline__ uint32_t dequantise(uint32_t codes, int32_t shift, uint32_t scale,
-                                               uint32_t zero_point) {
-  const float unit = 1.0f / static_cast<float>(1 << shift);
-  const uint32_t exact = fma_halves(codes | 0x64006400u, pack_halves(unit, unit),
-                                    pack_halves(-1024.0f * unit, -1024.0f * unit));
-  return fma_halves(exact, scale, zero_point);
-}
 
 class CoopCta {
  public:
@@ -63,7 +48,7 @@ class CoopCta {
       chunks_[step % kCoopSteps * kCoopChunks + c] = {
           page, chunk.tier, chunk.tile, is_there ? chunk.tiles : 0, is_there ? chunk.tokens : 0};
     };
-    load_query(row);
+    query_.load(p_, row, lane_);
     for (int32_t step = 0; step < 2 && c < kCoopChunks; ++step) show(step, look_up(step));
     __syncthreads();
     start_copies(0);
@@ -80,23 +65,6 @@ class CoopCta {
   }
 
  private:
-  static constexpr int32_t kBlocks = kRungHeadDim / kDimBlock;
-  static constexpr int32_t kWarpTiles = kCoopWarpDims / 8;  // columns of the output, 8 a tile
-
-  __device__ __forceinline__ void load_query(int32_t row) {
-    const int32_t g = lane_ / 4, t = lane_ % 4;
-    const auto* q = static_cast<const __half*>(p_.q) +
-                    (static_cast<int64_t>(row) * p_.group + g) * kRungHeadDim + 2 * t;
-#pragma unroll
-    for (int32_t f = 0; f < kBlocks; ++f) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const __half* from = q + f * kDimBlock + 8 * half;
-        query_[f][half] = g < p_.group ? *reinterpret_cast<const uint32_t*>(from) : 0u;
-      }
-    }
-  }
-
   __device__ __forceinline__ void copy_run(uint8_t* to, const uint8_t* from, int32_t bytes) const {
 #pragma unroll 4
     for (int32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kCoopThreads) {
@@ -157,23 +125,9 @@ class CoopCta {
     }
   }
 
-  // Where the segments of a chunk are in its slot.
-  template <int32_t kKeyBits, int32_t kValueBits>
-  struct Segments {
-    static constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
-    static constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
-    const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
-
-    __device__ __forceinline__ Segments(const uint8_t* slot, int32_t tiles)
-        : k_codes(slot),
-          k_metadata(slot + tiles * kKeyBytes),
-          v_codes(k_metadata + (kKeyBits == 16 ? 0 : tiles * kMetadataBlockBytes)),
-          v_metadata(v_codes + tiles * kValueBytes) {}
-  };
-
   template <int32_t kKeyBits, int32_t kValueBits>
   __device__ __forceinline__ void attend_step(int32_t step, int32_t first, int32_t last) {
-    using At = Segments<kKeyBits, kValueBits>;
+    using At = CoopSegments<kKeyBits, kValueBits>;
     const CoopChunk* chunks = chunks_ + step % kCoopSteps * kCoopChunks;
     int32_t tiles[kCoopChunks], tokens[kCoopChunks];
 #pragma unroll
@@ -188,9 +142,9 @@ class CoopCta {
       scores[c][0][0] = scores[c][0][1] = scores[c][1][0] = scores[c][1][1] = -INFINITY;
       if (warp_ >= tiles[c]) continue;
       const At at(slot(step, c), chunks[c].tiles);
-      score_tile<kKeyBits>(at.k_codes + warp_ * At::kKeyBytes,
-                           at.k_metadata + warp_ * kMetadataBlockBytes,
-                           tokens[c] - warp_ * kTileTokens, scores[c]);
+      query_.score<kKeyBits>(at.k_codes + warp_ * At::kKeyBytes,
+                             at.k_metadata + warp_ * kMetadataBlockBytes,
+                             tokens[c] - warp_ * kTileTokens, p_.scale_log2, lane_, scores[c]);
     }
     share_weights(scores);
 #pragma unroll
@@ -206,49 +160,10 @@ class CoopCta {
         for (int32_t j = 0; j < 2; ++j) {
           if (i + j >= tiles[c]) break;
           const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
-          add_values<kValueBits>(at.v_codes + (i + j) * At::kValueBytes,
-                                 at.v_metadata + (i + j) * kMetadataBlockBytes,
-                                 tokens[c] - (i + j) * kTileTokens, pair);
+          out_.add<kValueBits>(at.v_codes + (i + j) * At::kValueBytes,
+                               at.v_metadata + (i + j) * kMetadataBlockBytes,
+                               tokens[c] - (i + j) * kTileTokens, pair, warp_, lane_);
         }
-      }
-    }
-  }
-
-  // S = Q K^T of the warp's tile, in log2 units; -infinity from `tokens` on.
-  template <int32_t kBits>
-  __device__ __forceinline__ void score_tile(const uint8_t* codes, const uint8_t* metadata,
-                                             int32_t tokens, float (&scores)[2][2]) const {
-    LaneWords<kBits, kRungHeadDim> words;
-    words.load(codes, lane_);
-    uint2 tokens_metadata{};  // scale and zero point of tokens g and g + 8
-    if constexpr (kBits != 16) {
-      tokens_metadata =
-          *reinterpret_cast<const uint2*>(metadata + token_metadata_byte(0, lane_ / 4));
-    }
-#pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-      const uint32_t x = half == 0 ? tokens_metadata.x : tokens_metadata.y;
-      const uint32_t scale = low_halves(x, x), zero_point = high_halves(x, x);
-      float product[4] = {};
-#pragma unroll
-      for (int32_t f = 0; f < kBlocks; ++f) {
-        uint32_t b[2];
-#pragma unroll
-        for (int32_t dims = 0; dims < 2; ++dims) {
-          if constexpr (kBits == 16) {
-            b[dims] = words.word[4 * f + half + 2 * dims];
-          } else {
-            b[dims] = dequantise(words.pair(f, half, dims), code_shift(kBits, 16 * f + 8 * dims),
-                                 scale, zero_point);
-          }
-        }
-        const uint32_t a[4] = {query_[f][0], 0u, query_[f][1], 0u};
-        mma_m16n8k16(product, a, b[0], b[1]);
-      }
-#pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
-        const bool counts = 8 * half + 2 * (lane_ % 4) + j < tokens;
-        scores[half][j] = counts ? product[j] * p_.scale_log2 : -INFINITY;
       }
     }
   }
@@ -277,11 +192,7 @@ class CoopCta {
     const float kept = exp2_fast(reference_ - largest);
     reference_ = largest;
     sum_ *= kept;
-#pragma unroll
-    for (int32_t n = 0; n < kWarpTiles; ++n) {
-      out_[n][0] *= kept;
-      out_[n][1] *= kept;
-    }
+    out_.rescale(kept);
 #pragma unroll
     for (int32_t c = 0; c < kCoopChunks; ++c) {
       __half* to = weights_ + g * kWeightStride + (c * kCoopTiles + warp_) * kTileTokens + 2 * t;
@@ -296,66 +207,6 @@ class CoopCta {
     __syncthreads();
   }
 
-  // O += P V of one tile, the warp's 32 dims. Tokens from `tokens` on may be NaN: they count as 0.
-  template <int32_t kBits>
-  __device__ __forceinline__ void add_values(const uint8_t* codes, const uint8_t* metadata,
-                                             int32_t tokens, const uint32_t (&weights)[2]) {
-    LaneWords<kBits, kCoopWarpDims> words;  // those of the warp's dims
-    load_warp_words(codes, words);
-    uint4 x{};  // scale and zero point of tokens 2t, 2t + 8, 2t + 1, 2t + 9
-    if constexpr (kBits != 16) {
-      x = *reinterpret_cast<const uint4*>(metadata + token_metadata_byte(0, 2 * (lane_ % 4)));
-    }
-    uint32_t scale[2] = {low_halves(x.x, x.z), low_halves(x.y, x.w)};
-    uint32_t zero_point[2] = {high_halves(x.x, x.z), high_halves(x.y, x.w)};
-    uint32_t kept[2] = {0xffffffffu, 0xffffffffu};
-    if (tokens < kTileTokens) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const int32_t left = tokens - 8 * half - 2 * (lane_ % 4);
-        kept[half] = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
-        scale[half] &= kept[half];
-        zero_point[half] &= kept[half];
-      }
-    }
-    const uint32_t a[4] = {weights[0], 0u, weights[1], 0u};
-#pragma unroll
-    for (int32_t n = 0; n < kWarpTiles; ++n) {
-      uint32_t b[2];
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        if constexpr (kBits == 16) {
-          b[half] = words.word[4 * (n / 2) + n % 2 + 2 * half] & kept[half];
-        } else {
-          b[half] = dequantise(words.pair(n / 2, half, n % 2), code_shift(kBits, 8 * n),
-                               scale[half], zero_point[half]);
-        }
-      }
-      mma_m16n8k16(out_[n], a, b[0], b[1]);
-    }
-  }
-
-  template <int32_t kBits>
-  __device__ __forceinline__ void load_warp_words(const uint8_t* tile,
-                                                  LaneWords<kBits, kCoopWarpDims>& words) const {
-    constexpr int32_t kTileWords = TileLayout{kBits, kRungHeadDim}.words_per_lane();
-    constexpr int32_t kWords = LaneWords<kBits, kCoopWarpDims>::kCount;
-#pragma unroll
-    for (int32_t w = 0; w < kWords; w += 4) {
-      const uint8_t* from = tile + lane_word_byte(kTileWords, warp_ * kWords + w, lane_);
-      if constexpr (kWords >= 4) {
-        const auto x = *reinterpret_cast<const uint4*>(from);
-        words.word[w] = x.x, words.word[w + 1] = x.y;
-        words.word[w + 2] = x.z, words.word[w + 3] = x.w;
-      } else if constexpr (kWords == 2) {
-        const auto x = *reinterpret_cast<const uint2*>(from);
-        words.word[0] = x.x, words.word[1] = x.y;
-      } else {
-        words.word[0] = *reinterpret_cast<const uint32_t*>(from);
-      }
-    }
-  }
-
   // The CTA's part: states and sums of all warps, 32 dims of each.
   __device__ __forceinline__ void leave(int32_t row, int32_t split) {
     const int32_t g = lane_ / 4, t = lane_ % 4;
@@ -365,10 +216,10 @@ class CoopCta {
     sum += __shfl_xor_sync(kFullWarp, sum, 2);
     if (t == 0) sums_[warp_ * kRungMaxGroup + g] = sum;
 #pragma unroll
-    for (int32_t n = 0; n < kWarpTiles; ++n) {
+    for (int32_t n = 0; n < kCoopWarpTiles; ++n) {
       float* to = parts_ + g * kRungHeadDim + warp_ * kCoopWarpDims + 8 * n + 2 * t;
-      to[0] = out_[n][0];
-      to[1] = out_[n][1];
+      to[0] = out_.tile[n][0];
+      to[1] = out_.tile[n][1];
     }
     __syncthreads();
     if (warp_ == 0 && t == 0) {
@@ -391,8 +242,8 @@ class CoopCta {
   float *maxima_, *sums_;
   SoftmaxState* states_;
   float* parts_;
-  uint32_t query_[kBlocks][2];  // A fragments: rows g, the other eight are 0
-  float out_[kWarpTiles][4] = {};
+  CoopQuery query_;
+  CoopOutput out_;
   float reference_ = kNoReference;  // of row g
   float sum_ = 0.0f;                // of row g, this lane's tokens
 };
