@@ -203,6 +203,7 @@ Status CodedDeviceStore::release(SequenceId sequence) {
 Status CodedDeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table().admit_begin_prompt(sequences, tokens);
   if (!slots) return slots.status();
+  if (Status s = check_coded_prompt(tokens); !s) return s;
   const auto count = static_cast<int32_t>(slots->size());
   const DeviceState& d = state_.common;
   if (Status s = set_batch(DeviceCall::kBeginPrompt, *slots, tokens); !s) return s;

@@ -83,6 +83,7 @@ Status CodedHostStore::plan_blocks(CodingPlan* plan) const {
 Status CodedHostStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table_.admit_begin_prompt(sequences, tokens);
   if (!slots) return slots.status();
+  if (Status s = check_coded_prompt(tokens); !s) return s;
   std::vector<SideCounts> pages(slots->size()), target(slots->size() * rows());
   for (size_t i = 0; i < slots->size(); ++i) {
     const int32_t held = table_.info((*slots)[i]).num_tokens;

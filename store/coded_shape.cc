@@ -152,6 +152,13 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   return shape;
 }
 
+Status check_coded_prompt(int32_t tokens) {
+  if (tokens <= kMaxCodedPromptTokens) return Status::ok();
+  return Status(StatusCode::kOutOfRange, "tokens: a coded store takes at most " +
+                                             std::to_string(kMaxCodedPromptTokens) +
+                                             " at once; bring a longer prompt in pieces");
+}
+
 Status validate_coded_request(const AttendRequest& request) {
   if (request.dtype != DType::kFloat16) {
     return unsupported("dtype of q and out: a coded store needs float16");

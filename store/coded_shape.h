@@ -24,6 +24,10 @@ inline constexpr int64_t coded_page_bytes(int32_t head_dim) {
   return int64_t{kBlockTokens} * (4 * head_dim + 8);
 }
 
+// Of one begin_prompt(): a kernel of append() has a CTA for each raw page that the tokens touch,
+// one more than they fill, in a dimension of the grid that holds 65535.
+inline constexpr int32_t kMaxCodedPromptTokens = 65534 * kBlockTokens;
+
 // A block (slice) that would take more bytes coded is stored raw, as it would be worth little:
 // attention has slots of this size. 5 bits a code.
 inline constexpr int32_t most_coded_block_bytes(int32_t head_dim) {
@@ -131,6 +135,8 @@ struct CodedShape {
 };
 // Validates the config of a coded store.
 Result<CodedShape> coded_shape(const KvStoreConfig& config);
+// kOutOfRange beyond kMaxCodedPromptTokens, on both back ends.
+Status check_coded_prompt(int32_t tokens);
 // kUnsupported for what neither back end does.
 Status validate_coded_request(const AttendRequest& request);
 // Without pointers.

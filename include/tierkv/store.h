@@ -173,7 +173,8 @@ class TKV_API KvStore {
   virtual Result<SequenceId> add_sequence() = 0;
 
   // Room for `tokens` more tokens of each sequence, all of them in their prompts. kOutOfPages;
-  // kOutOfRange beyond max_tokens. The layers before must have got theirs.
+  // kOutOfRange beyond max_tokens, with config().coded also beyond 65534 * 64 tokens at once. The
+  // layers before must have got theirs.
   virtual Status begin_prompt(SequenceList sequences, int32_t tokens) = 0;
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
   // could hold (with a basis: a coordinate).

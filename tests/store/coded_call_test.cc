@@ -98,6 +98,27 @@ class CodedCalls : public ::testing::Test {
   CodedWorld world_;
 };
 
+// A store of one row, so that its longest prompt needs little but page tables.
+TEST(CodedPrompt, IsRefusedByNameWhereAGridWouldBeTooLarge) {
+  RandomInput input;
+  KvStoreConfig config = small_coded_config(&input);
+  config.layout.num_layers = config.layout.num_kv_heads = 1;
+  config.coded.key_steps.resize(1);
+  config.coded.value_steps.resize(1);
+  config.max_sequences = 1;
+  config.max_tokens = 1 << 22;
+  const auto store = KvStore::create(config);
+  ASSERT_TRUE(store.is_ok()) << store.status().message();
+  const SequenceId id = *(*store)->add_sequence();
+  const Status refused = (*store)->begin_prompt({&id, 1}, 65534 * 64 + 1);
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfRange);
+  EXPECT_NE(refused.message().find("at most 4194176 at once"), std::string::npos)
+      << refused.message();
+  EXPECT_EQ(*(*store)->num_tokens(id), 0);
+  EXPECT_EQ((*store)->begin_prompt({&id, 1}, 65534 * 64).code(), StatusCode::kOutOfPages);
+  EXPECT_TRUE((*store)->begin_prompt({&id, 1}, 64));
+}
+
 TEST_F(CodedCalls, ScoresAreRefusedByName) {
   CodedModel m;
   ASSERT_TRUE(world_.add(&m));
