@@ -9,8 +9,6 @@ namespace tierkv {
 namespace {
 
 constexpr uint8_t kCodebookVersion = 1;
-constexpr int64_t kCodebookHeaderBytes = 12;
-constexpr int32_t kLongestRun = 16;  // absent symbols in one run
 
 Status invalid(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, "codebook: " + message);

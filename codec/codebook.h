@@ -102,6 +102,8 @@ Status complete_codebook(Codebook* codebook);
 // codes usefully.
 Result<Codebook> build_codebook(const CodeHistogram& histogram, const CodebookSpec& spec = {});
 
+inline constexpr int64_t kCodebookHeaderBytes = 12;
+inline constexpr int32_t kLongestRun = 16;  // absent symbols in one run
 // Serialised size; billed once per scope.
 int64_t codebook_bytes(const Codebook& codebook);
 void serialize_codebook(const Codebook& codebook, std::vector<uint8_t>* out);  // appends

@@ -4,15 +4,12 @@
 #include <string>
 
 #include "codec/codebook.h"
+#include "codec/codebook_choice.h"
 #include "codec/huffman.h"
 
 namespace tierkv {
 namespace {
 
-constexpr int64_t kExceptionBits = 32;
-// An exception also costs the decoder some work, so a symbol stays in the alphabet although its
-// code words, which shorten everybody else's, cost up to twice the bits (docs/ENTROPY_CHOICES.md).
-constexpr int64_t kExceptionPrice = 64;
 // A mode of one code a lookup decodes at half the speed: it must save this share of the bits.
 constexpr double kSingleMustSave = 0.05;
 
@@ -25,8 +22,7 @@ struct SymbolCounts {
 
 struct Candidate {
   Codebook codebook;
-  double bits = 0;   // payload, exceptions and the codebook itself
-  double price = 0;  // the same with exceptions at their price
+  double price = 0;
 };
 
 // The window of `levels` codes that holds the most of them; where several do, the one most central
@@ -57,14 +53,6 @@ int32_t most_frequent(const CodeHistogram& h, int32_t base, int32_t levels) {
     if (h.count(c) > h.count(best)) best = c;
   }
   return best;
-}
-
-// a * b / total without overflow, for counts below 2^56; exact enough to rank symbols and the same
-// on every machine.
-uint64_t expected_count(uint64_t a, uint64_t b, uint64_t total) {
-  int32_t shift = 0;
-  while (total >> shift >= uint64_t{1} << 31) ++shift;
-  return total >> shift == 0 ? 0 : ((a >> shift) * (b >> shift) / (total >> shift)) << shift;
 }
 
 // Counts of the pairs of digits `unit` codes wide. A code outside becomes the most frequent one and
@@ -172,16 +160,15 @@ Result<Candidate> code_symbols(const SymbolCounts& symbols, int32_t max_length, 
   if (Status s = find_code_lengths(counts, max_length, &out.codebook.lengths); !s) return s;
   const auto& lengths = out.codebook.lengths;
   out.codebook.max_length = *std::max_element(lengths.begin(), lengths.end());
-  double payload = 0;
-  for (size_t s = 0; s < counts.size(); ++s) payload += static_cast<double>(counts[s] * lengths[s]);
-  // The symbol that replaces a dropped one is taken to have the mean length.
-  if (total > dropped) payload *= static_cast<double>(total) / static_cast<double>(total - dropped);
-  const auto exceptions = static_cast<double>(symbols.outside + dropped);
+  CodeCost cost;
+  for (size_t s = 0; s < counts.size(); ++s) cost.payload += counts[s] * lengths[s];
+  cost.total = total;
+  cost.dropped = dropped;
+  cost.outside = symbols.outside;
   // The low nibbles, padding included.
-  if (out.codebook.mode == BlockMode::kSplit) payload += 8.0 * static_cast<double>(total);
-  const double fixed = payload + 8.0 * static_cast<double>(codebook_bytes(out.codebook));
-  out.bits = fixed + kExceptionBits * exceptions;
-  out.price = fixed + kExceptionPrice * exceptions;
+  if (out.codebook.mode == BlockMode::kSplit) cost.low_bits = 8 * total;
+  cost.book_bytes = codebook_bytes(out.codebook);
+  out.price = price_of(cost);
   return out;
 }
 
@@ -193,8 +180,8 @@ Result<Candidate> best_code(const SymbolCounts& symbols, int32_t max_length) {
   std::optional<Candidate> best;
   Status failure;
   int64_t tried = -1;  // symbols of the last code
-  for (uint64_t share : {8, 24, 72, 1 << 30}) {
-    const uint64_t rarest = std::max<uint64_t>(1, total / (share << max_length));
+  for (int32_t i = 0; i < kRarityChoices; ++i) {
+    const uint64_t rarest = rarest_kept(i, total, max_length);
     const int64_t kept = std::count_if(symbols.counts.begin(), symbols.counts.end(),
                                        [rarest](uint64_t n) { return n >= rarest; });
     if (kept == tried) continue;  // the same symbols as before
@@ -234,8 +221,9 @@ Result<Candidate> best_of_mode(const CodeHistogram& h, BlockMode mode, const Cod
   std::optional<Candidate> best;
   Status failure;
   const int32_t enough = std::max(range, narrowest);
-  for (int32_t levels : {widest, 128, 96, 64, 48, 40, 28, 24, 20, 16, enough}) {
-    if (levels < narrowest || levels > widest || levels > enough) continue;
+  for (int32_t i = 0; i < kAlphabetChoices; ++i) {
+    const int32_t levels = alphabet_levels(i, narrowest, widest, enough);
+    if (levels == 0) continue;
     Result<Candidate> candidate = code_window(h, mode, levels, spec);
     if (!candidate) {
       failure = candidate.status();

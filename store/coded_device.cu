@@ -27,9 +27,6 @@ Status check_device_config(const KvStoreConfig& c) {
   if (c.layout.group_size() > kCodedColumns) {
     return unsupported("coded: more than 8 query heads a kv head on a device");
   }
-  if (c.coded.codebooks == CodebookSource::kDevice) {
-    return unsupported("coded.codebooks: kDevice is not there yet");
-  }
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   for (const Component part : {Component::kKey, Component::kValue}) {

@@ -71,6 +71,8 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status run(const PageOp& op);
   // From the codes of the prompts that end; waits.
   Status make_books(const Slots& slots, const PromptEnd& prompt);
+  Status build_books_on_host(const uint32_t* pairs, const uint32_t* wide);
+  Status build_books_here(const uint32_t* pairs, const uint32_t* wide);
   Status forget_unused_books();
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
   Status attend_blocks(const AttendRequest& request, const Slots& slots);

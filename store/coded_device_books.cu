@@ -1,10 +1,12 @@
 // The end of a prompt of a coded store's device back end, and the codebooks that the first one
-// makes: histograms on the device, codebooks on the host, as in KVComp section 3.1.2.
+// makes: histograms on the device, codebooks on the host, as in KVComp section 3.1.2, or on the
+// device as well.
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "codec/codebook_batch.h"
 #include "codec/cuda_device.cuh"
 #include "store/coded_device.h"
 
@@ -36,65 +38,129 @@ class Scratch {
 }  // namespace
 
 Status CodedDeviceStore::make_books(const Slots& slots, const PromptEnd& prompt) {
-  const CodedView& s = state_.s;
-  const int32_t layers = config().layout.num_layers;
+  const int32_t layers = config().layout.num_layers, books = 2 * layers;
   std::vector<HistogramRow> list;
   int32_t blocks = 0;
   for (const int32_t slot : slots) {
-    for (int32_t h = 0; h < s.num_kv_heads; ++h) {
-      list.push_back({int64_t{blocks} * kBlockTokens * s.head_dim, blocks, 0});
-      blocks +=
-          coded_tokens_after_prompt(table().info(slot).num_tokens, s.window_tokens) / kBlockTokens;
+    for (int32_t h = 0; h < state_.s.num_kv_heads; ++h) {
+      list.push_back({int64_t{blocks} * kBlockTokens * state_.s.head_dim, blocks, 0});
+      blocks += coded_tokens_after_prompt(table().info(slot).num_tokens, state_.s.window_tokens) /
+                kBlockTokens;
     }
   }
-  const size_t codes_bytes = static_cast<size_t>(blocks) * kBlockTokens * s.head_dim * 2;
+  const size_t codes_bytes = static_cast<size_t>(blocks) * kBlockTokens * state_.s.head_dim * 2;
   constexpr size_t kCountsBytes = kHistogramCounts * sizeof(uint32_t);
   Scratch rows, codes, counts;
   if (Status t = rows.take(list.size() * sizeof(HistogramRow)); !t) return t;
   if (Status t = codes.take(2 * codes_bytes); !t) return t;
-  if (Status t = counts.take(2 * kCountsBytes); !t) return t;
+  if (Status t = counts.take(2 * books * kCountsBytes); !t) return t;
   if (Status t = copy(rows.as<void>(), list.data(), list.size() * sizeof(HistogramRow)); !t) {
     return t;
   }
-  std::vector<CodeHistogram> histograms;
-  std::vector<uint32_t> read(2 * kHistogramCounts);
-  for (int32_t i = 0; i < 2 * layers; ++i) {
-    PromptCodes layer;
-    layer.codes[0] = codes.as<int16_t>();
-    layer.codes[1] = layer.codes[0] + codes_bytes / 2;
-    layer.layer = i / 2;
-    if (i % 2 == 0) {
-      if (Status t = code_prompt_layer(state_, prompt, rows.as<HistogramRow>(), layer, stream_);
-          !t) {
-        return t;
-      }
+  const cudaError_t error =
+      cudaMemsetAsync(counts.as<void>(), 0, 2 * books * kCountsBytes, stream_);
+  if (error != cudaSuccess) return cuda_status(error, "end_prompt");
+  PromptCodes layer;
+  layer.codes[0] = codes.as<int16_t>();
+  layer.codes[1] = layer.codes[0] + codes_bytes / 2;
+  // Keys' histograms first, then those of values; wide codes behind all pairs.
+  auto* pairs = counts.as<uint32_t>();
+  uint32_t* wide = pairs + int64_t{books} * kHistogramCounts;
+  CodeHistograms call;
+  call.rows = rows.as<HistogramRow>();
+  call.token_stride = call.head_dim = state_.s.head_dim;
+  call.num_rows = static_cast<int32_t>(list.size());
+  call.num_blocks = blocks;
+  call.num_histograms = 1;
+  for (layer.layer = 0; layer.layer < layers; ++layer.layer) {
+    if (Status t = code_prompt_layer(state_, prompt, call.rows, layer, stream_); !t) return t;
+    for (int32_t c = 0; c < 2; ++c) {
+      const int64_t at = int64_t{c * layers + layer.layer} * kHistogramCounts;
+      call.codes = layer.codes[c];
+      call.pairs = pairs + at;
+      call.wide = wide + at;
+      call.component = static_cast<Component>(c);
+      if (Status t = count_codes(call, stream_); !t) return t;
     }
-    const cudaError_t error = cudaMemsetAsync(counts.as<void>(), 0, 2 * kCountsBytes, stream_);
-    if (error != cudaSuccess) return cuda_status(error, "end_prompt");
-    CodeHistograms call;
-    call.codes = layer.codes[i % 2];
-    call.rows = rows.as<HistogramRow>();
-    call.pairs = counts.as<uint32_t>();
-    call.wide = call.pairs + kHistogramCounts;
-    call.token_stride = call.head_dim = s.head_dim;
-    call.num_rows = static_cast<int32_t>(list.size());
-    call.num_blocks = blocks;
-    call.num_histograms = 1;
-    call.component = static_cast<Component>(i % 2);
-    if (Status t = count_codes(call, stream_); !t) return t;
-    if (Status t = copy(read.data(), counts.as<void>(), 2 * kCountsBytes); !t) return t;
-    if (Status t = wait(); !t) return t;
-    histograms.push_back(histogram_of_counts(call.component, s.head_dim, read.data(),
-                                             read.data() + kHistogramCounts));
   }
   DeviceFailure failure;
   if (Status t = copy(&failure, state_.common.failure, sizeof(failure)); !t) return t;
   if (Status t = wait(); !t) return t;
   if (failure.status != StatusCode::kOk) return Status::ok();  // take_status() will tell
+  return config().coded.codebooks == CodebookSource::kDevice ? build_books_here(pairs, wide)
+                                                             : build_books_on_host(pairs, wide);
+}
+
+// pairs, wide: device, [2][num_layers][kHistogramCounts].
+Status CodedDeviceStore::build_books_on_host(const uint32_t* pairs, const uint32_t* wide) {
+  const int32_t layers = config().layout.num_layers;
+  std::vector<CodeHistogram> histograms;
+  std::vector<uint32_t> read(2 * kHistogramCounts);
+  constexpr size_t kBytes = kHistogramCounts * sizeof(uint32_t);
+  for (int32_t i = 0; i < 2 * layers; ++i) {
+    const int64_t at = int64_t{i % 2 * layers + i / 2} * kHistogramCounts;
+    if (Status t = copy(read.data(), pairs + at, kBytes); !t) return t;
+    if (Status t = copy(read.data() + kHistogramCounts, wide + at, kBytes); !t) return t;
+    if (Status t = wait(); !t) return t;
+    histograms.push_back(histogram_of_counts(static_cast<Component>(i % 2), state_.s.head_dim,
+                                             read.data(), read.data() + kHistogramCounts));
+  }
   Result<CodedBooks> books = CodedBooks::of_histograms(config(), histograms);
   if (!books) return books.status();
   mirror_->books_ = std::move(*books);
   return upload_books();
+}
+
+// The same. The mirror gets the code lengths, from which all else follows.
+Status CodedDeviceStore::build_books_here(const uint32_t* pairs, const uint32_t* wide) {
+  const CodedConfig& coded = config().coded;
+  const int32_t layers = config().layout.num_layers, books = 2 * layers;
+  DeviceCodebook* device_books = nullptr;
+  CodebookBuild call;
+  Scratch lengths, workspace;
+  if (Status s = take(books, &device_books); !s) return s;
+  if (Status s = take(size_t(books) << coded.max_length, &call.tables); !s) return s;
+  if (Status s = take(size_t(books) * kMaxSymbols, &call.words); !s) return s;
+  if (Status s = take(size_t(books) * kCheapestEntries, &call.cheapest); !s) return s;
+  if (Status s = lengths.take(size_t(books) * kMaxSymbols); !s) return s;
+  if (Status s = workspace.take(codebook_workspace_bytes(layers)); !s) return s;
+  call.lengths = lengths.as<uint8_t>();
+  call.workspace = workspace.as<void>();
+  call.num_books = layers;
+  call.book_stride = 2;
+  call.max_length = coded.max_length;
+  call.streams_per_lane = coded.streams_per_lane;
+  for (int32_t c = 0; c < 2; ++c) {
+    CodebookBuild part = call;
+    const int64_t first = int64_t{c} * layers;
+    part.pairs = pairs + first * kHistogramCounts;
+    part.wide = wide + first * kHistogramCounts;
+    part.books = device_books + c;
+    part.tables += first << coded.max_length;
+    part.words += first * kMaxSymbols;
+    part.cheapest += first * kCheapestEntries;
+    part.lengths += first * kMaxSymbols;
+    part.component = static_cast<Component>(c);
+    if (Status s = build_codebooks(part, stream_); !s) return s;
+  }
+  std::vector<DeviceCodebook> read(books);
+  std::vector<uint8_t> read_lengths(size_t(books) * kMaxSymbols);
+  if (Status s = copy(read.data(), device_books, read.size() * sizeof(DeviceCodebook)); !s) {
+    return s;
+  }
+  if (Status s = copy(read_lengths.data(), call.lengths, read_lengths.size()); !s) return s;
+  if (Status s = wait(); !s) return s;
+  std::vector<std::vector<Codebook>> lists;
+  for (int32_t i = 0; i < books; ++i) {
+    const int64_t at = int64_t{i % 2 * layers + i / 2} * kMaxSymbols;
+    Result<Codebook> book = codebook_of_device(read[i], read_lengths.data() + at);
+    if (!book) return book.status();
+    lists.push_back({std::move(*book)});
+  }
+  mirror_->books_ = CodedBooks::of_lists(std::move(lists));
+  state_.books = device_books;
+  books_ = std::move(read);
+  return Status::ok();
 }
 
 // A prompt that was refused leaves no codebooks: those that it made go.

@@ -36,8 +36,8 @@ enum class CodebookSource : int32_t {
   // Made by the host from the codes of the first blocks that the store codes, then fixed (KVComp
   // section 3.1.2). On a device the prompt that does so waits for the host.
   kHost = 0,
-  // The same codebooks, made on the device. A store in host memory makes them as kHost does; one on
-  // a device refuses them (kUnsupported).
+  // The same codebooks, made on the device: only their code lengths come to the host. A store in
+  // host memory makes them as kHost does.
   kDevice = 1,
   // Given ones; where there are several for a component, each block takes the one that codes it in
   // the fewest bytes.

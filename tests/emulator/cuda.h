@@ -144,6 +144,14 @@ inline uint32_t atomicOr(uint32_t* p, uint32_t x) {
   *p |= x;
   return before;
 }
+inline int32_t __popc(uint32_t x) {
+  return __builtin_popcount(x);
+}
+inline uint32_t __brev(uint32_t x) {
+  uint32_t reversed = 0;
+  for (int32_t i = 0; i < 32; ++i) reversed |= (x >> i & 1u) << (31 - i);
+  return reversed;
+}
 inline int32_t min(int32_t a, int32_t b) {
   return std::min(a, b);
 }

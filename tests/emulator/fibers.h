@@ -43,8 +43,10 @@ class Cta {
     barrier_ = {threads};
     warps_.assign(threads / kLanes, Warp{});
     thread_ = &thread;
-    fibers_.clear();
-    for (int32_t i = 0; i < threads; ++i) fibers_.push_back(make_fiber());
+    while (static_cast<int32_t>(fibers_.size()) < threads) {
+      fibers_.push_back(std::make_unique<Fiber>());
+    }
+    for (int32_t i = 0; i < threads; ++i) begin_fiber(*fibers_[i]);
     for (int32_t left = threads; left > 0;) {
       for (int32_t i = 0; i < threads; ++i) {
         if (fibers_[i]->done) continue;
@@ -77,19 +79,17 @@ class Cta {
  private:
   struct Fiber {
     ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
     bool done = false;
   };
 
-  std::unique_ptr<Fiber> make_fiber() {
-    auto fiber = std::make_unique<Fiber>();
-    fiber->stack = std::make_unique<char[]>(kStackBytes);
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get();
-    fiber->context.uc_stack.ss_size = kStackBytes;
-    fiber->context.uc_link = &scheduler_;
-    makecontext(&fiber->context, &Cta::enter, 0);
-    return fiber;
+  void begin_fiber(Fiber& fiber) {
+    fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = &scheduler_;
+    makecontext(&fiber.context, &Cta::enter, 0);
   }
 
   static void enter();

@@ -1,4 +1,4 @@
-// Histograms counted on the GPU: those of the host, and the same codebooks.
+// Histograms counted on the GPU: those of the host, and the same codebooks, built there too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 #include "codec/code_histograms.h"
 #include "codec/codebook.h"
+#include "codec/codebook_batch.h"
 #include "codec/fragment_order.h"
 #include "tests/gpu/device_array.cuh"
 
@@ -68,6 +69,56 @@ void compare(const CodeHistogram& got, const CodeHistogram& want) {
   EXPECT_TRUE(x == y);
 }
 
+// The codebooks of three histograms that lie in device memory, with all that follows from them.
+void expect_codebooks(Component c, int32_t max_length, const std::vector<CodeHistogram>& expected,
+                      const uint32_t* pairs, const uint32_t* wide) {
+  const auto count = static_cast<int32_t>(expected.size());
+  const DeviceArray<DeviceCodebook> books{std::vector<DeviceCodebook>(count)};
+  const DeviceArray<uint32_t> tables(
+      std::vector<uint32_t>(static_cast<size_t>(count) << max_length, 0xdeadbeef));
+  const DeviceArray<uint32_t> words(std::vector<uint32_t>(count * kMaxSymbols, 7));
+  const DeviceArray<uint16_t> cheapest(std::vector<uint16_t>(count * kCheapestEntries, 7));
+  const DeviceArray<uint8_t> lengths(std::vector<uint8_t>(count * kMaxSymbols, 0xa5));
+  const DeviceArray<uint8_t> workspace(std::vector<uint8_t>(codebook_workspace_bytes(count), 0xa5));
+  CodebookBuild call;
+  call.pairs = pairs;
+  call.wide = wide;
+  call.books = books.get();
+  call.tables = tables.get();
+  call.words = words.get();
+  call.cheapest = cheapest.get();
+  call.lengths = lengths.get();
+  call.workspace = workspace.get();
+  call.num_books = count;
+  call.max_length = max_length;
+  call.component = c;
+  const Status status = build_codebooks(call, nullptr);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  const std::vector<DeviceCodebook> got = books.read();
+  const std::vector<uint32_t> got_tables = tables.read(), got_words = words.read();
+  const std::vector<uint16_t> got_cheapest = cheapest.read();
+  const std::vector<uint8_t> got_lengths = lengths.read();
+  CodebookSpec spec;
+  spec.mode = BlockMode::kPair;
+  spec.max_length = max_length;
+  for (int32_t i = 0; i < count; ++i) {
+    const Codebook want = *build_codebook(expected[i], spec);
+    const Result<Codebook> book = codebook_of_device(got[i], &got_lengths[i * kMaxSymbols]);
+    ASSERT_TRUE(book.is_ok()) << book.status().message();
+    std::vector<uint8_t> x, y;
+    serialize_codebook(want, &x);
+    serialize_codebook(*book, &y);
+    ASSERT_EQ(x, y);
+    const std::vector<uint32_t> table = device_table(want), code_words = encoder_words(want);
+    const auto starts_with = [](const auto& all, size_t at, const auto& part) {
+      return std::equal(part.begin(), part.end(), all.begin() + static_cast<int64_t>(at));
+    };
+    EXPECT_TRUE(starts_with(got_tables, static_cast<size_t>(i) << max_length, table));
+    EXPECT_TRUE(starts_with(got_words, i * kMaxSymbols, code_words));
+    EXPECT_TRUE(starts_with(got_cheapest, i * kCheapestEntries, want.cheapest));
+  }
+}
+
 TEST(GpuCodeHistograms, CountAsTheHostDoes) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -100,6 +151,9 @@ TEST(GpuCodeHistograms, CountAsTheHostDoes) {
               w.expected[h]);
           if (::testing::Test::HasFatalFailure()) return;
         }
+        expect_codebooks(c, 8 + static_cast<int32_t>(rng() % 7), w.expected, pairs.get(),
+                         wide.get());
+        if (::testing::Test::HasFatalFailure()) return;
       }
     }
   }

@@ -111,6 +111,7 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
     if (i % 4 == 1) config.coded.max_length = 9;
     if (i % 4 == 2) config.policy.window_tokens = 64;
     if (i % 4 == 3) config.num_pages = 60;
+    if (i % 3 == 1) config.coded.codebooks = CodebookSource::kDevice;
     if (i % 5 == 4) config.coded.means = MeanSource::kNone;
     if (i % 5 == 3) {
       config.coded.means = MeanSource::kGiven;
