@@ -95,18 +95,31 @@ Status attend(KvStore& store, const tkv_attend_request* request) {
   out.count_query = r.count_query != 0;
   out.scratch = r.scratch;
   out.scratch_bytes = r.scratch_bytes;
+  if (r.q_len != 0) out.q_len = r.q_len;
   if (Status s = read_dtype(r.dtype, &out.dtype); !s) return s;
   return store.attend(out);
 }
 
-Status scratch_bytes(const tkv_store* store, int32_t num_sequences, int32_t tokens, size_t* bytes) {
+// What the scratch is for.
+struct ScratchUse {
+  int32_t num_sequences;
+  int32_t tokens;
+  int32_t q_len;
+};
+
+Status scratch_bytes(const tkv_store* store, const ScratchUse& use, size_t* bytes) {
   if (store == nullptr || bytes == nullptr) return invalid("store or bytes is null");
   const KvStoreConfig& config = store->store->config();
-  if (num_sequences < 1 || num_sequences > config.max_sequences) {
+  if (use.num_sequences < 1 || use.num_sequences > config.max_sequences) {
     return invalid("num_sequences must be 1 to max_sequences");
   }
-  if (tokens < 1 || tokens > config.max_tokens) return invalid("tokens must be 1 to max_tokens");
-  *bytes = store->device == nullptr ? 0 : count_scratch_bytes(config, num_sequences, tokens);
+  if (use.tokens < 1 || use.tokens > config.max_tokens) {
+    return invalid("tokens must be 1 to max_tokens");
+  }
+  if (use.q_len < 1 || use.q_len > kMaxQueryTokens) return invalid("q_len must be 1 to 8");
+  *bytes = store->device == nullptr
+               ? 0
+               : count_scratch_bytes(config, use.num_sequences, use.tokens, use.q_len);
   return Status::ok();
 }
 
@@ -227,9 +240,11 @@ tkv_status tkv_store_attend(tkv_store* store, const tkv_attend_request* request,
 }
 
 tkv_status tkv_store_count_scratch_bytes(const tkv_store* store, int32_t num_sequences,
-                                         int32_t tokens, size_t* bytes, tkv_error* error) {
-  return capi::guarded(error,
-                       [&] { return capi::scratch_bytes(store, num_sequences, tokens, bytes); });
+                                         int32_t tokens, int32_t q_len, size_t* bytes,
+                                         tkv_error* error) {
+  return capi::guarded(error, [&] {
+    return capi::scratch_bytes(store, {num_sequences, tokens, q_len}, bytes);
+  });
 }
 
 tkv_status tkv_store_update_scores(tkv_store* store, const tkv_score_update* update,

@@ -34,21 +34,37 @@ Status read_row(const CodedView& s, const CodedBooks& books, int32_t row, Compon
   return Status::ok();
 }
 
-// One query: probabilities of the tokens, and the lse.
-double weigh(const std::vector<double>& k, const uint16_t* q, int32_t head_dim, double sm_scale,
-             std::vector<double>* p) {
-  const size_t tokens = k.size() / head_dim;
+struct CodedQuery {
+  const uint16_t* q;  // [head_dim]
+  int32_t head_dim;
+  double sm_scale;
+  int32_t tokens;  // that it sees: the row's first
+};
+
+// One query: probabilities of its tokens, and the lse.
+double weigh(const std::vector<double>& k, const CodedQuery& query, std::vector<double>* p) {
+  const int32_t head_dim = query.head_dim, tokens = query.tokens;
   p->assign(tokens, 0.0);
   double largest = -std::numeric_limits<double>::infinity(), sum = 0;
-  for (size_t i = 0; i < tokens; ++i) {
+  for (int32_t i = 0; i < tokens; ++i) {
     double dot = 0;
-    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(q[d]) * k[i * head_dim + d];
-    (*p)[i] = dot * sm_scale;
+    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(query.q[d]) * k[i * head_dim + d];
+    (*p)[i] = dot * query.sm_scale;
     largest = std::fmax(largest, (*p)[i]);
   }
   for (double& x : *p) sum += x = std::exp(x - largest);
   for (double& x : *p) x /= sum;
   return tokens == 0 ? largest : largest + std::log(sum);
+}
+
+// The output of a query with probabilities p: [head_dim].
+void write_output(const std::vector<double>& p, const std::vector<double>& v, uint16_t* out,
+                  int32_t head_dim) {
+  for (int32_t d = 0; d < head_dim; ++d) {
+    double sum = 0;
+    for (size_t i = 0; i < p.size(); ++i) sum += p[i] * v[i * head_dim + d];
+    out[d] = float_to_half(static_cast<float>(sum));
+  }
 }
 
 }  // namespace
@@ -59,33 +75,38 @@ Status CodedHostStore::attend(const AttendRequest& request) {
   if (Status s = validate_coded_request(request); !s) return s;
   const CacheLayout& layout = config_.layout;
   const int32_t heads = layout.num_kv_heads, group = layout.group_size(), dim = layout.head_dim;
+  const int32_t count = request.sequences.count, q_len = request.q_len;
   const auto* q = static_cast<const uint16_t*>(request.q);
   auto* out = static_cast<uint16_t*>(request.out);
-  const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
+  const int64_t queries = int64_t{count} * q_len * layout.num_q_heads;
   if (Status s = check_values(q, DType::kFloat16, queries * dim); !s) return s.with_context("q");
-  std::vector<double> k, v, p, sums(dim);
+  std::vector<double> k, v, p;
   std::vector<float> most;
-  for (int64_t r = 0; r < int64_t{request.sequences.count} * heads; ++r) {
-    const int32_t slot = (*slots)[r / heads];
-    const int32_t at = view_.row_of(slot, request.layer, static_cast<int32_t>(r % heads));
+  for (int32_t r = 0; r < count * heads; ++r) {
+    const int32_t entry = r / heads, slot = (*slots)[entry];
+    const int32_t at = view_.row_of(slot, request.layer, r % heads);
     Status read = read_row(view_, books_, at, Component::kKey, step_of(Component::kKey, at), &k);
     if (!read) return read;
     read = read_row(view_, books_, at, Component::kValue, step_of(Component::kValue, at), &v);
     if (!read) return read;
-    most.assign(table_.info(slot).num_tokens, 0.0f);
-    for (int64_t head = r * group; head < (r + 1) * group; ++head) {
-      const double lse = weigh(k, q + head * dim, dim, layout.sm_scale, &p);
-      std::fill(sums.begin(), sums.end(), 0.0);
-      for (size_t i = 0; i < p.size(); ++i) {
-        most[i] = std::fmax(most[i], static_cast<float>(p[i]));
-        for (int32_t d = 0; d < dim; ++d) sums[d] += p[i] * v[i * dim + d];
+    const int32_t tokens = table_.info(slot).num_tokens;
+    for (int32_t query = 0; query < q_len; ++query) {
+      most.assign(tokens, 0.0f);
+      const int64_t line = int64_t{entry} * q_len + query;
+      const int64_t first = (line * heads + r % heads) * group;
+      for (int64_t head = first; head < first + group; ++head) {
+        const double lse =
+            weigh(k, {q + head * dim, dim, layout.sm_scale, tokens - q_len + 1 + query}, &p);
+        for (size_t i = 0; i < p.size(); ++i) {
+          most[i] = std::fmax(most[i], static_cast<float>(p[i]));
+        }
+        write_output(p, v, out + head * dim, dim);
+        if (request.lse != nullptr) request.lse[head] = static_cast<float>(lse);
       }
-      std::transform(sums.begin(), sums.end(), out + head * dim,
-                     [](double x) { return float_to_half(static_cast<float>(x)); });
-      if (request.lse != nullptr) request.lse[head] = static_cast<float>(lse);
-    }
-    if (request.probabilities != nullptr) {
-      std::copy(most.begin(), most.end(), request.probabilities + r * request.stride);
+      if (request.probabilities != nullptr) {
+        const int64_t to = int64_t{query} * count * heads + r;
+        std::copy(most.begin(), most.end(), request.probabilities + to * request.stride);
+      }
     }
   }
   return Status::ok();

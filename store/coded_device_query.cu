@@ -129,6 +129,9 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
   if (Status s = validate_coded_request(request); !s) return s;
+  if (request.q_len != 1) {
+    return Status(StatusCode::kUnsupported, "q_len of a coded cache on a device; it needs 1");
+  }
   if (request.probabilities != nullptr) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }

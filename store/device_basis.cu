@@ -92,7 +92,7 @@ Status DeviceBasisStore::allocate() {
   }
   if (Status s = upload(Component::kValue, BasisUse::kUndo, half, &undo_); !s) return s;
   const auto sequences = static_cast<size_t>(config_.max_sequences);
-  const size_t queries = sequences * layout.num_q_heads;
+  const size_t queries = sequences * kMaxQueryTokens * layout.num_q_heads;
   const size_t tokens = sequences * kMaxStepTokens * layout.num_kv_heads;
   if (Status s = take(2 * tokens * layout.head_dim, &step_); !s) return s;
   if (Status s = take(queries * layout.head_dim, &q_); !s) return s;
@@ -160,7 +160,8 @@ Status DeviceBasisStore::append(const AppendCall& call) {
 Status DeviceBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
   if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
-  const int32_t count = request.sequences.count, heads = config_.layout.num_q_heads;
+  const int32_t count = request.sequences.count * request.q_len;
+  const int32_t heads = config_.layout.num_q_heads;
   const bool is_bfloat16 = request.dtype == DType::kBFloat16;
   BasisVectors q = vectors(query_[is_bfloat16], heads, count, request.layer);
   q.dtype = request.dtype;

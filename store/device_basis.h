@@ -45,7 +45,8 @@ class DeviceBasisStore final : public BasisStore<DeviceKvStore, DeviceStore> {
   float* step_ = nullptr;    // [2][max_sequences * kMaxStepTokens * num_kv_heads * head_dim]
   float* prompt_ = nullptr;  // of the longest prompt's call so far
   int64_t prompt_values_ = 0;
-  // Of the queries of a step: [max_sequences * num_q_heads], times head_dim for q_ and out_.
+  // Of the queries of a call: [max_sequences * kMaxQueryTokens * num_q_heads], times head_dim for
+  // q_ and out_.
   uint16_t *q_ = nullptr, *out_ = nullptr;
   float *lse_ = nullptr, *shift_ = nullptr;
 };

@@ -45,6 +45,14 @@ __global__ void __launch_bounds__(kThreads)
   if (r.within == 0) d.s.infos[r.sequence] = {0, 0, kInPrompt, 0};
 }
 
+__global__ void __launch_bounds__(kThreads)
+    newest_kernel(const __grid_constant__ DeviceState d, int32_t* newest, int32_t count) {
+  const int32_t e = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int32_t>(threadIdx.x);
+  if (e >= count) return;
+  const int32_t sequence = d.batch[e];
+  newest[e] = sequence == kPaddingSequence ? 0 : newest_index(d.s.policy, d.s.infos[sequence]);
+}
+
 }  // namespace
 
 Status begin_batch(const DeviceState& d, const BatchCall& call, const int32_t* slots,
@@ -55,6 +63,11 @@ Status begin_batch(const DeviceState& d, const BatchCall& call, const int32_t* s
     batch_kernel<<<1, kThreads, 0, stream>>>(d, call, ids, first);
   }
   return launch_status("begin_batch");
+}
+
+Status find_newest(const DeviceState& d, int32_t* newest, int32_t count, GpuStream stream) {
+  newest_kernel<<<ctas_for(count, kThreads), kThreads, 0, stream>>>(d, newest, count);
+  return launch_status("attend");
 }
 
 Status reset_sequences(const DeviceState& d, int32_t count, GpuStream stream) {

@@ -1,6 +1,6 @@
-// Counts the newest query of every row: what update_scores() does with its probabilities, here
-// taken from the scores that the decode kernel has left, page by page, with the records of the
-// pages.
+// Counts the newest queries of every row, oldest first: what update_scores() does with their
+// probabilities, here taken from the scores that the decode kernel has left, page by page, with the
+// records of the pages.
 
 #include "attention/launch.cuh"
 #include "store/device_rows.cuh"
@@ -13,17 +13,33 @@ constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kInFlight = 4;       // tokens of a lane
 constexpr int32_t kWantedCtas = 1056;  // eight on each SM of an H100
 constexpr int32_t kMostRowCtas = 128;  // of a row
-constexpr int32_t kMostHeads = 64;     // of a group, padding of passes included
+constexpr int32_t kMostColumns = 32;   // of the passes that have heads of a query
+static_assert(kThreads == kMaxQueryTokens * kMostColumns, "a thread looks at one column");
+
+// The passes that have heads of a query.
+struct QueryPasses {
+  int32_t first, count;
+};
+TKV_HD QueryPasses query_passes(const QueryColumns& columns, int32_t query) {
+  const int32_t begin = query * columns.group, end = begin + columns.group;
+  const int32_t first = begin / columns.of_row;
+  return {first, (end + columns.of_row - 1) / columns.of_row - first};
+}
+
+struct CountedQuery {
+  int32_t counted;  // queries counted through it; 0: it is not counted
+  QueryPasses passes;
+  float offsets[kMostColumns];  // by pass and column: -lse in log2 units, -infinity: not its column
+};
 
 // A row of the batch as all threads of its CTAs see it.
 struct CountedRow {
-  int32_t row;        // of the page table
-  int32_t batch_row;  // entry * num_kv_heads + kv_head
-  int32_t query;      // position
-  int32_t counted;    // queries counted through it
+  int32_t row;          // of the page table
+  int32_t batch_row;    // entry * num_kv_heads + kv_head
+  int32_t first_query;  // position
   CountSchedule schedule;
   SideCounts tokens;
-  float offsets[kMostHeads];  // by pass and column: -lse in log2 units, -infinity: no such column
+  CountedQuery queries[kMaxQueryTokens];
 };
 
 // CountSchedule::counted_through(), which divides, for the tokens of a prompt without division.
@@ -32,16 +48,22 @@ __device__ int32_t counted_through(const CountSchedule& schedule, int32_t positi
   return schedule.counted_through(position);
 }
 
-// The exponent of two of the largest probability of a token of the row.
-__device__ float largest_exponent(const DeviceCount& x, const CountedRow& r, int32_t row_tile,
-                                  int32_t in_tile) {
+// Of a row and a query of it.
+struct CountedScores {
+  const TokenScores& scores;
+  int32_t first_row;  // of the launch, that has heads of the query
+  const CountedQuery& query;
+};
+
+// The exponent of two of the largest probability that a query gave a token.
+__device__ float largest_exponent(const CountedScores& x, int32_t row_tile, int32_t in_tile) {
   const TokenScores& scores = x.scores;
   float largest = -INFINITY;
-  for (int32_t pass = 0; pass < x.columns.passes; ++pass) {
-    const int64_t tile = scores.tile(r.batch_row * x.columns.passes + pass, row_tile);
+  for (int32_t pass = 0; pass < x.query.passes.count; ++pass) {
+    const int64_t tile = scores.tile(x.first_row + pass, row_tile);
     const auto* codes = reinterpret_cast<const uint32_t*>(scores.token_codes(tile, in_tile));
     const auto* references = reinterpret_cast<const float2*>(scores.tile_references(tile));
-    const float* offsets = r.offsets + pass * scores.columns;
+    const float* offsets = x.query.offsets + pass * scores.columns;
     for (int32_t pair = 0; pair < scores.columns / 2; ++pair) {
       const uint32_t code = codes[pair], low = code & 0xffffu, high = code >> 16;
       const float2 reference = references[pair];
@@ -52,6 +74,36 @@ __device__ float largest_exponent(const DeviceCount& x, const CountedRow& r, int
     }
   }
   return largest;
+}
+
+// Every 32nd slot of a page from `first` on.
+struct LaneSlots {
+  int32_t first;
+  int32_t end;
+  int32_t first_tile;  // of the page, in the row
+};
+
+// One query, to the means of a lane's tokens.
+__device__ void count_tokens(const DeviceCount& x, const CountedRow& r, int32_t query,
+                             const LaneSlots& slots, const int32_t (&position)[kInFlight],
+                             float (&score)[kInFlight]) {
+  const CountedQuery& q = r.queries[query];
+  if (q.counted == 0) return;
+  const CountedScores scores = {x.scores, r.batch_row * x.columns.passes + q.passes.first, q};
+  float exponent[kInFlight];
+#pragma unroll
+  for (int32_t i = 0; i < kInFlight; ++i) {
+    const int32_t slot = slots.first + 32 * i;
+    if (slot >= slots.end) continue;
+    exponent[i] =
+        largest_exponent(scores, slots.first_tile + slot / kTileTokens, slot % kTileTokens);
+  }
+#pragma unroll
+  for (int32_t i = 0; i < kInFlight; ++i) {
+    if (slots.first + 32 * i >= slots.end || position[i] >= r.first_query + query) continue;
+    const int32_t before = q.counted - counted_through(r.schedule, position[i]) - 1;
+    score[i] = running_mean(score[i], before, fminf(exp2_fast(exponent[i]), 1.0f));
+  }
 }
 
 struct CountedPage {
@@ -68,7 +120,7 @@ __device__ void count_page(const DeviceState& d, const DeviceCount& x, const Cou
   const bool frozen = is_frozen(d.s.allocator, at.page);
   RankedToken mine = no_token();
   for (int32_t first = lane_index(); first < at.used; first += 32 * kInFlight) {
-    float score[kInFlight], exponent[kInFlight];
+    float score[kInFlight];
     int32_t position[kInFlight];
 #pragma unroll
     for (int32_t i = 0; i < kInFlight; ++i) {
@@ -76,18 +128,16 @@ __device__ void count_page(const DeviceState& d, const DeviceCount& x, const Cou
       if (slot >= at.used) continue;
       position[i] = position_at(d.s, at.side, {bytes, slot});
       score[i] = score_at(d.s, at.side, {bytes, slot});
-      exponent[i] = largest_exponent(x, r, at.first_tile + slot / kTileTokens, slot % kTileTokens);
+    }
+    for (int32_t query = 0; query < x.columns.q_len; ++query) {
+      count_tokens(x, r, query, {first, at.used, at.first_tile}, position, score);
     }
     if (frozen) continue;
 #pragma unroll
     for (int32_t i = 0; i < kInFlight; ++i) {
       const int32_t slot = first + 32 * i;
       if (slot >= at.used) continue;
-      if (position[i] < r.query) {
-        const int32_t before = r.counted - counted_through(r.schedule, position[i]) - 1;
-        score[i] = running_mean(score[i], before, fminf(exp2_fast(exponent[i]), 1.0f));
-        *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = score[i];
-      }
+      *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = score[i];
       mine = better_victim(mine, {score[i], position[i], slot});
     }
   }
@@ -100,10 +150,29 @@ __device__ void load_row(const DeviceState& d, const DeviceCount& x, const Devic
   const SequenceInfo info = d.s.infos[at.sequence];
   r->row = at.row;
   r->batch_row = static_cast<int32_t>(blockIdx.x);
-  r->query = info.num_tokens - 1;
+  r->first_query = info.num_tokens - x.columns.q_len;
   r->schedule = {info.prompt_tokens, d.s.score_interval};
-  r->counted = r->schedule.counted_through(r->query);
   r->tokens = d.s.allocator.tokens[at.row];
+  for (int32_t query = 0; query < x.columns.q_len; ++query) {
+    const int32_t position = r->first_query + query;
+    const bool counts = position >= 0 && r->schedule.is_counted(position);
+    r->queries[query].counted = counts ? r->schedule.counted_through(position) : 0;
+    r->queries[query].passes = query_passes(x.columns, query);
+  }
+}
+
+// Column t % kMostColumns of query t / kMostColumns.
+__device__ void load_offset(const DeviceCount& x, int32_t t, CountedRow* r) {
+  const int32_t query = t / kMostColumns, at = t % kMostColumns;
+  if (query >= x.columns.q_len) return;
+  const QueryPasses passes = query_passes(x.columns, query);
+  const int32_t pass = passes.first + at / x.scores.columns, column = at % x.scores.columns;
+  if (pass >= passes.first + passes.count) return;
+  const int32_t row = static_cast<int32_t>(blockIdx.x) * x.columns.passes + pass;
+  const int64_t place = x.columns.place(row, column);
+  const bool mine = place >= 0 && (x.columns.first(row) + column) / x.columns.group == query;
+  const float lse = mine ? x.lse[place] : -INFINITY;
+  r->queries[query].offsets[at] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -116,14 +185,11 @@ __global__ void __launch_bounds__(kThreads)
   if (at.sequence == kPaddingSequence || has_failed(d)) return;
   const auto t = static_cast<int32_t>(threadIdx.x);
   if (t == 0) load_row(d, x, at, &r);
-  if (t < x.columns.passes * x.scores.columns) {
-    const int32_t row = static_cast<int32_t>(blockIdx.x) * x.columns.passes + t / x.scores.columns;
-    const int64_t place = x.columns.place(row, t % x.scores.columns);
-    const float lse = place < 0 ? INFINITY : x.lse[place];
-    r.offsets[t] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
-  }
+  load_offset(x, t, &r);
   __syncthreads();
-  if (!r.schedule.is_counted(r.query)) return;
+  bool any = false;
+  for (int32_t query = 0; query < x.columns.q_len; ++query) any |= r.queries[query].counted > 0;
+  if (!any) return;
   int32_t tiles = 0;
   for (int32_t side = 0; side < kStoreSides; ++side) {
     tiles += (r.tokens.of[side] + kTileTokens - 1) / kTileTokens;
@@ -152,8 +218,10 @@ __global__ void __launch_bounds__(kThreads)
 
 Status count_query(const DeviceState& d, const DeviceCount& x, GpuStream stream) {
   const int32_t rows = x.count * d.s.num_kv_heads;
-  if (x.columns.passes * x.scores.columns > kMostHeads) {
-    return Status(StatusCode::kUnsupported, "count_query: too many q heads per kv_head");
+  for (int32_t query = 0; query < x.columns.q_len; ++query) {
+    if (query_passes(x.columns, query).count * x.scores.columns > kMostColumns) {
+      return Status(StatusCode::kUnsupported, "count_query: too many q heads per kv_head");
+    }
   }
   const int32_t wanted = kWantedCtas / rows;
   const int32_t row_ctas = wanted < 1 ? 1 : wanted < kMostRowCtas ? wanted : kMostRowCtas;

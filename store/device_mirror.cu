@@ -70,7 +70,7 @@ Status DeviceStore::read_bookkeeping() {
     }
   }
   batch_.clear();
-  planned_.clear();
+  planned_ = {};
   return Status::ok();
 }
 
@@ -122,7 +122,7 @@ Status DeviceStore::from_mirror(const Slots& slots) {
     if (Status s = copy(to, appended.data(), appended.size() * sizeof(int32_t)); !s) return s;
     if (Status s = cuda_status(cudaStreamSynchronize(stream_), "wait"); !s) return s;
   }
-  planned_.clear();
+  planned_ = {};
   return Status::ok();
 }
 

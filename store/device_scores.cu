@@ -98,10 +98,18 @@ struct RowQueries {
   float lse[kMaxProbabilityHeads];
 };
 
-__device__ void load_queries(const DeviceProbabilities& x, int32_t head_dim, RowQueries* queries) {
+// Of query blockIdx.z of the row.
+__device__ void load_queries(const DeviceProbabilities& x, const StoreView& s,
+                             RowQueries* queries) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t head_dim = s.layouts[kHighSide].head_dim();
+  const auto entry = static_cast<int32_t>(blockIdx.x) / s.num_kv_heads;
+  const auto query = static_cast<int32_t>(blockIdx.z);
+  const int64_t line = int64_t{entry} * x.q_len + query;
+  const int64_t first =
+      (line * s.num_kv_heads + static_cast<int32_t>(blockIdx.x) % s.num_kv_heads) * x.group;
   for (int32_t g = warp; g < x.group; g += kWarps) {
-    const int64_t head = static_cast<int64_t>(blockIdx.x) * x.group + g;
+    const int64_t head = first + g;
     LaneValues q;
     load_lane_values(static_cast<const uint16_t*>(x.q) + head * head_dim, x.dtype, head_dim, q);
 #pragma unroll
@@ -135,19 +143,28 @@ __device__ float token_probability(const RowQueries& queries, int32_t group, con
   return fminf(largest, 1.0f);
 }
 
+// The probabilities of this CTA's row and query, by position.
+__device__ float* line_of(const DeviceProbabilities& x, int32_t query) {
+  return x.values + (static_cast<int64_t>(query) * gridDim.x + blockIdx.x) * x.stride;
+}
+
 template <class Formats, int32_t kSide>
-__device__ void find_side(const DeviceState& d, const DeviceProbabilities& x, int32_t row,
-                          const RowQueries& queries) {
+__device__ void find_side(const DeviceState& d, const DeviceProbabilities& x,
+                          const DeviceRow& at_row, const RowQueries& queries) {
   const PageLayout layout = Formats::layout(d.s, kSide);
-  float* line = x.values + static_cast<int64_t>(blockIdx.x) * x.stride;
+  const int32_t row = at_row.row, query = static_cast<int32_t>(blockIdx.z);
+  const int32_t newest = d.s.infos[at_row.sequence].num_tokens - x.q_len + query;  // that it sees
+  float* line = line_of(x, query);
   const int32_t warps = kWarps * kProbabilityCtas;
   const int32_t warp =
       static_cast<int32_t>(blockIdx.y) * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
   for (int32_t i = warp; i < d.s.allocator.tokens[row].of[kSide]; i += warps) {
     const DeviceSlot at = device_slot(d, row, kSide, i, layout);
     const PageRef page = page_ref(d, layout, at);
+    const int32_t position = position_at(d.s, kSide, {page.bytes, at.slot});
+    if (position > newest) continue;
     const float p = token_probability(queries, x.group, page, at.slot);
-    if (lane_index() == 0) line[position_at(d.s, kSide, {page.bytes, at.slot})] = p;
+    if (lane_index() == 0) line[position] = p;
   }
 }
 
@@ -156,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
                                const __grid_constant__ DeviceProbabilities x) {
   const DeviceRow r = cta_row(d, x.layer);
   if (r.sequence == kPaddingSequence) return;
-  float* line = x.values + static_cast<int64_t>(blockIdx.x) * x.stride;
+  float* line = line_of(x, static_cast<int32_t>(blockIdx.y));
   for (int32_t p = threadIdx.x; p < d.s.infos[r.sequence].num_tokens; p += kThreads) line[p] = 0;
 }
 
@@ -167,11 +184,11 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ RowQueries queries;
   const DeviceRow r = cta_row(d, x.layer);
   if (r.sequence == kPaddingSequence || has_failed(d)) return;
-  load_queries(x, d.s.layouts[kHighSide].head_dim(), &queries);
+  load_queries(x, d.s, &queries);
   __syncthreads();
-  find_side<Formats, kHighSide>(d, x, r.row, queries);
-  find_side<Formats, kLowSide>(d, x, r.row, queries);
-  find_side<Formats, kWindowSide>(d, x, r.row, queries);
+  find_side<Formats, kHighSide>(d, x, r, queries);
+  find_side<Formats, kLowSide>(d, x, r, queries);
+  find_side<Formats, kWindowSide>(d, x, r, queries);
 }
 
 }  // namespace
@@ -195,12 +212,13 @@ Status find_probabilities(const DeviceState& d, const DeviceProbabilities& p, Gp
   if (p.group > kMaxProbabilityHeads) {
     return Status(StatusCode::kUnsupported, "probabilities of more than 16 q heads per kv_head");
   }
-  clear_probabilities_kernel<<<rows, kThreads, 0, stream>>>(d, p);
+  const auto queries = static_cast<uint32_t>(p.q_len);
+  const dim3 ctas(rows, kProbabilityCtas, queries);
+  clear_probabilities_kernel<<<dim3(rows, queries), kThreads, 0, stream>>>(d, p);
   if (DefaultFormats::fit(d.s)) {
-    probabilities_kernel<DefaultFormats>
-        <<<dim3(rows, kProbabilityCtas), kThreads, 0, stream>>>(d, p);
+    probabilities_kernel<DefaultFormats><<<ctas, kThreads, 0, stream>>>(d, p);
   } else {
-    probabilities_kernel<AnyFormats><<<dim3(rows, kProbabilityCtas), kThreads, 0, stream>>>(d, p);
+    probabilities_kernel<AnyFormats><<<ctas, kThreads, 0, stream>>>(d, p);
   }
   return launch_status("attend");
 }

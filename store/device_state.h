@@ -87,6 +87,8 @@ struct BatchCall {
 };
 Status begin_batch(const DeviceState& d, const BatchCall& call, const int32_t* slots,
                    GpuStream stream);
+// newest_index() of the batch's sequences to newest [count]; 0 for padding.
+Status find_newest(const DeviceState& d, int32_t* newest, int32_t count, GpuStream stream);
 // The batch's sequences become empty ones in their prompts.
 Status reset_sequences(const DeviceState& d, int32_t count, GpuStream stream);
 
@@ -151,23 +153,24 @@ Status update_scores(const DeviceState& d, const DeviceScores& scores, GpuStream
 
 // Probabilities of one layer's tokens from q and the lse of attend().
 struct DeviceProbabilities {
-  const void* q = nullptr;  // [count, num_kv_heads, group, head_dim] of dtype
+  const void* q = nullptr;  // [count, q_len, num_kv_heads, group, head_dim] of dtype
   DType dtype = DType::kFloat16;
-  const float* lse = nullptr;  // [count, num_kv_heads, group]
-  float* values = nullptr;     // [count, num_kv_heads, stride]
+  const float* lse = nullptr;  // [count, q_len, num_kv_heads, group]
+  float* values = nullptr;     // [q_len, count, num_kv_heads, stride]
   int64_t stride = 0;
   int32_t count = 0;
   int32_t layer = 0;
   int32_t group = 1;
+  int32_t q_len = 1;
   float sm_scale = 1;
 };
 Status find_probabilities(const DeviceState& d, const DeviceProbabilities& p, GpuStream stream);
 
-// Counts the newest query of each row, from the scores that attention left.
+// Counts the queries of each row, oldest first, from the scores that attention left.
 struct DeviceCount {
   TokenScores scores;
   QueryColumns columns;
-  const float* lse = nullptr;  // [count, num_kv_heads, group]
+  const float* lse = nullptr;  // [count, q_len, num_kv_heads, group]
   int32_t count = 0;
   int32_t layer = 0;
 };

@@ -7,9 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "attention/workspace.h"
 #include "codec/cuda_device.cuh"
-#include "store/attention_config.h"
 #include "store/coded_device.h"
 #include "store/device_basis.h"
 
@@ -18,11 +16,6 @@ namespace {
 
 Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-
-Result<AttentionGrid> find_grid(const AttentionConfig& config) {
-  if (Status s = config.validate(); !s) return s;
-  return attention_grid(config);
 }
 
 bool is_aligned(const void* p, int64_t alignment) {
@@ -64,17 +57,14 @@ DeviceStore::~DeviceStore() {
   for (void* p : memory_) (void)cudaFree(p);
 }
 
-template <class T>
-Status DeviceStore::take(size_t count, T** memory) {
-  void* p = nullptr;
-  const cudaError_t error = cudaMalloc(&p, std::max<size_t>(count, 1) * sizeof(T));
+Status DeviceStore::take_bytes(size_t bytes, void** memory) {
+  const cudaError_t error = cudaMalloc(memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
     return Status(StatusCode::kOutOfRange, "no device memory for the store");
   }
   if (error != cudaSuccess) return cuda_status(error, "create");
-  memory_.push_back(p);
-  *memory = static_cast<T*>(p);
+  memory_.push_back(*memory);
   return Status::ok();
 }
 
@@ -117,7 +107,6 @@ Status DeviceStore::allocate() {
   if (Status s = take(layer_rows, &chunk_.status); !s) return s;
   if (Status s = take(c.max_tokens, &zeros); !s) return s;
   if (Status s = take(c.max_tokens, &counting); !s) return s;
-  if (Status s = take(sequences * c.layout.num_q_heads, &lse_); !s) return s;
   const Result<PageAllocator> a = make_page_allocator(host.allocator.shape, tables, allocator);
   if (!a) return a.status();
   state_.s.allocator = *a;
@@ -142,19 +131,6 @@ Status DeviceStore::allocate() {
   if (Status t = clear(state_.s.infos, sequences * sizeof(SequenceInfo)); !t) return t;
   if (Status t = clear(state_.appended, rows * sizeof(int32_t)); !t) return t;
   return initialize_device(*a, stream_);
-}
-
-Status DeviceStore::allocate_attention() {
-  attention_ = attention_config(config(), page_bytes());
-  Result<AttentionGrid> grid = find_grid(attention_);
-  std::swap(grid_, grid);
-  if (!grid_) return Status::ok();  // attend() will tell
-  attention_workspace_.bytes =
-      attention_workspace_bytes(attention_, *grid_, config().max_sequences);
-  uint8_t* memory = nullptr;
-  if (Status s = take(attention_workspace_.bytes, &memory); !s) return s;
-  attention_workspace_.memory = memory;
-  return cuda_status(cudaMemsetAsync(memory, 0, attention_workspace_.bytes, stream_), "create");
 }
 
 Status DeviceStore::grow_jobs(size_t jobs) {
@@ -280,7 +256,7 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   const StepCall call = {slots->data(), count, tokens};
   if (Status s = plan_step(state_, call, stream_); !s) return s;
   if (Status s = apply_step(state_, call, stream_); !s) return s;
-  planned_.clear();  // its token counts have changed
+  planned_ = {};  // its token counts have changed
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
   }
@@ -295,7 +271,7 @@ Status DeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
     table().set_complete(slot);
   }
   batch_ = *slots;
-  planned_.clear();
+  planned_ = {};
   return Status::ok();
 }
 
@@ -307,93 +283,6 @@ Status DeviceStore::update_scores(const ScoreUpdate& update) {
                                {update.probabilities, update.stride,
                                 static_cast<int32_t>(slots->size()), update.layer, update.back},
                                stream_);
-}
-
-Status DeviceStore::plan_attention_of(const Slots& slots) {
-  if (slots == planned_) return Status::ok();
-  // Another layout of the workspace, which must begin with zeros.
-  if (planned_count_ != 0 && slots.size() != planned_count_) {
-    const cudaError_t error =
-        cudaMemsetAsync(attention_workspace_.memory, 0, attention_workspace_.bytes, stream_);
-    if (error != cudaSuccess) return cuda_status(error, "attend");
-  }
-  planned_count_ = slots.size();
-  if (Status s = plan_attention(attention_, *grid_, state_.s.allocator.table(),
-                                {state_.batch, static_cast<int32_t>(slots.size())},
-                                attention_workspace_, stream_);
-      !s) {
-    return s;
-  }
-  planned_ = slots;
-  return Status::ok();
-}
-
-bool DeviceStore::is_any_counted(const Slots& slots) const {
-  return std::any_of(slots.begin(), slots.end(), [&](int32_t slot) {
-    const SequenceInfo& info = mirror_->table_.info(slot);
-    const CountSchedule schedule = {info.prompt_tokens, state_.s.score_interval};
-    return schedule.is_counted(info.num_tokens - 1);
-  });
-}
-
-Status DeviceStore::validate_scratch(const AttendRequest& request, const Slots& slots) const {
-  int32_t longest = 0;
-  for (const int32_t slot : slots) {
-    longest = std::max(longest, mirror_->table_.info(slot).num_tokens);
-  }
-  const auto count = static_cast<int32_t>(slots.size());
-  if (request.scratch_bytes < attention_score_bytes(attention_, count, longest)) {
-    return Status(StatusCode::kBufferTooSmall, "scratch_bytes is below count_scratch_bytes()");
-  }
-  if (request.scratch == nullptr) return invalid("scratch is null");
-  return Status::ok();
-}
-
-Status DeviceStore::attend(const AttendRequest& request) {
-  const Result<Slots> slots = table().admit_attend(request);
-  if (!slots) return slots.status();
-  if (!grid_) return grid_.status();
-  const Result<AttentionConfig> attention =
-      attention_config(attention_, request.dtype, state_.s.raw_dtype);
-  if (!attention) return attention.status();
-  const CacheLayout& layout = config().layout;
-  AttendCall call;
-  call.table = state_.s.allocator.table();
-  call.pages = state_.s.pages;
-  call.batch = {state_.batch, static_cast<int32_t>(slots->size())};
-  call.layer = request.layer;
-  call.q = request.q;
-  call.out = request.out;
-  call.lse = request.lse != nullptr ? request.lse : lse_;
-  const bool counts = request.count_query && is_any_counted(*slots);
-  if (counts) {
-    if (Status s = validate_scratch(request, *slots); !s) return s;
-    call.scores = {request.scratch, request.scratch_bytes};
-  }
-  if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
-  if (Status s = plan_attention_of(*slots); !s) return s;
-  if (Status s = tierkv::attend(*attention, *grid_, call, attention_workspace_, stream_); !s)
-    return s;
-  if (counts) {
-    const QueryColumns columns = query_columns(*attention);
-    const int64_t rows = int64_t{call.batch.count} * layout.num_kv_heads * columns.passes;
-    const TokenScores scores =
-        token_scores(request.scratch, request.scratch_bytes, rows, columns.of_row);
-    const DeviceCount x = {scores, columns, call.lse, call.batch.count, request.layer};
-    if (Status s = tierkv::count_query(state_, x, stream_); !s) return s;
-  }
-  if (request.probabilities == nullptr) return Status::ok();
-  DeviceProbabilities p;
-  p.q = request.q;
-  p.dtype = request.dtype;
-  p.lse = call.lse;
-  p.values = request.probabilities;
-  p.stride = request.stride;
-  p.count = call.batch.count;
-  p.layer = request.layer;
-  p.group = layout.group_size();
-  p.sm_scale = static_cast<float>(layout.sm_scale);
-  return find_probabilities(state_, p, stream_);
 }
 
 }  // namespace tierkv

@@ -3,6 +3,7 @@
 // the tables and the pages of the sequences concerned for the time of the call.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -47,8 +48,14 @@ class DeviceStore final : public DeviceKvStore {
   Status allocate();
   Status allocate_attention();
   // Device memory that lives as long as the store.
+  Status take_bytes(size_t bytes, void** memory);
   template <class T>
-  Status take(size_t count, T** memory);
+  Status take(size_t count, T** memory) {
+    void* p = nullptr;
+    if (Status s = take_bytes(std::max<size_t>(count, 1) * sizeof(T), &p); !s) return s;
+    *memory = static_cast<T*>(p);
+    return Status::ok();
+  }
   Status clear(void* memory, size_t bytes);
   Status grow_jobs(size_t jobs);
 
@@ -61,9 +68,19 @@ class DeviceStore final : public DeviceKvStore {
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
   Status use_batch(DeviceCall call, const Slots& slots);
   Status run(const PageOp& op);
-  Status plan_attention_of(const Slots& slots);
-  bool is_any_counted(const Slots& slots) const;
-  Status validate_scratch(const AttendRequest& request, const Slots& slots) const;
+  // What a plan of the attention is of.
+  struct PlannedAttention {
+    Slots slots;
+    int32_t q_len = 1;
+  };
+  const Result<AttentionGrid>& grid(int32_t q_len) const { return grids_[q_len - 1]; }
+  Status plan_attention_of(const AttentionConfig& attention, const Slots& slots);
+  bool is_any_counted(const Slots& slots, int32_t q_len) const;
+  Status validate_scratch(const AttendRequest& request, const AttentionConfig& attention,
+                          const Slots& slots) const;
+  Status count_queries(const AttendRequest& request, const AttentionConfig& attention,
+                       const AttendCall& call);
+  Status find_probabilities_of(const AttendRequest& request, const AttendCall& call);
   // Waits. Whether there are pages for a copy; the counts of its shared tokens lie in row_counts.
   Status count_fork(int32_t source);
 
@@ -86,13 +103,15 @@ class DeviceStore final : public DeviceKvStore {
   void* allocator_memory_ = nullptr;
   ChunkScratch chunk_;
   size_t num_jobs_ = 0;
-  Slots batch_, planned_;  // what the device's batch and the attention's plan are of
+  Slots batch_;  // what the device's is
 
-  AttentionConfig attention_;
-  Result<AttentionGrid> grid_ = AttentionGrid{};  // or why attend() is refused
+  AttentionConfig attention_;                 // of one query
+  std::vector<Result<AttentionGrid>> grids_;  // by q_len - 1; or why attend() is refused
   AttentionWorkspace attention_workspace_;
-  size_t planned_count_ = 0;
-  float* lse_ = nullptr;  // [max_sequences * num_q_heads]
+  PlannedAttention planned_;       // without slots: nothing
+  PlannedAttention workspace_of_;  // whose layout the workspace has had last
+  float* lse_ = nullptr;           // [max_sequences * kMaxQueryTokens * num_q_heads]
+  int32_t* newest_ = nullptr;      // [max_sequences] of the plan, where it has several queries
 };
 
 }  // namespace tierkv

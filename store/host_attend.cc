@@ -9,13 +9,14 @@
 namespace tierkv {
 namespace {
 
-// The query heads of one row.
+// The heads of one query of a row.
 struct RowQueries {
   const uint16_t* q;  // [group, head_dim] of dtype
   DType dtype;
   const double* lse;  // [group]
   int32_t group;
   double sm_scale;
+  int32_t position;  // newer tokens are not seen
 };
 
 void read_key(const HostSlot& at, DType raw, std::vector<double>* k) {
@@ -31,6 +32,7 @@ void row_probabilities(const StoreView& s, int32_t row, const RowQueries& querie
   for (int32_t side = 0; side < kStoreSides; ++side) {
     for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
       const HostSlot at = row_slot(s, row, side, i);
+      if (page_position(at.page, at.slot) > queries.position) continue;
       read_key(at, s.raw_dtype, &k);
       double largest = 0;
       for (int32_t g = 0; g < queries.group; ++g) {
@@ -74,28 +76,47 @@ Result<AttentionConfig> attention_config(AttentionConfig config, DType dtype, DT
   return config;
 }
 
-size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens) {
-  return attention_score_bytes(attention_config(config, config.page_bytes), sequences, tokens);
+AttentionTail window_tail(const KvStoreConfig& config, const int32_t* newest) {
+  const TierPolicy& policy = config.policy;
+  AttentionTail tail;
+  tail.tier = kWindowSide;
+  tail.newest = newest;
+  if (policy.sink_tokens + policy.window_tokens > config.max_tokens) return tail;  // never full
+  tail.ring_first = policy.sink_tokens;
+  tail.ring_tokens = policy.window_tokens;
+  return tail;
+}
+
+size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens,
+                           int32_t q_len) {
+  AttentionConfig attention = attention_config(config, config.page_bytes);
+  attention.q_len = q_len;
+  return attention_score_bytes(attention, sequences, tokens);
 }
 
 Status HostStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table_.admit_attend(request);
   if (!slots) return slots.status();
   const CacheLayout& layout = config_.layout;
-  const auto* q = static_cast<const uint16_t*>(request.q);
-  const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
-  if (Status s = check_values(q, request.dtype, queries * layout.head_dim); !s) {
+  const int64_t queries = int64_t{request.sequences.count} * request.q_len * layout.num_q_heads;
+  if (Status s = check_values(request.q, request.dtype, queries * layout.head_dim); !s) {
     return s.with_context("q");
   }
-  const Result<AttentionConfig> attention =
+  Result<AttentionConfig> attention =
       attention_config(attention_config(config_, page_bytes()), request.dtype, view_.raw_dtype);
   if (!attention) return attention.status();
+  attention->q_len = request.q_len;
+  std::vector<int32_t> newest;
+  for (const int32_t slot : *slots) {
+    newest.push_back(newest_index(view_.policy, table_.info(slot)));
+  }
   AttendCall call;
   call.table = view_.allocator.table();
   call.pages = view_.pages;
   call.batch = {slots->data(), request.sequences.count};
   call.layer = request.layer;
-  call.q = q;
+  call.q = request.q;
+  call.tail = window_tail(config_, newest.data());
   const Result<ReferenceOutput> output = attend_reference(*attention, call);
   if (!output) return output.status();
   auto* out = static_cast<uint16_t*>(request.out);
@@ -107,28 +128,40 @@ Status HostStore::attend(const AttendRequest& request) {
     request.lse[i] = static_cast<float>(output->lse[i]);
   }
   if (request.probabilities == nullptr && !request.count_query) return Status::ok();
-  const int32_t heads = layout.num_kv_heads, group = layout.group_size();
-  std::vector<float> line;
-  for (size_t r = 0; r < slots->size() * heads; ++r) {
-    const int32_t slot = (*slots)[r / heads];
-    const int32_t row = view_.row_of(slot, request.layer, static_cast<int32_t>(r) % heads);
-    const SequenceInfo& info = table_.info(slot);
-    const auto first = static_cast<int64_t>(r) * group;
-    line.assign(info.num_tokens, 0.0f);
-    row_probabilities(view_, row,
-                      {q + first * layout.head_dim, request.dtype, output->lse.data() + first,
-                       group, layout.sm_scale},
-                      line.data());
-    if (request.probabilities != nullptr) {
-      std::copy(line.begin(), line.end(),
-                request.probabilities + static_cast<int64_t>(r) * request.stride);
-    }
-    const CountSchedule schedule = {info.prompt_tokens, view_.score_interval};
-    if (request.count_query && schedule.is_counted(info.num_tokens - 1)) {
-      score_row(view_, row, info, info.num_tokens - 1, line.data());
-    }
+  for (int32_t query = 0; query < request.q_len; ++query) {
+    use_probabilities(request, *slots, query, output->lse.data());
   }
   return Status::ok();
+}
+
+// Hands out and counts what query `query` of each sequence saw; lse is [count, q_len, num_q_heads].
+void HostStore::use_probabilities(const AttendRequest& request, const Slots& slots, int32_t query,
+                                  const double* lse) {
+  const CacheLayout& layout = config_.layout;
+  const int32_t heads = layout.num_kv_heads, group = layout.group_size();
+  const auto* q = static_cast<const uint16_t*>(request.q);
+  std::vector<float> line;
+  for (size_t r = 0; r < slots.size() * heads; ++r) {
+    const size_t entry = r / heads, head = r % heads;
+    const int32_t row = view_.row_of(slots[entry], request.layer, static_cast<int32_t>(head));
+    const SequenceInfo& info = table_.info(slots[entry]);
+    const int32_t position = info.num_tokens - request.q_len + query;
+    const auto first =
+        static_cast<int64_t>(((entry * request.q_len + query) * heads + head) * group);
+    line.assign(info.num_tokens, 0.0f);
+    row_probabilities(
+        view_, row,
+        {q + first * layout.head_dim, request.dtype, lse + first, group, layout.sm_scale, position},
+        line.data());
+    if (request.probabilities != nullptr) {
+      const auto at = static_cast<int64_t>(query * slots.size() * heads + r);
+      std::copy(line.begin(), line.end(), request.probabilities + at * request.stride);
+    }
+    const CountSchedule schedule = {info.prompt_tokens, view_.score_interval};
+    if (request.count_query && schedule.is_counted(position)) {
+      score_row(view_, row, info, position, line.data());
+    }
+  }
 }
 
 }  // namespace tierkv

@@ -45,7 +45,7 @@ Status HostBasisStore::attend(const AttendRequest& request) {
   if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
   const CacheLayout& layout = config_.layout;
   const int32_t dim = layout.head_dim, group = layout.group_size();
-  const int64_t queries = int64_t{request.sequences.count} * layout.num_q_heads;
+  const int64_t queries = int64_t{request.sequences.count} * request.q_len * layout.num_q_heads;
   if (Status s = check_values(request.q, request.dtype, queries * dim); !s) {
     return s.with_context("q");
   }

@@ -76,6 +76,8 @@ class HostStore final : public KvStore {
   }
 
   Status truncate_prompt(int32_t slot, int32_t tokens);
+  void use_probabilities(const AttendRequest& request, const Slots& slots, int32_t query,
+                         const double* lse);
 
   KvStoreConfig config_;
   StoreView view_;

@@ -65,6 +65,17 @@ TKV_HD bool opens_window_index(const TierPolicy& policy, const SequenceInfo& inf
                                int32_t position) {
   return position < policy.sink_tokens || position - policy.window_tokens < info.window_origin;
 }
+// Index in side 2 of the newest token, in a prompt or after it.
+TKV_HD int32_t newest_index(const TierPolicy& policy, const SequenceInfo& info) {
+  const int32_t newest = info.num_tokens - 1;
+  return info.window_origin == kInPrompt ? newest : window_index(policy, info, newest);
+}
+// Whether the newest `tokens` tokens are all in side 2; what a truncation has left may not be.
+TKV_HD bool window_holds_newest(const TierPolicy& policy, const SequenceInfo& info,
+                                int32_t tokens) {
+  const int32_t first = larger_of(info.num_tokens - tokens, policy.sink_tokens);
+  return first >= smaller_of(info.window_first, info.num_tokens);
+}
 // Of a sink or window token's index the position: the inverse of the above.
 TKV_HD int32_t window_position(const TierPolicy& policy, const SequenceInfo& info, int32_t index) {
   if (index < policy.sink_tokens) return index;

@@ -121,6 +121,23 @@ Status SequenceTable::require_stride(const Slots& slots, int64_t stride) const {
   return Status::ok();
 }
 
+Status SequenceTable::require_queries(const Slots& slots, int32_t q_len) const {
+  if (q_len < 1) return invalid("q_len must be positive");
+  if (q_len > kMaxQueryTokens) {
+    return Status(StatusCode::kUnsupported,
+                  "q_len " + std::to_string(q_len) + "; attention needs 1 to 8");
+  }
+  for (const int32_t slot : slots) {
+    if (q_len == 1) break;
+    const std::string of_sequence = " of sequence " + std::to_string(slot);
+    if (q_len > infos_[slot].num_tokens) return invalid("q_len exceeds the tokens" + of_sequence);
+    if (!window_holds_newest(config_->policy, infos_[slot], q_len - 1)) {
+      return invalid("q_len reaches tokens" + of_sequence + " that have left the window");
+    }
+  }
+  return Status::ok();
+}
+
 Result<Slots> SequenceTable::slots_of(SequenceList list) const {
   if (list.count < 1 || list.count > static_cast<int32_t>(entries_.size())) {
     return invalid("sequences: count must be 1 to max_sequences");
@@ -225,6 +242,7 @@ Result<Slots> SequenceTable::admit_attend(const AttendRequest& request) const {
     return Status(StatusCode::kUnsupported,
                   std::string("dtype ") + dtype_name(request.dtype) + " of q and out");
   }
+  if (Status s = require_queries(*slots, request.q_len); !s) return s;
   if (request.probabilities == nullptr) return slots;
   if (Status s = require_stride(*slots, request.stride); !s) return s;
   return slots;

@@ -71,6 +71,7 @@ class SequenceTable {
   Status require_layer(const Slots& slots, int32_t layer) const;
   Status require_room(const Slots& slots, int32_t tokens) const;
   Status require_stride(const Slots& slots, int64_t stride) const;
+  Status require_queries(const Slots& slots, int32_t q_len) const;
 
   const KvStoreConfig* config_;
   std::vector<Entry> entries_;

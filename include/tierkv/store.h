@@ -117,31 +117,41 @@ struct ScoreUpdate {
   int64_t stride = 0;                    // at least the tokens of the longest sequence
 };
 
-// Attention of the newest token's query over all that the layer holds, that token included.
+// Attention of the newest tokens' queries over all that the layer holds, each over the tokens up to
+// its own.
 struct AttendRequest {
   SequenceList sequences;
   int32_t layer = 0;
-  const void* q = nullptr;         // [count, num_q_heads, head_dim] of dtype
-  void* out = nullptr;             // like q
-  float* lse = nullptr;            // [count, num_q_heads], natural logarithm; may be null
-  float* probabilities = nullptr;  // as ScoreUpdate takes them, pruned tokens 0; may be null
-  int64_t stride = 0;              // of probabilities
+  const void* q = nullptr;  // [count, q_len, num_q_heads, head_dim] of dtype
+  void* out = nullptr;      // like q
+  float* lse = nullptr;     // [count, q_len, num_q_heads], natural logarithm; may be null
+  // [q_len, count, num_kv_heads, stride]: of query j what ScoreUpdate takes with back = q_len - 1 -
+  // j; 0 for pruned tokens and for those that the query does not see. May be null.
+  float* probabilities = nullptr;
+  int64_t stride = 0;  // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
   // layout.dtype is, otherwise fp16. With a basis fp16, or bfloat16 where layout.dtype is. With
   // config().coded fp16.
   DType dtype = DType::kFloat16;
-  // Also counts the query, as update_scores() of its probabilities would, instead of that call. The
+  // Queries of each sequence, 1 to kMaxQueryTokens, oldest first. Of several the sequence must have
+  // as many tokens, and all but the oldest of these must be sinks or in the window, as what was
+  // appended since the last truncate() is.
+  int32_t q_len = 1;
+  // Also counts the queries, as update_scores() of their probabilities would, oldest first, instead
+  // of those calls; those of tokens that are then truncated stay in the means (where drafts may be
+  // refused, ask for probabilities, truncate, and update the scores of what was accepted). The
   // sequences must be past their prompts. Host and device find probabilities that differ by up to
-  // 2e-3 of themselves (attention/token_scores.h). Where config().score_interval skips the query of
-  // every sequence, nothing is added to attend(), in a captured graph neither now nor when it is
+  // 2e-3 of themselves (attention/token_scores.h). Where config().score_interval skips all queries
+  // of every sequence, nothing is added to attend(), in a captured graph neither now nor when it is
   // replayed.
   bool count_query = false;
   // Device memory of count_scratch_bytes(), 8-byte aligned, for count_query; the host needs none.
   void* scratch = nullptr;
   size_t scratch_bytes = 0;
 };
-// For calls on up to `sequences` sequences of up to `tokens` tokens.
-TKV_API size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens);
+// For calls on up to `sequences` sequences of up to `tokens` tokens, with q_len queries each.
+TKV_API size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32_t tokens,
+                                   int32_t q_len = 1);
 
 // Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
 // owners' tokens, but once in the pages.

@@ -162,27 +162,34 @@ typedef struct tkv_prompt_scores {
 TKV_API tkv_status tkv_store_score_prompt(tkv_store* store, const tkv_prompt_scores* scores,
                                           tkv_error* error);
 
-/* Attention of the newest token's query over all that the layer holds, that token included. */
+/* Attention of the newest tokens' queries over all that the layer holds, each over the tokens up
+ * to its own. */
 typedef struct tkv_attend_request {
   size_t struct_size;
   const tkv_sequence_id* sequences;
   int32_t num_sequences;
   int32_t layer;
-  const void* q;        /* dtype [num_sequences, num_q_heads, head_dim] */
-  void* out;            /* like q */
-  float* lse;           /* [num_sequences, num_q_heads], natural logarithm; may be null */
-  float* probabilities; /* as tkv_score_update takes them; may be null */
-  int64_t stride;       /* of probabilities */
-  tkv_dtype dtype;      /* of q and out: fp16 or bfloat16; which a store takes says store.h */
-  /* 1: also counts the query, as tkv_store_update_scores of its probabilities would, instead of
-   * that call. Host and device find probabilities that differ by up to 2e-3 of themselves. */
+  const void* q; /* dtype [num_sequences, q_len, num_q_heads, head_dim] */
+  void* out;     /* like q */
+  float* lse;    /* [num_sequences, q_len, num_q_heads], natural logarithm; may be null */
+  /* [q_len, num_sequences, num_kv_heads, stride]: of query j what tkv_score_update takes with back
+   * = q_len - 1 - j; may be null */
+  float* probabilities;
+  int64_t stride;  /* of probabilities */
+  tkv_dtype dtype; /* of q and out: fp16 or bfloat16; which a store takes says store.h */
+  /* 1: also counts the queries, as tkv_store_update_scores of their probabilities would, oldest
+   * first, instead of those calls. Host and device find probabilities that differ by up to 2e-3 of
+   * themselves. */
   int32_t count_query;
   void* scratch; /* for count_query: device memory of a device store, aligned to 8 bytes */
   size_t scratch_bytes;
+  int32_t q_len; /* queries of each sequence, oldest first, up to 8: store.h; 0: 1 */
 } tkv_attend_request;
-/* Of scratch, for up to `num_sequences` sequences of up to `tokens` tokens; 0 for a host store. */
+/* Of scratch, for up to `num_sequences` sequences of up to `tokens` tokens with q_len queries each;
+ * 0 for a host store. */
 TKV_API tkv_status tkv_store_count_scratch_bytes(const tkv_store* store, int32_t num_sequences,
-                                                 int32_t tokens, size_t* bytes, tkv_error* error);
+                                                 int32_t tokens, int32_t q_len, size_t* bytes,
+                                                 tkv_error* error);
 TKV_API tkv_status tkv_store_attend(tkv_store* store, const tkv_attend_request* request,
                                     tkv_error* error);
 

@@ -124,7 +124,7 @@ class PromptScores(Struct):
 class AttendRequest(Struct):
     _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
                 ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p), ("stride", c_int64),
-                ("dtype", c_int32), ("count_query", c_int32), ("scratch", c_void_p), ("scratch_bytes", c_size_t)]
+                ("dtype", c_int32), ("count_query", c_int32), ("scratch", c_void_p), ("scratch_bytes", c_size_t), ("q_len", c_int32)]
 
 
 class ScoreUpdate(Struct):
@@ -207,7 +207,7 @@ CORE: Dict[str, List[Any]] = {
     "tkv_store_score_prompt": [c_void_p, POINTER(PromptScores)],
     "tkv_store_attend": [c_void_p, POINTER(AttendRequest)],
     "tkv_store_update_scores": [c_void_p, POINTER(ScoreUpdate)],
-    "tkv_store_count_scratch_bytes": [c_void_p, c_int32, c_int32, POINTER(c_size_t)],
+    "tkv_store_count_scratch_bytes": [c_void_p, c_int32, c_int32, c_int32, POINTER(c_size_t)],
     "tkv_store_fork": [c_void_p, c_uint64, POINTER(c_uint64)],
     "tkv_store_truncate": [c_void_p, c_uint64, c_int32],
     "tkv_store_release": [c_void_p, c_uint64],

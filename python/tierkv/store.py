@@ -64,10 +64,11 @@ class StoreStats:
 class Attention(NamedTuple):
     """What attend() found; NumPy arrays of a host store, the tensors of a device store."""
 
-    out: Any  # [sequences, num_q_heads, head_dim] of q's dtype
-    lse: Any = None  # float32 [sequences, num_q_heads], natural logarithm
-    # float32 [sequences, num_kv_heads, stride], by position: the largest of the group's heads. Of a host store zeros follow the
-    # tokens of a sequence, of a device store whatever was there.
+    out: Any  # like q
+    lse: Any = None  # float32, q's shape without head_dim, natural logarithm
+    # float32 [sequences, num_kv_heads, stride], by position: the largest of the group's heads; of several queries a sequence
+    # [q_len, sequences, num_kv_heads, stride]. Of a host store zeros follow the tokens of a sequence, of a device store whatever was
+    # there.
     probabilities: Any = None
 
 
@@ -157,23 +158,34 @@ class Store:
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False, into: Optional[Attention] = None,
                count_query: bool = False) -> Attention:
         """Attention of the newest token's queries q, float16 or bfloat16 [sequences, num_q_heads, head_dim], over all that the layer
-        holds. Raw tiers want q in the dtype of their pages, coded pages float16; a store with a basis takes bfloat16 where its keys are.
+        holds; of the 1 to 8 newest tokens' with [sequences, q_len, num_q_heads, head_dim], oldest first, each over the tokens up to its
+        own. A sequence must have q_len tokens, and all but the oldest of these in its window, as what was appended since the last
+        truncate() is. Raw tiers want q in the dtype of their pages, coded pages float16; a store with a basis takes bfloat16 where its
+        keys are.
 
-        `probabilities` asks for what update_scores() takes. `into` gives the arrays for the results, as a CUDA graph needs them;
-        those that are None are not computed. `count_query` does what update_scores() would do with the probabilities;
-        what it needs on a GPU is allocated with the first call, which should come before any capture."""
+        `probabilities` asks for what update_scores() takes, those of query j with back = q_len - 1 - j. `into` gives the arrays for the
+        results, as a CUDA graph needs them; those that are None are not computed. `count_query` does what update_scores() would do with
+        the probabilities, oldest query first; what it needs on a GPU is allocated with the first call for so many sequences and
+        queries, which should come before any capture."""
         ids, count = _ids(sequences)
-        queries = self._input(q, "q", ("float16", "bfloat16"), (count, self.config.num_q_heads, self.config.head_dim))
+        per_query = (self.config.num_q_heads, self.config.head_dim)
+        several = len(getattr(q, "shape", ())) == 4
+        queries = self._input(q, "q", ("float16", "bfloat16"), (count, None, *per_query) if several else (count, *per_query))
+        q_len = queries.shape[1] if several else 1
+        if q_len == 0:
+            raise ValueError("q: no queries")
+        seen = (*((q_len,) if several else ()), count, self.config.num_kv_heads)
         if into is None:
-            into = self._results(sequences, q, queries, probabilities)
+            into = self._results(sequences, q, queries, seen if probabilities else None)
         out = self._output(into.out, "out", queries.dtype, queries.shape)
-        lse = self._output(into.lse, "lse", "float32", queries.shape[:2])
-        p = self._output(into.probabilities, "probabilities", "float32", (count, self.config.num_kv_heads, None))
-        scratch = self._count_scratch(q, count) if count_query else _NOTHING
+        lse = self._output(into.lse, "lse", "float32", queries.shape[:-1])
+        p = self._output(into.probabilities, "probabilities", "float32", (*seen, None))
+        scratch = self._count_scratch(q, count, q_len) if count_query else _NOTHING
         self._call("tkv_store_attend", lib.AttendRequest(
             sequences=ids, num_sequences=count, layer=layer, q=queries.address, out=out.address, lse=lse.address,
-            probabilities=p.address, stride=p.shape[2] if p.shape else 0, dtype=DTYPES[queries.dtype], count_query=count_query,
-            scratch=scratch.address, scratch_bytes=4 * scratch.shape[0] if scratch.shape else 0))
+            probabilities=p.address, stride=p.shape[-1] if p.shape else 0, dtype=DTYPES[queries.dtype], count_query=count_query,
+            scratch=scratch.address, scratch_bytes=4 * scratch.shape[0] if scratch.shape else 0,
+            q_len=q_len))
         return into
 
     def update_scores(self, sequences: Ids, layer: int, probabilities: ArrayLike, back: int = 0) -> None:
@@ -290,23 +302,25 @@ class Store:
         shaped(x, shape, name)
         return _Argument(pointer(x), x.shape, dtype, x)
 
-    def _results(self, sequences: Ids, q: ArrayLike, queries: _Argument, probabilities: bool) -> Attention:
+    def _results(self, sequences: Ids, q: ArrayLike, queries: _Argument, seen: Optional[Tuple[int, ...]]) -> Attention:
+        """`seen`: the shape of the probabilities without their stride."""
         ids: List[int] = [sequences] if isinstance(sequences, int) else list(sequences)
-        stride = max((self.num_tokens(id) for id in ids), default=0) if probabilities else 0
-        shape, seen = queries.shape, (queries.shape[0], self.config.num_kv_heads, stride)
+        shape = queries.shape
+        if seen is not None:
+            seen = (*seen, max((self.num_tokens(id) for id in ids), default=0))
         if self._stream is not None:
-            return Attention(_device.empty(q, queries.dtype, shape), _device.empty(q, "float32", shape[:2]),
-                             _device.empty(q, "float32", seen) if probabilities else None)
+            return Attention(_device.empty(q, queries.dtype, shape), _device.empty(q, "float32", shape[:-1]),
+                             None if seen is None else _device.empty(q, "float32", seen))
         if queries.dtype == "bfloat16" and not isinstance(q, np.ndarray):
             raise TypeError("results in bfloat16 must be given with `into`: NumPy has no such type of its own")
         out: Array = np.empty(shape, q.dtype if queries.dtype == "bfloat16" else np.float16)
-        return Attention(out, np.empty(shape[:2], np.float32), np.zeros(seen, np.float32) if probabilities else None)
+        return Attention(out, np.empty(shape[:-1], np.float32), None if seen is None else np.zeros(seen, np.float32))
 
-    def _count_scratch(self, q: Any, count: int) -> _Argument:
+    def _count_scratch(self, q: Any, count: int, q_len: int) -> _Argument:
         if self._stream is None:
             return _NOTHING
         size = ctypes.c_size_t()
-        lib.core().call("tkv_store_count_scratch_bytes", self._open(), count, self.config.max_tokens, size)
+        lib.core().call("tkv_store_count_scratch_bytes", self._open(), count, self.config.max_tokens, q_len, size)
         needed = -(-size.value // 4)
         if not self._scratch or self._scratch[-1].shape[0] < needed:
             self._scratch.append(self._input(_device.empty(q, "float32", (needed,)), "scratch", ("float32",), (needed,)))

@@ -50,7 +50,8 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   EXPECT_EQ(tkv_store_append(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_score_prompt(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_attend(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_count_scratch_bytes(nullptr, 1, 1, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(nullptr, 1, 1, 1, nullptr, nullptr),
+            TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_update_scores(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_fork(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_truncate(nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 
@@ -139,11 +140,68 @@ TEST(CapiStore, QueriesHaveADtype) {
   r.dtype = 3;
   EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), TKV_INVALID_ARGUMENT);
   size_t bytes = 77;
-  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens, &bytes, &error), TKV_OK);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens, 8, &bytes, &error), TKV_OK);
   EXPECT_EQ(bytes, 0u);
-  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 5, 1, &bytes, &error), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens + 1, &bytes, &error),
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 5, 1, 1, &bytes, &error),
             TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, kMaxTokens + 1, 1, &bytes, &error),
+            TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_count_scratch_bytes(twins.c(), 1, 1, 9, &bytes, &error),
+            TKV_INVALID_ARGUMENT);
+}
+
+TEST(CapiStore, SeveralQueriesNeedTheirTokens) {
+  RandomInput input;
+  Twins twins;
+  Twins::Pair id;
+  ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+  fill_prompt(twins, input, id, 3);
+  const auto q = input.values(DType::kFloat16, 9 * kQHeads, kHeadDim);
+  std::vector<uint16_t> out(9 * kQHeads * kHeadDim, 0x5a5a);
+  tkv_attend_request r = make<tkv_attend_request>();
+  r.sequences = &id.c;
+  r.num_sequences = 1;
+  r.q = q.data();
+  r.out = out.data();
+  tkv_error error = make<tkv_error>();
+  for (const auto& [q_len, status] : std::map<int32_t, tkv_status>{
+           {-1, TKV_INVALID_ARGUMENT}, {4, TKV_INVALID_ARGUMENT}, {9, TKV_UNSUPPORTED}}) {
+    r.q_len = q_len;
+    EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), status) << q_len;
+    EXPECT_NE(std::strstr(error.message, "q_len"), nullptr) << error.message;
+  }
+  EXPECT_EQ(std::count(out.begin(), out.end(), 0x5a5a), static_cast<int64_t>(out.size()));
+  r.q_len = 3;
+  EXPECT_EQ(tkv_store_attend(twins.c(), &r, &error), TKV_OK) << error.message;
+  EXPECT_NE(out[3 * kQHeads * kHeadDim - 1], 0x5a5a);
+  EXPECT_EQ(out[3 * kQHeads * kHeadDim], 0x5a5a);
+}
+
+// Scores of a prompt decide its tiers: the same tokens with and without them.
+TEST(CapiStore, ScoresOfAPromptDecideItsTiers) {
+  RandomInput input;
+  for (const float significance : {0.0f, 1.0f}) {
+    Twins twins;
+    Twins::Pair id;
+    ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+    fill_prompt(twins, input, id, 60);
+    const std::vector<float> scores(kKvHeads * kMaxTokens, significance);
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      ASSERT_EQ(twins.score_prompt(id, layer, scores.data()), StatusCode::kOk);
+    }
+    EXPECT_EQ(twins.score_prompt(id, kLayers, scores.data()), StatusCode::kInvalidArgument);
+    EXPECT_EQ(twins.score_prompt(id, 0, nullptr), StatusCode::kInvalidArgument);
+    const std::vector<float> negative(kKvHeads * kMaxTokens, -1), nan(kKvHeads * kMaxTokens, NAN);
+    EXPECT_EQ(twins.score_prompt(id, 0, negative.data()), StatusCode::kInvalidArgument);
+    EXPECT_EQ(twins.score_prompt(id, 0, nan.data()), StatusCode::kNonFinite);
+    ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+    EXPECT_EQ(twins.score_prompt(id, 0, scores.data()), StatusCode::kInvalidArgument) << "too late";
+    tkv_store_stats stats = make<tkv_store_stats>();
+    ASSERT_EQ(tkv_store_get_stats(twins.c(), &stats, nullptr), TKV_OK);
+    const int64_t rows = kLayers * kKvHeads, outside = 60 - 8 - 2;  // window and sinks
+    EXPECT_EQ(stats.high_tokens, significance == 0 ? 0 : rows * outside);
+    EXPECT_EQ(stats.pruned_tokens, significance == 0 ? rows * outside : 0);
+  }
 }
 
 TEST(CapiStore, TellsWhenPagesRunOut) {

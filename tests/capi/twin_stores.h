@@ -129,13 +129,17 @@ class Twins {
     return same(tkv_store_update_scores(c_, &update, &error_),
                 cpp_->update_scores({{&id.cpp, 1}, layer, back, x, kMaxTokens}));
   }
-  // Returns what the queries saw.
-  std::vector<float> attend(Pair id, int32_t layer, const void* q, bool count_query = false) {
+  // Returns what the queries saw: [q_len, kKvHeads, kMaxTokens].
+  std::vector<float> attend(Pair id, int32_t layer, const void* q, bool count_query = false,
+                            int32_t q_len = 1) {
     struct Results {
-      std::vector<uint16_t> out = std::vector<uint16_t>(kQHeads * kHeadDim, 0x5a5a);
-      std::vector<float> lse = std::vector<float>(kQHeads, -77),
-                         p = std::vector<float>(kKvHeads * kMaxTokens, -77);
-    } c, cpp;
+      explicit Results(int32_t queries)
+          : out(queries * kQHeads * kHeadDim, 0x5a5a),
+            lse(queries * kQHeads, -77),
+            p(queries * kKvHeads * kMaxTokens, -77) {}
+      std::vector<uint16_t> out;
+      std::vector<float> lse, p;
+    } c(q_len), cpp(q_len);
     tkv_attend_request r = make<tkv_attend_request>();
     r.sequences = &id.c;
     r.num_sequences = 1;
@@ -146,6 +150,7 @@ class Twins {
     r.probabilities = c.p.data();
     r.stride = kMaxTokens;
     r.count_query = count_query ? 1 : 0;
+    r.q_len = q_len == 1 ? 0 : q_len;  // the default
     AttendRequest other;
     other.sequences = {&id.cpp, 1};
     other.layer = layer;
@@ -155,6 +160,7 @@ class Twins {
     other.probabilities = cpp.p.data();
     other.stride = kMaxTokens;
     other.count_query = count_query;
+    other.q_len = q_len;
     same(tkv_store_attend(c_, &r, &error_), cpp_->attend(other));
     EXPECT_EQ(c.out, cpp.out);
     EXPECT_EQ(c.lse, cpp.lse);
@@ -232,13 +238,15 @@ inline void step(Twins& twins, RandomInput& input, Twins::Pair id, int32_t n) {
   for (int32_t layer = 0; layer < kLayers; ++layer) {
     const auto k = input.values(DType::kFloat16, n * kKvHeads, kHeadDim);
     const auto v = input.values(DType::kFloat16, n * kKvHeads, kHeadDim);
-    const auto q = input.values(DType::kFloat16, kQHeads, kHeadDim);
+    const int32_t q_len = input.uniform(1, n);
+    const auto q = input.values(DType::kFloat16, q_len * kQHeads, kHeadDim);
     EXPECT_EQ(twins.append(id, layer, n, k.data(), v.data()), StatusCode::kOk);
     const bool count_query = input.chance(0.5);
-    const std::vector<float> seen = twins.attend(id, layer, q.data(), count_query);
-    if (count_query) continue;
-    EXPECT_EQ(twins.update_scores(id, layer, input.uniform(0, n - 1), seen.data()),
-              StatusCode::kOk);
+    const std::vector<float> seen = twins.attend(id, layer, q.data(), count_query, q_len);
+    for (int32_t j = 0; j < q_len && !count_query; ++j) {
+      const float* of_query = seen.data() + j * kKvHeads * kMaxTokens;
+      EXPECT_EQ(twins.update_scores(id, layer, q_len - 1 - j, of_query), StatusCode::kOk);
+    }
   }
 }
 

@@ -39,6 +39,9 @@ class StoreTest(unittest.TestCase):
     def query(self):
         return self.rng.normal(size=(1, Q_HEADS, HEAD_DIM)).astype(np.float16)
 
+    def queries(self, q_len):
+        return self.rng.normal(size=(1, q_len, Q_HEADS, HEAD_DIM)).astype(np.float16)
+
     def live(self, store, tokens):
         id = store.add_sequence()
         store.begin_prompt(id, tokens)
@@ -89,17 +92,18 @@ class Trace(StoreTest):
     def step(self, which, n):
         self.play(BEGIN_STEP, which, 0, n, call=lambda id: self.store.begin_step(id, n))
         for layer in self.tokens(which, n):
-            q = self.query()
-            into = tierkv.Attention(np.empty((1, Q_HEADS, HEAD_DIM), np.float16), np.empty((1, Q_HEADS), np.float32),
-                                    np.zeros((1, KV_HEADS, MAX_TOKENS), np.float32))
+            q_len = int(self.rng.integers(1, n + 1))
+            q = self.query() if q_len == 1 else self.queries(q_len)
+            into = tierkv.Attention(np.empty(q.shape, np.float16), np.empty(q.shape[:-1], np.float32),
+                                    np.zeros((*((q_len,) if q_len > 1 else ()), 1, KV_HEADS, MAX_TOKENS), np.float32))
             count_query = bool(self.rng.random() < 0.5)
             self.play(ATTEND, which, layer, count_query, q.tobytes(),
                       lambda id: self.store.attend(id, layer, q, into=into, count_query=count_query))
             if count_query:
                 continue
-            back = int(self.rng.integers(n))
-            self.play(UPDATE_SCORES, which, layer, back, into.probabilities.tobytes(),
-                      lambda id: self.store.update_scores(id, layer, into.probabilities, back))
+            back = int(self.rng.integers(n)) if q_len == 1 else 0
+            last = into.probabilities[-1] if q_len > 1 else into.probabilities
+            self.play(UPDATE_SCORES, which, layer, back, last.tobytes(), lambda id: self.store.update_scores(id, layer, last, back))
 
     def move(self, which):
         data = self.play(EXPORT, which, call=self.store.export_sequence)
@@ -255,6 +259,39 @@ class Arrays(StoreTest):
                 np.testing.assert_allclose(seen.out[0, h], want, rtol=1.001 * 2**-11, atol=2**-25, err_msg=f"seed {self.seed}")
                 self.assertAlmostEqual(seen.lse[0, h], np.log(p.sum()) + logits.max(), places=4)
 
+    def test_several_queries_see_the_tokens_up_to_theirs(self):
+        with tierkv.Store(config(window_format=tierkv.TierFormat(16, 16), page_bytes=0)) as store:
+            id = store.add_sequence()
+            k, v, q = self.values(7), self.values(7), self.queries(3)
+            store.begin_prompt(id, 7)
+            store.append(id, 0, k, v)
+            seen = store.attend(id, 0, q, probabilities=True)
+            self.assertEqual((seen.out.shape, seen.lse.shape, seen.probabilities.shape),
+                             ((1, 3, Q_HEADS, HEAD_DIM), (1, 3, Q_HEADS), (3, 1, KV_HEADS, 7)))
+            for j in range(3):
+                for h in range(KV_HEADS):
+                    weights = []
+                    for g in range(2 * h, 2 * h + 2):
+                        logits = k[0, :5 + j, h].astype(np.float64) @ q[0, j, g].astype(np.float64) / 8
+                        weights.append(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())
+                        want = weights[-1] @ v[0, :5 + j, h].astype(np.float64)
+                        np.testing.assert_allclose(seen.out[0, j, g], want, rtol=1.001 * 2**-11, atol=2**-25, err_msg=f"seed {self.seed}")
+                    np.testing.assert_allclose(seen.probabilities[j, 0, h, :5 + j], np.max(weights, 0), rtol=1e-6, atol=1e-38,
+                                               err_msg=f"seed {self.seed}")
+                    self.assertTrue((seen.probabilities[j, 0, h, 5 + j:] == 0).all())
+
+    def test_scores_of_a_prompt_decide_its_tiers(self):
+        for significance, tier in ((0.0, "pruned_tokens"), (1.0, "high_tokens")):
+            with tierkv.Store(config()) as store:
+                id = store.add_sequence()
+                store.begin_prompt(id, 40)
+                for layer in range(LAYERS):
+                    store.append(id, layer, self.values(40), self.values(40))
+                    store.score_prompt(id, layer, np.full((1, KV_HEADS, 40), significance, np.float32))
+                store.end_prompt(id)
+                # All but the window of 8 and 2 sinks.
+                self.assertEqual(getattr(store.stats(), tier), 30 * LAYERS * KV_HEADS)
+
     def test_dtypes(self):
         for dtype in ("float32", "bfloat16"):
             with tierkv.Store(config(dtype=dtype)) as store:
@@ -269,6 +306,10 @@ class Arrays(StoreTest):
     def test_what_is_refused(self):
         store = tierkv.Store(config())
         id = self.live(store, 12)
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "q_len 9"):
+            store.attend(id, 0, self.queries(9))
+        with self.assertRaisesRegex(tierkv.InvalidArgumentError, "q_len"):
+            store.attend(self.live(store, 3), 0, self.queries(4))
         store.begin_step(id)
         x, q = self.values(1), self.query()
         read_only = np.empty((1, Q_HEADS, HEAD_DIM), np.float16)
@@ -281,6 +322,11 @@ class Arrays(StoreTest):
                 (lambda: store.append(id, 0, x * np.float16(np.nan), x), tierkv.NonFiniteError, "k"),
                 (lambda: store.attend(id, 0, q), tierkv.InvalidArgumentError, "lacks"),
                 (lambda: store.attend(id, 0, q[:, :1]), ValueError, "q: shape"),
+                (lambda: store.attend(id, 0, self.queries(2)[:, :, :1]), ValueError, "q: shape"),
+                (lambda: store.attend(id, 0, self.queries(2)[:, :0]), ValueError, "q: no queries"),
+                (lambda: store.score_prompt(id, 0, np.zeros((1, KV_HEADS, 13), np.float32)), tierkv.InvalidArgumentError, "prompt"),
+                (lambda: store.update_scores(id, 0, np.zeros((1, 1, 13), np.float32)), ValueError, "probabilities: shape"),
+                (lambda: store.update_scores(id, 0, np.zeros((1, KV_HEADS, 13), np.float64)), TypeError, "probabilities: dtype"),
                 (lambda: store.attend(id, 0, q.astype(np.float32)), TypeError, "q: dtype"),
                 (lambda: store.attend(store.add_sequence(), 0, q, count_query=True), tierkv.InvalidArgumentError, "prompt"),
                 (lambda: store.attend(id, 0, q, into=tierkv.Attention(read_only)), TypeError, "out: not a writable"),

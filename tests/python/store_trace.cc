@@ -111,9 +111,11 @@ class Player {
   }
   Status attend(const Call& call, SequenceList list, const std::vector<uint8_t>& q,
                 std::vector<uint8_t>* result) {
-    std::vector<uint16_t> out(kQHeads * kHeadDim);
-    std::vector<float> lse(kQHeads), probabilities(kKvHeads * kMaxTokens);
+    const size_t queries = q.size() / (kQHeads * kHeadDim * sizeof(uint16_t));
+    std::vector<uint16_t> out(queries * kQHeads * kHeadDim);
+    std::vector<float> lse(queries * kQHeads), probabilities(queries * kKvHeads * kMaxTokens);
     AttendRequest request;
+    request.q_len = static_cast<int32_t>(queries);
     request.sequences = list;
     request.layer = call.layer;
     request.q = q.data();

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "tests/store/decoded_row.h"
 #include "tests/store/modelled_store.h"
 
 namespace tierkv::testing {
@@ -13,29 +14,6 @@ KvStoreConfig attention_config_128() {
   c.layout.head_dim = 128;
   c.page_bytes = 0;
   return c;
-}
-
-struct Decoded {
-  std::vector<float> k, v;
-  std::vector<int32_t> positions;
-};
-Decoded decode_row(const StoreView& s, int32_t row) {
-  Decoded d;
-  for (int32_t side = 0; side < kStoreSides; ++side) {
-    for (int32_t i = 0; i < s.allocator.tokens[row].of[side]; ++i) {
-      const HostSlot at = row_slot(s, row, side, i);
-      float k[128], v[128];
-      TokenOutput out;
-      out.k = k;
-      out.v = v;
-      out.count = 1;
-      EXPECT_TRUE(decode_tokens(at.page, at.slot, out));
-      d.k.insert(d.k.end(), k, k + 128);
-      d.v.insert(d.v.end(), v, v + 128);
-      d.positions.push_back(page_position(at.page, at.slot));
-    }
-  }
-  return d;
 }
 
 TEST(StoreAttend, IsTheSoftmaxOverWhatThePagesHold) {
