@@ -172,6 +172,7 @@ Status DeviceStore::release(SequenceId sequence) {
   const Slots slots = {*slot};
   if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
   if (Status s = run(PageOp::release(batch(slots), state_.other_report)); !s) return s;
+  planned_ = {};
   table().release(*slot);
   return Status::ok();
 }
@@ -188,6 +189,7 @@ Status DeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_chunk(state_, count, tokens, stream_); !s) return s;
+  planned_ = {};
   for (const int32_t slot : *slots) {
     table().set_info(slot, {table().info(slot).num_tokens + tokens, 0, kInPrompt, 0});
   }
@@ -241,6 +243,7 @@ Status DeviceStore::end_prompt(SequenceList sequences) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_prompt(state_, count, stream_); !s) return s;
+  planned_ = {};
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_prompt(state_.s.policy, table().info(slot).num_tokens));
     table().set_phase(slot, SequencePhase::kLive);
