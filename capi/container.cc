@@ -1,7 +1,7 @@
 // `.tkv` containers: what can be done with them without HDF5.
 #include "capi/abi.h"
+#include "codec/parallel.h"
 #include "tools/analysis/container_file.h"
-#include "tools/analysis/parallel.h"
 
 struct tkv_container {
   tierkv::analysis::CacheDecoder decoder;
@@ -75,7 +75,7 @@ Status decode_head(const analysis::CacheDecoder& decoder, const tkv_layer& layer
 Status decode_heads(const analysis::CacheDecoder& decoder, const tkv_layer& layer,
                     int32_t threads) {
   std::vector<Status> status(decoder.model().layout.num_kv_heads);
-  analysis::parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
+  parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
     status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
   });
   for (const Status& s : status) {

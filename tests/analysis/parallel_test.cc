@@ -1,4 +1,4 @@
-#include "tools/analysis/parallel.h"
+#include "codec/parallel.h"
 
 #include <gtest/gtest.h>
 

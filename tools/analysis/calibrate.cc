@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "codec/global_step.h"
+#include "codec/parallel.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
-#include "tools/analysis/parallel.h"
 
 namespace tierkv::analysis {
 namespace {

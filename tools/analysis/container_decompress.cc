@@ -6,8 +6,8 @@
 #include <mutex>
 #include <optional>
 
+#include "codec/parallel.h"
 #include "tools/analysis/container_file.h"
-#include "tools/analysis/parallel.h"
 #include "tools/analysis/step_log.h"
 
 namespace tierkv::analysis {

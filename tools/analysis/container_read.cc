@@ -3,10 +3,10 @@
 #include <atomic>
 
 #include "codec/byte_cursor.h"
+#include "codec/parallel.h"
 #include "tools/analysis/container_chunks.h"
 #include "tools/analysis/container_file.h"
 #include "tools/analysis/container_pages.h"
-#include "tools/analysis/parallel.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -9,9 +9,9 @@
 #include <mutex>
 #include <optional>
 
+#include "codec/parallel.h"
 #include "tools/analysis/container_encode.h"
 #include "tools/analysis/container_file.h"
-#include "tools/analysis/parallel.h"
 #include "tools/analysis/step_log.h"
 #include "tools/analysis/stop_watch.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tools/analysis/parallel.h"
+#include "codec/parallel.h"
 #include "tools/analysis/stop_watch.h"
 
 namespace tierkv::analysis {

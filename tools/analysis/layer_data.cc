@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "codec/global_step.h"
+#include "codec/parallel.h"
 #include "codec/significance.h"
-#include "tools/analysis/parallel.h"
 
 namespace tierkv::analysis {
 namespace {

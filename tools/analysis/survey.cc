@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "codec/parallel.h"
 #include "tools/analysis/layer_data.h"
-#include "tools/analysis/parallel.h"
 #include "tools/analysis/query_weights.h"
 
 namespace tierkv::analysis {

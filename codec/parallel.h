@@ -1,4 +1,4 @@
-// Data-parallel loops of the analysis.
+// Data-parallel loops on host threads.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace tierkv::analysis {
+namespace tierkv {
 
 // Calls body(i) for every i in [0, n), once each and on at most `threads` threads, fewer where the
 // system has no more; returns when all are done. Items are handed out in order, one at a time. What
@@ -42,4 +42,4 @@ void parallel_for(int64_t n, int32_t threads, const Body& body) {
   if (failure) std::rethrow_exception(failure);
 }
 
-}  // namespace tierkv::analysis
+}  // namespace tierkv
