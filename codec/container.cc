@@ -65,6 +65,16 @@ class File {
   int descriptor_;
 };
 
+// The header of a container whose index lies at `offset`.
+ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index) {
+  ContainerHeader header;
+  header.index_offset = static_cast<uint64_t>(offset);
+  header.file_bytes = header.index_offset + index.size();
+  header.chunk_count = static_cast<uint32_t>(index.size() / kIndexEntryBytes);
+  header.index_checksum = xxh3(index.data(), index.size());
+  return header;
+}
+
 }  // namespace
 
 bool operator<(const ChunkKey& a, const ChunkKey& b) {
@@ -74,8 +84,8 @@ bool operator<(const ChunkKey& a, const ChunkKey& b) {
 
 std::string to_string(const ChunkKey& key) {
   static constexpr const char* kNames[] = {
-      "model",           "sequence", "basis",        "codebook", "row map",    "segment",
-      "query positions", "queries",  "significance", "page",     "page format"};
+      "model",   "sequence",     "basis", "codebook",    "row map", "segment",   "query positions",
+      "queries", "significance", "page",  "page format", "store",   "store row", "store page"};
   const auto kind = static_cast<size_t>(key.kind);
   std::string s = kind >= 1 && kind <= std::size(kNames) ? kNames[kind - 1]
                                                          : "chunk of kind " + std::to_string(kind);
@@ -90,11 +100,13 @@ std::string to_string(const ChunkKey& key) {
   const bool component = key.kind == ChunkKind::kBasis || key.kind == ChunkKind::kCodebook ||
                          key.kind == ChunkKind::kSegment;
   if (component) add(key.component == 0 ? "keys" : "values");
-  const bool paged = key.kind == ChunkKind::kPage || key.kind == ChunkKind::kPageFormat;
+  const bool page = key.kind == ChunkKind::kPage || key.kind == ChunkKind::kStorePage;
+  const bool paged = page || key.kind == ChunkKind::kPageFormat;
   if (paged || (component && key.kind != ChunkKind::kBasis)) {
     add("part " + std::to_string(key.part));
   }
-  if (key.kind == ChunkKind::kPage) add("page " + std::to_string(key.page));
+  if (page) add("page " + std::to_string(key.page));
+  if (key.kind == ChunkKind::kCodebook && key.page > 0) add("number " + std::to_string(key.page));
   return s;
 }
 
@@ -194,11 +206,7 @@ Status ContainerWriter::add(const ChunkBlock& block) {
 Status ContainerWriter::finish() {
   Impl& w = *impl_;
   const std::vector<uint8_t> index = store_index(w.chunks);
-  ContainerHeader header;
-  header.index_offset = static_cast<uint64_t>(w.bytes);
-  header.file_bytes = header.index_offset + index.size();
-  header.chunk_count = static_cast<uint32_t>(w.chunks.size());
-  header.index_checksum = xxh3(index.data(), index.size());
+  const ContainerHeader header = header_before(w.bytes, index);
   uint8_t bytes[kContainerHeaderBytes];
   store_container_header(header, bytes);
   const bool written = w.file.write(index.data(), index.size(), w.bytes) &&
@@ -212,6 +220,25 @@ Status ContainerWriter::finish() {
 
 int64_t ContainerWriter::file_bytes() const {
   return impl_->bytes;
+}
+
+std::vector<uint8_t> assemble_container(const std::vector<ChunkBlock>& blocks) {
+  size_t size = kContainerHeaderBytes;
+  for (const ChunkBlock& block : blocks) size += block.impl_->bytes.size();
+  std::vector<uint8_t> bytes(kContainerHeaderBytes);
+  bytes.reserve(size);
+  std::vector<ChunkEntry> chunks;
+  for (const ChunkBlock& block : blocks) {
+    for (ChunkEntry c : block.impl_->chunks) {
+      c.offset += bytes.size();
+      chunks.push_back(c);
+    }
+    bytes.insert(bytes.end(), block.impl_->bytes.begin(), block.impl_->bytes.end());
+  }
+  const std::vector<uint8_t> index = store_index(chunks);
+  store_container_header(header_before(static_cast<int64_t>(bytes.size()), index), bytes.data());
+  bytes.insert(bytes.end(), index.begin(), index.end());
+  return bytes;
 }
 
 struct ContainerReader::Impl {

@@ -19,7 +19,7 @@ Status corrupt(const std::string& what) {
 }
 
 bool is_known(ChunkKind kind) {
-  return kind >= ChunkKind::kModel && kind <= ChunkKind::kPageFormat;
+  return kind >= ChunkKind::kModel && kind <= ChunkKind::kStorePage;
 }
 
 }  // namespace

@@ -42,6 +42,9 @@ enum class ChunkKind : uint16_t {
   kSignificance = 9,    // of a (layer, kv_head)
   kPage = 10,           // tokens of a (layer, kv_head, part), unified page by page
   kPageFormat = 11,     // of the pages of a (layer, part)
+  kStore = 12,          // which store a sequence is of, and where its tokens lie (tierkv/cold.h)
+  kStoreRow = 13,       // of a (layer, kv_head) of it
+  kStorePage = 14,      // of a (layer, kv_head, part) of it, page by page
 };
 
 struct ChunkKey {
@@ -51,7 +54,7 @@ struct ChunkKey {
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
   uint8_t part = 0;               // of a row, docs/FORMAT.md
-  int32_t page = 0;               // kPage: of the part, from 0
+  int32_t page = 0;               // kPage, kStorePage: of the part, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {
     return a.kind == b.kind && a.sequence == b.sequence && a.layer == b.layer && a.head == b.head &&
@@ -85,6 +88,7 @@ class TKV_API ChunkBlock {
 
  private:
   friend class ContainerWriter;
+  friend std::vector<uint8_t> assemble_container(const std::vector<ChunkBlock>& blocks);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
@@ -107,6 +111,9 @@ class TKV_API ContainerWriter {
   explicit ContainerWriter(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
+
+// The bytes of a container of these chunks, in order.
+TKV_API std::vector<uint8_t> assemble_container(const std::vector<ChunkBlock>& blocks);
 
 struct ContainerReadOptions {
   // Off only to look at what is damaged, or to try hostile bytes on what lies behind the checksums.
