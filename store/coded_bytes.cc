@@ -80,7 +80,50 @@ Result<CodedBooks> read_books(const KvStoreConfig& config, ByteReader* reader) {
   return CodedBooks::of_lists(std::move(lists));
 }
 
-Status check_info(const KvStoreConfig& config, const SequenceInfo& info) {
+// One component of a row behind its means: blocks, then raw values.
+Status split_component(const KvStoreConfig& config, const SequenceInfo& info, size_t component,
+                       ByteReader* reader, CodedRowContent* row) {
+  for (int32_t b = 0; b < info.window_first / kBlockTokens; ++b) {
+    const uint64_t size = uint64_t{reader->u32()} * kBlockAlignment;
+    const uint8_t* bytes = reader->take(size);
+    if (bytes == nullptr) return corrupt("a block is cut off");
+    row->blocks[component].emplace_back(bytes, bytes + size);
+  }
+  const int64_t raw = int64_t{info.num_tokens - info.window_first} * config.layout.head_dim;
+  for (int64_t j = 0; j < raw && reader->ok(); ++j) row->raw[component].push_back(reader->u16());
+  return reader->ok() ? Status::ok() : corrupt("a row is cut off");
+}
+
+// Decodes one component of row `within` and looks at every value.
+Status read_component(const KvStoreConfig& config, const CodedSequenceContent& sequence,
+                      int32_t within, Component c, ImportedCodedRow* out) {
+  const int32_t dim = config.layout.head_dim, i = static_cast<int32_t>(c);
+  const float step =
+      (c == Component::kKey ? config.coded.key_steps : config.coded.value_steps)[within];
+  const CodedRowContent& row = sequence.rows[within];
+  std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * dim);
+  for (const std::vector<uint8_t>& block : row.blocks[i]) {
+    if (Status s = sequence.books.decode(block.data(), static_cast<int64_t>(block.size()), dim,
+                                         within / config.layout.num_kv_heads, c, codes.data());
+        !s) {
+      return s;
+    }
+    // Truncate may make them raw values, which a step codes again.
+    for (const int16_t code : codes) {
+      if (check_centred(coded_value(code, step), step) != StatusCode::kOk) return corrupt("a code");
+    }
+    out->codes[i].insert(out->codes[i].end(), codes.begin(), codes.end());
+  }
+  for (const uint16_t x : row.raw[i]) {
+    if (check_centred(x, step) != StatusCode::kOk) return corrupt("a raw value");
+  }
+  out->raw[i] = row.raw[i];
+  return Status::ok();
+}
+
+}  // namespace
+
+Status check_coded_info(const KvStoreConfig& config, const SequenceInfo& info) {
   if (info.num_tokens < 0) return corrupt("tokens");
   if (info.num_tokens > config.max_tokens) {
     return Status(StatusCode::kOutOfRange, "the sequence exceeds max_tokens");
@@ -92,38 +135,6 @@ Status check_info(const KvStoreConfig& config, const SequenceInfo& info) {
       info.prompt_tokens >= 0 && info.prompt_tokens <= info.num_tokens;
   return possible ? Status::ok() : corrupt("the window is not where it can be");
 }
-
-// One component of a row behind its means: blocks, then raw values.
-Status read_component(const KvStoreConfig& config, const ImportedCodedSequence& sequence,
-                      int32_t within, Component c, ByteReader* reader, ImportedCodedRow* row) {
-  const int32_t dim = config.layout.head_dim, i = static_cast<int32_t>(c);
-  const float step =
-      (c == Component::kKey ? config.coded.key_steps : config.coded.value_steps)[within];
-  std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * dim);
-  for (int32_t b = 0; b < sequence.info.window_first / kBlockTokens; ++b) {
-    const uint64_t size = uint64_t{reader->u32()} * kBlockAlignment;
-    const uint8_t* bytes = reader->take(size);
-    if (bytes == nullptr) return corrupt("a block is cut off");
-    if (Status s = sequence.books.decode(bytes, static_cast<int64_t>(size), dim,
-                                         within / config.layout.num_kv_heads, c, codes.data());
-        !s) {
-      return s;
-    }
-    // Truncate may make them raw values, which a step codes again.
-    for (const int16_t code : codes) {
-      if (check_centred(coded_value(code, step), step) != StatusCode::kOk) return corrupt("a code");
-    }
-    row->codes[i].insert(row->codes[i].end(), codes.begin(), codes.end());
-  }
-  const int32_t raw = sequence.info.num_tokens - sequence.info.window_first;
-  for (int64_t j = 0; j < int64_t{raw} * dim && reader->ok(); ++j) {
-    row->raw[i].push_back(reader->u16());
-    if (check_centred(row->raw[i].back(), step) != StatusCode::kOk) return corrupt("a raw value");
-  }
-  return Status::ok();
-}
-
-}  // namespace
 
 std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const CodedBooks& books,
                                          const SequenceInfo& info) {
@@ -166,7 +177,7 @@ void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRo
   put_checksum(first, out);
 }
 
-Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
+Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
                                                   size_t size) {
   if (bytes == nullptr && size > 0) return Status(StatusCode::kInvalidArgument, "bytes is null");
   ByteReader reader(bytes, size);
@@ -180,7 +191,7 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
     return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence is of another config")
                        : corrupt("the header is cut off");
   }
-  ImportedCodedSequence sequence;
+  CodedSequenceContent sequence;
   sequence.info.num_tokens = reader.i32();
   sequence.info.window_first = reader.i32();
   sequence.info.prompt_tokens = reader.i32();
@@ -190,7 +201,7 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
   sequence.books = std::move(*books);
   const auto here = [&] { return bytes + (size - reader.left()); };
   if (!checksum_holds(bytes, here(), &reader)) return corrupt("checksum of the header");
-  if (Status s = check_info(config, sequence.info); !s) return s;
+  if (Status s = check_coded_info(config, sequence.info); !s) return s;
   if (sequence.info.window_first > 0 && !sequence.books.ready()) return corrupt("no codebooks");
   const int32_t rows = config.layout.num_layers * config.layout.num_kv_heads;
   for (int32_t w = 0; w < rows; ++w) {
@@ -199,20 +210,40 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
       return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence has other steps")
                          : corrupt("a row is cut off");
     }
-    ImportedCodedRow row;
+    CodedRowContent row;
     for (std::vector<float>& means : row.means) {
       for (int32_t d = 0; d < config.layout.head_dim; ++d) {
         means.push_back(half_to_float(reader.u16()));
         if (!is_finite(means.back())) return corrupt("a mean");
       }
     }
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      if (Status s = read_component(config, sequence, w, c, &reader, &row); !s) return s;
+    for (size_t i = 0; i < 2; ++i) {
+      if (Status s = split_component(config, sequence.info, i, &reader, &row); !s) return s;
     }
     if (!checksum_holds(first, here(), &reader)) return corrupt("checksum of a row");
     sequence.rows.push_back(std::move(row));
   }
   if (!reader.at_end()) return corrupt("bytes behind the last row");
+  return sequence;
+}
+
+Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
+                                                  size_t size) {
+  Result<CodedSequenceContent> content = split_coded_sequence(config, bytes, size);
+  if (!content) return content.status();
+  ImportedCodedSequence sequence;
+  sequence.info = content->info;
+  for (size_t w = 0; w < content->rows.size(); ++w) {
+    ImportedCodedRow row;
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      row.means[static_cast<size_t>(c)] = content->rows[w].means[static_cast<size_t>(c)];
+      if (Status s = read_component(config, *content, static_cast<int32_t>(w), c, &row); !s) {
+        return s;
+      }
+    }
+    sequence.rows.push_back(std::move(row));
+  }
+  sequence.books = std::move(content->books);
   return sequence;
 }
 

@@ -22,6 +22,18 @@ std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const Code
 void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRowContent& row,
                       std::vector<uint8_t>* out);
 
+// What the bytes hold, found and not yet looked at.
+struct CodedSequenceContent {
+  SequenceInfo info;
+  CodedBooks books;  // not ready where the exporting store had none
+  std::vector<CodedRowContent> rows;
+};
+// That there can be a sequence like this: kCorrupt, kOutOfRange beyond max_tokens.
+Status check_coded_info(const KvStoreConfig& config, const SequenceInfo& info);
+// Finds the rows: header, sizes, checksums and means are looked at, blocks and raw values are not.
+Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, const uint8_t* bytes,
+                                                  size_t size);
+
 struct ImportedCodedRow {
   std::vector<float> means[2];
   std::vector<int16_t> codes[2];  // [window_first, head_dim]

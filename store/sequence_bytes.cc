@@ -34,12 +34,6 @@ std::vector<Segment> used_segments(const PageLayout& p, int32_t used) {
   segments.push_back({p.positions, tiles * kTileTokens * 4});
   return segments;
 }
-int64_t packed_bytes(const PageLayout& p, int32_t used) {
-  int64_t bytes = 0;
-  for (const Segment& segment : used_segments(p, used)) bytes += segment.bytes;
-  return bytes;
-}
-
 void put_checksum(size_t first, std::vector<uint8_t>* out) {
   const uint64_t sum = xxh3(out->data() + first, out->size() - first);
   ByteWriter(out).u64(sum);
@@ -69,25 +63,6 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config, const StoreView& 
 
 uint64_t basis_identity(const KvStoreConfig& config) {
   return config.basis == nullptr ? 0 : config.basis->identity();
-}
-
-Status check_info(const KvStoreConfig& config, const SequenceInfo& info) {
-  if (info.num_tokens < 0) return corrupt("tokens");
-  if (info.num_tokens > config.max_tokens) {
-    return Status(StatusCode::kOutOfRange, "the sequence exceeds max_tokens");
-  }
-  const TierPolicy& policy = config.policy;
-  const int32_t first = ring_first(policy, info);
-  const bool in_order = info.window_first >= 0 && info.window_first <= info.num_tokens &&
-                        info.num_tokens - info.window_first <= policy.window_tokens &&
-                        info.window_origin >= policy.sink_tokens && info.window_origin <= first &&
-                        info.prompt_tokens >= 0 && info.prompt_tokens <= info.num_tokens;
-  if (!in_order) return corrupt("the window is not where it can be");
-  // A window that is not full has its tokens at the indices from 0 on.
-  if (info.num_tokens - first < policy.window_tokens && info.window_origin != first) {
-    return corrupt("the window has a gap");
-  }
-  return Status::ok();
 }
 
 bool demote(const StoreView& s, int32_t from, int32_t to, const TokenCodes& token,
@@ -194,37 +169,29 @@ Status check_row(const StoreView& s, const SequenceInfo& info, const ImportedRow
   return twice == check.positions.end() ? Status::ok() : corrupt("a position is there twice");
 }
 
-bool counts_fit(const StoreView& s, const SequenceInfo& info, const SideCounts& tokens) {
-  const int64_t high = tokens.of[kHighSide], low = tokens.of[kLowSide];
-  return high >= 0 && low >= 0 &&
-         high + low <= larger_of(0, info.window_first - s.policy.sink_tokens) &&
-         tokens.of[kWindowSide] == window_side_tokens(s.policy, info);
-}
-
 int64_t packed_row_bytes(const StoreView& s, const SideCounts& tokens) {
   int64_t bytes = 0;
   for (int32_t side = 0; side < kStoreSides; ++side) {
     const int32_t per_page = s.page_tokens(side), full = tokens.of[side] / per_page;
-    bytes += full * packed_bytes(s.layouts[side], per_page) +
-             packed_bytes(s.layouts[side], tokens.of[side] % per_page);
+    bytes += full * packed_page_bytes(s.layouts[side], per_page) +
+             packed_page_bytes(s.layouts[side], tokens.of[side] % per_page);
   }
   return bytes;
 }
 
-// The row at the reader; its checksum, then its tokens.
+// The row at the reader.
 Result<ImportedRow> read_row(const StoreView& s, const SequenceInfo& info, ByteReader* reader) {
   ByteReader header = *reader;
   ImportedRow row;
   for (int32_t side = 0; side < kStoreSides; ++side) row.tokens.of[side] = header.i32();
   if (!header.ok()) return corrupt("the bytes end early");
-  if (!counts_fit(s, info, row.tokens)) return corrupt("token counts");
+  if (!row_counts_fit(s, info, row.tokens)) return corrupt("token counts");
   const int64_t bytes = kRowHeaderBytes + packed_row_bytes(s, row.tokens);
   const uint8_t* begin = reader->take(static_cast<uint64_t>(bytes));
   const uint64_t sum = reader->u64();
   if (!reader->ok()) return corrupt("the bytes end early");
   if (xxh3(begin, static_cast<size_t>(bytes)) != sum) return corrupt("checksum");
   row.pages = begin + kRowHeaderBytes;
-  if (Status status = check_row(s, info, row); !status) return status;
   return row;
 }
 
@@ -254,11 +221,50 @@ Result<SequenceInfo> read_header(const KvStoreConfig& config, const StoreView& s
   if (basis != basis_identity(config)) {
     return Status(StatusCode::kInvalidArgument, "the sequence is of a store of another basis");
   }
-  if (Status status = check_info(config, info); !status) return status;
+  if (Status status = check_exported_info(config, info); !status) return status;
   return info;
 }
 
 }  // namespace
+
+std::array<int32_t, kPageSegments> packed_segment_bytes(const PageLayout& layout, int32_t used) {
+  std::array<int32_t, kPageSegments> bytes;
+  const std::vector<Segment> segments = used_segments(layout, used);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = segments[i].bytes;
+  return bytes;
+}
+
+int64_t packed_page_bytes(const PageLayout& layout, int32_t used) {
+  int64_t bytes = 0;
+  for (const int32_t n : packed_segment_bytes(layout, used)) bytes += n;
+  return bytes;
+}
+
+Status check_exported_info(const KvStoreConfig& config, const SequenceInfo& info) {
+  if (info.num_tokens < 0) return corrupt("tokens");
+  if (info.num_tokens > config.max_tokens) {
+    return Status(StatusCode::kOutOfRange, "the sequence exceeds max_tokens");
+  }
+  const TierPolicy& policy = config.policy;
+  const int32_t first = ring_first(policy, info);
+  const bool in_order = info.window_first >= 0 && info.window_first <= info.num_tokens &&
+                        info.num_tokens - info.window_first <= policy.window_tokens &&
+                        info.window_origin >= policy.sink_tokens && info.window_origin <= first &&
+                        info.prompt_tokens >= 0 && info.prompt_tokens <= info.num_tokens;
+  if (!in_order) return corrupt("the window is not where it can be");
+  // A window that is not full has its tokens at the indices from 0 on.
+  if (info.num_tokens - first < policy.window_tokens && info.window_origin != first) {
+    return corrupt("the window has a gap");
+  }
+  return Status::ok();
+}
+
+bool row_counts_fit(const StoreView& s, const SequenceInfo& info, const SideCounts& tokens) {
+  const int64_t high = tokens.of[kHighSide], low = tokens.of[kLowSide];
+  return high >= 0 && low >= 0 &&
+         high + low <= larger_of(0, info.window_first - s.policy.sink_tokens) &&
+         tokens.of[kWindowSide] == window_side_tokens(s.policy, info);
+}
 
 std::vector<uint8_t> export_header(const KvStoreConfig& config, const StoreView& s,
                                    const SequenceInfo& info) {
@@ -293,6 +299,15 @@ void export_row(const StoreView& s, const RowPages& row, std::vector<uint8_t>* o
   put_checksum(first, out);
 }
 
+void export_packed_row(const SideCounts& tokens, const std::vector<uint8_t>& pages,
+                       std::vector<uint8_t>* out) {
+  const size_t first = out->size();
+  ByteWriter w(out);
+  for (int32_t side = 0; side < kStoreSides; ++side) w.i32(tokens.of[side]);
+  out->insert(out->end(), pages.begin(), pages.end());
+  put_checksum(first, out);
+}
+
 const uint8_t* unpack_page(const PageLayout& layout, const uint8_t* packed, int32_t used,
                            uint8_t* page) {
   for (const Segment& segment : used_segments(layout, used)) {
@@ -302,8 +317,8 @@ const uint8_t* unpack_page(const PageLayout& layout, const uint8_t* packed, int3
   return packed;
 }
 
-Result<ImportedSequence> read_sequence(const KvStoreConfig& config, const StoreView& s,
-                                       const uint8_t* bytes, size_t size) {
+Result<ImportedSequence> split_sequence(const KvStoreConfig& config, const StoreView& s,
+                                        const uint8_t* bytes, size_t size) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
   ByteReader reader(bytes, size);
   const Result<SequenceInfo> info = read_header(config, s, bytes, &reader);
@@ -316,6 +331,18 @@ Result<ImportedSequence> read_sequence(const KvStoreConfig& config, const StoreV
     sequence.rows.push_back(*row);
   }
   if (!reader.at_end()) return corrupt("bytes behind the last row");
+  return sequence;
+}
+
+Result<ImportedSequence> read_sequence(const KvStoreConfig& config, const StoreView& s,
+                                       const uint8_t* bytes, size_t size) {
+  Result<ImportedSequence> sequence = split_sequence(config, s, bytes, size);
+  if (!sequence) return sequence;
+  for (size_t r = 0; r < sequence->rows.size(); ++r) {
+    if (Status status = check_row(s, sequence->info, sequence->rows[r]); !status) {
+      return status.with_context("row " + std::to_string(r));
+    }
+  }
   return sequence;
 }
 
