@@ -249,7 +249,8 @@ def coded():
         if m["kind"] in ("decode", "encode"):
             us = m[m["kind"] + "_us"]
             rate = f"{m['output_gb_per_s']:.0f} GB/s of fp16" if m["kind"] == "decode" else f"{m['giga_symbols_per_s']:.0f} G/s"
-            rows.append([f"{m['kind']} {m['component']}, {m['rung']}", m["layer"], "-", number(m.get("bits_per_symbol"), 2), "-"])
+            what = m["kind"] + (" by a counter" if m.get("places") == "counter" else "")
+            rows.append([f"{what} {m['component']}, {m['rung']}", m["layer"], "-", number(m.get("bits_per_symbol"), 2), "-"])
         else:
             us, rate = m["attend_us"], f"{m['tera_symbols_per_s']:.2f} T/s"
             name = f"{m['bits']}-bit pages" if m["kind"] == "pages" else m["rung"]

@@ -79,6 +79,9 @@ Status CodedEncode::validate() const {
   if (codebook.mode != BlockMode::kPair && codebook.mode != BlockMode::kSingle) {
     return Status(StatusCode::kUnsupported, "coded encode: modes single and pair only");
   }
+  if (cursor != nullptr && head_dim > kSliceDims) {
+    return Status(StatusCode::kUnsupported, "coded encode: cursor with more than one slice");
+  }
   const int32_t symbols =
       codebook.mode == BlockMode::kPair ? codebook.levels * codebook.levels : codebook.levels;
   if (codebook.levels < 2 || codebook.levels > 256 || symbols > kMaxSymbols) {

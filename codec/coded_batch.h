@@ -87,6 +87,11 @@ struct CodedEncode {
   CodedGroup* groups = nullptr;    // device, [num_groups]; in: room in bytes, out: bytes used
   StatusCode* status = nullptr;    // device, out: [num_groups]
   DeviceCodebook codebook;         // with words and cheapest
+  // Device; where not null, groups go where this counter of bytes says, in the order in which they
+  // get there, and their offset is out: the write-back of KVComp section 3.2.2, to compare with.
+  // head_dim up to kSliceDims. It ends at the bytes that all groups asked for, those without room
+  // too.
+  unsigned long long* cursor = nullptr;
   int64_t size = 0;
   int64_t token_stride = 0;  // of codes, in elements
   int32_t num_groups = 0;

@@ -38,9 +38,17 @@ __device__ CodeRange load_codes(const CodedEncode& call, const int16_t* from, co
   return range;
 }
 
+// The next `bytes` of the counter; by the whole warp.
+__device__ int64_t take_place(unsigned long long* cursor, int32_t bytes) {
+  unsigned long long at = 0;
+  if (lane_index() == 0) at = atomicAdd(cursor, static_cast<unsigned long long>(bytes));
+  return static_cast<int64_t>(__shfl_sync(kAllLanes, at, 0));
+}
+
 __device__ StatusCode encode_group(const CodedEncode& call, const uint32_t* words,
                                    CodedGroup* group, const SliceMemory& memory, int32_t* counter) {
   const CodedGroup g = *group;
+  int64_t offset = g.offset, room = g.bytes;
   int32_t used = 0;
   for (int32_t first = 0; first < call.head_dim; first += kSliceDims) {
     const Slice slice{call.codebook, words, memory, g.tokens,
@@ -48,16 +56,31 @@ __device__ StatusCode encode_group(const CodedEncode& call, const uint32_t* word
     const int16_t* from = call.codes + g.codes + first;
     const int32_t bytes = encode_slice(
         slice, [&] { return load_codes(call, from, slice); }, counter);
-    if (bytes > g.bytes - used) return StatusCode::kBufferTooSmall;
-    auto* to = reinterpret_cast<uint4*>(call.bytes + g.offset + used);
+    if (call.cursor != nullptr) {
+      offset = take_place(call.cursor, bytes);
+      room = call.size - offset;
+    }
+    if (bytes > room - used) return StatusCode::kBufferTooSmall;
+    auto* to = reinterpret_cast<uint4*>(call.bytes + offset + used);
     for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
       to[i] = reinterpret_cast<const uint4*>(memory.block)[i];
     }
     __syncwarp();
     used += bytes;
   }
-  if (lane_index() == 0) group->bytes = used;
+  if (lane_index() == 0) {
+    group->offset = offset;
+    group->bytes = used;
+  }
   return StatusCode::kOk;
+}
+
+// Whether a group may be encoded: where it lies, unless the counter will say, and what it holds.
+__device__ bool is_valid(const CodedEncode& call, const CodedGroup& g) {
+  const bool placed = g.offset >= 0 && g.offset % kBlockAlignment == 0 && g.bytes >= 0 &&
+                      g.offset <= call.size && g.bytes <= call.size - g.offset;
+  return (placed || call.cursor != nullptr) && g.codes >= 0 && g.tokens >= 1 &&
+         g.tokens <= kBlockTokens;
 }
 
 __global__ void __launch_bounds__(kMaxWarps * 32)
@@ -76,11 +99,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
   const auto stride = static_cast<int32_t>(gridDim.x) * warps;
   for (int32_t i = static_cast<int32_t>(blockIdx.x) * warps + warp; i < call.num_groups;
        i += stride) {
-    const CodedGroup g = call.groups[i];
     auto code = StatusCode::kInvalidArgument;
-    if (g.offset >= 0 && g.offset % kBlockAlignment == 0 && g.bytes >= 0 && g.offset <= call.size &&
-        g.bytes <= call.size - g.offset && g.codes >= 0 && g.tokens >= 1 &&
-        g.tokens <= kBlockTokens) {
+    if (is_valid(call, call.groups[i])) {
       code = encode_group(call, words, call.groups + i, memory, counters + warp);
     }
     if (lane_index() == 0) call.status[i] = code;

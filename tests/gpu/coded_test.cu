@@ -299,6 +299,55 @@ TEST_F(CodedDeviceTest, EncodesTheBytesOfTheHost) {
   }
 }
 
+// By the paper's counter: every group somewhere, none over another, until the bytes are full.
+TEST_F(CodedDeviceTest, ACounterPlacesTheGroups) {
+  const CodedWorld w = make_world(&source_, {Component::kValue, BlockMode::kPair, 2, 128, 200});
+  const auto total = static_cast<int64_t>(w.bytes.size());
+  const DeviceArray<int16_t> codes(w.codes);
+  const DeviceArray<uint32_t> words(encoder_words(w.codebook));
+  const DeviceArray<uint16_t> cheapest(w.codebook.cheapest);
+  for (const int64_t size : {total, total / 2 / 16 * 16}) {
+    const DeviceArray<uint8_t> bytes(std::vector<uint8_t>(static_cast<size_t>(total), 0xa5));
+    const DeviceArray<CodedGroup> device_groups(w.groups);
+    const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.groups.size(), StatusCode::kIo));
+    const DeviceArray<unsigned long long> cursor(std::vector<unsigned long long>(1, 0));
+    CodedEncode call;
+    call.codes = codes.get();
+    call.bytes = bytes.get();
+    call.groups = device_groups.get();
+    call.status = status.get();
+    call.codebook = device_codebook(w.codebook);
+    call.codebook.words = words.get();
+    call.codebook.cheapest = cheapest.get();
+    call.cursor = cursor.get();
+    call.size = size;
+    call.token_stride = w.head_dim;
+    call.num_groups = static_cast<int32_t>(w.groups.size());
+    call.head_dim = w.head_dim;
+    const Status s = encode_coded(call, nullptr);
+    ASSERT_TRUE(s.is_ok()) << s.message();
+    EXPECT_EQ(cursor.read()[0], static_cast<unsigned long long>(total));
+    const std::vector<uint8_t> got = bytes.read();
+    const std::vector<CodedGroup> placed = device_groups.read();
+    const std::vector<StatusCode> results = status.read();
+    std::vector<bool> taken(static_cast<size_t>(total / 16), false);
+    for (size_t i = 0; i < placed.size(); ++i) {
+      if (results[i] == StatusCode::kBufferTooSmall && size < total) continue;
+      ASSERT_EQ(results[i], StatusCode::kOk) << "group " << i;
+      const CodedGroup& g = w.groups[i];
+      ASSERT_EQ(placed[i].bytes, g.bytes);
+      ASSERT_TRUE(placed[i].offset >= 0 && placed[i].offset + g.bytes <= size);
+      const auto from = got.begin() + placed[i].offset;
+      EXPECT_TRUE(std::equal(from, from + g.bytes, w.bytes.begin() + g.offset)) << "group " << i;
+      for (int64_t unit = placed[i].offset / 16; unit < (placed[i].offset + g.bytes) / 16; ++unit) {
+        ASSERT_FALSE(taken[static_cast<size_t>(unit)]) << "group " << i;
+        taken[static_cast<size_t>(unit)] = true;
+      }
+    }
+    EXPECT_EQ(std::count(got.begin() + size, got.end(), uint8_t{0xa5}), total - size);
+  }
+}
+
 TEST_F(CodedDeviceTest, GroupsOutsideTheBytesAreRefused) {
   CodedWorld w = make_world(&source_, {Component::kKey, BlockMode::kPair, 2, 64, 6});
   w.groups[0].offset = -16;
