@@ -194,6 +194,22 @@ TEST_F(ChunkTest, ShortChunksAreRefused) {
   }
 }
 
+// What HDF5 stores of an unfiltered chunk may be longer than the shape that it names as its size.
+TEST_F(ChunkTest, LongChunksAreRefused) {
+  const Hdf5Lock lock;
+  const Handle file(H5Fcreate(path("x.h5").c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT));
+  {
+    const Handle d = create(file.id(), storages()[2], H5T_IEEE_F32LE, {16}, {16});
+    const std::vector<uint8_t> stored = bytes(2000);
+    const hsize_t origin = 0;
+    ASSERT_GE(H5Dwrite_chunk(d.id(), H5P_DEFAULT, 0, &origin, stored.size(), stored.data()), 0);
+  }
+  LargeBytes out;
+  const Status s = read_slab(file.id(), "/x", {{0}, {16}}, &out);
+  EXPECT_EQ(s.code(), StatusCode::kCorrupt);
+  EXPECT_EQ(s.message(), "/x: a chunk decodes to 2000 bytes, expected 64");
+}
+
 TEST_F(ChunkTest, DamageIsAStatus) {
   const std::vector<uint8_t> x = bytes(1000);
   const ChunkPipeline plain = {{}, 2, 1000}, deflate = {{Filter::kDeflate}, 2, 1000},

@@ -144,6 +144,14 @@ void fill(Input& in, const Handle& d, size_t elements) {
   std::vector<uint8_t> stored(1 + in.byte());
   for (uint8_t& b : stored) b = in.byte();
   const hsize_t origin[4] = {0, 0, 0, 0};
+  // Without filters a chunk has the room of its shape: more would lie over what follows it.
+  const Handle plist(H5Dget_create_plist(d.id()));
+  hsize_t room = 0;
+  if (H5Pget_nfilters(plist.id()) == 0 && H5Dget_chunk_storage_size(d.id(), origin, &room) >= 0 &&
+      room < stored.size()) {
+    stored.resize(room);
+  }
+  if (stored.empty()) return;
   H5Dwrite_chunk(d.id(), H5P_DEFAULT, in.byte(), origin, stored.size(), stored.data());
 }
 
