@@ -18,6 +18,16 @@ Status corrupt(const std::string& what) {
   return Status(StatusCode::kCorrupt, what);
 }
 
+Status unknown_version(uint16_t major) {
+  return Status(
+      StatusCode::kVersion,
+      "header: major version " + std::to_string(major) +
+          " is not known; this build reads version " + std::to_string(kContainerMajor) +
+          (major < kContainerMajor
+               ? ": write the file again from its source, or decode it with the tierkv that made it"
+               : ": read it with a newer tierkv"));
+}
+
 bool is_known(ChunkKind kind) {
   return kind >= ChunkKind::kModel && kind <= ChunkKind::kStorePage;
 }
@@ -71,11 +81,7 @@ Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_si
   const bool reserved_clear = r.u64() == 0 && r.u64() == 0;
   const uint64_t checksum = r.u64();
   // The version comes first: only a known one says where the checksum is.
-  if (out->major != kContainerMajor) {
-    return Status(StatusCode::kVersion, "header: major version " + std::to_string(out->major) +
-                                            " is not known; this build reads version " +
-                                            std::to_string(kContainerMajor));
-  }
+  if (out->major != kContainerMajor) return unknown_version(out->major);
   if (verify_checksums && checksum != xxh3(bytes, kHashedHeaderBytes)) {
     return corrupt("header: checksum does not match");
   }

@@ -1,4 +1,4 @@
-// The `.tkv` container, version 0: a compressed cache in a file, chunk by chunk.
+// The `.tkv` container, version 1: a compressed cache in a file, chunk by chunk.
 //
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.
 // The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits), so
@@ -24,7 +24,8 @@
 
 namespace tierkv {
 
-inline constexpr uint16_t kContainerMajor = 0;
+// What version 1 promises stands in docs/FORMAT.md, section 6.
+inline constexpr uint16_t kContainerMajor = 1;
 inline constexpr uint16_t kContainerMinor = 0;
 inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
 

@@ -135,9 +135,9 @@ class Container(CliTest):
         self.assertEqual(r.returncode, 1)
         self.assertEqual([f["ok"] for f in json.loads(r.stdout)["files"]], [True, False])
         data = bytearray(good.read_bytes())
-        data[8] = 1
+        data[8] = 0
         bad.write_bytes(data)
-        self.expect(run("verify", bad), 1, "major version 1 is not known")
+        self.expect(run("verify", bad), 1, "major version 0 is not known", "write the file again from its source")
 
     def test_what_cannot_be_compressed_is_refused_and_leaves_nothing(self):
         out = self.dir / "z.tkv"

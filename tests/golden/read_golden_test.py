@@ -24,4 +24,13 @@ for file in files:
                       for k, v, pruned in cache.rows.values())
     assert len(data) == int(row["file_bytes"]) and read_tkv.xxh3(data) == int(row["file_xxh3"], 16), file
     assert read_tkv.xxh3(values) == int(row["values_xxh3"], 16), file
-print(f"{len(files)} containers")
+
+with open(folder / "sequences.csv") as f:
+    sequences = list(csv.DictReader(f))
+assert len(sequences) >= 3, sequences
+for row in sequences:
+    data = (folder / "sequences" / f"{row['name']}.tkv").read_bytes()
+    content = b"".join(read_tkv.read_store(folder / "sequences" / f"{row['name']}.tkv"))
+    assert len(data) == int(row["file_bytes"]) and read_tkv.xxh3(data) == int(row["file_xxh3"], 16), row
+    assert read_tkv.xxh3(content) == int(row["content_xxh3"], 16), row
+print(f"{len(files)} containers, {len(sequences)} sequences")

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE, PAGE, PAGE_FORMAT = range(1, 12)
+(MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE, PAGE, PAGE_FORMAT,
+ STORE, STORE_ROW, STORE_PAGE) = range(1, 15)
 SINKS, HIGH, LOW, KEY_GAP, WINDOW = range(5)
 _xxhash = ctypes.CDLL(ctypes.util.find_library("xxhash"))
 _xxhash.XXH3_64bits.restype = ctypes.c_uint64
@@ -54,7 +55,7 @@ def bfloat16(u16):
 def load_chunks(data):
     need(data[:8] == b"\x89TKV\r\n\x1a\0", "magic")
     major, _, count, size, index, index_sum, _, _, header_sum = struct.unpack("<HHIQQQQQQ", data[8:64])
-    need(major == 0, "major version")
+    need(major == 1, "major version")
     need(header_sum == xxh3(data[:56]), "header checksum")
     need(size == len(data) and index + 48 * count == size, "sizes")
     need(index_sum == xxh3(data[index:]), "index checksum")
@@ -65,7 +66,7 @@ def load_chunks(data):
         padded = (n + 15) // 16 * 16
         need(start == following and xxh3(data[start:start + padded]) == checksum, f"chunk {i}")
         following += padded
-        need(kind <= 11 or flags & 1, f"unknown chunk {kind}")
+        need(kind <= 14 or flags & 1, f"unknown chunk {kind}")
         chunks[kind, seq, layer, head, component, part, page] = data[start:start + n]
     need(following == index, "index")
     return chunks
@@ -315,6 +316,87 @@ def read(path):
             for head in range(cache.kv_heads):
                 cache.rows[seq, layer, head] = decode_row(chunks, seq, layer, head, n, cache.head_dim)
     return cache
+
+
+def field_codes(b, book, size, bits):
+    """The bytes of coded codes of a store page, section 8."""
+    fields, rows = [], size * 8 // bits // 128
+    for first in range(0, rows, 64):
+        fields.append(decode_block(b, book))
+        need(fields[-1].shape == (min(64, rows - first), 128), "shape of a block")
+    fields = np.concatenate(fields).reshape(-1, 8 // bits)
+    need(((fields >= 0) & (fields < 1 << bits)).all(), "a field is too large")
+    return (fields << np.arange(0, 8, bits)).sum(1).astype(np.uint8).tobytes()
+
+
+def packed_page(data, used, side, d, books):
+    """The six segments of a store page as they lie in the page."""
+    b, tiles, out = Bytes(data), -(-used // 16), b""
+    for component, (bits, groups) in enumerate((side[:2], side[2:4])):
+        size = tiles * 2 * d * bits
+        out += field_codes(b, books[component], size, bits) if books[component] else b.take(size)
+        out += b.take(tiles * groups * 64)
+    scores, positions = b.array("f4", 16 * tiles), b.array("i4", 16 * tiles)
+    b.end()
+    need((np.isfinite(scores[:used])).all() and (positions[:used] >= 0).all(), "scores or positions")
+    need((scores[used:] == -np.inf).all() and (positions[used:] == -1).all(), "unused slots")
+    return out + scores.tobytes() + positions.tobytes()
+
+
+def tiered_rows(chunks, model, b):
+    sides = [b("5i") for _ in range(3)] if b("i") in (0, 1) else need(False, "raw dtype")
+    b("5i")
+    b.end()
+    for layer in range(model.layers):
+        for head in range(model.kv_heads):
+            counts, row = struct.unpack("<3i", chunks[STORE_ROW, 0, layer, head, 0, 0, 0]), b""
+            for part, count, side in zip((HIGH, LOW, WINDOW), counts, sides):
+                keys = [(CODEBOOK, 0, layer, -1, component, part, 0) for component in (0, 1)]
+                books = [load_codebook(chunks[key]) if key in chunks else None for key in keys]
+                for page in range(-(-count // side[4])):
+                    used = min(side[4], count - page * side[4])
+                    row += packed_page(chunks[STORE_PAGE, 0, layer, head, 0, part, page], used, side, model.head_dim, books)
+            yield row
+
+
+def coded_rows(chunks, model, b):
+    tokens, first, origin, _, _ = b("5i")
+    b.end()
+    need(origin == 0 and first % 64 == 0, "window")
+    d = model.head_dim
+    for layer in range(model.layers):
+        for head in range(model.kv_heads):
+            of_row = Bytes(chunks[STORE_ROW, 0, layer, head, 0, 0, 0])
+            need((of_row.array("f4", 2) > 0).all() and np.isfinite(of_row.array("f2", 2 * d)).all(), "steps or means")
+            of_row.end()
+            codes, raw = [b"", b""], [b"", b""]
+            for page in range(first // 64):
+                data = Bytes(chunks[STORE_PAGE, 0, layer, head, 0, HIGH, page])
+                *sizes, zero = data("IIQ")
+                need(zero == 0, "reserved")
+                for component in (0, 1):
+                    block = Bytes(data.take(sizes[component]))
+                    book = load_codebook(chunks[CODEBOOK, 0, layer, -1, component, HIGH, 0])
+                    codes[component] += np.concatenate([decode_block(block, book) for _ in range(0, d, 128)], 1).astype("<i2").tobytes()
+                    block.end()
+                data.end()
+            for page in range(-(-(tokens - first) // 64)):
+                data = Bytes(chunks[STORE_PAGE, 0, layer, head, 0, WINDOW, page])
+                n = min(64, tokens - first - 64 * page) * d
+                raw = [part + data.array("u2", n).tobytes() for part in raw]
+                data.end()
+            yield b"".join(codes + raw)
+
+
+def read_store(path):
+    """A store's sequence: of each row its packed pages; of a coded one its codes and raw values, keys before values."""
+    with open(path, "rb") as f:
+        chunks = load_chunks(f.read())
+    model, b = SimpleNamespace(), Bytes(chunks[MODEL, -1, -1, -1, 0, 0, 0])
+    model.layers, _, model.kv_heads, model.head_dim, _, _ = b("iiiiii")
+    b = Bytes(chunks[STORE, 0, -1, -1, 0, 0, 0])
+    coded = b("iiiiQ")[0]
+    return list((coded_rows if coded else tiered_rows)(chunks, model, b))
 
 
 def values(data):

@@ -52,6 +52,10 @@ Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
 }
 
 Status CacheDecoder::load() {
+  if (reader_.find(key_of(ChunkKind::kStore, 0, kNotApplicable, kNotApplicable)) >= 0) {
+    return Status(StatusCode::kUnsupported,
+                  reader_.path() + ": holds a store's sequence, which only a store can load");
+  }
   Result<ContainerModel> model =
       read_chunk(reader_, key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
                  parse_model);
