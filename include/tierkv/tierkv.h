@@ -26,6 +26,7 @@
 #include "tierkv/attention.h"
 #include "tierkv/basis.h"
 #include "tierkv/codec.h"
+#include "tierkv/cold.h"
 #include "tierkv/container.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
