@@ -32,7 +32,7 @@ bool write_array(hid_t file, const char* name, hid_t type, const std::vector<int
   return flushed(d, d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0);
 }
 
-bool write_all(const Handle& file, const Profile& p) {
+bool write_all(const Handle& file, const Profile& p, const std::function<void()>& between) {
   const Handle root(H5Gopen2(file.id(), "/", H5P_DEFAULT));
   bool ok = write_string_attribute(root.id(), "format", "kv-profile") &&
             write_int_attribute(root.id(), "format_version", 1) &&
@@ -51,6 +51,7 @@ bool write_all(const Handle& file, const Profile& p) {
                          statistics.data());
   for (const NamedField& f : kFields) {
     if ((p.rows[0].*f.field).empty()) continue;
+    if (between) between();
     std::vector<float> all;
     for (const RowProfile& r : p.rows)
       all.insert(all.end(), (r.*f.field).begin(), (r.*f.field).end());
@@ -142,30 +143,42 @@ Status read_all(hid_t file, Profile* p) {
   return Status::ok();
 }
 
+// A file under its temporary name, closed in any case before it is renamed or removed.
+struct Draft {
+  std::string path;
+  Handle file;
+  bool kept = false;
+
+  ~Draft() {
+    if (file.ok()) {
+      discard_writes(file.id());
+      file.close();
+    }
+    if (!kept) std::remove(path.c_str());
+  }
+};
+
 }  // namespace
 
-Status write_profile(const std::string& path, const Profile& profile) {
+Status write_profile(const std::string& path, const Profile& profile,
+                     const std::function<void()>& between) {
   if (profile.rows.empty() || static_cast<int64_t>(profile.rows.size()) !=
                                   static_cast<int64_t>(profile.num_layers) * profile.num_kv_heads) {
     return Status(StatusCode::kInvalidArgument,
                   path + ": a profile needs a row per layer and head");
   }
   const Hdf5Lock lock;
-  const std::string temporary = temporary_name(path);
-  Handle file = create_file(temporary);
-  if (!file.ok()) {
-    std::remove(temporary.c_str());
-    return Status(StatusCode::kIo, path + ": cannot be created");
-  }
-  // Closed in any case before the temporary file is renamed or removed.
-  const bool written = write_all(file, profile) && H5Fflush(file.id(), H5F_SCOPE_LOCAL) >= 0;
-  if (!written) discard_writes(file.id());
-  const bool ok = file.close() && written;
+  Draft draft{temporary_name(path), Handle()};
+  draft.file = create_file(draft.path);
+  if (!draft.file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
+  const Status unwritten(StatusCode::kIo, path + ": cannot be written");
+  if (!write_all(draft.file, profile, between)) return unwritten;
+  if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) return unwritten;
   std::error_code error;
-  if (ok) std::filesystem::rename(temporary, path, error);
-  if (ok && !error) return Status::ok();
-  std::remove(temporary.c_str());
-  return Status(StatusCode::kIo, path + ": cannot be written");
+  std::filesystem::rename(draft.path, path, error);
+  if (error) return unwritten;
+  draft.kept = true;
+  return Status::ok();
 }
 
 Result<Profile> read_profile(const std::string& path) {

@@ -9,6 +9,7 @@
 //                          float32 [rows, head_dim, head_dim], optional
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "codec/profile.h"
@@ -16,7 +17,9 @@
 
 namespace tierkv::datasets {
 
-Status write_profile(const std::string& path, const Profile& profile);
+// `between` (may be empty) is called after each array but the last; what it throws leaves no file.
+Status write_profile(const std::string& path, const Profile& profile,
+                     const std::function<void()>& between = {});
 Result<Profile> read_profile(const std::string& path);
 
 }  // namespace tierkv::datasets

@@ -6,6 +6,7 @@
 #include "datasets/profile_file.h"
 #include "tools/analysis/calibrate.h"
 #include "tools/command.h"
+#include "tools/interrupt.h"
 
 namespace tierkv::tools {
 namespace {
@@ -16,6 +17,11 @@ struct Arguments {
   analysis::CalibrateOptions options;
   bool no_thresholds = false, json = false;
 };
+
+Status write(const std::string& path, const Profile& profile) {
+  const Interrupt interrupt;
+  return datasets::write_profile(path, profile, [&] { interrupt.check(); });
+}
 
 int run(Arguments& args) {
   std::vector<datasets::DumpReader> dumps;
@@ -31,8 +37,7 @@ int run(Arguments& args) {
   Result<Profile> profile = analysis::calibrate(dumps, args.options);
   bar.finish();
   if (!profile) return report_error(profile.status().message(), kExitBadInput);
-  if (Status s = datasets::write_profile(args.output, *profile); !s)
-    return report_error(s.message(), kExitBadInput);
+  if (Status s = write(args.output, *profile); !s) return report_error(s.message(), kExitBadInput);
   if (profile->alpha_low > 0) {
     std::fprintf(stderr,
                  "tierkv: warning: the profile prunes tokens (alpha_l = %g); attention error does "

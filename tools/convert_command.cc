@@ -5,6 +5,7 @@
 
 #include "datasets/safetensors_dump.h"
 #include "tools/command.h"
+#include "tools/interrupt.h"
 
 namespace tierkv::tools {
 namespace {
@@ -110,8 +111,12 @@ int to_safetensors(const Arguments& args, const TensorNames& names) {
   if (!others) return report_error(others.status().message(), kExitBadInput);
   name_left_out("dataset", *others);
   ProgressBar bar(args.output);
-  const Status s = datasets::export_safetensors(*dump, names, args.seq, args.output,
-                                                [&](double done) { bar.update(done); });
+  const Interrupt interrupt;
+  const Status s =
+      datasets::export_safetensors(*dump, names, args.seq, args.output, [&](double fraction) {
+        bar.update(fraction);
+        interrupt.check();
+      });
   bar.finish();
   const bool usage = s.code() == StatusCode::kInvalidArgument;
   return s ? kExitOk : report_error(s.message(), usage ? kExitUsage : kExitBadInput);
@@ -126,8 +131,12 @@ int to_dump(const Arguments& args, const TensorNames& names, const datasets::Mod
     std::fprintf(stderr, "tierkv: assumed: %s\n", text.c_str());
   name_left_out("tensor", plan->left_out);
   ProgressBar bar(args.output);
-  const Status s = datasets::import_safetensors(*file, *plan, names.axes, args.output,
-                                                [&](double done) { bar.update(done); });
+  const Interrupt interrupt;
+  const Status s =
+      datasets::import_safetensors(*file, *plan, names.axes, args.output, [&](double fraction) {
+        bar.update(fraction);
+        interrupt.check();
+      });
   bar.finish();
   return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }

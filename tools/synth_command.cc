@@ -2,6 +2,7 @@
 
 #include "datasets/synth.h"
 #include "tools/command.h"
+#include "tools/interrupt.h"
 
 namespace tierkv::tools {
 namespace {
@@ -22,7 +23,11 @@ int run(Arguments& args) {
   spec.layout.rope_applied = false;
   if (Status s = spec.validate(); !s) return report_error(s.message(), kExitUsage);
   ProgressBar bar(args.output);
-  const Status status = datasets::synthesize(spec, args.output, [&](double f) { bar.update(f); });
+  const Interrupt interrupt;
+  const Status status = datasets::synthesize(spec, args.output, [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  });
   bar.finish();
   return status ? kExitOk : report_error(status.message(), kExitBadInput);
 }

@@ -49,22 +49,51 @@ class Unwritten(CliTest):
                 self.assertIn("cannot be ", r.stderr, where)
                 self.assertEqual(r.stdout, "", where)
 
+    def interrupted(self, command, number, where):
+        """The exit code of a command that is sent the signal as soon as it has begun a file."""
+        p = subprocess.Popen([TIERKV, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while p.poll() is None and not any(n.endswith(".part") for n in os.listdir(self.dir)):
+            time.sleep(0.0005)
+        p.send_signal(number)
+        p.communicate(timeout=300)
+        self.assertIn(p.returncode, (0, -number), where)
+        return p.returncode
+
+    def expect_ended(self, command, number):
+        where = f"seed {self.seed}: {command} and {number.name}"
+        self.assertEqual(self.interrupted(command, number, where), -number, where)
+        self.expect_untouched(where)
+
     def test_a_signal(self):
-        dump, big = self.dir / "big.h5", self.dir / "big.tkv"
-        self.assertEqual(run("synth", "-o", dump, "--layers", 12, "--tokens", 4000, "--seed", self.seed).returncode, 0)
+        dump, big, tensors = self.dir / "big.h5", self.dir / "big.tkv", self.dir / "big.safetensors"
+        synth = ("synth", "--layers", 12, "--tokens", 4000, "--seed", self.seed, "-o")
+        self.assertEqual(run(*synth, dump).returncode, 0)
         self.assertEqual(run("compress", "--preset", "k8v4", dump, big).returncode, 0)
+        self.assertEqual(run("convert", dump, tensors).returncode, 0)
+        # Their endings say what to convert to.
+        to_tensors, to_dump = self.dir / "out.safetensors", self.dir / "out.h5"
         self.before = sorted(os.listdir(self.dir))
         for command in (("compress", "--preset", "step", dump, self.out), ("compress", "--preset", "step", "--threads", 1, dump, self.out),
-                        ("decompress", big, self.out), ("decompress", "--gzip", 1, big, self.out)):
+                        ("decompress", big, self.out), ("decompress", "--gzip", 1, big, self.out), (*synth, self.out),
+                        ("convert", dump, to_tensors), ("convert", tensors, to_dump)):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                where = f"seed {self.seed}: {command} and {number.name}"
-                p = subprocess.Popen([TIERKV, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                while p.poll() is None and not any(n.endswith(".part") for n in os.listdir(self.dir)):
-                    time.sleep(0.0005)
-                p.send_signal(number)
-                p.communicate(timeout=300)
-                self.assertEqual(p.returncode, -number, where)
+                self.expect_ended(command, number)
+
+    def test_a_signal_while_a_profile_is_written(self):
+        # Milliseconds, which the signal may miss: then the profile is there, whole.
+        dump = self.dir / "many_heads.h5"
+        self.assertEqual(run("synth", "-o", dump, "--layers", 8, "--q-heads", 16, "--kv-heads", 16, "--tokens", 32, "--queries", 16,
+                             "--seed", self.seed).returncode, 0)
+        command = ("calibrate", "--basis", "matrix", "--no-thresholds", dump, "-o", self.out)
+        self.before = sorted(os.listdir(self.dir))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            where = f"seed {self.seed}: calibrate and {number.name}"
+            self.out.write_bytes(OLDER)
+            if self.interrupted(command, number, where) != 0:
                 self.expect_untouched(where)
+                continue
+            self.assertEqual(sorted(os.listdir(self.dir)), self.before, where)
+            self.assertEqual(run("compress", "--preset", "step", "--profile", self.out, dump, self.tkv).returncode, 0, where)
 
 
 if __name__ == "__main__":
