@@ -10,15 +10,13 @@
 #include <cstring>
 #include <string>
 
-#include "bench/attention_cache.cuh"
+#include "bench/attention_run.cuh"
 
 namespace tierkv::bench {
 namespace {
 
-constexpr int64_t kPoolBytes = 4ll << 30;
-constexpr int64_t kCeilingBytes = 2ll << 30;
-constexpr int64_t kColdBytes = 192ll << 20;  // several times the L2 cache
 constexpr int32_t kHeadDim = 128;
+constexpr size_t kMaxQueryValues = 1ull << 24;
 
 struct Options {
   std::string out, commit = "unknown", only;
@@ -165,103 +163,24 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-void expect_ok(const Status& s, const char* what) {
-  if (s.is_ok()) return;
-  std::fprintf(stderr, "%s: %s\n", what, s.message().c_str());
-  std::exit(1);
-}
-
-template <class T>
-T* device_alloc(size_t count) {
-  void* memory = nullptr;
-  check(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
-  check(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
-  return static_cast<T*>(memory);
-}
-
-// What all cases run on.
-struct Bench {
+struct Bench : AttentionBench {
   Options options;
-  cudaDeviceProp device{};
-  cudaStream_t stream{};
-  uint8_t* pool = nullptr;
-  uint32_t* sink = nullptr;
-  uint8_t* workspaces = nullptr;
-  size_t workspace_bytes = 512ull << 20;
-  uint16_t *q = nullptr, *out = nullptr;
-  float* lse = nullptr;
-  double ceiling_gbps = 0;
 };
 
-constexpr size_t kMaxQueryValues = 1ull << 24;
-
-void prepare(Bench& b) {
-  check(cudaGetDeviceProperties(&b.device, 0), "cudaGetDeviceProperties");
-  check(cudaStreamCreate(&b.stream), "cudaStreamCreate");
-  b.pool = device_alloc<uint8_t>(kPoolBytes);
-  b.sink = device_alloc<uint32_t>(1);
-  b.workspaces = device_alloc<uint8_t>(b.workspace_bytes);
-  b.q = device_alloc<uint16_t>(kMaxQueryValues);
-  b.out = device_alloc<uint16_t>(kMaxQueryValues);
-  b.lse = device_alloc<float>(kMaxQueryValues / kHeadDim);
-  std::mt19937_64 rng(std::random_device{}());
-  std::normal_distribution<float> normal;
-  std::vector<uint16_t> q(kMaxQueryValues);
-  for (uint16_t& x : q) x = float_to_half(normal(rng));
-  check(cudaMemcpy(b.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice), "upload q");
-  const Timing t = time_graph(b.stream, 1, b.options.replays, [&](int) {
-    launch_read_only(b.pool, kCeilingBytes, b.device.multiProcessorCount, b.sink, b.stream);
-  });
-  b.ceiling_gbps = static_cast<double>(kCeilingBytes) / t.median / 1e3;
-}
-
-Measured run_case(Bench& b, const Case& c) {
-  const AttentionConfig& config = c.cache.config;
-  Cache cache(c.cache, b.pool, kPoolBytes, 3, kColdBytes, b.stream);
-  Result<AttentionGrid> grid = attention_grid(config);
-  expect_ok(grid.status(), "attention_grid");
-  if (b.options.slots != 0) grid->slots_per_warp = b.options.slots;
-  if (b.options.slot_bytes != 0) grid->slot_bytes = b.options.slot_bytes;
-  const auto count = static_cast<int32_t>(c.cache.sequences.size());
-  const size_t bytes = (attention_workspace_bytes(config, *grid, count) + 255) / 256 * 256;
-  const int sets = std::min<int>(cache.sets(), static_cast<int>(b.workspace_bytes / bytes));
-  check(cudaMemset(b.workspaces, 0, sets * bytes), "cudaMemset");
-  const auto workspace = [&](int set) {
-    return AttentionWorkspace{b.workspaces + set * bytes, bytes};
-  };
-  const auto plan = [&](int i) {
-    expect_ok(plan_attention(config, *grid, cache.table(i % sets), {nullptr, count},
-                             workspace(i % sets), b.stream),
-              "plan_attention");
-  };
-  const auto attend_set = [&](int i, bool settled) {
-    AttendCall call;
-    call.table = cache.table(i % sets);
-    call.pages = cache.pages();
-    call.batch = {nullptr, count};
-    call.q = b.q;
-    call.out = b.out;
-    call.lse = b.lse;
-    call.plan_is_settled = settled;
-    expect_ok(attend(config, *grid, call, workspace(i % sets), b.stream), "attend");
-  };
+Measured run_case(const Bench& b, const Case& c) {
+  AttentionGrid grid = grid_of(c.cache.config);
+  if (b.options.slots != 0) grid.slots_per_warp = b.options.slots;
+  if (b.options.slot_bytes != 0) grid.slot_bytes = b.options.slot_bytes;
+  const AttentionRun run(b, c.cache, grid);
   Measured m;
   m.name = c.name;
   m.shape = c.shape;
-  m.bytes = cache.bytes();
-  m.sets = sets;
-  for (int i = 0; i < sets; ++i) plan(i);
-  const int launches = std::max(sets, 12), replays = b.options.replays;
-  m.floor = time_graph(b.stream, launches, replays, [&](int i) {
-    const int64_t offset = i % sets * (m.bytes / 256 * 256);
-    launch_read_only(b.pool + offset, m.bytes, b.device.multiProcessorCount, b.sink, b.stream);
-  });
-  m.attend = time_graph(b.stream, launches, replays, [&](int i) { attend_set(i, true); });
-  m.step = time_graph(b.stream, launches, replays, [&](int i) {
-    plan(i);
-    attend_set(i, false);
-  });
-  m.plan = time_graph(b.stream, launches, replays, plan);
+  m.bytes = run.bytes();
+  m.sets = run.sets();
+  m.floor = run.time_floor();
+  m.attend = run.time_attend();
+  m.step = run.time_step();
+  m.plan = run.time([&](int i) { run.plan(i); });
   return m;
 }
 
@@ -339,7 +258,8 @@ Options parse_options(int argc, char** argv) {
 int run(int argc, char** argv) {
   Bench b;
   b.options = parse_options(argc, argv);
-  prepare(b);
+  prepare(b, b.options.replays, kMaxQueryValues);
+  b.lse = device_alloc<float>(kMaxQueryValues / kHeadDim);
   std::printf("%s, %d SMs, ceiling %.0f GB/s\n", b.device.name, b.device.multiProcessorCount,
               b.ceiling_gbps);
   std::vector<Measured> all;

@@ -14,16 +14,13 @@
 
 #include "attention/rungs/rung_kernel.h"
 #include "attention/rungs/rungs.h"
+#include "bench/attention_run.cuh"
 #include "bench/rung_cases.cuh"
 #include "bench/tensor_rates.cuh"
 
 namespace tierkv::bench {
 namespace {
 
-constexpr int64_t kPoolBytes = 4ll << 30;
-constexpr int64_t kCeilingBytes = 2ll << 30;
-constexpr int64_t kColdBytes = 192ll << 20;  // several times the L2 cache
-constexpr size_t kWorkspaceBytes = 512ull << 20;
 constexpr size_t kMaxQueryValues = 1ull << 22;
 constexpr int32_t kHeadDim = 128;
 constexpr double kMostDeviation = 4e-3;  // both are within 2e-3 of the double reference
@@ -45,110 +42,23 @@ struct Measured {
   RungTime rungs[kRungs];
 };
 
-void expect_ok(const Status& s, const char* what) {
-  if (s.is_ok()) return;
-  std::fprintf(stderr, "%s: %s\n", what, s.message().c_str());
-  std::exit(1);
-}
-
-template <class T>
-T* device_alloc(size_t count) {
-  void* memory = nullptr;
-  check(cudaMalloc(&memory, count * sizeof(T)), "cudaMalloc");
-  check(cudaMemset(memory, 0, count * sizeof(T)), "cudaMemset");
-  return static_cast<T*>(memory);
-}
-
-// What all cases run on.
-struct Bench {
+struct Bench : AttentionBench {
   Options options;
-  cudaDeviceProp device{};
-  cudaStream_t stream{};
-  uint8_t *pool = nullptr, *workspaces = nullptr, *rung_workspace = nullptr;
-  uint32_t* sink = nullptr;
-  uint16_t *q = nullptr, *out = nullptr;
-  double ceiling_gbps = 0;
+  uint8_t* rung_workspace = nullptr;
   bool agrees = true;  // every rung with the product
 };
 
-void prepare(Bench& b) {
-  check(cudaGetDeviceProperties(&b.device, 0), "cudaGetDeviceProperties");
-  check(cudaStreamCreate(&b.stream), "cudaStreamCreate");
-  b.pool = device_alloc<uint8_t>(kPoolBytes);
-  b.workspaces = device_alloc<uint8_t>(kWorkspaceBytes);
-  b.rung_workspace = device_alloc<uint8_t>(kWorkspaceBytes);
-  b.sink = device_alloc<uint32_t>(1);
-  b.q = device_alloc<uint16_t>(kMaxQueryValues);
-  b.out = device_alloc<uint16_t>(kMaxQueryValues);
-  const std::vector<uint16_t> q = random_halves(kMaxQueryValues);
-  check(cudaMemcpy(b.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice), "upload q");
-  const Timing t = time_graph(b.stream, 1, b.options.replays, [&](int) {
-    launch_read_only(b.pool, kCeilingBytes, b.device.multiProcessorCount, b.sink, b.stream);
-  });
-  b.ceiling_gbps = static_cast<double>(kCeilingBytes) / t.median / 1e3;
+// What the last call left, which is poisoned.
+std::vector<float> read_out(const Bench& b, const AttentionRun& run) {
+  const size_t values = static_cast<size_t>(run.count()) * run.config().num_q_heads * kHeadDim;
+  std::vector<uint16_t> halves(values);
+  check(cudaStreamSynchronize(b.stream), "synchronise");
+  check(cudaMemcpy(halves.data(), b.out, values * 2, cudaMemcpyDeviceToHost), "read out");
+  check(cudaMemset(b.out, 0xff, values * 2), "poison out");
+  std::vector<float> out(values);
+  for (size_t i = 0; i < values; ++i) out[i] = half_to_float(halves[i]);
+  return out;
 }
-
-// One case's cache and calls.
-struct CaseRun {
-  CaseRun(Bench& bench, const RungCase& c)
-      : b(bench),
-        config(c.cache.config),
-        count(static_cast<int32_t>(c.cache.sequences.size())),
-        cache(c.cache, bench.pool, kPoolBytes, 3, kColdBytes, bench.stream) {
-    const Result<AttentionGrid> made = attention_grid(config);
-    expect_ok(made.status(), "attention_grid");
-    grid = *made;
-    space = (attention_workspace_bytes(config, grid, count) + 255) / 256 * 256;
-    sets = std::min<int>(cache.sets(), static_cast<int>(kWorkspaceBytes / space));
-    launches = std::max(sets, 12);
-    check(cudaMemset(b.workspaces, 0, sets * space), "cudaMemset");
-  }
-
-  AttendCall call(int i) const {
-    AttendCall call;
-    call.table = cache.table(i % sets);
-    call.pages = cache.pages();
-    call.batch = {nullptr, count};
-    call.q = b.q;
-    call.out = b.out;
-    call.plan_is_settled = true;
-    return call;
-  }
-  AttentionWorkspace workspace(int i) const { return {b.workspaces + i % sets * space, space}; }
-  void plan(int i) const {
-    const Status s =
-        plan_attention(config, grid, call(i).table, {nullptr, count}, workspace(i), b.stream);
-    expect_ok(s, "plan_attention");
-  }
-  void product(int i, bool settled) const {
-    AttendCall c = call(i);
-    c.plan_is_settled = settled;
-    expect_ok(attend(config, grid, c, workspace(i), b.stream), "attend");
-  }
-  template <class Launch>
-  Timing time(Launch&& launch) const {
-    return time_graph(b.stream, launches, b.options.replays, launch);
-  }
-  std::vector<float> read_out() const {
-    const size_t values = static_cast<size_t>(count) * config.num_q_heads * kHeadDim;
-    std::vector<uint16_t> halves(values);
-    check(cudaStreamSynchronize(b.stream), "synchronise");
-    check(cudaMemcpy(halves.data(), b.out, values * 2, cudaMemcpyDeviceToHost), "read out");
-    check(cudaMemset(b.out, 0xff, values * 2), "poison out");
-    std::vector<float> out(values);
-    for (size_t i = 0; i < values; ++i) out[i] = half_to_float(halves[i]);
-    return out;
-  }
-  RungTime time_rung(Rung rung, const std::vector<float>& expected) const;
-
-  Bench& b;
-  const AttentionConfig& config;
-  int32_t count;
-  Cache cache;
-  AttentionGrid grid;
-  size_t space = 0;
-  int sets = 0, launches = 0;
-};
 
 double deviation(const std::vector<float>& a, const std::vector<float>& b) {
   double difference = 0, norm = 0;
@@ -160,52 +70,47 @@ double deviation(const std::vector<float>& a, const std::vector<float>& b) {
   return std::sqrt(difference / norm);
 }
 
-RungTime CaseRun::time_rung(Rung rung, const std::vector<float>& expected) const {
-  const Result<RungGrid> rung_plan = rung_grid(rung, config, count);
+RungTime time_rung(Bench& b, const AttentionRun& run, Rung rung,
+                   const std::vector<float>& expected) {
+  const Result<RungGrid> rung_plan = rung_grid(rung, run.config(), run.count());
   expect_ok(rung_plan.status(), rung_name(rung));
-  const size_t bytes = rung_workspace_bytes(config, *rung_plan, count);
+  const size_t bytes = rung_workspace_bytes(run.config(), *rung_plan, run.count());
   if (bytes > kWorkspaceBytes) {
     std::fprintf(stderr, "%s needs %zu bytes of workspace\n", rung_name(rung), bytes);
     std::exit(1);
   }
   check(cudaMemset(b.rung_workspace, 0, bytes), "cudaMemset");
-  const auto run = [&](int i) {
+  const auto launch = [&](int i) {
     const AttentionWorkspace memory{b.rung_workspace, bytes};
-    expect_ok(run_rung(rung, config, *rung_plan, call(i), memory, b.stream), rung_name(rung));
+    const Status s = run_rung(rung, run.config(), *rung_plan, run.call(i), memory, b.stream);
+    expect_ok(s, rung_name(rung));
   };
   RungTime t;
   t.splits = rung_plan->splits;
-  run(0);
-  t.deviation = deviation(read_out(), expected);
+  launch(0);
+  t.deviation = deviation(read_out(b, run), expected);
   b.agrees &= t.deviation < kMostDeviation;  // false for NaN
-  t.timing = time(run);
+  t.timing = run.time(launch);
   return t;
 }
 
 Measured run_case(Bench& b, const RungCase& c) {
-  const CaseRun run(b, c);
+  const AttentionRun run(b, c.cache, grid_of(c.cache.config));
   Measured m;
-  m.bytes = run.cache.bytes();
-  for (int i = 0; i < run.sets; ++i) run.plan(i);
-  run.product(0, false);
-  const std::vector<float> expected = run.read_out();
-  m.floor = run.time([&](int i) {
-    const int64_t offset = i % run.sets * (m.bytes / 256 * 256);
-    launch_read_only(b.pool + offset, m.bytes, b.device.multiProcessorCount, b.sink, b.stream);
-  });
-  m.product = run.time([&](int i) { run.product(i, true); });
-  m.step = run.time([&](int i) {
-    run.plan(i);
-    run.product(i, false);
-  });
+  m.bytes = run.bytes();
+  run.attend_set(0, false);
+  const std::vector<float> expected = read_out(b, run);
+  m.floor = run.time_floor();
+  m.product = run.time_attend();
+  m.step = run.time_step();
   for (int32_t r = kRungs - 1; r >= 0; --r) {
     const auto rung = static_cast<Rung>(r);
     if (rung == Rung::kDiffkv) {  // last: its pages take the place of ours
-      for (int i = 0; i < run.sets; ++i) {
-        expect_ok(transcode_pages(run.config, run.call(i), b.pool, b.stream), "transcode_pages");
+      for (int i = 0; i < run.sets(); ++i) {
+        expect_ok(transcode_pages(run.config(), run.call(i), b.pool, b.stream), "transcode_pages");
       }
     }
-    m.rungs[r] = run.time_rung(rung, expected);
+    m.rungs[r] = time_rung(b, run, rung, expected);
   }
   return m;
 }
@@ -318,7 +223,8 @@ Options parse_options(int argc, char** argv) {
 int run(int argc, char** argv) {
   Bench b;
   b.options = parse_options(argc, argv);
-  prepare(b);
+  prepare(b, b.options.replays, kMaxQueryValues);
+  b.rung_workspace = device_alloc<uint8_t>(kWorkspaceBytes);
   std::printf("%s, %d SMs, ceiling %.0f GB/s\n", b.device.name, b.device.multiProcessorCount,
               b.ceiling_gbps);
   const TensorRates rates = measure_tensor_cores(
