@@ -6,7 +6,11 @@ what it is judged by. Windows are equal (64 raw tokens; KIVI adds its incomplete
 attention error is interpolated, linear in memory and in the logarithm of the error; a family that does not reach the error on both
 sides gets null.
 
-ratio_at_error.py TIERKV DUMP DUMP... > bench/results/ratio_at_error.json"""
+ratio_at_error.py [--keep EARLIER.json] TIERKV DUMP DUMP... > bench/results/ratio_at_error.json
+
+--keep takes the families that an earlier result has from there and measures the others only: for a new family beside old ones
+whose code has not changed. The references are measured again and must be those of the earlier result."""
+import argparse
 import json
 import math
 import pathlib
@@ -22,6 +26,12 @@ FAMILIES = {
     "global step, mean basis": f"step:window=64,basis=mean,{STEPS}",
     "global step, Hadamard basis": f"step:window=64,basis=hadamard,{STEPS}",
     "global step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
+}
+# The same presets with a profile of `calibrate --balance`.
+BALANCE = 0.025
+BALANCED = {
+    "balanced step, mean basis": f"step:window=64,basis=mean,{STEPS}",
+    "balanced step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
 }
 
 
@@ -55,24 +65,45 @@ def memory_at(points, error):
     return {"memory": a[0] + share * (b[0] - a[0]), "between": [a[2], b[2]]}
 
 
-def compare(tierkv, dump, others):
+def calibrate(tierkv, profile, dumps, *options):
+    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", *options, "-o", profile, *dumps], check=True,
+                   capture_output=True)
+
+
+def compare(tierkv, dump, others, kept):
+    """kept: the rows of an earlier result for this dump, or None."""
+    done = kept[0]["families"] if kept else {}
     with tempfile.TemporaryDirectory() as folder:
-        profile = str(pathlib.Path(folder) / "profile.h5")
-        subprocess.run([tierkv, "calibrate", "--basis", "matrix", "-o", profile, *others], check=True, capture_output=True)
-        references = measure(tierkv, dump, profile, REFERENCES)
-        families = {name: measure(tierkv, dump, profile, [grid]) for name, grid in FAMILIES.items()}
+        even, balanced = (str(pathlib.Path(folder) / name) for name in ("even.h5", "balanced.h5"))
+        calibrate(tierkv, even, others)
+        calibrate(tierkv, balanced, others, "--balance", str(BALANCE))
+        references = measure(tierkv, dump, even, REFERENCES)
+        families = {}
+        for grids, profile in ((FAMILIES, even), (BALANCED, balanced)):
+            families.update({name: measure(tierkv, dump, profile, [grid]) for name, grid in grids.items() if name not in done})
     rows = []
-    for memory, error, preset in references:
+    for i, (memory, error, preset) in enumerate(references):
         at = {name: memory_at(points, error) for name, points in families.items()}
+        if kept:
+            if kept[i]["preset"] != preset or not math.isclose(kept[i]["error"], error, rel_tol=1e-9):
+                sys.exit(f"{dump}: {preset} has another error than in the earlier result")
+            at = kept[i]["families"] | at
         rows.append({"preset": preset, "memory": memory, "error": error, "families": at})
     return {"dump": pathlib.Path(dump).name, "calibrated_on": [pathlib.Path(o).name for o in others], "rows": rows}
 
 
 def main():
-    tierkv, *dumps = sys.argv[1:]
-    if len(dumps) < 2:
-        sys.exit(__doc__)
-    out = [compare(tierkv, dump, [o for o in dumps if o != dump]) for dump in dumps]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=pathlib.Path)
+    parser.add_argument("tierkv")
+    parser.add_argument("dumps", nargs="+")
+    args = parser.parse_args()
+    if len(args.dumps) < 2:
+        parser.error("two dumps at least: each is calibrated on the others")
+    kept = {}
+    if args.keep:
+        kept = {d["dump"]: d["rows"] for d in json.loads(args.keep.read_text())["dumps"]}
+    out = [compare(args.tierkv, dump, [o for o in args.dumps if o != dump], kept.get(pathlib.Path(dump).name)) for dump in args.dumps]
     print(json.dumps({"schema": "tierkv.bench.ratio_at_error/1", "dumps": out}, indent=1))
 
 

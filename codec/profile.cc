@@ -39,10 +39,11 @@ double make_step(const ComponentFormat& format, Component c, const RowProfile& r
                  double sm_scale) {
   const bool matrix = format.basis == BasisKind::kMatrix;
   if (c == Component::kKey) {
-    return key_step(format.step, matrix ? row.key_matrix_trace : row.query_trace, sm_scale);
+    return key_step(format.step * row.key_step_scale,
+                    matrix ? row.key_matrix_trace : row.query_trace, sm_scale);
   }
   const double trace = matrix ? row.value_matrix_trace : static_cast<double>(row.value_mean.size());
-  return value_step(format.step, row.value_signal, trace);
+  return value_step(format.step * row.value_step_scale, row.value_signal, trace);
 }
 
 }  // namespace tierkv

@@ -21,6 +21,15 @@ struct RowProfile {
   std::vector<float> key_forward, key_inverse, value_forward, value_inverse;
   double key_matrix_trace = 0;    // tr(T^-1 M_K T^-T): what query_trace becomes in that basis
   double value_matrix_trace = 0;  // tr(T^-1 T^-T): what head_dim becomes in that basis
+  // Global steps are multiplied by these; 1 where steps are not balanced.
+  double key_step_scale = 1, value_step_scale = 1;
+};
+
+// Steps balanced between rows, keys and values (tools/analysis/step_balance.h): at k and v the
+// calibration dumps have this attention error. Their scales have a geometric mean of 1.
+struct StepBalance {
+  double error = 0;  // 0: not balanced, all scales are 1
+  double k = 0, v = 0;
 };
 
 struct Profile {
@@ -29,6 +38,7 @@ struct Profile {
   int32_t head_dim = 0;
   double alpha_high = 1;
   double alpha_low = 0;
+  StepBalance balance;
   std::vector<RowProfile> rows;  // [num_layers, num_kv_heads]
 
   const RowProfile& row(int32_t layer, int32_t kv_head) const {

@@ -12,6 +12,7 @@ namespace tierkv::datasets {
 namespace {
 
 constexpr int kStatistics = 4;
+constexpr const char* kStepScales = "step_scales";
 using Field = std::vector<float> RowProfile::*;
 
 struct NamedField {
@@ -32,6 +33,18 @@ bool write_array(hid_t file, const char* name, hid_t type, const std::vector<int
   return flushed(d, d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0);
 }
 
+bool write_balance(hid_t file, hid_t root, const Profile& p) {
+  if (!(p.balance.error > 0)) return true;
+  std::vector<double> scales;
+  for (const RowProfile& r : p.rows)
+    scales.insert(scales.end(), {r.key_step_scale, r.value_step_scale});
+  return write_double_attribute(root, "balance_error", p.balance.error) &&
+         write_double_attribute(root, "balance_k", p.balance.k) &&
+         write_double_attribute(root, "balance_v", p.balance.v) &&
+         write_array(file, kStepScales, H5T_NATIVE_DOUBLE, {static_cast<int64_t>(p.rows.size()), 2},
+                     scales.data());
+}
+
 bool write_all(const Handle& file, const Profile& p, const std::function<void()>& between) {
   const Handle root(H5Gopen2(file.id(), "/", H5P_DEFAULT));
   bool ok = write_string_attribute(root.id(), "format", "kv-profile") &&
@@ -49,6 +62,7 @@ bool write_all(const Handle& file, const Profile& p, const std::function<void()>
   }
   ok = ok && write_array(file.id(), "statistics", H5T_NATIVE_DOUBLE, {rows, kStatistics},
                          statistics.data());
+  ok = ok && write_balance(file.id(), root.id(), p);
   for (const NamedField& f : kFields) {
     if ((p.rows[0].*f.field).empty()) continue;
     if (between) between();
@@ -82,6 +96,35 @@ Status read_array(hid_t file, const std::string& path, const std::vector<int64_t
   for (const T v : *out) {
     if (!std::isfinite(v))
       return Status(StatusCode::kNonFinite, path + ": holds a value that is not finite");
+  }
+  return Status::ok();
+}
+
+Status read_balance(hid_t file, hid_t root, Profile* p) {
+  if (H5Lexists(file, kStepScales, H5P_DEFAULT) <= 0) return Status::ok();
+  struct DoubleField {
+    const char* name;
+    double* value;
+  };
+  for (const DoubleField& f : {DoubleField{"balance_error", &p->balance.error},
+                               {"balance_k", &p->balance.k},
+                               {"balance_v", &p->balance.v}}) {
+    const Result<double> v = read_double_attribute(root, f.name);
+    if (!v) return v.status().with_context("/");
+    if (!(*v > 0) || !std::isfinite(*v))
+      return corrupt("/: attribute '" + std::string(f.name) + "' must be positive");
+    *f.value = *v;
+  }
+  std::vector<double> scales;
+  const std::string path = std::string("/") + kStepScales;
+  const auto rows = static_cast<int64_t>(p->rows.size());
+  if (Status s = read_array(file, path, {rows, 2}, &scales); !s) return s;
+  for (int64_t r = 0; r < rows; ++r) {
+    RowProfile& row = p->rows[r];
+    row.key_step_scale = scales[2 * r];
+    row.value_step_scale = scales[2 * r + 1];
+    if (!(row.key_step_scale > 0) || !(row.value_step_scale > 0))
+      return corrupt(path + ": scales must be positive");
   }
   return Status::ok();
 }
@@ -130,6 +173,7 @@ Status read_all(hid_t file, Profile* p) {
     p->rows[r].key_matrix_trace = statistics[r * kStatistics + 2];
     p->rows[r].value_matrix_trace = statistics[r * kStatistics + 3];
   }
+  if (Status s = read_balance(file, root.id(), p); !s) return s;
   for (const NamedField& f : kFields) {
     if (f.matrix && H5Lexists(file, f.name, H5P_DEFAULT) <= 0) continue;
     std::vector<int64_t> shape = {rows, p->head_dim};

@@ -7,6 +7,8 @@
 // /key_mean, /value_mean   float32 [rows, head_dim]
 // /key_forward, /key_inverse, /value_forward, /value_inverse
 //                          float32 [rows, head_dim, head_dim], optional
+// /step_scales             float64 [rows, 2]: of keys, of values, positive; optional, and with it
+//                          the attributes balance_error, balance_k, balance_v
 #pragma once
 
 #include <functional>

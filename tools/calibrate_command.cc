@@ -45,18 +45,27 @@ int run(Arguments& args) {
                  "pruning loses (docs/QUALITY.md).\n",
                  profile->alpha_low);
   }
+  const StepBalance& balance = profile->balance;
   if (args.json) {
-    const nlohmann::ordered_json j = {
+    nlohmann::ordered_json j = {
         {"schema", "tierkv.calibrate/1"},    {"profile", args.output},
         {"alpha_h", profile->alpha_high},    {"alpha_l", profile->alpha_low},
         {"num_layers", profile->num_layers}, {"num_kv_heads", profile->num_kv_heads},
         {"head_dim", profile->head_dim},     {"basis", args.basis}};
+    if (balance.error > 0) {
+      j["balance"] = {{"error", balance.error}, {"k", balance.k}, {"v", balance.v}};
+    }
     return print_result(j.dump(1) + "\n");
   }
-  return print_result(
+  std::string text =
       fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",
                   args.output, profile->num_layers, profile->num_kv_heads, profile->head_dim,
-                  args.basis, profile->alpha_high, profile->alpha_low));
+                  args.basis, profile->alpha_high, profile->alpha_low);
+  if (balance.error > 0) {
+    text += fmt::format("balanced steps: error {:.4g} at step:k={:.3g},v={:.3g}\n", balance.error,
+                        balance.k, balance.v);
+  }
+  return print_result(text);
 }
 
 }  // namespace
@@ -81,6 +90,10 @@ void add_calibrate(CLI::App& app, int* exit_code) {
                 "alpha_l: relative increase of the attention error allowed by pruning (default 0: "
                 "keep every token)")
       ->check(CLI::Range(0.0, 10.0));
+  c->add_option("--balance", args->options.balance_error,
+                "Global steps of different size per layer, kv head and component: those that need "
+                "the fewest bits at this mean online attention error, e.g. 0.025")
+      ->check(CLI::Range(0.001, 1.0));
   c->add_option("--threads", args->options.threads, "Worker threads (default: all cores)")
       ->check(CLI::Range(1, 1024));
   c->add_flag("--json", args->json, "Summary as JSON");

@@ -139,6 +139,22 @@ class Analyze(CliTest):
         other = Dump(seed=self.seed).write(self.dir / "other.h5")
         self.expect(run("analyze", "--preset", "step", "--profile", profile, other), 3, "another model")
 
+    def test_balanced_steps_take_fewer_bits_at_the_same_error(self):
+        profile = self.dir / "p.h5"
+        r = run("calibrate", SAMPLE, "-o", profile, "--no-thresholds", "--balance", "0.028", "--json")
+        self.assertEqual(r.returncode, 0, r.stderr)
+        balance = json.loads(r.stdout)["balance"]
+        self.assertLessEqual(balance["error"], 0.028)
+        preset = "step:k={k},v={v}".format(**balance)
+        balanced = self.analyze(SAMPLE, "--preset", preset, "--profile", profile)["results"][0]
+        even = self.analyze(SAMPLE, "--preset", "step:k=0.1,v=0.08")["results"][0]
+        # What is expected comes from 48 queries a head, errors of keys and values apart, taken to grow with the step.
+        self.assertAlmostEqual(balanced["attention_rel_error_online"], balance["error"], delta=0.15 * balance["error"])
+        self.assertGreater(even["attention_rel_error_online"], 0.95 * balanced["attention_rel_error_online"])
+        self.assertLess(balanced["bits_per_value"], 0.92 * even["bits_per_value"])
+        self.expect(run("calibrate", SAMPLE, "-o", self.dir / "x.h5", "--no-thresholds", "--balance", "1"), 3, "cannot be balanced")
+        self.assertFalse((self.dir / "x.h5").exists())
+
     def test_synth_is_reproducible(self):
         for name in ("a.h5", "b.h5"):
             self.assertEqual(run("synth", "-o", self.dir / name, "--tokens", "100,7", "--seed", self.seed).returncode, 0)

@@ -15,7 +15,9 @@ class ProfileTest : public DumpTest {
     p.alpha_high = 1.5;
     p.alpha_low = 0.25;
     p.rows.resize(6);
+    if (matrices) p.balance = {0.025, 0.2, 0.15};
     for (RowProfile& r : p.rows) {
+      if (matrices) r.key_step_scale = 2.5, r.value_step_scale = 0.75;
       r.query_trace = values(1, DType::kFloat32)[0];
       r.value_signal = 2 * r.query_trace;
       r.key_matrix_trace = 3 * r.query_trace;
@@ -45,12 +47,17 @@ TEST_F(ProfileTest, RoundTripKeepsEverything) {
     EXPECT_EQ(r->num_layers, 3);
     EXPECT_EQ(r->alpha_high, 1.5);
     EXPECT_EQ(r->alpha_low, 0.25);
+    EXPECT_EQ(r->balance.error, p.balance.error);
+    EXPECT_EQ(r->balance.k, p.balance.k);
+    EXPECT_EQ(r->balance.v, p.balance.v);
     for (int i = 0; i < 6; ++i) {
       const RowProfile &a = p.rows[i], &b = r->rows[i];
       EXPECT_EQ(a.query_trace, b.query_trace);
       EXPECT_EQ(a.value_signal, b.value_signal);
       EXPECT_EQ(a.key_matrix_trace, b.key_matrix_trace);
       EXPECT_EQ(a.value_matrix_trace, b.value_matrix_trace);
+      EXPECT_EQ(a.key_step_scale, b.key_step_scale);
+      EXPECT_EQ(a.value_step_scale, b.value_step_scale);
       EXPECT_EQ(a.key_mean, b.key_mean);
       EXPECT_EQ(a.value_mean, b.value_mean);
       EXPECT_EQ(a.key_forward, b.key_forward);
@@ -91,6 +98,18 @@ TEST_F(ProfileTest, BadProfilesAreNamed) {
          replace(f, "/key_forward", H5T_IEEE_F32LE, {6, 8, 7});
        },
        StatusCode::kCorrupt, "/key_forward: has another shape"},
+      {[](hid_t f) { set_double(f, "balance_v", 0); }, StatusCode::kCorrupt,
+       "/: attribute 'balance_v' must be positive"},
+      {[](hid_t f) { drop_attribute(f, "balance_k"); }, StatusCode::kNotFound,
+       "/: attribute 'balance_k' is missing"},
+      {[](hid_t f) {
+         replace(f, "/step_scales", H5T_IEEE_F64LE, {6, 2}, -1);
+       },
+       StatusCode::kCorrupt, "/step_scales: scales must be positive"},
+      {[](hid_t f) {
+         replace(f, "/step_scales", H5T_IEEE_F64LE, {6, 1}, 1);
+       },
+       StatusCode::kCorrupt, "/step_scales: has another shape"},
       {[](hid_t f) {
          remove(f, "/value_mean");
          ASSERT_GE(H5Lcreate_external("o.h5", "/x", f, "/value_mean", H5P_DEFAULT, H5P_DEFAULT), 0);

@@ -8,6 +8,7 @@
 #include "codec/parallel.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
+#include "tools/analysis/step_balance.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -208,6 +209,10 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
   parallel_for(static_cast<int64_t>(moments.size()), options.threads, [&](int64_t i) {
     profile.rows[i] = finish_row(moments[i], d, options.matrix_basis);
   });
+  if (options.balance_error > 0) {
+    if (Status s = balance_steps(dumps, {options.balance_error, options.threads}, &profile); !s)
+      return s;
+  }
   if (options.thresholds) {
     if (Status s = choose_thresholds(dumps, options, &profile); !s) return s;
   }

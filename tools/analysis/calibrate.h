@@ -20,6 +20,10 @@ struct CalibrateOptions {
   // attention error does not see what pruning loses (docs/LIMITATIONS.md).
   double error_budget = 0.25;
   double prune_budget = 0;
+  // Global steps with scales of their own per layer, kv head and component, so that this mean
+  // online attention error takes the fewest bits (tools/analysis/step_balance.h); 0: all scales
+  // are 1.
+  double balance_error = 0;
   int32_t threads = 1;
   std::function<void(double)> progress;
 };
