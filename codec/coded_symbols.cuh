@@ -73,8 +73,8 @@ __device__ __forceinline__ int32_t cost_of_symbol(const DeviceCodebook& book, co
 
 // Of a symbol that is absent: the present one of least cost, ties to the lowest.
 __device__ __noinline__ inline ChosenSymbol choose_substitute(const DeviceCodebook& book,
-                                                       const uint32_t* words, Place at,
-                                                       int32_t places) {
+                                                              const uint32_t* words, Place at,
+                                                              int32_t places) {
   int32_t best = book.cheapest[0], best_cost = cost_of_symbol(book, words, best, at, places);
   for (int32_t i = 0; i < places; ++i) {
     if (at.digit[i] < 0) continue;
