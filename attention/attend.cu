@@ -136,6 +136,7 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
   if (call.out == nullptr || !is_aligned(call.out, 16))
     return invalid("out is null or not aligned");
   if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
+  if (!is_aligned(call.sinks, 4)) return invalid("sinks are not aligned");
   if (!is_aligned(call.scores.memory, 8)) return invalid("scores are not aligned");
   return validate_tail(config, call.tail);
 }
@@ -229,6 +230,7 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.q = call.q;
   params.out = call.out;
   params.lse = call.lse;
+  params.sinks = call.sinks;
   params.row_status = at<int32_t>(workspace, layout.row_status) +
                       static_cast<int64_t>(call.layer) * call.batch.count * config.num_kv_heads;
   params.items = at<WorkItem>(workspace, layout.items) +

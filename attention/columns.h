@@ -45,6 +45,12 @@ struct QueryColumns {
     return (line * num_kv_heads + kv_head) * group + at - query * group;
   }
 
+  // The q head of a column; of one that the row does not have, any.
+  TKV_HD constexpr int32_t head(int32_t row, int32_t column) const {
+    const int32_t batch_row = passes == 1 ? row : row / passes;
+    return batch_row % num_kv_heads * group + (first(row) + column) % group;
+  }
+
   // The newest tokens that a column does not see.
   TKV_HD constexpr int32_t hidden(int32_t row, int32_t column) const {
     const int32_t query = (first(row) + column) / group;

@@ -51,7 +51,6 @@ Status validate_modes(const AttentionConfig& c) {
   if (!std::isfinite(c.sm_scale) || c.sm_scale <= 0) return invalid("sm_scale must be positive");
   if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
   if (c.sliding_window_tokens != 0) return unsupported("sliding_window_tokens");
-  if (c.learned_sinks) return unsupported("learned_sinks");
   return Status::ok();
 }
 

@@ -37,6 +37,7 @@ struct DecodeParams {
   const void* q = nullptr;        // [batch][q_len][num_q_heads][head_dim]
   void* out = nullptr;            // like q
   float* lse = nullptr;           // [batch][q_len][num_q_heads] or null
+  const float* sinks = nullptr;   // [num_q_heads] or null
   int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
   // [grid][kMaxColumns], 0 between launches: finished parts of the row that starts in this CTA.
   int32_t* arrivals = nullptr;
@@ -96,7 +97,7 @@ enum class DecodeMode {
 TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
   if (p.is_bfloat16) return DecodeMode::kBFloat16;
   const bool is_plain = column_blocks(p.columns.of_row) == 1 && p.tail.tier == kAttentionTiers &&
-                        p.scores.codes == nullptr;
+                        p.scores.codes == nullptr && p.sinks == nullptr;
   return is_plain ? DecodeMode::kPlain : DecodeMode::kFull;
 }
 using DecodeKernel = void (*)(DecodeParams);

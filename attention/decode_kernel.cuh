@@ -174,7 +174,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finis
   const bool began_before = row == item.row && item.tile > 0;
   const bool goes_on = row == next.row && next.tile > 0;
   if (!began_before && !goes_on) {
-    attention_.write_row(static_cast<uint16_t*>(p_.out), p_.lse, row);
+    attention_.write_row(static_cast<uint16_t*>(p_.out), p_.lse, p_.sinks, row);
     return;
   }
   const int32_t i = 2 * warp_ + (began_before ? 0 : 1);
@@ -285,8 +285,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::write
     int32_t row, int32_t head, const HeadSum<kHeadDim>& sum) const {
   const int64_t place = p_.columns.place(row, head);
   if (place < 0) return;
+  const bool has_sink = !kIsPlain && p_.sinks != nullptr;
   sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
-            p_.lse == nullptr ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16);
+            p_.lse == nullptr ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16,
+            has_sink ? p_.sinks[p_.columns.head(row, head)] : -INFINITY);
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>

@@ -72,9 +72,11 @@ class HeadSum {
     if (threadIdx.x % 32 == 0) *state = state_;
   }
 
-  // As output: out is [kHeadDim] of fp16 or bfloat16, lse may be null.
-  __device__ __forceinline__ void write(__half* out, float* lse, bool is_bfloat16 = false) const {
-    const float factor = output_scale(state_);
+  // As output: out is [kHeadDim] of fp16 or bfloat16, lse may be null, sink is that of finish().
+  __device__ __forceinline__ void write(__half* out, float* lse, bool is_bfloat16 = false,
+                                        float sink = -INFINITY) const {
+    const FinishedState finished = finish(state_, sink);
+    const float factor = finished.scale;
 #pragma unroll
     for (int32_t i = 0; i < kQuads; ++i) {
       if (!has(i)) continue;
@@ -83,7 +85,7 @@ class HeadSum {
                                        : uint2{pack_halves(x.x, x.y), pack_halves(x.z, x.w)};
       *reinterpret_cast<uint2*>(out + dim(i)) = halves;
     }
-    if (threadIdx.x % 32 == 0 && lse != nullptr) *lse = natural_lse(state_);
+    if (threadIdx.x % 32 == 0 && lse != nullptr) *lse = finished.lse;
   }
 
  private:

@@ -84,4 +84,16 @@ TKV_HD SoftmaxState state_of_lse(float lse) {
   return lse == -INFINITY ? SoftmaxState{} : SoftmaxState{lse * kLog2E, 1.0f};
 }
 
+// What becomes of a state whose head has a learned sink, a logit in its denominator without a value
+// (-infinity: none): the factor of the accumulator in the output, and the natural log-sum-exp.
+struct FinishedState {
+  float scale;
+  float lse;
+};
+TKV_HD FinishedState finish(SoftmaxState s, float sink) {
+  if (sink == -INFINITY) return {output_scale(s), natural_lse(s)};
+  const SoftmaxState whole = join(s, state_of_lse(sink));
+  return {share(s, whole) * output_scale(whole), natural_lse(whole)};
+}
+
 }  // namespace tierkv

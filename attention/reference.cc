@@ -101,6 +101,7 @@ struct Query {
   int32_t head_dim;
   double sm_scale;
   int32_t least_age;  // of the tokens that it sees
+  double sink;        // -infinity: none
 };
 struct QueryResult {
   std::vector<double> out;            // [head_dim]
@@ -111,7 +112,7 @@ QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
   const double infinity = std::numeric_limits<double>::infinity();
   const size_t tokens = row.age.size();
   std::vector<double> logits(tokens, -infinity);
-  double largest = -infinity, sum = 0;
+  double largest = query.sink;
   for (size_t i = 0; i < tokens; ++i) {
     if (row.age[i] < query.least_age) continue;
     double dot = 0;
@@ -124,6 +125,7 @@ QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
   QueryResult result{std::vector<double>(query.head_dim, 0.0), std::vector<double>(tokens, 0.0),
                      -infinity};
   if (largest == -infinity) return result;
+  double sum = std::exp(query.sink - largest);
   for (const double logit : logits) sum += std::exp(logit - largest);
   for (size_t i = 0; i < tokens; ++i) {
     const double p = std::exp(logits[i] - largest) / sum;
@@ -172,8 +174,10 @@ Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const At
         const int32_t query = j / group;
         const int64_t place =
             (int64_t{entry} * config.q_len + query) * config.num_q_heads + h * group + j % group;
-        QueryResult result = attend_row(
-            *row, {q + place * dim, config.dtype, dim, config.sm_scale, config.q_len - 1 - query});
+        const double sink = call.sinks == nullptr ? -std::numeric_limits<double>::infinity()
+                                                  : call.sinks[h * group + j % group];
+        QueryResult result = attend_row(*row, {q + place * dim, config.dtype, dim, config.sm_scale,
+                                               config.q_len - 1 - query, sink});
         std::copy(result.out.begin(), result.out.end(), output.out.begin() + place * dim);
         output.lse[place] = result.lse;
         if (weights != nullptr) (*weights)[place] = std::move(result.probabilities);

@@ -22,7 +22,8 @@ inline double value_of_bits(uint16_t bits, DType dtype) {
 struct ReferenceOutput {
   std::vector<double>
       out;  // [count, q_len, num_q_heads, head_dim]; 0 for queries that see no token
-  std::vector<double> lse;  // [count, q_len, num_q_heads]; -infinity for queries that see no token
+  // [count, q_len, num_q_heads]; -infinity, or their sink, for queries that see no token
+  std::vector<double> lse;
 };
 
 // The probabilities that each query gives to the tokens of its row, in the order of the tiers:

@@ -113,8 +113,10 @@ class WarpAttention {
   // part[of_row][part_stride(kHeadDim)]. The part of an empty state may be anything.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part);
 
-  // The finished row to global memory: out and lse are those of the launch, lse may be null.
-  __device__ __forceinline__ void write_row(uint16_t* out, float* lse, int32_t row);
+  // The finished row to global memory: out, lse and sinks are those of the launch, lse and sinks
+  // may be null; a plain kernel has no sinks.
+  __device__ __forceinline__ void write_row(uint16_t* out, float* lse, const float* sinks,
+                                            int32_t row);
 
  private:
   template <int32_t kTiles>

@@ -192,7 +192,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::write_row(
-    uint16_t* out, float* lse, int32_t row) {
+    uint16_t* out, float* lse, const float* sinks, int32_t row) {
   const int32_t g = lane() / 4, t = lane() % 4;
   sum_lanes();
 #pragma unroll
@@ -200,11 +200,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
     float scale[2];
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      const SoftmaxState state = {reference_[c][j], sum_[c][j]};
-      scale[j] = output_scale(state);
+      const int32_t column = kBlockColumns * c + 2 * t + j;
+      const bool has_sink = !kIsPlain && sinks != nullptr;
+      const FinishedState finished = finish(
+          {reference_[c][j], sum_[c][j]}, has_sink ? sinks[columns_.head(row, column)] : -INFINITY);
+      scale[j] = finished.scale;
       if (lse == nullptr || g != 0) continue;
-      const int64_t place = columns_.place(row, kBlockColumns * c + 2 * t + j);
-      if (place >= 0) lse[place] = natural_lse(state);
+      const int64_t place = columns_.place(row, column);
+      if (place >= 0) lse[place] = finished.lse;
     }
     const int64_t place = columns_.place(row, kBlockColumns * c + g);
 #pragma unroll

@@ -46,7 +46,6 @@ Status read_config(const tkv_attention_config* in, AttentionConfig* out) {
   out->sm_scale = read_sm_scale(c.sm_scale, c.head_dim);
   out->page_bytes = c.page_bytes;
   out->sliding_window_tokens = c.sliding_window_tokens;
-  out->learned_sinks = c.learned_sinks != 0;
   if (Status s = read_dtype(c.dtype, &out->dtype); !s) return s;
   if (Status s = read_tiers(c, out); !s) return s;
   return out->validate();
@@ -128,6 +127,7 @@ Status attend(const tkv_attention* attention, const tkv_attend_call* call, GpuSt
   out.q = c.q;
   out.out = c.out;
   out.lse = c.lse;
+  out.sinks = c.sinks;
   out.plan_is_settled = c.plan_is_settled != 0;
   return tierkv::attend(attention->config, attention->grid, out, {c.workspace, c.workspace_bytes},
                         stream);
@@ -159,6 +159,18 @@ Status read_merge(const tkv_merge_call* in, MergeCall* out) {
   out->out = c.out;
   out->lse = c.lse;
   out->rows = c.rows;
+  out->head_dim = c.head_dim;
+  return read_dtype(c.dtype, &out->dtype);
+}
+
+Status read_sinks(const tkv_sink_call* in, SinkCall* out) {
+  tkv_sink_call c;
+  if (Status s = read_struct(in, "call", &c); !s) return s;
+  out->out = c.out;
+  out->lse = c.lse;
+  out->sinks = c.sinks;
+  out->rows = c.rows;
+  out->num_q_heads = c.num_q_heads;
   out->head_dim = c.head_dim;
   return read_dtype(c.dtype, &out->dtype);
 }
@@ -228,6 +240,22 @@ tkv_status tkv_merge_attention_host(const tkv_merge_call* call, tkv_error* error
     tierkv::MergeCall c;
     if (Status s = capi::read_merge(call, &c); !s) return s;
     return tierkv::merge_attention_host(c);
+  });
+}
+
+tkv_status tkv_apply_sinks(const tkv_sink_call* call, void* stream, tkv_error* error) {
+  return capi::guarded(error, [&]() -> Status {
+    tierkv::SinkCall c;
+    if (Status s = capi::read_sinks(call, &c); !s) return s;
+    return tierkv::apply_sinks(c, static_cast<tierkv::GpuStream>(stream));
+  });
+}
+
+tkv_status tkv_apply_sinks_host(const tkv_sink_call* call, tkv_error* error) {
+  return capi::guarded(error, [&]() -> Status {
+    tierkv::SinkCall c;
+    if (Status s = capi::read_sinks(call, &c); !s) return s;
+    return tierkv::apply_sinks_host(c);
   });
 }
 

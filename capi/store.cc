@@ -96,6 +96,7 @@ Status attend(KvStore& store, const tkv_attend_request* request) {
   out.scratch = r.scratch;
   out.scratch_bytes = r.scratch_bytes;
   if (r.q_len != 0) out.q_len = r.q_len;
+  out.sinks = r.sinks;
   if (Status s = read_dtype(r.dtype, &out.dtype); !s) return s;
   return store.attend(out);
 }

@@ -39,6 +39,9 @@ Status attend(const AttentionConfig&, const AttentionGrid&, const AttendCall&,
 Status merge_attention(const MergeCall&, GpuStream) {
   return refusal("merge_attention");
 }
+Status apply_sinks(const SinkCall&, GpuStream) {
+  return refusal("apply_sinks");
+}
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig&, GpuStream) {
   return refusal("create_device_store");

@@ -34,6 +34,17 @@ inline Status check_query_dtype(const KvStoreConfig& config, DType dtype) {
                 "dtype of q and out: with a basis float16, or bfloat16 where layout.dtype is");
 }
 
+// kUnsupported for learned sinks where logits or values lack their means: what a sink takes of a
+// softmax it takes of these, too.
+inline Status check_sinks_in(const CacheBasis& basis, const float* sinks) {
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const std::vector<Basis>& rows = basis.of(c);
+    if (sinks == nullptr || rows.empty() || rows[0].mean.empty()) continue;
+    return Status(StatusCode::kUnsupported, "sinks with a basis that has means");
+  }
+  return Status::ok();
+}
+
 // Everything but append() and attend(). Base is KvStore or DeviceKvStore.
 template <class Base, class Inner>
 class BasisStore : public Base {

@@ -39,22 +39,25 @@ struct CodedQuery {
   int32_t head_dim;
   double sm_scale;
   int32_t tokens;  // that it sees: the row's first
+  double sink;     // -infinity: none
 };
 
 // One query: probabilities of its tokens, and the lse.
 double weigh(const std::vector<double>& k, const CodedQuery& query, std::vector<double>* p) {
   const int32_t head_dim = query.head_dim, tokens = query.tokens;
   p->assign(tokens, 0.0);
-  double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+  double largest = query.sink;
   for (int32_t i = 0; i < tokens; ++i) {
     double dot = 0;
     for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(query.q[d]) * k[i * head_dim + d];
     (*p)[i] = dot * query.sm_scale;
     largest = std::fmax(largest, (*p)[i]);
   }
+  if (largest == -std::numeric_limits<double>::infinity()) return largest;
+  double sum = std::exp(query.sink - largest);
   for (double& x : *p) sum += x = std::exp(x - largest);
   for (double& x : *p) x /= sum;
-  return tokens == 0 ? largest : largest + std::log(sum);
+  return largest + std::log(sum);
 }
 
 // The output of a query with probabilities p: [head_dim].
@@ -80,6 +83,7 @@ Status CodedHostStore::attend(const AttendRequest& request) {
   auto* out = static_cast<uint16_t*>(request.out);
   const int64_t queries = int64_t{count} * q_len * layout.num_q_heads;
   if (Status s = check_values(q, DType::kFloat16, queries * dim); !s) return s.with_context("q");
+  if (Status s = check_sinks(request.sinks, layout.num_q_heads); !s) return s;
   std::vector<double> k, v, p;
   std::vector<float> most;
   for (int32_t r = 0; r < count * heads; ++r) {
@@ -95,8 +99,10 @@ Status CodedHostStore::attend(const AttendRequest& request) {
       const int64_t line = int64_t{entry} * q_len + query;
       const int64_t first = (line * heads + r % heads) * group;
       for (int64_t head = first; head < first + group; ++head) {
-        const double lse =
-            weigh(k, {q + head * dim, dim, layout.sm_scale, tokens - q_len + 1 + query}, &p);
+        const double sink = request.sinks == nullptr ? -std::numeric_limits<double>::infinity()
+                                                     : request.sinks[head % layout.num_q_heads];
+        const int32_t seen = tokens - q_len + 1 + query;
+        const double lse = weigh(k, {q + head * dim, dim, layout.sm_scale, seen, sink}, &p);
         for (size_t i = 0; i < p.size(); ++i) {
           most[i] = std::fmax(most[i], static_cast<float>(p[i]));
         }

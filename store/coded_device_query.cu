@@ -132,6 +132,9 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
   if (request.q_len != 1) {
     return Status(StatusCode::kUnsupported, "q_len of a coded cache on a device; it needs 1");
   }
+  if (request.sinks != nullptr) {
+    return Status(StatusCode::kUnsupported, "sinks with a coded cache on a device");
+  }
   if (request.probabilities != nullptr) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }

@@ -114,6 +114,7 @@ Status DeviceStore::attend(const AttendRequest& request) {
   call.q = request.q;
   call.out = request.out;
   call.lse = request.lse != nullptr ? request.lse : lse_;
+  call.sinks = request.sinks;
   call.tail = window_tail(config(), newest_);
   const bool counts = request.count_query && is_any_counted(*slots, request.q_len);
   if (counts) {

@@ -160,6 +160,7 @@ Status DeviceBasisStore::append(const AppendCall& call) {
 Status DeviceBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
   if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
+  if (Status s = check_sinks_in(basis(), request.sinks); !s) return s;
   const int32_t count = request.sequences.count * request.q_len;
   const int32_t heads = config_.layout.num_q_heads;
   const bool is_bfloat16 = request.dtype == DType::kBFloat16;

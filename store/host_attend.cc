@@ -94,6 +94,14 @@ size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequences, int32
   return attention_score_bytes(attention, sequences, tokens);
 }
 
+Status check_sinks(const float* sinks, int32_t count) {
+  for (int32_t i = 0; sinks != nullptr && i < count; ++i) {
+    if (std::isfinite(sinks[i]) || sinks[i] == -INFINITY) continue;
+    return Status(StatusCode::kNonFinite, "sinks: head " + std::to_string(i));
+  }
+  return Status::ok();
+}
+
 Status HostStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table_.admit_attend(request);
   if (!slots) return slots.status();
@@ -102,6 +110,7 @@ Status HostStore::attend(const AttendRequest& request) {
   if (Status s = check_values(request.q, request.dtype, queries * layout.head_dim); !s) {
     return s.with_context("q");
   }
+  if (Status s = check_sinks(request.sinks, layout.num_q_heads); !s) return s;
   Result<AttentionConfig> attention =
       attention_config(attention_config(config_, page_bytes()), request.dtype, view_.raw_dtype);
   if (!attention) return attention.status();
@@ -116,6 +125,7 @@ Status HostStore::attend(const AttendRequest& request) {
   call.batch = {slots->data(), request.sequences.count};
   call.layer = request.layer;
   call.q = request.q;
+  call.sinks = request.sinks;
   call.tail = window_tail(config_, newest.data());
   const Result<ReferenceOutput> output = attend_reference(*attention, call);
   if (!output) return output.status();

@@ -43,6 +43,7 @@ Status HostBasisStore::append(const AppendCall& call) {
 Status HostBasisStore::attend(const AttendRequest& request) {
   if (Status s = inner_->sequences().admit_attend(request).status(); !s) return s;
   if (Status s = check_query_dtype(config_, request.dtype); !s) return s;
+  if (Status s = check_sinks_in(basis(), request.sinks); !s) return s;
   const CacheLayout& layout = config_.layout;
   const int32_t dim = layout.head_dim, group = layout.group_size();
   const int64_t queries = int64_t{request.sequences.count} * request.q_len * layout.num_q_heads;

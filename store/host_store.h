@@ -89,6 +89,8 @@ class HostStore final : public KvStore {
 Status check_values(const void* x, DType dtype, int64_t count);
 // kNonFinite; kInvalidArgument for a negative one.
 Status check_scores(const float* x, int64_t count);
+// kNonFinite but for -infinity; null is none.
+Status check_sinks(const float* sinks, int32_t count);
 
 // What the calls do to one row of a sequence; host memory throughout.
 

@@ -112,6 +112,7 @@ Status validate_rung_call(const AttentionConfig& config, const RungGrid& grid,
   if (call.layer < 0 || call.layer >= config.num_layers) return invalid("layer is out of range");
   if (call.table.slots == nullptr || call.table.tokens == nullptr) return invalid("table is null");
   if (call.q == nullptr || call.out == nullptr) return invalid("q or out is null");
+  if (call.sinks != nullptr) return unsupported("sinks");
   if (grid.device_shared_bytes < 1) return invalid("grid is not one of rung_grid()");
   if (grid.splits < 1 || grid.splits > kRungMaxSplits) return invalid("splits is out of range");
   for (int32_t t = 0; t < config.num_tiers; ++t) {

@@ -59,7 +59,6 @@ struct TKV_API AttentionConfig {
   int32_t num_tiers = 0;  // 1 to kMaxAttentionTiers
   AttentionTier tiers[kMaxAttentionTiers];
   int32_t sliding_window_tokens = 0;  // 0: none
-  bool learned_sinks = false;
 
   int32_t group_size() const { return num_q_heads / num_kv_heads; }
   // kInvalidArgument or kUnsupported with the field's name.
@@ -78,7 +77,8 @@ struct AttentionGrid {
 TKV_API Result<AttentionGrid> attention_grid(const AttentionConfig& config);
 
 // The sequences of a call: kv_head h of batch entry i is row sequences[i] * rows_per_sequence +
-// layer * num_kv_heads + h of the page table. -1 is padding: its output is 0 and its lse -infinity.
+// layer * num_kv_heads + h of the page table. -1 is padding: a row without tokens, whose output is
+// 0 and its lse -infinity (with learned sinks: its sink).
 struct AttentionBatch {
   const int32_t* sequences = nullptr;  // device, [count]; null: 0, 1, 2, ...
   int32_t count = 0;
@@ -129,6 +129,9 @@ struct AttendCall {
   const void* q = nullptr;  // device, [count, q_len, num_q_heads, head_dim], 16-byte aligned
   void* out = nullptr;      // device, like q
   float* lse = nullptr;     // device, [count, q_len, num_q_heads], natural logarithm; may be null
+  // Learned sinks, device, [num_q_heads]: the logit of each head that is part of its softmax's
+  // denominator and has no value; finite, or -infinity for none. Null: no head has one.
+  const float* sinks = nullptr;
   AttentionTail tail;
   AttentionScores scores;  // null: none are left; too few bytes leave out the last tokens of rows
   // The plan and the tables were complete before the kernel that precedes this one on the stream
@@ -164,5 +167,21 @@ struct MergeCall {
 };
 TKV_API Status merge_attention_host(const MergeCall& call);
 TKV_API Status merge_attention(const MergeCall& call, GpuStream stream);
+
+// Adds learned sinks to finished results, in place; of parts that are merged to the merged one,
+// once:
+//   out *= 1 / (1 + e^(sink - lse)),   lse = log(e^lse + e^sink).
+// Where lse is -infinity, out becomes 0 whatever it was.
+struct SinkCall {
+  void* out = nullptr;           // [rows, num_q_heads, head_dim] of the dtype
+  float* lse = nullptr;          // [rows, num_q_heads]
+  const float* sinks = nullptr;  // [num_q_heads], as AttendCall's
+  int64_t rows = 0;
+  int32_t num_q_heads = 0;
+  int32_t head_dim = 0;
+  DType dtype = DType::kFloat16;
+};
+TKV_API Status apply_sinks_host(const SinkCall& call);
+TKV_API Status apply_sinks(const SinkCall& call, GpuStream stream);
 
 }  // namespace tierkv

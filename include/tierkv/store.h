@@ -137,6 +137,11 @@ struct AttendRequest {
   // as many tokens, and all but the oldest of these must be sinks or in the window, as what was
   // appended since the last truncate() is.
   int32_t q_len = 1;
+  // Learned sinks of the layer, [num_q_heads]: logits that are part of the softmaxes' denominators,
+  // in lse and probabilities, too, and have no value; finite, or -infinity for none. Null: no head
+  // has one. kUnsupported with a basis that has means, and on a device with config().coded;
+  // kNonFinite on the host.
+  const float* sinks = nullptr;
   // Also counts the queries, as update_scores() of their probabilities would, oldest first, instead
   // of those calls; those of tokens that are then truncated stay in the means (where drafts may be
   // refused, ask for probabilities, truncate, and update the scores of what was accepted). The

@@ -183,7 +183,8 @@ typedef struct tkv_attend_request {
   int32_t count_query;
   void* scratch; /* for count_query: device memory of a device store, aligned to 8 bytes */
   size_t scratch_bytes;
-  int32_t q_len; /* queries of each sequence, oldest first, up to 8: store.h; 0: 1 */
+  int32_t q_len;      /* queries of each sequence, oldest first, up to 8: store.h; 0: 1 */
+  const float* sinks; /* [num_q_heads], learned sinks of the layer: store.h; null: none */
 } tkv_attend_request;
 /* Of scratch, for up to `num_sequences` sequences of up to `tokens` tokens with q_len queries each;
  * 0 for a host store. */
@@ -267,7 +268,6 @@ typedef struct tkv_attention_config {
   const tkv_attention_tier* tiers; /* [num_tiers], which share struct_size */
   int32_t num_tiers;               /* 1 to 3 */
   int32_t sliding_window_tokens;   /* 0: none */
-  int32_t learned_sinks;
 } tkv_attention_config;
 
 /* Needs no device: TKV_INVALID_ARGUMENT or TKV_UNSUPPORTED with the field's name. */
@@ -329,6 +329,7 @@ typedef struct tkv_attend_call {
   void* workspace;
   size_t workspace_bytes;
   const tkv_attention_tail* tail; /* null: the last tokens of the last tier; unused for q_len 1 */
+  const float* sinks;             /* device [num_q_heads], learned sinks: attention.h; null: none */
 } tkv_attend_call;
 
 /* Cuts the work of all layers; follows every change of the table or the sequences, and precedes
@@ -360,6 +361,21 @@ typedef struct tkv_merge_call {
 /* Device memory. */
 TKV_API tkv_status tkv_merge_attention(const tkv_merge_call* call, void* stream, tkv_error* error);
 TKV_API tkv_status tkv_merge_attention_host(const tkv_merge_call* call, tkv_error* error);
+
+/* Adds learned sinks to finished results, in place: attention.h. */
+typedef struct tkv_sink_call {
+  size_t struct_size;
+  void* out;          /* dtype [rows, num_q_heads, head_dim] */
+  float* lse;         /* [rows, num_q_heads] */
+  const float* sinks; /* [num_q_heads]; -infinity: none */
+  int64_t rows;
+  int32_t num_q_heads;
+  int32_t head_dim;
+  tkv_dtype dtype;
+} tkv_sink_call;
+/* Device memory. */
+TKV_API tkv_status tkv_apply_sinks(const tkv_sink_call* call, void* stream, tkv_error* error);
+TKV_API tkv_status tkv_apply_sinks_host(const tkv_sink_call* call, tkv_error* error);
 
 #ifdef __cplusplus
 }

@@ -124,7 +124,8 @@ class PromptScores(Struct):
 class AttendRequest(Struct):
     _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
                 ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p), ("stride", c_int64),
-                ("dtype", c_int32), ("count_query", c_int32), ("scratch", c_void_p), ("scratch_bytes", c_size_t), ("q_len", c_int32)]
+                ("dtype", c_int32), ("count_query", c_int32), ("scratch", c_void_p), ("scratch_bytes", c_size_t), ("q_len", c_int32),
+                ("sinks", c_void_p)]
 
 
 class ScoreUpdate(Struct):

@@ -156,12 +156,12 @@ class Store:
         self._call("tkv_store_begin_step", *_ids(sequences), tokens)
 
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False, into: Optional[Attention] = None,
-               count_query: bool = False) -> Attention:
+               count_query: bool = False, sinks: Optional[ArrayLike] = None) -> Attention:
         """Attention of the newest token's queries q, float16 or bfloat16 [sequences, num_q_heads, head_dim], over all that the layer
         holds; of the 1 to 8 newest tokens' with [sequences, q_len, num_q_heads, head_dim], oldest first, each over the tokens up to its
         own. A sequence must have q_len tokens, and all but the oldest of these in its window, as what was appended since the last
         truncate() is. Raw tiers want q in the dtype of their pages, coded pages float16; a store with a basis takes bfloat16 where its
-        keys are.
+        keys are. `sinks`, float32 [num_q_heads]: learned sinks of the layer, logits in the denominators without values.
 
         `probabilities` asks for what update_scores() takes, those of query j with back = q_len - 1 - j. `into` gives the arrays for the
         results, as a CUDA graph needs them; those that are None are not computed. `count_query` does what update_scores() would do with
@@ -175,6 +175,7 @@ class Store:
         if q_len == 0:
             raise ValueError("q: no queries")
         seen = (*((q_len,) if several else ()), count, self.config.num_kv_heads)
+        extra = _NOTHING if sinks is None else self._input(sinks, "sinks", ("float32",), (self.config.num_q_heads,))
         if into is None:
             into = self._results(sequences, q, queries, seen if probabilities else None)
         out = self._output(into.out, "out", queries.dtype, queries.shape)
@@ -185,7 +186,7 @@ class Store:
             sequences=ids, num_sequences=count, layer=layer, q=queries.address, out=out.address, lse=lse.address,
             probabilities=p.address, stride=p.shape[-1] if p.shape else 0, dtype=DTYPES[queries.dtype], count_query=count_query,
             scratch=scratch.address, scratch_bytes=4 * scratch.shape[0] if scratch.shape else 0,
-            q_len=q_len))
+            q_len=q_len, sinks=extra.address))
         return into
 
     def update_scores(self, sequences: Ids, layer: int, probabilities: ArrayLike, back: int = 0) -> None:

@@ -49,7 +49,6 @@ TEST(AttentionConfig, WhatIsNotSupportedIsNamed) {
       {"float32", unsupported, [](auto& c) { c.dtype = DType::kFloat32; }},
       {"sm_scale", invalid, [](auto& c) { c.sm_scale = std::numeric_limits<double>::quiet_NaN(); }},
       {"sliding_window", unsupported, [](auto& c) { c.sliding_window_tokens = 100; }},
-      {"learned_sinks", unsupported, [](auto& c) { c.learned_sinks = true; }},
       {"num_tiers", invalid, [](auto& c) { c.num_tiers = 4; }},
       {"page", invalid, [](auto& c) { c.page_bytes = 1000; }},
       {"side", invalid, [](auto& c) { c.tiers[0].side = 4; }},

@@ -84,6 +84,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();
+  p.sinks = world.sinks.empty() ? nullptr : world.sinks.data();
   p.row_status = row_status.data();
   p.items = items.data();
   p.arrivals = arrivals.data();

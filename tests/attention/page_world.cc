@@ -106,6 +106,7 @@ AttendCall World::call() {
   call.batch = {nullptr, sequences()};
   call.q = q.data();
   call.tail = tail;
+  call.sinks = sinks.empty() ? nullptr : sinks.data();
   return call;
 }
 
@@ -182,6 +183,10 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
     }
   }
   std::normal_distribution<float> normal;
+  for (int32_t h = 0; shape.sink_scale != 0 && h < config.num_q_heads; ++h) {
+    const bool none = std::bernoulli_distribution(0.1)(rng);
+    w.sinks.push_back(none ? -INFINITY : static_cast<float>(shape.sink_scale) * normal(rng));
+  }
   w.q.resize(static_cast<size_t>(w.sequences()) * config.q_len * config.num_q_heads *
              config.head_dim);
   const auto scale = static_cast<float>(shape.query_scale);

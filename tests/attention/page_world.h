@@ -30,6 +30,7 @@ struct WorldShape {
   std::vector<int32_t> newest;
   double value_scale = 1;
   double key_scale = 1;
+  double sink_scale = 0;  // of the learned sinks, of which a few are none; 0: no sinks
   // Where not empty, the tokens of the one sequence, in the order of the tiers, and its queries, in
   // place of random ones: [num_kv_heads, tokens, head_dim] and [q_len, q_heads, head_dim].
   std::vector<float> keys, values, queries;
@@ -44,7 +45,8 @@ struct World {
   std::vector<SideCounts> tokens;
   std::vector<uint16_t> q;  // [sequences, q_len, q_heads, head_dim]
   std::vector<int32_t> newest;
-  AttentionTail tail;  // of host memory
+  AttentionTail tail;        // of host memory
+  std::vector<float> sinks;  // [q_heads] or empty
   PageTableShape table_shape;
   int32_t num_pages = 0;
 

@@ -61,9 +61,6 @@ TEST_F(CapiAttention, ConfigsAreRefusedByName) {
   c.sliding_window_tokens = 5;
   refused(c, TKV_UNSUPPORTED, "sliding_window_tokens");
   c = config_;
-  c.learned_sinks = 1;
-  refused(c, TKV_UNSUPPORTED, "learned_sinks");
-  c = config_;
   c.num_tiers = 4;
   refused(c, TKV_INVALID_ARGUMENT, "num_tiers");
   c = config_;
@@ -152,6 +149,38 @@ TEST(CapiMerge, IsThatOfTheCppApi) {
   c.head_dim = 3;
   EXPECT_EQ(tkv_merge_attention_host(&c, &error), TKV_INVALID_ARGUMENT);
   EXPECT_NE(std::strstr(error.message, "head_dim"), nullptr) << error.message;
+}
+
+TEST(CapiSinks, AreThoseOfTheCppApi) {
+  RandomInput input;
+  constexpr int32_t kRows = 5, kHeads = 3, kDim = 96;
+  const auto x = input.values(DType::kFloat16, kRows * kHeads, kDim);
+  std::vector<float> sinks(kHeads), start(kRows * kHeads);
+  for (float& s : sinks) s = input.real(-4, 4);
+  for (float& l : start) l = input.real(-3, 3);
+  start[4] = -std::numeric_limits<float>::infinity();
+  std::vector<uint8_t> out = x, other = x;
+  std::vector<float> lse = start, other_lse = start;
+  tkv_sink_call c = make<tkv_sink_call>();
+  c.out = out.data();
+  c.lse = lse.data();
+  c.sinks = sinks.data();
+  c.rows = kRows;
+  c.num_q_heads = kHeads;
+  c.head_dim = kDim;
+  tkv_error error = make<tkv_error>();
+  ASSERT_EQ(tkv_apply_sinks_host(&c, &error), TKV_OK) << error.message;
+  ASSERT_TRUE(apply_sinks_host(
+      {other.data(), other_lse.data(), sinks.data(), kRows, kHeads, kDim, DType::kFloat16}));
+  EXPECT_EQ(out, other);
+  EXPECT_EQ(lse, other_lse);
+  EXPECT_NE(out, x);
+  EXPECT_EQ(lse[4], sinks[1]);
+  c.sinks = nullptr;
+  EXPECT_EQ(tkv_apply_sinks_host(&c, &error), TKV_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(error.message, "sinks"), nullptr) << error.message;
+  EXPECT_EQ(tkv_apply_sinks(&c, nullptr, &error),
+            TIERKV_HAVE_CUDA ? TKV_INVALID_ARGUMENT : TKV_UNSUPPORTED);
 }
 
 }  // namespace

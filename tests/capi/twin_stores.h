@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -131,7 +132,7 @@ class Twins {
   }
   // Returns what the queries saw: [q_len, kKvHeads, kMaxTokens].
   std::vector<float> attend(Pair id, int32_t layer, const void* q, bool count_query = false,
-                            int32_t q_len = 1) {
+                            int32_t q_len = 1, const float* sinks = nullptr) {
     struct Results {
       explicit Results(int32_t queries)
           : out(queries * kQHeads * kHeadDim, 0x5a5a),
@@ -151,6 +152,7 @@ class Twins {
     r.stride = kMaxTokens;
     r.count_query = count_query ? 1 : 0;
     r.q_len = q_len == 1 ? 0 : q_len;  // the default
+    r.sinks = sinks;
     AttendRequest other;
     other.sequences = {&id.cpp, 1};
     other.layer = layer;
@@ -161,6 +163,7 @@ class Twins {
     other.stride = kMaxTokens;
     other.count_query = count_query;
     other.q_len = q_len;
+    other.sinks = sinks;
     same(tkv_store_attend(c_, &r, &error_), cpp_->attend(other));
     EXPECT_EQ(c.out, cpp.out);
     EXPECT_EQ(c.lse, cpp.lse);
@@ -242,7 +245,9 @@ inline void step(Twins& twins, RandomInput& input, Twins::Pair id, int32_t n) {
     const auto q = input.values(DType::kFloat16, q_len * kQHeads, kHeadDim);
     EXPECT_EQ(twins.append(id, layer, n, k.data(), v.data()), StatusCode::kOk);
     const bool count_query = input.chance(0.5);
-    const std::vector<float> seen = twins.attend(id, layer, q.data(), count_query, q_len);
+    const float sinks[kQHeads] = {input.real(-30, 30), 1e4f, -1e4f, -INFINITY};
+    const std::vector<float> seen =
+        twins.attend(id, layer, q.data(), count_query, q_len, input.chance(0.3) ? sinks : nullptr);
     for (int32_t j = 0; j < q_len && !count_query; ++j) {
       const float* of_query = seen.data() + j * kKvHeads * kMaxTokens;
       EXPECT_EQ(twins.update_scores(id, layer, q_len - 1 - j, of_query), StatusCode::kOk);

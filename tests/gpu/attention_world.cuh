@@ -35,6 +35,7 @@ class DeviceWorld {
         newest_(world.newest),
         tokens_(world.tokens),
         records_(world.records),
+        sinks_(world.sinks),
         q_(queries_of(world, columns())),
         out_(columns() * world.config.head_dim, 0xff),
         lse_(columns(), 0xff),
@@ -60,6 +61,7 @@ class DeviceWorld {
     call.q = q_.get();
     call.out = out_.get();
     call.lse = lse_.get();
+    call.sinks = host.sinks.empty() ? nullptr : sinks_.get();
     call.tail = host.tail;
     if (host.tail.newest != nullptr) call.tail.newest = newest_.get();
     return call;
@@ -106,6 +108,7 @@ class DeviceWorld {
   DeviceArray<int32_t> slots_, sequences_, newest_;
   DeviceArray<SideCounts> tokens_;
   DeviceArray<PageRecord> records_;
+  DeviceArray<float> sinks_;
   DeviceArray<uint16_t> q_, out_;
   DeviceArray<float> lse_;
   DeviceArray<uint8_t> workspace_;

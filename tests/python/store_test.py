@@ -280,6 +280,26 @@ class Arrays(StoreTest):
                                                err_msg=f"seed {self.seed}")
                     self.assertTrue((seen.probabilities[j, 0, h, 5 + j:] == 0).all())
 
+    def test_learned_sinks_take_their_share(self):
+        with tierkv.Store(config(window_format=tierkv.TierFormat(16, 16), page_bytes=0)) as store:
+            id = store.add_sequence()
+            q, sinks = self.query(), np.array([-1, 30, -np.inf, 1e4], np.float32)
+            empty = store.attend(id, 0, q, sinks=sinks)
+            np.testing.assert_array_equal(empty.lse[0], sinks)
+            self.assertFalse(empty.out.any())
+            store.begin_prompt(id, 7)
+            store.append(id, 0, self.values(7), self.values(7))
+            bare, seen = store.attend(id, 0, q), store.attend(id, 0, q, sinks=sinks)
+            lse = np.logaddexp(bare.lse[0].astype(np.float64), sinks)
+            np.testing.assert_allclose(seen.lse[0], lse, rtol=1e-6, atol=1e-6, err_msg=f"seed {self.seed}")
+            # Both outputs are rounded to fp16, the LSE to fp32, which moves the share.
+            want = bare.out[0] * np.exp(bare.lse[0] - lse)[:, None]
+            np.testing.assert_allclose(seen.out[0], want, rtol=2**-10 + 1e-6 * np.abs(lse).max(), atol=2**-24, err_msg=f"seed {self.seed}")
+            with self.assertRaisesRegex(ValueError, "sinks: shape"):
+                store.attend(id, 0, q, sinks=sinks[:3])
+            with self.assertRaisesRegex(tierkv.NonFiniteError, "sinks"):
+                store.attend(id, 0, q, sinks=np.full(Q_HEADS, np.nan, np.float32))
+
     def test_scores_of_a_prompt_decide_its_tiers(self):
         for significance, tier in ((0.0, "pruned_tokens"), (1.0, "high_tokens")):
             with tierkv.Store(config()) as store:

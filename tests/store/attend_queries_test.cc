@@ -10,39 +10,10 @@
 #include "tests/store/coded_world.h"
 #include "tests/store/decoded_row.h"
 #include "tests/store/modelled_store.h"
+#include "tests/store/query_call.h"
 
 namespace tierkv::testing {
 namespace {
-
-// A call on layer 1 and its results, poisoned.
-struct QueryCall {
-  QueryCall(const KvStoreConfig& config, std::vector<SequenceId> sequences, int32_t queries)
-      : ids(std::move(sequences)), q_len(queries), stride(config.max_tokens) {
-    const CacheLayout& l = config.layout;
-    const auto lines = ids.size() * q_len;
-    out.assign(lines * l.num_q_heads * l.head_dim, 0x7e00);
-    lse.assign(lines * l.num_q_heads, NAN);
-    probabilities.assign(lines * l.num_kv_heads * stride, NAN);
-  }
-  AttendRequest request() {
-    AttendRequest r;
-    r.sequences = {ids.data(), static_cast<int32_t>(ids.size())};
-    r.layer = 1;
-    r.q = q.data();
-    r.out = out.data();
-    r.lse = lse.data();
-    r.probabilities = probabilities.data();
-    r.stride = stride;
-    r.q_len = q_len;
-    return r;
-  }
-
-  std::vector<SequenceId> ids;
-  int32_t q_len, stride;
-  std::vector<uint8_t> q;
-  std::vector<uint16_t> out;
-  std::vector<float> lse, probabilities;
-};
 
 float half_at(const std::vector<uint8_t>& q, int64_t i) {
   uint16_t bits;
@@ -62,7 +33,10 @@ void check_head(const QueryCall& call, const CacheLayout& layout, const Decoded&
                 int32_t position, GroupWeights* group) {
   const int32_t dim = layout.head_dim;
   std::vector<double> p(row.positions.size(), 0.0), x(dim, 0.0), size(dim, 0.0);
-  double sum = 0, largest = 0;  // of the sums of what a logit is made of
+  double sum = call.sinks.empty()
+                   ? 0.0
+                   : std::exp(call.sinks[place % layout.num_q_heads] - double{call.lse[place]});
+  double largest = 0;  // of the sums of what a logit is made of
   for (size_t i = 0; i < p.size(); ++i) {
     if (row.positions[i] > position) continue;
     double dot = 0, parts = 0;
@@ -126,7 +100,7 @@ void check_call(const ModelledStore& world, const std::vector<int32_t>& tokens,
 
 // Sequences of all kinds in one call: in the prompt and past it, with a ring that is not full, just
 // full and worn, fewer tokens than sinks, truncated and appended to.
-void check_sequences(const KvStoreConfig& config, int32_t q_len) {
+void check_sequences(const KvStoreConfig& config, int32_t q_len, bool has_sinks) {
   SCOPED_TRACE(::testing::Message() << "q_len " << q_len << " " << to_json(config));
   RandomInput input;
   ModelledStore world(config, &input);
@@ -155,6 +129,10 @@ void check_sequences(const KvStoreConfig& config, int32_t q_len) {
   call.q =
       input.values(DType::kFloat16, static_cast<int64_t>(ids.size()) * q_len * layout.num_q_heads,
                    layout.head_dim);
+  // Sinks of about the size of logits.
+  for (int32_t h = 0; has_sinks && h < layout.num_q_heads; ++h) {
+    call.sinks.push_back(h % 4 == 3 ? -INFINITY : input.real(-20, 60));
+  }
   const Status s = world.store().attend(call.request());
   ASSERT_TRUE(s) << s.message();
   check_call(world, tokens, call);
@@ -170,7 +148,7 @@ TEST(StoreQueries, EachSeesTheTokensUpToItsOwn) {
       if (group == 3) c.window_format = raw_tier();
       c.page_bytes = group == 3 ? 4352 : 1920;
       for (const int32_t q_len : {1, 2, 5, 8}) {
-        check_sequences(c, q_len);
+        check_sequences(c, q_len, sinks != 0);
         if (HasFatalFailure()) return;
       }
     }
@@ -182,7 +160,7 @@ TEST(StoreQueries, EveryHeadDim) {
     KvStoreConfig c = small_config();
     c.layout.head_dim = head_dim;
     c.page_bytes = 0;
-    check_sequences(c, 4);
+    check_sequences(c, 4, head_dim == 128);
     if (HasFatalFailure()) return;
   }
 }
