@@ -195,18 +195,25 @@ bool encode_tile(const HostPage& page, int32_t tile_index, const TokenBatch& bat
   return true;
 }
 
-// A unit row and its parameters into a row of the output.
-HWY_INLINE void decode_row(const HostPage& page, Component component, const uint8_t* units,
-                           const uint8_t* metadata, int32_t token, void* row, DType dtype) {
+// A token of a tile as it is stored.
+struct StoredRow {
+  const uint8_t* units;
+  const uint8_t* metadata;  // of the tile
+  int32_t token;            // of the tile
+};
+
+// Into a row of the output.
+HWY_INLINE void decode_row(const HostPage& page, Component component, const StoredRow& from,
+                           void* row, DType dtype) {
   const DF df;
   const auto step = static_cast<int32_t>(hn::Lanes(df));
   const TileLayout tile = page.layout.tile(component);
   if (tile.bits == 16) {
     if (dtype == page.raw_dtype) {
-      memcpy(row, units, 2 * tile.head_dim);
+      memcpy(row, from.units, 2 * tile.head_dim);
       return;
     }
-    const auto* half = reinterpret_cast<const uint16_t*>(units);
+    const auto* half = reinterpret_cast<const uint16_t*>(from.units);
     for (int32_t i = 0; i < tile.head_dim; i += step) {
       const auto h = hn::LoadU(DHalf(), half + i);
       store_vector(page.raw_dtype == DType::kFloat16 ? vec_half_to_float(df, h)
@@ -216,11 +223,11 @@ HWY_INLINE void decode_row(const HostPage& page, Component component, const uint
     return;
   }
   uint8_t codes[kMaxPageHeadDim];
-  unfold_codes(units, tile, codes);
+  unfold_codes(from.units, tile, codes);
   const int32_t groups = page.layout.groups(component), width = tile.head_dim / groups;
   for (int32_t g = 0; g < groups; ++g) {
     QuantParams params;
-    memcpy(&params, metadata + token_metadata_byte(g, token), sizeof(params));
+    memcpy(&params, from.metadata + token_metadata_byte(g, from.token), sizeof(params));
     const auto scale = hn::Set(df, half_to_float(params.scale));
     const auto zero = hn::Set(df, half_to_float(params.zero_point));
     for (int32_t i = g * width; i < (g + 1) * width; i += step) {
@@ -245,7 +252,7 @@ void decode_tile(const HostPage& page, int32_t slot, int32_t n, const TokenOutpu
     const uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
     for (int32_t i = 0; i < n; ++i) {
       const int32_t token = slot % kTileTokens + i;
-      decode_row(page, c, units.row[token], metadata, token,
+      decode_row(page, c, {units.row[token], metadata, token},
                  base + batch_row(out.rows, first + i) * row_bytes, out.dtype);
     }
   }
