@@ -22,26 +22,30 @@ double absolute_dot(const std::vector<float>& a, const std::vector<float>& b) {
   return sum;
 }
 
-// One query head against the softmax over a row in double.
-void expect_attention(const CacheLayout& layout, const DecodedRow& row, const Basis& keys,
-                      const Basis& values, const std::vector<float>& q, const uint16_t* out,
-                      float lse) {
-  const int32_t dim = layout.head_dim;
+struct HeadOutput {
+  const uint16_t* out;  // fp16 [head_dim]
+  float lse;
+};
+
+// One query head [head_dim] against the softmax over a row in double.
+void expect_attention(double sm_scale, const DecodedRow& row, const Basis& keys,
+                      const Basis& values, const std::vector<float>& q, const HeadOutput& got) {
+  const auto dim = static_cast<int32_t>(q.size());
   std::vector<float> mapped = q;
   keys.apply_to_queries(mapped.data(), 1);
   std::vector<double> logits;
   double most = -INFINITY, error = 0;
   for (size_t i = 0; i < row.k.size(); ++i) {
-    logits.push_back(layout.sm_scale * dot(q, row.k[i]));
+    logits.push_back(sm_scale * dot(q, row.k[i]));
     most = std::max(most, logits.back());
     // q is rounded to fp16 in the basis: 2^-11 of each product. What is mapped back is rounded to
     // fp32, which 2^-20 of both sums covers for a condition of 16.
-    error = std::max(error, layout.sm_scale * (absolute_dot(mapped, row.coordinates[i]) * 0x1p-11 +
-                                               absolute_dot(q, row.k[i]) * 0x1p-20));
+    error = std::max(error, sm_scale * (absolute_dot(mapped, row.coordinates[i]) * 0x1p-11 +
+                                        absolute_dot(q, row.k[i]) * 0x1p-20));
   }
   double sum = 0;
   for (const double x : logits) sum += std::exp(x - most);
-  EXPECT_NEAR(lse, most + std::log(sum), error + 1e-6 * (1 + std::fabs(most)));
+  EXPECT_NEAR(got.lse, most + std::log(sum), error + 1e-6 * (1 + std::fabs(most)));
   std::vector<double> expected(dim, 0.0), spread(dim, 0.0);
   for (size_t i = 0; i < row.v.size(); ++i) {
     const double p = std::exp(logits[i] - most) / sum;
@@ -64,7 +68,7 @@ void expect_attention(const CacheLayout& layout, const DecodedRow& row, const Ba
       for (const float y : coordinates) rounded += std::fabs(y) / std::sqrt(dim);
     }
     if (values.kind == BasisKind::kMean) rounded += std::fabs(coordinates[d]);
-    EXPECT_NEAR(half_to_float(out[d]), expected[d],
+    EXPECT_NEAR(half_to_float(got.out[d]), expected[d],
                 spread[d] * std::expm1(2 * error) * 2 + rounded * 0x1p-10 + 1e-6)
         << "channel " << d;
   }
@@ -108,7 +112,7 @@ TEST_F(StoreBasisAttention, AttendsToTheDecodedCacheMappedBack) {
         double tolerance = 0;
         for (int32_t g = 2 * h; g < 2 * h + 2; ++g) {
           const std::vector<float> x = query(q, g, layout.head_dim);
-          expect_attention(layout, row, k, v, x, &a.out[g * layout.head_dim], a.lse[g]);
+          expect_attention(layout.sm_scale, row, k, v, x, {&a.out[g * layout.head_dim], a.lse[g]});
           std::vector<float> mapped = x;
           k.apply_to_queries(mapped.data(), 1);
           for (size_t i = 0; i < row.k.size(); ++i) {
