@@ -77,8 +77,32 @@ bool demote(const StoreView& s, int32_t from, int32_t to, const TokenCodes& toke
   return true;
 }
 
+// Values that no rounding on any way down the formats takes out of fp16's range, 65504: what a
+// format of a range makes of it lies in it, but for what fp16 rounds.
+constexpr float kFarFromLimits = 16384;
+
+bool is_far_from_limits(const PageLayout& p, DType raw_dtype, const TokenCodes& token) {
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const TokenCodes::Side& side = token.of(c);
+    for (int32_t d = 0; d < p.head_dim() && p.tile(c).bits == 16; ++d) {
+      const float x = raw_dtype == DType::kFloat16 ? half_to_float(side.codes[d])
+                                                   : bfloat16_to_float(side.codes[d]);
+      // Written so that it is false for what is not a number.
+      if (!(x >= -kFarFromLimits && x <= kFarFromLimits)) return false;
+    }
+    const auto levels = static_cast<float>(1 << p.tile(c).bits);
+    for (int32_t g = 0; g < p.groups(c); ++g) {
+      const float low = half_to_float(side.params[g].zero_point);
+      const float high = low + levels * half_to_float(side.params[g].scale);
+      if (!(low >= -kFarFromLimits && high <= kFarFromLimits)) return false;
+    }
+  }
+  return true;
+}
+
 // Whether a step can take the token every way down the formats.
 bool can_be_demoted(const StoreView& s, int32_t side, const TokenCodes& token) {
+  if (is_far_from_limits(s.layouts[side], s.raw_dtype, token)) return true;
   TokenCodes high, low;
   if (side == kLowSide) return demote(s, kLowSide, kLowSide, token, &low);
   if (side == kHighSide) return demote(s, kHighSide, kLowSide, token, &low);
