@@ -3,8 +3,9 @@
 // knows them.
 //
 // Codes are coded as they lie in the page: the fields of 8, 4 or 2 bits of its tiles, lowest bits
-// of a byte first, 128 a row and at most 64 rows a coded block (codec/coded_block.h). Nothing has
-// to be found in a tile, and a lookup decodes two or four fields at once.
+// of a byte first, head_dim of them a row but at most 128, at most 64 rows a coded block
+// (codec/coded_block.h). Nothing has to be found in a tile, a tile is a multiple of 16 rows, which
+// need no padding, and a lookup decodes two or four fields at once.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,11 @@ inline bool has_coded_fields(const PageLayout& layout, Component c) {
 // Adds the fields of one component of a packed page with `used` tokens.
 void count_page_fields(const PageLayout& layout, const uint8_t* packed, int32_t used, Component c,
                        CodeHistogram* histogram);
-CodeHistogram make_field_histogram(Component c);
+CodeHistogram make_field_histogram(const PageLayout& layout, Component c);
+// The codebook of fields of `bits` bits that were counted, of 256 symbols whatever the bits are:
+// one, two or four fields. *payload_bytes: what their code words take.
+Result<Codebook> build_field_codebook(const CodeHistogram& histogram, int32_t bits,
+                                      int64_t* payload_bytes);
 
 // Appends the cold form of a packed page with `used` tokens.
 void encode_cold_page(const PageLayout& layout, const uint8_t* packed, int32_t used,

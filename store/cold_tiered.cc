@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "codec/byte_cursor.h"
-#include "codec/coded_block_format.h"
+#include "codec/coded_block.h"
 #include "codec/parallel.h"
 #include "store/cold_format.h"
 #include "store/cold_pages.h"
@@ -60,23 +60,22 @@ void for_each_page(const StoreView& s, const ImportedRow& row, const Visit& visi
 Status choose_book(const StoreView& s, const ImportedRow* rows, int32_t side, Component c,
                    std::optional<Codebook>* book) {
   const PageLayout& layout = s.layouts[side];
-  CodeHistogram histogram = make_field_histogram(c);
+  CodeHistogram histogram = make_field_histogram(layout, c);
   int64_t blocks = 0;
   for (int32_t h = 0; h < s.num_kv_heads; ++h) {
     for_each_page(s, rows[h], [&](int32_t of, int32_t, int32_t used, const uint8_t* packed) {
       if (of != side) return;
       count_page_fields(layout, packed, used, c, &histogram);
-      blocks += pages_for(used, kTileTokens) * layout.head_dim() / 8 / kBlockTokens + 1;
+      const int32_t rows_of_tile = kTileTokens * slice_count(layout.head_dim());
+      blocks += pages_for(pages_for(used, kTileTokens) * rows_of_tile, kBlockTokens);
     });
   }
   if (histogram.empty()) return Status::ok();
-  Result<Codebook> found = build_codebook(histogram);
+  int64_t payload = 0;
+  Result<Codebook> found = build_field_codebook(histogram, layout.tile(c).bits, &payload);
   if (!found) return found.status();
-  const auto fields = static_cast<double>(histogram.total());
-  const double coded =
-      fields * histogram.entropy_bits() / 8 +
-      static_cast<double>(kBlockCost * blocks + codebook_bytes(*found) + kChunkCost);
-  if (coded < fields * layout.tile(c).bits / 8) *book = std::move(*found);
+  const int64_t coded = payload + kBlockCost * blocks + codebook_bytes(*found) + kChunkCost;
+  if (coded < histogram.total() * layout.tile(c).bits / 8) *book = std::move(*found);
   return Status::ok();
 }
 

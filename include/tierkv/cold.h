@@ -28,8 +28,9 @@ namespace tierkv {
 
 struct ColdOptions {
   // Huffman-codes the codes of tiered pages, with a codebook for each layer, tier and component
-  // where that saves bytes. Pages of a coded store are as they are.
-  bool entropy_coded = true;
+  // where that saves bytes: a few percent, as min-max codes fill their range (docs/BENCHMARKS.md).
+  // Pages of a coded store are coded as they are.
+  bool entropy_coded = false;
   int32_t threads = 1;  // at most so many work on the layers; the bytes do not depend on it
 };
 

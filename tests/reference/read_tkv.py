@@ -318,12 +318,12 @@ def read(path):
     return cache
 
 
-def field_codes(b, book, size, bits):
+def field_codes(b, book, size, bits, width):
     """The bytes of coded codes of a store page, section 8."""
-    fields, rows = [], size * 8 // bits // 128
+    fields, rows = [], size * 8 // bits // width
     for first in range(0, rows, 64):
         fields.append(decode_block(b, book))
-        need(fields[-1].shape == (min(64, rows - first), 128), "shape of a block")
+        need(fields[-1].shape == (min(64, rows - first), width), "shape of a block")
     fields = np.concatenate(fields).reshape(-1, 8 // bits)
     need(((fields >= 0) & (fields < 1 << bits)).all(), "a field is too large")
     return (fields << np.arange(0, 8, bits)).sum(1).astype(np.uint8).tobytes()
@@ -334,7 +334,7 @@ def packed_page(data, used, side, d, books):
     b, tiles, out = Bytes(data), -(-used // 16), b""
     for component, (bits, groups) in enumerate((side[:2], side[2:4])):
         size = tiles * 2 * d * bits
-        out += field_codes(b, books[component], size, bits) if books[component] else b.take(size)
+        out += field_codes(b, books[component], size, bits, min(d, 128)) if books[component] else b.take(size)
         out += b.take(tiles * groups * 64)
     scores, positions = b.array("f4", 16 * tiles), b.array("i4", 16 * tiles)
     b.end()

@@ -176,7 +176,7 @@ TEST(ColdTier, CodedSequencesOfAnyLengthComeBack) {
 void goes_on_the_same(KvStore* store, SequenceId stays, RandomInput* input) {
   const Result<SequenceId> fork = store->fork(stays);
   ASSERT_TRUE(fork.is_ok()) << fork.status().message();
-  const Result<Bytes> cold = save_sequence(*store, *fork);
+  const Result<Bytes> cold = save_sequence(*store, *fork, {true, 1});
   ASSERT_TRUE(cold.is_ok()) << cold.status().message();
   ASSERT_TRUE(store->release(*fork));
   const Result<SequenceId> back = load_sequence(*store, cold->data(), cold->size());
@@ -216,7 +216,7 @@ TEST(ColdTier, CodingSavesBytesAndTheFileKeepsToTheLengths) {
   ASSERT_TRUE(id.is_ok()) << id.status().message();
   const size_t state = state_bytes(**store, *id).size();
   const size_t plain = save_sequence(**store, *id, {false, 1})->size();
-  const size_t coded = save_sequence(**store, *id)->size();
+  const size_t coded = save_sequence(**store, *id, {true, 1})->size();
   // Normal values of 2 bits have 1.8 bits of entropy, of 4 bits 3.3, of 8 bits 7.2: see codec.
   EXPECT_LT(coded, plain * 95 / 100);
   // A page is a chunk: 48 bytes of index, and at most 15 of zeros. Rows and headers are small.
@@ -240,7 +240,7 @@ struct SmallSequence {
     }
     store = std::move(*KvStore::create(config));
     id = *prompted(*store, tokens, input);
-    cold = *save_sequence(*store, id);
+    cold = *save_sequence(*store, id, {true, 1});
   }
 };
 
