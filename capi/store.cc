@@ -4,6 +4,7 @@
 #include "capi/buffer.h"
 #include "capi/store_config.h"
 #include "capi/tier_format.h"
+#include "tierkv/cold.h"
 
 struct tkv_store {
   std::unique_ptr<tierkv::KvStore> store;
@@ -161,6 +162,24 @@ Status import_sequence(KvStore& store, const uint8_t* bytes, size_t size, tkv_se
   return id.status();
 }
 
+Status save_sequence(KvStore& store, tkv_sequence_id sequence, const ColdOptions& given,
+                     tkv_buffer* out) {
+  ColdOptions options = given;
+  if (Status s = read_threads(given.threads, &options.threads); !s) return s;
+  const Result<std::vector<uint8_t>> bytes =
+      tierkv::save_sequence(store, from_c(sequence), options);
+  return bytes ? fill(*bytes, out) : bytes.status();
+}
+
+Status load_sequence(KvStore& store, const uint8_t* bytes, size_t size, int32_t threads,
+                     tkv_sequence_id* out) {
+  if (bytes == nullptr || out == nullptr) return invalid("bytes or sequence is null");
+  if (Status s = read_threads(threads, &threads); !s) return s;
+  const Result<SequenceId> id = tierkv::load_sequence(store, bytes, size, threads);
+  if (id) *out = to_c(*id);
+  return id.status();
+}
+
 // body(KvStore&), guarded.
 template <class Body>
 tkv_status on_store(tkv_store* store, tkv_error* error, const Body& body) {
@@ -300,6 +319,24 @@ tkv_status tkv_store_import_sequence(tkv_store* store, const uint8_t* bytes, siz
                                      tkv_sequence_id* sequence, tkv_error* error) {
   return capi::on_store(
       store, error, [&](KvStore& s) { return capi::import_sequence(s, bytes, size, sequence); });
+}
+
+tkv_status tkv_store_save_sequence(tkv_store* store, tkv_sequence_id sequence,
+                                   int32_t entropy_coded, int32_t threads, tkv_buffer* out,
+                                   tkv_error* error) {
+  return capi::on_store(store, error, [&](KvStore& s) -> Status {
+    if (entropy_coded != 0 && entropy_coded != 1) {
+      return capi::invalid("entropy_coded must be 0 or 1");
+    }
+    return capi::save_sequence(s, sequence, {entropy_coded == 1, threads}, out);
+  });
+}
+
+tkv_status tkv_store_load_sequence(tkv_store* store, const uint8_t* bytes, size_t size,
+                                   int32_t threads, tkv_sequence_id* sequence, tkv_error* error) {
+  return capi::on_store(store, error, [&](KvStore& s) {
+    return capi::load_sequence(s, bytes, size, threads, sequence);
+  });
 }
 
 tkv_status tkv_store_take_status(tkv_store* store, tkv_error* error) {

@@ -237,6 +237,15 @@ TKV_API tkv_status tkv_store_export_sequence(tkv_store* store, tkv_sequence_id s
 TKV_API tkv_status tkv_store_import_sequence(tkv_store* store, const uint8_t* bytes, size_t size,
                                              tkv_sequence_id* sequence, tkv_error* error);
 
+/* The cold tier, as cold.h explains: a sequence as the bytes of a .tkv container, page by page, and
+ * back. entropy_coded 0 or 1: whether the codes of tiered pages are; threads 0: all cores. */
+TKV_API tkv_status tkv_store_save_sequence(tkv_store* store, tkv_sequence_id sequence,
+                                           int32_t entropy_coded, int32_t threads, tkv_buffer* out,
+                                           tkv_error* error);
+TKV_API tkv_status tkv_store_load_sequence(tkv_store* store, const uint8_t* bytes, size_t size,
+                                           int32_t threads, tkv_sequence_id* sequence,
+                                           tkv_error* error);
+
 /* Waits for what was enqueued and tells the first failure that the device found. */
 TKV_API tkv_status tkv_store_take_status(tkv_store* store, tkv_error* error);
 /* A captured step was replayed once more. TKV_UNSUPPORTED on a host store. */

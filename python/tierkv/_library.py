@@ -215,6 +215,8 @@ CORE: Dict[str, List[Any]] = {
     "tkv_store_num_tokens": [c_void_p, c_uint64, POINTER(c_int32)],
     "tkv_store_get_stats": [c_void_p, POINTER(StoreStatsStruct)],
     "tkv_store_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
+    "tkv_store_save_sequence": [c_void_p, c_uint64, c_int32, c_int32, POINTER(Buffer)],
+    "tkv_store_load_sequence": [c_void_p, c_char_p, c_size_t, c_int32, POINTER(c_uint64)],
     "tkv_store_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
     "tkv_store_take_status": [c_void_p],
     "tkv_store_note_replay": [c_void_p, POINTER(c_uint64), c_int32, c_int32],

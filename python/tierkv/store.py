@@ -223,16 +223,30 @@ class Store:
 
     def export_sequence(self, sequence: int) -> bytes:
         """A sequence past its prompt as bytes, for any store of the same layout, formats, window and sinks."""
+        return self._bytes("tkv_store_export_sequence", _id(sequence))
+
+    def _bytes(self, function: str, *arguments: object) -> bytes:
         buffer = lib.Buffer()
         with self._lock:
             try:
-                lib.core().call("tkv_store_export_sequence", self._open(), _id(sequence), buffer)
+                lib.core().call(function, self._open(), *arguments, buffer)
             except BufferTooSmallError:
                 pass
             out: Array = np.empty(buffer.size, np.uint8)
             buffer.data, buffer.capacity = pointer(out), out.size
-            lib.core().call("tkv_store_export_sequence", self._open(), _id(sequence), buffer)
+            lib.core().call(function, self._open(), *arguments, buffer)
         return out.tobytes()
+
+    def save_sequence(self, sequence: int, *, entropy_coded: bool = False, threads: int = 0) -> bytes:
+        """The cold tier: a sequence past its prompt as the bytes of a `.tkv` container, page by page, to be kept in memory or in a file.
+        `entropy_coded`: the codes of tiered pages are, which saves a few percent; threads 0: all cores."""
+        return self._bytes("tkv_store_save_sequence", _id(sequence), int(entropy_coded), threads)
+
+    def load_sequence(self, data: bytes, *, threads: int = 0) -> int:
+        """The sequence that save_sequence() wrote, in the same state. CorruptError, VersionError; InvalidArgumentError for another config."""
+        id = ctypes.c_uint64()
+        self._call("tkv_store_load_sequence", data, len(data), threads, id)
+        return id.value
 
     def import_sequence(self, data: bytes) -> int:
         """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config."""

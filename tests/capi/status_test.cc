@@ -60,6 +60,9 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   EXPECT_EQ(tkv_store_get_stats(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_export_sequence(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_import_sequence(nullptr, nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_save_sequence(nullptr, 0, 1, 1, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_store_load_sequence(nullptr, nullptr, 0, 1, nullptr, nullptr),
+            TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_take_status(nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_store_note_replay(nullptr, nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_attention_validate(nullptr, nullptr), TKV_INVALID_ARGUMENT);

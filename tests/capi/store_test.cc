@@ -112,6 +112,20 @@ TEST(CapiStore, RefusesBadListsAndValuesAsTheCppStoreDoes) {
   EXPECT_EQ(copy.c, 0u);
 }
 
+TEST(CapiStore, GoesThroughTheColdTierAsTheCppStoreDoes) {
+  RandomInput input;
+  Twins twins;
+  Twins::Pair id, back, never;
+  ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+  EXPECT_EQ(twins.through_the_cold(id, &back), StatusCode::kInvalidArgument) << "in its prompt";
+  fill_prompt(twins, input, id, input.uniform(1, 60));
+  ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+  ASSERT_EQ(twins.through_the_cold(id, &back), StatusCode::kOk);
+  EXPECT_TRUE(twins.exported(back) == twins.exported(id));
+  twins.compare_stats();
+  EXPECT_EQ(twins.through_the_cold(never, &back), StatusCode::kStaleSequence);
+}
+
 TEST(CapiStore, QueriesHaveADtype) {
   RandomInput input;
   Twins twins;

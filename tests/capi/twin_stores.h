@@ -10,6 +10,7 @@
 
 #include "tests/capi/structs.h"
 #include "tests/store/random_input.h"
+#include "tierkv/cold.h"
 #include "tierkv/store.h"
 
 namespace tierkv::test {
@@ -191,6 +192,21 @@ class Twins {
   StatusCode import(const std::vector<uint8_t>& bytes, Pair* id) {
     return made(tkv_store_import_sequence(c_, bytes.data(), bytes.size(), &id->c, &error_), *id,
                 cpp_->import_sequence(bytes.data(), bytes.size()));
+  }
+  // A way through the cold tier: the same containers, the same state.
+  StatusCode through_the_cold(Pair id, Pair* back) {
+    std::vector<uint8_t> c(1 << 20);
+    tkv_buffer buffer = make<tkv_buffer>();
+    buffer.data = c.data();
+    buffer.capacity = c.size();
+    const Result<std::vector<uint8_t>> cpp = save_sequence(*cpp_, id.cpp, {true, 1});
+    const tkv_status status = tkv_store_save_sequence(c_, id.c, 1, 0, &buffer, &error_);
+    same(status, cpp.status());
+    if (!cpp) return cpp.status().code();
+    c.resize(buffer.size);
+    EXPECT_TRUE(c == *cpp);
+    return made(tkv_store_load_sequence(c_, c.data(), c.size(), 2, &back->c, &error_), *back,
+                load_sequence(*cpp_, cpp->data(), cpp->size()));
   }
   void compare_stats() {
     tkv_store_stats c = make<tkv_store_stats>();

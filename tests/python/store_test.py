@@ -208,6 +208,14 @@ class Coded(StoreTest):
                 with self.assertRaises(tierkv.UnsupportedError):
                     store.update_scores(id, 0, np.zeros((1, KV_HEADS, 300), np.float32))
                 data = store.export_sequence(id)
+                for back in (store.load_sequence(store.save_sequence(id)),
+                             store.load_sequence(store.save_sequence(id, entropy_coded=True, threads=1), threads=2)):
+                    self.assertEqual(store.export_sequence(back), data, f"seed {self.seed}")
+                    store.release(back)
+                cold = bytearray(store.save_sequence(id))
+                cold[len(cold) // 2] ^= 1
+                with self.assertRaises(tierkv.CorruptError):
+                    store.load_sequence(bytes(cold))
                 with tierkv.Store(self.coded(**changes)) as other:
                     if changes.get("codebooks") is books:
                         self.assertEqual(other.num_tokens(other.import_sequence(data)), 300)
