@@ -2,18 +2,19 @@
 // = 1, nothing pruned, a window of 64, the dump's significance), then bytes and rates of its pages
 // as they are, entropy coded, and in zstd frames, one a page, levels 1 and 3; JSON on stdout.
 //
-// Rates count the fp16 bytes of keys and values. "Pages" is the work on pages alone: for ours
-// counting, codebooks, coding, checksums and chunks; for zstd the frames. "save" and "load" are the
-// whole calls, with export_sequence() and import_sequence(), which run on one thread.
+// Rates count the fp16 bytes of keys and values, per second of the core's time for one thread and
+// of the clock for all. "Pages" is the work on pages alone: for ours counting, codebooks, coding,
+// checksums and chunks; for zstd the frames. "save" and "load" are the whole calls, with
+// export_sequence() and import_sequence(), which run on one thread.
 //
 // bench_cold [--repeats N] DUMP...
 #include <zstd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <string>
@@ -33,14 +34,20 @@ using Bytes = std::vector<uint8_t>;
 
 int32_t repeats = 5;
 
+// Seconds of the clock on the wall or, of one thread, of its core: others may be at work.
+double now(int32_t threads) {
+  timespec t;
+  clock_gettime(threads == 1 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
 // Median seconds.
-double time_of(const std::function<bool()>& body) {
+double time_of(int32_t threads, const std::function<bool()>& body) {
   std::vector<double> seconds;
   for (int32_t i = 0; i < repeats; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = now(threads);
     if (!body()) return 0;
-    seconds.push_back(
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    seconds.push_back(now(threads) - begin);
   }
   std::nth_element(seconds.begin(), seconds.begin() + repeats / 2, seconds.end());
   return seconds[repeats / 2];
@@ -143,7 +150,7 @@ Rates zstd(const std::vector<PackedPage>& pages, int level, int32_t threads) {
     back[i].resize(pages[i].size);
   }
   Rates rates;
-  rates.encode = time_of([&] {
+  rates.encode = time_of(threads, [&] {
     parallel_for(count, threads, [&](int64_t i) {
       thread_local const Compressor context(ZSTD_createCCtx());
       sizes[i] = ZSTD_compressCCtx(context.get(), frames[i].data(), frames[i].size(),
@@ -151,7 +158,7 @@ Rates zstd(const std::vector<PackedPage>& pages, int level, int32_t threads) {
     });
     return true;
   });
-  rates.decode = time_of([&] {
+  rates.decode = time_of(threads, [&] {
     parallel_for(count, threads, [&](int64_t i) {
       thread_local const Decompressor context(ZSTD_createDCtx());
       ZSTD_decompressDCtx(context.get(), back[i].data(), back[i].size(), frames[i].data(),
@@ -173,16 +180,16 @@ Rates ours(HostStore* store, SequenceId id, const Bytes& exported, bool coded, i
   const Bytes cold = *save_sequence(*store, id, options);
   rates.bytes = cold.size();
   ColdSequence sequence;
-  rates.encode =
-      time_of([&] { return cold_tiered_chunks(config, exported, options, &sequence).is_ok(); });
+  rates.encode = time_of(
+      threads, [&] { return cold_tiered_chunks(config, exported, options, &sequence).is_ok(); });
   const ContainerReader reader = std::move(*ContainerReader::from_bytes(cold, "cold"));
-  rates.decode = time_of([&] {
+  rates.decode = time_of(threads, [&] {
     ColdChunks chunks(reader);
     const Result<Bytes> back = exported_tiered_sequence(config, sequence, threads, &chunks);
     return back.is_ok() && *back == exported;
   });
-  rates.save = time_of([&] { return save_sequence(*store, id, options).is_ok(); });
-  rates.load = time_of([&] {
+  rates.save = time_of(threads, [&] { return save_sequence(*store, id, options).is_ok(); });
+  rates.load = time_of(threads, [&] {
     const Result<SequenceId> back = load_sequence(*store, cold.data(), cold.size(), threads);
     return back.is_ok() && store->release(*back).is_ok();
   });
@@ -263,7 +270,9 @@ int main(int argc, char** argv) {
       repeats = std::max(1, std::atoi(argv[++i]));
     }
   }
-  std::printf("{\"repeats\":%d,\"dumps\":[", repeats);
+  double load[1] = {0};
+  (void)getloadavg(load, 1);
+  std::printf("{\"repeats\":%d,\"load_avg\":%.1f,\"dumps\":[", repeats, load[0]);
   for (size_t i = 0; i < dumps.size(); ++i) {
     if (const Status s = run(dumps[i], i == 0); !s) {
       std::fprintf(stderr, "%s: %s\n", dumps[i], s.message().c_str());
