@@ -30,8 +30,7 @@ FAMILIES = {
 # The same presets with a profile of `calibrate --balance`.
 BALANCE = 0.025
 BALANCED = {
-    "balanced step, mean basis": f"step:window=64,basis=mean,{STEPS}",
-    "balanced step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
+    "balanced step, mean basis": "step:window=64,basis=mean,k=0.12/0.16/0.2/0.25/0.3,v=0.08/0.1/0.13/0.16/0.2",
 }
 
 
