@@ -141,16 +141,16 @@ class Analyze(CliTest):
 
     def test_balanced_steps_take_fewer_bits_at_the_same_error(self):
         profile = self.dir / "p.h5"
-        r = run("calibrate", SAMPLE, "-o", profile, "--no-thresholds", "--balance", "0.028", "--json")
+        r = run("calibrate", SAMPLE, "-o", profile, "--no-thresholds", "--balance", "0.024", "--json")
         self.assertEqual(r.returncode, 0, r.stderr)
         balance = json.loads(r.stdout)["balance"]
-        self.assertLessEqual(balance["error"], 0.028)
+        self.assertLessEqual(balance["error"], 0.024)
         preset = "step:k={k},v={v}".format(**balance)
         balanced = self.analyze(SAMPLE, "--preset", preset, "--profile", profile)["results"][0]
         even = self.analyze(SAMPLE, "--preset", "step:k=0.1,v=0.08")["results"][0]
         # What is expected comes from 48 queries a head, errors of keys and values apart, taken to grow with the step.
         self.assertAlmostEqual(balanced["attention_rel_error_online"], balance["error"], delta=0.15 * balance["error"])
-        self.assertGreater(even["attention_rel_error_online"], 0.95 * balanced["attention_rel_error_online"])
+        self.assertLess(balanced["attention_rel_error_online"], even["attention_rel_error_online"])
         self.assertLess(balanced["bits_per_value"], 0.92 * even["bits_per_value"])
         self.expect(run("calibrate", SAMPLE, "-o", self.dir / "x.h5", "--no-thresholds", "--balance", "1"), 3, "cannot be balanced")
         self.assertFalse((self.dir / "x.h5").exists())
