@@ -235,11 +235,13 @@ TEST_F(HostileBlockTest, EveryTruncationAndExtensionIsRefused) {
 }
 
 // With the checksum repaired, the structure alone must hold: a flip is refused or gives some codes,
-// both decoders agree, and a flipped code word nearly always moves the end of its stream.
+// both decoders agree. A flipped code word nearly always moves the end of its stream: of coded
+// blocks half of the damage is refused, give or take a fifth a block; of raw ones hardly any.
 TEST_F(HostileBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
   int32_t refused = 0, total = 0;
   for (int trial = 0; trial < 20; ++trial) {
     ASSERT_NO_FATAL_FAILURE(make_block(1 + source_.below(64), 16 * (1 + source_.below(10))));
+    const bool is_coded = !is_raw_mode(load_header(bytes_.data()).mode);
     for (int flip = 0; flip < 300; ++flip) {
       std::vector<uint8_t> damaged = bytes_;
       for (int n = 1 + source_.below(3); n > 0; --n) {
@@ -251,8 +253,8 @@ TEST_F(HostileBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
       const Status s = decode(damaged, DecodePath::kTable, &a);
       EXPECT_EQ(decode(damaged, DecodePath::kTree, &b).code(), s.code()) << "seed " << seed_;
       EXPECT_EQ(a, b) << "seed " << seed_;
-      refused += !s;
-      ++total;
+      refused += is_coded && !s;
+      total += is_coded;
     }
     if (HasFailure()) return;
   }
