@@ -108,7 +108,7 @@ TEST(CapiStoreConfig, BasesAreThoseOfTheCppStore) {
   ASSERT_EQ(twins.add(&id), StatusCode::kOk);
   fill_prompt(twins, input, id, 40);
   ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
-  for (int32_t i = 0; i < 5; ++i) step(twins, input, id, 1);
+  for (int32_t i = 0; i < 5; ++i) step(twins, input, id, 1, false);
   const std::vector<uint8_t> bytes = twins.exported(id);
   EXPECT_FALSE(bytes.empty());
   Twins without;
