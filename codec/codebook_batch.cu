@@ -9,7 +9,9 @@ namespace {
 __global__ void __launch_bounds__(kBookThreads)
     summary_kernel(const __grid_constant__ CodebookBuild call) {
   __shared__ SummaryShared shared;
-  summarise_counts(call, static_cast<int32_t>(blockIdx.x), &shared);
+  const int64_t first = int64_t{blockIdx.x} * kHistogramCounts;
+  summarise_counts(call.pairs + first, call.wide + first, &shared,
+                   book_workspace(call).summaries + blockIdx.x);
 }
 
 __global__ void __launch_bounds__(kBookThreads)

@@ -1,26 +1,15 @@
 // The kernels of codec/codebook_batch.h, as functions of a CTA and its shared memory.
 #pragma once
 
+#include "codec/code_summary.cuh"
 #include "codec/codebook_batch.h"
 #include "codec/codebook_choice.h"
-#include "codec/warp.cuh"
 
 namespace tierkv {
 
-using Count = unsigned long long;  // what atomicAdd() takes
-
-inline constexpr int32_t kBookThreads = 256;
 inline constexpr int32_t kWidestPair = 32;
-inline constexpr int32_t kNarrowCodes = 256;  // -128 to 127, by code modulo 256
 inline constexpr int32_t kTries = kAlphabetChoices * kRarityChoices;
 inline constexpr int32_t kMostItems = 2 * kMaxSymbols;  // of a list of package-merge
-
-// What a histogram holds.
-struct CodeSummary {
-  Count narrow[kNarrowCodes];
-  Count total;
-  int32_t min_code, max_code;  // 0 and -1 where there is none
-};
 
 // A code for one alphabet.
 struct BookTry {
@@ -39,52 +28,7 @@ TKV_HD BookWorkspace book_workspace(const CodebookBuild& call) {
   return {summaries, reinterpret_cast<BookTry*>(summaries + call.num_books)};
 }
 
-__device__ __forceinline__ int32_t book_thread() {
-  return static_cast<int32_t>(threadIdx.x);
-}
-
-// --- What codes there are: a CTA for a book.
-
-struct SummaryShared {
-  Count residues[kNarrowCodes];
-  int32_t low[kBookThreads], high[kBookThreads];
-};
-
-__device__ inline void summarise_counts(const CodebookBuild& call, int32_t book,
-                                        SummaryShared* shared) {
-  const uint32_t* pairs = call.pairs + int64_t{book} * kHistogramCounts;
-  const uint32_t* wide = call.wide + int64_t{book} * kHistogramCounts;
-  const int32_t residue = book_thread();
-  Count of_residue = 0, of_wide = 0;
-  int32_t low = INT16_MAX + 1, high = INT16_MIN - 1;
-  for (int32_t i = 0; i < kNarrowCodes; ++i) {
-    of_residue += pairs[i * kNarrowCodes + residue];
-    of_residue += pairs[residue * kNarrowCodes + i];
-    const uint32_t n = wide[i * kNarrowCodes + residue];
-    const int32_t code = static_cast<int16_t>(i * kNarrowCodes + residue);
-    of_wide += n;
-    if (n > 0) low = min(low, code), high = max(high, code);
-  }
-  const int32_t code = static_cast<int8_t>(residue);
-  if (of_residue > of_wide) low = min(low, code), high = max(high, code);
-  shared->residues[residue] = of_residue;
-  shared->low[residue] = low;
-  shared->high[residue] = high;
-  CodeSummary& out = book_workspace(call).summaries[book];
-  out.narrow[residue] = of_residue - of_wide;
-  __syncthreads();
-  if (residue != 0) return;
-  out.total = 0;
-  for (int32_t i = 0; i < kNarrowCodes; ++i) {
-    out.total += shared->residues[i];
-    low = min(low, shared->low[i]);
-    high = max(high, shared->high[i]);
-  }
-  out.min_code = out.total == 0 ? 0 : low;
-  out.max_code = out.total == 0 ? -1 : high;
-}
-
-// --- One alphabet and rarity: a CTA for each.
+// One alphabet and rarity, by a CTA each.
 
 struct TryShared {
   Count counts[kMaxSymbols];     // of the symbols, those that are dropped too
@@ -96,21 +40,6 @@ struct TryShared {
   int32_t base[kBookThreads];
   Count total, dropped, outside, payload;
   int32_t fill, kept;
-};
-
-struct HistogramView {
-  const CodeSummary& summary;
-  const uint32_t* pairs;
-  const uint32_t* wide;
-
-  __device__ __forceinline__ Count count(int32_t code) const {
-    return code >= -128 && code < 128 ? summary.narrow[code & 255] : wide[code & 0xffff];
-  }
-  // As CodeHistogram::pairs_are_exact().
-  __device__ __forceinline__ bool pairs_are_exact() const {
-    return summary.min_code >= -128 && summary.max_code <= 255 &&
-           summary.max_code - summary.min_code < 256;
-  }
 };
 
 // As the host's best_base().
@@ -338,7 +267,7 @@ __device__ inline void try_alphabet(const CodebookBuild& call, int32_t block, Tr
   out->possible = 1;
 }
 
-// --- The choice, its code words and tables: a CTA for a book.
+// The choice, its code words and tables, by a CTA for a book.
 
 struct FinishShared {
   uint16_t words[kMaxSymbols];

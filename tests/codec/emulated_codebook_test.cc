@@ -67,7 +67,11 @@ Built build_by_kernels(const Counts& counts, int32_t max_length, int32_t num_boo
   auto finish = std::make_unique<FinishShared>();
   std::memset(attempt.get(), 0xa5, sizeof(TryShared));
   for (int32_t b = 0; b < num_books; ++b) {
-    run(b, [&] { summarise_counts(call, b, summary.get()); });
+    run(b, [&] {
+      const int64_t first = int64_t{b} * kHistogramCounts;
+      summarise_counts(call.pairs + first, call.wide + first, summary.get(),
+                       book_workspace(call).summaries + b);
+    });
   }
   for (int32_t i = 0; i < num_books * kTries; ++i) {
     run(i, [&] { try_alphabet(call, i, attempt.get()); });
