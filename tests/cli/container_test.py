@@ -121,6 +121,18 @@ class Container(CliTest):
         self.expect(r, 3, "flip100.tkv: ")
         self.assertFalse([p for p in os.listdir(self.dir) if p.startswith("no.h5")])
 
+    def test_a_stores_sequence_is_verified_by_its_bytes(self):
+        good = ROOT / "tests" / "golden" / "sequences" / "tiered.tkv"
+        self.expect(run("verify", good), 0, "ok (a store's sequence: checksums only)")
+        self.expect(run("decompress", good, self.dir / "out.h5"), 3, "which only a store can load")
+        data = bytearray(good.read_bytes())
+        data[len(data) // 2] ^= 1
+        bad = self.dir / "bad.tkv"
+        bad.write_bytes(data)
+        self.expect(run("verify", bad), 1, "bad.tkv: ", "checksum does not match")
+        r = run("verify", "--json", good, bad)
+        self.assertEqual([(f["ok"], f.get("decoded")) for f in json.loads(r.stdout)["files"]], [(True, False), (False, None)])
+
     def test_verify_tells_damage_from_other_files(self):
         good = self.compressed("k8v4", SAMPLE)
         self.expect(run("verify", good), 0, "ok")

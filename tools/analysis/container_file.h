@@ -107,7 +107,12 @@ struct DecompressOptions {
 Status decompress(const CacheDecoder& decoder, const DecompressOptions& options,
                   const std::string& path);
 
-// Every chunk's checksum, then everything decoded: the first thing that is wrong.
+// Whether it holds a sequence of a store (docs/FORMAT.md, section 8), which no CacheDecoder opens.
+bool holds_store_sequence(const ContainerReader& container);
+
+// Every chunk's checksum: the first that is wrong.
+Status verify_chunks(const ContainerReader& container, int32_t threads);
+// The same, then everything decoded.
 Status verify(const CacheDecoder& decoder, int32_t threads,
               const std::function<void(double)>& progress);
 

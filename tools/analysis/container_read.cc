@@ -45,6 +45,10 @@ void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
 
 }  // namespace
 
+bool holds_store_sequence(const ContainerReader& container) {
+  return container.find(key_of(ChunkKind::kStore, 0, kNotApplicable, kNotApplicable)) >= 0;
+}
+
 Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
   CacheDecoder decoder(std::move(reader));
   if (Status s = decoder.load(); !s) return s;
@@ -52,7 +56,7 @@ Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
 }
 
 Status CacheDecoder::load() {
-  if (reader_.find(key_of(ChunkKind::kStore, 0, kNotApplicable, kNotApplicable)) >= 0) {
+  if (holds_store_sequence(reader_)) {
     return Status(StatusCode::kUnsupported,
                   reader_.path() + ": holds a store's sequence, which only a store can load");
   }
@@ -339,9 +343,7 @@ Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer
   return Status::ok();
 }
 
-Status verify(const CacheDecoder& decoder, int32_t threads,
-              const std::function<void(double)>& progress) {
-  const ContainerReader& container = decoder.container();
+Status verify_chunks(const ContainerReader& container, int32_t threads) {
   const auto chunks = static_cast<int64_t>(container.chunks().size());
   std::vector<Status> status(chunks);
   parallel_for(chunks, threads, [&](int64_t i) {
@@ -351,6 +353,12 @@ Status verify(const CacheDecoder& decoder, int32_t threads,
   for (const Status& s : status) {
     if (!s) return s;
   }
+  return Status::ok();
+}
+
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress) {
+  if (Status s = verify_chunks(decoder.container(), threads); !s) return s;
   const auto nothing = [](int32_t, int32_t, const DecodedRow*, const CarriedOver&) {
     return Status::ok();
   };
