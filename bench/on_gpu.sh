@@ -8,7 +8,7 @@
 # A line for each part: ok, skipped or FAILED, and its seconds. Logs and results go to $OUT (default: results); exit code 1 where
 # a part failed. Tests over real caches and the benchmarks of coded pages need TIERKV_DUMPS at packing time.
 set -uo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")" || exit 1
 OUT=$(realpath -m "${OUT:-results}")
 COMMIT=$(cat commit)
 mkdir -p "$OUT"

@@ -236,6 +236,37 @@ TEST_F(CodedDeviceTest, AgreesWithTheHostOnHostileBlocks) {
   EXPECT_LT(valid, total * 9 / 10);
 }
 
+// What an encoder gets and leaves, in device memory; the bytes and statuses are poisoned.
+struct Encoding {
+  DeviceArray<int16_t> codes;
+  DeviceArray<uint8_t> bytes;
+  DeviceArray<CodedGroup> groups;
+  DeviceArray<StatusCode> status;
+  DeviceArray<uint32_t> words;
+  DeviceArray<uint16_t> cheapest;
+  CodedEncode call;
+
+  Encoding(const CodedWorld& w, const std::vector<CodedGroup>& places, int64_t size)
+      : codes(w.codes),
+        bytes(std::vector<uint8_t>(static_cast<size_t>(size), 0xa5)),
+        groups(places),
+        status(std::vector<StatusCode>(places.size(), StatusCode::kIo)),
+        words(encoder_words(w.codebook)),
+        cheapest(w.codebook.cheapest) {
+    call.codes = codes.get();
+    call.bytes = bytes.get();
+    call.groups = groups.get();
+    call.status = status.get();
+    call.codebook = device_codebook(w.codebook);
+    call.codebook.words = words.get();
+    call.codebook.cheapest = cheapest.get();
+    call.size = size;
+    call.token_stride = w.head_dim;
+    call.num_groups = static_cast<int32_t>(places.size());
+    call.head_dim = w.head_dim;
+  }
+};
+
 // Every group where its capacity lets it lie: the bytes of the host, and nothing behind them.
 void expect_host_bytes(const CodedWorld& w) {
   const auto room = static_cast<int32_t>(coded_group_capacity(w.head_dim));
@@ -244,30 +275,12 @@ void expect_host_bytes(const CodedWorld& w) {
     groups[i].offset = static_cast<int64_t>(i) * room;
     groups[i].bytes = i == 1 ? w.groups[i].bytes - 16 : i == 2 ? w.groups[i].bytes : room;
   }
-  const DeviceArray<int16_t> codes(w.codes);
-  const DeviceArray<uint8_t> bytes(
-      std::vector<uint8_t>(groups.size() * static_cast<size_t>(room), 0xa5));
-  const DeviceArray<CodedGroup> device_groups(groups);
-  const DeviceArray<StatusCode> status(std::vector<StatusCode>(groups.size(), StatusCode::kIo));
-  const DeviceArray<uint32_t> words(encoder_words(w.codebook));
-  const DeviceArray<uint16_t> cheapest(w.codebook.cheapest);
-  CodedEncode call;
-  call.codes = codes.get();
-  call.bytes = bytes.get();
-  call.groups = device_groups.get();
-  call.status = status.get();
-  call.codebook = device_codebook(w.codebook);
-  call.codebook.words = words.get();
-  call.codebook.cheapest = cheapest.get();
-  call.size = static_cast<int64_t>(groups.size()) * room;
-  call.token_stride = w.head_dim;
-  call.num_groups = static_cast<int32_t>(groups.size());
-  call.head_dim = w.head_dim;
-  const Status s = encode_coded(call, nullptr);
+  const Encoding e(w, groups, static_cast<int64_t>(groups.size()) * room);
+  const Status s = encode_coded(e.call, nullptr);
   ASSERT_TRUE(s.is_ok()) << s.message();
-  const std::vector<uint8_t> got = bytes.read();
-  const std::vector<CodedGroup> sizes = device_groups.read();
-  const std::vector<StatusCode> codes_of = status.read();
+  const std::vector<uint8_t> got = e.bytes.read();
+  const std::vector<CodedGroup> sizes = e.groups.read();
+  const std::vector<StatusCode> codes_of = e.status.read();
   for (size_t i = 0; i < groups.size(); ++i) {
     const CodedGroup& g = w.groups[i];
     if (i == 1) {
@@ -303,33 +316,17 @@ TEST_F(CodedDeviceTest, EncodesTheBytesOfTheHost) {
 TEST_F(CodedDeviceTest, ACounterPlacesTheGroups) {
   const CodedWorld w = make_world(&source_, {Component::kValue, BlockMode::kPair, 2, 128, 200});
   const auto total = static_cast<int64_t>(w.bytes.size());
-  const DeviceArray<int16_t> codes(w.codes);
-  const DeviceArray<uint32_t> words(encoder_words(w.codebook));
-  const DeviceArray<uint16_t> cheapest(w.codebook.cheapest);
   for (const int64_t size : {total, total / 2 / 16 * 16}) {
-    const DeviceArray<uint8_t> bytes(std::vector<uint8_t>(static_cast<size_t>(total), 0xa5));
-    const DeviceArray<CodedGroup> device_groups(w.groups);
-    const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.groups.size(), StatusCode::kIo));
     const DeviceArray<unsigned long long> cursor(std::vector<unsigned long long>(1, 0));
-    CodedEncode call;
-    call.codes = codes.get();
-    call.bytes = bytes.get();
-    call.groups = device_groups.get();
-    call.status = status.get();
-    call.codebook = device_codebook(w.codebook);
-    call.codebook.words = words.get();
-    call.codebook.cheapest = cheapest.get();
-    call.cursor = cursor.get();
-    call.size = size;
-    call.token_stride = w.head_dim;
-    call.num_groups = static_cast<int32_t>(w.groups.size());
-    call.head_dim = w.head_dim;
-    const Status s = encode_coded(call, nullptr);
+    Encoding e(w, w.groups, total);
+    e.call.cursor = cursor.get();
+    e.call.size = size;
+    const Status s = encode_coded(e.call, nullptr);
     ASSERT_TRUE(s.is_ok()) << s.message();
     EXPECT_EQ(cursor.read()[0], static_cast<unsigned long long>(total));
-    const std::vector<uint8_t> got = bytes.read();
-    const std::vector<CodedGroup> placed = device_groups.read();
-    const std::vector<StatusCode> results = status.read();
+    const std::vector<uint8_t> got = e.bytes.read();
+    const std::vector<CodedGroup> placed = e.groups.read();
+    const std::vector<StatusCode> results = e.status.read();
     std::vector<bool> taken(static_cast<size_t>(total / 16), false);
     for (size_t i = 0; i < placed.size(); ++i) {
       if (results[i] == StatusCode::kBufferTooSmall && size < total) continue;
