@@ -41,6 +41,9 @@ Status get_info(const tkv_profile* profile, tkv_profile_info* out) {
   info.matrix_basis = has_matrix(p) ? 1 : 0;
   info.alpha_high = p.alpha_high;
   info.alpha_low = p.alpha_low;
+  info.balance_error = p.balance.error;
+  info.balance_k = p.balance.k;
+  info.balance_v = p.balance.v;
   write_struct(info, out);
   return Status::ok();
 }

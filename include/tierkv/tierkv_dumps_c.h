@@ -57,6 +57,9 @@ typedef struct tkv_calibrate_options {
   const tkv_progress* progress;
   double alpha_high; /* out */
   double alpha_low;  /* out */
+  /* 0.001 to 1: global steps of different size per layer, kv head and component, those that need
+   * the fewest bits at this mean online attention error; 0: all scaled alike */
+  double balance_error;
 } tkv_calibrate_options;
 
 /* Writes a profile: means, step statistics, bases and thresholds of a model. */
@@ -76,6 +79,9 @@ typedef struct tkv_profile_info {
   int32_t matrix_basis; /* 1: calibrated with one */
   double alpha_high;
   double alpha_low;
+  double balance_error; /* of attention on the dumps of calibration; 0: not balanced */
+  double balance_k;     /* the errors of keys and of values that steps aim at for it */
+  double balance_v;
 } tkv_profile_info;
 TKV_API tkv_status tkv_profile_get_info(const tkv_profile* profile, tkv_profile_info* info,
                                         tkv_error* error);

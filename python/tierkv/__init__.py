@@ -17,15 +17,15 @@ from .container import Cache, CacheInfo, Layer, Sequence, open, open_bytes
 from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress, decompress
 from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
-from .profile import ComponentProfile, Matrices, Profile, read_profile
+from .profile import Balance, ComponentProfile, Matrices, Profile, read_profile
 from .store import Attention, Store, StoreStats
 from .store_config import Basis, CodedConfig, StoreConfig, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Attention", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "CodedConfig", "ComponentProfile", "Compressed",
-    "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
+    "Attention", "Balance", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "CodedConfig", "ComponentProfile",
+    "Compressed", "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
     "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
     "Profile", "QuantizedRows", "Result", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
     "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "calibrate",

@@ -155,7 +155,7 @@ class AnalyzeOptions(Struct):
 class CalibrateOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
                 ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double)]
+                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double)]
 
 
 class CompressOptions(Struct):
@@ -171,7 +171,8 @@ class DecompressOptions(Struct):
 
 class ProfileInfoStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32),
-                ("matrix_basis", c_int32), ("alpha_high", c_double), ("alpha_low", c_double)]
+                ("matrix_basis", c_int32), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double),
+                ("balance_k", c_double), ("balance_v", c_double)]
 
 
 class ProfileComponent(Struct):

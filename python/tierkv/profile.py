@@ -51,6 +51,15 @@ class ComponentProfile:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """Steps balanced over heads: attention error of the calibration dumps with steps(k) of keys and steps(v) of values."""
+
+    error: float
+    k: float
+    v: float
+
+
+@dataclass(frozen=True)
 class Profile:
     num_layers: int
     num_kv_heads: int
@@ -59,6 +68,7 @@ class Profile:
     alpha_low: float
     key: ComponentProfile
     value: ComponentProfile
+    balance: Optional[Balance] = None
 
 
 def read_profile(path: lib.Path, sm_scale: float = 0.0) -> Profile:
@@ -69,7 +79,8 @@ def read_profile(path: lib.Path, sm_scale: float = 0.0) -> Profile:
         info = lib.ProfileInfoStruct()
         lib.dumps().call("tkv_profile_get_info", handle, info)
         key, value = (_component(handle, info, name, sm_scale) for name in COMPONENTS)
-        return Profile(info.num_layers, info.num_kv_heads, info.head_dim, info.alpha_high, info.alpha_low, key, value)
+        balance = Balance(info.balance_error, info.balance_k, info.balance_v) if info.balance_error > 0 else None
+        return Profile(info.num_layers, info.num_kv_heads, info.head_dim, info.alpha_high, info.alpha_low, key, value, balance)
     finally:
         lib.dumps().dll.tkv_profile_destroy(handle)
 

@@ -158,6 +158,7 @@ void check_profile(const std::string& path) {
   EXPECT_EQ(info.num_layers * info.num_kv_heads, 12);
   EXPECT_EQ(info.head_dim, 128);
   EXPECT_EQ(info.matrix_basis, 0);
+  EXPECT_EQ(info.balance_error, 0);
   std::vector<float> steps(12, -1), means(12 * 128, -77);
   tkv_profile_component c = make<tkv_profile_component>();
   c.component = TKV_VALUE;
@@ -229,6 +230,31 @@ TEST_F(CapiContainer, AnalysisAndCalibration) {
   presets[1] = "k8v4";
   analyze.first_layer = 6;
   EXPECT_NE(tkv_analyze(&analyze, &json, &error_), TKV_OK);
+}
+
+TEST_F(CapiContainer, BalancedSteps) {
+  const std::string path = (folder_ / "balanced.h5").string();
+  const char* files[] = {kSample};
+  tkv_calibrate_options calibrate = make<tkv_calibrate_options>();
+  calibrate.files = files;
+  calibrate.num_files = 1;
+  calibrate.no_thresholds = 1;
+  for (const double wrong : {-0.1, 0.0001, 1.5, std::nan("")}) {
+    calibrate.balance_error = wrong;
+    EXPECT_EQ(tkv_calibrate(&calibrate, path.c_str(), &error_), TKV_INVALID_ARGUMENT) << wrong;
+    EXPECT_NE(std::strstr(error_.message, "balance_error"), nullptr) << error_.message;
+    EXPECT_FALSE(std::filesystem::exists(path));
+  }
+  calibrate.balance_error = 0.1;
+  ASSERT_EQ(tkv_calibrate(&calibrate, path.c_str(), &error_), TKV_OK) << error_.message;
+  tkv_profile* profile = nullptr;
+  ASSERT_EQ(tkv_profile_open(path.c_str(), &profile, &error_), TKV_OK) << error_.message;
+  tkv_profile_info info = make<tkv_profile_info>();
+  EXPECT_EQ(tkv_profile_get_info(profile, &info, &error_), TKV_OK);
+  EXPECT_NEAR(info.balance_error, 0.1, 0.002);
+  EXPECT_GT(info.balance_k, 0);
+  EXPECT_GT(info.balance_v, 0);
+  tkv_profile_destroy(profile);
 }
 
 void fail(void*, double) {

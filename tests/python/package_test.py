@@ -280,6 +280,22 @@ class Dumps(PackageTest):
         own, shared = (tierkv.analyze(SAMPLE, ["step"], profile=p)[0] for p in (None, self.dir / "profile.h5"))
         self.assertLess(shared.bits_per_value, own.bits_per_value)
 
+    def test_balanced_steps(self):
+        for wrong in (-0.1, 0.0001, 1.5, float("nan")):
+            with self.assertRaisesRegex(ValueError, "balance"):
+                tierkv.calibrate(SAMPLE, self.dir / "no.h5", balance=wrong)
+        self.assertFalse((self.dir / "no.h5").exists())
+        path = self.dir / "balanced.h5"
+        tierkv.calibrate(SAMPLE, path, thresholds=False, balance=0.1)
+        profile = tierkv.read_profile(path)
+        self.assertAlmostEqual(profile.balance.error, 0.1, delta=0.002)
+        with h5py.File(path) as f:
+            self.assertEqual((profile.balance.k, profile.balance.v), (f.attrs["balance_k"], f.attrs["balance_v"]))
+            scales = np.asarray(f["step_scales"])
+            query = np.asarray(f["statistics"])[:, 0]
+        np.testing.assert_allclose(profile.key.steps(0.3).ravel(), 0.3 * scales[:, 0] * np.sqrt(12 * 128 / query), rtol=1e-6)
+        self.assertGreater(scales.max() / scales.min(), 1.5)
+
     def test_profiles_are_read(self):
         path = self.dir / "matrix.h5"
         tierkv.calibrate(SAMPLE, path, matrix_basis=True)
