@@ -15,7 +15,8 @@ RungKernel kernel_of(const RungShape& shape) {
   k.merges = kMerge == Merge::kLastToArrive;
   const KvShared without_rings = kv_shared(kLoads, shape.group, 0);
   const int32_t room = shape.device_shared_bytes - (without_rings.bytes - without_rings.full);
-  const int32_t most = room / (kKvWarps * kv_slots(kLoads)) / kSlotAlignment * kSlotAlignment;
+  const int32_t stride = room / (kKvWarps * kv_slots(kLoads));
+  const int32_t most = (stride - kv_slot_stride(kLoads, 0)) / kSlotAlignment * kSlotAlignment;
   const int32_t page = ceil_div(shape.page_bytes, kSlotAlignment) * kSlotAlignment;
   k.slot_bytes = smaller(most, page);
   k.shared_bytes = kv_shared(kLoads, shape.group, k.slot_bytes).bytes;

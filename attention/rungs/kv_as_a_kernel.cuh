@@ -24,6 +24,12 @@ TKV_HD constexpr int32_t kv_slots(Loads loads) {
   return loads == Loads::kBulkCopies ? 2 : 1;
 }
 
+// From one slot of a ring to the next. Behind a slot that lanes fill there is room for what is read
+// there: another warp may be storing its own slot meanwhile.
+TKV_HD constexpr int32_t kv_slot_stride(Loads loads, int32_t slot_bytes) {
+  return slot_bytes + (loads == Loads::kThroughRegisters ? kKvReadBehind : 0);
+}
+
 // What lies in a slot of a warp's ring.
 struct alignas(16) SlotHeader {
   int32_t format;  // pair_format()
@@ -41,7 +47,7 @@ struct KvShared {
 TKV_HD constexpr KvShared kv_shared(Loads loads, int32_t group, int32_t slot_bytes) {
   KvShared s{};
   const int32_t slots = kKvWarps * kv_slots(loads);
-  const int32_t rings = slots * slot_bytes;
+  const int32_t rings = slots * kv_slot_stride(loads, slot_bytes);
   const int32_t parts = kKvWarps * group * kKvPartStride * 4;
   s.full = rings > parts ? rings : parts;
   s.headers = s.full + slots * 8;
@@ -56,7 +62,7 @@ class KvRowCta {
   __device__ __forceinline__ KvRowCta(const RungParams& p, uint8_t* shared)
       : p_(p), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {
     const KvShared at = kv_shared(kLoads, p.group, p.slot_bytes);
-    ring_ = shared + warp_ * kSlots * p.slot_bytes;
+    ring_ = shared + warp_ * kSlots * kv_slot_stride(kLoads, p.slot_bytes);
     parts_ = reinterpret_cast<float*>(shared);
     full_ = reinterpret_cast<uint64_t*>(shared + at.full) + warp_ * kSlots;
     headers_ = reinterpret_cast<SlotHeader*>(shared + at.headers) + warp_ * kSlots;
@@ -111,8 +117,8 @@ class KvRowCta {
         if (kLoads == Loads::kBulkCopies) wait_barrier(&full_[slot], parity);
         const SlotHeader header = headers_[slot];
         if (header.tokens > 0) {
-          attention_.attend(ring_ + slot * p_.slot_bytes, header.format, header.tiles,
-                            header.tokens);
+          attention_.attend(ring_ + slot * kv_slot_stride(kLoads, p_.slot_bytes), header.format,
+                            header.tiles, header.tokens);
         }
         meet();
       }
@@ -143,7 +149,7 @@ class KvRowCta {
     CopyPieces pieces{};
     if (tokens > 0) {
       const bool is_page = chunk.tiles == tier.page_tiles;
-      uint8_t* to = ring_ + slot * p_.slot_bytes;
+      uint8_t* to = ring_ + slot * kv_slot_stride(kLoads, p_.slot_bytes);
       pieces.count = is_page ? 1 : kCopyPieces;
 #pragma unroll
       for (int32_t s = 0; s < kCopyPieces; ++s) {

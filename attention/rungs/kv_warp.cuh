@@ -18,7 +18,11 @@
 namespace tierkv {
 
 inline constexpr int32_t kKvPartStride = kRungHeadDim + 4;  // floats; no bank conflicts
-inline constexpr float kWeightHeadroom = 8.0f;              // log2, below a raised reference
+// That a warp reads, and ignores, behind a chunk with an odd number of tiles: a tile of K8V4.
+inline constexpr int32_t kKvReadBehind = TileLayout{8, kRungHeadDim}.bytes() +
+                                         TileLayout{4, kRungHeadDim}.bytes() +
+                                         2 * kMetadataBlockBytes;
+inline constexpr float kWeightHeadroom = 8.0f;  // log2, below a raised reference
 inline constexpr float kWeightCeiling = 0x1p14f;
 inline constexpr float kSmallestScale = 0x1p-24f;  // of fp16; stands for a scale of 0, too
 
