@@ -6,14 +6,13 @@ namespace {
 
 constexpr int32_t kPlanThreads = 256;
 constexpr int32_t kPlanWarps = kPlanThreads / 32;
-constexpr int32_t kPlanItems = kPlanThreads - 1;  // a CTA makes; it knows one more start
-constexpr int32_t kKeptRows = 8192;               // rows whose tokens are kept in shared memory
+constexpr int32_t kWarpItems = 31;  // of a warp; its last lane knows where the next warp begins
+constexpr int32_t kPlanItems = kPlanWarps * kWarpItems;  // of a CTA
+constexpr int32_t kKeptRows = 8192;  // rows whose tokens are kept in shared memory
 
 // Thread t owns rows [t * rows_per_thread, (t + 1) * rows_per_thread).
 struct PlanShared {
   RowWork before[kPlanThreads + 1];  // of the rows of the threads before; the last is the total
-  int64_t cta_starts[kMaxCtas];      // flat tiles
-  int64_t starts[kPlanThreads];      // likewise, of the items of this CTA and the next one
   RowWork warp_work[kPlanWarps];
 };
 
@@ -25,11 +24,11 @@ struct KeptTokens {
 struct ItemPlace {
   int32_t row;
   int32_t tile;
-  int64_t row_start;  // flat tile
-  int64_t row_tiles;
+  RowWork before;  // the row
+  RowWork work;    // of the row
   RowTokens tokens;
 
-  __device__ int64_t start() const { return row_start + tile; }
+  __device__ int64_t start() const { return before.tiles + tile; }  // flat tile
 };
 
 // One layer's plan: every CTA of the layer scans its rows and makes kPlanItems items.
@@ -44,25 +43,23 @@ class LayerPlan {
   __device__ void run() {
     const auto t = static_cast<int32_t>(threadIdx.x);
     scan_rows();
-    const int64_t cost = shared_.before[kPlanThreads].cost;
-    const int32_t ctas = working_ctas(p_.rows, p_.max_ctas, cost), items = ctas * p_.warps;
-    const auto i = static_cast<int32_t>(blockIdx.y) * kPlanItems + t;
+    const RowWork total = shared_.before[kPlanThreads];
+    const int32_t ctas = working_ctas(p_.rows, p_.max_ctas, total.cost), items = ctas * p_.warps;
+    const int32_t i = static_cast<int32_t>(blockIdx.y) * kPlanItems + t / 32 * kWarpItems + t % 32;
     const bool is_item = i < items;
-    ItemPlace place{p_.rows.num_rows, 0, shared_.before[kPlanThreads].tiles, 0, {}};
-    if (is_item) place = place_at_cost(part_start(cost, i, items));
-    shared_.starts[t] = place.start();
-    for (int32_t c = t; c < ctas; c += kPlanThreads) {
-      shared_.cta_starts[c] = place_at_cost(part_start(cost, c, ctas)).start();
-    }
-    __syncthreads();
-    if (t == kPlanItems || i > p_.max_ctas * p_.warps) return;
+    ItemPlace place{p_.rows.num_rows, 0, total, {0, 0}, {}};
+    if (is_item) place = place_at_cost(part_start(total.cost, i, items));
+    const int64_t next = __shfl_down_sync(kFullWarp, place.start(), 1);
+    if (t % 32 == kWarpItems || i > p_.max_ctas * p_.warps) return;
     WorkItem item{place.row, place.tile, 0, {0, 0, 0}, 0, 0};
-    if (is_item) item.tiles = static_cast<int32_t>(shared_.starts[t + 1] - place.start());
+    if (is_item) item.tiles = static_cast<int32_t>(next - place.start());
 #pragma unroll
     for (int32_t k = 0; k < kAttentionTiers; ++k) item.tier[k] = place.tokens.tier[k];
     if (is_item && i % p_.warps == 0) {
-      item.span_first = cta_of(ctas, place.row_start);
-      item.span_last = cta_of(ctas, place.row_start + place.row_tiles - 1);
+      const CtaSpan span = span_of_row(p_.rows, place.tokens, place.before.cost, place.work.cost,
+                                       {total.cost, ctas});
+      item.span_first = span.first;
+      item.span_last = span.last;
     }
     p_.items[static_cast<int64_t>(layer_) * (p_.max_ctas * p_.warps + 1) + i] = item;
   }
@@ -99,11 +96,12 @@ class LayerPlan {
 
   __device__ void scan_rows() {
     const auto t = static_cast<int32_t>(threadIdx.x), lane = t % 32, warp = t / 32;
-    const RowWork upto = scan_warp(read_rows(), lane);
+    const RowWork upto = scan_warp<32>(read_rows(), lane);
     if (lane == 31) shared_.warp_work[warp] = upto;
     __syncthreads();
     const RowWork none{0, 0};  // by every warp for itself
-    const RowWork warps = scan_warp(lane < kPlanWarps ? shared_.warp_work[lane] : none, lane);
+    const RowWork warps =
+        scan_warp<kPlanWarps>(lane < kPlanWarps ? shared_.warp_work[lane] : none, lane);
     const int32_t from = warp > 0 ? warp - 1 : 0;
     RowWork before{__shfl_sync(kFullWarp, warps.tiles, from),
                    __shfl_sync(kFullWarp, warps.cost, from)};
@@ -113,10 +111,11 @@ class LayerPlan {
     __syncthreads();
   }
 
-  // Inclusive.
+  // Inclusive, of the first kLanes lanes.
+  template <int32_t kLanes>
   __device__ static RowWork scan_warp(RowWork x, int32_t lane) {
 #pragma unroll
-    for (int32_t by = 1; by < 32; by *= 2) {
+    for (int32_t by = 1; by < kLanes; by *= 2) {
       const int64_t cost = __shfl_up_sync(kFullWarp, x.cost, by);
       const int64_t tiles = __shfl_up_sync(kFullWarp, x.tiles, by);
       if (lane >= by) x = {x.tiles + tiles, x.cost + cost};
@@ -131,29 +130,17 @@ class LayerPlan {
     for (int32_t step = kPlanThreads / 2; step > 0; step /= 2) {
       if (shared_.before[owner + step].cost <= cost) owner += step;
     }
-    cost -= shared_.before[owner].cost;
-    ItemPlace place{owner * rows_per_thread_, 0, shared_.before[owner].tiles, 0, {}};
+    ItemPlace place{owner * rows_per_thread_, 0, shared_.before[owner], {0, 0}, {}};
     while (true) {
       place.tokens = tokens_of(place.row);
-      const RowWork work = row_work(p_.rows, place.tokens);
-      place.row_tiles = work.tiles;
-      if (cost < work.cost || place.row + 1 >= p_.rows.num_rows) break;
-      cost -= work.cost;
-      place.row_start += work.tiles;
+      place.work = row_work(p_.rows, place.tokens);
+      const int64_t behind = place.before.cost + place.work.cost;
+      if (cost < behind || place.row + 1 >= p_.rows.num_rows) break;
+      place.before = {place.before.tiles + place.work.tiles, behind};
       ++place.row;
     }
-    place.tile = tile_at_cost(p_.rows, place.tokens, cost);
+    place.tile = tile_at_cost(p_.rows, place.tokens, cost - place.before.cost);
     return place;
-  }
-
-  // The CTA that a flat tile belongs to.
-  __device__ int32_t cta_of(int32_t ctas, int64_t tile) const {
-    int32_t cta = 0;
-#pragma unroll
-    for (int32_t step = kMaxCtas / 2; step > 0; step /= 2) {
-      if (cta + step < ctas && shared_.cta_starts[cta + step] <= tile) cta += step;
-    }
-    return cta;
   }
 
   const PlanParams& p_;
