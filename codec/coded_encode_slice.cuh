@@ -145,8 +145,12 @@ struct StreamWriter {
       : word(words + begin / 32), bits(0), filled(begin % 32) {}
   // entry: as in DeviceCodebook::words.
   __device__ __forceinline__ void put(uint32_t entry) {
-    bits |= static_cast<uint64_t>(entry & 0xffffu) << filled;
-    filled += static_cast<int32_t>(entry >> 16);
+    put(entry & 0xffffu, static_cast<int32_t>(entry >> 16));
+  }
+  // length: at most 32.
+  __device__ __forceinline__ void put(uint32_t code, int32_t length) {
+    bits |= static_cast<uint64_t>(code) << filled;
+    filled += length;
     if (filled < 32) return;
     if (shared) {
       atomicOr(word, static_cast<uint32_t>(bits));
@@ -221,18 +225,62 @@ struct CodeRange {
 };
 
 // As the host's raw_header().
-__device__ inline CodedBlockHeader raw_header(const Slice& slice, const CodeRange& range) {
+__device__ inline CodedBlockHeader raw_header(Component component, int32_t tokens, int32_t dims,
+                                              const CodeRange& range) {
   const int32_t low = range.lowest(), high = range.highest();
   CodedBlockHeader h;
   h.mode = high - low < 4     ? BlockMode::kRaw2
            : high - low < 16  ? BlockMode::kRaw4
            : high - low < 256 ? BlockMode::kRaw8
                               : BlockMode::kRaw16;
-  h.component = slice.book.component;
-  h.tokens = static_cast<uint8_t>(slice.tokens);
-  h.dims = static_cast<uint8_t>(slice.dims);
+  h.component = component;
+  h.tokens = static_cast<uint8_t>(tokens);
+  h.dims = static_cast<uint8_t>(dims);
   h.base = h.mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low);
   return h;
+}
+
+// The form in which a block is stored: its header without the checksum.
+struct BlockForm {
+  CodedBlockHeader header;
+  CodedBlockLayout at;
+  bool coded;
+};
+// Coded where that is possible, smaller than the raw form and not beyond the limit.
+__device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedBlockHeader& raw,
+                                        const SlicePlan& plan, int32_t most_coded_bytes) {
+  BlockForm form{raw, block_layout(raw), false};
+  if (plan.possible) {
+    CodedBlockHeader h = raw;
+    h.mode = book.mode;
+    h.streams_per_lane = static_cast<uint8_t>(book.streams_per_lane);
+    h.table_id = book.table_id;
+    h.base = static_cast<int16_t>(book.base);
+    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
+    h.exceptions = static_cast<uint16_t>(plan.exceptions);
+    const CodedBlockLayout at = block_layout(h);
+    if (at.bytes < form.at.bytes && at.bytes <= most_coded_bytes) form = {h, at, true};
+  }
+  form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
+  return form;
+}
+
+// The header and the checksum of a block whose rest is written.
+__device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
+  __syncwarp();
+  if (lane_index() == 0) store_header(form.header, bytes);
+  __syncwarp();
+  const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
+  __syncwarp();
+  if (lane_index() == 0) store_u16(bytes + 14, checksum);
+  __syncwarp();
+}
+
+__device__ __forceinline__ void clear_block(void* block, int32_t bytes) {
+  for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
+    static_cast<uint4*>(block)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
 }
 
 // One slice into memory.block; its size in bytes. load() puts its codes into memory.codes, all
@@ -240,46 +288,21 @@ __device__ inline CodedBlockHeader raw_header(const Slice& slice, const CodeRang
 // where the block stays raw.
 template <class Load>
 __device__ int32_t encode_slice(const Slice& slice, const Load& load, int32_t* counter) {
-  const DeviceCodebook& book = slice.book;
   const CodeRange range = load();
   __syncwarp();
-  CodedBlockHeader header = raw_header(slice, range);
-  CodedBlockLayout at = block_layout(header);
+  const CodedBlockHeader raw = raw_header(slice.book.component, slice.tokens, slice.dims, range);
   const SlicePlan plan = plan_slice(slice, counter);
-  bool coded = false;
-  if (plan.possible) {
-    CodedBlockHeader h = header;
-    h.mode = book.mode;
-    h.streams_per_lane = static_cast<uint8_t>(book.streams_per_lane);
-    h.table_id = book.table_id;
-    h.base = static_cast<int16_t>(book.base);
-    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-    h.exceptions = static_cast<uint16_t>(plan.exceptions);
-    const CodedBlockLayout coded_at = block_layout(h);
-    coded = coded_at.bytes < at.bytes && coded_at.bytes <= slice.most_coded_bytes;
-    if (coded) header = h, at = coded_at;
-  }
-  header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
-  for (int32_t i = lane_index(); i < at.bytes / 16; i += kWarpLanes) {
-    reinterpret_cast<uint4*>(slice.memory.block)[i] = make_uint4(0, 0, 0, 0);
-  }
-  __syncwarp();
-  if (coded) {
-    write_coded(slice, plan, at);
+  const BlockForm form = choose_form(slice.book, raw, plan, slice.most_coded_bytes);
+  clear_block(slice.memory.block, form.at.bytes);
+  if (form.coded) {
+    write_coded(slice, plan, form.at);
   } else {
     load();  // symbols have taken the codes' place
     __syncwarp();
-    write_raw(slice, header);
+    write_raw(slice, form.header);
   }
-  __syncwarp();
-  auto* bytes = reinterpret_cast<uint8_t*>(slice.memory.block);
-  if (lane_index() == 0) store_header(header, bytes);
-  __syncwarp();
-  const uint32_t checksum = warp_checksum(bytes, at.bytes);
-  __syncwarp();
-  if (lane_index() == 0) store_u16(bytes + 14, checksum);
-  __syncwarp();
-  return at.bytes;
+  finish_block(form, reinterpret_cast<uint8_t*>(slice.memory.block));
+  return form.at.bytes;
 }
 
 }  // namespace tierkv
