@@ -18,9 +18,11 @@ using FragmentCodes = int32_t[kPairsPerFragment][2];
 //   fetch(i)              what codes() takes of fragment i = tile * dim blocks + dim block
 //   codes(x, f, &codes)   of x in dim block f: 16-bit integers
 struct LaneEncoder {
-  const DeviceCodebook& book;
-  const uint32_t* words;  // of the codebook, in shared memory
-  int32_t dims;           // a multiple of kDimBlock, at most kSliceDims
+  const uint32_t* words;     // of the codebook, in shared memory
+  const uint16_t* cheapest;  // of the codebook
+  int32_t base, levels, streams;
+  Component component;
+  int32_t dims;  // a multiple of kDimBlock, at most kSliceDims
   int32_t most_coded_bytes;
 
   __device__ __forceinline__ int32_t dim_blocks() const { return dims / kDimBlock; }
@@ -29,12 +31,17 @@ struct LaneEncoder {
   }
   // 0 where the symbol is absent.
   __device__ __forceinline__ uint32_t word_of(const int32_t (&pair)[2]) const {
-    const auto levels = static_cast<uint32_t>(book.levels);
-    const auto x = static_cast<uint32_t>(pair[0] - book.base),
-               y = static_cast<uint32_t>(pair[1] - book.base);
-    return x < levels && y < levels ? words[x + levels * y] : 0u;
+    const auto x = static_cast<uint32_t>(pair[0] - base), y = static_cast<uint32_t>(pair[1] - base);
+    const auto all = static_cast<uint32_t>(levels);
+    return x < all && y < all ? words[x + all * y] : 0u;
   }
 };
+__device__ __forceinline__ LaneEncoder lane_encoder(const DeviceCodebook& book,
+                                                    const uint32_t* words, int32_t dims,
+                                                    int32_t most_coded_bytes) {
+  return {words,          book.cheapest, book.base,       book.levels, book.streams_per_lane,
+          book.component, dims,          most_coded_bytes};
+}
 
 // visit(i, codes) of every fragment i.
 template <class Source, class Visit>
@@ -69,16 +76,20 @@ struct Substitute {
     return static_cast<int16_t>(delta[0]) == delta[0] && static_cast<int16_t>(delta[1]) == delta[1];
   }
 };
-__device__ __noinline__ inline Substitute find_substitute(const LaneEncoder& e, int32_t first,
+// What has a call in it gets copies: registers whose address is known elsewhere are no registers.
+__device__ __noinline__ inline Substitute find_substitute(LaneEncoder e, int32_t first,
                                                           int32_t second) {
-  const int32_t above[2] = {first - e.book.base, second - e.book.base};
+  DeviceCodebook book;
+  book.levels = e.levels;
+  book.cheapest = e.cheapest;
+  const int32_t above[2] = {first - e.base, second - e.base};
   Place p{};
   for (int32_t i = 0; i < 2; ++i) {
-    const bool inside = above[i] >= 0 && above[i] < e.book.levels;
+    const bool inside = above[i] >= 0 && above[i] < e.levels;
     p.digit[i] = inside ? above[i] : kOutsideAlphabet;
   }
-  const ChosenSymbol chosen = choose_substitute(e.book, e.words, p, 2);
-  const int2 digits = symbol_digits(e.book, chosen.symbol, 2);
+  const ChosenSymbol chosen = choose_substitute(book, e.words, p, 2);
+  const int2 digits = symbol_digits(book, chosen.symbol, 2);
   return {chosen.word, {above[0] - digits.x, above[1] - digits.y}};
 }
 
@@ -89,8 +100,10 @@ struct LanePlan {
   BlockForm form;
 };
 
+// book: that of the encoder.
 template <class Source>
-__device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, Source& source) {
+__device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, const DeviceCodebook& book,
+                                               Source& source) {
   int32_t bits[2] = {0, 0}, exceptions = 0;
   bool possible = true;
   CodeRange range;
@@ -111,7 +124,7 @@ __device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, Source& sou
   });
   LanePlan plan{};
   plan.exceptions_before = sum_before(exceptions, &plan.slice.exceptions);
-  if (e.book.streams_per_lane == 1) bits[0] += bits[1], bits[1] = 0;
+  if (e.streams == 1) bits[0] += bits[1], bits[1] = 0;
   int32_t first = 0, second = 0;
   plan.slice.start[0] = sum_before(bits[0], &first);
   plan.slice.start[1] = first + sum_before(bits[1], &second);
@@ -119,8 +132,8 @@ __device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, Source& sou
   plan.slice.possible = __all_sync(kAllLanes, possible) &&
                         plan.slice.exceptions <= kMaxExceptions &&
                         plan.slice.payload_bits <= kMaxPayloadBits;
-  plan.form = choose_form(e.book, raw_header(e.book.component, kBlockTokens, e.dims, range),
-                          plan.slice, e.most_coded_bytes);
+  plan.form = choose_form(book, raw_header(e.component, kBlockTokens, e.dims, range), plan.slice,
+                          e.most_coded_bytes);
   return plan;
 }
 
@@ -149,13 +162,12 @@ __device__ inline void sort_exceptions(uint32_t* exceptions, int32_t count) {
 }
 
 // The exceptions of a pair behind those at `to`; where they end.
-__device__ __noinline__ inline uint32_t* put_exceptions(const LaneEncoder& e, int32_t fragment,
-                                                        int32_t r, const Substitute& other,
-                                                        uint32_t* to) {
-  const bool key = e.book.component == Component::kKey;
+__device__ __noinline__ inline uint32_t* put_exceptions(LaneEncoder e, int32_t fragment, int32_t r,
+                                                        const Substitute& other, uint32_t* to) {
+  const bool key = e.component == Component::kKey;
   const int32_t blocks = e.dim_blocks();
   const PairPosition p =
-      pair_position(e.book.component, fragment / blocks, fragment % blocks, r, lane_index());
+      pair_position(e.component, fragment / blocks, fragment % blocks, r, lane_index());
   const int32_t first = p.token * kSliceDims + p.dim;
   const int32_t index[2] = {first, first + (key ? 1 : kSliceDims)};
   for (int32_t i = 0; i < 2; ++i) {
@@ -237,7 +249,7 @@ __device__ __forceinline__ void write_block(const LaneEncoder& e, Source& source
     return;
   }
   clear_block(shared, plan.form.at.bytes);
-  if (e.book.streams_per_lane == 1) {
+  if (e.streams == 1) {
     write_streams<1>(e, source, plan, shared);
   } else {
     write_streams<2>(e, source, plan, shared);

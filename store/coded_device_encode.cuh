@@ -1,11 +1,14 @@
-// What the kernels of a coded store share: a warp codes a raw block of a row and puts it on a page.
+// What the kernels of a coded store share: a warp codes a raw block of a row.
 //
 // A CTA works on rows of one layer, so that its two codebooks' words lie in shared memory once.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "codec/coded_encode_slice.cuh"
+#include <algorithm>
+
+#include "codec/coded_encode_lanes.cuh"
 #include "codec/cuda_device.cuh"
 #include "store/coded_device_state.h"
 #include "store/coded_values.h"
@@ -13,11 +16,13 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kEncodeWarps = 6;
+inline constexpr int32_t kEncodeWarps = 8;
 inline constexpr int32_t kEncodeThreads = kEncodeWarps * kWarpLanes;
-// Code words of two codebooks and a counter a warp, before the warps' slices.
-inline constexpr int32_t kEncoderHeadBytes = 2 * kMaxSymbols * 4 + 32;
-inline constexpr int32_t kEncoderBytes = kEncoderHeadBytes + kEncodeWarps * kSliceBytes;
+// Shared memory of a CTA: code words of two codebooks, then of each warp its block's means and,
+// where it writes, the block.
+inline constexpr int32_t kEncodeWordsBytes = 2 * kMaxSymbols * 4;
+inline constexpr int32_t kEncodeMeansBytes = kSliceDims * 4;
+inline constexpr int32_t kEncodeBlocks = kEncodeWordsBytes + kEncodeWarps * kEncodeMeansBytes;
 
 struct CodedRowOf {
   int32_t entry;     // of the batch
@@ -50,18 +55,88 @@ __device__ __forceinline__ uint16_t raw_value(const CodedDeviceState& d, const R
   return b.mean == nullptr ? x : centred(x, b.mean[dim]);
 }
 
-// What a warp codes with.
+// Codes of two values, and the worse of their states.
+struct CheckedPair {
+  int32_t code[2];
+  StatusCode status;
+};
+__device__ __noinline__ inline CheckedPair checked_codes(uint32_t y, float step) {
+  CheckedPair p{{0, 0}, StatusCode::kOk};
+  for (int32_t h = 0; h < 2; ++h) {
+    const auto one = static_cast<uint16_t>(y >> (16 * h));
+    p.status = greater(p.status, check_centred(one, step));
+    p.code[h] = step_code(one, step);
+  }
+  return p;
+}
+
+// A raw block as codec/coded_encode_lanes.cuh takes it: raw tiles and coded blocks have one order,
+// the four words of a lane in a dim block are its four pairs.
+struct RawTileSource {
+  const uint4* words;     // the lane's first ones
+  const uint32_t* means;  // shared memory: of the lane's first pair, what comes off both values
+  // From the means of a pair to those in the next dim block, and of the pair r with the next
+  // r % 2 and r / 2.
+  int32_t next_block, next_row, next_column;
+  float step, inverse;
+  StatusCode status = StatusCode::kOk;
+
+  __device__ __forceinline__ uint4 fetch(int32_t i) const { return words[i * kWarpLanes]; }
+  __device__ __forceinline__ void codes(const uint4& x, int32_t f, FragmentCodes& codes) {
+    const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
+    uint32_t y[kPairsPerFragment], doubts = 0;
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      // One rounding, as centred() has: sums of two fp16 numbers survive the one to fp32.
+      const uint32_t mean = means[f * next_block + r % 2 * next_row + r / 2 * next_column];
+      const __half2 difference = __hsub2(*reinterpret_cast<const __half2*>(pairs + r),
+                                         *reinterpret_cast<const __half2*>(&mean));
+      y[r] = *reinterpret_cast<const uint32_t*>(&difference);
+#pragma unroll
+      for (int32_t h = 0; h < 2; ++h) {
+        float doubt = 0;
+        codes[r][h] = fast_step_code(static_cast<uint16_t>(y[r] >> (16 * h)), inverse, &doubt);
+        doubts = max(doubts, float_bits(doubt));
+      }
+    }
+    if (doubts < float_bits(0.5f)) return;
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      const CheckedPair p = checked_codes(y[r], step);
+      codes[r][0] = p.code[0], codes[r][1] = p.code[1];
+      status = greater(status, p.status);
+    }
+  }
+};
+
+// What the warps of a CTA code with.
 struct Encoder {
   const DeviceCodebook* books;  // of the layer, keys and values; global memory
-  const uint32_t* words;        // of both, in shared memory: [2][kMaxSymbols]
-  SliceMemory memory;
-  int32_t* counter;
+  uint8_t* shared;
+
+  __device__ __forceinline__ const DeviceCodebook& book(Component c) const {
+    return books[static_cast<int32_t>(c)];
+  }
+  __device__ __forceinline__ LaneEncoder of(const CodedDeviceState& d, Component c) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(shared);
+    return lane_encoder(book(c), words + static_cast<int32_t>(c) * kMaxSymbols, d.s.head_dim,
+                        most_coded_block_bytes(d.s.head_dim));
+  }
+  __device__ __forceinline__ uint32_t* means() const {
+    return reinterpret_cast<uint32_t*>(shared + kEncodeWordsBytes +
+                                       static_cast<int32_t>(threadIdx.x / 32) * kEncodeMeansBytes);
+  }
+  // Of the warp.
+  __device__ __forceinline__ uint32_t* block(const CodedDeviceState& d) const {
+    return reinterpret_cast<uint32_t*>(shared + kEncodeBlocks +
+                                       static_cast<int32_t>(threadIdx.x / 32) *
+                                           most_coded_block_bytes(d.s.head_dim));
+  }
 };
 
 // By the whole CTA, before its warps go apart; `shared` is the CTA's dynamic memory.
 __device__ inline Encoder make_encoder(const CodedDeviceState& d, int32_t layer, uint8_t* shared) {
   auto* words = reinterpret_cast<uint32_t*>(shared);
-  auto* counters = reinterpret_cast<int32_t*>(words + 2 * kMaxSymbols);
   const DeviceCodebook* books = d.books + 2 * layer;
   for (int32_t c = 0; c < 2; ++c) {
     const uint32_t* from = books[c].words;
@@ -71,80 +146,41 @@ __device__ inline Encoder make_encoder(const CodedDeviceState& d, int32_t layer,
     }
   }
   __syncthreads();
-  const auto warp = static_cast<int32_t>(threadIdx.x / 32);
-  return {books, words, slice_memory(shared + kEncoderHeadBytes, warp), counters + warp};
+  return {books, shared};
 }
 
-// Codes of the block into memory.codes. Raw tiles and coded blocks have one order: the four words
-// of a lane in a dim block are its four pairs.
-template <Component kComponent>
-__device__ __forceinline__ CodeRange load_raw_codes(const CodedDeviceState& d, const RawBlock& b,
-                                                    int16_t* codes, StatusCode* status) {
-  constexpr bool kKey = kComponent == Component::kKey;
-  const float step = step_of(d, kComponent, b.within);
-  const int32_t dim_blocks = d.s.head_dim / kDimBlock;
-  const auto* words =
-      reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, kComponent, 0));
-  CodeRange range;
-#pragma unroll 4
-  for (int32_t i = 0; i < kBlockTokens / kTileTokens * dim_blocks; ++i) {
-    const uint4 x = words[i * kWarpLanes + lane_index()];
-    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const PairPosition p =
-          pair_position(kComponent, i / dim_blocks, i % dim_blocks, r, lane_index());
-      int16_t* const to = codes + p.token * kCodeStride + p.dim;
-      uint16_t code[2];
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        auto y = static_cast<uint16_t>(pairs[r] >> (16 * half));
-        if (b.mean != nullptr) y = centred(y, b.mean[p.dim + (kKey ? half : 0)]);
-        *status = greater(*status, check_centred(y, step));
-        code[half] = static_cast<uint16_t>(step_code(y, step));
-      }
-      const uint32_t both = code[0] | static_cast<uint32_t>(code[1]) << 16;
-      range.add(both);
-      if constexpr (kKey) {
-        *reinterpret_cast<uint32_t*>(to) = both;  // channels of a pair are even and odd
-      } else {
-        to[0] = static_cast<int16_t>(code[0]);
-        to[kCodeStride] = static_cast<int16_t>(code[1]);
-      }
-    }
-  }
-  return range;
-}
-
-// Codes the block into memory.block; its units. By the whole warp. *status gets worse where a code
-// does not fit.
-__device__ inline int32_t encode_raw_block(const CodedDeviceState& d, const RawBlock& b,
-                                           const Encoder& encoder, StatusCode* status) {
+// By the whole warp.
+__device__ inline RawTileSource raw_tile_source(const CodedDeviceState& d, const RawBlock& b,
+                                                const Encoder& encoder) {
   const bool key = b.component == Component::kKey;
-  // A copy: what is read through a reference is read again after every store.
-  const DeviceCodebook book = encoder.books[key ? 0 : 1];
-  const Slice slice{book,           encoder.words + (key ? 0 : kMaxSymbols),
-                    encoder.memory, kBlockTokens,
-                    d.s.head_dim,   most_coded_block_bytes(d.s.head_dim)};
-  const auto load = [&] {
-    return key ? load_raw_codes<Component::kKey>(d, b, slice.memory.codes, status)
-               : load_raw_codes<Component::kValue>(d, b, slice.memory.codes, status);
-  };
-  return encode_slice(slice, load, encoder.counter) / kBlockAlignment;
-}
-
-// From memory.block to unit `begin` of the row, whose pages are there; its reference.
-__device__ inline CodedBlockRef write_encoded(const CodedDeviceState& d, int32_t row, int32_t begin,
-                                              int32_t units, const SliceMemory& memory) {
-  const int32_t page = d.s.page_id(row, kCodedSide, begin / d.s.page_units());
-  const int32_t in_page = begin % d.s.page_units();
-  auto* to = reinterpret_cast<uint4*>(d.s.page_bytes(page)) + in_page;
-  for (int32_t i = lane_index(); i < units; i += kWarpLanes) {
-    to[i] = reinterpret_cast<const uint4*>(memory.block)[i];
+  uint32_t* const means = encoder.means();
+  __syncwarp();  // the block before is done
+  for (int32_t i = lane_index(); i < (key ? d.s.head_dim / 2 : d.s.head_dim); i += kWarpLanes) {
+    // Keys: two channels; values: two tokens of a channel.
+    const int32_t first = key ? 2 * i : i, second = key ? 2 * i + 1 : i;
+    means[i] = b.mean == nullptr ? 0u
+                                 : float_to_half(b.mean[first]) |
+                                       static_cast<uint32_t>(float_to_half(b.mean[second])) << 16;
   }
   __syncwarp();
-  return {static_cast<uint32_t>(int64_t{page} * d.s.page_units() + in_page),
-          static_cast<uint32_t>(units)};
+  const auto* words =
+      reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, b.component, 0));
+  const float step = step_of(d, b.component, b.within);
+  const int32_t lane = lane_index();
+  if (key) return {words + lane, means + lane % 4, kDimBlock / 2, 0, 4, step, 1.0f / step};
+  return {words + lane, means + lane / 4, kDimBlock, 8, 0, step, 1.0f / step};
+}
+
+// Unit `begin` of a row, whose pages are there.
+struct BlockPlace {
+  uint8_t* bytes;
+  uint32_t offset;  // as in CodedBlockRef
+};
+__device__ inline BlockPlace block_place(const CodedDeviceState& d, int32_t row, int32_t begin) {
+  const int32_t page = d.s.page_id(row, kCodedSide, begin / d.s.page_units());
+  const int32_t in_page = begin % d.s.page_units();
+  return {d.s.page_bytes(page) + in_page * kBlockAlignment,
+          static_cast<uint32_t>(int64_t{page} * d.s.page_units() + in_page)};
 }
 
 // What the warps of a launch work on: `of_row` items of every row of the batch, a layer's together.
@@ -156,8 +192,9 @@ struct EncodeItem {
   int32_t row = -1;  // of the batch, as coded_row_of() takes it; -1: none
   int32_t part = 0;  // of the row
 };
-__device__ inline EncodeItem encode_item(const CodedDeviceState& d, const EncodeItems& items) {
-  const int64_t i = int64_t{blockIdx.x} * kEncodeWarps + threadIdx.x / 32;
+// Item i of the layer blockIdx.y.
+__device__ inline EncodeItem encode_item(const CodedDeviceState& d, const EncodeItems& items,
+                                         int64_t i) {
   const int64_t row = i / items.of_row;
   if (row >= items.rows_of_layer) return {};
   const int32_t heads = d.s.num_kv_heads;
@@ -165,20 +202,36 @@ __device__ inline EncodeItem encode_item(const CodedDeviceState& d, const Encode
   return {entry * d.s.rows_per_sequence() + static_cast<int32_t>(blockIdx.y) * heads + head,
           static_cast<int32_t>(i % items.of_row)};
 }
+// The first item of this warp; the next ones are items_of_grid() on.
+__device__ inline int64_t first_item() {
+  return int64_t{blockIdx.x} * kEncodeWarps + threadIdx.x / 32;
+}
+__device__ inline int64_t items_of_grid() {
+  return int64_t{gridDim.x} * kEncodeWarps;
+}
 
-// A warp for each item, kernel(d, items, arguments).
+// kernel(d, items, arguments), with a warp for each item, or with most_ctas a layer at most;
+// whether its warps need room for blocks.
+struct EncodeLaunch {
+  uint32_t most_ctas = 0xffffffffu;
+  bool writes = false;
+};
 template <class... Parameters, class... Arguments>
-Status launch_encoder(void (*kernel)(Parameters...), const CodedDeviceState& d,
-                      const EncodeItems& items, GpuStream stream, const Arguments&... arguments) {
+Status launch_encoder(void (*kernel)(Parameters...), const EncodeLaunch& launch,
+                      const CodedDeviceState& d, const EncodeItems& items, GpuStream stream,
+                      const Arguments&... arguments) {
+  const int32_t bytes =
+      kEncodeBlocks + (launch.writes ? kEncodeWarps * most_coded_block_bytes(d.s.head_dim) : 0);
   if (Status s = cuda_status(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kEncoderBytes),
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");
       !s) {
     return s;
   }
-  const dim3 ctas(ctas_for(int64_t{items.rows_of_layer} * items.of_row, kEncodeWarps),
+  const uint32_t wanted = ctas_for(int64_t{items.rows_of_layer} * items.of_row, kEncodeWarps);
+  const dim3 ctas(std::min(wanted, launch.most_ctas),
                   static_cast<uint32_t>(d.s.rows_per_sequence() / d.s.num_kv_heads));
-  kernel<<<ctas, kEncodeThreads, kEncoderBytes, stream>>>(d, items, arguments...);
+  kernel<<<ctas, kEncodeThreads, static_cast<size_t>(bytes), stream>>>(d, items, arguments...);
   return launch_status("coded blocks");
 }
 

@@ -102,35 +102,34 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The block and component of a warp, of those that the prompt codes.
+// The block and component of an item, of those that the prompt codes.
 struct PromptItem {
   CodedRowOf r;
   int32_t block;
   Component component;
   bool coded;
 };
-__device__ PromptItem prompt_item(const CodedDeviceState& d, const EncodeItems& items) {
-  const EncodeItem item = encode_item(d, items);
-  if (item.row < 0) return {};
+__device__ PromptItem prompt_item(const CodedDeviceState& d, const EncodeItem& item) {
   PromptItem p = {coded_row_of(d, item.row), item.part / 2, component_of(item.part), false};
   p.coded = p.r.sequence != kPaddingSequence && p.block < coded_blocks(d, d.s.infos[p.r.sequence]);
   return p;
 }
 
 // Items of a row: block, component. Sizes go to the directory.
-__global__ void __launch_bounds__(kEncodeThreads)
+__global__ void __launch_bounds__(kEncodeThreads, 4)
     size_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
-  const PromptItem p = prompt_item(d, items);
-  if (__syncthreads_or(p.coded) == 0) return;
   const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
-  if (!p.coded) return;
-  auto status = StatusCode::kOk;
-  const int32_t units =
-      encode_raw_block(d, prompt_block(d, p.r, p.component, p.block), encoder, &status);
-  if (status != StatusCode::kOk) report_code(d, p.r);
-  if (lane_index() == 0) {
-    d.s.blocks(p.component, p.r.row)[p.block] = {0, static_cast<uint32_t>(units)};
+  for (int64_t i = first_item();; i += items_of_grid()) {
+    const EncodeItem item = encode_item(d, items, i);
+    if (item.row < 0) return;
+    const PromptItem p = prompt_item(d, item);
+    if (!p.coded) continue;
+    const Component c = p.component;
+    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder);
+    const LanePlan plan = plan_block(encoder.of(d, c), encoder.book(c), source);
+    if (source.status != StatusCode::kOk) report_code(d, p.r);
+    if (lane_index() == 0) d.s.blocks(c, p.r.row)[p.block] = {0, plan.form.header.units};
   }
 }
 
@@ -170,21 +169,25 @@ __global__ void __launch_bounds__(kThreads)
   atomicMax(&d.common.entry_counts[r.entry].of[kCodedSide], pages_for(end, d.s.page_units()));
 }
 
-__global__ void __launch_bounds__(kEncodeThreads)
+__global__ void __launch_bounds__(kEncodeThreads, 3)
     write_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
   if (d.common.report->status != StatusCode::kOk) return;
-  const PromptItem p = prompt_item(d, items);
-  if (__syncthreads_or(p.coded) == 0) return;
   const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
-  if (!p.coded) return;
-  auto status = StatusCode::kOk;
-  const int32_t units =
-      encode_raw_block(d, prompt_block(d, p.r, p.component, p.block), encoder, &status);
-  CodedBlockRef& ref = d.s.blocks(p.component, p.r.row)[p.block];
-  const CodedBlockRef written =
-      write_encoded(d, p.r.row, static_cast<int32_t>(ref.offset), units, encoder.memory);
-  if (lane_index() == 0) ref = written;
+  for (int64_t i = first_item();; i += items_of_grid()) {
+    const EncodeItem item = encode_item(d, items, i);
+    if (item.row < 0) return;
+    const PromptItem p = prompt_item(d, item);
+    if (!p.coded) continue;
+    const Component c = p.component;
+    CodedBlockRef& ref = d.s.blocks(c, p.r.row)[p.block];
+    const BlockPlace to = block_place(d, p.r.row, static_cast<int32_t>(ref.offset));
+    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder);
+    const LaneEncoder lanes = encoder.of(d, c);
+    const LanePlan plan = plan_block(lanes, encoder.book(c), source);
+    write_block(lanes, source, plan, encoder.block(d), to.bytes);
+    if (lane_index() == 0) ref.offset = to.offset;
+  }
 }
 
 // Raw tokens that stay: their means come off, and their pages' content moves to the first pages,
@@ -229,6 +232,13 @@ __global__ void __launch_bounds__(kThreads)
 int32_t rows_of(const CodedDeviceState& d, int32_t count) {
   return count * d.s.rows_per_sequence();
 }
+// Enough CTAs to fill the device a few times over: each brings its code words along.
+Result<uint32_t> most_encode_ctas(const CodedDeviceState& d) {
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  const int32_t layers = d.s.rows_per_sequence() / d.s.num_kv_heads;
+  return static_cast<uint32_t>((8 * limits->sms + layers - 1) / layers);
+}
 EncodeItems block_items(const CodedDeviceState& d, const PromptEnd& prompt) {
   return {prompt.count * d.s.num_kv_heads, prompt.most_blocks * 2};
 }
@@ -257,7 +267,12 @@ Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
 
 Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
   if (codes_blocks(d, prompt)) {
-    if (Status s = launch_encoder(size_kernel, d, block_items(d, prompt), stream); !s) return s;
+    const Result<uint32_t> ctas = most_encode_ctas(d);
+    if (!ctas) return ctas.status();
+    if (Status s = launch_encoder(size_kernel, {*ctas, false}, d, block_items(d, prompt), stream);
+        !s) {
+      return s;
+    }
   }
   admit_kernel<<<1, kThreads, 0, stream>>>(d, prompt.count);
   if (Status s = launch_status("end_prompt"); !s) return s;
@@ -268,7 +283,12 @@ Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, Gpu
 
 Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream) {
   if (codes_blocks(d, prompt)) {
-    if (Status s = launch_encoder(write_kernel, d, block_items(d, prompt), stream); !s) return s;
+    const Result<uint32_t> ctas = most_encode_ctas(d);
+    if (!ctas) return ctas.status();
+    if (Status s = launch_encoder(write_kernel, {*ctas, true}, d, block_items(d, prompt), stream);
+        !s) {
+      return s;
+    }
   }
   const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
   move_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);

@@ -1,4 +1,5 @@
-// Steps of a coded store: a warp codes the oldest raw block of a row where it is due.
+// Steps of a coded store: two warps code the oldest raw block of a row where it is due, one its
+// keys, the other its values.
 
 #include <cuda_runtime.h>
 
@@ -13,19 +14,44 @@ __device__ RawBlock oldest_block(const CodedDeviceState& d, const CodedRowOf& r,
   return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, 0)), nullptr, r.within, c};
 }
 
-// A row and whether the step codes a block of it.
+// A component of a row, and whether the step codes a block of it. Neighbouring warps have the two
+// of a row.
 struct StepItem {
   CodedRowOf r;
   int32_t batch_row;  // -1: none
+  Component component;
   bool coded;
 };
 __device__ StepItem step_item(const CodedDeviceState& d, const EncodeItems& items, int32_t tokens) {
-  const EncodeItem item = encode_item(d, items);
-  if (item.row < 0) return {{}, -1, false};
-  StepItem step = {coded_row_of(d, item.row), item.row, false};
+  const EncodeItem item = encode_item(d, items, first_item());
+  if (item.row < 0) return {{}, -1, Component::kKey, false};
+  const auto component = item.part == 0 ? Component::kKey : Component::kValue;
+  StepItem step = {coded_row_of(d, item.row), item.row, component, false};
   step.coded = step.r.sequence != kPaddingSequence &&
                coded_step_fills_block(d.s.infos[step.r.sequence], tokens, d.s.window_tokens);
   return step;
+}
+static_assert(kEncodeWarps % 2 == 0);
+
+// Where the two blocks of a row go, behind `end` units; by the whole CTA, of which each warp gives
+// the units of its block.
+struct RowPlaces {
+  int32_t begin[2];
+  int32_t end;
+};
+__device__ RowPlaces row_places(const CodedDeviceState& d, int32_t end, int32_t units) {
+  __shared__ int32_t units_of[kEncodeWarps];
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32);
+  if (lane_index() == 0) units_of[warp] = units;
+  __syncthreads();
+  RowPlaces at{};
+  at.end = end;
+  for (int32_t c = 0; c < 2; ++c) {
+    const int32_t size = units_of[warp / 2 * 2 + c];
+    at.begin[c] = block_begin(at.end, size, d.s.page_units());
+    at.end = at.begin[c] + size;
+  }
+  return at;
 }
 
 __global__ void __launch_bounds__(kEncodeThreads)
@@ -36,19 +62,24 @@ __global__ void __launch_bounds__(kEncodeThreads)
   if (step.batch_row >= 0 && step.r.sequence != kPaddingSequence) added.of[kRawSide] = tokens;
   if (__syncthreads_or(step.coded) != 0) {
     const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
+    int32_t held = 0, units = 0;
     if (step.coded) {
-      const int32_t held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
-      int32_t end = held;
-      auto status = StatusCode::kOk;  // values were checked when they came in
-      for (const Component c : {Component::kKey, Component::kValue}) {
-        const int32_t units = encode_raw_block(d, oldest_block(d, step.r, c), encoder, &status);
-        end = block_begin(end, units, d.s.page_units()) + units;
-      }
+      held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
+      RawTileSource source = raw_tile_source(d, oldest_block(d, step.r, step.component), encoder);
+      // Values were checked when they came in.
+      const LanePlan plan =
+          plan_block(encoder.of(d, step.component), encoder.book(step.component), source);
+      units = plan.form.header.units;
+    }
+    const RowPlaces at = row_places(d, held, units);
+    if (step.coded) {
       added.of[kRawSide] -= kBlockTokens;
-      added.of[kCodedSide] = end - held;
+      added.of[kCodedSide] = at.end - held;
     }
   }
-  if (step.batch_row >= 0 && lane_index() == 0) d.common.row_counts[step.batch_row] = added;
+  if (step.batch_row >= 0 && step.component == Component::kKey && lane_index() == 0) {
+    d.common.row_counts[step.batch_row] = added;
+  }
 }
 
 __global__ void __launch_bounds__(kEncodeThreads)
@@ -58,20 +89,27 @@ __global__ void __launch_bounds__(kEncodeThreads)
   const StepItem step = step_item(d, items, tokens);
   if (__syncthreads_or(step.coded) == 0) return;
   const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
-  if (!step.coded) return;
+  const Component c = step.component;
   const int32_t row = step.r.row;
-  int32_t end =
-      d.s.allocator.tokens[row].of[kCodedSide] - d.common.row_counts[step.batch_row].of[kCodedSide];
-  const int32_t block = d.s.infos[step.r.sequence].window_first / kBlockTokens;
-  auto status = StatusCode::kOk;
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    const int32_t units = encode_raw_block(d, oldest_block(d, step.r, c), encoder, &status);
-    const int32_t begin = block_begin(end, units, d.s.page_units());
-    const CodedBlockRef ref = write_encoded(d, row, begin, units, encoder.memory);
-    if (lane_index() == 0) d.s.blocks(c, row)[block] = ref;
-    end = begin + units;
+  const LaneEncoder lanes = encoder.of(d, c);
+  RawTileSource source{};
+  LanePlan plan{};
+  int32_t held = 0;
+  if (step.coded) {
+    held = d.s.allocator.tokens[row].of[kCodedSide] -
+           d.common.row_counts[step.batch_row].of[kCodedSide];
+    source = raw_tile_source(d, oldest_block(d, step.r, c), encoder);
+    plan = plan_block(lanes, encoder.book(c), source);
   }
-  if (lane_index() == 0) {
+  const RowPlaces at = row_places(d, held, plan.form.header.units);
+  if (step.coded) {
+    const BlockPlace to = block_place(d, row, at.begin[static_cast<int32_t>(c)]);
+    write_block(lanes, source, plan, encoder.block(d), to.bytes);
+    const int32_t block = d.s.infos[step.r.sequence].window_first / kBlockTokens;
+    if (lane_index() == 0) d.s.blocks(c, row)[block] = {to.offset, plan.form.header.units};
+  }
+  __syncthreads();  // both components have read the raw page
+  if (step.coded && c == Component::kKey && lane_index() == 0) {
     rotate_raw_pages(d.s.page_ids(row, kRawSide), d.s.allocator.pages[row].of[kRawSide]);
   }
 }
@@ -98,14 +136,15 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status plan_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream) {
-  const EncodeItems items = {count * d.s.num_kv_heads, 1};
-  return launch_encoder(plan_kernel, d, items, stream, tokens);
+  return launch_encoder(plan_kernel, {}, d, {count * d.s.num_kv_heads, 2}, stream, tokens);
 }
 
 Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens,
                         GpuStream stream) {
-  const EncodeItems items = {count * d.s.num_kv_heads, 1};
-  if (Status s = launch_encoder(apply_kernel, d, items, stream, tokens); !s) return s;
+  EncodeLaunch launch;
+  launch.writes = true;
+  const EncodeItems items = {count * d.s.num_kv_heads, 2};
+  if (Status s = launch_encoder(apply_kernel, launch, d, items, stream, tokens); !s) return s;
   finish_kernel<<<1, kThreads, 0, stream>>>(d, count, tokens);
   return launch_status("begin_step");
 }

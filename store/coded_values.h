@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "codec/element.h"
+#include "codec/fragment_codes.h"
 #include "codec/quantize.h"
 #include "tierkv/half.h"
 #include "tierkv/status.h"
@@ -35,6 +36,18 @@ TKV_HD StatusCode check_centred(uint16_t y, float step) {
 }
 TKV_HD int16_t step_code(uint16_t y, float step) {
   return static_cast<int16_t>(raw_code(half_to_float(y), step, 0.0f));
+}
+
+// step_code() without a division, for many values of a step: inverse = 1.0f / step. The code is
+// step_code()'s, and check_centred() kOk, where *doubt < 0.5: q = y * inverse differs from y / step
+// by less than 2^-22 |q|, and what that could round elsewhere, or is not finite or beyond 16 bits,
+// has more doubt.
+TKV_HD int32_t fast_step_code(uint16_t y, float inverse, float* doubt) {
+  const float q = mul_rn(half_to_float(y), inverse);
+  const float shifted = add_rn(q, kRoundingBias);
+  const float rounded = add_rn(shifted, -kRoundingBias);
+  *doubt = std::fabs(q - rounded) + std::fabs(q) * 0x1p-16f;
+  return static_cast<int32_t>(float_bits(shifted) - float_bits(kRoundingBias));
 }
 
 // A code as a raw value again, which has the same code while that is below 1024.

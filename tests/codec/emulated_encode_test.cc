@@ -95,11 +95,12 @@ class EmulatedEncode : public testing::Test {
     alignas(16) uint8_t block[kMaxCodedBlockBytes + 1];
     std::fill(std::begin(shared), std::end(shared), 0xa5a5a5a5u);
     std::fill(std::begin(block), std::end(block), uint8_t{0x5a});
-    const LaneEncoder encoder{book, words.data(), shape.dims, shape.most_coded_bytes};
+    const LaneEncoder encoder =
+        lane_encoder(book, words.data(), shape.dims, shape.most_coded_bytes);
     int32_t bytes = 0;
     emulator::cta().run(0, kWarpLanes, [&] {
       LaneSource source{codes.data(), c.component, shape.dims};
-      const LanePlan plan = plan_block(encoder, source);
+      const LanePlan plan = plan_block(encoder, book, source);
       write_block(encoder, source, plan, shared, block);
       bytes = plan.form.header.units * kBlockAlignment;
     });
