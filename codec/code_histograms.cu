@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "codec/code_counter.cuh"
 #include "codec/cuda_device.cuh"
 #include "codec/fragment_order.h"
 #include "codec/warp.cuh"
@@ -11,52 +12,8 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kThreads = 1024;
-constexpr int32_t kLow = -16, kLevels = 32;  // what is counted in shared memory
-constexpr int32_t kBins = kLevels * kLevels;
-constexpr int32_t kSharedBytes = kBins * kWarpLanes * 4;
+constexpr int32_t kThreads = kCounterThreads;
 constexpr int32_t kCodesPerAccess = 8;
-
-struct Counter {
-  uint32_t* bins;   // shared, [kBins][32]
-  uint32_t* pairs;  // of the current histogram
-  uint32_t* wide;
-
-  __device__ __forceinline__ void count_wide(int32_t code) const {
-    if (code < -128 || code > 127) atomicAdd(wide + (code & 0xffff), 1u);
-  }
-  __device__ __forceinline__ void count(int32_t first, int32_t second) const {
-    const uint32_t a = static_cast<uint32_t>(first - kLow),
-                   b = static_cast<uint32_t>(second - kLow);
-    if ((a | b) < kLevels) {
-      atomicAdd(bins + (a * kLevels + b) * kWarpLanes + lane_index(), 1u);
-      return;
-    }
-    atomicAdd(pairs + ((first & 255) << 8 | (second & 255)), 1u);
-    count_wide(first);
-    count_wide(second);
-  }
-  __device__ __forceinline__ void clear() const {
-    for (int32_t i = threadIdx.x; i < kBins * kWarpLanes; i += kThreads) bins[i] = 0;
-    __syncthreads();
-  }
-  // To memory, and clear.
-  __device__ __forceinline__ void flush() const {
-    __syncthreads();
-    for (int32_t bin = threadIdx.x; bin < kBins; bin += kThreads) {
-      uint32_t sum = 0;
-#pragma unroll
-      for (int32_t i = 0; i < kWarpLanes; ++i) {
-        // Each lane begins at another copy: different banks.
-        sum += bins[bin * kWarpLanes + (i + lane_index()) % kWarpLanes];
-      }
-      const int32_t first = bin / kLevels + kLow, second = bin % kLevels + kLow;
-      if (sum > 0) atomicAdd(pairs + ((first & 255) << 8 | (second & 255)), sum);
-    }
-    __syncthreads();
-    clear();
-  }
-};
 
 __device__ __forceinline__ int32_t low_code(uint32_t word) {
   return static_cast<int16_t>(word & 0xffffu);
@@ -88,7 +45,7 @@ __device__ __forceinline__ uint4 load_codes(const int16_t* at) {
 
 // Keys: pairs are neighbours in a token.
 __device__ __forceinline__ void count_keys(const CodeHistograms& call, const int16_t* codes,
-                                           int32_t blocks, const Counter& counter) {
+                                           int32_t blocks, const CodeCounter& counter) {
   const int32_t per_token = call.head_dim / kCodesPerAccess;
   for_each_access<4>(
       blocks * kBlockTokens * per_token,
@@ -107,7 +64,7 @@ struct TwoTokens {
   uint4 first, second;
 };
 __device__ __forceinline__ void count_values(const CodeHistograms& call, const int16_t* codes,
-                                             int32_t blocks, const Counter& counter) {
+                                             int32_t blocks, const CodeCounter& counter) {
   const int32_t per_token = call.head_dim / kCodesPerAccess;
   for_each_access<2>(
       blocks * kBlockTokens / 2 * per_token,
@@ -150,8 +107,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   int32_t row_index = find_row(call, block);
   HistogramRow row = call.rows[row_index];
   int32_t histogram = row.histogram;
-  Counter counter{bins, call.pairs + int64_t{histogram} * kHistogramCounts,
-                  call.wide + int64_t{histogram} * kHistogramCounts};
+  CodeCounter counter{bins, call.pairs + int64_t{histogram} * kHistogramCounts,
+                      call.wide + int64_t{histogram} * kHistogramCounts};
   counter.clear();
   while (block < end) {
     while (row_index + 1 < call.num_rows && call.rows[row_index + 1].first_block <= block) {
@@ -184,19 +141,19 @@ Status count_codes(const CodeHistograms& call, GpuStream stream) {
   if (call.num_blocks == 0) return Status::ok();
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
-  if (limits->shared_bytes < kSharedBytes) {
+  if (limits->shared_bytes < kCounterBytes) {
     return Status(StatusCode::kUnsupported, "code histograms: too little shared memory");
   }
   if (Status s =
           cuda_status(cudaFuncSetAttribute(
-                          count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+                          count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCounterBytes),
                       "shared memory");
       !s) {
     return s;
   }
   const int32_t per_cta = (call.num_blocks + limits->sms - 1) / limits->sms;
   const int32_t ctas = (call.num_blocks + per_cta - 1) / per_cta;
-  count_kernel<<<static_cast<uint32_t>(ctas), kThreads, kSharedBytes, stream>>>(call, per_cta);
+  count_kernel<<<static_cast<uint32_t>(ctas), kThreads, kCounterBytes, stream>>>(call, per_cta);
   return cuda_status(cudaGetLastError(), "count_codes");
 }
 

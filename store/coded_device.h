@@ -70,7 +70,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status use_batch(DeviceCall call, const Slots& slots);
   Status run(const PageOp& op);
   // From the codes of the prompts that end; waits.
-  Status make_books(const Slots& slots, const PromptEnd& prompt);
+  Status make_books(const PromptEnd& prompt);
   Status build_books_on_host(const uint32_t* pairs, const uint32_t* wide);
   Status build_books_here(const uint32_t* pairs, const uint32_t* wide);
   Status forget_unused_books();

@@ -24,7 +24,7 @@ class Scratch {
     const cudaError_t error = cudaMalloc(&memory_, std::max<size_t>(bytes, 1));
     if (error != cudaErrorMemoryAllocation) return cuda_status(error, "end_prompt");
     (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for the codes of a layer");
+    return Status(StatusCode::kOutOfRange, "no device memory for histograms");
   }
   template <class T>
   T* as() const {
@@ -37,51 +37,19 @@ class Scratch {
 
 }  // namespace
 
-Status CodedDeviceStore::make_books(const Slots& slots, const PromptEnd& prompt) {
-  const int32_t layers = config().layout.num_layers, books = 2 * layers;
-  std::vector<HistogramRow> list;
-  int32_t blocks = 0;
-  for (const int32_t slot : slots) {
-    for (int32_t h = 0; h < state_.s.num_kv_heads; ++h) {
-      list.push_back({int64_t{blocks} * kBlockTokens * state_.s.head_dim, blocks, 0});
-      blocks += coded_tokens_after_prompt(table().info(slot).num_tokens, state_.s.window_tokens) /
-                kBlockTokens;
-    }
-  }
-  const size_t codes_bytes = static_cast<size_t>(blocks) * kBlockTokens * state_.s.head_dim * 2;
-  constexpr size_t kCountsBytes = kHistogramCounts * sizeof(uint32_t);
-  Scratch rows, codes, counts;
-  if (Status t = rows.take(list.size() * sizeof(HistogramRow)); !t) return t;
-  if (Status t = codes.take(2 * codes_bytes); !t) return t;
-  if (Status t = counts.take(2 * books * kCountsBytes); !t) return t;
-  if (Status t = copy(rows.as<void>(), list.data(), list.size() * sizeof(HistogramRow)); !t) {
-    return t;
-  }
-  const cudaError_t error =
-      cudaMemsetAsync(counts.as<void>(), 0, 2 * books * kCountsBytes, stream_);
+Status CodedDeviceStore::make_books(const PromptEnd& prompt) {
+  const int32_t books = 2 * config().layout.num_layers;
+  const size_t bytes = 2 * books * kHistogramCounts * sizeof(uint32_t);
+  Scratch counts;
+  if (Status t = counts.take(bytes); !t) return t;
+  const cudaError_t error = cudaMemsetAsync(counts.as<void>(), 0, bytes, stream_);
   if (error != cudaSuccess) return cuda_status(error, "end_prompt");
-  PromptCodes layer;
-  layer.codes[0] = codes.as<int16_t>();
-  layer.codes[1] = layer.codes[0] + codes_bytes / 2;
-  // Keys' histograms first, then those of values; wide codes behind all pairs.
-  auto* pairs = counts.as<uint32_t>();
-  uint32_t* wide = pairs + int64_t{books} * kHistogramCounts;
-  CodeHistograms call;
-  call.rows = rows.as<HistogramRow>();
-  call.token_stride = call.head_dim = state_.s.head_dim;
-  call.num_rows = static_cast<int32_t>(list.size());
-  call.num_blocks = blocks;
-  call.num_histograms = 1;
-  for (layer.layer = 0; layer.layer < layers; ++layer.layer) {
-    if (Status t = code_prompt_layer(state_, prompt, call.rows, layer, stream_); !t) return t;
-    for (int32_t c = 0; c < 2; ++c) {
-      const int64_t at = int64_t{c * layers + layer.layer} * kHistogramCounts;
-      call.codes = layer.codes[c];
-      call.pairs = pairs + at;
-      call.wide = wide + at;
-      call.component = static_cast<Component>(c);
-      if (Status t = count_codes(call, stream_); !t) return t;
-    }
+  auto* const pairs = counts.as<uint32_t>();
+  uint32_t* const wide = pairs + int64_t{books} * kHistogramCounts;
+  if (Status t =
+          count_prompt_codes(state_, {pairs, wide, prompt.count, prompt.most_blocks}, stream_);
+      !t) {
+    return t;
   }
   DeviceFailure failure;
   if (Status t = copy(&failure, state_.common.failure, sizeof(failure)); !t) return t;
@@ -192,7 +160,7 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   if (Status s = begin_coded_prompt_end(state_, prompt, stream_); !s) return s;
   const bool makes_books = books_.empty() && prompt.most_blocks > 0;
   if (makes_books) {
-    if (Status s = make_books(*slots, prompt); !s) return s;
+    if (Status s = make_books(prompt); !s) return s;
   }
   if (Status s = plan_coded_prompt(state_, prompt, stream_); !s) return s;
   if (Status s = run(PageOp::reserve(batch(*slots), d.entry_counts, d.report)); !s) return s;

@@ -149,11 +149,10 @@ __device__ inline Encoder make_encoder(const CodedDeviceState& d, int32_t layer,
   return {books, shared};
 }
 
-// By the whole warp.
+// By the whole warp; `means`: its shared memory, kEncodeMeansBytes.
 __device__ inline RawTileSource raw_tile_source(const CodedDeviceState& d, const RawBlock& b,
-                                                const Encoder& encoder) {
+                                                uint32_t* means) {
   const bool key = b.component == Component::kKey;
-  uint32_t* const means = encoder.means();
   __syncwarp();  // the block before is done
   for (int32_t i = lane_index(); i < (key ? d.s.head_dim / 2 : d.s.head_dim); i += kWarpLanes) {
     // Keys: two channels; values: two tokens of a channel.

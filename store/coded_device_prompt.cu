@@ -2,65 +2,91 @@
 
 #include <cuda_runtime.h>
 
-#include "store/coded_device_encode.cuh"
+#include "store/coded_device_prompt.cuh"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kThreads = 256;
-constexpr int32_t kMeanThreads = 1024;
+constexpr int32_t kMeanWarps = kThreads / kWarpLanes;
 
-__device__ Component component_of(int64_t i) {
-  return i % 2 == 0 ? Component::kKey : Component::kValue;
-}
+// Adds up channels of dim block f over the tiles of a row; lane by lane, of each lane's channels
+// sum[i] is that of channel_of(i).
+struct MeanLane {
+  Component component;
+  int64_t sum[kPairsPerFragment] = {};
 
-__device__ int32_t coded_blocks(const CodedDeviceState& d, const SequenceInfo& info) {
-  return coded_tokens_after_prompt(info.num_tokens, d.s.window_tokens) / kBlockTokens;
-}
+  __device__ __forceinline__ explicit MeanLane(Component c) : component(c) {}
+  __device__ __forceinline__ void add(const uint4& x) {
+    const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      const int64_t low = half_to_fixed(static_cast<uint16_t>(pairs[r])),
+                    high = half_to_fixed(static_cast<uint16_t>(pairs[r] >> 16));
+      // Keys: two channels of a token; values: two tokens of a channel.
+      if (component == Component::kKey) {
+        sum[r / 2 * 2] += low, sum[r / 2 * 2 + 1] += high;
+      } else {
+        sum[r % 2] += low + high;
+      }
+    }
+  }
+  __device__ __forceinline__ int32_t channels() const {
+    return component == Component::kKey ? 4 : 2;
+  }
+  __device__ __forceinline__ int32_t channel_of(int32_t i) const {
+    return component == Component::kKey ? 2 * (lane_index() % 4) + i % 2 + i / 2 * 8
+                                        : lane_index() / 4 + 8 * i;
+  }
+};
 
-// A CTA for a component of a row. The sums are exact, so their order does not matter.
-__global__ void __launch_bounds__(kMeanThreads)
+// A CTA for a dim block of a component of a row: blockIdx.y, blockIdx.x. The sums are exact, so
+// their order does not matter.
+__global__ void __launch_bounds__(kThreads)
     means_kernel(const __grid_constant__ CodedDeviceState d, MeanSource source) {
-  __shared__ unsigned long long sums[kSliceDims];
+  __shared__ unsigned long long sums[kDimBlock];
   const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(blockIdx.x / 2));
   if (r.sequence == kPaddingSequence) return;
   const Component c = component_of(blockIdx.x);
-  const int32_t head_dim = d.s.head_dim;
+  const int32_t head_dim = d.s.head_dim, first_dim = static_cast<int32_t>(blockIdx.y) * kDimBlock;
   const SequenceInfo info = d.s.infos[r.sequence];
-  for (int32_t i = threadIdx.x; i < head_dim; i += kMeanThreads) sums[i] = 0;
+  if (threadIdx.x < kDimBlock) sums[threadIdx.x] = 0;
   __syncthreads();
-  const int32_t dim = static_cast<int32_t>(threadIdx.x) % head_dim;
-  const int32_t groups = kMeanThreads / head_dim,
-                group = static_cast<int32_t>(threadIdx.x) / head_dim;
-  if (source == MeanSource::kPrompt && group < groups) {
-    int64_t sum = 0;
-#pragma unroll 4
-    for (int32_t p = group; p < info.num_tokens; p += groups) {
-      const int32_t at = raw_value_byte(head_dim, c, p % kBlockTokens, dim);
-      sum += half_to_fixed(*reinterpret_cast<const uint16_t*>(d.s.raw_page(r.row, info, p) + at));
+  if (source == MeanSource::kPrompt) {
+    MeanLane lane(c);
+    const auto warp = static_cast<int32_t>(threadIdx.x / kWarpLanes);
+    const int32_t tile_bytes = kTileTokens * 2 * head_dim;
+    const int32_t in_tile = (first_dim * kTileTokens + lane_index() * 8) * 2;
+    const int32_t tiles = tile_count(info.num_tokens);
+    constexpr int32_t kTiles = kBlockTokens / kTileTokens;
+#pragma unroll 2
+    for (int32_t block = warp; block * kTiles < tiles; block += kMeanWarps) {
+      const uint8_t* page = d.s.page_bytes(d.s.page_id(r.row, kRawSide, block));
+      const uint8_t* from = page + raw_tile_byte(head_dim, c, 0) + in_tile;
+      uint4 x[kTiles];
+#pragma unroll
+      for (int32_t t = 0; t < kTiles; ++t) {
+        // What is behind the tokens in their last tile is zeros.
+        x[t] = block * kTiles + t < tiles ? *reinterpret_cast<const uint4*>(from + t * tile_bytes)
+                                          : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (const uint4& words : x) lane.add(words);
     }
-    atomicAdd(sums + dim, static_cast<unsigned long long>(sum));
+    for (int32_t i = 0; i < lane.channels(); ++i) {
+      atomicAdd(sums + lane.channel_of(i), static_cast<unsigned long long>(lane.sum[i]));
+    }
   }
   __syncthreads();
+  if (threadIdx.x >= kDimBlock) return;
+  const int32_t dim = first_dim + static_cast<int32_t>(threadIdx.x);
   const float* given = c == Component::kKey ? d.given_key_means : d.given_value_means;
-  for (int32_t i = threadIdx.x; i < head_dim; i += kMeanThreads) {
-    float mean = 0.0f;
-    if (source == MeanSource::kPrompt && info.num_tokens > 0) {
-      mean = fixed_mean(static_cast<int64_t>(sums[i]), info.num_tokens);
-    }
-    if (source == MeanSource::kGiven) mean = given[int64_t{r.within} * head_dim + i];
-    d.s.means(c, r.row)[i] = mean;
+  float mean = 0.0f;
+  if (source == MeanSource::kPrompt && info.num_tokens > 0) {
+    mean = fixed_mean(static_cast<int64_t>(sums[threadIdx.x]), info.num_tokens);
   }
-}
-
-__device__ RawBlock prompt_block(const CodedDeviceState& d, const CodedRowOf& r, Component c,
-                                 int32_t block) {
-  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.within, c};
-}
-
-__device__ void report_code(const CodedDeviceState& d, const CodedRowOf& r) {
-  report_failure(d.common, {StatusCode::kOutOfRange, DeviceCall::kEndPrompt,
-                            r.within / d.s.num_kv_heads, r.sequence});
+  if (source == MeanSource::kGiven) mean = given[int64_t{r.within} * head_dim + dim];
+  d.s.means(c, r.row)[dim] = mean;
 }
 
 // The tokens that stay raw must be what a step can code one day. A CTA for a component of a row.
@@ -76,29 +102,6 @@ __global__ void __launch_bounds__(kThreads)
     const uint16_t y =
         raw_value(d, prompt_block(d, r, c, p / kBlockTokens), p % kBlockTokens, i % d.s.head_dim);
     if (check_centred(y, step_of(d, c, r.within)) != StatusCode::kOk) report_code(d, r);
-  }
-}
-
-// Codes of one layer for the histograms: [block of the batch][64, head_dim], keys and values apart.
-__global__ void __launch_bounds__(kThreads)
-    codes_kernel(const __grid_constant__ CodedDeviceState d, const HistogramRow* rows,
-                 const __grid_constant__ PromptCodes codes) {
-  const auto i = static_cast<int32_t>(blockIdx.x / 2);  // kv head of an entry
-  const Component c = component_of(blockIdx.x);
-  const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
-  if (sequence == kPaddingSequence) return;
-  const auto block = static_cast<int32_t>(blockIdx.y);
-  if (block >= coded_blocks(d, d.s.infos[sequence])) return;
-  const int32_t within = codes.layer * d.s.num_kv_heads + i % d.s.num_kv_heads;
-  const CodedRowOf r = {0, sequence, within, sequence * d.s.rows_per_sequence() + within};
-  const RawBlock b = prompt_block(d, r, c, block);
-  const float step = step_of(d, c, within);
-  int16_t* to = codes.codes[static_cast<int32_t>(c)] + rows[i].codes +
-                int64_t{block} * kBlockTokens * d.s.head_dim;
-  for (int32_t j = threadIdx.x; j < kBlockTokens * d.s.head_dim; j += kThreads) {
-    const uint16_t y = raw_value(d, b, j / d.s.head_dim, j % d.s.head_dim);
-    if (check_centred(y, step) != StatusCode::kOk) report_code(d, r);
-    to[j] = step_code(y, step);
   }
 }
 
@@ -126,7 +129,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 4)
     const PromptItem p = prompt_item(d, item);
     if (!p.coded) continue;
     const Component c = p.component;
-    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder);
+    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder.means());
     const LanePlan plan = plan_block(encoder.of(d, c), encoder.book(c), source);
     if (source.status != StatusCode::kOk) report_code(d, p.r);
     if (lane_index() == 0) d.s.blocks(c, p.r.row)[p.block] = {0, plan.form.header.units};
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 3)
     const Component c = p.component;
     CodedBlockRef& ref = d.s.blocks(c, p.r.row)[p.block];
     const BlockPlace to = block_place(d, p.r.row, static_cast<int32_t>(ref.offset));
-    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder);
+    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder.means());
     const LaneEncoder lanes = encoder.of(d, c);
     const LanePlan plan = plan_block(lanes, encoder.book(c), source);
     write_block(lanes, source, plan, encoder.block(d), to.bytes);
@@ -251,17 +254,10 @@ bool codes_blocks(const CodedDeviceState& d, const PromptEnd& prompt) {
 Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt,
                               GpuStream stream) {
   const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
-  means_kernel<<<ctas, kMeanThreads, 0, stream>>>(d, prompt.means);
+  const dim3 means(ctas, static_cast<uint32_t>(d.s.head_dim / kDimBlock));
+  means_kernel<<<means, kThreads, 0, stream>>>(d, prompt.means);
   if (Status s = launch_status("end_prompt"); !s) return s;
   check_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);
-  return launch_status("end_prompt");
-}
-
-Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
-                         const HistogramRow* rows, const PromptCodes& codes, GpuStream stream) {
-  const dim3 ctas(static_cast<uint32_t>(prompt.count * d.s.num_kv_heads * 2),
-                  static_cast<uint32_t>(prompt.most_blocks));
-  codes_kernel<<<ctas, kThreads, 0, stream>>>(d, rows, codes);
   return launch_status("end_prompt");
 }
 

@@ -22,22 +22,23 @@ struct CodedDeviceState {
   const DeviceCodebook* books = nullptr;  // [num_layers][2]; null: there are none yet
 };
 
-// The end of prompts, in this order: begin; where there are no codebooks yet the codes of each
-// layer, from which the host makes them; plan; reserve (entry_counts); write; keep (row_counts);
+// The end of prompts, in this order: begin; where there are no codebooks yet the histograms that
+// they are made from; plan; reserve (entry_counts); write; keep (row_counts);
 // finish.
 struct PromptEnd {
   int32_t count = 0;
   int32_t most_blocks = 0;  // that a row of the batch codes
   MeanSource means = MeanSource::kPrompt;
 };
-struct PromptCodes {
-  int16_t* codes[2] = {nullptr, nullptr};  // keys, values, as the rows say
-  int32_t layer = 0;
-};
 Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
-// rows: device, [count * num_kv_heads].
-Status code_prompt_layer(const CodedDeviceState& d, const PromptEnd& prompt,
-                         const HistogramRow* rows, const PromptCodes& codes, GpuStream stream);
+// All layers' histograms of the codes that the prompts will have: of keys, then of values.
+struct PromptHistograms {
+  uint32_t* pairs = nullptr;  // device, [2][num_layers][kHistogramCounts]; added to
+  uint32_t* wide = nullptr;   // likewise
+  int32_t entries = 0;        // of the batch
+  int32_t most_blocks = 0;    // as in PromptEnd
+};
+Status count_prompt_codes(const CodedDeviceState& d, const PromptHistograms& to, GpuStream stream);
 Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
 Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
 Status finish_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);

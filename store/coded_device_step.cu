@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kEncodeThreads)
     int32_t held = 0, units = 0;
     if (step.coded) {
       held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
-      RawTileSource source = raw_tile_source(d, oldest_block(d, step.r, step.component), encoder);
+      RawTileSource source =
+          raw_tile_source(d, oldest_block(d, step.r, step.component), encoder.means());
       // Values were checked when they came in.
       const LanePlan plan =
           plan_block(encoder.of(d, step.component), encoder.book(step.component), source);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kEncodeThreads)
   if (step.coded) {
     held = d.s.allocator.tokens[row].of[kCodedSide] -
            d.common.row_counts[step.batch_row].of[kCodedSide];
-    source = raw_tile_source(d, oldest_block(d, step.r, c), encoder);
+    source = raw_tile_source(d, oldest_block(d, step.r, c), encoder.means());
     plan = plan_block(lanes, encoder.book(c), source);
   }
   const RowPlaces at = row_places(d, held, plan.form.header.units);

@@ -1,0 +1,27 @@
+// What the kernels of a prompt's end share.
+#pragma once
+
+#include "store/coded_device_encode.cuh"
+
+namespace tierkv {
+
+__device__ inline Component component_of(int64_t i) {
+  return i % 2 == 0 ? Component::kKey : Component::kValue;
+}
+
+// That the prompt of a sequence codes, of each row.
+__device__ inline int32_t coded_blocks(const CodedDeviceState& d, const SequenceInfo& info) {
+  return coded_tokens_after_prompt(info.num_tokens, d.s.window_tokens) / kBlockTokens;
+}
+
+__device__ inline RawBlock prompt_block(const CodedDeviceState& d, const CodedRowOf& r, Component c,
+                                        int32_t block) {
+  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.within, c};
+}
+
+__device__ inline void report_code(const CodedDeviceState& d, const CodedRowOf& r) {
+  report_failure(d.common, {StatusCode::kOutOfRange, DeviceCall::kEndPrompt,
+                            r.within / d.s.num_kv_heads, r.sequence});
+}
+
+}  // namespace tierkv
