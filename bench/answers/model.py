@@ -1,0 +1,180 @@
+"""A Llama-architecture model in NumPy: its tokenizer, a prefill that gives the cache, a continuation over any cache.
+
+Read from a folder in Hugging Face layout: config.json, tokenizer.json (byte-level BPE, digits one by one), *.safetensors in bfloat16,
+float16 or float32. Everything is computed in float32; keys and values are rounded to float16 where they enter the cache, as a
+server's cache would hold them."""
+import functools
+import json
+import pathlib
+import re
+
+import numpy as np
+
+WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+QUERY_BLOCK = 256
+
+
+def byte_symbols():
+    """The printable character that byte-level BPE writes for each byte."""
+    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    symbols = {b: chr(b) for b in plain}
+    others = (b for b in range(256) if b not in symbols)
+    return symbols | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    def __init__(self, path):
+        spec = json.loads(pathlib.Path(path).read_text())
+        self.vocabulary = spec["model"]["vocab"]
+        pairs = (m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"])
+        self.rank = {tuple(pair): i for i, pair in enumerate(pairs)}
+        self.symbol = byte_symbols()
+        self.byte = {c: b for b, c in self.symbol.items()}
+        self.special = {t["id"] for t in spec["added_tokens"]}
+        self.text_of = {i: t for t, i in self.vocabulary.items()}
+        self.word_ids = functools.lru_cache(1 << 16)(self.merged)
+
+    def merged(self, word):
+        """Ids of a word: the pair that was learned first is joined first."""
+        parts = [self.symbol[b] for b in word.encode()]
+        while len(parts) > 1:
+            best = min(zip(parts, parts[1:]), key=lambda pair: self.rank.get(pair, len(self.rank)))
+            if best not in self.rank:
+                break
+            joined, i = [], 0
+            while i < len(parts):
+                width = 2 if tuple(parts[i:i + 2]) == best else 1
+                joined.append("".join(parts[i:i + width]))
+                i += width
+            parts = joined
+        return [self.vocabulary[p] for p in parts]
+
+    def encode(self, text):
+        pieces = (piece for piece in re.split(r"(\d)", text) if piece)
+        return [i for piece in pieces for word in WORDS.findall(piece) for i in self.word_ids(word)]
+
+    def decode(self, ids):
+        symbols = "".join(self.text_of[i] for i in ids if i not in self.special)
+        return bytes(self.byte[c] for c in symbols).decode(errors="replace")
+
+
+def read_safetensors(path):
+    """{name: float32 array}"""
+    raw = np.fromfile(path, np.uint8)
+    start = 8 + int(raw[:8].view("<u8")[0])
+    header = json.loads(raw[8:start].tobytes())
+    header.pop("__metadata__", None)
+    out = {}
+    for name, t in header.items():
+        data = raw[start + t["data_offsets"][0]:start + t["data_offsets"][1]].tobytes()
+        if t["dtype"] == "BF16":
+            values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[t["dtype"]]).astype(np.float32)
+        out[name] = values.reshape(t["shape"])
+    return out
+
+
+def as_cached(x):
+    return x.astype(np.float16).astype(np.float32)
+
+
+def softmax_in_place(x):
+    x -= x.max(-1, keepdims=True)
+    np.exp(x, out=x)
+    x /= x.sum(-1, keepdims=True)
+    return x
+
+
+class LayerCache:
+    """What a prompt leaves in a layer. k, v: [kv_heads, tokens, head_dim]; q: [q_heads, tokens, head_dim]; significance:
+    [kv_heads, tokens], as in docs/POLICY.md. q and significance of a prefill only."""
+
+    def __init__(self, k, v, q=None, significance=None):
+        self.k, self.v, self.q, self.significance = k, v, q, significance
+
+
+class Model:
+    def __init__(self, folder):
+        folder = pathlib.Path(folder)
+        config = json.loads((folder / "config.json").read_text())
+        self.layers, self.head_dim = config["num_hidden_layers"], config["head_dim"]
+        self.q_heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.eps, self.theta = config["rms_norm_eps"], config["rope_theta"]
+        self.bos, self.sm_scale = config["bos_token_id"], self.head_dim**-0.5
+        weights = {}
+        for shard in sorted(folder.glob("*.safetensors")):
+            weights.update(read_safetensors(shard))
+        self.embedding, self.last_norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+        self.head = self.embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
+        names = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                 "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        self.weights = [{n.split(".")[-1]: weights[f"model.layers.{i}.{n}.weight"] for n in names} for i in range(self.layers)]
+        self.tokenizer = Tokenizer(folder / "tokenizer.json")
+
+    def norm(self, x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * weight
+
+    def rotated(self, x, first):
+        """RoPE on [heads, tokens, head_dim]; `first`: the position of the first token."""
+        half = self.head_dim // 2
+        angle = np.arange(first, first + x.shape[1])[:, None] * self.theta**(-np.arange(half) / half)
+        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        a, b = x[..., :half], x[..., half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def projected(self, layer, x, first):
+        """q, k, v of hidden states [tokens, hidden]; k and v as the cache holds them."""
+        w = self.weights[layer]
+        h = self.norm(x, w["input_layernorm"])
+        q, k, v = ((h @ w[f"{c}_proj"].T).reshape(len(x), -1, self.head_dim).transpose(1, 0, 2) for c in "qkv")
+        return self.rotated(q, first), as_cached(self.rotated(k, first)), as_cached(v)
+
+    def attention(self, q, k, v, received=None):
+        """Causal: q [q_heads, n, head_dim] are the last n of the tokens of k and v. received [kv_heads, tokens] gathers, over the
+        queries, the largest probability of a group's heads; a query's own token left out."""
+        heads, n, d = q.shape
+        group, before = heads // self.kv_heads, k.shape[1] - n
+        out = np.empty((n, heads, d), np.float32)
+        for begin in range(0, n, QUERY_BLOCK):
+            end = min(n, begin + QUERY_BLOCK)
+            seen = before + end
+            later = np.arange(seen) > np.arange(before + begin, seen)[:, None]
+            for h in range(self.kv_heads):
+                block = q[h * group:(h + 1) * group, begin:end].reshape(-1, d) * np.float32(self.sm_scale)
+                p = (block @ k[h, :seen].T).reshape(group, end - begin, seen)
+                p[:, later] = -np.inf
+                softmax_in_place(p)
+                out[begin:end, h * group:(h + 1) * group] = (p @ v[h, :seen]).transpose(1, 0, 2)
+                if received is not None:
+                    most = p.max(0)
+                    most[np.arange(end - begin), np.arange(before + begin, seen)] = 0
+                    received[h, :seen] += most.sum(0)
+        return out.reshape(n, heads * d)
+
+    def after_attention(self, layer, x, out):
+        w = self.weights[layer]
+        x = x + out @ w["o_proj"].T
+        h = self.norm(x, w["post_attention_layernorm"])
+        gate = h @ w["gate_proj"].T
+        return x + (gate / (1 + np.exp(-gate)) * (h @ w["up_proj"].T)) @ w["down_proj"].T
+
+    def prefill(self, ids):
+        """The cache of a prompt: a LayerCache per layer."""
+        x, cache, n = self.embedding[ids], [], len(ids)
+        later_queries = np.maximum(np.arange(n - 1, -1, -1), 1)
+        for layer in range(self.layers):
+            q, k, v = self.projected(layer, x, 0)
+            received = np.zeros((self.kv_heads, n), np.float64)
+            x = self.after_attention(layer, x, self.attention(q, k, v, received))
+            cache.append(LayerCache(k, v, q, (received / later_queries).astype(np.float32)))
+        return cache
+
+    def continued(self, ids, cache):
+        """Logits [tokens, vocabulary] after each of ids, which follow the tokens of the cache; new keys and values stay raw."""
+        x = self.embedding[ids]
+        for layer, old in enumerate(cache):
+            q, k, v = self.projected(layer, x, old.k.shape[1])
+            out = self.attention(q, np.concatenate([old.k, k], 1), np.concatenate([old.v, v], 1))
+            x = self.after_attention(layer, x, out)
+        return self.norm(x, self.last_norm) @ self.head.T
