@@ -1,0 +1,196 @@
+#!/usr/bin/python3
+"""Answers and KL of a model that reads its prompts from compressed caches, as JSON.
+
+Prompts are prefilled exactly, compressed by the library before the question is seen, decoded, and continued teacher-forced: an answer is
+right when all of its tokens have the highest probability; KL is against the same model over its exact cache, the mean of all
+positions of the continuation. Means, steps and bases come from `tierkv calibrate` on dumps that hold none of the prompts.
+
+run.py --model FOLDER --tierkv BUILD --calibrate DUMP... --text FILE... [-o bench/results/answers.json]
+
+BUILD: a build folder, with the command and the Python package. --text: plain texts to hide needles in and to go on with."""
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import h5py
+import numpy as np
+
+from model import Model
+from tasks import make_items
+
+FIXED = ["fp16", "k8v4:window=64", "k4v4:window=64", "kivi4:group=64,residual=64", "kivi4:group=128,residual=64", "kivi2:group=32,residual=64",
+         "diffkv:alpha_h=1,window_format=raw", "diffkv:alpha_h=3,window_format=raw"]
+KVCOMP = {
+    "KVComp, blocks": ("block", [(0.02, 0.06), (0.03, 0.1), (0.05, 0.15)]),
+    "KVComp, channels": ("channel", [(0.04, 0.06), (0.08, 0.1), (0.15, 0.15)]),
+}
+EVEN_STEPS = [(0.1, 0.06), (0.14, 0.08), (0.2, 0.12), (0.3, 0.25), (0.4, 0.3)]
+BALANCED_STEPS = [(0.14, 0.1), (0.2, 0.14), (0.28, 0.2), (0.36, 0.26), (0.5, 0.35)]
+BALANCE = 0.025
+LARGEST_DUMP_ERROR = 2e-3  # of keys and values against a dump: float16 queries and weights in bfloat16 leave about 5e-4
+
+
+def step_presets(basis, steps):
+    return [f"step:window=64,basis={basis},k={k},v={v}" for k, v in steps]
+
+
+def schemes(quick):
+    from codec import Scheme
+    out = [Scheme("fixed", p) for p in FIXED]
+    if quick:
+        return out[:3] + [Scheme("global step, mean basis", p) for p in step_presets("mean", EVEN_STEPS[2:3])]
+    for family, (unit, errors) in KVCOMP.items():
+        out += [Scheme(family, f"kvcomp:unit={unit},window=64,rel_k={k},rel_v={v}") for k, v in errors]
+    for basis, steps in (("mean", EVEN_STEPS), ("hadamard", EVEN_STEPS[1:4]), ("matrix", EVEN_STEPS[1:4])):
+        out += [Scheme(f"global step, {basis} basis", p) for p in step_presets(basis, steps)]
+    for basis, steps in (("mean", BALANCED_STEPS), ("hadamard", BALANCED_STEPS[1:4]), ("matrix", BALANCED_STEPS[1:4])):
+        out += [Scheme(f"balanced step, {basis} basis", p, "balanced") for p in step_presets(basis, steps)]
+    out += [Scheme("balanced step, own means", p, "balanced", True) for p in step_presets("mean", BALANCED_STEPS[1:4])]
+    return out
+
+
+def log_probabilities(logits):
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def right_answers(item, log_p):
+    """How many; log_p[i] predicts continuation[i + 1]."""
+    best = log_p.argmax(-1)
+    return sum(int((best[a - 1:b - 1] == item.continuation[a:b]).all()) for a, b in item.answers)
+
+
+class Worker:
+    """What a process keeps between prompts."""
+    model = profiles = chosen = None
+
+    @classmethod
+    def start(cls, folder, profiles, chosen):
+        cls.model, cls.profiles, cls.chosen = Model(folder), profiles, chosen
+
+    @classmethod
+    def measure(cls, item):
+        from codec import PromptCodec
+        cache = cls.model.prefill(item.prompt)
+        exact = log_probabilities(cls.model.continued(item.continuation[:-1], cache))
+        with tempfile.TemporaryDirectory() as folder:
+            codec = PromptCodec(folder, cls.model, item.prompt, cache, cls.profiles)
+            sizes, rows = codec.measured(cls.chosen), []
+            for s in cls.chosen:
+                log_p = log_probabilities(cls.model.continued(item.continuation[:-1], codec.decoded(s)))
+                kl = (np.exp(exact) * (exact - log_p)).sum(-1).mean()
+                rows.append({"memory": sizes[s][0], "error": sizes[s][1], "kl": kl, "right": right_answers(item, log_p)})
+        following = exact[np.arange(len(exact)), item.continuation[1:]]
+        return {"task": item.task, "tokens": len(item.prompt), "positions": len(exact), "answers": len(item.answers),
+                "nll": -following.mean(), "rows": rows}
+
+
+def check_model(model, dump):
+    """The largest relative error of keys and values against a dump that holds this model's."""
+    worst = 0.0
+    with h5py.File(dump) as f:
+        seq = next(iter(f["seq"].values()))
+        for i, layer in enumerate(model.prefill(seq["tokens"][:])):
+            for got, name in ((layer.k, "k"), (layer.v, "v")):
+                want = seq[f"layer/{i}/{name}"][:].astype(np.float32)
+                worst = max(worst, float(np.linalg.norm(got - want) / np.linalg.norm(want)))
+    if not worst < LARGEST_DUMP_ERROR:
+        sys.exit(f"{dump}: keys and values differ by {worst:.1e} from this model's")
+    return worst
+
+
+def calibrated(build, folder, dumps):
+    """{name: profile}"""
+    out = {"even": [], "balanced": ["--balance", str(BALANCE)]}
+    for name, options in out.items():
+        path = str(pathlib.Path(folder) / f"{name}.h5")
+        command = [str(build / "tierkv"), "calibrate", "--threads", "2", "--no-thresholds", "--basis", "matrix", *options, "-o", path]
+        subprocess.run([*command, *dumps], check=True, capture_output=True)
+        out[name] = path
+    return out
+
+
+def collected(pool, items, minutes):
+    """Records in the order of the items; those that are not done in time are left out."""
+    end = time.monotonic() + 60 * minutes
+    pending = [pool.apply_async(Worker.measure, (item,)) for item in items]
+    for done, result in enumerate(pending):
+        try:
+            yield result.get(max(0.0, end - time.monotonic()))
+        except multiprocessing.TimeoutError:
+            print(f"\nout of time: {done} of {len(items)} prompts", file=sys.stderr)
+            return
+        print(f"\r{done + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def significant(x):
+    return x if x is None or x == 0 or not math.isfinite(x) else float(f"{x:.5g}")
+
+
+def report(args, chosen, records, worst):
+    prompts = [{key: significant(r[key]) if key == "nll" else r[key] for key in ("task", "tokens", "positions", "answers", "nll")}
+               for r in records]
+    rows = []
+    for i, s in enumerate(chosen):
+        columns = {key: [significant(r["rows"][i][key]) for r in records] for key in ("memory", "error", "kl", "right")}
+        rows.append({"family": s.family, "preset": s.preset, "profile": s.profile, "own_means": s.own_means, **columns})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
+    return {"schema": "tierkv.bench.answers/1", "commit": commit.stdout.strip(), "seed": args.seed, "balance": BALANCE,
+            "calibrated_on": [pathlib.Path(d).name for d in args.calibrate], "texts": args.text, "dump_error": significant(worst),
+            "prompts": prompts, "schemes": rows}
+
+
+def written(result):
+    """JSON with a line for each prompt and each list of a scheme."""
+    head = json.dumps({k: v for k, v in result.items() if k not in ("prompts", "schemes")}, indent=1)[:-2]
+    prompts = ",\n".join("  " + json.dumps(p) for p in result["prompts"])
+    rows = ",\n".join("  {" + ",\n   ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in s.items()) + "}" for s in result["schemes"])
+    return f'{head},\n "prompts": [\n{prompts}\n ],\n "schemes": [\n{rows}\n ]\n}}\n'
+
+
+def parsed_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=pathlib.Path, required=True)
+    parser.add_argument("--tierkv", type=pathlib.Path, required=True, metavar="BUILD")
+    parser.add_argument("--calibrate", nargs="+", required=True, metavar="DUMP")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=35, help="prompts that are not done by then are left out")
+    parser.add_argument("--quick", action="store_true", help="four schemes on a few short prompts")
+    parser.add_argument("-o", "--output", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def main():
+    args = parsed_arguments()
+    sys.path.append(str(args.tierkv / "python"))
+    print(f"seed {args.seed}", file=sys.stderr)
+    model = Model(args.model)
+    worst = check_model(model, args.calibrate[0])
+    items = make_items(model, [pathlib.Path(t).read_text(errors="replace") for t in args.text], args.seed, args.quick)
+    chosen = schemes(args.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        profiles = calibrated(args.tierkv, folder, args.calibrate)
+        with multiprocessing.get_context("fork").Pool(args.processes, Worker.start, (args.model, profiles, chosen)) as pool:
+            records = []
+            for record in collected(pool, items, args.minutes):
+                records.append(record)
+                if args.output:  # after each, so that little is lost when the run is
+                    args.output.write_text(written(report(args, chosen, records, worst)))
+    if not args.output:
+        print(written(report(args, chosen, records, worst)), end="")
+
+
+if __name__ == "__main__":
+    main()
