@@ -7,6 +7,8 @@ import json
 import pathlib
 import sys
 
+from answers import summary
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "docs/BENCHMARKS.md", "docs/QUALITY.md")]
 TABLES = {}
@@ -298,6 +300,16 @@ def ratio_at_error():
             rows.append(row)
     families = result("ratio_at_error.json")["dumps"][0]["rows"][0]["families"]
     return markdown(["dump", "reference", "its error", "its memory %", *families], rows)
+
+
+@table
+def answers():
+    return markdown(*summary.answers_table(result("answers.json")))
+
+
+@table
+def answers_at_equal_kl():
+    return markdown(*summary.equal_table(result("answers.json")))
 
 
 def filled(text, document):

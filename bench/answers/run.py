@@ -46,7 +46,8 @@ def schemes(quick):
     from codec import Scheme
     out = [Scheme("fixed", p) for p in FIXED]
     if quick:
-        return out[:3] + [Scheme("global step, mean basis", p) for p in step_presets("mean", EVEN_STEPS[2:3])]
+        preset = step_presets("mean", BALANCED_STEPS[1:2])[0]
+        return out[:3] + [Scheme("balanced step, mean basis", preset, "balanced", own) for own in (False, True)]
     for family, (unit, errors) in KVCOMP.items():
         out += [Scheme(family, f"kvcomp:unit={unit},window=64,rel_k={k},rel_v={v}") for k, v in errors]
     for basis, steps in (("mean", EVEN_STEPS), ("hadamard", EVEN_STEPS[1:4]), ("matrix", EVEN_STEPS[1:4])):
@@ -144,8 +145,7 @@ def report(args, chosen, records, worst):
     for i, s in enumerate(chosen):
         columns = {key: [significant(r["rows"][i][key]) for r in records] for key in ("memory", "error", "kl", "right")}
         rows.append({"family": s.family, "preset": s.preset, "profile": s.profile, "own_means": s.own_means, **columns})
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
-    return {"schema": "tierkv.bench.answers/1", "commit": commit.stdout.strip(), "seed": args.seed, "balance": BALANCE,
+    return {"schema": "tierkv.bench.answers/1", "commit": args.commit, "seed": args.seed, "balance": BALANCE,
             "calibrated_on": [pathlib.Path(d).name for d in args.calibrate], "texts": args.text, "dump_error": significant(worst),
             "prompts": prompts, "schemes": rows}
 
@@ -167,9 +167,12 @@ def parsed_arguments():
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=35, help="prompts that are not done by then are left out")
-    parser.add_argument("--quick", action="store_true", help="four schemes on a few short prompts")
+    parser.add_argument("--quick", action="store_true", help="five schemes on a few short prompts")
     parser.add_argument("-o", "--output", type=pathlib.Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
+    args.commit = commit.stdout.strip()  # of what is run: the checkout may change during a long run
+    return args
 
 
 def main():

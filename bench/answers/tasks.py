@@ -162,7 +162,7 @@ def running_text(r, model, texts):
 # task -> (maker, prompts in a run, prompts in a quick run)
 TASKS = {
     "text": (running_text, 24, 0),
-    "needle 4K": (lambda r, m, t: needle(r, m, t, 4000), 8, 1),
+    "needle 4K": (lambda r, m, t: needle(r, m, t, 4000), 8, 0),
     "needle 16K": (lambda r, m, t: needle(r, m, t, 16000), 6, 0),
     "recall 64": (lambda r, m, t: recall(r, m, 64, 16), 8, 1),
     "recall 160": (lambda r, m, t: recall(r, m, 160, 16), 6, 0),
