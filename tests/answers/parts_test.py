@@ -34,16 +34,19 @@ class Tasks(unittest.TestCase):
         r = random.Random(SEED)
         self.texts = [" ".join(tasks.syllables(r, 3) for _ in range(6000))]
 
-    def made(self, task, seed=SEED):
-        return tasks.TASKS[task][0](random.Random(f"{seed} {task}"), FakeModel, self.texts).item(task)
+    def made(self, task):
+        return tasks.TASKS[task][0](random.Random(f"{SEED} {task}"), FakeModel, self.texts).item(task)
 
     def answers(self, item):
         return [self.decode(item.continuation[a:b]).strip() for a, b in item.answers]
 
     def test_same_seed_same_items(self):
-        for task in tasks.TASKS:
-            self.assertEqual(self.made(task), self.made(task), f"seed {SEED}")
-            self.assertNotEqual(self.made(task), self.made(task, SEED + 1), f"seed {SEED}")
+        first, again, other = (tasks.make_items(FakeModel, self.texts, seed, False) for seed in (SEED, SEED, SEED + 1))
+        self.assertEqual(first, again, f"seed {SEED}")
+        for a, b in zip(first, other):
+            self.assertNotEqual(a, b, f"seed {SEED}")
+        for task, (_, count, _) in tasks.TASKS.items():
+            self.assertEqual(sum(item.task == task for item in first), count)
 
     def test_needles_are_in_the_prompt_and_not_in_the_questions(self):
         item = self.made("needle 4K")
