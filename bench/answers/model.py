@@ -135,22 +135,24 @@ class Model:
         queries, the largest probability of a group's heads; a query's own token left out."""
         heads, n, d = q.shape
         group, before = heads // self.kv_heads, k.shape[1] - n
-        out = np.empty((n, heads, d), np.float32)
+        out = np.empty((heads, n, d), np.float32)
         for begin in range(0, n, QUERY_BLOCK):
             end = min(n, begin + QUERY_BLOCK)
-            seen = before + end
-            later = np.arange(seen) > np.arange(before + begin, seen)[:, None]
+            seen, count = before + end, end - begin
+            later = np.triu(np.full((count, count), -np.inf, np.float32), 1)  # of the block's own tokens
             for h in range(self.kv_heads):
-                block = q[h * group:(h + 1) * group, begin:end].reshape(-1, d) * np.float32(self.sm_scale)
-                p = (block @ k[h, :seen].T).reshape(group, end - begin, seen)
-                p[:, later] = -np.inf
+                mine = slice(h * group, (h + 1) * group)
+                block = q[mine, begin:end].reshape(-1, d) * np.float32(self.sm_scale)
+                p = block @ k[h, :seen].T
+                by_head = p.reshape(group, count, seen)
+                by_head[:, :, -count:] += later
                 softmax_in_place(p)
-                out[begin:end, h * group:(h + 1) * group] = (p @ v[h, :seen]).transpose(1, 0, 2)
+                out[mine, begin:end] = (p @ v[h, :seen]).reshape(group, count, d)
                 if received is not None:
-                    most = p.max(0)
-                    most[np.arange(end - begin), np.arange(before + begin, seen)] = 0
+                    most = by_head.max(0)
+                    most[np.arange(count), np.arange(before + begin, seen)] = 0
                     received[h, :seen] += most.sum(0)
-        return out.reshape(n, heads * d)
+        return out.transpose(1, 0, 2).reshape(n, heads * d)
 
     def after_attention(self, layer, x, out):
         w = self.weights[layer]
