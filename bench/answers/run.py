@@ -5,9 +5,10 @@ Prompts are prefilled exactly, compressed by the library before the question is 
 right when all of its tokens have the highest probability; KL is against the same model over its exact cache, the mean of all
 positions of the continuation. Means, steps and bases come from `tierkv calibrate` on dumps that hold none of the prompts.
 
-run.py --model FOLDER --tierkv BUILD --calibrate DUMP... --text FILE... [-o bench/results/answers.json]
+run.py --model FOLDER --tierkv BUILD --calibrate DUMP... --text FILE... [--more EARLIER.json] [-o bench/results/answers.json]
 
-BUILD: a build folder, with the command and the Python package. --text: plain texts to hide needles in and to go on with."""
+BUILD: a build folder, with the command and the Python package. --text: plain texts to hide needles in and to go on with. --more takes the
+prompts of an earlier result, of another seed, into this one."""
 import argparse
 import json
 import math
@@ -35,6 +36,7 @@ KVCOMP = {
 EVEN_STEPS = [(0.1, 0.06), (0.14, 0.08), (0.2, 0.12), (0.3, 0.25), (0.4, 0.3)]
 BALANCED_STEPS = [(0.14, 0.1), (0.2, 0.14), (0.28, 0.2), (0.36, 0.26), (0.5, 0.35)]
 BALANCE = 0.025
+COLUMNS = ("memory", "error", "kl", "right")  # of a scheme, by prompt
 LARGEST_DUMP_ERROR = 2e-3  # of keys and values against a dump: float16 queries and weights in bfloat16 leave about 5e-4
 
 
@@ -143,11 +145,24 @@ def report(args, chosen, records, worst):
                for r in records]
     rows = []
     for i, s in enumerate(chosen):
-        columns = {key: [significant(r["rows"][i][key]) for r in records] for key in ("memory", "error", "kl", "right")}
+        columns = {key: [significant(r["rows"][i][key]) for r in records] for key in COLUMNS}
         rows.append({"family": s.family, "preset": s.preset, "profile": s.profile, "own_means": s.own_means, **columns})
-    return {"schema": "tierkv.bench.answers/1", "commit": args.commit, "seed": args.seed, "balance": BALANCE,
-            "calibrated_on": [pathlib.Path(d).name for d in args.calibrate], "texts": args.text, "dump_error": significant(worst),
-            "prompts": prompts, "schemes": rows}
+    run = {"commit": args.commit, "seed": args.seed, "prompts": len(prompts), "dump_error": significant(worst)}
+    return {"schema": "tierkv.bench.answers/1", "runs": [run], "balance": BALANCE,
+            "calibrated_on": [pathlib.Path(d).name for d in args.calibrate], "texts": args.text, "prompts": prompts, "schemes": rows}
+
+
+def merged(earlier, new):
+    """Both results' prompts; everything but prompts and runs must be the same."""
+    def settings(result):
+        schemes = [{k: v for k, v in s.items() if k not in COLUMNS} for s in result["schemes"]]
+        return {k: v for k, v in result.items() if k not in ("runs", "prompts")} | {"schemes": schemes}
+    if settings(earlier) != settings(new):
+        sys.exit("the earlier result has other schemes, texts or calibration")
+    if {r["seed"] for r in earlier["runs"]} & {r["seed"] for r in new["runs"]}:
+        sys.exit("the earlier result has the same seed: its prompts would count twice")
+    schemes = [a | {c: a[c] + b[c] for c in COLUMNS} for a, b in zip(earlier["schemes"], new["schemes"])]
+    return new | {"runs": earlier["runs"] + new["runs"], "prompts": earlier["prompts"] + new["prompts"], "schemes": schemes}
 
 
 def written(result):
@@ -168,6 +183,7 @@ def parsed_arguments():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=35, help="prompts that are not done by then are left out")
     parser.add_argument("--quick", action="store_true", help="five schemes on a few short prompts")
+    parser.add_argument("--more", type=pathlib.Path, metavar="EARLIER")
     parser.add_argument("-o", "--output", type=pathlib.Path)
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
@@ -183,16 +199,25 @@ def main():
     worst = check_model(model, args.calibrate[0])
     items = make_items(model, [pathlib.Path(t).read_text(errors="replace") for t in args.text], args.seed, args.quick)
     chosen = schemes(args.quick)
+    earlier = json.loads(args.more.read_text()) if args.more else None
+
+    def result(records):
+        new = report(args, chosen, records, worst)
+        return merged(earlier, new) if earlier else new
+
+    result([])  # what does not fit is told before the long run
+    records = []
     with tempfile.TemporaryDirectory() as folder:
         profiles = calibrated(args.tierkv, folder, args.calibrate)
         with multiprocessing.get_context("fork").Pool(args.processes, Worker.start, (args.model, profiles, chosen)) as pool:
-            records = []
             for record in collected(pool, items, args.minutes):
                 records.append(record)
                 if args.output:  # after each, so that little is lost when the run is
-                    args.output.write_text(written(report(args, chosen, records, worst)))
+                    args.output.write_text(written(result(records)))
+    if not records:
+        sys.exit("no prompt was done in time: nothing is written")
     if not args.output:
-        print(written(report(args, chosen, records, worst)), end="")
+        print(written(result(records)), end="")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ REFERENCES = ["kivi4:group=64,residual=64", "kivi4:group=128,residual=64", "k4v4
               "kvcomp:unit=block,window=64,rel_k=0.05,rel_v=0.15"]
 RETRIEVAL = ["needle 4K", "needle 16K", "recall 64", "recall 160"]
 # What to be equal in: (name, column, tasks)
+LEVELS = [0.005]  # of KL of text, without a reference
 MEASURES = [("KL, text", "kl", ["text"]), ("KL, retrieval", "kl", RETRIEVAL), ("attention error, text", "error", ["text"])]
 
 
@@ -81,10 +82,14 @@ def memory_at(points, level):
     return None
 
 
+def curve(result, family, column, at):
+    """[(memory, level)] of a family's schemes, means over the prompts `at`."""
+    return [tuple(mean([s[c][i] for i in at]) for c in ("memory", column)) for s in result["schemes"] if s["family"] == family]
+
+
 def at_equal_level(result, reference, family, column, at):
     """(memory of the family where its mean level over the prompts `at` is the reference's, what a byte holds more), or None."""
-    curve = [(mean([s["memory"][i] for i in at]), mean([s[column][i] for i in at])) for s in result["schemes"] if s["family"] == family]
-    memory = memory_at(curve, mean([reference[column][i] for i in at]))
+    memory = memory_at(curve(result, family, column, at), mean([reference[column][i] for i in at]))
     return None if memory is None else (memory, mean([reference["memory"][i] for i in at]) / memory - 1)
 
 
@@ -114,6 +119,9 @@ def equal_table(result):
                 gain = gain_with_error(result, reference, family, column, at) if family != reference["family"] else None
                 row.append("-" if gain is None else f"{100 * gain[0]:.1f} ({100 * gain[1]:+.0f} ± {100 * gain[2]:.0f} %)")
             rows.append(row)
+    for level in LEVELS:
+        memory = [memory_at(curve(result, family, "kl", places(result, ["text"])), level) for family in families]
+        rows.append(["KL, text", "-", f"{level}", "-", *("-" if m is None else f"{100 * m:.1f}" for m in memory)])
     return ["equal in", "reference", "its level", "its memory %", *families], rows
 
 

@@ -1,6 +1,7 @@
 """bench/answers without a model: the tasks ask what their prompts say, the summary finds what was put into it.
 
 parts_test.py SOURCE_DIR"""
+import json
 import math
 import random
 import re
@@ -8,6 +9,7 @@ import sys
 import unittest
 
 sys.path.insert(0, f"{sys.argv.pop(1)}/bench/answers")
+import run
 import summary
 import tasks
 
@@ -129,6 +131,27 @@ class Summary(unittest.TestCase):
         shift, error = summary.change(self.result, reference, exact)
         self.assertAlmostEqual(shift, (0 - 1 / 4 + 2 / 4) / 3)
         self.assertAlmostEqual(error, summary.standard_error([0, -1 / 4, 2 / 4]))
+
+
+class Results(unittest.TestCase):
+    def setUp(self):
+        self.first = {"schema": "s", "runs": [{"seed": 1}], "texts": ["a"], "prompts": [{"task": "text"}],
+                      "schemes": [{"preset": "p", "memory": [0.5], "error": [0.1], "kl": [0.2], "right": [0]}]}
+        self.second = dict(self.first, runs=[{"seed": 2}], schemes=[dict(self.first["schemes"][0], memory=[0.25], kl=[0.3])])
+
+    def test_written_as_it_is(self):
+        self.assertEqual(json.loads(run.written(self.first)), self.first)
+
+    def test_merged(self):
+        both = run.merged(self.first, self.second)
+        self.assertEqual([r["seed"] for r in both["runs"]], [1, 2])
+        self.assertEqual(len(both["prompts"]), 2)
+        self.assertEqual((both["schemes"][0]["memory"], both["schemes"][0]["kl"]), ([0.5, 0.25], [0.2, 0.3]))
+
+    def test_what_does_not_fit(self):
+        other_preset = dict(self.second, schemes=[dict(self.second["schemes"][0], preset="q")])
+        for other in (self.first, dict(self.second, texts=["b"]), other_preset):
+            self.assertRaises(SystemExit, run.merged, self.first, other)
 
 
 if __name__ == "__main__":
