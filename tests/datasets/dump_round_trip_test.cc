@@ -148,7 +148,8 @@ TEST_F(RoundTrip, ThreadsReadWhatOneThreadReads) {
 TEST_F(RoundTrip, AnImageReadsLikeItsFile) {
   ASSERT_TRUE(write_small(path("d.h5"), 9));
   const std::vector<char> bytes = file_bytes(path("d.h5"));
-  Result<DumpReader> image = DumpReader::open_image("image", bytes.data(), bytes.size());
+  // A name in messages, also where a file has it.
+  Result<DumpReader> image = DumpReader::open_image(path("d.h5"), bytes.data(), bytes.size());
   ASSERT_TRUE(image) << image.status().message();
   Result<DumpReader> dump = DumpReader::open(path("d.h5"));
   ASSERT_TRUE(dump);
