@@ -63,8 +63,7 @@ void visit_dropped(const PageAllocator& a, const RowDrop& drop, Visit visit) {
 void give_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, RingPart* part) {
   const RowDrop drop = drop_row(a, op, r);
   int32_t* line = a.slots + line_start(a, r.row);
-  visit_dropped(a, drop, [&](int32_t slot, bool is_recorded) {
-    if (is_recorded) a.records[line[slot]].reference_count = 0;
+  visit_dropped(a, drop, [&](int32_t slot, bool) {
     part->next() = line[slot];
     line[slot] = kNoPage;
   });
@@ -138,11 +137,12 @@ CpuManager::Part CpuManager::survey(const PageAllocator& a, const PageOp& op,
     part.pages += plan.fresh_total;
     if (!drops_pages(op.kind)) continue;
     const RowDrop drop = drop_row(a, op, r);
+    part.pages += drop.total;
+    if (a.sequences[r.sequence].shares == 0) continue;
     const int32_t* line = a.slots + line_start(a, r.row);
     visit_dropped(a, drop, [&](int32_t slot, bool is_recorded) {
       part.shared |= is_recorded && is_frozen(a, line[slot]);
     });
-    part.pages += drop.total;
   }
   return part;
 }

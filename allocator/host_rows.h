@@ -19,7 +19,7 @@ void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const
   for (int32_t s = 0; s < kMaxSides; ++s) {
     for (int32_t i = plan.pages.of[s] - plan.fresh.of[s]; i < plan.pages.of[s]; ++i) {
       const int32_t page = take();
-      if (op.kind == PageOpKind::kAppend) a.records[page] = fresh_record();
+      if (op.kind == PageOpKind::kAppend) a.records[page] = kEmptyPageRecord;
       line[a.shape.table.slot_of(s, i)] = page;
     }
   }
@@ -35,16 +35,6 @@ inline void move_pages(const PageAllocator& a, const RowDrop& drop, int32_t left
     const int32_t page = line[from];
     line[from] = kNoPage;
     line[a.shape.table.slot_of(left + 1, drop.held.of[left + 1] + i)] = page;
-    a.records[page] = fresh_record();
-  }
-}
-
-// Keep: the reserved pages that stay get their records.
-inline void settle_pages(const PageAllocator& a, const RowDrop& drop) {
-  for (int32_t s = 0; s < kMaxSides; ++s) {
-    for (int32_t i = drop.recorded[s]; i < settled_end(drop, s); ++i) {
-      a.records[page_at(a, drop.row, s, i)] = fresh_record();
-    }
   }
 }
 
@@ -57,7 +47,6 @@ inline void finish_drop(const PageAllocator& a, const PageOp& op, const BatchRow
     a.slots[line_start(a, r.row) + exchanged_slot(a, drop, s)] = copy.target;
   }
   if (op.kind == PageOpKind::kKeep) {
-    settle_pages(a, drop);
     move_pages(a, drop, 0);
     move_pages(a, drop, 2);
   }

@@ -1,5 +1,6 @@
 #include "allocator/invariants.h"
 
+#include <algorithm>
 #include <string>
 
 #include "allocator/free_ring.h"
@@ -69,9 +70,6 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row,
     if (s >= shape.num_sides && (pages.of[s] != 0 || tokens.of[s] != 0)) {
       return broken("a side that the shape lacks is empty", "row", row);
     }
-    if (s < shape.num_sides && int64_t{pages.of[s]} * shape.tokens_per_page[s] < tokens.of[s]) {
-      return broken("the pages of a side hold its tokens", "row", row);
-    }
   }
   if (sequence.state == SequenceState::kFree && (pages != SideCounts{} || tokens != SideCounts{})) {
     return broken("a free sequence holds nothing", "row", row);
@@ -88,7 +86,10 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row,
         (reserved > 0 && sequence.state != SequenceState::kReserved)) {
       return broken("a reserved sequence holds what it reserved", "row", row);
     }
-    if (Status status = check_line(a, row, s, reserved); !status) return status;
+    if ((int64_t{pages.of[s]} - reserved) * shape.tokens_per_page[s] < tokens.of[s]) {
+      return broken("the pages of a side hold its tokens", "row", row);
+    }
+    if (Status status = check_line(a, row, s, sequence); !status) return status;
   }
   int32_t filled = 0;
   for (int32_t i = 0; i < shape.row_stride(); ++i) {
@@ -98,7 +99,8 @@ Status InvariantChecker::check_row(const PageAllocator& a, int32_t row,
 }
 
 Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t side,
-                                    int32_t reserved) {
+                                    const SequenceEntry& sequence) {
+  const int32_t reserved = sequence.reserved.of[side];
   const int32_t full = a.tokens[row].of[side] / a.shape.table.tokens_per_page[side];
   for (int32_t i = 0; i < a.pages[row].of[side]; ++i) {
     const int32_t page = page_at(a, row, side, i);
@@ -110,8 +112,11 @@ Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t
       holder_[page] = Holder::kReserve;
       continue;
     }
-    if (i >= full && a.records[page].reference_count > 1) {
+    if (i >= full && is_frozen(a, page)) {
       return broken("only full pages are shared", "page", page);
+    }
+    if (sequence.shares == 0 && is_frozen(a, page)) {
+      return broken("only sequences that were forked share pages", "page", page);
     }
     tables_[page] += 1;
   }
@@ -120,7 +125,7 @@ Status InvariantChecker::check_line(const PageAllocator& a, int32_t row, int32_t
 
 Status InvariantChecker::check_records(const PageAllocator& a) const {
   for (int32_t p = 0; p < a.shape.num_pages; ++p) {
-    if (a.records[p].reference_count != tables_[p]) {
+    if (a.records[p].reference_count != std::max(tables_[p], 1)) {
       return broken("a page is in as many tables as its reference count says", "page", p);
     }
     if ((tables_[p] > 0) != (holder_[p] == Holder::kTables)) {

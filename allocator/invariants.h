@@ -18,7 +18,8 @@ class InvariantChecker {
  private:
   Status check_ring(const PageAllocator& a);
   Status check_row(const PageAllocator& a, int32_t row, const SequenceEntry& sequence);
-  Status check_line(const PageAllocator& a, int32_t row, int32_t side, int32_t reserved);
+  Status check_line(const PageAllocator& a, int32_t row, int32_t side,
+                    const SequenceEntry& sequence);
   Status check_records(const PageAllocator& a) const;
 
   std::vector<int32_t> tables_;  // per page: how many tables hold it

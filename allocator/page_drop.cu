@@ -96,7 +96,6 @@ __device__ bool mark_run(const PageAllocator& a, int32_t* run, int32_t length, i
     }
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
-      if (references[q] == 1) a.records[pages.id[q]].reference_count = 0;
       if (references[q] <= 1) continue;
       mark_shared(a, pages.id[q], batch_row);
       run[first + kRunLanes * q + run_lane()] = shared_slot(pages.id[q]);
@@ -139,7 +138,7 @@ __device__ bool drop_shared(const PageAllocator& a, int32_t page, int32_t i) {
   DropMark& mark = a.drop_marks[page];
   if (mark.last_row != i + 1) return false;
   const int32_t left = a.records[page].reference_count - mark.count;
-  a.records[page].reference_count = left;
+  a.records[page].reference_count = max(left, 1);
   mark = {0, 0};
   return left == 0;
 }
@@ -267,36 +266,22 @@ __device__ void recount(const OpLaunch& x, GroupDrops* group) {
   __syncthreads();
 }
 
-// Reserved pages that stay on the right side get their records.
-__device__ void settle_run(const OpLaunch& x, const int32_t* run, int32_t length) {
-  for (int32_t first = 0; first < length; first += kRunStep) {
-    const RunPages pages = load_run(run, first, length);
-#pragma unroll
-    for (int32_t q = 0; q < kThreadItems; ++q) {
-      if (pages.id[q] != kNoPage) write_record(x.a, pages.id[q]);
-    }
-  }
-}
-
-// The left side of a table, whose reserved pages lie in this order: some stay, some are dropped,
-// the last ones move `shift` slots to the right.
+// The left side of a table from `first` on: reserved pages that are dropped, then pages that move
+// `shift` slots to the right.
 struct LeftRun {
-  int32_t first, drops, moves, end;  // indices of reserved pages where the three parts begin
+  int32_t first, moves, end;  // indices
   int32_t shift;
   int32_t offset;  // in the ring, of the first that is dropped; -1: stage give has been there
 };
 __device__ void keep_page(const OpLaunch& x, const LeftRun& left, int32_t* side, int32_t i,
                           int32_t page) {
-  const bool moves = i >= left.moves, drops = i >= left.drops && !moves;
   const bool is_target = i - left.shift >= left.moves;  // of a page that moves: not to be emptied
-  if ((moves || drops) && !is_target) side[i] = kNoPage;
-  if (drops && left.offset < 0) return;
-  if (drops) {
-    *ring_slot(x, x.scratch.decision->give_index, left.offset + i - left.drops) = page;
-    return;
+  if (!is_target) side[i] = kNoPage;
+  if (i >= left.moves) {
+    side[i + left.shift] = page;
+  } else if (left.offset >= 0) {
+    *ring_slot(x, x.scratch.decision->give_index, left.offset + i - left.first) = page;
   }
-  if (moves) side[i + left.shift] = page;
-  write_record(x.a, page);
 }
 
 // Last to first: no step writes where a later one reads, and within a step all read before any
@@ -315,8 +300,8 @@ __device__ void keep_left(const OpLaunch& x, const LeftRun& left, int32_t* side)
   }
 }
 
-// Keep, as the host's drop_pages(), settle_pages() and move_pages(). Recorded pages that are
-// dropped come before the reserved ones and are given back on their own.
+// Keep, as the host's drop_pages() and move_pages(). Recorded pages that are dropped come before
+// the reserved ones and are given back on their own; what stays is not visited.
 __device__ void keep_row(const OpLaunch& x, const RowDrop& drop, int32_t offset, bool counts) {
   const PageTableShape& shape = x.a.shape.table;
   int32_t* line = x.a.slots + line_start(x.a, drop.row);
@@ -328,17 +313,13 @@ __device__ void keep_row(const OpLaunch& x, const RowDrop& drop, int32_t offset,
     if (!counts) give_run(x, side + drop.first[s], recorded, offset);
     LeftRun left;
     left.moves = held - moved;
-    left.first = min(drop.recorded[s], left.moves);  // pages that lost their tokens may move too
-    left.drops = max(drop.first[s], drop.recorded[s]);
+    // Pages that lost their tokens may move too.
+    left.first = min(max(drop.first[s], drop.recorded[s]), left.moves);
     left.end = held;
     left.shift = shape.slot_of(s + 1, drop.held.of[s + 1]) - shape.slot_of(s, held - 1);
     left.offset = counts ? -1 : offset + recorded;
     keep_left(x, left, side);
     offset += drop.length[s];
-    const int32_t settled = drop.held.of[s + 1] - drop.recorded[s + 1];
-    if (settled > 0) {
-      settle_run(x, line + shape.slot_of(s + 1, drop.held.of[s + 1] - 1), settled);
-    }
   }
 }
 

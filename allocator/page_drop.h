@@ -73,11 +73,6 @@ TKV_HD int32_t exchanged_slot(const PageAllocator& a, const RowDrop& drop, int32
   return a.shape.table.slot_of(side, drop.pages.of[side] - 1);
 }
 
-// Keep: the reserved pages of `side` that stay there are `recorded` .. settled_end() - 1.
-TKV_HD int32_t settled_end(const RowDrop& drop, int32_t side) {
-  return (side & 1) == 0 ? drop.pages.of[side] : drop.held.of[side];
-}
-
 // What a drop starts from, before any stage of its operation has changed it.
 struct DropInput {
   SideCounts held;      // pages

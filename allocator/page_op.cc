@@ -62,7 +62,7 @@ Survey survey_rows(const PageAllocator& a, const PageOp& op) {
 
 int32_t take_fresh(const PageAllocator& a) {
   const int32_t page = take_page(a.ring);
-  a.records[page] = fresh_record();
+  a.records[page] = kEmptyPageRecord;
   return page;
 }
 
@@ -129,7 +129,10 @@ int32_t drop_pages(const PageAllocator& a, const PageOp& op, const BatchRow& r) 
     const DroppedPage dropped = dropped_page(a, drop, j);
     const int32_t page = line[dropped.slot];
     line[dropped.slot] = kNoPage;
-    if (dropped.is_recorded && --a.records[page].reference_count > 0) continue;
+    if (dropped.is_recorded && is_frozen(a, page)) {
+      a.records[page].reference_count -= 1;
+      continue;
+    }
     give_page(a.ring, page);
     ++returned;
   }

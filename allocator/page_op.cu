@@ -7,10 +7,10 @@ namespace tierkv {
 namespace {
 
 // Keep, release: pages that the row drops. All of them return unless one may be shared, which is
-// noted.
+// noted; a sequence that was never forked shares none.
 __device__ int32_t survey_drop(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   const RowDrop drop = drop_row(a, op, r, drop_input(a, op, r), false);
-  if (drops_recorded(drop)) a.state->shares = 1;
+  if (a.sequences[r.sequence].shares != 0 && drops_recorded(drop)) a.state->shares = 1;
   return drop.total;
 }
 

@@ -192,10 +192,10 @@ struct GroupItems {
   }
 };
 
-// A fresh record in one access; PageRecord's own alignment would make it four.
+// An empty record in one access; PageRecord's own alignment would make it four.
 __device__ inline void write_record(const PageAllocator& a, int32_t page) {
   static_assert(sizeof(PageRecord) == sizeof(int4) && kAllocatorAlignment % sizeof(int4) == 0);
-  const PageRecord record = fresh_record();
+  const PageRecord record = kEmptyPageRecord;
   *reinterpret_cast<int4*>(a.records + page) =
       make_int4(record.reference_count, __float_as_int(record.min_score), record.min_slot,
                 record.min_position);

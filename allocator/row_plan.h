@@ -117,6 +117,11 @@ TKV_HD void close_sequence(const PageAllocator& a, const PageOp& op, int32_t ent
   const int32_t sequence = op.batch.sequences[entry];
   if (sequence == kPaddingSequence) return;
   a.sequences[sequence].state = state_after(op.kind);
+  if (op.kind == PageOpKind::kRelease) a.sequences[sequence].shares = 0;
+  if (op.kind == PageOpKind::kFork) {
+    a.sequences[sequence].shares = 1;
+    a.sequences[op.sources[entry]].shares = 1;
+  }
   a.sequences[sequence].reserved =
       op.kind == PageOpKind::kReserve ? op.counts[entry] : SideCounts{};
 }
@@ -127,13 +132,6 @@ TKV_HD int64_t line_start(const PageAllocator& a, int32_t row) {
 
 TKV_HD int32_t page_at(const PageAllocator& a, int32_t row, int32_t side, int32_t index) {
   return a.slots[line_start(a, row) + a.shape.table.slot_of(side, index)];
-}
-
-// A page that was just taken: owned once, its record empty.
-TKV_HD PageRecord fresh_record() {
-  PageRecord record = kEmptyPageRecord;
-  record.reference_count = 1;
-  return record;
 }
 
 // Fills in fresh_total; kOutOfRange where left and right would meet.

@@ -68,8 +68,9 @@ struct alignas(16) SequenceEntry {
   int64_t last_named;  // by which operation, and at which place of its batch first: finds repeated
                        // sequences
   SequenceState state;
-  int32_t unused;
-  SideCounts reserved;  // kReserved: the last pages of each side, of every row, have no record yet
+  int32_t shares;  // 1: forked, from another or by one, so that its pages may be shared
+  SideCounts
+      reserved;  // kReserved: the last pages of each side, of every row, are for later tokens
 };
 
 // Between the stages of an operation on the device: who drops a page that several tables hold.
@@ -95,7 +96,7 @@ struct PageAllocator {
   SideCounts* tokens = nullptr;    // [num_rows]
   SideCounts* pages = nullptr;     // [num_rows]
   PageRecord* records = nullptr;   // [num_pages]; the allocator owns reference_count, and empties a
-                                   // page's record when it is taken (reserved ones: kept)
+                                   // page's record when it is taken, but for reserved ones
   DropMark* drop_marks = nullptr;  // [num_pages], between operations 0
   SequenceEntry* sequences = nullptr;  // [num_sequences]
   OpState* state = nullptr;
@@ -173,8 +174,8 @@ struct TKV_API PageOp {
   static PageOp open(SequenceBatch batch, OpReport* report);
 
   // Prompt phase, first half: `pages` [count] more pages for each side of every row of the
-  // sequence, enough for the worst case (worst_case_pages() on the left side of each table). They
-  // get their records only when they are kept: until then no other table can hold them.
+  // sequence, enough for the worst case (worst_case_pages() on the left side of each table). Their
+  // records are left as they are: whoever keeps tokens there writes their minima.
   static PageOp reserve(SequenceBatch batch, const SideCounts* pages, OpReport* report);
   // Prompt phase, second half: `tokens` [batch rows] are what each side now holds. Of the left
   // pages the first stay, as many of the last as the right side needs move over, the surplus

@@ -31,14 +31,14 @@ inline constexpr float kNoScore = -std::numeric_limits<float>::infinity();  // o
 // search visit one record per page instead of every score, and lets pages be shared and freed
 // without writing to them.
 struct PageRecord {
-  int32_t reference_count;  // tables that hold the page; 0: in the free ring; above 1: frozen
+  int32_t reference_count;  // tables that hold the page; 1 where none does; above 1: frozen
   float min_score;   // least score of a token that may be a victim; +infinity where there is none
   int32_t min_slot;  // its slot; kNoSlot where there is none
   int32_t min_position;  // its position: equal scores are ordered by it, lowest first
 };
 static_assert(sizeof(PageRecord) == 16, "one 16-byte access per record");
 
-inline constexpr PageRecord kEmptyPageRecord = {0, std::numeric_limits<float>::infinity(), kNoSlot,
+inline constexpr PageRecord kEmptyPageRecord = {1, std::numeric_limits<float>::infinity(), kNoSlot,
                                                 kNoPosition};
 
 // The pool as kernels and host code see it. All of it lies in one memory (host or device) and is
