@@ -1,8 +1,11 @@
 """tierkv.Store on a GPU with PyTorch's tensors: the states of the host store, byte for byte, also through a captured step.
 
   store_torch_test.py PACKAGE     (a build/python of a build with CUDA; exits 77 without PyTorch or a GPU)"""
+import dataclasses
+import os
 import random
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, sys.argv[1])
@@ -18,6 +21,8 @@ if not torch.cuda.is_available():
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, PROMPT, STEPS = 2, 8, 2, 128, 150, 12
 TOLERANCE = 2e-3  # docs/ATTENTION.md, "Error"
+HERE = os.path.dirname(os.path.abspath(__file__))
+SAMPLES = [p for p in (os.path.join(HERE, folder, "sample_1k.h5") for folder in (".", "../../datasets")) if os.path.exists(p)]
 
 
 def config(**changes):
@@ -203,6 +208,32 @@ class StoreOnDevice(unittest.TestCase):
         ours, theirs = device.attend(device_ids, 1, q.cuda()), host.attend(host_ids, 1, q)
         self.assertLess(relative_error(ours.out, theirs.out), TOLERANCE, f"seed {self.seed}")
         self.assertLess(relative_error(ours.lse, theirs.lse), 1e-3)
+
+    @unittest.skipUnless(SAMPLES, "needs sample_1k.h5")
+    def test_bases_of_a_profile_file(self):
+        """A dump, its profile on disk, a store in the profile's basis: what one who calibrates a model does."""
+        def basis(component, kind):
+            whole = component.basis(kind)
+            return dataclasses.replace(whole, **{field: getattr(whole, field)[:LAYERS] for field in ("means", "forward", "inverse")
+                                                 if getattr(whole, field) is not None})
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "profile.h5")
+            tierkv.calibrate(SAMPLES[0], path, matrix_basis=True, thresholds=False)
+            profile = tierkv.read_profile(path)
+        self.assertEqual((profile.num_kv_heads, profile.head_dim), (KV_HEADS, HEAD_DIM))
+        raw = tierkv.TierFormat(16, 16)
+        q = torch.randn(2, Q_HEADS, HEAD_DIM).half()
+        for kind, formats in (("mean", {}), ("hadamard", {}), ("matrix", dict(window_format=raw, high_format=raw, low_format=raw))):
+            with self.subTest(kind):
+                host, device, host_ids, device_ids = self.stores(
+                    key_basis=basis(profile.key, kind), value_basis=basis(profile.value, kind), **formats)
+                if kind != "matrix":  # products of tensor cores are within a bound of the host's, the other maps are the host's bits
+                    self.assert_same(host, device, host_ids, device_ids)
+                for layer in range(LAYERS):
+                    ours, theirs = device.attend(device_ids, layer, q.cuda()), host.attend(host_ids, layer, q)
+                    self.assertLess(relative_error(ours.out, theirs.out), TOLERANCE, f"seed {self.seed}")
+                    self.assertLess(relative_error(ours.lse, theirs.lse), 1e-3)
 
     def test_results_are_made_beside_q(self):
         _, device, _, ids = self.stores()
