@@ -5,8 +5,8 @@
 #include "codec/coded_batch.h"
 #include "codec/coded_open.cuh"
 #include "codec/coded_stream.cuh"
+#include "codec/coded_tree.cuh"
 #include "codec/cuda_device.cuh"
-#include "codec/huffman.h"
 #include "codec/quantize.h"
 #include "codec/warp.cuh"
 
@@ -14,7 +14,7 @@ namespace tierkv {
 namespace {
 
 constexpr int32_t kMaxWarps = 16;
-using Stream = LaneStream<true>;
+using Stream = TreeWalk::Stream;
 // A stream that begins inside the payload can be read this far behind its end.
 constexpr int32_t kSlackBytes = kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 constexpr int32_t kTileBytes = kTileTokens * kSliceDims * 2;
@@ -35,11 +35,6 @@ struct SliceJob {
   int32_t first_dim, dims;
 };
 
-// Two codes less the base.
-struct DigitPair {
-  int32_t first, second;
-};
-
 __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
   if (mode == BlockMode::kPair) {
     return {static_cast<int32_t>(e >> 6 & 31u), static_cast<int32_t>(e >> 22 & 31u)};
@@ -49,32 +44,6 @@ __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
   }
   return {static_cast<int32_t>(e >> 6 & 3u), static_cast<int32_t>(e >> 22 & 3u)};  // kQuad
 }
-
-// The array tree of KVComp section 3.3.1 in shared memory.
-struct TreeWalk {
-  uint32_t tree;         // shared address
-  uint32_t last;         // entry
-  int32_t most, levels;  // bits of a code word, of a digit
-
-  __device__ __forceinline__ int32_t symbol(Stream& stream) const {
-    uint32_t bits = __funnelshift_r(stream.low, stream.high, stream.position);
-    bits >>= SharedTable<0>::kBias;
-    uint32_t entry = 0, length = 0;
-    do {
-      // A leaf is kLeaf + symbol; node 0 is the root.
-      entry = load_shared_u16(tree + 2 * min(2 * entry + (bits & 1u), last));
-      bits >>= 1;
-      ++length;
-    } while (entry < kLeaf && length < static_cast<uint32_t>(most));
-    stream.advance(stream.position + length);
-    return static_cast<int32_t>(entry % kLeaf);
-  }
-  __device__ __forceinline__ DigitPair pair(BlockMode mode, Stream& stream) const {
-    const int32_t first = symbol(stream);
-    if (mode == BlockMode::kSingle) return {first, symbol(stream)};
-    return {first % levels, first / levels};
-  }
-};
 
 // The four pairs of a lane in one dim block, from its streams.
 __device__ __forceinline__ void next_pairs(const DeviceCodebook& c, const SharedTable<0>& table,
