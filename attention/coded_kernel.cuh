@@ -9,7 +9,8 @@
 namespace tierkv {
 
 // By the whole warp: the last row whose first item is at most `item`.
-__device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t item) {
+template <class Call>
+__device__ __forceinline__ int32_t find_row(const Call& call, int32_t item) {
   int32_t low = 0, count = call.num_rows;
   while (count > 1) {
     const int32_t stride = (count + 31) / 32, i = static_cast<int32_t>(threadIdx.x % 32) * stride;
@@ -37,8 +38,9 @@ __device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& param
 }
 
 // The items of a warp, row by row.
+template <class Call>
 struct WarpItems {
-  const CodedAttention& call;
+  const Call& call;
   int32_t row, first, end;  // the items of a row in turn
   int32_t last;
 
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
       fits};
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   const TableFill key_fill(key_book), value_fill(value_book);
-  WarpItems items{call};
+  WarpItems<CodedAttention> items{call};
   const bool any = items.begin(global_warp, item_shares(params));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);

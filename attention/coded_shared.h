@@ -1,4 +1,4 @@
-// Shared memory of the coded attention kernel: barriers, two tables, slots for blocks.
+// Shared memory of the kernels of coded attention: barriers, one or two tables, slots for blocks.
 //
 // A table lies at a multiple of its size, which shared memory reaches only once it has skipped as
 // much: slots fill the room before the tables first.
@@ -29,13 +29,13 @@ struct CodedSharedLayout {
 // start: address of the dynamic shared memory; region: bytes of a table with its copies, a power of
 // two.
 TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, uint32_t slot_bytes,
-                                             uint32_t slots) {
+                                             uint32_t slots, uint32_t tables = 2) {
   CodedSharedLayout at;
   at.before = (start + kCodedBarrierBytes + 127) / 128 * 128;
   at.tables = (at.before + region - 1) / region * region;
   at.slots_before = (at.tables - at.before) / slot_bytes;
   if (at.slots_before > slots) at.slots_before = slots;
-  at.after = (at.tables + 2 * region + 127) / 128 * 128;
+  at.after = (at.tables + tables * region + 127) / 128 * 128;
   at.end = at.after + (slots - at.slots_before) * slot_bytes + kCodedSlackBytes;
   return at;
 }
