@@ -1,0 +1,11 @@
+#include "attention/coded_outputs.cuh"
+
+#include "attention/coded_matvec_kernel.cuh"
+
+namespace tierkv {
+
+MatvecKernel find_output_kernel(const CodedMatvec& call, int32_t copies_log) {
+  return find_matvec_kernel<OutputWarp>(call, copies_log);
+}
+
+}  // namespace tierkv
