@@ -1,10 +1,10 @@
 #!/usr/bin/python3
-"""Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them.
+"""Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them; or the caches, for bench_matvec.
 
-coded_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.3] [--value-step 0.25] [--kvcomp]
+coded_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.3] [--value-step 0.25] [--kvcomp | --halves]
 
 OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer i16 codes [kv heads, tokens, head_dim] of the keys
-and of the values. Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
+and of the values (with --halves the fp16 values themselves). Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
 import argparse
 
 import h5py
@@ -48,6 +48,10 @@ def kvcomp_codes(layer, args):
     return np.concatenate(blocks, axis=1), relative_codes(v, 0.15, 2)
 
 
+def halves(layer, _):
+    return [np.asarray(layer[name][()], np.float16) for name in ("k", "v")]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dump")
@@ -56,13 +60,15 @@ def main():
     parser.add_argument("--key-step", type=float, default=0.3)
     parser.add_argument("--value-step", type=float, default=0.25)
     parser.add_argument("--kvcomp", action="store_true", help="relative steps 0.05 and 0.15 instead, as KVComp")
+    parser.add_argument("--halves", action="store_true", help="the values instead of codes")
     args = parser.parse_args()
+    make = halves if args.halves else kvcomp_codes if args.kvcomp else layer_codes
     with h5py.File(args.dump) as f, open(args.out, "wb") as out:
         seq = next(iter(f["seq"].values()))
         layers = [seq["layer"][name] for name in args.layers.split(",")]
         out.write(np.array([len(layers), *layers[0]["k"].shape], "<i4").tobytes())
         for layer in layers:
-            for codes in (kvcomp_codes if args.kvcomp else layer_codes)(layer, args):
+            for codes in make(layer, args):
                 out.write(codes.tobytes())
 
 
