@@ -64,6 +64,15 @@ run_sanitize() {
   done | xargs -0 -n 2 -P 4 bash -c 'sanitize_test "$@"' sanitize_test || failed=1
 }
 
+# Where cuBLAS lies: CUDA's, or what comes with PyTorch.
+cublas_folder() {
+  local site d
+  site=$(python3 -c 'import site; print(site.getsitepackages()[0])' 2>/dev/null)
+  for d in /usr/local/cuda/lib64 "$site"/nvidia/cu*/lib "$site"/nvidia/cublas/lib; do
+    if compgen -G "$d/libcublas.so.*" >/dev/null; then echo "$d" && return; fi
+  done
+}
+
 run_bench() {
   local b name
   nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu --format=csv >"$OUT/gpu.csv" 2>&1
@@ -72,6 +81,12 @@ run_bench() {
     wanted "$name" "$@" || continue
     case $name in
       coded) if [ -e codes.bin ]; then part "$b" "./$b" --codes codes.bin --out "$OUT/$name.json" --commit "$COMMIT"; fi ;;
+      matvec)
+        if [ -e halves.bin ]; then
+          part "$b" env LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$(cublas_folder)" "./$b" --halves halves.bin --out "$OUT/$name.json" \
+            --commit "$COMMIT"
+        fi
+        ;;
       *) part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT" ;;
     esac
   done
