@@ -289,6 +289,71 @@ def coded():
             markdown(["what", "layer", "shape", "bits a code", "floor us", "us: median [p10, p90]", "rate"], rows))
 
 
+def matvec_rows(cell):
+    """A row for every matrix and shape, a column for every relative step."""
+    r = result("matvec.json")
+    steps = sorted({m["relative"] for m in r["results"]})
+    of = {}
+    for m in r["results"]:
+        of.setdefault((m["component"], m["setting"], m["tokens"]), {})[m["relative"]] = m
+    rows = [[*key, *(cell(m[s]) for s in steps)] for key, m in of.items()]
+    return markdown(["matrix", "sequences x heads", "tokens"] + [f"{s:.2f}" for s in steps], rows)
+
+
+def fp16_rate(m, us):
+    return 1e3 * m["fp16_mb"] / us["median"]
+
+
+@table
+def matvec_bits():
+    r = result("matvec.json")
+    rows = {}
+    for m in r["results"]:
+        rows[m["component"], m["relative"]] = [
+            m["component"], f"{m['relative']:.2f}", f"{m['relative_error']:.4f}", number(m["tree"]["bits"], 2), number(m["table"]["bits"], 2),
+            m["table"]["rung"], number(m["unit_bits"], 2), number(16 / (m["table"]["bits"] + m["unit_bits"]), 2)]
+    worst = max(m[form]["difference"] for m in r["results"] for form in ("tree", "table"))
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, head_dim {r['head_dim']}, {r['replays']} replays. One kernel and several differ by at most "
+            f"{worst:.1e} of the result.\n\n" +
+            markdown(["matrix", "relative step", "its error", "bits a code, tree", "table", "the table", "steps and lows, bits", "ratio"],
+                     rows.values()))
+
+
+@table
+def matvec_tree():
+    return matvec_rows(lambda m: f"{fp16_rate(m, m['tree']['one_us']):.0f} / {fp16_rate(m, m['tree']['several_us']):.0f}")
+
+
+@table
+def matvec_table():
+    return matvec_rows(lambda m: f"{fp16_rate(m, m['table']['one_us']):.0f} / {fp16_rate(m, m['table']['several_us']):.0f}")
+
+
+@table
+def matvec_blas():
+    rows = {}
+    for m in result("matvec.json")["results"]:
+        blas, one = m["blas_us"], m["table"]["one_us"]
+        row = rows.setdefault((m["component"], m["setting"], m["tokens"]), [m["component"], m["setting"], m["tokens"], m["blas"]])
+        if len(row) == 4:  # timed anew with every step: the first
+            row += [f"{blas['median']:.1f}", f"{fp16_rate(m, blas):.0f}"]
+        row.append(f"{one['median']:.1f} ({blas['median'] / one['median']:.2f}x)")
+    steps = sorted({m["relative"] for m in result("matvec.json")["results"]})
+    return markdown(["matrix", "sequences x heads", "tokens", "cuBLAS", "us", "GB/s"] + [f"one kernel at {s:.2f}, us" for s in steps],
+                    rows.values())
+
+
+def equivalent(m):
+    """KVComp's Figure 11: what decompression takes beyond the product, as a rate."""
+    beyond = m["table"]["one_us"]["median"] - m["blas_us"]["median"]
+    return "faster" if beyond <= 0 else f"{1e3 * m['fp16_mb'] / beyond:.0f}"
+
+
+@table
+def matvec_equivalent():
+    return matvec_rows(equivalent)
+
+
 @table
 def ratio_at_error():
     rows = []
