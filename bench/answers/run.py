@@ -123,16 +123,15 @@ def calibrated(build, folder, dumps):
 
 
 def collected(pool, items, minutes):
-    """Records in the order of the items; those that are not done in time are left out."""
-    end = time.monotonic() + 60 * minutes
-    pending = [pool.apply_async(Worker.measure, (item,)) for item in items]
-    for done, result in enumerate(pending):
+    """Records as they are done; those that are not done in time are left out."""
+    end, done = time.monotonic() + 60 * minutes, pool.imap_unordered(Worker.measure, items)
+    for count in range(len(items)):
         try:
-            yield result.get(max(0.0, end - time.monotonic()))
+            yield done.next(max(0.0, end - time.monotonic()))
         except multiprocessing.TimeoutError:
-            print(f"\nout of time: {done} of {len(items)} prompts", file=sys.stderr)
+            print(f"\nout of time: {count} of {len(items)} prompts", file=sys.stderr)
             return
-        print(f"\r{done + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
+        print(f"\r{count + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 

@@ -54,8 +54,13 @@ def change(result, scheme, exact):
     return mean(shifts), math.sqrt(variance) / len(tasks)
 
 
+def uncertain(error, digits):
+    """How a standard error is written; nothing where there is none."""
+    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+
+
 def with_error(values, scale):
-    return f"{scale * mean(values):.2f} ± {scale * standard_error(values):.2f}"
+    return f"{scale * mean(values):.2f}" + uncertain(scale * standard_error(values), 2)
 
 
 def answers_table(result):
@@ -69,7 +74,7 @@ def answers_table(result):
         row = [name(s), f"{100 * mean([s['memory'][i] for i in text]):.1f}"]
         row += [with_error([s["kl"][i] for i in at], 1000) for at in (text, retrieval)]
         row += [f"{100 * score(result, s, task):.1f}" for task in tasks]
-        rows.append([*row, "0" if s is exact else f"{100 * shift:+.1f} ± {100 * error:.1f}"])
+        rows.append([*row, "0" if s is exact else f"{100 * shift:+.1f}" + uncertain(100 * error, 1)])
     return head, rows
 
 
@@ -94,7 +99,7 @@ def at_equal_level(result, reference, family, column, at):
 
 
 def gain_with_error(result, reference, family, column, at):
-    """(memory, gain, the gain's standard error by the jackknife over prompts), or None."""
+    """(memory, gain, the gain's standard error by the jackknife over prompts: NaN where a sample falls off the curve), or None."""
     whole = at_equal_level(result, reference, family, column, at)
     if whole is None:
         return None
@@ -117,7 +122,7 @@ def equal_table(result):
             row = [measure, f"`{preset}`", f"{level:.4f}", f"{100 * memory:.1f}"]
             for family in families:
                 gain = gain_with_error(result, reference, family, column, at) if family != reference["family"] else None
-                row.append("-" if gain is None else f"{100 * gain[0]:.1f} ({100 * gain[1]:+.0f} ± {100 * gain[2]:.0f} %)")
+                row.append("-" if gain is None else f"{100 * gain[0]:.1f} ({100 * gain[1]:+.0f}{uncertain(100 * gain[2], 0)} %)")
             rows.append(row)
     for level in LEVELS:
         memory = [memory_at(curve(result, family, "kl", places(result, ["text"])), level) for family in families]
