@@ -24,7 +24,7 @@ inline constexpr int32_t kGroupRows = 32;
 inline constexpr int32_t kRowThreads = 256;  // a thread per row
 inline constexpr int32_t kGroupThreads =
     128;  // a CTA per group: 32,768 rows are resident at once on an H100
-inline constexpr int32_t kThreadItems = 4;  // pages of a group's list that a thread has in flight
+inline constexpr int32_t kThreadItems = 8;  // pages of a group's list that a thread has in flight
 
 struct OpDecision {
   StatusCode status;
