@@ -43,10 +43,19 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
   __device__ __forceinline__ void block(int32_t i, int32_t tokens, int32_t, int32_t row,
                                         int32_t first) {
     Weights p;
-    load_weights(p, tokens, row, first);
+    const bool whole = tokens == kBlockTokens;
+    if (whole) {
+      load_weights<true>(p, tokens, row, first);
+    } else {
+      load_weights<false>(p, tokens, row, first);
+    }
     if (i + 1 < this->run.count) prefetch_weights(row, first + kBlockTokens);
     const OpenBlock b = this->open(i, tokens);
-    multiply_units(p, tokens);
+    if (whole) {
+      multiply_units<true>(p, tokens);
+    } else {
+      multiply_units<false>(p, tokens);
+    }
     if (b.coded) {
       add_coded(b, p);
     } else if (this->bad == 0) {
@@ -86,7 +95,9 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
   }
 
  private:
-  // The B operand of P^T: tokens 2t, 2t + 1 (+ 8) of column g; zeros behind the row's end.
+  // The B operand of P^T: tokens 2t, 2t + 1 (+ 8) of column g; zeros behind the row's end. kWhole:
+  // the block has 64 tokens.
+  template <bool kWhole>
   __device__ __forceinline__ void load_weights(Weights& p, int32_t tokens, int32_t row,
                                                int32_t first) const {
     const CodedMatvec& call = this->params.call;
@@ -99,8 +110,9 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
       for (int h = 0; h < 2; ++h) {
         const int32_t token = 16 * o + 8 * h + 2 * t;
         p[o][h] = 0;
-        if (g < call.columns && token < tokens) {
-          p[o][h] = keep_tokens(*reinterpret_cast<const uint32_t*>(from + token), token, tokens);
+        if (g < call.columns && (kWhole || token < tokens)) {
+          p[o][h] =
+              keep_tokens<kWhole>(*reinterpret_cast<const uint32_t*>(from + token), token, tokens);
         }
       }
     }
@@ -115,12 +127,15 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
                   first);
   }
   // Two halves, of `token` and the next one.
+  template <bool kWhole>
   __device__ __forceinline__ static uint32_t keep_tokens(uint32_t word, int32_t token,
                                                          int32_t tokens) {
+    if constexpr (kWhole) return word;
     return token + 1 < tokens ? word : token < tokens ? word & 0xffffu : 0;
   }
 
   // From p to weights.
+  template <bool kWhole>
   __device__ __forceinline__ void multiply_units(Weights& p, int32_t tokens) {
     const int32_t t = static_cast<int32_t>(threadIdx.x % 4);
     float2 weight[kItemTiles][2];
@@ -131,10 +146,12 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int32_t token = 16 * o + 8 * h + 2 * t;
-        const uint32_t lows = keep_tokens(this->unit_word(token, kBlockTokens), token, tokens);
+        const uint32_t lows =
+            keep_tokens<kWhole>(this->unit_word(token, kBlockTokens), token, tokens);
         a[2 * h] = a[2 * h + 1] = lows;
         const float2 x = unpack_halves(p[o][h]);
-        const float2 step = unpack_halves(keep_tokens(this->unit_word(token), token, tokens));
+        const float2 step =
+            unpack_halves(keep_tokens<kWhole>(this->unit_word(token), token, tokens));
         weight[o][h] = {x.x * step.x, x.y * step.y};
         top = fmaxf(top, fmaxf(fabsf(weight[o][h].x), fabsf(weight[o][h].y)));
       }
