@@ -63,27 +63,38 @@ __device__ __forceinline__ uint32_t exception_queries(const ExceptionPair& pair,
   return query[pair.dim[0]] | static_cast<uint32_t>(query[pair.dim[1]]) << 16;
 }
 
-// The B operand of the values: p of this lane's column at the tokens that the exceptions change,
-// picked out of p by a product with ones in the places of those tokens. words: of this step.
-__device__ __forceinline__ uint32_t exception_weights(uint32_t words, int32_t left,
-                                                      const uint32_t (&p)[kItemTiles][2]) {
-  const auto lane = static_cast<int32_t>(fresh_lane());
-  // Row g of A is that of exception g; the columns of this lane are tokens 2t, 2t + 1 (+ 8).
-  int32_t token = 0;
-  if (lane / 4 < left)
-    token = static_cast<int32_t>(load_shared(words + lane / 4 * 4) & 0xffffu) / kSliceDims;
-  token = min(token, kBlockTokens) + 8 - 2 * (lane % 4);
-  const uint32_t tokens = integer_halves(token, token);
+// Of a B operand the rows of eight exceptions, in order, as the B operand that their deltas meet:
+// picked out by a product with ones in the places of those rows. row: of exception (lane / 4);
+// others may lie behind the operand.
+template <int kParts>
+__device__ __forceinline__ uint32_t pick_rows(int32_t row, const uint32_t (&b)[kParts][2]) {
+  // Row g of A is that of exception g; the columns of this lane are rows 2t, 2t + 1 (+ 8) of b.
+  row += 8 - 2 * static_cast<int32_t>(fresh_lane() % 4);
+  const uint32_t rows = integer_halves(row, row);
   float picked[4] = {};
 #pragma unroll
-  for (int o = 0; o < kItemTiles; ++o) {
-    const int32_t first = 16 * o + 8;
-    const uint32_t a[4] = {kOneHalves & equal_halves(tokens, integer_halves(first, first + 1)), 0,
-                           kOneHalves & equal_halves(tokens, integer_halves(first + 8, first + 9)),
+  for (int i = 0; i < kParts; ++i) {
+    const int32_t first = 16 * i + 8;
+    const uint32_t a[4] = {kOneHalves & equal_halves(rows, integer_halves(first, first + 1)), 0,
+                           kOneHalves & equal_halves(rows, integer_halves(first + 8, first + 9)),
                            0};
-    mma_m16n8k16(picked, a, p[o][0], p[o][1]);
+    mma_m16n8k16(picked, a, b[i][0], b[i][1]);
   }
   return transpose_8x8(pack_halves(picked[0], picked[1]));
+}
+
+// The word of exception (lane / 4) of those at `words`; 0 where there is none.
+__device__ __forceinline__ uint32_t exception_of_row(uint32_t words, int32_t left) {
+  const uint32_t g = fresh_lane() / 4;
+  return static_cast<int32_t>(g) < left ? load_shared(words + g * 4) & 0xffffu : 0;
+}
+
+// The B operand of the values: p of this lane's column at the tokens that the exceptions change.
+// words: of this step.
+__device__ __forceinline__ uint32_t exception_weights(uint32_t words, int32_t left,
+                                                      const uint32_t (&p)[kItemTiles][2]) {
+  const uint32_t token = exception_of_row(words, left) / kSliceDims;
+  return pick_rows(min(static_cast<int32_t>(token), kBlockTokens), p);
 }
 
 }  // namespace tierkv

@@ -125,31 +125,16 @@ struct ScoreWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
     for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) score_exceptions(b, i, scaled, s);
   }
 
-  // The channels of the exceptions are those of other lanes: their q * step is picked out by a
-  // product with ones in the places of those channels.
   __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first,
                                                    const uint32_t (&scaled)[kDimBlocks][2],
                                                    float (&s)[kItemTiles][4]) {
     ExceptionPair pair;
-    this->bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
-                                              b.tokens);
-    const auto lane = static_cast<int32_t>(fresh_lane());
-    int32_t dim = 0;
-    if (lane / 4 < b.exceptions() - first) {
-      dim = static_cast<int32_t>(load_shared(b.exception_words + 4 * (first + lane / 4)) %
-                                 kSliceDims);
-    }
-    dim += 8 - 2 * (lane % 4);
-    const uint32_t dims = integer_halves(dim, dim);
-    float picked[4] = {};
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-      const int32_t at = 16 * f + 8;
-      const uint32_t a[4] = {kOneHalves & equal_halves(dims, integer_halves(at, at + 1)), 0,
-                             kOneHalves & equal_halves(dims, integer_halves(at + 8, at + 9)), 0};
-      mma_m16n8k16(picked, a, scaled[f][0], scaled[f][1]);
-    }
-    const uint32_t weights = transpose_8x8(pack_halves(picked[0], picked[1]));
+    const uint32_t words = b.exception_words + 4 * first;
+    const int32_t left = b.exceptions() - first;
+    this->bad |= pair.template load<kHeadDim>(words, left, b.tokens);
+    // The channels are those of other lanes.
+    const uint32_t dim = exception_of_row(words, left) % kSliceDims;
+    const uint32_t weights = pick_rows(static_cast<int32_t>(dim), scaled);
     const uint32_t rows = ExceptionPair::row_halves(pair.token);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
