@@ -145,16 +145,8 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   publish_barriers();
   wait_for_previous_kernel();
 
-  const auto first_slot = static_cast<uint32_t>(warp * grid.slots_per_warp);
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
-  const bool two = grid.slots_per_warp == 2;
-  const uint32_t slot = layout.slot(first_slot, slot_bytes);
-  BlockRing ring{slot,
-                 shared_address(barriers),
-                 two ? slot ^ layout.slot(first_slot + 1, slot_bytes) : 0,
-                 two ? static_cast<uint32_t>(sizeof(uint64_t)) : 0,
-                 slot_bytes,
-                 grid.slots_per_warp};
+  BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
   CodedWarp<kDimBlocks, Code> worker{
       call,
       ring,

@@ -67,4 +67,20 @@ struct BlockRing {
   }
 };
 
+// This warp's ring: its slots and barriers follow those of the warps before. block_bytes: of a slot
+// of slot_bytes.
+__device__ __forceinline__ BlockRing warp_ring(const CodedSharedLayout& layout,
+                                               const uint64_t* barriers, uint32_t slot_bytes,
+                                               uint32_t block_bytes, int32_t slots) {
+  const auto first_slot = static_cast<uint32_t>(static_cast<int32_t>(threadIdx.x / 32) * slots);
+  const uint32_t slot = layout.slot(first_slot, slot_bytes);
+  const bool two = slots == 2;
+  return {slot,
+          shared_address(barriers),
+          two ? slot ^ layout.slot(first_slot + 1, slot_bytes) : 0,
+          two ? static_cast<uint32_t>(sizeof(uint64_t)) : 0,
+          block_bytes,
+          slots};
+}
+
 }  // namespace tierkv
