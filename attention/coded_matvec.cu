@@ -104,7 +104,7 @@ Result<CodedMatvecGrid> coded_matvec_grid(const CodedMatvec& call, int32_t most_
       const CodedSharedLayout at = coded_shared_layout(
           start, static_cast<uint32_t>(decoder_region_bytes(call, copies_log)),
           static_cast<uint32_t>(grid.slot_bytes), static_cast<uint32_t>(kCodedWarps * slots), 1);
-      const uint32_t bytes = at.end + kMatvecSlackBytes - start;
+      const uint32_t bytes = at.end - start;
       if (bytes > static_cast<uint32_t>(limits->shared_bytes)) continue;
       grid.copies_log = copies_log;
       grid.slots_per_warp = slots;

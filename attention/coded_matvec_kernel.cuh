@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   const uint32_t start = shared_address(shared);
   const auto slots = static_cast<uint32_t>(kCodedWarps * grid.slots_per_warp);
   const CodedSharedLayout layout = coded_shared_layout(start, region, slot_bytes, slots, 1);
-  const bool fits =
-      layout.end + kMatvecSlackBytes - start <= static_cast<uint32_t>(grid.shared_bytes);
+  const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   auto* barriers = reinterpret_cast<uint64_t*>(shared) + warp * grid.slots_per_warp;
   if (is_first_lane()) {

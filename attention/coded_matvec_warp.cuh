@@ -58,11 +58,6 @@ TKV_HD int32_t decoder_region_bytes(const CodedMatvec& call, int32_t copies_log)
   return call.walk_tree ? 2 * kMaxSymbols * static_cast<int32_t>(sizeof(uint16_t))
                         : table_region_bytes(call.codebook.max_length, copies_log);
 }
-// A stream that begins inside the payload of the last slot can be read so far behind its end, less
-// kCodedSlackBytes.
-inline constexpr int32_t kMatvecSlackBytes =
-    kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8;
-
 // A slot is a block and behind it, at a fixed place, its units.
 TKV_HD constexpr int32_t block_unit_bytes(Component component, int32_t head_dim) {
   return 2 * block_unit_count(component, head_dim);

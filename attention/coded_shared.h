@@ -6,13 +6,16 @@
 
 #include <cstdint>
 
+#include "codec/coded_block_format.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
 
 inline constexpr uint32_t kCodedBarrierBytes = 512;
-// Behind the last slot: what a stream that starts inside a payload may read past its end.
-inline constexpr uint32_t kCodedSlackBytes = 256;
+// Behind the last slot: what a stream that starts at the end of a payload may read, all its codes
+// of a symbol each and as long as can be.
+inline constexpr uint32_t kCodedSlackBytes =
+    kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
 
 struct CodedSharedLayout {
   uint32_t tables;        // of keys; that of values is one region on
