@@ -8,90 +8,126 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kJoinThreads = 256;
 constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
+constexpr int32_t kJoinDims = 128;
 
-// Joins the partials of one (row, column).
-__global__ void __launch_bounds__(kJoinThreads)
-    join_kernel(const __grid_constant__ CodedKernelParams params) {
-  __shared__ float shares[kMaxPartials];
-  __shared__ float halves[kJoinThreads], scratch[2][kJoinThreads / 32];
-  __shared__ int32_t corrupt;
+// The partials of a row.
+struct RowPartials {
+  const float* first;
+  int64_t stride;
+  int32_t count;
+};
+__device__ RowPartials row_partials(const CodedKernelParams& params, int32_t row) {
   const CodedAttention& call = params.call;
-  const int32_t row = blockIdx.x, column = blockIdx.y, thread = threadIdx.x;
-  if (thread == 0) corrupt = 0;
-  __syncthreads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   const int32_t begin = call.rows[row].first_item;
   const auto [items, per_warp] = item_shares(params);
   const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : items;
   const int32_t first = begin / per_warp;
-  const int32_t count = end <= begin ? 0 : min((end - 1) / per_warp - first + 1, kMaxPartials);
   const int64_t stride = coded_partial_floats(call);
-  const float* partials =
-      static_cast<const float*>(call.workspace) + (int64_t{first} + row) * stride;
-  const float* states = partials + call.columns * call.head_dim + 2 * column;
+  return {static_cast<const float*>(call.workspace) + (int64_t{first} + row) * stride, stride,
+          end <= begin ? 0 : min((end - 1) / per_warp - first + 1, kMaxPartials)};
+}
 
-  float top = -INFINITY;
-  for (int32_t i = thread; i < count; i += kJoinThreads) {
-    top = fmaxf(top, states[i * stride]);
-    if (states[i * stride + 1] < 0.0f) corrupt = 1;
+// What a column's partials amount to; by each warp, the same in all lanes.
+struct ColumnSum {
+  float top, sum;
+  bool corrupt;
+};
+// A partial whose warp found no token to score has no reference.
+__device__ __forceinline__ float partial_share(float2 state, float top) {
+  return state.y <= 0.0f ? 0.0f : exp2_fast(state.x - top);
+}
+__device__ ColumnSum column_sum(const RowPartials& partials, const float* states) {
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const auto state_of = [&](int32_t i) {
+    return *reinterpret_cast<const float2*>(states + i * partials.stride);
+  };
+  ColumnSum column{-INFINITY, 0.0f, false};
+  for (int32_t i = lane; i < partials.count; i += 32) {
+    const float2 state = state_of(i);
+    column.top = fmaxf(column.top, state.x);
+    column.corrupt |= state.y < 0.0f;
   }
-  for (int32_t i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, i));
-  if (thread % 32 == 0) scratch[0][thread / 32] = top;
-  __syncthreads();
-  for (int32_t i = 0; i < kJoinThreads / 32; ++i) top = fmaxf(top, scratch[0][i]);
-  float sum = 0.0f;
-  for (int32_t i = thread; i < count; i += kJoinThreads) {
-    // A partial whose warp found no token to score has no reference.
-    const float part = states[i * stride + 1] <= 0.0f ? 0.0f : exp2_fast(states[i * stride] - top);
-    shares[i] = part;
-    sum += part * states[i * stride + 1];
+  column.corrupt = __any_sync(kFullWarp, column.corrupt);
+  for (int32_t i = 16; i > 0; i /= 2) {
+    column.top = fmaxf(column.top, __shfl_xor_sync(kFullWarp, column.top, i));
   }
-  for (int32_t i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(kFullWarp, sum, i);
-  if (thread % 32 == 0) scratch[1][thread / 32] = sum;
-  __syncthreads();
-  sum = 0.0f;
-  for (int32_t i = 0; i < kJoinThreads / 32; ++i) sum += scratch[1][i];
+  for (int32_t i = lane; i < partials.count; i += 32) {
+    const float2 state = state_of(i);
+    column.sum += partial_share(state, column.top) * state.y;
+  }
+  for (int32_t i = 16; i > 0; i /= 2) {
+    column.sum += __shfl_xor_sync(kFullWarp, column.sum, i);
+  }
+  return column;
+}
 
-  const bool present = count > 0 && corrupt == 0;
-  const int32_t dim = thread % 128, part = thread / 128;
-  float total = 0.0f;
-  if (dim < call.head_dim && present) {
-    const float* values = partials + column * call.head_dim + dim;
-#pragma unroll 8
-    for (int32_t i = part; i < count; i += kJoinThreads / 128) {
-      total = fmaf(shares[i], values[i * stride], total);
-    }
-  }
-  halves[thread] = total;
-  __syncthreads();
+// Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
+// one.
+template <int kParts>
+__global__ void __launch_bounds__(kJoinDims* kParts)
+    join_kernel(const __grid_constant__ CodedKernelParams params) {
+  __shared__ float totals[kParts][kJoinDims], products[kJoinDims / 32];
+  const CodedAttention& call = params.call;
+  const auto row = static_cast<int32_t>(blockIdx.x), column = static_cast<int32_t>(blockIdx.y);
+  const int32_t dim = static_cast<int32_t>(threadIdx.x) % kJoinDims,
+                part = static_cast<int32_t>(threadIdx.x) / kJoinDims;
+  // The kernel before has waited for all that this one reads but its partials.
+  const RowPartials partials = row_partials(params, row);
   const int64_t to = (int64_t{row} * params.row_columns + column) * call.head_dim + dim;
-  const int64_t mean = int64_t{call.rows[row].step} * call.head_dim + dim;
+  const int32_t mean_index = call.rows[row].mean;
+  const bool writes = part == 0 && dim < call.head_dim;
+  const bool centred = writes && mean_index >= 0 && mean_index < call.num_means;
+  const int64_t mean = int64_t{mean_index} * call.head_dim + dim;
+  const float value_mean = centred && call.values.means != nullptr ? call.values.means[mean] : 0.0f;
   float product = 0.0f;  // of q and the mean of the keys
-  if (part == 0 && dim < call.head_dim) {
-    float x = 0.0f;
-    if (present) {
-      x = (halves[dim] + halves[dim + 128]) / sum;
-      if (call.values.means != nullptr) x += call.values.means[mean];
-      if (call.keys.means != nullptr) {
-        product = half_to_float(static_cast<const uint16_t*>(call.q)[to]) * call.keys.means[mean];
-      }
-    }
-    static_cast<uint16_t*>(call.out)[to] = float_to_half(x);
+  if (centred && call.keys.means != nullptr) {
+    product = half_to_float(static_cast<const uint16_t*>(call.q)[to]) * call.keys.means[mean];
   }
   for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
-  if (thread % 32 == 0) scratch[0][thread / 32] = product;
+  if (part == 0 && dim % 32 == 0) products[dim / 32] = product;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const float* states = partials.first + call.columns * call.head_dim + 2 * column;
+  const ColumnSum found = column_sum(partials, states);
+  const bool present = partials.count > 0 && !found.corrupt;
+  float total = 0.0f;
+  if (dim < call.head_dim && present) {
+    const float* values = partials.first + column * call.head_dim + dim;
+#pragma unroll 8
+    for (int32_t i = part; i < partials.count; i += kParts) {
+      const auto state = *reinterpret_cast<const float2*>(states + i * partials.stride);
+      total = fmaf(partial_share(state, found.top), values[i * partials.stride], total);
+    }
+  }
+  totals[part][dim] = total;
   __syncthreads();
-  if (thread != 0) return;
+  if (writes) {
+    for (int32_t i = 1; i < kParts; ++i) total += totals[i][dim];
+    const float x = present ? total / found.sum + value_mean : 0.0f;
+    static_cast<uint16_t*>(call.out)[to] = float_to_half(x);
+  }
+  if (threadIdx.x != 0) return;
   product = 0.0f;
-  for (int32_t i = 0; i < 4; ++i) product += scratch[0][i];
+  for (const float x : products) product += x;
   if (call.lse != nullptr) {
     call.lse[int64_t{row} * params.row_columns + column] =
-        present ? kLn2 * (top + log2_fast(sum)) + call.sm_scale * product : -INFINITY;
+        present ? kLn2 * (found.top + log2_fast(found.sum)) + call.sm_scale * product : -INFINITY;
   }
-  if (column == 0) call.row_status[row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+  if (column == 0) call.row_status[row] = found.corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+}
+
+// Parts for rows of about so many partials: one where CTAs fill the device by their number.
+struct JoinLaunch {
+  void (*kernel)(CodedKernelParams);
+  unsigned threads;
+};
+JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  const int32_t partials = grid.num_ctas * kCodedWarps / call.num_rows;
+  if (partials <= 8) return {join_kernel<1>, kJoinDims};
+  if (partials <= 64) return {join_kernel<4>, 4 * kJoinDims};
+  return {join_kernel<8>, 8 * kJoinDims};
 }
 
 using Kernel = void (*)(CodedKernelParams);
@@ -151,7 +187,8 @@ Status launch_pass(Kernel kernel, const CodedAttention& call, const CodedAttenti
   }
   const dim3 joins(static_cast<unsigned>(call.num_rows),
                    static_cast<unsigned>(params.call.columns));
-  return launch_after_previous(join_kernel, joins, kJoinThreads, 0, stream, params);
+  const JoinLaunch join = join_launch(call, grid);
+  return launch_after_previous(join.kernel, joins, join.threads, 0, stream, params);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ Status CodedAttention::validate() const {
     return unsupported("head_dim must be 64, 96 or 128");
   }
   if (columns < 1) return invalid("columns must be at least 1");
-  if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0) {
+  if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0 || num_means < 0) {
     return invalid("a count is negative");
   }
   if (!(sm_scale > 0)) return invalid("sm_scale must be positive");
@@ -72,7 +72,15 @@ Status CodedAttention::validate_arrays() const {
       workspace == nullptr) {
     return invalid("rows, q, out, row_status and workspace are needed");
   }
-  if (window_size < 0 || (window_size > 0 && window == nullptr)) return invalid("window");
+  if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
+      (num_window_pages > 0 && window_pages == nullptr)) {
+    return invalid("window");
+  }
+  // Keys and values of 64 tokens.
+  if (window_size > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
+                          window_page_bytes % kBlockAlignment != 0)) {
+    return invalid("window_page_bytes");
+  }
   if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
   return check_arrays(values, num_blocks, "values");
 }

@@ -42,9 +42,9 @@ struct alignas(16) CodedRow {
   int32_t first_block = 0;    // of its ceil(coded_tokens / 64) blocks in the directories
   int32_t coded_tokens = 0;   // the oldest ones
   int32_t window_tokens = 0;  // the newest ones
-  int64_t window = 0;  // byte of its raw tiles in the window: of keys, then of values; 16-aligned
-  int32_t step = 0;    // index of its steps and means
-  int32_t unused = 0;
+  int64_t first_page = 0;     // of its ceil(window_tokens / 64) pages in window_pages
+  int32_t step = 0;           // index of its steps
+  int32_t mean = 0;           // index of its means; -1: none
 };
 inline constexpr int32_t coded_row_items(int32_t coded_tokens, int32_t window_tokens) {
   return (coded_tokens + kBlockTokens - 1) / kBlockTokens +
@@ -56,15 +56,18 @@ struct CodedComponent {
   const uint8_t* bytes = nullptr;         // device, [size], 16-byte aligned
   const CodedBlockRef* blocks = nullptr;  // device, [num_blocks]
   const float* steps = nullptr;           // device, [num_steps]
-  const float* means = nullptr;           // device, [num_steps, head_dim]; null: none
+  const float* means = nullptr;           // device, [num_means, head_dim]; null: none
   int64_t size = 0;
   DeviceCodebook codebook;
 };
 
 struct CodedAttention {
   CodedComponent keys, values;
-  const CodedRow* rows = nullptr;    // device, [num_rows]
-  const uint8_t* window = nullptr;   // device, [window_size]: fp16 tiles; unused tokens are zeros
+  const CodedRow* rows = nullptr;  // device, [num_rows]
+  // Device, [window_size]: pages of 64 tokens, four fp16 tiles of keys, then four of values. Of a
+  // row's last tile in use the other tokens are zeros.
+  const uint8_t* window = nullptr;
+  const int32_t* window_pages = nullptr;  // device, [num_window_pages]: numbers of pages
   const void* q = nullptr;           // device, fp16 [num_rows, columns, head_dim], 16-byte aligned
   void* out = nullptr;               // device, like q
   float* lse = nullptr;              // device, [num_rows, columns]; may be null
@@ -74,10 +77,13 @@ struct CodedAttention {
   // num_items.
   const int32_t* item_count = nullptr;
   int64_t window_size = 0;
+  int64_t window_page_bytes = 0;  // from a page to the next, a multiple of 16
+  int64_t num_window_pages = 0;
   int32_t num_rows = 0;
   int32_t num_items = 0;   // of all rows; with item_count the most there may be
   int32_t num_blocks = 0;  // of each directory
   int32_t num_steps = 0;
+  int32_t num_means = 0;
   int32_t columns = 0;   // q heads of a kv_head
   int32_t head_dim = 0;  // 64, 96 or 128
   float sm_scale = 0;

@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   }
   publish_barriers();
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
   BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);

@@ -27,6 +27,8 @@ __device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float
 template <int kDimBlocks, class Code>
 struct CodedWarp {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
+  static constexpr int32_t kTileBytes = kTileTokens * 2 * kHeadDim;  // of the window
+  static constexpr int32_t kWindowAhead = 2;                         // items asked for in advance
   using Streams = LaneCodes<Code>;
   const CodedAttention& call;
   BlockRing& ring;
@@ -228,34 +230,39 @@ struct CodedWarp {
     }
   }
 
-  __device__ __forceinline__ bool has_window(const CodedRow& row) const {
-    const int64_t bytes = int64_t{tile_count(row.window_tokens)} * 2 * 32 * kHeadDim;
-    return row.window >= 0 && row.window % 16 == 0 && row.window + bytes <= call.window_size;
+  // The page of item i of the window; null where it would lie outside.
+  __device__ __forceinline__ const uint8_t* window_page(const CodedRow& row, int32_t i) const {
+    const int32_t page = call.window_pages[row.first_page + i];
+    if (page < 0 || page >= call.window_size / call.window_page_bytes) return nullptr;
+    return call.window + page * call.window_page_bytes;
   }
-  // Asks for the window to be brought into L2.
-  __device__ __forceinline__ void fetch_window(const CodedRow& row) {
-    if (!has_window(row)) return;
+  // Asks for item i of the window, if there is one, to be brought into L2.
+  __device__ __forceinline__ void fetch_window(const CodedRow& row, int32_t i) {
+    const int32_t tokens = min(row.window_tokens - i * kBlockTokens, kBlockTokens);
+    const uint8_t* page = tokens > 0 ? window_page(row, i) : nullptr;
+    if (page == nullptr) return;
     CopyPieces pieces;
-    pieces.count = 1;
-    pieces.total = static_cast<uint32_t>(tile_count(row.window_tokens) * 2 * 32 * kHeadDim);
-    pieces.piece[0] = {nullptr, call.window + row.window, pieces.total};
+    const auto bytes = static_cast<uint32_t>(tile_count(tokens) * kTileBytes);
+    pieces.count = 2;
+    pieces.total = 2 * bytes;
+    pieces.piece[0] = {nullptr, page, bytes};
+    pieces.piece[1] = {nullptr, page + kItemTiles * kTileBytes, bytes};
     prefetch_pieces(pieces);
   }
 
   // Items of the window, whose values are their own unit.
   __device__ __forceinline__ void attend_window(float scale, const CodedRow& row, int32_t first,
                                                 int32_t count) {
-    const int32_t tile_bytes = 32 * kHeadDim, tiles = tile_count(row.window_tokens);
-    if (!has_window(row)) {
-      state.bad = 1;
-      return;
-    }
-    const uint8_t* keys = call.window + row.window;
-    const uint8_t* values = keys + int64_t{tiles} * tile_bytes;
 #pragma unroll 1
     for (int32_t i = first; i < first + count; ++i) {
+      if (i + kWindowAhead < first + count) fetch_window(row, i + kWindowAhead);
       const int32_t tokens = min(row.window_tokens - i * kBlockTokens, kBlockTokens);
-      const int64_t at = int64_t{i} * kItemTiles * tile_bytes;
+      const uint8_t* keys = window_page(row, i);
+      if (keys == nullptr) {
+        state.bad = 1;
+        return;
+      }
+      const uint8_t* values = keys + kItemTiles * kTileBytes;
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
 #pragma unroll 1
@@ -265,7 +272,7 @@ struct CodedWarp {
 #pragma unroll
           for (int f = 0; f < kDimBlocks; ++f) {
             uint32_t a[4];
-            window_fragment(keys + at + o * tile_bytes, f, a);
+            window_fragment(keys + o * kTileBytes, f, a);
             mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
           }
         }
@@ -277,7 +284,7 @@ struct CodedWarp {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
           uint32_t a[4];
-          window_fragment(values + at + o * tile_bytes, f, a);
+          window_fragment(values + o * kTileBytes, f, a);
           mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
         }
         shift_tiles(p);
@@ -293,9 +300,11 @@ struct CodedWarp {
     from = begin - row.first_item, to = end - row.first_item;
     const bool named = fits && from >= 0 &&
                        to <= coded_row_items(row.coded_tokens, row.window_tokens) &&
-                       row.step >= 0 && row.step < call.num_steps && row.coded_tokens >= 0 &&
-                       row.window_tokens >= 0 && row.first_block >= 0 &&
-                       int64_t{row.first_block} + blocks <= call.num_blocks;
+                       row.step >= 0 && row.step < call.num_steps && row.mean < call.num_means &&
+                       row.coded_tokens >= 0 && row.window_tokens >= 0 && row.first_page >= 0 &&
+                       row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
+                           call.num_window_pages &&
+                       row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks;
     if (!named) to = from;
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;
@@ -308,7 +317,9 @@ struct CodedWarp {
         call,
         static_cast<const uint16_t*>(call.q) + int64_t{row_index} * params.row_columns * kHeadDim,
         key_scale * static_cast<float>(call.keys.codebook.base - Code::kRaise));
-    if (to > max(from, blocks)) fetch_window(row);
+    const int32_t first = max(from, blocks);
+#pragma unroll 1
+    for (int32_t i = first; i < min(to, first + kWindowAhead); ++i) fetch_window(row, i - blocks);
   }
   // What begin_row() began.
   __device__ __forceinline__ void finish_row(float* partial) {

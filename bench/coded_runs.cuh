@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <numeric>
 #include <random>
 
 #include "bench/attention_cache.cuh"
@@ -92,7 +93,7 @@ inline void run_pages(CodedReport* to, Shape shape, int32_t bits) {
 }
 
 // The rows of `sets` calls, one after the other.
-inline std::vector<CodedRow> make_rows(Shape shape, int32_t sets, int32_t window_bytes) {
+inline std::vector<CodedRow> make_rows(Shape shape, int32_t sets) {
   const int32_t rows = shape.batch * kKvHeads, blocks = shape.tokens / kBlockTokens;
   std::vector<CodedRow> all;
   for (int32_t i = 0; i < rows * sets; ++i) {
@@ -101,7 +102,8 @@ inline std::vector<CodedRow> make_rows(Shape shape, int32_t sets, int32_t window
     row.first_block = i * blocks;
     row.coded_tokens = shape.tokens;
     row.window_tokens = kWindow;
-    row.window = int64_t{i} * window_bytes;
+    row.first_page = i;
+    row.mean = 0;
     all.push_back(row);
   }
   return all;
@@ -123,8 +125,11 @@ inline std::vector<uint16_t> random_query(size_t count) {
 inline void run_attention(CodedReport* to, const CodedCase& c, Shape shape) {
   const int32_t rows = shape.batch * kKvHeads, blocks = shape.tokens / kBlockTokens;
   const int sets = std::max(1, kMostItems / (rows * blocks));
-  const int32_t window_bytes = 2 * kWindow * 128 * 2;
-  const Device<CodedRow> device_rows(make_rows(shape, sets, window_bytes));
+  const int32_t window_bytes = 2 * kWindow * 128 * 2;  // a page of each row
+  const Device<CodedRow> device_rows(make_rows(shape, sets));
+  std::vector<int32_t> pages(static_cast<size_t>(rows) * sets);
+  std::iota(pages.begin(), pages.end(), 0);
+  const Device<int32_t> window_pages(pages);
   const Device<uint8_t> window(
       std::vector<uint8_t>(static_cast<size_t>(rows) * sets * window_bytes, 0x30));
   const size_t query = static_cast<size_t>(rows) * kColumns * 128;
@@ -136,6 +141,9 @@ inline void run_attention(CodedReport* to, const CodedCase& c, Shape shape) {
   call.values = c.device_values.component;
   call.window = window.get();
   call.window_size = int64_t{rows} * sets * window_bytes;
+  call.window_pages = window_pages.get();
+  call.window_page_bytes = window_bytes;
+  call.num_window_pages = int64_t{rows} * sets;
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();
@@ -143,7 +151,7 @@ inline void run_attention(CodedReport* to, const CodedCase& c, Shape shape) {
   call.num_rows = rows;
   call.num_items = rows * coded_row_items(shape.tokens, kWindow);
   call.num_blocks = kMostRefs;
-  call.num_steps = 1;
+  call.num_steps = call.num_means = 1;
   call.columns = kColumns;
   call.head_dim = 128;
   call.sm_scale = 0.0883883f;

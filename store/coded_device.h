@@ -75,7 +75,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status build_books_here(const uint32_t* pairs, const uint32_t* wide);
   Status forget_unused_books();
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
-  Status attend_blocks(const AttendRequest& request, const Slots& slots);
+  Status attend_coded_rows(const AttendRequest& request, const Slots& slots);
   Status attend_raw(const AttendRequest& request, const Slots& slots);
 
   // Waits; refused while a failure waits to be taken.
@@ -98,7 +98,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   std::vector<void*> memory_;
   void* allocator_memory_ = nullptr;
   std::vector<DeviceCodebook> books_;  // [num_layers][2], arrays in device memory
-  Slots batch_, planned_;              // what the device's batch and the raw plan are of
+  Slots batch_, planned_;              // what the device's batch and plan of attention are of
 
   AttentionConfig raw_attention_;
   AttentionGrid raw_grid_;
@@ -108,8 +108,8 @@ class CodedDeviceStore final : public DeviceKvStore {
   int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // likewise
   void* coded_workspace_ = nullptr;
-  uint16_t* part_out_[2] = {};  // blocks, raw: [max_sequences * num_q_heads, head_dim]
-  float* part_lse_[2] = {};
+  uint16_t* raw_out_ = nullptr;  // [max_sequences * num_q_heads, head_dim]
+  float* raw_lse_ = nullptr;
 };
 
 }  // namespace tierkv

@@ -1,10 +1,11 @@
 // What goes into the attention of a coded store and what comes out: tokens of a layer onto raw
-// pages, rows for attend_coded(), the join of both parts.
+// pages, rows for attend_coded(), means.
 
 #include <cuda_runtime.h>
 
 #include <cmath>
 
+#include "attention/launch.cuh"
 #include "codec/cuda_device.cuh"
 #include "codec/element.h"
 #include "store/coded_device_state.h"
@@ -87,21 +88,36 @@ __global__ void __launch_bounds__(kThreads)
   d.common.appended[row] = d.s.infos[sequence].num_tokens;
 }
 
-// One CTA: blocks of the rows before each row.
+// One CTA: items of the rows before each row.
 __global__ void __launch_bounds__(kPlanThreads)
     rows_kernel(const __grid_constant__ CodedDeviceState d,
                 const __grid_constant__ CodedRowPlan plan) {
   __shared__ int32_t sums[kPlanThreads];
-  const int32_t num_rows = plan.count * d.s.num_kv_heads, layer = plan.layer;
+  const int32_t heads = d.s.num_kv_heads, num_rows = plan.count * heads;
   const int32_t share = (num_rows + kPlanThreads - 1) / kPlanThreads;
   const int32_t first = static_cast<int32_t>(threadIdx.x) * share;
   const int32_t last = min(first + share, num_rows);
-  const auto coded_tokens = [&](int32_t i) {
-    const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
-    return sequence == kPaddingSequence ? 0 : d.s.infos[sequence].window_first;
+  const auto row_of = [&](int32_t i) {
+    CodedRow row;
+    const int32_t sequence = d.common.batch[i / heads];
+    if (sequence == kPaddingSequence) return row;
+    const SequenceInfo info = d.s.infos[sequence];
+    const PageTableShape& table = d.s.allocator.shape.table;
+    const int32_t r = d.s.row_of(sequence, 0, i % heads);
+    row.coded_tokens = info.window_first;
+    row.window_tokens = CodedView::raw_tokens(info);
+    row.first_block = r * d.s.max_blocks;
+    row.first_page = int64_t{r} * table.row_stride() + table.slot_of(kRawSide, 0);
+    row.step = i % heads;
+    row.mean = info.window_origin == kInPrompt ? -1 : r;
+    return row;
+  };
+  const auto items_of = [](const CodedRow& row) {
+    return (row.coded_tokens + kBlockTokens - 1) / kBlockTokens +
+           (row.window_tokens + kBlockTokens - 1) / kBlockTokens;
   };
   int32_t mine = 0;
-  for (int32_t i = first; i < last; ++i) mine += coded_tokens(i) / kBlockTokens;
+  for (int32_t i = first; i < last; ++i) mine += items_of(row_of(i));
   sums[threadIdx.x] = mine;
   __syncthreads();
   for (int32_t stride = 1; stride < kPlanThreads; stride *= 2) {
@@ -113,18 +129,21 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   int32_t item = sums[threadIdx.x] - mine;
   for (int32_t i = first; i < last; ++i) {
-    const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
-    CodedRow row;
+    CodedRow row = row_of(i);
     row.first_item = item;
-    if (sequence != kPaddingSequence) {
-      row.coded_tokens = coded_tokens(i);
-      row.first_block = d.s.row_of(sequence, layer, i % d.s.num_kv_heads) * d.s.max_blocks;
-      row.step = layer * d.s.num_kv_heads + i % d.s.num_kv_heads;
-    }
     plan.rows[i] = row;
-    item += row.coded_tokens / kBlockTokens;
+    item += items_of(row);
   }
   if (threadIdx.x == kPlanThreads - 1) *plan.item_count = item;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    report_kernel(const __grid_constant__ CodedDeviceState d, CodedVerdict v) {
+  wait_for_previous_kernel();
+  const auto i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= v.count * d.s.num_kv_heads || v.status[i] == StatusCode::kOk) return;
+  report_failure(d.common,
+                 {v.status[i], DeviceCall::kAttend, v.layer, d.common.batch[i / d.s.num_kv_heads]});
 }
 
 __device__ float sum_of_cta(float x) {
@@ -139,30 +158,18 @@ __device__ float sum_of_cta(float x) {
 
 // A CTA for a query.
 __global__ void __launch_bounds__(kThreads)
-    join_kernel(const __grid_constant__ CodedDeviceState d, const __grid_constant__ CodedJoin j) {
+    join_kernel(const __grid_constant__ CodedDeviceState d, const __grid_constant__ RawJoin j) {
   const auto query = static_cast<int64_t>(blockIdx.x);
   const int32_t i = static_cast<int32_t>(query) / j.group, head_dim = d.s.head_dim;
   const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
-  const bool coded = j.coded_out != nullptr && sequence != kPaddingSequence;
-  if (coded && j.status[i] != StatusCode::kOk && threadIdx.x == 0) {
-    report_failure(d.common, {j.status[i], DeviceCall::kAttend, j.layer, sequence});
-  }
-  const float a = coded ? j.coded_lse[query] : -INFINITY, b = j.raw_lse[query];
-  const float most = fmaxf(a, b);
-  const bool present = sequence != kPaddingSequence && most > -INFINITY &&
-                       (!coded || j.status[i] == StatusCode::kOk);
-  const float wa = present ? expf(a - most) : 0.0f, wb = present ? expf(b - most) : 0.0f;
+  const float raw_lse = j.raw_lse[query];
+  const bool present = sequence != kPaddingSequence && raw_lse > -INFINITY;
   const bool has_means = present && d.s.infos[sequence].window_origin != kInPrompt;
   const int32_t row = has_means ? d.s.row_of(sequence, j.layer, i % d.s.num_kv_heads) : 0;
   float product = 0.0f;  // of q and the mean of the keys
   for (int32_t dim = threadIdx.x; dim < head_dim; dim += kThreads) {
     const int64_t at = query * head_dim + dim;
-    float x = 0.0f;
-    if (present) {
-      if (wa > 0.0f) x = wa * half_to_float(j.coded_out[at]);
-      if (wb > 0.0f) x += wb * half_to_float(j.raw_out[at]);
-      x /= wa + wb;
-    }
+    float x = present ? half_to_float(j.raw_out[at]) : 0.0f;
     if (has_means) {
       x += d.s.means(Component::kValue, row)[dim];
       product += half_to_float(j.q[at]) * d.s.means(Component::kKey, row)[dim];
@@ -171,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   product = sum_of_cta(product);
   if (threadIdx.x == 0 && j.lse != nullptr) {
-    j.lse[query] = present ? most + logf(wa + wb) + j.sm_scale * product : -INFINITY;
+    j.lse[query] = present ? raw_lse + j.sm_scale * product : -INFINITY;
   }
 }
 
@@ -191,7 +198,12 @@ Status plan_coded_rows(const CodedDeviceState& d, const CodedRowPlan& plan, GpuS
   return launch_status("attend");
 }
 
-Status join_coded(const CodedDeviceState& d, const CodedJoin& join, GpuStream stream) {
+Status report_coded_rows(const CodedDeviceState& d, const CodedVerdict& v, GpuStream stream) {
+  const int32_t rows = v.count * d.s.num_kv_heads;
+  return launch_after_previous(report_kernel, ctas_for(rows, kThreads), kThreads, 0, stream, d, v);
+}
+
+Status join_raw(const CodedDeviceState& d, const RawJoin& join, GpuStream stream) {
   const int64_t queries = int64_t{join.count} * d.s.num_kv_heads * join.group;
   join_kernel<<<ctas_for(queries, 1), kThreads, 0, stream>>>(d, join);
   return launch_status("attend");

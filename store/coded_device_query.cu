@@ -1,5 +1,5 @@
-// Attention of a coded store's device back end: the raw tokens by the kernels of attention.h, the
-// blocks by those of coded_attention.h, then the join.
+// Attention of a coded store's device back end: blocks and raw tokens together by the kernels of
+// coded_attention.h; while there are no codebooks, and so no blocks, by those of attention.h.
 
 #include <cuda_runtime.h>
 
@@ -52,10 +52,8 @@ Status CodedDeviceStore::allocate_attention() {
   if (Status s = take(rows, &rows_); !s) return s;
   if (Status s = take(1, &item_count_); !s) return s;
   if (Status s = take(rows, &row_status_); !s) return s;
-  for (int32_t part = 0; part < 2; ++part) {
-    if (Status s = take(queries * c.layout.head_dim, &part_out_[part]); !s) return s;
-    if (Status s = take(queries, &part_lse_[part]); !s) return s;
-  }
+  if (Status s = take(queries * c.layout.head_dim, &raw_out_); !s) return s;
+  if (Status s = take(queries, &raw_lse_); !s) return s;
   raw_workspace_.memory = raw;
   coded_workspace_ = coded;
   return cuda_status(cudaMemsetAsync(raw, 0, raw_workspace_.bytes, stream_), "create");
@@ -84,45 +82,72 @@ Status CodedDeviceStore::attend_raw(const AttendRequest& request, const Slots& s
   call.batch = batch;
   call.layer = request.layer;
   call.q = request.q;
-  call.out = part_out_[1];
-  call.lse = part_lse_[1];
-  return tierkv::attend(raw_attention_, raw_grid_, call, raw_workspace_, stream_);
+  call.out = raw_out_;
+  call.lse = raw_lse_;
+  if (Status s = tierkv::attend(raw_attention_, raw_grid_, call, raw_workspace_, stream_); !s) {
+    return s;
+  }
+  RawJoin join;
+  join.q = static_cast<const uint16_t*>(request.q);
+  join.raw_out = raw_out_;
+  join.raw_lse = raw_lse_;
+  join.out = static_cast<uint16_t*>(request.out);
+  join.lse = request.lse;
+  join.count = static_cast<int32_t>(slots.size());
+  join.layer = request.layer;
+  join.group = config().layout.group_size();
+  join.sm_scale = static_cast<float>(config().layout.sm_scale);
+  return join_raw(state_, join, stream_);
 }
 
-Status CodedDeviceStore::attend_blocks(const AttendRequest& request, const Slots& slots) {
+Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const Slots& slots) {
   const CodedView& s = state_.s;
   const auto count = static_cast<int32_t>(slots.size());
-  if (Status t = plan_coded_rows(state_, {rows_, item_count_, request.layer, count}, stream_); !t) {
-    return t;
+  const PageTableShape& table = s.allocator.shape.table;
+  if (planned_ != slots) {
+    if (Status t = plan_coded_rows(state_, {rows_, item_count_, count}, stream_); !t) return t;
+    planned_ = slots;
   }
+  // The plan is that of layer 0.
+  const int32_t rows_before = request.layer * s.num_kv_heads;
+  const int32_t rows_left = table.num_rows() - rows_before;
   CodedAttention call;
   for (const Component c : {Component::kKey, Component::kValue}) {
     const bool key = c == Component::kKey;
     CodedComponent& component = key ? call.keys : call.values;
     component.bytes = s.pages.base;
-    component.blocks = key ? s.keys : s.values;
-    component.steps = key ? state_.key_steps : state_.value_steps;
+    component.blocks = s.blocks(c, rows_before);
+    component.steps = (key ? state_.key_steps : state_.value_steps) + rows_before;
+    component.means = s.means(c, rows_before);
     component.size = s.pages.page_bytes * s.pages.num_pages;
     component.codebook = books_[2 * request.layer + (key ? 0 : 1)];
   }
   call.rows = rows_;
+  call.window = s.pages.base;
+  call.window_size = s.pages.page_bytes * s.pages.num_pages;
+  call.window_page_bytes = s.pages.page_bytes;
+  call.window_pages = s.allocator.slots + int64_t{rows_before} * table.row_stride();
+  call.num_window_pages = int64_t{rows_left} * table.row_stride();
   call.q = request.q;
-  call.out = part_out_[0];
-  call.lse = part_lse_[0];
+  call.out = request.out;
+  call.lse = request.lse;
   call.row_status = row_status_;
   call.workspace = coded_workspace_;
   call.num_rows = count * s.num_kv_heads;
-  call.num_items = call.num_rows * s.max_blocks;
+  const int64_t most_items = int64_t{call.num_rows} * (s.max_blocks + 1);
+  call.num_items = static_cast<int32_t>(std::min<int64_t>(most_items, INT32_MAX));
   call.item_count = item_count_;
-  call.num_blocks = s.allocator.shape.table.num_rows() * s.max_blocks;
-  call.num_steps = s.rows_per_sequence();
+  call.num_blocks = rows_left * s.max_blocks;
+  call.num_steps = s.num_kv_heads;
+  call.num_means = rows_left;
   call.columns = config().layout.group_size();
   call.head_dim = s.head_dim;
   call.sm_scale = static_cast<float>(config().layout.sm_scale);
   call.max_block_bytes = most_coded_block_bytes(s.head_dim);
   const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
   if (!grid) return grid.status();
-  return attend_coded(call, *grid, stream_);
+  if (Status t = attend_coded(call, *grid, stream_); !t) return t;
+  return report_coded_rows(state_, {row_status_, count, request.layer}, stream_);
 }
 
 Status CodedDeviceStore::attend(const AttendRequest& request) {
@@ -139,25 +164,7 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }
   if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
-  if (Status s = attend_raw(request, *slots); !s) return s;
-  const bool coded = !books_.empty();
-  if (coded) {
-    if (Status s = attend_blocks(request, *slots); !s) return s;
-  }
-  CodedJoin join;
-  join.q = static_cast<const uint16_t*>(request.q);
-  join.coded_out = coded ? part_out_[0] : nullptr;
-  join.coded_lse = part_lse_[0];
-  join.status = row_status_;
-  join.raw_out = part_out_[1];
-  join.raw_lse = part_lse_[1];
-  join.out = static_cast<uint16_t*>(request.out);
-  join.lse = request.lse;
-  join.count = static_cast<int32_t>(slots->size());
-  join.layer = request.layer;
-  join.group = config().layout.group_size();
-  join.sm_scale = static_cast<float>(config().layout.sm_scale);
-  return join_coded(state_, join, stream_);
+  return books_.empty() ? attend_raw(request, *slots) : attend_coded_rows(request, *slots);
 }
 
 }  // namespace tierkv

@@ -51,30 +51,35 @@ Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens
 // Tokens of one layer, of a prompt or a step.
 Status append_coded(const CodedDeviceState& d, const DeviceTokens& tokens, GpuStream stream);
 
-// The rows of a layer as attend_coded() takes them, [count * num_kv_heads], and their items.
+// The rows of the batch as attend_coded() takes them, [count * num_kv_heads], and their items:
+// those of layer 0, where other layers have theirs as far behind as they have their blocks, raw
+// pages, means and steps.
 struct CodedRowPlan {
   CodedRow* rows = nullptr;
   int32_t* item_count = nullptr;
-  int32_t layer = 0;
   int32_t count = 0;
 };
 Status plan_coded_rows(const CodedDeviceState& d, const CodedRowPlan& plan, GpuStream stream);
+// What attention found wrong becomes the store's failure.
+struct CodedVerdict {
+  const StatusCode* status = nullptr;  // [count * num_kv_heads]
+  int32_t count = 0;
+  int32_t layer = 0;
+};
+Status report_coded_rows(const CodedDeviceState& d, const CodedVerdict& v, GpuStream stream);
 
-// Joins what attention found in the blocks and in the raw tokens of each query, and adds the means.
-struct CodedJoin {
-  const uint16_t* q = nullptr;          // fp16 [count, num_kv_heads, group, head_dim]
-  const uint16_t* coded_out = nullptr;  // like q; null: no row has blocks
-  const float* coded_lse = nullptr;     // [count, num_kv_heads, group]
-  const StatusCode* status = nullptr;   // [count, num_kv_heads] of the blocks
-  const uint16_t* raw_out = nullptr;    // like q
-  const float* raw_lse = nullptr;
-  uint16_t* out = nullptr;  // like q
-  float* lse = nullptr;     // may be null
+// Adds the means to what attention found in raw tokens alone.
+struct RawJoin {
+  const uint16_t* q = nullptr;        // fp16 [count, num_kv_heads, group, head_dim]
+  const uint16_t* raw_out = nullptr;  // like q
+  const float* raw_lse = nullptr;     // [count, num_kv_heads, group]
+  uint16_t* out = nullptr;            // like q
+  float* lse = nullptr;               // like raw_lse; may be null
   int32_t count = 0;
   int32_t layer = 0;
   int32_t group = 1;
   float sm_scale = 1;
 };
-Status join_coded(const CodedDeviceState& d, const CodedJoin& join, GpuStream stream);
+Status join_raw(const CodedDeviceState& d, const RawJoin& join, GpuStream stream);
 
 }  // namespace tierkv

@@ -2,7 +2,9 @@
 // decode_block().
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -28,7 +30,7 @@ struct Shape {
 };
 
 struct RowData {
-  int32_t coded = 0, window = 0, step = 0;
+  int32_t coded = 0, window = 0, step = 0, mean = 0;  // mean -1: none
   bool corrupt = false;
 };
 
@@ -41,7 +43,8 @@ struct World {
   std::vector<uint8_t> bytes[2];  // keys, values
   std::vector<CodedBlockRef> refs[2];
   std::vector<float> steps[2], means[2];
-  std::vector<uint8_t> window;
+  std::vector<uint8_t> window;  // pages, with something behind each
+  std::vector<int32_t> window_pages;
   std::vector<float> y[2];  // [tokens of all rows, head_dim]: blocks as decoded, then window
   std::vector<uint16_t> q;
   int32_t items = 0, max_block_bytes = 16;
@@ -81,23 +84,47 @@ void add_block(World* w, CodeSource* source, int32_t component, int32_t tokens, 
   for (int16_t c : codes) w->y[component].push_back(step * static_cast<float>(c));
 }
 
+int64_t window_page_bytes(int32_t head_dim) {
+  return kBlockTokens * 4 * head_dim + 48;
+}
+
+// Poison where nothing may be read: behind the tiles in use.
 void add_window(World* w, CodeSource* source, int32_t tokens) {
   const int32_t dims = w->shape.head_dim;
   const TileLayout tile = raw_tile(16, dims / kDimBlock);
   std::normal_distribution<float> normal(0.0f, 1.0f);
+  const size_t first_page = w->window_pages.size();
+  for (int32_t t = 0; t < tokens; t += kBlockTokens) {
+    w->window_pages.push_back(0);  // numbered when there are all of them
+    w->window.resize(w->window.size() + static_cast<size_t>(window_page_bytes(dims)), 0x7f);
+  }
   for (int32_t component = 0; component < 2; ++component) {
-    const size_t begin = w->window.size();
-    w->window.resize(begin + static_cast<size_t>(tile_count(tokens) * tile.bytes()), 0);
     for (int32_t t = 0; t < tokens; ++t) {
+      const size_t page = first_page + static_cast<size_t>(t / kBlockTokens);
+      uint8_t* tiles = w->window.data() + page * static_cast<size_t>(window_page_bytes(dims)) +
+                       (component * 4 + t % kBlockTokens / kTileTokens) * tile.bytes();
+      if (t % kTileTokens == 0) std::fill_n(tiles, tile.bytes(), uint8_t{0});
       for (int32_t d = 0; d < dims; ++d) {
         const uint16_t half = float_to_half(normal(source->rng()));
         const CodePosition at =
             code_position(tile, static_cast<Component>(component), t % kTileTokens, d);
-        uint8_t* word = w->window.data() + begin + t / kTileTokens * tile.bytes() + at.byte;
-        store_u16(word + at.bit / 8, half);
+        store_u16(tiles + at.byte + at.bit / 8, half);
         w->y[component].push_back(half_to_float(half));
       }
     }
+  }
+}
+
+// Pages in any order.
+void shuffle_window(World* w, CodeSource* source) {
+  const size_t bytes = static_cast<size_t>(window_page_bytes(w->shape.head_dim));
+  std::vector<int32_t>& pages = w->window_pages;
+  std::iota(pages.begin(), pages.end(), 0);
+  std::shuffle(pages.begin(), pages.end(), source->rng());
+  const std::vector<uint8_t> from = w->window;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    std::copy_n(from.data() + i * bytes, bytes,
+                w->window.data() + static_cast<size_t>(pages[i]) * bytes);
   }
 }
 
@@ -120,8 +147,9 @@ World make_world(CodeSource* source, const Shape& shape, const std::vector<RowDa
     row.first_block = static_cast<int32_t>(w.refs[0].size());
     row.coded_tokens = r.coded;
     row.window_tokens = r.window;
-    row.window = static_cast<int64_t>(w.window.size());
+    row.first_page = static_cast<int64_t>(w.window_pages.size());
     row.step = r.step;
+    row.mean = r.mean;
     for (int32_t t = 0; t < r.coded; t += kBlockTokens) {
       for (int32_t c = 0; c < 2; ++c) {
         add_block(&w, source, c, std::min(kBlockTokens, r.coded - t),
@@ -135,6 +163,7 @@ World make_world(CodeSource* source, const Shape& shape, const std::vector<RowDa
       w.q.push_back(float_to_half(normal(source->rng())));
     }
   }
+  shuffle_window(&w, source);
   return w;
 }
 
@@ -153,6 +182,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<uint32_t> key_table(device_table(w.key_book)),
       value_table(device_table(w.value_book));
   const DeviceArray<CodedRow> rows(w.rows);
+  const DeviceArray<int32_t> window_pages(w.window_pages);
   const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
   const size_t columns = static_cast<size_t>(w.shape.columns);
   const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
@@ -174,6 +204,9 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.rows = rows.get();
   call.window = window.get();
   call.window_size = static_cast<int64_t>(w.window.size());
+  call.window_pages = window_pages.get();
+  call.window_page_bytes = window_page_bytes(w.shape.head_dim);
+  call.num_window_pages = static_cast<int64_t>(w.window_pages.size());
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();
@@ -182,6 +215,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.num_items = w.items;
   call.num_blocks = static_cast<int32_t>(w.refs[0].size());
   call.num_steps = kSteps;
+  call.num_means = kSteps;
   call.columns = w.shape.columns;
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
@@ -223,8 +257,8 @@ void compare(const World& w, const Attended& got) {
       const size_t head = r * columns + c;
       const uint16_t* q = w.q.data() + head * dims;
       const auto mean = [&](int32_t component, int32_t d) {
-        if (!w.shape.means) return 0.0;
-        return double(w.means[component][static_cast<size_t>(w.data[r].step * dims + d)]);
+        if (!w.shape.means || w.data[r].mean < 0) return 0.0;
+        return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
       };
       std::vector<double> scores(n), out(dims, 0.0);
       double top = -INFINITY, sum = 0, shift = 0, widest = 0;
@@ -270,11 +304,14 @@ class CodedAttentionTest : public ::testing::Test {
   ~CodedAttentionTest() override {
     if (HasFailure()) std::printf("seed %u\n", seed_);
   }
-  RowData row(int32_t coded, int32_t window) { return {coded, window, source_.below(kSteps)}; }
+  RowData row(int32_t coded, int32_t window) {
+    return {coded, window, source_.below(kSteps), source_.below(kSteps + 1) - 1};
+  }
   std::vector<RowData> ragged_rows() {
     std::vector<RowData> rows = {row(0, 0), row(64, 0), row(0, 1), row(1, 0), row(0, 0)};
     for (int32_t i = 0; i < 12; ++i) rows.push_back(row(source_.below(700), source_.below(150)));
     rows.push_back(row(3000, 64));
+    rows.push_back(row(64, 700));
     rows.push_back(row(0, 0));
     return rows;
   }
@@ -327,6 +364,18 @@ TEST_F(CodedAttentionTest, CodesOfSixteenBits) {
   shape.huge_codes = true;
   const World w = make_world(&source_, shape, ragged_rows());
   compare(w, attend_on_gpu(w, 5));
+}
+
+// A page number outside the window fails its row.
+TEST_F(CodedAttentionTest, PagesOutsideTheWindow) {
+  for (const int32_t page : {-1, 4, INT32_MAX, INT32_MIN}) {
+    World w = make_world(&source_, Shape{}, {row(64, 64), row(0, 100), row(64, 10)});
+    ASSERT_EQ(w.window_pages.size(), size_t{4});
+    w.window_pages[2] = page;
+    w.data[1].corrupt = true;
+    compare(w, attend_on_gpu(w, 5));
+    if (HasFatalFailure()) return;
+  }
 }
 
 // Payload, starts, headers and references at random: the rows concerned fail or are as before, the
