@@ -77,8 +77,8 @@ Status CodedAttention::validate_arrays() const {
     return invalid("window");
   }
   // Keys and values of 64 tokens.
-  if (window_size > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
-                          window_page_bytes % kBlockAlignment != 0)) {
+  if (num_window_pages > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
+                               window_page_bytes % kBlockAlignment != 0)) {
     return invalid("window_page_bytes");
   }
   if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;

@@ -232,8 +232,8 @@ struct CodedWarp {
 
   // The page of item i of the window; null where it would lie outside.
   __device__ __forceinline__ const uint8_t* window_page(const CodedRow& row, int32_t i) const {
-    const int32_t page = call.window_pages[row.first_page + i];
-    if (page < 0 || page >= call.window_size / call.window_page_bytes) return nullptr;
+    const int64_t page = call.window_pages[row.first_page + i];
+    if (page < 0 || (page + 1) * call.window_page_bytes > call.window_size) return nullptr;
     return call.window + page * call.window_page_bytes;
   }
   // Asks for item i of the window, if there is one, to be brought into L2.
@@ -241,13 +241,15 @@ struct CodedWarp {
     const int32_t tokens = min(row.window_tokens - i * kBlockTokens, kBlockTokens);
     const uint8_t* page = tokens > 0 ? window_page(row, i) : nullptr;
     if (page == nullptr) return;
-    CopyPieces pieces;
     const auto bytes = static_cast<uint32_t>(tile_count(tokens) * kTileBytes);
-    pieces.count = 2;
-    pieces.total = 2 * bytes;
-    pieces.piece[0] = {nullptr, page, bytes};
-    pieces.piece[1] = {nullptr, page + kItemTiles * kTileBytes, bytes};
-    prefetch_pieces(pieces);
+#pragma unroll
+    for (int32_t c = 0; c < 2; ++c) {
+      CopyPieces pieces;
+      pieces.count = 1;
+      pieces.total = bytes;
+      pieces.piece[0] = {nullptr, page + c * kItemTiles * kTileBytes, bytes};
+      prefetch_pieces(pieces);
+    }
   }
 
   // Items of the window, whose values are their own unit.

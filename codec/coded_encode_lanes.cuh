@@ -65,6 +65,34 @@ __device__ __forceinline__ void for_each_fragment(const LaneEncoder& e, Source& 
   }
 }
 
+// Bits of a lane's streams into zeroed words. Words that a stream begins or fills are stored, what
+// is left of the last one is added when all lanes have stored theirs: so neighbouring streams may
+// share a word.
+struct LaneWriter {
+  uint32_t* word;
+  uint32_t pending = 0;
+  int32_t filled;  // bits of the word, those of streams before included
+
+  __device__ __forceinline__ LaneWriter(uint32_t* words, int32_t begin)
+      : word(words + begin / 32), filled(begin % 32) {}
+  // length: at most 32.
+  __device__ __forceinline__ void put(uint32_t code, int32_t length) {
+    const uint64_t bits = static_cast<uint64_t>(code) << filled;
+    pending |= static_cast<uint32_t>(bits);
+    filled += length;
+    if (filled >= 32) {
+      *word = pending;
+      ++word;
+      pending = static_cast<uint32_t>(bits >> 32);
+      filled -= 32;
+    }
+  }
+  // After a __syncwarp().
+  __device__ __forceinline__ void finish() const {
+    if (pending != 0) atomicOr(word, pending);
+  }
+};
+
 // In place of a pair whose symbol is absent.
 struct Substitute {
   uint32_t word;
@@ -184,7 +212,7 @@ __device__ __forceinline__ void write_streams(const LaneEncoder& e, Source& sour
   auto* starts = reinterpret_cast<uint16_t*>(block) + at.starts / 2;
   uint32_t* const payload = block + at.payload / 4;
   uint32_t* exception = block + at.exceptions / 4 + plan.exceptions_before;
-  StreamWriter out[2] = {{payload, plan.slice.start[0]}, {payload, plan.slice.start[1]}};
+  LaneWriter out[2] = {{payload, plan.slice.start[0]}, {payload, plan.slice.start[1]}};
 #pragma unroll
   for (int32_t s = 0; s < kStreams; ++s) {
     starts[s * kWarpLanes + lane_index()] = static_cast<uint16_t>(plan.slice.start[s]);
@@ -210,6 +238,7 @@ __device__ __forceinline__ void write_streams(const LaneEncoder& e, Source& sour
                                      length + static_cast<int32_t>(b >> 16));
     }
   });
+  __syncwarp();
 #pragma unroll
   for (int32_t s = 0; s < kStreams; ++s) out[s].finish();
   sort_exceptions(block + at.exceptions / 4, plan.slice.exceptions);

@@ -145,12 +145,8 @@ struct StreamWriter {
       : word(words + begin / 32), bits(0), filled(begin % 32) {}
   // entry: as in DeviceCodebook::words.
   __device__ __forceinline__ void put(uint32_t entry) {
-    put(entry & 0xffffu, static_cast<int32_t>(entry >> 16));
-  }
-  // length: at most 32.
-  __device__ __forceinline__ void put(uint32_t code, int32_t length) {
-    bits |= static_cast<uint64_t>(code) << filled;
-    filled += length;
+    bits |= static_cast<uint64_t>(entry & 0xffffu) << filled;
+    filled += static_cast<int32_t>(entry >> 16);
     if (filled < 32) return;
     if (shared) {
       atomicOr(word, static_cast<uint32_t>(bits));
