@@ -5,10 +5,11 @@
 //
 // The compaction of a step (begin_step, all layers) and the calls of a layer are captured in a
 // graph each and timed by events around its replay, in the order in which a decoding loop makes
-// them, so that each finds in the cache what the calls before it left there. A replay is queued
-// behind a kernel that waits, so that the time of the host's launch is not in it; "launch included"
-// is begin_step on an idle device. A score_prompt with thresholds on both sides and running means
-// that sink keep victims coming; what the steps moved is printed beside the times.
+// them, so that each finds in the cache what the calls before it left there. Before each a kernel
+// reads as much as a model's weights: the host's launch is not in the times, nor the write-back of
+// what another call left in L2. "On an idle device" is without. A score_prompt with thresholds on
+// both sides and running means that sink keep victims coming; what the steps moved is printed
+// beside the times.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -110,25 +111,37 @@ struct Row {
   Timing us;
 };
 
-constexpr int64_t kHoldNanoseconds = 200'000;  // longer than the host takes to queue a graph
-__global__ void hold_kernel() {
-  int64_t begin = 0, now = 0;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - begin < kHoldNanoseconds);
-}
+// What passes between two steps of a decoder: weights. Reading them leaves L2 with nothing of the
+// cache and with nothing to write back, and takes longer than the host takes to queue a graph.
+class Weights {
+ public:
+  Weights() {
+    int device = 0;
+    check(cudaGetDevice(&device), "device");
+    check(cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device), "processors");
+    check(cudaMalloc(&bytes_, kBytes), "weights");
+    check(cudaMalloc(&sink_, sizeof(uint32_t)), "weights");
+    check(cudaMemset(bytes_, 1, kBytes), "weights");
+  }
+  void read(cudaStream_t stream) const { launch_read_only(bytes_, kBytes, sms_, sink_, stream); }
+
+ private:
+  static constexpr int64_t kBytes = int64_t{768} << 20;
+  uint8_t* bytes_ = nullptr;
+  uint32_t* sink_ = nullptr;
+  int sms_ = 0;
+};
 
 // Times of one call, collected over steps.
 class Watch {
  public:
-  explicit Watch(cudaStream_t stream) : stream_(stream) {
+  Watch(cudaStream_t stream, const Weights& weights) : stream_(stream), weights_(weights) {
     check(cudaEventCreate(&begin_), "event");
     check(cudaEventCreate(&end_), "event");
   }
   template <class Call>
   void time(bool kept, Call&& call) {
-    hold_kernel<<<1, 1, 0, stream_>>>();
+    weights_.read(stream_);
     time_now(kept, call);
   }
   // The host's launch included, where nothing is queued before.
@@ -150,6 +163,7 @@ class Watch {
 
  private:
   cudaStream_t stream_;
+  const Weights& weights_;
   cudaEvent_t begin_, end_;
   std::vector<double> us_;
 };
@@ -168,7 +182,8 @@ cudaGraphExec_t capture(cudaStream_t stream, Call&& call) {
 // Every sequence through its prompt, one after the other.
 void fill(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaStream_t stream,
           std::vector<SequenceId>* ids, std::vector<Row>* results) {
-  Watch pack(stream), end(stream);
+  const Weights weights;
+  Watch pack(stream, weights), end(stream, weights);
   for (int32_t s = 0; s < shape.sequences; ++s) {
     const auto id = store->add_sequence();
     require(id.status(), "add_sequence");
@@ -227,8 +242,10 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
       capture(stream, each_layer([&](int32_t l) { attend(l, in.seen, false); }));
   const auto attend_and_count =
       capture(stream, each_layer([&](int32_t l) { attend(l, nullptr, true); }));
-  Watch begins(stream), appends(stream), counts(stream), attends(stream), observes(stream);
-  Watch both(stream), idle(stream);
+  const Weights weights;
+  Watch begins(stream, weights), appends(stream, weights), counts(stream, weights);
+  Watch attends(stream, weights), observes(stream, weights), both(stream, weights);
+  Watch after_scores(stream, weights);
   for (int32_t step = 0; step < kWarmSteps + kSteps; ++step) {
     const bool kept = step >= kWarmSteps;
     if (step > 0) require(store->note_replay(all, 1), "note_replay");
@@ -236,7 +253,7 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
       return [g, stream] { check(cudaGraphLaunch(g, stream), "replay"); };
     };
     if (step % 4 == 3) {
-      idle.time_now(kept, replay(begin));
+      after_scores.time_now(kept, replay(begin));
     } else {
       begins.time(kept, replay(begin));
     }
@@ -248,7 +265,7 @@ void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaS
   }
   require(store->take_status(), "steps");
   results->push_back(begins.result("begin_step: compaction of all layers, one graph"));
-  results->push_back(idle.result("begin_step, launch included"));
+  results->push_back(after_scores.result("begin_step on an idle device, scores to write back"));
   results->push_back(appends.result("append of a layer", shape.layers));
   results->push_back(attends.result("attend of a layer", shape.layers));
   results->push_back(observes.result("attend of a layer with probabilities", shape.layers));
