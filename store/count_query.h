@@ -85,6 +85,15 @@ struct alignas(8) ReferencePair {
   float first, second;
 };
 
+TKV_HD float larger_exponent(float largest, const ScoreCodePair& code,
+                             const ReferencePair& reference, const float* offsets) {
+  const float a = score_of_code(code.first) + reference.first + offsets[0];
+  const float b = score_of_code(code.second) + reference.second + offsets[1];
+  if (code.first != kNoProbability) largest = std::fmax(largest, a);
+  if (code.second != kNoProbability) largest = std::fmax(largest, b);
+  return largest;
+}
+
 // The exponent of two of the largest probability that the query gave token `in_tile` of a tile;
 // `row` is the first of the launch that has heads of the query.
 TKV_HD float largest_exponent(const TokenScores& scores, const CountedQuery& query, int32_t row,
@@ -96,13 +105,43 @@ TKV_HD float largest_exponent(const TokenScores& scores, const CountedQuery& que
     const auto* references = reinterpret_cast<const ReferencePair*>(scores.tile_references(tile));
     const float* offsets = query.offsets + pass * scores.columns;
     for (int32_t pair = 0; pair < scores.columns / 2; ++pair) {
-      const ScoreCodePair code = codes[pair];
-      const ReferencePair reference = references[pair];
-      const float a = score_of_code(code.first) + reference.first + offsets[2 * pair];
-      const float b = score_of_code(code.second) + reference.second + offsets[2 * pair + 1];
-      if (code.first != kNoProbability) largest = std::fmax(largest, a);
-      if (code.second != kNoProbability) largest = std::fmax(largest, b);
+      largest = larger_exponent(largest, codes[pair], references[pair], offsets + 2 * pair);
     }
+  }
+  return largest;
+}
+
+// The same where all heads of one query are kColumns columns of one row, in two halves: what is
+// read, so that a thread has several tokens in flight, and what follows from it.
+template <int32_t kColumns>
+struct TokenColumns {
+  static constexpr int32_t kPairs = kColumns > 2 ? kColumns / 2 : 1;
+  ScoreCodePair codes[kPairs];
+  ReferencePair references[kPairs];
+};
+// Of token `slot` of the page that begins with tile `first_tile` of the row: tiles follow each
+// other.
+template <int32_t kColumns>
+TKV_HD TokenColumns<kColumns> load_columns(const TokenScores& scores, int32_t row,
+                                           int32_t first_tile, int32_t slot) {
+  TokenColumns<kColumns> token;
+  const int64_t tile = scores.tile(row, first_tile);
+  const auto* codes =
+      reinterpret_cast<const ScoreCodePair*>(scores.codes + tile * kTileTokens * kColumns);
+  const auto* references =
+      reinterpret_cast<const ReferencePair*>(scores.references + tile * kColumns);
+  for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
+    token.codes[pair] = codes[slot * (kColumns / 2) + pair];
+    token.references[pair] = references[slot / kTileTokens * (kColumns / 2) + pair];
+  }
+  return token;
+}
+template <int32_t kColumns>
+TKV_HD float largest_exponent(const TokenColumns<kColumns>& token, const CountedQuery& query) {
+  float largest = -INFINITY;
+  for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
+    largest = larger_exponent(largest, token.codes[pair], token.references[pair],
+                              query.offsets + 2 * pair);
   }
   return largest;
 }

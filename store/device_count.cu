@@ -11,10 +11,15 @@ namespace {
 
 constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
-constexpr int32_t kInFlight = 4;       // tokens of a lane
-constexpr int32_t kWantedCtas = 1056;  // eight on each SM of an H100
-constexpr int32_t kMostRowCtas = 128;  // of a row
+constexpr int32_t kCtasPerSm = 4;
+constexpr int32_t kWantedCtas = 132 * kCtasPerSm;  // resident at once on an H100
+constexpr int32_t kMostRowCtas = 128;              // of a row
 static_assert(kThreads == kMaxQueryTokens * kMostCountedColumns, "a thread looks at one column");
+
+// Tokens of a lane whose loads are in flight together.
+constexpr int32_t in_flight(int32_t columns) {
+  return columns == 8 ? 2 : 4;
+}
 
 // A row of the batch as all threads of its CTAs see it.
 struct CountedRow {
@@ -24,36 +29,6 @@ struct CountedRow {
   CountedQueries queries;
 };
 
-// Every 32nd slot of a page from `first` on.
-struct LaneSlots {
-  int32_t first;
-  int32_t end;
-  int32_t first_tile;  // of the page, in the row
-};
-
-// One query, to the means of a lane's tokens.
-__device__ __forceinline__ void count_tokens(const DeviceCount& x, const CountedRow& r,
-                                             int32_t query, const LaneSlots& slots,
-                                             const int32_t (&position)[kInFlight],
-                                             float (&score)[kInFlight]) {
-  const CountedQuery& q = r.queries.of[query];
-  if (q.counted == 0) return;
-  const int32_t row = r.batch_row * x.columns.passes + q.passes.first;
-  float exponent[kInFlight];
-#pragma unroll
-  for (int32_t i = 0; i < kInFlight; ++i) {
-    const int32_t slot = slots.first + 32 * i;
-    if (slot >= slots.end) continue;
-    exponent[i] = largest_exponent(x.scores, q, row, slots.first_tile + slot / kTileTokens,
-                                   slot % kTileTokens);
-  }
-#pragma unroll
-  for (int32_t i = 0; i < kInFlight; ++i) {
-    if (slots.first + 32 * i >= slots.end) continue;
-    score[i] = counted_mean(r.queries, query, position[i], score[i], exponent[i]);
-  }
-}
-
 struct CountedPage {
   int32_t side;
   int32_t page;
@@ -61,36 +36,125 @@ struct CountedPage {
   int32_t first_tile;  // of the row
 };
 
-// By a warp.
-__device__ void count_page(const DeviceState& d, const DeviceCount& x, const CountedRow& r,
-                           const CountedPage& at) {
+// The means of a lane's tokens, every 32nd slot of a page from `first` on.
+template <int32_t kTokens>
+struct LaneMeans {
+  int32_t position[kTokens];
+  float score[kTokens];
+};
+
+// One query after the other; any number of columns and passes.
+template <int32_t kTokens>
+__device__ __forceinline__ void count_queries(const DeviceCount& x, const CountedRow& r,
+                                              const CountedPage& at, int32_t first,
+                                              LaneMeans<kTokens>* means) {
+  for (int32_t query = 0; query < x.columns.q_len; ++query) {
+    const CountedQuery& q = r.queries.of[query];
+    if (q.counted == 0) continue;
+    const int32_t row = r.batch_row * x.columns.passes + q.passes.first;
+#pragma unroll
+    for (int32_t i = 0; i < kTokens; ++i) {
+      const int32_t slot = first + 32 * i;
+      if (slot >= at.used) continue;
+      const float exponent = largest_exponent(x.scores, q, row, at.first_tile + slot / kTileTokens,
+                                              slot % kTileTokens);
+      means->score[i] =
+          counted_mean(r.queries, query, means->position[i], means->score[i], exponent);
+    }
+  }
+}
+
+// One query, whose heads are kColumns columns of the row.
+template <int32_t kColumns, int32_t kTokens>
+__device__ __forceinline__ void count_one_query(const CountedRow& r, const CountedPage& at,
+                                                int32_t first,
+                                                const TokenColumns<kColumns> (&columns)[kTokens],
+                                                LaneMeans<kTokens>* means) {
+#pragma unroll
+  for (int32_t i = 0; i < kTokens; ++i) {
+    if (first + 32 * i >= at.used) continue;
+    means->score[i] = counted_mean(r.queries, 0, means->position[i], means->score[i],
+                                   largest_exponent(columns[i], r.queries.of[0]));
+  }
+}
+
+// By a warp. kColumns: of the row, for one query in one pass; 0: any.
+template <int32_t kColumns>
+__device__ __forceinline__ void count_page(const DeviceState& d, const DeviceCount& x,
+                                           const CountedRow& r, const CountedPage& at) {
+  constexpr int32_t kTokens = in_flight(kColumns);
   uint8_t* bytes = d.s.page_bytes(at.page);
   const bool frozen = is_frozen(d.s.allocator, at.page);
   RankedToken mine = no_token();
-  for (int32_t first = lane_index(); first < at.used; first += 32 * kInFlight) {
-    float score[kInFlight];
-    int32_t position[kInFlight];
+  for (int32_t first = lane_index(); first < at.used; first += 32 * kTokens) {
+    LaneMeans<kTokens> means;
+    TokenColumns<kColumns> columns[kTokens];
 #pragma unroll
-    for (int32_t i = 0; i < kInFlight; ++i) {
+    for (int32_t i = 0; i < kTokens; ++i) {
       const int32_t slot = first + 32 * i;
       if (slot >= at.used) continue;
-      position[i] = position_at(d.s, at.side, {bytes, slot});
-      score[i] = score_at(d.s, at.side, {bytes, slot});
+      means.position[i] = position_at(d.s, at.side, {bytes, slot});
+      means.score[i] = score_at(d.s, at.side, {bytes, slot});
+      if constexpr (kColumns > 0) {
+        columns[i] = load_columns<kColumns>(x.scores, r.batch_row, at.first_tile, slot);
+      }
     }
-    for (int32_t query = 0; query < x.columns.q_len; ++query) {
-      count_tokens(x, r, query, {first, at.used, at.first_tile}, position, score);
+    if constexpr (kColumns > 0) {
+      count_one_query(r, at, first, columns, &means);
+    } else {
+      count_queries(x, r, at, first, &means);
     }
     if (frozen) continue;
 #pragma unroll
-    for (int32_t i = 0; i < kInFlight; ++i) {
+    for (int32_t i = 0; i < kTokens; ++i) {
       const int32_t slot = first + 32 * i;
       if (slot >= at.used) continue;
-      *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = score[i];
-      mine = better_victim(mine, {score[i], position[i], slot});
+      *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = means.score[i];
+      mine = better_victim(mine, {means.score[i], means.position[i], slot});
     }
   }
   if (frozen || at.side == kWindowSide) return;
   write_minimum(d, at.page, best_of_warp(mine));
+}
+
+// Page `item` of the row's, one side after the other; without its id.
+__device__ __forceinline__ CountedPage page_of_row(const DeviceState& d, const CountedRow& r,
+                                                   int32_t item, int32_t* index) {
+  CountedPage at = {kStoreSides, kNoPage, 0, 0};
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    const int32_t tokens = r.tokens.of[side], per_page = d.s.page_tokens(side);
+    const int32_t pages = pages_for(tokens, per_page);
+    if (item < pages) {
+      *index = item;
+      at.side = side;
+      at.used = d.s.page_used(side, item, tokens);
+      at.first_tile += item * (per_page / kTileTokens);
+      return at;
+    }
+    item -= pages;
+    at.first_tile += (tokens + kTileTokens - 1) / kTileTokens;
+  }
+  return at;
+}
+
+// By a warp: pages first, first + step, .. of the row. Their ids are asked for at once, a lane
+// each.
+template <int32_t kColumns>
+__device__ __forceinline__ void count_pages(const DeviceState& d, const DeviceCount& x,
+                                            const CountedRow& r, int32_t first, int32_t step) {
+  for (bool any = true; any; first += 32 * step) {
+    int32_t index = 0;
+    CountedPage mine = page_of_row(d, r, first + lane_index() * step, &index);
+    if (mine.side < kStoreSides) mine.page = d.s.page_id(r.row, mine.side, index);
+    const uint32_t pages = __ballot_sync(kAllLanes, mine.side < kStoreSides);
+    any = pages == kAllLanes;
+    for (int32_t n = 0; n < __popc(pages); ++n) {
+      count_page<kColumns>(
+          d, x, r,
+          {__shfl_sync(kAllLanes, mine.side, n), __shfl_sync(kAllLanes, mine.page, n),
+           __shfl_sync(kAllLanes, mine.used, n), __shfl_sync(kAllLanes, mine.first_tile, n)});
+    }
+  }
 }
 
 __device__ void load_row(const DeviceState& d, const DeviceCount& x, const DeviceRow& at,
@@ -102,7 +166,8 @@ __device__ void load_row(const DeviceState& d, const DeviceCount& x, const Devic
   start_queries(x.columns, info, d.s.score_interval, &r->queries);
 }
 
-__global__ void __launch_bounds__(kThreads)
+template <int32_t kColumns>
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
     count_query_kernel(const __grid_constant__ DeviceState d,
                        const __grid_constant__ DeviceCount x) {
   __shared__ CountedRow r;
@@ -124,19 +189,17 @@ __global__ void __launch_bounds__(kThreads)
       report_failure(d, {StatusCode::kOutOfRange, DeviceCall::kAttend, x.layer, at.sequence});
     return;
   }
-  const auto warps = static_cast<int32_t>(gridDim.y) * kWarps;
-  int32_t item = static_cast<int32_t>(blockIdx.y) * kWarps + t / 32, first_tile = 0;
-  for (int32_t side = 0; side < kStoreSides; ++side) {
-    const int32_t tokens = r.tokens.of[side], per_page = d.s.page_tokens(side);
-    const int32_t pages = pages_for(tokens, per_page);
-    for (; item < pages; item += warps) {
-      count_page(d, x, r,
-                 {side, d.s.page_id(r.row, side, item), d.s.page_used(side, item, tokens),
-                  first_tile + item * (per_page / kTileTokens)});
-    }
-    item -= pages;
-    first_tile += (tokens + kTileTokens - 1) / kTileTokens;
-  }
+  count_pages<kColumns>(d, x, r, static_cast<int32_t>(blockIdx.y) * kWarps + t / 32,
+                        static_cast<int32_t>(gridDim.y) * kWarps);
+}
+
+using CountKernel = void (*)(DeviceState, DeviceCount);
+CountKernel kernel_of(const DeviceCount& x) {
+  const bool is_one = x.columns.q_len == 1 && x.columns.passes == 1;
+  if (is_one && x.scores.columns == 2) return count_query_kernel<2>;
+  if (is_one && x.scores.columns == 4) return count_query_kernel<4>;
+  if (is_one && x.scores.columns == 8) return count_query_kernel<8>;
+  return count_query_kernel<0>;
 }
 
 }  // namespace
@@ -150,7 +213,7 @@ Status count_query(const DeviceState& d, const DeviceCount& x, GpuStream stream)
   }
   const int32_t wanted = kWantedCtas / rows;
   const int32_t row_ctas = wanted < 1 ? 1 : wanted < kMostRowCtas ? wanted : kMostRowCtas;
-  return launch_after_previous(count_query_kernel, dim3(rows, row_ctas), kThreads, 0, stream, d, x);
+  return launch_after_previous(kernel_of(x), dim3(rows, row_ctas), kThreads, 0, stream, d, x);
 }
 
 }  // namespace tierkv

@@ -82,6 +82,21 @@ float expected_mean(LeftScores* left, const SequenceInfo& info, int32_t interval
   return mean;
 }
 
+// The form for one query in one pass reads and finds the same.
+template <int32_t kColumns>
+void expect_columns(const LeftScores& left, const CountedQuery& q, int32_t row, int32_t token,
+                    float exponent) {
+  const TokenColumns<kColumns> columns = load_columns<kColumns>(left.scores, row, 0, token);
+  EXPECT_EQ(largest_exponent(columns, q), exponent) << kColumns << " columns, token " << token;
+}
+void expect_one_query(const LeftScores& left, const CountedQuery& q, int32_t row, int32_t token,
+                      float exponent) {
+  if (left.columns.q_len > 1 || left.columns.passes > 1) return;
+  if (left.scores.columns == 2) expect_columns<2>(left, q, row, token, exponent);
+  if (left.scores.columns == 4) expect_columns<4>(left, q, row, token, exponent);
+  if (left.scores.columns == 8) expect_columns<8>(left, q, row, token, exponent);
+}
+
 void check(int32_t head_dim, int32_t group, int32_t q_len, int32_t interval) {
   SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << " group " << group << " q_len "
                                     << q_len << " interval " << interval);
@@ -107,6 +122,7 @@ void check(int32_t head_dim, int32_t group, int32_t q_len, int32_t interval) {
             largest_exponent(left.scores, q, batch_row * c.passes + q.passes.first,
                              token / kTileTokens, token % kTileTokens);
         mean = counted_mean(queries, query, token, mean, exponent);
+        expect_one_query(left, q, batch_row, token, exponent);
       }
       // A code is right to 2^-11.5 of a probability of at most 1, and a mean takes a share of it.
       ASSERT_NEAR(mean, expected_mean(&left, info, interval, batch_row, token, before), 5e-4)
