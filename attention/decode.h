@@ -90,15 +90,17 @@ TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
 }
 // Kernels of their own, so that the usual one has none of the others' code.
 enum class DecodeMode {
-  kPlain,  // one query, one block of columns, no scores left behind
+  kPlain,   // one query, one block of columns, no scores left behind
+  kScored,  // plain, with scores left behind
   kFull,
   kBFloat16,  // full, for q, out and raw pages of bfloat16
 };
 TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
   if (p.is_bfloat16) return DecodeMode::kBFloat16;
-  const bool is_plain = column_blocks(p.columns.of_row) == 1 && p.tail.tier == kAttentionTiers &&
-                        p.scores.codes == nullptr && p.sinks == nullptr;
-  return is_plain ? DecodeMode::kPlain : DecodeMode::kFull;
+  const bool is_full =
+      column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
+  if (is_full) return DecodeMode::kFull;
+  return p.scores.codes == nullptr ? DecodeMode::kPlain : DecodeMode::kScored;
 }
 using DecodeKernel = void (*)(DecodeParams);
 // Null where there is none. Each head_dim has a source file, so that they compile side by side.

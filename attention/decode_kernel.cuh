@@ -50,7 +50,8 @@ class DecodeCta {
   __device__ __forceinline__ void run();
 
  private:
-  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain;
+  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
+  static constexpr bool kKnowsPlaces = kMode != DecodeMode::kPlain;
   static constexpr int32_t kSharedBatch = 4;  // parts in flight when joining from shared memory
   static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
       if (header.tokens > 0) {
         attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
         attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
-                           kIsPlain ? nullptr : &places_[slot]});
+                           kKnowsPlaces ? &places_[slot] : nullptr});
       }
       left -= header.tiles;
       __syncwarp();
@@ -158,7 +159,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     if (feed.has_more()) {
       start_chunk(p_, feed,
                   {slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot],
-                   kIsPlain ? nullptr : &places_[slot]});
+                   kKnowsPlaces ? &places_[slot] : nullptr});
     }
     if (++slot == p_.slots) {
       slot = 0;
@@ -304,6 +305,9 @@ template <int32_t kHeadDim>
 DecodeKernel decode_kernel_for(int32_t blocks, DecodeMode mode) {
   if (mode == DecodeMode::kPlain) {
     return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kPlain> : nullptr;
+  }
+  if (mode == DecodeMode::kScored) {
+    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kScored> : nullptr;
   }
   const bool is_full = mode == DecodeMode::kFull;
   if constexpr (most_columns(kHeadDim) > kBlockColumns) {

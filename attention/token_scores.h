@@ -24,11 +24,24 @@ inline constexpr float kHighestScore = 38.0f;
 inline constexpr float kScoreSteps = 1024.0f;  // of a power of two
 inline constexpr uint32_t kNoProbability = 0xffffu;
 
+// The rounded number of steps, 2^23 added, so that it is the low bits.
+TKV_HD float biased_score_steps(float score) {
+  constexpr float kLeast = kHighestScore - kNoProbability / kScoreSteps;
+  constexpr float kBias = kHighestScore * kScoreSteps + 0x1p23f;
+  return std::fma(std::fmin(std::fmax(score, kLeast), kHighestScore), -kScoreSteps, kBias);
+}
 TKV_HD uint32_t score_code(float score) {
-  // Adding 2^23 leaves the rounded integer in the low bits.
-  const float steps = (kHighestScore - score) * kScoreSteps;
-  const float most = static_cast<float>(kNoProbability);
-  return float_bits((steps < 0.0f ? 0.0f : steps < most ? steps : most) + 0x1p23f) & 0xffffu;
+  return float_bits(biased_score_steps(score)) & 0xffffu;
+}
+// Of two columns; the first in the low half.
+TKV_HD uint32_t score_code_pair(float first, float second) {
+  const uint32_t low = float_bits(biased_score_steps(first));
+  const uint32_t high = float_bits(biased_score_steps(second));
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(low, high, 0x5410);
+#else
+  return (low & 0xffffu) | high << 16;
+#endif
 }
 
 // Where the scores of a launch lie; all pointers in device memory.

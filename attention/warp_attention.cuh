@@ -56,7 +56,8 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain;
+  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
+  static constexpr bool kLeavesScores = kMode != DecodeMode::kPlain;
   // For a second tile in a step: of 256 dims, or of 128 in two blocks, accumulators take most.
   static constexpr bool kHasRoom = kIsPlain || kColumnBlocks * kHeadDim <= 128;
   static constexpr bool kIsBFloat16 = kMode == DecodeMode::kBFloat16;
@@ -243,10 +244,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
       if (is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
     }
     weigh<kValueBits>(s);
-    if constexpr (!kIsPlain) {
-      if (scores_.codes != nullptr) leave_scores(chunk, chunk.tokens - tokens, s);
-    }
     add_values(values, s);
+    if constexpr (kLeavesScores) {
+      if (kIsPlain || scores_.codes != nullptr) leave_scores(chunk, chunk.tokens - tokens, s);
+    }
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
     v_codes += kTiles * kValueBytes;

@@ -179,26 +179,28 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::leave_scores(
     const ChunkTokens& chunk, int32_t first, const Step<kTiles>& s) const {
-  const int32_t g = lane() / 4, t = lane() % 4;
+  const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
+  const int32_t first_tile = chunk.place->tile + first / kTileTokens;
+  const int32_t tiles = min((chunk.tokens - first + kTileTokens - 1) / kTileTokens,
+                            scores_.stride_tiles - first_tile);
+  const int64_t at = scores_.tile(chunk.row, first_tile);
+  uint16_t* codes = scores_.codes + (at * kTileTokens + g) * columns + 2 * t;
+  float* references = scores_.references + at * columns + 2 * t;
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
-    const int32_t tile = chunk.place->tile + first / kTileTokens + i;
-    if (tile >= scores_.stride_tiles || first + i * kTileTokens >= chunk.tokens) continue;
-    const int64_t at = scores_.tile(chunk.row, tile);
+    if (i >= tiles) continue;
 #pragma unroll
     for (int32_t c = 0; c < kColumnBlocks; ++c) {
-      const int32_t column = kBlockColumns * c + 2 * t;
-      if (column >= scores_.columns) continue;
+      if (kBlockColumns * c + 2 * t >= columns) continue;
 #pragma unroll
       for (int32_t r = 0; r < 2; ++r) {
-        const uint32_t pair =
-            score_code(s.score[i][c][2 * r]) | score_code(s.score[i][c][2 * r + 1]) << 16;
-        uint16_t* to = scores_.codes + (at * kTileTokens + g + 8 * r) * scores_.columns + column;
-        *reinterpret_cast<uint32_t*>(to) = pair;
+        uint16_t* to = codes + (i * kTileTokens + 8 * r) * columns + kBlockColumns * c;
+        *reinterpret_cast<uint32_t*>(to) =
+            score_code_pair(s.score[i][c][2 * r], s.score[i][c][2 * r + 1]);
       }
       if (g != 0) continue;
-      const float2 references = {reference_[c][0], reference_[c][1]};
-      *reinterpret_cast<float2*>(scores_.references + at * scores_.columns + column) = references;
+      *reinterpret_cast<float2*>(references + i * columns + kBlockColumns * c) =
+          float2{reference_[c][0], reference_[c][1]};
     }
   }
 }
