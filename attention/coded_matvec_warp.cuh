@@ -160,10 +160,6 @@ __device__ __forceinline__ uint32_t multiply_half_pairs(uint32_t x, uint32_t y) 
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-// Asks for the line of a global address to be brought into L2.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
-}
 // 2^exponent, a normal number.
 __device__ __forceinline__ float power_of_two(int32_t exponent) {
   return __int_as_float((127 + exponent) << 23);

@@ -49,7 +49,6 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
     } else {
       load_weights<false>(p, tokens, row, first);
     }
-    if (i + 1 < this->run.count) prefetch_weights(row, first + kBlockTokens);
     const OpenBlock b = this->open(i, tokens);
     if (whole) {
       multiply_units<true>(p, tokens);
@@ -116,15 +115,6 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
         }
       }
     }
-  }
-  // The weights of 64 tokens of a column are at most two lines, whose other end is the next
-  // block's.
-  __device__ __forceinline__ void prefetch_weights(int32_t row, int32_t first) const {
-    const CodedMatvec& call = this->params.call;
-    const auto column = static_cast<int32_t>(fresh_lane());
-    if (column >= call.columns) return;
-    prefetch_line(call.x + (int64_t{row} * this->params.row_columns + column) * call.token_stride +
-                  first);
   }
   // Two halves, of `token` and the next one.
   template <bool kWhole>
