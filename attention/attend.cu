@@ -204,6 +204,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   params.row_status = at<int32_t>(workspace, layout.row_status);
   params.num_arrivals = grid.num_ctas * kMaxColumns;
   params.max_ctas = grid.num_ctas;
+  params.even_ctas = even_ctas(params.rows.num_rows, grid.num_ctas);
   params.warps = kDecodeWarps;
   params.num_layers = config.num_layers;
   return launch_plan(params, stream);

@@ -36,7 +36,9 @@ std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32
   std::vector<WorkItem> plan(max_ctas * warps + 1, none);
   if (rows.num_rows == 0) return plan;
   const LayerWork p = layer_work(rows, layer);
-  const int32_t ctas = working_ctas(rows, max_ctas, p.cost.back()), items = ctas * warps;
+  const int32_t ctas = working_ctas(rows, max_ctas, even_ctas(rows.num_rows, max_ctas),
+                                    {p.cost.back(), p.cost[1]}),
+                items = ctas * warps;
   std::vector<int64_t> starts, cta_starts;  // flat tiles
   for (int32_t i = 0; i < items; ++i) {
     const int64_t cost = part_start(p.cost.back(), i, items);

@@ -44,7 +44,9 @@ class LayerPlan {
     const auto t = static_cast<int32_t>(threadIdx.x);
     scan_rows();
     const RowWork total = shared_.before[kPlanThreads];
-    const int32_t ctas = working_ctas(p_.rows, p_.max_ctas, total.cost), items = ctas * p_.warps;
+    const LaunchCost cost{total.cost, row_work(p_.rows, tokens_of(0)).cost};
+    const int32_t ctas = working_ctas(p_.rows, p_.max_ctas, p_.even_ctas, cost),
+                  items = ctas * p_.warps;
     const int32_t i = static_cast<int32_t>(blockIdx.y) * kPlanItems + t / 32 * kWarpItems + t % 32;
     const bool is_item = i < items;
     ItemPlace place{p_.rows.num_rows, 0, total, {0, 0}, {}};

@@ -21,7 +21,7 @@ namespace tierkv {
 inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kCostUnitBytes = 64;
 // Beside its bytes a tile takes arithmetic, and a row its beginning and end; in cost units.
-inline constexpr int32_t kTileCost = 8;
+inline constexpr int32_t kTileCost = 16;
 inline constexpr int32_t kRowCost = 64;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
@@ -195,11 +195,34 @@ TKV_HD int32_t largest_step_cost(const AttentionRows& rows) {
   return kRowCost + 2 * cost;
 }
 
+// The cost of a launch's rows.
+struct LaunchCost {
+  int64_t total;
+  int64_t first;  // of row 0
+};
+
+// So many of max_ctas that rows of one cost begin and end with a CTA, which saves joining parts;
+// max_ctas where that would leave more than one in 16 without work.
+TKV_HD constexpr int32_t even_ctas(int32_t num_rows, int32_t max_ctas) {
+  const int32_t rows_of_cta = ceil_div(num_rows, max_ctas);
+  const int32_t groups = num_rows / rows_of_cta;
+  const int32_t ctas = max_ctas / groups * groups;
+  const bool is_even = groups * rows_of_cta == num_rows && ctas >= max_ctas - max_ctas / 16;
+  return is_even ? ctas : max_ctas;
+}
+// Of a CTA: a row that several CTAs share for longer is worth an SM more than a join less.
+inline constexpr int64_t kLongCost = 1 << 14;
+
 // The CTAs that get work, so many that no two start at the same place.
-TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int64_t total_cost) {
+// even: even_ctas() of the two.
+TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int32_t even,
+                            LaunchCost cost) {
   const int32_t step = largest_step_cost(rows);
-  if (total_cost >= static_cast<int64_t>(max_ctas) * step) return max_ctas;
-  const auto most = static_cast<int32_t>(total_cost / step);
+  if (cost.total >= static_cast<int64_t>(max_ctas) * step) {
+    const bool is_wanted = rows.num_rows >= even || cost.total < max_ctas * kLongCost;
+    return is_wanted && cost.first * rows.num_rows == cost.total ? even : max_ctas;
+  }
+  const auto most = static_cast<int32_t>(cost.total / step);
   return most < 1 ? 1 : most;
 }
 

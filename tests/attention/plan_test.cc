@@ -84,7 +84,8 @@ void check_spans(const AttentionRows& rows, int32_t layer, int32_t max_ctas,
     tokens.push_back(row_tokens(rows, table_row_of(rows, layer, row)));
     before.push_back(before.back() + row_work(rows, tokens.back()).cost);
   }
-  const CtaCuts cuts{before.back(), working_ctas(rows, max_ctas, before.back())};
+  const CtaCuts cuts{before.back(), working_ctas(rows, max_ctas, even_ctas(rows.num_rows, max_ctas),
+                                                 {before.back(), before[1]})};
   for (int32_t cta = 0; cta < cuts.ctas; ++cta) {
     const WorkItem& first = plan[cta * kWarps];
     const int64_t cost = before[first.row + 1] - before[first.row];
@@ -158,6 +159,26 @@ TEST(Plan, PartsOfATotalAreThoseOfExactArithmetic) {
     ASSERT_EQ(part_start(total, i, parts), begin) << total << " in " << parts;
     for (const int64_t x : {begin, begin + (end - begin) / 2, end - 1}) {
       ASSERT_EQ(part_of(total, x, parts), i) << x << " of " << total << " in " << parts;
+    }
+  }
+}
+
+TEST(Plan, RowsOfOneCostBeginAndEndWithACta) {
+  EXPECT_EQ(even_ctas(8, 132), 128);
+  EXPECT_EQ(even_ctas(512, 132), 128);
+  EXPECT_EQ(even_ctas(1000, 132), 125);
+  EXPECT_EQ(even_ctas(100, 132), 132) << "would leave 32 of 132 without work";
+  EXPECT_EQ(even_ctas(509, 132), 132) << "a prime";
+  for (const int32_t kv_heads : {8, 60}) {
+    Rows r(5, kv_heads, 1, 60);
+    for (SideCounts& n : r.tokens) n.of[0] = 1500;
+    const std::vector<WorkItem> plan = plan_items(r.rows, 0, 63, kWarps);
+    const int32_t ctas = kv_heads == 8 ? 63 : 60;  // 40 rows on 63 CTAs, five rows a CTA
+    for (int32_t cta = 0; cta < 63; ++cta) {
+      EXPECT_EQ(plan[cta * kWarps].row == r.rows.num_rows, cta >= ctas) << cta;
+      if (kv_heads == 60) {
+        EXPECT_EQ(plan[cta * kWarps].tile, 0) << cta;
+      }
     }
   }
 }
