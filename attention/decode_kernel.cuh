@@ -52,7 +52,7 @@ class DecodeCta {
  private:
   static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
   static constexpr bool kKnowsPlaces = kMode != DecodeMode::kPlain;
-  static constexpr int32_t kSharedBatch = 4;  // parts in flight when joining from shared memory
+  static constexpr int32_t kSharedBatch = 8;  // parts in flight when joining from shared memory
   static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
@@ -126,44 +126,44 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     wait_for_previous_kernel();
   }
   if (item.tiles == 0) return;
+  const auto start_slot = [&](int32_t slot) {
+    start_chunk(p_, feed,
+                {slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot],
+                 kKnowsPlaces ? &places_[slot] : nullptr});
+  };
+  // Before the queries are asked for: what waits for them would hold up the copies.
+#pragma unroll 1
+  for (int32_t i = 0; i < p_.slots && feed.has_more(); ++i) start_slot(i);
   int32_t row = item.row, slot = 0, left = item.tiles;
   uint32_t parity = 0;
   attention_.fetch_query(query(), row);
   attention_.start_row();
-  // The first rounds fill the ring; then each takes a chunk out before it puts one in.
-#pragma unroll 1
-  for (int32_t round = -p_.slots;; ++round) {
-    if (round == 0) attention_.sum_query(p_.scale_log2);
-    if (round >= 0) {
-      ChunkHeader header{-1, 0, 0, 0};
-      if (left > 0) {
-        wait_barrier(&full_[slot], parity);
-        header = headers_[slot];
-      }
-      if (header.row != row) {
-        if (left > 0) attention_.fetch_query(query(), header.row);
-        finish_row(item, next, row);
-        if (left == 0) return;
-        row = header.row;
-        attention_.start_row();
-        attention_.sum_query(p_.scale_log2);
-      }
-      if (header.tokens > 0) {
-        attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
-        attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
-                           kKnowsPlaces ? &places_[slot] : nullptr});
-      }
-      left -= header.tiles;
-      __syncwarp();
+  attention_.sum_query(p_.scale_log2);
+  while (true) {
+    ChunkHeader header{-1, 0, 0, 0};
+    if (left > 0) {
+      wait_barrier(&full_[slot], parity);
+      header = headers_[slot];
     }
-    if (feed.has_more()) {
-      start_chunk(p_, feed,
-                  {slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot],
-                   kKnowsPlaces ? &places_[slot] : nullptr});
+    if (header.row != row) {
+      if (left > 0) attention_.fetch_query(query(), header.row);
+      finish_row(item, next, row);
+      if (left == 0) return;
+      row = header.row;
+      attention_.start_row();
+      attention_.sum_query(p_.scale_log2);
     }
+    if (header.tokens > 0) {
+      attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+      attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
+                         kKnowsPlaces ? &places_[slot] : nullptr});
+    }
+    left -= header.tiles;
+    __syncwarp();
+    if (feed.has_more()) start_slot(slot);
     if (++slot == p_.slots) {
       slot = 0;
-      if (round >= 0) parity ^= 1;
+      parity ^= 1;
     }
   }
 }
@@ -217,16 +217,20 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
     for (; own < columns; own += kDecodeWarps) write(row, own, join_parts(parts, own));
     own -= columns;
   }
+#pragma unroll 1
+  for (int32_t i = 0; i < 2 * kTurns; ++i) {
+    const bool is_next = i >= kTurns;
+    const RowSpan span = is_next ? spans[1] : spans[0];
+    int32_t others = before[0][0];
 #pragma unroll
-  for (int32_t k = 0; k < 2; ++k) {
-#pragma unroll
-    for (int32_t turn = 0; turn < kTurns; ++turn) {
-      if (__shfl_sync(kFullWarp, before[k][turn], 0) != spans[k].ctas() - 1) continue;
-      const int32_t head = heads[k] + turn * kDecodeWarps;
-      if (lane_ == 0) p_.arrivals[spans[k].first * kMaxColumns + head] = 0;
-      __syncwarp();  // what lane 0 has acquired is there for all
-      join_ctas(rows[k], spans[k], head);
+    for (int32_t k = 1; k < 2 * kTurns; ++k) {
+      if (i == k) others = before[k / kTurns][k % kTurns];
     }
+    if (__shfl_sync(kFullWarp, others, 0) != span.ctas() - 1) continue;
+    const int32_t head = (is_next ? heads[1] : heads[0]) + i % kTurns * kDecodeWarps;
+    if (lane_ == 0) p_.arrivals[span.first * kMaxColumns + head] = 0;
+    __syncwarp();  // what lane 0 has acquired is there for all
+    join_ctas(is_next ? rows[1] : rows[0], span, head);
   }
 }
 
@@ -235,18 +239,10 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_parts(
     uint32_t parts, int32_t head) const {
   HeadSum<kHeadDim> sum;
-  while (parts != 0) {
-    typename HeadSum<kHeadDim>::Part batch[kSharedBatch];
-#pragma unroll
-    for (int32_t k = 0; k < kSharedBatch; ++k) {
-      batch[k].state = nullptr;
-      if (parts == 0) continue;
-      const int32_t i = lowest_bit(parts);
-      parts &= parts - 1;
-      batch[k] = {states_ + i * p_.columns.of_row + head, part(i) + head * part_stride(kHeadDim)};
-    }
-    sum.template add<kSharedBatch, false>(batch);
-  }
+  sum.template add_set<kSharedBatch, false>(parts, [&](int32_t i) {
+    return typename HeadSum<kHeadDim>::Part{states_ + i * p_.columns.of_row + head,
+                                            part(i) + head * part_stride(kHeadDim)};
+  });
   return sum;
 }
 
@@ -266,17 +262,14 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
                                                                                      RowSpan span,
                                                                                      int32_t head) {
   HeadSum<kHeadDim> sum;
-  for (int32_t first = span.first; first <= span.last; first += kGlobalBatch) {
-    typename HeadSum<kHeadDim>::Part batch[kGlobalBatch];
-#pragma unroll
-    for (int32_t k = 0; k < kGlobalBatch; ++k) {
-      batch[k].state = nullptr;
-      if (first + k > span.last) continue;
+#pragma unroll 1
+  for (int32_t first = span.first; first <= span.last; first += 32) {
+    const int32_t count = smaller(32, span.last - first + 1);
+    sum.template add_set<kGlobalBatch, true>(kFullWarp >> (32 - count), [&](int32_t i) {
       const int64_t from =
-          static_cast<int64_t>(part_index(span, first + k)) * p_.columns.of_row + head;
-      batch[k] = {p_.part_states + from, p_.parts + from * kHeadDim};
-    }
-    sum.template add<kGlobalBatch, true>(batch);
+          static_cast<int64_t>(part_index(span, first + i)) * p_.columns.of_row + head;
+      return typename HeadSum<kHeadDim>::Part{p_.part_states + from, p_.parts + from * kHeadDim};
+    });
   }
   write(row, head, sum);
 }

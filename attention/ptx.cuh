@@ -87,7 +87,7 @@ __device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t y) {
   return z;
 }
 
-// The index of the lowest set bit; x is not 0.
+// The index of the lowest set bit, -1 of 0.
 __device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
   return __ffs(static_cast<int32_t>(x)) - 1;
 }

@@ -63,7 +63,7 @@ inline uint32_t odd_bytes(uint32_t x) {
   return x >> 8 & 0x00ff00ffu;
 }
 inline int32_t lowest_bit(uint32_t x) {
-  return __builtin_ctz(x);
+  return __builtin_ffs(static_cast<int>(x)) - 1;
 }
 
 inline uint32_t pack_halves(float low, float high) {
