@@ -64,8 +64,11 @@ class DecodeCta {
   __device__ __forceinline__ const uint16_t* query() const {
     return static_cast<const uint16_t*>(p_.q);
   }
-  __device__ __forceinline__ void finish_row(const WorkItem& item, const WorkItem& next,
-                                             int32_t row);
+  // The rows that began before an item and that go on behind it, or -1.
+  struct OpenRows {
+    int32_t before, behind;
+  };
+  __device__ __forceinline__ void finish_row(OpenRows open, int32_t row);
   __device__ __forceinline__ void join_rows();
   __device__ __forceinline__ HeadSum<kHeadDim> join_parts(uint32_t parts, int32_t head) const;
   __device__ __forceinline__ int32_t leave_part(uint32_t parts, int32_t head, RowSpan span) const;
@@ -134,6 +137,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   // Before the queries are asked for: what waits for them would hold up the copies.
 #pragma unroll 1
   for (int32_t i = 0; i < p_.slots && feed.has_more(); ++i) start_slot(i);
+  const OpenRows open{item.tile > 0 ? item.row : -1, next.tile > 0 ? next.row : -1};
   int32_t row = item.row, slot = 0, left = item.tiles;
   uint32_t parity = 0;
   attention_.fetch_query(query(), row);
@@ -147,7 +151,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     }
     if (header.row != row) {
       if (left > 0) attention_.fetch_query(query(), header.row);
-      finish_row(item, next, row);
+      finish_row(open, row);
       if (left == 0) return;
       row = header.row;
       attention_.start_row();
@@ -170,10 +174,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finish_row(
-    const WorkItem& item, const WorkItem& next, int32_t row) {
-  const bool began_before = row == item.row && item.tile > 0;
-  const bool goes_on = row == next.row && next.tile > 0;
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finish_row(OpenRows open,
+                                                                                      int32_t row) {
+  const bool began_before = row == open.before, goes_on = row == open.behind;
   if (!began_before && !goes_on) {
     attention_.write_row(static_cast<uint16_t*>(p_.out), p_.lse, p_.sinks, row);
     return;
