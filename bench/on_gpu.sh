@@ -13,6 +13,9 @@ OUT=$(realpath -m "${OUT:-results}")
 COMMIT=$(cat commit)
 mkdir -p "$OUT"
 export LD_LIBRARY_PATH=$PWD/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+# Extracts of real caches, if there are any.
+TIERKV_ATTENTION_EXTRACTS=$(ls extract_*.bin 2>/dev/null | paste -sd: || true)
+export TIERKV_ATTENTION_EXTRACTS
 failed=0
 
 part() {  # part LOG COMMAND...
@@ -33,11 +36,8 @@ wanted() {  # wanted NAME LIST...: where no list is given, everything
   return 1
 }
 
-# With the extracts of real caches, if there are any.
 run_tests() {
   local t
-  export TIERKV_ATTENTION_EXTRACTS
-  TIERKV_ATTENTION_EXTRACTS=$(ls extract_*.bin 2>/dev/null | paste -sd: || true)
   for t in test_gpu_*; do
     if wanted "${t#test_gpu_}" "$@"; then part "$t" "./$t"; fi
   done

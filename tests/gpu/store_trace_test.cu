@@ -93,6 +93,11 @@ Status StoreTwins::call(std::string* name) {
   if (dice < 90) {
     if (!one->second.live) return Status::ok();
     *name = "fork";
+    if (static_cast<int32_t>(open_.size()) == twins_.config().max_sequences) {
+      const auto other = one == open_.begin() ? std::next(one) : open_.begin();
+      if (Status s = twins_.release(other->second.id); !s) return s;
+      open_.erase(other);
+    }
     const Status s = input_.chance(0.6) ? twins_.fork(one->second.id, &id)
                                         : twins_.transfer(one->second.id, &id);
     if (s) open_[id.slot] = {id, true};
