@@ -2,6 +2,7 @@
 // bytes after every call.
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <map>
 
 #include "tests/gpu/store_twins.cuh"
