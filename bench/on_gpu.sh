@@ -49,7 +49,7 @@ run_tests() {
 sanitize_test() {  # sanitize_test TOOL TEST
   local tool=$1 t=$2 filter='*' options=(--error-exitcode 9)
   if "./$t" --gtest_filter='*Small*' --gtest_list_tests | grep -q '^ '; then filter='*Small*'; fi
-  if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 65536); fi
+  if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 16384); fi
   failed=0
   part "$tool.$t" compute-sanitizer --tool "$tool" "${options[@]}" "./$t" --gtest_filter="$filter"
   return $failed

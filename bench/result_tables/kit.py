@@ -1,0 +1,24 @@
+"""What the tables are made with: results, Markdown, and the tables by name."""
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+TABLES = {}
+
+
+def table(function):
+    TABLES[function.__name__] = function
+    return function
+
+
+def result(name):
+    return json.loads((ROOT / "bench" / "results" / name).read_text())
+
+
+def markdown(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(x) for x in row) + " |" for row in rows])
+
+
+def number(x, digits):
+    return "-" if x is None else f"{x:.{digits}f}"

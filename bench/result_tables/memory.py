@@ -1,0 +1,54 @@
+"""Allocator, codec and store on a GPU."""
+from .kit import markdown, result, table
+
+
+@table
+def allocator():
+    r = result("allocator.json")
+    rows = [[m["name"], m["where"] + (f", {m['threads'] or 1} threads" if m["where"] == "cpu" else ""), m["cache"], m["pages"],
+             f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"]]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['rows']} rows, {r['repeats']} repeats.\n\n" +
+            markdown(["what", "where", "cache", "pages", "us: median [p10, p90]"], rows))
+
+
+def kernels(r):
+    rows = []
+    for m in r["results"]:
+        flops = m.get("tflop_per_s", 0)
+        rows.append([m["name"], m["shape"], f"{(m['bytes_read'] + m['bytes_written']) * 1e-6:.1f}",
+                     f"{m['median_us']:.2f} [{m['p10_us']:.2f}, {m['p90_us']:.2f}]", f"{m['tb_per_s']:.3f}",
+                     f"{100 * m['of_ceiling']:.1f}", f"{flops:.0f}" if flops else "-"])
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays, copy ceiling {r['copy_ceiling_tb_per_s']:.3f} TB/s.\n\n" +
+            markdown(["kernel", "shape", "MB read + written", "us: median [p10, p90]", "TB/s", "% of ceiling", "TFLOP/s"], rows))
+
+
+@table
+def codec():
+    return kernels(result("codec.json"))
+
+
+@table
+def basis():
+    return kernels(result("basis.json"))
+
+
+@table
+def channel():
+    return kernels(result("channel.json"))
+
+
+@table
+def prompt():
+    peers = result("peers_prompt.json")
+    rows = [[f"{p['backend']} causal attention, torch {peers['torch']}", f"{p['median_us']:.0f}", f"{p['tflop_per_s']:.0f}"]
+            for p in peers["results"]]
+    return kernels(result("prompt.json")) + "\n\n" + markdown(["peer on the same prompt", "us", "TFLOP/s"], rows)
+
+
+@table
+def store():
+    r = result("store.json")
+    rows = [[m["name"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"]]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['sequences']} sequences of {r['tokens']} tokens, {r['layers']} layers; pool gain "
+            f"{r['before']['pool_gain']:.2f} after the prompt, {r['after']['pool_gain']:.2f} after {r['steps']} steps.\n\n" +
+            markdown(["call", "us: median [p10, p90]"], rows))
