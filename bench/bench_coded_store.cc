@@ -20,7 +20,7 @@ using namespace tierkv;
 
 struct Options {
   double k = 0.3, v = 0.25;
-  int32_t window = 64, length = 11;
+  int32_t window = 64, length = 10;
 };
 
 int fail(const Status& status) {

@@ -74,7 +74,7 @@ typedef struct tkv_coded_config {
   const float* value_means;         /* likewise */
   const tkv_codebook* const* given; /* of CODEBOOKS_GIVEN: [num_given], of both components */
   int32_t num_given;
-  int32_t max_length;       /* bits of the longest code word; 0: 11 */
+  int32_t max_length;       /* bits of the longest code word; 0: 10 */
   int32_t streams_per_lane; /* 1 or 2; 0: 2 */
 } tkv_coded_config;
 

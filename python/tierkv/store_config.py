@@ -76,7 +76,7 @@ class CodedConfig:
     codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host", or these; a store on a GPU refuses "device"
     key_means: Optional[ArrayLike] = None  # [num_layers, num_kv_heads, head_dim]
     value_means: Optional[ArrayLike] = None
-    max_length: int = 11  # bits of the longest code word; not for given codebooks
+    max_length: int = 10  # bits of the longest code word; not for given codebooks
     streams_per_lane: int = 2  # likewise
 
     def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.CodedConfigStruct:

@@ -48,6 +48,7 @@ KvStoreConfig config_of(bool coded) {
     c.coded.enabled = true;
     c.coded.key_steps = {0.5f, 0.75f, 1.0f, 1.25f};
     c.coded.value_steps = {1.5f, 1.25f, 1.0f, 0.875f};
+    c.coded.max_length = 11;
   } else {
     c.policy.sink_tokens = 2;
     c.policy.alpha_low = 0.25;
