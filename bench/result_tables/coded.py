@@ -115,8 +115,10 @@ def span(values, digits):
 @table
 def coded_ladder():
     measured = result("coded.json")["results"]
-    speed = lambda kind, key, value, shape: [
-        m["tera_symbols_per_s"] for m in measured if m["kind"] == kind and m[key] == value and m["shape"] == shape]
+
+    def speed(kind, key, value, shape):
+        return [m["tera_symbols_per_s"] for m in measured if m["kind"] == kind and m[key] == value and m["shape"] == shape]
+
     rows = []
     for bits, name in ((16, "fp16 pages"), (4, "4-bit pages")):
         by_shape = (speed("pages", "bits", bits, shape) for shape in LADDER_SHAPES)
