@@ -115,7 +115,6 @@ def rung_times(name, shape, formats=("k8v4", "k4v4", "k4v2")):
 
 @table
 def ablation_ladder():
-    # Instructions a tile: ncu, `smsp__inst_executed` at 32 x 4K, K4V4; not in the results.
     ladder = {"diffkv": "`diffkv`: CUDA cores, DiffKV's layout", "query_as_a": "`query_as_a`: BitDecoding's form",
               "kv_as_a": "`kv_as_a`: keys and values as operand A",
               "fixed_split": "`fixed_split`: and every warp on its own, the last to arrive merges",
