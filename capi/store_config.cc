@@ -93,6 +93,16 @@ Status read_sources(const tkv_coded_config& in, CodedConfig* out) {
     default:
       return invalid("means is unknown");
   }
+  switch (in.steps) {
+    case TKV_STEPS_GIVEN:
+      out->steps = StepSource::kGiven;
+      break;
+    case TKV_STEPS_OF_PROMPT:
+      out->steps = StepSource::kPrompt;
+      break;
+    default:
+      return invalid("steps is unknown");
+  }
   switch (in.codebooks) {
     case TKV_CODEBOOKS_OF_HOST:
       out->codebooks = CodebookSource::kHost;
@@ -124,15 +134,17 @@ Status read_coded(const tkv_coded_config* in, const CacheLayout& layout, CodedCo
   if (in == nullptr) return Status::ok();
   tkv_coded_config c;
   if (Status s = read_struct(in, "config", &c); !s) return s;
-  if (c.key_steps == nullptr || c.value_steps == nullptr) {
+  if (c.steps == TKV_STEPS_GIVEN && (c.key_steps == nullptr || c.value_steps == nullptr)) {
     return invalid("key_steps or value_steps is null");
   }
   if (Status s = read_sources(c, out); !s) return s;
   if (Status s = read_given(c, out); !s) return s;
   const int64_t rows = int64_t{layout.num_layers} * layout.num_kv_heads;
   out->enabled = true;
-  out->key_steps = part_of(c.key_steps, 0, rows);
-  out->value_steps = part_of(c.value_steps, 0, rows);
+  out->key_steps = optional(c.key_steps, rows);
+  out->value_steps = optional(c.value_steps, rows);
+  out->key_relative = c.key_relative;
+  out->value_relative = c.value_relative;
   out->key_means = optional(c.key_means, rows * layout.head_dim);
   out->value_means = optional(c.value_means, rows * layout.head_dim);
   if (c.max_length != 0) out->max_length = c.max_length;

@@ -89,9 +89,9 @@ Status CodedHostStore::attend(const AttendRequest& request) {
   for (int32_t r = 0; r < count * heads; ++r) {
     const int32_t entry = r / heads, slot = (*slots)[entry];
     const int32_t at = view_.row_of(slot, request.layer, r % heads);
-    Status read = read_row(view_, books_, at, Component::kKey, step_of(Component::kKey, at), &k);
+    Status read = read_row(view_, books_, at, Component::kKey, view_.step(Component::kKey, at), &k);
     if (!read) return read;
-    read = read_row(view_, books_, at, Component::kValue, step_of(Component::kValue, at), &v);
+    read = read_row(view_, books_, at, Component::kValue, view_.step(Component::kValue, at), &v);
     if (!read) return read;
     const int32_t tokens = table_.info(slot).num_tokens;
     for (int32_t query = 0; query < q_len; ++query) {

@@ -45,14 +45,6 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config) {
   return out;
 }
 
-std::vector<uint8_t> steps_bytes(const KvStoreConfig& config, int32_t within) {
-  std::vector<uint8_t> out;
-  ByteWriter w(&out);
-  w.f32(config.coded.key_steps[within]);
-  w.f32(config.coded.value_steps[within]);
-  return out;
-}
-
 bool same_bytes(ByteReader* reader, const std::vector<uint8_t>& expected) {
   const uint8_t* found = reader->take(expected.size());
   return found != nullptr && std::equal(expected.begin(), expected.end(), found);
@@ -98,9 +90,8 @@ Status split_component(const KvStoreConfig& config, const SequenceInfo& info, si
 Status read_component(const KvStoreConfig& config, const CodedSequenceContent& sequence,
                       int32_t within, Component c, ImportedCodedRow* out) {
   const int32_t dim = config.layout.head_dim, i = static_cast<int32_t>(c);
-  const float step =
-      (c == Component::kKey ? config.coded.key_steps : config.coded.value_steps)[within];
   const CodedRowContent& row = sequence.rows[within];
+  const float step = row.steps[i];
   std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * dim);
   for (const std::vector<uint8_t>& block : row.blocks[i]) {
     if (Status s = sequence.books.decode(block.data(), static_cast<int64_t>(block.size()), dim,
@@ -158,12 +149,22 @@ std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const Code
   return out;
 }
 
-void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRowContent& row,
-                      std::vector<uint8_t>* out) {
+Status check_coded_steps(const KvStoreConfig& config, int32_t within, const float (&steps)[2]) {
+  for (const float step : steps) {
+    if (!(step > 0 && step <= 2 * kMaxHalf)) return corrupt("a step");
+  }
+  const CodedConfig& coded = config.coded;
+  if (coded.steps == StepSource::kPrompt ||
+      (steps[0] == coded.key_steps[within] && steps[1] == coded.value_steps[within])) {
+    return Status::ok();
+  }
+  return Status(StatusCode::kInvalidArgument, "the sequence has other steps");
+}
+
+void export_coded_row(const CodedRowContent& row, std::vector<uint8_t>* out) {
   const size_t first = out->size();
   ByteWriter w(out);
-  const std::vector<uint8_t> steps = steps_bytes(config, within);
-  out->insert(out->end(), steps.begin(), steps.end());
+  for (const float step : row.steps) w.f32(step);
   for (const std::vector<float>& means : row.means) {
     for (const float mean : means) w.u16(float_to_half(mean));
   }
@@ -206,11 +207,10 @@ Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, c
   const int32_t rows = config.layout.num_layers * config.layout.num_kv_heads;
   for (int32_t w = 0; w < rows; ++w) {
     const uint8_t* first = here();
-    if (!same_bytes(&reader, steps_bytes(config, w))) {
-      return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence has other steps")
-                         : corrupt("a row is cut off");
-    }
     CodedRowContent row;
+    for (float& step : row.steps) step = reader.f32();
+    if (!reader.ok()) return corrupt("a row is cut off");
+    if (Status s = check_coded_steps(config, w, row.steps); !s) return s;
     for (std::vector<float>& means : row.means) {
       for (int32_t d = 0; d < config.layout.head_dim; ++d) {
         means.push_back(half_to_float(reader.u16()));
@@ -235,6 +235,7 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
   sequence.info = content->info;
   for (size_t w = 0; w < content->rows.size(); ++w) {
     ImportedCodedRow row;
+    std::copy_n(content->rows[w].steps, 2, row.steps);
     for (const Component c : {Component::kKey, Component::kValue}) {
       row.means[static_cast<size_t>(c)] = content->rows[w].means[static_cast<size_t>(c)];
       if (Status s = read_component(config, *content, static_cast<int32_t>(w), c, &row); !s) {

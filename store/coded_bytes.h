@@ -12,15 +12,17 @@ namespace tierkv {
 
 // A row of an export. Coded blocks keep the bytes they have.
 struct CodedRowContent {
-  std::vector<float> means[2];                  // [head_dim]: keys, values
+  float steps[2] = {};                          // of keys, of values
+  std::vector<float> means[2];                  // [head_dim], likewise
   std::vector<std::vector<uint8_t>> blocks[2];  // bytes of each
   std::vector<uint16_t> raw[2];                 // [tokens, head_dim]
 };
 
 std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const CodedBooks& books,
                                          const SequenceInfo& info);
-void export_coded_row(const KvStoreConfig& config, int32_t within, const CodedRowContent& row,
-                      std::vector<uint8_t>* out);
+void export_coded_row(const CodedRowContent& row, std::vector<uint8_t>* out);
+// Whether row `within` of a sequence can have these steps in a store: kCorrupt, kInvalidArgument.
+Status check_coded_steps(const KvStoreConfig& config, int32_t within, const float (&steps)[2]);
 
 // What the bytes hold, found and not yet looked at.
 struct CodedSequenceContent {
@@ -35,6 +37,7 @@ Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, c
                                                   size_t size);
 
 struct ImportedCodedRow {
+  float steps[2];
   std::vector<float> means[2];
   std::vector<int16_t> codes[2];  // [window_first, head_dim]
   std::vector<uint16_t> raw[2];   // [num_tokens - window_first, head_dim]

@@ -101,6 +101,8 @@ Status CodedDeviceStore::allocate() {
   if (Status s = take(rows * host.max_blocks, &view.values); !s) return s;
   if (Status s = take(rows * host.head_dim, &view.key_means); !s) return s;
   if (Status s = take(rows * host.head_dim, &view.value_means); !s) return s;
+  if (Status s = take(rows, &view.key_steps); !s) return s;
+  if (Status s = take(rows, &view.value_steps); !s) return s;
   if (Status s = take(1, &common.failure); !s) return s;
   if (Status s = take(sequences, &common.batch); !s) return s;
   if (Status s = take(sequences, &common.before); !s) return s;
@@ -125,8 +127,12 @@ Status CodedDeviceStore::allocate() {
   if (!raw) return raw.status();
   common.s.layouts[kRawSide] = *raw;
   common.max_tokens = c.max_tokens;
-  if (Status s = upload(c.coded.key_steps, &state_.key_steps); !s) return s;
-  if (Status s = upload(c.coded.value_steps, &state_.value_steps); !s) return s;
+  if (c.coded.steps == StepSource::kGiven) {
+    if (Status s = upload(c.coded.key_steps, &state_.given_key_steps); !s) return s;
+    if (Status s = upload(c.coded.value_steps, &state_.given_value_steps); !s) return s;
+  } else {
+    if (Status s = take(4 * rows, &state_.ranges); !s) return s;
+  }
   if (c.coded.means == MeanSource::kGiven) {
     const auto rounded = [](std::vector<float> means) {
       for (float& x : means) x = half_to_float(float_to_half(x));
@@ -134,6 +140,11 @@ Status CodedDeviceStore::allocate() {
     };
     if (Status s = upload(rounded(c.coded.key_means), &state_.given_key_means); !s) return s;
     if (Status s = upload(rounded(c.coded.value_means), &state_.given_value_means); !s) return s;
+  }
+  // Rows in their prompts have none; attention looks at them all the same.
+  for (float* steps : {view.key_steps, view.value_steps}) {
+    const cudaError_t error = cudaMemsetAsync(steps, 0, rows * sizeof(float), stream_);
+    if (error != cudaSuccess) return cuda_status(error, "create");
   }
   if (Status s = copy(common.failure, &kNoFailure, sizeof(kNoFailure)); !s) return s;
   return initialize_device(*a, stream_);

@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t sequence = d.common.batch[i / heads];
   if (sequence == kPaddingSequence || failed_before(d, x.layer)) return;
   const SequenceInfo info = d.s.infos[sequence];
-  const int32_t within = x.layer * heads + i % heads;
-  const int32_t row = sequence * d.s.rows_per_sequence() + within;
+  const int32_t row = d.s.row_of(sequence, x.layer, i % heads);
   const int32_t end = info.num_tokens, first = end - x.tokens;
   const int32_t block = first / kBlockTokens + static_cast<int32_t>(blockIdx.y);
   const int32_t begin = max(first, block * kBlockTokens);
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   for (const Component c : {Component::kKey, Component::kValue}) {
     const void* from = c == Component::kKey ? x.k : x.v;
     const float* mean = d.s.means(c, row);
-    const float step = (c == Component::kKey ? d.key_steps : d.value_steps)[within];
+    const float step = prompt ? 1.0f : d.s.step(c, row);
     for (int32_t j = threadIdx.x; j < (stop - begin) * head_dim; j += kThreads) {
       const int32_t position = begin + j / head_dim, dim = j % head_dim;
       uint16_t y = 0;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     row.window_tokens = CodedView::raw_tokens(info);
     row.first_block = r * d.s.max_blocks;
     row.first_page = int64_t{r} * table.row_stride() + table.slot_of(kRawSide, 0);
-    row.step = i % heads;
+    row.step = r;
     row.mean = info.window_origin == kInPrompt ? -1 : r;
     return row;
   };

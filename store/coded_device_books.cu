@@ -148,9 +148,14 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   if (!slots) return slots.status();
   PromptEnd prompt;
   prompt.count = static_cast<int32_t>(slots->size());
-  prompt.means = config().coded.means;
+  const CodedConfig& coded = config().coded;
+  prompt.means = coded.means;
+  prompt.steps = coded.steps;
+  prompt.key_relative = coded.key_relative;
+  prompt.value_relative = coded.value_relative;
   for (const int32_t slot : *slots) {
     const int32_t tokens = table().info(slot).num_tokens;
+    if (Status s = check_coded_prompt_end(coded, tokens); !s) return s;
     prompt.most_blocks =
         std::max(prompt.most_blocks,
                  coded_tokens_after_prompt(tokens, state_.s.window_tokens) / kBlockTokens);

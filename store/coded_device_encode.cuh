@@ -39,13 +39,9 @@ __device__ inline CodedRowOf coded_row_of(const CodedDeviceState& d, int32_t i) 
 struct RawBlock {
   const uint8_t* page;
   const float* mean;  // still to be taken off; null: none
-  int32_t within;     // the row, of its sequence
+  int32_t row;
   Component component;
 };
-
-__device__ inline float step_of(const CodedDeviceState& d, Component c, int32_t within) {
-  return (c == Component::kKey ? d.key_steps : d.value_steps)[within];
-}
 
 // y of a token of the block.
 __device__ __forceinline__ uint16_t raw_value(const CodedDeviceState& d, const RawBlock& b,
@@ -164,7 +160,7 @@ __device__ inline RawTileSource raw_tile_source(const CodedDeviceState& d, const
   __syncwarp();
   const auto* words =
       reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, b.component, 0));
-  const float step = step_of(d, b.component, b.within);
+  const float step = d.s.step(b.component, b.row);
   const int32_t lane = lane_index();
   if (key) return {words + lane, means + lane % 4, kDimBlock / 2, 0, 4, step, 1.0f / step};
   return {words + lane, means + lane / 4, kDimBlock, 8, 0, step, 1.0f / step};

@@ -102,6 +102,8 @@ Status CodedDeviceStore::copy_directory(int32_t slot, const CodedView& from, con
     if (Status s = copy(to.blocks(c, first), from.blocks(c, first), blocks); !s) return s;
     const size_t means = rows * from.head_dim * sizeof(float);
     if (Status s = copy(to.means(c, first), from.means(c, first), means); !s) return s;
+    const size_t steps = rows * sizeof(float);
+    if (Status s = copy(&to.step(c, first), &from.step(c, first), steps); !s) return s;
   }
   return Status::ok();
 }

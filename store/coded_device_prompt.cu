@@ -1,4 +1,4 @@
-// The end of a prompt of a coded store: means, codes, places, blocks, and what stays raw.
+// The end of a prompt of a coded store: codes, places, blocks, and what stays raw.
 
 #include <cuda_runtime.h>
 
@@ -8,86 +8,6 @@ namespace tierkv {
 namespace {
 
 constexpr int32_t kThreads = 256;
-constexpr int32_t kMeanWarps = kThreads / kWarpLanes;
-
-// Adds up channels of dim block f over the tiles of a row; lane by lane, of each lane's channels
-// sum[i] is that of channel_of(i).
-struct MeanLane {
-  Component component;
-  int64_t sum[kPairsPerFragment] = {};
-
-  __device__ __forceinline__ explicit MeanLane(Component c) : component(c) {}
-  __device__ __forceinline__ void add(const uint4& x) {
-    const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const int64_t low = half_to_fixed(static_cast<uint16_t>(pairs[r])),
-                    high = half_to_fixed(static_cast<uint16_t>(pairs[r] >> 16));
-      // Keys: two channels of a token; values: two tokens of a channel.
-      if (component == Component::kKey) {
-        sum[r / 2 * 2] += low, sum[r / 2 * 2 + 1] += high;
-      } else {
-        sum[r % 2] += low + high;
-      }
-    }
-  }
-  __device__ __forceinline__ int32_t channels() const {
-    return component == Component::kKey ? 4 : 2;
-  }
-  __device__ __forceinline__ int32_t channel_of(int32_t i) const {
-    return component == Component::kKey ? 2 * (lane_index() % 4) + i % 2 + i / 2 * 8
-                                        : lane_index() / 4 + 8 * i;
-  }
-};
-
-// A CTA for a dim block of a component of a row: blockIdx.y, blockIdx.x. The sums are exact, so
-// their order does not matter.
-__global__ void __launch_bounds__(kThreads)
-    means_kernel(const __grid_constant__ CodedDeviceState d, MeanSource source) {
-  __shared__ unsigned long long sums[kDimBlock];
-  const CodedRowOf r = coded_row_of(d, static_cast<int32_t>(blockIdx.x / 2));
-  if (r.sequence == kPaddingSequence) return;
-  const Component c = component_of(blockIdx.x);
-  const int32_t head_dim = d.s.head_dim, first_dim = static_cast<int32_t>(blockIdx.y) * kDimBlock;
-  const SequenceInfo info = d.s.infos[r.sequence];
-  if (threadIdx.x < kDimBlock) sums[threadIdx.x] = 0;
-  __syncthreads();
-  if (source == MeanSource::kPrompt) {
-    MeanLane lane(c);
-    const auto warp = static_cast<int32_t>(threadIdx.x / kWarpLanes);
-    const int32_t tile_bytes = kTileTokens * 2 * head_dim;
-    const int32_t in_tile = (first_dim * kTileTokens + lane_index() * 8) * 2;
-    const int32_t tiles = tile_count(info.num_tokens);
-    constexpr int32_t kTiles = kBlockTokens / kTileTokens;
-#pragma unroll 2
-    for (int32_t block = warp; block * kTiles < tiles; block += kMeanWarps) {
-      const uint8_t* page = d.s.page_bytes(d.s.page_id(r.row, kRawSide, block));
-      const uint8_t* from = page + raw_tile_byte(head_dim, c, 0) + in_tile;
-      uint4 x[kTiles];
-#pragma unroll
-      for (int32_t t = 0; t < kTiles; ++t) {
-        // What is behind the tokens in their last tile is zeros.
-        x[t] = block * kTiles + t < tiles ? *reinterpret_cast<const uint4*>(from + t * tile_bytes)
-                                          : make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll
-      for (const uint4& words : x) lane.add(words);
-    }
-    for (int32_t i = 0; i < lane.channels(); ++i) {
-      atomicAdd(sums + lane.channel_of(i), static_cast<unsigned long long>(lane.sum[i]));
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x >= kDimBlock) return;
-  const int32_t dim = first_dim + static_cast<int32_t>(threadIdx.x);
-  const float* given = c == Component::kKey ? d.given_key_means : d.given_value_means;
-  float mean = 0.0f;
-  if (source == MeanSource::kPrompt && info.num_tokens > 0) {
-    mean = fixed_mean(static_cast<int64_t>(sums[threadIdx.x]), info.num_tokens);
-  }
-  if (source == MeanSource::kGiven) mean = given[int64_t{r.within} * head_dim + dim];
-  d.s.means(c, r.row)[dim] = mean;
-}
 
 // The tokens that stay raw must be what a step can code one day. A CTA for a component of a row.
 __global__ void __launch_bounds__(kThreads)
@@ -101,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
     const int32_t p = first + i / d.s.head_dim;
     const uint16_t y =
         raw_value(d, prompt_block(d, r, c, p / kBlockTokens), p % kBlockTokens, i % d.s.head_dim);
-    if (check_centred(y, step_of(d, c, r.within)) != StatusCode::kOk) report_code(d, r);
+    if (check_centred(y, d.s.step(c, r.row)) != StatusCode::kOk) report_code(d, r);
   }
 }
 
@@ -232,9 +152,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int32_t rows_of(const CodedDeviceState& d, int32_t count) {
-  return count * d.s.rows_per_sequence();
-}
 // Enough CTAs to fill the device a few times over: each brings its code words along.
 Result<uint32_t> most_encode_ctas(const CodedDeviceState& d) {
   const Result<DeviceLimits> limits = device_limits();
@@ -253,10 +170,8 @@ bool codes_blocks(const CodedDeviceState& d, const PromptEnd& prompt) {
 
 Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt,
                               GpuStream stream) {
+  if (Status s = find_prompt_basis(d, prompt, stream); !s) return s;
   const auto ctas = static_cast<uint32_t>(rows_of(d, prompt.count)) * 2;
-  const dim3 means(ctas, static_cast<uint32_t>(d.s.head_dim / kDimBlock));
-  means_kernel<<<means, kThreads, 0, stream>>>(d, prompt.means);
-  if (Status s = launch_status("end_prompt"); !s) return s;
   check_rest_kernel<<<ctas, kThreads, 0, stream>>>(d);
   return launch_status("end_prompt");
 }

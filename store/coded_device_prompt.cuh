@@ -16,12 +16,19 @@ __device__ inline int32_t coded_blocks(const CodedDeviceState& d, const Sequence
 
 __device__ inline RawBlock prompt_block(const CodedDeviceState& d, const CodedRowOf& r, Component c,
                                         int32_t block) {
-  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.within, c};
+  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.row, c};
 }
 
 __device__ inline void report_code(const CodedDeviceState& d, const CodedRowOf& r) {
   report_failure(d.common, {StatusCode::kOutOfRange, DeviceCall::kEndPrompt,
                             r.within / d.s.num_kv_heads, r.sequence});
 }
+
+inline int32_t rows_of(const CodedDeviceState& d, int32_t count) {
+  return count * d.s.rows_per_sequence();
+}
+
+// The means of the rows of the batch, then their steps.
+Status find_prompt_basis(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
 
 }  // namespace tierkv

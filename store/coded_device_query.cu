@@ -117,7 +117,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
     CodedComponent& component = key ? call.keys : call.values;
     component.bytes = s.pages.base;
     component.blocks = s.blocks(c, rows_before);
-    component.steps = (key ? state_.key_steps : state_.value_steps) + rows_before;
+    component.steps = &s.step(c, rows_before);
     component.means = s.means(c, rows_before);
     component.size = s.pages.page_bytes * s.pages.num_pages;
     component.codebook = books_[2 * request.layer + (key ? 0 : 1)];
@@ -138,7 +138,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.num_items = static_cast<int32_t>(std::min<int64_t>(most_items, INT32_MAX));
   call.item_count = item_count_;
   call.num_blocks = rows_left * s.max_blocks;
-  call.num_steps = s.num_kv_heads;
+  call.num_steps = rows_left;
   call.num_means = rows_left;
   call.columns = config().layout.group_size();
   call.head_dim = s.head_dim;

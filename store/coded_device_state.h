@@ -14,21 +14,25 @@ namespace tierkv {
 // All pointers in device memory.
 struct CodedDeviceState {
   CodedView s;
-  DeviceState common;                  // batch, failure, reports, counts, infos and appended tokens
-  const float* key_steps = nullptr;    // [rows_per_sequence]
-  const float* value_steps = nullptr;  // likewise
-  const float* given_key_means = nullptr;  // [rows_per_sequence, head_dim], MeanSource::kGiven
+  DeviceState common;  // batch, failure, reports, counts, infos and appended tokens
+  const float* given_key_steps = nullptr;    // [rows_per_sequence], StepSource::kGiven
+  const float* given_value_steps = nullptr;  // likewise
+  uint32_t* ranges = nullptr;                // [rows][2][2], StepSource::kPrompt: -least, most
+  const float* given_key_means = nullptr;    // [rows_per_sequence, head_dim], MeanSource::kGiven
   const float* given_value_means = nullptr;
   const DeviceCodebook* books = nullptr;  // [num_layers][2]; null: there are none yet
 };
 
-// The end of prompts, in this order: begin; where there are no codebooks yet the histograms that
-// they are made from; plan; reserve (entry_counts); write; keep (row_counts);
+// The end of prompts, in this order: begin (means, steps); where there are no codebooks yet the
+// histograms that they are made from; plan; reserve (entry_counts); write; keep (row_counts);
 // finish.
 struct PromptEnd {
   int32_t count = 0;
   int32_t most_blocks = 0;  // that a row of the batch codes
   MeanSource means = MeanSource::kPrompt;
+  StepSource steps = StepSource::kGiven;
+  float key_relative = 0;
+  float value_relative = 0;
 };
 Status begin_coded_prompt_end(const CodedDeviceState& d, const PromptEnd& prompt, GpuStream stream);
 // All layers' histograms of the codes that the prompts will have: of keys, then of values.

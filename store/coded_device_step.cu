@@ -11,7 +11,7 @@ namespace {
 constexpr int32_t kThreads = 256;
 
 __device__ RawBlock oldest_block(const CodedDeviceState& d, const CodedRowOf& r, Component c) {
-  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, 0)), nullptr, r.within, c};
+  return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, 0)), nullptr, r.row, c};
 }
 
 // A component of a row, and whether the step codes a block of it. Neighbouring warps have the two

@@ -45,6 +45,8 @@ Status CodedHostStore::allocate(const CodedShape& shape) {
   value_blocks_.resize(key_blocks_.size());
   key_means_.resize(num_rows * config_.layout.head_dim);
   value_means_.resize(key_means_.size());
+  key_steps_.resize(num_rows);
+  value_steps_.resize(num_rows);
   view_ = coded_view(config_, shape);
   view_.allocator = *allocator;
   view_.pages = {static_cast<uint8_t*>(pool_.get()), allocator->records, shape.page_bytes,
@@ -54,6 +56,8 @@ Status CodedHostStore::allocate(const CodedShape& shape) {
   view_.values = value_blocks_.data();
   view_.key_means = key_means_.data();
   view_.value_means = value_means_.data();
+  view_.key_steps = key_steps_.data();
+  view_.value_steps = value_steps_.data();
   books_ = CodedBooks::of_config(config_);
   return initialize_host(view_.allocator);
 }
@@ -94,7 +98,7 @@ Status CodedHostStore::check_append(const AppendCall& call, const Slots& slots) 
       const std::vector<uint16_t> halves = half_values(tokens, layout.head_dim);
       for (size_t j = 0; j < halves.size(); ++j) {
         const uint16_t y = centred(halves[j], view_.means(c, at)[j % layout.head_dim]);
-        if (check_centred(y, step_of(c, at)) != StatusCode::kOk) {
+        if (check_centred(y, view_.step(c, at)) != StatusCode::kOk) {
           return Status(StatusCode::kOutOfRange, "a value without its mean, or its code")
               .with_context(c == Component::kKey ? "k" : "v");
         }
@@ -168,14 +172,16 @@ Result<StoreStats> CodedHostStore::stats() {
     if (table_.phase(slot) == SequencePhase::kFree) continue;
     const SequenceInfo& info = table_.info(slot);
     const int32_t blocks = info.window_first / kBlockTokens;
-    const bool own_means =
-        config_.coded.means == MeanSource::kPrompt && table_.phase(slot) == SequencePhase::kLive;
+    const bool live = table_.phase(slot) == SequencePhase::kLive;
+    const bool own_means = live && config_.coded.means == MeanSource::kPrompt,
+               own_steps = live && config_.coded.steps == StepSource::kPrompt;
     for (int32_t w = 0; w < rows(); ++w) {
       stats.tokens[static_cast<int32_t>(Tier::kHigh)] += info.window_first;
       stats.tokens[static_cast<int32_t>(Tier::kWindow)] += info.num_tokens - info.window_first;
       stats.raw_bytes += info.num_tokens * token_bytes;
       stats.nominal_bytes += (info.num_tokens - info.window_first) * token_bytes;
       stats.nominal_bytes += own_means ? token_bytes : 0;
+      stats.nominal_bytes += own_steps ? 2 * sizeof(float) : 0;
       for (const Component c : {Component::kKey, Component::kValue}) {
         const CodedBlockRef* refs = view_.blocks(c, row(slot, w));
         for (int32_t b = 0; b < blocks; ++b) {

@@ -61,6 +61,7 @@ class CodedHostStore final : public KvStore {
   struct CodingPlan {
     std::vector<BlockRange> ranges;
     std::vector<std::vector<float>> means[2];  // [entries * rows] of prompts; else empty
+    std::vector<float> steps[2];               // likewise
     CodedBooks books;                          // as they are after the call
     std::vector<PendingBlocks> rows;           // [entries * rows]
   };
@@ -73,10 +74,6 @@ class CodedHostStore final : public KvStore {
   static SequenceBatch batch(const Slots& slots) {
     return {slots.data(), static_cast<int32_t>(slots.size())};
   }
-  float step_of(Component c, int32_t row) const {
-    const CodedConfig& coded = config_.coded;
-    return (c == Component::kKey ? coded.key_steps : coded.value_steps)[row % rows()];
-  }
 
   Status check_append(const AppendCall& call, const Slots& slots) const;
   void append_row(int32_t row, const SequenceInfo& info, Component c, const CodedTokens& tokens);
@@ -84,6 +81,7 @@ class CodedHostStore final : public KvStore {
   // Basis of row `within` of entry `entry` of a plan.
   RowBasis plan_basis(const CodingPlan& plan, size_t entry, int32_t within, Component c) const;
   std::vector<float> new_means(int32_t row, Component c) const;
+  float new_step(int32_t row, Component c, const float* mean) const;
   Status check_raw_rest(const CodingPlan& plan) const;
   Status plan_codebooks(CodingPlan* plan) const;
   Status plan_blocks(CodingPlan* plan) const;
@@ -95,7 +93,7 @@ class CodedHostStore final : public KvStore {
   CodedBooks books_;
   std::unique_ptr<void, FreeMemory> pool_, allocator_memory_;
   std::vector<CodedBlockRef> key_blocks_, value_blocks_;
-  std::vector<float> key_means_, value_means_;
+  std::vector<float> key_means_, value_means_, key_steps_, value_steps_;
 };
 
 }  // namespace tierkv

@@ -20,8 +20,9 @@ RowBasis CodedHostStore::plan_basis(const CodingPlan& plan, size_t entry, int32_
                                     Component c) const {
   const int32_t at = row(plan.ranges[entry].slot, within);
   const auto& means = plan.means[static_cast<size_t>(c)];
-  return {step_of(c, at),
-          means.empty() ? view_.means(c, at) : means[entry * rows() + within].data()};
+  if (means.empty()) return {view_.step(c, at), view_.means(c, at)};
+  const size_t i = entry * rows() + within;
+  return {plan.steps[static_cast<size_t>(c)][i], means[i].data()};
 }
 
 // The first blocks that the store codes make its codebooks.
@@ -115,6 +116,16 @@ std::vector<float> CodedHostStore::new_means(int32_t row, Component c) const {
   return means;
 }
 
+float CodedHostStore::new_step(int32_t row, Component c, const float* mean) const {
+  const CodedConfig& coded = config_.coded;
+  const bool key = c == Component::kKey;
+  if (coded.steps == StepSource::kGiven) {
+    return (key ? coded.key_steps : coded.value_steps)[row % rows()];
+  }
+  return relative_step(prompt_range(view_, row, table_.info(row / rows()), c, mean),
+                       key ? coded.key_relative : coded.value_relative);
+}
+
 // The tokens that stay raw must be what a step can code one day.
 Status CodedHostStore::check_raw_rest(const CodingPlan& plan) const {
   std::vector<uint16_t> x(view_.head_dim);
@@ -160,11 +171,14 @@ Status CodedHostStore::end_prompt(SequenceList sequences) {
   CodingPlan plan;
   for (const int32_t slot : *slots) {
     const SequenceInfo& info = table_.info(slot);
+    if (Status s = check_coded_prompt_end(config_.coded, info.num_tokens); !s) return s;
     const int32_t coded = coded_tokens_after_prompt(info.num_tokens, view_.window_tokens);
     plan.ranges.push_back({slot, 0, coded / kBlockTokens});
     for (int32_t w = 0; w < rows(); ++w) {
       for (const Component c : kComponents) {
-        plan.means[static_cast<size_t>(c)].push_back(new_means(row(slot, w), c));
+        std::vector<float> means = new_means(row(slot, w), c);
+        plan.steps[static_cast<size_t>(c)].push_back(new_step(row(slot, w), c, means.data()));
+        plan.means[static_cast<size_t>(c)].push_back(std::move(means));
       }
     }
   }
@@ -192,6 +206,7 @@ Status CodedHostStore::end_prompt(SequenceList sequences) {
     for (const Component c : kComponents) {
       const std::vector<float>& mean = plan.means[static_cast<size_t>(c)][i];
       std::copy(mean.begin(), mean.end(), view_.means(c, at));
+      view_.step(c, at) = plan.steps[static_cast<size_t>(c)][i];
     }
     write_blocks(view_, at, 0, 0, plan.rows[i]);
     finish_prompt_row(at, before, coded_info_after_prompt(before.num_tokens, view_.window_tokens));

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "codec/element.h"
-#include "store/coded_values.h"
 
 namespace tierkv {
 namespace {
@@ -66,6 +65,17 @@ std::vector<float> prompt_means(const CodedView& s, int32_t row, const SequenceI
     means[d] = fixed_mean(sums[d], info.num_tokens);
   }
   return means;
+}
+
+ValueRange prompt_range(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
+                        const float* mean) {
+  std::vector<uint16_t> x(s.head_dim);
+  ValueRange range;
+  for (int32_t p = 0; p < info.num_tokens; ++p) {
+    get_raw_token(s, row, info, c, p, x.data());
+    for (int32_t d = 0; d < s.head_dim; ++d) range.add(centred(x[d], mean[d]));
+  }
+  return range;
 }
 
 Status raw_block_codes(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,

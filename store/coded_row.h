@@ -8,6 +8,7 @@
 #include "codec/histogram.h"
 #include "store/coded_books.h"
 #include "store/coded_shape.h"
+#include "store/coded_values.h"
 
 namespace tierkv {
 
@@ -38,6 +39,10 @@ void get_raw_token(const CodedView& s, int32_t row, const SequenceInfo& info, Co
 // The means of a prompt's tokens, [head_dim].
 std::vector<float> prompt_means(const CodedView& s, int32_t row, const SequenceInfo& info,
                                 Component c);
+
+// The range of a prompt's values without `mean`, [head_dim].
+ValueRange prompt_range(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
+                        const float* mean);
 
 // Codes of raw block `block`, [kBlockTokens, head_dim]. In a prompt the mean is taken off first.
 // kOutOfRange; never past the prompt, where values were checked when they came in.

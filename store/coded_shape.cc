@@ -29,11 +29,28 @@ Status check_numbers(const std::vector<float>& x, size_t count, bool positive, c
   return Status::ok();
 }
 
+constexpr float kLeastRelative = 0x1p-14f;
+
+Status validate_steps(const CodedConfig& coded, size_t rows) {
+  if (coded.steps != StepSource::kGiven && coded.steps != StepSource::kPrompt) {
+    return invalid("coded.steps");
+  }
+  const bool given = coded.steps == StepSource::kGiven;
+  for (const float relative : {coded.key_relative, coded.value_relative}) {
+    if (given ? relative != 0 : !(relative >= kLeastRelative && relative <= 1)) {
+      return invalid(given ? "coded.key_relative and value_relative need steps = kPrompt"
+                           : "coded.key_relative and value_relative must be 2^-14 to 1");
+    }
+  }
+  if (!given) rows = 0;
+  if (Status s = check_numbers(coded.key_steps, rows, true, "coded.key_steps"); !s) return s;
+  return check_numbers(coded.value_steps, rows, true, "coded.value_steps");
+}
+
 Status validate_basis(const KvStoreConfig& c) {
   const CodedConfig& coded = c.coded;
   const size_t rows = static_cast<size_t>(c.layout.num_layers) * c.layout.num_kv_heads;
-  if (Status s = check_numbers(coded.key_steps, rows, true, "coded.key_steps"); !s) return s;
-  if (Status s = check_numbers(coded.value_steps, rows, true, "coded.value_steps"); !s) return s;
+  if (Status s = validate_steps(coded, rows); !s) return s;
   if (coded.means != MeanSource::kNone && coded.means != MeanSource::kGiven &&
       coded.means != MeanSource::kPrompt) {
     return invalid("coded.means");
@@ -159,6 +176,11 @@ Status check_coded_prompt(int32_t tokens) {
                                              " at once; bring a longer prompt in pieces");
 }
 
+Status check_coded_prompt_end(const CodedConfig& config, int32_t tokens) {
+  if (tokens > 0 || config.steps != StepSource::kPrompt) return Status::ok();
+  return invalid("a prompt without tokens has no range for coded.steps = kPrompt");
+}
+
 Status validate_coded_request(const AttendRequest& request) {
   if (request.dtype != DType::kFloat16) {
     return unsupported("dtype of q and out: a coded store needs float16");
@@ -169,14 +191,16 @@ Status validate_coded_request(const AttendRequest& request) {
 
 std::string to_json(const CodedConfig& c) {
   static constexpr const char* kMeans[] = {"none", "given", "prompt"};
+  static constexpr const char* kSteps[] = {"given", "prompt"};
   static constexpr const char* kBooks[] = {"host", "device", "given"};
-  const auto numbers = [](const std::vector<float>& x) {
+  const auto number = [](float x) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%.9g", x);
+    return std::string(text);
+  };
+  const auto numbers = [&](const std::vector<float>& x) {
     std::string text;
-    for (const float value : x) {
-      char number[32];
-      std::snprintf(number, sizeof(number), "%s%.9g", text.empty() ? "" : ",", value);
-      text += number;
-    }
+    for (const float value : x) text += (text.empty() ? "" : ",") + number(value);
     return "[" + text + "]";
   };
   std::string given;
@@ -188,8 +212,11 @@ std::string to_json(const CodedConfig& c) {
     }
     given += '"';
   }
-  const auto means = static_cast<size_t>(c.means), books = static_cast<size_t>(c.codebooks);
-  return std::string("{\"enabled\":") + (c.enabled ? "true" : "false") +
+  const auto means = static_cast<size_t>(c.means), books = static_cast<size_t>(c.codebooks),
+             steps = static_cast<size_t>(c.steps);
+  return std::string("{\"enabled\":") + (c.enabled ? "true" : "false") + ",\"steps\":\"" +
+         (steps < 2 ? kSteps[steps] : "?") + "\",\"key_relative\":" + number(c.key_relative) +
+         ",\"value_relative\":" + number(c.value_relative) +
          ",\"key_steps\":" + numbers(c.key_steps) + ",\"value_steps\":" + numbers(c.value_steps) +
          ",\"means\":\"" + (means < 3 ? kMeans[means] : "?") +
          "\",\"key_means\":" + numbers(c.key_means) + ",\"value_means\":" + numbers(c.value_means) +

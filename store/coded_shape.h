@@ -81,6 +81,8 @@ struct CodedView {
   CodedBlockRef* values = nullptr;  // likewise
   float* key_means = nullptr;       // [rows][head_dim], fp16 numbers; of rows past their prompts
   float* value_means = nullptr;
+  float* key_steps = nullptr;  // [rows], of rows past their prompts
+  float* value_steps = nullptr;
   int32_t max_blocks = 0;
   int32_t window_tokens = 0;
   int32_t num_kv_heads = 0;
@@ -116,6 +118,9 @@ struct CodedView {
   TKV_HD float* means(Component c, int32_t row) const {
     return (c == Component::kKey ? key_means : value_means) + static_cast<int64_t>(row) * head_dim;
   }
+  TKV_HD float& step(Component c, int32_t row) const {
+    return (c == Component::kKey ? key_steps : value_steps)[row];
+  }
 };
 
 // Byte of a raw value on its page: four fp16 tiles of keys, then four of values.
@@ -137,6 +142,8 @@ struct CodedShape {
 Result<CodedShape> coded_shape(const KvStoreConfig& config);
 // kOutOfRange beyond kMaxCodedPromptTokens, on both back ends.
 Status check_coded_prompt(int32_t tokens);
+// Whether a prompt of so many tokens can end: kInvalidArgument where steps need a token.
+Status check_coded_prompt_end(const CodedConfig& config, int32_t tokens);
 // kUnsupported for what neither back end does.
 Status validate_coded_request(const AttendRequest& request);
 // Without pointers.

@@ -31,12 +31,12 @@ void clear_raw_tail(const CodedView& s, int32_t row, const SequenceInfo& info) {
 
 // The first tokens of a block that is cut, as raw values.
 std::vector<uint16_t> decoded_tokens(const CodedView& s, const CodedBooks& books, int32_t row,
-                                     Component c, int32_t block, float step) {
+                                     Component c, int32_t block) {
   std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * s.head_dim);
   (void)read_block(s, books, row, c, block, codes.data());  // of our own making
   std::vector<uint16_t> values(codes.size());
   std::transform(codes.begin(), codes.end(), values.begin(),
-                 [step](int16_t code) { return coded_value(code, step); });
+                 [step = s.step(c, row)](int16_t code) { return coded_value(code, step); });
   return values;
 }
 
@@ -110,6 +110,7 @@ Result<SequenceId> CodedHostStore::fork(SequenceId source) {
     for (const Component c : kComponents) {
       std::copy_n(view_.blocks(c, old_row), blocks, view_.blocks(c, new_row));
       std::copy_n(view_.means(c, old_row), view_.head_dim, view_.means(c, new_row));
+      view_.step(c, new_row) = view_.step(c, old_row);
     }
     const PageCopy& open = copies[static_cast<size_t>(r) * kMaxSides + kCodedSide];
     if (open.source != kNoPage) {
@@ -150,7 +151,7 @@ Status CodedHostStore::truncate(SequenceId sequence, int32_t tokens) {
     needed += units % view_.page_units() != 0 &&
               is_frozen(view_.allocator, view_.page_id(at, kCodedSide, open));
     for (const Component c : kComponents) {
-      if (cuts) cut.push_back(decoded_tokens(view_, books_, at, c, kept, step_of(c, at)));
+      if (cuts) cut.push_back(decoded_tokens(view_, books_, at, c, kept));
     }
   }
   if (Status s = require_pages(view_.allocator, needed); !s) return s;

@@ -15,6 +15,7 @@ CodedRowContent row_content(const CodedView& s, int32_t row, const SequenceInfo&
   std::vector<uint16_t> raw(s.head_dim);
   for (const Component c : kComponents) {
     const auto i = static_cast<size_t>(c);
+    content.steps[i] = s.step(c, row);
     content.means[i].assign(s.means(c, row), s.means(c, row) + s.head_dim);
     for (int32_t b = 0; b < info.window_first / kBlockTokens; ++b) {
       const CodedBlockRef ref = s.blocks(c, row)[b];
@@ -52,7 +53,7 @@ Result<std::vector<uint8_t>> CodedHostStore::export_sequence(SequenceId sequence
   const SequenceInfo& info = table_.info(*slot);
   std::vector<uint8_t> bytes = export_coded_header(config_, books_, info);
   for (int32_t w = 0; w < rows(); ++w) {
-    export_coded_row(config_, w, row_content(view_, row(*slot, w), info), &bytes);
+    export_coded_row(row_content(view_, row(*slot, w), info), &bytes);
   }
   return bytes;
 }
@@ -105,6 +106,7 @@ Result<SequenceId> CodedHostStore::import_sequence(const uint8_t* bytes, size_t 
     for (const Component c : kComponents) {
       const auto i = static_cast<size_t>(c);
       std::copy(from.means[i].begin(), from.means[i].end(), view_.means(c, at));
+      view_.step(c, at) = from.steps[i];
       for (int32_t p = info.window_first; p < info.num_tokens; ++p) {
         put_raw_token(view_, at, info, c, p,
                       &from.raw[i][int64_t{p - info.window_first} * view_.head_dim]);

@@ -27,6 +27,23 @@ TKV_HD uint16_t centred(uint16_t x, float mean) {
   return float_to_half(add_rn(half_to_float(x), -mean));
 }
 
+// The range of values of fp16, 0 included.
+struct ValueRange {
+  float least = 0, most = 0;
+
+  TKV_HD void add(uint16_t y) {
+    const float value = half_to_float(y);
+    least = value < least ? value : least;
+    most = value > most ? value : most;
+  }
+};
+// A relative step; 1 where all values are 0. Codes of values in the range have at most 16 bits,
+// because `relative` is at least 2^-14.
+TKV_HD float relative_step(const ValueRange& range, float relative) {
+  const float width = add_rn(range.most, -range.least);
+  return width > 0 ? mul_rn(relative, width) : 1.0f;
+}
+
 // Whether y can be stored raw and, one day, coded.
 TKV_HD StatusCode check_centred(uint16_t y, float step) {
   const float value = half_to_float(y);

@@ -26,12 +26,10 @@ int32_t raw_page_tokens(const SequenceInfo& info, int32_t i) {
   return smaller_of(kBlockTokens, CodedView::raw_tokens(info) - i * kBlockTokens);
 }
 
-std::vector<uint8_t> row_payload(const KvStoreConfig& config, int32_t within,
-                                 const CodedRowContent& row) {
+std::vector<uint8_t> row_payload(const CodedRowContent& row) {
   std::vector<uint8_t> out;
   ByteWriter w(&out);
-  w.f32(config.coded.key_steps[within]);
-  w.f32(config.coded.value_steps[within]);
+  for (const float step : row.steps) w.f32(step);
   for (const std::vector<float>& means : row.means) {
     for (const float mean : means) w.u16(float_to_half(mean));
   }
@@ -75,7 +73,7 @@ void add_layer(const KvStoreConfig& config, const CodedSequenceContent& content,
     const int32_t within = layer * config.layout.num_kv_heads + h;
     const CodedRowContent& row = content.rows[within];
     const ChunkKey key = cold_row_key(layer, h);
-    out->add(key, row_payload(config, within, row));
+    out->add(key, row_payload(row));
     for (int32_t b = 0; b < info.window_first / kBlockTokens; ++b) {
       out->add(cold_page_key(key, kHighPart, b), block_payload(row, b));
     }
@@ -103,16 +101,12 @@ Status read_books(int32_t layer, Component c, ColdChunks* chunks, std::vector<Co
 Status parse_row(const KvStoreConfig& config, int32_t within, const std::vector<uint8_t>& payload,
                  CodedRowContent* row) {
   ByteReader r(payload);
-  const float key_step = r.f32(), value_step = r.f32();
+  for (float& step : row->steps) step = r.f32();
   for (std::vector<float>& means : row->means) {
     for (int32_t d = 0; d < config.layout.head_dim; ++d) means.push_back(half_to_float(r.u16()));
   }
   if (!r.at_end()) return corrupt("size disagrees with its fields");
-  if (key_step != config.coded.key_steps[within] ||
-      value_step != config.coded.value_steps[within]) {
-    return Status(StatusCode::kInvalidArgument, "the sequence has other steps");
-  }
-  return Status::ok();
+  return check_coded_steps(config, within, row->steps);
 }
 
 Status parse_blocks(const std::vector<uint8_t>& payload, CodedRowContent* row) {
@@ -157,7 +151,7 @@ Status read_row(const KvStoreConfig& config, const SequenceInfo& info, int32_t w
       return chunks->at(page, s);
     }
   }
-  export_coded_row(config, within, row, out);
+  export_coded_row(row, out);
   return Status::ok();
 }
 

@@ -6,10 +6,10 @@
 //   config.coded.value_steps = ...;
 //   KvStore::create(config)
 //
-// Every token but the newest ones is quantised with one absolute step per (layer, kv_head,
-// component) and stored in Huffman-coded blocks of 64 tokens (docs/FORMAT.md, section 5); the
-// newest policy.window_tokens and up to 63 more stay fp16. There are no tiers and no scores, and
-// nothing is pruned. store/CODED.md holds the states and laws.
+// Every token but the newest ones is quantised with one step per row and component, absolute or
+// relative to the range of the row's prompt, and stored in Huffman-coded blocks of 64 tokens
+// (docs/FORMAT.md, section 5); the newest policy.window_tokens and up to 63 more stay fp16. There
+// are no tiers and no scores, and nothing is pruned. store/CODED.md holds the states and laws.
 //
 // Sources: KVComp section 3 (quantise, Huffman, decode in attention); the shared absolute step and
 // the mean basis are ours (docs/DESIGN.md, "Global step").
@@ -31,6 +31,15 @@ enum class MeanSource : int32_t {
   kPrompt = 2,  // those of the row's own prompt, stored with it as fp16
 };
 
+// Where the steps of a row's keys and values come from.
+enum class StepSource : int32_t {
+  kGiven = 0,  // absolute: a profile's, by layer and kv_head
+  // Relative (KVComp section 3.1, with the row's prompt as the unit): a share of the range of the
+  // values of its prompt, 0 included, means taken off. Tokens that come later have the same step.
+  // Needs no profile; a prompt must have a token.
+  kPrompt = 1,
+};
+
 // Where a store's codebooks come from, one per layer and component, or a family.
 enum class CodebookSource : int32_t {
   // Made by the host from the codes of the first blocks that the store codes, then fixed (KVComp
@@ -46,8 +55,11 @@ enum class CodebookSource : int32_t {
 
 struct TKV_API CodedConfig {
   bool enabled = false;
-  std::vector<float> key_steps;    // [num_layers, num_kv_heads], positive
+  StepSource steps = StepSource::kGiven;
+  std::vector<float> key_steps;    // kGiven: [num_layers, num_kv_heads], positive
   std::vector<float> value_steps;  // likewise
+  float key_relative = 0;          // kPrompt: step / (largest - smallest), 2^-14 to 1; else 0
+  float value_relative = 0;        // likewise
   MeanSource means = MeanSource::kPrompt;
   std::vector<float> key_means;    // kGiven: [num_layers, num_kv_heads, head_dim]; rounded to fp16
   std::vector<float> value_means;  // likewise
@@ -60,8 +72,10 @@ struct TKV_API CodedConfig {
   int32_t streams_per_lane = 2;  // 1 or 2; not for kGiven
 
   friend bool operator==(const CodedConfig& a, const CodedConfig& b) {
-    return a.enabled == b.enabled && a.key_steps == b.key_steps && a.value_steps == b.value_steps &&
-           a.means == b.means && a.key_means == b.key_means && a.value_means == b.value_means &&
+    return a.enabled == b.enabled && a.steps == b.steps && a.key_steps == b.key_steps &&
+           a.value_steps == b.value_steps && a.key_relative == b.key_relative &&
+           a.value_relative == b.value_relative && a.means == b.means &&
+           a.key_means == b.key_means && a.value_means == b.value_means &&
            a.codebooks == b.codebooks && a.given == b.given && a.max_length == b.max_length &&
            a.streams_per_lane == b.streams_per_lane;
   }

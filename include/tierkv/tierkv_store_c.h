@@ -59,6 +59,8 @@ typedef struct tkv_basis {
 
 typedef int32_t tkv_mean_source;
 enum { TKV_MEANS_OF_PROMPT = 0, TKV_MEANS_NONE = 1, TKV_MEANS_GIVEN = 2 };
+typedef int32_t tkv_step_source;
+enum { TKV_STEPS_GIVEN = 0, TKV_STEPS_OF_PROMPT = 1 };
 typedef int32_t tkv_codebook_source;
 enum { TKV_CODEBOOKS_OF_HOST = 0, TKV_CODEBOOKS_OF_DEVICE = 1, TKV_CODEBOOKS_GIVEN = 2 };
 
@@ -66,7 +68,7 @@ enum { TKV_CODEBOOKS_OF_HOST = 0, TKV_CODEBOOKS_OF_DEVICE = 1, TKV_CODEBOOKS_GIV
  * score_interval and page_bytes then stay at their defaults. */
 typedef struct tkv_coded_config {
   size_t struct_size;
-  const float* key_steps;   /* [num_layers, num_kv_heads], positive */
+  const float* key_steps;   /* of STEPS_GIVEN: [num_layers, num_kv_heads], positive; else null */
   const float* value_steps; /* likewise */
   tkv_mean_source means;
   tkv_codebook_source codebooks;
@@ -76,6 +78,9 @@ typedef struct tkv_coded_config {
   int32_t num_given;
   int32_t max_length;       /* bits of the longest code word; 0: 10 */
   int32_t streams_per_lane; /* 1 or 2; 0: 2 */
+  tkv_step_source steps;
+  float key_relative; /* of STEPS_OF_PROMPT: step / range of the row's prompt, 2^-14 to 1; else 0 */
+  float value_relative; /* likewise */
 } tkv_coded_config;
 
 /* Every field counts as it is given; for the defaults give no policy at all. */

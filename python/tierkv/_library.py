@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import pathlib
-from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, Dict, List, Union
 
 from .errors import error_of
@@ -94,7 +94,8 @@ class BasisStruct(Struct):
 class CodedConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("key_steps", c_void_p), ("value_steps", c_void_p), ("means", c_int32),
                 ("codebooks", c_int32), ("key_means", c_void_p), ("value_means", c_void_p), ("given", POINTER(c_void_p)),
-                ("num_given", c_int32), ("max_length", c_int32), ("streams_per_lane", c_int32)]
+                ("num_given", c_int32), ("max_length", c_int32), ("streams_per_lane", c_int32), ("steps", c_int32),
+                ("key_relative", c_float), ("value_relative", c_float)]
     arrays: List[Any]
 
 

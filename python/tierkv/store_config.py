@@ -15,6 +15,7 @@ BASIS_KINDS = {"mean": 1, "hadamard": 2, "matrix": 3}
 MEAN_SOURCES = {"prompt": 0, "none": 1, "given": 2}
 CODEBOOK_SOURCES = {"host": 0, "device": 1}
 GIVEN_CODEBOOKS = 2
+GIVEN_STEPS, PROMPT_STEPS = 0, 1
 
 
 def _floats(array: Optional[ArrayLike], name: str, shape: Tuple[int, ...]) -> Optional[Array]:
@@ -66,18 +67,21 @@ class Basis:
 
 @dataclass(frozen=True)
 class CodedConfig:
-    """Entropy-coded pages instead of tiers: one step per (layer, kv_head), Huffman-coded blocks of 64 tokens, the newest tokens raw.
+    """Entropy-coded pages instead of tiers: one step per row and component, Huffman-coded blocks of 64 tokens, the newest tokens raw.
 
-    Steps are those of a profile: read_profile(path).key.steps(0.3), .value.steps(0.25)."""
+    Steps are those of a profile, read_profile(path).key.steps(0.3), .value.steps(0.25), or, where none are given, shares of the range of
+    each row's prompt: key_relative, value_relative."""
 
-    key_steps: ArrayLike  # [num_layers, num_kv_heads], positive
-    value_steps: ArrayLike
+    key_steps: Optional[ArrayLike] = None  # [num_layers, num_kv_heads], positive
+    value_steps: Optional[ArrayLike] = None
     means: str = "prompt"  # taken off before quantisation: each row's own of its prompt, "none", or "given"
-    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host", or these; a store on a GPU refuses "device"
+    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host" or the "device", or these
     key_means: Optional[ArrayLike] = None  # [num_layers, num_kv_heads, head_dim]
     value_means: Optional[ArrayLike] = None
     max_length: int = 10  # bits of the longest code word; not for given codebooks
     streams_per_lane: int = 2  # likewise
+    key_relative: float = 0.0  # without key_steps: step / (largest - smallest), 2^-14 to 1
+    value_relative: float = 0.0
 
     def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.CodedConfigStruct:
         if self.means not in MEAN_SOURCES:
@@ -94,7 +98,9 @@ class CodedConfig:
         struct = lib.CodedConfigStruct(
             key_steps=pointer(arrays[0]), value_steps=pointer(arrays[1]), means=MEAN_SOURCES[self.means], codebooks=source,
             key_means=pointer(arrays[2]), value_means=pointer(arrays[3]), given=handles, num_given=len(given),
-            max_length=self.max_length, streams_per_lane=self.streams_per_lane)
+            max_length=self.max_length, streams_per_lane=self.streams_per_lane,
+            steps=GIVEN_STEPS if self.key_steps is not None or self.value_steps is not None else PROMPT_STEPS,
+            key_relative=self.key_relative, value_relative=self.value_relative)
         struct.arrays = [arrays, given]  # as long as the struct
         return struct
 

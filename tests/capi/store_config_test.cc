@@ -188,6 +188,12 @@ class CodedConfigs {
     coded_.given = books_.data();
     coded_.num_given = static_cast<int32_t>(books_.size());
   }
+  void measure_steps() {
+    coded_.steps = TKV_STEPS_OF_PROMPT;
+    coded_.key_steps = coded_.value_steps = nullptr;
+    coded_.key_relative = 0.03f;
+    coded_.value_relative = 0.06f;
+  }
   tkv_store_config c() {
     tkv_store_config config = small_config(nullptr);
     config.page_bytes = 0;
@@ -199,8 +205,14 @@ class CodedConfigs {
     config.policy = {};
     config.page_bytes = 0;
     config.coded.enabled = true;
-    config.coded.key_steps = key_steps_;
-    config.coded.value_steps = value_steps_;
+    if (coded_.steps == TKV_STEPS_GIVEN) {
+      config.coded.key_steps = key_steps_;
+      config.coded.value_steps = value_steps_;
+    } else {
+      config.coded.steps = StepSource::kPrompt;
+      config.coded.key_relative = coded_.key_relative;
+      config.coded.value_relative = coded_.value_relative;
+    }
     if (coded_.means == TKV_MEANS_GIVEN) {
       config.coded.means = MeanSource::kGiven;
       config.coded.key_means = config.coded.value_means = means_;
@@ -231,8 +243,9 @@ class CodedConfigs {
 
 TEST(CapiStoreConfig, CodedStoresAreThoseOfTheCppApi) {
   RandomInput input;
-  for (int32_t variant = 0; variant < 3; ++variant) {
+  for (int32_t variant = 0; variant < 4; ++variant) {
     CodedConfigs configs(&input);
+    if (variant == 3) configs.measure_steps();
     if (variant == 1) configs.coded().means = TKV_MEANS_NONE;
     if (variant == 2) {
       configs.give_means();
@@ -271,6 +284,11 @@ TEST(CapiStoreConfig, CodedConfigsAreRefusedByName) {
   };
   configs.coded().key_steps = nullptr;
   refused(TKV_INVALID_ARGUMENT, "coded: key_steps");
+  configs.coded().steps = 2;
+  refused(TKV_INVALID_ARGUMENT, "coded: steps");
+  configs.measure_steps();
+  configs.coded().key_relative = 0;
+  refused(TKV_INVALID_ARGUMENT, "key_relative");
   configs.coded().means = 3;
   refused(TKV_INVALID_ARGUMENT, "coded: means");
   configs.coded().means = TKV_MEANS_GIVEN;

@@ -59,6 +59,7 @@ inline std::string row_difference(const CodedView& a, const CodedView& b, int32_
     if (live && differs(a.means(c, row), b.means(c, row), a.head_dim * sizeof(float))) {
       return "means";
     }
+    if (live && a.step(c, row) != b.step(c, row)) return "step";
     for (int32_t p = info.window_first; p < info.num_tokens; p += kTileTokens) {
       const int32_t at = raw_tile_byte(a.head_dim, c, p % kBlockTokens);
       if (differs(a.raw_page(row, info, p) + at, b.raw_page(row, info, p) + at,

@@ -193,7 +193,9 @@ class Coded(StoreTest):
         means = self.rng.normal(size=(LAYERS, KV_HEADS, HEAD_DIM)).astype(np.float32)
         q = self.query()
         for changes in ({}, {"means": "none"}, {"means": "given", "key_means": means, "value_means": means},
-                        {"codebooks": "device"}, {"codebooks": books}):
+                        {"codebooks": "device"}, {"codebooks": books},
+                        # The range of 19,200 values of deviation 1 is about 8.
+                        {"key_steps": None, "value_steps": None, "key_relative": 0.004, "value_relative": 0.004}):
             with tierkv.Store(self.coded(**changes)) as store:
                 id = self.fill(store, k, v)
                 seen = store.attend(id, 1, q)
@@ -224,6 +226,8 @@ class Coded(StoreTest):
         for changes, error, words in (({"means": "some"}, ValueError, "means"), ({"codebooks": "none"}, ValueError, "codebooks"),
                                       ({"means": "given"}, tierkv.InvalidArgumentError, "key_means"),
                                       ({"codebooks": []}, tierkv.InvalidArgumentError, "given"),
+                                      ({"key_relative": 0.1}, tierkv.InvalidArgumentError, "key_relative"),
+                                      ({"key_steps": None, "value_steps": None}, tierkv.InvalidArgumentError, "key_relative"),
                                       ({"key_steps": np.zeros((LAYERS, KV_HEADS), np.float32)}, tierkv.InvalidArgumentError, "key_steps"),
                                       ({"value_steps": np.ones(4, np.float32)}, ValueError, "value_steps: shape")):
             with self.assertRaises(error) as caught:

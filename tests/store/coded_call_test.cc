@@ -254,6 +254,7 @@ std::vector<uint8_t> written(const KvStoreConfig& config, const ImportedCodedSeq
     CodedRowContent row;
     for (const Component c : {Component::kKey, Component::kValue}) {
       const auto i = static_cast<size_t>(c);
+      row.steps[i] = from.steps[i];
       row.means[i] = from.means[i];
       row.raw[i] = from.raw[i];
       for (size_t at = 0; at < from.codes[i].size(); at += kBlockTokens * dim) {
@@ -261,9 +262,56 @@ std::vector<uint8_t> written(const KvStoreConfig& config, const ImportedCodedSeq
                               &row.blocks[i].emplace_back());
       }
     }
-    export_coded_row(config, within, row, &bytes);
+    export_coded_row(row, &bytes);
   }
   return bytes;
+}
+
+TEST_F(CodedCalls, StepsOfAPromptNeedATokenAndTravelWithTheSequence) {
+  KvStoreConfig c = config_;
+  use_prompt_steps(&c, &input_);
+  CodedWorld world(c, &input_);
+  CodedModel m;
+  ASSERT_TRUE(world.add(&m));
+  const Status empty = world.end_prompt({&m});
+  EXPECT_EQ(empty.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(empty.message().find("coded.steps"), std::string::npos) << empty.message();
+  ASSERT_TRUE(world.prompt({&m}, 150));
+  ASSERT_TRUE(world.end_prompt({&m}));
+  EXPECT_EQ(world.difference(m), "");
+  const std::vector<uint8_t> bytes = *world.store().export_sequence(m.id);
+  // A store that measures its own steps takes a sequence's; one of given steps has others.
+  auto other = std::move(*CodedHostStore::make(c));
+  const Result<SequenceId> copy = other->import_sequence(bytes.data(), bytes.size());
+  ASSERT_TRUE(copy.is_ok()) << copy.status().message();
+  EXPECT_TRUE(*other->export_sequence(*copy) == bytes);
+  auto stranger = std::move(*CodedHostStore::make(config_));
+  EXPECT_EQ(stranger->import_sequence(bytes.data(), bytes.size()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+// All values alike, and all zero: a step all the same.
+TEST_F(CodedCalls, ConstantPromptsHaveAStep) {
+  KvStoreConfig c = config_;
+  use_prompt_steps(&c, &input_);
+  const int64_t values = 150ll * c.layout.num_kv_heads * c.layout.head_dim;
+  for (const MeanSource means : {MeanSource::kNone, MeanSource::kPrompt}) {
+    for (const float x : {0.0f, 3.0f, -65504.0f, 0x1p-24f}) {
+      c.coded.means = means;
+      auto store = std::move(*CodedHostStore::make(c));
+      const SequenceId id = *store->add_sequence();
+      ASSERT_TRUE(store->begin_prompt({&id, 1}, 150));
+      const std::vector<uint16_t> same(values, float_to_half(x));
+      for (int32_t layer = 0; layer < c.layout.num_layers; ++layer) {
+        ASSERT_TRUE(store->append({{&id, 1}, layer, 150, same.data(), same.data()}));
+      }
+      const Status s = store->end_prompt({&id, 1});
+      ASSERT_TRUE(s.is_ok()) << s.message();
+      const float width = means == MeanSource::kPrompt ? 0.0f : std::fabs(x);
+      const float step = width > 0 ? c.coded.key_relative * width : 1.0f;
+      EXPECT_EQ(store->view().step(Component::kKey, 0), step) << x;
+    }
+  }
 }
 
 // Truncate makes tokens of a block raw again, and a step codes them once more.

@@ -41,6 +41,17 @@ TEST(CodedConfig, NamesWhatItRefuses) {
        "value_steps"},
       {[](KvStoreConfig* c) { c->coded.value_steps[1] = NAN; }, StatusCode::kInvalidArgument,
        "value_steps"},
+      {[](KvStoreConfig* c) { c->coded.key_relative = 0.1f; }, StatusCode::kInvalidArgument,
+       "key_relative"},
+      {[](KvStoreConfig* c) { c->coded.steps = StepSource::kPrompt; }, StatusCode::kInvalidArgument,
+       "key_relative"},
+      {[](KvStoreConfig* c) {
+         c->coded.steps = StepSource::kPrompt;
+         c->coded.key_relative = c->coded.value_relative = 0.1f;
+       },
+       StatusCode::kInvalidArgument, "key_steps"},
+      {[](KvStoreConfig* c) { c->coded.steps = static_cast<StepSource>(2); },
+       StatusCode::kInvalidArgument, "coded.steps"},
       {[](KvStoreConfig* c) { c->coded.means = MeanSource::kGiven; }, StatusCode::kInvalidArgument,
        "key_means"},
       {[](KvStoreConfig* c) { c->coded.max_length = 7; }, StatusCode::kInvalidArgument,

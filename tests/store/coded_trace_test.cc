@@ -50,9 +50,16 @@ class CodedTrace {
       if (s) models_.push_back(std::move(m));
       return s;
     }
-    const std::vector<CodedModel*> prompts = some(false), live = some(true);
+    std::vector<CodedModel*> prompts = some(false);
+    const std::vector<CodedModel*> live = some(true);
     if (kind < 20) return prompts.empty() ? Status::ok() : world_.prompt(prompts, tokens());
-    if (kind < 28) return prompts.empty() ? Status::ok() : world_.end_prompt(prompts);
+    if (kind < 28) {
+      const auto is_refused = [this](const CodedModel* m) {
+        return m->tokens == 0 && world_.config().coded.steps == StepSource::kPrompt;
+      };
+      prompts.erase(std::remove_if(prompts.begin(), prompts.end(), is_refused), prompts.end());
+      return prompts.empty() ? Status::ok() : world_.end_prompt(prompts);
+    }
     if (kind < 80) {
       return live.empty() ? Status::ok() : world_.step(live, input_->uniform(1, kMaxStepTokens));
     }
@@ -100,6 +107,7 @@ TEST(CodedTrace, HoldsItsLawsAndItsValues) {
       }
     }
     if (i % 4 == 3) config.coded.streams_per_lane = 1;
+    if (i / 6 == 1) use_prompt_steps(&config, &input);
     if (i % 4 == 1) config.policy.window_tokens = 70;
     if (i % 4 == 2) config.num_pages = 40;  // refused now and then
     CodedTrace trace(config, &input);

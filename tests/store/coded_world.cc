@@ -66,6 +66,15 @@ KvStoreConfig small_coded_config(RandomInput* input) {
   return c;
 }
 
+void use_prompt_steps(KvStoreConfig* config, RandomInput* input) {
+  config->coded.steps = StepSource::kPrompt;
+  config->coded.key_steps.clear();
+  config->coded.value_steps.clear();
+  // From raw blocks to ones of a few code words.
+  config->coded.key_relative = std::exp2(input->real(-14, 0));
+  config->coded.value_relative = std::exp2(input->real(-8, 0));
+}
+
 std::string broken_law(const CodedView& s) {
   if (Status status = InvariantChecker().check(s.allocator); !status) return status.message();
   for (int32_t q = 0; q < s.allocator.shape.table.num_sequences; ++q) {
@@ -143,6 +152,20 @@ Status CodedWorld::prompt(const std::vector<CodedModel*>& list, int32_t tokens) 
   return append_layers(list, tokens);
 }
 
+float CodedWorld::new_step(const CodedRowModel& row, int32_t component, int32_t within) const {
+  const CodedConfig& coded = config_.coded;
+  if (coded.steps == StepSource::kGiven) {
+    return (component == 0 ? coded.key_steps : coded.value_steps)[within];
+  }
+  float least = 0, most = 0;
+  for (const uint16_t y : row.values) {
+    least = std::min(least, half_to_float(y));
+    most = std::max(most, half_to_float(y));
+  }
+  const float relative = component == 0 ? coded.key_relative : coded.value_relative;
+  return most > least ? relative * (most - least) : 1.0f;
+}
+
 Status CodedWorld::end_prompt(const std::vector<CodedModel*>& list) {
   const std::vector<SequenceId> names = ids(list);
   if (Status s = store_->end_prompt({names.data(), static_cast<int32_t>(names.size())}); !s) {
@@ -168,6 +191,7 @@ Status CodedWorld::end_prompt(const std::vector<CodedModel*>& list) {
       for (size_t j = 0; j < row.values.size(); ++j) {
         row.values[j] = float_to_half(half_to_float(row.values[j]) - row.means[j % dim]);
       }
+      row.step = new_step(row, i % 2, i / 2);
     }
     m->live = true;
     m->coded = std::max(0, m->tokens - config_.policy.window_tokens) / 64 * 64;
@@ -201,7 +225,7 @@ Status CodedWorld::truncate(CodedModel* m, int32_t tokens) {
   for (int32_t i = 0; i < 2 * rows(); ++i) {
     std::vector<uint16_t>& values = m->rows[i % 2][i / 2].values;
     values.resize(static_cast<size_t>(tokens) * dim);
-    const float step = step_of(i % 2, i / 2);
+    const float step = m->rows[i % 2][i / 2].step;
     for (int64_t j = int64_t{coded} * dim; j < int64_t{std::min(m->coded, tokens)} * dim; ++j) {
       values[j] = float_to_half(step * static_cast<float>(code_of(values[j], step)));
     }
@@ -227,7 +251,7 @@ Status CodedWorld::transfer(const CodedModel& source, CodedModel* copy) {
 double CodedWorld::value(const CodedModel& m, int32_t component, int32_t within, int64_t i) const {
   const uint16_t y = m.rows[component][within].values[i];
   if (i / config_.layout.head_dim >= m.coded) return half_to_float(y);
-  const float step = step_of(component, within);
+  const float step = m.rows[component][within].step;
   return static_cast<double>(step) * code_of(y, step);
 }
 
@@ -240,14 +264,14 @@ std::string CodedWorld::difference(const CodedModel& m) const {
   std::vector<uint16_t> raw(dim);
   for (int32_t i = 0; i < 2 * rows(); ++i) {
     const Component c = kComponents[i % 2];
-    const std::vector<uint16_t>& values = m.rows[i % 2][i / 2].values;
+    const auto& [values, means, step] = m.rows[i % 2][i / 2];
     const std::string where =
         "row " + std::to_string(i / 2) + " component " + std::to_string(i % 2);
     for (int32_t b = 0; b < m.coded / 64; ++b) {
       const Status read = read_block(view(), store_->books(), row(m, i / 2), c, b, codes.data());
       if (!read) return where + ": " + read.message();
       for (size_t j = 0; j < codes.size(); ++j) {
-        if (codes[j] != code_of(values[b * codes.size() + j], step_of(i % 2, i / 2))) {
+        if (codes[j] != code_of(values[b * codes.size() + j], step)) {
           return where + " block " + std::to_string(b) + " code " + std::to_string(j);
         }
       }

@@ -17,6 +17,9 @@ namespace tierkv::testing {
 // Two layers of two kv heads, a window of 16.
 KvStoreConfig small_coded_config(RandomInput* input);
 
+// Steps relative to prompts instead of given ones.
+void use_prompt_steps(KvStoreConfig* config, RandomInput* input);
+
 // The laws of store/CODED.md; "" or the one that is broken.
 std::string broken_law(const CodedView& s);
 
@@ -24,6 +27,7 @@ std::string broken_law(const CodedView& s);
 struct CodedRowModel {
   std::vector<uint16_t> values;  // [tokens, head_dim]: in the prompt as they came in, then centred
   std::vector<float> means;
+  float step = 0;
 };
 struct CodedModel {
   SequenceId id;
@@ -60,9 +64,8 @@ class CodedWorld {
  private:
   int32_t rows() const { return config_.layout.num_layers * config_.layout.num_kv_heads; }
   int32_t row(const CodedModel& m, int32_t within) const { return m.id.slot * rows() + within; }
-  float step_of(int32_t component, int32_t within) const {
-    return (component == 0 ? config_.coded.key_steps : config_.coded.value_steps)[within];
-  }
+  // Of a row whose prompt ends.
+  float new_step(const CodedRowModel& row, int32_t component, int32_t within) const;
   // What token t reads as without its mean.
   double value(const CodedModel& m, int32_t component, int32_t within, int64_t i) const;
   Status append_layers(const std::vector<CodedModel*>& list, int32_t tokens);
