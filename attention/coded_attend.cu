@@ -4,12 +4,13 @@
 
 #include "attention/coded_kernel.cuh"
 #include "attention/launch.cuh"
+#include "codec/element.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
-constexpr int32_t kJoinDims = 128;
+constexpr size_t kWorkspaceAlignment = 256;
 
 // The partials of a row.
 struct RowPartials {
@@ -20,7 +21,7 @@ struct RowPartials {
 __device__ RowPartials row_partials(const CodedKernelParams& params, int32_t row) {
   const CodedAttention& call = params.call;
   const int32_t begin = call.rows[row].first_item;
-  const auto [items, per_warp] = item_shares(params);
+  const auto [items, per_warp] = item_shares(params, coded_warps(call.head_dim));
   const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : items;
   const int32_t first = begin / per_warp;
   const int64_t stride = coded_partial_floats(call);
@@ -64,17 +65,18 @@ __device__ ColumnSum column_sum(const RowPartials& partials, const float* states
 
 // Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
 // one.
-template <int kParts>
-__global__ void __launch_bounds__(kJoinDims* kParts)
+template <int kDims, int kParts>
+__global__ void __launch_bounds__(kDims* kParts)
     join_kernel(const __grid_constant__ CodedKernelParams params) {
-  __shared__ float totals[kParts][kJoinDims], products[kJoinDims / 32];
+  __shared__ float totals[kParts][kDims], products[kDims / 32];
   const CodedAttention& call = params.call;
   const auto row = static_cast<int32_t>(blockIdx.x), column = static_cast<int32_t>(blockIdx.y);
-  const int32_t dim = static_cast<int32_t>(threadIdx.x) % kJoinDims,
-                part = static_cast<int32_t>(threadIdx.x) / kJoinDims;
+  const int32_t dim = static_cast<int32_t>(threadIdx.x) % kDims,
+                part = static_cast<int32_t>(threadIdx.x) / kDims;
   // The kernel before has waited for all that this one reads but its partials.
   const RowPartials partials = row_partials(params, row);
-  const int64_t to = (int64_t{row} * params.row_columns + column) * call.head_dim + dim;
+  const int64_t from = (int64_t{row} * params.row_columns + column) * call.head_dim + dim;
+  const int64_t place = params.queries.place(row, params.first_column + column);
   const int32_t mean_index = call.rows[row].mean;
   const bool writes = part == 0 && dim < call.head_dim;
   const bool centred = writes && mean_index >= 0 && mean_index < call.num_means;
@@ -82,7 +84,8 @@ __global__ void __launch_bounds__(kJoinDims* kParts)
   const float value_mean = centred && call.values.means != nullptr ? call.values.means[mean] : 0.0f;
   float product = 0.0f;  // of q and the mean of the keys
   if (centred && call.keys.means != nullptr) {
-    product = half_to_float(static_cast<const uint16_t*>(call.q)[to]) * call.keys.means[mean];
+    product = half_to_float(static_cast<const uint16_t*>(call.q)[from]) * call.keys.means[mean];
+    if (params.units != nullptr) product *= params.units[row];
   }
   for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
   if (part == 0 && dim % 32 == 0) products[dim / 32] = product;
@@ -91,7 +94,8 @@ __global__ void __launch_bounds__(kJoinDims* kParts)
 
   const float* states = partials.first + call.columns * call.head_dim + 2 * column;
   const ColumnSum found = column_sum(partials, states);
-  const bool present = partials.count > 0 && !found.corrupt;
+  // Of several queries the oldest may see no token.
+  const bool present = found.sum > 0.0f && !found.corrupt;
   float total = 0.0f;
   if (dim < call.head_dim && present) {
     const float* values = partials.first + column * call.head_dim + dim;
@@ -106,13 +110,13 @@ __global__ void __launch_bounds__(kJoinDims* kParts)
   if (writes) {
     for (int32_t i = 1; i < kParts; ++i) total += totals[i][dim];
     const float x = present ? total / found.sum + value_mean : 0.0f;
-    static_cast<uint16_t*>(call.out)[to] = float_to_half(x);
+    static_cast<uint16_t*>(call.out)[place * call.head_dim + dim] = float_to_raw(call.dtype, x);
   }
   if (threadIdx.x != 0) return;
   product = 0.0f;
   for (const float x : products) product += x;
   if (call.lse != nullptr) {
-    call.lse[int64_t{row} * params.row_columns + column] =
+    call.lse[place] =
         present ? kLn2 * (found.top + log2_fast(found.sum)) + call.sm_scale * product : -INFINITY;
   }
   if (column == 0) call.row_status[row] = found.corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
@@ -124,25 +128,28 @@ struct JoinLaunch {
   unsigned threads;
 };
 JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
-  const int32_t partials = grid.num_ctas * kCodedWarps / call.num_rows;
-  if (partials <= 8) return {join_kernel<1>, kJoinDims};
-  if (partials <= 64) return {join_kernel<4>, 4 * kJoinDims};
-  return {join_kernel<8>, 8 * kJoinDims};
+  const int32_t partials = grid.num_ctas * coded_warps(call.head_dim) / call.num_rows;
+  constexpr int kDims = kSliceDims;
+  if (call.head_dim > kDims) {
+    if (partials <= 8) return {join_kernel<2 * kDims, 1>, 2 * kDims};
+    return {join_kernel<2 * kDims, 4>, 8 * kDims};
+  }
+  if (partials <= 8) return {join_kernel<kDims, 1>, kDims};
+  if (partials <= 64) return {join_kernel<kDims, 4>, 4 * kDims};
+  return {join_kernel<kDims, 8>, 8 * kDims};
 }
 
-using Kernel = void (*)(CodedKernelParams);
-
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
-Kernel kernel_of_streams(int32_t streams) {
-  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>>
-                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>>;
+CodedKernel kernel_of_streams(int32_t streams) {
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, false>
+                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, false>;
 }
 
 // Numbers of copies there are kernels for, most first.
 constexpr int32_t kCopies[] = {5, 4, 3, 0};
 
 template <BlockMode kMode>
-Kernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
+CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   const int32_t streams = call.keys.codebook.streams_per_lane;
   if (call.head_dim == 64) {
     return copies_log == 0 ? kernel_of_streams<4, kMode, 0>(streams) : nullptr;
@@ -159,36 +166,68 @@ Kernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   return nullptr;
 }
 
-Kernel find_kernel(const CodedAttention& call, int32_t copies_log) {
+CodedKernel find_kernel(const CodedAttention& call, int32_t copies_log) {
+  if (!call.is_plain()) return find_wide_kernel(call, copies_log);
   return call.keys.codebook.mode == BlockMode::kPair
              ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
              : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
 }
 
+// Of all passes but for what a pass has of its own.
+CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttentionGrid& grid,
+                                const ConvertedQueries& queries) {
+  CodedKernelParams params{};
+  params.call = call;
+  if (queries.halves != nullptr) params.call.q = queries.halves;
+  params.grid = grid;
+  params.headers = {expected_header(call.keys.codebook, call.head_dim),
+                    expected_header(call.values.codebook, call.head_dim)};
+  params.key_mask = table_mask(call.keys.codebook.max_length, grid.copies_log);
+  params.value_mask = table_mask(call.values.codebook.max_length, grid.copies_log);
+  params.row_columns = call.all_columns();
+  params.queries = coded_columns(call);
+  params.units = queries.units;
+  return params;
+}
+
 // Both kernels, for the columns from `first` on.
-Status launch_pass(Kernel kernel, const CodedAttention& call, const CodedAttentionGrid& grid,
-                   int32_t first, GpuStream stream) {
-  CodedKernelParams params{call,
-                           grid,
-                           {expected_header(call.keys.codebook, call.head_dim),
-                            expected_header(call.values.codebook, call.head_dim)},
-                           table_mask(call.keys.codebook.max_length, grid.copies_log),
-                           table_mask(call.values.codebook.max_length, grid.copies_log),
-                           call.columns};
-  params.call.columns = std::min(call.columns - first, kCodedColumns);
-  params.call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
-  params.call.out = static_cast<uint16_t*>(call.out) + int64_t{first} * call.head_dim;
-  if (call.lse != nullptr) params.call.lse = call.lse + first;
-  if (Status s =
-          launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas), kCodedWarps * 32,
-                                static_cast<size_t>(grid.shared_bytes), stream, params);
+Status launch_pass(CodedKernel kernel, CodedKernelParams params, int32_t first, GpuStream stream) {
+  CodedAttention& call = params.call;
+  const CodedAttentionGrid& grid = params.grid;
+  params.first_column = first;
+  call.columns = std::min(params.row_columns - first, kCodedColumns);
+  call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
+  if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas),
+                                       static_cast<unsigned>(coded_warps(call.head_dim) * 32),
+                                       static_cast<size_t>(grid.shared_bytes), stream, params);
       !s) {
     return s;
   }
-  const dim3 joins(static_cast<unsigned>(call.num_rows),
-                   static_cast<unsigned>(params.call.columns));
+  const dim3 joins(static_cast<unsigned>(call.num_rows), static_cast<unsigned>(call.columns));
   const JoinLaunch join = join_launch(call, grid);
   return launch_after_previous(join.kernel, joins, join.threads, 0, stream, params);
+}
+
+// Byte offsets: partials, then what ConvertedQueries has.
+struct CodedWorkspace {
+  size_t halves, units, bytes;
+};
+CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  const auto after = [](size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  };
+  const int64_t partials = int64_t{grid.num_ctas} * coded_warps(call.head_dim) + call.num_rows;
+  const auto rows = static_cast<size_t>(call.num_rows);
+  const auto dims = static_cast<size_t>(call.head_dim);
+  CodedWorkspace at{};
+  at.halves = after(static_cast<size_t>(partials * std::min(call.all_columns(), kCodedColumns) *
+                                        (call.head_dim + 2)) *
+                    sizeof(float));
+  at.units = at.bytes = at.halves;
+  if (!needs_conversion(call)) return at;
+  at.units = at.halves + after(rows * static_cast<size_t>(call.all_columns()) * dims * 2);
+  at.bytes = at.units + rows * sizeof(float);
+  return at;
 }
 
 }  // namespace
@@ -200,7 +239,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   if (!limits.is_ok()) return limits.status();
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
-  const int64_t warps = int64_t{grid.num_ctas} * kCodedWarps;
+  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   grid.items_per_warp =
       std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
   grid.slot_bytes = (call.max_block_bytes + 127) / 128 * 128;
@@ -213,9 +252,10 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
       continue;
     }
     for (int32_t slots = 2; slots > 0; --slots) {
-      const CodedSharedLayout at = coded_shared_layout(
-          start, static_cast<uint32_t>(table_region_bytes(longest, copies_log)),
-          static_cast<uint32_t>(grid.slot_bytes), static_cast<uint32_t>(kCodedWarps * slots));
+      const CodedSharedLayout at =
+          coded_shared_layout(start, static_cast<uint32_t>(table_region_bytes(longest, copies_log)),
+                              static_cast<uint32_t>(grid.slot_bytes),
+                              static_cast<uint32_t>(coded_warps(call.head_dim) * slots));
       if (at.end - start > static_cast<uint32_t>(limits->shared_bytes)) continue;
       grid.copies_log = copies_log;
       grid.slots_per_warp = slots;
@@ -228,20 +268,17 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
 }
 
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
-  const int64_t partials = int64_t{grid.num_ctas} * kCodedWarps + call.num_rows;
-  return static_cast<size_t>(partials * std::min(call.columns, kCodedColumns) *
-                             (call.head_dim + 2)) *
-         sizeof(float);
+  return coded_workspace(call, grid).bytes;
 }
 
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream) {
   if (Status s = call.validate(); !s) return s;
   if (call.num_rows == 0) return Status::ok();
   if (Status s = call.validate_arrays(); !s) return s;
-  const Kernel kernel = find_kernel(call, grid.copies_log);
+  const CodedKernel kernel = find_kernel(call, grid.copies_log);
+  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || int64_t{grid.num_ctas} * kCodedWarps > kMaxPartials ||
-      int64_t{grid.num_ctas} * kCodedWarps * grid.items_per_warp < call.num_items) {
+      grid.num_ctas < 1 || warps > kMaxPartials || warps * grid.items_per_warp < call.num_items) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }
   if (Status s =
@@ -251,8 +288,17 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
       !s) {
     return s;
   }
-  for (int32_t first = 0; first < call.columns; first += kCodedColumns) {
-    if (Status s = launch_pass(kernel, call, grid, first, stream); !s) return s;
+  ConvertedQueries queries;
+  if (needs_conversion(call)) {
+    const CodedWorkspace at = coded_workspace(call, grid);
+    auto* memory = static_cast<uint8_t*>(call.workspace);
+    queries.halves = reinterpret_cast<uint16_t*>(memory + at.halves);
+    queries.units = reinterpret_cast<float*>(memory + at.units);
+    if (Status s = convert_queries(call, queries, stream); !s) return s;
+  }
+  const CodedKernelParams params = kernel_params(call, grid, queries);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    if (Status s = launch_pass(kernel, params, first, stream); !s) return s;
   }
   return Status::ok();
 }

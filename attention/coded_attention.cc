@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "tierkv/attention.h"
+
 namespace tierkv {
 namespace {
 
@@ -47,6 +49,13 @@ Status CodedAttention::validate() const {
     return unsupported("head_dim must be 64, 96 or 128");
   }
   if (columns < 1) return invalid("columns must be at least 1");
+  if (q_len < 1 || q_len > kMaxQueryTokens) return invalid("q_len must be 1 to 8");
+  if (q_len > 1 && (num_kv_heads < 1 || num_rows % num_kv_heads != 0)) {
+    return invalid("num_kv_heads must divide num_rows");
+  }
+  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+    return unsupported("dtype must be float16 or bfloat16");
+  }
   if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0 || num_means < 0) {
     return invalid("a count is negative");
   }

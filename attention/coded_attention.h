@@ -26,6 +26,7 @@
 #include <cstdint>
 
 #include "codec/coded_batch.h"
+#include "tierkv/layout.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -68,9 +69,11 @@ struct CodedAttention {
   // row's last tile in use the other tokens are zeros.
   const uint8_t* window = nullptr;
   const int32_t* window_pages = nullptr;  // device, [num_window_pages]: numbers of pages
-  const void* q = nullptr;           // device, fp16 [num_rows, columns, head_dim], 16-byte aligned
+  // Device, of dtype, [num_rows / num_kv_heads, q_len, num_kv_heads, columns, head_dim], 16-byte
+  // aligned: with one query [num_rows, columns, head_dim].
+  const void* q = nullptr;
   void* out = nullptr;               // device, like q
-  float* lse = nullptr;              // device, [num_rows, columns]; may be null
+  float* lse = nullptr;              // device, like q without head_dim; may be null
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
   void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:
@@ -84,10 +87,22 @@ struct CodedAttention {
   int32_t num_blocks = 0;  // of each directory
   int32_t num_steps = 0;
   int32_t num_means = 0;
-  int32_t columns = 0;   // q heads of a kv_head
-  int32_t head_dim = 0;  // 64, 96 or 128
+  int32_t columns = 0;  // q heads of a kv_head
+  int32_t head_dim =
+      0;  // 64, 96, 128 or 256, whose blocks are two slices each, one behind the other
+  // Queries of a sequence, those of its newest tokens: query j does not see the newest q_len - 1 -
+  // j of them, which must be in the window of a row that has blocks; else it is kCorrupt.
+  int32_t q_len = 1;
+  int32_t num_kv_heads = 1;       // neighbouring rows are those of a sequence; read where q_len > 1
+  DType dtype = DType::kFloat16;  // of q and out; or kBFloat16
   float sm_scale = 0;
-  int32_t max_block_bytes = 0;  // of a coded block; raw ones may be larger
+  int32_t max_block_bytes = 0;  // of a coded block, of a slice where there are two; raw ones may be
+                                // larger
+
+  // That a row's blocks are read for.
+  int32_t all_columns() const { return columns * q_len; }
+  // Whether it is one query in fp16 with a head_dim of one slice: what the fastest kernels are for.
+  bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && head_dim <= kSliceDims; }
 
   // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
   // on.
@@ -98,6 +113,10 @@ struct CodedAttention {
 
 // Columns beyond these take another pass over the cache.
 inline constexpr int32_t kCodedColumns = 8;
+// Of a CTA. Outputs of 256 channels take the registers of two warps.
+TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
+  return head_dim <= kSliceDims ? 16 : 8;
+}
 
 // How a device runs a call.
 struct CodedAttentionGrid {
@@ -114,7 +133,8 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                                                 int32_t most_copies_log = 5);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
-// Two kernels a pass, no synchronisation; can be captured.
+// Two kernels a pass, before them one that converts queries unless the call is_plain(); no
+// synchronisation; can be captured.
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
 
 }  // namespace tierkv

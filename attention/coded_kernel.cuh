@@ -22,18 +22,19 @@ __device__ __forceinline__ int32_t find_row(const Call& call, int32_t item) {
   return low;
 }
 
-inline constexpr int32_t kCodedWarps = 16;
+inline constexpr int32_t kCodedWarps = coded_warps(kSliceDims);
 
 // How the items are dealt out; after wait_for_previous_kernel().
 struct ItemShares {
   int32_t items, per_warp;
 };
-__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params) {
+__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params,
+                                                  int32_t warps_of_cta = kCodedWarps) {
   if (params.call.item_count == nullptr) {
     return {params.call.num_items, params.grid.items_per_warp};
   }
   const int32_t items = min(*params.call.item_count, params.call.num_items);
-  const int32_t warps = params.grid.num_ctas * kCodedWarps;
+  const int32_t warps = params.grid.num_ctas * warps_of_cta;
   return {items, max(1, (items + warps - 1) / warps)};
 }
 
@@ -122,10 +123,11 @@ struct TableFill {
   }
 };
 
-template <int kDimBlocks, class Code>
-__global__ void __launch_bounds__(kCodedWarps * 32, 1)
+// kWide: calls that are not plain.
+template <int kDimBlocks, class Code, bool kWide>
+__global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
-  constexpr int kCopiesLog = Code::kCopiesLog;
+  constexpr int kCopiesLog = Code::kCopiesLog, kWarps = coded_warps(kDimBlocks * kDimBlock);
   extern __shared__ __align__(1024) uint8_t shared[];
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   const auto region = static_cast<uint32_t>(
       table_region_bytes(max(key_book.max_length, value_book.max_length), kCopiesLog));
   const uint32_t start = shared_address(shared);
-  const auto slots = static_cast<uint32_t>(kCodedWarps * grid.slots_per_warp);
+  const auto slots = static_cast<uint32_t>(kWarps * grid.slots_per_warp);
   const CodedSharedLayout layout =
       coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots);
   const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
 
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
   BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
-  CodedWarp<kDimBlocks, Code> worker{
+  CodedWarp<kDimBlocks, Code, kWide> worker{
       call,
       ring,
       params,
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
-  const bool any = items.begin(global_warp, item_shares(params));
+  const bool any = items.begin(global_warp, item_shares(params, kWarps));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {

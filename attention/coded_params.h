@@ -1,7 +1,10 @@
 // What the kernels of coded attention are launched with.
 #pragma once
 
+#include <algorithm>
+
 #include "attention/coded_attention.h"
+#include "attention/columns.h"
 
 namespace tierkv {
 
@@ -16,16 +19,44 @@ inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim)
   return {kCodedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
               static_cast<uint32_t>(c.streams_per_lane) << 12 | uint32_t{c.table_id} << 16 |
               static_cast<uint32_t>(c.component) << 24,
-          static_cast<uint32_t>(head_dim) << 8 | static_cast<uint32_t>(c.base) << 16};
+          static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8 | static_cast<uint32_t>(c.base)
+                                                                           << 16};
 }
+
+// Queries in fp16, row after row, each times a power of two of its row.
+struct ConvertedQueries {
+  uint16_t* halves = nullptr;  // [num_rows, all columns, head_dim]; null: the caller's are so
+  float* units = nullptr;      // [num_rows]: what a row's halves are multiples of
+};
 
 // One pass over the cache, for at most kCodedColumns columns.
 struct CodedKernelParams {
-  CodedAttention call;  // columns: of this pass, which begin at q, out and lse
+  // columns: of this pass. q: from its first column on, fp16 [num_rows, row_columns, head_dim].
+  CodedAttention call;
   CodedAttentionGrid grid;
   CodedHeaders headers;
   uint32_t key_mask, value_mask;  // of the tables in shared memory
-  int32_t row_columns;            // of a row of q, out and lse
+  int32_t row_columns;            // of all passes
+  int32_t first_column;           // of this pass
+  QueryColumns queries;           // where columns lie in out and lse
+  const float* units;             // of ConvertedQueries; null: all 1
 };
+using CodedKernel = void (*)(CodedKernelParams);
+// The kernel of a call that is not plain; null: there is none for so many copies.
+CodedKernel find_wide_kernel(const CodedAttention& call, int32_t copies_log);
+// The queries of a call into `to`, one kernel; num_rows > 0.
+Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
+
+inline bool needs_conversion(const CodedAttention& call) {
+  return call.q_len > 1 || call.dtype != DType::kFloat16;
+}
+inline QueryColumns coded_columns(const CodedAttention& call) {
+  QueryColumns c;
+  c.group = call.columns;
+  c.q_len = call.q_len;
+  c.num_kv_heads = call.num_kv_heads;
+  c.of_row = call.all_columns();
+  return c;
+}
 
 }  // namespace tierkv

@@ -54,6 +54,10 @@ struct CodedState {
   // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
   // seldom moves after a row's first item, and its lanes need to agree on a maximum only then.
   static constexpr float kHeadroom = 8.0f;
+  // Of a column that sees none of the tokens so far, where that can be: 2^(-infinity - kLeast) is
+  // 0.
+  static constexpr float kLeastReference = -0x1p100f;
+  template <bool kHides>
   __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale) {
     float top[2];
 #pragma unroll
@@ -62,6 +66,7 @@ struct CodedState {
 #pragma unroll
       for (int o = 1; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
       top[c] = fmaf(x, scale, offset[c]);
+      if constexpr (kHides) top[c] = fmaxf(top[c], kLeastReference);
     }
     if (!__any_sync(kFullWarp,
                     top[0] > reference[0] + kHeadroom || top[1] > reference[1] + kHeadroom)) {
@@ -81,7 +86,8 @@ struct CodedState {
   }
 
   // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
-  // offset bring a score to log2 units.
+  // offset bring a score to log2 units. kHides: scores of a whole column may be -infinity.
+  template <bool kHides = false>
   __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
                                         uint32_t (&p)[kItemTiles][2]) {
     if (tokens < kBlockTokens) {
@@ -94,7 +100,7 @@ struct CodedState {
         }
       }
     }
-    raise_reference(s, scale);
+    raise_reference<kHides>(s, scale);
     const float shift[2] = {offset[0] - reference[0], offset[1] - reference[1]};
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {

@@ -3,6 +3,7 @@
 
 #include "attention/coded_exceptions.cuh"
 #include "attention/coded_ring.cuh"
+#include "attention/coded_sight.cuh"
 #include "attention/coded_state.cuh"
 #include "attention/coded_tile.cuh"
 
@@ -24,7 +25,8 @@ __device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float
   for (int i = 0; i < 4; ++i) x[kItemTiles - 1][i] = last[i];
 }
 
-template <int kDimBlocks, class Code>
+// kWide: calls that are not plain.
+template <int kDimBlocks, class Code, bool kWide = false>
 struct CodedWarp {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   static constexpr int32_t kTileBytes = kTileTokens * 2 * kHeadDim;  // of the window
@@ -255,6 +257,7 @@ struct CodedWarp {
   // Items of the window, whose values are their own unit.
   __device__ __forceinline__ void attend_window(float scale, const CodedRow& row, int32_t first,
                                                 int32_t count) {
+    const ColumnSight sight(params, row.window_tokens);
 #pragma unroll 1
     for (int32_t i = first; i < first + count; ++i) {
       if (i + kWindowAhead < first + count) fetch_window(row, i + kWindowAhead);
@@ -280,7 +283,8 @@ struct CodedWarp {
         }
         push_tile(s, tile);
       }
-      state.weigh(s, tokens, scale, p);
+      if constexpr (kWide) sight.hide(i * kBlockTokens, s);
+      state.template weigh<kWide>(s, tokens, scale, p);
 #pragma unroll 1
       for (int o = 0; 16 * o < tokens; ++o) {
 #pragma unroll
@@ -294,19 +298,27 @@ struct CodedWarp {
     }
   }
 
+  // Brings q times a value of a key to log2 units.
+  __device__ __forceinline__ float score_scale() const {
+    const float scale = call.sm_scale * kLog2E;
+    if constexpr (kWide) return params.units == nullptr ? scale : scale * params.units[row_index];
+    return scale;
+  }
+
   // Items begin .. end - 1 of all, those of row r that hold any: asks for their first blocks.
   __device__ __forceinline__ void begin_row(int32_t r, int32_t begin, int32_t end) {
     row_index = r;
     const CodedRow& row = call.rows[r];
     const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
     from = begin - row.first_item, to = end - row.first_item;
-    const bool named = fits && from >= 0 &&
-                       to <= coded_row_items(row.coded_tokens, row.window_tokens) &&
-                       row.step >= 0 && row.step < call.num_steps && row.mean < call.num_means &&
-                       row.coded_tokens >= 0 && row.window_tokens >= 0 && row.first_page >= 0 &&
-                       row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
-                           call.num_window_pages &&
-                       row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks;
+    const bool named =
+        fits && from >= 0 && to <= coded_row_items(row.coded_tokens, row.window_tokens) &&
+        row.step >= 0 && row.step < call.num_steps && row.mean < call.num_means &&
+        row.coded_tokens >= 0 && row.window_tokens >= 0 && row.first_page >= 0 &&
+        row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
+            call.num_window_pages &&
+        row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks &&
+        (!kWide || blocks == 0 || row.window_tokens >= params.queries.q_len - 1);
     if (!named) to = from;
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;
@@ -314,7 +326,7 @@ struct CodedWarp {
       state.bad |= begin_blocks(row.first_block + from, min(to, blocks) - from);
     }
     const float step = named ? call.keys.steps[row.step] : 0.0f;
-    key_scale = call.sm_scale * kLog2E * step;
+    key_scale = score_scale() * step;
     state.begin(
         call,
         static_cast<const uint16_t*>(call.q) + int64_t{row_index} * params.row_columns * kHeadDim,
@@ -333,7 +345,7 @@ struct CodedWarp {
                           static_cast<float>(call.values.codebook.base));
       const int32_t first = max(from - blocks, 0);
       if (to > blocks) {
-        attend_window(call.sm_scale * kLog2E, row, first, to - blocks - first);
+        attend_window(score_scale(), row, first, to - blocks - first);
       }
     }
     state.leave(call, partial);

@@ -11,6 +11,7 @@
 
 #include "attention/coded_attention.h"
 #include "codec/coded_block.h"
+#include "codec/element.h"
 #include "tests/codec/code_source.h"
 #include "tests/gpu/device_array.cuh"
 
@@ -27,6 +28,18 @@ struct Shape {
   bool means = true;
   BlockMode mode = BlockMode::kPair;
   bool huge_codes = false;  // blocks of 16 bits, which lose bits in fp16
+  int32_t q_len = 1;
+  int32_t kv_heads = 1;
+  DType dtype = DType::kFloat16;
+
+  int32_t all_columns() const { return columns * q_len; }
+  // Of a column of a row, in lines of head_dim elements.
+  size_t place(size_t row, int32_t column) const {
+    const size_t heads = static_cast<size_t>(kv_heads), entry = row / heads;
+    const size_t line = entry * static_cast<size_t>(q_len) + static_cast<size_t>(column / columns);
+    return (line * heads + row % heads) * static_cast<size_t>(columns) +
+           static_cast<size_t>(column % columns);
+  }
 };
 
 struct RowData {
@@ -77,8 +90,11 @@ void add_block(World* w, CodeSource* source, int32_t component, int32_t tokens, 
   const size_t begin = bytes.size();
   EXPECT_TRUE(encode_block(codes.data(), tokens, dims, book, &bytes).is_ok());
   const auto size = static_cast<uint32_t>(bytes.size() - begin);
-  if (!is_raw_mode(load_header(bytes.data() + begin).mode)) {
-    w->max_block_bytes = std::max(w->max_block_bytes, static_cast<int32_t>(size));
+  for (size_t at = begin; at < bytes.size();) {
+    const CodedBlockHeader header = load_header(bytes.data() + at);
+    const int32_t slice = header.units * kBlockAlignment;
+    if (!is_raw_mode(header.mode)) w->max_block_bytes = std::max(w->max_block_bytes, slice);
+    at += static_cast<size_t>(slice);
   }
   w->refs[component].push_back({static_cast<uint32_t>(begin / 16), size / 16});
   for (int16_t c : codes) w->y[component].push_back(step * static_cast<float>(c));
@@ -159,8 +175,10 @@ World make_world(CodeSource* source, const Shape& shape, const std::vector<RowDa
     add_window(&w, source, r.window);
     w.rows.push_back(row);
     w.items += coded_row_items(r.coded, r.window);
-    for (int32_t i = 0; i < shape.columns * shape.head_dim; ++i) {
-      w.q.push_back(float_to_half(normal(source->rng())));
+    // Of several queries none may see less than all that is coded.
+    w.data[w.rows.size() - 1].corrupt = r.coded > 0 && r.window < shape.q_len - 1;
+    for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
+      w.q.push_back(float_to_raw(shape.dtype, normal(source->rng())));
     }
   }
   shuffle_window(&w, source);
@@ -184,7 +202,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<CodedRow> rows(w.rows);
   const DeviceArray<int32_t> window_pages(w.window_pages);
   const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
-  const size_t columns = static_cast<size_t>(w.shape.columns);
+  const size_t columns = static_cast<size_t>(w.shape.all_columns());
   const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
   const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.rows.size(), StatusCode::kIo));
   CodedAttention call;
@@ -217,6 +235,9 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.num_steps = kSteps;
   call.num_means = kSteps;
   call.columns = w.shape.columns;
+  call.q_len = w.shape.q_len;
+  call.num_kv_heads = w.shape.kv_heads;
+  call.dtype = w.shape.dtype;
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
@@ -239,34 +260,42 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
 // is stored. Codes of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values. A
 // score is a sum of at most 8 steps in fp32 of q times digits raised by 1024, where digits are
 // around 2^1: off by 8 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-11; that
-// the raised terms cancel at random leaves a fraction of it.
+// the raised terms cancel at random leaves a fraction of it. bfloat16 queries are exact, such
+// outputs are rounded to 8 bits.
 void compare(const World& w, const Attended& got) {
-  const int32_t dims = w.shape.head_dim, columns = w.shape.columns;
+  const int32_t dims = w.shape.head_dim, columns = w.shape.all_columns();
+  const DType dtype = w.shape.dtype;
+  const double rounding = dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
   const double scale = 1 / std::sqrt(dims);
   size_t token = 0;
   for (size_t r = 0; r < w.rows.size(); ++r) {
-    const auto n = static_cast<size_t>(w.data[r].coded + w.data[r].window);
+    const auto all = static_cast<size_t>(w.data[r].coded + w.data[r].window);
     const float* keys = w.y[0].data() + token * dims;
     const float* values = w.y[1].data() + token * dims;
-    token += n;
+    token += all;
     const bool corrupt = w.data[r].corrupt;
     ASSERT_EQ(got.status[r], corrupt ? StatusCode::kCorrupt : StatusCode::kOk) << "row " << r;
     double largest = 0;
-    for (size_t i = 0; i < n * dims; ++i) largest = std::max(largest, std::abs(double(values[i])));
+    for (size_t i = 0; i < all * dims; ++i)
+      largest = std::max(largest, std::abs(double(values[i])));
     for (int32_t c = 0; c < columns; ++c) {
-      const size_t head = r * columns + c;
-      const uint16_t* q = w.q.data() + head * dims;
+      const size_t head = w.shape.place(r, c);
+      const auto hidden = static_cast<size_t>(w.shape.q_len - 1 - c / w.shape.columns);
+      const size_t n = all - std::min(all, hidden);
+      const auto q = [&](int32_t d) {
+        return double(raw_to_float(dtype, w.q[head * dims + static_cast<size_t>(d)]));
+      };
       const auto mean = [&](int32_t component, int32_t d) {
         if (!w.shape.means || w.data[r].mean < 0) return 0.0;
         return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
       };
       std::vector<double> scores(n), out(dims, 0.0);
       double top = -INFINITY, sum = 0, shift = 0, widest = 0;
-      for (int32_t d = 0; d < dims; ++d) shift += scale * half_to_float(q[d]) * mean(0, d);
+      for (int32_t d = 0; d < dims; ++d) shift += scale * q(d) * mean(0, d);
       for (size_t i = 0; i < n; ++i) {
         double terms = 0;
         for (int32_t d = 0; d < dims; ++d) {
-          const double term = scale * half_to_float(q[d]) * keys[i * dims + d];
+          const double term = scale * q(d) * keys[i * dims + d];
           scores[i] += term;
           terms += std::abs(term);
         }
@@ -289,9 +318,9 @@ void compare(const World& w, const Attended& got) {
         const double want = empty ? 0.0 : out[d] / sum + mean(1, d);
         const double tolerance = empty ? 0.0
                                        : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
-                                             0x1p-11 * std::abs(want) +
+                                             rounding * std::abs(want) +
                                              2 * largest * std::expm1(2 * score_error);
-        ASSERT_NEAR(half_to_float(got.out[head * dims + d]), want, tolerance)
+        ASSERT_NEAR(raw_to_float(dtype, got.out[head * dims + d]), want, tolerance)
             << "row " << r << " column " << c << " dim " << d;
       }
     }
@@ -336,6 +365,45 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
         if (HasFatalFailure()) return;
       }
     }
+  }
+}
+
+// Queries of the newest tokens, each of which sees the tokens up to its own.
+TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
+  for (int32_t head_dim : {64, 96, 128}) {
+    for (int32_t q_len : {1, 2, 3 + source_.below(5), 8}) {
+      Shape shape;
+      shape.head_dim = head_dim;
+      shape.q_len = q_len;
+      shape.kv_heads = 1 + source_.below(3);
+      shape.columns = 1 + source_.below(16);
+      shape.streams = 1 + source_.below(2);
+      shape.means = source_.below(2) != 0;
+      if (source_.below(4) == 0) shape.mode = BlockMode::kSingle;
+      if (q_len == 1 || source_.below(2) != 0) shape.dtype = DType::kBFloat16;
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " q_len " + std::to_string(q_len) +
+                   " columns " + std::to_string(shape.columns) + " kv heads " +
+                   std::to_string(shape.kv_heads) + " dtype " + dtype_name(shape.dtype));
+      std::vector<RowData> rows = ragged_rows();
+      // Rows whose newest tokens begin an item, of which older queries see nothing.
+      rows.insert(rows.end(), {row(64, 7), row(192, 64 + q_len - 1), row(0, 65), row(0, 3)});
+      while (rows.size() % static_cast<size_t>(shape.kv_heads) != 0) rows.push_back(row(70, 9));
+      const World w = make_world(&source_, shape, rows);
+      compare(w, attend_on_gpu(w, 5));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// All queries of a row are times one power of two: large and small ones.
+TEST_F(CodedAttentionTest, BFloat16QueriesOfAnySize) {
+  for (const float size : {0x1p-60f, 0x1p-20f, 0x1p6f}) {
+    Shape shape;
+    shape.dtype = DType::kBFloat16;
+    World w = make_world(&source_, shape, ragged_rows());
+    for (uint16_t& x : w.q) x = float_to_bfloat16(bfloat16_to_float(x) * size);
+    compare(w, attend_on_gpu(w, 5));
+    if (HasFatalFailure()) return;
   }
 }
 

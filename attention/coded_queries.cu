@@ -1,0 +1,70 @@
+// The queries of a call of coded attention as its kernels take them: fp16 times a power of two of
+// the row, the queries of a row one after another.
+
+#include <cuda_runtime.h>
+
+#include "attention/coded_params.h"
+#include "attention/launch.cuh"
+#include "codec/element.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kMostShift = 96;  // keeps every unit inside fp32
+
+// The power of two that brings the largest magnitude of a row to [2^14, 2^15): what fp16 then loses
+// of an element lies 2^-34 below the largest.
+__device__ float query_unit(float largest) {
+  const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
+  return bits_float(static_cast<uint32_t>(max(-kMostShift, min(kMostShift, exponent)) + 127) << 23);
+}
+
+__device__ float largest_of_cta(float x) {
+  __shared__ float of_warps[kThreads / 32];
+  for (int32_t i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, i));
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  for (const float other : of_warps) x = fmaxf(x, other);
+  return x;
+}
+
+// A CTA for a row.
+__global__ void __launch_bounds__(kThreads)
+    convert_kernel(const __grid_constant__ CodedAttention call, QueryColumns columns,
+                   ConvertedQueries to) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const auto row = static_cast<int32_t>(blockIdx.x);
+  const int32_t count = columns.of_row * call.head_dim;
+  const auto* q = static_cast<const uint16_t*>(call.q);
+  const auto bits_of = [&](int32_t i) {
+    return q[columns.place(row, i / call.head_dim) * call.head_dim + i % call.head_dim];
+  };
+  const auto first = static_cast<int32_t>(threadIdx.x);
+  uint16_t* halves = to.halves + int64_t{row} * count;
+  if (call.dtype == DType::kFloat16) {
+    for (int32_t i = first; i < count; i += kThreads) halves[i] = bits_of(i);
+    if (first == 0) to.units[row] = 1.0f;
+    return;
+  }
+  float largest = 0.0f;
+  for (int32_t i = first; i < count; i += kThreads) {
+    largest = fmaxf(largest, fabsf(bfloat16_to_float(bits_of(i))));
+  }
+  const float unit = query_unit(largest_of_cta(largest));
+  const float inverse = 1.0f / unit;
+  for (int32_t i = first; i < count; i += kThreads) {
+    halves[i] = float_to_half(bfloat16_to_float(bits_of(i)) * inverse);
+  }
+  if (first == 0) to.units[row] = unit;
+}
+
+}  // namespace
+
+Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream) {
+  return launch_after_previous(convert_kernel, static_cast<unsigned>(call.num_rows), kThreads, 0,
+                               stream, call, coded_columns(call), to);
+}
+
+}  // namespace tierkv
