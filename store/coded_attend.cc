@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "codec/element.h"
 #include "store/coded_host.h"
 #include "store/host_store.h"
 
@@ -34,9 +35,14 @@ Status read_row(const CodedView& s, const CodedBooks& books, int32_t row, Compon
   return Status::ok();
 }
 
+std::vector<double> values_of(const uint16_t* x, DType dtype, int32_t count) {
+  std::vector<double> values;
+  for (int32_t i = 0; i < count; ++i) values.push_back(raw_to_float(dtype, x[i]));
+  return values;
+}
+
 struct CodedQuery {
-  const uint16_t* q;  // [head_dim]
-  int32_t head_dim;
+  std::vector<double> q;  // [head_dim]
   double sm_scale;
   int32_t tokens;  // that it sees: the row's first
   double sink;     // -infinity: none
@@ -44,12 +50,12 @@ struct CodedQuery {
 
 // One query: probabilities of its tokens, and the lse.
 double weigh(const std::vector<double>& k, const CodedQuery& query, std::vector<double>* p) {
-  const int32_t head_dim = query.head_dim, tokens = query.tokens;
+  const auto head_dim = static_cast<int32_t>(query.q.size()), tokens = query.tokens;
   p->assign(tokens, 0.0);
   double largest = query.sink;
   for (int32_t i = 0; i < tokens; ++i) {
     double dot = 0;
-    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(query.q[d]) * k[i * head_dim + d];
+    for (int32_t d = 0; d < head_dim; ++d) dot += query.q[d] * k[i * head_dim + d];
     (*p)[i] = dot * query.sm_scale;
     largest = std::fmax(largest, (*p)[i]);
   }
@@ -60,13 +66,13 @@ double weigh(const std::vector<double>& k, const CodedQuery& query, std::vector<
   return largest + std::log(sum);
 }
 
-// The output of a query with probabilities p: [head_dim].
-void write_output(const std::vector<double>& p, const std::vector<double>& v, uint16_t* out,
-                  int32_t head_dim) {
+// The output of a query with probabilities p: [head_dim] of the dtype.
+void write_output(const std::vector<double>& p, const std::vector<double>& v, DType dtype,
+                  int32_t head_dim, uint16_t* out) {
   for (int32_t d = 0; d < head_dim; ++d) {
     double sum = 0;
     for (size_t i = 0; i < p.size(); ++i) sum += p[i] * v[i * head_dim + d];
-    out[d] = float_to_half(static_cast<float>(sum));
+    out[d] = float_to_raw(dtype, static_cast<float>(sum));
   }
 }
 
@@ -82,7 +88,7 @@ Status CodedHostStore::attend(const AttendRequest& request) {
   const auto* q = static_cast<const uint16_t*>(request.q);
   auto* out = static_cast<uint16_t*>(request.out);
   const int64_t queries = int64_t{count} * q_len * layout.num_q_heads;
-  if (Status s = check_values(q, DType::kFloat16, queries * dim); !s) return s.with_context("q");
+  if (Status s = check_values(q, request.dtype, queries * dim); !s) return s.with_context("q");
   if (Status s = check_sinks(request.sinks, layout.num_q_heads); !s) return s;
   std::vector<double> k, v, p;
   std::vector<float> most;
@@ -102,11 +108,12 @@ Status CodedHostStore::attend(const AttendRequest& request) {
         const double sink = request.sinks == nullptr ? -std::numeric_limits<double>::infinity()
                                                      : request.sinks[head % layout.num_q_heads];
         const int32_t seen = tokens - q_len + 1 + query;
-        const double lse = weigh(k, {q + head * dim, dim, layout.sm_scale, seen, sink}, &p);
+        const double lse = weigh(
+            k, {values_of(q + head * dim, request.dtype, dim), layout.sm_scale, seen, sink}, &p);
         for (size_t i = 0; i < p.size(); ++i) {
           most[i] = std::fmax(most[i], static_cast<float>(p[i]));
         }
-        write_output(p, v, out + head * dim, dim);
+        write_output(p, v, request.dtype, dim, out + head * dim);
         if (request.lse != nullptr) request.lse[head] = static_cast<float>(lse);
       }
       if (request.probabilities != nullptr) {

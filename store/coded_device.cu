@@ -24,9 +24,6 @@ Status no_scores() {
 // What the host can do and a device cannot.
 Status check_device_config(const KvStoreConfig& c) {
   if (c.layout.head_dim > kSliceDims) return unsupported("coded: head_dim 256 on a device");
-  if (c.layout.group_size() > kCodedColumns) {
-    return unsupported("coded: more than 8 query heads a kv head on a device");
-  }
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   for (const Component part : {Component::kKey, Component::kValue}) {
@@ -127,6 +124,7 @@ Status CodedDeviceStore::allocate() {
   if (!raw) return raw.status();
   common.s.layouts[kRawSide] = *raw;
   common.max_tokens = c.max_tokens;
+  if (Status s = upload(std::vector<uint32_t>(2), &empty_table_); !s) return s;
   if (c.coded.steps == StepSource::kGiven) {
     if (Status s = upload(c.coded.key_steps, &state_.given_key_steps); !s) return s;
     if (Status s = upload(c.coded.value_steps, &state_.given_value_steps); !s) return s;

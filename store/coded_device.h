@@ -76,7 +76,6 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status forget_unused_books();
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
   Status attend_coded_rows(const AttendRequest& request, const Slots& slots);
-  Status attend_raw(const AttendRequest& request, const Slots& slots);
 
   // Waits; refused while a failure waits to be taken.
   Status settle();
@@ -100,16 +99,11 @@ class CodedDeviceStore final : public DeviceKvStore {
   std::vector<DeviceCodebook> books_;  // [num_layers][2], arrays in device memory
   Slots batch_, planned_;              // what the device's batch and plan of attention are of
 
-  AttentionConfig raw_attention_;
-  AttentionGrid raw_grid_;
-  AttentionWorkspace raw_workspace_;
-  size_t planned_count_ = 0;
   CodedRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
   int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // likewise
   void* coded_workspace_ = nullptr;
-  uint16_t* raw_out_ = nullptr;  // [max_sequences * num_q_heads, head_dim]
-  float* raw_lse_ = nullptr;
+  const uint32_t* empty_table_ = nullptr;  // of what stands for a codebook where there is none yet
 };
 
 }  // namespace tierkv

@@ -1,5 +1,5 @@
 // What goes into the attention of a coded store and what comes out: tokens of a layer onto raw
-// pages, rows for attend_coded(), means.
+// pages, rows for attend_coded().
 
 #include <cuda_runtime.h>
 
@@ -145,42 +145,6 @@ __global__ void __launch_bounds__(kThreads)
                  {v.status[i], DeviceCall::kAttend, v.layer, d.common.batch[i / d.s.num_kv_heads]});
 }
 
-__device__ float sum_of_cta(float x) {
-  __shared__ float sums[kThreads / 32];
-  for (int32_t lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = 0;
-  for (const float part : sums) x += part;
-  return x;
-}
-
-// A CTA for a query.
-__global__ void __launch_bounds__(kThreads)
-    join_kernel(const __grid_constant__ CodedDeviceState d, const __grid_constant__ RawJoin j) {
-  const auto query = static_cast<int64_t>(blockIdx.x);
-  const int32_t i = static_cast<int32_t>(query) / j.group, head_dim = d.s.head_dim;
-  const int32_t sequence = d.common.batch[i / d.s.num_kv_heads];
-  const float raw_lse = j.raw_lse[query];
-  const bool present = sequence != kPaddingSequence && raw_lse > -INFINITY;
-  const bool has_means = present && d.s.infos[sequence].window_origin != kInPrompt;
-  const int32_t row = has_means ? d.s.row_of(sequence, j.layer, i % d.s.num_kv_heads) : 0;
-  float product = 0.0f;  // of q and the mean of the keys
-  for (int32_t dim = threadIdx.x; dim < head_dim; dim += kThreads) {
-    const int64_t at = query * head_dim + dim;
-    float x = present ? half_to_float(j.raw_out[at]) : 0.0f;
-    if (has_means) {
-      x += d.s.means(Component::kValue, row)[dim];
-      product += half_to_float(j.q[at]) * d.s.means(Component::kKey, row)[dim];
-    }
-    j.out[at] = float_to_half(x);
-  }
-  product = sum_of_cta(product);
-  if (threadIdx.x == 0 && j.lse != nullptr) {
-    j.lse[query] = present ? raw_lse + j.sm_scale * product : -INFINITY;
-  }
-}
-
 }  // namespace
 
 Status append_coded(const CodedDeviceState& d, const DeviceTokens& x, GpuStream stream) {
@@ -200,12 +164,6 @@ Status plan_coded_rows(const CodedDeviceState& d, const CodedRowPlan& plan, GpuS
 Status report_coded_rows(const CodedDeviceState& d, const CodedVerdict& v, GpuStream stream) {
   const int32_t rows = v.count * d.s.num_kv_heads;
   return launch_after_previous(report_kernel, ctas_for(rows, kThreads), kThreads, 0, stream, d, v);
-}
-
-Status join_raw(const CodedDeviceState& d, const RawJoin& join, GpuStream stream) {
-  const int64_t queries = int64_t{join.count} * d.s.num_kv_heads * join.group;
-  join_kernel<<<ctas_for(queries, 1), kThreads, 0, stream>>>(d, join);
-  return launch_status("attend");
 }
 
 }  // namespace tierkv

@@ -72,18 +72,4 @@ struct CodedVerdict {
 };
 Status report_coded_rows(const CodedDeviceState& d, const CodedVerdict& v, GpuStream stream);
 
-// Adds the means to what attention found in raw tokens alone.
-struct RawJoin {
-  const uint16_t* q = nullptr;        // fp16 [count, num_kv_heads, group, head_dim]
-  const uint16_t* raw_out = nullptr;  // like q
-  const float* raw_lse = nullptr;     // [count, num_kv_heads, group]
-  uint16_t* out = nullptr;            // like q
-  float* lse = nullptr;               // like raw_lse; may be null
-  int32_t count = 0;
-  int32_t layer = 0;
-  int32_t group = 1;
-  float sm_scale = 1;
-};
-Status join_raw(const CodedDeviceState& d, const RawJoin& join, GpuStream stream);
-
 }  // namespace tierkv

@@ -116,6 +116,7 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
     if (i % 4 == 2) config.policy.window_tokens = 64;
     if (i % 4 == 3) config.num_pages = 60;
     if (i % 3 == 1) config.coded.codebooks = CodebookSource::kDevice;
+    if (i % 2 == 0) config.layout.num_q_heads = 2 * input.uniform(1, 16);
     if (i % 5 == 4) config.coded.means = MeanSource::kNone;
     if (i % 5 == 3) {
       config.coded.means = MeanSource::kGiven;
@@ -327,9 +328,6 @@ TEST(GpuCodedStore, RefusesByName) {
   };
   EXPECT_EQ(refused(coded_config(&input, 256)).code(), StatusCode::kUnsupported);
   KvStoreConfig c = coded_config(&input, 64);
-  c.layout.num_q_heads = 18;
-  EXPECT_EQ(refused(c).code(), StatusCode::kUnsupported);
-  c = coded_config(&input, 64);
   c.coded.key_steps.clear();
   EXPECT_EQ(refused(c).code(), StatusCode::kInvalidArgument);
   c = coded_config(&input, 64);
@@ -346,9 +344,6 @@ TEST(GpuCodedStore, RefusesByName) {
   request.stride = 500;
   EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
   request.probabilities = nullptr;
-  request.dtype = DType::kBFloat16;
-  EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
-  request.dtype = DType::kFloat16;
   EXPECT_TRUE(twins.device().attend(request));
   ASSERT_TRUE(twins.end_prompt({&id, 1}));
   request.count_query = true;
