@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "codec/element.h"
 #include "store/coded_device.h"
 #include "tests/gpu/device_buffer.cuh"
 #include "tests/store/random_input.h"
