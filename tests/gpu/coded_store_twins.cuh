@@ -229,7 +229,7 @@ class CodedTwins {
     return 1e-6 * 2 * largest_ * std::sqrt(config_.layout.head_dim) + 1e-5;
   }
   double value_tolerance(DType dtype = DType::kFloat16) const {
-    const double rounding = dtype == DType::kFloat16 ? 0.0 : 0x1p-8;
+    const double rounding = dtype == DType::kFloat16 ? 0.0 : 0x1p-7;
     return largest_ * (5 * 0x1p-11 + rounding + 2 * std::expm1(2 * score_tolerance()));
   }
 

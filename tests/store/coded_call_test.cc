@@ -43,9 +43,6 @@ TEST_F(CodedCalls, ScoresAreRefusedByName) {
   EXPECT_TRUE(world_.store().attend(request));
   request.count_query = true;
   EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
-  request.count_query = false;
-  request.dtype = DType::kBFloat16;
-  EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
 }
 
 TEST_F(CodedCalls, BadValuesChangeNothing) {

@@ -5,6 +5,8 @@
 #include <limits>
 #include <random>
 
+#include "codec/element.h"
+
 namespace tierkv::testing {
 namespace {
 
@@ -297,13 +299,15 @@ std::string CodedWorld::difference(const CodedModel& m) const {
 std::string CodedWorld::attention_difference(const CodedModel& m, int32_t layer) {
   const CacheLayout& layout = config_.layout;
   const int32_t dim = layout.head_dim, heads = layout.num_q_heads;
-  const std::vector<uint8_t> q = input_->values(DType::kFloat16, heads, dim);
+  const DType dtype = input_->chance(0.5) ? DType::kFloat16 : DType::kBFloat16;
+  const std::vector<uint8_t> q = input_->values(dtype, heads, dim);
   const auto* queries = reinterpret_cast<const uint16_t*>(q.data());
   std::vector<uint16_t> out(static_cast<size_t>(heads) * dim, 0x7e00);
   std::vector<float> lse(heads, NAN);
   AttendRequest request;
   request.sequences = {&m.id, 1};
   request.layer = layer;
+  request.dtype = dtype;
   request.q = q.data();
   request.out = out.data();
   request.lse = lse.data();
@@ -317,7 +321,7 @@ std::string CodedWorld::attention_difference(const CodedModel& m, int32_t layer)
     double sum = 0, largest = -std::numeric_limits<double>::infinity();
     for (int32_t t = 0; t < m.tokens; ++t) {
       for (int32_t d = 0; d < dim; ++d) {
-        p[t] += half_to_float(queries[h * dim + d]) *
+        p[t] += raw_to_float(dtype, queries[h * dim + d]) *
                 (value(m, 0, within, int64_t{t} * dim + d) + mean(0, d)) * layout.sm_scale;
       }
       largest = std::max(largest, p[t]);
@@ -334,12 +338,14 @@ std::string CodedWorld::attention_difference(const CodedModel& m, int32_t layer)
       if (!empty) return "attention over no tokens";
       continue;
     }
-    // Both in double; the lse is rounded to fp32 once, the output to fp16.
+    // Both in double; the lse is rounded to fp32 once, the output to fp16 or to bfloat16, of which
+    // half a unit in the last place is 2^-8.
     const double expected = largest + std::log(sum);
     if (!(std::fabs(lse[h] - expected) <= 1e-6 * (1 + std::fabs(expected)))) return "lse";
     for (int32_t d = 0; d < dim; ++d) {
-      const double error = std::fabs(half_to_float(out[h * dim + d]) - x[d]);
-      if (!(error <= size[d] * 5e-4 + 6e-8)) return "out, head " + std::to_string(h);
+      const double error = std::fabs(raw_to_float(dtype, out[h * dim + d]) - x[d]);
+      const double rounding = dtype == DType::kFloat16 ? 5e-4 : 4e-3;
+      if (!(error <= size[d] * rounding + 6e-8)) return "out, head " + std::to_string(h);
     }
   }
   return "";
