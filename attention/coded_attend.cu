@@ -141,8 +141,9 @@ JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& gri
 
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
 CodedKernel kernel_of_streams(int32_t streams) {
-  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, false>
-                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, false>;
+  constexpr auto kPlain = CodedBreadth::kPlain;
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, kPlain>
+                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kPlain>;
 }
 
 // Numbers of copies there are kernels for, most first.
@@ -242,7 +243,8 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   grid.items_per_warp =
       std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
-  grid.slot_bytes = (call.max_block_bytes + 127) / 128 * 128;
+  const int32_t slices = (call.head_dim + kSliceDims - 1) / kSliceDims;
+  grid.slot_bytes = (slices * call.max_block_bytes + 127) / 128 * 128;
   const int32_t longest = std::max(call.keys.codebook.max_length, call.values.codebook.max_length);
   const auto start = static_cast<uint32_t>(limits->reserved_bytes);
   for (int32_t copies_log : kCopies) {

@@ -45,8 +45,8 @@ Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::stri
 }  // namespace
 
 Status CodedAttention::validate() const {
-  if (head_dim != 64 && head_dim != 96 && head_dim != 128) {
-    return unsupported("head_dim must be 64, 96 or 128");
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+    return unsupported("head_dim must be 64, 96, 128 or 256");
   }
   if (columns < 1) return invalid("columns must be at least 1");
   if (q_len < 1 || q_len > kMaxQueryTokens) return invalid("q_len must be 1 to 8");

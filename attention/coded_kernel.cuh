@@ -123,8 +123,7 @@ struct TableFill {
   }
 };
 
-// kWide: calls that are not plain.
-template <int kDimBlocks, class Code, bool kWide>
+template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
   constexpr int kCopiesLog = Code::kCopiesLog, kWarps = coded_warps(kDimBlocks * kDimBlock);
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
 
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
   BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
-  CodedWarp<kDimBlocks, Code, kWide> worker{
+  CodedWarp<kDimBlocks, Code, kBreadth> worker{
       call,
       ring,
       params,

@@ -23,6 +23,14 @@ inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim)
                                                                            << 16};
 }
 
+// What a kernel of coded attention is for, each also for what those before are for: kernels that do
+// less do it in fewer registers.
+enum class CodedBreadth {
+  kPlain,    // CodedAttention::is_plain()
+  kQueries,  // several queries, and those that are times a unit of their row
+  kSlices,   // blocks of two slices
+};
+
 // Queries in fp16, row after row, each times a power of two of its row.
 struct ConvertedQueries {
   uint16_t* halves = nullptr;  // [num_rows, all columns, head_dim]; null: the caller's are so

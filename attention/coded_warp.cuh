@@ -4,6 +4,7 @@
 #include "attention/coded_exceptions.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_sight.cuh"
+#include "attention/coded_slices.cuh"
 #include "attention/coded_state.cuh"
 #include "attention/coded_tile.cuh"
 
@@ -25,10 +26,13 @@ __device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float
   for (int i = 0; i < 4; ++i) x[kItemTiles - 1][i] = last[i];
 }
 
-// kWide: calls that are not plain.
-template <int kDimBlocks, class Code, bool kWide = false>
+template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 struct CodedWarp {
+  static constexpr bool kIsPlain = kBreadth == CodedBreadth::kPlain;
+  static constexpr bool kSliced = kBreadth == CodedBreadth::kSlices;
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
+  static constexpr int kSlices = (kHeadDim + kSliceDims - 1) / kSliceDims;
+  static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
   static constexpr int32_t kTileBytes = kTileTokens * 2 * kHeadDim;  // of the window
   static constexpr int32_t kWindowAhead = 2;                         // items asked for in advance
   using Streams = LaneCodes<Code>;
@@ -61,38 +65,48 @@ struct CodedWarp {
     return valid;
   }
 
-  __device__ __forceinline__ void score_raw(const OpenBlock& b, int32_t i,
+  // The sums of a tile before this slice, the first of s.
+  __device__ __forceinline__ static void begin_tile(const float (&s)[kItemTiles][4],
+                                                    float (&tile)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tile[i] = kSliced ? s[0][i] : 0.0f;
+  }
+
+  template <int kSlice>
+  __device__ __forceinline__ void score_raw(const OpenBlock& b, RawBlock raw,
                                             float (&s)[kItemTiles][4]) {
-    RawBlock raw;
-    if (!open_other(b, params.headers.keys, i, &raw)) return;
     raw.base += Code::kRaise;
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
-      float tile[4] = {};
+      float tile[4];
+      begin_tile(s, tile);
 #pragma unroll 1
-      for (int f = 0; f < kDimBlocks && o < tile_count(b.tokens); ++f) {
+      for (int f = 0; f < kSliceBlocks && o < tile_count(b.tokens); ++f) {
         uint32_t a[4], q[2] = {0, 0};
 #pragma unroll
-        for (int z = 0; z < kDimBlocks; ++z) {
-          if (z == f) q[0] = state.q[z][0], q[1] = state.q[z][1];
+        for (int z = 0; z < kSliceBlocks; ++z) {
+          const uint32_t(&of_slice)[2] = state.q[kSlice * kSliceBlocks + z];
+          if (z == f) q[0] = of_slice[0], q[1] = of_slice[1];
         }
-        raw_fragment(raw, kHeadDim, Component::kKey, o, f, a);
+        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a);
         mma_m16n8k16(tile, a, q[0], q[1]);
       }
       push_tile(s, tile);
     }
   }
 
+  template <int kSlice>
   __device__ __forceinline__ void score_coded(const OpenBlock& b, float (&s)[kItemTiles][4]) {
     Streams streams;
     state.bad |= streams.open(b);
     const int32_t tiles = tile_count(b.tokens);
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
-      float tile[4] = {};
+      float tile[4];
+      begin_tile(s, tile);
       if (o < tiles) {
 #pragma unroll
-        for (int f = 0; f < kDimBlocks; ++f) {
+        for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
           uint32_t a[4];
           streams.fragment(key_table, true, a);
           mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
@@ -102,20 +116,22 @@ struct CodedWarp {
     }
     state.bad |= streams.ends(b);
 #pragma unroll 1
-    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) score_exceptions(b, i, s);
+    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) score_exceptions<kSlice>(b, i, s);
   }
 
+  template <int kSlice>
   __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first,
                                                    float (&s)[kItemTiles][4]) {
     ExceptionPair pair;
-    state.bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
-                                              b.tokens);
+    state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
+                                               b.exceptions() - first, b.tokens);
     // Lanes of columns that are not there take the last one: their sums are not kept.
     const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
     const uint32_t rows = ExceptionPair::row_halves(pair.token);
     const uint32_t queries =
         exception_queries(pair, static_cast<const uint16_t*>(call.q) +
-                                    (int64_t{row_index} * params.row_columns + column) * kHeadDim);
+                                    (int64_t{row_index} * params.row_columns + column) * kHeadDim +
+                                    kSlice * kSliceDim);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
       uint32_t a[2];
@@ -124,22 +140,23 @@ struct CodedWarp {
     }
   }
 
-  __device__ __forceinline__ void add_raw(const OpenBlock& b, int32_t i,
+  // Uses p up.
+  template <int kSlice>
+  __device__ __forceinline__ void add_raw(const OpenBlock& b, const RawBlock& raw,
                                           uint32_t (&p)[kItemTiles][2]) {
-    RawBlock raw;
-    if (!open_other(b, params.headers.values, i, &raw)) return;
 #pragma unroll 1
     for (int o = 0; o < tile_count(b.tokens); ++o) {
 #pragma unroll 1
-      for (int f = 0; f < kDimBlocks; ++f) {
+      for (int f = 0; f < kSliceBlocks; ++f) {
         uint32_t a[4];
         float sum[4] = {};
-        raw_fragment(raw, kHeadDim, Component::kValue, o, f, a);
+        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a);
         mma_m16n8k16(sum, a, p[0][0], p[0][1]);
 #pragma unroll
-        for (int z = 0; z < kDimBlocks; ++z) {
+        for (int z = 0; z < kSliceBlocks; ++z) {
+          float(&out)[4] = state.out[kSlice * kSliceBlocks + z];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) state.out[z][j] += z == f ? sum[j] : 0.0f;
+          for (int j = 0; j < 4; ++j) out[j] += z == f ? sum[j] : 0.0f;
         }
       }
       shift_tiles(p);
@@ -147,16 +164,17 @@ struct CodedWarp {
   }
 
   // Uses p up.
+  template <int kSlice>
   __device__ __forceinline__ void add_coded(const OpenBlock& b, uint32_t (&p)[kItemTiles][2]) {
     Streams streams;
     state.bad |= streams.open(b);
 #pragma unroll 1
-    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) add_exceptions(b, i, p);
+    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) add_exceptions<kSlice>(b, i, p);
     const int32_t tiles = tile_count(b.tokens);
 #pragma unroll 1
     for (int o = 0; o < tiles; ++o) {
 #pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
+      for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
         uint32_t a[4];
         streams.fragment(value_table, false, a);
         mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
@@ -166,19 +184,20 @@ struct CodedWarp {
     state.bad |= streams.ends(b);
   }
 
+  template <int kSlice>
   __device__ __forceinline__ void add_exceptions(const OpenBlock& b, int32_t first,
                                                  const uint32_t (&p)[kItemTiles][2]) {
     ExceptionPair pair;
-    state.bad |= pair.template load<kHeadDim>(b.exception_words + 4 * first, b.exceptions() - first,
-                                              b.tokens);
+    state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
+                                               b.exceptions() - first, b.tokens);
     const uint32_t rows = ExceptionPair::row_halves(pair.dim);
     const uint32_t weights =
         exception_weights(b.exception_words + 4 * first, b.exceptions() - first, p);
 #pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
+    for (int f = 0; f < kSliceBlocks; ++f) {
       uint32_t a[2];
       pair.operand(rows, 16 * f, a);
-      mma_m16n8k8(state.out[f], a, weights);
+      mma_m16n8k8(state.out[kSlice * kSliceBlocks + f], a, weights);
     }
   }
 
@@ -206,6 +225,80 @@ struct CodedWarp {
     return bad;
   }
 
+  // Block i of the run, in its slot: scores of keys, or outputs of values, whose p they use up.
+  __device__ __forceinline__ void score_block(int32_t i, int32_t tokens,
+                                              float (&s)[kItemTiles][4]) {
+    if constexpr (kSliced) {
+      ring.wait();
+      BlockSlices slices(call, run, ring, i);
+      state.bad |= static_cast<uint32_t>(!score_slices<0>(slices, tokens, s));
+    } else {
+      const OpenBlock b = open(params.headers.keys, i, tokens);
+      RawBlock raw;
+      if (b.coded) {
+        score_coded<0>(b, s);
+      } else if (open_other(b, params.headers.keys, i, &raw)) {
+        score_raw<0>(b, raw, s);
+      }
+    }
+  }
+  __device__ __forceinline__ void add_block(int32_t i, int32_t tokens,
+                                            uint32_t (&p)[kItemTiles][2]) {
+    if constexpr (kSliced) {
+      ring.wait();
+      BlockSlices slices(call, run, ring, i);
+      state.bad |= static_cast<uint32_t>(!add_slices<0>(slices, tokens, p));
+    } else {
+      const OpenBlock b = open(params.headers.values, i, tokens);
+      RawBlock raw;
+      if (b.coded) {
+        add_coded<0>(b, p);
+      } else if (open_other(b, params.headers.values, i, &raw)) {
+        add_raw<0>(b, raw, p);
+      }
+    }
+  }
+  // Slices from kSlice on; false where one breaks a rule.
+  template <int kSlice>
+  __device__ __forceinline__ bool score_slices(BlockSlices& slices, int32_t tokens,
+                                               float (&s)[kItemTiles][4]) {
+    const ExpectedHeader& header = params.headers.keys;
+    OpenBlock b;
+    RawBlock raw;
+    if (!slices.open<Code::kStreams>(ring, header, tokens, &b)) return false;
+    if (b.coded) {
+      score_coded<kSlice>(b, s);
+    } else if (open_raw(b, slices.place(), header, &raw)) {
+      score_raw<kSlice>(b, raw, s);
+    } else {
+      return false;
+    }
+    slices.pass(b);
+    if constexpr (kSlice + 1 < kSlices) return score_slices<kSlice + 1>(slices, tokens, s);
+    return slices.at_end();
+  }
+  template <int kSlice>
+  __device__ __forceinline__ bool add_slices(BlockSlices& slices, int32_t tokens,
+                                             const uint32_t (&p)[kItemTiles][2]) {
+    const ExpectedHeader& header = params.headers.values;
+    OpenBlock b;
+    RawBlock raw;
+    uint32_t mine[kItemTiles][2];
+#pragma unroll
+    for (int o = 0; o < kItemTiles; ++o) mine[o][0] = p[o][0], mine[o][1] = p[o][1];
+    if (!slices.open<Code::kStreams>(ring, header, tokens, &b)) return false;
+    if (b.coded) {
+      add_coded<kSlice>(b, mine);
+    } else if (open_raw(b, slices.place(), header, &raw)) {
+      add_raw<kSlice>(b, raw, mine);
+    } else {
+      return false;
+    }
+    slices.pass(b);
+    if constexpr (kSlice + 1 < kSlices) return add_slices<kSlice + 1>(slices, tokens, p);
+    return slices.at_end();
+  }
+
   // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
   // those of the row from the first of these blocks on.
   __device__ __forceinline__ void attend_blocks(int32_t tokens) {
@@ -214,20 +307,10 @@ struct CodedWarp {
       const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      OpenBlock b = open(params.headers.keys, i, here);
-      if (b.coded) {
-        score_coded(b, s);
-      } else {
-        score_raw(b, i, s);
-      }
+      score_block(i, here, s);
       next_block(i);
       state.weigh(s, here, key_scale * kDigitScale, p);
-      b = open(params.headers.values, i + 1, here);
-      if (b.coded) {
-        add_coded(b, p);
-      } else {
-        add_raw(b, i + 1, p);
-      }
+      add_block(i + 1, here, p);
       next_block(i + 1);
     }
   }
@@ -283,8 +366,8 @@ struct CodedWarp {
         }
         push_tile(s, tile);
       }
-      if constexpr (kWide) sight.hide(i * kBlockTokens, s);
-      state.template weigh<kWide>(s, tokens, scale, p);
+      if constexpr (!kIsPlain) sight.hide(i * kBlockTokens, s);
+      state.template weigh<!kIsPlain>(s, tokens, scale, p);
 #pragma unroll 1
       for (int o = 0; 16 * o < tokens; ++o) {
 #pragma unroll
@@ -301,7 +384,8 @@ struct CodedWarp {
   // Brings q times a value of a key to log2 units.
   __device__ __forceinline__ float score_scale() const {
     const float scale = call.sm_scale * kLog2E;
-    if constexpr (kWide) return params.units == nullptr ? scale : scale * params.units[row_index];
+    if constexpr (!kIsPlain)
+      return params.units == nullptr ? scale : scale * params.units[row_index];
     return scale;
   }
 
@@ -318,7 +402,7 @@ struct CodedWarp {
         row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
             call.num_window_pages &&
         row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks &&
-        (!kWide || blocks == 0 || row.window_tokens >= params.queries.q_len - 1);
+        (kIsPlain || blocks == 0 || row.window_tokens >= params.queries.q_len - 1);
     if (!named) to = from;
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;

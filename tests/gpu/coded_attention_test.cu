@@ -349,7 +349,7 @@ class CodedAttentionTest : public ::testing::Test {
 };
 
 TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
-  for (int32_t head_dim : {64, 96, 128}) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
     for (int32_t streams : {1, 2}) {
       for (int32_t columns : {1, 4, 7, 8, 1 + source_.below(20)}) {
         Shape shape;
@@ -370,7 +370,7 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
 
 // Queries of the newest tokens, each of which sees the tokens up to its own.
 TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
-  for (int32_t head_dim : {64, 96, 128}) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
     for (int32_t q_len : {1, 2, 3 + source_.below(5), 8}) {
       Shape shape;
       shape.head_dim = head_dim;
@@ -454,7 +454,7 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
   for (int32_t round = 0; round < kRounds; ++round) {
     Shape shape;
     shape.streams = 1 + round % 2;
-    shape.head_dim = round % 3 == 0 ? 64 : 128;
+    shape.head_dim = round % 3 == 0 ? 64 : round % 3 == 1 ? 128 : 256;
     if (round % 4 == 0) shape.max_length = 12;
     if (round % 5 == 0) shape.mode = BlockMode::kSingle;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
