@@ -260,8 +260,9 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
 // is stored. Codes of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values. A
 // score is a sum of at most 8 steps in fp32 of q times digits raised by 1024, where digits are
 // around 2^1: off by 8 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-11; that
-// the raised terms cancel at random leaves a fraction of it. bfloat16 queries are exact, such
-// outputs are rounded to 8 bits.
+// the raised terms cancel at random leaves a fraction of it, of terms of 2 steps and more: a score
+// of zeros is such a sum, too. Likewise an output is a sum of digits below 32 less their base, off
+// by 2^-20 of 16 steps. bfloat16 queries are exact, such outputs are rounded to 8 bits.
 void compare(const World& w, const Attended& got) {
   const int32_t dims = w.shape.head_dim, columns = w.shape.all_columns();
   const DType dtype = w.shape.dtype;
@@ -290,10 +291,13 @@ void compare(const World& w, const Attended& got) {
         return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
       };
       std::vector<double> scores(n), out(dims, 0.0);
-      double top = -INFINITY, sum = 0, shift = 0, widest = 0;
-      for (int32_t d = 0; d < dims; ++d) shift += scale * q(d) * mean(0, d);
+      double top = -INFINITY, sum = 0, shift = 0, widest = 0, raised = 0;
+      for (int32_t d = 0; d < dims; ++d) {
+        shift += scale * q(d) * mean(0, d);
+        raised += scale * std::abs(q(d)) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
+      }
       for (size_t i = 0; i < n; ++i) {
-        double terms = 0;
+        double terms = raised;
         for (int32_t d = 0; d < dims; ++d) {
           const double term = scale * q(d) * keys[i * dims + d];
           scores[i] += term;
@@ -316,10 +320,11 @@ void compare(const World& w, const Attended& got) {
       }
       for (int32_t d = 0; d < dims; ++d) {
         const double want = empty ? 0.0 : out[d] / sum + mean(1, d);
-        const double tolerance = empty ? 0.0
-                                       : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
-                                             rounding * std::abs(want) +
-                                             2 * largest * std::expm1(2 * score_error);
+        const double tolerance =
+            empty ? 0.0
+                  : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
+                        0x1p-16 * w.steps[1][static_cast<size_t>(w.data[r].step)] +
+                        rounding * std::abs(want) + 2 * largest * std::expm1(2 * score_error);
         ASSERT_NEAR(raw_to_float(dtype, got.out[head * dims + d]), want, tolerance)
             << "row " << r << " column " << c << " dim " << d;
       }
