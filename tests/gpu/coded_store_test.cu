@@ -129,7 +129,6 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
       config.coded.steps = StepSource::kPrompt;
       config.coded.key_steps.clear();
       config.coded.value_steps.clear();
-      // Codes beyond 11 bits are rounded by attention (docs/CODED_ATTENTION.md).
       config.coded.key_relative = std::exp2(input.real(-10, 0));
       config.coded.value_relative = std::exp2(input.real(-8, 0));
     }
