@@ -4,6 +4,7 @@
 
 #include "attention/coded_kernel.cuh"
 #include "attention/launch.cuh"
+#include "codec/coded_block.h"
 #include "codec/element.h"
 
 namespace tierkv {
@@ -243,8 +244,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   grid.items_per_warp =
       std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
-  const int32_t slices = (call.head_dim + kSliceDims - 1) / kSliceDims;
-  grid.slot_bytes = (slices * call.max_block_bytes + 127) / 128 * 128;
+  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
   const int32_t longest = std::max(call.keys.codebook.max_length, call.values.codebook.max_length);
   const auto start = static_cast<uint32_t>(limits->reserved_bytes);
   for (int32_t copies_log : kCopies) {

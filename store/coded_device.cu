@@ -23,7 +23,6 @@ Status no_scores() {
 
 // What the host can do and a device cannot.
 Status check_device_config(const KvStoreConfig& c) {
-  if (c.layout.head_dim > kSliceDims) return unsupported("coded: head_dim 256 on a device");
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   for (const Component part : {Component::kKey, Component::kValue}) {

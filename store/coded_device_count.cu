@@ -16,6 +16,7 @@ constexpr int32_t kWarps = kCounterThreads / kWarpLanes;
 constexpr int32_t kCountBytes = kCounterBytes + kWarps * kEncodeMeansBytes;
 
 // blockIdx.y: a layer and a component, whose blocks the warps of its CTAs share.
+template <bool kSliced>
 __global__ void __launch_bounds__(kCounterThreads, 1)
     count_kernel(const __grid_constant__ CodedDeviceState d,
                  const __grid_constant__ PromptHistograms to) {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kCounterThreads, 1)
   uint32_t* const means = shared + (kCounterBytes + warp * kEncodeMeansBytes) / 4;
   counter.clear();
   LaneEncoder whole{};  // of which only the shape counts
-  whole.dims = d.s.head_dim;
+  whole.dims = kSliced ? kSliceDims : d.s.head_dim;
   const int64_t items = int64_t{to.entries} * heads * to.most_blocks;
   for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < items;
        i += int64_t{gridDim.x} * kWarps) {
@@ -39,12 +40,16 @@ __global__ void __launch_bounds__(kCounterThreads, 1)
     const int32_t within = layer * heads + row % heads;
     const CodedRowOf r = coded_row_of(d, row / heads * d.s.rows_per_sequence() + within);
     if (r.sequence == kPaddingSequence || block >= coded_blocks(d, d.s.infos[r.sequence])) continue;
-    RawTileSource source = raw_tile_source(d, prompt_block(d, r, c, block), means);
-    for_each_fragment(whole, source, [&](int32_t, const FragmentCodes& codes) {
+    RawBlock from = prompt_block(d, r, c, block);
+#pragma unroll 1
+    for (from.slice = 0; from.slice < (kSliced ? slice_count(d.s.head_dim) : 1); ++from.slice) {
+      auto source = raw_tile_source<kSliced>(d, from, means);
+      for_each_fragment(whole, source, [&](int32_t, const FragmentCodes& codes) {
 #pragma unroll
-      for (int32_t p = 0; p < kPairsPerFragment; ++p) counter.count(codes[p][0], codes[p][1]);
-    });
-    if (source.status != StatusCode::kOk) report_code(d, r);
+        for (int32_t p = 0; p < kPairsPerFragment; ++p) counter.count(codes[p][0], codes[p][1]);
+      });
+      if (source.status != StatusCode::kOk) report_code(d, r);
+    }
   }
   counter.flush();
 }
@@ -54,10 +59,10 @@ __global__ void __launch_bounds__(kCounterThreads, 1)
 Status count_prompt_codes(const CodedDeviceState& d, const PromptHistograms& to, GpuStream stream) {
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
-  if (Status s =
-          cuda_status(cudaFuncSetAttribute(
-                          count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCountBytes),
-                      "shared memory");
+  const auto kernel = slice_count(d.s.head_dim) > 1 ? count_kernel<true> : count_kernel<false>;
+  if (Status s = cuda_status(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCountBytes),
+          "shared memory");
       !s) {
     return s;
   }
@@ -65,7 +70,7 @@ Status count_prompt_codes(const CodedDeviceState& d, const PromptHistograms& to,
   const uint32_t wanted = ctas_for(int64_t{to.entries} * d.s.num_kv_heads * to.most_blocks, kWarps);
   const auto room = static_cast<uint32_t>((limits->sms + histograms - 1) / histograms);
   const dim3 ctas(std::min(wanted, room), static_cast<uint32_t>(histograms));
-  count_kernel<<<ctas, kCounterThreads, kCountBytes, stream>>>(d, to);
+  kernel<<<ctas, kCounterThreads, kCountBytes, stream>>>(d, to);
   return launch_status("end_prompt");
 }
 

@@ -18,11 +18,13 @@ namespace tierkv {
 
 inline constexpr int32_t kEncodeWarps = 8;
 inline constexpr int32_t kEncodeThreads = kEncodeWarps * kWarpLanes;
-// Shared memory of a CTA: code words of two codebooks, then of each warp its block's means and,
-// where it writes, the block.
-inline constexpr int32_t kEncodeWordsBytes = 2 * kMaxSymbols * 4;
+// Shared memory of a CTA: of each warp its slice's means, then the code words of the layer's
+// codebooks, then of each warp, where it writes, the slice.
 inline constexpr int32_t kEncodeMeansBytes = kSliceDims * 4;
-inline constexpr int32_t kEncodeBlocks = kEncodeWordsBytes + kEncodeWarps * kEncodeMeansBytes;
+inline constexpr int32_t kEncodeWords = kEncodeWarps * kEncodeMeansBytes;
+TKV_HD int32_t encode_blocks(const CodedDeviceState& d) {
+  return kEncodeWords + d.num_books() * kMaxSymbols * 4;
+}
 
 struct CodedRowOf {
   int32_t entry;     // of the batch
@@ -35,12 +37,18 @@ __device__ inline CodedRowOf coded_row_of(const CodedDeviceState& d, int32_t i) 
   return {i / rows, sequence, i % rows, sequence * rows + i % rows};
 }
 
-// One component of 64 raw tokens of a row.
+// Channels of a slice.
+__device__ __forceinline__ int32_t slice_dims(const CodedDeviceState& d) {
+  return min(d.s.head_dim, kSliceDims);
+}
+
+// One component of 64 raw tokens of a row; channels from 128 slice on.
 struct RawBlock {
   const uint8_t* page;
   const float* mean;  // still to be taken off; null: none
   int32_t row;
   Component component;
+  int32_t slice = 0;
 };
 
 // y of a token of the block.
@@ -66,10 +74,12 @@ __device__ __noinline__ inline CheckedPair checked_codes(uint32_t y, float step)
   return p;
 }
 
-// A raw block as codec/coded_encode_lanes.cuh takes it: raw tiles and coded blocks have one order,
-// the four words of a lane in a dim block are its four pairs.
+// A slice of a raw block as codec/coded_encode_lanes.cuh takes it: raw tiles and coded blocks have
+// one order, the four words of a lane in a dim block are its four pairs. kSliced: of several.
+template <bool kSliced>
 struct RawTileSource {
   const uint4* words;     // the lane's first ones
+  int32_t gap;            // dim blocks of other slices from one tile to the next
   const uint32_t* means;  // shared memory: of the lane's first pair, what comes off both values
   // From the means of a pair to those in the next dim block, and of the pair r with the next
   // r % 2 and r / 2.
@@ -77,7 +87,10 @@ struct RawTileSource {
   float step, inverse;
   StatusCode status = StatusCode::kOk;
 
-  __device__ __forceinline__ uint4 fetch(int32_t i) const { return words[i * kWarpLanes]; }
+  __device__ __forceinline__ uint4 fetch(int32_t i) const {
+    constexpr int32_t kSliceBlocks = kSliceDims / kDimBlock;  // where there is a gap
+    return words[(kSliced ? i + i / kSliceBlocks * gap : i) * kWarpLanes];
+  }
   __device__ __forceinline__ void codes(const uint4& x, int32_t f, FragmentCodes& codes) {
     const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
     uint32_t y[kPairsPerFragment], doubts = 0;
@@ -107,24 +120,26 @@ struct RawTileSource {
 
 // What the warps of a CTA code with.
 struct Encoder {
-  const DeviceCodebook* books;  // of the layer, keys and values; global memory
+  const DeviceCodebook* books;  // of the layer, keys then values; global memory
   uint8_t* shared;
 
-  __device__ __forceinline__ const DeviceCodebook& book(Component c) const {
-    return books[static_cast<int32_t>(c)];
+  // i: of the component.
+  __device__ __forceinline__ int32_t index(const CodedDeviceState& d, Component c,
+                                           int32_t i) const {
+    return c == Component::kKey ? i : d.num_key_books + i;
   }
-  __device__ __forceinline__ LaneEncoder of(const CodedDeviceState& d, Component c) const {
-    const auto* words = reinterpret_cast<const uint32_t*>(shared);
-    return lane_encoder(book(c), words + static_cast<int32_t>(c) * kMaxSymbols, d.s.head_dim,
+  __device__ __forceinline__ LaneEncoder of(const CodedDeviceState& d, int32_t book) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(shared + kEncodeWords);
+    return lane_encoder(books[book], words + book * kMaxSymbols, slice_dims(d),
                         most_coded_block_bytes(d.s.head_dim));
   }
   __device__ __forceinline__ uint32_t* means() const {
-    return reinterpret_cast<uint32_t*>(shared + kEncodeWordsBytes +
+    return reinterpret_cast<uint32_t*>(shared +
                                        static_cast<int32_t>(threadIdx.x / 32) * kEncodeMeansBytes);
   }
   // Of the warp.
   __device__ __forceinline__ uint32_t* block(const CodedDeviceState& d) const {
-    return reinterpret_cast<uint32_t*>(shared + kEncodeBlocks +
+    return reinterpret_cast<uint32_t*>(shared + encode_blocks(d) +
                                        static_cast<int32_t>(threadIdx.x / 32) *
                                            most_coded_block_bytes(d.s.head_dim));
   }
@@ -132,13 +147,13 @@ struct Encoder {
 
 // By the whole CTA, before its warps go apart; `shared` is the CTA's dynamic memory.
 __device__ inline Encoder make_encoder(const CodedDeviceState& d, int32_t layer, uint8_t* shared) {
-  auto* words = reinterpret_cast<uint32_t*>(shared);
-  const DeviceCodebook* books = d.books + 2 * layer;
-  for (int32_t c = 0; c < 2; ++c) {
-    const uint32_t* from = books[c].words;
-    const int32_t symbols = symbol_count(books[c]);
+  auto* words = reinterpret_cast<uint32_t*>(shared + kEncodeWords);
+  const DeviceCodebook* books = d.books + d.num_books() * layer;
+  for (int32_t b = 0; b < d.num_books(); ++b) {
+    const uint32_t* from = books[b].words;
+    const int32_t symbols = symbol_count(books[b]);
     for (auto i = static_cast<int32_t>(threadIdx.x); i < symbols; i += kEncodeThreads) {
-      words[c * kMaxSymbols + i] = from[i];
+      words[b * kMaxSymbols + i] = from[i];
     }
   }
   __syncthreads();
@@ -146,24 +161,80 @@ __device__ inline Encoder make_encoder(const CodedDeviceState& d, int32_t layer,
 }
 
 // By the whole warp; `means`: its shared memory, kEncodeMeansBytes.
-__device__ inline RawTileSource raw_tile_source(const CodedDeviceState& d, const RawBlock& b,
-                                                uint32_t* means) {
+template <bool kSliced>
+__device__ inline RawTileSource<kSliced> raw_tile_source(const CodedDeviceState& d,
+                                                         const RawBlock& b, uint32_t* means) {
   const bool key = b.component == Component::kKey;
-  __syncwarp();  // the block before is done
-  for (int32_t i = lane_index(); i < (key ? d.s.head_dim / 2 : d.s.head_dim); i += kWarpLanes) {
+  const int32_t dims = kSliced ? kSliceDims : d.s.head_dim;
+  const int32_t first_dim = kSliced ? b.slice * kSliceDims : 0;
+  __syncwarp();  // the slice before is done
+  for (int32_t i = lane_index(); i < (key ? dims / 2 : dims); i += kWarpLanes) {
     // Keys: two channels; values: two tokens of a channel.
-    const int32_t first = key ? 2 * i : i, second = key ? 2 * i + 1 : i;
+    const int32_t first = first_dim + (key ? 2 * i : i), second = key ? first + 1 : first;
     means[i] = b.mean == nullptr ? 0u
                                  : float_to_half(b.mean[first]) |
                                        static_cast<uint32_t>(float_to_half(b.mean[second])) << 16;
   }
   __syncwarp();
+  const int32_t gap = (d.s.head_dim - dims) / kDimBlock;
   const auto* words =
-      reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, b.component, 0));
+      reinterpret_cast<const uint4*>(b.page + raw_tile_byte(d.s.head_dim, b.component, 0)) +
+      first_dim / kDimBlock * kWarpLanes;
   const float step = d.s.step(b.component, b.row);
   const int32_t lane = lane_index();
-  if (key) return {words + lane, means + lane % 4, kDimBlock / 2, 0, 4, step, 1.0f / step};
-  return {words + lane, means + lane / 4, kDimBlock, 8, 0, step, 1.0f / step};
+  if (key) return {words + lane, gap, means + lane % 4, kDimBlock / 2, 0, 4, step, 1.0f / step};
+  return {words + lane, gap, means + lane / 4, kDimBlock, 8, 0, step, 1.0f / step};
+}
+
+// A block as it will be coded.
+template <bool kChoices>
+struct PlannedBlock {
+  int32_t book = 0;   // of its layer's
+  int32_t units = 0;  // of all slices
+  // Of the last slice, with the last of the component's codebooks: where there are no choices, all
+  // that write_block() needs.
+  RawTileSource<kChoices> source;
+  LanePlan plan;
+};
+// With the codebook that takes the fewest units, of several that do the first. kChoices: as
+// CodedDeviceState::has_choices(); code for one slice and codebook stays as short as it can be.
+template <bool kChoices>
+__device__ __forceinline__ PlannedBlock<kChoices> plan_slices(const CodedDeviceState& d,
+                                                              const Encoder& encoder, RawBlock b) {
+  PlannedBlock<kChoices> planned{};
+  const int32_t books = kChoices ? d.books_of(b.component) : 1;
+  const int32_t slices = kChoices ? slice_count(d.s.head_dim) : 1;
+  auto status = StatusCode::kOk;
+#pragma unroll 1
+  for (int32_t i = 0; i < books; ++i) {
+    const int32_t book = encoder.index(d, b.component, i);
+    int32_t units = 0;
+#pragma unroll 1
+    for (b.slice = 0; b.slice < slices; ++b.slice) {
+      planned.source = raw_tile_source<kChoices>(d, b, encoder.means());
+      planned.plan = plan_block(encoder.of(d, book), encoder.books[book], planned.source);
+      status = greater(status, planned.source.status);
+      units += static_cast<int32_t>(planned.plan.form.header.units);
+    }
+    if (i == 0 || units < planned.units) planned.units = units, planned.book = book;
+  }
+  planned.source.status = status;
+  return planned;
+}
+
+// The block to `to`, 16-byte aligned, coded with `book` of its layer's.
+template <bool kChoices>
+__device__ __forceinline__ void write_slices(const CodedDeviceState& d, const Encoder& encoder,
+                                             RawBlock b, int32_t book, uint8_t* to) {
+  const LaneEncoder lanes = encoder.of(d, book);
+  const int32_t slices = kChoices ? slice_count(d.s.head_dim) : 1;
+#pragma unroll 1
+  for (b.slice = 0; b.slice < slices; ++b.slice) {
+    RawTileSource<kChoices> source = raw_tile_source<kChoices>(d, b, encoder.means());
+    const LanePlan plan = plan_block(lanes, encoder.books[book], source);
+    write_block(lanes, source, plan, encoder.block(d), to);
+    to += static_cast<int32_t>(plan.form.header.units) * kBlockAlignment;
+  }
 }
 
 // Unit `begin` of a row, whose pages are there.
@@ -216,7 +287,7 @@ Status launch_encoder(void (*kernel)(Parameters...), const EncodeLaunch& launch,
                       const CodedDeviceState& d, const EncodeItems& items, GpuStream stream,
                       const Arguments&... arguments) {
   const int32_t bytes =
-      kEncodeBlocks + (launch.writes ? kEncodeWarps * most_coded_block_bytes(d.s.head_dim) : 0);
+      encode_blocks(d) + (launch.writes ? kEncodeWarps * most_coded_block_bytes(d.s.head_dim) : 0);
   if (Status s = cuda_status(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");

@@ -39,6 +39,7 @@ __device__ PromptItem prompt_item(const CodedDeviceState& d, const EncodeItem& i
 }
 
 // Items of a row: block, component. Sizes go to the directory.
+template <bool kChoices>
 __global__ void __launch_bounds__(kEncodeThreads, 4)
     size_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -49,10 +50,11 @@ __global__ void __launch_bounds__(kEncodeThreads, 4)
     const PromptItem p = prompt_item(d, item);
     if (!p.coded) continue;
     const Component c = p.component;
-    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder.means());
-    const LanePlan plan = plan_block(encoder.of(d, c), encoder.book(c), source);
-    if (source.status != StatusCode::kOk) report_code(d, p.r);
-    if (lane_index() == 0) d.s.blocks(c, p.r.row)[p.block] = {0, plan.form.header.units};
+    const auto plan = plan_slices<kChoices>(d, encoder, prompt_block(d, p.r, c, p.block));
+    if (plan.source.status != StatusCode::kOk) report_code(d, p.r);
+    if (lane_index() == 0) {
+      d.s.blocks(c, p.r.row)[p.block] = {0, static_cast<uint32_t>(plan.units)};
+    }
   }
 }
 
@@ -92,6 +94,7 @@ __global__ void __launch_bounds__(kThreads)
   atomicMax(&d.common.entry_counts[r.entry].of[kCodedSide], pages_for(end, d.s.page_units()));
 }
 
+template <bool kChoices>
 __global__ void __launch_bounds__(kEncodeThreads, 3)
     write_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -105,10 +108,10 @@ __global__ void __launch_bounds__(kEncodeThreads, 3)
     const Component c = p.component;
     CodedBlockRef& ref = d.s.blocks(c, p.r.row)[p.block];
     const BlockPlace to = block_place(d, p.r.row, static_cast<int32_t>(ref.offset));
-    RawTileSource source = raw_tile_source(d, prompt_block(d, p.r, c, p.block), encoder.means());
-    const LaneEncoder lanes = encoder.of(d, c);
-    const LanePlan plan = plan_block(lanes, encoder.book(c), source);
-    write_block(lanes, source, plan, encoder.block(d), to.bytes);
+    const RawBlock block = prompt_block(d, p.r, c, p.block);
+    int32_t book = encoder.index(d, c, 0);
+    if (kChoices && d.books_of(c) > 1) book = plan_slices<kChoices>(d, encoder, block).book;
+    write_slices<kChoices>(d, encoder, block, book, to.bytes);
     if (lane_index() == 0) ref.offset = to.offset;
   }
 }
@@ -180,7 +183,8 @@ Status plan_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, Gpu
   if (codes_blocks(d, prompt)) {
     const Result<uint32_t> ctas = most_encode_ctas(d);
     if (!ctas) return ctas.status();
-    if (Status s = launch_encoder(size_kernel, {*ctas, false}, d, block_items(d, prompt), stream);
+    if (Status s = launch_encoder(d.has_choices() ? size_kernel<true> : size_kernel<false>,
+                                  {*ctas, false}, d, block_items(d, prompt), stream);
         !s) {
       return s;
     }
@@ -196,7 +200,8 @@ Status write_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, Gp
   if (codes_blocks(d, prompt)) {
     const Result<uint32_t> ctas = most_encode_ctas(d);
     if (!ctas) return ctas.status();
-    if (Status s = launch_encoder(write_kernel, {*ctas, true}, d, block_items(d, prompt), stream);
+    if (Status s = launch_encoder(d.has_choices() ? write_kernel<true> : write_kernel<false>,
+                                  {*ctas, true}, d, block_items(d, prompt), stream);
         !s) {
       return s;
     }

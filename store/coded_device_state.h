@@ -6,6 +6,7 @@
 
 #include "codec/code_histograms.h"
 #include "codec/coded_batch.h"
+#include "codec/coded_block.h"
 #include "store/coded_shape.h"
 #include "store/device_state.h"
 
@@ -20,7 +21,16 @@ struct CodedDeviceState {
   uint32_t* ranges = nullptr;                // [rows][2][2], StepSource::kPrompt: -least, most
   const float* given_key_means = nullptr;    // [rows_per_sequence, head_dim], MeanSource::kGiven
   const float* given_value_means = nullptr;
-  const DeviceCodebook* books = nullptr;  // [num_layers][2]; null: there are none yet
+  const DeviceCodebook* books = nullptr;  // [num_layers][keys, then values]; null: none yet
+  int32_t num_key_books = 1;              // of each layer
+  int32_t num_value_books = 1;
+
+  TKV_HD int32_t num_books() const { return num_key_books + num_value_books; }
+  TKV_HD int32_t books_of(Component c) const {
+    return c == Component::kKey ? num_key_books : num_value_books;
+  }
+  // Whether blocks have several slices, or codebooks to choose from.
+  bool has_choices() const { return num_books() > 2 || slice_count(s.head_dim) > 1; }
 };
 
 // The end of prompts, in this order: begin (means, steps); where there are no codebooks yet the

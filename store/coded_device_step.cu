@@ -54,6 +54,7 @@ __device__ RowPlaces row_places(const CodedDeviceState& d, int32_t end, int32_t 
   return at;
 }
 
+template <bool kChoices>
 __global__ void __launch_bounds__(kEncodeThreads)
     plan_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items, int32_t tokens) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -65,12 +66,8 @@ __global__ void __launch_bounds__(kEncodeThreads)
     int32_t held = 0, units = 0;
     if (step.coded) {
       held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
-      RawTileSource source =
-          raw_tile_source(d, oldest_block(d, step.r, step.component), encoder.means());
       // Values were checked when they came in.
-      const LanePlan plan =
-          plan_block(encoder.of(d, step.component), encoder.book(step.component), source);
-      units = plan.form.header.units;
+      units = plan_slices<kChoices>(d, encoder, oldest_block(d, step.r, step.component)).units;
     }
     const RowPlaces at = row_places(d, held, units);
     if (step.coded) {
@@ -83,6 +80,7 @@ __global__ void __launch_bounds__(kEncodeThreads)
   }
 }
 
+template <bool kChoices>
 __global__ void __launch_bounds__(kEncodeThreads)
     apply_kernel(const __grid_constant__ CodedDeviceState d, EncodeItems items, int32_t tokens) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -92,22 +90,28 @@ __global__ void __launch_bounds__(kEncodeThreads)
   const Encoder encoder = make_encoder(d, static_cast<int32_t>(blockIdx.y), shared);
   const Component c = step.component;
   const int32_t row = step.r.row;
-  const LaneEncoder lanes = encoder.of(d, c);
-  RawTileSource source{};
-  LanePlan plan{};
+  RawBlock from{};
+  PlannedBlock<kChoices> planned{};
   int32_t held = 0;
   if (step.coded) {
     held = d.s.allocator.tokens[row].of[kCodedSide] -
            d.common.row_counts[step.batch_row].of[kCodedSide];
-    source = raw_tile_source(d, oldest_block(d, step.r, c), encoder.means());
-    plan = plan_block(lanes, encoder.book(c), source);
+    from = oldest_block(d, step.r, c);
+    planned = plan_slices<kChoices>(d, encoder, from);
   }
-  const RowPlaces at = row_places(d, held, plan.form.header.units);
+  const RowPlaces at = row_places(d, held, planned.units);
   if (step.coded) {
     const BlockPlace to = block_place(d, row, at.begin[static_cast<int32_t>(c)]);
-    write_block(lanes, source, plan, encoder.block(d), to.bytes);
+    if constexpr (kChoices) {
+      write_slices<kChoices>(d, encoder, from, planned.book, to.bytes);
+    } else {
+      write_block(encoder.of(d, planned.book), planned.source, planned.plan, encoder.block(d),
+                  to.bytes);
+    }
     const int32_t block = d.s.infos[step.r.sequence].window_first / kBlockTokens;
-    if (lane_index() == 0) d.s.blocks(c, row)[block] = {to.offset, plan.form.header.units};
+    if (lane_index() == 0) {
+      d.s.blocks(c, row)[block] = {to.offset, static_cast<uint32_t>(planned.units)};
+    }
   }
   __syncthreads();  // both components have read the raw page
   if (step.coded && c == Component::kKey && lane_index() == 0) {
@@ -137,7 +141,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status plan_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream) {
-  return launch_encoder(plan_kernel, {}, d, {count * d.s.num_kv_heads, 2}, stream, tokens);
+  return launch_encoder(d.has_choices() ? plan_kernel<true> : plan_kernel<false>, {}, d,
+                        {count * d.s.num_kv_heads, 2}, stream, tokens);
 }
 
 Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens,
@@ -145,7 +150,10 @@ Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens
   EncodeLaunch launch;
   launch.writes = true;
   const EncodeItems items = {count * d.s.num_kv_heads, 2};
-  if (Status s = launch_encoder(apply_kernel, launch, d, items, stream, tokens); !s) return s;
+  if (Status s = launch_encoder(d.has_choices() ? apply_kernel<true> : apply_kernel<false>, launch,
+                                d, items, stream, tokens);
+      !s)
+    return s;
   finish_kernel<<<1, kThreads, 0, stream>>>(d, count, tokens);
   return launch_status("begin_step");
 }
