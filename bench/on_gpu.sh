@@ -80,7 +80,13 @@ run_bench() {
     name=${b#bench_}
     wanted "$name" "$@" || continue
     case $name in
-      coded) if [ -e codes.bin ]; then part "$b" "./$b" --codes codes.bin --out "$OUT/$name.json" --commit "$COMMIT"; fi ;;
+      coded)
+        if [ -e codes.bin ]; then
+          part "$b" "./$b" --codes codes.bin --out "$OUT/$name.json" --commit "$COMMIT"
+          part "${b}_kvcomp" "./$b" --codes codes_kvcomp.bin --only attention --rung "pair 10 bits x16 /2" \
+            --out "$OUT/coded_kvcomp.json" --commit "$COMMIT"
+        fi
+        ;;
       matvec)
         if [ -e halves.bin ]; then
           part "$b" env LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$(cublas_folder)" "./$b" --halves halves.bin --out "$OUT/$name.json" \
