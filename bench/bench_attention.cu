@@ -1,12 +1,13 @@
 // Decode attention over compressed pages, at the shapes of docs/BENCHMARKS.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
-//   [--slot-bytes N]
+//   [--slot-bytes N] [--seed N]
 //
 // Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
 // no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
 // GiB) and a kernel that only reads the same number of bytes (floor). `attend` has its plan made
-// before (plan_is_settled); `step` is plan and attend, every time.
+// before (plan_is_settled); `step` is plan and attend, every time. Ragged batches are kRaggedDraws
+// cases, of the seeds --seed (by default a fresh one) and those that follow it.
 #include <cstring>
 #include <string>
 
@@ -17,21 +18,26 @@ namespace {
 
 constexpr int32_t kHeadDim = 128;
 constexpr size_t kMaxQueryValues = 1ull << 24;
+constexpr int kRaggedDraws = 8;
 
 struct Options {
   std::string out, commit = "unknown", only;
   int replays = 31;
-  int slots = 0, slot_bytes = 0;  // 0: as attention_grid() says
+  int slots = 0, slot_bytes = 0;           // 0: as attention_grid() says
+  uint32_t seed = std::random_device{}();  // of the first ragged batch
 };
 
 struct Case {
   std::string name;   // of the format or mix
   std::string shape;  // "64x4096"
   CacheShape cache;
+  int64_t seed = -1;  // of its lengths, or -1
 };
 
 struct Measured {
   std::string name, shape;
+  int64_t seed = -1;
+  int32_t shortest = 0;  // tokens of a sequence that are kept
   int64_t bytes = 0;
   int sets = 0;
   Timing floor, attend, step, plan;
@@ -112,11 +118,12 @@ Case mixed_case(Shape s, int32_t window) {
 }
 
 // Lengths from 1 to `longest`, as many sequences as hold about the bytes of `like`.
-Case ragged_case(Shape like, int32_t longest) {
+Case ragged_case(Shape like, int32_t longest, uint32_t seed) {
   Case c = mixed_case(like, 0);
   c.name = "mixed ragged";
   c.cache.sequences.clear();
-  std::mt19937_64 rng(std::random_device{}());
+  c.seed = seed;
+  std::mt19937_64 rng(seed);
   const int64_t total = static_cast<int64_t>(like.batch) * like.tokens;
   for (int64_t sum = 0; sum < total;) {
     const int64_t drawn = std::uniform_int_distribution<int32_t>(1, longest)(rng);
@@ -127,7 +134,7 @@ Case ragged_case(Shape like, int32_t longest) {
   return c;
 }
 
-std::vector<Case> all_cases() {
+std::vector<Case> all_cases(uint32_t seed) {
   const Shape shapes[] = {{1, 4096}, {1, 32768}, {1, 131072}, {32, 4096}, {64, 4096}, {8, 32768}};
   std::vector<Case> cases;
   for (const Shape s : shapes) {
@@ -140,7 +147,9 @@ std::vector<Case> all_cases() {
   cases.push_back(uniform_case({64, 4096}, 8, 8, 32, 8));
   cases.push_back(uniform_case({64, 4096}, 2, 2, 32, 8));
   cases.push_back(mixed_case({64, 4096}, 64));
-  cases.push_back(ragged_case({8, 32768}, 32768));
+  for (int i = 0; i < kRaggedDraws; ++i) {
+    cases.push_back(ragged_case({8, 32768}, 32768, seed + static_cast<uint32_t>(i)));
+  }
   cases.push_back(mixed_case({8, 32768}, 0));
   cases.back().name = "mixed contiguous";
   cases.back().cache.contiguous = true;
@@ -175,6 +184,11 @@ Measured run_case(const Bench& b, const Case& c) {
   Measured m;
   m.name = c.name;
   m.shape = c.shape;
+  m.seed = c.seed;
+  m.shortest = INT32_MAX;
+  for (const SequenceTokens& s : c.cache.sequences) {
+    m.shortest = std::min(m.shortest, s.tier[0] + s.tier[1] + s.tier[2]);
+  }
   m.bytes = run.bytes();
   m.sets = run.sets();
   m.floor = run.time_floor();
@@ -188,10 +202,14 @@ void print_row(const Bench& b, const Measured& m) {
   const double gbps = static_cast<double>(m.bytes) / m.attend.median / 1e3;
   std::printf(
       "%-19s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) step %7.2f plan %5.2f us"
-      " %6.0f GB/s %5.1f%% of ceiling\n",
+      " %6.0f GB/s %5.1f%% of ceiling",
       m.name.c_str(), m.shape.c_str(), static_cast<double>(m.bytes) / 1e6, m.floor.median,
       m.attend.median, m.attend.low, m.attend.high, m.step.median, m.plan.median, gbps,
       100 * gbps / b.ceiling_gbps);
+  if (m.seed >= 0) {
+    std::printf(", seed %lld, shortest %d", static_cast<long long>(m.seed), m.shortest);
+  }
+  std::printf("\n");
   std::fflush(stdout);
 }
 
@@ -218,6 +236,10 @@ void write_json(const Bench& b, const std::vector<Measured>& all) {
     const Measured& m = all[i];
     std::fprintf(f, "  {\"name\": \"%s\", \"shape\": \"%s\", \"bytes\": %lld, \"sets\": %d",
                  m.name.c_str(), m.shape.c_str(), static_cast<long long>(m.bytes), m.sets);
+    if (m.seed >= 0) {
+      std::fprintf(f, ", \"seed\": %lld, \"shortest\": %d", static_cast<long long>(m.seed),
+                   m.shortest);
+    }
     write_timing(f, "floor", m.floor);
     write_timing(f, "attend", m.attend);
     write_timing(f, "step", m.step);
@@ -244,10 +266,12 @@ Options parse_options(int argc, char** argv) {
       o.slots = std::atoi(argv[++i]);
     } else if (has_value && std::strcmp(argv[i], "--slot-bytes") == 0) {
       o.slot_bytes = std::atoi(argv[++i]);
+    } else if (has_value && std::strcmp(argv[i], "--seed") == 0) {
+      o.seed = static_cast<uint32_t>(std::strtoul(argv[++i], nullptr, 10));
     } else {
       std::fprintf(stderr,
                    "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N] "
-                   "[--slot-bytes N]\n",
+                   "[--slot-bytes N] [--seed N]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -263,7 +287,7 @@ int run(int argc, char** argv) {
   std::printf("%s, %d SMs, ceiling %.0f GB/s\n", b.device.name, b.device.multiProcessorCount,
               b.ceiling_gbps);
   std::vector<Measured> all;
-  for (const Case& c : all_cases()) {
+  for (const Case& c : all_cases(b.options.seed)) {
     if ((c.name + " " + c.shape).find(b.options.only) == std::string::npos) continue;
     all.push_back(run_case(b, c));
     print_row(b, all.back());
