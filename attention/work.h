@@ -20,9 +20,10 @@ namespace tierkv {
 
 inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kCostUnitBytes = 64;
-// Beside its bytes a tile takes arithmetic, and a row its beginning and end; in cost units.
+// Beside its bytes a tile takes arithmetic, and a row its beginning and end, in which its warp
+// waits for tables, queries and pages one after the other: as long as for two pages. In cost units.
 inline constexpr int32_t kTileCost = 16;
-inline constexpr int32_t kRowCost = 64;
+inline constexpr int32_t kRowCost = 384;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
 // Bits of both components in one word.
