@@ -20,10 +20,12 @@ namespace tierkv {
 
 inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kCostUnitBytes = 64;
-// Beside its bytes a tile takes arithmetic, and a row its beginning and end, in which its warp
-// waits for tables, queries and pages one after the other: as long as for two pages. In cost units.
+// Beside its bytes a tile takes arithmetic. A short row takes its beginning and end, in which its
+// warp waits for tables, queries and pages one after the other, as long as for two pages; a long
+// one has them hidden, and equal rows then cut into equal items. In cost units.
 inline constexpr int32_t kTileCost = 16;
-inline constexpr int32_t kRowCost = 384;
+inline constexpr int32_t kShortRowTiles = 32;  // a row with fewer tiles is short
+inline constexpr int32_t kShortRowCost = 384;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
 // Bits of both components in one word.
@@ -172,17 +174,23 @@ TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
   return n;
 }
 
+// Of a row's beginning and end.
+TKV_HD constexpr int32_t row_cost(int64_t tiles) {
+  return tiles < kShortRowTiles ? kShortRowCost : 0;
+}
+
 struct RowWork {
   int64_t tiles;  // at least 1
   int64_t cost;
 };
 TKV_HD RowWork row_work(const AttentionRows& rows, const RowTokens& n) {
-  RowWork w{0, kRowCost};
+  RowWork w{0, 0};
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     const int32_t tiles = tiles_of(n.tier[t]);
     w.tiles += tiles;
     w.cost += static_cast<uint32_t>(tiles) * static_cast<uint32_t>(rows.tiers[t].tile_cost);
   }
+  w.cost += row_cost(w.tiles);
   if (w.tiles == 0) w.tiles = 1;
   return w;
 }
@@ -193,7 +201,7 @@ TKV_HD int32_t largest_step_cost(const AttentionRows& rows) {
   for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
     if (rows.tiers[t].tile_cost > cost) cost = rows.tiers[t].tile_cost;
   }
-  return kRowCost + 2 * cost;
+  return kShortRowCost + 2 * cost;
 }
 
 // The cost of a launch's rows.
@@ -254,8 +262,11 @@ TKV_HD int32_t part_of(int64_t total, int64_t x, int32_t parts) {
 // The tile of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost; an even one of
 // its tier, so that the tiles of an item go in pairs.
 TKV_HD int32_t tile_at_cost(const AttentionRows& rows, const RowTokens& n, int64_t cost) {
-  if (cost < kRowCost) return 0;
-  auto left = static_cast<uint32_t>(cost - kRowCost);
+  int32_t all = 0;
+  for (int32_t t = 0; t < kAttentionTiers; ++t) all += tiles_of(n.tier[t]);
+  const int32_t own = row_cost(all);
+  if (cost < own) return 0;
+  auto left = static_cast<uint32_t>(cost - own);
   int32_t first = 0;
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     const int32_t tiles = tiles_of(n.tier[t]);

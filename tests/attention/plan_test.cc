@@ -60,13 +60,14 @@ struct TileWalk {
   // The cost of the tile, with that of its row where it is the first; on to the next one.
   int64_t pass() {
     const RowTokens n = tokens();
-    int64_t cost = tile == 0 ? kRowCost : 0;
+    int64_t cost = 0;
     int32_t end = 0;
     for (int32_t t = 0; t < rows.num_tiers; ++t) {
       const int32_t first = end;
       end += tiles_of(n.tier[t]);
       if (tile >= first && tile < end) cost += rows.tiers[t].tile_cost;
     }
+    if (tile == 0) cost += row_cost(end);
     if (++tile >= end) {
       tile = 0;
       ++row;
