@@ -63,12 +63,12 @@ Status check_component(const ComponentFormat& f) {
 
 using Values = std::vector<float>;  // [tokens, head_dim]
 
-void encode_keys(const ChannelLayout& l, const Values& x, uint8_t* block) {
+void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
   const int32_t dim = l.head_dim(), bits = l.k_tile.bits;
-  std::vector<uint8_t> codes(x.size());
+  std::vector<uint8_t> codes(static_cast<size_t>(l.tokens) * dim);
   for (int32_t d = 0; d < dim; ++d) {
     QuantParams params;
-    (void)quantize_minmax(x.data() + d, l.tokens, dim, 1 << bits, &params, codes.data() + d);
+    (void)quantize_minmax(x + d, l.tokens, dim, 1 << bits, &params, codes.data() + d);
     put_half(block + l.k_metadata + channel_scale_byte(d), params.scale);
     put_half(block + l.k_metadata + channel_zero_point_byte(d), params.zero_point);
     for (int32_t t = 0; t < l.tokens; ++t) {
@@ -79,12 +79,12 @@ void encode_keys(const ChannelLayout& l, const Values& x, uint8_t* block) {
   }
 }
 
-void encode_values(const ChannelLayout& l, const Values& x, uint8_t* block) {
+void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
   const int32_t dim = l.head_dim(), bits = l.v_tile.bits;
   std::vector<uint8_t> codes(dim);
   for (int32_t t = 0; t < l.tokens; ++t) {
     QuantParams params;
-    (void)quantize_minmax(x.data() + t * dim, dim, 1, 1 << bits, &params, codes.data());
+    (void)quantize_minmax(x + t * dim, dim, 1, 1 << bits, &params, codes.data());
     put_half(block + l.value_metadata_byte(t), params.scale);
     put_half(block + l.value_metadata_byte(t) + 2, params.zero_point);
     for (int32_t d = 0; d < dim; ++d) {
@@ -92,13 +92,6 @@ void encode_values(const ChannelLayout& l, const Values& x, uint8_t* block) {
                code_position(l.v_tile, Component::kValue, t % kTileTokens, d), bits, codes[d]);
     }
   }
-}
-
-// x is finite fp16: its parameters are, too.
-void encode_block(const ChannelLayout& l, const Values& k, const Values& v, uint8_t* block) {
-  std::memset(block, 0, l.bytes);
-  encode_keys(l, k, block);
-  encode_values(l, v, block);
 }
 
 void put_residual(const ChannelLayout& l, uint8_t* residual, Component c, int32_t token,
@@ -136,7 +129,7 @@ StatusCode append_row(const ChannelCache& cache, int32_t row, const uint16_t* k,
     x[0][i] = residual_value(l, residual, Component::kKey, i / dim, i % dim);
     x[1][i] = residual_value(l, residual, Component::kValue, i / dim, i % dim);
   }
-  encode_block(l, x[0], x[1], cache.block(id));
+  encode_channel_block(l, x[0].data(), x[1].data(), cache.block(id));
   ++cache.block_count[row];
   return StatusCode::kOk;
 }
@@ -167,7 +160,7 @@ StatusCode fill_row(const ChannelCache& cache, const ChannelPrompt& p, int32_t r
       x[0][i] = half_to_float(token(p.k, t)[i % dim]);
       x[1][i] = half_to_float(token(p.v, t)[i % dim]);
     }
-    encode_block(l, x[0], x[1], cache.block(cache.block_id(row, b)));
+    encode_channel_block(l, x[0].data(), x[1].data(), cache.block(cache.block_id(row, b)));
   }
   for (int32_t t = blocks * l.tokens; t < tokens; ++t) {
     put_residual(l, cache.residual_of(row), Component::kKey, t % l.tokens, token(p.k, t));
@@ -181,8 +174,12 @@ StatusCode fill_row(const ChannelCache& cache, const ChannelPrompt& p, int32_t r
 }  // namespace
 
 Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head_dim) {
-  if (head_dim != 64 && head_dim != 128) {
-    return unsupported("channel blocks of head_dim " + std::to_string(head_dim) + ": 64 or 128");
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+    return unsupported("channel blocks of head_dim " + std::to_string(head_dim) +
+                       ": 64, 96, 128 or 256");
+  }
+  if (head_dim == 256 && format.k.group != 64) {
+    return unsupported("channel blocks of head_dim 256: a group of 64 tokens");
   }
   if (Status s = check_keys(format.k); !s) return s.with_context("keys");
   if (Status s = check_component(format.k); !s) return s.with_context("keys");
@@ -240,6 +237,13 @@ Status fill_channel_host(const ChannelCache& cache, const ChannelPrompt& prompt)
     prompt.status[row] = fill_row(cache, prompt, row);
   }
   return Status::ok();
+}
+
+// The values' parameters are finite because they are.
+void encode_channel_block(const ChannelLayout& l, const float* k, const float* v, uint8_t* block) {
+  std::memset(block, 0, l.bytes);
+  encode_keys(l, k, block);
+  encode_values(l, v, block);
 }
 
 float channel_value(const ChannelLayout& l, const uint8_t* block, Component component,

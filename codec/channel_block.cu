@@ -7,10 +7,11 @@ namespace tierkv {
 namespace {
 
 // A CTA per row.
-template <class Encoder, int32_t kHeadDim>
+template <class Encoder>
 __global__ void __launch_bounds__(kChannelThreads)
     append_channel_kernel(const __grid_constant__ ChannelCache cache,
                           const __grid_constant__ ChannelAppend append) {
+  constexpr int32_t kHeadDim = Encoder::kHeadDim;
   __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.x), i = static_cast<int32_t>(threadIdx.x);
@@ -19,13 +20,17 @@ __global__ void __launch_bounds__(kChannelThreads)
   const int32_t blocks = cache.block_count[row];
   const bool sound = at >= 0 && at < l.tokens && blocks >= 0, fills = at + 1 == l.tokens;
   const int32_t id = sound && fills ? cache.block_id(row, blocks) : 0;
-  const Component c = i < dim ? Component::kKey : Component::kValue;
-  const bool has_value = i < 2 * dim;
-  uint16_t x = 0;
-  if (has_value) {
-    x = (i < dim ? append.k : append.v)[static_cast<int64_t>(row) * dim + i % dim];
+  constexpr int32_t kValues = (2 * kHeadDim + kChannelThreads - 1) / kChannelThreads;
+  uint16_t x[kValues] = {};  // keys, then values
+  bool finite = true;
+#pragma unroll
+  for (int32_t j = 0; j < kValues; ++j) {
+    const int32_t v = i + j * kChannelThreads;
+    if (v >= 2 * dim) continue;
+    x[j] = (v < dim ? append.k : append.v)[static_cast<int64_t>(row) * dim + v % dim];
+    finite &= is_finite_half(x[j]);
   }
-  const bool finite = __syncthreads_and(is_finite_half(x)) != 0;
+  finite = __syncthreads_and(finite) != 0;
   const StatusCode status = !sound   ? StatusCode::kCorrupt
                             : id < 0 ? StatusCode::kOutOfPages
                             : finite ? StatusCode::kOk
@@ -33,12 +38,20 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (i == 0) append.status[row] = status;
   if (status != StatusCode::kOk) return;
   uint8_t* residual = cache.residual_of(row);
-  if (has_value) put_residual(l, residual, c, at, i % dim, x);
+#pragma unroll
+  for (int32_t j = 0; j < kValues; ++j) {
+    const int32_t v = i + j * kChannelThreads;
+    const Component c = v < dim ? Component::kKey : Component::kValue;
+    if (v < 2 * dim) put_residual(l, residual, c, at, v % dim, x[j]);
+  }
   // All have read the counts before the barrier above.
   if (i == 0) cache.residual_tokens[row] = fills ? 0 : at + 1;
   if (!fills) return;
   __syncthreads();
-  (void)Encoder::encode(l, ResidualSource{residual}, cache.block(id), shared);
+  const auto tile_at = [&](Component c, int32_t tile) {
+    return residual + l.residual_tile(c, tile);
+  };
+  (void)Encoder::encode(l, make_raw_source(tile_at), cache.block(id), shared);
   if (i == 0) cache.block_count[row] = blocks + 1;
 }
 
@@ -72,10 +85,11 @@ __global__ void __launch_bounds__(kChannelThreads)
 }
 
 // Grid: blocks of a row and its residual, rows. Counts are not read: other CTAs may take them back.
-template <class Encoder, int32_t kHeadDim>
+template <class Encoder>
 __global__ void __launch_bounds__(kChannelThreads)
     fill_channel_kernel(const __grid_constant__ ChannelCache cache,
                         const __grid_constant__ ChannelPrompt p) {
+  constexpr int32_t kHeadDim = Encoder::kHeadDim;
   __shared__ ChannelShared<kHeadDim> shared;
   const ChannelLayout& l = cache.layout;
   const auto row = static_cast<int32_t>(blockIdx.y), i = static_cast<int32_t>(threadIdx.x);
@@ -109,34 +123,6 @@ __global__ void __launch_bounds__(kChannelThreads)
   cache.block_count[row] = cache.residual_tokens[row] = 0;
 }
 
-// The kernels of a layout.
-template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
-struct Kernels {
-  using Encoder = ChannelEncoder<kHeadDim, kKeyBits, kValueBits>;
-
-  static void append(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream) {
-    append_channel_kernel<Encoder, kHeadDim>
-        <<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
-  }
-  static void fill(const ChannelCache& cache, const ChannelPrompt& prompt, GpuStream stream) {
-    const dim3 grid(static_cast<uint32_t>(cache.max_blocks) + 1, cache.num_rows);
-    fill_channel_kernel<Encoder, kHeadDim><<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
-  }
-};
-
-// Calls take(Kernels) with those of the layout.
-template <int32_t kHeadDim, class Take>
-void with_kernels_of(const ChannelLayout& l, Take&& take) {
-  if (l.k_tile.bits == 4) {
-    return l.v_tile.bits == 4 ? take(Kernels<kHeadDim, 4, 4>()) : take(Kernels<kHeadDim, 4, 2>());
-  }
-  return l.v_tile.bits == 4 ? take(Kernels<kHeadDim, 2, 4>()) : take(Kernels<kHeadDim, 2, 2>());
-}
-template <class Take>
-void with_kernels(const ChannelLayout& l, Take&& take) {
-  return l.head_dim() == 64 ? with_kernels_of<64>(l, take) : with_kernels_of<128>(l, take);
-}
-
 }  // namespace
 
 Status append_channel(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream) {
@@ -145,7 +131,10 @@ Status append_channel(const ChannelCache& cache, const ChannelAppend& append, Gp
     return Status(StatusCode::kInvalidArgument, "k, v or status is null");
   }
   if (cache.num_rows == 0) return Status::ok();
-  with_kernels(cache.layout, [&](auto kernels) { kernels.append(cache, append, stream); });
+  with_channel_encoder(cache.layout, [&](auto encoder) {
+    append_channel_kernel<decltype(encoder)>
+        <<<cache.num_rows, kChannelThreads, 0, stream>>>(cache, append);
+  });
   return cuda_status(cudaGetLastError(), "append");
 }
 
@@ -166,7 +155,10 @@ Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuS
   if (cache.num_rows == 0) return Status::ok();
   const auto ctas = static_cast<uint32_t>((cache.num_rows + kChannelThreads - 1) / kChannelThreads);
   begin_fill_kernel<<<ctas, kChannelThreads, 0, stream>>>(cache, prompt);
-  with_kernels(cache.layout, [&](auto kernels) { kernels.fill(cache, prompt, stream); });
+  const dim3 grid(static_cast<uint32_t>(cache.max_blocks) + 1, cache.num_rows);
+  with_channel_encoder(cache.layout, [&](auto encoder) {
+    fill_channel_kernel<decltype(encoder)><<<grid, kChannelThreads, 0, stream>>>(cache, prompt);
+  });
   return cuda_status(cudaGetLastError(), "fill");
 }
 

@@ -80,9 +80,9 @@ constexpr ChannelLayout channel_layout(int32_t head_dim, int32_t k_bits, int32_t
   l.bytes = (l.v_metadata + 4 * tokens + 127) / 128 * 128;
   return l;
 }
-// kUnsupported, by name, unless head_dim is 64 or 128, keys are min-max of 4 or 2 bits per channel
-// in groups of 64 or 128 tokens and values min-max of 4 or 2 bits per token, both without entropy
-// coder and basis.
+// kUnsupported, by name, unless head_dim is 64, 96, 128 or 256, keys are min-max of 4 or 2 bits per
+// channel in groups of 64 or, but for head_dim 256, 128 tokens and values min-max of 4 or 2 bits
+// per token, both without entropy coder and basis.
 Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head_dim);
 
 // The rows of a cache; all memory is the caller's, host or device. Rows are (sequence, kv_head) of
@@ -102,6 +102,9 @@ struct ChannelCache {
   TKV_HD uint8_t* block(int32_t id) const { return pool + static_cast<int64_t>(id) * layout.bytes; }
   TKV_HD uint8_t* residual_of(int32_t row) const {
     return residual + static_cast<int64_t>(row) * layout.residual_bytes();
+  }
+  TKV_HD const uint8_t* raw_tile(int32_t row, Component c, int32_t tile) const {
+    return residual_of(row) + layout.residual_tile(c, tile);
   }
   // The id of a row's block; -1 where the tables name none of the pool.
   TKV_HD int32_t block_id(int32_t row, int32_t index) const {
@@ -134,6 +137,10 @@ Status append_channel_host(const ChannelCache& cache, const ChannelAppend& appen
 Status append_channel(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream);
 Status fill_channel_host(const ChannelCache& cache, const ChannelPrompt& prompt);
 Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuStream stream);
+
+// Writes a block, l.bytes, of finite fp16 values k and v, [l.tokens, head_dim].
+void encode_channel_block(const ChannelLayout& layout, const float* k, const float* v,
+                          uint8_t* block);
 
 // The block's value at (token, dim), and the residual's.
 float channel_value(const ChannelLayout& layout, const uint8_t* block, Component component,

@@ -16,8 +16,9 @@ template <int32_t kHeadDim>
 struct ChannelShared {
   // Lines are 16 bytes longer than a token: lanes of a fragment then read from different banks.
   static constexpr int32_t kLine = kHeadDim + 8;
-  uint16_t x[kMaxChannelTokens * kLine];  // fp16
-  CodeMaker makers[kMaxChannelTokens];    // of a channel or a token
+  static constexpr int32_t kTokens = kHeadDim > 128 ? 64 : kMaxChannelTokens;
+  uint16_t x[kTokens * kLine];                                // fp16
+  CodeMaker makers[kHeadDim > kTokens ? kHeadDim : kTokens];  // of a channel or a token
   __half2 lo[kTokenParts][kHeadDim / 2], hi[kTokenParts][kHeadDim / 2];
 };
 
@@ -52,9 +53,11 @@ struct DenseSource {
   }
 };
 
-// A row's residual, which this CTA may have written; it is finite.
-struct ResidualSource {
-  const uint8_t* residual;
+// Raw tiles, tile_at(component, tile) of a block's, which this CTA may have written; they are
+// finite.
+template <class TileAt>
+struct RawSource {
+  TileAt tile_at;
 
   template <int32_t kHeadDim>
   __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
@@ -63,8 +66,7 @@ struct ResidualSource {
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * kBlocks * 32;
          i += kChannelThreads) {
       const int32_t tile = i / (32 * kBlocks), f = i / 32 % kBlocks, lane = i % 32;
-      const auto w = *reinterpret_cast<const uint4*>(residual + l.residual_tile(c, tile) + f * 512 +
-                                                     lane * 16);
+      const auto w = *reinterpret_cast<const uint4*>(tile_at(c, tile) + f * 512 + lane * 16);
       const uint32_t words[4] = {w.x, w.y, w.z, w.w};  // registers of the fragment
 #pragma unroll
       for (int32_t part = 0; part < 8; ++part) {
@@ -78,16 +80,19 @@ struct ResidualSource {
     return true;
   }
 };
+template <class TileAt>
+__device__ __forceinline__ RawSource<TileAt> make_raw_source(const TileAt& tile_at) {
+  return {tile_at};
+}
 
-// Half the threads, or a quarter, a channel pair and a part of the tokens each, then a thread per
-// channel.
+// A channel pair and a part of the tokens each, then a thread per channel.
 template <int32_t kHeadDim, int32_t kBits>
 __device__ __forceinline__ void find_channel_params(const ChannelLayout& l, uint8_t* block,
                                                     ChannelShared<kHeadDim>& s) {
   constexpr int32_t kPairs = kHeadDim / 2;
   const auto i = static_cast<int32_t>(threadIdx.x);
-  if (i < kTokenParts * kPairs) {
-    const int32_t pair = i % kPairs, part = i / kPairs, tokens = l.tokens / kTokenParts;
+  for (int32_t j = i; j < kTokenParts * kPairs; j += kChannelThreads) {
+    const int32_t pair = j % kPairs, part = j / kPairs, tokens = l.tokens / kTokenParts;
     const auto* x = reinterpret_cast<const __half2*>(
         &s.x[part * tokens * ChannelShared<kHeadDim>::kLine + 2 * pair]);
     __half2 lo = *x, hi = *x;
@@ -120,8 +125,9 @@ __device__ __forceinline__ void find_token_params(const ChannelLayout& l, uint8_
     const uint16_t* line = &s.x[t * ChannelShared<kHeadDim>::kLine];
     __half2 lo = *reinterpret_cast<const __half2*>(line), hi = lo;
 #pragma unroll
-    for (int32_t i = 0; i < kHeadDim / 64; ++i) {
-      const uint4 w = *reinterpret_cast<const uint4*>(line + 64 * i + 8 * part);
+    for (int32_t d = 0; d < kHeadDim; d += 64) {
+      if (kHeadDim % 64 != 0 && d + 8 * part >= kHeadDim) continue;
+      const uint4 w = *reinterpret_cast<const uint4*>(line + d + 8 * part);
       const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (const uint32_t word : words) {
@@ -166,7 +172,7 @@ __device__ __forceinline__ void write_codes(const ChannelLayout& l, uint8_t* blo
   static_assert(kBits == 4 || kBits == 2);
   constexpr TileLayout kTile{kBits, kHeadDim};
   constexpr int32_t kWords = kTile.words_per_lane();
-  constexpr int32_t kAccess = kWords < 4 ? kWords : 4;  // words of one store
+  constexpr int32_t kAccess = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;  // words of one store
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * (kWords / kAccess) * 32;
        i += kChannelThreads) {
     const int32_t lane = i % 32, first = i / 32 % (kWords / kAccess) * kAccess;
@@ -186,15 +192,34 @@ __device__ __forceinline__ void write_codes(const ChannelLayout& l, uint8_t* blo
         block + l.codes(kComponent) + tile * kTile.bytes() + lane_word_byte(kWords, first, lane);
     if constexpr (kAccess == 4) {
       *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
+    } else if constexpr (kAccess == 2) {
       *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = words[0];
     }
   }
 }
 
+template <int32_t kHeadDim, int32_t kBits>
+__device__ __forceinline__ void encode_keys(const ChannelLayout& l, uint8_t* block,
+                                            ChannelShared<kHeadDim>& s) {
+  find_channel_params<kHeadDim, kBits>(l, block, s);
+  __syncthreads();
+  write_codes<kHeadDim, kBits, Component::kKey>(l, block, s);
+}
+template <int32_t kHeadDim, int32_t kBits>
+__device__ __forceinline__ void encode_values(const ChannelLayout& l, uint8_t* block,
+                                              ChannelShared<kHeadDim>& s) {
+  find_token_params<kHeadDim, kBits>(l, block, s);
+  __syncthreads();
+  write_codes<kHeadDim, kBits, Component::kValue>(l, block, s);
+}
+
 // All threads; false where a value is not finite, and then the block is not all written.
-template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
+template <int32_t kDim>
 struct ChannelEncoder {
+  static constexpr int32_t kHeadDim = kDim;
+
   template <class Source>
   static __device__ __forceinline__ bool encode(const ChannelLayout& l, const Source& source,
                                                 uint8_t* block, ChannelShared<kHeadDim>& s) {
@@ -204,17 +229,30 @@ struct ChannelEncoder {
     }
     __syncthreads();  // what was in shared memory is no longer needed
     if (__syncthreads_and(source.stage(l, Component::kKey, s)) == 0) return false;
-    find_channel_params<kHeadDim, kKeyBits>(l, block, s);
-    __syncthreads();
-    write_codes<kHeadDim, kKeyBits, Component::kKey>(l, block, s);
+    l.k_tile.bits == 4 ? encode_keys<kHeadDim, 4>(l, block, s)
+                       : encode_keys<kHeadDim, 2>(l, block, s);
     __syncthreads();
     if (__syncthreads_and(source.stage(l, Component::kValue, s)) == 0) return false;
-    find_token_params<kHeadDim, kValueBits>(l, block, s);
-    __syncthreads();
-    write_codes<kHeadDim, kValueBits, Component::kValue>(l, block, s);
+    l.v_tile.bits == 4 ? encode_values<kHeadDim, 4>(l, block, s)
+                       : encode_values<kHeadDim, 2>(l, block, s);
     return true;
   }
 };
+
+// Calls take(ChannelEncoder) with that of the layout.
+template <class Take>
+void with_channel_encoder(const ChannelLayout& l, Take&& take) {
+  switch (l.head_dim()) {
+    case 64:
+      return take(ChannelEncoder<64>());
+    case 96:
+      return take(ChannelEncoder<96>());
+    case 128:
+      return take(ChannelEncoder<128>());
+    default:
+      return take(ChannelEncoder<256>());
+  }
+}
 
 __device__ __forceinline__ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c,
                                              int32_t token, int32_t dim, uint16_t x) {

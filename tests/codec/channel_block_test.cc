@@ -145,7 +145,8 @@ TEST_F(ChannelBlock, RefusesOtherFormatsByName) {
   const auto has = [](const std::string& s, const char* part) {
     return s.find(part) != std::string::npos;
   };
-  EXPECT_TRUE(has(text([](auto*) {}, 96), "head_dim 96"));
+  EXPECT_TRUE(has(text([](auto*) {}, 80), "head_dim 80"));
+  EXPECT_TRUE(has(text([](auto* f) { f->k.group = 128; }, 256), "head_dim 256"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.unit = Unit::kToken; }, 64), "keys: unit"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.group = 32; }, 64), "group of 32"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.bits = 8; }, 64), "keys: 8 bits"));
