@@ -19,9 +19,11 @@ inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when th
 inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
 inline constexpr float kLeastValueScale = 0x1p-24f;
 
-template <int32_t kHeadDim, int32_t kKeyBits, int32_t kValueBits>
+// Methods that read a row take the cache that it is of: ChannelCache, or ChannelPages.
+template <int32_t kDim, int32_t kKeyBits, int32_t kValueBits>
 class ChannelWarp {
  public:
+  static constexpr int32_t kHeadDim = kDim;
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
   static constexpr int32_t kStepTiles = 2;
 
@@ -49,8 +51,9 @@ class ChannelWarp {
   // Blocks first, first + step, ... below end of a row, ids as the table has them (-1: none, left
   // out). What a step needs is asked for while the step before it is worked on, across blocks.
   // Returns whether an id was missing.
-  __device__ __forceinline__ bool attend_blocks(const ChannelCache& cache, int32_t row,
-                                                int32_t first, int32_t end, int32_t step) {
+  template <class Cache>
+  __device__ __forceinline__ bool attend_blocks(const Cache& cache, int32_t row, int32_t first,
+                                                int32_t end, int32_t step) {
     const ChannelLayout& l = cache.layout;
     const int32_t steps = l.tiles() / kStepTiles;
     const uint8_t* block = nullptr;
@@ -86,34 +89,42 @@ class ChannelWarp {
     return is_missing;
   }
 
-  // After all blocks; once. tokens > 0.
-  __device__ __forceinline__ void attend_residual(const ChannelLayout& l, const uint8_t* residual,
-                                                  int32_t tokens) {
-    finish_blocks();
+  // Raw tiles first, first + step, ... of a row that has `tokens` raw tokens; after
+  // finish_blocks(). Returns whether a tile was missing.
+  template <class Cache>
+  __device__ __forceinline__ bool attend_raw(const Cache& cache, int32_t row, int32_t first,
+                                             int32_t tokens, int32_t step) {
     uint32_t query[kBlocks][2];
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
       query[f][0] = query_[64 * f + lane()], query[f][1] = query_[64 * f + 32 + lane()];
     }
+    bool is_missing = false;
 #pragma unroll 1
-    for (int32_t tile = 0; tile * kTileTokens < tokens; ++tile) {
+    for (int32_t tile = first; tile * kTileTokens < tokens; tile += step) {
+      const uint8_t* keys = cache.raw_tile(row, Component::kKey, tile);
+      if (keys == nullptr) {
+        is_missing = true;
+        continue;
+      }
       LaneWords<16, kHeadDim> x[1];
       TileMetadata m[1];
       float score[1][4];
       m[0].set(1.0f, 0.0f);
-      x[0].load(residual + l.residual_tile(Component::kKey, tile), lane());
+      x[0].load(keys, lane());
       multiply_keys(x, query, score);
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
         const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
         score[0][j] = token < tokens ? score[0][j] * scale_log2_ : -INFINITY;
       }
-      x[0].load(residual + l.residual_tile(Component::kValue, tile), lane());
+      x[0].load(cache.raw_tile(row, Component::kValue, tile), lane());
       add_tokens(x, m, score);
     }
+    return is_missing;
   }
 
-  // states [8], part [8][kHeadDim]. Without attend_residual(), after finish_blocks().
+  // states [8], part [8][kHeadDim]. After finish_blocks().
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part) {
     const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -135,7 +146,7 @@ class ChannelWarp {
     }
   }
 
-  // Brings the output from units of the codes to those of values.
+  // Brings the output from units of the codes to those of values; once.
   __device__ __forceinline__ void finish_blocks() {
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {

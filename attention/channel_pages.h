@@ -1,0 +1,79 @@
+// Decode attention over rows of channel blocks that lie on pages of a pool and are found through
+// page tables, as a store has them: the kernel of channel_attention.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/channel_block.h"
+
+namespace tierkv {
+
+// What a row holds now. table_row -1: nothing.
+struct ChannelRow {
+  int32_t table_row = -1;  // of the tables that the call gets
+  int32_t blocks = 0;
+  int32_t raw_tokens = 0;
+};
+
+// All pointers in device memory.
+struct ChannelPages {
+  ChannelLayout layout{};
+  const uint8_t* base = nullptr;  // [num_pages] x page_bytes
+  int64_t page_bytes = 0;
+  int32_t num_pages = 0;
+  int32_t blocks_per_page = 1;     // back to back
+  int32_t raw_page_tokens = 16;    // on a page: for each 16 a tile of keys, then one of values
+  const int32_t* slots = nullptr;  // [num_table_rows][row_stride] ids of pages
+  int32_t num_table_rows = 0;
+  int32_t row_stride = 0;
+  int32_t block_slots = 0;           // of a line: pages of blocks first,
+  int32_t raw_slots = 0;             // then pages of raw tokens
+  const ChannelRow* rows = nullptr;  // [num_rows], written by earlier work on the stream
+  int32_t num_rows = 0;
+
+  // -1 where the tables name no page of the pool.
+  TKV_HD int32_t page_id(int32_t row, int32_t slot) const {
+    const int32_t at = rows[row].table_row;
+    if (at < 0 || at >= num_table_rows) return -1;
+    const int32_t id = slots[static_cast<int64_t>(at) * row_stride + slot];
+    return id >= 0 && id < num_pages ? id : -1;
+  }
+  TKV_HD int32_t block_id(int32_t row, int32_t index) const {
+    const int32_t page = index / blocks_per_page;
+    if (index < 0 || page >= block_slots) return -1;
+    const int32_t id = page_id(row, page);
+    return id < 0 ? -1 : id * blocks_per_page + index % blocks_per_page;
+  }
+  TKV_HD const uint8_t* block(int32_t id) const {
+    return base + id / blocks_per_page * page_bytes + id % blocks_per_page * layout.bytes;
+  }
+  // Null where the tables name no page of the pool.
+  TKV_HD const uint8_t* raw_tile(int32_t row, Component c, int32_t tile) const {
+    const int32_t tiles = raw_page_tokens / kTileTokens, page = tile / tiles;
+    const int32_t id = page >= raw_slots ? -1 : page_id(row, block_slots + page);
+    if (id < 0) return nullptr;
+    const int32_t of_page = 2 * (tile % tiles) + static_cast<int32_t>(c);
+    return base + id * page_bytes + of_page * TileLayout{16, layout.head_dim()}.bytes();
+  }
+};
+
+struct ChannelPagesCall {
+  int32_t group = 1;  // q heads of a row
+  float sm_scale = 0;
+  const uint16_t* q = nullptr;   // fp16 [num_rows, group, head_dim], 16-byte aligned
+  uint16_t* out = nullptr;       // likewise; 0 for rows without tokens
+  float* lse = nullptr;          // [num_rows, group], natural logarithm; may be null
+  StatusCode* status = nullptr;  // kCorrupt where it was kOk and a count or an id led outside the
+                                 // tables or the pool: what it named was left out
+  int32_t units = 1;             // blocks and raw tiles of the longest row, for the split; a guess
+};
+
+// kUnsupported for head_dim 256 and more than kMaxChannelGroup heads.
+Status validate_channel_pages(const ChannelLayout& layout, int32_t group);
+// Of a call with up to num_rows rows; device memory, 16-byte aligned, nothing kept in it.
+size_t channel_pages_workspace_bytes(const ChannelLayout& layout, int32_t num_rows, int32_t group);
+Status attend_channel_pages(const ChannelPages& pages, const ChannelPagesCall& call,
+                            void* workspace, GpuStream stream);
+
+}  // namespace tierkv
