@@ -35,11 +35,18 @@ Result<ColdSequence> open_sequence(const KvStore& store, ColdChunks* chunks) {
   return sequence ? sequence : chunks->at(cold_store_key(), sequence.status());
 }
 
+Status check_store(const KvStore& store) {
+  if (!store.config().channel.enabled) return Status::ok();
+  return Status(StatusCode::kUnsupported,
+                "the cold tier of a cache with config.channel; export_sequence() has its bytes");
+}
+
 }  // namespace
 
 Result<std::vector<uint8_t>> save_sequence(KvStore& store, SequenceId sequence,
                                            const ColdOptions& options) {
   if (Status s = check_threads(options.threads); !s) return s;
+  if (Status s = check_store(store); !s) return s;
   const Result<std::vector<uint8_t>> exported = store.export_sequence(sequence);
   if (!exported) return exported.status();
   const KvStoreConfig config = cold_config(store);
@@ -65,6 +72,7 @@ Result<SequenceId> load_sequence(KvStore& store, const uint8_t* bytes, size_t si
                                  int32_t threads) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
   if (Status s = check_threads(threads); !s) return s;
+  if (Status s = check_store(store); !s) return s;
   const Result<ContainerReader> reader =
       ContainerReader::from_bytes(std::vector<uint8_t>(bytes, bytes + size), "sequence");
   if (!reader) return reader.status();

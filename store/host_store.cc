@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "codec/quantize.h"
+#include "store/channel_host.h"
 #include "store/coded_host.h"
 #include "store/host_basis.h"
 
@@ -52,6 +53,11 @@ Status check_scores(const float* x, int64_t count) {
 }
 
 Result<std::unique_ptr<KvStore>> KvStore::create(const KvStoreConfig& config) {
+  if (config.channel.enabled) {
+    Result<std::unique_ptr<ChannelHostStore>> channel = ChannelHostStore::make(config);
+    if (!channel) return channel.status();
+    return std::unique_ptr<KvStore>(std::move(*channel));
+  }
   if (config.coded.enabled) {
     Result<std::unique_ptr<CodedHostStore>> coded = CodedHostStore::make(config);
     if (!coded) return coded.status();

@@ -2,6 +2,7 @@
 #include <string>
 #include <utility>
 
+#include "store/channel_shape.h"
 #include "store/coded_shape.h"
 #include "store/store_shape.h"
 
@@ -113,6 +114,7 @@ double ratio(int64_t raw, int64_t stored) {
 }  // namespace
 
 Status KvStoreConfig::validate() const {
+  if (channel.enabled) return channel_shape(*this).status();
   if (coded.enabled) return coded_shape(*this).status();
   if (basis != nullptr) {
     if (Status s = basis->validate(layout); !s) return s.with_context("basis");
@@ -126,7 +128,7 @@ bool operator==(const KvStoreConfig& a, const KvStoreConfig& b) {
          a.score_interval == b.score_interval && a.page_bytes == b.page_bytes &&
          a.num_pages == b.num_pages && a.max_sequences == b.max_sequences &&
          a.max_tokens == b.max_tokens && same_basis(a.basis.get(), b.basis.get()) &&
-         a.coded == b.coded;
+         a.coded == b.coded && a.channel == b.channel;
 }
 
 std::string to_json(const KvStoreConfig& c) {
@@ -143,12 +145,16 @@ std::string to_json(const KvStoreConfig& c) {
          ",\"num_pages\":" + std::to_string(c.num_pages) +
          ",\"max_sequences\":" + std::to_string(c.max_sequences) +
          ",\"max_tokens\":" + std::to_string(c.max_tokens) +
-         ",\"basis\":" + basis_json(c.basis.get()) + ",\"coded\":" + to_json(c.coded) + "}";
+         ",\"basis\":" + basis_json(c.basis.get()) + ",\"coded\":" + to_json(c.coded) +
+         ",\"channel\":" + to_json(c.channel) + "}";
 }
 
 Result<StoreShape> store_shape(const KvStoreConfig& c) {
   if (c.coded.enabled) {
     return Status(StatusCode::kUnsupported, "coded: this back end has no coded pages");
+  }
+  if (c.channel.enabled) {
+    return Status(StatusCode::kUnsupported, "channel: this back end has no channel blocks");
   }
   if (Status s = c.layout.validate(); !s) return s.with_context("layout");
   if (Status s = c.policy.validate(); !s) return s.with_context("policy");

@@ -13,7 +13,7 @@
 //
 // Both calls go through export_sequence() and import_sequence(): they serve every back end, a
 // device store through host memory, and every store of an equal config but for capacities, alphas
-// and score_interval.
+// and score_interval. A store with config().channel has no cold tier: kUnsupported.
 #pragma once
 
 #include <cstddef>

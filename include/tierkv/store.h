@@ -37,6 +37,7 @@
 
 #include "tierkv/attention.h"
 #include "tierkv/basis.h"
+#include "tierkv/channel.h"
 #include "tierkv/coded.h"
 #include "tierkv/export.h"
 #include "tierkv/format.h"
@@ -67,6 +68,8 @@ struct TKV_API KvStoreConfig {
   // Entropy-coded pages instead of tiers: formats, alphas, sinks and score_interval stay as they
   // are here.
   CodedConfig coded;
+  // Blocks of channel-wise keys instead of tiers; likewise, and not with coded.
+  ChannelConfig channel;
 
   // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
   Status validate() const;
@@ -131,7 +134,7 @@ struct AttendRequest {
   int64_t stride = 0;  // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
   // layout.dtype is, otherwise fp16. With a basis fp16, or bfloat16 where layout.dtype is. With
-  // config().coded fp16.
+  // config().coded or channel fp16.
   DType dtype = DType::kFloat16;
   // Queries of each sequence, 1 to kMaxQueryTokens, oldest first. Of several the sequence must have
   // as many tokens, and all but the oldest of these must be sinks or in the window, as what was
@@ -139,8 +142,8 @@ struct AttendRequest {
   int32_t q_len = 1;
   // Learned sinks of the layer, [num_q_heads]: logits that are part of the softmaxes' denominators,
   // in lse and probabilities, too, and have no value; finite, or -infinity for none. Null: no head
-  // has one. kUnsupported with a basis that has means, and on a device with config().coded;
-  // kNonFinite on the host.
+  // has one. kUnsupported with a basis that has means, and on a device with config().coded
+  // or channel; kNonFinite on the host.
   const float* sinks = nullptr;
   // Also counts the queries, as update_scores() of their probabilities would, oldest first, instead
   // of those calls; those of tokens that are then truncated stay in the means (where drafts may be
@@ -188,8 +191,8 @@ class TKV_API KvStore {
   virtual Result<SequenceId> add_sequence() = 0;
 
   // Room for `tokens` more tokens of each sequence, all of them in their prompts. kOutOfPages;
-  // kOutOfRange beyond max_tokens, with config().coded also beyond 65534 * 64 tokens at once. The
-  // layers before must have got theirs.
+  // kOutOfRange beyond max_tokens, with config().coded or channel also beyond 65534 * 64 tokens at
+  // once. The layers before must have got theirs.
   virtual Status begin_prompt(SequenceList sequences, int32_t tokens) = 0;
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
   // could hold (with a basis: a coordinate).
@@ -249,7 +252,8 @@ class TKV_API KvStore {
 //
 // fork(), truncate(), stats(), export and import wait for the stream and are refused
 // (kInvalidArgument) while a failure waits to be taken. All but fork() go through host memory; with
-// config().coded fork() does, too. attend() does not look for values of q that are not finite.
+// config().coded or channel fork() does, too. attend() does not look for values of q that are not
+// finite.
 //
 // A step (begin_step() and what follows it for the layers) allocates nothing, does not wait and can
 // be captured in a CUDA graph. While it is captured the bookkeeping moves on as if it had been
