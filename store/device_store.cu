@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "codec/cuda_device.cuh"
+#include "store/channel_device.h"
 #include "store/coded_device.h"
 #include "store/device_basis.h"
 
@@ -26,6 +27,11 @@ bool is_aligned(const void* p, int64_t alignment) {
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
                                                            GpuStream stream) {
+  if (config.channel.enabled) {
+    Result<std::unique_ptr<ChannelDeviceStore>> channel = ChannelDeviceStore::make(config, stream);
+    if (!channel) return channel.status();
+    return std::unique_ptr<DeviceKvStore>(std::move(*channel));
+  }
   if (config.coded.enabled) {
     Result<std::unique_ptr<CodedDeviceStore>> coded = CodedDeviceStore::make(config, stream);
     if (!coded) return coded.status();
