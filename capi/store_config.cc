@@ -152,6 +152,18 @@ Status read_coded(const tkv_coded_config* in, const CacheLayout& layout, CodedCo
   return Status::ok();
 }
 
+// null leaves the store one of tiers.
+Status read_channel(const tkv_channel_config* in, ChannelConfig* out) {
+  if (in == nullptr) return Status::ok();
+  tkv_channel_config c;
+  if (Status s = read_struct(in, "config", &c); !s) return s;
+  out->enabled = true;
+  if (c.k_bits != 0) out->k_bits = c.k_bits;
+  if (c.v_bits != 0) out->v_bits = c.v_bits;
+  if (c.block_tokens != 0) out->block_tokens = c.block_tokens;
+  return Status::ok();
+}
+
 Status read_basis(const tkv_store_config& in, KvStoreConfig* out) {
   if (in.key_basis == nullptr && in.value_basis == nullptr) return Status::ok();
   CacheBasis basis;
@@ -184,6 +196,7 @@ Status read_store_config(const tkv_store_config* in, KvStoreConfig* out) {
   if (Status s = out->layout.validate(); !s) return s.with_context("layout");
   if (Status s = read_basis(c, out); !s) return s;
   if (Status s = read_coded(c.coded, out->layout, &out->coded); !s) return s.with_context("coded");
+  if (Status s = read_channel(c.channel, &out->channel); !s) return s.with_context("channel");
   return out->validate();
 }
 

@@ -83,6 +83,15 @@ typedef struct tkv_coded_config {
   float value_relative; /* likewise */
 } tkv_coded_config;
 
+/* Blocks of channel-wise keys instead of tiers, as channel.h explains. What stays at its defaults
+ * with coded does so here. */
+typedef struct tkv_channel_config {
+  size_t struct_size;
+  int32_t k_bits;       /* 4 or 2; 0: 4 */
+  int32_t v_bits;       /* likewise */
+  int32_t block_tokens; /* 64 or 128; 0: 64 */
+} tkv_channel_config;
+
 /* Every field counts as it is given; for the defaults give no policy at all. */
 typedef struct tkv_tier_policy {
   size_t struct_size;
@@ -110,10 +119,11 @@ typedef struct tkv_store_config {
   int32_t num_pages;
   int64_t page_bytes; /* 0: chosen for the three formats */
   int32_t max_sequences;
-  int32_t max_tokens;            /* of a sequence */
-  const tkv_basis* key_basis;    /* null: none */
-  const tkv_basis* value_basis;  /* null: none */
-  const tkv_coded_config* coded; /* null: tiers */
+  int32_t max_tokens;                /* of a sequence */
+  const tkv_basis* key_basis;        /* null: none */
+  const tkv_basis* value_basis;      /* null: none */
+  const tkv_coded_config* coded;     /* null: tiers */
+  const tkv_channel_config* channel; /* null: likewise; not with coded */
 } tkv_store_config;
 
 /* Everything in host memory. TKV_OUT_OF_RANGE also where there is no memory for the pool. */

@@ -19,12 +19,12 @@ from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputEr
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
 from .profile import Balance, ComponentProfile, Matrices, Profile, read_profile
 from .store import Attention, Store, StoreStats
-from .store_config import Basis, CodedConfig, StoreConfig, TierFormat, TierPolicy
+from .store_config import Basis, ChannelConfig, CodedConfig, StoreConfig, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Attention", "Balance", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "Codebook", "CodedConfig", "ComponentProfile",
+    "Attention", "Balance", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "ChannelConfig", "Codebook", "CodedConfig", "ComponentProfile",
     "Compressed", "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
     "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
     "Profile", "QuantizedRows", "Result", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",

@@ -99,13 +99,18 @@ class CodedConfigStruct(Struct):
     arrays: List[Any]
 
 
+class ChannelConfigStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("k_bits", c_int32), ("v_bits", c_int32), ("block_tokens", c_int32)]
+
+
 class StoreConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
                 ("head_dim", c_int32), ("dtype", c_int32), ("before_rope", c_int32), ("rope_theta", c_double), ("sm_scale", c_double),
                 ("window_format", POINTER(TierFormatStruct)), ("high_format", POINTER(TierFormatStruct)),
                 ("low_format", POINTER(TierFormatStruct)), ("policy", POINTER(TierPolicyStruct)), ("score_interval", c_int32),
                 ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32),
-                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct)), ("coded", POINTER(CodedConfigStruct))]
+                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct)), ("coded", POINTER(CodedConfigStruct)),
+                ("channel", POINTER(ChannelConfigStruct))]
 
 
 class StoreInfoStruct(Struct):

@@ -106,6 +106,15 @@ class CodedConfig:
 
 
 @dataclass(frozen=True)
+class ChannelConfig:
+    """Blocks of channel-wise keys instead of tiers: a scale per channel of a block's keys and per token of its values, the newest tokens raw."""
+
+    k_bits: int = 4  # or 2
+    v_bits: int = 4  # or 2
+    block_tokens: int = 64  # or 128, but for head_dim 256
+
+
+@dataclass(frozen=True)
 class StoreConfig:
     """The model's layout, the formats and the capacities of a store."""
 
@@ -129,6 +138,7 @@ class StoreConfig:
     key_basis: Optional[Basis] = None
     value_basis: Optional[Basis] = None
     coded: Optional[CodedConfig] = None  # instead of tiers; formats, alphas, sinks, score_interval then keep their defaults
+    channel: Optional[ChannelConfig] = None  # likewise, and not with coded
 
     def _struct(self) -> lib.StoreConfigStruct:
         if self.dtype not in DTYPES:
@@ -136,13 +146,18 @@ class StoreConfig:
         p = self.policy
         policy = lib.TierPolicyStruct(alpha_high=p.alpha_high, alpha_low=p.alpha_low, window_tokens=p.window_tokens,
                                       sink_tokens=p.sink_tokens)
+        channel = None
+        if self.channel is not None:
+            channel = ctypes.pointer(lib.ChannelConfigStruct(k_bits=self.channel.k_bits, v_bits=self.channel.v_bits,
+                                                             block_tokens=self.channel.block_tokens))
         return lib.StoreConfigStruct(
             num_layers=self.num_layers, num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             dtype=DTYPES[self.dtype], before_rope=not self.rope_applied, rope_theta=self.rope_theta, sm_scale=self.sm_scale,
             window_format=ctypes.pointer(self.window_format._struct()), high_format=ctypes.pointer(self.high_format._struct()),
             low_format=ctypes.pointer(self.low_format._struct()), policy=ctypes.pointer(policy), score_interval=self.score_interval,
             num_pages=self.num_pages, page_bytes=self.page_bytes, max_sequences=self.max_sequences, max_tokens=self.max_tokens,
-            key_basis=self._of_rows(self.key_basis), value_basis=self._of_rows(self.value_basis), coded=self._of_rows(self.coded))
+            key_basis=self._of_rows(self.key_basis), value_basis=self._of_rows(self.value_basis), coded=self._of_rows(self.coded),
+            channel=channel)
 
     def _of_rows(self, part: Union[Basis, CodedConfig, None]) -> Any:
         return None if part is None else ctypes.pointer(part._struct((self.num_layers, self.num_kv_heads), self.head_dim))

@@ -305,6 +305,47 @@ TEST(CapiStoreConfig, CodedConfigsAreRefusedByName) {
   refused(TKV_INVALID_ARGUMENT, "max_length");
 }
 
+TEST(CapiStoreConfig, ChannelWiseStoresAreThoseOfTheCppApi) {
+  RandomInput input;
+  tkv_tier_policy policy = make<tkv_tier_policy>();
+  policy.alpha_high = 1;
+  policy.window_tokens = 16;
+  tkv_channel_config channel = make<tkv_channel_config>();
+  channel.v_bits = 2;  // the others by default
+  tkv_store_config c = small_config(&policy);
+  c.channel = &channel;
+  c.page_bytes = 0;
+  c.score_interval = 0;
+  c.window_format = c.high_format = c.low_format = nullptr;
+  KvStoreConfig cpp;
+  cpp.layout.num_layers = kLayers;
+  cpp.layout.num_q_heads = kQHeads;
+  cpp.layout.num_kv_heads = kKvHeads;
+  cpp.layout.head_dim = kHeadDim;
+  cpp.layout.sm_scale = 1 / std::sqrt(static_cast<double>(kHeadDim));
+  cpp.policy.window_tokens = 16;
+  cpp.num_pages = c.num_pages;
+  cpp.max_sequences = c.max_sequences;
+  cpp.max_tokens = c.max_tokens;
+  cpp.channel.enabled = true;
+  cpp.channel.v_bits = 2;
+  Twins twins(c, cpp);
+  Twins::Pair id, copy;
+  ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+  ASSERT_EQ(twins.begin_prompt(id, 140), StatusCode::kOk);
+  for (int32_t layer = 0; layer < kLayers; ++layer) {
+    const auto k = input.values(DType::kFloat16, 140 * kKvHeads, kHeadDim);
+    EXPECT_EQ(twins.append(id, layer, 140, k.data(), k.data()), StatusCode::kOk);
+  }
+  ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+  const auto q = input.values(DType::kFloat16, kQHeads, kHeadDim);
+  const std::vector<float> seen = twins.attend(id, 1, q.data());
+  EXPECT_EQ(twins.update_scores(id, 1, 0, seen.data()), StatusCode::kUnsupported);
+  EXPECT_EQ(twins.fork(id, &copy), StatusCode::kOk);
+  EXPECT_FALSE(twins.exported(copy).empty());
+  twins.compare_stats();
+}
+
 TEST(CapiStoreConfig, ConfigsAreRefusedByName) {
   tkv_tier_policy policy = small_policy();
   tkv_store_config c = small_config(&policy);

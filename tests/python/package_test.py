@@ -51,6 +51,7 @@ class Structs(PackageTest):
                    "tkv_store_info": lib.StoreInfoStruct, "tkv_append_call": lib.AppendCall, "tkv_prompt_scores": lib.PromptScores,
                    "tkv_attend_request": lib.AttendRequest, "tkv_score_update": lib.ScoreUpdate,
                    "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct, "tkv_coded_config": lib.CodedConfigStruct,
+                   "tkv_channel_config": lib.ChannelConfigStruct,
                    "tkv_profile_info": lib.ProfileInfoStruct, "tkv_profile_component": lib.ProfileComponent}
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",

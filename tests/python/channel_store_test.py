@@ -1,0 +1,63 @@
+"""tierkv.Store with a ChannelConfig, on the host: attention beside NumPy's, transfers, what is refused."""
+import random
+import sys
+import unittest
+
+import numpy as np
+
+sys.path.insert(0, sys.argv[1])
+import tierkv  # noqa: E402
+
+LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, TOKENS = 2, 4, 2, 64, 300
+
+
+def config(**changes):
+    fields = dict(num_layers=LAYERS, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_pages=200, max_sequences=4,
+                  max_tokens=400, policy=tierkv.TierPolicy(window_tokens=16), channel=tierkv.ChannelConfig())
+    return tierkv.StoreConfig(**{**fields, **changes})
+
+
+class ChannelStore(unittest.TestCase):
+    def setUp(self):
+        self.seed = random.SystemRandom().randrange(2**32)
+        self.rng = np.random.default_rng(self.seed)
+
+    def test_attention_is_that_of_numpy(self):
+        # Channels of very different size, as keys have them: a scale per token would lose the small ones.
+        size = 2.0 ** self.rng.uniform(-3, 3, HEAD_DIM)
+        k = (self.rng.normal(size=(1, TOKENS, KV_HEADS, HEAD_DIM)) * size).astype(np.float16)
+        v = self.rng.normal(size=(1, TOKENS, KV_HEADS, HEAD_DIM)).astype(np.float16)
+        q = (self.rng.normal(size=(1, Q_HEADS, HEAD_DIM)) / size).astype(np.float16)
+        for channel, limit in ((tierkv.ChannelConfig(), 0.3), (tierkv.ChannelConfig(block_tokens=128), 0.3),
+                               (tierkv.ChannelConfig(k_bits=4, v_bits=2), 0.7)):
+            with tierkv.Store(config(channel=channel)) as store:
+                id = store.add_sequence()
+                store.begin_prompt(id, TOKENS)
+                for layer in range(LAYERS):
+                    store.append(id, layer, k, v)
+                store.end_prompt(id)
+                seen = store.attend(id, 1, q)
+                for h in range(Q_HEADS):
+                    logits = k[0, :, h // 2].astype(np.float64) @ q[0, h].astype(np.float64) / 8
+                    p = np.exp(logits - logits.max())
+                    want = p @ v[0, :, h // 2].astype(np.float64) / p.sum()
+                    error = np.linalg.norm(seen.out[0, h] - want) / np.linalg.norm(want)
+                    self.assertLess(error, limit, f"{channel}, seed {self.seed}")
+                self.assertGreater(store.stats().nominal_ratio, 1.5)
+                with self.assertRaises(tierkv.UnsupportedError):
+                    store.update_scores(id, 0, np.zeros((1, KV_HEADS, TOKENS), np.float32))
+                data = store.export_sequence(id)
+                self.assertEqual(store.export_sequence(store.import_sequence(data)), data)
+                with self.assertRaises(tierkv.UnsupportedError):
+                    store.save_sequence(id)
+
+    def test_what_is_refused(self):
+        for changes, words in ((dict(channel=tierkv.ChannelConfig(k_bits=8)), "keys"), (dict(head_dim=80), "head_dim"),
+                               (dict(channel=tierkv.ChannelConfig(block_tokens=32)), "group"), (dict(score_interval=2), "score_interval")):
+            with self.assertRaises(tierkv.UnsupportedError) as caught:
+                tierkv.Store(config(**changes))
+            self.assertIn(words, str(caught.exception))
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])
