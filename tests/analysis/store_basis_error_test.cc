@@ -1,5 +1,6 @@
-// What a basis is worth: the attention error of stores with every token outside the window in the
-// low tier, on a real cache, with Hadamard and without.
+// What a basis and what keys per channel are worth: the attention error of stores with every token
+// outside the window in the low tier, on a real cache, with Hadamard and without, and of stores of
+// channel blocks.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -97,6 +98,27 @@ KvStoreConfig config_of(const CacheLayout& layout, int32_t v_bits, bool rotated)
   return c;
 }
 
+// Everything but a raw window, token-wise or in channel blocks.
+KvStoreConfig raw_window_config(const CacheLayout& layout, int32_t bits) {
+  KvStoreConfig c = config_of(layout, bits, false);
+  c.low_format = token_wise_tier(bits, bits);
+  c.window_format = raw_tier();
+  c.num_pages = 2000;
+  return c;
+}
+KvStoreConfig channel_config(const CacheLayout& layout, int32_t bits) {
+  KvStoreConfig c;
+  c.layout = layout;
+  c.layout.dtype = DType::kFloat16;
+  c.policy.window_tokens = 32;  // raw: 32 to 95 tokens, as many as 64 in the mean
+  c.channel.enabled = true;
+  c.channel.k_bits = c.channel.v_bits = bits;
+  c.num_pages = 2000;
+  c.max_sequences = 1;
+  c.max_tokens = 1024;
+  return c;
+}
+
 // The mean over layers, query heads and prompts.
 double store_error(const DumpReader& dump, const KvStoreConfig& config) {
   const CacheLayout& layout = config.layout;
@@ -152,6 +174,17 @@ TEST(StoreBasisError, HadamardLowersTheErrorOfFourBits) {
     std::printf("k4v%d: attention error %.4f, with hadamard %.4f\n", v_bits, plain, rotated);
     EXPECT_LT(rotated, 0.95 * plain);
     EXPECT_GT(plain, 0);
+  }
+}
+
+TEST(StoreBasisError, ChannelWiseKeysLowerIt) {
+  const auto dump = DumpReader::open(std::string(TIERKV_SOURCE_DIR) + "/datasets/sample_1k.h5");
+  ASSERT_TRUE(dump.is_ok()) << dump.status().message();
+  for (const int32_t bits : {4, 2}) {
+    const double token = store_error(*dump, raw_window_config(dump->info().layout, bits));
+    const double channel = store_error(*dump, channel_config(dump->info().layout, bits));
+    std::printf("%d bits: attention error %.4f, keys per channel %.4f\n", bits, token, channel);
+    EXPECT_LT(channel, token);
   }
 }
 
