@@ -60,6 +60,10 @@ class Bench {
   template <class Launch>
   void run(Measured m, Launch&& launch, int launches = 1) {
     m.time = time_graph(stream_, launches, options_.replays, launch);
+    add(m);
+  }
+  // What was timed otherwise.
+  void add(const Measured& m) {
     std::printf("%-34s %-22s %9.2f us [%.2f, %.2f] %6.3f TB/s %5.1f %% of copy\n", m.name.c_str(),
                 m.shape.c_str(), m.time.median, m.time.low, m.time.high, m.terabytes_per_second(),
                 100 * of_ceiling(m));
