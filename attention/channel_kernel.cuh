@@ -44,7 +44,7 @@ __device__ inline ChannelCounts counts_of(const ChannelCache& cache, int32_t row
 __device__ inline ChannelCounts counts_of(const ChannelPages& pages, int32_t row, bool* sound) {
   const ChannelRow r = pages.rows[row];
   *sound = r.table_row < 0 ||
-           (r.blocks >= 0 && r.blocks <= pages.block_slots * pages.blocks_per_page &&
+           (r.blocks >= 0 && r.blocks <= pages.block_slots << pages.block_shift &&
             r.raw_tokens >= 0 && r.raw_tokens <= pages.raw_slots * pages.raw_page_tokens);
   return *sound && r.table_row >= 0 ? ChannelCounts{r.blocks, r.raw_tokens} : ChannelCounts{0, 0};
 }
@@ -55,7 +55,7 @@ __device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
             static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(StatusCode::kCorrupt));
 }
 
-// Grid: splits of a row, rows. The units of a row, its blocks and its raw tiles behind them, are
+// Grid: splits of a row, rows. The units of a row, its raw tiles and its blocks behind them, are
 // dealt to the splits in runs and to the warps of a split in turn.
 template <class Cache, class Warp>
 __global__ void __launch_bounds__(32 * kChannelWarps, kChannelCtasPerSm)
@@ -68,22 +68,25 @@ __global__ void __launch_bounds__(32 * kChannelWarps, kChannelCtasPerSm)
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, group = p.group;
   bool sound;
   const ChannelCounts held = counts_of(p.cache, row, &sound);
-  const int32_t units = held.blocks + (held.raw_tokens + kTileTokens - 1) / kTileTokens;
+  const int32_t tiles = (held.raw_tokens + kTileTokens - 1) / kTileTokens;
+  const int32_t units = tiles + held.blocks;
   const auto first = static_cast<int32_t>(static_cast<int64_t>(units) * split / p.splits);
   const auto end = static_cast<int32_t>(static_cast<int64_t>(units) * (split + 1) / p.splits);
   const int64_t head = static_cast<int64_t>(row) * group;
   Warp::stage_query(p.q + head * kHeadDim, group, query);
   __syncthreads();
   Warp attention(query, p.scale_log2);
-  bool is_missing =
-      attention.attend_blocks(p.cache, row, first + warp, min(end, held.blocks), kWarps);
-  attention.finish_blocks();
-  // The warp's first unit that is a raw tile.
-  const int32_t before = max(0, held.blocks - first - warp);
-  const int32_t tile = first + warp + (before + kWarps - 1) / kWarps * kWarps - held.blocks;
-  const int32_t tokens = min(held.raw_tokens, (end - held.blocks) * kTileTokens);
-  is_missing |= attention.attend_raw(p.cache, row, tile, tokens, kWarps);
-  if ((is_missing || !sound) && threadIdx.x % 32 == 0) report_corrupt(p, row);
+  const typename Cache::Row line = p.cache.row(row);
+  // Of the warp: the first unit, and the first that is a block.
+  const int32_t mine = first + warp;
+  const int32_t block = mine + (max(0, min(end, tiles) - mine) + kWarps - 1) / kWarps * kWarps;
+  const int32_t tokens = min(held.raw_tokens, end * kTileTokens);
+  const auto report = [&] {
+    if (threadIdx.x % 32 == 0) report_corrupt(p, static_cast<int32_t>(blockIdx.y));
+  };
+  if (!sound) report();
+  attention.attend_raw(p.cache, line, {mine, tokens, kWarps}, report);
+  attention.attend_blocks(p.cache, line, {block - tiles, end - tiles, kWarps}, report);
   attention.store_part(states[warp], parts[warp]);
   __syncthreads();
   for (int32_t h = warp; h < group; h += kWarps) {

@@ -7,6 +7,7 @@ namespace tierkv {
 Status attend_channel_pages(const ChannelPages& pages, const ChannelPagesCall& call,
                             void* workspace, GpuStream stream) {
   if (Status s = validate_channel_pages(pages.layout, call.group); !s) return s;
+  if (Status s = pages.validate(); !s) return s;
   const auto is_aligned = [](const void* p) {
     return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   };

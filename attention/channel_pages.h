@@ -19,10 +19,10 @@ struct ChannelRow {
 // All pointers in device memory.
 struct ChannelPages {
   ChannelLayout layout{};
-  const uint8_t* base = nullptr;  // [num_pages] x page_bytes
+  const uint8_t* base = nullptr;  // [num_pages] x page_bytes, less than 2^31 x 128 bytes
   int64_t page_bytes = 0;
   int32_t num_pages = 0;
-  int32_t blocks_per_page = 1;     // back to back
+  int32_t block_shift = 0;         // a page holds 1 or 2 blocks, back to back: their log2
   int32_t raw_page_tokens = 16;    // on a page: for each 16 a tile of keys, then one of values
   const int32_t* slots = nullptr;  // [num_table_rows][row_stride] ids of pages
   int32_t num_table_rows = 0;
@@ -32,30 +32,36 @@ struct ChannelPages {
   const ChannelRow* rows = nullptr;  // [num_rows], written by earlier work on the stream
   int32_t num_rows = 0;
 
-  // -1 where the tables name no page of the pool.
-  TKV_HD int32_t page_id(int32_t row, int32_t slot) const {
-    const int32_t at = rows[row].table_row;
-    if (at < 0 || at >= num_table_rows) return -1;
-    const int32_t id = slots[static_cast<int64_t>(at) * row_stride + slot];
-    return id >= 0 && id < num_pages ? id : -1;
+  // Where a row's line of pages is; null where it holds nothing, or is outside the tables.
+  using Row = const int32_t*;
+  TKV_HD Row row(int32_t index) const {
+    const int32_t at = rows[index].table_row;
+    return at < 0 || at >= num_table_rows ? nullptr : slots + static_cast<int64_t>(at) * row_stride;
   }
-  TKV_HD int32_t block_id(int32_t row, int32_t index) const {
-    const int32_t page = index / blocks_per_page;
-    if (index < 0 || page >= block_slots) return -1;
-    const int32_t id = page_id(row, page);
-    return id < 0 ? -1 : id * blocks_per_page + index % blocks_per_page;
+  // In units of kBlockUnit from the base: -1 where the line names no page of the pool.
+  static constexpr int32_t kBlockUnit = 128;
+  TKV_HD int32_t block_id(Row line, int32_t index) const {
+    const int32_t slot = index >> block_shift, part = index & ((1 << block_shift) - 1);
+    if (line == nullptr || slot >= block_slots) return -1;
+    const int32_t page = line[slot];
+    if (page < 0 || page >= num_pages) return -1;
+    return page * static_cast<int32_t>(page_bytes / kBlockUnit) +
+           part * (layout.bytes / kBlockUnit);
   }
   TKV_HD const uint8_t* block(int32_t id) const {
-    return base + id / blocks_per_page * page_bytes + id % blocks_per_page * layout.bytes;
+    return base + static_cast<int64_t>(id) * kBlockUnit;
   }
-  // Null where the tables name no page of the pool.
-  TKV_HD const uint8_t* raw_tile(int32_t row, Component c, int32_t tile) const {
-    const int32_t tiles = raw_page_tokens / kTileTokens, page = tile / tiles;
-    const int32_t id = page >= raw_slots ? -1 : page_id(row, block_slots + page);
-    if (id < 0) return nullptr;
+  // Null where the line names no page of the pool.
+  TKV_HD const uint8_t* raw_tile(Row line, Component c, int32_t tile) const {
+    const int32_t tiles = raw_page_tokens / kTileTokens, slot = tile / tiles;
+    if (line == nullptr || slot >= raw_slots) return nullptr;
+    const int32_t page = line[block_slots + slot];
+    if (page < 0 || page >= num_pages) return nullptr;
     const int32_t of_page = 2 * (tile % tiles) + static_cast<int32_t>(c);
-    return base + id * page_bytes + of_page * TileLayout{16, layout.head_dim()}.bytes();
+    return base + page * page_bytes + of_page * TileLayout{16, layout.head_dim()}.bytes();
   }
+  // kInvalidArgument.
+  Status validate() const;
 };
 
 struct ChannelPagesCall {

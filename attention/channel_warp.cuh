@@ -19,6 +19,11 @@ inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when th
 inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
 inline constexpr float kLeastValueScale = 0x1p-24f;
 
+// What a warp sees to: first, first + step, ... before end.
+struct WarpUnits {
+  int32_t first, end, step;
+};
+
 // Methods that read a row take the cache that it is of: ChannelCache, or ChannelPages.
 template <int32_t kDim, int32_t kKeyBits, int32_t kValueBits>
 class ChannelWarp {
@@ -48,25 +53,61 @@ class ChannelWarp {
     }
   }
 
-  // Blocks first, first + step, ... below end of a row, ids as the table has them (-1: none, left
-  // out). What a step needs is asked for while the step before it is worked on, across blocks.
-  // Returns whether an id was missing.
-  template <class Cache>
-  __device__ __forceinline__ bool attend_blocks(const Cache& cache, int32_t row, int32_t first,
-                                                int32_t end, int32_t step) {
+  // Raw tiles of a row, as far as they hold tokens before units.end; once, before all blocks.
+  // report() where a tile is missing.
+  template <class Cache, class Report>
+  __device__ __forceinline__ void attend_raw(const Cache& cache, typename Cache::Row row,
+                                             WarpUnits units, const Report& report) {
+    uint32_t query[kBlocks][2];
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      query[f][0] = query_[64 * f + lane()], query[f][1] = query_[64 * f + 32 + lane()];
+    }
+#pragma unroll 1
+    for (int32_t tile = units.first; tile * kTileTokens < units.end; tile += units.step) {
+      const uint8_t* keys = cache.raw_tile(row, Component::kKey, tile);
+      if (keys == nullptr) {
+        report();
+        continue;
+      }
+      LaneWords<16, kHeadDim> k[1], v[1];
+      TileMetadata m[1];
+      float score[1][4];
+      k[0].load(keys, lane());
+      v[0].load(cache.raw_tile(row, Component::kValue, tile), lane());
+      m[0].set(1.0f, 0.0f);
+      multiply_keys(k, query, score);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
+        score[0][j] = token < units.end ? score[0][j] * scale_log2_ : -INFINITY;
+      }
+      add_tokens(v, m, score);
+    }
+    scale_output(-1);
+  }
+
+  // Blocks of a row, once; report() where an id is missing, and it is left out. What a step needs
+  // is asked for while the step before it is worked on, across blocks.
+  template <class Cache, class Report>
+  __device__ __forceinline__ void attend_blocks(const Cache& cache, typename Cache::Row row,
+                                                WarpUnits units, const Report& report) {
     const ChannelLayout& l = cache.layout;
     const int32_t steps = l.tiles() / kStepTiles;
     const uint8_t* block = nullptr;
-    bool is_missing = false;
-    int32_t index = first, at = 0;
+    const int32_t end = units.end;
+    int32_t index = units.first, at = 0;
     // The id of block `index`, asked for a block earlier.
     int32_t id = index < end ? cache.block_id(row, index) : -1;
     const auto find = [&] {
       block = nullptr;
       while (index < end && block == nullptr) {
-        if (id >= 0) block = cache.block(id);
-        is_missing |= id < 0;
-        index += step;
+        if (id >= 0) {
+          block = cache.block(id);
+        } else {
+          report();
+        }
+        index += units.step;
         id = index < end ? cache.block_id(row, index) : -1;
       }
     };
@@ -86,45 +127,10 @@ class ChannelWarp {
       if (begins) scale_query(now.channels, scaled, offset);
       attend_words(now, scaled, offset);
     }
-    return is_missing;
+    scale_output(1);
   }
 
-  // Raw tiles first, first + step, ... of a row that has `tokens` raw tokens; after
-  // finish_blocks(). Returns whether a tile was missing.
-  template <class Cache>
-  __device__ __forceinline__ bool attend_raw(const Cache& cache, int32_t row, int32_t first,
-                                             int32_t tokens, int32_t step) {
-    uint32_t query[kBlocks][2];
-#pragma unroll
-    for (int32_t f = 0; f < kBlocks; ++f) {
-      query[f][0] = query_[64 * f + lane()], query[f][1] = query_[64 * f + 32 + lane()];
-    }
-    bool is_missing = false;
-#pragma unroll 1
-    for (int32_t tile = first; tile * kTileTokens < tokens; tile += step) {
-      const uint8_t* keys = cache.raw_tile(row, Component::kKey, tile);
-      if (keys == nullptr) {
-        is_missing = true;
-        continue;
-      }
-      LaneWords<16, kHeadDim> x[1];
-      TileMetadata m[1];
-      float score[1][4];
-      m[0].set(1.0f, 0.0f);
-      x[0].load(keys, lane());
-      multiply_keys(x, query, score);
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) {
-        const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
-        score[0][j] = token < tokens ? score[0][j] * scale_log2_ : -INFINITY;
-      }
-      x[0].load(cache.raw_tile(row, Component::kValue, tile), lane());
-      add_tokens(x, m, score);
-    }
-    return is_missing;
-  }
-
-  // states [8], part [8][kHeadDim]. After finish_blocks().
+  // states [8], part [8][kHeadDim]. After attend_raw() and attend_blocks(), once.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part) {
     const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -146,19 +152,19 @@ class ChannelWarp {
     }
   }
 
-  // Brings the output from units of the codes to those of values; once.
-  __device__ __forceinline__ void finish_blocks() {
+ private:
+  // From units of the codes to those of values (1), or back (-1): powers of two.
+  __device__ __forceinline__ void scale_output(int32_t sign) {
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
         const int32_t exponent = unpacked_exponent(kValueBits, 16 * f + 8 * (i / 2));
-        out_[f][i] *= static_cast<float>(1 << exponent);
+        const auto power = static_cast<float>(1 << exponent);
+        out_[f][i] *= sign > 0 ? power : 1.0f / power;
       }
     }
   }
-
- private:
   __device__ __forceinline__ static int32_t lane() {
     return static_cast<int32_t>(threadIdx.x % 32);
   }

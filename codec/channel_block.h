@@ -99,6 +99,9 @@ struct ChannelCache {
   int32_t* block_count = nullptr;      // [num_rows] blocks in use
   int32_t* residual_tokens = nullptr;  // [num_rows] 0 to layout.tokens - 1
 
+  // What the methods below name a row by.
+  using Row = int32_t;
+  TKV_HD Row row(int32_t index) const { return index; }
   TKV_HD uint8_t* block(int32_t id) const { return pool + static_cast<int64_t>(id) * layout.bytes; }
   TKV_HD uint8_t* residual_of(int32_t row) const {
     return residual + static_cast<int64_t>(row) * layout.residual_bytes();

@@ -183,7 +183,7 @@ Status ChannelDeviceStore::attend(const AttendRequest& request) {
   pages.base = s.pages.base;
   pages.page_bytes = s.pages.page_bytes;
   pages.num_pages = s.pages.num_pages;
-  pages.blocks_per_page = s.blocks_per_page;
+  pages.block_shift = s.blocks_per_page - 1;
   pages.raw_page_tokens = s.raw_page_tokens;
   pages.slots = s.allocator.slots + int64_t{rows_before} * table_shape.row_stride();
   pages.num_table_rows = table_shape.num_rows() - rows_before;
