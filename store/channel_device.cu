@@ -62,6 +62,17 @@ Status ChannelDeviceStore::allocate() {
   return Status::ok();
 }
 
+// A slot that is used again is another sequence: what is planned may be of the old one.
+Result<SequenceId> ChannelDeviceStore::add_sequence() {
+  planned_.clear();
+  return sequences_.add_sequence();
+}
+
+Status ChannelDeviceStore::release(SequenceId sequence) {
+  planned_.clear();
+  return sequences_.release(sequence);
+}
+
 void ChannelDeviceStore::begin_in_table(const Slots& slots, int32_t tokens) {
   for (const int32_t slot : slots) table().set_info(slot, mirror_->after_begin(slot, tokens));
   planned_.clear();  // its counts have changed

@@ -20,7 +20,7 @@ class ChannelDeviceStore final : public DeviceKvStore {
 
   const KvStoreConfig& config() const override { return mirror_->config(); }
   int64_t page_bytes() const override { return mirror_->page_bytes(); }
-  Result<SequenceId> add_sequence() override { return sequences_.add_sequence(); }
+  Result<SequenceId> add_sequence() override;
   Status begin_prompt(SequenceList sequences, int32_t tokens) override;
   Status append(const AppendCall& call) override;
   Status score_prompt(const PromptScores& scores) override;
@@ -30,7 +30,7 @@ class ChannelDeviceStore final : public DeviceKvStore {
   Status attend(const AttendRequest& request) override;
   Result<SequenceId> fork(SequenceId source) override;
   Status truncate(SequenceId sequence, int32_t tokens) override;
-  Status release(SequenceId sequence) override { return sequences_.release(sequence); }
+  Status release(SequenceId sequence) override;
   Result<int32_t> num_tokens(SequenceId sequence) override;
   Result<StoreStats> stats() override;
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence) override;
