@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codec/element.h"
+#include "store/coded_fixed.h"
 #include "store/coded_host.h"
 #include "store/host_store.h"
 
@@ -19,7 +20,17 @@ Status read_row(const CodedView& s, const CodedBooks& books, int32_t row, Compon
   const float* mean = s.means(c, row);
   std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * s.head_dim);
   x->clear();
+  std::vector<uint16_t> fixed(codes.size());
   for (int32_t b = 0; b < info.window_first / kBlockTokens; ++b) {
+    if (is_fixed_block(s, row, b)) {
+      if (Status status = read_block_values(s, books, row, c, b, fixed.data()); !status) {
+        return status;
+      }
+      for (size_t i = 0; i < fixed.size(); ++i) {
+        x->push_back(double{half_to_float(fixed[i])} + mean[i % s.head_dim]);
+      }
+      continue;
+    }
     if (Status status = read_block(s, books, row, c, b, codes.data()); !status) return status;
     for (size_t i = 0; i < codes.size(); ++i) {
       x->push_back(static_cast<double>(step) * codes[i] + mean[i % s.head_dim]);

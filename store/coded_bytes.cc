@@ -6,13 +6,15 @@
 
 #include "codec/byte_cursor.h"
 #include "codec/container_format.h"
+#include "store/coded_fixed.h"
 #include "store/coded_values.h"
 
 namespace tierkv {
 namespace {
 
 constexpr uint32_t kMagic = 0x51455343;  // "CSEQ"
-constexpr uint32_t kCodedExportVersion = 1;
+// Of a store with fixed-rate blocks, and of one without.
+constexpr uint32_t kFixedExportVersion = 2, kCodedExportVersion = 1;
 
 Status corrupt(std::string why) {
   return Status(StatusCode::kCorrupt, std::move(why));
@@ -28,8 +30,9 @@ bool checksum_holds(const uint8_t* first, const uint8_t* end, ByteReader* reader
   return reader->ok() && sum == xxh3(first, static_cast<size_t>(end - first));
 }
 
-// All that must agree between the stores: not capacities, nor where codebooks come from.
-std::vector<uint8_t> config_bytes(const KvStoreConfig& config) {
+// All that must agree between the stores: not capacities, nor where codebooks come from, nor which
+// blocks are kept at a fixed rate.
+std::vector<uint8_t> config_bytes(const KvStoreConfig& config, uint32_t version) {
   std::vector<uint8_t> out;
   ByteWriter w(&out);
   const CacheLayout& layout = config.layout;
@@ -42,6 +45,9 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config) {
   w.f64(layout.sm_scale);
   w.i32(config.policy.window_tokens);
   w.i32(static_cast<int32_t>(config.coded.means));
+  if (version == kCodedExportVersion) return out;
+  w.i32(config.coded.fixed_format.k.bits);
+  w.i32(config.coded.fixed_format.v.bits);
   return out;
 }
 
@@ -93,8 +99,18 @@ Status read_component(const KvStoreConfig& config, const CodedSequenceContent& s
   const CodedRowContent& row = sequence.rows[within];
   const float step = row.steps[i];
   std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * dim);
+  std::vector<uint16_t> y(codes.size());
   for (const std::vector<uint8_t>& block : row.blocks[i]) {
-    if (Status s = sequence.books.decode(block.data(), static_cast<int64_t>(block.size()), dim,
+    const auto size = static_cast<int64_t>(block.size());
+    out->fixed[i].emplace_back();
+    if (sequence.fixed && size >= kCodedBlockHeaderBytes && is_fixed_block(block.data())) {
+      const int32_t bits = config.coded.fixed_format.of(c).bits;
+      if (Status s = decode_fixed_block(block.data(), size, dim, c, bits, y.data()); !s) return s;
+      out->fixed[i].back() = block;
+      out->codes[i].resize(out->codes[i].size() + codes.size());
+      continue;
+    }
+    if (Status s = sequence.books.decode(block.data(), size, dim,
                                          within / config.layout.num_kv_heads, c, codes.data());
         !s) {
       return s;
@@ -131,9 +147,10 @@ std::vector<uint8_t> export_coded_header(const KvStoreConfig& config, const Code
                                          const SequenceInfo& info) {
   std::vector<uint8_t> out;
   ByteWriter w(&out);
+  const uint32_t version = config.coded.fixed_blocks ? kFixedExportVersion : kCodedExportVersion;
   w.u32(kMagic);
-  w.u32(kCodedExportVersion);
-  const std::vector<uint8_t> same = config_bytes(config);
+  w.u32(version);
+  const std::vector<uint8_t> same = config_bytes(config, version);
   out.insert(out.end(), same.begin(), same.end());
   for (const int32_t x : {info.num_tokens, info.window_first, info.prompt_tokens}) w.i32(x);
   w.u32(books.ready() ? 1 : 0);
@@ -185,14 +202,19 @@ Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, c
   if (reader.u32() != kMagic) return corrupt("not an exported coded sequence");
   const uint32_t version = reader.u32();
   if (!reader.ok()) return corrupt("the header is cut off");
-  if (version != kCodedExportVersion) {
+  if (version != kCodedExportVersion && version != kFixedExportVersion) {
     return Status(StatusCode::kVersion, "coded sequence of version " + std::to_string(version));
   }
-  if (!same_bytes(&reader, config_bytes(config))) {
+  CodedSequenceContent sequence;
+  sequence.fixed = version == kFixedExportVersion;
+  if (sequence.fixed && !config.coded.fixed_blocks) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the sequence is of a store with fixed-rate blocks");
+  }
+  if (!same_bytes(&reader, config_bytes(config, version))) {
     return reader.ok() ? Status(StatusCode::kInvalidArgument, "the sequence is of another config")
                        : corrupt("the header is cut off");
   }
-  CodedSequenceContent sequence;
   sequence.info.num_tokens = reader.i32();
   sequence.info.window_first = reader.i32();
   sequence.info.prompt_tokens = reader.i32();
@@ -240,6 +262,11 @@ Result<ImportedCodedSequence> read_coded_sequence(const KvStoreConfig& config, c
       row.means[static_cast<size_t>(c)] = content->rows[w].means[static_cast<size_t>(c)];
       if (Status s = read_component(config, *content, static_cast<int32_t>(w), c, &row); !s) {
         return s;
+      }
+    }
+    for (size_t b = 0; b < row.fixed[0].size(); ++b) {
+      if (row.fixed[0][b].empty() != row.fixed[1][b].empty()) {
+        return corrupt("a block is at a fixed rate in one of keys and values");
       }
     }
     sequence.rows.push_back(std::move(row));

@@ -27,7 +27,8 @@ Status check_coded_steps(const KvStoreConfig& config, int32_t within, const floa
 // What the bytes hold, found and not yet looked at.
 struct CodedSequenceContent {
   SequenceInfo info;
-  CodedBooks books;  // not ready where the exporting store had none
+  bool fixed = false;  // blocks may be at a fixed rate
+  CodedBooks books;    // not ready where the exporting store had none
   std::vector<CodedRowContent> rows;
 };
 // That there can be a sequence like this: kCorrupt, kOutOfRange beyond max_tokens.
@@ -39,8 +40,9 @@ Result<CodedSequenceContent> split_coded_sequence(const KvStoreConfig& config, c
 struct ImportedCodedRow {
   float steps[2];
   std::vector<float> means[2];
-  std::vector<int16_t> codes[2];  // [window_first, head_dim]
-  std::vector<uint16_t> raw[2];   // [num_tokens - window_first, head_dim]
+  std::vector<int16_t> codes[2];               // [window_first, head_dim]; 0 at a fixed rate
+  std::vector<std::vector<uint8_t>> fixed[2];  // of each block: its bytes; empty: coded
+  std::vector<uint16_t> raw[2];                // [num_tokens - window_first, head_dim]
 };
 struct ImportedCodedSequence {
   SequenceInfo info;

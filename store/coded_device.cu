@@ -23,6 +23,7 @@ Status no_scores() {
 
 // What the host can do and a device cannot.
 Status check_device_config(const KvStoreConfig& c) {
+  if (c.coded.fixed_blocks) return unsupported("coded.fixed_blocks on a device");
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   for (const Component part : {Component::kKey, Component::kValue}) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "store/coded_fixed.h"
 #include "store/coded_values.h"
 #include "store/host_store.h"
 
@@ -12,10 +13,6 @@ namespace {
 
 void* allocate_aligned(size_t alignment, size_t bytes) {
   return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-}
-
-Status no_scores() {
-  return Status(StatusCode::kUnsupported, "a coded cache keeps no scores: it has no tiers");
 }
 
 }  // namespace
@@ -116,8 +113,9 @@ void CodedHostStore::append_row(int32_t row, const SequenceInfo& info, Component
     values[i] = centred(values[i], view_.means(c, row)[i % view_.head_dim]);
   }
   for (int32_t t = 0; t < tokens.count; ++t) {
-    put_raw_token(view_, row, info, c, tokens.first_position + t,
-                  values.data() + int64_t{t} * view_.head_dim);
+    const int32_t position = tokens.first_position + t;
+    put_raw_token(view_, row, info, c, position, values.data() + int64_t{t} * view_.head_dim);
+    if (prompt && view_.fixed.format.any()) set_raw_score(view_, row, info, position, 0.0f);
   }
 }
 
@@ -144,11 +142,8 @@ Status CodedHostStore::append(const AppendCall& call) {
   return Status::ok();
 }
 
-Status CodedHostStore::score_prompt(const PromptScores&) {
-  return no_scores();
-}
 Status CodedHostStore::update_scores(const ScoreUpdate&) {
-  return no_scores();
+  return no_coded_scores();
 }
 
 Result<int32_t> CodedHostStore::num_tokens(SequenceId sequence) {
@@ -176,7 +171,11 @@ Result<StoreStats> CodedHostStore::stats() {
     const bool own_means = live && config_.coded.means == MeanSource::kPrompt,
                own_steps = live && config_.coded.steps == StepSource::kPrompt;
     for (int32_t w = 0; w < rows(); ++w) {
-      stats.tokens[static_cast<int32_t>(Tier::kHigh)] += info.window_first;
+      const int32_t at_fixed_rate = fixed_blocks(view_, row(slot, w), blocks) * kBlockTokens;
+      // Where there is but one kind of blocks they are the high tier.
+      const Tier coded = view_.fixed.format.any() ? Tier::kLow : Tier::kHigh;
+      stats.tokens[static_cast<int32_t>(Tier::kHigh)] += at_fixed_rate;
+      stats.tokens[static_cast<int32_t>(coded)] += info.window_first - at_fixed_rate;
       stats.tokens[static_cast<int32_t>(Tier::kWindow)] += info.num_tokens - info.window_first;
       stats.raw_bytes += info.num_tokens * token_bytes;
       stats.nominal_bytes += (info.num_tokens - info.window_first) * token_bytes;

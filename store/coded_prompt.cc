@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <string>
 
+#include "store/coded_fixed.h"
 #include "store/coded_host.h"
 #include "store/coded_values.h"
+#include "store/host_store.h"
 
 namespace tierkv {
 namespace {
@@ -64,15 +66,22 @@ Status CodedHostStore::plan_blocks(CodingPlan* plan) const {
     const BlockRange& range = plan->ranges[i / rows()];
     const auto w = static_cast<int32_t>(i % rows());
     PendingBlocks& pending = plan->rows[i];
+    const int32_t at = row(range.slot, w);
+    const SequenceInfo& info = table_.info(range.slot);
     for (int32_t b = range.first_block; b < range.first_block + range.count; ++b) {
+      const bool fixed = becomes_fixed(view_, at, info, b);
       for (const Component c : kComponents) {
-        if (Status s = raw_block_codes(view_, row(range.slot, w), table_.info(range.slot), c, b,
-                                       plan_basis(*plan, i / rows(), w, c), codes.data());
-            !s) {
+        const RowBasis basis = plan_basis(*plan, i / rows(), w, c);
+        if (Status s = raw_block_codes(view_, at, info, c, b, basis, codes.data()); !s) {
           return s.with_context(row_name(w / view_.num_kv_heads, w % view_.num_kv_heads));
         }
         const size_t before = pending.bytes.size();
-        plan->books.encode(codes.data(), view_.head_dim, w / view_.num_kv_heads, c, &pending.bytes);
+        if (fixed) {
+          encode_fixed(view_, at, info, c, b, basis.mean, &pending.bytes);
+        } else {
+          plan->books.encode(codes.data(), view_.head_dim, w / view_.num_kv_heads, c,
+                             &pending.bytes);
+        }
         pending.units.push_back(
             static_cast<uint32_t>((pending.bytes.size() - before) / kBlockAlignment));
       }
@@ -99,6 +108,26 @@ Status CodedHostStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   if (Status s = run_page_op(a, PageOp::keep(batch(*slots), target.data(), &report)); !s) return s;
   for (const int32_t slot : *slots) {
     table_.set_info(slot, {table_.info(slot).num_tokens + tokens, 0, kInPrompt, 0});
+  }
+  return Status::ok();
+}
+
+Status CodedHostStore::score_prompt(const PromptScores& scores) {
+  if (!view_.fixed.format.any()) return no_coded_scores();
+  const Result<Slots> slots = table_.admit_scores(scores);
+  if (!slots) return slots.status();
+  const int32_t heads = view_.num_kv_heads;
+  const auto line = [&](size_t i) {
+    return scores.significance + static_cast<int64_t>(i) * scores.stride;
+  };
+  for (size_t i = 0; i < slots->size() * heads; ++i) {
+    if (Status s = check_scores(line(i), table_.info((*slots)[i / heads]).num_tokens); !s) return s;
+  }
+  for (size_t i = 0; i < slots->size() * heads; ++i) {
+    const int32_t slot = (*slots)[i / heads];
+    const int32_t at = view_.row_of(slot, scores.layer, static_cast<int32_t>(i % heads));
+    const SequenceInfo& info = table_.info(slot);
+    for (int32_t p = 0; p < info.num_tokens; ++p) set_raw_score(view_, at, info, p, line(i)[p]);
   }
   return Status::ok();
 }

@@ -7,16 +7,16 @@
 namespace tierkv {
 namespace {
 
-uint8_t* block_bytes(const CodedView& s, CodedBlockRef ref) {
-  return s.pages.base + int64_t{ref.offset} * kBlockAlignment;
-}
-
 // Of a page, in the pool.
 uint32_t first_unit(const CodedView& s, int32_t page) {
   return static_cast<uint32_t>(int64_t{page} * s.page_units());
 }
 
 }  // namespace
+
+uint8_t* block_bytes(const CodedView& s, CodedBlockRef ref) {
+  return s.pages.base + int64_t{ref.offset} * kBlockAlignment;
+}
 
 std::vector<uint16_t> half_values(const CodedTokens& tokens, int32_t head_dim) {
   std::vector<uint16_t> values;
@@ -78,18 +78,24 @@ ValueRange prompt_range(const CodedView& s, int32_t row, const SequenceInfo& inf
   return range;
 }
 
+void raw_block_values(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
+                      int32_t block, const float* mean, uint16_t* y) {
+  for (int32_t t = 0; t < kBlockTokens; ++t, y += s.head_dim) {
+    get_raw_token(s, row, info, c, block * kBlockTokens + t, y);
+    if (info.window_origin != kInPrompt) continue;
+    for (int32_t d = 0; d < s.head_dim; ++d) y[d] = centred(y[d], mean[d]);
+  }
+}
+
 Status raw_block_codes(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
                        int32_t block, const RowBasis& basis, int16_t* codes) {
-  std::vector<uint16_t> x(s.head_dim);
-  for (int32_t t = 0; t < kBlockTokens; ++t) {
-    get_raw_token(s, row, info, c, block * kBlockTokens + t, x.data());
-    for (int32_t d = 0; d < s.head_dim; ++d) {
-      const uint16_t y = info.window_origin == kInPrompt ? centred(x[d], basis.mean[d]) : x[d];
-      if (check_centred(y, basis.step) != StatusCode::kOk) {
-        return Status(StatusCode::kOutOfRange, "a value without its mean, or its code");
-      }
-      codes[t * s.head_dim + d] = step_code(y, basis.step);
+  std::vector<uint16_t> y(static_cast<size_t>(kBlockTokens) * s.head_dim);
+  raw_block_values(s, row, info, c, block, basis.mean, y.data());
+  for (size_t i = 0; i < y.size(); ++i) {
+    if (check_centred(y[i], basis.step) != StatusCode::kOk) {
+      return Status(StatusCode::kOutOfRange, "a value without its mean, or its code");
     }
+    codes[i] = step_code(y[i], basis.step);
   }
   return Status::ok();
 }

@@ -44,6 +44,9 @@ std::vector<float> prompt_means(const CodedView& s, int32_t row, const SequenceI
 ValueRange prompt_range(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
                         const float* mean);
 
+// Values of raw block `block`, [kBlockTokens, head_dim]; in a prompt the mean is taken off.
+void raw_block_values(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
+                      int32_t block, const float* mean, uint16_t* y);
 // Codes of raw block `block`, [kBlockTokens, head_dim]. In a prompt the mean is taken off first.
 // kOutOfRange; never past the prompt, where values were checked when they came in.
 Status raw_block_codes(const CodedView& s, int32_t row, const SequenceInfo& info, Component c,
@@ -63,6 +66,8 @@ void write_blocks(const CodedView& s, int32_t row, int32_t first_block, int32_t 
 int32_t units_of_blocks(const CodedView& s, int32_t row, int32_t blocks);
 // After its page `from` was exchanged for `to`.
 void move_blocks(const CodedView& s, int32_t row, int32_t blocks, int32_t from, int32_t to);
+
+uint8_t* block_bytes(const CodedView& s, CodedBlockRef ref);
 
 // Codes of a coded block, [kBlockTokens, head_dim].
 Status read_block(const CodedView& s, const CodedBooks& books, int32_t row, Component c,

@@ -93,6 +93,22 @@ Status validate_codebooks(const CodedConfig& coded) {
   return Status::ok();
 }
 
+Status validate_fixed(const CodedConfig& coded) {
+  if (!coded.fixed_blocks) {
+    return coded.fixed_format == CodedConfig().fixed_format
+               ? Status::ok()
+               : invalid("coded.fixed_format without coded.fixed_blocks");
+  }
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const ComponentFormat& format = coded.fixed_format.of(c);
+    if ((format.bits != 8 && format.bits != 4) || format != token_wise(format.bits)) {
+      return unsupported("coded.fixed_format: " + to_string(format) +
+                         "; token-wise 8 or 4 bits are needed");
+    }
+  }
+  return Status::ok();
+}
+
 // There are no tiers: fields that only speak of them must be as they are by default.
 Status validate_tierless(const KvStoreConfig& c) {
   const KvStoreConfig standard;
@@ -102,11 +118,14 @@ Status validate_tierless(const KvStoreConfig& c) {
   if (c.window_format != standard.window_format) return refuse("window_format");
   if (c.high_format != standard.high_format) return refuse("high_format");
   if (c.low_format != standard.low_format) return refuse("low_format");
-  if (c.policy.alpha_high != standard.policy.alpha_high) return refuse("policy.alpha_high");
+  // It tells fixed-rate blocks from coded ones.
+  if (!c.coded.fixed_blocks && c.policy.alpha_high != standard.policy.alpha_high) {
+    return refuse("policy.alpha_high");
+  }
   if (c.policy.alpha_low != standard.policy.alpha_low) return refuse("policy.alpha_low");
   if (c.score_interval != standard.score_interval) return refuse("score_interval");
-  if (c.policy.sink_tokens != 0) {
-    return unsupported("policy.sink_tokens: a coded cache keeps no sinks apart");
+  if (!c.coded.fixed_blocks && c.policy.sink_tokens != 0) {
+    return unsupported("policy.sink_tokens: only coded.fixed_blocks keep sinks apart");
   }
   return Status::ok();
 }
@@ -147,6 +166,7 @@ Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   }
   if (Status s = validate_basis(c); !s) return s;
   if (Status s = validate_codebooks(c.coded); !s) return s;
+  if (Status s = validate_fixed(c.coded); !s) return s;
   const int64_t rows = int64_t{c.layout.num_layers} * c.layout.num_kv_heads;
   if (rows > INT32_MAX) return invalid("layout: num_layers * num_kv_heads exceeds 2^31 - 1");
   CodedShape shape;
@@ -179,6 +199,10 @@ Status check_coded_prompt(int32_t tokens) {
 Status check_coded_prompt_end(const CodedConfig& config, int32_t tokens) {
   if (tokens > 0 || config.steps != StepSource::kPrompt) return Status::ok();
   return invalid("a prompt without tokens has no range for coded.steps = kPrompt");
+}
+
+Status no_coded_scores() {
+  return unsupported("a coded cache keeps no scores: it has no tiers");
 }
 
 Status validate_coded_request(const AttendRequest& request) {
@@ -219,7 +243,9 @@ std::string to_json(const CodedConfig& c) {
          "\",\"key_means\":" + numbers(c.key_means) + ",\"value_means\":" + numbers(c.value_means) +
          ",\"codebooks\":\"" + (books < 3 ? kBooks[books] : "?") + "\",\"given\":[" + given +
          "],\"max_length\":" + std::to_string(c.max_length) +
-         ",\"streams_per_lane\":" + std::to_string(c.streams_per_lane) + "}";
+         ",\"streams_per_lane\":" + std::to_string(c.streams_per_lane) +
+         ",\"fixed_blocks\":" + (c.fixed_blocks ? "true" : "false") + ",\"fixed_format\":\"" +
+         to_string(c.fixed_format) + "\"}";
 }
 
 CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape) {
@@ -228,6 +254,11 @@ CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape) {
   view.window_tokens = config.policy.window_tokens;
   view.num_kv_heads = config.layout.num_kv_heads;
   view.head_dim = config.layout.head_dim;
+  if (config.coded.fixed_blocks) {
+    const TierFormat& format = config.coded.fixed_format;
+    view.fixed = {
+        {format.k.bits, format.v.bits}, config.policy.sink_tokens, config.policy.alpha_high};
+  }
   return view;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/coded_attention.h"
+#include "codec/fixed_block.h"
 #include "store/sequence_info.h"
 #include "tierkv/allocator.h"
 #include "tierkv/page.h"
@@ -18,8 +19,9 @@ namespace tierkv {
 inline constexpr int32_t kCodedSide = 0;
 inline constexpr int32_t kRawSide = 2;
 
-// A unified page of 64 raw tokens (scores and positions are not used). It also holds the keys and
-// values of 64 tokens as raw blocks: so what a row appends at once takes at most one new page.
+// A unified page of 64 raw tokens (positions are not used, scores by prompts with fixed-rate
+// blocks). It also holds the keys and values of 64 tokens as raw blocks: so what a row appends at
+// once takes at most one new page.
 inline constexpr int64_t coded_page_bytes(int32_t head_dim) {
   return int64_t{kBlockTokens} * (4 * head_dim + 8);
 }
@@ -72,6 +74,20 @@ TKV_HD int32_t block_begin(int32_t end, int32_t units, int32_t page_units) {
   return units <= left ? end : end + left;
 }
 
+// Which blocks are kept at a fixed rate (tierkv/coded.h): those with such a token.
+struct FixedRule {
+  FixedFormat format;  // none: no block is
+  int32_t sink_tokens = 0;
+  double alpha_high = 0;
+
+  // As Tier::kHigh of a prompt is found (docs/POLICY.md).
+  TKV_HD bool takes(int32_t position, float significance) const {
+    return format.any() &&
+           (position < sink_tokens ||
+            static_cast<double>(significance) >= alpha_high / static_cast<double>(position + 1));
+  }
+};
+
 // All pointers in one memory, host or device.
 struct CodedView {
   PageAllocator allocator;
@@ -87,6 +103,7 @@ struct CodedView {
   int32_t window_tokens = 0;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
+  FixedRule fixed;
 
   TKV_HD int32_t rows_per_sequence() const { return allocator.shape.table.rows_per_sequence; }
   TKV_HD int32_t row_of(int32_t sequence, int32_t layer, int32_t kv_head) const {
@@ -132,6 +149,10 @@ TKV_HD int32_t raw_value_byte(int32_t head_dim, Component c, int32_t slot, int32
   const CodePosition at = code_position({16, head_dim}, c, slot % kTileTokens, dim);
   return raw_tile_byte(head_dim, c, slot) + at.byte + at.bit / 8;
 }
+// Of a prompt's token its significance, behind the values.
+TKV_HD int32_t raw_score_byte(int32_t head_dim, int32_t slot) {
+  return kBlockTokens * 4 * head_dim + slot * 4;
+}
 
 struct CodedShape {
   AllocatorShape allocator;
@@ -144,6 +165,8 @@ Result<CodedShape> coded_shape(const KvStoreConfig& config);
 Status check_coded_prompt(int32_t tokens);
 // Whether a prompt of so many tokens can end: kInvalidArgument where steps need a token.
 Status check_coded_prompt_end(const CodedConfig& config, int32_t tokens);
+// What calls that bring scores answer.
+Status no_coded_scores();
 // kUnsupported for what neither back end does.
 Status validate_coded_request(const AttendRequest& request);
 // Without pointers.

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "store/coded_fixed.h"
 #include "store/coded_host.h"
 #include "store/coded_values.h"
 
@@ -29,14 +30,13 @@ void clear_raw_tail(const CodedView& s, int32_t row, const SequenceInfo& info) {
   }
 }
 
-// The first tokens of a block that is cut, as raw values.
-std::vector<uint16_t> decoded_tokens(const CodedView& s, const CodedBooks& books, int32_t row,
-                                     Component c, int32_t block) {
-  std::vector<int16_t> codes(static_cast<size_t>(kBlockTokens) * s.head_dim);
-  (void)read_block(s, books, row, c, block, codes.data());  // of our own making
-  std::vector<uint16_t> values(codes.size());
-  std::transform(codes.begin(), codes.end(), values.begin(),
-                 [step = s.step(c, row)](int16_t code) { return coded_value(code, step); });
+// The tokens of a block that is cut, as raw values, which a step may code one day: those of a
+// fixed-rate block can lie beyond the last code.
+std::vector<uint16_t> cut_tokens(const CodedView& s, const CodedBooks& books, int32_t row,
+                                 Component c, int32_t block) {
+  std::vector<uint16_t> values(static_cast<size_t>(kBlockTokens) * s.head_dim);
+  (void)read_block_values(s, books, row, c, block, values.data());  // of our own making
+  for (uint16_t& y : values) y = recodable(y, s.step(c, row));
   return values;
 }
 
@@ -151,7 +151,7 @@ Status CodedHostStore::truncate(SequenceId sequence, int32_t tokens) {
     needed += units % view_.page_units() != 0 &&
               is_frozen(view_.allocator, view_.page_id(at, kCodedSide, open));
     for (const Component c : kComponents) {
-      if (cuts) cut.push_back(decoded_tokens(view_, books_, at, c, kept));
+      if (cuts) cut.push_back(cut_tokens(view_, books_, at, c, kept));
     }
   }
   if (Status s = require_pages(view_.allocator, needed); !s) return s;

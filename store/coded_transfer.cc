@@ -78,8 +78,12 @@ Result<SequenceId> CodedHostStore::import_sequence(const uint8_t* bytes, size_t 
     const ImportedCodedRow& from = sequence->rows[w];
     for (int32_t i = 0; i < info.window_first / kBlockTokens * 2; ++i) {
       const size_t before = pending[w].bytes.size();
-      books.encode(&from.codes[i % 2][int64_t{i / 2} * kBlockTokens * view_.head_dim],
-                   view_.head_dim, w / view_.num_kv_heads, kComponents[i % 2], &pending[w].bytes);
+      const std::vector<uint8_t>& fixed = from.fixed[i % 2][i / 2];
+      pending[w].bytes.insert(pending[w].bytes.end(), fixed.begin(), fixed.end());
+      if (fixed.empty()) {
+        books.encode(&from.codes[i % 2][int64_t{i / 2} * kBlockTokens * view_.head_dim],
+                     view_.head_dim, w / view_.num_kv_heads, kComponents[i % 2], &pending[w].bytes);
+      }
       pending[w].units.push_back(
           static_cast<uint32_t>((pending[w].bytes.size() - before) / kBlockAlignment));
     }

@@ -67,6 +67,14 @@ TKV_HD int32_t fast_step_code(uint16_t y, float inverse, float* doubt) {
   return static_cast<int32_t>(float_bits(shifted) - float_bits(kRoundingBias));
 }
 
+// The number next to y that has a code, far from the last one.
+TKV_HD uint16_t recodable(uint16_t y, float step) {
+  if (check_centred(y, step) == StatusCode::kOk) return y;
+  uint16_t most = float_to_half(saturate_to_half_range(mul_rn(32700.0f, step)));
+  if (check_centred(most, step) != StatusCode::kOk) --most;  // rounded up, among the least numbers
+  return static_cast<uint16_t>((y & 0x8000u) | most);
+}
+
 // A code as a raw value again, which has the same code while that is below 1024.
 TKV_HD uint16_t coded_value(int16_t code, float step) {
   return float_to_half(saturate_to_half_range(mul_rn(static_cast<float>(code), step)));

@@ -201,8 +201,10 @@ Result<std::vector<uint8_t>> exported_coded_sequence(const KvStoreConfig& config
     }
   });
   if (Status s = first_failure(status); !s) return s;
+  KvStoreConfig source = config;
+  source.coded.fixed_blocks = sequence.has_fixed;  // says which version the header is of
   std::vector<uint8_t> bytes =
-      export_coded_header(config, CodedBooks::of_lists(std::move(lists)), info);
+      export_coded_header(source, CodedBooks::of_lists(std::move(lists)), info);
   for (const std::vector<uint8_t>& layer : rows) {
     bytes.insert(bytes.end(), layer.begin(), layer.end());
   }

@@ -31,7 +31,7 @@ Result<std::vector<uint8_t>> config_bytes(const KvStoreConfig& config) {
   const CodedConfig& coded = config.coded;
   w.i32(static_cast<int32_t>(coded.enabled ? StoreKind::kCoded : StoreKind::kTiered));
   w.i32(config.policy.window_tokens);
-  w.i32(config.policy.sink_tokens);
+  w.i32(coded.enabled ? 0 : config.policy.sink_tokens);  // not where a coded store's tokens lie
   w.i32(coded.enabled ? static_cast<int32_t>(coded.means) : 0);
   w.u64(config.basis == nullptr ? 0 : config.basis->identity());
   if (coded.enabled) return out;
@@ -50,6 +50,9 @@ Result<std::vector<uint8_t>> config_bytes(const KvStoreConfig& config) {
 
 ChunkKey cold_store_key() {
   return key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
+}
+ChunkKey cold_fixed_key() {
+  return key_of(ChunkKind::kStoreFixed, kNotApplicable, kNotApplicable);
 }
 ChunkKey cold_row_key(int32_t layer, int32_t kv_head) {
   return key_of(ChunkKind::kStoreRow, layer, kv_head);
@@ -105,6 +108,20 @@ Result<ColdSequence> parse_cold_sequence(const KvStoreConfig& config,
   return sequence;
 }
 
+std::vector<uint8_t> serialize_cold_fixed(const KvStoreConfig& config) {
+  std::vector<uint8_t> out;
+  ByteWriter w(&out);
+  w.i32(config.coded.fixed_format.k.bits);
+  w.i32(config.coded.fixed_format.v.bits);
+  return out;
+}
+
+Status check_cold_fixed(const KvStoreConfig& config, const std::vector<uint8_t>& bytes) {
+  if (config.coded.fixed_blocks && bytes == serialize_cold_fixed(config)) return Status::ok();
+  return Status(StatusCode::kInvalidArgument,
+                "the sequence is of a store with other fixed-rate blocks");
+}
+
 Status ColdChunks::read(const ChunkKey& key, std::vector<uint8_t>* payload) {
   const int64_t chunk = reader_.find(key);
   if (chunk < 0) return corrupt("has no " + to_string(key));
@@ -119,7 +136,7 @@ Status ColdChunks::at(const ChunkKey& key, const Status& why) const {
 Status ColdChunks::check_all_read() const {
   const auto known =
       std::count_if(reader_.chunks().begin(), reader_.chunks().end(),
-                    [](const ChunkEntry& c) { return c.key.kind <= ChunkKind::kStorePage; });
+                    [](const ChunkEntry& c) { return c.key.kind <= ChunkKind::kStoreFixed; });
   return read_ == known ? Status::ok() : corrupt("has chunks that are not of its sequence");
 }
 

@@ -20,6 +20,7 @@ namespace tierkv {
 inline constexpr uint8_t kHighPart = 1, kLowPart = 2, kWindowPart = 4;
 
 ChunkKey cold_store_key();
+ChunkKey cold_fixed_key();
 ChunkKey cold_row_key(int32_t layer, int32_t kv_head);
 ChunkKey cold_page_key(ChunkKey row, uint8_t part, int32_t page);
 // `number` counts the codebooks of a given family.
@@ -29,12 +30,17 @@ ChunkKey cold_book_key(int32_t layer, uint8_t component, uint8_t part, int32_t n
 struct ColdSequence {
   SequenceInfo info;
   bool has_codebooks = false;  // of a coded store
+  bool has_fixed = false;      // likewise: there is a chunk kStoreFixed
 };
 std::vector<uint8_t> serialize_cold_sequence(const KvStoreConfig& config,
                                              const ColdSequence& sequence);
 // kInvalidArgument for a store of another config. The info is not looked at.
 Result<ColdSequence> parse_cold_sequence(const KvStoreConfig& config,
                                          const std::vector<uint8_t>& bytes);
+// The chunk kStoreFixed: in which format blocks are kept at a fixed rate.
+std::vector<uint8_t> serialize_cold_fixed(const KvStoreConfig& config);
+// kInvalidArgument for a store of another format, or none.
+Status check_cold_fixed(const KvStoreConfig& config, const std::vector<uint8_t>& bytes);
 
 // Chunks of a container, each of which belongs to the sequence.
 class ColdChunks {

@@ -31,8 +31,14 @@ Result<ColdSequence> open_sequence(const KvStore& store, ColdChunks* chunks) {
     return Status(StatusCode::kInvalidArgument, "the sequence is of a cache of another layout");
   }
   if (Status s = chunks->read(cold_store_key(), &payload); !s) return s;
-  const Result<ColdSequence> sequence = parse_cold_sequence(cold_config(store), payload);
-  return sequence ? sequence : chunks->at(cold_store_key(), sequence.status());
+  const KvStoreConfig config = cold_config(store);
+  Result<ColdSequence> sequence = parse_cold_sequence(config, payload);
+  if (!sequence) return chunks->at(cold_store_key(), sequence.status());
+  sequence->has_fixed = chunks->has(cold_fixed_key());
+  if (!sequence->has_fixed) return sequence;
+  if (Status s = chunks->read(cold_fixed_key(), &payload); !s) return s;
+  if (Status s = check_cold_fixed(config, payload); !s) return chunks->at(cold_fixed_key(), s);
+  return sequence;
 }
 
 Status check_store(const KvStore& store) {
@@ -62,6 +68,7 @@ Result<std::vector<uint8_t>> save_sequence(KvStore& store, SequenceId sequence,
   ChunkBlock first;
   first.add(ChunkKey{}, serialize_model(model));
   first.add(cold_store_key(), serialize_cold_sequence(config, cold));
+  if (config.coded.fixed_blocks) first.add(cold_fixed_key(), serialize_cold_fixed(config));
   std::vector<ChunkBlock> blocks;
   blocks.push_back(std::move(first));
   for (ChunkBlock& layer : *layers) blocks.push_back(std::move(layer));

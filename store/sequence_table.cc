@@ -127,11 +127,13 @@ Status SequenceTable::require_queries(const Slots& slots, int32_t q_len) const {
     return Status(StatusCode::kUnsupported,
                   "q_len " + std::to_string(q_len) + "; attention needs 1 to 8");
   }
+  TierPolicy policy = config_->policy;
+  if (config_->coded.enabled) policy.sink_tokens = 0;  // they leave the window, too
   for (const int32_t slot : slots) {
     if (q_len == 1) break;
     const std::string of_sequence = " of sequence " + std::to_string(slot);
     if (q_len > infos_[slot].num_tokens) return invalid("q_len exceeds the tokens" + of_sequence);
-    if (!window_holds_newest(config_->policy, infos_[slot], q_len - 1)) {
+    if (!window_holds_newest(policy, infos_[slot], q_len - 1)) {
       return invalid("q_len reaches tokens" + of_sequence + " that have left the window");
     }
   }

@@ -8,8 +8,9 @@
 //
 // Every token but the newest ones is quantised with one step per row and component, absolute or
 // relative to the range of the row's prompt, and stored in Huffman-coded blocks of 64 tokens
-// (docs/FORMAT.md, section 5); the newest policy.window_tokens and up to 63 more stay fp16. There
-// are no tiers and no scores, and nothing is pruned. store/CODED.md holds the states and laws.
+// (docs/FORMAT.md, section 5); the newest policy.window_tokens and up to 63 more stay fp16. Blocks
+// that matter more can be kept at a fixed rate (fixed_blocks). Tokens have no tiers and no scores,
+// and nothing is pruned. store/CODED.md holds the states and laws.
 //
 // Sources: KVComp section 3 (quantise, Huffman, decode in attention); the shared absolute step and
 // the mean basis are ours (docs/DESIGN.md, "Global step").
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "tierkv/export.h"
+#include "tierkv/format.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -70,6 +72,12 @@ struct TKV_API CodedConfig {
   // shared memory: fewer conflicts, faster attention (store/CODED.md).
   int32_t max_length = 10;
   int32_t streams_per_lane = 2;  // 1 or 2; not for kGiven
+  // Keeps important blocks at a fixed rate, in fixed_format, beside the coded ones of the row: a
+  // block with a sink (policy.sink_tokens), or, where the prompt was scored (score_prompt()), with
+  // a token i from 1 whose significance is at least policy.alpha_high / i. Blocks that steps make
+  // have no significance. Which a block is does not change while it lasts.
+  bool fixed_blocks = false;
+  TierFormat fixed_format = token_wise_tier(8, 4);  // 8 or 4 bits, one group per 128 channels
 
   friend bool operator==(const CodedConfig& a, const CodedConfig& b) {
     return a.enabled == b.enabled && a.steps == b.steps && a.key_steps == b.key_steps &&
@@ -77,7 +85,8 @@ struct TKV_API CodedConfig {
            a.value_relative == b.value_relative && a.means == b.means &&
            a.key_means == b.key_means && a.value_means == b.value_means &&
            a.codebooks == b.codebooks && a.given == b.given && a.max_length == b.max_length &&
-           a.streams_per_lane == b.streams_per_lane;
+           a.streams_per_lane == b.streams_per_lane && a.fixed_blocks == b.fixed_blocks &&
+           a.fixed_format == b.fixed_format;
   }
   friend bool operator!=(const CodedConfig& a, const CodedConfig& b) { return !(a == b); }
 };

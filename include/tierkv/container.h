@@ -27,7 +27,8 @@ namespace tierkv {
 // What version 1 promises stands in docs/FORMAT.md, section 6.
 inline constexpr uint16_t kContainerMajor = 1;
 inline constexpr uint16_t kContainerMinor = 0;
-inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
+inline constexpr uint16_t kStoreFixedMinor = 1;  // of a file with a chunk kStoreFixed
+inline constexpr int32_t kNotApplicable = -1;    // of a field of ChunkKey
 
 // The values are those of the file format. An unknown kind is skipped where its chunk is marked
 // optional and refused otherwise.
@@ -46,6 +47,7 @@ enum class ChunkKind : uint16_t {
   kStore = 12,          // which store a sequence is of, and where its tokens lie (tierkv/cold.h)
   kStoreRow = 13,       // of a (layer, kv_head) of it
   kStorePage = 14,      // of a (layer, kv_head, part) of it, page by page
+  kStoreFixed = 15,     // of a coded store with fixed-rate blocks: their format
 };
 
 struct ChunkKey {

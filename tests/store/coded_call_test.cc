@@ -147,7 +147,7 @@ TEST_F(CodedCalls, RefusesDamagedSequences) {
   changed.push_back(0);
   EXPECT_EQ(import(changed), StatusCode::kCorrupt);
   changed = bytes;
-  changed[4] = 2;
+  changed[4] = 3;
   EXPECT_EQ(import(changed), StatusCode::kVersion);
   EXPECT_EQ(world_.store().import_sequence(nullptr, 9).status().code(),
             StatusCode::kInvalidArgument);

@@ -24,6 +24,23 @@ TEST(CodedConfig, NamesWhatItRefuses) {
        "window_format"},
       {[](KvStoreConfig* c) { c->policy.alpha_high = 2; }, StatusCode::kUnsupported, "alpha_high"},
       {[](KvStoreConfig* c) { c->policy.sink_tokens = 4; }, StatusCode::kUnsupported, "sink"},
+      {[](KvStoreConfig* c) { c->coded.fixed_format = token_wise_tier(8, 8); },
+       StatusCode::kInvalidArgument, "fixed_blocks"},
+      {[](KvStoreConfig* c) {
+         c->coded.fixed_blocks = true;
+         c->coded.fixed_format.v = token_wise(2);
+       },
+       StatusCode::kUnsupported, "fixed_format"},
+      {[](KvStoreConfig* c) {
+         c->coded.fixed_blocks = true;
+         c->coded.fixed_format.k = token_wise(8, 32);
+       },
+       StatusCode::kUnsupported, "fixed_format"},
+      {[](KvStoreConfig* c) {
+         c->coded.fixed_blocks = true;
+         c->policy.alpha_low = 0.5;
+       },
+       StatusCode::kUnsupported, "alpha_low"},
       {[](KvStoreConfig* c) { c->score_interval = 4; }, StatusCode::kUnsupported, "score_interval"},
       {[](KvStoreConfig* c) { c->page_bytes = 13312; }, StatusCode::kUnsupported, "page_bytes"},
       {[](KvStoreConfig* c) { c->basis = std::make_shared<CacheBasis>(); },
@@ -88,6 +105,14 @@ TEST(CodedConfig, IsPartOfTheConfig) {
   EXPECT_TRUE(a == b);
   b.coded.value_steps[2] *= 2;
   EXPECT_TRUE(a != b);
+  b = a;
+  b.coded.fixed_blocks = true;
+  b.coded.fixed_format = token_wise_tier(8, 8);
+  b.policy.sink_tokens = 5;
+  b.policy.alpha_high = 30;
+  EXPECT_TRUE(b.validate()) << b.validate().message();
+  EXPECT_TRUE(a != b);
+  EXPECT_NE(to_json(b).find("\"fixed_blocks\":true,\"fixed_format\":\"k8v8\""), std::string::npos);
   EXPECT_NE(to_json(a).find("\"coded\":{\"enabled\":true"), std::string::npos);
 }
 

@@ -32,7 +32,8 @@ class CodedTrace {
     for (const auto& m : models_) ASSERT_TRUE(world_.store().release(m->id));
     EXPECT_EQ(world_.store().stats()->pages_free, world_.config().num_pages);
   }
-  int32_t coded_blocks() const { return coded_blocks_; }
+  int32_t coded_blocks() const { return coded_blocks_; }  // of one row, fixed-rate ones among them
+  int32_t fixed_blocks() const { return fixed_blocks_; }
 
  private:
   std::vector<CodedModel*> some(bool live) {
@@ -67,6 +68,7 @@ class CodedTrace {
         static_cast<size_t>(input_->uniform(0, static_cast<int32_t>(models_.size()) - 1));
     CodedModel& m = *models_[i];
     coded_blocks_ += m.coded / 64;
+    fixed_blocks_ += static_cast<int32_t>(std::count(m.fixed[0].begin(), m.fixed[0].end(), true));
     if (kind < 86) {
       const bool prompt = !m.live;
       return world_.truncate(&m, prompt ? input_->uniform(0, m.tokens) : cut(m.tokens));
@@ -90,7 +92,7 @@ class CodedTrace {
   CodedWorld world_;
   RandomInput* input_;
   std::vector<std::unique_ptr<CodedModel>> models_;
-  int32_t refused_ = 0, coded_blocks_ = 0;
+  int32_t refused_ = 0, coded_blocks_ = 0, fixed_blocks_ = 0;
 };
 
 TEST(CodedTrace, HoldsItsLawsAndItsValues) {
@@ -118,6 +120,27 @@ TEST(CodedTrace, HoldsItsLawsAndItsValues) {
   EXPECT_GT(blocks, 0);
 }
 
+TEST(CodedTrace, FixedRateBlocksLieBesideCodedOnes) {
+  int32_t fixed = 0, coded = 0;
+  for (int32_t i = 0; i < 10; ++i) {
+    RandomInput input;
+    KvStoreConfig config = small_coded_config(&input);
+    config.num_pages = i % 4 == 2 ? 40 : 120;
+    config.coded.fixed_blocks = true;
+    config.coded.fixed_format = token_wise_tier(i % 2 == 0 ? 8 : 4, i % 3 == 0 ? 8 : 4);
+    config.policy.alpha_high = input.real(0.5f, 20);
+    config.policy.sink_tokens = i % 3 == 1 ? 0 : input.uniform(1, 80);
+    if (i % 5 == 4) config.policy.alpha_high = 0;  // all blocks are
+    CodedTrace trace(config, &input);
+    trace.run(120);
+    if (::testing::Test::HasFatalFailure()) return;
+    fixed += trace.fixed_blocks();
+    coded += trace.coded_blocks() - trace.fixed_blocks();
+  }
+  EXPECT_GT(fixed, 0);
+  EXPECT_GT(coded, 0);
+}
+
 TEST(CodedTrace, EveryHeadDim) {
   for (const int32_t head_dim : {96, 128, 256}) {
     RandomInput input;
@@ -126,6 +149,8 @@ TEST(CodedTrace, EveryHeadDim) {
     config.layout.head_dim = head_dim;
     config.coded.key_steps.resize(2);
     config.coded.value_steps.resize(2);
+    config.coded.fixed_blocks = input.chance(0.5);
+    if (config.coded.fixed_blocks) config.policy.sink_tokens = 70;
     CodedWorld world(config, &input);
     CodedModel m;
     ASSERT_TRUE(world.add(&m));

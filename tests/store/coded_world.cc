@@ -6,6 +6,7 @@
 #include <random>
 
 #include "codec/element.h"
+#include "store/coded_fixed.h"
 
 namespace tierkv::testing {
 namespace {
@@ -45,6 +46,26 @@ std::string broken_row(const CodedView& s, int32_t row, const SequenceInfo& info
   }
   if (end != s.allocator.tokens[row].of[kCodedSide]) return "the units of the side";
   return "";
+}
+
+// A token of 64 (or, beyond 128 channels, a half of it) as min-max codes and back: `y` [dims].
+void quantise_token(int32_t bits, uint16_t* y, int32_t dims) {
+  float lo = half_to_float(y[0]), hi = lo;
+  for (int32_t d = 0; d < dims; ++d) {
+    lo = std::min(lo, half_to_float(y[d]));
+    hi = std::max(hi, half_to_float(y[d]));
+  }
+  const auto top = static_cast<float>((1 << bits) - 1);
+  const float scale = half_to_float(float_to_half((hi - lo) / top));
+  const float zero = half_to_float(float_to_half(lo));
+  for (int32_t d = 0; d < dims; ++d) {
+    float code = 0;
+    if (scale > 0) code = std::nearbyint((half_to_float(y[d]) - zero) / scale);
+    code = std::min(std::max(code, 0.0f), top);
+    const float product = scale * code;
+    const float x = product + zero;
+    y[d] = float_to_half(std::min(std::max(x, -65504.0f), 65504.0f));
+  }
 }
 
 }  // namespace
@@ -113,6 +134,8 @@ Status CodedWorld::add(CodedModel* m) {
   *m = CodedModel();
   m->id = *id;
   for (auto& list : m->rows) list.resize(rows());
+  m->scores.resize(rows());
+  m->fixed.resize(rows());
   return Status::ok();
 }
 
@@ -151,7 +174,52 @@ Status CodedWorld::prompt(const std::vector<CodedModel*>& list, int32_t tokens) 
   const std::vector<SequenceId> names = ids(list);
   const SequenceList sequences = {names.data(), static_cast<int32_t>(names.size())};
   if (Status s = store_->begin_prompt(sequences, tokens); !s) return s;
-  return append_layers(list, tokens);
+  if (Status s = append_layers(list, tokens); !s) return s;
+  for (CodedModel* m : list) {
+    for (auto& line : m->scores) line.resize(m->tokens, 0.0f);
+    for (int32_t layer = 0; layer < config_.layout.num_layers; ++layer) {
+      if (!config_.coded.fixed_blocks || input_->chance(0.3)) continue;
+      if (Status s = score(m, layer); !s) return s;
+    }
+  }
+  return Status::ok();
+}
+
+Status CodedWorld::score(CodedModel* m, int32_t layer) {
+  const int32_t heads = config_.layout.num_kv_heads;
+  std::vector<float> x;
+  for (int32_t h = 0; h < heads; ++h) {
+    std::vector<float>& line = m->scores[layer * heads + h];
+    for (int32_t p = 0; p < m->tokens; ++p) {
+      // At the threshold as fp32 has it, on either side of it or on it, or far below.
+      const auto threshold = static_cast<float>(config_.policy.alpha_high / (p + 1));
+      line[p] = input_->chance(0.01) ? threshold : input_->real(0, 0.9f) * threshold;
+    }
+    x.insert(x.end(), line.begin(), line.end());
+    x.push_back(NAN);  // the stride is larger
+  }
+  return store_->score_prompt({{&m->id, 1}, layer, x.data(), m->tokens + 1});
+}
+
+void CodedWorld::make_block(CodedModel* m) {
+  const int32_t dim = config_.layout.head_dim;
+  for (int32_t w = 0; w < rows(); ++w) {
+    bool fixed = false;
+    for (int32_t p = m->coded; p < m->coded + 64 && config_.coded.fixed_blocks; ++p) {
+      const double score = m->live ? 0.0 : m->scores[w][p];
+      fixed |= p < config_.policy.sink_tokens || score >= config_.policy.alpha_high / (p + 1);
+    }
+    m->fixed[w].push_back(fixed);
+    for (int32_t i = 0; i < 2 * 64 && fixed; ++i) {
+      const auto c = static_cast<Component>(i % 2);
+      uint16_t* y = &m->rows[i % 2][w].values[int64_t{m->coded + i / 2} * dim];
+      for (int32_t first = 0; first < dim; first += 128) {
+        quantise_token(config_.coded.fixed_format.of(c).bits, y + first,
+                       std::min(128, dim - first));
+      }
+    }
+  }
+  m->coded += 64;
 }
 
 float CodedWorld::new_step(const CodedRowModel& row, int32_t component, int32_t within) const {
@@ -195,8 +263,8 @@ Status CodedWorld::end_prompt(const std::vector<CodedModel*>& list) {
       }
       row.step = new_step(row, i % 2, i / 2);
     }
+    while (m->tokens - m->coded >= config_.policy.window_tokens + 64) make_block(m);
     m->live = true;
-    m->coded = std::max(0, m->tokens - config_.policy.window_tokens) / 64 * 64;
   }
   return Status::ok();
 }
@@ -208,7 +276,7 @@ Status CodedWorld::step(const std::vector<CodedModel*>& list, int32_t tokens) {
     return s;
   }
   for (CodedModel* m : list) {
-    if (m->tokens + tokens - m->coded >= config_.policy.window_tokens + 64) m->coded += 64;
+    if (m->tokens + tokens - m->coded >= config_.policy.window_tokens + 64) make_block(m);
   }
   return append_layers(list, tokens);
 }
@@ -228,10 +296,14 @@ Status CodedWorld::truncate(CodedModel* m, int32_t tokens) {
     std::vector<uint16_t>& values = m->rows[i % 2][i / 2].values;
     values.resize(static_cast<size_t>(tokens) * dim);
     const float step = m->rows[i % 2][i / 2].step;
-    for (int64_t j = int64_t{coded} * dim; j < int64_t{std::min(m->coded, tokens)} * dim; ++j) {
+    const bool cut = coded < m->coded && !m->fixed[i / 2][coded / 64];
+    for (int64_t j = int64_t{coded} * dim; cut && j < int64_t{std::min(m->coded, tokens)} * dim;
+         ++j) {
       values[j] = float_to_half(step * static_cast<float>(code_of(values[j], step)));
     }
   }
+  for (auto& blocks : m->fixed) blocks.resize(coded / 64);
+  for (auto& line : m->scores) line.resize(std::min<size_t>(line.size(), tokens));
   m->coded = coded;
   m->tokens = tokens;
   return Status::ok();
@@ -252,7 +324,8 @@ Status CodedWorld::transfer(const CodedModel& source, CodedModel* copy) {
 
 double CodedWorld::value(const CodedModel& m, int32_t component, int32_t within, int64_t i) const {
   const uint16_t y = m.rows[component][within].values[i];
-  if (i / config_.layout.head_dim >= m.coded) return half_to_float(y);
+  const int64_t token = i / config_.layout.head_dim;
+  if (token >= m.coded || m.fixed[within][token / 64]) return half_to_float(y);
   const float step = m.rows[component][within].step;
   return static_cast<double>(step) * code_of(y, step);
 }
@@ -269,12 +342,24 @@ std::string CodedWorld::difference(const CodedModel& m) const {
     const auto& [values, means, step] = m.rows[i % 2][i / 2];
     const std::string where =
         "row " + std::to_string(i / 2) + " component " + std::to_string(i % 2);
+    std::vector<uint16_t> y(codes.size());
     for (int32_t b = 0; b < m.coded / 64; ++b) {
+      const std::string block = where + " block " + std::to_string(b);
+      if (is_fixed_block(view(), row(m, i / 2), b) != m.fixed[i / 2][b]) return block + " kind";
+      if (m.fixed[i / 2][b]) {
+        const Status read =
+            read_block_values(view(), store_->books(), row(m, i / 2), c, b, y.data());
+        if (!read) return block + ": " + read.message();
+        if (!std::equal(y.begin(), y.end(), values.begin() + b * static_cast<int64_t>(y.size()))) {
+          return block + " at a fixed rate";
+        }
+        continue;
+      }
       const Status read = read_block(view(), store_->books(), row(m, i / 2), c, b, codes.data());
       if (!read) return where + ": " + read.message();
       for (size_t j = 0; j < codes.size(); ++j) {
         if (codes[j] != code_of(values[b * codes.size() + j], step)) {
-          return where + " block " + std::to_string(b) + " code " + std::to_string(j);
+          return block + " code " + std::to_string(j);
         }
       }
     }

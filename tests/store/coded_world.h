@@ -34,7 +34,9 @@ struct CodedModel {
   bool live = false;
   int32_t tokens = 0;
   int32_t coded = 0;
-  std::vector<CodedRowModel> rows[2];  // keys, values
+  std::vector<CodedRowModel> rows[2];      // keys, values
+  std::vector<std::vector<float>> scores;  // [rows][tokens], of the prompt
+  std::vector<std::vector<bool>> fixed;    // [rows][coded / 64]: the block is at a fixed rate
 };
 
 class CodedWorld {
@@ -48,6 +50,7 @@ class CodedWorld {
   void set_spread(float spread) { spread_ = spread; }
 
   Status add(CodedModel* m);
+  // With fixed-rate blocks scores some layers, so that now and then a token is significant.
   Status prompt(const std::vector<CodedModel*>& list, int32_t tokens);
   Status end_prompt(const std::vector<CodedModel*>& list);
   Status step(const std::vector<CodedModel*>& list, int32_t tokens);
@@ -69,6 +72,9 @@ class CodedWorld {
   // What token t reads as without its mean.
   double value(const CodedModel& m, int32_t component, int32_t within, int64_t i) const;
   Status append_layers(const std::vector<CodedModel*>& list, int32_t tokens);
+  Status score(CodedModel* m, int32_t layer);
+  // The model's oldest raw block becomes a coded or a fixed-rate one.
+  void make_block(CodedModel* m);
 
   KvStoreConfig config_;
   std::unique_ptr<CodedHostStore> store_;

@@ -35,11 +35,22 @@ struct SmallSequence {
   }
 };
 
-class ColdDamage : public ::testing::TestWithParam<bool> {
+enum class Kind { kTiered, kCoded, kFixed };
+
+KvStoreConfig config_of(Kind kind, RandomInput* input) {
+  if (kind == Kind::kTiered) return small_config();
+  KvStoreConfig c = small_coded_config(input);
+  if (kind == Kind::kCoded) return c;
+  c.coded.fixed_blocks = true;
+  c.coded.fixed_format = token_wise_tier(4, 4);
+  c.policy.sink_tokens = 3;
+  return c;
+}
+
+class ColdDamage : public ::testing::TestWithParam<Kind> {
  protected:
   ColdDamage()
-      : small_(GetParam() ? small_coded_config(&input_) : small_config(), GetParam() ? 90 : 140,
-               &input_),
+      : small_(config_of(GetParam(), &input_), GetParam() == Kind::kTiered ? 140 : 90, &input_),
         state_(state_bytes(*small_.store, small_.id)),
         free_(small_.store->stats()->pages_free) {}
 
@@ -165,8 +176,14 @@ TEST_P(ColdDamage, ChunksOfAnythingElseAreRefusedUnlessOptional) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Stores, ColdDamage, ::testing::Values(false, true),
-                         [](const auto& coded) { return coded.param ? "coded" : "tiered"; });
+const char* name_of(Kind kind) {
+  constexpr const char* kAll[] = {"tiered", "coded", "fixed"};
+  return kAll[static_cast<int32_t>(kind)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, ColdDamage,
+                         ::testing::Values(Kind::kTiered, Kind::kCoded, Kind::kFixed),
+                         [](const auto& made) { return name_of(made.param); });
 
 }  // namespace
 }  // namespace tierkv::testing

@@ -95,9 +95,8 @@ TEST(ColdTier, EveryHeadDimAndFormatComesBack) {
   }
 }
 
-TEST(ColdTier, CodedSequencesOfAnyLengthComeBack) {
-  RandomInput input;
-  CodedWorld world(small_coded_config(&input), &input);
+void coded_sequences_come_back(const KvStoreConfig& config, RandomInput& input) {
+  CodedWorld world(config, &input);
   for (const int32_t tokens : {0, 1, 16, 63, 64, 65, 80, 128, 145, input.uniform(146, 300)}) {
     SCOPED_TRACE(tokens);
     CodedModel m;
@@ -113,6 +112,41 @@ TEST(ColdTier, CodedSequencesOfAnyLengthComeBack) {
     EXPECT_EQ(world.difference(m), "");
     ASSERT_TRUE(world.store().release(m.id));
   }
+}
+
+TEST(ColdTier, CodedSequencesOfAnyLengthComeBack) {
+  RandomInput input;
+  coded_sequences_come_back(small_coded_config(&input), input);
+}
+
+TEST(ColdTier, SequencesWithFixedRateBlocksComeBack) {
+  RandomInput input;
+  KvStoreConfig config = small_coded_config(&input);
+  config.coded.fixed_blocks = true;
+  config.policy.sink_tokens = input.uniform(0, 70);
+  coded_sequences_come_back(config, input);
+}
+
+// What a store without them wrote, one with them reads; not the other way round.
+TEST(ColdTier, FixedRateBlocksNeedAStoreThatKnowsThem) {
+  RandomInput input;
+  const KvStoreConfig plain = small_coded_config(&input);
+  KvStoreConfig fixed = plain;
+  fixed.coded.fixed_blocks = true;
+  fixed.policy.sink_tokens = 4;
+  const auto a = std::move(*KvStore::create(plain)), b = std::move(*KvStore::create(fixed));
+  const Bytes old = *save_sequence(*a, *prompted(*a, 200, &input));
+  const Bytes made = *save_sequence(*b, *prompted(*b, 200, &input));
+  EXPECT_EQ(old[10], 0);  // minor versions
+  EXPECT_EQ(made[10], 1);
+  EXPECT_TRUE(load(*b, old));
+  EXPECT_EQ(load(*a, made).code(), StatusCode::kInvalidArgument);
+  const Bytes exported = *b->export_sequence(*prompted(*b, 200, &input));
+  EXPECT_EQ(a->import_sequence(exported.data(), exported.size()).status().code(),
+            StatusCode::kInvalidArgument);
+  fixed.coded.fixed_format = token_wise_tier(8, 8);
+  const auto other = std::move(*KvStore::create(fixed));
+  EXPECT_EQ(load(*other, made).code(), StatusCode::kInvalidArgument);
 }
 
 // Two sequences of equal state get the same tokens; one of them was away before.
