@@ -169,6 +169,7 @@ CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
 }
 
 CodedKernel find_kernel(const CodedAttention& call, int32_t copies_log) {
+  if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
   if (!call.is_plain()) return find_wide_kernel(call, copies_log);
   return call.keys.codebook.mode == BlockMode::kPair
              ? kernel_of_copies<BlockMode::kPair>(call, copies_log)

@@ -72,6 +72,16 @@ Status CodedAttention::validate() const {
   if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
     return invalid("streams per lane must be 1 or 2");
   }
+  for (const int32_t bits : {fixed.key_bits, fixed.value_bits}) {
+    if (bits != 0 && bits != 4 && bits != 8) return unsupported("fixed: 8 or 4 bits are needed");
+  }
+  if ((fixed.key_bits == 0) != (fixed.value_bits == 0)) return invalid("fixed");
+  if (fixed.any() && head_dim > kSliceDims) {
+    return unsupported("fixed-rate blocks of head_dim 256");
+  }
+  if (fixed.any() && keys.codebook.mode != BlockMode::kPair) {
+    return unsupported("fixed-rate blocks among codes that are not in pairs");
+  }
   if (Status s = check_codebook(keys, Component::kKey, "keys"); !s) return s;
   return check_codebook(values, Component::kValue, "values");
 }

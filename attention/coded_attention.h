@@ -10,6 +10,8 @@
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
 //
+// Blocks may be at a fixed rate instead (codec/fixed_block.h), keys and values alike; kPair only.
+//
 // A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
 // to the output, and the lse gets sm_scale * q . mean of the keys.
 //
@@ -26,6 +28,7 @@
 #include <cstdint>
 
 #include "codec/coded_batch.h"
+#include "codec/fixed_block.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
@@ -98,6 +101,7 @@ struct CodedAttention {
   float sm_scale = 0;
   int32_t max_block_bytes = 0;  // of a coded block, of a slice where there are two; raw ones may be
                                 // larger
+  FixedFormat fixed;            // of fixed-rate blocks among the coded ones, if there are any
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }

@@ -52,6 +52,8 @@ struct CodedKernelParams {
 using CodedKernel = void (*)(CodedKernelParams);
 // The kernel of a call that is not plain; null: there is none for so many copies.
 CodedKernel find_wide_kernel(const CodedAttention& call, int32_t copies_log);
+// Likewise, of a call with fixed-rate blocks, plain or not.
+CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

@@ -91,6 +91,7 @@ template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
+  static constexpr bool kFixed = false;  // no fixed-rate blocks among them
   // Digits leave an entry of kPair alone, or raised by kRaise, which is one addition that rounds
   // the code length away. It runs where lookups leave room, but the raise costs the sums ten bits,
   // so it is for the scores, sums over the channels of one token.
@@ -195,6 +196,22 @@ __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim
     a[r] = pack_halves(static_cast<float>(first + b.base) / kDigitScale,
                        static_cast<float>(second + b.base) / kDigitScale);
   }
+}
+
+// Tiles are loops: unrolled, the instructions of all tiles do not fit into the caches that 16 warps
+// at different places of a kernel share. Registers have no index, so the tiles move past the loop.
+template <class T, int kCount>
+__device__ __forceinline__ void shift_tiles(T (&x)[kItemTiles][kCount]) {
+#pragma unroll
+  for (int o = 1; o < kItemTiles; ++o) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[o - 1][i] = x[o][i];
+  }
+}
+__device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float (&last)[4]) {
+  shift_tiles(x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[kItemTiles - 1][i] = last[i];
 }
 
 // Dim block f of an fp16 tile of the window.

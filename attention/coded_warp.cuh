@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/coded_exceptions.cuh"
+#include "attention/coded_fixed.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_sight.cuh"
 #include "attention/coded_slices.cuh"
@@ -9,22 +10,6 @@
 #include "attention/coded_tile.cuh"
 
 namespace tierkv {
-
-// Tiles are loops: unrolled, the instructions of all tiles do not fit into the caches that 16 warps
-// at different places of a kernel share. Registers have no index, so the tiles move past the loop.
-template <class T, int kCount>
-__device__ __forceinline__ void shift_tiles(T (&x)[kItemTiles][kCount]) {
-#pragma unroll
-  for (int o = 1; o < kItemTiles; ++o) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[o - 1][i] = x[o][i];
-  }
-}
-__device__ __forceinline__ void push_tile(float (&x)[kItemTiles][4], const float (&last)[4]) {
-  shift_tiles(x);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[kItemTiles - 1][i] = last[i];
-}
 
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 struct CodedWarp {
@@ -307,6 +292,15 @@ struct CodedWarp {
       const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
+      if constexpr (Code::kFixed) {
+        ring.wait();
+        if (is_fixed_header(load_shared_16(ring.slot))) {  // attend_fixed_blocks() comes to it
+          next_block(i);
+          ring.wait();
+          next_block(i + 1);
+          continue;
+        }
+      }
       score_block(i, here, s);
       next_block(i);
       state.weigh(s, here, key_scale * kDigitScale, p);
@@ -427,6 +421,11 @@ struct CodedWarp {
       attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
                           static_cast<float>(call.values.codebook.base));
+      if constexpr (Code::kFixed) {
+        const FixedRun fixed = {row.first_block + from, min(to, blocks) - from,
+                                row.first_block + row.coded_tokens / kBlockTokens};
+        attend_fixed_blocks(call, fixed, score_scale(), state);
+      }
       const int32_t first = max(from - blocks, 0);
       if (to > blocks) {
         attend_window(score_scale(), row, first, to - blocks - first);

@@ -87,6 +87,13 @@ __device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t y) {
   return z;
 }
 
+// Infinities become the largest numbers.
+__device__ __forceinline__ uint32_t saturate_halves(uint32_t x) {
+  asm("min.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x7bff7bffu));
+  asm("max.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0xfbfffbffu));
+  return x;
+}
+
 // The index of the lowest set bit, -1 of 0.
 __device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
   return __ffs(static_cast<int32_t>(x)) - 1;

@@ -2,7 +2,10 @@
 // all rows with and without blocks that fill up, the end of the prompts: the first ones, from which
 // the codebooks are made, and later ones. Random keys and values whose codes carry about 2.7 bits.
 //
-//   bench_coded_device [--out FILE] [--commit HASH]
+//   bench_coded_device [--mixed] [--out FILE] [--commit HASH]
+//
+// --mixed: rows of which every n-th block is kept at a fixed rate (K8V4), beside rows of coded
+// blocks alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -23,6 +26,7 @@ using namespace tierkv;
 struct Shape {
   int32_t sequences, tokens, layers;
   int32_t max_length = 11;  // of a code word
+  int32_t fixed_every = 0;  // 0: no block is at a fixed rate
 };
 
 KvStoreConfig store_config(const Shape& shape) {
@@ -36,11 +40,14 @@ KvStoreConfig store_config(const Shape& shape) {
   c.max_sequences = shape.sequences;
   c.max_tokens = shape.tokens + 300;
   const int64_t rows = int64_t{shape.sequences} * shape.layers * 8;
-  c.num_pages = static_cast<int32_t>(rows * (shape.tokens / 64 + 4 + shape.tokens / 64 / 4));
+  // Raw in the prompt; a block at a fixed rate takes 0.39 pages.
+  const int32_t blocks = shape.tokens / 64, fixed = shape.fixed_every > 0 ? blocks / 4 : 0;
+  c.num_pages = static_cast<int32_t>(rows * (blocks + 4 + blocks / 4 + fixed));
   c.coded.enabled = true;
   c.coded.max_length = shape.max_length;
   c.coded.key_steps.assign(shape.layers * 8, 0.63f);  // of values of deviation 1
   c.coded.value_steps.assign(shape.layers * 8, 0.63f);
+  c.coded.fixed_blocks = shape.fixed_every > 0;
   return c;
 }
 
@@ -59,6 +66,7 @@ float median(std::vector<float> x) {
 struct Timed {
   std::vector<SequenceId> ids;
   uint16_t *x = nullptr, *q = nullptr, *out = nullptr;
+  float* scores = nullptr;  // [sequences, 8, tokens]: a significant token in every n-th block
   cudaEvent_t begin = nullptr, end = nullptr;
   SequenceList list() const { return {ids.data(), static_cast<int32_t>(ids.size())}; }
 };
@@ -78,6 +86,15 @@ void make_tokens(const Shape& shape, Timed* t) {
   }
 }
 
+void make_scores(const Shape& shape, Timed* t) {
+  if (shape.fixed_every == 0) return;
+  std::vector<float> line(shape.tokens), all;
+  for (int32_t p = 0; p < shape.tokens; p += 64 * shape.fixed_every) line[p] = 1;
+  for (int32_t i = 0; i < shape.sequences * 8; ++i) all.insert(all.end(), line.begin(), line.end());
+  cudaMalloc(&t->scores, all.size() * sizeof(float));
+  cudaMemcpy(t->scores, all.data(), all.size() * sizeof(float), cudaMemcpyHostToDevice);
+}
+
 // Prompts of new sequences, in place of those that there are.
 Status fill(const Shape& shape, DeviceKvStore* store, Timed* t, float* end_ms) {
   for (const SequenceId id : t->ids) {
@@ -94,6 +111,9 @@ Status fill(const Shape& shape, DeviceKvStore* store, Timed* t, float* end_ms) {
     for (int32_t layer = 0; layer < shape.layers; ++layer) {
       if (Status s = store->append({t->list(), layer, kChunk, t->x, t->x + 1024}); !s) return s;
     }
+  }
+  for (int32_t layer = 0; layer < shape.layers && t->scores != nullptr; ++layer) {
+    if (Status s = store->score_prompt({t->list(), layer, t->scores, shape.tokens}); !s) return s;
   }
   if (Status s = store->take_status(); !s) return s;
   cudaEventRecord(t->begin);
@@ -146,6 +166,12 @@ Status time_device_books(const Shape& shape, Timed* t, float* end_ms) {
   return s;
 }
 
+// Of all tokens.
+double fixed_share(const Shape& shape, const StoreStats& stats) {
+  const double all = double(shape.sequences) * shape.tokens * 8 * shape.layers;
+  return shape.fixed_every == 0 ? 0 : double(stats.tokens[static_cast<int32_t>(Tier::kHigh)]) / all;
+}
+
 // *json: the shape and its times.
 Status run(const Shape& shape, std::string* json) {
   auto made = create_device_store(store_config(shape), nullptr);
@@ -163,6 +189,7 @@ Status run(const Shape& shape, std::string* json) {
   cudaMalloc(&t.out, q.size() * 2);
   cudaMemcpy(t.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice);
   make_tokens(shape, &t);
+  make_scores(shape, &t);
   if (Status s = time_device_books(shape, &t, &times.device_books); !s) return s;
   if (Status s = fill(shape, store, &t, &times.first_end_prompt); !s) return s;
   std::vector<float> ends(3);
@@ -177,21 +204,24 @@ Status run(const Shape& shape, std::string* json) {
   const double coded = double(shape.sequences) * (shape.tokens - 64) * 8 * 128 * 2;
   const double attend = median(times.attend);
   char text[512];
-  std::snprintf(text, sizeof(text),
-                "{\"sequences\":%d,\"tokens\":%d,\"layers\":%d,\"max_length\":%d,\"ratio\":%.3f,"
-                "\"pool_gain\":%.3f,\"attend_us\":%.1f,\"tera_codes_per_s\":%.3f,\"step_us\":%.1f,"
-                "\"filling_step_us\":%.1f,\"first_end_prompt_ms\":%.2f,"
-                "\"first_end_prompt_device_books_ms\":%.2f,\"end_prompt_ms\":%.2f,"
-                "\"end_prompt_giga_codes_per_s\":%.1f}",
-                shape.sequences, shape.tokens, shape.layers, shape.max_length,
-                stats->nominal_ratio(), stats->pool_gain(), attend * 1e3, codes / attend * 1e-9,
-                median(times.idle) * 1e3, median(times.filling) * 1e3, times.first_end_prompt,
-                times.device_books, times.end_prompt,
-                coded * shape.layers / times.end_prompt * 1e-6);
+  std::snprintf(
+      text, sizeof(text),
+      "{\"sequences\":%d,\"tokens\":%d,\"layers\":%d,\"max_length\":%d,\"fixed_every\":%d,"
+      "\"fixed_share\":%.4f,\"ratio\":%.3f,"
+      "\"pool_gain\":%.3f,\"attend_us\":%.1f,\"tera_codes_per_s\":%.3f,\"step_us\":%.1f,"
+      "\"filling_step_us\":%.1f,\"first_end_prompt_ms\":%.2f,"
+      "\"first_end_prompt_device_books_ms\":%.2f,\"end_prompt_ms\":%.2f,"
+      "\"end_prompt_giga_codes_per_s\":%.1f}",
+      shape.sequences, shape.tokens, shape.layers, shape.max_length, shape.fixed_every,
+      fixed_share(shape, *stats), stats->nominal_ratio(), stats->pool_gain(), attend * 1e3,
+      codes / attend * 1e-9, median(times.idle) * 1e3, median(times.filling) * 1e3,
+      times.first_end_prompt, times.device_books, times.end_prompt,
+      coded * shape.layers / times.end_prompt * 1e-6);
   *json = text;
   cudaFree(t.x);
   cudaFree(t.q);
   cudaFree(t.out);
+  cudaFree(t.scores);
   return Status::ok();
 }
 
@@ -199,14 +229,15 @@ Status run(const Shape& shape, std::string* json) {
 
 int main(int argc, char** argv) {
   std::string out, commit = "unknown", runs;
-  for (int i = 1; i < argc; i += 2) {
+  const bool mixed = argc > 1 && std::strcmp(argv[1], "--mixed") == 0;
+  for (int i = mixed ? 2 : 1; i < argc; i += 2) {
     const bool has_value = i + 1 < argc;
     if (has_value && std::strcmp(argv[i], "--out") == 0) {
       out = argv[i + 1];
     } else if (has_value && std::strcmp(argv[i], "--commit") == 0) {
       commit = argv[i + 1];
     } else {
-      std::fprintf(stderr, "bench_coded_device [--out FILE] [--commit HASH]\n");
+      std::fprintf(stderr, "bench_coded_device [--mixed] [--out FILE] [--commit HASH]\n");
       return 2;
     }
   }
@@ -215,9 +246,13 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", s.message().c_str());
     return 1;
   }
-  for (const Shape& shape :
-       {Shape{64, 4096, 4, 11}, Shape{64, 4096, 4, 10}, Shape{8, 32768, 2, 11},
-        Shape{8, 32768, 2, 10}, Shape{1, 32768, 4, 11}, Shape{1, 32768, 4, 10}}) {
+  const std::vector<Shape> plain_shapes = {{64, 4096, 4, 11}, {64, 4096, 4, 10}, {8, 32768, 2, 11},
+                                           {8, 32768, 2, 10}, {1, 32768, 4, 11}, {1, 32768, 4, 10}};
+  const std::vector<Shape> mixed_shapes = {
+      {64, 4096, 1, 10},    {64, 4096, 1, 10, 16}, {64, 4096, 1, 10, 8},  {64, 4096, 1, 10, 4},
+      {64, 4096, 1, 10, 1}, {8, 32768, 1, 10},     {8, 32768, 1, 10, 16}, {8, 32768, 1, 10, 8},
+      {1, 32768, 1, 10},    {1, 32768, 1, 10, 8}};
+  for (const Shape& shape : mixed ? mixed_shapes : plain_shapes) {
     std::string json;
     if (const Status s = run(shape, &json); !s) {
       std::fprintf(stderr, "%s\n", s.message().c_str());
@@ -234,7 +269,7 @@ int main(int argc, char** argv) {
     return 1;
   }
   std::fprintf(f,
-               "{\"schema\": \"tierkv.bench.coded_device/2\", \"gpu\": \"%s\", \"commit\": \"%s\", "
+               "{\"schema\": \"tierkv.bench.coded_device/3\", \"gpu\": \"%s\", \"commit\": \"%s\", "
                "\"head_dim\": 128, \"q_heads\": 32, \"kv_heads\": 8, \"window\": 64, \"runs\": "
                "[\n%s\n]}\n",
                device.name, commit.c_str(), runs.c_str());

@@ -17,13 +17,12 @@ Status invalid(std::string why) {
 Status unsupported(std::string why) {
   return Status(StatusCode::kUnsupported, std::move(why));
 }
-Status no_scores() {
-  return unsupported("a coded cache keeps no scores: it has no tiers");
-}
 
 // What the host can do and a device cannot.
 Status check_device_config(const KvStoreConfig& c) {
-  if (c.coded.fixed_blocks) return unsupported("coded.fixed_blocks on a device");
+  if (c.coded.fixed_blocks && c.layout.head_dim > kSliceDims) {
+    return unsupported("coded.fixed_blocks with head_dim 256 on a device");
+  }
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   for (const Component part : {Component::kKey, Component::kValue}) {
@@ -108,6 +107,7 @@ Status CodedDeviceStore::allocate() {
   if (Status s = take(1, &common.report); !s) return s;
   if (Status s = take(1, &common.other_report); !s) return s;
   if (Status s = take(rows, &common.appended); !s) return s;
+  if (Status s = take(1, &fixed_count_); !s) return s;
   const Result<PageAllocator> a = make_page_allocator(host.allocator.shape, tables, allocator);
   if (!a) return a.status();
   view.allocator = *a;
@@ -243,11 +243,17 @@ Status CodedDeviceStore::append(const AppendCall& call) {
   return Status::ok();
 }
 
-Status CodedDeviceStore::score_prompt(const PromptScores&) {
-  return no_scores();
+Status CodedDeviceStore::score_prompt(const PromptScores& scores) {
+  if (!state_.s.fixed.format.any()) return no_coded_scores();
+  const Result<Slots> slots = table().admit_scores(scores);
+  if (!slots) return slots.status();
+  if (Status s = use_batch(DeviceCall::kScorePrompt, *slots); !s) return s;
+  const DeviceScores x = {scores.significance, scores.stride, static_cast<int32_t>(slots->size()),
+                          scores.layer, 0};
+  return tierkv::score_prompt(state_.common, x, stream_);
 }
 Status CodedDeviceStore::update_scores(const ScoreUpdate&) {
-  return no_scores();
+  return no_coded_scores();
 }
 
 // The step that makes the store's codebooks is the mirror's.

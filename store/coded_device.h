@@ -99,6 +99,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   std::vector<DeviceCodebook> books_;  // [num_layers][2], arrays in device memory
   Slots batch_, planned_;              // what the device's batch and plan of attention are of
 
+  unsigned long long* fixed_count_ = nullptr;
   CodedRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
   int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // likewise

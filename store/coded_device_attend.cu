@@ -43,6 +43,11 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t stop = min((block + 1) * kBlockTokens, tiles_end);
   uint8_t* page = d.s.raw_page(row, info, begin);
   const bool prompt = info.window_origin == kInPrompt;
+  // Tokens that nobody scores have no significance.
+  for (int32_t p = begin + static_cast<int32_t>(threadIdx.x);
+       prompt && d.s.fixed.format.any() && p < min(stop, end); p += kThreads) {
+    *reinterpret_cast<float*>(page + raw_score_byte(head_dim, p % kBlockTokens)) = 0.0f;
+  }
   auto code = StatusCode::kOk;
   for (const Component c : {Component::kKey, Component::kValue}) {
     const void* from = c == Component::kKey ? x.k : x.v;

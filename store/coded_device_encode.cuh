@@ -10,6 +10,7 @@
 
 #include "codec/coded_encode_lanes.cuh"
 #include "codec/cuda_device.cuh"
+#include "codec/fixed_encode.cuh"
 #include "store/coded_device_state.h"
 #include "store/coded_values.h"
 #include "store/device_rows.cuh"
@@ -91,16 +92,24 @@ struct RawTileSource {
     constexpr int32_t kSliceBlocks = kSliceDims / kDimBlock;  // where there is a gap
     return words[(kSliced ? i + i / kSliceBlocks * gap : i) * kWarpLanes];
   }
+  __device__ __forceinline__ uint32_t value(uint32_t pair, int32_t f, int32_t r) const {
+    // One rounding, as centred() has: sums of two fp16 numbers survive the one to fp32.
+    const uint32_t mean = means[f * next_block + r % 2 * next_row + r / 2 * next_column];
+    const __half2 difference =
+        __hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&mean));
+    return *reinterpret_cast<const uint32_t*>(&difference);
+  }
+  __device__ __forceinline__ void values(const uint4& x, int32_t f, FragmentValues& y) const {
+    const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) y[r] = value(pairs[r], f, r);
+  }
   __device__ __forceinline__ void codes(const uint4& x, int32_t f, FragmentCodes& codes) {
     const uint32_t pairs[kPairsPerFragment] = {x.x, x.y, x.z, x.w};
     uint32_t y[kPairsPerFragment], doubts = 0;
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      // One rounding, as centred() has: sums of two fp16 numbers survive the one to fp32.
-      const uint32_t mean = means[f * next_block + r % 2 * next_row + r / 2 * next_column];
-      const __half2 difference = __hsub2(*reinterpret_cast<const __half2*>(pairs + r),
-                                         *reinterpret_cast<const __half2*>(&mean));
-      y[r] = *reinterpret_cast<const uint32_t*>(&difference);
+      y[r] = value(pairs[r], f, r);
 #pragma unroll
       for (int32_t h = 0; h < 2; ++h) {
         float doubt = 0;
@@ -235,6 +244,23 @@ __device__ __forceinline__ void write_slices(const CodedDeviceState& d, const En
     write_block(lanes, source, plan, encoder.block(d), to);
     to += static_cast<int32_t>(plan.form.header.units) * kBlockAlignment;
   }
+}
+
+// The block to `to` at a fixed rate.
+template <bool kChoices>
+__device__ __forceinline__ void write_fixed(const CodedDeviceState& d, const Encoder& encoder,
+                                            RawBlock b, uint8_t* to) {
+  const int32_t bits = d.s.fixed.format.bits(b.component), dims = slice_dims(d);
+  const int32_t slices = kChoices ? slice_count(d.s.head_dim) : 1;
+#pragma unroll 1
+  for (b.slice = 0; b.slice < slices; ++b.slice) {
+    const RawTileSource<kChoices> source = raw_tile_source<kChoices>(d, b, encoder.means());
+    write_fixed_block(source, b.component, bits, dims, to);
+    to += fixed_block_layout(bits, dims).bytes;
+  }
+}
+__device__ __forceinline__ int32_t fixed_units(const CodedDeviceState& d, Component c) {
+  return fixed_block_units(d.s.fixed.format.bits(c), d.s.head_dim);
 }
 
 // Unit `begin` of a row, whose pages are there.

@@ -176,7 +176,15 @@ Result<StoreStats> CodedDeviceStore::stats() {
     if (table().phase(slot) != SequencePhase::kFree) open.push_back(slot);
   }
   if (Status s = to_mirror(open, Content::kBlocks); !s) return s;
-  return mirror_->stats();
+  unsigned long long fixed = 0;
+  if (state_.s.fixed.format.any()) {  // what blocks are only their bytes say
+    const cudaError_t error = cudaMemsetAsync(fixed_count_, 0, sizeof(fixed), stream_);
+    if (error != cudaSuccess) return cuda_status(error, "stats");
+    if (Status s = count_fixed_blocks(state_, fixed_count_, stream_); !s) return s;
+    if (Status s = copy(&fixed, fixed_count_, sizeof(fixed)); !s) return s;
+    if (Status s = wait(); !s) return s;
+  }
+  return mirror_->count_stats(static_cast<int64_t>(fixed));
 }
 
 Result<std::vector<uint8_t>> CodedDeviceStore::export_sequence(SequenceId sequence) {

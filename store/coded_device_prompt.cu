@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(kEncodeThreads, 4)
     const Component c = p.component;
     const auto plan = plan_slices<kChoices>(d, encoder, prompt_block(d, p.r, c, p.block));
     if (plan.source.status != StatusCode::kOk) report_code(d, p.r);
+    const int32_t units = becomes_fixed(d, p.r, p.block) ? fixed_units(d, c) : plan.units;
     if (lane_index() == 0) {
-      d.s.blocks(c, p.r.row)[p.block] = {0, static_cast<uint32_t>(plan.units)};
+      d.s.blocks(c, p.r.row)[p.block] = {0, static_cast<uint32_t>(units)};
     }
   }
 }
@@ -109,9 +110,13 @@ __global__ void __launch_bounds__(kEncodeThreads, 3)
     CodedBlockRef& ref = d.s.blocks(c, p.r.row)[p.block];
     const BlockPlace to = block_place(d, p.r.row, static_cast<int32_t>(ref.offset));
     const RawBlock block = prompt_block(d, p.r, c, p.block);
-    int32_t book = encoder.index(d, c, 0);
-    if (kChoices && d.books_of(c) > 1) book = plan_slices<kChoices>(d, encoder, block).book;
-    write_slices<kChoices>(d, encoder, block, book, to.bytes);
+    if (becomes_fixed(d, p.r, p.block)) {
+      write_fixed<kChoices>(d, encoder, block, to.bytes);
+    } else {
+      int32_t book = encoder.index(d, c, 0);
+      if (kChoices && d.books_of(c) > 1) book = plan_slices<kChoices>(d, encoder, block).book;
+      write_slices<kChoices>(d, encoder, block, book, to.bytes);
+    }
     if (lane_index() == 0) ref.offset = to.offset;
   }
 }

@@ -19,6 +19,19 @@ __device__ inline RawBlock prompt_block(const CodedDeviceState& d, const CodedRo
   return {d.s.page_bytes(d.s.page_id(r.row, kRawSide, block)), d.s.means(c, r.row), r.row, c};
 }
 
+// becomes_fixed() of a block of a prompt, by the whole warp.
+__device__ inline bool becomes_fixed(const CodedDeviceState& d, const CodedRowOf& r,
+                                     int32_t block) {
+  if (!d.s.fixed.format.any()) return false;
+  const uint8_t* page = d.s.page_bytes(d.s.page_id(r.row, kRawSide, block));
+  bool takes = false;
+  for (int32_t slot = lane_index(); slot < kBlockTokens; slot += kWarpLanes) {
+    const float score = *reinterpret_cast<const float*>(page + raw_score_byte(d.s.head_dim, slot));
+    takes |= d.s.fixed.takes(block * kBlockTokens + slot, score);
+  }
+  return __any_sync(kAllLanes, takes);
+}
+
 __device__ inline void report_code(const CodedDeviceState& d, const CodedRowOf& r) {
   report_failure(d.common, {StatusCode::kOutOfRange, DeviceCall::kEndPrompt,
                             r.within / d.s.num_kv_heads, r.sequence});

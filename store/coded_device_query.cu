@@ -94,6 +94,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.dtype = request.dtype;
   call.sm_scale = static_cast<float>(config().layout.sm_scale);
   call.max_block_bytes = most_coded_block_bytes(s.head_dim);
+  call.fixed = s.fixed.format;
   const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
   if (!grid) return grid.status();
   if (Status t = attend_coded(call, *grid, stream_); !t) return t;

@@ -62,6 +62,9 @@ Status finish_coded_prompt(const CodedDeviceState& d, const PromptEnd& prompt, G
 Status plan_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
 Status apply_coded_step(const CodedDeviceState& d, int32_t count, int32_t tokens, GpuStream stream);
 
+// Adds the fixed-rate blocks of all sequences to *count, device memory.
+Status count_fixed_blocks(const CodedDeviceState& d, unsigned long long* count, GpuStream stream);
+
 // Tokens of one layer, of a prompt or a step.
 Status append_coded(const CodedDeviceState& d, const DeviceTokens& tokens, GpuStream stream);
 

@@ -21,14 +21,16 @@ struct StepItem {
   int32_t batch_row;  // -1: none
   Component component;
   bool coded;
+  bool fixed;  // at a fixed rate
 };
 __device__ StepItem step_item(const CodedDeviceState& d, const EncodeItems& items, int32_t tokens) {
   const EncodeItem item = encode_item(d, items, first_item());
-  if (item.row < 0) return {{}, -1, Component::kKey, false};
+  if (item.row < 0) return {{}, -1, Component::kKey, false, false};
   const auto component = item.part == 0 ? Component::kKey : Component::kValue;
-  StepItem step = {coded_row_of(d, item.row), item.row, component, false};
+  StepItem step = {coded_row_of(d, item.row), item.row, component, false, false};
   step.coded = step.r.sequence != kPaddingSequence &&
                coded_step_fills_block(d.s.infos[step.r.sequence], tokens, d.s.window_tokens);
+  step.fixed = step.coded && d.s.fixed.takes(d.s.infos[step.r.sequence].window_first, 0.0f);
   return step;
 }
 static_assert(kEncodeWarps % 2 == 0);
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(kEncodeThreads)
       held = d.s.allocator.tokens[step.r.row].of[kCodedSide];
       // Values were checked when they came in.
       units = plan_slices<kChoices>(d, encoder, oldest_block(d, step.r, step.component)).units;
+      if (step.fixed) units = fixed_units(d, step.component);
     }
     const RowPlaces at = row_places(d, held, units);
     if (step.coded) {
@@ -99,10 +102,13 @@ __global__ void __launch_bounds__(kEncodeThreads)
     from = oldest_block(d, step.r, c);
     planned = plan_slices<kChoices>(d, encoder, from);
   }
+  if (step.fixed) planned.units = fixed_units(d, c);
   const RowPlaces at = row_places(d, held, planned.units);
   if (step.coded) {
     const BlockPlace to = block_place(d, row, at.begin[static_cast<int32_t>(c)]);
-    if constexpr (kChoices) {
+    if (step.fixed) {
+      write_fixed<kChoices>(d, encoder, from, to.bytes);
+    } else if constexpr (kChoices) {
       write_slices<kChoices>(d, encoder, from, planned.book, to.bytes);
     } else {
       write_block(encoder.of(d, planned.book), planned.source, planned.plan, encoder.block(d),

@@ -153,6 +153,16 @@ Result<int32_t> CodedHostStore::num_tokens(SequenceId sequence) {
 }
 
 Result<StoreStats> CodedHostStore::stats() {
+  int64_t fixed = 0;
+  for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
+    if (table_.phase(slot) == SequencePhase::kFree) continue;
+    const int32_t blocks = table_.info(slot).window_first / kBlockTokens;
+    for (int32_t w = 0; w < rows(); ++w) fixed += fixed_blocks(view_, row(slot, w), blocks);
+  }
+  return count_stats(fixed);
+}
+
+StoreStats CodedHostStore::count_stats(int64_t fixed) const {
   StoreStats stats;
   stats.sequences = table_.open_count();
   stats.pages = config_.num_pages;
@@ -162,6 +172,8 @@ Result<StoreStats> CodedHostStore::stats() {
     stats.pages_shared += is_frozen(view_.allocator, page);
   }
   const int64_t token_bytes = int64_t{view_.head_dim} * 4;
+  // Where there is but one kind of blocks they are the high tier.
+  const Tier coded = view_.fixed.format.any() ? Tier::kLow : Tier::kHigh;
   stats.nominal_bytes = stats.sequences > 0 ? books_.stored_bytes() : 0;
   for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
     if (table_.phase(slot) == SequencePhase::kFree) continue;
@@ -171,11 +183,7 @@ Result<StoreStats> CodedHostStore::stats() {
     const bool own_means = live && config_.coded.means == MeanSource::kPrompt,
                own_steps = live && config_.coded.steps == StepSource::kPrompt;
     for (int32_t w = 0; w < rows(); ++w) {
-      const int32_t at_fixed_rate = fixed_blocks(view_, row(slot, w), blocks) * kBlockTokens;
-      // Where there is but one kind of blocks they are the high tier.
-      const Tier coded = view_.fixed.format.any() ? Tier::kLow : Tier::kHigh;
-      stats.tokens[static_cast<int32_t>(Tier::kHigh)] += at_fixed_rate;
-      stats.tokens[static_cast<int32_t>(coded)] += info.window_first - at_fixed_rate;
+      stats.tokens[static_cast<int32_t>(coded)] += info.window_first;
       stats.tokens[static_cast<int32_t>(Tier::kWindow)] += info.num_tokens - info.window_first;
       stats.raw_bytes += info.num_tokens * token_bytes;
       stats.nominal_bytes += (info.num_tokens - info.window_first) * token_bytes;
@@ -189,6 +197,8 @@ Result<StoreStats> CodedHostStore::stats() {
       }
     }
   }
+  stats.tokens[static_cast<int32_t>(Tier::kHigh)] += fixed * kBlockTokens;
+  stats.tokens[static_cast<int32_t>(coded)] -= fixed * kBlockTokens;
   return stats;
 }
 

@@ -75,6 +75,8 @@ class CodedHostStore final : public KvStore {
     return {slots.data(), static_cast<int32_t>(slots.size())};
   }
 
+  // Of which so many blocks are at a fixed rate.
+  StoreStats count_stats(int64_t fixed) const;
   Status check_append(const AppendCall& call, const Slots& slots) const;
   void append_row(int32_t row, const SequenceInfo& info, Component c, const CodedTokens& tokens);
 

@@ -14,7 +14,10 @@ struct Sequence {
 class Trace {
  public:
   Trace(const KvStoreConfig& config, RandomInput* input)
-      : twins_(config, input), input_(input), relative_(config.coded.steps == StepSource::kPrompt) {
+      : twins_(config, input),
+        input_(input),
+        relative_(config.coded.steps == StepSource::kPrompt),
+        scored_(config.coded.fixed_blocks) {
     twins_.set_spread(std::exp2(input->real(-2, 5)));
   }
   void run(int32_t calls) {
@@ -26,6 +29,7 @@ class Trace {
                             (relative_ && s.code() == StatusCode::kInvalidArgument);
       ASSERT_TRUE(expected) << s.message();
       ASSERT_EQ(twins_.difference(), "") << "after call " << i;
+      ASSERT_EQ(twins_.stats_difference(), "") << "after call " << i;
       if (i % 8 != 7) continue;
       for (const bool live : {false, true}) {
         const std::vector<SequenceId> ids = some(live, 1.0);
@@ -62,8 +66,9 @@ class Trace {
     if (kind < 26) {
       const int32_t tokens = input_->uniform(1, 180);
       const Status s = twins_.prompt(list, tokens);
-      if (s) grow(ids, tokens);
-      return s;
+      if (!s) return s;
+      grow(ids, tokens);
+      return scored_ ? score(list) : s;
     }
     if (kind < 36) {
       const Status status = twins_.end_prompt(list);
@@ -79,6 +84,14 @@ class Trace {
       return s;
     }
     return one(kind);
+  }
+  Status score(SequenceList list) {
+    int32_t tokens = 0;
+    for (const Sequence& s : sequences_) {
+      const bool named = std::count(list.ids, list.ids + list.count, s.id) > 0;
+      if (named) tokens = std::max(tokens, s.tokens);
+    }
+    return twins_.score(list, input_->uniform(0, 1), tokens);
   }
   Status one(int32_t kind) {
     const int32_t i = input_->uniform(0, static_cast<int32_t>(sequences_.size()) - 1);
@@ -104,8 +117,25 @@ class Trace {
   CodedTwins twins_;
   RandomInput* input_;
   bool relative_;
+  bool scored_;
   std::vector<Sequence> sequences_;
 };
+
+TEST(GpuCodedStore, KeepsTheSameBlocksAtAFixedRate) {
+  for (int32_t i = 0; i < 6; ++i) {
+    RandomInput input;
+    KvStoreConfig config = coded_config(&input, i % 3 == 0 ? 64 : i % 3 == 1 ? 128 : 96);
+    config.coded.fixed_blocks = true;
+    config.coded.fixed_format = token_wise_tier(i % 2 == 0 ? 8 : 4, i < 3 ? 4 : 8);
+    config.policy.sink_tokens = i % 2 == 0 ? 0 : input.uniform(1, 80);
+    config.policy.alpha_high = i == 5 ? 0 : input.real(0.5f, 20);
+    if (i == 4) config.coded.streams_per_lane = 1;
+    if (i == 1) config.coded.max_length = 11;
+    Trace trace(config, &input);
+    trace.run(90);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
 
 TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
   constexpr int32_t kHeadDims[] = {64, 128, 96, 256};
@@ -241,9 +271,7 @@ TEST(GpuCodedStore, APromptWithoutACodeStaysAPrompt) {
 
 // One captured step, replayed, attention included: whether a block is due and how many there are is
 // the device's to find.
-TEST(GpuCodedStore, ACapturedStepCodesBlocks) {
-  RandomInput input;
-  KvStoreConfig config = coded_config(&input, 128);
+void capture_steps(const KvStoreConfig& config, RandomInput& input) {
   cudaStream_t stream;
   ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
   {
@@ -318,6 +346,47 @@ TEST(GpuCodedStore, ACapturedStepCodesBlocks) {
     cudaGraphDestroy(graph);
   }
   cudaStreamDestroy(stream);
+}
+
+TEST(GpuCodedStore, ACapturedStepCodesBlocks) {
+  RandomInput input;
+  capture_steps(coded_config(&input, 128), input);
+}
+
+// The first blocks at a fixed rate, some of them made by the steps.
+TEST(GpuCodedStore, ACapturedStepMakesFixedRateBlocks) {
+  RandomInput input;
+  KvStoreConfig config = coded_config(&input, 128);
+  config.coded.fixed_blocks = true;
+  config.policy.sink_tokens = 170;
+  capture_steps(config, input);
+}
+
+// Coded, fixed-rate and raw tokens in each row, and a cut through a fixed-rate block.
+TEST(GpuCodedStore, ARowOfThreeKinds) {
+  RandomInput input;
+  KvStoreConfig config = coded_config(&input, 128);
+  config.coded.fixed_blocks = true;
+  config.policy.sink_tokens = 1;
+  CodedTwins twins(config, &input);
+  SequenceId ids[2];
+  ASSERT_TRUE(twins.add(&ids[0]));
+  ASSERT_TRUE(twins.add(&ids[1]));
+  ASSERT_TRUE(twins.prompt({ids, 2}, 350));
+  ASSERT_TRUE(twins.score({ids, 2}, 0, 350));
+  ASSERT_TRUE(twins.end_prompt({ids, 2}));
+  ASSERT_EQ(twins.difference(), "");
+  ASSERT_EQ(twins.stats_difference(), "");
+  const StoreStats stats = *twins.host().stats();
+  for (const Tier tier : {Tier::kWindow, Tier::kHigh, Tier::kLow}) {
+    EXPECT_GT(stats.tokens[static_cast<int32_t>(tier)], 0);
+  }
+  ASSERT_EQ(twins.attention_difference({ids, 2}), "");
+  ASSERT_TRUE(twins.truncate(ids[1], 40));
+  ASSERT_EQ(twins.attention_difference({ids, 2}), "");
+  for (int32_t i = 0; i < 12; ++i) ASSERT_TRUE(twins.step({ids, 2}, 6));
+  ASSERT_EQ(twins.difference(), "");
+  ASSERT_EQ(twins.attention_difference({ids, 2}), "");
 }
 
 TEST(GpuCodedStore, RefusesByName) {

@@ -61,6 +61,11 @@ inline std::string row_difference(const CodedView& a, const CodedView& b, int32_
       return "means";
     }
     if (live && a.step(c, row) != b.step(c, row)) return "step";
+    const bool scored = !live && a.fixed.format.any() && c == Component::kKey;
+    for (int32_t p = 0; scored && p < info.num_tokens; ++p) {
+      const int32_t at = raw_score_byte(a.head_dim, p % kBlockTokens);
+      if (differs(a.raw_page(row, info, p) + at, b.raw_page(row, info, p) + at, 4)) return "score";
+    }
     for (int32_t p = info.window_first; p < info.num_tokens; p += kTileTokens) {
       const int32_t at = raw_tile_byte(a.head_dim, c, p % kBlockTokens);
       if (differs(a.raw_page(row, info, p) + at, b.raw_page(row, info, p) + at,
@@ -139,6 +144,26 @@ class CodedTwins {
   Status prompt(SequenceList l, int32_t tokens) {
     const Status s = same(host_->begin_prompt(l, tokens), device_->begin_prompt(l, tokens));
     return s ? append(l, tokens) : s;
+  }
+  // Of one layer; now and then a token is significant.
+  Status score(SequenceList l, int32_t layer, int32_t tokens) {
+    std::vector<float> x;
+    for (int64_t i = 0; i < int64_t{l.count} * config_.layout.num_kv_heads; ++i) {
+      for (int32_t p = 0; p < tokens; ++p) {
+        const auto threshold = static_cast<float>(config_.policy.alpha_high / (p + 1));
+        x.push_back(input_->chance(0.005) ? threshold : input_->real(0, 0.9f) * threshold);
+      }
+    }
+    Buffer scores;
+    return same(host_->score_prompt({l, layer, x.data(), tokens}),
+                device_->score_prompt({l, layer, scores.put(x), tokens}));
+  }
+  std::string stats_difference() {
+    const StoreStats a = *host_->stats(), b = *device_->stats();
+    for (int32_t tier = 0; tier < kNumTiers; ++tier) {
+      if (a.tokens[tier] != b.tokens[tier]) return "tokens of tier " + std::to_string(tier);
+    }
+    return a.nominal_bytes == b.nominal_bytes && a.pages_free == b.pages_free ? "" : "bytes";
   }
   Status end_prompt(SequenceList l) { return same(host_->end_prompt(l), device_->end_prompt(l)); }
   Status step(SequenceList l, int32_t tokens) {
