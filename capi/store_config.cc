@@ -149,6 +149,8 @@ Status read_coded(const tkv_coded_config* in, const CacheLayout& layout, CodedCo
   out->value_means = optional(c.value_means, rows * layout.head_dim);
   if (c.max_length != 0) out->max_length = c.max_length;
   if (c.streams_per_lane != 0) out->streams_per_lane = c.streams_per_lane;
+  out->fixed_blocks = c.fixed_format != nullptr;
+  if (Status s = read_tier_format(c.fixed_format, "fixed_format", &out->fixed_format); !s) return s;
   return Status::ok();
 }
 

@@ -64,8 +64,9 @@ enum { TKV_STEPS_GIVEN = 0, TKV_STEPS_OF_PROMPT = 1 };
 typedef int32_t tkv_codebook_source;
 enum { TKV_CODEBOOKS_OF_HOST = 0, TKV_CODEBOOKS_OF_DEVICE = 1, TKV_CODEBOOKS_GIVEN = 2 };
 
-/* Entropy-coded pages instead of tiers, as coded.h explains. Formats, policy but for window_tokens,
- * score_interval and page_bytes then stay at their defaults. */
+/* Entropy-coded pages instead of tiers, as coded.h explains. Formats, policy but for window_tokens
+ * (with fixed_format: but for alpha_low), score_interval and page_bytes then stay at their
+ * defaults. */
 typedef struct tkv_coded_config {
   size_t struct_size;
   const float* key_steps;   /* of STEPS_GIVEN: [num_layers, num_kv_heads], positive; else null */
@@ -81,6 +82,9 @@ typedef struct tkv_coded_config {
   tkv_step_source steps;
   float key_relative; /* of STEPS_OF_PROMPT: step / range of the row's prompt, 2^-14 to 1; else 0 */
   float value_relative; /* likewise */
+  /* Of important blocks, 8 or 4 bits: those with sinks or with tokens whose significance is that of
+   * the high tier. null: none are kept at a fixed rate. */
+  const tkv_tier_format* fixed_format;
 } tkv_coded_config;
 
 /* Blocks of channel-wise keys instead of tiers, as channel.h explains. What stays at its defaults

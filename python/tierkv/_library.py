@@ -95,7 +95,7 @@ class CodedConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("key_steps", c_void_p), ("value_steps", c_void_p), ("means", c_int32),
                 ("codebooks", c_int32), ("key_means", c_void_p), ("value_means", c_void_p), ("given", POINTER(c_void_p)),
                 ("num_given", c_int32), ("max_length", c_int32), ("streams_per_lane", c_int32), ("steps", c_int32),
-                ("key_relative", c_float), ("value_relative", c_float)]
+                ("key_relative", c_float), ("value_relative", c_float), ("fixed_format", POINTER(TierFormatStruct))]
     arrays: List[Any]
 
 

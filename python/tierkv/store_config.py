@@ -82,6 +82,8 @@ class CodedConfig:
     streams_per_lane: int = 2  # likewise
     key_relative: float = 0.0  # without key_steps: step / (largest - smallest), 2^-14 to 1
     value_relative: float = 0.0
+    # Of blocks with sinks, or with tokens whose significance is that of policy.alpha_high: 8 or 4 bits; None: all blocks are coded.
+    fixed_format: Optional[TierFormat] = None
 
     def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.CodedConfigStruct:
         if self.means not in MEAN_SOURCES:
@@ -100,7 +102,8 @@ class CodedConfig:
             key_means=pointer(arrays[2]), value_means=pointer(arrays[3]), given=handles, num_given=len(given),
             max_length=self.max_length, streams_per_lane=self.streams_per_lane,
             steps=GIVEN_STEPS if self.key_steps is not None or self.value_steps is not None else PROMPT_STEPS,
-            key_relative=self.key_relative, value_relative=self.value_relative)
+            key_relative=self.key_relative, value_relative=self.value_relative,
+            fixed_format=None if self.fixed_format is None else ctypes.pointer(self.fixed_format._struct()))
         struct.arrays = [arrays, given]  # as long as the struct
         return struct
 
@@ -138,6 +141,7 @@ class StoreConfig:
     key_basis: Optional[Basis] = None
     value_basis: Optional[Basis] = None
     coded: Optional[CodedConfig] = None  # instead of tiers; formats, alphas, sinks, score_interval then keep their defaults
+    # (with coded.fixed_format: but for alpha_high and sinks)
     channel: Optional[ChannelConfig] = None  # likewise, and not with coded
 
     def _struct(self) -> lib.StoreConfigStruct:

@@ -194,10 +194,21 @@ class CodedConfigs {
     coded_.key_relative = 0.03f;
     coded_.value_relative = 0.06f;
   }
+  void fix_blocks() {
+    fixed_ = make<tkv_tier_format>();
+    fixed_.k_bits = 8;
+    fixed_.v_bits = 8;
+    coded_.fixed_format = &fixed_;
+    policy_ = make<tkv_tier_policy>();
+    policy_.alpha_high = 2.5;
+    policy_.window_tokens = 64;
+    policy_.sink_tokens = 3;
+  }
   tkv_store_config c() {
     tkv_store_config config = small_config(nullptr);
     config.page_bytes = 0;
     config.coded = &coded_;
+    if (coded_.fixed_format != nullptr) config.policy = &policy_;
     return config;
   }
   KvStoreConfig cpp() const {
@@ -212,6 +223,12 @@ class CodedConfigs {
       config.coded.steps = StepSource::kPrompt;
       config.coded.key_relative = coded_.key_relative;
       config.coded.value_relative = coded_.value_relative;
+    }
+    if (coded_.fixed_format != nullptr) {
+      config.coded.fixed_blocks = true;
+      config.coded.fixed_format = token_wise_tier(fixed_.k_bits, fixed_.v_bits);
+      config.policy.alpha_high = policy_.alpha_high;
+      config.policy.sink_tokens = policy_.sink_tokens;
     }
     if (coded_.means == TKV_MEANS_GIVEN) {
       config.coded.means = MeanSource::kGiven;
@@ -238,13 +255,16 @@ class CodedConfigs {
 
   std::vector<float> key_steps_, value_steps_, means_;
   std::vector<tkv_codebook*> books_;
+  tkv_tier_format fixed_;
+  tkv_tier_policy policy_;
   tkv_coded_config coded_;
 };
 
 TEST(CapiStoreConfig, CodedStoresAreThoseOfTheCppApi) {
   RandomInput input;
-  for (int32_t variant = 0; variant < 4; ++variant) {
+  for (int32_t variant = 0; variant < 5; ++variant) {
     CodedConfigs configs(&input);
+    if (variant == 4) configs.fix_blocks();
     if (variant == 3) configs.measure_steps();
     if (variant == 1) configs.coded().means = TKV_MEANS_NONE;
     if (variant == 2) {
@@ -284,6 +304,12 @@ TEST(CapiStoreConfig, CodedConfigsAreRefusedByName) {
   };
   configs.coded().key_steps = nullptr;
   refused(TKV_INVALID_ARGUMENT, "coded: key_steps");
+  configs.fix_blocks();
+  tkv_tier_format odd = make<tkv_tier_format>();
+  odd.k_bits = 8;
+  odd.v_bits = 2;
+  configs.coded().fixed_format = &odd;
+  refused(TKV_UNSUPPORTED, "coded.fixed_format");
   configs.coded().steps = 2;
   refused(TKV_INVALID_ARGUMENT, "coded: steps");
   configs.measure_steps();

@@ -175,7 +175,8 @@ class Coded(StoreTest):
     def coded(self, **changes):
         # Of values with deviation 1: an error of 1%.
         steps = np.full((LAYERS, KV_HEADS), 0.03, np.float32)
-        return config(policy=tierkv.TierPolicy(window_tokens=16), page_bytes=0, num_pages=200, max_tokens=400,
+        sinks = 4 if "fixed_format" in changes else 0
+        return config(policy=tierkv.TierPolicy(window_tokens=16, sink_tokens=sinks), page_bytes=0, num_pages=200, max_tokens=400,
                       coded=tierkv.CodedConfig(**{"key_steps": steps, "value_steps": steps, **changes}))
 
     def fill(self, store, k, v):
@@ -193,7 +194,7 @@ class Coded(StoreTest):
         means = self.rng.normal(size=(LAYERS, KV_HEADS, HEAD_DIM)).astype(np.float32)
         q = self.query()
         for changes in ({}, {"means": "none"}, {"means": "given", "key_means": means, "value_means": means},
-                        {"codebooks": "device"}, {"codebooks": books},
+                        {"codebooks": "device"}, {"codebooks": books}, {"fixed_format": tierkv.TierFormat(8, 4)},
                         # The range of 19,200 values of deviation 1 is about 8.
                         {"key_steps": None, "value_steps": None, "key_relative": 0.004, "value_relative": 0.004}):
             with tierkv.Store(self.coded(**changes)) as store:
@@ -205,6 +206,8 @@ class Coded(StoreTest):
                     want = p @ v[0, :, h // 2].astype(np.float64) / p.sum()
                     # Logits are off by 0.03 / sqrt(12) |q| / 8, values by 0.03 / sqrt(12) each.
                     self.assertLess(np.linalg.norm(seen.out[0, h] - want) / np.linalg.norm(want), 0.1, f"{changes}, seed {self.seed}")
+                if "fixed_format" in changes:  # the block of the sinks
+                    self.assertEqual(store.stats().high_tokens, LAYERS * KV_HEADS * 64)
                 if not changes:  # short rows pay for their codebooks
                     self.assertGreater(store.stats().nominal_ratio, 1.1)
                 with self.assertRaises(tierkv.UnsupportedError):
@@ -226,6 +229,7 @@ class Coded(StoreTest):
         for changes, error, words in (({"means": "some"}, ValueError, "means"), ({"codebooks": "none"}, ValueError, "codebooks"),
                                       ({"means": "given"}, tierkv.InvalidArgumentError, "key_means"),
                                       ({"codebooks": []}, tierkv.InvalidArgumentError, "given"),
+                                      ({"fixed_format": tierkv.TierFormat(16, 16)}, tierkv.UnsupportedError, "fixed_format"),
                                       ({"key_relative": 0.1}, tierkv.InvalidArgumentError, "key_relative"),
                                       ({"key_steps": None, "value_steps": None}, tierkv.InvalidArgumentError, "key_relative"),
                                       ({"key_steps": np.zeros((LAYERS, KV_HEADS), np.float32)}, tierkv.InvalidArgumentError, "key_steps"),
