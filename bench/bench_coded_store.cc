@@ -2,7 +2,12 @@
 // dump's own statistics and means from the prompts; JSON on stdout. Ratio counts everything that is
 // stored (blocks, directory, means, codebooks, raw window), pool gain the pages that are held.
 //
-// bench_coded_store [--k K] [--v V] [--window W] [--length BITS] DUMP...
+// bench_coded_store [--k K] [--v V] [--window W] [--length BITS] [--sinks S] [--alpha A]
+//                   [--fixed BITS] [--threads N] DUMP...
+//
+// --sinks, --alpha: blocks with one of the first S tokens, or with a token whose significance in
+// the dump is at least A / i, are kept at a fixed rate (8-bit keys, values of --fixed bits). The
+// attention error is that of coded_store_error.h.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/coded_store_error.h"
 #include "datasets/dump.h"
 #include "store/coded_host.h"
 #include "tools/analysis/calibrate.h"
@@ -21,6 +27,9 @@ using namespace tierkv;
 struct Options {
   double k = 0.3, v = 0.25;
   int32_t window = 64, length = 10;
+  int32_t sinks = 0, fixed = 4, threads = 2;
+  double alpha = 0;  // 0: significance is not asked for
+  bool keeps_fixed() const { return sinks > 0 || alpha > 0; }
 };
 
 int fail(const Status& status) {
@@ -35,6 +44,12 @@ KvStoreConfig store_config(const Options& options, const datasets::DumpInfo& inf
   c.policy.window_tokens = options.window;
   c.coded.enabled = true;
   c.coded.max_length = options.length;
+  if (options.keeps_fixed()) {
+    c.coded.fixed_blocks = true;
+    c.coded.fixed_format = token_wise_tier(8, options.fixed);
+    c.policy.sink_tokens = options.sinks;
+    if (options.alpha > 0) c.policy.alpha_high = options.alpha;
+  }
   ComponentFormat format;
   format.bits = 0;
   format.step_rule = StepRule::kAbsolute;
@@ -76,7 +91,17 @@ Status read_layer(const datasets::DumpReader& dump, int32_t sequence, int32_t la
   return Status::ok();
 }
 
-Status fill(const datasets::DumpReader& dump, CodedHostStore* store) {
+Status score_layer(const datasets::DumpReader& dump, int32_t sequence, int32_t layer, SequenceId id,
+                   CodedHostStore* store) {
+  std::vector<float> scores, row;
+  for (int32_t h = 0; h < dump.info().layout.num_kv_heads; ++h) {
+    if (Status s = dump.read_significance(sequence, layer, h, &row); !s) return s;
+    scores.insert(scores.end(), row.begin(), row.end());
+  }
+  return store->score_prompt({{&id, 1}, layer, scores.data(), static_cast<int64_t>(row.size())});
+}
+
+Status fill(const datasets::DumpReader& dump, const Options& options, CodedHostStore* store) {
   const datasets::DumpInfo& info = dump.info();
   for (int32_t i = 0; i < static_cast<int32_t>(info.sequences.size()); ++i) {
     const Result<SequenceId> id = store->add_sequence();
@@ -88,6 +113,8 @@ Status fill(const datasets::DumpReader& dump, CodedHostStore* store) {
       if (Status s = read_layer(dump, i, layer, Component::kKey, &k); !s) return s;
       if (Status s = read_layer(dump, i, layer, Component::kValue, &v); !s) return s;
       if (Status s = store->append({{&*id, 1}, layer, tokens, k.data(), v.data()}); !s) return s;
+      if (options.alpha == 0) continue;
+      if (Status s = score_layer(dump, i, layer, *id, store); !s) return s;
     }
     if (Status s = store->end_prompt({&*id, 1}); !s) return s;
   }
@@ -95,17 +122,21 @@ Status fill(const datasets::DumpReader& dump, CodedHostStore* store) {
 }
 
 void print(const char* name, const Options& options, const CodedHostStore& store,
-           const StoreStats& stats, double seconds) {
-  const int64_t tokens = stats.tokens[0] + stats.tokens[1];
+           const StoreStats& stats, double error, double seconds) {
+  const int64_t tokens = stats.tokens[0] + stats.tokens[1] + stats.tokens[2];
+  const double fixed = options.keeps_fixed() ? static_cast<double>(stats.tokens[1]) : 0;
   std::printf(
       "{\"dump\":\"%s\",\"k\":%g,\"v\":%g,\"window\":%d,\"max_length\":%d,\"sequences\":%d,"
-      "\"tokens_a_row\":%.0f,\"window_share\":%.4f,\"bits_per_value\":%.4f,\"ratio\":%.4f,"
+      "\"tokens_a_row\":%.0f,\"window_share\":%.4f,\"sinks\":%d,\"alpha\":%g,"
+      "\"fixed_share\":%.4f,\"attention_rel_error_online\":%.5f,\"bits_per_value\":%.4f,\"ratio\":%"
+      ".4f,"
       "\"pool_gain\":%.4f,\"pages\":%d,\"page_bytes\":%lld,\"seconds\":%.2f}\n",
       name, options.k, options.v, options.window, options.length, stats.sequences,
       static_cast<double>(tokens) / store.view().rows_per_sequence() / stats.sequences,
-      static_cast<double>(stats.tokens[0]) / static_cast<double>(tokens),
-      16 / stats.nominal_ratio(), stats.nominal_ratio(), stats.pool_gain(),
-      stats.pages - stats.pages_free, static_cast<long long>(stats.page_bytes), seconds);
+      static_cast<double>(stats.tokens[0]) / static_cast<double>(tokens), options.sinks,
+      options.alpha, fixed / static_cast<double>(tokens), error, 16 / stats.nominal_ratio(),
+      stats.nominal_ratio(), stats.pool_gain(), stats.pages - stats.pages_free,
+      static_cast<long long>(stats.page_bytes), seconds);
 }
 
 int run(const Options& options, const char* path) {
@@ -120,10 +151,13 @@ int run(const Options& options, const char* path) {
   auto store = CodedHostStore::make(store_config(options, dumps[0].info(), *profile));
   if (!store) return fail(store.status());
   const auto begin = std::chrono::steady_clock::now();
-  if (Status s = fill(dumps[0], store->get()); !s) return fail(s);
+  if (Status s = fill(dumps[0], options, store->get()); !s) return fail(s);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  const Result<double> error = attention_error(dumps[0], **store, options.threads);
+  if (!error) return fail(error.status());
   const char* name = std::strrchr(path, '/');
-  print(name == nullptr ? path : name + 1, options, **store, *(*store)->stats(), seconds.count());
+  print(name == nullptr ? path : name + 1, options, **store, *(*store)->stats(), *error,
+        seconds.count());
   return 0;
 }
 
@@ -143,6 +177,10 @@ int main(int argc, char** argv) {
     if (word == "--v") options.v = number;
     if (word == "--window") options.window = static_cast<int32_t>(number);
     if (word == "--length") options.length = static_cast<int32_t>(number);
+    if (word == "--sinks") options.sinks = static_cast<int32_t>(number);
+    if (word == "--alpha") options.alpha = number;
+    if (word == "--fixed") options.fixed = static_cast<int32_t>(number);
+    if (word == "--threads") options.threads = static_cast<int32_t>(number);
   }
   if (failed == 2) std::fprintf(stderr, "bench_coded_store [options] DUMP...\n");
   return failed;
