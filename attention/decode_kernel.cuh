@@ -64,6 +64,9 @@ class DecodeCta {
   __device__ __forceinline__ const uint16_t* query() const {
     return static_cast<const uint16_t*>(p_.q);
   }
+  __device__ __forceinline__ bool leaves_scores() const {
+    return kMode == DecodeMode::kScored || (kKnowsPlaces && p_.scores.codes != nullptr);
+  }
   // The rows that began before an item and that go on behind it, or -1.
   struct OpenRows {
     int32_t before, behind;
@@ -105,8 +108,13 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run()
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
   publish_barriers();
-  let_next_kernel_start();
+  if (!leaves_scores()) let_next_kernel_start();
   if (!p_.plan_is_settled) wait_for_previous_kernel();
+  // Whoever reads the scores may read what this launch does not write before it waits for it.
+  if (leaves_scores()) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
   const int32_t index = blockIdx.x * kDecodeWarps + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;

@@ -51,6 +51,14 @@ struct ChunkTokens {
   const ChunkPlace* place;  // null: a plain kernel's
 };
 
+// Where a lane leaves the scores of the next step of a chunk: those of token lane / 4 of its first
+// tile and of the first pair of columns, and the references of that pair and tile lane / 4.
+struct ScorePlace {
+  uint16_t* codes;
+  float* references;
+  int32_t tiles;  // that are left and have room; 0 in lanes without columns
+};
+
 // A plain one has one query and leaves no scores.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class WarpAttention {
@@ -175,9 +183,9 @@ class WarpAttention {
                                               LaneWords<16, kHeadDim> (&words)[kTiles]) const;
   template <int32_t kValueBits, int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
+  __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk) const;
   template <int32_t kTiles>
-  __device__ __forceinline__ void leave_scores(const ChunkTokens& chunk, int32_t first,
-                                               const Step<kTiles>& s) const;
+  __device__ __forceinline__ void leave_scores(const Step<kTiles>& s, ScorePlace& place) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
   template <int32_t kBits, int32_t kTiles>
@@ -230,6 +238,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
   const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
   const bool is_tail = !kIsPlain && chunk.place->tail.newest != kNoTail;
   const int32_t masked_below = is_tail ? kNoTail : kStepTokens;
+  ScorePlace left_scores;
+  const bool leaves_scores = kLeavesScores && (kIsPlain || scores_.codes != nullptr);
+  if (leaves_scores) left_scores = place_scores(chunk);
 #pragma unroll 1
   for (int32_t tokens = chunk.tokens; tokens > 0; tokens -= kStepTokens) {
     float products[kTiles][kColumnBlocks][4];
@@ -245,9 +256,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
     }
     weigh<kValueBits>(s);
     add_values(values, s);
-    if constexpr (kLeavesScores) {
-      if (kIsPlain || scores_.codes != nullptr) leave_scores(chunk, chunk.tokens - tokens, s);
-    }
+    if (leaves_scores) leave_scores(s, left_scores);
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
     v_codes += kTiles * kValueBytes;

@@ -173,36 +173,45 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
   }
 }
 
-// The scores of a step, which begins with the chunk's token `first`; after weigh(), whose reference
-// they are relative to.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ ScorePlace
+WarpAttention<kHeadDim, kColumnBlocks, kMode>::place_scores(const ChunkTokens& chunk) const {
+  const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
+  const int64_t tile = scores_.tile(chunk.row, chunk.place->tile);
+  ScorePlace place;
+  place.codes = scores_.code(tile, g, 2 * t);
+  place.references = scores_.tile_references(tile + g) + 2 * t;
+  place.tiles = 2 * t < columns ? min((chunk.tokens + kTileTokens - 1) / kTileTokens,
+                                      scores_.stride_tiles - chunk.place->tile)
+                                : 0;
+  return place;
+}
+
+// The scores of a step to its place, which becomes that of the next one; after weigh(), whose
+// reference they are relative to.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::leave_scores(
-    const ChunkTokens& chunk, int32_t first, const Step<kTiles>& s) const {
+    const Step<kTiles>& s, ScorePlace& place) const {
   const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
-  const int32_t first_tile = chunk.place->tile + first / kTileTokens;
-  const int32_t tiles = min((chunk.tokens - first + kTileTokens - 1) / kTileTokens,
-                            scores_.stride_tiles - first_tile);
-  const int64_t at = scores_.tile(chunk.row, first_tile);
-  uint16_t* codes = scores_.codes + (at * kTileTokens + g) * columns + 2 * t;
-  float* references = scores_.references + at * columns + 2 * t;
 #pragma unroll
-  for (int32_t i = 0; i < kTiles; ++i) {
-    if (i >= tiles) continue;
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+    if (c > 0 && kBlockColumns * c + 2 * t >= columns) continue;
 #pragma unroll
-    for (int32_t c = 0; c < kColumnBlocks; ++c) {
-      if (kBlockColumns * c + 2 * t >= columns) continue;
-#pragma unroll
-      for (int32_t r = 0; r < 2; ++r) {
-        uint16_t* to = codes + (i * kTileTokens + 8 * r) * columns + kBlockColumns * c;
-        *reinterpret_cast<uint32_t*>(to) =
-            score_code_pair(s.score[i][c][2 * r], s.score[i][c][2 * r + 1]);
-      }
-      if (g != 0) continue;
-      *reinterpret_cast<float2*>(references + i * columns + kBlockColumns * c) =
+    for (int32_t i = 0; i < kTiles; ++i) {
+      if (i >= place.tiles) continue;
+      const float(&x)[4] = s.score[i][c];
+      *reinterpret_cast<uint2*>(place.codes + i * kTileTokens * columns + 2 * kBlockColumns * c) =
+          uint2{score_code_pair(x[0], x[1]), score_code_pair(x[2], x[3])};
+    }
+    if (g < kTiles && g < place.tiles) {
+      *reinterpret_cast<float2*>(place.references + kBlockColumns * c) =
           float2{reference_[c][0], reference_[c][1]};
     }
   }
+  place.codes += kTiles * kTileTokens * columns;
+  place.references += kTiles * reference_columns(columns);
+  place.tiles -= kTiles;
 }
 
 }  // namespace tierkv

@@ -101,62 +101,110 @@ TKV_HD float largest_exponent(const TokenScores& scores, const CountedQuery& que
   float largest = -INFINITY;
   for (int32_t pass = 0; pass < query.passes.count; ++pass) {
     const int64_t tile = scores.tile(row + pass, row_tile);
-    const auto* codes = reinterpret_cast<const ScoreCodePair*>(scores.token_codes(tile, in_tile));
     const auto* references = reinterpret_cast<const ReferencePair*>(scores.tile_references(tile));
     const float* offsets = query.offsets + pass * scores.columns;
     for (int32_t pair = 0; pair < scores.columns / 2; ++pair) {
-      largest = larger_exponent(largest, codes[pair], references[pair], offsets + 2 * pair);
+      const auto* code =
+          reinterpret_cast<const ScoreCodePair*>(scores.code(tile, in_tile, 2 * pair));
+      largest = larger_exponent(largest, *code, references[pair], offsets + 2 * pair);
     }
   }
   return largest;
 }
 
-// The same where all heads of one query are kColumns columns of one row, in two halves: what is
-// read, so that a thread has several tokens in flight, and what follows from it.
+// The same where all heads of one query are kColumns columns of one row. In steps of codes, so that
+// a token takes integer sums alone; rounding the references to them costs as much as rounding the
+// scores has.
+inline constexpr int32_t kNoSteps = -(1 << 21);  // stands for no probability
+inline constexpr float kManySteps = 0x1.8p23f;   // what is added to it is rounded to its low bits
+
+// What a thread takes at once: the codes of half a tile, tokens 4 * half .. and 8 + 4 * half ..
+inline constexpr int32_t kHalfTileTokens = kTileTokens / 2;
 template <int32_t kColumns>
-struct TokenColumns {
-  static constexpr int32_t kPairs = kColumns > 2 ? kColumns / 2 : 1;
-  ScoreCodePair codes[kPairs];
-  ReferencePair references[kPairs];
+struct alignas(16) HalfTileCodes {
+  uint32_t pairs[4][kColumns / 2][2];  // by token % 4, pair of columns and token / 8
 };
-// Of token `slot` of the page that begins with tile `first_tile` of the row: tiles follow each
-// other.
-template <int32_t kColumns>
-TKV_HD TokenColumns<kColumns> load_columns(const TokenScores& scores, int32_t row,
-                                           int32_t first_tile, int32_t slot) {
-  TokenColumns<kColumns> token;
-  const int64_t tile = scores.tile(row, first_tile);
-  const auto* codes =
-      reinterpret_cast<const ScoreCodePair*>(scores.codes + tile * kTileTokens * kColumns);
-  const auto* references =
-      reinterpret_cast<const ReferencePair*>(scores.references + tile * kColumns);
-  for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
-    token.codes[pair] = codes[slot * (kColumns / 2) + pair];
-    token.references[pair] = references[slot / kTileTokens * (kColumns / 2) + pair];
-  }
-  return token;
+// Token i, 0 .. 7, of a half tile: its place in the tile.
+TKV_HD constexpr int32_t half_tile_token(int32_t half, int32_t i) {
+  return 4 * half + i % 4 + i / 4 * 8;
 }
+
+// What code 0 of a column stands for: steps of the exponent of a probability.
+TKV_HD int32_t column_steps(float reference, float offset) {
+  const float exponent = reference + offset + kLeastScore;
+  const float rounded =
+      std::fma(std::fmax(exponent, kNoSteps / kScoreSteps), kScoreSteps, kManySteps);
+  return static_cast<int32_t>(float_bits(rounded) - float_bits(kManySteps));
+}
+// Those of a tile, and the largest of them.
 template <int32_t kColumns>
-TKV_HD float largest_exponent(const TokenColumns<kColumns>& token, const CountedQuery& query) {
-  float largest = -INFINITY;
-  for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
-    largest = larger_exponent(largest, token.codes[pair], token.references[pair],
-                              query.offsets + 2 * pair);
+struct TileSteps {
+  int32_t of[kColumns];
+  int32_t largest;
+};
+template <int32_t kColumns>
+TKV_HD TileSteps<kColumns> tile_steps(const float (&references)[kColumns], const float* offsets) {
+  TileSteps<kColumns> steps;
+  steps.largest = kNoSteps;
+  for (int32_t column = 0; column < kColumns; ++column) {
+    steps.of[column] = column_steps(references[column], offsets[column]);
+    steps.largest = larger_of(steps.largest, steps.of[column]);
   }
-  return largest;
+  return steps;
+}
+
+TKV_HD int32_t larger_sum(int32_t a, int32_t b, int32_t than) {
+#if defined(__CUDA_ARCH__)
+  return __viaddmax_s32(a, b, than);
+#else
+  return larger_of(a + b, than);
+#endif
+}
+// Of token i of a half tile the steps of its largest probability; kNoSteps where all its codes
+// stand for less than can be told.
+template <int32_t kColumns>
+TKV_HD int32_t largest_steps(const HalfTileCodes<kColumns>& codes, const TileSteps<kColumns>& steps,
+                             int32_t i) {
+  int32_t largest = steps.largest;
+  for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
+    const uint32_t code = codes.pairs[i % 4][pair][i / 4];
+    largest = larger_sum(static_cast<int32_t>(code & 0xffffu), steps.of[2 * pair], largest);
+    largest = larger_sum(static_cast<int32_t>(code >> 16), steps.of[2 * pair + 1], largest);
+  }
+  return largest == steps.largest ? kNoSteps : largest;
+}
+TKV_HD float probability_of_steps(int32_t steps) {
+  const int32_t at_most_one = smaller_of(steps, 0);
+  const float sum = bits_float(float_bits(kManySteps) + static_cast<uint32_t>(at_most_one));
+  return exp2_fast((sum - kManySteps) * (1.0f / kScoreSteps));
+}
+
+// running_mean(), as exact as probabilities are: the mean of `count` observations, at least 1,
+// given that of all but the last.
+TKV_HD float mean_with(float mean, int32_t count, float observation) {
+#if defined(__CUDA_ARCH__)
+  float share;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(static_cast<float>(count)));
+#else
+  const float share = 1.0f / static_cast<float>(count);
+#endif
+  return std::fma(observation - mean, share, mean);
 }
 
 // The mean of the token at `position` after a counted query of which largest_exponent() is known.
 TKV_HD float counted_mean(const CountedQueries& queries, int32_t query, int32_t position,
                           float mean, float exponent) {
   if (position >= queries.first + query) return mean;
-  const CountSchedule& schedule = queries.schedule;
-  // counted_through(), which divides, for the tokens of a prompt without division.
-  const bool every = position < schedule.prompt_tokens || schedule.interval == 1;
-  const int32_t through = every ? position + 1 : schedule.counted_through(position);
-  const float probability = exp2_fast(exponent);
-  return running_mean(mean, queries.of[query].counted - through - 1,
-                      probability < 1.0f ? probability : 1.0f);
+  return mean_with(mean, queries.of[query].counted - queries.schedule.counted_through(position),
+                   exp2_fast(std::fmin(exponent, 0.0f)));
+}
+
+// What is counted through the query at `position`, or 0 where it is not counted. One division.
+TKV_HD int32_t counted_through_query(const CountSchedule& schedule, int32_t position) {
+  const int32_t behind = position + 1 - schedule.prompt_tokens;
+  if (behind <= 0) return position + 1;
+  const int32_t turns = behind / schedule.interval;
+  return turns * schedule.interval == behind ? schedule.prompt_tokens + turns : 0;
 }
 
 }  // namespace tierkv

@@ -209,7 +209,7 @@ void expect_probabilities(const World& world, const DecodeOutput& got, int32_t r
     for (int32_t i = 0; i < tokens; ++i, ++token) {
       const int64_t tile = got.scores.tile(row, first_tile + i / kTileTokens);
       const float p =
-          score_probability(got.scores.token_codes(tile, i % kTileTokens)[column],
+          score_probability(*got.scores.code(tile, i % kTileTokens, column),
                             got.scores.tile_references(tile)[column], static_cast<float>(lse));
       // Half a step of the code and the error of the LSE; what lies below the codes is 0.
       ASSERT_NEAR(p, weights[token], 2e-3 * weights[token] + 1e-7)

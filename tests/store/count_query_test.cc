@@ -16,6 +16,10 @@ namespace {
 
 constexpr int32_t kRows = 3, kTokens = 40;  // of the batch, in one layer of one kv_head each
 
+struct alignas(16) ScoreMemory {
+  uint64_t words[2];
+};
+
 // Probabilities that each head of each query gives each token of a row, and the scores that stand
 // for them.
 struct LeftScores {
@@ -25,8 +29,9 @@ struct LeftScores {
         lse(int64_t{kRows} * c.q_len * c.group) {
     const int32_t tiles = (kTokens + kTileTokens - 1) / kTileTokens + 2;
     const int64_t rows = int64_t{kRows} * c.passes;
-    memory.assign(rows * tiles * score_tile_bytes(score_columns(c.of_row)) / 8 + 1, ~uint64_t{0});
-    scores = token_scores(memory.data(), memory.size() * 8, rows, c.of_row);
+    memory.assign(rows * tiles * score_tile_bytes(score_columns(c.of_row)) / 16 + 1,
+                  {~uint64_t{0}, ~uint64_t{0}});
+    scores = token_scores(memory.data(), memory.size() * 16, rows, c.of_row);
     for (float& x : lse) x = input->real(-9, 9);
     lse[0] = -INFINITY;  // that head saw nothing
     for (int64_t row = 0; row < rows; ++row) fill_row(static_cast<int32_t>(row), input);
@@ -41,7 +46,7 @@ struct LeftScores {
     for (int32_t token = 0; token < kTokens; ++token) {
       const int64_t tile = scores.tile(row, token / kTileTokens);
       for (int32_t column = 0; column < scores.columns; ++column) {
-        auto* reference = const_cast<float*>(scores.tile_references(tile)) + column;
+        float* reference = scores.tile_references(tile) + column;
         const int64_t place = columns.place(row, column);
         const bool seen = place >= 0 && lse[place] > -INFINITY;
         if (token % kTileTokens == 0) {
@@ -51,8 +56,7 @@ struct LeftScores {
         if (token >= kTokens - columns.hidden(row, column) || input->chance(0.1)) p = 0;
         const float score = std::log2(p) + (seen ? lse[place] * kLog2E : 0.0f) - *reference;
         const uint32_t code = place < 0 ? 0u : p == 0 ? kNoProbability : score_code(score);
-        const_cast<uint16_t*>(scores.token_codes(tile, token % kTileTokens))[column] =
-            static_cast<uint16_t>(code);
+        *scores.code(tile, token % kTileTokens, column) = static_cast<uint16_t>(code);
         if (place >= 0) *probability(place, token) = p;
       }
     }
@@ -60,7 +64,7 @@ struct LeftScores {
 
   QueryColumns columns;
   std::vector<float> probabilities, lse;
-  std::vector<uint64_t> memory;
+  std::vector<ScoreMemory> memory;
   TokenScores scores;
 };
 
@@ -82,12 +86,28 @@ float expected_mean(LeftScores* left, const SequenceInfo& info, int32_t interval
   return mean;
 }
 
-// The form for one query in one pass reads and finds the same.
+// The form for one query in one pass finds the same, but for the rounding of a reference to steps,
+// and nothing below what its columns' codes can tell.
 template <int32_t kColumns>
 void expect_columns(const LeftScores& left, const CountedQuery& q, int32_t row, int32_t token,
                     float exponent) {
-  const TokenColumns<kColumns> columns = load_columns<kColumns>(left.scores, row, 0, token);
-  EXPECT_EQ(largest_exponent(columns, q), exponent) << kColumns << " columns, token " << token;
+  const int64_t tile = left.scores.tile(row, token / kTileTokens);
+  const int32_t in_tile = token % kTileTokens, half = in_tile / 4 % 2;
+  const int32_t i = in_tile % 4 + in_tile / 8 * 4;
+  ASSERT_EQ(half_tile_token(half, i), in_tile);
+  float references[kColumns];
+  std::copy_n(left.scores.tile_references(tile), kColumns, references);
+  const TileSteps<kColumns> steps = tile_steps(references, q.offsets);
+  const auto* codes =
+      reinterpret_cast<const HalfTileCodes<kColumns>*>(left.scores.tile_codes(tile)) + half;
+  const int32_t largest = largest_steps(*codes, steps, i);
+  const float found = static_cast<float>(largest) / kScoreSteps;
+  if (largest == kNoSteps) {
+    EXPECT_LE(exponent, static_cast<float>(steps.largest + 1) / kScoreSteps);
+  } else {
+    EXPECT_NEAR(found, exponent, 0.51f / kScoreSteps) << kColumns << " columns, token " << token;
+  }
+  EXPECT_NEAR(probability_of_steps(largest), std::fmin(1.0f, std::exp2(found)), 1e-6);
 }
 void expect_one_query(const LeftScores& left, const CountedQuery& q, int32_t row, int32_t token,
                       float exponent) {
@@ -108,6 +128,7 @@ void check(int32_t head_dim, int32_t group, int32_t q_len, int32_t interval) {
     CountedQueries queries;
     std::fill_n(reinterpret_cast<uint8_t*>(&queries), sizeof(queries), uint8_t{0xff});
     start_queries(c, info, interval, &queries);
+    EXPECT_EQ(counted_through_query(queries.schedule, queries.first), queries.of[0].counted);
     for (int32_t at = 0; at < kMaxQueryTokens * kMostCountedColumns; ++at) {
       load_offset(c, left.lse.data(), batch_row, at, &queries);
     }
