@@ -10,7 +10,8 @@
 // reads as much as a model's weights: the host's launch is not in the times, nor the write-back of
 // what another call left in L2. "On an idle device" is without. A score_prompt with thresholds on
 // both sides and running means that sink keep victims coming; what the steps moved is printed
-// beside the times.
+// beside the times. What counting a query adds to attention is timed part by part, for this cache
+// and for caches that hold all tokens behind the window in one tier.
 #include <cuda_runtime.h>
 
 #include <cstdio>

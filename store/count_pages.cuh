@@ -53,12 +53,11 @@ struct CountedPage {
   int32_t page;
   int32_t used;        // tokens; 0: no page
   int32_t first_tile;  // of the row
-  int32_t is_frozen;
 };
 // Turn `turn` of the row: its sides one after the other, as many pages of one as a warp takes.
 __device__ __forceinline__ CountedPage page_of_turn(const DeviceState& d, const PageLanes& lanes,
                                                     int32_t row, const RowPages& r, int32_t turn) {
-  CountedPage at{kStoreSides, 0, 0, 0, 0};
+  CountedPage at{kStoreSides, 0, 0, 0};
   int32_t tile = 0, index = 0;
 #pragma unroll
   for (int32_t side = 0; side < kStoreSides; ++side) {
@@ -75,12 +74,8 @@ __device__ __forceinline__ CountedPage page_of_turn(const DeviceState& d, const 
     }
     tile += (r.tokens[side] + kTileTokens - 1) / kTileTokens;
   }
-  if (at.used <= 0) {
-    at.used = 0;
-    return at;
-  }
-  at.page = d.s.page_id(row, at.side, index);
-  at.is_frozen = is_frozen(d.s.allocator, at.page) ? 1 : 0;
+  at.used = larger_of(at.used, 0);
+  if (at.used > 0) at.page = d.s.page_id(row, at.side, index);
   return at;
 }
 
@@ -114,7 +109,7 @@ __device__ __forceinline__ int32_t observations(const CountedPosition& query, in
 template <int32_t kColumns, bool kCountsAll>
 __device__ __forceinline__ void count_half_tile(const DeviceState& d, const TokenScores& scores,
                                                 const CountedRow<kColumns>& r, int64_t tile,
-                                                const CountedPage& page, int32_t part,
+                                                const CountedPage& page, int32_t part, bool frozen,
                                                 LeastToken* least) {
   const PageLayout& layout = d.s.layouts[page.side];
   const int32_t slot = part / 2 * kTileTokens + part % 2 * 4;
@@ -134,25 +129,28 @@ __device__ __forceinline__ void count_half_tile(const DeviceState& d, const Toke
     references[i + 1] = pair.y;
   }
   const TileSteps<kColumns> steps = tile_steps(references, r.offsets);
+  const CountedPosition query = r.query;
   const int32_t positions[kHalfTileTokens] = {position[0].x, position[0].y, position[0].z,
                                               position[0].w, position[1].x, position[1].y,
                                               position[1].z, position[1].w};
   float mean[kHalfTileTokens] = {old[0].x, old[0].y, old[0].z, old[0].w,
                                  old[1].x, old[1].y, old[1].z, old[1].w};
+  // Without branches, so that the latencies of tokens overlap.
 #pragma unroll
   for (int32_t i = 0; i < kHalfTileTokens; ++i) {
     const int32_t here = slot + half_tile_token(0, i);
-    if (here >= page.used) continue;
-    const float p = probability_of_steps(largest_steps(codes, steps, i));
-    const int32_t count = observations<kCountsAll>(r.query, positions[i]);
-    if (count > 0) mean[i] = mean_with(mean[i], count, p);
+    const bool is_token = here < page.used;
+    const int32_t count = observations<kCountsAll>(query, positions[i]);
+    const float counted =
+        mean_with(mean[i], count, probability_of_steps(largest_steps(codes, steps, i)));
+    mean[i] = (static_cast<int>(is_token) & static_cast<int>(count > 0)) != 0 ? counted : mean[i];
     const uint64_t key =
         static_cast<uint64_t>(float_bits(mean[i])) << 32 | static_cast<uint32_t>(positions[i]);
-    if (key >= least->key) continue;
-    least->key = key;
-    least->slot = here;
+    const bool is_least = (static_cast<int>(is_token) & static_cast<int>(key < least->key)) != 0;
+    least->key = is_least ? key : least->key;
+    least->slot = is_least ? here : least->slot;
   }
-  if (page.is_frozen) return;
+  if (frozen) return;
   means[0] = {mean[0], mean[1], mean[2], mean[3]};
   means[2] = {mean[4], mean[5], mean[6], mean[7]};
 }
@@ -164,11 +162,12 @@ __device__ __forceinline__ void count_turn(const DeviceState& d, const TokenScor
                                            const CountedPage& page, int32_t log2_lanes) {
   LeastToken least;
   const int32_t lanes = 1 << log2_lanes;
+  const bool frozen = page.used > 0 && is_frozen(d.s.allocator, page.page);
 #pragma unroll 1
   for (int32_t part = lane_index() % lanes; part / 2 * kTileTokens + part % 2 * 4 < page.used;
        part += lanes) {
     const int64_t tile = scores.tile(batch_row, page.first_tile + part / 2);
-    count_half_tile<kColumns, kCountsAll>(d, scores, r, tile, page, part, &least);
+    count_half_tile<kColumns, kCountsAll>(d, scores, r, tile, page, part, frozen, &least);
   }
   __syncwarp();
   uint64_t of_page = least.key;
@@ -178,7 +177,7 @@ __device__ __forceinline__ void count_turn(const DeviceState& d, const TokenScor
     of_page = other < of_page ? other : of_page;
   }
   if (least.slot == kNoSlot || least.key != of_page) return;
-  if (page.is_frozen || page.side == kWindowSide) return;
+  if (frozen || page.side == kWindowSide) return;
   PageRecord& record = d.s.allocator.records[page.page];
   record.min_score = bits_float(static_cast<uint32_t>(of_page >> 32));
   record.min_slot = least.slot;

@@ -28,7 +28,8 @@ __device__ __forceinline__ int32_t turn_step() {
 }
 // The sequence, or kPaddingSequence where nothing is to be done.
 __device__ __forceinline__ int32_t sequence_of_cta(const DeviceState& d) {
-  return has_failed(d) ? kPaddingSequence : d.batch[blockIdx.x];
+  const int32_t sequence = d.batch[blockIdx.x];  // asked for beside the failure
+  return has_failed(d) ? kPaddingSequence : sequence;
 }
 // Whether attention had room for the scores of all tokens of the row.
 __device__ __forceinline__ bool has_scores(const DeviceState& d, const DeviceCount& x,
@@ -55,6 +56,7 @@ __device__ float count_token(const DeviceCount& x, const CountedQueries& queries
 
 __device__ void count_page(const DeviceState& d, const DeviceCount& x,
                            const CountedQueries& queries, const CountedPage& at) {
+  const bool frozen = is_frozen(d.s.allocator, at.page);
   uint8_t* bytes = d.s.page_bytes(at.page);
   RankedToken mine = no_token();
   for (int32_t slot = lane_index(); slot < at.used; slot += 32) {
@@ -62,11 +64,11 @@ __device__ void count_page(const DeviceState& d, const DeviceCount& x,
     const int32_t position = position_at(d.s, at.side, place);
     const float mean = count_token(x, queries, at.first_tile + slot / kTileTokens,
                                    slot % kTileTokens, position, score_at(d.s, at.side, place));
-    if (at.is_frozen) continue;
+    if (frozen) continue;
     *reinterpret_cast<float*>(bytes + d.s.layouts[at.side].score_byte(slot)) = mean;
     mine = better_victim(mine, {mean, position, slot});
   }
-  if (at.is_frozen || at.side == kWindowSide) return;
+  if (frozen || at.side == kWindowSide) return;
   write_minimum(d, at.page, best_of_warp(mine));
 }
 
@@ -107,34 +109,35 @@ __global__ void __launch_bounds__(kThreads, kColumns < 8 && kCountsAll ? kCtasPe
   const int32_t sequence = sequence_of_cta(d);
   const auto t = static_cast<int32_t>(threadIdx.x);
   int32_t turn = first_turn();
-  CountedPage page{kStoreSides, 0, 0, 0, 0};
+  CountedPage next{kStoreSides, 0, 0, 0};
   if (sequence != kPaddingSequence) {
+    const SequenceInfo info = d.s.infos[sequence];
     const int32_t row = d.s.row_of(sequence, x.layer, static_cast<int32_t>(blockIdx.z));
     const RowPages pages = pages_of_row(d, row);
     if (t == 0) {
-      const SequenceInfo info = d.s.infos[sequence];
       const CountSchedule schedule = {info.prompt_tokens, d.s.score_interval};
       r.row = row;
       r.pages = pages;
       r.query = {schedule, counted_through_query(schedule, info.num_tokens - 1)};
     }
-    page = page_of_turn(d, lanes, row, pages, turn);
+    next = page_of_turn(d, lanes, row, pages, turn);
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (t < kColumns) {
-    const int64_t place = x.columns.place(batch_row(), t);
-    const float lse = place >= 0 ? x.lse[place] : -INFINITY;
+    const int32_t group = x.columns.group;
+    const float lse = t < group ? x.lse[int64_t{batch_row()} * group + t] : -INFINITY;
     r.offsets[t] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
   }
   __syncthreads();
   if (sequence == kPaddingSequence || r.query.counted == 0) return;
   if (!has_scores(d, x, sequence, r.pages)) return;
 #pragma unroll 1
-  while (page.side < kStoreSides) {
-    count_turn<kColumns, kCountsAll>(d, x.scores, r, batch_row(), page, lanes.log2_of[page.side]);
+  while (next.side < kStoreSides) {
+    const CountedPage page = next;
     turn += turn_step();
-    page = page_of_turn(d, lanes, r.row, r.pages, turn);
+    next = page_of_turn(d, lanes, r.row, r.pages, turn);
+    count_turn<kColumns, kCountsAll>(d, x.scores, r, batch_row(), page, lanes.log2_of[page.side]);
   }
 }
 
