@@ -12,6 +12,7 @@
 #include "attention/coded_attention.h"
 #include "codec/coded_block.h"
 #include "codec/element.h"
+#include "codec/fixed_block.h"
 #include "tests/codec/code_source.h"
 #include "tests/gpu/device_array.cuh"
 
@@ -31,6 +32,7 @@ struct Shape {
   int32_t q_len = 1;
   int32_t kv_heads = 1;
   DType dtype = DType::kFloat16;
+  FixedFormat fixed;  // any: every third whole block is at a fixed rate
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.
@@ -100,6 +102,27 @@ void add_block(World* w, CodeSource* source, int32_t component, int32_t tokens, 
   for (int16_t c : codes) w->y[component].push_back(step * static_cast<float>(c));
 }
 
+// Of tokens of different ranges.
+void add_fixed_block(World* w, CodeSource* source, Component c) {
+  const int32_t dims = w->shape.head_dim, bits = w->shape.fixed.bits(c);
+  const auto i = static_cast<size_t>(c);
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  std::vector<uint16_t> y;
+  for (int32_t t = 0; t < kBlockTokens; ++t) {
+    const auto spread = static_cast<float>(std::exp2(4 * source->uniform() - 3));
+    for (int32_t d = 0; d < dims; ++d) y.push_back(float_to_half(spread * normal(source->rng())));
+  }
+  std::vector<uint8_t>& bytes = w->bytes[i];
+  const size_t begin = bytes.size();
+  encode_fixed_block(y.data(), dims, c, bits, &bytes);
+  const size_t size = bytes.size() - begin;
+  w->refs[i].push_back({static_cast<uint32_t>(begin / 16), static_cast<uint32_t>(size / 16)});
+  const Status s =
+      decode_fixed_block(bytes.data() + begin, static_cast<int64_t>(size), dims, c, bits, y.data());
+  EXPECT_TRUE(s.is_ok()) << s.message();
+  for (const uint16_t x : y) w->y[i].push_back(half_to_float(x));
+}
+
 int64_t window_page_bytes(int32_t head_dim) {
   return kBlockTokens * 4 * head_dim + 48;
 }
@@ -167,6 +190,11 @@ World make_world(CodeSource* source, const Shape& shape, const std::vector<RowDa
     row.step = r.step;
     row.mean = r.mean;
     for (int32_t t = 0; t < r.coded; t += kBlockTokens) {
+      if (shape.fixed.any() && r.coded - t >= kBlockTokens && source->below(3) == 0) {
+        add_fixed_block(&w, source, Component::kKey);
+        add_fixed_block(&w, source, Component::kValue);
+        continue;
+      }
       for (int32_t c = 0; c < 2; ++c) {
         add_block(&w, source, c, std::min(kBlockTokens, r.coded - t),
                   w.steps[c][static_cast<size_t>(r.step)]);
@@ -241,6 +269,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
+  call.fixed = w.shape.fixed;
   auto grid = coded_attention_grid(call, most_copies_log);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
   if (!grid.is_ok()) return {};
@@ -400,6 +429,29 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
   }
 }
 
+// Coded blocks, blocks at a fixed rate and raw tokens in a row, in every pair of widths.
+TEST_F(CodedAttentionTest, FixedRateBlocksAmongCodedOnes) {
+  for (int32_t head_dim : {64, 96, 128}) {
+    for (int32_t widths = 0; widths < 4; ++widths) {
+      Shape shape;
+      shape.head_dim = head_dim;
+      shape.fixed = {widths % 2 == 0 ? 8 : 4, widths / 2 == 0 ? 8 : 4};
+      shape.columns = 1 + source_.below(12);
+      shape.streams = 1 + source_.below(2);
+      shape.means = source_.below(2) != 0;
+      shape.max_length = 9 + source_.below(4);
+      if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
+      if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " widths " + std::to_string(widths) +
+                   " columns " + std::to_string(shape.columns) + " q_len " +
+                   std::to_string(shape.q_len));
+      const World w = make_world(&source_, shape, ragged_rows());
+      compare(w, attend_on_gpu(w, 5));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // All queries of a row are times one power of two: large and small ones.
 TEST_F(CodedAttentionTest, BFloat16QueriesOfAnySize) {
   for (const float size : {0x1p-60f, 0x1p-20f, 0x1p6f}) {
@@ -462,6 +514,9 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
     shape.head_dim = round % 3 == 0 ? 64 : round % 3 == 1 ? 128 : 256;
     if (round % 4 == 0) shape.max_length = 12;
     if (round % 5 == 0) shape.mode = BlockMode::kSingle;
+    if (shape.mode == BlockMode::kPair && shape.head_dim != 256 && round % 2 == 0) {
+      shape.fixed = {8, round % 4 == 0 ? 4 : 8};
+    }
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);
     const size_t victim = static_cast<size_t>(source_.below(4));
