@@ -1,5 +1,6 @@
 // Sequences of stores in their cold form: their bytes, and what their pages hold. The files are
 // kept, so that what was written once stays readable.
+#include "codec/fixed_block.h"
 #include "store/coded_bytes.h"
 #include "store/host_store.h"
 #include "store/sequence_bytes.h"
@@ -71,7 +72,8 @@ SequenceId fill(KvStore* store) {
   const SequenceId id = *store->add_sequence();
   EXPECT_TRUE(store->begin_prompt({&id, 1}, 210));
   append_layers(store, id, 210, &numbers);
-  for (int32_t layer = 0; layer < 2 && !store->config().coded.enabled; ++layer) {
+  const CodedConfig& config = store->config().coded;
+  for (int32_t layer = 0; layer < 2 && (!config.enabled || config.fixed_blocks); ++layer) {
     const std::vector<float> scores = numbers.scores(2 * 210);
     EXPECT_TRUE(store->score_prompt({{&id, 1}, layer, scores.data(), 210}));
   }
@@ -104,7 +106,8 @@ Bytes pages_of(const HostStore& store, const Bytes& exported) {
   return all;
 }
 
-// Of every row the codes of keys, of values, and the raw values likewise.
+// Of every row the codes of keys, of values, and the raw values likewise; in place of codes what a
+// fixed-rate block reads as.
 Bytes values_of(const KvStore& store, const Bytes& exported) {
   const Result<ImportedCodedSequence> rows =
       read_coded_sequence(store.config(), exported.data(), exported.size());
@@ -114,8 +117,22 @@ Bytes values_of(const KvStore& store, const Bytes& exported) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(x.data());
     all.insert(all.end(), bytes, bytes + 2 * x.size());
   };
+  const int32_t dim = store.config().layout.head_dim;
+  std::vector<uint16_t> y(static_cast<size_t>(kBlockTokens) * dim);
   for (size_t r = 0; rows && r < rows->rows.size(); ++r) {
-    for (const auto& codes : rows->rows[r].codes) add(codes);
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      const auto i = static_cast<size_t>(c);
+      std::vector<int16_t> codes = rows->rows[r].codes[i];
+      for (size_t b = 0; b < rows->rows[r].fixed[i].size(); ++b) {
+        const Bytes& block = rows->rows[r].fixed[i][b];
+        if (block.empty()) continue;
+        const int32_t bits = store.config().coded.fixed_format.of(c).bits;
+        EXPECT_TRUE(decode_fixed_block(block.data(), static_cast<int64_t>(block.size()), dim, c,
+                                       bits, y.data()));
+        std::copy(y.begin(), y.end(), codes.begin() + static_cast<int64_t>(b * y.size()));
+      }
+      add(codes);
+    }
     for (const auto& raw : rows->rows[r].raw) add(raw);
   }
   return all;
@@ -143,9 +160,24 @@ TEST(ColdGolden, BytesOfSequences) {
     record(coded ? "tiered_coded" : "tiered", store.get(), id, coded,
            pages_of(*store, *store->export_sequence(id)));
   }
-  const auto store = std::move(*KvStore::create(config_of(true)));
-  const SequenceId id = fill(store.get());
-  record("coded", store.get(), id, true, values_of(*store, *store->export_sequence(id)));
+  for (const bool fixed : {false, true}) {
+    KvStoreConfig config = config_of(true);
+    config.coded.fixed_blocks = fixed;
+    if (fixed) {
+      config.policy.sink_tokens = 3;
+      config.policy.alpha_high = 2.4;
+    }
+    const auto store = std::move(*KvStore::create(config));
+    const SequenceId id = fill(store.get());
+    if (fixed) {
+      // The first block of each of the four rows, and others.
+      const StoreStats stats = *store->stats();
+      EXPECT_GT(stats.tokens[static_cast<int32_t>(Tier::kHigh)], 4 * 64);
+      EXPECT_GT(stats.tokens[static_cast<int32_t>(Tier::kLow)], 0);
+    }
+    record(fixed ? "coded_fixed" : "coded", store.get(), id, true,
+           values_of(*store, *store->export_sequence(id)));
+  }
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 (MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE, PAGE, PAGE_FORMAT,
- STORE, STORE_ROW, STORE_PAGE) = range(1, 15)
+ STORE, STORE_ROW, STORE_PAGE, STORE_FIXED) = range(1, 16)
 SINKS, HIGH, LOW, KEY_GAP, WINDOW = range(5)
 _xxhash = ctypes.CDLL(ctypes.util.find_library("xxhash"))
 _xxhash.XXH3_64bits.restype = ctypes.c_uint64
@@ -66,7 +66,7 @@ def load_chunks(data):
         padded = (n + 15) // 16 * 16
         need(start == following and xxh3(data[start:start + padded]) == checksum, f"chunk {i}")
         following += padded
-        need(kind <= 14 or flags & 1, f"unknown chunk {kind}")
+        need(kind <= 15 or flags & 1, f"unknown chunk {kind}")
         chunks[kind, seq, layer, head, component, part, page] = data[start:start + n]
     need(following == index, "index")
     return chunks
@@ -159,6 +159,19 @@ def decode_block(b, book):
         codes[index // 128, index % 128] += delta
     b.at = start + 16 * units
     return codes[:tokens, :dims]
+
+
+def fixed_values(b, bits, component):
+    """What the fixed-rate block that starts at b reads as, fp16 [64, dims] (section 5)."""
+    _, mode, table, _, tokens, dims, base, payload_bits, exceptions, units, _ = b("BBBBBBhHHHH")
+    need(mode == (9 if bits == 8 else 8) | 16 and (table, tokens, base, payload_bits, exceptions) == (0, 64, 0, 0, 0), "a fixed-rate block")
+    need(16 * units == 16 + 8 * dims * bits + 256, "its size")
+    codes = raw_tiles(b.take(8 * dims * bits), bits, 4, dims, component)
+    # Of a tile's metadata tokens r and r + 8 are neighbours.
+    params = b.array("f2", 128).reshape(4, 8, 2, 2).transpose(0, 2, 1, 3).reshape(64, 2).astype(np.float32)
+    need(np.isfinite(params).all() and (params[:, 0] >= 0).all(), "scales")
+    y = params[:, :1] * codes.astype(np.float32) + params[:, 1:]
+    return np.clip(y, -65504, 65504).astype(np.float16)
 
 
 def hadamard_undo(y):
@@ -364,6 +377,8 @@ def coded_rows(chunks, model, b):
     b.end()
     need(origin == 0 and first % 64 == 0, "window")
     d = model.head_dim
+    key = (STORE_FIXED, 0, -1, -1, 0, 0, 0)
+    fixed = struct.unpack("<2i", chunks[key]) if key in chunks else None
     for layer in range(model.layers):
         for head in range(model.kv_heads):
             of_row = Bytes(chunks[STORE_ROW, 0, layer, head, 0, 0, 0])
@@ -376,6 +391,11 @@ def coded_rows(chunks, model, b):
                 need(zero == 0, "reserved")
                 for component in (0, 1):
                     block = Bytes(data.take(sizes[component]))
+                    if fixed and block.data[1] & 15 >= 8:
+                        y = [fixed_values(block, fixed[component], component) for _ in range(0, d, 128)]
+                        codes[component] += np.concatenate(y, 1).astype("<f2").tobytes()
+                        block.end()
+                        continue
                     book = load_codebook(chunks[CODEBOOK, 0, layer, -1, component, HIGH, 0])
                     codes[component] += np.concatenate([decode_block(block, book) for _ in range(0, d, 128)], 1).astype("<i2").tobytes()
                     block.end()
@@ -389,7 +409,7 @@ def coded_rows(chunks, model, b):
 
 
 def read_store(path):
-    """A store's sequence: of each row its packed pages; of a coded one its codes and raw values, keys before values."""
+    """A store's sequence: of each row its packed pages; of a coded one its codes and raw values, keys before values (at a fixed rate: values)."""
     with open(path, "rb") as f:
         chunks = load_chunks(f.read())
     model, b = SimpleNamespace(), Bytes(chunks[MODEL, -1, -1, -1, 0, 0, 0])
