@@ -66,7 +66,7 @@ struct TKV_API KvStoreConfig {
   // change bases by themselves, and 16-bit components then hold fp16 whatever layout.dtype is.
   std::shared_ptr<const CacheBasis> basis;
   // Entropy-coded pages instead of tiers: formats, alphas, sinks and score_interval stay as they
-  // are here; with coded.fixed_blocks alpha_high and sinks tell which blocks those are.
+  // are here, but for alpha_high and sinks with coded.fixed_blocks.
   CodedConfig coded;
   // Blocks of channel-wise keys instead of tiers; likewise, and not with coded.
   ChannelConfig channel;
@@ -164,9 +164,7 @@ TKV_API size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequence
 // Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
 // owners' tokens, but once in the pages.
 struct TKV_API StoreStats {
-  // By Tier; sinks count as window. Of a coded store: kHigh, or with coded.fixed_blocks those of
-  // fixed-rate blocks kHigh, of coded ones kLow.
-  int64_t tokens[kNumTiers] = {0, 0, 0, 0};
+  int64_t tokens[kNumTiers] = {0, 0, 0, 0};  // by Tier; sinks count as window; coded: store/CODED.md
   int32_t sequences = 0;
   int32_t pages = 0;
   int32_t pages_free = 0;
@@ -199,9 +197,8 @@ class TKV_API KvStore {
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
   // could hold (with a basis: a coordinate).
   virtual Status append(const AppendCall& call) = 0;
-  // Before end_prompt(); a prompt's tokens that were never scored have significance 0. Of coded
-  // stores only those with coded.fixed_blocks take scores (kUnsupported).
-  // kNonFinite, kInvalidArgument for a negative one.
+  // Before end_prompt(); a prompt's tokens that were never scored have significance 0.
+  // kNonFinite, kInvalidArgument for a negative one. Coded stores: with coded.fixed_blocks only.
   virtual Status score_prompt(const PromptScores& scores) = 0;
   // The prompt phase of all rows: tiers, pages, moves, surplus returned. kOutOfPages: the prompts
   // stay as they were.
