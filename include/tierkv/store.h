@@ -164,7 +164,7 @@ TKV_API size_t count_scratch_bytes(const KvStoreConfig& config, int32_t sequence
 // Counts are sums over rows (sequence, layer, kv_head); a shared page counts for each of its
 // owners' tokens, but once in the pages.
 struct TKV_API StoreStats {
-  int64_t tokens[kNumTiers] = {0, 0, 0, 0};  // by Tier; sinks count as window; coded: store/CODED.md
+  int64_t tokens[kNumTiers] = {0, 0, 0, 0};  // by Tier; sinks count as window; coded: CODED.md
   int32_t sequences = 0;
   int32_t pages = 0;
   int32_t pages_free = 0;
