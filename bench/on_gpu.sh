@@ -87,6 +87,10 @@ run_bench() {
             --out "$OUT/coded_kvcomp.json" --commit "$COMMIT"
         fi
         ;;
+      coded_device)
+        part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT"
+        part "${b}_mixed" "./$b" --mixed --out "$OUT/coded_mixed.json" --commit "$COMMIT"
+        ;;
       matvec)
         if [ -e halves.bin ]; then
           part "$b" env LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$(cublas_folder)" "./$b" --halves halves.bin --out "$OUT/$name.json" \
