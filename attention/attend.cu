@@ -6,6 +6,7 @@
 #include "attention/decode.h"
 #include "attention/launch.cuh"
 #include "attention/plan.h"
+#include "attention/shared_rows.h"
 #include "attention/workspace.h"
 
 namespace tierkv {
@@ -158,16 +159,30 @@ int32_t whole_page_bytes(const AttentionConfig& config) {
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
+// The largest chunk that tiers cut for slots of slot_bytes have, and at least a slot.
+int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
+  int32_t bytes = least_slot_bytes(config);
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const int32_t tile_bytes = tile_read_bytes(layout),
+                  tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
+    bytes = std::max(bytes, tiles == layout.tiles() ? layout.scores : tiles * tile_bytes);
+  }
+  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
+}
+
 // Two slots: more bytes in flight were slower for every format (docs/ATTENTION.md). Whole pages
 // where they fit, so that a chunk is one copy.
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
   const int32_t columns = query_columns(config).of_row;
   for (int32_t slots = kSlots; slots > 0; --slots) {
-    const int32_t left = shared_bytes - decode_shared(config.head_dim, columns, 0, slots).bytes;
+    const int32_t left =
+        shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;
     const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
     if (most < least_slot_bytes(config)) continue;
     grid.slots_per_warp = slots;
-    grid.slot_bytes = std::min(whole_page_bytes(config), most);
+    grid.slot_bytes = chunk_bytes(config, std::min(whole_page_bytes(config), most));
     grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;
     return Status::ok();
   }
@@ -200,9 +215,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   PlanParams params;
   params.rows = rows_of(config, grid, table, batch);
   params.items = at<WorkItem>(workspace, layout.items);
-  params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.row_status = at<int32_t>(workspace, layout.row_status);
-  params.num_arrivals = grid.num_ctas * kMaxColumns;
   params.max_ctas = grid.num_ctas;
   params.even_ctas = even_ctas(params.rows.num_rows, grid.num_ctas);
   params.warps = kDecodeWarps;
@@ -236,14 +249,14 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
                       static_cast<int64_t>(call.layer) * call.batch.count * config.num_kv_heads;
   params.items = at<WorkItem>(workspace, layout.items) +
                  static_cast<int64_t>(call.layer) * items_per_layer(grid);
-  params.arrivals = at<int32_t>(workspace, layout.arrivals);
   params.part_states = at<SoftmaxState>(workspace, layout.part_states);
   params.parts = at<float>(workspace, layout.parts);
   params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;
   params.plan_is_settled = call.plan_is_settled;
-  return launch_decode(params, config.head_dim, grid.num_ctas, stream);
+  if (Status s = launch_decode(params, config.head_dim, grid.num_ctas, stream); !s) return s;
+  return launch_shared_rows(shared_rows_params(params, grid.num_ctas), config.head_dim, stream);
 }
 
 }  // namespace tierkv

@@ -39,8 +39,6 @@ struct DecodeParams {
   float* lse = nullptr;           // [batch][q_len][num_q_heads] or null
   const float* sinks = nullptr;   // [num_q_heads] or null
   int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
-  // [grid][kMaxColumns], 0 between launches: finished parts of the row that starts in this CTA.
-  int32_t* arrivals = nullptr;
   float* parts = nullptr;  // [2 * grid][of_row][head_dim]: parts of rows that several CTAs share
   SoftmaxState* part_states = nullptr;  // [2 * grid][of_row]
   TokenScores scores;                   // to be left behind; without codes: none

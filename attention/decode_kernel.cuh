@@ -4,29 +4,16 @@
 // warp_attention.cuh); no warp waits for another until its item is done. A row that lies in one
 // item is written by its warp. Of other rows each warp leaves a part in shared memory, at most two,
 // and the warps of the CTA join those, a column of a row each. Of a row that several CTAs share,
-// each leaves one part in global memory and the last to arrive joins them, column by column: nobody
-// waits for another CTA, so any number of CTAs may be resident.
+// each leaves one part in global memory, for the kernel of shared_rows.cuh, which follows.
 #pragma once
 
 #include "attention/chunk_feed.cuh"
-#include "attention/head_sum.cuh"
+#include "attention/parts_join.cuh"
+#include "attention/shared_rows.h"
 #include "attention/warp_row.cuh"
 #include "attention/warp_softmax.cuh"
 
 namespace tierkv {
-
-// The CTAs that share a row.
-struct RowSpan {
-  int32_t first, last;
-
-  __device__ bool is_whole() const { return first == last; }
-  __device__ int32_t ctas() const { return last - first + 1; }
-};
-// The place of a CTA's part: a CTA has at most one row that began before it and one that goes on
-// behind it.
-__device__ __forceinline__ int32_t part_index(RowSpan span, int32_t cta) {
-  return cta == span.first ? 2 * cta + 1 : 2 * cta;
-}
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class DecodeCta {
@@ -52,13 +39,11 @@ class DecodeCta {
  private:
   static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
   static constexpr bool kKnowsPlaces = kMode != DecodeMode::kPlain;
-  static constexpr int32_t kSharedBatch = 8;  // parts in flight when joining from shared memory
-  static constexpr int32_t kGlobalBatch = kHeadDim > 128 ? 9 : 18;  // and from global memory
+  // The first chunk is made ready while the kernel before still runs; a place may need what that
+  // kernel writes.
+  static constexpr bool kPreparesFirst = !kKnowsPlaces;
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static_assert(kParts <= 32, "a lane looks at a part");
-  static constexpr int32_t kTurns = kColumnBlocks * kBlockColumns / kDecodeWarps;
-  static_assert(kTurns * kDecodeWarps == kColumnBlocks * kBlockColumns,
-                "a warp leaves at most kTurns columns of a row");
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
   __device__ __forceinline__ const uint16_t* query() const {
@@ -73,11 +58,7 @@ class DecodeCta {
   };
   __device__ __forceinline__ void finish_row(OpenRows open, int32_t row);
   __device__ __forceinline__ void join_rows();
-  __device__ __forceinline__ HeadSum<kHeadDim> join_parts(uint32_t parts, int32_t head) const;
-  __device__ __forceinline__ int32_t leave_part(uint32_t parts, int32_t head, RowSpan span) const;
-  __device__ __forceinline__ void join_ctas(int32_t row, RowSpan span, int32_t head);
-  __device__ __forceinline__ void write(int32_t row, int32_t head,
-                                        const HeadSum<kHeadDim>& sum) const;
+  __device__ __forceinline__ void join_slice(int32_t row, uint32_t parts, int32_t task) const;
 
   __device__ __forceinline__ uint8_t* ring(int32_t warp) const {
     return rings_ + warp * p_.slots * p_.slot_bytes;
@@ -107,14 +88,12 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run()
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
+  // Of a warp without work, which may lie between those that share a row.
+  if (lane_ < p_.columns.of_row) states_[2 * warp_ * p_.columns.of_row + lane_] = SoftmaxState{};
   publish_barriers();
-  if (!leaves_scores()) let_next_kernel_start();
-  if (!p_.plan_is_settled) wait_for_previous_kernel();
-  // Whoever reads the scores may read what this launch does not write before it waits for it.
-  if (leaves_scores()) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  }
+  // Whoever follows may read the plan at once, and behind scores what this launch does not write.
+  if (!p_.plan_is_settled || leaves_scores()) wait_for_previous_kernel();
+  let_next_kernel_start();
   const int32_t index = blockIdx.x * kDecodeWarps + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;
@@ -129,11 +108,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
   uint8_t* slots = ring(warp_);
+  ReadyChunk first;
+  if (kPreparesFirst && item.tiles > 0) first = prepare_chunk(p_, feed.next(), slots);
   if (p_.plan_is_settled) {
-    if (item.tiles > p_.slots * feed.chunk_tiles()) {
-      ChunkFeed ahead = feed;
-      prefetch_pieces(prepare_chunk(p_, ahead.next(), slots).pieces);
-    }
+    if (kPreparesFirst && item.tiles > 0) prefetch_pieces(first.pieces);
     wait_for_previous_kernel();
   }
   if (item.tiles == 0) return;
@@ -143,8 +121,13 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
                  kKnowsPlaces ? &places_[slot] : nullptr});
   };
   // Before the queries are asked for: what waits for them would hold up the copies.
+  if (kPreparesFirst) {
+    announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
+    copy_pieces(&full_[0], first.pieces);
+  }
 #pragma unroll 1
-  for (int32_t i = 0; i < p_.slots && feed.has_more(); ++i) start_slot(i);
+  for (int32_t i = kPreparesFirst; i < p_.slots && feed.has_more(); ++i) start_slot(i);
+  __syncwarp();
   const OpenRows open{item.tile > 0 ? item.row : -1, next.tile > 0 ? next.row : -1};
   int32_t row = item.row, slot = 0, left = item.tiles;
   uint32_t parity = 0;
@@ -153,10 +136,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   attention_.sum_query(p_.scale_log2);
   while (true) {
     ChunkHeader header{-1, 0, 0, 0};
-    if (left > 0) {
-      wait_barrier(&full_[slot], parity);
-      header = headers_[slot];
-    }
+    if (left > 0) header = headers_[slot];
     if (header.row != row) {
       if (left > 0) attention_.fetch_query(query(), header.row);
       finish_row(open, row);
@@ -167,12 +147,16 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     }
     if (header.tokens > 0) {
       attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+    }
+    wait_barrier(&full_[slot], parity);
+    if (header.tokens > 0) {
       attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
                          kKnowsPlaces ? &places_[slot] : nullptr});
     }
     left -= header.tiles;
     __syncwarp();
     if (feed.has_more()) start_slot(slot);
+    __syncwarp();  // the header is there for all
     if (++slot == p_.slots) {
       slot = 0;
       parity ^= 1;
@@ -194,106 +178,56 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finis
   if (lane_ == 0) part_rows_[i] = row;
 }
 
-// By all warps, when all parts are there; a lane looks at each. A warp joins one column of one row
-// at a time: first of the rows that other CTAs share, so that the answer to its arrival comes while
-// it joins the others.
+// By all warps, when all parts are there; a lane looks at each. A warp joins one slice of a column
+// of a row at a time.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_rows() {
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
-  const WorkItem first = ends_[0], next = ends_[1];
-  const int32_t columns = p_.columns.of_row;
-  const bool has_next = next.tile > 0 && next.row != first.row;
-  const int32_t rows[2] = {first.row, has_next ? next.row : -1};
-  const RowSpan spans[2] = {{first.span_first, first.span_last}, {next.span_first, next.span_last}};
-  const int32_t heads[2] = {warp_, (warp_ + kTurns * kDecodeWarps - columns) % kDecodeWarps};
-  int32_t before[2][kTurns];
-#pragma unroll
-  for (int32_t k = 0; k < 2; ++k) {
-    const bool is_shared = rows[k] >= 0 && !spans[k].is_whole();
-    const uint32_t parts = __ballot_sync(kFullWarp, is_shared && row_here == rows[k]);
-    left &= ~parts;
-#pragma unroll
-    for (int32_t turn = 0; turn < kTurns; ++turn) {
-      const int32_t head = heads[k] + turn * kDecodeWarps;
-      before[k][turn] = is_shared && head < columns ? leave_part(parts, head, spans[k]) : -1;
-    }
-  }
-  int32_t own = warp_;
+  const int32_t tasks = p_.columns.of_row * slices_of(kHeadDim);
+  int32_t task = warp_;
+#pragma unroll 1
   while (left != 0) {
     const int32_t row = __shfl_sync(kFullWarp, row_here, lowest_bit(left));
     const uint32_t parts = __ballot_sync(kFullWarp, row_here == row);
     left &= ~parts;
-    for (; own < columns; own += kDecodeWarps) write(row, own, join_parts(parts, own));
-    own -= columns;
-  }
 #pragma unroll 1
-  for (int32_t i = 0; i < 2 * kTurns; ++i) {
-    const bool is_next = i >= kTurns;
-    const RowSpan span = is_next ? spans[1] : spans[0];
-    int32_t others = before[0][0];
-#pragma unroll
-    for (int32_t k = 1; k < 2 * kTurns; ++k) {
-      if (i == k) others = before[k / kTurns][k % kTurns];
-    }
-    if (__shfl_sync(kFullWarp, others, 0) != span.ctas() - 1) continue;
-    const int32_t head = (is_next ? heads[1] : heads[0]) + i % kTurns * kDecodeWarps;
-    if (lane_ == 0) p_.arrivals[span.first * kMaxColumns + head] = 0;
-    __syncwarp();  // what lane 0 has acquired is there for all
-    join_ctas(is_next ? rows[1] : rows[0], span, head);
+    for (; task < tasks; task += kDecodeWarps) join_slice(row, parts, task);
+    task -= tasks;
   }
 }
 
-// The parts of the CTA's warps.
+// Joins the parts of the CTA's warps: to the row's output, or to the CTA's part of a row that
+// several CTAs share.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ HeadSum<kHeadDim> DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_parts(
-    uint32_t parts, int32_t head) const {
-  HeadSum<kHeadDim> sum;
-  sum.template add_set<kSharedBatch, false>(parts, [&](int32_t i) {
-    return typename HeadSum<kHeadDim>::Part{states_ + i * p_.columns.of_row + head,
-                                            part(i) + head * part_stride(kHeadDim)};
-  });
-  return sum;
-}
-
-// The CTA's part of a head, in global memory; in lane 0, how many other CTAs had left theirs.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::leave_part(
-    uint32_t parts, int32_t head, RowSpan span) const {
-  const int64_t to = static_cast<int64_t>(part_index(span, blockIdx.x)) * p_.columns.of_row + head;
-  join_parts(parts, head).store(p_.part_states + to, p_.parts + to * kHeadDim);
-  __syncwarp();
-  return lane_ == 0 ? arrive_acq_rel(&p_.arrivals[span.first * kMaxColumns + head]) : -1;
-}
-
-// The parts of all CTAs that share the row.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_ctas(int32_t row,
-                                                                                     RowSpan span,
-                                                                                     int32_t head) {
-  HeadSum<kHeadDim> sum;
-#pragma unroll 1
-  for (int32_t first = span.first; first <= span.last; first += 32) {
-    const int32_t count = smaller(32, span.last - first + 1);
-    sum.template add_set<kGlobalBatch, true>(kFullWarp >> (32 - count), [&](int32_t i) {
-      const int64_t from =
-          static_cast<int64_t>(part_index(span, first + i)) * p_.columns.of_row + head;
-      return typename HeadSum<kHeadDim>::Part{p_.part_states + from, p_.parts + from * kHeadDim};
-    });
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_slice(
+    int32_t row, uint32_t parts, int32_t task) const {
+  const int32_t of_row = p_.columns.of_row, column = task / slices_of(kHeadDim),
+                slice = task % slices_of(kHeadDim);
+  const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
+  const int32_t dims = column * part_stride(kHeadDim) + slice * kSliceDims;
+  const bool has_dims = slice * kSliceDims + 4 * lane_ < kHeadDim;
+  PartsJoin<kDecodeWarps, false> join;
+  join.add({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
+            part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
+            of_row * part_stride(kHeadDim), last_warp - first_warp + 1},
+           has_dims);
+  const bool began_before = row == ends_[0].row && ends_[0].tile > 0;
+  if (began_before || (row == ends_[1].row && ends_[1].tile > 0)) {
+    const int64_t to = static_cast<int64_t>(part_index(blockIdx.x, began_before)) * of_row + column;
+    join.store(slice == 0 ? p_.part_states + to : nullptr,
+               p_.parts + to * kHeadDim + slice * kSliceDims, has_dims);
+    return;
   }
-  write(row, head, sum);
-}
-
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::write(
-    int32_t row, int32_t head, const HeadSum<kHeadDim>& sum) const {
-  const int64_t place = p_.columns.place(row, head);
+  const int64_t place = p_.columns.place(row, column);
   if (place < 0) return;
   const bool has_sink = !kIsPlain && p_.sinks != nullptr;
-  sum.write(static_cast<__half*>(p_.out) + place * kHeadDim,
-            p_.lse == nullptr ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16,
-            has_sink ? p_.sinks[p_.columns.head(row, head)] : -INFINITY);
+  join.write(
+      {static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kSliceDims,
+       p_.lse == nullptr || slice != 0 ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16,
+       has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY},
+      has_dims);
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>

@@ -63,51 +63,6 @@ class HeadSum {
     }
   }
 
-  // Adds the parts part_at(i) of the bits i of `set`; kInFlight of them are in flight together.
-  // Lane i sees to the state of part i, so that the code, which runs once, stays short.
-  template <int32_t kInFlight, bool kGlobal, class PartAt>
-  __device__ __forceinline__ void add_set(uint32_t set, const PartAt& part_at) {
-    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-    SoftmaxState own;
-    if (set >> lane & 1) {
-      const float2 state = read<kGlobal>(reinterpret_cast<const float2*>(part_at(lane).state));
-      own = {state.x, state.y};
-    }
-    float factor = 0.0f;
-    bool is_first = true;
-#pragma unroll 1
-    do {
-      int32_t at[kInFlight];
-      float4 x[kInFlight][kQuads];
-#pragma unroll
-      for (int32_t p = 0; p < kInFlight; ++p) {
-        at[p] = lowest_bit(set);  // -1: no more
-        set &= set - 1;
-#pragma unroll
-        for (int32_t i = 0; i < kQuads; ++i) {
-          x[p][i] = {0.0f, 0.0f, 0.0f, 0.0f};
-          if (at[p] < 0 || !has(i)) continue;
-          x[p][i] =
-              read<kGlobal>(reinterpret_cast<const float4*>(part_at(at[p]).accumulator + dim(i)));
-        }
-      }
-      if (is_first) factor = add_states(own);
-      is_first = false;
-#pragma unroll
-      for (int32_t p = 0; p < kInFlight; ++p) {
-        const float f = __shfl_sync(kFullWarp, factor, at[p] < 0 ? 0 : at[p]);
-        const bool counts = f != 0.0f;  // the accumulator of an empty state may be anything
-#pragma unroll
-        for (int32_t i = 0; i < kQuads; ++i) {
-          x_[i].x = fmaf(f, counts ? x[p][i].x : 0.0f, x_[i].x);
-          x_[i].y = fmaf(f, counts ? x[p][i].y : 0.0f, x_[i].y);
-          x_[i].z = fmaf(f, counts ? x[p][i].z : 0.0f, x_[i].z);
-          x_[i].w = fmaf(f, counts ? x[p][i].w : 0.0f, x_[i].w);
-        }
-      }
-    } while (set != 0);
-  }
-
   // As a part.
   __device__ __forceinline__ void store(SoftmaxState* state, float* accumulator) const {
 #pragma unroll
@@ -143,26 +98,6 @@ class HeadSum {
     return kHeadDim % 128 == 0 || dim(i) < kHeadDim;
   }
 
-  // Joins the states of all lanes to this one, whose accumulator is brought to the new reference;
-  // the factor of the lane's own accumulator.
-  __device__ __forceinline__ float add_states(SoftmaxState own) {
-    SoftmaxState whole{own.is_empty() ? kNoReference : own.reference, 1.0f};
-#pragma unroll
-    for (int32_t by = 16; by > 0; by /= 2) {
-      whole.reference = fmaxf(whole.reference, __shfl_xor_sync(kFullWarp, whole.reference, by));
-    }
-    whole.reference = fmaxf(whole.reference, state_.reference);
-    const float factor = share(own, whole), kept = share(state_, whole);
-    float sum = factor * own.sum;
-#pragma unroll
-    for (int32_t by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(kFullWarp, sum, by);
-    state_ = {whole.reference, fmaf(kept, state_.sum, sum)};
-#pragma unroll
-    for (int32_t i = 0; i < kQuads; ++i) {
-      x_[i].x *= kept, x_[i].y *= kept, x_[i].z *= kept, x_[i].w *= kept;
-    }
-    return factor;
-  }
   template <bool kGlobal, class T>
   __device__ __forceinline__ static T read(const T* from) {
     if constexpr (kGlobal) {

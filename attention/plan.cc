@@ -32,30 +32,27 @@ int32_t last_not_above(const std::vector<int64_t>& sorted, int64_t x) {
 
 std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32_t max_ctas,
                                  int32_t warps) {
-  const WorkItem none{rows.num_rows, 0, 0, {0, 0, 0}, 0, 0};
+  const WorkItem none{rows.num_rows, 0, 0, {0, 0, 0}};
   std::vector<WorkItem> plan(max_ctas * warps + 1, none);
   if (rows.num_rows == 0) return plan;
   const LayerWork p = layer_work(rows, layer);
   const int32_t ctas = working_ctas(rows, max_ctas, even_ctas(rows.num_rows, max_ctas),
                                     {p.cost.back(), p.cost[1]}),
                 items = ctas * warps;
-  std::vector<int64_t> starts, cta_starts;  // flat tiles
+  const EvenCut cut(p.cost.back(), items);
+  std::vector<int64_t> starts;  // flat tiles
   for (int32_t i = 0; i < items; ++i) {
-    const int64_t cost = part_start(p.cost.back(), i, items);
+    const int64_t cost = cut.start(i);
     const int32_t row = last_not_above(p.cost, cost);
     const RowTokens& tokens = p.tokens[row];
     plan[i].row = row;
     plan[i].tile = tile_at_cost(rows, tokens, cost - p.cost[row]);
     std::copy(tokens.tier, tokens.tier + kAttentionTiers, plan[i].tier);
     starts.push_back(p.tiles[row] + plan[i].tile);
-    if (i % warps == 0) cta_starts.push_back(starts.back());
   }
   starts.push_back(p.tiles.back());
   for (int32_t i = 0; i < items; ++i) {
     plan[i].tiles = static_cast<int32_t>(starts[i + 1] - starts[i]);
-    if (i % warps != 0) continue;
-    plan[i].span_first = last_not_above(cta_starts, p.tiles[plan[i].row]);
-    plan[i].span_last = last_not_above(cta_starts, p.tiles[plan[i].row + 1] - 1);
   }
   return plan;
 }

@@ -50,19 +50,13 @@ class LayerPlan {
     const int32_t i = static_cast<int32_t>(blockIdx.y) * kPlanItems + t / 32 * kWarpItems + t % 32;
     const bool is_item = i < items;
     ItemPlace place{p_.rows.num_rows, 0, total, {0, 0}, {}};
-    if (is_item) place = place_at_cost(part_start(total.cost, i, items));
+    if (is_item) place = place_at_cost(EvenCut(total.cost, items).start(i));
     const int64_t next = __shfl_down_sync(kFullWarp, place.start(), 1);
     if (t % 32 == kWarpItems || i > p_.max_ctas * p_.warps) return;
-    WorkItem item{place.row, place.tile, 0, {0, 0, 0}, 0, 0};
+    WorkItem item{place.row, place.tile, 0, {0, 0, 0}};
     if (is_item) item.tiles = static_cast<int32_t>(next - place.start());
 #pragma unroll
     for (int32_t k = 0; k < kAttentionTiers; ++k) item.tier[k] = place.tokens.tier[k];
-    if (is_item && i % p_.warps == 0) {
-      const CtaSpan span = span_of_row(p_.rows, place.tokens, place.before.cost, place.work.cost,
-                                       {total.cost, ctas});
-      item.span_first = span.first;
-      item.span_last = span.last;
-    }
     p_.items[static_cast<int64_t>(layer_) * (p_.max_ctas * p_.warps + 1) + i] = item;
   }
 
@@ -161,11 +155,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   auto& shared = *reinterpret_cast<PlanShared*>(shared_bytes);
   LayerPlan plan(params, blockIdx.x, shared,
                  reinterpret_cast<KeptTokens*>(shared_bytes + sizeof(PlanShared)));
-  if (blockIdx.x == 0 && blockIdx.y == 0) {
-    for (int32_t i = threadIdx.x; i < params.num_arrivals; i += kPlanThreads) {
-      params.arrivals[i] = 0;
-    }
-  }
   plan.run();
 }
 

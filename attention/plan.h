@@ -22,12 +22,10 @@ inline constexpr int32_t kMaxCtas = 512;
 struct PlanParams {
   AttentionRows rows;
   WorkItem* items = nullptr;      // [num_layers][max_ctas * warps + 1]
-  int32_t* arrivals = nullptr;    // [num_arrivals], set to 0
   int32_t* row_status = nullptr;  // [num_layers][num_rows / passes] StatusCode
-  int32_t num_arrivals = 0;
-  int32_t max_ctas = 0;   // of the kernel that follows, at most kMaxCtas
-  int32_t even_ctas = 0;  // even_ctas() of the rows and max_ctas
-  int32_t warps = 1;      // of a CTA
+  int32_t max_ctas = 0;           // of the kernel that follows, at most kMaxCtas
+  int32_t even_ctas = 0;          // even_ctas() of the rows and max_ctas
+  int32_t warps = 1;              // of a CTA
   int32_t num_layers = 1;
 };
 

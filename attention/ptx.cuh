@@ -99,6 +99,11 @@ __device__ __forceinline__ int32_t lowest_bit(uint32_t x) {
   return __ffs(static_cast<int32_t>(x)) - 1;
 }
 
+// The index of the highest set bit, -1 of 0.
+__device__ __forceinline__ int32_t highest_bit(uint32_t x) {
+  return 31 - __clz(static_cast<int32_t>(x));
+}
+
 // The bytes 1 and 3 of a word, each as the low byte of a half.
 __device__ __forceinline__ uint32_t odd_bytes(uint32_t x) {
   return __byte_perm(x, 0, 0x4341);

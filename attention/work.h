@@ -80,12 +80,10 @@ struct RowTokens {
 
 // The share of one warp; item i ends where item i + 1 starts. Written by the plan.
 struct alignas(16) WorkItem {
-  int32_t row;         // of its first tile; num_rows behind the last item
-  int32_t tile;        // of that row, where it starts; 0 behind the last item
-  int32_t tiles;       // 0: nothing to do
-  int32_t tier[3];     // tokens of `row`
-  int32_t span_first;  // the CTAs that share `row`: span_first .. span_last; of a CTA's first item
-  int32_t span_last;
+  int32_t row;      // of its first tile; num_rows behind the last item
+  int32_t tile;     // of that row, where it starts; 0 behind the last item
+  int32_t tiles;    // 0: nothing to do
+  int32_t tier[3];  // tokens of `row`
 };
 static_assert(sizeof(WorkItem) == 32, "two 16-byte accesses per item");
 
@@ -235,29 +233,34 @@ TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int32_t
   return most < 1 ? 1 : most;
 }
 
-// Where part i of `parts` equal parts of `total` begins, total * i / parts; at most 2^16 parts.
-TKV_HD int64_t part_start(int64_t total, int32_t i, int32_t parts) {
-  const auto n = static_cast<uint32_t>(parts), at = static_cast<uint32_t>(i);
-  if (total < 1ll << 32) {  // a division of 64 bits takes a hundred instructions
-    const auto all = static_cast<uint32_t>(total);
-    const uint32_t share = all / n;
-    return static_cast<int64_t>(share * at) + (all - share * n) * at / n;
+// `total` units cut into at most 2^12 equal parts.
+class EvenCut {
+ public:
+  TKV_HD EvenCut(int64_t total, int32_t parts) {
+    const auto n = static_cast<uint32_t>(parts);
+    uint32_t rest;
+    if (total < 1ll << 32) {  // a division of 64 bits takes a hundred instructions
+      const auto all = static_cast<uint32_t>(total);
+      share_ = all / n;
+      rest = all - static_cast<uint32_t>(share_) * n;
+    } else {
+      share_ = total / parts;
+      rest = static_cast<uint32_t>(total - share_ * parts);
+    }
+    fraction_ = ((rest << kFractionBits) + n - 1) / n;
   }
-  const int64_t share = total / parts;
-  const auto rest = static_cast<uint32_t>(total - share * parts);
-  return share * i + rest * at / n;
-}
 
-// The part that holds unit x, 0 <= x < total: the last that does not begin behind it.
-TKV_HD int32_t part_of(int64_t total, int64_t x, int32_t parts) {
-  // Off by one at most: the error of the quotient is below 2^-21 of it.
-  auto i = static_cast<int32_t>(static_cast<float>(x) / static_cast<float>(total) *
-                                static_cast<float>(parts));
-  if (i >= parts) i = parts - 1;
-  if (part_start(total, i, parts) > x) --i;
-  if (i + 1 < parts && part_start(total, i + 1, parts) <= x) ++i;
-  return i;
-}
+  // Where part i begins: total * i / parts rounded down, or one more where that is nearly a whole
+  // number.
+  TKV_HD int64_t start(int32_t i) const {
+    return share_ * i + (fraction_ * static_cast<uint32_t>(i) >> kFractionBits);
+  }
+
+ private:
+  static constexpr int32_t kFractionBits = 20;
+  int64_t share_;      // of a part, rounded down
+  uint32_t fraction_;  // and the rest of it
+};
 
 // The tile of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost; an even one of
 // its tier, so that the tiles of an item go in pairs.
@@ -277,27 +280,6 @@ TKV_HD int32_t tile_at_cost(const AttentionRows& rows, const RowTokens& n, int64
     first += tiles;
   }
   return 0;
-}
-
-// How the cost of a launch is cut into CTAs.
-struct CtaCuts {
-  int64_t total_cost;
-  int32_t ctas;  // working_ctas()
-};
-struct CtaSpan {
-  int32_t first, last;
-};
-// The CTAs that share a row of cost `cost` behind rows that cost `before`. The last of them is the
-// last that begins in it, the first the last that does not begin behind its first tile: no other
-// than the next CTA can begin with that tile, because no two begin at the same place.
-TKV_HD CtaSpan span_of_row(const AttentionRows& rows, const RowTokens& n, int64_t before,
-                           int64_t cost, CtaCuts cuts) {
-  CtaSpan span{part_of(cuts.total_cost, before, cuts.ctas),
-               part_of(cuts.total_cost, before + cost - 1, cuts.ctas)};
-  if (span.first == span.last) return span;
-  const int64_t next = part_start(cuts.total_cost, span.first + 1, cuts.ctas);
-  if (tile_at_cost(rows, n, next - before) == 0) ++span.first;
-  return span;
 }
 
 // The tier of the tile where an item starts; kAttentionTiers where its row has no tokens.

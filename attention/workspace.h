@@ -14,7 +14,6 @@ inline constexpr size_t kWorkspaceAlignment = 256;
 // Byte offsets; layers run one after another and share everything but their items and statuses.
 struct WorkspaceLayout {
   size_t items;        // WorkItem [num_layers][items_per_layer]
-  size_t arrivals;     // int32_t [num_ctas][kMaxColumns]
   size_t part_states;  // SoftmaxState [2 * num_ctas][columns of a row]
   size_t parts;        // float [2 * num_ctas][columns of a row][head_dim]
   size_t row_status;   // int32_t [num_layers][rows of the batch]
@@ -43,7 +42,6 @@ inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const Att
              layers = static_cast<size_t>(config.num_layers);
   const size_t columns = 2 * ctas * query_columns(config).of_row;
   layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
-  layout.arrivals = take(ctas * kMaxColumns * sizeof(int32_t));
   layout.part_states = take(columns * sizeof(SoftmaxState));
   layout.parts = take(columns * config.head_dim * sizeof(float));
   layout.row_status = take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));

@@ -73,8 +73,7 @@ TEST(AttentionWorkspace, PartsDoNotOverlap) {
   AttentionGrid grid;
   grid.num_ctas = 132;
   const WorkspaceLayout w = workspace_layout(config, grid, 5);
-  EXPECT_GE(w.arrivals, w.items + 3 * 133 * sizeof(WorkItem));
-  EXPECT_GE(w.part_states, w.arrivals + 132 * 4);
+  EXPECT_GE(w.part_states, w.items + 3 * 133 * sizeof(WorkItem));
   EXPECT_GE(w.parts, w.part_states + 2 * 132 * 4 * sizeof(SoftmaxState));
   EXPECT_GE(w.row_status, w.parts + 2 * 132 * 4 * 128 * 4);
   EXPECT_GE(w.bytes, w.row_status + 3 * 5 * 8 * 4);

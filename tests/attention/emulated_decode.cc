@@ -7,6 +7,7 @@
 
 #include "attention/decode_kernel.cuh"
 #include "attention/plan.h"
+#include "attention/shared_rows.cuh"
 #include "attention/workspace.h"
 
 namespace tierkv {
@@ -79,15 +80,13 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   std::vector<uint16_t> out(columns * dim, 0xffff);
   std::vector<float> lse(columns, NAN), parts(2ul * ctas * of_row * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * of_row, {NAN, NAN});
-  std::vector<int32_t> arrivals(ctas * kMaxColumns, 0),
-      row_status(p.rows.num_rows / p.rows.passes, 0);
+  std::vector<int32_t> row_status(p.rows.num_rows / p.rows.passes, 0);
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
   p.out = out.data();
   p.lse = lse.data();
   p.sinks = world.sinks.empty() ? nullptr : world.sinks.data();
   p.row_status = row_status.data();
   p.items = items.data();
-  p.arrivals = arrivals.data();
   p.parts = parts.data();
   p.part_states = part_states.data();
   p.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
@@ -100,18 +99,22 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   }
   EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots).bytes,
             static_cast<int32_t>(sizeof(shared_bytes)));
-  std::vector<int32_t> order(ctas);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), rng);
-  for (const int32_t cta : order) {
-    std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
-    emulator::cta().run(cta, kDecodeThreads, [&] { kernel_of(dim, p)(p); });
-  }
+  const auto run_in_random_order = [&](int32_t num_ctas, int32_t threads, const auto& kernel) {
+    std::vector<int32_t> order(num_ctas);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), rng);
+    for (const int32_t cta : order) {
+      std::fill(std::begin(shared_bytes), std::end(shared_bytes), 0xff);
+      emulator::cta().run(cta, threads, kernel);
+    }
+  };
+  run_in_random_order(ctas, kDecodeThreads, [&] { kernel_of(dim, p)(p); });
+  const SharedRowsParams shared_rows = shared_rows_params(p, ctas);
+  run_in_random_order(ctas * shared_rows_depth(dim, of_row), kSharedRowsThreads,
+                      [&] { shared_rows_kernel_of(dim)(shared_rows); });
   for (const uint16_t x : out) result.out.push_back(value_of_bits(x, config.dtype));
   result.lse.assign(lse.begin(), lse.end());
   result.row_status = row_status;
-  result.counters_are_clean =
-      std::all_of(arrivals.begin(), arrivals.end(), [](int32_t n) { return n == 0; });
   return result;
 }
 

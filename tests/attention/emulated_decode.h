@@ -15,7 +15,6 @@ struct DecodeOutput {
   std::vector<int32_t> row_status;
   std::vector<uint8_t> score_bytes;
   TokenScores scores;  // in score_bytes
-  bool counters_are_clean = false;
 };
 
 // One decode step of `ctas` CTAs, which arrive in random order. Leaves the scores of up to

@@ -48,7 +48,6 @@ void check(const WorldShape& shape, int32_t ctas) {
       EXPECT_NEAR(got.lse[i], expected->lse[i], 1e-3 + 3e-7 * std::fabs(expected->lse[i])) << i;
     }
   }
-  EXPECT_TRUE(got.counters_are_clean);
   EXPECT_THAT(got.row_status, ::testing::Each(0));
 }
 

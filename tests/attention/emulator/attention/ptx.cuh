@@ -65,6 +65,9 @@ inline uint32_t odd_bytes(uint32_t x) {
 inline int32_t lowest_bit(uint32_t x) {
   return __builtin_ffs(static_cast<int>(x)) - 1;
 }
+inline int32_t highest_bit(uint32_t x) {
+  return x == 0 ? -1 : 31 - __builtin_clz(x);
+}
 
 inline uint32_t pack_halves(float low, float high) {
   return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
