@@ -14,7 +14,7 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kThreads = 128;
+constexpr int32_t kThreads = 256;
 constexpr int32_t kCheckThreads = 256;
 constexpr int32_t kChunk = 8;  // values that are read at once
 
@@ -139,7 +139,7 @@ __device__ void rotate_pages(const ChannelDeviceState& d, const AppendRow& r) {
   __syncthreads();
 }
 
-// A CTA for a row of the layer. The rest of the last tile is set to zero.
+// A CTA for a row of the layer. Where a token opens a tile the rest of it is set to zero.
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ ChannelDeviceState d,
                   const __grid_constant__ DeviceTokens x) {
@@ -149,22 +149,23 @@ __global__ void __launch_bounds__(kThreads)
   rotate_pages(d, r);
   const int32_t head_dim = d.s.head_dim(), end = r.info.num_tokens;
   const int32_t begin = max(r.first, r.info.window_first);
-  const int32_t stop = (end + kTileTokens - 1) / kTileTokens * kTileTokens;
+  const int32_t last_tile = end / kTileTokens * kTileTokens;
+  const int32_t stop = last_tile >= begin && last_tile < end ? last_tile + kTileTokens : end;
+  const int32_t values = (stop - begin) * head_dim;
   auto code = StatusCode::kOk;
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    const void* from = c == Component::kKey ? x.k : x.v;
-    for (int32_t j = threadIdx.x; j < (stop - begin) * head_dim; j += kThreads) {
-      const int32_t position = begin + j / head_dim, dim = j % head_dim;
-      float value = 0.0f;
-      if (position < end) {
-        const int64_t at = r.element(x, d.s.num_kv_heads, head_dim, position) + dim;
-        value = load_element(from, x.dtype, at);
-        code = greater(code, status_of(value));
-      }
-      uint8_t* page = d.s.raw_page(r.row, r.info.window_first, position);
-      *reinterpret_cast<uint16_t*>(page + d.s.raw_value_byte(c, position, dim)) =
-          float_to_half(value);
+  for (int32_t i = threadIdx.x; i < 2 * values; i += kThreads) {
+    const Component c = i < values ? Component::kKey : Component::kValue;
+    const int32_t j = i < values ? i : i - values;
+    const int32_t position = begin + j / head_dim, dim = j % head_dim;
+    float value = 0.0f;
+    if (position < end) {
+      const int64_t at = r.element(x, d.s.num_kv_heads, head_dim, position) + dim;
+      value = load_element(c == Component::kKey ? x.k : x.v, x.dtype, at);
+      code = greater(code, status_of(value));
     }
+    uint8_t* page = d.s.raw_page(r.row, r.info.window_first, position);
+    *reinterpret_cast<uint16_t*>(page + d.s.raw_value_byte(c, position, dim)) =
+        float_to_half(value);
   }
   if (code != StatusCode::kOk) {
     report_failure(d.common, {code, DeviceCall::kAppend, x.layer, r.sequence});
