@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "codec/codebook.h"
+#include "store/tierless_config.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -109,48 +110,20 @@ Status validate_fixed(const CodedConfig& coded) {
   return Status::ok();
 }
 
-// There are no tiers: fields that only speak of them must be as they are by default.
-Status validate_tierless(const KvStoreConfig& c) {
-  const KvStoreConfig standard;
-  const auto refuse = [](const char* field) {
-    return unsupported(std::string(field) + ": a coded cache has no tiers");
-  };
-  if (c.window_format != standard.window_format) return refuse("window_format");
-  if (c.high_format != standard.high_format) return refuse("high_format");
-  if (c.low_format != standard.low_format) return refuse("low_format");
-  // It tells fixed-rate blocks from coded ones.
-  if (!c.coded.fixed_blocks && c.policy.alpha_high != standard.policy.alpha_high) {
-    return refuse("policy.alpha_high");
-  }
-  if (c.policy.alpha_low != standard.policy.alpha_low) return refuse("policy.alpha_low");
-  if (c.score_interval != standard.score_interval) return refuse("score_interval");
-  if (!c.coded.fixed_blocks && c.policy.sink_tokens != 0) {
-    return unsupported("policy.sink_tokens: only coded.fixed_blocks keep sinks apart");
-  }
-  return Status::ok();
-}
-
 Status validate_counts(const KvStoreConfig& c) {
   const int32_t head_dim = c.layout.head_dim;
   if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
     return unsupported("layout.head_dim must be 64, 96, 128 or 256");
   }
-  if (c.policy.window_tokens < kMaxStepTokens || c.policy.window_tokens > 4096) {
-    return invalid("policy.window_tokens must be " + std::to_string(kMaxStepTokens) + " to 4096");
-  }
+  if (Status s = validate_tierless_counts(c); !s) return s;
   if (c.page_bytes != 0 && c.page_bytes != coded_page_bytes(head_dim)) {
     return unsupported("page_bytes: coded pages of this head_dim have " +
                        std::to_string(coded_page_bytes(head_dim)) + " bytes");
   }
-  if (c.num_pages < 1) return invalid("num_pages must be positive");
   // Blocks are named by 32-bit units of 16 bytes.
   if (c.num_pages > (int64_t{1} << 32) / (coded_page_bytes(head_dim) / kBlockAlignment)) {
     return Status(StatusCode::kOutOfRange, "num_pages: a coded pool has at most 64 GiB");
   }
-  if (c.max_sequences < 1 || c.max_sequences > kMaxSequences) {
-    return invalid("max_sequences must be 1 to 1048576");
-  }
-  if (c.max_tokens < 1 || c.max_tokens > (1 << 22)) return invalid("max_tokens must be 1 to 2^22");
   return Status::ok();
 }
 
@@ -159,7 +132,8 @@ Status validate_counts(const KvStoreConfig& c) {
 Result<CodedShape> coded_shape(const KvStoreConfig& c) {
   if (Status s = c.layout.validate(); !s) return s.with_context("layout");
   if (Status s = c.policy.validate(); !s) return s.with_context("policy");
-  if (Status s = validate_tierless(c); !s) return s;
+  // alpha_high tells fixed-rate blocks from coded ones.
+  if (Status s = validate_tierless(c, "a coded cache", c.coded.fixed_blocks); !s) return s;
   if (Status s = validate_counts(c); !s) return s;
   if (c.basis != nullptr) {
     return Status(StatusCode::kUnsupported, "basis: coded pages have means of their own");

@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "codec/element.h"
 #include "store/host_store.h"
-#include "tierkv/half.h"
 
 namespace tierkv {
 namespace {
 
 struct Query {
-  const uint16_t* q;  // [head_dim]
-  int32_t head_dim;
+  std::vector<double> q;  // [head_dim]
   double sm_scale;
   int32_t tokens;  // that it sees: the row's first
   double sink;     // -infinity: none
@@ -19,12 +18,12 @@ struct Query {
 
 // Probabilities of the query's tokens, and the lse.
 double weigh(const std::vector<double>& k, const Query& query, std::vector<double>* p) {
-  const int32_t head_dim = query.head_dim;
+  const auto head_dim = static_cast<int32_t>(query.q.size());
   p->assign(query.tokens, 0.0);
   double largest = query.sink;
   for (int32_t i = 0; i < query.tokens; ++i) {
     double dot = 0;
-    for (int32_t d = 0; d < head_dim; ++d) dot += half_to_float(query.q[d]) * k[i * head_dim + d];
+    for (int32_t d = 0; d < head_dim; ++d) dot += query.q[d] * k[i * head_dim + d];
     (*p)[i] = dot * query.sm_scale;
     largest = std::fmax(largest, (*p)[i]);
   }
@@ -35,12 +34,19 @@ double weigh(const std::vector<double>& k, const Query& query, std::vector<doubl
   return largest + std::log(sum);
 }
 
-void write_output(const std::vector<double>& p, const std::vector<double>& v, int32_t head_dim,
-                  uint16_t* out) {
+std::vector<double> values_of(const uint16_t* x, DType dtype, int32_t count) {
+  std::vector<double> values;
+  for (int32_t i = 0; i < count; ++i) values.push_back(raw_to_float(dtype, x[i]));
+  return values;
+}
+
+// The output of a query with probabilities p: [head_dim] of the dtype.
+void write_output(const std::vector<double>& p, const std::vector<double>& v, DType dtype,
+                  int32_t head_dim, uint16_t* out) {
   for (int32_t d = 0; d < head_dim; ++d) {
     double sum = 0;
     for (size_t i = 0; i < p.size(); ++i) sum += p[i] * v[i * head_dim + d];
-    out[d] = float_to_half(static_cast<float>(sum));
+    out[d] = float_to_raw(dtype, static_cast<float>(sum));
   }
 }
 
@@ -64,11 +70,12 @@ void attend_row(const CacheLayout& layout, const AttendRequest& request, const R
       const double sink =
           request.sinks == nullptr ? -INFINITY : request.sinks[head % layout.num_q_heads];
       const int32_t seen = tokens - request.q_len + 1 + query;
-      const double lse = weigh(row.k, {q + head * dim, dim, layout.sm_scale, seen, sink}, &p);
+      const std::vector<double> values = values_of(q + head * dim, request.dtype, dim);
+      const double lse = weigh(row.k, {values, layout.sm_scale, seen, sink}, &p);
       for (size_t i = 0; i < p.size(); ++i) {
         most[i] = std::fmax(most[i], static_cast<float>(p[i]));
       }
-      write_output(p, row.v, dim, out + head * dim);
+      write_output(p, row.v, request.dtype, dim, out + head * dim);
       if (request.lse != nullptr) request.lse[head] = static_cast<float>(lse);
     }
     if (request.probabilities == nullptr) continue;
@@ -83,7 +90,7 @@ Status attend_in_double(const KvStoreConfig& config, const AttendRequest& reques
                         const Slots& slots, const ReadDecodedRow& read) {
   const CacheLayout& layout = config.layout;
   const int64_t queries = int64_t{request.sequences.count} * request.q_len * layout.num_q_heads;
-  if (Status s = check_values(request.q, DType::kFloat16, queries * layout.head_dim); !s) {
+  if (Status s = check_values(request.q, request.dtype, queries * layout.head_dim); !s) {
     return s.with_context("q");
   }
   if (Status s = check_sinks(request.sinks, layout.num_q_heads); !s) return s;

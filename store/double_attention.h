@@ -14,7 +14,7 @@ namespace tierkv {
 using ReadDecodedRow = std::function<Status(int32_t slot, int32_t kv_head, std::vector<double>* k,
                                             std::vector<double>* v)>;
 
-// An admitted request with fp16 queries. kNonFinite for queries and sinks; what `read` says.
+// An admitted request, q and out in its dtype. kNonFinite for queries and sinks; what `read` says.
 Status attend_in_double(const KvStoreConfig& config, const AttendRequest& request,
                         const Slots& slots, const ReadDecodedRow& read);
 

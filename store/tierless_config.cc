@@ -15,7 +15,7 @@ Status unsupported(std::string why) {
 
 }  // namespace
 
-Status validate_tierless(const KvStoreConfig& c, const char* cache) {
+Status validate_tierless(const KvStoreConfig& c, const char* cache, bool keeps_important) {
   const KvStoreConfig standard;
   const auto refuse = [cache](const char* field) {
     return unsupported(std::string(field) + ": " + cache + " has no tiers");
@@ -23,10 +23,12 @@ Status validate_tierless(const KvStoreConfig& c, const char* cache) {
   if (c.window_format != standard.window_format) return refuse("window_format");
   if (c.high_format != standard.high_format) return refuse("high_format");
   if (c.low_format != standard.low_format) return refuse("low_format");
-  if (c.policy.alpha_high != standard.policy.alpha_high) return refuse("policy.alpha_high");
+  if (!keeps_important && c.policy.alpha_high != standard.policy.alpha_high) {
+    return refuse("policy.alpha_high");
+  }
   if (c.policy.alpha_low != standard.policy.alpha_low) return refuse("policy.alpha_low");
   if (c.score_interval != standard.score_interval) return refuse("score_interval");
-  if (c.policy.sink_tokens == 0) return Status::ok();
+  if (keeps_important || c.policy.sink_tokens == 0) return Status::ok();
   return unsupported(std::string("policy.sink_tokens: ") + cache + " keeps no sinks apart");
 }
 
