@@ -147,9 +147,6 @@ CodedKernel kernel_of_streams(int32_t streams) {
                       : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kPlain>;
 }
 
-// Numbers of copies there are kernels for, most first.
-constexpr int32_t kCopies[] = {5, 4, 3, 0};
-
 template <BlockMode kMode>
 CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   const int32_t streams = call.keys.codebook.streams_per_lane;
@@ -168,12 +165,17 @@ CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   return nullptr;
 }
 
-CodedKernel find_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
-  if (!call.is_plain()) return find_wide_kernel(call, copies_log);
-  return call.keys.codebook.mode == BlockMode::kPair
-             ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
-             : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
+CodedFamily coded_family(const CodedComponent& c, int32_t head_dim, int32_t copies_log) {
+  CodedFamily family{};
+  family.count = c.num_others;
+  for (int32_t i = 0; i < c.num_others; ++i) {
+    const DeviceCodebook& book = c.others[i];
+    family.headers[i] = expected_header(book, head_dim);
+    family.masks[i] = table_mask(book.max_length, copies_log);
+    family.tables[i] = book.table;
+    family.entries[i] = 1u << book.max_length;
+  }
+  return family;
 }
 
 // Of all passes but for what a pass has of its own.
@@ -190,6 +192,10 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   params.row_columns = call.all_columns();
   params.queries = coded_columns(call);
   params.units = queries.units;
+  params.table_bytes =
+      static_cast<uint32_t>(table_region_bytes(longest_word(call), grid.copies_log));
+  params.key_family = coded_family(call.keys, call.head_dim, grid.copies_log);
+  params.value_family = coded_family(call.values, call.head_dim, grid.copies_log);
   return params;
 }
 
@@ -235,39 +241,13 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 
 }  // namespace
 
-Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
-                                                int32_t most_copies_log) {
-  if (Status s = call.validate(); !s) return s;
-  Result<DeviceLimits> limits = device_limits();
-  if (!limits.is_ok()) return limits.status();
-  CodedAttentionGrid grid;
-  grid.num_ctas = limits->sms;
-  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
-  grid.items_per_warp =
-      std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
-  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
-  const int32_t longest = std::max(call.keys.codebook.max_length, call.values.codebook.max_length);
-  const auto start = static_cast<uint32_t>(limits->reserved_bytes);
-  for (int32_t copies_log : kCopies) {
-    // An index, its copy and two code words share a word.
-    const bool fits_word = 2 + copies_log + 2 * longest <= 32;
-    if (copies_log > most_copies_log || !fits_word || find_kernel(call, copies_log) == nullptr) {
-      continue;
-    }
-    for (int32_t slots = 2; slots > 0; --slots) {
-      const CodedSharedLayout at =
-          coded_shared_layout(start, static_cast<uint32_t>(table_region_bytes(longest, copies_log)),
-                              static_cast<uint32_t>(grid.slot_bytes),
-                              static_cast<uint32_t>(coded_warps(call.head_dim) * slots));
-      if (at.end - start > static_cast<uint32_t>(limits->shared_bytes)) continue;
-      grid.copies_log = copies_log;
-      grid.slots_per_warp = slots;
-      grid.shared_bytes = static_cast<int32_t>(at.end - start);
-      return grid;
-    }
-  }
-  return Status(StatusCode::kUnsupported,
-                "coded attention: max_block_bytes and the tables exceed shared memory");
+CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
+  if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
+  if (!call.is_uniform()) return find_slices_kernel(call, copies_log);
+  if (!call.is_plain()) return find_queries_kernel(call, copies_log);
+  return call.keys.codebook.mode == BlockMode::kPair
+             ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
+             : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
 }
 
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
@@ -278,7 +258,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   if (Status s = call.validate(); !s) return s;
   if (call.num_rows == 0) return Status::ok();
   if (Status s = call.validate_arrays(); !s) return s;
-  const CodedKernel kernel = find_kernel(call, grid.copies_log);
+  const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
   const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
       grid.num_ctas < 1 || warps > kMaxPartials || warps * grid.items_per_warp < call.num_items) {

@@ -17,8 +17,7 @@ Status unsupported(const std::string& what) {
   return Status(StatusCode::kUnsupported, "coded attention: " + what);
 }
 
-Status check_codebook(const CodedComponent& c, Component component, const std::string& name) {
-  const DeviceCodebook& book = c.codebook;
+Status check_codebook(const DeviceCodebook& book, Component component, const std::string& name) {
   if (book.component != component) return invalid(name + ".codebook is of the other component");
   if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
     return unsupported(name + ".codebook: only single codes and pairs are decoded here");
@@ -32,12 +31,36 @@ Status check_codebook(const CodedComponent& c, Component component, const std::s
   return Status::ok();
 }
 
+// The codebooks of a component; `first`: what all of the call must be like.
+Status check_family(const CodedComponent& c, Component component, const DeviceCodebook& first,
+                    const std::string& name) {
+  if (c.num_others < 0 || (c.num_others > 0 && c.others == nullptr)) {
+    return invalid(name + ".num_others");
+  }
+  if (c.num_others >= kMostCodedBooks) return unsupported(name + ": more than 16 codebooks");
+  bool seen[256] = {};
+  for (int32_t i = 0; i <= c.num_others; ++i) {
+    const DeviceCodebook& book = i == 0 ? c.codebook : c.others[i - 1];
+    if (Status s = check_codebook(book, component, name); !s) return s;
+    if (book.streams_per_lane != first.streams_per_lane) {
+      return unsupported(name + ": codebooks with different streams per lane");
+    }
+    if (book.mode != first.mode) return unsupported(name + ": codebooks of different modes");
+    if (seen[book.table_id]) return invalid(name + ": two codebooks with one table id");
+    seen[book.table_id] = true;
+  }
+  return Status::ok();
+}
+
 Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::string& name) {
   if (c.size < 0) return invalid(name + ".size is negative");
   if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
     return invalid(name + ".bytes alignment");
   }
   if (c.codebook.table == nullptr || c.steps == nullptr) return invalid(name + ".steps and table");
+  for (int32_t i = 0; i < c.num_others; ++i) {
+    if (c.others[i].table == nullptr) return invalid(name + ".others: table");
+  }
   if (num_blocks > 0 && (c.bytes == nullptr || c.blocks == nullptr)) return invalid(name);
   return Status::ok();
 }
@@ -63,12 +86,6 @@ Status CodedAttention::validate() const {
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
     return invalid("max_block_bytes");
   }
-  if (keys.codebook.streams_per_lane != values.codebook.streams_per_lane) {
-    return unsupported("keys and values with different streams per lane");
-  }
-  if (keys.codebook.mode != values.codebook.mode) {
-    return unsupported("keys and values in different modes");
-  }
   if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
     return invalid("streams per lane must be 1 or 2");
   }
@@ -79,11 +96,14 @@ Status CodedAttention::validate() const {
   if (fixed.any() && head_dim > kSliceDims) {
     return unsupported("fixed-rate blocks of head_dim 256");
   }
+  if (fixed.any() && num_tables() > 2) {
+    return unsupported("fixed-rate blocks with families of codebooks");
+  }
   if (fixed.any() && keys.codebook.mode != BlockMode::kPair) {
     return unsupported("fixed-rate blocks among codes that are not in pairs");
   }
-  if (Status s = check_codebook(keys, Component::kKey, "keys"); !s) return s;
-  return check_codebook(values, Component::kValue, "values");
+  if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
+  return check_family(values, Component::kValue, keys.codebook, "values");
 }
 
 Status CodedAttention::validate_arrays() const {

@@ -5,7 +5,8 @@
 // have fewer), keys and values apart, and a raw window. All codes are those of a global step
 // (codec/global_step.h), so a row has one scale for its keys and one for its values, and no
 // metadata to read. One key codebook and one value codebook of the same mode, kPair or kSingle of
-// at most 32 levels, serve a call: the scope of KVComp section 3.2, a layer.
+// at most 32 levels, serve a call: the scope of KVComp section 3.2, a layer. Or a family of each,
+// of which every block names one by its table id: as many as shared memory holds.
 //
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
@@ -63,7 +64,10 @@ struct CodedComponent {
   const float* means = nullptr;           // device, [num_means, head_dim]; null: none
   int64_t size = 0;
   DeviceCodebook codebook;
+  const DeviceCodebook* others = nullptr;  // host, [num_others]: the rest of a family
+  int32_t num_others = 0;                  // at most kMostCodedBooks - 1
 };
+inline constexpr int32_t kMostCodedBooks = 16;  // of a component
 
 struct CodedAttention {
   CodedComponent keys, values;
@@ -105,8 +109,11 @@ struct CodedAttention {
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }
-  // Whether it is one query in fp16 with a head_dim of one slice: what the fastest kernels are for.
-  bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && head_dim <= kSliceDims; }
+  int32_t num_tables() const { return 2 + keys.num_others + values.num_others; }
+  // Whether blocks are of one slice and one codebook a component.
+  bool is_uniform() const { return head_dim <= kSliceDims && num_tables() == 2; }
+  // And of one query, in fp16: what the fastest kernels are for.
+  bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && is_uniform(); }
 
   // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
   // on.
@@ -132,13 +139,13 @@ struct CodedAttentionGrid {
   int32_t shared_bytes = 0;
 };
 // The copies the device has room for; at most 2^most_copies_log, for comparisons. kUnsupported
-// where one copy does not fit.
+// where one copy does not fit, saying how many codebooks do.
 Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                                                 int32_t most_copies_log = 5);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
-// Two kernels a pass, before them one that converts queries unless the call is_plain(); no
-// synchronisation; can be captured.
+// Two kernels a pass, before them one that converts queries where they are several or not in
+// fp16; no synchronisation; can be captured.
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
 
 }  // namespace tierkv

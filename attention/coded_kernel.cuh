@@ -82,7 +82,9 @@ struct TableFill {
   uint32_t held[kHeld];
 
   __device__ __forceinline__ explicit TableFill(const DeviceCodebook& book)
-      : table(book.table), count(1u << book.max_length) {
+      : TableFill(book.table, 1u << book.max_length) {}
+  __device__ __forceinline__ TableFill(const uint32_t* table, uint32_t count)
+      : table(table), count(count) {
 #pragma unroll
     for (int32_t k = 0; k < kHeld; ++k) {
       const uint32_t i = threadIdx.x + k * blockDim.x;
@@ -123,6 +125,15 @@ struct TableFill {
   }
 };
 
+// The tables of the others of a family, from `address` on.
+template <int kCopiesLog>
+__device__ inline void fill_family(const CodedFamily& family, uint32_t address, uint32_t region) {
+#pragma unroll 1
+  for (int32_t i = 0; i < family.count; ++i) {
+    TableFill(family.tables[i], family.entries[i]).store<kCopiesLog>(address + i * region);
+  }
+}
+
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
@@ -131,12 +142,16 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
   const DeviceCodebook &key_book = call.keys.codebook, &value_book = call.values.codebook;
-  const auto region = static_cast<uint32_t>(
-      table_region_bytes(max(key_book.max_length, value_book.max_length), kCopiesLog));
+  constexpr bool kFamilies = kBreadth == CodedBreadth::kSlices;
+  const auto region = kFamilies ? params.table_bytes
+                                : static_cast<uint32_t>(table_region_bytes(
+                                      max(key_book.max_length, value_book.max_length), kCopiesLog));
+  const uint32_t key_tables = kFamilies ? 1 + params.key_family.count : 1;
+  const uint32_t tables = kFamilies ? key_tables + 1 + params.value_family.count : 2;
   const uint32_t start = shared_address(shared);
   const auto slots = static_cast<uint32_t>(kWarps * grid.slots_per_warp);
   const CodedSharedLayout layout =
-      coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots);
+      coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots, tables);
   const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   auto* barriers = reinterpret_cast<uint64_t*>(shared) + warp * grid.slots_per_warp;
@@ -154,7 +169,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
       ring,
       params,
       SharedTable<kCopiesLog>(layout.tables, params.key_mask),
-      SharedTable<kCopiesLog>(layout.tables + region, params.value_mask),
+      SharedTable<kCopiesLog>(layout.tables + key_tables * region, params.value_mask),
       fits};
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   const TableFill key_fill(key_book), value_fill(value_book);
@@ -164,7 +179,12 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {
     key_fill.store<kCopiesLog>(layout.tables);
-    value_fill.store<kCopiesLog>(layout.tables + region);
+    value_fill.store<kCopiesLog>(layout.tables + key_tables * region);
+    if constexpr (kFamilies) {
+      fill_family<kCopiesLog>(params.key_family, layout.tables + region, region);
+      fill_family<kCopiesLog>(params.value_family, layout.tables + (key_tables + 1) * region,
+                              region);
+    }
   }
   __syncthreads();
   if (!any) return;

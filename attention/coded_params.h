@@ -28,7 +28,16 @@ inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim)
 enum class CodedBreadth {
   kPlain,    // CodedAttention::is_plain()
   kQueries,  // several queries, and those that are times a unit of their row
-  kSlices,   // blocks of two slices
+  kSlices,   // blocks of two slices, or of a family of codebooks
+};
+
+// What a warp looks up of the others of a family, whose tables lie behind that of the first.
+struct CodedFamily {
+  int32_t count;
+  ExpectedHeader headers[kMostCodedBooks - 1];
+  uint32_t masks[kMostCodedBooks - 1];  // of tables in shared memory
+  const uint32_t* tables[kMostCodedBooks - 1];
+  uint32_t entries[kMostCodedBooks - 1];
 };
 
 // Queries in fp16, row after row, each times a power of two of its row.
@@ -48,11 +57,18 @@ struct CodedKernelParams {
   int32_t first_column;           // of this pass
   QueryColumns queries;           // where columns lie in out and lse
   const float* units;             // of ConvertedQueries; null: all 1
+  uint32_t table_bytes;           // of a table with its copies, a power of two
+  CodedFamily key_family, value_family;
 };
 using CodedKernel = void (*)(CodedKernelParams);
-// The kernel of a call that is not plain; null: there is none for so many copies.
-CodedKernel find_wide_kernel(const CodedAttention& call, int32_t copies_log);
-// Likewise, of a call with fixed-rate blocks, plain or not.
+// Bits of the longest code word of a call.
+int32_t longest_word(const CodedAttention& call);
+// The kernel of a call; null: there is none for so many copies.
+CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
+// The kernel of a call that is uniform, but not plain, of one that is not uniform, and of one with
+// fixed-rate blocks, plain or not; null: there is none for so many copies.
+CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_slices_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);

@@ -41,19 +41,136 @@ struct BlockSlices {
     publish_barriers();  // before the lanes read and before the next copy goes there
   }
 
-  // The slice in turn, which is within the block; false: there is none.
-  template <int kStreams>
-  __device__ __forceinline__ bool open(const BlockRing& ring, const ExpectedHeader& header,
-                                       int32_t tokens, OpenBlock* b) const {
-    if (used >= units) return false;
+  // Where the header of the slice in turn begins, a shared address; 0: there is no slice.
+  __device__ __forceinline__ uint32_t find(const BlockRing& ring) const {
+    if (used >= units) return 0;
     if (!whole) stage(ring);
-    const uint32_t at = whole ? 16 * used : 0;
-    *b = open_block<kStreams>(ring.slot + at, ring.slot_bytes - at, header, tokens);
+    return ring.slot + (whole ? 16 * used : 0);
+  }
+  // The slice at `at`; false where it reaches beyond the block.
+  template <int kStreams>
+  __device__ __forceinline__ bool open(const BlockRing& ring, uint32_t at,
+                                       const ExpectedHeader& header, int32_t tokens,
+                                       OpenBlock* b) const {
+    *b = open_block<kStreams>(at, ring.slot_bytes - (at - ring.slot), header, tokens);
     return b->units() <= units - used;
   }
   __device__ __forceinline__ const uint8_t* place() const { return bytes + int64_t{used} * 16; }
   __device__ __forceinline__ void pass(const OpenBlock& b) { used += b.units(); }
   __device__ __forceinline__ bool at_end() const { return used == units; }
 };
+
+// The codebook that a slice names: the first of its family unless it is another's.
+template <int kCopiesLog>
+struct SliceBook {
+  ExpectedHeader header;
+  SharedTable<kCopiesLog> table;
+  int32_t base = 0;  // less that of the first
+
+  // word: the slice's first.
+  __device__ __forceinline__ SliceBook(const ExpectedHeader& first,
+                                       const SharedTable<kCopiesLog>& first_table,
+                                       const CodedFamily& family, uint32_t table_bytes,
+                                       uint32_t word)
+      : header(first), table(first_table) {
+#pragma unroll 1
+    for (int32_t i = 0; i < family.count; ++i) {
+      if (family.headers[i].first != word) continue;
+      header = family.headers[i];
+      table.mask = family.masks[i];
+      table.address = first_table.address + (i + 1) * table_bytes;
+      base =
+          (static_cast<int32_t>(header.second) >> 16) - (static_cast<int32_t>(first.second) >> 16);
+    }
+  }
+  // The base as an A operand of digits.
+  __device__ __forceinline__ uint32_t base_halves() const {
+    return pack_halves(static_cast<float>(base) / kDigitScale,
+                       static_cast<float>(base) / kDigitScale);
+  }
+};
+
+// What digits of another codebook lack: its base less that of the first, times all q or all p of a
+// block. w: a CodedWarp, here and below; base: two halves.
+template <int kSlice, class Worker>
+__device__ __forceinline__ void score_base(Worker& w, uint32_t base, float (&s)[kItemTiles][4]) {
+  constexpr int kBlocks = Worker::kSliceBlocks;
+  const uint32_t a[4] = {base, base, base, base};
+  float sum[4] = {};
+#pragma unroll
+  for (int f = kSlice * kBlocks; f < (kSlice + 1) * kBlocks; ++f) {
+    mma_m16n8k16(sum, a, w.state.q[f][0], w.state.q[f][1]);
+  }
+#pragma unroll
+  for (int o = 0; o < kItemTiles; ++o) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[o][i] += sum[i];
+  }
+}
+template <int kSlice, class Worker>
+__device__ __forceinline__ void add_base(Worker& w, uint32_t base,
+                                         const uint32_t (&p)[kItemTiles][2]) {
+  constexpr int kBlocks = Worker::kSliceBlocks;
+  const uint32_t a[4] = {base, base, base, base};
+  float sum[4] = {};
+#pragma unroll
+  for (int o = 0; o < kItemTiles; ++o) mma_m16n8k16(sum, a, p[o][0], p[o][1]);
+#pragma unroll
+  for (int f = kSlice * kBlocks; f < (kSlice + 1) * kBlocks; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.state.out[f][i] += sum[i];
+  }
+}
+
+// Slices from kSlice on: scores of keys, or outputs of values. False where one breaks a rule.
+template <int kSlice, class Worker>
+__device__ __forceinline__ bool score_slices(Worker& w, BlockSlices& slices, int32_t tokens,
+                                             float (&s)[kItemTiles][4]) {
+  const uint32_t at = slices.find(w.ring);
+  if (at == 0) return false;
+  const CodedKernelParams& params = w.params;
+  const SliceBook book(params.headers.keys, w.key_table, params.key_family, params.table_bytes,
+                       load_shared(at));
+  OpenBlock b;
+  RawBlock raw;
+  if (!slices.open<Worker::Streams::kStreams>(w.ring, at, book.header, tokens, &b)) return false;
+  if (b.coded) {
+    if (book.base != 0) score_base<kSlice>(w, book.base_halves(), s);
+    w.template score_coded<kSlice>(b, book.table, s);
+  } else if (open_raw(b, slices.place(), params.headers.keys, &raw)) {
+    w.template score_raw<kSlice>(b, raw, s);
+  } else {
+    return false;
+  }
+  slices.pass(b);
+  if constexpr (kSlice + 1 < Worker::kSlices) return score_slices<kSlice + 1>(w, slices, tokens, s);
+  return slices.at_end();
+}
+template <int kSlice, class Worker>
+__device__ __forceinline__ bool add_slices(Worker& w, BlockSlices& slices, int32_t tokens,
+                                           const uint32_t (&p)[kItemTiles][2]) {
+  const uint32_t at = slices.find(w.ring);
+  if (at == 0) return false;
+  const CodedKernelParams& params = w.params;
+  const SliceBook book(params.headers.values, w.value_table, params.value_family,
+                       params.table_bytes, load_shared(at));
+  OpenBlock b;
+  RawBlock raw;
+  uint32_t mine[kItemTiles][2];
+#pragma unroll
+  for (int o = 0; o < kItemTiles; ++o) mine[o][0] = p[o][0], mine[o][1] = p[o][1];
+  if (!slices.open<Worker::Streams::kStreams>(w.ring, at, book.header, tokens, &b)) return false;
+  if (b.coded) {
+    if (book.base != 0) add_base<kSlice>(w, book.base_halves(), p);
+    w.template add_coded<kSlice>(b, book.table, mine);
+  } else if (open_raw(b, slices.place(), params.headers.values, &raw)) {
+    w.template add_raw<kSlice>(b, raw, mine);
+  } else {
+    return false;
+  }
+  slices.pass(b);
+  if constexpr (kSlice + 1 < Worker::kSlices) return add_slices<kSlice + 1>(w, slices, tokens, p);
+  return slices.at_end();
+}
 
 }  // namespace tierkv

@@ -24,7 +24,8 @@ struct CodedWarp {
   const CodedAttention& call;
   BlockRing& ring;
   const CodedKernelParams& params;
-  SharedTable<Code::kCopiesLog> key_table, value_table;
+  using Table = SharedTable<Code::kCopiesLog>;
+  Table key_table, value_table;
   bool fits;  // shared memory is as large as it must be
   CodedState<kDimBlocks> state;
   BlockRun run;
@@ -81,7 +82,8 @@ struct CodedWarp {
   }
 
   template <int kSlice>
-  __device__ __forceinline__ void score_coded(const OpenBlock& b, float (&s)[kItemTiles][4]) {
+  __device__ __forceinline__ void score_coded(const OpenBlock& b, const Table& table,
+                                              float (&s)[kItemTiles][4]) {
     Streams streams;
     state.bad |= streams.open(b);
     const int32_t tiles = tile_count(b.tokens);
@@ -93,7 +95,7 @@ struct CodedWarp {
 #pragma unroll
         for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
           uint32_t a[4];
-          streams.fragment(key_table, true, a);
+          streams.fragment(table, true, a);
           mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
         }
       }
@@ -150,7 +152,8 @@ struct CodedWarp {
 
   // Uses p up.
   template <int kSlice>
-  __device__ __forceinline__ void add_coded(const OpenBlock& b, uint32_t (&p)[kItemTiles][2]) {
+  __device__ __forceinline__ void add_coded(const OpenBlock& b, const Table& table,
+                                            uint32_t (&p)[kItemTiles][2]) {
     Streams streams;
     state.bad |= streams.open(b);
 #pragma unroll 1
@@ -161,7 +164,7 @@ struct CodedWarp {
 #pragma unroll
       for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
         uint32_t a[4];
-        streams.fragment(value_table, false, a);
+        streams.fragment(table, false, a);
         mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
       }
       shift_tiles(p);
@@ -216,12 +219,12 @@ struct CodedWarp {
     if constexpr (kSliced) {
       ring.wait();
       BlockSlices slices(call, run, ring, i);
-      state.bad |= static_cast<uint32_t>(!score_slices<0>(slices, tokens, s));
+      state.bad |= static_cast<uint32_t>(!score_slices<0>(*this, slices, tokens, s));
     } else {
       const OpenBlock b = open(params.headers.keys, i, tokens);
       RawBlock raw;
       if (b.coded) {
-        score_coded<0>(b, s);
+        score_coded<0>(b, key_table, s);
       } else if (open_other(b, params.headers.keys, i, &raw)) {
         score_raw<0>(b, raw, s);
       }
@@ -232,58 +235,17 @@ struct CodedWarp {
     if constexpr (kSliced) {
       ring.wait();
       BlockSlices slices(call, run, ring, i);
-      state.bad |= static_cast<uint32_t>(!add_slices<0>(slices, tokens, p));
+      state.bad |= static_cast<uint32_t>(!add_slices<0>(*this, slices, tokens, p));
     } else {
       const OpenBlock b = open(params.headers.values, i, tokens);
       RawBlock raw;
       if (b.coded) {
-        add_coded<0>(b, p);
+        add_coded<0>(b, value_table, p);
       } else if (open_other(b, params.headers.values, i, &raw)) {
         add_raw<0>(b, raw, p);
       }
     }
   }
-  // Slices from kSlice on; false where one breaks a rule.
-  template <int kSlice>
-  __device__ __forceinline__ bool score_slices(BlockSlices& slices, int32_t tokens,
-                                               float (&s)[kItemTiles][4]) {
-    const ExpectedHeader& header = params.headers.keys;
-    OpenBlock b;
-    RawBlock raw;
-    if (!slices.open<Code::kStreams>(ring, header, tokens, &b)) return false;
-    if (b.coded) {
-      score_coded<kSlice>(b, s);
-    } else if (open_raw(b, slices.place(), header, &raw)) {
-      score_raw<kSlice>(b, raw, s);
-    } else {
-      return false;
-    }
-    slices.pass(b);
-    if constexpr (kSlice + 1 < kSlices) return score_slices<kSlice + 1>(slices, tokens, s);
-    return slices.at_end();
-  }
-  template <int kSlice>
-  __device__ __forceinline__ bool add_slices(BlockSlices& slices, int32_t tokens,
-                                             const uint32_t (&p)[kItemTiles][2]) {
-    const ExpectedHeader& header = params.headers.values;
-    OpenBlock b;
-    RawBlock raw;
-    uint32_t mine[kItemTiles][2];
-#pragma unroll
-    for (int o = 0; o < kItemTiles; ++o) mine[o][0] = p[o][0], mine[o][1] = p[o][1];
-    if (!slices.open<Code::kStreams>(ring, header, tokens, &b)) return false;
-    if (b.coded) {
-      add_coded<kSlice>(b, mine);
-    } else if (open_raw(b, slices.place(), header, &raw)) {
-      add_raw<kSlice>(b, raw, mine);
-    } else {
-      return false;
-    }
-    slices.pass(b);
-    if constexpr (kSlice + 1 < kSlices) return add_slices<kSlice + 1>(slices, tokens, p);
-    return slices.at_end();
-  }
-
   // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
   // those of the row from the first of these blocks on.
   __device__ __forceinline__ void attend_blocks(int32_t tokens) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <string>
@@ -32,7 +33,8 @@ struct Shape {
   int32_t q_len = 1;
   int32_t kv_heads = 1;
   DType dtype = DType::kFloat16;
-  FixedFormat fixed;  // any: every third whole block is at a fixed rate
+  FixedFormat fixed;   // any: every third whole block is at a fixed rate
+  int32_t family = 1;  // codebooks of a component
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.
@@ -52,7 +54,7 @@ struct RowData {
 // Everything of a call on the host.
 struct World {
   Shape shape;
-  Codebook key_book, value_book;
+  std::vector<Codebook> books[2];
   std::vector<RowData> data;
   std::vector<CodedRow> rows;
   std::vector<uint8_t> bytes[2];  // keys, values
@@ -67,14 +69,15 @@ struct World {
 
 constexpr int32_t kSteps = 3;
 
-Codebook make_book(CodeSource* source, Component component, const Shape& shape) {
+// Member i of a family: codes that lie elsewhere, and wider.
+Codebook make_book(CodeSource* source, Component component, const Shape& shape, int32_t i) {
   CodeHistogram histogram(component, shape.head_dim);
-  histogram.add(source->bell(512 * shape.head_dim, 1.5, 0.0, false).data(), 512);
+  histogram.add(source->bell(512 * shape.head_dim, 1.5 + 0.2 * i, 3.0 * i, false).data(), 512);
   CodebookSpec spec;
   spec.mode = shape.mode;
   spec.streams_per_lane = shape.streams;
   spec.max_length = shape.max_length;
-  spec.table_id = 7;
+  spec.table_id = static_cast<uint8_t>(7 + 3 * i);
   auto book = build_codebook(histogram, spec);
   EXPECT_TRUE(book.is_ok()) << book.status().message();
   return *book;
@@ -82,11 +85,13 @@ Codebook make_book(CodeSource* source, Component component, const Shape& shape) 
 
 // One block of random codes: mostly the codebook's kind, some with exceptions, some raw.
 void add_block(World* w, CodeSource* source, int32_t component, int32_t tokens, float step) {
-  const Codebook& book = component == 0 ? w->key_book : w->value_book;
+  const int32_t member = source->below(w->shape.family);
+  const Codebook& book = w->books[component][static_cast<size_t>(member)];
   const int32_t kind = source->below(8), dims = w->shape.head_dim;
   double spread = kind == 1 ? 2.2 : kind == 2 ? 5.0 : kind == 3 ? 60.0 : 1.4;
   if (kind == 3 && w->shape.huge_codes) spread = 3000;
-  std::vector<int16_t> codes = source->bell(int64_t{tokens} * dims, spread, 0.3, false);
+  std::vector<int16_t> codes =
+      source->bell(int64_t{tokens} * dims, spread, 0.3 + 3.0 * member, false);
   if (kind == 4) codes.assign(codes.size(), static_cast<int16_t>(source->below(3)));
   std::vector<uint8_t>& bytes = w->bytes[component];
   const size_t begin = bytes.size();
@@ -171,8 +176,10 @@ World make_world(CodeSource* source, const Shape& shape, const std::vector<RowDa
   World w;
   w.shape = shape;
   w.data = data;
-  w.key_book = make_book(source, Component::kKey, shape);
-  w.value_book = make_book(source, Component::kValue, shape);
+  for (int32_t i = 0; i < shape.family; ++i) {
+    w.books[0].push_back(make_book(source, Component::kKey, shape, i));
+    w.books[1].push_back(make_book(source, Component::kValue, shape, i));
+  }
   std::normal_distribution<float> normal(0.0f, 1.0f);
   for (int32_t c = 0; c < 2; ++c) {
     for (int32_t i = 0; i < kSteps; ++i) {
@@ -225,8 +232,15 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<CodedBlockRef> key_refs(w.refs[0]), value_refs(w.refs[1]);
   const DeviceArray<float> key_steps(w.steps[0]), value_steps(w.steps[1]);
   const DeviceArray<float> key_means(w.means[0]), value_means(w.means[1]);
-  const DeviceArray<uint32_t> key_table(device_table(w.key_book)),
-      value_table(device_table(w.value_book));
+  std::vector<std::unique_ptr<DeviceArray<uint32_t>>> tables;
+  std::vector<DeviceCodebook> books[2];
+  for (int32_t c = 0; c < 2; ++c) {
+    for (const Codebook& book : w.books[c]) {
+      tables.push_back(std::make_unique<DeviceArray<uint32_t>>(device_table(book)));
+      books[c].push_back(device_codebook(book));
+      books[c].back().table = tables.back()->get();
+    }
+  }
   const DeviceArray<CodedRow> rows(w.rows);
   const DeviceArray<int32_t> window_pages(w.window_pages);
   const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
@@ -234,19 +248,20 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
   const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.rows.size(), StatusCode::kIo));
   CodedAttention call;
-  const auto component = [&](const Codebook& book, int32_t c) {
+  const auto component = [&](int32_t c) {
     CodedComponent x;
     x.bytes = (c == 0 ? keys : values).get();
     x.blocks = (c == 0 ? key_refs : value_refs).get();
     x.steps = (c == 0 ? key_steps : value_steps).get();
     if (w.shape.means) x.means = (c == 0 ? key_means : value_means).get();
     x.size = static_cast<int64_t>(w.bytes[c].size());
-    x.codebook = device_codebook(book);
-    x.codebook.table = (c == 0 ? key_table : value_table).get();
+    x.codebook = books[c].front();
+    x.others = books[c].data() + 1;
+    x.num_others = static_cast<int32_t>(books[c].size()) - 1;
     return x;
   };
-  call.keys = component(w.key_book, 0);
-  call.values = component(w.value_book, 1);
+  call.keys = component(0);
+  call.values = component(1);
   call.rows = rows.get();
   call.window = window.get();
   call.window_size = static_cast<int64_t>(w.window.size());
@@ -452,6 +467,26 @@ TEST_F(CodedAttentionTest, FixedRateBlocksAmongCodedOnes) {
   }
 }
 
+// Blocks name their codebook, whose alphabets and longest words differ; a raw one names none.
+TEST_F(CodedAttentionTest, AFamilyOfCodebooks) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
+    for (int32_t family : {2, 4}) {
+      Shape shape;
+      shape.head_dim = head_dim;
+      shape.family = family;
+      shape.streams = 1 + source_.below(2);
+      shape.max_length = 8 + source_.below(4);
+      shape.columns = 1 + source_.below(9);
+      if (source_.below(3) == 0) shape.mode = BlockMode::kSingle;
+      if (source_.below(2) != 0) shape.q_len = 3;
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " family " + std::to_string(family));
+      const World w = make_world(&source_, shape, ragged_rows());
+      compare(w, attend_on_gpu(w, 5));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // All queries of a row are times one power of two: large and small ones.
 TEST_F(CodedAttentionTest, BFloat16QueriesOfAnySize) {
   for (const float size : {0x1p-60f, 0x1p-20f, 0x1p6f}) {
@@ -517,6 +552,7 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
     if (shape.mode == BlockMode::kPair && shape.head_dim != 256 && round % 2 == 0) {
       shape.fixed = {8, round % 4 == 0 ? 4 : 8};
     }
+    if (round % 7 == 0 && !shape.fixed.any()) shape.family = 3;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);
     const size_t victim = static_cast<size_t>(source_.below(4));

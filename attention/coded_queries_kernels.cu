@@ -6,16 +6,12 @@
 namespace tierkv {
 namespace {
 
-template <int kDimBlocks, class Code>
-CodedKernel wide_kernel() {
-  constexpr bool kSliced = kDimBlocks * kDimBlock > kSliceDims;
-  return coded_attention_kernel < kDimBlocks, Code,
-         kSliced ? CodedBreadth::kSlices : CodedBreadth::kQueries > ;
-}
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
 CodedKernel kernel_of_streams(int32_t streams) {
-  return streams == 1 ? wide_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>>()
-                      : wide_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>>();
+  constexpr auto kQueries = CodedBreadth::kQueries;
+  return streams == 1
+             ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, kQueries>
+             : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kQueries>;
 }
 
 // Copies: of pairs from 128 channels on, in which most of the time goes into lookups.
@@ -39,11 +35,10 @@ CodedKernel kernel_of_mode(const CodedAttention& call, int32_t copies_log) {
 
 }  // namespace
 
-CodedKernel find_wide_kernel(const CodedAttention& call, int32_t copies_log) {
+CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log) {
   if (call.head_dim == 64) return kernel_of_mode<4>(call, copies_log);
   if (call.head_dim == 96) return kernel_of_mode<6>(call, copies_log);
-  if (call.head_dim == 128) return kernel_of_mode<8>(call, copies_log);
-  return kernel_of_mode<16>(call, copies_log);
+  return kernel_of_mode<8>(call, copies_log);
 }
 
 }  // namespace tierkv

@@ -1,0 +1,88 @@
+// How a device runs a call of coded attention: tables with as many copies as there is room for,
+// then slots.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention/coded_params.h"
+#include "attention/coded_shared.h"
+#include "codec/coded_block.h"
+#include "codec/coded_stream.cuh"
+#include "codec/cuda_device.cuh"
+
+namespace tierkv {
+namespace {
+
+// Numbers of copies there are kernels for, most first.
+constexpr int32_t kCopies[] = {5, 4, 3, 0};
+
+// Shared memory of a CTA, which begins at `start`.
+struct SharedPlan {
+  uint32_t start;
+  uint32_t slot_bytes;
+  int32_t warps;
+
+  int32_t bytes(uint32_t table_bytes, int32_t slots_per_warp, int32_t tables) const {
+    const CodedSharedLayout at = coded_shared_layout(start, table_bytes, slot_bytes,
+                                                     static_cast<uint32_t>(warps * slots_per_warp),
+                                                     static_cast<uint32_t>(tables));
+    return static_cast<int32_t>(at.end - start);
+  }
+};
+
+}  // namespace
+
+int32_t longest_word(const CodedAttention& call) {
+  int32_t longest = 0;
+  for (const CodedComponent* c : {&call.keys, &call.values}) {
+    longest = std::max(longest, c->codebook.max_length);
+    for (int32_t i = 0; i < c->num_others; ++i) {
+      longest = std::max(longest, c->others[i].max_length);
+    }
+  }
+  return longest;
+}
+
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log) {
+  if (Status s = call.validate(); !s) return s;
+  Result<DeviceLimits> limits = device_limits();
+  if (!limits.is_ok()) return limits.status();
+  CodedAttentionGrid grid;
+  grid.num_ctas = limits->sms;
+  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
+  grid.items_per_warp =
+      std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
+  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
+                           static_cast<uint32_t>(grid.slot_bytes), coded_warps(call.head_dim)};
+  const int32_t longest = longest_word(call);
+  for (int32_t copies_log : kCopies) {
+    // An index, its copy and two code words share a word.
+    const bool fits_word = 2 + copies_log + 2 * longest <= 32;
+    if (copies_log > most_copies_log || !fits_word ||
+        find_coded_kernel(call, copies_log) == nullptr) {
+      continue;
+    }
+    const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
+    for (int32_t slots = 2; slots > 0; --slots) {
+      const int32_t bytes = plan.bytes(table_bytes, slots, call.num_tables());
+      if (bytes > limits->shared_bytes) continue;
+      grid.copies_log = copies_log;
+      grid.slots_per_warp = slots;
+      grid.shared_bytes = bytes;
+      return grid;
+    }
+  }
+  int32_t most = call.num_tables();
+  const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, 0));
+  while (most > 0 && plan.bytes(table_bytes, 1, most) > limits->shared_bytes) --most;
+  return Status(StatusCode::kUnsupported,
+                "coded attention: " + std::to_string(call.num_tables()) +
+                    " codebooks; beside blocks of max_block_bytes shared memory holds " +
+                    std::to_string(most) + " of " + std::to_string(longest) + " bits");
+}
+
+}  // namespace tierkv
