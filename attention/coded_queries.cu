@@ -14,7 +14,7 @@ constexpr int32_t kThreads = 256;
 constexpr int32_t kMostShift = 96;  // keeps every unit inside fp32
 
 // The power of two that brings the largest magnitude of a row to [2^14, 2^15): what fp16 then loses
-// of an element lies 2^-34 below the largest.
+// of an element lies 2^-39 below the largest.
 __device__ float query_unit(float largest) {
   const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
   return bits_float(static_cast<uint32_t>(max(-kMostShift, min(kMostShift, exponent)) + 127) << 23);

@@ -25,17 +25,18 @@ Status check_device_config(const KvStoreConfig& c) {
   }
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
+  const int32_t streams = books.of(0, Component::kKey).front().streams_per_lane;
   for (const Component part : {Component::kKey, Component::kValue}) {
-    const std::vector<Codebook>& list = books.of(0, part);
-    if (list.size() != 1) return unsupported("coded.given: one codebook a component on a device");
-    if (list.front().mode != BlockMode::kPair) {
-      return unsupported("coded.given: only codes in pairs on a device");
+    for (const Codebook& book : books.of(0, part)) {
+      if (book.mode != BlockMode::kPair) {
+        return unsupported("coded.given: only codes in pairs on a device");
+      }
+      if (book.streams_per_lane != streams) {
+        return unsupported("coded.given: codebooks with different streams per lane on a device");
+      }
     }
   }
-  const int32_t streams = books.of(0, Component::kKey).front().streams_per_lane;
-  return streams == books.of(0, Component::kValue).front().streams_per_lane
-             ? Status::ok()
-             : unsupported("coded.given: keys and values with different streams per lane");
+  return Status::ok();
 }
 
 }  // namespace
@@ -49,6 +50,7 @@ Result<std::unique_ptr<CodedDeviceStore>> CodedDeviceStore::make(const KvStoreCo
   if (Status s = store->allocate(); !s) return s;
   if (Status s = store->allocate_attention(); !s) return s;
   if (Status s = store->upload_books(); !s) return s;
+  if (Status s = store->check_attention(); !s) return s.with_context("coded.given");
   if (Status s = store->wait(); !s) return s;
   return Result<std::unique_ptr<CodedDeviceStore>>(std::move(store));
 }
@@ -151,14 +153,25 @@ Status CodedDeviceStore::allocate() {
 // Once the mirror has codebooks they never change.
 Status CodedDeviceStore::upload_books() {
   if (!mirror_->books_.ready() || !books_.empty()) return Status::ok();
+  const CodedBooks& from = mirror_->books_;
+  state_.num_key_books = static_cast<int32_t>(from.of(0, Component::kKey).size());
+  state_.num_value_books = static_cast<int32_t>(from.of(0, Component::kValue).size());
+  const bool shared = config().coded.codebooks == CodebookSource::kGiven;  // by all layers
   std::vector<DeviceCodebook> books;
-  for (int32_t i = 0; i < 2 * config().layout.num_layers; ++i) {
-    const Codebook& book = mirror_->books_.of(i / 2, static_cast<Component>(i % 2)).front();
-    DeviceCodebook device = device_codebook(book);
-    if (Status s = upload(device_table(book), &device.table); !s) return s;
-    if (Status s = upload(encoder_words(book), &device.words); !s) return s;
-    if (Status s = upload(book.cheapest, &device.cheapest); !s) return s;
-    books.push_back(device);
+  for (int32_t layer = 0; layer < config().layout.num_layers; ++layer) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      for (const Codebook& book : from.of(layer, c)) {
+        if (shared && layer > 0) {
+          books.push_back(books[books.size() - static_cast<size_t>(state_.num_books())]);
+          continue;
+        }
+        DeviceCodebook device = device_codebook(book);
+        if (Status s = upload(device_table(book), &device.table); !s) return s;
+        if (Status s = upload(encoder_words(book), &device.words); !s) return s;
+        if (Status s = upload(book.cheapest, &device.cheapest); !s) return s;
+        books.push_back(device);
+      }
+    }
   }
   if (Status s = upload(books, &state_.books); !s) return s;
   books_ = std::move(books);

@@ -75,6 +75,9 @@ class CodedDeviceStore final : public DeviceKvStore {
   Status build_books_here(const uint32_t* pairs, const uint32_t* wide);
   Status forget_unused_books();
   Status begin_step_on_device(const Slots& slots, int32_t tokens);
+  // What attention at a layer is of, but for its arrays; whether a device can run it.
+  CodedAttention layer_attention(int32_t layer) const;
+  Status check_attention() const;
   Status attend_coded_rows(const AttendRequest& request, const Slots& slots);
 
   // Waits; refused while a failure waits to be taken.
@@ -96,7 +99,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   DeviceWorkspace op_workspace_;
   std::vector<void*> memory_;
   void* allocator_memory_ = nullptr;
-  std::vector<DeviceCodebook> books_;  // [num_layers][2], arrays in device memory
+  std::vector<DeviceCodebook> books_;  // as state_.books, arrays in device memory
   Slots batch_, planned_;              // what the device's batch and plan of attention are of
 
   unsigned long long* fixed_count_ = nullptr;

@@ -46,6 +46,34 @@ Status CodedDeviceStore::allocate_attention() {
   return Status::ok();
 }
 
+CodedAttention CodedDeviceStore::layer_attention(int32_t layer) const {
+  CodedAttention call;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const bool key = c == Component::kKey;
+    CodedComponent& component = key ? call.keys : call.values;
+    if (books_.empty()) {
+      component.codebook = no_codebook(c, empty_table_);
+      continue;
+    }
+    const DeviceCodebook* list =
+        books_.data() + layer * state_.num_books() + (key ? 0 : state_.num_key_books);
+    component.codebook = list[0];
+    component.others = list + 1;
+    component.num_others = state_.books_of(c) - 1;
+  }
+  call.columns = config().layout.group_size();
+  call.num_kv_heads = state_.s.num_kv_heads;
+  call.head_dim = state_.s.head_dim;
+  call.sm_scale = static_cast<float>(config().layout.sm_scale);
+  call.max_block_bytes = most_coded_block_bytes(state_.s.head_dim);
+  call.fixed = state_.s.fixed.format;
+  return call;
+}
+
+Status CodedDeviceStore::check_attention() const {
+  return coded_attention_grid(layer_attention(0)).status();
+}
+
 Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const Slots& slots) {
   const CodedView& s = state_.s;
   const auto count = static_cast<int32_t>(slots.size());
@@ -57,7 +85,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   // The plan is that of layer 0.
   const int32_t rows_before = request.layer * s.num_kv_heads;
   const int32_t rows_left = table.num_rows() - rows_before;
-  CodedAttention call;
+  CodedAttention call = layer_attention(request.layer);
   for (const Component c : {Component::kKey, Component::kValue}) {
     const bool key = c == Component::kKey;
     CodedComponent& component = key ? call.keys : call.values;
@@ -66,8 +94,6 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
     component.steps = &s.step(c, rows_before);
     component.means = s.means(c, rows_before);
     component.size = s.pages.page_bytes * s.pages.num_pages;
-    component.codebook =
-        books_.empty() ? no_codebook(c, empty_table_) : books_[2 * request.layer + (key ? 0 : 1)];
   }
   call.rows = rows_;
   call.window = s.pages.base;
@@ -87,14 +113,8 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.num_blocks = rows_left * s.max_blocks;
   call.num_steps = rows_left;
   call.num_means = rows_left;
-  call.columns = config().layout.group_size();
-  call.head_dim = s.head_dim;
   call.q_len = request.q_len;
-  call.num_kv_heads = s.num_kv_heads;
   call.dtype = request.dtype;
-  call.sm_scale = static_cast<float>(config().layout.sm_scale);
-  call.max_block_bytes = most_coded_block_bytes(s.head_dim);
-  call.fixed = s.fixed.format;
   const Result<CodedAttentionGrid> grid = coded_attention_grid(call);
   if (!grid) return grid.status();
   if (Status t = attend_coded(call, *grid, stream_); !t) return t;

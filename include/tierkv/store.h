@@ -134,7 +134,7 @@ struct AttendRequest {
   int64_t stride = 0;  // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
   // layout.dtype is, otherwise fp16. With a basis fp16, or bfloat16 where layout.dtype is. With
-  // config().coded or channel fp16.
+  // config().channel fp16, with config().coded either.
   DType dtype = DType::kFloat16;
   // Queries of each sequence, 1 to kMaxQueryTokens, oldest first. Of several the sequence must have
   // as many tokens, and all but the oldest of these must be sinks or in the window, as what was

@@ -1,5 +1,8 @@
 // Stores of coded pages on the GPU beside the host's: equal states after each call, byte for byte,
 // and attention that agrees.
+#include <random>
+
+#include "tests/codec/code_source.h"
 #include "tests/gpu/coded_store_twins.cuh"
 
 namespace tierkv::testing {
@@ -10,6 +13,28 @@ struct Sequence {
   bool live = false;
   int32_t tokens = 0;
 };
+
+// A family of codebooks for codes of ever wider spread, around different centres.
+void give_family(KvStoreConfig* config, int32_t count) {
+  CodedConfig& coded = config->coded;
+  coded.codebooks = CodebookSource::kGiven;
+  CodeSource source(std::random_device{}());
+  for (const Component component : kComponents) {
+    for (int32_t i = 0; i < count; ++i) {
+      CodeHistogram histogram(component, 64);
+      histogram.add(source.bell(512 * 64, 0.5 * std::exp2(i), i % 2, false).data(), 512);
+      CodebookSpec spec;
+      spec.mode = BlockMode::kPair;
+      spec.max_length = 9 + i % 3;
+      spec.streams_per_lane = coded.streams_per_lane;
+      spec.table_id = static_cast<uint8_t>(5 * i + 1);
+      coded.given.emplace_back();
+      serialize_codebook(*build_codebook(histogram, spec), &coded.given.back());
+    }
+  }
+  coded.streams_per_lane = CodedConfig{}.streams_per_lane;
+  coded.max_length = CodedConfig{}.max_length;
+}
 
 class Trace {
  public:
@@ -148,6 +173,7 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
     if (i % 4 == 3) config.num_pages = 60;
     if (i % 3 == 1) config.coded.codebooks = CodebookSource::kDevice;
     if (i % 2 == 0) config.layout.num_q_heads = 2 * input.uniform(1, 16);
+    if (i % 3 == 2) give_family(&config, 1 + i % 4);
     if (i % 5 == 4) config.coded.means = MeanSource::kNone;
     if (i % 5 == 3) {
       config.coded.means = MeanSource::kGiven;
@@ -398,6 +424,12 @@ TEST(GpuCodedStore, RefusesByName) {
   KvStoreConfig c = coded_config(&input, 64);
   c.coded.key_steps.clear();
   EXPECT_EQ(refused(c).code(), StatusCode::kInvalidArgument);
+  // More tables than shared memory holds.
+  c = coded_config(&input, 128);
+  give_family(&c, 15);
+  EXPECT_EQ(refused(c).code(), StatusCode::kUnsupported);
+  EXPECT_NE(refused(c).message().find("shared memory holds"), std::string::npos)
+      << refused(c).message();
   c = coded_config(&input, 64);
   CodedTwins twins(c, &input);
   SequenceId id;
