@@ -174,7 +174,7 @@ template <bool kSliced>
 __device__ inline RawTileSource<kSliced> raw_tile_source(const CodedDeviceState& d,
                                                          const RawBlock& b, uint32_t* means) {
   const bool key = b.component == Component::kKey;
-  const int32_t dims = kSliced ? kSliceDims : d.s.head_dim;
+  const int32_t dims = kSliced ? slice_dims(d) : d.s.head_dim;
   const int32_t first_dim = kSliced ? b.slice * kSliceDims : 0;
   __syncwarp();  // the slice before is done
   for (int32_t i = lane_index(); i < (key ? dims / 2 : dims); i += kWarpLanes) {
