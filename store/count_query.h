@@ -118,15 +118,16 @@ TKV_HD float largest_exponent(const TokenScores& scores, const CountedQuery& que
 inline constexpr int32_t kNoSteps = -(1 << 21);  // stands for no probability
 inline constexpr float kManySteps = 0x1.8p23f;   // what is added to it is rounded to its low bits
 
-// What a thread takes at once: the codes of half a tile, tokens 4 * half .. and 8 + 4 * half ..
-inline constexpr int32_t kHalfTileTokens = kTileTokens / 2;
+// What a thread takes at once: the codes of a quarter of a tile, tokens 2 * quarter, 2 * quarter +
+// 1 and the two that are 8 behind them.
+inline constexpr int32_t kQuarterTokens = kTileTokens / 4;
 template <int32_t kColumns>
-struct alignas(16) HalfTileCodes {
-  uint32_t pairs[4][kColumns / 2][2];  // by token % 4, pair of columns and token / 8
+struct alignas(16) QuarterCodes {
+  uint32_t pairs[2][kColumns / 2][2];  // by token % 2, pair of columns and token / 8
 };
-// Token i, 0 .. 7, of a half tile: its place in the tile.
-TKV_HD constexpr int32_t half_tile_token(int32_t half, int32_t i) {
-  return 4 * half + i % 4 + i / 4 * 8;
+// Token i, 0 .. 3, of a quarter: its place in the tile.
+TKV_HD constexpr int32_t quarter_token(int32_t quarter, int32_t i) {
+  return 2 * quarter + i % 2 + i / 2 * 8;
 }
 
 // What code 0 of a column stands for: steps of the exponent of a probability.
@@ -160,14 +161,14 @@ TKV_HD int32_t larger_sum(int32_t a, int32_t b, int32_t than) {
   return larger_of(a + b, than);
 #endif
 }
-// Of token i of a half tile the steps of its largest probability; kNoSteps where all its codes
+// Of token i of a quarter the steps of its largest probability; kNoSteps where all its codes
 // stand for less than can be told.
 template <int32_t kColumns>
-TKV_HD int32_t largest_steps(const HalfTileCodes<kColumns>& codes, const TileSteps<kColumns>& steps,
+TKV_HD int32_t largest_steps(const QuarterCodes<kColumns>& codes, const TileSteps<kColumns>& steps,
                              int32_t i) {
   int32_t largest = steps.largest;
   for (int32_t pair = 0; pair < kColumns / 2; ++pair) {
-    const uint32_t code = codes.pairs[i % 4][pair][i / 4];
+    const uint32_t code = codes.pairs[i % 2][pair][i / 2];
     largest = larger_sum(static_cast<int32_t>(code & 0xffffu), steps.of[2 * pair], largest);
     largest = larger_sum(static_cast<int32_t>(code >> 16), steps.of[2 * pair + 1], largest);
   }

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
+// Of the kernel for one query: as many as leave each the registers that it needs.
+constexpr int32_t kQueryThreads = 224;
+static_assert(kListedPages <= kQueryThreads, "a thread lists a page");
 constexpr int32_t kCtasPerSm = 4;
 constexpr int32_t kWantedCtas = 132 * kCtasPerSm;  // resident at once on an H100
 constexpr int32_t kMostRowCtas = 128;              // of a row
@@ -20,10 +23,10 @@ static_assert(kThreads == kMaxQueryTokens * kMostCountedColumns, "a thread looks
 __device__ __forceinline__ int32_t batch_row() {
   return static_cast<int32_t>(blockIdx.x * gridDim.z + blockIdx.z);
 }
-__device__ __forceinline__ int32_t first_turn() {
+__device__ __forceinline__ int32_t first_page() {
   return static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
 }
-__device__ __forceinline__ int32_t turn_step() {
+__device__ __forceinline__ int32_t page_step() {
   return static_cast<int32_t>(gridDim.y) * kWarps;
 }
 // The sequence, or kPaddingSequence where nothing is to be done.
@@ -89,38 +92,57 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int32_t row = d.s.row_of(sequence, x.layer, static_cast<int32_t>(blockIdx.z));
   const RowPages pages = pages_of_row(d, row);
   if (!has_scores(d, x, sequence, pages)) return;
-  // A page at a time.
-  constexpr PageLanes kWholeWarp = {{5, 5, 5}};
-  for (int32_t turn = first_turn();; turn += turn_step()) {
-    const CountedPage page = page_of_turn(d, kWholeWarp, row, pages, turn);
-    if (page.side == kStoreSides) return;
+  for (int32_t item = first_page();; item += page_step()) {
+    const CountedPage page = page_of_row(d, row, pages, item);
+    if (page.used == 0) return;
     count_page(d, x, queries, page);
   }
+}
+
+// By a CTA: its part of a row's pages, from the `first` on.
+template <int32_t kColumns>
+__device__ __forceinline__ void list_pages(const DeviceState& d, int32_t row, const RowPages& pages,
+                                           int32_t first, int32_t end, CountedRow<kColumns>* r) {
+  const auto t = static_cast<int32_t>(threadIdx.x);
+  if (first + t < end) {
+    const CountedPage page = page_of_row(d, row, pages, first + t);
+    r->pages[t] = page;
+    r->is_frozen[t] = is_frozen(d.s.allocator, page.page);
+  }
+  if (t >= kStoreSides) return;
+  int32_t until = 0;
+  for (int32_t side = 0; side <= t; ++side) until += pages.pages[side];
+  r->ends[t] = larger_of(0, smaller_of(until, end) - first);
 }
 
 // One query, of kColumns or one less heads; kCountsAll: config().score_interval is 1. Attention
 // lets this kernel start when all that it does not write itself is there: that is read before
 // attention has ended.
 template <int32_t kColumns, bool kCountsAll>
-__global__ void __launch_bounds__(kThreads, kColumns < 8 && kCountsAll ? kCtasPerSm : 2)
+__global__ void __launch_bounds__(kQueryThreads, kColumns < 8 && kCountsAll ? kCtasPerSm : 2)
     count_query_kernel(const __grid_constant__ DeviceState d, const __grid_constant__ DeviceCount x,
                        const __grid_constant__ PageLanes lanes) {
   __shared__ CountedRow<kColumns> r;
   const int32_t sequence = sequence_of_cta(d);
   const auto t = static_cast<int32_t>(threadIdx.x);
-  int32_t turn = first_turn();
-  CountedPage next{kStoreSides, 0, 0, 0};
+  RowPages pages{};
+  int32_t row = 0, first = 0, end = 0;
   if (sequence != kPaddingSequence) {
     const SequenceInfo info = d.s.infos[sequence];
-    const int32_t row = d.s.row_of(sequence, x.layer, static_cast<int32_t>(blockIdx.z));
-    const RowPages pages = pages_of_row(d, row);
+    row = d.s.row_of(sequence, x.layer, static_cast<int32_t>(blockIdx.z));
+    pages = pages_of_row(d, row);
     if (t == 0) {
       const CountSchedule schedule = {info.prompt_tokens, d.s.score_interval};
       r.row = row;
-      r.pages = pages;
+      r.batch_row = batch_row();
       r.query = {schedule, counted_through_query(schedule, info.num_tokens - 1)};
     }
-    next = page_of_turn(d, lanes, row, pages, turn);
+    const auto parts = static_cast<int32_t>(gridDim.y), part = static_cast<int32_t>(blockIdx.y);
+    const int32_t all = pages.pages[0] + pages.pages[1] + pages.pages[2];
+    const int32_t each = (all + parts - 1) / parts;
+    first = smaller_of(all, part * each);
+    end = smaller_of(all, first + each);
+    list_pages(d, row, pages, first, smaller_of(end, first + kListedPages), &r);
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -131,13 +153,24 @@ __global__ void __launch_bounds__(kThreads, kColumns < 8 && kCountsAll ? kCtasPe
   }
   __syncthreads();
   if (sequence == kPaddingSequence || r.query.counted == 0) return;
-  if (!has_scores(d, x, sequence, r.pages)) return;
+  if (!has_scores(d, x, sequence, pages)) return;
 #pragma unroll 1
-  while (next.side < kStoreSides) {
-    const CountedPage page = next;
-    turn += turn_step();
-    next = page_of_turn(d, lanes, r.row, r.pages, turn);
-    count_turn<kColumns, kCountsAll>(d, x.scores, r, batch_row(), page, lanes.log2_of[page.side]);
+  while (true) {
+    Quarter<kColumns> next;
+    int32_t turn = t / 32;
+    bool has_next = load_quarter(d, x.scores, lanes, r, turn, &next);
+#pragma unroll 1
+    while (has_next) {
+      const Quarter<kColumns> quarter = next;
+      turn += kQueryThreads / 32;
+      has_next = load_quarter(d, x.scores, lanes, r, turn, &next);
+      count_quarter<kColumns, kCountsAll>(d, r, quarter);
+    }
+    first += kListedPages;
+    if (first >= end) return;
+    __syncthreads();
+    list_pages(d, r.row, pages_of_row(d, r.row), first, smaller_of(end, first + kListedPages), &r);
+    __syncthreads();
   }
 }
 
@@ -147,7 +180,11 @@ CountQueryKernel kernel_of(int32_t interval) {
   return interval == 1 ? count_query_kernel<kColumns, true> : count_query_kernel<kColumns, false>;
 }
 // Null where the general kernel is to be taken.
-CountQueryKernel kernel_of(const DeviceCount& x, int32_t interval) {
+CountQueryKernel kernel_of(const StoreView& s, const DeviceCount& x) {
+  const int32_t interval = s.score_interval;
+  for (int32_t side = 0; side < kStoreSides; ++side) {
+    if (s.page_tokens(side) > 32 * kQuarterTokens) return nullptr;
+  }
   const bool is_aligned = reinterpret_cast<uintptr_t>(x.scores.codes) % 16 == 0;
   if (x.columns.q_len > 1 || x.columns.passes > 1 || !is_aligned) return nullptr;
   if (x.scores.columns == 2) return kernel_of<2>(interval);
@@ -167,11 +204,11 @@ Status count_query(const DeviceState& d, const DeviceCount& x, GpuStream stream)
   const int32_t wanted = kWantedCtas / (x.count * d.s.num_kv_heads);
   const int32_t row_ctas = wanted < 1 ? 1 : wanted < kMostRowCtas ? wanted : kMostRowCtas;
   const dim3 grid(x.count, row_ctas, d.s.num_kv_heads);
-  const CountQueryKernel kernel = kernel_of(x, d.s.score_interval);
+  const CountQueryKernel kernel = kernel_of(d.s, x);
   if (kernel == nullptr) {
     return launch_after_previous(count_queries_kernel, grid, kThreads, 0, stream, d, x);
   }
-  return launch_after_previous(kernel, grid, kThreads, 0, stream, d, x, page_lanes(d.s));
+  return launch_after_previous(kernel, grid, kQueryThreads, 0, stream, d, x, page_lanes(d.s));
 }
 
 }  // namespace tierkv

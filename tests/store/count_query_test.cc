@@ -92,14 +92,14 @@ template <int32_t kColumns>
 void expect_columns(const LeftScores& left, const CountedQuery& q, int32_t row, int32_t token,
                     float exponent) {
   const int64_t tile = left.scores.tile(row, token / kTileTokens);
-  const int32_t in_tile = token % kTileTokens, half = in_tile / 4 % 2;
-  const int32_t i = in_tile % 4 + in_tile / 8 * 4;
-  ASSERT_EQ(half_tile_token(half, i), in_tile);
+  const int32_t in_tile = token % kTileTokens, quarter = in_tile / 2 % 4;
+  const int32_t i = in_tile % 2 + in_tile / 8 * 2;
+  ASSERT_EQ(quarter_token(quarter, i), in_tile);
   float references[kColumns];
   std::copy_n(left.scores.tile_references(tile), kColumns, references);
   const TileSteps<kColumns> steps = tile_steps(references, q.offsets);
   const auto* codes =
-      reinterpret_cast<const HalfTileCodes<kColumns>*>(left.scores.tile_codes(tile)) + half;
+      reinterpret_cast<const QuarterCodes<kColumns>*>(left.scores.tile_codes(tile)) + quarter;
   const int32_t largest = largest_steps(*codes, steps, i);
   const float found = static_cast<float>(largest) / kScoreSteps;
   if (largest == kNoSteps) {
