@@ -12,6 +12,7 @@ namespace {
 
 constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
 constexpr size_t kWorkspaceAlignment = 256;
+constexpr int32_t kThreadsOfSm = 2048;
 
 // The partials of a row.
 struct RowPartials {
@@ -22,12 +23,13 @@ struct RowPartials {
 __device__ RowPartials row_partials(const CodedKernelParams& params, int32_t row) {
   const CodedAttention& call = params.call;
   const int32_t begin = call.rows[row].first_item;
-  const auto [items, per_warp] = item_shares(params, coded_warps(call.head_dim));
-  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : items;
-  const int32_t first = begin / per_warp;
+  const ItemShares shares = item_shares(params, coded_warps(call.head_dim));
+  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : shares.items;
+  if (end <= begin) return {nullptr, 0, 0};
+  const int32_t first = shares.warp_of(begin);
   const int64_t stride = coded_partial_floats(call);
   return {static_cast<const float*>(call.workspace) + (int64_t{first} + row) * stride, stride,
-          end <= begin ? 0 : min((end - 1) / per_warp - first + 1, kMaxPartials)};
+          min(shares.warp_of(end - 1) - first + 1, kMaxPartials)};
 }
 
 // What a column's partials amount to; by each warp, the same in all lanes.
@@ -65,9 +67,9 @@ __device__ ColumnSum column_sum(const RowPartials& partials, const float* states
 }
 
 // Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
-// one.
+// one. In few registers, for the CTAs of a large call to be resident all at once.
 template <int kDims, int kParts>
-__global__ void __launch_bounds__(kDims* kParts)
+__global__ void __launch_bounds__(kDims* kParts, kThreadsOfSm / (kDims * kParts))
     join_kernel(const __grid_constant__ CodedKernelParams params) {
   __shared__ float totals[kParts][kDims], products[kDims / 32];
   const CodedAttention& call = params.call;
@@ -261,7 +263,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
   const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || warps > kMaxPartials || warps * grid.items_per_warp < call.num_items) {
+      grid.num_ctas < 1 || warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }
   if (Status s =

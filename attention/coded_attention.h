@@ -132,7 +132,6 @@ TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
 // How a device runs a call.
 struct CodedAttentionGrid {
   int32_t num_ctas = 0;
-  int32_t items_per_warp = 0;
   int32_t copies_log = 0;  // 2^copies_log copies of each table
   int32_t slots_per_warp = 0;
   int32_t slot_bytes = 0;

@@ -52,9 +52,6 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   if (!limits.is_ok()) return limits.status();
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
-  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
-  grid.items_per_warp =
-      std::max(1, static_cast<int32_t>((int64_t{call.num_items} + warps - 1) / warps));
   grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
   const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
                            static_cast<uint32_t>(grid.slot_bytes), coded_warps(call.head_dim)};

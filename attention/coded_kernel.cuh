@@ -4,74 +4,10 @@
 // Bound: shared-memory wavefronts of the lookups; copies of the tables make them fewer.
 #pragma once
 
+#include "attention/coded_items.cuh"
 #include "attention/coded_warp.cuh"
 
 namespace tierkv {
-
-// By the whole warp: the last row whose first item is at most `item`.
-template <class Call>
-__device__ __forceinline__ int32_t find_row(const Call& call, int32_t item) {
-  int32_t low = 0, count = call.num_rows;
-  while (count > 1) {
-    const int32_t stride = (count + 31) / 32, i = static_cast<int32_t>(threadIdx.x % 32) * stride;
-    const bool before = i < count && call.rows[low + i].first_item <= item;
-    const int32_t found = max(1, __popc(__ballot_sync(kFullWarp, before)));
-    low += (found - 1) * stride;
-    count = min(stride, count - (found - 1) * stride);
-  }
-  return low;
-}
-
-inline constexpr int32_t kCodedWarps = coded_warps(kSliceDims);
-
-// How the items are dealt out; after wait_for_previous_kernel().
-struct ItemShares {
-  int32_t items, per_warp;
-};
-__device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params,
-                                                  int32_t warps_of_cta = kCodedWarps) {
-  if (params.call.item_count == nullptr) {
-    return {params.call.num_items, params.grid.items_per_warp};
-  }
-  const int32_t items = min(*params.call.item_count, params.call.num_items);
-  const int32_t warps = params.grid.num_ctas * warps_of_cta;
-  return {items, max(1, (items + warps - 1) / warps)};
-}
-
-// The items of a warp, row by row.
-template <class Call>
-struct WarpItems {
-  const Call& call;
-  int32_t row, first, end;  // the items of a row in turn
-  int32_t last;
-
-  // False where there are none.
-  __device__ __forceinline__ bool begin(int32_t warp, const ItemShares& shares) {
-    const int64_t begin = int64_t{warp} * shares.per_warp;
-    last = static_cast<int32_t>(min(begin + shares.per_warp, int64_t{shares.items}));
-    if (begin >= last) return false;
-    first = static_cast<int32_t>(begin);
-    row = find_row(call, first);
-    find_end();
-    return true;
-  }
-  __device__ __forceinline__ bool next_row() {
-    if (end >= last) return false;
-    first = end;
-    ++row;
-    find_end();
-    return true;
-  }
-
- private:
-  // Rows without items are passed over.
-  __device__ __forceinline__ void find_end() {
-    end = last;
-    int32_t next = row + 1;
-    while (next < call.num_rows && call.rows[next].first_item <= first) row = next++;
-    if (next < call.num_rows) end = min(last, call.rows[next].first_item);
-  }
-};
 
 // A table on its way into shared memory: the first entries of a thread wait in registers while it
 // does other things.
@@ -174,7 +110,8 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
-  const bool any = items.begin(global_warp, item_shares(params, kWarps));
+  const ItemShares shares = item_shares(params, kWarps);
+  const bool any = items.begin(shares.begin(global_warp), shares.begin(global_warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {

@@ -80,7 +80,9 @@ TKV_HD constexpr int32_t block_unit_count(Component component, int32_t head_dim)
 // decode_block() looks at: checksums and padding.
 Status multiply_coded_host(const CodedMatvec& call, const Codebook& codebook);
 
-using CodedMatvecGrid = CodedAttentionGrid;
+struct CodedMatvecGrid : CodedAttentionGrid {
+  int32_t items_per_warp = 0;
+};
 // The copies of the table the device has room for; at most 2^most_copies_log, for comparisons.
 Result<CodedMatvecGrid> coded_matvec_grid(const CodedMatvec& call, int32_t most_copies_log = 5);
 size_t coded_matvec_workspace_bytes(const CodedMatvec& call, const CodedMatvecGrid& grid);

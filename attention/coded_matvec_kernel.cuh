@@ -91,7 +91,9 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   __syncthreads();
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   WarpItems<CodedMatvec> items{call};
-  if (!items.begin(global_warp, {call.num_items, grid.items_per_warp})) return;
+  const int64_t begin = int64_t{global_warp} * grid.items_per_warp;
+  const int64_t end = min(begin + grid.items_per_warp, int64_t{call.num_items});
+  if (begin >= end || !items.begin(static_cast<int32_t>(begin), static_cast<int32_t>(end))) return;
   do {
     multiply_row(worker, items, fits, global_warp);
   } while (items.next_row());

@@ -22,11 +22,8 @@ struct CodedState {
   float reference[2], sum[2];  // of columns 2t, 2t + 1
   uint32_t bad;                // not 0: a block of the row breaks a rule
 
-  // base: of a digit, in the unit of a score times q.
-  __device__ __forceinline__ void begin(const CodedAttention& call, const uint16_t* query,
-                                        float base) {
+  __device__ __forceinline__ void load_queries(const CodedAttention& call, const uint16_t* query) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-    float total = 0;
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
@@ -36,6 +33,18 @@ struct CodedState {
           q[f][h] = *reinterpret_cast<const uint32_t*>(query + g * call.head_dim + 16 * f + 8 * h +
                                                        2 * t);
         }
+      }
+    }
+  }
+
+  // base: of a digit, in the unit of a score times q.
+  __device__ __forceinline__ void begin(float base) {
+    const int32_t t = static_cast<int32_t>(threadIdx.x % 4);
+    float total = 0;
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         const float2 x = unpack_halves(q[f][h]);
         total += x.x + x.y;
         out[f][2 * h] = out[f][2 * h + 1] = 0.0f;

@@ -102,28 +102,44 @@ struct CodedWarp {
       push_tile(s, tile);
     }
     state.bad |= streams.ends(b);
+    int32_t done = 0;
 #pragma unroll 1
-    for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) score_exceptions<kSlice>(b, i, s);
+    for (; done + kExceptionStep < b.exceptions(); done += 2 * kExceptionStep) {
+      score_exceptions<kSlice, 2>(b, done, s);
+    }
+    if (done < b.exceptions()) score_exceptions<kSlice, 1>(b, done, s);
   }
 
-  template <int kSlice>
+  // kSteps steps of them.
+  template <int kSlice, int kSteps>
   __device__ __forceinline__ void score_exceptions(const OpenBlock& b, int32_t first,
                                                    float (&s)[kItemTiles][4]) {
-    ExceptionPair pair;
-    state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
-                                               b.exceptions() - first, b.tokens);
     // Lanes of columns that are not there take the last one: their sums are not kept.
     const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
-    const uint32_t rows = ExceptionPair::row_halves(pair.token);
-    const uint32_t queries =
-        exception_queries(pair, static_cast<const uint16_t*>(call.q) +
-                                    (int64_t{row_index} * params.row_columns + column) * kHeadDim +
-                                    kSlice * kSliceDim);
+    const auto* query = static_cast<const uint16_t*>(call.q) +
+                        (int64_t{row_index} * params.row_columns + column) * kHeadDim +
+                        kSlice * kSliceDims;
+    ExceptionPair pair[kSteps];
+    uint32_t rows[kSteps], queries[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int32_t at = first + i * kExceptionStep;
+      state.bad |= pair[i].template load<kSliceDim>(b.exception_words + 4 * at, b.exceptions() - at,
+                                                    b.tokens);
+      queries[i] = exception_queries(pair[i], query);
+      rows[i] = ExceptionPair::row_halves(pair[i].token);
+    }
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
-      uint32_t a[2];
-      pair.operand(rows, 16 * o, a);
-      mma_m16n8k8(s[o], a, queries);
+      uint32_t a[kSteps][2];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) pair[i].operand(rows[i], 16 * o, a[i]);
+      if constexpr (kSteps == 2) {
+        const uint32_t both[4] = {a[0][0], a[0][1], a[1][0], a[1][1]};
+        mma_m16n8k16(s[o], both, queries[0], queries[1]);
+      } else {
+        mma_m16n8k8(s[o], a[0], queries[0]);
+      }
     }
   }
 
@@ -361,16 +377,16 @@ struct CodedWarp {
         (kIsPlain || blocks == 0 || row.window_tokens >= params.queries.q_len - 1);
     if (!named) to = from;
     state.bad = static_cast<uint32_t>(!named);
+    // All that must come from memory is asked for before any of it is waited for.
+    const float step = named ? call.keys.steps[row.step] : 0.0f;
+    state.load_queries(call, static_cast<const uint16_t*>(call.q) +
+                                 int64_t{row_index} * params.row_columns * kHeadDim);
     run.count = 0;
     if (from < min(to, blocks)) {
       state.bad |= begin_blocks(row.first_block + from, min(to, blocks) - from);
     }
-    const float step = named ? call.keys.steps[row.step] : 0.0f;
     key_scale = score_scale() * step;
-    state.begin(
-        call,
-        static_cast<const uint16_t*>(call.q) + int64_t{row_index} * params.row_columns * kHeadDim,
-        key_scale * static_cast<float>(call.keys.codebook.base - Code::kRaise));
+    state.begin(key_scale * static_cast<float>(call.keys.codebook.base - Code::kRaise));
     const int32_t first = max(from, blocks);
 #pragma unroll 1
     for (int32_t i = first; i < min(to, first + kWindowAhead); ++i) fetch_window(row, i - blocks);
