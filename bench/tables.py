@@ -9,7 +9,7 @@ from result_tables import attention, coded, host, memory, quality  # noqa: F401,
 from result_tables.kit import ROOT, TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "docs/ABLATION.md", "docs/ATTENTION.md", "docs/BENCHMARKS.md", "docs/CODED_ATTENTION.md", "docs/QUALITY.md",
-                                      "store/CODED.md")]
+                                      "store/CHANNEL.md", "store/CODED.md")]
 
 
 def filled(text, document):

@@ -38,6 +38,19 @@ def channel():
 
 
 @table
+def channel_store():
+    r = result("channel_store.json")
+    us = {(m["name"], m["shape"]): m for m in r["results"]}
+    shapes = ("64 x 4096", "8 x 32768", "1 x 32768")
+    formats = [name.removeprefix("attend ") for name, shape in us if name.startswith("attend ") and shape == shapes[0]]
+    rows = [[f] + [f"{us['attend ' + f, s]['median_us']:.1f} ({us['only read ' + f, s]['median_us']:.1f})" for s in shapes] for f in formats]
+    calls = [[m["name"], m["shape"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"]
+             for m in r["results"] if m["name"].startswith(("begin_step", "append"))]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}.\n\n" + markdown(["attend, us", *shapes], rows) + "\n\n" +
+            markdown(["call", "shape", "us: median [p10, p90]"], calls))
+
+
+@table
 def prompt():
     peers = result("peers_prompt.json")
     rows = [[f"{p['backend']} causal attention, torch {peers['torch']}", f"{p['median_us']:.0f}", f"{p['tflop_per_s']:.0f}"]
