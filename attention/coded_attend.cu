@@ -67,9 +67,9 @@ __device__ ColumnSum column_sum(const RowPartials& partials, const float* states
 }
 
 // Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
-// one. In few registers, for the CTAs of a large call to be resident all at once.
+// one. One part is for large calls: in few registers, so that their CTAs are resident all at once.
 template <int kDims, int kParts>
-__global__ void __launch_bounds__(kDims* kParts, kThreadsOfSm / (kDims * kParts))
+__global__ void __launch_bounds__(kDims* kParts, kParts == 1 ? kThreadsOfSm / kDims : 1)
     join_kernel(const __grid_constant__ CodedKernelParams params) {
   __shared__ float totals[kParts][kDims], products[kDims / 32];
   const CodedAttention& call = params.call;
