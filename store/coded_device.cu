@@ -209,6 +209,7 @@ Result<SequenceId> CodedDeviceStore::add_sequence() {
   if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
   if (Status s = run(PageOp::open(batch(slots), state_.common.other_report)); !s) return s;
   if (Status s = reset_sequences(state_.common, 1, stream_); !s) return s;
+  planned_.clear();  // perhaps for a sequence that had the slot
   return table().claim(*slot, SequencePhase::kPrompt, SequenceInfo{});
 }
 

@@ -296,6 +296,21 @@ TEST(GpuCodedStore, APromptWithoutACodeStaysAPrompt) {
   }
 }
 
+// A plan of attention says nothing of the sequence that is in a slot next.
+TEST(GpuCodedStore, ASlotsNextSequenceBeginsEmpty) {
+  RandomInput input;
+  CodedTwins twins(coded_config(&input, 64), &input);
+  for (int32_t i = 0; i < 2; ++i) {
+    SequenceId id;
+    ASSERT_TRUE(twins.add(&id));
+    EXPECT_EQ(twins.attention_difference({&id, 1}), "") << i;
+    ASSERT_TRUE(twins.prompt({&id, 1}, 150));
+    ASSERT_TRUE(twins.end_prompt({&id, 1}));
+    EXPECT_EQ(twins.attention_difference({&id, 1}), "") << i;
+    ASSERT_TRUE(twins.release(id));
+  }
+}
+
 // One captured step, replayed, attention included: whether a block is due and how many there are is
 // the device's to find.
 void capture_steps(const KvStoreConfig& config, RandomInput& input) {
