@@ -93,9 +93,6 @@ Status CodedAttention::validate() const {
     if (bits != 0 && bits != 4 && bits != 8) return unsupported("fixed: 8 or 4 bits are needed");
   }
   if ((fixed.key_bits == 0) != (fixed.value_bits == 0)) return invalid("fixed");
-  if (fixed.any() && (keys.num_others > 0 || values.num_others > 0)) {
-    return unsupported("fixed-rate blocks with several codebooks");
-  }
   if (fixed.any() && head_dim > kSliceDims) {
     return unsupported("fixed-rate blocks of head_dim 256");
   }
