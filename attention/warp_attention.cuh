@@ -183,7 +183,7 @@ class WarpAttention {
                                               LaneWords<16, kHeadDim> (&words)[kTiles]) const;
   template <int32_t kValueBits, int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
-  __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk) const;
+  __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk, int32_t first) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void leave_scores(const Step<kTiles>& s, ScorePlace& place) const;
   template <int32_t kTiles>
@@ -238,9 +238,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
   const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
   const bool is_tail = !kIsPlain && chunk.place->tail.newest != kNoTail;
   const int32_t masked_below = is_tail ? kNoTail : kStepTokens;
-  ScorePlace left_scores;
+  // Those that know masks have no registers for a place or for scores while they add values.
   const bool leaves_scores = kLeavesScores && (kIsPlain || scores_.codes != nullptr);
-  if (leaves_scores) left_scores = place_scores(chunk);
+  ScorePlace left_scores;
+  if (kIsPlain && leaves_scores) left_scores = place_scores(chunk, 0);
 #pragma unroll 1
   for (int32_t tokens = chunk.tokens; tokens > 0; tokens -= kStepTokens) {
     float products[kTiles][kColumnBlocks][4];
@@ -255,8 +256,12 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
       if (is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
     }
     weigh<kValueBits>(s);
+    if (!kIsPlain && leaves_scores) {
+      left_scores = place_scores(chunk, chunk.tokens - tokens);
+      leave_scores(s, left_scores);
+    }
     add_values(values, s);
-    if (leaves_scores) leave_scores(s, left_scores);
+    if (kIsPlain && leaves_scores) leave_scores(s, left_scores);
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
     v_codes += kTiles * kValueBytes;

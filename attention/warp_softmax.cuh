@@ -173,16 +173,18 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
   }
 }
 
+// Of the step that begins with the chunk's token `first`.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ ScorePlace
-WarpAttention<kHeadDim, kColumnBlocks, kMode>::place_scores(const ChunkTokens& chunk) const {
+__device__ __forceinline__ ScorePlace WarpAttention<kHeadDim, kColumnBlocks, kMode>::place_scores(
+    const ChunkTokens& chunk, int32_t first) const {
   const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
-  const int64_t tile = scores_.tile(chunk.row, chunk.place->tile);
+  const int32_t first_tile = chunk.place->tile + first / kTileTokens;
+  const int64_t tile = scores_.tile(chunk.row, first_tile);
   ScorePlace place;
   place.codes = scores_.code(tile, g, 2 * t);
   place.references = scores_.tile_references(tile + g) + 2 * t;
-  place.tiles = 2 * t < columns ? min((chunk.tokens + kTileTokens - 1) / kTileTokens,
-                                      scores_.stride_tiles - chunk.place->tile)
+  place.tiles = 2 * t < columns ? min((chunk.tokens - first + kTileTokens - 1) / kTileTokens,
+                                      scores_.stride_tiles - first_tile)
                                 : 0;
   return place;
 }
