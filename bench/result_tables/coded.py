@@ -15,8 +15,6 @@ def coded():
         else:
             us, rate = m["attend_us"], f"{m['tera_symbols_per_s']:.2f} T/s"
             name = f"{m['bits']}-bit pages" if m["kind"] == "pages" else m["rung"]
-            if m["kind"] == "attention_kvcomp_codes":
-                name += ", KVComp's codes"
             floor = f"{m['floor_us']['median']:.1f}" if "floor_us" in m else "-"
             rows.append([name, m.get("layer", "-"), m["shape"], number(m.get("bits_per_symbol"), 2), floor])
         spread = f" [{us['p10']:.1f}, {us['p90']:.1f}]" if "p10" in us else ""
@@ -153,3 +151,21 @@ def coded_store():
     return (f"{r['gpu']}, commit {r['commit'][:7]}.\n\n" +
             markdown(["sequences x tokens", "bits of words", "ratio", "attend", "", "a step", "that codes a block in every row", "later prompts",
                       "first: codebooks on host, device"], rows))
+
+
+@table
+def coded_kvcomp():
+    measured = [m for m in result("coded_kvcomp.json")["results"] if m["kind"] == "attention"]
+    return markdown(["bits a code"] + [m["shape"].replace("x", " x ") for m in measured],
+                    [[f"{measured[0]['bits_per_symbol']:.2f}"] + [f"{m['tera_symbols_per_s']:.2f} T" for m in measured]])
+
+
+@table
+def coded_mixed():
+    shares, rows = {0: "none", 16: "every 16th", 8: "8th", 4: "4th", 1: "all"}, {}
+    for m in result("coded_mixed.json")["runs"]:
+        shape = f"{m['sequences']} x {m['tokens']}"
+        cells = rows.setdefault(shape, {})
+        cells[m["fixed_every"]] = f"{m['ratio']:.2f}", f"{m['attend_us']:.0f} us", f"{m['end_prompt_ms']:.1f} ms"
+    return markdown(["ratio, attend, end of prompt"] + list(shares.values()),
+                    [[shape] + [", ".join(cells[n]) if n in cells else "-" for n in shares] for shape, cells in rows.items()])
