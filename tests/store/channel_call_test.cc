@@ -6,6 +6,7 @@
 
 #include "codec/container_format.h"
 #include "tests/store/channel_store_world.h"
+#include "tests/store/damaged_import.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {
@@ -181,35 +182,11 @@ TEST_F(ChannelCalls, OutOfPagesChangesNothing) {
 TEST_F(ChannelCalls, RefusesDamagedSequences) {
   const ChannelModel m = live(170);
   const std::vector<uint8_t> bytes = *world_.store().export_sequence(m.id);
-  const auto import = [&](const std::vector<uint8_t>& b) {
-    return world_.store().import_sequence(b.data(), b.size()).status().code();
-  };
-  const int32_t free = world_.store().stats()->pages_free;
-  for (int32_t i = 0; i < 1000; ++i) {
-    std::vector<uint8_t> damaged = bytes;
-    const int32_t last = static_cast<int32_t>(bytes.size()) - 1;
-    const int32_t at = input_.uniform(0, input_.chance(0.3) ? 90 : last);
-    damaged[at] ^= static_cast<uint8_t>(1 << input_.uniform(0, 7));
-    ASSERT_NE(import(damaged), StatusCode::kOk) << "byte " << at;
-  }
-  for (int32_t i = 0; i < 200; ++i) {
-    std::vector<uint8_t> cut = bytes;
-    cut.resize(input_.uniform(0, static_cast<int32_t>(bytes.size()) - 1));
-    ASSERT_EQ(import(cut), StatusCode::kCorrupt);
-  }
-  std::vector<uint8_t> changed = bytes;
-  changed.push_back(0);
-  EXPECT_EQ(import(changed), StatusCode::kCorrupt);
-  changed = bytes;
-  changed[4] = 2;
-  EXPECT_EQ(import(changed), StatusCode::kVersion);
-  EXPECT_EQ(world_.store().import_sequence(nullptr, 9).status().code(),
-            StatusCode::kInvalidArgument);
+  expect_refused(&world_.store(), {bytes, 90, 2}, &input_);
   KvStoreConfig other = config_;
   other.channel.v_bits = 2;
   EXPECT_EQ((*KvStore::create(other))->import_sequence(bytes.data(), bytes.size()).status().code(),
             StatusCode::kInvalidArgument);
-  EXPECT_EQ(world_.store().stats()->pages_free, free);
 }
 
 // Damage that the checksums agree with, in the last row: a scale that is infinite, one that is

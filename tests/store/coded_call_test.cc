@@ -11,6 +11,7 @@
 #include "store/coded_bytes.h"
 #include "store/host_store.h"
 #include "tests/store/coded_world.h"
+#include "tests/store/damaged_import.h"
 
 namespace tierkv::testing {
 namespace {
@@ -131,28 +132,9 @@ TEST_F(CodedCalls, RefusesDamagedSequences) {
     return world_.store().import_sequence(b.data(), b.size()).status().code();
   };
   const int32_t free = world_.store().stats()->pages_free;
-  for (int32_t i = 0; i < 1500; ++i) {
-    std::vector<uint8_t> damaged = bytes;
-    const int32_t last = static_cast<int32_t>(bytes.size()) - 1;
-    const int32_t at = input_.uniform(0, input_.chance(0.3) ? 400 : last);
-    damaged[at] ^= static_cast<uint8_t>(1 << input_.uniform(0, 7));
-    ASSERT_NE(import(damaged), StatusCode::kOk) << "byte " << at;
-  }
-  for (int32_t i = 0; i < 200; ++i) {
-    std::vector<uint8_t> cut = bytes;
-    cut.resize(input_.uniform(0, static_cast<int32_t>(bytes.size()) - 1));
-    ASSERT_EQ(import(cut), StatusCode::kCorrupt);
-  }
-  std::vector<uint8_t> changed = bytes;
-  changed.push_back(0);
-  EXPECT_EQ(import(changed), StatusCode::kCorrupt);
-  changed = bytes;
-  changed[4] = 3;
-  EXPECT_EQ(import(changed), StatusCode::kVersion);
-  EXPECT_EQ(world_.store().import_sequence(nullptr, 9).status().code(),
-            StatusCode::kInvalidArgument);
+  expect_refused(&world_.store(), {bytes, 400, 3}, &input_);
   // Damage that the checksum agrees with: the last raw value of the last row.
-  changed = bytes;
+  std::vector<uint8_t> changed = bytes;
   changed[bytes.size() - 9] = 0x7c;
   const size_t row = (bytes.size() - 8);
   size_t first = row;
