@@ -206,8 +206,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
   const int32_t of_row = p_.columns.of_row, column = task / slices_of(kHeadDim),
                 slice = task % slices_of(kHeadDim);
   const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
-  const int32_t dims = column * part_stride(kHeadDim) + slice * kSliceDims;
-  const bool has_dims = slice * kSliceDims + 4 * lane_ < kHeadDim;
+  const int32_t dims = column * part_stride(kHeadDim) + slice * kJoinDims;
+  const bool has_dims = slice * kJoinDims + 4 * lane_ < kHeadDim;
   PartsJoin<kDecodeWarps, false> join;
   join.add({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
             part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
@@ -217,14 +217,14 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
   if (began_before || (row == ends_[1].row && ends_[1].tile > 0)) {
     const int64_t to = static_cast<int64_t>(part_index(blockIdx.x, began_before)) * of_row + column;
     join.store(slice == 0 ? p_.part_states + to : nullptr,
-               p_.parts + to * kHeadDim + slice * kSliceDims, has_dims);
+               p_.parts + to * kHeadDim + slice * kJoinDims, has_dims);
     return;
   }
   const int64_t place = p_.columns.place(row, column);
   if (place < 0) return;
   const bool has_sink = !kIsPlain && p_.sinks != nullptr;
   join.write(
-      {static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kSliceDims,
+      {static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kJoinDims,
        p_.lse == nullptr || slice != 0 ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16,
        has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY},
       has_dims);

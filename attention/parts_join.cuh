@@ -1,5 +1,5 @@
 // Joining the parts of a row: what several warps of a CTA, or several CTAs, have summed of one
-// column of queries. A warp joins kSliceDims dims of a column; lane l holds dims 4l to 4l + 3 of
+// column of queries. A warp joins kJoinDims dims of a column; lane l holds dims 4l to 4l + 3 of
 // them.
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kSliceDims = 128;
+inline constexpr int32_t kJoinDims = 128;
 TKV_HD constexpr int32_t slices_of(int32_t head_dim) {
-  return ceil_div(head_dim, kSliceDims);
+  return ceil_div(head_dim, kJoinDims);
 }
 
 // Parts of a column, whose accumulators are those of a slice. They lie at equal distances, but the

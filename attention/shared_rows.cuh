@@ -48,7 +48,7 @@ struct SharedRowTask {
     if (place < 0) return;
     const int64_t first = static_cast<int64_t>(part_index(cta, false)) * of_row + column;
     const int64_t before = static_cast<int64_t>(part_index(cta, true)) * of_row + column;
-    const float* dims = p.parts + slice * kSliceDims;
+    const float* dims = p.parts + slice * kJoinDims;
     parts = {p.part_states + first,
              p.part_states + before,
              dims + first * kHeadDim,
@@ -56,10 +56,10 @@ struct SharedRowTask {
              2 * of_row,
              2 * of_row * kHeadDim,
              ctas_of_row(p, cta, row)};
-    to.slice = static_cast<uint16_t*>(p.out) + place * kHeadDim + slice * kSliceDims;
+    to.slice = static_cast<uint16_t*>(p.out) + place * kHeadDim + slice * kJoinDims;
     if (p.lse != nullptr && slice == 0) to.lse = p.lse + place;
     q_head = p.columns.head(row, column);
-    has_dims = slice * kSliceDims + 4 * static_cast<int32_t>(threadIdx.x % 32) < kHeadDim;
+    has_dims = slice * kJoinDims + 4 * static_cast<int32_t>(threadIdx.x % 32) < kHeadDim;
   }
 };
 
