@@ -1,5 +1,5 @@
 """Coded blocks: attention, and the two products alone."""
-from .kit import markdown, number, result, table
+from .kit import markdown, number, result, span, table
 
 
 @table
@@ -103,11 +103,6 @@ LADDER = {"single 8 bits x32 /2": "single 8 bits x32, two streams", "pair 9 bits
           "pair 11 bits x8 /2": "pair 11 bits x8, two streams", "pair 11 bits x1 /2": "pair 11 bits x1, two streams",
           "pair 11 bits x1": "pair 11 bits x1, one stream", "pair 12 bits x1 /2": "pair 12 bits x1, two streams"}
 LADDER_SHAPES = ["64x4096", "8x32768", "64x16384", "1x32768", "1x131072"]
-
-
-def span(values, digits):
-    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
-    return low if low == high else f"{low} to {high}"
 
 
 @table

@@ -22,3 +22,8 @@ def markdown(head, rows):
 
 def number(x, digits):
     return "-" if x is None else f"{x:.{digits}f}"
+
+
+def span(values, digits):
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
