@@ -4,15 +4,10 @@
 
 #include "tests/codec/code_source.h"
 #include "tests/gpu/coded_store_twins.cuh"
+#include "tests/gpu/twin_trace.cuh"
 
 namespace tierkv::testing {
 namespace {
-
-struct Sequence {
-  SequenceId id;
-  bool live = false;
-  int32_t tokens = 0;
-};
 
 // A family of codebooks for codes of ever wider spread, around different centres.
 void give_family(KvStoreConfig* config, int32_t count) {
@@ -36,115 +31,37 @@ void give_family(KvStoreConfig* config, int32_t count) {
   coded.max_length = CodedConfig{}.max_length;
 }
 
-class Trace {
+// With values of any spread, prompts that are scored where blocks may have a fixed rate, and the
+// stores' statistics compared.
+class TracedTwins : public CodedTwins {
  public:
-  Trace(const KvStoreConfig& config, RandomInput* input)
-      : twins_(config, input),
-        input_(input),
-        relative_(config.coded.steps == StepSource::kPrompt),
-        scored_(config.coded.fixed_blocks) {
-    twins_.set_spread(std::exp2(input->real(-2, 5)));
+  TracedTwins(const KvStoreConfig& config, RandomInput* input) : CodedTwins(config, input) {
+    set_spread(std::exp2(input->real(-2, 5)));
   }
-  void run(int32_t calls) {
-    for (int32_t i = 0; i < calls; ++i) {
-      const Status s = call();
-      // A prompt without tokens has no step of its own.
-      const bool expected = s || s.code() == StatusCode::kOutOfPages ||
-                            s.code() == StatusCode::kOutOfRange ||
-                            (relative_ && s.code() == StatusCode::kInvalidArgument);
-      ASSERT_TRUE(expected) << s.message();
-      ASSERT_EQ(twins_.difference(), "") << "after call " << i;
-      ASSERT_EQ(twins_.stats_difference(), "") << "after call " << i;
-      if (i % 8 != 7) continue;
-      for (const bool live : {false, true}) {
-        const std::vector<SequenceId> ids = some(live, 1.0);
-        if (ids.empty()) continue;
-        ASSERT_EQ(twins_.attention_difference({ids.data(), static_cast<int32_t>(ids.size())}), "")
-            << "after call " << i;
-      }
+  Status prompt(SequenceList l, int32_t tokens) {
+    const Status s = CodedTwins::prompt(l, tokens);
+    if (!s || !config().coded.fixed_blocks) return s;
+    int32_t longest = 0;
+    for (int32_t i = 0; i < l.count; ++i) {
+      longest = std::max(longest, *host().num_tokens(l.ids[i]));
     }
+    return score(l, input().uniform(0, 1), longest);
   }
-
- private:
-  std::vector<SequenceId> some(bool live, double share) {
-    std::vector<SequenceId> ids;
-    for (const Sequence& s : sequences_) {
-      if (s.live == live && input_->chance(share)) ids.push_back(s.id);
-    }
-    return ids;
+  std::string difference() {
+    const std::string text = CodedTwins::difference();
+    return text.empty() ? stats_difference() : text;
   }
-  void grow(const std::vector<SequenceId>& ids, int32_t tokens) {
-    for (Sequence& s : sequences_) s.tokens += std::count(ids.begin(), ids.end(), s.id) * tokens;
+  // A prompt without tokens has no step of its own.
+  bool is_expected(const Status& s) const {
+    const bool relative = config().coded.steps == StepSource::kPrompt;
+    return CodedTwins::is_expected(s) || (relative && s.code() == StatusCode::kInvalidArgument);
   }
-  Status call() {
-    const int32_t kind = input_->uniform(0, 99);
-    if (sequences_.empty() || kind < 8) {
-      Sequence s;
-      const Status status = twins_.add(&s.id);
-      if (status) sequences_.push_back(s);
-      return status;
-    }
-    const bool live = kind >= 36;
-    const std::vector<SequenceId> ids = some(live, 0.7);
-    const SequenceList list = {ids.data(), static_cast<int32_t>(ids.size())};
-    if (kind < 76 && ids.empty()) return Status::ok();
-    if (kind < 26) {
-      const int32_t tokens = input_->uniform(1, 180);
-      const Status s = twins_.prompt(list, tokens);
-      if (!s) return s;
-      grow(ids, tokens);
-      return scored_ ? score(list) : s;
-    }
-    if (kind < 36) {
-      const Status status = twins_.end_prompt(list);
-      for (Sequence& s : sequences_) {
-        s.live |= status && std::count(ids.begin(), ids.end(), s.id) > 0;
-      }
-      return status;
-    }
-    if (kind < 76) {
-      const int32_t tokens = input_->uniform(1, kMaxStepTokens);
-      const Status s = twins_.step(list, tokens);
-      if (s) grow(ids, tokens);
-      return s;
-    }
-    return one(kind);
-  }
-  Status score(SequenceList list) {
-    int32_t tokens = 0;
-    for (const Sequence& s : sequences_) {
-      const bool named = std::count(list.ids, list.ids + list.count, s.id) > 0;
-      if (named) tokens = std::max(tokens, s.tokens);
-    }
-    return twins_.score(list, input_->uniform(0, 1), tokens);
-  }
-  Status one(int32_t kind) {
-    const int32_t i = input_->uniform(0, static_cast<int32_t>(sequences_.size()) - 1);
-    Sequence& s = sequences_[i];
-    if (kind < 82) {
-      const int32_t tokens = input_->uniform(std::max(0, s.tokens - 100), s.tokens);
-      const Status status = twins_.truncate(s.id, tokens);
-      if (status) s.tokens = tokens;
-      return status;
-    }
-    if (kind < 88) {
-      const SequenceId id = s.id;
-      sequences_.erase(sequences_.begin() + i);
-      return twins_.release(id);
-    }
-    if (!s.live) return Status::ok();
-    Sequence copy = s;
-    const Status status = kind < 94 ? twins_.fork(s.id, &copy.id) : twins_.transfer(s.id, &copy.id);
-    if (status) sequences_.push_back(copy);
-    return status;
-  }
-
-  CodedTwins twins_;
-  RandomInput* input_;
-  bool relative_;
-  bool scored_;
-  std::vector<Sequence> sequences_;
 };
+
+void live(const KvStoreConfig& config, RandomInput* input, int32_t calls) {
+  TracedTwins twins(config, input);
+  TwinTrace<TracedTwins>(&twins, input).run(calls);
+}
 
 TEST(GpuCodedStore, KeepsTheSameBlocksAtAFixedRate) {
   for (int32_t i = 0; i < 6; ++i) {
@@ -156,8 +73,7 @@ TEST(GpuCodedStore, KeepsTheSameBlocksAtAFixedRate) {
     config.policy.alpha_high = i == 5 ? 0 : input.real(0.5f, 20);
     if (i == 4) config.coded.streams_per_lane = 1;
     if (i == 1) config.coded.max_length = 11;
-    Trace trace(config, &input);
-    trace.run(90);
+    live(config, &input, 90);
     if (::testing::Test::HasFatalFailure()) return;
   }
 }
@@ -190,8 +106,7 @@ TEST(GpuCodedStore, IsTheHostStoreByteForByte) {
       config.coded.key_relative = std::exp2(input.real(-10, 0));
       config.coded.value_relative = std::exp2(input.real(-8, 0));
     }
-    Trace trace(config, &input);
-    trace.run(60);
+    live(config, &input, 60);
     if (::testing::Test::HasFatalFailure()) return;
   }
 }
