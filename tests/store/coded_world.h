@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "allocator/invariants.h"
 #include "store/coded_host.h"
+#include "tests/store/coded_laws.h"
 #include "tests/store/random_input.h"
 
 namespace tierkv::testing {
@@ -19,9 +19,6 @@ KvStoreConfig small_coded_config(RandomInput* input);
 
 // Steps relative to prompts instead of given ones.
 void use_prompt_steps(KvStoreConfig* config, RandomInput* input);
-
-// The laws of store/CODED.md; "" or the one that is broken.
-std::string broken_law(const CodedView& s);
 
 // One component of one row.
 struct CodedRowModel {
