@@ -1,27 +1,20 @@
 """tierkv.Store with a ChannelConfig, on the host: attention beside NumPy's, transfers, what is refused."""
-import random
 import sys
 import unittest
 
 import numpy as np
+import store_case
+from store_case import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS, StoreTest, attention, tierkv
 
-sys.path.insert(0, sys.argv[1])
-import tierkv  # noqa: E402
-
-LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, TOKENS = 2, 4, 2, 64, 300
+TOKENS = 300
 
 
 def config(**changes):
-    fields = dict(num_layers=LAYERS, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_pages=200, max_sequences=4,
-                  max_tokens=400, policy=tierkv.TierPolicy(window_tokens=16), channel=tierkv.ChannelConfig())
-    return tierkv.StoreConfig(**{**fields, **changes})
+    return store_case.config(**{"num_pages": 200, "max_tokens": 400, "policy": tierkv.TierPolicy(window_tokens=16), "page_bytes": 0,
+                                "channel": tierkv.ChannelConfig(), **changes})
 
 
-class ChannelStore(unittest.TestCase):
-    def setUp(self):
-        self.seed = random.SystemRandom().randrange(2**32)
-        self.rng = np.random.default_rng(self.seed)
-
+class ChannelStore(StoreTest):
     def test_attention_is_that_of_numpy(self):
         # Channels of very different size, as keys have them: a scale per token would lose the small ones.
         size = 2.0 ** self.rng.uniform(-3, 3, HEAD_DIM)
@@ -38,9 +31,7 @@ class ChannelStore(unittest.TestCase):
                 store.end_prompt(id)
                 seen = store.attend(id, 1, q)
                 for h in range(Q_HEADS):
-                    logits = k[0, :, h // 2].astype(np.float64) @ q[0, h].astype(np.float64) / 8
-                    p = np.exp(logits - logits.max())
-                    want = p @ v[0, :, h // 2].astype(np.float64) / p.sum()
+                    want, _ = attention(k[0, :, h // 2], v[0, :, h // 2], q[0, h])
                     error = np.linalg.norm(seen.out[0, h] - want) / np.linalg.norm(want)
                     self.assertLess(error, limit, f"{channel}, seed {self.seed}")
                 self.assertGreater(store.stats().nominal_ratio, 1.5)
