@@ -1,5 +1,5 @@
 // Plays a trace of calls, read from stdin, on the C++ host store and writes what every call told
-// and gave to stdout; store_test.py plays the same trace through the Python package.
+// and gave to stdout; store_trace_test.py plays the same trace through the Python package.
 //
 // Numbers are little-endian. A call: int32 [operation, which, layer, n], then int32 bytes and as
 // many bytes of payload. `which` names the ids that calls have given, in their order; -1 is none of
