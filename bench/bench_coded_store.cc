@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "bench/coded_store_error.h"
-#include "datasets/dump.h"
+#include "bench/dump_layer.h"
 #include "store/coded_host.h"
 #include "tools/analysis/calibrate.h"
 
@@ -74,23 +74,6 @@ KvStoreConfig store_config(const Options& options, const datasets::DumpInfo& inf
   return c;
 }
 
-// [tokens, num_kv_heads, head_dim] of a layer.
-Status read_layer(const datasets::DumpReader& dump, int32_t sequence, int32_t layer, Component c,
-                  std::vector<uint8_t>* out) {
-  const CacheLayout& layout = dump.info().layout;
-  const int64_t row_bytes = int64_t{layout.head_dim} * dtype_bytes(layout.dtype);
-  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    datasets::RowData row;
-    if (Status s = dump.read_row(sequence, layer, h, c, &row); !s) return s;
-    out->resize(static_cast<size_t>(row.tokens * layout.num_kv_heads * row_bytes));
-    for (int64_t t = 0; t < row.tokens; ++t) {
-      std::memcpy(out->data() + (t * layout.num_kv_heads + h) * row_bytes,
-                  row.bytes.data() + t * row_bytes, static_cast<size_t>(row_bytes));
-    }
-  }
-  return Status::ok();
-}
-
 Status score_layer(const datasets::DumpReader& dump, int32_t sequence, int32_t layer, SequenceId id,
                    CodedHostStore* store) {
   std::vector<float> scores, row;
@@ -110,8 +93,8 @@ Status fill(const datasets::DumpReader& dump, const Options& options, CodedHostS
     if (Status s = store->begin_prompt({&*id, 1}, tokens); !s) return s;
     for (int32_t layer = 0; layer < info.layout.num_layers; ++layer) {
       std::vector<uint8_t> k, v;
-      if (Status s = read_layer(dump, i, layer, Component::kKey, &k); !s) return s;
-      if (Status s = read_layer(dump, i, layer, Component::kValue, &v); !s) return s;
+      if (Status s = bench::read_layer(dump, i, layer, Component::kKey, &k); !s) return s;
+      if (Status s = bench::read_layer(dump, i, layer, Component::kValue, &v); !s) return s;
       if (Status s = store->append({{&*id, 1}, layer, tokens, k.data(), v.data()}); !s) return s;
       if (options.alpha == 0) continue;
       if (Status s = score_layer(dump, i, layer, *id, store); !s) return s;

@@ -21,8 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "bench/dump_layer.h"
 #include "codec/parallel.h"
-#include "datasets/dump.h"
 #include "store/cold_format.h"
 #include "store/host_store.h"
 #include "store/sequence_bytes.h"
@@ -67,23 +67,6 @@ KvStoreConfig store_config(const datasets::DumpInfo& info) {
   return c;
 }
 
-// [tokens, num_kv_heads, head_dim] of a layer.
-Status read_layer(const datasets::DumpReader& dump, int32_t sequence, int32_t layer, Component c,
-                  Bytes* out) {
-  const CacheLayout& layout = dump.info().layout;
-  const int64_t row_bytes = int64_t{layout.head_dim} * dtype_bytes(layout.dtype);
-  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    datasets::RowData row;
-    if (Status s = dump.read_row(sequence, layer, h, c, &row); !s) return s;
-    out->resize(static_cast<size_t>(row.tokens * layout.num_kv_heads * row_bytes));
-    for (int64_t t = 0; t < row.tokens; ++t) {
-      std::memcpy(out->data() + (t * layout.num_kv_heads + h) * row_bytes,
-                  row.bytes.data() + t * row_bytes, static_cast<size_t>(row_bytes));
-    }
-  }
-  return Status::ok();
-}
-
 Result<SequenceId> fill(const datasets::DumpReader& dump, int32_t sequence, HostStore* store) {
   const CacheLayout& layout = dump.info().layout;
   const auto tokens = static_cast<int32_t>(dump.info().sequences[sequence].num_tokens);
@@ -93,8 +76,8 @@ Result<SequenceId> fill(const datasets::DumpReader& dump, int32_t sequence, Host
   if (Status s = store->begin_prompt(list, tokens); !s) return s;
   for (int32_t layer = 0; layer < layout.num_layers; ++layer) {
     Bytes k, v;
-    if (Status s = read_layer(dump, sequence, layer, Component::kKey, &k); !s) return s;
-    if (Status s = read_layer(dump, sequence, layer, Component::kValue, &v); !s) return s;
+    if (Status s = bench::read_layer(dump, sequence, layer, Component::kKey, &k); !s) return s;
+    if (Status s = bench::read_layer(dump, sequence, layer, Component::kValue, &v); !s) return s;
     if (Status s = store->append({list, layer, tokens, k.data(), v.data()}); !s) return s;
     std::vector<float> all, head;
     for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
