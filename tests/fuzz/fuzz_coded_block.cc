@@ -7,27 +7,16 @@
 
 #include "codec/coded_block.h"
 #include "codec/huffman.h"
+#include "tests/fuzz/fuzz_input.h"
 
 namespace {
 
 using namespace tierkv;
+using fuzz::Input;
 
 void require(bool condition) {
   if (!condition) std::abort();
 }
-
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
-  uint32_t byte() { return at_ < end_ ? *at_++ : 0; }
-  uint32_t u16() { return byte() | byte() << 8; }
-  bool empty() const { return at_ == end_; }
-  std::vector<uint8_t> rest() { return {at_, end_}; }
-
- private:
-  const uint8_t* at_;
-  const uint8_t* end_;
-};
 
 // Any complete code: the counts are bytes of the input, repeated.
 bool draw_codebook(Input* in, Codebook* c) {

@@ -20,26 +20,12 @@
 #include "datasets/dump.h"
 #include "datasets/hdf5_dataset.h"
 #include "datasets/zstd_filter.h"
+#include "tests/fuzz/fuzz_input.h"
 
 namespace tierkv::datasets {
 namespace {
 
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
-  // Zero when the input has ended: the choice that keeps the dump valid.
-  uint8_t byte() { return next_ < size_ ? data_[next_++] : 0; }
-  bool one_in(int n) { return byte() % n == static_cast<uint8_t>(n - 1); }
-  uint64_t word() {
-    uint64_t x = 0;
-    for (int i = 0; i < 8; ++i) x = x << 8 | byte();
-    return x;
-  }
-
- private:
-  const uint8_t* data_;
-  size_t size_, next_ = 0;
-};
+using fuzz::Input;
 
 // The valid value most of the time, else one that is close, extreme or anything.
 int64_t vary(Input& in, int64_t valid) {
