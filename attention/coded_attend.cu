@@ -4,6 +4,7 @@
 
 #include "attention/coded_kernel.cuh"
 #include "attention/launch.cuh"
+#include "attention/merge.h"
 #include "codec/coded_block.h"
 #include "codec/element.h"
 
@@ -68,7 +69,7 @@ __device__ ColumnSum column_sum(const RowPartials& partials, const float* states
 
 // Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
 // one. One part is for large calls: in few registers, so that their CTAs are resident all at once.
-template <int kDims, int kParts>
+template <int kDims, int kParts, bool kSinks>
 __global__ void __launch_bounds__(kDims* kParts, kParts == 1 ? kThreadsOfSm / kDims : 1)
     join_kernel(const __grid_constant__ CodedKernelParams params) {
   __shared__ float totals[kParts][kDims], products[kDims / 32];
@@ -85,6 +86,8 @@ __global__ void __launch_bounds__(kDims* kParts, kParts == 1 ? kThreadsOfSm / kD
   const bool centred = writes && mean_index >= 0 && mean_index < call.num_means;
   const int64_t mean = int64_t{mean_index} * call.head_dim + dim;
   const float value_mean = centred && call.values.means != nullptr ? call.values.means[mean] : 0.0f;
+  const float sink =
+      kSinks ? call.sinks[params.queries.head(row, params.first_column + column)] : -INFINITY;
   float product = 0.0f;  // of q and the mean of the keys
   if (centred && call.keys.means != nullptr) {
     product = half_to_float(static_cast<const uint16_t*>(call.q)[from]) * call.keys.means[mean];
@@ -110,18 +113,23 @@ __global__ void __launch_bounds__(kDims* kParts, kParts == 1 ? kThreadsOfSm / kD
   }
   totals[part][dim] = total;
   __syncthreads();
+  const auto lse_of_tokens = [&] {
+    product = 0.0f;
+    for (const float x : products) product += x;
+    return present ? kLn2 * (found.top + log2_fast(found.sum)) + call.sm_scale * product
+                   : -INFINITY;
+  };
+  MergedRow with_sink = {1.0f, 0.0f, -INFINITY};
+  if constexpr (kSinks) {
+    if (!found.corrupt) with_sink = merge_row(lse_of_tokens(), sink);
+  }
   if (writes) {
     for (int32_t i = 1; i < kParts; ++i) total += totals[i][dim];
-    const float x = present ? total / found.sum + value_mean : 0.0f;
+    const float x = present ? with_sink.a * (total / found.sum + value_mean) : 0.0f;
     static_cast<uint16_t*>(call.out)[place * call.head_dim + dim] = float_to_raw(call.dtype, x);
   }
   if (threadIdx.x != 0) return;
-  product = 0.0f;
-  for (const float x : products) product += x;
-  if (call.lse != nullptr) {
-    call.lse[place] =
-        present ? kLn2 * (found.top + log2_fast(found.sum)) + call.sm_scale * product : -INFINITY;
-  }
+  if (call.lse != nullptr) call.lse[place] = kSinks ? with_sink.lse : lse_of_tokens();
   if (column == 0) call.row_status[row] = found.corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
 }
 
@@ -130,16 +138,17 @@ struct JoinLaunch {
   void (*kernel)(CodedKernelParams);
   unsigned threads;
 };
+template <bool kSinks>
 JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
   const int32_t partials = grid.num_ctas * coded_warps(call.head_dim) / call.num_rows;
   constexpr int kDims = kSliceDims;
   if (call.head_dim > kDims) {
-    if (partials <= 8) return {join_kernel<2 * kDims, 1>, 2 * kDims};
-    return {join_kernel<2 * kDims, 4>, 8 * kDims};
+    if (partials <= 8) return {join_kernel<2 * kDims, 1, kSinks>, 2 * kDims};
+    return {join_kernel<2 * kDims, 4, kSinks>, 8 * kDims};
   }
-  if (partials <= 8) return {join_kernel<kDims, 1>, kDims};
-  if (partials <= 64) return {join_kernel<kDims, 4>, 4 * kDims};
-  return {join_kernel<kDims, 8>, 8 * kDims};
+  if (partials <= 8) return {join_kernel<kDims, 1, kSinks>, kDims};
+  if (partials <= 64) return {join_kernel<kDims, 4, kSinks>, 4 * kDims};
+  return {join_kernel<kDims, 8, kSinks>, 8 * kDims};
 }
 
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
@@ -215,7 +224,8 @@ Status launch_pass(CodedKernel kernel, CodedKernelParams params, int32_t first, 
     return s;
   }
   const dim3 joins(static_cast<unsigned>(call.num_rows), static_cast<unsigned>(call.columns));
-  const JoinLaunch join = join_launch(call, grid);
+  const JoinLaunch join =
+      call.sinks == nullptr ? join_launch<false>(call, grid) : join_launch<true>(call, grid);
   return launch_after_previous(join.kernel, joins, join.threads, 0, stream, params);
 }
 

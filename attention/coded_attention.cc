@@ -73,7 +73,7 @@ Status CodedAttention::validate() const {
   }
   if (columns < 1) return invalid("columns must be at least 1");
   if (q_len < 1 || q_len > kMaxQueryTokens) return invalid("q_len must be 1 to 8");
-  if (q_len > 1 && (num_kv_heads < 1 || num_rows % num_kv_heads != 0)) {
+  if ((q_len > 1 || sinks != nullptr) && (num_kv_heads < 1 || num_rows % num_kv_heads != 0)) {
     return invalid("num_kv_heads must divide num_rows");
   }
   if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {

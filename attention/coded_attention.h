@@ -79,8 +79,11 @@ struct CodedAttention {
   // Device, of dtype, [num_rows / num_kv_heads, q_len, num_kv_heads, columns, head_dim], 16-byte
   // aligned: with one query [num_rows, columns, head_dim].
   const void* q = nullptr;
-  void* out = nullptr;               // device, like q
-  float* lse = nullptr;              // device, like q without head_dim; may be null
+  void* out = nullptr;   // device, like q
+  float* lse = nullptr;  // device, like q without head_dim; may be null
+  // Device, [num_kv_heads * columns], learned sinks as in AttentionConfig's calls: logits that are
+  // part of the denominators and have no value; -infinity: none. Null: no head has one.
+  const float* sinks = nullptr;
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
   void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:
@@ -100,7 +103,8 @@ struct CodedAttention {
   // Queries of a sequence, those of its newest tokens: query j does not see the newest q_len - 1 -
   // j of them, which must be in the window of a row that has blocks; else it is kCorrupt.
   int32_t q_len = 1;
-  int32_t num_kv_heads = 1;       // neighbouring rows are those of a sequence; read where q_len > 1
+  // Neighbouring rows are those of a sequence; read where q_len > 1, and with sinks.
+  int32_t num_kv_heads = 1;
   DType dtype = DType::kFloat16;  // of q and out; or kBFloat16
   float sm_scale = 0;
   int32_t max_block_bytes = 0;  // of a coded block, of a slice where there are two; raw ones may be

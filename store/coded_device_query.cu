@@ -104,6 +104,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.q = request.q;
   call.out = request.out;
   call.lse = request.lse;
+  call.sinks = request.sinks;
   call.row_status = row_status_;
   call.workspace = coded_workspace_;
   call.num_rows = count * s.num_kv_heads;
@@ -125,9 +126,6 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
   if (Status s = validate_coded_request(request); !s) return s;
-  if (request.sinks != nullptr) {
-    return Status(StatusCode::kUnsupported, "sinks with a coded cache on a device");
-  }
   if (request.probabilities != nullptr) {
     return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
   }

@@ -142,8 +142,8 @@ struct AttendRequest {
   int32_t q_len = 1;
   // Learned sinks of the layer, [num_q_heads]: logits that are part of the softmaxes' denominators,
   // in lse and probabilities, too, and have no value; finite, or -infinity for none. Null: no head
-  // has one. kUnsupported with a basis that has means, and on a device with config().coded
-  // or channel; kNonFinite on the host.
+  // has one. kUnsupported with a basis that has means, and on a device with config().channel;
+  // kNonFinite on the host.
   const float* sinks = nullptr;
   // Also counts the queries, as update_scores() of their probabilities would, oldest first, instead
   // of those calls; those of tokens that are then truncated stay in the means (where drafts may be

@@ -9,18 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "tests/gpu/coded_attention_world.cuh"
+#include "tests/attention/coded_attention_world.h"
 #include "tests/gpu/device_array.cuh"
 
 namespace tierkv::test {
 namespace {
-
-struct Attended {
-  std::vector<uint16_t> out;
-  std::vector<float> lse;
-  std::vector<StatusCode> status;
-  CodedAttentionGrid grid;
-};
 
 Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<uint8_t> keys(w.bytes[0]), values(w.bytes[1]), window(w.window);
@@ -41,6 +34,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
   const size_t columns = static_cast<size_t>(w.shape.all_columns());
   const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
+  const DeviceArray<float> sinks(w.sinks);
   const DeviceArray<StatusCode> status(std::vector<StatusCode>(w.rows.size(), StatusCode::kIo));
   CodedAttention call;
   const auto component = [&](int32_t c) {
@@ -66,6 +60,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();
+  if (!w.sinks.empty()) call.sinks = sinks.get();
   call.row_status = status.get();
   call.num_rows = static_cast<int32_t>(w.rows.size());
   call.num_items = w.items;
@@ -89,86 +84,6 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   const Status s = attend_coded(call, *grid, nullptr);
   EXPECT_TRUE(s.is_ok()) << s.message();
   return {out.read(), lse.read(), status.read(), *grid};
-}
-
-// Compares with exact attention over the decoded values.
-//
-// Probabilities are rounded to fp16 after a value close to their maximum is taken off, and the sum
-// is that of the rounded ones: each weight is off by 2^-11 of itself (2^-24 of the largest where it
-// is subnormal), so an output by at most 2^-10 of the largest |y|, and by 2^-11 of itself when it
-// is stored. Codes of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values. A
-// score is a sum of at most 16 steps in fp32 of q times digits raised by 1024, where digits are
-// around 2^1: off by 16 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-10; that
-// the raised terms cancel at random leaves a fraction of it, of terms of 2 steps and more: a score
-// of zeros is such a sum, too. Likewise an output is a sum of digits below 32 less their base, off
-// by 2^-20 of 16 steps. bfloat16 queries are exact, such outputs are rounded to 8 bits.
-void compare(const World& w, const Attended& got) {
-  const int32_t dims = w.shape.head_dim, columns = w.shape.all_columns();
-  const DType dtype = w.shape.dtype;
-  const double rounding = dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
-  const double scale = 1 / std::sqrt(dims);
-  size_t token = 0;
-  for (size_t r = 0; r < w.rows.size(); ++r) {
-    const auto all = static_cast<size_t>(w.data[r].coded + w.data[r].window);
-    const float* keys = w.y[0].data() + token * dims;
-    const float* values = w.y[1].data() + token * dims;
-    token += all;
-    const bool corrupt = w.data[r].corrupt;
-    ASSERT_EQ(got.status[r], corrupt ? StatusCode::kCorrupt : StatusCode::kOk) << "row " << r;
-    double largest = 0;
-    for (size_t i = 0; i < all * dims; ++i)
-      largest = std::max(largest, std::abs(double(values[i])));
-    for (int32_t c = 0; c < columns; ++c) {
-      const size_t head = w.shape.place(r, c);
-      const auto hidden = static_cast<size_t>(w.shape.q_len - 1 - c / w.shape.columns);
-      const size_t n = all - std::min(all, hidden);
-      const auto q = [&](int32_t d) {
-        return double(raw_to_float(dtype, w.q[head * dims + static_cast<size_t>(d)]));
-      };
-      const auto mean = [&](int32_t component, int32_t d) {
-        if (!w.shape.means || w.data[r].mean < 0) return 0.0;
-        return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
-      };
-      std::vector<double> scores(n), out(dims, 0.0);
-      double top = -INFINITY, sum = 0, shift = 0, widest = 0, raised = 0;
-      for (int32_t d = 0; d < dims; ++d) {
-        shift += scale * q(d) * mean(0, d);
-        raised += scale * std::abs(q(d)) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
-      }
-      for (size_t i = 0; i < n; ++i) {
-        double terms = raised;
-        for (int32_t d = 0; d < dims; ++d) {
-          const double term = scale * q(d) * keys[i * dims + d];
-          scores[i] += term;
-          terms += std::abs(term);
-        }
-        widest = std::max(widest, terms);
-        top = std::max(top, scores[i]);
-      }
-      for (size_t i = 0; i < n; ++i) {
-        const double p = std::exp(scores[i] - top);
-        sum += p;
-        for (int32_t d = 0; d < dims; ++d) out[d] += p * values[i * dims + d];
-      }
-      const bool empty = n == 0 || corrupt;
-      const double score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-14) * widest;
-      if (empty) {
-        ASSERT_EQ(got.lse[head], -INFINITY) << "row " << r;
-      } else {
-        ASSERT_NEAR(got.lse[head], top + std::log(sum) + shift, 2e-3 + score_error) << "row " << r;
-      }
-      for (int32_t d = 0; d < dims; ++d) {
-        const double want = empty ? 0.0 : out[d] / sum + mean(1, d);
-        const double tolerance =
-            empty ? 0.0
-                  : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
-                        0x1p-16 * w.steps[1][static_cast<size_t>(w.data[r].step)] +
-                        rounding * std::abs(want) + 2 * largest * std::expm1(2 * score_error);
-        ASSERT_NEAR(raw_to_float(dtype, got.out[head * dims + d]), want, tolerance)
-            << "row " << r << " column " << c << " dim " << d;
-      }
-    }
-  }
 }
 
 class CodedAttentionTest : public ::testing::Test {
@@ -201,6 +116,7 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
         shape.streams = streams;
         shape.columns = columns;
         shape.means = source_.below(2) != 0;
+        shape.sinks = source_.below(2) != 0;
         if (columns == 7) shape.mode = BlockMode::kSingle;
         SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " streams " +
                      std::to_string(streams) + " columns " + std::to_string(columns));
@@ -223,6 +139,7 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
       shape.columns = 1 + source_.below(16);
       shape.streams = 1 + source_.below(2);
       shape.means = source_.below(2) != 0;
+      shape.sinks = source_.below(2) != 0;
       if (source_.below(4) == 0) shape.mode = BlockMode::kSingle;
       if (q_len == 1 || source_.below(2) != 0) shape.dtype = DType::kBFloat16;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " q_len " + std::to_string(q_len) +

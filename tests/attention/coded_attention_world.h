@@ -1,5 +1,5 @@
-// Rows of random coded and fixed-rate blocks and raw windows, as attend_coded() takes them, and
-// what they decode to.
+// Rows of random coded and fixed-rate blocks and raw windows, as attend_coded() takes them, what
+// they decode to, and exact attention to compare with.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -31,6 +31,7 @@ struct Shape {
   DType dtype = DType::kFloat16;
   FixedFormat fixed;   // any: every third whole block is at a fixed rate
   int32_t family = 1;  // codebooks of a component
+  bool sinks = false;
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.
@@ -38,6 +39,10 @@ struct Shape {
     const size_t heads = static_cast<size_t>(kv_heads), entry = row / heads;
     const size_t line = entry * static_cast<size_t>(q_len) + static_cast<size_t>(column / columns);
     return (line * heads + row % heads) * static_cast<size_t>(columns) +
+           static_cast<size_t>(column % columns);
+  }
+  size_t head(size_t row, int32_t column) const {
+    return row % static_cast<size_t>(kv_heads) * static_cast<size_t>(columns) +
            static_cast<size_t>(column % columns);
   }
 };
@@ -60,6 +65,7 @@ struct World {
   std::vector<int32_t> window_pages;
   std::vector<float> y[2];  // [tokens of all rows, head_dim]: blocks as decoded, then window
   std::vector<uint16_t> q;
+  std::vector<float> sinks;  // [kv_heads * columns]; empty: none
   int32_t items = 0, max_block_bytes = 16;
 };
 
@@ -213,7 +219,108 @@ inline World make_world(CodeSource* source, const Shape& shape, const std::vecto
     }
   }
   shuffle_window(&w, source);
+  for (int32_t h = 0; shape.sinks && h < shape.kv_heads * shape.columns; ++h) {
+    const bool none = source->below(6) == 0;
+    w.sinks.push_back(none ? -INFINITY : static_cast<float>(12 * source->uniform() - 3));
+  }
   return w;
+}
+
+struct Attended {
+  std::vector<uint16_t> out;
+  std::vector<float> lse;
+  std::vector<StatusCode> status;
+  CodedAttentionGrid grid;
+};
+
+// Compares with exact attention over the decoded values.
+//
+// Probabilities are rounded to fp16 after a value close to their maximum is taken off, and the sum
+// is that of the rounded ones: each weight is off by 2^-11 of itself (2^-24 of the largest where it
+// is subnormal), so an output by at most 2^-10 of the largest |y|, and by 2^-11 of itself when it
+// is stored. Codes of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values. A
+// score is a sum of at most 16 steps in fp32 of q times digits raised by 1024, where digits are
+// around 2^1: off by 16 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-10; that
+// the raised terms cancel at random leaves a fraction of it, of terms of 2 steps and more: a score
+// of zeros is such a sum, too. Likewise an output is a sum of digits below 32 less their base, off
+// by 2^-20 of 16 steps. What a sink leaves of an output is off by what the sum of the rounded
+// probabilities is off by: 2^-11 of the output. bfloat16 queries are exact, such outputs are
+// rounded to 8 bits.
+inline void compare(const World& w, const Attended& got) {
+  const int32_t dims = w.shape.head_dim, columns = w.shape.all_columns();
+  const DType dtype = w.shape.dtype;
+  const double rounding = dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+  const double scale = 1 / std::sqrt(dims);
+  size_t token = 0;
+  for (size_t r = 0; r < w.rows.size(); ++r) {
+    const auto all = static_cast<size_t>(w.data[r].coded + w.data[r].window);
+    const float* keys = w.y[0].data() + token * dims;
+    const float* values = w.y[1].data() + token * dims;
+    token += all;
+    const bool corrupt = w.data[r].corrupt;
+    ASSERT_EQ(got.status[r], corrupt ? StatusCode::kCorrupt : StatusCode::kOk) << "row " << r;
+    double largest = 0;
+    for (size_t i = 0; i < all * dims; ++i)
+      largest = std::max(largest, std::abs(double(values[i])));
+    for (int32_t c = 0; c < columns; ++c) {
+      const size_t head = w.shape.place(r, c);
+      const auto hidden = static_cast<size_t>(w.shape.q_len - 1 - c / w.shape.columns);
+      const size_t n = all - std::min(all, hidden);
+      const auto q = [&](int32_t d) {
+        return double(raw_to_float(dtype, w.q[head * dims + static_cast<size_t>(d)]));
+      };
+      const auto mean = [&](int32_t component, int32_t d) {
+        if (!w.shape.means || w.data[r].mean < 0) return 0.0;
+        return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
+      };
+      std::vector<double> scores(n), out(dims, 0.0);
+      double top = -INFINITY, sum = 0, shift = 0, widest = 0, raised = 0;
+      for (int32_t d = 0; d < dims; ++d) {
+        shift += scale * q(d) * mean(0, d);
+        raised += scale * std::abs(q(d)) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
+      }
+      for (size_t i = 0; i < n; ++i) {
+        double terms = raised;
+        for (int32_t d = 0; d < dims; ++d) {
+          const double term = scale * q(d) * keys[i * dims + d];
+          scores[i] += term;
+          terms += std::abs(term);
+        }
+        widest = std::max(widest, terms);
+        top = std::max(top, scores[i]);
+      }
+      for (size_t i = 0; i < n; ++i) {
+        const double p = std::exp(scores[i] - top);
+        sum += p;
+        for (int32_t d = 0; d < dims; ++d) out[d] += p * values[i * dims + d];
+      }
+      const bool empty = n == 0 || corrupt;
+      // A sink is part of the denominator alone; means belong to all tokens.
+      const double lse = n == 0 ? -INFINITY : top + std::log(sum) + shift;
+      const double sink = w.sinks.empty() ? -INFINITY : w.sinks[w.shape.head(r, c)];
+      const double most = std::max(lse, sink);
+      const double whole =
+          std::isinf(most) ? most : most + std::log(std::exp(lse - most) + std::exp(sink - most));
+      const double kept = n == 0 ? 0.0 : std::exp(lse - whole);
+      const double score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-14) * widest;
+      if (corrupt || std::isinf(whole)) {
+        ASSERT_EQ(got.lse[head], -INFINITY) << "row " << r;
+      } else {
+        ASSERT_NEAR(got.lse[head], whole, 2e-3 + score_error) << "row " << r;
+      }
+      for (int32_t d = 0; d < dims; ++d) {
+        const double want = empty ? 0.0 : kept * (out[d] / sum + mean(1, d));
+        const double tolerance =
+            empty ? 0.0
+                  : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
+                        0x1p-16 * w.steps[1][static_cast<size_t>(w.data[r].step)] +
+                        (rounding + (w.sinks.empty() ? 0 : 0x1p-11)) * std::abs(want) +
+                        2 * largest * std::expm1(2 * score_error);
+        ASSERT_NEAR(raw_to_float(dtype, got.out[head * dims + d]), want, tolerance)
+            << "row " << r << " column " << c << " dim " << d;
+      }
+    }
+  }
 }
 
 }  // namespace tierkv::test
