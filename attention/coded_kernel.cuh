@@ -47,15 +47,13 @@ struct TableFill {
     constexpr uint32_t kCopies = 1u << kCopiesLog;
     const uint32_t to = address + 4 * kCopies * i;
     if constexpr (kCopies == 1) {
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x));
+      store_shared(to, x);
     } else {
       // Eight lanes write at a time: each begins at another copy, so that they fill all banks.
       const uint32_t turn = threadIdx.x * kCopies / 32;
 #pragma unroll
       for (uint32_t i4 = 0; i4 < kCopies / 4; ++i4) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         to + 16 * ((i4 + turn) % (kCopies / 4))),
-                     "r"(x));
+        store_shared_16(to + 16 * ((i4 + turn) % (kCopies / 4)), uint4{x, x, x, x});
       }
     }
   }

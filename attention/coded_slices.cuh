@@ -9,12 +9,6 @@
 
 namespace tierkv {
 
-__device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
-}
-
 struct BlockSlices {
   const uint8_t* bytes;  // of the block, in memory
   uint32_t units;        // of all slices; 0 where the reference is wrong

@@ -11,14 +11,6 @@ namespace tierkv {
 
 inline constexpr int32_t kItemTiles = kBlockTokens / kTileTokens;
 
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address));
-  return x;
-}
-
 // A coded block in its slot. Its sizes agree with each other and with the slot where `coded`; else
 // it may be a raw one.
 struct OpenBlock {

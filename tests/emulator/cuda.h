@@ -19,6 +19,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define threadIdx (emulator::cta().thread_index())
 #define blockIdx (emulator::cta().block_index())
+#define blockDim (emulator::cta().block_size())
+#define gridDim (emulator::cta().grid())
 
 struct float2 {
   float x, y;
@@ -146,6 +148,18 @@ inline uint32_t atomicOr(uint32_t* p, uint32_t x) {
 }
 inline int32_t __popc(uint32_t x) {
   return __builtin_popcount(x);
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31u));
+}
+// Four of the eight bytes of b, a; without signs.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t x = 0;
+  for (int32_t i = 0; i < 4; ++i) {
+    x |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7u) & 0xffu) << 8 * i;
+  }
+  return x;
 }
 inline uint32_t __brev(uint32_t x) {
   uint32_t reversed = 0;

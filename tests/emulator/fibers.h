@@ -37,9 +37,12 @@ struct Warp {
 
 class Cta {
  public:
-  // Runs `thread` once per thread, to the end.
-  void run(int32_t block, int32_t threads, const std::function<void()>& thread) {
+  // Runs `thread` once per thread, to the end. blocks: of the whole grid.
+  void run(int32_t block, int32_t threads, const std::function<void()>& thread,
+           int32_t blocks = 1) {
     block_.x = block;
+    block_size_.x = threads;
+    grid_.x = blocks;
     barrier_ = {threads};
     warps_.assign(threads / kLanes, Warp{});
     thread_ = &thread;
@@ -59,6 +62,8 @@ class Cta {
 
   const Index& thread_index() const { return index_; }
   const Index& block_index() const { return block_; }
+  const Index& block_size() const { return block_size_; }
+  const Index& grid() const { return grid_; }
   int32_t lane() const { return index_.x % kLanes; }
   Warp& warp() { return warps_[index_.x / kLanes]; }
   void yield() { swapcontext(&fibers_[index_.x]->context, &scheduler_); }
@@ -108,7 +113,7 @@ class Cta {
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Warp> warps_;
   Barrier barrier_;
-  Index index_, block_;
+  Index index_, block_, block_size_, grid_;
   const std::function<void()>* thread_ = nullptr;
 };
 

@@ -50,6 +50,11 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
   emulated_mma(d, a, b0, b1, emulated_bfloat);
 }
 
+inline void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  const uint32_t with_zeros[4] = {a[0], a[1], 0, 0};
+  mma_m16n8k16(d, with_zeros, b, 0);
+}
+
 inline uint32_t transpose_8x8(uint32_t x) {
   emulator::Cta& cta = emulator::cta();
   const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
@@ -83,6 +88,48 @@ inline float2 unpack_bfloats(uint32_t x) {
 }
 inline uint32_t multiply_halves(uint32_t x, float factor) {
   return pack_halves(emulated_half(x, 0) * factor, emulated_half(x, 1) * factor);
+}
+
+inline constexpr uint32_t kOneHalves = 0x3c003c00u;
+inline uint32_t equal_halves(uint32_t x, uint32_t y) {
+  uint32_t z = 0;
+  for (int32_t i = 0; i < 2; ++i) {
+    if (emulated_half(x, i) == emulated_half(y, i)) z |= 0xffffu << 16 * i;
+  }
+  return z;
+}
+inline uint32_t add_halves(uint32_t x, uint32_t y) {
+  return pack_halves(emulated_half(x, 0) + emulated_half(y, 0),
+                     emulated_half(x, 1) + emulated_half(y, 1));
+}
+inline uint32_t saturate_halves(uint32_t x) {
+  const auto inside = [&](int32_t i) {
+    return std::fmin(std::fmax(emulated_half(x, i), -65504.0f), 65504.0f);
+  };
+  return pack_halves(inside(0), inside(1));
+}
+
+// Shared memory where kernels know it by addresses: they begin behind what the system keeps.
+struct EmulatedShared {
+  static constexpr uint32_t kStart = 1024;
+  uint8_t* base = nullptr;
+  uint32_t bytes = 0;
+
+  // Aborts outside of it.
+  uint8_t* at(uint32_t address, uint32_t count) const {
+    const bool inside = address >= kStart && address - kStart + count <= bytes;
+    if (inside && address % count == 0) return base + (address - kStart);
+    std::fprintf(stderr, "emulator: %u bytes at shared address %u\n", count, address);
+    std::abort();
+  }
+};
+inline EmulatedShared& emulated_shared() {
+  static EmulatedShared shared;
+  return shared;
+}
+inline uint32_t shared_address(const void* p) {
+  const auto* byte = static_cast<const uint8_t*>(p);
+  return EmulatedShared::kStart + static_cast<uint32_t>(byte - emulated_shared().base);
 }
 
 struct CopyPiece {
@@ -155,7 +202,30 @@ inline void copy_page(uint64_t* barrier, const CopyPiece& piece) {
   copy_pieces(barrier, {1, piece.bytes, {piece}});
 }
 
+inline uint64_t* barrier_at(uint32_t address) {
+  return reinterpret_cast<uint64_t*>(emulated_shared().at(address, 8));
+}
+inline void wait_barrier(uint32_t barrier, uint32_t parity) {
+  wait_barrier(barrier_at(barrier), parity);
+}
+inline void copy_of_lane(int32_t owner, uint32_t barrier, uint32_t to, const uint8_t* from,
+                         uint32_t bytes) {
+  if (emulator::cta().lane() != owner) return;
+  EmulatedBarrier& b = emulated_barriers().at(barrier_at(barrier));
+  if (b.armed || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) std::abort();
+  b.armed = true;
+  if (bytes == 0) return;
+  uint8_t* place = emulated_shared().at(to, 16);
+  emulated_shared().at(to + bytes - 16, 16);
+  std::memset(place, 0xff, bytes);
+  b.pieces.push_back({place, from, bytes});
+}
+
+inline void prefetch_bytes(const uint8_t*, uint32_t) {}
 inline void prefetch_pieces(const CopyPieces&) {}
+inline uint32_t fresh_lane() {
+  return static_cast<uint32_t>(emulator::cta().lane());
+}
 inline bool is_first_lane() {
   return emulator::cta().lane() == 0;
 }
