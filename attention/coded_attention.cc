@@ -93,12 +93,6 @@ Status CodedAttention::validate() const {
     if (bits != 0 && bits != 4 && bits != 8) return unsupported("fixed: 8 or 4 bits are needed");
   }
   if ((fixed.key_bits == 0) != (fixed.value_bits == 0)) return invalid("fixed");
-  if (fixed.any() && head_dim > kSliceDims) {
-    return unsupported("fixed-rate blocks of head_dim 256");
-  }
-  if (fixed.any() && num_tables() > 2) {
-    return unsupported("fixed-rate blocks with families of codebooks");
-  }
   if (fixed.any() && keys.codebook.mode != BlockMode::kPair) {
     return unsupported("fixed-rate blocks among codes that are not in pairs");
   }

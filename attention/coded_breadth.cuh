@@ -2,14 +2,18 @@
 // ones: copies of pairs from 128 channels on, in which most of the time goes into lookups.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/coded_kernel.cuh"
 
 namespace tierkv {
 
-template <int kDimBlocks, CodedBreadth kBreadth>
+// kFixed: of calls whose rows may have fixed-rate blocks, whose codes are in pairs.
+template <int kDimBlocks, CodedBreadth kBreadth, bool kFixed = false>
 struct BroadKernels {
   // Null: there is none for so many copies.
   static CodedKernel find(const CodedAttention& call, int32_t copies_log) {
+    if constexpr (kFixed) return of_mode<BlockMode::kPair>(call, copies_log);
     return call.keys.codebook.mode == BlockMode::kPair
                ? of_mode<BlockMode::kPair>(call, copies_log)
                : of_mode<BlockMode::kSingle>(call, copies_log);
@@ -28,9 +32,13 @@ struct BroadKernels {
   }
   template <BlockMode kMode, int kCopiesLog>
   static CodedKernel of_streams(int32_t streams) {
-    return streams == 1
-               ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, kBreadth>
-               : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kBreadth>;
+    return streams == 1 ? of_code<BlockCode<kMode, 1, kCopiesLog>>()
+                        : of_code<BlockCode<kMode, 2, kCopiesLog>>();
+  }
+  template <class Code>
+  static CodedKernel of_code() {
+    using Known = std::conditional_t<kFixed, WithFixedBlocks<Code>, Code>;
+    return coded_attention_kernel<kDimBlocks, Known, kBreadth>;
   }
 };
 

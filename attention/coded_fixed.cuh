@@ -2,8 +2,8 @@
 // pass them over where coded blocks are decoded, whose sums are in the unit of the step, and attend
 // to them afterwards, in the unit of values.
 //
-// Codes become fp16 values in registers, rounded as fixed_value() rounds them: so scores and
-// outputs are those of raw tokens of the window.
+// Codes become fp16 values in registers: so scores and outputs are those of raw tokens of the
+// window.
 #pragma once
 
 #include "attention/coded_state.cuh"
@@ -23,81 +23,145 @@ __device__ __forceinline__ bool is_fixed_header(const uint4& header) {
   return is_fixed_mode(static_cast<BlockMode>(header.x >> 8 & 15u));
 }
 
-// Values of a tile, as operands. bits: 8 or 4, of its codes.
-template <Component kComponent, int32_t kHeadDim>
+// Values of a tile of one slice, as operands: codes are made fp16 numbers of 1024 and more by their
+// bits alone, and of two such numbers three instructions make values. (The host's fixed_value() is
+// rounded to fp32 first: one in some thousand values differs by a unit of fp16.)
+template <Component kComponent, int32_t kDims, int32_t kBits>
 struct FixedTile {
   static constexpr bool kIsKey = kComponent == Component::kKey;
-  static constexpr int32_t kTokens = kIsKey ? 2 : 4;  // that a lane has values of
-  const uint8_t* codes;
-  int32_t bits;
-  // Keys: tokens g, g + 8. Values: tokens 2t, 2t + 8, 2t + 1, 2t + 9.
-  float scale[kTokens], zero_point[kTokens];
+  static constexpr int32_t kWords = TileLayout{kBits, kDims}.words_per_lane();
+  static constexpr int32_t kQuads = (kWords + 3) / 4;  // the last one may be half of one
+  static constexpr int32_t kFragments = 16 / kBits;    // dim blocks of a quad
+  static_assert(kWords % 4 == 0 || kWords % 4 == 2);
+  uint4 quad[kQuads];
+  // Of the pairs of each token half. Keys: tokens g, g + 8, twice. Values: tokens 2t (+ 8), 2t + 1
+  // (+ 9).
+  uint32_t scales[2], zero_points[2];
+  bool wide;     // a value may lie beyond the largest number; the same in all lanes
   uint32_t bad;  // not 0: a parameter is not finite
 
-  // block: shaped as `at`.
-  __device__ __forceinline__ void open(const uint8_t* block, const FixedBlockLayout& at,
+  // slice: shaped as `at`.
+  __device__ __forceinline__ void open(const uint8_t* slice, const FixedBlockLayout& at,
                                        int32_t tile) {
-    const uint32_t lane = fresh_lane();
-    codes = block + at.codes_byte(tile);
-    bits = at.tile.bits;
-    bad = 0;
-    const uint8_t* metadata = block + at.metadata_byte(tile);
-    uint32_t params[kTokens];
+    const auto lane = static_cast<int32_t>(fresh_lane());
+    const uint8_t* metadata = slice + at.metadata_byte(tile);
+    uint4 params;
     if constexpr (kIsKey) {
       const auto x = *reinterpret_cast<const uint2*>(metadata + lane / 4 * 8);
-      params[0] = x.x, params[1] = x.y;
+      params = {x.x, x.y, x.x, x.y};
     } else {
-      const auto x = *reinterpret_cast<const uint4*>(metadata + lane % 4 * 16);
-      params[0] = x.x, params[1] = x.y, params[2] = x.z, params[3] = x.w;
+      params = *reinterpret_cast<const uint4*>(metadata + lane % 4 * 16);
     }
+    const uint8_t* codes = slice + at.codes_byte(tile);
 #pragma unroll
-    for (int32_t i = 0; i < kTokens; ++i) {
-      bad |= static_cast<uint32_t>((params[i] & 0x7c00u) == 0x7c00u ||
-                                   (params[i] & 0x7c000000u) == 0x7c000000u);
-      const float2 x = unpack_halves(params[i]);
-      scale[i] = x.x, zero_point[i] = x.y;
+    for (int32_t i = 0; i < kQuads; ++i) {
+      const auto byte = static_cast<uint32_t>(lane_word_byte(kWords, 4 * i, lane));
+      if (4 * i + 4 <= kWords) {
+        quad[i] = *reinterpret_cast<const uint4*>(codes + byte);
+      } else {
+        const auto half = *reinterpret_cast<const uint2*>(codes + byte);
+        quad[i].x = half.x, quad[i].y = half.y;
+      }
     }
+    scales[0] = low_halves(params.x, params.z), scales[1] = low_halves(params.y, params.w);
+    zero_points[0] = high_halves(params.x, params.z);
+    zero_points[1] = high_halves(params.y, params.w);
+    bad = 0;
+    uint32_t widest = 0;
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      bad |= infinite_halves(scales[i]) | infinite_halves(zero_points[i]);
+      widest |= infinite_halves(fma_halves(scales[i], kMostCode, zero_points[i]));
+    }
+    wide = __any_sync(kFullWarp, widest != 0);
   }
 
   // Dim block f.
   __device__ __forceinline__ void fragment(int32_t f, uint32_t (&a)[4]) const {
-    const auto lane = static_cast<int32_t>(fresh_lane());
+    const uint4& x = quad[f / kFragments];
+    const int32_t i = f % kFragments;
     uint32_t word[2];  // of each token half
-    if (bits == 8) {
-      constexpr int32_t kWords = TileLayout{8, kHeadDim}.words_per_lane();
-      const auto x = *reinterpret_cast<const uint2*>(codes + lane_word_byte(kWords, 2 * f, lane));
-      word[0] = x.x, word[1] = x.y;
+    if constexpr (kBits == 8) {
+      word[0] = i == 0 ? x.x : x.z;
+      word[1] = i == 0 ? x.y : x.w;
     } else {
-      constexpr int32_t kWords = TileLayout{4, kHeadDim}.words_per_lane();
-      word[0] = *reinterpret_cast<const uint32_t*>(codes + lane_word_byte(kWords, f, lane));
+      word[0] = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
       word[1] = word[0] >> 8;
     }
-    const uint32_t mask = (1u << bits) - 1u;
 #pragma unroll
-    for (int32_t i = 0; i < 4; ++i) {
-      const int32_t token_half = kIsKey ? i % 2 : i / 2, dim_half = kIsKey ? i / 2 : i % 2;
-      const uint32_t pair = word[token_half] >> (dim_half * bits);
-      const int32_t second = kIsKey ? token_half : 2 + token_half;
-      // The product is exact, so one rounding is the same as two.
-      a[i] = saturate_halves(pack_halves(
-          fmaf(scale[token_half], static_cast<float>(pair & mask), zero_point[token_half]),
-          fmaf(scale[second], static_cast<float>(pair >> 16 & mask), zero_point[second])));
+    for (int32_t r = 0; r < 4; ++r) {
+      const int32_t token_half = kIsKey ? r % 2 : r / 2, dim_half = kIsKey ? r / 2 : r % 2;
+      a[r] = fma_halves(scales[token_half], code_halves(word[token_half], dim_half),
+                        zero_points[token_half]);
     }
+    if (!wide) return;
+#pragma unroll
+    for (int32_t r = 0; r < 4; ++r) a[r] = saturate_halves(a[r]);
+  }
+
+ private:
+  static constexpr uint32_t kMostCode = kBits == 8 ? 0x5bf85bf8u : 0x4b804b80u;  // 255, 15
+  static constexpr uint32_t k1024 = 0x64006400u;
+
+  // Not 0 where one of two numbers is not finite.
+  __device__ __forceinline__ static uint32_t infinite_halves(uint32_t x) {
+    return static_cast<uint32_t>((x & 0x7c00u) == 0x7c00u || (x & 0x7c000000u) == 0x7c000000u);
+  }
+  // Two codes of a word, as numbers.
+  __device__ __forceinline__ static uint32_t code_halves(uint32_t word, int32_t dim_half) {
+    constexpr uint32_t kMinus1024 = k1024 | 0x80008000u;
+    if constexpr (kBits == 8) {
+      const uint32_t raised = dim_half == 0 ? even_bytes_as(word, 0x64) : odd_bytes_as(word, 0x64);
+      return add_halves(raised, kMinus1024);
+    }
+    // In the upper place a code is raised as 16 times itself.
+    if (dim_half == 0) return add_halves((word & 0x000f000fu) | k1024, kMinus1024);
+    constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus64 = 0xd400d400u;
+    return fma_halves((word & 0x00f000f0u) | k1024, kSixteenth, kMinus64);
   }
 };
 
-// Whether the blocks of both components are what a fixed-rate block must be.
-template <int32_t kHeadDim>
-__device__ __forceinline__ bool agrees(const uint4& header, Component c, int32_t bits,
-                                       uint32_t units) {
+// Whether a slice of `units` is what a fixed-rate one must be. header: in memory.
+template <int32_t kDims>
+__device__ __forceinline__ bool agrees(const uint4& header, Component c, int32_t bits) {
   const uint32_t mode = static_cast<uint32_t>(bits == 4 ? kFixed4 : kFixed8);
-  const auto expected = static_cast<uint32_t>(fixed_block_units(bits, kHeadDim));
+  const auto expected =
+      static_cast<uint32_t>(fixed_block_layout(bits, kDims).bytes / kBlockAlignment);
   return header.x == (kCodedBlockVersion | mode << 8 | 1u << 12 | static_cast<uint32_t>(c) << 24) &&
-         header.y == (static_cast<uint32_t>(kBlockTokens) | kHeadDim << 8) && header.z == 0 &&
-         (header.w & 0xffffu) == expected && units == expected;
+         header.y == (static_cast<uint32_t>(kBlockTokens) | kDims << 8) && header.z == 0 &&
+         (header.w & 0xffffu) == expected;
 }
 __device__ __forceinline__ bool lies_inside(const CodedBlockRef& ref, int64_t size) {
   return ref.units > 0 && (int64_t{ref.offset} + ref.units) * kBlockAlignment <= size;
+}
+__device__ __forceinline__ uint4 header_at(const uint8_t* slice) {
+  return *reinterpret_cast<const uint4*>(slice);
+}
+
+// A head_dim of 256 is two slices, as of coded blocks.
+template <int32_t kHeadDim>
+struct FixedSlices {
+  static constexpr int32_t kCount = (kHeadDim + kSliceDims - 1) / kSliceDims;
+  static constexpr int32_t kDims = kHeadDim / kCount;
+};
+
+// A block that lies inside its component.
+template <int32_t kHeadDim>
+__device__ __forceinline__ bool all_agree(const uint8_t* block, const CodedBlockRef& ref,
+                                          Component c, int32_t bits) {
+  using Slices = FixedSlices<kHeadDim>;
+  const int32_t bytes = fixed_block_layout(bits, Slices::kDims).bytes;
+  if (int64_t{ref.units} * kBlockAlignment != int64_t{Slices::kCount} * bytes) return false;
+  bool valid = true;
+#pragma unroll
+  for (int32_t i = 0; i < Slices::kCount; ++i) {
+    valid &= agrees<Slices::kDims>(header_at(block + i * bytes), c, bits);
+  }
+  return valid;
+}
+
+__device__ __forceinline__ const uint8_t* block_of(const CodedComponent& c, int32_t block) {
+  return c.bytes + int64_t{c.blocks[block].offset} * kBlockAlignment;
 }
 
 // Whether block `block` of the directories is at a fixed rate. *bad: not 0 where it breaks a rule;
@@ -106,57 +170,82 @@ template <int32_t kHeadDim>
 __device__ __forceinline__ bool is_fixed(const CodedAttention& call, int32_t block, uint32_t* bad) {
   const CodedBlockRef k = call.keys.blocks[block], v = call.values.blocks[block];
   if (!lies_inside(k, call.keys.size) || !lies_inside(v, call.values.size)) return false;
-  const auto header_of = [](const uint8_t* bytes, const CodedBlockRef& ref) {
-    return *reinterpret_cast<const uint4*>(bytes + int64_t{ref.offset} * kBlockAlignment);
-  };
-  const uint4 key_header = header_of(call.keys.bytes, k);
-  if (!is_fixed_header(key_header)) return false;
-  const bool valid = agrees<kHeadDim>(key_header, Component::kKey, call.fixed.key_bits, k.units) &&
-                     agrees<kHeadDim>(header_of(call.values.bytes, v), Component::kValue,
-                                      call.fixed.value_bits, v.units);
+  const uint8_t *keys = block_of(call.keys, block), *values = block_of(call.values, block);
+  if (!is_fixed_header(header_at(keys))) return false;
+  const bool valid = all_agree<kHeadDim>(keys, k, Component::kKey, call.fixed.key_bits) &&
+                     all_agree<kHeadDim>(values, v, Component::kValue, call.fixed.value_bits);
   *bad |= static_cast<uint32_t>(!valid);
   return valid;
 }
 
-__device__ __forceinline__ const uint8_t* block_of(const CodedComponent& c, int32_t block) {
-  return c.bytes + int64_t{c.blocks[block].offset} * kBlockAlignment;
+// Scores of a block's keys.
+template <int32_t kBits, int kDimBlocks>
+__device__ __forceinline__ void score_fixed(const uint8_t* keys, CodedState<kDimBlocks>& state,
+                                            float (&s)[kItemTiles][4]) {
+  using Slices = FixedSlices<16 * kDimBlocks>;
+  constexpr FixedBlockLayout kAt = fixed_block_layout(kBits, Slices::kDims);
+  constexpr int kSliceBlocks = Slices::kDims / kDimBlock;
+#pragma unroll 1
+  for (int32_t o = 0; o < kItemTiles; ++o) {
+    float sum[4] = {};
+#pragma unroll
+    for (int32_t i = 0; i < Slices::kCount; ++i) {
+      FixedTile<Component::kKey, Slices::kDims, kBits> tile;
+      tile.open(keys + i * kAt.bytes, kAt, o);
+      state.bad |= tile.bad;
+#pragma unroll
+      for (int f = 0; f < kSliceBlocks; ++f) {
+        uint32_t a[4];
+        tile.fragment(f, a);
+        const uint32_t(&q)[2] = state.q[i * kSliceBlocks + f];
+        mma_m16n8k16(sum, a, q[0], q[1]);
+      }
+    }
+    push_tile(s, sum);
+  }
+}
+// Outputs of a block's values. Uses p up.
+template <int32_t kBits, int kDimBlocks>
+__device__ __forceinline__ void add_fixed(const uint8_t* values, CodedState<kDimBlocks>& state,
+                                          uint32_t (&p)[kItemTiles][2]) {
+  using Slices = FixedSlices<16 * kDimBlocks>;
+  constexpr FixedBlockLayout kAt = fixed_block_layout(kBits, Slices::kDims);
+  constexpr int kSliceBlocks = Slices::kDims / kDimBlock;
+#pragma unroll 1
+  for (int32_t o = 0; o < kItemTiles; ++o) {
+#pragma unroll
+    for (int32_t i = 0; i < Slices::kCount; ++i) {
+      FixedTile<Component::kValue, Slices::kDims, kBits> tile;
+      tile.open(values + i * kAt.bytes, kAt, o);
+      state.bad |= tile.bad;
+#pragma unroll
+      for (int f = 0; f < kSliceBlocks; ++f) {
+        uint32_t a[4];
+        tile.fragment(f, a);
+        mma_m16n8k16(state.out[i * kSliceBlocks + f], a, p[0][0], p[0][1]);
+      }
+    }
+    shift_tiles(p);
+  }
 }
 
 // One block; scale brings a score to log2 units.
 template <int kDimBlocks>
-__device__ __forceinline__ void attend_fixed_block(const CodedAttention& call, const uint8_t* keys,
+__device__ __forceinline__ void attend_fixed_block(const FixedFormat& format, const uint8_t* keys,
                                                    const uint8_t* values, float scale,
                                                    CodedState<kDimBlocks>& state) {
-  constexpr int32_t kHeadDim = 16 * kDimBlocks;
   float s[kItemTiles][4] = {};
   uint32_t p[kItemTiles][2];
-#pragma unroll 1
-  for (int32_t o = 0; o < kItemTiles; ++o) {
-    FixedTile<Component::kKey, kHeadDim> tile;
-    tile.open(keys, fixed_block_layout(call.fixed.key_bits, kHeadDim), o);
-    state.bad |= tile.bad;
-    float sum[4] = {};
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-      uint32_t a[4];
-      tile.fragment(f, a);
-      mma_m16n8k16(sum, a, state.q[f][0], state.q[f][1]);
-    }
-    push_tile(s, sum);
+  if (format.key_bits == 8) {
+    score_fixed<8>(keys, state, s);
+  } else {
+    score_fixed<4>(keys, state, s);
   }
   state.weigh(s, kBlockTokens, scale, p);
-#pragma unroll 1
-  for (int32_t o = 0; o < kItemTiles; ++o) {
-    FixedTile<Component::kValue, kHeadDim> tile;
-    tile.open(values, fixed_block_layout(call.fixed.value_bits, kHeadDim), o);
-    state.bad |= tile.bad;
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-      uint32_t a[4];
-      tile.fragment(f, a);
-      mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
-    }
-    shift_tiles(p);
+  if (format.value_bits == 8) {
+    add_fixed<8>(values, state, p);
+  } else {
+    add_fixed<4>(values, state, p);
   }
 }
 
@@ -173,10 +262,9 @@ __device__ __forceinline__ void attend_fixed_blocks(const CodedAttention& call, 
   constexpr int32_t kHeadDim = 16 * kDimBlocks;
   const auto prefetch = [&](int32_t block) {
     if (!is_first_lane()) return;
-    prefetch_bytes(block_of(call.keys, block),
-                   fixed_block_layout(call.fixed.key_bits, kHeadDim).bytes);
-    prefetch_bytes(block_of(call.values, block),
-                   fixed_block_layout(call.fixed.value_bits, kHeadDim).bytes);
+    for (const CodedComponent* c : {&call.keys, &call.values}) {
+      prefetch_bytes(block_of(*c, block), c->blocks[block].units * kBlockAlignment);
+    }
   };
 #pragma unroll 1
   for (int32_t begin = 0; begin < run.count; begin += kWarpLanes) {
@@ -189,8 +277,8 @@ __device__ __forceinline__ void attend_fixed_blocks(const CodedAttention& call, 
       const int32_t block = run.first + begin + lowest_bit(found);
       found &= found - 1;
       if (found != 0) prefetch(run.first + begin + lowest_bit(found));
-      attend_fixed_block(call, block_of(call.keys, block), block_of(call.values, block), scale,
-                         state);
+      attend_fixed_block(call.fixed, block_of(call.keys, block), block_of(call.values, block),
+                         scale, state);
     }
   }
 }

@@ -65,11 +65,13 @@ using CodedKernel = void (*)(CodedKernelParams);
 int32_t longest_word(const CodedAttention& call);
 // The kernel of a call; null: there is none for so many copies.
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call that is uniform, but not plain, of one that is not uniform, and of one with
-// fixed-rate blocks, plain or not; null: there is none for so many copies.
+// The kernel of a call that is uniform, but not plain, of one that is not uniform, of one with
+// fixed-rate blocks, plain or not, and of one of these that is not uniform; null: there is none for
+// so many copies.
 CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_slices_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_fixed_slices_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

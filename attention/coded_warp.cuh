@@ -216,6 +216,15 @@ struct CodedWarp {
     ring.pass();
   }
 
+  // Keys i, and the values behind them, which with one slot have not been asked for.
+  __device__ __forceinline__ void pass_over(int32_t i) {
+    if (ring.slots == 2) {
+      next_block(i);
+      ring.wait();
+    }
+    next_block(i + 1);
+  }
+
   // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
@@ -273,9 +282,7 @@ struct CodedWarp {
       if constexpr (Code::kFixed) {
         ring.wait();
         if (is_fixed_header(load_shared_16(ring.slot))) {  // attend_fixed_blocks() comes to it
-          next_block(i);
-          ring.wait();
-          next_block(i + 1);
+          pass_over(i);
           continue;
         }
       }

@@ -87,6 +87,21 @@ __device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t y) {
   return z;
 }
 
+// a * b + c, rounded once, of both halves.
+__device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Halves of two words: the low ones, the high ones.
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7632);
+}
+
 // Infinities become the largest numbers.
 __device__ __forceinline__ uint32_t saturate_halves(uint32_t x) {
   asm("min.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x7bff7bffu));
@@ -107,6 +122,14 @@ __device__ __forceinline__ int32_t highest_bit(uint32_t x) {
 // The bytes 1 and 3 of a word, each as the low byte of a half.
 __device__ __forceinline__ uint32_t odd_bytes(uint32_t x) {
   return __byte_perm(x, 0, 0x4341);
+}
+
+// Bytes 0 and 2, or 1 and 3, of a word as the low bytes of halves whose upper ones are `upper`.
+__device__ __forceinline__ uint32_t even_bytes_as(uint32_t x, uint32_t upper) {
+  return __byte_perm(x, upper, 0x4240);
+}
+__device__ __forceinline__ uint32_t odd_bytes_as(uint32_t x, uint32_t upper) {
+  return __byte_perm(x, upper, 0x4341);
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

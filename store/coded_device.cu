@@ -20,16 +20,10 @@ Status unsupported(std::string why) {
 
 // What the host can do and a device cannot.
 Status check_device_config(const KvStoreConfig& c) {
-  if (c.coded.fixed_blocks && c.layout.head_dim > kSliceDims) {
-    return unsupported("coded.fixed_blocks with head_dim 256 on a device");
-  }
   if (c.coded.codebooks != CodebookSource::kGiven) return Status::ok();
   const CodedBooks books = CodedBooks::of_config(c);
   const int32_t streams = books.of(0, Component::kKey).front().streams_per_lane;
   for (const Component part : {Component::kKey, Component::kValue}) {
-    if (c.coded.fixed_blocks && books.of(0, part).size() > 1) {
-      return unsupported("coded.fixed_blocks with several codebooks a component on a device");
-    }
     for (const Codebook& book : books.of(0, part)) {
       if (book.mode != BlockMode::kPair) {
         return unsupported("coded.given: only codes in pairs on a device");

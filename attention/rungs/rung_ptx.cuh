@@ -28,19 +28,4 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* row)
                : "memory");
 }
 
-// a * b + c, rounded once, of both halves.
-__device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
-// Halves of two words: the low ones, the high ones.
-__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
-  return __byte_perm(a, b, 0x5410);
-}
-__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
-  return __byte_perm(a, b, 0x7632);
-}
-
 }  // namespace tierkv

@@ -104,9 +104,13 @@ TEST(CodedAttentionCall, NamesWhatItRefuses) {
        "values.codebook"},
       {[](Call* c) { c->others[1][1].levels = 64; }, StatusCode::kUnsupported, "32 levels"},
       {[](Call* c) {
-         c->call.fixed = {8, 4};
+         c->call.fixed = {8, 2};
        },
-       StatusCode::kUnsupported, "families"},
+       StatusCode::kUnsupported, "fixed: 8 or 4 bits"},
+      {[](Call* c) {
+         c->call.fixed = {8, 0};
+       },
+       StatusCode::kInvalidArgument, "fixed"},
   };
   for (const auto& refused : kCases) {
     Call c;

@@ -16,7 +16,7 @@
 #include "codec/fixed_block.h"
 #include "tests/codec/code_source.h"
 
-namespace tierkv::test {
+namespace tierkv::test::coded {
 
 struct Shape {
   int32_t head_dim = 128;
@@ -323,4 +323,4 @@ inline void compare(const World& w, const Attended& got) {
   }
 }
 
-}  // namespace tierkv::test
+}  // namespace tierkv::test::coded

@@ -17,7 +17,7 @@ namespace tierkv {
 
 __align__(1024) uint8_t shared[228 << 10];
 
-namespace test {
+namespace test::coded {
 namespace {
 
 constexpr int32_t kCtas = 2;
@@ -262,9 +262,74 @@ TEST_F(EmulatedCodedAttention, FixedRateBlocksAmongCodedOnes) {
     shape.head_dim = widths % 2 == 0 ? 64 : 128;
     shape.fixed = {widths % 2 == 0 ? 8 : 4, widths / 2 == 0 ? 8 : 4};
     check(shape);
+    shape.head_dim = widths % 2 == 0 ? 256 : 64;
+    shape.family = 1 + source_.below(2) + (shape.head_dim == 64);
+    check(shape);
+  }
+}
+
+// The operands of a fixed-rate block, each by the warp that multiplies it.
+template <Component kComponent, int32_t kBits>
+std::vector<uint16_t> fixed_values(const uint8_t* block) {
+  constexpr int32_t kDims = 96;
+  std::vector<uint16_t> y(kBlockTokens * kDims, 0x7e00);
+  emulator::cta().run(0, 32, [&] {
+    for (int32_t o = 0; o < kItemTiles; ++o) {
+      FixedTile<kComponent, kDims, kBits> tile;
+      tile.open(block, fixed_block_layout(kBits, kDims), o);
+      EXPECT_EQ(tile.bad, 0u);
+      for (int32_t f = 0; f < kDims / kDimBlock; ++f) {
+        uint32_t a[4];
+        tile.fragment(f, a);
+        for (int32_t r = 0; r < 4; ++r) {
+          const PairPosition at = pair_position(kComponent, o, f, r, emulator::cta().lane());
+          const int32_t first = at.token * kDims + at.dim;
+          y[first] = static_cast<uint16_t>(a[r]);
+          y[first + (kComponent == Component::kKey ? 1 : kDims)] =
+              static_cast<uint16_t>(a[r] >> 16);
+        }
+      }
+    }
+  });
+  return y;
+}
+
+// The host's values, which are rounded twice, to the last unit; those beyond fp16, too.
+TEST_F(EmulatedCodedAttention, OperandsOfFixedRateBlocks) {
+  constexpr int32_t kDims = 96;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    for (const int32_t bits : {8, 4}) {
+      std::vector<uint16_t> y, want(kBlockTokens * kDims);
+      for (int32_t t = 0; t < kBlockTokens; ++t) {
+        // 34815 less its least code's zero point is rounded to a scale that leads beyond 65504.
+        const double most = t % 5 == 0 ? 65504 : std::exp2(30 * source_.uniform() - 14);
+        const double least = t % 10 == 0 ? -34815 : most * (2 * source_.uniform() - 1);
+        for (int32_t d = 0; d < kDims; ++d) {
+          const double share = d < 2 ? d : source_.uniform();
+          y.push_back(float_to_half(static_cast<float>(least + share * (most - least))));
+        }
+      }
+      std::vector<uint8_t> block;
+      encode_fixed_block(y.data(), kDims, c, bits, &block);
+      ASSERT_TRUE(decode_fixed_block(block.data(), static_cast<int64_t>(block.size()), kDims, c,
+                                     bits, want.data()));
+      const bool key = c == Component::kKey;
+      const std::vector<uint16_t> got =
+          key         ? bits == 8 ? fixed_values<Component::kKey, 8>(block.data())
+                                  : fixed_values<Component::kKey, 4>(block.data())
+                  : bits == 8 ? fixed_values<Component::kValue, 8>(block.data())
+                      : fixed_values<Component::kValue, 4>(block.data());
+      int32_t others = 0;
+      for (size_t i = 0; i < want.size(); ++i) {
+        const float x = half_to_float(want[i]);
+        others += got[i] != want[i];
+        ASSERT_NEAR(half_to_float(got[i]), x, std::fmax(0x1p-10f * std::fabs(x), 0x1p-24f)) << i;
+      }
+      EXPECT_LT(others, 20) << "of " << want.size();
+    }
   }
 }
 
 }  // namespace
-}  // namespace test
+}  // namespace test::coded
 }  // namespace tierkv

@@ -12,7 +12,7 @@
 #include "tests/attention/coded_attention_world.h"
 #include "tests/gpu/device_array.cuh"
 
-namespace tierkv::test {
+namespace tierkv::test::coded {
 namespace {
 
 Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
@@ -158,15 +158,16 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
 
 // Coded blocks, blocks at a fixed rate and raw tokens in a row, in every pair of widths.
 TEST_F(CodedAttentionTest, FixedRateBlocksAmongCodedOnes) {
-  for (int32_t head_dim : {64, 96, 128}) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
     for (int32_t widths = 0; widths < 4; ++widths) {
       Shape shape;
       shape.head_dim = head_dim;
+      if (widths % 2 == head_dim / 32 % 2) shape.family = 2;
       shape.fixed = {widths % 2 == 0 ? 8 : 4, widths / 2 == 0 ? 8 : 4};
       shape.columns = 1 + source_.below(12);
       shape.streams = 1 + source_.below(2);
       shape.means = source_.below(2) != 0;
-      shape.max_length = 9 + source_.below(4);
+      shape.max_length = 9 + source_.below(shape.family == 1 ? 4 : 3);
       if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
       if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " widths " + std::to_string(widths) +
@@ -261,10 +262,10 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
     shape.head_dim = round % 3 == 0 ? 64 : round % 3 == 1 ? 128 : 256;
     if (round % 4 == 0) shape.max_length = 12;
     if (round % 5 == 0) shape.mode = BlockMode::kSingle;
-    if (shape.mode == BlockMode::kPair && shape.head_dim != 256 && round % 2 == 0) {
+    if (shape.mode == BlockMode::kPair && round % 2 == 0) {
       shape.fixed = {8, round % 4 == 0 ? 4 : 8};
     }
-    if (round % 7 == 0 && !shape.fixed.any()) shape.family = 3;
+    if (round % 7 == 0) shape.family = 3;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);
     const size_t victim = static_cast<size_t>(source_.below(4));
@@ -313,4 +314,4 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
 }
 
 }  // namespace
-}  // namespace tierkv::test
+}  // namespace tierkv::test::coded

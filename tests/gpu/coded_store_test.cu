@@ -381,5 +381,74 @@ TEST(GpuCodedStore, RefusesByName) {
   EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
 }
 
+// Blocks of two slices and of families of codebooks among those at a fixed rate.
+TEST(GpuCodedStore, KeepsTheSameFixedRateBlocksInSlicesAndFamilies) {
+  for (int32_t i = 0; i < 4; ++i) {
+    RandomInput input;
+    KvStoreConfig config = coded_config(&input, i < 2 ? 256 : i == 2 ? 128 : 64);
+    config.coded.fixed_blocks = true;
+    config.coded.fixed_format = token_wise_tier(i % 2 == 0 ? 8 : 4, 4);
+    config.policy.sink_tokens = input.uniform(0, 80);
+    config.policy.alpha_high = input.real(0.5f, 20);
+    if (i > 0) give_family(&config, 1 + i);
+    Trace trace(config, &input);
+    trace.run(60);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+// What learned sinks take of a row, against the host's softmax, for several queries and without an
+// lse, too.
+TEST(GpuCodedStore, LearnedSinksAreThoseOfTheHost) {
+  RandomInput input;
+  const KvStoreConfig config = coded_config(&input, 128);
+  CodedTwins twins(config, &input);
+  SequenceId ids[2];
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  ASSERT_TRUE(twins.prompt({ids, 1}, 300));  // the other one has no tokens
+  ASSERT_TRUE(twins.end_prompt({ids, 1}));
+  const int32_t heads = config.layout.num_q_heads, dim = config.layout.head_dim;
+  for (const int32_t q_len : {1, 3}) {
+    const SequenceList list = {ids, q_len == 1 ? 2 : 1};
+    const size_t queries = static_cast<size_t>(list.count) * q_len * heads;
+    std::vector<uint16_t> q, out(queries * dim, 0x7e00);
+    std::vector<float> lse(queries, NAN), sinks;
+    for (size_t i = 0; i < out.size(); ++i) q.push_back(float_to_half(input.real(-2, 2)));
+    for (int32_t h = 0; h < heads; ++h) sinks.push_back(h == 1 ? -INFINITY : input.real(-2, 9));
+    AttendRequest request;
+    request.sequences = list;
+    request.q_len = q_len;
+    request.q = q.data();
+    request.out = out.data();
+    request.lse = lse.data();
+    request.sinks = sinks.data();
+    ASSERT_TRUE(twins.host().attend(request));
+    Buffer device_q, device_out, device_lse, device_sinks;
+    request.q = device_q.put(q);
+    request.sinks = device_sinks.put(sinks);
+    for (const bool asks : {true, false}) {
+      request.out = device_out.put(std::vector<uint16_t>(out.size(), 0x7e00));
+      request.lse = asks ? device_lse.put(std::vector<float>(queries, NAN)) : nullptr;
+      ASSERT_TRUE(twins.device().attend(request));
+      ASSERT_TRUE(twins.device().take_status());
+      const auto got = device_out.read<uint16_t>(out.size());
+      // What is left of an output is off by what its sum is off by: 2^-11 of it.
+      const double tolerance = twins.value_tolerance() * 7 / 6;
+      for (size_t i = 0; i < out.size(); ++i) {
+        ASSERT_NEAR(half_to_float(got[i]), half_to_float(out[i]), tolerance) << i;
+      }
+      if (!asks) continue;
+      const auto got_lse = device_lse.read<float>(queries);
+      for (size_t i = 0; i < queries; ++i) {
+        if (std::isinf(lse[i])) {
+          ASSERT_EQ(got_lse[i], lse[i]) << i;
+        } else {
+          ASSERT_NEAR(got_lse[i], lse[i], 2e-3 + 2 * twins.score_tolerance()) << i;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tierkv::testing

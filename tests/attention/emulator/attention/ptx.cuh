@@ -102,6 +102,26 @@ inline uint32_t add_halves(uint32_t x, uint32_t y) {
   return pack_halves(emulated_half(x, 0) + emulated_half(y, 0),
                      emulated_half(x, 1) + emulated_half(y, 1));
 }
+inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+  float d[2];
+  for (int32_t i = 0; i < 2; ++i) {
+    d[i] = std::fma(emulated_half(a, i), emulated_half(b, i), emulated_half(c, i));
+  }
+  return pack_halves(d[0], d[1]);
+}
+inline uint32_t low_halves(uint32_t a, uint32_t b) {
+  return (a & 0xffffu) | b << 16;
+}
+inline uint32_t high_halves(uint32_t a, uint32_t b) {
+  return a >> 16 | (b & 0xffff0000u);
+}
+
+inline uint32_t even_bytes_as(uint32_t x, uint32_t upper) {
+  return __byte_perm(x, upper, 0x4240);
+}
+inline uint32_t odd_bytes_as(uint32_t x, uint32_t upper) {
+  return __byte_perm(x, upper, 0x4341);
+}
 inline uint32_t saturate_halves(uint32_t x) {
   const auto inside = [&](int32_t i) {
     return std::fmin(std::fmax(emulated_half(x, i), -65504.0f), 65504.0f);

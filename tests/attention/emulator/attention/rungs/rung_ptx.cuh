@@ -51,18 +51,4 @@ inline void load_matrices(uint32_t (&x)[4], const void* row) {
                });
 }
 
-inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
-  float d[2];
-  for (int32_t i = 0; i < 2; ++i) {
-    d[i] = std::fma(emulated_half(a, i), emulated_half(b, i), emulated_half(c, i));
-  }
-  return pack_halves(d[0], d[1]);
-}
-inline uint32_t low_halves(uint32_t a, uint32_t b) {
-  return (a & 0xffffu) | b << 16;
-}
-inline uint32_t high_halves(uint32_t a, uint32_t b) {
-  return a >> 16 | (b & 0xffff0000u);
-}
-
 }  // namespace tierkv
