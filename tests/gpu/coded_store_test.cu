@@ -391,8 +391,7 @@ TEST(GpuCodedStore, KeepsTheSameFixedRateBlocksInSlicesAndFamilies) {
     config.policy.sink_tokens = input.uniform(0, 80);
     config.policy.alpha_high = input.real(0.5f, 20);
     if (i > 0) give_family(&config, 1 + i);
-    Trace trace(config, &input);
-    trace.run(60);
+    live(config, &input, 60);
     if (::testing::Test::HasFatalFailure()) return;
   }
 }
