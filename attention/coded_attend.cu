@@ -210,13 +210,10 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   return params;
 }
 
-// Both kernels, for the columns from `first` on.
-Status launch_pass(CodedKernel kernel, CodedKernelParams params, int32_t first, GpuStream stream) {
-  CodedAttention& call = params.call;
+// Both kernels of a pass.
+Status launch_pass(CodedKernel kernel, const CodedKernelParams& params, GpuStream stream) {
+  const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
-  params.first_column = first;
-  call.columns = std::min(params.row_columns - first, kCodedColumns);
-  call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
   if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas),
                                        static_cast<unsigned>(coded_warps(call.head_dim) * 32),
                                        static_cast<size_t>(grid.shared_bytes), stream, params);
@@ -227,6 +224,42 @@ Status launch_pass(CodedKernel kernel, CodedKernelParams params, int32_t first, 
   const JoinLaunch join =
       call.sinks == nullptr ? join_launch<false>(call, grid) : join_launch<true>(call, grid);
   return launch_after_previous(join.kernel, joins, join.threads, 0, stream, params);
+}
+
+// The columns of the pass from `first` on.
+CodedKernelParams pass_params(CodedKernelParams params, int32_t first) {
+  CodedAttention& call = params.call;
+  params.first_column = first;
+  call.columns = std::min(params.row_columns - first, kCodedColumns);
+  call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
+  return params;
+}
+
+Status allow_shared(CodedKernel kernel, const CodedAttentionGrid& grid) {
+  return cuda_status(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes),
+      "shared memory");
+}
+
+// The probabilities of a call that has been attended to.
+Status launch_probabilities(const CodedAttention& call, const ConvertedQueries& queries,
+                            GpuStream stream) {
+  const Result<CodedAttentionGrid> grid = coded_probability_grid(call);
+  if (!grid) return grid.status();
+  const CodedKernel kernel = find_probability_kernel(call);
+  if (Status s = allow_shared(kernel, *grid); !s) return s;
+  if (Status s = clear_probabilities(call, stream); !s) return s;
+  const CodedKernelParams params = kernel_params(call, *grid, queries);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid->num_ctas),
+                                         static_cast<unsigned>(coded_warps(call.head_dim) * 32),
+                                         static_cast<size_t>(grid->shared_bytes), stream,
+                                         pass_params(params, first));
+        !s) {
+      return s;
+    }
+  }
+  return Status::ok();
 }
 
 // Byte offsets: partials, then what ConvertedQueries has.
@@ -276,13 +309,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
       grid.num_ctas < 1 || warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }
-  if (Status s =
-          cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           grid.shared_bytes),
-                      "shared memory");
-      !s) {
-    return s;
-  }
+  if (Status s = allow_shared(kernel, grid); !s) return s;
   ConvertedQueries queries;
   if (needs_conversion(call)) {
     const CodedWorkspace at = coded_workspace(call, grid);
@@ -293,9 +320,9 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   }
   const CodedKernelParams params = kernel_params(call, grid, queries);
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    if (Status s = launch_pass(kernel, params, first, stream); !s) return s;
+    if (Status s = launch_pass(kernel, pass_params(params, first), stream); !s) return s;
   }
-  return Status::ok();
+  return call.probabilities == nullptr ? Status::ok() : launch_probabilities(call, queries, stream);
 }
 
 }  // namespace tierkv

@@ -105,6 +105,9 @@ Status CodedAttention::validate_arrays() const {
       workspace == nullptr) {
     return invalid("rows, q, out, row_status and workspace are needed");
   }
+  if (probabilities != nullptr && (lse == nullptr || probability_stride < 0)) {
+    return invalid("probabilities need lse and a stride");
+  }
   if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
       (num_window_pages > 0 && window_pages == nullptr)) {
     return invalid("window");

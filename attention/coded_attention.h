@@ -85,7 +85,13 @@ struct CodedAttention {
   // part of the denominators and have no value; -infinity: none. Null: no head has one.
   const float* sinks = nullptr;
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
-  void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
+  // Device, out: [q_len, num_rows, probability_stride], by a token's place in its row: the largest
+  // probability that a column of the query gave it, 0 where the query does not see it and in
+  // corrupt rows; a pass over the keys alone for each pass of attention. Needs the lse. Null: not
+  // asked for.
+  float* probabilities = nullptr;
+  int64_t probability_stride = 0;  // tokens beyond it are left out
+  void* workspace = nullptr;       // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:
   // num_items.
   const int32_t* item_count = nullptr;
@@ -148,7 +154,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
 // Two kernels a pass, before them one that converts queries where they are several or not in
-// fp16; no synchronisation; can be captured.
+// fp16, after them those that find probabilities; no synchronisation; can be captured.
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
 
 }  // namespace tierkv

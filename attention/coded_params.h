@@ -72,6 +72,11 @@ CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_slices_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
 CodedKernel find_fixed_slices_kernel(const CodedAttention& call, int32_t copies_log);
+// Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
+// first.
+Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);
+CodedKernel find_probability_kernel(const CodedAttention& call);
+Status clear_probabilities(const CodedAttention& call, GpuStream stream);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

@@ -316,6 +316,24 @@ struct CodedWarp {
     }
   }
 
+  // Scores of the first `tokens` tokens of a page.
+  __device__ __forceinline__ void score_window(const uint8_t* keys, int32_t tokens,
+                                               float (&s)[kItemTiles][4]) {
+#pragma unroll 1
+    for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
+      if (16 * o < tokens) {
+#pragma unroll
+        for (int f = 0; f < kDimBlocks; ++f) {
+          uint32_t a[4];
+          window_fragment(keys + o * kTileBytes, f, a);
+          mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
+        }
+      }
+      push_tile(s, tile);
+    }
+  }
+
   // Items of the window, whose values are their own unit.
   __device__ __forceinline__ void attend_window(float scale, const CodedRow& row, int32_t first,
                                                 int32_t count) {
@@ -332,19 +350,7 @@ struct CodedWarp {
       const uint8_t* values = keys + kItemTiles * kTileBytes;
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-#pragma unroll 1
-      for (int o = 0; o < kItemTiles; ++o) {
-        float tile[4] = {};
-        if (16 * o < tokens) {
-#pragma unroll
-          for (int f = 0; f < kDimBlocks; ++f) {
-            uint32_t a[4];
-            window_fragment(keys + o * kTileBytes, f, a);
-            mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
-          }
-        }
-        push_tile(s, tile);
-      }
+      score_window(keys, tokens, s);
       if constexpr (!kIsPlain) sight.hide(i * kBlockTokens, s);
       state.template weigh<!kIsPlain>(s, tokens, scale, p);
 #pragma unroll 1

@@ -42,6 +42,8 @@ Status CodedDeviceStore::allocate_attention() {
   if (Status s = take(rows, &rows_); !s) return s;
   if (Status s = take(1, &item_count_); !s) return s;
   if (Status s = take(rows, &row_status_); !s) return s;
+  const size_t queries = static_cast<size_t>(c.max_sequences) * kMaxQueryTokens;
+  if (Status s = take(queries * c.layout.num_q_heads, &lse_); !s) return s;
   coded_workspace_ = workspace;
   return Status::ok();
 }
@@ -105,6 +107,11 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.out = request.out;
   call.lse = request.lse;
   call.sinks = request.sinks;
+  if (request.probabilities != nullptr) {
+    if (call.lse == nullptr) call.lse = lse_;
+    call.probabilities = request.probabilities;
+    call.probability_stride = request.stride;
+  }
   call.row_status = row_status_;
   call.workspace = coded_workspace_;
   call.num_rows = count * s.num_kv_heads;
@@ -126,9 +133,6 @@ Status CodedDeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
   if (Status s = validate_coded_request(request); !s) return s;
-  if (request.probabilities != nullptr) {
-    return Status(StatusCode::kUnsupported, "probabilities of a coded cache on a device");
-  }
   if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
   return attend_coded_rows(request, *slots);
 }

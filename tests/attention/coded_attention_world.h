@@ -31,7 +31,7 @@ struct Shape {
   DType dtype = DType::kFloat16;
   FixedFormat fixed;   // any: every third whole block is at a fixed rate
   int32_t family = 1;  // codebooks of a component
-  bool sinks = false;
+  bool sinks = false, probabilities = false;
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.
@@ -231,7 +231,67 @@ struct Attended {
   std::vector<float> lse;
   std::vector<StatusCode> status;
   CodedAttentionGrid grid;
+  std::vector<float> probabilities;  // [q_len, rows, stride]; empty: not asked for
+  int64_t stride = 0;
 };
+
+// What a column of a row amounts to.
+struct ExactColumn {
+  std::vector<double> p;    // of the tokens it sees
+  std::vector<double> out;  // [head_dim]
+  double lse = -INFINITY;
+  double score_error = 0;  // of a score, in what is compared
+  double largest = 0;      // |value|, without means
+};
+// first_token: of the row, in World::y.
+inline ExactColumn exact_column(const World& w, size_t r, size_t first_token, int32_t c) {
+  const auto dims = static_cast<size_t>(w.shape.head_dim);
+  const double scale = 1 / std::sqrt(w.shape.head_dim);
+  const auto all = static_cast<size_t>(w.data[r].coded + w.data[r].window);
+  const auto hidden = static_cast<size_t>(w.shape.q_len - 1 - c / w.shape.columns);
+  const size_t n = all - std::min(all, hidden);
+  const float *keys = w.y[0].data() + first_token * dims,
+              *values = w.y[1].data() + first_token * dims;
+  ExactColumn x;
+  x.out.resize(dims);
+  if (w.data[r].corrupt) return x;
+  const uint16_t* bits = w.q.data() + w.shape.place(r, c) * dims;
+  const auto mean = [&](int32_t component, size_t d) {
+    if (!w.shape.means || w.data[r].mean < 0) return 0.0;
+    return double(w.means[component][static_cast<size_t>(w.data[r].mean) * dims + d]);
+  };
+  std::vector<double> q;
+  double shift = 0, raised = 0, widest = 0;
+  for (size_t d = 0; d < dims; ++d) {
+    q.push_back(scale * double(raw_to_float(w.shape.dtype, bits[d])));
+    shift += q[d] * mean(0, d);
+    raised += std::abs(q[d]) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
+  }
+  // A sink is part of the denominator alone.
+  const double sink = w.sinks.empty() ? -INFINITY : w.sinks[w.shape.head(r, c)];
+  double top = sink;
+  for (size_t i = 0; i < n; ++i) {
+    double score = shift, terms = raised;
+    for (size_t d = 0; d < dims; ++d) {
+      score += q[d] * keys[i * dims + d];
+      terms += std::abs(q[d] * keys[i * dims + d]);
+      x.largest = std::max(x.largest, std::abs(double(values[i * dims + d])));
+    }
+    x.p.push_back(score);
+    widest = std::max(widest, terms);
+    top = std::max(top, score);
+  }
+  if (std::isinf(top)) return x;
+  double sum = std::exp(sink - top);
+  for (const double score : x.p) sum += std::exp(score - top);
+  x.lse = top + std::log(sum);
+  for (size_t i = 0; i < n; ++i) {
+    x.p[i] = std::exp(x.p[i] - x.lse);
+    for (size_t d = 0; d < dims; ++d) x.out[d] += x.p[i] * (values[i * dims + d] + mean(1, d));
+  }
+  x.score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-14) * widest;
+  return x;
+}
 
 // Compares with exact attention over the decoded values.
 //
@@ -243,83 +303,58 @@ struct Attended {
 // around 2^1: off by 16 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-10; that
 // the raised terms cancel at random leaves a fraction of it, of terms of 2 steps and more: a score
 // of zeros is such a sum, too. Likewise an output is a sum of digits below 32 less their base, off
-// by 2^-20 of 16 steps. What a sink leaves of an output is off by what the sum of the rounded
-// probabilities is off by: 2^-11 of the output. bfloat16 queries are exact, such outputs are
-// rounded to 8 bits.
+// by 2^-20 of 16 steps. A probability is off by what its score and the lse are. What a sink leaves
+// of an output is off by what the sum of the rounded probabilities is off by: 2^-11 of the output.
+// bfloat16 queries are exact, such outputs are rounded to 8 bits.
+inline void compare_column(const World& w, const Attended& got, size_t r, int32_t c,
+                           const ExactColumn& exact) {
+  const double rounding = w.shape.dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+  const size_t place = w.shape.place(r, c), dims = static_cast<size_t>(w.shape.head_dim);
+  if (std::isinf(exact.lse)) {
+    ASSERT_EQ(got.lse[place], -INFINITY) << "row " << r;
+  } else {
+    ASSERT_NEAR(got.lse[place], exact.lse, 2e-3 + exact.score_error) << "row " << r;
+  }
+  for (size_t d = 0; d < dims; ++d) {
+    const double tolerance =
+        exact.p.empty()
+            ? 0.0
+            : 0x1p-10 * exact.largest * (1 + w.shape.huge_codes) +
+                  0x1p-16 * w.steps[1][static_cast<size_t>(w.data[r].step)] +
+                  (rounding + (w.sinks.empty() ? 0 : 0x1p-11)) * std::abs(exact.out[d]) +
+                  2 * exact.largest * std::expm1(2 * exact.score_error);
+    ASSERT_NEAR(raw_to_float(w.shape.dtype, got.out[place * dims + d]), exact.out[d], tolerance)
+        << "row " << r << " column " << c << " dim " << d;
+  }
+}
 inline void compare(const World& w, const Attended& got) {
-  const int32_t dims = w.shape.head_dim, columns = w.shape.all_columns();
-  const DType dtype = w.shape.dtype;
-  const double rounding = dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
-  const double scale = 1 / std::sqrt(dims);
+  const int32_t columns = w.shape.all_columns();
   size_t token = 0;
   for (size_t r = 0; r < w.rows.size(); ++r) {
     const auto all = static_cast<size_t>(w.data[r].coded + w.data[r].window);
-    const float* keys = w.y[0].data() + token * dims;
-    const float* values = w.y[1].data() + token * dims;
-    token += all;
     const bool corrupt = w.data[r].corrupt;
     ASSERT_EQ(got.status[r], corrupt ? StatusCode::kCorrupt : StatusCode::kOk) << "row " << r;
-    double largest = 0;
-    for (size_t i = 0; i < all * dims; ++i)
-      largest = std::max(largest, std::abs(double(values[i])));
+    std::vector<double> most(all), tolerance(all);
     for (int32_t c = 0; c < columns; ++c) {
-      const size_t head = w.shape.place(r, c);
-      const auto hidden = static_cast<size_t>(w.shape.q_len - 1 - c / w.shape.columns);
-      const size_t n = all - std::min(all, hidden);
-      const auto q = [&](int32_t d) {
-        return double(raw_to_float(dtype, w.q[head * dims + static_cast<size_t>(d)]));
-      };
-      const auto mean = [&](int32_t component, int32_t d) {
-        if (!w.shape.means || w.data[r].mean < 0) return 0.0;
-        return double(w.means[component][static_cast<size_t>(w.data[r].mean * dims + d)]);
-      };
-      std::vector<double> scores(n), out(dims, 0.0);
-      double top = -INFINITY, sum = 0, shift = 0, widest = 0, raised = 0;
-      for (int32_t d = 0; d < dims; ++d) {
-        shift += scale * q(d) * mean(0, d);
-        raised += scale * std::abs(q(d)) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
+      const ExactColumn exact = exact_column(w, r, token, c);
+      compare_column(w, got, r, c, exact);
+      if (::testing::Test::HasFatalFailure()) return;
+      if (c % w.shape.columns == 0) most.assign(all, 0), tolerance.assign(all, 0);
+      for (size_t i = 0; i < exact.p.size() && !corrupt; ++i) {
+        const double off = exact.p[i] * std::expm1(2e-3 + 2 * exact.score_error) + 1e-7;
+        most[i] = std::max(most[i], exact.p[i]);
+        tolerance[i] = std::max(tolerance[i], off);
       }
-      for (size_t i = 0; i < n; ++i) {
-        double terms = raised;
-        for (int32_t d = 0; d < dims; ++d) {
-          const double term = scale * q(d) * keys[i * dims + d];
-          scores[i] += term;
-          terms += std::abs(term);
-        }
-        widest = std::max(widest, terms);
-        top = std::max(top, scores[i]);
-      }
-      for (size_t i = 0; i < n; ++i) {
-        const double p = std::exp(scores[i] - top);
-        sum += p;
-        for (int32_t d = 0; d < dims; ++d) out[d] += p * values[i * dims + d];
-      }
-      const bool empty = n == 0 || corrupt;
-      // A sink is part of the denominator alone; means belong to all tokens.
-      const double lse = n == 0 ? -INFINITY : top + std::log(sum) + shift;
-      const double sink = w.sinks.empty() ? -INFINITY : w.sinks[w.shape.head(r, c)];
-      const double most = std::max(lse, sink);
-      const double whole =
-          std::isinf(most) ? most : most + std::log(std::exp(lse - most) + std::exp(sink - most));
-      const double kept = n == 0 ? 0.0 : std::exp(lse - whole);
-      const double score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-14) * widest;
-      if (corrupt || std::isinf(whole)) {
-        ASSERT_EQ(got.lse[head], -INFINITY) << "row " << r;
-      } else {
-        ASSERT_NEAR(got.lse[head], whole, 2e-3 + score_error) << "row " << r;
-      }
-      for (int32_t d = 0; d < dims; ++d) {
-        const double want = empty ? 0.0 : kept * (out[d] / sum + mean(1, d));
-        const double tolerance =
-            empty ? 0.0
-                  : 0x1p-10 * largest * (1 + w.shape.huge_codes) +
-                        0x1p-16 * w.steps[1][static_cast<size_t>(w.data[r].step)] +
-                        (rounding + (w.sinks.empty() ? 0 : 0x1p-11)) * std::abs(want) +
-                        2 * largest * std::expm1(2 * score_error);
-        ASSERT_NEAR(raw_to_float(dtype, got.out[head * dims + d]), want, tolerance)
-            << "row " << r << " column " << c << " dim " << d;
+      if (got.probabilities.empty() || (c + 1) % w.shape.columns != 0) continue;
+      const size_t query = static_cast<size_t>(c / w.shape.columns);
+      const float* p =
+          got.probabilities.data() + (query * w.rows.size() + r) * static_cast<size_t>(got.stride);
+      for (size_t i = 0; i < all; ++i) {
+        ASSERT_NEAR(p[i], most[i], tolerance[i])
+            << "row " << r << " query " << query << " token " << i;
       }
     }
+    token += all;
   }
 }
 

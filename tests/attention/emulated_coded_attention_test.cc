@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/coded_kernel.cuh"
+#include "attention/coded_probabilities.cuh"
 #include "tests/attention/coded_attention_world.h"
 
 namespace tierkv {
@@ -61,12 +61,12 @@ CodedAttention call_of(const World& w, const Tables& tables) {
   call.window_pages = w.window_pages.data();
   call.window_page_bytes = window_page_bytes(w.shape.head_dim);
   call.num_window_pages = static_cast<int64_t>(w.window_pages.size());
-  call.q = w.q.data();
   call.num_rows = static_cast<int32_t>(w.rows.size());
   call.num_items = w.items;
   call.num_blocks = static_cast<int32_t>(w.refs[0].size());
   call.num_steps = call.num_means = kSteps;
   call.columns = w.shape.columns;
+  call.q_len = w.shape.q_len;
   call.num_kv_heads = w.shape.kv_heads;
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
@@ -132,7 +132,7 @@ void run_kernel(CodedKernel kernel, const CodedKernelParams& p) {
   }
 }
 
-// What the second kernel does: row r of the call, of its partials.
+// What the second kernel does: row r of the call, of the pass's partials.
 void join_row(const World& w, const CodedKernelParams& p, int32_t r, Attended* to) {
   const CodedAttention& call = p.call;
   const ItemShares shares = item_shares(p, coded_warps(call.head_dim));
@@ -159,7 +159,7 @@ void join_row(const World& w, const CodedKernelParams& p, int32_t r, Attended* t
       sum += factor * state(part)[1];
       for (int32_t d = 0; d < dims; ++d) out[d] += factor * part[c * dims + d];
     }
-    const size_t place = w.shape.place(r, c);
+    const size_t place = w.shape.place(r, p.first_column + c);
     const bool present = sum > 0 && to->status[r] == StatusCode::kOk;
     for (int32_t d = 0; d < dims; ++d) {
       const size_t at = place * dims + d;
@@ -172,21 +172,56 @@ void join_row(const World& w, const CodedKernelParams& p, int32_t r, Attended* t
   }
 }
 
-Attended attend_on_host(const World& w, CodedKernel kernel, int32_t slots) {
+// Queries as kernels take them: [rows, columns of all queries, head_dim].
+std::vector<uint16_t> halves_of(const World& w) {
+  std::vector<uint16_t> halves;
+  for (size_t r = 0; r < w.rows.size(); ++r) {
+    for (int32_t c = 0; c < w.shape.all_columns(); ++c) {
+      const auto first = w.q.begin() + static_cast<int64_t>(w.shape.place(r, c)) * w.shape.head_dim;
+      halves.insert(halves.end(), first, first + w.shape.head_dim);
+    }
+  }
+  return halves;
+}
+
+CodedKernelParams pass_of(CodedKernelParams p, int32_t first) {
+  p.first_column = first;
+  p.call.columns = std::min(p.row_columns - first, kCodedColumns);
+  p.call.q = static_cast<const uint16_t*>(p.call.q) + int64_t{first} * p.call.head_dim;
+  return p;
+}
+
+struct Kernels {
+  CodedKernel attend, find_probabilities;
+};
+
+Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
   const Tables tables(w);
   CodedAttention call = call_of(w, tables);
   const Status valid = call.validate();
   EXPECT_TRUE(valid) << valid.message();
+  const std::vector<uint16_t> halves = halves_of(w);
+  call.q = halves.data();
   const int64_t partials = kCtas * coded_warps(call.head_dim) + call.num_rows;
-  std::vector<float> workspace(partials * coded_partial_floats(call), NAN);
-  call.workspace = workspace.data();
-  const CodedKernelParams p = params_of(call, slots);
-  run_kernel(kernel, p);
   Attended to;
   to.out.resize(w.q.size(), 0x7e00);
-  to.lse.resize(w.rows.size() * call.columns, NAN);
+  to.lse.resize(w.rows.size() * call.all_columns(), NAN);
   to.status.resize(w.rows.size(), StatusCode::kIo);
-  for (int32_t r = 0; r < call.num_rows; ++r) join_row(w, p, r, &to);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    CodedKernelParams p = pass_of(params_of(call, slots), first);
+    std::vector<float> workspace(partials * coded_partial_floats(p.call), NAN);
+    p.call.workspace = workspace.data();
+    run_kernel(kernels.attend, p);
+    for (int32_t r = 0; r < call.num_rows; ++r) join_row(w, p, r, &to);
+  }
+  to.stride = 2000;
+  to.probabilities.resize(w.rows.size() * call.q_len * to.stride, 0.0f);
+  call.lse = to.lse.data();
+  call.probabilities = to.probabilities.data();
+  call.probability_stride = to.stride;
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    run_kernel(kernels.find_probabilities, pass_of(params_of(call, 1), first));
+  }
   return to;
 }
 
@@ -205,8 +240,21 @@ CodedKernel kernel_of(const Shape& shape) {
   const bool uniform = shape.head_dim <= kSliceDims && shape.family == 1;
   if (shape.head_dim == 256) return kernel_of<16, CodedBreadth::kSlices>(shape);
   if (!uniform) return kernel_of<4, CodedBreadth::kSlices>(shape);
-  return shape.head_dim == 64 ? kernel_of<4, CodedBreadth::kPlain>(shape)
-                              : kernel_of<8, CodedBreadth::kQueries>(shape);
+  if (shape.head_dim == 128) return kernel_of<8, CodedBreadth::kQueries>(shape);
+  return shape.q_len == 1 ? kernel_of<4, CodedBreadth::kPlain>(shape)
+                          : kernel_of<4, CodedBreadth::kQueries>(shape);
+}
+template <int kDimBlocks>
+CodedKernel probability_kernel_of(int32_t streams) {
+  using One = WithFixedBlocks<BlockCode<BlockMode::kPair, 1, 0>>;
+  using Two = WithFixedBlocks<BlockCode<BlockMode::kPair, 2, 0>>;
+  return streams == 1 ? coded_probability_kernel<kDimBlocks, One>
+                      : coded_probability_kernel<kDimBlocks, Two>;
+}
+Kernels kernels_of(const Shape& shape) {
+  return {kernel_of(shape), shape.head_dim == 64    ? probability_kernel_of<4>(shape.streams)
+                            : shape.head_dim == 128 ? probability_kernel_of<8>(shape.streams)
+                                                    : probability_kernel_of<16>(shape.streams)};
 }
 
 class EmulatedCodedAttention : public ::testing::Test {
@@ -226,14 +274,16 @@ class EmulatedCodedAttention : public ::testing::Test {
     return rows;
   }
   void check(Shape shape) {
-    shape.columns = 1 + source_.below(8);
+    shape.columns = 1 + source_.below(12);
+    if (source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
     shape.streams = 1 + source_.below(2);
     shape.means = source_.below(2) != 0;
     SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " streams " +
                  std::to_string(shape.streams) + " columns " + std::to_string(shape.columns) +
-                 " family " + std::to_string(shape.family));
+                 " q_len " + std::to_string(shape.q_len) + " family " +
+                 std::to_string(shape.family));
     const World w = make_world(&source_, shape, ragged_rows());
-    compare(w, attend_on_host(w, kernel_of(shape), 1 + source_.below(2)));
+    compare(w, attend_on_host(w, kernels_of(shape), 1 + source_.below(2)));
   }
   uint32_t seed_;
   CodeSource source_;

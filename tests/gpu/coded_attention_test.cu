@@ -61,6 +61,11 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.out = out.get();
   call.lse = lse.get();
   if (!w.sinks.empty()) call.sinks = sinks.get();
+  const int64_t stride = w.shape.probabilities ? 3000 + 64 : 0;
+  const size_t lines = w.rows.size() * static_cast<size_t>(w.shape.q_len);
+  const DeviceArray<float> probabilities(std::vector<float>(lines * size_t(stride), NAN));
+  if (w.shape.probabilities) call.probabilities = probabilities.get();
+  call.probability_stride = stride;
   call.row_status = status.get();
   call.num_rows = static_cast<int32_t>(w.rows.size());
   call.num_items = w.items;
@@ -83,7 +88,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.workspace = workspace.get();
   const Status s = attend_coded(call, *grid, nullptr);
   EXPECT_TRUE(s.is_ok()) << s.message();
-  return {out.read(), lse.read(), status.read(), *grid};
+  return {out.read(), lse.read(), status.read(), *grid, probabilities.read(), stride};
 }
 
 class CodedAttentionTest : public ::testing::Test {
@@ -117,6 +122,7 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
         shape.columns = columns;
         shape.means = source_.below(2) != 0;
         shape.sinks = source_.below(2) != 0;
+        shape.probabilities = source_.below(2) != 0;
         if (columns == 7) shape.mode = BlockMode::kSingle;
         SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " streams " +
                      std::to_string(streams) + " columns " + std::to_string(columns));
@@ -140,6 +146,7 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
       shape.streams = 1 + source_.below(2);
       shape.means = source_.below(2) != 0;
       shape.sinks = source_.below(2) != 0;
+      shape.probabilities = source_.below(2) != 0;
       if (source_.below(4) == 0) shape.mode = BlockMode::kSingle;
       if (q_len == 1 || source_.below(2) != 0) shape.dtype = DType::kBFloat16;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " q_len " + std::to_string(q_len) +
@@ -168,6 +175,7 @@ TEST_F(CodedAttentionTest, FixedRateBlocksAmongCodedOnes) {
       shape.streams = 1 + source_.below(2);
       shape.means = source_.below(2) != 0;
       shape.max_length = 9 + source_.below(shape.family == 1 ? 4 : 3);
+      shape.probabilities = source_.below(2) != 0;
       if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
       if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " widths " + std::to_string(widths) +
@@ -192,6 +200,7 @@ TEST_F(CodedAttentionTest, AFamilyOfCodebooks) {
       shape.columns = 1 + source_.below(9);
       if (source_.below(3) == 0) shape.mode = BlockMode::kSingle;
       if (source_.below(2) != 0) shape.q_len = 3;
+      shape.probabilities = source_.below(2) != 0;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " family " + std::to_string(family));
       const World w = make_world(&source_, shape, ragged_rows());
       compare(w, attend_on_gpu(w, 5));
@@ -266,6 +275,7 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
       shape.fixed = {8, round % 4 == 0 ? 4 : 8};
     }
     if (round % 7 == 0) shape.family = 3;
+    shape.probabilities = round % 3 != 0;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);
     const size_t victim = static_cast<size_t>(source_.below(4));
@@ -301,6 +311,9 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
         ASSERT_EQ(after.status[r], StatusCode::kCorrupt);
         for (size_t i = 0; i < row_values; ++i) {
           ASSERT_EQ(after.out[static_cast<size_t>(at) + i], 0) << "round " << round;
+        }
+        for (int32_t i = 0; shape.probabilities && i < w.data[r].coded + w.data[r].window; ++i) {
+          ASSERT_EQ(after.probabilities[r * size_t(after.stride) + size_t(i)], 0.0f);
         }
       } else {
         for (size_t i = 0; i < row_values; ++i) {

@@ -371,10 +371,6 @@ TEST(GpuCodedStore, RefusesByName) {
   AttendRequest request;
   request.sequences = {&id, 1};
   request.q = request.out = q.put(std::vector<uint16_t>(6 * 64));
-  request.probabilities = reinterpret_cast<float*>(q.put(std::vector<float>(2000)));
-  request.stride = 500;
-  EXPECT_EQ(twins.device().attend(request).code(), StatusCode::kUnsupported);
-  request.probabilities = nullptr;
   EXPECT_TRUE(twins.device().attend(request));
   ASSERT_TRUE(twins.end_prompt({&id, 1}));
   request.count_query = true;
@@ -396,53 +392,85 @@ TEST(GpuCodedStore, KeepsTheSameFixedRateBlocksInSlicesAndFamilies) {
   }
 }
 
-// What learned sinks take of a row, against the host's softmax, for several queries and without an
-// lse, too.
-TEST(GpuCodedStore, LearnedSinksAreThoseOfTheHost) {
-  RandomInput input;
-  const KvStoreConfig config = coded_config(&input, 128);
-  CodedTwins twins(config, &input);
-  SequenceId ids[2];
-  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
-  ASSERT_TRUE(twins.prompt({ids, 1}, 300));  // the other one has no tokens
-  ASSERT_TRUE(twins.end_prompt({ids, 1}));
-  const int32_t heads = config.layout.num_q_heads, dim = config.layout.head_dim;
-  for (const int32_t q_len : {1, 3}) {
-    const SequenceList list = {ids, q_len == 1 ? 2 : 1};
-    const size_t queries = static_cast<size_t>(list.count) * q_len * heads;
-    std::vector<uint16_t> q, out(queries * dim, 0x7e00);
-    std::vector<float> lse(queries, NAN), sinks;
-    for (size_t i = 0; i < out.size(); ++i) q.push_back(float_to_half(input.real(-2, 2)));
-    for (int32_t h = 0; h < heads; ++h) sinks.push_back(h == 1 ? -INFINITY : input.real(-2, 9));
-    AttendRequest request;
+struct HostCall {
+  AttendRequest request;
+  std::vector<uint16_t> q, out;
+  std::vector<float> lse, sinks, probabilities;
+
+  // Poisoned; some heads have no sink.
+  HostCall(const KvStoreConfig& config, SequenceList list, int32_t q_len, RandomInput* input) {
+    const CacheLayout& layout = config.layout;
+    const size_t queries = static_cast<size_t>(list.count) * q_len * layout.num_q_heads;
+    request.stride = 310;
+    out.resize(queries * layout.head_dim, 0x7e00);
+    lse.resize(queries, NAN);
+    probabilities.resize(queries / layout.group_size() * request.stride, -1.0f);
+    for (size_t i = 0; i < out.size(); ++i) q.push_back(float_to_half(input->real(-2, 2)));
+    for (int32_t h = 0; h < layout.num_q_heads; ++h) {
+      sinks.push_back(h == 1 ? -INFINITY : input->real(-2, 9));
+    }
     request.sequences = list;
     request.q_len = q_len;
     request.q = q.data();
     request.out = out.data();
     request.lse = lse.data();
     request.sinks = sinks.data();
-    ASSERT_TRUE(twins.host().attend(request));
-    Buffer device_q, device_out, device_lse, device_sinks;
-    request.q = device_q.put(q);
-    request.sinks = device_sinks.put(sinks);
-    for (const bool asks : {true, false}) {
-      request.out = device_out.put(std::vector<uint16_t>(out.size(), 0x7e00));
-      request.lse = asks ? device_lse.put(std::vector<float>(queries, NAN)) : nullptr;
-      ASSERT_TRUE(twins.device().attend(request));
-      ASSERT_TRUE(twins.device().take_status());
-      const auto got = device_out.read<uint16_t>(out.size());
-      // What is left of an output is off by what its sum is off by: 2^-11 of it.
-      const double tolerance = twins.value_tolerance() * 7 / 6;
-      for (size_t i = 0; i < out.size(); ++i) {
-        ASSERT_NEAR(half_to_float(got[i]), half_to_float(out[i]), tolerance) << i;
-      }
-      if (!asks) continue;
-      const auto got_lse = device_lse.read<float>(queries);
-      for (size_t i = 0; i < queries; ++i) {
-        if (std::isinf(lse[i])) {
-          ASSERT_EQ(got_lse[i], lse[i]) << i;
-        } else {
-          ASSERT_NEAR(got_lse[i], lse[i], 2e-3 + 2 * twins.score_tolerance()) << i;
+    request.probabilities = probabilities.data();
+  }
+};
+
+// Learned sinks and probabilities, of several queries and without an lse, too; of a sequence
+// without tokens nothing is written where its tokens would be.
+TEST(GpuCodedStore, SinksAndProbabilitiesAreThoseOfTheHost) {
+  for (const bool fixed : {false, true}) {
+    RandomInput input;
+    KvStoreConfig config = coded_config(&input, fixed ? 64 : 128);
+    config.coded.fixed_blocks = fixed;
+    if (fixed) config.policy.sink_tokens = 1;
+    CodedTwins twins(config, &input);
+    SequenceId ids[2];
+    for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+    ASSERT_TRUE(twins.prompt({ids, 1}, 300));
+    ASSERT_TRUE(twins.end_prompt({ids, 1}));
+    for (const int32_t q_len : {1, 3}) {
+      HostCall want(config, {ids, q_len == 1 ? 2 : 1}, q_len, &input);
+      const std::vector<float> poison = want.probabilities;
+      ASSERT_TRUE(twins.host().attend(want.request));
+      Buffer q, out, lse, sinks, probabilities;
+      AttendRequest request = want.request;
+      request.q = q.put(want.q);
+      request.sinks = sinks.put(want.sinks);
+      for (const bool asks : {true, false}) {
+        request.out = out.put(std::vector<uint16_t>(want.out.size(), 0x7e00));
+        request.lse = asks ? lse.put(std::vector<float>(want.lse.size(), NAN)) : nullptr;
+        request.probabilities = probabilities.put(poison);
+        ASSERT_TRUE(twins.device().attend(request));
+        ASSERT_TRUE(twins.device().take_status());
+        const auto got = out.read<uint16_t>(want.out.size());
+        // What is left of an output is off by what its sum is off by: 2^-11 of it.
+        for (size_t i = 0; i < got.size(); ++i) {
+          ASSERT_NEAR(half_to_float(got[i]), half_to_float(want.out[i]),
+                      twins.value_tolerance() * 7 / 6)
+              << i;
+        }
+        const double score = twins.score_tolerance();
+        const auto p = probabilities.read<float>(poison.size());
+        for (size_t i = 0; i < p.size(); ++i) {
+          const float x = want.probabilities[i];
+          if (x <= 0) {
+            ASSERT_EQ(p[i], x) << i;
+          } else {
+            ASSERT_NEAR(p[i], x, x * std::expm1(2e-3 + 4 * score) + 1e-30) << i;
+          }
+        }
+        if (!asks) continue;
+        const auto got_lse = lse.read<float>(want.lse.size());
+        for (size_t i = 0; i < got_lse.size(); ++i) {
+          if (std::isinf(want.lse[i])) {
+            ASSERT_EQ(got_lse[i], want.lse[i]) << i;
+          } else {
+            ASSERT_NEAR(got_lse[i], want.lse[i], 2e-3 + 2 * score) << i;
+          }
         }
       }
     }
