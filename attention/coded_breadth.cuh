@@ -13,10 +13,13 @@ template <int kDimBlocks, CodedBreadth kBreadth, bool kFixed = false>
 struct BroadKernels {
   // Null: there is none for so many copies.
   static CodedKernel find(const CodedAttention& call, int32_t copies_log) {
-    if constexpr (kFixed) return of_mode<BlockMode::kPair>(call, copies_log);
-    return call.keys.codebook.mode == BlockMode::kPair
-               ? of_mode<BlockMode::kPair>(call, copies_log)
-               : of_mode<BlockMode::kSingle>(call, copies_log);
+    if constexpr (kFixed) {
+      return of_mode<BlockMode::kPair>(call, copies_log);
+    } else {
+      return call.keys.codebook.mode == BlockMode::kPair
+                 ? of_mode<BlockMode::kPair>(call, copies_log)
+                 : of_mode<BlockMode::kSingle>(call, copies_log);
+    }
   }
 
  private:
