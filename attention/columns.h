@@ -13,7 +13,8 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kBlockColumns = 8;  // of one mma
+inline constexpr int32_t kBlockColumns = 8;   // of one mma
+inline constexpr int32_t kNarrowColumns = 4;  // of a row: so many that a lane has scores of one
 inline constexpr int32_t kMaxColumns = 2 * kBlockColumns;
 
 // Of a row. Wider ones would not leave room for the accumulators in registers.

@@ -29,11 +29,10 @@ Status no_kernel(int32_t head_dim) {
 
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
   const int32_t blocks = column_blocks(of_row);
-  for (const DecodeMode mode :
-       {DecodeMode::kPlain, DecodeMode::kScored, DecodeMode::kFull, DecodeMode::kBFloat16}) {
+  for (const DecodeMode mode : {DecodeMode::kPlain, DecodeMode::kNarrow, DecodeMode::kScored,
+                                DecodeMode::kFull, DecodeMode::kBFloat16}) {
     const DecodeKernel kernel = kernel_of(head_dim, blocks, mode);
-    const bool is_usual = mode == DecodeMode::kPlain || mode == DecodeMode::kScored;
-    if (kernel == nullptr && !is_usual) return no_kernel(head_dim);
+    if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
     if (kernel == nullptr) continue;
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

@@ -89,6 +89,7 @@ TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
 // Kernels of their own, so that the usual one has none of the others' code.
 enum class DecodeMode {
   kPlain,   // one query, one block of columns, no scores left behind
+  kNarrow,  // plain, of at most kNarrowColumns columns
   kScored,  // plain, with scores left behind
   kFull,
   kBFloat16,  // full, for q, out and raw pages of bfloat16
@@ -98,7 +99,16 @@ TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
   const bool is_full =
       column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
   if (is_full) return DecodeMode::kFull;
-  return p.scores.codes == nullptr ? DecodeMode::kPlain : DecodeMode::kScored;
+  if (p.scores.codes != nullptr) return DecodeMode::kScored;
+  return p.columns.of_row > kNarrowColumns ? DecodeMode::kPlain : DecodeMode::kNarrow;
+}
+// Of one block of columns; without masks, sinks and bfloat16.
+TKV_HD constexpr bool is_plain(DecodeMode mode) {
+  return mode == DecodeMode::kPlain || mode == DecodeMode::kNarrow || mode == DecodeMode::kScored;
+}
+// Able to leave scores behind, and so in need of the places of chunks.
+TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
+  return mode != DecodeMode::kPlain && mode != DecodeMode::kNarrow;
 }
 using DecodeKernel = void (*)(DecodeParams);
 // Null where there is none. Each head_dim has a source file, so that they compile side by side.

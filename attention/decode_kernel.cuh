@@ -37,8 +37,8 @@ class DecodeCta {
   __device__ __forceinline__ void run();
 
  private:
-  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
-  static constexpr bool kKnowsPlaces = kMode != DecodeMode::kPlain;
+  static constexpr bool kIsPlain = is_plain(kMode);
+  static constexpr bool kKnowsPlaces = may_leave_scores(kMode);
   // The first chunk is made ready while the kernel before still runs; a place may need what that
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
@@ -243,6 +243,9 @@ template <int32_t kHeadDim>
 DecodeKernel decode_kernel_for(int32_t blocks, DecodeMode mode) {
   if (mode == DecodeMode::kPlain) {
     return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kPlain> : nullptr;
+  }
+  if (mode == DecodeMode::kNarrow) {
+    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kNarrow> : nullptr;
   }
   if (mode == DecodeMode::kScored) {
     return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kScored> : nullptr;

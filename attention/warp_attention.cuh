@@ -4,7 +4,9 @@
 // Orientation: S^T = K Q^T and O^T = V^T P^T, keys and values as the A operand, queries as the 8
 // columns of B, so 8 columns cost one pass, 16 one pass with the codes unpacked once, and unpacked
 // codes are used where they lie. Lane 4g + t holds, of an accumulator, rows g and g + 8 and columns
-// 2t and 2t + 1 of a block.
+// 2t and 2t + 1 of a block. Of a narrow row's four columns, column t is B's 2t, and 2t + 1 is
+// empty: a lane then has one column's scores in place of two columns' of which half mean nothing,
+// and in O^T column 2t has tokens 0 to 7 of every tile, 2t + 1 tokens 8 to 15.
 //
 // Quantised keys: q . k = scale * (q . code) + zero_point * (sum of q); the code factors are folded
 // into q. Quantised values: sum p v = sum (p * scale) code + sum p * zero_point; p * scale goes
@@ -64,8 +66,10 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-  static constexpr bool kIsPlain = kMode == DecodeMode::kPlain || kMode == DecodeMode::kScored;
-  static constexpr bool kLeavesScores = kMode != DecodeMode::kPlain;
+  static constexpr bool kIsPlain = is_plain(kMode);
+  static constexpr bool kIsNarrow = kMode == DecodeMode::kNarrow;
+  static constexpr bool kLeavesScores = may_leave_scores(kMode);
+  static constexpr int32_t kLaneColumns = kIsNarrow ? 1 : 2;  // of a block, whose scores it has
   // For a second tile in a step: of 256 dims, or of 128 in two blocks, accumulators take most.
   static constexpr bool kHasRoom = kIsPlain || kColumnBlocks * kHeadDim <= 128;
   static constexpr bool kIsBFloat16 = kMode == DecodeMode::kBFloat16;
@@ -82,7 +86,7 @@ class WarpAttention {
         for (int32_t i = 0; i < 4; ++i) out_[c][f][i] = 0.0f;
       }
 #pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
+      for (int32_t j = 0; j < kLaneColumns; ++j) {
         reference_[c][j] = -0.0f;  // kUnsetReference
         sum_[c][j] = zero_[c][j] = 0.0f;
       }
@@ -130,8 +134,8 @@ class WarpAttention {
  private:
   template <int32_t kTiles>
   struct Step {
-    float score[kTiles][kColumnBlocks][4];
-    float scale[kTiles][2];  // of the values
+    float score[kTiles][kColumnBlocks][2][kLaneColumns];  // of tokens g and g + 8
+    float scale[kTiles][2];                               // of the values
     float zero_point[kTiles][2];
     uint32_t weight[kTiles][kColumnBlocks][2];  // B fragments
     // What bfloat16 loses of the weights: raw values of bfloat16 are multiplied by both.
@@ -140,6 +144,22 @@ class WarpAttention {
 
   __device__ __forceinline__ static int32_t lane() {
     return threadIdx.x % 32;
+  }
+
+  // The column of the row that is B's column lane / 4 of a block; one beyond all rows' for none.
+  __device__ __forceinline__ static int32_t query_column(int32_t block) {
+    const int32_t g = lane() / 4;
+    if (kIsNarrow) return g % 2 == 0 ? g / 2 : kMaxColumns;
+    return kBlockColumns * block + g;
+  }
+  // The lane's own: those whose scores it has.
+  __device__ __forceinline__ static int32_t own_column(int32_t block, int32_t j) {
+    return kIsNarrow ? lane() % 4 : kBlockColumns * block + 2 * (lane() % 4) + j;
+  }
+  __device__ __forceinline__ float own_out(int32_t block, int32_t f, int32_t half,
+                                           int32_t j) const {
+    const float(&x)[4] = out_[block][f];
+    return kIsNarrow ? x[2 * half] + x[2 * half + 1] : x[2 * half + j];
   }
 
   // Codes and their operands are fp16; raw components what the launch says.
@@ -183,11 +203,15 @@ class WarpAttention {
                                               LaneWords<16, kHeadDim> (&words)[kTiles]) const;
   template <int32_t kValueBits, int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
+  template <int32_t kValueBits, int32_t kTiles>
+  __device__ __forceinline__ void pack_weights(const float (&weight)[2][kLaneColumns], int32_t i,
+                                               int32_t c, Step<kTiles>& s) const;
   __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk, int32_t first) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void leave_scores(const Step<kTiles>& s, ScorePlace& place) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
+  __device__ __forceinline__ void scale_column(int32_t block, int32_t j, float factor);
   template <int32_t kBits, int32_t kTiles>
   __device__ __forceinline__ void add_values(const LaneWords<kBits, kHeadDim> (&words)[kTiles],
                                              const Step<kTiles>& s);
@@ -198,10 +222,11 @@ class WarpAttention {
   float out_[kColumnBlocks][kBlocks][4];  // in units of the current value format
   // B fragments, divided by the factors of the current key format.
   uint32_t query_[kColumnBlocks][kBlocks][2];
-  float query_sum_[kColumnBlocks][2];  // of columns 2t, 2t + 1, times scale_log2
+  float query_sum_[kColumnBlocks][kLaneColumns];  // of the lane's columns, times scale_log2
   // scale_log2 times the factor of the key codes, and of bfloat16 queries their power of two.
   float score_unit_;
-  float reference_[kColumnBlocks][2], sum_[kColumnBlocks][2], zero_[kColumnBlocks][2];
+  float reference_[kColumnBlocks][kLaneColumns], sum_[kColumnBlocks][kLaneColumns],
+      zero_[kColumnBlocks][kLaneColumns];
   float ceiling_;  // kNoTokensYet where a column of this lane has none, or kCeiling
   int32_t k_bits_, v_bits_;
 };
@@ -325,9 +350,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-        for (int32_t j = 0; j < 2; ++j) {
+        for (int32_t j = 0; j < kLaneColumns; ++j) {
           const float offset = fmaf(k.zero_point[r], query_sum_[c][j], -reference_[c][j]);
-          s.score[i][c][2 * r + j] = fmaf(products[i][c][2 * r + j], scale, offset);
+          s.score[i][c][r][j] = fmaf(products[i][c][2 * r + j], scale, offset);
         }
       }
     }

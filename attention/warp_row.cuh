@@ -16,10 +16,10 @@ __device__ __forceinline__ bool is_raw(int32_t bits) {
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::fetch_query(
     const uint16_t* q, int32_t row) {
-  const int32_t g = lane() / 4, t = lane() % 4;
+  const int32_t t = lane() % 4;
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
-    const int64_t place = columns_.place(row, kBlockColumns * c + g);
+    const int64_t place = columns_.place(row, query_column(c));
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
@@ -43,8 +43,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
     for (int32_t f = 0; f < kBlocks; ++f) {
       multiply<16>(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
     }
-    query_sum_[c][0] = (sums[0][0] + sums[1][0]) * scale_log2;
-    query_sum_[c][1] = (sums[0][1] + sums[1][1]) * scale_log2;
+#pragma unroll
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      query_sum_[c][j] = (sums[0][j] + sums[1][j]) * scale_log2;
+    }
   }
 }
 
@@ -153,7 +155,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 #pragma unroll
     for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
+      for (int32_t j = 0; j < kLaneColumns; ++j) {
         sum_[c][j] += __shfl_xor_sync(kFullWarp, sum_[c][j], i);
         zero_[c][j] += __shfl_xor_sync(kFullWarp, zero_[c][j], i);
       }
@@ -164,7 +166,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::store_part(
     SoftmaxState* states, float* part) {
-  const int32_t g = lane() / 4, t = lane() % 4;
+  const int32_t g = lane() / 4;
   if (v_bits_ == 0) {  // no tokens
     if (lane() < columns_.of_row) states[lane()] = SoftmaxState{};
     return;
@@ -173,8 +175,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      const int32_t column = kBlockColumns * c + 2 * t + j;
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      const int32_t column = own_column(c, j);
       if (column >= columns_.of_row) continue;
       if (g == 0) states[column] = {reference_[c][j], sum_[c][j]};
 #pragma unroll
@@ -183,7 +185,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
         for (int32_t half = 0; half < 2; ++half) {
           const int32_t dim = f * kDimBlock + 8 * half;
           part[column * part_stride(kHeadDim) + dim + g] = fmaf(
-              out_[c][f][2 * half + j], power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
+              own_out(c, f, half, j), power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
         }
       }
     }
@@ -197,10 +199,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
   sum_lanes();
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
-    float scale[2];
+    float scale[kLaneColumns];
 #pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      const int32_t column = kBlockColumns * c + 2 * t + j;
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      const int32_t column = own_column(c, j);
       const bool has_sink = !kIsPlain && sinks != nullptr;
       const FinishedState finished = finish(
           {reference_[c][j], sum_[c][j]}, has_sink ? sinks[columns_.head(row, column)] : -INFINITY);
@@ -209,20 +211,30 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
       const int64_t place = columns_.place(row, column);
       if (place >= 0) lse[place] = finished.lse;
     }
-    const int64_t place = columns_.place(row, kBlockColumns * c + g);
+    // A lane packs what is 8 rows apart of a transposed matrix: two columns, or two halves of a
+    // block of dims.
+    const int64_t place = columns_.place(row, kIsNarrow ? g / 2 : kBlockColumns * c + g);
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
+      float x[2][kLaneColumns];
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t dim = f * kDimBlock + 8 * half;
-        const float unit = power_of_two(unpacked_exponent(v_bits_, dim));
-        const float x[2] = {fmaf(out_[c][f][2 * half], unit, zero_[c][0]) * scale[0],
-                            fmaf(out_[c][f][2 * half + 1], unit, zero_[c][1]) * scale[1]};
-        const uint32_t column_pair =
-            kIsBFloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]);
-        const uint32_t dim_pair = transpose_8x8(column_pair);
-        if (place >= 0) {
-          *reinterpret_cast<uint32_t*>(out + place * kHeadDim + dim + 2 * t) = dim_pair;
+        const float unit = power_of_two(unpacked_exponent(v_bits_, f * kDimBlock + 8 * half));
+#pragma unroll
+        for (int32_t j = 0; j < kLaneColumns; ++j) {
+          x[half][j] = fmaf(own_out(c, f, half, j), unit, zero_[c][j]) * scale[j];
+        }
+      }
+      uint16_t* to = out + place * kHeadDim + f * kDimBlock + 2 * t;
+      if constexpr (kIsNarrow) {
+        const uint32_t pair = transpose_8x8(pack_halves(x[0][0], x[1][0]));
+        if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * (g % 2)) = pair;
+      } else {
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          const uint32_t pair = transpose_8x8(kIsBFloat16 ? pack_bfloats(x[half][0], x[half][1])
+                                                          : pack_halves(x[half][0], x[half][1]));
+          if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * half) = pair;
         }
       }
     }

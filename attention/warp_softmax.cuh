@@ -18,7 +18,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::m
       if (lane() / 4 + 8 * r + i * kTileTokens < tokens) continue;
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
-        s.score[i][c][2 * r] = s.score[i][c][2 * r + 1] = -INFINITY;
+        for (float& score : s.score[i][c][r]) score = -INFINITY;
       }
       s.scale[i][r] = 1.0f;
       s.zero_point[i][r] = 0.0f;
@@ -35,15 +35,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::m
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      const int32_t column = kBlockColumns * c + 2 * (lane() % 4) + j;
-      const int32_t hidden = columns_.hidden(chunk.row, column);
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      const int32_t hidden = columns_.hidden(chunk.row, own_column(c, j));
 #pragma unroll
       for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int32_t r = 0; r < 2; ++r) {
           const int32_t token = first + lane() / 4 + 8 * r + i * kTileTokens;
-          if (tail.age(token) < hidden) s.score[i][c][2 * r + j] = -INFINITY;
+          if (tail.age(token) < hidden) s.score[i][c][r][j] = -INFINITY;
         }
       }
     }
@@ -81,44 +80,52 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::r
   ceiling_ = kCeiling;
 #pragma unroll
   for (int32_t c = 0; c < kColumnBlocks; ++c) {
-    float x[2] = {-INFINITY, -INFINITY};
+    float x[kLaneColumns];
+    for (float& y : x) y = -INFINITY;
 #pragma unroll
     for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int32_t r = 0; r < 2; ++r) {
         const float log_scale = log2_fast(s.scale[i][r]);
-        x[0] = fmaxf(x[0], s.score[i][c][2 * r] + log_scale);
-        x[1] = fmaxf(x[1], s.score[i][c][2 * r + 1] + log_scale);
+#pragma unroll
+        for (int32_t j = 0; j < kLaneColumns; ++j) {
+          x[j] = fmaxf(x[j], s.score[i][c][r][j] + log_scale);
+        }
       }
     }
 #pragma unroll
     for (int32_t i = 4; i < 32; i *= 2) {
-      x[0] = fmaxf(x[0], __shfl_xor_sync(kFullWarp, x[0], i));
-      x[1] = fmaxf(x[1], __shfl_xor_sync(kFullWarp, x[1], i));
+      for (float& y : x) y = fmaxf(y, __shfl_xor_sync(kFullWarp, y, i));
     }
 #pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
       const bool first = kIsPlain ? unset : float_bits(reference_[c][j]) == kUnsetReference;
       if (!kIsPlain && x[j] == -INFINITY) {
         if (first) ceiling_ = kNoTokensYet;
         continue;
       }
-      // While a column has seen nothing its sums are 0 and need no factor.
       const float by = first ? x[j] - kHeadroom : fmaxf(x[j] - kHeadroom, 0.0f);
-      const float factor = first ? 1.0f : exp2_fast(-by);
       reference_[c][j] = first ? by + 0.0f : reference_[c][j] + by;
-      sum_[c][j] *= factor;
-      zero_[c][j] *= factor;
-#pragma unroll
-      for (int32_t f = 0; f < kBlocks; ++f) {
-        out_[c][f][j] *= factor;
-        out_[c][f][2 + j] *= factor;
-      }
+      if (!first) scale_column(c, j, exp2_fast(-by));  // otherwise its sums are 0
 #pragma unroll
       for (int32_t i = 0; i < kTiles; ++i) {
-        s.score[i][c][j] -= by;
-        s.score[i][c][2 + j] -= by;
+        s.score[i][c][0][j] -= by;
+        s.score[i][c][1][j] -= by;
       }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_column(
+    int32_t block, int32_t j, float factor) {
+  sum_[block][j] *= factor;
+  zero_[block][j] *= factor;
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      if (kIsNarrow || i % 2 == j) out_[block][f][i] *= factor;
     }
   }
 }
@@ -127,7 +134,7 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kValueBits, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::weigh(
     Step<kTiles>& s) {
-  float p[kTiles][kColumnBlocks][4], weight[kTiles][kColumnBlocks][4];
+  float p[kTiles][kColumnBlocks][2][kLaneColumns], weight[kTiles][kColumnBlocks][2][kLaneColumns];
   const auto look = [&] {
     float largest = 0.0f;
 #pragma unroll
@@ -135,10 +142,13 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-        for (int32_t j = 0; j < 4; ++j) {
-          p[i][c][j] = exp2_fast(s.score[i][c][j]);
-          weight[i][c][j] = p[i][c][j] * s.scale[i][j / 2];
-          largest = fmaxf(largest, weight[i][c][j]);
+        for (int32_t r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int32_t j = 0; j < kLaneColumns; ++j) {
+            p[i][c][r][j] = exp2_fast(s.score[i][c][r][j]);
+            weight[i][c][r][j] = p[i][c][r][j] * s.scale[i][r];
+            largest = fmaxf(largest, weight[i][c][r][j]);
+          }
         }
       }
     }
@@ -155,19 +165,38 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
 #pragma unroll
       for (int32_t r = 0; r < 2; ++r) {
 #pragma unroll
-        for (int32_t j = 0; j < 2; ++j) {
-          sum_[c][j] += p[i][c][2 * r + j];
-          zero_[c][j] = fmaf(p[i][c][2 * r + j], s.zero_point[i][r], zero_[c][j]);
+        for (int32_t j = 0; j < kLaneColumns; ++j) {
+          sum_[c][j] += p[i][c][r][j];
+          zero_[c][j] = fmaf(p[i][c][r][j], s.zero_point[i][r], zero_[c][j]);
         }
-        const float x[2] = {weight[i][c][2 * r], weight[i][c][2 * r + 1]};
-        if (kValueBits == 16 && kIsBFloat16) {
-          const uint32_t pair = pack_bfloats(x[0], x[1]);
-          const float2 kept = unpack_bfloats(pair);
-          s.weight[i][c][r] = transpose_8x8(pair);
-          s.weight_rest[i][c][r] = transpose_8x8(pack_bfloats(x[0] - kept.x, x[1] - kept.y));
-        } else {
-          s.weight[i][c][r] = transpose_8x8(pack_halves(x[0], x[1]));
-        }
+      }
+      pack_weights<kValueBits>(weight[i][c], i, c, s);
+    }
+  }
+}
+
+// A tile's weights as B fragments: the tokens of a lane's accumulators become rows of B.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+template <int32_t kValueBits, int32_t kTiles>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::pack_weights(
+    const float (&weight)[2][kLaneColumns], int32_t i, int32_t c, Step<kTiles>& s) const {
+  if constexpr (kIsNarrow) {
+    // B's column 2t of tokens 0 to 7, its column 2t + 1 of tokens 8 to 15.
+    const uint32_t both = transpose_8x8(pack_halves(weight[0][0], weight[1][0]));
+    const uint32_t upper = lane() / 4 % 2 == 0 ? 0u : ~0u;
+    s.weight[i][c][0] = both & ~upper;
+    s.weight[i][c][1] = both & upper;
+  } else {
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      const float(&x)[2] = weight[r];
+      if (kValueBits == 16 && kIsBFloat16) {
+        const uint32_t pair = pack_bfloats(x[0], x[1]);
+        const float2 kept = unpack_bfloats(pair);
+        s.weight[i][c][r] = transpose_8x8(pair);
+        s.weight_rest[i][c][r] = transpose_8x8(pack_bfloats(x[0] - kept.x, x[1] - kept.y));
+      } else {
+        s.weight[i][c][r] = transpose_8x8(pack_halves(x[0], x[1]));
       }
     }
   }
@@ -202,9 +231,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::l
 #pragma unroll
     for (int32_t i = 0; i < kTiles; ++i) {
       if (i >= place.tiles) continue;
-      const float(&x)[4] = s.score[i][c];
+      const auto& x = s.score[i][c];
       *reinterpret_cast<uint2*>(place.codes + i * kTileTokens * columns + 2 * kBlockColumns * c) =
-          uint2{score_code_pair(x[0], x[1]), score_code_pair(x[2], x[3])};
+          uint2{score_code_pair(x[0][0], x[0][1]), score_code_pair(x[1][0], x[1][1])};
     }
     if (g < kTiles && g < place.tiles) {
       *reinterpret_cast<float2*>(place.references + kBlockColumns * c) =

@@ -71,7 +71,7 @@ TEST(EmulatedDecode, MixedTiersOfRaggedRows) {
 }
 
 TEST(EmulatedDecode, EveryGroupSize) {
-  for (const int32_t group : {1, 2, 3, 8, 9, 12, 16}) {
+  for (const int32_t group : {1, 2, 3, 4, 5, 8, 9, 12, 16}) {
     WorldShape shape;
     shape.group = group;
     shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
