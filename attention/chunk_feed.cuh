@@ -68,8 +68,7 @@ class ChunkFeed {
   // by all queries. For these next_page() does what
   // next() does, in less time.
   __device__ __forceinline__ bool is_at_page() const {
-    return page_tile_ == 0 && chunk_tiles_ == page_tiles_ && left_ > page_tiles_ &&
-           tier_tokens_ > fast_above_;
+    return page_tile_ == 0 && left_ > page_tiles_ && tier_tokens_ > fast_above_;
   }
   struct Page {
     ChunkHeader header;
@@ -79,7 +78,7 @@ class ChunkFeed {
   __device__ __forceinline__ Page next_page() {
     const int32_t tokens = page_tiles_ * kTileTokens;
     const Page page{{row_, format_, page_tiles_, tokens},
-                    __shfl_sync(kFullWarp, ids_, page_ % 32),
+                    __shfl_sync(kFullWarp, ids_, page_ & 31),
                     page_bytes_};
     left_ -= page_tiles_;
     tier_tokens_ -= tokens;
@@ -106,7 +105,7 @@ class ChunkFeed {
                                     smaller(tiles_of(tier_tokens_), left_));
       chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
       chunk.tier = tier_;
-      chunk.page = __shfl_sync(kFullWarp, ids_, page_ % 32);
+      chunk.page = __shfl_sync(kFullWarp, ids_, page_ & 31);
       chunk.tile = page_tile_;
       chunk.is_page = tiles == page_tiles_;
     }
@@ -120,7 +119,7 @@ class ChunkFeed {
   }
 
   __device__ __forceinline__ void turn_page() {
-    if (++page_ % 32 != 0) return;
+    if ((++page_ & 31) != 0) return;
     ids_ = next_ids_;
     next_ids_ = read_ids(page_ + 32);
   }
@@ -184,7 +183,9 @@ class ChunkFeed {
     chunk_tiles_ = at.chunk_tiles;
     tier_tokens_ -= tile * kTileTokens;
     fast_above_ = page_tiles_ * kTileTokens;
-    if (tier_ == p_.tail.tier) {
+    if (chunk_tiles_ != page_tiles_) {
+      fast_above_ = kMaxTierTokens;
+    } else if (tier_ == p_.tail.tier) {
       fast_above_ = p_.tail.newest == nullptr ? fast_above_ + p_.columns.q_len - 1 : kMaxTierTokens;
     }
     page_ = tile / page_tiles_;
@@ -273,9 +274,10 @@ struct RingSlot {
 };
 
 // By the whole warp: the feed's next chunk into a slot. A page outside the pool is left out and
-// reported.
-__device__ __forceinline__ void start_chunk(const DecodeParams& p, ChunkFeed& feed,
-                                            const RingSlot& slot) {
+// reported. True where the chunk is a full page with more of its tier behind it: those of a tier
+// have one header, which is not written where the slot has it already.
+__device__ __forceinline__ bool start_chunk(const DecodeParams& p, ChunkFeed& feed,
+                                            const RingSlot& slot, bool has_header) {
   if (slot.place != nullptr) {
     const ChunkPlace place = feed.place();
     if (is_first_lane()) *slot.place = place;
@@ -283,19 +285,20 @@ __device__ __forceinline__ void start_chunk(const DecodeParams& p, ChunkFeed& fe
   if (feed.is_at_page()) {
     ChunkFeed::Page page = feed.next_page();
     if (page.page >= 0 && page.page < p.num_pages) {
-      if (is_first_lane()) *slot.header = page.header;
+      if (!has_header && is_first_lane()) *slot.header = page.header;
       copy_page(slot.full,
                 {slot.bytes, p.pool + page.page * p.page_bytes, static_cast<uint32_t>(page.bytes)});
-      return;
+      return true;
     }
     page.header.tokens = 0;
     announce_chunk(p, page.header, true, slot.header);
     copy_pieces(slot.full, {});
-    return;
+    return false;
   }
   const ReadyChunk chunk = prepare_chunk(p, feed.next(), slot.bytes);
   announce_chunk(p, chunk.header, chunk.is_stray, slot.header);
   copy_pieces(slot.full, chunk.pieces);
+  return false;
 }
 
 }  // namespace tierkv

@@ -20,18 +20,19 @@ class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
       : p_(params),
-        warp_(threadIdx.x / 32),
+        warp_(kept(static_cast<int32_t>(threadIdx.x) / 32)),
         lane_(threadIdx.x % 32),
         attention_(params.columns, params.scores) {
     const DecodeShared at = decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots);
     rings_ = shared_bytes;
-    full_ = reinterpret_cast<uint64_t*>(shared_bytes + at.full) + warp_ * kMaxSlots;
-    headers_ = reinterpret_cast<ChunkHeader*>(shared_bytes + at.headers) + warp_ * kMaxSlots;
-    places_ = reinterpret_cast<ChunkPlace*>(shared_bytes + at.places) + warp_ * kMaxSlots;
-    states_ = reinterpret_cast<SoftmaxState*>(shared_bytes + at.states);
-    ends_ = reinterpret_cast<WorkItem*>(shared_bytes + at.ends);
-    part_rows_ = reinterpret_cast<int32_t*>(shared_bytes + at.part_rows);
-    parts_ = reinterpret_cast<float*>(shared_bytes + at.parts);
+    uint8_t* rest = shared_bytes + kept(at.full);
+    full_ = reinterpret_cast<uint64_t*>(rest) + warp_ * kMaxSlots;
+    headers_ = reinterpret_cast<ChunkHeader*>(rest + (at.headers - at.full)) + warp_ * kMaxSlots;
+    places_ = reinterpret_cast<ChunkPlace*>(rest + (at.places - at.full)) + warp_ * kMaxSlots;
+    states_ = reinterpret_cast<SoftmaxState*>(rest + (at.states - at.full));
+    ends_ = reinterpret_cast<WorkItem*>(rest + (at.ends - at.full));
+    part_rows_ = reinterpret_cast<int32_t*>(rest + (at.part_rows - at.full));
+    parts_ = reinterpret_cast<float*>(rest + (at.parts - at.full));
   }
 
   __device__ __forceinline__ void run();
@@ -107,18 +108,24 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::attend(
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
-  uint8_t* slots = ring(warp_);
+  const int32_t ring_at = kept(warp_ * p_.slots * p_.slot_bytes);
+  const auto slot_bytes = [&](int32_t slot) { return rings_ + (ring_at + slot * p_.slot_bytes); };
   ReadyChunk first;
-  if (kPreparesFirst && item.tiles > 0) first = prepare_chunk(p_, feed.next(), slots);
+  if (kPreparesFirst && item.tiles > 0) first = prepare_chunk(p_, feed.next(), slot_bytes(0));
   if (p_.plan_is_settled) {
     if (kPreparesFirst && item.tiles > 0) prefetch_pieces(first.pieces);
     wait_for_previous_kernel();
   }
   if (item.tiles == 0) return;
+  // Chunks in a row that were full pages of one tier and the last ones that were started: they have
+  // one header.
+  int32_t alike = 0;
   const auto start_slot = [&](int32_t slot) {
-    start_chunk(p_, feed,
-                {slots + slot * p_.slot_bytes, &full_[slot], &headers_[slot],
-                 kKnowsPlaces ? &places_[slot] : nullptr});
+    const bool is_page = start_chunk(
+        p_, feed,
+        {slot_bytes(slot), &full_[slot], &headers_[slot], kKnowsPlaces ? &places_[slot] : nullptr},
+        alike >= p_.slots);
+    alike = is_page ? alike + 1 : 0;
   };
   // Before the queries are asked for: what waits for them would hold up the copies.
   if (kPreparesFirst) {
@@ -134,28 +141,34 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   attention_.fetch_query(query(), row);
   attention_.start_row();
   attention_.sum_query(p_.scale_log2);
+  ChunkHeader header{-1, 0, 0, 0};
   while (true) {
-    ChunkHeader header{-1, 0, 0, 0};
-    if (left > 0) header = headers_[slot];
-    if (header.row != row) {
-      if (left > 0) attention_.fetch_query(query(), header.row);
-      finish_row(open, row);
-      if (left == 0) return;
-      row = header.row;
-      attention_.start_row();
-      attention_.sum_query(p_.scale_log2);
-    }
-    if (header.tokens > 0) {
-      attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+    if (alike <= p_.slots) {  // otherwise this chunk's is that of the one before
+      header = left > 0 ? headers_[slot] : ChunkHeader{-1, 0, 0, 0};
+      if (header.row != row) {
+        if (left > 0) attention_.fetch_query(query(), header.row);
+        finish_row(open, row);
+        if (left == 0) return;
+        row = header.row;
+        attention_.start_row();
+        attention_.sum_query(p_.scale_log2);
+      }
+      if (header.tokens > 0) {
+        attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+      }
     }
     wait_barrier(&full_[slot], parity);
     if (header.tokens > 0) {
-      attention_.attend({slots + slot * p_.slot_bytes, header.tiles, header.tokens, row,
+      attention_.attend({slot_bytes(slot), header.tiles, header.tokens, row,
                          kKnowsPlaces ? &places_[slot] : nullptr});
     }
     left -= header.tiles;
     __syncwarp();
-    if (feed.has_more()) start_slot(slot);
+    if (feed.has_more()) {
+      start_slot(slot);
+    } else {
+      alike = 0;
+    }
     __syncwarp();  // the header is there for all
     if (++slot == p_.slots) {
       slot = 0;

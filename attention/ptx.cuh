@@ -197,9 +197,24 @@ __device__ __forceinline__ uint32_t fresh_lane() {
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+// x, kept in a register where the compiler would rather compute it anew at every use.
+__device__ __forceinline__ int32_t kept(int32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
 __device__ __forceinline__ bool is_first_lane() {
   return threadIdx.x % 32 == 0;
 }
+#if TKV_BULK_COPY
+// True in one lane of the warp, always the same one. The compiler knows that it is one, and passes
+// it what copies take in uniform registers without a loop over lanes.
+__device__ __forceinline__ bool is_elected() {
+  uint32_t is_one;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(is_one));
+  return is_one != 0;
+}
+#endif
 
 // All are called by the whole warp with the same pieces in every lane. prefetch_pieces() asks for
 // them to be brought into L2. copy_pieces(), or copy_page() for a single one, bring them into
@@ -238,11 +253,11 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
 // Pages are read once: they should not drive tables, q and code out of L2.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {
-  if (!is_first_lane()) return;
+  if (!is_elected()) return;
   const uint32_t address = shared_address(barrier);
   expect_bytes(address, piece.bytes);
   copy_piece(address, piece, read_once_policy());

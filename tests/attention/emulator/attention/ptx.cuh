@@ -64,6 +64,9 @@ inline uint32_t transpose_8x8(uint32_t x) {
   });
 }
 
+inline int32_t kept(int32_t x) {
+  return x;
+}
 inline uint32_t odd_bytes(uint32_t x) {
   return x >> 8 & 0x00ff00ffu;
 }
