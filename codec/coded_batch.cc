@@ -38,13 +38,14 @@ Status CodedDecode::validate() const {
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
     return invalid("max_block_bytes");
   }
-  if (codebook.max_length < 1 || codebook.max_length > kMaxCodeLength) {
+  const bool raw = is_raw_mode(codebook.mode);
+  if (!raw && (codebook.max_length < 1 || codebook.max_length > kMaxCodeLength)) {
     return invalid("codebook.max_length");
   }
+  if (raw && !is_raw(codebook)) return invalid("codebook.mode");
   if (codebook.streams_per_lane != 1 && codebook.streams_per_lane != 2) {
     return invalid("codebook.streams_per_lane");
   }
-  if (is_raw_mode(codebook.mode)) return invalid("codebook.mode");
   if (walk_tree) {
     if (codebook.mode != BlockMode::kSingle && codebook.mode != BlockMode::kPair) {
       return Status(StatusCode::kUnsupported, "coded decode: trees of modes single and pair only");
@@ -56,7 +57,8 @@ Status CodedDecode::validate() const {
     if (num_groups > 0 && codebook.tree == nullptr) return invalid("codebook.tree is needed");
   }
   if (num_groups == 0) return Status::ok();
-  if (bytes == nullptr || groups == nullptr || status == nullptr || codebook.table == nullptr) {
+  if (bytes == nullptr || groups == nullptr || status == nullptr ||
+      (!raw && codebook.table == nullptr)) {
     return invalid("bytes, groups, status and codebook.table are needed");
   }
   if (reinterpret_cast<uintptr_t>(bytes) % kBlockAlignment != 0) return invalid("bytes alignment");
@@ -76,7 +78,8 @@ Status CodedEncode::validate() const {
   if (codebook.streams_per_lane != 1 && codebook.streams_per_lane != 2) {
     return invalid("codebook.streams_per_lane");
   }
-  if (codebook.mode != BlockMode::kPair && codebook.mode != BlockMode::kSingle) {
+  const bool raw = is_raw(codebook);
+  if (!raw && codebook.mode != BlockMode::kPair && codebook.mode != BlockMode::kSingle) {
     return Status(StatusCode::kUnsupported, "coded encode: modes single and pair only");
   }
   if (cursor != nullptr && head_dim > kSliceDims) {
@@ -84,12 +87,12 @@ Status CodedEncode::validate() const {
   }
   const int32_t symbols =
       codebook.mode == BlockMode::kPair ? codebook.levels * codebook.levels : codebook.levels;
-  if (codebook.levels < 2 || codebook.levels > 256 || symbols > kMaxSymbols) {
+  if (!raw && (codebook.levels < 2 || codebook.levels > 256 || symbols > kMaxSymbols)) {
     return invalid("codebook.levels");
   }
   if (num_groups == 0) return Status::ok();
   if (codes == nullptr || bytes == nullptr || groups == nullptr || status == nullptr ||
-      codebook.words == nullptr || codebook.cheapest == nullptr) {
+      (!raw && (codebook.words == nullptr || codebook.cheapest == nullptr))) {
     return invalid("codes, bytes, groups, status, codebook.words and cheapest are needed");
   }
   if (reinterpret_cast<uintptr_t>(bytes) % kBlockAlignment != 0) return invalid("bytes alignment");

@@ -37,6 +37,11 @@ struct DeviceCodebook {
   uint8_t table_id = 0;
   int32_t tree_entries = 0;
 };
+// Of raw_codebook(), which has no arrays and needs none.
+inline constexpr bool is_raw(const DeviceCodebook& c) {
+  return c.mode == BlockMode::kRaw16 && c.levels == 0 && c.max_length == 0 && c.base == 0 &&
+         c.streams_per_lane == 1 && c.table_id == 0;
+}
 // The scalars of a codebook; the caller uploads the arrays.
 DeviceCodebook device_codebook(const Codebook& codebook);
 // Code word in bits 0-15, length above; 0 where the symbol is absent.
@@ -80,7 +85,7 @@ struct CodedDecode {
 Status decode_coded(const CodedDecode& call, GpuStream stream);
 
 // The blocks that encode_block() makes, byte for byte, where the caller left room for them. Modes
-// kSingle and kPair.
+// kSingle and kPair, and raw_codebook().
 struct CodedEncode {
   const int16_t* codes = nullptr;  // device
   uint8_t* bytes = nullptr;        // device, out: [size], 16-byte aligned

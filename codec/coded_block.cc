@@ -256,7 +256,8 @@ CodedBlockHeader coded_header(const CodedBlockHeader& raw, const Codebook& codeb
 void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_coded_bytes,
                   std::vector<uint8_t>* out) {
   SymbolPlan plan;
-  SymbolPlanner(slice, codebook, &plan).run();
+  plan.possible = !is_raw_mode(codebook.mode);
+  if (plan.possible) SymbolPlanner(slice, codebook, &plan).run();
   CodedBlockHeader header = raw_header(slice, codebook.component);
   CodedBlockLayout at = block_layout(header);
   bool coded = false;

@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const auto region = static_cast<uint32_t>(table_region_bytes(call.codebook.max_length, 0));
   const uint32_t table_address = (shared_byte_address(shared) + region - 1) / region * region;
   uint8_t* table = shared + (table_address - shared_byte_address(shared));
-  for (uint32_t i = threadIdx.x; i < region / 4; i += blockDim.x) {
+  const uint32_t entries = is_raw_mode(call.codebook.mode) ? 0 : region / 4;
+  for (uint32_t i = threadIdx.x; i < entries; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(table)[i] = call.codebook.table[i];
   }
   if constexpr (kWalk) {

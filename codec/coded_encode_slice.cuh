@@ -287,7 +287,8 @@ __device__ int32_t encode_slice(const Slice& slice, const Load& load, int32_t* c
   const CodeRange range = load();
   __syncwarp();
   const CodedBlockHeader raw = raw_header(slice.book.component, slice.tokens, slice.dims, range);
-  const SlicePlan plan = plan_slice(slice, counter);
+  SlicePlan plan{};
+  if (!is_raw_mode(slice.book.mode)) plan = plan_slice(slice, counter);
   const BlockForm form = choose_form(slice.book, raw, plan, slice.most_coded_bytes);
   clear_block(slice.memory.block, form.at.bytes);
   if (form.coded) {

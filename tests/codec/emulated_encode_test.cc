@@ -48,6 +48,7 @@ class EmulatedEncode : public testing::Test {
       : seed_(std::random_device{}()), source_(seed_), trace_(__FILE__, __LINE__, seed_) {}
 
   Codebook codebook(Component component, BlockMode mode, int32_t streams, double spread) {
+    if (is_raw_mode(mode)) return raw_codebook(component);
     CodebookSpec spec;
     spec.mode = mode;
     spec.streams_per_lane = streams;
@@ -129,7 +130,7 @@ class EmulatedEncode : public testing::Test {
 
 TEST_F(EmulatedEncode, EveryShapeAndMode) {
   for (const Component component : {Component::kKey, Component::kValue}) {
-    for (const BlockMode mode : {BlockMode::kSingle, BlockMode::kPair}) {
+    for (const BlockMode mode : {BlockMode::kSingle, BlockMode::kPair, BlockMode::kRaw16}) {
       for (const int32_t streams : {1, 2}) {
         const double spread = source_.spread_for(mode);
         const Codebook c = codebook(component, mode, streams, spread);

@@ -56,13 +56,17 @@ CodedWorld make_world(CodeSource* source, const WorldShape& shape) {
     return source->bell(int64_t{tokens} * shape.head_dim, spread * wider, -3.0, source->below(2));
   };
   histogram.add(draw(kBlockTokens * 4, 1.0).data(), kBlockTokens * 4);
-  CodebookSpec spec;
-  spec.mode = shape.mode;
-  spec.streams_per_lane = shape.streams;
-  spec.table_id = static_cast<uint8_t>(source->below(256));
-  auto built = build_codebook(histogram, spec);
-  EXPECT_TRUE(built.is_ok()) << built.status().message();
-  w.codebook = *built;
+  if (is_raw_mode(shape.mode)) {
+    w.codebook = raw_codebook(shape.component);
+  } else {
+    CodebookSpec spec;
+    spec.mode = shape.mode;
+    spec.streams_per_lane = shape.streams;
+    spec.table_id = static_cast<uint8_t>(source->below(256));
+    auto built = build_codebook(histogram, spec);
+    EXPECT_TRUE(built.is_ok()) << built.status().message();
+    w.codebook = *built;
+  }
   for (int32_t i = 0; i < shape.groups; ++i) {
     const int32_t tokens = i % 3 == 0 ? kBlockTokens : 1 + source->below(kBlockTokens);
     // Wider ones have exceptions, or are raw.
@@ -163,7 +167,7 @@ class CodedDeviceTest : public ::testing::Test {
 };
 
 constexpr BlockMode kModes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad,
-                                BlockMode::kSplit};
+                                BlockMode::kSplit, BlockMode::kRaw16};
 
 TEST_F(CodedDeviceTest, DecodesWhatTheHostEncodes) {
   for (BlockMode mode : kModes) {
@@ -298,7 +302,7 @@ void expect_host_bytes(const CodedWorld& w) {
 }
 
 TEST_F(CodedDeviceTest, EncodesTheBytesOfTheHost) {
-  for (BlockMode mode : {BlockMode::kSingle, BlockMode::kPair}) {
+  for (BlockMode mode : {BlockMode::kSingle, BlockMode::kPair, BlockMode::kRaw16}) {
     for (Component component : {Component::kKey, Component::kValue}) {
       for (int32_t streams : {1, 2}) {
         for (int32_t head_dim : {64, 96, 128, 256, 1 + source_.below(300)}) {
