@@ -19,8 +19,9 @@ Status unsupported(const std::string& what) {
 
 Status check_codebook(const DeviceCodebook& book, Component component, const std::string& name) {
   if (book.component != component) return invalid(name + ".codebook is of the other component");
+  if (is_raw(book)) return Status::ok();
   if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
-    return unsupported(name + ".codebook: only single codes and pairs are decoded here");
+    return unsupported(name + ".codebook: only single codes, pairs and raw ones are decoded here");
   }
   if (book.levels < 2 || book.levels > kMaxAttendedLevels) {
     return unsupported(name + ".codebook: more than 32 levels");
@@ -38,6 +39,9 @@ Status check_family(const CodedComponent& c, Component component, const DeviceCo
     return invalid(name + ".num_others");
   }
   if (c.num_others >= kMostCodedBooks) return unsupported(name + ": more than 16 codebooks");
+  if (c.num_others > 0 && is_raw_mode(c.codebook.mode)) {
+    return unsupported(name + ": a family of raw codebooks");
+  }
   bool seen[256] = {};
   for (int32_t i = 0; i <= c.num_others; ++i) {
     const DeviceCodebook& book = i == 0 ? c.codebook : c.others[i - 1];
@@ -57,7 +61,10 @@ Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::stri
   if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
     return invalid(name + ".bytes alignment");
   }
-  if (c.codebook.table == nullptr || c.steps == nullptr) return invalid(name + ".steps and table");
+  const bool looked_up = !is_raw_mode(c.codebook.mode);
+  if ((looked_up && c.codebook.table == nullptr) || c.steps == nullptr) {
+    return invalid(name + ".steps and table");
+  }
   for (int32_t i = 0; i < c.num_others; ++i) {
     if (c.others[i].table == nullptr) return invalid(name + ".others: table");
   }

@@ -11,6 +11,8 @@
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
 //
+// With raw_codebook() for both components all blocks are raw, and no table is looked up.
+//
 // Blocks may be at a fixed rate instead (codec/fixed_block.h), keys and values alike; kPair only.
 //
 // A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
@@ -113,15 +115,19 @@ struct CodedAttention {
   int32_t num_kv_heads = 1;
   DType dtype = DType::kFloat16;  // of q and out; or kBFloat16
   float sm_scale = 0;
-  int32_t max_block_bytes = 0;  // of a coded block, of a slice where there are two; raw ones may be
-                                // larger
+  int32_t max_block_bytes = 0;  // that shared memory has room for, of a slice where there are two:
+                                // coded blocks must fit, raw ones are read from memory if not
   FixedFormat fixed;            // of fixed-rate blocks among the coded ones, if there are any
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }
-  int32_t num_tables() const { return 2 + keys.num_others + values.num_others; }
+  int32_t num_tables() const { return is_raw() ? 0 : 2 + keys.num_others + values.num_others; }
+  // Whether no block is coded.
+  bool is_raw() const { return is_raw_mode(keys.codebook.mode); }
   // Whether blocks are of one slice and one codebook a component.
-  bool is_uniform() const { return head_dim <= kSliceDims && num_tables() == 2; }
+  bool is_uniform() const {
+    return head_dim <= kSliceDims && keys.num_others + values.num_others == 0;
+  }
   // And of one query, in fp16: what the fastest kernels are for.
   bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && is_uniform(); }
 

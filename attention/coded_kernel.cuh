@@ -81,7 +81,9 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
                                 : static_cast<uint32_t>(table_region_bytes(
                                       max(key_book.max_length, value_book.max_length), kCopiesLog));
   const uint32_t key_tables = kFamilies ? 1 + params.key_family.count : 1;
-  const uint32_t tables = kFamilies ? key_tables + 1 + params.value_family.count : 2;
+  const uint32_t tables = Code::kRaw  ? 0
+                          : kFamilies ? key_tables + 1 + params.value_family.count
+                                      : 2;
   const uint32_t start = shared_address(shared);
   const auto slots = static_cast<uint32_t>(kWarps * grid.slots_per_warp);
   const CodedSharedLayout layout =
@@ -106,7 +108,10 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
       SharedTable<kCopiesLog>(layout.tables + key_tables * region, params.value_mask),
       fits};
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
-  const TableFill key_fill(key_book), value_fill(value_book);
+  const auto fill_of = [](const DeviceCodebook& book) {
+    return Code::kRaw ? TableFill(nullptr, 0) : TableFill(book);
+  };
+  const TableFill key_fill = fill_of(key_book), value_fill = fill_of(value_book);
   WarpItems<CodedAttention> items{call};
   const ItemShares shares = item_shares(params, kWarps);
   const bool any = items.begin(shares.begin(global_warp), shares.begin(global_warp + 1));

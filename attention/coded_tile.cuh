@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/coded_params.h"
+#include "attention/coded_raw.cuh"
 #include "attention/ptx.cuh"
 #include "codec/coded_stream.cuh"
 
@@ -78,12 +79,14 @@ __device__ __forceinline__ bool open_raw(const OpenBlock& b, const uint8_t* from
   return static_cast<int32_t>(b.units()) * 16 == kCodedBlockHeaderBytes + bytes;
 }
 
-// How the blocks of a call are coded: kPair or kSingle, and the copies of the tables.
+// How the blocks of a call are coded: kPair or kSingle, and the copies of the tables. Or kRaw16.
 template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
-  static constexpr bool kFixed = false;  // no fixed-rate blocks among them
+  static constexpr bool kFixed = false;             // no fixed-rate blocks among them
+  static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones: codes have another unit
+  static constexpr float kScale = kRaw ? kRawScale : kDigitScale;
   // Digits leave an entry of kPair alone, or raised by kRaise, which is one addition that rounds
   // the code length away. It runs where lookups leave room, but the raise costs the sums ten bits,
   // so it is for the scores, sums over the channels of one token.
@@ -173,7 +176,7 @@ struct LaneCodes {
 // Dim block f of a raw tile, as digits of the codebook: rare, so no word is read only once.
 __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim,
                                              Component component, int32_t tile, int32_t f,
-                                             uint32_t (&a)[4]) {
+                                             uint32_t (&a)[4], float scale = kDigitScale) {
   const TileLayout layout = raw_tile(b.bits, head_dim / kDimBlock);
   const uint8_t* words = b.tiles + tile * layout.bytes();
   const uint32_t mask = (1u << b.bits) - 1u, lane = fresh_lane();
@@ -185,8 +188,8 @@ __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim
     auto first = static_cast<int32_t>(word & mask),
          second = static_cast<int32_t>(word >> 16 & mask);
     if (b.bits == 16) first = static_cast<int16_t>(first), second = static_cast<int16_t>(second);
-    a[r] = pack_halves(static_cast<float>(first + b.base) / kDigitScale,
-                       static_cast<float>(second + b.base) / kDigitScale);
+    a[r] = pack_halves(static_cast<float>(first + b.base) / scale,
+                       static_cast<float>(second + b.base) / scale);
   }
 }
 

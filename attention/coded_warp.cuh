@@ -3,6 +3,7 @@
 
 #include "attention/coded_exceptions.cuh"
 #include "attention/coded_fixed.cuh"
+#include "attention/coded_raw_slots.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_sight.cuh"
 #include "attention/coded_slices.cuh"
@@ -15,6 +16,7 @@ template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 struct CodedWarp {
   static constexpr bool kIsPlain = kBreadth == CodedBreadth::kPlain;
   static constexpr bool kSliced = kBreadth == CodedBreadth::kSlices;
+  static constexpr bool kIsRaw = Code::kRaw;
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   static constexpr int kSlices = (kHeadDim + kSliceDims - 1) / kSliceDims;
   static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
@@ -61,6 +63,9 @@ struct CodedWarp {
   template <int kSlice>
   __device__ __forceinline__ void score_raw(const OpenBlock& b, RawBlock raw,
                                             float (&s)[kItemTiles][4]) {
+    if constexpr (kIsRaw) {
+      if (score_raw_slot<kSlice>(*this, b, raw, s)) return;
+    }
     raw.base += Code::kRaise;
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
@@ -74,7 +79,7 @@ struct CodedWarp {
           const uint32_t(&of_slice)[2] = state.q[kSlice * kSliceBlocks + z];
           if (z == f) q[0] = of_slice[0], q[1] = of_slice[1];
         }
-        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a);
+        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a, Code::kScale);
         mma_m16n8k16(tile, a, q[0], q[1]);
       }
       push_tile(s, tile);
@@ -147,13 +152,16 @@ struct CodedWarp {
   template <int kSlice>
   __device__ __forceinline__ void add_raw(const OpenBlock& b, const RawBlock& raw,
                                           uint32_t (&p)[kItemTiles][2]) {
+    if constexpr (kIsRaw) {
+      if (add_raw_slot<kSlice>(*this, b, raw, p)) return;
+    }
 #pragma unroll 1
     for (int o = 0; o < tile_count(b.tokens); ++o) {
 #pragma unroll 1
       for (int f = 0; f < kSliceBlocks; ++f) {
         uint32_t a[4];
         float sum[4] = {};
-        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a);
+        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a, Code::kScale);
         mma_m16n8k16(sum, a, p[0][0], p[0][1]);
 #pragma unroll
         for (int z = 0; z < kSliceBlocks; ++z) {
@@ -248,7 +256,7 @@ struct CodedWarp {
     } else {
       const OpenBlock b = open(params.headers.keys, i, tokens);
       RawBlock raw;
-      if (b.coded) {
+      if (!kIsRaw && b.coded) {
         score_coded<0>(b, key_table, s);
       } else if (open_other(b, params.headers.keys, i, &raw)) {
         score_raw<0>(b, raw, s);
@@ -264,7 +272,7 @@ struct CodedWarp {
     } else {
       const OpenBlock b = open(params.headers.values, i, tokens);
       RawBlock raw;
-      if (b.coded) {
+      if (!kIsRaw && b.coded) {
         add_coded<0>(b, value_table, p);
       } else if (open_other(b, params.headers.values, i, &raw)) {
         add_raw<0>(b, raw, p);
@@ -288,7 +296,7 @@ struct CodedWarp {
       }
       score_block(i, here, s);
       next_block(i);
-      state.weigh(s, here, key_scale * kDigitScale, p);
+      state.weigh(s, here, key_scale * Code::kScale, p);
       add_block(i + 1, here, p);
       next_block(i + 1);
     }
@@ -411,7 +419,7 @@ struct CodedWarp {
       const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
       attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
-                          static_cast<float>(call.values.codebook.base));
+                          static_cast<float>(call.values.codebook.base), Code::kScale);
       if constexpr (Code::kFixed) {
         const FixedRun fixed = {row.first_block + from, min(to, blocks) - from,
                                 row.first_block + row.coded_tokens / kBlockTokens};

@@ -73,6 +73,26 @@ TEST(CodedAttentionCall, IsPlainUnlessItAsksForMore) {
   EXPECT_EQ(c.call.num_tables(), 6);
 }
 
+TEST(CodedAttentionCall, MayHaveNoCodedBlocks) {
+  Call c;
+  c.call.keys.codebook = device_codebook(raw_codebook(Component::kKey));
+  EXPECT_FALSE(c.call.validate()) << "values are coded";
+  c.call.values.codebook = device_codebook(raw_codebook(Component::kValue));
+  EXPECT_TRUE(c.call.validate());
+  EXPECT_TRUE(c.call.is_raw());
+  EXPECT_TRUE(c.call.is_uniform());
+  EXPECT_EQ(c.call.num_tables(), 0);
+  c.call.values.codebook.component = Component::kKey;
+  EXPECT_FALSE(c.call.validate());
+  c.call.values.codebook = c.call.keys.codebook = DeviceCodebook{};
+  c.call.keys.codebook.mode = BlockMode::kRaw4;
+  EXPECT_FALSE(c.call.validate()) << "no raw codebook";
+  c = Call();
+  c.use_families();
+  c.call.keys.codebook = device_codebook(raw_codebook(Component::kKey));
+  EXPECT_FALSE(c.call.validate()) << "a family";
+}
+
 TEST(CodedAttentionCall, NamesWhatItRefuses) {
   const struct {
     void (*change)(Call*);

@@ -209,6 +209,62 @@ TEST_F(CodedAttentionTest, AFamilyOfCodebooks) {
   }
 }
 
+// No block is coded. Those that do not fit into slots, of 16 bits too, are read from memory.
+TEST_F(CodedAttentionTest, RawBlocksOfEveryWidth) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
+    for (BlockMode widest : {BlockMode::kRaw2, BlockMode::kRaw4, BlockMode::kRaw8}) {
+      for (int32_t columns : {1, 4, 8, 1 + source_.below(20)}) {
+        Shape shape;
+        shape.mode = BlockMode::kRaw16;
+        shape.widest = widest;
+        shape.head_dim = head_dim;
+        shape.columns = columns;
+        shape.means = source_.below(2) != 0;
+        shape.huge_codes = source_.below(4) == 0;
+        if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
+        if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
+        SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " columns " +
+                     std::to_string(columns) + " q_len " + std::to_string(shape.q_len) +
+                     " slots of " + block_mode_name(widest));
+        const World w = make_world(&source_, shape, ragged_rows());
+        compare(w, attend_on_gpu(w, 5));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Every byte of a raw header but base and checksum, and references: the row fails, the others do
+// not notice.
+TEST_F(CodedAttentionTest, RawBlocksThatBreakARule) {
+  for (int32_t head_dim : {64, 96, 128, 256}) {
+    Shape shape;
+    shape.mode = BlockMode::kRaw16;
+    shape.head_dim = head_dim;
+    const World w = make_world(&source_, shape, {row(640, 64), row(300, 10), row(200, 0)});
+    for (int32_t byte : {0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, 16, 17}) {
+      World damaged = w;
+      const int32_t c = source_.below(2), block = w.rows[1].first_block + source_.below(5);
+      CodedBlockRef& ref = damaged.refs[c][static_cast<size_t>(block)];
+      uint8_t* bytes = damaged.bytes[c].data() + ref.offset * size_t{16};
+      if (head_dim > kSliceDims && source_.below(2) != 0) {
+        bytes += load_header(bytes).units * kBlockAlignment;
+      }
+      if (byte == 16) {
+        ref.offset = static_cast<uint32_t>(source_.rng()()) | 1u << 31;
+      } else if (byte == 17) {
+        ref.units += source_.below(2) != 0 ? 1u : 0xffffffffu;
+      } else {
+        bytes[byte] ^= static_cast<uint8_t>(1 + source_.below(255));
+      }
+      damaged.data[1].corrupt = true;
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " byte " + std::to_string(byte));
+      compare(damaged, attend_on_gpu(damaged, 5));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // All queries of a row are times one power of two: large and small ones.
 TEST_F(CodedAttentionTest, BFloat16QueriesOfAnySize) {
   for (const float size : {0x1p-60f, 0x1p-20f, 0x1p6f}) {
