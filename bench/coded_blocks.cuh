@@ -70,10 +70,11 @@ inline constexpr Rung kRungs[] = {
     {"pair 11 bits x1", BlockMode::kPair, 11, 1, 0},
     {"pair 12 bits x1 /2", BlockMode::kPair, 12, 2, 0},
     {"split 11 bits", BlockMode::kSplit, 11, 1, 0},
+    {"block-adaptive width", BlockMode::kRaw16, 0, 1, 0},
 };
 // What attention decodes by itself.
 inline bool is_attended(const Rung& rung) {
-  return !rung.walk_tree && (rung.mode == BlockMode::kPair || rung.mode == BlockMode::kSingle);
+  return !rung.walk_tree && rung.mode != BlockMode::kSplit;
 }
 
 template <class T>
@@ -114,19 +115,28 @@ struct Blocks {
   double unique = 0;
 };
 
+// Nothing where the mode cannot hold these codes.
+inline std::optional<Codebook> make_book(const CodeHistogram& histogram, Component component,
+                                         const Rung& rung) {
+  if (is_raw_mode(rung.mode)) return raw_codebook(component);
+  CodebookSpec spec;
+  spec.mode = rung.mode;
+  spec.max_length = rung.max_length;
+  spec.streams_per_lane = rung.streams;
+  auto book = build_codebook(histogram, spec);
+  if (!book.is_ok()) return std::nullopt;
+  return *book;
+}
+
 inline std::optional<Blocks> make_blocks(const DumpCodes& dump, const LayerCodes& layer,
                                          Component component, const Rung& rung) {
   const std::vector<int16_t>& codes = layer.component[static_cast<int32_t>(component)];
   const int64_t head_codes = int64_t{dump.tokens} * dump.head_dim;
   CodeHistogram histogram(component, dump.head_dim);
   for (int32_t h = 0; h < dump.heads; ++h) histogram.add(&codes[h * head_codes], dump.tokens);
-  CodebookSpec spec;
-  spec.mode = rung.mode;
-  spec.max_length = rung.max_length;
-  spec.streams_per_lane = rung.streams;
   Blocks blocks;
-  auto book = build_codebook(histogram, spec);
-  if (!book.is_ok()) return std::nullopt;  // the mode cannot hold these codes
+  auto book = make_book(histogram, component, rung);
+  if (!book) return std::nullopt;
   blocks.book = *book;
   const int32_t per_head = dump.tokens / kBlockTokens;
   std::vector<std::vector<uint8_t>> unique(static_cast<size_t>(dump.heads) * per_head);
@@ -140,7 +150,7 @@ inline std::optional<Blocks> make_blocks(const DumpCodes& dump, const LayerCodes
     const CodedBlockHeader h = load_header(unique[i].data());
     blocks.exceptions += h.exceptions;
     blocks.raw += is_raw_mode(h.mode);
-    if (!is_raw_mode(h.mode)) {
+    if (!is_raw_mode(h.mode) || is_raw_mode(rung.mode)) {
       blocks.largest = std::max(blocks.largest, static_cast<int32_t>(unique[i].size()));
     }
   }
