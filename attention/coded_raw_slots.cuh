@@ -14,7 +14,7 @@ template <class Worker>
 __device__ __forceinline__ const uint8_t* tiles_in_slot(const Worker& w, const OpenBlock& b) {
   const uint32_t tiles = Worker::Streams::start_of(b, 0), block = tiles - kCodedBlockHeaderBytes;
   if (block - w.ring.slot + b.units() * kBlockAlignment > w.ring.slot_bytes) return nullptr;
-  return static_cast<const uint8_t*>(__cvta_shared_to_generic(tiles));
+  return shared_pointer(tiles);
 }
 
 // visit(words) with a lane's words of `bits`; false where raw blocks so wide are not for slots.

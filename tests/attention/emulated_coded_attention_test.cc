@@ -192,7 +192,7 @@ CodedKernelParams pass_of(CodedKernelParams p, int32_t first) {
 }
 
 struct Kernels {
-  CodedKernel attend, find_probabilities;
+  CodedKernel attend, find_probabilities;  // null: there is none
 };
 
 Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
@@ -214,6 +214,7 @@ Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
     run_kernel(kernels.attend, p);
     for (int32_t r = 0; r < call.num_rows; ++r) join_row(w, p, r, &to);
   }
+  if (kernels.find_probabilities == nullptr) return to;
   to.stride = 2000;
   to.probabilities.resize(w.rows.size() * call.q_len * to.stride, 0.0f);
   call.lse = to.lse.data();
@@ -236,6 +237,14 @@ CodedKernel kernel_of(const Shape& shape) {
   return shape.streams == 1 ? coded_attention_kernel<kDimBlocks, WithFixedBlocks<One>, kBreadth>
                             : coded_attention_kernel<kDimBlocks, WithFixedBlocks<Two>, kBreadth>;
 }
+CodedKernel raw_kernel_of(int32_t head_dim) {
+  using Raw = BlockCode<BlockMode::kRaw16, 1, 0>;
+  constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
+  return head_dim == 64    ? coded_attention_kernel<4, Raw, kQueries>
+         : head_dim == 96  ? coded_attention_kernel<6, Raw, kQueries>
+         : head_dim == 128 ? coded_attention_kernel<8, Raw, kQueries>
+                           : coded_attention_kernel<16, Raw, kSlices>;
+}
 CodedKernel kernel_of(const Shape& shape) {
   const bool uniform = shape.head_dim <= kSliceDims && shape.family == 1;
   if (shape.head_dim == 256) return kernel_of<16, CodedBreadth::kSlices>(shape);
@@ -252,6 +261,7 @@ CodedKernel probability_kernel_of(int32_t streams) {
                       : coded_probability_kernel<kDimBlocks, Two>;
 }
 Kernels kernels_of(const Shape& shape) {
+  if (is_raw_mode(shape.mode)) return {raw_kernel_of(shape.head_dim), nullptr};
   return {kernel_of(shape), shape.head_dim == 64    ? probability_kernel_of<4>(shape.streams)
                             : shape.head_dim == 128 ? probability_kernel_of<8>(shape.streams)
                                                     : probability_kernel_of<16>(shape.streams)};
@@ -283,7 +293,9 @@ class EmulatedCodedAttention : public ::testing::Test {
                  " q_len " + std::to_string(shape.q_len) + " family " +
                  std::to_string(shape.family));
     const World w = make_world(&source_, shape, ragged_rows());
-    compare(w, attend_on_host(w, kernels_of(shape), 1 + source_.below(2)));
+    // Two slots for raw blocks of 8 bits do not fit into shared memory.
+    const bool wide = is_raw_mode(shape.mode) && shape.widest == BlockMode::kRaw8;
+    compare(w, attend_on_host(w, kernels_of(shape), wide ? 1 : 1 + source_.below(2)));
   }
   uint32_t seed_;
   CodeSource source_;
@@ -303,6 +315,21 @@ TEST_F(EmulatedCodedAttention, OfSlicesAndFamilies) {
     shape.head_dim = head_dim;
     shape.family = head_dim == 64 ? 3 : 1 + source_.below(2);
     check(shape);
+  }
+}
+
+// From slots that have room for all but blocks of 16 bits, or for narrower ones only.
+TEST_F(EmulatedCodedAttention, RawBlocksOfEveryWidth) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const BlockMode widest : {BlockMode::kRaw2, BlockMode::kRaw8}) {
+      Shape shape;
+      shape.mode = BlockMode::kRaw16;
+      shape.widest = widest;
+      shape.head_dim = head_dim;
+      shape.huge_codes = source_.below(2) != 0;
+      SCOPED_TRACE(block_mode_name(widest));
+      check(shape);
+    }
   }
 }
 
