@@ -136,11 +136,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Of a shared address.
-__device__ __forceinline__ const uint8_t* shared_pointer(uint32_t address) {
-  return static_cast<const uint8_t*>(__cvta_shared_to_generic(address));
-}
-
 // ---- barriers and copies into shared memory ----
 //
 // A barrier ends its phase when the bytes of a chunk have arrived. Phases alternate in parity,

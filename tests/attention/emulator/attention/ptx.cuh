@@ -155,10 +155,6 @@ inline uint32_t shared_address(const void* p) {
   return EmulatedShared::kStart + static_cast<uint32_t>(byte - emulated_shared().base);
 }
 
-inline const uint8_t* shared_pointer(uint32_t address) {
-  return emulated_shared().at(address, 16);
-}
-
 struct CopyPiece {
   uint8_t* to;
   const uint8_t* from;
