@@ -115,6 +115,9 @@ Status CodedAttention::validate_arrays() const {
   if (probabilities != nullptr && (lse == nullptr || probability_stride < 0)) {
     return invalid("probabilities need lse and a stride");
   }
+  if (probabilities != nullptr && is_raw()) {
+    return unsupported("probabilities where no block is coded");
+  }
   if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
       (num_window_pages > 0 && window_pages == nullptr)) {
     return invalid("window");

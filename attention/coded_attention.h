@@ -89,8 +89,8 @@ struct CodedAttention {
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
   // Device, out: [q_len, num_rows, probability_stride], by a token's place in its row: the largest
   // probability that a column of the query gave it, 0 where the query does not see it and in
-  // corrupt rows; a pass over the keys alone for each pass of attention. Needs the lse. Null: not
-  // asked for.
+  // corrupt rows; a pass over the keys alone for each pass of attention. Needs the lse, and a
+  // codebook. Null: not asked for.
   float* probabilities = nullptr;
   int64_t probability_stride = 0;  // tokens beyond it are left out
   void* workspace = nullptr;       // device, coded_attention_workspace_bytes(), 256-byte aligned

@@ -101,7 +101,8 @@ def matvec_equivalent():
 LADDER = {"single 8 bits x32 /2": "single 8 bits x32, two streams", "pair 9 bits x32 /2": "pair 9 bits x32, two streams",
           "pair 10 bits x16 /2": "**pair 10 bits x16, two streams**", "pair 10 bits x16": "pair 10 bits x16, one stream",
           "pair 11 bits x8 /2": "pair 11 bits x8, two streams", "pair 11 bits x1 /2": "pair 11 bits x1, two streams",
-          "pair 11 bits x1": "pair 11 bits x1, one stream", "pair 12 bits x1 /2": "pair 12 bits x1, two streams"}
+          "pair 11 bits x1": "pair 11 bits x1, one stream", "pair 12 bits x1 /2": "pair 12 bits x1, two streams",
+          "block-adaptive width": "block-adaptive width, no table", "tree walk": "tree walk"}
 LADDER_SHAPES = ["64x4096", "8x32768", "64x16384", "1x32768", "1x131072"]
 
 
@@ -118,6 +119,8 @@ def coded_ladder():
         rows.append([name, 16 if bits == 16 else 4.25] + [span(x, 2) if x else "-" for x in by_shape])
     for rung, name in LADDER.items():
         bits = [m["bits_per_symbol"] for m in measured if m["kind"] == "attention" and m["rung"] == rung]
+        if not bits:
+            continue
         rows.append([name, span(bits, 2)] + [span(speed("attention", "rung", rung, shape), 2) for shape in LADDER_SHAPES])
     return markdown(["table", "bits"] + [shape.replace("x", " x ") for shape in LADDER_SHAPES], rows)
 
