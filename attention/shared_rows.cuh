@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/decode.h"
+#include "attention/few_rows.cuh"
 #include "attention/parts_join.cuh"
 #include "attention/shared_rows.h"
 
@@ -90,20 +91,32 @@ __global__ void __launch_bounds__(kSharedRowsThreads)
   join.write(task.to, task.has_dims);
 }
 
-using SharedRowsKernel = void (*)(SharedRowsParams);
-// Null where there is none.
-inline SharedRowsKernel shared_rows_kernel_of(int32_t head_dim) {
+// A kernel, null where there is none, and its CTAs.
+struct SharedRowsLaunch {
+  void (*kernel)(SharedRowsParams) = nullptr;
+  int32_t ctas = 0, threads = 0;
+};
+template <int32_t kHeadDim>
+SharedRowsLaunch shared_rows_launch_for(const SharedRowsParams& p) {
+  if (p.num_rows < p.num_ctas) {
+    const int32_t warps = few_rows_warps(p.num_rows, p.columns.of_row, kHeadDim);
+    return {few_rows_kernel<kHeadDim>, ceil_div(warps, kFewRowsWarps), kFewRowsThreads};
+  }
+  return {shared_rows_kernel<kHeadDim>, p.num_ctas * shared_rows_depth(kHeadDim, p.columns.of_row),
+          kSharedRowsThreads};
+}
+inline SharedRowsLaunch shared_rows_launch(const SharedRowsParams& p, int32_t head_dim) {
   switch (head_dim) {
     case 64:
-      return shared_rows_kernel<64>;
+      return shared_rows_launch_for<64>(p);
     case 96:
-      return shared_rows_kernel<96>;
+      return shared_rows_launch_for<96>(p);
     case 128:
-      return shared_rows_kernel<128>;
+      return shared_rows_launch_for<128>(p);
     case 256:
-      return shared_rows_kernel<256>;
+      return shared_rows_launch_for<256>(p);
     default:
-      return nullptr;
+      return {};
   }
 }
 

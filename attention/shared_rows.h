@@ -24,6 +24,7 @@ struct SharedRowsParams {
   const float* parts = nullptr;               // [2 * num_ctas][of_row][head_dim]
   const SoftmaxState* part_states = nullptr;  // [2 * num_ctas][of_row]
   int32_t num_ctas = 0;                       // of the decode kernel
+  int32_t num_rows = 0;                       // of the launch
   QueryColumns columns;
   bool is_bfloat16 = false;      // out
   void* out = nullptr;           // [batch][q_len][num_q_heads][head_dim]
@@ -35,8 +36,8 @@ struct SharedRowsParams {
 inline constexpr int32_t kSharedRowsRoom = 1024;
 
 inline SharedRowsParams shared_rows_params(const DecodeParams& d, int32_t num_ctas) {
-  return {d.items,       d.parts, d.part_states, num_ctas, d.columns,
-          d.is_bfloat16, d.out,   d.lse,         d.sinks};
+  return {d.items,   d.parts,       d.part_states, num_ctas, d.rows.num_rows,
+          d.columns, d.is_bfloat16, d.out,         d.lse,    d.sinks};
 }
 
 // Behind a decode kernel, which must let the next kernel start only when its plan
