@@ -129,8 +129,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   };
   // Before the queries are asked for: what waits for them would hold up the copies.
   if (kPreparesFirst) {
-    announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
     copy_pieces(&full_[0], first.pieces);
+    announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
   }
 #pragma unroll 1
   for (int32_t i = kPreparesFirst; i < p_.slots && feed.has_more(); ++i) start_slot(i);

@@ -280,7 +280,7 @@ __device__ __forceinline__ void copy_two_of_lane(int32_t owner, uint32_t barrier
   if (y.bytes > 0) copy_bytes(barrier, y.to, y.from, y.bytes, policy);
 }
 __device__ __forceinline__ void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
-  if (!is_first_lane()) return;
+  if (!is_elected()) return;
   const uint32_t address = shared_address(barrier);
   const uint64_t policy = read_once_policy();
   expect_bytes(address, pieces.total);
