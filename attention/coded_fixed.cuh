@@ -121,21 +121,8 @@ struct FixedTile {
   }
 };
 
-// Whether a slice of `units` is what a fixed-rate one must be. header: in memory.
-template <int32_t kDims>
-__device__ __forceinline__ bool agrees(const uint4& header, Component c, int32_t bits) {
-  const uint32_t mode = static_cast<uint32_t>(bits == 4 ? kFixed4 : kFixed8);
-  const auto expected =
-      static_cast<uint32_t>(fixed_block_layout(bits, kDims).bytes / kBlockAlignment);
-  return header.x == (kCodedBlockVersion | mode << 8 | 1u << 12 | static_cast<uint32_t>(c) << 24) &&
-         header.y == (static_cast<uint32_t>(kBlockTokens) | kDims << 8) && header.z == 0 &&
-         (header.w & 0xffffu) == expected;
-}
 __device__ __forceinline__ bool lies_inside(const CodedBlockRef& ref, int64_t size) {
   return ref.units > 0 && (int64_t{ref.offset} + ref.units) * kBlockAlignment <= size;
-}
-__device__ __forceinline__ uint4 header_at(const uint8_t* slice) {
-  return *reinterpret_cast<const uint4*>(slice);
 }
 
 // A head_dim of 256 is two slices, as of coded blocks.
@@ -145,35 +132,50 @@ struct FixedSlices {
   static constexpr int32_t kDims = kHeadDim / kCount;
 };
 
-// A block that lies inside its component.
+// A block of a directory that lies inside its component, and what it must say to be at a fixed
+// rate.
 template <int32_t kHeadDim>
-__device__ __forceinline__ bool all_agree(const uint8_t* block, const CodedBlockRef& ref,
-                                          Component c, int32_t bits) {
+struct FixedClaim {
   using Slices = FixedSlices<kHeadDim>;
-  const int32_t bytes = fixed_block_layout(bits, Slices::kDims).bytes;
-  if (int64_t{ref.units} * kBlockAlignment != int64_t{Slices::kCount} * bytes) return false;
-  bool valid = true;
-#pragma unroll
-  for (int32_t i = 0; i < Slices::kCount; ++i) {
-    valid &= agrees<Slices::kDims>(header_at(block + i * bytes), c, bits);
+  const uint8_t* block;
+  uint32_t units;
+  uint4 header;
+
+  __device__ __forceinline__ FixedClaim(const CodedComponent& c, const CodedBlockRef& ref)
+      : block(c.bytes + int64_t{ref.offset} * kBlockAlignment),
+        units(ref.units),
+        header(*reinterpret_cast<const uint4*>(block)) {}
+  __device__ __forceinline__ bool agrees(Component c, int32_t bits) const {
+    const int32_t bytes = fixed_block_layout(bits, Slices::kDims).bytes;
+    const auto slice = static_cast<uint32_t>(bytes / kBlockAlignment);
+    const uint32_t mode = static_cast<uint32_t>(bits == 4 ? kFixed4 : kFixed8);
+    const uint32_t first =
+        kCodedBlockVersion | mode << 8 | 1u << 12 | static_cast<uint32_t>(c) << 24;
+    const auto wrong = [&](const uint4& h) {
+      return (h.x ^ first) | (h.y ^ (static_cast<uint32_t>(kBlockTokens) | Slices::kDims << 8)) |
+             h.z | ((h.w & 0xffffu) ^ slice);
+    };
+    if ((wrong(header) | (units ^ Slices::kCount * slice)) != 0) return false;
+    if constexpr (Slices::kCount == 1) return true;
+    return wrong(*reinterpret_cast<const uint4*>(block + bytes)) == 0;
   }
-  return valid;
-}
+};
 
 __device__ __forceinline__ const uint8_t* block_of(const CodedComponent& c, int32_t block) {
   return c.bytes + int64_t{c.blocks[block].offset} * kBlockAlignment;
 }
 
 // Whether block `block` of the directories is at a fixed rate. *bad: not 0 where it breaks a rule;
-// references that lead outside were found by whoever asked for the block.
+// references that lead outside were found by whoever asked for the block. What is read from memory
+// is waited for twice.
 template <int32_t kHeadDim>
 __device__ __forceinline__ bool is_fixed(const CodedAttention& call, int32_t block, uint32_t* bad) {
   const CodedBlockRef k = call.keys.blocks[block], v = call.values.blocks[block];
   if (!lies_inside(k, call.keys.size) || !lies_inside(v, call.values.size)) return false;
-  const uint8_t *keys = block_of(call.keys, block), *values = block_of(call.values, block);
-  if (!is_fixed_header(header_at(keys))) return false;
-  const bool valid = all_agree<kHeadDim>(keys, k, Component::kKey, call.fixed.key_bits) &&
-                     all_agree<kHeadDim>(values, v, Component::kValue, call.fixed.value_bits);
+  const FixedClaim<kHeadDim> keys(call.keys, k), values(call.values, v);
+  if (!is_fixed_header(keys.header)) return false;
+  const bool valid = keys.agrees(Component::kKey, call.fixed.key_bits) &&
+                     values.agrees(Component::kValue, call.fixed.value_bits);
   *bad |= static_cast<uint32_t>(!valid);
   return valid;
 }

@@ -280,8 +280,10 @@ struct CodedWarp {
     }
   }
   // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
-  // those of the row from the first of these blocks on.
-  __device__ __forceinline__ void attend_blocks(int32_t tokens) {
+  // those of the row from the first of these blocks on. True where blocks at a fixed rate were
+  // passed over.
+  __device__ __forceinline__ bool attend_blocks(int32_t tokens) {
+    bool passed = false;
 #pragma unroll 1
     for (int32_t i = 0; i < run.count; i += 2) {
       const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
@@ -290,6 +292,8 @@ struct CodedWarp {
       if constexpr (Code::kFixed) {
         ring.wait();
         if (is_fixed_header(load_shared_16(ring.slot))) {  // attend_fixed_blocks() comes to it
+          if (!passed) run.prefetch_pair(call, i);
+          passed = true;
           pass_over(i);
           continue;
         }
@@ -300,6 +304,7 @@ struct CodedWarp {
       add_block(i + 1, here, p);
       next_block(i + 1);
     }
+    return passed;
   }
 
   // The page of item i of the window; null where it would lie outside.
@@ -417,13 +422,13 @@ struct CodedWarp {
     const CodedRow& row = call.rows[row_index];
     if (to > from) {
       const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
-      attend_blocks(row.coded_tokens - from * kBlockTokens);
+      [[maybe_unused]] const bool passed = attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
                           static_cast<float>(call.values.codebook.base), Code::kScale);
       if constexpr (Code::kFixed) {
         const FixedRun fixed = {row.first_block + from, min(to, blocks) - from,
                                 row.first_block + row.coded_tokens / kBlockTokens};
-        attend_fixed_blocks(call, fixed, score_scale(), state);
+        if (passed) attend_fixed_blocks(call, fixed, score_scale(), state);
       }
       const int32_t first = max(from - blocks, 0);
       if (to > blocks) {
