@@ -44,6 +44,8 @@ class DecodeCta {
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
   static constexpr int32_t kParts = 2 * kDecodeWarps;
+  static constexpr int32_t kJoinDims = 64;  // of a warp
+  static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
   static_assert(kParts <= 32, "a lane looks at a part");
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
@@ -198,7 +200,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
   const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
-  const int32_t tasks = p_.columns.of_row * slices_of(kHeadDim);
+  const int32_t tasks = p_.columns.of_row * kSlices;
   int32_t task = warp_;
 #pragma unroll 1
   while (left != 0) {
@@ -216,31 +218,27 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_slice(
     int32_t row, uint32_t parts, int32_t task) const {
-  const int32_t of_row = p_.columns.of_row, column = task / slices_of(kHeadDim),
-                slice = task % slices_of(kHeadDim);
+  const int32_t of_row = p_.columns.of_row, column = task / kSlices, slice = task % kSlices;
   const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
   const int32_t dims = column * part_stride(kHeadDim) + slice * kJoinDims;
-  const bool has_dims = slice * kJoinDims + 4 * lane_ < kHeadDim;
-  PartsJoin<kDecodeWarps, false> join;
-  join.add({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
-            part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
-            of_row * part_stride(kHeadDim), last_warp - first_warp + 1},
-           has_dims);
+  PartsJoin<kJoinDims, kDecodeWarps * kJoinDims / 128, false> join(kHeadDim - slice * kJoinDims);
+  join.join({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
+             part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
+             of_row * part_stride(kHeadDim), last_warp - first_warp + 1});
   const bool began_before = row == ends_[0].row && ends_[0].tile > 0;
   if (began_before || (row == ends_[1].row && ends_[1].tile > 0)) {
     const int64_t to = static_cast<int64_t>(part_index(blockIdx.x, began_before)) * of_row + column;
     join.store(slice == 0 ? p_.part_states + to : nullptr,
-               p_.parts + to * kHeadDim + slice * kJoinDims, has_dims);
+               p_.parts + to * kHeadDim + slice * kJoinDims);
     return;
   }
   const int64_t place = p_.columns.place(row, column);
   if (place < 0) return;
   const bool has_sink = !kIsPlain && p_.sinks != nullptr;
-  join.write(
-      {static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kJoinDims,
-       p_.lse == nullptr || slice != 0 ? nullptr : p_.lse + place, kMode == DecodeMode::kBFloat16,
-       has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY},
-      has_dims);
+  join.write({static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kJoinDims,
+              p_.lse == nullptr || slice != 0 ? nullptr : p_.lse + place,
+              kMode == DecodeMode::kBFloat16,
+              has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY});
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>

@@ -10,7 +10,7 @@ Status launch_shared_rows(const SharedRowsParams& params, int32_t head_dim, GpuS
     return Status(StatusCode::kUnsupported,
                   "no kernel joins rows of head_dim " + std::to_string(head_dim));
   }
-  return launch_after_previous(launch.kernel, launch.ctas, launch.threads, 0, stream, params);
+  return launch_after_previous(launch.kernel, launch.ctas, kSharedRowsThreads, 0, stream, params);
 }
 
 }  // namespace tierkv

@@ -111,7 +111,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   run_in_random_order(ctas, kDecodeThreads, [&] { kernel_of(dim, p)(p); });
   const SharedRowsParams shared_rows = shared_rows_params(p, ctas);
   const SharedRowsLaunch launch = shared_rows_launch(shared_rows, dim);
-  run_in_random_order(launch.ctas, launch.threads, [&] { launch.kernel(shared_rows); });
+  run_in_random_order(launch.ctas, kSharedRowsThreads, [&] { launch.kernel(shared_rows); });
   for (const uint16_t x : out) result.out.push_back(value_of_bits(x, config.dtype));
   result.lse.assign(lse.begin(), lse.end());
   result.row_status = row_status;
