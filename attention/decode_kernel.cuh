@@ -20,12 +20,12 @@ class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
       : p_(params),
-        warp_(kept(static_cast<int32_t>(threadIdx.x) / 32)),
+        warp_(held(static_cast<int32_t>(threadIdx.x) / 32)),
         lane_(threadIdx.x % 32),
         attention_(params.columns, params.scores) {
     const DecodeShared at = decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots);
     rings_ = shared_bytes;
-    uint8_t* rest = shared_bytes + kept(at.full);
+    uint8_t* rest = shared_bytes + held(at.full);
     full_ = reinterpret_cast<uint64_t*>(rest) + warp_ * kMaxSlots;
     headers_ = reinterpret_cast<ChunkHeader*>(rest + (at.headers - at.full)) + warp_ * kMaxSlots;
     places_ = reinterpret_cast<ChunkPlace*>(rest + (at.places - at.full)) + warp_ * kMaxSlots;
@@ -44,9 +44,11 @@ class DecodeCta {
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
   static constexpr int32_t kParts = 2 * kDecodeWarps;
-  static constexpr int32_t kJoinDims = 64;  // of a warp
+  static constexpr int32_t kJoinDims = 128;  // of a warp
   static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
   static_assert(kParts <= 32, "a lane looks at a part");
+  // The others have no registers for it.
+  __device__ __forceinline__ static int32_t held(int32_t x) { return kIsPlain ? kept(x) : x; }
 
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
   __device__ __forceinline__ const uint16_t* query() const {
@@ -110,7 +112,7 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::attend(
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
-  const int32_t ring_at = kept(warp_ * p_.slots * p_.slot_bytes);
+  const int32_t ring_at = held(warp_ * p_.slots * p_.slot_bytes);
   const auto slot_bytes = [&](int32_t slot) { return rings_ + (ring_at + slot * p_.slot_bytes); };
   ReadyChunk first;
   if (kPreparesFirst && item.tiles > 0) first = prepare_chunk(p_, feed.next(), slot_bytes(0));
@@ -126,7 +128,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     const bool is_page = start_chunk(
         p_, feed,
         {slot_bytes(slot), &full_[slot], &headers_[slot], kKnowsPlaces ? &places_[slot] : nullptr},
-        alike >= p_.slots);
+        !kKnowsPlaces && alike >= p_.slots);
     alike = is_page ? alike + 1 : 0;
   };
   // Before the queries are asked for: what waits for them would hold up the copies.
@@ -145,7 +147,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   attention_.sum_query(p_.scale_log2);
   ChunkHeader header{-1, 0, 0, 0};
   while (true) {
-    if (alike <= p_.slots) {  // otherwise this chunk's is that of the one before
+    // Otherwise this chunk has the header of the one before; kernels that know places have no
+    // registers to keep it.
+    if (kKnowsPlaces || alike <= p_.slots) {
       header = left > 0 ? headers_[slot] : ChunkHeader{-1, 0, 0, 0};
       if (header.row != row) {
         if (left > 0) attention_.fetch_query(query(), header.row);
@@ -221,7 +225,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
   const int32_t of_row = p_.columns.of_row, column = task / kSlices, slice = task % kSlices;
   const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
   const int32_t dims = column * part_stride(kHeadDim) + slice * kJoinDims;
-  PartsJoin<kJoinDims, kDecodeWarps * kJoinDims / 128, false> join(kHeadDim - slice * kJoinDims);
+  PartsJoin<kJoinDims, 4, false> join(kHeadDim - slice * kJoinDims);
   join.join({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
              part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
              of_row * part_stride(kHeadDim), last_warp - first_warp + 1});

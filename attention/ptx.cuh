@@ -253,7 +253,7 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
 // Pages are read once: they should not drive tables, q and code out of L2.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void copy_page(uint64_t* barrier, const CopyPiece& piece) {

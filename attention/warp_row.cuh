@@ -211,29 +211,24 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
       const int64_t place = columns_.place(row, column);
       if (place >= 0) lse[place] = finished.lse;
     }
-    // A lane packs what is 8 rows apart of a transposed matrix: two columns, or two halves of a
-    // block of dims.
+    // A lane packs two columns, or of a narrow row the two halves of a block of dims.
     const int64_t place = columns_.place(row, kIsNarrow ? g / 2 : kBlockColumns * c + g);
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-      float x[2][kLaneColumns];
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
+      const auto value = [&](int32_t half, int32_t j) {
         const float unit = power_of_two(unpacked_exponent(v_bits_, f * kDimBlock + 8 * half));
-#pragma unroll
-        for (int32_t j = 0; j < kLaneColumns; ++j) {
-          x[half][j] = fmaf(own_out(c, f, half, j), unit, zero_[c][j]) * scale[j];
-        }
-      }
+        return fmaf(own_out(c, f, half, j), unit, zero_[c][j]) * scale[j];
+      };
       uint16_t* to = out + place * kHeadDim + f * kDimBlock + 2 * t;
       if constexpr (kIsNarrow) {
-        const uint32_t pair = transpose_8x8(pack_halves(x[0][0], x[1][0]));
+        const uint32_t pair = transpose_8x8(pack_halves(value(0, 0), value(1, 0)));
         if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * (g % 2)) = pair;
       } else {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
-          const uint32_t pair = transpose_8x8(kIsBFloat16 ? pack_bfloats(x[half][0], x[half][1])
-                                                          : pack_halves(x[half][0], x[half][1]));
+          const float x[2] = {value(half, 0), value(half, 1)};
+          const uint32_t pair =
+              transpose_8x8(kIsBFloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]));
           if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * half) = pair;
         }
       }
