@@ -231,19 +231,36 @@ __device__ __forceinline__ void add_fixed(const uint8_t* values, CodedState<kDim
   }
 }
 
-// One block; scale brings a score to log2 units.
+// Asks for a block of a directory to be brought into L2.
+template <int32_t kHeadDim>
+__device__ __forceinline__ void prefetch_fixed(const CodedComponent& c, int32_t block,
+                                               int32_t bits) {
+  if (!is_first_lane()) return;
+  prefetch_bytes(block_of(c, block),
+                 static_cast<uint32_t>(fixed_block_units(bits, kHeadDim) * kBlockAlignment));
+}
+
+// One block; scale brings a score to log2 units. Its values are on their way to L2 while its keys
+// are scored, and the keys of block `next`, if not negative, while its values are added: whole
+// blocks of all warps would push each other out of L2.
 template <int kDimBlocks>
-__device__ __forceinline__ void attend_fixed_block(const FixedFormat& format, const uint8_t* keys,
-                                                   const uint8_t* values, float scale,
+__device__ __forceinline__ void attend_fixed_block(const CodedAttention& call, int32_t block,
+                                                   int32_t next, float scale,
                                                    CodedState<kDimBlocks>& state) {
+  constexpr int32_t kHeadDim = 16 * kDimBlocks;
+  const FixedFormat& format = call.fixed;
   float s[kItemTiles][4] = {};
   uint32_t p[kItemTiles][2];
+  prefetch_fixed<kHeadDim>(call.values, block, format.value_bits);
+  const uint8_t* keys = block_of(call.keys, block);
   if (format.key_bits == 8) {
     score_fixed<8>(keys, state, s);
   } else {
     score_fixed<4>(keys, state, s);
   }
+  if (next >= 0) prefetch_fixed<kHeadDim>(call.keys, next, format.key_bits);
   state.weigh(s, kBlockTokens, scale, p);
+  const uint8_t* values = block_of(call.values, block);
   if (format.value_bits == 8) {
     add_fixed<8>(values, state, p);
   } else {
@@ -256,18 +273,12 @@ __device__ __forceinline__ void attend_fixed_block(const FixedFormat& format, co
 struct FixedRun {
   int32_t first, count, whole;
 };
-// Those of them that are at a fixed rate, by the whole warp. The next one is on its way to L2.
-// Places are read again where they are needed: registers are scarce here.
+// Those of them that are at a fixed rate, by the whole warp. Places are read again where they are
+// needed: registers are scarce here.
 template <int kDimBlocks>
 __device__ __forceinline__ void attend_fixed_blocks(const CodedAttention& call, const FixedRun& run,
                                                     float scale, CodedState<kDimBlocks>& state) {
   constexpr int32_t kHeadDim = 16 * kDimBlocks;
-  const auto prefetch = [&](int32_t block) {
-    if (!is_first_lane()) return;
-    for (const CodedComponent* c : {&call.keys, &call.values}) {
-      prefetch_bytes(block_of(*c, block), c->blocks[block].units * kBlockAlignment);
-    }
-  };
 #pragma unroll 1
   for (int32_t begin = 0; begin < run.count; begin += kWarpLanes) {
     const int32_t i = begin + static_cast<int32_t>(fresh_lane());
@@ -278,9 +289,8 @@ __device__ __forceinline__ void attend_fixed_blocks(const CodedAttention& call, 
     while (found != 0) {
       const int32_t block = run.first + begin + lowest_bit(found);
       found &= found - 1;
-      if (found != 0) prefetch(run.first + begin + lowest_bit(found));
-      attend_fixed_block(call.fixed, block_of(call.keys, block), block_of(call.values, block),
-                         scale, state);
+      const int32_t next = found == 0 ? -1 : run.first + begin + lowest_bit(found);
+      attend_fixed_block(call, block, next, scale, state);
     }
   }
 }
