@@ -22,18 +22,46 @@ __device__ __forceinline__ int32_t find_row(const Call& call, int32_t item) {
 
 inline constexpr int32_t kCodedWarps = coded_warps(kSliceDims);
 
-// How the items are dealt out, as evenly as can be: `longer` warps have one more than the others,
-// the first ones, which are spread over all CTAs. After wait_for_previous_kernel().
-struct ItemShares {
-  int32_t items, least, longer;
+// Items in turn dealt out as evenly as can be: `longer` shares have one more than the others, the
+// first ones.
+struct EvenShares {
+  int32_t least, longer;
 
-  // Warp w has items begin(w) .. begin(w + 1) - 1.
-  __device__ __forceinline__ int32_t begin(int32_t warp) const {
-    return warp * least + min(warp, longer);
-  }
-  __device__ __forceinline__ int32_t warp_of(int32_t item) const {
+  __device__ __forceinline__ EvenShares(int32_t items, int32_t shares)
+      : least(items / shares), longer(items % shares) {}
+  // Share i has items begin(i) .. begin(i + 1) - 1.
+  __device__ __forceinline__ int32_t begin(int32_t i) const { return i * least + min(i, longer); }
+  // The share that an item is in.
+  __device__ __forceinline__ int32_t of(int32_t item) const {
     const int32_t in_longer = longer * (least + 1);
     return item < in_longer ? item / (least + 1) : longer + (item - in_longer) / least;
+  }
+};
+
+// How the items are dealt out: to CTAs, then to the warps of each. So the warps of a CTA, and of a
+// scheduler of it, have neighbouring rows, of different heads, some of which take longer. After
+// wait_for_previous_kernel().
+struct ItemShares {
+  int32_t items, warps_of_cta;
+  EvenShares ctas;
+
+  __device__ __forceinline__ EvenShares warps(int32_t cta) const {
+    return {ctas.begin(cta + 1) - ctas.begin(cta), warps_of_cta};
+  }
+  // A warp of a CTA has the items from begin(cta, warp) to begin(cta, warp + 1) - 1.
+  __device__ __forceinline__ int32_t begin(int32_t cta, int32_t warp) const {
+    return ctas.begin(cta) + warps(cta).begin(warp);
+  }
+  // Warps are numbered in the order of their items, those without items left out: these are there
+  // only where no warp has more than one.
+  __device__ __forceinline__ bool are_single() const { return ctas.least < warps_of_cta; }
+  __device__ __forceinline__ int32_t number(int32_t cta, int32_t warp) const {
+    return are_single() ? begin(cta, warp) : cta * warps_of_cta + warp;
+  }
+  __device__ __forceinline__ int32_t warp_of(int32_t item) const {
+    if (are_single()) return item;
+    const int32_t cta = ctas.of(item);
+    return number(cta, warps(cta).of(item - ctas.begin(cta)));
   }
 };
 __device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& params,
@@ -41,8 +69,7 @@ __device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& param
   const CodedAttention& call = params.call;
   const int32_t items =
       call.item_count == nullptr ? call.num_items : min(*call.item_count, call.num_items);
-  const int32_t warps = params.grid.num_ctas * warps_of_cta;
-  return {items, items / warps, items % warps};
+  return {items, warps_of_cta, EvenShares(items, params.grid.num_ctas)};
 }
 
 // The items of a warp, row by row.

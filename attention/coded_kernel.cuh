@@ -107,14 +107,15 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
       SharedTable<kCopiesLog>(layout.tables, params.key_mask),
       SharedTable<kCopiesLog>(layout.tables + key_tables * region, params.value_mask),
       fits};
-  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
+  const auto cta = static_cast<int32_t>(blockIdx.x);
   const auto fill_of = [](const DeviceCodebook& book) {
     return Code::kRaw ? TableFill(nullptr, 0) : TableFill(book);
   };
   const TableFill key_fill = fill_of(key_book), value_fill = fill_of(value_book);
   WarpItems<CodedAttention> items{call};
   const ItemShares shares = item_shares(params, kWarps);
-  const bool any = items.begin(shares.begin(global_warp), shares.begin(global_warp + 1));
+  const int32_t number = shares.number(cta, warp);
+  const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   if (!any) return;
   while (true) {
     worker.finish_row(static_cast<float*>(call.workspace) +
-                      (int64_t{global_warp} + items.row) * coded_partial_floats(call));
+                      (int64_t{number} + items.row) * coded_partial_floats(call));
     if (!items.next_row()) return;
     worker.begin_row(items.row, items.first, items.end);
   }

@@ -179,10 +179,10 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   BlockRing ring = warp_ring(layout, barrier, slot_bytes, slot_bytes, 1);
   const SharedTable<kCopiesLog> table(layout.tables, params.key_mask);
   ProbabilityWarp<kDimBlocks, Code> worker{{call, ring, params, table, table, fits}};
-  const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
+  const auto cta = static_cast<int32_t>(blockIdx.x);
   WarpItems<CodedAttention> items{call};
   const ItemShares shares = item_shares(params, kWarps);
-  if (!items.begin(shares.begin(global_warp), shares.begin(global_warp + 1))) return;
+  if (!items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1))) return;
   while (true) {
     worker.begin_row(items.row, items.first, items.end);
     worker.find_row_items();

@@ -140,10 +140,9 @@ void join_row(const World& w, const CodedKernelParams& p, int32_t r, Attended* t
   const int32_t end = r + 1 < call.num_rows ? w.rows[r + 1].first_item : shares.items;
   const int32_t mean = w.shape.means ? w.rows[r].mean : -1;
   std::vector<const float*> parts;
-  for (int32_t i = begin; i < end; ++i) {
-    const auto* part = static_cast<const float*>(call.workspace) +
-                       (int64_t{shares.warp_of(i)} + r) * coded_partial_floats(call);
-    if (parts.empty() || parts.back() != part) parts.push_back(part);
+  for (int32_t i = shares.warp_of(begin); begin < end && i <= shares.warp_of(end - 1); ++i) {
+    parts.push_back(static_cast<const float*>(call.workspace) +
+                    (int64_t{i} + r) * coded_partial_floats(call));
   }
   to->status[r] = StatusCode::kOk;
   for (int32_t c = 0; c < call.columns; ++c) {
