@@ -22,16 +22,7 @@ __device__ __forceinline__ void fill_decoder(uint32_t address, const DeviceCodeb
                    "h"(book.tree[i]));
     }
   } else {
-    TableFill fill(book);
-    if constexpr (Code::kMode == BlockMode::kSingle) {
-      static_assert(TableFill::kHeld * kCodedWarps * 32 >= 1 << kMaxSingleLength);
-#pragma unroll
-      for (uint32_t& entry : fill.held) {
-        const uint32_t digit = float_to_half(static_cast<float>(entry >> 22) / kDigitScale);
-        entry = (entry & 63u) | digit << 16;
-      }
-    }
-    fill.template store<Code::kCopiesLog>(address);
+    TableFill(book).store<Code::kCopiesLog>(address);
   }
 }
 

@@ -31,7 +31,7 @@ struct FragmentDecoder {
   __device__ __forceinline__ FragmentDecoder(uint32_t address, const MatvecParams& params)
       : table(address, params.mask) {}
   __device__ __forceinline__ void fragment(LaneCodes<Code>& streams, uint32_t (&a)[4]) const {
-    streams.fragment(table, false, a);
+    streams.fragment(table, a);
   }
 };
 // By the tree.

@@ -1,6 +1,6 @@
 // Where the fragments of a 64-token item come from: code words, raw tiles of a coded block, or fp16
 // tiles of the window. Fragments are the A operand of mma.m16n8k16; those of codes hold digits
-// times 2^-18.
+// over kDigitScale.
 #pragma once
 
 #include "attention/coded_params.h"
@@ -10,6 +10,10 @@
 
 namespace tierkv {
 
+inline constexpr float kDigitScale = 0x1p24f;
+// What brings an entry of kPair there and rounds its code length away, in a pipe that the lookups
+// leave idle.
+inline constexpr float kPairUnit = 0x1p-6f;
 inline constexpr int32_t kItemTiles = kBlockTokens / kTileTokens;
 
 // A coded block in its slot. Its sizes agree with each other and with the slot where `coded`; else
@@ -87,12 +91,7 @@ struct BlockCode {
   static constexpr bool kFixed = false;             // no fixed-rate blocks among them
   static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones: codes have another unit
   static constexpr float kScale = kRaw ? kRawScale : kDigitScale;
-  // Digits leave an entry of kPair alone, or raised by kRaise, which is one addition that rounds
-  // the code length away. It runs where lookups leave room, but the raise costs the sums ten bits,
-  // so it is for the scores, sums over the channels of one token.
-  static constexpr int kRaise = kMode == BlockMode::kPair ? 1024 : 0;
 };
-inline constexpr uint32_t kRaiseHalves = 0x1c001c00u;  // two halves of 1024 * 2^-18
 
 // The streams of a lane in a coded block.
 template <class Code>
@@ -135,9 +134,8 @@ struct LaneCodes {
     return bad;
   }
 
-  // The registers of the next dim block, raised or not.
-  __device__ __forceinline__ void fragment(const SharedTable<kCopiesLog>& table, bool raised,
-                                           uint32_t (&a)[4]) {
+  // The registers of the next dim block.
+  __device__ __forceinline__ void fragment(const SharedTable<kCopiesLog>& table, uint32_t (&a)[4]) {
     if constexpr (Code::kMode == BlockMode::kSingle) {
       fragment_of_singles(table, a);
     } else {
@@ -150,13 +148,12 @@ struct LaneCodes {
         a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
       }
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        a[r] = raised ? add_halves(a[r], kRaiseHalves) : a[r] & kDigitMask;
+      for (int r = 0; r < 4; ++r) a[r] = multiply_halves(a[r], kPairUnit);
     }
   }
 
  private:
-  // An entry has its digit, less than 32, where the second one of kPair is, and nothing around it.
+  // The upper half of an entry is its digit.
   __device__ __forceinline__ void fragment_of_singles(const SharedTable<kCopiesLog>& table,
                                                       uint32_t (&a)[4]) {
 #pragma unroll

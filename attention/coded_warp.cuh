@@ -61,12 +61,11 @@ struct CodedWarp {
   }
 
   template <int kSlice>
-  __device__ __forceinline__ void score_raw(const OpenBlock& b, RawBlock raw,
+  __device__ __forceinline__ void score_raw(const OpenBlock& b, const RawBlock& raw,
                                             float (&s)[kItemTiles][4]) {
     if constexpr (kIsRaw) {
       if (score_raw_slot<kSlice>(*this, b, raw, s)) return;
     }
-    raw.base += Code::kRaise;
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
       float tile[4];
@@ -100,7 +99,7 @@ struct CodedWarp {
 #pragma unroll
         for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
           uint32_t a[4];
-          streams.fragment(table, true, a);
+          streams.fragment(table, a);
           mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
         }
       }
@@ -188,7 +187,7 @@ struct CodedWarp {
 #pragma unroll
       for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
         uint32_t a[4];
-        streams.fragment(table, false, a);
+        streams.fragment(table, a);
         mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
       }
       shift_tiles(p);
@@ -412,7 +411,7 @@ struct CodedWarp {
       state.bad |= begin_blocks(row.first_block + from, min(to, blocks) - from);
     }
     key_scale = score_scale() * step;
-    state.begin(key_scale * static_cast<float>(call.keys.codebook.base - Code::kRaise));
+    state.begin(key_scale * static_cast<float>(call.keys.codebook.base));
     const int32_t first = max(from, blocks);
 #pragma unroll 1
     for (int32_t i = first; i < min(to, first + kWindowAhead); ++i) fetch_window(row, i - blocks);

@@ -157,7 +157,7 @@ std::vector<uint32_t> device_table(const Codebook& c) {
     const Digits digits = digits_of(c, symbol);
     const uint32_t* d = digits.d;
     const uint32_t fields =
-        c.mode == BlockMode::kSingle ? d[0] << 22 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
+        c.mode == BlockMode::kSingle ? d[0] << 16 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
     entry_of[symbol] = c.lengths[symbol] | fields;
   }
   std::vector<uint32_t> table;

@@ -72,7 +72,7 @@ __device__ __forceinline__ void next_pairs(const DeviceCodebook& c, const Shared
       } else {
         stream[1].step(table, &a, &b);
       }
-      pairs[r] = {static_cast<int32_t>(a >> 22 & 255u), static_cast<int32_t>(b >> 22 & 255u)};
+      pairs[r] = {static_cast<int32_t>(a >> 16 & 255u), static_cast<int32_t>(b >> 16 & 255u)};
     }
     return;
   }

@@ -10,10 +10,6 @@
 
 namespace tierkv {
 
-// Of two fp16 digits times 2^-18 in an entry of kPair (device_table()).
-inline constexpr uint32_t kDigitMask = 0x07c007c0u;
-inline constexpr float kDigitScale = 0x1p18f;
-
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));

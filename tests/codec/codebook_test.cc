@@ -157,20 +157,28 @@ TEST_F(CodebookTest, CheapestSymbolIsTheShortestThenTheLowest) {
   }
 }
 
-// The GPU masks an entry and multiplies: the halves must be the digits as fp16 subnormals or just
-// above.
-TEST_F(CodebookTest, PairEntriesAreHalvesProportionalToTheDigits) {
+// The GPU multiplies an entry of kPair by 2^-6 in fp16, and takes the upper half of one of kSingle
+// as it is: they must be the digits times 2^-24.
+TEST_F(CodebookTest, EntriesAreHalvesProportionalToTheDigits) {
   CodebookSpec spec;
+  spec.mode = BlockMode::kSingle;
+  const Codebook single = build(histogram(Component::kKey, 128, 300, 4, 3), spec);
+  const std::vector<uint32_t> entries = device_table(single);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    EXPECT_EQ(half_to_float(static_cast<uint16_t>(entries[i] >> 16)),
+              static_cast<float>(single.table[i] >> 6) * 0x1p-24f);
+  }
   spec.mode = BlockMode::kPair;
   const Codebook c = build(histogram(Component::kKey, 128, 300, 4, 3), spec);
   const std::vector<uint32_t> table = device_table(c);
   ASSERT_EQ(table.size(), c.table.size());
   for (size_t i = 0; i < table.size(); ++i) {
-    const uint32_t halves = table[i] & 0x07c007c0u, first = c.table[i] >> 6 & 31u;
+    const auto product = [&](uint32_t half) {
+      return half_to_float(float_to_half(half_to_float(static_cast<uint16_t>(half)) * 0x1p-6f));
+    };
     EXPECT_EQ(table[i] & 63, c.table[i] & 63u);
-    EXPECT_EQ(half_to_float(static_cast<uint16_t>(halves)), static_cast<float>(first) * 0x1p-18f);
-    EXPECT_EQ(half_to_float(static_cast<uint16_t>(halves >> 16)),
-              static_cast<float>(c.table[i] >> 11) * 0x1p-18f);
+    EXPECT_EQ(product(table[i]), static_cast<float>(c.table[i] >> 6 & 31u) * 0x1p-24f);
+    EXPECT_EQ(product(table[i] >> 16), static_cast<float>(c.table[i] >> 11) * 0x1p-24f);
   }
 }
 

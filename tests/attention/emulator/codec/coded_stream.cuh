@@ -8,9 +8,6 @@
 
 namespace tierkv {
 
-inline constexpr uint32_t kDigitMask = 0x07c007c0u;
-inline constexpr float kDigitScale = 0x1p18f;
-
 template <class T>
 T load_emulated(uint32_t address) {
   T x;
