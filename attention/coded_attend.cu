@@ -2,155 +2,16 @@
 
 #include <algorithm>
 
+#include "attention/coded_join.cuh"
 #include "attention/coded_kernel.cuh"
 #include "attention/launch.cuh"
-#include "attention/merge.h"
 #include "codec/coded_block.h"
 #include "codec/element.h"
 
 namespace tierkv {
 namespace {
 
-constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
 constexpr size_t kWorkspaceAlignment = 256;
-constexpr int32_t kThreadsOfSm = 2048;
-
-// The partials of a row.
-struct RowPartials {
-  const float* first;
-  int64_t stride;
-  int32_t count;
-};
-__device__ RowPartials row_partials(const CodedKernelParams& params, int32_t row) {
-  const CodedAttention& call = params.call;
-  const int32_t begin = call.rows[row].first_item;
-  const ItemShares shares = item_shares(params, coded_warps(call.head_dim));
-  const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : shares.items;
-  if (end <= begin) return {nullptr, 0, 0};
-  const int32_t first = shares.warp_of(begin);
-  const int64_t stride = coded_partial_floats(call);
-  return {static_cast<const float*>(call.workspace) + (int64_t{first} + row) * stride, stride,
-          min(shares.warp_of(end - 1) - first + 1, kMaxPartials)};
-}
-
-// What a column's partials amount to; by each warp, the same in all lanes.
-struct ColumnSum {
-  float top, sum;
-  bool corrupt;
-};
-// A partial whose warp found no token to score has no reference.
-__device__ __forceinline__ float partial_share(float2 state, float top) {
-  return state.y <= 0.0f ? 0.0f : exp2_fast(state.x - top);
-}
-__device__ ColumnSum column_sum(const RowPartials& partials, const float* states) {
-  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const auto state_of = [&](int32_t i) {
-    return *reinterpret_cast<const float2*>(states + i * partials.stride);
-  };
-  ColumnSum column{-INFINITY, 0.0f, false};
-  for (int32_t i = lane; i < partials.count; i += 32) {
-    const float2 state = state_of(i);
-    column.top = fmaxf(column.top, state.x);
-    column.corrupt |= state.y < 0.0f;
-  }
-  column.corrupt = __any_sync(kFullWarp, column.corrupt);
-  for (int32_t i = 16; i > 0; i /= 2) {
-    column.top = fmaxf(column.top, __shfl_xor_sync(kFullWarp, column.top, i));
-  }
-  for (int32_t i = lane; i < partials.count; i += 32) {
-    const float2 state = state_of(i);
-    column.sum += partial_share(state, column.top) * state.y;
-  }
-  for (int32_t i = 16; i > 0; i /= 2) {
-    column.sum += __shfl_xor_sync(kFullWarp, column.sum, i);
-  }
-  return column;
-}
-
-// Joins the partials of one (row, column): a thread for a dim and, of its partials, every kParts-th
-// one. One part is for large calls: in few registers, so that their CTAs are resident all at once.
-template <int kDims, int kParts, bool kSinks>
-__global__ void __launch_bounds__(kDims* kParts, kParts == 1 ? kThreadsOfSm / kDims : 1)
-    join_kernel(const __grid_constant__ CodedKernelParams params) {
-  __shared__ float totals[kParts][kDims], products[kDims / 32];
-  const CodedAttention& call = params.call;
-  const auto row = static_cast<int32_t>(blockIdx.x), column = static_cast<int32_t>(blockIdx.y);
-  const int32_t dim = static_cast<int32_t>(threadIdx.x) % kDims,
-                part = static_cast<int32_t>(threadIdx.x) / kDims;
-  // The kernel before has waited for all that this one reads but its partials.
-  const RowPartials partials = row_partials(params, row);
-  const int64_t from = (int64_t{row} * params.row_columns + column) * call.head_dim + dim;
-  const int64_t place = params.queries.place(row, params.first_column + column);
-  const int32_t mean_index = call.rows[row].mean;
-  const bool writes = part == 0 && dim < call.head_dim;
-  const bool centred = writes && mean_index >= 0 && mean_index < call.num_means;
-  const int64_t mean = int64_t{mean_index} * call.head_dim + dim;
-  const float value_mean = centred && call.values.means != nullptr ? call.values.means[mean] : 0.0f;
-  const float sink =
-      kSinks ? call.sinks[params.queries.head(row, params.first_column + column)] : -INFINITY;
-  float product = 0.0f;  // of q and the mean of the keys
-  if (centred && call.keys.means != nullptr) {
-    product = half_to_float(static_cast<const uint16_t*>(call.q)[from]) * call.keys.means[mean];
-    if (params.units != nullptr) product *= params.units[row];
-  }
-  for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
-  if (part == 0 && dim % 32 == 0) products[dim / 32] = product;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-
-  const float* states = partials.first + call.columns * call.head_dim + 2 * column;
-  const ColumnSum found = column_sum(partials, states);
-  // Of several queries the oldest may see no token.
-  const bool present = found.sum > 0.0f && !found.corrupt;
-  float total = 0.0f;
-  if (dim < call.head_dim && present) {
-    const float* values = partials.first + column * call.head_dim + dim;
-#pragma unroll 8
-    for (int32_t i = part; i < partials.count; i += kParts) {
-      const auto state = *reinterpret_cast<const float2*>(states + i * partials.stride);
-      total = fmaf(partial_share(state, found.top), values[i * partials.stride], total);
-    }
-  }
-  totals[part][dim] = total;
-  __syncthreads();
-  const auto lse_of_tokens = [&] {
-    product = 0.0f;
-    for (const float x : products) product += x;
-    return present ? kLn2 * (found.top + log2_fast(found.sum)) + call.sm_scale * product
-                   : -INFINITY;
-  };
-  MergedRow with_sink = {1.0f, 0.0f, -INFINITY};
-  if constexpr (kSinks) {
-    if (!found.corrupt) with_sink = merge_row(lse_of_tokens(), sink);
-  }
-  if (writes) {
-    for (int32_t i = 1; i < kParts; ++i) total += totals[i][dim];
-    const float x = present ? with_sink.a * (total / found.sum + value_mean) : 0.0f;
-    static_cast<uint16_t*>(call.out)[place * call.head_dim + dim] = float_to_raw(call.dtype, x);
-  }
-  if (threadIdx.x != 0) return;
-  if (call.lse != nullptr) call.lse[place] = kSinks ? with_sink.lse : lse_of_tokens();
-  if (column == 0) call.row_status[row] = found.corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
-}
-
-// Parts for rows of about so many partials: one where CTAs fill the device by their number.
-struct JoinLaunch {
-  void (*kernel)(CodedKernelParams);
-  unsigned threads;
-};
-template <bool kSinks>
-JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
-  const int32_t partials = grid.num_ctas * coded_warps(call.head_dim) / call.num_rows;
-  constexpr int kDims = kSliceDims;
-  if (call.head_dim > kDims) {
-    if (partials <= 8) return {join_kernel<2 * kDims, 1, kSinks>, 2 * kDims};
-    return {join_kernel<2 * kDims, 4, kSinks>, 8 * kDims};
-  }
-  if (partials <= 8) return {join_kernel<kDims, 1, kSinks>, kDims};
-  if (partials <= 64) return {join_kernel<kDims, 4, kSinks>, 4 * kDims};
-  return {join_kernel<kDims, 8, kSinks>, 8 * kDims};
-}
-
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
 CodedKernel kernel_of_streams(int32_t streams) {
   constexpr auto kPlain = CodedBreadth::kPlain;
@@ -220,10 +81,9 @@ Status launch_pass(CodedKernel kernel, const CodedKernelParams& params, GpuStrea
       !s) {
     return s;
   }
-  const dim3 joins(static_cast<unsigned>(call.num_rows), static_cast<unsigned>(call.columns));
-  const JoinLaunch join =
-      call.sinks == nullptr ? join_launch<false>(call, grid) : join_launch<true>(call, grid);
-  return launch_after_previous(join.kernel, joins, join.threads, 0, stream, params);
+  const JoinLaunch join = join_launch(call, grid);
+  return launch_after_previous(join.kernel, join.ctas, static_cast<unsigned>(join.threads), 0,
+                               stream, params);
 }
 
 // The columns of the pass from `first` on.
