@@ -20,7 +20,10 @@ __align__(1024) uint8_t shared[228 << 10];
 namespace test::coded {
 namespace {
 
-constexpr int32_t kCtas = 2;
+// CTAs whose warps have several items each, or one or none.
+int32_t ctas_of(const CodedAttention& call) {
+  return call.num_items % 2 == 0 ? 2 : 10;
+}
 
 // What lies in device memory elsewhere.
 struct Tables {
@@ -102,7 +105,7 @@ int32_t longest_of(const CodedAttention& call) {
 CodedKernelParams params_of(const CodedAttention& call, int32_t slots) {
   CodedKernelParams p{};
   p.call = call;
-  p.grid.num_ctas = kCtas;
+  p.grid.num_ctas = ctas_of(call);
   p.grid.slots_per_warp = slots;
   p.grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
   p.headers = {expected_header(call.keys.codebook, call.head_dim),
@@ -125,10 +128,10 @@ CodedKernelParams params_of(const CodedAttention& call, int32_t slots) {
 void run_kernel(CodedKernel kernel, const CodedKernelParams& p) {
   EXPECT_LE(p.grid.shared_bytes, static_cast<int32_t>(sizeof(shared)));
   emulated_shared() = {shared, static_cast<uint32_t>(p.grid.shared_bytes)};
-  for (int32_t cta = 0; cta < kCtas; ++cta) {
+  for (int32_t cta = 0; cta < p.grid.num_ctas; ++cta) {
     std::fill(std::begin(shared), std::end(shared), uint8_t{0xff});
     emulator::cta().run(
-        cta, coded_warps(p.call.head_dim) * 32, [&] { kernel(p); }, kCtas);
+        cta, coded_warps(p.call.head_dim) * 32, [&] { kernel(p); }, p.grid.num_ctas);
   }
 }
 
@@ -201,7 +204,7 @@ Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
   EXPECT_TRUE(valid) << valid.message();
   const std::vector<uint16_t> halves = halves_of(w);
   call.q = halves.data();
-  const int64_t partials = kCtas * coded_warps(call.head_dim) + call.num_rows;
+  const int64_t partials = ctas_of(call) * coded_warps(call.head_dim) + call.num_rows;
   Attended to;
   to.out.resize(w.q.size(), 0x7e00);
   to.lse.resize(w.rows.size() * call.all_columns(), NAN);
