@@ -206,10 +206,11 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
 // For rows of many partials: 64 dims of a column a CTA, each of its warps adds every kParts-th
 // partial. A thread reads one state, then its values side by side, so that a row waits for memory
 // twice.
+inline constexpr int32_t kJoinAhead = 9;  // partials of a warp on their way at a time
 template <int kParts>
 __global__ void __launch_bounds__(kParts * 32)
     join_many_kernel(const __grid_constant__ CodedKernelParams params) {
-  constexpr int32_t kThreads = kParts * 32, kAhead = 9;
+  constexpr int32_t kThreads = kParts * 32, kAhead = kJoinAhead;
   __shared__ float shares[kThreads], sums[32];
   __shared__ float2 totals[kParts][32];
   const auto thread = static_cast<int32_t>(threadIdx.x);
@@ -287,7 +288,8 @@ inline JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGr
     return {call.head_dim <= kSliceDims ? join_kernel<2> : join_kernel<4>, ctas, kJoinWarps * 32};
   }
   const dim3 ctas(rows, columns, static_cast<unsigned>((call.head_dim + 63) / 64));
-  if (partials <= 64) return {join_many_kernel<8>, ctas, 8 * 32};
+  if (partials <= 4 * kJoinAhead) return {join_many_kernel<4>, ctas, 4 * 32};
+  if (partials <= 8 * kJoinAhead) return {join_many_kernel<8>, ctas, 8 * 32};
   return {join_many_kernel<32>, ctas, 32 * 32};
 }
 
