@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "attention/channel_pages.h"
+
 namespace tierkv {
 namespace {
 
@@ -62,10 +64,7 @@ void attend_head(const ChannelCache& cache, const ChannelAttention& call, int32_
 
 Status ChannelAttention::validate(const ChannelCache& cache) const {
   if (Status s = cache.validate(); !s) return s.with_context("cache");
-  if (group < 1) return invalid("group must be positive");
-  if (group > kMaxChannelGroup) {
-    return Status(StatusCode::kUnsupported, "groups of more than 8 q heads over channel blocks");
-  }
+  if (Status s = validate_channel_group(group); !s) return s;
   if (!(sm_scale > 0) || !std::isfinite(sm_scale)) return invalid("sm_scale must be positive");
   if (q == nullptr || reinterpret_cast<uintptr_t>(q) % 16 != 0) {
     return invalid("q is null or misaligned");
@@ -74,7 +73,8 @@ Status ChannelAttention::validate(const ChannelCache& cache) const {
 }
 
 size_t channel_workspace_bytes(const ChannelCache& cache, int32_t group) {
-  const size_t parts = static_cast<size_t>(cache.num_rows) * group * kMaxChannelSplits;
+  const ChannelCtas ctas = channel_ctas(group, 1, 1, cache.layout.head_dim());
+  const size_t parts = static_cast<size_t>(cache.num_rows) * ctas.all_columns() * kMaxChannelSplits;
   return parts * (8 + static_cast<size_t>(cache.layout.head_dim()) * 4);
 }
 

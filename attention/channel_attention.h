@@ -16,12 +16,8 @@
 
 namespace tierkv {
 
-inline constexpr int32_t kMaxChannelGroup = 8;
+inline constexpr int32_t kMaxChannelGroup = 16;
 inline constexpr int32_t kMaxChannelSplits = 16;
-// Where there are few rows they are split further (channel_pages.h): into as many parts of all rows
-// together, of one row.
-inline constexpr int32_t kFewRowSplits = 1024;
-inline constexpr int32_t kMaxFewRowSplits = 64;
 
 // Memory of the cache: device for attend_channel(), host for the reference.
 struct ChannelAttention {

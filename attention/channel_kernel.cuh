@@ -1,53 +1,35 @@
-// The kernels of attention over channel blocks, for either cache: a CTA for a split of a row, then
-// a warp for a head whose splits it joins.
+// The kernels of attention over channel blocks, for either cache: a CTA for an item of a row and a
+// group of passes, then a warp for 128 dims of a query column whose parts it joins.
 #pragma once
-
-#include <algorithm>
 
 #include "attention/channel_attention.h"
 #include "attention/channel_pages.h"
 #include "attention/channel_warp.cuh"
 #include "attention/head_sum.cuh"
-#include "codec/cuda_device.cuh"
+#include "attention/parts_join.cuh"
+#include "attention/query_unit.h"
 
 namespace tierkv {
 
-inline constexpr int32_t kChannelWarps = 4;
-inline constexpr int32_t kChannelCtasPerSm = 3;
-
+// What a call of either cache comes to. Columns: of all passes.
 template <class Cache>
 struct ChannelLaunch {
   Cache cache;
-  int32_t num_rows;
-  int32_t group;
-  const uint16_t* q;
-  uint16_t* out;
-  float* lse;
-  StatusCode* status;  // of row r at r * status_stride
-  int32_t status_stride;
-  float scale_log2;
-  int32_t splits;
-  SoftmaxState* states;  // [num_rows, group, splits]
-  float* parts;          // [num_rows, group, splits, head_dim]
+  ChannelCtas ctas;
+  ChannelPlan plan;    // of ChannelPages
+  int32_t splits = 1;  // of every row, of ChannelCache
+  int32_t num_rows = 0;
+  bool is_bfloat16 = false;
+  const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
+  uint16_t* out = nullptr;       // likewise
+  float* lse = nullptr;          // likewise without head_dim, or null
+  const float* sinks = nullptr;  // [kv_heads * group] or null
+  StatusCode* status = nullptr;  // of row r at r * status_stride
+  int32_t status_stride = 0;
+  float scale_log2 = 0;
+  SoftmaxState* states = nullptr;  // [parts, columns]
+  float* parts = nullptr;          // [parts, columns, head_dim]
 };
-
-// What a row holds, as far as it can be; *sound is false where the counts cannot be.
-struct ChannelCounts {
-  int32_t blocks, raw_tokens;
-};
-__device__ inline ChannelCounts counts_of(const ChannelCache& cache, int32_t row, bool* sound) {
-  const ChannelCounts r = {cache.block_count[row], cache.residual_tokens[row]};
-  *sound = r.blocks >= 0 && r.blocks <= cache.max_blocks && r.raw_tokens >= 0 &&
-           r.raw_tokens < cache.layout.tokens;
-  return *sound ? r : ChannelCounts{0, 0};
-}
-__device__ inline ChannelCounts counts_of(const ChannelPages& pages, int32_t row, bool* sound) {
-  const ChannelRow r = pages.rows[row];
-  *sound = r.table_row < 0 ||
-           (r.blocks >= 0 && r.blocks <= pages.block_slots << pages.block_shift &&
-            r.raw_tokens >= 0 && r.raw_tokens <= pages.raw_slots * pages.raw_page_tokens);
-  return *sound && r.table_row >= 0 ? ChannelCounts{r.blocks, r.raw_tokens} : ChannelCounts{0, 0};
-}
 
 template <class Cache>
 __device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
@@ -55,130 +37,316 @@ __device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
             static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(StatusCode::kCorrupt));
 }
 
-// Grid: splits of a row, rows. The units of a row, its raw tiles and its blocks behind them, are
-// dealt to the splits in runs and to the warps of a split in turn.
+// What an item is to attend to; of ChannelCache its row as far as it can be.
+__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int32_t index) {
+  ChannelItem item;
+  item.row = item.table_row = index / p.splits;
+  ChannelSequence held = {item.row, p.cache.block_count[item.row],
+                          p.cache.residual_tokens[item.row]};
+  if (held.blocks < 0 || held.blocks > p.cache.max_blocks || held.raw_tokens < 0 ||
+      held.raw_tokens >= p.cache.layout.tokens) {
+    if (threadIdx.x == 0) report_corrupt(p, item.row);
+    held = {};
+  }
+  const int32_t split = index - item.row * p.splits;
+  item.first = channel_unit(held.units(), p.splits, split);
+  item.end = channel_unit(held.units(), p.splits, split + 1);
+  item.raw_tokens = held.raw_tokens;
+  item.part = p.splits == 1 ? -1 : index;
+  return item;
+}
+__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelPages>& p, int32_t index) {
+  return p.plan.items[index];
+}
+
+// Where things lie in the dynamic shared memory of a CTA; its item, which would take registers for
+// long, comes first.
+struct ChannelCtaShared {
+  int32_t largest;  // float [kChannelWarps]
+  int32_t states;   // SoftmaxState [kChannelWarps][8]
+  int32_t parts;    // float [kChannelWarps][8][part_stride]
+  int32_t queries;  // uint32_t [passes][kQueryWords]
+};
+TKV_HD constexpr ChannelCtaShared channel_cta_shared(int32_t head_dim) {
+  ChannelCtaShared s{};
+  s.largest = static_cast<int32_t>(sizeof(ChannelItem));
+  s.states = s.largest + kChannelWarps * 4;
+  s.parts = s.states + kChannelWarps * kBlockColumns * static_cast<int32_t>(sizeof(SoftmaxState));
+  s.queries = s.parts + kChannelWarps * kBlockColumns * part_stride(head_dim) * 4;
+  return s;
+}
+TKV_HD constexpr int32_t channel_cta_bytes(int32_t head_dim, int32_t passes) {
+  return channel_cta_shared(head_dim).queries + passes * kBlockColumns * head_dim * 2;
+}
+
 template <class Cache, class Warp>
-__global__ void __launch_bounds__(32 * kChannelWarps, kChannelCtasPerSm)
-    channel_attention_kernel(const __grid_constant__ ChannelLaunch<Cache> p) {
-  constexpr int32_t kHeadDim = Warp::kHeadDim, kWarps = kChannelWarps;
-  __shared__ SoftmaxState states[kWarps][kMaxChannelGroup];
-  __shared__ uint32_t query[kMaxChannelGroup * kHeadDim / 2];
-  __shared__ alignas(16) float parts[kWarps][kMaxChannelGroup * kHeadDim];
-  const auto row = static_cast<int32_t>(blockIdx.y), split = static_cast<int32_t>(blockIdx.x);
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, group = p.group;
-  bool sound;
-  const ChannelCounts held = counts_of(p.cache, row, &sound);
-  const int32_t tiles = (held.raw_tokens + kTileTokens - 1) / kTileTokens;
-  const int32_t units = tiles + held.blocks;
-  const auto first = static_cast<int32_t>(static_cast<int64_t>(units) * split / p.splits);
-  const auto end = static_cast<int32_t>(static_cast<int64_t>(units) * (split + 1) / p.splits);
-  const int64_t head = static_cast<int64_t>(row) * group;
-  Warp::stage_query(p.q + head * kHeadDim, group, query);
-  __syncthreads();
-  Warp attention(query, p.scale_log2);
-  const typename Cache::Row line = p.cache.row(row);
-  // Of the warp: the first unit, and the first that is a block.
-  const int32_t mine = first + warp;
-  const int32_t block = mine + (max(0, min(end, tiles) - mine) + kWarps - 1) / kWarps * kWarps;
-  const int32_t tokens = min(held.raw_tokens, end * kTileTokens);
-  const auto report = [&] {
-    if (threadIdx.x % 32 == 0) report_corrupt(p, static_cast<int32_t>(blockIdx.y));
+class ChannelCta {
+ public:
+  static constexpr int32_t kHeadDim = Warp::kHeadDim;
+  static constexpr ChannelCtaShared kPlace = channel_cta_shared(kHeadDim);
+
+  __device__ ChannelCta(const ChannelLaunch<Cache>& p, uint8_t* shared) : p_(p), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    const ChannelItem item = item_of(p_, quotient(blockIdx.x, p_.ctas.groups));
+    if (item.row < 0) return;
+    if (threadIdx.x == 0) *reinterpret_cast<ChannelItem*>(shared_) = item;
+    const WarpShare share = share_of(item);
+    const typename Cache::Row line = p_.cache.row(item.table_row);
+    const int32_t id = Warp::first_id(p_.cache, line, share.blocks);  // on its way with the queries
+    const float unit = stage_queries(item.row);
+    __syncthreads();
+    attend(share, line, id, p_.scale_log2 * unit);
+    __syncthreads();
+    const int32_t columns = p_.ctas.passes * p_.ctas.columns.of_row;
+    for (int32_t column = warp(); column < columns; column += p_.ctas.warps) join(column);
+  }
+
+ private:
+  // Read anew by every caller: kept, it would take a register for long.
+  __device__ __forceinline__ static int32_t warp() {
+    uint32_t thread = threadIdx.x;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    return static_cast<int32_t>(thread / 32);
+  }
+  // Most launches have one pass: no division.
+  __device__ __forceinline__ static int32_t quotient(int32_t x, int32_t by) {
+    return by == 1 ? x : x / by;
+  }
+  __device__ __forceinline__ int32_t first_pass() const {
+    const int32_t index = blockIdx.x, groups = p_.ctas.groups;
+    return (index - quotient(index, groups) * groups) * p_.ctas.passes;
+  }
+  __device__ __forceinline__ int32_t pass() const {
+    const int32_t of_warp = warp();
+    return of_warp - quotient(of_warp, p_.ctas.passes) * p_.ctas.passes;
+  }
+  // The row of the launch that a pass of a row is, as QueryColumns has it.
+  __device__ __forceinline__ int32_t pass_row(int32_t row, int32_t pass) const {
+    return row * p_.ctas.columns.passes + first_pass() + pass;
+  }
+  // When it is there for all.
+  __device__ __forceinline__ const ChannelItem& item() const {
+    return *reinterpret_cast<const ChannelItem*>(shared_);
+  }
+  __device__ __forceinline__ uint32_t* queries() const {
+    return reinterpret_cast<uint32_t*>(shared_ + kPlace.queries);
+  }
+  __device__ __forceinline__ SoftmaxState* states(int32_t of_warp) const {
+    return reinterpret_cast<SoftmaxState*>(shared_ + kPlace.states) + of_warp * kBlockColumns;
+  }
+  __device__ __forceinline__ float* part(int32_t of_warp) const {
+    return reinterpret_cast<float*>(shared_ + kPlace.parts) +
+           of_warp * kBlockColumns * part_stride(kHeadDim);
+  }
+
+  // The queries of the CTA's passes in fp16; what they are multiples of.
+  __device__ __forceinline__ float stage_queries(int32_t row) const {
+    const QueryColumns& columns = p_.ctas.columns;
+    const int32_t words = p_.ctas.passes * Warp::kQueryWords, threads = 32 * p_.ctas.warps;
+    float largest = 0;
+    for (int32_t i = threadIdx.x; i < words; i += threads) {
+      const int32_t pass = i / Warp::kQueryWords, word = i % Warp::kQueryWords;
+      const int64_t at = first_pass() + pass < columns.passes
+                             ? columns.place(pass_row(row, pass), word % 32 / 4)
+                             : -1;
+      const uint16_t* from = p_.q + at * kHeadDim + Warp::query_dim(word);
+      const uint32_t x = at < 0 ? 0 : *reinterpret_cast<const uint32_t*>(from);
+      queries()[i] = x;
+      if (!p_.is_bfloat16) continue;
+      const float2 pair = unpack_bfloats(x);
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+    return p_.is_bfloat16 ? convert_queries(largest, words) : 1.0f;
+  }
+
+  // As they are, unless fp16 would lose of them: scales of keys in fp16 times queries in this range
+  // pass its largest number only where a channel alone moves a logit by thousands.
+  __device__ __forceinline__ float convert_queries(float largest, int32_t words) const {
+    constexpr int32_t kLeastExponent = -5, kMostExponent = 8;
+    float* of_warps = reinterpret_cast<float*>(shared_ + kPlace.largest);
+#pragma unroll
+    for (int32_t i = 1; i < 32; i *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
+    }
+    if (threadIdx.x % 32 == 0) of_warps[warp()] = largest;
+    __syncthreads();
+    for (int32_t w = 0; w < p_.ctas.warps; ++w) largest = fmaxf(largest, of_warps[w]);
+    const float unit = query_unit(largest, kLeastExponent, kMostExponent), inverse = 1.0f / unit;
+    // Every thread those that it has read.
+    for (int32_t i = threadIdx.x; i < words; i += 32 * p_.ctas.warps) {
+      const float2 pair = unpack_bfloats(queries()[i]);
+      queries()[i] = pack_halves(pair.x * inverse, pair.y * inverse);
+    }
+    return unit;
+  }
+
+  // Of an item's units those of this warp: its team takes them in turn.
+  struct WarpShare {
+    WarpUnits tiles, blocks;
   };
-  if (!sound) report();
-  attention.attend_raw(p.cache, line, {mine, tokens, kWarps}, report);
-  attention.attend_blocks(p.cache, line, {block - tiles, end - tiles, kWarps}, report);
-  attention.store_part(states[warp], parts[warp]);
-  __syncthreads();
-  for (int32_t h = warp; h < group; h += kWarps) {
-    typename HeadSum<kHeadDim>::Part of[kWarps];
+  __device__ __forceinline__ WarpShare share_of(const ChannelItem& item) const {
+    const int32_t team = p_.ctas.team;  // a power of two
+    const int32_t tiles = (item.raw_tokens + kTileTokens - 1) / kTileTokens;
+    const int32_t mine = item.first + quotient(warp(), p_.ctas.passes);
+    const int32_t of_tiles = max(0, min(item.end, tiles) - mine);
+    const int32_t block = mine + ((of_tiles + team - 1) & ~(team - 1));
+    return {{mine, min(item.end, tiles), team}, {block - tiles, item.end - tiles, team}};
+  }
+
+  __device__ __forceinline__ void attend(const WarpShare& share, typename Cache::Row line,
+                                         int32_t id, float scale_log2) const {
+    if (first_pass() + pass() >= p_.ctas.columns.passes) return;
+    int32_t seen[2] = {item().raw_tokens, item().raw_tokens};
+    if (p_.ctas.columns.q_len > 1) {
+      const int32_t column = 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t row = pass_row(item().row, pass());
+      seen[0] -= p_.ctas.columns.hidden(row, column);
+      seen[1] -= p_.ctas.columns.hidden(row, column + 1);
+    }
+    const auto report = [&] {
+      if (threadIdx.x % 32 == 0) report_corrupt(p_, item().row);
+    };
+    Warp warp_attention(queries() + pass() * Warp::kQueryWords, scale_log2);
+    warp_attention.attend_raw(p_.cache, line, share.tiles, seen, report);
+    warp_attention.attend_blocks(p_.cache, line, share.blocks, id, report);
+    warp_attention.store_part(states(warp()), part(warp()));
+  }
+
+  // A column of the CTA, of all warps that attended to it: to the row's output, or as a part of it.
+  __device__ __forceinline__ void join(int32_t cta_column) const {
+    const QueryColumns& columns = p_.ctas.columns;
+    const int32_t pass = p_.ctas.passes == 1 ? 0 : cta_column / columns.of_row;
+    const int32_t column = cta_column - pass * columns.of_row;
+    if (first_pass() + pass >= columns.passes) return;
+    const int64_t place = columns.place(pass_row(item().row, pass), column);
+    if (place < 0) return;
+    typename HeadSum<kHeadDim>::Part of[kChannelWarps];
 #pragma unroll
-    for (int32_t w = 0; w < kWarps; ++w) of[w] = {&states[w][h], &parts[w][h * kHeadDim]};
+    for (int32_t i = 0; i < kChannelWarps; ++i) {
+      const int32_t from = i < p_.ctas.team ? pass + i * p_.ctas.passes : 0;
+      of[i] = {i < p_.ctas.team ? states(from) + column : nullptr,
+               part(from) + column * part_stride(kHeadDim)};
+    }
     HeadSum<kHeadDim> sum;
-    sum.template add<kWarps, false>(of);
-    if (p.splits == 1) {
-      sum.write(reinterpret_cast<__half*>(p.out) + (head + h) * kHeadDim,
-                p.lse == nullptr ? nullptr : p.lse + head + h);
-    } else {
-      const int64_t at = (head + h) * p.splits + split;
-      sum.store(p.states + at, p.parts + at * kHeadDim);
+    sum.template add<kChannelWarps, false>(of);
+    if (item().part >= 0) {
+      const int64_t to = int64_t{item().part} * p_.ctas.all_columns() +
+                         (first_pass() + pass) * columns.of_row + column;
+      sum.store(p_.states + to, p_.parts + to * kHeadDim);
+      return;
     }
+    sum.write(reinterpret_cast<__half*>(p_.out) + place * kHeadDim,
+              p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16,
+              p_.sinks == nullptr ? -INFINITY
+                                  : p_.sinks[columns.head(pass_row(item().row, pass), column)]);
   }
-}
 
-template <class Cache, int32_t kHeadDim>
-__global__ void __launch_bounds__(32 * kChannelWarps)
-    merge_channel_kernel(const __grid_constant__ ChannelLaunch<Cache> p) {
-  constexpr int32_t kAtOnce = 4;
-  const int64_t head =
-      static_cast<int64_t>(blockIdx.x) * kChannelWarps + static_cast<int64_t>(threadIdx.x) / 32;
-  if (head >= static_cast<int64_t>(p.num_rows) * p.group) return;
-  HeadSum<kHeadDim> sum;
-  for (int32_t first = 0; first < p.splits; first += kAtOnce) {
-    typename HeadSum<kHeadDim>::Part of[kAtOnce];
-#pragma unroll
-    for (int32_t i = 0; i < kAtOnce; ++i) {
-      const int64_t at = head * p.splits + first + i;
-      const bool is_there = first + i < p.splits;
-      of[i] = {is_there ? p.states + at : nullptr, p.parts + at * kHeadDim};
-    }
-    sum.template add<kAtOnce, true>(of);
-  }
-  sum.write(reinterpret_cast<__half*>(p.out) + head * kHeadDim,
-            p.lse == nullptr ? nullptr : p.lse + head);
-}
-
-// Rounds of resident CTAs times what a warp of one does, for rows of `units` units.
-inline int32_t choose_channel_splits(int64_t units, int64_t num_rows, int32_t most, int32_t sms) {
-  const int64_t resident = int64_t{sms} * kChannelCtasPerSm;
-  int32_t best = 1;
-  int64_t least = INT64_MAX;
-  for (int32_t splits = 1; splits <= most; ++splits) {
-    const int64_t rounds = (num_rows * splits + resident - 1) / resident;
-    const int64_t of_warp = ((units + splits - 1) / splits + kChannelWarps - 1) / kChannelWarps;
-    if (rounds * of_warp >= least) continue;
-    least = rounds * of_warp;
-    best = splits;
-  }
-  return best;
-}
+  const ChannelLaunch<Cache>& p_;
+  uint8_t* shared_;
+};
 
 template <class Cache, class Warp>
-void launch_channel_kernels(const ChannelLaunch<Cache>& p, GpuStream stream) {
-  const dim3 grid(static_cast<uint32_t>(p.splits), static_cast<uint32_t>(p.num_rows));
-  channel_attention_kernel<Cache, Warp><<<grid, 32 * kChannelWarps, 0, stream>>>(p);
-  if (p.splits == 1) return;
-  const int64_t heads = static_cast<int64_t>(p.num_rows) * p.group;
-  const auto ctas = static_cast<uint32_t>((heads + kChannelWarps - 1) / kChannelWarps);
-  merge_channel_kernel<Cache, Warp::kHeadDim><<<ctas, 32 * kChannelWarps, 0, stream>>>(p);
+__global__ void __launch_bounds__(32 * kChannelWarps, channel_ctas_per_sm(Warp::kHeadDim))
+    channel_attention_kernel(const __grid_constant__ ChannelLaunch<Cache> p) {
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  ChannelCta<Cache, Warp>(p, shared_bytes).run();
 }
+
+template <class Cache>
+using ChannelKernel = void (*)(ChannelLaunch<Cache>);
 
 template <class Cache, int32_t kHeadDim>
-void launch_channel_bits(const ChannelLaunch<Cache>& p, GpuStream stream) {
-  const bool narrow_values = p.cache.layout.v_tile.bits == 2;
-  if (p.cache.layout.k_tile.bits == 4) {
-    narrow_values ? launch_channel_kernels<Cache, ChannelWarp<kHeadDim, 4, 2>>(p, stream)
-                  : launch_channel_kernels<Cache, ChannelWarp<kHeadDim, 4, 4>>(p, stream);
-  } else {
-    narrow_values ? launch_channel_kernels<Cache, ChannelWarp<kHeadDim, 2, 2>>(p, stream)
-                  : launch_channel_kernels<Cache, ChannelWarp<kHeadDim, 2, 4>>(p, stream);
+ChannelKernel<Cache> channel_kernel_of_bits(const ChannelLayout& l) {
+  const bool narrow_values = l.v_tile.bits == 2;
+  if (l.k_tile.bits == 4) {
+    return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 2>>
+                         : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 4>>;
+  }
+  return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 2>>
+                       : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 4>>;
+}
+
+// Of a layout that make_channel_layout() makes.
+template <class Cache>
+ChannelKernel<Cache> channel_kernel(const ChannelLayout& l) {
+  switch (l.head_dim()) {
+    case 64:
+      return channel_kernel_of_bits<Cache, 64>(l);
+    case 96:
+      return channel_kernel_of_bits<Cache, 96>(l);
+    case 128:
+      return channel_kernel_of_bits<Cache, 128>(l);
+    default:
+      return channel_kernel_of_bits<Cache, 256>(l);
   }
 }
 
-// A layout that validate_channel_pages() admits.
+inline constexpr int32_t kChannelJoinWarps = 4;
+inline constexpr int32_t kJoinedAtOnce = 8;
+
+// What the kernel that joins parts needs of a launch.
+struct ChannelJoin {
+  QueryColumns columns;
+  int32_t head_dim = 0, num_rows = 0;
+  const ChannelParts* rows = nullptr;  // [num_rows]; null: of every row `splits`
+  int32_t splits = 1;
+  bool is_bfloat16 = false;
+  uint16_t* out = nullptr;
+  float* lse = nullptr;
+  const float* sinks = nullptr;
+  const SoftmaxState* states = nullptr;
+  const float* parts = nullptr;
+};
 template <class Cache>
-Status launch_channel(const ChannelLaunch<Cache>& p, GpuStream stream) {
-  switch (p.cache.layout.head_dim()) {
-    case 64:
-      launch_channel_bits<Cache, 64>(p, stream);
-      break;
-    case 96:
-      launch_channel_bits<Cache, 96>(p, stream);
-      break;
-    default:
-      launch_channel_bits<Cache, 128>(p, stream);
-      break;
-  }
-  return cuda_status(cudaGetLastError(), "attend");
+ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
+  ChannelJoin join;
+  join.columns = p.ctas.columns;
+  join.head_dim = p.cache.layout.head_dim();
+  join.num_rows = p.num_rows;
+  join.rows = p.plan.parts;
+  join.splits = p.splits;
+  join.is_bfloat16 = p.is_bfloat16;
+  join.out = p.out;
+  join.lse = p.lse;
+  join.sinks = p.sinks;
+  join.states = p.states;
+  join.parts = p.parts;
+  return join;
+}
+
+// Rows with several parts; a warp for a slice of a column.
+inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
+    join_channel_kernel(const __grid_constant__ ChannelJoin p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const QueryColumns& columns = p.columns;
+  const int32_t slices = slices_of(p.head_dim), all_columns = columns.passes * columns.of_row;
+  const int32_t index =
+      static_cast<int32_t>(blockIdx.x) * kChannelJoinWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t row = index / (all_columns * slices), task = index % (all_columns * slices);
+  if (row >= p.num_rows) return;
+  const ChannelParts parts =
+      p.rows == nullptr ? ChannelParts{row * p.splits, p.splits} : p.rows[row];
+  const int32_t column = task / slices, dim = task % slices * kJoinDims;
+  const int32_t pass_row = row * columns.passes + column / columns.of_row;
+  const int32_t of_pass = column % columns.of_row;
+  const int64_t place = columns.place(pass_row, of_pass);
+  if (parts.count == 1 || place < 0) return;
+  const bool has_dims = dim + 4 * static_cast<int32_t>(threadIdx.x % 32) < p.head_dim;
+  const int64_t first = int64_t{parts.first} * all_columns + column;
+  const SoftmaxState* state = p.states + first;
+  const float* from = p.parts + first * p.head_dim + dim;
+  PartsJoin<kJoinedAtOnce, true> sum;
+  sum.add({state, state, from, from, all_columns, all_columns * p.head_dim, parts.count}, has_dims);
+  sum.write(
+      {p.out + place * p.head_dim + dim, p.lse == nullptr || dim != 0 ? nullptr : p.lse + place,
+       p.is_bfloat16, p.sinks == nullptr ? -INFINITY : p.sinks[columns.head(pass_row, of_pass)]},
+      has_dims);
 }
 
 }  // namespace tierkv

@@ -5,16 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/channel_plan.h"
 #include "codec/channel_block.h"
+#include "tierkv/layout.h"
 
 namespace tierkv {
-
-// What a row holds now. table_row -1: nothing.
-struct ChannelRow {
-  int32_t table_row = -1;  // of the tables that the call gets
-  int32_t blocks = 0;
-  int32_t raw_tokens = 0;
-};
 
 // All pointers in device memory.
 struct ChannelPages {
@@ -27,15 +22,12 @@ struct ChannelPages {
   const int32_t* slots = nullptr;  // [num_table_rows][row_stride] ids of pages
   int32_t num_table_rows = 0;
   int32_t row_stride = 0;
-  int32_t block_slots = 0;           // of a line: pages of blocks first,
-  int32_t raw_slots = 0;             // then pages of raw tokens
-  const ChannelRow* rows = nullptr;  // [num_rows], written by earlier work on the stream
-  int32_t num_rows = 0;
+  int32_t block_slots = 0;  // of a line: pages of blocks first,
+  int32_t raw_slots = 0;    // then pages of raw tokens
 
-  // Where a row's line of pages is; null where it holds nothing, or is outside the tables.
+  // Where a table row's line of pages is; null where it is outside the tables.
   using Row = const int32_t*;
-  TKV_HD Row row(int32_t index) const {
-    const int32_t at = rows[index].table_row;
+  TKV_HD Row row(int32_t at) const {
     return at < 0 || at >= num_table_rows ? nullptr : slots + static_cast<int64_t>(at) * row_stride;
   }
   // In units of kBlockUnit from the base: -1 where the line names no page of the pool.
@@ -65,20 +57,25 @@ struct ChannelPages {
 };
 
 struct ChannelPagesCall {
-  int32_t group = 1;  // q heads of a row
+  ChannelCtas ctas;  // channel_ctas()
+  int32_t num_sequences = 0;
+  ChannelPlan plan;  // by earlier work on the stream, of ctas.team
   float sm_scale = 0;
-  const uint16_t* q = nullptr;   // fp16 [num_rows, group, head_dim], 16-byte aligned
-  uint16_t* out = nullptr;       // likewise; 0 for rows without tokens
-  float* lse = nullptr;          // [num_rows, group], natural logarithm; may be null
-  StatusCode* status = nullptr;  // kCorrupt where it was kOk and a count or an id led outside the
-                                 // tables or the pool: what it named was left out
-  int32_t units = 1;             // blocks and raw tiles of the longest row, for the split; a guess
+  DType dtype = DType::kFloat16;  // of q and out: that, or bfloat16
+  const uint16_t* q = nullptr;    // [num_sequences, q_len, num_q_heads, head_dim], 16-byte aligned
+  uint16_t* out = nullptr;        // likewise; 0 for rows without tokens
+  float* lse = nullptr;  // [num_sequences, q_len, num_q_heads], natural logarithm; may be null
+  const float* sinks = nullptr;  // [num_q_heads], as of AttendCall; null: none
+  StatusCode* status = nullptr;  // kCorrupt where it was kOk and an id led outside the tables or
+                                 // the pool: what it named was left out
 };
 
-// kUnsupported for head_dim 256 and more than kMaxChannelGroup heads.
-Status validate_channel_pages(const ChannelLayout& layout, int32_t group);
-// Of a call with up to num_rows rows; device memory, 16-byte aligned, nothing kept in it.
-size_t channel_pages_workspace_bytes(const ChannelLayout& layout, int32_t num_rows, int32_t group);
+// kInvalidArgument, and kUnsupported for more than kMaxChannelGroup q heads a kv_head.
+Status validate_channel_group(int32_t group);
+// Of calls with up to num_rows rows; device memory, 16-byte aligned, nothing kept in it.
+size_t channel_pages_workspace_bytes(const ChannelCtas& ctas, int32_t head_dim, int32_t num_rows);
+// What plan_channel() needs beside the sequences, the plan and the status.
+ChannelPlanCall channel_plan_call(const ChannelPages& pages, const ChannelCtas& ctas);
 Status attend_channel_pages(const ChannelPages& pages, const ChannelPagesCall& call,
                             void* workspace, GpuStream stream);
 

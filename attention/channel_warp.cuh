@@ -8,6 +8,9 @@
 // is cut there: such a channel alone moves a logit by thousands.
 #pragma once
 
+#include <cfloat>
+
+#include "attention/decode.h"
 #include "attention/online_softmax.h"
 #include "attention/page_tile.cuh"
 #include "codec/channel_block.h"
@@ -18,6 +21,7 @@ inline constexpr int32_t kQueryShift = 4;
 inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when the reference is set
 inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
 inline constexpr float kLeastValueScale = 0x1p-24f;
+inline constexpr float kUnseen = -FLT_MAX;  // the reference of a column without tokens
 
 // What a warp sees to: first, first + step, ... before end.
 struct WarpUnits {
@@ -30,9 +34,12 @@ class ChannelWarp {
  public:
   static constexpr int32_t kHeadDim = kDim;
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-  static constexpr int32_t kStepTiles = 2;
+  // Accumulators of 256 dims leave registers for one.
+  static constexpr int32_t kStepTiles = kHeadDim > 128 ? 1 : 2;
+  static constexpr int32_t kQueryWords = kBlocks * 64;  // of a pass
 
-  // query: what stage_query() wrote.
+  // query: of the warp's pass, B fragments [kBlocks][2][32 lanes] of words in shared memory: word
+  // 32 i + l holds dims query_dim(32 i + l) and the next of column l / 4.
   __device__ __forceinline__ ChannelWarp(const uint32_t* query, float scale_log2)
       : query_(query), scale_log2_(scale_log2) {
 #pragma unroll
@@ -42,29 +49,23 @@ class ChannelWarp {
     }
   }
 
-  // The queries of a row's heads, [group, kHeadDim], as B fragments [kBlocks][2][32 lanes] of
-  // words, by all threads of a CTA.
-  static __device__ __forceinline__ void stage_query(const uint16_t* q, int32_t group,
-                                                     uint32_t* query) {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kBlocks * 64;
-         i += static_cast<int32_t>(blockDim.x)) {
-      const int32_t of_lane = i % 32, g = of_lane / 4, dim = i / 32 * 8 + 2 * (of_lane % 4);
-      query[i] = g < group ? *reinterpret_cast<const uint32_t*>(q + g * kHeadDim + dim) : 0;
-    }
+  static __device__ __forceinline__ int32_t query_dim(int32_t word) {
+    return word / 32 * 8 + 2 * (word % 4);
   }
 
-  // Raw tiles of a row, as far as they hold tokens before units.end; once, before all blocks.
-  // report() where a tile is missing.
+  // Raw tiles of a row, of whose tokens the lane's columns see those before seen; once, before all
+  // blocks. report() where a tile is missing.
   template <class Cache, class Report>
   __device__ __forceinline__ void attend_raw(const Cache& cache, typename Cache::Row row,
-                                             WarpUnits units, const Report& report) {
+                                             WarpUnits units, const int32_t (&seen)[2],
+                                             const Report& report) {
     uint32_t query[kBlocks][2];
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
       query[f][0] = query_[64 * f + lane()], query[f][1] = query_[64 * f + 32 + lane()];
     }
 #pragma unroll 1
-    for (int32_t tile = units.first; tile * kTileTokens < units.end; tile += units.step) {
+    for (int32_t tile = units.first; tile < units.end; tile += units.step) {
       const uint8_t* keys = cache.raw_tile(row, Component::kKey, tile);
       if (keys == nullptr) {
         report();
@@ -80,25 +81,31 @@ class ChannelWarp {
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
         const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
-        score[0][j] = token < units.end ? score[0][j] * scale_log2_ : -INFINITY;
+        score[0][j] = token < seen[j % 2] ? score[0][j] * scale_log2_ : -INFINITY;
       }
       add_tokens(v, m, score);
     }
     scale_output(-1);
   }
 
-  // Blocks of a row, once; report() where an id is missing, and it is left out. What a step needs
-  // is asked for while the step before it is worked on, across blocks.
+  // Of units that are blocks; -1 where there are none.
+  template <class Cache>
+  __device__ __forceinline__ static int32_t first_id(const Cache& cache, typename Cache::Row row,
+                                                     WarpUnits units) {
+    return units.first < units.end ? cache.block_id(row, units.first) : -1;
+  }
+
+  // Blocks of a row, once, `id` that of the first; report() where an id is missing, and it is left
+  // out. What a step needs is asked for while the step before it is worked on, across blocks.
   template <class Cache, class Report>
   __device__ __forceinline__ void attend_blocks(const Cache& cache, typename Cache::Row row,
-                                                WarpUnits units, const Report& report) {
+                                                WarpUnits units, int32_t id, const Report& report) {
     const ChannelLayout& l = cache.layout;
     const int32_t steps = l.tiles() / kStepTiles;
     const uint8_t* block = nullptr;
     const int32_t end = units.end;
     int32_t index = units.first, at = 0;
-    // The id of block `index`, asked for a block earlier.
-    int32_t id = index < end ? cache.block_id(row, index) : -1;
+    // id: of block `index`, asked for a block earlier.
     const auto find = [&] {
       block = nullptr;
       while (index < end && block == nullptr) {
@@ -108,7 +115,7 @@ class ChannelWarp {
           report();
         }
         index += units.step;
-        id = index < end ? cache.block_id(row, index) : -1;
+        id = first_id(cache, row, {index, end, units.step});
       }
     };
     find();
@@ -130,7 +137,7 @@ class ChannelWarp {
     scale_output(1);
   }
 
-  // states [8], part [8][kHeadDim]. After attend_raw() and attend_blocks(), once.
+  // states [8], part [8][part_stride(kHeadDim)]. After attend_raw() and attend_blocks(), once.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part) {
     const int32_t g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -146,13 +153,16 @@ class ChannelWarp {
       for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
-          part[(2 * t + j) * kHeadDim + 16 * f + 8 * half + g] = out_[f][2 * half + j] + zero;
+          part[(2 * t + j) * part_stride(kHeadDim) + 16 * f + 8 * half + g] =
+              out_[f][2 * half + j] + zero;
         }
       }
     }
   }
 
  private:
+  static constexpr int32_t kChannelWords = (4 * kBlocks + 31) / 32;
+
   // From units of the codes to those of values (1), or back (-1): powers of two.
   __device__ __forceinline__ void scale_output(int32_t sign) {
 #pragma unroll
@@ -168,26 +178,31 @@ class ChannelWarp {
   __device__ __forceinline__ static int32_t lane() {
     return static_cast<int32_t>(threadIdx.x % 32);
   }
-  __device__ __forceinline__ static uint32_t cut(__half2 x) {
-    const __half2 most = __float2half2_rn(kMaxHalf);
-    const __half2 y = __hmax2(__hmin2(x, most), __hneg2(most));
-    return *reinterpret_cast<const uint32_t*>(&y);
+
+  __device__ __forceinline__ static uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+    const __half2 z =
+        __hmul2(*reinterpret_cast<const __half2*>(&x), *reinterpret_cast<const __half2*>(&y));
+    return *reinterpret_cast<const uint32_t*>(&z);
   }
 
-  // What a lane holds of a step, and of its block's channels the 16 bytes of dim block lane / 4.
+  // What a lane holds of a step, and of its block's channels the 16 bytes of dim blocks
+  // lane / 4, lane / 4 + 8, ..
   struct Words {
     LaneWords<kKeyBits, kHeadDim> k[kStepTiles];
     LaneWords<kValueBits, kHeadDim> v[kStepTiles];
     uint2 m[kStepTiles];  // of the values, as stored: tokens g and g + 8
-    uint4 channels;
+    uint4 channels[kChannelWords];
 
     __device__ __forceinline__ void load(const ChannelLayout& l, const uint8_t* block, int32_t step,
                                          int32_t of_lane) {
       constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
       constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
       const int32_t tile = step * kStepTiles;
-      if (step == 0 && of_lane < 4 * kBlocks) {
-        channels = *reinterpret_cast<const uint4*>(block + l.k_metadata + 16 * of_lane);
+#pragma unroll
+      for (int32_t i = 0; i < kChannelWords; ++i) {
+        const int32_t from = 32 * i + of_lane;
+        if (step != 0 || from >= 4 * kBlocks) continue;
+        channels[i] = *reinterpret_cast<const uint4*>(block + l.k_metadata + 16 * from);
       }
 #pragma unroll
       for (int32_t i = 0; i < kStepTiles; ++i) {
@@ -205,30 +220,34 @@ class ChannelWarp {
 
   // The queries in units of the block's codes, and what the zero points add to the score of every
   // token, in log2 units: row 0 of a product whose other rows are 0.
-  __device__ __forceinline__ void scale_query(const uint4& channels, uint32_t (&scaled)[kBlocks][2],
+  __device__ __forceinline__ void scale_query(const uint4 (&channels)[kChannelWords],
+                                              uint32_t (&scaled)[kBlocks][2],
                                               float (&offset)[2]) const {
     const bool is_row = lane() < 4;
     float product[4] = {};
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-      const int32_t from = 4 * f + lane() % 4;
-      const uint32_t scales[2] = {__shfl_sync(kFullWarp, channels.x, from),
-                                  __shfl_sync(kFullWarp, channels.y, from)};
-      const uint32_t zero_points[2] = {__shfl_sync(kFullWarp, channels.z, from),
-                                       __shfl_sync(kFullWarp, channels.w, from)};
-      const uint32_t query[2] = {query_[64 * f + lane()], query_[64 * f + 32 + lane()]};
+      const int32_t from = 4 * (f % 8) + lane() % 4;
+      const uint32_t zero_points[2] = {__shfl_sync(kFullWarp, channels[f / 8].z, from),
+                                       __shfl_sync(kFullWarp, channels[f / 8].w, from)};
+      const uint32_t a[4] = {is_row ? zero_points[0] : 0, 0, is_row ? zero_points[1] : 0, 0};
+      mma_m16n8k16(product, a, query_[64 * f + lane()], query_[64 * f + 32 + lane()]);
+    }
+    __syncwarp();  // shuffles of both at once would take more registers than there are
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      const int32_t from = 4 * (f % 8) + lane() % 4;
+      const uint32_t scales[2] = {__shfl_sync(kFullWarp, channels[f / 8].x, from),
+                                  __shfl_sync(kFullWarp, channels[f / 8].y, from)};
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t exponent = kQueryShift - code_shift(kKeyBits, 16 * f + 8 * half);
         const float factor = exponent >= 0 ? static_cast<float>(1 << exponent)
                                            : 1.0f / static_cast<float>(1 << -exponent);
-        const uint32_t units = multiply_halves(scales[half], factor);
-        const uint32_t x = cut(*reinterpret_cast<const __half2*>(&units));
-        scaled[f][half] = cut(__hmul2(*reinterpret_cast<const __half2*>(&x),
-                                      *reinterpret_cast<const __half2*>(&query[half])));
+        const uint32_t units = saturate_halves(multiply_halves(scales[half], factor));
+        const uint32_t query = query_[64 * f + 32 * half + lane()];
+        scaled[f][half] = saturate_halves(multiply_pairs(units, query));
       }
-      const uint32_t a[4] = {is_row ? zero_points[0] : 0, 0, is_row ? zero_points[1] : 0, 0};
-      mma_m16n8k16(product, a, query[0], query[1]);
     }
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
@@ -300,7 +319,7 @@ class ChannelWarp {
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
       const float to = fmaxf(reference_[j], top[j]);
-      const float factor = reference_[j] == kNoReference ? 0.0f : exp2_fast(reference_[j] - to);
+      const float factor = exp2_fast(reference_[j] - to);
       reference_[j] = to;
       sum_[j] *= factor, zero_[j] *= factor;
 #pragma unroll
@@ -344,7 +363,7 @@ class ChannelWarp {
 
   float out_[kBlocks][4];
   const uint32_t* query_;  // shared memory
-  float reference_[2] = {kNoReference, kNoReference}, sum_[2] = {}, zero_[2] = {};
+  float reference_[2] = {kUnseen, kUnseen}, sum_[2] = {}, zero_[2] = {};
   float scale_log2_;
 };
 

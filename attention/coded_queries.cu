@@ -5,20 +5,14 @@
 
 #include "attention/coded_params.h"
 #include "attention/launch.cuh"
+#include "attention/query_unit.h"
 #include "codec/element.h"
 
 namespace tierkv {
 namespace {
 
 constexpr int32_t kThreads = 256;
-constexpr int32_t kMostShift = 96;  // keeps every unit inside fp32
-
-// The power of two that brings the largest magnitude of a row to [2^14, 2^15): what fp16 then loses
-// of an element lies 2^-39 below the largest.
-__device__ float query_unit(float largest) {
-  const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
-  return bits_float(static_cast<uint32_t>(max(-kMostShift, min(kMostShift, exponent)) + 127) << 23);
-}
+constexpr int32_t kLargestExponent = 14;  // of a row's queries in fp16
 
 __device__ float largest_of_cta(float x) {
   __shared__ float of_warps[kThreads / 32];
@@ -52,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t i = first; i < count; i += kThreads) {
     largest = fmaxf(largest, fabsf(bfloat16_to_float(bits_of(i))));
   }
-  const float unit = query_unit(largest_of_cta(largest));
+  const float unit = query_unit(largest_of_cta(largest), kLargestExponent, kLargestExponent);
   const float inverse = 1.0f / unit;
   for (int32_t i = first; i < count; i += kThreads) {
     halves[i] = float_to_half(bfloat16_to_float(bits_of(i)) * inverse);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "attention/channel_pages.h"
+#include "codec/cuda_device.cuh"
 #include "store/tierless_config.h"
 
 namespace tierkv {
@@ -22,10 +24,6 @@ Status unsupported(const char* why) {
 // What the host can do and a device cannot.
 Status check_device_request(const AttendRequest& request) {
   if (Status s = validate_channel_request(request); !s) return s;
-  if (request.q_len != 1) {
-    return unsupported("q_len of a channel-wise cache on a device; it needs 1");
-  }
-  if (request.sinks != nullptr) return unsupported("sinks with a channel-wise cache on a device");
   if (request.probabilities == nullptr) return Status::ok();
   return unsupported("probabilities of a channel-wise cache on a device");
 }
@@ -36,7 +34,7 @@ Result<std::unique_ptr<ChannelDeviceStore>> ChannelDeviceStore::make(const KvSto
                                                                      GpuStream stream) {
   Result<std::unique_ptr<ChannelHostStore>> mirror = ChannelHostStore::make(config);
   if (!mirror) return mirror.status();
-  if (Status s = validate_channel_pages((*mirror)->view_.layout, config.layout.group_size()); !s) {
+  if (Status s = validate_channel_group(config.layout.group_size()); !s) {
     return s.with_context("channel");
   }
   std::unique_ptr<ChannelDeviceStore> store(new ChannelDeviceStore(std::move(*mirror), stream));
@@ -49,11 +47,20 @@ Status ChannelDeviceStore::allocate() {
   const CacheLayout& layout = config().layout;
   if (Status s = sequences_.allocate(host.allocator.shape, host.pages.page_bytes); !s) return s;
   const int32_t rows = config().max_sequences * layout.num_kv_heads;
-  uint8_t* workspace = nullptr;
-  if (Status s = sequences_.take(rows, &rows_); !s) return s;
-  const size_t bytes = channel_pages_workspace_bytes(host.layout, rows, layout.group_size());
-  if (Status s = sequences_.take(bytes, &workspace); !s) return s;
-  workspace_ = workspace;
+  size_t bytes = 0;
+  int32_t items = 0;
+  for (int32_t q_len = 1; q_len <= kMaxQueryTokens; ++q_len) {
+    const ChannelCtas ctas = ctas_of(q_len);
+    bytes = std::max(bytes, channel_pages_workspace_bytes(ctas, layout.head_dim, rows));
+    items = std::max(items, ctas.most_items(rows));
+  }
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  sms_ = limits->sms;
+  if (Status s = sequences_.take(config().max_sequences, &attended_); !s) return s;
+  if (Status s = sequences_.take(items, &plan_.items); !s) return s;
+  if (Status s = sequences_.take(rows, &plan_.parts); !s) return s;
+  if (Status s = sequences_.take_bytes(bytes, &workspace_); !s) return s;
   state_.common = sequences_.state();
   state_.s = host;
   state_.s.allocator = state_.common.s.allocator;
@@ -165,14 +172,39 @@ Status ChannelDeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
   return Status::ok();
 }
 
-int32_t ChannelDeviceStore::most_units(const Slots& slots) {
-  int32_t most = 1;
+ChannelCtas ChannelDeviceStore::ctas_of(int32_t q_len) const {
+  const CacheLayout& l = config().layout;
+  return channel_ctas(l.group_size(), q_len, l.num_kv_heads, l.head_dim);
+}
+
+ChannelLengths ChannelDeviceStore::lengths_of(const Slots& slots) {
+  ChannelLengths lengths;
   for (const int32_t slot : slots) {
-    const SequenceInfo& info = table().info(slot);
-    const int32_t raw_tiles = pages_for(ChannelView::raw_tokens(info), kTileTokens);
-    most = std::max(most, state_.s.blocks_of(info) + raw_tiles);
+    const int32_t units = attended_sequence(state_.s, slot, table().info(slot)).units();
+    lengths.units += units;
+    lengths.most = std::max(lengths.most, units);
   }
-  return most;
+  return lengths;
+}
+
+Status ChannelDeviceStore::plan(const Slots& slots, int32_t q_len) {
+  if (planned_ == slots && planned_queries_ == q_len) return Status::ok();
+  planned_.clear();
+  const auto count = static_cast<int32_t>(slots.size());
+  if (Status s = find_channel_sequences(state_, attended_, count, stream()); !s) return s;
+  const ChannelCtas ctas = ctas_of(q_len);
+  const int32_t rows = count * ctas.columns.num_kv_heads;
+  const int32_t resident = sms_ * channel_ctas_per_sm(config().layout.head_dim);
+  plan_.num_items = choose_channel_items(ctas, lengths_of(slots), rows, resident);
+  ChannelPlanCall call = channel_plan_call(channel_pages(state_.s, 0), ctas);
+  call.sequences = attended_;
+  call.num_sequences = count;
+  call.plan = plan_;
+  call.status = &state_.common.failure->status;
+  if (Status s = plan_channel(call, stream()); !s) return s;
+  planned_ = slots;
+  planned_queries_ = q_len;
+  return Status::ok();
 }
 
 Status ChannelDeviceStore::attend(const AttendRequest& request) {
@@ -180,38 +212,19 @@ Status ChannelDeviceStore::attend(const AttendRequest& request) {
   if (!slots) return slots.status();
   if (Status s = check_device_request(request); !s) return s;
   if (Status s = sequences_.use_batch(DeviceCall::kAttend, *slots); !s) return s;
-  const ChannelView& s = state_.s;
-  const auto count = static_cast<int32_t>(slots->size());
-  if (planned_ != *slots) {
-    if (Status t = plan_channel_rows(state_, rows_, count, stream()); !t) return t;
-    planned_ = *slots;
-  }
-  // The plan is that of layer 0.
-  const PageTableShape& table_shape = s.allocator.shape.table;
-  const int32_t rows_before = request.layer * s.num_kv_heads;
-  ChannelPages pages;
-  pages.layout = s.layout;
-  pages.base = s.pages.base;
-  pages.page_bytes = s.pages.page_bytes;
-  pages.num_pages = s.pages.num_pages;
-  pages.block_shift = s.blocks_per_page - 1;
-  pages.raw_page_tokens = s.raw_page_tokens;
-  pages.slots = s.allocator.slots + int64_t{rows_before} * table_shape.row_stride();
-  pages.num_table_rows = table_shape.num_rows() - rows_before;
-  pages.row_stride = table_shape.row_stride();
-  pages.block_slots = table_shape.table_slots[0];
-  pages.raw_slots = table_shape.table_slots[1];
-  pages.rows = rows_;
-  pages.num_rows = count * s.num_kv_heads;
+  if (Status s = plan(*slots, request.q_len); !s) return s;
   ChannelPagesCall call;
-  call.group = config().layout.group_size();
+  call.ctas = ctas_of(request.q_len);
+  call.num_sequences = static_cast<int32_t>(slots->size());
+  call.plan = plan_;
   call.sm_scale = static_cast<float>(config().layout.sm_scale);
+  call.dtype = request.dtype;
   call.q = static_cast<const uint16_t*>(request.q);
   call.out = static_cast<uint16_t*>(request.out);
   call.lse = request.lse;
+  call.sinks = request.sinks;
   call.status = &state_.common.failure->status;
-  call.units = most_units(*slots);
-  return attend_channel_pages(pages, call, workspace_, stream());
+  return attend_channel_pages(channel_pages(state_.s, request.layer), call, workspace_, stream());
 }
 
 }  // namespace tierkv

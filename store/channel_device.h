@@ -49,8 +49,10 @@ class ChannelDeviceStore final : public DeviceKvStore {
   SequenceTable& table() { return mirror_->table_; }
   GpuStream stream() const { return sequences_.stream(); }
   void begin_in_table(const Slots& slots, int32_t tokens);
-  // Blocks and raw tiles of the longest row.
-  int32_t most_units(const Slots& slots);
+  ChannelCtas ctas_of(int32_t q_len) const;
+  ChannelLengths lengths_of(const Slots& slots);
+  // How sequences are attended to, unless that is planned already.
+  Status plan(const Slots& slots, int32_t q_len);
 
   // The tables, and the pages of `slots`, to the mirror; and back.
   Status to_mirror(const Slots& slots);
@@ -62,9 +64,14 @@ class ChannelDeviceStore final : public DeviceKvStore {
   std::unique_ptr<ChannelHostStore> mirror_;
   DeviceSequences sequences_;
   ChannelDeviceState state_;
-  Slots planned_;               // what rows_ is of
-  ChannelRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
-  void* workspace_ = nullptr;   // of attention
+  int32_t sms_ = 0;
+  // Of attention. What is planned: the sequences and the queries of each; none where planned_ is
+  // empty.
+  Slots planned_;
+  int32_t planned_queries_ = 0;
+  ChannelSequence* attended_ = nullptr;  // [max_sequences]
+  ChannelPlan plan_;
+  void* workspace_ = nullptr;
 };
 
 }  // namespace tierkv

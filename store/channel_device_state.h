@@ -16,6 +16,30 @@ struct ChannelDeviceState {
   DeviceState common;  // batch, failure, reports, counts, infos and appended tokens
 };
 
+// A layer has its rows in the tables as far behind those of layer 0 as its tables begin behind
+// theirs, so that one plan is that of all layers.
+inline ChannelPages channel_pages(const ChannelView& s, int32_t layer) {
+  const PageTableShape& table = s.allocator.shape.table;
+  const int32_t rows_before = layer * s.num_kv_heads;
+  ChannelPages pages;
+  pages.layout = s.layout;
+  pages.base = s.pages.base;
+  pages.page_bytes = s.pages.page_bytes;
+  pages.num_pages = s.pages.num_pages;
+  pages.block_shift = s.blocks_per_page - 1;
+  pages.raw_page_tokens = s.raw_page_tokens;
+  pages.slots = s.allocator.slots + int64_t{rows_before} * table.row_stride();
+  pages.num_table_rows = table.num_rows() - rows_before;
+  pages.row_stride = table.row_stride();
+  pages.block_slots = table.table_slots[0];
+  pages.raw_slots = table.table_slots[1];
+  return pages;
+}
+TKV_HD ChannelSequence attended_sequence(const ChannelView& s, int32_t sequence,
+                                         const SequenceInfo& info) {
+  return {s.row_of(sequence, 0, 0), s.blocks_of(info), ChannelView::raw_tokens(info)};
+}
+
 // A begin of `count` sequences, in this order. Prompts: plan, reserve (entry_counts), keep
 // (row_counts), finish. Steps: plan, append (row_counts), finish, which makes the blocks that are
 // due from raw tokens.
@@ -39,9 +63,9 @@ struct ChannelAppendCall {
 Status append_channel_tokens(const ChannelDeviceState& d, const ChannelAppendCall& call,
                              GpuStream stream);
 
-// The rows of the batch, [count * num_kv_heads], as attend_channel_pages() takes them: those of
-// layer 0, where other layers have theirs as far behind as their tables lie.
-Status plan_channel_rows(const ChannelDeviceState& d, ChannelRow* rows, int32_t count,
-                         GpuStream stream);
+// The sequences of the batch, [count], as attend_channel_pages() takes them, at layer 0: other
+// layers have their rows as far behind as their tables lie.
+Status find_channel_sequences(const ChannelDeviceState& d, ChannelSequence* sequences,
+                              int32_t count, GpuStream stream);
 
 }  // namespace tierkv

@@ -1,5 +1,5 @@
-// Where tokens begin, prompts and steps: counts for the page operations; blocks of a step; rows for
-// attention.
+// Where tokens begin, prompts and steps: counts for the page operations; blocks of a step;
+// sequences for attention.
 
 #include <cuda_runtime.h>
 
@@ -97,16 +97,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    rows_kernel(const __grid_constant__ ChannelDeviceState d, ChannelRow* rows, int32_t count) {
-  const int32_t i = thread_item(), heads = d.s.num_kv_heads;
-  if (i >= count * heads) return;
-  const int32_t sequence = d.common.batch[i / heads];
-  ChannelRow row;
-  if (sequence != kPaddingSequence) {
-    const SequenceInfo info = d.s.infos[sequence];
-    row = {d.s.row_of(sequence, 0, i % heads), d.s.blocks_of(info), ChannelView::raw_tokens(info)};
-  }
-  rows[i] = row;
+    sequences_kernel(const __grid_constant__ ChannelDeviceState d, ChannelSequence* to,
+                     int32_t count) {
+  const int32_t i = thread_item();
+  if (i >= count) return;
+  const int32_t sequence = d.common.batch[i];
+  ChannelSequence found;
+  if (sequence != kPaddingSequence) found = attended_sequence(d.s, sequence, d.s.infos[sequence]);
+  to[i] = found;
 }
 
 }  // namespace
@@ -143,10 +141,9 @@ Status end_channel_prompts(const ChannelDeviceState& d, int32_t count, GpuStream
   return launch_status("end_prompt");
 }
 
-Status plan_channel_rows(const ChannelDeviceState& d, ChannelRow* rows, int32_t count,
-                         GpuStream stream) {
-  const int32_t num_rows = count * d.s.num_kv_heads;
-  rows_kernel<<<ctas_for(num_rows, kThreads), kThreads, 0, stream>>>(d, rows, count);
+Status find_channel_sequences(const ChannelDeviceState& d, ChannelSequence* sequences,
+                              int32_t count, GpuStream stream) {
+  sequences_kernel<<<ctas_for(count, kThreads), kThreads, 0, stream>>>(d, sequences, count);
   return launch_status("attend");
 }
 

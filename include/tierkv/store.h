@@ -134,7 +134,7 @@ struct AttendRequest {
   int64_t stride = 0;  // of probabilities
   // Of q and out: fp16 or bfloat16. Where a tier is raw, that of its pages: bfloat16 where
   // layout.dtype is, otherwise fp16. With a basis fp16, or bfloat16 where layout.dtype is. With
-  // config().channel fp16, with config().coded either.
+  // config().coded or channel either.
   DType dtype = DType::kFloat16;
   // Queries of each sequence, 1 to kMaxQueryTokens, oldest first. Of several the sequence must have
   // as many tokens, and all but the oldest of these must be sinks or in the window, as what was
@@ -142,8 +142,7 @@ struct AttendRequest {
   int32_t q_len = 1;
   // Learned sinks of the layer, [num_q_heads]: logits that are part of the softmaxes' denominators,
   // in lse and probabilities, too, and have no value; finite, or -infinity for none. Null: no head
-  // has one. kUnsupported with a basis that has means, and on a device with config().channel;
-  // kNonFinite on the host.
+  // has one. kUnsupported with a basis that has means; kNonFinite on the host.
   const float* sinks = nullptr;
   // Also counts the queries, as update_scores() of their probabilities would, oldest first, instead
   // of those calls; those of tokens that are then truncated stay in the means (where drafts may be

@@ -92,7 +92,7 @@ TEST(ChannelAttentionReference, EmptyRowsAndCorruptOnes) {
   w.residual_tokens[0] = 128;
   EXPECT_EQ(code(), StatusCode::kCorrupt);
   w.residual_tokens[0] = 0;
-  call.group = 9;
+  call.group = 17;
   EXPECT_EQ(code(), StatusCode::kUnsupported);
   call.group = 1;
   call.sm_scale = 0;
@@ -107,7 +107,6 @@ struct PagesOfTwo {
   ChannelLayout layout = *make_channel_layout(channel_format(2, 2, 64), 64);
   std::vector<ChannelLine> memory;
   std::vector<int32_t> slots = {-1, -1, -1, -1, 2, 0, 1, 3};
-  std::vector<ChannelRow> rows = {{1, 3, 20}, {}};
   ChannelPages pages;
 
   PagesOfTwo() {
@@ -122,8 +121,6 @@ struct PagesOfTwo {
     pages.row_stride = 4;
     pages.block_slots = 2;
     pages.raw_slots = 2;
-    pages.rows = rows.data();
-    pages.num_rows = 2;
   }
 };
 
@@ -132,9 +129,10 @@ TEST(ChannelPages, FindsBlocksAndRawTiles) {
   ASSERT_TRUE(p.pages.validate());
   const uint8_t* base = p.pages.base;
   const int32_t bytes = p.layout.bytes;
-  const ChannelPages::Row line = p.pages.row(0);
+  const ChannelPages::Row line = p.pages.row(1);
   ASSERT_EQ(line, p.slots.data() + 4);
-  EXPECT_EQ(p.pages.row(1), nullptr);
+  EXPECT_EQ(p.pages.row(2), nullptr);
+  EXPECT_EQ(p.pages.row(-1), nullptr);
   // Page 2, then page 0.
   EXPECT_EQ(p.pages.block(p.pages.block_id(line, 0)), base + 4 * bytes);
   EXPECT_EQ(p.pages.block(p.pages.block_id(line, 1)), base + 5 * bytes);
@@ -159,20 +157,53 @@ TEST(ChannelPages, RefusesWhatLeadsOutside) {
                                  [](ChannelPages* p) { p->raw_page_tokens = 8; },
                                  [](ChannelPages* p) { p->raw_slots = 3; },
                                  [](ChannelPages* p) { p->base += 16; },
-                                 [](ChannelPages* p) { p->slots = nullptr; },
-                                 [](ChannelPages* p) { p->rows = nullptr; }};
+                                 [](ChannelPages* p) { p->slots = nullptr; }};
   for (const Change change : kChanges) {
     PagesOfTwo p;
     change(&p.pages);
     EXPECT_EQ(p.pages.validate().code(), StatusCode::kInvalidArgument) << &change - kChanges;
   }
-  const auto layout = [](int32_t dim) {
-    return *make_channel_layout(channel_format(4, 4, 64), dim);
-  };
-  EXPECT_TRUE(validate_channel_pages(layout(96), 8));
-  EXPECT_EQ(validate_channel_pages(layout(256), 1).code(), StatusCode::kUnsupported);
-  EXPECT_EQ(validate_channel_pages(layout(64), 9).code(), StatusCode::kUnsupported);
-  EXPECT_EQ(validate_channel_pages(layout(64), 0).code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(validate_channel_group(16));
+  EXPECT_EQ(validate_channel_group(17).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(validate_channel_group(0).code(), StatusCode::kInvalidArgument);
+}
+
+TEST(ChannelPlan, RefusesWhatCannotBe) {
+  const std::vector<ChannelSequence> sequences = {{0, 1, 20}, {}};
+  std::vector<ChannelItem> items(5);
+  std::vector<ChannelParts> parts(4);
+  StatusCode status = StatusCode::kOk;
+  ChannelPlanCall good;
+  good.sequences = sequences.data();
+  good.num_sequences = 2;
+  good.num_kv_heads = 2;
+  good.most_blocks = 1;
+  good.most_raw_tokens = 20;
+  good.num_table_rows = 2;
+  good.plan = {5, items.data(), parts.data()};
+  good.status = &status;
+  using Change = void (*)(ChannelPlanCall*);
+  constexpr Change kChanges[] = {[](ChannelPlanCall* c) { c->num_sequences = -1; },
+                                 [](ChannelPlanCall* c) { c->num_kv_heads = 0; },
+                                 [](ChannelPlanCall* c) { c->team = 0; },
+                                 [](ChannelPlanCall* c) { c->most_blocks = INT32_MAX; },
+                                 [](ChannelPlanCall* c) { c->least_raw_tokens = -1; },
+                                 [](ChannelPlanCall* c) { c->plan.num_items = 3; },
+                                 [](ChannelPlanCall* c) { c->plan.items = nullptr; },
+                                 [](ChannelPlanCall* c) { c->plan.parts = nullptr; },
+                                 [](ChannelPlanCall* c) { c->sequences = nullptr; },
+                                 [](ChannelPlanCall* c) { c->status = nullptr; }};
+  for (const Change change : kChanges) {
+    ChannelPlanCall call = good;
+    change(&call);
+    EXPECT_EQ(plan_channel_host(call).code(), StatusCode::kInvalidArgument) << &change - kChanges;
+  }
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kOk);
+  EXPECT_EQ(items[4].row, -1);
+  good.least_raw_tokens = 21;  // not all queries would see all blocks
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kCorrupt);
 }
 
 }  // namespace

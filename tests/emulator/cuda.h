@@ -59,6 +59,10 @@ inline __half2 __float2half2_rn(float x) {
 inline float2 __half22float2(__half2 h) {
   return {__half2float(h.x), __half2float(h.y)};
 }
+inline __half2 __hmul2(__half2 a, __half2 b) {
+  return __floats2half2_rn(__half2float(a.x) * __half2float(b.x),
+                           __half2float(a.y) * __half2float(b.y));
+}
 inline float __int_as_float(int32_t x) {
   return tierkv::bits_float(static_cast<uint32_t>(x));
 }
@@ -139,6 +143,11 @@ template <class T>
 T atomicAdd(T* p, T x) {
   const T before = *p;
   *p += x;
+  return before;
+}
+inline int32_t atomicCAS(int32_t* p, int32_t expected, int32_t x) {
+  const int32_t before = *p;
+  if (before == expected) *p = x;
   return before;
 }
 inline uint32_t atomicOr(uint32_t* p, uint32_t x) {

@@ -110,11 +110,36 @@ TEST_F(ChannelCalls, ScoresAreRefusedByName) {
   request.count_query = true;
   EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
   request.count_query = false;
-  request.dtype = DType::kBFloat16;
-  EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kUnsupported);
-  request.dtype = DType::kFloat16;
   q[5] = 0x7e00;
   EXPECT_EQ(world_.store().attend(request).code(), StatusCode::kNonFinite);
+}
+
+// The same queries in either type: outputs are one, rounded once to 11 or to 8 bits.
+TEST_F(ChannelCalls, QueriesMayBeBFloat16) {
+  const ChannelModel m = live(100);
+  std::vector<uint16_t> half(2 * 4 * 64), bfloat(half), out(half.size()), rounded(half.size());
+  for (size_t i = 0; i < half.size(); ++i) {
+    bfloat[i] = float_to_bfloat16(input_.real(-1, 1));
+    half[i] = float_to_half(bfloat16_to_float(bfloat[i]));
+  }
+  std::vector<float> lse(8), same(8);
+  AttendRequest request;
+  request.sequences = {&m.id, 1};
+  request.q_len = 2;
+  request.q = half.data();
+  request.out = out.data();
+  request.lse = lse.data();
+  ASSERT_TRUE(world_.store().attend(request));
+  request.dtype = DType::kBFloat16;
+  request.q = bfloat.data();
+  request.out = rounded.data();
+  request.lse = same.data();
+  ASSERT_TRUE(world_.store().attend(request));
+  for (size_t i = 0; i < lse.size(); ++i) EXPECT_NEAR(lse[i], same[i], 1e-3);
+  for (size_t i = 0; i < out.size(); ++i) {
+    const float x = half_to_float(out[i]);
+    EXPECT_NEAR(bfloat16_to_float(rounded[i]), x, 0x1p-8f * std::fabs(x) + 2e-3f) << i;
+  }
 }
 
 TEST_F(ChannelCalls, BadValuesChangeNothing) {
