@@ -93,8 +93,17 @@ class ChannelCta {
     if (threadIdx.x == 0) *reinterpret_cast<ChannelItem*>(shared_) = item;
     const WarpShare share = share_of(item);
     const typename Cache::Row line = p_.cache.row(item.table_row);
-    const int32_t id = Warp::first_id(p_.cache, line, share.blocks);  // on its way with the queries
-    const float unit = stage_queries(item.row);
+    // Asked for one after another, so that they are waited for together.
+    const QueryPlace place = place_of_query(item.row);
+    uint32_t words[kReadAtOnce];
+    read_queries(place, 0, words);
+    const int32_t id = Warp::first_id(p_.cache, line, share.blocks);
+    write_queries(place, 0, words);
+    for (int32_t turn = 1; turn < kChannelWarps / p_.ctas.team; ++turn) {
+      read_queries(place, turn, words);
+      write_queries(place, turn, words);
+    }
+    const float unit = p_.is_bfloat16 ? convert_queries(place) : 1.0f;
     __syncthreads();
     attend(share, line, id, p_.scale_log2 * unit);
     __syncthreads();
@@ -142,31 +151,54 @@ class ChannelCta {
            of_warp * kBlockColumns * part_stride(kHeadDim);
   }
 
-  // The queries of the CTA's passes in fp16; what they are multiples of.
-  __device__ __forceinline__ float stage_queries(int32_t row) const {
+  // Of the queries of the warp's pass a lane's column, and the rows of 32 words that it stages:
+  // with all warps of the team, all of them.
+  static constexpr int32_t kReadAtOnce = Warp::kQueryWords / 32 / kChannelWarps;
+  struct QueryPlace {
+    const uint16_t* from;  // null: there is no such column
+    uint32_t* to;
+    int32_t first_row;
+  };
+  __device__ __forceinline__ QueryPlace place_of_query(int32_t row) const {
     const QueryColumns& columns = p_.ctas.columns;
-    const int32_t words = p_.ctas.passes * Warp::kQueryWords, threads = 32 * p_.ctas.warps;
-    float largest = 0;
-    for (int32_t i = threadIdx.x; i < words; i += threads) {
-      const int32_t pass = i / Warp::kQueryWords, word = i % Warp::kQueryWords;
-      const int64_t at = first_pass() + pass < columns.passes
-                             ? columns.place(pass_row(row, pass), word % 32 / 4)
-                             : -1;
-      const uint16_t* from = p_.q + at * kHeadDim + Warp::query_dim(word);
-      const uint32_t x = at < 0 ? 0 : *reinterpret_cast<const uint32_t*>(from);
-      queries()[i] = x;
-      if (!p_.is_bfloat16) continue;
-      const float2 pair = unpack_bfloats(x);
-      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    const int32_t lane = threadIdx.x % 32, of_cta = pass();
+    const int64_t at = first_pass() + of_cta < columns.passes
+                           ? columns.place(pass_row(row, of_cta), lane / 4)
+                           : -1;
+    return {at < 0 ? nullptr : p_.q + at * kHeadDim + 2 * (lane % 4),
+            queries() + of_cta * Warp::kQueryWords + lane, quotient(warp(), p_.ctas.passes)};
+  }
+  __device__ __forceinline__ int32_t row_of(const QueryPlace& place, int32_t turn,
+                                            int32_t i) const {
+    return place.first_row + p_.ctas.team * (turn * kReadAtOnce + i);
+  }
+  __device__ __forceinline__ void read_queries(const QueryPlace& place, int32_t turn,
+                                               uint32_t (&words)[kReadAtOnce]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kReadAtOnce; ++i) {
+      words[i] = 0;
+      if (place.from == nullptr) continue;
+      words[i] = *reinterpret_cast<const uint32_t*>(place.from + 8 * row_of(place, turn, i));
     }
-    return p_.is_bfloat16 ? convert_queries(largest, words) : 1.0f;
+  }
+  __device__ __forceinline__ void write_queries(const QueryPlace& place, int32_t turn,
+                                                const uint32_t (&words)[kReadAtOnce]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kReadAtOnce; ++i) place.to[32 * row_of(place, turn, i)] = words[i];
   }
 
-  // As they are, unless fp16 would lose of them: scales of keys in fp16 times queries in this range
-  // pass its largest number only where a channel alone moves a logit by thousands.
-  __device__ __forceinline__ float convert_queries(float largest, int32_t words) const {
+  // From bfloat16 to fp16; what they are multiples of then. As they are, unless fp16 would lose of
+  // them: scales of keys times queries in this range pass the largest number of fp16 only where a
+  // channel alone moves a logit by thousands.
+  __device__ __forceinline__ float convert_queries(const QueryPlace& place) const {
     constexpr int32_t kLeastExponent = -5, kMostExponent = 8;
+    const int32_t rows = kChannelWarps / p_.ctas.team * kReadAtOnce;
     float* of_warps = reinterpret_cast<float*>(shared_ + kPlace.largest);
+    float largest = 0;
+    for (int32_t i = 0; i < rows; ++i) {
+      const float2 pair = unpack_bfloats(place.to[32 * row_of(place, 0, i)]);
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
 #pragma unroll
     for (int32_t i = 1; i < 32; i *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
@@ -175,10 +207,10 @@ class ChannelCta {
     __syncthreads();
     for (int32_t w = 0; w < p_.ctas.warps; ++w) largest = fmaxf(largest, of_warps[w]);
     const float unit = query_unit(largest, kLeastExponent, kMostExponent), inverse = 1.0f / unit;
-    // Every thread those that it has read.
-    for (int32_t i = threadIdx.x; i < words; i += 32 * p_.ctas.warps) {
-      const float2 pair = unpack_bfloats(queries()[i]);
-      queries()[i] = pack_halves(pair.x * inverse, pair.y * inverse);
+    for (int32_t i = 0; i < rows; ++i) {
+      uint32_t& word = place.to[32 * row_of(place, 0, i)];
+      const float2 pair = unpack_bfloats(word);
+      word = pack_halves(pair.x * inverse, pair.y * inverse);
     }
     return unit;
   }
@@ -221,8 +253,6 @@ class ChannelCta {
     const int32_t pass = p_.ctas.passes == 1 ? 0 : cta_column / columns.of_row;
     const int32_t column = cta_column - pass * columns.of_row;
     if (first_pass() + pass >= columns.passes) return;
-    const int64_t place = columns.place(pass_row(item().row, pass), column);
-    if (place < 0) return;
     typename HeadSum<kHeadDim>::Part of[kChannelWarps];
 #pragma unroll
     for (int32_t i = 0; i < kChannelWarps; ++i) {
@@ -238,6 +268,8 @@ class ChannelCta {
       sum.store(p_.states + to, p_.parts + to * kHeadDim);
       return;
     }
+    const int64_t place = columns.place(pass_row(item().row, pass), column);
+    if (place < 0) return;
     sum.write(reinterpret_cast<__half*>(p_.out) + place * kHeadDim,
               p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16,
               p_.sinks == nullptr ? -INFINITY

@@ -39,7 +39,7 @@ class ChannelWarp {
   static constexpr int32_t kQueryWords = kBlocks * 64;  // of a pass
 
   // query: of the warp's pass, B fragments [kBlocks][2][32 lanes] of words in shared memory: word
-  // 32 i + l holds dims query_dim(32 i + l) and the next of column l / 4.
+  // 32 i + l holds dims 8 i + 2 (l % 4) and the next of column l / 4.
   __device__ __forceinline__ ChannelWarp(const uint32_t* query, float scale_log2)
       : query_(query), scale_log2_(scale_log2) {
 #pragma unroll
@@ -47,10 +47,6 @@ class ChannelWarp {
 #pragma unroll
       for (float& x : out_[f]) x = 0;
     }
-  }
-
-  static __device__ __forceinline__ int32_t query_dim(int32_t word) {
-    return word / 32 * 8 + 2 * (word % 4);
   }
 
   // Raw tiles of a row, of whose tokens the lane's columns see those before seen; once, before all

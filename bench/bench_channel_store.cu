@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <random>
 
 #include "bench/codec_bench.cuh"
 #include "tierkv/store.h"
@@ -14,11 +15,18 @@ namespace tierkv::bench {
 namespace {
 
 constexpr int32_t kQHeads = 32, kKvHeads = 8, kHeadDim = 128;
+constexpr int kCalls = 16;  // of a graph; attention plans once in it, as for all layers of a model
 constexpr int32_t kChunk = 512;  // tokens of each sequence that a prompt's append brings
 
 struct Shape {
   int32_t sequences, tokens, layers;
   const char* name;
+  bool ragged = false;  // lengths spread evenly up to `tokens`, in random order
+};
+struct Queries {
+  int32_t q_len = 1;
+  DType dtype = DType::kFloat16;
+  const char* name = "";
 };
 struct Format {
   const char* name;
@@ -61,11 +69,20 @@ class Filled {
     for (int32_t i = 0; i < s.sequences; ++i) ids_.push_back(value_of(store_->add_sequence()));
     for (int32_t done = 0; done < s.tokens; done += kChunk) {
       const int32_t tokens = std::min(kChunk, s.tokens - done);
-      require(store_->begin_prompt(list(), tokens));
-      for (int32_t layer = 0; layer < s.layers; ++layer) append(layer, tokens);
+      // The first are the longest: they still want tokens.
+      const int32_t longer =
+          s.ragged ? static_cast<int32_t>(
+                         (int64_t{s.sequences} * (s.tokens - done) + s.tokens - 1) / s.tokens)
+                   : s.sequences;
+      const SequenceList some = {ids_.data(), longer};
+      require(store_->begin_prompt(some, tokens));
+      for (int32_t layer = 0; layer < s.layers; ++layer) {
+        require(store_->append({some, layer, tokens, x_, x_}));
+      }
     }
     require(store_->end_prompt(list()));
     require(store_->take_status());
+    if (s.ragged) std::shuffle(ids_.begin(), ids_.end(), std::mt19937(std::random_device{}()));
   }
   ~Filled() { check(cudaFree(x_), "free"); }
   Filled(const Filled&) = delete;
@@ -97,11 +114,11 @@ int64_t attended_bytes(Filled* filled, const Shape& s) {
 }
 
 // Layers alternate: what one reads has left L2 before it is read again.
-void run_attention(Bench* bench, const Format& f, const Shape& s, int sms) {
-  const std::string name = std::string("attend ") + f.name;
+void run_attention(Bench* bench, const Format& f, const Shape& s, const Queries& queries, int sms) {
+  const std::string name = std::string("attend ") + f.name + queries.name;
   if (!bench->wants(name)) return;
   Filled filled(f, s, bench->stream());
-  const int64_t values = int64_t{s.sequences} * kQHeads * kHeadDim;
+  const int64_t values = int64_t{s.sequences} * queries.q_len * kQHeads * kHeadDim;
   std::vector<uint16_t> host(values, 0x2e00);
   uint16_t *q = device_array(host), *out = device_array(host);
   const int64_t bytes = attended_bytes(&filled, s);
@@ -113,6 +130,8 @@ void run_attention(Bench* bench, const Format& f, const Shape& s, int sms) {
   request.sequences = filled.list();
   request.q = q;
   request.out = out;
+  request.q_len = queries.q_len;
+  request.dtype = queries.dtype;
   require(filled.store().attend(request));  // plans
   bench->run(
       {name, s.name, bytes + 2 * values, 2 * values, {}},
@@ -120,14 +139,14 @@ void run_attention(Bench* bench, const Format& f, const Shape& s, int sms) {
         request.layer = i % s.layers;
         require(filled.store().attend(request));
       },
-      2 * s.layers);
+      kCalls);
   require(filled.store().take_status());
   bench->run(
       {std::string("only read ") + f.name, s.name, bytes, 0, {}},
       [&](int i) {
         launch_read_only(contiguous + i % s.layers * bytes, bytes, sms, sink, bench->stream());
       },
-      2 * s.layers);
+      kCalls);
   for (void* p : {static_cast<void*>(q), static_cast<void*>(out), static_cast<void*>(contiguous),
                   static_cast<void*>(sink)}) {
     check(cudaFree(p), "free");
@@ -220,7 +239,22 @@ int main(int argc, char** argv) {
   const Shape shapes[] = {
       {64, 4096, 1, "64 x 4096"}, {8, 32768, 1, "8 x 32768"}, {1, 32768, 4, "1 x 32768"}};
   for (const Format& f : formats) {
-    for (const Shape& s : shapes) run_attention(&bench, f, s, sms);
+    for (const Shape& s : shapes) run_attention(&bench, f, s, {}, sms);
+  }
+  // A batch of very different lengths, and one of as many tokens in equal rows.
+  const Shape ragged[] = {{64, 16640, 1, "64 x 16640"},
+                          {64, 32768, 1, "64, 512 to 32768", true},
+                          {8, 18432, 1, "8 x 18432"},
+                          {8, 32768, 1, "8, 4096 to 32768", true}};
+  for (const Shape& s : ragged) run_attention(&bench, formats[1], s, {}, sms);
+  const Queries queries[] = {{1, tierkv::DType::kBFloat16, ", bfloat16"},
+                             {2, tierkv::DType::kFloat16, ", 2 queries"},
+                             {4, tierkv::DType::kFloat16, ", 4 queries"},
+                             {8, tierkv::DType::kFloat16, ", 8 queries"}};
+  for (const Queries& q : queries) {
+    for (const Format& f : {formats[1], formats[4]}) {
+      for (const Shape& s : shapes) run_attention(&bench, f, s, q, sms);
+    }
   }
   const Shape step_shape = {64, 1024, 32, "64 x 1024, 32 layers"};
   for (const Format& f : {formats[1], formats[4]}) run_steps(&bench, f, step_shape, sms);

@@ -57,9 +57,11 @@ Status ChannelDeviceStore::allocate() {
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
   sms_ = limits->sms;
-  if (Status s = sequences_.take(config().max_sequences, &attended_); !s) return s;
-  if (Status s = sequences_.take(items, &plan_.items); !s) return s;
-  if (Status s = sequences_.take(rows, &plan_.parts); !s) return s;
+  for (Planned& p : planned_) {
+    if (Status s = sequences_.take(config().max_sequences, &p.sequences); !s) return s;
+    if (Status s = sequences_.take(items, &p.plan.items); !s) return s;
+    if (Status s = sequences_.take(rows, &p.plan.parts); !s) return s;
+  }
   if (Status s = sequences_.take_bytes(bytes, &workspace_); !s) return s;
   state_.common = sequences_.state();
   state_.s = host;
@@ -71,18 +73,18 @@ Status ChannelDeviceStore::allocate() {
 
 // A slot that is used again is another sequence: what is planned may be of the old one.
 Result<SequenceId> ChannelDeviceStore::add_sequence() {
-  planned_.clear();
+  forget_plans();
   return sequences_.add_sequence();
 }
 
 Status ChannelDeviceStore::release(SequenceId sequence) {
-  planned_.clear();
+  forget_plans();
   return sequences_.release(sequence);
 }
 
 void ChannelDeviceStore::begin_in_table(const Slots& slots, int32_t tokens) {
   for (const int32_t slot : slots) table().set_info(slot, mirror_->after_begin(slot, tokens));
-  planned_.clear();  // its counts have changed
+  forget_plans();  // its counts have changed
 }
 
 Status ChannelDeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
@@ -187,24 +189,38 @@ ChannelLengths ChannelDeviceStore::lengths_of(const Slots& slots) {
   return lengths;
 }
 
-Status ChannelDeviceStore::plan(const Slots& slots, int32_t q_len) {
-  if (planned_ == slots && planned_queries_ == q_len) return Status::ok();
-  planned_.clear();
+void ChannelDeviceStore::forget_plans() {
+  for (Planned& p : planned_) p.slots.clear();
+}
+
+Result<const ChannelPlan*> ChannelDeviceStore::plan(const Slots& slots, int32_t q_len) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream(), &capture, &id);
+  if (error != cudaSuccess) return cuda_status(error, "attend");
+  const bool captures = capture != cudaStreamCaptureStatusNone;
+  if (!captures) id = 0;
+  Planned& planned = planned_[captures ? 1 : 0];
+  if (planned.slots == slots && planned.q_len == q_len && planned.capture == id) {
+    return &planned.plan;
+  }
+  planned.slots.clear();
   const auto count = static_cast<int32_t>(slots.size());
-  if (Status s = find_channel_sequences(state_, attended_, count, stream()); !s) return s;
+  if (Status s = find_channel_sequences(state_, planned.sequences, count, stream()); !s) return s;
   const ChannelCtas ctas = ctas_of(q_len);
   const int32_t rows = count * ctas.columns.num_kv_heads;
   const int32_t resident = sms_ * channel_ctas_per_sm(config().layout.head_dim);
-  plan_.num_items = choose_channel_items(ctas, lengths_of(slots), rows, resident);
+  planned.plan.num_items = choose_channel_items(ctas, lengths_of(slots), rows, resident);
   ChannelPlanCall call = channel_plan_call(channel_pages(state_.s, 0), ctas);
-  call.sequences = attended_;
+  call.sequences = planned.sequences;
   call.num_sequences = count;
-  call.plan = plan_;
+  call.plan = planned.plan;
   call.status = &state_.common.failure->status;
   if (Status s = plan_channel(call, stream()); !s) return s;
-  planned_ = slots;
-  planned_queries_ = q_len;
-  return Status::ok();
+  planned.slots = slots;
+  planned.q_len = q_len;
+  planned.capture = id;
+  return &planned.plan;
 }
 
 Status ChannelDeviceStore::attend(const AttendRequest& request) {
@@ -212,11 +228,12 @@ Status ChannelDeviceStore::attend(const AttendRequest& request) {
   if (!slots) return slots.status();
   if (Status s = check_device_request(request); !s) return s;
   if (Status s = sequences_.use_batch(DeviceCall::kAttend, *slots); !s) return s;
-  if (Status s = plan(*slots, request.q_len); !s) return s;
+  const Result<const ChannelPlan*> planned = plan(*slots, request.q_len);
+  if (!planned) return planned.status();
   ChannelPagesCall call;
   call.ctas = ctas_of(request.q_len);
   call.num_sequences = static_cast<int32_t>(slots->size());
-  call.plan = plan_;
+  call.plan = **planned;
   call.sm_scale = static_cast<float>(config().layout.sm_scale);
   call.dtype = request.dtype;
   call.q = static_cast<const uint16_t*>(request.q);

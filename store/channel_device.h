@@ -51,8 +51,8 @@ class ChannelDeviceStore final : public DeviceKvStore {
   void begin_in_table(const Slots& slots, int32_t tokens);
   ChannelCtas ctas_of(int32_t q_len) const;
   ChannelLengths lengths_of(const Slots& slots);
-  // How sequences are attended to, unless that is planned already.
-  Status plan(const Slots& slots, int32_t q_len);
+  // How sequences are attended to, planned unless it is already.
+  Result<const ChannelPlan*> plan(const Slots& slots, int32_t q_len);
 
   // The tables, and the pages of `slots`, to the mirror; and back.
   Status to_mirror(const Slots& slots);
@@ -64,13 +64,20 @@ class ChannelDeviceStore final : public DeviceKvStore {
   std::unique_ptr<ChannelHostStore> mirror_;
   DeviceSequences sequences_;
   ChannelDeviceState state_;
+  // A plan of attention, and what it is of: none where slots is empty.
+  struct Planned {
+    Slots slots;
+    int32_t q_len = 0;
+    uint64_t capture = 0;                  // 0: of calls that run at once
+    ChannelSequence* sequences = nullptr;  // [max_sequences]
+    ChannelPlan plan;
+  };
+  void forget_plans();
+
   int32_t sms_ = 0;
-  // Of attention. What is planned: the sequences and the queries of each; none where planned_ is
-  // empty.
-  Slots planned_;
-  int32_t planned_queries_ = 0;
-  ChannelSequence* attended_ = nullptr;  // [max_sequences]
-  ChannelPlan plan_;
+  // Graphs plan again when they are replayed, perhaps with other numbers of items than calls that
+  // run at once: theirs is a plan of its own.
+  Planned planned_[2];
   void* workspace_ = nullptr;
 };
 

@@ -9,7 +9,7 @@ namespace tierkv {
 
 Status ChannelDeviceStore::take_status() {
   const Status status = sequences_.take_status();
-  if (!status) planned_.clear();
+  if (!status) forget_plans();
   return status;
 }
 
@@ -62,7 +62,7 @@ Status ChannelDeviceStore::from_mirror(int32_t slot) {
     return is_frozen(host, page) ? Status::ok() : sequences_.copy(to, from, page_bytes());
   };
   if (Status s = for_each_page(slot, upload_page); !s) return s;
-  planned_.clear();
+  forget_plans();
   return sequences_.send_info(slot);
 }
 

@@ -89,20 +89,25 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
     return state_difference(host().view(), (*mirror)->view(), row_difference);
   }
 
-  // One query of each head, random.
-  std::vector<uint16_t> queries(int32_t count) {
+  // Of `count` tokens, a query of each head, random.
+  std::vector<uint16_t> queries(int32_t count, DType dtype = DType::kFloat16) {
     std::vector<uint16_t> q;
     const int64_t n = int64_t{count} * config().layout.num_q_heads * config().layout.head_dim;
-    for (int64_t i = 0; i < n; ++i) q.push_back(float_to_half(input().real(-1, 1)));
+    for (int64_t i = 0; i < n; ++i) q.push_back(float_to_raw(dtype, input().real(-1, 1)));
     return q;
   }
-  // Of attention at every layer.
-  std::string attention_difference(SequenceList l) {
+  // Of attention at every layer; the request says what queries there are, and sinks on the host.
+  std::string attention_difference(SequenceList l, AttendRequest request = {}) {
+    const float* sinks = request.sinks;
     for (int32_t layer = 0; layer < config().layout.num_layers; ++layer) {
-      const std::vector<uint16_t> q = queries(l.count);
-      AttendRequest request;
+      const std::vector<uint16_t> q = queries(l.count * request.q_len, request.dtype);
       request.sequences = l;
       request.layer = layer;
+      Buffer device_sinks;
+      if (sinks != nullptr) {
+        request.sinks =
+            device_sinks.put(std::vector<float>(sinks, sinks + config().layout.num_q_heads));
+      }
       Buffer device_q, device_out, device_lse;
       request.q = device_q.put(q);
       request.out = device_out.put(std::vector<uint16_t>(q.size(), 0x7e00));
@@ -110,6 +115,7 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
       request.lse = device_lse.put(std::vector<float>(heads, NAN));
       if (const Status s = device().attend(request); !s) return s.message();
       if (const Status s = device().take_status(); !s) return s.message();
+      request.sinks = sinks;
       const std::string text = output_difference(request, q, device_out.read<uint16_t>(q.size()),
                                                  device_lse.read<float>(heads));
       if (!text.empty()) return text;
@@ -123,7 +129,7 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
   // |q| * range, as if at random: six standard deviations of the sum over head_dim channels, with
   // |q| <= 1 and ranges of 2, are 6 * 2^-11 * 2 / sqrt(3) * sqrt(head_dim) * sm_scale. Sums in fp32
   // add less than a thousandth of it. An error of a score weighs an output by its exponential;
-  // weights and outputs are rounded to fp16 once each.
+  // weights and outputs are rounded to fp16 once each, or outputs to bfloat16 here and there.
   std::string output_difference(AttendRequest request, const std::vector<uint16_t>& q,
                                 const std::vector<uint16_t>& got,
                                 const std::vector<float>& got_lse) {
@@ -135,7 +141,8 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
     if (const Status s = host().attend(request); !s) return s.message();
     const double score = 1.01 * 6 * 0x1p-11 * 2 / std::sqrt(3) *
                          std::sqrt(config().layout.head_dim) * config().layout.sm_scale;
-    const double value = kLargest * (3 * 0x1p-11 + 2 * std::expm1(2 * score));
+    const double rounding = request.dtype == DType::kFloat16 ? 3 * 0x1p-11 : 2 * 0x1p-11 + 0x1p-8;
+    const double value = kLargest * (rounding + 2 * std::expm1(2 * score));
     for (size_t i = 0; i < got_lse.size(); ++i) {
       if (std::isinf(lse[i]) && lse[i] == got_lse[i]) continue;
       if (!(std::fabs(lse[i] - got_lse[i]) <= score + 1e-5 * std::fabs(lse[i]))) {
@@ -143,7 +150,7 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
       }
     }
     for (size_t i = 0; i < out.size(); ++i) {
-      const double x = half_to_float(out[i]), y = half_to_float(got[i]);
+      const double x = raw_to_float(request.dtype, out[i]), y = raw_to_float(request.dtype, got[i]);
       if (!(std::fabs(x - y) <= value)) {
         return "out " + std::to_string(x) + " " + std::to_string(y) + " at " + std::to_string(i);
       }

@@ -42,6 +42,29 @@ class ChannelStore(StoreTest):
                 with self.assertRaises(tierkv.UnsupportedError):
                     store.save_sequence(id)
 
+    def test_queries_of_several_tokens(self):
+        # The newest token's query sees all tokens, that of the one before all but one: as if asked before it came.
+        tokens = TOKENS + 1
+        k = self.rng.normal(size=(1, tokens, KV_HEADS, HEAD_DIM)).astype(np.float16)
+        v = self.rng.normal(size=(1, tokens, KV_HEADS, HEAD_DIM)).astype(np.float16)
+        q = self.rng.normal(size=(1, 2, Q_HEADS, HEAD_DIM)).astype(np.float16)
+        sinks = self.rng.normal(size=Q_HEADS).astype(np.float32)
+        with tierkv.Store(config()) as store:
+            id = store.add_sequence()
+            store.begin_prompt(id, TOKENS)
+            for layer in range(LAYERS):
+                store.append(id, layer, k[:, :TOKENS], v[:, :TOKENS])
+            store.end_prompt(id)
+            before = store.attend(id, 1, q[:, 0], sinks=sinks)
+            store.begin_step(id, 1)
+            for layer in range(LAYERS):
+                store.append(id, layer, k[:, TOKENS:], v[:, TOKENS:])
+            both = store.attend(id, 1, q, sinks=sinks)
+            newest = store.attend(id, 1, q[:, 1], sinks=sinks)
+        for i, one in enumerate((before, newest)):
+            np.testing.assert_array_equal(both.out[:, i], one.out, f"seed {self.seed}")
+            np.testing.assert_array_equal(both.lse[:, i], one.lse)
+
     def test_what_is_refused(self):
         for changes, words in ((dict(channel=tierkv.ChannelConfig(k_bits=8)), "keys"), (dict(head_dim=80), "head_dim"),
                                (dict(channel=tierkv.ChannelConfig(block_tokens=32)), "group"), (dict(score_interval=2), "score_interval")):
