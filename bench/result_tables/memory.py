@@ -42,11 +42,18 @@ def channel_store():
     r = result("channel_store.json")
     us = {(m["name"], m["shape"]): m for m in r["results"]}
     shapes = ("64 x 4096", "8 x 32768", "1 x 32768")
-    formats = [name.removeprefix("attend ") for name, shape in us if name.startswith("attend ") and shape == shapes[0]]
-    rows = [[f] + [f"{us['attend ' + f, s]['median_us']:.1f} ({us['only read ' + f, s]['median_us']:.1f})" for s in shapes] for f in formats]
+    attended = [(name.removeprefix("attend "), shape) for name, shape in us if name.startswith("attend ")]
+    formats = [f for f, shape in attended if shape == shapes[0]]
+
+    def cell(f, shape):  # behind a comma the queries, which change nothing about the bytes
+        return f"{us['attend ' + f, shape]['median_us']:.1f} ({us['only read ' + f.split(',')[0], shape]['median_us']:.1f})"
+
+    rows = [[f] + [cell(f, s) for s in shapes] for f in formats]
+    lengths = [[f, shape, cell(f, shape)] for f, shape in attended if shape not in shapes]
     calls = [[m["name"], m["shape"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"]
              for m in r["results"] if m["name"].startswith(("begin_step", "append"))]
     return (f"{r['gpu']}, commit {r['commit'][:7]}.\n\n" + markdown(["attend, us", *shapes], rows) + "\n\n" +
+            (markdown(["attend", "lengths", "us"], lengths) + "\n\n" if lengths else "") +
             markdown(["call", "shape", "us: median [p10, p90]"], calls))
 
 
