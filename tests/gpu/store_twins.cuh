@@ -39,6 +39,13 @@ inline std::string row_difference(const StoreView& a, const StoreView& b, int32_
          std::to_string(bytes[0].size());
 }
 
+inline std::string state_difference(const StoreView& a, const StoreView& b) {
+  const auto rows = [](const StoreView& x, const StoreView& y, int32_t row, const SequenceInfo&) {
+    return row_difference(x, y, row);
+  };
+  return state_difference(a, b, rows);
+}
+
 class Twins : public StorePair<HostStore, DeviceStore> {
  public:
   Twins(const KvStoreConfig& config, RandomInput* input, GpuStream stream = nullptr)
@@ -46,11 +53,7 @@ class Twins : public StorePair<HostStore, DeviceStore> {
 
   std::string difference() {
     const Result<StoreView> view = device().download();
-    if (!view) return view.status().message();
-    const auto rows = [](const StoreView& a, const StoreView& b, int32_t row, const SequenceInfo&) {
-      return row_difference(a, b, row);
-    };
-    return state_difference(host().view(), *view, rows);
+    return view ? state_difference(host().view(), *view) : view.status().message();
   }
 
   using StorePair::append;
