@@ -319,7 +319,8 @@ ChannelKernel<Cache> channel_kernel(const ChannelLayout& l) {
 }
 
 inline constexpr int32_t kChannelJoinWarps = 4;
-inline constexpr int32_t kJoinedAtOnce = 8;
+inline constexpr int32_t kChannelJoinDims = 64;  // of a warp
+inline constexpr int32_t kJoinedAtOnce = 4;      // parts, by each half of a warp
 
 // What the kernel that joins parts needs of a launch.
 struct ChannelJoin {
@@ -357,28 +358,27 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const QueryColumns& columns = p.columns;
-  const int32_t slices = slices_of(p.head_dim), all_columns = columns.passes * columns.of_row;
+  const int32_t slices = slices_of(p.head_dim, kChannelJoinDims),
+                all_columns = columns.passes * columns.of_row;
   const int32_t index =
       static_cast<int32_t>(blockIdx.x) * kChannelJoinWarps + static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t row = index / (all_columns * slices), task = index % (all_columns * slices);
   if (row >= p.num_rows) return;
   const ChannelParts parts =
       p.rows == nullptr ? ChannelParts{row * p.splits, p.splits} : p.rows[row];
-  const int32_t column = task / slices, dim = task % slices * kJoinDims;
+  const int32_t column = task / slices, dim = task % slices * kChannelJoinDims;
   const int32_t pass_row = row * columns.passes + column / columns.of_row;
   const int32_t of_pass = column % columns.of_row;
   const int64_t place = columns.place(pass_row, of_pass);
   if (parts.count == 1 || place < 0) return;
-  const bool has_dims = dim + 4 * static_cast<int32_t>(threadIdx.x % 32) < p.head_dim;
   const int64_t first = int64_t{parts.first} * all_columns + column;
   const SoftmaxState* state = p.states + first;
   const float* from = p.parts + first * p.head_dim + dim;
-  PartsJoin<kJoinedAtOnce, true> sum;
-  sum.add({state, state, from, from, all_columns, all_columns * p.head_dim, parts.count}, has_dims);
-  sum.write(
-      {p.out + place * p.head_dim + dim, p.lse == nullptr || dim != 0 ? nullptr : p.lse + place,
-       p.is_bfloat16, p.sinks == nullptr ? -INFINITY : p.sinks[columns.head(pass_row, of_pass)]},
-      has_dims);
+  PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
+  sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, parts.count});
+  sum.write({p.out + place * p.head_dim + dim,
+             p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16,
+             p.sinks == nullptr ? -INFINITY : p.sinks[columns.head(pass_row, of_pass)]});
 }
 
 }  // namespace tierkv

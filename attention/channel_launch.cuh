@@ -18,7 +18,8 @@ Status launch_channel(const ChannelLaunch<Cache>& p, int32_t num_items, bool joi
   const Status s = launch_after_previous(channel_kernel<Cache>(p.cache.layout), ctas,
                                          32 * p.ctas.warps, bytes, stream, p);
   if (!s || !joins) return s;
-  const int64_t tasks = int64_t{p.num_rows} * p.ctas.all_columns() * slices_of(head_dim);
+  const int64_t tasks =
+      int64_t{p.num_rows} * p.ctas.all_columns() * slices_of(head_dim, kChannelJoinDims);
   const auto join_ctas = static_cast<uint32_t>((tasks + kChannelJoinWarps - 1) / kChannelJoinWarps);
   return launch_after_previous(join_channel_kernel, join_ctas, 32 * kChannelJoinWarps, 0, stream,
                                channel_join(p));

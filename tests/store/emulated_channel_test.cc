@@ -269,7 +269,7 @@ class EmulatedStore {
     p.scale_log2 = static_cast<float>(l.sm_scale) * kLog2E;
     p.states = states.data();
     p.parts = &accumulators.data()->x;
-    const int32_t tasks = rows * ctas.all_columns() * slices_of(l.head_dim);
+    const int32_t tasks = rows * ctas.all_columns() * slices_of(l.head_dim, kChannelJoinDims);
     run(call.plan.num_items * ctas.groups, 32 * ctas.warps, order,
         [&] { channel_kernel<ChannelPages>(view.layout)(p); });
     run((tasks + kChannelJoinWarps - 1) / kChannelJoinWarps, 32 * kChannelJoinWarps, order,
