@@ -60,6 +60,26 @@ class Coded(StoreTest):
                     if changes.get("codebooks") is books:
                         self.assertEqual(other.num_tokens(other.import_sequence(data)), 300)
 
+    def test_probabilities_and_sinks(self):
+        k, v = (self.rng.normal(size=(1, 300, KV_HEADS, HEAD_DIM)).astype(np.float16) for _ in range(2))
+        q = self.query()
+        with tierkv.Store(self.coded(fixed_format=tierkv.TierFormat(8, 4))) as store:
+            id = self.fill(store, k, v)
+            seen = store.attend(id, 1, q, probabilities=True)
+            most = np.zeros((KV_HEADS, 300))
+            for h in range(Q_HEADS):
+                logits = k[0, :, h // 2].astype(np.float64) @ q[0, h].astype(np.float64) / np.sqrt(HEAD_DIM)
+                _, lse = attention(k[0, :, h // 2], v[0, :, h // 2], q[0, h])
+                most[h // 2] = np.maximum(most[h // 2], np.exp(logits - lse))
+            p = seen.probabilities.reshape(KV_HEADS, -1)[:, :300]
+            # As above: logits are off by about 0.01.
+            self.assertLess(np.abs(p / most - 1).max(), 0.15, f"seed {self.seed}")
+            # A sink of three times all tokens leaves a quarter.
+            with_sinks = store.attend(id, 1, q, probabilities=True, sinks=(seen.lse.reshape(-1) + np.log(3)).astype(np.float32))
+            np.testing.assert_allclose(4 * with_sinks.probabilities.reshape(KV_HEADS, -1)[:, :300], p, rtol=1e-5)
+            np.testing.assert_allclose(4 * with_sinks.out.astype(np.float64), seen.out.astype(np.float64), rtol=2e-3, atol=1e-6)
+            np.testing.assert_allclose(with_sinks.lse, seen.lse + np.log(4), rtol=1e-5)
+
     def test_what_is_refused(self):
         for changes, error, words in (({"means": "some"}, ValueError, "means"), ({"codebooks": "none"}, ValueError, "codebooks"),
                                       ({"means": "given"}, tierkv.InvalidArgumentError, "key_means"),
