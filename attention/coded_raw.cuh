@@ -9,8 +9,6 @@
 
 namespace tierkv {
 
-inline constexpr float kRawScale = 0x1p24f;
-
 template <int32_t kBits, int32_t kDims>
 struct RawWords : LaneWords<kBits, kDims> {
   // The A fragment of dim block f.

@@ -52,7 +52,7 @@ __device__ __forceinline__ bool score_raw_slot(Worker& w, const OpenBlock& b, co
   const uint8_t* tiles = tiles_in_slot(w, b);
   if (tiles == nullptr) return false;
   return with_raw_words<Worker::kSliceDim>(raw.bits, [&](auto words) {
-    const float base = static_cast<float>(raw.base) / kRawScale;
+    const float base = static_cast<float>(raw.base) / kDigitScale;
     float sum[4];
     sum_operands(w.state.q, kSlice * kBlocks, kBlocks, sum);
 #pragma unroll 1
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool add_raw_slot(Worker& w, const OpenBlock& b, cons
   const uint8_t* tiles = tiles_in_slot(w, b);
   if (tiles == nullptr) return false;
   return with_raw_words<Worker::kSliceDim>(raw.bits, [&](auto words) {
-    const float base = static_cast<float>(raw.base) / kRawScale;
+    const float base = static_cast<float>(raw.base) / kDigitScale;
     float sum[4];
     sum_operands(p, 0, kItemTiles, sum);
 #pragma unroll

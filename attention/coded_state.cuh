@@ -127,14 +127,13 @@ struct CodedState {
     sum[0] += total[0], sum[1] += total[1];
   }
 
-  // From sums of digits, which are 1 / scale each, to sums of values: out and the base times sum of
-  // p, both in steps.
-  __device__ __forceinline__ void finish_blocks(float step, float base, float scale) {
+  // From sums of digits to sums of values: out and the base times sum of p, both in steps.
+  __device__ __forceinline__ void finish_blocks(float step, float base) {
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        out[f][i] = step * fmaf(scale, out[f][i], base * sum[i % 2]);
+        out[f][i] = step * fmaf(kDigitScale, out[f][i], base * sum[i % 2]);
       }
     }
     offset[0] = offset[1] = 0.0f;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "attention/coded_params.h"
-#include "attention/coded_raw.cuh"
 #include "attention/ptx.cuh"
 #include "codec/coded_stream.cuh"
 
@@ -89,8 +88,7 @@ struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
   static constexpr bool kFixed = false;             // no fixed-rate blocks among them
-  static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones: codes have another unit
-  static constexpr float kScale = kRaw ? kRawScale : kDigitScale;
+  static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones
 };
 
 // The streams of a lane in a coded block.
@@ -173,7 +171,7 @@ struct LaneCodes {
 // Dim block f of a raw tile, as digits of the codebook: rare, so no word is read only once.
 __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim,
                                              Component component, int32_t tile, int32_t f,
-                                             uint32_t (&a)[4], float scale = kDigitScale) {
+                                             uint32_t (&a)[4]) {
   const TileLayout layout = raw_tile(b.bits, head_dim / kDimBlock);
   const uint8_t* words = b.tiles + tile * layout.bytes();
   const uint32_t mask = (1u << b.bits) - 1u, lane = fresh_lane();
@@ -185,8 +183,8 @@ __device__ __forceinline__ void raw_fragment(const RawBlock& b, int32_t head_dim
     auto first = static_cast<int32_t>(word & mask),
          second = static_cast<int32_t>(word >> 16 & mask);
     if (b.bits == 16) first = static_cast<int16_t>(first), second = static_cast<int16_t>(second);
-    a[r] = pack_halves(static_cast<float>(first + b.base) / scale,
-                       static_cast<float>(second + b.base) / scale);
+    a[r] = pack_halves(static_cast<float>(first + b.base) / kDigitScale,
+                       static_cast<float>(second + b.base) / kDigitScale);
   }
 }
 

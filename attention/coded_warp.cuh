@@ -78,7 +78,7 @@ struct CodedWarp {
           const uint32_t(&of_slice)[2] = state.q[kSlice * kSliceBlocks + z];
           if (z == f) q[0] = of_slice[0], q[1] = of_slice[1];
         }
-        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a, Code::kScale);
+        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a);
         mma_m16n8k16(tile, a, q[0], q[1]);
       }
       push_tile(s, tile);
@@ -160,7 +160,7 @@ struct CodedWarp {
       for (int f = 0; f < kSliceBlocks; ++f) {
         uint32_t a[4];
         float sum[4] = {};
-        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a, Code::kScale);
+        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a);
         mma_m16n8k16(sum, a, p[0][0], p[0][1]);
 #pragma unroll
         for (int z = 0; z < kSliceBlocks; ++z) {
@@ -299,7 +299,7 @@ struct CodedWarp {
       }
       score_block(i, here, s);
       next_block(i);
-      state.weigh(s, here, key_scale * Code::kScale, p);
+      state.weigh(s, here, key_scale * kDigitScale, p);
       add_block(i + 1, here, p);
       next_block(i + 1);
     }
@@ -423,7 +423,7 @@ struct CodedWarp {
       const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
       [[maybe_unused]] const bool passed = attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
-                          static_cast<float>(call.values.codebook.base), Code::kScale);
+                          static_cast<float>(call.values.codebook.base));
       if constexpr (Code::kFixed) {
         const FixedRun fixed = {row.first_block + from, min(to, blocks) - from,
                                 row.first_block + row.coded_tokens / kBlockTokens};
