@@ -55,7 +55,15 @@ __device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int3
   item.part = p.splits == 1 ? -1 : index;
   return item;
 }
+// Memory takes long to answer while all CTAs ask it for pages: the items of later ones are sent
+// for.
+inline constexpr int32_t kItemsAhead = 512;
 __device__ inline ChannelItem item_of(const ChannelLaunch<ChannelPages>& p, int32_t index) {
+  constexpr int32_t kItemsOfLine = 128 / static_cast<int32_t>(sizeof(ChannelItem));
+  const int32_t later = index + kItemsAhead;
+  if (threadIdx.x == 0 && later % kItemsOfLine == 0 && later < p.plan.num_items) {
+    prefetch_bytes(reinterpret_cast<const uint8_t*>(p.plan.items + later), sizeof(ChannelItem));
+  }
   return p.plan.items[index];
 }
 
@@ -284,6 +292,7 @@ template <class Cache, class Warp>
 __global__ void __launch_bounds__(32 * kChannelWarps, channel_ctas_per_sm(Warp::kHeadDim))
     channel_attention_kernel(const __grid_constant__ ChannelLaunch<Cache> p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
+  touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
   wait_for_previous_kernel();
   let_next_kernel_start();
   ChannelCta<Cache, Warp>(p, shared_bytes).run();
@@ -355,6 +364,7 @@ ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
 // Rows with several parts; a warp for a slice of a column.
 inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
     join_channel_kernel(const __grid_constant__ ChannelJoin p) {
+  touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
   wait_for_previous_kernel();
   let_next_kernel_start();
   const QueryColumns& columns = p.columns;
