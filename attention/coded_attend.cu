@@ -148,6 +148,7 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
   if (call.is_raw()) return find_raw_kernel(call, copies_log);
+  if (call.walk_tree) return find_tree_kernel(call, copies_log);
   if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
   if (!call.is_uniform()) return find_slices_kernel(call, copies_log);
   if (!call.is_plain()) return find_queries_kernel(call, copies_log);

@@ -56,6 +56,19 @@ Status check_family(const CodedComponent& c, Component component, const DeviceCo
   return Status::ok();
 }
 
+// The room of a table holds the tree of a code with as long words.
+Status check_walk(const CodedAttention& call) {
+  if (!call.is_plain() || call.fixed.any() || call.keys.codebook.mode != BlockMode::kSingle ||
+      call.keys.codebook.streams_per_lane != 1) {
+    return unsupported("walk_tree: plain calls of single codes with one stream a lane only");
+  }
+  for (const CodedComponent* c : {&call.keys, &call.values}) {
+    const int32_t entries = c->codebook.tree_entries;
+    if (entries < 2 || entries > 2 << c->codebook.max_length) return invalid("tree_entries");
+  }
+  return Status::ok();
+}
+
 Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::string& name) {
   if (c.size < 0) return invalid(name + ".size is negative");
   if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
@@ -104,7 +117,8 @@ Status CodedAttention::validate() const {
     return unsupported("fixed-rate blocks among codes that are not in pairs");
   }
   if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
-  return check_family(values, Component::kValue, keys.codebook, "values");
+  if (Status s = check_family(values, Component::kValue, keys.codebook, "values"); !s) return s;
+  return walk_tree ? check_walk(*this) : Status::ok();
 }
 
 Status CodedAttention::validate_arrays() const {
@@ -126,6 +140,9 @@ Status CodedAttention::validate_arrays() const {
   if (num_window_pages > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
                                window_page_bytes % kBlockAlignment != 0)) {
     return invalid("window_page_bytes");
+  }
+  if (walk_tree && (keys.codebook.tree == nullptr || values.codebook.tree == nullptr)) {
+    return invalid("walk_tree: the trees are needed");
   }
   if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
   return check_arrays(values, num_blocks, "values");

@@ -117,7 +117,10 @@ struct CodedAttention {
   float sm_scale = 0;
   int32_t max_block_bytes = 0;  // that shared memory has room for, of a slice where there are two:
                                 // coded blocks must fit, raw ones are read from memory if not
-  FixedFormat fixed;            // of fixed-rate blocks among the coded ones, if there are any
+  // Bit by bit through the trees as KVComp section 3.3.1 does, instead of by table: to compare
+  // with. Plain calls of single codes, one stream a lane.
+  bool walk_tree = false;
+  FixedFormat fixed;  // of fixed-rate blocks among the coded ones, if there are any
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }

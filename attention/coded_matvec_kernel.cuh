@@ -15,12 +15,8 @@ namespace tierkv {
 template <class Warp>
 __device__ __forceinline__ void fill_decoder(uint32_t address, const DeviceCodebook& book) {
   using Code = typename Warp::Code;
-  if constexpr (FragmentDecoder<Code>::kWalksTree) {
-    for (auto i = static_cast<int32_t>(threadIdx.x); i < book.tree_entries;
-         i += static_cast<int32_t>(blockDim.x)) {
-      asm volatile("st.shared.u16 [%0], %1;" ::"r"(address + 2 * static_cast<uint32_t>(i)),
-                   "h"(book.tree[i]));
-    }
+  if constexpr (Code::kWalksTree) {
+    fill_tree(book, address);
   } else {
     TableFill(book).store<Code::kCopiesLog>(address);
   }
@@ -77,8 +73,9 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
 
   BlockRing ring =
       warp_ring(layout, barriers, slot_bytes, slot_bytes - unit_bytes, grid.slots_per_warp);
-  Warp worker{
-      {params, ring, FragmentDecoder<typename Warp::Code>(layout.tables, params), unit_bytes}};
+  Warp worker{{params, ring,
+               code_table<typename Warp::Code>(call.codebook, layout.tables, params.mask),
+               unit_bytes}};
   __syncthreads();
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   WarpItems<CodedMatvec> items{call};

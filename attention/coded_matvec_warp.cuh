@@ -6,7 +6,6 @@
 #include "attention/coded_matvec.h"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_tile.cuh"
-#include "codec/coded_tree.cuh"
 
 namespace tierkv {
 
@@ -17,40 +16,6 @@ struct MatvecParams {
   ExpectedHeader header;
   uint32_t mask;        // of the table in shared memory
   int32_t row_columns;  // of a row of x and y
-};
-
-// One code a symbol, one bit at a time, from one stream.
-struct TreeCode : BlockCode<BlockMode::kSingle, 1, 0> {};
-
-// Fragments by table.
-template <class Code>
-struct FragmentDecoder {
-  static constexpr bool kWalksTree = false;
-  SharedTable<Code::kCopiesLog> table;
-
-  __device__ __forceinline__ FragmentDecoder(uint32_t address, const MatvecParams& params)
-      : table(address, params.mask) {}
-  __device__ __forceinline__ void fragment(LaneCodes<Code>& streams, uint32_t (&a)[4]) const {
-    streams.fragment(table, a);
-  }
-};
-// By the tree.
-template <>
-struct FragmentDecoder<TreeCode> {
-  static constexpr bool kWalksTree = true;
-  TreeWalk walk;
-
-  __device__ __forceinline__ FragmentDecoder(uint32_t address, const MatvecParams& params)
-      : walk{address, static_cast<uint32_t>(params.call.codebook.tree_entries - 1),
-             params.call.codebook.max_length, params.call.codebook.levels} {}
-  __device__ __forceinline__ void fragment(LaneCodes<TreeCode>& streams, uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const DigitPair pair = walk.pair(BlockMode::kSingle, streams.stream[0]);
-      a[r] = pack_halves(static_cast<float>(pair.first) / kDigitScale,
-                         static_cast<float>(pair.second) / kDigitScale);
-    }
-  }
 };
 
 // Shared memory that decoding takes beside the slots.
@@ -93,7 +58,7 @@ struct MatvecBlocks {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   const MatvecParams& params;
   BlockRing& ring;
-  FragmentDecoder<Code> decoder;
+  CodeTable<Code> table;
   uint32_t unit_bytes;
   MatvecRun run;
   uint32_t bad;  // not 0: the block breaks a rule

@@ -190,7 +190,7 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
 #pragma unroll
       for (int f = 0; f < kDimBlocks; ++f) {
         uint32_t a[4];
-        this->decoder.fragment(streams, a);
+        streams.fragment(this->table, a);
         mma_m16n8k16(out[f], a, p[0][0], p[0][1]);
       }
       shift_tiles(p);

@@ -77,8 +77,9 @@ CodedKernel find_fixed_slices_kernel(const CodedAttention& call, int32_t copies_
 Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);
 CodedKernel find_probability_kernel(const CodedAttention& call);
 Status clear_probabilities(const CodedAttention& call, GpuStream stream);
-// The kernel of a call without coded blocks, plain or not.
+// The kernel of a call without coded blocks, plain or not, and of one by trees.
 CodedKernel find_raw_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_tree_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

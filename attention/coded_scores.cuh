@@ -114,7 +114,7 @@ struct ScoreWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
 #pragma unroll
         for (int f = 0; f < kDimBlocks; ++f) {
           uint32_t a[4];
-          this->decoder.fragment(streams, a);
+          streams.fragment(this->table, a);
           mma_m16n8k16(tile, a, scaled[f][0], scaled[f][1]);
         }
       }

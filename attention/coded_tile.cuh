@@ -3,9 +3,11 @@
 // over kDigitScale.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/coded_params.h"
 #include "attention/ptx.cuh"
-#include "codec/coded_stream.cuh"
+#include "codec/coded_tree.cuh"
 
 namespace tierkv {
 
@@ -87,9 +89,17 @@ template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
+  static constexpr bool kWalksTree = false;
   static constexpr bool kFixed = false;             // no fixed-rate blocks among them
   static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones
 };
+// Bit by bit through the tree as KVComp section 3.3.1 does, to compare with: one code a symbol, one
+// stream.
+struct TreeCode : BlockCode<BlockMode::kSingle, 1, 0> {
+  static constexpr bool kWalksTree = true;
+};
+template <class Code>
+using CodeTable = std::conditional_t<Code::kWalksTree, TreeWalk, SharedTable<Code::kCopiesLog>>;
 
 // The streams of a lane in a coded block.
 template <class Code>
@@ -147,6 +157,15 @@ struct LaneCodes {
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[r] = multiply_halves(a[r], kPairUnit);
+    }
+  }
+
+  __device__ __forceinline__ void fragment(const TreeWalk& walk, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const DigitPair pair = walk.pair(BlockMode::kSingle, stream[0]);
+      a[r] = pack_halves(static_cast<float>(pair.first) / kDigitScale,
+                         static_cast<float>(pair.second) / kDigitScale);
     }
   }
 

@@ -26,7 +26,7 @@ struct CodedWarp {
   const CodedAttention& call;
   BlockRing& ring;
   const CodedKernelParams& params;
-  using Table = SharedTable<Code::kCopiesLog>;
+  using Table = CodeTable<Code>;
   Table key_table, value_table;
   bool fits;  // shared memory is as large as it must be
   CodedState<kDimBlocks> state;

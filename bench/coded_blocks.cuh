@@ -57,7 +57,7 @@ struct Rung {
   const char* name;
   BlockMode mode;
   int32_t max_length, streams, copies_log;
-  bool walk_tree = false;  // decoding only
+  bool walk_tree = false;
 };
 inline constexpr Rung kRungs[] = {
     {"tree walk", BlockMode::kSingle, 8, 1, 0, true},
@@ -74,7 +74,7 @@ inline constexpr Rung kRungs[] = {
 };
 // What attention decodes by itself.
 inline bool is_attended(const Rung& rung) {
-  return !rung.walk_tree && rung.mode != BlockMode::kSplit;
+  return rung.mode != BlockMode::kSplit;
 }
 
 template <class T>

@@ -156,6 +156,7 @@ inline void run_attention(CodedReport* to, const CodedCase& c, Shape shape) {
   call.head_dim = 128;
   call.sm_scale = 0.0883883f;
   call.max_block_bytes = std::max({c.keys.largest, c.values.largest, 16});
+  call.walk_tree = c.rung.walk_tree;
   auto grid = coded_attention_grid(call, c.rung.copies_log);
   if (!grid.is_ok() && grid.status().code() == StatusCode::kUnsupported) {
     std::fprintf(stderr, "%s layer %d: %s\n", c.rung.name, c.layer,

@@ -27,7 +27,7 @@ struct DeviceCodebook {
   const uint32_t* table = nullptr;     // [2^max_length]: device_table()
   const uint32_t* words = nullptr;     // [symbols]: encoder_words(); encoding only
   const uint16_t* cheapest = nullptr;  // [1 + places * radix]: Codebook::cheapest; encoding only
-  const uint16_t* tree = nullptr;  // [tree_entries]: Codebook::tree; CodedDecode::walk_tree only
+  const uint16_t* tree = nullptr;  // [tree_entries]: Codebook::tree; where trees are walked only
   int32_t max_length = 0;
   int32_t levels = 0;
   int32_t base = 0;

@@ -36,6 +36,9 @@ __device__ __forceinline__ const uint8_t* shared_pointer(uint32_t address) {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
 }
+__device__ __forceinline__ void store_shared_u16(uint32_t address, uint16_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x));
+}
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w));

@@ -32,7 +32,7 @@ struct Shape {
   FixedFormat fixed;                    // any: every third whole block is at a fixed rate
   int32_t family = 1;                   // codebooks of a component
   BlockMode widest = BlockMode::kRaw8;  // of raw blocks alone (mode kRaw16): that fit into slots
-  bool sinks = false, probabilities = false;
+  bool sinks = false, probabilities = false, walk_tree = false;
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.

@@ -36,6 +36,7 @@ struct Tables {
         entries.push_back(device_table(book));
         books[c].push_back(device_codebook(book));
         books[c].back().table = entries.back().data();
+        books[c].back().tree = book.tree.data();
       }
     }
   }
@@ -75,6 +76,7 @@ CodedAttention call_of(const World& w, const Tables& tables) {
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
   call.fixed = w.shape.fixed;
+  call.walk_tree = w.shape.walk_tree;
   return call;
 }
 
@@ -264,6 +266,9 @@ CodedKernel probability_kernel_of(int32_t streams) {
 }
 Kernels kernels_of(const Shape& shape) {
   if (is_raw_mode(shape.mode)) return {raw_kernel_of(shape.head_dim), nullptr};
+  if (shape.walk_tree) {
+    return {coded_attention_kernel<4, TreeCode, CodedBreadth::kPlain>, nullptr};
+  }
   return {kernel_of(shape), shape.head_dim == 64    ? probability_kernel_of<4>(shape.streams)
                             : shape.head_dim == 128 ? probability_kernel_of<8>(shape.streams)
                                                     : probability_kernel_of<16>(shape.streams)};
@@ -287,8 +292,8 @@ class EmulatedCodedAttention : public ::testing::Test {
   }
   void check(Shape shape) {
     shape.columns = 1 + source_.below(12);
-    if (source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
-    shape.streams = 1 + source_.below(2);
+    if (!shape.walk_tree && source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
+    shape.streams = shape.walk_tree ? 1 : 1 + source_.below(2);
     shape.means = source_.below(2) != 0;
     SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " streams " +
                  std::to_string(shape.streams) + " columns " + std::to_string(shape.columns) +
@@ -333,6 +338,14 @@ TEST_F(EmulatedCodedAttention, RawBlocksOfEveryWidth) {
       check(shape);
     }
   }
+}
+
+TEST_F(EmulatedCodedAttention, ByTheTree) {
+  Shape shape;
+  shape.mode = BlockMode::kSingle;
+  shape.head_dim = 64;
+  shape.walk_tree = true;
+  check(shape);
 }
 
 TEST_F(EmulatedCodedAttention, FixedRateBlocksAmongCodedOnes) {

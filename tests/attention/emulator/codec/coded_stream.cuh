@@ -29,6 +29,9 @@ inline const uint8_t* shared_pointer(uint32_t address) {
 inline void store_shared(uint32_t address, uint32_t x) {
   std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
 }
+inline void store_shared_u16(uint32_t address, uint16_t x) {
+  std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
+}
 inline void store_shared_16(uint32_t address, const uint4& x) {
   std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
 }
