@@ -218,7 +218,7 @@ TEST_F(CodedAttentionTest, WalkingTheTreeGivesTheBitsOfTheTable) {
   for (int32_t head_dim : {64, 96, 128}) {
     Shape shape;
     shape.mode = BlockMode::kSingle;
-    shape.max_length = 4 + source_.below(6);
+    shape.max_length = 8 + source_.below(5);
     shape.streams = 1;
     shape.head_dim = head_dim;
     shape.columns = 1 + source_.below(12);
