@@ -160,8 +160,8 @@ class Store:
         """Attention of the newest token's queries q, float16 or bfloat16 [sequences, num_q_heads, head_dim], over all that the layer
         holds; of the 1 to 8 newest tokens' with [sequences, q_len, num_q_heads, head_dim], oldest first, each over the tokens up to its
         own. A sequence must have q_len tokens, and all but the oldest of these in its window, as what was appended since the last
-        truncate() is. Raw tiers want q in the dtype of their pages, coded pages take either; a store with a basis takes bfloat16 where
-        its keys are. `sinks`, float32 [num_q_heads]: learned sinks of the layer, logits in the denominators without values.
+        truncate() is. Raw tiers want q in the dtype of their pages, coded and channel-wise pages take either; a store with a basis takes
+        bfloat16 where its keys are. `sinks`, float32 [num_q_heads]: learned sinks of the layer, logits in the denominators without values.
 
         `probabilities` asks for what update_scores() takes, those of query j with back = q_len - 1 - j. `into` gives the arrays for the
         results, as a CUDA graph needs them; those that are None are not computed. `count_query` does what update_scores() would do with
