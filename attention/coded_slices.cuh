@@ -4,6 +4,7 @@
 // are then looked at in memory one at a time, and the coded ones copied by the warp.
 #pragma once
 
+#include "attention/coded_raw_blocks.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_tile.cuh"
 
@@ -132,7 +133,7 @@ __device__ __forceinline__ bool score_slices(Worker& w, BlockSlices& slices, int
     if (book.base != 0) score_base<kSlice>(w, book.base_halves(), s);
     w.template score_coded<kSlice>(b, book.table, s);
   } else if (open_raw(b, slices.place(), params.headers.keys, &raw)) {
-    w.template score_raw<kSlice>(b, raw, s);
+    score_raw<kSlice>(w, b, raw, s);
   } else {
     return false;
   }
@@ -158,7 +159,7 @@ __device__ __forceinline__ bool add_slices(Worker& w, BlockSlices& slices, int32
     if (book.base != 0) add_base<kSlice>(w, book.base_halves(), p);
     w.template add_coded<kSlice>(b, book.table, mine);
   } else if (open_raw(b, slices.place(), params.headers.values, &raw)) {
-    w.template add_raw<kSlice>(b, raw, mine);
+    add_raw<kSlice>(w, b, raw, mine);
   } else {
     return false;
   }

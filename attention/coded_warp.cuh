@@ -3,7 +3,7 @@
 
 #include "attention/coded_exceptions.cuh"
 #include "attention/coded_fixed.cuh"
-#include "attention/coded_raw_slots.cuh"
+#include "attention/coded_raw_blocks.cuh"
 #include "attention/coded_ring.cuh"
 #include "attention/coded_sight.cuh"
 #include "attention/coded_slices.cuh"
@@ -42,8 +42,7 @@ struct CodedWarp {
     if (run.holds(i)) state.bad |= run.mine.units ^ b.units();
     return b;
   }
-  // Raw blocks are rare: their code is short, not fast. A block that is not coded: false where it
-  // is no raw one either.
+  // A block that is not coded: false where it is no raw one either.
   __device__ __forceinline__ bool open_other(const OpenBlock& b, const ExpectedHeader& header,
                                              int32_t i, RawBlock* raw) {
     const bool named = !run.holds(i) || (run.mine.units > 0 && run.mine.units == b.units());
@@ -58,31 +57,6 @@ struct CodedWarp {
                                                     float (&tile)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) tile[i] = kSliced ? s[0][i] : 0.0f;
-  }
-
-  template <int kSlice>
-  __device__ __forceinline__ void score_raw(const OpenBlock& b, const RawBlock& raw,
-                                            float (&s)[kItemTiles][4]) {
-    if constexpr (kIsRaw) {
-      if (score_raw_slot<kSlice>(*this, b, raw, s)) return;
-    }
-#pragma unroll 1
-    for (int o = 0; o < kItemTiles; ++o) {
-      float tile[4];
-      begin_tile(s, tile);
-#pragma unroll 1
-      for (int f = 0; f < kSliceBlocks && o < tile_count(b.tokens); ++f) {
-        uint32_t a[4], q[2] = {0, 0};
-#pragma unroll
-        for (int z = 0; z < kSliceBlocks; ++z) {
-          const uint32_t(&of_slice)[2] = state.q[kSlice * kSliceBlocks + z];
-          if (z == f) q[0] = of_slice[0], q[1] = of_slice[1];
-        }
-        raw_fragment(raw, kSliceDim, Component::kKey, o, f, a);
-        mma_m16n8k16(tile, a, q[0], q[1]);
-      }
-      push_tile(s, tile);
-    }
   }
 
   template <int kSlice>
@@ -144,32 +118,6 @@ struct CodedWarp {
       } else {
         mma_m16n8k8(s[o], a[0], queries[0]);
       }
-    }
-  }
-
-  // Uses p up.
-  template <int kSlice>
-  __device__ __forceinline__ void add_raw(const OpenBlock& b, const RawBlock& raw,
-                                          uint32_t (&p)[kItemTiles][2]) {
-    if constexpr (kIsRaw) {
-      if (add_raw_slot<kSlice>(*this, b, raw, p)) return;
-    }
-#pragma unroll 1
-    for (int o = 0; o < tile_count(b.tokens); ++o) {
-#pragma unroll 1
-      for (int f = 0; f < kSliceBlocks; ++f) {
-        uint32_t a[4];
-        float sum[4] = {};
-        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a);
-        mma_m16n8k16(sum, a, p[0][0], p[0][1]);
-#pragma unroll
-        for (int z = 0; z < kSliceBlocks; ++z) {
-          float(&out)[4] = state.out[kSlice * kSliceBlocks + z];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) out[j] += z == f ? sum[j] : 0.0f;
-        }
-      }
-      shift_tiles(p);
     }
   }
 
@@ -258,7 +206,7 @@ struct CodedWarp {
       if (!kIsRaw && b.coded) {
         score_coded<0>(b, key_table, s);
       } else if (open_other(b, params.headers.keys, i, &raw)) {
-        score_raw<0>(b, raw, s);
+        score_raw<0>(*this, b, raw, s);
       }
     }
   }
@@ -274,7 +222,7 @@ struct CodedWarp {
       if (!kIsRaw && b.coded) {
         add_coded<0>(b, value_table, p);
       } else if (open_other(b, params.headers.values, i, &raw)) {
-        add_raw<0>(b, raw, p);
+        add_raw<0>(*this, b, raw, p);
       }
     }
   }

@@ -1,6 +1,8 @@
-// Raw blocks of a call that has no others, from their slots. w: a CodedWarp.
+// What a warp does with raw blocks. w: a CodedWarp.
 //
-// Bound: memory; a fragment is 7 masks and shifts beside its product.
+// Among coded blocks they are rare: their code is short, not fast, and reads them from memory. In a
+// call that has no others they come from their slots, bound by memory: a fragment is 7 masks and
+// shifts beside its product.
 #pragma once
 
 #include "attention/coded_raw.cuh"
@@ -44,7 +46,8 @@ __device__ __forceinline__ void sum_operands(const uint32_t (&b)[kCount][2], int
   for (int i = 0; i < count; ++i) mma_m16n8k16(sum, ones, b[first + i][0], b[first + i][1]);
 }
 
-// Scores of keys, added to s; false where the block has to be read from memory.
+// Scores of keys, added to s; false where the block has to be read from memory. Here and below: of
+// the call without coded blocks.
 template <int kSlice, class Worker>
 __device__ __forceinline__ bool score_raw_slot(Worker& w, const OpenBlock& b, const RawBlock& raw,
                                                float (&s)[kItemTiles][4]) {
@@ -105,6 +108,59 @@ __device__ __forceinline__ bool add_raw_slot(Worker& w, const OpenBlock& b, cons
       shift_tiles(p);
     }
   });
+}
+
+// Scores of the keys of a raw block, added to s.
+template <int kSlice, class Worker>
+__device__ __forceinline__ void score_raw(Worker& w, const OpenBlock& b, const RawBlock& raw,
+                                          float (&s)[kItemTiles][4]) {
+  constexpr int kBlocks = Worker::kSliceBlocks;
+  if constexpr (Worker::kIsRaw) {
+    if (score_raw_slot<kSlice>(w, b, raw, s)) return;
+  }
+#pragma unroll 1
+  for (int o = 0; o < kItemTiles; ++o) {
+    float tile[4];
+    Worker::begin_tile(s, tile);
+#pragma unroll 1
+    for (int f = 0; f < kBlocks && o < tile_count(b.tokens); ++f) {
+      uint32_t a[4], q[2] = {0, 0};
+#pragma unroll
+      for (int z = 0; z < kBlocks; ++z) {
+        const uint32_t(&of_slice)[2] = w.state.q[kSlice * kBlocks + z];
+        if (z == f) q[0] = of_slice[0], q[1] = of_slice[1];
+      }
+      raw_fragment(raw, Worker::kSliceDim, Component::kKey, o, f, a);
+      mma_m16n8k16(tile, a, q[0], q[1]);
+    }
+    push_tile(s, tile);
+  }
+}
+// Outputs of the values of one; uses p up.
+template <int kSlice, class Worker>
+__device__ __forceinline__ void add_raw(Worker& w, const OpenBlock& b, const RawBlock& raw,
+                                        uint32_t (&p)[kItemTiles][2]) {
+  constexpr int kBlocks = Worker::kSliceBlocks;
+  if constexpr (Worker::kIsRaw) {
+    if (add_raw_slot<kSlice>(w, b, raw, p)) return;
+  }
+#pragma unroll 1
+  for (int o = 0; o < tile_count(b.tokens); ++o) {
+#pragma unroll 1
+    for (int f = 0; f < kBlocks; ++f) {
+      uint32_t a[4];
+      float sum[4] = {};
+      raw_fragment(raw, Worker::kSliceDim, Component::kValue, o, f, a);
+      mma_m16n8k16(sum, a, p[0][0], p[0][1]);
+#pragma unroll
+      for (int z = 0; z < kBlocks; ++z) {
+        float(&out)[4] = w.state.out[kSlice * kBlocks + z];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[j] += z == f ? sum[j] : 0.0f;
+      }
+    }
+    shift_tiles(p);
+  }
 }
 
 }  // namespace tierkv
