@@ -292,8 +292,8 @@ class EmulatedCodedAttention : public ::testing::Test {
   }
   void check(Shape shape) {
     shape.columns = 1 + source_.below(12);
-    if (!shape.walk_tree && source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
-    shape.streams = shape.walk_tree ? 1 : 1 + source_.below(2);
+    if (source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
+    shape.streams = 1 + source_.below(2);
     shape.means = source_.below(2) != 0;
     SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " streams " +
                  std::to_string(shape.streams) + " columns " + std::to_string(shape.columns) +
@@ -340,12 +340,22 @@ TEST_F(EmulatedCodedAttention, RawBlocksOfEveryWidth) {
   }
 }
 
+// The digits of the table in the same order, so the same bits.
 TEST_F(EmulatedCodedAttention, ByTheTree) {
   Shape shape;
   shape.mode = BlockMode::kSingle;
   shape.head_dim = 64;
-  shape.walk_tree = true;
-  check(shape);
+  shape.columns = 1 + source_.below(8);
+  shape.streams = 1;
+  World w = make_world(&source_, shape, ragged_rows());
+  using OneSingle = BlockCode<BlockMode::kSingle, 1, 0>;
+  const Kernels by_table = {coded_attention_kernel<4, OneSingle, CodedBreadth::kPlain>, nullptr};
+  const Attended table = attend_on_host(w, by_table, 2);
+  w.shape.walk_tree = true;
+  const Attended tree = attend_on_host(w, kernels_of(w.shape), 2);
+  compare(w, tree);
+  EXPECT_EQ(tree.out, table.out);
+  EXPECT_EQ(tree.lse, table.lse);
 }
 
 TEST_F(EmulatedCodedAttention, FixedRateBlocksAmongCodedOnes) {
