@@ -1,5 +1,6 @@
-// Rows that several CTAs of the decode kernel share: each leaves a part in global memory, and the
-// kernel here, which follows, joins the parts of every such row.
+// Rows that several CTAs of the decode kernel share: each leaves a part in global memory, and one
+// of the kernels here, which follows, joins the parts of every such row: one where rows are fewer
+// than CTAs, one where they are not (shared_rows.cuh).
 //
 // A kernel of its own, because it may begin while the decode kernel still runs and its few warps
 // leave room for the next decode kernel beside them: the CTAs of that one then need not wait for a
