@@ -91,8 +91,8 @@ uint16_t table_entry(const Codebook& codebook, uint32_t symbol);
 
 // The same table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
 // second in 22-26, for kQuad third in 8-9 and fourth in 24-25; kSingle has its digit in bits 16-23.
-// An entry of kPair times 2^-6, in fp16, is two numbers digit * 2^-24: the product rounds the length
-// away. So is the upper half of one of kSingle as it stands. Empty of raw_codebook().
+// An entry of kPair times 2^-6, in fp16, is two numbers digit * 2^-24: the product rounds the
+// length away. So is the upper half of one of kSingle as it stands. Empty of raw_codebook().
 std::vector<uint32_t> device_table(const Codebook& codebook);
 
 // Checks mode, levels, base and lengths and fills in the rest: kInvalidArgument with the field.

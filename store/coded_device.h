@@ -106,7 +106,7 @@ class CodedDeviceStore final : public DeviceKvStore {
   CodedRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
   int32_t* item_count_ = nullptr;
   StatusCode* row_status_ = nullptr;  // likewise
-  float* lse_ = nullptr;  // of calls that want probabilities without it
+  float* lse_ = nullptr;              // of calls that want probabilities without it
   void* coded_workspace_ = nullptr;
   const uint32_t* empty_table_ = nullptr;  // of what stands for a codebook where there is none yet
 };
