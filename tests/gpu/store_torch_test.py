@@ -147,7 +147,7 @@ class StoreOnDevice(unittest.TestCase):
 
     def test_counted_queries_in_a_graph(self):
         """Counting is attend()'s own, and what it makes of scores is the C++ tests' affair: here it must run, captured too, change the
-        state, and change no result."""
+        state, and change no result by more than rounding: kernels that leave scores add them in another order."""
         _, device, _, ids = self.stores()
         forks = [device.fork(id) for id in ids]
         k, v = ([torch.randn(2, 1, KV_HEADS, HEAD_DIM, device="cuda").half() for _ in range(LAYERS)] for _ in range(2))
@@ -162,8 +162,9 @@ class StoreOnDevice(unittest.TestCase):
 
         step(ids, counted, True)
         step(forks, plain, False)
-        self.assertTrue(torch.equal(counted.out, plain.out), f"seed {self.seed}")
-        self.assertTrue(torch.equal(counted.lse, plain.lse))
+        self.assertLess(relative_error(counted.out, plain.out.cpu()), TOLERANCE, f"seed {self.seed}")
+        # Sums of 150 fp32 exponentials, of scores that are sums of 128 products: some 2^-24 of each.
+        self.assertLess(relative_error(counted.lse, plain.lse.cpu()), 1e-5, f"seed {self.seed}")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             step(ids, counted, True)
