@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "codec/element.h"
 #include "store/coded_device.h"
+#include "tests/codec/code_source.h"
 #include "tests/gpu/store_pair.cuh"
 
 namespace tierkv::testing {
@@ -33,6 +35,28 @@ inline KvStoreConfig coded_config(RandomInput* input, int32_t head_dim) {
     c.coded.value_steps.push_back(input->real(0.5f, 1.0f));
   }
   return c;
+}
+
+// A family of codebooks for codes of ever wider spread, around different centres.
+inline void give_family(KvStoreConfig* config, int32_t count) {
+  CodedConfig& coded = config->coded;
+  coded.codebooks = CodebookSource::kGiven;
+  CodeSource source(std::random_device{}());
+  for (const Component component : kComponents) {
+    for (int32_t i = 0; i < count; ++i) {
+      CodeHistogram histogram(component, 64);
+      histogram.add(source.bell(512 * 64, 0.5 * std::exp2(i), i % 2, false).data(), 512);
+      CodebookSpec spec;
+      spec.mode = BlockMode::kPair;
+      spec.max_length = 9 + i % 3;
+      spec.streams_per_lane = coded.streams_per_lane;
+      spec.table_id = static_cast<uint8_t>(5 * i + 1);
+      coded.given.emplace_back();
+      serialize_codebook(*build_codebook(histogram, spec), &coded.given.back());
+    }
+  }
+  coded.streams_per_lane = CodedConfig{}.streams_per_lane;
+  coded.max_length = CodedConfig{}.max_length;
 }
 
 inline std::string row_difference(const CodedView& a, const CodedView& b, int32_t row,
