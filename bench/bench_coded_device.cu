@@ -2,10 +2,10 @@
 // all rows with and without blocks that fill up, the end of the prompts: the first ones, from which
 // the codebooks are made, and later ones. Random keys and values whose codes carry about 2.7 bits.
 //
-//   bench_coded_device [--mixed] [--out FILE] [--commit HASH]
+//   bench_coded_device [--mixed | --broad] [--out FILE] [--commit HASH]
 //
 // --mixed: rows of which every n-th block is kept at a fixed rate (K8V4), beside rows of coded
-// blocks alone.
+// blocks alone. --broad: other queries and head_dims.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -27,15 +27,20 @@ struct Shape {
   int32_t sequences, tokens, layers;
   int32_t max_length = 11;  // of a code word
   int32_t fixed_every = 0;  // 0: no block is at a fixed rate
+  int32_t head_dim = 128, q_heads = 32, q_len = 1;
+  DType dtype = DType::kFloat16;  // of queries
+
+  int64_t token_values() const { return int64_t{8} * head_dim; }  // of a layer's keys
+  size_t query_values() const { return size_t(sequences) * q_len * q_heads * head_dim; }
 };
 
 KvStoreConfig store_config(const Shape& shape) {
   KvStoreConfig c;
   c.layout.num_layers = shape.layers;
-  c.layout.num_q_heads = 32;
+  c.layout.num_q_heads = shape.q_heads;
   c.layout.num_kv_heads = 8;
-  c.layout.head_dim = 128;
-  c.layout.sm_scale = 1 / std::sqrt(128.0);
+  c.layout.head_dim = shape.head_dim;
+  c.layout.sm_scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
   c.policy.window_tokens = 64;
   c.max_sequences = shape.sequences;
   c.max_tokens = shape.tokens + 300;
@@ -76,7 +81,7 @@ struct Timed {
 constexpr int32_t kChunk = 512;
 
 void make_tokens(const Shape& shape, Timed* t) {
-  const size_t chunk = size_t{kChunk} * 8 * 128 * shape.sequences;
+  const size_t chunk = size_t(shape.token_values()) * kChunk * shape.sequences;
   std::mt19937 rng(std::random_device{}());
   std::normal_distribution<float> normal;
   std::vector<uint16_t> some(size_t{1} << 20);
@@ -145,6 +150,8 @@ Status time_steps(const Shape& shape, DeviceKvStore* store, Timed* t, Times* tim
     }
     AttendRequest request;
     request.sequences = t->list();
+    request.q_len = shape.q_len;
+    request.dtype = shape.dtype;
     request.q = t->q;
     request.out = t->out;
     if (Status s = store->attend(request); !s) return s;  // plans
@@ -190,13 +197,15 @@ Status run(const Shape& shape, std::string* json) {
   Times times;
   cudaEventCreate(&t.begin);
   cudaEventCreate(&t.end);
-  std::vector<uint16_t> q(size_t(shape.sequences) * 32 * 128);
+  std::vector<uint16_t> q(shape.query_values());
   std::mt19937 rng(std::random_device{}());
   std::normal_distribution<float> normal;
-  for (uint16_t& x : q) x = float_to_half(normal(rng));
+  const bool is_half = shape.dtype == DType::kFloat16;
+  for (uint16_t& x : q) x = is_half ? float_to_half(normal(rng)) : float_to_bfloat16(normal(rng));
   cudaMalloc(&t.q, q.size() * 2);
   cudaMalloc(&t.out, q.size() * 2);
-  cudaMalloc(&t.probabilities, size_t(shape.sequences) * 8 * (shape.tokens + 300) * sizeof(float));
+  cudaMalloc(&t.probabilities,
+             size_t(shape.sequences) * shape.q_len * 8 * (shape.tokens + 300) * sizeof(float));
   cudaMemcpy(t.q, q.data(), q.size() * 2, cudaMemcpyHostToDevice);
   make_tokens(shape, &t);
   make_scores(shape, &t);
@@ -210,13 +219,14 @@ Status run(const Shape& shape, std::string* json) {
   const Result<StoreStats> stats = store->stats();
   if (!stats) return stats.status();
   if (Status s = time_steps(shape, store, &t, &times); !s) return s;
-  const double codes = double(shape.sequences) * (shape.tokens + 70) * 8 * 128 * 2;
-  const double coded = double(shape.sequences) * (shape.tokens - 64) * 8 * 128 * 2;
+  const double values = 2.0 * shape.sequences * shape.token_values();  // of a token of all
+  const double codes = values * (shape.tokens + 70), coded = values * (shape.tokens - 64);
   const double attend = median(times.attend);
-  char text[640];
+  char text[800];
   std::snprintf(
       text, sizeof(text),
       "{\"sequences\":%d,\"tokens\":%d,\"layers\":%d,\"max_length\":%d,\"fixed_every\":%d,"
+      "\"head_dim\":%d,\"q_heads\":%d,\"q_len\":%d,\"queries\":\"%s\","
       "\"fixed_share\":%.4f,\"ratio\":%.3f,"
       "\"pool_gain\":%.3f,\"attend_us\":%.1f,\"tera_codes_per_s\":%.3f,"
       "\"attend_with_probabilities_us\":%.1f,\"step_us\":%.1f,"
@@ -224,6 +234,7 @@ Status run(const Shape& shape, std::string* json) {
       "\"first_end_prompt_device_books_ms\":%.2f,\"end_prompt_ms\":%.2f,"
       "\"end_prompt_giga_codes_per_s\":%.1f}",
       shape.sequences, shape.tokens, shape.layers, shape.max_length, shape.fixed_every,
+      shape.head_dim, shape.q_heads, shape.q_len, is_half ? "fp16" : "bfloat16",
       fixed_share(shape, *stats), stats->nominal_ratio(), stats->pool_gain(), attend * 1e3,
       codes / attend * 1e-9, median(times.with_probabilities) * 1e3, median(times.idle) * 1e3,
       median(times.filling) * 1e3, times.first_end_prompt, times.device_books, times.end_prompt,
@@ -242,14 +253,15 @@ Status run(const Shape& shape, std::string* json) {
 int main(int argc, char** argv) {
   std::string out, commit = "unknown", runs;
   const bool mixed = argc > 1 && std::strcmp(argv[1], "--mixed") == 0;
-  for (int i = mixed ? 2 : 1; i < argc; i += 2) {
+  const bool broad = argc > 1 && std::strcmp(argv[1], "--broad") == 0;
+  for (int i = mixed || broad ? 2 : 1; i < argc; i += 2) {
     const bool has_value = i + 1 < argc;
     if (has_value && std::strcmp(argv[i], "--out") == 0) {
       out = argv[i + 1];
     } else if (has_value && std::strcmp(argv[i], "--commit") == 0) {
       commit = argv[i + 1];
     } else {
-      std::fprintf(stderr, "bench_coded_device [--mixed] [--out FILE] [--commit HASH]\n");
+      std::fprintf(stderr, "bench_coded_device [--mixed | --broad] [--out FILE] [--commit HASH]\n");
       return 2;
     }
   }
@@ -264,7 +276,14 @@ int main(int argc, char** argv) {
       {64, 4096, 1, 10},    {64, 4096, 1, 10, 16}, {64, 4096, 1, 10, 8},  {64, 4096, 1, 10, 4},
       {64, 4096, 1, 10, 1}, {8, 32768, 1, 10},     {8, 32768, 1, 10, 16}, {8, 32768, 1, 10, 8},
       {1, 32768, 1, 10},    {1, 32768, 1, 10, 8}};
-  for (const Shape& shape : mixed ? mixed_shapes : plain_shapes) {
+  constexpr Shape kUsual = {64, 4096, 1, 10};
+  std::vector<Shape> broad_shapes(10, kUsual);
+  for (int32_t i = 0; i < 3; ++i) broad_shapes[1 + i].q_len = 2 << i;
+  broad_shapes[4].dtype = DType::kBFloat16;
+  for (int32_t i = 0; i < 3; ++i) broad_shapes[5 + i].q_heads = i == 0 ? 8 : 32 << i;
+  broad_shapes[8].head_dim = 64;
+  broad_shapes[9].head_dim = 256;
+  for (const Shape& shape : mixed ? mixed_shapes : broad ? broad_shapes : plain_shapes) {
     std::string json;
     if (const Status s = run(shape, &json); !s) {
       std::fprintf(stderr, "%s\n", s.message().c_str());
@@ -281,8 +300,8 @@ int main(int argc, char** argv) {
     return 1;
   }
   std::fprintf(f,
-               "{\"schema\": \"tierkv.bench.coded_device/3\", \"gpu\": \"%s\", \"commit\": \"%s\", "
-               "\"head_dim\": 128, \"q_heads\": 32, \"kv_heads\": 8, \"window\": 64, \"runs\": "
+               "{\"schema\": \"tierkv.bench.coded_device/4\", \"gpu\": \"%s\", \"commit\": \"%s\", "
+               "\"kv_heads\": 8, \"window\": 64, \"runs\": "
                "[\n%s\n]}\n",
                device.name, commit.c_str(), runs.c_str());
   return std::fclose(f) == 0 ? 0 : 1;

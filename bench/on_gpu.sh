@@ -90,6 +90,7 @@ run_bench() {
       coded_device)
         part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT"
         part "${b}_mixed" "./$b" --mixed --out "$OUT/coded_mixed.json" --commit "$COMMIT"
+        part "${b}_broad" "./$b" --broad --out "$OUT/coded_broad.json" --commit "$COMMIT"
         ;;
       matvec)
         if [ -e halves.bin ]; then
