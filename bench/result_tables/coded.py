@@ -168,3 +168,12 @@ def coded_mixed():
         cells[m["fixed_every"]] = f"{m['ratio']:.2f}", f"{m['attend_us']:.0f} us", f"{m['end_prompt_ms']:.1f} ms"
     return markdown(["ratio, attend, end of prompt"] + list(shares.values()),
                     [[shape] + [", ".join(cells[n]) if n in cells else "-" for n in shares] for shape, cells in rows.items()])
+
+
+@table
+def coded_broad():
+    rows = []
+    for m in result("coded_broad.json")["runs"]:
+        rows.append([m["head_dim"], m["q_heads"] // 8, m["q_len"], m["queries"], f"{m['attend_us']:.0f} us", f"{m['tera_codes_per_s']:.2f} T",
+                     f"{m['attend_with_probabilities_us']:.0f} us"])
+    return markdown(["head_dim", "q heads a kv_head", "queries", "of", "attend", "", "with probabilities"], rows)
