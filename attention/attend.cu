@@ -255,6 +255,9 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;
   params.plan_is_settled = call.plan_is_settled;
+  std::copy_n(call.settled, kAttentionTiers, params.settled);
+  // Where a chunk lies in its tail is read with the chunk.
+  if (params.tail.newest != nullptr) params.settled[params.tail.tier] = Settled::kNothing;
   if (Status s = launch_decode(params, config.head_dim, grid.num_ctas, stream); !s) return s;
   return launch_shared_rows(shared_rows_params(params, grid.num_ctas), config.head_dim, stream);
 }

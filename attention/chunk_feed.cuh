@@ -64,6 +64,15 @@ class ChunkFeed {
     return chunk_tiles_;
   }
 
+  // Whether the next chunk was complete before the kernel before this one began.
+  __device__ __forceinline__ bool is_settled() const {
+    if (tier_ == kAttentionTiers) return true;  // nothing is copied
+    const Settled settled = p_.settled[tier_];
+    const int32_t rest_of_page = (page_tiles_ - page_tile_) * kTileTokens;
+    return settled == Settled::kAll ||
+           (settled == Settled::kAllButLastPage && tier_tokens_ > rest_of_page);
+  }
+
   // Most chunks are full pages with more of their tier behind them, and no token that is not seen
   // by all queries. For these next_page() does what
   // next() does, in less time.

@@ -46,6 +46,7 @@ struct DecodeParams {
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
   bool plan_is_settled = false;
+  Settled settled[kAttentionTiers] = {};
   bool is_bfloat16 = false;  // q, out and raw pages; otherwise fp16
 };
 

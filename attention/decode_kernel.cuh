@@ -57,6 +57,11 @@ class DecodeCta {
   __device__ __forceinline__ bool leaves_scores() const {
     return kMode == DecodeMode::kScored || (kKnowsPlaces && p_.scores.codes != nullptr);
   }
+  // Before the kernel before has ended. Whoever follows one that leaves scores may at once read
+  // what that does not write.
+  __device__ __forceinline__ bool may_begin_early() const {
+    return p_.plan_is_settled && !leaves_scores();
+  }
   // The rows that began before an item and that go on behind it, or -1.
   struct OpenRows {
     int32_t before, behind;
@@ -96,9 +101,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run()
   // Of a warp without work, which may lie between those that share a row.
   if (lane_ < p_.columns.of_row) states_[2 * warp_ * p_.columns.of_row + lane_] = SoftmaxState{};
   publish_barriers();
-  // Whoever follows may read the plan at once, and behind scores what this launch does not write.
-  if (!p_.plan_is_settled || leaves_scores()) wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!may_begin_early()) wait_for_previous_kernel();
   const int32_t index = blockIdx.x * kDecodeWarps + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;
@@ -114,13 +117,6 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   ChunkFeed feed(p_, item);
   const int32_t ring_at = held(warp_ * p_.slots * p_.slot_bytes);
   const auto slot_bytes = [&](int32_t slot) { return rings_ + (ring_at + slot * p_.slot_bytes); };
-  ReadyChunk first;
-  if (kPreparesFirst && item.tiles > 0) first = prepare_chunk(p_, feed.next(), slot_bytes(0));
-  if (p_.plan_is_settled) {
-    if (kPreparesFirst && item.tiles > 0) prefetch_pieces(first.pieces);
-    wait_for_previous_kernel();
-  }
-  if (item.tiles == 0) return;
   // Chunks in a row that were full pages of one tier and the last ones that were started: they have
   // one header.
   int32_t alike = 0;
@@ -131,13 +127,27 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
         !kKnowsPlaces && alike >= p_.slots);
     alike = is_page ? alike + 1 : 0;
   };
-  // Before the queries are asked for: what waits for them would hold up the copies.
-  if (kPreparesFirst) {
+  // Before the queries are asked for: what waits for them would hold up the copies. A first chunk
+  // that must be waited for is made ready before.
+  if (kPreparesFirst && item.tiles > 0) {
+    const bool is_settled = feed.is_settled();
+    const ReadyChunk first = prepare_chunk(p_, feed.next(), slot_bytes(0));
+    if (!is_settled) {
+      if (may_begin_early()) prefetch_pieces(first.pieces);
+      wait_for_previous_kernel();
+    }
     copy_pieces(&full_[0], first.pieces);
     announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
   }
 #pragma unroll 1
-  for (int32_t i = kPreparesFirst; i < p_.slots && feed.has_more(); ++i) start_slot(i);
+  for (int32_t i = kPreparesFirst; i < p_.slots && feed.has_more(); ++i) {
+    if (!feed.is_settled()) wait_for_previous_kernel();
+    start_slot(i);
+  }
+  wait_for_previous_kernel();
+  // Not before: whoever follows may begin with what was complete before this launch began.
+  let_next_kernel_start();
+  if (item.tiles == 0) return;
   __syncwarp();
   const OpenRows open{item.tile > 0 ? item.row : -1, next.tile > 0 ? next.row : -1};
   int32_t row = item.row, slot = 0, left = item.tiles;

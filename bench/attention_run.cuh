@@ -96,9 +96,10 @@ class AttentionRun {
                                     workspace(i), b_.stream);
     expect_ok(s, "plan_attention");
   }
-  void attend_set(int i, bool plan_is_settled) const {
+  void attend_set(int i, bool plan_is_settled, Settled pages) const {
     AttendCall c = call(i);
     c.plan_is_settled = plan_is_settled;
+    std::fill_n(c.settled, kMaxAttentionTiers, pages);
     expect_ok(attend(config_, grid_, c, workspace(i), b_.stream), "attend");
   }
   template <class Launch>
@@ -113,14 +114,15 @@ class AttentionRun {
                        b_.stream);
     });
   }
-  Timing time_attend() const {
-    return time([&](int i) { attend_set(i, true); });
+  // With its plan settled, and of the pages what is named.
+  Timing time_attend(Settled pages) const {
+    return time([&](int i) { attend_set(i, true, pages); });
   }
   // Plan and attend.
   Timing time_step() const {
     return time([&](int i) {
       plan(i);
-      attend_set(i, false);
+      attend_set(i, false, Settled::kNothing);
     });
   }
 

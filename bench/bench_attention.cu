@@ -5,9 +5,10 @@
 //
 // Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
 // no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
-// GiB) and a kernel that only reads the same number of bytes (floor). `attend` has its plan made
-// before (plan_is_settled); `step` is plan and attend, every time. Ragged batches are kRaggedDraws
-// cases, of the seeds --seed (by default a fresh one) and those that follow it.
+// GiB) and a kernel that only reads the same number of bytes (floor). `attend` has its plan and its
+// pages made before (plan_is_settled, Settled::kAll), `unsettled` its plan alone; `step` is plan
+// and attend, every time. Ragged batches are kRaggedDraws cases, of the seeds --seed (by default a
+// fresh one) and those that follow it.
 #include <cstring>
 #include <string>
 
@@ -40,7 +41,7 @@ struct Measured {
   int32_t shortest = 0;  // tokens of a sequence that are kept
   int64_t bytes = 0;
   int sets = 0;
-  Timing floor, attend, step, plan;
+  Timing floor, attend, unsettled, step, plan;
 };
 
 AttentionConfig base_config(int32_t q_heads, int32_t kv_heads) {
@@ -192,7 +193,8 @@ Measured run_case(const Bench& b, const Case& c) {
   m.bytes = run.bytes();
   m.sets = run.sets();
   m.floor = run.time_floor();
-  m.attend = run.time_attend();
+  m.attend = run.time_attend(Settled::kAll);
+  m.unsettled = run.time_attend(Settled::kNothing);
   m.step = run.time_step();
   m.plan = run.time([&](int i) { run.plan(i); });
   return m;
@@ -201,11 +203,12 @@ Measured run_case(const Bench& b, const Case& c) {
 void print_row(const Bench& b, const Measured& m) {
   const double gbps = static_cast<double>(m.bytes) / m.attend.median / 1e3;
   std::printf(
-      "%-19s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) step %7.2f plan %5.2f us"
+      "%-19s %-9s %8.1f MB floor %7.2f attend %7.2f (%7.2f-%7.2f) unsettled %7.2f step %7.2f plan "
+      "%5.2f us"
       " %6.0f GB/s %5.1f%% of ceiling",
       m.name.c_str(), m.shape.c_str(), static_cast<double>(m.bytes) / 1e6, m.floor.median,
-      m.attend.median, m.attend.low, m.attend.high, m.step.median, m.plan.median, gbps,
-      100 * gbps / b.ceiling_gbps);
+      m.attend.median, m.attend.low, m.attend.high, m.unsettled.median, m.step.median,
+      m.plan.median, gbps, 100 * gbps / b.ceiling_gbps);
   if (m.seed >= 0) {
     std::printf(", seed %lld, shortest %d", static_cast<long long>(m.seed), m.shortest);
   }
@@ -242,6 +245,7 @@ void write_json(const Bench& b, const std::vector<Measured>& all) {
     }
     write_timing(f, "floor", m.floor);
     write_timing(f, "attend", m.attend);
+    write_timing(f, "unsettled", m.unsettled);
     write_timing(f, "step", m.step);
     write_timing(f, "plan", m.plan);
     std::fprintf(f, "}%s\n", i + 1 < all.size() ? "," : "");

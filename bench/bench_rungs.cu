@@ -98,10 +98,10 @@ Measured run_case(Bench& b, const RungCase& c) {
   const AttentionRun run(b, c.cache, grid_of(c.cache.config));
   Measured m;
   m.bytes = run.bytes();
-  run.attend_set(0, false);
+  run.attend_set(0, false, Settled::kNothing);
   const std::vector<float> expected = read_out(b, run);
   m.floor = run.time_floor();
-  m.product = run.time_attend();
+  m.product = run.time_attend(Settled::kNothing);
   m.step = run.time_step();
   for (int32_t r = kRungs - 1; r >= 0; --r) {
     const auto rung = static_cast<Rung>(r);

@@ -121,6 +121,14 @@ struct AttentionScores {
 TKV_API size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences,
                                      int32_t tokens);
 
+// What of the pages of a tier was complete before the kernel that precedes a call on the stream
+// began.
+enum class Settled : int32_t {
+  kNothing,
+  kAllButLastPage,  // of every row: tokens are appended behind them
+  kAll,
+};
+
 struct AttendCall {
   PageTableView table;   // device, as it was planned
   PageView pages;        // device
@@ -137,6 +145,9 @@ struct AttendCall {
   // The plan and the tables were complete before the kernel that precedes this one on the stream
   // began (q and the pages may be its output): the beginning of this call then overlaps its end.
   bool plan_is_settled = false;
+  // Of config.tiers; looked at where the plan is settled. The first chunks of what is settled are
+  // copied while that kernel ends, so that only q is waited for.
+  Settled settled[kMaxAttentionTiers] = {};
 };
 TKV_API Status attend(const AttentionConfig& config, const AttentionGrid& grid,
                       const AttendCall& call, const AttentionWorkspace& workspace,
