@@ -39,14 +39,16 @@ std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32
   const int32_t ctas = working_ctas(rows, max_ctas, even_ctas(rows.num_rows, max_ctas),
                                     {p.cost.back(), p.cost[1]}),
                 items = ctas * warps;
-  const EvenCut cut(p.cost.back(), items);
+  const EvenCut cut(p.cost.back(), Divisor(items));
+  Divisor tile_cost[kAttentionTiers];
+  for (int32_t t = 0; t < kAttentionTiers; ++t) tile_cost[t] = Divisor(rows.tiers[t].tile_cost);
   std::vector<int64_t> starts;  // flat tiles
   for (int32_t i = 0; i < items; ++i) {
     const int64_t cost = cut.start(i);
     const int32_t row = last_not_above(p.cost, cost);
     const RowTokens& tokens = p.tokens[row];
     plan[i].row = row;
-    plan[i].tile = tile_at_cost(rows, tokens, cost - p.cost[row]);
+    plan[i].tile = tile_at_cost(tile_cost, tokens.tier, static_cast<uint32_t>(cost - p.cost[row]));
     std::copy(tokens.tier, tokens.tier + kAttentionTiers, plan[i].tier);
     starts.push_back(p.tiles[row] + plan[i].tile);
   }

@@ -144,6 +144,13 @@ TKV_HD int32_t batch_row_of(const AttentionRows& rows, int32_t row) {
 inline constexpr int64_t kPaddingRow = -1;
 inline constexpr int64_t kStrayRow = -2;  // of a sequence outside the table
 
+// The row of the page table of a sequence that is in it.
+TKV_HD int64_t table_row_in(const AttentionRows& rows, int32_t layer, int32_t sequence,
+                            int32_t kv_head) {
+  return static_cast<int64_t>(sequence) * rows.rows_per_sequence + layer * rows.num_kv_heads +
+         kv_head;
+}
+
 // The row of the page table, or one of the above.
 TKV_HD int64_t table_row_of(const AttentionRows& rows, int32_t layer, int32_t row) {
   const int32_t batch_row = batch_row_of(rows, row);
@@ -152,12 +159,15 @@ TKV_HD int64_t table_row_of(const AttentionRows& rows, int32_t layer, int32_t ro
   const int32_t sequence = rows.sequences == nullptr ? place : rows.sequences[place];
   if (sequence < 0) return sequence == -1 ? kPaddingRow : kStrayRow;
   if (sequence >= rows.num_table_sequences) return kStrayRow;
-  return static_cast<int64_t>(sequence) * rows.rows_per_sequence + layer * rows.num_kv_heads +
-         kv_head;
+  return table_row_in(rows, layer, sequence, kv_head);
 }
 
-// The tokens of a table row, cut to what its table can hold: a corrupt count cannot lead outside
-// the table.
+// A count of the table, cut to what the table can hold: a corrupt one cannot lead outside it.
+TKV_HD int32_t cut_tokens(const TierSource& tier, int32_t tokens) {
+  return tokens < 0 ? 0 : smaller(tokens, tier.max_tokens);
+}
+
+// The tokens of a table row.
 TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
   RowTokens n;
   n.corrupt = table_row == kStrayRow;
@@ -166,20 +176,20 @@ TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
     if (t >= rows.num_tiers) continue;
     const TierSource& tier = rows.tiers[t];
     const int32_t tokens = tier.tokens[table_row * rows.token_stride];
-    n.tier[t] = tokens < 0 ? 0 : smaller(tokens, tier.max_tokens);
+    n.tier[t] = cut_tokens(tier, tokens);
     n.corrupt |= n.tier[t] != tokens;
   }
   return n;
 }
 
 // Of a row's beginning and end.
-TKV_HD constexpr int32_t row_cost(int64_t tiles) {
+TKV_HD constexpr int32_t row_cost(int32_t tiles) {
   return tiles < kShortRowTiles ? kShortRowCost : 0;
 }
 
 struct RowWork {
-  int64_t tiles;  // at least 1
-  int64_t cost;
+  int32_t tiles;  // at least 1
+  uint32_t cost;  // likewise
 };
 TKV_HD RowWork row_work(const AttentionRows& rows, const RowTokens& n) {
   RowWork w{0, 0};
@@ -224,30 +234,49 @@ inline constexpr int64_t kLongCost = 1 << 14;
 // even: even_ctas() of the two.
 TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int32_t even,
                             LaunchCost cost) {
-  const int32_t step = largest_step_cost(rows);
+  const auto step = static_cast<uint32_t>(largest_step_cost(rows));
   if (cost.total >= static_cast<int64_t>(max_ctas) * step) {
     const bool is_wanted = rows.num_rows >= even || cost.total < max_ctas * kLongCost;
     return is_wanted && cost.first * rows.num_rows == cost.total ? even : max_ctas;
   }
-  const auto most = static_cast<int32_t>(cost.total / step);
+  const auto most = static_cast<int32_t>(static_cast<uint32_t>(cost.total) / step);
   return most < 1 ? 1 : most;
 }
+
+// Divides by a number that is known early: later this takes a few instructions.
+class Divisor {
+ public:
+  Divisor() = default;
+  TKV_HD explicit Divisor(int32_t d)
+      : value_(static_cast<uint32_t>(d)), reciprocal_(~0u / static_cast<uint32_t>(d)) {}
+
+  TKV_HD uint32_t value() const { return value_; }
+  TKV_HD uint32_t quotient(uint32_t x) const {
+    // x (2^32 / value - reciprocal) / 2^32 is below 1, so this is the quotient or one less.
+    const auto q = static_cast<uint32_t>(uint64_t{x} * reciprocal_ >> 32);
+    return x - q * value_ < value_ ? q : q + 1;
+  }
+
+ private:
+  uint32_t value_ = 1;
+  uint32_t reciprocal_ = ~0u;
+};
 
 // `total` units cut into at most 2^12 equal parts.
 class EvenCut {
  public:
-  TKV_HD EvenCut(int64_t total, int32_t parts) {
-    const auto n = static_cast<uint32_t>(parts);
+  TKV_HD EvenCut(int64_t total, Divisor parts) {
+    const uint32_t n = parts.value();
     uint32_t rest;
     if (total < 1ll << 32) {  // a division of 64 bits takes a hundred instructions
       const auto all = static_cast<uint32_t>(total);
-      share_ = all / n;
+      share_ = parts.quotient(all);
       rest = all - static_cast<uint32_t>(share_) * n;
     } else {
-      share_ = total / parts;
-      rest = static_cast<uint32_t>(total - share_ * parts);
+      share_ = total / n;
+      rest = static_cast<uint32_t>(total - share_ * n);
     }
-    fraction_ = ((rest << kFractionBits) + n - 1) / n;
+    fraction_ = parts.quotient((rest << kFractionBits) + n - 1);
   }
 
   // Where part i begins: total * i / parts rounded down, or one more where that is nearly a whole
@@ -263,19 +292,18 @@ class EvenCut {
 };
 
 // The tile of a row that holds cost unit `cost` of it, 0 <= cost < row_work().cost; an even one of
-// its tier, so that the tiles of an item go in pairs.
-TKV_HD int32_t tile_at_cost(const AttentionRows& rows, const RowTokens& n, int64_t cost) {
+// its tier, so that the tiles of an item go in pairs. tile_cost, tokens: of each tier.
+TKV_HD int32_t tile_at_cost(const Divisor* tile_cost, const int32_t* tokens, uint32_t cost) {
   int32_t all = 0;
-  for (int32_t t = 0; t < kAttentionTiers; ++t) all += tiles_of(n.tier[t]);
-  const int32_t own = row_cost(all);
+  for (int32_t t = 0; t < kAttentionTiers; ++t) all += tiles_of(tokens[t]);
+  const auto own = static_cast<uint32_t>(row_cost(all));
   if (cost < own) return 0;
-  auto left = static_cast<uint32_t>(cost - own);
+  uint32_t left = cost - own;
   int32_t first = 0;
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
-    const int32_t tiles = tiles_of(n.tier[t]);
-    const auto tile_cost = static_cast<uint32_t>(rows.tiers[t].tile_cost);
-    const uint32_t tier_cost = static_cast<uint32_t>(tiles) * tile_cost;
-    if (left < tier_cost) return first + static_cast<int32_t>(left / tile_cost & ~1u);
+    const int32_t tiles = tiles_of(tokens[t]);
+    const uint32_t tier_cost = static_cast<uint32_t>(tiles) * tile_cost[t].value();
+    if (left < tier_cost) return first + static_cast<int32_t>(tile_cost[t].quotient(left) & ~1u);
     left -= tier_cost;
     first += tiles;
   }

@@ -120,6 +120,22 @@ void check_plan(const AttentionRows& rows, int32_t layer, int32_t max_ctas) {
             total / static_cast<int64_t>(costs.size()) + largest_step_cost(rows));
 }
 
+TEST(Plan, DivisorsGiveTheQuotientsOfADivision) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937_64 rng(seed);
+  for (int round = 0; round < 20000; ++round) {
+    const int32_t bits = std::uniform_int_distribution<int32_t>(0, 30)(rng);
+    const int32_t d = std::uniform_int_distribution<int32_t>(1, 1 << bits)(rng);
+    const auto divisor = static_cast<uint32_t>(d);
+    const auto any = std::uniform_int_distribution<uint32_t>(0, ~0u)(rng);
+    const uint32_t multiple = any / divisor * divisor;
+    for (const uint32_t x : {any, multiple, multiple - 1, 0u, ~0u}) {
+      ASSERT_EQ(Divisor(d).quotient(x), x / divisor) << x << " / " << d;
+    }
+  }
+}
+
 TEST(Plan, PartsOfATotalDifferByOneAtMost) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
@@ -129,7 +145,7 @@ TEST(Plan, PartsOfATotalDifferByOneAtMost) {
     const int32_t bits = std::uniform_int_distribution<int32_t>(0, 46)(rng);
     const int64_t total =
         parts + std::uniform_int_distribution<int64_t>(0, (int64_t{1} << bits) - 1)(rng);
-    const EvenCut cut(total, parts);
+    const EvenCut cut(total, Divisor(parts));
     const int32_t i = std::uniform_int_distribution<int32_t>(0, parts - 1)(rng);
     SCOPED_TRACE(::testing::Message() << i << " of " << parts << " parts of " << total);
     EXPECT_EQ(cut.start(0), 0);

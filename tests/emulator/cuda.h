@@ -31,6 +31,9 @@ struct float4 {
 struct int2 {
   int32_t x, y;
 };
+struct int4 {
+  int32_t x, y, z, w;
+};
 struct uint2 {
   uint32_t x, y;
 };
@@ -115,6 +118,11 @@ template <class T>
 T __shfl_up_sync(uint32_t, T x, int32_t lanes) {
   const int32_t lane = emulator::cta().lane();
   return emulator::from_lane(x, lane < lanes ? lane : lane - lanes);
+}
+template <class T>
+T __shfl_down_sync(uint32_t, T x, int32_t lanes) {
+  const int32_t lane = emulator::cta().lane();
+  return emulator::from_lane(x, lane + lanes < emulator::kLanes ? lane + lanes : lane);
 }
 inline int32_t __reduce_min_sync(uint32_t, int32_t x) {
   return emulator::reduce_lanes(x, [](int32_t a, int32_t b) { return std::min(a, b); });
