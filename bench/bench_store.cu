@@ -10,8 +10,9 @@
 // reads as much as a model's weights: the host's launch is not in the times, nor the write-back of
 // what another call left in L2. "On an idle device" is without. A score_prompt with thresholds on
 // both sides and running means that sink keep victims coming; what the steps moved is printed
-// beside the times. What counting a query adds to attention is timed part by part, for this cache
-// and for caches that hold all tokens behind the window in one tier.
+// beside the times. Append and attend of a layer are timed apart, and as a model's step has them,
+// one behind the other. What counting a query adds to attention is timed part by part, for this
+// cache and for caches that hold all tokens behind the window in one tier.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -26,62 +27,106 @@
 namespace tierkv::bench {
 namespace {
 
-void run_steps(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaStream_t stream,
-               const std::vector<SequenceId>& ids, std::vector<Row>* results) {
-  const SequenceList all = {ids.data(), shape.sequences};
-  const auto append = [&](int32_t layer) {
-    require(store->append({all, layer, 1, in.k, in.v}), "append");
-  };
-  const auto count = [&](int32_t layer) {
-    require(store->update_scores({all, layer, 0, in.probabilities, kStride}), "update_scores");
-  };
-  const auto attend = [&](int32_t layer, float* seen) {
+// The calls of a step.
+class Step {
+ public:
+  Step(DeviceKvStore* store, const Shape& shape, const Inputs& in, cudaStream_t stream,
+       const std::vector<SequenceId>& ids)
+      : store_(store),
+        in_(in),
+        stream_(stream),
+        all_{ids.data(), shape.sequences},
+        layers_(shape.layers) {}
+
+  void append(int32_t layer) const {
+    require(store_->append({all_, layer, 1, in_.k, in_.v}), "append");
+  }
+  void count(int32_t layer) const {
+    require(store_->update_scores({all_, layer, 0, in_.probabilities, kStride}), "update_scores");
+  }
+  void attend(int32_t layer, float* seen) const {
     AttendRequest request;
-    request.sequences = all;
+    request.sequences = all_;
     request.layer = layer;
-    request.q = in.k;
-    request.out = in.out;
+    request.q = in_.k;
+    request.out = in_.out;
     request.probabilities = seen;
     request.stride = kStride;
-    require(store->attend(request), "attend");
-  };
-  const auto each_layer = [&](auto call) {
-    return [call, &shape] {
-      for (int32_t layer = 0; layer < shape.layers; ++layer) call(layer);
-    };
-  };
-  cudaGraphExec_t begin =
-      capture(stream, [&] { require(store->begin_step(all, 1), "begin_step"); });
-  cudaGraphExec_t append_all = capture(stream, each_layer(append));
-  cudaGraphExec_t count_all = capture(stream, each_layer(count));
-  const auto attend_all = capture(stream, each_layer([&](int32_t l) { attend(l, nullptr); }));
-  const auto observe_all = capture(stream, each_layer([&](int32_t l) { attend(l, in.seen); }));
+    require(store_->attend(request), "attend");
+  }
+  cudaGraphExec_t capture_begin() const {
+    return capture(stream_, [&] { require(store_->begin_step(all_, 1), "begin_step"); });
+  }
+  template <class Call>
+  cudaGraphExec_t capture_layers(Call call) const {
+    return capture(stream_, [&] {
+      for (int32_t layer = 0; layer < layers_; ++layer) call(layer);
+    });
+  }
+  auto replay(cudaGraphExec_t g) const {
+    return [g, stream = stream_] { check(cudaGraphLaunch(g, stream), "replay"); };
+  }
+  // A captured step is about to be replayed once more.
+  void note_replay() const { require(store_->note_replay(all_, 1), "note_replay"); }
+  void finish() const { require(store_->take_status(), "steps"); }
+
+ private:
+  DeviceKvStore* store_;
+  const Inputs& in_;
+  cudaStream_t stream_;
+  SequenceList all_;
+  int32_t layers_;
+};
+
+void run_steps(const Step& s, const Shape& shape, cudaStream_t stream, const Inputs& in,
+               std::vector<Row>* results) {
+  cudaGraphExec_t begin = s.capture_begin();
+  cudaGraphExec_t append_all = s.capture_layers([&](int32_t l) { s.append(l); });
+  cudaGraphExec_t count_all = s.capture_layers([&](int32_t l) { s.count(l); });
+  cudaGraphExec_t attend_all = s.capture_layers([&](int32_t l) { s.attend(l, nullptr); });
+  cudaGraphExec_t observe_all = s.capture_layers([&](int32_t l) { s.attend(l, in.seen); });
   const Weights weights;
   Watch begins(stream, weights), appends(stream, weights), counts(stream, weights);
   Watch attends(stream, weights), observes(stream, weights), after_scores(stream, weights);
   for (int32_t step = 0; step < kWarmSteps + kSteps; ++step) {
     const bool kept = step >= kWarmSteps;
-    if (step > 0) require(store->note_replay(all, 1), "note_replay");
-    const auto replay = [&](cudaGraphExec_t g) {
-      return [g, stream] { check(cudaGraphLaunch(g, stream), "replay"); };
-    };
+    if (step > 0) s.note_replay();
     if (step % 4 == 3) {
-      after_scores.time_now(kept, replay(begin));
+      after_scores.time_now(kept, s.replay(begin));
     } else {
-      begins.time(kept, replay(begin));
+      begins.time(kept, s.replay(begin));
     }
-    appends.time(kept, replay(append_all));
-    attends.time(kept, replay(attend_all));
-    if (step % 8 == 0) observes.time(true, replay(observe_all));
-    counts.time(kept, replay(count_all));
+    appends.time(kept, s.replay(append_all));
+    attends.time(kept, s.replay(attend_all));
+    if (step % 8 == 0) observes.time(true, s.replay(observe_all));
+    counts.time(kept, s.replay(count_all));
   }
-  require(store->take_status(), "steps");
+  s.finish();
   results->push_back(begins.result("begin_step: compaction of all layers, one graph"));
   results->push_back(after_scores.result("begin_step on an idle device, scores to write back"));
   results->push_back(appends.result("append of a layer", shape.layers));
   results->push_back(attends.result("attend of a layer", shape.layers));
   results->push_back(observes.result("attend of a layer with probabilities", shape.layers));
   results->push_back(counts.result("update_scores of a layer", shape.layers));
+}
+
+// Layer after layer as a model's step has them, its append and then at once its attend.
+void run_layers(const Step& s, const Shape& shape, cudaStream_t stream, std::vector<Row>* results) {
+  cudaGraphExec_t begin = s.capture_begin();
+  cudaGraphExec_t layers = s.capture_layers([&](int32_t l) {
+    s.append(l);
+    s.attend(l, nullptr);
+  });
+  const Weights weights;
+  Watch begins(stream, weights), both(stream, weights);
+  constexpr int32_t kWarm = 2;
+  for (int32_t step = 0; step < kLayerSteps; ++step) {
+    if (step > 0) s.note_replay();
+    begins.time(false, s.replay(begin));
+    both.time(step >= kWarm, s.replay(layers));
+  }
+  s.finish();
+  results->push_back(both.result("append and attend of a layer", shape.layers));
 }
 
 void print_tokens(const char* when, const StoreStats& stats) {
@@ -159,7 +204,9 @@ void run(const Shape& shape, bool steps, const Inputs& in, cudaStream_t stream, 
     report->results = prompts;
     report->before = *(*store)->stats();
     print_tokens("after the prompts", report->before);
-    run_steps(store->get(), shape, in, stream, ids, &report->results);
+    const Step step(store->get(), shape, in, stream, ids);
+    run_steps(step, shape, stream, in, &report->results);
+    run_layers(step, shape, stream, &report->results);
     report->after = *(*store)->stats();
     print_tokens("after the steps", report->after);
   } else {

@@ -18,7 +18,9 @@
 namespace tierkv::bench {
 
 inline constexpr int32_t kTokens = 4096, kSteps = 40, kWarmSteps = 8, kKvHeads = 8, kHeadDim = 128;
+inline constexpr int32_t kLayerSteps = 14;
 inline constexpr int64_t kStride = kTokens + 64;
+static_assert(kTokens + kWarmSteps + kSteps + kLayerSteps <= kStride);
 
 inline void require(const Status& status, const char* what) {
   if (status) return;
