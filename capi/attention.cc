@@ -99,6 +99,20 @@ Status read_tail(const tkv_attention_tail* in, AttentionTail* out) {
   return Status::ok();
 }
 
+static_assert(TKV_SETTLED_NOTHING == static_cast<int>(Settled::kNothing));
+static_assert(TKV_SETTLED_ALL_BUT_LAST_PAGE == static_cast<int>(Settled::kAllButLastPage));
+static_assert(TKV_SETTLED_ALL == static_cast<int>(Settled::kAll));
+Status read_settled(const tkv_attend_call& in, AttendCall* out) {
+  out->plan_is_settled = in.plan_is_settled != 0;
+  for (int32_t t = 0; t < kMaxAttentionTiers; ++t) {
+    if (in.settled[t] < TKV_SETTLED_NOTHING || in.settled[t] > TKV_SETTLED_ALL) {
+      return invalid("settled must be TKV_SETTLED_NOTHING, _ALL_BUT_LAST_PAGE or _ALL");
+    }
+    out->settled[t] = static_cast<Settled>(in.settled[t]);
+  }
+  return Status::ok();
+}
+
 // What every call on a handle needs: the handle, and the struct.
 Status read_call(const tkv_attention* attention, const tkv_attend_call* in, tkv_attend_call* out) {
   if (attention == nullptr) return invalid("attention is null");
@@ -122,13 +136,13 @@ Status attend(const tkv_attention* attention, const tkv_attend_call* call, GpuSt
   if (Status s = read_table(c.table, &out.table); !s) return s;
   if (Status s = read_pool(c.pool, &out.pages); !s) return s;
   if (Status s = read_tail(c.tail, &out.tail); !s) return s;
+  if (Status s = read_settled(c, &out); !s) return s;
   out.batch = {c.sequences, c.num_sequences};
   out.layer = c.layer;
   out.q = c.q;
   out.out = c.out;
   out.lse = c.lse;
   out.sinks = c.sinks;
-  out.plan_is_settled = c.plan_is_settled != 0;
   return tierkv::attend(attention->config, attention->grid, out, {c.workspace, c.workspace_bytes},
                         stream);
 }

@@ -341,6 +341,15 @@ typedef struct tkv_attention_tail {
   int32_t ring_tokens;
 } tkv_attention_tail;
 
+/* What of the pages of a tier was complete before the kernel that precedes a call on the stream
+ * began. */
+typedef int32_t tkv_settled;
+enum {
+  TKV_SETTLED_NOTHING = 0,
+  TKV_SETTLED_ALL_BUT_LAST_PAGE = 1, /* of every row: tokens are appended behind them */
+  TKV_SETTLED_ALL = 2
+};
+
 /* Of one layer. tkv_plan_attention reads table, sequences and workspace. */
 typedef struct tkv_attend_call {
   size_t struct_size;
@@ -358,6 +367,7 @@ typedef struct tkv_attend_call {
   size_t workspace_bytes;
   const tkv_attention_tail* tail; /* null: the last tokens of the last tier; unused for q_len 1 */
   const float* sinks;             /* device [num_q_heads], learned sinks: attention.h; null: none */
+  tkv_settled settled[3];         /* of config.tiers; looked at where the plan is settled */
 } tkv_attend_call;
 
 /* Cuts the work of all layers; follows every change of the table or the sequences, and precedes

@@ -314,6 +314,31 @@ TEST_P(CapiAttend, SmallIsTheReference) {
   EXPECT_EQ(rows, std::vector<int32_t>(rows.size(), TKV_OK));
 }
 
+// The second call's plan and pages are older than the first call. A caller of an earlier version
+// names nothing that is settled.
+TEST_P(CapiAttend, SmallSettledTiersChangeNothing) {
+  SCOPED_TRACE(seed_);
+  ASSERT_EQ(tkv_plan_attention(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+  ASSERT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+  const std::vector<uint16_t> out = out_.read();
+  const auto same_again = [&] {
+    out_.fill(0x7e);
+    ASSERT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+    ASSERT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), TKV_OK) << error_.message;
+    EXPECT_EQ(out_.read(), out);
+  };
+  call_.plan_is_settled = 1;
+  for (const tkv_settled tail :
+       {TKV_SETTLED_NOTHING, TKV_SETTLED_ALL_BUT_LAST_PAGE, TKV_SETTLED_ALL}) {
+    call_.settled[0] = TKV_SETTLED_ALL;
+    call_.settled[1] = tail;
+    same_again();
+  }
+  call_.settled[2] = 77;
+  call_.struct_size = offsetof(tkv_attend_call, settled);
+  same_again();
+}
+
 TEST_P(CapiAttend, SmallRefusesBadCallsByName) {
   const auto refused = [&](tkv_status status, const char* word) {
     EXPECT_EQ(tkv_attend(attention_, &call_, nullptr, &error_), status) << error_.message;
@@ -341,6 +366,10 @@ TEST_P(CapiAttend, SmallRefusesBadCallsByName) {
   }
   call_.num_sequences = 0;
   refused(TKV_INVALID_ARGUMENT, "num_sequences");
+  for (const tkv_settled none : {-1, 3}) {
+    call_.settled[2] = none;
+    refused(TKV_INVALID_ARGUMENT, "settled");
+  }
   call_.workspace_bytes = bytes - 1;
   refused(TKV_BUFFER_TOO_SMALL, "workspace");
   call_.workspace_bytes = bytes - 1;
