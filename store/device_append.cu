@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "attention/launch.cuh"
 #include "store/device_step.cuh"
 
 namespace tierkv {
@@ -73,13 +74,15 @@ __device__ StatusCode append_tokens_of(const DeviceState& d, const DeviceTokens&
   return code;
 }
 
-// Entries first .. of the batch.
+// Entries first .. of the batch. Attention begins beside it with what is complete before it begins.
 template <class Formats, DType kDtype>
 __global__ void __launch_bounds__(kThreads)
     append_step_kernel(const __grid_constant__ DeviceState d,
                        const __grid_constant__ DeviceTokens tokens,
                        const __grid_constant__ IdChunk ids, int32_t first) {
   __shared__ StatusCode codes[2 * kCtaRows];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, heads = d.s.num_kv_heads;
   const int32_t head = static_cast<int32_t>(blockIdx.x) * kCtaRows + warp / 2;
   const int32_t entry = first + static_cast<int32_t>(blockIdx.y);
@@ -105,41 +108,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Formats, DType kDtype>
-void launch_append(const DeviceState& d, const DeviceTokens& tokens, const int32_t* slots,
-                   GpuStream stream) {
-  for (int32_t first = 0; first < tokens.count; first += kIdChunk) {
-    IdChunk ids = {};
-    const int32_t here = std::min(kIdChunk, tokens.count - first);
-    std::copy_n(slots + first, here, ids.slots);
-    const dim3 ctas(ctas_for(d.s.num_kv_heads, kCtaRows), static_cast<uint32_t>(here));
-    append_step_kernel<Formats, kDtype><<<ctas, kThreads, 0, stream>>>(d, tokens, ids, first);
-  }
-}
-
+using AppendKernel = void (*)(DeviceState, DeviceTokens, IdChunk, int32_t);
 template <class Formats>
-void launch_append_of(const DeviceState& d, const DeviceTokens& tokens, const int32_t* slots,
-                      GpuStream stream) {
-  switch (tokens.dtype) {
-    case DType::kFloat16:
-      return launch_append<Formats, DType::kFloat16>(d, tokens, slots, stream);
-    case DType::kBFloat16:
-      return launch_append<Formats, DType::kBFloat16>(d, tokens, slots, stream);
-    case DType::kFloat32:
-      return launch_append<Formats, DType::kFloat32>(d, tokens, slots, stream);
-  }
+AppendKernel kernel_of(DType dtype) {
+  if (dtype == DType::kBFloat16) return append_step_kernel<Formats, DType::kBFloat16>;
+  if (dtype == DType::kFloat32) return append_step_kernel<Formats, DType::kFloat32>;
+  return append_step_kernel<Formats, DType::kFloat16>;
 }
 
 }  // namespace
 
 Status append_step(const DeviceState& d, const DeviceTokens& tokens, const int32_t* slots,
                    GpuStream stream) {
-  if (DefaultFormats::fit(d.s)) {
-    launch_append_of<DefaultFormats>(d, tokens, slots, stream);
-  } else {
-    launch_append_of<AnyFormats>(d, tokens, slots, stream);
+  const AppendKernel kernel = DefaultFormats::fit(d.s) ? kernel_of<DefaultFormats>(tokens.dtype)
+                                                       : kernel_of<AnyFormats>(tokens.dtype);
+  for (int32_t first = 0; first < tokens.count; first += kIdChunk) {
+    IdChunk ids = {};
+    const int32_t here = std::min(kIdChunk, tokens.count - first);
+    std::copy_n(slots + first, here, ids.slots);
+    const dim3 ctas(ctas_for(d.s.num_kv_heads, kCtaRows), static_cast<uint32_t>(here));
+    const Status s =
+        launch_after_previous(kernel, ctas, kThreads, 0, stream, d, tokens, ids, first);
+    if (!s) return s.with_context("append");
   }
-  return launch_status("append");
+  return Status::ok();
 }
 
 }  // namespace tierkv

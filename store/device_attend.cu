@@ -58,6 +58,7 @@ Status DeviceStore::plan_attention_of(const AttentionConfig& attention, const Sl
   }
   workspace_of_ = {slots, q_len};
   planned_ = {};
+  is_settled_ = false;
   const auto count = static_cast<int32_t>(slots.size());
   if (q_len > 1) {
     if (Status s = find_newest(state_, newest_, count, stream_); !s) return s;
@@ -123,11 +124,15 @@ Status DeviceStore::attend(const AttendRequest& request) {
   }
   if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
   if (Status s = plan_attention_of(*attention, *slots); !s) return s;
+  // What changes high and low pages drops the plan; the window's are appended to at any time.
+  call.plan_is_settled = is_settled_;
+  call.settled[kHighSide] = call.settled[kLowSide] = Settled::kAll;
   if (Status s =
           tierkv::attend(*attention, *grid(request.q_len), call, attention_workspace_, stream_);
       !s) {
     return s;
   }
+  is_settled_ = true;
   if (counts) {
     if (Status s = count_queries(request, *attention, call); !s) return s;
   }

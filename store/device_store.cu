@@ -150,6 +150,7 @@ Status DeviceStore::grow_jobs(size_t jobs) {
 
 Status DeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
   batch_ = slots;
+  is_settled_ = false;
   return begin_batch(state_, {call, static_cast<int32_t>(slots.size()), tokens}, slots.data(),
                      stream_);
 }
@@ -218,8 +219,9 @@ Status DeviceStore::append(const AppendCall& call) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
     if (Status s = append_chunk(state_, chunk_, tokens, stream_); !s) return s;
-  } else if (Status s = append_step(state_, tokens, slots->data(), stream_); !s) {
-    return s;
+  } else {
+    if (Status s = append_step(state_, tokens, slots->data(), stream_); !s) return s;
+    is_settled_ = true;
   }
   for (const int32_t slot : *slots) {
     table().set_layer_tokens(slot, call.layer, table().info(slot).num_tokens);

@@ -110,8 +110,11 @@ class DeviceStore final : public DeviceKvStore {
   AttentionWorkspace attention_workspace_;
   PlannedAttention planned_;       // without slots: nothing
   PlannedAttention workspace_of_;  // whose layout the workspace has had last
-  float* lse_ = nullptr;           // [max_sequences * kMaxQueryTokens * num_q_heads]
-  int32_t* newest_ = nullptr;      // [max_sequences] of the plan, where it has several queries
+  // Since plan and batch were written a kernel was enqueued that lets no other start before its own
+  // wait: both are complete when any kernel behind it begins.
+  bool is_settled_ = false;
+  float* lse_ = nullptr;       // [max_sequences * kMaxQueryTokens * num_q_heads]
+  int32_t* newest_ = nullptr;  // [max_sequences] of the plan, where it has several queries
 };
 
 }  // namespace tierkv
