@@ -122,7 +122,7 @@ Status DeviceStore::attend(const AttendRequest& request) {
     if (Status s = validate_scratch(request, *attention, *slots); !s) return s;
     call.scores = {request.scratch, request.scratch_bytes};
   }
-  if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
+  if (Status s = use_batch(*slots); !s) return s;
   if (Status s = plan_attention_of(*attention, *slots); !s) return s;
   // What changes high and low pages drops the plan; the window's are appended to at any time.
   call.plan_is_settled = is_settled_;

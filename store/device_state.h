@@ -1,9 +1,9 @@
 // The state of the device back end as its kernels see it, and their launches.
 //
 // Every call names its sequences by the batch: a list in device memory that begin_batch() writes.
-// Where an earlier call has failed it writes padding instead, so that nothing is done until
-// take_status() has told the failure; where a call fails in its own kernels, the first failure is
-// kept and what follows it sees padding.
+// Where an earlier call has failed it writes padding instead (but for DeviceCall::kNone), so that
+// nothing is done until take_status() has told the failure; where a call fails in its own kernels,
+// the first failure is kept, and what follows it sees padding or looks for the failure itself.
 #pragma once
 
 #include <cstdint>

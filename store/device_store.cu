@@ -155,8 +155,8 @@ Status DeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t token
                      stream_);
 }
 
-Status DeviceStore::use_batch(DeviceCall call, const Slots& slots) {
-  return slots == batch_ ? Status::ok() : set_batch(call, slots, 0);
+Status DeviceStore::use_batch(const Slots& slots) {
+  return slots == batch_ ? Status::ok() : set_batch(DeviceCall::kNone, slots, 0);
 }
 
 Status DeviceStore::run(const PageOp& op) {
@@ -214,7 +214,7 @@ Status DeviceStore::append(const AppendCall& call) {
   }
   const DeviceTokens tokens = {call.k,      call.v,    dtype, static_cast<int32_t>(slots->size()),
                                call.tokens, call.layer};
-  if (Status s = use_batch(DeviceCall::kAppend, *slots); !s) return s;
+  if (Status s = use_batch(*slots); !s) return s;
   if (prompt) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
@@ -232,7 +232,7 @@ Status DeviceStore::append(const AppendCall& call) {
 Status DeviceStore::score_prompt(const PromptScores& scores) {
   const Result<Slots> slots = table().admit_scores(scores);
   if (!slots) return slots.status();
-  if (Status s = use_batch(DeviceCall::kScorePrompt, *slots); !s) return s;
+  if (Status s = use_batch(*slots); !s) return s;
   return tierkv::score_prompt(
       state_,
       {scores.significance, scores.stride, static_cast<int32_t>(slots->size()), scores.layer, 0},
@@ -289,7 +289,7 @@ Status DeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
 Status DeviceStore::update_scores(const ScoreUpdate& update) {
   const Result<Slots> slots = table().admit_update(update);
   if (!slots) return slots.status();
-  if (Status s = use_batch(DeviceCall::kUpdateScores, *slots); !s) return s;
+  if (Status s = use_batch(*slots); !s) return s;
   return tierkv::update_scores(state_,
                                {update.probabilities, update.stride,
                                 static_cast<int32_t>(slots->size()), update.layer, update.back},

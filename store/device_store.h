@@ -64,9 +64,11 @@ class DeviceStore final : public DeviceKvStore {
   SequenceBatch batch(const Slots& slots) const {
     return {state_.batch, static_cast<int32_t>(slots.size())};
   }
-  // Writes the batch, unless it is what the device has already.
+  // Writes the batch; after a failure as padding.
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
-  Status use_batch(DeviceCall call, const Slots& slots);
+  // Unless it is what the device has already, and never as padding, of which a plan that is in use
+  // knows nothing: the kernels of these calls look for failures themselves.
+  Status use_batch(const Slots& slots);
   Status run(const PageOp& op);
   // What a plan of the attention is of.
   struct PlannedAttention {

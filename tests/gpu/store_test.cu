@@ -157,6 +157,46 @@ TEST(StoreDevice, DoesNothingAfterAFailureUntilItIsTaken) {
   EXPECT_EQ(twins.difference(), "");
 }
 
+// A plan that was made before it fits the batch that is written after it.
+TEST(StoreDevice, AttendsWithThePlanOfBeforeAFailure) {
+  RandomInput input;
+  KvStoreConfig c = small_config();
+  c.layout.head_dim = 128;
+  c.page_bytes = 0;
+  c.num_pages = 200;
+  Twins twins(c, &input);
+  std::vector<SequenceId> ids(4);
+  for (SequenceId& id : ids) ASSERT_TRUE(twins.add(&id));
+  const SequenceList all = {ids.data(), 4}, some = {ids.data(), 3}, other = {&ids[3], 1};
+  ASSERT_TRUE(twins.begin_prompt(all, 120));
+  ASSERT_TRUE(twins.append_all(all, 120));
+  for (int32_t layer = 0; layer < 2; ++layer) ASSERT_TRUE(twins.score_prompt(all, layer));
+  ASSERT_TRUE(twins.end_prompt(all));
+  ASSERT_TRUE(twins.begin_step(some, 1));
+  ASSERT_TRUE(twins.append(some, 0, 1));
+
+  constexpr size_t kValues = 3 * 4 * 128, kGuard = 64 * 128;
+  const std::vector<uint8_t> q = input.values(DType::kFloat16, 3 * 4, 128);
+  const std::vector<uint16_t> poison(kValues + kGuard, 0x7e00);
+  const std::vector<float> seen = twins.scores(other);
+  const std::vector<uint16_t> bad(3 * 2 * 128, 0x7e00);
+  Buffer dq, dout, dseen, dbad;
+  AttendRequest request;
+  request.sequences = some;
+  request.q = dq.put(q);
+  request.out = dout.put(poison);
+  DeviceStore& device = twins.device();
+  ASSERT_TRUE(device.attend(request));
+  const auto out = dout.read<uint16_t>(poison.size());
+  for (size_t i = 0; i < kValues; ++i) ASSERT_NE(out[i], 0x7e00) << i;
+  ASSERT_TRUE(device.append({some, 1, 1, dbad.put(bad), dbad.get<void>()}));
+  ASSERT_TRUE(device.update_scores({other, 0, 0, dseen.put(seen), c.max_tokens}));
+  dout.put(poison);
+  ASSERT_TRUE(device.attend(request));
+  EXPECT_EQ(dout.read<uint16_t>(poison.size()), out);
+  EXPECT_EQ(device.take_status().code(), StatusCode::kNonFinite);
+}
+
 // The host takes for granted that the prompts ended; the device knows better.
 TEST(StoreDevice, RefusesAStepAfterAPromptThatCouldNotEnd) {
   RandomInput input;
