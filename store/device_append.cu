@@ -74,13 +74,15 @@ __device__ StatusCode append_tokens_of(const DeviceState& d, const DeviceTokens&
   return code;
 }
 
-// Entries first .. of the batch. Attention begins beside it with what is complete before it begins.
+// Entries first .. of the batch. Attention may begin beside it, at once where what it then reads is
+// complete already.
 template <class Formats, DType kDtype>
 __global__ void __launch_bounds__(kThreads)
     append_step_kernel(const __grid_constant__ DeviceState d,
                        const __grid_constant__ DeviceTokens tokens,
                        const __grid_constant__ IdChunk ids, int32_t first) {
   __shared__ StatusCode codes[2 * kCtaRows];
+  if (tokens.plan_is_settled) let_next_kernel_start();
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, heads = d.s.num_kv_heads;

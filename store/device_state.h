@@ -116,6 +116,7 @@ struct DeviceTokens {
   int32_t count = 0;
   int32_t tokens = 0;
   int32_t layer = 0;
+  bool plan_is_settled = false;  // of a step: as AttendCall's for an attend() in its place
 };
 // `slots` [count] is the batch, in host memory.
 Status append_step(const DeviceState& d, const DeviceTokens& tokens, const int32_t* slots,

@@ -212,9 +212,9 @@ Status DeviceStore::append(const AppendCall& call) {
   if (!is_aligned(call.k, alignment) || !is_aligned(call.v, alignment)) {
     return invalid("k or v is misaligned");
   }
-  const DeviceTokens tokens = {call.k,      call.v,    dtype, static_cast<int32_t>(slots->size()),
-                               call.tokens, call.layer};
   if (Status s = use_batch(*slots); !s) return s;
+  const auto count = static_cast<int32_t>(slots->size());
+  const DeviceTokens tokens = {call.k, call.v, dtype, count, call.tokens, call.layer, is_settled_};
   if (prompt) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;

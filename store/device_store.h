@@ -113,7 +113,7 @@ class DeviceStore final : public DeviceKvStore {
   PlannedAttention planned_;       // without slots: nothing
   PlannedAttention workspace_of_;  // whose layout the workspace has had last
   // Since plan and batch were written a kernel was enqueued that lets no other start before its own
-  // wait: both are complete when any kernel behind it begins.
+  // wait has ended: both are complete when any kernel behind it begins.
   bool is_settled_ = false;
   float* lse_ = nullptr;       // [max_sequences * kMaxQueryTokens * num_q_heads]
   int32_t* newest_ = nullptr;  // [max_sequences] of the plan, where it has several queries

@@ -221,47 +221,48 @@ TEST_F(SettledStore, SmallReplaysAreTheHosts) {
   cudaGraphDestroy(graph);
 }
 
-// Every layer plans for some sequences and then for others, after a call that was refused when its
-// plan was made; and batches change between a plan and its use.
+// Plans and batches change between the layers; calls that are refused leave their plan behind.
 TEST_F(SettledStore, SmallPlansAndBatchesAreWaitedFor) {
   RandomInput input;
   Twins twins(layers_config(16), &input, stream_);
   const std::vector<SequenceId> ids = fill(&twins, {200, 30, 5, 140});
   LayerCalls calls(&twins, {ids[2], ids[0]}, 2, &input);
   LayerCalls others(&twins, {ids[1], ids[3]}, 1, &input);
-  Buffer scores;
   const SequenceList last = {&ids[3], 1};
   const std::vector<float> seen = twins.scores(last);
+  Buffer scores;
   scores.put(seen);
+  const auto refuse = [&](LayerCalls& of, KvStore& store, int32_t layer) {
+    if (&store == &twins.host()) return;
+    AttendRequest bad = of.request(true, layer);
+    bad.q = static_cast<const uint16_t*>(bad.q) + 1;
+    ASSERT_EQ(store.attend(bad).code(), StatusCode::kInvalidArgument);
+  };
+  const auto run = [&](KvStore& store, const float* probabilities) {
+    ASSERT_TRUE(store.begin_step(others.list(), 1));
+    for (int32_t layer = 0; layer < kLayers; ++layer) others.append(store, layer);
+    ASSERT_TRUE(store.begin_step(calls.list(), 2));
+    for (int32_t layer = 0; layer < kLayers; layer += 2) {
+      // A plan, an append, its attention.
+      if (layer > 0) refuse(calls, store, layer - 1);
+      calls.append(store, layer);
+      calls.attend(store, layer);
+      // The batch anew, an append, the attention of a plan in use.
+      ASSERT_TRUE(store.update_scores({last, layer, 0, probabilities, twins.config().max_tokens}));
+      calls.append(store, layer + 1);
+      calls.attend(store, layer + 1);
+      // A plan and at once its attention.
+      refuse(others, store, layer);
+      others.attend(store, layer);
+      others.attend(store, layer + 1);
+    }
+  };
   for (int32_t step = 0; step < 4; ++step) {
     calls.draw();
     others.draw();
     hold(stream_);
-    for (KvStore* store :
-         {static_cast<KvStore*>(&twins.device()), static_cast<KvStore*>(&twins.host())}) {
-      const bool on_device = store == &twins.device();
-      ASSERT_TRUE(store->begin_step(others.list(), 1));
-      for (int32_t layer = 0; layer < kLayers; ++layer) others.append(*store, layer);
-      ASSERT_TRUE(store->begin_step(calls.list(), 2));
-      for (int32_t layer = 0; layer < kLayers; ++layer) {
-        // The plan of the layer before is that of `calls` where the layer is odd.
-        if (layer % 2 == 1) {
-          const float* p = on_device ? scores.get<float>() : seen.data();
-          ASSERT_TRUE(store->update_scores({last, layer, 0, p, twins.config().max_tokens}));
-        }
-        calls.append(*store, layer);
-        if (on_device && layer % 3 == 0) {
-          AttendRequest bad = calls.request(true, layer);
-          bad.q = static_cast<const uint16_t*>(bad.q) + 1;
-          ASSERT_EQ(store->attend(bad).code(), StatusCode::kInvalidArgument);
-        }
-        if (layer % 2 == 1) others.attend(*store, layer - 1);
-        calls.attend(*store, layer);
-        if (layer % 2 == 1) others.attend(*store, layer);
-        if (layer % 2 == 0) continue;
-        calls.attend(*store, layer);
-      }
-    }
+    run(twins.device(), scores.get<float>());
+    run(twins.host(), seen.data());
     calls.expect_equal();
     others.expect_equal();
     if (HasFailure()) return;
