@@ -13,6 +13,7 @@ namespace tierkv {
 namespace {
 
 constexpr int32_t kSlots = 2;
+constexpr int32_t kLeastPageOfManySlots = 6144;
 constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
@@ -36,7 +37,7 @@ Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
 
 // Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
 int32_t least_slot_bytes(const AttentionConfig& config) {
-  int32_t bytes = part_stride(config.head_dim) * query_columns(config).of_row * 4;
+  int32_t bytes = config.head_dim * query_columns(config).of_row * 4;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const PageLayout layout =
         *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
@@ -172,17 +173,18 @@ int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
-// Two slots: more bytes in flight were slower for every format (docs/ATTENTION.md). Whole pages
-// where they fit, so that a chunk is one copy.
+// Whole pages where they fit, so that a chunk is one copy. More than two of them are copied while
+// the kernel before ends; where pages are small arithmetic binds, and two are faster
+// (docs/ATTENTION.md).
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
-  const int32_t columns = query_columns(config).of_row;
-  for (int32_t slots = kSlots; slots > 0; --slots) {
+  const int32_t columns = query_columns(config).of_row, page = whole_page_bytes(config);
+  for (int32_t slots = page < kLeastPageOfManySlots ? kSlots : kMaxSlots; slots > 0; --slots) {
     const int32_t left =
         shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;
     const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
-    if (most < least_slot_bytes(config)) continue;
+    if (most < (slots > kSlots ? page : least_slot_bytes(config))) continue;
     grid.slots_per_warp = slots;
-    grid.slot_bytes = chunk_bytes(config, std::min(whole_page_bytes(config), most));
+    grid.slot_bytes = chunk_bytes(config, std::min(page, most));
     grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;
     return Status::ok();
   }

@@ -17,6 +17,12 @@
 
 namespace tierkv {
 
+// Floats from one column to the next in a part in shared memory; keeps its stores free of
+// conflicts.
+TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
+  return head_dim + 4;
+}
+
 inline constexpr int32_t kQueryShift = 4;
 inline constexpr float kWeightExponent = 8.0f;  // of the largest weight when the reference is set
 inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it

@@ -274,6 +274,45 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Chun
   }
 }
 
+// Copies of a warp that are on their way at a time; more only make all of them late. Further slots
+// are for what was copied before there was anything else to do.
+inline constexpr int32_t kChunksInFlight = 2;
+
+// The order in which the slots of a ring are filled and attended to.
+class RingOrder {
+ public:
+  __device__ __forceinline__ explicit RingOrder(int32_t slots) : slots_(slots) {}
+
+  // Of the chunk to attend to next, if one is pending: its slot, and its barrier's phase.
+  __device__ __forceinline__ int32_t slot() const { return slot_; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  // Chunks that were started and not passed.
+  __device__ __forceinline__ int32_t pending() const { return pending_; }
+  // Whether there is room for a copy, though all pending ones may be on their way.
+  __device__ __forceinline__ bool may_start() const {
+    return pending_ < smaller(slots_, kChunksInFlight);
+  }
+  // A chunk is started: its slot.
+  __device__ __forceinline__ int32_t start() {
+    const int32_t slot = fill_;
+    if (++fill_ == slots_) fill_ = 0;
+    ++pending_;
+    return slot;
+  }
+  // The chunk of slot() was attended to.
+  __device__ __forceinline__ void pass() {
+    --pending_;
+    if (++slot_ < slots_) return;
+    slot_ = 0;
+    parity_ ^= 1;
+  }
+
+ private:
+  int32_t slots_;
+  int32_t slot_ = 0, fill_ = 0, pending_ = 0;
+  uint32_t parity_ = 0;
+};
+
 // What start_chunk() fills.
 struct RingSlot {
   uint8_t* bytes;

@@ -50,9 +50,10 @@ struct DecodeParams {
   bool is_bfloat16 = false;  // q, out and raw pages; otherwise fp16
 };
 
-// Floats from one head to the next in a part in shared memory; keeps its stores free of conflicts.
-TKV_HD constexpr int32_t part_stride(int32_t head_dim) {
-  return head_dim + 4;
+// In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
+// 8 dims of four columns 1 or 2 apart, are then free of conflicts.
+TKV_HD constexpr int32_t part_swizzle(int32_t column) {
+  return ((column ^ column >> 1) & 3) * 8;
 }
 
 inline constexpr int32_t kChunkHeaderBytes = 16;
@@ -66,7 +67,7 @@ struct DecodeShared {
   int32_t states;     // SoftmaxState [kDecodeWarps][2][columns]
   int32_t ends;       // WorkItem [2]
   int32_t part_rows;  // int32_t [kDecodeWarps][2]
-  int32_t parts;      // float [kDecodeWarps][columns][part_stride]
+  int32_t parts;      // float [kDecodeWarps][columns][head_dim]
   int32_t bytes;
 };
 TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, int32_t slot_bytes,
@@ -79,7 +80,7 @@ TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, i
   s.ends = s.states + kDecodeWarps * 2 * columns * 8;
   s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
   s.parts = s.part_rows + kDecodeWarps * 2 * 4;
-  s.bytes = s.parts + kDecodeWarps * columns * part_stride(head_dim) * 4;
+  s.bytes = s.parts + kDecodeWarps * columns * head_dim * 4;
   return s;
 }
 

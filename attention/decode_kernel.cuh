@@ -57,11 +57,8 @@ class DecodeCta {
   __device__ __forceinline__ bool leaves_scores() const {
     return kMode == DecodeMode::kScored || (kKnowsPlaces && p_.scores.codes != nullptr);
   }
-  // Before the kernel before has ended. Whoever follows one that leaves scores may at once read
-  // what that does not write.
-  __device__ __forceinline__ bool may_begin_early() const {
-    return p_.plan_is_settled && !leaves_scores();
-  }
+  __device__ __forceinline__ int32_t early_chunks(const WorkItem& item,
+                                                  const ChunkFeed& feed) const;
   // The rows that began before an item and that go on behind it, or -1.
   struct OpenRows {
     int32_t before, behind;
@@ -77,7 +74,7 @@ class DecodeCta {
   // goes on behind it.
   __device__ __forceinline__ float* part(int32_t i) const {
     if (i % 2 != 0) return reinterpret_cast<float*>(ring(i / 2));
-    return parts_ + i / 2 * p_.columns.of_row * part_stride(kHeadDim);
+    return parts_ + i / 2 * p_.columns.of_row * kHeadDim;
   }
 
   const DecodeParams& p_;
@@ -101,7 +98,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run()
   // Of a warp without work, which may lie between those that share a row.
   if (lane_ < p_.columns.of_row) states_[2 * warp_ * p_.columns.of_row + lane_] = SoftmaxState{};
   publish_barriers();
-  if (!may_begin_early()) wait_for_previous_kernel();
+  if (!p_.plan_is_settled) wait_for_previous_kernel();
+  if (!leaves_scores()) let_next_kernel_start();
   const int32_t index = blockIdx.x * kDecodeWarps + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;
@@ -115,48 +113,48 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::attend(
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
+  RingOrder ring(p_.slots);
   const int32_t ring_at = held(warp_ * p_.slots * p_.slot_bytes);
   const auto slot_bytes = [&](int32_t slot) { return rings_ + (ring_at + slot * p_.slot_bytes); };
   // Chunks in a row that were full pages of one tier and the last ones that were started: they have
   // one header.
   int32_t alike = 0;
-  const auto start_slot = [&](int32_t slot) {
+  const auto start_next = [&] {
+    const int32_t slot = ring.start();
     const bool is_page = start_chunk(
         p_, feed,
         {slot_bytes(slot), &full_[slot], &headers_[slot], kKnowsPlaces ? &places_[slot] : nullptr},
         !kKnowsPlaces && alike >= p_.slots);
     alike = is_page ? alike + 1 : 0;
   };
-  // Before the queries are asked for: what waits for them would hold up the copies. A first chunk
-  // that must be waited for is made ready before.
+  int32_t early = early_chunks(item, feed);
   if (kPreparesFirst && item.tiles > 0) {
-    const bool is_settled = feed.is_settled();
-    const ReadyChunk first = prepare_chunk(p_, feed.next(), slot_bytes(0));
-    if (!is_settled) {
-      if (may_begin_early()) prefetch_pieces(first.pieces);
+    if (!feed.is_settled()) early = 0;
+    const ReadyChunk first = prepare_chunk(p_, feed.next(), slot_bytes(ring.start()));
+    if (early == 0) {
+      if (p_.plan_is_settled) prefetch_pieces(first.pieces);
       wait_for_previous_kernel();
     }
     copy_pieces(&full_[0], first.pieces);
     announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
   }
 #pragma unroll 1
-  for (int32_t i = kPreparesFirst; i < p_.slots && feed.has_more(); ++i) {
-    if (!feed.is_settled()) wait_for_previous_kernel();
-    start_slot(i);
-  }
+  while (ring.pending() < early && feed.has_more() && feed.is_settled()) start_next();
   wait_for_previous_kernel();
-  // Not before: whoever follows may begin with what was complete before this launch began.
-  let_next_kernel_start();
+  // Whoever follows may at once read what this launch does not write.
+  if (leaves_scores()) let_next_kernel_start();
   if (item.tiles == 0) return;
+  attention_.fetch_query(query(), item.row);
+#pragma unroll 1
+  while (ring.may_start() && feed.has_more()) start_next();
   __syncwarp();
   const OpenRows open{item.tile > 0 ? item.row : -1, next.tile > 0 ? next.row : -1};
-  int32_t row = item.row, slot = 0, left = item.tiles;
-  uint32_t parity = 0;
-  attention_.fetch_query(query(), row);
+  int32_t row = item.row, left = item.tiles;
   attention_.start_row();
   attention_.sum_query(p_.scale_log2);
   ChunkHeader header{-1, 0, 0, 0};
   while (true) {
+    const int32_t slot = ring.slot();
     // Otherwise this chunk has the header of the one before; kernels that know places have no
     // registers to keep it.
     if (kKnowsPlaces || alike <= p_.slots) {
@@ -173,24 +171,35 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
         attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
       }
     }
-    wait_barrier(&full_[slot], parity);
+    wait_barrier(&full_[slot], ring.parity());
     if (header.tokens > 0) {
       attention_.attend({slot_bytes(slot), header.tiles, header.tokens, row,
                          kKnowsPlaces ? &places_[slot] : nullptr});
     }
     left -= header.tiles;
+    ring.pass();
     __syncwarp();
-    if (feed.has_more()) {
-      start_slot(slot);
-    } else {
+    if (!feed.has_more()) {
       alike = 0;
+    } else if (ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity())) {
+      start_next();
     }
     __syncwarp();  // the header is there for all
-    if (++slot == p_.slots) {
-      slot = 0;
-      parity ^= 1;
-    }
   }
+}
+
+// Chunks whose copies begin while the kernel before ends. They hold up the joins at its end: rows
+// that CTAs share get fewer, and an item that does not gain much by them gets none.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::early_chunks(
+    const WorkItem& item, const ChunkFeed& feed) const {
+  constexpr int32_t kFewChunks = 8, kMostOfSharedRows = 3;
+  if (!p_.plan_is_settled) return 0;
+  const int32_t chunk_tiles = feed.chunk_tiles();
+  const bool is_short = item.tiles <= kFewChunks * chunk_tiles;
+  if (is_short && item.tiles > kChunksInFlight * chunk_tiles) return 0;
+  const bool shares = p_.rows.num_rows < static_cast<int32_t>(gridDim.x);
+  return shares ? smaller(p_.slots, kMostOfSharedRows) : p_.slots;
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
@@ -234,11 +243,11 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
     int32_t row, uint32_t parts, int32_t task) const {
   const int32_t of_row = p_.columns.of_row, column = task / kSlices, slice = task % kSlices;
   const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
-  const int32_t dims = column * part_stride(kHeadDim) + slice * kJoinDims;
+  const int32_t dims = column * kHeadDim + slice * kJoinDims;
   PartsJoin<kJoinDims, 4, false> join(kHeadDim - slice * kJoinDims);
   join.join({states_ + from * of_row + column, states_ + 2 * first_warp * of_row + column,
-             part(from) + dims, part(2 * first_warp) + dims, 2 * of_row,
-             of_row * part_stride(kHeadDim), last_warp - first_warp + 1});
+             part(from) + dims, part(2 * first_warp) + dims, 2 * of_row, of_row * kHeadDim,
+             last_warp - first_warp + 1, part_swizzle(column)});
   const bool began_before = row == ends_[0].row && ends_[0].tile > 0;
   if (began_before || (row == ends_[1].row && ends_[1].tile > 0)) {
     const int64_t to = static_cast<int64_t>(part_index(blockIdx.x, began_before)) * of_row + column;

@@ -23,6 +23,7 @@ struct JoinedParts {
   const float *first_accumulator, *accumulators;
   int32_t state_stride, accumulator_stride;
   int32_t count;
+  int32_t swizzle = 0;  // of a multiple of 4: dim d of the slice is at d ^ swizzle
 
   __device__ __forceinline__ const SoftmaxState* state(int32_t i) const {
     return i == 0 ? first_state : states + i * state_stride;
@@ -107,7 +108,8 @@ class PartsJoin {
       const float2 s = read(reinterpret_cast<const float2*>(parts.state(part)));
       state[i] = {s.x, s.y};
       if (has_dims_) {
-        x[i] = read(reinterpret_cast<const float4*>(parts.accumulator(part) + first_dim()));
+        x[i] = read(reinterpret_cast<const float4*>(parts.accumulator(part) +
+                                                    (first_dim() ^ parts.swizzle)));
       }
     }
     float reference = state_.reference;

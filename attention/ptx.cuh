@@ -171,6 +171,19 @@ __device__ __forceinline__ void wait_barrier(const uint64_t* barrier, uint32_t p
   wait_barrier(shared_address(barrier), parity);
 }
 
+// Whether the phase has ended, for the whole warp alike.
+__device__ __forceinline__ bool has_arrived(const uint64_t* barrier, uint32_t parity) {
+  uint32_t is_done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(is_done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return __all_sync(kFullWarp, is_done != 0);
+}
+
 // One piece of a copy: bytes is a multiple of 16, 0 for none; both addresses are 16-byte aligned.
 struct CopyPiece {
   uint8_t* to;

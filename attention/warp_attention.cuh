@@ -123,7 +123,7 @@ class WarpAttention {
   }
 
   // The states and accumulators of the row's columns, to shared memory: states[of_row],
-  // part[of_row][part_stride(kHeadDim)]. The part of an empty state may be anything.
+  // part[of_row][kHeadDim], swizzled. The part of an empty state may be anything.
   __device__ __forceinline__ void store_part(SoftmaxState* states, float* part);
 
   // The finished row to global memory: out, lse and sinks are those of the launch, lse and sinks

@@ -184,7 +184,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
           const int32_t dim = f * kDimBlock + 8 * half;
-          part[column * part_stride(kHeadDim) + dim + g] = fmaf(
+          part[column * kHeadDim + ((dim + g) ^ part_swizzle(column))] = fmaf(
               own_out(c, f, half, j), power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
         }
       }

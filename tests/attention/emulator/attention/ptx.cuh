@@ -202,6 +202,11 @@ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
   }
 }
 
+// Either is possible.
+inline bool has_arrived(const uint64_t*, uint32_t parity) {
+  return parity != 0;
+}
+
 inline void copy_pieces(uint64_t* barrier, const CopyPieces& pieces) {
   if (emulator::cta().lane() != 0) return;
   EmulatedBarrier& b = emulated_barriers().at(barrier);
