@@ -294,10 +294,8 @@ class RingOrder {
   }
   // A chunk is started: its slot.
   __device__ __forceinline__ int32_t start() {
-    const int32_t slot = fill_;
-    if (++fill_ == slots_) fill_ = 0;
-    ++pending_;
-    return slot;
+    const int32_t slot = slot_ + pending_++;
+    return slot < slots_ ? slot : slot - slots_;
   }
   // The chunk of slot() was attended to.
   __device__ __forceinline__ void pass() {
@@ -309,7 +307,7 @@ class RingOrder {
 
  private:
   int32_t slots_;
-  int32_t slot_ = 0, fill_ = 0, pending_ = 0;
+  int32_t slot_ = 0, pending_ = 0;
   uint32_t parity_ = 0;
 };
 
