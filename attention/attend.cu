@@ -12,7 +12,6 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kSlots = 2;
 constexpr int32_t kLeastPageOfManySlots = 6144;
 constexpr int32_t kSlotAlignment = 128;
 
@@ -178,11 +177,13 @@ int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
 // (docs/ATTENTION.md).
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
   const int32_t columns = query_columns(config).of_row, page = whole_page_bytes(config);
-  for (int32_t slots = page < kLeastPageOfManySlots ? kSlots : kMaxSlots; slots > 0; --slots) {
+  const int32_t most_of_page =
+      page < kLeastPageOfManySlots ? kChunksInFlight : most_slots(config.head_dim);
+  for (int32_t slots = most_of_page; slots > 0; --slots) {
     const int32_t left =
         shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;
     const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
-    if (most < (slots > kSlots ? page : least_slot_bytes(config))) continue;
+    if (most < (slots > kChunksInFlight ? page : least_slot_bytes(config))) continue;
     grid.slots_per_warp = slots;
     grid.slot_bytes = chunk_bytes(config, std::min(page, most));
     grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;

@@ -274,10 +274,6 @@ __device__ __forceinline__ void announce_chunk(const DecodeParams& p, const Chun
   }
 }
 
-// Copies of a warp that are on their way at a time; more only make all of them late. Further slots
-// are for what was copied before there was anything else to do.
-inline constexpr int32_t kChunksInFlight = 2;
-
 // The order in which the slots of a ring are filled and attended to.
 class RingOrder {
  public:

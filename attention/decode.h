@@ -16,6 +16,13 @@ namespace tierkv {
 inline constexpr int32_t kDecodeWarps = 8;
 inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
 inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
+// Copies of a warp that are on their way at a time; more only make all of them late. Further slots
+// are for what is copied while the kernel before ends.
+inline constexpr int32_t kChunksInFlight = 2;
+// Large heads leave no registers to tell what has arrived.
+TKV_HD constexpr int32_t most_slots(int32_t head_dim) {
+  return head_dim <= 128 ? kMaxSlots : kChunksInFlight;
+}
 
 // The tier with the newest tokens, where there are several queries; otherwise no tier.
 struct TailSource {

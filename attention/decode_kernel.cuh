@@ -43,6 +43,7 @@ class DecodeCta {
   // The first chunk is made ready while the kernel before still runs; a place may need what that
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
+  static constexpr bool kHasSpareSlots = most_slots(kHeadDim) > kChunksInFlight;
   static constexpr int32_t kParts = 2 * kDecodeWarps;
   static constexpr int32_t kJoinDims = 128;  // of a warp
   static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
@@ -181,7 +182,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     __syncwarp();
     if (!feed.has_more()) {
       alike = 0;
-    } else if (ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity())) {
+    } else if (!kHasSpareSlots || ring.may_start() ||
+               has_arrived(&full_[ring.slot()], ring.parity())) {
       start_next();
     }
     __syncwarp();  // the header is there for all
