@@ -47,8 +47,8 @@ int32_t least_slot_bytes(const AttentionConfig& config) {
 
 Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
   if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
-      grid.slots_per_warp > kMaxSlots || grid.slot_bytes < least_slot_bytes(config) ||
-      grid.slot_bytes % kSlotAlignment != 0) {
+      grid.slots_per_warp > most_slots(config.head_dim) ||
+      grid.slot_bytes < least_slot_bytes(config) || grid.slot_bytes % kSlotAlignment != 0) {
     return invalid("grid is not one that attention_grid() returned");
   }
   return Status::ok();

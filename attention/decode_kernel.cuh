@@ -120,8 +120,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   // Chunks in a row that were full pages of one tier and the last ones that were started: they have
   // one header.
   int32_t alike = 0;
-  const auto start_next = [&] {
-    const int32_t slot = ring.start();
+  const auto start_slot = [&](int32_t slot) {
     const bool is_page = start_chunk(
         p_, feed,
         {slot_bytes(slot), &full_[slot], &headers_[slot], kKnowsPlaces ? &places_[slot] : nullptr},
@@ -140,14 +139,14 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     announce_chunk(p_, first.header, first.is_stray, &headers_[0]);
   }
 #pragma unroll 1
-  while (ring.pending() < early && feed.has_more() && feed.is_settled()) start_next();
+  while (ring.pending() < early && feed.has_more() && feed.is_settled()) start_slot(ring.start());
   wait_for_previous_kernel();
   // Whoever follows may at once read what this launch does not write.
   if (leaves_scores()) let_next_kernel_start();
   if (item.tiles == 0) return;
   attention_.fetch_query(query(), item.row);
 #pragma unroll 1
-  while (ring.may_start() && feed.has_more()) start_next();
+  while (ring.may_start() && feed.has_more()) start_slot(ring.start());
   __syncwarp();
   const OpenRows open{item.tile > 0 ? item.row : -1, next.tile > 0 ? next.row : -1};
   int32_t row = item.row, left = item.tiles;
@@ -182,9 +181,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     __syncwarp();
     if (!feed.has_more()) {
       alike = 0;
-    } else if (!kHasSpareSlots || ring.may_start() ||
-               has_arrived(&full_[ring.slot()], ring.parity())) {
-      start_next();
+    } else if constexpr (!kHasSpareSlots) {
+      start_slot(slot);
+    } else if (ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity())) {
+      start_slot(ring.start());
     }
     __syncwarp();  // the header is there for all
   }
