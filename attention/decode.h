@@ -62,6 +62,10 @@ struct DecodeParams {
 TKV_HD constexpr int32_t part_swizzle(int32_t column) {
   return ((column ^ column >> 1) & 3) * 8;
 }
+// dim ^ swizzle, of which four values are enough for all constant dims.
+TKV_HD constexpr int32_t swizzled(int32_t dim, int32_t swizzle) {
+  return (dim & ~24) + ((dim & 24) ^ swizzle);
+}
 
 inline constexpr int32_t kChunkHeaderBytes = 16;
 

@@ -181,7 +181,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     __syncwarp();
     if (!feed.has_more()) {
       alike = 0;
-    } else if constexpr (!kHasSpareSlots) {
+    } else if (!kHasSpareSlots || p_.slots <= kChunksInFlight) {
       start_slot(slot);
     } else if (ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity())) {
       start_slot(ring.start());

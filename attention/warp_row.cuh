@@ -178,13 +178,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
     for (int32_t j = 0; j < kLaneColumns; ++j) {
       const int32_t column = own_column(c, j);
       if (column >= columns_.of_row) continue;
+      const int32_t swizzle = part_swizzle(column);
       if (g == 0) states[column] = {reference_[c][j], sum_[c][j]};
 #pragma unroll
       for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
           const int32_t dim = f * kDimBlock + 8 * half;
-          part[column * kHeadDim + ((dim + g) ^ part_swizzle(column))] = fmaf(
+          part[column * kHeadDim + swizzled(dim, swizzle) + g] = fmaf(
               own_out(c, f, half, j), power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
         }
       }
