@@ -154,7 +154,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   attention_.sum_query(p_.scale_log2);
   ChunkHeader header{-1, 0, 0, 0};
   while (true) {
-    const int32_t slot = ring.slot();
+    int32_t slot = ring.slot();
     // Otherwise this chunk has the header of the one before; kernels that know places have no
     // registers to keep it.
     if (kKnowsPlaces || alike <= p_.slots) {
@@ -179,13 +179,14 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     left -= header.tiles;
     ring.pass();
     __syncwarp();
-    if (!feed.has_more()) {
-      alike = 0;
-    } else if (!kHasSpareSlots || p_.slots <= kChunksInFlight) {
-      start_slot(slot);
-    } else if (ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity())) {
-      start_slot(ring.start());
+    // Into the slot that is free now, or where there are spare ones, the next one.
+    bool starts = feed.has_more();
+    if (!starts) alike = 0;
+    if (starts && kHasSpareSlots && p_.slots > kChunksInFlight) {
+      starts = ring.may_start() || has_arrived(&full_[ring.slot()], ring.parity());
+      if (starts) slot = ring.start();
     }
+    if (starts) start_slot(slot);
     __syncwarp();  // the header is there for all
   }
 }
