@@ -121,8 +121,7 @@ struct AttentionScores {
 TKV_API size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences,
                                      int32_t tokens);
 
-// What of the pages of a tier was complete before the kernel that precedes a call on the stream
-// began.
+// What of the pages of a tier is settled: AttendCall.
 enum class Settled : int32_t {
   kNothing,
   kAllButLastPage,  // of every row: tokens are appended behind them
@@ -142,11 +141,13 @@ struct AttendCall {
   const float* sinks = nullptr;
   AttentionTail tail;
   AttentionScores scores;  // null: none are left; too few bytes leave out the last tokens of rows
-  // The plan and the tables were complete before the kernel that precedes this one on the stream
-  // began (q and the pages may be its output): the beginning of this call then overlaps its end.
+  // The plan and the tables are settled: the kernel that precedes this call on the stream does not
+  // write them, nor does any that may still run while it does (attend() with a settled plan begins
+  // before its predecessor has ended, as may other kernels that were launched so). q may be its
+  // output. The beginning of this call then overlaps its end.
   bool plan_is_settled = false;
-  // Of config.tiers; looked at where the plan is settled. The first chunks of what is settled are
-  // copied while that kernel ends, so that only q is waited for.
+  // The same of the pages, by config.tiers; looked at where the plan is settled. The first chunks
+  // are then copied while that kernel ends, so that only q is waited for.
   Settled settled[kMaxAttentionTiers] = {};
 };
 TKV_API Status attend(const AttentionConfig& config, const AttentionGrid& grid,

@@ -341,8 +341,7 @@ typedef struct tkv_attention_tail {
   int32_t ring_tokens;
 } tkv_attention_tail;
 
-/* What of the pages of a tier was complete before the kernel that precedes a call on the stream
- * began. */
+/* What of the pages of a tier nothing writes that may still run: attention.h. */
 typedef int32_t tkv_settled;
 enum {
   TKV_SETTLED_NOTHING = 0,
@@ -361,7 +360,7 @@ typedef struct tkv_attend_call {
   const void* q; /* device [num_sequences, q_len, num_q_heads, head_dim], aligned to 16 bytes */
   void* out;     /* device, like q */
   float* lse;    /* device [num_sequences, q_len, num_q_heads], natural logarithm; may be null */
-  /* 1: plan and tables were complete before the kernel that precedes this one on the stream. */
+  /* 1: nothing that may still run writes plan and tables: attention.h. */
   int32_t plan_is_settled;
   void* workspace;
   size_t workspace_bytes;

@@ -12,12 +12,11 @@
 
 namespace tierkv {
 
-__align__(128) uint8_t shared_bytes[1 << 18];
+__align__(128) uint8_t shared_bytes[1 << 19];
 
 namespace test {
 namespace {
 
-constexpr int32_t kSlots = 2;
 constexpr int32_t kSlotBytes = 8704;
 
 AttentionRows rows_of(const World& world, int32_t slot_bytes) {
@@ -63,7 +62,10 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   const int32_t of_row = columns_of.of_row, dim = config.head_dim;
   DecodeParams p;
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
-  p.slots = dim > 128 ? 1 : kSlots;
+  const auto draw = [&](int32_t most) { return static_cast<int32_t>(rng() % (most + 1)); };
+  p.slots = 1 + draw(most_slots(dim) - 1);
+  p.plan_is_settled = draw(1) == 1;
+  for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));
   p.rows = rows_of(world, p.slot_bytes);
   p.pool = world.pages().base;
   p.page_bytes = config.page_bytes;

@@ -1,5 +1,7 @@
 // Calls of the attention kernels on a GPU: batches, graphs, overlapping launches, corrupt tables,
 // bad calls, the plan and the merge. Tests named Small* are small enough for compute-sanitizer.
+#include <cstring>
+
 #include "attention/merge.h"
 #include "attention/plan.h"
 #include "attention/workspace.h"
@@ -106,10 +108,64 @@ TEST(AttentionCalls, BackToBackLaunchesAgree) {
   AttendCall call = device.call();
   for (int i = 0; i < 200; ++i) {
     call.plan_is_settled = i > 2 && i % 2 == 0;
+    for (Settled& settled : call.settled) settled = static_cast<Settled>(rng() % 3);
     ASSERT_TRUE(attend(world.config, device.grid, call, device.space(), nullptr).is_ok());
   }
   ASSERT_CUDA(cudaDeviceSynchronize());
   expect_output(device, *expected);
+}
+
+// Lets the next kernel start, and writes pages after a while.
+__global__ void write_late_kernel(PageView pages, const uint8_t* from, const int32_t* ids,
+                                  int64_t cycles) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  for (const int64_t start = clock64(); clock64() - start < cycles;) continue;
+  const int64_t page = ids[blockIdx.x] * pages.page_bytes;
+  for (int64_t i = threadIdx.x; i < pages.page_bytes; i += blockDim.x) {
+    pages.base[page + i] = from[page + i];
+  }
+}
+
+// The kernel before a call writes what is not settled: the last page of each row, which is damaged
+// until then.
+TEST(AttentionCalls, SmallPagesThatAreNotSettledAreWaitedFor) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937_64 rng(seed);
+  WorldShape shape;
+  shape.tiers = {tier(0, 8, 4)};
+  shape.tokens = {{600}, {64}, {1}, {1400}};
+  World world = make_world(shape, rng);
+  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  ASSERT_TRUE(expected.is_ok());
+  const PageView pages = world.pages();
+  const std::vector<uint8_t> whole(pages.base, pages.base + pages.num_pages * pages.page_bytes);
+  std::vector<int32_t> last;
+  const SideView side = world.table().side(0);
+  for (size_t row = 0; row < world.tokens.size(); ++row) {
+    const int32_t page = (world.tokens[row].of[0] - 1) / side.tokens_per_page;
+    last.push_back(side.slots[row * side.row_stride + page * side.direction]);
+    std::memset(pages.base + last.back() * pages.page_bytes, 0xff, pages.page_bytes);
+  }
+  DeviceWorld device(world);
+  const DeviceArray<uint8_t> source(whole);
+  const DeviceArray<int32_t> ids(last);
+  ASSERT_TRUE(device.plan().is_ok());
+  AttendCall call = device.call();
+  call.plan_is_settled = true;
+  for (const Settled settled : {Settled::kAllButLastPage, Settled::kNothing}) {
+    call.settled[0] = settled;
+    ASSERT_CUDA(cudaMemcpy(call.pages.base, pages.base, whole.size(), cudaMemcpyHostToDevice));
+    device.poison_outputs();
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    write_late_kernel<<<static_cast<uint32_t>(last.size()), 128>>>(call.pages, source.get(),
+                                                                   ids.get(), 400000);
+    ASSERT_TRUE(attend(world.config, device.grid, call, device.space(), nullptr).is_ok());
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    expect_output(device, *expected);
+  }
 }
 
 TEST(AttentionCalls, SmallStrayPagesAndCountsAreLeftOut) {
