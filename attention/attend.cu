@@ -12,7 +12,6 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kLeastPageOfManySlots = 6144;
 constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
@@ -172,13 +171,12 @@ int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
-// Whole pages where they fit, so that a chunk is one copy. More than two of them are copied while
-// the kernel before ends; where pages are small arithmetic binds, and two are faster
-// (docs/ATTENTION.md).
+// Whole pages where they fit, so that a chunk is one copy; of large ones more than two, for copies
+// that begin early (docs/ATTENTION.md).
 Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
   const int32_t columns = query_columns(config).of_row, page = whole_page_bytes(config);
   const int32_t most_of_page =
-      page < kLeastPageOfManySlots ? kChunksInFlight : most_slots(config.head_dim);
+      page < kLargeChunkBytes ? kChunksInFlight : most_slots(config.head_dim);
   for (int32_t slots = most_of_page; slots > 0; --slots) {
     const int32_t left =
         shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;

@@ -19,6 +19,8 @@ inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
 // Copies of a warp that are on their way at a time; more only make all of them late. Further slots
 // are for what is copied while the kernel before ends.
 inline constexpr int32_t kChunksInFlight = 2;
+// Where chunks are smaller arithmetic binds, and copies that begin early only disturb.
+inline constexpr int32_t kLargeChunkBytes = 6144;
 // Large heads leave no registers to tell what has arrived.
 TKV_HD constexpr int32_t most_slots(int32_t head_dim) {
   return head_dim <= 128 ? kMaxSlots : kChunksInFlight;

@@ -191,18 +191,18 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
   }
 }
 
-// Chunks whose copies begin while the kernel before ends. They hold up the joins at its end: rows
-// that CTAs share get fewer, and an item that does not gain much by them gets none.
+// Chunks whose copies begin while the kernel before ends: as many as there is room for. They hold
+// up the joins at its end, so that items that gain less have none: those of a few chunks, but more
+// than are on their way at a time, and those whose arithmetic binds.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::early_chunks(
     const WorkItem& item, const ChunkFeed& feed) const {
-  constexpr int32_t kFewChunks = 8, kMostOfSharedRows = 3;
+  constexpr int32_t kFewChunks = 8;
   if (!p_.plan_is_settled) return 0;
   const int32_t chunk_tiles = feed.chunk_tiles();
-  const bool is_short = item.tiles <= kFewChunks * chunk_tiles;
-  if (is_short && item.tiles > kChunksInFlight * chunk_tiles) return 0;
-  const bool shares = p_.rows.num_rows < static_cast<int32_t>(gridDim.x);
-  return shares ? smaller(p_.slots, kMostOfSharedRows) : p_.slots;
+  const bool is_tiny = item.tiles <= kChunksInFlight * chunk_tiles;
+  const bool is_long = item.tiles > kFewChunks * chunk_tiles && p_.slot_bytes >= kLargeChunkBytes;
+  return is_tiny || is_long ? p_.slots : 0;
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
