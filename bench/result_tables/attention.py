@@ -42,6 +42,14 @@ def attention_goals():
 
 
 @table
+def attention_unsettled():
+    of, schemes = attention_by_name(), ("k8v4", "k4v4", "k4v2", "mixed", "fp16")
+    rows = [[shape.replace("x", " x ")] + [f"{of[scheme, shape]['unsettled_us']['median']:.1f} / {of[scheme, shape]['attend_us']['median']:.1f}"
+                                           for scheme in schemes] for shape in GOALS]
+    return markdown(["shape", "K8V4", "K4V4", "K4V2", "mixed", "fp16"], rows)
+
+
+@table
 def attention_columns():
     of, rows = attention_by_name(), []
     for dim in (64, 128, 256):
