@@ -179,7 +179,8 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
     left -= header.tiles;
     ring.pass();
     __syncwarp();
-    // Into the slot that is free now, or where there are spare ones, the next one.
+    // Into the slot that is free now; where there are spare ones, into the next one, and otherwise
+    // nobody asks what is pending.
     bool starts = feed.has_more();
     if (!starts) alike = 0;
     if (starts && kHasSpareSlots && p_.slots > kChunksInFlight) {
