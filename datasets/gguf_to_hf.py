@@ -160,7 +160,7 @@ def read_tokenizer(source):
 def read_tokenizer_config(source, config):
     tokens = source.field("tokenizer.ggml.tokens", list)
     out = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config["max_position_embeddings"],
-           "clean_up_tokenization_spaces": False}
+           "clean_up_tokenization_spaces": False, "add_bos_token": source.field("tokenizer.ggml.add_bos_token", bool, False)}
     for name, field in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         i = source.fields.get(f"tokenizer.ggml.{field}_token_id")
         if i is not None and not 0 <= i < len(tokens):
