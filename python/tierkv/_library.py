@@ -161,7 +161,7 @@ class AnalyzeOptions(Struct):
 class CalibrateOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
                 ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double)]
+                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("model_id", c_char_p)]
 
 
 class CompressOptions(Struct):
@@ -175,15 +175,19 @@ class DecompressOptions(Struct):
                 ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct))]
 
 
-class ProfileInfoStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32),
-                ("matrix_basis", c_int32), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double),
-                ("balance_k", c_double), ("balance_v", c_double)]
+class ProfileData(Struct):
+    _fields_ = [("struct_size", c_size_t), ("model_id", c_char_p), ("num_layers", c_int32), ("num_q_heads", c_int32),
+                ("num_kv_heads", c_int32), ("head_dim", c_int32), ("sm_scale", c_double), ("alpha_high", c_double),
+                ("alpha_low", c_double), ("rope_pairing", c_int32), ("rope_dims", c_int32), ("rope_layers", c_int32),
+                ("matrix_basis", c_int32), ("rope_inv_freq", c_void_p), ("key_mean", c_void_p), ("value_mean", c_void_p),
+                ("key_mean_before_rope", c_void_p), ("query_energy", c_void_p), ("query_trace", c_void_p), ("value_signal", c_void_p),
+                ("key_scale", c_void_p), ("value_scale", c_void_p), ("key_sensitivity", c_void_p), ("value_sensitivity", c_void_p),
+                ("joint_sensitivity", c_void_p)]
 
 
 class ProfileComponent(Struct):
     _fields_ = [("struct_size", c_size_t), ("component", c_int32), ("matrix_steps", c_int32), ("error", c_double),
-                ("sm_scale", c_double), ("steps", c_void_p), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
+                ("steps", c_void_p), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
 
 
 CORE: Dict[str, List[Any]] = {
@@ -233,8 +237,11 @@ DUMPS: Dict[str, List[Any]] = {
     "tkv_calibrate": [POINTER(CalibrateOptions), c_char_p],
     "tkv_compress": [c_char_p, c_char_p, POINTER(CompressOptions)],
     "tkv_profile_open": [c_char_p, POINTER(c_void_p)],
-    "tkv_profile_get_info": [c_void_p, POINTER(ProfileInfoStruct)],
+    "tkv_profile_get_data": [c_void_p, POINTER(ProfileData)],
     "tkv_profile_get_component": [c_void_p, POINTER(ProfileComponent)],
+    "tkv_profile_write": [POINTER(ProfileData), c_char_p],
+    "tkv_head_scales": [c_void_p, c_int32, c_void_p],
+    "tkv_assign_classes": [c_void_p, c_int32, c_void_p, c_int32, c_void_p],
     "tkv_decompress": [c_char_p, c_char_p, POINTER(DecompressOptions)],
 }
 

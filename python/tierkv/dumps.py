@@ -125,21 +125,19 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
 
 
 def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
-              error_budget: float = 0.25, prune_budget: float = 0.0, balance: float = 0.0, threads: int = 0,
+              error_budget: float = 0.25, prune_budget: float = 0.0, model_id: Optional[str] = None, threads: int = 0,
               progress: Optional[Progress] = None) -> Thresholds:
-    """Writes a profile of a model: means, steps, bases and tier thresholds. The dumps need q.
+    """Writes a profile of what dumps can tell: means, energies, bases and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
-    balance: mean attention error at which global steps of different size per head take the fewest bits; 0: all scaled alike.
+    model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate.
     """
     if not 0 < error_budget <= 1:
         raise ValueError("error_budget must be above 0 and at most 1")
-    if balance != 0 and not 0.001 <= balance <= 1:
-        raise ValueError("balance must be 0 or 0.001 to 1")
     names, bar = _files(files), _ProgressCall(progress)
     options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
                                    no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
-                                   balance_error=balance, threads=threads, progress=bar.pointer)
+                                   model_id=None if model_id is None else model_id.encode(), threads=threads, progress=bar.pointer)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return Thresholds(options.alpha_high, options.alpha_low)
 

@@ -236,10 +236,9 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   const Profile* p = options.profile;
   const bool matrix =
       scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
-  if (p != nullptr &&
-      (p->num_layers != info.layout.num_layers || p->num_kv_heads != info.layout.num_kv_heads ||
-       p->head_dim != info.layout.head_dim)) {
-    return refuse(StatusCode::kInvalidArgument, "the profile is of another model");
+  if (p != nullptr) {
+    if (Status s = p->check_model(info.layout, info.model_id); !s)
+      return refuse(s.code(), s.message());
   }
   if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
     return refuse(StatusCode::kInvalidArgument,
