@@ -49,7 +49,7 @@ TKV_HD int32_t norm_exponent(float mean_square) {
   if (bits < 0x00800000u) return kLeastExponent;
   const uint32_t fraction = bits & 0x7fffffu;
   const int32_t octave = static_cast<int32_t>(bits >> 23) - 127;
-  return 4 * octave + (fraction >= 0x0b95c2u) + (fraction >= 0x25fed7u) + (fraction >= 0x45672au) +
+  return 4 * octave + (fraction >= 0x0b95c2u) + (fraction >= 0x25fed7u) + (fraction >= 0x45672bu) +
          (fraction >= 0x6ac0c7u);
 }
 
