@@ -4,8 +4,8 @@
 // A block holds the codes and exponents of 1 to 64 tokens of one (row, component). A head_dim above
 // 128 is cut into slices of 128 channels, each a block, one after the other; the exponents are in
 // the first. What codes and exponents stand for says codec/host/weighted_rows.h. The bytes are
-// described in docs/FORMAT.md, "Weighted blocks". Any 16-bit codes and any exponents round-trip: a
-// slice that is no smaller coded is stored raw.
+// described in docs/FORMAT.md, "Weighted blocks". Any 16-bit codes round-trip: a
+// slice that is no smaller coded is stored raw. Exponents are -8 to 4 for keys, any for values.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 #include "codec/codebook.h"
 #include "codec/coded_block.h"
 #include "codec/format/weighted_block_format.h"
+#include "codec/format/weighted_step.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -35,8 +36,12 @@ struct WeightedCodes {
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
 };
 
+// kInvalidArgument unless a block can have the shape.
+Status check_weighted_shape(int32_t tokens, int32_t head_dim);
+
 // Appends a multiple of 16 bytes. book_of: [dim_block_count(head_dim)], below the number of books;
-// null where all dim blocks take book 0. kInvalidArgument for shapes and books that are not there.
+// null where all dim blocks take book 0. kInvalidArgument for shapes and books that are not there
+// and for keys' exponents outside -8 to 4.
 Status encode_weighted_block(const WeightedCodes& block, const BookFamily& family,
                              const uint8_t* book_of, std::vector<uint8_t>* out);
 
