@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "tierkv/layout.h"
+
 namespace tierkv {
 namespace {
 

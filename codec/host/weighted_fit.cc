@@ -5,6 +5,7 @@
 #include "codec/global_step.h"
 #include "codec/host/weighted_rows.h"
 #include "codec/host/weighted_rows_checks.h"
+#include "tierkv/layout.h"
 
 namespace tierkv {
 namespace {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "codec/host/weighted_rows_checks.h"
+#include "tierkv/layout.h"
 
 namespace tierkv {
 namespace {
