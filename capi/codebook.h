@@ -1,7 +1,7 @@
 // What a codebook's handle holds.
 #pragma once
 
-#include "codec/codebook.h"
+#include "codec/format/codebook.h"
 #include "tierkv/tierkv_c.h"
 
 struct tkv_codebook {

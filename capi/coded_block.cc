@@ -1,5 +1,5 @@
 // Codebooks and entropy-coded blocks.
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 
 #include "capi/abi.h"
 #include "capi/buffer.h"

@@ -1,10 +1,10 @@
 // `.tkv` containers: what can be done with them without HDF5.
 #include "capi/abi.h"
-#include "codec/parallel.h"
-#include "tools/analysis/container_file.h"
+#include "codec/host/parallel.h"
+#include "tools/container/container_file.h"
 
 struct tkv_container {
-  tierkv::analysis::CacheDecoder decoder;
+  tierkv::CacheDecoder decoder;
 };
 
 namespace tierkv::capi {
@@ -12,7 +12,7 @@ namespace {
 
 Status open(Result<ContainerReader> reader, tkv_container** out) {
   if (!reader) return reader.status();
-  Result<analysis::CacheDecoder> decoder = analysis::CacheDecoder::open(std::move(*reader));
+  Result<CacheDecoder> decoder = CacheDecoder::open(std::move(*reader));
   if (decoder) *out = new tkv_container{std::move(*decoder)};
   return decoder.status();
 }
@@ -60,8 +60,8 @@ Status get_sequence(const tkv_container* container, int32_t sequence, tkv_sequen
   return Status::ok();
 }
 
-Status decode_head(const analysis::CacheDecoder& decoder, const tkv_layer& layer, int32_t head) {
-  analysis::DecodedRow row;
+Status decode_head(const CacheDecoder& decoder, const tkv_layer& layer, int32_t head) {
+  DecodedRow row;
   if (Status s = decoder.decode_row(layer.sequence, layer.layer, head, &row); !s) return s;
   const size_t values = head * row.k.size();
   if (layer.k != nullptr) std::copy(row.k.begin(), row.k.end(), layer.k + values);
@@ -72,8 +72,7 @@ Status decode_head(const analysis::CacheDecoder& decoder, const tkv_layer& layer
 }
 
 // Every kv_head of a layer; the first failure in their order.
-Status decode_heads(const analysis::CacheDecoder& decoder, const tkv_layer& layer,
-                    int32_t threads) {
+Status decode_heads(const CacheDecoder& decoder, const tkv_layer& layer, int32_t threads) {
   std::vector<Status> status(decoder.model().layout.num_kv_heads);
   parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t head) {
     status[head] = decode_head(decoder, layer, static_cast<int32_t>(head));
@@ -151,7 +150,7 @@ tkv_status tkv_container_verify(const tkv_container* container, int32_t threads,
     int32_t n = 0;
     if (container == nullptr) return capi::invalid("container is null");
     if (tierkv::Status s = capi::read_threads(threads, &n); !s) return s;
-    return tierkv::analysis::verify(container->decoder, n, {});
+    return tierkv::verify(container->decoder, n, {});
   });
 }
 

@@ -1,5 +1,5 @@
 // Token-wise quantisation of rows.
-#include "codec/quantize.h"
+#include "codec/format/quantize.h"
 #include "capi/abi.h"
 #include "tierkv/layout.h"
 

@@ -61,18 +61,18 @@ if(TIERKV_SANITIZE)
   target_link_options(tierkv_settings INTERFACE -fsanitize=${TIERKV_SANITIZE})
 endif()
 
-# tierkv_library(NAME [LINK lib...] [EXCLUDE file...]): the static library tierkv_NAME from this folder's *.cc without
-# EXCLUDE, and, where CUDA is on and the folder has *.cu, tierkv_NAME_cuda beside it.
+# tierkv_library(NAME [LINK lib...] [EXCLUDE folder...]): the static library tierkv_NAME from the *.cc of this folder and of
+# those below it without EXCLUDE, and, where CUDA is on and there are *.cu, tierkv_NAME_cuda beside it.
 function(tierkv_library name)
   cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE;EXCLUDE" ${ARGN})
-  file(GLOB sources CONFIGURE_DEPENDS *.cc *.h)
-  list(TRANSFORM ARG_EXCLUDE PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
-  if(ARG_EXCLUDE)
-    list(REMOVE_ITEM sources ${ARG_EXCLUDE})
-  endif()
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS *.cc *.h)
+  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS *.cu *.cuh)
+  foreach(folder IN LISTS ARG_EXCLUDE)
+    list(FILTER sources EXCLUDE REGEX "^${CMAKE_CURRENT_SOURCE_DIR}/${folder}")
+    list(FILTER cuda_sources EXCLUDE REGEX "^${CMAKE_CURRENT_SOURCE_DIR}/${folder}")
+  endforeach()
   add_library(tierkv_${name} STATIC ${sources})
   target_link_libraries(tierkv_${name} PUBLIC tierkv_settings ${ARG_LINK} PRIVATE ${ARG_LINK_PRIVATE})
-  file(GLOB cuda_sources CONFIGURE_DEPENDS *.cu *.cuh)
   if(TIERKV_HAVE_CUDA AND cuda_sources)
     add_library(tierkv_${name}_cuda STATIC ${cuda_sources})
     set(cuda_links ${ARG_LINK})

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/large_vector.h"
+#include "codec/file/row_data.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -42,17 +42,6 @@ struct DumpInfo {
   int32_t format_version = 1;
   std::vector<SequenceInfo> sequences;
 };
-
-// One component of one row, [tokens, head_dim], values as stored (little-endian).
-struct RowData {
-  DType dtype = DType::kFloat16;
-  int64_t tokens = 0;
-  int32_t head_dim = 0;
-  LargeBytes bytes;
-};
-
-// Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].
-void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
 
 class DumpReader {
  public:

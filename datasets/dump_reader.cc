@@ -2,7 +2,7 @@
 #include <cstring>
 #include <optional>
 
-#include "codec/convert.h"
+#include "codec/host/convert.h"
 #include "datasets/dump.h"
 #include "datasets/dump_check.h"
 #include "datasets/hdf5_dataset.h"

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "codec/convert.h"
+#include "codec/host/convert.h"
 #include "datasets/dump.h"
 #include "datasets/hdf5_dataset.h"
 #include "tierkv/half.h"

@@ -14,7 +14,7 @@
 #include <functional>
 #include <string>
 
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "tierkv/status.h"
 
 namespace tierkv::datasets {

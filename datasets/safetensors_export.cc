@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "codec/convert.h"
+#include "codec/host/convert.h"
 #include "datasets/hdf5_util.h"
 #include "datasets/safetensors_dump.h"
 

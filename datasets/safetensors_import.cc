@@ -2,7 +2,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "codec/convert.h"
+#include "codec/host/convert.h"
 #include "datasets/hdf5_util.h"
 #include "datasets/safetensors_dump.h"
 #include "tierkv/half.h"

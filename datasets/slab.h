@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/large_vector.h"
+#include "codec/host/large_vector.h"
 #include "datasets/hdf5_util.h"
 
 namespace tierkv::datasets {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "codec/significance.h"
+#include "codec/policy/significance.h"
 #include "datasets/dump.h"
 #include "datasets/portable_math.h"
 #include "tierkv/half.h"

@@ -1,6 +1,6 @@
 // tkv_compress and tkv_decompress.
 #include "capi/dumps/files.h"
-#include "tools/analysis/container_file.h"
+#include "tools/container/container_file.h"
 
 namespace tierkv::capi {
 namespace {
@@ -47,7 +47,7 @@ Status run_decompress(const char* container, const char* dump,
   if (!progress) return progress.status();
   Result<ContainerReader> reader = ContainerReader::open(container);
   if (!reader) return reader.status();
-  const Result<analysis::CacheDecoder> decoder = analysis::CacheDecoder::open(std::move(*reader));
+  const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(*reader));
   if (!decoder) return decoder.status();
   d.dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
   d.gzip_level = o.gzip_level;

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "capi/abi.h"
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tierkv/tierkv_dumps_c.h"
-#include "tools/analysis/preset.h"
+#include "tools/presets/preset.h"
 
 struct tkv_text {
   std::string text;

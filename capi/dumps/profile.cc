@@ -1,5 +1,5 @@
 // Profiles, read as numbers.
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 
 #include <algorithm>
 #include <cmath>

@@ -13,8 +13,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "codec/format/fragment_order.h"
 #include "codec/format/weighted_step.h"
-#include "codec/fragment_order.h"
 #include "tierkv/rope.h"
 
 namespace tierkv {

@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "codec/coded_block_format.h"
+#include "codec/format/coded_block_format.h"
 
 namespace tierkv {
 

@@ -18,7 +18,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "codec/quantize.h"
+#include "codec/format/quantize.h"
 #include "tierkv/half.h"
 
 namespace tierkv {

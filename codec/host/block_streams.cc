@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/lane_pairs.h"
+#include "codec/host/lane_pairs.h"
 
 namespace tierkv {
 namespace {

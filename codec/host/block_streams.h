@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
+#include "codec/host/lane_pairs.h"
 #include "codec/host/slice_books.h"
-#include "codec/lane_pairs.h"
 
 namespace tierkv {
 

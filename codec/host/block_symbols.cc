@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "codec/huffman.h"
+#include "codec/format/huffman.h"
 
 namespace tierkv {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "codec/coded_block_format.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/host/slice_books.h"
 
 namespace tierkv {

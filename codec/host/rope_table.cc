@@ -55,7 +55,7 @@ Turn rope_turn(int64_t position, float frequency) {
 
 Status fill_turns(const Rope& rope, int64_t first, int64_t step, int64_t count, Turn* out) {
   if (Status s = rope.validate(rope.rotary_dims); !s) return s;
-  if (first < 0 || step < 0 || count < 0 || (count > 0 && out == nullptr)) {
+  if (first < 0 || step < 0 || count < 0) {
     return Status(StatusCode::kInvalidArgument, "rope: first, step or count is negative");
   }
   const int64_t last = first + step * (count - 1);

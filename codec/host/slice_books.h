@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "codec/codebook.h"
-#include "codec/coded_block_format.h"
-#include "codec/fragment_order.h"
+#include "codec/format/codebook.h"
+#include "codec/format/coded_block_format.h"
+#include "codec/format/fragment_order.h"
 
 namespace tierkv {
 

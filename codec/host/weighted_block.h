@@ -1,5 +1,5 @@
-// Weighted blocks: coded blocks (codec/coded_block.h) whose tokens have exponents of their own and
-// whose dim blocks take their codebooks from a family.
+// Weighted blocks: coded blocks (codec/format/coded_block.h) whose tokens have exponents of their
+// own and whose dim blocks take their codebooks from a family.
 //
 // A block holds the codes and exponents of 1 to 64 tokens of one (row, component). A head_dim above
 // 128 is cut into slices of 128 channels, each a block, one after the other; the exponents are in
@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/codebook.h"
-#include "codec/coded_block.h"
+#include "codec/format/codebook.h"
+#include "codec/format/coded_block.h"
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "tierkv/status.h"

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/histogram.h"
+#include "codec/host/histogram.h"
 #include "codec/host/weighted_block.h"
 
 namespace tierkv {

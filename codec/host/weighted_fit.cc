@@ -2,7 +2,7 @@
 #include <cmath>
 #include <string>
 
-#include "codec/global_step.h"
+#include "codec/format/global_step.h"
 #include "codec/host/weighted_rows.h"
 #include "codec/host/weighted_rows_checks.h"
 #include "tierkv/layout.h"

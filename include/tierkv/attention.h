@@ -112,7 +112,7 @@ struct AttentionTail {
 };
 
 // Device memory for what attend() leaves behind of every token's scores, from which the store takes
-// probabilities (attention/token_scores.h). 8-byte aligned; of one stream.
+// probabilities (attention/tiers/token_scores.h). 8-byte aligned; of one stream.
 struct AttentionScores {
   void* memory = nullptr;
   size_t bytes = 0;

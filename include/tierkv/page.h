@@ -5,7 +5,7 @@
 // segments: key codes, key metadata, value codes, value metadata, scores, positions. How many
 // tokens fit follows from the tier's format, in multiples of 16 (a tile), so one page_bytes serves
 // every tier with some waste: choose_page_size() picks the smallest page that wastes little for all
-// of them. Where each byte lies is codec/page_layout.h and docs/FORMAT.md.
+// of them. Where each byte lies is codec/format/page_layout.h and docs/FORMAT.md.
 //
 // Sources: DiffKV section 5.2 ("Unified Pages"); the side table is ours.
 #pragma once

@@ -148,9 +148,9 @@ struct AttendRequest {
   // of those calls; those of tokens that are then truncated stay in the means (where drafts may be
   // refused, ask for probabilities, truncate, and update the scores of what was accepted). The
   // sequences must be past their prompts. Host and device find probabilities that differ by up to
-  // 2e-3 of themselves (attention/token_scores.h). Where config().score_interval skips all queries
-  // of every sequence, nothing is added to attend(), in a captured graph neither now nor when it is
-  // replayed.
+  // 2e-3 of themselves (attention/tiers/token_scores.h). Where config().score_interval skips all
+  // queries of every sequence, nothing is added to attend(), in a captured graph neither now nor
+  // when it is replayed.
   bool count_query = false;
   // Device memory of count_scratch_bytes(), 8-byte aligned, for count_query; the host needs none.
   void* scratch = nullptr;

@@ -1,5 +1,5 @@
 // A dump into a container and back: the values are those of the analysis, and no damage passes.
-#include "tools/analysis/container_file.h"
+#include "tools/container/container_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,9 +9,9 @@
 #include <fstream>
 #include <random>
 
-#include "codec/container_format.h"
+#include "codec/file/container_chunks.h"
+#include "codec/file/container_format.h"
 #include "datasets/synth.h"
-#include "tools/analysis/container_chunks.h"
 #include "tools/analysis/layer_scheme.h"
 
 namespace tierkv::analysis {

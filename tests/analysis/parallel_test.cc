@@ -1,4 +1,4 @@
-#include "codec/parallel.h"
+#include "codec/host/parallel.h"
 
 #include <gtest/gtest.h>
 

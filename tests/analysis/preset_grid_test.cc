@@ -1,12 +1,12 @@
-#include "tools/analysis/preset_grid.h"
+#include "tools/presets/preset_grid.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "tools/analysis/preset.h"
 #include "tools/analysis/sweep.h"
+#include "tools/presets/preset.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -1,4 +1,4 @@
-#include "tools/analysis/preset.h"
+#include "tools/presets/preset.h"
 
 #include <gtest/gtest.h>
 

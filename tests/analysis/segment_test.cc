@@ -1,4 +1,4 @@
-#include "tools/analysis/segment.h"
+#include "codec/file/segment.h"
 
 #include <gtest/gtest.h>
 

@@ -10,15 +10,15 @@
 #include <string>
 #include <vector>
 
-#include "codec/element.h"
+#include "codec/format/element.h"
 #include "datasets/dump.h"
 #include "tierkv/store.h"
 
 namespace tierkv::testing {
 namespace {
 
+using RowData;
 using datasets::DumpReader;
-using datasets::RowData;
 
 // Prompts that end with one of the dumped queries.
 constexpr int32_t kPrompts = 4, kApart = 40;

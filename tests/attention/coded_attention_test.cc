@@ -1,5 +1,5 @@
 // What a call of coded attention may ask for; its kernels are tested on a GPU.
-#include "attention/coded_attention.h"
+#include "attention/coded/coded_attention.h"
 
 #include <gtest/gtest.h>
 

@@ -10,10 +10,10 @@
 #include <random>
 #include <vector>
 
-#include "attention/coded_attention.h"
-#include "codec/coded_block.h"
-#include "codec/element.h"
-#include "codec/fixed_block.h"
+#include "attention/coded/coded_attention.h"
+#include "codec/format/coded_block.h"
+#include "codec/format/element.h"
+#include "codec/format/fixed_block.h"
 #include "tests/codec/code_source.h"
 
 namespace tierkv::test::coded {

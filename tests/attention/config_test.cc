@@ -4,7 +4,7 @@
 #include <functional>
 #include <limits>
 
-#include "attention/workspace.h"
+#include "attention/core/workspace.h"
 #include "tierkv/attention.h"
 
 namespace tierkv {

@@ -1,6 +1,6 @@
 // The kernel of coded attention on the host, thread by thread, against exact attention over decoded
 // blocks; parts of a row are joined here. What only a GPU shows is in
-// tests/gpu/coded_attention_test.cu.
+// tests/gpu/attention/coded_attention_test.cu.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/coded_probabilities.cuh"
+#include "attention/coded/coded_probabilities.cuh"
 #include "tests/attention/coded_attention_world.h"
 
 namespace tierkv {

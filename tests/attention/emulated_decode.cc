@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <numeric>
 
-#include "attention/decode_kernel.cuh"
-#include "attention/plan.h"
-#include "attention/shared_rows.cuh"
-#include "attention/workspace.h"
+#include "attention/core/workspace.h"
+#include "attention/tiers/decode_kernel.cuh"
+#include "attention/tiers/shared_rows.cuh"
+#include "attention/work/plan.h"
 
 namespace tierkv {
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/token_scores.h"
+#include "attention/tiers/token_scores.h"
 #include "tests/attention/page_world.h"
 
 namespace tierkv::test {

@@ -1,7 +1,7 @@
 // The decode kernel's source on the host, against the double reference: fragment mapping, scale
 // folding, masks, mixed tiers, rows shared by items in any order of arrival. What it cannot see is
-// timing, memory order and real rounding of the tensor cores; tests/gpu/attention_test.cu covers
-// those.
+// timing, memory order and real rounding of the tensor cores; tests/gpu/attention/attention_test.cu
+// covers those.
 #include "tests/attention/emulated_decode.h"
 
 #include <gmock/gmock.h>
@@ -9,8 +9,8 @@
 
 #include <random>
 
-#include "attention/decode.h"
-#include "attention/workspace.h"
+#include "attention/core/workspace.h"
+#include "attention/tiers/decode.h"
 
 namespace tierkv {
 namespace {

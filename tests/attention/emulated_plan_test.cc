@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/plan_kernel.cuh"
+#include "attention/work/plan_kernel.cuh"
 
 namespace tierkv {
 

@@ -5,8 +5,8 @@
 #include <random>
 #include <vector>
 
-#include "attention/coded_raw.cuh"
-#include "codec/coded_block.h"
+#include "attention/coded/coded_raw.cuh"
+#include "codec/format/coded_block.h"
 
 namespace tierkv {
 namespace {

@@ -1,4 +1,4 @@
-#include "attention/merge.h"
+#include "attention/core/merge.h"
 
 #include <gtest/gtest.h>
 

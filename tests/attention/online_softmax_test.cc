@@ -1,4 +1,4 @@
-#include "attention/online_softmax.h"
+#include "attention/core/online_softmax.h"
 
 #include <gtest/gtest.h>
 

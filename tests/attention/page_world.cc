@@ -5,9 +5,9 @@
 #include <cstring>
 #include <numeric>
 
-#include "attention/work.h"
-#include "codec/page_layout.h"
-#include "codec/quantize.h"
+#include "attention/work/work.h"
+#include "codec/format/page_layout.h"
+#include "codec/format/quantize.h"
 
 namespace tierkv::test {
 namespace {

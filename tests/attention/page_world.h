@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/reference.h"
+#include "attention/core/reference.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::test {

@@ -1,4 +1,4 @@
-#include "attention/plan.h"
+#include "attention/work/plan.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/decode.h"
+#include "attention/tiers/decode.h"
 
 namespace tierkv {
 namespace {

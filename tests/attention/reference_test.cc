@@ -1,4 +1,4 @@
-#include "attention/reference.h"
+#include "attention/core/reference.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <random>
 
-#include "codec/page_codec.h"
+#include "codec/host/page_codec.h"
 #include "tests/attention/page_world.h"
 
 namespace tierkv {

@@ -1,5 +1,5 @@
 // Learned sinks: the reference against the softmax written out, and apply_sinks() against it.
-#include "attention/sinks.h"
+#include "attention/core/sinks.h"
 
 #include <gtest/gtest.h>
 
@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "attention/online_softmax.h"
-#include "attention/reference.h"
+#include "attention/core/online_softmax.h"
+#include "attention/core/reference.h"
 #include "tests/attention/page_world.h"
 
 namespace tierkv {

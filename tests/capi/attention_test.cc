@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "tests/capi/structs.h"
-#include "tests/store/random_input.h"
+#include "tests/store/support/random_input.h"
 
 namespace tierkv::test {
 namespace {

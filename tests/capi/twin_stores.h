@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tests/capi/structs.h"
-#include "tests/store/random_input.h"
+#include "tests/store/support/random_input.h"
 #include "tierkv/cold.h"
 #include "tierkv/store.h"
 

@@ -5,8 +5,8 @@
 #include <functional>
 #include <random>
 
-#include "codec/basis_batch.h"
-#include "codec/basis_parts.h"
+#include "codec/format/basis_parts.h"
+#include "codec/gpu/basis_batch.h"
 #include "tests/codec/basis_source.h"
 
 namespace tierkv::testing {

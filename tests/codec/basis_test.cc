@@ -1,11 +1,11 @@
-#include "codec/basis.h"
+#include "codec/format/basis.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
 
-#include "codec/global_step.h"
+#include "codec/format/global_step.h"
 #include "tierkv/half.h"
 
 namespace tierkv {

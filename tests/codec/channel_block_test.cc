@@ -1,5 +1,5 @@
 // Channel blocks on the host against quantisation written out, and what they refuse.
-#include "codec/channel_block.h"
+#include "codec/format/channel_block.h"
 
 #include <gtest/gtest.h>
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "codec/channel_block.h"
+#include "codec/format/channel_block.h"
 
 namespace tierkv::testing {
 

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "codec/codebook.h"
+#include "codec/format/codebook.h"
 
 namespace tierkv {
 

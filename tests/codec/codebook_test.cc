@@ -1,4 +1,4 @@
-#include "codec/codebook.h"
+#include "codec/format/codebook.h"
 
 #include <gtest/gtest.h>
 
@@ -6,8 +6,8 @@
 #include <cmath>
 #include <map>
 
-#include "codec/fragment_order.h"
-#include "codec/huffman.h"
+#include "codec/format/fragment_order.h"
+#include "codec/format/huffman.h"
 #include "tests/codec/code_source.h"
 #include "tierkv/half.h"
 

@@ -6,7 +6,7 @@
 #include <map>
 #include <optional>
 
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 #include "tests/codec/code_source.h"
 
 namespace tierkv {

@@ -1,11 +1,11 @@
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <set>
 
-#include "codec/lane_pairs.h"
+#include "codec/host/lane_pairs.h"
 #include "tests/codec/code_source.h"
 #include "tests/codec/simd_targets.h"
 

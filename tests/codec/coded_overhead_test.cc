@@ -4,8 +4,8 @@
 #include <random>
 #include <vector>
 
-#include "codec/coded_block.h"
-#include "codec/coded_block_format.h"
+#include "codec/format/coded_block.h"
+#include "codec/format/coded_block_format.h"
 #include "tests/codec/code_source.h"
 
 namespace tierkv {

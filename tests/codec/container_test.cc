@@ -10,7 +10,7 @@
 #include <fstream>
 #include <random>
 
-#include "codec/container_format.h"
+#include "codec/file/container_format.h"
 
 namespace tierkv {
 namespace {

@@ -1,5 +1,5 @@
 // Arrays of elements convert as the scalar functions do, whatever their length and alignment.
-#include "codec/convert.h"
+#include "codec/host/convert.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "codec/codebook_kernels.cuh"
+#include "codec/gpu/coded/codebook_kernels.cuh"
 #include "tests/codec/code_source.h"
 
 namespace tierkv {

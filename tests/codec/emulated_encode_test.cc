@@ -1,12 +1,12 @@
 // The warp encoders' source on the host, against encode_block(): the same bytes. What it cannot see
 // is timing and memory order; tests/gpu covers those.
-#include "codec/coded_encode_lanes.cuh"
+#include "codec/gpu/coded/coded_encode_lanes.cuh"
 
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 #include "tests/codec/code_source.h"
 
 namespace tierkv {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "codec/fixed_encode.cuh"
+#include "codec/gpu/coded/fixed_encode.cuh"
 #include "tests/codec/code_source.h"
 
 namespace tierkv {

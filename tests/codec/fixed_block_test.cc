@@ -1,4 +1,4 @@
-#include "codec/fixed_block.h"
+#include "codec/format/fixed_block.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // The per-lane maths of the kernels against the plain statements: code_position() and
 // minmax_code().
-#include "codec/fragment_codes.h"
+#include "codec/format/fragment_codes.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "codec/huffman.h"
+#include "codec/format/huffman.h"
 
 #include <gtest/gtest.h>
 

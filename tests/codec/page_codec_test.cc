@@ -1,4 +1,4 @@
-#include "codec/page_codec.h"
+#include "codec/host/page_codec.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "codec/page_layout.h"
+#include "codec/format/page_layout.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "codec/quantize.h"
+#include "codec/format/quantize.h"
 
 #include <gtest/gtest.h>
 

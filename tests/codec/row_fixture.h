@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/tiering.h"
+#include "codec/policy/tiering.h"
 
 namespace tierkv {
 

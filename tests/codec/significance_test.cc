@@ -1,4 +1,4 @@
-#include "codec/significance.h"
+#include "codec/policy/significance.h"
 
 #include <gtest/gtest.h>
 

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "codec/tiering.h"
+#include "codec/policy/tiering.h"
 #include "tests/codec/row_fixture.h"
 
 namespace tierkv {

@@ -1,4 +1,4 @@
-#include "codec/tiering.h"
+#include "codec/policy/tiering.h"
 
 #include <gtest/gtest.h>
 

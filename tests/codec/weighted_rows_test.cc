@@ -7,7 +7,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "codec/global_step.h"
+#include "codec/format/global_step.h"
 #include "codec/host/weighted_rows_checks.h"
 #include "tests/codec/simd_targets.h"
 #include "tests/codec/weighted_source.h"

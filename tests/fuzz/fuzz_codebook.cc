@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "codec/codebook.h"
-#include "codec/huffman.h"
+#include "codec/format/codebook.h"
+#include "codec/format/huffman.h"
 
 namespace {
 

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "codec/coded_block.h"
-#include "codec/huffman.h"
+#include "codec/format/coded_block.h"
+#include "codec/format/huffman.h"
 #include "tests/fuzz/fuzz_input.h"
 
 namespace {

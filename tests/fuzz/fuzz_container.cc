@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "tools/analysis/container_file.h"
+#include "tools/container/container_file.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ using namespace tierkv;
 
 constexpr int64_t kMaxDecodedValues = int64_t{1} << 20;  // of all rows together, for speed
 
-bool is_small(const analysis::CacheDecoder& decoder) {
+bool is_small(const CacheDecoder& decoder) {
   const CacheLayout& l = decoder.model().layout;
   int64_t tokens = 0;
   for (const ContainerSequence& s : decoder.sequences()) {
@@ -32,10 +32,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Result<ContainerReader> reader =
       ContainerReader::from_bytes(std::vector<uint8_t>(data + 1, data + size), "input", options);
   if (!reader) return 0;
-  const Result<analysis::CacheDecoder> decoder =
-      analysis::CacheDecoder::open(std::move(reader.value()));
+  const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(reader.value()));
   if (!decoder || !is_small(*decoder)) return 0;
-  const Status status = analysis::verify(*decoder, 1, {});
+  const Status status = verify(*decoder, 1, {});
   if (!status && status.message().empty()) std::abort();  // a refusal says what is wrong
   return 0;
 }

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "codec/fixed_block.h"
+#include "codec/format/fixed_block.h"
 #include "tests/fuzz/fuzz_input.h"
 
 namespace {

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "codec/page_codec.h"
+#include "codec/host/page_codec.h"
 
 namespace {
 

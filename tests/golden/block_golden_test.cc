@@ -3,7 +3,7 @@
 #include <bit>
 #include <random>
 
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 #include "tests/golden/golden_table.h"
 
 namespace tierkv {

@@ -1,9 +1,9 @@
 // Sequences of stores in their cold form: their bytes, and what their pages hold. The files are
 // kept, so that what was written once stays readable.
-#include "codec/fixed_block.h"
-#include "store/coded_bytes.h"
-#include "store/host_store.h"
-#include "store/sequence_bytes.h"
+#include "codec/format/fixed_block.h"
+#include "store/coded/coded_bytes.h"
+#include "store/cold/sequence_bytes.h"
+#include "store/tiers/host_store.h"
 #include "tests/golden/golden_table.h"
 #include "tierkv/cold.h"
 

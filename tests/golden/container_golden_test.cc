@@ -5,7 +5,7 @@
 
 #include "datasets/profile_file.h"
 #include "tests/golden/golden_table.h"
-#include "tools/analysis/container_file.h"
+#include "tools/container/container_file.h"
 
 namespace tierkv::analysis {
 namespace {

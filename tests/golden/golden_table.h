@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/container_format.h"
+#include "codec/file/container_format.h"
 
 namespace tierkv::golden {
 

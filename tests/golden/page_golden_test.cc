@@ -1,7 +1,7 @@
 // The bytes of a page in every format that pages can hold.
 #include <random>
 
-#include "codec/page_codec.h"
+#include "codec/host/page_codec.h"
 #include "tests/golden/golden_table.h"
 
 namespace tierkv {

@@ -10,7 +10,7 @@
 #include "allocator/invariants.h"
 #include "tests/allocator/host_state.h"
 #include "tests/allocator/trace.h"
-#include "tests/gpu/trace_steps.h"
+#include "tests/gpu/store/trace_steps.h"
 
 namespace tierkv::testing {
 namespace {

@@ -8,7 +8,7 @@
 #include "tests/attention/page_world.h"
 #include "tests/capi/structs.h"
 #include "tests/gpu/device_array.cuh"
-#include "tests/store/random_input.h"
+#include "tests/store/support/random_input.h"
 #include "tierkv/half.h"
 
 namespace tierkv::test {

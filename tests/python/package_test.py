@@ -304,7 +304,7 @@ class Dumps(PackageTest):
         self.assertEqual((profile.num_layers, profile.num_kv_heads, profile.head_dim), (6, 2, 128))
         with h5py.File(path) as f:
             self.assertEqual((profile.alpha_high, profile.alpha_low), (f.attrs["alpha_h"], f.attrs["alpha_l"]))
-            # codec/global_step.h: traces and signals are in the statistics.
+            # codec/format/global_step.h: traces and signals are in the statistics.
             query, signal, key_matrix, value_matrix = np.asarray(f["statistics"]).T
             for name, part, plain, matrix in (
                     ("key", profile.key, np.sqrt(12 * 128 / query), np.sqrt(12 * 128 / key_matrix)),

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "store/basis_store.h"
+#include "store/tiers/basis_store.h"
 #include "tests/codec/basis_source.h"
-#include "tests/store/coded_world.h"
-#include "tests/store/decoded_row.h"
-#include "tests/store/modelled_store.h"
-#include "tests/store/query_call.h"
+#include "tests/store/support/coded_world.h"
+#include "tests/store/support/decoded_row.h"
+#include "tests/store/support/modelled_store.h"
+#include "tests/store/support/query_call.h"
 
 namespace tierkv::testing {
 namespace {

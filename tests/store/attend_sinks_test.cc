@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "tests/codec/basis_source.h"
-#include "tests/store/coded_world.h"
-#include "tests/store/query_call.h"
-#include "tests/store/small_store.h"
+#include "tests/store/support/coded_world.h"
+#include "tests/store/support/query_call.h"
+#include "tests/store/support/small_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "tests/store/decoded_row.h"
-#include "tests/store/modelled_store.h"
+#include "tests/store/support/decoded_row.h"
+#include "tests/store/support/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <string>
 
-#include "codec/element.h"
-#include "tests/store/basis_store.h"
+#include "codec/format/element.h"
+#include "tests/store/support/basis_store.h"
 
 namespace tierkv::testing {
 namespace {

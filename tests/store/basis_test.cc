@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "tests/store/basis_store.h"
+#include "tests/store/support/basis_store.h"
 
 namespace tierkv::testing {
 namespace {

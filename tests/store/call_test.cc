@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "tests/store/modelled_store.h"
+#include "tests/store/support/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "codec/container_format.h"
-#include "tests/store/channel_store_world.h"
-#include "tests/store/damaged_import.h"
+#include "codec/file/container_format.h"
+#include "tests/store/support/channel_store_world.h"
+#include "tests/store/support/damaged_import.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tests/store/channel_store_world.h"
+#include "tests/store/support/channel_store_world.h"
 
 namespace tierkv::testing {
 namespace {

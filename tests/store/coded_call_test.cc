@@ -6,12 +6,12 @@
 #include <cstring>
 #include <random>
 
-#include "codec/codebook.h"
-#include "codec/container_format.h"
-#include "store/coded_bytes.h"
-#include "store/host_store.h"
-#include "tests/store/coded_world.h"
-#include "tests/store/damaged_import.h"
+#include "codec/file/container_format.h"
+#include "codec/format/codebook.h"
+#include "store/coded/coded_bytes.h"
+#include "store/tiers/host_store.h"
+#include "tests/store/support/coded_world.h"
+#include "tests/store/support/damaged_import.h"
 
 namespace tierkv::testing {
 namespace {

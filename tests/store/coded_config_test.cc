@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "store/host_store.h"
-#include "tests/store/coded_world.h"
+#include "store/tiers/host_store.h"
+#include "tests/store/support/coded_world.h"
 
 namespace tierkv::testing {
 namespace {

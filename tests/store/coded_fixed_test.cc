@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "store/coded_bytes.h"
-#include "store/coded_fixed.h"
-#include "store/coded_values.h"
-#include "tests/store/coded_world.h"
+#include "store/coded/coded_bytes.h"
+#include "store/coded/coded_fixed.h"
+#include "store/coded/coded_values.h"
+#include "tests/store/support/coded_world.h"
 
 namespace tierkv::testing {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tests/store/coded_world.h"
+#include "tests/store/support/coded_world.h"
 
 namespace tierkv::testing {
 namespace {

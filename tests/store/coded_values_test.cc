@@ -1,12 +1,12 @@
 // The arithmetic of a coded store's values: the fast way to a code against the plain one.
-#include "store/coded_values.h"
+#include "store/coded/coded_values.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
-#include "tests/store/random_input.h"
+#include "tests/store/support/random_input.h"
 
 namespace tierkv::testing {
 namespace {

@@ -6,9 +6,9 @@
 #include <memory>
 #include <utility>
 
-#include "codec/container_format.h"
-#include "tests/store/coded_world.h"
-#include "tests/store/cold_sequence.h"
+#include "codec/file/container_format.h"
+#include "tests/store/support/coded_world.h"
+#include "tests/store/support/cold_sequence.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {

@@ -6,11 +6,11 @@
 #include <cstring>
 #include <utility>
 
-#include "codec/container_format.h"
-#include "tests/store/coded_world.h"
-#include "tests/store/cold_sequence.h"
-#include "tests/store/modelled_store.h"
-#include "tests/store/named_config.h"
+#include "codec/file/container_format.h"
+#include "tests/store/support/coded_world.h"
+#include "tests/store/support/cold_sequence.h"
+#include "tests/store/support/modelled_store.h"
+#include "tests/store/support/named_config.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {

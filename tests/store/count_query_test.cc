@@ -1,6 +1,6 @@
 // The arithmetic of counted queries on a device, on the host: from scores as attention leaves them
 // to the means of tokens, for every split of queries and heads into columns and passes.
-#include "store/count_query.h"
+#include "store/tiers/count_query.h"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 #include <cmath>
 #include <vector>
 
-#include "store/store_shape.h"
-#include "tests/store/random_input.h"
+#include "store/tiers/store_shape.h"
+#include "tests/store/support/random_input.h"
 
 namespace tierkv::testing {
 namespace {

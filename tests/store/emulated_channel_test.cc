@@ -7,13 +7,13 @@
 #include <numeric>
 #include <random>
 
-#include "attention/channel_kernel.cuh"
-#include "attention/channel_plan_kernel.cuh"
-#include "codec/element.h"
-#include "store/channel_device_state.h"
-#include "store/channel_host.h"
-#include "tests/store/channel_store_world.h"
-#include "tests/store/random_input.h"
+#include "attention/channel/channel_kernel.cuh"
+#include "attention/channel/channel_plan_kernel.cuh"
+#include "codec/format/element.h"
+#include "store/channel/channel_device_state.h"
+#include "store/channel/channel_host.h"
+#include "tests/store/support/channel_store_world.h"
+#include "tests/store/support/random_input.h"
 
 namespace tierkv {
 

@@ -1,7 +1,7 @@
 // Lives of sequences, one property each.
 #include <gtest/gtest.h>
 
-#include "tests/store/modelled_store.h"
+#include "tests/store/support/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <map>
 
-#include "tests/store/modelled_store.h"
-#include "tests/store/named_config.h"
+#include "tests/store/support/modelled_store.h"
+#include "tests/store/support/named_config.h"
 
 namespace tierkv::testing {
 namespace {

@@ -1,8 +1,8 @@
 // Exported sequences: the same state elsewhere, and nothing but that is let in.
 #include <gtest/gtest.h>
 
-#include "codec/container_format.h"
-#include "tests/store/modelled_store.h"
+#include "codec/file/container_format.h"
+#include "tests/store/support/modelled_store.h"
 
 namespace tierkv::testing {
 namespace {

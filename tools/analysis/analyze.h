@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"
-#include "tools/analysis/preset.h"
+#include "tools/presets/preset.h"
 
 namespace tierkv::analysis {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "codec/coded_block.h"
+#include "codec/format/coded_block.h"
 
 namespace tierkv::analysis {
 namespace {

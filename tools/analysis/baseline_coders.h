@@ -4,9 +4,9 @@
 
 #include <memory>
 
-#include "codec/codebook.h"
-#include "tools/analysis/block_coder.h"
-#include "tools/analysis/preset.h"
+#include "codec/file/block_coder.h"
+#include "codec/format/codebook.h"
+#include "tools/presets/preset.h"
 
 namespace tierkv::analysis {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "codec/global_step.h"
-#include "codec/parallel.h"
+#include "codec/format/global_step.h"
+#include "codec/host/parallel.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/step_balance.h"
@@ -27,11 +27,11 @@ struct Moments {
   void add(const LayerData& l, int32_t h, int32_t d) {
     constexpr int64_t kRows = 256;
     Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> x;
-    const auto add_rows = [&](const datasets::RowData& row, Eigen::VectorXd* sum, Matrix* square) {
+    const auto add_rows = [&](const RowData& row, Eigen::VectorXd* sum, Matrix* square) {
       for (int64_t t = 0; t < l.tokens; t += kRows) {
         const int64_t n = std::min(kRows, l.tokens - t);
         x.resize(n, d);
-        datasets::row_to_float(row, t, n, x.data());
+        row_to_float(row, t, n, x.data());
         const Matrix y = x.cast<double>();
         *sum += y.colwise().sum().transpose();
         *square += y.transpose() * y;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 
 namespace tierkv::analysis {

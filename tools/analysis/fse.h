@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/histogram.h"
-#include "tools/analysis/block_coder.h"
+#include "codec/file/block_coder.h"
+#include "codec/host/histogram.h"
 
 namespace tierkv::analysis {
 

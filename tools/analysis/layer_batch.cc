@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "codec/parallel.h"
+#include "codec/host/parallel.h"
 #include "tools/analysis/stop_watch.h"
 
 namespace tierkv::analysis {

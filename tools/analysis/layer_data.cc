@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "codec/global_step.h"
-#include "codec/parallel.h"
-#include "codec/significance.h"
+#include "codec/format/global_step.h"
+#include "codec/host/parallel.h"
+#include "codec/policy/significance.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -18,7 +18,7 @@ Status compute_significance(const datasets::DumpInfo& info, LayerData* data) {
   const CacheLayout& layout = info.layout;
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
     std::vector<float> keys(data->tokens * layout.head_dim);
-    datasets::row_to_float(data->k[h], 0, data->tokens, keys.data());
+    row_to_float(data->k[h], 0, data->tokens, keys.data());
     AttentionRow row;
     row.q = data->q[h].data();
     row.k = keys.data();
@@ -72,7 +72,7 @@ void shape_layer(const datasets::DumpInfo& info, int32_t seq, int32_t layer, Lay
 }
 
 Status load_component(datasets::DumpReader& reader, int32_t kv_head, Component c, LayerData* out) {
-  datasets::RowData& row = (c == Component::kKey ? out->k : out->v)[kv_head];
+  RowData& row = (c == Component::kKey ? out->k : out->v)[kv_head];
   return reader.read_row(out->seq, out->layer, kv_head, c, &row);
 }
 
@@ -127,9 +127,9 @@ RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim)
   std::vector<float> x(head_dim);
   double v_squares = 0, q_squares = 0;
   for (int64_t t = 0; t < data.tokens; ++t) {
-    datasets::row_to_float(data.k[kv_head], t, 1, x.data());
+    row_to_float(data.k[kv_head], t, 1, x.data());
     for (int32_t d = 0; d < head_dim; ++d) k_sum[d] += x[d];
-    datasets::row_to_float(data.v[kv_head], t, 1, x.data());
+    row_to_float(data.v[kv_head], t, 1, x.data());
     for (int32_t d = 0; d < head_dim; ++d) {
       v_sum[d] += x[d];
       v_squares += static_cast<double>(x[d]) * x[d];

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/attention_error.h"
 
@@ -13,7 +13,7 @@ namespace tierkv::analysis {
 struct LayerData {
   int32_t seq = 0, layer = 0;
   int64_t tokens = 0;
-  std::vector<datasets::RowData> k, v;  // per kv_head
+  std::vector<RowData> k, v;  // per kv_head
   std::vector<std::vector<float>>
       q;  // per kv_head [group, positions, head_dim]; empty without queries
   std::vector<std::vector<float>> significance;  // per kv_head [tokens]; empty where not asked for

@@ -7,7 +7,7 @@
 
 namespace tierkv::analysis {
 
-QueryWeights::QueryWeights(const QueryTile& tile, const datasets::RowData& keys)
+QueryWeights::QueryWeights(const QueryTile& tile, const RowData& keys)
     : tile_(tile),
       stride_((keys.tokens + kDoubleTile - 1) / kDoubleTile * kDoubleTile),
       logits_(tile.count() * stride_) {
@@ -17,7 +17,7 @@ QueryWeights::QueryWeights(const QueryTile& tile, const datasets::RowData& keys)
   std::vector<double*> rows(tile.count());
   for (int64_t t = 0; t < keys.tokens; t += kDoubleTile) {
     const int64_t n = std::min(kDoubleTile, keys.tokens - t);
-    datasets::row_to_float(keys, t, n, decoded.data());
+    row_to_float(keys, t, n, decoded.data());
     for (int32_t i = 0; i < d; ++i) {
       for (int64_t j = 0; j < n; ++j) k[i * kDoubleTile + j] = tile.sm_scale * decoded[j * d + i];
     }

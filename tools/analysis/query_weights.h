@@ -10,7 +10,7 @@ namespace tierkv::analysis {
 
 class QueryWeights {
  public:
-  QueryWeights(const QueryTile& tile, const datasets::RowData& keys);
+  QueryWeights(const QueryTile& tile, const RowData& keys);
 
   // Softmax weights of query q over the tokens 0 .. its position, as many as *seen, times a factor;
   // once for every query.

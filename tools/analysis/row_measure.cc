@@ -23,7 +23,7 @@ class ValueErrors {
       const float* decoded = c == Component::kKey ? k : v;
       Tally::PerComponent& sum = tally->component[static_cast<int>(c)];
       for (int32_t i = 0; i < n; ++i) {
-        datasets::row_to_float(input_.of(c), tokens[i], 1, original_.data());
+        row_to_float(input_.of(c), tokens[i], 1, original_.data());
         const PositionErrors::Squares token = compare(decoded + static_cast<int64_t>(i) * d);
         sum.error_squared += token.error;
         sum.norm_squared += token.norm;
@@ -165,8 +165,8 @@ void attend_exactly(const RowInput& row, ExactAttention* attention) {
   const int64_t end = tile.positions.back() + 1;
   for (int64_t t = 0; t < end; t += kBlockTokens) {
     const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, end - t));
-    datasets::row_to_float(*row.k, t, n, k.data());
-    datasets::row_to_float(*row.v, t, n, v.data());
+    row_to_float(*row.k, t, n, k.data());
+    row_to_float(*row.v, t, n, v.data());
     for (int32_t i = 0; i < n; ++i) visible[i] = {t + i, std::numeric_limits<int64_t>::max()};
     block.load(k.data(), v.data(), n);
     block.add_to(&state, visible);

@@ -2,7 +2,7 @@
 // out.
 #pragma once
 
-#include "tools/analysis/row_codec.h"
+#include "codec/file/row_codec.h"
 
 namespace tierkv::analysis {
 

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <string>
 
-#include "codec/parallel.h"
+#include "codec/host/parallel.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/layer_scheme.h"
 #include "tools/analysis/row_measure.h"
@@ -68,13 +68,13 @@ Status probe_errors(const LayerData& data, const CacheLayout& layout, const Prof
 }
 
 // Counts a sample of the row's codes at every step of the grid.
-Status add_codes(const datasets::RowData& row, const RowProfile& statistics, Component c,
-                 double sm_scale, std::vector<CodeSample>* samples) {
+Status add_codes(const RowData& row, const RowProfile& statistics, Component c, double sm_scale,
+                 std::vector<CodeSample>* samples) {
   const int32_t d = row.head_dim;
   const int64_t tokens = std::min(row.tokens, kEntropyTokens);
   std::vector<float> y(tokens * d);
   for (int64_t t = 0; t < tokens; ++t)
-    datasets::row_to_float(row, t * row.tokens / tokens, 1, y.data() + t * d);
+    row_to_float(row, t * row.tokens / tokens, 1, y.data() + t * d);
   ComponentFormat format;
   format.basis = BasisKind::kMean;
   make_basis(format, c, statistics, d).apply(y.data(), tokens);

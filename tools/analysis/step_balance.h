@@ -1,19 +1,20 @@
 // Balanced global steps: every row's step of keys and of values times a scale of its own, so that a
 // given attention error takes the fewest bits.
 //
-// The global step aims at the error of logits and of values (codec/global_step.h). What that does
-// to the output of attention differs between heads by more than an order of magnitude: a head that
-// looks at many tokens averages their errors away, one whose output nearly cancels is all error. So
-// the rows trade: minimise the bits of their codes at a given mean of their relative output errors.
-// With one Lagrange multiplier every row chooses for itself (reverse water-filling; Cover and
-// Thomas, Elements of Information Theory, section 10.3.3, with measured curves in place of Gaussian
-// ones), given the codebook that the heads of its layer share and what the others have chosen.
+// The global step aims at the error of logits and of values (codec/format/global_step.h). What that
+// does to the output of attention differs between heads by more than an order of magnitude: a head
+// that looks at many tokens averages their errors away, one whose output nearly cancels is all
+// error. So the rows trade: minimise the bits of their codes at a given mean of their relative
+// output errors. With one Lagrange multiplier every row chooses for itself (reverse water-filling;
+// Cover and Thomas, Elements of Information Theory, section 10.3.3, with measured curves in place
+// of Gaussian ones), given the codebook that the heads of its layer share and what the others have
+// chosen.
 #pragma once
 
 #include <array>
 #include <vector>
 
-#include "codec/profile.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 
 namespace tierkv::analysis {

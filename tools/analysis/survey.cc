@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "codec/parallel.h"
+#include "codec/host/parallel.h"
 #include "tools/analysis/layer_data.h"
 #include "tools/analysis/query_weights.h"
 
@@ -52,9 +52,9 @@ RowSurvey survey_row(const LayerData& data, int32_t h, const CacheLayout& layout
   RowSurvey row;
   std::vector<float> x(layout.head_dim);
   for (int64_t t = 0; t < data.tokens; ++t) {
-    datasets::row_to_float(data.k[h], t, 1, x.data());
+    row_to_float(data.k[h], t, 1, x.data());
     row.key_norm.add(norm(x.data(), layout.head_dim));
-    datasets::row_to_float(data.v[h], t, 1, x.data());
+    row_to_float(data.v[h], t, 1, x.data());
     row.value_norm.add(norm(x.data(), layout.head_dim));
   }
   if (data.has_queries()) row.critical_of_query = critical_of_queries(data, h, layout);

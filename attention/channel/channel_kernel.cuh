@@ -1,0 +1,394 @@
+// The kernels of attention over channel blocks, for either cache: a CTA for an item of a row and a
+// group of passes, then a warp for 128 dims of a query column whose parts it joins.
+#pragma once
+
+#include "attention/channel/channel_attention.h"
+#include "attention/channel/channel_pages.h"
+#include "attention/channel/channel_warp.cuh"
+#include "attention/core/head_sum.cuh"
+#include "attention/core/parts_join.cuh"
+#include "attention/core/query_unit.h"
+
+namespace tierkv {
+
+// What a call of either cache comes to. Columns: of all passes.
+template <class Cache>
+struct ChannelLaunch {
+  Cache cache;
+  ChannelCtas ctas;
+  ChannelPlan plan;    // of ChannelPages
+  int32_t splits = 1;  // of every row, of ChannelCache
+  int32_t num_rows = 0;
+  bool is_bfloat16 = false;
+  const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
+  uint16_t* out = nullptr;       // likewise
+  float* lse = nullptr;          // likewise without head_dim, or null
+  const float* sinks = nullptr;  // [kv_heads * group] or null
+  StatusCode* status = nullptr;  // of row r at r * status_stride
+  int32_t status_stride = 0;
+  float scale_log2 = 0;
+  SoftmaxState* states = nullptr;  // [parts, columns]
+  float* parts = nullptr;          // [parts, columns, head_dim]
+};
+
+template <class Cache>
+__device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
+  atomicCAS(reinterpret_cast<int32_t*>(p.status) + row * p.status_stride,
+            static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(StatusCode::kCorrupt));
+}
+
+// What an item is to attend to; of ChannelCache its row as far as it can be.
+__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int32_t index) {
+  ChannelItem item;
+  item.row = item.table_row = index / p.splits;
+  ChannelSequence held = {item.row, p.cache.block_count[item.row],
+                          p.cache.residual_tokens[item.row]};
+  if (held.blocks < 0 || held.blocks > p.cache.max_blocks || held.raw_tokens < 0 ||
+      held.raw_tokens >= p.cache.layout.tokens) {
+    if (threadIdx.x == 0) report_corrupt(p, item.row);
+    held = {};
+  }
+  const int32_t split = index - item.row * p.splits;
+  item.first = channel_unit(held.units(), p.splits, split);
+  item.end = channel_unit(held.units(), p.splits, split + 1);
+  item.raw_tokens = held.raw_tokens;
+  item.part = p.splits == 1 ? -1 : index;
+  return item;
+}
+// Memory takes long to answer while all CTAs ask it for pages: the items of later ones are sent
+// for.
+inline constexpr int32_t kItemsAhead = 512;
+__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelPages>& p, int32_t index) {
+  constexpr int32_t kItemsOfLine = 128 / static_cast<int32_t>(sizeof(ChannelItem));
+  const int32_t later = index + kItemsAhead;
+  if (threadIdx.x == 0 && later % kItemsOfLine == 0 && later < p.plan.num_items) {
+    prefetch_bytes(reinterpret_cast<const uint8_t*>(p.plan.items + later), sizeof(ChannelItem));
+  }
+  return p.plan.items[index];
+}
+
+// Where things lie in the dynamic shared memory of a CTA; its item, which would take registers for
+// long, comes first.
+struct ChannelCtaShared {
+  int32_t largest;  // float [kChannelWarps]
+  int32_t states;   // SoftmaxState [kChannelWarps][8]
+  int32_t parts;    // float [kChannelWarps][8][part_stride]
+  int32_t queries;  // uint32_t [passes][kQueryWords]
+};
+TKV_HD constexpr ChannelCtaShared channel_cta_shared(int32_t head_dim) {
+  ChannelCtaShared s{};
+  s.largest = static_cast<int32_t>(sizeof(ChannelItem));
+  s.states = s.largest + kChannelWarps * 4;
+  s.parts = s.states + kChannelWarps * kBlockColumns * static_cast<int32_t>(sizeof(SoftmaxState));
+  s.queries = s.parts + kChannelWarps * kBlockColumns * part_stride(head_dim) * 4;
+  return s;
+}
+TKV_HD constexpr int32_t channel_cta_bytes(int32_t head_dim, int32_t passes) {
+  return channel_cta_shared(head_dim).queries + passes * kBlockColumns * head_dim * 2;
+}
+
+template <class Cache, class Warp>
+class ChannelCta {
+ public:
+  static constexpr int32_t kHeadDim = Warp::kHeadDim;
+  static constexpr ChannelCtaShared kPlace = channel_cta_shared(kHeadDim);
+
+  __device__ ChannelCta(const ChannelLaunch<Cache>& p, uint8_t* shared) : p_(p), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    const ChannelItem item = item_of(p_, quotient(blockIdx.x, p_.ctas.groups));
+    if (item.row < 0) return;
+    if (threadIdx.x == 0) *reinterpret_cast<ChannelItem*>(shared_) = item;
+    const WarpShare share = share_of(item);
+    const typename Cache::Row line = p_.cache.row(item.table_row);
+    // Asked for one after another, so that they are waited for together.
+    const QueryPlace place = place_of_query(item.row);
+    uint32_t words[kReadAtOnce];
+    read_queries(place, 0, words);
+    const int32_t id = Warp::first_id(p_.cache, line, share.blocks);
+    write_queries(place, 0, words);
+    for (int32_t turn = 1; turn < kChannelWarps / p_.ctas.team; ++turn) {
+      read_queries(place, turn, words);
+      write_queries(place, turn, words);
+    }
+    const float unit = p_.is_bfloat16 ? convert_queries(place) : 1.0f;
+    __syncthreads();
+    attend(share, line, id, p_.scale_log2 * unit);
+    __syncthreads();
+    const int32_t columns = p_.ctas.passes * p_.ctas.columns.of_row;
+    for (int32_t column = warp(); column < columns; column += p_.ctas.warps) join(column);
+  }
+
+ private:
+  // Read anew by every caller: kept, it would take a register for long.
+  __device__ __forceinline__ static int32_t warp() {
+    uint32_t thread = threadIdx.x;
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    return static_cast<int32_t>(thread / 32);
+  }
+  // Most launches have one pass: no division.
+  __device__ __forceinline__ static int32_t quotient(int32_t x, int32_t by) {
+    return by == 1 ? x : x / by;
+  }
+  __device__ __forceinline__ int32_t first_pass() const {
+    const int32_t index = blockIdx.x, groups = p_.ctas.groups;
+    return (index - quotient(index, groups) * groups) * p_.ctas.passes;
+  }
+  __device__ __forceinline__ int32_t pass() const {
+    const int32_t of_warp = warp();
+    return of_warp - quotient(of_warp, p_.ctas.passes) * p_.ctas.passes;
+  }
+  // The row of the launch that a pass of a row is, as QueryColumns has it.
+  __device__ __forceinline__ int32_t pass_row(int32_t row, int32_t pass) const {
+    return row * p_.ctas.columns.passes + first_pass() + pass;
+  }
+  // When it is there for all.
+  __device__ __forceinline__ const ChannelItem& item() const {
+    return *reinterpret_cast<const ChannelItem*>(shared_);
+  }
+  __device__ __forceinline__ uint32_t* queries() const {
+    return reinterpret_cast<uint32_t*>(shared_ + kPlace.queries);
+  }
+  __device__ __forceinline__ SoftmaxState* states(int32_t of_warp) const {
+    return reinterpret_cast<SoftmaxState*>(shared_ + kPlace.states) + of_warp * kBlockColumns;
+  }
+  __device__ __forceinline__ float* part(int32_t of_warp) const {
+    return reinterpret_cast<float*>(shared_ + kPlace.parts) +
+           of_warp * kBlockColumns * part_stride(kHeadDim);
+  }
+
+  // Of the queries of the warp's pass a lane's column, and the rows of 32 words that it stages:
+  // with all warps of the team, all of them.
+  static constexpr int32_t kReadAtOnce = Warp::kQueryWords / 32 / kChannelWarps;
+  struct QueryPlace {
+    const uint16_t* from;  // null: there is no such column
+    uint32_t* to;
+    int32_t first_row;
+  };
+  __device__ __forceinline__ QueryPlace place_of_query(int32_t row) const {
+    const QueryColumns& columns = p_.ctas.columns;
+    const int32_t lane = threadIdx.x % 32, of_cta = pass();
+    const int64_t at = first_pass() + of_cta < columns.passes
+                           ? columns.place(pass_row(row, of_cta), lane / 4)
+                           : -1;
+    return {at < 0 ? nullptr : p_.q + at * kHeadDim + 2 * (lane % 4),
+            queries() + of_cta * Warp::kQueryWords + lane, quotient(warp(), p_.ctas.passes)};
+  }
+  __device__ __forceinline__ int32_t row_of(const QueryPlace& place, int32_t turn,
+                                            int32_t i) const {
+    return place.first_row + p_.ctas.team * (turn * kReadAtOnce + i);
+  }
+  __device__ __forceinline__ void read_queries(const QueryPlace& place, int32_t turn,
+                                               uint32_t (&words)[kReadAtOnce]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kReadAtOnce; ++i) {
+      words[i] = 0;
+      if (place.from == nullptr) continue;
+      words[i] = *reinterpret_cast<const uint32_t*>(place.from + 8 * row_of(place, turn, i));
+    }
+  }
+  __device__ __forceinline__ void write_queries(const QueryPlace& place, int32_t turn,
+                                                const uint32_t (&words)[kReadAtOnce]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kReadAtOnce; ++i) place.to[32 * row_of(place, turn, i)] = words[i];
+  }
+
+  // From bfloat16 to fp16; what they are multiples of then. As they are, unless fp16 would lose of
+  // them: scales of keys times queries in this range pass the largest number of fp16 only where a
+  // channel alone moves a logit by thousands.
+  __device__ __forceinline__ float convert_queries(const QueryPlace& place) const {
+    constexpr int32_t kLeastExponent = -5, kMostExponent = 8;
+    const int32_t rows = kChannelWarps / p_.ctas.team * kReadAtOnce;
+    float* of_warps = reinterpret_cast<float*>(shared_ + kPlace.largest);
+    float largest = 0;
+    for (int32_t i = 0; i < rows; ++i) {
+      const float2 pair = unpack_bfloats(place.to[32 * row_of(place, 0, i)]);
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+#pragma unroll
+    for (int32_t i = 1; i < 32; i *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
+    }
+    if (threadIdx.x % 32 == 0) of_warps[warp()] = largest;
+    __syncthreads();
+    for (int32_t w = 0; w < p_.ctas.warps; ++w) largest = fmaxf(largest, of_warps[w]);
+    const float unit = query_unit(largest, kLeastExponent, kMostExponent), inverse = 1.0f / unit;
+    for (int32_t i = 0; i < rows; ++i) {
+      uint32_t& word = place.to[32 * row_of(place, 0, i)];
+      const float2 pair = unpack_bfloats(word);
+      word = pack_halves(pair.x * inverse, pair.y * inverse);
+    }
+    return unit;
+  }
+
+  // Of an item's units those of this warp: its team takes them in turn.
+  struct WarpShare {
+    WarpUnits tiles, blocks;
+  };
+  __device__ __forceinline__ WarpShare share_of(const ChannelItem& item) const {
+    const int32_t team = p_.ctas.team;  // a power of two
+    const int32_t tiles = (item.raw_tokens + kTileTokens - 1) / kTileTokens;
+    const int32_t mine = item.first + quotient(warp(), p_.ctas.passes);
+    const int32_t of_tiles = max(0, min(item.end, tiles) - mine);
+    const int32_t block = mine + ((of_tiles + team - 1) & ~(team - 1));
+    return {{mine, min(item.end, tiles), team}, {block - tiles, item.end - tiles, team}};
+  }
+
+  __device__ __forceinline__ void attend(const WarpShare& share, typename Cache::Row line,
+                                         int32_t id, float scale_log2) const {
+    if (first_pass() + pass() >= p_.ctas.columns.passes) return;
+    int32_t seen[2] = {item().raw_tokens, item().raw_tokens};
+    if (p_.ctas.columns.q_len > 1) {
+      const int32_t column = 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t row = pass_row(item().row, pass());
+      seen[0] -= p_.ctas.columns.hidden(row, column);
+      seen[1] -= p_.ctas.columns.hidden(row, column + 1);
+    }
+    const auto report = [&] {
+      if (threadIdx.x % 32 == 0) report_corrupt(p_, item().row);
+    };
+    Warp warp_attention(queries() + pass() * Warp::kQueryWords, scale_log2);
+    warp_attention.attend_raw(p_.cache, line, share.tiles, seen, report);
+    warp_attention.attend_blocks(p_.cache, line, share.blocks, id, report);
+    warp_attention.store_part(states(warp()), part(warp()));
+  }
+
+  // A column of the CTA, of all warps that attended to it: to the row's output, or as a part of it.
+  __device__ __forceinline__ void join(int32_t cta_column) const {
+    const QueryColumns& columns = p_.ctas.columns;
+    const int32_t pass = p_.ctas.passes == 1 ? 0 : cta_column / columns.of_row;
+    const int32_t column = cta_column - pass * columns.of_row;
+    if (first_pass() + pass >= columns.passes) return;
+    typename HeadSum<kHeadDim>::Part of[kChannelWarps];
+#pragma unroll
+    for (int32_t i = 0; i < kChannelWarps; ++i) {
+      const int32_t from = i < p_.ctas.team ? pass + i * p_.ctas.passes : 0;
+      of[i] = {i < p_.ctas.team ? states(from) + column : nullptr,
+               part(from) + column * part_stride(kHeadDim)};
+    }
+    HeadSum<kHeadDim> sum;
+    sum.template add<kChannelWarps, false>(of);
+    if (item().part >= 0) {
+      const int64_t to = int64_t{item().part} * p_.ctas.all_columns() +
+                         (first_pass() + pass) * columns.of_row + column;
+      sum.store(p_.states + to, p_.parts + to * kHeadDim);
+      return;
+    }
+    const int64_t place = columns.place(pass_row(item().row, pass), column);
+    if (place < 0) return;
+    sum.write(reinterpret_cast<__half*>(p_.out) + place * kHeadDim,
+              p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16,
+              p_.sinks == nullptr ? -INFINITY
+                                  : p_.sinks[columns.head(pass_row(item().row, pass), column)]);
+  }
+
+  const ChannelLaunch<Cache>& p_;
+  uint8_t* shared_;
+};
+
+template <class Cache, class Warp>
+__global__ void __launch_bounds__(32 * kChannelWarps, channel_ctas_per_sm(Warp::kHeadDim))
+    channel_attention_kernel(const __grid_constant__ ChannelLaunch<Cache> p) {
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  ChannelCta<Cache, Warp>(p, shared_bytes).run();
+}
+
+template <class Cache>
+using ChannelKernel = void (*)(ChannelLaunch<Cache>);
+
+template <class Cache, int32_t kHeadDim>
+ChannelKernel<Cache> channel_kernel_of_bits(const ChannelLayout& l) {
+  const bool narrow_values = l.v_tile.bits == 2;
+  if (l.k_tile.bits == 4) {
+    return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 2>>
+                         : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 4>>;
+  }
+  return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 2>>
+                       : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 4>>;
+}
+
+// Of a layout that make_channel_layout() makes.
+template <class Cache>
+ChannelKernel<Cache> channel_kernel(const ChannelLayout& l) {
+  switch (l.head_dim()) {
+    case 64:
+      return channel_kernel_of_bits<Cache, 64>(l);
+    case 96:
+      return channel_kernel_of_bits<Cache, 96>(l);
+    case 128:
+      return channel_kernel_of_bits<Cache, 128>(l);
+    default:
+      return channel_kernel_of_bits<Cache, 256>(l);
+  }
+}
+
+inline constexpr int32_t kChannelJoinWarps = 4;
+inline constexpr int32_t kChannelJoinDims = 64;  // of a warp
+inline constexpr int32_t kJoinedAtOnce = 4;      // parts, by each half of a warp
+
+// What the kernel that joins parts needs of a launch.
+struct ChannelJoin {
+  QueryColumns columns;
+  int32_t head_dim = 0, num_rows = 0;
+  const ChannelParts* rows = nullptr;  // [num_rows]; null: of every row `splits`
+  int32_t splits = 1;
+  bool is_bfloat16 = false;
+  uint16_t* out = nullptr;
+  float* lse = nullptr;
+  const float* sinks = nullptr;
+  const SoftmaxState* states = nullptr;
+  const float* parts = nullptr;
+};
+template <class Cache>
+ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
+  ChannelJoin join;
+  join.columns = p.ctas.columns;
+  join.head_dim = p.cache.layout.head_dim();
+  join.num_rows = p.num_rows;
+  join.rows = p.plan.parts;
+  join.splits = p.splits;
+  join.is_bfloat16 = p.is_bfloat16;
+  join.out = p.out;
+  join.lse = p.lse;
+  join.sinks = p.sinks;
+  join.states = p.states;
+  join.parts = p.parts;
+  return join;
+}
+
+// Rows with several parts; a warp for a slice of a column.
+inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
+    join_channel_kernel(const __grid_constant__ ChannelJoin p) {
+  touch_parameters(p, static_cast<int32_t>(threadIdx.x) / 32);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const QueryColumns& columns = p.columns;
+  const int32_t slices = slices_of(p.head_dim, kChannelJoinDims),
+                all_columns = columns.passes * columns.of_row;
+  const int32_t index =
+      static_cast<int32_t>(blockIdx.x) * kChannelJoinWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t row = index / (all_columns * slices), task = index % (all_columns * slices);
+  if (row >= p.num_rows) return;
+  const ChannelParts parts =
+      p.rows == nullptr ? ChannelParts{row * p.splits, p.splits} : p.rows[row];
+  const int32_t column = task / slices, dim = task % slices * kChannelJoinDims;
+  const int32_t pass_row = row * columns.passes + column / columns.of_row;
+  const int32_t of_pass = column % columns.of_row;
+  const int64_t place = columns.place(pass_row, of_pass);
+  if (parts.count == 1 || place < 0) return;
+  const int64_t first = int64_t{parts.first} * all_columns + column;
+  const SoftmaxState* state = p.states + first;
+  const float* from = p.parts + first * p.head_dim + dim;
+  PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
+  sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, parts.count});
+  sum.write({p.out + place * p.head_dim + dim,
+             p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16,
+             p.sinks == nullptr ? -INFINITY : p.sinks[columns.head(pass_row, of_pass)]});
+}
+
+}  // namespace tierkv

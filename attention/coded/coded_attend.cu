@@ -1,0 +1,190 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "attention/coded/coded_join.cuh"
+#include "attention/coded/coded_kernel.cuh"
+#include "codec/format/coded_block.h"
+#include "codec/format/element.h"
+#include "gpu/launch.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr size_t kWorkspaceAlignment = 256;
+template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
+CodedKernel kernel_of_streams(int32_t streams) {
+  constexpr auto kPlain = CodedBreadth::kPlain;
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, kPlain>
+                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kPlain>;
+}
+
+template <BlockMode kMode>
+CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
+  const int32_t streams = call.keys.codebook.streams_per_lane;
+  if (call.head_dim == 64) {
+    return copies_log == 0 ? kernel_of_streams<4, kMode, 0>(streams) : nullptr;
+  }
+  if (call.head_dim == 96) {
+    return copies_log == 0 ? kernel_of_streams<6, kMode, 0>(streams) : nullptr;
+  }
+  if (copies_log == 0) return kernel_of_streams<8, kMode, 0>(streams);
+  if (copies_log == 5) return kernel_of_streams<8, kMode, 5>(streams);
+  if constexpr (kMode == BlockMode::kPair) {
+    if (copies_log == 3) return kernel_of_streams<8, kMode, 3>(streams);
+    if (copies_log == 4) return kernel_of_streams<8, kMode, 4>(streams);
+  }
+  return nullptr;
+}
+
+CodedFamily coded_family(const CodedComponent& c, int32_t head_dim, int32_t copies_log) {
+  CodedFamily family{};
+  family.count = c.num_others;
+  for (int32_t i = 0; i < c.num_others; ++i) {
+    const DeviceCodebook& book = c.others[i];
+    family.headers[i] = expected_header(book, head_dim);
+    family.masks[i] = table_mask(book.max_length, copies_log);
+    family.tables[i] = book.table;
+    family.entries[i] = 1u << book.max_length;
+  }
+  return family;
+}
+
+// Of all passes but for what a pass has of its own.
+CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttentionGrid& grid,
+                                const ConvertedQueries& queries) {
+  CodedKernelParams params{};
+  params.call = call;
+  if (queries.halves != nullptr) params.call.q = queries.halves;
+  params.grid = grid;
+  params.headers = {expected_header(call.keys.codebook, call.head_dim),
+                    expected_header(call.values.codebook, call.head_dim)};
+  params.key_mask = table_mask(call.keys.codebook.max_length, grid.copies_log);
+  params.value_mask = table_mask(call.values.codebook.max_length, grid.copies_log);
+  params.row_columns = call.all_columns();
+  params.queries = coded_columns(call);
+  params.units = queries.units;
+  params.table_bytes =
+      static_cast<uint32_t>(table_region_bytes(longest_word(call), grid.copies_log));
+  params.key_family = coded_family(call.keys, call.head_dim, grid.copies_log);
+  params.value_family = coded_family(call.values, call.head_dim, grid.copies_log);
+  return params;
+}
+
+// Both kernels of a pass.
+Status launch_pass(CodedKernel kernel, const CodedKernelParams& params, GpuStream stream) {
+  const CodedAttention& call = params.call;
+  const CodedAttentionGrid& grid = params.grid;
+  if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas),
+                                       static_cast<unsigned>(coded_warps(call.head_dim) * 32),
+                                       static_cast<size_t>(grid.shared_bytes), stream, params);
+      !s) {
+    return s;
+  }
+  const JoinLaunch join = join_launch(call, grid);
+  return launch_after_previous(join.kernel, join.ctas, static_cast<unsigned>(join.threads), 0,
+                               stream, params);
+}
+
+// The columns of the pass from `first` on.
+CodedKernelParams pass_params(CodedKernelParams params, int32_t first) {
+  CodedAttention& call = params.call;
+  params.first_column = first;
+  call.columns = std::min(params.row_columns - first, kCodedColumns);
+  call.q = static_cast<const uint16_t*>(call.q) + int64_t{first} * call.head_dim;
+  return params;
+}
+
+Status allow_shared(CodedKernel kernel, const CodedAttentionGrid& grid) {
+  return cuda_status(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes),
+      "shared memory");
+}
+
+// The probabilities of a call that has been attended to.
+Status launch_probabilities(const CodedAttention& call, const ConvertedQueries& queries,
+                            GpuStream stream) {
+  const Result<CodedAttentionGrid> grid = coded_probability_grid(call);
+  if (!grid) return grid.status();
+  const CodedKernel kernel = find_probability_kernel(call);
+  if (Status s = allow_shared(kernel, *grid); !s) return s;
+  if (Status s = clear_probabilities(call, stream); !s) return s;
+  const CodedKernelParams params = kernel_params(call, *grid, queries);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid->num_ctas),
+                                         static_cast<unsigned>(coded_warps(call.head_dim) * 32),
+                                         static_cast<size_t>(grid->shared_bytes), stream,
+                                         pass_params(params, first));
+        !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+
+// Byte offsets: partials, then what ConvertedQueries has.
+struct CodedWorkspace {
+  size_t halves, units, bytes;
+};
+CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  const auto after = [](size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  };
+  const int64_t partials = int64_t{grid.num_ctas} * coded_warps(call.head_dim) + call.num_rows;
+  const auto rows = static_cast<size_t>(call.num_rows);
+  const auto dims = static_cast<size_t>(call.head_dim);
+  CodedWorkspace at{};
+  at.halves = after(static_cast<size_t>(partials * std::min(call.all_columns(), kCodedColumns) *
+                                        (call.head_dim + 2)) *
+                    sizeof(float));
+  at.units = at.bytes = at.halves;
+  if (!needs_conversion(call)) return at;
+  at.units = at.halves + after(rows * static_cast<size_t>(call.all_columns()) * dims * 2);
+  at.bytes = at.units + rows * sizeof(float);
+  return at;
+}
+
+}  // namespace
+
+CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
+  if (call.is_raw()) return find_raw_kernel(call, copies_log);
+  if (call.walk_tree) return find_tree_kernel(call, copies_log);
+  if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
+  if (!call.is_uniform()) return find_slices_kernel(call, copies_log);
+  if (!call.is_plain()) return find_queries_kernel(call, copies_log);
+  return call.keys.codebook.mode == BlockMode::kPair
+             ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
+             : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
+}
+
+size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  return coded_workspace(call, grid).bytes;
+}
+
+Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream) {
+  if (Status s = call.validate(); !s) return s;
+  if (call.num_rows == 0) return Status::ok();
+  if (Status s = call.validate_arrays(); !s) return s;
+  const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
+  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
+  if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
+      grid.num_ctas < 1 || warps > kMaxPartials) {
+    return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
+  }
+  if (Status s = allow_shared(kernel, grid); !s) return s;
+  ConvertedQueries queries;
+  if (needs_conversion(call)) {
+    const CodedWorkspace at = coded_workspace(call, grid);
+    auto* memory = static_cast<uint8_t*>(call.workspace);
+    queries.halves = reinterpret_cast<uint16_t*>(memory + at.halves);
+    queries.units = reinterpret_cast<float*>(memory + at.units);
+    if (Status s = convert_queries(call, queries, stream); !s) return s;
+  }
+  const CodedKernelParams params = kernel_params(call, grid, queries);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    if (Status s = launch_pass(kernel, pass_params(params, first), stream); !s) return s;
+  }
+  return call.probabilities == nullptr ? Status::ok() : launch_probabilities(call, queries, stream);
+}
+
+}  // namespace tierkv

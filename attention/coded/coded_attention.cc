@@ -1,0 +1,151 @@
+#include "attention/coded/coded_attention.h"
+
+#include <string>
+
+#include "tierkv/attention.h"
+
+namespace tierkv {
+namespace {
+
+// Digits are fp16 numbers times 2^-18; below 2^-13 those are equally far from each other.
+constexpr int32_t kMaxAttendedLevels = 32;
+
+Status invalid(const std::string& what) {
+  return Status(StatusCode::kInvalidArgument, "coded attention: " + what);
+}
+Status unsupported(const std::string& what) {
+  return Status(StatusCode::kUnsupported, "coded attention: " + what);
+}
+
+Status check_codebook(const DeviceCodebook& book, Component component, const std::string& name) {
+  if (book.component != component) return invalid(name + ".codebook is of the other component");
+  if (is_raw(book)) return Status::ok();
+  if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
+    return unsupported(name + ".codebook: only single codes, pairs and raw ones are decoded here");
+  }
+  if (book.levels < 2 || book.levels > kMaxAttendedLevels) {
+    return unsupported(name + ".codebook: more than 32 levels");
+  }
+  if (book.max_length < 1 || book.max_length > kMaxCodeLength) {
+    return invalid(name + ".codebook.max_length");
+  }
+  return Status::ok();
+}
+
+// The codebooks of a component; `first`: what all of the call must be like.
+Status check_family(const CodedComponent& c, Component component, const DeviceCodebook& first,
+                    const std::string& name) {
+  if (c.num_others < 0 || (c.num_others > 0 && c.others == nullptr)) {
+    return invalid(name + ".num_others");
+  }
+  if (c.num_others >= kMostCodedBooks) return unsupported(name + ": more than 16 codebooks");
+  if (c.num_others > 0 && is_raw_mode(c.codebook.mode)) {
+    return unsupported(name + ": a family of raw codebooks");
+  }
+  bool seen[256] = {};
+  for (int32_t i = 0; i <= c.num_others; ++i) {
+    const DeviceCodebook& book = i == 0 ? c.codebook : c.others[i - 1];
+    if (Status s = check_codebook(book, component, name); !s) return s;
+    if (book.streams_per_lane != first.streams_per_lane) {
+      return unsupported(name + ": codebooks with different streams per lane");
+    }
+    if (book.mode != first.mode) return unsupported(name + ": codebooks of different modes");
+    if (seen[book.table_id]) return invalid(name + ": two codebooks with one table id");
+    seen[book.table_id] = true;
+  }
+  return Status::ok();
+}
+
+// The room of a table holds the tree of a code with as long words.
+Status check_walk(const CodedAttention& call) {
+  if (!call.is_plain() || call.fixed.any() || call.keys.codebook.mode != BlockMode::kSingle ||
+      call.keys.codebook.streams_per_lane != 1) {
+    return unsupported("walk_tree: plain calls of single codes with one stream a lane only");
+  }
+  for (const CodedComponent* c : {&call.keys, &call.values}) {
+    const int32_t entries = c->codebook.tree_entries;
+    if (entries < 2 || entries > 2 << c->codebook.max_length) return invalid("tree_entries");
+  }
+  return Status::ok();
+}
+
+Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::string& name) {
+  if (c.size < 0) return invalid(name + ".size is negative");
+  if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
+    return invalid(name + ".bytes alignment");
+  }
+  const bool looked_up = !is_raw_mode(c.codebook.mode);
+  if ((looked_up && c.codebook.table == nullptr) || c.steps == nullptr) {
+    return invalid(name + ".steps and table");
+  }
+  for (int32_t i = 0; i < c.num_others; ++i) {
+    if (c.others[i].table == nullptr) return invalid(name + ".others: table");
+  }
+  if (num_blocks > 0 && (c.bytes == nullptr || c.blocks == nullptr)) return invalid(name);
+  return Status::ok();
+}
+
+}  // namespace
+
+Status CodedAttention::validate() const {
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+    return unsupported("head_dim must be 64, 96, 128 or 256");
+  }
+  if (columns < 1) return invalid("columns must be at least 1");
+  if (q_len < 1 || q_len > kMaxQueryTokens) return invalid("q_len must be 1 to 8");
+  if ((q_len > 1 || sinks != nullptr) && (num_kv_heads < 1 || num_rows % num_kv_heads != 0)) {
+    return invalid("num_kv_heads must divide num_rows");
+  }
+  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
+    return unsupported("dtype must be float16 or bfloat16");
+  }
+  if (num_rows < 0 || num_items < 0 || num_blocks < 0 || num_steps < 0 || num_means < 0) {
+    return invalid("a count is negative");
+  }
+  if (!(sm_scale > 0)) return invalid("sm_scale must be positive");
+  if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
+    return invalid("max_block_bytes");
+  }
+  if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
+    return invalid("streams per lane must be 1 or 2");
+  }
+  for (const int32_t bits : {fixed.key_bits, fixed.value_bits}) {
+    if (bits != 0 && bits != 4 && bits != 8) return unsupported("fixed: 8 or 4 bits are needed");
+  }
+  if ((fixed.key_bits == 0) != (fixed.value_bits == 0)) return invalid("fixed");
+  if (fixed.any() && keys.codebook.mode != BlockMode::kPair) {
+    return unsupported("fixed-rate blocks among codes that are not in pairs");
+  }
+  if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
+  if (Status s = check_family(values, Component::kValue, keys.codebook, "values"); !s) return s;
+  return walk_tree ? check_walk(*this) : Status::ok();
+}
+
+Status CodedAttention::validate_arrays() const {
+  if (rows == nullptr || q == nullptr || out == nullptr || row_status == nullptr ||
+      workspace == nullptr) {
+    return invalid("rows, q, out, row_status and workspace are needed");
+  }
+  if (probabilities != nullptr && (lse == nullptr || probability_stride < 0)) {
+    return invalid("probabilities need lse and a stride");
+  }
+  if (probabilities != nullptr && is_raw()) {
+    return unsupported("probabilities where no block is coded");
+  }
+  if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
+      (num_window_pages > 0 && window_pages == nullptr)) {
+    return invalid("window");
+  }
+  // Keys and values of 64 tokens.
+  if (num_window_pages > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
+                               window_page_bytes % kBlockAlignment != 0)) {
+    return invalid("window_page_bytes");
+  }
+  if (walk_tree && (keys.codebook.tree == nullptr || values.codebook.tree == nullptr)) {
+    return invalid("walk_tree: the trees are needed");
+  }
+  if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
+  return check_arrays(values, num_blocks, "values");
+}
+
+}  // namespace tierkv

@@ -1,0 +1,170 @@
+// Decode attention over rows of entropy-coded blocks: keys and values are decoded in registers, by
+// the lanes that multiply them.
+//
+// A row is one (sequence, kv_head). Its cache is a run of coded blocks of 64 tokens (the last may
+// have fewer), keys and values apart, and a raw window. All codes are those of a global step
+// (codec/format/global_step.h), so a row has one scale for its keys and one for its values, and no
+// metadata to read. One key codebook and one value codebook of the same mode, kPair or kSingle of
+// at most 32 levels, serve a call: the scope of KVComp section 3.2, a layer. Or a family of each,
+// of which every block names one by its table id: as many as shared memory holds.
+//
+//   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
+//   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
+//
+// With raw_codebook() for both components all blocks are raw, and no table is looked up.
+//
+// Blocks may be at a fixed rate instead (codec/format/fixed_block.h), keys and values alike; kPair
+// only.
+//
+// A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
+// to the output, and the lse gets sm_scale * q . mean of the keys.
+//
+// Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
+// does not end where the next one begins, or a block that contradicts its row, makes the row
+// kCorrupt, with output 0 and lse -infinity. Other rows are not affected. Checksums and zero
+// padding are not looked at: decode_coded() verifies blocks of untrusted origin once.
+//
+// Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
+// layout follows the instruction); docs/CODED_ATTENTION.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/format/fixed_block.h"
+#include "codec/gpu/coded/coded_batch.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// Where a block lies, in units of 16 bytes.
+struct CodedBlockRef {
+  uint32_t offset = 0;
+  uint32_t units = 0;
+};
+
+// An item is 64 tokens of a row, or what is left of its blocks or of its window.
+struct alignas(16) CodedRow {
+  int32_t first_item = 0;     // items of the rows before it
+  int32_t first_block = 0;    // of its ceil(coded_tokens / 64) blocks in the directories
+  int32_t coded_tokens = 0;   // the oldest ones
+  int32_t window_tokens = 0;  // the newest ones
+  int64_t first_page = 0;     // of its ceil(window_tokens / 64) pages in window_pages
+  int32_t step = 0;           // index of its steps
+  int32_t mean = 0;           // index of its means; -1: none
+};
+inline constexpr int32_t coded_row_items(int32_t coded_tokens, int32_t window_tokens) {
+  return (coded_tokens + kBlockTokens - 1) / kBlockTokens +
+         (window_tokens + kBlockTokens - 1) / kBlockTokens;
+}
+
+// The blocks of one component.
+struct CodedComponent {
+  const uint8_t* bytes = nullptr;         // device, [size], 16-byte aligned
+  const CodedBlockRef* blocks = nullptr;  // device, [num_blocks]
+  const float* steps = nullptr;           // device, [num_steps]
+  const float* means = nullptr;           // device, [num_means, head_dim]; null: none
+  int64_t size = 0;
+  DeviceCodebook codebook;
+  const DeviceCodebook* others = nullptr;  // host, [num_others]: the rest of a family
+  int32_t num_others = 0;                  // at most kMostCodedBooks - 1
+};
+inline constexpr int32_t kMostCodedBooks = 16;  // of a component
+
+struct CodedAttention {
+  CodedComponent keys, values;
+  const CodedRow* rows = nullptr;  // device, [num_rows]
+  // Device, [window_size]: pages of 64 tokens, four fp16 tiles of keys, then four of values. Of a
+  // row's last tile in use the other tokens are zeros.
+  const uint8_t* window = nullptr;
+  const int32_t* window_pages = nullptr;  // device, [num_window_pages]: numbers of pages
+  // Device, of dtype, [num_rows / num_kv_heads, q_len, num_kv_heads, columns, head_dim], 16-byte
+  // aligned: with one query [num_rows, columns, head_dim].
+  const void* q = nullptr;
+  void* out = nullptr;   // device, like q
+  float* lse = nullptr;  // device, like q without head_dim; may be null
+  // Device, [num_kv_heads * columns], learned sinks as in AttentionConfig's calls: logits that are
+  // part of the denominators and have no value; -infinity: none. Null: no head has one.
+  const float* sinks = nullptr;
+  StatusCode* row_status = nullptr;  // device, out: [num_rows]
+  // Device, out: [q_len, num_rows, probability_stride], by a token's place in its row: the largest
+  // probability that a column of the query gave it, 0 where the query does not see it and in
+  // corrupt rows; a pass over the keys alone for each pass of attention. Needs the lse, and a
+  // codebook. Null: not asked for.
+  float* probabilities = nullptr;
+  int64_t probability_stride = 0;  // tokens beyond it are left out
+  void* workspace = nullptr;       // device, coded_attention_workspace_bytes(), 256-byte aligned
+  // Device: the number of items, where rows may grow while a captured call is replayed; null:
+  // num_items.
+  const int32_t* item_count = nullptr;
+  int64_t window_size = 0;
+  int64_t window_page_bytes = 0;  // from a page to the next, a multiple of 16
+  int64_t num_window_pages = 0;
+  int32_t num_rows = 0;
+  int32_t num_items = 0;   // of all rows; with item_count the most there may be
+  int32_t num_blocks = 0;  // of each directory
+  int32_t num_steps = 0;
+  int32_t num_means = 0;
+  int32_t columns = 0;  // q heads of a kv_head
+  int32_t head_dim =
+      0;  // 64, 96, 128 or 256, whose blocks are two slices each, one behind the other
+  // Queries of a sequence, those of its newest tokens: query j does not see the newest q_len - 1 -
+  // j of them, which must be in the window of a row that has blocks; else it is kCorrupt.
+  int32_t q_len = 1;
+  // Neighbouring rows are those of a sequence; read where q_len > 1, and with sinks.
+  int32_t num_kv_heads = 1;
+  DType dtype = DType::kFloat16;  // of q and out; or kBFloat16
+  float sm_scale = 0;
+  int32_t max_block_bytes = 0;  // that shared memory has room for, of a slice where there are two:
+                                // coded blocks must fit, raw ones are read from memory if not
+  // Bit by bit through the trees as KVComp section 3.3.1 does, instead of by table: to compare
+  // with. Plain calls of single codes, one stream a lane.
+  bool walk_tree = false;
+  FixedFormat fixed;  // of fixed-rate blocks among the coded ones, if there are any
+
+  // That a row's blocks are read for.
+  int32_t all_columns() const { return columns * q_len; }
+  int32_t num_tables() const { return is_raw() ? 0 : 2 + keys.num_others + values.num_others; }
+  // Whether no block is coded.
+  bool is_raw() const { return is_raw_mode(keys.codebook.mode); }
+  // Whether blocks are of one slice and one codebook a component.
+  bool is_uniform() const {
+    return head_dim <= kSliceDims && keys.num_others + values.num_others == 0;
+  }
+  // And of one query, in fp16: what the fastest kernels are for.
+  bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && is_uniform(); }
+
+  // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
+  // on.
+  Status validate() const;
+  // Whether the arrays are there.
+  Status validate_arrays() const;
+};
+
+// Columns beyond these take another pass over the cache.
+inline constexpr int32_t kCodedColumns = 8;
+// Of a CTA. Outputs of 256 channels take the registers of two warps.
+TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
+  return head_dim <= kSliceDims ? 16 : 8;
+}
+
+// How a device runs a call.
+struct CodedAttentionGrid {
+  int32_t num_ctas = 0;
+  int32_t copies_log = 0;  // 2^copies_log copies of each table
+  int32_t slots_per_warp = 0;
+  int32_t slot_bytes = 0;
+  int32_t shared_bytes = 0;
+};
+// The copies the device has room for; at most 2^most_copies_log, for comparisons. kUnsupported
+// where one copy does not fit, saying how many codebooks do.
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log = 5);
+size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
+
+// Two kernels a pass, before them one that converts queries where they are several or not in
+// fp16, after them those that find probabilities; no synchronisation; can be captured.
+Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
+
+}  // namespace tierkv

@@ -1,0 +1,96 @@
+// How a device runs a call of coded attention: tables with as many copies as there is room for,
+// then slots.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention/coded/coded_params.h"
+#include "attention/coded/coded_shared.h"
+#include "codec/format/coded_block.h"
+#include "codec/gpu/coded/coded_stream.cuh"
+#include "gpu/cuda_device.cuh"
+
+namespace tierkv {
+namespace {
+
+// Numbers of copies there are kernels for, most first.
+constexpr int32_t kCopies[] = {5, 4, 3, 0};
+
+// Shared memory of a CTA, which begins at `start`.
+struct SharedPlan {
+  uint32_t start;
+  uint32_t slot_bytes;
+  int32_t warps;
+
+  int32_t bytes(uint32_t table_bytes, int32_t slots_per_warp, int32_t tables) const {
+    const CodedSharedLayout at = coded_shared_layout(start, table_bytes, slot_bytes,
+                                                     static_cast<uint32_t>(warps * slots_per_warp),
+                                                     static_cast<uint32_t>(tables));
+    return static_cast<int32_t>(at.end - start);
+  }
+};
+
+}  // namespace
+
+int32_t longest_word(const CodedAttention& call) {
+  int32_t longest = 0;
+  for (const CodedComponent* c : {&call.keys, &call.values}) {
+    longest = std::max(longest, c->codebook.max_length);
+    for (int32_t i = 0; i < c->num_others; ++i) {
+      longest = std::max(longest, c->others[i].max_length);
+    }
+  }
+  return longest;
+}
+
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log) {
+  if (Status s = call.validate(); !s) return s;
+  Result<DeviceLimits> limits = device_limits();
+  if (!limits.is_ok()) return limits.status();
+  CodedAttentionGrid grid;
+  grid.num_ctas = limits->sms;
+  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
+                           static_cast<uint32_t>(grid.slot_bytes), coded_warps(call.head_dim)};
+  const int32_t longest = longest_word(call);
+  for (int32_t copies_log : kCopies) {
+    // An index, its copy and two code words share a word.
+    const bool fits_word = 2 + copies_log + 2 * longest <= 32;
+    if (copies_log > most_copies_log || !fits_word ||
+        find_coded_kernel(call, copies_log) == nullptr) {
+      continue;
+    }
+    const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
+    for (int32_t slots = 2; slots > 0; --slots) {
+      const int32_t bytes = plan.bytes(table_bytes, slots, call.num_tables());
+      if (bytes > limits->shared_bytes) continue;
+      grid.copies_log = copies_log;
+      grid.slots_per_warp = slots;
+      grid.shared_bytes = bytes;
+      return grid;
+    }
+  }
+  int32_t most = call.num_tables();
+  const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, 0));
+  while (most > 0 && plan.bytes(table_bytes, 1, most) > limits->shared_bytes) --most;
+  return Status(StatusCode::kUnsupported,
+                "coded attention: " + std::to_string(call.num_tables()) +
+                    " codebooks; beside blocks of max_block_bytes shared memory holds " +
+                    std::to_string(most) + " of " + std::to_string(longest) + " bits");
+}
+
+Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call) {
+  Result<CodedAttentionGrid> grid = coded_attention_grid(call, 0);
+  if (!grid) return grid;
+  const SharedPlan plan = {static_cast<uint32_t>(device_limits()->reserved_bytes),
+                           static_cast<uint32_t>(grid->slot_bytes), coded_warps(call.head_dim)};
+  grid->slots_per_warp = 1;
+  grid->shared_bytes = plan.bytes(static_cast<uint32_t>(table_region_bytes(longest_word(call), 0)),
+                                  1, call.num_tables());
+  return grid;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,296 @@
+// The second kernel of coded attention: joins what warps left of each row, adds the mean of the
+// values, completes the lse and takes sinks in. All that it reads but the partials is there before
+// the first kernel ends; the order of joining is fixed.
+#pragma once
+
+#include "attention/coded/coded_items.cuh"
+#include "attention/coded/coded_state.cuh"
+#include "attention/core/merge.h"
+#include "codec/format/element.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kMaxPartials = 4096;  // of a row: no device has as many warps
+
+// A column of a row of a call: its partials, and what is written of it.
+struct JoinedColumn {
+  const CodedKernelParams& params;
+  int32_t row, column;  // column: of this pass
+  const float* first;   // partial
+  int64_t stride;
+  int32_t count;  // partials
+
+  __device__ __forceinline__ JoinedColumn(const CodedKernelParams& params, int32_t row,
+                                          int32_t column)
+      : params(params), row(row), column(column), first(nullptr), stride(0), count(0) {
+    const CodedAttention& call = params.call;
+    const int32_t begin = call.rows[row].first_item;
+    const ItemShares shares = item_shares(params, coded_warps(call.head_dim));
+    const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : shares.items;
+    if (end <= begin) return;
+    const int32_t warp = shares.warp_of(begin);
+    stride = coded_partial_floats(call);
+    first = static_cast<const float*>(call.workspace) + (int64_t{warp} + row) * stride;
+    count = min(shares.warp_of(end - 1) - warp + 1, kMaxPartials);
+  }
+
+  // Reference and sum of partial i; without tokens where there is none.
+  __device__ __forceinline__ float2 state(int32_t i) const {
+    if (i >= count) return {kNoReference, 0.0f};
+    return *reinterpret_cast<const float2*>(
+        first + i * stride + params.call.columns * params.call.head_dim + 2 * column);
+  }
+  // Dims dim and dim + 1 of it, dim being even.
+  __device__ __forceinline__ float2 values(int32_t i, int32_t dim) const {
+    if (i >= count || dim >= params.call.head_dim) return {0.0f, 0.0f};
+    return *reinterpret_cast<const float2*>(first + i * stride + column * params.call.head_dim +
+                                            dim);
+  }
+
+  // The index of the row's means in those of a component; -1: it has none.
+  __device__ __forceinline__ int64_t mean(const CodedComponent& c) const {
+    const int32_t i = params.call.rows[row].mean;
+    return c.means == nullptr || i < 0 || i >= params.call.num_means
+               ? -1
+               : int64_t{i} * params.call.head_dim;
+  }
+  __device__ __forceinline__ float2 value_means(int32_t dim) const {
+    const int64_t at = mean(params.call.values);
+    if (at < 0 || dim >= params.call.head_dim) return {0.0f, 0.0f};
+    return {params.call.values.means[at + dim], params.call.values.means[at + dim + 1]};
+  }
+  // By a whole warp: q times the mean of the keys.
+  __device__ __forceinline__ float key_mean() const {
+    const int64_t at = mean(params.call.keys);
+    if (at < 0) return 0.0f;
+    const int32_t dims = params.call.head_dim;
+    const auto* q = static_cast<const uint16_t*>(params.call.q) +
+                    (int64_t{row} * params.row_columns + column) * dims;
+    float product = 0.0f;
+    for (auto i = static_cast<int32_t>(threadIdx.x % 32); i < dims; i += 32) {
+      product = fmaf(half_to_float(q[i]), params.call.keys.means[at + i], product);
+    }
+    for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
+    return params.units == nullptr ? product : product * params.units[row];
+  }
+
+  __device__ __forceinline__ float sink() const {
+    const float* sinks = params.call.sinks;
+    return sinks == nullptr ? -INFINITY
+                            : sinks[params.queries.head(row, params.first_column + column)];
+  }
+
+  __device__ __forceinline__ int64_t place() const {
+    return params.queries.place(row, params.first_column + column);
+  }
+  // x: without the mean.
+  __device__ __forceinline__ void write(int32_t dim, float2 x) const {
+    const CodedAttention& call = params.call;
+    if (dim >= call.head_dim) return;
+    auto* to = static_cast<uint16_t*>(call.out) + place() * call.head_dim + dim;
+    *reinterpret_cast<uint32_t*>(to) =
+        float_to_raw(call.dtype, x.x) | static_cast<uint32_t>(float_to_raw(call.dtype, x.y)) << 16;
+  }
+};
+
+// What a column's partials amount to.
+struct ColumnSum {
+  float top, sum;
+  bool corrupt;
+
+  // Of several queries the oldest may see no token.
+  __device__ __forceinline__ bool present() const { return sum > 0.0f && !corrupt; }
+  // The share of the tokens in the column, the rest being its sink's, and its lse.
+  __device__ __forceinline__ MergedRow with_sink(const JoinedColumn& c, float key_mean,
+                                                 float sink) const {
+    const CodedAttention& call = c.params.call;
+    const float lse =
+        present() ? kLn2 * (top + log2_fast(sum)) + call.sm_scale * key_mean : -INFINITY;
+    return call.sinks == nullptr || corrupt ? MergedRow{1.0f, 0.0f, lse} : merge_row(lse, sink);
+  }
+  // By one thread.
+  __device__ __forceinline__ void finish(const JoinedColumn& c, float lse) const {
+    const CodedAttention& call = c.params.call;
+    if (call.lse != nullptr) call.lse[c.place()] = lse;
+    if (c.column == 0) call.row_status[c.row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
+  }
+};
+// A partial whose warp found no token to score has no reference.
+__device__ __forceinline__ float partial_share(float2 state, float top) {
+  return state.y <= 0.0f ? 0.0f : exp2_fast(state.x - top);
+}
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int32_t i = 16; i > 0; i /= 2) x += __shfl_xor_sync(kFullWarp, x, i);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+  for (int32_t i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, i));
+  return x;
+}
+// share: 0 where there is nothing to add, whatever x holds.
+__device__ __forceinline__ void add_share(float share, float2 x, float2* total) {
+  if (share <= 0.0f) return;
+  total->x = fmaf(share, x.x, total->x);
+  total->y = fmaf(share, x.y, total->y);
+}
+// share: of the tokens in the column.
+__device__ __forceinline__ float2 joined_output(const ColumnSum& found, float share, float2 total,
+                                                float2 mean) {
+  if (!found.present()) return {0.0f, 0.0f};
+  return {share * (total.x / found.sum + mean.x), share * (total.y / found.sum + mean.y)};
+}
+
+// For many rows: a warp for a column, whose lanes have kPairs pairs of dims each. So few warps are
+// all resident when the first kernel ends.
+inline constexpr int32_t kJoinWarps = 4;  // of a CTA
+template <int kPairs>
+__global__ void __launch_bounds__(kJoinWarps * 32)
+    join_kernel(const __grid_constant__ CodedKernelParams params) {
+  constexpr int32_t kAhead = 16 / kPairs;  // partials on their way at a time
+  const CodedAttention& call = params.call;
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t index =
+      static_cast<int32_t>(blockIdx.x) * kJoinWarps + static_cast<int32_t>(threadIdx.x / 32);
+  if (index >= call.num_rows * call.columns) return;
+  const JoinedColumn c(params, index / call.columns, index % call.columns);
+  float2 mean[kPairs], total[kPairs] = {}, x[kAhead][kPairs];
+#pragma unroll
+  for (int32_t p = 0; p < kPairs; ++p) mean[p] = c.value_means(2 * lane + 64 * p);
+  const float key_mean = c.key_mean(), sink = c.sink();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const auto load = [&](int32_t first) {
+#pragma unroll
+    for (int32_t k = 0; k < kAhead; ++k) {
+#pragma unroll
+      for (int32_t p = 0; p < kPairs; ++p) x[k][p] = c.values(first + k, 2 * lane + 64 * p);
+    }
+  };
+  load(0);
+  float2 state = c.state(lane);
+  ColumnSum found{state.x, 0.0f, state.y < 0.0f};
+  for (int32_t i = lane + 32; i < c.count; i += 32) {
+    const float2 other = c.state(i);
+    found.top = fmaxf(found.top, other.x);
+    found.corrupt |= other.y < 0.0f;
+  }
+  found.top = warp_max(found.top);
+  found.corrupt = __any_sync(kFullWarp, found.corrupt);
+  float share = 0.0f;
+#pragma unroll 1
+  for (int32_t i = 0; i < c.count; i += kAhead) {
+    static_assert(32 % kAhead == 0);
+    if (i > 0) load(i);
+    if (i % 32 == 0) {
+      if (i > 0) state = c.state(i + lane);
+      share = partial_share(state, found.top);
+      found.sum += share * state.y;
+    }
+#pragma unroll
+    for (int32_t k = 0; k < kAhead; ++k) {
+      const float share_of_k = __shfl_sync(kFullWarp, share, i % 32 + k);
+#pragma unroll
+      for (int32_t p = 0; p < kPairs; ++p) add_share(share_of_k, x[k][p], &total[p]);
+    }
+  }
+  found.sum = warp_sum(found.sum);
+  const MergedRow merged = found.with_sink(c, key_mean, sink);
+#pragma unroll
+  for (int32_t p = 0; p < kPairs; ++p) {
+    c.write(2 * lane + 64 * p, joined_output(found, merged.a, total[p], mean[p]));
+  }
+  if (lane == 0) found.finish(c, merged.lse);
+}
+
+// For rows of many partials: 64 dims of a column a CTA, each of its warps adds every kParts-th
+// partial. A thread reads one state, then its values side by side, so that a row waits for memory
+// twice.
+inline constexpr int32_t kJoinAhead = 9;  // partials of a warp on their way at a time
+template <int kParts>
+__global__ void __launch_bounds__(kParts * 32)
+    join_many_kernel(const __grid_constant__ CodedKernelParams params) {
+  constexpr int32_t kThreads = kParts * 32, kAhead = kJoinAhead;
+  __shared__ float shares[kThreads], sums[32];
+  __shared__ float2 totals[kParts][32];
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t lane = thread % 32, part = thread / 32;
+  const JoinedColumn c(params, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.y));
+  const int32_t dim = static_cast<int32_t>(blockIdx.z) * 64 + 2 * lane;
+  const float2 mean = part == 0 ? c.value_means(dim) : float2{0.0f, 0.0f};
+  const float key_mean = part == 0 ? c.key_mean() : 0.0f, sink = c.sink();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  float2 x[kAhead], total = {0.0f, 0.0f};
+  const auto load = [&](int32_t first) {
+#pragma unroll
+    for (int32_t k = 0; k < kAhead; ++k) x[k] = c.values(first + part + k * kParts, dim);
+  };
+  load(0);
+  float2 state = c.state(thread);
+  ColumnSum found{state.x, 0.0f, state.y < 0.0f};
+  for (int32_t i = thread + kThreads; i < c.count; i += kThreads) {
+    const float2 other = c.state(i);
+    found.top = fmaxf(found.top, other.x);
+    found.corrupt |= other.y < 0.0f;
+  }
+  found.top = warp_max(found.top);
+  if (lane == 0) sums[part] = found.top;
+  found.corrupt = __syncthreads_or(static_cast<int>(found.corrupt)) != 0;
+  found.top = warp_max(lane < kParts ? sums[lane] : kNoReference);
+  // A batch is a part of what there are shares of.
+  constexpr int32_t kBatch = kAhead * kParts, kShared = kThreads / kBatch * kBatch;
+#pragma unroll 1
+  for (int32_t i = 0; i < c.count; i += kBatch) {
+    if (i > 0) load(i);
+    if (i % kShared == 0) {
+      if (i > 0) state = c.state(i + thread);
+      const float share = partial_share(state, found.top);
+      if (thread < kShared) found.sum += share * state.y;
+      __syncthreads();
+      shares[thread] = share;
+      __syncthreads();
+    }
+#pragma unroll
+    for (int32_t k = 0; k < kAhead; ++k) {
+      add_share(shares[i % kShared + part + k * kParts], x[k], &total);
+    }
+  }
+  found.sum = warp_sum(found.sum);
+  totals[part][lane] = total;
+  __syncthreads();
+  if (lane == 0) sums[part] = found.sum;
+  __syncthreads();
+  if (part > 0) return;
+  found.sum = warp_sum(lane < kParts ? sums[lane] : 0.0f);
+  for (int32_t i = 1; i < kParts; ++i) {
+    total.x += totals[i][lane].x;
+    total.y += totals[i][lane].y;
+  }
+  const MergedRow merged = found.with_sink(c, key_mean, sink);
+  c.write(dim, joined_output(found, merged.a, total, mean));
+  if (thread == 0 && blockIdx.z == 0) found.finish(c, merged.lse);
+}
+
+struct JoinLaunch {
+  void (*kernel)(CodedKernelParams);
+  dim3 ctas;
+  int32_t threads;
+};
+// call: of a pass.
+inline JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
+  const int32_t partials = grid.num_ctas * coded_warps(call.head_dim) / call.num_rows;
+  const auto rows = static_cast<unsigned>(call.num_rows);
+  const auto columns = static_cast<unsigned>(call.columns);
+  if (partials <= 12) {
+    const dim3 ctas((rows * columns + kJoinWarps - 1) / kJoinWarps);
+    return {call.head_dim <= kSliceDims ? join_kernel<2> : join_kernel<4>, ctas, kJoinWarps * 32};
+  }
+  const dim3 ctas(rows, columns, static_cast<unsigned>((call.head_dim + 63) / 64));
+  if (partials <= 4 * kJoinAhead) return {join_many_kernel<4>, ctas, 4 * 32};
+  if (partials <= 8 * kJoinAhead) return {join_many_kernel<8>, ctas, 8 * 32};
+  return {join_many_kernel<32>, ctas, 32 * 32};
+}
+
+}  // namespace tierkv

@@ -1,0 +1,165 @@
+// The kernel of coded attention. A warp owns a run of items and one ring of slots; no warp waits
+// for another but at the beginning, when the CTA copies its tables.
+//
+// Bound: shared-memory wavefronts of the lookups; copies of the tables make them fewer.
+#pragma once
+
+#include "attention/coded/coded_items.cuh"
+#include "attention/coded/coded_warp.cuh"
+
+namespace tierkv {
+
+// A table on its way into shared memory: the first entries of a thread wait in registers while it
+// does other things.
+struct TableFill {
+  static constexpr int32_t kHeld = 4;
+  const uint32_t* table;
+  uint32_t count;  // entries
+  uint32_t held[kHeld];
+
+  __device__ __forceinline__ explicit TableFill(const DeviceCodebook& book)
+      : TableFill(book.table, 1u << book.max_length) {}
+  __device__ __forceinline__ TableFill(const uint32_t* table, uint32_t count)
+      : table(table), count(count) {
+#pragma unroll
+    for (int32_t k = 0; k < kHeld; ++k) {
+      const uint32_t i = threadIdx.x + k * blockDim.x;
+      held[k] = i < count ? table[i] : 0;
+    }
+  }
+  // Every entry with its copies.
+  template <int kCopiesLog>
+  __device__ __forceinline__ void store(uint32_t address) const {
+#pragma unroll
+    for (int32_t k = 0; k < kHeld; ++k) {
+      const uint32_t i = threadIdx.x + k * blockDim.x;
+      if (i < count) store_entry<kCopiesLog>(address, i, held[k]);
+    }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x + kHeld * blockDim.x; i < count; i += blockDim.x) {
+      store_entry<kCopiesLog>(address, i, table[i]);
+    }
+  }
+
+ private:
+  template <int kCopiesLog>
+  __device__ __forceinline__ static void store_entry(uint32_t address, uint32_t i, uint32_t x) {
+    constexpr uint32_t kCopies = 1u << kCopiesLog;
+    const uint32_t to = address + 4 * kCopies * i;
+    if constexpr (kCopies == 1) {
+      store_shared(to, x);
+    } else {
+      // Eight lanes write at a time: each begins at another copy, so that they fill all banks.
+      const uint32_t turn = threadIdx.x * kCopies / 32;
+#pragma unroll
+      for (uint32_t i4 = 0; i4 < kCopies / 4; ++i4) {
+        store_shared_16(to + 16 * ((i4 + turn) % (kCopies / 4)), uint4{x, x, x, x});
+      }
+    }
+  }
+};
+
+// The tree of a codebook at a shared address, by the CTA: no more bytes than a table of as long
+// words.
+__device__ inline void fill_tree(const DeviceCodebook& book, uint32_t address) {
+  for (auto i = static_cast<int32_t>(threadIdx.x); i < book.tree_entries;
+       i += static_cast<int32_t>(blockDim.x)) {
+    store_shared_u16(address + 2 * static_cast<uint32_t>(i), book.tree[i]);
+  }
+}
+
+// What blocks are decoded with, from a table or a tree at a shared address.
+template <class Code>
+__device__ __forceinline__ CodeTable<Code> code_table(const DeviceCodebook& book, uint32_t address,
+                                                      uint32_t mask) {
+  if constexpr (Code::kWalksTree) {
+    return TreeWalk{address, static_cast<uint32_t>(book.tree_entries - 1), book.max_length,
+                    book.levels};
+  } else {
+    return SharedTable<Code::kCopiesLog>(address, mask);
+  }
+}
+
+// The tables of the others of a family, from `address` on.
+template <int kCopiesLog>
+__device__ inline void fill_family(const CodedFamily& family, uint32_t address, uint32_t region) {
+#pragma unroll 1
+  for (int32_t i = 0; i < family.count; ++i) {
+    TableFill(family.tables[i], family.entries[i]).store<kCopiesLog>(address + i * region);
+  }
+}
+
+template <int kDimBlocks, class Code, CodedBreadth kBreadth>
+__global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
+    coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
+  constexpr int kCopiesLog = Code::kCopiesLog, kWarps = coded_warps(kDimBlocks * kDimBlock);
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const CodedAttention& call = params.call;
+  const CodedAttentionGrid& grid = params.grid;
+  const DeviceCodebook &key_book = call.keys.codebook, &value_book = call.values.codebook;
+  constexpr bool kFamilies = kBreadth == CodedBreadth::kSlices;
+  const auto region = kFamilies ? params.table_bytes
+                                : static_cast<uint32_t>(table_region_bytes(
+                                      max(key_book.max_length, value_book.max_length), kCopiesLog));
+  const uint32_t key_tables = kFamilies ? 1 + params.key_family.count : 1;
+  const uint32_t tables = Code::kRaw  ? 0
+                          : kFamilies ? key_tables + 1 + params.value_family.count
+                                      : 2;
+  const uint32_t start = shared_address(shared);
+  const auto slots = static_cast<uint32_t>(kWarps * grid.slots_per_warp);
+  const CodedSharedLayout layout =
+      coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots, tables);
+  const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
+  auto* barriers = reinterpret_cast<uint64_t*>(shared) + warp * grid.slots_per_warp;
+  if (is_first_lane()) {
+    for (int32_t i = 0; i < grid.slots_per_warp; ++i) init_barrier(barriers + i);
+  }
+  publish_barriers();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
+  BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
+  CodedWarp<kDimBlocks, Code, kBreadth> worker{
+      call,
+      ring,
+      params,
+      code_table<Code>(key_book, layout.tables, params.key_mask),
+      code_table<Code>(value_book, layout.tables + key_tables * region, params.value_mask),
+      fits};
+  const auto cta = static_cast<int32_t>(blockIdx.x);
+  const auto fill_of = [](const DeviceCodebook& book) {
+    return Code::kRaw || Code::kWalksTree ? TableFill(nullptr, 0) : TableFill(book);
+  };
+  const TableFill key_fill = fill_of(key_book), value_fill = fill_of(value_book);
+  WarpItems<CodedAttention> items{call};
+  const ItemShares shares = item_shares(params, kWarps);
+  const int32_t number = shares.number(cta, warp);
+  const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
+  // The first blocks are on their way while the tables are filled.
+  if (any) worker.begin_row(items.row, items.first, items.end);
+  if (fits) {
+    if constexpr (Code::kWalksTree) {
+      fill_tree(key_book, layout.tables);
+      fill_tree(value_book, layout.tables + key_tables * region);
+    }
+    key_fill.store<kCopiesLog>(layout.tables);
+    value_fill.store<kCopiesLog>(layout.tables + key_tables * region);
+    if constexpr (kFamilies) {
+      fill_family<kCopiesLog>(params.key_family, layout.tables + region, region);
+      fill_family<kCopiesLog>(params.value_family, layout.tables + (key_tables + 1) * region,
+                              region);
+    }
+  }
+  __syncthreads();
+  if (!any) return;
+  while (true) {
+    worker.finish_row(static_cast<float*>(call.workspace) +
+                      (int64_t{number} + items.row) * coded_partial_floats(call));
+    if (!items.next_row()) return;
+    worker.begin_row(items.row, items.first, items.end);
+  }
+}
+
+}  // namespace tierkv

@@ -1,0 +1,98 @@
+// What the kernels of coded attention are launched with.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/coded/coded_attention.h"
+#include "attention/core/columns.h"
+
+namespace tierkv {
+
+// What a block must say: words 0 and 1 of its header, tokens left out.
+struct ExpectedHeader {
+  uint32_t first, second;
+};
+struct CodedHeaders {
+  ExpectedHeader keys, values;
+};
+inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim) {
+  return {kCodedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
+              static_cast<uint32_t>(c.streams_per_lane) << 12 | uint32_t{c.table_id} << 16 |
+              static_cast<uint32_t>(c.component) << 24,
+          static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8 | static_cast<uint32_t>(c.base)
+                                                                           << 16};
+}
+
+// What a kernel of coded attention is for, each also for what those before are for: kernels that do
+// less do it in fewer registers.
+enum class CodedBreadth {
+  kPlain,    // CodedAttention::is_plain()
+  kQueries,  // several queries, and those that are times a unit of their row
+  kSlices,   // blocks of two slices, or of a family of codebooks
+};
+
+// What a warp looks up of the others of a family, whose tables lie behind that of the first.
+struct CodedFamily {
+  int32_t count;
+  ExpectedHeader headers[kMostCodedBooks - 1];
+  uint32_t masks[kMostCodedBooks - 1];  // of tables in shared memory
+  const uint32_t* tables[kMostCodedBooks - 1];
+  uint32_t entries[kMostCodedBooks - 1];
+};
+
+// Queries in fp16, row after row, each times a power of two of its row.
+struct ConvertedQueries {
+  uint16_t* halves = nullptr;  // [num_rows, all columns, head_dim]; null: the caller's are so
+  float* units = nullptr;      // [num_rows]: what a row's halves are multiples of
+};
+
+// One pass over the cache, for at most kCodedColumns columns.
+struct CodedKernelParams {
+  // columns: of this pass. q: from its first column on, fp16 [num_rows, row_columns, head_dim].
+  CodedAttention call;
+  CodedAttentionGrid grid;
+  CodedHeaders headers;
+  uint32_t key_mask, value_mask;  // of the tables in shared memory
+  int32_t row_columns;            // of all passes
+  int32_t first_column;           // of this pass
+  QueryColumns queries;           // where columns lie in out and lse
+  const float* units;             // of ConvertedQueries; null: all 1
+  uint32_t table_bytes;           // of a table with its copies, a power of two
+  CodedFamily key_family, value_family;
+};
+using CodedKernel = void (*)(CodedKernelParams);
+// Bits of the longest code word of a call.
+int32_t longest_word(const CodedAttention& call);
+// The kernel of a call; null: there is none for so many copies.
+CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
+// The kernel of a call that is uniform, but not plain, of one that is not uniform, of one with
+// fixed-rate blocks, plain or not, and of one of these that is not uniform; null: there is none for
+// so many copies.
+CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_slices_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_fixed_slices_kernel(const CodedAttention& call, int32_t copies_log);
+// Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
+// first.
+Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);
+CodedKernel find_probability_kernel(const CodedAttention& call);
+Status clear_probabilities(const CodedAttention& call, GpuStream stream);
+// The kernel of a call without coded blocks, plain or not, and of one by trees.
+CodedKernel find_raw_kernel(const CodedAttention& call, int32_t copies_log);
+CodedKernel find_tree_kernel(const CodedAttention& call, int32_t copies_log);
+// The queries of a call into `to`, one kernel; num_rows > 0.
+Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
+
+inline bool needs_conversion(const CodedAttention& call) {
+  return call.q_len > 1 || call.dtype != DType::kFloat16;
+}
+inline QueryColumns coded_columns(const CodedAttention& call) {
+  QueryColumns c;
+  c.group = call.columns;
+  c.q_len = call.q_len;
+  c.num_kv_heads = call.num_kv_heads;
+  c.of_row = call.all_columns();
+  return c;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,46 @@
+// Shared memory of the kernels of coded attention: barriers, one or two tables, slots for blocks.
+//
+// A table lies at a multiple of its size, which shared memory reaches only once it has skipped as
+// much: slots fill the room before the tables first.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/coded_block_format.h"
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+inline constexpr uint32_t kCodedBarrierBytes = 512;
+// Behind the last slot: what a stream that starts at the end of a payload may read, all its codes
+// of a symbol each and as long as can be.
+inline constexpr uint32_t kCodedSlackBytes =
+    kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
+
+struct CodedSharedLayout {
+  uint32_t tables;        // of keys; that of values is one region on
+  uint32_t before;        // the slots before the tables start here,
+  uint32_t slots_before;  // so many
+  uint32_t after;         // the others here
+  uint32_t end;
+
+  TKV_HD uint32_t slot(uint32_t i, uint32_t slot_bytes) const {
+    return i < slots_before ? before + i * slot_bytes : after + (i - slots_before) * slot_bytes;
+  }
+};
+
+// start: address of the dynamic shared memory; region: bytes of a table with its copies, a power of
+// two.
+TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, uint32_t slot_bytes,
+                                             uint32_t slots, uint32_t tables = 2) {
+  CodedSharedLayout at;
+  at.before = (start + kCodedBarrierBytes + 127) / 128 * 128;
+  at.tables = (at.before + region - 1) / region * region;
+  at.slots_before = (at.tables - at.before) / slot_bytes;
+  if (at.slots_before > slots) at.slots_before = slots;
+  at.after = (at.tables + tables * region + 127) / 128 * 128;
+  at.end = at.after + (slots - at.slots_before) * slot_bytes + kCodedSlackBytes;
+  return at;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,126 @@
+#include <cmath>
+#include <string>
+
+#include "attention/core/workspace.h"
+#include "attention/tiers/decode.h"
+#include "codec/format/page_layout.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+Status unsupported(std::string why) {
+  return Status(StatusCode::kUnsupported, std::move(why));
+}
+
+constexpr int32_t kMaxHeads = 1 << 16;
+constexpr int32_t kMaxLayers = 1 << 12;
+constexpr int32_t kMaxGroup = 16;
+
+Status validate_heads(const AttentionConfig& c) {
+  if (c.num_layers < 1 || c.num_layers > kMaxLayers) return invalid("num_layers must be 1 to 4096");
+  if (c.num_kv_heads < 1 || c.num_kv_heads > kMaxHeads) {
+    return invalid("num_kv_heads must be 1 to 65536");
+  }
+  if (c.num_q_heads < 1 || c.num_q_heads > kMaxHeads || c.num_q_heads % c.num_kv_heads != 0) {
+    return invalid("num_q_heads must be a multiple of num_kv_heads, at most 65536");
+  }
+  if (c.group_size() > kMaxGroup) {
+    return unsupported("group of " + std::to_string(c.group_size()) +
+                       " q heads per kv_head; attention needs 1 to 16");
+  }
+  if (!has_page_layout(c.head_dim)) {
+    return unsupported("head_dim " + std::to_string(c.head_dim) +
+                       "; attention needs 64, 96, 128 or 256");
+  }
+  return Status::ok();
+}
+
+Status validate_modes(const AttentionConfig& c) {
+  if (c.q_len < 1) return invalid("q_len must be positive");
+  if (c.q_len > kMaxQueryTokens) {
+    return unsupported("q_len " + std::to_string(c.q_len) + "; attention needs 1 to 8");
+  }
+  if (c.dtype != DType::kFloat16 && c.dtype != DType::kBFloat16) {
+    return unsupported(std::string("dtype ") + dtype_name(c.dtype) +
+                       "; attention needs float16 or bfloat16");
+  }
+  if (!std::isfinite(c.sm_scale) || c.sm_scale <= 0) return invalid("sm_scale must be positive");
+  if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
+  if (c.sliding_window_tokens != 0) return unsupported("sliding_window_tokens");
+  return Status::ok();
+}
+
+Status validate_tier(const AttentionConfig& c, const AttentionTier& tier) {
+  if (tier.side < 0 || tier.side >= kMaxSides) return invalid("side must be 0 to 3");
+  const Result<PageLayout> layout = make_page_layout(tier.format, c.head_dim, c.page_bytes);
+  if (!layout) return layout.status();
+  for (const Component part : {Component::kKey, Component::kValue}) {
+    const ComponentFormat& format = tier.format.of(part);
+    const char* name = part == Component::kKey ? "key format: " : "value format: ";
+    if (layout->groups(part) > 1) return unsupported(std::string(name) + "sub-groups of a head");
+    if (format.basis != BasisKind::kNone) return unsupported(std::string(name) + "basis");
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status AttentionConfig::validate() const {
+  if (Status s = validate_heads(*this); !s) return s;
+  if (Status s = validate_modes(*this); !s) return s;
+  if (num_tiers < 1 || num_tiers > kMaxAttentionTiers) return invalid("num_tiers must be 1 to 3");
+  for (int32_t t = 0; t < num_tiers; ++t) {
+    const std::string name = "tier " + std::to_string(t);
+    if (Status s = validate_tier(*this, tiers[t]); !s) return s.with_context(name);
+    for (int32_t before = 0; before < t; ++before) {
+      if (tiers[before].side == tiers[t].side) return invalid(name + ": side is used twice");
+    }
+  }
+  return Status::ok();
+}
+
+Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
+  if (config.q_len == 1) return Status::ok();
+  if (tail.tier < -1 || tail.tier >= config.num_tiers) return invalid("tail.tier is out of range");
+  if (tail.ring_first < 0 || tail.ring_first > kMaxTierTokens) {
+    return invalid("tail.ring_first is out of range");
+  }
+  if (tail.ring_tokens < 0 || tail.ring_tokens > kMaxTierTokens) {
+    return invalid("tail.ring_tokens is out of range");
+  }
+  if (tail.ring_tokens > 0 && tail.ring_tokens < config.q_len) {
+    return invalid("tail.ring_tokens is below q_len");
+  }
+  if (tail.ring_tokens > 0 && tail.newest == nullptr) {
+    return invalid("tail.newest is null, which a ring needs");
+  }
+  return Status::ok();
+}
+
+size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionGrid& grid,
+                                 int32_t num_sequences) {
+  return workspace_layout(config, grid, num_sequences).bytes;
+}
+
+size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences, int32_t tokens) {
+  const QueryColumns columns = query_columns(config);
+  const int64_t tiles =
+      tiles_of(tokens) + config.num_tiers;  // the last of each may be partly filled
+  const int64_t rows = static_cast<int64_t>(num_sequences) * config.num_kv_heads * columns.passes;
+  return static_cast<size_t>(rows * tiles * score_tile_bytes(score_columns(columns.of_row)));
+}
+
+const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,
+                                    int32_t num_sequences, int32_t layer,
+                                    const AttentionWorkspace& workspace) {
+  const WorkspaceLayout layout = workspace_layout(config, grid, num_sequences);
+  return reinterpret_cast<const int32_t*>(static_cast<const char*>(workspace.memory) +
+                                          layout.row_status) +
+         static_cast<int64_t>(layer) * num_sequences * config.num_kv_heads;
+}
+
+}  // namespace tierkv

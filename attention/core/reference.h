@@ -1,0 +1,38 @@
+// Attention in double over pages in host memory, one value at a time: what every kernel is tested
+// against.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "codec/format/page_layout.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+// The value of (slot, dim) as stored: scale * code + zero_point, or the raw value of `raw`, fp16 or
+// bfloat16. `page` is any memory of layout.used_bytes; slot and dim are in range.
+double page_value(const PageLayout& layout, const uint8_t* page, Component component, int32_t slot,
+                  int32_t dim, DType raw = DType::kFloat16);
+// Of 16 bits.
+inline double value_of_bits(uint16_t bits, DType dtype) {
+  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
+}
+
+struct ReferenceOutput {
+  std::vector<double>
+      out;  // [count, q_len, num_q_heads, head_dim]; 0 for queries that see no token
+  // [count, q_len, num_q_heads]; -infinity, or their sink, for queries that see no token
+  std::vector<double> lse;
+};
+
+// The probabilities that each query gives to the tokens of its row, in the order of the tiers:
+// [count, q_len, num_q_heads][tokens].
+using ReferenceWeights = std::vector<std::vector<double>>;
+
+// The same call as attend(), with all pointers in host memory; out, lse and scores are not used.
+// Pages or counts outside the pool or the tables are kCorrupt. `weights` may be null.
+Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call,
+                                         ReferenceWeights* weights = nullptr);
+
+}  // namespace tierkv

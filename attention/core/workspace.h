@@ -1,0 +1,55 @@
+// What lies where in the caller's attention workspace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/tiers/decode.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+inline constexpr size_t kWorkspaceAlignment = 256;
+
+// Byte offsets; layers run one after another and share everything but their items and statuses.
+struct WorkspaceLayout {
+  size_t items;        // WorkItem [num_layers][items_per_layer]
+  size_t part_states;  // SoftmaxState [2 * num_ctas][columns of a row]
+  size_t parts;        // float [2 * num_ctas][columns of a row][head_dim]
+  size_t row_status;   // int32_t [num_layers][rows of the batch]
+  size_t bytes;
+};
+
+// Of a config that was not validated, something.
+inline QueryColumns query_columns(const AttentionConfig& config) {
+  return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
+}
+
+inline int32_t items_per_layer(const AttentionGrid& grid) {
+  return grid.num_ctas * kDecodeWarps + 1;
+}
+
+inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const AttentionGrid& grid,
+                                        int32_t num_sequences) {
+  WorkspaceLayout layout{};
+  size_t end = 0;
+  const auto take = [&end](size_t bytes) {
+    const size_t at = end;
+    end += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return at;
+  };
+  const auto ctas = static_cast<size_t>(grid.num_ctas),
+             layers = static_cast<size_t>(config.num_layers);
+  const size_t columns = 2 * ctas * query_columns(config).of_row;
+  layout.items = take(layers * items_per_layer(grid) * sizeof(WorkItem));
+  layout.part_states = take(columns * sizeof(SoftmaxState));
+  layout.parts = take(columns * config.head_dim * sizeof(float));
+  layout.row_status = take(layers * num_sequences * config.num_kv_heads * sizeof(int32_t));
+  layout.bytes = end;
+  return layout;
+}
+
+// kInvalidArgument with the field's name; not read where there is one query.
+Status validate_tail(const AttentionConfig& config, const AttentionTail& tail);
+
+}  // namespace tierkv

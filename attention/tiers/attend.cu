@@ -1,0 +1,266 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention/core/workspace.h"
+#include "attention/tiers/decode.h"
+#include "attention/tiers/shared_rows.h"
+#include "attention/work/plan.h"
+#include "gpu/launch.cuh"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kSlotAlignment = 128;
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+bool is_aligned(const void* p, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
+  if (Status s =
+          cuda_status(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+      !s) {
+    return s;
+  }
+  return value;
+}
+
+// Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
+int32_t least_slot_bytes(const AttentionConfig& config) {
+  int32_t bytes = config.head_dim * query_columns(config).of_row * 4;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    bytes = std::max(bytes, tile_read_bytes(layout));
+  }
+  return bytes;
+}
+
+Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
+  if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
+      grid.slots_per_warp > most_slots(config.head_dim) ||
+      grid.slot_bytes < least_slot_bytes(config) || grid.slot_bytes % kSlotAlignment != 0) {
+    return invalid("grid is not one that attention_grid() returned");
+  }
+  return Status::ok();
+}
+
+Status validate_table(const AttentionConfig& config, const PageTableView& table) {
+  const PageTableShape& shape = table.shape;
+  if (table.slots == nullptr || table.tokens == nullptr) return invalid("page table is null");
+  if (shape.num_sequences < 1) return invalid("page table has no sequences");
+  if (shape.rows_per_sequence != config.num_layers * config.num_kv_heads) {
+    return invalid("page table rows_per_sequence is not num_layers * num_kv_heads");
+  }
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const std::string name = "tier " + std::to_string(t) + ": side ";
+    const int32_t side = config.tiers[t].side;
+    if (side >= shape.num_sides) return invalid(name + "is not in the page table");
+    const Result<PageLayout> layout =
+        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    if (!layout) return layout.status();
+    if (shape.tokens_per_page[side] != layout->tokens) {
+      return invalid(name + "has another number of tokens per page than its format");
+    }
+    if (shape.table_slots[side / 2] < 1) return invalid(name + "has no slots");
+  }
+  return Status::ok();
+}
+
+// Everything that plan_attention() and attend() share.
+Status validate_call(const AttentionConfig& config, const AttentionGrid& grid,
+                     const PageTableView& table, const AttentionBatch& batch,
+                     const AttentionWorkspace& workspace) {
+  if (Status s = config.validate(); !s) return s;
+  if (Status s = validate_grid(config, grid); !s) return s;
+  if (Status s = validate_table(config, table); !s) return s;
+  if (batch.count < 1) return invalid("batch is empty");
+  if (batch.count > INT32_MAX / config.num_layers / config.num_q_heads / config.q_len) {
+    return invalid("batch has too many rows");
+  }
+  if (batch.sequences == nullptr && batch.count > table.shape.num_sequences) {
+    return invalid("batch is longer than the page table and names no sequences");
+  }
+  if (workspace.memory == nullptr || !is_aligned(workspace.memory, kWorkspaceAlignment)) {
+    return invalid("workspace is null or not aligned to 256 bytes");
+  }
+  const size_t bytes = workspace_layout(config, grid, batch.count).bytes;
+  if (workspace.bytes < bytes) {
+    return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
+                                                   " bytes, needs " + std::to_string(bytes));
+  }
+  return Status::ok();
+}
+
+// The formats were validated.
+AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch) {
+  AttentionRows rows;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const SideView side = table.side(config.tiers[t].side);
+    rows.tiers[t] = tier_source(layout, side, grid.slot_bytes);
+    rows.row_stride = static_cast<int32_t>(side.row_stride);
+    rows.token_stride = static_cast<int32_t>(side.token_stride);
+  }
+  rows.sequences = batch.sequences;
+  rows.passes = query_columns(config).passes;
+  rows.num_rows = batch.count * config.num_kv_heads * rows.passes;
+  rows.num_kv_heads = config.num_kv_heads;
+  rows.num_tiers = config.num_tiers;
+  rows.num_table_sequences = table.shape.num_sequences;
+  rows.rows_per_sequence = table.shape.rows_per_sequence;
+  return rows;
+}
+
+template <class T>
+T* at(const AttentionWorkspace& workspace, size_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
+}
+
+Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
+  if (Status s = call.pages.validate(); !s) return s;
+  if (call.pages.page_bytes != config.page_bytes)
+    return invalid("page_bytes of pool and config differ");
+  if (call.layer < 0 || call.layer >= config.num_layers) return invalid("layer is out of range");
+  if (call.q == nullptr || !is_aligned(call.q, 16)) return invalid("q is null or not aligned");
+  if (call.out == nullptr || !is_aligned(call.out, 16))
+    return invalid("out is null or not aligned");
+  if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
+  if (!is_aligned(call.sinks, 4)) return invalid("sinks are not aligned");
+  if (!is_aligned(call.scores.memory, 8)) return invalid("scores are not aligned");
+  return validate_tail(config, call.tail);
+}
+
+TailSource tail_source(const AttentionConfig& config, const AttentionTail& tail) {
+  if (config.q_len == 1) return {};
+  return {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
+          tail.ring_tokens};
+}
+
+// Of the largest page, all that attention reads, and at least a slot.
+int32_t whole_page_bytes(const AttentionConfig& config) {
+  int32_t bytes = least_slot_bytes(config);
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    bytes = std::max(bytes, layout.scores);
+  }
+  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
+}
+
+// The largest chunk that tiers cut for slots of slot_bytes have, and at least a slot.
+int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
+  int32_t bytes = least_slot_bytes(config);
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const PageLayout layout =
+        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const int32_t tile_bytes = tile_read_bytes(layout),
+                  tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
+    bytes = std::max(bytes, tiles == layout.tiles() ? layout.scores : tiles * tile_bytes);
+  }
+  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
+}
+
+// Whole pages where they fit, so that a chunk is one copy; of large ones more than two, for copies
+// that begin early (docs/ATTENTION.md).
+Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
+  const int32_t columns = query_columns(config).of_row, page = whole_page_bytes(config);
+  const int32_t most_of_page =
+      page < kLargeChunkBytes ? kChunksInFlight : most_slots(config.head_dim);
+  for (int32_t slots = most_of_page; slots > 0; --slots) {
+    const int32_t left =
+        shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;
+    const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
+    if (most < (slots > kChunksInFlight ? page : least_slot_bytes(config))) continue;
+    grid.slots_per_warp = slots;
+    grid.slot_bytes = chunk_bytes(config, std::min(page, most));
+    grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;
+    return Status::ok();
+  }
+  return Status(StatusCode::kUnsupported, "the device has " + std::to_string(shared_bytes) +
+                                              " bytes of shared memory for a CTA, too few");
+}
+
+}  // namespace
+
+Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  const Result<int32_t> ctas = device_attribute(cudaDevAttrMultiProcessorCount);
+  if (!ctas) return ctas.status();
+  const Result<int32_t> shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (!shared) return shared.status();
+  AttentionGrid grid;
+  grid.num_ctas = std::min(*ctas, kMaxCtas);
+  if (Status s = choose_slots(config, *shared, grid); !s) return s;
+  if (Status s = prepare_plan(); !s) return s;
+  if (Status s = prepare_decode(config.head_dim, query_columns(config).of_row, *shared); !s)
+    return s;
+  return grid;
+}
+
+Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch,
+                      const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, table, batch, workspace); !s) return s;
+  const WorkspaceLayout layout = workspace_layout(config, grid, batch.count);
+  PlanParams params;
+  params.rows = rows_of(config, grid, table, batch);
+  params.items = at<WorkItem>(workspace, layout.items);
+  params.row_status = at<int32_t>(workspace, layout.row_status);
+  params.max_ctas = grid.num_ctas;
+  params.even_ctas = even_ctas(params.rows.num_rows, grid.num_ctas);
+  params.warps = kDecodeWarps;
+  params.num_layers = config.num_layers;
+  return launch_plan(params, stream);
+}
+
+Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+              const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
+  if (Status s = validate_attend(config, call); !s) return s;
+  const WorkspaceLayout layout = workspace_layout(config, grid, call.batch.count);
+  DecodeParams params;
+  params.rows = rows_of(config, grid, call.table, call.batch);
+  params.layer = call.layer;
+  params.pool = call.pages.base;
+  params.page_bytes = call.pages.page_bytes;
+  params.num_pages = call.pages.num_pages;
+  params.columns = query_columns(config);
+  params.is_bfloat16 = config.dtype == DType::kBFloat16;
+  params.tail = tail_source(config, call.tail);
+  if (call.scores.memory != nullptr) {
+    params.scores = token_scores(call.scores.memory, call.scores.bytes, params.rows.num_rows,
+                                 params.columns.of_row);
+  }
+  params.q = call.q;
+  params.out = call.out;
+  params.lse = call.lse;
+  params.sinks = call.sinks;
+  params.row_status = at<int32_t>(workspace, layout.row_status) +
+                      static_cast<int64_t>(call.layer) * call.batch.count * config.num_kv_heads;
+  params.items = at<WorkItem>(workspace, layout.items) +
+                 static_cast<int64_t>(call.layer) * items_per_layer(grid);
+  params.part_states = at<SoftmaxState>(workspace, layout.part_states);
+  params.parts = at<float>(workspace, layout.parts);
+  params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
+  params.slot_bytes = grid.slot_bytes;
+  params.slots = grid.slots_per_warp;
+  params.plan_is_settled = call.plan_is_settled;
+  std::copy_n(call.settled, kAttentionTiers, params.settled);
+  // Where a chunk lies in its tail is read with the chunk.
+  if (params.tail.newest != nullptr) params.settled[params.tail.tier] = Settled::kNothing;
+  if (Status s = launch_decode(params, config.head_dim, grid.num_ctas, stream); !s) return s;
+  return launch_shared_rows(shared_rows_params(params, grid.num_ctas), config.head_dim, stream);
+}
+
+}  // namespace tierkv

@@ -1,0 +1,147 @@
+// The fused kernel's parameters and its launch: CTAs of kDecodeWarps warps, each with its own item
+// of the plan and its own ring of chunks in shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/core/columns.h"
+#include "attention/core/online_softmax.h"
+#include "attention/tiers/token_scores.h"
+#include "attention/work/work.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kDecodeWarps = 8;
+inline constexpr int32_t kDecodeThreads = kDecodeWarps * 32;
+inline constexpr int32_t kMaxSlots = 4;  // of a warp's ring
+// Copies of a warp that are on their way at a time; more only make all of them late. Further slots
+// are for what is copied while the kernel before ends.
+inline constexpr int32_t kChunksInFlight = 2;
+// Where chunks are smaller arithmetic binds, and copies that begin early only disturb.
+inline constexpr int32_t kLargeChunkBytes = 6144;
+// Large heads leave no registers to tell what has arrived.
+TKV_HD constexpr int32_t most_slots(int32_t head_dim) {
+  return head_dim <= 128 ? kMaxSlots : kChunksInFlight;
+}
+
+// The tier with the newest tokens, where there are several queries; otherwise no tier.
+struct TailSource {
+  int32_t tier = kAttentionTiers;
+  const int32_t* newest = nullptr;  // [batch], index in the tier; null: the last one
+  int32_t ring_first = 0;
+  int32_t ring_tokens = 0;
+};
+
+struct DecodeParams {
+  const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
+  AttentionRows rows;
+  int32_t layer = 0;
+  const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
+  int64_t page_bytes = 0;
+  int32_t num_pages = 0;
+  QueryColumns columns;
+  TailSource tail;
+  const void* q = nullptr;        // [batch][q_len][num_q_heads][head_dim]
+  void* out = nullptr;            // like q
+  float* lse = nullptr;           // [batch][q_len][num_q_heads] or null
+  const float* sinks = nullptr;   // [num_q_heads] or null
+  int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
+  float* parts = nullptr;  // [2 * grid][of_row][head_dim]: parts of rows that several CTAs share
+  SoftmaxState* part_states = nullptr;  // [2 * grid][of_row]
+  TokenScores scores;                   // to be left behind; without codes: none
+  float scale_log2 = 0;                 // sm_scale * log2(e)
+  int32_t slot_bytes = 0;               // of one chunk in the ring
+  int32_t slots = 0;                    // of a warp, at most kMaxSlots
+  bool plan_is_settled = false;
+  Settled settled[kAttentionTiers] = {};
+  bool is_bfloat16 = false;  // q, out and raw pages; otherwise fp16
+};
+
+// In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
+// 8 dims of four columns 1 or 2 apart, are then free of conflicts.
+TKV_HD constexpr int32_t part_swizzle(int32_t column) {
+  return ((column ^ column >> 1) & 3) * 8;
+}
+// dim ^ swizzle, of which four values are enough for all constant dims.
+TKV_HD constexpr int32_t swizzled(int32_t dim, int32_t swizzle) {
+  return (dim & ~24) + ((dim & 24) ^ swizzle);
+}
+
+inline constexpr int32_t kChunkHeaderBytes = 16;
+
+// Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
+// before its item, here, and of the row that goes on behind it, in its ring when that is done.
+struct DecodeShared {
+  int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
+  int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
+  int32_t places;     // ChunkPlace [kDecodeWarps][kMaxSlots]
+  int32_t states;     // SoftmaxState [kDecodeWarps][2][columns]
+  int32_t ends;       // WorkItem [2]
+  int32_t part_rows;  // int32_t [kDecodeWarps][2]
+  int32_t parts;      // float [kDecodeWarps][columns][head_dim]
+  int32_t bytes;
+};
+TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, int32_t slot_bytes,
+                                            int32_t slots) {
+  DecodeShared s{};
+  s.full = kDecodeWarps * slots * slot_bytes;
+  s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
+  s.places = s.headers + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
+  s.states = s.places + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
+  s.ends = s.states + kDecodeWarps * 2 * columns * 8;
+  s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
+  s.parts = s.part_rows + kDecodeWarps * 2 * 4;
+  s.bytes = s.parts + kDecodeWarps * columns * head_dim * 4;
+  return s;
+}
+
+// Blocks of columns that the kernel for rows of `of_row` columns has.
+TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
+  return of_row > kBlockColumns ? 2 : 1;
+}
+// Kernels of their own, so that the usual one has none of the others' code.
+enum class DecodeMode {
+  kPlain,   // one query, one block of columns, no scores left behind
+  kNarrow,  // plain, of at most kNarrowColumns columns
+  kScored,  // plain, with scores left behind
+  kFull,
+  kBFloat16,  // full, for q, out and raw pages of bfloat16
+};
+TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
+  if (p.is_bfloat16) return DecodeMode::kBFloat16;
+  const bool is_full =
+      column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
+  if (is_full) return DecodeMode::kFull;
+  if (p.scores.codes != nullptr) return DecodeMode::kScored;
+  return p.columns.of_row > kNarrowColumns ? DecodeMode::kPlain : DecodeMode::kNarrow;
+}
+// Of one block of columns; without masks, sinks and bfloat16.
+TKV_HD constexpr bool is_plain(DecodeMode mode) {
+  return mode == DecodeMode::kPlain || mode == DecodeMode::kNarrow || mode == DecodeMode::kScored;
+}
+// Able to leave scores behind, and so in need of the places of chunks.
+TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
+  return mode != DecodeMode::kPlain && mode != DecodeMode::kNarrow;
+}
+using DecodeKernel = void (*)(DecodeParams);
+// Null where there is none. Each head_dim has a source file, so that they compile side by side.
+template <int32_t kHeadDim>
+DecodeKernel decode_kernel_of(int32_t blocks, DecodeMode mode);
+template <>
+DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode);
+template <>
+DecodeKernel decode_kernel_of<96>(int32_t blocks, DecodeMode mode);
+template <>
+DecodeKernel decode_kernel_of<128>(int32_t blocks, DecodeMode mode);
+template <>
+DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode);
+
+// Lets the kernel use shared_bytes. Once per device, before the first launch.
+Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);
+// One kernel of num_ctas CTAs.
+Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
+                     GpuStream stream);
+
+}  // namespace tierkv

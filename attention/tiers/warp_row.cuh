@@ -1,0 +1,240 @@
+// What WarpAttention does once a row or a format: its queries at the beginning, its state and
+// output at the end.
+#pragma once
+
+#include "attention/tiers/warp_attention.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kMostQueryShift = 96;  // keeps every unit inside fp32
+
+// Of keys; also of a row whose first format is still to come.
+__device__ __forceinline__ bool is_raw(int32_t bits) {
+  return bits == 0 || bits == 16;
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::fetch_query(
+    const uint16_t* q, int32_t row) {
+  const int32_t t = lane() % 4;
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+    const int64_t place = columns_.place(row, query_column(c));
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const uint16_t* from = q + place * kHeadDim + f * kDimBlock + 8 * half + 2 * t;
+        query_[c][f][half] = place >= 0 ? *reinterpret_cast<const uint32_t*>(from) : 0u;
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::sum_query(
+    float scale_log2) {
+  const uint32_t one = kIsBFloat16 ? 0x3f803f80u : 0x3c003c00u;  // twice
+  const uint32_t ones[4] = {one, one, one, one};
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+    float sums[2][4] = {};  // two chains
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      multiply<16>(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
+    }
+#pragma unroll
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      query_sum_[c][j] = (sums[0][j] + sums[1][j]) * scale_log2;
+    }
+  }
+}
+
+// The factors of codes are powers of two, at most 2^6: exact but for elements of q below 2^-8,
+// whose last bits are lost in fp16's subnormals at 2^-25 absolute.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_query(
+    int32_t from_bits, int32_t to_bits, float scale_log2) {
+  if (kIsBFloat16 && (is_raw(from_bits) || is_raw(to_bits))) {
+    return convert_query(from_bits, to_bits, scale_log2);
+  }
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t dim = f * kDimBlock + 8 * half;
+      const int32_t shift = code_shift(from_bits, dim) - code_shift(to_bits, dim);
+#pragma unroll
+      for (int32_t c = 0; c < kColumnBlocks; ++c) {
+        query_[c][f][half] = multiply_halves(query_[c][f][half], power_of_two(shift));
+      }
+    }
+  }
+  if (kIsBFloat16) return;  // the unit keeps the power of two of the queries
+  score_unit_ = to_bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
+}
+
+// The power of two that brings the row's largest element of q to [2^14, 2^15). One for all columns:
+// what fp16 then loses of an element lies 2^-34 below the largest of the row.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kMode>::query_unit() const {
+  float largest = 0.0f;
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float2 x = unpack_bfloats(query_[c][f][half]);
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    }
+  }
+#pragma unroll
+  for (int32_t i = 1; i < 32; i *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, i));
+  }
+  const int32_t exponent = static_cast<int32_t>(float_bits(largest) >> 23) - 127 - 14;
+  return power_of_two(exponent < -kMostQueryShift  ? -kMostQueryShift
+                      : exponent > kMostQueryShift ? kMostQueryShift
+                                                   : exponent);
+}
+
+// bfloat16 queries as they are, for raw keys, or as fp16 times a power of two, for codes. Before
+// the first format of a row they are as they were fetched.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_query(
+    int32_t from_bits, int32_t to_bits, float scale_log2) {
+  const bool to_raw = is_raw(to_bits);
+  if (is_raw(from_bits) && to_raw) {
+    score_unit_ = scale_log2;
+    return;
+  }
+  const float code_unit = scale_log2 * 0x1p24f;
+  const float unit = to_raw ? score_unit_ / code_unit : query_unit();
+  score_unit_ = to_raw ? scale_log2 : code_unit * unit;
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t dim = f * kDimBlock + 8 * half;
+      const float factor = to_raw ? unit * power_of_two(code_shift(from_bits, dim))
+                                  : power_of_two(-code_shift(to_bits, dim)) / unit;
+#pragma unroll
+      for (int32_t c = 0; c < kColumnBlocks; ++c) {
+        uint32_t& pair = query_[c][f][half];
+        const float2 x = to_raw ? unpack_halves(pair) : unpack_bfloats(pair);
+        pair = to_raw ? pack_bfloats(x.x * factor, x.y * factor)
+                      : pack_halves(x.x * factor, x.y * factor);
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_out(
+    int32_t from_bits, int32_t to_bits) {
+#pragma unroll
+  for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t dim = f * kDimBlock + 8 * (i / 2);
+      const float factor =
+          power_of_two(unpacked_exponent(from_bits, dim) - unpacked_exponent(to_bits, dim));
+#pragma unroll
+      for (int32_t c = 0; c < kColumnBlocks; ++c) out_[c][f][i] *= factor;
+    }
+  }
+}
+
+// Every lane of a column gets its sums over all lanes.
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::sum_lanes() {
+#pragma unroll
+  for (int32_t i = 4; i < 32; i *= 2) {
+#pragma unroll
+    for (int32_t c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+      for (int32_t j = 0; j < kLaneColumns; ++j) {
+        sum_[c][j] += __shfl_xor_sync(kFullWarp, sum_[c][j], i);
+        zero_[c][j] += __shfl_xor_sync(kFullWarp, zero_[c][j], i);
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::store_part(
+    SoftmaxState* states, float* part) {
+  const int32_t g = lane() / 4;
+  if (v_bits_ == 0) {  // no tokens
+    if (lane() < columns_.of_row) states[lane()] = SoftmaxState{};
+    return;
+  }
+  sum_lanes();
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      const int32_t column = own_column(c, j);
+      if (column >= columns_.of_row) continue;
+      const int32_t swizzle = part_swizzle(column);
+      if (g == 0) states[column] = {reference_[c][j], sum_[c][j]};
+#pragma unroll
+      for (int32_t f = 0; f < kBlocks; ++f) {
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          const int32_t dim = f * kDimBlock + 8 * half;
+          part[column * kHeadDim + swizzled(dim, swizzle) + g] = fmaf(
+              own_out(c, f, half, j), power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
+        }
+      }
+    }
+  }
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::write_row(
+    uint16_t* out, float* lse, const float* sinks, int32_t row) {
+  const int32_t g = lane() / 4, t = lane() % 4;
+  sum_lanes();
+#pragma unroll
+  for (int32_t c = 0; c < kColumnBlocks; ++c) {
+    float scale[kLaneColumns];
+#pragma unroll
+    for (int32_t j = 0; j < kLaneColumns; ++j) {
+      const int32_t column = own_column(c, j);
+      const bool has_sink = !kIsPlain && sinks != nullptr;
+      const FinishedState finished = finish(
+          {reference_[c][j], sum_[c][j]}, has_sink ? sinks[columns_.head(row, column)] : -INFINITY);
+      scale[j] = finished.scale;
+      if (lse == nullptr || g != 0) continue;
+      const int64_t place = columns_.place(row, column);
+      if (place >= 0) lse[place] = finished.lse;
+    }
+    // A lane packs two columns, or of a narrow row the two halves of a block of dims.
+    const int64_t place = columns_.place(row, kIsNarrow ? g / 2 : kBlockColumns * c + g);
+#pragma unroll
+    for (int32_t f = 0; f < kBlocks; ++f) {
+      const auto value = [&](int32_t half, int32_t j) {
+        const float unit = power_of_two(unpacked_exponent(v_bits_, f * kDimBlock + 8 * half));
+        return fmaf(own_out(c, f, half, j), unit, zero_[c][j]) * scale[j];
+      };
+      uint16_t* to = out + place * kHeadDim + f * kDimBlock + 2 * t;
+      if constexpr (kIsNarrow) {
+        const uint32_t pair = transpose_8x8(pack_halves(value(0, 0), value(1, 0)));
+        if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * (g % 2)) = pair;
+      } else {
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          const float x[2] = {value(half, 0), value(half, 1)};
+          const uint32_t pair =
+              transpose_8x8(kIsBFloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]));
+          if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * half) = pair;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace tierkv

@@ -1,0 +1,42 @@
+// The plan: the tiles of all rows of a launch, cut into items of equal cost (bytes), one per warp
+// of a fixed grid.
+//
+// Made on the device from the token counts, so a captured graph stays valid while sequences grow;
+// the host form is the reference and gives the same items. Where there is too little work for all
+// CTAs, the last ones get none; of a CTA with work, some warps may get none.
+//
+// Source: the even split of flat work over a fixed grid is stream-K (Osama et al. 2023), with bytes
+// for cost.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/work/work.h"
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kMaxCtas = 512;
+
+struct PlanParams {
+  AttentionRows rows;
+  WorkItem* items = nullptr;      // [num_layers][max_ctas * warps + 1]
+  int32_t* row_status = nullptr;  // [num_layers][num_rows / passes] StatusCode
+  int32_t max_ctas = 0;           // of the kernel that follows, at most kMaxCtas
+  int32_t even_ctas = 0;          // even_ctas() of the rows and max_ctas
+  int32_t warps = 1;              // of a CTA
+  int32_t num_layers = 1;
+};
+
+// Host reference of one layer: max_ctas * warps + 1 items. All pointers of `rows` are host memory.
+std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32_t max_ctas,
+                                 int32_t warps);
+
+// Lets the plan kernel use the shared memory it may need. Once per device.
+Status prepare_plan();
+// One launch of num_layers CTAs on `stream`; all pointers are device memory. kCuda when the launch
+// fails.
+Status launch_plan(const PlanParams& params, GpuStream stream);
+
+}  // namespace tierkv

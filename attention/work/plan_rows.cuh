@@ -1,0 +1,135 @@
+// The rows of one layer in the plan kernel: every warp reads the tokens of its rows and keeps them
+// in shared memory.
+#pragma once
+
+#include "attention/work/plan_launch.h"
+#include "gpu/ptx.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kKeptRows = 8192;  // of a layer; those behind them are read again
+inline constexpr int32_t kRowsAtOnce = 4;   // of a lane, whose tokens are asked for together
+
+struct alignas(16) KeptRow {
+  int32_t tokens[kAttentionTiers];
+  uint32_t cost;
+
+  __device__ uint32_t tiles() const {
+    const int32_t all = tiles_of(tokens[0]) + tiles_of(tokens[1]) + tiles_of(tokens[2]);
+    return static_cast<uint32_t>(all > 0 ? all : 1);
+  }
+};
+
+// With an unused row behind every eight, lanes that read rows 8 apart meet in no bank.
+TKV_HD constexpr int32_t kept_place(int32_t row) {
+  return row + (row >> 3);
+}
+constexpr size_t kept_bytes(int32_t num_rows) {
+  return (kept_place(smaller(num_rows, kKeptRows)) + 1) * sizeof(KeptRow);
+}
+
+class PlanRows {
+ public:
+  __device__ PlanRows(const PlanLaunch& launch, int32_t layer, KeptRow* kept)
+      : l_(launch), layer_(layer), kept_(kept) {}
+
+  // Reads the rows of this thread's warp, neighbours by neighbouring lanes. The warp may read them
+  // by at() afterwards, the others once the CTA has met.
+  __device__ void keep() const {
+    const auto t = static_cast<int32_t>(threadIdx.x);
+    const int32_t warp_rows = 32 * l_.rows_per_thread, first = t / 32 * warp_rows,
+                  end = smaller(first + warp_rows, l_.plan.rows.num_rows);
+    for (int32_t row = first + t % 32; row < end; row += 32 * kRowsAtOnce) {
+      if (row + 32 < end) {
+        keep_rows<kRowsAtOnce>(row, end);
+      } else {
+        keep_rows<1>(row, end);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ KeptRow at(int32_t row) const {
+    return row < kKeptRows ? kept_[kept_place(row)] : read_again(row);
+  }
+
+ private:
+  // table_row_of() without branches, so that several rows are asked for together.
+  struct TableRow {
+    int64_t at;  // 0 where there is none
+    bool is_there;
+    bool is_stray;
+  };
+
+  __device__ int32_t batch_row(int32_t row) const {
+    return static_cast<int32_t>(l_.passes.quotient(static_cast<uint32_t>(row)));
+  }
+
+  __device__ TableRow table_row(int32_t row) const {
+    const AttentionRows& rows = l_.plan.rows;
+    const int32_t of_batch = batch_row(row);
+    const auto place = static_cast<int32_t>(l_.kv_heads.quotient(static_cast<uint32_t>(of_batch)));
+    const int32_t sequence = rows.sequences == nullptr ? place : rows.sequences[place];
+    const bool is_there =
+        static_cast<uint32_t>(sequence) < static_cast<uint32_t>(rows.num_table_sequences);
+    const int64_t at =
+        table_row_in(rows, layer_, is_there ? sequence : 0, of_batch - place * rows.num_kv_heads);
+    return {at, is_there, !is_there && sequence != -1};
+  }
+
+  __device__ static int32_t of_side(int4 sides, int32_t side) {
+    return (side & 2) == 0 ? ((side & 1) == 0 ? sides.x : sides.y)
+                           : ((side & 1) == 0 ? sides.z : sides.w);
+  }
+
+  // row_tokens(), likewise.
+  __device__ RowTokens tokens_of(const TableRow& row) const {
+    const int4 sides = reinterpret_cast<const int4*>(l_.tokens)[row.at];
+    RowTokens n;
+    n.corrupt = row.is_stray;
+#pragma unroll
+    for (int32_t t = 0; t < kAttentionTiers; ++t) {
+      const int32_t side = l_.side[t];
+      const int32_t table = of_side(sides, side);
+      const int32_t tokens = row.is_there && side >= 0 ? table : 0;
+      n.tier[t] = cut_tokens(l_.plan.rows.tiers[t], tokens);
+      n.corrupt |= n.tier[t] != tokens;
+    }
+    return n;
+  }
+
+  __device__ KeptRow kept_row(const RowTokens& n) const {
+    return {{n.tier[0], n.tier[1], n.tier[2]}, row_work(l_.plan.rows, n).cost};
+  }
+  __device__ __noinline__ KeptRow read_again(int32_t row) const {
+    return kept_row(tokens_of(table_row(row)));
+  }
+
+  // Rows row, row + 32, ... below `end`; the first is.
+  template <int32_t kRows>
+  __device__ void keep_rows(int32_t row, int32_t end) const {
+    TableRow of_table[kRows];
+    RowTokens n[kRows];
+#pragma unroll
+    for (int32_t k = 0; k < kRows; ++k) of_table[k] = table_row(smaller(row + 32 * k, end - 1));
+#pragma unroll
+    for (int32_t k = 0; k < kRows; ++k) n[k] = tokens_of(of_table[k]);
+#pragma unroll
+    for (int32_t k = 0; k < kRows; ++k, row += 32) {
+      if (row >= end) return;
+      if (row < kKeptRows) kept_[kept_place(row)] = kept_row(n[k]);
+      if (blockIdx.y == 0) set_status(row, n[k].corrupt);
+    }
+  }
+
+  __device__ void set_status(int32_t row, bool corrupt) const {
+    l_.plan.row_status[static_cast<int64_t>(layer_) * l_.batch_rows + batch_row(row)] =
+        static_cast<int32_t>(corrupt ? StatusCode::kCorrupt : StatusCode::kOk);
+  }
+
+  const PlanLaunch& l_;
+  int32_t layer_;
+  KeptRow* kept_;  // by kept_place()
+};
+
+}  // namespace tierkv

@@ -1,0 +1,99 @@
+// The kernels of a prompt's first half: its log-sum-exp and significance, and the tiers that
+// follow.
+//
+//   bench_prompt [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
+//
+// peers_prompt_torch.py times causal attention over the same prompt.
+#include "bench/baselines/kernels/tier_plan.h"
+#include "bench/gpu/codec_bench.cuh"
+#include "codec/gpu/prompt_scores.h"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int32_t kHeads = 8, kHeadDim = 128;
+constexpr int32_t kRows = 64 * kHeads, kTokens = 4096;  // of the plan
+
+// ---- significance ----
+
+constexpr int32_t kPromptTokens = 8192, kQHeads = 32;
+
+void run_scores(Bench* bench, uint32_t seed) {
+  if (!bench->wants("significance")) return;
+  PromptScores p;
+  p.num_sequences = 1;
+  p.max_tokens = p.total_tokens = kPromptTokens;
+  p.num_q_heads = kQHeads, p.num_kv_heads = kHeads;
+  p.head_dim = kHeadDim;
+  p.sm_scale = 0.08838834764831845;
+  p.q_head_stride = p.k_head_stride = kHeadDim;
+  p.q_token_stride = kQHeads * kHeadDim, p.k_token_stride = kHeads * kHeadDim;
+  uint16_t *q = nullptr, *k = nullptr;
+  float *lse = nullptr, *significance = nullptr;
+  const int64_t q_elements = p.q_token_stride * kPromptTokens;
+  const int64_t k_elements = p.k_token_stride * kPromptTokens;
+  check(cudaMalloc(&q, 2 * q_elements), "queries");
+  check(cudaMalloc(&k, 2 * k_elements), "keys");
+  check(cudaMalloc(&lse, 4 * kQHeads * kPromptTokens), "lse");
+  check(cudaMalloc(&significance, 4 * kHeads * kPromptTokens), "significance");
+  fill_elements<<<1024, 256, 0, bench->stream()>>>(q, q_elements, seed, false);
+  fill_elements<<<1024, 256, 0, bench->stream()>>>(k, k_elements, ~seed, false);
+  p.q = q, p.k = k;
+  p.starts = device_array(std::vector<int32_t>{0, kPromptTokens});
+  Measured m{
+      "lse", "8192, 32/8 x 128", 2 * (q_elements + k_elements), 4 * kQHeads * kPromptTokens, {}};
+  m.operations = int64_t{kPromptTokens} * kPromptTokens * kQHeads * kHeadDim;
+  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
+  m.name = "significance";
+  m.bytes_read += 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kHeads * kPromptTokens;
+  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  for (void* x : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(lse),
+                  static_cast<void*>(significance)}) {
+    check(cudaFree(x), "free");
+  }
+  check(cudaFree(const_cast<int32_t*>(p.starts)), "free");
+}
+
+// Tiers of the prompts of all rows of one layer.
+void run_plan(Bench* bench, uint32_t seed) {
+  if (!bench->wants("tier plan")) return;
+  TierPlan plan;
+  std::vector<PlanRow> rows;
+  for (int32_t i = 0; i < kRows; ++i) rows.push_back({int64_t{i} * kTokens, kTokens, 0});
+  plan.rows = device_array(rows);
+  plan.policies = device_array(std::vector<TierPolicy>{{1.0, 0.02, 64, 4}});
+  std::mt19937 rng(seed);
+  std::vector<float> scores(int64_t{kRows} * kTokens);
+  for (size_t i = 0; i < scores.size(); ++i) {
+    scores[i] = static_cast<float>(rng() % 3000) / 1000.0f / static_cast<float>(i % kTokens + 1);
+  }
+  plan.significance = device_array(scores);
+  int32_t* order = nullptr;
+  check(cudaMalloc(&order, 4 * kRows * kTokens), "order");
+  plan.order = order;
+  plan.counts = device_array(std::vector<TierCounts>(rows.size()));
+  plan.status = device_array(std::vector<StatusCode>(rows.size()));
+  plan.num_rows = static_cast<int32_t>(rows.size());
+  plan.num_policies = 1;
+  bench->run({"tier plan", "64 x 4096 x 8", 4 * kRows * kTokens, 4 * kRows * kTokens, {}},
+             [&](int) { require(plan_tiers(plan, bench->stream())); });
+  for (const void* p :
+       {static_cast<const void*>(plan.rows), static_cast<const void*>(plan.policies),
+        static_cast<const void*>(order), static_cast<const void*>(plan.significance),
+        static_cast<const void*>(plan.counts), static_cast<const void*>(plan.status)}) {
+    check(cudaFree(const_cast<void*>(p)), "free");
+  }
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  using namespace tierkv::bench;
+  const uint32_t seed = std::random_device{}();
+  Bench bench(read_options(argc, argv));
+  run_scores(&bench, seed);
+  run_plan(&bench, seed);
+  bench.write_json();
+  return 0;
+}

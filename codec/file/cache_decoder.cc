@@ -1,0 +1,368 @@
+// CacheDecoder and verify(): a container back into rows.
+#include <algorithm>
+#include <atomic>
+
+#include "codec/file/cache_decoder.h"
+#include "codec/file/container_chunks.h"
+#include "codec/file/container_pages.h"
+#include "codec/format/byte_cursor.h"
+#include "codec/host/parallel.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int64_t kBatchBytes = int64_t{256} << 20;  // of rows decoded at once
+constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
+
+ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
+  return {kind, seq, layer, head, 0, 0};
+}
+
+// Reads a chunk and gives it to parse(bytes, argument); failures name file and chunk.
+template <class Parse>
+auto read_chunk(const ContainerReader& reader, const ChunkKey& key, const Parse& parse)
+    -> decltype(parse(std::vector<uint8_t>{})) {
+  std::vector<uint8_t> bytes;
+  if (Status s = reader.read(key, &bytes); !s) {
+    // A chunk that another one needs is no question of the caller's.
+    return s.code() == StatusCode::kNotFound ? Status(StatusCode::kCorrupt, s.message()) : s;
+  }
+  auto result = parse(bytes);
+  if (!result) return result.status().with_context(reader.path() + ": " + to_string(key));
+  return result;
+}
+
+void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
+  out->pruned.assign(tokens, 0);
+  out->any_pruned = false;
+  for (size_t t = 0; t < plan.tiers.size(); ++t) {
+    out->pruned[t] = plan.tiers[t] == Tier::kPruned;
+    out->any_pruned |= out->pruned[t] != 0;
+  }
+}
+
+}  // namespace
+
+bool holds_store_sequence(const ContainerReader& container) {
+  return container.find(key_of(ChunkKind::kStore, 0, kNotApplicable, kNotApplicable)) >= 0;
+}
+
+Result<CacheDecoder> CacheDecoder::open(ContainerReader reader) {
+  CacheDecoder decoder(std::move(reader));
+  if (Status s = decoder.load(); !s) return s;
+  return decoder;
+}
+
+Status CacheDecoder::load() {
+  if (holds_store_sequence(reader_)) {
+    return Status(StatusCode::kUnsupported,
+                  reader_.path() + ": holds a store's sequence, which only a store can load");
+  }
+  Result<ContainerModel> model =
+      read_chunk(reader_, key_of(ChunkKind::kModel, kNotApplicable, kNotApplicable, kNotApplicable),
+                 parse_model);
+  if (!model) return model.status();
+  model_ = std::move(model.value());
+  for (int32_t s = 0; s < model_.num_sequences; ++s) {
+    Result<ContainerSequence> sequence = read_chunk(
+        reader_, key_of(ChunkKind::kSequence, s, kNotApplicable, kNotApplicable), parse_sequence);
+    if (!sequence) return sequence.status();
+    const auto tokens = static_cast<int64_t>(sequence->tokens.size());
+    if (tokens > kMaxRowValues / model_.layout.head_dim) {
+      return Status(StatusCode::kUnsupported, reader_.path() + ": sequence " + std::to_string(s) +
+                                                  ": rows of more than 2^30 values");
+    }
+    sequences_.push_back(std::move(sequence.value()));
+  }
+  return Status::ok();
+}
+
+// The basis of the (sequence, layer, head, component) that `key` names.
+Result<StoredBasis> CacheDecoder::read_basis(ChunkKey key) const {
+  key.kind = ChunkKind::kBasis;
+  key.part = 0;
+  key.page = 0;
+  if (reader_.find(key) < 0) key.sequence = kNotApplicable;
+  const int32_t d = model_.layout.head_dim;
+  return read_chunk(reader_, key, [d](const auto& bytes) { return parse_basis(bytes, d); });
+}
+
+// Decodes the segment `key` into rows tokens[i] of out [sequence tokens, head_dim].
+Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens,
+                                 float* out) const {
+  const int32_t d = model_.layout.head_dim;
+  const auto corrupt = [&](const std::string& what) {
+    return Status(StatusCode::kCorrupt, reader_.path() + ": " + to_string(key) + ": " + what);
+  };
+  Result<StoredSegment> segment =
+      read_chunk(reader_, key, [d](const auto& bytes) { return parse_segment(bytes, d); });
+  if (!segment) return segment.status();
+  const auto count = static_cast<int64_t>(tokens.size());
+  if (segment->data.tokens != count) {
+    return corrupt("holds " + std::to_string(segment->data.tokens) + " tokens, the row map says " +
+                   std::to_string(count));
+  }
+  StoredBasis basis;
+  if (segment->needs_basis()) {
+    Result<StoredBasis> stored = read_basis(key);
+    if (!stored) return stored.status();
+    basis = std::move(stored.value());
+    const ComponentFormat& f = segment->format.format;
+    if (f.basis != basis.basis.kind) return corrupt("its basis is of another kind");
+    if (f.step_rule == StepRule::kAbsolute && !(basis.step > 0)) return corrupt("has no step");
+    segment->format.step = basis.step;
+    if (f.basis != BasisKind::kNone) segment->format.basis = &basis.basis;
+  }
+  std::optional<Codebook> codebook;
+  if (segment->needs_codebook()) {
+    ChunkKey book_key = key;
+    book_key.kind = ChunkKind::kCodebook;
+    book_key.head = kNotApplicable;
+    Result<Codebook> parsed = read_chunk(reader_, book_key, [](const auto& bytes) {
+      return parse_codebook(bytes.data(), static_cast<int64_t>(bytes.size()));
+    });
+    if (!parsed) return parsed.status();
+    codebook = std::move(parsed.value());
+    segment->format.codebook = &*codebook;
+  }
+  SegmentDecoder decoder(segment->format, segment->data);
+  std::vector<float> x(kBlockTokens * d);
+  for (int64_t t = 0; t < count; t += kBlockTokens) {
+    const auto n = std::min<int64_t>(kBlockTokens, count - t);
+    if (StatusCode s = decoder.read(n, x.data()); s != StatusCode::kOk) {
+      return corrupt("its codes cannot be decoded from token " + std::to_string(t) + " on");
+    }
+    for (int64_t i = 0; i < n; ++i) std::copy_n(x.data() + i * d, d, out + tokens[t + i] * d);
+  }
+  return Status::ok();
+}
+
+// A component of a part that is stored as a segment.
+Status CacheDecoder::decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const {
+  const std::vector<int64_t> list =
+      part_tokens(plan, static_cast<Component>(key.component), static_cast<Part>(key.part));
+  if (!list.empty()) return decode_part(key, list, out);
+  if (reader_.find(key) < 0) return Status::ok();
+  return Status(StatusCode::kCorrupt,
+                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+}
+
+// A part that is stored as pages; `key` is that of its first page.
+Status CacheDecoder::decode_pages(ChunkKey key, const StoredPageFormat& format, const RowPlan& plan,
+                                  DecodedRow* out) const {
+  StoredBasis bases[2];
+  PageSink sink = {out->k.data(), out->v.data(), {}};
+  for (int c = 0; c < 2; ++c) {
+    if (format.basis[c] == BasisKind::kNone) continue;
+    ChunkKey basis_key = key;
+    basis_key.component = static_cast<uint8_t>(c);
+    Result<StoredBasis> stored = read_basis(basis_key);
+    if (!stored) return stored.status();
+    bases[c] = std::move(stored.value());
+    if (bases[c].basis.kind != format.basis[c]) {
+      return Status(StatusCode::kCorrupt,
+                    reader_.path() + ": " + to_string(key) + ": its basis is of another kind");
+    }
+    sink.basis[c] = &bases[c].basis;
+  }
+  const std::vector<int64_t> list = part_tokens(plan, Component::kKey, static_cast<Part>(key.part));
+  const std::vector<int32_t> positions(list.begin(), list.end());
+  const auto total = static_cast<int32_t>(positions.size());
+  std::vector<uint8_t> bytes;
+  for (int32_t first = 0; first < total; first += format.shape.tokens, ++key.page) {
+    const PageTokens tokens = {positions.data() + first,
+                               std::min(format.shape.tokens, total - first)};
+    Status s = reader_.read(key, &bytes);
+    // A page that the row map needs is no question of the caller's.
+    if (s.code() == StatusCode::kNotFound) return Status(StatusCode::kCorrupt, s.message());
+    if (!s) return s;
+    s = decode_page(format, bytes, tokens, sink);
+    if (!s) return s.with_context(reader_.path() + ": " + to_string(key));
+  }
+  if (reader_.find(key) < 0) return Status::ok();
+  return Status(StatusCode::kCorrupt,
+                reader_.path() + ": " + to_string(key) + ": the row map gives it no tokens");
+}
+
+Result<RowPlan> CacheDecoder::read_plan(int32_t seq, int32_t layer, int32_t kv_head) const {
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  return read_chunk(reader_, key_of(ChunkKind::kRow, seq, layer, kv_head),
+                    [tokens](const auto& bytes) { return parse_row(bytes, tokens); });
+}
+
+Status CacheDecoder::read_pruned(int32_t seq, int32_t layer, int32_t kv_head,
+                                 DecodedRow* out) const {
+  const Result<RowPlan> plan = read_plan(seq, layer, kv_head);
+  if (!plan) return plan.status();
+  mark_pruned(*plan, static_cast<int64_t>(sequences_[seq].tokens.size()), out);
+  return Status::ok();
+}
+
+Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
+                                DecodedRow* out) const {
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  const int32_t d = model_.layout.head_dim;
+  const Result<RowPlan> plan = read_plan(seq, layer, kv_head);
+  if (!plan) return plan.status();
+  out->k.assign(tokens * d, 0.0f);
+  out->v.assign(tokens * d, 0.0f);
+  for (const Part part : kParts) {
+    ChunkKey key = key_of(ChunkKind::kPageFormat, seq, layer, kNotApplicable);
+    key.part = static_cast<uint8_t>(part);
+    const bool paged = reader_.find(key) >= 0;
+    if (paged) {
+      Result<StoredPageFormat> format =
+          read_chunk(reader_, key, [d](const auto& bytes) { return parse_page_format(bytes, d); });
+      if (!format) return format.status();
+      key.kind = ChunkKind::kPage;
+      key.head = kv_head;
+      if (Status s = decode_pages(key, *format, *plan, out); !s) return s;
+    }
+    key.kind = ChunkKind::kSegment;
+    key.head = kv_head;
+    for (const Component c : kComponents) {
+      key.component = static_cast<uint8_t>(c);
+      if (paged && reader_.find(key) < 0) continue;
+      if (paged) {
+        return Status(StatusCode::kCorrupt,
+                      reader_.path() + ": " + to_string(key) + ": its part is stored as pages");
+      }
+      if (Status s =
+              decode_segment(key, *plan, c == Component::kKey ? out->k.data() : out->v.data());
+          !s) {
+        return s;
+      }
+    }
+  }
+  mark_pruned(*plan, tokens, out);
+  return Status::ok();
+}
+
+Result<std::vector<int32_t>> CacheDecoder::query_positions(int32_t seq, int32_t layer) const {
+  const ChunkKey key = key_of(ChunkKind::kQueryPositions, seq, layer, kNotApplicable);
+  if (reader_.find(key) < 0) return std::vector<int32_t>();
+  const auto tokens = static_cast<int64_t>(sequences_[seq].tokens.size());
+  return read_chunk(reader_, key, [&](const auto& bytes) -> Result<std::vector<int32_t>> {
+    ByteReader r(bytes);
+    const uint64_t count = r.u64();
+    if (!r.ok() || count == 0 || count != r.left() / 4 || r.left() % 4 != 0) {
+      return Status(StatusCode::kCorrupt, "size disagrees with its fields");
+    }
+    std::vector<int32_t> positions(count);
+    int32_t previous = -1;
+    for (int32_t& p : positions) {
+      p = r.i32();
+      if (p <= previous || p >= tokens) {
+        return Status(StatusCode::kCorrupt, "positions do not ascend within the sequence");
+      }
+      previous = p;
+    }
+    return positions;
+  });
+}
+
+Result<std::vector<float>> CacheDecoder::values(const ChunkKey& key, int64_t count) const {
+  return read_chunk(reader_, key,
+                    [count](const auto& bytes) { return parse_values(bytes, count); });
+}
+
+Result<std::vector<float>> CacheDecoder::queries(int32_t seq, int32_t layer, int32_t q_head,
+                                                 int64_t positions) const {
+  return values(key_of(ChunkKind::kQueries, seq, layer, q_head),
+                positions * model_.layout.head_dim);
+}
+
+Result<std::vector<float>> CacheDecoder::significance(int32_t seq, int32_t layer,
+                                                      int32_t kv_head) const {
+  const ChunkKey key = key_of(ChunkKind::kSignificance, seq, layer, kv_head);
+  if (reader_.find(key) < 0) return std::vector<float>();
+  return values(key, static_cast<int64_t>(sequences_[seq].tokens.size()));
+}
+
+Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out) {
+  const CacheLayout& layout = decoder.model().layout;
+  Result<std::vector<int32_t>> positions = decoder.query_positions(seq, layer);
+  if (!positions) return positions.status();
+  out->positions = std::move(positions.value());
+  const auto count = static_cast<int64_t>(out->positions.size());
+  for (int32_t q = 0; q < layout.num_q_heads && count > 0; ++q) {
+    Result<std::vector<float>> values = decoder.queries(seq, layer, q, count);
+    if (!values) return values.status();
+    out->queries.push_back(std::move(values.value()));
+  }
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
+    Result<std::vector<float>> values = decoder.significance(seq, layer, h);
+    if (!values) return values.status();
+    if (h > 0 && values->empty() != out->significance[0].empty()) {
+      return Status(StatusCode::kCorrupt, decoder.container().path() + ": some heads of layer " +
+                                              std::to_string(layer) +
+                                              " have significance and some have not");
+    }
+    out->significance.push_back(std::move(values.value()));
+  }
+  return Status::ok();
+}
+
+Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
+                  const std::function<void(double)>& progress) {
+  const ContainerModel& model = decoder.model();
+  const int32_t heads = model.layout.num_kv_heads, layers = model.layout.num_layers;
+  const auto sequences = static_cast<int32_t>(decoder.sequences().size());
+  for (int32_t seq = 0; seq < sequences; ++seq) {
+    const int64_t layer_bytes = static_cast<int64_t>(decoder.sequences()[seq].tokens.size()) *
+                                heads * 8 * model.layout.head_dim;
+    // Enough layers to keep all threads busy, unless they are large.
+    const int64_t affordable =
+        std::max<int64_t>(1, kBatchBytes / std::max<int64_t>(1, layer_bytes));
+    const auto batch = static_cast<int32_t>(
+        std::min<int64_t>({affordable, (2 * threads + heads - 1) / heads, layers}));
+    std::vector<DecodedRow> rows(int64_t{batch} * heads);
+    for (int32_t first = 0; first < layers; first += batch) {
+      const int32_t n = std::min(batch, layers - first);
+      std::vector<CarriedOver> carried(n);
+      std::vector<Status> status(int64_t{n} * (heads + 1));
+      parallel_for(static_cast<int64_t>(status.size()), threads, [&](int64_t i) {
+        const auto l = static_cast<int32_t>(i / (heads + 1)),
+                   h = static_cast<int32_t>(i % (heads + 1));
+        status[i] = h < heads ? decoder.decode_row(seq, first + l, h, &rows[int64_t{l} * heads + h])
+                              : read_carried(decoder, seq, first + l, &carried[l]);
+      });
+      for (const Status& s : status) {
+        if (!s) return s;
+      }
+      for (int32_t l = 0; l < n; ++l) {
+        if (Status s = visit(seq, first + l, rows.data() + int64_t{l} * heads, carried[l]); !s)
+          return s;
+        if (progress)
+          progress((double{1} * seq * layers + first + l + 1) / (double{1} * sequences * layers));
+      }
+    }
+  }
+  return Status::ok();
+}
+
+Status verify_chunks(const ContainerReader& container, int32_t threads) {
+  const auto chunks = static_cast<int64_t>(container.chunks().size());
+  std::vector<Status> status(chunks);
+  parallel_for(chunks, threads, [&](int64_t i) {
+    std::vector<uint8_t> payload;
+    status[i] = container.read(i, &payload);
+  });
+  for (const Status& s : status) {
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress) {
+  if (Status s = verify_chunks(decoder.container(), threads); !s) return s;
+  const auto nothing = [](int32_t, int32_t, const DecodedRow*, const CarriedOver&) {
+    return Status::ok();
+  };
+  return decode_all(decoder, threads, nothing, progress);
+}
+
+}  // namespace tierkv

@@ -1,0 +1,82 @@
+// The rows of a `.tkv` container.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "codec/file/container_chunks.h"
+#include "codec/file/container_pages.h"
+#include "codec/host/large_vector.h"
+#include "tierkv/container.h"
+
+namespace tierkv {
+
+struct DecodedRow {
+  LargeVector<float> k, v;      // [tokens, head_dim]; pruned tokens are zeros
+  std::vector<uint8_t> pruned;  // [tokens]
+  bool any_pruned = false;
+};
+
+// The rows of a container. Any number of threads may decode at once; messages name the file and the
+// chunk.
+class CacheDecoder {
+ public:
+  // Reads model and sequences.
+  static Result<CacheDecoder> open(ContainerReader reader);
+
+  const ContainerReader& container() const { return reader_; }
+  const ContainerModel& model() const { return model_; }
+  const std::vector<ContainerSequence>& sequences() const { return sequences_; }
+
+  Status decode_row(int32_t seq, int32_t layer, int32_t kv_head, DecodedRow* out) const;
+  // The same without k and v.
+  Status read_pruned(int32_t seq, int32_t layer, int32_t kv_head, DecodedRow* out) const;
+  // Empty where the container has none.
+  Result<std::vector<int32_t>> query_positions(int32_t seq, int32_t layer) const;
+  Result<std::vector<float>> queries(int32_t seq, int32_t layer, int32_t q_head,
+                                     int64_t positions) const;
+  Result<std::vector<float>> significance(int32_t seq, int32_t layer, int32_t kv_head) const;
+
+ private:
+  explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
+  Status load();
+  Result<RowPlan> read_plan(int32_t seq, int32_t layer, int32_t kv_head) const;
+  Result<StoredBasis> read_basis(ChunkKey key) const;
+  Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
+  Status decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const;
+  Status decode_pages(ChunkKey key, const StoredPageFormat& format, const RowPlan& plan,
+                      DecodedRow* out) const;
+  Result<std::vector<float>> values(const ChunkKey& key, int64_t count) const;
+
+  ContainerReader reader_;
+  ContainerModel model_;
+  std::vector<ContainerSequence> sequences_;
+};
+
+// What a layer carries besides its rows.
+struct CarriedOver {
+  std::vector<int32_t> positions;
+  std::vector<std::vector<float>> queries;       // per query head
+  std::vector<std::vector<float>> significance;  // per kv_head; all empty, or none
+};
+
+Status read_carried(const CacheDecoder& decoder, int32_t seq, int32_t layer, CarriedOver* out);
+
+// rows [num_kv_heads], to be used during the call only.
+using VisitLayer = std::function<Status(int32_t seq, int32_t layer, const DecodedRow* rows,
+                                        const CarriedOver& carried)>;
+
+// Decodes everything on several threads and visits the layers in order, up to the first failure.
+Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
+                  const std::function<void(double)>& progress);
+
+// Whether it holds a sequence of a store (docs/FORMAT.md, section 8), which no CacheDecoder opens.
+bool holds_store_sequence(const ContainerReader& container);
+
+// Every chunk's checksum: the first that is wrong.
+Status verify_chunks(const ContainerReader& container, int32_t threads);
+// The same, then everything decoded.
+Status verify(const CacheDecoder& decoder, int32_t threads,
+              const std::function<void(double)>& progress);
+
+}  // namespace tierkv

@@ -1,0 +1,348 @@
+#include "codec/file/container_chunks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "codec/format/byte_cursor.h"
+#include "codec/host/convert.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kMaxUnitTokens = 1 << 20;
+constexpr int64_t kMaxTokens = int64_t{1} << 40;  // tokens * kMaxHeadDim * 16 bits stays below 2^63
+
+Status corrupt(const std::string& what) {
+  return Status(StatusCode::kCorrupt, what);
+}
+
+// Tokens per group of parameters and how many groups a segment has, in stored order.
+struct Groups {
+  int64_t count = 0;
+  int64_t head_dim = 0, group = 0, tokens = 0;
+  Unit unit = Unit::kToken;
+
+  // Values of group i.
+  int64_t size(int64_t i) const {
+    if (unit == Unit::kToken) return group;
+    const int64_t span = unit == Unit::kChannel ? i / head_dim : i;
+    const int64_t n = std::min(group, tokens - span * group);
+    return unit == Unit::kChannel ? n : n * head_dim;
+  }
+};
+
+Groups groups_of(const SegmentFormat& f, int64_t tokens) {
+  Groups g;
+  g.head_dim = f.head_dim;
+  g.tokens = tokens;
+  g.unit = f.format.unit;
+  if (f.raw() || f.format.step_rule == StepRule::kAbsolute) return g;
+  if (g.unit == Unit::kToken) {
+    g.group = f.format.group > 0 ? f.format.group : f.head_dim;
+    g.count = tokens * f.head_dim / g.group;
+    return g;
+  }
+  g.group = f.format.group;
+  const int64_t spans = (tokens + g.group - 1) / g.group;
+  g.count = g.unit == Unit::kChannel ? spans * f.head_dim : spans;
+  return g;
+}
+
+struct SegmentSizes {
+  uint64_t data = 0, params = 0, blocks = 0, units = 0, raw_values = 0;
+};
+
+template <class Enum>
+bool read_enum(ByteReader& r, int32_t count, Enum* out) {
+  const int32_t x = r.i32();
+  *out = static_cast<Enum>(x);
+  return x >= 0 && x < count;
+}
+
+Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
+  f->format.bits = r.i32();
+  if (!read_enum(r, 3, &f->format.step_rule)) return corrupt("unknown step rule");
+  if (!read_enum(r, 4, &f->format.unit)) return corrupt("unknown unit");
+  f->format.group = r.i32();
+  f->format.step = r.f64();
+  if (!read_enum(r, 4, &f->format.basis)) return corrupt("unknown basis");
+  if (!read_enum(r, 2, &f->coder)) return corrupt("unknown coder");
+  if (!read_enum(r, 2, &f->raw_dtype)) return corrupt("unknown raw dtype");
+  f->head_dim = r.i32();
+  if (f->head_dim != head_dim) return corrupt("head_dim is not the model's");
+  if (Status s = f->format.validate(head_dim); !s) return corrupt(s.message());
+  if (f->format.group > kMaxUnitTokens) return corrupt("group is too large");
+  const bool coded = f->coder == Coder::kHuffman;
+  if (f->raw() ? coded : f->format.bits == 0 && !coded) {
+    return corrupt("coder does not fit the format");
+  }
+  if (f->format.unit == Unit::kGlobal && f->format.step_rule != StepRule::kAbsolute) {
+    return corrupt("unit does not fit the step rule");
+  }
+  if (coded) f->format.entropy = Entropy::kHuffman;
+  return Status::ok();
+}
+
+Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n) {
+  const Groups groups = groups_of(f, tokens);
+  const int64_t values = tokens * f.head_dim;
+  if (n.params != static_cast<uint64_t>(groups.count)) return corrupt("wrong number of parameters");
+  const bool relative = !f.raw() && f.format.step_rule == StepRule::kRelative;
+  if (n.units != (relative ? n.params : 0)) return corrupt("wrong number of unit flags");
+  if (f.coder == Coder::kHuffman) {
+    if (n.blocks != static_cast<uint64_t>((tokens + kBlockTokens - 1) / kBlockTokens)) {
+      return corrupt("wrong number of blocks");
+    }
+    return Status::ok();
+  }
+  const int64_t bytes = f.raw() ? 2 * values : (values * f.format.bits + 7) / 8;
+  if (n.blocks != 0 || n.data != static_cast<uint64_t>(bytes))
+    return corrupt("wrong size of codes");
+  return Status::ok();
+}
+
+Status read_sections(ByteReader& r, const SegmentSizes& n, StoredSegment* out) {
+  EncodedSegment& s = out->data;
+  const uint8_t* data = r.take(n.data);
+  s.data.assign(data, data + n.data);
+  for (uint64_t i = 0; i < n.params; ++i) {
+    const uint16_t scale = r.u16();
+    s.params.push_back({scale, r.u16()});
+  }
+  for (uint64_t i = 0; i < n.blocks; ++i) {
+    const int64_t offset = r.u32();
+    const int64_t least = i == 0 ? 0 : s.block_offsets.back() + 1;
+    if (offset < least || offset >= static_cast<int64_t>(n.data) || (i == 0 && offset != 0)) {
+      return corrupt("block " + std::to_string(i) + " starts outside the blocks");
+    }
+    s.block_offsets.push_back(offset);
+  }
+  const Groups groups = groups_of(out->format, s.tokens);
+  uint64_t raw_values = 0;
+  for (uint64_t i = 0; i < n.units; i += 8) {
+    const uint32_t flags = r.u8();
+    for (uint64_t j = i; j < i + 8; ++j) {
+      const bool raw = (flags >> (j - i) & 1) != 0;
+      if (j >= n.units) {
+        if (raw) return corrupt("unit flags after the last unit");
+        continue;
+      }
+      s.raw_unit.push_back(raw);
+      if (raw) raw_values += static_cast<uint64_t>(groups.size(static_cast<int64_t>(j)));
+    }
+  }
+  if (raw_values != n.raw_values) return corrupt("wrong number of values of raw units");
+  for (uint64_t i = 0; i < n.raw_values; ++i) s.raw_values.push_back(r.u16());
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
+                                               const EncodedSegment& s) {
+  if (format.coder == Coder::kZstd) {
+    return Status(StatusCode::kUnsupported, "the container holds no zstd frames");
+  }
+  if (s.data.size() > std::numeric_limits<uint32_t>::max()) {
+    return Status(StatusCode::kUnsupported, "a segment of more than 4 GiB");
+  }
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  const ComponentFormat& f = format.format;
+  w.i32(f.bits);
+  w.i32(static_cast<int32_t>(f.step_rule));
+  w.i32(static_cast<int32_t>(f.unit));
+  w.i32(f.group);
+  w.f64(f.step);
+  w.i32(static_cast<int32_t>(f.basis));
+  w.i32(static_cast<int32_t>(format.coder));
+  w.i32(static_cast<int32_t>(format.raw_dtype));
+  w.i32(format.head_dim);
+  w.u64(static_cast<uint64_t>(s.tokens));
+  w.u64(s.data.size());
+  w.u64(s.params.size());
+  w.u64(s.block_offsets.size());
+  w.u64(s.raw_unit.size());
+  w.u64(s.raw_values.size());
+  w.u64(0);
+  bytes.insert(bytes.end(), s.data.begin(), s.data.end());
+  for (const QuantParams& p : s.params) {
+    w.u16(p.scale);
+    w.u16(p.zero_point);
+  }
+  for (const int64_t offset : s.block_offsets) w.u32(static_cast<uint32_t>(offset));
+  for (size_t i = 0; i < s.raw_unit.size(); i += 8) {
+    uint32_t flags = 0;
+    for (size_t j = i; j < std::min(i + 8, s.raw_unit.size()); ++j)
+      flags |= s.raw_unit[j] << (j - i);
+    w.u8(flags);
+  }
+  for (const uint16_t v : s.raw_values) w.u16(v);
+  return bytes;
+}
+
+Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim) {
+  StoredSegment out;
+  ByteReader r(bytes);
+  if (Status s = read_format(r, head_dim, &out.format); !s) return s;
+  const uint64_t tokens = r.u64();
+  SegmentSizes n;
+  n.data = r.u64();
+  n.params = r.u64();
+  n.blocks = r.u64();
+  n.units = r.u64();
+  n.raw_values = r.u64();
+  if (r.u64() != 0 || !r.ok()) return corrupt("header is cut short or its reserved bytes are set");
+  if (tokens == 0 || tokens > static_cast<uint64_t>(kMaxTokens)) return corrupt("bad token count");
+  out.data.tokens = static_cast<int64_t>(tokens);
+  if (Status s = check_sizes(out.format, out.data.tokens, n); !s) return s;
+  // Each count is at most the bytes there are, so that their sum cannot wrap.
+  const uint64_t left = r.left();
+  if (n.data > left || n.params > left || n.blocks > left || n.units > left ||
+      n.raw_values > left ||
+      n.data + 4 * n.params + 4 * n.blocks + (n.units + 7) / 8 + 2 * n.raw_values != left) {
+    return corrupt("size disagrees with its fields");
+  }
+  if (Status s = read_sections(r, n, &out); !s) return s;
+  return out;
+}
+
+std::vector<uint8_t> serialize_row(const RowPlan& plan) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.u64(static_cast<uint64_t>(plan.tokens));
+  w.u64(static_cast<uint64_t>(plan.body_begin));
+  w.u64(static_cast<uint64_t>(plan.key_body_end));
+  w.u64(static_cast<uint64_t>(plan.body_end));
+  w.u64(plan.tiers.empty() ? 0 : 1);
+  for (size_t i = 0; i < plan.tiers.size(); i += 4) {
+    uint32_t byte = 0;
+    for (size_t j = i; j < std::min(i + 4, plan.tiers.size()); ++j) {
+      byte |= static_cast<uint32_t>(plan.tiers[j]) << (2 * (j - i));
+    }
+    w.u8(byte);
+  }
+  return bytes;
+}
+
+Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens) {
+  RowPlan plan;
+  ByteReader r(bytes);
+  const uint64_t stated = r.u64(), body_begin = r.u64(), key_end = r.u64(), body_end = r.u64();
+  const uint64_t tiered = r.u64();
+  if (!r.ok()) return corrupt("cut short");
+  const auto count = static_cast<uint64_t>(tokens);
+  if (stated != count) return corrupt("not of as many tokens as the sequence");
+  if (body_begin > key_end || key_end > body_end || body_end > count) {
+    return corrupt("ranges are not in order");
+  }
+  if (tiered > 1 || r.left() != (tiered ? (count + 3) / 4 : 0)) {
+    return corrupt("size disagrees with its fields");
+  }
+  plan.tokens = tokens;
+  plan.body_begin = static_cast<int64_t>(body_begin);
+  plan.key_body_end = static_cast<int64_t>(key_end);
+  plan.body_end = static_cast<int64_t>(body_end);
+  if (!tiered) return plan;
+  if (key_end != body_end) return corrupt("tiers and a key gap");
+  for (uint64_t i = 0; i < count; i += 4) {
+    const uint32_t byte = r.u8();
+    for (uint64_t j = i; j < i + 4; ++j) {
+      const auto tier = static_cast<Tier>(byte >> (2 * (j - i)) & 3);
+      const bool in_body = j >= body_begin && j < body_end;
+      if ((tier != Tier::kWindow) != in_body) {
+        return corrupt("token " + std::to_string(j) + " has a tier that its place excludes");
+      }
+      if (j < count) plan.tiers.push_back(tier);
+    }
+  }
+  return plan;
+}
+
+std::vector<uint8_t> serialize_basis(const StoredBasis& stored) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  const Basis& b = stored.basis;
+  w.i32(static_cast<int32_t>(b.kind));
+  w.i32(b.head_dim);
+  w.f32(stored.step);
+  w.u32(0);
+  for (const float x : b.mean) w.u16(float_to_half(x));
+  for (const float x : b.forward) w.f32(x);
+  for (const float x : b.inverse) w.f32(x);
+  return bytes;
+}
+
+Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_dim) {
+  StoredBasis out;
+  ByteReader r(bytes);
+  BasisKind kind = BasisKind::kNone;
+  if (!read_enum(r, 4, &kind)) return corrupt("unknown kind");
+  if (r.i32() != head_dim) return corrupt("head_dim is not the model's");
+  out.step = r.f32();
+  if (!std::isfinite(out.step) || out.step < 0) return corrupt("step is negative or not finite");
+  if (r.u32() != 0) return corrupt("reserved bytes are set");
+  const int64_t d = head_dim;
+  const bool matrix = kind == BasisKind::kMatrix, means = matrix || kind == BasisKind::kMean;
+  if (!r.ok() || static_cast<int64_t>(r.left()) != (means ? 2 * d : 0) + (matrix ? 8 * d * d : 0)) {
+    return corrupt("size disagrees with its fields");
+  }
+  bool finite = true;
+  std::vector<float> mean(means ? d : 0), forward(matrix ? d * d : 0), inverse(forward.size());
+  for (float& x : mean) finite &= is_finite(x = half_to_float(r.u16()));
+  for (float& x : forward) finite &= is_finite(x = r.f32());
+  for (float& x : inverse) finite &= is_finite(x = r.f32());
+  if (!finite) return corrupt("a mean or matrix element is not finite");
+  out.basis = kind == BasisKind::kNone   ? Basis::none(head_dim)
+              : kind == BasisKind::kMean ? Basis::mean_removed(std::move(mean))
+              : kind == BasisKind::kHadamard
+                  ? Basis::hadamard(head_dim)
+                  : Basis::matrix(std::move(mean), std::move(forward), std::move(inverse));
+  return out;
+}
+
+std::vector<uint8_t> serialize_values(const std::vector<float>& values) {
+  const auto n = static_cast<int64_t>(values.size());
+  std::vector<float> back(values.size());
+  std::vector<uint8_t> elements;
+  DType dtype = DType::kFloat16;
+  for (; dtype != DType::kFloat32; dtype = static_cast<DType>(static_cast<int>(dtype) + 1)) {
+    elements.resize(n * dtype_bytes(dtype));
+    if (float_to_elements(dtype, values.data(), n, elements.data()) < n) continue;
+    elements_to_float(dtype, elements.data(), n, back.data());
+    if (back == values) break;
+  }
+  if (dtype == DType::kFloat32) {
+    elements.resize(n * sizeof(float));
+    float_to_elements(dtype, values.data(), n, elements.data());
+  }
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.i32(static_cast<int32_t>(dtype));
+  w.u32(0);
+  w.u64(values.size());
+  bytes.insert(bytes.end(), elements.begin(), elements.end());
+  return bytes;
+}
+
+Result<std::vector<float>> parse_values(const std::vector<uint8_t>& bytes, int64_t count) {
+  ByteReader r(bytes);
+  DType dtype = DType::kFloat16;
+  if (!read_enum(r, 3, &dtype)) return corrupt("unknown dtype");
+  if (r.u32() != 0) return corrupt("reserved bytes are set");
+  const uint64_t stated = r.u64();
+  const auto width = static_cast<uint64_t>(dtype_bytes(dtype));
+  if (!r.ok() || count < 0 || stated != static_cast<uint64_t>(count) ||
+      stated != r.left() / width || r.left() % width != 0) {
+    return corrupt("not the expected number of values");
+  }
+  std::vector<float> values(count);
+  elements_to_float(dtype, bytes.data() + (bytes.size() - r.left()), count, values.data());
+  for (const float x : values) {
+    if (!is_finite(x)) return corrupt("a value is not finite");
+  }
+  return values;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,208 @@
+#include "codec/file/container_pages.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "codec/format/byte_cursor.h"
+
+namespace tierkv {
+namespace {
+
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+constexpr int32_t kMaxPageTokens = kMaxPageBytes / kTileTokens;  // keeps layouts within int32_t
+
+Status corrupt(const std::string& what) {
+  return Status(StatusCode::kCorrupt, what);
+}
+
+int32_t round_up_to_tiles(int32_t tokens) {
+  return (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
+}
+
+// The rows of a page's tokens as the page codec takes them: as they are or, where one of the
+// components has a basis, as coordinates in single precision.
+struct PageRows {
+  const void* of[2] = {nullptr, nullptr};
+  std::vector<uint8_t> stored[2];  // where the tokens are no run of the row
+  std::vector<float> coordinates[2];
+
+  void gather(const StoredPageFormat& format, const PageSource& source, const PageTokens& tokens);
+};
+
+void PageRows::gather(const StoredPageFormat& format, const PageSource& source,
+                      const PageTokens& tokens) {
+  for (const Component c : kComponents) {
+    const int i = static_cast<int>(c);
+    const RowData& row = source.input.of(c);
+    const int64_t bytes = row.head_dim * dtype_bytes(row.dtype);
+    if (!format.has_basis()) {
+      // Positions ascend.
+      if (tokens.positions[tokens.count - 1] - tokens.positions[0] == tokens.count - 1) {
+        of[i] = row.bytes.data() + tokens.positions[0] * bytes;
+        continue;
+      }
+      stored[i].resize(tokens.count * bytes);
+      of[i] = stored[i].data();
+      for (int32_t t = 0; t < tokens.count; ++t) {
+        std::memcpy(stored[i].data() + t * bytes, row.bytes.data() + tokens.positions[t] * bytes,
+                    bytes);
+      }
+      continue;
+    }
+    const int64_t d = row.head_dim;
+    coordinates[i].resize(tokens.count * d);
+    of[i] = coordinates[i].data();
+    for (int32_t t = 0; t < tokens.count; ++t) {
+      row_to_float(row, tokens.positions[t], 1, coordinates[i].data() + t * d);
+    }
+    if (format.basis[i] != BasisKind::kNone) {
+      source.basis[i]->apply(coordinates[i].data(), tokens.count);
+    }
+  }
+}
+
+Status check_slots(const HostPage& page, const PageTokens& tokens) {
+  for (int32_t i = 0; i < page.layout.tokens; ++i) {
+    const bool used = i < tokens.count;
+    if (page_position(page, i) != (used ? tokens.positions[i] : kNoPosition)) {
+      return corrupt("slot " + std::to_string(i) + " holds another token than the row map says");
+    }
+    if (used ? !std::isfinite(page_score(page, i)) : page_score(page, i) != kNoScore) {
+      return corrupt("slot " + std::to_string(i) + " has no proper score");
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+PageLayout StoredPageFormat::layout(int32_t tokens) const {
+  PageShape s = shape;
+  s.tokens = round_up_to_tiles(tokens);
+  return page_layout(s);
+}
+
+int64_t StoredPageFormat::bytes(int32_t tokens) const {
+  const PageLayout p = layout(tokens);
+  return has_scores ? p.used_bytes : p.scores;
+}
+
+std::vector<uint8_t> serialize_page_format(const StoredPageFormat& f) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.i32(f.shape.head_dim);
+  w.i32(f.shape.tokens);
+  w.i32(static_cast<int32_t>(f.raw_dtype));
+  w.i32(f.has_scores ? 6 : 4);
+  const int32_t bits[2] = {f.shape.k_bits, f.shape.v_bits};
+  const int32_t groups[2] = {f.shape.k_groups, f.shape.v_groups};
+  for (int c = 0; c < 2; ++c) {
+    w.i32(bits[c]);
+    w.i32(groups[c]);
+    w.i32(static_cast<int32_t>(f.basis[c]));
+    w.i32(0);
+  }
+  return bytes;
+}
+
+Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, int32_t head_dim) {
+  StoredPageFormat f;
+  ByteReader r(bytes);
+  f.shape.head_dim = r.i32();
+  f.shape.tokens = r.i32();
+  const int32_t raw_dtype = r.i32(), segments = r.i32();
+  int32_t bits[2], groups[2], basis[2];
+  bool reserved_clear = true;
+  for (int c = 0; c < 2; ++c) {
+    bits[c] = r.i32();
+    groups[c] = r.i32();
+    basis[c] = r.i32();
+    reserved_clear &= r.i32() == 0;
+  }
+  if (!r.at_end()) return corrupt("size disagrees with its fields");
+  if (f.shape.head_dim != head_dim) return corrupt("head_dim is not the model's");
+  if (raw_dtype != 0 && raw_dtype != 1) return corrupt("unknown raw dtype");
+  if (segments != 4 && segments != 6) return corrupt("pages of neither 4 nor 6 segments");
+  if (!reserved_clear) return corrupt("reserved bytes are set");
+  f.raw_dtype = static_cast<DType>(raw_dtype);
+  f.has_scores = segments == 6;
+  for (int c = 0; c < 2; ++c) {
+    if (basis[c] < 0 || basis[c] > static_cast<int32_t>(BasisKind::kMatrix)) {
+      return corrupt("unknown basis");
+    }
+    f.basis[c] = static_cast<BasisKind>(basis[c]);
+    const bool possible = bits[c] > 0 && bits[c] <= 16 && groups[c] >= 0 && groups[c] <= head_dim;
+    if (!possible) return corrupt("bits or groups that no page has");
+    if (bits[c] == 16 && basis[c] != 0) return corrupt("a basis of raw values");
+  }
+  f.shape.k_bits = bits[0];
+  f.shape.v_bits = bits[1];
+  f.shape.k_groups = groups[0];
+  f.shape.v_groups = groups[1];
+  const bool sized = f.shape.tokens > 0 && f.shape.tokens <= kMaxPageTokens;
+  if (!sized || !has_page_layout(head_dim) || !is_page_layout(page_layout(f.shape))) {
+    return corrupt("no page has this shape");
+  }
+  return f;
+}
+
+Status encode_page(const StoredPageFormat& format, const PageSource& source,
+                   const PageTokens& tokens, std::vector<uint8_t>* bytes) {
+  const PageLayout layout = format.layout(tokens.count);
+  bytes->assign(layout.used_bytes, 0);
+  std::vector<float> scores(tokens.count, 0.0f);
+  for (int32_t i = 0; i < tokens.count && format.has_scores; ++i) {
+    scores[i] = source.significance[tokens.positions[i]];
+  }
+  PageRows rows;
+  rows.gather(format, source, tokens);
+  TokenBatch batch;
+  batch.k = rows.of[0];
+  batch.v = rows.of[1];
+  batch.scores = scores.data();
+  batch.positions = tokens.positions;
+  batch.count = tokens.count;
+  batch.dtype = format.has_basis() ? DType::kFloat32 : source.input.k->dtype;
+  const HostPage page{bytes->data(), layout, format.raw_dtype};
+  if (Status s = append_tokens(page, 0, batch); !s) return s;
+  bytes->resize(format.bytes(tokens.count));
+  return Status::ok();
+}
+
+Status decode_page(const StoredPageFormat& format, const std::vector<uint8_t>& bytes,
+                   const PageTokens& tokens, const PageSink& sink) {
+  const PageLayout layout = format.layout(tokens.count);
+  if (static_cast<int64_t>(bytes.size()) != format.bytes(tokens.count)) {
+    return corrupt("is not of the size of a page of " + std::to_string(tokens.count) + " tokens");
+  }
+  // The page codec only reads what it is asked for, so that a page may end before its scores.
+  const HostPage page{const_cast<uint8_t*>(bytes.data()), layout, format.raw_dtype};
+  if (format.has_scores) {
+    if (Status s = check_slots(page, tokens); !s) return s;
+  }
+  TokenOutput out;
+  out.count = tokens.count;
+  if (!format.has_basis()) {
+    out.k = sink.k;
+    out.v = sink.v;
+    out.rows = tokens.positions;
+    return decode_tokens(page, 0, out);
+  }
+  const int64_t d = format.shape.head_dim;
+  std::vector<float> x[2];
+  for (std::vector<float>& side : x) side.resize(tokens.count * d);
+  out.k = x[0].data();
+  out.v = x[1].data();
+  if (Status s = decode_tokens(page, 0, out); !s) return s;
+  for (int c = 0; c < 2; ++c) {
+    if (format.basis[c] != BasisKind::kNone) sink.basis[c]->undo(x[c].data(), tokens.count);
+    float* to = c == 0 ? sink.k : sink.v;
+    for (int32_t t = 0; t < tokens.count; ++t) {
+      std::copy_n(x[c].data() + t * d, d, to + tokens.positions[t] * d);
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv

@@ -1,0 +1,83 @@
+// The chunks kModel and kSequence of a container.
+#include "codec/format/byte_cursor.h"
+#include "tierkv/container.h"
+
+namespace tierkv {
+
+std::vector<uint8_t> serialize_model(const ContainerModel& model) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  const CacheLayout& l = model.layout;
+  w.i32(l.num_layers);
+  w.i32(l.num_q_heads);
+  w.i32(l.num_kv_heads);
+  w.i32(l.head_dim);
+  w.i32(static_cast<int32_t>(l.dtype));
+  w.i32(l.rope_applied ? 1 : 0);
+  w.f64(l.rope_theta);
+  w.f64(l.sm_scale);
+  w.i32(model.num_sequences);
+  w.text(model.preset);
+  w.text(model.model_id);
+  w.text(model.created_by);
+  return bytes;
+}
+
+Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes) {
+  ContainerModel model;
+  ByteReader r(bytes);
+  CacheLayout& l = model.layout;
+  l.num_layers = r.i32();
+  l.num_q_heads = r.i32();
+  l.num_kv_heads = r.i32();
+  l.head_dim = r.i32();
+  const int32_t dtype = r.i32(), rope = r.i32();
+  l.rope_theta = r.f64();
+  l.sm_scale = r.f64();
+  model.num_sequences = r.i32();
+  model.preset = r.text();
+  model.model_id = r.text();
+  model.created_by = r.text();
+  const auto corrupt = [](const std::string& what) {
+    return Status(StatusCode::kCorrupt, "model: " + what);
+  };
+  if (!r.at_end()) return corrupt("size disagrees with its fields");
+  if (dtype < 0 || dtype > 2) return corrupt("unknown dtype " + std::to_string(dtype));
+  if (rope != 0 && rope != 1) return corrupt("rope_applied is neither 0 nor 1");
+  if (model.num_sequences < 1) return corrupt("has no sequences");
+  l.dtype = static_cast<DType>(dtype);
+  l.rope_applied = rope == 1;
+  if (Status s = l.validate(); !s) return corrupt(s.message());
+  return model;
+}
+
+std::vector<uint8_t> serialize_sequence(const ContainerSequence& sequence) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.text(sequence.id);
+  w.text(sequence.kind);
+  w.u64(sequence.tokens.size());
+  for (const int32_t t : sequence.tokens) w.i32(t);
+  return bytes;
+}
+
+Result<ContainerSequence> parse_sequence(const std::vector<uint8_t>& bytes) {
+  ContainerSequence sequence;
+  ByteReader r(bytes);
+  sequence.id = r.text();
+  sequence.kind = r.text();
+  const uint64_t count = r.u64();
+  const auto corrupt = [](const std::string& what) {
+    return Status(StatusCode::kCorrupt, "sequence: " + what);
+  };
+  if (!r.ok() || count != r.left() / 4 || r.left() % 4 != 0 || count == 0) {
+    return corrupt("size disagrees with its fields");
+  }
+  if (sequence.id.empty() || sequence.id.find('/') != std::string::npos) {
+    return corrupt("bad id '" + sequence.id + "'");
+  }
+  for (uint64_t i = 0; i < count; ++i) sequence.tokens.push_back(r.i32());
+  return sequence;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,107 @@
+// One row (sequence, layer, kv_head) under a scheme: which tokens go where, and the encoded
+// segments of both components.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "codec/file/row_data.h"
+#include "codec/file/segment.h"
+#include "codec/policy/tiering.h"
+#include "tierkv/policy.h"
+
+namespace tierkv {
+
+// Where the tokens of a row are stored. Tokens are in ascending order in every list.
+//   protected  sinks [0, S) and window [T - W, T)
+//   body       everything between: high, or by tier
+//   key_gap    body tokens whose keys stay raw, because their group of a channel or block unit is
+//   incomplete
+struct RowPlan {
+  int64_t tokens = 0;
+  int64_t body_begin = 0, body_end = 0;
+  int64_t key_body_end = 0;  // [key_body_end, body_end) is the key gap
+  std::vector<Tier> tiers;   // per token; empty where the scheme has no tiers
+  std::array<int64_t, kNumTiers> count{};
+
+  int64_t window_begin() const { return body_end; }
+};
+
+// significance [tokens] is read only where the scheme has tiers; negative or not finite: refused.
+Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
+                RowPlan* plan);
+
+// The parts of a row that are encoded on their own.
+enum class Part : int32_t { kSinks = 0, kHigh = 1, kLow = 2, kKeyGap = 3, kWindow = 4 };
+inline constexpr int32_t kNumParts = 5;
+
+// The tokens of a component that a part holds, ascending.
+std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part);
+
+// What one row's encoding needs besides the scheme; one per component.
+struct ComponentContext {
+  Basis basis;
+  float step = 0;
+  const Codebook* codebooks[2] = {nullptr, nullptr};  // high, low
+  const BlockCoder* blocks[2] = {nullptr, nullptr};   // high, low, of baseline coders
+};
+
+struct RowInput {
+  const RowData* k = nullptr;
+  const RowData* v = nullptr;
+  const RowData& of(Component c) const { return c == Component::kKey ? *k : *v; }
+};
+
+class RowCodec {
+ public:
+  RowCodec(const Scheme& scheme, const RowPlan& plan, const RowInput& input,
+           const ComponentContext* k, const ComponentContext* v);
+
+  const Scheme& scheme() const { return scheme_; }
+  const RowPlan& plan() const { return plan_; }
+  const RowInput& input() const { return input_; }
+  int32_t head_dim() const { return head_dim_; }
+  SegmentFormat segment_format(Component c, Part part) const;
+  // Calls visit(codes [tokens, head_dim], tokens) for the codes of every block of a body part; they
+  // may be overwritten.
+  using VisitCodes = std::function<void(int16_t*, int32_t)>;
+  StatusCode visit_codes(Component c, Part part, const VisitCodes& visit) const;
+  StatusCode encode();                             // every part of both components
+  StatusCode encode_part(Component c, Part part);  // one of them
+  const EncodedSegment& segment(Component c, Part part) const {
+    return segments_[static_cast<int>(c)][static_cast<int>(part)];
+  }
+  int64_t stored_bytes() const;  // of this row's segments, without codebooks, means and steps
+  int64_t body_bytes() const;    // the part of it outside window and sinks
+  int64_t coded_bytes(Component c) const;  // blocks or zstd frames of coded codes
+  int64_t coded_symbols(Component c) const;
+
+  // Calls visit(part, token indices, k, v, n) for every stored token, at most kBlockTokens at a
+  // time.
+  using Visit = std::function<void(Part, const int64_t*, const float*, const float*, int32_t)>;
+  StatusCode decode(const Visit& visit) const;
+  // The same for forms that are not stored but that a moving window asks for (metric
+  // attention_rel_error_online): tokens [begin, end) in the window's format (Part::kWindow), and
+  // the key gap in its quantised form (Part::kKeyGap).
+  StatusCode decode_recent(int64_t begin, int64_t end, const Visit& visit) const;
+  StatusCode decode_gap_quantised(const Visit& visit) const;
+
+ private:
+  std::vector<int64_t> tokens_of(Component c, Part part) const {
+    return part_tokens(plan_, c, part);
+  }
+  StatusCode encode_tokens(const SegmentFormat& f, Component c, const std::vector<int64_t>& tokens,
+                           EncodedSegment* out) const;
+  StatusCode encode_range(const SegmentFormat& f, Component c, int64_t begin, int64_t end,
+                          EncodedSegment* out) const;
+
+  const Scheme& scheme_;
+  const RowPlan& plan_;
+  RowInput input_;
+  const ComponentContext* context_[2];
+  int32_t head_dim_;
+  EncodedSegment segments_[2][kNumParts];
+};
+
+}  // namespace tierkv

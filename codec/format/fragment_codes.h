@@ -1,0 +1,194 @@
+// What one lane does with the values of its tensor-core fragments: quantise them and pack the codes
+// into the words of a tile. Shared by the kernels and their host tests.
+//
+// A lane holds eight values of a dim block, x[th][dh][par]: token half, dim half, and which of the
+// pair of one register (keys: neighbouring dims, values: neighbouring tokens). They are the four
+// registers of the A operand, r = th + 2 dh for keys and r = dh + 2 th for values, so the codes of
+// a word never come from another lane, and codes below 16 bits are packed the same way for both.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "codec/format/page_layout.h"
+#include "codec/format/quantize.h"
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+TKV_HD float fma_rn(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+// div_rn(1, x).
+TKV_HD float reciprocal_rn(float x) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(x);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// The tokens of a lane's values in a tile, and the dims in their block.
+TKV_HD constexpr int32_t fragment_token(Component c, int32_t lane, int32_t th, int32_t par) {
+  return (c == Component::kKey ? lane / 4 : 2 * (lane % 4) + par) + 8 * th;
+}
+TKV_HD constexpr int32_t fragment_dim(Component c, int32_t lane, int32_t dh, int32_t par) {
+  return (c == Component::kKey ? 2 * (lane % 4) + par : lane / 4) + 8 * dh;
+}
+// Tokens that differ in par: one for keys, two for values.
+TKV_HD constexpr int32_t fragment_pars(Component c) {
+  return c == Component::kKey ? 1 : 2;
+}
+TKV_HD constexpr int32_t fragment_register(Component c, int32_t th, int32_t dh) {
+  return c == Component::kKey ? th + 2 * dh : dh + 2 * th;
+}
+
+// The stored parameters of a group, ready for many values.
+struct alignas(16) CodeMaker {
+  float scale;
+  float reciprocal;  // round(1 / scale); 0 where the scale is 0
+  float zero_point;
+  float unused;
+};
+TKV_HD CodeMaker make_code_maker(QuantParams p) {
+  const float scale = half_to_float(p.scale);
+  return {scale, scale == 0.0f ? 0.0f : reciprocal_rn(scale), half_to_float(p.zero_point), 0.0f};
+}
+
+// 2^22 + 2^23: adding it rounds a small number to an integer, half to even, which then is the low
+// bits.
+inline constexpr float kRoundingBias = 12582912.0f;
+
+// minmax_code() without a division, in the low byte; the bits above are not defined. top = levels -
+// 1.
+//
+// Equal because the result is decided by how a = x - zero_point compares with the ties T = (k +
+// 1/2) scale, k < 255, which are floats: 11 + 9 bits. (1) a = T: the remainder a - q scale is exact
+// (few units in the last place of q, times 11 bits), so one correction moves q to k + 1/2 within
+// 2^-22 units: q rounds to k + 1/2. (2) a != T: relative to T it is off by at least 2^-23 / m(T),
+// where m is the significand, and q rounds onto k + 1/2 only within 2^-24 / m(k + 1/2); the ratio
+// is at least 2 / m(scale) > 1 + 2^-11, far above the error of q. The true division meets no tie
+// either, by the same ratio. Clamping before rounding is the same, the bounds being integers.
+TKV_HD uint32_t biased_code(float x, const CodeMaker& m, float top) {
+  const float a = add_rn(x, -m.zero_point);
+  float q = mul_rn(a, m.reciprocal);
+  q = fma_rn(fma_rn(-q, m.scale, a), m.reciprocal, q);
+  q = fminf(fmaxf(q, 0.0f), top);
+  return float_bits(add_rn(q, kRoundingBias));
+}
+
+// The low bytes of four words, b0 lowest.
+TKV_HD uint32_t join_bytes(uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(__byte_perm(b0, b1, 0x0040), __byte_perm(b2, b3, 0x0040), 0x5410);
+#else
+  return (b0 & 255u) | (b1 & 255u) << 8 | (b2 & 255u) << 16 | (b3 & 255u) << 24;
+#endif
+}
+
+struct BlockCodes {
+  uint32_t at[2][2][2];  // [th][dh][par], the code in the low byte
+};
+
+// 8 bits: words 2 f + th of dim block f.
+TKV_HD uint32_t pack_word_8(const BlockCodes& c, int32_t th) {
+  return join_bytes(c.at[th][0][0], c.at[th][1][0], c.at[th][0][1], c.at[th][1][1]);
+}
+// 4 bits: word f.
+TKV_HD uint32_t pack_word_4(const BlockCodes& c) {
+  uint32_t b[2][2];  // [par][th]
+  for (int32_t par = 0; par < 2; ++par) {
+    for (int32_t th = 0; th < 2; ++th) b[par][th] = c.at[th][0][par] + (c.at[th][1][par] << 4);
+  }
+  return join_bytes(b[0][0], b[0][1], b[1][0], b[1][1]);
+}
+// 2 bits: word f / 2, from the blocks f = 2 w and 2 w + 1.
+TKV_HD uint32_t pack_word_2(const BlockCodes& even, const BlockCodes& odd) {
+  uint32_t b[2][2];
+  for (int32_t par = 0; par < 2; ++par) {
+    for (int32_t th = 0; th < 2; ++th) {
+      b[par][th] = even.at[th][0][par] + (even.at[th][1][par] << 2) + (odd.at[th][0][par] << 4) +
+                   (odd.at[th][1][par] << 6);
+    }
+  }
+  return join_bytes(b[0][0], b[0][1], b[1][0], b[1][1]);
+}
+
+// First bit of a code of fewer than 16 bits in its word, and the word's index.
+TKV_HD constexpr int32_t fragment_code_word(int32_t bits, int32_t block, int32_t th) {
+  return bits == 8 ? 2 * block + th : bits == 4 ? block : block / 2;
+}
+TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t th, int32_t dh,
+                                           int32_t par) {
+  if (bits == 8) return 16 * par + 8 * dh;
+  return 16 * par + 8 * th + (bits == 4 ? 4 * dh : 4 * (block % 2) + 2 * dh);
+}
+
+// ---- one token alone: a token owns whole bytes in every format ----
+
+// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low kBits bits, into
+// the tile's bytes. (Indices of codes are constants, so that they stay in registers.)
+template <int32_t kBits>
+TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
+                           const uint32_t (&codes)[4], uint8_t* tile_codes) {
+  constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;  // codes of an access
+  for (int32_t j = 0; j < 4; j += kStep) {
+    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
+    uint8_t* to = tile_codes + p.byte + p.bit / 8;
+    if constexpr (kBits == 16) {
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
+    } else if constexpr (kBits == 8) {  // neighbouring bytes
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j] | codes[j + 1] << 8);
+    } else if constexpr (kBits == 4) {
+      *to = static_cast<uint8_t>(codes[j] | codes[j + 1] << 4);
+    } else {
+      *to = static_cast<uint8_t>(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
+    }
+  }
+}
+template <int32_t kBits>
+TKV_HD void load_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
+                          const uint8_t* tile_codes, uint32_t (&codes)[4]) {
+  constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  for (int32_t j = 0; j < 4; j += kStep) {
+    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
+    const uint8_t* from = tile_codes + p.byte + p.bit / 8;
+    const uint32_t word = kBits >= 8 ? *reinterpret_cast<const uint16_t*>(from) : *from;
+    for (int32_t k = 0; k < kStep; ++k) codes[j + k] = word >> (k * kBits) & kMask;
+  }
+}
+
+TKV_HD void store_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
+                              const uint32_t (&codes)[4], uint8_t* tile_codes) {
+  switch (tile.bits) {
+    case 16:
+      return store_codes_of<16>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    case 8:
+      return store_codes_of<8>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    case 4:
+      return store_codes_of<4>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+    default:
+      return store_codes_of<2>(tile.head_dim, c, token, first_dim, codes, tile_codes);
+  }
+}
+TKV_HD void load_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
+                             const uint8_t* tile_codes, uint32_t (&codes)[4]) {
+  switch (tile.bits) {
+    case 16:
+      return load_codes_of<16>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    case 8:
+      return load_codes_of<8>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    case 4:
+      return load_codes_of<4>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+    default:
+      return load_codes_of<2>(tile.head_dim, c, token, first_dim, tile_codes, codes);
+  }
+}
+
+}  // namespace tierkv

@@ -1,0 +1,52 @@
+// The order in which a block's codes belong to the 32 lanes of a warp: the A operand of
+// mma.m16n8k16.
+//
+// A tile is 16 tokens, a dim block 16 channels. Lane l = 4 g + t owns, of every (tile, dim block),
+// four pairs r = 0..3 with rh = r % 2 and ch = r / 2, so that the codes it decodes are the
+// registers a0..a3 it multiplies:
+//
+//   keys     S^T = K Q^T    token 16 tile + g + 8 rh, channels 16 block + 2 t + 8 ch + {0, 1}
+//
+//   values   O^T = V^T P^T  channel 16 block + g + 8 rh, tokens 16 tile + 2 t + 8 ch + {0, 1}
+//
+// A lane's stream runs over tiles, then dim blocks, then r. Raw codes take the fixed-width tiles of
+// unified pages.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/page_layout.h"
+#include "tierkv/format.h"
+#include "tierkv/half.h"
+#include "tierkv/page.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kBlockTokens = 64;
+inline constexpr int32_t kPairsPerFragment = 4;
+
+inline constexpr int32_t tile_count(int32_t tokens) {
+  return (tokens + kTileTokens - 1) / kTileTokens;
+}
+inline constexpr int32_t dim_block_count(int32_t head_dim) {
+  return (head_dim + kDimBlock - 1) / kDimBlock;
+}
+
+struct PairPosition {
+  int32_t token, dim;  // of the first code; the second is one channel (keys) or token (values) on
+};
+
+TKV_HD PairPosition pair_position(Component component, int32_t tile, int32_t block, int32_t r,
+                                  int32_t lane) {
+  const int32_t row = lane / 4 + 8 * (r % 2), col = 2 * (lane % 4) + 8 * (r / 2);
+  if (component == Component::kKey) return {16 * tile + row, 16 * block + col};
+  return {16 * tile + col, 16 * block + row};
+}
+
+// Raw codes lie in the tiles of unified pages; 2-bit codes need whole words, so an odd last dim
+// block gets a partner there.
+TKV_HD constexpr TileLayout raw_tile(int32_t bits, int32_t blocks) {
+  return {bits, kDimBlock * (bits == 2 ? (blocks + 1) / 2 * 2 : blocks)};
+}
+
+}  // namespace tierkv

@@ -1,0 +1,45 @@
+// What the kernels of bases share: where a vector lies, and what goes with a query and an output.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/gpu/basis_batch.h"
+
+namespace tierkv {
+
+// The vectors of one kv_head of the layer, `group` to a token.
+struct HeadVectors {
+  int32_t group;
+  int32_t count;  // tokens * group
+  int64_t first;  // index of the head's first vector
+  int64_t row;    // of the operand
+
+  __device__ HeadVectors(const BasisVectors& v, int32_t kv_head)
+      : group(v.heads / v.kv_heads),
+        count(static_cast<int32_t>(v.tokens) * group),
+        first(static_cast<int64_t>(kv_head) * group),
+        row(v.first_row + kv_head) {}
+  __device__ int64_t index(const BasisVectors& v, int32_t i) const {
+    return first + static_cast<int64_t>(i / group) * v.heads + i % group;
+  }
+};
+
+__device__ __forceinline__ bool is_empty_output(const BasisVectors& v, int64_t vector) {
+  return v.lse_in[vector] == -INFINITY;
+}
+__device__ __forceinline__ void write_lse(const BasisVectors& v, int64_t vector) {
+  if (v.lse_out == nullptr) return;
+  const float shift = v.lse_shift == nullptr ? 0.0f : v.lse_shift[vector];
+  v.lse_out[vector] = v.lse_in[vector] + shift;
+}
+
+__device__ __forceinline__ bool writes_bfloat16(const BasisVectors& v) {
+  return v.operand.use == BasisUse::kUndo && v.out_dtype == DType::kBFloat16;
+}
+__device__ __forceinline__ uint32_t two_values(float low, float high, bool is_bfloat16) {
+  const uint32_t bits[2] = {is_bfloat16 ? float_to_bfloat16(low) : float_to_half(low),
+                            is_bfloat16 ? float_to_bfloat16(high) : float_to_half(high)};
+  return bits[0] | bits[1] << 16;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,218 @@
+// One token in the registers of a warp: quantised and dequantised as codec/format/quantize.h says,
+// in the formats of pages.
+//
+// Lane l holds the dims 32 c + l % 8 + 8 j, j < 4, of the chunks c = l / 8 and l / 8 + 4: whole
+// bytes in every format, and eight lanes share the extrema of a block of 16 dims.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/element.h"
+#include "codec/format/fragment_codes.h"
+#include "codec/format/page_layout.h"
+#include "gpu/warp.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kLaneChunks = 2;  // head_dim 256
+
+// A page on the device.
+struct PageRef {
+  uint8_t* bytes;
+  const PageLayout* layout;  // checked by the caller: is_page_layout()
+  DType raw_dtype;
+};
+
+// One component of a token, spread over the warp.
+struct LaneSide {
+  uint32_t codes[kLaneChunks][4];
+  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none for 16 bits
+};
+struct LaneToken {
+  LaneSide k, v;
+  float score;
+  int32_t position;
+};
+using LaneValues = float[kLaneChunks][4];
+
+__device__ __forceinline__ int32_t lane_chunk(int32_t i) {
+  return lane_index() / 8 + 4 * i;
+}
+__device__ __forceinline__ int32_t lane_dim(int32_t i) {
+  return 32 * lane_chunk(i) + lane_index() % 8;
+}
+
+// False for a chunk that no lane has: most of the work of head_dim 256 is skipped below.
+__device__ __forceinline__ bool has_chunk(int32_t i, int32_t head_dim) {
+  return i == 0 || 128 * i < head_dim;
+}
+
+__device__ __forceinline__ void load_lane_values(const void* row, DType dtype, int32_t head_dim,
+                                                 LaneValues& x) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      x[i][j] = lane_dim(i) < head_dim ? load_element(row, dtype, lane_dim(i) + 8 * j) : 0.0f;
+    }
+  }
+}
+
+// ---- quantise ----
+
+// Extrema of whole rows, of kCount rows at a time so that their shuffles overlap.
+template <int32_t kCount>
+__device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32_t head_dim,
+                                            float (&lo)[kCount], float (&hi)[kCount]) {
+#pragma unroll
+  for (int32_t n = 0; n < kCount; ++n) {
+    lo[n] = INFINITY;
+    hi[n] = -INFINITY;
+#pragma unroll
+    for (int32_t i = 0; i < kLaneChunks; ++i) {
+      if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+      const float* y = x[n][i];
+      lo[n] = nan_min(lo[n], nan_min(nan_min(y[0], y[1]), nan_min(y[2], y[3])));
+      hi[n] = nan_max(hi[n], nan_max(nan_max(y[0], y[1]), nan_max(y[2], y[3])));
+    }
+  }
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
+#pragma unroll
+    for (int32_t n = 0; n < kCount; ++n) {
+      lo[n] = nan_min(lo[n], __shfl_xor_sync(kAllLanes, lo[n], lanes));
+      hi[n] = nan_max(hi[n], __shfl_xor_sync(kAllLanes, hi[n], lanes));
+    }
+  }
+}
+
+// Extrema of the sub-groups that the lane's blocks belong to.
+struct LaneExtrema {
+  float lo[kLaneChunks][2], hi[kLaneChunks][2];
+};
+
+__device__ __forceinline__ LaneExtrema block_extrema(const LaneValues& x) {
+  LaneExtrema e;
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+#pragma unroll
+    for (int32_t b = 0; b < 2; ++b) {
+      float lo = nan_min(x[i][2 * b], x[i][2 * b + 1]), hi = nan_max(x[i][2 * b], x[i][2 * b + 1]);
+#pragma unroll
+      for (int32_t lanes = 1; lanes <= 4; lanes *= 2) {
+        lo = nan_min(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
+        hi = nan_max(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+      }
+      e.lo[i][b] = lo, e.hi[i][b] = hi;
+    }
+  }
+  return e;
+}
+
+__device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_t blocks,
+                                                     int32_t blocks_per_group) {
+  const LaneExtrema own = block_extrema(x);
+  if (blocks_per_group == 1) return own;
+  LaneExtrema e = own;
+  int32_t first[2 * kLaneChunks];  // block of the sub-group of each of the lane's blocks
+#pragma unroll
+  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
+    const int32_t block = 2 * lane_chunk(i / 2) + i % 2;
+    first[i] = block - block % blocks_per_group;
+  }
+#pragma unroll
+  for (int32_t block = 0; block < 8 * kLaneChunks; ++block) {
+    if (block >= blocks) continue;
+    const int32_t owner = block / 2 % 4 * 8;
+    const float lo = __shfl_sync(kAllLanes, own.lo[block / 8][block % 2], owner);
+    const float hi = __shfl_sync(kAllLanes, own.hi[block / 8][block % 2], owner);
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
+      if (block < first[i] || block >= first[i] + blocks_per_group) continue;
+      e.lo[i / 2][i % 2] = nan_min(e.lo[i / 2][i % 2], lo);
+      e.hi[i / 2][i % 2] = nan_max(e.hi[i / 2][i % 2], hi);
+    }
+  }
+  return e;
+}
+
+__device__ __forceinline__ StatusCode params_status(float lo, float hi, QuantParams p) {
+  if (!is_finite(lo) || !is_finite(hi)) return StatusCode::kNonFinite;
+  return params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
+}
+
+__device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, const LaneValues& x,
+                                                     LaneSide* side) {
+  const int32_t head_dim = page.layout->head_dim();
+  StatusCode code = StatusCode::kOk;
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      const uint16_t raw = float_to_raw(page.raw_dtype, x[i][j]);
+      if (!is_finite(x[i][j])) {
+        code = greater(code, StatusCode::kNonFinite);
+      } else if (!is_finite(raw_to_float(page.raw_dtype, raw))) {
+        code = greater(code, StatusCode::kOutOfRange);
+      }
+      side->codes[i][j] = raw;
+    }
+  }
+  return code;
+}
+
+// One component, given the extrema of the row. The lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Component c,
+                                                    const LaneValues& x, float lo, float hi,
+                                                    LaneSide* side) {
+  const TileLayout tile = page.layout->tile(c);
+  if (tile.bits == 16) return take_raw_codes(page, x, side);
+  const int32_t levels = 1 << tile.bits, groups = page.layout->groups(c);
+  const float top = static_cast<float>(levels - 1);
+  if (groups == 1) {
+    const QuantParams p = minmax_params(lo, hi, levels);
+    const CodeMaker maker = make_code_maker(p);
+#pragma unroll
+    for (int32_t i = 0; i < kLaneChunks; ++i) {
+      if (!has_chunk(i, tile.head_dim)) continue;
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[i][j], maker, top) & 255u;
+      side->params[i][0] = side->params[i][1] = p;
+    }
+    return params_status(lo, hi, p);
+  }
+  const int32_t blocks = tile.dim_blocks();
+  const LaneExtrema e = group_extrema(x, blocks, blocks / groups);
+  StatusCode code = StatusCode::kOk;
+#pragma unroll
+  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
+    const float group_lo = e.lo[i / 2][i % 2], group_hi = e.hi[i / 2][i % 2];
+    const QuantParams p = minmax_params(group_lo, group_hi, levels);
+    const CodeMaker maker = make_code_maker(p);
+    if (lane_dim(i / 2) < tile.head_dim) {
+      code = greater(code, params_status(group_lo, group_hi, p));
+    }
+#pragma unroll
+    for (int32_t j = 2 * (i % 2); j < 2 * (i % 2) + 2; ++j) {
+      side->codes[i / 2][j] = biased_code(x[i / 2][j], maker, top) & 255u;
+    }
+    side->params[i / 2][i % 2] = p;
+  }
+  return code;
+}
+
+__device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c,
+                                                const LaneSide& side, LaneValues& x) {
+  const int32_t bits = page.layout->tile(c).bits;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const uint32_t code = side.codes[i / 4][i % 4];
+    const QuantParams p = side.params[i / 4][i % 4 / 2];
+    x[i / 4][i % 4] = bits == 16 ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
+                                 : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
+                                              half_to_float(p.zero_point));
+  }
+}
+
+}  // namespace tierkv

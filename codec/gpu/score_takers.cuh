@@ -1,0 +1,197 @@
+// What prompt_scores.cu makes of a tile of scores: significance adds up probabilities over queries,
+// the log-sum-exp over keys. A taker is one thread's share of a warpgroup's rows.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "codec/gpu/score_tiles.cuh"
+
+namespace tierkv {
+
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A tile of one sequence, as all warps of the CTA see it.
+struct CtaTile {
+  int32_t start, num_tokens;  // of the sequence
+  int32_t first_row;          // of the stationary tile, in the sequence
+  int32_t head;               // of the stationary rows
+
+  __device__ int64_t scalar(int32_t head_index, int32_t token, int32_t total_tokens) const {
+    return static_cast<int64_t>(head_index) * total_tokens + start + token;
+  }
+};
+
+// Tiles of the stream that a warpgroup needs; the others it lets pass.
+struct TileRange {
+  int32_t begin, end;
+};
+
+// Rows of a thread in the 64 x 128 scores of a sub-tile: g and g + 8; columns 8 c + 2 t + {0, 1}.
+__device__ __forceinline__ int32_t thread_row() {
+  return static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane_index() / 4;
+}
+__device__ __forceinline__ int32_t thread_column() {
+  return lane_index() % 4 * 2;
+}
+
+// ---- significance ----
+
+// Adds to each of the thread's two rows (keys) the maximum over kHeads heads of the probability,
+// over the thread's queries.
+template <int32_t kHeads, bool kMasked>
+__device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresPerThread],
+                                                  const float* lse, float scale, int32_t key,
+                                                  int32_t first_query, int32_t num_tokens,
+                                                  float (&sum)[2]) {
+#pragma unroll
+  for (int32_t eight = 0; eight < kColumns / 8 / kHeads; ++eight) {
+    float top[4];
+#pragma unroll
+    for (int32_t h = 0; h < kHeads; ++h) {
+      const int32_t c = eight * kHeads + h;
+      const float2 l = *reinterpret_cast<const float2*>(lse + 8 * c + thread_column());
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        const float x = __fmaf_rn(scores[4 * c + i], scale, i % 2 == 0 ? -l.x : -l.y);
+        top[i] = h == 0 ? x : nan_max(top[i], x);
+      }
+    }
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      const float p = exp2_approx(top[i] * kLog2E);
+      const int32_t query = first_query + 8 * eight + thread_column() + i % 2;
+      const bool counts = !kMasked || (query > key + 8 * (i / 2) && query < num_tokens);
+      sum[i / 2] += counts ? p : 0.0f;
+    }
+  }
+}
+
+template <int32_t kHeadDim>
+struct SignificanceTaker {
+  static constexpr int32_t kSubTiles = ScoreShape<kHeadDim>::kSubTiles;
+  StreamShape stream;
+  int32_t num_tokens;
+  int32_t first_key;  // of the warpgroup
+  float scale;
+  float sum[kSubTiles][2];
+
+  __device__ __forceinline__ int32_t end_query(int32_t tile) const {
+    return stream.begin + (tile + 1) * stream.tokens_per_tile();
+  }
+  // From the first tile with a query after the first key.
+  __device__ __forceinline__ TileRange needed() const {
+    const int32_t begin = (first_key + 1 - stream.begin) / stream.tokens_per_tile();
+    return {min(begin, stream.tiles()), stream.tiles()};
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void add(int32_t sub, int32_t tile,
+                                      const float (&scores)[kScoresPerThread], const float* lse) {
+    const int32_t key = first_key + 64 * sub + thread_row();
+    const int32_t query = stream.begin + tile * stream.tokens_per_tile();
+    switch (stream.log_heads) {
+      case 0:
+        return add_probabilities<1, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+      case 1:
+        return add_probabilities<2, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+      case 2:
+        return add_probabilities<4, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+      case 3:
+        return add_probabilities<8, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+      default:
+        return add_probabilities<16, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+    }
+  }
+  __device__ __forceinline__ void take(int32_t sub, int32_t tile,
+                                       const float (&scores)[kScoresPerThread], const float* lse) {
+    const int32_t first_query = end_query(tile) - stream.tokens_per_tile();
+    if (first_query <= first_key + 64 * sub + 63 || end_query(tile) > num_tokens) {
+      add<true>(sub, tile, scores, lse);
+    } else {
+      add<false>(sub, tile, scores, lse);
+    }
+  }
+  // Joins the four lanes of a row and writes the means.
+  __device__ void finish(const CtaTile& tile, int32_t total_tokens, float* out) const {
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
+      float total = sum[i / 2][i % 2];
+      total += __shfl_xor_sync(kAllLanes, total, 1);
+      total += __shfl_xor_sync(kAllLanes, total, 2);
+      const int32_t key = first_key + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+      if (key >= num_tokens || lane_index() % 4 != 0) continue;
+      const auto later = static_cast<float>(num_tokens - 1 - key);
+      out[tile.scalar(tile.head, key, total_tokens)] = later == 0.0f ? 0.0f : total / later;
+    }
+  }
+};
+
+// ---- log-sum-exp ----
+
+template <int32_t kHeadDim>
+struct LseTaker {
+  static constexpr int32_t kSubTiles = ScoreShape<kHeadDim>::kSubTiles;
+  int32_t num_tokens;
+  int32_t first_query;  // of the warpgroup
+  float scale;          // to base 2
+  float top[kSubTiles][2], sum[kSubTiles][2];
+
+  // Up to the last tile with a key that the last query sees.
+  __device__ __forceinline__ TileRange needed(int32_t tiles) const {
+    return {0, min((first_query + 64 * kSubTiles - 1) / kColumns + 1, tiles)};
+  }
+  __device__ __forceinline__ void take(int32_t sub, int32_t tile, float (&scores)[kScoresPerThread],
+                                       const float*) {
+    const int32_t query = first_query + 64 * sub + thread_row();
+    if ((tile + 1) * kColumns > first_query + 64 * sub) {  // keys after a query: masked
+#pragma unroll
+      for (int32_t i = 0; i < kScoresPerThread; ++i) {
+        const int32_t key = tile * kColumns + i / 4 * 8 + thread_column() + i % 2;
+        if (key > query + i % 4 / 2 * 8) scores[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int32_t r = 0; r < 2; ++r) {
+      float highest = top[sub][r];
+#pragma unroll
+      for (int32_t i = 0; i < kScoresPerThread; ++i) {
+        if (i % 4 / 2 == r) highest = nan_max(highest, scores[i]);
+      }
+      const float shift = highest == -INFINITY ? 0.0f : highest * scale;
+      float total = sum[sub][r] * exp2_approx(__fmaf_rn(top[sub][r], scale, -shift));
+#pragma unroll
+      for (int32_t i = 0; i < kScoresPerThread; ++i) {
+        if (i % 4 / 2 == r) total += exp2_approx(__fmaf_rn(scores[i], scale, -shift));
+      }
+      top[sub][r] = highest;
+      sum[sub][r] = total;
+    }
+  }
+  __device__ void finish(const CtaTile& tile, int32_t total_tokens, float* out) const {
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
+      float highest = top[i / 2][i % 2], total = sum[i / 2][i % 2];
+#pragma unroll
+      for (int32_t lanes = 1; lanes <= 2; lanes *= 2) {
+        const float other = __shfl_xor_sync(kAllLanes, highest, lanes);
+        const float other_total = __shfl_xor_sync(kAllLanes, total, lanes);
+        const float both = nan_max(highest, other);
+        const float shift = both == -INFINITY ? 0.0f : both * scale;
+        total = total * exp2_approx(__fmaf_rn(highest, scale, -shift)) +
+                other_total * exp2_approx(__fmaf_rn(other, scale, -shift));
+        highest = both;
+      }
+      const int32_t query = first_query + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+      if (query >= num_tokens || lane_index() % 4 != 0) continue;
+      out[tile.scalar(tile.head, query, total_tokens)] = (highest * scale + log2f(total)) * kLn2;
+    }
+  }
+};
+
+}  // namespace tierkv

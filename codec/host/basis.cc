@@ -1,0 +1,215 @@
+#include "codec/format/basis.h"
+
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "tierkv/half.h"
+
+namespace tierkv {
+namespace {
+
+constexpr uint64_t kSignSeed = 0x7469657264;
+
+uint64_t splitmix64(uint64_t* state) {
+  uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+
+// Unnormalised Walsh-Hadamard transform in natural (Sylvester) order; n a power of two.
+void walsh_hadamard(float* x, int32_t n) {
+  for (int32_t half = 1; half < n; half *= 2) {
+    for (int32_t i = 0; i < n; i += 2 * half) {
+      for (int32_t j = i; j < i + half; ++j) {
+        const float a = x[j], b = x[j + half];
+        x[j] = a + b;
+        x[j + half] = a - b;
+      }
+    }
+  }
+}
+
+// Orthonormal: its own inverse.
+void hadamard_parts(float* x, int32_t head_dim) {
+  int32_t done = 0;
+  for (int32_t n = 1 << 30; n > 0; n /= 2) {
+    if ((head_dim & n) == 0) continue;
+    walsh_hadamard(x + done, n);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(n));
+    for (int32_t i = 0; i < n; ++i) x[done + i] *= scale;
+    done += n;
+  }
+}
+
+// x matrix.
+void multiply(const std::vector<float>& matrix, int32_t n, float* x, std::vector<double>* scratch) {
+  scratch->assign(n, 0.0);
+  for (int32_t i = 0; i < n; ++i) {
+    const double xi = x[i];
+    const float* row = matrix.data() + static_cast<int64_t>(i) * n;
+    for (int32_t j = 0; j < n; ++j) (*scratch)[j] += xi * row[j];
+  }
+  for (int32_t j = 0; j < n; ++j) x[j] = static_cast<float>((*scratch)[j]);
+}
+
+// matrix x.
+void multiply_transposed(const std::vector<float>& matrix, int32_t n, float* x,
+                         std::vector<double>* scratch) {
+  scratch->assign(x, x + n);
+  for (int32_t j = 0; j < n; ++j) {
+    const float* row = matrix.data() + static_cast<int64_t>(j) * n;
+    double sum = 0;
+    for (int32_t i = 0; i < n; ++i) sum += (*scratch)[i] * row[i];
+    x[j] = static_cast<float>(sum);
+  }
+}
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+Status check_numbers(const char* name, const std::vector<float>& x, size_t expected) {
+  if (x.size() != expected) {
+    return invalid(std::string(name) + " has " + std::to_string(x.size()) + " values, not " +
+                   std::to_string(expected));
+  }
+  for (const float v : x) {
+    if (!is_finite(v)) return invalid(std::string(name) + " is not finite");
+    if (std::fabs(v) > kMaxHalf) return invalid(std::string(name) + " exceeds 65504");
+  }
+  return Status::ok();
+}
+
+// A matrix that cannot be inverted has no inverse that passes.
+Status check_inverse(const Basis& b) {
+  const int32_t n = b.head_dim;
+  std::vector<double> line(n);
+  for (int32_t i = 0; i < n; ++i) {
+    line.assign(n, 0.0);
+    for (int32_t k = 0; k < n; ++k) {
+      const double factor = b.forward[static_cast<int64_t>(i) * n + k];
+      const float* row = b.inverse.data() + static_cast<int64_t>(k) * n;
+      for (int32_t j = 0; j < n; ++j) line[j] += factor * row[j];
+    }
+    line[i] -= 1;
+    for (const double error : line) {
+      if (!(std::fabs(error) <= kMaxInverseError)) {
+        return invalid("forward times inverse is not the identity");
+      }
+    }
+  }
+  return Status::ok();
+}
+
+std::vector<float> rounded_to_half(std::vector<float> x) {
+  for (float& v : x) v = half_to_float(float_to_half(v));
+  return x;
+}
+
+}  // namespace
+
+std::vector<float> hadamard_signs(int32_t head_dim) {
+  std::vector<float> signs(head_dim);
+  uint64_t state = kSignSeed;
+  for (float& s : signs) s = (splitmix64(&state) >> 63) != 0 ? -1.0f : 1.0f;
+  return signs;
+}
+
+Basis Basis::none(int32_t head_dim) {
+  Basis b;
+  b.head_dim = head_dim;
+  return b;
+}
+
+Basis Basis::mean_removed(std::vector<float> mean) {
+  Basis b;
+  b.kind = BasisKind::kMean;
+  b.head_dim = static_cast<int32_t>(mean.size());
+  b.mean = rounded_to_half(std::move(mean));
+  return b;
+}
+
+Basis Basis::hadamard(int32_t head_dim) {
+  Basis b;
+  b.kind = BasisKind::kHadamard;
+  b.head_dim = head_dim;
+  b.signs = hadamard_signs(head_dim);
+  return b;
+}
+
+Basis Basis::matrix(std::vector<float> mean, std::vector<float> forward,
+                    std::vector<float> inverse) {
+  Basis b = mean_removed(std::move(mean));
+  b.kind = BasisKind::kMatrix;
+  b.forward = std::move(forward);
+  b.inverse = std::move(inverse);
+  return b;
+}
+
+Status Basis::validate() const {
+  const size_t n = head_dim > 0 ? static_cast<size_t>(head_dim) : 0;
+  if (n == 0 || head_dim > kMaxHeadDim) return invalid("head_dim is out of range");
+  if (kind < BasisKind::kNone || kind > BasisKind::kMatrix) return invalid("unknown kind");
+  const bool needs_mean = kind == BasisKind::kMean;
+  if (needs_mean || !mean.empty()) {
+    if (Status s = check_numbers("mean", mean, n); !s) return s;
+  }
+  if (kind == BasisKind::kNone && !mean.empty()) return invalid("a mean without a basis");
+  if (Status s = check_numbers("signs", signs, kind == BasisKind::kHadamard ? n : 0); !s) return s;
+  for (const float sign : signs) {
+    if (sign != 1.0f && sign != -1.0f) return invalid("signs must be 1 or -1");
+  }
+  const size_t matrix_values = kind == BasisKind::kMatrix ? n * n : 0;
+  if (Status s = check_numbers("forward", forward, matrix_values); !s) return s;
+  if (Status s = check_numbers("inverse", inverse, matrix_values); !s) return s;
+  return kind == BasisKind::kMatrix ? check_inverse(*this) : Status::ok();
+}
+
+void Basis::apply(float* x, int64_t tokens) const {
+  std::vector<double> scratch;
+  for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
+    for (size_t d = 0; d < mean.size(); ++d) x[d] -= mean[d];
+    if (kind == BasisKind::kMatrix) multiply(forward, head_dim, x, &scratch);
+    if (kind == BasisKind::kHadamard) {
+      for (int32_t d = 0; d < head_dim; ++d) x[d] *= signs[d];
+      hadamard_parts(x, head_dim);
+    }
+  }
+}
+
+void Basis::undo(float* x, int64_t tokens) const {
+  std::vector<double> scratch;
+  for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
+    if (kind == BasisKind::kHadamard) {
+      hadamard_parts(x, head_dim);
+      for (int32_t d = 0; d < head_dim; ++d) x[d] *= signs[d];
+    }
+    if (kind == BasisKind::kMatrix) multiply(inverse, head_dim, x, &scratch);
+    for (size_t d = 0; d < mean.size(); ++d) x[d] += mean[d];
+  }
+}
+
+void Basis::apply_to_queries(float* q, int64_t queries) const {
+  std::vector<double> scratch;
+  for (int64_t t = 0; t < queries; ++t, q += head_dim) {
+    if (kind == BasisKind::kMatrix) multiply_transposed(inverse, head_dim, q, &scratch);
+    if (kind == BasisKind::kHadamard) {
+      for (int32_t d = 0; d < head_dim; ++d) q[d] *= signs[d];
+      hadamard_parts(q, head_dim);
+    }
+  }
+}
+
+double Basis::mean_product(const float* q) const {
+  double sum = 0;
+  for (size_t d = 0; d < mean.size(); ++d) sum += static_cast<double>(q[d]) * mean[d];
+  return sum;
+}
+
+int64_t Basis::stored_bytes() const {
+  return 2 * static_cast<int64_t>(mean.size() + forward.size() + inverse.size());
+}
+
+}  // namespace tierkv

@@ -1,0 +1,253 @@
+#include "codec/format/codebook.h"
+
+#include <algorithm>
+#include <string>
+
+#include "codec/format/huffman.h"
+
+namespace tierkv {
+namespace {
+
+constexpr uint8_t kCodebookVersion = 1;
+
+Status invalid(const std::string& message) {
+  return Status(StatusCode::kInvalidArgument, "codebook: " + message);
+}
+Status corrupt(const std::string& message) {
+  return Status(StatusCode::kCorrupt, "codebook: " + message);
+}
+
+Status validate_alphabet(const Codebook& c) {
+  int32_t lowest = 2, highest = 0;
+  switch (c.mode) {
+    case BlockMode::kSingle:
+      highest = 256;
+      break;
+    case BlockMode::kPair:
+      highest = 32;
+      break;
+    case BlockMode::kQuad:
+      highest = 4;
+      break;
+    case BlockMode::kSplit:
+      lowest = 17, highest = 256;
+      break;
+    default:
+      return invalid("mode " + std::to_string(static_cast<int>(c.mode)) + " has no code");
+  }
+  if (c.levels < lowest || c.levels > highest) {
+    return invalid(std::string(block_mode_name(c.mode)) + " cannot have " +
+                   std::to_string(c.levels) + " levels");
+  }
+  if (c.base < INT16_MIN || c.base + c.levels - 1 > INT16_MAX) return invalid("base out of range");
+  if (c.streams_per_lane != 1 && c.streams_per_lane != 2) {
+    return invalid("streams_per_lane must be 1 or 2");
+  }
+  if (c.max_length < 1 || c.max_length > kMaxCodeLength) {
+    return invalid("max_length must be 1 to " + std::to_string(kMaxCodeLength));
+  }
+  return Status::ok();
+}
+
+// Digits of a symbol, least significant first; unused ones are 0.
+struct Digits {
+  uint32_t d[4] = {0, 0, 0, 0};
+};
+
+Digits digits_of(const Codebook& c, uint32_t symbol) {
+  Digits digits;
+  const auto radix = static_cast<uint32_t>(c.radix());
+  for (int32_t i = 0; i < c.codes_per_symbol(); ++i) {
+    digits.d[i] = symbol % radix;
+    symbol /= radix;
+  }
+  return digits;
+}
+
+void find_cheapest(Codebook* c) {
+  const int32_t places = c->codes_per_symbol(), radix = c->radix();
+  c->cheapest.assign(static_cast<size_t>(1 + places * radix), Codebook::kNoSymbol);
+  const auto improve = [c](size_t slot, uint32_t symbol) {
+    const uint16_t best = c->cheapest[slot];
+    if (best == Codebook::kNoSymbol || c->lengths[symbol] < c->lengths[best]) {
+      c->cheapest[slot] = static_cast<uint16_t>(symbol);
+    }
+  };
+  for (uint32_t s = 0; s < c->lengths.size(); ++s) {
+    if (c->lengths[s] == 0) continue;
+    improve(0, s);
+    const Digits digits = digits_of(*c, s);
+    for (int32_t i = 0; i < places; ++i) {
+      improve(static_cast<size_t>(1 + i * radix) + digits.d[i], s);
+    }
+  }
+}
+
+// Lengths as nibbles: 1 to 14, or 0 and then the number of absent symbols less one.
+std::vector<uint8_t> length_nibbles(const std::vector<uint8_t>& lengths) {
+  std::vector<uint8_t> nibbles;
+  for (size_t s = 0; s < lengths.size();) {
+    if (lengths[s] > 0) {
+      nibbles.push_back(lengths[s++]);
+      continue;
+    }
+    int32_t run = 0;
+    while (s < lengths.size() && lengths[s] == 0 && run < kLongestRun) ++s, ++run;
+    nibbles.push_back(0);
+    nibbles.push_back(static_cast<uint8_t>(run - 1));
+  }
+  return nibbles;
+}
+
+Status parse_lengths(const uint8_t* bytes, int64_t size, Codebook* c) {
+  const auto symbols = static_cast<size_t>(c->symbol_count());
+  int64_t at = 0;
+  const auto next = [&] {
+    const uint8_t nibble = bytes[at / 2] >> (4 * (at % 2)) & 15;
+    ++at;
+    return nibble;
+  };
+  while (c->lengths.size() < symbols) {
+    if (at == 2 * size) return corrupt("code lengths are cut short");
+    const uint8_t length = next();
+    if (length > 0) {
+      c->lengths.push_back(length);
+      continue;
+    }
+    if (at == 2 * size) return corrupt("code lengths are cut short");
+    const size_t run = next() + size_t{1};
+    if (run > symbols - c->lengths.size()) return corrupt("too many absent symbols");
+    c->lengths.insert(c->lengths.end(), run, 0);
+  }
+  if (at % 2 == 1 && next() != 0) return corrupt("bits after the code lengths");
+  if (at != 2 * size) return corrupt("bytes after the code lengths");
+  return Status::ok();
+}
+
+}  // namespace
+
+const char* block_mode_name(BlockMode m) {
+  static constexpr const char* kNames[] = {"raw2",   "raw4", "raw8", "raw16",
+                                           "single", "pair", "quad", "split"};
+  const auto i = static_cast<int32_t>(m);
+  return i < kNumBlockModes ? kNames[i] : "unknown";
+}
+
+int32_t Codebook::symbol_count() const {
+  int32_t n = 1;
+  for (int32_t i = 0; i < codes_per_symbol(); ++i) n *= radix();
+  return n;
+}
+
+uint16_t table_entry(const Codebook& c, uint32_t symbol) {
+  const Digits digits = digits_of(c, symbol);
+  const int32_t width = c.mode == BlockMode::kSingle ? 8
+                        : c.mode == BlockMode::kPair ? 5
+                        : c.mode == BlockMode::kQuad ? 2
+                                                     : 4;
+  uint32_t entry = c.lengths[symbol];
+  for (int32_t i = 0; i < c.codes_per_symbol(); ++i) entry |= digits.d[i] << (6 + width * i);
+  return static_cast<uint16_t>(entry);
+}
+
+std::vector<uint32_t> device_table(const Codebook& c) {
+  if (is_raw_mode(c.mode)) return {};
+  std::vector<uint32_t> entry_of(c.lengths.size());
+  for (uint32_t symbol = 0; symbol < entry_of.size(); ++symbol) {
+    const Digits digits = digits_of(c, symbol);
+    const uint32_t* d = digits.d;
+    const uint32_t fields =
+        c.mode == BlockMode::kSingle ? d[0] << 16 : d[0] << 6 | d[1] << 22 | d[2] << 8 | d[3] << 24;
+    entry_of[symbol] = c.lengths[symbol] | fields;
+  }
+  std::vector<uint32_t> table;
+  table.reserve(size_t{1} << c.max_length);
+  for (uint16_t symbol : build_lookup(c.lengths, c.words, c.max_length)) {
+    table.push_back(entry_of[symbol]);
+  }
+  return table;
+}
+
+Status complete_codebook(Codebook* c) {
+  if (Status s = validate_alphabet(*c); !s) return s;
+  if (c->lengths.size() != static_cast<size_t>(c->symbol_count())) {
+    return invalid("wrong number of code lengths");
+  }
+  if (*std::max_element(c->lengths.begin(), c->lengths.end()) != c->max_length) {
+    return invalid("max_length is not the longest code length");
+  }
+  if (!is_complete_code(c->lengths, c->max_length)) return invalid("code lengths are not complete");
+
+  c->words = assign_code_words(c->lengths);
+  c->tree = build_tree(c->lengths, c->words);
+  find_cheapest(c);
+  std::vector<uint16_t> entry_of(c->lengths.size());
+  for (uint32_t s = 0; s < entry_of.size(); ++s) entry_of[s] = table_entry(*c, s);
+  c->table.clear();
+  c->table.reserve(size_t{1} << c->max_length);
+  for (uint16_t symbol : build_lookup(c->lengths, c->words, c->max_length)) {
+    c->table.push_back(entry_of[symbol]);
+  }
+  return Status::ok();
+}
+
+Codebook raw_codebook(Component component) {
+  Codebook c;
+  c.component = component;
+  c.mode = BlockMode::kRaw16;
+  c.levels = c.max_length = 0;
+  return c;
+}
+
+int64_t codebook_bytes(const Codebook& c) {
+  return kCodebookHeaderBytes + static_cast<int64_t>(length_nibbles(c.lengths).size() + 1) / 2;
+}
+
+void serialize_codebook(const Codebook& c, std::vector<uint8_t>* out) {
+  const std::vector<uint8_t> nibbles = length_nibbles(c.lengths);
+  const auto base = static_cast<uint32_t>(c.base);
+  const auto bytes = static_cast<uint32_t>(kCodebookHeaderBytes + (nibbles.size() + 1) / 2);
+  const uint32_t header[kCodebookHeaderBytes] = {kCodebookVersion,
+                                                 static_cast<uint32_t>(c.mode),
+                                                 static_cast<uint32_t>(c.component),
+                                                 c.table_id,
+                                                 static_cast<uint32_t>(c.levels) & 255,
+                                                 static_cast<uint32_t>(c.levels) >> 8,
+                                                 base & 255,
+                                                 base >> 8 & 255,
+                                                 static_cast<uint32_t>(c.max_length),
+                                                 static_cast<uint32_t>(c.streams_per_lane),
+                                                 bytes & 255,
+                                                 bytes >> 8};
+  for (uint32_t byte : header) out->push_back(static_cast<uint8_t>(byte));
+  for (size_t i = 0; i < nibbles.size(); i += 2) {
+    const uint32_t high = i + 1 < nibbles.size() ? nibbles[i + 1] : 0;
+    out->push_back(static_cast<uint8_t>(nibbles[i] | high << 4));
+  }
+}
+
+Result<Codebook> parse_codebook(const uint8_t* bytes, int64_t size) {
+  if (size < kCodebookHeaderBytes) return corrupt("shorter than its header");
+  if (bytes[0] != kCodebookVersion) {
+    return Status(StatusCode::kVersion,
+                  "codebook: version " + std::to_string(bytes[0]) + " is not known");
+  }
+  if (bytes[1] >= kNumBlockModes || bytes[2] > 1) return corrupt("unknown mode or component");
+  if (size != (bytes[10] | bytes[11] << 8)) return corrupt("size disagrees with its header");
+  Codebook c;
+  c.mode = static_cast<BlockMode>(bytes[1]);
+  c.component = static_cast<Component>(bytes[2]);
+  c.table_id = bytes[3];
+  c.levels = bytes[4] | bytes[5] << 8;
+  c.base = static_cast<int16_t>(bytes[6] | bytes[7] << 8);
+  c.max_length = bytes[8];
+  c.streams_per_lane = bytes[9];
+  if (Status s = validate_alphabet(c); !s) return Status(StatusCode::kCorrupt, s.message());
+  const Status lengths =
+      parse_lengths(bytes + kCodebookHeaderBytes, size - kCodebookHeaderBytes, &c);
+  if (!lengths) return lengths;
+  if (Status s = complete_codebook(&c); !s) return Status(StatusCode::kCorrupt, s.message());
+  return c;
+}
+
+}  // namespace tierkv

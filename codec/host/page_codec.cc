@@ -1,0 +1,355 @@
+#include "codec/host/page_codec.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "codec/format/element.h"
+#include "codec/host/page_codec_checks.h"
+
+namespace tierkv {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "pages are little-endian words");
+
+constexpr Component kComponents[] = {Component::kKey, Component::kValue};
+
+uint32_t code_mask(int32_t bits) {
+  return (uint32_t{1} << bits) - 1;
+}
+
+uint32_t load_code(const uint8_t* tile, CodePosition p, int32_t bits) {
+  uint32_t word;
+  memcpy(&word, tile + p.byte, 4);
+  return word >> p.bit & code_mask(bits);
+}
+void store_code(uint8_t* tile, CodePosition p, int32_t bits, uint32_t code) {
+  uint32_t word;
+  memcpy(&word, tile + p.byte, 4);
+  word = (word & ~(code_mask(bits) << p.bit)) | code << p.bit;
+  memcpy(tile + p.byte, &word, 4);
+}
+
+void read_row(const void* base, DType dtype, int64_t offset, int32_t head_dim, float* x) {
+  for (int32_t d = 0; d < head_dim; ++d) x[d] = load_element(base, dtype, offset + d);
+}
+
+// Token i of a checked batch.
+StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i,
+                        TokenCodes* token) {
+  const int32_t head_dim = page.layout.head_dim();
+  const int64_t row = batch_row(batch.rows, i);
+  const int64_t offset = row * row_stride_of(batch.row_stride, head_dim);
+  float x[kMaxPageHeadDim];
+  for (const Component c : kComponents) {
+    read_row(c == Component::kKey ? batch.k : batch.v, batch.dtype, offset, head_dim, x);
+    const StatusCode s = quantize_side(page, c, x, &token->of(c));
+    if (s != StatusCode::kOk) return s;
+  }
+  token->score = batch.scores[row];
+  token->position = batch.positions[row];
+  return StatusCode::kOk;
+}
+
+Status token_failure(StatusCode code, int32_t i) {
+  const char* what = code == StatusCode::kNonFinite
+                         ? ": a key or value is not finite"
+                         : ": a key or value is beyond the format's range";
+  return Status(code, "token " + std::to_string(i) + what);
+}
+
+bool same_format(const HostPage& a, const HostPage& b, Component c) {
+  const PageLayout &x = a.layout, &y = b.layout;
+  if (x.tile(c).bits == 16 && a.raw_dtype != b.raw_dtype) return false;
+  return x.tile(c).bits == y.tile(c).bits && x.groups(c) == y.groups(c) &&
+         x.head_dim() == y.head_dim();
+}
+
+}  // namespace
+
+Status check_page(const HostPage& page) {
+  if (page.bytes == nullptr) return invalid_argument("page is null");
+  if (!is_page_layout(page.layout)) return invalid_argument("page layout is not one of ours");
+  if (!is_raw_dtype(page.raw_dtype))
+    return invalid_argument("raw_dtype must be float16 or bfloat16");
+  return Status::ok();
+}
+
+Status check_slots(const HostPage& page, int32_t first, int32_t count) {
+  if (Status s = check_page(page); !s) return s;
+  if (first < 0 || count < 0 || count > page.layout.tokens || first > page.layout.tokens - count) {
+    return invalid_argument("slots " + std::to_string(first) + " + " + std::to_string(count) +
+                            " are outside a page of " + std::to_string(page.layout.tokens));
+  }
+  return Status::ok();
+}
+
+Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) {
+  if (Status s = check_slots(page, used, batch.count); !s) return s;
+  if (batch.dtype != DType::kFloat32 && !is_raw_dtype(batch.dtype))
+    return invalid_argument("bad dtype");
+  if (batch.row_stride != 0 && batch.row_stride < page.layout.head_dim()) {
+    return invalid_argument("row_stride is below head_dim");
+  }
+  if (batch.count == 0) return Status::ok();
+  if (!batch.k || !batch.v || !batch.scores || !batch.positions) {
+    return invalid_argument("keys, values, scores or positions are null");
+  }
+  for (int32_t i = 0; i < batch.count; ++i) {
+    const int64_t row = batch_row(batch.rows, i);
+    if (row < 0) return invalid_argument("row of token " + std::to_string(i) + " is negative");
+    if (batch.positions[row] < 0) {
+      return invalid_argument("position of token " + std::to_string(i) + " is negative");
+    }
+    if (!is_finite(batch.scores[row])) {
+      return Status(StatusCode::kNonFinite,
+                    "score of token " + std::to_string(i) + " is not finite");
+    }
+  }
+  return Status::ok();
+}
+
+Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+  if (Status s = check_slots(page, first_slot, out.count); !s) return s;
+  if (out.dtype != DType::kFloat32 && !is_raw_dtype(out.dtype))
+    return invalid_argument("bad dtype");
+  if (out.row_stride != 0 && out.row_stride < page.layout.head_dim()) {
+    return invalid_argument("row_stride is below head_dim");
+  }
+  for (int32_t i = 0; i < out.count; ++i) {
+    if (batch_row(out.rows, i) < 0) {
+      return invalid_argument("row of token " + std::to_string(i) + " is negative");
+    }
+  }
+  return Status::ok();
+}
+
+Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayout& layout,
+                           DType raw_dtype) {
+  if (Status s = view.validate(); !s) return s;
+  if (page_id < 0 || page_id >= view.num_pages) {
+    return invalid_argument("page " + std::to_string(page_id) + " is outside a pool of " +
+                            std::to_string(view.num_pages));
+  }
+  HostPage page{view.base + page_id * view.page_bytes, layout, raw_dtype};
+  if (Status s = check_page(page); !s) return s;
+  if (layout.used_bytes > view.page_bytes) return invalid_argument("layout is larger than a page");
+  return page;
+}
+
+StatusCode quantize_side(const HostPage& page, Component component, const float* x,
+                         TokenCodes::Side* side) {
+  const TileLayout& tile = page.layout.tile(component);
+  if (tile.bits == 16) {
+    for (int32_t d = 0; d < tile.head_dim; ++d) {
+      if (!is_finite(x[d])) return StatusCode::kNonFinite;
+      side->codes[d] = float_to_raw(page.raw_dtype, x[d]);
+      if (!is_finite(raw_to_float(page.raw_dtype, side->codes[d]))) return StatusCode::kOutOfRange;
+    }
+    return StatusCode::kOk;
+  }
+  uint8_t codes[kMaxPageHeadDim];
+  const int32_t groups = page.layout.groups(component), width = tile.head_dim / groups;
+  for (int32_t g = 0; g < groups; ++g) {
+    const StatusCode s = quantize_minmax(x + g * width, width, 1, 1 << tile.bits, &side->params[g],
+                                         codes + g * width);
+    if (s != StatusCode::kOk) return s;
+  }
+  for (int32_t d = 0; d < tile.head_dim; ++d) side->codes[d] = codes[d];
+  return StatusCode::kOk;
+}
+
+void dequantize_side(const HostPage& page, Component component, const TokenCodes::Side& side,
+                     float* x) {
+  const TileLayout& tile = page.layout.tile(component);
+  if (tile.bits == 16) {
+    for (int32_t d = 0; d < tile.head_dim; ++d) x[d] = raw_to_float(page.raw_dtype, side.codes[d]);
+    return;
+  }
+  const int32_t width = tile.head_dim / page.layout.groups(component);
+  for (int32_t d = 0; d < tile.head_dim; ++d) {
+    const QuantParams p = side.params[d / width];
+    x[d] = dequantize(side.codes[d], half_to_float(p.scale), half_to_float(p.zero_point));
+  }
+}
+
+void store_token(const HostPage& page, int32_t slot, const TokenCodes& token) {
+  const PageLayout& layout = page.layout;
+  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
+  for (const Component c : kComponents) {
+    const TileLayout& tile = layout.tile(c);
+    const TokenCodes::Side& side = token.of(c);
+    uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
+    for (int32_t d = 0; d < tile.head_dim; ++d) {
+      store_code(codes, code_position(tile, c, in_tile, d), tile.bits, side.codes[d]);
+    }
+    uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
+    for (int32_t g = 0; g < layout.groups(c); ++g) {
+      memcpy(metadata + token_metadata_byte(g, in_tile), &side.params[g], sizeof(QuantParams));
+    }
+  }
+  set_page_score(page, slot, token.score);
+  memcpy(page.bytes + layout.position_byte(slot), &token.position, 4);
+}
+
+void load_token(const HostPage& page, int32_t slot, TokenCodes* token) {
+  const PageLayout& layout = page.layout;
+  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
+  for (const Component c : kComponents) {
+    const TileLayout& tile = layout.tile(c);
+    TokenCodes::Side& side = token->of(c);
+    const uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
+    for (int32_t d = 0; d < tile.head_dim; ++d) {
+      side.codes[d] =
+          static_cast<uint16_t>(load_code(codes, code_position(tile, c, in_tile, d), tile.bits));
+    }
+    const uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
+    for (int32_t g = 0; g < layout.groups(c); ++g) {
+      memcpy(&side.params[g], metadata + token_metadata_byte(g, in_tile), sizeof(QuantParams));
+    }
+  }
+  token->score = page_score(page, slot);
+  token->position = page_position(page, slot);
+}
+
+namespace reference {
+
+Status append_range(const HostPage& page, int32_t used, const TokenBatch& batch, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) {
+    TokenCodes token;
+    if (StatusCode code = quantize_row(page, batch, i, &token); code != StatusCode::kOk) {
+      for (int32_t j = 0; j < i; ++j) clear_slot(page, used + j);
+      return token_failure(code, i);
+    }
+    if ((used + i) % kTileTokens == 0) clear_tile(page, (used + i) / kTileTokens);
+    store_token(page, used + i, token);
+  }
+  return Status::ok();
+}
+
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch) {
+  if (Status s = check_batch(page, used, batch); !s) return s;
+  return append_range(page, used, batch, batch.count);
+}
+
+void decode_range(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+  const int32_t head_dim = page.layout.head_dim();
+  for (int32_t i = 0; i < out.count; ++i) {
+    TokenCodes token;
+    load_token(page, first_slot + i, &token);
+    const int64_t row = batch_row(out.rows, i);
+    const int64_t offset = row * row_stride_of(out.row_stride, head_dim);
+    float x[kMaxPageHeadDim];
+    for (const Component c : kComponents) {
+      void* to = c == Component::kKey ? out.k : out.v;
+      if (to == nullptr) continue;
+      dequantize_side(page, c, token.of(c), x);
+      for (int32_t d = 0; d < head_dim; ++d) store_element(to, out.dtype, offset + d, x[d]);
+    }
+    if (out.scores != nullptr) out.scores[row] = token.score;
+    if (out.positions != nullptr) out.positions[row] = token.position;
+  }
+}
+
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out) {
+  if (Status s = check_output(page, first_slot, out); !s) return s;
+  decode_range(page, first_slot, out);
+  return Status::ok();
+}
+
+}  // namespace reference
+
+void clear_tile(const HostPage& page, int32_t tile_index) {
+  const PageLayout& layout = page.layout;
+  for (const Component c : kComponents) {
+    memset(page.bytes + layout.tile_codes_byte(c, tile_index), 0, layout.tile(c).bytes());
+    memset(page.bytes + layout.tile_metadata_byte(c, tile_index), 0,
+           tile_metadata_bytes(layout.groups(c)));
+  }
+  for (int32_t i = 0; i < kTileTokens; ++i) {
+    const int32_t slot = tile_index * kTileTokens + i;
+    set_page_score(page, slot, kNoScore);
+    memcpy(page.bytes + layout.position_byte(slot), &kNoPosition, 4);
+  }
+}
+
+void clear_slot(const HostPage& page, int32_t slot) {
+  TokenCodes nothing{};
+  nothing.score = kNoScore;
+  nothing.position = kNoPosition;
+  store_token(page, slot, nothing);
+}
+
+Status open_slot(const HostPage& page, int32_t slot) {
+  if (Status s = check_slots(page, slot, 1); !s) return s;
+  if (slot % kTileTokens == 0) clear_tile(page, slot / kTileTokens);
+  return Status::ok();
+}
+
+Status overwrite_token(const HostPage& page, int32_t slot, const TokenBatch& batch) {
+  TokenBatch one = batch;
+  one.count = 1;
+  if (batch.count < 1) return invalid_argument("the batch holds no token");
+  if (Status s = check_batch(page, slot, one); !s) return s;
+  TokenCodes token;
+  if (StatusCode code = quantize_row(page, one, 0, &token); code != StatusCode::kOk) {
+    return token_failure(code, 0);
+  }
+  store_token(page, slot, token);
+  return Status::ok();
+}
+
+Status move_token(const HostPage& from, int32_t from_slot, const HostPage& to, int32_t to_slot) {
+  if (Status s = check_slots(from, from_slot, 1); !s) return s.with_context("source");
+  if (Status s = check_slots(to, to_slot, 1); !s) return s.with_context("destination");
+  if (from.layout.head_dim() != to.layout.head_dim()) return invalid_argument("head_dim differs");
+  TokenCodes token;
+  load_token(from, from_slot, &token);
+  for (const Component c : kComponents) {
+    if (same_format(from, to, c)) continue;
+    float x[kMaxPageHeadDim];
+    dequantize_side(from, c, token.of(c), x);
+    const StatusCode code = quantize_side(to, c, x, &token.of(c));
+    if (code != StatusCode::kOk) return token_failure(code, from_slot);
+  }
+  store_token(to, to_slot, token);
+  return Status::ok();
+}
+
+Status clear_token(const HostPage& page, int32_t slot) {
+  if (Status s = check_slots(page, slot, 1); !s) return s;
+  clear_slot(page, slot);
+  return Status::ok();
+}
+
+Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, int32_t last_slot) {
+  if (Status s = check_slots(page, slot, 1); !s) return s.with_context("page");
+  if (Status s = check_slots(last, last_slot, 1); !s) return s.with_context("last page");
+  if (!same_format(page, last, Component::kKey) || !same_format(page, last, Component::kValue))
+    return invalid_argument("pages of one tier have one format");
+  if (page.bytes != last.bytes || slot != last_slot) {
+    if (Status s = move_token(last, last_slot, page, slot); !s) return s;
+  }
+  clear_slot(last, last_slot);
+  return Status::ok();
+}
+
+Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
+                                    int32_t end_position, const PageRecord& record) {
+  if (Status s = check_slots(page, 0, used); !s) return s;
+  PageRecord r = kEmptyPageRecord;
+  r.reference_count = record.reference_count;
+  for (int32_t slot = 0; slot < used; ++slot) {
+    const int32_t position = page_position(page, slot);
+    const float score = page_score(page, slot);
+    if (position < first_position || position >= end_position) continue;
+    if (score < r.min_score || (score == r.min_score && position < r.min_position)) {
+      r.min_score = score;
+      r.min_slot = slot;
+      r.min_position = position;
+    }
+  }
+  return r;
+}
+
+}  // namespace tierkv

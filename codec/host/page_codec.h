@@ -1,0 +1,124 @@
+// Tokens into unified pages and back, on the host: the reference of every kernel that writes or
+// reads pages.
+//
+// A page in use holds `used` tokens in slots 0..used-1. Its defined bytes are the first (used + 15)
+// / 16 tiles of each segment; unused slots of the last tile hold codes 0, metadata 0, score
+// -infinity and position -1, so that the same tokens in the same slots are always the same bytes.
+// Which token lies in which slot carries no meaning.
+//
+// A token is quantised alone (codec/format/quantize.h), then its codes are scattered by
+// code_position(). Moving a token to a page of another format (DiffKV's downgrade) is: dequantise
+// with the stored parameters, quantise again. Functions that fail leave the defined bytes of every
+// page as they were.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/page_layout.h"
+#include "codec/format/quantize.h"
+#include "tierkv/codec.h"
+#include "tierkv/layout.h"
+#include "tierkv/page.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kMaxPageHeadDim = 256;
+inline constexpr int32_t kMaxPageGroups = kMaxPageHeadDim / kDimBlock;
+
+// A page in host memory and the format it is in.
+struct HostPage {
+  uint8_t* bytes = nullptr;  // layout.used_bytes
+  PageLayout layout{};
+  DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+};
+
+// Page `page_id` of a pool in host memory. kInvalidArgument for a bad view, id, layout or
+// raw_dtype, or a layout larger than the view's pages.
+Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayout& layout,
+                           DType raw_dtype = DType::kFloat16);
+
+// Appends the batch to a page of `used` tokens, opening tiles as they are reached. kNonFinite,
+// kOutOfRange: a key or value that its format cannot hold (raw components refuse NaN and infinity
+// too), or a score that is not finite. kInvalidArgument: slots outside the page, null arrays, a
+// negative position.
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch);
+
+// Reads slots first_slot, first_slot + 1, ... of a page. Any bytes can be read: hostile metadata
+// gives NaN or infinity, never an error. kInvalidArgument: slots outside the page, a bad dtype.
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
+
+// The plain implementations. The ones above use SIMD and write the same bytes; where a value read
+// is NaN, its bits may differ.
+namespace reference {
+Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch);
+Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
+}  // namespace reference
+
+// Prepares a slot that is to be written for the first time: clears the tile when the slot is its
+// first.
+Status open_slot(const HostPage& page, int32_t slot);
+
+// Writes token 0 of the batch over whatever the slot held; its neighbours, which share words with
+// it, keep their codes.
+Status overwrite_token(const HostPage& page, int32_t slot, const TokenBatch& batch);
+
+// Writes the token of from_slot into to_slot in the format of `to`, with its score and position.
+// The source stays. Both may be one page, and one slot. A component whose format and raw type do
+// not change is copied bit for bit, the other is quantised again from its dequantised values:
+// kNonFinite, kOutOfRange when those cannot be held.
+Status move_token(const HostPage& from, int32_t from_slot, const HostPage& to, int32_t to_slot);
+
+// Makes a slot unused: codes 0, metadata 0, score -infinity, position -1.
+Status clear_token(const HostPage& page, int32_t slot);
+
+// Removes a token of a row's tier: the tier's last token (last slot in use of its last page) moves
+// into the hole and its own slot is cleared. `last` and `page` may be the same page and the slots
+// the same slot. kInvalidArgument when their layouts differ.
+Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, int32_t last_slot);
+
+// The side table's minimum for a page of `used` tokens over positions first <= p < end (neither
+// sinks nor window): the least score, of equal scores the lowest position. reference_count is taken
+// from `record`.
+Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
+                                    int32_t end_position, const PageRecord& record);
+
+inline float page_score(const HostPage& page, int32_t slot) {
+  float score;
+  memcpy(&score, page.bytes + page.layout.score_byte(slot), 4);
+  return score;
+}
+inline void set_page_score(const HostPage& page, int32_t slot, float score) {
+  memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
+}
+inline int32_t page_position(const HostPage& page, int32_t slot) {
+  int32_t position;
+  memcpy(&position, page.bytes + page.layout.position_byte(slot), 4);
+  return position;
+}
+
+// One token outside a page, codes in the order of the dims: what a page stores, before its bytes
+// are shuffled.
+struct TokenCodes {
+  struct Side {
+    uint16_t codes[kMaxPageHeadDim];     // bits wide; 16 bits: the raw pattern
+    QuantParams params[kMaxPageGroups];  // none for 16 bits
+  };
+  Side k, v;
+  float score;
+  int32_t position;
+
+  Side& of(Component c) { return c == Component::kKey ? k : v; }
+  const Side& of(Component c) const { return c == Component::kKey ? k : v; }
+};
+
+// One component of a token in the page's format: head_dim values. kNonFinite, kOutOfRange.
+StatusCode quantize_side(const HostPage& page, Component component, const float* x,
+                         TokenCodes::Side* side);
+void dequantize_side(const HostPage& page, Component component, const TokenCodes::Side& side,
+                     float* x);
+// The slot is trusted.
+void store_token(const HostPage& page, int32_t slot, const TokenCodes& token);
+void load_token(const HostPage& page, int32_t slot, TokenCodes* token);
+
+}  // namespace tierkv

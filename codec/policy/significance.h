@@ -1,0 +1,68 @@
+// How much later queries look at a token: its significance, exact over a prompt and as a running
+// mean while generating.
+//
+//   sig_i = mean over the counted queries j > i of max over the query heads h of the group of
+//   softmax(q_h,j . k)_i
+//
+// A query never counts for its own token; a token that no later query was counted for has
+// significance 0. Over a whole prompt that is DiffKV section 4: 1 / (N - i) times the sum over j =
+// i + 1 .. N, and sig_N = 0.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/quantize.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+// One row: the queries of a GQA group and the keys they attend to. Positions count from 0; the
+// query at position p attends to keys 0 .. p.
+struct AttentionRow {
+  const float* q = nullptr;  // [group_size, num_queries, head_dim]
+  const float* k = nullptr;  // [num_tokens, head_dim]
+  const int32_t* q_positions =
+      nullptr;  // [num_queries], each in [0, num_tokens); null: query j is at position j
+  int32_t group_size = 0;
+  int32_t num_queries = 0;
+  int32_t num_tokens = 0;
+  int32_t head_dim = 0;
+  double sm_scale = 0;
+
+  // kInvalidArgument naming the field. Without q_positions there must be one query per token.
+  Status validate() const;
+};
+
+// significance: double [num_tokens]. counts: int32 [num_tokens] or null, the queries that were
+// counted for each token. In double throughout. kNonFinite (nothing written) when a score is not
+// finite.
+Status exact_significance(const AttentionRow& row, double* significance, int32_t* counts);
+
+// The mean of count + 1 observations, given the mean of the first `count`. Host and device agree
+// bit for bit.
+TKV_HD float running_mean(float mean, int32_t count, float observation) {
+  return add_rn(mean, div_rn(add_rn(observation, -mean), static_cast<float>(count + 1)));
+}
+
+// Which queries are counted: all of the prompt, then each `interval`-th. It makes the count of a
+// token a function of two positions, so pages need not store it. (Scores of a frozen page stand
+// still while queries pass; afterwards they count as if each of those had repeated the mean.)
+struct CountSchedule {
+  int32_t prompt_tokens = 0;
+  int32_t interval = 1;  // at least 1
+
+  TKV_HD bool is_counted(int32_t position) const {
+    return position < prompt_tokens || (position - prompt_tokens) % interval == interval - 1;
+  }
+  // Counted queries at positions 0 .. position.
+  TKV_HD int32_t counted_through(int32_t position) const {
+    return position < prompt_tokens ? position + 1
+                                    : prompt_tokens + (position + 1 - prompt_tokens) / interval;
+  }
+  // Queries counted for the token at `token` once the query at `query` >= token is through.
+  TKV_HD int32_t count_of(int32_t token, int32_t query) const {
+    return counted_through(query) - counted_through(token);
+  }
+};
+
+}  // namespace tierkv

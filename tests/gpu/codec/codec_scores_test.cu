@@ -1,0 +1,259 @@
+// Significance and log-sum-exp of prompts against the host in double. Tests named Small* are small
+// enough for compute-sanitizer.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+
+#include "codec/format/element.h"
+#include "codec/gpu/prompt_scores.h"
+#include "codec/policy/significance.h"
+#include "tests/gpu/device_array.cuh"
+
+namespace tierkv {
+namespace {
+
+using test::DeviceArray;
+
+// Products of 16-bit values are exact in single precision; the sum of head_dim of them is off by at
+// most head_dim 2^-22 times the sum of their magnitudes, here below 1e-4 after sm_scale for values
+// around 1. A probability has twice that relative error (its own score and the log-sum-exp), ex2
+// and the sum over queries add 1e-6.
+constexpr double kTolerance = 5e-4;
+
+struct PromptCase {
+  int32_t head_dim = 128, num_kv_heads = 2, group = 4;
+  DType dtype = DType::kFloat16;
+  std::vector<int32_t> lengths;
+  bool is_head_major = false;
+};
+
+class GpuScores : public testing::Test {
+ protected:
+  GpuScores()
+      : seed_(std::random_device{}()),
+        rng_(seed_),
+        trace_(__FILE__, __LINE__, "seed " + std::to_string(seed_)) {}
+
+  int32_t uniform(int32_t lo, int32_t hi) {
+    return std::uniform_int_distribution<int32_t>(lo, hi)(rng_);
+  }
+
+  void make(const PromptCase& c) {
+    case_ = c;
+    starts_ = {0};
+    for (const int32_t n : c.lengths) starts_.push_back(starts_.back() + n);
+    p_ = {};
+    p_.num_sequences = static_cast<int32_t>(c.lengths.size());
+    for (const int32_t n : c.lengths) p_.max_tokens = std::max(p_.max_tokens, n);
+    p_.total_tokens = starts_.back();
+    p_.num_kv_heads = c.num_kv_heads;
+    p_.num_q_heads = c.num_kv_heads * c.group;
+    p_.head_dim = c.head_dim;
+    p_.dtype = c.dtype;
+    p_.sm_scale = 1 / std::sqrt(c.head_dim);
+    const int64_t d = c.head_dim + 8;
+    if (c.is_head_major) {
+      p_.q_token_stride = p_.k_token_stride = d;
+      p_.q_head_stride = p_.k_head_stride = d * p_.total_tokens;
+    } else {
+      p_.q_head_stride = p_.k_head_stride = d;
+      p_.q_token_stride = d * p_.num_q_heads;
+      p_.k_token_stride = d * p_.num_kv_heads;
+    }
+    q_ = random_rows(p_.num_q_heads);
+    k_ = random_rows(p_.num_kv_heads);
+  }
+
+  // lse and significance as the kernels make them, outputs poisoned before.
+  void run() {
+    const DeviceArray<uint16_t> q(q_), k(k_);
+    const DeviceArray<int32_t> starts(starts_);
+    const DeviceArray<float> lse(std::vector<float>(count(p_.num_q_heads), NAN));
+    const DeviceArray<float> significance(std::vector<float>(count(p_.num_kv_heads), NAN));
+    p_.q = q.get(), p_.k = k.get(), p_.starts = starts.get();
+    const Status first = prompt_lse(p_, lse.get(), nullptr);
+    ASSERT_TRUE(first) << first.message();
+    const Status second = prompt_significance(p_, lse.get(), significance.get(), nullptr);
+    ASSERT_TRUE(second) << second.message();
+    lse_ = lse.read();
+    significance_ = significance.read();
+  }
+
+  void compare() {
+    for (int32_t s = 0; s < p_.num_sequences; ++s) {
+      for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
+        compare_row(s, head);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+
+  float element(const std::vector<uint16_t>& x, bool is_query, int32_t token, int32_t head,
+                int32_t d) const {
+    return raw_to_float(case_.dtype, x[index(is_query, token, head, d)]);
+  }
+  int64_t index(bool is_query, int32_t token, int32_t head, int32_t d) const {
+    return token * (is_query ? p_.q_token_stride : p_.k_token_stride) +
+           head * (is_query ? p_.q_head_stride : p_.k_head_stride) + d;
+  }
+  size_t count(int32_t heads) const { return static_cast<size_t>(heads) * p_.total_tokens; }
+
+  uint32_t seed_;
+  std::mt19937 rng_;
+  testing::ScopedTrace trace_;
+  PromptCase case_;
+  PromptScores p_;
+  std::vector<int32_t> starts_;
+  std::vector<uint16_t> q_, k_;
+  std::vector<float> lse_, significance_;
+
+ private:
+  std::vector<uint16_t> random_rows(int32_t heads) {
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> x(static_cast<size_t>(p_.total_tokens) * heads * (case_.head_dim + 8) +
+                            8);
+    for (uint16_t& bits : x) bits = float_to_raw(case_.dtype, normal(rng_));
+    return x;
+  }
+
+  void compare_row(int32_t sequence, int32_t kv_head) {
+    const int32_t first = starts_[sequence], n = starts_[sequence + 1] - first;
+    const int32_t d = case_.head_dim, group = case_.group;
+    std::vector<float> q(static_cast<size_t>(group) * n * d), k(static_cast<size_t>(n) * d);
+    for (int32_t t = 0; t < n; ++t) {
+      for (int32_t i = 0; i < d; ++i) {
+        k[static_cast<size_t>(t) * d + i] = element(k_, false, first + t, kv_head, i);
+        for (int32_t h = 0; h < group; ++h) {
+          q[(static_cast<size_t>(h) * n + t) * d + i] =
+              element(q_, true, first + t, kv_head * group + h, i);
+        }
+      }
+    }
+    AttentionRow row;
+    row.q = q.data(), row.k = k.data();
+    row.group_size = group, row.num_queries = n, row.num_tokens = n, row.head_dim = d;
+    row.sm_scale = p_.sm_scale;
+    std::vector<double> expected(n);
+    ASSERT_TRUE(exact_significance(row, expected.data(), nullptr));
+    for (int32_t t = 0; t < n; ++t) {
+      const float got = significance_[count(kv_head) + first + t];
+      ASSERT_NEAR(got, expected[t], kTolerance * expected[t]) << "token " << t << " of " << n;
+    }
+    for (int32_t h = 0; h < group; ++h) {
+      const int32_t j = uniform(0, std::max(n - 1, 0));
+      if (n == 0) continue;
+      double sum = 0;
+      for (int32_t t = 0; t <= j; ++t) {
+        double s = 0;
+        for (int32_t i = 0; i < d; ++i) {
+          s += static_cast<double>(q[(static_cast<size_t>(h) * n + j) * d + i]) *
+               k[static_cast<size_t>(t) * d + i];
+        }
+        sum += std::exp(s * p_.sm_scale);
+      }
+      ASSERT_NEAR(lse_[count(kv_head * group + h) + first + j], std::log(sum), kTolerance)
+          << "query " << j << " of " << n;
+    }
+  }
+};
+
+TEST_F(GpuScores, SmallPromptsAreTheHosts) {
+  PromptCase c;
+  c.num_kv_heads = 1;
+  c.lengths = {0, 1, 70, 140};
+  make(c);
+  run();
+  compare();
+}
+
+TEST_F(GpuScores, EveryHeadDimGroupAndTypeIsTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t group : {1, 2, 3, 4, 8, 11, 16}) {
+      PromptCase c;
+      c.head_dim = head_dim;
+      c.group = group;
+      c.dtype = uniform(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
+      c.is_head_major = uniform(0, 1) == 1;
+      c.lengths = {uniform(2, 127), 0, 129, 1, uniform(255, 258), uniform(300, 420)};
+      std::shuffle(c.lengths.begin(), c.lengths.end(), rng_);
+      SCOPED_TRACE(testing::Message() << "d " << head_dim << " group " << group);
+      make(c);
+      run();
+      compare();
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// Longer than the ring of stages, several times around.
+TEST_F(GpuScores, ALongPromptIsTheHosts) {
+  PromptCase c;
+  c.num_kv_heads = 1;
+  c.lengths = {2100};
+  make(c);
+  run();
+  compare();
+}
+
+TEST_F(GpuScores, RunsRepeatBitForBit) {
+  PromptCase c;
+  c.lengths = {700, 33};
+  make(c);
+  run();
+  const std::vector<float> lse = lse_, significance = significance_;
+  run();
+  EXPECT_EQ(memcmp(lse.data(), lse_.data(), lse.size() * 4), 0);
+  EXPECT_EQ(memcmp(significance.data(), significance_.data(), significance.size() * 4), 0);
+}
+
+// A bad query must not look as if it attended to nothing.
+TEST_F(GpuScores, NonFiniteInputShows) {
+  PromptCase c;
+  c.lengths = {300};
+  make(c);
+  const int32_t bad = uniform(1, 299), head = uniform(0, 7);
+  q_[index(true, bad, head, uniform(0, 127))] = float_to_half(NAN);
+  run();
+  for (int32_t t = 0; t < 299; ++t) {
+    for (int32_t kv_head = 0; kv_head < 2; ++kv_head) {
+      const bool is_hit = kv_head == head / 4 && t < bad;
+      ASSERT_EQ(std::isfinite(significance_[count(kv_head) + t]), !is_hit) << "token " << t;
+    }
+  }
+}
+
+TEST_F(GpuScores, BadCallsAreRefused) {
+  PromptCase c;
+  c.lengths = {20};
+  make(c);
+  const DeviceArray<float> x(std::vector<float>(20 * 8));
+  p_.q = p_.k = x.get();
+  const DeviceArray<int32_t> starts(starts_);
+  p_.starts = starts.get();
+  const auto code = [&](const std::function<void(PromptScores*)>& spoil) {
+    PromptScores p = p_;
+    spoil(&p);
+    return prompt_lse(p, x.get(), nullptr).code();
+  };
+  const auto invalid = StatusCode::kInvalidArgument;
+  EXPECT_EQ(code([](PromptScores* p) { p->q = nullptr; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->starts = nullptr; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->sm_scale = NAN; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->q_token_stride = 4; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->k_head_stride += 4; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->max_tokens = 21; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->num_kv_heads = 3; }), invalid);
+  EXPECT_EQ(code([](PromptScores* p) { p->head_dim = 80; }), StatusCode::kUnsupported);
+  EXPECT_EQ(code([](PromptScores* p) { p->dtype = DType::kFloat32; }), StatusCode::kUnsupported);
+  EXPECT_EQ(code([](PromptScores* p) { p->num_q_heads = 34; }), StatusCode::kUnsupported);
+  EXPECT_EQ(prompt_lse(p_, nullptr, nullptr).code(), invalid);
+  EXPECT_EQ(prompt_significance(p_, nullptr, x.get(), nullptr).code(), invalid);
+}
+
+}  // namespace
+}  // namespace tierkv

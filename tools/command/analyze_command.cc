@@ -1,0 +1,54 @@
+#include <CLI/CLI.hpp>
+
+#include "tools/analysis/report.h"
+#include "tools/command/analyze_arguments.h"
+
+namespace tierkv::tools {
+namespace {
+
+struct Arguments : AnalyzeArguments {
+  std::vector<std::string> presets;
+};
+
+int run(const Arguments& args) {
+  AnalyzeInputs inputs;
+  analysis::AnalyzeOptions& options = inputs.options;
+  if (const int code = read_presets(
+          args.presets.empty() ? analysis::default_presets() : args.presets, &options.presets);
+      code != kExitOk) {
+    return code;
+  }
+  if (const int code = read_inputs(args, &inputs); code != kExitOk) return code;
+  analysis::SweepResult all;
+  for (datasets::DumpReader& reader : inputs.readers) {
+    ProgressBar bar(reader.info().path);
+    options.progress = [&](double fraction) { bar.update(fraction); };
+    Result<std::vector<analysis::AnalyzeResult>> part = analysis::analyze(reader, options);
+    bar.finish();
+    if (!part) return report_error(part.status().message(), kExitBadInput);
+    all.files.push_back(reader.info());
+    all.results.insert(all.results.end(), part->begin(), part->end());
+  }
+  if (const int code = write_report(args, inputs, all); code != kExitOk) return code;
+  return print_result(args.json  ? analysis::to_json(all.files, all.results)
+                      : args.csv ? analysis::to_csv(all.results)
+                                 : analysis::to_table(all.results));
+}
+
+}  // namespace
+
+void add_analyze(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  CLI::App* c = app.add_subcommand(
+      "analyze", "What each scheme would do to a dumped cache: size, tiers, error, speed");
+  add_analyze_arguments(c, args.get());
+  c->add_option("--preset", args->presets,
+                "Scheme to try; repeat for more. Default: a comparison with equal windows")
+      ->allow_extra_args(false);
+  CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.analyze/1");
+  c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
+  c->footer(analysis::preset_help());
+  c->callback([args, exit_code] { *exit_code = run(*args); });
+}
+
+}  // namespace tierkv::tools

@@ -1,0 +1,103 @@
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include <nlohmann/json.hpp>
+
+#include "datasets/profile_file.h"
+#include "tools/analysis/calibrate.h"
+#include "tools/command/command.h"
+#include "tools/command/interrupt.h"
+
+namespace tierkv::tools {
+namespace {
+
+struct Arguments {
+  std::vector<std::string> files;
+  std::string output, basis = "mean";
+  analysis::CalibrateOptions options;
+  bool no_thresholds = false, json = false;
+};
+
+Status write(const std::string& path, const Profile& profile) {
+  const Interrupt interrupt;
+  return datasets::write_profile(path, profile, [&] { interrupt.check(); });
+}
+
+int run(Arguments& args) {
+  std::vector<datasets::DumpReader> dumps;
+  for (const std::string& file : args.files) {
+    Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
+    if (!reader) return report_error(reader.status().message(), kExitBadInput);
+    dumps.push_back(std::move(reader.value()));
+  }
+  ProgressBar bar("calibrate");
+  args.options.progress = [&](double fraction) { bar.update(fraction); };
+  args.options.matrix_basis = args.basis == "matrix";
+  args.options.thresholds = !args.no_thresholds;
+  Result<Profile> profile = analysis::calibrate(dumps, args.options);
+  bar.finish();
+  if (!profile) return report_error(profile.status().message(), kExitBadInput);
+  if (Status s = write(args.output, *profile); !s) return report_error(s.message(), kExitBadInput);
+  if (profile->alpha_low > 0) {
+    std::fprintf(stderr,
+                 "tierkv: warning: the profile prunes tokens (alpha_l = %g); attention error does "
+                 "not see what "
+                 "pruning loses (docs/QUALITY.md).\n",
+                 profile->alpha_low);
+  }
+  const StepBalance& balance = profile->balance;
+  if (args.json) {
+    nlohmann::ordered_json j = {
+        {"schema", "tierkv.calibrate/1"},    {"profile", args.output},
+        {"alpha_h", profile->alpha_high},    {"alpha_l", profile->alpha_low},
+        {"num_layers", profile->num_layers}, {"num_kv_heads", profile->num_kv_heads},
+        {"head_dim", profile->head_dim},     {"basis", args.basis}};
+    if (balance.error > 0) {
+      j["balance"] = {{"error", balance.error}, {"k", balance.k}, {"v", balance.v}};
+    }
+    return print_result(j.dump(1) + "\n");
+  }
+  std::string text =
+      fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",
+                  args.output, profile->num_layers, profile->num_kv_heads, profile->head_dim,
+                  args.basis, profile->alpha_high, profile->alpha_low);
+  if (balance.error > 0) {
+    text += fmt::format("balanced steps: error {:.4g} at step:k={:.3g},v={:.3g}\n", balance.error,
+                        balance.k, balance.v);
+  }
+  return print_result(text);
+}
+
+}  // namespace
+
+void add_calibrate(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  args->options.threads = default_threads();
+  CLI::App* c = app.add_subcommand(
+      "calibrate", "Write a profile (means, steps, bases, tier thresholds) from dumps");
+  c->add_option("FILE", args->files, "kv-dump files of one model, with q")->required();
+  c->add_option("-o,--output", args->output, "Profile to write (HDF5)")->required();
+  c->add_option("--basis", args->basis,
+                "mean, or matrix: also a weighted-PCA basis per layer and kv head")
+      ->check(CLI::IsMember({"mean", "matrix"}));
+  c->add_flag("--no-thresholds", args->no_thresholds,
+              "Leave alpha_h = 1 and alpha_l = 0 (dumps without significance)");
+  c->add_option("--error-budget", args->options.error_budget,
+                "alpha_h: share of the way from the error of all tokens high to that of all low "
+                "(default 0.25)")
+      ->check(CLI::Range(0.0, 1.0));
+  c->add_option("--prune-budget", args->options.prune_budget,
+                "alpha_l: relative increase of the attention error allowed by pruning (default 0: "
+                "keep every token)")
+      ->check(CLI::Range(0.0, 10.0));
+  c->add_option("--balance", args->options.balance_error,
+                "Global steps of different size per layer, kv head and component: those that need "
+                "the fewest bits at this mean online attention error, e.g. 0.025")
+      ->check(CLI::Range(0.001, 1.0));
+  c->add_option("--threads", args->options.threads, "Worker threads (default: all cores)")
+      ->check(CLI::Range(1, 1024));
+  c->add_flag("--json", args->json, "Summary as JSON");
+  c->callback([args, exit_code] { *exit_code = run(*args); });
+}
+
+}  // namespace tierkv::tools

@@ -1,0 +1,241 @@
+// `tierkv compress`, `decompress` and `verify`.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "datasets/profile_file.h"
+#include "tools/analysis/stop_watch.h"
+#include "tools/command/command.h"
+#include "tools/command/interrupt.h"
+#include "tools/container/container_file.h"
+
+namespace tierkv::tools {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct Arguments {
+  std::vector<std::string> files;  // verify
+  std::string input, output, preset, profile, dtype = "stored";
+  int32_t threads = default_threads(), gzip = 0;
+  bool json = false;
+};
+
+void print_line(const char* verb, const ordered_json& j, std::string* out) {
+  char text[256];
+  std::snprintf(text, sizeof(text), "%s: %lld bytes, ratio %.3f, %.2f GB/s of fp16\n", verb,
+                j["file_bytes"].get<long long>(), j["ratio"].get<double>(),
+                j["gbps"].get<double>());
+  *out = text;
+}
+
+// Keys and values as fp16 against the whole file, and against it without what is carried over.
+ordered_json summary_of(const Arguments& args, const analysis::CompressSummary& s, double seconds) {
+  const double fp16_bytes = 2.0 * static_cast<double>(s.values);
+  const auto file = static_cast<double>(s.file_bytes);
+  int64_t tokens = 0;
+  for (const int64_t n : s.tokens) tokens += n;
+  const auto share = [&](Tier t) {
+    return static_cast<double>(s.tokens[static_cast<int>(t)]) / static_cast<double>(tokens);
+  };
+  return {{"schema", "tierkv.compress/1"},
+          {"input", args.input},
+          {"output", args.output},
+          {"preset", args.preset},
+          {"values", s.values},
+          {"file_bytes", s.file_bytes},
+          {"carried_bytes", s.query_bytes},
+          {"bits_per_value",
+           8 * (file - static_cast<double>(s.query_bytes)) / static_cast<double>(s.values)},
+          {"ratio", fp16_bytes / (file - static_cast<double>(s.query_bytes))},
+          {"tiers",
+           {{"window", share(Tier::kWindow)},
+            {"high", share(Tier::kHigh)},
+            {"low", share(Tier::kLow)},
+            {"pruned", share(Tier::kPruned)}}},
+          {"read_seconds", s.read_seconds},
+          {"encode_seconds", s.encode_seconds},
+          {"write_seconds", s.write_seconds},
+          {"seconds", seconds},
+          {"gbps", fp16_bytes / seconds * 1e-9}};
+}
+
+int run_compress(const Arguments& args) {
+  analysis::CompressOptions options;
+  options.threads = args.threads;
+  Result<analysis::Preset> preset = analysis::parse_preset(args.preset);
+  if (!preset) return report_error(preset.status().message(), kExitUsage);
+  options.preset = std::move(preset.value());
+  if (options.preset.scheme.prunes()) {
+    std::fprintf(stderr, "tierkv: warning: preset %s prunes tokens (alpha_l > 0), for good.\n",
+                 args.preset.c_str());
+  }
+  std::optional<Profile> profile;
+  if (!args.profile.empty()) {
+    Result<Profile> read = datasets::read_profile(args.profile);
+    if (!read) return report_error(read.status().message(), kExitBadInput);
+    profile = std::move(read.value());
+    options.profile = &*profile;
+  }
+  Result<datasets::DumpReader> reader = datasets::DumpReader::open(args.input);
+  if (!reader) return report_error(reader.status().message(), kExitBadInput);
+  ProgressBar bar(args.output);
+  const Interrupt interrupt;
+  options.progress = [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  };
+  const analysis::StopWatch watch;
+  const Result<analysis::CompressSummary> summary =
+      analysis::compress(reader.value(), options, args.output);
+  bar.finish();
+  if (!summary) {
+    const bool usage = summary.status().code() == StatusCode::kUnsupported;
+    return report_error(summary.status().message(), usage ? kExitUsage : kExitBadInput);
+  }
+  const ordered_json j = summary_of(args, *summary, watch.seconds());
+  std::string text = j.dump(2) + "\n";
+  if (!args.json) print_line(args.output.c_str(), j, &text);
+  return print_result(text);
+}
+
+Result<CacheDecoder> open_cache(const std::string& path) {
+  Result<ContainerReader> container = ContainerReader::open(path);
+  if (!container) return container.status();
+  return CacheDecoder::open(std::move(container.value()));
+}
+
+int run_decompress(const Arguments& args) {
+  const Result<CacheDecoder> decoder = open_cache(args.input);
+  if (!decoder) return report_error(decoder.status().message(), kExitBadInput);
+  DType dtype = decoder->model().layout.dtype;
+  if (args.dtype != "stored") {
+    dtype = args.dtype == "float16"    ? DType::kFloat16
+            : args.dtype == "bfloat16" ? DType::kBFloat16
+                                       : DType::kFloat32;
+  }
+  ProgressBar bar(args.output);
+  const Interrupt interrupt;
+  const auto progress = [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  };
+  const analysis::StopWatch watch;
+  const Status status =
+      analysis::decompress(*decoder, {dtype, args.threads, args.gzip, progress}, args.output);
+  bar.finish();
+  if (status.code() == StatusCode::kOutOfRange && args.dtype == "stored") {
+    return report_error(status.message() + "; --dtype float32 holds them", kExitBadInput);
+  }
+  if (!status) return report_error(status.message(), kExitBadInput);
+  if (!args.json) return kExitOk;
+  return print_result(ordered_json({{"schema", "tierkv.decompress/1"},
+                                    {"input", args.input},
+                                    {"output", args.output},
+                                    {"preset", decoder->model().preset},
+                                    {"dtype", dtype_name(dtype)},
+                                    {"sequences", decoder->sequences().size()},
+                                    {"seconds", watch.seconds()}})
+                          .dump(2) +
+                      "\n");
+}
+
+// *chunks: how many there are; *decoded: whether they were, which of a store's sequence only a
+// store can do.
+Status verify_container(const std::string& path, int32_t threads, size_t* chunks, bool* decoded) {
+  Result<ContainerReader> container = ContainerReader::open(path);
+  if (!container) return container.status();
+  *chunks = container->chunks().size();
+  *decoded = !holds_store_sequence(*container);
+  if (!*decoded) return verify_chunks(*container, threads);
+  const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(container.value()));
+  if (!decoder) return decoder.status();
+  ProgressBar bar(path);
+  return verify(*decoder, threads, [&](double fraction) { bar.update(fraction); });
+}
+
+// The exit code of one file; what is wrong with it goes to stderr.
+int verify_file(const std::string& path, int32_t threads, ordered_json* files) {
+  size_t chunks = 0;
+  bool decoded = false;
+  const Status status = verify_container(path, threads, &chunks, &decoded);
+  ordered_json j = {{"file", path}, {"ok", status.is_ok()}};
+  if (status) {
+    j["chunks"] = chunks;
+    j["decoded"] = decoded;
+  }
+  if (!status) j["error"] = status.message();
+  files->push_back(j);
+  if (status) return kExitOk;
+  const bool no_container =
+      status.code() == StatusCode::kInvalidArgument || status.code() == StatusCode::kIo;
+  return report_error(status.message(), no_container ? kExitBadInput : kExitVerification);
+}
+
+int run_verify(const Arguments& args) {
+  ordered_json files = ordered_json::array();
+  bool failed = false, bad_input = false;
+  std::string text;
+  for (const std::string& path : args.files) {
+    const int code = verify_file(path, args.threads, &files);
+    failed |= code == kExitVerification;
+    bad_input |= code == kExitBadInput;
+    if (code != kExitOk) continue;
+    const bool decoded = files.back()["decoded"].get<bool>();
+    text += path + (decoded ? ": ok\n" : ": ok (a store's sequence: checksums only)\n");
+  }
+  if (args.json) {
+    text = ordered_json({{"schema", "tierkv.verify/1"}, {"files", files}}).dump(2) + "\n";
+  }
+  if (const int printed = print_result(text); printed != kExitOk) return printed;
+  return failed ? kExitVerification : bad_input ? kExitBadInput : kExitOk;
+}
+
+void add_common(CLI::App* c, const std::shared_ptr<Arguments>& args) {
+  c->add_option("--threads", args->threads, "Worker threads (default: all cores)")
+      ->check(CLI::Range(1, 1024));
+  c->add_flag("--json", args->json, "Summary as JSON");
+}
+
+}  // namespace
+
+void add_compress(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  CLI::App* c = app.add_subcommand("compress", "Compress a dumped cache into a .tkv container");
+  c->add_option("IN", args->input, "kv-dump (HDF5)")->required();
+  c->add_option("OUT", args->output, "Container to write")->required();
+  c->add_option("--preset", args->preset, "Scheme, as in analyze")->required();
+  c->add_option("--profile", args->profile,
+                "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
+  add_common(c, args);
+  c->footer(analysis::preset_help() +
+            "\nBaselines that only analyze and sweep know: snapkv, h2o, zstd-fp16, zstd-codes, "
+            "predict=,\n+fse, +fixed, +bitshuffle.");
+  c->callback([args, exit_code] { *exit_code = run_compress(*args); });
+}
+
+void add_decompress(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  CLI::App* c = app.add_subcommand(
+      "decompress", "Decode a .tkv container into a dump; pruned tokens are zeros, see `pruned`");
+  c->add_option("IN", args->input, "Container (.tkv)")->required();
+  c->add_option("OUT", args->output, "kv-dump to write (HDF5)")->required();
+  c->add_option("--dtype", args->dtype, "stored (default: as before), float16, bfloat16, float32")
+      ->check(CLI::IsMember({"stored", "float16", "bfloat16", "float32"}));
+  c->add_option("--gzip", args->gzip, "gzip level of the dump; 0 (default) writes it as it is")
+      ->check(CLI::Range(0, 9));
+  add_common(c, args);
+  c->callback([args, exit_code] { *exit_code = run_decompress(*args); });
+}
+
+void add_verify(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  CLI::App* c = app.add_subcommand(
+      "verify",
+      "Check every byte of .tkv containers and decode them; of a store's sequence the bytes");
+  c->add_option("FILE", args->files, "Containers (.tkv)")->required();
+  add_common(c, args);
+  c->footer("Exit codes: 0 all are sound, 1 one is damaged, 3 one is no container.");
+  c->callback([args, exit_code] { *exit_code = run_verify(*args); });
+}
+
+}  // namespace tierkv::tools

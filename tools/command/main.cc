@@ -1,0 +1,40 @@
+// The `tierkv` command. Data goes to stdout, messages and progress to stderr. Exit codes:
+// tools/command/command.h.
+#include <malloc.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+
+#include "tools/command/command.h"
+#include "tools/command/interrupt.h"
+
+int main(int argc, char** argv) {
+  using namespace tierkv::tools;
+  // Layer after layer takes buffers of the same megabytes: keep them instead of giving them back to
+  // the system, whose fresh pages cost as much as encoding what is written into them.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  CLI::App app("tierkv: what compression does to a KV cache");
+  app.set_version_flag("--version", TIERKV_VERSION);
+  app.require_subcommand(1);
+  app.footer(
+      "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input, 4 no suitable device.");
+  int exit_code = kExitOk;
+  add_info(app, &exit_code);
+  add_analyze(app, &exit_code);
+  add_sweep(app, &exit_code);
+  add_calibrate(app, &exit_code);
+  add_synth(app, &exit_code);
+  add_compress(app, &exit_code);
+  add_decompress(app, &exit_code);
+  add_verify(app, &exit_code);
+  add_convert(app, &exit_code);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e) == 0 ? kExitOk : kExitUsage;
+  } catch (const Interrupted& interrupted) {
+    std::raise(interrupted.signal);
+  }
+  return exit_code;
+}

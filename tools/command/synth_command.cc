@@ -1,0 +1,71 @@
+#include <CLI/CLI.hpp>
+
+#include "datasets/synth.h"
+#include "tools/command/command.h"
+#include "tools/command/interrupt.h"
+
+namespace tierkv::tools {
+namespace {
+
+struct Arguments {
+  std::string output, dtype = "float16", significance = "sampled";
+  datasets::SynthSpec spec;
+};
+
+int run(Arguments& args) {
+  datasets::SynthSpec& spec = args.spec;
+  spec.layout.dtype = args.dtype == "float16"    ? DType::kFloat16
+                      : args.dtype == "bfloat16" ? DType::kBFloat16
+                                                 : DType::kFloat32;
+  spec.significance = args.significance == "exact"     ? datasets::SignificanceKind::kExact
+                      : args.significance == "sampled" ? datasets::SignificanceKind::kSampled
+                                                       : datasets::SignificanceKind::kNone;
+  spec.layout.rope_applied = false;
+  if (Status s = spec.validate(); !s) return report_error(s.message(), kExitUsage);
+  ProgressBar bar(args.output);
+  const Interrupt interrupt;
+  const Status status = datasets::synthesize(spec, args.output, [&](double fraction) {
+    bar.update(fraction);
+    interrupt.check();
+  });
+  bar.finish();
+  return status ? kExitOk : report_error(status.message(), kExitBadInput);
+}
+
+}  // namespace
+
+void add_synth(CLI::App& app, int* exit_code) {
+  auto args = std::make_shared<Arguments>();
+  datasets::SynthSpec& s = args->spec;
+  s.layout.num_layers = 2;
+  s.layout.num_q_heads = 8;
+  s.layout.num_kv_heads = 2;
+  s.layout.head_dim = 128;
+  s.tokens = {1024};
+  CLI::App* c = app.add_subcommand(
+      "synth", "Write a synthetic cache: outlier channels, sinks, heavy-tailed attention");
+  c->add_option("-o,--output", args->output, "Dump to write (HDF5)")->required();
+  c->add_option("--layers", s.layout.num_layers, "Layers (default 2)");
+  c->add_option("--q-heads", s.layout.num_q_heads, "Query heads (default 8)");
+  c->add_option("--kv-heads", s.layout.num_kv_heads, "Key/value heads (default 2)");
+  c->add_option("--head-dim", s.layout.head_dim, "Channels per head (default 128)");
+  c->add_option("--tokens", s.tokens,
+                "Tokens per sequence, e.g. 1024,4096 for two sequences (default 1024)")
+      ->delimiter(',');
+  c->add_option("--dtype", args->dtype, "float16 (default), bfloat16 or float32")
+      ->check(CLI::IsMember({"float16", "bfloat16", "float32"}));
+  c->add_option("--queries", s.num_queries, "Newest positions whose q is written (default 64)");
+  c->add_option("--seed", s.seed, "The same seed gives the same dump (default 1)");
+  c->add_option("--outliers", s.outlier_channels, "Outlier key channels (default 4)");
+  c->add_option("--outlier-scale", s.outlier_scale,
+                "Their size in standard deviations (default 8)");
+  c->add_option("--sinks", s.sink_tokens, "Attention sinks at the start (default 4)");
+  c->add_option("--heavy", s.heavy_fraction,
+                "Share of tokens many queries look for (default 0.02)");
+  c->add_option("--significance", args->significance,
+                "none, sampled (default) or exact (slow beyond a few thousand tokens)")
+      ->check(CLI::IsMember({"none", "sampled", "exact"}));
+  c->callback([args, exit_code] { *exit_code = run(*args); });
+}
+
+}  // namespace tierkv::tools
