@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "codec/convert.h"
+#include "codec/output_file.h"
 #include "datasets/dump.h"
 #include "datasets/hdf5_dataset.h"
 #include "tierkv/half.h"
@@ -15,7 +16,7 @@
 namespace tierkv::datasets {
 
 struct DumpWriter::Impl {
-  std::string path, temporary;
+  std::string path, target, temporary;
   DumpInfo info;
   DumpWriteOptions options;
   Handle file, sequence, layers, layer;
@@ -174,7 +175,11 @@ Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& i
   impl->path = path;
   impl->info = info;
   impl->options = options;
-  const std::string temporary = temporary_name(path);
+  Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  impl->target = *target;
+  const std::string temporary = temporary_name(*target);
+  forget_write_error();
   errno = 0;
   impl->file = create_file(temporary);
   if (!impl->file.ok()) {
@@ -375,7 +380,7 @@ Status DumpWriter::finish() {
   w.in_sequence = false;
   if (H5Fflush(w.file.id(), H5F_SCOPE_LOCAL) < 0 || !w.file.close()) return w.fail("the file");
   std::error_code error;
-  std::filesystem::rename(w.temporary, w.path, error);
+  std::filesystem::rename(w.temporary, w.target, error);
   if (error) return Status(StatusCode::kIo, w.path + ": " + error.message());
   w.finished = true;
   return Status::ok();

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -97,11 +96,6 @@ std::string printable(const std::string& text) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
   }
   return text.size() > kMaxBytes ? out + "..." : out;
-}
-
-std::string temporary_name(const std::string& path) {
-  static std::atomic<uint32_t> calls{0};
-  return path + "." + std::to_string(getpid()) + "-" + std::to_string(calls++) + ".part";
 }
 
 bool Handle::close() {

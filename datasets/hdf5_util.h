@@ -40,9 +40,6 @@ class Hdf5Lock {
 // bytes.
 std::string printable(const std::string& text);
 
-// The name a file is written under until it is whole, unique to this process and call.
-std::string temporary_name(const std::string& path);
-
 // Any HDF5 identifier; closed by reference count.
 class Handle {
  public:

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "codec/output_file.h"
 #include "datasets/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/layout.h"
@@ -212,14 +213,16 @@ Status write_profile(const std::string& path, const Profile& profile,
                   path + ": a profile needs a row per layer and head");
   }
   const Hdf5Lock lock;
-  Draft draft{temporary_name(path), Handle()};
+  const Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  Draft draft{temporary_name(*target), Handle()};
   draft.file = create_file(draft.path);
   if (!draft.file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
   const Status unwritten(StatusCode::kIo, path + ": cannot be written");
   if (!write_all(draft.file, profile, between)) return unwritten;
   if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) return unwritten;
   std::error_code error;
-  std::filesystem::rename(draft.path, path, error);
+  std::filesystem::rename(draft.path, *target, error);
   if (error) return unwritten;
   draft.kept = true;
   return Status::ok();

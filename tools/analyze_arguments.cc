@@ -34,6 +34,7 @@ void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args) {
       ->check(CLI::Range(1, 1024));
   command->add_option("--report", args->report,
                       "Also write a page with plots to this file: self-contained HTML");
+  add_force(command, &args->force);
 }
 
 int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
@@ -44,6 +45,13 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   if (!args.layers.empty() &&
       !parse_layers(args.layers, &options.first_layer, &options.last_layer)) {
     return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B", kExitUsage);
+  }
+  if (!args.report.empty()) {
+    std::vector<std::string> sources = args.files;
+    sources.push_back(args.profile);
+    if (const int code = check_output_file(args.report, args.force, sources); code != kExitOk) {
+      return code;
+    }
   }
   if (!args.profile.empty()) {
     Result<Profile> read = datasets::read_profile(args.profile);

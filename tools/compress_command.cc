@@ -17,7 +17,7 @@ struct Arguments {
   std::vector<std::string> files;  // verify
   std::string input, output, preset, profile, dtype = "stored";
   int32_t threads = default_threads(), gzip = 0;
-  bool json = false;
+  bool json = false, force = false, without_queries = false;
 };
 
 void print_line(const char* verb, const ordered_json& j, std::string* out) {
@@ -80,6 +80,10 @@ int run_compress(const Arguments& args) {
   if (!reader) return report_error(reader.status().message(), kExitBadInput);
   ProgressBar bar(args.output);
   const Interrupt interrupt;
+  if (const int code = check_output_file(args.output, args.force, {args.input, args.profile});
+      code != kExitOk) {
+    return code;
+  }
   options.progress = [&](double fraction) {
     bar.update(fraction);
     interrupt.check();
@@ -114,6 +118,9 @@ int run_decompress(const Arguments& args) {
                                        : DType::kFloat32;
   }
   ProgressBar bar(args.output);
+  if (const int code = check_output_file(args.output, args.force, {args.input}); code != kExitOk) {
+    return code;
+  }
   const Interrupt interrupt;
   const auto progress = [&](double fraction) {
     bar.update(fraction);
@@ -213,6 +220,7 @@ void add_compress(CLI::App& app, int* exit_code) {
             "predict=,\n+fse, +fixed, +bitshuffle.");
   c->callback([args, exit_code] { *exit_code = run_compress(*args); });
 }
+  add_force(c, &args->force);
 
 void add_decompress(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
@@ -231,6 +239,7 @@ void add_decompress(CLI::App& app, int* exit_code) {
 void add_verify(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
   CLI::App* c = app.add_subcommand(
+  add_force(c, &args->force);
       "verify",
       "Check every byte of .tkv containers and decode them; of a store's sequence the bytes");
   c->add_option("FILE", args->files, "Containers (.tkv)")->required();

@@ -1,5 +1,6 @@
 // tkv_compress and tkv_decompress.
 #include "capi/dumps/files.h"
+#include "codec/output_file.h"
 #include "tools/analysis/container_file.h"
 
 namespace tierkv::capi {
@@ -24,6 +25,8 @@ Status run_compress(const char* dump, const char* container, tkv_compress_option
   if (!readers) return readers.status();
   const Result<analysis::CompressSummary> summary =
       analysis::compress(readers->front(), c, container);
+  const std::string profile_path = o.profile == nullptr ? "" : o.profile;
+  if (Status s = check_output(container, o.overwrite != 0, {dump, profile_path}); !s) return s;
   if (!summary) return summary.status();
   o.values = summary->values;
   o.file_bytes = summary->file_bytes;
@@ -50,6 +53,7 @@ Status run_decompress(const char* container, const char* dump,
   const Result<analysis::CacheDecoder> decoder = analysis::CacheDecoder::open(std::move(*reader));
   if (!decoder) return decoder.status();
   d.dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
+  if (Status s = check_output(dump, o.overwrite != 0, {container}); !s) return s;
   d.gzip_level = o.gzip_level;
   d.progress = std::move(*progress);
   return analysis::decompress(*decoder, d, dump);

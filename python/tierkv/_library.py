@@ -161,18 +161,19 @@ class AnalyzeOptions(Struct):
 class CalibrateOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
                 ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double)]
+                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("balance_error", c_double),
+                ("overwrite", c_int32)]
 
 
 class CompressOptions(Struct):
-    _fields_ = [("struct_size", c_size_t), ("preset", c_char_p), ("profile", c_char_p), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("values", c_int64), ("file_bytes", c_int64), ("carried_bytes", c_int64),
-                ("tokens", c_int64 * 4)]
+    _fields_ = [("struct_size", c_size_t), ("preset", c_char_p), ("profile", c_char_p), ("threads", c_int32), ("overwrite", c_int32),
+                ("without_queries", c_int32), ("progress", POINTER(ProgressStruct)), ("values", c_int64), ("file_bytes", c_int64),
+                ("carried_bytes", c_int64), ("tokens", c_int64 * 4)]
 
 
 class DecompressOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("convert", c_int32), ("dtype", c_int32), ("threads", c_int32),
-                ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct))]
+                ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct)), ("overwrite", c_int32)]
 
 
 class ProfileInfoStruct(Struct):

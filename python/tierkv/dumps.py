@@ -126,7 +126,7 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
 
 def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
               error_budget: float = 0.25, prune_budget: float = 0.0, balance: float = 0.0, threads: int = 0,
-              progress: Optional[Progress] = None) -> Thresholds:
+              progress: Optional[Progress] = None, overwrite: bool = False) -> Thresholds:
     """Writes a profile of a model: means, steps, bases and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
@@ -139,27 +139,31 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
     names, bar = _files(files), _ProgressCall(progress)
     options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
                                    no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
-                                   balance_error=balance, threads=threads, progress=bar.pointer)
+                                   balance_error=balance, threads=threads, progress=bar.pointer, overwrite=overwrite)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return Thresholds(options.alpha_high, options.alpha_low)
 
+    overwrite: replaces a profile that exists, which is InputOutputError otherwise.
 
 def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optional[lib.Path] = None, threads: int = 0,
-             progress: Optional[Progress] = None) -> Compressed:
-    """A kv-dump into a container, written whole or not at all."""
+             progress: Optional[Progress] = None, overwrite: bool = False, without_queries: bool = False) -> Compressed:
+    """A kv-dump into a container, written whole or not at all. InputOutputError where the container exists and is not to be
+    overwritten, or is the dump. without_queries: the dump's queries and significance are left out."""
     bar = _ProgressCall(progress)
-    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, progress=bar.pointer)
+    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, overwrite=overwrite,
+                                  without_queries=without_queries, progress=bar.pointer)
     bar.call("tkv_compress", lib.encode_path(dump), lib.encode_path(container), options)
     tiers = dict(zip(("window", "high", "low", "pruned"), options.tokens))
     return Compressed(options.values, options.file_bytes, options.carried_bytes, tiers)
 
 
 def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, gzip_level: int = 0, threads: int = 0,
-               progress: Optional[Progress] = None) -> None:
-    """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed."""
+               progress: Optional[Progress] = None, overwrite: bool = False) -> None:
+    """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed. InputOutputError where
+    the dump exists and is not to be overwritten, or is the container."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bar = _ProgressCall(progress)
     options = lib.DecompressOptions(convert=dtype is not None, dtype=0 if dtype is None else DTYPES[dtype], threads=threads,
-                                    gzip_level=gzip_level, progress=bar.pointer)
+                                    gzip_level=gzip_level, progress=bar.pointer, overwrite=overwrite)
     bar.call("tkv_decompress", lib.encode_path(container), lib.encode_path(dump), options)

@@ -56,9 +56,9 @@ def browse(page, folder, *flags):
 class Report(CliTest):
     def report(self, *args, command="analyze"):
         page = self.dir / "report.html"
-        r = run(command, "--report", page, *args)
+        r = run(command, "--force", "--report", page, *args)
         self.assertEqual(r.returncode, 0, f"seed {self.seed}: {r.stderr}")
-        self.assertEqual(list(self.dir.glob("*.tmp*")), [])
+        self.assertEqual(list(self.dir.glob("*.part")), [])
         return page
 
     def sample_report(self):

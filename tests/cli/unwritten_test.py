@@ -51,7 +51,7 @@ class Unwritten(CliTest):
 
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
-        p = subprocess.Popen([TIERKV, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         while p.poll() is None and not any(n.endswith(".part") for n in os.listdir(self.dir)):
             time.sleep(0.0005)
         p.send_signal(number)
@@ -93,7 +93,7 @@ class Unwritten(CliTest):
                 self.expect_untouched(where)
                 continue
             self.assertEqual(sorted(os.listdir(self.dir)), self.before, where)
-            self.assertEqual(run("compress", "--preset", "step", "--profile", self.out, dump, self.tkv).returncode, 0, where)
+            self.assertEqual(run("compress", "--preset", "step", "--profile", self.out, dump, self.tkv, "--force").returncode, 0, where)
 
 
 if __name__ == "__main__":
