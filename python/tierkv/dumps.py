@@ -58,6 +58,16 @@ class Compressed:
 
 
 class _ProgressCall:
+    @property
+    def ratio(self) -> float:
+        """Keys and values as fp16 against what is stored of them."""
+        return 16 / self.bits_per_value
+
+    @property
+    def file_ratio(self) -> float:
+        """Keys and values as fp16 against the whole file."""
+        return 2 * self.values / self.file_bytes
+
     """A callback that the library may call; what it raises is kept, and raised when the call has returned."""
 
     def __init__(self, progress: Optional[Progress]) -> None:

@@ -398,6 +398,15 @@ if __name__ == "__main__":
 
     def test_what_progress_raises_is_raised(self):
         calls = []
+    def test_ratios_of_a_file(self):
+        whole = tierkv.compress(SAMPLE, self.dir / "whole.tkv", "k8v4")
+        bare = tierkv.compress(SAMPLE, self.dir / "bare.tkv", "k8v4", without_queries=True)
+        for c, name in ((whole, "whole.tkv"), (bare, "bare.tkv")):
+            self.assertEqual(c.file_ratio, 2 * c.values / (self.dir / name).stat().st_size)
+        self.assertGreater(whole.carried_bytes, 0)
+        self.assertEqual((bare.carried_bytes, bare.ratio), (0, bare.file_ratio))
+        self.assertAlmostEqual(whole.ratio, bare.ratio, delta=0.01 * bare.ratio)
+
 
         def fail(fraction):
             calls.append(fraction)
@@ -409,31 +418,3 @@ if __name__ == "__main__":
 
 if __name__ == "__main__":
     unittest.main(argv=[sys.argv[0], "-v"])
-    def test_what_exists_is_kept(self):
-        path, back, profile = self.dir / "kept.tkv", self.dir / "kept.h5", self.dir / "kept_profile.h5"
-        calls = (lambda **o: tierkv.compress(SAMPLE, path, "k8v4", **o), lambda **o: tierkv.decompress(path, back, **o),
-                 lambda **o: tierkv.calibrate(SAMPLE, profile, thresholds=False, **o))
-        for call, out in zip(calls, (path, back, profile)):
-            call()
-            before = out.read_bytes()
-            with self.assertRaisesRegex(tierkv.InputOutputError, f"{out}.*exists"):
-                call()
-            self.assertEqual(out.read_bytes(), before)
-            call(overwrite=True)
-            self.assertEqual(out.read_bytes(), before)
-        for call, source in ((lambda: tierkv.compress(back, back, "k8v4", overwrite=True), back),
-                             (lambda: tierkv.decompress(path, path, overwrite=True), path)):
-            before = source.read_bytes()
-            with self.assertRaisesRegex(tierkv.InputOutputError, "the same file"):
-                call()
-            self.assertEqual(source.read_bytes(), before)
-
-    def test_ratios_of_a_file(self):
-        whole = tierkv.compress(SAMPLE, self.dir / "whole.tkv", "k8v4")
-        bare = tierkv.compress(SAMPLE, self.dir / "bare.tkv", "k8v4", without_queries=True)
-        for c, name in ((whole, "whole.tkv"), (bare, "bare.tkv")):
-            self.assertEqual(c.file_ratio, 2 * c.values / (self.dir / name).stat().st_size)
-        self.assertGreater(whole.carried_bytes, 0)
-        self.assertEqual((bare.carried_bytes, bare.ratio), (0, bare.file_ratio))
-        self.assertAlmostEqual(whole.ratio, bare.ratio, delta=0.01 * bare.ratio)
-
