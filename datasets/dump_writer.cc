@@ -44,7 +44,7 @@ struct DumpWriter::Impl {
     sequence = Handle();
   }
   Status fail(const std::string& what) const {
-    return Status(StatusCode::kIo, path + ": " + what + " cannot be written");
+    return Status(StatusCode::kIo, path + ": " + what + " cannot be written" + write_error());
   }
   Status misuse(const std::string& what) const {
     return Status(StatusCode::kInvalidArgument, path + ": " + where + ": " + what);
@@ -311,7 +311,9 @@ Status RowTarget::write(const float* values) const {
       const ssize_t written = pwrite(descriptor_, bytes.data() + done, n * width - done,
                                      offset_ + first * width + done);
       if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) return Status(StatusCode::kIo, where_ + " cannot be written");
+      if (written <= 0) {
+        return Status(StatusCode::kIo, where_ + " cannot be written: " + std::strerror(errno));
+      }
       done += written;
     }
   }

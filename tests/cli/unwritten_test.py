@@ -49,6 +49,7 @@ class Unwritten(CliTest):
                 self.assertIn("cannot be ", r.stderr, where)
                 self.assertEqual(r.stdout, "", where)
 
+                self.assertIn("No space left on device", r.stderr, where)
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
         p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
