@@ -6,20 +6,40 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import pathlib
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, List, Union
+from typing import Any, Dict, List, Tuple, Union
 
-from .errors import error_of
+from .errors import InvalidArgumentError, error_of
 
 Path = Union[str, "os.PathLike[str]"]
 
 
+# What ctypes would cut to its low bits without a word.
+_LIMITS: Dict[Any, Tuple[int, int]] = {c_int32: (-2**31, 2**31 - 1), c_int64: (-2**63, 2**63 - 1), c_size_t: (0, 2**64 - 1)}
+
+
+def integer(value: Any, name: str, kind: Any = c_int32) -> int:
+    """`value`, which must be an integer that `kind` holds; InvalidArgumentError, TypeError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not an integer") from None
+    low, high = _LIMITS[kind]
+    if not low <= number <= high:
+        raise InvalidArgumentError(f"{name}: {number} is not in {low} to {high}")
+    return number
+
+
 class Struct(ctypes.Structure):
-    """A struct of the C ABI; its size is set when it is made."""
+    """A struct of the C ABI; its size is set when it is made. Its integers are checked."""
 
     def __init__(self, **fields: Any) -> None:
+        for name, kind, *_ in self._fields_:
+            if kind in _LIMITS and name in fields:
+                fields[name] = integer(fields[name], name, kind)
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 

@@ -120,7 +120,7 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
         raise ValueError("presets is empty; None compares all schemes")
     if layers is not None and not 0 <= layers[0] <= layers[1]:
         raise ValueError(f"layers {layers}: first and last, both inclusive")
-    first, count = (layers[0], layers[1] - layers[0] + 1) if layers is not None else (0, 0)
+    first, count = (lib.integer(layers[0], "layers"), lib.integer(layers[1] - layers[0] + 1, "layers")) if layers is not None else (0, 0)
     bar = _ProgressCall(progress)
     options = lib.AnalyzeOptions(files=_strings(names), num_files=len(names), presets=_strings(chosen), num_presets=len(chosen),
                                  profile=_optional_path(profile), sequence=None if sequence is None else sequence.encode(),

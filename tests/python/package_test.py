@@ -153,6 +153,21 @@ class Codec(PackageTest):
             self.assertIn(words, str(caught.exception))
         self.assertEqual(tierkv.CorruptError.name, "corrupt")
 
+    def test_integers_do_not_wrap(self):
+        x, wrong = self.normal(4, 64), 2**32 + 4
+        for name, call in (("bits", lambda: tierkv.quantize(x, wrong)), ("k_bits", lambda: tierkv.PageFormat(64, k_bits=wrong).tokens),
+                           ("head_dim", lambda: tierkv.PageFormat(2**32 + 64).tokens),
+                           ("min_tokens", lambda: tierkv.choose_page_bytes([tierkv.PageFormat(64)], min_tokens=wrong)),
+                           ("max_length", lambda: tierkv.Codebook.build(np.zeros((4, 64), np.int16), max_length=wrong)),
+                           ("threads", lambda: tierkv.analyze(SAMPLE, ["fp16"], threads=wrong)),
+                           ("layers", lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(2**32, 2**32 + 1))),
+                           ("threads", lambda: tierkv.compress(SAMPLE, self.dir / "no.tkv", "fp16", threads=wrong)),
+                           ("gzip_level", lambda: tierkv.decompress(SAMPLE, self.dir / "no.h5", gzip_level=wrong))):
+            with self.assertRaisesRegex(tierkv.InvalidArgumentError, rf"{name}: 429496\d{{4}} is not in"):
+                call()
+        self.assertEqual(tierkv.choose_page_bytes(f for f in [tierkv.PageFormat(64)]).page_bytes,
+                         tierkv.choose_page_bytes([tierkv.PageFormat(64)]).page_bytes)
+
     def test_not_contiguous_and_foreign_arrays(self):
         x = self.normal(64, 66)
         np.testing.assert_array_equal(tierkv.quantize(x[:, :64], 4).codes, tierkv.quantize(x[:, :64].copy(), 4).codes)
