@@ -170,8 +170,10 @@ class LayerChoice {
       std::vector<double>& errors = errors_.emplace_back();
       for (size_t i = 0; i < steps_ * steps_; ++i) {
         double sum = 0;
-        for (const auto& [k, v] : rows[h].errors)
-          sum += std::hypot(k * grid[i / steps_], v * grid[i % steps_]);
+        for (const auto& [k, v] : rows[h].errors) {
+          const double a = k * grid[i / steps_], b = v * grid[i % steps_];
+        sum += std::sqrt(a * a + b * b);
+        }
         errors.push_back(sum / static_cast<double>(rows[h].errors.size()));
       }
       for (int32_t c = 0; c < 2; ++c) {
