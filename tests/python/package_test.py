@@ -379,19 +379,6 @@ class Dumps(PackageTest):
         self.assertRaises(OSError, tierkv.read_profile, "/nowhere.h5")
         self.assertRaises(tierkv.TierkvError, tierkv.read_profile, SAMPLE)
 
-    def test_what_progress_raises_is_raised(self):
-        calls = []
-
-        def fail(fraction):
-            calls.append(fraction)
-            raise KeyboardInterrupt("stop")
-
-        self.assertRaisesRegex(KeyboardInterrupt, "stop", tierkv.analyze, SAMPLE, ["fp16"], progress=fail)
-        self.assertEqual(len(calls), 1)
-
-
-if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], "-v"])
     def test_what_exists_is_kept(self):
         path, back, profile = self.dir / "kept.tkv", self.dir / "kept.h5", self.dir / "kept_profile.h5"
         calls = (lambda **o: tierkv.compress(SAMPLE, path, "k8v4", **o), lambda **o: tierkv.decompress(path, back, **o),
@@ -411,8 +398,6 @@ if __name__ == "__main__":
                 call()
             self.assertEqual(source.read_bytes(), before)
 
-    def test_what_progress_raises_is_raised(self):
-        calls = []
     def test_ratios_of_a_file(self):
         whole = tierkv.compress(SAMPLE, self.dir / "whole.tkv", "k8v4")
         bare = tierkv.compress(SAMPLE, self.dir / "bare.tkv", "k8v4", without_queries=True)
@@ -422,6 +407,8 @@ if __name__ == "__main__":
         self.assertEqual((bare.carried_bytes, bare.ratio), (0, bare.file_ratio))
         self.assertAlmostEqual(whole.ratio, bare.ratio, delta=0.01 * bare.ratio)
 
+    def test_what_progress_raises_is_raised(self):
+        calls = []
 
         def fail(fraction):
             calls.append(fraction)
