@@ -67,6 +67,25 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   return kExitOk;
 }
 
+// Names the presets whose window and sinks are not those of the first.
+static void warn_of_windows(const std::vector<analysis::Preset>& presets) {
+  const analysis::Preset* first = nullptr;
+  std::string others;
+  for (const analysis::Preset& p : presets) {
+    if (p.scheme.keeps_all_alike()) continue;
+    if (first == nullptr) first = &p;
+    const TierPolicy &a = first->scheme.policy, &b = p.scheme.policy;
+    if (a.window_tokens == b.window_tokens && a.sink_tokens == b.sink_tokens) continue;
+    others += (others.empty() ? "" : ", ") + p.text;
+  }
+  if (others.empty()) return;
+  std::fprintf(
+      stderr,
+      "tierkv: warning: %s: another window or other sinks than %s; sizes and errors of the "
+      "two kinds do not compare.\n",
+      others.c_str(), first->text.c_str());
+}
+
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets) {
   for (const std::string& text : texts) {
     Result<analysis::Preset> preset = analysis::parse_preset(text);
@@ -77,6 +96,7 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
   for (const analysis::Preset& preset : *presets) {
     if (preset.scheme.prunes()) pruning += (pruning.empty() ? "" : ", ") + preset.text;
   }
+  warn_of_windows(*presets);
   if (pruning.empty()) return kExitOk;
   std::fprintf(stderr,
                "tierkv: warning: %s: prunes tokens. What nobody has attended to yet may be asked "

@@ -21,6 +21,8 @@ class Result:
     file: str
     preset: str
     seq: str
+    window: Optional[int]  # newest and first tokens that the preset keeps apart
+    sinks: Optional[int]
     values: int
     bits_per_value: float
     ratio: float
@@ -56,8 +58,6 @@ class Compressed:
     def bits_per_value(self) -> float:
         return 8 * (self.file_bytes - self.carried_bytes) / self.values
 
-
-class _ProgressCall:
     @property
     def ratio(self) -> float:
         """Keys and values as fp16 against what is stored of them."""
@@ -68,6 +68,8 @@ class _ProgressCall:
         """Keys and values as fp16 against the whole file."""
         return 2 * self.values / self.file_bytes
 
+
+class _ProgressCall:
     """A callback that the library may call; what it raises is kept, and raised when the call has returned."""
 
     def __init__(self, progress: Optional[Progress]) -> None:
@@ -141,6 +143,7 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
     balance: mean attention error at which global steps of different size per head take the fewest bits; 0: all scaled alike.
+    overwrite: replaces a profile that exists, which is InputOutputError otherwise.
     """
     if not 0 < error_budget <= 1:
         raise ValueError("error_budget must be above 0 and at most 1")
@@ -153,7 +156,6 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return Thresholds(options.alpha_high, options.alpha_low)
 
-    overwrite: replaces a profile that exists, which is InputOutputError otherwise.
 
 def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optional[lib.Path] = None, threads: int = 0,
              progress: Optional[Progress] = None, overwrite: bool = False, without_queries: bool = False) -> Compressed:

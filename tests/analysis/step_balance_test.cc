@@ -277,7 +277,7 @@ TEST_F(CalibratedBalanceTest, TheProfileHasTheErrorAskedFor) {
 }
 
 TEST_F(CalibratedBalanceTest, SequencesWithinTheWindowAreRefused) {
-  std::vector<datasets::DumpReader> readers = dumps({64});
+  std::vector<datasets::DumpReader> readers = dumps({68});
   CalibrateOptions options;
   options.thresholds = false;
   options.balance_error = 0.05;

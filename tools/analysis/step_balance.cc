@@ -15,9 +15,10 @@ namespace tierkv::analysis {
 namespace {
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
-constexpr double kProbeStep = 0.1;        // k or v at which errors are measured
-constexpr int64_t kProbePositions = 48;   // queries of a sequence and head that are asked
-constexpr int64_t kWindow = 64;           // raw tokens of the presets below
+constexpr double kProbeStep = 0.1;       // k or v at which errors are measured
+constexpr int64_t kProbePositions = 48;  // queries of a sequence and head that are asked
+// Raw tokens of the presets below.
+constexpr int64_t kWindow = 64, kSinks = 4;
 constexpr int64_t kEntropyTokens = 1024;  // tokens of a row whose codes are counted
 
 // At most kProbePositions of the queries, evenly spread, the newest among them.
@@ -46,7 +47,8 @@ Status probe_errors(const LayerData& data, const CacheLayout& layout, const Prof
                     Component c, std::vector<double>* errors) {
   const bool key = c == Component::kKey;
   const std::string step = std::to_string(kProbeStep);
-  const std::string window = ",window=" + std::to_string(kWindow);
+  const std::string window =
+      ",window=" + std::to_string(kWindow) + ",sinks=" + std::to_string(kSinks);
   const Result<Preset> preset =
       parse_preset((key ? "step:only=k,k=" + step : "step:only=v,v=" + step) + window);
   if (!preset) return preset.status();
@@ -172,7 +174,7 @@ class LayerChoice {
         double sum = 0;
         for (const auto& [k, v] : rows[h].errors) {
           const double a = k * grid[i / steps_], b = v * grid[i % steps_];
-        sum += std::sqrt(a * a + b * b);
+          sum += std::sqrt(a * a + b * b);
         }
         errors.push_back(sum / static_cast<double>(rows[h].errors.size()));
       }
@@ -316,7 +318,7 @@ Status balance_steps(std::vector<datasets::DumpReader>& dumps, const BalanceOpti
     const datasets::DumpInfo& info = dump.info();
     const auto sequences = static_cast<int32_t>(info.sequences.size());
     for (int32_t seq = 0; seq < sequences; ++seq) {
-      if (info.sequences[seq].num_tokens <= kWindow) continue;
+      if (info.sequences[seq].num_tokens <= kWindow + kSinks) continue;
       ++measured;
       for (int32_t layer = 0; layer < profile->num_layers; ++layer) {
         RowRates* first = &rows[static_cast<size_t>(layer) * profile->num_kv_heads];
@@ -325,8 +327,9 @@ Status balance_steps(std::vector<datasets::DumpReader>& dumps, const BalanceOpti
     }
   }
   if (measured == 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "steps cannot be balanced: every sequence is shorter than the raw window");
+    return Status(
+        StatusCode::kInvalidArgument,
+        "steps cannot be balanced: every sequence is shorter than the raw window and the sinks");
   }
   Result<BalancedSteps> balanced = balance_rows(rows, profile->num_kv_heads, options.error);
   if (!balanced) return balanced.status();

@@ -127,7 +127,7 @@ std::string table(const Subject& s) {
     out += fmt::format("<tr{}><td>{}</td><td><code>{}</code></td>",
                        s.front[i] ? " class=\"front\"" : "", s.numbers[i],
                        escaped(s.results[i]->preset));
-    for (const std::string& c : analysis::table_cells(s.results[i]->tally))
+    for (const std::string& c : analysis::table_cells(*s.results[i]))
       out += "<td>" + escaped(c) + "</td>";
     out += "</tr>\n";
   }
