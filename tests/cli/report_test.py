@@ -82,7 +82,7 @@ class Report(CliTest):
 
     def test_numbers_are_those_of_numpy(self):
         dump = Dump(seed=self.seed, layers=2, q_heads=4, kv_heads=2, tokens=150, queries=100)
-        page = self.report("--preset", "diffkv:window=10", "--preset", "k4v4", dump.write(self.dir / "d.h5"))
+        page = self.report("--preset", "diffkv:window=10,sinks=0", "--preset", "k4v4", dump.write(self.dir / "d.h5"))
         pictures = {s.get("aria-label"): [t.text for t in s.iter(SVG + "title")] for s in ET.parse(page).getroot().iter(SVG + "svg")}
         share = lambda x: (np.searchsorted(np.cumsum(np.sort(x)[::-1]), 0.95 * x.sum() * (1 - 1e-12)) + 1) / len(x)
         want, received, tiers = [], [], [[], [], []]
