@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "tests/allocator/host_state.h"
+#include "tests/support/host_state.h"
 
 namespace tierkv::testing {
 namespace {

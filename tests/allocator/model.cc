@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tests/allocator/host_state.h"
+#include "tests/support/host_state.h"
 
 namespace tierkv::testing {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "tests/allocator/host_state.h"
+#include "tests/support/host_state.h"
 
 namespace tierkv::testing {
 namespace {

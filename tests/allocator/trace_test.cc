@@ -7,9 +7,9 @@
 #include <random>
 
 #include "allocator/invariants.h"
-#include "tests/allocator/host_state.h"
 #include "tests/allocator/model.h"
-#include "tests/allocator/trace.h"
+#include "tests/support/host_state.h"
+#include "tests/support/page_trace.h"
 
 namespace tierkv::testing {
 namespace {

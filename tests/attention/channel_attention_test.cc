@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "attention/channel/channel_pages.h"
-#include "tests/codec/channel_world.h"
+#include "tests/support/channel_world.h"
 
 namespace tierkv::testing {
 namespace {

@@ -11,7 +11,8 @@
 #include <vector>
 
 #include "attention/coded/coded_probabilities.cuh"
-#include "tests/attention/coded_attention_world.h"
+#include "tests/support/coded_attention_world.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 
@@ -276,12 +277,9 @@ Kernels kernels_of(const Shape& shape) {
                                                     : probability_kernel_of<16>(shape.streams)};
 }
 
-class EmulatedCodedAttention : public ::testing::Test {
+class EmulatedCodedAttention : public RandomTest {
  protected:
-  EmulatedCodedAttention() : seed_(std::random_device{}()), source_(seed_) {}
-  ~EmulatedCodedAttention() override {
-    if (HasFailure()) std::printf("seed %u\n", seed_);
-  }
+  EmulatedCodedAttention() : source_(seed_) {}
   RowData row(int32_t coded, int32_t window) {
     return {coded, window, source_.below(kSteps), source_.below(kSteps + 1) - 1};
   }
@@ -307,7 +305,6 @@ class EmulatedCodedAttention : public ::testing::Test {
     compare(w, attend_on_host(w, kernels_of(shape), wide ? 1 : 1 + source_.below(2),
                               std::max(0, source_.below(5) - 1)));
   }
-  uint32_t seed_;
   CodeSource source_;
 };
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention/tiers/token_scores.h"
-#include "tests/attention/page_world.h"
+#include "tests/support/page_world.h"
 
 namespace tierkv::test {
 

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "codec/host/page_codec.h"
-#include "tests/attention/page_world.h"
+#include "tests/support/page_world.h"
 
 namespace tierkv {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "attention/core/online_softmax.h"
 #include "attention/core/reference.h"
-#include "tests/attention/page_world.h"
+#include "tests/support/page_world.h"
 
 namespace tierkv {
 namespace {

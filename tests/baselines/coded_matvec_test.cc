@@ -1,18 +1,16 @@
 // The reference of the coded products against products over the codes that were encoded.
-#include "tests/baselines/matvec_world.h"
+#include "tests/support/matvec_world.h"
 
 #include <random>
+
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
 
-class CodedMatvecTest : public ::testing::Test {
+class CodedMatvecTest : public RandomTest {
  protected:
-  CodedMatvecTest() : seed_(std::random_device{}()), source_(seed_) {}
-  ~CodedMatvecTest() override {
-    if (HasFailure()) std::printf("seed %u\n", seed_);
-  }
-  uint32_t seed_;
+  CodedMatvecTest() : source_(seed_) {}
   CodeSource source_;
 };
 

@@ -5,8 +5,8 @@
 
 #include <random>
 
-#include "tests/allocator/host_state.h"
-#include "tests/allocator/trace.h"
+#include "tests/support/host_state.h"
+#include "tests/support/page_trace.h"
 
 namespace tierkv::testing {
 namespace {

@@ -13,8 +13,8 @@
 #include "bench/baselines/rungs/merge_splits.cuh"
 #include "bench/baselines/rungs/query_as_a_kernel.cuh"
 #include "bench/baselines/rungs/rung_kernel.h"
-#include "tests/attention/page_world.h"
-#include "tests/baselines/rung_pages.h"
+#include "tests/support/page_world.h"
+#include "tests/support/rung_pages.h"
 
 namespace tierkv {
 

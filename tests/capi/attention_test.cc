@@ -8,8 +8,8 @@
 #include <cstring>
 #include <limits>
 
-#include "tests/capi/structs.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/c_structs.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv::test {
 namespace {

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "tests/capi/structs.h"
+#include "tests/support/c_structs.h"
 #include "tierkv/half.h"
 
 namespace tierkv::test {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/capi/structs.h"
+#include "tests/support/c_structs.h"
 #include "tierkv/tierkv.h"
 
 namespace tierkv::test {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "tests/capi/structs.h"
+#include "tests/support/c_structs.h"
 
 namespace tierkv::test {
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "tests/capi/structs.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/c_structs.h"
+#include "tests/support/random_input.h"
 #include "tierkv/cold.h"
 #include "tierkv/store.h"
 

@@ -87,8 +87,9 @@ class Analyze(CliTest):
 
     def test_threads_and_order_do_not_change_results(self):
         timing = ("encode_gbps", "decode_gbps")
-        one = self.analyze(SAMPLE, "--threads", 1, *self.all_presets())["results"]
-        many = self.analyze(SAMPLE, "--threads", 7, *self.all_presets())["results"]
+        # Four rows are fewer than the seven threads: sharing them out unevenly is part of the test.
+        one = self.analyze(SAMPLE, "--layers", "2-3", "--threads", 1, *self.all_presets())["results"]
+        many = self.analyze(SAMPLE, "--layers", "2-3", "--threads", 7, *self.all_presets())["results"]
         for a, b in zip(one, many):
             for key in FIELDS:
                 if key in timing:

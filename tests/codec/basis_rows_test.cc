@@ -7,17 +7,13 @@
 
 #include "codec/format/basis_parts.h"
 #include "codec/gpu/basis_batch.h"
-#include "tests/codec/basis_source.h"
+#include "tests/support/basis_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv::testing {
 namespace {
 
-class BasisRows : public ::testing::Test {
- protected:
-  BasisRows() : seed_(std::random_device{}()), rng_(seed_) {}
-  uint32_t seed_;
-  std::mt19937 rng_;
-};
+class BasisRows : public RandomTest {};
 
 constexpr BasisKind kKinds[] = {BasisKind::kNone, BasisKind::kMean, BasisKind::kHadamard,
                                 BasisKind::kMatrix};

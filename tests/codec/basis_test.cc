@@ -6,22 +6,20 @@
 #include <random>
 
 #include "codec/format/global_step.h"
+#include "tests/support/fresh_random.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
 namespace {
 
-class BasisTest : public testing::Test {
+class BasisTest : public RandomTest {
  protected:
-  BasisTest() : seed_(std::random_device{}()), rng_(seed_) {}
   std::vector<float> values(int64_t n) {
     std::normal_distribution<float> d(0.5f, 2);
     std::vector<float> x(n);
     for (float& v : x) v = d(rng_);
     return x;
   }
-  uint32_t seed_;
-  std::mt19937 rng_;
 };
 
 TEST_F(BasisTest, HadamardIsOrthonormalForEveryHeadDim) {

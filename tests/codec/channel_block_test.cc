@@ -9,17 +9,13 @@
 #include <set>
 #include <utility>
 
-#include "tests/codec/channel_world.h"
+#include "tests/support/channel_world.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv::testing {
 namespace {
 
-class ChannelBlock : public ::testing::Test {
- protected:
-  ChannelBlock() : seed_(std::random_device{}()), rng_(seed_) {}
-  uint32_t seed_;
-  std::mt19937 rng_;
-};
+class ChannelBlock : public RandomTest {};
 
 struct Case {
   int32_t head_dim, k_bits, v_bits, tokens;

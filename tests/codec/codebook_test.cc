@@ -8,7 +8,8 @@
 
 #include "codec/format/fragment_order.h"
 #include "codec/format/huffman.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -17,9 +18,9 @@ namespace {
 constexpr BlockMode kCodedModes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad,
                                      BlockMode::kSplit};
 
-class CodebookTest : public testing::Test {
+class CodebookTest : public RandomTest {
  protected:
-  CodebookTest() : seed_(std::random_device{}()), source_(seed_) { RecordProperty("seed", seed_); }
+  CodebookTest() : source_(seed_) {}
   CodeHistogram histogram(Component component, int32_t head_dim, int32_t tokens, double spread,
                           double centre) {
     CodeHistogram h(component, head_dim);
@@ -37,7 +38,6 @@ class CodebookTest : public testing::Test {
     EXPECT_TRUE(c.is_ok()) << c.status().message() << " seed " << seed_;
     return c.is_ok() ? *c : Codebook{};
   }
-  uint32_t seed_;
   CodeSource source_;
 };
 

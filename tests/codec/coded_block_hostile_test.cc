@@ -7,7 +7,8 @@
 #include <optional>
 
 #include "codec/format/coded_block.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
@@ -139,11 +140,9 @@ class TextDecoder {
   int32_t tokens_ = 0, blocks_ = 0, tiles_ = 0;
 };
 
-class HostileBlockTest : public testing::Test {
+class HostileBlockTest : public RandomTest {
  protected:
-  HostileBlockTest() : seed_(std::random_device{}()), source_(seed_) {
-    RecordProperty("seed", seed_);
-  }
+  HostileBlockTest() : source_(seed_) {}
   // A block with exceptions and its codebook, in a random mode; now and then one without code
   // words.
   void make_block(int32_t tokens, int32_t head_dim) {
@@ -183,7 +182,6 @@ class HostileBlockTest : public testing::Test {
     const auto size = std::min<size_t>(bytes->size(), 16 * load_u16(bytes->data() + 12));
     store_u16(bytes->data() + 14, block_checksum(bytes->data(), static_cast<int32_t>(size)));
   }
-  uint32_t seed_;
   CodeSource source_;
   Codebook codebook_;
   std::vector<int16_t> codes_;

@@ -6,8 +6,9 @@
 #include <set>
 
 #include "codec/host/lane_pairs.h"
-#include "tests/codec/code_source.h"
 #include "tests/codec/simd_targets.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
@@ -16,11 +17,9 @@ constexpr BlockMode kCodedModes[] = {BlockMode::kSingle, BlockMode::kPair, Block
                                      BlockMode::kSplit};
 constexpr int16_t kPoison = 0x5a5a;
 
-class CodedBlockTest : public testing::Test {
+class CodedBlockTest : public RandomTest {
  protected:
-  CodedBlockTest() : seed_(std::random_device{}()), source_(seed_) {
-    RecordProperty("seed", seed_);
-  }
+  CodedBlockTest() : source_(seed_) {}
 
   Codebook build(Component component, int32_t head_dim, const std::vector<int16_t>& codes,
                  const CodebookSpec& spec) {
@@ -69,7 +68,6 @@ class CodedBlockTest : public testing::Test {
     EXPECT_TRUE(add_block_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &s));
     return s;
   }
-  uint32_t seed_;
   CodeSource source_;
 };
 

@@ -6,7 +6,7 @@
 
 #include "codec/format/coded_block.h"
 #include "codec/format/coded_block_format.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv {
 namespace {

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "codec/gpu/coded/codebook_kernels.cuh"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
@@ -86,10 +87,9 @@ Built build_by_kernels(const Counts& counts, int32_t max_length, int32_t num_boo
   return out;
 }
 
-class EmulatedCodebook : public testing::Test {
+class EmulatedCodebook : public RandomTest {
  protected:
-  EmulatedCodebook()
-      : seed_(std::random_device{}()), source_(seed_), trace_(__FILE__, __LINE__, seed_) {}
+  EmulatedCodebook() : source_(seed_) {}
 
   void expect_equal(const Counts& counts, int32_t max_length, int32_t num_books = 1) {
     CodebookSpec spec;
@@ -117,9 +117,7 @@ class EmulatedCodebook : public testing::Test {
     EXPECT_EQ(got.cheapest, cheapest);
   }
 
-  uint32_t seed_;
   CodeSource source_;
-  testing::ScopedTrace trace_;
 };
 
 TEST_F(EmulatedCodebook, Bells) {

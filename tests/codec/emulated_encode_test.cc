@@ -7,7 +7,8 @@
 #include <vector>
 
 #include "codec/format/coded_block.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
@@ -42,10 +43,9 @@ struct LaneSource {
   }
 };
 
-class EmulatedEncode : public testing::Test {
+class EmulatedEncode : public RandomTest {
  protected:
-  EmulatedEncode()
-      : seed_(std::random_device{}()), source_(seed_), trace_(__FILE__, __LINE__, seed_) {}
+  EmulatedEncode() : source_(seed_) {}
 
   Codebook codebook(Component component, BlockMode mode, int32_t streams, double spread) {
     if (is_raw_mode(mode)) return raw_codebook(component);
@@ -123,9 +123,7 @@ class EmulatedEncode : public testing::Test {
     return load_header(expected.data()).mode;
   }
 
-  uint32_t seed_;
   CodeSource source_;
-  testing::ScopedTrace trace_;
 };
 
 TEST_F(EmulatedEncode, EveryShapeAndMode) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "codec/gpu/coded/fixed_encode.cuh"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv {
 namespace {

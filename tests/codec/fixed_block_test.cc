@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 namespace {
@@ -13,9 +14,9 @@ namespace {
 constexpr uint16_t kPoison = 0x5a5a;
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
-class FixedBlock : public testing::Test {
+class FixedBlock : public RandomTest {
  protected:
-  FixedBlock() : seed_(std::random_device{}()), source_(seed_) { RecordProperty("seed", seed_); }
+  FixedBlock() : source_(seed_) {}
 
   // Tokens of different ranges and centres.
   std::vector<uint16_t> values(int32_t head_dim) {
@@ -37,7 +38,6 @@ class FixedBlock : public testing::Test {
                               y->data());
   }
 
-  uint32_t seed_;
   CodeSource source_;
 };
 

@@ -11,27 +11,21 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/fresh_random.h"
+
 namespace tierkv {
 namespace {
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
-class FragmentCodes : public testing::Test {
+class FragmentCodes : public RandomTest {
  protected:
-  FragmentCodes()
-      : seed_(std::random_device{}()),
-        rng_(seed_),
-        trace_(__FILE__, __LINE__, "seed " + std::to_string(seed_)) {}
   float random_half() {  // finite, of any magnitude
     for (;;) {
       const float x = half_to_float(static_cast<uint16_t>(rng_()));
       if (is_finite(x)) return x;
     }
   }
-
-  uint32_t seed_;
-  std::mt19937 rng_;
-  testing::ScopedTrace trace_;
 };
 
 void expect_code(float x, QuantParams p, int32_t bits) {

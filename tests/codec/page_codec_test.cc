@@ -6,7 +6,7 @@
 #include <array>
 #include <cmath>
 
-#include "tests/codec/page_fixture.h"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv {
 namespace {

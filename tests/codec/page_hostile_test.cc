@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "tests/codec/page_fixture.h"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv {
 namespace {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <memory>
 
-#include "tests/codec/page_fixture.h"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv {
 namespace {

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "tests/codec/page_fixture.h"
 #include "tests/codec/simd_targets.h"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv {
 namespace {

@@ -7,6 +7,8 @@
 #include <random>
 #include <vector>
 
+#include "tests/support/fresh_random.h"
+
 namespace tierkv {
 namespace {
 
@@ -28,17 +30,14 @@ TEST(Half, RoundsToNearestEven) {
   EXPECT_EQ(float_to_half(-0x1p-24f), 0x8001);
 }
 
-class QuantizeTest : public testing::Test {
+class QuantizeTest : public RandomTest {
  protected:
-  QuantizeTest() : seed_(std::random_device{}()), rng_(seed_) { RecordProperty("seed", seed_); }
   std::vector<float> normal(int n, float scale) {
     std::normal_distribution<float> d(0.3f * scale, scale);
     std::vector<float> x(n);
     for (float& v : x) v = half_to_float(float_to_half(d(rng_)));
     return x;
   }
-  uint32_t seed_;
-  std::mt19937 rng_;
 };
 
 // |x - x'| <= scale / 2 plus the fp16 rounding of both parameters: the scale's error times the

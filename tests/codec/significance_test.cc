@@ -7,20 +7,19 @@
 #include <random>
 #include <vector>
 
+#include "tests/support/fresh_random.h"
+
 namespace tierkv {
 namespace {
 
-class SignificanceTest : public testing::Test {
+class SignificanceTest : public RandomTest {
  protected:
-  SignificanceTest() : seed_(std::random_device{}()), rng_(seed_) {}
   std::vector<float> normal(size_t n) {
     std::normal_distribution<float> d;
     std::vector<float> x(n);
     for (float& v : x) v = d(rng_);
     return x;
   }
-  uint32_t seed_;
-  std::mt19937 rng_;
 };
 
 AttentionRow row_of(const std::vector<float>& q, const std::vector<float>& k, int32_t group,

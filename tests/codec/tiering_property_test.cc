@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "codec/policy/tiering.h"
-#include "tests/codec/row_fixture.h"
+#include "tests/support/fresh_random.h"
+#include "tests/support/row_fixture.h"
 
 namespace tierkv {
 namespace {
@@ -112,9 +113,8 @@ std::vector<std::tuple<int32_t, float, int32_t>> listing(const Row& row,
   return out;
 }
 
-class TieringProperty : public testing::Test {
+class TieringProperty : public RandomTest {
  protected:
-  TieringProperty() : seed_(std::random_device{}()), rng_(seed_) {}
   float uniform() { return std::uniform_real_distribution<float>(0, 1)(rng_); }
   int32_t integer(int32_t lo, int32_t hi) {
     return std::uniform_int_distribution<int32_t>(lo, hi)(rng_);
@@ -123,9 +123,6 @@ class TieringProperty : public testing::Test {
   float score(int32_t n) {
     return static_cast<float>(integer(0, 12)) / (4.0f * static_cast<float>(n + 1));
   }
-
-  uint32_t seed_;
-  std::mt19937 rng_;
 };
 
 TEST_F(TieringProperty, StepsMatchTheNaiveRowOnRandomTraces) {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "tests/codec/row_fixture.h"
+#include "tests/support/row_fixture.h"
 
 namespace tierkv {
 namespace {

@@ -13,13 +13,14 @@
 #include <vector>
 
 #include "datasets/dump.h"
+#include "tests/support/fresh_random.h"
 #include "tierkv/half.h"
 
 namespace tierkv::datasets {
 
-class DumpTest : public testing::Test {
+class DumpTest : public RandomTest {
  protected:
-  DumpTest() : seed_(std::random_device{}()), rng_(seed_) {
+  DumpTest() {
     const auto* test = testing::UnitTest::GetInstance()->current_test_info();
     std::string name = std::string("tierkv_") + test->test_suite_name() + "_" + test->name() + "_" +
                        std::to_string(getpid());
@@ -28,7 +29,6 @@ class DumpTest : public testing::Test {
     std::filesystem::create_directories(dir_);
   }
   ~DumpTest() override {
-    if (HasFailure()) ADD_FAILURE() << "seed " << seed_;
     std::filesystem::remove_all(dir_);
   }
   std::string path(const std::string& name) const { return (dir_ / name).string(); }
@@ -48,8 +48,6 @@ class DumpTest : public testing::Test {
     return x;
   }
 
-  uint32_t seed_;
-  std::mt19937 rng_;
   std::filesystem::path dir_;
 };
 

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "tests/allocator/host_state.h"
-#include "tests/allocator/trace.h"
 #include "tests/gpu/store/trace_steps.h"
+#include "tests/support/host_state.h"
+#include "tests/support/page_trace.h"
 
 namespace tierkv::testing {
 namespace {

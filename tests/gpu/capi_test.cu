@@ -5,10 +5,10 @@
 #include <numeric>
 #include <random>
 
-#include "tests/attention/page_world.h"
-#include "tests/capi/structs.h"
 #include "tests/gpu/device_array.cuh"
-#include "tests/store/support/random_input.h"
+#include "tests/support/c_structs.h"
+#include "tests/support/page_world.h"
+#include "tests/support/random_input.h"
 #include "tierkv/half.h"
 
 namespace tierkv::test {

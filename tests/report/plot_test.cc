@@ -5,17 +5,16 @@
 #include <cmath>
 #include <random>
 
+#include "tests/support/fresh_random.h"
+
 namespace tierkv::report {
 namespace {
 
-class PlotTest : public testing::Test {
+class PlotTest : public RandomTest {
  protected:
   double draw(double low, double high) {
-    return std::uniform_real_distribution<double>(low, high)(random_);
+    return std::uniform_real_distribution<double>(low, high)(rng_);
   }
-  std::random_device::result_type seed_ = std::random_device()();
-  std::mt19937 random_{seed_};
-  testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(seed_)};
 };
 
 void expect_sound(const Scale& s, int count) {

@@ -6,11 +6,11 @@
 #include <cmath>
 
 #include "store/tiers/basis_store.h"
-#include "tests/codec/basis_source.h"
 #include "tests/store/support/coded_world.h"
 #include "tests/store/support/decoded_row.h"
 #include "tests/store/support/modelled_store.h"
 #include "tests/store/support/query_call.h"
+#include "tests/support/basis_source.h"
 
 namespace tierkv::testing {
 namespace {

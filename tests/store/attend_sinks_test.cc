@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tests/codec/basis_source.h"
 #include "tests/store/support/coded_world.h"
 #include "tests/store/support/query_call.h"
-#include "tests/store/support/small_store.h"
+#include "tests/support/basis_source.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 namespace {

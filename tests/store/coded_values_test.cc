@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv::testing {
 namespace {

@@ -10,7 +10,7 @@
 #include "tests/store/support/coded_world.h"
 #include "tests/store/support/cold_sequence.h"
 #include "tests/store/support/modelled_store.h"
-#include "tests/store/support/named_config.h"
+#include "tests/support/named_config.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "store/tiers/store_shape.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv::testing {
 namespace {

@@ -13,7 +13,7 @@
 #include "store/channel/channel_device_state.h"
 #include "store/channel/channel_host.h"
 #include "tests/store/support/channel_store_world.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv {
 

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "tests/store/support/modelled_store.h"
-#include "tests/store/support/named_config.h"
+#include "tests/support/named_config.h"
 
 namespace tierkv::testing {
 namespace {

@@ -1,4 +1,4 @@
-// A world of tests/attention/page_world.h on the device, and the check of one call.
+// A world of tests/support/page_world.h on the device, and the check of one call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 
 #include "attention/tiers/grid.h"
 #include "gpu/cuda_device.cuh"
-#include "tests/attention/page_world.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/page_world.h"
 #include "tierkv/half.h"
 
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess) << cudaGetErrorString(cudaGetLastError())

@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "attention/channel/channel_attention.h"
-#include "tests/codec/channel_world.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/channel_world.h"
 
 namespace tierkv::testing {
 namespace {

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "tests/attention/coded_attention_world.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/coded_attention_world.h"
 
 namespace tierkv::test::coded {
 namespace {

@@ -1,5 +1,5 @@
 // Coded products on the GPU against the host's reference.
-#include "tests/baselines/matvec_world.h"
+#include "tests/support/matvec_world.h"
 
 #include <random>
 #include <string>

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "bench/baselines/rungs/rungs.h"
-#include "tests/attention/page_world.h"
-#include "tests/baselines/rung_pages.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/page_world.h"
+#include "tests/support/rung_pages.h"
 #include "tierkv/half.h"
 
 namespace tierkv {

@@ -7,8 +7,9 @@
 
 #include "codec/format/element.h"
 #include "codec/gpu/basis_batch.h"
-#include "tests/codec/basis_source.h"
 #include "tests/gpu/codec/basis_world.cuh"
+#include "tests/support/basis_source.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv::testing {
 namespace {
@@ -24,10 +25,8 @@ struct Shape {
 constexpr int32_t kLayers = 2;  // the second one is mapped
 constexpr float kPoison = -7777.0f;
 
-class BasisOnDevice : public ::testing::Test {
+class BasisOnDevice : public RandomTest {
  protected:
-  BasisOnDevice() : seed_(std::random_device{}()), rng_(seed_) {}
-
   std::vector<Basis> bases(BasisKind kind, const Shape& s) {
     std::vector<Basis> rows;
     for (int32_t r = 0; r < kLayers * s.kv_heads; ++r) {
@@ -77,9 +76,6 @@ class BasisOnDevice : public ::testing::Test {
 
   void check_apply(BasisKind kind, const Shape& s);
   void check_queries_and_outputs(BasisKind kind, const Shape& s);
-
-  uint32_t seed_;
-  std::mt19937 rng_;
 };
 
 std::vector<float> floats_of(const std::vector<uint8_t>& bytes, DType dtype, int64_t first,

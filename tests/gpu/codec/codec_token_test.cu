@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "codec/gpu/pages/page_token.cuh"
-#include "tests/codec/page_fixture.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv {
 namespace {

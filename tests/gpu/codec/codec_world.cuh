@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "codec/gpu/pages/page_batch.h"
-#include "tests/codec/page_fixture.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/page_fixture.h"
 
 namespace tierkv::test {
 

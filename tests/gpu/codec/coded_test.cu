@@ -8,8 +8,8 @@
 
 #include "codec/format/coded_block.h"
 #include "codec/gpu/coded/coded_batch.h"
-#include "tests/codec/code_source.h"
 #include "tests/gpu/device_array.cuh"
+#include "tests/support/code_source.h"
 
 namespace tierkv {
 namespace {

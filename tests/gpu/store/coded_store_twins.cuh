@@ -13,8 +13,8 @@
 
 #include "codec/format/element.h"
 #include "store/coded/coded_device.h"
-#include "tests/codec/code_source.h"
 #include "tests/gpu/store/store_pair.cuh"
+#include "tests/support/code_source.h"
 
 namespace tierkv::testing {
 

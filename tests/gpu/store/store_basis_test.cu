@@ -9,9 +9,9 @@
 #include "codec/format/element.h"
 #include "store/tiers/device_basis.h"
 #include "store/tiers/host_basis.h"
-#include "tests/codec/basis_source.h"
 #include "tests/gpu/codec/basis_world.cuh"
 #include "tests/gpu/store/store_twins.cuh"
+#include "tests/support/basis_source.h"
 
 namespace tierkv::testing {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "store/shared/sequence_info.h"
 #include "tests/gpu/device_buffer.cuh"
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 #include "tierkv/allocator.h"
 
 namespace tierkv::testing {

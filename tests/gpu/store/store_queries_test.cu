@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "tests/gpu/store/store_attend_twins.cuh"
-#include "tests/store/support/named_config.h"
+#include "tests/support/named_config.h"
 
 namespace tierkv::testing {
 namespace {

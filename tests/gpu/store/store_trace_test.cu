@@ -7,7 +7,7 @@
 
 #include "tests/gpu/store/store_twins.cuh"
 #include "tests/gpu/store/trace_steps.h"
-#include "tests/store/support/named_config.h"
+#include "tests/support/named_config.h"
 
 namespace tierkv::testing {
 namespace {

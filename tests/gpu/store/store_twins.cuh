@@ -11,7 +11,7 @@
 #include "store/cold/sequence_bytes.h"
 #include "store/tiers/device_store.h"
 #include "tests/gpu/store/store_pair.cuh"
-#include "tests/store/support/small_store.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 

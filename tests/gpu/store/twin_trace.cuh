@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 #include "tierkv/store.h"
 
 namespace tierkv::testing {

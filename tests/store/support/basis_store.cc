@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "attention/core/reference.h"
-#include "tests/codec/basis_source.h"
+#include "tests/support/basis_source.h"
 
 namespace tierkv::testing {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "store/tiers/host_basis.h"
-#include "tests/store/support/small_store.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 

@@ -10,7 +10,7 @@
 
 #include "store/coded/coded_host.h"
 #include "tests/store/support/coded_laws.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv::testing {
 

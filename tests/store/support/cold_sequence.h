@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "tests/store/support/small_store.h"
+#include "tests/support/small_store.h"
 #include "tierkv/cold.h"
 
 namespace tierkv::testing {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 #include "tierkv/store.h"
 
 namespace tierkv::testing {

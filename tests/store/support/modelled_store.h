@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "tests/store/support/small_store.h"
 #include "tests/store/support/store_model.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "codec/format/quantize.h"
-#include "tests/codec/row_fixture.h"
+#include "tests/support/row_fixture.h"
 
 namespace tierkv::testing {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "codec/policy/tiering.h"
-#include "tests/store/support/small_store.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 

@@ -1,4 +1,4 @@
-#include "tests/attention/page_world.h"
+#include "tests/support/page_world.h"
 
 #include <algorithm>
 #include <cmath>

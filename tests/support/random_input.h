@@ -1,25 +1,19 @@
-// Fresh random keys, values and scores; the seed is printed when something fails.
+// Fresh random numbers, keys, values and scores; the seed is printed when something fails.
 #pragma once
-
-#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <random>
-#include <string>
 #include <vector>
 
+#include "tests/support/fresh_random.h"
 #include "tierkv/store.h"
 
 namespace tierkv::testing {
 
-class RandomInput {
+class RandomInput : private FreshRandom {
  public:
-  RandomInput()
-      : seed_(std::random_device{}()),
-        rng_(seed_),
-        trace_(__FILE__, __LINE__, "seed " + std::to_string(seed_)) {}
-
   int32_t uniform(int32_t low, int32_t high) {  // inclusive
     return high <= low ? low : std::uniform_int_distribution<int32_t>(low, high)(rng_);
   }
@@ -57,11 +51,6 @@ class RandomInput {
     }
     return x;
   }
-
- private:
-  uint32_t seed_;
-  std::mt19937 rng_;
-  ::testing::ScopedTrace trace_;
 };
 
 }  // namespace tierkv::testing

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bench/baselines/rungs/diffkv_layout.h"
-#include "tests/attention/page_world.h"
+#include "tests/support/page_world.h"
 
 namespace tierkv::test {
 

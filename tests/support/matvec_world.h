@@ -11,7 +11,7 @@
 
 #include "bench/baselines/matvec/coded_matvec.h"
 #include "codec/format/coded_block.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv {
 

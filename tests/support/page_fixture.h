@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "codec/host/page_codec.h"
+#include "tests/support/fresh_random.h"
 
 namespace tierkv {
 
@@ -80,11 +81,8 @@ inline std::vector<uint8_t> defined_bytes(const HostPage& page, int32_t used) {
   return out;
 }
 
-class PageFixture : public testing::Test {
+class PageFixture : public RandomTest {
  protected:
-  PageFixture()
-      : seed_(std::random_device{}()), rng_(seed_), trace_(__FILE__, __LINE__, seed_text()) {}
-
   RandomTokens random_tokens(int32_t count, int32_t head_dim, DType dtype = DType::kFloat16) {
     RandomTokens t;
     t.head_dim = head_dim;
@@ -119,10 +117,7 @@ class PageFixture : public testing::Test {
   }
   std::string seed_text() const { return "seed " + std::to_string(seed_); }
 
-  uint32_t seed_;
-  std::mt19937 rng_;
   float scale_ = 1, offset_ = 0;
-  testing::ScopedTrace trace_;
 };
 
 // The layout of a page of exactly `tokens` tokens.

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "store/tiers/host_store.h"
-#include "tests/store/support/random_input.h"
+#include "tests/support/random_input.h"
 
 namespace tierkv::testing {
 

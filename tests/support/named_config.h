@@ -6,7 +6,7 @@
 #include <ostream>
 #include <string>
 
-#include "tests/store/support/small_store.h"
+#include "tests/support/small_store.h"
 
 namespace tierkv::testing {
 

@@ -14,7 +14,7 @@
 #include "codec/format/coded_block.h"
 #include "codec/format/element.h"
 #include "codec/format/fixed_block.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv::test::coded {
 
