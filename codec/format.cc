@@ -36,6 +36,8 @@ const char* status_name(StatusCode code) {
       return "cuda";
     case StatusCode::kVersion:
       return "version";
+    case StatusCode::kOutOfMemory:
+      return "out_of_memory";
   }
   return "unknown";
 }

@@ -58,12 +58,7 @@ CodedDeviceStore::~CodedDeviceStore() {
 }
 
 Status CodedDeviceStore::take_bytes(size_t bytes, void** memory) {
-  const cudaError_t error = cudaMalloc(memory, std::max<size_t>(bytes, 1));
-  if (error == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for the store");
-  }
-  if (error != cudaSuccess) return cuda_status(error, "create");
+  if (Status s = device_allocate(bytes, "create", memory); !s) return s;
   memory_.push_back(*memory);
   return Status::ok();
 }

@@ -20,12 +20,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { (void)cudaFree(memory_); }
-  Status take(size_t bytes) {
-    const cudaError_t error = cudaMalloc(&memory_, std::max<size_t>(bytes, 1));
-    if (error != cudaErrorMemoryAllocation) return cuda_status(error, "end_prompt");
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for histograms");
-  }
+  Status take(size_t bytes) { return device_allocate(bytes, "end_prompt", &memory_); }
   template <class T>
   T* as() const {
     return static_cast<T*>(memory_);

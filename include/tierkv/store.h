@@ -179,7 +179,7 @@ struct TKV_API StoreStats {
 
 class TKV_API KvStore {
  public:
-  // The host back end. kOutOfRange also when there is no memory for the pool.
+  // The host back end. kOutOfMemory when there is no memory for the pool.
   static Result<std::unique_ptr<KvStore>> create(const KvStoreConfig& config);
   virtual ~KvStore() = default;
 
@@ -262,7 +262,7 @@ class TKV_API DeviceKvStore : public KvStore {
   // A captured step of `tokens` tokens for `sequences` was replayed once more. As begin_step().
   virtual Status note_replay(SequenceList sequences, int32_t tokens) = 0;
 };
-// kCuda when the device refuses; kOutOfRange when there is no memory for the pool. The store uses
+// kCuda when the device refuses; kOutOfMemory when there is no memory for the pool. The store uses
 // `stream` alone, which must outlive it, on the device that is current now.
 TKV_API Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
                                                                    GpuStream stream);

@@ -89,7 +89,7 @@ class Store:
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        """On the host. OutOfRangeError where there is no memory for the pool."""
+        """On the host. OutOfMemoryError where there is no memory for the pool."""
         handle = ctypes.c_void_p()
         lib.core().call("tkv_store_create", config._struct(), handle)
         self._set_up(config, handle, None)

@@ -45,6 +45,20 @@ TEST(StoreConfig, RefusesByName) {
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->max_tokens = INT32_MAX; }), kInvalid);
 }
 
+// A pool of 2^51 bytes is more than a process can address.
+TEST(StoreConfig, APoolWithoutMemoryIsOutOfMemory) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizer ends the process instead of refusing the memory";
+#endif
+  KvStoreConfig c = small_config();
+  c.page_bytes = 1 << 20;
+  c.num_pages = INT32_MAX;
+  ASSERT_TRUE(c.validate()) << c.validate().message();
+  const auto store = KvStore::create(c);
+  EXPECT_EQ(store.status().code(), StatusCode::kOutOfMemory) << store.status().message();
+  EXPECT_NE(store.status().message().find("no memory for a pool"), std::string::npos);
+}
+
 TEST(StoreConfig, ChoosesPagesThatWasteLittle) {
   KvStoreConfig c = small_config();
   c.layout.head_dim = 128;
