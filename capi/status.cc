@@ -23,6 +23,7 @@ static_assert(TKV_NOT_FOUND == static_cast<int>(StatusCode::kNotFound));
 static_assert(TKV_IO == static_cast<int>(StatusCode::kIo));
 static_assert(TKV_CUDA == static_cast<int>(StatusCode::kCuda));
 static_assert(TKV_VERSION == static_cast<int>(StatusCode::kVersion));
+static_assert(TKV_OUT_OF_MEMORY == static_cast<int>(StatusCode::kOutOfMemory));
 
 }  // namespace tierkv
 
@@ -33,9 +34,8 @@ const char* tkv_version(void) {
 }
 
 const char* tkv_status_string(tkv_status status) {
-  if (status == TKV_OUT_OF_MEMORY) return "out_of_memory";
   if (status == TKV_INTERNAL) return "internal";
-  if (status < TKV_OK || status > TKV_VERSION) return "unknown";
+  if (status < TKV_OK || status > TKV_OUT_OF_MEMORY) return "unknown";
   return tierkv::status_name(static_cast<tierkv::StatusCode>(status));
 }
 

@@ -17,6 +17,15 @@ inline Status cuda_status(cudaError_t error, const char* what) {
   return Status(StatusCode::kCuda, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// cudaMalloc() of at least one byte. kOutOfMemory, which leaves no error behind; kCuda.
+inline Status device_allocate(size_t bytes, const char* what, void** memory) {
+  const cudaError_t error = cudaMalloc(memory, bytes > 0 ? bytes : 1);
+  if (error != cudaErrorMemoryAllocation) return cuda_status(error, what);
+  (void)cudaGetLastError();
+  return Status(StatusCode::kOutOfMemory,
+                std::string(what) + ": no device memory for " + std::to_string(bytes) + " bytes");
+}
+
 struct DeviceLimits {
   int32_t sms = 0;
   int32_t shared_bytes = 0;    // the most dynamic shared memory that a CTA may opt in to

@@ -67,8 +67,10 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
     return invalid("prune_budget must be 0 to 10");
   analysis::CalibrateOptions c;
   if (Status s = read_threads(o.threads, &c.threads); !s) return s;
-  c.matrix_basis = o.matrix_basis != 0;
-  c.thresholds = o.no_thresholds == 0;
+  bool no_thresholds = false;
+  if (Status s = read_flag(o.matrix_basis, "matrix_basis", &c.matrix_basis); !s) return s;
+  if (Status s = read_flag(o.no_thresholds, "no_thresholds", &no_thresholds); !s) return s;
+  c.thresholds = !no_thresholds;
   if (o.error_budget > 0) c.error_budget = o.error_budget;
   c.prune_budget = o.prune_budget;
   if (o.model_id != nullptr) c.model_id = o.model_id;

@@ -28,6 +28,7 @@ enum class StatusCode : int32_t {
   kIo = 10,             // the operating system refused a read or a write
   kCuda = 11,           // a CUDA runtime call failed
   kVersion = 12,        // a format version this build does not know
+  kOutOfMemory = 13,    // no host or device memory left
 };
 
 // "invalid_argument" for kInvalidArgument and so on; never null.

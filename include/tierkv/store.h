@@ -179,7 +179,7 @@ struct TKV_API StoreStats {
 
 class TKV_API KvStore {
  public:
-  // The host back end. kOutOfRange also when there is no memory for the pool.
+  // The host back end. kOutOfMemory when there is no memory for the pool.
   static Result<std::unique_ptr<KvStore>> create(const KvStoreConfig& config);
   virtual ~KvStore() = default;
 
@@ -196,7 +196,8 @@ class TKV_API KvStore {
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
   // could hold (with a basis: a coordinate).
   virtual Status append(const AppendCall& call) = 0;
-  // Before end_prompt(); a prompt's tokens that were never scored have significance 0.
+  // Before end_prompt(). A token that was never scored is neutral: its significance is 1 / i, i
+  // counted from 1, which alpha_high <= 1 puts into the high tier. (Coded stores: 0.)
   // kNonFinite, kInvalidArgument for a negative one. Coded stores: with coded.fixed_blocks only.
   virtual Status score_prompt(const PromptScores& scores) = 0;
   // The prompt phase of all rows: tiers, pages, moves, surplus returned. kOutOfPages: the prompts
@@ -262,7 +263,7 @@ class TKV_API DeviceKvStore : public KvStore {
   // A captured step of `tokens` tokens for `sequences` was replayed once more. As begin_step().
   virtual Status note_replay(SequenceList sequences, int32_t tokens) = 0;
 };
-// kCuda when the device refuses; kOutOfRange when there is no memory for the pool. The store uses
+// kCuda when the device refuses; kOutOfMemory when there is no memory for the pool. The store uses
 // `stream` alone, which must outlive it, on the device that is current now.
 TKV_API Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig& config,
                                                                    GpuStream stream);

@@ -135,7 +135,7 @@ class CacheFile {
     s.struct_size = sizeof(T);
     return s;
   }
-  // TKV_OUT_OF_MEMORY and TKV_INTERNAL keep their numbers, which StatusCode does not name.
+  // TKV_INTERNAL keeps its number, which StatusCode does not name.
   static Status to_status(tkv_status code, const tkv_error& error) {
     return code == TKV_OK ? Status::ok() : Status(static_cast<StatusCode>(code), error.message);
   }

@@ -54,9 +54,9 @@ enum {
   TKV_NOT_FOUND = 9,
   TKV_IO = 10, /* the operating system refused a read or a write */
   TKV_CUDA = 11,
-  TKV_VERSION = 12, /* a format version this build does not know */
-  TKV_OUT_OF_MEMORY = 100,
-  TKV_INTERNAL = 101 /* a bug: please report it with the message */
+  TKV_VERSION = 12,       /* a format version this build does not know */
+  TKV_OUT_OF_MEMORY = 13, /* no host or device memory left */
+  TKV_INTERNAL = 101      /* a bug: please report it with the message */
 };
 
 /* "invalid_argument" for TKV_INVALID_ARGUMENT and so on; "unknown" for other numbers. Static text.

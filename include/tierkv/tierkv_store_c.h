@@ -130,7 +130,7 @@ typedef struct tkv_store_config {
   const tkv_channel_config* channel; /* null: likewise; not with coded */
 } tkv_store_config;
 
-/* Everything in host memory. TKV_OUT_OF_RANGE also where there is no memory for the pool. */
+/* Everything in host memory. TKV_OUT_OF_MEMORY where there is no memory for the pool. */
 TKV_API tkv_status tkv_store_create(const tkv_store_config* config, tkv_store** store,
                                     tkv_error* error);
 /* Everything in device memory, all work on `stream`, which must outlive the store. */

@@ -83,7 +83,7 @@ class VersionError(TierkvError):
 
 
 class OutOfMemoryError(TierkvError, MemoryError):
-    """Memory ran out inside the library."""
+    """No host or device memory left, the pool of a store included."""
 
     name = "out_of_memory"
 
@@ -101,7 +101,7 @@ _CLASSES: Dict[int, Type[TierkvError]] = {
     10: InputOutputError,
     11: CudaError,
     12: VersionError,
-    100: OutOfMemoryError,
+    13: OutOfMemoryError,
 }
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from . import _device
 from . import _library as lib
 from ._arrays import DTYPES, Array, ArrayLike, pointer, shaped, values
-from .errors import BufferTooSmallError
+from .errors import BufferTooSmallError, StaleSequenceError
 from .store_config import StoreConfig
 
 Ids = Union[int, Iterable[int]]
@@ -89,7 +89,7 @@ class Store:
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        """On the host. OutOfRangeError where there is no memory for the pool."""
+        """On the host. OutOfMemoryError where there is no memory for the pool."""
         handle = ctypes.c_void_p()
         lib.core().call("tkv_store_create", config._struct(), handle)
         self._set_up(config, handle, None)
@@ -141,7 +141,8 @@ class Store:
 
     def score_prompt(self, sequences: Ids, layer: int, significance: ArrayLike) -> None:
         """Significances of the prompt so far, of one layer: float32 [sequences, num_kv_heads, stride], by position, where stride is at
-        least the tokens of the longest sequence. Tokens without any have 0."""
+        least the tokens of the longest sequence. Tokens without any are neutral: theirs is 1 / i, i counted from 1, which alpha_high <= 1
+        puts into the high tier."""
         ids, count = _ids(sequences)
         x = self._input(significance, "significance", ("float32",), (count, self.config.num_kv_heads, None))
         self._call("tkv_store_score_prompt", lib.PromptScores(sequences=ids, num_sequences=count, layer=layer,
@@ -346,8 +347,9 @@ _NOTHING = _Argument(None, (), "", None)
 
 
 def _id(sequence: int) -> ctypes.c_uint64:
-    # A number that no id can be is nobody's, as 0 is.
-    return ctypes.c_uint64(sequence if 0 <= sequence < 1 << 64 else 0)
+    if not 0 <= sequence < 1 << 64:
+        raise StaleSequenceError(f"sequence {sequence} is not open")
+    return ctypes.c_uint64(sequence)
 
 
 def _numbers(sequences: Ids) -> List[int]:

@@ -20,12 +20,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { (void)cudaFree(memory_); }
-  Status take(size_t bytes) {
-    const cudaError_t error = cudaMalloc(&memory_, std::max<size_t>(bytes, 1));
-    if (error != cudaErrorMemoryAllocation) return cuda_status(error, "end_prompt");
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for histograms");
-  }
+  Status take(size_t bytes) { return device_allocate(bytes, "end_prompt", &memory_); }
   template <class T>
   T* as() const {
     return static_cast<T*>(memory_);
@@ -176,8 +171,8 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   if (makes_books) {
     if (Status s = forget_unused_books(); !s) return s;
   }
-  planned_.clear();
-  batch_.clear();  // what comes next looks whether the call has failed
+  calls_.forget_plans();
+  calls_.forget_batches();  // what comes next looks whether the call has failed
   for (const int32_t slot : *slots) {
     table().set_info(
         slot, coded_info_after_prompt(table().info(slot).num_tokens, state_.s.window_tokens));

@@ -31,7 +31,7 @@ Status CodedHostStore::allocate(const CodedShape& shape) {
   pool_.reset(allocate_aligned(kPageAlignment, pool_bytes));
   allocator_memory_.reset(allocate_aligned(kAllocatorAlignment, bytes));
   if (pool_ == nullptr || allocator_memory_ == nullptr) {
-    return Status(StatusCode::kOutOfRange,
+    return Status(StatusCode::kOutOfMemory,
                   "no memory for a pool of " + std::to_string(pool_bytes + bytes) + " bytes");
   }
   const Result<PageAllocator> allocator =

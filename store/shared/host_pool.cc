@@ -22,7 +22,7 @@ Result<HostPool> HostPool::make(const AllocatorShape& shape, int64_t page_bytes)
   pool.pages_.reset(allocate_aligned(kPageAlignment, pool_bytes));
   pool.allocator_memory_.reset(allocate_aligned(kAllocatorAlignment, bytes));
   if (pool.pages_ == nullptr || pool.allocator_memory_ == nullptr) {
-    return Status(StatusCode::kOutOfRange,
+    return Status(StatusCode::kOutOfMemory,
                   "no memory for a pool of " + std::to_string(pool_bytes + bytes) + " bytes");
   }
   const Result<PageAllocator> a = make_page_allocator(shape, pool.allocator_memory_.get(), bytes);

@@ -13,7 +13,7 @@ namespace tierkv {
 
 class HostPool {
  public:
-  // Empty. kOutOfRange when there is no memory for it.
+  // Empty. kOutOfMemory when there is no memory for it.
   static Result<HostPool> make(const AllocatorShape& shape, int64_t page_bytes);
 
   const PageAllocator& allocator() const { return allocator_; }

@@ -10,15 +10,6 @@
 namespace tierkv {
 namespace {
 
-Status allocate_device(void** p, size_t bytes) {
-  const cudaError_t error = cudaMalloc(p, std::max<size_t>(bytes, 16));
-  if (error == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for the basis");
-  }
-  return cuda_status(error, "basis");
-}
-
 bool is_aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
@@ -45,7 +36,7 @@ DeviceBasisStore::~DeviceBasisStore() {
 template <class T>
 Status DeviceBasisStore::take(size_t count, T** memory) {
   void* p = nullptr;
-  if (Status s = allocate_device(&p, count * sizeof(T)); !s) return s;
+  if (Status s = device_allocate(count * sizeof(T), "basis", &p); !s) return s;
   memory_.push_back(p);
   *memory = static_cast<T*>(p);
   return Status::ok();
@@ -110,7 +101,7 @@ Status DeviceBasisStore::coordinates_for(bool is_prompt, int64_t values, float**
   prompt_ = nullptr;
   prompt_values_ = 0;
   void* p = nullptr;
-  if (Status s = allocate_device(&p, 2 * values * sizeof(float)); !s) return s;
+  if (Status s = device_allocate(2 * values * sizeof(float), "basis", &p); !s) return s;
   *memory = prompt_ = static_cast<float*>(p);
   prompt_values_ = values;
   return Status::ok();

@@ -10,6 +10,7 @@
 #include "gpu/cuda_device.cuh"
 #include "store/channel/channel_device.h"
 #include "store/coded/coded_device.h"
+#include "store/shared/stream_capture.cuh"
 #include "store/tiers/device_basis.h"
 
 namespace tierkv {
@@ -64,12 +65,7 @@ DeviceStore::~DeviceStore() {
 }
 
 Status DeviceStore::take_bytes(size_t bytes, void** memory) {
-  const cudaError_t error = cudaMalloc(memory, bytes);
-  if (error == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    return Status(StatusCode::kOutOfRange, "no device memory for the store");
-  }
-  if (error != cudaSuccess) return cuda_status(error, "create");
+  if (Status s = device_allocate(bytes, "create", memory); !s) return s;
   memory_.push_back(*memory);
   return Status::ok();
 }
@@ -88,7 +84,7 @@ Status DeviceStore::allocate() {
   const size_t layer_rows = sequences * c.layout.num_kv_heads;
   const size_t groups = (sequences * step_groups(host) + 3) / 4 * 4;
   uint8_t *pool = nullptr, *tables = nullptr, *scratch = nullptr;
-  float* zeros = nullptr;
+  float* neutral = nullptr;
   int32_t* counting = nullptr;
   state_.s = host;
   if (Status s = take(host.pages.page_bytes * c.num_pages, &pool); !s) return s;
@@ -96,7 +92,7 @@ Status DeviceStore::allocate() {
   if (Status s = take(workspace, &scratch); !s) return s;
   if (Status s = take(sequences, &state_.s.infos); !s) return s;
   if (Status s = take(1, &state_.failure); !s) return s;
-  if (Status s = take(sequences, &state_.batch); !s) return s;
+  if (Status s = take(kCallMemories * sequences, &batches_); !s) return s;
   if (Status s = take(sequences, &state_.before); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
@@ -111,7 +107,7 @@ Status DeviceStore::allocate() {
   if (Status s = take(1, &state_.other_report); !s) return s;
   if (Status s = take(rows, &state_.appended); !s) return s;
   if (Status s = take(layer_rows, &chunk_.status); !s) return s;
-  if (Status s = take(c.max_tokens, &zeros); !s) return s;
+  if (Status s = take(c.max_tokens, &neutral); !s) return s;
   if (Status s = take(c.max_tokens, &counting); !s) return s;
   const Result<PageAllocator> a = make_page_allocator(host.allocator.shape, tables, allocator);
   if (!a) return a.status();
@@ -121,14 +117,16 @@ Status DeviceStore::allocate() {
   state_.max_tokens = c.max_tokens;
   allocator_memory_ = tables;
   op_workspace_ = {scratch, workspace};
-  chunk_.zeros = zeros;
+  chunk_.neutral = neutral;
   chunk_.counting = counting;
   std::vector<int32_t> numbers(c.max_tokens);
   std::iota(numbers.begin(), numbers.end(), 0);
   if (Status t = copy(counting, numbers.data(), numbers.size() * sizeof(int32_t)); !t) return t;
+  std::vector<float> unscored(c.max_tokens);
+  for (int32_t i = 0; i < c.max_tokens; ++i) unscored[i] = neutral_significance(i + 1);
+  if (Status t = copy(neutral, unscored.data(), unscored.size() * sizeof(float)); !t) return t;
   if (Status t = copy(state_.failure, &kNoFailure, sizeof(kNoFailure)); !t) return t;
   if (Status t = clear_totals(state_, stream_); !t) return t;
-  if (Status t = clear(zeros, c.max_tokens * sizeof(float)); !t) return t;
   if (Status t = clear(state_.group_pages, groups * sizeof(int32_t)); !t) return t;
   // What no segment of a page covers, what lies between the tables and what free sequences have
   // travels to the host with the rest: it must not be what other programs left there.
@@ -148,15 +146,24 @@ Status DeviceStore::grow_jobs(size_t jobs) {
   return Status::ok();
 }
 
+Status DeviceStore::enter_call() {
+  const Result<uint64_t> capture = capture_id(stream_);
+  if (!capture) return capture.status();
+  calls_.enter(*capture);
+  state_.batch = batches_ + int64_t{calls_.index()} * config().max_sequences;
+  return Status::ok();
+}
+
 Status DeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
-  batch_ = slots;
-  is_settled_ = false;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(slots);
   return begin_batch(state_, {call, static_cast<int32_t>(slots.size()), tokens}, slots.data(),
                      stream_);
 }
 
 Status DeviceStore::use_batch(const Slots& slots) {
-  return slots == batch_ ? Status::ok() : set_batch(DeviceCall::kNone, slots, 0);
+  if (Status s = enter_call(); !s) return s;
+  return calls_.has_batch(slots) ? Status::ok() : set_batch(DeviceCall::kNone, slots, 0);
 }
 
 Status DeviceStore::run(const PageOp& op) {
@@ -179,7 +186,7 @@ Status DeviceStore::release(SequenceId sequence) {
   const Slots slots = {*slot};
   if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
   if (Status s = run(PageOp::release(batch(slots), state_.other_report)); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   table().release(*slot);
   return Status::ok();
 }
@@ -196,7 +203,7 @@ Status DeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_chunk(state_, count, tokens, stream_); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   for (const int32_t slot : *slots) {
     table().set_info(slot, {table().info(slot).num_tokens + tokens, 0, kInPrompt, 0});
   }
@@ -214,14 +221,15 @@ Status DeviceStore::append(const AppendCall& call) {
   }
   if (Status s = use_batch(*slots); !s) return s;
   const auto count = static_cast<int32_t>(slots->size());
-  const DeviceTokens tokens = {call.k, call.v, dtype, count, call.tokens, call.layer, is_settled_};
+  const DeviceTokens tokens = {
+      call.k, call.v, dtype, count, call.tokens, call.layer, calls_.settled().is_settled()};
   if (prompt) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
     if (Status s = append_chunk(state_, chunk_, tokens, stream_); !s) return s;
   } else {
     if (Status s = append_step(state_, tokens, slots->data(), stream_); !s) return s;
-    is_settled_ = true;
+    calls_.settled().note_wait();
   }
   for (const int32_t slot : *slots) {
     table().set_layer_tokens(slot, call.layer, table().info(slot).num_tokens);
@@ -251,7 +259,7 @@ Status DeviceStore::end_prompt(SequenceList sequences) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_prompt(state_, count, stream_); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_prompt(state_.s.policy, table().info(slot).num_tokens));
     table().set_phase(slot, SequencePhase::kLive);
@@ -263,11 +271,12 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
   if (!slots) return slots.status();
   const auto count = static_cast<int32_t>(slots->size());
-  batch_ = *slots;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(*slots);
   const StepCall call = {slots->data(), count, tokens};
   if (Status s = plan_step(state_, call, stream_); !s) return s;
   if (Status s = apply_step(state_, call, stream_); !s) return s;
-  planned_ = {};  // its token counts have changed
+  calls_.forget_plans();  // its token counts have changed
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
   }
@@ -281,8 +290,7 @@ Status DeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
     table().set_complete(slot);
   }
-  batch_ = *slots;
-  planned_ = {};
+  calls_.forget_plans();
   return Status::ok();
 }
 

@@ -14,7 +14,7 @@ TEST(CapiStatus, NamesEveryCodeAndTheVersion) {
   EXPECT_STREQ(tkv_status_string(TKV_CORRUPT), "corrupt");
   EXPECT_STREQ(tkv_status_string(TKV_OUT_OF_MEMORY), "out_of_memory");
   EXPECT_STREQ(tkv_status_string(TKV_INTERNAL), "internal");
-  for (const tkv_status unknown : {-1, 13, 99, 102, 1 << 30}) {
+  for (const tkv_status unknown : {-1, 14, 99, 100, 102, 1 << 30}) {
     EXPECT_STREQ(tkv_status_string(unknown), "unknown");
   }
   EXPECT_EQ(std::string(tkv_version()), std::to_string(TKV_VERSION_MAJOR) + "." +

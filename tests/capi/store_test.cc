@@ -67,12 +67,45 @@ TEST(CapiStore, IdsGoStaleAndAreNeverZero) {
   int32_t tokens = -5;
   for (const tkv_sequence_id bad :
        {uint64_t{0}, UINT64_MAX, uint64_t{1} << 31, uint64_t{5}, again.c + (uint64_t{1} << 32)}) {
-    EXPECT_EQ(tkv_store_release(twins.c(), bad, nullptr), TKV_STALE_SEQUENCE) << bad;
+    tkv_error error = make<tkv_error>();
+    EXPECT_EQ(tkv_store_release(twins.c(), bad, &error), TKV_STALE_SEQUENCE) << bad;
+    EXPECT_EQ(std::string(error.message).rfind("sequence " + std::to_string(bad) + " (", 0), 0u)
+        << error.message;
     EXPECT_EQ(tkv_store_num_tokens(twins.c(), bad, &tokens, nullptr), TKV_STALE_SEQUENCE);
   }
   EXPECT_EQ(tokens, -5);
   EXPECT_EQ(tkv_store_num_tokens(twins.c(), again.c, &tokens, nullptr), TKV_OK);
   EXPECT_EQ(tokens, 0);
+}
+
+TEST(CapiStore, BooleansAreZeroOrOne) {
+  const tkv_tier_policy policy = small_policy();
+  for (const int32_t flag : {-1, 2, 256}) {
+    tkv_error error = make<tkv_error>();
+    tkv_store_config config = small_config(&policy);
+    config.before_rope = flag;
+    tkv_store* store = nullptr;
+    EXPECT_EQ(tkv_store_create(&config, &store, &error), TKV_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(error.message, "before_rope must be 0 or 1"), nullptr) << error.message;
+    RandomInput input;
+    Twins twins;
+    Twins::Pair id;
+    ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+    fill_prompt(twins, input, id, 20);
+    ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+    std::vector<uint16_t> q(kQHeads * kHeadDim), out(q.size());
+    tkv_attend_request request = make<tkv_attend_request>();
+    request.sequences = &id.c;
+    request.num_sequences = 1;
+    request.q = q.data();
+    request.out = out.data();
+    request.count_query = flag;
+    EXPECT_EQ(tkv_store_attend(twins.c(), &request, &error), TKV_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(error.message, "count_query must be 0 or 1"), nullptr) << error.message;
+    tkv_buffer buffer = make<tkv_buffer>();
+    EXPECT_EQ(tkv_store_save_sequence(twins.c(), id.c, flag, 1, &buffer, &error),
+              TKV_INVALID_ARGUMENT);
+  }
 }
 
 TEST(CapiStore, RefusesBadListsAndValuesAsTheCppStoreDoes) {

@@ -216,6 +216,11 @@ class Arrays(StoreTest):
             with self.assertRaises(tierkv.OutOfRangeError):
                 store.add_sequence()
 
+    def test_a_pool_without_memory_is_a_memory_error(self):
+        with self.assertRaisesRegex(tierkv.OutOfMemoryError, "no memory for a pool") as caught:
+            tierkv.Store(config(page_bytes=1 << 20, num_pages=2**31 - 1))
+        self.assertIsInstance(caught.exception, MemoryError)
+
     def test_a_machine_without_a_gpu(self):
         try:
             store = tierkv.Store.on_device(config(), 0)

@@ -1,6 +1,7 @@
 // What calls refuse, by name, and that they then change nothing.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
 #include "tests/store/support/modelled_store.h"
@@ -33,6 +34,16 @@ TEST(StoreConfig, RefusesByName) {
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->low_format = token_wise_tier(16, 2); }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->window_format = token_wise_tier(8, 2); }),
             kInvalid);
+  for (const double theta : {double{NAN}, double{INFINITY}, -1.0}) {
+    KvStoreConfig c = small_config();
+    c.layout.rope_theta = theta;
+    EXPECT_EQ(KvStore::create(c).status().code(), kInvalid) << theta;
+  }
+  for (const double scale : {0.0, -1.0, double{NAN}, 1e300, 2 * kMaxSmScale}) {
+    KvStoreConfig c = small_config();
+    c.layout.sm_scale = scale;
+    EXPECT_EQ(KvStore::create(c).status().code(), kInvalid) << scale;
+  }
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.alpha_low = 2; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.window_tokens = 7; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.sink_tokens = INT32_MAX; }), kInvalid);
@@ -45,6 +56,20 @@ TEST(StoreConfig, RefusesByName) {
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->max_tokens = INT32_MAX; }), kInvalid);
 }
 
+// A pool of 2^51 bytes is more than a process can address.
+TEST(StoreConfig, APoolWithoutMemoryIsOutOfMemory) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizer ends the process instead of refusing the memory";
+#endif
+  KvStoreConfig c = small_config();
+  c.page_bytes = 1 << 20;
+  c.num_pages = INT32_MAX;
+  ASSERT_TRUE(c.validate()) << c.validate().message();
+  const auto store = KvStore::create(c);
+  EXPECT_EQ(store.status().code(), StatusCode::kOutOfMemory) << store.status().message();
+  EXPECT_NE(store.status().message().find("no memory for a pool"), std::string::npos);
+}
+
 TEST(StoreConfig, ChoosesPagesThatWasteLittle) {
   KvStoreConfig c = small_config();
   c.layout.head_dim = 128;
@@ -52,6 +77,37 @@ TEST(StoreConfig, ChoosesPagesThatWasteLittle) {
   c.policy.window_tokens = 64;
   EXPECT_EQ(make_store(c)->page_bytes(), 13312);
   EXPECT_EQ(c.page_bytes, 0);
+}
+
+// Unknown importance is neutral: without scores nothing falls to the low tier or is pruned, and
+// every token's significance is that of the threshold of alpha = 1.
+TEST(StorePrompts, TokensThatNobodyScoredAreNeutral) {
+  for (const float alpha_high : {0.5f, 1.0f, 1.5f}) {
+    RandomInput input;
+    KvStoreConfig c = small_config();
+    c.policy.alpha_high = alpha_high;
+    ModelledStore world(c, &input);
+    ModelSequence s;
+    ASSERT_TRUE(world.add(&s));
+    ASSERT_TRUE(world.prompt({&s}, 100, false));
+    ASSERT_TRUE(world.end_prompt({&s}));
+    const StoreStats stats = *world.store().stats();
+    const int64_t rows = 4, settled = rows * (100 - c.policy.window_tokens);
+    const bool is_high = alpha_high <= 1;
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kHigh)], is_high ? settled : 0);
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kLow)], is_high ? 0 : settled);
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kPruned)], 0);
+    for (int32_t i = 0; i < 20; ++i) ASSERT_TRUE(world.step({&s}, 1, false));
+    EXPECT_EQ(world.store().stats()->tokens[static_cast<int32_t>(Tier::kHigh)] >= settled, is_high);
+  }
+}
+
+TEST(StorePrompts, NeutralSignificanceIsTheThresholdOrTheNextFloatAbove) {
+  for (int32_t n = 1; n < 200000; n += 1 + n / 1000) {
+    const float neutral = neutral_significance(n);
+    EXPECT_GE(static_cast<double>(neutral), 1.0 / n) << n;
+    EXPECT_LT(static_cast<double>(std::nextafter(neutral, 0.0f)), 1.0 / n) << n;
+  }
 }
 
 // A sequence in its prompt and one past it, both with tokens.
@@ -92,6 +148,15 @@ TEST_F(StoreCalls, RefuseBadLists) {
                                  SequenceId{4, 0}, SequenceId{}}) {
     refuses(store().begin_step({&wrong, 1}, 1), StatusCode::kStaleSequence);
     refuses(store().release(wrong), StatusCode::kStaleSequence);
+  }
+}
+
+TEST_F(StoreCalls, NameAnIdAsBothInterfacesDo) {
+  const Status refused = store().release({2, 9});
+  EXPECT_EQ(refused.message(), "sequence 38654705667 (slot 2, generation 9) is not open");
+  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, uint64_t{38654705667}, UINT64_MAX,
+                                uint64_t{1} << 31, uint64_t{1} << 32}) {
+    EXPECT_EQ(number_of(id_of(number)), number);
   }
 }
 
