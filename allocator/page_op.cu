@@ -2,6 +2,7 @@
 // page_drop.cu hold the stages after it.
 
 #include "allocator/page_plan.cuh"
+#include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
@@ -107,11 +108,9 @@ int64_t groups_of(int64_t rows) {
 }  // namespace
 
 cudaError_t overlapping_launches(bool* supported) {
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  *supported = major >= 9;
+  int32_t architecture = 0;
+  const cudaError_t status = image_architecture(&architecture);
+  *supported = architecture >= 90;
   return status;
 }
 

@@ -25,7 +25,7 @@ if(NOT TIERKV_CUDA STREQUAL OFF)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 80-real 89-real 90a-real)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 89-real 90a-real 80-virtual)  # as ./dev gpu-package
     endif()
     enable_language(CUDA)
     if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not know nvcc's

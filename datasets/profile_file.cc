@@ -1,9 +1,13 @@
 #include "datasets/profile_file.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <iterator>
+#include <utility>
 
+#include "codec/file/output_file.h"
 #include "datasets/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/layout.h"
@@ -11,79 +15,164 @@
 namespace tierkv::datasets {
 namespace {
 
-constexpr int kStatistics = 4;
-constexpr const char* kStepScales = "step_scales";
-using Field = std::vector<float> RowProfile::*;
+constexpr int32_t kVersion = 2;
+constexpr const char* kPairings[] = {"none", "halves", "neighbours"};  // by RopePairing
+constexpr const char* kInvFreq = "rope_inv_freq";
 
-struct NamedField {
+struct VectorField {
   const char* name;
-  Field field;
-  bool matrix;
+  std::vector<float> RowProfile::*field;
+  bool matrix, optional;
 };
-constexpr NamedField kFields[] = {{"key_mean", &RowProfile::key_mean, false},
-                                  {"value_mean", &RowProfile::value_mean, false},
-                                  {"key_forward", &RowProfile::key_forward, true},
-                                  {"key_inverse", &RowProfile::key_inverse, true},
-                                  {"value_forward", &RowProfile::value_forward, true},
-                                  {"value_inverse", &RowProfile::value_inverse, true}};
+constexpr VectorField kVectors[] = {
+    {"key_mean", &RowProfile::key_mean, false, false},
+    {"value_mean", &RowProfile::value_mean, false, false},
+    {"key_mean_before_rope", &RowProfile::key_mean_before_rope, false, true},
+    {"query_energy", &RowProfile::query_energy, false, true},
+    {"key_forward", &RowProfile::key_forward, true, true},
+    {"key_inverse", &RowProfile::key_inverse, true, true},
+    {"value_forward", &RowProfile::value_forward, true, true},
+    {"value_inverse", &RowProfile::value_inverse, true, true}};
 
-bool write_array(hid_t file, const char* name, hid_t type, const std::vector<int64_t>& shape,
-                 const void* data) {
-  const Handle d = create_dataset(file, name, type, shape, {});
-  return flushed(d, d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0);
+struct ScalarField {
+  const char* name;
+  double RowProfile::*field;
+  bool of_matrices;  // there with key_forward only
+};
+constexpr ScalarField kScalars[] = {{"query_trace", &RowProfile::query_trace, false},
+                                    {"value_signal", &RowProfile::value_signal, false},
+                                    {"key_scale", &RowProfile::key_scale, false},
+                                    {"value_scale", &RowProfile::value_scale, false},
+                                    {"key_matrix_trace", &RowProfile::key_matrix_trace, true},
+                                    {"value_matrix_trace", &RowProfile::value_matrix_trace, true}};
+
+struct SensitivityField {
+  const char* name;
+  std::vector<double> Profile::*field;
+};
+constexpr SensitivityField kSensitivities[] = {{"key_sensitivity", &Profile::key_sensitivity},
+                                               {"value_sensitivity", &Profile::value_sensitivity},
+                                               {"joint_sensitivity", &Profile::joint_sensitivity}};
+
+// Writes arrays until one fails.
+class ArrayWriter {
+ public:
+  ArrayWriter(hid_t file, const std::function<void()>& between) : file_(file), between_(between) {}
+
+  void write(const char* name, const std::vector<int64_t>& shape, const std::vector<float>& data) {
+    write(name, H5T_NATIVE_FLOAT, shape, data.data());
+  }
+  void write(const char* name, const std::vector<int64_t>& shape, const std::vector<double>& data) {
+    write(name, H5T_NATIVE_DOUBLE, shape, data.data());
+  }
+  bool ok() const { return ok_; }
+
+ private:
+  void write(const char* name, hid_t type, const std::vector<int64_t>& shape, const void* data) {
+    if (!ok_) return;
+    if (between_) between_();
+    const Handle d = create_dataset(file_, name, type, shape, {});
+    ok_ = flushed(d, d.ok() && H5Dwrite(d.id(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0);
+  }
+
+  hid_t file_;
+  const std::function<void()>& between_;
+  bool ok_ = true;
+};
+
+// The rotation that all layers share, but for those that have none. Null: no layer has one.
+const Rope* common_rope(const Profile& p) {
+  const Rope* found = nullptr;
+  for (const Rope& r : p.rope) {
+    if (r.pairing != RopePairing::kNone) found = &r;
+  }
+  return found;
 }
 
-bool write_balance(hid_t file, hid_t root, const Profile& p) {
-  if (!(p.balance.error > 0)) return true;
-  std::vector<double> scales;
-  for (const RowProfile& r : p.rows)
-    scales.insert(scales.end(), {r.key_step_scale, r.value_step_scale});
-  return write_double_attribute(root, "balance_error", p.balance.error) &&
-         write_double_attribute(root, "balance_k", p.balance.k) &&
-         write_double_attribute(root, "balance_v", p.balance.v) &&
-         write_array(file, kStepScales, H5T_NATIVE_DOUBLE, {static_cast<int64_t>(p.rows.size()), 2},
-                     scales.data());
+Status check_rope(const Profile& p) {
+  const Rope* common = common_rope(p);
+  for (const Rope& r : p.rope) {
+    if (r.pairing == RopePairing::kNone) continue;
+    if (r.pairing != common->pairing || r.rotary_dims != common->rotary_dims)
+      return Status(StatusCode::kUnsupported,
+                    "rope: layers differ in pairing or in the number of rotated dims");
+  }
+  return Status::ok();
+}
+
+bool write_rope(hid_t root, const Profile& p, ArrayWriter* arrays) {
+  if (p.rope.empty()) return true;
+  const Rope* common = common_rope(p);
+  const int32_t dims = common == nullptr ? 0 : common->rotary_dims;
+  const auto pairing = common == nullptr ? RopePairing::kNone : common->pairing;
+  if (!write_string_attribute(root, "rope_pairing", kPairings[static_cast<int32_t>(pairing)]) ||
+      !write_int_attribute(root, "rope_dims", dims)) {
+    return false;
+  }
+  if (dims == 0) return true;
+  std::vector<float> all;
+  for (const Rope& r : p.rope) {
+    all.insert(all.end(), r.inv_freq.begin(), r.inv_freq.end());
+    all.resize(all.size() + dims / 2 - r.inv_freq.size());
+  }
+  std::vector<int64_t> shape = {dims / 2};
+  if (p.rope.size() > 1) shape.insert(shape.begin(), p.num_layers);
+  arrays->write(kInvFreq, shape, all);
+  return arrays->ok();
+}
+
+bool write_attributes(hid_t root, const Profile& p) {
+  return write_string_attribute(root, "format", "kv-profile") &&
+         write_int_attribute(root, "format_version", kVersion) &&
+         write_string_attribute(root, "model_id", p.model_id) &&
+         write_int_attribute(root, "num_layers", p.num_layers) &&
+         write_int_attribute(root, "num_q_heads", p.num_q_heads) &&
+         write_int_attribute(root, "num_kv_heads", p.num_kv_heads) &&
+         write_int_attribute(root, "head_dim", p.head_dim) &&
+         write_double_attribute(root, "sm_scale", p.sm_scale) &&
+         write_double_attribute(root, "alpha_h", p.alpha_high) &&
+         write_double_attribute(root, "alpha_l", p.alpha_low);
 }
 
 bool write_all(const Handle& file, const Profile& p, const std::function<void()>& between) {
   const Handle root(H5Gopen2(file.id(), "/", H5P_DEFAULT));
-  bool ok = write_string_attribute(root.id(), "format", "kv-profile") &&
-            write_int_attribute(root.id(), "format_version", 1) &&
-            write_int_attribute(root.id(), "num_layers", p.num_layers) &&
-            write_int_attribute(root.id(), "num_kv_heads", p.num_kv_heads) &&
-            write_int_attribute(root.id(), "head_dim", p.head_dim) &&
-            write_double_attribute(root.id(), "alpha_h", p.alpha_high) &&
-            write_double_attribute(root.id(), "alpha_l", p.alpha_low);
+  ArrayWriter arrays(file.id(), between);
+  if (!write_attributes(root.id(), p) || !write_rope(root.id(), p, &arrays)) return false;
   const auto rows = static_cast<int64_t>(p.rows.size());
-  std::vector<double> statistics;
-  for (const RowProfile& r : p.rows) {
-    statistics.insert(statistics.end(),
-                      {r.query_trace, r.value_signal, r.key_matrix_trace, r.value_matrix_trace});
-  }
-  ok = ok && write_array(file.id(), "statistics", H5T_NATIVE_DOUBLE, {rows, kStatistics},
-                         statistics.data());
-  ok = ok && write_balance(file.id(), root.id(), p);
-  for (const NamedField& f : kFields) {
+  for (const VectorField& f : kVectors) {
     if ((p.rows[0].*f.field).empty()) continue;
-    if (between) between();
     std::vector<float> all;
     for (const RowProfile& r : p.rows)
       all.insert(all.end(), (r.*f.field).begin(), (r.*f.field).end());
     std::vector<int64_t> shape = {rows, p.head_dim};
     if (f.matrix) shape.push_back(p.head_dim);
-    ok = ok && write_array(file.id(), f.name, H5T_NATIVE_FLOAT, shape, all.data());
+    arrays.write(f.name, shape, all);
   }
-  return ok;
+  for (const ScalarField& f : kScalars) {
+    if (f.of_matrices && p.rows[0].key_forward.empty()) continue;
+    std::vector<double> all;
+    for (const RowProfile& r : p.rows) all.push_back(r.*f.field);
+    arrays.write(f.name, {rows}, all);
+  }
+  for (const SensitivityField& f : kSensitivities) {
+    if (!(p.*f.field).empty()) arrays.write(f.name, {rows}, p.*f.field);
+  }
+  return arrays.ok();
 }
 
 Status corrupt(std::string message) {
   return Status(StatusCode::kCorrupt, std::move(message));
 }
 
+bool exists(hid_t file, const char* name) {
+  return H5Lexists(file, name, H5P_DEFAULT) > 0;
+}
+
 // A dataset of exactly this shape, finite.
 template <class T>
-Status read_array(hid_t file, const std::string& path, const std::vector<int64_t>& shape,
+Status read_array(hid_t file, const char* name, const std::vector<int64_t>& shape,
                   std::vector<T>* out) {
+  const std::string path = std::string("/") + name;
   {
     const Result<Dataset> d = open_dataset(file, path);
     if (!d) return d.status().with_context(path);
@@ -100,41 +189,7 @@ Status read_array(hid_t file, const std::string& path, const std::vector<int64_t
   return Status::ok();
 }
 
-Status read_balance(hid_t file, hid_t root, Profile* p) {
-  if (H5Lexists(file, kStepScales, H5P_DEFAULT) <= 0) return Status::ok();
-  struct DoubleField {
-    const char* name;
-    double* value;
-  };
-  for (const DoubleField& f : {DoubleField{"balance_error", &p->balance.error},
-                               {"balance_k", &p->balance.k},
-                               {"balance_v", &p->balance.v}}) {
-    const Result<double> v = read_double_attribute(root, f.name);
-    if (!v) return v.status().with_context("/");
-    if (!(*v > 0) || !std::isfinite(*v))
-      return corrupt("/: attribute '" + std::string(f.name) + "' must be positive");
-    *f.value = *v;
-  }
-  std::vector<double> scales;
-  const std::string path = std::string("/") + kStepScales;
-  const auto rows = static_cast<int64_t>(p->rows.size());
-  if (Status s = read_array(file, path, {rows, 2}, &scales); !s) return s;
-  for (int64_t r = 0; r < rows; ++r) {
-    RowProfile& row = p->rows[r];
-    row.key_step_scale = scales[2 * r];
-    row.value_step_scale = scales[2 * r + 1];
-    if (!(row.key_step_scale > 0) || !(row.value_step_scale > 0))
-      return corrupt(path + ": scales must be positive");
-  }
-  return Status::ok();
-}
-
-Status read_all(hid_t file, Profile* p) {
-  const Handle root(H5Gopen2(file, "/", H5P_DEFAULT));
-  Result<std::string> format = read_string_attribute(root.id(), "format");
-  if (!format) return format.status().with_context("/");
-  if (*format != "kv-profile")
-    return corrupt("/: attribute 'format' is '" + printable(*format) + "' (expected 'kv-profile')");
+Status read_integers(hid_t root, Profile* p) {
   struct IntField {
     const char* name;
     int32_t* value;
@@ -143,47 +198,131 @@ Status read_all(hid_t file, Profile* p) {
   int32_t version = 0;
   for (const IntField& f : {IntField{"format_version", &version, INT32_MAX},
                             {"num_layers", &p->num_layers, 4096},
+                            {"num_q_heads", &p->num_q_heads, 4096},
                             {"num_kv_heads", &p->num_kv_heads, 4096},
                             {"head_dim", &p->head_dim, kMaxHeadDim}}) {
-    Result<int64_t> v = read_int_attribute(root.id(), f.name);
+    Result<int64_t> v = read_int_attribute(root, f.name);
     if (!v) return v.status().with_context("/");
     if (*v < 1 || *v > f.max)
       return corrupt("/: attribute '" + std::string(f.name) + "' must be 1 to " +
                      std::to_string(f.max));
     *f.value = static_cast<int32_t>(*v);
-    if (version != 1)
+    if (version != kVersion)
       return Status(StatusCode::kVersion, "/: format_version " + std::to_string(version) +
-                                              " is not known (this build reads 1)");
+                                              " is not known (this build reads " +
+                                              std::to_string(kVersion) + ")");
   }
-  const Result<double> high = read_double_attribute(root.id(), "alpha_h"),
-                       low = read_double_attribute(root.id(), "alpha_l");
-  if (!high) return high.status().with_context("/");
-  if (!low) return low.status().with_context("/");
-  if (!std::isfinite(*high) || !(*low >= 0) || *low > *high)
+  if (p->num_q_heads % p->num_kv_heads != 0)
+    return corrupt("/: attribute 'num_q_heads' is not a multiple of 'num_kv_heads'");
+  return Status::ok();
+}
+
+Status read_attributes(hid_t root, Profile* p) {
+  Result<std::string> format = read_string_attribute(root, "format");
+  if (!format) return format.status().with_context("/");
+  if (*format != "kv-profile")
+    return corrupt("/: attribute 'format' is '" + printable(*format) + "' (expected 'kv-profile')");
+  if (Status s = read_integers(root, p); !s) return s;
+  Result<std::string> id = read_string_attribute(root, "model_id");
+  if (!id) return id.status().with_context("/");
+  if (id->empty()) return corrupt("/: attribute 'model_id' is empty");
+  p->model_id = *id;
+  struct DoubleField {
+    const char* name;
+    double* value;
+  };
+  for (const DoubleField& f : {DoubleField{"sm_scale", &p->sm_scale},
+                               {"alpha_h", &p->alpha_high},
+                               {"alpha_l", &p->alpha_low}}) {
+    const Result<double> v = read_double_attribute(root, f.name);
+    if (!v) return v.status().with_context("/");
+    *f.value = *v;
+  }
+  if (!std::isfinite(p->sm_scale) || p->sm_scale <= 0)
+    return corrupt("/: attribute 'sm_scale' must be positive");
+  if (!std::isfinite(p->alpha_high) || !(p->alpha_low >= 0) || p->alpha_low > p->alpha_high)
     return corrupt("/: attributes must satisfy alpha_h >= alpha_l >= 0");
-  p->alpha_high = *high;
-  p->alpha_low = *low;
-  const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
-  std::vector<double> statistics;
-  if (Status s = read_array(file, "/statistics", {rows, kStatistics}, &statistics); !s) return s;
-  p->rows.resize(rows);
-  for (int64_t r = 0; r < rows; ++r) {
-    p->rows[r].query_trace = statistics[r * kStatistics];
-    p->rows[r].value_signal = statistics[r * kStatistics + 1];
-    p->rows[r].key_matrix_trace = statistics[r * kStatistics + 2];
-    p->rows[r].value_matrix_trace = statistics[r * kStatistics + 3];
+  return Status::ok();
+}
+
+Status read_rope(hid_t file, hid_t root, Profile* p) {
+  if (H5Aexists(root, "rope_pairing") <= 0) return Status::ok();
+  const Result<std::string> pairing = read_string_attribute(root, "rope_pairing");
+  if (!pairing) return pairing.status().with_context("/");
+  const auto* known = std::find(std::begin(kPairings), std::end(kPairings), *pairing);
+  if (known == std::end(kPairings))
+    return corrupt("/: attribute 'rope_pairing' is '" + printable(*pairing) +
+                   "' (expected 'none', 'halves' or 'neighbours')");
+  Rope rope;
+  rope.pairing = static_cast<RopePairing>(known - std::begin(kPairings));
+  const Result<int64_t> dims = read_int_attribute(root, "rope_dims");
+  if (!dims) return dims.status().with_context("/");
+  const bool none = rope.pairing == RopePairing::kNone;
+  if (none ? *dims != 0 : *dims < 2 || *dims > p->head_dim || *dims % 2 != 0)
+    return corrupt("/: attribute 'rope_dims' must be " +
+                   (none ? std::string("0 with rope_pairing 'none'")
+                         : "even and 2 to " + std::to_string(p->head_dim)));
+  p->rope = {rope};
+  if (none) return Status::ok();
+  const std::string path = std::string("/") + kInvFreq;
+  std::vector<int64_t> shape = {*dims / 2};
+  {
+    const Result<Dataset> d = open_dataset(file, path);
+    if (!d) return d.status().with_context(path);
+    if (d->shape.size() == 2) shape.insert(shape.begin(), p->num_layers);
   }
-  if (Status s = read_balance(file, root.id(), p); !s) return s;
-  for (const NamedField& f : kFields) {
-    if (f.matrix && H5Lexists(file, f.name, H5P_DEFAULT) <= 0) continue;
+  std::vector<float> all;
+  if (Status s = read_array(file, kInvFreq, shape, &all); !s) return s;
+  p->rope.assign(shape.size() == 2 ? p->num_layers : 1, Rope());
+  for (size_t i = 0; i < p->rope.size(); ++i) {
+    const auto begin = all.begin() + static_cast<int64_t>(i) * (*dims / 2);
+    const std::vector<float> inv_freq(begin, begin + *dims / 2);
+    if (shape.size() == 2 &&
+        std::all_of(inv_freq.begin(), inv_freq.end(), [](float f) { return f == 0; })) {
+      continue;
+    }
+    p->rope[i] = {rope.pairing, static_cast<int32_t>(*dims), inv_freq};
+    if (Status s = p->rope[i].validate(p->head_dim); !s) return corrupt(path + ": " + s.message());
+  }
+  return Status::ok();
+}
+
+Status read_rows(hid_t file, Profile* p) {
+  const int64_t rows = static_cast<int64_t>(p->num_layers) * p->num_kv_heads;
+  const bool matrices = exists(file, "key_forward");
+  bool sized = false;
+  for (const VectorField& f : kVectors) {
+    if (f.optional && !exists(file, f.name)) continue;
     std::vector<int64_t> shape = {rows, p->head_dim};
     if (f.matrix) shape.push_back(p->head_dim);
     std::vector<float> all;
-    if (Status s = read_array(file, std::string("/") + f.name, shape, &all); !s) return s;
+    if (Status s = read_array(file, f.name, shape, &all); !s) return s;
+    // Only now is it known that the file has as many rows as its attributes say.
+    if (!std::exchange(sized, true)) p->rows.resize(rows);
     const int64_t n = static_cast<int64_t>(all.size()) / rows;
     for (int64_t r = 0; r < rows; ++r)
       (p->rows[r].*f.field).assign(all.begin() + r * n, all.begin() + (r + 1) * n);
   }
+  for (const ScalarField& f : kScalars) {
+    if (f.of_matrices && !matrices) continue;
+    std::vector<double> all;
+    if (Status s = read_array(file, f.name, {rows}, &all); !s) return s;
+    for (int64_t r = 0; r < rows; ++r) p->rows[r].*f.field = all[r];
+  }
+  for (const SensitivityField& f : kSensitivities) {
+    if (!exists(file, f.name)) continue;
+    if (Status s = read_array(file, f.name, {rows}, &(p->*f.field)); !s) return s;
+  }
+  return Status::ok();
+}
+
+Status read_all(hid_t file, Profile* p) {
+  const Handle root(H5Gopen2(file, "/", H5P_DEFAULT));
+  if (Status s = read_attributes(root.id(), p); !s) return s;
+  if (Status s = read_rope(file, root.id(), p); !s) return s;
+  if (Status s = read_rows(file, p); !s) return s;
+  // Messages begin with the name of a field, which is that of its dataset.
+  if (Status s = p->validate(); !s) return corrupt("/" + s.message());
   return Status::ok();
 }
 
@@ -206,21 +345,27 @@ struct Draft {
 
 Status write_profile(const std::string& path, const Profile& profile,
                      const std::function<void()>& between) {
-  if (profile.rows.empty() || static_cast<int64_t>(profile.rows.size()) !=
-                                  static_cast<int64_t>(profile.num_layers) * profile.num_kv_heads) {
-    return Status(StatusCode::kInvalidArgument,
-                  path + ": a profile needs a row per layer and head");
-  }
+  Status valid = profile.validate();
+  if (valid) valid = check_rope(profile);
+  if (!valid) return valid.with_context(path);
   const Hdf5Lock lock;
-  Draft draft{temporary_name(path), Handle()};
+  const Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  Draft draft{temporary_name(*target), Handle()};
+  forget_write_error();
   draft.file = create_file(draft.path);
-  if (!draft.file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
-  const Status unwritten(StatusCode::kIo, path + ": cannot be written");
-  if (!write_all(draft.file, profile, between)) return unwritten;
-  if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) return unwritten;
+  if (!draft.file.ok())
+    return Status(StatusCode::kIo, path + ": cannot be created" + write_error());
+  const auto unwritten = [&](const std::string& why) {
+    return Status(StatusCode::kIo, path + ": cannot be written" + why);
+  };
+  if (!write_all(draft.file, profile, between)) return unwritten(write_error());
+  if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) {
+    return unwritten(write_error());
+  }
   std::error_code error;
-  std::filesystem::rename(draft.path, path, error);
-  if (error) return unwritten;
+  std::filesystem::rename(draft.path, *target, error);
+  if (error) return unwritten(": " + error.message());
   draft.kept = true;
   return Status::ok();
 }

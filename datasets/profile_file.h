@@ -1,14 +1,24 @@
-// kv-profile v1: a calibrated Profile in HDF5. rows = num_layers * num_kv_heads, layer-major.
+// kv-profile v2: a calibrated Profile in HDF5. rows = num_layers * num_kv_heads, layer-major.
 //
-// /  attributes: format="kv-profile", format_version=1, num_layers, num_kv_heads, head_dim,
-//    alpha_h, alpha_l
-// /statistics              float64 [rows, 4]: query trace, value signal, key matrix trace, value
-//                          matrix trace
+// /  attributes: format="kv-profile", format_version=2, model_id (not empty), num_layers,
+//    num_q_heads, num_kv_heads, head_dim, sm_scale, alpha_h, alpha_l
+//    attributes rope_pairing ("none", "halves" or "neighbours") and rope_dims; both may be absent:
+//    the rotation is unknown
+// /rope_inv_freq           float32 [rope_dims / 2], or [num_layers, rope_dims / 2] where layers
+//                          differ; zeros: a layer that is not rotated. Absent with "none"
 // /key_mean, /value_mean   float32 [rows, head_dim]
+// /key_mean_before_rope, /query_energy
+//                          float32 [rows, head_dim], optional
+// /query_trace, /value_signal, /key_scale, /value_scale
+//                          float64 [rows]
+// /key_sensitivity, /value_sensitivity, /joint_sensitivity
+//                          float64 [rows], optional
 // /key_forward, /key_inverse, /value_forward, /value_inverse
-//                          float32 [rows, head_dim, head_dim], optional
-// /step_scales             float64 [rows, 2]: of keys, of values, positive; optional, and with it
-//                          the attributes balance_error, balance_k, balance_v
+//                          float32 [rows, head_dim, head_dim], optional, and with them
+// /key_matrix_trace, /value_matrix_trace
+//                          float64 [rows]
+//
+// codec/profile.h says what they mean.
 #pragma once
 
 #include <functional>
@@ -19,9 +29,11 @@
 
 namespace tierkv::datasets {
 
-// `between` (may be empty) is called after each array but the last; what it throws leaves no file.
+// Refuses a profile that is not valid. `between` (may be empty) is called before each array; what
+// it throws leaves no file.
 Status write_profile(const std::string& path, const Profile& profile,
                      const std::function<void()>& between = {});
+// Messages name the file and the attribute or dataset.
 Result<Profile> read_profile(const std::string& path);
 
 }  // namespace tierkv::datasets

@@ -1,28 +1,48 @@
 // Kernel launches of this module: on the caller's stream, overlapping the end of the previous
-// kernel where the hardware can (programmatic dependent launch), failures as Status.
+// kernel where the kernel's code can (programmatic dependent launch), failures as Status.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <utility>
 
 #include "gpu/cuda_device.cuh"
-#include "gpu/ptx.cuh"
 #include "tierkv/status.h"
 
 namespace tierkv {
 
+// Its image tells what the kernels of this binary were compiled for.
+template <int>
+__global__ void image_kernel() {}
+
+// The architecture that the code for the current device was compiled for, 10 * major + minor: what
+// __CUDA_ARCH__ / 10 is in its kernels. PTX of compute_80 gives 80 on a device of 9.0, too, where
+// the device's own number would promise what the kernels lack.
+inline cudaError_t image_architecture(int32_t* architecture) {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int32_t> known[kMostDevices];
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (device < kMostDevices) *architecture = known[device].load(std::memory_order_relaxed);
+  if (device < kMostDevices && *architecture != 0) return cudaSuccess;
+  cudaFuncAttributes attributes{};
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(image_kernel<0>));
+  if (error != cudaSuccess) return error;
+  *architecture = attributes.ptxVersion;
+  if (device < kMostDevices) known[device].store(*architecture, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
 // The kernel must call wait_for_previous_kernel() before it touches memory that earlier work may
-// write.
+// write. Code in which that does nothing is launched without overlap: a kernel before it, which may
+// be anybody's, could otherwise let it start before its data is there.
 template <class... Parameters, class... Arguments>
 Status launch_after_previous(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                              size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
-  int device = 0, major = 0;
-  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
-  if (Status s =
-          cuda_status(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                      "cudaDeviceGetAttribute");
-      !s) {
+  int32_t architecture = 0;
+  if (Status s = cuda_status(image_architecture(&architecture), "code for the device"); !s) {
     return s;
   }
   cudaLaunchAttribute overlap{};
@@ -34,7 +54,7 @@ Status launch_after_previous(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = architecture >= 90 ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...),
                      "kernel launch");
 }

@@ -1,4 +1,4 @@
-// The instructions the codec's kernels are made of, one function each.
+// What a warp of the codec's kernels holds and agrees on.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "gpu/math.cuh"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
@@ -20,10 +21,6 @@ __device__ __forceinline__ int32_t lane_index() {
   return static_cast<int32_t>(threadIdx.x % 32u);
 }
 
-__device__ __forceinline__ uint32_t shared_byte_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Of several failures the greatest is reported.
 __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
@@ -31,34 +28,6 @@ __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
 // In all lanes.
 __device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
   return static_cast<StatusCode>(__reduce_max_sync(kAllLanes, static_cast<int32_t>(code)));
-}
-
-// 16 bytes from global to shared memory, asynchronously; zeros where `present` is false (then
-// nothing is read).
-__device__ __forceinline__ void copy_async_16(void* to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_byte_address(to)),
-               "l"(from), "r"(present ? 16 : 0)
-               : "memory");
-}
-// Until the copies of this thread have arrived.
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 and
-// gets, of each, elements (l / 4, 2 (l % 4) + {0, 1}).
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_byte_address(row))
-               : "memory");
-}
-// The same of the transposed matrices: elements (2 (l % 4) + {0, 1}, l / 4).
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_byte_address(row))
-               : "memory");
 }
 
 // x is computed before the loads of matrices that follow: an unrolled loop that loads all of them
@@ -95,17 +64,6 @@ template <>
 struct Pair<DType::kFloat32> {
   float2 bits;
 };
-
-__device__ __forceinline__ float nan_min(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-__device__ __forceinline__ float nan_max(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 // Element by element; NaN where one of the two is NaN.
 template <DType kDtype>

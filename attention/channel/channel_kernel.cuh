@@ -8,6 +8,10 @@
 #include "attention/core/head_sum.cuh"
 #include "attention/core/parts_join.cuh"
 #include "attention/core/query_unit.h"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

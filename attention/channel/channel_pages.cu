@@ -1,6 +1,7 @@
 #include "attention/channel/channel_pages.h"
 
 #include "attention/channel/channel_launch.cuh"
+#include "gpu/constants.h"
 
 namespace tierkv {
 namespace {

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "attention/channel/channel_plan.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

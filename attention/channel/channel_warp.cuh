@@ -14,6 +14,9 @@
 #include "attention/tiers/decode.h"
 #include "attention/tiers/page_tile.cuh"
 #include "codec/format/channel_block.h"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

@@ -4,6 +4,7 @@
 
 #include "attention/coded/coded_join.cuh"
 #include "attention/coded/coded_kernel.cuh"
+#include "attention/core/workspace.h"
 #include "codec/format/coded_block.h"
 #include "codec/format/element.h"
 #include "gpu/launch.cuh"
@@ -11,7 +12,6 @@
 namespace tierkv {
 namespace {
 
-constexpr size_t kWorkspaceAlignment = 256;
 template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
 CodedKernel kernel_of_streams(int32_t streams) {
   constexpr auto kPlain = CodedBreadth::kPlain;
@@ -76,7 +76,7 @@ Status launch_pass(CodedKernel kernel, const CodedKernelParams& params, GpuStrea
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
   if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid.num_ctas),
-                                       static_cast<unsigned>(coded_warps(call.head_dim) * 32),
+                                       static_cast<unsigned>(grid.warps * 32),
                                        static_cast<size_t>(grid.shared_bytes), stream, params);
       !s) {
     return s;
@@ -111,10 +111,9 @@ Status launch_probabilities(const CodedAttention& call, const ConvertedQueries& 
   if (Status s = clear_probabilities(call, stream); !s) return s;
   const CodedKernelParams params = kernel_params(call, *grid, queries);
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    if (Status s = launch_after_previous(kernel, static_cast<unsigned>(grid->num_ctas),
-                                         static_cast<unsigned>(coded_warps(call.head_dim) * 32),
-                                         static_cast<size_t>(grid->shared_bytes), stream,
-                                         pass_params(params, first));
+    if (Status s = launch_after_previous(
+            kernel, static_cast<unsigned>(grid->num_ctas), static_cast<unsigned>(grid->warps * 32),
+            static_cast<size_t>(grid->shared_bytes), stream, pass_params(params, first));
         !s) {
       return s;
     }
@@ -130,7 +129,7 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
   const auto after = [](size_t bytes) {
     return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
   };
-  const int64_t partials = int64_t{grid.num_ctas} * coded_warps(call.head_dim) + call.num_rows;
+  const int64_t partials = int64_t{grid.num_ctas} * grid.warps + call.num_rows;
   const auto rows = static_cast<size_t>(call.num_rows);
   const auto dims = static_cast<size_t>(call.head_dim);
   CodedWorkspace at{};
@@ -166,9 +165,10 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   if (call.num_rows == 0) return Status::ok();
   if (Status s = call.validate_arrays(); !s) return s;
   const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
-  const int64_t warps = int64_t{grid.num_ctas} * coded_warps(call.head_dim);
+  const int64_t warps = int64_t{grid.num_ctas} * grid.warps;
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || warps > kMaxPartials) {
+      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > coded_warps(call.head_dim) ||
+      warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }
   if (Status s = allow_shared(kernel, grid); !s) return s;

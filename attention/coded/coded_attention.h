@@ -121,7 +121,8 @@ struct CodedAttention {
   // Bit by bit through the trees as KVComp section 3.3.1 does, instead of by table: to compare
   // with. Plain calls of single codes, one stream a lane.
   bool walk_tree = false;
-  FixedFormat fixed;  // of fixed-rate blocks among the coded ones, if there are any
+  int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
+  FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }
@@ -144,7 +145,8 @@ struct CodedAttention {
 
 // Columns beyond these take another pass over the cache.
 inline constexpr int32_t kCodedColumns = 8;
-// Of a CTA. Outputs of 256 channels take the registers of two warps.
+// Of a CTA, at most: fewer where shared memory is too small. Outputs of 256 channels take the
+// registers of two warps.
 TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
   return head_dim <= kSliceDims ? 16 : 8;
 }
@@ -152,13 +154,14 @@ TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
 // How a device runs a call.
 struct CodedAttentionGrid {
   int32_t num_ctas = 0;
+  int32_t warps = 0;       // of a CTA, at most coded_warps()
   int32_t copies_log = 0;  // 2^copies_log copies of each table
   int32_t slots_per_warp = 0;
   int32_t slot_bytes = 0;
   int32_t shared_bytes = 0;
 };
-// The copies the device has room for; at most 2^most_copies_log, for comparisons. kUnsupported
-// where one copy does not fit, saying how many codebooks do.
+// The warps and then the copies that the device has room for; at most 2^most_copies_log, for
+// comparisons. kUnsupported where one copy does not fit, saying how many codebooks do.
 Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                                                 int32_t most_copies_log = 5);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);

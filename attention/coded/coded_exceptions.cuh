@@ -4,6 +4,10 @@
 #pragma once
 
 #include "attention/coded/coded_tile.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

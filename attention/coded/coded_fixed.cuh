@@ -9,6 +9,10 @@
 #include "attention/coded/coded_state.cuh"
 #include "attention/coded/coded_tile.cuh"
 #include "codec/format/fixed_block.h"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

@@ -45,16 +45,13 @@ int32_t longest_word(const CodedAttention& call) {
   return longest;
 }
 
-Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
-                                                int32_t most_copies_log) {
-  if (Status s = call.validate(); !s) return s;
-  Result<DeviceLimits> limits = device_limits();
-  if (!limits.is_ok()) return limits.status();
-  CodedAttentionGrid grid;
-  grid.num_ctas = limits->sms;
-  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
-  const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
-                           static_cast<uint32_t>(grid.slot_bytes), coded_warps(call.head_dim)};
+namespace {
+
+// As many copies as fit, then slots; false where not even one slot a warp does.
+bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits& limits,
+         CodedAttentionGrid* grid) {
+  const SharedPlan plan = {static_cast<uint32_t>(limits.reserved_bytes),
+                           static_cast<uint32_t>(grid->slot_bytes), grid->warps};
   const int32_t longest = longest_word(call);
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
@@ -66,19 +63,46 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
     const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
     for (int32_t slots = 2; slots > 0; --slots) {
       const int32_t bytes = plan.bytes(table_bytes, slots, call.num_tables());
-      if (bytes > limits->shared_bytes) continue;
-      grid.copies_log = copies_log;
-      grid.slots_per_warp = slots;
-      grid.shared_bytes = bytes;
-      return grid;
+      if (bytes > limits.shared_bytes) continue;
+      grid->copies_log = copies_log;
+      grid->slots_per_warp = slots;
+      grid->shared_bytes = bytes;
+      return true;
     }
   }
+  return false;
+}
+
+Result<DeviceLimits> limits_of(const CodedAttention& call) {
+  Result<DeviceLimits> limits = device_limits();
+  if (limits && call.most_shared_bytes > 0) {
+    limits->shared_bytes = std::min(limits->shared_bytes, call.most_shared_bytes);
+  }
+  return limits;
+}
+
+}  // namespace
+
+Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
+                                                int32_t most_copies_log) {
+  if (Status s = call.validate(); !s) return s;
+  const Result<DeviceLimits> limits = limits_of(call);
+  if (!limits) return limits.status();
+  CodedAttentionGrid grid;
+  grid.num_ctas = limits->sms;
+  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {
+    if (fit(call, most_copies_log, *limits, &grid)) return grid;
+  }
+  const int32_t longest = longest_word(call);
+  const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
+                           static_cast<uint32_t>(grid.slot_bytes), 1};
   int32_t most = call.num_tables();
   const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, 0));
   while (most > 0 && plan.bytes(table_bytes, 1, most) > limits->shared_bytes) --most;
   return Status(StatusCode::kUnsupported,
                 "coded attention: " + std::to_string(call.num_tables()) +
-                    " codebooks; beside blocks of max_block_bytes shared memory holds " +
+                    " codebooks; beside a block of max_block_bytes shared memory holds " +
                     std::to_string(most) + " of " + std::to_string(longest) + " bits");
 }
 
@@ -86,7 +110,7 @@ Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call) {
   Result<CodedAttentionGrid> grid = coded_attention_grid(call, 0);
   if (!grid) return grid;
   const SharedPlan plan = {static_cast<uint32_t>(device_limits()->reserved_bytes),
-                           static_cast<uint32_t>(grid->slot_bytes), coded_warps(call.head_dim)};
+                           static_cast<uint32_t>(grid->slot_bytes), grid->warps};
   grid->slots_per_warp = 1;
   grid->shared_bytes = plan.bytes(static_cast<uint32_t>(table_region_bytes(longest_word(call), 0)),
                                   1, call.num_tables());

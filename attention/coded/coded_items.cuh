@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/coded/coded_params.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
 
 namespace tierkv {
 

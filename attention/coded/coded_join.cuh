@@ -7,6 +7,9 @@
 #include "attention/coded/coded_state.cuh"
 #include "attention/core/merge.h"
 #include "codec/format/element.h"
+#include "gpu/constants.h"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -25,7 +28,7 @@ struct JoinedColumn {
       : params(params), row(row), column(column), first(nullptr), stride(0), count(0) {
     const CodedAttention& call = params.call;
     const int32_t begin = call.rows[row].first_item;
-    const ItemShares shares = item_shares(params, coded_warps(call.head_dim));
+    const ItemShares shares = item_shares(params, params.grid.warps);
     const int32_t end = row + 1 < call.num_rows ? call.rows[row + 1].first_item : shares.items;
     if (end <= begin) return;
     const int32_t warp = shares.warp_of(begin);
@@ -280,7 +283,7 @@ struct JoinLaunch {
 };
 // call: of a pass.
 inline JoinLaunch join_launch(const CodedAttention& call, const CodedAttentionGrid& grid) {
-  const int32_t partials = grid.num_ctas * coded_warps(call.head_dim) / call.num_rows;
+  const int32_t partials = grid.num_ctas * grid.warps / call.num_rows;
   const auto rows = static_cast<unsigned>(call.num_rows);
   const auto columns = static_cast<unsigned>(call.columns);
   if (partials <= 12) {

@@ -6,6 +6,10 @@
 
 #include "attention/coded/coded_items.cuh"
 #include "attention/coded/coded_warp.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 
@@ -92,7 +96,7 @@ __device__ inline void fill_family(const CodedFamily& family, uint32_t address, 
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
-  constexpr int kCopiesLog = Code::kCopiesLog, kWarps = coded_warps(kDimBlocks * kDimBlock);
+  constexpr int kCopiesLog = Code::kCopiesLog;
   extern __shared__ __align__(1024) uint8_t shared[];
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
@@ -106,7 +110,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
                           : kFamilies ? key_tables + 1 + params.value_family.count
                                       : 2;
   const uint32_t start = shared_address(shared);
-  const auto slots = static_cast<uint32_t>(kWarps * grid.slots_per_warp);
+  const auto slots = static_cast<uint32_t>(grid.warps * grid.slots_per_warp);
   const CodedSharedLayout layout =
       coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots, tables);
   const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
@@ -134,7 +138,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   };
   const TableFill key_fill = fill_of(key_book), value_fill = fill_of(value_book);
   WarpItems<CodedAttention> items{call};
-  const ItemShares shares = item_shares(params, kWarps);
+  const ItemShares shares = item_shares(params, grid.warps);
   const int32_t number = shares.number(cta, warp);
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.

@@ -4,6 +4,7 @@
 
 #include "attention/coded/coded_probabilities.cuh"
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 namespace {

@@ -6,6 +6,12 @@
 #pragma once
 
 #include "attention/coded/coded_kernel.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/constants.h"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 
@@ -154,7 +160,7 @@ struct ProbabilityWarp : CodedWarp<kDimBlocks, Code, CodedBreadth::kSlices> {
 template <int kDimBlocks, class Code>
 __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_probability_kernel(const __grid_constant__ CodedKernelParams params) {
-  constexpr int kCopiesLog = Code::kCopiesLog, kWarps = coded_warps(kDimBlocks * kDimBlock);
+  constexpr int kCopiesLog = Code::kCopiesLog;
   extern __shared__ __align__(1024) uint8_t shared[];
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
@@ -162,7 +168,8 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const uint32_t key_tables = 1 + params.key_family.count;
   const uint32_t tables = key_tables + 1 + params.value_family.count;
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
-  const CodedSharedLayout layout = coded_shared_layout(start, region, slot_bytes, kWarps, tables);
+  const CodedSharedLayout layout =
+      coded_shared_layout(start, region, slot_bytes, static_cast<uint32_t>(grid.warps), tables);
   const bool fits =
       grid.slots_per_warp == 1 && layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
@@ -181,7 +188,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   ProbabilityWarp<kDimBlocks, Code> worker{{call, ring, params, table, table, fits}};
   const auto cta = static_cast<int32_t>(blockIdx.x);
   WarpItems<CodedAttention> items{call};
-  const ItemShares shares = item_shares(params, kWarps);
+  const ItemShares shares = item_shares(params, grid.warps);
   if (!items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1))) return;
   while (true) {
     worker.begin_row(items.row, items.first, items.end);

@@ -6,7 +6,9 @@
 #include "attention/coded/coded_params.h"
 #include "attention/core/query_unit.h"
 #include "codec/format/element.h"
+#include "gpu/lanes.cuh"
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 namespace {

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attention/tiers/page_tile.cuh"
-#include "gpu/ptx.cuh"
 
 namespace tierkv {
 

@@ -8,6 +8,10 @@
 #include "attention/coded/coded_raw.cuh"
 #include "attention/coded/coded_ring.cuh"
 #include "attention/coded/coded_tile.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

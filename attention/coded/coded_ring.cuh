@@ -4,7 +4,10 @@
 
 #include "attention/coded/coded_attention.h"
 #include "attention/coded/coded_shared.h"
-#include "gpu/ptx.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

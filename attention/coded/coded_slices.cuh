@@ -7,6 +7,11 @@
 #include "attention/coded/coded_raw_blocks.cuh"
 #include "attention/coded/coded_ring.cuh"
 #include "attention/coded/coded_tile.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

@@ -3,7 +3,9 @@
 
 #include "attention/coded/coded_tile.cuh"
 #include "attention/core/online_softmax.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

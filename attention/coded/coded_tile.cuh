@@ -7,7 +7,9 @@
 
 #include "attention/coded/coded_params.h"
 #include "codec/gpu/coded/coded_tree.cuh"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

@@ -9,6 +9,11 @@
 #include "attention/coded/coded_slices.cuh"
 #include "attention/coded/coded_state.cuh"
 #include "attention/coded/coded_tile.cuh"
+#include "gpu/constants.h"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "attention/core/online_softmax.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
 

@@ -1,5 +1,7 @@
 #include "attention/core/merge.h"
 #include "gpu/launch.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 namespace {

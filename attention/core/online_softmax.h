@@ -18,12 +18,11 @@
 
 #include <cmath>
 
+#include "gpu/constants.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
 
-inline constexpr float kLog2E = 1.44269504088896341f;
-inline constexpr float kLn2 = 0.693147180559945309f;
 inline constexpr float kNoReference = -INFINITY;  // of a state without tokens
 
 // 2^x and log2(x), 2 ulp on the device; 2^-infinity = 0.

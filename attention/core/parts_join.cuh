@@ -7,7 +7,8 @@
 #include "attention/core/columns.h"
 #include "attention/core/online_softmax.h"
 #include "attention/work/work.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
 

@@ -1,6 +1,8 @@
 #include "attention/core/sinks.h"
 
 #include "gpu/launch.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 namespace {

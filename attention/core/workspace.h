@@ -26,7 +26,7 @@ inline QueryColumns query_columns(const AttentionConfig& config) {
 }
 
 inline int32_t items_per_layer(const AttentionGrid& grid) {
-  return grid.num_ctas * kDecodeWarps + 1;
+  return grid.num_ctas * grid.warps_per_cta + 1;
 }
 
 inline WorkspaceLayout workspace_layout(const AttentionConfig& config, const AttentionGrid& grid,

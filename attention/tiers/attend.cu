@@ -5,14 +5,13 @@
 
 #include "attention/core/workspace.h"
 #include "attention/tiers/decode.h"
+#include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.h"
 #include "attention/work/plan.h"
 #include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
-
-constexpr int32_t kSlotAlignment = 128;
 
 Status invalid(std::string why) {
   return Status(StatusCode::kInvalidArgument, std::move(why));
@@ -22,32 +21,11 @@ bool is_aligned(const void* p, size_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-Result<int32_t> device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;
-  if (Status s =
-          cuda_status(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-      !s) {
-    return s;
-  }
-  return value;
-}
-
-// Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
-int32_t least_slot_bytes(const AttentionConfig& config) {
-  int32_t bytes = config.head_dim * query_columns(config).of_row * 4;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    bytes = std::max(bytes, tile_read_bytes(layout));
-  }
-  return bytes;
-}
-
 Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
   if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
-      grid.slots_per_warp > most_slots(config.head_dim) ||
-      grid.slot_bytes < least_slot_bytes(config) || grid.slot_bytes % kSlotAlignment != 0) {
+      grid.slots_per_warp > most_slots(config.head_dim) || grid.warps_per_cta < 1 ||
+      grid.warps_per_cta > kDecodeWarps || grid.slot_bytes < least_slot_bytes(config) ||
+      grid.slot_bytes % kSlotAlignment != 0) {
     return invalid("grid is not one that attention_grid() returned");
   }
   return Status::ok();
@@ -147,65 +125,22 @@ TailSource tail_source(const AttentionConfig& config, const AttentionTail& tail)
           tail.ring_tokens};
 }
 
-// Of the largest page, all that attention reads, and at least a slot.
-int32_t whole_page_bytes(const AttentionConfig& config) {
-  int32_t bytes = least_slot_bytes(config);
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    bytes = std::max(bytes, layout.scores);
-  }
-  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
-}
-
-// The largest chunk that tiers cut for slots of slot_bytes have, and at least a slot.
-int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
-  int32_t bytes = least_slot_bytes(config);
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const int32_t tile_bytes = tile_read_bytes(layout),
-                  tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
-    bytes = std::max(bytes, tiles == layout.tiles() ? layout.scores : tiles * tile_bytes);
-  }
-  return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
-}
-
-// Whole pages where they fit, so that a chunk is one copy; of large ones more than two, for copies
-// that begin early (docs/ATTENTION.md).
-Status choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid& grid) {
-  const int32_t columns = query_columns(config).of_row, page = whole_page_bytes(config);
-  const int32_t most_of_page =
-      page < kLargeChunkBytes ? kChunksInFlight : most_slots(config.head_dim);
-  for (int32_t slots = most_of_page; slots > 0; --slots) {
-    const int32_t left =
-        shared_bytes - kSharedRowsRoom - decode_shared(config.head_dim, columns, 0, slots).bytes;
-    const int32_t most = left / (kDecodeWarps * slots) / kSlotAlignment * kSlotAlignment;
-    if (most < (slots > kChunksInFlight ? page : least_slot_bytes(config))) continue;
-    grid.slots_per_warp = slots;
-    grid.slot_bytes = chunk_bytes(config, std::min(page, most));
-    grid.shared_bytes = decode_shared(config.head_dim, columns, grid.slot_bytes, slots).bytes;
-    return Status::ok();
-  }
-  return Status(StatusCode::kUnsupported, "the device has " + std::to_string(shared_bytes) +
-                                              " bytes of shared memory for a CTA, too few");
-}
-
 }  // namespace
 
 Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
-  if (Status s = config.validate(); !s) return s;
-  const Result<int32_t> ctas = device_attribute(cudaDevAttrMultiProcessorCount);
-  if (!ctas) return ctas.status();
-  const Result<int32_t> shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (!shared) return shared.status();
-  AttentionGrid grid;
-  grid.num_ctas = std::min(*ctas, kMaxCtas);
-  if (Status s = choose_slots(config, *shared, grid); !s) return s;
-  if (Status s = prepare_plan(); !s) return s;
-  if (Status s = prepare_decode(config.head_dim, query_columns(config).of_row, *shared); !s)
-    return s;
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  const Result<AttentionGrid> grid = choose_grid(config, limits->sms, limits->shared_bytes);
+  if (!grid) return grid;
+  if (Status s = prepare_attention(config, *grid, limits->shared_bytes); !s) return s;
   return grid;
+}
+
+Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                         int32_t shared_bytes) {
+  if (Status s = prepare_plan(); !s) return s;
+  return prepare_decode(config.head_dim, query_columns(config).of_row, grid.warps_per_cta,
+                        shared_bytes);
 }
 
 Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
@@ -219,7 +154,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   params.row_status = at<int32_t>(workspace, layout.row_status);
   params.max_ctas = grid.num_ctas;
   params.even_ctas = even_ctas(params.rows.num_rows, grid.num_ctas);
-  params.warps = kDecodeWarps;
+  params.warps = grid.warps_per_cta;
   params.num_layers = config.num_layers;
   return launch_plan(params, stream);
 }
@@ -255,6 +190,7 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   params.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   params.slot_bytes = grid.slot_bytes;
   params.slots = grid.slots_per_warp;
+  params.warps = static_cast<uint8_t>(grid.warps_per_cta);
   params.plan_is_settled = call.plan_is_settled;
   std::copy_n(call.settled, kAttentionTiers, params.settled);
   // Where a chunk lies in its tail is read with the chunk.

@@ -4,7 +4,8 @@
 #pragma once
 
 #include "attention/tiers/decode.h"
-#include "gpu/ptx.cuh"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
 
 namespace tierkv {
 

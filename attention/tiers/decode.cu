@@ -5,16 +5,16 @@
 namespace tierkv {
 namespace {
 
-DecodeKernel kernel_of(int32_t head_dim, int32_t blocks, DecodeMode mode) {
+DecodeKernel kernel_of(int32_t head_dim, const DecodeChoice& choice) {
   switch (head_dim) {
     case 64:
-      return decode_kernel_of<64>(blocks, mode);
+      return decode_kernel_of<64>(choice);
     case 96:
-      return decode_kernel_of<96>(blocks, mode);
+      return decode_kernel_of<96>(choice);
     case 128:
-      return decode_kernel_of<128>(blocks, mode);
+      return decode_kernel_of<128>(choice);
     case 256:
-      return decode_kernel_of<256>(blocks, mode);
+      return decode_kernel_of<256>(choice);
     default:
       return nullptr;
   }
@@ -27,11 +27,11 @@ Status no_kernel(int32_t head_dim) {
 
 }  // namespace
 
-Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
+Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t warps, int32_t shared_bytes) {
   const int32_t blocks = column_blocks(of_row);
   for (const DecodeMode mode : {DecodeMode::kPlain, DecodeMode::kNarrow, DecodeMode::kScored,
                                 DecodeMode::kFull, DecodeMode::kBFloat16}) {
-    const DecodeKernel kernel = kernel_of(head_dim, blocks, mode);
+    const DecodeKernel kernel = kernel_of(head_dim, {blocks, mode, warps < kDecodeWarps});
     if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
     if (kernel == nullptr) continue;
     const cudaError_t error =
@@ -44,12 +44,12 @@ Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes) {
 
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
-  const DecodeKernel kernel =
-      kernel_of(head_dim, column_blocks(params.columns.of_row), decode_mode(params));
+  const DecodeKernel kernel = kernel_of(head_dim, decode_choice(params));
   if (kernel == nullptr) return no_kernel(head_dim);
+  const int32_t warps = params.warps;
   const int32_t bytes =
-      decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots).bytes;
-  return launch_after_previous(kernel, num_ctas, kDecodeThreads, bytes, stream, params);
+      decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots, warps).bytes;
+  return launch_after_previous(kernel, num_ctas, warps * 32, bytes, stream, params);
 }
 
 }  // namespace tierkv

@@ -1,5 +1,5 @@
-// The fused kernel's parameters and its launch: CTAs of kDecodeWarps warps, each with its own item
-// of the plan and its own ring of chunks in shared memory.
+// The fused kernel's parameters and its launch: CTAs of kDecodeWarps warps, or of fewer where
+// shared memory is too small, each with its own item of the plan and its own ring of chunks there.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ struct TailSource {
 };
 
 struct DecodeParams {
-  const WorkItem* items = nullptr;  // [grid * kDecodeWarps + 1]
+  const WorkItem* items = nullptr;  // [grid * warps + 1]
   AttentionRows rows;
   int32_t layer = 0;
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
@@ -56,7 +56,8 @@ struct DecodeParams {
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
   bool plan_is_settled = false;
   Settled settled[kAttentionTiers] = {};
-  bool is_bfloat16 = false;  // q, out and raw pages; otherwise fp16
+  bool is_bfloat16 = false;      // q, out and raw pages; otherwise fp16
+  uint8_t warps = kDecodeWarps;  // of a CTA, at most kDecodeWarps
 };
 
 // In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
@@ -74,26 +75,26 @@ inline constexpr int32_t kChunkHeaderBytes = 16;
 // Offsets into the dynamic shared memory of a CTA. A warp has two parts: of the row that began
 // before its item, here, and of the row that goes on behind it, in its ring when that is done.
 struct DecodeShared {
-  int32_t full;       // uint64_t [kDecodeWarps][kMaxSlots] barriers; the rings are before them
-  int32_t headers;    // ChunkHeader [kDecodeWarps][kMaxSlots]
-  int32_t places;     // ChunkPlace [kDecodeWarps][kMaxSlots]
-  int32_t states;     // SoftmaxState [kDecodeWarps][2][columns]
+  int32_t full;       // uint64_t [warps][kMaxSlots] barriers; the rings are before them
+  int32_t headers;    // ChunkHeader [warps][kMaxSlots]
+  int32_t places;     // ChunkPlace [warps][kMaxSlots]
+  int32_t states;     // SoftmaxState [warps][2][columns]
   int32_t ends;       // WorkItem [2]
-  int32_t part_rows;  // int32_t [kDecodeWarps][2]
-  int32_t parts;      // float [kDecodeWarps][columns][head_dim]
+  int32_t part_rows;  // int32_t [warps][2]
+  int32_t parts;      // float [warps][columns][head_dim]
   int32_t bytes;
 };
 TKV_HD constexpr DecodeShared decode_shared(int32_t head_dim, int32_t columns, int32_t slot_bytes,
-                                            int32_t slots) {
+                                            int32_t slots, int32_t warps) {
   DecodeShared s{};
-  s.full = kDecodeWarps * slots * slot_bytes;
-  s.headers = s.full + kDecodeWarps * kMaxSlots * 8;
-  s.places = s.headers + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
-  s.states = s.places + kDecodeWarps * kMaxSlots * kChunkHeaderBytes;
-  s.ends = s.states + kDecodeWarps * 2 * columns * 8;
+  s.full = warps * slots * slot_bytes;
+  s.headers = s.full + warps * kMaxSlots * 8;
+  s.places = s.headers + warps * kMaxSlots * kChunkHeaderBytes;
+  s.states = s.places + warps * kMaxSlots * kChunkHeaderBytes;
+  s.ends = s.states + warps * 2 * columns * 8;
   s.part_rows = s.ends + 2 * static_cast<int32_t>(sizeof(WorkItem));
-  s.parts = s.part_rows + kDecodeWarps * 2 * 4;
-  s.bytes = s.parts + kDecodeWarps * columns * head_dim * 4;
+  s.parts = s.part_rows + warps * 2 * 4;
+  s.bytes = s.parts + warps * columns * head_dim * 4;
   return s;
 }
 
@@ -126,20 +127,33 @@ TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
   return mode != DecodeMode::kPlain && mode != DecodeMode::kNarrow;
 }
 using DecodeKernel = void (*)(DecodeParams);
+// Which kernel: of so many blocks of columns, and whether of fewer warps than kDecodeWarps. There
+// are such only of the full modes, which can do what the others do.
+struct DecodeChoice {
+  int32_t blocks;
+  DecodeMode mode;
+  bool few_warps;
+};
+TKV_HD DecodeChoice decode_choice(const DecodeParams& p) {
+  const bool few_warps = p.warps < kDecodeWarps;
+  const DecodeMode mode = decode_mode(p);
+  return {column_blocks(p.columns.of_row), few_warps && is_plain(mode) ? DecodeMode::kFull : mode,
+          few_warps};
+}
 // Null where there is none. Each head_dim has a source file, so that they compile side by side.
 template <int32_t kHeadDim>
-DecodeKernel decode_kernel_of(int32_t blocks, DecodeMode mode);
+DecodeKernel decode_kernel_of(const DecodeChoice& choice);
 template <>
-DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode);
+DecodeKernel decode_kernel_of<64>(const DecodeChoice& choice);
 template <>
-DecodeKernel decode_kernel_of<96>(int32_t blocks, DecodeMode mode);
+DecodeKernel decode_kernel_of<96>(const DecodeChoice& choice);
 template <>
-DecodeKernel decode_kernel_of<128>(int32_t blocks, DecodeMode mode);
+DecodeKernel decode_kernel_of<128>(const DecodeChoice& choice);
 template <>
-DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode);
+DecodeKernel decode_kernel_of<256>(const DecodeChoice& choice);
 
-// Lets the kernel use shared_bytes. Once per device, before the first launch.
-Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);
+// Lets the kernels of as many warps use shared_bytes. Once per device, before the first launch.
+Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t warps, int32_t shared_bytes);
 // One kernel of num_ctas CTAs.
 Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream);

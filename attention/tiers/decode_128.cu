@@ -3,8 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<128>(int32_t blocks, DecodeMode mode) {
-  return decode_kernel_for<128>(blocks, mode);
+DecodeKernel decode_kernel_of<128>(const DecodeChoice& choice) {
+  return decode_kernel_for<128>(choice);
 }
 
 }  // namespace tierkv

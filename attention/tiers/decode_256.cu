@@ -3,8 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode) {
-  return decode_kernel_for<256>(blocks, mode);
+DecodeKernel decode_kernel_of<256>(const DecodeChoice& choice) {
+  return decode_kernel_for<256>(choice);
 }
 
 }  // namespace tierkv

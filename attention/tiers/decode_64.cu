@@ -3,8 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode) {
-  return decode_kernel_for<64>(blocks, mode);
+DecodeKernel decode_kernel_of<64>(const DecodeChoice& choice) {
+  return decode_kernel_for<64>(choice);
 }
 
 }  // namespace tierkv

@@ -3,8 +3,8 @@
 namespace tierkv {
 
 template <>
-DecodeKernel decode_kernel_of<96>(int32_t blocks, DecodeMode mode) {
-  return decode_kernel_for<96>(blocks, mode);
+DecodeKernel decode_kernel_of<96>(const DecodeChoice& choice) {
+  return decode_kernel_for<96>(choice);
 }
 
 }  // namespace tierkv

@@ -12,10 +12,15 @@
 #include "attention/tiers/shared_rows.h"
 #include "attention/tiers/warp_row.cuh"
 #include "attention/tiers/warp_softmax.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 class DecodeCta {
  public:
   __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
@@ -23,7 +28,8 @@ class DecodeCta {
         warp_(held(static_cast<int32_t>(threadIdx.x) / 32)),
         lane_(threadIdx.x % 32),
         attention_(params.columns, params.scores) {
-    const DecodeShared at = decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots);
+    const DecodeShared at =
+        decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots, warps());
     rings_ = shared_bytes;
     uint8_t* rest = shared_bytes + held(at.full);
     full_ = reinterpret_cast<uint64_t*>(rest) + warp_ * kMaxSlots;
@@ -44,10 +50,16 @@ class DecodeCta {
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
   static constexpr bool kHasSpareSlots = most_slots(kHeadDim) > kChunksInFlight;
-  static constexpr int32_t kParts = 2 * kDecodeWarps;
   static constexpr int32_t kJoinDims = 128;  // of a warp
   static constexpr int32_t kSlices = slices_of(kHeadDim, kJoinDims);
-  static_assert(kParts <= 32, "a lane looks at a part");
+  static_assert(2 * kDecodeWarps <= 32, "a lane looks at a part");
+  __device__ __forceinline__ int32_t warps() const {
+    if constexpr (kFewWarps) {
+      return p_.warps;
+    } else {
+      return kDecodeWarps;
+    }
+  }
   // The others have no registers for it.
   __device__ __forceinline__ static int32_t held(int32_t x) { return kIsPlain ? kept(x) : x; }
 
@@ -86,13 +98,13 @@ class DecodeCta {
   ChunkPlace* places_;
   SoftmaxState* states_;
   WorkItem* ends_;      // the first item of this CTA and of the next one
-  int32_t* part_rows_;  // [kParts], -1: no part
+  int32_t* part_rows_;  // [2 * warps()], -1: no part
   float* parts_;
   WarpAttention<kHeadDim, kColumnBlocks, kMode> attention_;
 };
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run() {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::run() {
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
@@ -101,17 +113,17 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::run()
   publish_barriers();
   if (!p_.plan_is_settled) wait_for_previous_kernel();
   if (!leaves_scores()) let_next_kernel_start();
-  const int32_t index = blockIdx.x * kDecodeWarps + warp_;
+  const int32_t index = blockIdx.x * warps() + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;
-  if (warp_ == kDecodeWarps - 1 && lane_ == 0) ends_[1] = next;
+  if (warp_ == warps() - 1 && lane_ == 0) ends_[1] = next;
   attend(item, next);
   __syncthreads();
   join_rows();
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::attend(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::attend(
     const WorkItem& item, const WorkItem& next) {
   ChunkFeed feed(p_, item);
   RingOrder ring(p_.slots);
@@ -195,9 +207,10 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::atten
 // Chunks whose copies begin while the kernel before ends: as many as there is room for. They hold
 // up the joins at its end, so that items that gain less have none: those of a few chunks, but more
 // than are on their way at a time, and those whose arithmetic binds.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::early_chunks(
-    const WorkItem& item, const ChunkFeed& feed) const {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ int32_t
+DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::early_chunks(const WorkItem& item,
+                                                                   const ChunkFeed& feed) const {
   constexpr int32_t kFewChunks = 8;
   if (!p_.plan_is_settled) return 0;
   const int32_t chunk_tiles = feed.chunk_tiles();
@@ -207,9 +220,9 @@ __device__ __forceinline__ int32_t DecodeCta<kHeadDim, kColumnBlocks, kMode>::ea
 }
 
 // The warp's row is done: written where it began and ended here, otherwise left as a part.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finish_row(OpenRows open,
-                                                                                      int32_t row) {
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::finish_row(
+    OpenRows open, int32_t row) {
   const bool began_before = row == open.before, goes_on = row == open.behind;
   if (!began_before && !goes_on) {
     attention_.write_row(static_cast<uint16_t*>(p_.out), p_.lse, p_.sinks, row);
@@ -222,9 +235,9 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::finis
 
 // By all warps, when all parts are there; a lane looks at each. A warp joins one slice of a column
 // of a row at a time.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_rows() {
-  const int32_t row_here = lane_ < kParts ? part_rows_[lane_] : -1;
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::join_rows() {
+  const int32_t row_here = lane_ < 2 * warps() ? part_rows_[lane_] : -1;
   uint32_t left = __ballot_sync(kFullWarp, row_here >= 0);
   if (left == 0) return;
   const int32_t tasks = p_.columns.of_row * kSlices;
@@ -235,15 +248,15 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
     const uint32_t parts = __ballot_sync(kFullWarp, row_here == row);
     left &= ~parts;
 #pragma unroll 1
-    for (; task < tasks; task += kDecodeWarps) join_slice(row, parts, task);
+    for (; task < tasks; task += warps()) join_slice(row, parts, task);
     task -= tasks;
   }
 }
 
 // Joins the parts of the CTA's warps: to the row's output, or to the CTA's part of a row that
 // several CTAs share.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_slice(
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
+__device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::join_slice(
     int32_t row, uint32_t parts, int32_t task) const {
   const int32_t of_row = p_.columns.of_row, column = task / kSlices, slice = task % kSlices;
   const int32_t from = lowest_bit(parts), first_warp = from / 2, last_warp = highest_bit(parts) / 2;
@@ -268,36 +281,42 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode>::join_
               has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY});
 }
 
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
+template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  DecodeCta<kHeadDim, kColumnBlocks, kMode> cta(params, shared_bytes);
+  DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps> cta(params, shared_bytes);
   cta.run();
+}
+
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
+  using enum DecodeMode;
+  if (few_warps) {
+    return mode == kFull       ? decode_kernel<kHeadDim, kColumnBlocks, kFull, true>
+           : mode == kBFloat16 ? decode_kernel<kHeadDim, kColumnBlocks, kBFloat16, true>
+                               : nullptr;
+  }
+  if (mode == kFull) return decode_kernel<kHeadDim, kColumnBlocks, kFull, false>;
+  if (mode == kBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kBFloat16, false>;
+  if constexpr (kColumnBlocks == 1) {
+    return mode == kPlain    ? decode_kernel<kHeadDim, 1, kPlain, false>
+           : mode == kNarrow ? decode_kernel<kHeadDim, 1, kNarrow, false>
+                             : decode_kernel<kHeadDim, 1, kScored, false>;
+  }
+  return nullptr;
 }
 
 // As decode_kernel_of().
 template <int32_t kHeadDim>
-DecodeKernel decode_kernel_for(int32_t blocks, DecodeMode mode) {
-  if (mode == DecodeMode::kPlain) {
-    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kPlain> : nullptr;
-  }
-  if (mode == DecodeMode::kNarrow) {
-    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kNarrow> : nullptr;
-  }
-  if (mode == DecodeMode::kScored) {
-    return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kScored> : nullptr;
-  }
-  const bool is_full = mode == DecodeMode::kFull;
+DecodeKernel decode_kernel_for(const DecodeChoice& choice) {
   if constexpr (most_columns(kHeadDim) > kBlockColumns) {
-    if (blocks == 2) {
-      return is_full ? decode_kernel<kHeadDim, 2, DecodeMode::kFull>
-                     : decode_kernel<kHeadDim, 2, DecodeMode::kBFloat16>;
+    if (choice.blocks == 2) {
+      return decode_kernel_of_blocks<kHeadDim, 2>(choice.mode, choice.few_warps);
     }
   }
-  if (blocks != 1) return nullptr;
-  return is_full ? decode_kernel<kHeadDim, 1, DecodeMode::kFull>
-                 : decode_kernel<kHeadDim, 1, DecodeMode::kBFloat16>;
+  if (choice.blocks != 1) return nullptr;
+  return decode_kernel_of_blocks<kHeadDim, 1>(choice.mode, choice.few_warps);
 }
 
 }  // namespace tierkv

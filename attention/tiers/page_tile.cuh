@@ -8,7 +8,7 @@
 #pragma once
 
 #include "codec/format/page_layout.h"
-#include "gpu/ptx.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
 

@@ -7,6 +7,9 @@
 #include "attention/core/parts_join.cuh"
 #include "attention/tiers/decode.h"
 #include "attention/tiers/shared_rows.h"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -23,7 +26,7 @@ __device__ __forceinline__ RowCtas ctas_from(const SharedRowsParams& p, int32_t 
   int32_t count = 1;
   while (true) {
     const int32_t other = cta + count + static_cast<int32_t>(threadIdx.x % 32);
-    const bool has_part = other < p.num_ctas && p.items[other * kDecodeWarps].row == row;
+    const bool has_part = other < p.num_ctas && p.items[other * p.warps].row == row;
     const uint32_t without = ~__ballot_sync(kFullWarp, has_part);
     if (without != 0) return {cta, count + lowest_bit(without)};
     count += 32;
@@ -35,7 +38,7 @@ __device__ __forceinline__ RowCtas ctas_of_row(const SharedRowsParams& p, int32_
   for (int32_t first = 0; first < p.num_ctas; first += 32) {
     const int32_t cta = first + static_cast<int32_t>(threadIdx.x % 32);
     const bool is_inside = cta < p.num_ctas;
-    const WorkItem& item = p.items[(is_inside ? cta : 0) * kDecodeWarps];
+    const WorkItem& item = p.items[(is_inside ? cta : 0) * p.warps];
     const uint32_t goes_on =
         __ballot_sync(kFullWarp, is_inside && item.row == row && item.tile > 0);
     if (goes_on == 0) continue;
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kSharedRowsThreads)
   let_next_kernel_start();
   const int32_t depth = many_rows_depth(kHeadDim, p.columns.of_row);
   const int32_t cta = static_cast<int32_t>(blockIdx.x) / depth;
-  const WorkItem here = p.items[cta * kDecodeWarps], behind = p.items[(cta + 1) * kDecodeWarps];
+  const WorkItem here = p.items[cta * p.warps], behind = p.items[(cta + 1) * p.warps];
   const bool begins_here = behind.tile > 0 && (here.row != behind.row || here.tile == 0);
   if (!begins_here) {
     if (cta == 0) wait_for_previous_kernel();  // as few_rows_kernel; one CTA does

@@ -21,13 +21,14 @@ TKV_HD constexpr int32_t part_index(int32_t cta, bool began_before) {
 }
 
 struct SharedRowsParams {
-  const WorkItem* items = nullptr;            // of the launch, [num_ctas * kDecodeWarps + 1]
+  const WorkItem* items = nullptr;            // of the launch, [num_ctas * warps + 1]
   const float* parts = nullptr;               // [2 * num_ctas][of_row][head_dim]
   const SoftmaxState* part_states = nullptr;  // [2 * num_ctas][of_row]
   int32_t num_ctas = 0;                       // of the decode kernel
   int32_t num_rows = 0;                       // of the launch
   QueryColumns columns;
   bool is_bfloat16 = false;      // out
+  int32_t warps = kDecodeWarps;  // of a CTA of the decode kernel
   void* out = nullptr;           // [batch][q_len][num_q_heads][head_dim]
   float* lse = nullptr;          // [batch][q_len][num_q_heads] or null
   const float* sinks = nullptr;  // [num_q_heads] or null
@@ -37,8 +38,8 @@ struct SharedRowsParams {
 inline constexpr int32_t kSharedRowsRoom = 1024;
 
 inline SharedRowsParams shared_rows_params(const DecodeParams& d, int32_t num_ctas) {
-  return {d.items,   d.parts,       d.part_states, num_ctas, d.rows.num_rows,
-          d.columns, d.is_bfloat16, d.out,         d.lse,    d.sinks};
+  return {d.items,       d.parts, d.part_states, num_ctas, d.rows.num_rows, d.columns,
+          d.is_bfloat16, d.warps, d.out,         d.lse,    d.sinks};
 }
 
 // Behind a decode kernel, which must let the next kernel start only when its plan

@@ -23,6 +23,7 @@
 #include "attention/core/online_softmax.h"
 #include "attention/tiers/chunk_feed.cuh"
 #include "attention/tiers/page_tile.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 
@@ -32,10 +33,6 @@ inline constexpr float kLeastScale = 0x1p-24f;  // of fp16; also stands for a sc
 inline constexpr float kNoTokensYet = -1.0f;    // a ceiling that every weight passes
 // The reference of a column that has seen no token: a sum never has this sign of zero.
 inline constexpr uint32_t kUnsetReference = 0x80000000u;
-
-__device__ __forceinline__ float power_of_two(int32_t exponent) {
-  return __int_as_float((127 + exponent) << 23);
-}
 
 // Tiles of a step: two, for more independent work, where there are registers for them.
 __device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits, int32_t head_dim,

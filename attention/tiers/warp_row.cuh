@@ -3,6 +3,9 @@
 #pragma once
 
 #include "attention/tiers/warp_attention.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

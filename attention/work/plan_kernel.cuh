@@ -3,6 +3,8 @@
 #pragma once
 
 #include "attention/work/plan_rows.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

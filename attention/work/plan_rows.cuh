@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/work/plan_launch.h"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
 
 namespace tierkv {
 

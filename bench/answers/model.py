@@ -3,6 +3,7 @@
 Read from a folder in Hugging Face layout: config.json, tokenizer.json (byte-level BPE, digits one by one), *.safetensors in bfloat16,
 float16 or float32. Everything is computed in float32; keys and values are rounded to float16 where they enter the cache, as a
 server's cache would hold them."""
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,7 +12,7 @@ import re
 import numpy as np
 
 WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-QUERY_BLOCK = 256
+SCORES = 1 << 20  # of a kv head at a time: what stays in a core's cache
 
 
 def byte_symbols():
@@ -94,14 +95,48 @@ class LayerCache:
         self.k, self.v, self.q, self.significance = k, v, q, significance
 
 
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How queries and keys turn with their position: the first 2 * len(inv_freq) dims, dim i with dim i + len(inv_freq)."""
+    inv_freq: np.ndarray  # float32, radians a position
+    pairing: str = "halves"
+
+    @property
+    def dims(self):
+        return 2 * len(self.inv_freq)
+
+    def turned(self, x, positions):
+        """x [..., tokens, head_dim] turned by its positions [tokens]; negative positions turn back."""
+        half = len(self.inv_freq)
+        angle = np.asarray(positions, np.float64)[:, None] * self.inv_freq.astype(np.float64)
+        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        a, b = x[..., :half], x[..., half:2 * half]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half:]], -1)
+
+
+def read_rope(config, head_dim):
+    parameters = config.get("rope_parameters") or {}
+    kind = (config.get("rope_scaling") or parameters).get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(f"rope_type is {kind!r}; only plain RoPE is supported")
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    half = head_dim // 2
+    return theta, Rope((theta**(-np.arange(half) / half)).astype(np.float32))
+
+
 class Model:
+    """layers, q_heads, kv_heads, head_dim, sm_scale, rope, theta, opening (ids that every text begins with), tokenizer."""
+
     def __init__(self, folder):
         folder = pathlib.Path(folder)
         config = json.loads((folder / "config.json").read_text())
-        self.layers, self.head_dim = config["num_hidden_layers"], config["head_dim"]
-        self.q_heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.eps, self.theta = config["rms_norm_eps"], config["rope_theta"]
-        self.bos, self.sm_scale = config["bos_token_id"], self.head_dim**-0.5
+        if config["model_type"] != "llama":
+            raise ValueError(f"{folder}: model_type is {config['model_type']!r}; only llama is supported")
+        self.layers, self.q_heads, self.kv_heads = (config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads"))
+        self.head_dim = config.get("head_dim") or config["hidden_size"] // self.q_heads
+        self.eps, self.context = config["rms_norm_eps"], config["max_position_embeddings"]
+        self.theta, self.rope = read_rope(config, self.head_dim)
+        self.sm_scale = self.head_dim**-0.5
         weights = {}
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(read_safetensors(shard))
@@ -111,33 +146,28 @@ class Model:
                  "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         self.weights = [{n.split(".")[-1]: weights[f"model.layers.{i}.{n}.weight"] for n in names} for i in range(self.layers)]
         self.tokenizer = Tokenizer(folder / "tokenizer.json")
+        options = json.loads((folder / "tokenizer_config.json").read_text())
+        self.opening = [config["bos_token_id"]] if options.get("add_bos_token", True) else []
 
     def norm(self, x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * weight
-
-    def rotated(self, x, first):
-        """RoPE on [heads, tokens, head_dim]; `first`: the position of the first token."""
-        half = self.head_dim // 2
-        angle = np.arange(first, first + x.shape[1])[:, None] * self.theta**(-np.arange(half) / half)
-        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        a, b = x[..., :half], x[..., half:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        return x * (1 / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)) * weight
 
     def projected(self, layer, x, first):
         """q, k, v of hidden states [tokens, hidden]; k and v as the cache holds them."""
         w = self.weights[layer]
         h = self.norm(x, w["input_layernorm"])
         q, k, v = ((h @ w[f"{c}_proj"].T).reshape(len(x), -1, self.head_dim).transpose(1, 0, 2) for c in "qkv")
-        return self.rotated(q, first), as_cached(self.rotated(k, first)), as_cached(v)
+        positions = np.arange(first, first + len(x))
+        return self.rope.turned(q, positions), as_cached(self.rope.turned(k, positions)), as_cached(v)
 
     def attention(self, q, k, v, received=None):
         """Causal: q [q_heads, n, head_dim] are the last n of the tokens of k and v. received [kv_heads, tokens] gathers, over the
         queries, the largest probability of a group's heads; a query's own token left out."""
         heads, n, d = q.shape
         group, before = heads // self.kv_heads, k.shape[1] - n
-        out = np.empty((heads, n, d), np.float32)
-        for begin in range(0, n, QUERY_BLOCK):
-            end = min(n, begin + QUERY_BLOCK)
+        out, rows = np.empty((heads, n, d), np.float32), max(1, SCORES // (group * k.shape[1]))
+        for begin in range(0, n, rows):
+            end = min(n, begin + rows)
             seen, count = before + end, end - begin
             later = np.triu(np.full((count, count), -np.inf, np.float32), 1)  # of the block's own tokens
             for h in range(self.kv_heads):
@@ -172,11 +202,28 @@ class Model:
             cache.append(LayerCache(k, v, q, (received / later_queries).astype(np.float32)))
         return cache
 
-    def continued(self, ids, cache):
-        """Logits [tokens, vocabulary] after each of ids, which follow the tokens of the cache; new keys and values stay raw."""
-        x = self.embedding[ids]
+    def hidden_states(self, ids, cache):
+        """[layers + 1] arrays [tokens, hidden]: what enters each layer, and what leaves the last, for ids that follow the cache."""
+        states = [self.embedding[ids]]
         for layer, old in enumerate(cache):
-            q, k, v = self.projected(layer, x, old.k.shape[1])
-            out = self.attention(q, np.concatenate([old.k, k], 1), np.concatenate([old.v, v], 1))
-            x = self.after_attention(layer, x, out)
+            states.append(self.after_layer(layer, states[-1], old))
+        return states
+
+    def after_layer(self, layer, x, old):
+        """x [tokens, hidden] behind a layer whose cache before these tokens is `old`; their own keys and values stay raw."""
+        q, k, v = self.projected(layer, x, old.k.shape[1])
+        out = self.attention(q, np.concatenate([old.k, k], 1), np.concatenate([old.v, v], 1))
+        return self.after_attention(layer, x, out)
+
+    def logits(self, x):
         return self.norm(x, self.last_norm) @ self.head.T
+
+    def continued(self, ids, cache):
+        """Logits [tokens, vocabulary] after each of ids, which follow the tokens of the cache."""
+        return self.continued_from(0, self.embedding[ids], cache)
+
+    def continued_from(self, layer, x, cache):
+        """Logits of tokens that enter `layer` as x: hidden_states()[layer] where only the cache from that layer on has changed."""
+        for i in range(layer, self.layers):
+            x = self.after_layer(i, x, cache[i])
+        return self.logits(x)

@@ -23,7 +23,7 @@ class Builder:
     """Texts in turn, some of them answers; `ask` ends the prompt."""
 
     def __init__(self, model, ids=()):
-        self.encode, self.ids = model.tokenizer.encode, [model.bos, *ids]
+        self.encode, self.ids = model.tokenizer.encode, [*model.opening, *ids]
         self.cut, self.answers = 0, []
 
     def add(self, text):

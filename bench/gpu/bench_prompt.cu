@@ -47,6 +47,12 @@ void run_scores(Bench* bench, uint32_t seed) {
   m.name = "significance";
   m.bytes_read += 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kHeads * kPromptTokens;
   bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  p.products = ScoreProducts::kMma;
+  m.name = "significance, mma.sync";
+  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  m.name = "lse, mma.sync";
+  m.bytes_read -= 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kQHeads * kPromptTokens;
+  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
   for (void* x : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(lse),
                   static_cast<void*>(significance)}) {
     check(cudaFree(x), "free");

@@ -1,6 +1,7 @@
 // tkv_analyze and tkv_calibrate.
 #include "tools/analysis/analyze.h"
 #include "capi/dumps/files.h"
+#include "codec/file/output_file.h"
 #include "datasets/profile_file.h"
 #include "tools/analysis/calibrate.h"
 #include "tools/analysis/report.h"
@@ -64,20 +65,20 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
   if (!(o.error_budget >= 0 && o.error_budget <= 1)) return invalid("error_budget must be 0 to 1");
   if (!(o.prune_budget >= 0 && o.prune_budget <= 10))
     return invalid("prune_budget must be 0 to 10");
-  if (o.balance_error != 0 && !(o.balance_error >= 0.001 && o.balance_error <= 1))
-    return invalid("balance_error must be 0 or 0.001 to 1");
   analysis::CalibrateOptions c;
   if (Status s = read_threads(o.threads, &c.threads); !s) return s;
   c.matrix_basis = o.matrix_basis != 0;
   c.thresholds = o.no_thresholds == 0;
   if (o.error_budget > 0) c.error_budget = o.error_budget;
   c.prune_budget = o.prune_budget;
-  c.balance_error = o.balance_error;
+  if (o.model_id != nullptr) c.model_id = o.model_id;
   Result<std::function<void(double)>> progress = read_progress(o.progress);
   if (!progress) return progress.status();
   c.progress = std::move(*progress);
   Result<std::vector<datasets::DumpReader>> readers = open_dumps(o.files, o.num_files);
   if (!readers) return readers.status();
+  if (Status s = check_output(path, o.overwrite != 0, {o.files, o.files + o.num_files}); !s)
+    return s;
   const Result<Profile> profile = analysis::calibrate(*readers, c);
   if (!profile) return profile.status();
   if (Status s = datasets::write_profile(path, *profile); !s) return s;

@@ -1,19 +1,60 @@
-// Profiles, read as numbers.
+// Profiles as numbers.
 #include "codec/policy/profile.h"
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <memory>
+#include <utility>
 
 #include "capi/abi.h"
 #include "datasets/profile_file.h"
 #include "tierkv/tierkv_dumps_c.h"
 
+// The arrays of a profile, each in one piece.
 struct tkv_profile {
+  explicit tkv_profile(tierkv::Profile p) : profile(std::move(p)) {}
+
   tierkv::Profile profile;
+  std::vector<float> vectors[4];   // of kVectors
+  std::vector<double> scalars[4];  // of kScalars
+  std::vector<float> inv_freq;     // [rope_layers, rope_dims / 2]
+  int32_t rope_dims = 0;
 };
 
 namespace tierkv::capi {
 namespace {
+
+struct VectorField {
+  const float* tkv_profile_data::*data;
+  std::vector<float> RowProfile::*row;
+  const char* name;  // null: may be null
+};
+constexpr VectorField kVectors[] = {
+    {&tkv_profile_data::key_mean, &RowProfile::key_mean, "key_mean"},
+    {&tkv_profile_data::value_mean, &RowProfile::value_mean, "value_mean"},
+    {&tkv_profile_data::key_mean_before_rope, &RowProfile::key_mean_before_rope, nullptr},
+    {&tkv_profile_data::query_energy, &RowProfile::query_energy, nullptr}};
+
+struct ScalarField {
+  const double* tkv_profile_data::*data;
+  double RowProfile::*row;
+  const char* name;  // null: may be null
+};
+constexpr ScalarField kScalars[] = {
+    {&tkv_profile_data::query_trace, &RowProfile::query_trace, "query_trace"},
+    {&tkv_profile_data::value_signal, &RowProfile::value_signal, "value_signal"},
+    {&tkv_profile_data::key_scale, &RowProfile::key_scale, nullptr},
+    {&tkv_profile_data::value_scale, &RowProfile::value_scale, nullptr}};
+
+struct SensitivityField {
+  const double* tkv_profile_data::*data;
+  std::vector<double> Profile::*profile;
+};
+constexpr SensitivityField kSensitivities[] = {
+    {&tkv_profile_data::key_sensitivity, &Profile::key_sensitivity},
+    {&tkv_profile_data::value_sensitivity, &Profile::value_sensitivity},
+    {&tkv_profile_data::joint_sensitivity, &Profile::joint_sensitivity}};
 
 // A file may lack some of the four.
 bool has_matrix(const Profile& p) {
@@ -23,28 +64,155 @@ bool has_matrix(const Profile& p) {
   });
 }
 
-Status open(const char* path, tkv_profile** out) {
-  if (path == nullptr || out == nullptr) return invalid("path or profile is null");
-  Result<Profile> profile = datasets::read_profile(path);
-  if (profile) *out = new tkv_profile{std::move(*profile)};
-  return profile.status();
+template <class T>
+const T* pointer(const std::vector<T>& v) {
+  return v.empty() ? nullptr : v.data();
 }
 
-Status get_info(const tkv_profile* profile, tkv_profile_info* out) {
-  tkv_profile_info info;
+void flatten(tkv_profile* out) {
+  const Profile& p = out->profile;
+  for (const RowProfile& r : p.rows) {
+    for (size_t i = 0; i < std::size(kVectors); ++i) {
+      const std::vector<float>& v = r.*kVectors[i].row;
+      out->vectors[i].insert(out->vectors[i].end(), v.begin(), v.end());
+    }
+    for (size_t i = 0; i < std::size(kScalars); ++i) out->scalars[i].push_back(r.*kScalars[i].row);
+  }
+  for (const Rope& r : p.rope) out->rope_dims = std::max(out->rope_dims, r.rotary_dims);
+  for (const Rope& r : p.rope) {
+    out->inv_freq.insert(out->inv_freq.end(), r.inv_freq.begin(), r.inv_freq.end());
+    out->inv_freq.resize(out->inv_freq.size() + out->rope_dims / 2 - r.inv_freq.size());
+  }
+}
+
+Status open(const char* path, tkv_profile** out) {
+  if (path == nullptr || out == nullptr) return invalid("path or profile is null");
+  Result<Profile> read = datasets::read_profile(path);
+  if (!read) return read.status();
+  auto profile = std::make_unique<tkv_profile>(std::move(*read));
+  flatten(profile.get());
+  *out = profile.release();
+  return Status::ok();
+}
+
+Status get_data(const tkv_profile* profile, tkv_profile_data* out) {
+  tkv_profile_data data;
   if (profile == nullptr) return invalid("profile is null");
-  if (Status s = read_struct(out, "info", &info); !s) return s;
+  if (Status s = read_struct(out, "data", &data); !s) return s;
   const Profile& p = profile->profile;
-  info.num_layers = p.num_layers;
-  info.num_kv_heads = p.num_kv_heads;
-  info.head_dim = p.head_dim;
-  info.matrix_basis = has_matrix(p) ? 1 : 0;
-  info.alpha_high = p.alpha_high;
-  info.alpha_low = p.alpha_low;
-  info.balance_error = p.balance.error;
-  info.balance_k = p.balance.k;
-  info.balance_v = p.balance.v;
-  write_struct(info, out);
+  data.model_id = p.model_id.c_str();
+  data.num_layers = p.num_layers;
+  data.num_q_heads = p.num_q_heads;
+  data.num_kv_heads = p.num_kv_heads;
+  data.head_dim = p.head_dim;
+  data.sm_scale = p.sm_scale;
+  data.alpha_high = p.alpha_high;
+  data.alpha_low = p.alpha_low;
+  data.rope_pairing = p.rope.empty() ? -1 : 0;
+  for (const Rope& r : p.rope)
+    data.rope_pairing = std::max(data.rope_pairing, static_cast<int32_t>(r.pairing));
+  data.rope_dims = profile->rope_dims;
+  data.rope_layers = static_cast<int32_t>(p.rope.size());
+  data.matrix_basis = has_matrix(p) ? 1 : 0;
+  data.rope_inv_freq = pointer(profile->inv_freq);
+  for (size_t i = 0; i < std::size(kVectors); ++i)
+    data.*kVectors[i].data = pointer(profile->vectors[i]);
+  for (size_t i = 0; i < std::size(kScalars); ++i)
+    data.*kScalars[i].data = pointer(profile->scalars[i]);
+  for (const SensitivityField& f : kSensitivities) data.*f.data = pointer(p.*f.profile);
+  write_struct(data, out);
+  return Status::ok();
+}
+
+Status read_rope(const tkv_profile_data& data, Profile* p) {
+  if (data.rope_pairing == -1) return Status::ok();
+  if (data.rope_pairing < 0 || data.rope_pairing > 2) return invalid("rope_pairing is unknown");
+  if (data.rope_layers != 1 && data.rope_layers != data.num_layers)
+    return invalid("rope_layers must be 1 or num_layers");
+  if (data.rope_dims < 0 || data.rope_dims > data.head_dim)
+    return invalid("rope_dims must be 0 to head_dim");
+  if (data.rope_dims > 0 && data.rope_inv_freq == nullptr) return invalid("rope_inv_freq is null");
+  for (int32_t i = 0; i < data.rope_layers; ++i) {
+    const float* begin = data.rope_inv_freq + static_cast<int64_t>(i) * (data.rope_dims / 2);
+    p->rope.push_back({static_cast<RopePairing>(data.rope_pairing), data.rope_dims,
+                       std::vector<float>(begin, begin + data.rope_dims / 2)});
+  }
+  return Status::ok();
+}
+
+Status read_arrays(const tkv_profile_data& data, Profile* p) {
+  const int64_t rows = static_cast<int64_t>(data.num_layers) * data.num_kv_heads;
+  p->rows.resize(rows);
+  for (const VectorField& f : kVectors) {
+    const float* in = data.*f.data;
+    if (in == nullptr && f.name != nullptr) return invalid(std::string(f.name) + " is null");
+    if (in == nullptr) continue;
+    for (int64_t r = 0; r < rows; ++r)
+      (p->rows[r].*f.row).assign(in + r * data.head_dim, in + (r + 1) * data.head_dim);
+  }
+  for (const ScalarField& f : kScalars) {
+    const double* in = data.*f.data;
+    if (in == nullptr && f.name != nullptr) return invalid(std::string(f.name) + " is null");
+    if (in == nullptr) continue;
+    for (int64_t r = 0; r < rows; ++r) p->rows[r].*f.row = in[r];
+  }
+  for (const SensitivityField& f : kSensitivities) {
+    if (data.*f.data != nullptr) (p->*f.profile).assign(data.*f.data, data.*f.data + rows);
+  }
+  return Status::ok();
+}
+
+Status write(const tkv_profile_data* in, const char* path) {
+  tkv_profile_data data;
+  if (Status s = read_struct(in, "data", &data); !s) return s;
+  if (path == nullptr) return invalid("path is null");
+  if (data.model_id == nullptr) return invalid("model_id is null");
+  if (data.matrix_basis != 0) return invalid("matrix_basis must be 0");
+  CacheLayout layout;
+  Profile p;
+  p.model_id = data.model_id;
+  p.num_layers = layout.num_layers = data.num_layers;
+  p.num_q_heads = layout.num_q_heads = data.num_q_heads;
+  p.num_kv_heads = layout.num_kv_heads = data.num_kv_heads;
+  p.head_dim = layout.head_dim = data.head_dim;
+  p.sm_scale = layout.sm_scale = data.sm_scale;
+  p.alpha_high = data.alpha_high;
+  p.alpha_low = data.alpha_low;
+  if (Status s = layout.validate(); !s) return s;
+  if (Status s = read_rope(data, &p); !s) return s;
+  if (Status s = read_arrays(data, &p); !s) return s;
+  return datasets::write_profile(path, p);
+}
+
+Status read_sensitivities(const double* in, int32_t rows, std::vector<double>* out) {
+  if (in == nullptr) return invalid("sensitivities is null");
+  if (rows < 1) return invalid("rows must be positive");
+  out->assign(in, in + rows);
+  for (const double s : *out) {
+    if (!(s > 0) || !std::isfinite(s)) return invalid("sensitivities must be positive and finite");
+  }
+  return Status::ok();
+}
+
+Status scales_of(const double* sensitivities, int32_t rows, double* scales) {
+  std::vector<double> in;
+  if (Status s = read_sensitivities(sensitivities, rows, &in); !s) return s;
+  if (scales == nullptr) return invalid("scales is null");
+  const std::vector<double> out = head_scales(in);
+  std::copy(out.begin(), out.end(), scales);
+  return Status::ok();
+}
+
+Status classes_of(const double* shares, int32_t num_shares,
+                  const std::vector<double>& sensitivities, int32_t* classes) {
+  if (num_shares < 0 || (shares == nullptr && num_shares > 0)) return invalid("shares is null");
+  if (classes == nullptr) return invalid("classes is null");
+  const std::vector<double> in(shares, shares + num_shares);
+  for (const double s : in) {
+    if (!(s >= 0 && s <= 1)) return invalid("shares must be 0 to 1");
+  }
+  const std::vector<int32_t> out = assign_classes(in, sensitivities);
+  std::copy(out.begin(), out.end(), classes);
   return Status::ok();
 }
 
@@ -58,7 +226,6 @@ Status check_component(const Profile& p, const tkv_profile_component& c) {
   if (c.steps != nullptr && !(c.error > 0 && std::isfinite(c.error))) {
     return invalid("error must be positive");
   }
-  if (!(c.sm_scale >= 0 && std::isfinite(c.sm_scale))) return invalid("sm_scale is negative");
   const bool wants_matrix = c.matrix_steps != 0 || c.forward != nullptr || c.inverse != nullptr;
   if (!wants_matrix || has_matrix(p)) return Status::ok();
   return Status(StatusCode::kNotFound, "the profile was calibrated without a matrix basis");
@@ -75,14 +242,13 @@ Status get_component(const tkv_profile* profile, const tkv_profile_component* in
   ComponentFormat format;
   format.step = c.error;
   format.basis = c.matrix_steps != 0 ? BasisKind::kMatrix : BasisKind::kMean;
-  const double sm_scale = c.sm_scale > 0 ? c.sm_scale : 1 / std::sqrt(p.head_dim);
   for (size_t row = 0; row < p.rows.size(); ++row) {
     const RowProfile& r = p.rows[row];
     put(key ? r.key_mean : r.value_mean, row, c.means);
     put(key ? r.key_forward : r.value_forward, row, c.forward);
     put(key ? r.key_inverse : r.value_inverse, row, c.inverse);
     if (c.steps == nullptr) continue;
-    c.steps[row] = static_cast<float>(make_step(format, part, r, sm_scale));
+    c.steps[row] = static_cast<float>(make_step(format, part, r, p.sm_scale));
     if (!(c.steps[row] > 0 && std::isfinite(c.steps[row]))) {
       return Status(StatusCode::kCorrupt, "row " + std::to_string(row) + " has no step");
     }
@@ -105,9 +271,27 @@ void tkv_profile_destroy(tkv_profile* profile) {
   delete profile;
 }
 
-tkv_status tkv_profile_get_info(const tkv_profile* profile, tkv_profile_info* info,
+tkv_status tkv_profile_get_data(const tkv_profile* profile, tkv_profile_data* data,
                                 tkv_error* error) {
-  return capi::guarded(error, [&] { return capi::get_info(profile, info); });
+  return capi::guarded(error, [&] { return capi::get_data(profile, data); });
+}
+
+tkv_status tkv_profile_write(const tkv_profile_data* data, const char* path, tkv_error* error) {
+  return capi::guarded(error, [&] { return capi::write(data, path); });
+}
+
+tkv_status tkv_head_scales(const double* sensitivities, int32_t rows, double* scales,
+                           tkv_error* error) {
+  return capi::guarded(error, [&] { return capi::scales_of(sensitivities, rows, scales); });
+}
+
+tkv_status tkv_assign_classes(const double* shares, int32_t num_shares, const double* sensitivities,
+                              int32_t rows, int32_t* classes, tkv_error* error) {
+  return capi::guarded(error, [&] {
+    std::vector<double> in;
+    const tierkv::Status s = capi::read_sensitivities(sensitivities, rows, &in);
+    return s ? capi::classes_of(shares, num_shares, in, classes) : s;
+  });
 }
 
 tkv_status tkv_profile_get_component(const tkv_profile* profile,

@@ -26,6 +26,10 @@ using GpuStream = CUstream_st*;  // a cudaStream_t
 
 inline constexpr int32_t kMaxScoreGroup = 16;  // query heads of a kv_head
 
+// What products are made with: wgmma where the binary has it for the device, otherwise mma.sync.
+// The others are for tests and comparisons.
+enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
+
 // Queries and keys of all sequences, one after the other; all pointers in device memory.
 struct PromptScores {
   const void* q = nullptr;  // dtype; token t, head h at t * q_token_stride + h * q_head_stride
@@ -40,13 +44,15 @@ struct PromptScores {
   int32_t head_dim = 0;           // 64, 96, 128 or 256
   DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
   double sm_scale = 0;
+  ScoreProducts products = ScoreProducts::kAny;
 
   // kInvalidArgument or kUnsupported naming the field. Reads no array.
   Status validate() const;
 };
 
 // lse [num_q_heads, total_tokens] in, significance [num_kv_heads, total_tokens] out; every token of
-// a sequence is written. kUnsupported on devices without wgmma (sm_90), kCuda when a launch fails.
+// a sequence is written. Runs on sm_80 and up. kUnsupported where the binary has no code for the
+// device, or not the products that were asked for; kCuda when a launch fails.
 Status prompt_significance(const PromptScores& p, const float* lse, float* significance,
                            GpuStream stream);
 

@@ -6,27 +6,10 @@
 #include <cstdint>
 
 #include "codec/gpu/score_tiles.cuh"
+#include "gpu/constants.h"
+#include "gpu/math.cuh"
 
 namespace tierkv {
-
-inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// A tile of one sequence, as all warps of the CTA see it.
-struct CtaTile {
-  int32_t start, num_tokens;  // of the sequence
-  int32_t first_row;          // of the stationary tile, in the sequence
-  int32_t head;               // of the stationary rows
-
-  __device__ int64_t scalar(int32_t head_index, int32_t token, int32_t total_tokens) const {
-    return static_cast<int64_t>(head_index) * total_tokens + start + token;
-  }
-};
 
 // Tiles of the stream that a warpgroup needs; the others it lets pass.
 struct TileRange {
@@ -75,7 +58,7 @@ __device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresP
 
 template <int32_t kHeadDim>
 struct SignificanceTaker {
-  static constexpr int32_t kSubTiles = ScoreShape<kHeadDim>::kSubTiles;
+  static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   StreamShape stream;
   int32_t num_tokens;
   int32_t first_key;  // of the warpgroup
@@ -136,7 +119,7 @@ struct SignificanceTaker {
 
 template <int32_t kHeadDim>
 struct LseTaker {
-  static constexpr int32_t kSubTiles = ScoreShape<kHeadDim>::kSubTiles;
+  static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   int32_t num_tokens;
   int32_t first_query;  // of the warpgroup
   float scale;          // to base 2

@@ -7,26 +7,43 @@
 
 namespace tierkv {
 
-bool decode_streams_reference(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
-  uint32_t words[(kMaxPayloadBits + 31) / 32];
-  memcpy(words, set.payload, static_cast<size_t>(set.bounds[set.streams] + 31) / 32 * 4);
+namespace {
+
+// One stream by one tree, without a data-dependent branch.
+bool walk_one_tree(const Codebook& book, const StreamSet& set, const uint32_t* words, int32_t s,
+                   uint16_t* entries) {
   uint16_t found[kMaxStreamSymbols + 1];
-  for (int32_t s = 0; s < set.streams; ++s) {
-    const int64_t n =
-        decode_tree(words, set.bounds[s], set.bounds[s + 1], codebook.tree, set.symbols, found);
-    if (n != set.symbols) return false;
-    for (int32_t i = 0; i < set.symbols; ++i) {
-      entries[i * set.streams + s] = table_entry(codebook, found[i]);
-    }
+  const int64_t n =
+      decode_tree(words, set.bounds[s], set.bounds[s + 1], book.tree, set.symbols, found);
+  if (n != set.symbols) return false;
+  for (int32_t i = 0; i < set.symbols; ++i) {
+    entries[i * set.streams + s] = table_entry(book, found[i]);
   }
   return true;
 }
 
-void expand_entries(const Codebook& codebook, int32_t symbols, const uint16_t* entries,
-                    TilePlanes* planes) {
+// One stream by the trees of its dim blocks.
+bool walk_trees(const SliceBooks& books, const StreamSet& set, const uint32_t* words, int32_t s,
+                uint16_t* entries) {
+  uint32_t bit = set.bounds[s];
+  const int32_t per_fragment = books.symbols_per_fragment();
+  for (int32_t i = 0; i < set.symbols; ++i) {
+    const Codebook& book = *books.of[i / per_fragment % set.dim_blocks];
+    uint32_t node = 0;
+    for (; node < kLeaf; ++bit) {
+      if (bit == set.bounds[s + 1]) return false;
+      node = book.tree[2 * node + (words[bit / 32] >> bit % 32 & 1)];
+    }
+    entries[i * set.streams + s] = table_entry(book, node - kLeaf);
+  }
+  return bit == set.bounds[s + 1];
+}
+
+// The entries of one dim block: `symbols` of every stream.
+void expand_fragment(const Codebook& codebook, int32_t symbols, const uint16_t* entries,
+                     uint16_t* first, uint16_t* second) {
   const auto base = static_cast<uint32_t>(codebook.base);
   const int32_t streams = codebook.streams_per_lane * kWarpLanes, n = symbols * streams;
-  uint16_t *first = planes->first, *second = planes->second;
   const auto code = [base](uint32_t digit) { return static_cast<uint16_t>(base + digit); };
   switch (codebook.mode) {
     // With two streams a lane's symbols alternate between them, so entry i of all streams is
@@ -54,6 +71,30 @@ void expand_entries(const Codebook& codebook, int32_t symbols, const uint16_t* e
         first[pair + kWarpLanes] = code(entries[i] >> 10 & 3u);
         second[pair + kWarpLanes] = code(entries[i] >> 12 & 3u);
       }
+  }
+}
+
+}  // namespace
+
+bool decode_streams_reference(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
+  uint32_t words[(kMaxPayloadBits + 31) / 32];
+  memcpy(words, set.payload, static_cast<size_t>(set.bounds[set.streams] + 31) / 32 * 4);
+  const bool single = books.single();
+  for (int32_t s = 0; s < set.streams; ++s) {
+    const bool whole = single ? walk_one_tree(books.first(), set, words, s, entries)
+                              : walk_trees(books, set, words, s, entries);
+    if (!whole) return false;
+  }
+  return true;
+}
+
+void expand_entries(const SliceBooks& books, int32_t dim_blocks, const uint16_t* entries,
+                    TilePlanes* planes) {
+  const int32_t symbols = books.symbols_per_fragment(), entries_each = symbols * books.streams();
+  for (int32_t f = 0; f < dim_blocks; ++f) {
+    const int32_t at = f * kPairsPerFragment * kWarpLanes;
+    expand_fragment(*books.of[f], symbols, entries + f * entries_each, planes->first + at,
+                    planes->second + at);
   }
 }
 

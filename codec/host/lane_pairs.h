@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "codec/format/codebook.h"
 #include "codec/format/coded_block_format.h"
+#include "codec/host/slice_books.h"
 
 namespace tierkv {
 
@@ -32,6 +32,7 @@ struct StreamSet {
   uint32_t bounds[2 * kWarpLanes + 1];  // begin of each stream, and the end of the last
   int32_t streams;                      // 32 or 64
   int32_t symbols;                      // in each stream
+  int32_t dim_blocks;                   // of the slice: a stream passes them once a tile
 };
 inline constexpr int32_t kMaxStreamSymbols = kMaxBlockEntries / kWarpLanes;
 inline constexpr int32_t kPayloadSlackBytes = kMaxStreamSymbols * kMaxCodeLength / 8 + 16;
@@ -39,12 +40,12 @@ inline constexpr int32_t kPayloadSlackBytes = kMaxStreamSymbols * kMaxCodeLength
 // Decodes all streams by table lookup. Whatever the bits are, every lookup gives a symbol of at
 // most kMaxCodeLength bits, so the reads stay within the slack. False, with some entries, where a
 // stream does not end at the next one's bound.
-bool decode_streams(const Codebook& codebook, const StreamSet& set, uint16_t* entries);
+bool decode_streams(const SliceBooks& books, const StreamSet& set, uint16_t* entries);
 // The same by the tree walk of codec/format/huffman.h.
-bool decode_streams_reference(const Codebook& codebook, const StreamSet& set, uint16_t* entries);
+bool decode_streams_reference(const SliceBooks& books, const StreamSet& set, uint16_t* entries);
 
-// The codes of a tile: `symbols` entries of every stream. kSplit gives codes without low nibbles.
-void expand_entries(const Codebook& codebook, int32_t symbols, const uint16_t* entries,
+// The codes of a tile. kSplit gives codes without low nibbles.
+void expand_entries(const SliceBooks& books, int32_t dim_blocks, const uint16_t* entries,
                     TilePlanes* planes);
 
 // Row-major codes of one slice or tile.
@@ -60,6 +61,6 @@ struct SliceCodes {
 void scatter_tile(const TilePlanes& planes, Component component, const SliceCodes& out);
 void scatter_tile_reference(const TilePlanes& planes, Component component, const SliceCodes& out);
 // expand_entries and scatter_tile of a tile in one pass, kPair only.
-void scatter_pair_entries(const Codebook& codebook, const uint16_t* entries, const SliceCodes& out);
+void scatter_pair_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out);
 
 }  // namespace tierkv

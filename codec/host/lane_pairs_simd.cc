@@ -49,6 +49,16 @@ struct Lookup {
   }
 };
 
+// The table of a stream's symbol i.
+struct OneTable {
+  Lookup lookup;
+  HWY_INLINE Lookup at(int32_t) const { return lookup; }
+};
+struct TableOfSymbol {
+  const Lookup* of;  // [symbols]
+  HWY_INLINE Lookup at(int32_t i) const { return of[i]; }
+};
+
 // Where the windows of neighbouring streams begin. A window is the bits of a stream from there on
 // in its low end, above them a one and zeros: so its leading zeros count the bits that have left
 // it since byte `at`, and a window from which more was taken than it had is 0.
@@ -67,25 +77,26 @@ struct Group {
   }
 };
 
-// Symbols of one stream with windows that hold them whatever they are.
-template <int32_t kStreams>
-HWY_NOINLINE void take_safely(const Lookup& lookup, int32_t symbols, int32_t k, Group* group,
-                              uint16_t* entries) {
+// Symbols `from` and following of one stream with windows that hold them whatever they are.
+template <int32_t kStreams, class Tables>
+HWY_NOINLINE void take_safely(const Tables& tables, int32_t from, int32_t symbols, int32_t k,
+                              Group* group, uint16_t* entries) {
   for (int32_t i = 0; i < symbols;) {
     uint64_t bits = group->window(k);
     const int32_t end = std::min(symbols, i + kSafeSymbols);
-    for (; i < end; ++i) bits = lookup.take(bits, entries + i * kStreams);
+    for (; i < end; ++i) bits = tables.at(from + i).take(bits, entries + i * kStreams);
     group->advance(k, leading_zeros(bits));
   }
 }
 
-// kCount symbols of every stream of the group from one window each, and new windows. Where a window
-// was too short they are taken again, safely. Returns the place of the next entries.
-template <int32_t kCount, int32_t kStreams>
-HWY_INLINE uint16_t* take_windows(const Lookup& lookup, Group* group, uint16_t* entries,
-                                  uint64_t (&bits)[kStreamsAtOnce]) {
+// kCount symbols of every stream of the group, from symbol `from` on, from one window each, and new
+// windows. Where a window was too short they are taken again, safely. entries: of symbol `from`.
+template <int32_t kCount, int32_t kStreams, class Tables>
+HWY_INLINE void take_windows(const Tables& tables, int32_t from, Group* group, uint16_t* entries,
+                             uint64_t (&bits)[kStreamsAtOnce]) {
 #pragma GCC unroll 16
   for (int32_t i = 0; i < kCount; ++i) {
+    const Lookup lookup = tables.at(from + i);
 #pragma GCC unroll 8
     for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
       bits[k] = lookup.take(bits[k], entries + i * kStreams + k);
@@ -94,17 +105,16 @@ HWY_INLINE uint16_t* take_windows(const Lookup& lookup, Group* group, uint16_t* 
 #pragma GCC unroll 8
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
     if (HWY_UNLIKELY(bits[k] == 0)) {
-      take_safely<kStreams>(lookup, kCount, k, group, entries + k);
+      take_safely<kStreams>(tables, from, kCount, k, group, entries + k);
     } else {
       group->advance(k, leading_zeros(bits[k]));
     }
     bits[k] = group->window(k);
   }
-  return entries + kCount * kStreams;
 }
 
-template <int32_t kCount, int32_t kStreams>
-bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uint16_t* entries) {
+template <int32_t kCount, int32_t kStreams, class Tables>
+bool decode_group(const Tables& tables, const StreamSet& set, int32_t first, uint16_t* entries) {
   Group group;
   uint64_t bits[kStreamsAtOnce];
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
@@ -112,16 +122,17 @@ bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uin
     group.advance(k, set.bounds[first + k]);
     bits[k] = group.window(k);
   }
-  uint16_t* to = entries + first;
-  int32_t left = set.symbols;
+  uint16_t* const to = entries + first;
+  const int32_t n = set.symbols;
+  int32_t i = 0;
   // Some windows take one symbol more, so that none is left for a last short one.
-  for (; left % kCount != 0 && left > kCount; left -= kCount + 1) {
-    to = take_windows<kCount + 1, kStreams>(lookup, &group, to, bits);
+  for (; (n - i) % kCount != 0 && n - i > kCount; i += kCount + 1) {
+    take_windows<kCount + 1, kStreams>(tables, i, &group, to + i * kStreams, bits);
   }
-  for (; left >= kCount; left -= kCount) {
-    to = take_windows<kCount, kStreams>(lookup, &group, to, bits);
+  for (; n - i >= kCount; i += kCount) {
+    take_windows<kCount, kStreams>(tables, i, &group, to + i * kStreams, bits);
   }
-  for (; left > 0; --left) to = take_windows<1, kStreams>(lookup, &group, to, bits);
+  for (; i < n; ++i) take_windows<1, kStreams>(tables, i, &group, to + i * kStreams, bits);
   bool whole = true;
   for (int32_t k = 0; k < kStreamsAtOnce; ++k) {
     whole &= 8 * (group.at[k] - set.payload) + group.skip[k] == set.bounds[first + k + 1];
@@ -129,11 +140,11 @@ bool decode_group(const Lookup& lookup, const StreamSet& set, int32_t first, uin
   return whole;
 }
 
-template <int32_t kCount, int32_t kStreams>
-bool decode_groups(const Lookup& lookup, const StreamSet& set, uint16_t* entries) {
+template <int32_t kCount, int32_t kStreams, class Tables>
+bool decode_groups(const Tables& tables, const StreamSet& set, uint16_t* entries) {
   bool whole = true;
   for (int32_t first = 0; first < kStreams; first += kStreamsAtOnce) {
-    whole &= decode_group<kCount, kStreams>(lookup, set, first, entries);
+    whole &= decode_group<kCount, kStreams>(tables, set, first, entries);
   }
   return whole;
 }
@@ -141,20 +152,35 @@ bool decode_groups(const Lookup& lookup, const StreamSet& set, uint16_t* entries
 // As many symbols a window as it will seldom be too short for: at the block's mean they take
 // kUsualBits.
 constexpr int32_t kUsualBits = 46;
-template <int32_t kStreams>
-bool decode_with(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
-  const Lookup lookup = {codebook.table.data(), codebook.table.size() - 1};
+template <int32_t kStreams, class Tables>
+bool decode_with(const Tables& tables, const StreamSet& set, uint16_t* entries) {
   const auto bits = static_cast<int32_t>(set.bounds[kStreams]);
   const int32_t symbols = kStreams * set.symbols;
-  if (8 * bits <= kUsualBits * symbols) return decode_groups<8, kStreams>(lookup, set, entries);
-  if (7 * bits <= kUsualBits * symbols) return decode_groups<7, kStreams>(lookup, set, entries);
-  if (6 * bits <= kUsualBits * symbols) return decode_groups<6, kStreams>(lookup, set, entries);
-  return decode_groups<kSafeSymbols, kStreams>(lookup, set, entries);
+  if (8 * bits <= kUsualBits * symbols) return decode_groups<8, kStreams>(tables, set, entries);
+  if (7 * bits <= kUsualBits * symbols) return decode_groups<7, kStreams>(tables, set, entries);
+  if (6 * bits <= kUsualBits * symbols) return decode_groups<6, kStreams>(tables, set, entries);
+  return decode_groups<kSafeSymbols, kStreams>(tables, set, entries);
 }
 
-bool decode(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
-  return set.streams == kWarpLanes ? decode_with<kWarpLanes>(codebook, set, entries)
-                                   : decode_with<2 * kWarpLanes>(codebook, set, entries);
+template <class Tables>
+bool decode_all(const Tables& tables, const StreamSet& set, uint16_t* entries) {
+  return set.streams == kWarpLanes ? decode_with<kWarpLanes>(tables, set, entries)
+                                   : decode_with<2 * kWarpLanes>(tables, set, entries);
+}
+
+bool decode(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
+  const auto lookup = [&](int32_t f) {
+    return Lookup{books.of[f]->table.data(), books.of[f]->table.size() - 1};
+  };
+  if (books.single()) return decode_all(OneTable{lookup(0)}, set, entries);
+  Lookup of_symbol[kMaxStreamSymbols];
+  const int32_t per_fragment = books.symbols_per_fragment();
+  for (int32_t i = 0; i < set.symbols;) {
+    for (int32_t f = 0; f < set.dim_blocks; ++f, i += per_fragment) {
+      std::fill_n(of_symbol + i, per_fragment, lookup(f));
+    }
+  }
+  return decode_all(TableOfSymbol{of_symbol}, set, entries);
 }
 
 #if HWY_TARGET != HWY_SCALAR
@@ -181,11 +207,11 @@ struct Pairs {
   V16 first, second;
 };
 
-// The codes of the eight lanes from `at` on, and of those `apart` further.
+// The codes of the eight lanes from `at` on, in a dim block, and of those `apart` further.
 struct PlaneSource {
   const uint16_t* first;
   const uint16_t* second;
-  HWY_INLINE Pairs load(int32_t at, int32_t apart) const {
+  HWY_INLINE Pairs load(int32_t, int32_t at, int32_t apart) const {
     return {load_eights(first + at, first + at + apart),
             load_eights(second + at, second + at + apart)};
   }
@@ -193,10 +219,11 @@ struct PlaneSource {
 
 struct EntrySource {
   const uint16_t* entries;
-  uint16_t base;
-  HWY_INLINE Pairs load(int32_t at, int32_t apart) const {
+  uint16_t base[kSliceDimBlocks];
+  HWY_INLINE Pairs load(int32_t dim_block, int32_t at, int32_t apart) const {
     const D16 d;
-    const V16 entry = load_eights(entries + at, entries + at + apart), offset = hn::Set(d, base);
+    const V16 entry = load_eights(entries + at, entries + at + apart);
+    const V16 offset = hn::Set(d, base[dim_block]);
     const V16 first = hn::And(hn::ShiftRight<6>(entry), hn::Set(d, 31));
     return {hn::Add(first, offset), hn::Add(hn::ShiftRight<11>(entry), offset)};
   }
@@ -206,9 +233,10 @@ struct EntrySource {
 // the same tokens.
 template <class Source>
 HWY_INLINE void scatter_keys(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
+  const int32_t dim_block = at / (kPairsPerFragment * kWarpLanes);
   const D16 d;
   for (int32_t q = 0; q < 4; ++q, to += 2 * stride) {
-    const Pairs p = source.load(at + q * 8, 2 * kWarpLanes);
+    const Pairs p = source.load(dim_block, at + q * 8, 2 * kWarpLanes);
     hn::StoreU(hn::InterleaveLower(d, p.first, p.second), d, to);
     hn::StoreU(hn::InterleaveUpper(d, p.first, p.second), d, to + stride);
   }
@@ -234,10 +262,11 @@ HWY_INLINE void transpose(V16 (&v)[4]) {
 // lie in the same tokens.
 template <class Source>
 HWY_INLINE void scatter_values(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
+  const int32_t dim_block = at / (kPairsPerFragment * kWarpLanes);
   const D16 d;
   V16 first[4], second[4];
   for (int32_t q = 0; q < 4; ++q) {
-    const Pairs p = source.load(at + q * 8, kWarpLanes);
+    const Pairs p = source.load(dim_block, at + q * 8, kWarpLanes);
     first[q] = p.first;
     second[q] = p.second;
   }
@@ -280,19 +309,22 @@ void scatter_planes(const TilePlanes& planes, Component component, const SliceCo
   scatter(PlaneSource{planes.first, planes.second}, component, out);
 }
 
-void scatter_entries(const Codebook& codebook, const uint16_t* entries, const SliceCodes& out) {
-  scatter(EntrySource{entries, static_cast<uint16_t>(codebook.base)}, codebook.component, out);
+void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
+  EntrySource source{entries, {}};
+  for (int32_t f = 0; f < kSliceDimBlocks; ++f) {
+    source.base[f] = static_cast<uint16_t>(books.of[f]->base);
+  }
+  scatter(source, books.first().component, out);
 }
 #else
 void scatter_planes(const TilePlanes& planes, Component component, const SliceCodes& out) {
   scatter_tile_reference(planes, component, out);
 }
 
-void scatter_entries(const Codebook& codebook, const uint16_t* entries, const SliceCodes& out) {
-  const int32_t symbols = dim_block_count(out.dims) * kPairsPerFragment / codebook.streams_per_lane;
+void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
   TilePlanes planes;
-  expand_entries(codebook, symbols, entries, &planes);
-  scatter_tile_reference(planes, codebook.component, out);
+  expand_entries(books, dim_block_count(out.dims), entries, &planes);
+  scatter_tile_reference(planes, books.first().component, out);
 }
 #endif
 
@@ -307,15 +339,14 @@ HWY_EXPORT(decode);
 HWY_EXPORT(scatter_planes);
 HWY_EXPORT(scatter_entries);
 
-bool decode_streams(const Codebook& codebook, const StreamSet& set, uint16_t* entries) {
-  return HWY_DYNAMIC_DISPATCH(decode)(codebook, set, entries);
+bool decode_streams(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
+  return HWY_DYNAMIC_DISPATCH(decode)(books, set, entries);
 }
 void scatter_tile(const TilePlanes& planes, Component component, const SliceCodes& out) {
   HWY_DYNAMIC_DISPATCH(scatter_planes)(planes, component, out);
 }
-void scatter_pair_entries(const Codebook& codebook, const uint16_t* entries,
-                          const SliceCodes& out) {
-  HWY_DYNAMIC_DISPATCH(scatter_entries)(codebook, entries, out);
+void scatter_pair_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
+  HWY_DYNAMIC_DISPATCH(scatter_entries)(books, entries, out);
 }
 
 }  // namespace tierkv

@@ -1,50 +1,76 @@
 // What calibration learns about a model's cache: per (layer, kv_head) the statistics from which
-// means, global steps and bases follow, and the tier thresholds. A profile is applied to other
-// sequences of the same model, so its means, steps and bases are not billed to them.
+// means, weights, steps, bases, head scales and classes of heads follow, and the tier thresholds.
+// A profile is applied to other sequences of the same model, so nothing of it is billed to them.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "codec/format/basis.h"
+#include "tierkv/layout.h"
+#include "tierkv/rope.h"
 
 namespace tierkv {
 
-// Statistics of one (layer, kv_head).
+// Statistics of one (layer, kv_head). The sinks, the first tokens of a sequence, are left out.
 struct RowProfile {
-  double query_trace = 0;   // tr M_K, ridge included: mean |q|^2 over the group's heads, times 1.01
+  std::vector<float> key_mean;              // [head_dim], of keys as the cache holds them
+  std::vector<float> value_mean;            // [head_dim]
+  std::vector<float> key_mean_before_rope;  // [head_dim]; empty: unknown
+  // [head_dim] mean squared component of the group's queries; empty: unknown. Where the rotation is
+  // known, both dims of a RoPE pair hold the mean of the two.
+  std::vector<float> query_energy;
+  double query_trace = 0;   // E |q|^2 over the group's heads
   double value_signal = 0;  // E |x|^2 of the values
-  std::vector<float> key_mean;    // [head_dim]
-  std::vector<float> value_mean;  // [head_dim]
   // Calibrated bases (BasisKind::kMatrix), empty where not calibrated; [head_dim, head_dim], see
   // Basis::matrix.
   std::vector<float> key_forward, key_inverse, value_forward, value_inverse;
-  double key_matrix_trace = 0;    // tr(T^-1 M_K T^-T): what query_trace becomes in that basis
+  double key_matrix_trace = 0;    // tr(T^-1 M_K T^-T), M_K the metric of global_step.h
   double value_matrix_trace = 0;  // tr(T^-1 T^-T): what head_dim becomes in that basis
-  // Global steps are multiplied by these; 1 where steps are not balanced.
-  double key_step_scale = 1, value_step_scale = 1;
-};
-
-// Steps balanced between rows, keys and values (tools/analysis/step_balance.h): at k and v the
-// calibration dumps have this attention error. Their scales have a geometric mean of 1.
-struct StepBalance {
-  double error = 0;  // 0: not balanced, all scales are 1
-  double k = 0, v = 0;
+  // Head scales: steps are multiplied by these; 1 where sensitivities were not measured.
+  double key_scale = 1, value_scale = 1;
 };
 
 struct Profile {
+  std::string model_id;
   int32_t num_layers = 0;
+  int32_t num_q_heads = 0;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
+  double sm_scale = 0;
   double alpha_high = 1;
   double alpha_low = 0;
-  StepBalance balance;
+  std::vector<Rope> rope;        // [1], the same in all layers, or [num_layers]; empty: unknown
   std::vector<RowProfile> rows;  // [num_layers, num_kv_heads]
+  // [rows] KL divergence, in nats, of what follows when this component of this row alone is coarse
+  // (joint: keys and values together); empty: not measured.
+  std::vector<double> key_sensitivity, value_sensitivity, joint_sensitivity;
 
   const RowProfile& row(int32_t layer, int32_t kv_head) const {
     return rows[layer * num_kv_heads + kv_head];
   }
+  // Null where the rotation is unknown.
+  const Rope* rope_of(int32_t layer) const {
+    return rope.empty() ? nullptr : &rope[rope.size() == 1 ? 0 : layer];
+  }
+  // Everything that readers of a profile rely on. kInvalidArgument or, for a value that is not
+  // finite, kNonFinite, naming the field.
+  Status validate() const;
+  // kInvalidArgument naming both models, unless the profile is of a model of this shape and name.
+  // An empty model_id agrees with any name.
+  Status check_model(const CacheLayout& layout, const std::string& model_id) const;
 };
+
+// Head scales of sensitivities, all positive: sensitivity^(-1/4), normalised to a geometric mean of
+// 1, then clamped to [1/8, 8].
+std::vector<double> head_scales(const std::vector<double>& sensitivities);
+
+// The class of each head, from 0: the most sensitive round(shares[0] * heads) heads are class 0,
+// the next round(shares[1] * heads) class 1, the rest class shares.size(). Halves round up; the
+// lower row of two equally sensitive ones comes first. Shares are not negative.
+std::vector<int32_t> assign_classes(const std::vector<double>& shares,
+                                    const std::vector<double>& sensitivities);
 
 // Basis and global step of one component of a row in a format (docs/DESIGN.md, "Global step").
 Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& row,

@@ -72,6 +72,7 @@ struct AttentionGrid {
   int32_t slot_bytes = 0;  // of one chunk in flight
   int32_t slots_per_warp = 0;
   int32_t shared_bytes = 0;
+  int32_t warps_per_cta = 8;  // fewer where shared memory does not hold the slots of 8
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.
 TKV_API Result<AttentionGrid> attention_grid(const AttentionConfig& config);

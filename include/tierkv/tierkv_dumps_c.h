@@ -55,14 +55,14 @@ typedef struct tkv_calibrate_options {
   double prune_budget;   /* of alpha_low; 0: every token is kept */
   int32_t threads;       /* 0: all cores */
   const tkv_progress* progress;
-  double alpha_high; /* out */
-  double alpha_low;  /* out */
-  /* 0.001 to 1: global steps of different size per layer, kv head and component, those that need
-   * the fewest bits at this mean online attention error; 0: all scaled alike */
-  double balance_error;
+  double alpha_high;    /* out */
+  double alpha_low;     /* out */
+  const char* model_id; /* of the profile; null: the dumps', which must then have the same one */
+  int32_t overwrite;    /* 1: replaces a profile that exists */
 } tkv_calibrate_options;
 
-/* Writes a profile: means, step statistics, bases and thresholds of a model. */
+/* Writes a profile of what dumps can tell: means, energies, bases and thresholds of a model. TKV_IO
+ * where the profile is one of the dumps, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_calibrate(tkv_calibrate_options* options, const char* profile,
                                  tkv_error* error);
 
@@ -71,20 +71,52 @@ typedef struct tkv_profile tkv_profile;
 TKV_API tkv_status tkv_profile_open(const char* path, tkv_profile** profile, tkv_error* error);
 TKV_API void tkv_profile_destroy(tkv_profile* profile);
 
-typedef struct tkv_profile_info {
+/* A profile, read or to be written; rows = num_layers * num_kv_heads, in order (layer, kv_head).
+ * Arrays that may be null are marked so: what they would hold is unknown. */
+typedef struct tkv_profile_data {
   size_t struct_size;
+  const char* model_id; /* not empty */
   int32_t num_layers;
+  int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
-  int32_t matrix_basis; /* 1: calibrated with one */
+  double sm_scale;
   double alpha_high;
   double alpha_low;
-  double balance_error; /* of attention on the dumps of calibration; 0: not balanced */
-  double balance_k;     /* the errors of keys and of values that steps aim at for it */
-  double balance_v;
-} tkv_profile_info;
-TKV_API tkv_status tkv_profile_get_info(const tkv_profile* profile, tkv_profile_info* info,
+  int32_t rope_pairing;       /* 0 none, 1 halves, 2 neighbours, -1 unknown */
+  int32_t rope_dims;          /* rotated dims, even; 0 with none or unknown */
+  int32_t rope_layers;        /* 1: the same in all layers, or num_layers; 0: unknown */
+  int32_t matrix_basis;       /* out; 1: calibrated with one. 0 when written */
+  const float* rope_inv_freq; /* [rope_layers, rope_dims / 2]; zeros: a layer without rotation */
+  const float* key_mean;      /* [rows, head_dim], sinks left out as in all statistics */
+  const float* value_mean;    /* [rows, head_dim] */
+  const float* key_mean_before_rope; /* [rows, head_dim] or null */
+  const float* query_energy;         /* [rows, head_dim] mean squared query component, or null;
+                                      * both dims of a RoPE pair hold the mean of the two */
+  const double* query_trace;         /* [rows] mean |q|^2 */
+  const double* value_signal;        /* [rows] mean |v|^2 */
+  const double* key_scale;           /* [rows] head scales, positive; null when written: ones */
+  const double* value_scale;         /* likewise */
+  const double* key_sensitivity;     /* [rows] KL in nats when this component of this row alone */
+  const double* value_sensitivity;   /* is coarse, positive; joint: keys and values together; */
+  const double* joint_sensitivity;   /* or null */
+} tkv_profile_data;
+/* The pointers in *data are valid until the profile is destroyed. */
+TKV_API tkv_status tkv_profile_get_data(const tkv_profile* profile, tkv_profile_data* data,
                                         tkv_error* error);
+/* Replaces the file, whole or not at all. */
+TKV_API tkv_status tkv_profile_write(const tkv_profile_data* data, const char* path,
+                                     tkv_error* error);
+
+/* Head scales of sensitivities, all positive: sensitivity^(-1/4), normalised to a geometric mean of
+ * 1, then clamped to [1/8, 8]. Both [rows]. */
+TKV_API tkv_status tkv_head_scales(const double* sensitivities, int32_t rows, double* scales,
+                                   tkv_error* error);
+/* The class of each head, out [rows]: the most sensitive round(shares[0] * rows) heads are class 0,
+ * and so on; the rest are class num_shares. Equally sensitive heads: the lower row first. */
+TKV_API tkv_status tkv_assign_classes(const double* shares, int32_t num_shares,
+                                      const double* sensitivities, int32_t rows, int32_t* classes,
+                                      tkv_error* error);
 
 /* Of one component, all rows in order (layer, kv_head). Null arrays are skipped. After TKV_CORRUPT
  * they are unspecified. */
@@ -93,7 +125,6 @@ typedef struct tkv_profile_component {
   tkv_component component;
   int32_t matrix_steps; /* 1: steps are for coordinates in the matrix basis */
   double error;         /* what steps aim at: of logits for keys, relative for values */
-  double sm_scale;      /* of the model, for the steps of keys; 0: 1 / sqrt(head_dim) */
   float* steps;         /* out [rows] */
   float* means;         /* out [rows, head_dim] */
   float* forward;       /* out [rows, head_dim, head_dim]; TKV_NOT_FOUND without a matrix basis */
@@ -106,8 +137,10 @@ TKV_API tkv_status tkv_profile_get_component(const tkv_profile* profile,
 typedef struct tkv_compress_options {
   size_t struct_size;
   const char* preset;
-  const char* profile; /* or null */
-  int32_t threads;     /* 0: all cores */
+  const char* profile;     /* or null */
+  int32_t threads;         /* 0: all cores */
+  int32_t overwrite;       /* 1: replaces a container that exists */
+  int32_t without_queries; /* 1: queries and significance are left out */
   const tkv_progress* progress;
   int64_t values;        /* out: keys and values */
   int64_t file_bytes;    /* out: of the container */
@@ -115,7 +148,8 @@ typedef struct tkv_compress_options {
   int64_t tokens[4];     /* out: (row, token) pairs in window, high, low, pruned */
 } tkv_compress_options;
 
-/* A kv-dump into a container, written whole or not at all. */
+/* A kv-dump into a container, written whole or not at all. TKV_IO where the container is the dump
+ * or the profile, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_compress(const char* dump, const char* container,
                                 tkv_compress_options* options, tkv_error* error);
 
@@ -126,9 +160,11 @@ typedef struct tkv_decompress_options {
   int32_t threads;    /* 0: all cores */
   int32_t gzip_level; /* of the dump, 0 (none) to 9 */
   const tkv_progress* progress;
+  int32_t overwrite; /* 1: replaces a dump that exists */
 } tkv_decompress_options;
 
-/* A container back into a kv-dump; pruned tokens are zeros, named in the dataset `pruned`. */
+/* A container back into a kv-dump; pruned tokens are zeros, named in the dataset `pruned`. TKV_IO
+ * where the dump is the container, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_decompress(const char* container, const char* dump,
                                   const tkv_decompress_options* options, tkv_error* error);
 

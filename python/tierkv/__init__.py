@@ -17,18 +17,18 @@ from .container import Cache, CacheInfo, Layer, Sequence, open, open_bytes
 from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress, decompress
 from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
-from .profile import Balance, ComponentProfile, Matrices, Profile, read_profile
+from .profile import ComponentProfile, Matrices, Profile, ProfileData, Rope, assign_classes, head_scales, read_profile, write_profile
 from .store import Attention, Store, StoreStats
 from .store_config import Basis, ChannelConfig, CodedConfig, StoreConfig, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Attention", "Balance", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "ChannelConfig", "Codebook", "CodedConfig", "ComponentProfile",
+    "Attention", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "ChannelConfig", "Codebook", "CodedConfig", "ComponentProfile",
     "Compressed", "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
     "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
-    "Profile", "QuantizedRows", "Result", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
-    "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "calibrate",
-    "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "open", "open_bytes", "quantize",
-    "read_profile",
+    "Profile", "ProfileData", "QuantizedRows", "Result", "Rope", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
+    "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "assign_classes",
+    "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "head_scales", "open", "open_bytes", "quantize",
+    "read_profile", "write_profile",
 ]

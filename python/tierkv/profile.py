@@ -1,17 +1,23 @@
-"""Profiles of models, as calibrate() writes them: means, steps, bases and thresholds for stores."""
+"""Profiles of models: means, query energies, head scales, sensitivities, steps, bases and thresholds for stores."""
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _library as lib
-from ._arrays import FloatArray, pointer
+from ._arrays import Array, FloatArray, pointer, shaped
 from .store_config import BASIS_KINDS, Basis
 
 COMPONENTS = {"key": 0, "value": 1}
+PAIRINGS = ("none", "halves", "neighbours")
+VECTORS = ("key_mean", "value_mean", "key_mean_before_rope", "query_energy")
+SCALARS = ("query_trace", "value_signal", "key_scale", "value_scale", "key_sensitivity", "value_sensitivity", "joint_sensitivity")
+
+Scalars = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -51,46 +57,133 @@ class ComponentProfile:
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Steps balanced over heads: attention error of the calibration dumps with steps(k) of keys and steps(v) of values."""
+class Rope:
+    """How a model rotates queries and keys by position."""
 
-    error: float
-    k: float
-    v: float
+    pairing: str  # of PAIRINGS: dim i turns with dim i + dims / 2 (halves) or 2 i with 2 i + 1 (neighbours)
+    dims: int  # rotated ones, even; 0 with "none"
+    # [dims / 2] radians a position, or [num_layers, dims / 2] where layers differ; zeros: a layer that is not rotated
+    inv_freq: FloatArray
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileData:
+    """What a profile holds but for matrices. None: unknown. Scalars of heads are [num_layers, num_kv_heads] float64."""
+
+    model_id: str
     num_layers: int
+    num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    alpha_high: float
-    alpha_low: float
-    key: ComponentProfile
-    value: ComponentProfile
-    balance: Optional[Balance] = None
+    sm_scale: float
+    key_mean: FloatArray  # [num_layers, num_kv_heads, head_dim], sinks left out as in all statistics
+    value_mean: FloatArray  # likewise
+    query_trace: Scalars  # mean |q|^2
+    value_signal: Scalars  # mean |v|^2
+    key_mean_before_rope: Optional[FloatArray] = None  # as key_mean
+    query_energy: Optional[FloatArray] = None  # as key_mean: mean squared query component, averaged over the two dims of a RoPE pair
+    key_scale: Optional[Scalars] = None  # head scales; None when written: ones
+    value_scale: Optional[Scalars] = None
+    # KL in nats of what follows when this component of this head alone is coarse; joint: keys and values together
+    key_sensitivity: Optional[Scalars] = None
+    value_sensitivity: Optional[Scalars] = None
+    joint_sensitivity: Optional[Scalars] = None
+    rope: Optional[Rope] = None
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0
 
 
-def read_profile(path: lib.Path, sm_scale: float = 0.0) -> Profile:
-    """The profile that calibrate() wrote. sm_scale: of the model, 0 for 1 / sqrt(head_dim); the steps of keys depend on it."""
+@dataclass(frozen=True)
+class Profile(ProfileData):
+    key: Optional[ComponentProfile] = None
+    value: Optional[ComponentProfile] = None
+
+    def classes(self, shares: Sequence[float]) -> npt.NDArray[np.int32]:
+        """The class of each head [num_layers, num_kv_heads]: shares[0] of the heads, the most sensitive, are class 0, and so on;
+        the rest are class len(shares)."""
+        if self.joint_sensitivity is None:
+            raise ValueError("the profile has no joint sensitivities")
+        return assign_classes(shares, self.joint_sensitivity)
+
+
+def read_profile(path: lib.Path) -> Profile:
+    """The profile that calibrate() or `python -m tierkv.calibrate` wrote."""
     handle = ctypes.c_void_p()
     lib.dumps().call("tkv_profile_open", lib.encode_path(path), handle)
     try:
-        info = lib.ProfileInfoStruct()
-        lib.dumps().call("tkv_profile_get_info", handle, info)
-        key, value = (_component(handle, info, name, sm_scale) for name in COMPONENTS)
-        balance = Balance(info.balance_error, info.balance_k, info.balance_v) if info.balance_error > 0 else None
-        return Profile(info.num_layers, info.num_kv_heads, info.head_dim, info.alpha_high, info.alpha_low, key, value, balance)
+        data = lib.ProfileData()
+        lib.dumps().call("tkv_profile_get_data", handle, data)
+        rows = (data.num_layers, data.num_kv_heads)
+        arrays = {name: _copied(getattr(data, name), ctypes.c_float, (*rows, data.head_dim)) for name in VECTORS}
+        arrays.update({name: _copied(getattr(data, name), ctypes.c_double, rows) for name in SCALARS})
+        key, value = (_component(handle, data, name) for name in COMPONENTS)
+        return Profile(data.model_id.decode(), data.num_layers, data.num_q_heads, data.num_kv_heads, data.head_dim, data.sm_scale,
+                       rope=_rope(data), alpha_high=data.alpha_high, alpha_low=data.alpha_low, key=key, value=value, **arrays)
     finally:
         lib.dumps().dll.tkv_profile_destroy(handle)
 
 
-def _component(handle: ctypes.c_void_p, info: lib.ProfileInfoStruct, name: str, sm_scale: float) -> ComponentProfile:
+def write_profile(path: lib.Path, profile: ProfileData) -> None:
+    """Replaces the file, whole or not at all. Matrices are not written."""
+    rows = (profile.num_layers, profile.num_kv_heads)
+    shapes = {**{name: (*rows, profile.head_dim) for name in VECTORS}, **{name: rows for name in SCALARS}}
+    arrays = {}
+    for name, shape in shapes.items():
+        given = getattr(profile, name)
+        dtype = np.float32 if name in VECTORS else np.float64
+        arrays[name] = None if given is None else shaped(np.ascontiguousarray(given, dtype), shape, name)
+    rope = {"rope_pairing": -1}
+    inv_freq = None
+    if profile.rope is not None:
+        if profile.rope.pairing not in PAIRINGS:
+            raise ValueError(f"rope pairing {profile.rope.pairing!r} is not one of {', '.join(PAIRINGS)}")
+        inv_freq = np.ascontiguousarray(np.atleast_2d(np.asarray(profile.rope.inv_freq, np.float32)))
+        shaped(inv_freq, (None, profile.rope.dims // 2), "rope.inv_freq")
+        rope = {"rope_pairing": PAIRINGS.index(profile.rope.pairing), "rope_dims": profile.rope.dims, "rope_layers": len(inv_freq)}
+    data = lib.ProfileData(model_id=profile.model_id.encode(), num_layers=profile.num_layers, num_q_heads=profile.num_q_heads,
+                           num_kv_heads=profile.num_kv_heads, head_dim=profile.head_dim, sm_scale=profile.sm_scale,
+                           alpha_high=profile.alpha_high, alpha_low=profile.alpha_low, rope_inv_freq=pointer(inv_freq), **rope,
+                           **{name: pointer(a) for name, a in arrays.items()})
+    lib.dumps().call("tkv_profile_write", data, lib.encode_path(path))
+
+
+def head_scales(sensitivities: Scalars) -> Scalars:
+    """sensitivity^(-1/4), normalised to a geometric mean of 1, then clamped to [1/8, 8]; any shape, all positive."""
+    given = np.ascontiguousarray(sensitivities, np.float64)
+    scales = np.empty_like(given)
+    lib.dumps().call("tkv_head_scales", pointer(given), given.size, pointer(scales))
+    return scales
+
+
+def assign_classes(shares: Sequence[float], sensitivities: Scalars) -> npt.NDArray[np.int32]:
+    """The class of each head: the most sensitive round(shares[0] * heads) are class 0, and so on; the rest class len(shares)."""
+    given, parts = np.ascontiguousarray(sensitivities, np.float64), np.ascontiguousarray(shares, np.float64)
+    classes = np.empty(given.shape, np.int32)
+    lib.dumps().call("tkv_assign_classes", pointer(parts), parts.size, pointer(given), given.size, pointer(classes))
+    return classes
+
+
+def _copied(address: Optional[int], kind: Any, shape: Tuple[int, ...]) -> Optional[Array]:
+    if address is None:
+        return None
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape).copy()
+
+
+def _rope(data: lib.ProfileData) -> Optional[Rope]:
+    if data.rope_pairing < 0:
+        return None
+    inv_freq = _copied(data.rope_inv_freq, ctypes.c_float, (data.rope_layers, data.rope_dims // 2))
+    if inv_freq is None:
+        inv_freq = np.empty((data.rope_layers, 0), np.float32)
+    return Rope(PAIRINGS[data.rope_pairing], data.rope_dims, inv_freq[0] if len(inv_freq) == 1 else inv_freq)
+
+
+def _component(handle: ctypes.c_void_p, info: lib.ProfileData, name: str) -> ComponentProfile:
     def array(*shape: int) -> FloatArray:
         return np.empty((info.num_layers, info.num_kv_heads, *shape), np.float32)
 
     def read(matrix: bool, **arrays: FloatArray) -> Tuple[FloatArray, ...]:
-        request = lib.ProfileComponent(component=COMPONENTS[name], matrix_steps=matrix, error=1.0, sm_scale=sm_scale,
+        request = lib.ProfileComponent(component=COMPONENTS[name], matrix_steps=matrix, error=1.0,
                                        **{field: pointer(a) for field, a in arrays.items()})
         lib.dumps().call("tkv_profile_get_component", handle, request)
         return tuple(arrays.values())

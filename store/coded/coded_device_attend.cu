@@ -8,6 +8,7 @@
 #include "codec/format/element.h"
 #include "gpu/cuda_device.cuh"
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 #include "store/coded/coded_device_state.h"
 #include "store/coded/coded_values.h"
 #include "store/tiers/device_rows.cuh"

@@ -36,6 +36,7 @@ Status CodedDeviceStore::allocate_attention() {
   largest.q_len = kMaxQueryTokens;
   CodedAttentionGrid any;
   any.num_ctas = limits->sms;
+  any.warps = coded_warps(c.layout.head_dim);
   const auto rows = static_cast<size_t>(largest.num_rows);
   uint8_t* workspace = nullptr;
   if (Status s = take(coded_attention_workspace_bytes(largest, any), &workspace); !s) return s;

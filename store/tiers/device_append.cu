@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 #include "store/tiers/device_step.cuh"
 
 namespace tierkv {

@@ -3,7 +3,9 @@
 // records of the pages. One query in one pass, the usual case, has a kernel of its own
 // (count_pages.cuh).
 
+#include "gpu/constants.h"
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 #include "store/tiers/count_pages.cuh"
 
 namespace tierkv {

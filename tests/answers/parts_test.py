@@ -27,7 +27,7 @@ class Bytes:
 
 
 class FakeModel:
-    bos, tokenizer = 0, Bytes()
+    opening, tokenizer = [0], Bytes()
 
 
 class Tasks(unittest.TestCase):

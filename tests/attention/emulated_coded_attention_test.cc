@@ -105,11 +105,12 @@ int32_t longest_of(const CodedAttention& call) {
 }
 
 // One pass with one copy of each table. slots: of a warp.
-CodedKernelParams params_of(const CodedAttention& call, int32_t slots) {
+CodedKernelParams params_of(const CodedAttention& call, int32_t slots, int32_t warps) {
   CodedKernelParams p{};
   p.call = call;
   p.grid.num_ctas = ctas_of(call);
   p.grid.slots_per_warp = slots;
+  p.grid.warps = warps;
   p.grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
   p.headers = {expected_header(call.keys.codebook, call.head_dim),
                expected_header(call.values.codebook, call.head_dim)};
@@ -122,8 +123,7 @@ CodedKernelParams params_of(const CodedAttention& call, int32_t slots) {
   p.value_family = family_of(call.values, call.head_dim);
   const CodedSharedLayout at = coded_shared_layout(
       EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
-      static_cast<uint32_t>(coded_warps(call.head_dim) * slots),
-      static_cast<uint32_t>(call.num_tables()));
+      static_cast<uint32_t>(warps * slots), static_cast<uint32_t>(call.num_tables()));
   p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
   return p;
 }
@@ -134,14 +134,14 @@ void run_kernel(CodedKernel kernel, const CodedKernelParams& p) {
   for (int32_t cta = 0; cta < p.grid.num_ctas; ++cta) {
     std::fill(std::begin(shared), std::end(shared), uint8_t{0xff});
     emulator::cta().run(
-        cta, coded_warps(p.call.head_dim) * 32, [&] { kernel(p); }, p.grid.num_ctas);
+        cta, p.grid.warps * 32, [&] { kernel(p); }, p.grid.num_ctas);
   }
 }
 
 // What the second kernel does: row r of the call, of the pass's partials.
 void join_row(const World& w, const CodedKernelParams& p, int32_t r, Attended* to) {
   const CodedAttention& call = p.call;
-  const ItemShares shares = item_shares(p, coded_warps(call.head_dim));
+  const ItemShares shares = item_shares(p, p.grid.warps);
   const int32_t begin = w.rows[r].first_item, dims = call.head_dim;
   const int32_t end = r + 1 < call.num_rows ? w.rows[r + 1].first_item : shares.items;
   const int32_t mean = w.shape.means ? w.rows[r].mean : -1;
@@ -200,20 +200,22 @@ struct Kernels {
   CodedKernel attend, find_probabilities;  // null: there is none
 };
 
-Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
+Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots,
+                        int32_t fewer_warps_log = 0) {
   const Tables tables(w);
   CodedAttention call = call_of(w, tables);
   const Status valid = call.validate();
   EXPECT_TRUE(valid) << valid.message();
   const std::vector<uint16_t> halves = halves_of(w);
   call.q = halves.data();
-  const int64_t partials = ctas_of(call) * coded_warps(call.head_dim) + call.num_rows;
+  const int32_t warps = coded_warps(call.head_dim) >> fewer_warps_log;
+  const int64_t partials = ctas_of(call) * warps + call.num_rows;
   Attended to;
   to.out.resize(w.q.size(), 0x7e00);
   to.lse.resize(w.rows.size() * call.all_columns(), NAN);
   to.status.resize(w.rows.size(), StatusCode::kIo);
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    CodedKernelParams p = pass_of(params_of(call, slots), first);
+    CodedKernelParams p = pass_of(params_of(call, slots, warps), first);
     std::vector<float> workspace(partials * coded_partial_floats(p.call), NAN);
     p.call.workspace = workspace.data();
     run_kernel(kernels.attend, p);
@@ -226,7 +228,7 @@ Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots) {
   call.probabilities = to.probabilities.data();
   call.probability_stride = to.stride;
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    run_kernel(kernels.find_probabilities, pass_of(params_of(call, 1), first));
+    run_kernel(kernels.find_probabilities, pass_of(params_of(call, 1, warps), first));
   }
   return to;
 }
@@ -300,7 +302,8 @@ class EmulatedCodedAttention : public RandomTest {
     const World w = make_world(&source_, shape, ragged_rows());
     // Two slots for raw blocks of 8 bits do not fit into shared memory.
     const bool wide = is_raw_mode(shape.mode) && shape.widest == BlockMode::kRaw8;
-    compare(w, attend_on_host(w, kernels_of(shape), wide ? 1 : 1 + source_.below(2)));
+    compare(w, attend_on_host(w, kernels_of(shape), wide ? 1 : 1 + source_.below(2),
+                              std::max(0, source_.below(5) - 1)));
   }
   CodeSource source_;
 };

@@ -40,16 +40,16 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
 }
 
 DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
-  const int32_t blocks = column_blocks(p.columns.of_row);
+  const DecodeChoice choice = decode_choice(p);
   switch (head_dim) {
     case 64:
-      return decode_kernel_for<64>(blocks, decode_mode(p));
+      return decode_kernel_for<64>(choice);
     case 96:
-      return decode_kernel_for<96>(blocks, decode_mode(p));
+      return decode_kernel_for<96>(choice);
     case 256:
-      return decode_kernel_for<256>(blocks, decode_mode(p));
+      return decode_kernel_for<256>(choice);
     default:
-      return decode_kernel_for<128>(blocks, decode_mode(p));
+      return decode_kernel_for<128>(choice);
   }
 }
 
@@ -64,6 +64,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
   const auto draw = [&](int32_t most) { return static_cast<int32_t>(rng() % (most + 1)); };
   p.slots = 1 + draw(most_slots(dim) - 1);
+  p.warps = static_cast<uint8_t>(kDecodeWarps >> std::max(draw(5) - 2, 0));
   p.plan_is_settled = draw(1) == 1;
   for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));
   p.rows = rows_of(world, p.slot_bytes);
@@ -83,7 +84,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   std::vector<float> lse(columns, NAN), parts(2ul * ctas * of_row * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * of_row, {NAN, NAN});
   std::vector<int32_t> row_status(p.rows.num_rows / p.rows.passes, 0);
-  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
+  const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, p.warps);
   p.out = out.data();
   p.lse = lse.data();
   p.sinks = world.sinks.empty() ? nullptr : world.sinks.data();
@@ -99,7 +100,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
         token_scores(result.score_bytes.data(), result.score_bytes.size(), p.rows.num_rows, of_row);
     result.scores = p.scores;
   }
-  EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots).bytes,
+  EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots, p.warps).bytes,
             static_cast<int32_t>(sizeof(shared_bytes)));
   const auto run_in_random_order = [&](int32_t num_ctas, int32_t threads, const auto& kernel) {
     std::vector<int32_t> order(num_ctas);
@@ -110,7 +111,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
       emulator::cta().run(cta, threads, kernel);
     }
   };
-  run_in_random_order(ctas, kDecodeThreads, [&] { kernel_of(dim, p)(p); });
+  run_in_random_order(ctas, p.warps * 32, [&] { kernel_of(dim, p)(p); });
   const SharedRowsParams shared_rows = shared_rows_params(p, ctas);
   const SharedRowsLaunch launch = shared_rows_launch(shared_rows, dim);
   run_in_random_order(launch.ctas, kSharedRowsThreads, [&] { launch.kernel(shared_rows); });

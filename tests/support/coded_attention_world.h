@@ -240,6 +240,23 @@ struct Attended {
   int64_t stride = 0;
 };
 
+// A product of 16 deep is off by at most this times the larger of its accumulator and of the sum of
+// its terms' magnitudes: a tensor core adds 8 or 16 terms and the accumulator after cutting each
+// off at 2^-24 of the largest, or further down, and cuts the sum off at 2^-23: 20 * 2^-24 < 2^-19.
+inline constexpr double kProductError = 0x1p-19;
+
+// How far digits reach: those of codes lie between the least base and the last level of a family,
+// those of raw blocks and exceptions between the least and the largest of a row's numbers. That is
+// what accumulators hold before the base comes off, also where all numbers are 0.
+inline double digit_reach(const World& w, int32_t component, float step, double largest) {
+  if (is_raw_mode(w.shape.mode)) return 2 * largest;
+  int32_t least = INT32_MAX, end = INT32_MIN;
+  for (const Codebook& book : w.books[component]) {
+    least = std::min(least, book.base), end = std::max(end, book.base + book.levels);
+  }
+  return (end - least) * double{step} + 2 * largest;
+}
+
 // What a column of a row amounts to.
 struct ExactColumn {
   std::vector<double> p;    // of the tokens it sees
@@ -248,6 +265,22 @@ struct ExactColumn {
   double score_error = 0;  // of a score, in what is compared
   double largest = 0;      // |value|, without means
 };
+// Of a score: q scaled, reach that of keys, terms the largest sum of |q k|.
+//
+// Products run over 16 dims after another, and each is off by kProductError of what is summed until
+// then: at most, in whatever order, with the largest first. Scales, the base's part and 2^x are off
+// by a few 2^-24 of what they are multiplied by, and of 2^8, which the argument of 2^x stays below.
+// Codes of 16 bits are rounded to 11, and fixed-rate keys twice.
+inline double score_error(const World& w, const std::vector<double>& q, double reach,
+                          double terms) {
+  std::vector<double> blocks(q.size() / 16);
+  for (size_t d = 0; d < q.size(); ++d) blocks[d / 16] += std::abs(q[d]) * reach;
+  std::sort(blocks.rbegin(), blocks.rend());
+  double sum = 0, error = 0;
+  for (const double block : blocks) sum += block, error += kProductError * sum;
+  error += 0x1p-21 * sum + 0x1p-15;
+  return error + (w.shape.huge_codes || w.shape.fixed.any() ? 0x1p-11 * terms : 0);
+}
 // first_token: of the row, in World::y.
 inline ExactColumn exact_column(const World& w, size_t r, size_t first_token, int32_t c) {
   const auto dims = static_cast<size_t>(w.shape.head_dim);
@@ -266,20 +299,20 @@ inline ExactColumn exact_column(const World& w, size_t r, size_t first_token, in
     return double(w.means[component][static_cast<size_t>(w.data[r].mean) * dims + d]);
   };
   std::vector<double> q;
-  double shift = 0, raised = 0, widest = 0;
+  double shift = 0, widest = 0, largest_key = 0;
   for (size_t d = 0; d < dims; ++d) {
     q.push_back(scale * double(raw_to_float(w.shape.dtype, bits[d])));
     shift += q[d] * mean(0, d);
-    raised += std::abs(q[d]) * 2 * w.steps[0][static_cast<size_t>(w.data[r].step)];
   }
   // A sink is part of the denominator alone.
   const double sink = w.sinks.empty() ? -INFINITY : w.sinks[w.shape.head(r, c)];
   double top = sink;
   for (size_t i = 0; i < n; ++i) {
-    double score = shift, terms = raised;
+    double score = shift, terms = 0;
     for (size_t d = 0; d < dims; ++d) {
       score += q[d] * keys[i * dims + d];
       terms += std::abs(q[d] * keys[i * dims + d]);
+      largest_key = std::max(largest_key, std::abs(double(keys[i * dims + d])));
       x.largest = std::max(x.largest, std::abs(double(values[i * dims + d])));
     }
     x.p.push_back(score);
@@ -294,24 +327,26 @@ inline ExactColumn exact_column(const World& w, size_t r, size_t first_token, in
     x.p[i] = std::exp(x.p[i] - x.lse);
     for (size_t d = 0; d < dims; ++d) x.out[d] += x.p[i] * (values[i * dims + d] + mean(1, d));
   }
-  x.score_error = (w.shape.huge_codes ? 0x1p-11 : 0x1p-14) * widest;
+  const float step = w.steps[0][static_cast<size_t>(w.data[r].step)];
+  x.score_error = score_error(w, q, digit_reach(w, 0, step, largest_key), widest);
   return x;
 }
 
 // Compares with exact attention over the decoded values.
 //
-// Probabilities are rounded to fp16 after a value close to their maximum is taken off, and the sum
-// is that of the rounded ones: each weight is off by 2^-11 of itself (2^-24 of the largest where it
-// is subnormal), so an output by at most 2^-10 of the largest |y|, and by 2^-11 of itself when it
-// is stored. Codes of 16 bits are rounded to 11 bits on top, in scores (huge_codes) and values. A
-// score is a sum of at most 16 steps in fp32 of q times digits raised by 1024, where digits are
-// around 2^1: off by 16 * 2^-23 * 2^10 / 2 of the sum of its terms' magnitudes at most, 2^-10; that
-// the raised terms cancel at random leaves a fraction of it, of terms of 2 steps and more: a score
-// of zeros is such a sum, too. Likewise an output is a sum of digits below 32 less their base:
-// tensor cores cut off 2^-23 of the sum, at most 32 steps, with every tile. A probability is off by
-// what its score and the lse are. What a sink leaves of an output is off by what the sum of the
-// rounded probabilities is off by: 2^-11 of the output. bfloat16 queries are exact, such outputs
-// are rounded to 8 bits.
+// An output is sum p y / sum p, p rounded to fp16 after a value close to their maximum is taken
+// off, and the sum is that of the rounded ones.
+// - Rounding: each p is off by 2^-11 of itself, or, where it is subnormal, by 2^-25 of the largest,
+//   which is at least 1. A weight that is off by a share e moves the output by e |y - out| of its
+//   own weight: at most 2^-10 and, for n tokens, n 2^-24 of the largest |y|. Codes of 16 bits and
+//   fixed-rate values are rounded to 11 bits on top.
+// - Scores: a probability is off by what its score and the lse are.
+// - Products: accumulators hold sums of digits, of magnitude reach, whatever is left of them when
+//   the base comes off: an output that is exactly 0 has their error, too. Every tile of 16 tokens
+//   adds a product; the sum of p, which multiplies the base, is off by those of an item, 4, and by
+//   the additions of items, 2^-24 each.
+// - The output is rounded when it is stored, to 2^-25 where it is subnormal; what a sink leaves of
+//   it is off by what the sum of the rounded p is. bfloat16 queries are exact.
 inline void compare_column(const World& w, const Attended& got, size_t r, int32_t c,
                            const ExactColumn& exact) {
   const double rounding = w.shape.dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
@@ -321,15 +356,15 @@ inline void compare_column(const World& w, const Attended& got, size_t r, int32_
   } else {
     ASSERT_NEAR(got.lse[place], exact.lse, 2e-3 + exact.score_error) << "row " << r;
   }
-  const int32_t tiles = std::max((w.data[r].coded + w.data[r].window + 15) / 16, 4);
+  const int32_t tokens = w.data[r].coded + w.data[r].window, products = (tokens + 15) / 16 + 5;
+  const float step = w.steps[1][static_cast<size_t>(w.data[r].step)];
+  const double rounded = 0x1p-10 * (1 + (w.shape.huge_codes || w.shape.fixed.any())) +
+                         0x1p-24 * tokens + 2 * std::expm1(2 * exact.score_error);
+  const double summed = products * kProductError * digit_reach(w, 1, step, exact.largest);
   for (size_t d = 0; d < dims; ++d) {
-    const double tolerance =
-        exact.p.empty()
-            ? 0.0
-            : 0x1p-10 * exact.largest * (1 + w.shape.huge_codes) +
-                  0x1p-18 * tiles * w.steps[1][static_cast<size_t>(w.data[r].step)] +
-                  (rounding + (w.sinks.empty() ? 0 : 0x1p-11)) * std::abs(exact.out[d]) +
-                  2 * exact.largest * std::expm1(2 * exact.score_error);
+    const double stored =
+        (rounding + (w.sinks.empty() ? 0 : 0x1p-11)) * std::abs(exact.out[d]) + 0x1p-25;
+    const double tolerance = exact.p.empty() ? 0.0 : rounded * exact.largest + summed + stored;
     ASSERT_NEAR(raw_to_float(w.shape.dtype, got.out[place * dims + d]), exact.out[d], tolerance)
         << "row " << r << " column " << c << " dim " << d;
   }

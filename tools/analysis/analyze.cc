@@ -19,15 +19,8 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
                       std::to_string(last) + " asked for, the dump has 0-" +
                       std::to_string(info.layout.num_layers - 1));
   }
-  if (o.profile != nullptr && (o.profile->num_layers != info.layout.num_layers ||
-                               o.profile->num_kv_heads != info.layout.num_kv_heads ||
-                               o.profile->head_dim != info.layout.head_dim)) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        info.path +
-            ": the profile was made for another model (layers, kv heads or head_dim differ)");
-  }
-  return Status::ok();
+  if (o.profile == nullptr) return Status::ok();
+  return o.profile->check_model(info.layout, info.model_id).with_context(info.path);
 }
 
 Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& o) {

@@ -8,7 +8,6 @@
 #include "codec/host/parallel.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
-#include "tools/analysis/step_balance.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -24,11 +23,13 @@ struct Moments {
   explicit Moments(int32_t d)
       : k(Eigen::VectorXd::Zero(d)), v(k), kk(Matrix::Zero(d, d)), vv(kk), qq(kk) {}
 
+  // The sinks are left out, unless the sequence has nothing else.
   void add(const LayerData& l, int32_t h, int32_t d) {
     constexpr int64_t kRows = 256;
+    const int64_t first = l.tokens > kCalibrationSinks ? kCalibrationSinks : 0;
     Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> x;
     const auto add_rows = [&](const RowData& row, Eigen::VectorXd* sum, Matrix* square) {
-      for (int64_t t = 0; t < l.tokens; t += kRows) {
+      for (int64_t t = first; t < l.tokens; t += kRows) {
         const int64_t n = std::min(kRows, l.tokens - t);
         x.resize(n, d);
         row_to_float(row, t, n, x.data());
@@ -39,17 +40,23 @@ struct Moments {
     };
     add_rows(l.k[h], &k, &kk);
     add_rows(l.v[h], &v, &vv);
-    tokens += l.tokens;
-    const auto n = static_cast<int64_t>(l.q[h].size()) / d;
-    for (int64_t t = 0; t < n; t += kRows) {
-      const int64_t m = std::min(kRows, n - t);
-      const Matrix y =
-          Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(
-              l.q[h].data() + t * d, m, d)
-              .cast<double>();
-      qq += y.transpose() * y;
+    tokens += l.tokens - first;
+    const auto in_head = static_cast<int64_t>(l.positions.size());
+    int64_t first_query =
+        std::lower_bound(l.positions.begin(), l.positions.end(), first) - l.positions.begin();
+    if (first_query == in_head) first_query = 0;
+    const auto all = static_cast<int64_t>(l.q[h].size()) / d;
+    for (int64_t head = 0; head < all; head += in_head) {
+      for (int64_t t = first_query; t < in_head; t += kRows) {
+        const int64_t m = std::min(kRows, in_head - t);
+        const Matrix y =
+            Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(
+                l.q[h].data() + (head + t) * d, m, d)
+                .cast<double>();
+        qq += y.transpose() * y;
+        queries += m;
+      }
     }
-    queries += n;
   }
 };
 
@@ -86,9 +93,10 @@ RowProfile finish_row(const Moments& m, int32_t d, bool matrix_basis) {
   row.value_signal = m.vv.trace() / n;
   if (m.queries == 0) return row;
   Matrix metric = m.qq / static_cast<double>(m.queries);
-  metric.diagonal().array() += kMetricRidge * metric.trace() / d;
   row.query_trace = metric.trace();
+  for (const double e : metric.diagonal()) row.query_energy.push_back(static_cast<float>(e));
   if (!matrix_basis) return row;
+  metric.diagonal().array() += kMetricRidge * metric.trace() / d;
   Matrix forward, inverse;
   weighted_pca(m.kk / n - k_mean * k_mean.transpose(), metric, &forward, &inverse);
   row.key_forward = row_major(forward);
@@ -165,21 +173,44 @@ Status choose_thresholds(std::vector<datasets::DumpReader>& dumps, const Calibra
   return Status::ok();
 }
 
+// The model that all dumps are of.
+Status name_model(const std::vector<datasets::DumpReader>& dumps, const CalibrateOptions& options,
+                  Profile* profile) {
+  const datasets::DumpInfo& first = dumps.front().info();
+  profile->model_id = options.model_id.empty() ? first.model_id : options.model_id;
+  profile->num_layers = first.layout.num_layers;
+  profile->num_q_heads = first.layout.num_q_heads;
+  profile->num_kv_heads = first.layout.num_kv_heads;
+  profile->head_dim = first.layout.head_dim;
+  profile->sm_scale = first.layout.sm_scale;
+  if (profile->model_id.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  first.path + ": has no model_id, which a profile needs; give one");
+  }
+  for (const datasets::DumpReader& dump : dumps) {
+    const datasets::DumpInfo& info = dump.info();
+    const std::string& id = options.model_id.empty() ? info.model_id : options.model_id;
+    const Status s = profile->check_model(info.layout, id);
+    if (!s || id.empty()) {
+      return Status(StatusCode::kInvalidArgument,
+                    info.path + ": another model than " + first.path +
+                        (s ? ": it has no model_id" : ": " + s.message()));
+    }
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
                           const CalibrateOptions& options) {
-  const CacheLayout layout = dumps.front().info().layout;
+  Profile profile;
+  if (Status s = name_model(dumps, options, &profile); !s) return s;
+  const CacheLayout& layout = dumps.front().info().layout;
   const int32_t d = layout.head_dim, heads = layout.num_kv_heads;
   std::vector<Moments> moments(layout.num_layers * heads, Moments(d));
   for (size_t i = 0; i < dumps.size(); ++i) {
     const datasets::DumpInfo& info = dumps[i].info();
-    if (info.layout.num_layers != layout.num_layers || info.layout.num_kv_heads != heads ||
-        info.layout.head_dim != d) {
-      return Status(StatusCode::kInvalidArgument, info.path + ": another model than " +
-                                                      dumps.front().info().path +
-                                                      " (layers, kv heads or head_dim differ)");
-    }
     for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
       for (int32_t l = 0; l < layout.num_layers; ++l) {
         LayerData data;
@@ -201,18 +232,11 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
     if (options.progress)
       options.progress(0.5 * static_cast<double>(i + 1) / static_cast<double>(dumps.size()));
   }
-  Profile profile;
-  profile.num_layers = layout.num_layers;
-  profile.num_kv_heads = heads;
-  profile.head_dim = d;
   profile.rows.resize(moments.size());
   parallel_for(static_cast<int64_t>(moments.size()), options.threads, [&](int64_t i) {
     profile.rows[i] = finish_row(moments[i], d, options.matrix_basis);
+    if (!layout.rope_applied) profile.rows[i].key_mean_before_rope = profile.rows[i].key_mean;
   });
-  if (options.balance_error > 0) {
-    if (Status s = balance_steps(dumps, {options.balance_error, options.threads}, &profile); !s)
-      return s;
-  }
   if (options.thresholds) {
     if (Status s = choose_thresholds(dumps, options, &profile); !s) return s;
   }

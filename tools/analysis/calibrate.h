@@ -1,5 +1,6 @@
-// Calibration: a Profile from dumps. Means, global-step statistics and bases come from all tokens
-// and queries of all sequences given; the tier thresholds from the attention error they cause.
+// Calibration from dumps: what keys, values and queries alone can tell. Means, energies and bases
+// come from all sequences given, without their first kCalibrationSinks tokens; the tier thresholds
+// from the attention error they cause. Sensitivities need the model (python/tierkv/calibrate.py).
 #pragma once
 
 #include <functional>
@@ -11,6 +12,8 @@
 
 namespace tierkv::analysis {
 
+inline constexpr int32_t kCalibrationSinks = 4;
+
 struct CalibrateOptions {
   bool matrix_basis = false;  // weighted PCA of keys (metric E[q q^T]) and PCA of values
   bool thresholds = true;     // choose alpha_high and alpha_low; needs significance
@@ -20,14 +23,12 @@ struct CalibrateOptions {
   // attention error does not see what pruning loses (docs/LIMITATIONS.md).
   double error_budget = 0.25;
   double prune_budget = 0;
-  // Global steps with scales of their own per layer, kv head and component, so that this mean
-  // online attention error takes the fewest bits (tools/analysis/step_balance.h); 0: all scales
-  // are 1.
-  double balance_error = 0;
+  std::string model_id;  // of the profile; empty: the dumps', which must then have the same one
   int32_t threads = 1;
   std::function<void(double)> progress;
 };
 
+// kInvalidArgument where dumps are of different models or do not name theirs.
 Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
                           const CalibrateOptions& options);
 

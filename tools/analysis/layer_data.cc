@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "codec/format/global_step.h"
 #include "codec/host/parallel.h"
 #include "codec/policy/significance.h"
 
@@ -143,7 +142,7 @@ RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim)
   row.value_signal = v_squares / n;
   for (const float v : data.q[kv_head]) q_squares += static_cast<double>(v) * v;
   const double queries = static_cast<double>(data.q[kv_head].size()) / head_dim;
-  row.query_trace = queries > 0 ? (1 + kMetricRidge) * q_squares / queries : 0;
+  row.query_trace = queries > 0 ? q_squares / queries : 0;
   return row;
 }
 

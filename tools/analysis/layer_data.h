@@ -44,7 +44,7 @@ Status load_shared(datasets::DumpReader& reader, bool need_significance, LayerDa
 Status complete_significance(const datasets::DumpInfo& info, bool need_significance,
                              LayerData* out);
 
-// Means over all tokens of the row, E|x|^2 of V, and the query metric's trace (0 without queries).
+// Means over all tokens of the row, E|x|^2 of V, and E|q|^2 (0 without queries).
 RowProfile measure_row(const LayerData& data, int32_t kv_head, int32_t head_dim);
 
 // Queries [first, first + count) of the row's positions, for all heads of its group.

@@ -15,7 +15,7 @@ struct Arguments {
   std::vector<std::string> files;
   std::string output, basis = "mean";
   analysis::CalibrateOptions options;
-  bool no_thresholds = false, json = false;
+  bool no_thresholds = false, json = false, force = false;
 };
 
 Status write(const std::string& path, const Profile& profile) {
@@ -24,6 +24,9 @@ Status write(const std::string& path, const Profile& profile) {
 }
 
 int run(Arguments& args) {
+  if (const int code = check_output_file(args.output, args.force, args.files); code != kExitOk) {
+    return code;
+  }
   std::vector<datasets::DumpReader> dumps;
   for (const std::string& file : args.files) {
     Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
@@ -45,26 +48,22 @@ int run(Arguments& args) {
                  "pruning loses (docs/QUALITY.md).\n",
                  profile->alpha_low);
   }
-  const StepBalance& balance = profile->balance;
   if (args.json) {
-    nlohmann::ordered_json j = {
-        {"schema", "tierkv.calibrate/1"},    {"profile", args.output},
-        {"alpha_h", profile->alpha_high},    {"alpha_l", profile->alpha_low},
-        {"num_layers", profile->num_layers}, {"num_kv_heads", profile->num_kv_heads},
-        {"head_dim", profile->head_dim},     {"basis", args.basis}};
-    if (balance.error > 0) {
-      j["balance"] = {{"error", balance.error}, {"k", balance.k}, {"v", balance.v}};
-    }
+    nlohmann::ordered_json j = {{"schema", "tierkv.calibrate/2"},
+                                {"profile", args.output},
+                                {"model_id", profile->model_id},
+                                {"alpha_h", profile->alpha_high},
+                                {"alpha_l", profile->alpha_low},
+                                {"num_layers", profile->num_layers},
+                                {"num_kv_heads", profile->num_kv_heads},
+                                {"head_dim", profile->head_dim},
+                                {"basis", args.basis}};
     return print_result(j.dump(1) + "\n");
   }
   std::string text =
       fmt::format("{}: {} layers, {} kv heads, head_dim {}, basis {}, alpha_h {}, alpha_l {}\n",
                   args.output, profile->num_layers, profile->num_kv_heads, profile->head_dim,
                   args.basis, profile->alpha_high, profile->alpha_low);
-  if (balance.error > 0) {
-    text += fmt::format("balanced steps: error {:.4g} at step:k={:.3g},v={:.3g}\n", balance.error,
-                        balance.k, balance.v);
-  }
   return print_result(text);
 }
 
@@ -74,7 +73,7 @@ void add_calibrate(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
   args->options.threads = default_threads();
   CLI::App* c = app.add_subcommand(
-      "calibrate", "Write a profile (means, steps, bases, tier thresholds) from dumps");
+      "calibrate", "Write a profile (means, energies, bases, tier thresholds) from dumps");
   c->add_option("FILE", args->files, "kv-dump files of one model, with q")->required();
   c->add_option("-o,--output", args->output, "Profile to write (HDF5)")->required();
   c->add_option("--basis", args->basis,
@@ -90,12 +89,11 @@ void add_calibrate(CLI::App& app, int* exit_code) {
                 "alpha_l: relative increase of the attention error allowed by pruning (default 0: "
                 "keep every token)")
       ->check(CLI::Range(0.0, 10.0));
-  c->add_option("--balance", args->options.balance_error,
-                "Global steps of different size per layer, kv head and component: those that need "
-                "the fewest bits at this mean online attention error, e.g. 0.025")
-      ->check(CLI::Range(0.001, 1.0));
+  c->add_option("--model-id", args->options.model_id,
+                "Name of the model in the profile (default: that of the dumps)");
   c->add_option("--threads", args->options.threads, "Worker threads (default: all cores)")
       ->check(CLI::Range(1, 1024));
+  add_force(c, &args->force);
   c->add_flag("--json", args->json, "Summary as JSON");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }

@@ -55,7 +55,8 @@ class Compressor {
   int32_t layer_of(int64_t i) const { return static_cast<int32_t>(i % info_.layout.num_layers); }
   Slot& slot(int64_t i) { return slots_[i % slot_count_]; }
   bool stores_significance(int64_t i) const {
-    return info_.sequences[seq_of(i)].layers[layer_of(i)].has_significance;
+    return !options_.without_queries &&
+           info_.sequences[seq_of(i)].layers[layer_of(i)].has_significance;
   }
   Status write_head();
   void take(int64_t step);
@@ -129,7 +130,7 @@ Status Compressor::prepare(int64_t layer) {
   s.shared.clear();
   encode_shared(scheme_, s.data, *s.scheme, bases, &s.shared);
   s.queries.clear();
-  encode_queries(s.data, info_.layout, &s.queries);
+  if (!options_.without_queries) encode_queries(s.data, info_.layout, &s.queries);
   return Status::ok();
 }
 
@@ -236,10 +237,9 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   const Profile* p = options.profile;
   const bool matrix =
       scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
-  if (p != nullptr &&
-      (p->num_layers != info.layout.num_layers || p->num_kv_heads != info.layout.num_kv_heads ||
-       p->head_dim != info.layout.head_dim)) {
-    return refuse(StatusCode::kInvalidArgument, "the profile is of another model");
+  if (p != nullptr) {
+    if (Status s = p->check_model(info.layout, info.model_id); !s)
+      return refuse(s.code(), s.message());
   }
   if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
     return refuse(StatusCode::kInvalidArgument,

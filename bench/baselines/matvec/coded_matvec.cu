@@ -5,6 +5,7 @@
 #include "bench/baselines/matvec/coded_matvec_kernel.cuh"
 #include "bench/baselines/matvec/coded_outputs.cuh"
 #include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 namespace {

@@ -7,6 +7,10 @@
 
 #include "attention/coded/coded_kernel.cuh"
 #include "bench/baselines/matvec/coded_matvec_warp.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

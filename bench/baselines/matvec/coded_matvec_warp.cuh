@@ -6,6 +6,9 @@
 #include "attention/coded/coded_ring.cuh"
 #include "attention/coded/coded_tile.cuh"
 #include "bench/baselines/matvec/coded_matvec.h"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 
@@ -124,10 +127,6 @@ __device__ __forceinline__ uint32_t multiply_half_pairs(uint32_t x, uint32_t y) 
   uint32_t z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
-}
-// 2^exponent, a normal number.
-__device__ __forceinline__ float power_of_two(int32_t exponent) {
-  return __int_as_float((127 + exponent) << 23);
 }
 // The exponent of a positive number; -127 of a subnormal one.
 __device__ __forceinline__ int32_t exponent_of(float x) {

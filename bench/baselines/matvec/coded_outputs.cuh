@@ -3,6 +3,9 @@
 
 #include "attention/coded/coded_warp.cuh"
 #include "bench/baselines/matvec/coded_matvec_warp.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

@@ -10,7 +10,9 @@
 #include "bench/baselines/rungs/diffkv_layout.h"
 #include "bench/baselines/rungs/row_chunks.cuh"
 #include "bench/baselines/rungs/row_parts.cuh"
-#include "gpu/ptx.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

@@ -7,6 +7,10 @@
 #include "bench/baselines/rungs/kv_warp.cuh"
 #include "bench/baselines/rungs/row_chunks.cuh"
 #include "bench/baselines/rungs/row_parts.cuh"
+#include "gpu/barrier.cuh"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

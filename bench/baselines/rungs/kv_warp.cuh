@@ -14,6 +14,9 @@
 #include "attention/core/online_softmax.h"
 #include "attention/tiers/page_tile.cuh"
 #include "bench/baselines/rungs/rung_params.h"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 
@@ -25,10 +28,6 @@ inline constexpr int32_t kKvReadBehind = TileLayout{8, kRungHeadDim}.bytes() +
 inline constexpr float kWeightHeadroom = 8.0f;  // log2, below a raised reference
 inline constexpr float kWeightCeiling = 0x1p14f;
 inline constexpr float kSmallestScale = 0x1p-24f;  // of fp16; stands for a scale of 0, too
-
-__device__ __forceinline__ float exact_power_of_two(int32_t exponent) {
-  return __int_as_float((127 + exponent) << 23);
-}
 
 class KvWarp {
  public:
@@ -114,11 +113,11 @@ __device__ __forceinline__ void KvWarp::use_format(int32_t k_bits, int32_t v_bit
       const int32_t dim = f * kDimBlock + 8 * half;
       if (k_bits != k_bits_) {
         const int32_t shift = code_shift(k_bits_, dim) - code_shift(k_bits, dim);
-        query_[f][half] = multiply_halves(query_[f][half], exact_power_of_two(shift));
+        query_[f][half] = multiply_halves(query_[f][half], power_of_two(shift));
       }
       if (v_bits != v_bits_ && v_bits_ != 0) {
         const float factor =
-            exact_power_of_two(unpacked_exponent(v_bits_, dim) - unpacked_exponent(v_bits, dim));
+            power_of_two(unpacked_exponent(v_bits_, dim) - unpacked_exponent(v_bits, dim));
         out_[f][2 * half] *= factor;
         out_[f][2 * half + 1] *= factor;
       }
@@ -322,7 +321,7 @@ __device__ __forceinline__ void KvWarp::store_part(SoftmaxState* states, float* 
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t dim = f * kDimBlock + 8 * half;
-        const float unit = exact_power_of_two(unpacked_exponent(v_bits_, dim));
+        const float unit = power_of_two(unpacked_exponent(v_bits_, dim));
         part[column * kKvPartStride + dim + g] = fmaf(out_[f][2 * half + j], unit, zero);
       }
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bench/baselines/rungs/row_parts.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

@@ -9,6 +9,11 @@
 #include "bench/baselines/rungs/query_as_a_tile.cuh"
 #include "bench/baselines/rungs/row_chunks.cuh"
 #include "bench/baselines/rungs/row_parts.cuh"
+#include "gpu/copies.cuh"
+#include "gpu/lanes.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 

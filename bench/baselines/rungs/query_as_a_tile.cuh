@@ -6,7 +6,8 @@
 
 #include "attention/tiers/page_tile.cuh"
 #include "bench/baselines/rungs/query_as_a.h"
-#include "bench/baselines/rungs/rung_ptx.cuh"
+#include "gpu/math.cuh"
+#include "gpu/mma.cuh"
 
 namespace tierkv {
 

@@ -4,6 +4,8 @@
 
 #include "attention/core/head_sum.cuh"
 #include "bench/baselines/rungs/rung_params.h"
+#include "gpu/barrier.cuh"
+#include "gpu/lanes.cuh"
 
 namespace tierkv {
 

@@ -7,7 +7,9 @@
 #include "codec/gpu/coded/coded_open.cuh"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "codec/gpu/coded/coded_tree.cuh"
+#include "gpu/copies.cuh"
 #include "gpu/cuda_device.cuh"
+#include "gpu/shared_memory.cuh"
 #include "gpu/warp.cuh"
 
 namespace tierkv {
@@ -158,7 +160,7 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
                       c.levels};
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
   const SharedTable<0> table(table_address, table_mask(c.max_length, 0));
-  const uint32_t payload = shared_byte_address(memory.block + at.payload);
+  const uint32_t payload = shared_address(memory.block + at.payload);
   const auto* starts = reinterpret_cast<const uint16_t*>(memory.block + at.starts);
   Stream stream[2];
   if (!raw) {
@@ -280,8 +282,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint16_t tree[kWalk ? 2 * kMaxSymbols : 1];
   const auto region = static_cast<uint32_t>(table_region_bytes(call.codebook.max_length, 0));
-  const uint32_t table_address = (shared_byte_address(shared) + region - 1) / region * region;
-  uint8_t* table = shared + (table_address - shared_byte_address(shared));
+  const uint32_t table_address = (shared_address(shared) + region - 1) / region * region;
+  uint8_t* table = shared + (table_address - shared_address(shared));
   const uint32_t entries = is_raw_mode(call.codebook.mode) ? 0 : region / 4;
   for (uint32_t i = threadIdx.x; i < entries; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(table)[i] = call.codebook.table[i];
@@ -298,7 +300,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   uint8_t* mine = table + region + warp * warp_bytes(call.max_block_bytes);
   mine = shared + ((mine - shared + 15) & ~15);
   const WarpMemory memory{mine + kTileBytes, reinterpret_cast<int16_t*>(mine),
-                          shared_byte_address(tree)};
+                          shared_address(tree)};
   const auto stride = static_cast<int32_t>(gridDim.x) * warps;
   for (int32_t i = static_cast<int32_t>(blockIdx.x) * warps + warp; i < call.num_groups;
        i += stride) {

@@ -8,41 +8,9 @@
 
 #include <cstdint>
 
+#include "gpu/shared_memory.cuh"
+
 namespace tierkv {
-
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
-  return x;
-}
-__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
-  uint16_t x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
-  return x;
-}
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address));
-  return x;
-}
-// Of a shared address.
-__device__ __forceinline__ const uint8_t* shared_pointer(uint32_t address) {
-  return static_cast<const uint8_t*>(__cvta_shared_to_generic(address));
-}
-// Unordered with what the compiler reads and writes by itself: barriers follow.
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
-}
-__device__ __forceinline__ void store_shared_u16(uint32_t address, uint16_t x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x));
-}
-__device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w));
-}
 
 // 2^kCopiesLog interleaved copies of a table.
 template <int kCopiesLog>

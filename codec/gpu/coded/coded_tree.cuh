@@ -3,6 +3,7 @@
 
 #include "codec/format/huffman.h"
 #include "codec/gpu/coded/coded_stream.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
 

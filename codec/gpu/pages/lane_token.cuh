@@ -10,6 +10,7 @@
 #include "codec/format/element.h"
 #include "codec/format/fragment_codes.h"
 #include "codec/format/page_layout.h"
+#include "gpu/math.cuh"
 #include "gpu/warp.cuh"
 
 namespace tierkv {

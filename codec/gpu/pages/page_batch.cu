@@ -5,6 +5,7 @@
 #include "codec/gpu/pages/page_batch.h"
 #include "codec/gpu/pages/tile_decode.cuh"
 #include "codec/gpu/pages/tile_encode.cuh"
+#include "gpu/copies.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "codec/gpu/pages/lane_token.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
 

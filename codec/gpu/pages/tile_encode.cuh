@@ -9,6 +9,7 @@
 
 #include "codec/format/element.h"
 #include "codec/gpu/pages/tile_stage.cuh"
+#include "gpu/math.cuh"
 
 namespace tierkv {
 

@@ -11,6 +11,8 @@
 
 #include "codec/format/fragment_codes.h"
 #include "codec/gpu/pages/page_batch.h"
+#include "gpu/copies.cuh"
+#include "gpu/mma.cuh"
 #include "gpu/warp.cuh"
 
 namespace tierkv {

@@ -5,6 +5,7 @@
 #include "attention/core/merge.h"
 #include "attention/core/workspace.h"
 #include "attention/work/plan.h"
+#include "gpu/launch.cuh"
 #include "tests/gpu/attention/attention_world.cuh"
 
 namespace tierkv {
@@ -20,6 +21,28 @@ using test::three_tiers;
 using test::tier;
 using test::World;
 using test::WorldShape;
+
+__global__ void write_architecture(int32_t* to) {
+#if defined(__CUDA_ARCH__)
+  *to = __CUDA_ARCH__ / 10;
+#endif
+}
+
+// The architecture that the code was compiled for, never more than the device's: that is what
+// overlapping launches depend on.
+TEST(AttentionCalls, SmallCodeKnowsItsArchitecture) {
+  int32_t architecture = 0;
+  ASSERT_CUDA(image_architecture(&architecture));
+  int major = 0, minor = 0;
+  ASSERT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  ASSERT_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+  EXPECT_GE(architecture, 80);
+  EXPECT_LE(architecture, 10 * major + minor);
+  DeviceArray<int32_t> in_kernel(std::vector<int32_t>{0});
+  write_architecture<<<1, 1>>>(in_kernel.get());
+  ASSERT_CUDA(cudaDeviceSynchronize());
+  EXPECT_EQ(in_kernel.read()[0], architecture);
+}
 
 TEST(AttentionCalls, SmallBatchNamesItsSequences) {
   const uint64_t seed = std::random_device{}();

@@ -75,6 +75,35 @@ TEST(Attention, ManyRowsOfRandomTiers) {
   check(shape);
 }
 
+// As on devices with 99 KB of shared memory for a CTA, and on one with still less.
+TEST(Attention, SmallSharedMemoryTakesFewerWarps) {
+  bool few = false;
+  for (const int32_t kilobytes : {99, 64}) {
+    for (const int32_t head_dim : {64, 96, 128, 256}) {
+      for (const int32_t group : {1, 8, 16}) {
+        WorldShape shape;
+        shape.head_dim = head_dim;
+        shape.group = group;
+        if (group == 1) shape.q_len = 3;
+        shape.dtype = group == 8 ? DType::kBFloat16 : DType::kFloat16;
+        shape.tiers = three_tiers();
+        shape.tokens = {{64, 700, 1500}, {0, 0, 0}, {1, 0, 7}, {17, 3000, 90}};
+        SCOPED_TRACE(::testing::Message() << kilobytes << " KB, head_dim " << head_dim << " group "
+                                          << group << " q_len " << shape.q_len);
+        if (shape.q_len > 1) {
+          shape.tail.tier = 0;
+          shape.tokens = {{64, 700, 1500}, {5, 0, 0}, {17, 3000, 90}};
+        }
+        int32_t warps = 0;
+        check(shape, kilobytes << 10, &warps);
+        if (::testing::Test::HasFailure()) return;
+        few |= warps < 8;
+      }
+    }
+  }
+  EXPECT_TRUE(few);
+}
+
 TEST(Attention, OneLongRow) {
   WorldShape shape;
   shape.num_kv_heads = 1;

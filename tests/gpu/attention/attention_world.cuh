@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "attention/tiers/grid.h"
+#include "gpu/cuda_device.cuh"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/page_world.h"
 #include "tierkv/half.h"
@@ -24,9 +26,10 @@ inline constexpr double kLseTolerance = 1e-3;
 // A world's copy on the device, and the buffers of a call.
 class DeviceWorld {
  public:
-  explicit DeviceWorld(World& world, std::vector<int32_t> sequences = {})
+  // shared_bytes: of a CTA, as if the device had no more; 0: what it has.
+  explicit DeviceWorld(World& world, std::vector<int32_t> sequences = {}, int32_t shared_bytes = 0)
       : host(world),
-        grid(grid_of(world.config)),
+        grid(shared_bytes == 0 ? grid_of(world.config) : grid_within(world.config, shared_bytes)),
         count_(sequences.empty() ? world.sequences() : static_cast<int32_t>(sequences.size())),
         names_sequences_(!sequences.empty()),
         pool_(pool_of(world)),
@@ -89,6 +92,16 @@ class DeviceWorld {
     EXPECT_TRUE(grid.is_ok()) << grid.status().message();
     return *grid;
   }
+  static AttentionGrid grid_within(const AttentionConfig& config, int32_t shared_bytes) {
+    const Result<DeviceLimits> limits = device_limits();
+    EXPECT_TRUE(limits.is_ok()) << limits.status().message();
+    const Result<AttentionGrid> grid = choose_grid(config, limits->sms, shared_bytes);
+    EXPECT_TRUE(grid.is_ok()) << grid.status().message();
+    EXPECT_LE(grid->shared_bytes, shared_bytes);
+    const Status s = prepare_attention(config, *grid, limits->shared_bytes);
+    EXPECT_TRUE(s.is_ok()) << s.message();
+    return *grid;
+  }
   static std::vector<uint8_t> pool_of(World& world) {
     const PageView pages = world.pages();
     return {pages.base, pages.base + pages.num_pages * pages.page_bytes};
@@ -135,14 +148,16 @@ inline double expect_output(DeviceWorld& device, const ReferenceOutput& expected
   return error;
 }
 
-inline void check(const WorldShape& shape) {
+// shared_bytes: as DeviceWorld; warps: of a CTA, if not null.
+inline void check(const WorldShape& shape, int32_t shared_bytes = 0, int32_t* warps = nullptr) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937_64 rng(seed);
   World world = make_world(shape, rng);
   const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();
-  DeviceWorld device(world);
+  DeviceWorld device(world, {}, shared_bytes);
+  if (warps != nullptr) *warps = device.grid.warps_per_cta;
   for (int repeat = 0; repeat < 3; ++repeat) {
     device.poison_outputs();
     const Status planned = device.plan();

@@ -15,7 +15,8 @@
 namespace tierkv::test::coded {
 namespace {
 
-Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
+// shared_bytes: of a CTA, as if the device had no more; 0: what it has.
+Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_bytes = 0) {
   const DeviceArray<uint8_t> keys(w.bytes[0]), values(w.bytes[1]), window(w.window);
   const DeviceArray<CodedBlockRef> key_refs(w.refs[0]), value_refs(w.refs[1]);
   const DeviceArray<float> key_steps(w.steps[0]), value_steps(w.steps[1]);
@@ -83,6 +84,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log) {
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
   call.fixed = w.shape.fixed;
+  call.most_shared_bytes = shared_bytes;
   call.walk_tree = w.shape.walk_tree;
   auto grid = coded_attention_grid(call, most_copies_log);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
@@ -136,6 +138,34 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
       }
     }
   }
+}
+
+// As on devices with 99 KB of shared memory for a CTA, and on one with still less. Blocks of 8 bits
+// in slots, so that not all warps have room.
+TEST_F(CodedAttentionTest, SmallSharedMemoryTakesFewerWarps) {
+  bool few = false;
+  for (int32_t kilobytes : {99, 72}) {
+    for (int32_t head_dim : {64, 96, 128, 256}) {
+      for (bool raw : {false, true}) {
+        Shape shape;
+        shape.head_dim = head_dim;
+        shape.columns = 1 + source_.below(9);
+        shape.streams = 1 + source_.below(2);
+        shape.probabilities = !raw && source_.below(2) != 0;
+        if (raw) shape.mode = BlockMode::kRaw16;
+        SCOPED_TRACE(std::to_string(kilobytes) + " KB, head_dim " + std::to_string(head_dim) +
+                     (raw ? " raw" : " coded") + " columns " + std::to_string(shape.columns));
+        const World w = make_world(&source_, shape, ragged_rows());
+        const Attended got = attend_on_gpu(w, 5, kilobytes << 10);
+        if (HasFailure()) return;
+        EXPECT_LE(got.grid.shared_bytes, kilobytes << 10);
+        few |= got.grid.warps < coded_warps(head_dim);
+        compare(w, got);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+  EXPECT_TRUE(few);
 }
 
 // Queries of the newest tokens, each of which sees the tokens up to its own.

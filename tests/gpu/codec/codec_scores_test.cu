@@ -22,8 +22,26 @@ using test::DeviceArray;
 // Products of 16-bit values are exact in single precision; the sum of head_dim of them is off by at
 // most head_dim 2^-22 times the sum of their magnitudes, here below 1e-4 after sm_scale for values
 // around 1. A probability has twice that relative error (its own score and the log-sum-exp), ex2
-// and the sum over queries add 1e-6.
+// and the sum over queries add 1e-6. That is of wgmma and of mma.sync alike.
 constexpr double kTolerance = 5e-4;
+
+// By wgmma where this binary has it for the device, and by mma.sync.
+std::vector<ScoreProducts> products_here() {
+  PromptScores p;
+  const float nothing = 0;
+  p.num_q_heads = p.num_kv_heads = p.num_sequences = p.max_tokens = p.total_tokens = 1;
+  p.head_dim = 64, p.sm_scale = 1;
+  p.q_token_stride = p.q_head_stride = p.k_token_stride = p.k_head_stride = 64;
+  const DeviceArray<uint16_t> x(std::vector<uint16_t>(64));
+  const DeviceArray<int32_t> starts(std::vector<int32_t>{0, 1});
+  const DeviceArray<float> lse(std::vector<float>{nothing});
+  p.q = p.k = x.get(), p.starts = starts.get();
+  p.products = ScoreProducts::kWgmma;
+  const Status s = prompt_lse(p, lse.get(), nullptr);
+  if (s.is_ok()) return {ScoreProducts::kWgmma, ScoreProducts::kMma};
+  EXPECT_EQ(s.code(), StatusCode::kUnsupported) << s.message();
+  return {ScoreProducts::kMma};
+}
 
 struct PromptCase {
   int32_t head_dim = 128, num_kv_heads = 2, group = 4;
@@ -32,7 +50,7 @@ struct PromptCase {
   bool is_head_major = false;
 };
 
-class GpuScores : public testing::Test {
+class GpuScores : public testing::TestWithParam<ScoreProducts> {
  protected:
   GpuScores()
       : seed_(std::random_device{}()),
@@ -56,6 +74,7 @@ class GpuScores : public testing::Test {
     p_.head_dim = c.head_dim;
     p_.dtype = c.dtype;
     p_.sm_scale = 1 / std::sqrt(c.head_dim);
+    p_.products = GetParam();
     const int64_t d = c.head_dim + 8;
     if (c.is_head_major) {
       p_.q_token_stride = p_.k_token_stride = d;
@@ -67,6 +86,13 @@ class GpuScores : public testing::Test {
     }
     q_ = random_rows(p_.num_q_heads);
     k_ = random_rows(p_.num_kv_heads);
+  }
+
+  void SetUp() override {
+    const std::vector<ScoreProducts> here = products_here();
+    if (std::find(here.begin(), here.end(), GetParam()) == here.end()) {
+      GTEST_SKIP() << "this binary has no wgmma for the device";
+    }
   }
 
   // lse and significance as the kernels make them, outputs poisoned before.
@@ -162,7 +188,7 @@ class GpuScores : public testing::Test {
   }
 };
 
-TEST_F(GpuScores, SmallPromptsAreTheHosts) {
+TEST_P(GpuScores, SmallPromptsAreTheHosts) {
   PromptCase c;
   c.num_kv_heads = 1;
   c.lengths = {0, 1, 70, 140};
@@ -171,7 +197,7 @@ TEST_F(GpuScores, SmallPromptsAreTheHosts) {
   compare();
 }
 
-TEST_F(GpuScores, EveryHeadDimGroupAndTypeIsTheHosts) {
+TEST_P(GpuScores, EveryHeadDimGroupAndTypeIsTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     for (const int32_t group : {1, 2, 3, 4, 8, 11, 16}) {
       PromptCase c;
@@ -191,7 +217,7 @@ TEST_F(GpuScores, EveryHeadDimGroupAndTypeIsTheHosts) {
 }
 
 // Longer than the ring of stages, several times around.
-TEST_F(GpuScores, ALongPromptIsTheHosts) {
+TEST_P(GpuScores, ALongPromptIsTheHosts) {
   PromptCase c;
   c.num_kv_heads = 1;
   c.lengths = {2100};
@@ -200,7 +226,7 @@ TEST_F(GpuScores, ALongPromptIsTheHosts) {
   compare();
 }
 
-TEST_F(GpuScores, RunsRepeatBitForBit) {
+TEST_P(GpuScores, RunsRepeatBitForBit) {
   PromptCase c;
   c.lengths = {700, 33};
   make(c);
@@ -212,7 +238,7 @@ TEST_F(GpuScores, RunsRepeatBitForBit) {
 }
 
 // A bad query must not look as if it attended to nothing.
-TEST_F(GpuScores, NonFiniteInputShows) {
+TEST_P(GpuScores, NonFiniteInputShows) {
   PromptCase c;
   c.lengths = {300};
   make(c);
@@ -227,7 +253,7 @@ TEST_F(GpuScores, NonFiniteInputShows) {
   }
 }
 
-TEST_F(GpuScores, BadCallsAreRefused) {
+TEST_P(GpuScores, BadCallsAreRefused) {
   PromptCase c;
   c.lengths = {20};
   make(c);
@@ -253,6 +279,39 @@ TEST_F(GpuScores, BadCallsAreRefused) {
   EXPECT_EQ(code([](PromptScores* p) { p->num_q_heads = 34; }), StatusCode::kUnsupported);
   EXPECT_EQ(prompt_lse(p_, nullptr, nullptr).code(), invalid);
   EXPECT_EQ(prompt_significance(p_, nullptr, x.get(), nullptr).code(), invalid);
+}
+
+INSTANTIATE_TEST_SUITE_P(Products, GpuScores,
+                         testing::Values(ScoreProducts::kWgmma, ScoreProducts::kMma),
+                         [](const auto& products) {
+                           return products.param == ScoreProducts::kMma ? "Mma" : "Wgmma";
+                         });
+
+// The choice that is nobody's: wgmma where it is there, to the bit, and never nothing.
+TEST(PromptScoreProducts, AnyIsTheFirstThatIsThere) {
+  constexpr int32_t kTokens = 200, kDim = 64;
+  std::mt19937 rng(std::random_device{}());
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> x(kTokens * kDim);
+  for (uint16_t& bits : x) bits = float_to_half(normal(rng));
+  const DeviceArray<uint16_t> rows(x);
+  const DeviceArray<int32_t> starts(std::vector<int32_t>{0, kTokens});
+  PromptScores p;
+  p.q = p.k = rows.get(), p.starts = starts.get();
+  p.q_token_stride = p.q_head_stride = p.k_token_stride = p.k_head_stride = kDim;
+  p.num_sequences = p.num_q_heads = p.num_kv_heads = 1;
+  p.max_tokens = p.total_tokens = kTokens;
+  p.head_dim = kDim, p.sm_scale = 0.125;
+  const auto lse_by = [&](ScoreProducts products) {
+    p.products = products;
+    const DeviceArray<float> lse(std::vector<float>(kTokens, NAN));
+    const Status s = prompt_lse(p, lse.get(), nullptr);
+    EXPECT_TRUE(s.is_ok()) << s.message();
+    return lse.read();
+  };
+  const std::vector<float> any = lse_by(ScoreProducts::kAny);
+  EXPECT_EQ(any, lse_by(products_here().front()));
+  for (const float y : any) ASSERT_TRUE(std::isfinite(y));
 }
 
 }  // namespace

@@ -2,8 +2,7 @@
 // and warp exchanges.
 //
 // Slow and deterministic; meant for small launches in tests on machines without a GPU. Kernels are
-// compiled against stand-ins of the headers that hold their instructions (gpu/ptx.cuh,
-// gpu/warp.cuh). CTAs run one after
+// compiled against stand-ins of the headers that hold their instructions (gpu/). CTAs run one after
 // another, in any order the caller likes, so only kernels in which no CTA waits for another can be
 // run.
 #pragma once

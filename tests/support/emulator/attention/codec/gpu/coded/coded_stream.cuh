@@ -3,39 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "gpu/ptx.cuh"
+#include "gpu/shared_memory.cuh"
 
 namespace tierkv {
-
-template <class T>
-T load_emulated(uint32_t address) {
-  T x;
-  std::memcpy(&x, emulated_shared().at(address, sizeof(T)), sizeof(T));
-  return x;
-}
-inline uint32_t load_shared(uint32_t address) {
-  return load_emulated<uint32_t>(address);
-}
-inline uint32_t load_shared_u16(uint32_t address) {
-  return load_emulated<uint16_t>(address);
-}
-inline uint4 load_shared_16(uint32_t address) {
-  return load_emulated<uint4>(address);
-}
-inline const uint8_t* shared_pointer(uint32_t address) {
-  return emulated_shared().at(address, 16);
-}
-inline void store_shared(uint32_t address, uint32_t x) {
-  std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
-}
-inline void store_shared_u16(uint32_t address, uint16_t x) {
-  std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
-}
-inline void store_shared_16(uint32_t address, const uint4& x) {
-  std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
-}
 
 template <int kCopiesLog>
 struct SharedTable {

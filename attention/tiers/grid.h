@@ -1,0 +1,24 @@
+// How a device runs a config: the warps of a CTA and their slots, by its shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "tierkv/attention.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kSlotAlignment = 128;
+
+// Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
+int32_t least_slot_bytes(const AttentionConfig& config);
+
+// For a device of so many multiprocessors, a CTA of which may have shared_bytes: as many warps as
+// they hold slots for, a power of two. Tests name less than the device has. kUnsupported when not
+// even one warp fits.
+Result<AttentionGrid> choose_grid(const AttentionConfig& config, int32_t sms, int32_t shared_bytes);
+
+// What attention_grid() does to the current device for a grid: lets its kernels use shared_bytes.
+Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                         int32_t shared_bytes);
+
+}  // namespace tierkv

@@ -1,0 +1,118 @@
+// Weighted steps: the laws that host and device share to the bit.
+//
+//   scale_d = S / w_d               per row and channel, fp32 (values: w_d = 1)
+//   f(e)    = 2^(e / 8)             per token, e its exponent
+//   code    = round_half_even((x - mean_d) / (scale_d * f(e)))
+//   x'      = fma(code * f(e), scale_d, mean_d)
+//
+// Every operation is rounded to fp32 but the fma, which rounds once. x is a key before RoPE
+// (codec/format/rope_turn.h) or a value; values have no mean. The exponent is G for keys, and for
+// values clamp(R + G, -128, 127), where
+//
+//   R = round(4 log2(sum of x^2 / D))    eighths of an octave of the token's root mean square
+//   G = round(8 log2 g), g = clamp(u^-0.15, 1/2, 1.4)    from the token's importance u
+//
+// both by thresholds, so that no logarithm is computed. A value token of zeros has e = -128.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "codec/format/quantize.h"
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kLeastExponent = -128, kMostExponent = 127;
+inline constexpr int32_t kLeastImportanceExponent = -8, kMostImportanceExponent = 4;
+TKV_HD bool is_importance_exponent(int32_t e) {
+  return e >= kLeastImportanceExponent && e <= kMostImportanceExponent;
+}
+inline constexpr int32_t kNormPartials = 32;
+
+TKV_HD float fma_rn(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+// f(e), a normal number. The fractions are 2^(i / 8) rounded to fp32.
+TKV_HD float exponent_factor(int32_t e) {
+  constexpr uint32_t kFractions[8] = {0x000000u, 0x0b95c2u, 0x1837f0u, 0x25fed7u,
+                                      0x3504f3u, 0x45672au, 0x5744fdu, 0x6ac0c7u};
+  return bits_float(static_cast<uint32_t>((e >> 3) + 127) << 23 | kFractions[e & 7]);
+}
+
+// R of a mean square that is neither negative nor NaN; kLeastExponent for 0 and subnormal numbers.
+// A fraction is at or above bound j exactly if it is above 2^((2 j + 1) / 8).
+TKV_HD int32_t norm_exponent(float mean_square) {
+  const uint32_t bits = float_bits(mean_square);
+  if (bits < 0x00800000u) return kLeastExponent;
+  const uint32_t fraction = bits & 0x7fffffu;
+  const int32_t octave = static_cast<int32_t>(bits >> 23) - 127;
+  return 4 * octave + (fraction >= 0x0b95c2u) + (fraction >= 0x25fed7u) + (fraction >= 0x45672bu) +
+         (fraction >= 0x6ac0c7u);
+}
+
+// The sum of squares of a token, as 32 lanes make it: lane l adds the squares of channels l, 32 +
+// l, 64 + l, ... to 0 in this order; then for offsets 16, 8, 4, 2, 1 every lane adds the sum of
+// lane l ^ offset to its own. No operation is fused.
+TKV_HD float add_partials(float* lane) {
+  for (int32_t offset = kNormPartials / 2; offset > 0; offset /= 2) {
+    for (int32_t l = 0; l < offset; ++l) lane[l] = add_rn(lane[l], lane[l ^ offset]);
+  }
+  return lane[0];
+}
+TKV_HD float sum_of_squares(const float* x, int32_t dims) {
+  float lane[kNormPartials] = {};
+  for (int32_t d = 0; d < dims; ++d) {
+    lane[d % kNormPartials] = add_rn(lane[d % kNormPartials], mul_rn(x[d], x[d]));
+  }
+  return add_partials(lane);
+}
+// R of a token of values from its sum.
+TKV_HD int32_t sum_exponent(float sum, int32_t dims) {
+  return norm_exponent(div_rn(sum, static_cast<float>(dims)));
+}
+
+// G of u >= 0: the number of thresholds 2^((0.5 - k) / 1.2), k = -7 .. 4, that are at least u, less
+// 8. No threshold is a double, so none is met by accident: each is rounded to the nearest one.
+TKV_HD int32_t importance_exponent(double u) {
+  constexpr double kThresholds[12] = {
+      0x1.306fe0a31b715p+6, 0x1.55b8108f0ec5ep+5, 0x1.7f910d768cfb0p+4, 0x1.ae89f995ad3adp+3,
+      0x1.e3437e7101344p+2, 0x1.0f38f92d97963p+2, 0x1.306fe0a31b715p+1, 0x1.55b8108f0ec5ep+0,
+      0x1.7f910d768cfb0p-1, 0x1.ae89f995ad3adp-2, 0x1.e3437e7101344p-3, 0x1.0f38f92d97963p-3};
+  int32_t g = kLeastImportanceExponent;
+  for (const double threshold : kThresholds) g += u <= threshold;
+  return g;
+}
+// u of the token at a position counted from 0, within a rounding of each product.
+TKV_HD double token_importance(int64_t position, float significance, double scale) {
+  return static_cast<double>(position + 1) * static_cast<double>(significance) * scale;
+}
+
+TKV_HD int32_t value_exponent(float sum, int32_t dims, int32_t importance) {
+  if (sum == 0.0f) return kLeastExponent;
+  const int32_t e = sum_exponent(sum, dims) + importance;
+  return e < kLeastExponent ? kLeastExponent : e > kMostExponent ? kMostExponent : e;
+}
+
+TKV_HD float dim_scale(float step, float weight) {
+  return div_rn(step, weight);
+}
+
+// The code before it is brought to 16 bits, as an integer in a float; beyond 2^24 it is not exact,
+// and NaN or infinite where x is.
+TKV_HD float weighted_code(float x, float mean, float scale, float factor) {
+  return round_half_even(div_rn(add_rn(x, -mean), mul_rn(scale, factor)));
+}
+TKV_HD bool is_code(float c) {
+  return c >= -32768.0f && c <= 32767.0f;
+}
+TKV_HD float weighted_value(int32_t code, float mean, float scale, float factor) {
+  return fma_rn(mul_rn(static_cast<float>(code), factor), scale, mean);
+}
+
+}  // namespace tierkv

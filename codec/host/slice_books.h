@@ -1,0 +1,35 @@
+// The codebooks of one slice.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/codebook.h"
+#include "codec/format/coded_block_format.h"
+#include "codec/format/fragment_order.h"
+
+namespace tierkv {
+
+inline constexpr int32_t kSliceDimBlocks = kSliceDims / kDimBlock;
+
+// The codebook of each dim block. All have one component, mode and number of streams.
+struct SliceBooks {
+  const Codebook* of[kSliceDimBlocks];
+
+  explicit SliceBooks(const Codebook& everywhere) {
+    for (const Codebook*& book : of) book = &everywhere;
+  }
+  const Codebook& first() const { return *of[0]; }
+  bool single() const {
+    for (const Codebook* book : of) {
+      if (book != of[0]) return false;
+    }
+    return true;
+  }
+  int32_t streams() const { return kWarpLanes * first().streams_per_lane; }
+  // Of one stream in one dim block of a tile.
+  int32_t symbols_per_fragment() const {
+    return 2 * kPairsPerFragment / first().codes_per_symbol() / first().streams_per_lane;
+  }
+};
+
+}  // namespace tierkv

@@ -1,0 +1,34 @@
+// The beginning of a kernel: its parameters, and the kernels before and behind it.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/features.cuh"
+
+namespace tierkv {
+
+// Has the lines of a kernel's parameters fetched side by side, one by every warp, where their uses
+// would fetch them one after the other.
+template <class Params>
+__device__ __forceinline__ void touch_parameters(const Params& params, int32_t warp) {
+  constexpr int32_t kLineBytes = 64, kLines = (sizeof(Params) + kLineBytes - 1) / kLineBytes;
+  if (warp >= kLines) return;
+  const int32_t word =
+      *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&params) + warp * kLineBytes);
+  asm volatile("" ::"r"(word));
+}
+
+// Until all kernels before this one in the stream have finished and their writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if TKV_BULK_COPY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may take the room this one leaves; it waits for its end before it reads anything.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if TKV_BULK_COPY
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace tierkv

@@ -1,0 +1,71 @@
+// Which grids devices with little shared memory get. Prints the table of
+// docs/notes/2026-11-22-shared-memory.md.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <string>
+
+#include "attention/core/workspace.h"
+#include "attention/tiers/grid.h"
+#include "attention/tiers/shared_rows.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kSmallest = 99 << 10;  // sm_86, 89, 120
+constexpr int32_t kLargest = 227 << 10;  // sm_90, 100
+
+AttentionConfig config_of(int32_t head_dim, int32_t group, int32_t q_len,
+                          std::initializer_list<TierFormat> formats) {
+  AttentionConfig c;
+  c.num_kv_heads = 2;
+  c.num_q_heads = 2 * group;
+  c.head_dim = head_dim;
+  c.q_len = q_len;
+  c.sm_scale = 0.1;
+  c.page_bytes = 26112 * head_dim / 128;
+  for (const TierFormat& format : formats)
+    c.tiers[c.num_tiers] = {c.num_tiers, format}, ++c.num_tiers;
+  return c;
+}
+
+TEST(AttentionGrid, EveryShapeFitsIntoTheSmallestSharedMemory) {
+  std::printf(
+      "| head_dim | columns | formats | warps | slots a warp | bytes a slot | bytes a CTA |\n");
+  std::printf("|---|---|---|---|---|---|---|\n");
+  const TierFormat raw = raw_tier(), high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t group : {1, 2, 4, 7, 8, 9, 12, 16}) {
+      for (const int32_t q_len : {1, 2, 3, 8}) {
+        for (const bool has_raw : {false, true}) {
+          const AttentionConfig c = has_raw ? config_of(head_dim, group, q_len, {raw, high, low})
+                                            : config_of(head_dim, group, q_len, {high, low});
+          const Result<AttentionGrid> grid = choose_grid(c, 100, kSmallest);
+          ASSERT_TRUE(grid.is_ok()) << grid.status().message() << ": head_dim " << head_dim
+                                    << " group " << group << " q_len " << q_len;
+          EXPECT_LE(grid->shared_bytes, kSmallest - kSharedRowsRoom);
+          EXPECT_GE(grid->slot_bytes, least_slot_bytes(c));
+          // Devices with much keep all their warps.
+          const Result<AttentionGrid> large = choose_grid(c, 100, kLargest);
+          ASSERT_TRUE(large.is_ok());
+          EXPECT_EQ(large->warps_per_cta, kDecodeWarps);
+          if (q_len > 1 || (group & (group - 1)) != 0) continue;
+          std::printf("| %d | %d | %s | %d | %d | %d | %d |\n", head_dim, query_columns(c).of_row,
+                      has_raw ? "raw, K8V4, K4V2" : "K8V4, K4V2", grid->warps_per_cta,
+                      grid->slots_per_warp, grid->slot_bytes, grid->shared_bytes);
+        }
+      }
+    }
+  }
+}
+
+TEST(AttentionGrid, TooLittleSharedMemoryIsRefusedByName) {
+  const AttentionConfig c = config_of(256, 8, 1, {raw_tier()});
+  const Result<AttentionGrid> grid = choose_grid(c, 100, 16 << 10);
+  ASSERT_FALSE(grid.is_ok());
+  EXPECT_EQ(grid.status().code(), StatusCode::kUnsupported);
+  EXPECT_NE(grid.status().message().find("16384"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tierkv

@@ -1,0 +1,78 @@
+// The host's stand-in for gpu/barrier.cuh. Copies are carried out when they are waited for, over
+// memory that was poisoned when they started, so a read without a wait is seen.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "gpu/shared_memory.cuh"
+
+namespace tierkv {
+
+struct CopyPiece {
+  uint8_t* to;
+  const uint8_t* from;
+  uint32_t bytes;
+};
+inline constexpr int32_t kCopyPieces = 4;
+struct CopyPieces {
+  int32_t count;
+  uint32_t total;
+  CopyPiece piece[kCopyPieces];
+};
+
+// Per barrier: phases completed, and the pieces of the phase under way.
+struct EmulatedBarrier {
+  int32_t phase = 0;
+  bool armed = false;
+  std::vector<CopyPiece> pieces;
+
+  bool has_ended(uint32_t parity) const { return static_cast<uint32_t>(phase) % 2 != parity; }
+};
+inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
+  static std::map<const void*, EmulatedBarrier> barriers;
+  return barriers;
+}
+
+inline void init_barrier(uint64_t* barrier) {
+  emulated_barriers()[barrier] = {};
+}
+inline void publish_barriers() {
+  __syncwarp();
+}
+
+inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  __syncwarp();  // the copies have been started
+  EmulatedBarrier& b = emulated_barriers().at(barrier);
+  if (b.armed) {
+    for (const CopyPiece& piece : b.pieces) std::memcpy(piece.to, piece.from, piece.bytes);
+    b.pieces.clear();
+    b.armed = false;
+    ++b.phase;
+  }
+  if (!b.has_ended(parity)) {
+    std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
+    std::abort();
+  }
+}
+
+// Either is possible.
+inline bool has_arrived(const uint64_t*, uint32_t parity) {
+  return parity != 0;
+}
+
+inline uint64_t* barrier_at(uint32_t address) {
+  return reinterpret_cast<uint64_t*>(emulated_shared().at(address, 8));
+}
+inline void wait_barrier(uint32_t barrier, uint32_t parity) {
+  wait_barrier(barrier_at(barrier), parity);
+}
+inline int32_t arrive_acq_rel(int32_t* counter) {
+  return (*counter)++;
+}
+
+}  // namespace tierkv

@@ -1,0 +1,22 @@
+// The host's stand-in for gpu/lanes.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "tests/support/emulator/cuda.h"
+
+namespace tierkv {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+
+inline int32_t kept(int32_t x) {
+  return x;
+}
+inline uint32_t fresh_lane() {
+  return static_cast<uint32_t>(emulator::cta().lane());
+}
+inline bool is_first_lane() {
+  return emulator::cta().lane() == 0;
+}
+
+}  // namespace tierkv

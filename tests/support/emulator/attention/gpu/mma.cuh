@@ -1,0 +1,85 @@
+// The host's stand-in for gpu/mma.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "gpu/math.cuh"
+
+namespace tierkv {
+
+// As tensor cores sum, at their worst: the terms and what they are added to are cut off at 2^-24 of
+// the largest of them, the sum at 2^-23 of itself. A term that is no number makes a sum like it.
+inline float emulated_sum(float d, const double* terms, int32_t count) {
+  double largest = std::abs(double{d}), plain = d;
+  for (int32_t k = 0; k < count; ++k) {
+    largest = std::max(largest, std::abs(terms[k])), plain += terms[k];
+  }
+  if (largest == 0 || !std::isfinite(plain)) return static_cast<float>(plain);
+  const double unit = std::ldexp(1.0, std::ilogb(largest) - 24), per_unit = 1 / unit;
+  double sum = std::trunc(d * per_unit);
+  for (int32_t k = 0; k < count; ++k) sum += std::trunc(terms[k] * per_unit);
+  sum *= unit;
+  const auto rounded = static_cast<float>(sum);
+  return std::abs(double{rounded}) > std::abs(sum) ? std::nextafter(rounded, 0.0f) : rounded;
+}
+
+// Fragment tables of the PTX manual, "Matrix Fragments for mma.m16n8k16".
+template <class Decode>
+void emulated_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Decode decode) {
+  emulator::Cta& cta = emulator::cta();
+  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+  cta.exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](emulator::Warp& w) {
+    for (int32_t i = 0; i < 4; ++i) {
+      const int32_t row = g + 8 * (i / 2), column = 2 * t + i % 2;
+      double terms[16];
+      for (int32_t k = 0; k < 16; ++k) {
+        const int32_t a_lane = row % 8 * 4 + k % 8 / 2, a_word = row / 8 + 2 * (k / 8);
+        const int32_t b_lane = column * 4 + k % 8 / 2, b_word = 4 + k / 8;
+        terms[k] =
+            double{decode(w.words[a_lane][a_word], k % 2)} * decode(w.words[b_lane][b_word], k % 2);
+      }
+      d[i] = emulated_sum(emulated_sum(d[i], terms, 8), terms + 8, 8);
+    }
+    return 0;
+  });
+}
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated_mma(d, a, b0, b1, emulated_half);
+}
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated_mma(d, a, b0, b1, emulated_bfloat);
+}
+
+inline void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  const uint32_t with_zeros[4] = {a[0], a[1], 0, 0};
+  mma_m16n8k16(d, with_zeros, b, 0);
+}
+
+inline uint32_t transpose_8x8(uint32_t x) {
+  emulator::Cta& cta = emulator::cta();
+  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+  return cta.exchange({x}, [&](emulator::Warp& w) {
+    const uint32_t low = w.words[8 * t + g / 2][0], high = w.words[8 * t + 4 + g / 2][0];
+    return (low >> 16 * (g % 2) & 0xffffu) | (high >> 16 * (g % 2) & 0xffffu) << 16;
+  });
+}
+
+inline void load_matrices(uint32_t (&x)[4], const void* row) {
+  emulator::Cta& cta = emulator::cta();
+  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+  const auto address = reinterpret_cast<uint64_t>(row);
+  cta.exchange({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)},
+               [&](emulator::Warp& w) {
+                 for (int32_t i = 0; i < 4; ++i) {
+                   const uint32_t* words = w.words[8 * i + g];
+                   const uint64_t from = words[0] | static_cast<uint64_t>(words[1]) << 32;
+                   std::memcpy(&x[i], reinterpret_cast<const uint8_t*>(from) + 4 * t, 4);
+                 }
+                 return 0;
+               });
+}
+
+}  // namespace tierkv
