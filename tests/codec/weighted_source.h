@@ -9,7 +9,7 @@
 
 #include "codec/host/weighted_books.h"
 #include "codec/host/weighted_rows.h"
-#include "tests/codec/code_source.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv {
 
