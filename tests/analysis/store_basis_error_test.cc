@@ -17,7 +17,6 @@
 namespace tierkv::testing {
 namespace {
 
-using RowData;
 using datasets::DumpReader;
 
 // Prompts that end with one of the dumped queries.

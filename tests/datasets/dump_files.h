@@ -28,9 +28,7 @@ class DumpTest : public RandomTest {
     dir_ = std::filesystem::temp_directory_path() / name;
     std::filesystem::create_directories(dir_);
   }
-  ~DumpTest() override {
-    std::filesystem::remove_all(dir_);
-  }
+  ~DumpTest() override { std::filesystem::remove_all(dir_); }
   std::string path(const std::string& name) const { return (dir_ / name).string(); }
   int64_t files_in_dir() const {
     return std::distance(std::filesystem::directory_iterator(dir_),
