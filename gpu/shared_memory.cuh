@@ -43,10 +43,4 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x
                "r"(x.z), "r"(x.w));
 }
 
-// Of shared memory into which no copy is under way; the emulator of the tests looks.
-template <class T>
-__device__ __forceinline__ T load_arrived(const uint8_t* from) {
-  return *reinterpret_cast<const T*>(from);
-}
-
 }  // namespace tierkv

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "codec/format/page_layout.h"
+#include "gpu/barrier.cuh"
 #include "gpu/math.cuh"
 
 namespace tierkv {

@@ -86,7 +86,8 @@ class ChannelTwins : public StorePair<ChannelHostStore, ChannelDeviceStore> {
   std::string difference() {
     const Result<const ChannelHostStore*> mirror = device().download();
     if (!mirror) return mirror.status().message();
-    return state_difference(host().view(), (*mirror)->view(), row_difference);
+    return state_difference(host().view(), (*mirror)->view(),
+                            [](const auto&... x) { return row_difference(x...); });
   }
 
   // Of `count` tokens, a query of each head, random.

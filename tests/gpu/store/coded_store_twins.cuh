@@ -137,7 +137,8 @@ class CodedTwins : public StorePair<CodedHostStore, CodedDeviceStore> {
   std::string difference() {
     const Result<const CodedHostStore*> mirror = device().download();
     if (!mirror) return mirror.status().message();
-    return state_difference(host().view(), (*mirror)->view(), row_difference);
+    return state_difference(host().view(), (*mirror)->view(),
+                            [](const auto&... x) { return row_difference(x...); });
   }
 
   // Of attention at every layer, by one query or several, in either type.
