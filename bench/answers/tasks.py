@@ -11,7 +11,7 @@ THINGS = "apples books cards coins cups marbles pens plums shells stamps".split(
 LOOKUP_NAMES = """Alice Oliver Emma James Sophia Henry Laura Daniel Julia Peter Maria Thomas Sarah David Helen George Clara Martin Ruth Simon
     Diana Frank Irene Walter Nora Victor Paula Hugo Edith Oscar Rosa Arthur Grace Louis Ellen Robert""".split()
 LOOKUP_ENTRIES, LOOKUPS, LOOKUP_TOKENS = 24, 10, 12
-LOOKUP_SENTENCE = "The number of {} is "
+LOOKUP_SENTENCE = "The account is {}"  # the number follows at once: looking it up takes one step of copying
 CONTINUED = 128  # tokens, of going_on; at most, of lookup
 TEXT_PROMPT_TOKENS, TEXT_TOKENS = (1985, 2112), 192  # of any length: KIVI keeps an incomplete group raw
 
@@ -194,8 +194,7 @@ def lookup(r, model, texts, tokens):
     b.cut = len(b.ids)
     b.add("\n")
     for i in r.sample(range(len(names)), LOOKUPS):
-        b.add("\n" + LOOKUP_SENTENCE.format(names[i]).rstrip())
-        b.add(" ")
+        b.add("\n" + LOOKUP_SENTENCE.format(names[i]))
         b.answer(numbers[i])
         b.add(".")
     item = b.item("lookup")
