@@ -1,6 +1,8 @@
 #include "datasets/dump_rope.h"
 
+#include <charconv>
 #include <cmath>
+#include <cstdio>
 
 #include "datasets/hdf5_dataset.h"
 #include "datasets/slab.h"
@@ -19,7 +21,7 @@ Result<RopePairing> parse_pairing(const std::string& name, bool applied) {
   for (int32_t i = 0; i < 3; ++i) {
     if (name == kPairingNames[i] && (i != 0) == applied) return static_cast<RopePairing>(i);
   }
-  return corrupt("/: attribute 'rope_pairing' is '" + printable(name) + "' (expected " +
+  return corrupt("attribute 'rope_pairing' is '" + printable(name) + "' (expected " +
                  (applied ? "'halves' or 'neighbours', as rope_applied is 1)"
                           : "'none', as rope_applied is 0)"));
 }
@@ -85,7 +87,7 @@ Result<std::vector<Rope>> read_rope(hid_t file, const CacheLayout& layout) {
   }
   Rope rope;
   const Result<RopePairing> pairing = parse_pairing(*name, layout.rope_applied);
-  if (!pairing) return pairing.status();
+  if (!pairing) return pairing.status().with_context("/");
   rope.pairing = *pairing;
   if (rope.pairing == RopePairing::kNone) {
     if (!has_frequencies) return std::vector<Rope>{rope};
@@ -104,6 +106,65 @@ Result<std::vector<Rope>> read_rope(hid_t file, const CacheLayout& layout) {
     out[l].inv_freq.assign(frequencies->begin() + l * pairs,
                            frequencies->begin() + (l + 1) * pairs);
   }
+  return out;
+}
+
+std::map<std::string, std::string> rope_texts(const std::vector<Rope>& rope,
+                                              const CacheLayout& layout) {
+  if (rope.empty() || rope == implied_rope(layout)) return {};
+  std::map<std::string, std::string> texts = {
+      {"rope_pairing", kPairingNames[static_cast<int32_t>(rope[0].pairing)]}};
+  if (rope[0].pairing == RopePairing::kNone) return texts;
+  texts["rope_dims"] = std::to_string(rope[0].rotary_dims);
+  std::string& all = texts["rope_inv_freq"];
+  for (const Rope& r : rope) {
+    for (const float f : r.inv_freq) {
+      char text[40];
+      std::snprintf(text, sizeof(text), "%.9g", static_cast<double>(f));
+      all += (all.empty() ? "" : " ") + std::string(text);
+    }
+  }
+  return texts;
+}
+
+Result<std::vector<Rope>> parse_rope_texts(const std::map<std::string, std::string>& texts,
+                                           const CacheLayout& layout) {
+  const auto text = [&](const char* name) {
+    const auto it = texts.find(name);
+    return it == texts.end() ? std::string() : it->second;
+  };
+  if (text("rope_pairing").empty()) return implied_rope(layout);
+  Rope rope;
+  const Result<RopePairing> pairing = parse_pairing(text("rope_pairing"), layout.rope_applied);
+  if (!pairing) return pairing.status();
+  rope.pairing = *pairing;
+  if (rope.pairing == RopePairing::kNone) return std::vector<Rope>{rope};
+  const std::string dims = text("rope_dims"), frequencies = text("rope_inv_freq");
+  const char* dims_end = dims.data() + dims.size();
+  const auto parsed = std::from_chars(dims.data(), dims_end, rope.rotary_dims);
+  if (parsed.ec != std::errc() || parsed.ptr != dims_end || rope.rotary_dims <= 0) {
+    return corrupt("rope_dims is '" + printable(dims) + "' (expected a positive number)");
+  }
+  std::vector<float> all;
+  const char* end = frequencies.data() + frequencies.size();
+  for (const char* p = frequencies.data(); p < end;) {
+    const auto [next, error] = std::from_chars(p, end, all.emplace_back());
+    if (error != std::errc() || (next != end && *next != ' ')) {
+      return corrupt("rope_inv_freq: element " + std::to_string(all.size() - 1) +
+                     " is no number in range");
+    }
+    p = next == end ? end : next + 1;
+  }
+  const auto pairs = static_cast<size_t>(rope.rotary_dims / 2);
+  if (pairs == 0 || (all.size() != pairs && all.size() != pairs * layout.num_layers)) {
+    return corrupt("rope_inv_freq: has " + std::to_string(all.size()) + " numbers (expected " +
+                   std::to_string(pairs) + ", or as many for each layer)");
+  }
+  std::vector<Rope> out(all.size() / pairs, rope);
+  for (size_t l = 0; l < out.size(); ++l) {
+    out[l].inv_freq.assign(all.begin() + l * pairs, all.begin() + (l + 1) * pairs);
+  }
+  if (Status s = check_rope(out, layout); !s) return corrupt(s.message());
   return out;
 }
 

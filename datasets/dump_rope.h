@@ -2,6 +2,8 @@
 // dataset rope_inv_freq of the root.
 #pragma once
 
+#include <map>
+#include <string>
 #include <vector>
 
 #include "datasets/hdf5_util.h"
@@ -16,6 +18,14 @@ std::vector<Rope> implied_rope(const CacheLayout& layout);
 
 // [1] for all layers or [num_layers]; empty: unknown. Messages start with the object's path.
 Result<std::vector<Rope>> read_rope(hid_t file, const CacheLayout& layout);
+
+// The same three as texts, for formats without attributes: by name, empty where implied.
+// Frequencies are decimals between spaces, one layer after the other.
+std::map<std::string, std::string> rope_texts(const std::vector<Rope>& rope,
+                                              const CacheLayout& layout);
+// From a map that holds other names as well; messages name the text.
+Result<std::vector<Rope>> parse_rope_texts(const std::map<std::string, std::string>& texts,
+                                           const CacheLayout& layout);
 
 // kInvalidArgument for a number of rotations that is not 0, 1 or num_layers, for one that does not
 // fit the layout, and for layers that differ in pairing or in rotary dims.
