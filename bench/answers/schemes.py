@@ -158,16 +158,19 @@ def by_token(key_bits, value_bits, rotated=False, means=False):
 
 
 def kivi(bits, group):
-    """Keys by channel in groups of tokens, values by token in groups of channels; an incomplete group of keys stays raw."""
+    """Keys by channel in groups of tokens, values by token in groups of channels. Groups of tokens begin at multiples of their size, the
+    first without the sinks; the last one stays raw where it is incomplete."""
     def run(layer, rope, profile):
         at = body(layer)
         k, v = layer.k[:, at].copy(), layer.v[:, at]
         heads, tokens, head_dim = k.shape
-        whole = tokens // group * group
-        k[:, :whole] = min_max(k[:, :whole].reshape(heads, -1, group, head_dim), bits, 2).reshape(heads, whole, head_dim)
-        values = min_max(v.reshape(heads, tokens, -1, group), bits).reshape(v.shape)
-        coded = (bits + SCALE_BITS / group) * heads * head_dim
-        return left(layer, k, values, coded * (whole + tokens) + RAW_BITS * heads * head_dim * (tokens - whole))
+        whole = at.stop // group * group - SINKS
+        groups = np.split(k[:, :whole], range(group - SINKS, whole, group), 1)
+        k[:, :whole] = np.concatenate([min_max(x, bits, 1) for x in groups], 1)
+        channels = min(group, head_dim)
+        values = min_max(v.reshape(heads, tokens, -1, channels), bits).reshape(v.shape)
+        scales = SCALE_BITS * heads * (len(groups) * head_dim + tokens * head_dim // channels)
+        return left(layer, k, values, scales + heads * head_dim * (bits * (whole + tokens) + RAW_BITS * (tokens - whole)))
     return run
 
 

@@ -53,7 +53,7 @@ def write_model(folder, rng, **changes):
 
 
 def reference_logits(weights, ids):
-    """The definition in float64, a token and head at a time; nothing is rounded."""
+    """The definition in float64, a token and head at a time; keys and values are rounded to float16 as a cache holds them."""
     w = {name: x.astype(np.float64) for name, x in weights.items()}
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w[name]
@@ -66,11 +66,12 @@ def reference_logits(weights, ids):
         p = f"model.layers.{i}."
         h = norm(x, p + "input_layernorm.weight")
         q, k, v = ((h @ w[p + f"self_attn.{c}_proj.weight"].T).reshape(len(ids), -1, HEAD_DIM) for c in "qkv")
-        out = np.zeros_like(h)
+        keys = np.array([[turned(k[t, of], t) for of in range(KV_HEADS)] for t in range(len(ids))]).astype(np.float16).astype(np.float64)
+        v, out = v.astype(np.float16).astype(np.float64), np.zeros_like(h)
         for t in range(len(ids)):
             for head in range(Q_HEADS):
                 of = head // (Q_HEADS // KV_HEADS)
-                scores = np.array([turned(q[t, head], t) @ turned(k[s, of], s) for s in range(t + 1)]) / np.sqrt(HEAD_DIM)
+                scores = np.array([turned(q[t, head], t) @ keys[s, of] for s in range(t + 1)]) / np.sqrt(HEAD_DIM)
                 weight = np.exp(scores - scores.max())
                 out[t, head * HEAD_DIM:(head + 1) * HEAD_DIM] = weight / weight.sum() @ v[:t + 1, of]
         x = x + out @ w[p + "self_attn.o_proj.weight"].T
