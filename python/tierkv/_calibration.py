@@ -9,7 +9,7 @@ import hashlib
 import os
 import pathlib
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
@@ -61,7 +61,9 @@ class Facts:
 
     def inv_freq(self, layer: int) -> FloatArray:
         """[rope.dims / 2] of a layer."""
-        return self.rope.inv_freq if self.rope.inv_freq.ndim == 1 else self.rope.inv_freq[layer]
+        table = np.atleast_2d(self.rope.inv_freq)
+        row: FloatArray = table[layer if len(table) > 1 else 0]
+        return row
 
 
 class CachedLayer(Protocol):
@@ -210,7 +212,7 @@ class Resume:
         if path is None or not path.exists():
             return
         try:
-            with np.load(path, allow_pickle=False) as f:
+            with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as f:
                 self.arrays = {name: f[name] for name in f.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
             raise CalibrationError(f"{path}: not a file to resume from; delete it to start anew ({e})") from e
@@ -315,7 +317,6 @@ def sensitivities(kl: FloatArray, noise: float) -> List[Scalars]:
 def calibrate(model: CalibrationModel, prompts: Sequence[Ids], plan: Plan, resume_path: Optional[pathlib.Path] = None,
               progress: Progress = lambda prompt, layer: None) -> Tuple[ProfileData, Resume]:
     """The profile of a model. The caller removes the resume file when the profile is safe."""
-    from dataclasses import replace
     plan.validate()
     if not prompts:
         raise CalibrationError("no prompts")

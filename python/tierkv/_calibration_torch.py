@@ -2,24 +2,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
-import transformers
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ._calibration import CachedLayer, CalibrationError, Change, Facts, Ids, turned
 from .profile import PAIRINGS, Rope
+
+# Types are checked where neither is installed.
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+masking: Any = importlib.import_module("transformers.masking_utils")
 
 NAME = "tierkv_calibration"
 PROBE_TOKENS = 16
 SAME_KEYS = 1e-3  # relative: keys of one token at all positions, turned back, differ by less where the rotation is understood
 SAME_LOGITS = 1e-2  # where a pass from a layer on agrees with a whole one
 
-Tensor = Any  # torch is not needed to check types
+Tensor = Any
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Attention:
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
         if self.recorded is not None:
-            self.recorded.append(Layer(*(x[0].float().cpu().numpy() for x in (key, value, query)), scale))
+            k, v, q = (x[0].float().cpu().numpy() for x in (key, value, query))
+            self.recorded.append(Layer(k, v, q, scale))
         if self.prompt is not None:
             pk, pv = self.prompt[module.layer_idx]
             key, value = (torch.cat([p.expand(x.shape[0], -1, -1, -1), x], 2) for p, x in ((pk, key), (pv, value)))
@@ -74,22 +77,23 @@ ATTENTION = Attention()
 
 
 class TorchModel:
-    def __init__(self, folder: str, model_id: str, device: str, batch: int) -> None:
+    def __init__(self, folder: str, model_id: str, device: Optional[str], batch: int) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-        AttentionInterface.register(NAME, ATTENTION)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        transformers.AttentionInterface.register(NAME, ATTENTION)
+        masking.AttentionMaskInterface.register(NAME, masking.sdpa_mask)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
         except (OSError, ValueError, KeyError, RuntimeError) as e:
             raise CalibrationError(f"{folder}: transformers cannot load it: {e}") from e
-        self.model: Any = model.to(device).eval()
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: Any = model.to(self.device).eval()
         self.base: Any = self.model.base_model
         if not isinstance(getattr(self.base, "layers", None), torch.nn.ModuleList):
             raise CalibrationError(f"{folder}: unknown model type {self.model.config.model_type!r}: it has no list of decoder layers")
-        self.device, self.batch = device, batch
+        self.batch = batch
         self.from_layer: Optional[List[bool]] = None  # whether a pass may begin at this layer; found out at the first reading
         self._facts = self._find_facts(model_id)
 
@@ -104,18 +108,22 @@ class TorchModel:
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         return list(with_special[:1]) if len(with_special) > len(plain) and with_special[0] != plain[0] else []
 
-    @torch.inference_mode()
-    def prefill(self, ids: Ids) -> Sequence[CachedLayer]:
-        ATTENTION.recorded, ATTENTION.prompt = [], None
+    def prefill(self, ids: Ids) -> "List[Layer]":
+        layers: List[Layer] = []
+        ATTENTION.recorded, ATTENTION.prompt = layers, None
         try:
-            self.base(input_ids=torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device), use_cache=False)
-            return ATTENTION.recorded
+            with torch.inference_mode():
+                self.base(input_ids=torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device), use_cache=False)
+            return layers
         finally:
             ATTENTION.recorded = None
 
-    @torch.inference_mode()
     def read(self, ids: Ids, cache: Sequence[CachedLayer]) -> Reading:
-        prompt = [tuple(torch.from_numpy(np.ascontiguousarray(x))[None].to(self.device) for x in (layer.k, layer.v)) for layer in cache]
+        with torch.inference_mode():
+            return self._read(ids, cache)
+
+    def _read(self, ids: Ids, cache: Sequence[CachedLayer]) -> Reading:
+        prompt = [(self._on_device(layer.k), self._on_device(layer.v)) for layer in cache]
         tokens = torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.device)
         states: List[Tensor] = []
         hooks = [layer.register_forward_pre_hook(lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]),
@@ -137,7 +145,8 @@ class TorchModel:
         while len(out) < len(changes):
             part = changes[len(out):len(out) + self.batch]
             try:
-                out += self._divergences(reading, layer, part)
+                with torch.inference_mode():
+                    out += self._divergences(reading, layer, part)
             except torch.cuda.OutOfMemoryError as e:
                 if self.batch == 1:
                     raise CalibrationError("out of GPU memory with one sequence at a time") from e
@@ -145,7 +154,9 @@ class TorchModel:
                 torch.cuda.empty_cache()
         return out
 
-    @torch.inference_mode()
+    def _on_device(self, x: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x))[None].to(self.device)
+
     def _divergences(self, reading: Reading, layer: int, changes: Sequence[Change]) -> List[float]:
         changed = tuple(torch.from_numpy(np.stack(x)).to(self.device) for x in zip(*changes))
         prompt = [changed if i == layer else kept for i, kept in enumerate(reading.prompt)]
@@ -192,7 +203,7 @@ class TorchModel:
         layers = self.prefill(np.full(PROBE_TOKENS, self._probe_token(), np.int64))
         if not layers:
             raise CalibrationError(f"unknown model type {self.model.config.model_type!r}: it does not call the attention interface of transformers")
-        shapes = {(l.q.shape[0], *l.k.shape, l.scaling) for l in layers}  # type: ignore[attr-defined]
+        shapes = {(l.q.shape[0], *l.k.shape, l.scaling) for l in layers}
         if len(shapes) != 1:
             raise CalibrationError(f"layers differ in shape or scale: {sorted(shapes)}; a profile has one shape")
         q_heads, kv_heads, _, head_dim, scaling = shapes.pop()
@@ -201,7 +212,7 @@ class TorchModel:
     def _probe_token(self) -> int:
         return self.encode("the")[0]
 
-    def _find_rope(self, layers: Sequence[CachedLayer]) -> Rope:
+    def _find_rope(self, layers: Sequence[Layer]) -> Rope:
         """The rotation of each layer. One token repeated has the same key everywhere but for its rotation, in every layer, because
         attention over equal values gives the same value: that tells which of the model's frequencies, paired how, are a layer's."""
         frequencies = [b.float().cpu().numpy() for name, b in self.base.named_buffers()

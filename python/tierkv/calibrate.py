@@ -16,13 +16,10 @@ from ._calibration import CalibrationError, CalibrationModel
 
 def make_model(args: argparse.Namespace) -> CalibrationModel:
     try:
-        import torch
-        import transformers  # noqa: F401
+        from ._calibration_torch import TorchModel
     except ImportError as e:
         raise CalibrationError(f"{e.name} is missing; install tierkv[calibration]") from e
-    from ._calibration_torch import TorchModel
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return TorchModel(args.model, args.model_id, device, args.batch)
+    return TorchModel(args.model, args.model_id, args.device, args.batch)
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
