@@ -146,26 +146,11 @@ class Analyze(CliTest):
         # The same statistics, but not billed: 2 components x (2 x 128 bytes of means + 4 of step) per row.
         saved = 8 * (own["bits_per_value"] - shared[0]["bits_per_value"]) * own["values"] / 64
         self.assertAlmostEqual(saved, 6 * 2 * 2 * (2 * 128 + 4), delta=2)
-        self.assertAlmostEqual(own["attention_rel_error"], shared[0]["attention_rel_error"], delta=1e-6)
+        # But for the sinks, which are left out of a profile.
+        self.assertAlmostEqual(own["attention_rel_error"], shared[0]["attention_rel_error"], delta=0.05 * own["attention_rel_error"])
         self.assertLess(shared[2]["bits_per_value"], shared[0]["bits_per_value"])
         other = Dump(seed=self.seed).write(self.dir / "other.h5")
-        self.expect(run("analyze", "--preset", "step", "--profile", profile, other), 3, "another model")
-
-    def test_balanced_steps_take_fewer_bits_at_the_same_error(self):
-        profile = self.dir / "p.h5"
-        r = run("calibrate", SAMPLE, "-o", profile, "--no-thresholds", "--balance", "0.024", "--json")
-        self.assertEqual(r.returncode, 0, r.stderr)
-        balance = json.loads(r.stdout)["balance"]
-        self.assertLessEqual(balance["error"], 0.024)
-        preset = "step:k={k},v={v}".format(**balance)
-        balanced = self.analyze(SAMPLE, "--preset", preset, "--profile", profile)["results"][0]
-        even = self.analyze(SAMPLE, "--preset", "step:k=0.15,v=0.12")["results"][0]
-        # What is expected comes from 48 queries a head, errors of keys and values apart, taken to grow with the step.
-        self.assertAlmostEqual(balanced["attention_rel_error_online"], balance["error"], delta=0.15 * balance["error"])
-        self.assertLess(balanced["attention_rel_error_online"], even["attention_rel_error_online"])
-        self.assertLess(balanced["bits_per_value"], 0.97 * even["bits_per_value"])
-        self.expect(run("calibrate", SAMPLE, "-o", self.dir / "x.h5", "--no-thresholds", "--balance", "1"), 3, "cannot be balanced")
-        self.assertFalse((self.dir / "x.h5").exists())
+        self.expect(run("analyze", "--preset", "step", "--profile", profile, other), 3, "the profile is of ")
 
     def test_synth_is_reproducible(self):
         for name in ("a.h5", "b.h5"):
