@@ -1,4 +1,7 @@
 #include "datasets/dump_rope.h"
+
+#include <map>
+
 #include "tests/datasets/bad_dumps.h"
 
 namespace tierkv::datasets {
@@ -80,6 +83,53 @@ TEST_F(RopeTest, WriterRefusesWhatReaderWould) {
     Rope bad = good;
     bad.inv_freq[2] = f;
     refused({bad}, "a frequency");
+  }
+}
+
+TEST_F(RopeTest, TextsComeBack) {
+  const CacheLayout layout = small_info().layout;
+  const Rope first = random_rope(&rng_, RopePairing::kNeighbours, 6);
+  const Rope second = random_rope(&rng_, RopePairing::kNeighbours, 6);
+  for (const std::vector<Rope>& rope : {std::vector<Rope>{first}, std::vector<Rope>{first, second},
+                                        std::vector<Rope>{Rope::plain(10000, 8)}}) {
+    std::map<std::string, std::string> texts = rope_texts(rope, layout);
+    texts["kind.a"] = "text";
+    const Result<std::vector<Rope>> back = parse_rope_texts(texts, layout);
+    ASSERT_TRUE(back) << back.status().message();
+    EXPECT_EQ(*back, rope);
+  }
+}
+
+TEST_F(RopeTest, BadTextsAreRefused) {
+  const CacheLayout layout = small_info().layout;
+  const std::map<std::string, std::string> good =
+      rope_texts({random_rope(&rng_, RopePairing::kHalves, 6)}, layout);
+  ASSERT_TRUE(parse_rope_texts(good, layout));
+  const struct {
+    const char *name, *text, *message;
+  } cases[] = {
+      {"rope_pairing", "thirds", "attribute 'rope_pairing' is 'thirds'"},
+      {"rope_pairing", "none", "attribute 'rope_pairing' is 'none'"},
+      {"rope_dims", "6x", "rope_dims is '6x' (expected a positive number)"},
+      {"rope_dims", "", "rope_dims is ''"},
+      {"rope_dims", "-6", "rope_dims is '-6'"},
+      {"rope_dims", "1", "rope_inv_freq: has 3 numbers (expected 0"},
+      {"rope_dims", "10", "rope_inv_freq: has 3 numbers (expected 5, or as many for each layer)"},
+      {"rope_inv_freq", "", "rope_inv_freq: has 0 numbers"},
+      {"rope_inv_freq", "1 0.5", "rope_inv_freq: has 2 numbers (expected 3"},
+      {"rope_inv_freq", "1 0.5x 0.2", "rope_inv_freq: element 1 is no number in range"},
+      {"rope_inv_freq", "1 1e99 0.2", "rope_inv_freq: element 1 is no number in range"},
+      {"rope_inv_freq", "1 -0.5 0.2", "rope: a frequency is negative or not finite"},
+      {"rope_inv_freq", "1 nan 0.2", "rope: a frequency is negative or not finite"},
+  };
+  for (const auto& c : cases) {
+    std::map<std::string, std::string> texts = good;
+    texts[c.name] = c.text;
+    const Result<std::vector<Rope>> rope = parse_rope_texts(texts, layout);
+    ASSERT_FALSE(rope) << c.name << " = " << c.text;
+    EXPECT_EQ(rope.status().code(), StatusCode::kCorrupt);
+    EXPECT_NE(rope.status().message().find(c.message), std::string::npos)
+        << rope.status().message();
   }
 }
 
