@@ -126,17 +126,9 @@ TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
   return mode != DecodeMode::kPlain && mode != DecodeMode::kNarrow;
 }
 using DecodeKernel = void (*)(DecodeParams);
-// Null where there is none. Each head_dim has a source file, so that they compile side by side.
+// Null where there is none. Each head_dim has an object, from decode_instance.cu.in.
 template <int32_t kHeadDim>
 DecodeKernel decode_kernel_of(int32_t blocks, DecodeMode mode);
-template <>
-DecodeKernel decode_kernel_of<64>(int32_t blocks, DecodeMode mode);
-template <>
-DecodeKernel decode_kernel_of<96>(int32_t blocks, DecodeMode mode);
-template <>
-DecodeKernel decode_kernel_of<128>(int32_t blocks, DecodeMode mode);
-template <>
-DecodeKernel decode_kernel_of<256>(int32_t blocks, DecodeMode mode);
 
 // Lets the kernel use shared_bytes. Once per device, before the first launch.
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t shared_bytes);

@@ -276,9 +276,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   cta.run();
 }
 
-// As decode_kernel_of().
 template <int32_t kHeadDim>
-DecodeKernel decode_kernel_for(int32_t blocks, DecodeMode mode) {
+DecodeKernel decode_kernel_of(int32_t blocks, DecodeMode mode) {
   if (mode == DecodeMode::kPlain) {
     return blocks == 1 ? decode_kernel<kHeadDim, 1, DecodeMode::kPlain> : nullptr;
   }

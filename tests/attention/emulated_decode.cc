@@ -43,13 +43,13 @@ DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
   const int32_t blocks = column_blocks(p.columns.of_row);
   switch (head_dim) {
     case 64:
-      return decode_kernel_for<64>(blocks, decode_mode(p));
+      return decode_kernel_of<64>(blocks, decode_mode(p));
     case 96:
-      return decode_kernel_for<96>(blocks, decode_mode(p));
+      return decode_kernel_of<96>(blocks, decode_mode(p));
     case 256:
-      return decode_kernel_for<256>(blocks, decode_mode(p));
+      return decode_kernel_of<256>(blocks, decode_mode(p));
     default:
-      return decode_kernel_for<128>(blocks, decode_mode(p));
+      return decode_kernel_of<128>(blocks, decode_mode(p));
   }
 }
 

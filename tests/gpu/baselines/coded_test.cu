@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "bench/baselines/coded/coded_encode.h"
+#include "bench/baselines/coded/tree_decode.h"
 #include "codec/format/coded_block.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tests/codec/code_source.h"
@@ -56,17 +58,13 @@ CodedWorld make_world(CodeSource* source, const WorldShape& shape) {
     return source->bell(int64_t{tokens} * shape.head_dim, spread * wider, -3.0, source->below(2));
   };
   histogram.add(draw(kBlockTokens * 4, 1.0).data(), kBlockTokens * 4);
-  if (is_raw_mode(shape.mode)) {
-    w.codebook = raw_codebook(shape.component);
-  } else {
-    CodebookSpec spec;
-    spec.mode = shape.mode;
-    spec.streams_per_lane = shape.streams;
-    spec.table_id = static_cast<uint8_t>(source->below(256));
-    auto built = build_codebook(histogram, spec);
-    EXPECT_TRUE(built.is_ok()) << built.status().message();
-    w.codebook = *built;
-  }
+  CodebookSpec spec;
+  spec.mode = shape.mode;
+  spec.streams_per_lane = shape.streams;
+  spec.table_id = static_cast<uint8_t>(source->below(256));
+  auto built = build_codebook(histogram, spec);
+  EXPECT_TRUE(built.is_ok()) << built.status().message();
+  w.codebook = *built;
   for (int32_t i = 0; i < shape.groups; ++i) {
     const int32_t tokens = i % 3 == 0 ? kBlockTokens : 1 + source->below(kBlockTokens);
     // Wider ones have exceptions, or are raw.
@@ -80,6 +78,8 @@ CodedWorld make_world(CodeSource* source, const WorldShape& shape) {
   return w;
 }
 
+enum class By { kTable, kLoop, kArray };
+
 struct Decoded {
   std::vector<int16_t> codes;
   std::vector<uint16_t> values;
@@ -87,7 +87,7 @@ struct Decoded {
 };
 
 Decoded decode_on_gpu(const CodedWorld& w, const std::vector<float>& steps,
-                      const std::vector<float>& means, bool walk_tree = false) {
+                      const std::vector<float>& means, By by = By::kTable) {
   const DeviceArray<uint8_t> bytes(w.bytes);
   const DeviceArray<CodedGroup> groups(w.groups);
   const DeviceArray<uint32_t> table(device_table(w.codebook));
@@ -107,14 +107,17 @@ Decoded decode_on_gpu(const CodedWorld& w, const std::vector<float>& steps,
   call.status = status.get();
   call.codebook = device_codebook(w.codebook);
   call.codebook.table = table.get();
-  call.codebook.tree = tree.get();
-  call.walk_tree = walk_tree;
   call.size = static_cast<int64_t>(w.bytes.size());
   call.token_stride = w.head_dim;
   call.num_groups = static_cast<int32_t>(w.groups.size());
   call.num_steps = static_cast<int32_t>(steps.size());
   call.head_dim = w.head_dim;
-  const Status s = decode_coded(call, nullptr);
+  const DeviceTree walked = {tree.get(), static_cast<int32_t>(w.codebook.tree.size())};
+  const Status s =
+      by == By::kTable
+          ? decode_coded(call, nullptr)
+          : decode_by_tree(call, walked, by == By::kLoop ? TreeForm::kLoop : TreeForm::kArray,
+                           nullptr);
   EXPECT_TRUE(s.is_ok()) << s.message();
   return {codes.read(), values.read(), status.read()};
 }
@@ -127,10 +130,11 @@ int32_t compare_with_host(const CodedWorld& w, CodeSource* source) {
   for (float& m : means) m = static_cast<float>(4 * source->uniform() - 2);
   CodedWorld world = w;
   for (CodedGroup& g : world.groups) g.step = source->below(2);
-  // Both ways must find the same; hostile streams, too.
+  // All ways must find the same, in hostile streams as well.
   const bool has_walk =
       w.codebook.mode == BlockMode::kSingle || w.codebook.mode == BlockMode::kPair;
-  const Decoded got = decode_on_gpu(world, steps, means, has_walk && source->below(2) == 0);
+  const Decoded got =
+      decode_on_gpu(world, steps, means, has_walk ? static_cast<By>(source->below(3)) : By::kTable);
   int32_t valid = 0;
   for (size_t i = 0; i < world.groups.size(); ++i) {
     const CodedGroup& g = world.groups[i];
@@ -167,7 +171,7 @@ class CodedDeviceTest : public ::testing::Test {
 };
 
 constexpr BlockMode kModes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad,
-                                BlockMode::kSplit, BlockMode::kRaw16};
+                                BlockMode::kSplit};
 
 TEST_F(CodedDeviceTest, DecodesWhatTheHostEncodes) {
   for (BlockMode mode : kModes) {
@@ -180,7 +184,9 @@ TEST_F(CodedDeviceTest, DecodesWhatTheHostEncodes) {
           const Decoded got = decode_on_gpu(w, {1.0f}, std::vector<float>(512));
           ASSERT_EQ(got.codes, w.codes);
           if (mode == BlockMode::kSingle || mode == BlockMode::kPair) {
-            ASSERT_EQ(decode_on_gpu(w, {1.0f}, std::vector<float>(512), true).codes, w.codes);
+            for (const By by : {By::kLoop, By::kArray}) {
+              ASSERT_EQ(decode_on_gpu(w, {1.0f}, std::vector<float>(512), by).codes, w.codes);
+            }
           }
           ASSERT_EQ(compare_with_host(w, &source_), 12);
         }
@@ -302,7 +308,7 @@ void expect_host_bytes(const CodedWorld& w) {
 }
 
 TEST_F(CodedDeviceTest, EncodesTheBytesOfTheHost) {
-  for (BlockMode mode : {BlockMode::kSingle, BlockMode::kPair, BlockMode::kRaw16}) {
+  for (BlockMode mode : {BlockMode::kSingle, BlockMode::kPair}) {
     for (Component component : {Component::kKey, Component::kValue}) {
       for (int32_t streams : {1, 2}) {
         for (int32_t head_dim : {64, 96, 128, 256, 1 + source_.below(300)}) {

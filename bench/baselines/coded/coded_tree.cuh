@@ -1,4 +1,4 @@
-// Symbols bit by bit through a tree: the paper's form of the decoder, kept to compare with.
+// Symbols bit by bit through a tree, a loop for each symbol: to compare with.
 #pragma once
 
 #include "codec/format/huffman.h"
@@ -6,21 +6,17 @@
 
 namespace tierkv {
 
-// Two codes less the base.
-struct DigitPair {
-  int32_t first, second;
-};
-
 // The array tree of KVComp section 3.3.1 in shared memory.
 struct TreeWalk {
   using Stream = LaneStream<true>;
-  uint32_t tree;         // shared address
-  uint32_t last;         // entry
-  int32_t most, levels;  // bits of a code word, of a digit
+  static constexpr int32_t kBias = SharedTable<0>::kBias;
+  uint32_t tree;  // shared address
+  uint32_t last;  // entry
+  int32_t most;   // bits of a code word
 
   __device__ __forceinline__ int32_t symbol(Stream& stream) const {
     uint32_t bits = __funnelshift_r(stream.low, stream.high, stream.position);
-    bits >>= SharedTable<0>::kBias;
+    bits >>= kBias;
     uint32_t entry = 0, length = 0;
     do {
       // A leaf is kLeaf + symbol; node 0 is the root.
@@ -30,11 +26,6 @@ struct TreeWalk {
     } while (entry < kLeaf && length < static_cast<uint32_t>(most));
     stream.advance(stream.position + length);
     return static_cast<int32_t>(entry % kLeaf);
-  }
-  __device__ __forceinline__ DigitPair pair(BlockMode mode, Stream& stream) const {
-    const int32_t first = symbol(stream);
-    if (mode == BlockMode::kSingle) return {first, symbol(stream)};
-    return {first % levels, first / levels};
   }
 };
 

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#include "codec/gpu/coded/coded_encode_slice.cuh"
+#include "bench/baselines/coded/coded_encode.h"
+#include "bench/baselines/coded/coded_encode_slice.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {

@@ -5,10 +5,41 @@
 // shared memory.
 #pragma once
 
-#include "codec/gpu/coded/coded_open.cuh"
+#include "codec/gpu/coded/coded_form.cuh"
 #include "codec/gpu/coded/coded_symbols.cuh"
 
 namespace tierkv {
+
+// Codes from one token to the next: lanes of eight tokens meet in no bank.
+inline constexpr int32_t kCodeStride = kSliceDims + 8;
+
+// What a warp has in shared memory. A block that is coded is smaller than its raw form.
+struct SliceMemory {
+  int16_t* codes;        // [kBlockTokens][kCodeStride]
+  uint32_t* block;       // words of kMaxCodedBlockBytes
+  uint32_t* exceptions;  // [kMaxExceptions]
+};
+
+struct Slice {
+  const DeviceCodebook& book;
+  const uint32_t* words;  // of the codebook, in shared memory
+  const SliceMemory& memory;
+  int32_t tokens, dims;
+  int32_t most_coded_bytes = kMaxCodedBlockBytes;  // a larger coded form is stored raw
+
+  __device__ __forceinline__ int32_t code(int32_t token, int32_t dim) const {
+    return memory.codes[token * kCodeStride + dim];
+  }
+  // No padding in its tiles and dim blocks.
+  __device__ __forceinline__ bool is_whole() const {
+    return tokens % kTileTokens == 0 && dims % kDimBlock == 0;
+  }
+  __device__ __forceinline__ int32_t digit(int32_t code) const {
+    const int32_t above = code - book.base;
+    return static_cast<uint32_t>(above) < static_cast<uint32_t>(book.levels) ? above
+                                                                             : kOutsideAlphabet;
+  }
+};
 
 // Shared memory of a warp, one SliceMemory.
 inline constexpr int32_t kSliceCodesBytes = kBlockTokens * kCodeStride * 2;
@@ -26,23 +57,32 @@ __device__ __forceinline__ int32_t symbol_count(const DeviceCodebook& book) {
   return min(symbols, kMaxSymbols);
 }
 
-// Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, and
-// all exceptions, unordered, in memory.
-struct SlicePlan {
-  int32_t start[2];
-  int32_t payload_bits, exceptions;
-  bool possible;
-};
-
-__device__ __forceinline__ int32_t sum_before(int32_t x, int32_t* total) {
-  int32_t sum = x;
+// The pairs of a lane's stream, in order: visit(at, place), where `at` points to the first code and
+// place(&p) fills in tokens and channels.
+template <class Visit>
+__device__ __forceinline__ void for_each_pair(const Slice& slice, int32_t stream,
+                                              const Visit& visit) {
+  const bool key = slice.book.component == Component::kKey;
+  const PairPosition lane = pair_position(slice.book.component, 0, 0, 0, lane_index());
+  int16_t* const codes = slice.memory.codes + lane.token * kCodeStride + lane.dim;
+  const int32_t row = key ? 8 * kCodeStride : 8, column = key ? 8 : 8 * kCodeStride;
+  const int32_t tiles = tile_count(slice.tokens), blocks = dim_block_count(slice.dims);
+  const bool both = slice.book.streams_per_lane == 1;
+  for (int32_t tile = 0; tile < tiles; ++tile) {
+    for (int32_t f = 0; f < blocks; ++f) {
+      int16_t* const at = codes + tile * kTileTokens * kCodeStride + f * kDimBlock;
 #pragma unroll
-  for (int32_t i = 1; i < kWarpLanes; i *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, sum, i);
-    if (lane_index() >= i) sum += other;
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+        if (!both && r % 2 != stream) continue;
+        visit(at + r % 2 * row + r / 2 * column, [&](Place* p) {
+          p->token[0] = tile * kTileTokens + lane.token + (key ? r % 2 : r / 2) * 8;
+          p->dim[0] = f * kDimBlock + lane.dim + (key ? r / 2 : r % 2) * 8;
+          p->token[1] = p->token[0] + !key;
+          p->dim[1] = p->dim[0] + key;
+        });
+      }
+    }
   }
-  *total = __shfl_sync(kAllLanes, sum, kWarpLanes - 1);
-  return sum - x;
 }
 
 // What the symbol's digits leave; false where a difference does not fit.
@@ -202,83 +242,6 @@ __device__ inline void write_raw(const Slice& slice, const CodedBlockHeader& h) 
   }
 }
 
-// Two codes in a word, each less or greater.
-struct CodeRange {
-  uint32_t low = 0x7fff7fffu, high = 0x80008000u;
-
-  __device__ __forceinline__ void add(uint32_t pair) {
-    low = __vmins2(low, pair);
-    high = __vmaxs2(high, pair);
-  }
-  __device__ __forceinline__ int32_t lowest() const {
-    return __reduce_min_sync(kAllLanes, min(static_cast<int32_t>(static_cast<int16_t>(low)),
-                                            static_cast<int32_t>(low) >> 16));
-  }
-  __device__ __forceinline__ int32_t highest() const {
-    return __reduce_max_sync(kAllLanes, max(static_cast<int32_t>(static_cast<int16_t>(high)),
-                                            static_cast<int32_t>(high) >> 16));
-  }
-};
-
-// As the host's raw_header().
-__device__ inline CodedBlockHeader raw_header(Component component, int32_t tokens, int32_t dims,
-                                              const CodeRange& range) {
-  const int32_t low = range.lowest(), high = range.highest();
-  CodedBlockHeader h;
-  h.mode = high - low < 4     ? BlockMode::kRaw2
-           : high - low < 16  ? BlockMode::kRaw4
-           : high - low < 256 ? BlockMode::kRaw8
-                              : BlockMode::kRaw16;
-  h.component = component;
-  h.tokens = static_cast<uint8_t>(tokens);
-  h.dims = static_cast<uint8_t>(dims);
-  h.base = h.mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low);
-  return h;
-}
-
-// The form in which a block is stored: its header without the checksum.
-struct BlockForm {
-  CodedBlockHeader header;
-  CodedBlockLayout at;
-  bool coded;
-};
-// Coded where that is possible, smaller than the raw form and not beyond the limit.
-__device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedBlockHeader& raw,
-                                        const SlicePlan& plan, int32_t most_coded_bytes) {
-  BlockForm form{raw, block_layout(raw), false};
-  if (plan.possible) {
-    CodedBlockHeader h = raw;
-    h.mode = book.mode;
-    h.streams_per_lane = static_cast<uint8_t>(book.streams_per_lane);
-    h.table_id = book.table_id;
-    h.base = static_cast<int16_t>(book.base);
-    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-    h.exceptions = static_cast<uint16_t>(plan.exceptions);
-    const CodedBlockLayout at = block_layout(h);
-    if (at.bytes < form.at.bytes && at.bytes <= most_coded_bytes) form = {h, at, true};
-  }
-  form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
-  return form;
-}
-
-// The header and the checksum of a block whose rest is written.
-__device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
-  __syncwarp();
-  if (lane_index() == 0) store_header(form.header, bytes);
-  __syncwarp();
-  const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
-  __syncwarp();
-  if (lane_index() == 0) store_u16(bytes + 14, checksum);
-  __syncwarp();
-}
-
-__device__ __forceinline__ void clear_block(void* block, int32_t bytes) {
-  for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
-    static_cast<uint4*>(block)[i] = make_uint4(0, 0, 0, 0);
-  }
-  __syncwarp();
-}
-
 // One slice into memory.block; its size in bytes. load() puts its codes into memory.codes, all
 // lanes together, and returns the range of those that the lane has put there; it is called again
 // where the block stays raw.
@@ -287,8 +250,7 @@ __device__ int32_t encode_slice(const Slice& slice, const Load& load, int32_t* c
   const CodeRange range = load();
   __syncwarp();
   const CodedBlockHeader raw = raw_header(slice.book.component, slice.tokens, slice.dims, range);
-  SlicePlan plan{};
-  if (!is_raw_mode(slice.book.mode)) plan = plan_slice(slice, counter);
+  const SlicePlan plan = plan_slice(slice, counter);
   const BlockForm form = choose_form(slice.book, raw, plan, slice.most_coded_bytes);
   clear_block(slice.memory.block, form.at.bytes);
   if (form.coded) {
