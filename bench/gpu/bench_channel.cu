@@ -4,7 +4,7 @@
 //   bench_channel [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 #include <algorithm>
 
-#include "attention/channel/channel_attention.h"
+#include "bench/baselines/channel/channel_attention.h"
 #include "bench/gpu/codec_bench.cuh"
 
 namespace tierkv::bench {

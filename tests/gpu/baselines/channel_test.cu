@@ -5,8 +5,8 @@
 #include <cstring>
 #include <memory>
 
-#include "attention/channel/channel_attention.h"
-#include "tests/codec/channel_world.h"
+#include "bench/baselines/channel/channel_attention.h"
+#include "tests/baselines/channel_world.h"
 #include "tests/gpu/device_array.cuh"
 
 namespace tierkv::testing {

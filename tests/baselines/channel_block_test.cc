@@ -9,7 +9,7 @@
 #include <set>
 #include <utility>
 
-#include "tests/codec/channel_world.h"
+#include "tests/baselines/channel_world.h"
 
 namespace tierkv::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "attention/channel/channel_attention.h"
+#include "bench/baselines/channel/channel_attention.h"
 
 #include <algorithm>
 #include <cmath>

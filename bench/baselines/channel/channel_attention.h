@@ -1,22 +1,16 @@
-// Decode attention over rows of channel blocks (codec/format/channel_block.h): one query of every
+// Decode attention over rows of channel blocks (channel_cache.h): one query of every
 // head of a group over the blocks and the raw residual of its row.
-//
-// With k = scale_d code + zero_point_d, q . k = (q * scale) . code + q . zero_point: a block costs
-// one scaling of the query and one product with the zero points, its tokens nothing. Values as in
-// pages.
-//
-// Sources: BitDecoding section 4 (channel-wise keys on tensor cores).
+// The kernel is that of attention/channel/channel_pages.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "attention/core/reference.h"
-#include "codec/format/channel_block.h"
+#include "bench/baselines/channel/channel_cache.h"
 
 namespace tierkv {
 
-inline constexpr int32_t kMaxChannelGroup = 16;
 inline constexpr int32_t kMaxChannelSplits = 16;
 
 // Memory of the cache: device for attend_channel(), host for the reference.

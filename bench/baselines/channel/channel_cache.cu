@@ -1,4 +1,4 @@
-#include "codec/format/channel_block.h"
+#include "bench/baselines/channel/channel_cache.h"
 
 #include "codec/gpu/channel_encode.cuh"
 #include "gpu/cuda_device.cuh"

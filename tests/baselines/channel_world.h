@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "codec/format/channel_block.h"
+#include "bench/baselines/channel/channel_cache.h"
 
 namespace tierkv::testing {
 

@@ -1,13 +1,13 @@
 // The reference of attention over channel blocks against softmax written out over the values that
 // came in, where they are kept exactly.
-#include "attention/channel/channel_attention.h"
+#include "bench/baselines/channel/channel_attention.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "attention/channel/channel_pages.h"
-#include "tests/codec/channel_world.h"
+#include "tests/baselines/channel_world.h"
 
 namespace tierkv::testing {
 namespace {
