@@ -9,9 +9,6 @@
 namespace tierkv {
 namespace {
 
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
 Status unsupported(std::string why) {
   return Status(StatusCode::kUnsupported, std::move(why));
 }
