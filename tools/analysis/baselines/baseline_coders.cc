@@ -1,4 +1,4 @@
-#include "tools/analysis/baseline_coders.h"
+#include "tools/analysis/baselines/baseline_coders.h"
 
 #include <zstd.h>
 

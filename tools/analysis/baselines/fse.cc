@@ -1,4 +1,4 @@
-#include "tools/analysis/fse.h"
+#include "tools/analysis/baselines/fse.h"
 
 #include <algorithm>
 #include <bit>

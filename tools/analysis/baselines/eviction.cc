@@ -1,4 +1,4 @@
-#include "tools/analysis/eviction.h"
+#include "tools/analysis/baselines/eviction.h"
 
 #include <algorithm>
 #include <cmath>
