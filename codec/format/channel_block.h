@@ -11,7 +11,7 @@
 // Codes are tiles of 16 tokens in fragment order (codec/format/page_layout.h); value metadata is
 // that of pages. Key metadata is 4 bytes a channel, in the order of the B fragments that it is
 // multiplied into: for dims 16 f + {2t, 2t + 1, 2t + 8, 2t + 9} four scales, then four zero points,
-// 16 bytes. The residual of a row is the key tiles, then the value tiles, of 16 bits.
+// 16 bytes.
 //
 // Sources: KIVI (channel-wise keys), BitDecoding section 4 (KC, the residual block and its kernel);
 // the layout of the metadata is ours.
@@ -46,12 +46,6 @@ struct ChannelLayout {
   }
   TKV_HD constexpr int32_t codes(Component c) const {
     return c == Component::kKey ? k_codes : v_codes;
-  }
-  // Of a row's residual.
-  TKV_HD constexpr int32_t residual_bytes() const { return tokens * head_dim() * 4; }
-  TKV_HD constexpr int32_t residual_tile(Component c, int32_t tile_index) const {
-    return (c == Component::kValue ? tokens * head_dim() * 2 : 0) +
-           tile_index * TileLayout{16, head_dim()}.bytes();
   }
   TKV_HD constexpr int32_t value_metadata_byte(int32_t token) const {
     return v_metadata + token / kTileTokens * kMetadataBlockBytes +
@@ -89,10 +83,8 @@ Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head
 void encode_channel_block(const ChannelLayout& layout, const float* k, const float* v,
                           uint8_t* block);
 
-// The block's value at (token, dim), and the residual's.
+// The block's value at (token, dim).
 float channel_value(const ChannelLayout& layout, const uint8_t* block, Component component,
                     int32_t token, int32_t dim);
-float residual_value(const ChannelLayout& layout, const uint8_t* residual, Component component,
-                     int32_t token, int32_t dim);
 
 }  // namespace tierkv

@@ -128,12 +128,4 @@ float channel_value(const ChannelLayout& l, const uint8_t* block, Component comp
                     half_to_float(half_at(zero_point)));
 }
 
-float residual_value(const ChannelLayout& l, const uint8_t* residual, Component component,
-                     int32_t token, int32_t dim) {
-  const TileLayout tile = {16, l.head_dim()};
-  return half_to_float(
-      static_cast<uint16_t>(code_at(residual + l.residual_tile(component, token / kTileTokens),
-                                    code_position(tile, component, token % kTileTokens, dim), 16)));
-}
-
 }  // namespace tierkv

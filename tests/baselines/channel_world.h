@@ -31,7 +31,7 @@ struct ChannelWorld {
   ChannelWorld(std::mt19937* rng, const ChannelLayout& l, int32_t rows, int32_t blocks)
       : layout(l), num_rows(rows), max_blocks(blocks), num_blocks(rows * blocks + 3) {
     pool.resize(static_cast<size_t>(num_blocks) * l.bytes / 128);
-    residual.resize(static_cast<size_t>(rows) * l.residual_bytes() / 128);
+    residual.resize(static_cast<size_t>(rows) * residual_bytes(l) / 128);
     std::fill_n(pool.data()->bytes, pool.size() * 128, uint8_t{0xa5});
     std::fill_n(residual.data()->bytes, residual.size() * 128, uint8_t{0});
     std::vector<int32_t> ids(num_blocks);

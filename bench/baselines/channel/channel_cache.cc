@@ -17,11 +17,8 @@ bool is_aligned(const void* p, uintptr_t to) {
 
 void put_residual(const ChannelLayout& l, uint8_t* residual, Component c, int32_t token,
                   const uint16_t* x) {
-  const TileLayout tile = {16, l.head_dim()};
   for (int32_t d = 0; d < l.head_dim(); ++d) {
-    const CodePosition at = code_position(tile, c, token % kTileTokens, d);
-    std::memcpy(residual + l.residual_tile(c, token / kTileTokens) + at.byte + at.bit / 8, x + d,
-                2);
+    std::memcpy(residual + residual_byte(l, c, token, d), x + d, 2);
   }
 }
 
@@ -96,6 +93,13 @@ StatusCode fill_row(const ChannelCache& cache, const ChannelPrompt& p, int32_t r
 }
 
 }  // namespace
+
+float residual_value(const ChannelLayout& l, const uint8_t* residual, Component component,
+                     int32_t token, int32_t dim) {
+  uint16_t x;
+  std::memcpy(&x, residual + residual_byte(l, component, token, dim), 2);
+  return half_to_float(x);
+}
 
 Status ChannelCache::validate() const {
   TierFormat format = token_wise_tier(layout.k_tile.bits, layout.v_tile.bits);

@@ -6,6 +6,34 @@
 namespace tierkv {
 namespace {
 
+// Values as they come: tokens `stride` elements apart. stage() brings a component to shared memory,
+// by all threads, and returns whether what this thread saw is finite.
+struct DenseSource {
+  const uint16_t* x[2];  // k, v
+  int64_t stride;
+
+  template <int32_t kHeadDim>
+  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
+                                        ChannelShared<kHeadDim>& s) const {
+    const uint16_t* from = x[static_cast<int32_t>(c)];
+    bool finite = true;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tokens * (kHeadDim / 8);
+         i += kChannelThreads) {
+      const int32_t t = i / (kHeadDim / 8), d = i % (kHeadDim / 8) * 8;
+      const uint4 w = *reinterpret_cast<const uint4*>(from + t * stride + d);
+      finite &= are_finite_halves(w.x) && are_finite_halves(w.y) && are_finite_halves(w.z) &&
+                are_finite_halves(w.w);
+      *reinterpret_cast<uint4*>(&s.x[t * ChannelShared<kHeadDim>::kLine + d]) = w;
+    }
+    return finite;
+  }
+};
+
+__device__ __forceinline__ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c,
+                                             int32_t token, int32_t dim, uint16_t x) {
+  *reinterpret_cast<uint16_t*>(residual + residual_byte(l, c, token, dim)) = x;
+}
+
 // A CTA per row.
 template <class Encoder>
 __global__ void __launch_bounds__(kChannelThreads)
@@ -49,7 +77,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (!fills) return;
   __syncthreads();
   const auto tile_at = [&](Component c, int32_t tile) {
-    return residual + l.residual_tile(c, tile);
+    return residual + residual_tile(l, c, tile);
   };
   (void)Encoder::encode(l, make_raw_source(tile_at), cache.block(id), shared);
   if (i == 0) cache.block_count[row] = blocks + 1;

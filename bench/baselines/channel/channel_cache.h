@@ -6,6 +6,23 @@
 
 namespace tierkv {
 
+// A row's residual: the key tiles, then the value tiles, of 16 bits.
+TKV_HD constexpr int32_t residual_bytes(const ChannelLayout& l) {
+  return l.tokens * l.head_dim() * 4;
+}
+TKV_HD constexpr int32_t residual_tile(const ChannelLayout& l, Component c, int32_t tile_index) {
+  return (c == Component::kValue ? l.tokens * l.head_dim() * 2 : 0) +
+         tile_index * TileLayout{16, l.head_dim()}.bytes();
+}
+// Where a value lies in it.
+TKV_HD inline int32_t residual_byte(const ChannelLayout& l, Component c, int32_t token,
+                                    int32_t dim) {
+  const CodePosition at = code_position(TileLayout{16, l.head_dim()}, c, token % kTileTokens, dim);
+  return residual_tile(l, c, token / kTileTokens) + at.byte + at.bit / 8;
+}
+float residual_value(const ChannelLayout& layout, const uint8_t* residual, Component component,
+                     int32_t token, int32_t dim);
+
 // The rows of a cache; all memory is the caller's, host or device. Rows are (sequence, kv_head) of
 // one layer, kv_heads innermost.
 struct ChannelCache {
@@ -15,7 +32,7 @@ struct ChannelCache {
   int32_t num_blocks = 0;              // of the pool
   uint8_t* pool = nullptr;             // [num_blocks] x layout.bytes, 128-byte aligned
   const int32_t* table = nullptr;      // [num_rows, max_blocks] ids of blocks
-  uint8_t* residual = nullptr;         // [num_rows] x layout.residual_bytes(), 16-byte aligned;
+  uint8_t* residual = nullptr;         // [num_rows] x residual_bytes(layout), 16-byte aligned;
                                        // finite: zeros before the first use
   int32_t* block_count = nullptr;      // [num_rows] blocks in use
   int32_t* residual_tokens = nullptr;  // [num_rows] 0 to layout.tokens - 1
@@ -25,10 +42,10 @@ struct ChannelCache {
   TKV_HD Row row(int32_t index) const { return index; }
   TKV_HD uint8_t* block(int32_t id) const { return pool + static_cast<int64_t>(id) * layout.bytes; }
   TKV_HD uint8_t* residual_of(int32_t row) const {
-    return residual + static_cast<int64_t>(row) * layout.residual_bytes();
+    return residual + static_cast<int64_t>(row) * residual_bytes(layout);
   }
   TKV_HD const uint8_t* raw_tile(int32_t row, Component c, int32_t tile) const {
-    return residual_of(row) + layout.residual_tile(c, tile);
+    return residual_of(row) + residual_tile(layout, c, tile);
   }
   // The id of a row's block; -1 where the tables name none of the pool.
   TKV_HD int32_t block_id(int32_t row, int32_t index) const {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "bench/baselines/rungs/rung_params.h"
+#include "gpu/ptx.cuh"
 
 namespace tierkv {
 
