@@ -17,6 +17,7 @@ struct ChannelLaunch {
   Cache cache;
   ChannelCtas ctas;
   ChannelPlan plan;
+  int32_t splits = 1;  // of every row, where the plan has no parts
   int32_t num_rows = 0;
   bool is_bfloat16 = false;
   const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]

@@ -4,15 +4,10 @@
 
 namespace tierkv {
 
-// A cache whose rows are all cut alike.
-struct SplitCache : ChannelCache {
-  int32_t splits = 1;
-};
-
 // A row as far as it can be.
-__device__ inline ChannelItem item_of(const ChannelLaunch<SplitCache>& p, int32_t index) {
+__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int32_t index) {
   ChannelItem item;
-  item.row = item.table_row = index / p.cache.splits;
+  item.row = item.table_row = index / p.splits;
   ChannelSequence held = {item.row, p.cache.block_count[item.row],
                           p.cache.residual_tokens[item.row]};
   if (held.blocks < 0 || held.blocks > p.cache.max_blocks || held.raw_tokens < 0 ||
@@ -20,11 +15,11 @@ __device__ inline ChannelItem item_of(const ChannelLaunch<SplitCache>& p, int32_
     if (threadIdx.x == 0) report_corrupt(p, item.row);
     held = {};
   }
-  const int32_t split = index - item.row * p.cache.splits;
-  item.first = channel_unit(held.units(), p.cache.splits, split);
-  item.end = channel_unit(held.units(), p.cache.splits, split + 1);
+  const int32_t split = index - item.row * p.splits;
+  item.first = channel_unit(held.units(), p.splits, split);
+  item.end = channel_unit(held.units(), p.splits, split + 1);
   item.raw_tokens = held.raw_tokens;
-  item.part = p.cache.splits == 1 ? -1 : index;
+  item.part = p.splits == 1 ? -1 : index;
   return item;
 }
 
@@ -40,8 +35,8 @@ Status attend_channel(const ChannelCache& cache, const ChannelAttention& call, v
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
   const int32_t head_dim = cache.layout.head_dim();
-  ChannelLaunch<SplitCache> p{};
-  p.cache = {cache};
+  ChannelLaunch<ChannelCache> p{};
+  p.cache = cache;
   p.ctas = channel_ctas(call.group, 1, 1, head_dim);
   p.num_rows = cache.num_rows;
   p.q = call.q;
@@ -51,14 +46,14 @@ Status attend_channel(const ChannelCache& cache, const ChannelAttention& call, v
   p.status_stride = 1;
   p.scale_log2 = static_cast<float>(call.sm_scale * 1.4426950408889634);
   const ChannelRows rows = {p.num_rows, cache.max_blocks + cache.layout.tiles(), kMaxChannelSplits};
-  p.cache.splits = choose_channel_splits(p.ctas, rows, limits->sms * channel_ctas_per_sm(head_dim));
+  p.splits = choose_channel_splits(p.ctas, rows, limits->sms * channel_ctas_per_sm(head_dim));
   p.parts = static_cast<float*>(workspace);
-  p.states = reinterpret_cast<SoftmaxState*>(p.parts + int64_t{p.num_rows} * p.cache.splits *
+  p.states = reinterpret_cast<SoftmaxState*>(p.parts + int64_t{p.num_rows} * p.splits *
                                                            p.ctas.all_columns() * head_dim);
   const cudaError_t error =
       cudaMemsetAsync(call.status, 0, cache.num_rows * sizeof(StatusCode), stream);
   if (error != cudaSuccess) return cuda_status(error, "attend");
-  return launch_channel(p, p.num_rows * p.cache.splits, p.cache.splits > 1, stream);
+  return launch_channel(p, p.num_rows * p.splits, p.splits > 1, stream);
 }
 
 }  // namespace tierkv

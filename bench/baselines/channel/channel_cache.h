@@ -15,8 +15,7 @@ TKV_HD constexpr int32_t residual_tile(const ChannelLayout& l, Component c, int3
          tile_index * TileLayout{16, l.head_dim()}.bytes();
 }
 // Where a value lies in it.
-TKV_HD inline int32_t residual_byte(const ChannelLayout& l, Component c, int32_t token,
-                                    int32_t dim) {
+TKV_HD int32_t residual_byte(const ChannelLayout& l, Component c, int32_t token, int32_t dim) {
   const CodePosition at = code_position(TileLayout{16, l.head_dim()}, c, token % kTileTokens, dim);
   return residual_tile(l, c, token / kTileTokens) + at.byte + at.bit / 8;
 }
