@@ -24,7 +24,7 @@ enum class Coder : int32_t {
 // What is taken off the codes before they are coded: Predictor, tools/analysis.
 enum class Prediction : int32_t { kNone = 0, kToken = 1, kChannel = 2, kPlane = 3 };
 
-// Pruning to the same share of tokens in every head, tools/analysis/eviction.h.
+// Pruning to the same share of tokens in every head, tools/analysis/baselines/eviction.h.
 enum class Eviction : int32_t { kNone = 0, kH2o = 1, kSnapKv = 2 };
 
 struct Scheme {

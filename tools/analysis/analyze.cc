@@ -1,6 +1,6 @@
 #include "tools/analysis/analyze.h"
 
-#include "tools/analysis/eviction.h"
+#include "tools/analysis/baselines/eviction.h"
 #include "tools/analysis/layer_batch.h"
 
 namespace tierkv::analysis {

@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "tools/analysis/baseline_coders.h"
-#include "tools/analysis/eviction.h"
-#include "tools/analysis/fse.h"
+#include "tools/analysis/baselines/baseline_coders.h"
+#include "tools/analysis/baselines/eviction.h"
+#include "tools/analysis/baselines/fse.h"
 
 namespace tierkv::analysis {
 namespace {
