@@ -284,9 +284,6 @@ TEST_F(WeightedBlockTest, ArgumentsAreChecked) {
   EXPECT_EQ(code(64, 128), StatusCode::kInvalidArgument);
   family_.books.clear();
   EXPECT_EQ(code(64, 128), StatusCode::kInvalidArgument);
-  family_.books = {raw_codebook(Component::kKey)};
-  book_of_.assign(8, 0);
-  EXPECT_EQ(code(64, 128), StatusCode::kOk);
 }
 
 // What a block costs beside its code words, in bits a code: smooth codes, 64 tokens, exponents of
