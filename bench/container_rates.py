@@ -62,12 +62,12 @@ def main():
         tkv, plain, out = folder / "a.tkv", folder / "plain.h5", folder / "out.h5"
         run(args.tierkv, "compress", "--preset", "fp16", args.dump, tkv)
         run(args.tierkv, "decompress", tkv, plain)
-        values = json.loads(run(args.tierkv, "compress", "--preset", args.preset, plain, tkv, "--json")[1])["values"]
+        values = json.loads(run(args.tierkv, "compress", "--force", "--preset", args.preset, plain, tkv, "--json")[1])["values"]
         gb = 2e-9 * values
         for threads in args.threads:
             for verb, source, to in (("compress", args.dump, tkv), ("compress", plain, tkv), ("decompress", tkv, out), ("verify", tkv, None)):
                 command = [args.tierkv, verb, "--threads", str(threads)] + (["--preset", args.preset] if verb == "compress" else [])
-                command += [source] + ([to] if to else []) + ["--json"]
+                command += [source] + ([to, "--force"] if to else []) + ["--json"]
                 runs = [run(*command) for _ in range(args.repeat)]
                 rates = [gb / seconds for seconds, _ in runs]
                 stage = [json.loads(text)["encode_seconds"] for _, text in runs] if verb == "compress" else []

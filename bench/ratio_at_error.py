@@ -65,7 +65,7 @@ def memory_at(points, error):
 
 
 def calibrate(tierkv, profile, dumps, *options):
-    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", *options, "-o", profile, *dumps], check=True,
+    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", *options, "--force", "-o", profile, *dumps], check=True,
                    capture_output=True)
 
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "codec/file/output_file.h"
 #include "codec/host/convert.h"
 #include "datasets/dump.h"
 #include "datasets/hdf5_dataset.h"
@@ -15,7 +16,7 @@
 namespace tierkv::datasets {
 
 struct DumpWriter::Impl {
-  std::string path, temporary;
+  std::string path, target, temporary;
   DumpInfo info;
   DumpWriteOptions options;
   Handle file, sequence, layers, layer;
@@ -43,7 +44,7 @@ struct DumpWriter::Impl {
     sequence = Handle();
   }
   Status fail(const std::string& what) const {
-    return Status(StatusCode::kIo, path + ": " + what + " cannot be written");
+    return Status(StatusCode::kIo, path + ": " + what + " cannot be written" + write_error());
   }
   Status misuse(const std::string& what) const {
     return Status(StatusCode::kInvalidArgument, path + ": " + where + ": " + what);
@@ -174,7 +175,11 @@ Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& i
   impl->path = path;
   impl->info = info;
   impl->options = options;
-  const std::string temporary = temporary_name(path);
+  Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  impl->target = *target;
+  const std::string temporary = temporary_name(*target);
+  forget_write_error();
   errno = 0;
   impl->file = create_file(temporary);
   if (!impl->file.ok()) {
@@ -306,7 +311,9 @@ Status RowTarget::write(const float* values) const {
       const ssize_t written = pwrite(descriptor_, bytes.data() + done, n * width - done,
                                      offset_ + first * width + done);
       if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) return Status(StatusCode::kIo, where_ + " cannot be written");
+      if (written <= 0) {
+        return Status(StatusCode::kIo, where_ + " cannot be written: " + std::strerror(errno));
+      }
       done += written;
     }
   }
@@ -375,7 +382,7 @@ Status DumpWriter::finish() {
   w.in_sequence = false;
   if (H5Fflush(w.file.id(), H5F_SCOPE_LOCAL) < 0 || !w.file.close()) return w.fail("the file");
   std::error_code error;
-  std::filesystem::rename(w.temporary, w.path, error);
+  std::filesystem::rename(w.temporary, w.target, error);
   if (error) return Status(StatusCode::kIo, w.path + ": " + error.message());
   w.finished = true;
   return Status::ok();

@@ -5,9 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <string_view>
 
 #include "datasets/zstd_filter.h"
 
@@ -79,9 +79,37 @@ std::recursive_mutex& hdf5_mutex() {
   return mutex;
 }
 
+namespace {
+
+thread_local std::string last_write_error;
+
+// HDF5 puts what the system said into its own text: "... error message = 'No space left', ...".
+extern "C" herr_t note_system_error(unsigned, const H5E_error2_t* error, void*) {
+  constexpr std::string_view kBefore = "error message = '";
+  const std::string_view text = error->desc == nullptr ? "" : error->desc;
+  const size_t at = text.find(kBefore);
+  if (at == std::string_view::npos) return 0;
+  const std::string_view rest = text.substr(at + kBefore.size());
+  last_write_error = ": " + std::string(rest.substr(0, rest.find('\'')));
+  return 1;
+}
+
+extern "C" herr_t note_error(hid_t stack, void*) {
+  return H5Ewalk2(stack, H5E_WALK_UPWARD, note_system_error, nullptr);
+}
+
+}  // namespace
+
+std::string write_error() {
+  return last_write_error;
+}
+void forget_write_error() {
+  last_write_error.clear();
+}
+
 Hdf5Lock::Hdf5Lock() : lock_(hdf5_mutex()) {
   H5Eget_auto2(H5E_DEFAULT, &printer_, &printer_data_);
-  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  H5Eset_auto2(H5E_DEFAULT, note_error, nullptr);
   static const bool registered = register_zstd_filter();
   (void)registered;  // a dump that needs it fails with a message of its own
 }
@@ -97,11 +125,6 @@ std::string printable(const std::string& text) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
   }
   return text.size() > kMaxBytes ? out + "..." : out;
-}
-
-std::string temporary_name(const std::string& path) {
-  static std::atomic<uint32_t> calls{0};
-  return path + "." + std::to_string(getpid()) + "-" + std::to_string(calls++) + ".part";
 }
 
 bool Handle::close() {

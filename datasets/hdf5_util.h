@@ -21,8 +21,8 @@ namespace tierkv::datasets {
 
 std::recursive_mutex& hdf5_mutex();
 
-// Locks the library and silences HDF5's error printing until the lock ends; registers the zstd
-// filter (id 32015) on first use.
+// Locks the library and notes HDF5's errors for write_error() instead of printing them until the
+// lock ends; registers the zstd filter (id 32015) on first use.
 class Hdf5Lock {
  public:
   Hdf5Lock();
@@ -36,12 +36,14 @@ class Hdf5Lock {
   void* printer_data_ = nullptr;
 };
 
+// ": No space left on device" or the like: what the system last refused HDF5 in this thread, since
+// forget_write_error(). Empty where it refused nothing.
+std::string write_error();
+void forget_write_error();
+
 // Text from a file, fit for a message or a terminal: control characters replaced, at most 100
 // bytes.
 std::string printable(const std::string& text);
-
-// The name a file is written under until it is whole, unique to this process and call.
-std::string temporary_name(const std::string& path);
 
 // Any HDF5 identifier; closed by reference count.
 class Handle {

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <utility>
 
+#include "codec/file/output_file.h"
 #include "datasets/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/layout.h"
@@ -348,15 +349,23 @@ Status write_profile(const std::string& path, const Profile& profile,
   if (valid) valid = check_rope(profile);
   if (!valid) return valid.with_context(path);
   const Hdf5Lock lock;
-  Draft draft{temporary_name(path), Handle()};
+  const Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  Draft draft{temporary_name(*target), Handle()};
+  forget_write_error();
   draft.file = create_file(draft.path);
-  if (!draft.file.ok()) return Status(StatusCode::kIo, path + ": cannot be created");
-  const Status unwritten(StatusCode::kIo, path + ": cannot be written");
-  if (!write_all(draft.file, profile, between)) return unwritten;
-  if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) return unwritten;
+  if (!draft.file.ok())
+    return Status(StatusCode::kIo, path + ": cannot be created" + write_error());
+  const auto unwritten = [&](const std::string& why) {
+    return Status(StatusCode::kIo, path + ": cannot be written" + why);
+  };
+  if (!write_all(draft.file, profile, between)) return unwritten(write_error());
+  if (H5Fflush(draft.file.id(), H5F_SCOPE_LOCAL) < 0 || !draft.file.close()) {
+    return unwritten(write_error());
+  }
   std::error_code error;
-  std::filesystem::rename(draft.path, path, error);
-  if (error) return unwritten;
+  std::filesystem::rename(draft.path, *target, error);
+  if (error) return unwritten(": " + error.message());
   draft.kept = true;
   return Status::ok();
 }

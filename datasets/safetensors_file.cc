@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "codec/file/output_file.h"
 #include "datasets/hdf5_util.h"
 #include "datasets/safetensors.h"
 
@@ -136,7 +137,7 @@ Status SafetensorsReader::read(const TensorInfo& tensor, uint64_t offset, uint64
 }
 
 struct SafetensorsWriter::Impl {
-  std::string path, temporary;
+  std::string path, target, temporary;
   Descriptor file;
   uint64_t data_start = 0;
   std::map<std::string, TensorInfo> tensors;  // by name; `begin` is what is written so far
@@ -191,7 +192,10 @@ Result<SafetensorsWriter> SafetensorsWriter::create(
     return Status(StatusCode::kInvalidArgument, path + ": a name or text is no valid UTF-8");
   }
   impl->path = path;
-  const std::string temporary = temporary_name(path);
+  Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  impl->target = *target;
+  const std::string temporary = temporary_name(*target);
   impl->file.reset(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (impl->file.get() < 0) return io_error(path, "cannot be created");
   impl->temporary = temporary;
@@ -225,7 +229,7 @@ Status SafetensorsWriter::finish() {
   }
   if (!impl_->file.close()) return io_error(impl_->path, "cannot be written");
   std::error_code error;
-  std::filesystem::rename(impl_->temporary, impl_->path, error);
+  std::filesystem::rename(impl_->temporary, impl_->target, error);
   if (error) return Status(StatusCode::kIo, impl_->path + ": " + error.message());
   impl_->finished = true;
   return Status::ok();

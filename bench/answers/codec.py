@@ -76,7 +76,8 @@ class PromptCodec:
     def decoded(self, scheme):
         """The cache that the scheme leaves."""
         container = self.folder / "prompt.tkv"
-        tierkv.compress(self.dump, container, scheme.preset, profile=self.profiles[scheme.profile, scheme.own_means], threads=1)
+        tierkv.compress(self.dump, container, scheme.preset, profile=self.profiles[scheme.profile, scheme.own_means], threads=1,
+                        overwrite=True)
         with tierkv.open(container) as cache:
             layers = [cache.decode_layer(i, threads=1) for i in range(self.model.layers)]
         if any(layer.pruned.any() for layer in layers):

@@ -1,6 +1,7 @@
 // tkv_analyze and tkv_calibrate.
 #include "tools/analysis/analyze.h"
 #include "capi/dumps/files.h"
+#include "codec/file/output_file.h"
 #include "datasets/profile_file.h"
 #include "tools/analysis/calibrate.h"
 #include "tools/analysis/report.h"
@@ -76,6 +77,8 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
   c.progress = std::move(*progress);
   Result<std::vector<datasets::DumpReader>> readers = open_dumps(o.files, o.num_files);
   if (!readers) return readers.status();
+  if (Status s = check_output(path, o.overwrite != 0, {o.files, o.files + o.num_files}); !s)
+    return s;
   const Result<Profile> profile = analysis::calibrate(*readers, c);
   if (!profile) return profile.status();
   if (Status s = datasets::write_profile(path, *profile); !s) return s;

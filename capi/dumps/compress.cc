@@ -1,5 +1,6 @@
 // tkv_compress and tkv_decompress.
 #include "capi/dumps/files.h"
+#include "codec/file/output_file.h"
 #include "tools/container/container_file.h"
 
 namespace tierkv::capi {
@@ -14,6 +15,7 @@ Status run_compress(const char* dump, const char* container, tkv_compress_option
   Result<analysis::Preset> preset = read_preset(o.preset);
   if (!preset) return preset.status();
   c.preset = std::move(*preset);
+  c.without_queries = o.without_queries != 0;
   const Result<std::optional<Profile>> profile = open_profile(o.profile);
   if (!profile) return profile.status();
   if (profile->has_value()) c.profile = &profile->value();
@@ -22,6 +24,8 @@ Status run_compress(const char* dump, const char* container, tkv_compress_option
   c.progress = std::move(*progress);
   Result<std::vector<datasets::DumpReader>> readers = open_dumps(&dump, 1);
   if (!readers) return readers.status();
+  const std::string profile_path = o.profile == nullptr ? "" : o.profile;
+  if (Status s = check_output(container, o.overwrite != 0, {dump, profile_path}); !s) return s;
   const Result<analysis::CompressSummary> summary =
       analysis::compress(readers->front(), c, container);
   if (!summary) return summary.status();
@@ -49,6 +53,7 @@ Status run_decompress(const char* container, const char* dump,
   if (!reader) return reader.status();
   const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(*reader));
   if (!decoder) return decoder.status();
+  if (Status s = check_output(dump, o.overwrite != 0, {container}); !s) return s;
   d.dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
   d.gzip_level = o.gzip_level;
   d.progress = std::move(*progress);

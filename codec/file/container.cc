@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -14,6 +13,7 @@
 #include <tuple>
 
 #include "codec/file/container_format.h"
+#include "codec/file/output_file.h"
 #include "codec/host/large_vector.h"
 
 namespace tierkv {
@@ -117,14 +117,17 @@ std::string to_string(const ChunkKey& key) {
 }
 
 struct ContainerWriter::Impl {
-  std::string path, temporary;
+  std::string path, target, temporary;
   File file{-1};
   std::vector<ChunkEntry> chunks;
   int64_t bytes = kContainerHeaderBytes;
   bool finished = false;
 
-  Impl(std::string name, std::string temporary_name, int descriptor)
-      : path(std::move(name)), temporary(std::move(temporary_name)), file(descriptor) {}
+  Impl(std::string name, std::string place, std::string part, int descriptor)
+      : path(std::move(name)),
+        target(std::move(place)),
+        temporary(std::move(part)),
+        file(descriptor) {}
   ~Impl() {
     if (finished) return;
     file.close();
@@ -141,16 +144,15 @@ ContainerWriter& ContainerWriter::operator=(ContainerWriter&&) noexcept = defaul
 ContainerWriter::~ContainerWriter() = default;
 
 Result<ContainerWriter> ContainerWriter::create(const std::string& path) {
-  // Unique to this process and call: two writers of one path must not write into one file.
-  static std::atomic<uint32_t> calls{0};
-  const std::string temporary =
-      path + "." + std::to_string(::getpid()) + "-" + std::to_string(calls++) + ".part";
+  Result<std::string> target = output_target(path);
+  if (!target) return target.status();
+  const std::string temporary = temporary_name(*target);
   const int descriptor = ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 S_IRUSR | S_IWUSR | S_IRGRP | S_IROTH);
   if (descriptor < 0) {
     return Status(StatusCode::kIo, path + ": cannot be created: " + system_error());
   }
-  return ContainerWriter(std::make_unique<Impl>(path, temporary, descriptor));
+  return ContainerWriter(std::make_unique<Impl>(path, *target, temporary, descriptor));
 }
 
 struct ChunkBlock::Impl {
@@ -218,7 +220,7 @@ Status ContainerWriter::finish() {
   const bool written = w.file.write(index.data(), index.size(), w.bytes) &&
                        w.file.write(bytes, sizeof(bytes), 0) && ::fsync(w.file.descriptor()) == 0;
   if (!written || !w.file.close()) return w.fail();
-  if (std::rename(w.temporary.c_str(), w.path.c_str()) != 0) return w.fail();
+  if (std::rename(w.temporary.c_str(), w.target.c_str()) != 0) return w.fail();
   w.bytes = static_cast<int64_t>(header.file_bytes);
   w.finished = true;
   return Status::ok();

@@ -46,6 +46,10 @@ struct Scheme {
   bool has_baseline_coder() const {
     return coder >= Coder::kFse || prediction != Prediction::kNone;
   }
+  // Raw values or an eviction: no window and no sinks beside what is compressed.
+  bool keeps_all_alike() const {
+    return eviction != Eviction::kNone || (high == raw_tier() && !tiered);
+  }
   bool needs_significance() const { return tiered || eviction == Eviction::kH2o; }
   bool needs_queries() const { return high.k.step_rule == StepRule::kAbsolute; }
   // Means, steps or matrices of the rows.

@@ -58,9 +58,11 @@ typedef struct tkv_calibrate_options {
   double alpha_high;    /* out */
   double alpha_low;     /* out */
   const char* model_id; /* of the profile; null: the dumps', which must then have the same one */
+  int32_t overwrite;    /* 1: replaces a profile that exists */
 } tkv_calibrate_options;
 
-/* Writes a profile of what dumps can tell: means, energies, bases and thresholds of a model. */
+/* Writes a profile of what dumps can tell: means, energies, bases and thresholds of a model. TKV_IO
+ * where the profile is one of the dumps, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_calibrate(tkv_calibrate_options* options, const char* profile,
                                  tkv_error* error);
 
@@ -135,8 +137,10 @@ TKV_API tkv_status tkv_profile_get_component(const tkv_profile* profile,
 typedef struct tkv_compress_options {
   size_t struct_size;
   const char* preset;
-  const char* profile; /* or null */
-  int32_t threads;     /* 0: all cores */
+  const char* profile;     /* or null */
+  int32_t threads;         /* 0: all cores */
+  int32_t overwrite;       /* 1: replaces a container that exists */
+  int32_t without_queries; /* 1: queries and significance are left out */
   const tkv_progress* progress;
   int64_t values;        /* out: keys and values */
   int64_t file_bytes;    /* out: of the container */
@@ -144,7 +148,8 @@ typedef struct tkv_compress_options {
   int64_t tokens[4];     /* out: (row, token) pairs in window, high, low, pruned */
 } tkv_compress_options;
 
-/* A kv-dump into a container, written whole or not at all. */
+/* A kv-dump into a container, written whole or not at all. TKV_IO where the container is the dump
+ * or the profile, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_compress(const char* dump, const char* container,
                                 tkv_compress_options* options, tkv_error* error);
 
@@ -155,9 +160,11 @@ typedef struct tkv_decompress_options {
   int32_t threads;    /* 0: all cores */
   int32_t gzip_level; /* of the dump, 0 (none) to 9 */
   const tkv_progress* progress;
+  int32_t overwrite; /* 1: replaces a dump that exists */
 } tkv_decompress_options;
 
-/* A container back into a kv-dump; pruned tokens are zeros, named in the dataset `pruned`. */
+/* A container back into a kv-dump; pruned tokens are zeros, named in the dataset `pruned`. TKV_IO
+ * where the dump is the container, or exists and `overwrite` is 0. */
 TKV_API tkv_status tkv_decompress(const char* container, const char* dump,
                                   const tkv_decompress_options* options, tkv_error* error);
 

@@ -6,20 +6,40 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import pathlib
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, List, Union
+from typing import Any, Dict, List, Tuple, Union
 
-from .errors import error_of
+from .errors import InvalidArgumentError, error_of
 
 Path = Union[str, "os.PathLike[str]"]
 
 
+# What ctypes would cut to its low bits without a word.
+_LIMITS: Dict[Any, Tuple[int, int]] = {c_int32: (-2**31, 2**31 - 1), c_int64: (-2**63, 2**63 - 1), c_size_t: (0, 2**64 - 1)}
+
+
+def integer(value: Any, name: str, kind: Any = c_int32) -> int:
+    """`value`, which must be an integer that `kind` holds; InvalidArgumentError, TypeError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not an integer") from None
+    low, high = _LIMITS[kind]
+    if not low <= number <= high:
+        raise InvalidArgumentError(f"{name}: {number} is not in {low} to {high}")
+    return number
+
+
 class Struct(ctypes.Structure):
-    """A struct of the C ABI; its size is set when it is made."""
+    """A struct of the C ABI; its size is set when it is made. Its integers are checked."""
 
     def __init__(self, **fields: Any) -> None:
+        for name, kind, *_ in self._fields_:
+            if kind in _LIMITS and name in fields:
+                fields[name] = integer(fields[name], name, kind)
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
@@ -161,18 +181,19 @@ class AnalyzeOptions(Struct):
 class CalibrateOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("files", POINTER(c_char_p)), ("num_files", c_size_t), ("matrix_basis", c_int32),
                 ("no_thresholds", c_int32), ("error_budget", c_double), ("prune_budget", c_double), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("model_id", c_char_p)]
+                ("progress", POINTER(ProgressStruct)), ("alpha_high", c_double), ("alpha_low", c_double), ("model_id", c_char_p),
+                ("overwrite", c_int32)]
 
 
 class CompressOptions(Struct):
-    _fields_ = [("struct_size", c_size_t), ("preset", c_char_p), ("profile", c_char_p), ("threads", c_int32),
-                ("progress", POINTER(ProgressStruct)), ("values", c_int64), ("file_bytes", c_int64), ("carried_bytes", c_int64),
-                ("tokens", c_int64 * 4)]
+    _fields_ = [("struct_size", c_size_t), ("preset", c_char_p), ("profile", c_char_p), ("threads", c_int32), ("overwrite", c_int32),
+                ("without_queries", c_int32), ("progress", POINTER(ProgressStruct)), ("values", c_int64), ("file_bytes", c_int64),
+                ("carried_bytes", c_int64), ("tokens", c_int64 * 4)]
 
 
 class DecompressOptions(Struct):
     _fields_ = [("struct_size", c_size_t), ("convert", c_int32), ("dtype", c_int32), ("threads", c_int32),
-                ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct))]
+                ("gzip_level", c_int32), ("progress", POINTER(ProgressStruct)), ("overwrite", c_int32)]
 
 
 class ProfileData(Struct):

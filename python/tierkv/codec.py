@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Optional, Sequence, Tuple
+from typing import Iterable, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +93,9 @@ class PageChoice:
     within_limit: bool  # False: no size keeps max_waste; this one wastes least
 
 
-def choose_page_bytes(formats: Sequence[PageFormat], max_waste: float = 0.06, min_tokens: int = 64) -> PageChoice:
+def choose_page_bytes(formats: Iterable[PageFormat], max_waste: float = 0.06, min_tokens: int = 64) -> PageChoice:
     """The page size that serves all formats of a pool."""
+    formats = list(formats)
     structs = (lib.PageFormatStruct * len(formats))()
     for i, f in enumerate(formats):
         structs[i] = PageFormat(f.head_dim, f.k_bits, f.v_bits, f.k_group, f.v_group, 128, f.raw_dtype)._struct()
@@ -127,7 +128,7 @@ class Page:
         p = None if positions is None else shaped(integers(positions, np.int32, "positions"), (count,), "positions")
         tokens = lib.Tokens(count=count, dtype=DTYPES[keys.dtype], k=pointer(keys.bits), v=pointer(vals.bits), scores=pointer(s),
                             positions=pointer(p))
-        lib.core().call("tkv_page_encode", self._format_struct(), pointer(self.data), self.used, tokens)
+        lib.core().call("tkv_page_encode", self._format_struct(), pointer(self.data), lib.integer(self.used, "used"), tokens)
         self.used += count
 
     def decode(self) -> "PageTokens":

@@ -76,7 +76,7 @@ class Cache:
 
     def verify(self, threads: int = 0) -> None:
         """Checks every checksum and decodes everything; CorruptError names the first chunk that is wrong."""
-        lib.core().call("tkv_container_verify", self._open(), threads)
+        lib.core().call("tkv_container_verify", self._open(), lib.integer(threads, "threads"))
 
     def close(self) -> None:
         handle, self._handle = self._handle, None

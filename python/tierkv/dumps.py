@@ -21,6 +21,8 @@ class Result:
     file: str
     preset: str
     seq: str
+    window: Optional[int]  # newest and first tokens that the preset keeps apart
+    sinks: Optional[int]
     values: int
     bits_per_value: float
     ratio: float
@@ -55,6 +57,16 @@ class Compressed:
     @property
     def bits_per_value(self) -> float:
         return 8 * (self.file_bytes - self.carried_bytes) / self.values
+
+    @property
+    def ratio(self) -> float:
+        """Keys and values as fp16 against what is stored of them."""
+        return 16 / self.bits_per_value
+
+    @property
+    def file_ratio(self) -> float:
+        """Keys and values as fp16 against the whole file."""
+        return 2 * self.values / self.file_bytes
 
 
 class _ProgressCall:
@@ -110,7 +122,7 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
         raise ValueError("presets is empty; None compares all schemes")
     if layers is not None and not 0 <= layers[0] <= layers[1]:
         raise ValueError(f"layers {layers}: first and last, both inclusive")
-    first, count = (layers[0], layers[1] - layers[0] + 1) if layers is not None else (0, 0)
+    first, count = (lib.integer(layers[0], "layers"), lib.integer(layers[1] - layers[0] + 1, "layers")) if layers is not None else (0, 0)
     bar = _ProgressCall(progress)
     options = lib.AnalyzeOptions(files=_strings(names), num_files=len(names), presets=_strings(chosen), num_presets=len(chosen),
                                  profile=_optional_path(profile), sequence=None if sequence is None else sequence.encode(),
@@ -126,38 +138,43 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
 
 def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
               error_budget: float = 0.25, prune_budget: float = 0.0, model_id: Optional[str] = None, threads: int = 0,
-              progress: Optional[Progress] = None) -> Thresholds:
+              progress: Optional[Progress] = None, overwrite: bool = False) -> Thresholds:
     """Writes a profile of what dumps can tell: means, energies, bases and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
     model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate.
+    overwrite: replaces a profile that exists, which is InputOutputError otherwise.
     """
     if not 0 < error_budget <= 1:
         raise ValueError("error_budget must be above 0 and at most 1")
     names, bar = _files(files), _ProgressCall(progress)
     options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
                                    no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
-                                   model_id=None if model_id is None else model_id.encode(), threads=threads, progress=bar.pointer)
+                                   model_id=None if model_id is None else model_id.encode(), threads=threads, progress=bar.pointer,
+                                   overwrite=overwrite)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
     return Thresholds(options.alpha_high, options.alpha_low)
 
 
 def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optional[lib.Path] = None, threads: int = 0,
-             progress: Optional[Progress] = None) -> Compressed:
-    """A kv-dump into a container, written whole or not at all."""
+             progress: Optional[Progress] = None, overwrite: bool = False, without_queries: bool = False) -> Compressed:
+    """A kv-dump into a container, written whole or not at all. InputOutputError where the container exists and is not to be
+    overwritten, or is the dump. without_queries: the dump's queries and significance are left out."""
     bar = _ProgressCall(progress)
-    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, progress=bar.pointer)
+    options = lib.CompressOptions(preset=preset.encode(), profile=_optional_path(profile), threads=threads, overwrite=overwrite,
+                                  without_queries=without_queries, progress=bar.pointer)
     bar.call("tkv_compress", lib.encode_path(dump), lib.encode_path(container), options)
     tiers = dict(zip(("window", "high", "low", "pruned"), options.tokens))
     return Compressed(options.values, options.file_bytes, options.carried_bytes, tiers)
 
 
 def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, gzip_level: int = 0, threads: int = 0,
-               progress: Optional[Progress] = None) -> None:
-    """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed."""
+               progress: Optional[Progress] = None, overwrite: bool = False) -> None:
+    """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed. InputOutputError where
+    the dump exists and is not to be overwritten, or is the container."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bar = _ProgressCall(progress)
     options = lib.DecompressOptions(convert=dtype is not None, dtype=0 if dtype is None else DTYPES[dtype], threads=threads,
-                                    gzip_level=gzip_level, progress=bar.pointer)
+                                    gzip_level=gzip_level, progress=bar.pointer, overwrite=overwrite)
     bar.call("tkv_decompress", lib.encode_path(container), lib.encode_path(dump), options)

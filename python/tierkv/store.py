@@ -22,7 +22,7 @@ import ctypes
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from ._arrays import DTYPES, Array, ArrayLike, pointer, shaped, values
 from .errors import BufferTooSmallError
 from .store_config import StoreConfig
 
-Ids = Union[int, Sequence[int]]
+Ids = Union[int, Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Store:
     def on_device(cls, config: StoreConfig, stream: Any) -> "Store":
         """On the GPU that is current, all work on `stream`: a cudaStream_t as a number (0: the default stream) or a
         torch.cuda.Stream, which must outlive the store. UnsupportedError where the library was built without CUDA."""
-        number = int(getattr(stream, "cuda_stream", stream))
+        number = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
         handle = ctypes.c_void_p()
         lib.core().call("tkv_store_create_device", config._struct(), number, handle)
         store = cls.__new__(cls)
@@ -128,7 +128,7 @@ class Store:
 
     def begin_prompt(self, sequences: Ids, tokens: int) -> None:
         """Room for `tokens` more tokens of each sequence, all of them in their prompts. OutOfPagesError."""
-        self._call("tkv_store_begin_prompt", *_ids(sequences), tokens)
+        self._call("tkv_store_begin_prompt", *_ids(sequences), lib.integer(tokens, "tokens"))
 
     def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """The newest tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype."""
@@ -153,7 +153,7 @@ class Store:
 
     def begin_step(self, sequences: Ids, tokens: int = 1) -> None:
         """A step of 1 to 8 tokens for each sequence: compacts all layers and makes room. OutOfPagesError."""
-        self._call("tkv_store_begin_step", *_ids(sequences), tokens)
+        self._call("tkv_store_begin_step", *_ids(sequences), lib.integer(tokens, "tokens"))
 
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, probabilities: bool = False, into: Optional[Attention] = None,
                count_query: bool = False, sinks: Optional[ArrayLike] = None) -> Attention:
@@ -167,7 +167,8 @@ class Store:
         results, as a CUDA graph needs them; those that are None are not computed. `count_query` does what update_scores() would do with
         the probabilities, oldest query first; what it needs on a GPU is allocated with the first call for so many sequences and
         queries, which should come before any capture."""
-        ids, count = _ids(sequences)
+        numbers = _numbers(sequences)
+        ids, count = _ids(numbers)
         per_query = (self.config.num_q_heads, self.config.head_dim)
         several = len(getattr(q, "shape", ())) == 4
         queries = self._input(q, "q", ("float16", "bfloat16"), (count, None, *per_query) if several else (count, *per_query))
@@ -177,7 +178,7 @@ class Store:
         seen = (*((q_len,) if several else ()), count, self.config.num_kv_heads)
         extra = _NOTHING if sinks is None else self._input(sinks, "sinks", ("float32",), (self.config.num_q_heads,))
         if into is None:
-            into = self._results(sequences, q, queries, seen if probabilities else None)
+            into = self._results(numbers, q, queries, seen if probabilities else None)
         out = self._output(into.out, "out", queries.dtype, queries.shape)
         lse = self._output(into.lse, "lse", "float32", queries.shape[:-1])
         p = self._output(into.probabilities, "probabilities", "float32", (*seen, None))
@@ -205,7 +206,7 @@ class Store:
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Forgets all tokens from position `tokens` on; what stays keeps its precision."""
-        self._call("tkv_store_truncate", _id(sequence), tokens)
+        self._call("tkv_store_truncate", _id(sequence), lib.integer(tokens, "tokens"))
 
     def release(self, sequence: int) -> None:
         self._call("tkv_store_release", _id(sequence))
@@ -240,12 +241,12 @@ class Store:
     def save_sequence(self, sequence: int, *, entropy_coded: bool = False, threads: int = 0) -> bytes:
         """The cold tier: a sequence past its prompt as the bytes of a `.tkv` container, page by page, to be kept in memory or in a file.
         `entropy_coded`: the codes of tiered pages are, which saves a few percent; threads 0: all cores."""
-        return self._bytes("tkv_store_save_sequence", _id(sequence), int(entropy_coded), threads)
+        return self._bytes("tkv_store_save_sequence", _id(sequence), int(entropy_coded), lib.integer(threads, "threads"))
 
     def load_sequence(self, data: bytes, *, threads: int = 0) -> int:
         """The sequence that save_sequence() wrote, in the same state. CorruptError, VersionError; InvalidArgumentError for another config."""
         id = ctypes.c_uint64()
-        self._call("tkv_store_load_sequence", data, len(data), threads, id)
+        self._call("tkv_store_load_sequence", data, len(data), lib.integer(threads, "threads"), id)
         return id.value
 
     def import_sequence(self, data: bytes) -> int:
@@ -261,7 +262,7 @@ class Store:
 
     def note_replay(self, sequences: Ids, tokens: int = 1) -> None:
         """Device store: a captured step was replayed once more."""
-        self._call("tkv_store_note_replay", *_ids(sequences), tokens)
+        self._call("tkv_store_note_replay", *_ids(sequences), lib.integer(tokens, "tokens"))
 
     def close(self) -> None:
         """Frees all memory; waits for the stream of a device store."""
@@ -317,9 +318,8 @@ class Store:
         shaped(x, shape, name)
         return _Argument(pointer(x), x.shape, dtype, x)
 
-    def _results(self, sequences: Ids, q: ArrayLike, queries: _Argument, seen: Optional[Tuple[int, ...]]) -> Attention:
+    def _results(self, ids: List[int], q: ArrayLike, queries: _Argument, seen: Optional[Tuple[int, ...]]) -> Attention:
         """`seen`: the shape of the probabilities without their stride."""
-        ids: List[int] = [sequences] if isinstance(sequences, int) else list(sequences)
         shape = queries.shape
         if seen is not None:
             seen = (*seen, max((self.num_tokens(id) for id in ids), default=0))
@@ -350,6 +350,11 @@ def _id(sequence: int) -> ctypes.c_uint64:
     return ctypes.c_uint64(sequence if 0 <= sequence < 1 << 64 else 0)
 
 
+def _numbers(sequences: Ids) -> List[int]:
+    """The ids as a list: what they came in may be an iterator, which gives them once."""
+    return [int(sequences)] if isinstance(sequences, (int, np.integer)) else list(sequences)
+
+
 def _ids(sequences: Ids) -> Tuple[Any, int]:
-    numbers = [sequences] if isinstance(sequences, int) else list(sequences)
+    numbers = _numbers(sequences)
     return (ctypes.c_uint64 * len(numbers))(*(_id(n) for n in numbers)), len(numbers)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, List, Optional, Tuple, Union
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class CodedConfig:
     key_steps: Optional[ArrayLike] = None  # [num_layers, num_kv_heads], positive
     value_steps: Optional[ArrayLike] = None
     means: str = "prompt"  # taken off before quantisation: each row's own of its prompt, "none", or "given"
-    codebooks: Union[str, Sequence[Codebook]] = "host"  # made from the first blocks by the "host" or the "device", or these
+    codebooks: Union[str, Iterable[Codebook]] = "host"  # made from the first blocks by the "host" or the "device", or these
     key_means: Optional[ArrayLike] = None  # [num_layers, num_kv_heads, head_dim]
     value_means: Optional[ArrayLike] = None
     max_length: int = 10  # bits of the longest code word; not for given codebooks
@@ -84,6 +84,10 @@ class CodedConfig:
     value_relative: float = 0.0
     # Of blocks with sinks, or with tokens whose significance is that of policy.alpha_high: 8 or 4 bits; None: all blocks are coded.
     fixed_format: Optional[TierFormat] = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codebooks, str):  # an iterator would serve one store alone
+            object.__setattr__(self, "codebooks", tuple(self.codebooks))
 
     def _struct(self, rows: Tuple[int, int], head_dim: int) -> lib.CodedConfigStruct:
         if self.means not in MEAN_SOURCES:

@@ -14,14 +14,13 @@ Scheme scheme(const std::string& text) {
 TEST(Preset, DefaultsAreThoseOfTheDesign) {
   const Scheme uniform = scheme("k8v4");
   EXPECT_EQ(uniform.high, token_wise_tier(8, 4));
-  EXPECT_EQ(uniform.policy.window_tokens, 0);
   EXPECT_FALSE(uniform.tiered);
 
   const Scheme diffkv = scheme("diffkv");
   EXPECT_EQ(diffkv.high, token_wise_tier(8, 4));
   EXPECT_EQ(diffkv.low, token_wise_tier(4, 2));
   EXPECT_EQ(diffkv.window, diffkv.high);
-  EXPECT_EQ(diffkv.policy, (TierPolicy{1.0, 0.0, 64, 0}));
+  EXPECT_EQ(diffkv.policy, (TierPolicy{1.0, 0.0, 64, 4}));
   EXPECT_FALSE(diffkv.prunes());
   EXPECT_TRUE(scheme("diffkv:alpha_l=0.02").prunes());
 
@@ -30,7 +29,6 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   EXPECT_EQ(kivi.high.k.group, 32);
   EXPECT_EQ(kivi.high.v.unit, Unit::kToken);
   EXPECT_EQ(kivi.high.v.group, 32);
-  EXPECT_EQ(kivi.policy.window_tokens, 128);
   EXPECT_EQ(scheme("kivi4").high.k.group, 128);
 
   const Scheme kvcomp = scheme("kvcomp");
@@ -44,8 +42,21 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   const Scheme step = scheme("step");
   EXPECT_EQ(step.high.k.basis, BasisKind::kMean);
   EXPECT_EQ(step.high.v.step, 0.25);
-  EXPECT_EQ(step.policy.window_tokens, 64);
   EXPECT_TRUE(step.needs_queries());
+}
+
+TEST(Preset, EveryPresetKeepsTheSameTokensApart) {
+  for (const char* text :
+       {"k8v4", "k1v1", "k4v4+huffman", "diffkv", "kivi4", "kivi2", "kvcomp", "kvcomp:unit=channel",
+        "step", "step+fse", "zstd-codes:of=k4v4", "zstd-codes:of=kivi2"}) {
+    EXPECT_EQ(scheme(text).policy.window_tokens, 64) << text;
+    EXPECT_EQ(scheme(text).policy.sink_tokens, 4) << text;
+    EXPECT_FALSE(scheme(text).keeps_all_alike()) << text;
+  }
+  for (const char* text : {"fp16", "zstd-fp16", "snapkv", "h2o"})
+    EXPECT_TRUE(scheme(text).keeps_all_alike()) << text;
+  EXPECT_EQ(scheme("kivi2:residual=9,sinks=0").policy, (TierPolicy{1.0, 0.0, 9, 0}));
+  EXPECT_EQ(scheme("k8v4:window=0,sinks=1").policy, (TierPolicy{1.0, 0.0, 0, 1}));
 }
 
 TEST(Preset, SuffixesCombine) {

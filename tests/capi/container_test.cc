@@ -1,4 +1,5 @@
 // Containers and kv-dumps through the C ABI, and CacheFile, which is C++ over it.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -294,6 +295,16 @@ TEST_F(CapiContainer, DecompressWritesADumpThatCompressesToTheSameBytes) {
   ASSERT_EQ(tkv_decompress(first.c_str(), dump.c_str(), &d, &error_), TKV_OK) << error_.message;
   ASSERT_EQ(tkv_compress(dump.c_str(), again.c_str(), &options, &error_), TKV_OK);
   EXPECT_EQ(bytes(first), bytes(again));
+  EXPECT_EQ(tkv_compress(kSample, again.c_str(), &options, &error_), TKV_IO);
+  EXPECT_THAT(error_.message, testing::HasSubstr("exists"));
+  EXPECT_EQ(tkv_decompress(first.c_str(), dump.c_str(), &d, &error_), TKV_IO);
+  options.overwrite = options.without_queries = d.overwrite = 1;
+  EXPECT_EQ(tkv_compress(dump.c_str(), again.c_str(), &options, &error_), TKV_OK);
+  EXPECT_EQ(options.carried_bytes, 0);
+  EXPECT_LT(bytes(again).size(), bytes(first).size());
+  EXPECT_EQ(tkv_decompress(first.c_str(), dump.c_str(), &d, &error_), TKV_OK);
+  EXPECT_EQ(tkv_decompress(first.c_str(), first.c_str(), &d, &error_), TKV_IO);
+  EXPECT_THAT(error_.message, testing::HasSubstr("the same file"));
   d.dtype = 9;
   EXPECT_EQ(tkv_decompress(first.c_str(), dump.c_str(), &d, &error_), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_compress(kSample, "/nowhere/x.tkv", &options, &error_), TKV_IO);

@@ -25,7 +25,7 @@ class Container(CliTest):
 
     def compressed(self, preset, dump, *args):
         out = self.dir / "a.tkv"
-        self.ok("compress", "--preset", preset, dump, out, *args)
+        self.ok("compress", "--force", "--preset", preset, dump, out, *args)
         return out
 
     def compare(self, preset, dump, *args):
@@ -33,7 +33,7 @@ class Container(CliTest):
         tkv = self.compressed(preset, dump, *args)
         cache = read_tkv.read(tkv)
         self.assertEqual(cache.preset, preset)
-        self.ok("decompress", "--dtype", "float32", tkv, self.dir / "out.h5")
+        self.ok("decompress", "--force", "--dtype", "float32", tkv, self.dir / "out.h5")
         with h5py.File(self.dir / "out.h5") as f:
             for s, seq in enumerate(cache.sequences):
                 for layer in range(cache.layers):
@@ -160,13 +160,37 @@ class Container(CliTest):
         self.expect(run("compress", "--preset", "k8v4", self.dir / "none.h5", out), 3, "none.h5")
         plain = Dump(seed=self.seed, queries=0).write(self.dir / "plain.h5")
         self.expect(run("compress", "--preset", "step", plain, out), 3, "q")
+        dump = Dump(seed=self.seed)
+        dump.data = {k: v for k, v in dump.data.items() if "significance" not in k}
+        dump.write(plain)  # its 8 queries of 96 do not tell the significance
+        for command in (("compress", "--preset", "diffkv", plain, out), ("analyze", "--preset", "diffkv", plain)):
+            self.expect(run(*command), 3, plain, "significance")
         self.assertEqual(sorted(os.listdir(self.dir)), ["plain.h5"])
+
+    def test_what_is_printed_is_the_ratio_of_the_file(self):
+        whole, bare = self.dir / "whole.tkv", self.dir / "bare.tkv"
+        text = self.ok("compress", "--preset", "diffkv", SAMPLE, whole)
+        values = 2 * 6 * 2 * 1024 * 128
+        self.assertIn(f"{2 * values / whole.stat().st_size:.3f} of the file", text)
+        text = self.ok("compress", "--preset", "diffkv", "--without-queries", SAMPLE, bare)
+        self.assertIn(f"ratio {2 * values / bare.stat().st_size:.3f} of keys and values, ", text)
+        self.assertNotIn("of the file", text)
+        j = json.loads(self.ok("compress", "--json", "--force", "--preset", "diffkv", "--without-queries", SAMPLE, bare))
+        self.assertEqual((j["carried_bytes"], j["file_ratio"]), (0, j["ratio"]))
+        for name in (whole, bare):
+            self.ok("decompress", name, name.with_suffix(".h5"))
+        with h5py.File(whole.with_suffix(".h5")) as a, h5py.File(bare.with_suffix(".h5")) as b:
+            for layer, group in a["/seq/notes/layer"].items():
+                self.assertEqual(set(group) - {"q", "q_positions", "significance"}, set(b["/seq/notes/layer"][layer]))
+                self.assertTrue(np.array_equal(group["k"], b["/seq/notes/layer"][layer]["k"]))
 
     def test_json_summaries(self):
         j = json.loads(self.ok("compress", "--json", "--preset", "k8v4", SAMPLE, self.dir / "a.tkv"))
         self.assertEqual(j["schema"], "tierkv.compress/1")
         self.assertEqual(j["file_bytes"], pathlib.Path(self.dir / "a.tkv").stat().st_size)
         self.assertAlmostEqual(j["ratio"], 16 / j["bits_per_value"])
+        self.assertAlmostEqual(j["file_ratio"], 2 * j["values"] / j["file_bytes"])
+        self.assertLess(j["file_ratio"], 0.9 * j["ratio"])
         self.assertEqual(sum(j["tiers"].values()), 1)
         j = json.loads(self.ok("decompress", "--json", self.dir / "a.tkv", self.dir / "o.h5"))
         self.assertEqual((j["schema"], j["preset"], j["dtype"]), ("tierkv.decompress/1", "k8v4", "float16"))

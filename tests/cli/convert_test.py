@@ -56,7 +56,7 @@ def datasets_of(path):
 
 class Convert(CliTest):
     def convert(self, *args):
-        r = run("convert", *args)
+        r = run("convert", "--force", *args)
         self.assertEqual(r.returncode, 0, f"seed {self.seed}: {r.stderr}")
         self.assertEqual(r.stdout, "")
         return r.stderr
@@ -131,9 +131,9 @@ class Convert(CliTest):
         self.convert(source, out)
         self.convert(out, back)
         self.assertEqual(datasets_of(source)[0], datasets_of(back)[0])
-        self.expect(run("convert", source, out, "--names", "hf"), 2, "2 sequences", "--seq")
+        self.expect(run("convert", "--force", source, out, "--names", "hf"), 2, "2 sequences", "--seq")
         self.convert(source, out, "--names", "hf", "--seq", "a")
-        self.expect(run("convert", source, out, "--seq", "c"), 3, "no sequence 'c'")
+        self.expect(run("convert", "--force", source, out, "--seq", "c"), 3, "no sequence 'c'")
 
     def test_what_is_not_carried_over_is_named(self):
         run("compress", "--preset", "diffkv:alpha_l=0.3", SAMPLE, self.dir / "a.tkv")

@@ -64,7 +64,7 @@ class Sweep(CliTest):
         self.assertEqual(markdown.count("### "), 3)
         tables = [line for line in markdown.splitlines() if line.startswith("| ")]
         self.assertEqual(len(tables), 3 * 3)
-        self.assertEqual({line.count("|") for line in tables}, {11})
+        self.assertEqual({line.count("|") for line in tables}, {12})
         self.assertIn("**`k4v4`**", markdown)
         table = run("sweep", "--preset", "k4v4/k8v8", *paths).stdout
         self.assertIn("* k8v8", table)

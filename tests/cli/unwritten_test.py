@@ -1,5 +1,6 @@
 """Outputs that cannot be finished (a full disk, a signal) leave no file behind, and an older one as it was."""
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from cli import SAMPLE, TIERKV, CliTest, main, run
 
 OLDER = b"older"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
 
 
 class Unwritten(CliTest):
@@ -47,11 +49,12 @@ class Unwritten(CliTest):
                 self.assertEqual(r.returncode, 3, f"{where}: {r.stderr}")
                 self.assertIn("disk/out", r.stderr, where)
                 self.assertIn("cannot be ", r.stderr, where)
+                self.assertIn("No space left on device", r.stderr, where)
                 self.assertEqual(r.stdout, "", where)
 
     def interrupted(self, command, number, where):
         """The exit code of a command that is sent the signal as soon as it has begun a file."""
-        p = subprocess.Popen([TIERKV, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        p = subprocess.Popen([TIERKV, *map(str, command), "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         while p.poll() is None and not any(n.endswith(".part") for n in os.listdir(self.dir)):
             time.sleep(0.0005)
         p.send_signal(number)
@@ -76,7 +79,7 @@ class Unwritten(CliTest):
         for command in (("compress", "--preset", "step", dump, self.out), ("compress", "--preset", "step", "--threads", 1, dump, self.out),
                         ("decompress", big, self.out), ("decompress", "--gzip", 1, big, self.out), (*synth, self.out),
                         ("convert", dump, to_tensors), ("convert", tensors, to_dump)):
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in SIGNALS:
                 self.expect_ended(command, number)
 
     def test_a_signal_while_a_profile_is_written(self):
@@ -86,15 +89,16 @@ class Unwritten(CliTest):
                              "--seed", self.seed).returncode, 0)
         command = ("calibrate", "--basis", "matrix", "--no-thresholds", dump, "-o", self.out)
         self.before = sorted(os.listdir(self.dir))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             where = f"seed {self.seed}: calibrate and {number.name}"
             self.out.write_bytes(OLDER)
             if self.interrupted(command, number, where) != 0:
                 self.expect_untouched(where)
                 continue
             self.assertEqual(sorted(os.listdir(self.dir)), self.before, where)
-            self.assertEqual(run("compress", "--preset", "step", "--profile", self.out, dump, self.tkv).returncode, 0, where)
+            self.assertEqual(run("compress", "--preset", "step", "--profile", self.out, dump, self.tkv, "--force").returncode, 0, where)
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGQUIT would leave one
     main()

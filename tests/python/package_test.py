@@ -153,6 +153,21 @@ class Codec(PackageTest):
             self.assertIn(words, str(caught.exception))
         self.assertEqual(tierkv.CorruptError.name, "corrupt")
 
+    def test_integers_do_not_wrap(self):
+        x, wrong = self.normal(4, 64), 2**32 + 4
+        for name, call in (("bits", lambda: tierkv.quantize(x, wrong)), ("k_bits", lambda: tierkv.PageFormat(64, k_bits=wrong).tokens),
+                           ("head_dim", lambda: tierkv.PageFormat(2**32 + 64).tokens),
+                           ("min_tokens", lambda: tierkv.choose_page_bytes([tierkv.PageFormat(64)], min_tokens=wrong)),
+                           ("max_length", lambda: tierkv.Codebook.build(np.zeros((4, 64), np.int16), max_length=wrong)),
+                           ("threads", lambda: tierkv.analyze(SAMPLE, ["fp16"], threads=wrong)),
+                           ("layers", lambda: tierkv.analyze(SAMPLE, ["fp16"], layers=(2**32, 2**32 + 1))),
+                           ("threads", lambda: tierkv.compress(SAMPLE, self.dir / "no.tkv", "fp16", threads=wrong)),
+                           ("gzip_level", lambda: tierkv.decompress(SAMPLE, self.dir / "no.h5", gzip_level=wrong))):
+            with self.assertRaisesRegex(tierkv.InvalidArgumentError, rf"{name}: 429496\d{{4}} is not in"):
+                call()
+        self.assertEqual(tierkv.choose_page_bytes(f for f in [tierkv.PageFormat(64)]).page_bytes,
+                         tierkv.choose_page_bytes([tierkv.PageFormat(64)]).page_bytes)
+
     def test_not_contiguous_and_foreign_arrays(self):
         x = self.normal(64, 66)
         np.testing.assert_array_equal(tierkv.quantize(x[:, :64], 4).codes, tierkv.quantize(x[:, :64].copy(), 4).codes)
@@ -363,6 +378,34 @@ class Dumps(PackageTest):
             self.assertRaises(ValueError, call)
         self.assertRaises(OSError, tierkv.read_profile, "/nowhere.h5")
         self.assertRaises(tierkv.TierkvError, tierkv.read_profile, SAMPLE)
+
+    def test_what_exists_is_kept(self):
+        path, back, profile = self.dir / "kept.tkv", self.dir / "kept.h5", self.dir / "kept_profile.h5"
+        calls = (lambda **o: tierkv.compress(SAMPLE, path, "k8v4", **o), lambda **o: tierkv.decompress(path, back, **o),
+                 lambda **o: tierkv.calibrate(SAMPLE, profile, thresholds=False, **o))
+        for call, out in zip(calls, (path, back, profile)):
+            call()
+            before = out.read_bytes()
+            with self.assertRaisesRegex(tierkv.InputOutputError, f"{out}.*exists"):
+                call()
+            self.assertEqual(out.read_bytes(), before)
+            call(overwrite=True)
+            self.assertEqual(out.read_bytes(), before)
+        for call, source in ((lambda: tierkv.compress(back, back, "k8v4", overwrite=True), back),
+                             (lambda: tierkv.decompress(path, path, overwrite=True), path)):
+            before = source.read_bytes()
+            with self.assertRaisesRegex(tierkv.InputOutputError, "the same file"):
+                call()
+            self.assertEqual(source.read_bytes(), before)
+
+    def test_ratios_of_a_file(self):
+        whole = tierkv.compress(SAMPLE, self.dir / "whole.tkv", "k8v4")
+        bare = tierkv.compress(SAMPLE, self.dir / "bare.tkv", "k8v4", without_queries=True)
+        for c, name in ((whole, "whole.tkv"), (bare, "bare.tkv")):
+            self.assertEqual(c.file_ratio, 2 * c.values / (self.dir / name).stat().st_size)
+        self.assertGreater(whole.carried_bytes, 0)
+        self.assertEqual((bare.carried_bytes, bare.ratio), (0, bare.file_ratio))
+        self.assertAlmostEqual(whole.ratio, bare.ratio, delta=0.01 * bare.ratio)
 
     def test_what_progress_raises_is_raised(self):
         calls = []

@@ -156,6 +156,57 @@ class Arrays(StoreTest):
         store.close()
         self.assertRaisesRegex(ValueError, "closed", store.num_tokens, id)
 
+    def test_integers_do_not_wrap(self):
+        store = tierkv.Store(config())
+        id = self.live(store, 12)
+        saved = store.save_sequence(id)
+        p = np.zeros((1, KV_HEADS, 13), np.float32)
+        x, q = self.values(1), self.query()
+        before = store.stats()
+        calls = {"tokens": (lambda n: store.truncate(id, n), lambda n: store.begin_prompt(id, n), lambda n: store.begin_step(id, n),
+                            lambda n: store.note_replay(id, n)),
+                 "layer": (lambda n: store.append(id, n, x, x), lambda n: store.attend(id, n, q), lambda n: store.score_prompt(id, n, p),
+                           lambda n: store.update_scores(id, n, p)),
+                 "back": (lambda n: store.update_scores(id, 0, p, back=n),),
+                 "threads": (lambda n: store.save_sequence(id, threads=n), lambda n: store.load_sequence(saved, threads=n))}
+        for name in ("num_layers", "num_q_heads", "num_kv_heads", "head_dim", "num_pages", "max_sequences", "max_tokens", "score_interval"):
+            calls[name] = (lambda n, name=name: tierkv.Store(config(**{name: n})),)
+        for name in ("k_bits", "v_bits", "k_group", "v_group"):
+            calls[name] = (lambda n, name=name: tierkv.Store(config(low_format=tierkv.TierFormat(**{"k_bits": 4, "v_bits": 2, name: n}))),)
+        for name in ("window_tokens", "sink_tokens"):
+            calls[name] = (lambda n, name=name: tierkv.Store(config(policy=tierkv.TierPolicy(**{name: n}))),)
+        for name in ("max_length", "streams_per_lane"):
+            calls[name] = (lambda n, name=name: tierkv.Store(config(coded=tierkv.CodedConfig(**{name: n}))),)
+        calls["block_tokens"] = (lambda n: tierkv.Store(config(channel=tierkv.ChannelConfig(block_tokens=n))),)
+        for name, functions in calls.items():
+            for call in functions:
+                for wrong in (2**31, 2**32 + 2, -2**31 - 1, -2**32 + 2, np.int64(2**32 + 2), 2**70):
+                    with self.assertRaisesRegex(tierkv.InvalidArgumentError, f"{name}: {wrong} is not in"):
+                        call(wrong)
+                with self.assertRaisesRegex(TypeError, f"{name}: 1.5 is not an integer"):
+                    call(1.5)
+        for wrong in (2**64, -1):
+            with self.assertRaisesRegex(tierkv.InvalidArgumentError, "stream"):
+                tierkv.Store.on_device(config(), wrong)
+        self.assertRaisesRegex(tierkv.InvalidArgumentError, "page_bytes", tierkv.Store, config(page_bytes=2**63))
+        self.assertEqual((store.stats(), store.num_tokens(id)), (before, 12))
+        store.truncate(id, np.int64(3))
+        self.assertEqual(store.num_tokens(id), 3)
+
+    def test_ids_may_come_from_a_generator(self):
+        with tierkv.Store(config()) as store:
+            ids = [self.live(store, n) for n in (9, 20)]
+            q = np.concatenate([self.query(), self.query()])
+            want = store.attend(ids, 1, q, probabilities=True)
+            got = store.attend((id for id in ids), 1, q, probabilities=True)
+            for a, b in zip(want, got):
+                np.testing.assert_array_equal(a, b)
+            store.begin_step(id for id in ids)
+            for layer in range(LAYERS):
+                store.append(np.array(ids, np.uint64), layer, *[np.concatenate([self.values(1), self.values(1)])] * 2)
+            store.release(np.uint64(ids[0]))
+            self.assertEqual(store.num_tokens(ids[1]), 21)
+
     def test_pages_run_out(self):
         with tierkv.Store(config()) as store:
             ids = [store.add_sequence() for _ in range(4)]

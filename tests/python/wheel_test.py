@@ -1,6 +1,7 @@
 """The wheel installs with pip and works where there is no compiler, no HDF5 and nothing of the build tree."""
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,16 @@ class Wheel(unittest.TestCase):
                 self.assertIn("[$ORIGIN]", dynamic)
             names = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True).stdout
             self.assertNotIn(" H5", names)
+
+    def test_it_keeps_the_promise_of_its_name(self):
+        promised = re.search(r"manylinux_(\d+)_(\d+)_", self.wheel.name)
+        self.assertIsNotNone(promised, self.wheel.name)
+        for library in (self.site / "tierkv/lib").iterdir():
+            symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True).stdout
+            for line in symbols.splitlines():
+                needed = re.search(r"GLIBC_(\d+)\.(\d+)", line)
+                if needed:
+                    self.assertLessEqual(tuple(map(int, needed.groups())), tuple(map(int, promised.groups())), line)
 
     def test_it_is_small_and_carries_its_licenses(self):
         self.assertLess(self.wheel.stat().st_size, 16 << 20)

@@ -60,13 +60,13 @@ def options_of(text, defaults):
 
 
 def plain(name, text):
-    o = options_of(text, dict(window=0, sinks=0, group_k=0, group_v=0))
+    o = options_of(text, dict(window=64, sinks=4, group_k=0, group_v=0))
     high = (RAW, RAW) if name == "fp16" else tier(name, o["group_k"], o["group_v"])
     return dict(high=high, window=o["window"], sinks=o["sinks"], pages=True)
 
 
 def diffkv(_, text):
-    o = options_of(text, dict(high="k8v4", low="k4v2", alpha_h=1.0, alpha_l=0.0, window=64, sinks=0, window_format="high"))
+    o = options_of(text, dict(high="k8v4", low="k4v2", alpha_h=1.0, alpha_l=0.0, window=64, sinks=4, window_format="high"))
     high, low = tier(o["high"]), tier(o["low"])
     form = {"high": high, "raw": (RAW, RAW)}[o["window_format"]]
     return dict(high=high, low=low, tiered=True, alpha_high=o["alpha_h"], alpha_low=o["alpha_l"],
@@ -75,19 +75,19 @@ def diffkv(_, text):
 
 def kivi(name, text):
     bits = int(name[4:])
-    o = options_of(text, dict(group={4: 128, 2: 32}[bits], residual=128, sinks=0))
+    o = options_of(text, dict(group={4: 128, 2: 32}[bits], residual=64, sinks=4))
     keys = Format("minmax", bits, "channel", o["group"])
     return dict(high=(keys, min_max(bits, o["group"])), window=o["residual"], sinks=o["sinks"])
 
 
 def kvcomp(_, text):
-    o = options_of(text, dict(unit="block", rel_k=0.05, rel_v=0.15, block=64, window=64, sinks=0))
+    o = options_of(text, dict(unit="block", rel_k=0.05, rel_v=0.15, block=64, window=64, sinks=4))
     keys = Format("relative", unit=o["unit"], group=o["block"], step=o["rel_k"])
     return dict(high=(keys, Format("relative", step=o["rel_v"])), window=o["window"], sinks=o["sinks"], huffman=True)
 
 
 def step(_, text):
-    o = options_of(text, dict(k=0.3, v=0.25, basis="mean", window=64, sinks=0))
+    o = options_of(text, dict(k=0.3, v=0.25, basis="mean", window=64, sinks=4))
     formats = Format("absolute", step=o["k"]), Format("absolute", step=o["v"])
     return dict(high=formats, basis=o["basis"], window=o["window"], sinks=o["sinks"], huffman=True)
 

@@ -22,6 +22,13 @@ double tier_share(const Tally& t, Tier tier) {
              : 0;
 }
 
+// The window and the sinks of a preset; nullopt where it has none by its nature.
+std::optional<TierPolicy> kept_apart(const AnalyzeResult& r) {
+  const Result<Preset> preset = parse_preset(r.preset);
+  if (!preset || preset->scheme.keeps_all_alike()) return std::nullopt;
+  return preset->scheme.policy;
+}
+
 Json result_json(const AnalyzeResult& r) {
   const Tally& t = r.tally;
   Json tiers;
@@ -33,6 +40,9 @@ Json result_json(const AnalyzeResult& r) {
   j["file"] = r.file;
   j["preset"] = r.preset;
   j["seq"] = r.seq;
+  const std::optional<TierPolicy> kept = kept_apart(r);
+  j["window"] = kept ? Json(kept->window_tokens) : Json(nullptr);
+  j["sinks"] = kept ? Json(kept->sink_tokens) : Json(nullptr);
   j["values"] = t.values;
   j["bits_per_value"] = bits_per_value(t);
   j["ratio"] = compression_ratio(t);
@@ -110,12 +120,14 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
 
 const std::vector<std::string>& table_columns() {
   static const std::vector<std::string> kColumns = {
-      "memory",  "bits/value", "ratio",          "page ratio",  "attention error",
-      "key err", "value err",  "coded K/V bits", "enc/dec GB/s"};
+      "memory",  "bits/value", "ratio",          "page ratio",   "attention error",
+      "key err", "value err",  "coded K/V bits", "window+sinks", "enc/dec GB/s"};
   return kColumns;
 }
 
-std::vector<std::string> table_cells(const Tally& t) {
+std::vector<std::string> table_cells(const AnalyzeResult& r) {
+  const Tally& t = r.tally;
+  const std::optional<TierPolicy> kept = kept_apart(r);
   const auto pair = [](const std::optional<double>& a, const std::optional<double>& b) {
     return cell(a, "{:.2f}") + "/" + cell(b, "{:.2f}");
   };
@@ -127,12 +139,14 @@ std::vector<std::string> table_cells(const Tally& t) {
           cell(relative_error(t, Component::kKey), "{:.4f}"),
           cell(relative_error(t, Component::kValue), "{:.4f}"),
           pair(coded_bits(t, Component::kKey), coded_bits(t, Component::kValue)),
+          kept ? fmt::format("{}+{}", kept->window_tokens, kept->sink_tokens) : "-",
           pair(encode_gbps(t), decode_gbps(t))};
 }
 
 std::string table_legend() {
   return "memory: share of fp16, everything counted. attention error: mean of |o - o'| / |o| with "
-         "the window moving with each query (attention_rel_error_online). Rates are of one thread "
+         "the window moving with each query (attention_rel_error_online). window+sinks: newest and "
+         "first tokens kept apart; rows compare where these are equal. Rates are of one thread "
          "on the host.";
 }
 
@@ -199,7 +213,7 @@ std::string to_table(const std::vector<AnalyzeResult>& results) {
     out += "\n";
     for (const TableRow& r : rows) {
       out += fmt::format("{} {:<{}}", r.best ? "*" : " ", r.result->preset, width);
-      const std::vector<std::string> row = table_cells(r.result->tally);
+      const std::vector<std::string> row = table_cells(*r.result);
       for (size_t c = 0; c < row.size(); ++c)
         out += fmt::format("  {:>{}}", row[c], table_columns()[c].size());
       out += "\n";
@@ -220,7 +234,7 @@ std::string to_markdown(const std::vector<AnalyzeResult>& results) {
     for (const TableRow& r : rows) {
       const char* mark = r.best ? "**" : "";
       out += fmt::format("| {}`{}`{} |", mark, r.result->preset, mark);
-      for (const std::string& text : table_cells(r.result->tally)) out += " " + text + " |";
+      for (const std::string& text : table_cells(*r.result)) out += " " + text + " |";
       out += "\n";
     }
     out += "\n";

@@ -17,7 +17,7 @@ std::string to_json(const SweepResult& sweep);
 
 // What tables for people show of a total, behind the preset's name.
 const std::vector<std::string>& table_columns();
-std::vector<std::string> table_cells(const Tally& total);
+std::vector<std::string> table_cells(const AnalyzeResult& total);
 std::string table_legend();  // what the columns mean, a sentence each
 std::string to_csv(const std::vector<AnalyzeResult>& results);
 // Totals only, one table per file: smallest cache first; a star marks presets that no other beats

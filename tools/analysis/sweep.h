@@ -32,8 +32,8 @@ Result<SweepResult> sweep(std::vector<datasets::DumpReader>& readers, const Anal
 // attention error; false without queries.
 std::vector<bool> pareto_front(const std::vector<AnalyzeResult>& results);
 
-// The presets that `tierkv sweep` tries when none is given: 40, with windows of 64 tokens
-// throughout.
+// The presets that `tierkv sweep` tries when none is given: 40, with equal windows and
+// sinks.
 std::vector<std::string> default_sweep();
 
 }  // namespace tierkv::analysis

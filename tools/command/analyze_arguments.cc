@@ -34,6 +34,7 @@ void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args) {
       ->check(CLI::Range(1, 1024));
   command->add_option("--report", args->report,
                       "Also write a page with plots to this file: self-contained HTML");
+  add_force(command, &args->force);
 }
 
 int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
@@ -44,6 +45,13 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   if (!args.layers.empty() &&
       !parse_layers(args.layers, &options.first_layer, &options.last_layer)) {
     return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B", kExitUsage);
+  }
+  if (!args.report.empty()) {
+    std::vector<std::string> sources = args.files;
+    sources.push_back(args.profile);
+    if (const int code = check_output_file(args.report, args.force, sources); code != kExitOk) {
+      return code;
+    }
   }
   if (!args.profile.empty()) {
     Result<Profile> read = datasets::read_profile(args.profile);
@@ -59,6 +67,25 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   return kExitOk;
 }
 
+// Names the presets whose window and sinks are not those of the first.
+static void warn_of_windows(const std::vector<analysis::Preset>& presets) {
+  const analysis::Preset* first = nullptr;
+  std::string others;
+  for (const analysis::Preset& p : presets) {
+    if (p.scheme.keeps_all_alike()) continue;
+    if (first == nullptr) first = &p;
+    const TierPolicy &a = first->scheme.policy, &b = p.scheme.policy;
+    if (a.window_tokens == b.window_tokens && a.sink_tokens == b.sink_tokens) continue;
+    others += (others.empty() ? "" : ", ") + p.text;
+  }
+  if (others.empty()) return;
+  std::fprintf(
+      stderr,
+      "tierkv: warning: %s: another window or other sinks than %s; sizes and errors of the "
+      "two kinds do not compare.\n",
+      others.c_str(), first->text.c_str());
+}
+
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets) {
   for (const std::string& text : texts) {
     Result<analysis::Preset> preset = analysis::parse_preset(text);
@@ -69,6 +96,7 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
   for (const analysis::Preset& preset : *presets) {
     if (preset.scheme.prunes()) pruning += (pruning.empty() ? "" : ", ") + preset.text;
   }
+  warn_of_windows(*presets);
   if (pruning.empty()) return kExitOk;
   std::fprintf(stderr,
                "tierkv: warning: %s: prunes tokens. What nobody has attended to yet may be asked "

@@ -13,11 +13,11 @@ struct AnalyzeArguments {
   std::vector<std::string> files;
   std::string layers, seq, profile, report;
   int32_t threads = default_threads();
-  bool json = false, csv = false;
+  bool json = false, csv = false, force = false;
 };
 
-// FILE..., --layers, --seq, --profile, --threads, --report; not the formats of the result, which
-// differ.
+// FILE..., --layers, --seq, --profile, --threads, --report, --force; not the formats of the result,
+// which differ.
 void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args);
 
 struct AnalyzeInputs {

@@ -15,7 +15,7 @@ struct Arguments {
   std::vector<std::string> files;
   std::string output, basis = "mean";
   analysis::CalibrateOptions options;
-  bool no_thresholds = false, json = false;
+  bool no_thresholds = false, json = false, force = false;
 };
 
 Status write(const std::string& path, const Profile& profile) {
@@ -24,6 +24,9 @@ Status write(const std::string& path, const Profile& profile) {
 }
 
 int run(Arguments& args) {
+  if (const int code = check_output_file(args.output, args.force, args.files); code != kExitOk) {
+    return code;
+  }
   std::vector<datasets::DumpReader> dumps;
   for (const std::string& file : args.files) {
     Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
@@ -90,6 +93,7 @@ void add_calibrate(CLI::App& app, int* exit_code) {
                 "Name of the model in the profile (default: that of the dumps)");
   c->add_option("--threads", args->options.threads, "Worker threads (default: all cores)")
       ->check(CLI::Range(1, 1024));
+  add_force(c, &args->force);
   c->add_flag("--json", args->json, "Summary as JSON");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }

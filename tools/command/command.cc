@@ -1,12 +1,16 @@
 #include "tools/command/command.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <thread>
+
+#include "codec/file/output_file.h"
 
 namespace tierkv::tools {
 
@@ -21,18 +25,42 @@ int print_result(const std::string& text) {
   return ok ? kExitOk : report_error("standard output cannot be written", kExitBadInput);
 }
 
-int write_text_file(const std::string& path, const std::string& text) {
-  const std::string temporary = path + ".tmp." + std::to_string(getpid());
-  std::FILE* file = std::fopen(temporary.c_str(), "wbx");
-  if (file == nullptr) {
-    return report_error(path + ": cannot be written: " + std::strerror(errno), kExitBadInput);
-  }
+// Whether all of it was written; errno says why not.
+static bool put_text(const std::string& path, const char* mode, const std::string& text) {
+  std::FILE* file = std::fopen(path.c_str(), mode);
+  if (file == nullptr) return false;
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const int why = errno;
   const bool closed = std::fclose(file) == 0;
-  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return kExitOk;
-  const std::string why = std::strerror(errno);
+  if (!written) errno = why;
+  return written && closed;
+}
+
+int write_text_file(const std::string& path, const std::string& text) {
+  const auto fail = [&] {
+    return report_error(path + ": cannot be written: " + std::strerror(errno), kExitBadInput);
+  };
+  struct stat info = {};
+  const bool exists = stat(path.c_str(), &info) == 0;
+  if (exists && !S_ISREG(info.st_mode)) return put_text(path, "wb", text) ? kExitOk : fail();
+  const Result<std::string> target = output_target(path);
+  if (!target) return report_error(target.status().message(), kExitBadInput);
+  const std::string temporary = temporary_name(*target);
+  if (put_text(temporary, "wbx", text) && std::rename(temporary.c_str(), target->c_str()) == 0) {
+    return kExitOk;
+  }
+  const int code = fail();
   std::remove(temporary.c_str());
-  return report_error(path + ": cannot be written: " + why, kExitBadInput);
+  return code;
+}
+
+void add_force(CLI::App* command, bool* force) {
+  command->add_flag("--force", *force, "Replace an output that exists");
+}
+
+int check_output_file(const std::string& path, bool force, const std::vector<std::string>& inputs) {
+  const Status s = check_output(path, force, inputs);
+  return s ? kExitOk : report_error(s.message(), kExitBadInput);
 }
 
 int32_t default_threads() {

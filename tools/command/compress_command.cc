@@ -1,4 +1,6 @@
 // `tierkv compress`, `decompress` and `verify`.
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -17,18 +19,25 @@ struct Arguments {
   std::vector<std::string> files;  // verify
   std::string input, output, preset, profile, dtype = "stored";
   int32_t threads = default_threads(), gzip = 0;
-  bool json = false;
+  bool json = false, force = false, without_queries = false;
 };
 
-void print_line(const char* verb, const ordered_json& j, std::string* out) {
-  char text[256];
-  std::snprintf(text, sizeof(text), "%s: %lld bytes, ratio %.3f, %.2f GB/s of fp16\n", verb,
-                j["file_bytes"].get<long long>(), j["ratio"].get<double>(),
-                j["gbps"].get<double>());
-  *out = text;
+std::string line_of(const ordered_json& j) {
+  const auto carried = j["carried_bytes"].get<int64_t>();
+  std::string text =
+      fmt::format("{}: {} bytes, ratio {:.3f} of keys and values", j["output"].get<std::string>(),
+                  j["file_bytes"].get<int64_t>(), j["ratio"].get<double>());
+  if (carried > 0) {
+    text += fmt::format(
+        ", {:.3f} of the file with {} bytes of queries and significance (--without-queries leaves "
+        "them out)",
+        j["file_ratio"].get<double>(), carried);
+  }
+  return text + fmt::format(", {:.2f} GB/s of fp16\n", j["gbps"].get<double>());
 }
 
-// Keys and values as fp16 against the whole file, and against it without what is carried over.
+// `ratio`: keys and values as fp16 against the file without what is carried over; `file_ratio`:
+// against the whole file.
 ordered_json summary_of(const Arguments& args, const analysis::CompressSummary& s, double seconds) {
   const double fp16_bytes = 2.0 * static_cast<double>(s.values);
   const auto file = static_cast<double>(s.file_bytes);
@@ -47,6 +56,7 @@ ordered_json summary_of(const Arguments& args, const analysis::CompressSummary& 
           {"bits_per_value",
            8 * (file - static_cast<double>(s.query_bytes)) / static_cast<double>(s.values)},
           {"ratio", fp16_bytes / (file - static_cast<double>(s.query_bytes))},
+          {"file_ratio", fp16_bytes / file},
           {"tiers",
            {{"window", share(Tier::kWindow)},
             {"high", share(Tier::kHigh)},
@@ -62,12 +72,17 @@ ordered_json summary_of(const Arguments& args, const analysis::CompressSummary& 
 int run_compress(const Arguments& args) {
   analysis::CompressOptions options;
   options.threads = args.threads;
+  options.without_queries = args.without_queries;
   Result<analysis::Preset> preset = analysis::parse_preset(args.preset);
   if (!preset) return report_error(preset.status().message(), kExitUsage);
   options.preset = std::move(preset.value());
   if (options.preset.scheme.prunes()) {
     std::fprintf(stderr, "tierkv: warning: preset %s prunes tokens (alpha_l > 0), for good.\n",
                  args.preset.c_str());
+  }
+  if (const int code = check_output_file(args.output, args.force, {args.input, args.profile});
+      code != kExitOk) {
+    return code;
   }
   std::optional<Profile> profile;
   if (!args.profile.empty()) {
@@ -93,9 +108,7 @@ int run_compress(const Arguments& args) {
     return report_error(summary.status().message(), usage ? kExitUsage : kExitBadInput);
   }
   const ordered_json j = summary_of(args, *summary, watch.seconds());
-  std::string text = j.dump(2) + "\n";
-  if (!args.json) print_line(args.output.c_str(), j, &text);
-  return print_result(text);
+  return print_result(args.json ? j.dump(2) + "\n" : line_of(j));
 }
 
 Result<CacheDecoder> open_cache(const std::string& path) {
@@ -105,6 +118,9 @@ Result<CacheDecoder> open_cache(const std::string& path) {
 }
 
 int run_decompress(const Arguments& args) {
+  if (const int code = check_output_file(args.output, args.force, {args.input}); code != kExitOk) {
+    return code;
+  }
   const Result<CacheDecoder> decoder = open_cache(args.input);
   if (!decoder) return report_error(decoder.status().message(), kExitBadInput);
   DType dtype = decoder->model().layout.dtype;
@@ -203,9 +219,12 @@ void add_compress(CLI::App& app, int* exit_code) {
   CLI::App* c = app.add_subcommand("compress", "Compress a dumped cache into a .tkv container");
   c->add_option("IN", args->input, "kv-dump (HDF5)")->required();
   c->add_option("OUT", args->output, "Container to write")->required();
+  add_force(c, &args->force);
   c->add_option("--preset", args->preset, "Scheme, as in analyze")->required();
   c->add_option("--profile", args->profile,
                 "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
+  c->add_flag("--without-queries", args->without_queries,
+              "Leave out the dump's queries and significance");
   add_common(c, args);
   c->footer(analysis::preset_help() +
             "\nBaselines that only analyze and sweep know: snapkv, h2o, zstd-fp16, zstd-codes, "
@@ -219,6 +238,7 @@ void add_decompress(CLI::App& app, int* exit_code) {
       "decompress", "Decode a .tkv container into a dump; pruned tokens are zeros, see `pruned`");
   c->add_option("IN", args->input, "Container (.tkv)")->required();
   c->add_option("OUT", args->output, "kv-dump to write (HDF5)")->required();
+  add_force(c, &args->force);
   c->add_option("--dtype", args->dtype, "stored (default: as before), float16, bfloat16, float32")
       ->check(CLI::IsMember({"stored", "float16", "bfloat16", "float32"}));
   c->add_option("--gzip", args->gzip, "gzip level of the dump; 0 (default) writes it as it is")

@@ -17,6 +17,7 @@ struct Arguments {
   std::string input, output;
   std::string names, tokens_name, axes, seq;
   std::vector<std::string> parts;
+  bool force = false;
   // Facts, as text so that what was given can be told from what was not.
   std::string q_heads, sm_scale, rope_theta, rope_applied, model_id;
 };
@@ -157,6 +158,9 @@ int run(const Arguments& args) {
   if (!from_dump && to_tensors) {
     return report_error(args.input + ": no HDF5 file to make safetensors of", kExitBadInput);
   }
+  if (const int code = check_output_file(args.output, args.force, {args.input}); code != kExitOk) {
+    return code;
+  }
   return to_tensors ? to_safetensors(args, names) : to_dump(args, names, facts);
 }
 
@@ -167,6 +171,7 @@ void add_convert(CLI::App& app, int* exit_code) {
   CLI::App* c = app.add_subcommand("convert", "kv-dumps (HDF5) to safetensors and back");
   c->add_option("IN", args->input, "kv-dump (HDF5) or safetensors file")->required();
   c->add_option("OUT", args->output, "File to write: .safetensors, .h5 or .hdf5")->required();
+  add_force(c, &args->force);
   c->add_option("--names", args->names,
                 "How tensors are called: kv-dump (default), hf, or a pattern with {layer}, {part} "
                 "and, for several sequences, {seq}");

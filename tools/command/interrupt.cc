@@ -6,7 +6,7 @@
 namespace tierkv::tools {
 namespace {
 
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE};
 std::atomic<int> noted{0};
 static_assert(std::atomic<int>::is_always_lock_free);  // a signal handler may write it
 

@@ -9,8 +9,8 @@ struct Interrupted {
   int signal;
 };
 
-// While it lives the first SIGINT, SIGTERM or SIGHUP that is not ignored is only noted; a second
-// one ends the process at once. One at a time.
+// While it lives the first SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGPIPE that is not ignored is only
+// noted; a second one ends the process at once. One at a time.
 class Interrupt {
  public:
   Interrupt();

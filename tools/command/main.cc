@@ -30,6 +30,12 @@ int main(int argc, char** argv) {
   add_verify(app, &exit_code);
   add_convert(app, &exit_code);
   try {
+    // A word that is no command is an error, not something that --help behind it makes good.
+    const auto is_named = [&](const CLI::App* c) { return c->check_name(argv[1]); };
+    if (argc > 1 && argv[1][0] != '-' && app.get_subcommands(is_named).empty()) {
+      return report_error("unknown command '" + std::string(argv[1]) + "' (see tierkv --help)",
+                          kExitUsage);
+    }
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) == 0 ? kExitOk : kExitUsage;

@@ -9,6 +9,7 @@ namespace {
 
 struct Arguments {
   std::string output, dtype = "float16", significance = "sampled";
+  bool force = false;
   datasets::SynthSpec spec;
 };
 
@@ -22,6 +23,9 @@ int run(Arguments& args) {
                                                        : datasets::SignificanceKind::kNone;
   spec.layout.rope_applied = false;
   if (Status s = spec.validate(); !s) return report_error(s.message(), kExitUsage);
+  if (const int code = check_output_file(args.output, args.force, {}); code != kExitOk) {
+    return code;
+  }
   ProgressBar bar(args.output);
   const Interrupt interrupt;
   const Status status = datasets::synthesize(spec, args.output, [&](double fraction) {
@@ -45,6 +49,7 @@ void add_synth(CLI::App& app, int* exit_code) {
   CLI::App* c = app.add_subcommand(
       "synth", "Write a synthetic cache: outlier channels, sinks, heavy-tailed attention");
   c->add_option("-o,--output", args->output, "Dump to write (HDF5)")->required();
+  add_force(c, &args->force);
   c->add_option("--layers", s.layout.num_layers, "Layers (default 2)");
   c->add_option("--q-heads", s.layout.num_q_heads, "Query heads (default 8)");
   c->add_option("--kv-heads", s.layout.num_kv_heads, "Key/value heads (default 2)");

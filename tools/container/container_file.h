@@ -17,6 +17,7 @@ struct CompressOptions {
   int32_t threads = 1;
   const Profile* profile = nullptr;      // means, steps and bases; null: each sequence's own
   std::function<void(double)> progress;  // fraction done, called by one thread at a time
+  bool without_queries = false;          // nothing is carried over but keys and values
 };
 
 struct CompressSummary {

@@ -55,7 +55,8 @@ class Compressor {
   int32_t layer_of(int64_t i) const { return static_cast<int32_t>(i % info_.layout.num_layers); }
   Slot& slot(int64_t i) { return slots_[i % slot_count_]; }
   bool stores_significance(int64_t i) const {
-    return info_.sequences[seq_of(i)].layers[layer_of(i)].has_significance;
+    return !options_.without_queries &&
+           info_.sequences[seq_of(i)].layers[layer_of(i)].has_significance;
   }
   Status write_head();
   void take(int64_t step);
@@ -129,7 +130,7 @@ Status Compressor::prepare(int64_t layer) {
   s.shared.clear();
   encode_shared(scheme_, s.data, *s.scheme, bases, &s.shared);
   s.queries.clear();
-  encode_queries(s.data, info_.layout, &s.queries);
+  if (!options_.without_queries) encode_queries(s.data, info_.layout, &s.queries);
   return Status::ok();
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -37,8 +38,11 @@ class StepLog {
   // `step` failed, so that the first failure is found whatever the threads do.
   bool wait(int64_t step, int32_t kind, int64_t layer, int64_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock,
-                  [&] { return failed_step_ < step || layer < 0 || done_[layer][kind] >= count; });
+    const auto over = [&] {
+      return failed_step_ < step || layer < 0 || done_[layer][kind] >= count;
+    };
+    // wait() is a symbol of GCC 12's libstdc++, newer than a manylinux_2_34 wheel may need.
+    while (!over()) changed_.wait_for(lock, std::chrono::hours(1));
     return failed_step_ >= step;
   }
   // Takes a step, which may throw: nobody waits for it for ever.

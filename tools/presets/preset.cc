@@ -9,16 +9,19 @@ namespace tierkv::analysis {
 namespace {
 
 constexpr int32_t kMaxTokens = 1 << 20;
+// The same for every preset, so that sizes and errors compare.
+constexpr int32_t kDefaultWindow = 64, kDefaultSinks = 4;
 
-void read_window(KeyReader& keys, Scheme* s) {
-  keys.count("window", &s->policy.window_tokens, 0, kMaxTokens);
+void read_window(KeyReader& keys, Scheme* s, const char* window = "window") {
+  s->policy.window_tokens = kDefaultWindow;
+  s->policy.sink_tokens = kDefaultSinks;
+  keys.count(window, &s->policy.window_tokens, 0, kMaxTokens);
   keys.count("sinks", &s->policy.sink_tokens, 0, kMaxTokens);
 }
 
 // kXvY and fp16: every token the same; group_k, group_v are sub-groups of channels.
 void read_uniform(KeyReader& keys, const TierFormat& format, Scheme* s) {
   s->high = format;
-  s->policy.window_tokens = 0;
   keys.count("group_k", &s->high.k.group, 1, kMaxHeadDim);
   keys.count("group_v", &s->high.v.group, 1, kMaxHeadDim);
   read_window(keys, s);
@@ -40,9 +43,8 @@ void read_diffkv(KeyReader& keys, Scheme* s) {
 
 void read_kivi(KeyReader& keys, int32_t bits, Scheme* s) {
   int32_t group = bits == 4 ? 128 : 32;
-  s->policy.window_tokens = 128;
   keys.count("group", &group, 1, kMaxTokens);
-  keys.count("residual", &s->policy.window_tokens, 0, kMaxTokens);
+  read_window(keys, s, "residual");
   s->high = token_wise_tier(bits, bits);
   s->high.k.unit = Unit::kChannel;
   s->high.k.group = group;
@@ -114,7 +116,7 @@ void read_eviction(KeyReader& keys, Eviction eviction, Scheme* s) {
   s->eviction = eviction;
   s->keep = 0.5;
   s->high = raw_tier();
-  s->policy.window_tokens = eviction == Eviction::kSnapKv ? 64 : 0;
+  s->policy.window_tokens = eviction == Eviction::kSnapKv ? kDefaultWindow : 0;
   keys.number("keep", &s->keep, 1e-4, 1);
   if (eviction == Eviction::kSnapKv) {
     keys.count("window", &s->policy.window_tokens, 1, kMaxTokens);

@@ -4,14 +4,14 @@ namespace tierkv::analysis {
 
 std::vector<std::string> default_presets() {
   return {"fp16",
-          "k8v8:window=64",
-          "k8v4:window=64",
-          "k4v4:window=64",
-          "k4v2:window=64",
+          "k8v8",
+          "k8v4",
+          "k4v4",
+          "k4v2",
           "diffkv",
           "diffkv:low=k4v4",
-          "kivi4:residual=64,group=64",
-          "kivi2:residual=64",
+          "kivi4:group=64",
+          "kivi2",
           "kvcomp",
           "kvcomp:unit=channel,rel_k=0.15",
           "step",
@@ -22,19 +22,21 @@ std::vector<std::string> default_presets() {
 
 std::string preset_help() {
   return R"(Presets: NAME[:key=value,...][+STAGE][+rot]
-  fp16             stored as is                                            window= sinks=
-  kXvY             token-wise min-max, X and Y of 16 8 4 2 1 bits          group_k= group_v= window= sinks=
+  fp16             stored as is
+  kXvY             token-wise min-max, X and Y of 16 8 4 2 1 bits          group_k= group_v=
   diffkv           tiers by significance                                   high=k8v4 low=k4v2 alpha_h=1 alpha_l=0
-                                                                           window=64 sinks=0 window_format=high|raw
-  kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=128
+                                                                           window_format=high|raw
+  kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
-                                                                           block=64 window=64 sinks=0
-  step             one step per layer and head, Huffman                    k=0.3 v=0.25 window=64 sinks=0
+                                                                           block=64
+  step             one step per layer and head, Huffman                    k=0.3 v=0.25
                                                                            basis=mean|none|hadamard|matrix
   snapkv           prune to a share of each head, by the newest queries    keep=0.5 window=64 format=k16v16
   h2o              prune to a share of each head, by attention received    keep=0.5 format=k16v16
   zstd-fp16        zstd of the raw bytes                                   level=3
   zstd-codes       zstd of one byte per code of another preset             of=k8v4 level=3
+  All but the last four keep the newest window=64 and the first sinks=4 tokens apart, raw but for diffkv. Where presets
+  keep different numbers of them, their sizes and errors do not compare.
   Where there are codes: only=k|v leaves the other component raw; predict=token|channel|plane codes what is left of a
   Lorenzo predictor.
   +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp and step

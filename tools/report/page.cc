@@ -26,7 +26,8 @@ svg text.label { font-size: 11px; font-weight: 600; paint-order: stroke; stroke:
 svg text.title { font-weight: 600; }
 svg text.cell { font-size: 10px; } svg text.light { fill: #fff; }
 table { border-collapse: collapse; font-size: .82rem; margin-bottom: 1rem; }
-th, td { padding: .2rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th, td { padding: .2rem .55rem; text-align: right; border-bottom: 1px solid #ddd; }
+th { vertical-align: bottom; } td { white-space: nowrap; } td code { white-space: normal; overflow-wrap: anywhere; }
 th:nth-child(2), td:nth-child(2) { text-align: left; } tr.front td { font-weight: 600; background: #eef5fa; }
 td code { font-size: .95em; } .scroll { overflow-x: auto; } ul { padding-left: 1.2rem; }
 @media print {
@@ -126,7 +127,7 @@ std::string table(const Subject& s) {
     out += fmt::format("<tr{}><td>{}</td><td><code>{}</code></td>",
                        s.front[i] ? " class=\"front\"" : "", s.numbers[i],
                        escaped(s.results[i]->preset));
-    for (const std::string& c : analysis::table_cells(s.results[i]->tally))
+    for (const std::string& c : analysis::table_cells(*s.results[i]))
       out += "<td>" + escaped(c) + "</td>";
     out += "</tr>\n";
   }

@@ -104,7 +104,7 @@ void draw_axes(Svg* svg, const Frame& frame, Axis* x, Axis* y) {
 }
 
 double draw_legend(Svg* svg, Point at, double width, const std::vector<LegendEntry>& entries) {
-  constexpr double kLine = 16, kSample = 22, kCharacter = 5.9;
+  constexpr double kLine = 16, kSample = 22, kCharacter = 6.8;
   Point p = at;
   for (const LegendEntry& e : entries) {
     const double size = kSample + 6 + kCharacter * static_cast<double>(e.text.size()) + 14;

@@ -74,9 +74,21 @@ struct Box {
 class Labels {
  public:
   Labels(Svg* svg, const Frame& frame) : svg_(svg), frame_(frame) {}
-  void keep_clear(Point p) { taken_.push_back({p.x - 5, p.y - 5, p.x + 5, p.y + 5}); }
+  void keep_clear(Point p, double radius = 5) {
+    taken_.push_back({p.x - radius, p.y - radius, p.x + radius, p.y + radius});
+  }
+  void keep_clear(const std::vector<Point>& line) {
+    constexpr double kEvery = 4, kRadius = 1.5;
+    for (size_t i = 1; i < line.size(); ++i) {
+      const double dx = line[i].x - line[i - 1].x, dy = line[i].y - line[i - 1].y;
+      const double steps = std::ceil(std::hypot(dx, dy) / kEvery);
+      for (double s = 1; s < steps; ++s) {
+        keep_clear({line[i - 1].x + dx * s / steps, line[i - 1].y + dy * s / steps}, kRadius);
+      }
+    }
+  }
   bool place(Point p, const std::string& text, bool strong) {
-    const double width = (strong ? 6.7 : 6.0) * static_cast<double>(text.size());
+    const double width = (strong ? 7.2 : 6.4) * static_cast<double>(text.size());
     for (const double dy : {3.5, -8.0, 15.0, -18.0, 25.0}) {
       for (const bool right : {true, false}) {
         const double x = right ? p.x + 8 : p.x - 8 - width;
@@ -125,6 +137,7 @@ std::string rate_distortion(const ResultList& results, const std::vector<int>& n
   std::sort(line.begin(), line.end(), [](const Point& a, const Point& b) { return a.x < b.x; });
   if (line.size() > 1) svg.polyline(line, {"#888", 1.5, "5 3"});
   Labels labels(&svg, frame);
+  labels.keep_clear(line);
   std::vector<bool> used(families().size());
   for (size_t i = 0; i < results.size(); ++i) {
     const AnalyzeResult& r = *results[i];
