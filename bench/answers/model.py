@@ -5,6 +5,7 @@ float16 or float32. Everything is computed in float32; keys and values are round
 server's cache would hold them."""
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -138,8 +139,11 @@ class Model:
         self.theta, self.rope = read_rope(config, self.head_dim)
         self.sm_scale = self.head_dim**-0.5
         weights = {}
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(read_safetensors(shard))
+            digest.update(f"{shard.name} {shard.stat().st_size}".encode())
+        self.identity = digest.hexdigest()[:16]  # by the configuration and the files' sizes
         self.embedding, self.last_norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
         self.head = self.embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
         names = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
