@@ -179,6 +179,18 @@ std::string table_legend() {
          "on the host.";
 }
 
+std::string metric_help() {
+  return R"(Errors of attention outputs, o' over what is stored against o over the dump, the window moving with each query:
+  attention_pooled_error      sqrt(sum |o - o'|^2 / sum |o|^2) over the heads and queries of a layer, mean over layers
+  attention_weighted_error    sqrt of the mean over (layer, kv head) of sum |o - o'|^2 / sum |o|^2, weighted with the
+                              sensitivities of --profile; none without
+  attention_rel_error_online  mean over heads and queries of |o - o'| / |o|
+  attention_rel_error         the same with the window at the end of the sequence
+Tables are sorted by the pooled error; a star marks presets that no other beats in both memory and pooled error.
+JSON has `parts`: the bytes of small's blocks by what they hold.
+)";
+}
+
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
                     const std::vector<AnalyzeResult>& results) {
   Json j;

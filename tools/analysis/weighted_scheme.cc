@@ -119,8 +119,9 @@ Status build_weighted_books(const Scheme& scheme, const LayerData& data, LayerSc
     if (histogram.empty()) continue;
     out->entropy_bits[component] +=
         histogram.entropy_bits() * static_cast<double>(histogram.total());
-    const int32_t books = std::min(scheme.books, heads * dim_block_count(d));
-    Result<BookChoice> choice = choose_books(c, d, rows, books);
+    BookSpec spec;
+    spec.books = std::min(scheme.books, heads * dim_block_count(d));
+    Result<BookChoice> choice = choose_books(c, d, rows, spec);
     if (!choice) return choice.status();
     out->books[component] = std::move(*choice);
     const BookChoice& chosen = *out->books[component];

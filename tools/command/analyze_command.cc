@@ -56,7 +56,7 @@ void add_analyze(CLI::App& app, int* exit_code) {
       ->allow_extra_args(false);
   CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.analyze/1");
   c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
-  c->footer(analysis::preset_help());
+  c->footer(analysis::preset_help() + "\n" + analysis::metric_help());
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

@@ -42,8 +42,8 @@ std::string preset_help() {
   keep different numbers of them, their sizes and errors do not compare.
   Where there are codes: only=k|v leaves the other component raw; predict=token|channel|plane codes what is left of a
   Lorenzo predictor.
-  +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp and step
-  have Huffman where none is named.  +rot: seeded Hadamard rotation before quantisation)";
+  +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp, small and
+  step have Huffman where none is named, small no other.  +rot: seeded Hadamard rotation before quantisation)";
 }
 
 }  // namespace tierkv::analysis
