@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "datasets/profile_file.h"
+#include "tools/analysis/layer_data.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
