@@ -38,6 +38,15 @@ struct Scheme {
   Prediction prediction = Prediction::kNone;
   Eviction eviction = Eviction::kNone;
   double keep = 1;  // share of tokens that an eviction keeps, recent ones included
+  // Weighted steps only. high.k.step and high.v.step are for rows whose query energies are known;
+  // the others take these, and keys' is then a share of their root mean square.
+  double own_k = 0, own_v = 0;
+  int32_t books = 1;        // codebooks of a (layer, component)
+  bool importance = false;  // a token's step follows its significance, where that is known
+
+  bool weighted() const {
+    return high.k.step_rule == StepRule::kWeighted || high.v.step_rule == StepRule::kWeighted;
+  }
 
   bool prunes() const {
     return eviction != Eviction::kNone ? keep < 1 : tiered && policy.alpha_low > 0;

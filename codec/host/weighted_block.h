@@ -68,6 +68,7 @@ struct WeightedBlockStats {
   int64_t exception_bits = 0;
   int64_t exceptions = 0;
   int64_t padding_bits = 0;
+  void add(const WeightedBlockStats& other);
   int64_t total_bits() const {
     return header_bits + exponent_bits + length_bits + payload_bits + exception_bits + padding_bits;
   }

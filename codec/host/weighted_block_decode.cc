@@ -190,6 +190,17 @@ Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamil
   return corrupt(wrong);
 }
 
+void WeightedBlockStats::add(const WeightedBlockStats& other) {
+  for (int32_t m = 0; m < kNumBlockModes; ++m) blocks[m] += other.blocks[m];
+  header_bits += other.header_bits;
+  exponent_bits += other.exponent_bits;
+  length_bits += other.length_bits;
+  payload_bits += other.payload_bits;
+  exception_bits += other.exception_bits;
+  exceptions += other.exceptions;
+  padding_bits += other.padding_bits;
+}
+
 Status add_weighted_stats(const uint8_t* bytes, int64_t size, WeightedBlockStats* stats) {
   while (size > 0) {
     Block block;
