@@ -27,6 +27,10 @@ constexpr const char* kPresets[] = {"fp16",
                                     "k16v4:sinks=4",
                                     "diffkv",
                                     "diffkv:alpha_l=0.5,sinks=3",
+                                    "k4v2n",
+                                    "tiers:classes=k4v4/k4v2",
+                                    "tiers:classes=k4v2/k2v2@1:0.5,rotate=off",
+                                    "tiers:classes=0.5*k2v2|0.5*k2v2,means=off",
                                     "kivi4:group=32,residual=40",
                                     "kivi2",
                                     "kvcomp",
@@ -236,6 +240,11 @@ TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
     auto& bytes = c.at(ChunkKind::kPage).second;
     std::swap(bytes[bytes.size() - 4], bytes[bytes.size() - 8]);
   });
+  for (const int32_t rule : {1, 4, -1}) {  // 4: clipped at the norm, of 8 bits
+    refused("rule", [rule](Chunks& c) {
+      c.at(ChunkKind::kPageFormat).second[4 * 7] = static_cast<uint8_t>(rule);
+    });
+  }
   for (int field = 0; field < 12; ++field) {
     refused("page format",
             [field](Chunks& c) { c.at(ChunkKind::kPageFormat).second[4 * field] ^= 0x55; });

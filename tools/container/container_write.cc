@@ -235,6 +235,7 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;
+  if (Status s = check_classes(scheme, p); !s) return refuse(s.code(), s.message());
   const bool matrix =
       scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
   if (p != nullptr) {
