@@ -209,8 +209,9 @@ Status CacheDecoder::decode_row(int32_t seq, int32_t layer, int32_t kv_head,
   out->k.assign(tokens * d, 0.0f);
   out->v.assign(tokens * d, 0.0f);
   for (const Part part : kParts) {
-    ChunkKey key = key_of(ChunkKind::kPageFormat, seq, layer, kNotApplicable);
+    ChunkKey key = key_of(ChunkKind::kPageFormat, seq, layer, kv_head);
     key.part = static_cast<uint8_t>(part);
+    if (reader_.find(key) < 0) key.head = kNotApplicable;
     const bool paged = reader_.find(key) >= 0;
     if (paged) {
       Result<StoredPageFormat> format =

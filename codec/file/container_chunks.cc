@@ -62,7 +62,7 @@ bool read_enum(ByteReader& r, int32_t count, Enum* out) {
 
 Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   f->format.bits = r.i32();
-  if (!read_enum(r, 4, &f->format.step_rule)) return corrupt("unknown step rule");
+  if (!read_enum(r, 5, &f->format.step_rule)) return corrupt("unknown step rule");
   if (!read_enum(r, 4, &f->format.unit)) return corrupt("unknown unit");
   f->format.group = r.i32();
   f->format.step = r.f64();
@@ -290,7 +290,9 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
   if (!std::isfinite(out.step) || out.step < 0) return corrupt("step is negative or not finite");
   if (r.u32() != 0) return corrupt("reserved bytes are set");
   const int64_t d = head_dim;
-  const bool matrix = kind == BasisKind::kMatrix, means = matrix || kind == BasisKind::kMean;
+  const bool matrix = kind == BasisKind::kMatrix;
+  const bool means =
+      matrix || kind == BasisKind::kMean || (kind == BasisKind::kHadamard && r.left() > 0);
   if (!r.ok() || static_cast<int64_t>(r.left()) != (means ? 2 * d : 0) + (matrix ? 8 * d * d : 0)) {
     return corrupt("size disagrees with its fields");
   }
@@ -303,7 +305,7 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
   out.basis = kind == BasisKind::kNone   ? Basis::none(head_dim)
               : kind == BasisKind::kMean ? Basis::mean_removed(std::move(mean))
               : kind == BasisKind::kHadamard
-                  ? Basis::hadamard(head_dim)
+                  ? Basis::hadamard(head_dim, std::move(mean))
                   : Basis::matrix(std::move(mean), std::move(forward), std::move(inverse));
   return out;
 }

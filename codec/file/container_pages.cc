@@ -101,7 +101,7 @@ std::vector<uint8_t> serialize_page_format(const StoredPageFormat& f) {
     w.i32(bits[c]);
     w.i32(groups[c]);
     w.i32(static_cast<int32_t>(f.basis[c]));
-    w.i32(0);
+    w.i32(static_cast<int32_t>(f.rule[c]));
   }
   return bytes;
 }
@@ -112,19 +112,17 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
   f.shape.head_dim = r.i32();
   f.shape.tokens = r.i32();
   const int32_t raw_dtype = r.i32(), segments = r.i32();
-  int32_t bits[2], groups[2], basis[2];
-  bool reserved_clear = true;
+  int32_t bits[2], groups[2], basis[2], rule[2];
   for (int c = 0; c < 2; ++c) {
     bits[c] = r.i32();
     groups[c] = r.i32();
     basis[c] = r.i32();
-    reserved_clear &= r.i32() == 0;
+    rule[c] = r.i32();
   }
   if (!r.at_end()) return corrupt("size disagrees with its fields");
   if (f.shape.head_dim != head_dim) return corrupt("head_dim is not the model's");
   if (raw_dtype != 0 && raw_dtype != 1) return corrupt("unknown raw dtype");
   if (segments != 4 && segments != 6) return corrupt("pages of neither 4 nor 6 segments");
-  if (!reserved_clear) return corrupt("reserved bytes are set");
   f.raw_dtype = static_cast<DType>(raw_dtype);
   f.has_scores = segments == 6;
   for (int c = 0; c < 2; ++c) {
@@ -132,6 +130,10 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
       return corrupt("unknown basis");
     }
     f.basis[c] = static_cast<BasisKind>(basis[c]);
+    f.rule[c] = static_cast<StepRule>(rule[c]);
+    if (f.rule[c] == StepRule::kNorm ? bits[c] != 2 : f.rule[c] != StepRule::kMinMax) {
+      return corrupt("a step rule that no page of these bits has");
+    }
     const bool possible = bits[c] > 0 && bits[c] <= 16 && groups[c] >= 0 && groups[c] <= head_dim;
     if (!possible) return corrupt("bits or groups that no page has");
     if (bits[c] == 16 && basis[c] != 0) return corrupt("a basis of raw values");
@@ -164,7 +166,7 @@ Status encode_page(const StoredPageFormat& format, const PageSource& source,
   batch.positions = tokens.positions;
   batch.count = tokens.count;
   batch.dtype = format.has_basis() ? DType::kFloat32 : source.input.k->dtype;
-  const HostPage page{bytes->data(), layout, format.raw_dtype};
+  const HostPage page{bytes->data(), layout, format.raw_dtype, {format.rule[0], format.rule[1]}};
   if (Status s = append_tokens(page, 0, batch); !s) return s;
   bytes->resize(format.bytes(tokens.count));
   return Status::ok();
@@ -177,7 +179,10 @@ Status decode_page(const StoredPageFormat& format, const std::vector<uint8_t>& b
     return corrupt("is not of the size of a page of " + std::to_string(tokens.count) + " tokens");
   }
   // The page codec only reads what it is asked for, so that a page may end before its scores.
-  const HostPage page{const_cast<uint8_t*>(bytes.data()), layout, format.raw_dtype};
+  const HostPage page{const_cast<uint8_t*>(bytes.data()),
+                      layout,
+                      format.raw_dtype,
+                      {format.rule[0], format.rule[1]}};
   if (format.has_scores) {
     if (Status s = check_slots(page, tokens); !s) return s;
   }

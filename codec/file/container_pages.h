@@ -14,13 +14,15 @@
 
 namespace tierkv {
 
-// What the pages of a (sequence, layer, part) have in common.
+// What the pages of a (sequence, layer, part) or, with classes of heads, of a (sequence, layer,
+// kv_head, part) have in common.
 struct StoredPageFormat {
   PageShape shape{};                  // tokens: of a full page
   DType raw_dtype = DType::kFloat16;  // of components with 16 bits
   // False: a page ends before its scores and positions, which a scheme without tiers does not need.
   bool has_scores = false;
   BasisKind basis[2] = {BasisKind::kNone, BasisKind::kNone};  // of keys, of values
+  StepRule rule[2] = {StepRule::kMinMax, StepRule::kMinMax};  // likewise, as in HostPage
 
   bool has_basis() const { return basis[0] != BasisKind::kNone || basis[1] != BasisKind::kNone; }
   int64_t pages(int64_t tokens) const { return (tokens + shape.tokens - 1) / shape.tokens; }

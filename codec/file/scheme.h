@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "tierkv/format.h"
 #include "tierkv/policy.h"
@@ -27,12 +28,33 @@ enum class Prediction : int32_t { kNone = 0, kToken = 1, kChannel = 2, kPlane = 
 // Pruning to the same share of tokens in every head, tools/analysis/baselines/eviction.h.
 enum class Eviction : int32_t { kNone = 0, kH2o = 1, kSnapKv = 2 };
 
+// Heads that share their formats. Rows take classes by the sensitivity of their heads: the first
+// class the most sensitive ones (assign_classes() in codec/policy/profile.h).
+struct HeadClass {
+  double share = 1;      // of all rows; those of a scheme's classes sum to 1
+  TierFormat high, low;  // equal: the class has no tiers
+  double alpha_high = 1, alpha_low = 0;
+
+  bool tiered() const { return high != low || alpha_low > 0; }
+  friend bool operator==(const HeadClass& a, const HeadClass& b) {
+    return a.share == b.share && a.same_formats(b);
+  }
+  bool same_formats(const HeadClass& o) const {
+    return high == o.high && low == o.low && alpha_high == o.alpha_high && alpha_low == o.alpha_low;
+  }
+};
+inline constexpr size_t kMaxHeadClasses = 4;
+
 struct Scheme {
   TierFormat window;  // the newest policy.window_tokens and the first policy.sink_tokens
   TierFormat high;    // every other token, or those above alpha_high where `tiered`
   TierFormat low;     // tiered only
   bool tiered = false;
   TierPolicy policy;
+  // Empty: all rows alike. Otherwise a row is stored as of_class() of its class says; high, low and
+  // the alphas are those of the first class, tiered is set where any class has tiers.
+  std::vector<HeadClass> classes;
+  bool key_means = false;  // rotated keys: means are removed first
   Coder coder = Coder::kNone;
   int32_t zstd_level = 3;
   Prediction prediction = Prediction::kNone;
@@ -48,7 +70,17 @@ struct Scheme {
     return high.k.step_rule == StepRule::kWeighted || high.v.step_rule == StepRule::kWeighted;
   }
 
+  // The scheme of the rows of a class; it keeps `classes`, whose pages have one size.
+  Scheme of_class(int32_t c) const;
+  // Which class a row has follows from a profile's sensitivities.
+  bool needs_sensitivities() const;
+  // Pages carry scores and positions: DiffKV's Algorithm 1. Rows of classes have none; a map of 2
+  // bits a token says the tiers.
+  bool has_records() const { return tiered && classes.empty(); }
   bool prunes() const {
+    for (const HeadClass& c : classes) {
+      if (c.alpha_low > 0) return true;
+    }
     return eviction != Eviction::kNone ? keep < 1 : tiered && policy.alpha_low > 0;
   }
   // Coded by a BlockCoder other than the library's own.
@@ -64,7 +96,7 @@ struct Scheme {
   // Means, steps or matrices of the rows.
   bool needs_statistics() const {
     const auto basis = [](BasisKind b) { return b == BasisKind::kMean || b == BasisKind::kMatrix; };
-    return needs_queries() || basis(high.k.basis) || basis(high.v.basis);
+    return needs_queries() || key_means || basis(high.k.basis) || basis(high.v.basis);
   }
   // Presets whose tokens fit unified pages of fixed-width tiles.
   bool has_fixed_pages() const;

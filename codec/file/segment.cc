@@ -83,7 +83,9 @@ StatusCode quantize_chunk(const SegmentFormat& f, const float* y, int64_t tokens
   for_each_group(f.format, f.head_dim, tokens, [&](int64_t first, int64_t n, int64_t stride) {
     if (status != StatusCode::kOk) return;
     QuantParams p;
-    if (f.format.step_rule == StepRule::kMinMax) {
+    if (f.format.step_rule == StepRule::kNorm) {
+      status = quantize_norm(y + first, static_cast<int32_t>(n), &p, codes.data() + first);
+    } else if (f.format.step_rule == StepRule::kMinMax) {
       status = quantize_minmax(y + first, n, stride, 1 << f.format.bits, &p, codes.data() + first);
     } else {
       bool fits = true;

@@ -69,7 +69,10 @@ bool is_code_width(int32_t bits) {
 Status ComponentFormat::validate(int32_t head_dim) const {
   if (group < 0) return invalid("group is negative");
   if (!std::isfinite(step) || step < 0) return invalid("step is negative or not finite");
-  if (step_rule == StepRule::kMinMax) {
+  if (step_rule == StepRule::kNorm) {
+    if (bits != 2) return invalid("bits must be 2 for codes clipped at the norm");
+    if (unit != Unit::kToken) return invalid("codes clipped at the norm need unit=token");
+  } else if (step_rule == StepRule::kMinMax) {
     if (!is_code_width(bits)) return invalid("bits must be 16, 8, 4, 2 or 1");
     if (unit == Unit::kGlobal) return invalid("unit=global needs an absolute step");
   } else {
@@ -108,12 +111,19 @@ ComponentFormat token_wise(int32_t bits, int32_t group) {
   return f;
 }
 
+ComponentFormat norm_clipped(int32_t group) {
+  ComponentFormat f = token_wise(2, group);
+  f.step_rule = StepRule::kNorm;
+  return f;
+}
+
 TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits) {
   return {token_wise(k_bits), token_wise(v_bits)};
 }
 
 Result<TierFormat> parse_tier_format(std::string_view name) {
   int32_t bits[2] = {0, 0};
+  bool clipped[2] = {false, false};
   size_t i = 0;
   for (int c = 0; c < 2; ++c) {
     const char letter = c == 0 ? 'k' : 'v';
@@ -124,12 +134,17 @@ Result<TierFormat> parse_tier_format(std::string_view name) {
     while (i < name.size() && name[i] >= '0' && name[i] <= '9' && bits[c] < 100) {
       bits[c] = bits[c] * 10 + (name[i++] - '0');
     }
+    clipped[c] = bits[c] == 2 && i < name.size() && (name[i] | 0x20) == 'n';
+    i += clipped[c];
   }
   if (i != name.size() || !is_code_width(bits[0]) || !is_code_width(bits[1])) {
     return invalid("'" + std::string(name) +
-                   "' is not of the form k8v4 with 16, 8, 4, 2 or 1 bits");
+                   "' is not of the form k8v4 with 16, 8, 4, 2, 2n or 1 bits");
   }
-  return token_wise_tier(bits[0], bits[1]);
+  TierFormat format = token_wise_tier(bits[0], bits[1]);
+  if (clipped[0]) format.k = norm_clipped();
+  if (clipped[1]) format.v = norm_clipped();
+  return format;
 }
 
 std::string to_string(const ComponentFormat& f) {
@@ -147,6 +162,9 @@ std::string to_string(const ComponentFormat& f) {
     case StepRule::kWeighted:
       s = "weighted step " + std::to_string(f.step);
       break;
+    case StepRule::kNorm:
+      s = std::to_string(f.bits) + " bits clipped at the norm";
+      break;
   }
   static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
   if (!f.is_raw()) s += std::string(" per ") + kUnits[static_cast<int>(f.unit)];
@@ -158,9 +176,11 @@ std::string to_string(const ComponentFormat& f) {
 }
 
 std::string to_string(const TierFormat& format) {
-  if (format.k == token_wise(format.k.bits) && format.v == token_wise(format.v.bits)) {
-    return "k" + std::to_string(format.k.bits) + "v" + std::to_string(format.v.bits);
-  }
+  const auto plain = [](const ComponentFormat& f) {
+    return f == norm_clipped() ? "2n" : f == token_wise(f.bits) ? std::to_string(f.bits) : "";
+  };
+  const std::string k = plain(format.k), v = plain(format.v);
+  if (!k.empty() && !v.empty()) return "k" + k + "v" + v;
   return "keys " + to_string(format.k) + "; values " + to_string(format.v);
 }
 

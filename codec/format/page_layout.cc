@@ -21,7 +21,8 @@ int32_t round_up(int32_t n, int32_t multiple) {
 // Sub-groups per token of a component that pages can hold.
 Result<int32_t> page_groups(const ComponentFormat& f, int32_t head_dim) {
   if (Status s = f.validate(head_dim); !s) return s;
-  if (f.step_rule != StepRule::kMinMax) return unsupported("pages hold min-max codes only");
+  if (f.step_rule != StepRule::kMinMax && f.step_rule != StepRule::kNorm)
+    return unsupported("pages hold min-max codes and 2 bits clipped at the norm only");
   if (f.entropy != Entropy::kNone) return unsupported("entropy-coded codes have their own pages");
   if (f.bits == 1) return unsupported("1 bit has no page layout");
   if (f.is_raw()) return 0;
@@ -127,7 +128,7 @@ Result<PageChoice> choose_page_size(const std::vector<TierFormat>& formats, int3
   for (const TierFormat& format : formats) {
     const Result<PageShape> shape = page_shape(format, head_dim);
     if (!shape) return shape.status();
-    tile_bytes.push_back(page_tile_bytes(*shape));
+    tile_bytes.push_back(page_tile_bytes(*shape) - (sizing.records ? 0 : kTileRecordBytes));
   }
   Candidate best{0, 1.0};
   for (const int32_t page : candidate_sizes(tile_bytes, sizing)) {

@@ -150,10 +150,11 @@ struct PageLayout {
   TKV_HD constexpr int32_t position_byte(int32_t slot) const { return positions + slot * 4; }
 };
 
+inline constexpr int32_t kTileRecordBytes = kTileTokens * 8;  // scores and positions of a tile
 // Bytes of one tile of tokens in all six segments.
 TKV_HD constexpr int32_t page_tile_bytes(PageShape s) {
   return TileLayout{s.k_bits, s.head_dim}.bytes() + TileLayout{s.v_bits, s.head_dim}.bytes() +
-         tile_metadata_bytes(s.k_groups + s.v_groups) + kTileTokens * 8;
+         tile_metadata_bytes(s.k_groups + s.v_groups) + kTileRecordBytes;
 }
 
 // The shape is trusted: use make_page_layout() for formats that were not checked.
@@ -184,8 +185,9 @@ constexpr bool has_page_layout(int32_t head_dim) {
 bool is_page_layout(const PageLayout& layout);
 
 // The shape of a format, with tokens = 0. kUnsupported, by name, unless head_dim is 64, 96, 128 or
-// 256 and both components are raw or token-wise min-max of 8, 4 or 2 bits without entropy coding,
-// in sub-groups of a multiple of 16 dims (a sub-group may not end inside a fragment).
+// 256 and both components are raw or token-wise of 8, 4 or 2 bits (min-max, or 2 bits clipped at
+// the norm) without entropy coding, in sub-groups of a multiple of 16 dims (a sub-group may not end
+// inside a fragment).
 Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim);
 
 // The layout of a tier's pages: as many tiles as fit into page_bytes. kInvalidArgument when not one

@@ -4,6 +4,7 @@
 //   minmax    scale = half((max - min) / (levels - 1)), zero_point = half(min)
 //   relative  scale = half(step * (max - min)),         zero_point = half(min)    KVComp
 //   section 3.1.1 absolute  code = round(x / step), signed docs/DESIGN.md, "Global step"
+//   norm      scale = half(0.9957 sqrt(sum of x^2 / n)), zero_point = half(-1.5 scale), 2 bits
 //
 // code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code +
 // zero_point, computed with the stored fp16 scale and zero point, one multiplication and one
@@ -49,6 +50,13 @@ TKV_HD float add_rn(float a, float b) {
   return a + b;
 #endif
 }
+TKV_HD float sqrt_rn(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return std::sqrt(x);
+#endif
+}
 TKV_HD float round_half_even(float x) {
 #if defined(__CUDA_ARCH__)
   return rintf(x);
@@ -70,6 +78,37 @@ TKV_HD QuantParams relative_params(float lo, float hi, float step) {
   hi = add_rn(hi, 0.0f);
   return {float_to_half(mul_rn(step, add_rn(hi, -lo))), float_to_half(lo)};
 }
+
+inline constexpr int32_t kNormPartials = 32;
+// The sum of squares of a token, as 32 lanes make it: lane l adds the squares of channels l, 32 +
+// l, 64 + l, ... to 0 in this order; then for offsets 16, 8, 4, 2, 1 every lane adds the sum of
+// lane l ^ offset to its own. No operation is fused.
+TKV_HD float add_partials(float* lane) {
+  for (int32_t offset = kNormPartials / 2; offset > 0; offset /= 2) {
+    for (int32_t l = 0; l < offset; ++l) lane[l] = add_rn(lane[l], lane[l ^ offset]);
+  }
+  return lane[0];
+}
+TKV_HD float sum_of_squares(const float* x, int32_t dims) {
+  float lane[kNormPartials] = {};
+  for (int32_t d = 0; d < dims; ++d) {
+    lane[d % kNormPartials] = add_rn(lane[d % kNormPartials], mul_rn(x[d], x[d]));
+  }
+  return add_partials(lane);
+}
+
+// The least squared error that four equally spaced levels (c - 1.5) scale leave of a normal
+// distribution of deviation 1 is at this scale.
+inline constexpr float kNormScale = 0.9957f;
+inline constexpr int32_t kNormLevels = 4;
+// Parameters of a group of `dims` finite values with this sum of squares. Codes are minmax_code()
+// with kNormLevels. Adding 0 turns -0 into +0.
+TKV_HD QuantParams norm_params(float squares, int32_t dims) {
+  const float rms = sqrt_rn(div_rn(squares, static_cast<float>(dims)));
+  const uint16_t scale = float_to_half(mul_rn(kNormScale, rms));
+  return {scale, float_to_half(add_rn(mul_rn(-1.5f, half_to_float(scale)), 0.0f))};
+}
+
 // False when the fp16 scale or zero point overflowed: kOutOfRange.
 TKV_HD bool params_in_range(QuantParams p) {
   return (p.scale & 0x7c00u) != 0x7c00u && (p.zero_point & 0x7c00u) != 0x7c00u;
@@ -98,6 +137,8 @@ StatusCode find_extrema(const float* x, int64_t n, int64_t stride, float* lo, fl
 // same stride. kNonFinite or kOutOfRange: nothing written.
 StatusCode quantize_minmax(const float* x, int64_t n, int64_t stride, int32_t levels,
                            QuantParams* params, uint8_t* codes);
+// The same of codes clipped at the norm, values side by side.
+StatusCode quantize_norm(const float* x, int32_t n, QuantParams* params, uint8_t* codes);
 // Relative step (KVComp). *fits is false when a code leaves [0, 255]: the caller stores the unit
 // raw; codes are then unspecified.
 StatusCode quantize_relative(const float* x, int64_t n, int64_t stride, double step,

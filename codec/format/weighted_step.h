@@ -28,7 +28,6 @@ inline constexpr int32_t kLeastImportanceExponent = -8, kMostImportanceExponent 
 TKV_HD bool is_importance_exponent(int32_t e) {
   return e >= kLeastImportanceExponent && e <= kMostImportanceExponent;
 }
-inline constexpr int32_t kNormPartials = 32;
 
 TKV_HD float fma_rn(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
@@ -56,22 +55,6 @@ TKV_HD int32_t norm_exponent(float mean_square) {
          (fraction >= 0x6ac0c7u);
 }
 
-// The sum of squares of a token, as 32 lanes make it: lane l adds the squares of channels l, 32 +
-// l, 64 + l, ... to 0 in this order; then for offsets 16, 8, 4, 2, 1 every lane adds the sum of
-// lane l ^ offset to its own. No operation is fused.
-TKV_HD float add_partials(float* lane) {
-  for (int32_t offset = kNormPartials / 2; offset > 0; offset /= 2) {
-    for (int32_t l = 0; l < offset; ++l) lane[l] = add_rn(lane[l], lane[l ^ offset]);
-  }
-  return lane[0];
-}
-TKV_HD float sum_of_squares(const float* x, int32_t dims) {
-  float lane[kNormPartials] = {};
-  for (int32_t d = 0; d < dims; ++d) {
-    lane[d % kNormPartials] = add_rn(lane[d % kNormPartials], mul_rn(x[d], x[d]));
-  }
-  return add_partials(lane);
-}
 // R of a token of values from its sum.
 TKV_HD int32_t sum_exponent(float sum, int32_t dims) {
   return norm_exponent(div_rn(sum, static_cast<float>(dims)));

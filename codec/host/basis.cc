@@ -131,8 +131,9 @@ Basis Basis::mean_removed(std::vector<float> mean) {
   return b;
 }
 
-Basis Basis::hadamard(int32_t head_dim) {
+Basis Basis::hadamard(int32_t head_dim, std::vector<float> mean) {
   Basis b;
+  b.mean = rounded_to_half(std::move(mean));
   b.kind = BasisKind::kHadamard;
   b.head_dim = head_dim;
   b.signs = hadamard_signs(head_dim);

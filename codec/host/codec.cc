@@ -9,7 +9,10 @@ Result<HostPage> page_of(const PageFormat& format, void* bytes) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "page is null");
   Result<PageLayout> layout = make_page_layout(format.tier, format.head_dim, format.page_bytes);
   if (!layout) return layout.status();
-  return HostPage{static_cast<uint8_t*>(bytes), *layout, format.raw_dtype};
+  HostPage page{static_cast<uint8_t*>(bytes), *layout, format.raw_dtype};
+  page.rule[0] = format.tier.k.step_rule;
+  page.rule[1] = format.tier.v.step_rule;
+  return page;
 }
 
 }  // namespace

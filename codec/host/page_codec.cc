@@ -62,7 +62,7 @@ bool same_format(const HostPage& a, const HostPage& b, Component c) {
   const PageLayout &x = a.layout, &y = b.layout;
   if (x.tile(c).bits == 16 && a.raw_dtype != b.raw_dtype) return false;
   return x.tile(c).bits == y.tile(c).bits && x.groups(c) == y.groups(c) &&
-         x.head_dim() == y.head_dim();
+         a.rule_of(c) == b.rule_of(c) && x.head_dim() == y.head_dim();
 }
 
 }  // namespace
@@ -72,6 +72,11 @@ Status check_page(const HostPage& page) {
   if (!is_page_layout(page.layout)) return invalid_argument("page layout is not one of ours");
   if (!is_raw_dtype(page.raw_dtype))
     return invalid_argument("raw_dtype must be float16 or bfloat16");
+  for (const Component c : kComponents) {
+    const bool norm = page.rule_of(c) == StepRule::kNorm;
+    if (norm ? page.layout.tile(c).bits != 2 : page.rule_of(c) != StepRule::kMinMax)
+      return invalid_argument("rule is none that pages of these bits have");
+  }
   return Status::ok();
 }
 
@@ -151,8 +156,12 @@ StatusCode quantize_side(const HostPage& page, Component component, const float*
   uint8_t codes[kMaxPageHeadDim];
   const int32_t groups = page.layout.groups(component), width = tile.head_dim / groups;
   for (int32_t g = 0; g < groups; ++g) {
-    const StatusCode s = quantize_minmax(x + g * width, width, 1, 1 << tile.bits, &side->params[g],
-                                         codes + g * width);
+    const float* group = x + g * width;
+    QuantParams* params = &side->params[g];
+    const StatusCode s =
+        page.rule_of(component) == StepRule::kNorm
+            ? quantize_norm(group, width, params, codes + g * width)
+            : quantize_minmax(group, width, 1, 1 << tile.bits, params, codes + g * width);
     if (s != StatusCode::kOk) return s;
   }
   for (int32_t d = 0; d < tile.head_dim; ++d) side->codes[d] = codes[d];

@@ -31,6 +31,11 @@ struct HostPage {
   uint8_t* bytes = nullptr;  // layout.used_bytes
   PageLayout layout{};
   DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+  // How steps of keys and of values are found when tokens are written: kMinMax, or kNorm where
+  // codes have 2 bits. Reading needs neither.
+  StepRule rule[2] = {StepRule::kMinMax, StepRule::kMinMax};
+
+  StepRule rule_of(Component c) const { return rule[static_cast<int>(c)]; }
 };
 
 // Page `page_id` of a pool in host memory. kInvalidArgument for a bad view, id, layout or

@@ -100,6 +100,22 @@ HWY_INLINE bool extrema(const float* x, int32_t n, float* lo, float* hi) {
   return true;
 }
 
+// sum_of_squares(): the partial sums are the lanes.
+HWY_INLINE float squares(const float* x, int32_t n) {
+  const DF df;
+  const auto step = static_cast<int32_t>(hn::Lanes(df));
+  alignas(64) float lane[kNormPartials];
+  for (int32_t first = 0; first < kNormPartials; first += step) {
+    auto sum = hn::Zero(df);
+    for (int32_t i = first; i < n; i += kNormPartials) {
+      const auto v = hn::LoadU(df, x + i);
+      sum = hn::Add(sum, hn::Mul(v, v));
+    }
+    hn::Store(sum, df, lane + first);
+  }
+  return add_partials(lane);
+}
+
 // As minmax_code(): clamping before or after rounding is the same, the bounds being integers.
 HWY_INLINE void quantize_group(const float* x, int32_t n, QuantParams params, int32_t levels,
                                uint8_t* codes) {
@@ -147,7 +163,9 @@ HWY_INLINE bool encode_row(const HostPage& page, Component component, const void
   const int32_t levels = 1 << tile.bits;
   for (int32_t g = 0; g < groups; ++g) {
     if (!extrema(x + g * width, width, &lo, &hi)) return false;
-    params[g] = minmax_params(lo, hi, levels);
+    params[g] = page.rule_of(component) == StepRule::kNorm
+                    ? norm_params(squares(x + g * width, width), width)
+                    : minmax_params(lo, hi, levels);
     if (!params_in_range(params[g])) return false;
     if (half_to_float(params[g].scale) == 0.0f) {
       memset(codes + g * width, 0, width);

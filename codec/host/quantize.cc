@@ -31,6 +31,20 @@ StatusCode quantize_minmax(const float* x, int64_t n, int64_t stride, int32_t le
   return StatusCode::kOk;
 }
 
+StatusCode quantize_norm(const float* x, int32_t n, QuantParams* params, uint8_t* codes) {
+  for (int32_t i = 0; i < n; ++i) {
+    if (!is_finite(x[i])) return StatusCode::kNonFinite;
+  }
+  const QuantParams p = norm_params(sum_of_squares(x, n), n);
+  if (!params_in_range(p)) return StatusCode::kOutOfRange;
+  const float scale = half_to_float(p.scale), zero = half_to_float(p.zero_point);
+  for (int32_t i = 0; i < n; ++i) {
+    codes[i] = static_cast<uint8_t>(minmax_code(x[i], scale, zero, kNormLevels));
+  }
+  *params = p;
+  return StatusCode::kOk;
+}
+
 StatusCode quantize_relative(const float* x, int64_t n, int64_t stride, double step,
                              QuantParams* params, uint8_t* codes, bool* fits) {
   float lo, hi;

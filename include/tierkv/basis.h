@@ -39,7 +39,8 @@ struct TKV_API Basis {
 
   static Basis none(int32_t head_dim);
   static Basis mean_removed(std::vector<float> mean);  // rounds the means to fp16
-  static Basis hadamard(int32_t head_dim);             // the library's signs
+  // The library's signs; the means are rounded to fp16.
+  static Basis hadamard(int32_t head_dim, std::vector<float> mean = {});
   static Basis matrix(std::vector<float> mean, std::vector<float> forward,
                       std::vector<float> inverse);
 

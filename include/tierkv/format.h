@@ -27,6 +27,7 @@ enum class StepRule : int32_t {
   kRelative = 1,  // scale = rel_step * (max - min) of the unit; the number of levels follows
   kAbsolute = 2,  // one step per (layer, kv_head, component), no zero point
   kWeighted = 3,  // one step per row, a power of 2^(1/8) per token, a weight per channel
+  kNorm = 4,      // 2 bits: scale = 0.9957 root mean squares of the unit, codes clipped
 };
 
 enum class Unit : int32_t {
@@ -47,7 +48,7 @@ enum class BasisKind : int32_t {
 
 struct TKV_API ComponentFormat {
   int32_t bits =
-      16;  // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 0 where the step decides the levels
+      16;  // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 2 of kNorm; 0 where the step decides
   StepRule step_rule = StepRule::kMinMax;
   Unit unit = Unit::kToken;
   int32_t group =
@@ -82,12 +83,15 @@ struct TKV_API TierFormat {
 
 // Token-wise min-max (bits < 16) or raw (bits = 16).
 TKV_API ComponentFormat token_wise(int32_t bits, int32_t group = 0);
+// Token-wise 2 bits, clipped at the norm.
+TKV_API ComponentFormat norm_clipped(int32_t group = 0);
 TKV_API TierFormat token_wise_tier(int32_t k_bits, int32_t v_bits);
 inline TierFormat raw_tier() {
   return {};
 }
 
-// "k8v4" or "K8V4" with bits in {16, 8, 4, 2, 1}; kInvalidArgument otherwise.
+// "k8v4" or "K8V4" with bits in {16, 8, 4, 2, 1} or "2n", 2 bits clipped at the norm;
+// kInvalidArgument otherwise.
 TKV_API Result<TierFormat> parse_tier_format(std::string_view name);
 // "k8v4" where the format is token-wise or raw; a longer description otherwise.
 TKV_API std::string to_string(const TierFormat& format);

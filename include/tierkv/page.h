@@ -71,6 +71,7 @@ struct TKV_API PageSizing {
   double max_waste = 0.06;  // of page_bytes, for a full page of any of the formats
   int32_t min_tokens = 64;  // tokens per page of the smallest format at least
   int32_t max_page_bytes = 131072;
+  bool records = true;  // false: pages end before their scores and positions
 
   Status validate() const;
 };

@@ -21,6 +21,10 @@ Status validate_formats(const KvStoreConfig& c) {
     if (Status s = page_shape(format, c.layout.head_dim).status(); !s) {
       return s.with_context(kSideNames[side]);
     }
+    if (format.k.step_rule == StepRule::kNorm || format.v.step_rule == StepRule::kNorm) {
+      return Status(StatusCode::kUnsupported,
+                    std::string(kSideNames[side]) + ": codes clipped at the norm");
+    }
     if (format.k.basis != BasisKind::kNone || format.v.basis != BasisKind::kNone) {
       return Status(StatusCode::kUnsupported,
                     std::string(kSideNames[side]) + ": basis of a tier alone; set config.basis");

@@ -27,6 +27,10 @@ constexpr const char* kPresets[] = {"fp16",
                                     "k16v4:sinks=4",
                                     "diffkv",
                                     "diffkv:alpha_l=0.5,sinks=3",
+                                    "k4v2n",
+                                    "tiers:classes=k4v4/k4v2",
+                                    "tiers:classes=k4v2/k2v2@1:0.5,rotate=off",
+                                    "tiers:classes=0.5*k2v2|0.5*k2v2,means=off",
                                     "kivi4:group=32,residual=40",
                                     "kivi2",
                                     "kvcomp",
@@ -104,7 +108,9 @@ TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
       for (int32_t seq = 0; seq < 2; ++seq) {
         LayerData data;
         LayerScheme shared;
-        ASSERT_TRUE(load_layer(reader, seq, 0, wants_significance(scheme, reader.info(), seq, 0), 2, &data).is_ok());
+        ASSERT_TRUE(
+            load_layer(reader, seq, 0, wants_significance(scheme, reader.info(), seq, 0), 2, &data)
+                .is_ok());
         ASSERT_TRUE(prepare_layer(scheme, data, layout, nullptr, &shared).is_ok());
         RowCodec codec = shared.row(scheme, data, 0);
         ASSERT_EQ(codec.encode(), StatusCode::kOk);
@@ -239,6 +245,11 @@ TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
     auto& bytes = c.at(ChunkKind::kPage).second;
     std::swap(bytes[bytes.size() - 4], bytes[bytes.size() - 8]);
   });
+  for (const int32_t rule : {1, 4, -1}) {  // 4: clipped at the norm, of 8 bits
+    refused("rule", [rule](Chunks& c) {
+      c.at(ChunkKind::kPageFormat).second[4 * 7] = static_cast<uint8_t>(rule);
+    });
+  }
   for (int field = 0; field < 12; ++field) {
     refused("page format",
             [field](Chunks& c) { c.at(ChunkKind::kPageFormat).second[4 * field] ^= 0x55; });

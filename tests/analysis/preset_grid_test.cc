@@ -28,6 +28,9 @@ TEST(PresetGrid, TheLastAlternativeVariesFastest) {
               ElementsAre("k4v4:window=0+rot", "k4v4:window=64+rot", "k8v4:window=0+rot",
                           "k8v4:window=64+rot"));
   EXPECT_THAT(grid("k4v4+/huffman"), ElementsAre("k4v4", "k4v4+huffman"));
+  EXPECT_THAT(grid("tiers:classes=0.1*k8v4|k4v4/k4v2@1,window=32/64"),
+              ElementsAre("tiers:classes=0.1*k8v4|k4v4/k4v2@1,window=32",
+                          "tiers:classes=0.1*k8v4|k4v4/k4v2@1,window=64"));
   EXPECT_THAT(grid("k4v4+rot/huffman+"), ElementsAre("k4v4+rot+", "k4v4+huffman+"));
 }
 

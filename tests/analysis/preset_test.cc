@@ -98,12 +98,78 @@ TEST(Preset, KiviGroupsEndWithTheHead) {
 }
 
 TEST(Preset, WhichSchemesHavePages) {
-  for (const char* p : {"fp16", "k8v4", "k4v2:window=64", "diffkv", "k16v4"}) {
+  for (const char* p : {"fp16", "k8v4", "k4v2:window=64", "diffkv", "k16v4", "k4v2n"}) {
     EXPECT_TRUE(scheme(p).has_fixed_pages()) << p;
   }
   for (const char* p : {"kivi4", "zstd-fp16", "k8v4+huffman", "k1v1"})
     EXPECT_FALSE(scheme(p).has_fixed_pages()) << p;
   for (const char* p : {"step", "kvcomp"}) EXPECT_TRUE(scheme(p).has_coded_pages()) << p;
+}
+
+TEST(Preset, FastHasThreeClassesOfHeads) {
+  const Scheme fast = scheme("fast");
+  ASSERT_EQ(fast.classes.size(), 3u);
+  EXPECT_EQ(fast.policy, (TierPolicy{1.0, 0.0, 64, 4}));
+  EXPECT_EQ(fast.window, raw_tier());
+  EXPECT_TRUE(fast.tiered && fast.key_means && fast.needs_sensitivities());
+  EXPECT_TRUE(fast.has_fixed_pages());
+  EXPECT_FALSE(fast.has_records() || fast.prunes());
+  const auto bits = [](const TierFormat& f) { return 10 * f.k.bits + f.v.bits; };
+  const int32_t high[] = {84, 44, 42}, low[] = {84, 42, 22};
+  const double shares[] = {0.1, 0.4, 0.5};
+  for (int32_t c = 0; c < 3; ++c) {
+    const Scheme own = fast.of_class(c);
+    EXPECT_EQ(bits(own.high), high[c]);
+    EXPECT_EQ(bits(own.low), low[c]);
+    EXPECT_EQ(own.tiered, c > 0);
+    EXPECT_NEAR(fast.classes[c].share, shares[c], 1e-12);
+    EXPECT_EQ(own.policy.alpha_high, 1.0);
+    for (const ComponentFormat& f : {own.high.k, own.high.v, own.low.k, own.low.v}) {
+      EXPECT_EQ(f.basis, BasisKind::kHadamard);
+      EXPECT_EQ(f.step_rule, f.bits == 2 ? StepRule::kNorm : StepRule::kMinMax);
+    }
+  }
+  const Scheme plain = scheme("tiers:classes=k8v4/k4v2@3:0.1,rotate=off,window=9");
+  EXPECT_EQ(plain.classes.size(), 1u);
+  EXPECT_FALSE(plain.needs_sensitivities() || plain.key_means);
+  EXPECT_TRUE(plain.prunes());
+  EXPECT_EQ(plain.high.k.basis, BasisKind::kMean);
+  EXPECT_EQ(plain.high.v.basis, BasisKind::kNone);
+  EXPECT_EQ(plain.policy, (TierPolicy{3.0, 0.1, 9, 4}));
+  EXPECT_FALSE(scheme("tiers:classes=0.5*k4v2/k2v2|0.5*k4v2/k2v2").needs_sensitivities());
+  EXPECT_FALSE(scheme("tiers:classes=0.5*k8v4|k4v4").tiered);
+}
+
+TEST(Preset, ClassesThatMakeNoSenseAreNamed) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"tiers", "needs classes="},
+      {"fast:classes=k8v4", "no key 'classes'"},
+      {"tiers:classes=", "class 1: a format is missing"},
+      {"tiers:classes=0.1*k8v4|", "class 2: a format is missing"},
+      {"tiers:classes=0.1*k8v4|k4v4/", "class 2: a format is missing"},
+      {"tiers:classes=k8v4|k4v4", "class 1 has no share"},
+      {"tiers:classes=0.5*k8v4|0.4*k4v4", "sum to 0.9"},
+      {"tiers:classes=0.6*k8v4|0.6*k4v4", "sum to 1.2"},
+      {"tiers:classes=0.6*k8v4|0.4*k4v4|k2v2", "nothing for the last"},
+      {"tiers:classes=1.5*k8v4", "'1.5': a share"},
+      {"tiers:classes=0*k8v4|k4v4", "'0': a share"},
+      {"tiers:classes=nan*k8v4|k4v4", "'nan': a share"},
+      {"tiers:classes=0.1*k8v4|k5v4", "class 2: 'k5v4'"},
+      {"tiers:classes=k16v16", "8, 4 or 2 bits"},
+      {"tiers:classes=k4v2/k8v4", "wider"},
+      {"tiers:classes=k8v4/k4v2@x", "@ALPHA_H"},
+      {"tiers:classes=k8v4/k4v2@1:2", "above alpha_h"},
+      {"tiers:classes=.1*k8v4|.1*k8v4|.1*k8v4|.1*k8v4|k4v4", "more than 4 classes"},
+      {"fast+huffman", "entropy stage"},
+      {"fast+rot", "+rot"},
+      {"fast:only=k", "no key 'only'"},
+      {"zstd-codes:of=fast", "formats of their own"}};
+  for (const auto& [text, words] : cases) {
+    const Result<Preset> p = parse_preset(text);
+    ASSERT_FALSE(p.is_ok()) << text;
+    EXPECT_NE(p.status().message().find(words), std::string::npos)
+        << text << ": " << p.status().message();
+  }
 }
 
 TEST(Preset, EveryDefaultParses) {

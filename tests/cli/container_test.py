@@ -13,7 +13,9 @@ sys.path.insert(0, str(ROOT / "tests" / "reference"))
 import read_tkv  # noqa: E402
 
 PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k8v2+rot", "k16v4:sinks=4", "diffkv", "diffkv:alpha_l=0.4,sinks=2", "kivi4",
-           "kivi2", "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "small", "small:books=4,k=0.1", "small:only=k,sinks=0", "small:window=0,sinks=70", "step+rot", "k4v4+huffman",
+           "kivi2", "k2v2n", "tiers:classes=k4v4/k4v2", "tiers:classes=k4v2/k2v2@1:0.3,rotate=off", "tiers:classes=k2v2,means=off",
+           "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "small", "small:books=4,k=0.1",
+           "small:only=k,sinks=0", "small:window=0,sinks=70", "step+rot", "k4v4+huffman",
            "k4v4+huffman+rot", "k2v8+huffman", "diffkv+huffman"]
 
 
@@ -52,6 +54,24 @@ class Container(CliTest):
             dump = Dump(seed=self.seed, layers=1, tokens=tokens, head_dim=head_dim, dtype=dtype).write(self.dir / "in.h5")
             for preset in PRESETS:
                 self.compare(preset, dump)
+
+    def test_rows_of_classes_say_their_formats(self):
+        for head_dim in (64, 80):  # with pages and without
+            dump, profile = self.dir / f"in{head_dim}.h5", self.dir / f"p{head_dim}.h5"
+            self.ok("synth", "-o", dump, "--tokens", "300,70", "--head-dim", head_dim, "--layers", 3, "--kv-heads", 2, "--seed", self.seed)
+            self.ok("calibrate", dump, "-o", profile, "--no-thresholds")
+            with h5py.File(profile, "a") as f:
+                f["joint_sensitivity"] = np.random.default_rng(self.seed).permutation(6) + 1.0
+                first = int(np.argmax(f["joint_sensitivity"]))
+            self.compare("tiers:classes=0.17*k8v4|0.33*k4v4/k4v2|k4v2/k2v2@2", dump, "--profile", profile)
+            cache = read_tkv.read(self.dir / "a.tkv")
+            if head_dim == 80:
+                continue
+            formats = {key[2:4]: data for key, data in cache.chunks.items() if key[0] == read_tkv.PAGE_FORMAT and key[5] == read_tkv.HIGH}
+            self.assertEqual(len(formats), 6)
+            eight = [row for row, data in formats.items() if np.frombuffer(data, "<i4")[4] == 8]
+            self.assertEqual(eight, [divmod(first, 2)])
+            self.assertEqual({np.frombuffer(data, "<i4")[3] for data in formats.values()}, {4})
 
     def test_a_profile_is_stored_once_for_all_sequences(self):
         dump, profile = self.dir / "in.h5", self.dir / "p.h5"

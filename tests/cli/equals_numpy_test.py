@@ -20,7 +20,8 @@ ODD = ["k1v1", "k4v1", "k16v4", "k4v16", "k8v4:window=64,sinks=4", "k4v4:group_k
        "diffkv:alpha_h=3,sinks=4", "diffkv:alpha_h=3,alpha_l=0.3", "diffkv:low=k4v4,window=128", "diffkv+rot", "diffkv+huffman",
        "kivi4:group=64,residual=100", "kivi2:residual=0", "kivi2+huffman", "kivi4:residual=5000",
        "kvcomp:unit=channel,rel_k=0.15", "kvcomp:block=32,window=1", "kvcomp+rot", "kvcomp:window=100,sinks=3", "diffkv:window_format=raw", "step:k=0.4,v=0.3", "step:basis=none",
-       "step+rot", "zstd-codes:of=step", "snapkv", "snapkv:keep=0.25,window=16", "snapkv:format=k8v4", "h2o", "h2o:keep=0.3,format=k4v4",
+       "k4v2n", "k2nv4:group_k=32+rot", "tiers:classes=k4v4/k4v2", "tiers:classes=k4v2/k2v2@2:0.3,means=off", "tiers:classes=k4v2/k2v2,rotate=off",
+       "tiers:classes=0.5*k8v4|k8v4", "step+rot", "zstd-codes:of=step", "snapkv", "snapkv:keep=0.25,window=16", "snapkv:format=k8v4", "h2o", "h2o:keep=0.3,format=k4v4",
        "small:k=0.5,v=0.45,importance=off", "small:window=100,sinks=70", "small:only=k", "small:only=v,sinks=0",
        "kvcomp:only=k", "step:only=v", "kvcomp:predict=token", "step:predict=plane", "k8v8:predict=channel+huffman", "k4v4+fixed",
        "step:predict=token+fixed", "kvcomp+fse", "k4v4+bitshuffle"]

@@ -27,9 +27,24 @@ class Usage(CliTest):
                               "step:basis=mean+rot": "exclude", "k8v4+rot+rot": "twice", "": "unknown name", "snapkv:keep=0": "a number", "h2o:window=3": "no key",
                               "fp16+fse": "needs codes", "k4v4+fse+fixed": "after another stage", "k4v4:predict=plane": "entropy stage",
                               "k16v4:only=k": "nothing is left", "step:only=x": "one of k, v", "zstd-codes:of=step+fse": "needs codes",
-                              "zstd-codes:of=step:predict=token": "of their own"}.items():
+                              "zstd-codes:of=step:predict=token": "of their own", "tiers": "needs classes=",
+                              "tiers:classes=0.1*k8v4|": "class 2: a format is missing", "tiers:classes=0.5*k8v4|0.4*k4v4": "sum to 0.9",
+                              "tiers:classes=k8v4|k4v4": "class 1 has no share", "tiers:classes=k5v4": "class 1", "fast+fse": "fixed widths",
+                              "k8v4n": "unknown name"}.items():
             r = run("analyze", SAMPLE, "--preset", preset)
             self.expect(r, 2, words)
+
+    def test_classes_of_heads_need_a_profile(self):
+        self.expect(run("analyze", SAMPLE, "--preset", "fast"), 3, SAMPLE, "preset fast", "--profile")
+        out = self.dir / "a.tkv"
+        self.expect(run("compress", SAMPLE, out, "--preset", "fast"), 3, SAMPLE, "preset fast", "--profile")
+        self.assertFalse(out.exists())
+        profile = self.dir / "p.h5"
+        self.assertEqual(run("calibrate", SAMPLE, "-o", profile, "--no-thresholds").returncode, 0)
+        self.expect(run("analyze", SAMPLE, "--preset", "fast", "--profile", profile), 3, "joint_sensitivity")
+        warned = run("analyze", SAMPLE, "--layers", "0", "--preset", "tiers:classes=k4v4/k4v2@1:0.1", "--json")
+        self.assertEqual(warned.returncode, 0, warned.stderr)
+        self.assertIn("prunes", warned.stderr)
 
     def test_wrong_layers(self):
         for layers in ("x", "3-1", "-1", "1-", "1-2-3"):

@@ -270,6 +270,20 @@ TEST(PageSize, IsTheSmallestWithinTheLimit) {
   }
 }
 
+// Pages of all classes of heads, without scores and positions: one size serves the four pairs.
+TEST(PageSize, WithoutRecordsOneSizeServesAllClasses) {
+  PageSizing sizing;
+  sizing.records = false;
+  const Result<PageChoice> choice =
+      choose_page_size({token_wise_tier(8, 4), token_wise_tier(4, 4), *parse_tier_format("k4v2n"),
+                        *parse_tier_format("k2nv2n")},
+                       128, sizing);
+  ASSERT_TRUE(choice.is_ok());
+  EXPECT_EQ(choice->page_bytes, 13312);
+  EXPECT_EQ(choice->tokens, (std::vector<int32_t>{64, 96, 128, 176}));
+  EXPECT_NEAR(choice->worst_waste, 0.048, 0.0005);
+}
+
 TEST(PageSize, RefusesBadRequests) {
   const TierFormat k8v4 = token_wise_tier(8, 4);
   EXPECT_EQ(choose_page_size({}, 128).status().code(), StatusCode::kInvalidArgument);

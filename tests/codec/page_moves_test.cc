@@ -40,11 +40,14 @@ TEST_F(PageMovesTest, OverwritingATokenKeepsItsNeighbours) {
 TEST_F(PageMovesTest, MovingToAnotherFormatQuantisesTheDequantisedValues) {
   for (int trial = 0; trial < 60; ++trial) {
     const int32_t head_dim = kHeadDims[uniform(0, 3)];
-    const TierFormat high = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
-    const TierFormat low = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
+    TierFormat high = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
+    TierFormat low = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
+    for (ComponentFormat* f : {&high.k, &high.v, &low.k, &low.v}) {
+      if (f->bits == 2 && uniform(0, 1)) *f = norm_clipped();
+    }
     const RandomTokens tokens = random_tokens(20, head_dim);
-    const PoisonedPage a(layout_of(high, head_dim, 32), DType::kFloat16);
-    const PoisonedPage b(layout_of(low, head_dim, 32), DType::kFloat16);
+    const PoisonedPage a(layout_of(high, head_dim, 32), DType::kFloat16, high);
+    const PoisonedPage b(layout_of(low, head_dim, 32), DType::kFloat16, low);
     ASSERT_TRUE(append_tokens(a.page(), 0, tokens.batch(0, 20)));
     ASSERT_TRUE(append_tokens(b.page(), 0, tokens.batch(0, 9)));
     const int32_t from = uniform(0, 19);

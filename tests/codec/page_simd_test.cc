@@ -23,6 +23,7 @@ class PageSimdTest : public PageFixture {
     TierFormat f;
     for (ComponentFormat* c : {&f.k, &f.v}) {
       c->bits = kBits[uniform(0, 3)];
+      if (c->bits == 2 && uniform(0, 1)) c->step_rule = StepRule::kNorm;
       if (c->bits == 16 || uniform(0, 1) == 0) continue;
       do {
         c->group = 16 * uniform(1, head_dim / 16);
@@ -80,7 +81,7 @@ void PageSimdTest::compare_append() {
   for (int32_t i = 0; i < count; ++i) rows.push_back(uniform(0, 63));
   if (uniform(0, 1)) batch.rows = rows.data();
   const RandomTokens before = random_tokens(used, head_dim);
-  const PoisonedPage plain(layout, raw), fast(layout, raw);
+  const PoisonedPage plain(layout, raw, format), fast(layout, raw, format);
   ASSERT_TRUE(reference::append_tokens(plain.page(), 0, before.batch(0, used)));
   ASSERT_TRUE(reference::append_tokens(fast.page(), 0, before.batch(0, used)));
   const Status want = reference::append_tokens(plain.page(), used, batch);

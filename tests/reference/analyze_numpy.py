@@ -1,18 +1,18 @@
 """Every metric of `tierkv analyze`, computed a second time: NumPy, plain, in double, from the text of the design.
 
-Usage: analyze_numpy.py --dump FILE --preset NAME [--preset NAME]... [--json]
+Usage: analyze_numpy.py --dump FILE --preset NAME [--preset NAME]... [--profile FILE] [--json]
 """
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import h5py
 import numpy as np
 
 import weighted
 from coded_blocks import coded_size, entropy_bits, weighted_size
-from pages import paged_bytes
-from presets import RAW, parse
+from pages import paged_bytes, slab_bytes
+from presets import RAW, has_tiers, parse
 from quantizers import Basis, bf16, fp16, global_steps, metadata_bits, quantize
 
 WINDOW, HIGH, LOW, PRUNED = range(4)
@@ -29,13 +29,26 @@ class Layer:
     sm_scale: float
     raw: object  # rounds to the 16 bits of a raw token
     rope: tuple = None  # (pairing, inv_freq), None: not rotated
+    key_means: np.ndarray = None    # [kv_heads, D] of a profile
+    sensitivity: np.ndarray = None  # its order: rank of each row, 0 the most sensitive, and how many there are
+    all_rows: int = 0
 
     def __post_init__(self):
         self.rows, self.tokens, self.head_dim = self.kv[0].shape
         self.exact = None  # attention outputs, made once
 
 
-def read_layers(dump):
+def read_profile(path):
+    """(key means [layers, kv_heads, D], ranks [layers, kv_heads])."""
+    with h5py.File(path) as f:
+        shape = int(f.attrs["num_layers"]), int(f.attrs["num_kv_heads"])
+        sensitivity = f["joint_sensitivity"][()]
+        ranks = np.empty(len(sensitivity), int)
+        ranks[np.argsort(-sensitivity, kind="stable")] = np.arange(len(ranks))
+        return f["key_mean"][()].reshape(*shape, -1), ranks.reshape(shape)
+
+
+def read_layers(dump, profile=None):
     """(sequence id, [Layer]) of every sequence."""
     with h5py.File(dump) as f:
         raw = bf16 if f.attrs["dtype"] in ("bfloat16", b"bfloat16") else fp16
@@ -52,6 +65,8 @@ def read_layers(dump):
                 layers.append(Layer((get("k", np.float32), get("v", np.float32)), get("q", np.float32),
                                     get("q_positions", np.int64), get("significance", np.float32), float(f.attrs["sm_scale"]), raw,
                                     rope))
+                if profile is not None:
+                    layers[-1].key_means, layers[-1].sensitivity, layers[-1].all_rows = profile[0][i], profile[1][i], profile[1].size
             yield seq, layers
 
 
@@ -206,11 +221,15 @@ def store_weighted(layer, scheme, c):
                   np.zeros(layer.tokens, bool), np.array(exponents))
 
 
+def basis_kind(scheme, c):
+    return scheme.basis if isinstance(scheme.basis, str) else scheme.basis[c]
+
+
 def store_component(layer, scheme, tiers, c):
     x = layer.kv[c]
     if scheme.high[c].rule == "weighted":
         return store_weighted(layer, scheme, c)
-    basis = Basis("none" if scheme.high[c] is RAW else scheme.basis, x)
+    basis = Basis("none" if scheme.high[c] is RAW else basis_kind(scheme, c), x, layer.key_means if scheme.classes and c == 0 else None)
     y = basis.forward(x)
     step = None
     if scheme.high[c].rule == "absolute":
@@ -290,7 +309,7 @@ def add_size(tally, layer, scheme, tiers, stored, c):
         bits += layer.rows * 32
     if scheme.high[c].rule == "weighted":
         bits += layer.rows * (32 + (16 * d if c == 0 else 0))
-    if scheme.basis == "mean" and scheme.high[c] is not RAW:
+    if basis_kind(scheme, c).endswith("mean") and scheme.high[c] is not RAW and layer.key_means is None:
         bits += layer.rows * 16 * d
     tally["stored_bits"] += bits
 
@@ -322,14 +341,47 @@ def page_counts(scheme, tiers):
     """{tier format: tokens of each row}: formats that are the same share pages."""
     counts = {}
     for tier, form in ((WINDOW, scheme.window_form), (HIGH, scheme.high), (LOW, scheme.low)):
-        if (tier == WINDOW and not (tiers == WINDOW).any()) or (tier == LOW and not scheme.tiered):
+        if (tier == WINDOW and (scheme.classes or not (tiers == WINDOW).any())) or (tier == LOW and not scheme.tiered):
             continue
         rows = (tiers == tier).sum(1)
         counts[form] = counts[form] + rows if form in counts else rows
     return counts
 
 
+def classes_of(layer, scheme):
+    """The class of each row: the first round(share * rows) of all rows by sensitivity, halves up, and so on."""
+    classes, ends = scheme.classes, []
+    if all(replace(c, share=0) == replace(classes[0], share=0) for c in classes):
+        return np.zeros(layer.rows, int)
+    for c in classes[:-1]:
+        ends.append(int(np.floor(c.share * layer.all_rows + 0.5)) + (ends[-1] if ends else 0))
+    return np.searchsorted(ends, layer.sensitivity, side="right")
+
+
+def rows_of(layer, rows):
+    """The layer without its other rows."""
+    heads = 0 if layer.q is None else layer.q.shape[0] // layer.rows
+    cut = lambda x: None if x is None else x[rows]
+    q = None if layer.q is None else layer.q.reshape(layer.rows, heads, *layer.q.shape[1:])[rows].reshape(-1, *layer.q.shape[1:])
+    return replace(layer, kv=tuple(map(cut, layer.kv)), q=q, significance=cut(layer.significance), key_means=cut(layer.key_means),
+                   sensitivity=cut(layer.sensitivity))
+
+
 def measure(layer, scheme):
+    if not scheme.classes:
+        return measure_alike(layer, scheme)
+    total, classes = None, classes_of(layer, scheme)
+    for number, c in enumerate(scheme.classes):
+        rows = np.flatnonzero(classes == number)
+        if not len(rows):
+            continue
+        own = replace(scheme, high=c.high, low=c.low, alpha_high=c.alpha_high, alpha_low=c.alpha_low, tiered=has_tiers(c))
+        one = measure_alike(rows_of(layer, rows), own)
+        total = one if total is None else {n: total[n] + one[n] for n in one}
+    return total
+
+
+def measure_alike(layer, scheme):
     """The sums of one layer from which finish() makes the metrics of any number of layers."""
     names = ["stored_bits", "page_bytes", "attention", "online", "cosine", "queries", "pooled_error", "pooled_norm"]
     names += [f"{n}{c}" for n in ("coded_bits", "entropy_bits", "codes", "error", "norm") for c in (0, 1)]
@@ -344,9 +396,15 @@ def measure(layer, scheme):
         tally[f"error{c}"] = ((x - s.as_stored(tiers)[kept]) ** 2).sum()
         tally[f"norm{c}"] = (x ** 2).sum()
         add_size(tally, layer, scheme, tiers, s, c)
-    if scheme.tiered:
-        tally["stored_bits"] += 64 * kept.sum()
-    pages = paged_bytes(page_counts(scheme, tiers), layer.head_dim) if scheme.pages else None
+    if scheme.tiered:  # scores and positions, or the row map
+        tally["stored_bits"] += layer.rows * 8 * -(-layer.tokens // 4) if scheme.classes else 64 * kept.sum()
+    counts = page_counts(scheme, tiers)
+    for c in scheme.classes:  # all of them share one page size
+        counts.setdefault(c.high, [])
+        counts.setdefault(c.low, [])
+    pages = paged_bytes(counts, layer.head_dim, not scheme.classes) if scheme.pages else None
+    if pages is not None and scheme.classes:
+        pages += slab_bytes((tiers == WINDOW).sum(1), layer.head_dim)
     tally["page_bytes"] = np.nan if pages is None else pages
     if layer.q is not None:
         add_attention(tally, layer, scheme, tiers, stored)
@@ -372,11 +430,13 @@ def finish(tally):
         "key_coded_bits": ratio("coded_bits0", "codes0") or None, "value_coded_bits": ratio("coded_bits1", "codes1") or None}
 
 
-def analyze(dump, presets):
+def analyze(dump, presets, profile=None):
     """[{preset, seq, metrics...}]: for each preset the total over the dump, then each sequence."""
     schemes = [parse(p) for p in presets]
     tallies = [{} for _ in schemes]
-    for seq, layers in read_layers(dump):
+    if profile is not None and not all(s.classes for s in schemes):
+        raise ValueError("a profile serves classes of heads alone here")
+    for seq, layers in read_layers(dump, None if profile is None else read_profile(profile)):
         for index, layer in enumerate(layers):
             for scheme, by_seq in zip(schemes, tallies):
                 one = measure(layer, scheme)
@@ -391,9 +451,10 @@ def main():
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("--dump", required=True)
     args.add_argument("--preset", action="append", required=True)
+    args.add_argument("--profile")
     args.add_argument("--json", action="store_true")
     args = args.parse_args()
-    results = analyze(args.dump, args.preset)
+    results = analyze(args.dump, args.preset, args.profile)
     if args.json:
         print(json.dumps(results, indent=1))
         return

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Format:
     """How one component of a token is stored."""
-    rule: str = "raw"    # raw, minmax, relative, absolute, weighted
-    bits: int = 16       # of a min-max code
+    rule: str = "raw"    # raw, minmax, norm, relative, absolute, weighted
+    bits: int = 16       # of a min-max code, 2 of one clipped at the norm
     unit: str = "token"  # what shares a step: token, channel (over `group` tokens), block (`group` tokens x head)
     group: int = 0       # token: channels that share a step (0: the head); channel, block: tokens
     step: float = 0.0    # relative: fraction of the range; absolute, weighted: the error aimed at
@@ -27,7 +27,8 @@ class Scheme:
     window: int = 0
     sinks: int = 0
     window_form: tuple = (RAW, RAW)
-    basis: str = "none"            # none, mean, hadamard
+    classes: tuple = ()            # of heads, most sensitive first: rows are stored as their class says
+    basis: object = "none"         # none, mean, hadamard, hadamard+mean: of both components, or (keys, values)
     huffman: bool = False
     zstd: bool = False             # one byte a code, zstd
     stage: str = "none"            # fse, fixed or bitshuffle instead of Huffman
@@ -38,22 +39,32 @@ class Scheme:
     pages: bool = field(default=False)  # fixed-width pages exist
 
 
+@dataclass(frozen=True)
+class HeadClass:
+    share: float  # 0: what is left
+    high: tuple
+    low: tuple
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0
+
+
 def min_max(bits, group=0):
     return RAW if bits == 16 else Format("minmax", bits, "token", group)
 
 
 def tier(name, group_k=0, group_v=0):
-    bits = re.fullmatch(r"k(16|8|4|2|1)v(16|8|4|2|1)", name.lower())
+    bits = re.fullmatch(r"k(16|8|4|2n?|1)v(16|8|4|2n?|1)", name.lower())
     if not bits:
         raise ValueError(f"{name}: not a tier format")
-    return min_max(int(bits[1]), group_k), min_max(int(bits[2]), group_v)
+    one = lambda text, group: Format("norm", 2, "token", group) if text == "2n" else min_max(int(text), group)
+    return one(bits[1], group_k), one(bits[2], group_v)
 
 
 def options_of(text, defaults):
     """key=value,... over `defaults`, each value converted to the type of its default."""
     options = dict(defaults)
     for pair in filter(None, text.split(",")):
-        key, value = pair.split("=")
+        key, value = pair.split("=", 1)
         if key not in defaults:
             raise ValueError(f"unknown option {key}")
         options[key] = type(defaults[key])(value)
@@ -72,6 +83,30 @@ def diffkv(_, text):
     form = {"high": high, "raw": (RAW, RAW)}[o["window_format"]]
     return dict(high=high, low=low, tiered=True, alpha_high=o["alpha_h"], alpha_low=o["alpha_l"],
                 window=o["window"], sinks=o["sinks"], window_form=form, pages=True)
+
+
+FAST = "0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1"
+
+
+def head_class(text):
+    share, formats, alphas = re.fullmatch(r"(?:([^*]*)\*)?([^@]*)(?:@(.*))?", text).groups()
+    tiers = [tier(re.sub(r"2(?!n)", "2n", f)) for f in formats.split("/")]
+    return HeadClass(float(share or 0), tiers[0], tiers[-1], *map(float, (alphas or "1:0").split(":")))
+
+
+def class_tiers(name, text):
+    o = options_of(text, dict(classes=FAST, rotate="on", means="on", window=64, sinks=4))
+    classes = tuple(head_class(c) for c in o["classes"].split("|"))
+    bases = {("on", "on"): ("hadamard+mean", "hadamard"), ("on", "off"): ("hadamard", "hadamard"),
+             ("off", "on"): ("mean", "none"), ("off", "off"): ("none", "none")}
+    first = classes[0]
+    return dict(high=first.high, low=first.low, alpha_high=first.alpha_high, alpha_low=first.alpha_low, classes=classes,
+                tiered=any(has_tiers(c) for c in classes), basis=bases[o["rotate"], o["means"]], window=o["window"],
+                sinks=o["sinks"], pages=True)
+
+
+def has_tiers(c):
+    return c.high != c.low or c.alpha_low > 0
 
 
 def kivi(name, text):
@@ -106,7 +141,8 @@ def evicting(name, text):
     return dict(high=high, eviction=name, keep=o["keep"], window=o["window"] if name == "snapkv" else 0, window_form=high, pages=True)
 
 
-FAMILIES = [("snapkv|h2o", evicting), ("fp16", plain), (r"k\d+v\d+", plain), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp), ("step", step), ("small", small)]
+FAMILIES = [("snapkv|h2o", evicting), ("fp16", plain), (r"k\d+n?v\d+n?", plain), ("fast|tiers", class_tiers), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp),
+            ("step", step), ("small", small)]
 
 
 def take_common(text):

@@ -36,13 +36,17 @@ def quantize(x, fmt, raw, first=0, step=None):
     for tokens, channels, axis in units(fmt, x.shape[1], x.shape[2], first):
         part = x[:, tokens, channels]
         low, high = part.min(axis, keepdims=True), part.max(axis, keepdims=True)
-        if fmt.rule == "minmax":
+        if fmt.rule == "norm":  # the root mean square in double: at a tie of fp16 the library may differ
+            rms = np.sqrt((part.astype(np.float64) ** 2).mean(axis, keepdims=True))
+            scale = fp16(np.float32(0.9957) * rms.astype(np.float32))
+            low = np.float32(-1.5) * scale
+        elif fmt.rule == "minmax":
             scale = fp16((high - low) / np.float32(2 ** fmt.bits - 1))
         else:
             scale = fp16((high - low) * np.float32(fmt.step))
         zero_point = fp16(low)
         code = np.where(scale > 0, np.rint((part - zero_point) / np.where(scale > 0, scale, 1)), 0)
-        if fmt.rule == "minmax":
+        if fmt.rule in ("minmax", "norm"):
             code = np.clip(code, 0, 2 ** fmt.bits - 1)
         elif np.abs(code).max() > 255:
             raise ValueError("a unit falls back to raw: not computed here")
@@ -97,16 +101,16 @@ def hadamard_matrix(n):
 class Basis:
     """Coordinates in which a component is quantised: y = forward(x), x' = backward(y')."""
 
-    def __init__(self, kind, x):
-        self.matrix = hadamard_matrix(x.shape[2]) if kind == "hadamard" else None
-        self.mean = fp16(x.astype(np.float64).mean(1, keepdims=True)) if kind == "mean" else None
+    def __init__(self, kind, x, means=None):
+        """kind: none, mean, hadamard or hadamard+mean. means: of the rows [kv_heads, head_dim], from a profile; x's own without them."""
+        self.matrix = hadamard_matrix(x.shape[2]) if kind.startswith("hadamard") else None
+        self.mean = 0
+        if kind.endswith("mean"):
+            self.mean = fp16(x.astype(np.float64).mean(1, keepdims=True) if means is None else means[:, None])
 
     def forward(self, x):
-        if self.mean is not None:
-            return x - self.mean
+        x = x - self.mean
         return x if self.matrix is None else (x @ self.matrix).astype(np.float32)
 
     def backward(self, y):
-        if self.mean is not None:
-            return y + self.mean
-        return y if self.matrix is None else y @ self.matrix.T
+        return (y if self.matrix is None else y @ self.matrix.T) + self.mean

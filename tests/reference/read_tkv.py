@@ -187,7 +187,9 @@ def undo_basis(data, y):
     b = Bytes(data)
     kind, d, _, _ = b("iifI")
     if kind == 2:
-        return hadamard_undo(y)
+        y = hadamard_undo(y)
+        if b.at == len(data):
+            return y
     mean = b.array("f2", d).astype(np.float32)
     if kind == 3:
         b.array("f4", d * d)
@@ -279,9 +281,15 @@ def basis_of(chunks, seq, layer, head, component):
     return chunks.get(own, chunks.get((BASIS, -1, *own[2:])))
 
 
+def page_format_of(chunks, seq, layer, head, part):
+    """The key of a row's own format, or of its layer's."""
+    own = (PAGE_FORMAT, seq, layer, head, 0, part, 0)
+    return own if own in chunks else (PAGE_FORMAT, seq, layer, -1, 0, part, 0)
+
+
 def decode_pages(chunks, seq, layer, head, part, members):
     """Keys and values [n, d] of the tokens `members`, page by page."""
-    b = Bytes(chunks[PAGE_FORMAT, seq, layer, -1, 0, part, 0])
+    b = Bytes(chunks[page_format_of(chunks, seq, layer, head, part)])
     d, per_page, raw_dtype, segments, *sides = b("iiii8i")
     b.end()
     out = [[], []]
@@ -289,7 +297,8 @@ def decode_pages(chunks, seq, layer, head, part, members):
         tokens = members[page * per_page:][:per_page]
         tiles = -(-len(tokens) // 16)
         b = Bytes(chunks[PAGE, seq, layer, head, 0, part, page])
-        for component, (bits, groups, basis, _) in enumerate((sides[:4], sides[4:])):
+        for component, (bits, groups, basis, rule) in enumerate((sides[:4], sides[4:])):
+            need(rule == 0 or rule == 4 and bits == 2, "step rule")
             codes = raw_tiles(b.take(tiles * 2 * d * bits), bits, tiles, d, component)
             if bits == 16:
                 raw = codes.astype(np.uint16)
@@ -325,7 +334,7 @@ def decode_row(chunks, seq, layer, head, tokens, d):
         for part, members in parts.items():
             if not members.any() or (part == KEY_GAP and tiered):
                 continue
-            if (PAGE_FORMAT, seq, layer, -1, 0, part, 0) in chunks:
+            if page_format_of(chunks, seq, layer, head, part) in chunks:
                 x[members] = decode_pages(chunks, seq, layer, head, part, np.flatnonzero(members))[component]
             else:
                 x[members] = decode_segment(chunks, (SEGMENT, seq, layer, head, component, part, 0))

@@ -49,6 +49,12 @@ class PoisonedPage {
     page_.layout = layout;
     page_.raw_dtype = raw_dtype;
   }
+  // With the rules of the format, to write 2 bits clipped at the norm.
+  PoisonedPage(const PageLayout& layout, DType raw_dtype, const TierFormat& format)
+      : PoisonedPage(layout, raw_dtype) {
+    page_.rule[0] = format.k.step_rule;
+    page_.rule[1] = format.v.step_rule;
+  }
   PoisonedPage(const PoisonedPage&) = delete;
   PoisonedPage& operator=(const PoisonedPage&) = delete;
 
@@ -142,7 +148,9 @@ inline std::vector<float> expected_values(const ComponentFormat& format, int32_t
   std::vector<uint8_t> codes(head_dim);
   for (int32_t d = 0; d < head_dim; d += width) {
     QuantParams p;
-    EXPECT_EQ(quantize_minmax(x + d, width, 1, 1 << format.bits, &p, codes.data() + d),
+    EXPECT_EQ(format.step_rule == StepRule::kNorm
+                  ? quantize_norm(x + d, width, &p, codes.data() + d)
+                  : quantize_minmax(x + d, width, 1, 1 << format.bits, &p, codes.data() + d),
               StatusCode::kOk);
     for (int32_t i = d; i < d + width; ++i) {
       y[i] = dequantize(codes[i], half_to_float(p.scale), half_to_float(p.zero_point));

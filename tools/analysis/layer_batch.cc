@@ -113,6 +113,7 @@ void LayerBatch::prepare_scheme(int64_t layer, int64_t p,
   if (failed()) return;
   const LayerData& l = layers_[layer];
   LayerScheme& out = shared(layer, p);
+  take_classes(scheme(p), layout_, options_.profile, l.layer, &out);
   if (Status s = place_rows(scheme(p), l, layout_, statistics, &out); !s) return fail(s, l, p);
   out.count_codes = !details_.empty();
   StopWatch watch;

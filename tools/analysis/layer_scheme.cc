@@ -17,6 +17,8 @@ Status prepare_row(const Scheme& scheme, const RowProfile& statistics, const Cac
     ComponentContext& context = (*out)[static_cast<int>(c)];
     const ComponentFormat& format = scheme.high.of(c);
     context.basis = make_basis(format, c, statistics, layout.head_dim);
+    if (scheme.key_means && c == Component::kKey)
+      context.basis = Basis::hadamard(layout.head_dim, statistics.key_mean);
     if (format.step_rule != StepRule::kAbsolute) continue;
     context.step = static_cast<float>(make_step(format, c, statistics, layout.sm_scale));
     if (!(context.step > 0) || !std::isfinite(context.step)) {
@@ -113,15 +115,44 @@ std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayou
   return statistics;
 }
 
+Status check_classes(const Scheme& scheme, const Profile* profile) {
+  if (!scheme.needs_sensitivities()) return Status::ok();
+  if (profile == nullptr) {
+    return Status(StatusCode::kInvalidArgument,
+                  "its classes of heads need a profile with sensitivities (--profile)");
+  }
+  if (profile->joint_sensitivity.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "its classes of heads need sensitivities, which the profile does not hold "
+                  "(/joint_sensitivity)");
+  }
+  return Status::ok();
+}
+
+void take_classes(const Scheme& scheme, const CacheLayout& layout, const Profile* profile,
+                  int32_t layer, LayerScheme* out) {
+  out->schemes.clear();
+  if (scheme.classes.empty()) return;
+  std::vector<double> shares;
+  for (size_t c = 0; c + 1 < scheme.classes.size(); ++c) shares.push_back(scheme.classes[c].share);
+  const bool differ = scheme.needs_sensitivities();
+  const std::vector<int32_t> classes =
+      differ ? assign_classes(shares, profile->joint_sensitivity) : std::vector<int32_t>();
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
+    out->schemes.push_back(scheme.of_class(differ ? classes[layer * layout.num_kv_heads + h] : 0));
+  }
+}
+
 Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
                   const std::vector<RowProfile>& statistics, LayerScheme* out) {
   out->plans.resize(layout.num_kv_heads);
   out->context.resize(layout.num_kv_heads);
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
     RowPlan* plan = &out->plans[h];
-    if (Status s = scheme.eviction == Eviction::kNone
-                       ? plan_row(scheme, data.tokens, data.significance[h], plan)
-                       : plan_eviction(scheme, data, h, layout, plan);
+    if (Status s =
+            scheme.eviction == Eviction::kNone
+                ? plan_row(out->scheme_of(scheme, h), data.tokens, data.significance[h], plan)
+                : plan_eviction(scheme, data, h, layout, plan);
         !s) {
       return s;
     }
@@ -149,6 +180,7 @@ Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLay
   std::vector<RowProfile> statistics(layout.num_kv_heads);
   if (scheme.needs_statistics() || profile != nullptr)
     statistics = layer_statistics(data, layout, profile);
+  take_classes(scheme, layout, profile, data.layer, out);
   if (Status s = place_rows(scheme, data, layout, statistics, out); !s) return s;
   return build_codebooks(scheme, data, out);
 }

@@ -15,7 +15,8 @@
 namespace tierkv::analysis {
 
 struct LayerScheme {
-  std::vector<RowPlan> plans;                            // per kv_head
+  std::vector<Scheme> schemes;  // per kv_head where there are classes of heads; empty: all alike
+  std::vector<RowPlan> plans;   // per kv_head
   std::vector<std::array<ComponentContext, 2>> context;  // per kv_head, point into codebooks
   std::optional<Codebook> codebooks[2][2];               // [component][high, low]
   std::unique_ptr<BlockCoder> blocks[2][2];  // [component][high, low], of baseline coders
@@ -26,7 +27,7 @@ struct LayerScheme {
   RopeTable rope;                               // pairing none: keys are compressed as stored
   std::vector<WeightedRow> weighted;            // per kv_head
   std::vector<std::vector<int8_t>> importance;  // per kv_head [tokens]; empty: none
-  std::vector<int64_t> own_bytes;    // per kv_head: means and steps that no profile holds
+  std::vector<int64_t> own_bytes;      // per kv_head: means and steps that no profile holds
   std::optional<BookChoice> books[2];  // by component
 
   bool count_codes = false;  // set it before build_codebooks() to have `codes` filled
@@ -37,11 +38,22 @@ struct LayerScheme {
   LayerScheme& operator=(const LayerScheme&) = delete;
 
   RowCodec row(const Scheme& scheme, const LayerData& data, int32_t kv_head) const {
-    return RowCodec(scheme, plans[kv_head], {&data.k[kv_head], &data.v[kv_head]},
-                    &context[kv_head][0], &context[kv_head][1]);
+    return RowCodec(scheme_of(scheme, kv_head), plans[kv_head],
+                    {&data.k[kv_head], &data.v[kv_head]}, &context[kv_head][0],
+                    &context[kv_head][1]);
+  }
+  // What a row of a layer under `scheme` is stored by.
+  const Scheme& scheme_of(const Scheme& scheme, int32_t kv_head) const {
+    return schemes.empty() ? scheme : schemes[kv_head];
   }
   int64_t codebook_bytes() const;
 };
+
+// Whether the profile, null where there is none, knows what the scheme's classes of heads need.
+Status check_classes(const Scheme& scheme, const Profile* profile);
+// Before place_rows(): the class of every row. The scheme passed check_classes().
+void take_classes(const Scheme& scheme, const CacheLayout& layout, const Profile* profile,
+                  int32_t layer, LayerScheme* out);
 
 // Per kv_head, from the profile or, without one, from the layer itself.
 std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayout& layout,

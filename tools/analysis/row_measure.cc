@@ -185,8 +185,11 @@ void add_sizes(const RowCodec& codec, Tally* tally) {
   tally->input_fp16_bytes += 4 * values;
   for (int32_t i = 0; i < kNumTiers; ++i) tally->tokens[i] += plan.count[i];
   tally->stored_bytes += codec.stored_bytes();
-  if (scheme.tiered)
+  if (scheme.has_records()) {
     tally->stored_bytes += 8 * (plan.tokens - plan.count[static_cast<int>(Tier::kPruned)]);
+  } else if (scheme.tiered) {
+    tally->stored_bytes += (plan.tokens + 3) / 4;  // the row map
+  }
   tally->page_bytes += row_page_bytes(scheme, plan, codec.head_dim(), codec.body_bytes());
   for (const Component c : kComponents) {
     Tally::PerComponent& sum = tally->component[static_cast<int>(c)];

@@ -3,12 +3,15 @@
 #pragma once
 
 #include "codec/file/row_codec.h"
+#include "tierkv/page.h"
 
 namespace tierkv::analysis {
 
 // The formats of the tiers of a scheme with fixed-width pages, each once, high first: what one page
-// size is chosen for.
+// size is chosen for. With classes of heads: of all classes, without the raw tokens, which lie in
+// slabs of their own, in tiles of 16.
 std::vector<TierFormat> page_formats(const Scheme& scheme);
+PageSizing page_sizing(const Scheme& scheme);
 
 // Bytes of the pages that the row's tokens occupy, 0 where the scheme or head_dim has no pages.
 // body_bytes: stored bytes of the coded body (RowCodec::body_bytes()).

@@ -25,20 +25,23 @@ std::optional<StoredPageFormat> page_format_of(const Scheme& scheme, Part part, 
   const bool low = part == Part::kLow;
   if (part != Part::kHigh && !low) return std::nullopt;
   if (scheme.coder != Coder::kNone || (low && !scheme.tiered)) return std::nullopt;
-  const Result<PageChoice> choice = choose_page_size(page_formats(scheme), head_dim);
+  const std::vector<TierFormat> formats = page_formats(scheme);
+  const Result<PageChoice> choice = choose_page_size(formats, head_dim, page_sizing(scheme));
   if (!choice) return std::nullopt;
   const TierFormat& tier = low ? scheme.low : scheme.high;
-  const Result<PageLayout> layout = make_page_layout(tier, head_dim, choice->page_bytes);
   const Result<PageShape> shape = page_shape(tier, head_dim);
-  if (!layout || !shape) return std::nullopt;
+  if (!shape) return std::nullopt;
   StoredPageFormat f;
   f.shape = *shape;
-  f.shape.tokens = layout->tokens;
+  f.shape.tokens =
+      choice->tokens[std::find(formats.begin(), formats.end(), tier) - formats.begin()];
   f.raw_dtype = dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
-  f.has_scores = scheme.tiered;
+  f.has_scores = scheme.has_records();
   for (const Component c : kComponents) {
     const ComponentFormat& own = tier.of(c);
-    if (!own.is_raw()) f.basis[static_cast<int>(c)] = own.basis;
+    if (own.is_raw()) continue;
+    f.basis[static_cast<int>(c)] = own.basis;
+    f.rule[static_cast<int>(c)] = own.step_rule;
   }
   return f;
 }
@@ -129,9 +132,10 @@ Status encode_pages(const StoredPageFormat& format, const LayerData& data,
 
 }  // namespace
 
-Status encode_row(const Scheme& scheme, const LayerData& data, const LayerScheme& shared,
-                  int32_t head, bool with_significance, ChunkBlock* out) {
-  RowCodec codec = shared.row(scheme, data, head);
+Status encode_row(const Scheme& all, const LayerData& data, const LayerScheme& shared, int32_t head,
+                  bool with_significance, ChunkBlock* out) {
+  const Scheme& scheme = shared.scheme_of(all, head);
+  RowCodec codec = shared.row(all, data, head);
   out->add(key_of(ChunkKind::kRow, data.seq, data.layer, head), serialize_row(shared.plans[head]));
   for (const Part part : kParts) {
     const auto pages = page_format_of(scheme, part, data.k[head].dtype, data.k[head].head_dim);
@@ -176,12 +180,17 @@ void encode_shared(const Scheme& scheme, const LayerData& data, const LayerSchem
       out->add(key, bytes);
     }
   }
-  for (const Part part : {Part::kHigh, Part::kLow}) {
-    const auto pages = page_format_of(scheme, part, data.k[0].dtype, data.k[0].head_dim);
-    if (!pages) continue;
-    ChunkKey key = key_of(ChunkKind::kPageFormat, data.seq, data.layer, kNotApplicable);
-    key.part = static_cast<uint8_t>(part);
-    out->add(key, serialize_page_format(*pages));
+  // Rows of one class say their formats one by one, or else the layer says it for all of them.
+  for (int32_t h = 0; h < (shared.schemes.empty() ? 1 : heads); ++h) {
+    for (const Part part : {Part::kHigh, Part::kLow}) {
+      const auto pages =
+          page_format_of(shared.scheme_of(scheme, h), part, data.k[h].dtype, data.k[h].head_dim);
+      if (!pages) continue;
+      ChunkKey key = key_of(ChunkKind::kPageFormat, data.seq, data.layer,
+                            shared.schemes.empty() ? kNotApplicable : h);
+      key.part = static_cast<uint8_t>(part);
+      out->add(key, serialize_page_format(*pages));
+    }
   }
 }
 

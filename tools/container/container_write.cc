@@ -94,8 +94,8 @@ Status Compressor::write_head() {
   model.preset = options_.preset.text;
   model.model_id = info_.model_id;
   model.created_by = info_.created_by;
-  model.rope = !info_.rope.empty() || options_.profile == nullptr ? info_.rope
-                                                                   : options_.profile->rope;
+  model.rope =
+      !info_.rope.empty() || options_.profile == nullptr ? info_.rope : options_.profile->rope;
   ChunkKey key;
   if (Status s = writer_.add(key, serialize_model(model)); !s) return s;
   key.kind = ChunkKind::kSequence;
@@ -241,6 +241,7 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;
+  if (Status s = check_classes(scheme, p); !s) return refuse(s.code(), s.message());
   const bool matrix =
       scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
   if (p != nullptr) {

@@ -4,6 +4,7 @@
 
 #include "codec/format/weighted_block_format.h"
 #include "tierkv/layout.h"
+#include "tools/presets/preset_classes.h"
 #include "tools/presets/preset_text.h"
 
 namespace tierkv::analysis {
@@ -40,6 +41,29 @@ void read_diffkv(KeyReader& keys, Scheme* s) {
   std::string window_format = "high";
   keys.word("window_format", &window_format, {"high", "raw"});
   s->window = window_format == "high" ? s->high : raw_tier();
+}
+
+// Tiers by class of heads: `text` are the classes.
+Status read_classes(KeyReader& keys, const std::string& text, Scheme* s) {
+  std::string rotate = "on", means = "on";
+  keys.word("rotate", &rotate, {"on", "off"});
+  keys.word("means", &means, {"on", "off"});
+  read_window(keys, s);
+  Result<std::vector<HeadClass>> classes = parse_classes(text);
+  if (!classes) return classes.status();
+  s->key_means = means == "on" && rotate == "on";
+  for (HeadClass& c : *classes) {
+    for (TierFormat* f : {&c.high, &c.low}) {
+      f->k.basis = rotate == "on"  ? BasisKind::kHadamard
+                   : means == "on" ? BasisKind::kMean
+                                   : BasisKind::kNone;
+      f->v.basis = rotate == "on" ? BasisKind::kHadamard : BasisKind::kNone;
+    }
+  }
+  s->classes = std::move(*classes);
+  *s = s->of_class(0);
+  for (const HeadClass& c : s->classes) s->tiered |= c.tiered();
+  return Status::ok();
 }
 
 void read_kivi(KeyReader& keys, int32_t bits, Scheme* s) {
@@ -168,6 +192,8 @@ Status read_zstd_codes(KeyReader& keys, Scheme* s) {
   if (!parsed) return parsed.status().with_context("of=" + base);
   if (parsed->scheme.coder == Coder::kZstd) return bad_preset("of=" + base + ": zstd of zstd");
   if (parsed->scheme.weighted()) return bad_preset("of=" + base + ": its codes have no zstd form");
+  if (!parsed->scheme.classes.empty())
+    return bad_preset("of=" + base + ": its rows have formats of their own");
   if (parsed->scheme.has_baseline_coder())
     return bad_preset("of=" + base + ": its codes have a stage of their own");
   *s = parsed->scheme;
@@ -184,6 +210,13 @@ Status read_named(const std::string& name, KeyReader& keys, Scheme* s) {
     read_uniform(keys, raw_tier(), s);
   } else if (name == "diffkv") {
     read_diffkv(keys, s);
+  } else if (name == "fast") {
+    return read_classes(keys, std::string(kFastClasses), s);
+  } else if (name == "tiers") {
+    std::string classes;
+    if (!keys.take("classes", &classes))
+      return bad_preset("'tiers' needs classes=, such as " + std::string(kFastClasses));
+    return read_classes(keys, classes, s);
   } else if (name == "kivi4" || name == "kivi2") {
     read_kivi(keys, name == "kivi4" ? 4 : 2, s);
   } else if (name == "kvcomp") {
@@ -212,6 +245,10 @@ Status check_suffixes(const PresetText& parts, const Scheme& s, bool basis_given
   const std::string& name = parts.name;
   const bool always_coded = name == "kvcomp" || name == "step" || name == "small";
   const bool codes = s.coder != Coder::kZstd && s.high != raw_tier();
+  if (!s.classes.empty() && parts.stage != Coder::kNone)
+    return bad_preset("'" + name + "' has fixed widths; it takes no entropy stage");
+  if (!s.classes.empty() && parts.rotate)
+    return bad_preset("'" + name + "' is rotated as it is; leave +rot out");
   if (parts.stage == Coder::kHuffman && always_coded)
     return bad_preset("'" + name + "' is always Huffman coded; leave +huffman out");
   if (parts.stage == Coder::kHuffman && !codes)
@@ -244,7 +281,8 @@ Result<Preset> parse_preset(std::string_view text) {
   if (Status status = read_named(name, keys, &s); !status) return fail(status);
   if (s.coder == Coder::kZstd) keys.count("level", &s.zstd_level, 1, 22);
   std::string only;
-  if (s.coder != Coder::kZstd && s.high != raw_tier()) read_common(keys, &s, &only);
+  const bool has_common = s.coder != Coder::kZstd && s.high != raw_tier() && s.classes.empty();
+  if (has_common) read_common(keys, &s, &only);
   if (s.weighted() && s.prediction != Prediction::kNone)
     return fail(bad_preset("'small' predicts nothing; leave predict= out"));
   if (Status status = keys.finish(name); !status) return fail(status);

@@ -52,11 +52,11 @@ Result<std::vector<std::string>> expand_grid(std::string_view text) {
     for (const std::string& item : split(head.substr(colon + 1), ',')) {
       const size_t equals = item.find('=');
       const std::string key = item.substr(0, equals == std::string::npos ? 0 : equals + 1);
-      if (Status s =
-              multiply(separator + key, split(item.substr(key.size()), '/'), false, &presets);
-          !s) {
-        return fail(s);
-      }
+      const std::string value = item.substr(key.size());
+      // In classes of heads '/' stands between high and low.
+      const std::vector<std::string> alternatives =
+          key == "classes=" ? std::vector<std::string>{value} : split(value, '/');
+      if (Status s = multiply(separator + key, alternatives, false, &presets); !s) return fail(s);
       separator = ",";
     }
   }

@@ -1,5 +1,5 @@
 // Grids of presets: a preset's text with alternatives separated by '/', at the place of its name,
-// of any value and of any suffix.
+// of any value but that of `classes` and of any suffix.
 //
 //   step:k=0.2/0.3/0.4,v=0.25/0.3   6 presets
 //   k4v4/k8v4:window=64+/huffman    4 presets: each without a suffix and with +huffman

@@ -25,8 +25,13 @@ std::string preset_help() {
   return R"(Presets: NAME[:key=value,...][+STAGE][+rot]
   fp16             stored as is
   kXvY             token-wise min-max, X and Y of 16 8 4 2 1 bits          group_k= group_v=
+                   or 2n, 2 bits clipped at the norm
   diffkv           tiers by significance                                   high=k8v4 low=k4v2 alpha_h=1 alpha_l=0
                                                                            window_format=high|raw
+  fast             tiers by class of heads, rotated, 2 bits clipped        rotate=on means=on
+                   at the norm; needs a profile with sensitivities         (0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1)
+  tiers            the same of classes of one's own, the most sensitive    classes=[SHARE*]HIGH[/LOW][@ALPHA_H[:ALPHA_L]]|...
+                   heads first; one class needs no profile                 rotate=on|off means=on|off
   kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
                                                                            block=64
