@@ -144,7 +144,7 @@ class Analyze(CliTest):
         shared = self.analyze(SAMPLE, "--preset", "step", "--preset", "step:basis=matrix", "--profile", profile)["results"]
         # The same statistics, but not billed: 2 components x (2 x 128 bytes of means + 4 of step) per row.
         saved = 8 * (own["bits_per_value"] - shared[0]["bits_per_value"]) * own["values"] / 64
-        self.assertAlmostEqual(saved, 6 * 2 * 2 * (2 * 128 + 4), delta=2)
+        self.assertAlmostEqual(saved, 6 * 2 * 2 * (2 * 128 + 4), delta=4)
         self.assertAlmostEqual(own["attention_rel_error"], shared[0]["attention_rel_error"], delta=1e-6)
         self.assertLess(shared[2]["bits_per_value"], shared[0]["bits_per_value"])
         other = Dump(seed=self.seed).write(self.dir / "other.h5")
@@ -171,7 +171,8 @@ class Analyze(CliTest):
         self.assertEqual(run("calibrate", SAMPLE, "-o", profile, "--no-thresholds").returncode, 0)
         own, shared = (self.analyze(SAMPLE, "--preset", "small:importance=off", *more)["results"][0] for more in ([], ["--profile", profile]))
         self.assertGreater(own["parts"]["means_and_steps"], 0)
-        self.assertEqual(shared["parts"]["means_and_steps"], 0)
+        # Means before RoPE are in profiles of a model, not of dumps: they stay the sequence's own.
+        self.assertEqual(shared["parts"]["means_and_steps"], 6 * 2 * 2 * 128)
         self.assertLess(shared["bits_per_value"], own["bits_per_value"])
         self.assertIsNone(shared["attention_weighted_error"])  # no sensitivities
         with h5py.File(SAMPLE) as a, h5py.File(bad, "w") as b:

@@ -26,7 +26,7 @@ struct LayerScheme {
   RopeTable rope;                               // pairing none: keys are compressed as stored
   std::vector<WeightedRow> weighted;            // per kv_head
   std::vector<std::vector<int8_t>> importance;  // per kv_head [tokens]; empty: none
-  std::vector<int64_t> own_bytes;    // per kv_head: means and steps that no profile holds
+  std::vector<int64_t> own_bytes;      // per kv_head: means and steps that no profile holds
   std::optional<BookChoice> books[2];  // by component
 
   bool count_codes = false;  // set it before build_codebooks() to have `codes` filled

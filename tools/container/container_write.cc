@@ -94,8 +94,8 @@ Status Compressor::write_head() {
   model.preset = options_.preset.text;
   model.model_id = info_.model_id;
   model.created_by = info_.created_by;
-  model.rope = !info_.rope.empty() || options_.profile == nullptr ? info_.rope
-                                                                   : options_.profile->rope;
+  model.rope =
+      !info_.rope.empty() || options_.profile == nullptr ? info_.rope : options_.profile->rope;
   ChunkKey key;
   if (Status s = writer_.add(key, serialize_model(model)); !s) return s;
   key.kind = ChunkKind::kSequence;
