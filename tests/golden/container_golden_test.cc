@@ -11,11 +11,17 @@ namespace tierkv::analysis {
 namespace {
 
 // A window of 8 leaves most of the dump's 150 tokens to be coded.
-constexpr const char* kKept[] = {
-    "k4v2:window=8",   "k8v8:window=8+huffman", "k2v2:window=8+huffman",
-    "diffkv:window=8", "kivi2:residual=8",      "kvcomp:window=8",
-    "step:window=8",   "step:window=8+rot",     "diffkv:window=8+huffman",
-    "small:window=8",  "small:window=8,sinks=0,k=0.05,books=4"};
+constexpr const char* kKept[] = {"k4v2:window=8",
+                                 "k8v8:window=8+huffman",
+                                 "k2v2:window=8+huffman",
+                                 "diffkv:window=8",
+                                 "kivi2:residual=8",
+                                 "kvcomp:window=8",
+                                 "step:window=8",
+                                 "step:window=8+rot",
+                                 "diffkv:window=8+huffman",
+                                 "small:window=8",
+                                 "small:window=8,sinks=0,k=0.05,books=4"};
 constexpr const char* kRecorded[] = {"fp16",
                                      "k8v4",
                                      "k4v2:group_k=32",
