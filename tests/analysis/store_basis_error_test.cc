@@ -165,7 +165,7 @@ double store_error(const DumpReader& dump, const KvStoreConfig& config) {
 }
 
 TEST(StoreBasisError, HadamardLowersTheErrorOfFourBits) {
-  const auto dump = DumpReader::open(std::string(TIERKV_SOURCE_DIR) + "/datasets/sample_1k.h5");
+  const auto dump = DumpReader::open(TIERKV_SOURCE_DIR "/datasets/sample_1k.h5");
   ASSERT_TRUE(dump.is_ok()) << dump.status().message();
   for (const int32_t v_bits : {4, 2}) {
     const double plain = store_error(*dump, config_of(dump->info().layout, v_bits, false));
@@ -177,7 +177,7 @@ TEST(StoreBasisError, HadamardLowersTheErrorOfFourBits) {
 }
 
 TEST(StoreBasisError, ChannelWiseKeysLowerIt) {
-  const auto dump = DumpReader::open(std::string(TIERKV_SOURCE_DIR) + "/datasets/sample_1k.h5");
+  const auto dump = DumpReader::open(TIERKV_SOURCE_DIR "/datasets/sample_1k.h5");
   ASSERT_TRUE(dump.is_ok()) << dump.status().message();
   for (const int32_t bits : {4, 2}) {
     const double token = store_error(*dump, raw_window_config(dump->info().layout, bits));

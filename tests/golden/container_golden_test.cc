@@ -21,7 +21,8 @@ constexpr const char* kKept[] = {"k4v2:window=8",
                                  "step:window=8+rot",
                                  "diffkv:window=8+huffman",
                                  "small:window=8",
-                                 "small:window=8,sinks=0,k=0.05,books=4"};
+                                 "small:window=8,sinks=0,k=0.05,books=4",
+                                 "tiers:classes=k4v2/k2v2,window=8"};
 constexpr const char* kRecorded[] = {"fp16",
                                      "k8v4",
                                      "k4v2:group_k=32",
@@ -34,6 +35,9 @@ constexpr const char* kRecorded[] = {"fp16",
                                      "diffkv:alpha_l=0.5,sinks=3",
                                      "diffkv:window_format=raw",
                                      "diffkv:high=k8v8,low=k4v4",
+                                     "k2nv2n",
+                                     "tiers:classes=0.3*k8v4@2:0.5|k8v4@2:0.5,means=off",
+                                     "tiers:classes=k4v4/k4v2,rotate=off",
                                      "kivi4:group=32,residual=40",
                                      "kivi2",
                                      "kvcomp",
@@ -93,7 +97,7 @@ std::string decoded(const std::vector<uint8_t>& bytes) {
 std::string kept_file(const char* preset) {
   std::string name = preset;
   for (char& c : name) {
-    if (c == ':' || c == '=' || c == '+' || c == ',') c = '_';
+    if (c == ':' || c == '=' || c == '+' || c == ',' || c == '/') c = '_';
   }
   return golden::path("containers/" + name + ".tkv");
 }

@@ -46,13 +46,13 @@ TEST(PageGolden, BytesOfEveryFormat) {
   golden::Table table("pages.csv",
                       "head_dim,key_bits,value_bits,group,page_bytes,tokens,page_xxh3,read_xxh3");
   for (int32_t head_dim : {64, 96, 128, 256}) {
-    for (int32_t key_bits : {16, 8, 4, 2}) {
-      for (int32_t value_bits : {16, 8, 4, 2}) {
+    for (const std::string key_bits : {"16", "8", "4", "2", "2n"}) {
+      for (const std::string value_bits : {"16", "8", "4", "2", "2n"}) {
         for (int32_t group : {0, 32}) {
-          TierFormat format = token_wise_tier(key_bits, value_bits);
-          if (key_bits != 16) format.k.group = group;
-          if (value_bits != 16) format.v.group = group;
-          if (group != 0 && key_bits == 16 && value_bits == 16) continue;
+          TierFormat format = *parse_tier_format("k" + key_bits + "v" + value_bits);
+          if (!format.k.is_raw()) format.k.group = group;
+          if (!format.v.is_raw()) format.v.group = group;
+          if (group != 0 && format == raw_tier()) continue;
           const Result<PageChoice> size = choose_page_size({format}, head_dim);
           ASSERT_TRUE(size.is_ok()) << size.status().message();
           const PageFormat page_format{format, head_dim, size->page_bytes};
@@ -69,9 +69,9 @@ TEST(PageGolden, BytesOfEveryFormat) {
           out.count = used;
           ASSERT_TRUE(decode_page(page_format, page.data(), 0, out));
           k.insert(k.end(), v.begin(), v.end());
-          table.expect({to_string(head_dim), to_string(key_bits), to_string(value_bits),
-                        to_string(group), to_string(size->page_bytes), to_string(size->tokens[0]),
-                        golden::hash(page), golden::hash(k)});
+          table.expect({to_string(head_dim), key_bits, value_bits, to_string(group),
+                        to_string(size->page_bytes), to_string(size->tokens[0]), golden::hash(page),
+                        golden::hash(k)});
         }
       }
     }

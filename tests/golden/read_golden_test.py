@@ -16,7 +16,7 @@ folder = source / "tests" / "golden"
 with open(folder / "sizes.csv") as f:
     recorded = {row["preset"]: row for row in csv.DictReader(f)}
 files = sorted((folder / "containers").glob("*.tkv"))
-by_name = {preset.translate(str.maketrans(":=+ ", "____")): row for preset, row in recorded.items()}
+by_name = {preset.translate(str.maketrans(":=+ /", "_____")): row for preset, row in recorded.items()}
 assert len(files) >= 8, files
 for file in files:
     row, data = by_name[file.stem], file.read_bytes()
