@@ -226,7 +226,6 @@ Status check_component(const Profile& p, const tkv_profile_component& c) {
   if (c.steps != nullptr && !(c.error > 0 && std::isfinite(c.error))) {
     return invalid("error must be positive");
   }
-  if (!(c.sm_scale >= 0 && std::isfinite(c.sm_scale))) return invalid("sm_scale is negative");
   bool matrix_steps = false;
   if (Status s = read_flag(c.matrix_steps, "matrix_steps", &matrix_steps); !s) return s;
   const bool wants_matrix = matrix_steps || c.forward != nullptr || c.inverse != nullptr;

@@ -52,11 +52,6 @@ __device__ __forceinline__ SliceMemory slice_memory(uint8_t* shared, int32_t war
           reinterpret_cast<uint32_t*>(mine + kSliceCodesBytes + kMaxCodedBlockBytes)};
 }
 
-__device__ __forceinline__ int32_t symbol_count(const DeviceCodebook& book) {
-  const int32_t symbols = book.mode == BlockMode::kPair ? book.levels * book.levels : book.levels;
-  return min(symbols, kMaxSymbols);
-}
-
 // The pairs of a lane's stream, in order: visit(at, place), where `at` points to the first code and
 // place(&p) fills in tokens and channels.
 template <class Visit>

@@ -32,12 +32,12 @@ class LoopReader : public TreeRegion {
   __device__ LoopReader(const CodedDecode& call, const DeviceTree& tree, const uint8_t* region,
                         uint8_t*)
       : book_(call.codebook),
-        walk_{shared_byte_address(region), static_cast<uint32_t>(tree.entries - 1),
+        walk_{shared_address(region), static_cast<uint32_t>(tree.entries - 1),
               call.codebook.max_length} {}
   __device__ __forceinline__ void open(const BlockStreams& streams) {
     for (int32_t s = 0; s < 2; ++s) {
       if (s < streams.count) {
-        stream_[s].open(shared_byte_address(streams.payload), streams.begin(s), TreeWalk::kBias);
+        stream_[s].open(shared_address(streams.payload), streams.begin(s), TreeWalk::kBias);
       }
     }
   }
@@ -56,7 +56,7 @@ class LoopReader : public TreeRegion {
     for (int32_t s = 0; s < 2; ++s) {
       if (s < streams.count) {
         valid &=
-            stream_[s].end(shared_byte_address(streams.payload), TreeWalk::kBias) == streams.end(s);
+            stream_[s].end(shared_address(streams.payload), TreeWalk::kBias) == streams.end(s);
       }
     }
     return valid;

@@ -17,7 +17,9 @@
 #include "codec/gpu/coded/coded_batch.h"
 #include "codec/gpu/coded/coded_open.cuh"
 #include "codec/gpu/coded/coded_stream.cuh"
+#include "gpu/copies.cuh"
 #include "gpu/cuda_device.cuh"
+#include "gpu/shared_memory.cuh"
 #include "gpu/warp.cuh"
 
 namespace tierkv {
@@ -95,10 +97,10 @@ struct TableReader {
   }
   __device__ TableReader(const CodedDecode& call, const Params&, uint8_t* region, uint8_t*)
       : book(call.codebook),
-        table(shared_byte_address(region), table_mask(call.codebook.max_length, 0)) {}
+        table(shared_address(region), table_mask(call.codebook.max_length, 0)) {}
 
   __device__ __forceinline__ void open(const BlockStreams& streams) {
-    const uint32_t payload = shared_byte_address(streams.payload);
+    const uint32_t payload = shared_address(streams.payload);
     stream[0].open(payload, streams.begin(0), SharedTable<0>::kBias);
     if (streams.count == 2) stream[1].open(payload, streams.begin(1), SharedTable<0>::kBias);
   }
@@ -107,7 +109,7 @@ struct TableReader {
     for (int32_t s = 0; s < streams.count; ++s) {
       valid &=
           (s == 0 ? stream[0] : stream[1])
-              .end(shared_byte_address(streams.payload), SharedTable<0>::kBias) == streams.end(s);
+              .end(shared_address(streams.payload), SharedTable<0>::kBias) == streams.end(s);
     }
     return valid;
   }
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(kDecodeWarps * 32, 1)
                         const __grid_constant__ typename Reader::Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const auto bytes = static_cast<uint32_t>(Reader::region_bytes(call));
-  const uint32_t start = shared_byte_address(shared);
+  const uint32_t start = shared_address(shared);
   uint8_t* region = shared + ((start + bytes - 1) / bytes * bytes - start);
   Reader::fill(call, params, region);
   __syncthreads();
