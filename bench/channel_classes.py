@@ -23,10 +23,10 @@ def entropy(codes):
 
 
 def steps_of(profile, row, k, v, sm_scale, head_dim):
-    """Global steps (docs/DESIGN.md, "absolute"), balanced where the profile is."""
-    query_trace, value_signal = profile["statistics"][row][:2]
-    scales = profile["step_scales"][row] if "step_scales" in profile else (1, 1)
-    return (k * scales[0] * np.sqrt(12 / query_trace) / sm_scale, v * scales[1] * np.sqrt(12 * value_signal / head_dim))
+    """Global steps (docs/DESIGN.md, "absolute")."""
+    metric_trace = 1.01 * profile["query_trace"][row]  # with the ridge of codec/global_step.h
+    return (k * profile["key_scale"][row] * np.sqrt(12 / metric_trace) / sm_scale,
+            v * profile["value_scale"][row] * np.sqrt(12 * profile["value_signal"][row] / head_dim))
 
 
 def main():

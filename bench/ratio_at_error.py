@@ -27,11 +27,6 @@ FAMILIES = {
     "global step, Hadamard basis": f"step:window=64,basis=hadamard,{STEPS}",
     "global step, matrix basis": f"step:window=64,basis=matrix,{STEPS}",
 }
-# The same presets with a profile of `calibrate --balance`.
-BALANCE = 0.025
-BALANCED = {
-    "balanced step, mean basis": "step:window=64,basis=mean,k=0.12/0.16/0.2/0.25/0.3,v=0.08/0.1/0.13/0.16/0.2",
-}
 
 
 def measure(tierkv, dump, profile, presets):
@@ -64,8 +59,8 @@ def memory_at(points, error):
     return {"memory": a[0] + share * (b[0] - a[0]), "between": [a[2], b[2]]}
 
 
-def calibrate(tierkv, profile, dumps, *options):
-    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", *options, "--force", "-o", profile, *dumps], check=True,
+def calibrate(tierkv, profile, dumps):
+    subprocess.run([tierkv, "calibrate", "--no-thresholds", "--basis", "matrix", "--force", "-o", profile, *dumps], check=True,
                    capture_output=True)
 
 
@@ -73,13 +68,10 @@ def compare(tierkv, dump, others, kept):
     """kept: the rows of an earlier result for this dump, or None."""
     done = kept[0]["families"] if kept else {}
     with tempfile.TemporaryDirectory() as folder:
-        even, balanced = (str(pathlib.Path(folder) / name) for name in ("even.h5", "balanced.h5"))
-        calibrate(tierkv, even, others)
-        calibrate(tierkv, balanced, others, "--balance", str(BALANCE))
-        references = measure(tierkv, dump, even, REFERENCES)
-        families = {}
-        for grids, profile in ((FAMILIES, even), (BALANCED, balanced)):
-            families.update({name: measure(tierkv, dump, profile, [grid]) for name, grid in grids.items() if name not in done})
+        profile = str(pathlib.Path(folder) / "profile.h5")
+        calibrate(tierkv, profile, others)
+        references = measure(tierkv, dump, profile, REFERENCES)
+        families = {name: measure(tierkv, dump, profile, [grid]) for name, grid in FAMILIES.items() if name not in done}
     rows = []
     for i, (memory, error, preset) in enumerate(references):
         at = {name: memory_at(points, error) for name, points in families.items()}

@@ -1,7 +1,7 @@
 // `.tkv` containers: what can be done with them without HDF5.
 #include "capi/abi.h"
+#include "codec/file/cache_decoder.h"
 #include "codec/host/parallel.h"
-#include "tools/container/container_file.h"
 
 struct tkv_container {
   tierkv::CacheDecoder decoder;

@@ -61,10 +61,18 @@ if(TIERKV_SANITIZE)
   target_link_options(tierkv_settings INTERFACE -fsanitize=${TIERKV_SANITIZE})
 endif()
 
-# tierkv_library(NAME [LINK lib...] [EXCLUDE folder...]): the static library tierkv_NAME from the *.cc of this folder and of
-# those below it without EXCLUDE, and, where CUDA is on and there are *.cu, tierkv_NAME_cuda beside it.
+# tierkv_instance(LIST FOLDER/NAME.cu.in SUFFIX): fills in the template and appends the file it makes in the build tree to LIST.
+macro(tierkv_instance list template suffix)
+  get_filename_component(instance ${template} NAME_WE)
+  configure_file(${template} ${instance}_${suffix}.cu @ONLY)
+  list(APPEND ${list} ${CMAKE_CURRENT_BINARY_DIR}/${instance}_${suffix}.cu)
+endmacro()
+
+# tierkv_library(NAME [LINK lib...] [EXCLUDE folder...] [INSTANCES file...]): the static library tierkv_NAME from the *.cc of
+# this folder and of those below it without EXCLUDE, and, where CUDA is on and there are *.cu, tierkv_NAME_cuda from those and
+# from INSTANCES beside it.
 function(tierkv_library name)
-  cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE;EXCLUDE" ${ARGN})
+  cmake_parse_arguments(ARG "" "" "LINK;LINK_PRIVATE;EXCLUDE;INSTANCES" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS *.cc *.h)
   file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS *.cu *.cuh)
   foreach(folder IN LISTS ARG_EXCLUDE)
@@ -74,7 +82,7 @@ function(tierkv_library name)
   add_library(tierkv_${name} STATIC ${sources})
   target_link_libraries(tierkv_${name} PUBLIC tierkv_settings ${ARG_LINK} PRIVATE ${ARG_LINK_PRIVATE})
   if(TIERKV_HAVE_CUDA AND cuda_sources)
-    add_library(tierkv_${name}_cuda STATIC ${cuda_sources})
+    add_library(tierkv_${name}_cuda STATIC ${cuda_sources} ${ARG_INSTANCES})
     set(cuda_links ${ARG_LINK})
     list(TRANSFORM cuda_links REPLACE "^(tierkv_[a-z]+)$" "\\1_cuda")
     foreach(lib IN LISTS cuda_links)

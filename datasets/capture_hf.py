@@ -20,6 +20,8 @@ import transformers
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from hf_rope import Rope, rope_of
+
 NAME = "tierkv_capture"
 BLOCK_BYTES = 256 << 20  # of attention weights at a time
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -215,16 +217,22 @@ class DumpFile:
         else:
             group.create_dataset(name, data=x.numpy(), **options)
 
-    def close(self, model_id: str, rope_theta: Optional[float], rope_applied: bool) -> None:
+    def close(self, model_id: str, rope: Optional[Rope], theta: Optional[float]) -> None:
+        """rope None: keys are rotated, it is not known how. theta: the base of plain RoPE."""
         assert self.shape is not None
         s = self.shape
         self.file.attrs.update(
             format=np.bytes_("kv-dump"), format_version=1, model_id=np.bytes_(model_id), num_layers=self.num_layers,
             num_q_heads=s.q_heads, num_kv_heads=s.kv_heads, head_dim=s.head_dim, dtype=np.bytes_(DTYPES[s.dtype]),
-            rope_applied=int(rope_applied), sm_scale=s.sm_scale,
+            rope_applied=int(rope is None or rope.pairing != "none"), sm_scale=s.sm_scale,
             created_by=np.bytes_(f"capture_hf.py (transformers {transformers.__version__}, torch {torch.__version__})"))
-        if rope_theta is not None:
-            self.file.attrs["rope_theta"] = float(rope_theta)
+        if rope is not None:
+            self.file.attrs["rope_pairing"] = np.bytes_(rope.pairing)
+            if theta is not None:
+                self.file.attrs["rope_theta"] = theta
+            if rope.pairing != "none":
+                self.file.attrs["rope_dims"] = rope.dims
+                self.file["rope_inv_freq"] = rope.inv_freq
         self.file.close()
         os.replace(self.part, self.path)
 
@@ -236,14 +244,11 @@ class DumpFile:
 # ---- Model and prompts ----
 
 
-def rope_of(config: Any) -> "tuple[Optional[float], bool]":
-    """rope_theta where the model has one for all layers, and whether it rotates at all."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
-        return None, False
-    kinds = [parameters] if "rope_theta" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
-    thetas = {p.get("rope_theta") for p in kinds}
-    return (thetas.pop() if len(thetas) == 1 else None), True
+def theta_of(config: Any) -> Optional[float]:
+    """The base of RoPE where it is the same for all layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta")
+    return None if theta is None else float(theta)
 
 
 def load_model(name: str, dtype: str, device: str) -> Any:
@@ -267,8 +272,8 @@ def capture(model: Any, prompts: "list[Prompt]", dump: DumpFile, model_id: str, 
                 # The base model: the cache does not depend on the head, and its logits may be larger than the cache.
                 model.base_model(input_ids=ids, use_cache=False)
             dump.end_sequence()
-        config = model.config.get_text_config()
-        dump.close(model_id, *rope_of(config))
+        assert dump.shape is not None
+        dump.close(model_id, rope_of(model, dump.shape.head_dim), theta_of(model.config.get_text_config()))
     except BaseException:
         dump.discard()
         raise

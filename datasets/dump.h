@@ -17,6 +17,7 @@
 #include "codec/file/row_data.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
+#include "tierkv/rope.h"
 #include "tierkv/status.h"
 
 namespace tierkv::datasets {
@@ -40,6 +41,8 @@ struct DumpInfo {
   CacheLayout layout;
   std::string model_id, created_by;
   int32_t format_version = 1;
+  // How keys were rotated: [1] for all layers or [num_layers]; empty: unknown.
+  std::vector<Rope> rope;
   std::vector<SequenceInfo> sequences;
 };
 
@@ -94,8 +97,9 @@ class RowTarget {
 
 class DumpWriter {
  public:
-  // info.sequences is ignored; info.layout.dtype is the type of k, v and q. All calls refuse with
-  // kInvalidArgument what would make a dump that DumpReader refuses, and what was left unwritten.
+  // info.sequences is ignored; info.layout.dtype is the type of k, v and q; an empty info.rope says
+  // what the layout implies (dump_rope.h). All calls refuse with kInvalidArgument what would make a
+  // dump that DumpReader refuses, and what was left unwritten.
   static Result<DumpWriter> create(const std::string& path, const DumpInfo& info,
                                    const DumpWriteOptions& options = {});
   DumpWriter(DumpWriter&&) noexcept;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "datasets/dump_rope.h"
 #include "datasets/hdf5_dataset.h"
 
 namespace tierkv::datasets {
@@ -48,6 +49,9 @@ class Checker {
 
   Status run() {
     if (Status s = read_attributes(); !s) return s.with_context("/");
+    Result<std::vector<Rope>> rope = read_rope(file_, info_.layout);
+    if (!rope) return rope.status();
+    info_.rope = std::move(*rope);
     Result<std::vector<std::string>> ids = list_group(file_, "/seq");
     if (!ids) return ids.status().with_context("/seq");
     if (ids->empty()) return corrupt("/seq: has no sequences");

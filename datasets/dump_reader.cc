@@ -115,17 +115,11 @@ Result<DumpReader> DumpReader::open(const std::string& path) {
 
 Result<DumpReader> DumpReader::open_image(const std::string& name, const void* bytes, size_t size) {
   const Hdf5Lock lock;
-  const Handle access(H5Pcreate(H5P_FILE_ACCESS));
-  // HDF5 copies the image and writes nothing to disk. It refuses an image under the name of a file
-  // that exists, so it gets a name that no file can have.
-  if (H5Pset_fapl_core(access.id(), 1 << 16, false) < 0 ||
-      H5Pset_file_image(access.id(), const_cast<void*>(bytes), size) < 0) {
-    return Status(StatusCode::kInvalidArgument, name + ": is not a file image");
-  }
+  Result<Handle> file = datasets::open_image(bytes, size);
+  if (!file) return file.status().with_context(name);
   auto impl = std::make_unique<Impl>();
   impl->info.path = name;
-  impl->file = Handle(H5Fopen("/dev/null/image", H5F_ACC_RDONLY, access.id()));
-  if (!impl->file.ok()) return corrupt(name + ": cannot be opened as HDF5 (truncated or damaged)");
+  impl->file = std::move(*file);
   if (Status s = check_dump(impl->file.id(), &impl->info); !s) return s.with_context(name);
   impl->slabs.emplace(impl->file.id());
   return DumpReader(std::move(impl));

@@ -10,6 +10,7 @@
 #include "codec/file/output_file.h"
 #include "codec/host/convert.h"
 #include "datasets/dump.h"
+#include "datasets/dump_rope.h"
 #include "datasets/hdf5_dataset.h"
 #include "tierkv/half.h"
 
@@ -103,7 +104,8 @@ bool write_header(hid_t file, const DumpInfo& info) {
          write_int_attribute(root.id(), "rope_applied", l.rope_applied ? 1 : 0) &&
          write_double_attribute(root.id(), "rope_theta", l.rope_theta) &&
          write_double_attribute(root.id(), "sm_scale", l.sm_scale) &&
-         write_string_attribute(root.id(), "created_by", info.created_by);
+         write_string_attribute(root.id(), "created_by", info.created_by) &&
+         write_rope(file, info.rope, l);
 }
 
 bool is_increasing_below(const std::vector<int32_t>& x, int64_t end) {
@@ -167,6 +169,7 @@ Status DumpWriter::Impl::write_head(const char* name, std::vector<bool>* missing
 Result<DumpWriter> DumpWriter::create(const std::string& path, const DumpInfo& info,
                                       const DumpWriteOptions& options) {
   if (Status s = info.layout.validate(); !s) return s.with_context(path);
+  if (Status s = check_rope(info.rope, info.layout); !s) return s.with_context(path);
   if (options.gzip_level < 0 || options.gzip_level > 9) {
     return Status(StatusCode::kInvalidArgument, path + ": gzip_level must be 0 to 9");
   }

@@ -223,6 +223,19 @@ Result<Handle> open_file(const std::string& path) {
   return file;
 }
 
+Result<Handle> open_image(const void* bytes, size_t size) {
+  const Handle access(H5Pcreate(H5P_FILE_ACCESS));
+  if (H5Pset_fapl_core(access.id(), 1 << 16, false) < 0 ||
+      H5Pset_file_image(access.id(), const_cast<void*>(bytes), size) < 0) {
+    return Status(StatusCode::kInvalidArgument, "is not a file image");
+  }
+  // HDF5 refuses an image under the name of a file that exists, so it gets a name that no file can
+  // have.
+  Handle file(H5Fopen("/dev/null/image", H5F_ACC_RDONLY, access.id()));
+  if (!file.ok()) return corrupt("cannot be opened as HDF5 (truncated or damaged)");
+  return file;
+}
+
 Result<int64_t> read_int_attribute(hid_t object, const char* name) {
   const Handle a = open_attribute(object, name);
   const Result<H5T_class_t> type = scalar_class(a, name);

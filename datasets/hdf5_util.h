@@ -88,6 +88,9 @@ std::optional<DType> dtype_of(hid_t type);
 // An existing regular HDF5 file, for reading; messages do not repeat the path.
 Result<Handle> open_file(const std::string& path);
 
+// The bytes of an HDF5 file, for reading; HDF5 copies them.
+Result<Handle> open_image(const void* bytes, size_t size);
+
 // Attributes of a group or file; kNotFound, or kCorrupt for a wrong type. Booleans (h5py writes an
 // enumeration) are integers, integers are also numbers.
 Result<int64_t> read_int_attribute(hid_t object, const char* name);

@@ -326,6 +326,13 @@ Status read_all(hid_t file, Profile* p) {
   return Status::ok();
 }
 
+Result<Profile> read_opened(const Result<Handle>& file, const std::string& name) {
+  if (!file) return file.status().with_context(name);
+  Profile profile;
+  if (Status s = read_all(file->id(), &profile); !s) return s.with_context(name);
+  return profile;
+}
+
 // A file under its temporary name, closed in any case before it is renamed or removed.
 struct Draft {
   std::string path;
@@ -372,11 +379,12 @@ Status write_profile(const std::string& path, const Profile& profile,
 
 Result<Profile> read_profile(const std::string& path) {
   const Hdf5Lock lock;
-  const Result<Handle> file = open_file(path);
-  if (!file) return file.status().with_context(path);
-  Profile profile;
-  if (Status s = read_all(file->id(), &profile); !s) return s.with_context(path);
-  return profile;
+  return read_opened(open_file(path), path);
+}
+
+Result<Profile> read_profile_image(const std::string& name, const void* bytes, size_t size) {
+  const Hdf5Lock lock;
+  return read_opened(open_image(bytes, size), name);
 }
 
 }  // namespace tierkv::datasets

@@ -35,5 +35,7 @@ Status write_profile(const std::string& path, const Profile& profile,
                      const std::function<void()>& between = {});
 // Messages name the file and the attribute or dataset.
 Result<Profile> read_profile(const std::string& path);
+// The bytes of such a file; `name` stands for it in messages.
+Result<Profile> read_profile_image(const std::string& name, const void* bytes, size_t size);
 
 }  // namespace tierkv::datasets

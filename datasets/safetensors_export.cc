@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "codec/host/convert.h"
+#include "datasets/dump_rope.h"
 #include "datasets/hdf5_util.h"
 #include "datasets/safetensors_dump.h"
 
@@ -78,6 +79,7 @@ class Exporter {
                  {"rope_applied", l.rope_applied ? "1" : "0"},
                  {"rope_theta", number_text(l.rope_theta)},
                  {"sm_scale", number_text(l.sm_scale)}};
+    metadata_.merge(rope_texts(info.rope, l));
     kinds_["kind." + seq(s).id] = seq(s).kind;
     metadata_.insert(kinds_.begin(), kinds_.end());
     add(names_.tokens_name(seq(s).id), "I32", {seq(s).num_tokens});

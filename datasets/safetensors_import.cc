@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "codec/host/convert.h"
+#include "datasets/dump_rope.h"
 #include "datasets/hdf5_util.h"
 #include "datasets/safetensors_dump.h"
 #include "tierkv/half.h"
@@ -179,6 +180,11 @@ class Planner {
     if (!std::isfinite(l.rope_theta) || l.rope_theta < 0 || rope < 0 || rope > 1) {
       return Status(StatusCode::kCorrupt, "rope_theta or rope_applied is out of range");
     }
+    const bool ours = metadata("format") != nullptr;
+    Result<std::vector<Rope>> turns =
+        parse_rope_texts(ours ? header_.metadata : std::map<std::string, std::string>{}, l);
+    if (!turns) return turns.status().with_context("metadata");
+    plan_.info.rope = std::move(*turns);
     if (const std::string* id = metadata("model_id")) plan_.info.model_id = *id;
     if (facts_.model_id) plan_.info.model_id = *facts_.model_id;
     return Status::ok();

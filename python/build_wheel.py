@@ -15,6 +15,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 # PEP 600, as auditwheel's policies have it: what a manylinux_2_34 wheel may need of the system.
 POLICY = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11, 0)}
+CALIBRATION = ("torch>=2.5", "transformers>=5")  # as in pyproject.toml
 LICENSES = ("libhdf5-dev", "libaec0", "zlib1g", "libdeflate0", "libzstd1", "libhwy1")
 
 
@@ -38,7 +39,8 @@ def platform_tag(package):
 def metadata(version):
     return (f"Metadata-Version: 2.1\nName: tierkv\nVersion: {version}\n"
             "Summary: Lossy KV-cache compression: codec, containers and analysis\nLicense: Apache-2.0\n"
-            "Requires-Python: >=3.9\nRequires-Dist: numpy>=1.22\n")
+            "Requires-Python: >=3.9\nRequires-Dist: numpy>=1.22\n"
+            "Provides-Extra: calibration\n" + "".join(f"Requires-Dist: {p}; extra == 'calibration'\n" for p in CALIBRATION))
 
 
 def files_of(package, version, tag):

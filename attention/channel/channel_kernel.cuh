@@ -1,8 +1,8 @@
-// The kernels of attention over channel blocks, for either cache: a CTA for an item of a row and a
-// group of passes, then a warp for 128 dims of a query column whose parts it joins.
+// The kernels of attention over channel blocks, for a cache of ChannelPages or one like it: a CTA
+// for an item of a row and a group of passes, then a warp for 128 dims of a query column whose
+// parts it joins.
 #pragma once
 
-#include "attention/channel/channel_attention.h"
 #include "attention/channel/channel_pages.h"
 #include "attention/channel/channel_warp.cuh"
 #include "attention/core/head_sum.cuh"
@@ -15,13 +15,13 @@
 
 namespace tierkv {
 
-// What a call of either cache comes to. Columns: of all passes.
+// What a call comes to. Columns: of all passes.
 template <class Cache>
 struct ChannelLaunch {
   Cache cache;
   ChannelCtas ctas;
-  ChannelPlan plan;    // of ChannelPages
-  int32_t splits = 1;  // of every row, of ChannelCache
+  ChannelPlan plan;
+  int32_t splits = 1;  // of every row, where the plan has no parts
   int32_t num_rows = 0;
   bool is_bfloat16 = false;
   const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
@@ -41,24 +41,8 @@ __device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
             static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(StatusCode::kCorrupt));
 }
 
-// What an item is to attend to; of ChannelCache its row as far as it can be.
-__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int32_t index) {
-  ChannelItem item;
-  item.row = item.table_row = index / p.splits;
-  ChannelSequence held = {item.row, p.cache.block_count[item.row],
-                          p.cache.residual_tokens[item.row]};
-  if (held.blocks < 0 || held.blocks > p.cache.max_blocks || held.raw_tokens < 0 ||
-      held.raw_tokens >= p.cache.layout.tokens) {
-    if (threadIdx.x == 0) report_corrupt(p, item.row);
-    held = {};
-  }
-  const int32_t split = index - item.row * p.splits;
-  item.first = channel_unit(held.units(), p.splits, split);
-  item.end = channel_unit(held.units(), p.splits, split + 1);
-  item.raw_tokens = held.raw_tokens;
-  item.part = p.splits == 1 ? -1 : index;
-  return item;
-}
+// What an item is to attend to; a cache has an item_of() of its own.
+//
 // Memory takes long to answer while all CTAs ask it for pages: the items of later ones are sent
 // for.
 inline constexpr int32_t kItemsAhead = 512;

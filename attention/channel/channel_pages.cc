@@ -2,7 +2,6 @@
 
 #include <string>
 
-#include "attention/channel/channel_attention.h"
 #include "attention/core/online_softmax.h"
 
 namespace tierkv {

@@ -1,5 +1,11 @@
-// Decode attention over rows of channel blocks that lie on pages of a pool and are found through
-// page tables, as a store has them: the kernel of channel_attention.h.
+// Decode attention over rows of channel blocks (codec/format/channel_block.h) that lie on pages of
+// a pool and are found through page tables, as a store has them.
+//
+// With k = scale_d code + zero_point_d, q . k = (q * scale) . code + q . zero_point: a block costs
+// one scaling of the query and one product with the zero points, its tokens nothing. Values as in
+// pages.
+//
+// Sources: BitDecoding section 4 (channel-wise keys on tensor cores).
 #pragma once
 
 #include <cstddef>
@@ -10,6 +16,8 @@
 #include "tierkv/layout.h"
 
 namespace tierkv {
+
+inline constexpr int32_t kMaxChannelGroup = 16;
 
 // All pointers in device memory.
 struct ChannelPages {

@@ -146,11 +146,13 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 }  // namespace
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.is_raw()) return find_raw_kernel(call, copies_log);
-  if (call.walk_tree) return find_tree_kernel(call, copies_log);
-  if (call.fixed.any()) return find_fixed_kernel(call, copies_log);
-  if (!call.is_uniform()) return find_slices_kernel(call, copies_log);
-  if (!call.is_plain()) return find_queries_kernel(call, copies_log);
+  constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
+  if (call.fixed.any()) {
+    return call.is_uniform() ? find_broad_kernel<kQueries, true>(call, copies_log)
+                             : find_broad_kernel<kSlices, true>(call, copies_log);
+  }
+  if (!call.is_uniform()) return find_broad_kernel<kSlices, false>(call, copies_log);
+  if (!call.is_plain()) return find_broad_kernel<kQueries, false>(call, copies_log);
   return call.keys.codebook.mode == BlockMode::kPair
              ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
              : kernel_of_copies<BlockMode::kSingle>(call, copies_log);

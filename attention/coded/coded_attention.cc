@@ -19,9 +19,8 @@ Status unsupported(const std::string& what) {
 
 Status check_codebook(const DeviceCodebook& book, Component component, const std::string& name) {
   if (book.component != component) return invalid(name + ".codebook is of the other component");
-  if (is_raw(book)) return Status::ok();
   if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
-    return unsupported(name + ".codebook: only single codes, pairs and raw ones are decoded here");
+    return unsupported(name + ".codebook: only single codes and pairs are decoded here");
   }
   if (book.levels < 2 || book.levels > kMaxAttendedLevels) {
     return unsupported(name + ".codebook: more than 32 levels");
@@ -39,9 +38,6 @@ Status check_family(const CodedComponent& c, Component component, const DeviceCo
     return invalid(name + ".num_others");
   }
   if (c.num_others >= kMostCodedBooks) return unsupported(name + ": more than 16 codebooks");
-  if (c.num_others > 0 && is_raw_mode(c.codebook.mode)) {
-    return unsupported(name + ": a family of raw codebooks");
-  }
   bool seen[256] = {};
   for (int32_t i = 0; i <= c.num_others; ++i) {
     const DeviceCodebook& book = i == 0 ? c.codebook : c.others[i - 1];
@@ -56,26 +52,12 @@ Status check_family(const CodedComponent& c, Component component, const DeviceCo
   return Status::ok();
 }
 
-// The room of a table holds the tree of a code with as long words.
-Status check_walk(const CodedAttention& call) {
-  if (!call.is_plain() || call.fixed.any() || call.keys.codebook.mode != BlockMode::kSingle ||
-      call.keys.codebook.streams_per_lane != 1) {
-    return unsupported("walk_tree: plain calls of single codes with one stream a lane only");
-  }
-  for (const CodedComponent* c : {&call.keys, &call.values}) {
-    const int32_t entries = c->codebook.tree_entries;
-    if (entries < 2 || entries > 2 << c->codebook.max_length) return invalid("tree_entries");
-  }
-  return Status::ok();
-}
-
 Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::string& name) {
   if (c.size < 0) return invalid(name + ".size is negative");
   if (reinterpret_cast<uintptr_t>(c.bytes) % kBlockAlignment != 0) {
     return invalid(name + ".bytes alignment");
   }
-  const bool looked_up = !is_raw_mode(c.codebook.mode);
-  if ((looked_up && c.codebook.table == nullptr) || c.steps == nullptr) {
+  if (c.codebook.table == nullptr || c.steps == nullptr) {
     return invalid(name + ".steps and table");
   }
   for (int32_t i = 0; i < c.num_others; ++i) {
@@ -118,7 +100,7 @@ Status CodedAttention::validate() const {
   }
   if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
   if (Status s = check_family(values, Component::kValue, keys.codebook, "values"); !s) return s;
-  return walk_tree ? check_walk(*this) : Status::ok();
+  return Status::ok();
 }
 
 Status CodedAttention::validate_arrays() const {
@@ -129,9 +111,6 @@ Status CodedAttention::validate_arrays() const {
   if (probabilities != nullptr && (lse == nullptr || probability_stride < 0)) {
     return invalid("probabilities need lse and a stride");
   }
-  if (probabilities != nullptr && is_raw()) {
-    return unsupported("probabilities where no block is coded");
-  }
   if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
       (num_window_pages > 0 && window_pages == nullptr)) {
     return invalid("window");
@@ -140,9 +119,6 @@ Status CodedAttention::validate_arrays() const {
   if (num_window_pages > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
                                window_page_bytes % kBlockAlignment != 0)) {
     return invalid("window_page_bytes");
-  }
-  if (walk_tree && (keys.codebook.tree == nullptr || values.codebook.tree == nullptr)) {
-    return invalid("walk_tree: the trees are needed");
   }
   if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
   return check_arrays(values, num_blocks, "values");

@@ -11,8 +11,6 @@
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
 //
-// With raw_codebook() for both components all blocks are raw, and no table is looked up.
-//
 // Blocks may be at a fixed rate instead (codec/format/fixed_block.h), keys and values alike; kPair
 // only.
 //
@@ -118,17 +116,12 @@ struct CodedAttention {
   float sm_scale = 0;
   int32_t max_block_bytes = 0;  // that shared memory has room for, of a slice where there are two:
                                 // coded blocks must fit, raw ones are read from memory if not
-  // Bit by bit through the trees as KVComp section 3.3.1 does, instead of by table: to compare
-  // with. Plain calls of single codes, one stream a lane.
-  bool walk_tree = false;
   int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
   FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }
-  int32_t num_tables() const { return is_raw() ? 0 : 2 + keys.num_others + values.num_others; }
-  // Whether no block is coded.
-  bool is_raw() const { return is_raw_mode(keys.codebook.mode); }
+  int32_t num_tables() const { return 2 + keys.num_others + values.num_others; }
   // Whether blocks are of one slice and one codebook a component.
   bool is_uniform() const {
     return head_dim <= kSliceDims && keys.num_others + values.num_others == 0;

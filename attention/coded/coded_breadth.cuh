@@ -45,4 +45,14 @@ struct BroadKernels {
   }
 };
 
+template <CodedBreadth kBreadth, bool kFixed>
+CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log) {
+  if (call.head_dim == 64) return BroadKernels<4, kBreadth, kFixed>::find(call, copies_log);
+  if (call.head_dim == 96) return BroadKernels<6, kBreadth, kFixed>::find(call, copies_log);
+  if constexpr (kBreadth == CodedBreadth::kSlices) {
+    if (call.head_dim == 256) return BroadKernels<16, kBreadth, kFixed>::find(call, copies_log);
+  }
+  return BroadKernels<8, kBreadth, kFixed>::find(call, copies_log);
+}
+
 }  // namespace tierkv

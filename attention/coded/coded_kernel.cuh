@@ -63,27 +63,6 @@ struct TableFill {
   }
 };
 
-// The tree of a codebook at a shared address, by the CTA: no more bytes than a table of as long
-// words.
-__device__ inline void fill_tree(const DeviceCodebook& book, uint32_t address) {
-  for (auto i = static_cast<int32_t>(threadIdx.x); i < book.tree_entries;
-       i += static_cast<int32_t>(blockDim.x)) {
-    store_shared_u16(address + 2 * static_cast<uint32_t>(i), book.tree[i]);
-  }
-}
-
-// What blocks are decoded with, from a table or a tree at a shared address.
-template <class Code>
-__device__ __forceinline__ CodeTable<Code> code_table(const DeviceCodebook& book, uint32_t address,
-                                                      uint32_t mask) {
-  if constexpr (Code::kWalksTree) {
-    return TreeWalk{address, static_cast<uint32_t>(book.tree_entries - 1), book.max_length,
-                    book.levels};
-  } else {
-    return SharedTable<Code::kCopiesLog>(address, mask);
-  }
-}
-
 // The tables of the others of a family, from `address` on.
 template <int kCopiesLog>
 __device__ inline void fill_family(const CodedFamily& family, uint32_t address, uint32_t region) {
@@ -101,14 +80,13 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const CodedAttention& call = params.call;
   const CodedAttentionGrid& grid = params.grid;
   const DeviceCodebook &key_book = call.keys.codebook, &value_book = call.values.codebook;
+  using Table = SharedTable<kCopiesLog>;
   constexpr bool kFamilies = kBreadth == CodedBreadth::kSlices;
   const auto region = kFamilies ? params.table_bytes
                                 : static_cast<uint32_t>(table_region_bytes(
                                       max(key_book.max_length, value_book.max_length), kCopiesLog));
   const uint32_t key_tables = kFamilies ? 1 + params.key_family.count : 1;
-  const uint32_t tables = Code::kRaw  ? 0
-                          : kFamilies ? key_tables + 1 + params.value_family.count
-                                      : 2;
+  const uint32_t tables = kFamilies ? key_tables + 1 + params.value_family.count : 2;
   const uint32_t start = shared_address(shared);
   const auto slots = static_cast<uint32_t>(grid.warps * grid.slots_per_warp);
   const CodedSharedLayout layout =
@@ -129,14 +107,11 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
       call,
       ring,
       params,
-      code_table<Code>(key_book, layout.tables, params.key_mask),
-      code_table<Code>(value_book, layout.tables + key_tables * region, params.value_mask),
+      Table(layout.tables, params.key_mask),
+      Table(layout.tables + key_tables * region, params.value_mask),
       fits};
   const auto cta = static_cast<int32_t>(blockIdx.x);
-  const auto fill_of = [](const DeviceCodebook& book) {
-    return Code::kRaw || Code::kWalksTree ? TableFill(nullptr, 0) : TableFill(book);
-  };
-  const TableFill key_fill = fill_of(key_book), value_fill = fill_of(value_book);
+  const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
   const ItemShares shares = item_shares(params, grid.warps);
   const int32_t number = shares.number(cta, warp);
@@ -144,10 +119,6 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
   if (fits) {
-    if constexpr (Code::kWalksTree) {
-      fill_tree(key_book, layout.tables);
-      fill_tree(value_book, layout.tables + key_tables * region);
-    }
     key_fill.store<kCopiesLog>(layout.tables);
     value_fill.store<kCopiesLog>(layout.tables + key_tables * region);
     if constexpr (kFamilies) {

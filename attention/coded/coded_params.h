@@ -65,21 +65,15 @@ using CodedKernel = void (*)(CodedKernelParams);
 int32_t longest_word(const CodedAttention& call);
 // The kernel of a call; null: there is none for so many copies.
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call that is uniform, but not plain, of one that is not uniform, of one with
-// fixed-rate blocks, plain or not, and of one of these that is not uniform; null: there is none for
-// so many copies.
-CodedKernel find_queries_kernel(const CodedAttention& call, int32_t copies_log);
-CodedKernel find_slices_kernel(const CodedAttention& call, int32_t copies_log);
-CodedKernel find_fixed_kernel(const CodedAttention& call, int32_t copies_log);
-CodedKernel find_fixed_slices_kernel(const CodedAttention& call, int32_t copies_log);
+// The kernel of a call that is not plain, or has fixed-rate blocks; null: there is none for so many
+// copies. Each has an object, from coded_instance.cu.in.
+template <CodedBreadth kBreadth, bool kFixed>
+CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
 // Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
 // first.
 Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);
 CodedKernel find_probability_kernel(const CodedAttention& call);
 Status clear_probabilities(const CodedAttention& call, GpuStream stream);
-// The kernel of a call without coded blocks, plain or not, and of one by trees.
-CodedKernel find_raw_kernel(const CodedAttention& call, int32_t copies_log);
-CodedKernel find_tree_kernel(const CodedAttention& call, int32_t copies_log);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

@@ -134,7 +134,7 @@ __device__ __forceinline__ bool score_slices(Worker& w, BlockSlices& slices, int
   OpenBlock b;
   RawBlock raw;
   if (!slices.open<Worker::Streams::kStreams>(w.ring, at, book.header, tokens, &b)) return false;
-  if (!Worker::kIsRaw && b.coded) {
+  if (b.coded) {
     if (book.base != 0) score_base<kSlice>(w, book.base_halves(), s);
     w.template score_coded<kSlice>(b, book.table, s);
   } else if (open_raw(b, slices.place(), params.headers.keys, &raw)) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ bool add_slices(Worker& w, BlockSlices& slices, int32
 #pragma unroll
   for (int o = 0; o < kItemTiles; ++o) mine[o][0] = p[o][0], mine[o][1] = p[o][1];
   if (!slices.open<Worker::Streams::kStreams>(w.ring, at, book.header, tokens, &b)) return false;
-  if (!Worker::kIsRaw && b.coded) {
+  if (b.coded) {
     if (book.base != 0) add_base<kSlice>(w, book.base_halves(), p);
     w.template add_coded<kSlice>(b, book.table, mine);
   } else if (open_raw(b, slices.place(), params.headers.values, &raw)) {

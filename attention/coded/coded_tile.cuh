@@ -3,10 +3,8 @@
 // over kDigitScale.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/coded/coded_params.h"
-#include "codec/gpu/coded/coded_tree.cuh"
+#include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/shared_memory.cuh"
@@ -86,22 +84,13 @@ __device__ __forceinline__ bool open_raw(const OpenBlock& b, const uint8_t* from
   return static_cast<int32_t>(b.units()) * 16 == kCodedBlockHeaderBytes + bytes;
 }
 
-// How the blocks of a call are coded: kPair or kSingle, and the copies of the tables. Or kRaw16.
+// How the blocks of a call are coded: kPair or kSingle, and the copies of the tables.
 template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
-  static constexpr bool kWalksTree = false;
-  static constexpr bool kFixed = false;             // no fixed-rate blocks among them
-  static constexpr bool kRaw = is_raw_mode(kMode);  // no coded ones
+  static constexpr bool kFixed = false;  // no fixed-rate blocks among them
 };
-// Bit by bit through the tree as KVComp section 3.3.1 does, to compare with: one code a symbol, one
-// stream.
-struct TreeCode : BlockCode<BlockMode::kSingle, 1, 0> {
-  static constexpr bool kWalksTree = true;
-};
-template <class Code>
-using CodeTable = std::conditional_t<Code::kWalksTree, TreeWalk, SharedTable<Code::kCopiesLog>>;
 
 // The streams of a lane in a coded block.
 template <class Code>
@@ -159,15 +148,6 @@ struct LaneCodes {
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[r] = multiply_halves(a[r], kPairUnit);
-    }
-  }
-
-  __device__ __forceinline__ void fragment(const TreeWalk& walk, uint32_t (&a)[4]) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const DigitPair pair = walk.pair(BlockMode::kSingle, stream[0]);
-      a[r] = pack_halves(static_cast<float>(pair.first) / kDigitScale,
-                         static_cast<float>(pair.second) / kDigitScale);
     }
   }
 

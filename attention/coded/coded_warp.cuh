@@ -21,7 +21,6 @@ template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 struct CodedWarp {
   static constexpr bool kIsPlain = kBreadth == CodedBreadth::kPlain;
   static constexpr bool kSliced = kBreadth == CodedBreadth::kSlices;
-  static constexpr bool kIsRaw = Code::kRaw;
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   static constexpr int kSlices = (kHeadDim + kSliceDims - 1) / kSliceDims;
   static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
@@ -31,7 +30,7 @@ struct CodedWarp {
   const CodedAttention& call;
   BlockRing& ring;
   const CodedKernelParams& params;
-  using Table = CodeTable<Code>;
+  using Table = SharedTable<Code::kCopiesLog>;
   Table key_table, value_table;
   bool fits;  // shared memory is as large as it must be
   CodedState<kDimBlocks> state;
@@ -208,7 +207,7 @@ struct CodedWarp {
     } else {
       const OpenBlock b = open(params.headers.keys, i, tokens);
       RawBlock raw;
-      if (!kIsRaw && b.coded) {
+      if (b.coded) {
         score_coded<0>(b, key_table, s);
       } else if (open_other(b, params.headers.keys, i, &raw)) {
         score_raw<0>(*this, b, raw, s);
@@ -224,7 +223,7 @@ struct CodedWarp {
     } else {
       const OpenBlock b = open(params.headers.values, i, tokens);
       RawBlock raw;
-      if (!kIsRaw && b.coded) {
+      if (b.coded) {
         add_coded<0>(b, value_table, p);
       } else if (open_other(b, params.headers.values, i, &raw)) {
         add_raw<0>(*this, b, raw, p);

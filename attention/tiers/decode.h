@@ -140,17 +140,9 @@ TKV_HD DecodeChoice decode_choice(const DecodeParams& p) {
   return {column_blocks(p.columns.of_row), few_warps && is_plain(mode) ? DecodeMode::kFull : mode,
           few_warps};
 }
-// Null where there is none. Each head_dim has a source file, so that they compile side by side.
+// Null where there is none. Each head_dim has an object, from decode_instance.cu.in.
 template <int32_t kHeadDim>
 DecodeKernel decode_kernel_of(const DecodeChoice& choice);
-template <>
-DecodeKernel decode_kernel_of<64>(const DecodeChoice& choice);
-template <>
-DecodeKernel decode_kernel_of<96>(const DecodeChoice& choice);
-template <>
-DecodeKernel decode_kernel_of<128>(const DecodeChoice& choice);
-template <>
-DecodeKernel decode_kernel_of<256>(const DecodeChoice& choice);
 
 // Lets the kernels of as many warps use shared_bytes. Once per device, before the first launch.
 Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t warps, int32_t shared_bytes);

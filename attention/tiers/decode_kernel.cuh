@@ -307,9 +307,8 @@ DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
   return nullptr;
 }
 
-// As decode_kernel_of().
 template <int32_t kHeadDim>
-DecodeKernel decode_kernel_for(const DecodeChoice& choice) {
+DecodeKernel decode_kernel_of(const DecodeChoice& choice) {
   if constexpr (most_columns(kHeadDim) > kBlockColumns) {
     if (choice.blocks == 2) {
       return decode_kernel_of_blocks<kHeadDim, 2>(choice.mode, choice.few_warps);

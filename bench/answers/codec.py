@@ -2,11 +2,13 @@
 import dataclasses
 import pathlib
 import shutil
+import tempfile
 
 import h5py
 import numpy as np
 import tierkv
 
+from dump import write_dump
 from model import LayerCache
 
 QUERIES = 48  # of a dump, spread over the second half of the prompt
@@ -21,19 +23,28 @@ class Scheme:
     own_means: bool = False  # the prompt's channel means in place of the profile's, billed to the prompt
 
 
-def write_dump(path, model, ids, cache):
-    n = len(ids)
-    positions = np.unique(np.linspace(n // 2, n - 1, QUERIES).astype(np.int32))
-    with h5py.File(path, "w") as f:
-        f.attrs.update(format="kv-dump", format_version=1, num_layers=model.layers, num_q_heads=model.q_heads,
-                       num_kv_heads=model.kv_heads, head_dim=model.head_dim, dtype="float16", rope_applied=True,
-                       rope_theta=model.theta, sm_scale=model.sm_scale)
-        f["seq/prompt/tokens"] = np.asarray(ids, np.int32)
-        for i, layer in enumerate(cache):
-            group = f.create_group(f"seq/prompt/layer/{i}")
-            group["k"], group["v"] = layer.k.astype(np.float16), layer.v.astype(np.float16)
-            group["q"], group["q_positions"] = layer.q[:, positions].astype(np.float16), positions
-            group["significance"] = layer.significance
+def spread_positions(tokens):
+    return np.unique(np.linspace(tokens // 2, tokens - 1, QUERIES).astype(np.int32))
+
+
+def decoded(container, layers):
+    """The cache that a container holds, a LayerCache for each layer."""
+    with tierkv.open(container) as cache:
+        out = [cache.decode_layer(i, threads=1) for i in range(layers)]
+    if any(layer.pruned.any() for layer in out):
+        raise ValueError("the preset prunes: the continuation would attend to zeros")
+    return [LayerCache(layer.k, layer.v) for layer in out]
+
+
+def through_library(folder, model, prompt, preset, profile):
+    """([LayerCache], share of fp16) of a prompt (quality.py) that the library compressed by a preset."""
+    options = {} if profile is None else {"profile": profile}
+    with tempfile.TemporaryDirectory(dir=folder) as part:
+        dump, container = pathlib.Path(part) / "prompt.h5", pathlib.Path(part) / "prompt.tkv"
+        write_dump(dump, model, prompt.ids, prompt.layers, prompt.q_positions, queries=[layer.q for layer in prompt.layers])
+        total = next(r for r in tierkv.analyze(dump, [preset], threads=1, **options) if r.seq == "all")
+        tierkv.compress(dump, container, preset, threads=1, **options)
+        return decoded(container, model.layers), 1 / total.ratio
 
 
 def write_own_profile(source, path, cache):
@@ -50,7 +61,7 @@ class PromptCodec:
     def __init__(self, folder, model, ids, cache, profiles):
         self.folder, self.model = pathlib.Path(folder), model
         self.dump = self.folder / "prompt.h5"
-        write_dump(self.dump, model, ids, cache)
+        write_dump(self.dump, model, ids, cache, spread_positions(len(ids)))
         self.profiles = {}
         for name, path in profiles.items():
             own = self.folder / f"{name}.h5"
@@ -78,8 +89,4 @@ class PromptCodec:
         container = self.folder / "prompt.tkv"
         tierkv.compress(self.dump, container, scheme.preset, profile=self.profiles[scheme.profile, scheme.own_means], threads=1,
                         overwrite=True)
-        with tierkv.open(container) as cache:
-            layers = [cache.decode_layer(i, threads=1) for i in range(self.model.layers)]
-        if any(layer.pruned.any() for layer in layers):
-            raise ValueError(f"{scheme.preset} prunes: the continuation would attend to zeros")
-        return [LayerCache(layer.k, layer.v) for layer in layers]
+        return decoded(container, self.model.layers)

@@ -5,6 +5,7 @@ float16 or float32. Everything is computed in float32; keys and values are round
 server's cache would hold them."""
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -138,9 +139,13 @@ class Model:
         self.theta, self.rope = read_rope(config, self.head_dim)
         self.sm_scale = self.head_dim**-0.5
         weights = {}
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(read_safetensors(shard))
+            digest.update(f"{shard.name} {shard.stat().st_size}".encode())
         self.embedding, self.last_norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+        digest.update(self.last_norm.tobytes())
+        self.identity = digest.hexdigest()[:16]  # by the configuration, the files' sizes and the last layer's norm
         self.head = self.embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
         names = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                  "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

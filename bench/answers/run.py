@@ -25,6 +25,7 @@ import h5py
 import numpy as np
 
 from model import Model
+from predictions import kl_by_position, log_probabilities, right_answers
 from tasks import make_items
 
 FIXED = ["fp16", "k8v4:window=64", "k4v4:window=64", "kivi4:group=64,residual=64", "kivi4:group=128,residual=64", "kivi2:group=32,residual=64",
@@ -60,18 +61,6 @@ def schemes(quick):
     return out
 
 
-def log_probabilities(logits):
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def right_answers(item, log_p):
-    """How many; log_p[i] predicts continuation[i + 1]."""
-    best = log_p.argmax(-1)
-    return sum(int((best[a - 1:b - 1] == item.continuation[a:b]).all()) for a, b in item.answers)
-
-
 class Worker:
     """What a process keeps between prompts."""
     model = profiles = chosen = None
@@ -90,7 +79,7 @@ class Worker:
             sizes, rows = codec.measured(cls.chosen), []
             for s in cls.chosen:
                 log_p = log_probabilities(cls.model.continued(item.continuation[:-1], codec.decoded(s)))
-                kl = (np.exp(exact) * (exact - log_p)).sum(-1).mean()
+                kl = kl_by_position(exact, log_p).mean()
                 rows.append({"memory": sizes[s][0], "error": sizes[s][1], "kl": kl, "right": right_answers(item, log_p)})
         following = exact[np.arange(len(exact)), item.continuation[1:]]
         return {"task": item.task, "tokens": len(item.prompt), "positions": len(exact), "answers": len(item.answers),

@@ -8,6 +8,11 @@ import random
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 NAMES = "Amy Anna Ben Dan Eva Ivy Joy Kim Lee Leo Max Mia Ned Pam Ray Roy Sam Sue Tom Zoe".split()
 THINGS = "apples books cards coins cups marbles pens plums shells stamps".split()
+LOOKUP_NAMES = """Alice Oliver Emma James Sophia Henry Laura Daniel Julia Peter Maria Thomas Sarah David Helen George Clara Martin Ruth Simon
+    Diana Frank Irene Walter Nora Victor Paula Hugo Edith Oscar Rosa Arthur Grace Louis Ellen Robert""".split()
+LOOKUP_ENTRIES, LOOKUPS, LOOKUP_TOKENS = 24, 10, 12
+LOOKUP_SENTENCE = "The account is {}"  # the number follows at once: looking it up takes one step of copying
+CONTINUED = 128  # tokens, of going_on; at most, of lookup
 TEXT_PROMPT_TOKENS, TEXT_TOKENS = (1985, 2112), 192  # of any length: KIVI keeps an incomplete group raw
 
 
@@ -157,6 +162,45 @@ def running_text(r, model, texts):
     b = Builder(model, ids)
     b.cut = prompt
     return b
+
+
+def going_on(r, model, text, tokens):
+    """Exactly `tokens` of a prompt from a place of the text, and what it goes on with."""
+    count = tokens + CONTINUED - len(model.opening)
+    for attempt in range(100):
+        start = text.find(" ", r.randrange(max(1, len(text) - 2 * count))) + 1
+        ids = model.tokenizer.encode(text[start:start + 8 * count])[:count]
+        if len(ids) == count:
+            b = Builder(model, ids)
+            b.cut = tokens
+            return b.item("text")
+    raise ValueError(f"a text is too short for {tokens + CONTINUED} tokens")
+
+
+def lookup(r, model, texts, tokens):
+    """Exactly `tokens` of text with names and numbers in it; some of the names are asked for. Answers are the numbers."""
+    encode = model.tokenizer.encode
+    names, room = r.sample(LOOKUP_NAMES, LOOKUP_ENTRIES), tokens - len(model.opening)
+    numbers = [digits(r, 4) for _ in names]
+    filler = room - LOOKUP_ENTRIES * LOOKUP_TOKENS
+    words = passage(r, texts, 8 * tokens).split(" ")
+    words = words[:len(words) * filler // len(encode(" ".join(words)))]  # about; what is too much is cut at the front,
+    first = len(words) // 8  # where there are no entries
+    for place, name, number in sorted(zip(r.sample(range(first, len(words)), len(names)), names, numbers), reverse=True):
+        words.insert(place, LOOKUP_SENTENCE.format(name) + number + ".")
+    ids = encode(" ".join(words))
+    b = Builder(model)
+    b.ids += (encode(passage(r, texts, 8 * tokens)) + ids)[-room:]
+    b.cut = len(b.ids)
+    b.add("\n")
+    for i in r.sample(range(len(names)), LOOKUPS):
+        b.add("\n" + LOOKUP_SENTENCE.format(names[i]))
+        b.answer(numbers[i])
+        b.add(".")
+    item = b.item("lookup")
+    if len(item.prompt) != tokens or len(item.continuation) > CONTINUED:
+        raise ValueError(f"{len(item.prompt)} and {len(item.continuation)} tokens")
+    return item
 
 
 # task -> (maker, prompts in a run, prompts in a quick run)

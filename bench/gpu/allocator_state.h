@@ -30,7 +30,7 @@ inline AllocatorShape llama3_shape(int32_t num_pages) {
   return shape;
 }
 
-// An operation on all sequences in random order, with its arrays.
+// An operation on a batch of sequences in random order, with its arrays.
 struct BatchOp {
   PageOpKind kind;
   std::vector<int32_t> sequences;
@@ -66,12 +66,13 @@ struct HostMemory {
   PageAllocator a;
 };
 
+// Of the first `batch` sequences.
 class StateMaker {
  public:
-  explicit StateMaker(uint32_t seed) : rng_(seed) {}
+  explicit StateMaker(uint32_t seed, int32_t batch = kSequences) : rng_(seed), batch_(batch) {}
 
   BatchOp op(PageOpKind kind) {
-    BatchOp op{kind, std::vector<int32_t>(kSequences), {}, {}};
+    BatchOp op{kind, std::vector<int32_t>(batch_), {}, {}};
     std::iota(op.sequences.begin(), op.sequences.end(), 0);
     std::shuffle(op.sequences.begin(), op.sequences.end(), rng_);
     return op;
@@ -89,12 +90,12 @@ class StateMaker {
   // The two halves of a prompt of `tokens` tokens: a random share of each row is high, some pruned.
   BatchOp reserve(int32_t tokens) {
     BatchOp r = op(PageOpKind::kReserve);
-    r.counts.assign(kSequences, {{worst_case_pages(tokens, kHighTokens, kLowTokens), 0, 0, 0}});
+    r.counts.assign(batch_, {{worst_case_pages(tokens, kHighTokens, kLowTokens), 0, 0, 0}});
     return r;
   }
   BatchOp keep(int32_t tokens) {
     BatchOp k = op(PageOpKind::kKeep);
-    for (int32_t r = 0; r < kRows; ++r) {
+    for (int32_t r = 0; r < batch_ * kLayers * kKvHeads; ++r) {
       const int32_t high = uniform(tokens / 8, tokens / 2);
       k.counts.push_back({{high, uniform(0, tokens - high), 0, 0}});
     }
@@ -105,7 +106,7 @@ class StateMaker {
   // row needs a page on both sides.
   BatchOp append(bool is_worst) {
     BatchOp a = op(PageOpKind::kAppend);
-    for (int32_t r = 0; r < kRows; ++r) {
+    for (int32_t r = 0; r < batch_ * kLayers * kKvHeads; ++r) {
       const int32_t draw = uniform(0, 9);
       a.counts.push_back(is_worst ? SideCounts{{kHighTokens, kLowTokens, 0, 0}}
                                   : SideCounts{{draw < 6, draw >= 6 && draw < 9, 0, 0}});
@@ -122,6 +123,7 @@ class StateMaker {
     return std::uniform_int_distribution<int32_t>(low, high)(rng_);
   }
   std::mt19937 rng_;
+  int32_t batch_;
 };
 
 }  // namespace tierkv::bench

@@ -1,5 +1,6 @@
 // Memory management alone: 128 sequences x 32 layers x 8 kv heads = 32,768 rows, 64 high or 112 low
-// tokens a page.
+// tokens a page. Rows named "batch" are DiffKV's Figure 13: 1 to 128 of these sequences at 1024
+// tokens, by the page manager on the GPU and by threads on the CPU.
 //
 //   bench_allocator --out FILE.json --commit HASH [--threads N] [--only TEXT]
 //
@@ -57,6 +58,7 @@ struct Result {
   int32_t threads;
   int64_t pages;  // taken and given back
   Times times;
+  int32_t batch = kSequences, tokens = 0;  // tokens 0: the name says
 };
 
 std::vector<Result> results;
@@ -137,7 +139,7 @@ class DeviceCase {
     a_ = *make_page_allocator(start.a.shape, memory_, bytes_);
     for (const BatchOp& op : ops) {
       ops_.push_back({op.kind,
-                      {to_device(op.sequences), kSequences},
+                      {to_device(op.sequences), static_cast<int32_t>(op.sequences.size())},
                       nullptr,
                       to_device(op.counts),
                       nullptr,
@@ -218,6 +220,7 @@ struct Case {
   HostMemory* start;
   std::vector<BatchOp> ops;
   bool is_chain = false;
+  int32_t tokens = 0;
 };
 
 void divide(Times* t, double by) {
@@ -237,7 +240,8 @@ void run_case(Gpu* gpu, const Case& c, int32_t max_threads) {
   const double steps = c.is_chain ? static_cast<double>(c.ops.size()) : 1;
   const auto add = [&](const char* where, const char* cache, int32_t threads, Times t) {
     divide(&t, steps);
-    report({c.name, where, cache, threads, static_cast<int64_t>(pages / steps), t});
+    report({c.name, where, cache, threads, static_cast<int64_t>(pages / steps), t,
+            static_cast<int32_t>(c.ops[0].sequences.size()), c.tokens});
   };
   DeviceCase device(gpu, *c.start, c.ops);
   device.expect(expected);
@@ -283,6 +287,23 @@ void run_prompt(Gpu* gpu, StateMaker* maker, int32_t tokens, int32_t max_threads
   run_case(gpu, {"of it the return of the surplus" + length, &state, {keep}}, 0);
   require(StateMaker::run(&state, keep), "keep");
   run_case(gpu, {"release" + length, &state, {maker->op(PageOpKind::kRelease)}}, max_threads);
+}
+
+// DiffKV's Figure 13: a prompt's pages, then a generation step's, by batch size. The figure's axis
+// is not in the paper's text; powers of two cover what a GPU holds.
+void run_batches(Gpu* gpu, uint32_t seed, int32_t max_threads) {
+  constexpr int32_t kTokens = 1024;
+  const int32_t worst = worst_case_pages(kTokens, kHighTokens, kLowTokens);
+  for (int32_t batch = 1; batch <= kSequences; batch *= 2) {
+    StateMaker maker(seed + static_cast<uint32_t>(batch), batch);
+    HostMemory state(llama3_shape((worst + 2) * batch * kLayers * kKvHeads));
+    require(maker.open_all(&state, true), "open");
+    const BatchOp reserve = maker.reserve(kTokens), keep = maker.keep(kTokens);
+    const std::string of = "batch " + std::to_string(batch) + ", ";
+    run_case(gpu, {of + "prompt", &state, {reserve, keep}, false, kTokens}, max_threads);
+    require(StateMaker::run(&state, reserve) && StateMaker::run(&state, keep), "prompt");
+    run_case(gpu, {of + "step", &state, {maker.append(false)}, false, kTokens}, max_threads);
+  }
 }
 
 // What the times above cannot go below, and what a device-wide scan alone costs.
@@ -357,12 +378,13 @@ void write_json(const char* path, const char* commit, uint32_t seed) {
       (more.drop_marks - b.drop_marks) / 64);
   for (size_t i = 0; i < results.size(); ++i) {
     const Result& r = results[i];
-    std::fprintf(f,
-                 "{\"name\":\"%s\",\"where\":\"%s\",\"cache\":\"%s\",\"threads\":%d,\"pages\":%lld,"
-                 "\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f}%s\n",
-                 r.name.c_str(), r.where.c_str(), r.cache.c_str(), r.threads,
-                 static_cast<long long>(r.pages), r.times.median, r.times.low, r.times.high,
-                 i + 1 < results.size() ? "," : "");
+    std::fprintf(
+        f,
+        "{\"name\":\"%s\",\"where\":\"%s\",\"cache\":\"%s\",\"threads\":%d,\"pages\":%lld,"
+        "\"batch\":%d,\"tokens\":%d,\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f}%s\n",
+        r.name.c_str(), r.where.c_str(), r.cache.c_str(), r.threads,
+        static_cast<long long>(r.pages), r.batch, r.tokens, r.times.median, r.times.low,
+        r.times.high, i + 1 < results.size() ? "," : "");
   }
   std::fprintf(f, "]}\n");
   require(std::fclose(f) == 0, std::string("cannot write ") + path);
@@ -394,6 +416,7 @@ int main(int argc, char** argv) {
   if (only.empty()) run_floors(&gpu);
   run_generation(&gpu, &maker, threads);
   for (int32_t tokens : {1024, 4096, 8192}) run_prompt(&gpu, &maker, tokens, threads);
+  run_batches(&gpu, seed, threads);
   if (only.empty()) run_transfers();
   write_json(out, commit, seed);
   return 0;

@@ -4,7 +4,7 @@
 //   bench_channel [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 #include <algorithm>
 
-#include "attention/channel/channel_attention.h"
+#include "bench/baselines/channel/channel_attention.h"
 #include "bench/gpu/codec_bench.cuh"
 
 namespace tierkv::bench {
@@ -78,7 +78,9 @@ class Channels {
           "counts");
   }
   size_t pool_bytes() const { return size_t(cache_.num_blocks) * cache_.layout.bytes; }
-  size_t residual_bytes() const { return size_t(cache_.num_rows) * cache_.layout.residual_bytes(); }
+  size_t residual_bytes() const {
+    return size_t(cache_.num_rows) * tierkv::residual_bytes(cache_.layout);
+  }
   // What attention reads: whole blocks, and what is raw of the residual.
   int64_t attended_bytes() const {
     const ChannelLayout& l = cache_.layout;

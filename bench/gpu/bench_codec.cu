@@ -4,10 +4,10 @@
 //   bench_codec [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 //
 // Every case is timed by graph replay. Its arrays are several times the L2 cache.
+#include "bench/baselines/kernels/page_append.cuh"
 #include "bench/baselines/kernels/step_codes.h"
 #include "bench/gpu/codec_bench.cuh"
 #include "codec/gpu/pages/page_batch.h"
-#include "codec/gpu/pages/page_token.cuh"
 #include "codec/host/page_codec.h"
 
 namespace tierkv::bench {

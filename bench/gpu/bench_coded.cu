@@ -72,7 +72,7 @@ void run_layer(CodedReport* to, const Options& o, const DumpCodes& dump, int32_t
     if (o.only == "attention") continue;
     for (Component component : {Component::kKey, Component::kValue}) {
       run_decode(to, c, component);
-      if (!is_attended(rung) || rung.walk_tree || layer != 0) continue;
+      if (!is_attended(rung) || layer != 0) continue;
       for (const bool counter : {false, true}) run_encode(to, c, component, counter);
     }
   }

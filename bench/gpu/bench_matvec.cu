@@ -84,7 +84,7 @@ class Figures {
       if (options_.relative > 0 && options_.relative != relative) continue;
       const RelativeMatrix matrix = quantise(dump, halves, component, relative);
       const Coding tree =
-          encode(matrix, component, {"tree walk", BlockMode::kSingle, 14, 1, 0, true});
+          encode(matrix, component, {"tree walk", BlockMode::kSingle, 14, 1, 0, TreeForm::kLoop});
       // Pairs hold 32 levels.
       const Coding table =
           31 * relative >= 1
@@ -162,8 +162,7 @@ class Figures {
     timing("blas_us", blas.best);
     double fused[2];
     for (const Coding* coding : {&tree, &table}) {
-      const MatvecCase c{component, *coding->blocks, *coding->device, *coding->units,
-                         coding->rung.walk_tree};
+      const MatvecCase c{component, *coding->blocks, *coding->device, *coding->units, coding->rung};
       std::vector<float> y;
       const Timing one = time_fused(bench_, size, c, x.get(), &y);
       const PipelineTiming many = time_pipeline(bench_, size, c, x.get(), blas.form);

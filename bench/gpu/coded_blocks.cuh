@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/coded/coded_attention.h"
+#include "bench/baselines/coded/tree_decode.h"
 #include "bench/gpu/gpu_timing.cuh"
 #include "codec/format/coded_block.h"
 
@@ -57,10 +58,12 @@ struct Rung {
   const char* name;
   BlockMode mode;
   int32_t max_length, streams, copies_log;
-  bool walk_tree = false;
+  std::optional<TreeForm> tree = std::nullopt;  // how a tree is walked; none: the table
 };
 inline constexpr Rung kRungs[] = {
-    {"tree walk", BlockMode::kSingle, 8, 1, 0, true},
+    {"tree walk", BlockMode::kSingle, 8, 1, 0, TreeForm::kLoop},
+    {"array tree", BlockMode::kSingle, 8, 1, 0, TreeForm::kArray},
+    {"single 8 bits x1", BlockMode::kSingle, 8, 1, 0},
     {"single 8 bits x32 /2", BlockMode::kSingle, 8, 2, 5},
     {"pair 9 bits x32 /2", BlockMode::kPair, 9, 2, 5},
     {"pair 10 bits x16 /2", BlockMode::kPair, 10, 2, 4},
@@ -70,11 +73,10 @@ inline constexpr Rung kRungs[] = {
     {"pair 11 bits x1", BlockMode::kPair, 11, 1, 0},
     {"pair 12 bits x1 /2", BlockMode::kPair, 12, 2, 0},
     {"split 11 bits", BlockMode::kSplit, 11, 1, 0},
-    {"block-adaptive width", BlockMode::kRaw16, 0, 1, 0},
 };
 // What attention decodes by itself.
 inline bool is_attended(const Rung& rung) {
-  return rung.mode != BlockMode::kSplit;
+  return rung.mode != BlockMode::kSplit && !rung.tree;
 }
 
 template <class T>
@@ -118,7 +120,6 @@ struct Blocks {
 // Nothing where the mode cannot hold these codes.
 inline std::optional<Codebook> make_book(const CodeHistogram& histogram, Component component,
                                          const Rung& rung) {
-  if (is_raw_mode(rung.mode)) return raw_codebook(component);
   CodebookSpec spec;
   spec.mode = rung.mode;
   spec.max_length = rung.max_length;
@@ -150,7 +151,7 @@ inline std::optional<Blocks> make_blocks(const DumpCodes& dump, const LayerCodes
     const CodedBlockHeader h = load_header(unique[i].data());
     blocks.exceptions += h.exceptions;
     blocks.raw += is_raw_mode(h.mode);
-    if (!is_raw_mode(h.mode) || is_raw_mode(rung.mode)) {
+    if (!is_raw_mode(h.mode)) {
       blocks.largest = std::max(blocks.largest, static_cast<int32_t>(unique[i].size()));
     }
   }
@@ -187,6 +188,7 @@ struct DeviceBlocks {
         words(encoder_words(from.book)),
         cheapest(from.book.cheapest),
         tree(from.book.tree),
+        tree_entries(static_cast<int32_t>(from.book.tree.size())),
         steps(std::vector<float>{0.02f}),
         means(std::vector<float>(128, 0.1f)) {
     component.bytes = bytes.get();
@@ -198,15 +200,24 @@ struct DeviceBlocks {
     component.codebook.table = table.get();
     component.codebook.words = words.get();
     component.codebook.cheapest = cheapest.get();
-    component.codebook.tree = tree.get();
   }
+  DeviceTree walked() const { return {tree.get(), tree_entries}; }
+
   Device<uint8_t> bytes;
   Device<CodedBlockRef> refs;
   Device<CodedGroup> groups;
   Device<uint32_t> table, words;
   Device<uint16_t> cheapest, tree;
+  int32_t tree_entries;
   Device<float> steps, means;
   CodedComponent component;
 };
+
+// The call in the rung's way.
+inline Status decode(const CodedDecode& call, const DeviceBlocks& from, const Rung& rung,
+                     cudaStream_t stream) {
+  return rung.tree ? decode_by_tree(call, from.walked(), *rung.tree, stream)
+                   : decode_coded(call, stream);
+}
 
 }  // namespace tierkv::bench

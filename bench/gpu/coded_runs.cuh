@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 
+#include "bench/baselines/coded/coded_encode.h"
 #include "bench/gpu/attention_cache.cuh"
 #include "bench/gpu/coded_blocks.cuh"
 
@@ -156,7 +157,6 @@ inline void run_attention(CodedReport* to, const CodedCase& c, Shape shape) {
   call.head_dim = 128;
   call.sm_scale = 0.0883883f;
   call.max_block_bytes = std::max({c.keys.largest, c.values.largest, 16});
-  call.walk_tree = c.rung.walk_tree;
   auto grid = coded_attention_grid(call, c.rung.copies_log);
   if (!grid.is_ok() && grid.status().code() == StatusCode::kUnsupported) {
     std::fprintf(stderr, "%s layer %d: %s\n", c.rung.name, c.layer,
@@ -231,10 +231,9 @@ inline void run_decode(CodedReport* to, const CodedCase& c, Component component)
   call.num_groups = kMostItems;
   call.num_steps = 1;
   call.head_dim = 128;
-  call.walk_tree = c.rung.walk_tree;
   call.max_block_bytes = std::max(blocks.raw > 0 ? 8208 : 16, blocks.largest);
   const Timing t = time_graph(to->stream, 2, to->replays, [&](int) {
-    const Status s = decode_coded(call, to->stream);
+    const Status s = decode(call, device, c.rung, to->stream);
     if (!s) fail(s.message());
   });
   for (StatusCode code : status.read()) {

@@ -106,7 +106,7 @@ struct MatvecCase {
   const Blocks& blocks;
   const DeviceBlocks& device;
   const Device<uint16_t>& units;  // of all blocks
-  bool walk_tree;
+  const Rung& rung;
 };
 
 // The rows of all sets, one set after the other.
@@ -142,7 +142,7 @@ inline Timing time_fused(const MatvecBench& b, const MatvecSize& size, const Mat
   call.columns = size.setting.columns;
   call.head_dim = kMatvecDims;
   call.max_block_bytes = std::max(c.blocks.largest, 16);
-  call.walk_tree = c.walk_tree;
+  if (c.rung.tree) call.tree = c.device.walked();
   const auto grid = coded_matvec_grid(call);
   if (!grid.is_ok()) fail(grid.status().message());
   const Device<uint8_t> workspace(coded_matvec_workspace_bytes(call, *grid) + 16);
@@ -183,11 +183,10 @@ inline PipelineTiming time_pipeline(const MatvecBench& b, const MatvecSize& size
   decode.token_stride = kMatvecDims;
   decode.num_groups = blocks;
   decode.head_dim = kMatvecDims;
-  decode.walk_tree = c.walk_tree;
   decode.max_block_bytes = std::max(c.blocks.raw > 0 ? 8208 : 16, c.blocks.largest);
   const auto run_decode = [&](int set) {
     decode.groups = device_groups.get() + int64_t{set} * blocks;
-    const Status s = decode_coded(decode, b.stream);
+    const Status s = tierkv::bench::decode(decode, c.device, c.rung, b.stream);
     if (!s) fail(s.message());
   };
   const int32_t unit_count = block_unit_count(c.component, kMatvecDims);

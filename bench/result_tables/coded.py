@@ -98,7 +98,7 @@ def matvec_equivalent():
     return matvec_rows(rate, lambda m: m["component"] == "values" and m["setting"] in ("1 x 32/32", "1 x 32/8"))
 
 
-LADDER = {"tree walk": "the paper's tree walk",
+LADDER = {"tree walk": "the paper's tree walk", "array tree": "the paper's tree without branches", "single 8 bits x1": "single 8 bits x1, one stream",
           "single 8 bits x32 /2": "single 8 bits x32, two streams", "pair 9 bits x32 /2": "pair 9 bits x32, two streams",
           "pair 10 bits x16 /2": "**pair 10 bits x16, two streams**", "pair 10 bits x16": "pair 10 bits x16, one stream",
           "pair 11 bits x8 /2": "pair 11 bits x8, two streams", "pair 11 bits x1 /2": "pair 11 bits x1, two streams",

@@ -6,9 +6,29 @@ from .kit import markdown, result, table
 def allocator():
     r = result("allocator.json")
     rows = [[m["name"], m["where"] + (f", {m['threads'] or 1} threads" if m["where"] == "cpu" else ""), m["cache"], m["pages"],
-             f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"]]
+             f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"] if not m.get("tokens")]
     return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['rows']} rows, {r['repeats']} repeats.\n\n" +
             markdown(["what", "where", "cache", "pages", "us: median [p10, p90]"], rows))
+
+
+@table
+def allocator_batches():
+    """DiffKV's Figure 13."""
+    r = result("allocator.json")
+
+    def fastest(batch, phase, where):
+        return min((m["median_us"], m["threads"]) for m in r["results"]
+                   if m.get("tokens") and m["name"] == f"batch {batch}, {phase}" and (m["where"], m["cache"]) == (where, "warm"))
+
+    rows = []
+    for batch in sorted({m["batch"] for m in r["results"] if m.get("tokens")}):
+        row = [batch]
+        for phase in ("prompt", "step"):
+            (gpu, _), (cpu, threads) = fastest(batch, phase, "gpu"), fastest(batch, phase, "cpu")
+            row += [f"{gpu:.1f}", f"{cpu:.1f} ({threads or 1})", f"{cpu / gpu:.1f}"]
+        rows.append(row)
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, 1024 tokens, us; the CPU's best number of threads in brackets.\n\n" +
+            markdown(["sequences", "prompt: GPU", "CPU", "ratio", "step: GPU", "CPU", "ratio"], rows))
 
 
 def kernels(r):

@@ -5,6 +5,7 @@
 #include "codec/file/cache_decoder.h"
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_pages.h"
+#include "codec/file/read_chunk.h"
 #include "codec/format/byte_cursor.h"
 #include "codec/host/parallel.h"
 
@@ -15,24 +16,6 @@ constexpr int64_t kBatchBytes = int64_t{256} << 20;  // of rows decoded at once
 constexpr int64_t kMaxRowValues = int64_t{1} << 30;  // a row is decoded whole, 8 GiB at most
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr Part kParts[] = {Part::kSinks, Part::kHigh, Part::kLow, Part::kKeyGap, Part::kWindow};
-
-ChunkKey key_of(ChunkKind kind, int32_t seq, int32_t layer, int32_t head) {
-  return {kind, seq, layer, head, 0, 0};
-}
-
-// Reads a chunk and gives it to parse(bytes, argument); failures name file and chunk.
-template <class Parse>
-auto read_chunk(const ContainerReader& reader, const ChunkKey& key, const Parse& parse)
-    -> decltype(parse(std::vector<uint8_t>{})) {
-  std::vector<uint8_t> bytes;
-  if (Status s = reader.read(key, &bytes); !s) {
-    // A chunk that another one needs is no question of the caller's.
-    return s.code() == StatusCode::kNotFound ? Status(StatusCode::kCorrupt, s.message()) : s;
-  }
-  auto result = parse(bytes);
-  if (!result) return result.status().with_context(reader.path() + ": " + to_string(key));
-  return result;
-}
 
 void mark_pruned(const RowPlan& plan, int64_t tokens, DecodedRow* out) {
   out->pruned.assign(tokens, 0);
@@ -76,7 +59,7 @@ Status CacheDecoder::load() {
     }
     sequences_.push_back(std::move(sequence.value()));
   }
-  return Status::ok();
+  return load_ropes();
 }
 
 // The basis of the (sequence, layer, head, component) that `key` names.
@@ -116,7 +99,24 @@ Status CacheDecoder::decode_part(const ChunkKey& key, const std::vector<int64_t>
     if (f.basis != BasisKind::kNone) segment->format.basis = &basis.basis;
   }
   std::optional<Codebook> codebook;
-  if (segment->needs_codebook()) {
+  WeightedRow row;
+  BookFamily family;
+  if (segment->is_weighted()) {
+    if (segment->format.weighted.first_position != tokens[0] ||
+        tokens.back() - tokens[0] != count - 1) {
+      return corrupt("its tokens are not those of the row map");
+    }
+    Result<WeightedRow> stored = read_weighted_row(key);
+    if (!stored) return stored.status();
+    Result<BookFamily> books = read_family(key);
+    if (!books) return books.status();
+    row = std::move(*stored);
+    family = std::move(*books);
+    WeightedSegment& weighted = segment->format.weighted;
+    weighted.component = static_cast<Component>(key.component);
+    weighted.row = &row;
+    weighted.family = &family;
+  } else if (segment->needs_codebook()) {
     ChunkKey book_key = key;
     book_key.kind = ChunkKind::kCodebook;
     book_key.head = kNotApplicable;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "codec/file/container_chunks.h"
@@ -41,6 +42,9 @@ class CacheDecoder {
   explicit CacheDecoder(ContainerReader reader) : reader_(std::move(reader)) {}
   Status load();
   Result<RowPlan> read_plan(int32_t seq, int32_t layer, int32_t kv_head) const;
+  Status load_ropes();
+  Result<WeightedRow> read_weighted_row(ChunkKey key) const;
+  Result<BookFamily> read_family(ChunkKey key) const;
   Result<StoredBasis> read_basis(ChunkKey key) const;
   Status decode_part(const ChunkKey& key, const std::vector<int64_t>& tokens, float* out) const;
   Status decode_segment(const ChunkKey& key, const RowPlan& plan, float* out) const;
@@ -50,6 +54,8 @@ class CacheDecoder {
 
   ContainerReader reader_;
   ContainerModel model_;
+  // By layer, for all sequences; empty without weighted rows, null where keys are not rotated.
+  std::vector<std::shared_ptr<const RopeTable>> rope_;
   std::vector<ContainerSequence> sequences_;
 };
 

@@ -65,14 +65,9 @@ class File {
   int descriptor_;
 };
 
-// The header of a container whose index of these chunks lies at `offset`.
-ContainerHeader header_before(int64_t offset, const std::vector<ChunkEntry>& chunks,
-                              const std::vector<uint8_t>& index) {
+// The header of a container whose index lies at `offset`.
+ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index) {
   ContainerHeader header;
-  const bool has_fixed = std::any_of(chunks.begin(), chunks.end(), [](const ChunkEntry& c) {
-    return c.key.kind == ChunkKind::kStoreFixed;
-  });
-  if (has_fixed) header.minor = kStoreFixedMinor;
   header.index_offset = static_cast<uint64_t>(offset);
   header.file_bytes = header.index_offset + index.size();
   header.chunk_count = static_cast<uint32_t>(index.size() / kIndexEntryBytes);
@@ -91,7 +86,8 @@ std::string to_string(const ChunkKey& key) {
   static constexpr const char* kNames[] = {
       "model",       "sequence",        "basis",     "codebook",     "row map",
       "segment",     "query positions", "queries",   "significance", "page",
-      "page format", "store",           "store row", "store page",   "fixed-rate format"};
+      "page format", "store",           "store row", "store page",   "fixed-rate format",
+      "weighted row"};
   const auto kind = static_cast<size_t>(key.kind);
   std::string s = kind >= 1 && kind <= std::size(kNames) ? kNames[kind - 1]
                                                          : "chunk of kind " + std::to_string(kind);
@@ -214,7 +210,7 @@ Status ContainerWriter::add(const ChunkBlock& block) {
 Status ContainerWriter::finish() {
   Impl& w = *impl_;
   const std::vector<uint8_t> index = store_index(w.chunks);
-  const ContainerHeader header = header_before(w.bytes, w.chunks, index);
+  const ContainerHeader header = header_before(w.bytes, index);
   uint8_t bytes[kContainerHeaderBytes];
   store_container_header(header, bytes);
   const bool written = w.file.write(index.data(), index.size(), w.bytes) &&
@@ -244,7 +240,7 @@ std::vector<uint8_t> assemble_container(const std::vector<ChunkBlock>& blocks) {
     bytes.insert(bytes.end(), block.impl_->bytes.begin(), block.impl_->bytes.end());
   }
   const std::vector<uint8_t> index = store_index(chunks);
-  store_container_header(header_before(static_cast<int64_t>(bytes.size()), chunks, index),
+  store_container_header(header_before(static_cast<int64_t>(bytes.size()), index),
                          bytes.data());
   bytes.insert(bytes.end(), index.begin(), index.end());
   return bytes;

@@ -37,7 +37,7 @@ Groups groups_of(const SegmentFormat& f, int64_t tokens) {
   g.head_dim = f.head_dim;
   g.tokens = tokens;
   g.unit = f.format.unit;
-  if (f.raw() || f.format.step_rule == StepRule::kAbsolute) return g;
+  if (f.raw() || f.format.step_rule == StepRule::kAbsolute || f.is_weighted()) return g;
   if (g.unit == Unit::kToken) {
     g.group = f.format.group > 0 ? f.format.group : f.head_dim;
     g.count = tokens * f.head_dim / g.group;
@@ -62,9 +62,7 @@ bool read_enum(ByteReader& r, int32_t count, Enum* out) {
 
 Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   f->format.bits = r.i32();
-  if (!read_enum(r, 5, &f->format.step_rule) || f->format.step_rule == StepRule{3}) {
-    return corrupt("unknown step rule");
-  }
+  if (!read_enum(r, 5, &f->format.step_rule)) return corrupt("unknown step rule");
   if (!read_enum(r, 4, &f->format.unit)) return corrupt("unknown unit");
   f->format.group = r.i32();
   f->format.step = r.f64();
@@ -93,7 +91,8 @@ Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n
   const bool relative = !f.raw() && f.format.step_rule == StepRule::kRelative;
   if (n.units != (relative ? n.params : 0)) return corrupt("wrong number of unit flags");
   if (f.coder == Coder::kHuffman) {
-    if (n.blocks != static_cast<uint64_t>((tokens + kBlockTokens - 1) / kBlockTokens)) {
+    const int64_t before = f.is_weighted() ? f.weighted.first_position % kBlockTokens : 0;
+    if (n.blocks != static_cast<uint64_t>((before + tokens + kBlockTokens - 1) / kBlockTokens)) {
       return corrupt("wrong number of blocks");
     }
     return Status::ok();
@@ -167,7 +166,7 @@ Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
   w.u64(s.block_offsets.size());
   w.u64(s.raw_unit.size());
   w.u64(s.raw_values.size());
-  w.u64(0);
+  w.u64(format.is_weighted() ? static_cast<uint64_t>(format.weighted.first_position) : 0);
   bytes.insert(bytes.end(), s.data.begin(), s.data.end());
   for (const QuantParams& p : s.params) {
     w.u16(p.scale);
@@ -195,7 +194,12 @@ Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t h
   n.blocks = r.u64();
   n.units = r.u64();
   n.raw_values = r.u64();
-  if (r.u64() != 0 || !r.ok()) return corrupt("header is cut short or its reserved bytes are set");
+  const uint64_t first = r.u64();
+  if (!r.ok()) return corrupt("header is cut short");
+  if (first > (out.format.is_weighted() ? static_cast<uint64_t>(kMaxTokens) : 0)) {
+    return corrupt("bad first position");
+  }
+  out.format.weighted.first_position = static_cast<int64_t>(first);
   if (tokens == 0 || tokens > static_cast<uint64_t>(kMaxTokens)) return corrupt("bad token count");
   out.data.tokens = static_cast<int64_t>(tokens);
   if (Status s = check_sizes(out.format, out.data.tokens, n); !s) return s;
@@ -303,6 +307,39 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
               : kind == BasisKind::kHadamard
                   ? Basis::hadamard(head_dim, std::move(mean))
                   : Basis::matrix(std::move(mean), std::move(forward), std::move(inverse));
+  return out;
+}
+
+std::vector<uint8_t> serialize_weighted_row(const WeightedRow& row) {
+  std::vector<uint8_t> bytes;
+  ByteWriter w(&bytes);
+  w.i32(row.head_dim);
+  w.f32(row.key_step);
+  w.f32(row.value_step);
+  w.u32(static_cast<uint32_t>(!row.key_mean.empty()) |
+        static_cast<uint32_t>(!row.key_weight.empty()) << 1);
+  for (const uint16_t x : row.key_mean) w.u16(x);
+  for (const float x : row.key_weight) w.f32(x);
+  return bytes;
+}
+
+Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_t head_dim) {
+  WeightedRow out;
+  ByteReader r(bytes);
+  out.head_dim = r.i32();
+  if (!r.ok() || out.head_dim != head_dim) return corrupt("head_dim is not the model's");
+  out.key_step = r.f32();
+  out.value_step = r.f32();
+  const uint32_t has = r.u32();
+  const bool means = (has & 1) != 0, weights = (has & 2) != 0;
+  if (has > 3) return corrupt("unknown flags");
+  if (!r.ok() || static_cast<int64_t>(r.left()) != int64_t{head_dim} * (2 * means + 4 * weights)) {
+    return corrupt("size disagrees with its fields");
+  }
+  for (int32_t d = 0; means && d < head_dim; ++d)
+    out.key_mean.push_back(static_cast<uint16_t>(r.u16()));
+  for (int32_t d = 0; weights && d < head_dim; ++d) out.key_weight.push_back(r.f32());
+  if (Status s = out.validate(); !s) return corrupt(s.message());
   return out;
 }
 

@@ -16,13 +16,15 @@ namespace tierkv {
 Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
                                                const EncodedSegment& segment);
 struct StoredSegment {
-  SegmentFormat format;  // basis and codebook are null; see needs_*()
+  // Basis, codebook and row are null; see needs_*(). weighted.first_position is set.
+  SegmentFormat format;
   EncodedSegment data;
   bool needs_basis() const {
     return format.format.basis != BasisKind::kNone ||
            format.format.step_rule == StepRule::kAbsolute;
   }
   bool needs_codebook() const { return format.coder == Coder::kHuffman; }
+  bool is_weighted() const { return format.is_weighted(); }
 };
 Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
@@ -35,6 +37,10 @@ struct StoredBasis {
 };
 std::vector<uint8_t> serialize_basis(const StoredBasis& basis);
 Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_dim);
+
+std::vector<uint8_t> serialize_weighted_row(const WeightedRow& row);
+// The row's rope is null.
+Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
 // Floats in the narrowest of fp16, bf16 and fp32 that holds all of them exactly.
 std::vector<uint8_t> serialize_values(const std::vector<float>& values);

@@ -29,7 +29,7 @@ Status unknown_version(uint16_t major) {
 }
 
 bool is_known(ChunkKind kind) {
-  return kind >= ChunkKind::kModel && kind <= ChunkKind::kStoreFixed;
+  return kind >= ChunkKind::kModel && kind <= ChunkKind::kWeightedRow;
 }
 
 }  // namespace

@@ -20,8 +20,44 @@ std::vector<uint8_t> serialize_model(const ContainerModel& model) {
   w.text(model.preset);
   w.text(model.model_id);
   w.text(model.created_by);
+  const Rope none;
+  const Rope& first = model.rope.empty() ? none : model.rope[0];
+  w.u32(static_cast<uint32_t>(model.rope.size()));
+  w.i32(static_cast<int32_t>(first.pairing));
+  w.i32(first.rotary_dims);
+  for (const Rope& rope : model.rope) {
+    for (const float f : rope.inv_freq) w.f32(f);
+  }
   return bytes;
 }
+
+namespace {
+
+// Layers share pairing and rotary dims.
+Status read_ropes(ByteReader& r, const CacheLayout& layout, std::vector<Rope>* out) {
+  const auto corrupt = [](const std::string& what) {
+    return Status(StatusCode::kCorrupt, "model: " + what);
+  };
+  const uint64_t count = r.u32();
+  const int32_t pairing = r.i32(), dims = r.i32();
+  if (!r.ok() || (count > 1 && count != static_cast<uint64_t>(layout.num_layers))) {
+    return corrupt("rope: not of one or of all layers");
+  }
+  if (count == 0 && (pairing != 0 || dims != 0)) return corrupt("rope: fields of no rotation");
+  if (dims < 0 || dims > layout.head_dim || r.left() != count * static_cast<uint64_t>(dims / 2) * 4)
+    return corrupt("size disagrees with its fields");
+  for (uint64_t i = 0; i < count; ++i) {
+    Rope rope;
+    rope.pairing = static_cast<RopePairing>(pairing);
+    rope.rotary_dims = dims;
+    for (int32_t p = 0; p < dims / 2; ++p) rope.inv_freq.push_back(r.f32());
+    if (Status s = rope.validate(layout.head_dim); !s) return corrupt(s.message());
+    out->push_back(std::move(rope));
+  }
+  return Status::ok();
+}
+
+}  // namespace
 
 Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes) {
   ContainerModel model;
@@ -41,13 +77,14 @@ Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes) {
   const auto corrupt = [](const std::string& what) {
     return Status(StatusCode::kCorrupt, "model: " + what);
   };
-  if (!r.at_end()) return corrupt("size disagrees with its fields");
+  if (!r.ok()) return corrupt("size disagrees with its fields");
   if (dtype < 0 || dtype > 2) return corrupt("unknown dtype " + std::to_string(dtype));
   if (rope != 0 && rope != 1) return corrupt("rope_applied is neither 0 nor 1");
   if (model.num_sequences < 1) return corrupt("has no sequences");
   l.dtype = static_cast<DType>(dtype);
   l.rope_applied = rope == 1;
   if (Status s = l.validate(); !s) return corrupt(s.message());
+  if (Status s = read_ropes(r, l, &model.rope); !s) return s;
   return model;
 }
 

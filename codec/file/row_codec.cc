@@ -89,6 +89,10 @@ SegmentFormat RowCodec::segment_format(Component c, Part part) const {
   if (f.coder != Coder::kZstd && f.raw()) f.coder = Coder::kNone;
   if (f.coder == Coder::kHuffman) f.codebook = context.codebooks[part == Part::kLow];
   if (f.coder != Coder::kNone) f.blocks = context.blocks[part == Part::kLow];
+  if (f.is_weighted()) {
+    f.weighted = {c, context.weighted, context.family, context.book_of, nullptr, plan_.body_begin};
+    if (context.importance != nullptr) f.weighted.importance = context.importance + plan_.body_begin;
+  }
   return f;
 }
 
@@ -97,8 +101,9 @@ StatusCode RowCodec::encode_tokens(const SegmentFormat& f, Component c,
   SegmentEncoder encoder(f);
   std::vector<float> x;
   const auto total = static_cast<int64_t>(tokens.size());
-  for (int64_t t = 0; t < total; t += f.chunk_tokens()) {
-    const int64_t n = std::min(f.chunk_tokens(), total - t);
+  int64_t n = 0;
+  for (int64_t t = 0; t < total; t += n) {
+    n = std::min(f.chunk_at(t), total - t);
     x.resize(n * head_dim_);
     for (int64_t i = 0; i < n; ++i) {
       row_to_float(input_.of(c), tokens[t + i], 1, x.data() + i * head_dim_);
@@ -133,6 +138,22 @@ StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit
     }
   }
   return StatusCode::kOk;
+}
+
+Status RowCodec::weighted_codes(Component c, std::vector<int16_t>* codes) const {
+  const SegmentFormat f = segment_format(c, Part::kHigh);
+  const int64_t total = plan_.body_end - plan_.body_begin;
+  codes->resize(total * head_dim_);
+  std::vector<float> x(kBlockTokens * head_dim_);
+  int8_t exponents[kBlockTokens];
+  for (int64_t t = 0; t < total; t += kBlockTokens) {
+    const int64_t n = std::min<int64_t>(kBlockTokens, total - t);
+    row_to_float(input_.of(c), plan_.body_begin + t, n, x.data());
+    const Status s =
+        quantize_weighted_chunk(f, x.data(), t, n, exponents, codes->data() + t * head_dim_);
+    if (!s) return s;
+  }
+  return Status::ok();
 }
 
 StatusCode RowCodec::encode_part(Component c, Part part) {

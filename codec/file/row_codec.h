@@ -45,6 +45,11 @@ struct ComponentContext {
   float step = 0;
   const Codebook* codebooks[2] = {nullptr, nullptr};  // high, low
   const BlockCoder* blocks[2] = {nullptr, nullptr};   // high, low, of baseline coders
+  // Weighted steps.
+  const WeightedRow* weighted = nullptr;
+  const BookFamily* family = nullptr;
+  const uint8_t* book_of = nullptr;
+  const int8_t* importance = nullptr;  // [tokens of the row]; null: none
 };
 
 struct RowInput {
@@ -65,8 +70,11 @@ class RowCodec {
   SegmentFormat segment_format(Component c, Part part) const;
   // Calls visit(codes [tokens, head_dim], tokens) for the codes of every block of a body part; they
   // may be overwritten.
+  // Not for weighted steps.
   using VisitCodes = std::function<void(int16_t*, int32_t)>;
   StatusCode visit_codes(Component c, Part part, const VisitCodes& visit) const;
+  // Codes of the body of a component with weighted steps, [body tokens, head_dim].
+  Status weighted_codes(Component c, std::vector<int16_t>* codes) const;
   StatusCode encode();                             // every part of both components
   StatusCode encode_part(Component c, Part part);  // one of them
   const EncodedSegment& segment(Component c, Part part) const {

@@ -25,7 +25,7 @@ enum class Coder : int32_t {
 // What is taken off the codes before they are coded: Predictor, tools/analysis.
 enum class Prediction : int32_t { kNone = 0, kToken = 1, kChannel = 2, kPlane = 3 };
 
-// Pruning to the same share of tokens in every head, tools/analysis/eviction.h.
+// Pruning to the same share of tokens in every head, tools/analysis/baselines/eviction.h.
 enum class Eviction : int32_t { kNone = 0, kH2o = 1, kSnapKv = 2 };
 
 // Heads that share their formats. Rows take classes by the sensitivity of their heads: the first
@@ -60,6 +60,15 @@ struct Scheme {
   Prediction prediction = Prediction::kNone;
   Eviction eviction = Eviction::kNone;
   double keep = 1;  // share of tokens that an eviction keeps, recent ones included
+  // Weighted steps only. high.k.step and high.v.step are for rows whose query energies are known;
+  // the others take these, and keys' is then a share of their root mean square.
+  double own_k = 0, own_v = 0;
+  int32_t books = 1;        // codebooks of a (layer, component)
+  bool importance = false;  // a token's step follows its significance, where that is known
+
+  bool weighted() const {
+    return high.k.step_rule == StepRule::kWeighted || high.v.step_rule == StepRule::kWeighted;
+  }
 
   // The scheme of the rows of a class; it keeps `classes`, whose pages have one size.
   Scheme of_class(int32_t c) const;

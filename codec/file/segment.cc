@@ -55,6 +55,21 @@ int64_t SegmentFormat::chunk_tokens() const {
   return std::lcm(unit_tokens(), static_cast<int64_t>(kBlockTokens));
 }
 
+int64_t SegmentFormat::chunk_at(int64_t token) const {
+  if (!is_weighted()) return chunk_tokens();
+  return kBlockTokens - (weighted.first_position + token) % kBlockTokens;
+}
+
+Status quantize_weighted_chunk(const SegmentFormat& f, const float* x, int64_t token,
+                               int64_t tokens, int8_t* exponents, int16_t* codes) {
+  const WeightedSegment& w = f.weighted;
+  const WeightedTokens given = {x, static_cast<int32_t>(tokens), w.first_position + token};
+  const int8_t* importance = w.importance == nullptr ? nullptr : w.importance + token;
+  if (Status s = token_exponents(w.component, given, f.head_dim, importance, exponents); !s)
+    return s;
+  return quantize_weighted(*w.row, w.component, given, exponents, codes);
+}
+
 StatusCode quantize_chunk(const SegmentFormat& f, const float* y, int64_t tokens, ChunkCodes* out) {
   const int64_t count = tokens * f.head_dim;
   out->codes.resize(count);
@@ -186,7 +201,25 @@ StatusCode SegmentEncoder::append_codes(int64_t tokens) {
   return StatusCode::kOk;
 }
 
+StatusCode SegmentEncoder::append_weighted(const float* x, int64_t tokens) {
+  const int64_t token = out_.tokens;
+  int8_t exponents[kBlockTokens];
+  chunk_.codes.resize(tokens * format_.head_dim);
+  if (Status s = quantize_weighted_chunk(format_, x, token, tokens, exponents, chunk_.codes.data());
+      !s) {
+    return s.code();
+  }
+  out_.block_offsets.push_back(static_cast<int64_t>(out_.data.size()));
+  out_.tokens += tokens;
+  const WeightedCodes block = {chunk_.codes.data(), exponents, static_cast<int32_t>(tokens),
+                               format_.head_dim};
+  return encode_weighted_block(block, *format_.weighted.family, format_.weighted.book_of,
+                               &out_.data)
+      .code();
+}
+
 StatusCode SegmentEncoder::append(float* x, int64_t tokens) {
+  if (format_.is_weighted()) return append_weighted(x, tokens);
   const int64_t count = tokens * format_.head_dim;
   out_.tokens += tokens;
   if (format_.raw()) return append_raw(x, count);
@@ -249,6 +282,30 @@ static StatusCode next_bytes(const EncodedSegment& s, ZSTD_DCtx* zstd, size_t* p
   return StatusCode::kOk;
 }
 
+const uint8_t* SegmentDecoder::block_bytes(int64_t* size) const {
+  const std::vector<int64_t>& offsets = segment_.block_offsets;
+  const int64_t end = block_ + 1 < offsets.size() ? offsets[block_ + 1]
+                                                  : static_cast<int64_t>(segment_.data.size());
+  *size = end - offsets[block_];
+  return segment_.data.data() + offsets[block_];
+}
+
+// The next block into chunk_.
+StatusCode SegmentDecoder::read_weighted(int64_t tokens) {
+  const WeightedSegment& w = format_.weighted;
+  const auto n = static_cast<int32_t>(tokens);
+  int8_t exponents[kBlockTokens];
+  codes_.codes.resize(tokens * format_.head_dim);
+  int64_t size = 0;
+  const uint8_t* bytes = block_bytes(&size);
+  const WeightedTarget target = {codes_.codes.data(), exponents, n, format_.head_dim};
+  if (Status s = decode_weighted_block(bytes, size, *w.family, target); !s) return s.code();
+  ++block_;
+  const int64_t position = w.first_position + token_ - tokens;
+  const WeightedSource source = {codes_.codes.data(), exponents, n, position};
+  return dequantize_weighted(*w.row, w.component, source, chunk_.data()).code();
+}
+
 StatusCode SegmentDecoder::unpack_codes(int64_t tokens) {
   const int32_t d = format_.head_dim;
   const int64_t count = tokens * d;
@@ -256,16 +313,12 @@ StatusCode SegmentDecoder::unpack_codes(int64_t tokens) {
   if (format_.has_blocks()) {
     for (int64_t t = 0; t < tokens; t += kBlockTokens, ++block_) {
       const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, tokens - t));
-      const int64_t begin = segment_.block_offsets[block_];
-      const int64_t end = block_ + 1 < segment_.block_offsets.size()
-                              ? segment_.block_offsets[block_ + 1]
-                              : static_cast<int64_t>(segment_.data.size());
-      const uint8_t* bytes = segment_.data.data() + begin;
+      int64_t size = 0;
+      const uint8_t* bytes = block_bytes(&size);
       int16_t* codes = codes_.codes.data() + t * d;
-      const StatusCode s =
-          format_.blocks != nullptr
-              ? format_.blocks->decode(bytes, end - begin, n, d, codes)
-              : decode_block(bytes, end - begin, n, d, *format_.codebook, codes).code();
+      const StatusCode s = format_.blocks != nullptr
+                               ? format_.blocks->decode(bytes, size, n, d, codes)
+                               : decode_block(bytes, size, n, d, *format_.codebook, codes).code();
       if (s != StatusCode::kOk) return s;
     }
     return StatusCode::kOk;
@@ -290,7 +343,7 @@ StatusCode SegmentDecoder::unpack_codes(int64_t tokens) {
 
 StatusCode SegmentDecoder::next_chunk() {
   const int32_t d = format_.head_dim;
-  const int64_t tokens = std::min(format_.chunk_tokens(), segment_.tokens - token_);
+  const int64_t tokens = std::min(format_.chunk_at(token_), segment_.tokens - token_);
   if (tokens <= 0) return StatusCode::kCorrupt;
   chunk_.resize(tokens * d);
   chunk_size_ = tokens;
@@ -307,6 +360,7 @@ StatusCode SegmentDecoder::next_chunk() {
     }
     return StatusCode::kOk;
   }
+  if (format_.is_weighted()) return read_weighted(tokens);
   if (StatusCode s = unpack_codes(tokens); s != StatusCode::kOk) return s;
   int64_t groups = 0;
   if (format_.format.step_rule != StepRule::kAbsolute) {

@@ -12,10 +12,23 @@
 #include "codec/format/basis.h"
 #include "codec/format/coded_block.h"
 #include "codec/format/quantize.h"
+#include "codec/host/weighted_block.h"
+#include "codec/host/weighted_rows.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 
 namespace tierkv {
+
+// What weighted steps need besides the format. Pointers outlive the segment's encoder and decoder.
+struct WeightedSegment {
+  Component component = Component::kKey;
+  const WeightedRow* row = nullptr;
+  const BookFamily* family = nullptr;  // null while only codes are looked at
+  const uint8_t* book_of = nullptr;    // encoding: [dim_block_count(head_dim)], null: book 0
+  // Encoding: [tokens of the segment] as importance_exponents() writes them; null: 0.
+  const int8_t* importance = nullptr;
+  int64_t first_position = 0;  // of the segment's first token; the others follow without a gap
+};
 
 // How the values of a segment become codes.
 struct SegmentFormat {
@@ -28,6 +41,7 @@ struct SegmentFormat {
   int32_t zstd_level = 3;
   DType raw_dtype = DType::kFloat16;  // raw values are kept as fp16 (from float32 too) or bf16
   int32_t head_dim = 0;
+  WeightedSegment weighted;  // StepRule::kWeighted
 
   bool raw() const { return format.is_raw(); }
   bool has_blocks() const { return coder == Coder::kHuffman || blocks != nullptr; }
@@ -35,6 +49,10 @@ struct SegmentFormat {
   // whole units.
   int64_t unit_tokens() const;
   int64_t chunk_tokens() const;
+  // Tokens of the chunk that starts at a token of the segment, if as many are left. Weighted blocks
+  // end where the position is a multiple of kBlockTokens.
+  int64_t chunk_at(int64_t token) const;
+  bool is_weighted() const { return format.step_rule == StepRule::kWeighted; }
 };
 
 // The codes of one chunk and what is needed to undo them.
@@ -44,7 +62,12 @@ struct ChunkCodes {
   std::vector<uint8_t> raw_unit;    // relative steps: 1 where the unit is stored raw
 };
 
-// y [tokens, head_dim] in the segment's coordinates.
+// Weighted steps: the exponents of the tokens [token, token + tokens) of a segment and their codes
+// [tokens, head_dim]. x [tokens, head_dim] as the model stores them.
+Status quantize_weighted_chunk(const SegmentFormat& f, const float* x, int64_t token,
+                               int64_t tokens, int8_t* exponents, int16_t* codes);
+
+// y [tokens, head_dim] in the segment's coordinates. Not for weighted steps.
 StatusCode quantize_chunk(const SegmentFormat& f, const float* y, int64_t tokens, ChunkCodes* out);
 void dequantize_chunk(const SegmentFormat& f, const ChunkCodes& chunk, int64_t tokens, float* y);
 
@@ -67,8 +90,8 @@ class SegmentEncoder {
  public:
   explicit SegmentEncoder(const SegmentFormat& format);
   ~SegmentEncoder();
-  // x [tokens, head_dim]: chunk_tokens() of them, fewer only in the last call. Overwrites x with
-  // its coordinates.
+  // x [tokens, head_dim]: chunk_at(tokens so far) of them, fewer only in the last call. Overwrites
+  // x with its coordinates.
   StatusCode append(float* x, int64_t tokens);
   StatusCode finish(EncodedSegment* out);
 
@@ -76,6 +99,7 @@ class SegmentEncoder {
   struct Zstd;
   StatusCode append_raw(const float* x, int64_t count);
   StatusCode append_codes(int64_t tokens);
+  StatusCode append_weighted(const float* x, int64_t tokens);
   StatusCode append_zstd(const uint8_t* bytes, size_t size, bool last);
 
   SegmentFormat format_;
@@ -98,6 +122,9 @@ class SegmentDecoder {
   struct Zstd;
   StatusCode next_chunk();
   StatusCode unpack_codes(int64_t tokens);
+  StatusCode read_weighted(int64_t tokens);
+  // Where the next coded block lies in the segment's data.
+  const uint8_t* block_bytes(int64_t* size) const;
 
   SegmentFormat format_;
   const EncodedSegment& segment_;

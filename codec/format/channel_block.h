@@ -11,7 +11,7 @@
 // Codes are tiles of 16 tokens in fragment order (codec/format/page_layout.h); value metadata is
 // that of pages. Key metadata is 4 bytes a channel, in the order of the B fragments that it is
 // multiplied into: for dims 16 f + {2t, 2t + 1, 2t + 8, 2t + 9} four scales, then four zero points,
-// 16 bytes. The residual of a row is the key tiles, then the value tiles, of 16 bits.
+// 16 bytes.
 //
 // Sources: KIVI (channel-wise keys), BitDecoding section 4 (KC, the residual block and its kernel);
 // the layout of the metadata is ours.
@@ -47,12 +47,6 @@ struct ChannelLayout {
   TKV_HD constexpr int32_t codes(Component c) const {
     return c == Component::kKey ? k_codes : v_codes;
   }
-  // Of a row's residual.
-  TKV_HD constexpr int32_t residual_bytes() const { return tokens * head_dim() * 4; }
-  TKV_HD constexpr int32_t residual_tile(Component c, int32_t tile_index) const {
-    return (c == Component::kValue ? tokens * head_dim() * 2 : 0) +
-           tile_index * TileLayout{16, head_dim()}.bytes();
-  }
   TKV_HD constexpr int32_t value_metadata_byte(int32_t token) const {
     return v_metadata + token / kTileTokens * kMetadataBlockBytes +
            token_metadata_byte(0, token % kTileTokens);
@@ -85,70 +79,12 @@ constexpr ChannelLayout channel_layout(int32_t head_dim, int32_t k_bits, int32_t
 // per token, both without entropy coder and basis.
 Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head_dim);
 
-// The rows of a cache; all memory is the caller's, host or device. Rows are (sequence, kv_head) of
-// one layer, kv_heads innermost.
-struct ChannelCache {
-  ChannelLayout layout{};
-  int32_t num_rows = 0;
-  int32_t max_blocks = 0;              // of a row
-  int32_t num_blocks = 0;              // of the pool
-  uint8_t* pool = nullptr;             // [num_blocks] x layout.bytes, 128-byte aligned
-  const int32_t* table = nullptr;      // [num_rows, max_blocks] ids of blocks
-  uint8_t* residual = nullptr;         // [num_rows] x layout.residual_bytes(), 16-byte aligned;
-                                       // finite: zeros before the first use
-  int32_t* block_count = nullptr;      // [num_rows] blocks in use
-  int32_t* residual_tokens = nullptr;  // [num_rows] 0 to layout.tokens - 1
-
-  // What the methods below name a row by.
-  using Row = int32_t;
-  TKV_HD Row row(int32_t index) const { return index; }
-  TKV_HD uint8_t* block(int32_t id) const { return pool + static_cast<int64_t>(id) * layout.bytes; }
-  TKV_HD uint8_t* residual_of(int32_t row) const {
-    return residual + static_cast<int64_t>(row) * layout.residual_bytes();
-  }
-  TKV_HD const uint8_t* raw_tile(int32_t row, Component c, int32_t tile) const {
-    return residual_of(row) + layout.residual_tile(c, tile);
-  }
-  // The id of a row's block; -1 where the tables name none of the pool.
-  TKV_HD int32_t block_id(int32_t row, int32_t index) const {
-    if (index < 0 || index >= max_blocks) return -1;
-    const int32_t id = table[static_cast<int64_t>(row) * max_blocks + index];
-    return id >= 0 && id < num_blocks ? id : -1;
-  }
-  // kInvalidArgument.
-  Status validate() const;
-};
-
-// One token for each row, and what became of it: kNonFinite, kOutOfPages (the token would fill a
-// block and the table has none for it), kCorrupt (counts that cannot be): the row is as it was.
-struct ChannelAppend {
-  const uint16_t* k = nullptr;   // fp16 [num_rows, head_dim]
-  const uint16_t* v = nullptr;   // likewise
-  StatusCode* status = nullptr;  // [num_rows]
-};
-// The tokens of prompts, for rows that are empty. Token t of sequence s is at (indptr[s] + t).
-// Statuses are per row, as above; kCorrupt also where a prompt does not fit max_blocks. A row whose
-// status is not kOk is left empty.
-struct ChannelPrompt {
-  const uint16_t* k = nullptr;      // fp16 [tokens, num_kv_heads, head_dim], 16-byte aligned
-  const uint16_t* v = nullptr;      // likewise
-  const int32_t* indptr = nullptr;  // [num_rows / num_kv_heads + 1]
-  int32_t num_kv_heads = 0;
-  StatusCode* status = nullptr;  // [num_rows]
-};
-Status append_channel_host(const ChannelCache& cache, const ChannelAppend& append);
-Status append_channel(const ChannelCache& cache, const ChannelAppend& append, GpuStream stream);
-Status fill_channel_host(const ChannelCache& cache, const ChannelPrompt& prompt);
-Status fill_channel(const ChannelCache& cache, const ChannelPrompt& prompt, GpuStream stream);
-
 // Writes a block, l.bytes, of finite fp16 values k and v, [l.tokens, head_dim].
 void encode_channel_block(const ChannelLayout& layout, const float* k, const float* v,
                           uint8_t* block);
 
-// The block's value at (token, dim), and the residual's.
+// The block's value at (token, dim).
 float channel_value(const ChannelLayout& layout, const uint8_t* block, Component component,
                     int32_t token, int32_t dim);
-float residual_value(const ChannelLayout& layout, const uint8_t* residual, Component component,
-                     int32_t token, int32_t dim);
 
 }  // namespace tierkv

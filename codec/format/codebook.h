@@ -49,7 +49,7 @@ struct CodebookSpec {
   uint8_t table_id = 0;
 };
 
-// Made by build_codebook, parse_codebook or raw_codebook only; immutable afterwards.
+// Made by build_codebook or parse_codebook only; immutable afterwards.
 //
 // A symbol is a number whose digits, least significant first, are its codes counted from the base
 // (kSplit: their high nibbles), in the radix below.
@@ -92,7 +92,7 @@ uint16_t table_entry(const Codebook& codebook, uint32_t symbol);
 // The same table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
 // second in 22-26, for kQuad third in 8-9 and fourth in 24-25; kSingle has its digit in bits 16-23.
 // An entry of kPair times 2^-6, in fp16, is two numbers digit * 2^-24: the product rounds the
-// length away. So is the upper half of one of kSingle as it stands. Empty of raw_codebook().
+// length away. So is the upper half of one of kSingle as it stands.
 std::vector<uint32_t> device_table(const Codebook& codebook);
 
 // Checks mode, levels, base and lengths and fills in the rest: kInvalidArgument with the field.
@@ -102,11 +102,6 @@ Status complete_codebook(Codebook* codebook);
 // codebook. kInvalidArgument for an impossible spec; kUnsupported where the mode cannot hold the
 // codes usefully.
 Result<Codebook> build_codebook(const CodeHistogram& histogram, const CodebookSpec& spec = {});
-
-// The codebook without code words, of mode kRaw16 and no levels: each block takes the narrowest raw
-// mode that holds its codes (block-adaptive width). It has no serialised form: raw blocks name no
-// codebook.
-Codebook raw_codebook(Component component);
 
 inline constexpr int64_t kCodebookHeaderBytes = 12;
 inline constexpr int32_t kLongestRun = 16;  // absent symbols in one run

@@ -82,6 +82,12 @@ Status ComponentFormat::validate(int32_t head_dim) const {
   if (step_rule == StepRule::kAbsolute && unit != Unit::kGlobal) {
     return invalid("an absolute step needs unit=global");
   }
+  if (step_rule == StepRule::kWeighted && (unit != Unit::kToken || group != 0)) {
+    return invalid("weighted steps need unit=token without groups");
+  }
+  if (step_rule == StepRule::kWeighted && basis != BasisKind::kNone) {
+    return invalid("weighted steps have no basis");
+  }
   if (unit == Unit::kToken && group > 0 && (group > head_dim || head_dim % group != 0)) {
     return invalid("group " + std::to_string(group) + " does not divide head_dim " +
                    std::to_string(head_dim));
@@ -152,6 +158,9 @@ std::string to_string(const ComponentFormat& f) {
       break;
     case StepRule::kAbsolute:
       s = "absolute step " + std::to_string(f.step);
+      break;
+    case StepRule::kWeighted:
+      s = "weighted step " + std::to_string(f.step);
       break;
     case StepRule::kNorm:
       s = std::to_string(f.bits) + " bits clipped at the norm";

@@ -124,22 +124,23 @@ TKV_HD WeightedBlockLayout weighted_layout(const WeightedBlockHeader& h, int32_t
   return at;
 }
 
-// Field i of `bits` (at most 12) bits. Reads no byte that holds none of its bits.
+// Field i of `bits` (at most 12) bits of a part that is whole words. Reads no word that holds none
+// of its bits.
 TKV_HD uint32_t load_field(const uint8_t* part, int32_t i, int32_t bits) {
   if (bits == 0) return 0;
-  const int32_t from = i * bits, first = from / 8, last = (from + bits - 1) / 8;
-  uint32_t x = 0;
-  for (int32_t b = first; b <= last; ++b) x |= static_cast<uint32_t>(part[b]) << (8 * (b - first));
-  return x >> from % 8 & ((1u << bits) - 1u);
+  const int32_t from = i * bits, skip = from % 32;
+  const uint8_t* word = part + from / 32 * 4;
+  uint32_t x = load_u32(word) >> skip;
+  if (skip + bits > 32) x |= load_u32(word + 4) << (32 - skip);
+  return x & ((1u << bits) - 1u);
 }
-// Into zeroed bytes.
+// Into zeroed words.
 TKV_HD void store_field(uint8_t* part, int32_t i, int32_t bits, uint32_t x) {
   if (bits == 0) return;
-  const int32_t from = i * bits, first = from / 8, last = (from + bits - 1) / 8;
-  x <<= from % 8;
-  for (int32_t b = first; b <= last; ++b) {
-    part[b] = static_cast<uint8_t>(part[b] | (x >> (8 * (b - first)) & 255u));
-  }
+  const int32_t from = i * bits, skip = from % 32;
+  uint8_t* word = part + from / 32 * 4;
+  store_u32(word, load_u32(word) | x << skip);
+  if (skip + bits > 32) store_u32(word + 4, x >> (32 - skip));
 }
 // Bits of a field that holds 0 .. most.
 TKV_HD int32_t bits_for(uint32_t most) {

@@ -30,29 +30,6 @@ __device__ __forceinline__ bool is_finite_half(uint16_t x) {
   return (x & 0x7c00u) != 0x7c00u;
 }
 
-// Values as they come: tokens `stride` elements apart. stage() brings a component to shared memory,
-// by all threads, and returns whether what this thread saw is finite.
-struct DenseSource {
-  const uint16_t* x[2];  // k, v
-  int64_t stride;
-
-  template <int32_t kHeadDim>
-  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
-                                        ChannelShared<kHeadDim>& s) const {
-    const uint16_t* from = x[static_cast<int32_t>(c)];
-    bool finite = true;
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tokens * (kHeadDim / 8);
-         i += kChannelThreads) {
-      const int32_t t = i / (kHeadDim / 8), d = i % (kHeadDim / 8) * 8;
-      const uint4 w = *reinterpret_cast<const uint4*>(from + t * stride + d);
-      finite &= are_finite_halves(w.x) && are_finite_halves(w.y) && are_finite_halves(w.z) &&
-                are_finite_halves(w.w);
-      *reinterpret_cast<uint4*>(&s.x[t * ChannelShared<kHeadDim>::kLine + d]) = w;
-    }
-    return finite;
-  }
-};
-
 // Raw tiles, tile_at(component, tile) of a block's, which this CTA may have written; they are
 // finite.
 template <class TileAt>
@@ -252,13 +229,6 @@ void with_channel_encoder(const ChannelLayout& l, Take&& take) {
     default:
       return take(ChannelEncoder<256>());
   }
-}
-
-__device__ __forceinline__ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c,
-                                             int32_t token, int32_t dim, uint16_t x) {
-  const CodePosition at = code_position(TileLayout{16, l.head_dim()}, c, token % kTileTokens, dim);
-  uint8_t* to = residual + l.residual_tile(c, token / kTileTokens) + at.byte + at.bit / 8;
-  *reinterpret_cast<uint16_t*>(to) = x;
 }
 
 }  // namespace tierkv

@@ -26,11 +26,20 @@ class SymbolPlanner {
   void run() {
     find_digits();
     find_offsets();
-    const int32_t streams = books_.first().streams_per_lane;
-    for (int32_t s = 0; s < streams; ++s) {
-      for (int32_t lane = 0; lane < kWarpLanes && plan_->possible; ++lane) plan_stream(s, lane);
+    switch (mode_) {
+      case BlockMode::kSingle:
+        plan_streams<BlockMode::kSingle>();
+        break;
+      case BlockMode::kPair:
+        plan_streams<BlockMode::kPair>();
+        break;
+      case BlockMode::kQuad:
+        plan_streams<BlockMode::kQuad>();
+        break;
+      default:
+        plan_streams<BlockMode::kSplit>();
     }
-    plan_->entries_per_stream = next_ / (streams * kWarpLanes);
+    plan_->entries_per_stream = next_ / books_.streams();
     if (plan_->payload_bits > kMaxPayloadBits) plan_->possible = false;
     std::sort(plan_->exceptions, plan_->exceptions + plan_->exception_count,
               [](uint32_t a, uint32_t b) { return (a & 0xffffu) < (b & 0xffffu); });
@@ -78,57 +87,95 @@ class SymbolPlanner {
     }
   }
 
+  // Where the next code word of a stream goes, and the bits of those before.
+  struct Cursor {
+    uint32_t* next;
+    uint32_t bits = 0;
+    void put(uint32_t word, uint32_t length) {
+      *next++ = word | length << 16;
+      bits += length;
+    }
+  };
+
+  // What the inner loop needs of a book, apart from what it writes.
+  struct BookView {
+    const Codebook* book;
+    const uint8_t* lengths;
+    const uint16_t* words;
+    int32_t radix;
+  };
+
+  template <BlockMode kMode>
+  void plan_streams() {
+    for (int32_t f = 0; f < kSliceDimBlocks; ++f) {
+      const Codebook* book = books_.of[f];
+      views_[f] = {book, book->lengths.data(), book->words.data(), book->radix()};
+    }
+    if (books_.first().streams_per_lane == 1) return plan_lanes<kMode, 1>(0);
+    plan_lanes<kMode, 2>(0);
+    plan_lanes<kMode, 2>(1);
+  }
+
+  template <BlockMode kMode, int32_t kStreams>
+  void plan_lanes(int32_t stream) {
+    for (int32_t lane = 0; lane < kWarpLanes && plan_->possible; ++lane) {
+      plan_stream<kMode, kStreams>(stream, lane);
+    }
+  }
+
   // The symbols of one stream: every pair of the lane, or with two streams every other symbol.
+  template <BlockMode kMode, int32_t kStreams>
   void plan_stream(int32_t stream, int32_t lane) {
     const PairPosition origin = pair_position(books_.first().component, 0, 0, 0, lane);
     const int32_t from = origin.token * kSliceDims + origin.dim;
-    const int32_t blocks = dim_block_count(slice_.dims);
-    const int64_t before = plan_->payload_bits;
-    for (int32_t p = 0, block = 0; p < pair_count_; p += kPairsPerFragment) {
-      const Codebook& book = *books_.of[block];
+    const int32_t blocks = dim_block_count(slice_.dims), pairs = pair_count_;
+    Cursor to{plan_->entries + next_};
+    for (int32_t p = 0, block = 0; p < pairs; p += kPairsPerFragment) {
+      const BookView view = views_[block];
       if (++block == blocks) block = 0;
-      plan_fragment(book, stream, from, pair_offset_ + p);
+      to = plan_fragment<kMode, kStreams>(view, stream, from, pair_offset_ + p, to);
     }
-    plan_->stream_bits[stream * kWarpLanes + lane] =
-        static_cast<uint32_t>(plan_->payload_bits - before);
+    plan_->stream_bits[stream * kWarpLanes + lane] = to.bits;
+    plan_->payload_bits += to.bits;
+    next_ = static_cast<int32_t>(to.next - plan_->entries);
   }
 
   // A stream's symbols of the four pairs of a fragment.
-  void plan_fragment(const Codebook& book, int32_t stream, int32_t from, const int32_t* offsets) {
-    const bool quad = mode_ == BlockMode::kQuad;
-    const int32_t pairs_a_symbol = quad ? 2 : 1, step = pairs_a_symbol * book.streams_per_lane;
-    for (int32_t r = pairs_a_symbol * stream; r < kPairsPerFragment; r += step) {
-      const int32_t a = from + offsets[r];
-      if (quad) {
+  template <BlockMode kMode, int32_t kStreams>
+  Cursor plan_fragment(const BookView& view, int32_t stream, int32_t from, const int32_t* offsets,
+                       Cursor to) {
+    constexpr int32_t kPairs = kMode == BlockMode::kQuad ? 2 : 1;
+    const int32_t partner = partner_;
+    for (int32_t i = 0; i < kPairsPerFragment / (kPairs * kStreams); ++i) {
+      const int32_t r = kPairs * (kStreams * i + stream), a = from + offsets[r];
+      if constexpr (kMode == BlockMode::kQuad) {
         const int32_t b = from + offsets[r + 1];
-        plan_symbol(book, std::array{a, a + partner_, b, b + partner_});
-      } else if (mode_ == BlockMode::kSingle) {
-        plan_symbol(book, std::array{a});
-        plan_symbol(book, std::array{a + partner_});
+        plan_symbol(view, std::array{a, a + partner, b, b + partner}, &to);
+      } else if constexpr (kMode == BlockMode::kSingle) {
+        plan_symbol(view, std::array{a}, &to);
+        plan_symbol(view, std::array{a + partner}, &to);
       } else {
-        plan_symbol(book, std::array{a, a + partner_});
+        plan_symbol(view, std::array{a, a + partner}, &to);
       }
     }
+    return to;
   }
 
   // One symbol of the codes at these indices (token * kSliceDims + dim).
   template <size_t kPlaces>
-  void plan_symbol(const Codebook& book, const std::array<int32_t, kPlaces>& at) {
+  void plan_symbol(const BookView& view, const std::array<int32_t, kPlaces>& at, Cursor* to) {
     int32_t digits[kPlaces], symbol = 0, weight = 1, signs = 0;
-    const int32_t radix = mode_ == BlockMode::kSplit ? book.radix() : book.levels;
     for (size_t i = 0; i < kPlaces; ++i) {
       digits[i] = digits_[at[i]];
       signs |= digits[i];
       symbol += weight * digits[i];
-      weight *= radix;
+      weight *= view.radix;
     }
-    if (signs < 0 || book.lengths[symbol] == 0) {
-      symbol = substitute(book, digits, kPlaces);
-      add_exceptions(book, at.data(), digits, kPlaces, symbol);
+    if (signs < 0 || view.lengths[symbol] == 0) {
+      symbol = substitute(*view.book, digits, kPlaces);
+      add_exceptions(*view.book, at.data(), digits, kPlaces, symbol);
     }
-    const uint32_t length = book.lengths[symbol];
-    plan_->entries[next_++] = book.words[symbol] | length << 16;
-    plan_->payload_bits += length;
+    to->put(view.words[symbol], view.lengths[symbol]);
   }
 
   // Bits of a symbol in place of the digits: its code word and one exception per code it gets
@@ -189,6 +236,7 @@ class SymbolPlanner {
   int32_t most_exceptions_;
   int32_t next_ = 0;
   int32_t pair_count_ = 0, partner_ = 1;
+  BookView views_[kSliceDimBlocks];
   int32_t pair_offset_[kMaxBlockCodes / 2 / kWarpLanes];
   int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
 };

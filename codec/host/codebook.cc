@@ -151,7 +151,6 @@ uint16_t table_entry(const Codebook& c, uint32_t symbol) {
 }
 
 std::vector<uint32_t> device_table(const Codebook& c) {
-  if (is_raw_mode(c.mode)) return {};
   std::vector<uint32_t> entry_of(c.lengths.size());
   for (uint32_t symbol = 0; symbol < entry_of.size(); ++symbol) {
     const Digits digits = digits_of(c, symbol);
@@ -189,14 +188,6 @@ Status complete_codebook(Codebook* c) {
     c->table.push_back(entry_of[symbol]);
   }
   return Status::ok();
-}
-
-Codebook raw_codebook(Component component) {
-  Codebook c;
-  c.component = component;
-  c.mode = BlockMode::kRaw16;
-  c.levels = c.max_length = 0;
-  return c;
 }
 
 int64_t codebook_bytes(const Codebook& c) {

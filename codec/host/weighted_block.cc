@@ -118,7 +118,6 @@ void encode_slice(const Slice& slice, const int8_t* exponents, const BookFamily&
 Status BookFamily::validate() const {
   if (books.empty() || books.size() > kMaxFamilyBooks) return invalid("a family has 1 to 4 books");
   const Codebook& first = books.front();
-  if (is_raw_mode(first.mode) && books.size() > 1) return invalid("a raw family has one book");
   for (size_t i = 0; i < books.size(); ++i) {
     const Codebook& book = books[i];
     if (book.component != first.component || book.mode != first.mode ||

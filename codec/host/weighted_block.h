@@ -22,7 +22,7 @@ namespace tierkv {
 // The codebooks of one (layer, component). All books have one component, one mode and as many
 // streams per lane; book i has the table id of book 0 plus i.
 struct BookFamily {
-  std::vector<Codebook> books;  // 1 to kMaxFamilyBooks; one raw_codebook(): every block is raw
+  std::vector<Codebook> books;  // 1 to kMaxFamilyBooks
 
   // kInvalidArgument with what differs.
   Status validate() const;
@@ -68,6 +68,7 @@ struct WeightedBlockStats {
   int64_t exception_bits = 0;
   int64_t exceptions = 0;
   int64_t padding_bits = 0;
+  void add(const WeightedBlockStats& other);
   int64_t total_bits() const {
     return header_bits + exponent_bits + length_bits + payload_bits + exception_bits + padding_bits;
   }

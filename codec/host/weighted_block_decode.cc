@@ -1,5 +1,6 @@
 // decode_weighted_block: validation. The decoder is in codec/host/block_streams.cc.
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "codec/host/block_streams.h"
@@ -40,15 +41,27 @@ const char* check_fields(const WeightedBlockHeader& h) {
   return nullptr;
 }
 
+// As load_field() of 0 .. count - 1, at most 64 fields of 12 bits, without a branch a field.
+void load_fields(const uint8_t* part, int32_t count, int32_t bits, uint16_t* fields) {
+  uint8_t padded[64 * kMaxLengthBits / 8 + 8] = {};
+  memcpy(padded, part, static_cast<size_t>(field_bytes(count, bits)));
+  const uint32_t mask = (1u << bits) - 1u;
+  for (int32_t i = 0, from = 0; i < count; ++i, from += bits) {
+    uint32_t word;
+    memcpy(&word, padded + from / 8, sizeof(word));
+    fields[i] = static_cast<uint16_t>(word >> from % 8 & mask);
+  }
+}
+
 // The bounds of the streams from their lengths.
 const char* find_bounds(Block* block) {
   const WeightedBlockHeader& h = block->header;
   OpenSlice& slice = block->slice;
-  const uint8_t* lengths = block->bytes + block->at.lengths;
   const int32_t streams = kWarpLanes * h.streams_per_lane;
+  uint16_t excess[2 * kWarpLanes];
+  load_fields(block->bytes + block->at.lengths, streams, h.length_bits, excess);
   for (int32_t i = 0; i < streams; ++i) {
-    const uint32_t excess = load_field(lengths, i, h.length_bits);
-    slice.bounds[i + 1] = slice.bounds[i] + h.least_length + excess;
+    slice.bounds[i + 1] = slice.bounds[i] + h.least_length + excess[i];
   }
   return slice.bounds[streams] <= kMaxPayloadBits ? nullptr : "streams of more than 65535 bits";
 }
@@ -88,11 +101,13 @@ const char* open_block(const uint8_t* bytes, int64_t size, Block* block) {
 // Zeros between the parts and behind the fields of the last byte.
 const char* check_gaps(const Block& block) {
   const WeightedBlockHeader& h = block.header;
+  // The parts are whole words.
   const auto clear = [&](int32_t from_bit, int32_t to_byte) {
-    for (; from_bit < 8 * to_byte; ++from_bit) {
-      if (block.bytes[from_bit / 8] >> from_bit % 8 & 1) return false;
-    }
-    return true;
+    int32_t word = from_bit / 32 * 4;
+    if (word >= to_byte) return true;
+    uint32_t bits = load_u32(block.bytes + word) >> from_bit % 32;
+    for (word += 4; word < to_byte; word += 4) bits |= load_u32(block.bytes + word);
+    return bits == 0;
   };
   const bool raw = is_raw_mode(h.mode);
   const int32_t exponents = 8 * block.at.exponents + h.tokens * h.exponent_bits;
@@ -110,14 +125,17 @@ const char* read_exponents(const Block& block, bool first, int8_t* exponents) {
     return h.exponent_bits == 0 && h.least_exponent == 0 ? nullptr
                                                          : "exponents behind the first slice";
   }
+  uint16_t above[kBlockTokens], most = 0;
+  load_fields(block.bytes + block.at.exponents, h.tokens, h.exponent_bits, above);
   for (int32_t t = 0; t < h.tokens; ++t) {
-    const uint32_t above = load_field(block.bytes + block.at.exponents, t, h.exponent_bits);
-    const int32_t e = h.least_exponent + static_cast<int32_t>(above);
-    if (e > kMostExponent) return "an exponent beyond 127";
-    if (h.component == Component::kKey && !is_importance_exponent(e)) {
-      return "a key's exponent is outside -8 to 4";
-    }
-    exponents[t] = static_cast<int8_t>(e);
+    most = std::max(most, above[t]);
+    exponents[t] = static_cast<int8_t>(h.least_exponent + above[t]);
+  }
+  const int32_t highest = h.least_exponent + most;
+  if (highest > kMostExponent) return "an exponent beyond 127";
+  if (h.component == Component::kKey &&
+      !(is_importance_exponent(h.least_exponent) && is_importance_exponent(highest))) {
+    return "a key's exponent is outside -8 to 4";
   }
   return nullptr;
 }
@@ -170,6 +188,17 @@ Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamil
   std::fill_n(out.codes, static_cast<int64_t>(out.tokens) * out.head_dim, int16_t{0});
   std::fill_n(out.exponents, out.tokens, int8_t{0});
   return corrupt(wrong);
+}
+
+void WeightedBlockStats::add(const WeightedBlockStats& other) {
+  for (int32_t m = 0; m < kNumBlockModes; ++m) blocks[m] += other.blocks[m];
+  header_bits += other.header_bits;
+  exponent_bits += other.exponent_bits;
+  length_bits += other.length_bits;
+  payload_bits += other.payload_bits;
+  exception_bits += other.exception_bits;
+  exceptions += other.exceptions;
+  padding_bits += other.padding_bits;
 }
 
 Status add_weighted_stats(const uint8_t* bytes, int64_t size, WeightedBlockStats* stats) {

@@ -1,11 +1,11 @@
 #include "codec/host/weighted_books.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <optional>
 #include <string>
 
+#include "codec/format/codebook_choice.h"
 #include "tierkv/layout.h"
 
 namespace tierkv {
@@ -88,13 +88,50 @@ Result<std::vector<Codebook>> build_all(const std::vector<CodeHistogram>& histog
   return books;
 }
 
+constexpr int32_t kSmoothLow = -128, kSmoothHigh = 127;
+
+size_t pair_index(int32_t first, int32_t second) {
+  return static_cast<size_t>(static_cast<uint8_t>(first)) << 8 | static_cast<uint8_t>(second);
+}
+
+// Counts of single codes [65536] times 4096, with tails.
+std::vector<uint64_t> smoothed_singles(const CodeHistogram& sample) {
+  std::vector<uint64_t> singles(65536, 0);
+  const auto at = [&](int32_t code) -> uint64_t& { return singles[static_cast<uint16_t>(code)]; };
+  int32_t mode = sample.min_code();
+  for (int32_t c = sample.min_code(); c <= sample.max_code(); ++c) {
+    at(c) = sample.count(c) << 12;
+    if (sample.count(c) > sample.count(mode)) mode = c;
+  }
+  for (int32_t c = mode + 1; c <= kSmoothHigh; ++c) at(c) = std::max(at(c), at(c - 1) / 8);
+  for (int32_t c = mode - 1; c >= kSmoothLow; --c) at(c) = std::max(at(c), at(c + 1) / 8);
+  return singles;
+}
+
 }  // namespace
 
+CodeHistogram smoothed(const CodeHistogram& sample) {
+  if (sample.empty() || sample.min_code() < kSmoothLow || sample.max_code() > kSmoothHigh) {
+    return sample;
+  }
+  std::vector<uint64_t> singles = smoothed_singles(sample);
+  const auto single = [&](int32_t code) { return singles[static_cast<uint16_t>(code)]; };
+  const uint64_t total = std::accumulate(singles.begin(), singles.end(), uint64_t{0});
+  std::vector<uint64_t> pairs(65536, 0);
+  for (int32_t a = kSmoothLow; a <= kSmoothHigh; ++a) {
+    for (int32_t b = kSmoothLow; b <= kSmoothHigh; ++b) {
+      const uint64_t expected = expected_count(single(a), single(b), total) / 4;
+      pairs[pair_index(a, b)] = (sample.pair_count(a, b) << 11) + expected;
+    }
+  }
+  return CodeHistogram(sample.component(), sample.head_dim(), std::move(singles), std::move(pairs));
+}
+
 Result<BookChoice> choose_books(Component component, int32_t head_dim,
-                                const std::vector<RowCodes>& rows, int32_t books,
-                                const CodebookSpec& spec) {
+                                const std::vector<RowCodes>& rows, const BookSpec& spec) {
+  const int32_t books = spec.books;
   if (books < 1 || books > kMaxFamilyBooks) return invalid("a family has 1 to 4 books");
-  if (spec.table_id + books > 256) return invalid("table ids end at 255");
+  if (spec.code.table_id + books > 256) return invalid("table ids end at 255");
   if (head_dim < 1 || head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
   for (const RowCodes& row : rows) {
     if (row.tokens < 0 || (row.tokens > 0 && row.codes == nullptr)) return invalid("a row is null");
@@ -114,9 +151,12 @@ Result<BookChoice> choose_books(Component component, int32_t head_dim,
     choice.book_of[order[i]] = static_cast<uint8_t>(book);
     layer.add(order[i], &histograms[book]);
   }
-  Result<std::vector<Codebook>> built = build_all(histograms, spec);
+  if (spec.sample) {
+    for (CodeHistogram& histogram : histograms) histogram = smoothed(histogram);
+  }
+  Result<std::vector<Codebook>> built = build_all(histograms, spec.code);
   if (!built) return built.status();
-  CodebookSpec same = spec;
+  CodebookSpec same = spec.code;
   same.mode = widest_mode(*built);
   built = build_all(histograms, same);
   if (!built) return built.status();

@@ -1,4 +1,4 @@
-// The `.tkv` container, version 1: a compressed cache in a file, chunk by chunk.
+// The `.tkv` container, version 2: a compressed cache in a file, chunk by chunk.
 //
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.
 // The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits), so
@@ -20,15 +20,15 @@
 #include "tierkv/export.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
+#include "tierkv/rope.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
 
-// What version 1 promises stands in docs/FORMAT.md, section 6.
-inline constexpr uint16_t kContainerMajor = 1;
+// What version 2 promises stands in docs/FORMAT.md, section 6.
+inline constexpr uint16_t kContainerMajor = 2;
 inline constexpr uint16_t kContainerMinor = 0;
-inline constexpr uint16_t kStoreFixedMinor = 1;  // of a file with a chunk kStoreFixed
-inline constexpr int32_t kNotApplicable = -1;    // of a field of ChunkKey
+inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
 
 // The values are those of the file format. An unknown kind is skipped where its chunk is marked
 // optional and refused otherwise.
@@ -36,7 +36,7 @@ enum class ChunkKind : uint16_t {
   kModel = 1,           // layout of the cache, names; the first chunk
   kSequence = 2,        // id, kind and tokens of a sequence
   kBasis = 3,           // coordinates and global step of a (layer, kv_head, component)
-  kCodebook = 4,        // of a (layer, component, part)
+  kCodebook = 4,        // of a (layer, component, part), one by one where it is a family
   kRow = 5,             // which token is stored where in a (layer, kv_head)
   kSegment = 6,         // codes of a (layer, kv_head, component, part)
   kQueryPositions = 7,  // of a layer; optional, as the next two
@@ -48,16 +48,18 @@ enum class ChunkKind : uint16_t {
   kStoreRow = 13,       // of a (layer, kv_head) of it
   kStorePage = 14,      // of a (layer, kv_head, part) of it, page by page
   kStoreFixed = 15,     // of a coded store with fixed-rate blocks: their format
+  kWeightedRow = 16,    // means, weights and steps of a (layer, kv_head)
 };
 
 struct ChunkKey {
   ChunkKind kind = ChunkKind::kModel;
-  int32_t sequence = kNotApplicable;  // kBasis: kNotApplicable serves every sequence
+  // kBasis, kWeightedRow: kNotApplicable serves every sequence.
+  int32_t sequence = kNotApplicable;
   int32_t layer = kNotApplicable;
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
   uint8_t part = 0;               // of a row, docs/FORMAT.md
-  int32_t page = 0;               // kPage, kStorePage: of the part, from 0
+  int32_t page = 0;  // kPage, kStorePage: of the part, kCodebook: of the family, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {
     return a.kind == b.kind && a.sequence == b.sequence && a.layer == b.layer && a.head == b.head &&
@@ -158,6 +160,13 @@ struct ContainerModel {
   CacheLayout layout;
   int32_t num_sequences = 0;
   std::string preset, model_id, created_by;
+  // How keys were rotated: [1] for all layers or [num_layers]; empty: unknown.
+  std::vector<Rope> rope;
+
+  // Null where it is unknown.
+  const Rope* rope_of(int32_t layer) const {
+    return rope.empty() ? nullptr : &rope[rope.size() == 1 ? 0 : static_cast<size_t>(layer)];
+  }
 };
 TKV_API std::vector<uint8_t> serialize_model(const ContainerModel& model);
 TKV_API Result<ContainerModel> parse_model(const std::vector<uint8_t>& bytes);

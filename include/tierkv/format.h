@@ -26,6 +26,7 @@ enum class StepRule : int32_t {
   kMinMax = 0,    // scale = (max - min) / (levels - 1) of the unit
   kRelative = 1,  // scale = rel_step * (max - min) of the unit; the number of levels follows
   kAbsolute = 2,  // one step per (layer, kv_head, component), no zero point
+  kWeighted = 3,  // one step per row, a power of 2^(1/8) per token, a weight per channel
   kNorm = 4,      // 2 bits: scale = 0.9957 root mean squares of the unit, codes clipped
 };
 
@@ -52,8 +53,8 @@ struct TKV_API ComponentFormat {
   Unit unit = Unit::kToken;
   int32_t group =
       0;  // kToken: channels per group, 0 = head_dim. kChannel, kBlock: tokens per unit (required)
-  double step =
-      0;  // kRelative: fraction of the range. kAbsolute: k or v, the error the step aims at
+  double step = 0;  // kRelative: fraction of the range. kAbsolute, kWeighted: k or v, the error
+                    // the step aims at
   Entropy entropy = Entropy::kNone;
   BasisKind basis = BasisKind::kNone;
 

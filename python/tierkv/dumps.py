@@ -32,11 +32,14 @@ class Result:
     value_rel_error: Optional[float]
     attention_rel_error: Optional[float]
     attention_rel_error_online: Optional[float]
+    attention_pooled_error: Optional[float]
+    attention_weighted_error: Optional[float]  # with a profile's sensitivities
     attention_cosine: Optional[float]
     key_entropy_bits: Optional[float]
     value_entropy_bits: Optional[float]
     key_coded_bits: Optional[float]
     value_coded_bits: Optional[float]
+    parts: Optional[Dict[str, float]]  # weighted steps: bytes of blocks by what they hold
     encode_gbps: Optional[float]
     decode_gbps: Optional[float]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,9 @@ class ComponentProfile:
         return np.asarray(error * unit.astype(np.float64), np.float32)
 
 
+NO_COMPONENT = ComponentProfile(np.empty(0, np.float32), np.empty(0, np.float32), None, None)
+
+
 @dataclass(frozen=True)
 class Rope:
     """How a model rotates queries and keys by position."""
@@ -95,8 +98,10 @@ class ProfileData:
 
 @dataclass(frozen=True)
 class Profile(ProfileData):
-    key: Optional[ComponentProfile] = None
-    value: Optional[ComponentProfile] = None
+    """A profile that was read, with means, bases and global steps for StoreConfig."""
+
+    key: ComponentProfile = NO_COMPONENT
+    value: ComponentProfile = NO_COMPONENT
 
     def classes(self, shares: Sequence[float]) -> npt.NDArray[np.int32]:
         """The class of each head [num_layers, num_kv_heads]: shares[0] of the heads, the most sensitive, are class 0, and so on;
@@ -114,7 +119,7 @@ def read_profile(path: lib.Path) -> Profile:
         data = lib.ProfileData()
         lib.dumps().call("tkv_profile_get_data", handle, data)
         rows = (data.num_layers, data.num_kv_heads)
-        arrays = {name: _copied(getattr(data, name), ctypes.c_float, (*rows, data.head_dim)) for name in VECTORS}
+        arrays: Dict[str, Any] = {name: _copied(getattr(data, name), ctypes.c_float, (*rows, data.head_dim)) for name in VECTORS}
         arrays.update({name: _copied(getattr(data, name), ctypes.c_double, rows) for name in SCALARS})
         key, value = (_component(handle, data, name) for name in COMPONENTS)
         return Profile(data.model_id.decode(), data.num_layers, data.num_q_heads, data.num_kv_heads, data.head_dim, data.sm_scale,
@@ -126,12 +131,13 @@ def read_profile(path: lib.Path) -> Profile:
 def write_profile(path: lib.Path, profile: ProfileData) -> None:
     """Replaces the file, whole or not at all. Matrices are not written."""
     rows = (profile.num_layers, profile.num_kv_heads)
-    shapes = {**{name: (*rows, profile.head_dim) for name in VECTORS}, **{name: rows for name in SCALARS}}
-    arrays = {}
-    for name, shape in shapes.items():
-        given = getattr(profile, name)
-        dtype = np.float32 if name in VECTORS else np.float64
-        arrays[name] = None if given is None else shaped(np.ascontiguousarray(given, dtype), shape, name)
+    arrays: Dict[str, Optional[Array]] = {}
+    for name in VECTORS + SCALARS:
+        given, vector = getattr(profile, name), name in VECTORS
+        if given is not None:
+            given = np.ascontiguousarray(given, np.float32 if vector else np.float64)
+            shaped(given, (*rows, profile.head_dim) if vector else rows, name)
+        arrays[name] = given
     rope = {"rope_pairing": -1}
     inv_freq = None
     if profile.rope is not None:

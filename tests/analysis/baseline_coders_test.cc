@@ -1,4 +1,4 @@
-#include "tools/analysis/baseline_coders.h"
+#include "tools/analysis/baselines/baseline_coders.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <random>
 
-#include "tools/analysis/fse.h"
+#include "tools/analysis/baselines/fse.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -35,6 +35,9 @@ constexpr const char* kPresets[] = {"fp16",
                                     "kivi2",
                                     "kvcomp",
                                     "kvcomp:unit=channel",
+                                    "small",
+                                    "small:books=4,sinks=0,k=0.05",
+                                    "small:only=v,window=3",
                                     "step",
                                     "step:basis=none",
                                     "step+rot",
@@ -105,7 +108,9 @@ TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
       for (int32_t seq = 0; seq < 2; ++seq) {
         LayerData data;
         LayerScheme shared;
-        ASSERT_TRUE(load_layer(reader, seq, 0, scheme.tiered, 2, &data).is_ok());
+        ASSERT_TRUE(
+            load_layer(reader, seq, 0, wants_significance(scheme, reader.info(), seq, 0), 2, &data)
+                .is_ok());
         ASSERT_TRUE(prepare_layer(scheme, data, layout, nullptr, &shared).is_ok());
         RowCodec codec = shared.row(scheme, data, 0);
         ASSERT_EQ(codec.encode(), StatusCode::kOk);

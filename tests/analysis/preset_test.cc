@@ -39,6 +39,21 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   EXPECT_EQ(kvcomp.coder, Coder::kHuffman);
   EXPECT_EQ(scheme("kvcomp:unit=channel").high.k.unit, Unit::kChannel);
 
+  const Scheme small = scheme("small");
+  EXPECT_TRUE(small.weighted() && small.importance);
+  EXPECT_EQ(small.high.k.step, 0.5);
+  EXPECT_EQ(small.high.v.step, 0.45);
+  EXPECT_EQ(small.own_k, 0.3);
+  EXPECT_EQ(small.own_v, 0.25);
+  EXPECT_EQ(small.books, 1);
+  EXPECT_FALSE(small.needs_queries() || small.needs_significance());
+  EXPECT_EQ(scheme("small:k=0.4,books=3").own_k, 0.4);
+  EXPECT_FALSE(scheme("small:importance=off").importance);
+  for (const char* text : {"small+huffman", "small+fse", "small+rot", "small:predict=token",
+                           "small:books=5", "small:importance=1", "zstd-codes:of=small"}) {
+    EXPECT_FALSE(parse_preset(text).is_ok()) << text;
+  }
+
   const Scheme step = scheme("step");
   EXPECT_EQ(step.high.k.basis, BasisKind::kMean);
   EXPECT_EQ(step.high.v.step, 0.25);
@@ -48,7 +63,7 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
 TEST(Preset, EveryPresetKeepsTheSameTokensApart) {
   for (const char* text :
        {"k8v4", "k1v1", "k4v4+huffman", "diffkv", "kivi4", "kivi2", "kvcomp", "kvcomp:unit=channel",
-        "step", "step+fse", "zstd-codes:of=k4v4", "zstd-codes:of=kivi2"}) {
+        "small", "step", "step+fse", "zstd-codes:of=k4v4", "zstd-codes:of=kivi2"}) {
     EXPECT_EQ(scheme(text).policy.window_tokens, 64) << text;
     EXPECT_EQ(scheme(text).policy.sink_tokens, 4) << text;
     EXPECT_FALSE(scheme(text).keeps_all_alike()) << text;

@@ -73,59 +73,6 @@ TEST(CodedAttentionCall, IsPlainUnlessItAsksForMore) {
   EXPECT_EQ(c.call.num_tables(), 6);
 }
 
-TEST(CodedAttentionCall, MayHaveNoCodedBlocks) {
-  Call c;
-  c.call.keys.codebook = device_codebook(raw_codebook(Component::kKey));
-  EXPECT_FALSE(c.call.validate()) << "values are coded";
-  c.call.values.codebook = device_codebook(raw_codebook(Component::kValue));
-  EXPECT_TRUE(c.call.validate());
-  EXPECT_TRUE(c.call.is_raw());
-  EXPECT_TRUE(c.call.is_uniform());
-  EXPECT_EQ(c.call.num_tables(), 0);
-  c.call.values.codebook.component = Component::kKey;
-  EXPECT_FALSE(c.call.validate());
-  c.call.values.codebook = c.call.keys.codebook = DeviceCodebook{};
-  c.call.keys.codebook.mode = BlockMode::kRaw4;
-  EXPECT_FALSE(c.call.validate()) << "no raw codebook";
-  c = Call();
-  c.use_families();
-  c.call.keys.codebook = device_codebook(raw_codebook(Component::kKey));
-  EXPECT_FALSE(c.call.validate()) << "a family";
-}
-
-TEST(CodedAttentionCall, MayWalkTrees) {
-  const auto call = [] {
-    Call c;
-    c.call.walk_tree = true;
-    for (CodedComponent* x : {&c.call.keys, &c.call.values}) {
-      x->codebook.mode = BlockMode::kSingle;
-      x->codebook.streams_per_lane = 1;
-      x->codebook.tree_entries = 30;
-    }
-    return c.call;
-  };
-  EXPECT_TRUE(call().validate());
-  const auto code = [&](void (*change)(CodedAttention*)) {
-    CodedAttention c = call();
-    change(&c);
-    return c.validate().code();
-  };
-  EXPECT_EQ(code([](CodedAttention* c) { c->head_dim = 256; }), StatusCode::kUnsupported);
-  EXPECT_EQ(code([](CodedAttention* c) { c->q_len = 2; }), StatusCode::kUnsupported);
-  EXPECT_EQ(code([](CodedAttention* c) {
-              c->keys.codebook.streams_per_lane = c->values.codebook.streams_per_lane = 2;
-            }),
-            StatusCode::kUnsupported);
-  EXPECT_EQ(code([](CodedAttention* c) {
-              c->keys.codebook.mode = c->values.codebook.mode = BlockMode::kPair;
-            }),
-            StatusCode::kUnsupported);
-  EXPECT_EQ(code([](CodedAttention* c) { c->values.codebook.tree_entries = 2049; }),
-            StatusCode::kInvalidArgument);
-  EXPECT_EQ(code([](CodedAttention* c) { c->values.codebook.tree_entries = 0; }),
-            StatusCode::kInvalidArgument);
-}
-
 TEST(CodedAttentionCall, NamesWhatItRefuses) {
   const struct {
     void (*change)(Call*);

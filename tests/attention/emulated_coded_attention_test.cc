@@ -37,7 +37,6 @@ struct Tables {
         entries.push_back(device_table(book));
         books[c].push_back(device_codebook(book));
         books[c].back().table = entries.back().data();
-        books[c].back().tree = book.tree.data();
       }
     }
   }
@@ -77,7 +76,6 @@ CodedAttention call_of(const World& w, const Tables& tables) {
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
   call.fixed = w.shape.fixed;
-  call.walk_tree = w.shape.walk_tree;
   return call;
 }
 
@@ -244,14 +242,6 @@ CodedKernel kernel_of(const Shape& shape) {
   return shape.streams == 1 ? coded_attention_kernel<kDimBlocks, WithFixedBlocks<One>, kBreadth>
                             : coded_attention_kernel<kDimBlocks, WithFixedBlocks<Two>, kBreadth>;
 }
-CodedKernel raw_kernel_of(int32_t head_dim) {
-  using Raw = BlockCode<BlockMode::kRaw16, 1, 0>;
-  constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
-  return head_dim == 64    ? coded_attention_kernel<4, Raw, kQueries>
-         : head_dim == 96  ? coded_attention_kernel<6, Raw, kQueries>
-         : head_dim == 128 ? coded_attention_kernel<8, Raw, kQueries>
-                           : coded_attention_kernel<16, Raw, kSlices>;
-}
 CodedKernel kernel_of(const Shape& shape) {
   const bool uniform = shape.head_dim <= kSliceDims && shape.family == 1;
   if (shape.head_dim == 256) return kernel_of<16, CodedBreadth::kSlices>(shape);
@@ -268,10 +258,6 @@ CodedKernel probability_kernel_of(int32_t streams) {
                       : coded_probability_kernel<kDimBlocks, Two>;
 }
 Kernels kernels_of(const Shape& shape) {
-  if (is_raw_mode(shape.mode)) return {raw_kernel_of(shape.head_dim), nullptr};
-  if (shape.walk_tree) {
-    return {coded_attention_kernel<4, TreeCode, CodedBreadth::kPlain>, nullptr};
-  }
   return {kernel_of(shape), shape.head_dim == 64    ? probability_kernel_of<4>(shape.streams)
                             : shape.head_dim == 128 ? probability_kernel_of<8>(shape.streams)
                                                     : probability_kernel_of<16>(shape.streams)};
@@ -300,9 +286,7 @@ class EmulatedCodedAttention : public RandomTest {
                  " q_len " + std::to_string(shape.q_len) + " family " +
                  std::to_string(shape.family));
     const World w = make_world(&source_, shape, ragged_rows());
-    // Two slots for raw blocks of 8 bits do not fit into shared memory.
-    const bool wide = is_raw_mode(shape.mode) && shape.widest == BlockMode::kRaw8;
-    compare(w, attend_on_host(w, kernels_of(shape), wide ? 1 : 1 + source_.below(2),
+    compare(w, attend_on_host(w, kernels_of(shape), 1 + source_.below(2),
                               std::max(0, source_.below(5) - 1)));
   }
   CodeSource source_;
@@ -325,35 +309,13 @@ TEST_F(EmulatedCodedAttention, OfSlicesAndFamilies) {
   }
 }
 
-// From slots that have room for all but blocks of 16 bits, or for narrower ones only.
-TEST_F(EmulatedCodedAttention, RawBlocksOfEveryWidth) {
-  for (const int32_t head_dim : {64, 96, 128, 256}) {
+TEST_F(EmulatedCodedAttention, RawBlocksAlone) {
+  for (const int32_t head_dim : {64, 256}) {
     Shape shape;
-    shape.mode = BlockMode::kRaw16;
-    shape.widest = source_.below(2) == 0 ? BlockMode::kRaw2 : BlockMode::kRaw8;
+    shape.all_raw = true;
     shape.head_dim = head_dim;
-    shape.huge_codes = source_.below(2) != 0;
-    SCOPED_TRACE(block_mode_name(shape.widest));
     check(shape);
   }
-}
-
-// The digits of the table in the same order, so the same bits.
-TEST_F(EmulatedCodedAttention, ByTheTree) {
-  Shape shape;
-  shape.mode = BlockMode::kSingle;
-  shape.head_dim = 64;
-  shape.columns = 1 + source_.below(8);
-  shape.streams = 1;
-  World w = make_world(&source_, shape, ragged_rows());
-  using OneSingle = BlockCode<BlockMode::kSingle, 1, 0>;
-  const Kernels by_table = {coded_attention_kernel<4, OneSingle, CodedBreadth::kPlain>, nullptr};
-  const Attended table = attend_on_host(w, by_table, 2);
-  w.shape.walk_tree = true;
-  const Attended tree = attend_on_host(w, kernels_of(w.shape), 2);
-  compare(w, tree);
-  EXPECT_EQ(tree.out, table.out);
-  EXPECT_EQ(tree.lse, table.lse);
 }
 
 TEST_F(EmulatedCodedAttention, FixedRateBlocksAmongCodedOnes) {

@@ -44,13 +44,13 @@ DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
   const DecodeChoice choice = decode_choice(p);
   switch (head_dim) {
     case 64:
-      return decode_kernel_for<64>(choice);
+      return decode_kernel_of<64>(choice);
     case 96:
-      return decode_kernel_for<96>(choice);
+      return decode_kernel_of<96>(choice);
     case 256:
-      return decode_kernel_for<256>(choice);
+      return decode_kernel_of<256>(choice);
     default:
-      return decode_kernel_for<128>(choice);
+      return decode_kernel_of<128>(choice);
   }
 }
 

@@ -95,7 +95,7 @@ TEST_F(CodedMatvecTest, RefusesWhatItCannotDo) {
   EXPECT_EQ(code([](CodedMatvec* c) { c->token_stride = 71; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](CodedMatvec* c) { c->max_block_bytes = 8; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](CodedMatvec* c) { c->size = -1; }), StatusCode::kInvalidArgument);
-  EXPECT_EQ(code([](CodedMatvec* c) { c->walk_tree = true; }), StatusCode::kUnsupported);
+  EXPECT_EQ(code([](CodedMatvec* c) { c->tree.entries = 10; }), StatusCode::kUnsupported);
   EXPECT_EQ(code([](CodedMatvec* c) { c->codebook.levels = 33; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](CodedMatvec* c) { c->codebook.mode = BlockMode::kQuad; }),
             StatusCode::kUnsupported);

@@ -18,7 +18,7 @@
 
 namespace tierkv {
 
-extern uint8_t shared_bytes[1 << 18];
+__align__(128) uint8_t shared_bytes[1 << 18];
 
 namespace {
 

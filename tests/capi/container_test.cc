@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <new>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -154,12 +155,20 @@ void check_profile(const std::string& path) {
   tkv_error error = make<tkv_error>();
   tkv_profile* profile = nullptr;
   ASSERT_EQ(tkv_profile_open(path.c_str(), &profile, &error), TKV_OK) << error.message;
-  tkv_profile_info info = make<tkv_profile_info>();
-  EXPECT_EQ(tkv_profile_get_info(profile, &info, &error), TKV_OK) << error.message;
-  EXPECT_EQ(info.num_layers * info.num_kv_heads, 12);
-  EXPECT_EQ(info.head_dim, 128);
-  EXPECT_EQ(info.matrix_basis, 0);
-  EXPECT_EQ(info.balance_error, 0);
+  tkv_profile_data data = make<tkv_profile_data>();
+  EXPECT_EQ(tkv_profile_get_data(profile, &data, &error), TKV_OK) << error.message;
+  EXPECT_EQ(data.num_layers * data.num_kv_heads, 12);
+  EXPECT_EQ(data.head_dim, 128);
+  EXPECT_EQ(data.matrix_basis, 0);
+  EXPECT_EQ(data.rope_pairing, -1);
+  EXPECT_EQ(data.key_sensitivity, nullptr);
+  EXPECT_EQ(data.key_mean_before_rope, nullptr);
+  EXPECT_EQ(*std::min_element(data.key_scale, data.key_scale + 12), 1);
+  for (int row = 0; row < 12; ++row) {
+    const double trace =
+        std::accumulate(data.query_energy + row * 128, data.query_energy + (row + 1) * 128, 0.0);
+    EXPECT_NEAR(trace, data.query_trace[row], 1e-5 * trace);
+  }
   std::vector<float> steps(12, -1), means(12 * 128, -77);
   tkv_profile_component c = make<tkv_profile_component>();
   c.component = TKV_VALUE;
@@ -172,9 +181,6 @@ void check_profile(const std::string& path) {
   c.error = 0;
   EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
   c.error = 0.25;
-  c.sm_scale = -1;
-  EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
-  c.sm_scale = 0;
   c.component = 2;
   EXPECT_EQ(tkv_profile_get_component(profile, &c, &error), TKV_INVALID_ARGUMENT);
   c.component = TKV_KEY;
@@ -233,29 +239,119 @@ TEST_F(CapiContainer, AnalysisAndCalibration) {
   EXPECT_NE(tkv_analyze(&analyze, &json, &error_), TKV_OK);
 }
 
-TEST_F(CapiContainer, BalancedSteps) {
-  const std::string path = (folder_ / "balanced.h5").string();
-  const char* files[] = {kSample};
-  tkv_calibrate_options calibrate = make<tkv_calibrate_options>();
-  calibrate.files = files;
-  calibrate.num_files = 1;
-  calibrate.no_thresholds = 1;
-  for (const double wrong : {-0.1, 0.0001, 1.5, std::nan("")}) {
-    calibrate.balance_error = wrong;
-    EXPECT_EQ(tkv_calibrate(&calibrate, path.c_str(), &error_), TKV_INVALID_ARGUMENT) << wrong;
-    EXPECT_NE(std::strstr(error_.message, "balance_error"), nullptr) << error_.message;
-    EXPECT_FALSE(std::filesystem::exists(path));
+// A profile with all that can be written, in arrays of its own.
+struct WrittenProfile {
+  std::vector<float> vectors[4], inv_freq;
+  std::vector<double> scalars[7];
+  tkv_profile_data data = make<tkv_profile_data>();
+
+  WrittenProfile() {
+    float next = 1;
+    for (auto& v : vectors) {
+      for (int i = 0; i < 6 * 4; ++i) v.push_back(next++);
+    }
+    for (auto& s : scalars) {
+      for (int i = 0; i < 6; ++i) s.push_back(next++);
+    }
+    for (int i = 0; i < 6; ++i) inv_freq.push_back(next++);
+    data.model_id = "m";
+    data.num_layers = 3;
+    data.num_q_heads = 4;
+    data.num_kv_heads = 2;
+    data.head_dim = 4;
+    data.sm_scale = 0.5;
+    data.alpha_high = 2;
+    data.alpha_low = 1;
+    data.rope_pairing = 1;
+    data.rope_dims = 4;
+    data.rope_layers = 3;
+    data.rope_inv_freq = inv_freq.data();
+    data.key_mean = vectors[0].data();
+    data.value_mean = vectors[1].data();
+    data.key_mean_before_rope = vectors[2].data();
+    data.query_energy = vectors[3].data();
+    data.query_trace = scalars[0].data();
+    data.value_signal = scalars[1].data();
+    data.key_scale = scalars[2].data();
+    data.value_scale = scalars[3].data();
+    data.key_sensitivity = scalars[4].data();
+    data.value_sensitivity = scalars[5].data();
+    data.joint_sensitivity = scalars[6].data();
   }
-  calibrate.balance_error = 0.1;
-  ASSERT_EQ(tkv_calibrate(&calibrate, path.c_str(), &error_), TKV_OK) << error_.message;
+};
+
+TEST_F(CapiContainer, ProfilesAreWrittenAndRead) {
+  const std::string path = (folder_ / "written.h5").string();
+  const WrittenProfile in;
+  ASSERT_EQ(tkv_profile_write(&in.data, path.c_str(), &error_), TKV_OK) << error_.message;
   tkv_profile* profile = nullptr;
   ASSERT_EQ(tkv_profile_open(path.c_str(), &profile, &error_), TKV_OK) << error_.message;
-  tkv_profile_info info = make<tkv_profile_info>();
-  EXPECT_EQ(tkv_profile_get_info(profile, &info, &error_), TKV_OK);
-  EXPECT_NEAR(info.balance_error, 0.1, 0.002);
-  EXPECT_GT(info.balance_k, 0);
-  EXPECT_GT(info.balance_v, 0);
+  tkv_profile_data out = make<tkv_profile_data>();
+  ASSERT_EQ(tkv_profile_get_data(profile, &out, &error_), TKV_OK);
+  EXPECT_STREQ(out.model_id, "m");
+  EXPECT_EQ(out.num_layers, 3);
+  EXPECT_EQ(out.num_q_heads, 4);
+  EXPECT_EQ(out.sm_scale, 0.5);
+  EXPECT_EQ(out.alpha_high, 2);
+  EXPECT_EQ(out.alpha_low, 1);
+  EXPECT_EQ(out.rope_pairing, 1);
+  EXPECT_EQ(out.rope_dims, 4);
+  EXPECT_EQ(out.rope_layers, 3);
+  EXPECT_TRUE(std::equal(in.inv_freq.begin(), in.inv_freq.end(), out.rope_inv_freq));
+  const float* vectors[] = {out.key_mean, out.value_mean, out.key_mean_before_rope,
+                            out.query_energy};
+  for (int i = 0; i < 4; ++i)
+    EXPECT_TRUE(std::equal(in.vectors[i].begin(), in.vectors[i].end(), vectors[i])) << i;
+  const double* scalars[] = {out.query_trace,      out.value_signal,    out.key_scale,
+                             out.value_scale,      out.key_sensitivity, out.value_sensitivity,
+                             out.joint_sensitivity};
+  for (int i = 0; i < 7; ++i)
+    EXPECT_TRUE(std::equal(in.scalars[i].begin(), in.scalars[i].end(), scalars[i])) << i;
   tkv_profile_destroy(profile);
+}
+
+TEST_F(CapiContainer, BadProfilesAreNotWritten) {
+  const std::string path = (folder_ / "bad.h5").string();
+  const struct {
+    void (*edit)(tkv_profile_data*);
+    const char* message;
+  } cases[] = {{[](tkv_profile_data* d) { d->model_id = nullptr; }, "model_id is null"},
+               {[](tkv_profile_data* d) { d->model_id = ""; }, "model_id: is empty"},
+               {[](tkv_profile_data* d) { d->num_layers = 0; }, "num_layers"},
+               {[](tkv_profile_data* d) { d->key_mean = nullptr; }, "key_mean is null"},
+               {[](tkv_profile_data* d) { d->value_signal = nullptr; }, "value_signal is null"},
+               {[](tkv_profile_data* d) { d->rope_pairing = 3; }, "rope_pairing"},
+               {[](tkv_profile_data* d) { d->rope_layers = 2; }, "rope_layers"},
+               {[](tkv_profile_data* d) { d->rope_dims = 3; }, "rope"},
+               {[](tkv_profile_data* d) { d->rope_inv_freq = nullptr; }, "rope_inv_freq is null"},
+               {[](tkv_profile_data* d) { d->matrix_basis = 1; }, "matrix_basis"}};
+  for (const auto& c : cases) {
+    WrittenProfile in;
+    c.edit(&in.data);
+    EXPECT_NE(tkv_profile_write(&in.data, path.c_str(), &error_), TKV_OK);
+    EXPECT_NE(std::strstr(error_.message, c.message), nullptr) << error_.message;
+    EXPECT_FALSE(std::filesystem::exists(path));
+  }
+}
+
+TEST_F(CapiContainer, HeadScalesAndClasses) {
+  const double sensitivities[] = {1, 16, 256}, shares[] = {0.4};
+  double scales[3];
+  int32_t classes[3];
+  ASSERT_EQ(tkv_head_scales(sensitivities, 3, scales, &error_), TKV_OK) << error_.message;
+  EXPECT_NEAR(scales[0], 2, 1e-12);
+  EXPECT_NEAR(scales[2], 0.5, 1e-12);
+  ASSERT_EQ(tkv_assign_classes(shares, 1, sensitivities, 3, classes, &error_), TKV_OK);
+  EXPECT_EQ(classes[0], 1);
+  EXPECT_EQ(classes[1], 1);
+  EXPECT_EQ(classes[2], 0);
+  const double zero[] = {1, 0}, wrong_share[] = {-0.1};
+  EXPECT_EQ(tkv_head_scales(zero, 2, scales, &error_), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_assign_classes(wrong_share, 1, sensitivities, 3, classes, &error_),
+            TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_assign_classes(nullptr, 1, sensitivities, 3, classes, &error_),
+            TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_head_scales(nullptr, 2, scales, &error_), TKV_INVALID_ARGUMENT);
 }
 
 void fail(void*, double) {

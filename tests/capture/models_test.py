@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 ROOT = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 sys.path.insert(0, str(ROOT / "datasets"))
 import capture_hf  # noqa: E402
+import hf_rope  # noqa: E402
 
 COMMON = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
               head_dim=16, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -31,6 +32,8 @@ MODELS = {
     "mistral": dict(sliding_window=24),
     "gemma2": dict(sliding_window=24, attn_logit_softcapping=20.0, query_pre_attn_scalar=16),
     "gpt_oss": dict(sliding_window=24, num_local_experts=2, num_experts_per_tok=1),
+    "glm": {},
+    "gemma3_text": dict(sliding_window=24),
     "gpt2": dict(n_embd=64, n_layer=3, n_head=4, n_positions=512),
 }
 
@@ -104,9 +107,51 @@ class Models(unittest.TestCase):
                             np.testing.assert_allclose(layer["v"][:, -kept:], v, rtol=0, atol=2e-5 * np.abs(v).max())
                             np.testing.assert_allclose(layer["significance"], significance_of(weights, k.shape[0]), rtol=0, atol=2e-5)
                             self.assertEqual(layer["q"].shape[1], prompt.tokens.size)
+                    self.check_rope(f, model)
                     attrs = f.attrs
                     self.assertEqual(int(attrs["num_layers"]), 3)
                     self.assertEqual(bool(attrs["rope_applied"]), kind != "gpt2")
+
+    def check_rope(self, f, model):
+        """Keys of the first layer, turned back as the dump says, are the projection of its input: they were turned by nothing else."""
+        kind = model.config.model_type
+        self.assertEqual(f.attrs["rope_pairing"].decode(), {"gpt2": "none", "glm": "neighbours"}.get(kind, "halves"))
+        if kind not in ("llama", "mistral", "glm"):
+            return
+        layer = model.model.layers[0]
+        ids = torch.from_numpy(f["seq/p2/tokens"][:].astype(np.int64)).unsqueeze(0)
+        with torch.inference_mode():
+            hidden = layer.input_layernorm(model.model.embed_tokens(ids))
+            plain = layer.self_attn.k_proj(hidden)[0].reshape(ids.shape[1], -1, int(f.attrs["head_dim"])).transpose(0, 1)
+        inv_freq = torch.from_numpy(f["rope_inv_freq"][:])
+        self.assertEqual(2 * inv_freq.shape[-1], int(f.attrs["rope_dims"]))
+        for position in (0, 5, 129):
+            for head, key in enumerate(f["seq/p2/layer/0/k"][:, position]):
+                back = hf_rope.turned(torch.from_numpy(key), -position * inv_freq, f.attrs["rope_pairing"].decode())
+                # float32 angles up to 129 radians err by 129 * 2^-24, keys by as much of their size, and some rounding
+                np.testing.assert_allclose(back.numpy(), plain[head, position].numpy(), atol=1e-4 * float(plain.abs().max()))
+
+    def test_scaled_and_partial_rope(self):
+        yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+        by_type = {"sliding_attention": dict(rope_type="default", rope_theta=100.0), "full_attention": dict(rope_type="default", rope_theta=5000.0)}
+        dynamic = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+        (prompt,) = self.prompts(12)
+        for kind, changes, shape in (("llama", dict(rope_parameters=yarn), (8,)), ("llama", dict(rope_parameters=dynamic), None),
+                                     ("phi3", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), (2,)),
+                                     ("gemma3_text", dict(rope_parameters=by_type, layer_types=["sliding_attention", "full_attention", "sliding_attention"]), (3, 8))):
+            with self.subTest(kind=kind, changes=changes):
+                model = make_model(kind, **changes)
+                self.capture(model, [prompt])
+                with h5py.File(self.path) as f:
+                    if shape is None:
+                        self.assertNotIn("rope_pairing", f.attrs)
+                        self.assertNotIn("rope_theta", f.attrs)
+                        continue
+                    self.assertEqual(f["rope_inv_freq"].shape, shape)
+                    self.assertEqual(f["rope_inv_freq"].dtype, np.float32)
+                    if kind == "gemma3_text":
+                        want = np.asarray([t ** (-np.arange(8) / 8) for t in (100.0, 5000.0, 100.0)], np.float32)
+                        np.testing.assert_allclose(f["rope_inv_freq"], want, rtol=1e-5)
 
     def test_queries_are_those_of_the_scores(self):
         model = make_model("llama")

@@ -7,9 +7,9 @@ import numpy as np
 from cli import SAMPLE, CliTest, Dump, bfloat16_type, main, run
 
 FIELDS = ["file", "preset", "seq", "window", "sinks", "values", "bits_per_value", "ratio", "page_ratio", "tiers", "key_rel_error", "value_rel_error",
-          "attention_rel_error", "attention_rel_error_online", "attention_cosine", "key_entropy_bits", "value_entropy_bits",
-          "key_coded_bits", "value_coded_bits", "encode_gbps", "decode_gbps"]
-PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k16v4", "diffkv", "kivi4", "kivi2", "kvcomp", "kvcomp:unit=channel", "step",
+          "attention_rel_error", "attention_rel_error_online", "attention_pooled_error", "attention_weighted_error", "attention_cosine", "key_entropy_bits", "value_entropy_bits",
+          "key_coded_bits", "value_coded_bits", "parts", "encode_gbps", "decode_gbps"]
+PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k16v4", "diffkv", "kivi4", "kivi2", "kvcomp", "kvcomp:unit=channel", "small", "small:books=4", "small:only=v", "step",
            "step:basis=none", "step+rot", "k4v4+huffman", "k4v4+huffman+rot", "diffkv+huffman", "zstd-fp16", "zstd-codes:of=k4v4", "snapkv:window=8",
            "h2o:keep=0.3", "step+fse", "kvcomp+bitshuffle", "k4v4+fixed", "kvcomp:predict=plane", "step:only=v", "kivi4:only=k"]
 
@@ -143,29 +143,47 @@ class Analyze(CliTest):
         self.assertEqual(json.loads(r.stdout)["alpha_l"], 0)
         own = self.analyze(SAMPLE, "--preset", "step")["results"][0]
         shared = self.analyze(SAMPLE, "--preset", "step", "--preset", "step:basis=matrix", "--profile", profile)["results"]
-        # The same statistics, but not billed: 2 components x (2 x 128 bytes of means + 4 of step) per row.
+        # Not billed: 2 components x (2 x 128 bytes of means + 4 of step) per row. A profile leaves the sinks out, so codes differ a little.
         saved = 8 * (own["bits_per_value"] - shared[0]["bits_per_value"]) * own["values"] / 64
-        self.assertAlmostEqual(saved, 6 * 2 * 2 * (2 * 128 + 4), delta=2)
-        self.assertAlmostEqual(own["attention_rel_error"], shared[0]["attention_rel_error"], delta=1e-6)
+        self.assertAlmostEqual(saved, 6 * 2 * 2 * (2 * 128 + 4), delta=128)
+        # But for the sinks, which are left out of a profile.
+        self.assertAlmostEqual(own["attention_rel_error"], shared[0]["attention_rel_error"], delta=0.05 * own["attention_rel_error"])
         self.assertLess(shared[2]["bits_per_value"], shared[0]["bits_per_value"])
         other = Dump(seed=self.seed).write(self.dir / "other.h5")
-        self.expect(run("analyze", "--preset", "step", "--profile", profile, other), 3, "another model")
+        self.expect(run("analyze", "--preset", "step", "--profile", profile, other), 3, "the profile is of ")
 
-    def test_balanced_steps_take_fewer_bits_at_the_same_error(self):
-        profile = self.dir / "p.h5"
-        r = run("calibrate", SAMPLE, "-o", profile, "--no-thresholds", "--balance", "0.024", "--json")
-        self.assertEqual(r.returncode, 0, r.stderr)
-        balance = json.loads(r.stdout)["balance"]
-        self.assertLessEqual(balance["error"], 0.024)
-        preset = "step:k={k},v={v}".format(**balance)
-        balanced = self.analyze(SAMPLE, "--preset", preset, "--profile", profile)["results"][0]
-        even = self.analyze(SAMPLE, "--preset", "step:k=0.15,v=0.12")["results"][0]
-        # What is expected comes from 48 queries a head, errors of keys and values apart, taken to grow with the step.
-        self.assertAlmostEqual(balanced["attention_rel_error_online"], balance["error"], delta=0.15 * balance["error"])
-        self.assertLess(balanced["attention_rel_error_online"], even["attention_rel_error_online"])
-        self.assertLess(balanced["bits_per_value"], 0.97 * even["bits_per_value"])
-        self.expect(run("calibrate", SAMPLE, "-o", self.dir / "x.h5", "--no-thresholds", "--balance", "1"), 3, "cannot be balanced")
-        self.assertFalse((self.dir / "x.h5").exists())
+    def test_small_undoes_the_rotation_that_the_dump_states(self):
+        def dump(name, **attrs):
+            d = Dump(seed=self.seed, tokens=400)
+            d.attrs.update(attrs)
+            return d.write(self.dir / name)
+        plain, none = dump("plain.h5", rope_theta=1e5), dump("none.h5", rope_applied=0, rope_theta=0.0)
+        unknown = dump("unknown.h5", rope_theta=0.0)
+        for path, text in ((plain, "keys before RoPE: plain, theta 100000"), (none, "keys are not rotated"),
+                           (unknown, "rotation of keys unknown: keys compressed as stored")):
+            self.assertIn(f"{path}: {text}\n", run("analyze", "--preset", "small", path).stdout)
+            self.assertIn(text, run("compress", "--force", "--preset", "small", path, self.dir / "a.tkv").stdout)
+        a, b = (self.analyze(path, "--preset", "small")["results"][0] for path in (none, unknown))
+        self.assertEqual(a["key_rel_error"], b["key_rel_error"])
+        r = self.analyze(plain, "--preset", "small:importance=off", "--preset", "small:books=4")["results"]
+        self.assertEqual(r[0]["parts"]["means_and_steps"], 2 * 2 * (2 * 64 + 8))
+
+    def test_small_takes_what_a_profile_knows(self):
+        profile, bad = self.dir / "p.h5", self.dir / "bad.h5"
+        self.assertEqual(run("calibrate", SAMPLE, "-o", profile, "--no-thresholds").returncode, 0)
+        own, shared = (self.analyze(SAMPLE, "--preset", "small:importance=off", *more)["results"][0] for more in ([], ["--profile", profile]))
+        self.assertGreater(own["parts"]["means_and_steps"], 0)
+        self.assertEqual(shared["parts"]["means_and_steps"], 0)
+        self.assertLess(shared["bits_per_value"], own["bits_per_value"])
+        self.assertIsNone(shared["attention_weighted_error"])  # no sensitivities
+        with h5py.File(SAMPLE) as a, h5py.File(bad, "w") as b:
+            for name in a:
+                a.copy(name, b)
+            b.attrs.update(a.attrs)
+            b.attrs["rope_theta"] = 1e4
+        self.expect(run("analyze", "--preset", "small", "--profile", profile, bad), 3, "bad.h5: the rotation of keys (RoPE) in layer 0")
+        self.expect(run("compress", "--preset", "small", "--profile", profile, bad, self.dir / "a.tkv"), 3, "rotation of keys")
+        self.assertFalse((self.dir / "a.tkv").exists())
 
     def test_synth_is_reproducible(self):
         for name in ("a.h5", "b.h5"):

@@ -14,7 +14,8 @@ import read_tkv  # noqa: E402
 
 PRESETS = ["fp16", "k8v4", "k4v2:group_k=32", "k1v1", "k8v2+rot", "k16v4:sinks=4", "diffkv", "diffkv:alpha_l=0.4,sinks=2", "kivi4",
            "kivi2", "k2v2n", "tiers:classes=k4v4/k4v2", "tiers:classes=k4v2/k2v2@1:0.3,rotate=off", "tiers:classes=k2v2,means=off",
-           "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "step+rot", "k4v4+huffman",
+           "kvcomp", "kvcomp:unit=channel", "step", "step:basis=none", "step:k=0.05,v=0.05", "small", "small:books=4,k=0.1",
+           "small:only=k,sinks=0", "small:window=0,sinks=70", "step+rot", "k4v4+huffman",
            "k4v4+huffman+rot", "k2v8+huffman", "diffkv+huffman"]
 
 
@@ -80,9 +81,12 @@ class Container(CliTest):
             self.compare(preset, dump, "--profile", profile)
             chunks = read_tkv.read(self.dir / "a.tkv").chunks
             self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.BASIS}, {-1})
+        self.compare("small", dump, "--profile", profile)
+        chunks = read_tkv.read(self.dir / "a.tkv").chunks
+        self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.WEIGHTED_ROW}, {-1})
 
     def test_decompressed_values_have_the_error_that_analyze_states(self):
-        for preset in ("k8v4", "step", "kivi4", "diffkv:alpha_l=0.02"):
+        for preset in ("k8v4", "step", "small", "kivi4", "diffkv:alpha_l=0.02"):
             out = self.compare(preset, SAMPLE)
             stated = json.loads(self.ok("analyze", "--json", "--preset", preset, SAMPLE))["results"][0]
             with h5py.File(SAMPLE) as a, h5py.File(out) as b:
@@ -113,7 +117,7 @@ class Container(CliTest):
                 self.assertTrue(np.array_equal(x, y), name)
 
     def test_bytes_do_not_depend_on_threads(self):
-        for preset in ("diffkv+huffman", "step"):
+        for preset in ("diffkv+huffman", "step", "small"):
             one = self.compressed(preset, SAMPLE, "--threads", 1).read_bytes()
             self.assertEqual(one, self.compressed(preset, SAMPLE, "--threads", 5).read_bytes())
 

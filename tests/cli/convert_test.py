@@ -43,13 +43,14 @@ def write_safetensors(path, tensors, metadata=None, change=None):
 
 
 def datasets_of(path):
-    """{name: bytes and shape} of every dataset of a dump."""
+    """{name: bytes and shape} of every dataset of a dump; without what says how keys are rotated, which may be implied."""
     found = {}
     with h5py.File(path) as f:
         f.visititems(lambda name, d: found.update({name: (d.shape, d.id.get_type().get_size(), d[()].tobytes())})
                      if isinstance(d, h5py.Dataset) else None)
         text = lambda v: v.decode() if isinstance(v, bytes) else v
-        attrs = {k: text(v) for k, v in f.attrs.items() if k != "created_by"}
+        found.pop("rope_inv_freq", None)
+        attrs = {k: text(v) for k, v in f.attrs.items() if k not in ("created_by", "rope_pairing", "rope_dims")}
         kinds = {s: text(f["seq"][s].attrs.get("kind", "")) for s in f["seq"]}
     return found, attrs, kinds
 
@@ -75,6 +76,31 @@ class Convert(CliTest):
                 self.assertEqual(self.convert(there, back, "--axes", axes), "")
                 for a, b in zip(datasets_of(source), datasets_of(back)):
                     self.assertEqual(a, b)
+
+    def test_rope_is_carried(self):
+        rng = np.random.default_rng(self.seed)
+        for pairing, inv_freq in (("halves", rng.random(32)), ("neighbours", rng.random((2, 16)))):
+            dump = Dump(seed=self.seed, tokens=30)
+            dump.attrs.update(rope_pairing=np.bytes_(pairing), rope_dims=2 * inv_freq.shape[-1])
+            dump.data["/rope_inv_freq"] = inv_freq.astype(np.float32)
+            source, there, back = dump.write(self.dir / "rope.h5"), self.dir / "a.safetensors", self.dir / "b.h5"
+            self.assertEqual(self.convert(source, there), "")
+            self.assertEqual(self.convert(there, back), "")
+            with h5py.File(back) as f:
+                self.assertEqual((f.attrs["rope_pairing"].decode(), int(f.attrs["rope_dims"])), (pairing, 2 * inv_freq.shape[-1]))
+                np.testing.assert_array_equal(f["rope_inv_freq"][()], dump.data["/rope_inv_freq"], f"seed {self.seed}")
+            for name, bad, words in (("rope_pairing", "thirds", "rope_pairing"), ("rope_dims", "1e3", "rope_dims"), ("rope_dims", "66", "rope_"),
+                                     ("rope_inv_freq", "0.5 x", "rope_inv_freq: element 1"), ("rope_inv_freq", "0.5 nan", "rope_"),
+                                     ("rope_inv_freq", "0.5", "rope_inv_freq: has 1 numbers")):
+                damaged, data = self.dir / "bad.safetensors", there.read_bytes()
+                size = struct.unpack("<Q", data[:8])[0]
+                header = json.loads(data[8:8 + size])
+                header["__metadata__"][name] = bad
+                text = json.dumps(header).encode()
+                damaged.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size:])
+                self.expect(run("convert", damaged, self.dir / "c.h5"), 3, damaged, words)
+                self.assertFalse((self.dir / "c.h5").exists())
+            back.unlink()
 
     def test_bfloat16_keeps_its_bits(self):
         there, bf16, back = self.dir / "a.safetensors", self.dir / "b.h5", self.dir / "c.safetensors"

@@ -13,7 +13,7 @@ import tempfile
 import h5py
 import numpy as np
 
-DEFAULT_TABLE = ["fp16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v4", "k8v2", "diffkv", "kivi4", "kivi2", "kvcomp", "step",
+DEFAULT_TABLE = ["fp16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v4", "k8v2", "diffkv", "kivi4", "kivi2", "kvcomp", "small", "step",
                  "zstd-fp16", "zstd-codes"]
 ODD = ["k1v1", "k4v1", "k16v4", "k4v16", "k8v4:window=64,sinks=4", "k4v4:group_k=32,group_v=64", "k4v4+rot", "fp16:window=5",
        "k4v4+huffman", "k8v4+huffman", "k4v2+huffman+rot", "k2v2+huffman",
@@ -22,6 +22,7 @@ ODD = ["k1v1", "k4v1", "k16v4", "k4v16", "k8v4:window=64,sinks=4", "k4v4:group_k
        "kvcomp:unit=channel,rel_k=0.15", "kvcomp:block=32,window=1", "kvcomp+rot", "kvcomp:window=100,sinks=3", "diffkv:window_format=raw", "step:k=0.4,v=0.3", "step:basis=none",
        "k4v2n", "k2nv4:group_k=32+rot", "tiers:classes=k4v4/k4v2", "tiers:classes=k4v2/k2v2@2:0.3,means=off", "tiers:classes=k4v2/k2v2,rotate=off",
        "tiers:classes=0.5*k8v4|k8v4", "step+rot", "zstd-codes:of=step", "snapkv", "snapkv:keep=0.25,window=16", "snapkv:format=k8v4", "h2o", "h2o:keep=0.3,format=k4v4",
+       "small:k=0.5,v=0.45,importance=off", "small:window=100,sinks=70", "small:only=k", "small:only=v,sinks=0",
        "kvcomp:only=k", "step:only=v", "kvcomp:predict=token", "step:predict=plane", "k8v8:predict=channel+huffman", "k4v4+fixed",
        "step:predict=token+fixed", "kvcomp+fse", "k4v4+bitshuffle"]
 PRESETS = DEFAULT_TABLE + ODD
@@ -32,7 +33,7 @@ TOLERANCE = 0.005
 ABSOLUTE = 1e-7
 FIELDS = {"bits_per_value": "bits", "ratio": "ratio", "page_ratio": "page_ratio", "key_rel_error": "key",
           "value_rel_error": "value", "attention_rel_error": "attention", "attention_rel_error_online": "online",
-          "attention_cosine": "cosine", "key_entropy_bits": "key_H", "value_entropy_bits": "value_H",
+          "attention_pooled_error": "pooled", "attention_cosine": "cosine", "key_entropy_bits": "key_H", "value_entropy_bits": "value_H",
           "key_coded_bits": "key_coded", "value_coded_bits": "value_coded"}
 SIZES = {"bits_per_value", "ratio", "key_coded_bits", "value_coded_bits"}
 

@@ -48,9 +48,9 @@ class Sweep(CliTest):
         for r in results:
             others = [o for o in results if o["file"] == r["file"]]
             beaten = any(o["bits_per_value"] <= r["bits_per_value"] and
-                         o["attention_rel_error_online"] <= r["attention_rel_error_online"] and
-                         (o["bits_per_value"], o["attention_rel_error_online"]) !=
-                         (r["bits_per_value"], r["attention_rel_error_online"]) for o in others)
+                         o["attention_pooled_error"] <= r["attention_pooled_error"] and
+                         (o["bits_per_value"], o["attention_pooled_error"]) !=
+                         (r["bits_per_value"], r["attention_pooled_error"]) for o in others)
             self.assertEqual(r["pareto"], not beaten, r)
         self.assertEqual({r["pareto"] for r in results}, {True, False})
 

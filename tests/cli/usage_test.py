@@ -12,7 +12,8 @@ class Usage(CliTest):
 
     def test_wrong_words(self):
         for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--threads", "0"],
-                     ["report", "--help"], ["report", "--version"], ["synth"], ["calibrate", SAMPLE], ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0"]):
+                     ["report", "--help"], ["report", "--version"], ["synth"], ["calibrate", SAMPLE],
+                     ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0.1"]):
             r = run(*args)
             self.assertEqual(r.returncode, 2, args)
             self.assertNotEqual(r.stderr, "")

@@ -143,8 +143,7 @@ class TextDecoder {
 class HostileBlockTest : public RandomTest {
  protected:
   HostileBlockTest() : source_(seed_) {}
-  // A block with exceptions and its codebook, in a random mode; now and then one without code
-  // words.
+  // A block with exceptions and its codebook, in a random mode.
   void make_block(int32_t tokens, int32_t head_dim) {
     CodebookSpec spec;
     spec.mode = static_cast<BlockMode>(4 + source_.below(4));
@@ -154,7 +153,7 @@ class HostileBlockTest : public RandomTest {
     CodeHistogram h(component, head_dim);
     const auto seen = source_.bell(int64_t{128} * head_dim, 0.8 * spread, 3, false);
     h.add(seen.data(), 128);
-    codebook_ = source_.below(6) == 0 ? raw_codebook(component) : *build_codebook(h, spec);
+    codebook_ = *build_codebook(h, spec);
     codes_ = source_.bell(int64_t{tokens} * head_dim, spread, 3, false);
     if (source_.below(4) == 0)
       codes_ = source_.uniform_codes(codes_.size(), -99, 1 << source_.below(15));

@@ -163,34 +163,6 @@ TEST_F(CodedBlockTest, RawWidthIsTheNarrowestThatHoldsTheRange) {
   }
 }
 
-// Without code words: no block is coded, whatever its codes, and no coded block is read.
-TEST_F(CodedBlockTest, RawCodebookStoresEveryBlockRaw) {
-  for (const Component component : {Component::kKey, Component::kValue}) {
-    const Codebook raw = raw_codebook(component);
-    for (int32_t head_dim : {1, 17, 64, 96, 128, 200, 256}) {
-      for (int32_t tokens : {1, 16, 31, 64}) {
-        for (double spread : {0.3, 1.5, 20.0, 3000.0}) {
-          const auto codes = source_.bell(int64_t{tokens} * head_dim, spread, -7, false);
-          const auto bytes = expect_round_trip(codes, head_dim, raw);
-          const CodedBlockStats s = stats(bytes);
-          const int64_t raw_blocks = s.blocks[0] + s.blocks[1] + s.blocks[2] + s.blocks[3];
-          ASSERT_EQ(raw_blocks, slice_count(head_dim));
-          ASSERT_EQ(s.header_bits, 128 * raw_blocks);
-        }
-      }
-    }
-    const Codebook pairs = typical(component, BlockMode::kPair, 1.5, 0);
-    const auto codes = source_.bell(64 * 128, 1.5, 0, false);
-    const auto coded = encode(codes, 128, pairs);
-    ASSERT_FALSE(is_raw_mode(load_header(coded.data()).mode));
-    std::vector<int16_t> back(codes.size());
-    EXPECT_EQ(decode(coded, 128, raw, DecodePath::kTable, &back).code(), StatusCode::kCorrupt);
-    // What is raw anyway has the same bytes with any codebook.
-    const auto wide = source_.bell(64 * 128, 3000, 0, false);
-    EXPECT_EQ(encode(wide, 128, raw), encode(wide, 128, pairs));
-  }
-}
-
 TEST_F(CodedBlockTest, OneSymbolAlphabet) {
   for (int32_t code : {0, -32768, 32767}) {
     const std::vector<int16_t> codes(64 * 128, static_cast<int16_t>(code));

@@ -138,10 +138,10 @@ TEST_F(ContainerTest, AnotherMajorVersionIsRefusedANewerMinorIsRead) {
   const struct {
     uint16_t major, minor;
     const char* message;  // null: it is read
-  } kVersions[] = {{1, 0, nullptr},
-                   {1, 7, nullptr},
-                   {2, 0, "major version 2 is not known; this build reads version 1: read it with"},
-                   {0, 0, "major version 0 is not known; this build reads version 1: write the"}};
+  } kVersions[] = {{2, 0, nullptr},
+                   {2, 7, nullptr},
+                   {3, 0, "major version 3 is not known; this build reads version 2: read it with"},
+                   {1, 0, "major version 1 is not known; this build reads version 2: write the"}};
   for (const auto& version : kVersions) {
     ContainerHeader changed = header;
     changed.major = version.major;

@@ -11,7 +11,7 @@
 namespace tierkv {
 namespace {
 
-// As count_codes() leaves them.
+// As a CodeCounter leaves them.
 struct Counts {
   std::vector<uint32_t> pairs = std::vector<uint32_t>(kHistogramCounts, 0);
   std::vector<uint32_t> wide = std::vector<uint32_t>(kHistogramCounts, 0);

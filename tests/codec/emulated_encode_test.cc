@@ -1,5 +1,6 @@
 // The warp encoders' source on the host, against encode_block(): the same bytes. What it cannot see
 // is timing and memory order; tests/gpu covers those.
+#include "bench/baselines/coded/coded_encode_slice.cuh"
 #include "codec/gpu/coded/coded_encode_lanes.cuh"
 
 #include <gtest/gtest.h>
@@ -48,7 +49,6 @@ class EmulatedEncode : public RandomTest {
   EmulatedEncode() : source_(seed_) {}
 
   Codebook codebook(Component component, BlockMode mode, int32_t streams, double spread) {
-    if (is_raw_mode(mode)) return raw_codebook(component);
     CodebookSpec spec;
     spec.mode = mode;
     spec.streams_per_lane = streams;
@@ -128,7 +128,7 @@ class EmulatedEncode : public RandomTest {
 
 TEST_F(EmulatedEncode, EveryShapeAndMode) {
   for (const Component component : {Component::kKey, Component::kValue}) {
-    for (const BlockMode mode : {BlockMode::kSingle, BlockMode::kPair, BlockMode::kRaw16}) {
+    for (const BlockMode mode : {BlockMode::kSingle, BlockMode::kPair}) {
       for (const int32_t streams : {1, 2}) {
         const double spread = source_.spread_for(mode);
         const Codebook c = codebook(component, mode, streams, spread);

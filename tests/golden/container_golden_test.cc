@@ -11,11 +11,18 @@ namespace tierkv::analysis {
 namespace {
 
 // A window of 8 leaves most of the dump's 150 tokens to be coded.
-constexpr const char* kKept[] = {"k4v2:window=8",           "k8v8:window=8+huffman",
-                                 "k2v2:window=8+huffman",   "diffkv:window=8",
-                                 "kivi2:residual=8",        "kvcomp:window=8",
-                                 "step:window=8",           "step:window=8+rot",
-                                 "diffkv:window=8+huffman", "tiers:classes=k4v2/k2v2,window=8"};
+constexpr const char* kKept[] = {"k4v2:window=8",
+                                 "k8v8:window=8+huffman",
+                                 "k2v2:window=8+huffman",
+                                 "diffkv:window=8",
+                                 "kivi2:residual=8",
+                                 "kvcomp:window=8",
+                                 "step:window=8",
+                                 "step:window=8+rot",
+                                 "diffkv:window=8+huffman",
+                                 "small:window=8",
+                                 "small:window=8,sinks=0,k=0.05,books=4",
+                                 "tiers:classes=k4v2/k2v2,window=8"};
 constexpr const char* kRecorded[] = {"fp16",
                                      "k8v4",
                                      "k4v2:group_k=32",
@@ -39,9 +46,12 @@ constexpr const char* kRecorded[] = {"fp16",
                                      "step:k=0.4,v=0.3,window=16",
                                      "step:basis=none",
                                      "step:only=v",
+                                     "small",
+                                     "small:importance=off,sinks=70,window=0",
+                                     "small:only=v",
                                      "k8v4:only=k+huffman"};
 // With profile.h5.
-constexpr const char* kProfiled = "step:window=8,basis=matrix";
+constexpr const char* kProfiled[] = {"step:window=8,basis=matrix", "small:window=8,k=0.4,v=0.4"};
 
 std::vector<uint8_t> compressed(const char* preset, const Profile* profile = nullptr) {
   auto reader = std::move(datasets::DumpReader::open(golden::path("dump.h5")).value());
@@ -116,7 +126,7 @@ TEST(ContainerGolden, SizesAndBytesOfEveryPreset) {
   for (const char* preset : kKept) keep(preset, record(preset));
   const Result<Profile> profile = datasets::read_profile(golden::path("profile.h5"));
   ASSERT_TRUE(profile.is_ok()) << profile.status().message();
-  keep(kProfiled, record(kProfiled, &*profile));
+  for (const char* preset : kProfiled) keep(preset, record(preset, &*profile));
 }
 
 }  // namespace

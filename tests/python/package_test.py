@@ -52,7 +52,7 @@ class Structs(PackageTest):
                    "tkv_attend_request": lib.AttendRequest, "tkv_score_update": lib.ScoreUpdate,
                    "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct, "tkv_coded_config": lib.CodedConfigStruct,
                    "tkv_channel_config": lib.ChannelConfigStruct,
-                   "tkv_profile_info": lib.ProfileInfoStruct, "tkv_profile_component": lib.ProfileComponent}
+                   "tkv_profile_data": lib.ProfileData, "tkv_profile_component": lib.ProfileComponent}
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",
                   "tkv_merge_call", "tkv_sink_call"}
@@ -296,22 +296,6 @@ class Dumps(PackageTest):
         own, shared = (tierkv.analyze(SAMPLE, ["step"], profile=p)[0] for p in (None, self.dir / "profile.h5"))
         self.assertLess(shared.bits_per_value, own.bits_per_value)
 
-    def test_balanced_steps(self):
-        for wrong in (-0.1, 0.0001, 1.5, float("nan")):
-            with self.assertRaisesRegex(ValueError, "balance"):
-                tierkv.calibrate(SAMPLE, self.dir / "no.h5", balance=wrong)
-        self.assertFalse((self.dir / "no.h5").exists())
-        path = self.dir / "balanced.h5"
-        tierkv.calibrate(SAMPLE, path, thresholds=False, balance=0.1)
-        profile = tierkv.read_profile(path)
-        self.assertAlmostEqual(profile.balance.error, 0.1, delta=0.002)
-        with h5py.File(path) as f:
-            self.assertEqual((profile.balance.k, profile.balance.v), (f.attrs["balance_k"], f.attrs["balance_v"]))
-            scales = np.asarray(f["step_scales"])
-            query = np.asarray(f["statistics"])[:, 0]
-        np.testing.assert_allclose(profile.key.steps(0.3).ravel(), 0.3 * scales[:, 0] * np.sqrt(12 * 128 / query), rtol=1e-6)
-        self.assertGreater(scales.max() / scales.min(), 1.5)
-
     def test_profiles_are_read(self):
         path = self.dir / "matrix.h5"
         tierkv.calibrate(SAMPLE, path, matrix_basis=True)
@@ -319,8 +303,16 @@ class Dumps(PackageTest):
         self.assertEqual((profile.num_layers, profile.num_kv_heads, profile.head_dim), (6, 2, 128))
         with h5py.File(path) as f:
             self.assertEqual((profile.alpha_high, profile.alpha_low), (f.attrs["alpha_h"], f.attrs["alpha_l"]))
-            # codec/format/global_step.h: traces and signals are in the statistics.
-            query, signal, key_matrix, value_matrix = np.asarray(f["statistics"]).T
+            names = ("query_trace", "value_signal", "key_matrix_trace", "value_matrix_trace")
+            query, signal, key_matrix, value_matrix = (np.asarray(f[name]) for name in names)
+            query *= 1.01  # the ridge of codec/format/global_step.h
+            self.assertEqual(profile.model_id, f.attrs["model_id"].decode())
+            for name in ("key_mean", "value_mean", "query_energy"):
+                np.testing.assert_array_equal(getattr(profile, name).reshape(12, 128), f[name])
+            for name in ("query_trace", "value_signal", "key_scale", "value_scale"):
+                np.testing.assert_array_equal(getattr(profile, name).ravel(), f[name])
+        np.testing.assert_allclose(profile.query_energy.sum(-1), profile.query_trace, rtol=1e-5)
+        with h5py.File(path) as f:
             for name, part, plain, matrix in (
                     ("key", profile.key, np.sqrt(12 * 128 / query), np.sqrt(12 * 128 / key_matrix)),
                     ("value", profile.value, np.sqrt(12 * signal / 128), np.sqrt(12 * signal / value_matrix))):
@@ -330,9 +322,6 @@ class Dumps(PackageTest):
                 np.testing.assert_array_equal(basis.inverse.reshape(12, 128, 128), f[f"{name}_inverse"])
                 np.testing.assert_allclose(part.steps(0.3).ravel(), 0.3 * plain, rtol=1e-6)
                 np.testing.assert_allclose(part.steps(0.3, "matrix").ravel(), 0.3 * matrix, rtol=1e-6)
-        scaled = tierkv.read_profile(path, sm_scale=0.5)
-        np.testing.assert_allclose(scaled.key.steps(1), profile.key.steps(1) * 2 / 128**0.5, rtol=1e-6)
-        np.testing.assert_array_equal(scaled.value.steps(1), profile.value.steps(1))
         self.check_basis(profile)
 
     def check_basis(self, profile):
@@ -369,6 +358,67 @@ class Dumps(PackageTest):
                     query = basis.inverse.reshape(12, 128, 128)[row] @ query
                 bound = 2.0**-10 * 128**-0.5 * (np.abs(keys) @ np.abs(query)).max()
                 self.assertLess(abs(lse[0, head] - results[0][1][0, head]), bound, f"seed {self.seed}")
+
+    def random_profile(self, **fields):
+        rows = (3, 2)
+        vectors = {name: self.rng.normal(size=(*rows, 8)).astype(np.float32) for name in ("key_mean", "value_mean", "key_mean_before_rope")}
+        scalars = {name: self.rng.uniform(0.1, 2, rows) for name in
+                   ("query_trace", "value_signal", "key_scale", "value_scale", "key_sensitivity", "value_sensitivity", "joint_sensitivity")}
+        given = dict(model_id="modèle", num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=8, sm_scale=0.5, alpha_high=2.0, alpha_low=0.5,
+                     query_energy=self.rng.uniform(0, 1, (*rows, 8)).astype(np.float32), **vectors, **scalars)
+        return tierkv.ProfileData(**{**given, **fields})
+
+    def test_profiles_are_written(self):
+        path = self.dir / "written.h5"
+        ropes = (None, tierkv.Rope("none", 0, np.empty((1, 0))), tierkv.Rope("halves", 6, np.array([1, 0.5, 0.25])),
+                 tierkv.Rope("neighbours", 4, np.array([[1, 0.5], [0, 0], [1, 0.25]])))
+        for rope in ropes:
+            given = self.random_profile(rope=rope)
+            tierkv.write_profile(path, given)
+            read = tierkv.read_profile(path)
+            for name, value in vars(given).items():
+                if name == "rope":
+                    continue
+                np.testing.assert_array_equal(getattr(read, name), value, err_msg=name)
+            self.assertEqual(read.rope is None, rope is None)
+            if rope is not None:
+                self.assertEqual((read.rope.pairing, read.rope.dims), (rope.pairing, rope.dims))
+                np.testing.assert_array_equal(read.rope.inv_freq.ravel(), np.asarray(rope.inv_freq).ravel())
+        bare = {name: None for name in ("key_mean_before_rope", "query_energy", "key_scale", "value_scale", "key_sensitivity",
+                                        "value_sensitivity", "joint_sensitivity")}
+        tierkv.write_profile(path, self.random_profile(**bare))
+        read = tierkv.read_profile(path)
+        np.testing.assert_array_equal(read.key_scale, np.ones((3, 2)))
+        self.assertIsNone(read.joint_sensitivity)
+        with self.assertRaisesRegex(ValueError, "no joint sensitivities"):
+            read.classes([0.1])
+
+    def test_bad_profiles_are_not_written(self):
+        path = self.dir / "bad.h5"
+        nan = np.full((3, 2), np.nan)
+        for error, match, fields in ((ValueError, "key_mean: shape", {"key_mean": np.zeros((3, 2, 7), np.float32)}),
+                                     (ValueError, "joint_sensitivity: shape", {"joint_sensitivity": np.ones((2, 3))}),
+                                     (ValueError, "rope pairing", {"rope": tierkv.Rope("thirds", 2, np.ones(1))}),
+                                     (ValueError, "rope.inv_freq", {"rope": tierkv.Rope("halves", 4, np.ones(1))}),
+                                     (tierkv.TierkvError, "rope_layers", {"rope": tierkv.Rope("halves", 4, np.ones((2, 2)))}),
+                                     (tierkv.TierkvError, "model_id", {"model_id": ""}),
+                                     (tierkv.TierkvError, "key_sensitivity", {"key_sensitivity": nan}),
+                                     (tierkv.TierkvError, "value_scale", {"value_scale": np.zeros((3, 2))})):
+            with self.assertRaisesRegex(error, match):
+                tierkv.write_profile(path, self.random_profile(**fields))
+            self.assertFalse(path.exists())
+
+    def test_head_scales_and_classes(self):
+        sensitivities = self.rng.uniform(1e-5, 1, (15, 6))
+        scales = tierkv.head_scales(sensitivities)
+        expected = sensitivities**-0.25
+        expected = np.clip(expected / np.exp(np.log(expected).mean()), 1 / 8, 8)
+        np.testing.assert_allclose(scales, expected, rtol=1e-12, err_msg=f"seed {self.seed}")
+        classes = tierkv.assign_classes([0.1, 0.4], sensitivities)
+        self.assertEqual(classes.shape, (15, 6))
+        order = np.argsort(-sensitivities.ravel(), kind="stable")
+        np.testing.assert_array_equal(classes.ravel()[order], [0] * 9 + [1] * 36 + [2] * 45)
+        self.assertRaises(tierkv.InvalidArgumentError, tierkv.head_scales, [1.0, 0.0])
 
     def test_what_a_profile_lacks(self):
         tierkv.calibrate(SAMPLE, self.dir / "plain.h5")

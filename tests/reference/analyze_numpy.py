@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import h5py
 import numpy as np
 
-from coded_blocks import coded_size, entropy_bits
+import weighted
+from coded_blocks import coded_size, entropy_bits, weighted_size
 from pages import paged_bytes, slab_bytes
 from presets import RAW, has_tiers, parse
 from quantizers import Basis, bf16, fp16, global_steps, metadata_bits, quantize
@@ -27,6 +28,7 @@ class Layer:
     significance: np.ndarray
     sm_scale: float
     raw: object  # rounds to the 16 bits of a raw token
+    rope: tuple = None  # (pairing, inv_freq), None: not rotated
     key_means: np.ndarray = None    # [kv_heads, D] of a profile
     sensitivity: np.ndarray = None  # its order: rank of each row, 0 the most sensitive, and how many there are
     all_rows: int = 0
@@ -50,6 +52,10 @@ def read_layers(dump, profile=None):
     """(sequence id, [Layer]) of every sequence."""
     with h5py.File(dump) as f:
         raw = bf16 if f.attrs["dtype"] in ("bfloat16", b"bfloat16") else fp16
+        rope = None
+        if f.attrs["rope_applied"] and f.attrs["rope_theta"] > 0:
+            d = int(f.attrs["head_dim"])
+            rope = 1, (float(f.attrs["rope_theta"]) ** (-2 * np.arange(d // 2) / d)).astype(np.float32)
         for seq in f["seq"]:
             groups = f["seq"][seq]["layer"]
             layers = []
@@ -57,7 +63,8 @@ def read_layers(dump, profile=None):
                 g = groups[str(i)]
                 get = lambda name, dtype: g[name][()].astype(dtype) if name in g else None
                 layers.append(Layer((get("k", np.float32), get("v", np.float32)), get("q", np.float32),
-                                    get("q_positions", np.int64), get("significance", np.float32), float(f.attrs["sm_scale"]), raw))
+                                    get("q_positions", np.int64), get("significance", np.float32), float(f.attrs["sm_scale"]), raw,
+                                    rope))
                 if profile is not None:
                     layers[-1].key_means, layers[-1].sensitivity, layers[-1].all_rows = profile[0][i], profile[1][i], profile[1].size
             yield seq, layers
@@ -174,9 +181,44 @@ class Stored:
     compressed: np.ndarray
     window: np.ndarray
     raw_tail: np.ndarray  # bool [T]
+    exponents: np.ndarray = None  # weighted steps: [rows, T]
 
     def as_stored(self, tiers):
         return np.where(((tiers == WINDOW) | self.raw_tail)[..., None], self.window, self.compressed)
+
+
+def known_significance(layer):
+    try:
+        return significance_of(layer)
+    except ValueError:
+        return None
+
+
+def store_weighted(layer, scheme, c):
+    """Without a profile: means and steps of keys are those of the row's first 256 tokens between sinks and window."""
+    x, k = layer.kv[c], scheme.high[c].step
+    positions = np.arange(layer.tokens)
+    significance = known_significance(layer) if scheme.importance else None
+    g = np.zeros((layer.rows, layer.tokens), np.int64)
+    if significance is not None:
+        g = weighted.importance_exponents((positions + 1) * significance)
+    codes, exponents, values = [], [], []
+    end = max(0, layer.tokens - scheme.window)
+    begin = min(scheme.sinks, end)
+    for row in range(layer.rows):
+        if c == 0:
+            y = weighted.turn(x[row], layer.rope, positions, back=True)
+            mean, step = weighted.fit_keys(y[begin:end][:256], k) if end > begin else (np.float32(0), np.float32(1))
+            e = g[row]
+        else:
+            y, mean, step = x[row], np.float32(0), np.float32(k * np.sqrt(12.0))
+            e = weighted.value_exponents(y, g[row])
+        codes.append(weighted.quantize(y, e, step, mean, np.float32(1)))
+        back = weighted.dequantize(codes[-1], e, step, mean, np.float32(1))
+        values.append(weighted.turn(back, layer.rope, positions, back=False) if c == 0 else back)
+        exponents.append(e)
+    return Stored({HIGH: scheme.high[c]}, {HIGH: np.array(codes).astype(np.int16)}, np.array(values), layer.raw(x),
+                  np.zeros(layer.tokens, bool), np.array(exponents))
 
 
 def basis_kind(scheme, c):
@@ -185,6 +227,8 @@ def basis_kind(scheme, c):
 
 def store_component(layer, scheme, tiers, c):
     x = layer.kv[c]
+    if scheme.high[c].rule == "weighted":
+        return store_weighted(layer, scheme, c)
     basis = Basis("none" if scheme.high[c] is RAW else basis_kind(scheme, c), x, layer.key_means if scheme.classes and c == 0 else None)
     y = basis.forward(x)
     step = None
@@ -250,6 +294,11 @@ def add_size(tally, layer, scheme, tiers, stored, c):
             size = sum(map(fixed_size, rows))
             tally[f"coded_bits{c}"] += 8 * size
             bits += 8 * (size + 4 * sum(-(-len(r) // 64) for r in rows)) + count * metadata_bits(fmt, d)
+        elif coded and stored.exponents is not None:
+            of = [stored.exponents[r][mask[r]] for r in range(layer.rows) if mask[r].any()]
+            size, blocks, codebook = weighted_size(rows, of, min(scheme.sinks, layer.tokens), c)
+            tally[f"coded_bits{c}"] += 8 * size
+            bits += 8 * (size + 4 * blocks + codebook)
         elif coded and scheme.huffman:
             size, blocks, codebook = coded_size(rows, c)
             tally[f"coded_bits{c}"] += 8 * size
@@ -258,6 +307,8 @@ def add_size(tally, layer, scheme, tiers, stored, c):
             bits += count * token_bits(fmt, d)
     if scheme.high[c].rule == "absolute":
         bits += layer.rows * 32
+    if scheme.high[c].rule == "weighted":
+        bits += layer.rows * (32 + (16 * d if c == 0 else 0))
     if basis_kind(scheme, c).endswith("mean") and scheme.high[c] is not RAW and layer.key_means is None:
         bits += layer.rows * 16 * d
     tally["stored_bits"] += bits
@@ -282,6 +333,8 @@ def add_attention(tally, layer, scheme, tiers, stored):
         tally["online"] += (np.linalg.norm(o - online, axis=1) / norm).sum()
         tally["cosine"] += ((o * plain).sum(1) / (norm * np.where(size > 0, size, 1))).sum()
         tally["queries"] += len(o)
+        tally["pooled_error"] += ((o - online) ** 2).sum()
+        tally["pooled_norm"] += (o ** 2).sum()
 
 
 def page_counts(scheme, tiers):
@@ -330,7 +383,7 @@ def measure(layer, scheme):
 
 def measure_alike(layer, scheme):
     """The sums of one layer from which finish() makes the metrics of any number of layers."""
-    names = ["stored_bits", "page_bytes", "attention", "online", "cosine", "queries"]
+    names = ["stored_bits", "page_bytes", "attention", "online", "cosine", "queries", "pooled_error", "pooled_norm"]
     names += [f"{n}{c}" for n in ("coded_bits", "entropy_bits", "codes", "error", "norm") for c in (0, 1)]
     tally = dict.fromkeys(names, 0.0)
     tiers = tiers_of(layer, scheme)
@@ -361,6 +414,7 @@ def measure_alike(layer, scheme):
 def finish(tally):
     ratio = lambda a, b: float(tally[a] / tally[b]) if tally[b] else None
     pairs = sum(tally[n] for n in TIER_NAMES)
+    layers = [n.removeprefix("pooled_norm") for n in tally if n.startswith("pooled_norm") and n != "pooled_norm" and tally[n] > 0]
     bits = float(tally["stored_bits"] / tally["values"])
     paged = tally["page_bytes"] > 0
     return {
@@ -369,6 +423,8 @@ def finish(tally):
         "tiers": {n: tally[n] / pairs for n in TIER_NAMES}, "pairs": pairs,
         "key_rel_error": np.sqrt(ratio("error0", "norm0") or 0), "value_rel_error": np.sqrt(ratio("error1", "norm1") or 0),
         "attention_rel_error": ratio("attention", "queries"), "attention_rel_error_online": ratio("online", "queries"),
+        "attention_pooled_error":
+            float(np.mean([np.sqrt(tally["pooled_error" + i] / tally["pooled_norm" + i]) for i in layers])) if layers else None,
         "attention_cosine": ratio("cosine", "queries"),
         "key_entropy_bits": ratio("entropy_bits0", "codes0"), "value_entropy_bits": ratio("entropy_bits1", "codes1"),
         "key_coded_bits": ratio("coded_bits0", "codes0") or None, "value_coded_bits": ratio("coded_bits1", "codes1") or None}
@@ -381,12 +437,13 @@ def analyze(dump, presets, profile=None):
     if profile is not None and not all(s.classes for s in schemes):
         raise ValueError("a profile serves classes of heads alone here")
     for seq, layers in read_layers(dump, None if profile is None else read_profile(profile)):
-        for layer in layers:
+        for index, layer in enumerate(layers):
             for scheme, by_seq in zip(schemes, tallies):
                 one = measure(layer, scheme)
+                one.update({f"{n}{index}": one[n] for n in ("pooled_error", "pooled_norm")})
                 for key in ("all", seq):
-                    total = by_seq.setdefault(key, dict.fromkeys(one, 0))
-                    by_seq[key] = {n: total[n] + one[n] for n in one}
+                    total = by_seq.setdefault(key, {})
+                    total.update({n: total.get(n, 0) + x for n, x in one.items()})
     return [{"preset": p, "seq": seq, **finish(t)} for p, by_seq in zip(presets, tallies) for seq, t in by_seq.items()]
 
 
@@ -402,7 +459,7 @@ def main():
         print(json.dumps(results, indent=1))
         return
     columns = ["bits_per_value", "page_ratio", "key_rel_error", "value_rel_error", "attention_rel_error",
-               "attention_rel_error_online", "attention_cosine", "key_entropy_bits", "key_coded_bits", "value_entropy_bits",
+               "attention_rel_error_online", "attention_pooled_error", "attention_cosine", "key_entropy_bits", "key_coded_bits", "value_entropy_bits",
                "value_coded_bits"]
     print("preset seq memory_% " + " ".join(columns) + " tiers")
     for r in results:

@@ -158,6 +158,56 @@ def block_sizes(codes, component, book):
     return np.where((coded < raw) & (wrong <= 256) & (payload <= 65535), coded, raw)
 
 
+def lanes(component, shape, k):
+    """The lane of each symbol of a tile [16 tokens, dims], in the order of tile()."""
+    dims = shape[1]
+    if component == 1:
+        pair, _, inside = np.meshgrid(np.arange(8), np.arange(dims // 8), np.arange(8), indexing="ij")
+        pair, _, inside = (x.reshape(8, -1, 2, 8).transpose(0, 1, 3, 2) for x in (pair, pair, inside))
+        lane = 4 * inside + pair % 4
+        return (lane if k == 2 else lane[..., 0]).ravel()
+    row, pair = np.meshgrid(np.arange(8), np.arange(dims // 2), indexing="ij")
+    return np.repeat((4 * row + pair % 4).ravel(), 4 // k)
+
+
+def field_width(values):
+    return int(values.max() - values.min()).bit_length()
+
+
+def weighted_block_size(codes, exponents, component, book):
+    """Bytes of a weighted block of at most 64 tokens and 128 dims; exponents: None where another slice has them."""
+    tiles, dims = -(-len(codes) // 16), -(-codes.shape[1] // 16) * 16
+    head = 16 + (4 * -(-len(codes) * field_width(exponents) // 32) if exponents is not None else 0)
+    spread = int(codes.max()) - int(codes.min())
+    bits = next(b for b in (2, 4, 8, 16) if b == 16 or spread < 2 ** b)
+    width = -(-dims // 32) * 32 if bits == 2 else dims
+    align = lambda n: -(-n // 16) * 16
+    raw = align(head) + tiles * 16 * width * bits // 8
+    if book is None:
+        return raw
+    symbols = book.symbols(tile(codes, component, book.k))
+    lane = lanes(component, (16, dims), book.k)
+    streams = np.bincount(np.tile(lane, tiles), book.word[symbols].ravel(), 32)
+    wrong = int(book.wrong[symbols].sum())
+    size = head + 4 * field_width(streams)
+    if book.mode == "split":
+        size = align(size) + tiles * 8 * dims
+    size = align(size + 4 * -(-int(streams.sum()) // 32) + 4 * wrong)
+    return size if size < raw and wrong <= 255 else raw
+
+
+def weighted_size(rows, exponents, first, component):
+    """(bytes of blocks, number of blocks, bytes of the codebook) of rows of weighted steps; first: position of their first token."""
+    def cut(row):
+        ends = list(range((first // 64 + 1) * 64 - first, len(row), 64))
+        return np.split(row, ends)
+    blocks = [(c[:, s:s + 128], e if s == 0 else None)
+              for row, exponent in zip(rows, exponents) for c, e in zip(cut(row), cut(exponent)) for s in range(0, row.shape[1], 128)]
+    book = choose_codebook([row[:, c:c + 128] for row in rows for c in range(0, row.shape[1], 128)], component)
+    size = sum(weighted_block_size(c, e, component, book) for c, e in blocks)
+    return size, sum(len(cut(row)) for row in rows), book.bytes if book else 0
+
+
 def coded_size(rows, component):
     """(bytes of blocks, number of blocks, bytes of the codebook) of one scope. rows: a list of code arrays [tokens, dims]."""
     slices = [row[:, c:c + 128] for row in rows for c in range(0, row.shape[1], 128)]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Format:
     """How one component of a token is stored."""
-    rule: str = "raw"    # raw, minmax, norm, relative, absolute
+    rule: str = "raw"    # raw, minmax, norm, relative, absolute, weighted
     bits: int = 16       # of a min-max code, 2 of one clipped at the norm
     unit: str = "token"  # what shares a step: token, channel (over `group` tokens), block (`group` tokens x head)
     group: int = 0       # token: channels that share a step (0: the head); channel, block: tokens
-    step: float = 0.0    # relative: fraction of the range; absolute: the error aimed at
+    step: float = 0.0    # relative: fraction of the range; absolute, weighted: the error aimed at
 
 
 RAW = Format()
@@ -35,6 +35,7 @@ class Scheme:
     predict: str = "none"          # token, channel, plane: the codes are what a Lorenzo predictor leaves
     eviction: str = "none"         # snapkv, h2o: the same share of tokens in every head
     keep: float = 1.0
+    importance: bool = False       # a token's step follows its significance
     pages: bool = field(default=False)  # fixed-width pages exist
 
 
@@ -127,13 +128,21 @@ def step(_, text):
     return dict(high=formats, basis=o["basis"], window=o["window"], sinks=o["sinks"], huffman=True)
 
 
+def small(_, text):
+    """Without a profile."""
+    o = options_of(text, dict(k=0.3, v=0.25, window=64, sinks=4, books=1, importance="on"))
+    formats = Format("weighted", step=o["k"]), Format("weighted", step=o["v"])
+    return dict(high=formats, window=o["window"], sinks=o["sinks"], huffman=True, importance=o["importance"] == "on")
+
+
 def evicting(name, text):
     o = options_of(text, dict(keep=0.5, window=64, format="k16v16"))
     high = tier(o["format"])
     return dict(high=high, eviction=name, keep=o["keep"], window=o["window"] if name == "snapkv" else 0, window_form=high, pages=True)
 
 
-FAMILIES = [("snapkv|h2o", evicting), ("fp16", plain), (r"k\d+n?v\d+n?", plain), ("fast|tiers", class_tiers), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp), ("step", step)]
+FAMILIES = [("snapkv|h2o", evicting), ("fp16", plain), (r"k\d+n?v\d+n?", plain), ("fast|tiers", class_tiers), ("diffkv", diffkv), ("kivi[42]", kivi), ("kvcomp", kvcomp),
+            ("step", step), ("small", small)]
 
 
 def take_common(text):

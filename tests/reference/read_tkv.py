@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+import weighted
+
 (MODEL, SEQUENCE, BASIS, CODEBOOK, ROW, SEGMENT, POSITIONS, QUERIES, SIGNIFICANCE, PAGE, PAGE_FORMAT,
- STORE, STORE_ROW, STORE_PAGE, STORE_FIXED) = range(1, 16)
+ STORE, STORE_ROW, STORE_PAGE, STORE_FIXED, WEIGHTED_ROW) = range(1, 17)
 SINKS, HIGH, LOW, KEY_GAP, WINDOW = range(5)
 _xxhash = ctypes.CDLL(ctypes.util.find_library("xxhash"))
 _xxhash.XXH3_64bits.restype = ctypes.c_uint64
@@ -56,7 +58,7 @@ def bfloat16(u16):
 def load_chunks(data):
     need(data[:8] == b"\x89TKV\r\n\x1a\0", "magic")
     major, _, count, size, index, index_sum, _, _, header_sum = struct.unpack("<HHIQQQQQQ", data[8:64])
-    need(major == 1, "major version")
+    need(major == 2, "major version")
     need(header_sum == xxh3(data[:56]), "header checksum")
     need(size == len(data) and index + 48 * count == size, "sizes")
     need(index_sum == xxh3(data[index:]), "index checksum")
@@ -67,7 +69,7 @@ def load_chunks(data):
         padded = (n + 15) // 16 * 16
         need(start == following and xxh3(data[start:start + padded]) == checksum, f"chunk {i}")
         following += padded
-        need(kind <= 15 or flags & 1, f"unknown chunk {kind}")
+        need(kind <= 16 or flags & 1, f"unknown chunk {kind}")
         chunks[kind, seq, layer, head, component, part, page] = data[start:start + n]
     need(following == index, "index")
     return chunks
@@ -209,7 +211,7 @@ def units(unit, group, n, d):
 def decode_segment(chunks, key):
     b = Bytes(chunks[key])
     bits, rule, unit, group, _, basis, coder, raw_dtype, d = b("iiiidiiii")
-    n, data_bytes, parameters, blocks, flags, raw_values, _ = b("QQQQQQQ")
+    n, data_bytes, parameters, blocks, flags, raw_values, first = b("QQQQQQQ")
     _, seq, layer, head, component, part, _ = key
     data = b.take(data_bytes)
     scale, zero = b.array("f2", 2 * parameters).astype(np.float32).reshape(-1, 2).T
@@ -220,6 +222,8 @@ def decode_segment(chunks, key):
     if bits == 16:
         y = bfloat16(np.frombuffer(data, "<u2")) if raw_dtype else np.frombuffer(data, "<f2").astype(np.float32)
         return y.reshape(n, d)
+    if rule == 3:
+        return weighted_tokens(chunks, key, data, starts, n, d, first)
     if coder:
         book, source, rows = load_codebook(chunks[CODEBOOK, seq, layer, -1, component, part, 0]), Bytes(data), []
         for start in starts:
@@ -241,6 +245,35 @@ def decode_segment(chunks, key):
             where = order[flagged[of.ravel()[order]]]
             y.ravel()[where] = raw
     return undo_basis(stored, y) if basis else y
+
+
+def weighted_tokens(chunks, key, data, starts, n, d, first):
+    """Values [n, d] of weighted blocks."""
+    _, seq, layer, head, component, part, _ = key
+    books, source, rows, exponents = [], Bytes(data), [], []
+    while (CODEBOOK, seq, layer, -1, component, part, len(books)) in chunks:
+        books.append(load_codebook(chunks[CODEBOOK, seq, layer, -1, component, part, len(books)]))
+    for start in starts:
+        need(source.at == start, "block start")
+        slices = [weighted.decode_block(source, books, raw_tiles) for _ in range(0, d, 128)]
+        rows.append(np.concatenate([codes for codes, _ in slices], 1))
+        need(first + sum(map(len, rows)) in (first + n, (first + sum(map(len, rows))) // 64 * 64), "block end")
+        exponents.append(slices[0][1])
+    source.end()
+    codes, exponents = np.concatenate(rows), np.concatenate(exponents)
+    need(len(codes) == n, "tokens")
+    own = (WEIGHTED_ROW, seq, layer, head, 0, 0, 0)
+    b = Bytes(chunks.get(own, chunks.get((WEIGHTED_ROW, -1, *own[2:]))))
+    _, key_step, value_step, has = b("iffI")
+    mean = b.array("f2", d).astype(np.float32) if has & 1 else np.zeros(d, np.float32)
+    weight = b.array("f4", d) if has & 2 else np.ones(d, np.float32)
+    b.end()
+    if component == 1:
+        return weighted.dequantize(codes, exponents, value_step, np.float32(0), np.float32(1))
+    x = weighted.dequantize(codes, exponents, key_step, mean, weight)
+    rope = model_of(chunks).rope
+    positions = np.arange(first, first + n)
+    return weighted.turn(x, rope[layer if len(rope) > 1 else 0] if rope else None, positions, back=False)
 
 
 def basis_of(chunks, seq, layer, head, component):
@@ -309,16 +342,25 @@ def decode_row(chunks, seq, layer, head, tokens, d):
     return out[0], out[1], body & (tier == 3)
 
 
+def model_of(chunks):
+    """The model record; rope: [(pairing, inv_freq)] of one or all layers, empty where unknown."""
+    b = Bytes(chunks[MODEL, -1, -1, -1, 0, 0, 0])
+    m = SimpleNamespace()
+    m.layers, m.q_heads, m.kv_heads, m.head_dim, m.dtype, m.rope_applied = b("iiiiii")
+    m.rope_theta, m.sm_scale, m.count = b("ddi")
+    m.preset, m.model_id, m.created_by = b.text(), b.text(), b.text()
+    ropes, pairing, dims = b("Iii")
+    m.rope = [(pairing, b.array("f4", dims // 2)) for _ in range(ropes)]
+    b.end()
+    return m
+
+
 def read(path):
     with open(path, "rb") as f:
         chunks = load_chunks(f.read())
-    b = Bytes(chunks[MODEL, -1, -1, -1, 0, 0, 0])
-    cache = SimpleNamespace(sequences=[], rows={}, chunks=chunks)
-    cache.layers, cache.q_heads, cache.kv_heads, cache.head_dim, cache.dtype, cache.rope_applied = b("iiiiii")
-    cache.rope_theta, cache.sm_scale, count = b("ddi")
-    cache.preset, cache.model_id, cache.created_by = b.text(), b.text(), b.text()
-    b.end()
-    for seq in range(count):
+    cache = model_of(chunks)
+    cache.sequences, cache.rows, cache.chunks = [], {}, chunks
+    for seq in range(cache.count):
         b = Bytes(chunks[SEQUENCE, seq, -1, -1, 0, 0, 0])
         name, kind, n = b.text(), b.text(), b("Q")
         cache.sequences.append(SimpleNamespace(id=name, kind=kind, tokens=b.array("i4", n)))

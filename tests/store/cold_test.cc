@@ -137,8 +137,6 @@ TEST(ColdTier, FixedRateBlocksNeedAStoreThatKnowsThem) {
   const auto a = std::move(*KvStore::create(plain)), b = std::move(*KvStore::create(fixed));
   const Bytes old = *save_sequence(*a, *prompted(*a, 200, &input));
   const Bytes made = *save_sequence(*b, *prompted(*b, 200, &input));
-  EXPECT_EQ(old[10], 0);  // minor versions
-  EXPECT_EQ(made[10], 1);
   EXPECT_TRUE(load(*b, old));
   EXPECT_EQ(load(*a, made).code(), StatusCode::kInvalidArgument);
   const Bytes exported = *b->export_sequence(*prompted(*b, 200, &input));
@@ -187,6 +185,7 @@ TEST(ColdTier, CodingSavesBytesAndTheFileKeepsToTheLengths) {
   config.layout.num_layers = 1;
   config.num_pages = 200;
   config.max_tokens = 3000;
+  config.policy.alpha_high = 2;  // tokens that nobody scores are low
   const auto store = KvStore::create(config);
   ASSERT_TRUE(store.is_ok()) << store.status().message();
   const Result<SequenceId> id = prompted(**store, 3000, &input);

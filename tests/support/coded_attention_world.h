@@ -29,10 +29,10 @@ struct Shape {
   int32_t q_len = 1;
   int32_t kv_heads = 1;
   DType dtype = DType::kFloat16;
-  FixedFormat fixed;                    // any: every third whole block is at a fixed rate
-  int32_t family = 1;                   // codebooks of a component
-  BlockMode widest = BlockMode::kRaw8;  // of raw blocks alone (mode kRaw16): that fit into slots
-  bool sinks = false, probabilities = false, walk_tree = false;
+  FixedFormat fixed;     // any: every third whole block is at a fixed rate
+  int32_t family = 1;    // codebooks of a component
+  bool all_raw = false;  // codes that no codebook has a word for
+  bool sinks = false, probabilities = false;
 
   int32_t all_columns() const { return columns * q_len; }
   // Of a column of a row, in lines of head_dim elements.
@@ -74,7 +74,6 @@ inline constexpr int32_t kSteps = 3;
 
 // Member i of a family: codes that lie elsewhere, and wider.
 inline Codebook make_book(CodeSource* source, Component component, const Shape& shape, int32_t i) {
-  if (is_raw_mode(shape.mode)) return raw_codebook(component);
   CodeHistogram histogram(component, shape.head_dim);
   histogram.add(source->bell(512 * shape.head_dim, 1.5 + 0.2 * i, 3.0 * i, false).data(), 512);
   CodebookSpec spec;
@@ -94,10 +93,13 @@ inline void add_block(World* w, CodeSource* source, int32_t component, int32_t t
   const int32_t kind = source->below(8), dims = w->shape.head_dim;
   double spread = kind == 1 ? 2.2 : kind == 2 ? 5.0 : kind == 3 ? 60.0 : 1.4;
   if (kind == 3 && w->shape.huge_codes) spread = 3000;
-  if (kind == 5 && is_raw_mode(book.mode)) spread = 0.35;
+  if (kind == 5 && w->shape.all_raw) spread = 0.35;
   std::vector<int16_t> codes =
       source->bell(int64_t{tokens} * dims, spread, 0.3 + 3.0 * member, false);
   if (kind == 4) codes.assign(codes.size(), static_cast<int16_t>(source->below(3)));
+  if (w->shape.all_raw) {
+    for (int16_t& code : codes) code = static_cast<int16_t>(code + (spread < 10 ? 64 : 512));
+  }
   std::vector<uint8_t>& bytes = w->bytes[component];
   const size_t begin = bytes.size();
   EXPECT_TRUE(encode_block(codes.data(), tokens, dims, book, &bytes).is_ok());
@@ -105,9 +107,10 @@ inline void add_block(World* w, CodeSource* source, int32_t component, int32_t t
   for (size_t at = begin; at < bytes.size();) {
     const CodedBlockHeader header = load_header(bytes.data() + at);
     const int32_t slice = header.units * kBlockAlignment;
-    const bool fits =
-        is_raw_mode(book.mode) ? header.mode <= w->shape.widest : !is_raw_mode(header.mode);
-    if (fits) w->max_block_bytes = std::max(w->max_block_bytes, slice);
+    // A few tokens cost less as exceptions.
+    EXPECT_TRUE(is_raw_mode(header.mode) || !w->shape.all_raw ||
+                tokens * header.dims <= kMaxExceptions);
+    if (!is_raw_mode(header.mode)) w->max_block_bytes = std::max(w->max_block_bytes, slice);
     at += static_cast<size_t>(slice);
   }
   w->refs[component].push_back({static_cast<uint32_t>(begin / 16), size / 16});

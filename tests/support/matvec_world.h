@@ -66,7 +66,7 @@ struct MatvecWorld {
     c.head_dim = shape.head_dim;
     c.scale = 0.25f;
     c.max_block_bytes = max_block_bytes;
-    c.walk_tree = shape.walk_tree;
+    if (shape.walk_tree) c.tree = {book.tree.data(), static_cast<int32_t>(book.tree.size())};
     return c;
   }
 };

@@ -1,6 +1,8 @@
 #include "tools/analysis/analyze.h"
 
-#include "tools/analysis/eviction.h"
+#include <algorithm>
+
+#include "tools/analysis/baselines/eviction.h"
 #include "tools/analysis/layer_batch.h"
 
 namespace tierkv::analysis {
@@ -20,7 +22,9 @@ Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
                       std::to_string(info.layout.num_layers - 1));
   }
   if (o.profile == nullptr) return Status::ok();
-  return o.profile->check_model(info.layout, info.model_id).with_context(info.path);
+  if (Status s = o.profile->check_model(info.layout, info.model_id); !s)
+    return s.with_context(info.path);
+  return check_rope(info, o.profile);
 }
 
 Status suits(const datasets::DumpInfo& info, const Preset& preset, const AnalyzeOptions& o) {
@@ -63,8 +67,11 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
   for (const Preset& p : options.presets) {
     if (Status s = suits(info, p, options); !s) return s;
   }
-  bool need_significance = false;
-  for (const Preset& p : options.presets) need_significance |= p.scheme.needs_significance();
+  const auto need_significance = [&](int32_t seq, int32_t layer) {
+    return std::any_of(options.presets.begin(), options.presets.end(), [&](const Preset& p) {
+      return wants_significance(p.scheme, info, seq, layer);
+    });
+  };
 
   std::vector<std::pair<int32_t, int32_t>> work;
   for (size_t seq = 0; seq < info.sequences.size(); ++seq) {
@@ -89,11 +96,12 @@ Result<std::vector<AnalyzeResult>> analyze(datasets::DumpReader& reader,
       bytes += LayerData::dump_bytes(info, seq, layer);
       if (!layers.empty() && bytes > kBatchBytes) break;
       layers.emplace_back();
-      if (Status s =
-              load_layer(reader, seq, layer, need_significance, options.threads, &layers.back());
+      const bool significance = need_significance(seq, layer);
+      if (Status s = load_layer(reader, seq, layer, significance, options.threads, &layers.back());
           !s) {
         return s;
       }
+      layers.back().rope = rope_of(info, options.profile, layer);
     }
     BatchSums sums = {&tallies, &details, nullptr};
     if (options.progress) {

@@ -4,11 +4,13 @@
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "codec/host/weighted_block.h"
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"
@@ -33,6 +35,15 @@ struct Tally {
     double error = 0, error_online = 0, cosine = 0;  // summed over queries
     int64_t queries = 0;
   } attention;
+  // By {file, layer, kv_head}: squares of online attention outputs and of their errors, summed over
+  // queries and the heads of the group. The file counts where tallies of several are added.
+  struct RowError {
+    double error_squared = 0, norm_squared = 0;
+    double sensitivity = 0;  // the profile's; 0 without
+  };
+  std::map<std::array<int32_t, 3>, RowError> rows;
+  WeightedBlockStats blocks;  // of weighted steps
+  int64_t row_bytes = 0;      // of stored_bytes: means and steps of the sequences' own
   double encode_seconds = 0, decode_seconds = 0;  // thread time
   int64_t input_fp16_bytes = 0;
 
@@ -81,6 +92,11 @@ std::optional<double> entropy_bits(const Tally& t, Component c);
 std::optional<double> coded_bits(const Tally& t, Component c);
 std::optional<double> attention_error(const Tally& t);
 std::optional<double> attention_error_online(const Tally& t);
+// Per layer the norm of all errors by the norm of all outputs; mean over the layers.
+std::optional<double> attention_error_pooled(const Tally& t);
+// Root of the mean over (layer, kv_head), weighted by the profile's sensitivities, of the squared
+// error by the squared output; nullopt without sensitivities.
+std::optional<double> attention_error_weighted(const Tally& t);
 std::optional<double> attention_cosine(const Tally& t);
 std::optional<double> encode_gbps(const Tally& t);  // of one thread
 std::optional<double> decode_gbps(const Tally& t);

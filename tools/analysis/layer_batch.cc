@@ -11,6 +11,15 @@ namespace {
 constexpr int64_t kOutputBytes = int64_t{48} << 20;  // exact attention outputs kept at a time
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
+// Of keys and values together; 0 where it was not measured.
+double sensitivity_of(const Profile* profile, int32_t layer, int32_t head) {
+  if (profile == nullptr) return 0;
+  const auto row = static_cast<size_t>(layer) * profile->num_kv_heads + head;
+  if (!profile->joint_sensitivity.empty()) return profile->joint_sensitivity[row];
+  if (profile->key_sensitivity.empty() || profile->value_sensitivity.empty()) return 0;
+  return profile->key_sensitivity[row] + profile->value_sensitivity[row];
+}
+
 }  // namespace
 
 LayerBatch::LayerBatch(const datasets::DumpInfo& info, const AnalyzeOptions& options,
@@ -150,13 +159,19 @@ void LayerBatch::measure_row(int64_t row, int64_t p, bool first_tile) {
   if (first_tile) {
     t.encode_seconds = watch.seconds();
     add_sizes(codec, &t);
+    if (scheme(p).weighted()) {
+      t.stored_bytes += layer.own_bytes[h];
+      t.row_bytes += layer.own_bytes[h];
+    }
     for (const ComponentContext& own : layer.context[h]) {
       if (options_.profile == nullptr)
         t.stored_bytes += own.basis.stored_bytes() + (own.step > 0 ? 4 : 0);
     }
   }
   PositionErrors* by_place = details_.empty() ? nullptr : &rows_[row * presets_ + p].errors;
-  if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t);
+  Tally::RowError& pooled = t.rows[{0, l.layer, h}];
+  pooled.sensitivity = sensitivity_of(options_.profile, l.layer, h);
+  if (StatusCode code = add_errors(codec, exact_[row], {first_tile, by_place}, &t, &pooled);
       code != StatusCode::kOk)
     return fail(Status(code, "decoding failed"), l, p);
   if (!progress_) return;

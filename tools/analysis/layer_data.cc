@@ -47,6 +47,12 @@ Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t l
                                            "compute it from; the dump has neither");
 }
 
+bool wants_significance(const Scheme& scheme, const datasets::DumpInfo& info, int32_t seq,
+                        int32_t layer) {
+  if (scheme.needs_significance()) return true;
+  return scheme.importance && check_significance(info, seq, layer).is_ok();
+}
+
 int64_t LayerData::dump_bytes(const datasets::DumpInfo& info, int32_t seq, int32_t layer) {
   const datasets::LayerInfo& l = info.sequences[seq].layers[layer];
   const int64_t kv = 2 * info.sequences[seq].num_tokens * info.layout.num_kv_heads;
@@ -68,6 +74,7 @@ void shape_layer(const datasets::DumpInfo& info, int32_t seq, int32_t layer, Lay
     out->significance[h].clear();
   }
   out->positions.clear();
+  out->rope = rope_of(info, nullptr, layer);
 }
 
 Status load_component(datasets::DumpReader& reader, int32_t kv_head, Component c, LayerData* out) {

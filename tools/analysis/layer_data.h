@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codec/policy/profile.h"
+#include "codec/file/scheme.h"
 #include "datasets/dump.h"
 #include "tools/analysis/attention_error.h"
 
@@ -18,6 +19,7 @@ struct LayerData {
       q;  // per kv_head [group, positions, head_dim]; empty without queries
   std::vector<std::vector<float>> significance;  // per kv_head [tokens]; empty where not asked for
   std::vector<int32_t> positions;                // of the queries
+  const Rope* rope = nullptr;  // of the layer; null: unknown, keys are taken as stored
 
   bool has_queries() const { return !positions.empty(); }
   // Bytes of K, V and q as the dump stores them.
@@ -28,7 +30,20 @@ struct LayerData {
 // positions).
 Status check_significance(const datasets::DumpInfo& info, int32_t seq, int32_t layer);
 
-// Reads a layer. `need_significance`: from the dump, or computed when it has the queries of all
+// Whether the scheme takes the significance of a layer: where it needs one, and where it uses one
+// that is stored or computable.
+bool wants_significance(const Scheme& scheme, const datasets::DumpInfo& info, int32_t seq,
+                        int32_t layer);
+
+// How the dump or, where it does not know, the profile says that the keys of a layer are rotated;
+// null: unknown.
+const Rope* rope_of(const datasets::DumpInfo& info, const Profile* profile, int32_t layer);
+// kInvalidArgument naming a layer where dump and profile say otherwise.
+Status check_rope(const datasets::DumpInfo& info, const Profile* profile);
+// "keys before RoPE: plain, theta 100000", "keys are not rotated", ...
+std::string describe_rope(const datasets::DumpInfo& info, const Profile* profile);
+
+// Reads a layer. `rope` is what the dump says. `need_significance`: from the dump, or computed when it has the queries of all
 // positions; check_significance() otherwise. Heads are read on up to `threads` threads.
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
                   int32_t threads, LayerData* out);

@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "tools/analysis/baseline_coders.h"
-#include "tools/analysis/eviction.h"
-#include "tools/analysis/fse.h"
+#include "tools/analysis/baselines/baseline_coders.h"
+#include "tools/analysis/baselines/eviction.h"
+#include "tools/analysis/baselines/fse.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -93,6 +93,10 @@ int64_t LayerScheme::codebook_bytes() const {
       if (book) bytes += tierkv::codebook_bytes(*book);
     }
   }
+  for (const std::optional<BookChoice>& choice : books) {
+    if (!choice) continue;
+    for (const Codebook& book : choice->family.books) bytes += tierkv::codebook_bytes(book);
+  }
   for (const auto& component : blocks) {
     for (const std::unique_ptr<BlockCoder>& coder : component) {
       if (coder != nullptr) bytes += coder->table_bytes();
@@ -154,11 +158,13 @@ Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout
     }
     if (Status s = prepare_row(scheme, statistics[h], layout, &out->context[h]); !s) return s;
   }
+  if (scheme.weighted()) return fit_weighted_rows(scheme, data, layout, statistics, out);
   return Status::ok();
 }
 
 Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out) {
   if (scheme.coder == Coder::kNone && !out->count_codes) return Status::ok();
+  if (scheme.weighted()) return build_weighted_books(scheme, data, out);
   for (const Component c : kComponents) {
     for (const Part part : {Part::kHigh, Part::kLow}) {
       const TierFormat& format = part == Part::kHigh ? scheme.high : scheme.low;
@@ -172,7 +178,8 @@ Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme*
 Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
                      const Profile* profile, LayerScheme* out) {
   std::vector<RowProfile> statistics(layout.num_kv_heads);
-  if (scheme.needs_statistics()) statistics = layer_statistics(data, layout, profile);
+  if (scheme.needs_statistics() || profile != nullptr)
+    statistics = layer_statistics(data, layout, profile);
   take_classes(scheme, layout, profile, data.layer, out);
   if (Status s = place_rows(scheme, data, layout, statistics, out); !s) return s;
   return build_codebooks(scheme, data, out);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codec/file/row_codec.h"
+#include "codec/host/weighted_books.h"
 #include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
 
@@ -21,6 +22,13 @@ struct LayerScheme {
   std::unique_ptr<BlockCoder> blocks[2][2];  // [component][high, low], of baseline coders
   double codebook_seconds = 0;
   double entropy_bits[2] = {0, 0};  // order-0 entropy of the body's codes, summed over them
+
+  // Weighted steps.
+  RopeTable rope;                               // pairing none: keys are compressed as stored
+  std::vector<WeightedRow> weighted;            // per kv_head
+  std::vector<std::vector<int8_t>> importance;  // per kv_head [tokens]; empty: none
+  std::vector<int64_t> own_bytes;      // per kv_head: means and steps that no profile holds
+  std::optional<BookChoice> books[2];  // by component
 
   bool count_codes = false;  // set it before build_codebooks() to have `codes` filled
   CodeCounts codes[2][2];    // [component][high, low]
@@ -60,6 +68,11 @@ Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout
 // the counts of codes. What
 // the quantiser says, without a place.
 Status build_codebooks(const Scheme& scheme, const LayerData& data, LayerScheme* out);
+
+// What place_rows() and build_codebooks() do for weighted steps (weighted_scheme.cc).
+Status fit_weighted_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,
+                         const std::vector<RowProfile>& statistics, LayerScheme* out);
+Status build_weighted_books(const Scheme& scheme, const LayerData& data, LayerScheme* out);
 
 // Both of the above.
 Status prepare_layer(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "tools/analysis/layer_data.h"
+
 namespace tierkv::analysis {
 namespace {
 
@@ -27,6 +29,21 @@ std::optional<TierPolicy> kept_apart(const AnalyzeResult& r) {
   const Result<Preset> preset = parse_preset(r.preset);
   if (!preset || preset->scheme.keeps_all_alike()) return std::nullopt;
   return preset->scheme.policy;
+}
+
+// Bytes of weighted blocks by what they hold, and of rows' own means and steps; null without blocks.
+Json parts_json(const Tally& t) {
+  const WeightedBlockStats& s = t.blocks;
+  if (s.total_bits() == 0) return nullptr;
+  Json j;
+  j["codes"] = s.payload_bits / 8;
+  j["exceptions"] = s.exception_bits / 8;
+  j["headers"] = s.header_bits / 8;
+  j["exponents"] = s.exponent_bits / 8;
+  j["stream_lengths"] = s.length_bits / 8;
+  j["padding"] = s.padding_bits / 8;
+  j["means_and_steps"] = t.row_bytes;
+  return j;
 }
 
 Json result_json(const AnalyzeResult& r) {
@@ -52,11 +69,14 @@ Json result_json(const AnalyzeResult& r) {
   j["value_rel_error"] = number(relative_error(t, Component::kValue));
   j["attention_rel_error"] = number(attention_error(t));
   j["attention_rel_error_online"] = number(attention_error_online(t));
+  j["attention_pooled_error"] = number(attention_error_pooled(t));
+  j["attention_weighted_error"] = number(attention_error_weighted(t));
   j["attention_cosine"] = number(attention_cosine(t));
   j["key_entropy_bits"] = number(entropy_bits(t, Component::kKey));
   j["value_entropy_bits"] = number(entropy_bits(t, Component::kValue));
   j["key_coded_bits"] = number(coded_bits(t, Component::kKey));
   j["value_coded_bits"] = number(coded_bits(t, Component::kValue));
+  j["parts"] = parts_json(t);
   j["encode_gbps"] = number(encode_gbps(t));
   j["decode_gbps"] = number(decode_gbps(t));
   return j;
@@ -85,6 +105,7 @@ Json files_json(const std::vector<datasets::DumpInfo>& files) {
     f["num_kv_heads"] = info.layout.num_kv_heads;
     f["head_dim"] = info.layout.head_dim;
     f["dtype"] = dtype_name(info.layout.dtype);
+    f["rope"] = describe_rope(info, nullptr);
     list.push_back(f);
   }
   return list;
@@ -96,7 +117,7 @@ struct TableRow {
   bool best;  // on the Pareto front
 };
 
-// The totals of each file, smallest cache first, in the order in which the files come.
+// The totals of each file, least error first (without queries: smallest cache), in the order in which the files come.
 std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResult>& results) {
   const std::vector<bool> front = pareto_front(results);
   std::vector<std::vector<TableRow>> files;
@@ -110,6 +131,9 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
   }
   for (std::vector<TableRow>& rows : files) {
     std::stable_sort(rows.begin(), rows.end(), [](const TableRow& a, const TableRow& b) {
+      const std::optional<double> x = attention_error_pooled(a.result->tally);
+      const std::optional<double> y = attention_error_pooled(b.result->tally);
+      if (x && y && *x != *y) return *x < *y;
       return bits_per_value(a.result->tally) < bits_per_value(b.result->tally);
     });
   }
@@ -120,8 +144,8 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
 
 const std::vector<std::string>& table_columns() {
   static const std::vector<std::string> kColumns = {
-      "memory",  "bits/value", "ratio",          "page ratio",   "attention error",
-      "key err", "value err",  "coded K/V bits", "window+sinks", "enc/dec GB/s"};
+      "memory",  "bits/value", "ratio",          "page ratio",   "pooled error",
+      "weighted",  "attention error", "key err", "value err",  "coded K/V bits", "window+sinks", "enc/dec GB/s"};
   return kColumns;
 }
 
@@ -135,6 +159,8 @@ std::vector<std::string> table_cells(const AnalyzeResult& r) {
           fmt::format("{:.2f}", bits_per_value(t)),
           fmt::format("{:.2f}", compression_ratio(t)),
           cell(page_ratio(t), "{:.2f}"),
+          cell(attention_error_pooled(t), "{:.4f}"),
+          cell(attention_error_weighted(t), "{:.4f}"),
           cell(attention_error_online(t), "{:.4f}"),
           cell(relative_error(t, Component::kKey), "{:.4f}"),
           cell(relative_error(t, Component::kValue), "{:.4f}"),
@@ -144,10 +170,25 @@ std::vector<std::string> table_cells(const AnalyzeResult& r) {
 }
 
 std::string table_legend() {
-  return "memory: share of fp16, everything counted. attention error: mean of |o - o'| / |o| with "
-         "the window moving with each query (attention_rel_error_online). window+sinks: newest and "
+  return "memory: share of fp16, everything counted. pooled error: of attention outputs, |o - o'| "
+         "over all heads and queries of a layer by |o|, mean over layers; weighted: the same by "
+         "head, weighted with the sensitivities of the profile; attention error: mean over heads "
+         "and queries of |o - o'| / |o|. In all three the window moves with each query. "
+         "window+sinks: newest and "
          "first tokens kept apart; rows compare where these are equal. Rates are of one thread "
          "on the host.";
+}
+
+std::string metric_help() {
+  return R"(Errors of attention outputs, o' over what is stored against o over the dump, the window moving with each query:
+  attention_pooled_error      sqrt(sum |o - o'|^2 / sum |o|^2) over the heads and queries of a layer, mean over layers
+  attention_weighted_error    sqrt of the mean over (layer, kv head) of sum |o - o'|^2 / sum |o|^2, weighted with the
+                              sensitivities of --profile; none without
+  attention_rel_error_online  mean over heads and queries of |o - o'| / |o|
+  attention_rel_error         the same with the window at the end of the sequence
+Tables are sorted by the pooled error; a star marks presets that no other beats in both memory and pooled error.
+JSON has `parts`: the bytes of small's blocks by what they hold.
+)";
 }
 
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
@@ -191,6 +232,7 @@ std::string to_csv(const std::vector<AnalyzeResult>& results) {
                                                          : v.dump());
     };
     for (const auto& [key, value] : j.items()) {
+      if (key == "parts") continue;  // of JSON alone
       if (key != "tiers") {
         field(key, value);
         continue;

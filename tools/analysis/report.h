@@ -10,6 +10,9 @@
 
 namespace tierkv::analysis {
 
+// What the errors mean, for --help.
+std::string metric_help();
+
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
                     const std::vector<AnalyzeResult>& results);
 // The same fields and `pareto` (see pareto_front()); and what was skipped, with its reason.
@@ -20,8 +23,8 @@ const std::vector<std::string>& table_columns();
 std::vector<std::string> table_cells(const AnalyzeResult& total);
 std::string table_legend();  // what the columns mean, a sentence each
 std::string to_csv(const std::vector<AnalyzeResult>& results);
-// Totals only, one table per file: smallest cache first; a star marks presets that no other beats
-// in both memory and online attention error.
+// Totals only, one table per file: least pooled error first; a star marks presets that no other
+// beats in both memory and pooled attention error.
 std::string to_table(const std::vector<AnalyzeResult>& results);
 // The same as Markdown, with presets that no other beats in bold.
 std::string to_markdown(const std::vector<AnalyzeResult>& results);

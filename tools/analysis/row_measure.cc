@@ -130,7 +130,7 @@ class StoredAttention {
 };
 
 void add_attention_errors(const StoredAttention& stored, const ExactAttention& exact,
-                          Tally::Attention* sum) {
+                          Tally::Attention* sum, Tally::RowError* pooled) {
   const int32_t d = exact.tile.head_dim;
   std::vector<double> a(d), b(d);
   for (int64_t q = 0; q < exact.tile.count(); ++q) {
@@ -146,6 +146,8 @@ void add_attention_errors(const StoredAttention& stored, const ExactAttention& e
       eb += (o[i] - b[i]) * (o[i] - b[i]);
     }
     if (oo == 0) continue;
+    pooled->error_squared += eb;
+    pooled->norm_squared += oo;
     sum->error += std::sqrt(ea / oo);
     sum->error_online += std::sqrt(eb / oo);
     if (aa > 0) sum->cosine += oa / std::sqrt(oo * aa);
@@ -193,11 +195,15 @@ void add_sizes(const RowCodec& codec, Tally* tally) {
     Tally::PerComponent& sum = tally->component[static_cast<int>(c)];
     sum.coded_bits += 8.0 * static_cast<double>(codec.coded_bytes(c));
     sum.symbols += codec.coded_symbols(c);
+    if (!codec.segment_format(c, Part::kHigh).is_weighted()) continue;
+    const std::vector<uint8_t>& blocks = codec.segment(c, Part::kHigh).data;
+    // The encoder wrote them: their headers agree.
+    (void)add_weighted_stats(blocks.data(), static_cast<int64_t>(blocks.size()), &tally->blocks);
   }
 }
 
 StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
-                      const ValueErrorRequest& values, Tally* tally) {
+                      const ValueErrorRequest& values, Tally* tally, Tally::RowError* pooled) {
   const bool attends = !exact.tile.positions.empty();
   if (!values.wanted && !attends) return StatusCode::kOk;
   ValueErrors errors(codec.input(), values.by_place);
@@ -216,7 +222,7 @@ StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
   code = attention.add_online(codec, exact.tile.positions.front());
   if (code != StatusCode::kOk) return code;
   attention.finish();
-  add_attention_errors(attention, exact, &tally->attention);
+  add_attention_errors(attention, exact, &tally->attention, pooled);
   return StatusCode::kOk;
 }
 

@@ -26,8 +26,8 @@ struct ValueErrorRequest {
 };
 
 // Decodes an encoded row once and compares it with the original: keys and values as asked for, and
-// the attention outputs.
+// the attention outputs. pooled: the row's sums of squares.
 StatusCode add_errors(const RowCodec& codec, const ExactAttention& exact,
-                      const ValueErrorRequest& values, Tally* tally);
+                      const ValueErrorRequest& values, Tally* tally, Tally::RowError* pooled);
 
 }  // namespace tierkv::analysis

@@ -28,16 +28,20 @@ DetailPointer joined(const DetailPointer& a, const DetailPointer& b) {
 
 std::vector<AnalyzeResult> pooled(const std::vector<AnalyzeResult>& totals, size_t files) {
   std::vector<AnalyzeResult> sums;
-  std::map<std::string, std::pair<size_t, size_t>> place;  // of a preset: its sum, its files
+  std::map<std::string, std::pair<size_t, int32_t>> place;  // of a preset: its sum, its files
   for (const AnalyzeResult& r : totals) {
-    const auto [it, is_new] = place.emplace(r.preset, std::make_pair(sums.size(), 0));
+    const auto [it, is_new] = place.emplace(r.preset, std::make_pair(sums.size(), int32_t{0}));
     if (is_new) sums.push_back({kPooled, r.preset, "all", {}, nullptr});
     AnalyzeResult& sum = sums[it->second.first];
-    sum.tally.add(r.tally);
+    Tally tally = r.tally;
+    tally.rows.clear();
+    for (const auto& [key, row] : r.tally.rows)
+      tally.rows[{it->second.second, key[1], key[2]}] = row;
+    sum.tally.add(tally);
     sum.detail = is_new ? r.detail : joined(sum.detail, r.detail);
     ++it->second.second;
   }
-  std::erase_if(sums, [&](const AnalyzeResult& r) { return place.at(r.preset).second != files; });
+  std::erase_if(sums, [&](const AnalyzeResult& r) { return place.at(r.preset).second != static_cast<int32_t>(files); });
   return sums;
 }
 
@@ -84,10 +88,10 @@ Result<SweepResult> sweep(std::vector<datasets::DumpReader>& readers, const Anal
 std::vector<bool> pareto_front(const std::vector<AnalyzeResult>& results) {
   std::vector<bool> front;
   for (const AnalyzeResult& r : results) {
-    const std::optional<double> error = attention_error_online(r.tally);
+    const std::optional<double> error = attention_error_pooled(r.tally);
     bool best = error.has_value();
     for (const AnalyzeResult& o : results) {
-      const std::optional<double> e = attention_error_online(o.tally);
+      const std::optional<double> e = attention_error_pooled(o.tally);
       if (!best || !e || o.file != r.file || o.seq != r.seq) continue;
       const double mine = bits_per_value(r.tally), theirs = bits_per_value(o.tally);
       best = !(theirs <= mine && *e <= *error && (theirs < mine || *e < *error));
@@ -123,12 +127,16 @@ std::vector<std::string> default_sweep() {
           "kvcomp:unit=channel,rel_k=0.1",
           "kvcomp:unit=channel,rel_k=0.15",
           "kvcomp:unit=channel,rel_k=0.25,rel_v=0.2",
-          "step:k=0.15,v=0.15",
+          "small:k=0.2,v=0.2",
+          "small:k=0.3,v=0.25",
+          "small:k=0.4,v=0.35",
+          "small",
+          "small:books=4",
+          "small:importance=off",
+          "small:k=0.7,v=0.6",
           "step:k=0.2,v=0.2",
           "step",
-          "step:k=0.4,v=0.3",
           "step:k=0.5,v=0.4",
-          "step:k=0.7,v=0.5",
           "step+fse",
           "step:basis=none",
           "step+rot",

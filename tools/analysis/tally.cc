@@ -28,6 +28,14 @@ void Tally::add(const Tally& other) {
   attention.error_online += other.attention.error_online;
   attention.cosine += other.attention.cosine;
   attention.queries += other.attention.queries;
+  for (const auto& [key, row] : other.rows) {
+    RowError& sum = rows[key];
+    sum.error_squared += row.error_squared;
+    sum.norm_squared += row.norm_squared;
+    sum.sensitivity = row.sensitivity;
+  }
+  blocks.add(other.blocks);
+  row_bytes += other.row_bytes;
   encode_seconds += other.encode_seconds;
   decode_seconds += other.decode_seconds;
   input_fp16_bytes += other.input_fp16_bytes;
@@ -62,6 +70,32 @@ std::optional<double> attention_error(const Tally& t) {
 }
 std::optional<double> attention_error_online(const Tally& t) {
   return ratio_of(t.attention.error_online, static_cast<double>(t.attention.queries));
+}
+std::optional<double> attention_error_pooled(const Tally& t) {
+  std::map<std::array<int32_t, 2>, Tally::RowError> layers;
+  for (const auto& [key, row] : t.rows) {
+    Tally::RowError& sum = layers[{key[0], key[1]}];
+    sum.error_squared += row.error_squared;
+    sum.norm_squared += row.norm_squared;
+  }
+  double total = 0;
+  int64_t count = 0;
+  for (const auto& [key, layer] : layers) {
+    if (!(layer.norm_squared > 0)) continue;
+    total += std::sqrt(layer.error_squared / layer.norm_squared);
+    ++count;
+  }
+  return ratio_of(total, static_cast<double>(count));
+}
+std::optional<double> attention_error_weighted(const Tally& t) {
+  double total = 0, weights = 0;
+  for (const auto& [key, row] : t.rows) {
+    if (!(row.norm_squared > 0)) continue;
+    total += row.sensitivity * row.error_squared / row.norm_squared;
+    weights += row.sensitivity;
+  }
+  const std::optional<double> mean = ratio_of(total, weights);
+  return mean ? std::optional<double>(std::sqrt(*mean)) : std::nullopt;
 }
 std::optional<double> attention_cosine(const Tally& t) {
   return ratio_of(t.attention.cosine, static_cast<double>(t.attention.queries));

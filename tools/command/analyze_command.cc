@@ -1,5 +1,7 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 
+#include "tools/analysis/layer_data.h"
 #include "tools/analysis/report.h"
 #include "tools/command/analyze_arguments.h"
 
@@ -30,9 +32,16 @@ int run(const Arguments& args) {
     all.results.insert(all.results.end(), part->begin(), part->end());
   }
   if (const int code = write_report(args, inputs, all); code != kExitOk) return code;
-  return print_result(args.json  ? analysis::to_json(all.files, all.results)
-                      : args.csv ? analysis::to_csv(all.results)
-                                 : analysis::to_table(all.results));
+  if (args.json) return print_result(analysis::to_json(all.files, all.results));
+  if (args.csv) return print_result(analysis::to_csv(all.results));
+  std::string text;
+  const bool weighted = std::any_of(options.presets.begin(), options.presets.end(),
+                                    [](const analysis::Preset& p) { return p.scheme.weighted(); });
+  for (size_t i = 0; weighted && i < all.files.size(); ++i) {
+    text += all.files[i].path + ": " + analysis::describe_rope(all.files[i], options.profile) +
+            "\n";
+  }
+  return print_result(text + analysis::to_table(all.results));
 }
 
 }  // namespace
@@ -47,7 +56,7 @@ void add_analyze(CLI::App& app, int* exit_code) {
       ->allow_extra_args(false);
   CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.analyze/1");
   c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
-  c->footer(analysis::preset_help());
+  c->footer(analysis::preset_help() + "\n" + analysis::metric_help());
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

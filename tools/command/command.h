@@ -42,7 +42,7 @@ int write_text_file(const std::string& path, const std::string& text);
 
 // --force: an output that exists is replaced.
 void add_force(CLI::App* command, bool* force);
-// kExitOk, or kExitBadInput with a message where check_output() (codec/output_file.h) refuses.
+// kExitOk, or kExitBadInput with a message where check_output() (codec/file/output_file.h) refuses.
 int check_output_file(const std::string& path, bool force, const std::vector<std::string>& inputs);
 
 int32_t default_threads();

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "datasets/profile_file.h"
+#include "tools/analysis/layer_data.h"
 #include "tools/analysis/stop_watch.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
@@ -33,6 +34,7 @@ std::string line_of(const ordered_json& j) {
         "them out)",
         j["file_ratio"].get<double>(), carried);
   }
+  if (j.contains("rope")) text += ", " + j["rope"].get<std::string>();
   return text + fmt::format(", {:.2f} GB/s of fp16\n", j["gbps"].get<double>());
 }
 
@@ -107,7 +109,9 @@ int run_compress(const Arguments& args) {
     const bool usage = summary.status().code() == StatusCode::kUnsupported;
     return report_error(summary.status().message(), usage ? kExitUsage : kExitBadInput);
   }
-  const ordered_json j = summary_of(args, *summary, watch.seconds());
+  ordered_json j = summary_of(args, *summary, watch.seconds());
+  if (options.preset.scheme.weighted())
+    j["rope"] = analysis::describe_rope(reader->info(), options.profile);
   return print_result(args.json ? j.dump(2) + "\n" : line_of(j));
 }
 

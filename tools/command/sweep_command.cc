@@ -72,8 +72,8 @@ void add_sweep(CLI::App& app, int* exit_code) {
   c->add_flag("--markdown", args->markdown, "Results as Markdown tables")
       ->excludes(json)
       ->excludes(csv);
-  c->footer(analysis::preset_help() +
-            "\nA preset that a dump cannot serve is left out there and named on stderr.");
+  c->footer(analysis::preset_help() + "\n" + analysis::metric_help() +
+            "A preset that a dump cannot serve is left out there and named on stderr.");
   c->callback([args, exit_code] { *exit_code = run(*args); });
 }
 

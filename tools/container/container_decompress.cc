@@ -188,6 +188,7 @@ Status decompress(const CacheDecoder& decoder, const DecompressOptions& options,
   info.layout.dtype = options.dtype;
   info.model_id = model.model_id;
   info.created_by = model.created_by;
+  info.rope = model.rope;
   Result<datasets::DumpWriter> writer =
       datasets::DumpWriter::create(path, info, {options.gzip_level});
   if (!writer) return writer.status();

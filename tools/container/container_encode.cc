@@ -68,6 +68,25 @@ void add_bases(const Scheme& scheme, int32_t seq, int32_t layer, int32_t head,
   }
 }
 
+void add_weighted_row(int32_t seq, int32_t layer, int32_t head, const LayerScheme& shared,
+                      ChunkBlock* out) {
+  out->add(key_of(ChunkKind::kWeightedRow, seq, layer, head),
+           serialize_weighted_row(shared.weighted[head]));
+}
+
+// The books of a family, one chunk each.
+void add_family(const LayerData& data, Component c, const BookFamily& family, ChunkBlock* out) {
+  ChunkKey key = key_of(ChunkKind::kCodebook, data.seq, data.layer, kNotApplicable);
+  key.component = static_cast<uint8_t>(c);
+  key.part = static_cast<uint8_t>(Part::kHigh);
+  for (const Codebook& book : family.books) {
+    std::vector<uint8_t> bytes;
+    serialize_codebook(book, &bytes);
+    out->add(key, bytes);
+    ++key.page;
+  }
+}
+
 Status encoding_failed(StatusCode code) {
   return Status(code, std::string("encoding failed (") + status_name(code) + ")");
 }
@@ -138,10 +157,18 @@ void encode_shared(const Scheme& scheme, const LayerData& data, const LayerSchem
                    SharedBases bases, ChunkBlock* out) {
   const auto heads = static_cast<int32_t>(data.k.size());
   const int32_t owner = bases == SharedBases::kOfSequence ? data.seq : kNotApplicable;
+  for (int32_t h = 0; h < heads && scheme.weighted(); ++h) {
+    // A profile without means leaves them to the sequence.
+    const bool own = bases == SharedBases::kOfSequence || shared.own_bytes[h] > 0;
+    if (own || bases != SharedBases::kWritten)
+      add_weighted_row(own ? data.seq : owner, data.layer, h, shared, out);
+  }
   for (int32_t h = 0; h < heads && bases != SharedBases::kWritten; ++h) {
     add_bases(scheme, owner, data.layer, h, shared.context[h], out);
   }
   for (const Component c : kComponents) {
+    const std::optional<BookChoice>& books = shared.books[static_cast<int>(c)];
+    if (books) add_family(data, c, books->family, out);
     for (const Part part : {Part::kHigh, Part::kLow}) {
       const auto& book = shared.codebooks[static_cast<int>(c)][part == Part::kLow];
       if (!book) continue;

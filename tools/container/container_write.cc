@@ -58,6 +58,9 @@ class Compressor {
     return !options_.without_queries &&
            info_.sequences[seq_of(i)].layers[layer_of(i)].has_significance;
   }
+  bool needs_significance(int64_t i) const {
+    return stores_significance(i) || wants_significance(scheme_, info_, seq_of(i), layer_of(i));
+  }
   Status write_head();
   void take(int64_t step);
   Status take_one(int64_t step, Kind kind, int64_t layer, int32_t part);
@@ -91,6 +94,8 @@ Status Compressor::write_head() {
   model.preset = options_.preset.text;
   model.model_id = info_.model_id;
   model.created_by = info_.created_by;
+  model.rope =
+      !info_.rope.empty() || options_.profile == nullptr ? info_.rope : options_.profile->rope;
   ChunkKey key;
   if (Status s = writer_.add(key, serialize_model(model)); !s) return s;
   key.kind = ChunkKind::kSequence;
@@ -107,7 +112,7 @@ Status Compressor::write_head() {
 Status Compressor::read_part(int64_t layer, int32_t part) {
   LayerData& data = slot(layer).data;
   if (part == 2 * heads_) {
-    return load_shared(reader_, scheme_.tiered || stores_significance(layer), &data);
+    return load_shared(reader_, needs_significance(layer), &data);
   }
   if (part >= heads_) {
     return load_component(reader_, static_cast<int32_t>(part - heads_), Component::kValue, &data);
@@ -119,8 +124,8 @@ Status Compressor::read_part(int64_t layer, int32_t part) {
 Status Compressor::prepare(int64_t layer) {
   Slot& s = slot(layer);
   // Computed significance needs the queries of all heads.
-  const bool needed = scheme_.tiered || stores_significance(layer);
-  if (Status status = complete_significance(info_, needed, &s.data); !status) return status;
+  if (Status status = complete_significance(info_, needs_significance(layer), &s.data); !status)
+    return status;
   s.scheme.emplace();
   const Status status = prepare_layer(scheme_, s.data, info_.layout, options_.profile, &*s.scheme);
   if (!status) return at(layer, status);
@@ -175,6 +180,7 @@ Status Compressor::take_one(int64_t step, Kind kind, int64_t layer, int32_t part
     Slot& s = slot(layer);
     if (s.held != layer) {
       shape_layer(info_, seq_of(layer), layer_of(layer), &s.data);
+      s.data.rope = rope_of(info_, options_.profile, layer_of(layer));
       s.rows.resize(heads_);
       s.held = layer;
     }
@@ -241,6 +247,7 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   if (p != nullptr) {
     if (Status s = p->check_model(info.layout, info.model_id); !s)
       return refuse(s.code(), s.message());
+    if (Status s = check_rope(info, p); !s) return s;
   }
   if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
     return refuse(StatusCode::kInvalidArgument,

@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "codec/format/weighted_block_format.h"
 #include "tierkv/layout.h"
 #include "tools/presets/preset_classes.h"
 #include "tools/presets/preset_text.h"
@@ -118,6 +119,23 @@ void read_step(KeyReader& keys, Scheme* s) {
   s->coder = Coder::kHuffman;
 }
 
+// Weighted steps: without a profile k is a share of the keys' root mean square.
+void read_small(KeyReader& keys, Scheme* s) {
+  double k = 0, v = 0;  // 0: not given
+  keys.number("k", &k, 1e-6, 1e3);
+  keys.number("v", &v, 1e-6, 1e3);
+  s->own_k = k > 0 ? k : 0.3;
+  s->own_v = v > 0 ? v : 0.25;
+  keys.count("books", &s->books, 1, kMaxFamilyBooks);
+  std::string importance = "on";
+  keys.word("importance", &importance, {"on", "off"});
+  s->importance = importance == "on";
+  read_window(keys, s);
+  s->high.k = stepped(StepRule::kWeighted, Unit::kToken, 0, k > 0 ? k : 0.5);
+  s->high.v = stepped(StepRule::kWeighted, Unit::kToken, 0, v > 0 ? v : 0.45);
+  s->coder = Coder::kHuffman;
+}
+
 void set_rotation(Scheme* s) {
   for (TierFormat* f : {&s->high, &s->low}) {
     f->k.basis = f->v.basis = BasisKind::kHadamard;
@@ -173,6 +191,7 @@ Status read_zstd_codes(KeyReader& keys, Scheme* s) {
   Result<Preset> parsed = parse_preset(base);
   if (!parsed) return parsed.status().with_context("of=" + base);
   if (parsed->scheme.coder == Coder::kZstd) return bad_preset("of=" + base + ": zstd of zstd");
+  if (parsed->scheme.weighted()) return bad_preset("of=" + base + ": its codes have no zstd form");
   if (!parsed->scheme.classes.empty())
     return bad_preset("of=" + base + ": its rows have formats of their own");
   if (parsed->scheme.has_baseline_coder())
@@ -202,6 +221,8 @@ Status read_named(const std::string& name, KeyReader& keys, Scheme* s) {
     read_kivi(keys, name == "kivi4" ? 4 : 2, s);
   } else if (name == "kvcomp") {
     read_kvcomp(keys, s);
+  } else if (name == "small") {
+    read_small(keys, s);
   } else if (name == "step") {
     read_step(keys, s);
   } else if (name == "snapkv" || name == "h2o") {
@@ -222,7 +243,7 @@ Status read_named(const std::string& name, KeyReader& keys, Scheme* s) {
 // What suffixes and common keys must not be asked of.
 Status check_suffixes(const PresetText& parts, const Scheme& s, bool basis_given) {
   const std::string& name = parts.name;
-  const bool always_coded = name == "kvcomp" || name == "step";
+  const bool always_coded = name == "kvcomp" || name == "step" || name == "small";
   const bool codes = s.coder != Coder::kZstd && s.high != raw_tier();
   if (!s.classes.empty() && parts.stage != Coder::kNone)
     return bad_preset("'" + name + "' has fixed widths; it takes no entropy stage");
@@ -234,6 +255,10 @@ Status check_suffixes(const PresetText& parts, const Scheme& s, bool basis_given
     return bad_preset("+huffman needs codes to work on");
   if (parts.stage != Coder::kNone && !codes)
     return bad_preset("an entropy stage needs codes to work on");
+  if (s.weighted() && parts.stage != Coder::kNone)
+    return bad_preset("'small' has no other entropy stage");
+  if (s.weighted() && parts.rotate)
+    return bad_preset("'small' undoes RoPE, which +rot does not commute with");
   if (parts.rotate && !codes) return bad_preset("+rot has no effect on raw values");
   if (parts.rotate && basis_given) return bad_preset("+rot and basis= exclude each other");
   return Status::ok();
@@ -258,6 +283,8 @@ Result<Preset> parse_preset(std::string_view text) {
   std::string only;
   const bool has_common = s.coder != Coder::kZstd && s.high != raw_tier() && s.classes.empty();
   if (has_common) read_common(keys, &s, &only);
+  if (s.weighted() && s.prediction != Prediction::kNone)
+    return fail(bad_preset("'small' predicts nothing; leave predict= out"));
   if (Status status = keys.finish(name); !status) return fail(status);
   if (Status status = check_suffixes(*parts, s, basis_given); !status) return fail(status);
   if (parts->rotate) set_rotation(&s);

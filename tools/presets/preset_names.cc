@@ -14,8 +14,9 @@ std::vector<std::string> default_presets() {
           "kivi2",
           "kvcomp",
           "kvcomp:unit=channel,rel_k=0.15",
+          "small",
+          "small:books=4",
           "step",
-          "step:k=0.4,v=0.3",
           "zstd-fp16",
           "zstd-codes:of=k4v4"};
 }
@@ -34,6 +35,8 @@ std::string preset_help() {
   kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
                                                                            block=64
+  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.45 (0.3, 0.25 without a profile's
+                   token, means removed, Huffman                           query energies) books=1 importance=on|off
   step             one step per layer and head, Huffman                    k=0.3 v=0.25
                                                                            basis=mean|none|hadamard|matrix
   snapkv           prune to a share of each head, by the newest queries    keep=0.5 window=64 format=k16v16
@@ -44,8 +47,8 @@ std::string preset_help() {
   keep different numbers of them, their sizes and errors do not compare.
   Where there are codes: only=k|v leaves the other component raw; predict=token|channel|plane codes what is left of a
   Lorenzo predictor.
-  +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp and step
-  have Huffman where none is named.  +rot: seeded Hadamard rotation before quantisation)";
+  +huffman, +fse (tANS as in zstd), +fixed (one width per token), +bitshuffle (with zstd): entropy stage; kvcomp, small and
+  step have Huffman where none is named, small no other.  +rot: seeded Hadamard rotation before quantisation)";
 }
 
 }  // namespace tierkv::analysis

@@ -137,7 +137,7 @@ std::string table(const Subject& s) {
 std::string rate_section(const Subject& s) {
   Subject measured;  // without attention errors there is nothing to draw
   for (size_t i = 0; i < s.results.size(); ++i) {
-    if (!analysis::attention_error_online(s.results[i]->tally)) continue;
+    if (!analysis::attention_error_pooled(s.results[i]->tally)) continue;
     measured.results.push_back(s.results[i]);
     measured.numbers.push_back(s.numbers[i]);
     measured.front.push_back(s.front[i]);

@@ -16,7 +16,7 @@ Status unsupported(const std::string& what) {
   return Status(StatusCode::kUnsupported, "coded product: " + what);
 }
 
-Status check_codebook(const DeviceCodebook& book, bool walk_tree) {
+Status check_codebook(const DeviceCodebook& book, const DeviceTree& tree) {
   if (book.mode != BlockMode::kPair && book.mode != BlockMode::kSingle) {
     return unsupported("codebook: only single codes and pairs are decoded here");
   }
@@ -29,7 +29,7 @@ Status check_codebook(const DeviceCodebook& book, bool walk_tree) {
   if (book.streams_per_lane != 1 && book.streams_per_lane != 2) {
     return invalid("codebook.streams_per_lane");
   }
-  if (!walk_tree) {
+  if (tree.entries == 0) {
     return book.mode == BlockMode::kSingle && book.max_length > kMaxSingleLength
                ? unsupported("codebook: single codes of more than 11 bits")
                : Status::ok();
@@ -37,10 +37,7 @@ Status check_codebook(const DeviceCodebook& book, bool walk_tree) {
   if (book.mode != BlockMode::kSingle || book.streams_per_lane != 1) {
     return unsupported("codebook: trees of single codes with one stream a lane only");
   }
-  if (book.tree_entries < 2 || book.tree_entries > 2 * kMaxSymbols) {
-    return invalid("codebook.tree_entries");
-  }
-  return Status::ok();
+  return validate_tree(tree, book);
 }
 
 // The values of a block, from its codes and units; false where decode_block() refuses it.
@@ -129,7 +126,7 @@ Status CodedMatvec::validate() const {
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
     return invalid("max_block_bytes");
   }
-  return check_codebook(codebook, walk_tree);
+  return check_codebook(codebook, tree);
 }
 
 Status CodedMatvec::validate_arrays() const {

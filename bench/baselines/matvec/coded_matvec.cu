@@ -133,9 +133,8 @@ Status multiply_coded(const CodedMatvec& call, const CodedMatvecGrid& grid, GpuS
     return Status(StatusCode::kInvalidArgument, std::string("coded product: ") + what);
   };
   if (!is_key(call) && call.workspace == nullptr) return missing("workspace is needed");
-  if ((call.walk_tree ? static_cast<const void*>(call.codebook.tree) : call.codebook.table) ==
-      nullptr) {
-    return missing("codebook.table or codebook.tree is needed");
+  if (call.tree.entries == 0 && call.codebook.table == nullptr) {
+    return missing("codebook.table is needed");
   }
   const MatvecKernel kernel = find_kernel(call, grid.copies_log);
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||

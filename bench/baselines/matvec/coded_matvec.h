@@ -25,6 +25,7 @@
 #include <cstdint>
 
 #include "attention/coded/coded_attention.h"
+#include "bench/baselines/coded/tree_decode.h"
 #include "codec/format/codebook.h"
 
 namespace tierkv {
@@ -61,9 +62,9 @@ struct CodedMatvec {
   int32_t head_dim = 0;  // 64, 96 or 128
   float scale = 1.0f;
   int32_t max_block_bytes = 0;  // of a coded block; raw ones may be larger
-  // Bit by bit through the tree as KVComp section 3.3.1 does, instead of by table: to compare with.
-  // Mode kSingle, one stream a lane.
-  bool walk_tree = false;
+  // With entries: bit by bit through the tree (TreeForm::kLoop) instead of by table. Mode kSingle,
+  // one stream a lane.
+  DeviceTree tree;
 
   // kInvalidArgument or kUnsupported naming the field. Reads no array.
   Status validate() const;

@@ -16,14 +16,22 @@ namespace tierkv {
 
 // Fills what the decoder looks into. A code of kSingle becomes what a pair's digit is in its place,
 // digit * 2^-18, so that more than 32 levels are fp16 numbers, too.
-template <class Warp>
-__device__ __forceinline__ void fill_decoder(uint32_t address, const DeviceCodebook& book) {
-  using Code = typename Warp::Code;
-  if constexpr (Code::kWalksTree) {
-    fill_tree(book, address);
-  } else {
-    TableFill(book).store<Code::kCopiesLog>(address);
+template <class Code>
+__device__ __forceinline__ typename Decoding<Code>::Table fill_decoder(const MatvecParams& params,
+                                                                       uint32_t address,
+                                                                       bool fits) {
+  if (fits) TableFill(params.call.codebook).template store<Code::kCopiesLog>(address);
+  return SharedTable<Code::kCopiesLog>(address, params.mask);
+}
+template <>
+__device__ __forceinline__ TreeWalk fill_decoder<TreeCode>(const MatvecParams& params,
+                                                           uint32_t address, bool fits) {
+  const DeviceTree& tree = params.call.tree;
+  for (auto i = static_cast<int32_t>(threadIdx.x); fits && i < tree.entries;
+       i += static_cast<int32_t>(blockDim.x)) {
+    store_shared_u16(address + 2 * static_cast<uint32_t>(i), tree.nodes[i]);
   }
+  return {address, static_cast<uint32_t>(tree.entries - 1), params.call.codebook.max_length};
 }
 
 // Blocks from .. to - 1 of a row, which are the items from `item` on.
@@ -73,13 +81,11 @@ __global__ void __launch_bounds__(kCodedWarps * 32, 1)
   publish_barriers();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (fits) fill_decoder<Warp>(layout.tables, call.codebook);
+  const auto decoder = fill_decoder<typename Warp::Code>(params, layout.tables, fits);
 
   BlockRing ring =
       warp_ring(layout, barriers, slot_bytes, slot_bytes - unit_bytes, grid.slots_per_warp);
-  Warp worker{{params, ring,
-               code_table<typename Warp::Code>(call.codebook, layout.tables, params.mask),
-               unit_bytes}};
+  Warp worker{{params, ring, decoder, unit_bytes}};
   __syncthreads();
   const int32_t global_warp = warp * static_cast<int32_t>(gridDim.x) + blockIdx.x;
   WarpItems<CodedMatvec> items{call};
@@ -113,7 +119,7 @@ struct MatvecKernels {
   }
   static MatvecKernel find(const CodedMatvec& call, int32_t copies_log) {
     const int32_t streams = call.codebook.streams_per_lane;
-    if (call.walk_tree) return copies_log == 0 ? kOf<TreeCode> : nullptr;
+    if (call.tree.entries > 0) return copies_log == 0 ? kOf<TreeCode> : nullptr;
     return call.codebook.mode == BlockMode::kPair
                ? of_mode<BlockMode::kPair>(streams, copies_log)
                : of_mode<BlockMode::kSingle>(streams, copies_log);

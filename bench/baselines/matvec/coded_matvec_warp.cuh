@@ -5,6 +5,7 @@
 #include "attention/coded/coded_exceptions.cuh"
 #include "attention/coded/coded_ring.cuh"
 #include "attention/coded/coded_tile.cuh"
+#include "bench/baselines/coded/coded_tree.cuh"
 #include "bench/baselines/matvec/coded_matvec.h"
 #include "gpu/copies.cuh"
 #include "gpu/lanes.cuh"
@@ -23,13 +24,36 @@ struct MatvecParams {
 
 // Shared memory that decoding takes beside the slots.
 TKV_HD int32_t decoder_region_bytes(const CodedMatvec& call, int32_t copies_log) {
-  return call.walk_tree ? 2 * kMaxSymbols * static_cast<int32_t>(sizeof(uint16_t))
-                        : table_region_bytes(call.codebook.max_length, copies_log);
+  return call.tree.entries > 0 ? 2 * kMaxSymbols * static_cast<int32_t>(sizeof(uint16_t))
+                               : table_region_bytes(call.codebook.max_length, copies_log);
 }
 // A slot is a block and behind it, at a fixed place, its units.
 TKV_HD constexpr int32_t block_unit_bytes(Component component, int32_t head_dim) {
   return 2 * block_unit_count(component, head_dim);
 }
+
+// What a lane decodes with: a table, or the tree of codes of kSingle.
+template <class Code>
+struct Decoding {
+  using Table = SharedTable<Code::kCopiesLog>;
+  using Streams = LaneCodes<Code>;
+};
+struct TreeCode : BlockCode<BlockMode::kSingle, 1, 0> {};
+struct TreeStreams : LaneCodes<TreeCode> {
+  __device__ __forceinline__ void fragment(const TreeWalk& walk, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int32_t first = walk.symbol(stream[0]), second = walk.symbol(stream[0]);
+      a[r] = pack_halves(static_cast<float>(first) / kDigitScale,
+                         static_cast<float>(second) / kDigitScale);
+    }
+  }
+};
+template <>
+struct Decoding<TreeCode> {
+  using Table = TreeWalk;
+  using Streams = TreeStreams;
+};
 
 // A run of blocks of a row: the references of 32 of them, a lane each. The lane that holds a
 // reference asks for the block.
@@ -61,7 +85,7 @@ struct MatvecBlocks {
   static constexpr int32_t kHeadDim = 16 * kDimBlocks;
   const MatvecParams& params;
   BlockRing& ring;
-  CodeTable<Code> table;
+  typename Decoding<Code>::Table table;
   uint32_t unit_bytes;
   MatvecRun run;
   uint32_t bad;  // not 0: the block breaks a rule

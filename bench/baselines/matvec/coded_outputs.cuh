@@ -183,7 +183,7 @@ struct OutputWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
 
   // Uses p up.
   __device__ __forceinline__ void add_coded(const OpenBlock& b, Weights& p) {
-    LaneCodes<Code> streams;
+    typename Decoding<Code>::Streams streams;
     this->bad |= streams.open(b);
 #pragma unroll 1
     for (int32_t i = 0; i < b.exceptions(); i += kExceptionStep) add_exceptions(b, i, p);

@@ -107,7 +107,7 @@ struct ScoreWarp : MatvecBlocks<kDimBlocks, CodeOfBlocks> {
   __device__ __forceinline__ void score_coded(const OpenBlock& b,
                                               const uint32_t (&scaled)[kDimBlocks][2],
                                               float (&s)[kItemTiles][4]) {
-    LaneCodes<Code> streams;
+    typename Decoding<Code>::Streams streams;
     this->bad |= streams.open(b);
     const int32_t tiles = tile_count(b.tokens);
 #pragma unroll 1

@@ -1,29 +1,9 @@
 #include "codec/gpu/coded/code_histograms.h"
 
-#include <string>
-
-#include "codec/format/fragment_order.h"
-#include "tierkv/layout.h"
+#include <utility>
+#include <vector>
 
 namespace tierkv {
-
-Status CodeHistograms::validate() const {
-  const auto invalid = [](const char* what) {
-    return Status(StatusCode::kInvalidArgument, std::string("code histograms: ") + what);
-  };
-  if (num_rows < 0 || num_blocks < 0) return invalid("a count is negative");
-  if (num_histograms < 1) return invalid("num_histograms must be positive");
-  if (head_dim < kDimBlock || head_dim > kMaxHeadDim || head_dim % kDimBlock != 0) {
-    return invalid("head_dim");
-  }
-  if (token_stride < head_dim || token_stride % 8 != 0) return invalid("token_stride");
-  if (num_blocks == 0) return Status::ok();
-  if (codes == nullptr || rows == nullptr || pairs == nullptr || wide == nullptr) {
-    return invalid("codes, rows, pairs and wide are needed");
-  }
-  if (reinterpret_cast<uintptr_t>(codes) % 16 != 0) return invalid("codes alignment");
-  return Status::ok();
-}
 
 CodeHistogram histogram_of_counts(Component component, int32_t head_dim, const uint32_t* pairs,
                                   const uint32_t* wide) {

@@ -1,12 +1,11 @@
-// Histograms of codes that lie in device memory, as build_codebook() takes them: the counting of
-// KVComp section 3.1.2. One histogram serves many rows.
+// Counts of codes that a kernel leaves in device memory (code_counter.cuh), as build_codebook()
+// takes them: the counting of KVComp section 3.1.2.
 //
-// Bound: memory, the codes are read once. A CTA counts the pairs of narrow codes in shared memory,
-// a copy of the table for each lane, so that lanes never meet; others go to memory one by one.
+//   pairs [65536]   of two codes next to each other, by (first & 255) << 8 | (second & 255)
+//   wide  [65536]   of single codes outside -128 .. 127, by their 16 bits
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "codec/host/histogram.h"
 #include "tierkv/status.h"
@@ -17,32 +16,7 @@ namespace tierkv {
 
 using GpuStream = CUstream_st*;  // a cudaStream_t
 
-// Whole blocks of 64 tokens of one row.
-struct alignas(16) HistogramRow {
-  int64_t codes = 0;        // of token 0, in elements, a multiple of 8
-  int32_t first_block = 0;  // blocks of the rows before it
-  int32_t histogram = 0;    // not less than that of the row before it
-};
-
-struct CodeHistograms {
-  const int16_t* codes = nullptr;      // device, 16-byte aligned
-  const HistogramRow* rows = nullptr;  // device, [num_rows]
-  uint32_t* pairs = nullptr;           // device, [num_histograms][65536]; added to
-  uint32_t* wide = nullptr;            // device, [num_histograms][65536]; added to
-  int64_t token_stride = 0;            // in elements, a multiple of 8
-  int32_t num_rows = 0;
-  int32_t num_blocks = 0;  // of all rows
-  int32_t num_histograms = 0;
-  int32_t head_dim = 0;  // a multiple of 16, at most kMaxHeadDim
-  Component component = Component::kKey;
-
-  // kInvalidArgument naming the field. Reads no array.
-  Status validate() const;
-};
 inline constexpr int32_t kHistogramCounts = 65536;
-
-// One kernel. Rows and what they lead to are trusted.
-Status count_codes(const CodeHistograms& call, GpuStream stream);
 
 // The histogram of `pairs` and `wide` [kHistogramCounts] in host memory: what CodeHistogram::add()
 // makes of the same blocks, but for quads, which a device does not count.

@@ -16,7 +16,7 @@ namespace tierkv {
 inline constexpr int32_t kCheapestEntries = 1 + 2 * 32;  // of kPair with the most levels
 
 struct CodebookBuild {
-  const uint32_t* pairs = nullptr;  // device, [num_books][kHistogramCounts]: of count_codes()
+  const uint32_t* pairs = nullptr;  // device, [num_books][kHistogramCounts]: code_histograms.h
   const uint32_t* wide = nullptr;   // likewise
   DeviceCodebook* books = nullptr;  // device, out: num_books, book_stride apart
   uint32_t* tables = nullptr;       // device, out: [num_books][2^max_length]

@@ -1,5 +1,5 @@
-// Coded blocks in batches on the GPU: decode to codes or fp16 values, and encode. The bytes are
-// those of codec/format/coded_block.h, which is the reference of both.
+// Coded blocks in batches on the GPU: decode to codes or fp16 values. The bytes are those of
+// codec/format/coded_block.h, which is the reference.
 //
 // One warp works on a group: up to 64 tokens of one (row, component), all slices of the head_dim. A
 // decoder believes nothing in the bytes: it makes every check of decode_block() before it uses a
@@ -27,7 +27,6 @@ struct DeviceCodebook {
   const uint32_t* table = nullptr;     // [2^max_length]: device_table()
   const uint32_t* words = nullptr;     // [symbols]: encoder_words(); encoding only
   const uint16_t* cheapest = nullptr;  // [1 + places * radix]: Codebook::cheapest; encoding only
-  const uint16_t* tree = nullptr;  // [tree_entries]: Codebook::tree; where trees are walked only
   int32_t max_length = 0;
   int32_t levels = 0;
   int32_t base = 0;
@@ -35,13 +34,7 @@ struct DeviceCodebook {
   BlockMode mode = BlockMode::kPair;
   Component component = Component::kKey;
   uint8_t table_id = 0;
-  int32_t tree_entries = 0;
 };
-// Of raw_codebook(), which has no arrays and needs none.
-inline constexpr bool is_raw(const DeviceCodebook& c) {
-  return c.mode == BlockMode::kRaw16 && c.levels == 0 && c.max_length == 0 && c.base == 0 &&
-         c.streams_per_lane == 1 && c.table_id == 0;
-}
 // The scalars of a codebook; the caller uploads the arrays.
 DeviceCodebook device_codebook(const Codebook& codebook);
 // Code word in bits 0-15, length above; 0 where the symbol is absent.
@@ -51,7 +44,7 @@ std::vector<uint32_t> encoder_words(const Codebook& codebook);
 struct alignas(16) CodedGroup {
   int64_t offset = 0;  // of the first block in `bytes`, a multiple of 16
   int64_t codes = 0;   // of token 0 in codes and values, in elements
-  int32_t bytes = 0;   // of all slices; what encode_coded() may use, and then what it used
+  int32_t bytes = 0;   // of all slices
   int32_t tokens = 0;  // 1 to kBlockTokens
   int32_t step = 0;    // index of its step and mean; used with values only
   int32_t unused = 0;
@@ -73,9 +66,6 @@ struct CodedDecode {
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
   // Of the largest block (slice): more warps fit with less. Larger blocks get kOutOfRange.
   int32_t max_block_bytes = kMaxCodedBlockBytes;
-  // Bit by bit through the tree as KVComp section 3.3.1 does, instead of by table: to compare with.
-  // Modes kSingle and kPair.
-  bool walk_tree = false;
 
   // kInvalidArgument naming the field. Reads no array.
   Status validate() const;
@@ -83,34 +73,5 @@ struct CodedDecode {
 // One kernel. A group's status is kOk, kCorrupt, kInvalidArgument (the group itself) or
 // kOutOfRange; unless it is kOk its codes and values are zeros (kInvalidArgument: not written).
 Status decode_coded(const CodedDecode& call, GpuStream stream);
-
-// The blocks that encode_block() makes, byte for byte, where the caller left room for them. Modes
-// kSingle and kPair, and raw_codebook().
-struct CodedEncode {
-  const int16_t* codes = nullptr;  // device
-  uint8_t* bytes = nullptr;        // device, out: [size], 16-byte aligned
-  CodedGroup* groups = nullptr;    // device, [num_groups]; in: room in bytes, out: bytes used
-  StatusCode* status = nullptr;    // device, out: [num_groups]
-  DeviceCodebook codebook;         // with words and cheapest
-  // Device; where not null, groups go where this counter of bytes says, in the order in which they
-  // get there, and their offset is out: the write-back of KVComp section 3.2.2, to compare with.
-  // head_dim up to kSliceDims. It ends at the bytes that all groups asked for, those without room
-  // too.
-  unsigned long long* cursor = nullptr;
-  int64_t size = 0;
-  int64_t token_stride = 0;  // of codes, in elements
-  int32_t num_groups = 0;
-  int32_t head_dim = 0;  // 1 to kMaxHeadDim
-
-  // kInvalidArgument or kUnsupported naming the field. Reads no array.
-  Status validate() const;
-};
-// Room that is always enough for a group: its raw form in 16 bits.
-inline constexpr int64_t coded_group_capacity(int32_t head_dim) {
-  return int64_t{(head_dim + kSliceDims - 1) / kSliceDims} * kMaxCodedBlockBytes;
-}
-// One kernel. kInvalidArgument (the group) or kBufferTooSmall (more than its room is needed; slices
-// before may have been written) in the status.
-Status encode_coded(const CodedEncode& call, GpuStream stream);
 
 }  // namespace tierkv

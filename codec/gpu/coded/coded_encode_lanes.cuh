@@ -7,7 +7,8 @@
 // begins. Bound: instructions, about 30 a pair and pass.
 #pragma once
 
-#include "codec/gpu/coded/coded_encode_slice.cuh"
+#include "codec/gpu/coded/coded_form.cuh"
+#include "codec/gpu/coded/coded_symbols.cuh"
 
 namespace tierkv {
 

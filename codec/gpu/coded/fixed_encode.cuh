@@ -6,7 +6,7 @@
 #pragma once
 
 #include "codec/format/fixed_block.h"
-#include "codec/gpu/coded/coded_encode_slice.cuh"
+#include "codec/gpu/coded/coded_form.cuh"
 
 namespace tierkv {
 

@@ -22,15 +22,12 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   const DeviceArray<float> key_steps(w.steps[0]), value_steps(w.steps[1]);
   const DeviceArray<float> key_means(w.means[0]), value_means(w.means[1]);
   std::vector<std::unique_ptr<DeviceArray<uint32_t>>> tables;
-  std::vector<std::unique_ptr<DeviceArray<uint16_t>>> trees;
   std::vector<DeviceCodebook> books[2];
   for (int32_t c = 0; c < 2; ++c) {
     for (const Codebook& book : w.books[c]) {
       tables.push_back(std::make_unique<DeviceArray<uint32_t>>(device_table(book)));
       books[c].push_back(device_codebook(book));
       books[c].back().table = tables.back()->get();
-      trees.push_back(std::make_unique<DeviceArray<uint16_t>>(book.tree));
-      books[c].back().tree = trees.back()->get();
     }
   }
   const DeviceArray<CodedRow> rows(w.rows);
@@ -85,7 +82,6 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   call.max_block_bytes = w.max_block_bytes;
   call.fixed = w.shape.fixed;
   call.most_shared_bytes = shared_bytes;
-  call.walk_tree = w.shape.walk_tree;
   auto grid = coded_attention_grid(call, most_copies_log);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
   if (!grid.is_ok()) return {};
@@ -243,47 +239,21 @@ TEST_F(CodedAttentionTest, AFamilyOfCodebooks) {
   }
 }
 
-// The paper's way of decoding: the same digits in the same order, so the same bits.
-TEST_F(CodedAttentionTest, WalkingTheTreeGivesTheBitsOfTheTable) {
-  for (int32_t head_dim : {64, 96, 128}) {
-    Shape shape;
-    shape.mode = BlockMode::kSingle;
-    shape.max_length = 8 + source_.below(5);
-    shape.streams = 1;
-    shape.head_dim = head_dim;
-    shape.columns = 1 + source_.below(12);
-    World w = make_world(&source_, shape, ragged_rows());
-    const Attended table = attend_on_gpu(w, 0);
-    w.shape.walk_tree = true;
-    const Attended tree = attend_on_gpu(w, 0);
-    compare(w, tree);
-    EXPECT_EQ(tree.out, table.out) << head_dim;
-    EXPECT_EQ(tree.lse, table.lse) << head_dim;
-    if (HasFailure()) return;
-  }
-}
-
-// No block is coded. Those that do not fit into slots, of 16 bits too, are read from memory.
-TEST_F(CodedAttentionTest, RawBlocksOfEveryWidth) {
+TEST_F(CodedAttentionTest, RawBlocksAlone) {
   for (int32_t head_dim : {64, 96, 128, 256}) {
-    for (BlockMode widest : {BlockMode::kRaw2, BlockMode::kRaw4, BlockMode::kRaw8}) {
-      for (int32_t columns : {4, 1 + source_.below(20)}) {
-        Shape shape;
-        shape.mode = BlockMode::kRaw16;
-        shape.widest = widest;
-        shape.head_dim = head_dim;
-        shape.columns = columns;
-        shape.means = source_.below(2) != 0;
-        shape.huge_codes = source_.below(4) == 0;
-        if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
-        if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
-        SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " columns " +
-                     std::to_string(columns) + " q_len " + std::to_string(shape.q_len) +
-                     " slots of " + block_mode_name(widest));
-        const World w = make_world(&source_, shape, ragged_rows());
-        compare(w, attend_on_gpu(w, 5));
-        if (HasFatalFailure()) return;
-      }
+    for (int32_t columns : {4, 1 + source_.below(20)}) {
+      Shape shape;
+      shape.all_raw = true;
+      shape.head_dim = head_dim;
+      shape.columns = columns;
+      shape.means = source_.below(2) != 0;
+      if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
+      if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " columns " + std::to_string(columns) +
+                   " q_len " + std::to_string(shape.q_len));
+      const World w = make_world(&source_, shape, ragged_rows());
+      compare(w, attend_on_gpu(w, 5));
+      if (HasFatalFailure()) return;
     }
   }
 }
@@ -293,7 +263,7 @@ TEST_F(CodedAttentionTest, RawBlocksOfEveryWidth) {
 TEST_F(CodedAttentionTest, RawBlocksThatBreakARule) {
   for (int32_t head_dim : {64, 96, 128, 256}) {
     Shape shape;
-    shape.mode = BlockMode::kRaw16;
+    shape.all_raw = true;
     shape.head_dim = head_dim;
     const World w = make_world(&source_, shape, {row(640, 64), row(300, 10), row(200, 0)});
     for (int32_t byte : {0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, 16, 17}) {
@@ -385,8 +355,6 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
       shape.fixed = {8, round % 4 == 0 ? 4 : 8};
     }
     if (round % 7 == 0) shape.family = 3;
-    shape.walk_tree = round % 20 == 10 && shape.head_dim != 256 && shape.family == 1;
-    if (shape.walk_tree) shape.streams = 1;
     shape.probabilities = round % 3 != 0;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);

@@ -36,7 +36,7 @@ Multiplied multiply_on_gpu(const MatvecWorld& w, GpuRun* run) {
   call.y = y.get();
   call.status = status.get();
   call.codebook.table = table.get();
-  call.codebook.tree = tree.get();
+  if (w.shape.walk_tree) call.tree.nodes = tree.get();
   auto grid = coded_matvec_grid(call, run->most_copies_log);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
   if (!grid.is_ok()) return poison;

@@ -2,7 +2,7 @@
 // after every one. Tests named Small* are small enough for compute-sanitizer.
 #include <cmath>
 
-#include "codec/gpu/pages/page_token.cuh"
+#include "bench/baselines/kernels/page_append.cuh"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/page_fixture.h"
 

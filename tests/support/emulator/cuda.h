@@ -40,6 +40,9 @@ struct uint2 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+inline int2 make_int2(int32_t x, int32_t y) {
+  return {x, y};
+}
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return {x, y, z, w};
 }
@@ -162,6 +165,12 @@ inline uint32_t atomicOr(uint32_t* p, uint32_t x) {
   const uint32_t before = *p;
   *p |= x;
   return before;
+}
+inline int32_t __clz(int32_t x) {
+  return x == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(x));
+}
+inline float __fmaf_rn(float a, float b, float c) {
+  return std::fma(a, b, c);
 }
 inline int32_t __popc(uint32_t x) {
   return __builtin_popcount(x);

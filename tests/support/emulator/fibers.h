@@ -20,7 +20,7 @@ inline constexpr int32_t kLanes = 32;
 inline constexpr size_t kStackBytes = 256 << 10;
 
 struct Index {
-  int32_t x = 0, y = 0;
+  int32_t x = 0, y = 0, z = 0;
 };
 
 struct Barrier {
@@ -39,12 +39,12 @@ class Cta {
   // Runs `thread` once per thread, to the end. blocks: of the whole grid.
   void run(int32_t block, int32_t threads, const std::function<void()>& thread,
            int32_t blocks = 1) {
-    run(Index{block, 0}, threads, thread, blocks);
+    run(Index{block}, threads, thread, Index{blocks});
   }
-  void run(Index block, int32_t threads, const std::function<void()>& thread, int32_t blocks = 1) {
+  void run(Index block, int32_t threads, const std::function<void()>& thread, Index grid = {1}) {
     block_ = block;
     block_size_.x = threads;
-    grid_.x = blocks;
+    grid_ = grid;
     barrier_ = {threads};
     warps_.assign(threads / kLanes, Warp{});
     thread_ = &thread;

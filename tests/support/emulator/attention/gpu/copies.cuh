@@ -58,13 +58,24 @@ inline std::deque<std::vector<CopyPiece>>& emulated_copies() {
   return mine;
 }
 
-inline void start_copy_16(void* to, const void* from) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+// from: null for zeros.
+inline void start_emulated_copy(void* to, const void* from, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % bytes != 0 ||
+      reinterpret_cast<uintptr_t>(from) % bytes != 0) {
     std::abort();
   }
-  std::memset(to, 0xff, 16);
+  std::memset(to, 0xff, bytes);
   emulated_copies().back().push_back(
-      {static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), 16});
+      {static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes});
+}
+inline void start_copy_16(void* to, const void* from) {
+  start_emulated_copy(to, from, 16);
+}
+inline void copy_async_16(void* to, const void* from, bool present) {
+  start_emulated_copy(to, present ? from : nullptr, 16);
+}
+inline void copy_async_4(void* to, const void* from, bool present) {
+  start_emulated_copy(to, present ? from : nullptr, 4);
 }
 inline void close_copy_group() {
   emulated_copies().emplace_back();
@@ -73,7 +84,13 @@ template <int32_t kLeft>
 void wait_copies() {
   auto& groups = emulated_copies();
   while (groups.size() > kLeft + 1) {
-    for (const CopyPiece& piece : groups.front()) std::memcpy(piece.to, piece.from, piece.bytes);
+    for (const CopyPiece& piece : groups.front()) {
+      if (piece.from == nullptr) {
+        std::memset(piece.to, 0, piece.bytes);
+      } else {
+        std::memcpy(piece.to, piece.from, piece.bytes);
+      }
+    }
     groups.pop_front();
   }
 }

@@ -88,6 +88,12 @@ inline uint32_t saturate_halves(uint32_t x) {
   return pack_halves(inside(0), inside(1));
 }
 
+inline float nan_max(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);
+}
+inline float exp2_approx(float x) {
+  return std::exp2(x);
+}
 inline float power_of_two(int32_t exponent) {
   return std::exp2(static_cast<float>(exponent));
 }

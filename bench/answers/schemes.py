@@ -1,0 +1,212 @@
+"""Schemes in NumPy, to check the library against: a layer's keys and values as a scheme leaves them, and its bytes.
+
+A scheme is a function of (LayerCache, Rope, LayerProfile or None) that returns Left. All keep SINKS first and WINDOW newest tokens raw.
+Entropy-coded schemes count the entropy of a layer's codes of one component and OVERHEAD bits a code."""
+import dataclasses
+import math
+
+import numpy as np
+
+SINKS, WINDOW = 4, 64
+RAW_BITS, SCALE_BITS = 16, 32  # of an element; of a scale and a zero point
+OVERHEAD = 0.15  # bits a code: headers, starts and padding of blocks
+KEY_EXPONENT_BITS, VALUE_EXPONENT_BITS = 4, 8  # of a token
+IMPORTANCE_POWER, IMPORTANCE_RANGE = -0.15, (0.5, 1.4)
+CLIPPED_SCALE = 0.9957  # rms of 2-bit codes: the least error of a Gaussian
+
+
+@dataclasses.dataclass
+class LayerProfile:
+    """Of a layer, by kv head. key_mean and weights [heads, head_dim] are of keys before RoPE, the mean square of weights is 1."""
+    key_mean: np.ndarray
+    weights: np.ndarray
+    energy: np.ndarray  # [heads], of queries: the mean of |q|^2
+    key_mean_after: np.ndarray  # of keys after RoPE
+    key_scale: np.ndarray  # [heads]
+    value_scale: np.ndarray  # [heads]
+    head_class: np.ndarray  # [heads], 0: the most sensitive
+
+
+@dataclasses.dataclass
+class Left:
+    """What a scheme leaves of a layer. k, v: [kv_heads, tokens, head_dim]."""
+    k: np.ndarray
+    v: np.ndarray
+    bytes: float
+
+
+def as_float16(x):
+    return np.asarray(x, np.float32).astype(np.float16).astype(np.float32)
+
+
+def rms(x, axis):
+    return np.sqrt((x * x).mean(axis, keepdims=True))
+
+
+def entropy(codes):
+    _, counts = np.unique(codes.astype(np.int32), return_counts=True)
+    p = counts / counts.sum()
+    return float(-(p * np.log2(p)).sum())
+
+
+def body(layer):
+    return slice(SINKS, layer.k.shape[1] - WINDOW)
+
+
+def left(layer, k, v, bits):
+    """k and v: the body as it is decoded; bits: of the body."""
+    at, out = body(layer), []
+    for whole, part in ((layer.k, k), (layer.v, v)):
+        whole = whole.copy()
+        whole[:, at] = part
+        out.append(whole)
+    raw = 2 * (layer.k.size - k.size) * RAW_BITS
+    return Left(*out, (bits + raw) / 8)
+
+
+# ---- Weighted steps: keys before RoPE, a step for each token ----
+
+
+def importance_exponents(layer):
+    """G [heads, body tokens], eighths of an octave, -8 .. 4."""
+    at = body(layer)
+    u = layer.significance[:, at] * np.arange(at.start + 1, at.stop + 1)
+    g = np.clip(np.maximum(u, 1e-30)**IMPORTANCE_POWER, *IMPORTANCE_RANGE)
+    return np.rint(8 * np.log2(g)).astype(np.int32)
+
+
+def stepped(y, step):
+    """(decoded, bits)"""
+    codes = np.rint(y / step)
+    return codes * step, (entropy(codes) + OVERHEAD) * codes.size
+
+
+def stepped_keys(layer, rope, scale, importance, mean, weights):
+    """Keys of the body before RoPE, in steps scale * 2^(importance / 8) of weights * (key - mean)."""
+    at = np.arange(body(layer).start, body(layer).stop)
+    y = weights * (rope.turned(layer.k[:, at], -at) - mean)
+    step = (scale(y) if callable(scale) else scale) * np.exp2(importance / 8)[..., None]
+    decoded, bits = stepped(y, step.astype(np.float32))
+    return rope.turned(decoded / weights + mean, at), bits
+
+
+def stepped_values(layer, scale, importance):
+    """Values of the body in steps scale * rms of the token * 2^(importance / 8), the rms in eighths of an octave."""
+    v = layer.v[:, body(layer)]
+    octaves = np.rint(4 * np.log2(np.maximum((v * v).mean(-1), 1e-38)))
+    exponent = np.clip(octaves + importance, -128, 127)
+    return stepped(v, (scale * np.exp2(exponent / 8)[..., None]).astype(np.float32))
+
+
+def key_unit(energy, head_dim):
+    """[heads, 1, 1]: the step that makes logits err by a standard deviation of 1 (times sm_scale^-1 / sqrt(head_dim))."""
+    return np.sqrt(12 * head_dim / energy)[:, None, None]
+
+
+def weighted_steps(k, v, own=False):
+    """own: no profile; means and rms of the row's own keys, k in units of that rms."""
+    def run(layer, rope, profile):
+        heads, head_dim, tokens = len(layer.k), layer.k.shape[2], layer.k.shape[1] - SINKS - WINDOW
+        importance = importance_exponents(layer)
+        if own:
+            at = np.arange(body(layer).start, body(layer).stop)
+            mean, weights = as_float16(rope.turned(layer.k[:, at], -at).mean(1, keepdims=True)), np.float32(1)
+            scale, value_scale = (lambda y: k * rms(y, (1, 2))), np.ones(heads)
+        else:
+            mean, weights = as_float16(profile.key_mean)[:, None], profile.weights[:, None]
+            scale = k * key_unit(profile.energy, head_dim) * profile.key_scale[:, None, None]
+            value_scale = profile.value_scale
+        keys, key_bits = stepped_keys(layer, rope, scale, importance, mean, weights)
+        values, value_bits = stepped_values(layer, v * math.sqrt(12) * value_scale[:, None, None], importance)
+        exponents = heads * tokens * (KEY_EXPONENT_BITS + VALUE_EXPONENT_BITS)
+        return left(layer, keys, values, key_bits + value_bits + exponents + own * mean.size * RAW_BITS)
+    return run
+
+
+# ---- Fixed widths ----
+
+
+def min_max(x, bits, axis=-1):
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    scale, zero = np.maximum(as_float16((high - low) / (2**bits - 1)), 1e-8), as_float16(low)
+    return scale * np.clip(np.rint((x - zero) / scale), 0, 2**bits - 1) + zero
+
+
+def clipped(x):
+    """2 bits around 0."""
+    scale = np.maximum(as_float16(CLIPPED_SCALE * rms(x, -1)), 1e-8)
+    return (np.clip(np.rint(x / scale - 0.5), -2, 1) + np.float32(0.5)) * scale
+
+
+def rotation(head_dim):
+    """Orthogonal [head_dim, head_dim]: Hadamard with random signs, the same for all."""
+    h = np.ones((1, 1), np.float32)
+    while len(h) < head_dim:
+        h = np.block([[h, h], [h, -h]])
+    signs = np.random.default_rng(7).integers(0, 2, head_dim) * 2 - 1
+    return (h / math.sqrt(head_dim) * signs).astype(np.float32)
+
+
+def by_token(key_bits, value_bits, rotated=False, means=False):
+    def run(layer, rope, profile):
+        at, turn = body(layer), rotation(layer.k.shape[2]) if rotated else np.eye(layer.k.shape[2], dtype=np.float32)
+        mean = as_float16(profile.key_mean_after)[:, None] if means else np.float32(0)
+        k = min_max((layer.k[:, at] - mean) @ turn.T, key_bits) @ turn + mean
+        v = min_max(layer.v[:, at] @ turn.T, value_bits) @ turn
+        return left(layer, k, v, (key_bits + value_bits) * k.size + 2 * SCALE_BITS * k.shape[0] * k.shape[1])
+    return run
+
+
+def kivi(bits, group):
+    """Keys by channel in groups of tokens, values by token in groups of channels. Groups of tokens begin at multiples of their size, the
+    first without the sinks; the last one stays raw where it is incomplete."""
+    def run(layer, rope, profile):
+        at = body(layer)
+        k, v = layer.k[:, at].copy(), layer.v[:, at]
+        heads, tokens, head_dim = k.shape
+        whole = at.stop // group * group - SINKS
+        groups = np.split(k[:, :whole], range(group - SINKS, whole, group), 1)
+        k[:, :whole] = np.concatenate([min_max(x, bits, 1) for x in groups], 1)
+        channels = min(group, head_dim)
+        values = min_max(v.reshape(heads, tokens, -1, channels), bits).reshape(v.shape)
+        scales = SCALE_BITS * heads * (len(groups) * head_dim + tokens * head_dim // channels)
+        return left(layer, k, values, scales + heads * head_dim * (bits * (whole + tokens) + RAW_BITS * (tokens - whole)))
+    return run
+
+
+CLASS_SHARES = (0.1, 0.4)  # of all heads, by sensitivity; the rest is the last class
+CLASS_FORMATS = (((8, 4), (8, 4)), ((4, 4), (4, 2)), ((4, 2), (2, 2)))  # (key, value) bits of important tokens, of the others
+
+
+def class_tiers(alpha=1.0):
+    """Formats by class of heads, in each two tiers: a token is important where its significance is alpha / its place or more."""
+    def run(layer, rope, profile):
+        at, turn = body(layer), rotation(layer.k.shape[2])
+        mean = as_float16(profile.key_mean_after)[:, None]
+        x = {"k": (layer.k[:, at] - mean) @ turn.T, "v": layer.v[:, at] @ turn.T}
+        widths = {"k": np.zeros(x["k"].shape[:2], np.int32), "v": np.zeros(x["k"].shape[:2], np.int32)}
+        important = layer.significance[:, at] >= alpha / np.arange(at.start + 1, at.stop + 1)
+        for h, c in enumerate(profile.head_class):
+            for tier, mask in zip(CLASS_FORMATS[c], (important[h], ~important[h])):
+                widths["k"][h, mask], widths["v"][h, mask] = tier
+        bits = 0
+        for name, y in x.items():
+            for width in np.unique(widths[name]):
+                mask = widths[name] == width
+                y[mask] = clipped(y[mask]) if width == 2 else min_max(y[mask], int(width))
+                bits += mask.sum() * (int(width) * y.shape[2] + SCALE_BITS)
+        return left(layer, x["k"] @ turn + mean, x["v"] @ turn, bits)
+    return run
+
+
+SCHEMES = {
+    "weighted steps 0.5 / 0.45": weighted_steps(0.5, 0.45),
+    "weighted steps 0.4 / 0.35": weighted_steps(0.4, 0.35),
+    "weighted steps 0.3 / 0.25": weighted_steps(0.3, 0.25),
+    "weighted steps without a profile, 0.3 / 0.25": weighted_steps(0.3, 0.25, own=True),
+    "tiers by class of heads": class_tiers(),
+    "KIVI 4 bit, groups of 64": kivi(4, 64),
+    "K4V4 rotated": by_token(4, 4, rotated=True),
+    "K4V4 rotated, key means removed": by_token(4, 4, rotated=True, means=True),
+    "K8V4": by_token(8, 4),
+}

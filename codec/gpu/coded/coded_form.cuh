@@ -1,0 +1,104 @@
+// The form in which an encoder stores a slice, coded or raw, and what both forms have in common.
+#pragma once
+
+#include "codec/gpu/coded/coded_open.cuh"
+
+namespace tierkv {
+
+// Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, and
+// all exceptions, unordered, in memory.
+struct SlicePlan {
+  int32_t start[2];
+  int32_t payload_bits, exceptions;
+  bool possible;
+};
+
+__device__ __forceinline__ int32_t sum_before(int32_t x, int32_t* total) {
+  int32_t sum = x;
+#pragma unroll
+  for (int32_t i = 1; i < kWarpLanes; i *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, sum, i);
+    if (lane_index() >= i) sum += other;
+  }
+  *total = __shfl_sync(kAllLanes, sum, kWarpLanes - 1);
+  return sum - x;
+}
+
+// Two codes in a word, each less or greater.
+struct CodeRange {
+  uint32_t low = 0x7fff7fffu, high = 0x80008000u;
+
+  __device__ __forceinline__ void add(uint32_t pair) {
+    low = __vmins2(low, pair);
+    high = __vmaxs2(high, pair);
+  }
+  __device__ __forceinline__ int32_t lowest() const {
+    return __reduce_min_sync(kAllLanes, min(static_cast<int32_t>(static_cast<int16_t>(low)),
+                                            static_cast<int32_t>(low) >> 16));
+  }
+  __device__ __forceinline__ int32_t highest() const {
+    return __reduce_max_sync(kAllLanes, max(static_cast<int32_t>(static_cast<int16_t>(high)),
+                                            static_cast<int32_t>(high) >> 16));
+  }
+};
+
+// As the host's raw_header().
+__device__ inline CodedBlockHeader raw_header(Component component, int32_t tokens, int32_t dims,
+                                              const CodeRange& range) {
+  const int32_t low = range.lowest(), high = range.highest();
+  CodedBlockHeader h;
+  h.mode = high - low < 4     ? BlockMode::kRaw2
+           : high - low < 16  ? BlockMode::kRaw4
+           : high - low < 256 ? BlockMode::kRaw8
+                              : BlockMode::kRaw16;
+  h.component = component;
+  h.tokens = static_cast<uint8_t>(tokens);
+  h.dims = static_cast<uint8_t>(dims);
+  h.base = h.mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low);
+  return h;
+}
+
+// The form in which a block is stored: its header without the checksum.
+struct BlockForm {
+  CodedBlockHeader header;
+  CodedBlockLayout at;
+  bool coded;
+};
+// Coded where that is possible, smaller than the raw form and not beyond the limit.
+__device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedBlockHeader& raw,
+                                        const SlicePlan& plan, int32_t most_coded_bytes) {
+  BlockForm form{raw, block_layout(raw), false};
+  if (plan.possible) {
+    CodedBlockHeader h = raw;
+    h.mode = book.mode;
+    h.streams_per_lane = static_cast<uint8_t>(book.streams_per_lane);
+    h.table_id = book.table_id;
+    h.base = static_cast<int16_t>(book.base);
+    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
+    h.exceptions = static_cast<uint16_t>(plan.exceptions);
+    const CodedBlockLayout at = block_layout(h);
+    if (at.bytes < form.at.bytes && at.bytes <= most_coded_bytes) form = {h, at, true};
+  }
+  form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
+  return form;
+}
+
+// The header and the checksum of a block whose rest is written.
+__device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
+  __syncwarp();
+  if (lane_index() == 0) store_header(form.header, bytes);
+  __syncwarp();
+  const uint32_t checksum = warp_checksum(bytes, form.at.bytes);
+  __syncwarp();
+  if (lane_index() == 0) store_u16(bytes + 14, checksum);
+  __syncwarp();
+}
+
+__device__ __forceinline__ void clear_block(void* block, int32_t bytes) {
+  for (int32_t i = lane_index(); i < bytes / 16; i += kWarpLanes) {
+    static_cast<uint4*>(block)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncwarp();
+}
+
+}  // namespace tierkv

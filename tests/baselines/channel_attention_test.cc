@@ -1,0 +1,210 @@
+// The reference of attention over channel blocks against softmax written out over the values that
+// came in, where they are kept exactly.
+#include "bench/baselines/channel/channel_attention.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "attention/channel/channel_pages.h"
+#include "tests/baselines/channel_world.h"
+
+namespace tierkv::testing {
+namespace {
+
+// Values that 4 bits keep exactly: every channel of a block, and every token, holds 0 and 15 times
+// its power of two and multiples between.
+std::vector<uint16_t> exact_values(std::mt19937* rng, int32_t tokens, int32_t dim,
+                                   bool by_channel) {
+  std::uniform_int_distribution<int32_t> code(0, 15);
+  std::vector<uint16_t> x(tokens * dim);
+  for (int32_t t = 0; t < tokens; ++t) {
+    for (int32_t d = 0; d < dim; ++d) {
+      const int32_t in_group = by_channel ? t % 64 : d, unit = by_channel ? d : t;
+      const int32_t c = in_group == 3 ? 0 : in_group == 9 ? 15 : code(*rng);
+      x[t * dim + d] = float_to_half(std::ldexp(static_cast<float>(c), unit % 3 - 5));
+    }
+  }
+  return x;
+}
+
+TEST(ChannelAttentionReference, IsTheSoftmaxOverBlocksAndResidual) {
+  const uint32_t seed = std::random_device{}();
+  std::mt19937 rng(seed);
+  const int32_t dim = 64, tokens = 2 * 64 + 21, group = 3;
+  const ChannelLayout layout = *make_channel_layout(channel_format(4, 4, 64), dim);
+  ChannelWorld w(&rng, layout, 1, 3);
+  const std::vector<uint16_t> k = exact_values(&rng, tokens, dim, true);
+  const std::vector<uint16_t> v = exact_values(&rng, tokens, dim, false);
+  const std::vector<int32_t> indptr = {0, tokens};
+  ASSERT_TRUE(
+      fill_channel_host(w.cache(), {k.data(), v.data(), indptr.data(), 1, w.status.data()}));
+  ASSERT_EQ(w.status[0], StatusCode::kOk);
+  std::normal_distribution<float> normal(0, 0.3f);
+  std::vector<uint16_t> q(group * dim);
+  for (uint16_t& x : q) x = float_to_half(normal(rng));
+  ChannelAttention call;
+  call.group = group;
+  call.sm_scale = 0.2;
+  // 16-byte aligned, as the kernel wants it.
+  alignas(16) uint16_t queries[3 * 64];
+  std::copy_n(q.begin(), group * dim, queries);
+  call.q = queries;
+  const Result<ReferenceOutput> found = attend_channel_reference(w.cache(), call);
+  ASSERT_TRUE(found.is_ok()) << found.status().message();
+  for (int32_t h = 0; h < group; ++h) {
+    std::vector<double> p(tokens), out(dim, 0.0);
+    double sum = 0;
+    for (int32_t t = 0; t < tokens; ++t) {
+      double dot = 0;
+      for (int32_t d = 0; d < dim; ++d) {
+        dot += static_cast<double>(half_to_float(q[h * dim + d])) * half_to_float(k[t * dim + d]);
+      }
+      sum += p[t] = std::exp(call.sm_scale * dot);
+    }
+    for (int32_t t = 0; t < tokens; ++t) {
+      for (int32_t d = 0; d < dim; ++d) out[d] += p[t] / sum * half_to_float(v[t * dim + d]);
+    }
+    EXPECT_NEAR(found->lse[h], std::log(sum), 1e-12 * (1 + std::fabs(std::log(sum)))) << seed;
+    for (int32_t d = 0; d < dim; ++d) EXPECT_NEAR(found->out[h * dim + d], out[d], 1e-12) << seed;
+  }
+}
+
+TEST(ChannelAttentionReference, EmptyRowsAndCorruptOnes) {
+  std::mt19937 rng(std::random_device{}());
+  const ChannelLayout layout = *make_channel_layout(channel_format(2, 2, 128), 128);
+  ChannelWorld w(&rng, layout, 2, 2);
+  alignas(16) uint16_t q[2 * 128] = {};
+  ChannelAttention call;
+  call.sm_scale = 1;
+  call.q = q;
+  const Result<ReferenceOutput> empty = attend_channel_reference(w.cache(), call);
+  ASSERT_TRUE(empty.is_ok());
+  EXPECT_EQ(empty->lse[1], -INFINITY);
+  EXPECT_EQ(empty->out, std::vector<double>(2 * 128, 0.0));
+  const auto code = [&] { return attend_channel_reference(w.cache(), call).status().code(); };
+  w.block_count[1] = 3;
+  EXPECT_EQ(code(), StatusCode::kCorrupt);
+  w.block_count[1] = 1;
+  w.table[2] = -1;
+  EXPECT_EQ(code(), StatusCode::kCorrupt);
+  w.block_count[1] = 0;
+  w.residual_tokens[0] = 128;
+  EXPECT_EQ(code(), StatusCode::kCorrupt);
+  w.residual_tokens[0] = 0;
+  call.group = 17;
+  EXPECT_EQ(code(), StatusCode::kUnsupported);
+  call.group = 1;
+  call.sm_scale = 0;
+  EXPECT_EQ(code(), StatusCode::kInvalidArgument);
+  call.sm_scale = 1;
+  call.q = q + 1;
+  EXPECT_EQ(code(), StatusCode::kInvalidArgument);
+}
+
+// Three pages of two blocks each, or of 16 raw tokens; row 1 of two is asked for.
+struct PagesOfTwo {
+  ChannelLayout layout = *make_channel_layout(channel_format(2, 2, 64), 64);
+  std::vector<ChannelLine> memory;
+  std::vector<int32_t> slots = {-1, -1, -1, -1, 2, 0, 1, 3};
+  ChannelPages pages;
+
+  PagesOfTwo() {
+    memory.resize(static_cast<size_t>(3) * 2 * layout.bytes / 128);
+    pages.layout = layout;
+    pages.base = memory.data()->bytes;
+    pages.page_bytes = 2 * layout.bytes;
+    pages.num_pages = 3;
+    pages.block_shift = 1;
+    pages.slots = slots.data();
+    pages.num_table_rows = 2;
+    pages.row_stride = 4;
+    pages.block_slots = 2;
+    pages.raw_slots = 2;
+  }
+};
+
+TEST(ChannelPages, FindsBlocksAndRawTiles) {
+  const PagesOfTwo p;
+  ASSERT_TRUE(p.pages.validate());
+  const uint8_t* base = p.pages.base;
+  const int32_t bytes = p.layout.bytes;
+  const ChannelPages::Row line = p.pages.row(1);
+  ASSERT_EQ(line, p.slots.data() + 4);
+  EXPECT_EQ(p.pages.row(2), nullptr);
+  EXPECT_EQ(p.pages.row(-1), nullptr);
+  // Page 2, then page 0.
+  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 0)), base + 4 * bytes);
+  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 1)), base + 5 * bytes);
+  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 3)), base + bytes);
+  EXPECT_EQ(p.pages.block_id(line, 4), -1) << "behind the pages of blocks";
+  // Page 1, then one that the pool has not.
+  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 0), base + 2 * bytes);
+  EXPECT_EQ(p.pages.raw_tile(line, Component::kValue, 0), base + 2 * bytes + 2048);
+  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 1), nullptr);
+  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 2), nullptr);
+  EXPECT_EQ(p.pages.block_id(nullptr, 0), -1);
+}
+
+TEST(ChannelPages, RefusesWhatLeadsOutside) {
+  using Change = void (*)(ChannelPages*);
+  constexpr Change kChanges[] = {[](ChannelPages* p) { p->num_pages = -1; },
+                                 [](ChannelPages* p) { p->block_shift = 2; },
+                                 [](ChannelPages* p) { p->page_bytes -= 128; },
+                                 [](ChannelPages* p) { p->page_bytes += 8; },
+                                 [](ChannelPages* p) { p->num_pages = INT32_MAX; },
+                                 [](ChannelPages* p) { p->raw_page_tokens = 32; },
+                                 [](ChannelPages* p) { p->raw_page_tokens = 8; },
+                                 [](ChannelPages* p) { p->raw_slots = 3; },
+                                 [](ChannelPages* p) { p->base += 16; },
+                                 [](ChannelPages* p) { p->slots = nullptr; }};
+  for (const Change change : kChanges) {
+    PagesOfTwo p;
+    change(&p.pages);
+    EXPECT_EQ(p.pages.validate().code(), StatusCode::kInvalidArgument) << &change - kChanges;
+  }
+  EXPECT_TRUE(validate_channel_group(16));
+  EXPECT_EQ(validate_channel_group(17).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(validate_channel_group(0).code(), StatusCode::kInvalidArgument);
+}
+
+TEST(ChannelPlan, RefusesWhatCannotBe) {
+  const std::vector<ChannelSequence> sequences = {{0, 1, 20}, {}};
+  std::vector<ChannelItem> items(5);
+  std::vector<ChannelParts> parts(4);
+  StatusCode status = StatusCode::kOk;
+  ChannelPlanCall good;
+  good.sequences = sequences.data();
+  good.num_sequences = 2;
+  good.num_kv_heads = 2;
+  good.most_blocks = 1;
+  good.most_raw_tokens = 20;
+  good.num_table_rows = 2;
+  good.plan = {5, items.data(), parts.data()};
+  good.status = &status;
+  using Change = void (*)(ChannelPlanCall*);
+  constexpr Change kChanges[] = {[](ChannelPlanCall* c) { c->num_sequences = -1; },
+                                 [](ChannelPlanCall* c) { c->num_kv_heads = 0; },
+                                 [](ChannelPlanCall* c) { c->team = 0; },
+                                 [](ChannelPlanCall* c) { c->most_blocks = INT32_MAX; },
+                                 [](ChannelPlanCall* c) { c->least_raw_tokens = -1; },
+                                 [](ChannelPlanCall* c) { c->plan.num_items = 3; },
+                                 [](ChannelPlanCall* c) { c->plan.items = nullptr; },
+                                 [](ChannelPlanCall* c) { c->plan.parts = nullptr; },
+                                 [](ChannelPlanCall* c) { c->sequences = nullptr; },
+                                 [](ChannelPlanCall* c) { c->status = nullptr; }};
+  for (const Change change : kChanges) {
+    ChannelPlanCall call = good;
+    change(&call);
+    EXPECT_EQ(plan_channel_host(call).code(), StatusCode::kInvalidArgument) << &change - kChanges;
+  }
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kOk);
+  EXPECT_EQ(items[4].row, -1);
+  good.least_raw_tokens = 21;  // not all queries would see all blocks
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kCorrupt);
+}
+
+}  // namespace
+}  // namespace tierkv::testing

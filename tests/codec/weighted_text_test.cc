@@ -1,0 +1,150 @@
+// Weighted blocks against an independent decoder, written from docs/FORMAT.md alone.
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "tests/codec/weighted_source.h"
+
+namespace tierkv {
+namespace {
+
+// Reads one coded slice of mode single, pair or quad. Shares no code with the library but the
+// codebooks' lengths; assumes good bytes.
+class TextDecoder {
+ public:
+  TextDecoder(const uint8_t* block, const BookFamily& family) : b_(block) {
+    for (const Codebook& c : family.books) {
+      Book book{c.levels, c.base, {}};
+      uint32_t word = 0;
+      for (int32_t length = 1; length <= 14; ++length) {
+        word <<= 1;
+        for (size_t s = 0; s < c.lengths.size(); ++s) {
+          if (c.lengths[s] == length) book.symbol[{length, word++}] = static_cast<int32_t>(s);
+        }
+      }
+      books_.push_back(book);
+    }
+  }
+  int32_t mode() const { return b_[1] & 15; }
+  int32_t bytes() const { return 16 * u16(12); }
+  int32_t tokens() const { return b_[4]; }
+  int32_t dims() const { return b_[5]; }
+
+  std::vector<int8_t> exponents() const {
+    std::vector<int8_t> e;
+    const int32_t width = b_[11] & 15;
+    for (int32_t t = 0; t < tokens(); ++t) {
+      e.push_back(static_cast<int8_t>(static_cast<int8_t>(b_[3]) + bits(16, t * width, width)));
+    }
+    return e;
+  }
+
+  // [tokens][dims]
+  std::vector<int16_t> codes() {
+    all_.assign(64 * 128, 0);
+    const int32_t streams = 32 * (b_[1] >> 4 & 3), width = b_[11] >> 4;
+    const int32_t lengths = 16 + 4 * ((tokens() * (b_[11] & 15) + 31) / 32);
+    const int32_t payload = lengths + 4 * ((streams * width + 31) / 32);
+    int32_t start = 0;
+    for (int32_t i = 0; i < streams; ++i) {
+      const int32_t end = start + u16(8) + static_cast<int32_t>(bits(lengths, i * width, width));
+      EXPECT_EQ(read_stream(i, 8 * payload + start), 8 * payload + end);
+      start = end;
+    }
+    const int32_t exceptions = payload + 4 * ((start + 31) / 32);
+    for (int32_t i = 0; i < b_[10]; ++i) {
+      all_[u16(exceptions + 4 * i)] += static_cast<int16_t>(u16(exceptions + 4 * i + 2));
+    }
+    std::vector<int16_t> out;
+    for (int32_t t = 0; t < tokens(); ++t) {
+      for (int32_t d = 0; d < dims(); ++d) out.push_back(static_cast<int16_t>(all_[t * 128 + d]));
+    }
+    return out;
+  }
+
+ private:
+  struct Book {
+    int32_t levels, base;
+    std::map<std::pair<int32_t, uint32_t>, int32_t> symbol;
+  };
+
+  int32_t u16(int32_t at) const { return b_[at] | b_[at + 1] << 8; }
+  uint32_t bit(int32_t at) const { return b_[at / 8] >> at % 8 & 1; }
+  uint32_t bits(int32_t byte, int32_t from, int32_t count) const {
+    uint32_t x = 0;
+    for (int32_t i = 0; i < count; ++i) x |= bit(8 * byte + from + i) << i;
+    return x;
+  }
+
+  // The pairs of a stream from this bit on; the bit after the last one.
+  int32_t read_stream(int32_t stream, int32_t at) {
+    const int32_t blocks = (dims() + 15) / 16, tiles = (tokens() + 15) / 16;
+    const int32_t per_lane = b_[1] >> 4 & 3, group = mode() == 6 ? 2 : 1;
+    for (int32_t p = 0; p < 4 * tiles * blocks; p += group) {
+      if (per_lane == 2 && p / group % 2 != stream / 32) continue;
+      const int32_t f = p / 4 % blocks;
+      const Book& book = books_[u16(6) >> (2 * f) & 3];
+      for (int32_t code = 0; code < 2 * group;) {
+        int32_t symbol = read_symbol(book, &at);
+        for (int32_t n = mode() == 4 ? 1 : 2 * group; n > 0; --n, ++code, symbol /= book.levels) {
+          put(p + code / 2, stream % 32, code % 2, book.base + symbol % book.levels);
+        }
+      }
+    }
+    return at;
+  }
+  int32_t read_symbol(const Book& book, int32_t* at) const {
+    uint32_t word = 0;
+    for (int32_t length = 1; length <= 14; ++length) {
+      word = word << 1 | bit((*at)++);
+      const auto found = book.symbol.find({length, word});
+      if (found != book.symbol.end()) return found->second;
+    }
+    ADD_FAILURE() << "no code word";
+    return 0;
+  }
+  void put(int32_t pair, int32_t lane, int32_t second, int32_t code) {
+    const int32_t blocks = (dims() + 15) / 16;
+    const int32_t r = pair % 4, f = pair / 4 % blocks, tile = pair / 4 / blocks;
+    const int32_t row = lane / 4 + 8 * (r % 2), col = 2 * (lane % 4) + 8 * (r / 2) + second;
+    const bool key = b_[1] >> 6 == 0;
+    all_[(16 * tile + (key ? row : col)) * 128 + 16 * f + (key ? col : row)] = code;
+  }
+
+  const uint8_t* b_;
+  std::vector<Book> books_;
+  std::vector<int32_t> all_;
+};
+
+TEST(WeightedText, DecodesFromTheTextOfTheFormat) {
+  const uint32_t seed = std::random_device{}();
+  WeightedSourceOfRows rows(seed);
+  CodeSource& source = rows.source;
+  int32_t coded = 0;
+  for (int trial = 0; trial < 200; ++trial) {
+    const int32_t dims[] = {64, 80, 96, 128, 1 + source.below(128)};
+    const int32_t head_dim = dims[source.below(5)], tokens = 1 + source.below(64);
+    const BlockMode modes[] = {BlockMode::kSingle, BlockMode::kPair, BlockMode::kQuad};
+    const BlockMode mode = modes[source.below(3)];
+    const auto c = static_cast<Component>(source.below(2));
+    const double spread = source.spread_for(mode);
+    const BookFamily family =
+        rows.family(c, 1 + source.below(4), mode, 1 + source.below(2), spread, 3);
+    const auto book_of = rows.book_of(head_dim, family.books.size());
+    const auto codes = source.bell(int64_t{tokens} * head_dim, spread, 3, false);
+    const auto e = c == Component::kKey ? rows.key_exponents(tokens) : rows.value_exponents(tokens);
+    std::vector<uint8_t> bytes;
+    ASSERT_TRUE(encode_weighted_block({codes.data(), e.data(), tokens, head_dim}, family,
+                                      book_of.data(), &bytes));
+    TextDecoder text(bytes.data(), family);
+    EXPECT_EQ(text.bytes(), static_cast<int32_t>(bytes.size()));
+    EXPECT_EQ(text.exponents(), e) << "seed " << seed;
+    if (text.mode() < 4) continue;
+    ++coded;
+    ASSERT_EQ(text.codes(), codes) << "seed " << seed << " mode " << block_mode_name(mode);
+  }
+  EXPECT_GT(coded, 50);
+}
+
+}  // namespace
+}  // namespace tierkv
