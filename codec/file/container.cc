@@ -240,8 +240,7 @@ std::vector<uint8_t> assemble_container(const std::vector<ChunkBlock>& blocks) {
     bytes.insert(bytes.end(), block.impl_->bytes.begin(), block.impl_->bytes.end());
   }
   const std::vector<uint8_t> index = store_index(chunks);
-  store_container_header(header_before(static_cast<int64_t>(bytes.size()), index),
-                         bytes.data());
+  store_container_header(header_before(static_cast<int64_t>(bytes.size()), index), bytes.data());
   bytes.insert(bytes.end(), index.begin(), index.end());
   return bytes;
 }

@@ -91,7 +91,8 @@ SegmentFormat RowCodec::segment_format(Component c, Part part) const {
   if (f.coder != Coder::kNone) f.blocks = context.blocks[part == Part::kLow];
   if (f.is_weighted()) {
     f.weighted = {c, context.weighted, context.family, context.book_of, nullptr, plan_.body_begin};
-    if (context.importance != nullptr) f.weighted.importance = context.importance + plan_.body_begin;
+    if (context.importance != nullptr)
+      f.weighted.importance = context.importance + plan_.body_begin;
   }
   return f;
 }

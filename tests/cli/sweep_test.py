@@ -64,7 +64,7 @@ class Sweep(CliTest):
         self.assertEqual(markdown.count("### "), 3)
         tables = [line for line in markdown.splitlines() if line.startswith("| ")]
         self.assertEqual(len(tables), 3 * 3)
-        self.assertEqual({line.count("|") for line in tables}, {12})
+        self.assertEqual({line.count("|") for line in tables}, {14})
         self.assertIn("**`k4v4`**", markdown)
         table = run("sweep", "--preset", "k4v4/k8v8", *paths).stdout
         self.assertIn("* k8v8", table)
@@ -136,10 +136,10 @@ class Sweep(CliTest):
         self.expect(r, 3, "the dump has 0-5")
         self.assertEqual(r.stderr.count("\n"), 1)
 
-    def test_default_is_forty_presets(self):
+    def test_default_is_44_presets(self):
         path = Dump(seed=self.seed, layers=1, tokens=150, head_dim=128, queries=64).write(self.dir / "d.h5")
         r = self.sweep(path)
-        self.assertEqual((len(r["results"]), r["skipped"]), (40, []))
+        self.assertEqual((len(r["results"]), r["skipped"]), (44, []))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "codec/format/global_step.h"
+#include "codec/format/rope_turn.h"
 #include "codec/host/parallel.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_data.h"
@@ -200,12 +201,26 @@ Status name_model(const std::vector<datasets::DumpReader>& dumps, const Calibrat
   return Status::ok();
 }
 
+// Both dims of a pair get the mean of the two energies.
+void share_energies(const Rope* rope, RowProfile* row) {
+  const int32_t pairs = rope == nullptr ? 0 : rope->rotary_dims / 2;
+  for (int32_t i = 0; i < pairs; ++i) {
+    float& a = row->query_energy[pair_first(rope->pairing, i)];
+    float& b = row->query_energy[pair_second(rope->pairing, pairs, i)];
+    a = b = (a + b) / 2;
+  }
+}
+
 }  // namespace
 
 Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
                           const CalibrateOptions& options) {
   Profile profile;
   if (Status s = name_model(dumps, options, &profile); !s) return s;
+  profile.rope = dumps.front().info().rope;
+  for (const datasets::DumpReader& dump : dumps) {
+    if (Status s = check_rope(dump.info(), &profile); !s) return s;
+  }
   const CacheLayout& layout = dumps.front().info().layout;
   const int32_t d = layout.head_dim, heads = layout.num_kv_heads;
   std::vector<Moments> moments(layout.num_layers * heads, Moments(d));
@@ -235,6 +250,7 @@ Result<Profile> calibrate(std::vector<datasets::DumpReader>& dumps,
   profile.rows.resize(moments.size());
   parallel_for(static_cast<int64_t>(moments.size()), options.threads, [&](int64_t i) {
     profile.rows[i] = finish_row(moments[i], d, options.matrix_basis);
+    share_energies(profile.rope_of(static_cast<int32_t>(i / heads)), &profile.rows[i]);
     if (!layout.rope_applied) profile.rows[i].key_mean_before_rope = profile.rows[i].key_mean;
   });
   if (options.thresholds) {

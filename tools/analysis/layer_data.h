@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "codec/policy/profile.h"
 #include "codec/file/scheme.h"
+#include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/attention_error.h"
 
@@ -43,8 +43,9 @@ Status check_rope(const datasets::DumpInfo& info, const Profile* profile);
 // "keys before RoPE: plain, theta 100000", "keys are not rotated", ...
 std::string describe_rope(const datasets::DumpInfo& info, const Profile* profile);
 
-// Reads a layer. `rope` is what the dump says. `need_significance`: from the dump, or computed when it has the queries of all
-// positions; check_significance() otherwise. Heads are read on up to `threads` threads.
+// Reads a layer. `rope` is what the dump says. `need_significance`: from the dump, or computed when
+// it has the queries of all positions; check_significance() otherwise. Heads are read on up to
+// `threads` threads.
 Status load_layer(datasets::DumpReader& reader, int32_t seq, int32_t layer, bool need_significance,
                   int32_t threads, LayerData* out);
 

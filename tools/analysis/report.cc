@@ -31,7 +31,8 @@ std::optional<TierPolicy> kept_apart(const AnalyzeResult& r) {
   return preset->scheme.policy;
 }
 
-// Bytes of weighted blocks by what they hold, and of rows' own means and steps; null without blocks.
+// Bytes of weighted blocks by what they hold, and of rows' own means and steps; null without
+// blocks.
 Json parts_json(const Tally& t) {
   const WeightedBlockStats& s = t.blocks;
   if (s.total_bits() == 0) return nullptr;
@@ -117,7 +118,8 @@ struct TableRow {
   bool best;  // on the Pareto front
 };
 
-// The totals of each file, least error first (without queries: smallest cache), in the order in which the files come.
+// The totals of each file, least error first (without queries: smallest cache), in the order in
+// which the files come.
 std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResult>& results) {
   const std::vector<bool> front = pareto_front(results);
   std::vector<std::vector<TableRow>> files;
@@ -144,8 +146,9 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
 
 const std::vector<std::string>& table_columns() {
   static const std::vector<std::string> kColumns = {
-      "memory",  "bits/value", "ratio",          "page ratio",   "pooled error",
-      "weighted",  "attention error", "key err", "value err",  "coded K/V bits", "window+sinks", "enc/dec GB/s"};
+      "memory",       "bits/value",     "ratio",           "page ratio",
+      "pooled error", "weighted",       "attention error", "key err",
+      "value err",    "coded K/V bits", "window+sinks",    "enc/dec GB/s"};
   return kColumns;
 }
 

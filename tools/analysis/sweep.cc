@@ -41,7 +41,9 @@ std::vector<AnalyzeResult> pooled(const std::vector<AnalyzeResult>& totals, size
     sum.detail = is_new ? r.detail : joined(sum.detail, r.detail);
     ++it->second.second;
   }
-  std::erase_if(sums, [&](const AnalyzeResult& r) { return place.at(r.preset).second != static_cast<int32_t>(files); });
+  std::erase_if(sums, [&](const AnalyzeResult& r) {
+    return place.at(r.preset).second != static_cast<int32_t>(files);
+  });
   return sums;
 }
 

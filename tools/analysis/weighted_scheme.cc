@@ -75,11 +75,8 @@ Status fit_weighted_rows(const Scheme& scheme, const LayerData& data, const Cach
   out->own_bytes.resize(layout.num_kv_heads);
   out->importance.resize(layout.num_kv_heads);
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    const auto at = [h](const Status& s) {
-      return s.with_context("kv head " + std::to_string(h));
-    };
-    Result<Fitted> fitted =
-        fit_row(scheme, data.k[h], out->plans[h], statistics[h], common, rope);
+    const auto at = [h](const Status& s) { return s.with_context("kv head " + std::to_string(h)); };
+    Result<Fitted> fitted = fit_row(scheme, data.k[h], out->plans[h], statistics[h], common, rope);
     if (!fitted) return at(fitted.status());
     out->weighted[h] = std::move(fitted->row);
     out->own_bytes[h] = fitted->own_bytes;

@@ -38,8 +38,8 @@ int run(const Arguments& args) {
   const bool weighted = std::any_of(options.presets.begin(), options.presets.end(),
                                     [](const analysis::Preset& p) { return p.scheme.weighted(); });
   for (size_t i = 0; weighted && i < all.files.size(); ++i) {
-    text += all.files[i].path + ": " + analysis::describe_rope(all.files[i], options.profile) +
-            "\n";
+    text +=
+        all.files[i].path + ": " + analysis::describe_rope(all.files[i], options.profile) + "\n";
   }
   return print_result(text + analysis::to_table(all.results));
 }

@@ -145,8 +145,8 @@ std::string rate_distortion(const ResultList& results, const std::vector<int>& n
     used[f] = true;
     labels.keep_clear(chart.at(r));
     svg.marker(chart.at(r), families()[f].marker, color(families()[f].color),
-               fmt::format("{}: {} at {:.1f}% of fp16, pooled error {:.4f}", numbers[i],
-                           r.preset, 100 * memory(r), *analysis::attention_error_pooled(r.tally)));
+               fmt::format("{}: {} at {:.1f}% of fp16, pooled error {:.4f}", numbers[i], r.preset,
+                           100 * memory(r), *analysis::attention_error_pooled(r.tally)));
   }
   for (const bool strong : {true, false}) {
     for (size_t i = 0; i < results.size(); ++i) {
