@@ -48,9 +48,9 @@ TEST(PresetGrid, EmptyAndTooManyAreRefused) {
   EXPECT_EQ(expand_grid(text + ",e=0/1").status().code(), StatusCode::kInvalidArgument);
 }
 
-TEST(PresetGrid, TheDefaultSweepIsFortyDifferentPresets) {
+TEST(PresetGrid, TheDefaultSweepIsFortyFourDifferentPresets) {
   std::vector<std::string> presets = default_sweep();
-  EXPECT_EQ(presets.size(), 40u);
+  EXPECT_EQ(presets.size(), 44u);
   for (const std::string& p : presets) EXPECT_TRUE(parse_preset(p).is_ok()) << p;
   std::sort(presets.begin(), presets.end());
   EXPECT_EQ(std::unique(presets.begin(), presets.end()), presets.end());

@@ -5,6 +5,7 @@ Without presets or dumps: all of PRESETS on LAYERS of datasets/sample_1k.h5. Pri
 """
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -26,6 +27,9 @@ ODD = ["k1v1", "k4v1", "k16v4", "k4v16", "k8v4:window=64,sinks=4", "k4v4:group_k
        "kvcomp:only=k", "step:only=v", "kvcomp:predict=token", "step:predict=plane", "k8v8:predict=channel+huffman", "k4v4+fixed",
        "step:predict=token+fixed", "kvcomp+fse", "k4v4+bitshuffle"]
 PRESETS = DEFAULT_TABLE + ODD
+
+# With a profile of drawn sensitivities.
+CLASSES = ["fast", "tiers:classes=0.3*k8v4|0.3*k4v4/k4v2@2|k2v2@1:0.2,means=off"]
 
 LAYERS = (0, 2, 5)  # of the sample: the first, the last and one between them
 TOLERANCE = 0.005
@@ -72,14 +76,15 @@ def print_table(results):
         print(f"{name:44}" + "".join(f"{100 * worst[f]:12.4f}" for f in FIELDS) + f"{'ok' if tiers == 0 else 'WRONG':>8}")
 
 
-def compare_dump(binary, dump, presets, analyze):
+def compare_dump(binary, dump, presets, analyze, profile=None):
     """{preset: {field: largest deviation over the parts}} of one dump; prints each mismatch."""
     flags = [word for p in presets for word in ("--preset", p)]
+    flags += ["--profile", str(profile)] if profile else []
     run = subprocess.run([binary, "analyze", "--json", *flags, str(dump)], capture_output=True, text=True)
     if run.returncode:
         sys.exit(f"{dump}: tierkv exits {run.returncode}: {run.stderr}")
     got = {(r["preset"], r["seq"]): r for r in json.loads(run.stdout)["results"]}
-    want = analyze(dump, presets)
+    want = analyze(dump, presets, profile)
     if set(got) != {(r["preset"], r["seq"]) for r in want}:
         sys.exit(f"{dump}: presets and sequences differ: {sorted(got)}")
     worst = {}
@@ -112,6 +117,17 @@ def cut_layers(dump, layers, path):
     return path
 
 
+def profile_of(binary, dump, path):
+    """A profile of the dump in which the heads' sensitivities are drawn: the seed is printed."""
+    subprocess.run([binary, "calibrate", str(dump), "-o", str(path), "--no-thresholds"], check=True, capture_output=True)
+    seed = int.from_bytes(os.urandom(4), "little")
+    with h5py.File(path, "a") as f:
+        rows = int(f.attrs["num_layers"]) * int(f.attrs["num_kv_heads"])
+        f["joint_sensitivity"] = np.random.default_rng(seed).permutation(rows) + 1.0
+    print(f"sensitivities: seed {seed}")
+    return path
+
+
 def main():
     args = argparse.ArgumentParser()
     args.add_argument("tierkv")
@@ -128,6 +144,12 @@ def main():
     for dump in args.dumps or [cut_layers(sample, LAYERS, pathlib.Path(folder.name) / "sample_cut.h5")]:
         worst = compare_dump(args.tierkv, dump, args.preset or PRESETS, analyze)
         print(f"\n{pathlib.Path(dump).name}: {sum(map(len, worst.values()))} numbers")
+        print_table(worst)
+        good &= all(x <= TOLERANCE for fields in worst.values() for x in fields.values())
+        if args.preset:
+            continue
+        profile = profile_of(args.tierkv, dump, pathlib.Path(folder.name) / (pathlib.Path(dump).stem + "_profile.h5"))
+        worst = compare_dump(args.tierkv, dump, CLASSES, analyze, profile)
         print_table(worst)
         good &= all(x <= TOLERANCE for fields in worst.values() for x in fields.values())
     return 0 if good else 1
