@@ -80,7 +80,7 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   tkv_codebook_destroy(nullptr);
   tkv_container_destroy(nullptr);
   EXPECT_EQ(tkv_profile_open(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_profile_get_info(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_profile_get_data(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_profile_get_component(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   tkv_profile_destroy(nullptr);
   tkv_store_destroy(nullptr);

@@ -148,7 +148,7 @@ TEST_F(CodedAttentionTest, SmallSharedMemoryTakesFewerWarps) {
         shape.columns = 1 + source_.below(9);
         shape.streams = 1 + source_.below(2);
         shape.probabilities = !raw && source_.below(2) != 0;
-        if (raw) shape.mode = BlockMode::kRaw16;
+        shape.all_raw = raw;
         SCOPED_TRACE(std::to_string(kilobytes) + " KB, head_dim " + std::to_string(head_dim) +
                      (raw ? " raw" : " coded") + " columns " + std::to_string(shape.columns));
         const World w = make_world(&source_, shape, ragged_rows());
