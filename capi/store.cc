@@ -4,7 +4,6 @@
 #include "capi/buffer.h"
 #include "capi/store_config.h"
 #include "capi/tier_format.h"
-#include "store/shared/sequence_table.h"
 #include "tierkv/cold.h"
 
 struct tkv_store {

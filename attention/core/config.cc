@@ -49,7 +49,7 @@ Status validate_modes(const AttentionConfig& c) {
                        "; attention needs float16 or bfloat16");
   }
   if (!(c.sm_scale > 0 && c.sm_scale <= kMaxSmScale)) {
-    return invalid("sm_scale must be positive, at most 2^80");
+    return invalid("sm_scale must be positive and finite, at most 2^80");
   }
   if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
   if (c.sliding_window_tokens != 0) return unsupported("sliding_window_tokens");

@@ -209,7 +209,7 @@ Status CacheLayout::validate() const {
     return invalid("rope_theta must be finite and not negative");
   }
   if (!(sm_scale > 0 && sm_scale <= kMaxSmScale)) {
-    return invalid("sm_scale must be positive, at most 2^80");
+    return invalid("sm_scale must be positive and finite, at most 2^80");
   }
   return Status::ok();
 }

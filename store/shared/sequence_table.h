@@ -16,16 +16,6 @@ enum class SequencePhase : int32_t { kFree = 0, kPrompt = 1, kLive = 2 };
 
 using Slots = std::vector<int32_t>;
 
-// An id as one number, and back, for all numbers: slot + 1 below the generation, so that 0 is
-// nobody's.
-inline uint64_t number_of(SequenceId id) {
-  return uint64_t{id.generation} << 32 | (static_cast<uint32_t>(id.slot) + 1);
-}
-inline SequenceId id_of(uint64_t number) {
-  return {static_cast<int32_t>(static_cast<uint32_t>(number) - 1),
-          static_cast<uint32_t>(number >> 32)};
-}
-
 class SequenceTable {
  public:
   // The config must outlive the table.
