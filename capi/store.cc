@@ -14,23 +14,13 @@ struct tkv_store {
 namespace tierkv::capi {
 namespace {
 
-// slot + 1 below the generation, so that 0 is nobody's.
-tkv_sequence_id to_c(SequenceId id) {
-  return uint64_t{id.generation} << 32 | (static_cast<uint32_t>(id.slot) + 1);
-}
-SequenceId from_c(tkv_sequence_id id) {
-  const int64_t slot = static_cast<int64_t>(id & UINT32_MAX) - 1;
-  if (slot > INT32_MAX) return {};
-  return {static_cast<int32_t>(slot), static_cast<uint32_t>(id >> 32)};
-}
-
 // The sequences of a call. What cannot be read becomes a list that the store refuses.
 class Sequences {
  public:
   Sequences(const KvStore& store, const tkv_sequence_id* ids, int32_t count) : count_(count) {
     if (ids == nullptr || count < 1 || count > store.config().max_sequences) return;
     ids_.reserve(count);
-    for (int32_t i = 0; i < count; ++i) ids_.push_back(from_c(ids[i]));
+    for (int32_t i = 0; i < count; ++i) ids_.push_back(id_of(ids[i]));
   }
   SequenceList list() const { return {ids_.empty() ? nullptr : ids_.data(), count_}; }
 
@@ -158,7 +148,7 @@ Status get_info(const tkv_store* store, tkv_store_info* out) {
 Status import_sequence(KvStore& store, const uint8_t* bytes, size_t size, tkv_sequence_id* out) {
   if (bytes == nullptr || out == nullptr) return invalid("bytes or sequence is null");
   const Result<SequenceId> id = store.import_sequence(bytes, size);
-  if (id) *out = to_c(*id);
+  if (id) *out = number_of(*id);
   return id.status();
 }
 
@@ -166,8 +156,7 @@ Status save_sequence(KvStore& store, tkv_sequence_id sequence, const ColdOptions
                      tkv_buffer* out) {
   ColdOptions options = given;
   if (Status s = read_threads(given.threads, &options.threads); !s) return s;
-  const Result<std::vector<uint8_t>> bytes =
-      tierkv::save_sequence(store, from_c(sequence), options);
+  const Result<std::vector<uint8_t>> bytes = tierkv::save_sequence(store, id_of(sequence), options);
   return bytes ? fill(*bytes, out) : bytes.status();
 }
 
@@ -176,7 +165,7 @@ Status load_sequence(KvStore& store, const uint8_t* bytes, size_t size, int32_t 
   if (bytes == nullptr || out == nullptr) return invalid("bytes or sequence is null");
   if (Status s = read_threads(threads, &threads); !s) return s;
   const Result<SequenceId> id = tierkv::load_sequence(store, bytes, size, threads);
-  if (id) *out = to_c(*id);
+  if (id) *out = number_of(*id);
   return id.status();
 }
 
@@ -220,7 +209,7 @@ tkv_status tkv_store_add_sequence(tkv_store* store, tkv_sequence_id* sequence, t
   return capi::on_store(store, error, [&](KvStore& s) -> Status {
     if (sequence == nullptr) return capi::invalid("sequence is null");
     const Result<SequenceId> id = s.add_sequence();
-    if (id) *sequence = capi::to_c(*id);
+    if (id) *sequence = tierkv::number_of(*id);
     return id.status();
   });
 }
@@ -276,8 +265,8 @@ tkv_status tkv_store_fork(tkv_store* store, tkv_sequence_id source, tkv_sequence
                           tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) -> Status {
     if (copy == nullptr) return capi::invalid("copy is null");
-    const Result<SequenceId> id = s.fork(capi::from_c(source));
-    if (id) *copy = capi::to_c(*id);
+    const Result<SequenceId> id = s.fork(tierkv::id_of(source));
+    if (id) *copy = tierkv::number_of(*id);
     return id.status();
   });
 }
@@ -285,19 +274,19 @@ tkv_status tkv_store_fork(tkv_store* store, tkv_sequence_id source, tkv_sequence
 tkv_status tkv_store_truncate(tkv_store* store, tkv_sequence_id sequence, int32_t tokens,
                               tkv_error* error) {
   return capi::on_store(store, error,
-                        [&](KvStore& s) { return s.truncate(capi::from_c(sequence), tokens); });
+                        [&](KvStore& s) { return s.truncate(tierkv::id_of(sequence), tokens); });
 }
 
 tkv_status tkv_store_release(tkv_store* store, tkv_sequence_id sequence, tkv_error* error) {
   return capi::on_store(store, error,
-                        [&](KvStore& s) { return s.release(capi::from_c(sequence)); });
+                        [&](KvStore& s) { return s.release(tierkv::id_of(sequence)); });
 }
 
 tkv_status tkv_store_num_tokens(tkv_store* store, tkv_sequence_id sequence, int32_t* tokens,
                                 tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) -> Status {
     if (tokens == nullptr) return capi::invalid("tokens is null");
-    const Result<int32_t> n = s.num_tokens(capi::from_c(sequence));
+    const Result<int32_t> n = s.num_tokens(tierkv::id_of(sequence));
     if (n) *tokens = *n;
     return n.status();
   });
@@ -310,7 +299,7 @@ tkv_status tkv_store_get_stats(tkv_store* store, tkv_store_stats* stats, tkv_err
 tkv_status tkv_store_export_sequence(tkv_store* store, tkv_sequence_id sequence, tkv_buffer* out,
                                      tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) -> Status {
-    const Result<std::vector<uint8_t>> bytes = s.export_sequence(capi::from_c(sequence));
+    const Result<std::vector<uint8_t>> bytes = s.export_sequence(tierkv::id_of(sequence));
     return bytes ? capi::fill(*bytes, out) : bytes.status();
   });
 }

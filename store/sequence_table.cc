@@ -12,7 +12,8 @@ Status invalid(std::string why) {
 }
 
 std::string name_of(SequenceId id) {
-  return "sequence " + std::to_string(id.slot) + "." + std::to_string(id.generation);
+  return "sequence " + std::to_string(number_of(id)) + " (slot " + std::to_string(id.slot) +
+         ", generation " + std::to_string(id.generation) + ")";
 }
 
 }  // namespace

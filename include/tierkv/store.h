@@ -87,6 +87,16 @@ struct SequenceId {
     return a.slot == b.slot && a.generation == b.generation;
   }
 };
+// An id as one number, and back, for all numbers: slot + 1 below the generation, so that 0 is
+// nobody's.
+inline uint64_t number_of(SequenceId id) {
+  return uint64_t{id.generation} << 32 | (static_cast<uint32_t>(id.slot) + 1);
+}
+inline SequenceId id_of(uint64_t number) {
+  return {static_cast<int32_t>(static_cast<uint32_t>(number) - 1),
+          static_cast<uint32_t>(number >> 32)};
+}
+
 // The sequences of a call, in host memory for both back ends; 1 to max_sequences, none twice.
 struct SequenceList {
   const SequenceId* ids = nullptr;  // [count]

@@ -29,7 +29,7 @@ import numpy as np
 from . import _device
 from . import _library as lib
 from ._arrays import DTYPES, Array, ArrayLike, pointer, shaped, values
-from .errors import BufferTooSmallError
+from .errors import BufferTooSmallError, StaleSequenceError
 from .store_config import StoreConfig
 
 Ids = Union[int, Sequence[int]]
@@ -346,8 +346,9 @@ _NOTHING = _Argument(None, (), "", None)
 
 
 def _id(sequence: int) -> ctypes.c_uint64:
-    # A number that no id can be is nobody's, as 0 is.
-    return ctypes.c_uint64(sequence if 0 <= sequence < 1 << 64 else 0)
+    if not 0 <= sequence < 1 << 64:
+        raise StaleSequenceError(f"sequence {sequence} is not open")
+    return ctypes.c_uint64(sequence)
 
 
 def _ids(sequences: Ids) -> Tuple[Any, int]:

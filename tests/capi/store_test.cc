@@ -67,7 +67,10 @@ TEST(CapiStore, IdsGoStaleAndAreNeverZero) {
   int32_t tokens = -5;
   for (const tkv_sequence_id bad :
        {uint64_t{0}, UINT64_MAX, uint64_t{1} << 31, uint64_t{5}, again.c + (uint64_t{1} << 32)}) {
-    EXPECT_EQ(tkv_store_release(twins.c(), bad, nullptr), TKV_STALE_SEQUENCE) << bad;
+    tkv_error error = make<tkv_error>();
+    EXPECT_EQ(tkv_store_release(twins.c(), bad, &error), TKV_STALE_SEQUENCE) << bad;
+    EXPECT_EQ(std::string(error.message).rfind("sequence " + std::to_string(bad) + " (", 0), 0u)
+        << error.message;
     EXPECT_EQ(tkv_store_num_tokens(twins.c(), bad, &tokens, nullptr), TKV_STALE_SEQUENCE);
   }
   EXPECT_EQ(tokens, -5);

@@ -109,6 +109,15 @@ TEST_F(StoreCalls, RefuseBadLists) {
   }
 }
 
+TEST_F(StoreCalls, NameAnIdAsBothInterfacesDo) {
+  const Status refused = store().release({2, 9});
+  EXPECT_EQ(refused.message(), "sequence 38654705667 (slot 2, generation 9) is not open");
+  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, uint64_t{38654705667}, UINT64_MAX,
+                                uint64_t{1} << 31, uint64_t{1} << 32}) {
+    EXPECT_EQ(number_of(id_of(number)), number);
+  }
+}
+
 TEST_F(StoreCalls, RefuseTheWrongPhaseAndCount) {
   const SequenceId p = prompt_.id, l = live_.id;
   refuses(store().begin_prompt({&l, 1}, 1), kInvalid);
