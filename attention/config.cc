@@ -48,7 +48,9 @@ Status validate_modes(const AttentionConfig& c) {
     return unsupported(std::string("dtype ") + dtype_name(c.dtype) +
                        "; attention needs float16 or bfloat16");
   }
-  if (!std::isfinite(c.sm_scale) || c.sm_scale <= 0) return invalid("sm_scale must be positive");
+  if (!(c.sm_scale > 0 && c.sm_scale <= kMaxSmScale)) {
+    return invalid("sm_scale must be positive and finite, at most 2^80");
+  }
   if (c.sliding_window_tokens < 0) return invalid("sliding_window_tokens is negative");
   if (c.sliding_window_tokens != 0) return unsupported("sliding_window_tokens");
   return Status::ok();

@@ -77,6 +77,13 @@ tkv_status guarded(tkv_error* error, const Body& body) {
   }
 }
 
+// A boolean of a struct: 0 or 1.
+inline Status read_flag(int32_t given, const char* name, bool* out) {
+  if (given != 0 && given != 1) return invalid(std::string(name) + " must be 0 or 1");
+  *out = given == 1;
+  return Status::ok();
+}
+
 inline Status read_threads(int32_t given, int32_t* threads) {
   if (given < 0 || given > 1024) return invalid("threads must be 0 to 1024");
   *threads =

@@ -103,7 +103,9 @@ static_assert(TKV_SETTLED_NOTHING == static_cast<int>(Settled::kNothing));
 static_assert(TKV_SETTLED_ALL_BUT_LAST_PAGE == static_cast<int>(Settled::kAllButLastPage));
 static_assert(TKV_SETTLED_ALL == static_cast<int>(Settled::kAll));
 Status read_settled(const tkv_attend_call& in, AttendCall* out) {
-  out->plan_is_settled = in.plan_is_settled != 0;
+  if (Status s = read_flag(in.plan_is_settled, "plan_is_settled", &out->plan_is_settled); !s) {
+    return s;
+  }
   for (int32_t t = 0; t < kMaxAttentionTiers; ++t) {
     if (in.settled[t] < TKV_SETTLED_NOTHING || in.settled[t] > TKV_SETTLED_ALL) {
       return invalid("settled must be TKV_SETTLED_NOTHING, _ALL_BUT_LAST_PAGE or _ALL");

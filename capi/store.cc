@@ -83,11 +83,11 @@ Status attend(KvStore& store, const tkv_attend_request* request) {
   out.lse = r.lse;
   out.probabilities = r.probabilities;
   out.stride = r.stride;
-  out.count_query = r.count_query != 0;
   out.scratch = r.scratch;
   out.scratch_bytes = r.scratch_bytes;
   if (r.q_len != 0) out.q_len = r.q_len;
   out.sinks = r.sinks;
+  if (Status s = read_flag(r.count_query, "count_query", &out.count_query); !s) return s;
   if (Status s = read_dtype(r.dtype, &out.dtype); !s) return s;
   return store.attend(out);
 }
@@ -314,10 +314,9 @@ tkv_status tkv_store_save_sequence(tkv_store* store, tkv_sequence_id sequence,
                                    int32_t entropy_coded, int32_t threads, tkv_buffer* out,
                                    tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) -> Status {
-    if (entropy_coded != 0 && entropy_coded != 1) {
-      return capi::invalid("entropy_coded must be 0 or 1");
-    }
-    return capi::save_sequence(s, sequence, {entropy_coded == 1, threads}, out);
+    bool is_coded = false;
+    if (Status t = capi::read_flag(entropy_coded, "entropy_coded", &is_coded); !t) return t;
+    return capi::save_sequence(s, sequence, {is_coded, threads}, out);
   });
 }
 

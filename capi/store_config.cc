@@ -29,7 +29,9 @@ Status read_layout(const tkv_store_config& in, CacheLayout* out) {
   out->num_q_heads = in.num_q_heads;
   out->num_kv_heads = in.num_kv_heads;
   out->head_dim = in.head_dim;
-  out->rope_applied = in.before_rope == 0;
+  bool before_rope = false;
+  if (Status s = read_flag(in.before_rope, "before_rope", &before_rope); !s) return s;
+  out->rope_applied = !before_rope;
   out->rope_theta = in.rope_theta;
   out->sm_scale = read_sm_scale(in.sm_scale, in.head_dim);
   return read_dtype(in.dtype, &out->dtype);

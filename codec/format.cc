@@ -176,8 +176,12 @@ Status CacheLayout::validate() const {
   if (head_dim < 1 || head_dim > kMaxHeadDim) {
     return invalid("head_dim must be 1 to " + std::to_string(kMaxHeadDim));
   }
-  if (!std::isfinite(sm_scale) || sm_scale <= 0)
-    return invalid("sm_scale must be positive and finite");
+  if (!std::isfinite(rope_theta) || rope_theta < 0) {
+    return invalid("rope_theta must be finite and not negative");
+  }
+  if (!(sm_scale > 0 && sm_scale <= kMaxSmScale)) {
+    return invalid("sm_scale must be positive and finite, at most 2^80");
+  }
   return Status::ok();
 }
 

@@ -68,8 +68,10 @@ Status run_calibrate(tkv_calibrate_options* options, const char* path) {
     return invalid("balance_error must be 0 or 0.001 to 1");
   analysis::CalibrateOptions c;
   if (Status s = read_threads(o.threads, &c.threads); !s) return s;
-  c.matrix_basis = o.matrix_basis != 0;
-  c.thresholds = o.no_thresholds == 0;
+  bool no_thresholds = false;
+  if (Status s = read_flag(o.matrix_basis, "matrix_basis", &c.matrix_basis); !s) return s;
+  if (Status s = read_flag(o.no_thresholds, "no_thresholds", &no_thresholds); !s) return s;
+  c.thresholds = !no_thresholds;
   if (o.error_budget > 0) c.error_budget = o.error_budget;
   c.prune_budget = o.prune_budget;
   c.balance_error = o.balance_error;

@@ -42,6 +42,8 @@ Status run_decompress(const char* container, const char* dump,
   if (container == nullptr || dump == nullptr) return invalid("container or dump is null");
   if (Status s = read_threads(o.threads, &d.threads); !s) return s;
   if (o.gzip_level < 0 || o.gzip_level > 9) return invalid("gzip_level must be 0 to 9");
+  bool convert = false;
+  if (Status s = read_flag(o.convert, "convert", &convert); !s) return s;
   if (o.dtype < TKV_FLOAT16 || o.dtype > TKV_FLOAT32) return invalid("dtype is unknown");
   Result<std::function<void(double)>> progress = read_progress(o.progress);
   if (!progress) return progress.status();
@@ -49,7 +51,7 @@ Status run_decompress(const char* container, const char* dump,
   if (!reader) return reader.status();
   const Result<analysis::CacheDecoder> decoder = analysis::CacheDecoder::open(std::move(*reader));
   if (!decoder) return decoder.status();
-  d.dtype = o.convert != 0 ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
+  d.dtype = convert ? static_cast<DType>(o.dtype) : decoder->model().layout.dtype;
   d.gzip_level = o.gzip_level;
   d.progress = std::move(*progress);
   return analysis::decompress(*decoder, d, dump);

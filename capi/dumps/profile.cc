@@ -59,7 +59,9 @@ Status check_component(const Profile& p, const tkv_profile_component& c) {
     return invalid("error must be positive");
   }
   if (!(c.sm_scale >= 0 && std::isfinite(c.sm_scale))) return invalid("sm_scale is negative");
-  const bool wants_matrix = c.matrix_steps != 0 || c.forward != nullptr || c.inverse != nullptr;
+  bool matrix_steps = false;
+  if (Status s = read_flag(c.matrix_steps, "matrix_steps", &matrix_steps); !s) return s;
+  const bool wants_matrix = matrix_steps || c.forward != nullptr || c.inverse != nullptr;
   if (!wants_matrix || has_matrix(p)) return Status::ok();
   return Status(StatusCode::kNotFound, "the profile was calibrated without a matrix basis");
 }

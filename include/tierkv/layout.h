@@ -17,6 +17,10 @@ TKV_API const char* dtype_name(DType t);  // "float16", "bfloat16", "float32"
 
 inline constexpr int32_t kMaxHeadDim = 4096;
 
+// With |q|, |k| < 2^16 and head_dim <= 2^12, sm_scale * q.k * log2(e) stays below 2^125, so logits
+// and lse are finite in fp32.
+inline constexpr double kMaxSmScale = 0x1p80;
+
 struct TKV_API CacheLayout {
   int32_t num_layers = 0;
   int32_t num_q_heads = 0;
@@ -25,11 +29,12 @@ struct TKV_API CacheLayout {
   DType dtype = DType::kFloat16;
   bool rope_applied = true;
   double rope_theta = 0;
-  double sm_scale = 0;  // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
+  double sm_scale = 0;  // factor of q . k before the softmax, usually 1 / sqrt(head_dim);
+                        // positive, at most kMaxSmScale
 
   int32_t group_size() const { return num_q_heads / num_kv_heads; }
   // kInvalidArgument naming the field: counts out of range, q heads not a multiple of kv heads,
-  // sm_scale not positive.
+  // rope_theta negative or not finite, sm_scale not positive or above kMaxSmScale.
   Status validate() const;
 };
 

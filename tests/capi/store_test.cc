@@ -78,6 +78,36 @@ TEST(CapiStore, IdsGoStaleAndAreNeverZero) {
   EXPECT_EQ(tokens, 0);
 }
 
+TEST(CapiStore, BooleansAreZeroOrOne) {
+  const tkv_tier_policy policy = small_policy();
+  for (const int32_t flag : {-1, 2, 256}) {
+    tkv_error error = make<tkv_error>();
+    tkv_store_config config = small_config(&policy);
+    config.before_rope = flag;
+    tkv_store* store = nullptr;
+    EXPECT_EQ(tkv_store_create(&config, &store, &error), TKV_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(error.message, "before_rope must be 0 or 1"), nullptr) << error.message;
+    RandomInput input;
+    Twins twins;
+    Twins::Pair id;
+    ASSERT_EQ(twins.add(&id), StatusCode::kOk);
+    fill_prompt(twins, input, id, 20);
+    ASSERT_EQ(twins.end_prompt(id), StatusCode::kOk);
+    std::vector<uint16_t> q(kQHeads * kHeadDim), out(q.size());
+    tkv_attend_request request = make<tkv_attend_request>();
+    request.sequences = &id.c;
+    request.num_sequences = 1;
+    request.q = q.data();
+    request.out = out.data();
+    request.count_query = flag;
+    EXPECT_EQ(tkv_store_attend(twins.c(), &request, &error), TKV_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(error.message, "count_query must be 0 or 1"), nullptr) << error.message;
+    tkv_buffer buffer = make<tkv_buffer>();
+    EXPECT_EQ(tkv_store_save_sequence(twins.c(), id.c, flag, 1, &buffer, &error),
+              TKV_INVALID_ARGUMENT);
+  }
+}
+
 TEST(CapiStore, RefusesBadListsAndValuesAsTheCppStoreDoes) {
   RandomInput input;
   Twins twins;

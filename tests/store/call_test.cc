@@ -1,6 +1,7 @@
 // What calls refuse, by name, and that they then change nothing.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 
 #include "tests/store/modelled_store.h"
@@ -33,6 +34,16 @@ TEST(StoreConfig, RefusesByName) {
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->low_format = token_wise_tier(16, 2); }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->window_format = token_wise_tier(8, 2); }),
             kInvalid);
+  for (const double theta : {double{NAN}, double{INFINITY}, -1.0}) {
+    KvStoreConfig c = small_config();
+    c.layout.rope_theta = theta;
+    EXPECT_EQ(KvStore::create(c).status().code(), kInvalid) << theta;
+  }
+  for (const double scale : {0.0, -1.0, double{NAN}, 1e300, 2 * kMaxSmScale}) {
+    KvStoreConfig c = small_config();
+    c.layout.sm_scale = scale;
+    EXPECT_EQ(KvStore::create(c).status().code(), kInvalid) << scale;
+  }
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.alpha_low = 2; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.window_tokens = 7; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->policy.sink_tokens = INT32_MAX; }), kInvalid);
