@@ -35,6 +35,14 @@ TKV_HD Tier significance_tier(const TierPolicy& policy, float significance, int3
   return significance_tier(thresholds_at(policy, n), significance);
 }
 
+// The significance of a token that nobody has scored, n counted from 1: 1 / n rounded up, so that
+// with alpha <= 1 it is never below its threshold alpha / n.
+TKV_HD float neutral_significance(int32_t n) {
+  const double exact = 1.0 / static_cast<double>(n);
+  const auto rounded = static_cast<float>(exact);
+  return rounded < exact ? bits_float(float_bits(rounded) + 1) : rounded;
+}
+
 // The newest window_tokens of num_tokens, at positions counted from 0.
 TKV_HD bool in_window(const TierPolicy& policy, int32_t position, int32_t num_tokens) {
   return position >= num_tokens - policy.window_tokens;

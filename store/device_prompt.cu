@@ -293,7 +293,7 @@ Status append_chunk(const DeviceState& d, const ChunkScratch& scratch, const Dev
   batch.dtype = x.dtype;
   encode.k = x.k;
   encode.v = x.v;
-  encode.scores = scratch.zeros;
+  encode.scores = scratch.neutral;
   encode.positions = scratch.counting;
   if (Status s = encode.validate(); !s) return s;
   if (x.dtype != DType::kFloat16) {

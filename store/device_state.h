@@ -133,7 +133,7 @@ Status finish_prompt(const DeviceState& d, int32_t count, GpuStream stream);
 struct ChunkScratch {
   void* jobs = nullptr;               // PageJob [max_sequences * num_kv_heads * chunk_jobs()]
   StatusCode* status = nullptr;       // [max_sequences * num_kv_heads]
-  const float* zeros = nullptr;       // [max_tokens]
+  const float* neutral = nullptr;     // [max_tokens] neutral_significance() by position
   const int32_t* counting = nullptr;  // [max_tokens] 0, 1, 2, ...
 };
 int32_t chunk_jobs(const StoreView& s, int32_t tokens);  // of a row, at most

@@ -83,7 +83,7 @@ Status DeviceStore::allocate() {
   const size_t layer_rows = sequences * c.layout.num_kv_heads;
   const size_t groups = (sequences * step_groups(host) + 3) / 4 * 4;
   uint8_t *pool = nullptr, *tables = nullptr, *scratch = nullptr;
-  float* zeros = nullptr;
+  float* neutral = nullptr;
   int32_t* counting = nullptr;
   state_.s = host;
   if (Status s = take(host.pages.page_bytes * c.num_pages, &pool); !s) return s;
@@ -106,7 +106,7 @@ Status DeviceStore::allocate() {
   if (Status s = take(1, &state_.other_report); !s) return s;
   if (Status s = take(rows, &state_.appended); !s) return s;
   if (Status s = take(layer_rows, &chunk_.status); !s) return s;
-  if (Status s = take(c.max_tokens, &zeros); !s) return s;
+  if (Status s = take(c.max_tokens, &neutral); !s) return s;
   if (Status s = take(c.max_tokens, &counting); !s) return s;
   const Result<PageAllocator> a = make_page_allocator(host.allocator.shape, tables, allocator);
   if (!a) return a.status();
@@ -116,14 +116,16 @@ Status DeviceStore::allocate() {
   state_.max_tokens = c.max_tokens;
   allocator_memory_ = tables;
   op_workspace_ = {scratch, workspace};
-  chunk_.zeros = zeros;
+  chunk_.neutral = neutral;
   chunk_.counting = counting;
   std::vector<int32_t> numbers(c.max_tokens);
   std::iota(numbers.begin(), numbers.end(), 0);
   if (Status t = copy(counting, numbers.data(), numbers.size() * sizeof(int32_t)); !t) return t;
+  std::vector<float> unscored(c.max_tokens);
+  for (int32_t i = 0; i < c.max_tokens; ++i) unscored[i] = neutral_significance(i + 1);
+  if (Status t = copy(neutral, unscored.data(), unscored.size() * sizeof(float)); !t) return t;
   if (Status t = copy(state_.failure, &kNoFailure, sizeof(kNoFailure)); !t) return t;
   if (Status t = clear_totals(state_, stream_); !t) return t;
-  if (Status t = clear(zeros, c.max_tokens * sizeof(float)); !t) return t;
   if (Status t = clear(state_.group_pages, groups * sizeof(int32_t)); !t) return t;
   // What no segment of a page covers, what lies between the tables and what free sequences have
   // travels to the host with the rest: it must not be what other programs left there.

@@ -18,10 +18,11 @@ HostSlot reserved_slot(const StoreView& s, int32_t row, int32_t side, int32_t in
 
 void append_prompt_row(const StoreView& s, int32_t row, const AppendedTokens& tokens) {
   const int32_t per_page = s.page_tokens(kWindowSide);
-  const std::vector<float> scores(tokens.count, 0.0f);
+  std::vector<float> scores(tokens.count);
   std::vector<int32_t> positions(tokens.count), rows(tokens.count);
   for (int32_t i = 0; i < tokens.count; ++i) {
     positions[i] = tokens.first_position + i;
+    scores[i] = neutral_significance(positions[i] + 1);
     rows[i] = i;
   }
   TokenBatch batch;

@@ -206,7 +206,8 @@ class TKV_API KvStore {
   // Once per layer and begin. kNonFinite; kOutOfRange for a value beyond +-65504, which no tier
   // could hold (with a basis: a coordinate).
   virtual Status append(const AppendCall& call) = 0;
-  // Before end_prompt(); a prompt's tokens that were never scored have significance 0.
+  // Before end_prompt(). A token that was never scored is neutral: its significance is 1 / i, i
+  // counted from 1, which alpha_high <= 1 puts into the high tier. (Coded stores: 0.)
   // kNonFinite, kInvalidArgument for a negative one. Coded stores: with coded.fixed_blocks only.
   virtual Status score_prompt(const PromptScores& scores) = 0;
   // The prompt phase of all rows: tiers, pages, moves, surplus returned. kOutOfPages: the prompts

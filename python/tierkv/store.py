@@ -141,7 +141,8 @@ class Store:
 
     def score_prompt(self, sequences: Ids, layer: int, significance: ArrayLike) -> None:
         """Significances of the prompt so far, of one layer: float32 [sequences, num_kv_heads, stride], by position, where stride is at
-        least the tokens of the longest sequence. Tokens without any have 0."""
+        least the tokens of the longest sequence. Tokens without any are neutral: theirs is 1 / i, i counted from 1, which alpha_high <= 1
+        puts into the high tier."""
         ids, count = _ids(sequences)
         x = self._input(significance, "significance", ("float32",), (count, self.config.num_kv_heads, None))
         self._call("tkv_store_score_prompt", lib.PromptScores(sequences=ids, num_sequences=count, layer=layer,

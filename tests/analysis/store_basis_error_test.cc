@@ -90,7 +90,7 @@ KvStoreConfig config_of(const CacheLayout& layout, int32_t v_bits, bool rotated)
   c.layout = layout;
   c.layout.dtype = DType::kFloat16;
   c.low_format = token_wise_tier(4, v_bits);
-  c.policy.alpha_low = 0;  // nothing has significance: all low
+  c.policy.alpha_high = 2;  // tokens that nobody scores are low
   c.num_pages = 400;
   c.max_sequences = 1;
   c.max_tokens = 1024;

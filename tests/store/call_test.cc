@@ -79,6 +79,37 @@ TEST(StoreConfig, ChoosesPagesThatWasteLittle) {
   EXPECT_EQ(c.page_bytes, 0);
 }
 
+// Unknown importance is neutral: without scores nothing falls to the low tier or is pruned, and
+// every token's significance is that of the threshold of alpha = 1.
+TEST(StorePrompts, TokensThatNobodyScoredAreNeutral) {
+  for (const float alpha_high : {0.5f, 1.0f, 1.5f}) {
+    RandomInput input;
+    KvStoreConfig c = small_config();
+    c.policy.alpha_high = alpha_high;
+    ModelledStore world(c, &input);
+    ModelSequence s;
+    ASSERT_TRUE(world.add(&s));
+    ASSERT_TRUE(world.prompt({&s}, 100, false));
+    ASSERT_TRUE(world.end_prompt({&s}));
+    const StoreStats stats = *world.store().stats();
+    const int64_t rows = 4, settled = rows * (100 - c.policy.window_tokens);
+    const bool is_high = alpha_high <= 1;
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kHigh)], is_high ? settled : 0);
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kLow)], is_high ? 0 : settled);
+    EXPECT_EQ(stats.tokens[static_cast<int32_t>(Tier::kPruned)], 0);
+    for (int32_t i = 0; i < 20; ++i) ASSERT_TRUE(world.step({&s}, 1, false));
+    EXPECT_EQ(world.store().stats()->tokens[static_cast<int32_t>(Tier::kHigh)] >= settled, is_high);
+  }
+}
+
+TEST(StorePrompts, NeutralSignificanceIsTheThresholdOrTheNextFloatAbove) {
+  for (int32_t n = 1; n < 200000; n += 1 + n / 1000) {
+    const float neutral = neutral_significance(n);
+    EXPECT_GE(static_cast<double>(neutral), 1.0 / n) << n;
+    EXPECT_LT(static_cast<double>(std::nextafter(neutral, 0.0f)), 1.0 / n) << n;
+  }
+}
+
 // A sequence in its prompt and one past it, both with tokens.
 class StoreCalls : public ::testing::Test {
  protected:

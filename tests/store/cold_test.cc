@@ -187,6 +187,7 @@ TEST(ColdTier, CodingSavesBytesAndTheFileKeepsToTheLengths) {
   config.layout.num_layers = 1;
   config.num_pages = 200;
   config.max_tokens = 3000;
+  config.policy.alpha_high = 2;  // tokens that nobody scores are low
   const auto store = KvStore::create(config);
   ASSERT_TRUE(store.is_ok()) << store.status().message();
   const Result<SequenceId> id = prompted(**store, 3000, &input);

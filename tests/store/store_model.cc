@@ -59,12 +59,12 @@ void RowModel::demote(int32_t position, const TierFormat& from, const TierFormat
 
 void RowModel::append_prompt(const TokenValues& values) {
   values_[num_tokens_] = quantized(values, nullptr, config_->window_format);
-  significance_.push_back(0);
-  window_.push_back({0, 0, num_tokens_++, 0});
+  significance_.push_back(neutral_significance(num_tokens_ + 1));
+  window_.push_back({significance_.back(), 0, num_tokens_++, 0});
 }
 
 void RowModel::end_prompt() {
-  significance_.resize(num_tokens_, 0.0f);
+  significance_.resize(num_tokens_);
   Row row(num_tokens_ + 1);
   ASSERT_TRUE(start_row(config_->policy, significance_.data(), num_tokens_, &row.state));
   const auto read = [](const TokenSet& set) {
