@@ -88,8 +88,8 @@ struct JoinedColumn {
     const CodedAttention& call = params.call;
     if (dim >= call.head_dim) return;
     auto* to = static_cast<uint16_t*>(call.out) + place() * call.head_dim + dim;
-    *reinterpret_cast<uint32_t*>(to) =
-        float_to_raw(call.dtype, x.x) | static_cast<uint32_t>(float_to_raw(call.dtype, x.y)) << 16;
+    *reinterpret_cast<uint32_t*>(to) = output_to_raw(call.dtype, x.x) |
+                                       static_cast<uint32_t>(output_to_raw(call.dtype, x.y)) << 16;
   }
 };
 

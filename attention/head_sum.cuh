@@ -81,8 +81,8 @@ class HeadSum {
     for (int32_t i = 0; i < kQuads; ++i) {
       if (!has(i)) continue;
       const float4 x = {x_[i].x * factor, x_[i].y * factor, x_[i].z * factor, x_[i].w * factor};
-      const uint2 halves = is_bfloat16 ? uint2{pack_bfloats(x.x, x.y), pack_bfloats(x.z, x.w)}
-                                       : uint2{pack_halves(x.x, x.y), pack_halves(x.z, x.w)};
+      const uint2 halves = {pack_outputs(x.x, x.y, is_bfloat16),
+                            pack_outputs(x.z, x.w, is_bfloat16)};
       *reinterpret_cast<uint2*>(out + dim(i)) = halves;
     }
     if (threadIdx.x % 32 == 0 && lse != nullptr) *lse = finished.lse;

@@ -70,8 +70,7 @@ class PartsJoin {
     const float by = finished.scale;
     const float4 x = {x_.x * by, x_.y * by, x_.z * by, x_.w * by};
     *reinterpret_cast<uint2*>(to.slice + first_dim()) =
-        to.is_bfloat16 ? uint2{pack_bfloats(x.x, x.y), pack_bfloats(x.z, x.w)}
-                       : uint2{pack_halves(x.x, x.y), pack_halves(x.z, x.w)};
+        uint2{pack_outputs(x.x, x.y, to.is_bfloat16), pack_outputs(x.z, x.w, to.is_bfloat16)};
   }
 
  private:

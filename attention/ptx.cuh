@@ -74,6 +74,24 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {
   return *reinterpret_cast<const uint32_t*>(&y);
 }
 
+// Of shared memory into which no copy is under way; the emulator of the tests looks.
+template <class T>
+__device__ __forceinline__ T load_arrived(const uint8_t* from) {
+  return *reinterpret_cast<const T*>(from);
+}
+
+// Two values of an output: what rounding, or a sum that left fp32, has carried past the largest
+// value of the type saturates, as output_to_raw() does.
+__device__ __forceinline__ uint32_t pack_outputs(float low, float high, bool is_bfloat16) {
+  uint32_t y;
+  if (is_bfloat16) {
+    asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+
 inline constexpr uint32_t kOneHalves = 0x3c003c00u;
 // Per half all ones where they are equal.
 __device__ __forceinline__ uint32_t equal_halves(uint32_t x, uint32_t y) {

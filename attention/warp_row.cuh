@@ -222,14 +222,13 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
       };
       uint16_t* to = out + place * kHeadDim + f * kDimBlock + 2 * t;
       if constexpr (kIsNarrow) {
-        const uint32_t pair = transpose_8x8(pack_halves(value(0, 0), value(1, 0)));
+        const uint32_t pair = transpose_8x8(pack_outputs(value(0, 0), value(1, 0), false));
         if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * (g % 2)) = pair;
       } else {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
           const float x[2] = {value(half, 0), value(half, 1)};
-          const uint32_t pair =
-              transpose_8x8(kIsBFloat16 ? pack_bfloats(x[0], x[1]) : pack_halves(x[0], x[1]));
+          const uint32_t pair = transpose_8x8(pack_outputs(x[0], x[1], kIsBFloat16));
           if (place >= 0) *reinterpret_cast<uint32_t*>(to + 8 * half) = pair;
         }
       }

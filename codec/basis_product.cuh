@@ -125,8 +125,8 @@ struct BasisProduct {
     if (v.operand.use == BasisUse::kApply) {
       *reinterpret_cast<float4*>(static_cast<float*>(v.y) + at) = y;
     } else {
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(v.y) + at) = make_uint2(
-          two_values(y.x, y.y, writes_bfloat16(v)), two_values(y.z, y.w, writes_bfloat16(v)));
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(v.y) + at) =
+          make_uint2(two_values(v, y.x, y.y), two_values(v, y.z, y.w));
     }
   }
 

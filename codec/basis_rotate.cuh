@@ -86,10 +86,11 @@ __device__ __forceinline__ void store_floats(float* vector, int32_t channel, boo
   pair[2 + is_odd] = is_odd ? mine : theirs;
 }
 
-__device__ __forceinline__ void store_eight(uint16_t* to, const float (&x)[8], bool is_bfloat16) {
+__device__ __forceinline__ void store_eight(const BasisVectors& v, uint16_t* to,
+                                            const float (&x)[8]) {
   uint32_t w[4];
 #pragma unroll
-  for (int32_t i = 0; i < 4; ++i) w[i] = two_values(x[2 * i], x[2 * i + 1], is_bfloat16);
+  for (int32_t i = 0; i < 4; ++i) w[i] = two_values(v, x[2 * i], x[2 * i + 1]);
   *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kRotateThreads)
       if (is_mine && channel == 0) write_lse(v, at);
     }
     if (!is_mine) continue;
-    store_eight(static_cast<uint16_t*>(v.y) + at * o.head_dim + from, x, writes_bfloat16(v));
+    store_eight(v, static_cast<uint16_t*>(v.y) + at * o.head_dim + from, x);
   }
 }
 

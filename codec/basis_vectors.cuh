@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "codec/basis_batch.h"
+#include "codec/element.h"
 
 namespace tierkv {
 
@@ -33,13 +34,13 @@ __device__ __forceinline__ void write_lse(const BasisVectors& v, int64_t vector)
   v.lse_out[vector] = v.lse_in[vector] + shift;
 }
 
-__device__ __forceinline__ bool writes_bfloat16(const BasisVectors& v) {
-  return v.operand.use == BasisUse::kUndo && v.out_dtype == DType::kBFloat16;
-}
-__device__ __forceinline__ uint32_t two_values(float low, float high, bool is_bfloat16) {
-  const uint32_t bits[2] = {is_bfloat16 ? float_to_bfloat16(low) : float_to_half(low),
-                            is_bfloat16 ? float_to_bfloat16(high) : float_to_half(high)};
-  return bits[0] | bits[1] << 16;
+// Two values of what the kernel writes: coordinates of queries are fp16, outputs saturate.
+__device__ __forceinline__ uint32_t two_values(const BasisVectors& v, float low, float high) {
+  if (v.operand.use != BasisUse::kUndo) {
+    return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+  }
+  const DType type = v.out_dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+  return output_to_raw(type, low) | static_cast<uint32_t>(output_to_raw(type, high)) << 16;
 }
 
 }  // namespace tierkv

@@ -32,6 +32,14 @@ TKV_HD float saturate_to_half_range(float x) {
   return x > kMaxHalf ? kMaxHalf : x < -kMaxHalf ? -kMaxHalf : x;
 }
 
+// An attention output: rounding, or a sum that left fp32, may carry a weighted mean past the
+// largest value of its type, which it then is. NaN stays NaN.
+inline constexpr float kMaxBFloat16 = 0x1.fep127f;
+TKV_HD uint16_t output_to_raw(DType t, float x) {
+  const float most = t == DType::kFloat16 ? kMaxHalf : kMaxBFloat16;
+  return float_to_raw(t, x > most ? most : x < -most ? -most : x);
+}
+
 TKV_HD void store_element(void* row, DType dtype, int64_t i, float x) {
   if (dtype == DType::kFloat32) {
     static_cast<float*>(row)[i] = x;

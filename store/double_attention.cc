@@ -46,7 +46,7 @@ void write_output(const std::vector<double>& p, const std::vector<double>& v, DT
   for (int32_t d = 0; d < head_dim; ++d) {
     double sum = 0;
     for (size_t i = 0; i < p.size(); ++i) sum += p[i] * v[i * head_dim + d];
-    out[d] = float_to_raw(dtype, static_cast<float>(sum));
+    out[d] = output_to_raw(dtype, static_cast<float>(sum));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention/reference.h"
+#include "codec/element.h"
 #include "store/attention_config.h"
 #include "store/host_store.h"
 
@@ -130,10 +131,8 @@ Status HostStore::attend(const AttendRequest& request) {
   const Result<ReferenceOutput> output = attend_reference(*attention, call);
   if (!output) return output.status();
   auto* out = static_cast<uint16_t*>(request.out);
-  std::transform(output->out.begin(), output->out.end(), out, [&](double x) {
-    const auto value = static_cast<float>(x);
-    return request.dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_half(value);
-  });
+  std::transform(output->out.begin(), output->out.end(), out,
+                 [&](double x) { return output_to_raw(request.dtype, static_cast<float>(x)); });
   for (int64_t i = 0; request.lse != nullptr && i < queries; ++i) {
     request.lse[i] = static_cast<float>(output->lse[i]);
   }

@@ -75,7 +75,7 @@ Status HostBasisStore::attend(const AttendRequest& request) {
     // Nothing was attended to: no mean either.
     const bool is_empty = lse[i] == -INFINITY;
     for (int32_t d = 0; d < dim; ++d) {
-      to[i * dim + d] = float_to_raw(request.dtype, is_empty ? 0.0f : x[d]);
+      to[i * dim + d] = output_to_raw(request.dtype, is_empty ? 0.0f : x[d]);
     }
     if (request.lse != nullptr) request.lse[i] = lse[i] + shift[i];
   }

@@ -12,6 +12,7 @@
 #include <map>
 #include <vector>
 
+#include "codec/element.h"
 #include "tests/emulator/cuda.h"
 #include "tierkv/half.h"
 
@@ -88,6 +89,10 @@ inline uint32_t pack_bfloats(float low, float high) {
 }
 inline float2 unpack_bfloats(uint32_t x) {
   return {emulated_bfloat(x, 0), emulated_bfloat(x, 1)};
+}
+inline uint32_t pack_outputs(float low, float high, bool is_bfloat16) {
+  const DType type = is_bfloat16 ? DType::kBFloat16 : DType::kFloat16;
+  return output_to_raw(type, low) | static_cast<uint32_t>(output_to_raw(type, high)) << 16;
 }
 inline uint32_t multiply_halves(uint32_t x, float factor) {
   return pack_halves(emulated_half(x, 0) * factor, emulated_half(x, 1) * factor);
