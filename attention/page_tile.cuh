@@ -32,13 +32,13 @@ struct LaneWords {
       const int32_t first = words == 1 ? kCount - 1 : 4 * a;
       const uint8_t* from = tile + lane_word_byte(kCount, first, lane);
       if (words == 4) {
-        const auto x = *reinterpret_cast<const uint4*>(from);
+        const auto x = load_arrived<uint4>(from);
         word[first] = x.x, word[first + 1] = x.y, word[first + 2] = x.z, word[first + 3] = x.w;
       } else if (words == 2) {
-        const auto x = *reinterpret_cast<const uint2*>(from);
+        const auto x = load_arrived<uint2>(from);
         word[first] = x.x, word[first + 1] = x.y;
       } else {
-        word[first] = *reinterpret_cast<const uint32_t*>(from);
+        word[first] = load_arrived<uint32_t>(from);
       }
     }
   }

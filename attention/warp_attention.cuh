@@ -190,7 +190,8 @@ class WarpAttention {
                                                  const float (&products)[kTiles][kColumnBlocks][4],
                                                  Step<kTiles>& s) const;
   template <int32_t kBits, int32_t kTiles>
-  __device__ __forceinline__ void load_values(const uint8_t* codes, const uint8_t* metadata,
+  __device__ __forceinline__ void load_values(int32_t tokens, const uint8_t* codes,
+                                              const uint8_t* metadata,
                                               LaneWords<kBits, kHeadDim> (&words)[kTiles],
                                               Step<kTiles>& s) const;
   template <int32_t kTiles>
@@ -274,7 +275,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
     LaneWords<kValueBits, kHeadDim> values[kTiles];
     multiply_keys<kKeyBits>(k_codes, products);
     scale_products<kKeyBits>(k_metadata, products, s);
-    load_values(v_codes, v_metadata, values, s);
+    load_values(tokens, v_codes, v_metadata, values, s);
     if (tokens < masked_below) {
       mask_scores(tokens, s);
       if constexpr (kValueBits == 16) mask_values(tokens, values);
@@ -362,8 +363,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kBits, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::load_values(
-    const uint8_t* codes, const uint8_t* metadata, LaneWords<kBits, kHeadDim> (&words)[kTiles],
-    Step<kTiles>& s) const {
+    int32_t tokens, const uint8_t* codes, const uint8_t* metadata,
+    LaneWords<kBits, kHeadDim> (&words)[kTiles], Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
     TileMetadata v;
@@ -374,7 +375,10 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::l
       s.scale[i][r] = kBits == 16 ? 1.0f : fmaxf(v.scale[r], kLeastScale);
       s.zero_point[i][r] = v.zero_point[r];
     }
-    words[i].load(codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
+    // Raw values end a chunk: behind an odd number of tiles a copy may be filling the next slot.
+    // What is read in place of such a tile is masked.
+    const bool is_behind = kBits == 16 && i > 0 && tokens <= i * kTileTokens;
+    words[i].load(codes + (is_behind ? 0 : i * TileLayout{kBits, kHeadDim}.bytes()), lane());
   }
 }
 

@@ -18,6 +18,7 @@ namespace test {
 namespace {
 
 constexpr int32_t kSlotBytes = 8704;
+constexpr int32_t kOddSlotBytes = 3 * 4096;  // three tiles of raw tokens of 64 dims fill it
 
 AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   AttentionRows rows;
@@ -63,6 +64,7 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   DecodeParams p;
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
   const auto draw = [&](int32_t most) { return static_cast<int32_t>(rng() % (most + 1)); };
+  p.slot_bytes = dim > 128 ? 2 * kSlotBytes : draw(1) == 1 ? kSlotBytes : kOddSlotBytes;
   p.slots = 1 + draw(most_slots(dim) - 1);
   p.plan_is_settled = draw(1) == 1;
   for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));

@@ -185,6 +185,19 @@ inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
   return barriers;
 }
 
+// Aborts where a copy is under way.
+template <class T>
+T load_arrived(const uint8_t* from) {
+  for (const auto& [at, barrier] : emulated_barriers()) {
+    for (const CopyPiece& piece : barrier.pieces) {
+      if (from + sizeof(T) <= piece.to || from >= piece.to + piece.bytes) continue;
+      std::fprintf(stderr, "emulator: a read of what a copy may be writing\n");
+      std::abort();
+    }
+  }
+  return *reinterpret_cast<const T*>(from);
+}
+
 inline void init_barrier(uint64_t* barrier) {
   emulated_barriers()[barrier] = {};
 }
