@@ -161,8 +161,11 @@ class ChunkFeed {
 #pragma unroll
     for (int32_t t = 0; t < kAttentionTiers; ++t) row_has_more |= t >= tier && tokens_[t] > 0;
     if (!row_has_more) {
-      ++row_;
-      table_row_ = table_row_of(p_.rows, p_.layer, row_);
+      // Counts that have changed since the plan was made may lead behind the last row: nothing is
+      // there.
+      const bool is_row = row_ + 1 < p_.rows.num_rows;
+      if (is_row) ++row_;
+      table_row_ = is_row ? table_row_of(p_.rows, p_.layer, row_) : kPaddingRow;
       const RowTokens n = row_tokens(p_.rows, table_row_);
 #pragma unroll
       for (int32_t t = 0; t < kAttentionTiers; ++t) tokens_[t] = n.tier[t];

@@ -54,15 +54,20 @@ DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
   }
 }
 
-}  // namespace
+// What a run differs in from the usual one.
+struct DecodeRun {
+  int32_t score_tokens = 0;
+  std::function<void()> after_plan;
+  int32_t guard_rows = 0;  // behind those of the batch, in out and lse
+  bool is_guard_whole = true;
+};
 
-DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
-                            int32_t score_tokens) {
+DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun* run) {
+  const int32_t score_tokens = run->score_tokens;
   const AttentionConfig& config = world.config;
   const QueryColumns columns_of = query_columns(config);
   const int32_t of_row = columns_of.of_row, dim = config.head_dim;
   DecodeParams p;
-  p.slot_bytes = dim > 128 ? 2 * kSlotBytes : kSlotBytes;
   const auto draw = [&](int32_t most) { return static_cast<int32_t>(rng() % (most + 1)); };
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : draw(1) == 1 ? kSlotBytes : kOddSlotBytes;
   p.slots = 1 + draw(most_slots(dim) - 1);
@@ -81,11 +86,13 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   }
   p.q = world.q.data();
   const size_t columns = static_cast<size_t>(world.sequences()) * config.q_len * config.num_q_heads;
-  std::vector<uint16_t> out(columns * dim, 0xffff);
-  std::vector<float> lse(columns, NAN), parts(2ul * ctas * of_row * dim, NAN);
+  const size_t guard = static_cast<size_t>(run->guard_rows) * of_row;
+  std::vector<uint16_t> out((columns + guard) * dim, 0xffff);
+  std::vector<float> lse(columns + guard, -1e30f), parts(2ul * ctas * of_row * dim, NAN);
   std::vector<SoftmaxState> part_states(2ul * ctas * of_row, {NAN, NAN});
   std::vector<int32_t> row_status(p.rows.num_rows / p.rows.passes, 0);
   const std::vector<WorkItem> items = plan_items(p.rows, 0, ctas, kDecodeWarps);
+  if (run->after_plan) run->after_plan();
   p.out = out.data();
   p.lse = lse.data();
   p.sinks = world.sinks.empty() ? nullptr : world.sinks.data();
@@ -116,10 +123,37 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
   const SharedRowsParams shared_rows = shared_rows_params(p, ctas);
   const SharedRowsLaunch launch = shared_rows_launch(shared_rows, dim);
   run_in_random_order(launch.ctas, kSharedRowsThreads, [&] { launch.kernel(shared_rows); });
+  const auto end = static_cast<std::ptrdiff_t>(columns);
+  run->is_guard_whole =
+      std::all_of(out.begin() + end * dim, out.end(), [](uint16_t x) { return x == 0xffff; }) &&
+      std::all_of(lse.begin() + end, lse.end(), [](float x) { return x == -1e30f; });
+  out.resize(columns * dim);
+  lse.resize(columns);
   for (const uint16_t x : out) result.out.push_back(value_of_bits(x, config.dtype));
   result.lse.assign(lse.begin(), lse.end());
   result.row_status = row_status;
   return result;
+}
+
+}  // namespace
+
+DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
+                            int32_t score_tokens) {
+  DecodeRun run;
+  run.score_tokens = score_tokens;
+  return emulate(world, ctas, rng, &run);
+}
+
+bool stays_in_batch(World& world, int32_t ctas, std::mt19937_64& rng,
+                    const std::function<void()>& change) {
+  DecodeRun run;
+  run.after_plan = change;
+  // No item has more rows left than tiles.
+  for (const SideCounts& n : world.tokens) {
+    for (const int32_t tokens : n.of) run.guard_rows += tiles_of(tokens) + 1;
+  }
+  (void)emulate(world, ctas, rng, &run);
+  return run.is_guard_whole;
 }
 
 }  // namespace test

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <random>
 #include <vector>
 
@@ -21,5 +22,10 @@ struct DecodeOutput {
 // `score_tokens` tokens of a row.
 DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
                             int32_t score_tokens = 0);
+
+// The same with counts that change after the plan, by `change`. Whether only rows of the batch were
+// written; what was written there may be anything.
+bool stays_in_batch(World& world, int32_t ctas, std::mt19937_64& rng,
+                    const std::function<void()>& change);
 
 }  // namespace tierkv::test

@@ -250,6 +250,63 @@ TEST(EmulatedDecode, LeavesTheScoresOfItsTokens) {
   }
 }
 
+// The plan gives an item more tiles than are left from its row to the last one.
+TEST(EmulatedDecode, CountsThatShrinkAfterThePlanLeadNowhere) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937_64 rng(seed);
+  for (const int32_t ctas : {1, 3}) {
+    for (const size_t kept : {0, 1, 4}) {
+      WorldShape shape;
+      shape.tiers = {tier(0, 8, 4), tier(1, 4, 2)};
+      shape.tokens = {{65, 17}, {5, 200}, {0, 40}};
+      World world = make_world(shape, rng);
+      const auto shrink = [&] {
+        for (size_t row = kept; row < world.tokens.size(); ++row) world.tokens[row] = {};
+      };
+      EXPECT_TRUE(test::stays_in_batch(world, ctas, rng, shrink)) << ctas << ", " << kept;
+    }
+  }
+}
+
+// Raw pages of three tiles fill their slots: behind the values of the last one lies the next slot.
+TEST(EmulatedDecode, OddChunksOfRawValuesEndBeforeTheNextSlot) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    WorldShape shape;
+    shape.dtype = dtype;
+    shape.head_dim = 64;
+    shape.num_kv_heads = 1;
+    shape.page_bytes = 3 * 16 * (4 * 64 + 8);
+    shape.tiers = {tier(0, 16, 16)};
+    shape.tokens = {{48 * 9}, {48 * 3 + 17}, {100}};
+    for (const int32_t ctas : {1, 2, 3, 4}) check(shape, ctas);
+  }
+}
+
+// Means of the largest values that fp16 holds, which rounding carries past them.
+TEST(EmulatedDecode, OutputsSaturate) {
+  for (const int32_t bits : {2, 4, 8}) {
+    const uint64_t seed = std::random_device{}();
+    SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << bits << " bits");
+    std::mt19937_64 rng(seed);
+    WorldShape shape;
+    shape.num_kv_heads = 1;
+    shape.tiers = {tier(0, 8, bits)};
+    shape.tokens = {{20}};
+    shape.keys.assign(20 * 128, 0.25f);
+    shape.queries.assign(4 * 128, 0.25f);
+    // (2 * 65504) / (2^bits - 1) as fp16, times the largest code: 65536 and more.
+    for (int32_t i = 0; i < 20 * 128; ++i)
+      shape.values.push_back(i % 2 == 0 ? 65504.0f : -65504.0f);
+    World world = make_world(shape, rng);
+    const DecodeOutput got = emulate_decode(world, 2, rng);
+    for (size_t i = 0; i < got.out.size(); ++i) {
+      ASSERT_TRUE(std::isfinite(got.out[i])) << i;
+      ASSERT_EQ(got.out[i], i % 2 == 0 ? 65504 : -65504) << i;
+    }
+  }
+}
+
 TEST(EmulatedDecode, EveryHeadDim) {
   for (const int32_t head_dim : {64, 96, 256}) {
     SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim);
