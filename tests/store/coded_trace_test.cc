@@ -34,6 +34,7 @@ class CodedTrace {
   }
   int32_t coded_blocks() const { return coded_blocks_; }  // of one row, fixed-rate ones among them
   int32_t fixed_blocks() const { return fixed_blocks_; }
+  int32_t refused() const { return refused_; }
 
  private:
   std::vector<CodedModel*> some(bool live) {
@@ -96,7 +97,7 @@ class CodedTrace {
 };
 
 TEST(CodedTrace, HoldsItsLawsAndItsValues) {
-  int32_t blocks = 0;
+  int32_t blocks = 0, refused = 0;
   for (int32_t i = 0; i < 12; ++i) {
     RandomInput input;
     KvStoreConfig config = small_coded_config(&input);
@@ -116,8 +117,10 @@ TEST(CodedTrace, HoldsItsLawsAndItsValues) {
     trace.run(120);
     if (::testing::Test::HasFatalFailure()) return;
     blocks += trace.coded_blocks();
+    refused += trace.refused();
   }
   EXPECT_GT(blocks, 0);
+  EXPECT_GT(refused, 0);
 }
 
 TEST(CodedTrace, FixedRateBlocksLieBesideCodedOnes) {
