@@ -71,6 +71,18 @@ Status ChannelDeviceStore::allocate() {
   return Status::ok();
 }
 
+Status ChannelDeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
+  const Status s = sequences_.set_batch(call, slots, tokens);
+  state_.common.batch = sequences_.state().batch;
+  return s;
+}
+
+Status ChannelDeviceStore::use_batch(DeviceCall call, const Slots& slots) {
+  const Status s = sequences_.use_batch(call, slots);
+  state_.common.batch = sequences_.state().batch;
+  return s;
+}
+
 // A slot that is used again is another sequence: what is planned may be of the old one.
 Result<SequenceId> ChannelDeviceStore::add_sequence() {
   forget_plans();
@@ -94,8 +106,8 @@ Status ChannelDeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) 
   const ChannelBegin begin = {DeviceCall::kBeginPrompt, static_cast<int32_t>(slots->size()),
                               tokens};
   const DeviceState& d = state_.common;
+  if (Status s = set_batch(begin.call, *slots, tokens); !s) return s;
   const SequenceBatch batch = sequences_.batch(*slots);
-  if (Status s = sequences_.set_batch(begin.call, *slots, tokens); !s) return s;
   if (Status s = plan_channel_begin(state_, begin, stream()); !s) return s;
   if (Status s = sequences_.run(PageOp::reserve(batch, d.entry_counts, d.report)); !s) return s;
   // Where nothing was reserved there is nothing to keep: that operation then refuses itself.
@@ -113,7 +125,7 @@ Status ChannelDeviceStore::append(const AppendCall& call) {
     return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(dtype_bytes(dtype)) == 0;
   };
   if (!is_aligned(call.k) || !is_aligned(call.v)) return invalid("k or v is misaligned");
-  if (Status s = sequences_.use_batch(DeviceCall::kAppend, *slots); !s) return s;
+  if (Status s = use_batch(DeviceCall::kAppend, *slots); !s) return s;
   ChannelAppendCall append;
   append.tokens = {call.k,      call.v,    dtype, static_cast<int32_t>(slots->size()),
                    call.tokens, call.layer};
@@ -134,7 +146,7 @@ Status ChannelDeviceStore::append(const AppendCall& call) {
 Status ChannelDeviceStore::end_prompt(SequenceList sequences) {
   const Result<Slots> slots = table().admit_end_prompt(sequences);
   if (!slots) return slots.status();
-  if (Status s = sequences_.set_batch(DeviceCall::kEndPrompt, *slots, 0); !s) return s;
+  if (Status s = set_batch(DeviceCall::kEndPrompt, *slots, 0); !s) return s;
   const auto count = static_cast<int32_t>(slots->size());
   if (Status s = end_channel_prompts(state_, count, stream()); !s) return s;
   for (const int32_t slot : *slots) {
@@ -156,7 +168,7 @@ Status ChannelDeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   if (!slots) return slots.status();
   const ChannelBegin begin = {DeviceCall::kBeginStep, static_cast<int32_t>(slots->size()), tokens};
   const DeviceState& d = state_.common;
-  if (Status s = sequences_.set_batch(begin.call, *slots, tokens); !s) return s;
+  if (Status s = set_batch(begin.call, *slots, tokens); !s) return s;
   if (Status s = plan_channel_begin(state_, begin, stream()); !s) return s;
   const PageOp grow = PageOp::append(sequences_.batch(*slots), d.row_counts, d.report);
   if (Status s = sequences_.run(grow); !s) return s;
@@ -170,7 +182,6 @@ Status ChannelDeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
   if (!slots) return slots.status();
   begin_in_table(*slots, tokens);
   for (const int32_t slot : *slots) table().set_complete(slot);
-  sequences_.assume_batch(*slots);
   return Status::ok();
 }
 
@@ -189,22 +200,11 @@ ChannelLengths ChannelDeviceStore::lengths_of(const Slots& slots) {
   return lengths;
 }
 
-void ChannelDeviceStore::forget_plans() {
-  for (Planned& p : planned_) p.slots.clear();
-}
-
 Result<const ChannelPlan*> ChannelDeviceStore::plan(const Slots& slots, int32_t q_len) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetCaptureInfo(stream(), &capture, &id);
-  if (error != cudaSuccess) return cuda_status(error, "attend");
-  const bool captures = capture != cudaStreamCaptureStatusNone;
-  if (!captures) id = 0;
-  Planned& planned = planned_[captures ? 1 : 0];
-  if (planned.slots == slots && planned.q_len == q_len && planned.capture == id) {
-    return &planned.plan;
-  }
-  planned.slots.clear();
+  CallMemory& calls = sequences_.calls();
+  Planned& planned = planned_[calls.index()];
+  if (calls.has_plan(slots, q_len)) return &planned.plan;
+  calls.begin_plan();
   const auto count = static_cast<int32_t>(slots.size());
   if (Status s = find_channel_sequences(state_, planned.sequences, count, stream()); !s) return s;
   const ChannelCtas ctas = ctas_of(q_len);
@@ -217,9 +217,7 @@ Result<const ChannelPlan*> ChannelDeviceStore::plan(const Slots& slots, int32_t 
   call.plan = planned.plan;
   call.status = &state_.common.failure->status;
   if (Status s = plan_channel(call, stream()); !s) return s;
-  planned.slots = slots;
-  planned.q_len = q_len;
-  planned.capture = id;
+  calls.wrote_plan(slots, q_len);
   return &planned.plan;
 }
 
@@ -227,7 +225,7 @@ Status ChannelDeviceStore::attend(const AttendRequest& request) {
   const Result<Slots> slots = table().admit_attend(request);
   if (!slots) return slots.status();
   if (Status s = check_device_request(request); !s) return s;
-  if (Status s = sequences_.use_batch(DeviceCall::kAttend, *slots); !s) return s;
+  if (Status s = use_batch(DeviceCall::kAttend, *slots); !s) return s;
   const Result<const ChannelPlan*> planned = plan(*slots, request.q_len);
   if (!planned) return planned.status();
   ChannelPagesCall call;

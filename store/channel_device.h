@@ -48,6 +48,9 @@ class ChannelDeviceStore final : public DeviceKvStore {
 
   SequenceTable& table() { return mirror_->table_; }
   GpuStream stream() const { return sequences_.stream(); }
+  // As DeviceSequences', for the store's kernels too.
+  Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
+  Status use_batch(DeviceCall call, const Slots& slots);
   void begin_in_table(const Slots& slots, int32_t tokens);
   ChannelCtas ctas_of(int32_t q_len) const;
   ChannelLengths lengths_of(const Slots& slots);
@@ -64,20 +67,15 @@ class ChannelDeviceStore final : public DeviceKvStore {
   std::unique_ptr<ChannelHostStore> mirror_;
   DeviceSequences sequences_;
   ChannelDeviceState state_;
-  // A plan of attention, and what it is of: none where slots is empty.
+  // A plan of attention.
   struct Planned {
-    Slots slots;
-    int32_t q_len = 0;
-    uint64_t capture = 0;                  // 0: of calls that run at once
     ChannelSequence* sequences = nullptr;  // [max_sequences]
     ChannelPlan plan;
   };
-  void forget_plans();
+  void forget_plans() { sequences_.calls().forget_plans(); }
 
   int32_t sms_ = 0;
-  // Graphs plan again when they are replayed, perhaps with other numbers of items than calls that
-  // run at once: theirs is a plan of its own.
-  Planned planned_[2];
+  Planned planned_[kCallMemories];
   void* workspace_ = nullptr;
 };
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "codec/cuda_device.cuh"
+#include "store/stream_capture.cuh"
 
 namespace tierkv {
 namespace {
@@ -94,7 +95,7 @@ Status CodedDeviceStore::allocate() {
   if (Status s = take(rows, &view.key_steps); !s) return s;
   if (Status s = take(rows, &view.value_steps); !s) return s;
   if (Status s = take(1, &common.failure); !s) return s;
-  if (Status s = take(sequences, &common.batch); !s) return s;
+  if (Status s = take(kCallMemories * sequences, &batches_); !s) return s;
   if (Status s = take(sequences, &common.before); !s) return s;
   if (Status s = take(sequences, &common.entry_counts); !s) return s;
   if (Status s = take(rows, &common.row_counts); !s) return s;
@@ -170,21 +171,24 @@ Status CodedDeviceStore::upload_books() {
   return Status::ok();
 }
 
-Result<bool> CodedDeviceStore::is_capturing() const {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream_, &capture);
-  if (error != cudaSuccess) return cuda_status(error, "capture");
-  return capture != cudaStreamCaptureStatusNone;
+Status CodedDeviceStore::enter_call() {
+  const Result<uint64_t> capture = capture_id(stream_);
+  if (!capture) return capture.status();
+  calls_.enter(*capture);
+  state_.common.batch = batches_ + int64_t{calls_.index()} * config().max_sequences;
+  return Status::ok();
 }
 
 Status CodedDeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
-  batch_ = slots;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(slots);
   return begin_batch(state_.common, {call, static_cast<int32_t>(slots.size()), tokens},
                      slots.data(), stream_);
 }
 
 Status CodedDeviceStore::use_batch(DeviceCall call, const Slots& slots) {
-  return slots == batch_ ? Status::ok() : set_batch(call, slots, 0);
+  if (Status s = enter_call(); !s) return s;
+  return calls_.has_batch(slots) ? Status::ok() : set_batch(call, slots, 0);
 }
 
 Status CodedDeviceStore::run(const PageOp& op) {
@@ -198,7 +202,7 @@ Result<SequenceId> CodedDeviceStore::add_sequence() {
   if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
   if (Status s = run(PageOp::open(batch(slots), state_.common.other_report)); !s) return s;
   if (Status s = reset_sequences(state_.common, 1, stream_); !s) return s;
-  planned_.clear();  // perhaps for a sequence that had the slot
+  calls_.forget_plans();  // perhaps for a sequence that had the slot
   return table().claim(*slot, SequencePhase::kPrompt, SequenceInfo{});
 }
 
@@ -224,7 +228,7 @@ Status CodedDeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   // Where nothing was reserved there is nothing to keep: that operation then refuses itself.
   if (Status s = run(PageOp::keep(batch(*slots), d.row_counts, d.other_report)); !s) return s;
   if (Status s = finish_chunk(d, count, tokens, stream_); !s) return s;
-  planned_.clear();
+  calls_.forget_plans();
   for (const int32_t slot : *slots) {
     table().set_info(slot, {table().info(slot).num_tokens + tokens, 0, kInPrompt, 0});
   }
@@ -267,9 +271,9 @@ Status CodedDeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
   if (!slots) return slots.status();
   if (books_.empty()) {
-    const Result<bool> capturing = is_capturing();
-    if (!capturing) return capturing.status();
-    if (*capturing) return invalid("a step is captured before the store has codebooks");
+    const Result<uint64_t> capture = capture_id(stream_);
+    if (!capture) return capture.status();
+    if (*capture != 0) return invalid("a step is captured before the store has codebooks");
     const bool fills = std::any_of(slots->begin(), slots->end(), [&](int32_t slot) {
       return coded_step_fills_block(table().info(slot), tokens, state_.s.window_tokens);
     });
@@ -289,7 +293,7 @@ Status CodedDeviceStore::begin_step_on_device(const Slots& slots, int32_t tokens
   const DeviceState& d = state_.common;
   if (Status s = run(PageOp::append(batch(slots), d.row_counts, d.report)); !s) return s;
   if (Status s = apply_coded_step(state_, count, tokens, stream_); !s) return s;
-  planned_.clear();  // its token counts have changed
+  calls_.forget_plans();  // its token counts have changed
   for (const int32_t slot : slots) {
     table().set_info(slot,
                      coded_info_after_step(table().info(slot), tokens, state_.s.window_tokens));
@@ -305,8 +309,7 @@ Status CodedDeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
                      coded_info_after_step(table().info(slot), tokens, state_.s.window_tokens));
     table().set_complete(slot);
   }
-  batch_ = *slots;
-  planned_.clear();
+  calls_.forget_plans();
   return Status::ok();
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "store/call_memory.h"
 #include "store/coded_device_state.h"
 #include "store/coded_host.h"
 #include "tierkv/store.h"
@@ -64,7 +65,8 @@ class CodedDeviceStore final : public DeviceKvStore {
   SequenceBatch batch(const Slots& slots) const {
     return {state_.common.batch, static_cast<int32_t>(slots.size())};
   }
-  Result<bool> is_capturing() const;
+  // What the call uses of the memories: before its first kernel.
+  Status enter_call();
   // Writes the batch, unless it is what the device has already.
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
   Status use_batch(DeviceCall call, const Slots& slots);
@@ -100,12 +102,17 @@ class CodedDeviceStore final : public DeviceKvStore {
   std::vector<void*> memory_;
   void* allocator_memory_ = nullptr;
   std::vector<DeviceCodebook> books_;  // as state_.books, arrays in device memory
-  Slots batch_, planned_;              // what the device's batch and plan of attention are of
+  CallMemory calls_;
+  int32_t* batches_ = nullptr;  // [kCallMemories * max_sequences]
 
   unsigned long long* fixed_count_ = nullptr;
-  CodedRow* rows_ = nullptr;  // [max_sequences * num_kv_heads]
-  int32_t* item_count_ = nullptr;
-  StatusCode* row_status_ = nullptr;  // likewise
+  // A plan of attention.
+  struct Plan {
+    CodedRow* rows = nullptr;  // [max_sequences * num_kv_heads]
+    int32_t* item_count = nullptr;
+  };
+  Plan plans_[kCallMemories];
+  StatusCode* row_status_ = nullptr;  // [max_sequences * num_kv_heads]
   float* lse_ = nullptr;              // of calls that want probabilities without it
   void* coded_workspace_ = nullptr;
   const uint32_t* empty_table_ = nullptr;  // of what stands for a codebook where there is none yet

@@ -171,8 +171,8 @@ Status CodedDeviceStore::end_prompt(SequenceList sequences) {
   if (makes_books) {
     if (Status s = forget_unused_books(); !s) return s;
   }
-  planned_.clear();
-  batch_.clear();  // what comes next looks whether the call has failed
+  calls_.forget_plans();
+  calls_.forget_batches();  // what comes next looks whether the call has failed
   for (const int32_t slot : *slots) {
     table().set_info(
         slot, coded_info_after_prompt(table().info(slot).num_tokens, state_.s.window_tokens));

@@ -72,8 +72,8 @@ Status CodedDeviceStore::read_bookkeeping() {
       table().set_layer_tokens(slot, layer, *std::min_element(first, first + heads));
     }
   }
-  batch_.clear();
-  planned_.clear();
+  calls_.forget_batches();
+  calls_.forget_plans();
   return Status::ok();
 }
 
@@ -144,7 +144,7 @@ Status CodedDeviceStore::from_mirror(const Slots& slots) {
     if (Status s = copy(to, appended.data(), appended.size() * sizeof(int32_t)); !s) return s;
     if (Status s = wait(); !s) return s;
   }
-  planned_.clear();
+  calls_.forget_plans();
   return upload_books();
 }
 

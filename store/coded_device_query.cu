@@ -39,8 +39,10 @@ Status CodedDeviceStore::allocate_attention() {
   const auto rows = static_cast<size_t>(largest.num_rows);
   uint8_t* workspace = nullptr;
   if (Status s = take(coded_attention_workspace_bytes(largest, any), &workspace); !s) return s;
-  if (Status s = take(rows, &rows_); !s) return s;
-  if (Status s = take(1, &item_count_); !s) return s;
+  for (Plan& plan : plans_) {
+    if (Status s = take(rows, &plan.rows); !s) return s;
+    if (Status s = take(1, &plan.item_count); !s) return s;
+  }
   if (Status s = take(rows, &row_status_); !s) return s;
   const size_t queries = static_cast<size_t>(c.max_sequences) * kMaxQueryTokens;
   if (Status s = take(queries * c.layout.num_q_heads, &lse_); !s) return s;
@@ -80,9 +82,13 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   const CodedView& s = state_.s;
   const auto count = static_cast<int32_t>(slots.size());
   const PageTableShape& table = s.allocator.shape.table;
-  if (planned_ != slots) {
-    if (Status t = plan_coded_rows(state_, {rows_, item_count_, count}, stream_); !t) return t;
-    planned_ = slots;
+  const Plan& plan = plans_[calls_.index()];
+  if (!calls_.has_plan(slots, request.q_len)) {
+    calls_.begin_plan();
+    if (Status t = plan_coded_rows(state_, {plan.rows, plan.item_count, count}, stream_); !t) {
+      return t;
+    }
+    calls_.wrote_plan(slots, request.q_len);
   }
   // The plan is that of layer 0.
   const int32_t rows_before = request.layer * s.num_kv_heads;
@@ -97,7 +103,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
     component.means = s.means(c, rows_before);
     component.size = s.pages.page_bytes * s.pages.num_pages;
   }
-  call.rows = rows_;
+  call.rows = plan.rows;
   call.window = s.pages.base;
   call.window_size = s.pages.page_bytes * s.pages.num_pages;
   call.window_page_bytes = s.pages.page_bytes;
@@ -117,7 +123,7 @@ Status CodedDeviceStore::attend_coded_rows(const AttendRequest& request, const S
   call.num_rows = count * s.num_kv_heads;
   const int64_t most_items = int64_t{call.num_rows} * (s.max_blocks + 1);
   call.num_items = static_cast<int32_t>(std::min<int64_t>(most_items, INT32_MAX));
-  call.item_count = item_count_;
+  call.item_count = plan.item_count;
   call.num_blocks = rows_left * s.max_blocks;
   call.num_steps = rows_left;
   call.num_means = rows_left;

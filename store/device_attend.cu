@@ -26,49 +26,50 @@ AttentionConfig of_queries(AttentionConfig config, int32_t q_len) {
 
 }  // namespace
 
-// One workspace serves calls of any q_len, one after another.
+// A workspace serves calls of any q_len, one after another.
 Status DeviceStore::allocate_attention() {
   const KvStoreConfig& c = config();
   const size_t queries = static_cast<size_t>(c.max_sequences) * kMaxQueryTokens;
+  size_t largest = 0;
   attention_ = attention_config(c, page_bytes());
   for (int32_t q_len = 1; q_len <= kMaxQueryTokens; ++q_len) {
     const AttentionConfig attention = of_queries(attention_, q_len);
     grids_.push_back(find_grid(attention));
     if (!grids_.back()) continue;  // attend() will tell
     const size_t bytes = attention_workspace_bytes(attention, *grids_.back(), c.max_sequences);
-    attention_workspace_.bytes = std::max(attention_workspace_.bytes, bytes);
+    largest = std::max(largest, bytes);
   }
-  uint8_t* memory = nullptr;
+  largest = (largest + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
   if (Status s = take(queries * c.layout.num_q_heads, &lse_); !s) return s;
-  if (Status s = take(static_cast<size_t>(c.max_sequences), &newest_); !s) return s;
-  if (Status s = take(attention_workspace_.bytes, &memory); !s) return s;
-  attention_workspace_.memory = memory;
-  return clear(memory, attention_workspace_.bytes);
+  for (int32_t i = 0; i < kCallMemories; ++i) {
+    uint8_t* memory = nullptr;
+    if (Status s = take(static_cast<size_t>(c.max_sequences), &newest_[i]); !s) return s;
+    if (Status s = take(largest, &memory); !s) return s;
+    attention_workspaces_[i].memory = memory;
+    attention_workspaces_[i].bytes = largest;
+  }
+  return Status::ok();
 }
 
 Status DeviceStore::plan_attention_of(const AttentionConfig& attention, const Slots& slots) {
   const int32_t q_len = attention.q_len;
-  if (slots == planned_.slots && q_len == planned_.q_len) return Status::ok();
-  // Another layout of the workspace, which must begin with zeros.
-  if (!workspace_of_.slots.empty() &&
-      (slots.size() != workspace_of_.slots.size() || q_len != workspace_of_.q_len)) {
-    if (Status s = clear(attention_workspace_.memory, attention_workspace_.bytes); !s) {
-      return s.with_context("attend");
-    }
+  if (calls_.has_plan(slots, q_len)) return Status::ok();
+  const AttentionWorkspace& workspace = attention_workspaces_[calls_.index()];
+  calls_.begin_plan();
+  if (!calls_.has_layout(slots.size(), q_len)) {
+    if (Status s = clear(workspace.memory, workspace.bytes); !s) return s.with_context("attend");
+    calls_.set_layout(slots.size(), q_len);
   }
-  workspace_of_ = {slots, q_len};
-  planned_ = {};
-  is_settled_ = false;
   const auto count = static_cast<int32_t>(slots.size());
   if (q_len > 1) {
-    if (Status s = find_newest(state_, newest_, count, stream_); !s) return s;
+    if (Status s = find_newest(state_, newest_[calls_.index()], count, stream_); !s) return s;
   }
   if (Status s = plan_attention(attention, *grid(q_len), state_.s.allocator.table(),
-                                {state_.batch, count}, attention_workspace_, stream_);
+                                {state_.batch, count}, workspace, stream_);
       !s) {
     return s;
   }
-  planned_ = {slots, q_len};
+  calls_.wrote_plan(slots, q_len);
   return Status::ok();
 }
 
@@ -110,29 +111,29 @@ Status DeviceStore::attend(const AttendRequest& request) {
   AttendCall call;
   call.table = state_.s.allocator.table();
   call.pages = state_.s.pages;
-  call.batch = {state_.batch, static_cast<int32_t>(slots->size())};
   call.layer = request.layer;
   call.q = request.q;
   call.out = request.out;
   call.lse = request.lse != nullptr ? request.lse : lse_;
   call.sinks = request.sinks;
-  call.tail = window_tail(config(), newest_);
   const bool counts = request.count_query && is_any_counted(*slots, request.q_len);
   if (counts) {
     if (Status s = validate_scratch(request, *attention, *slots); !s) return s;
     call.scores = {request.scratch, request.scratch_bytes};
   }
   if (Status s = use_batch(*slots); !s) return s;
+  call.batch = {state_.batch, static_cast<int32_t>(slots->size())};
+  call.tail = window_tail(config(), newest_[calls_.index()]);
   if (Status s = plan_attention_of(*attention, *slots); !s) return s;
   // What changes high and low pages drops the plan; the window's are appended to at any time.
-  call.plan_is_settled = is_settled_;
+  call.plan_is_settled = calls_.settled().is_settled();
   call.settled[kHighSide] = call.settled[kLowSide] = Settled::kAll;
-  if (Status s =
-          tierkv::attend(*attention, *grid(request.q_len), call, attention_workspace_, stream_);
+  if (Status s = tierkv::attend(*attention, *grid(request.q_len), call,
+                                attention_workspaces_[calls_.index()], stream_);
       !s) {
     return s;
   }
-  is_settled_ = true;
+  calls_.settled().note_wait();
   if (counts) {
     if (Status s = count_queries(request, *attention, call); !s) return s;
   }

@@ -69,8 +69,8 @@ Status DeviceStore::read_bookkeeping() {
       table().set_layer_tokens(slot, layer, *std::min_element(first, first + heads));
     }
   }
-  batch_.clear();
-  planned_ = {};
+  calls_.forget_batches();
+  calls_.forget_plans();
   return Status::ok();
 }
 
@@ -122,7 +122,7 @@ Status DeviceStore::from_mirror(const Slots& slots) {
     if (Status s = copy(to, appended.data(), appended.size() * sizeof(int32_t)); !s) return s;
     if (Status s = cuda_status(cudaStreamSynchronize(stream_), "wait"); !s) return s;
   }
-  planned_ = {};
+  calls_.forget_plans();
   return Status::ok();
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "codec/cuda_device.cuh"
+#include "store/stream_capture.cuh"
 
 namespace tierkv {
 namespace {
@@ -43,7 +44,7 @@ Status DeviceSequences::allocate(const AllocatorShape& shape, int64_t page_bytes
   if (Status s = take(workspace, &scratch); !s) return s;
   if (Status s = take(sequences, &state_.s.infos); !s) return s;
   if (Status s = take(1, &state_.failure); !s) return s;
-  if (Status s = take(sequences, &state_.batch); !s) return s;
+  if (Status s = take(kCallMemories * sequences, &batches_); !s) return s;
   if (Status s = take(sequences, &state_.before); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
@@ -63,14 +64,24 @@ Status DeviceSequences::allocate(const AllocatorShape& shape, int64_t page_bytes
   return wait();
 }
 
+Status DeviceSequences::enter_call() {
+  const Result<uint64_t> capture = capture_id(stream_);
+  if (!capture) return capture.status();
+  calls_.enter(*capture);
+  state_.batch = batches_ + int64_t{calls_.index()} * config_.max_sequences;
+  return Status::ok();
+}
+
 Status DeviceSequences::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
-  batch_ = slots;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(slots);
   return begin_batch(state_, {call, static_cast<int32_t>(slots.size()), tokens}, slots.data(),
                      stream_);
 }
 
 Status DeviceSequences::use_batch(DeviceCall call, const Slots& slots) {
-  return slots == batch_ ? Status::ok() : set_batch(call, slots, 0);
+  if (Status s = enter_call(); !s) return s;
+  return calls_.has_batch(slots) ? Status::ok() : set_batch(call, slots, 0);
 }
 
 Status DeviceSequences::run(const PageOp& op) const {
@@ -145,7 +156,7 @@ Status DeviceSequences::read_bookkeeping() {
       table_.set_layer_tokens(slot, layer, *std::min_element(first, first + heads));
     }
   }
-  batch_.clear();
+  calls_.forget_batches();
   return Status::ok();
 }
 

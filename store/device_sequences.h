@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "store/call_memory.h"
 #include "store/device_state.h"
 #include "store/sequence_table.h"
 #include "tierkv/allocator.h"
@@ -40,11 +41,11 @@ class DeviceSequences {
     return {state_.batch, static_cast<int32_t>(slots.size())};
   }
 
+  // What the batch and the plan are; of the memories that the last call here has entered.
+  CallMemory& calls() { return calls_; }
   // Writes the batch; use_batch(): unless it is what the device has already.
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
   Status use_batch(DeviceCall call, const Slots& slots);
-  // The batch is that of a graph that was replayed, or not known.
-  void assume_batch(const Slots& slots) { batch_ = slots; }
   Status run(const PageOp& op) const;
 
   Result<SequenceId> add_sequence();
@@ -61,6 +62,7 @@ class DeviceSequences {
 
  private:
   int32_t rows_per_sequence() const { return state_.s.rows_per_sequence(); }
+  Status enter_call();
   Status read_bookkeeping();
 
   const KvStoreConfig& config_;
@@ -70,7 +72,8 @@ class DeviceSequences {
   DeviceWorkspace op_workspace_;
   std::vector<void*> memory_;
   void* allocator_memory_ = nullptr;
-  Slots batch_;  // what the device's batch is of
+  CallMemory calls_;
+  int32_t* batches_ = nullptr;  // [kCallMemories * max_sequences]
 };
 
 }  // namespace tierkv

@@ -11,6 +11,7 @@
 #include "store/channel_device.h"
 #include "store/coded_device.h"
 #include "store/device_basis.h"
+#include "store/stream_capture.cuh"
 
 namespace tierkv {
 namespace {
@@ -91,7 +92,7 @@ Status DeviceStore::allocate() {
   if (Status s = take(workspace, &scratch); !s) return s;
   if (Status s = take(sequences, &state_.s.infos); !s) return s;
   if (Status s = take(1, &state_.failure); !s) return s;
-  if (Status s = take(sequences, &state_.batch); !s) return s;
+  if (Status s = take(kCallMemories * sequences, &batches_); !s) return s;
   if (Status s = take(sequences, &state_.before); !s) return s;
   if (Status s = take(sequences, &state_.entry_counts); !s) return s;
   if (Status s = take(rows, &state_.row_counts); !s) return s;
@@ -145,15 +146,24 @@ Status DeviceStore::grow_jobs(size_t jobs) {
   return Status::ok();
 }
 
+Status DeviceStore::enter_call() {
+  const Result<uint64_t> capture = capture_id(stream_);
+  if (!capture) return capture.status();
+  calls_.enter(*capture);
+  state_.batch = batches_ + int64_t{calls_.index()} * config().max_sequences;
+  return Status::ok();
+}
+
 Status DeviceStore::set_batch(DeviceCall call, const Slots& slots, int32_t tokens) {
-  batch_ = slots;
-  is_settled_ = false;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(slots);
   return begin_batch(state_, {call, static_cast<int32_t>(slots.size()), tokens}, slots.data(),
                      stream_);
 }
 
 Status DeviceStore::use_batch(const Slots& slots) {
-  return slots == batch_ ? Status::ok() : set_batch(DeviceCall::kNone, slots, 0);
+  if (Status s = enter_call(); !s) return s;
+  return calls_.has_batch(slots) ? Status::ok() : set_batch(DeviceCall::kNone, slots, 0);
 }
 
 Status DeviceStore::run(const PageOp& op) {
@@ -176,7 +186,7 @@ Status DeviceStore::release(SequenceId sequence) {
   const Slots slots = {*slot};
   if (Status s = set_batch(DeviceCall::kNone, slots, 0); !s) return s;
   if (Status s = run(PageOp::release(batch(slots), state_.other_report)); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   table().release(*slot);
   return Status::ok();
 }
@@ -193,7 +203,7 @@ Status DeviceStore::begin_prompt(SequenceList sequences, int32_t tokens) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_chunk(state_, count, tokens, stream_); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   for (const int32_t slot : *slots) {
     table().set_info(slot, {table().info(slot).num_tokens + tokens, 0, kInPrompt, 0});
   }
@@ -211,14 +221,15 @@ Status DeviceStore::append(const AppendCall& call) {
   }
   if (Status s = use_batch(*slots); !s) return s;
   const auto count = static_cast<int32_t>(slots->size());
-  const DeviceTokens tokens = {call.k, call.v, dtype, count, call.tokens, call.layer, is_settled_};
+  const DeviceTokens tokens = {
+      call.k, call.v, dtype, count, call.tokens, call.layer, calls_.settled().is_settled()};
   if (prompt) {
     const size_t rows = slots->size() * config().layout.num_kv_heads;
     if (Status s = grow_jobs(rows * chunk_jobs(state_.s, call.tokens)); !s) return s;
     if (Status s = append_chunk(state_, chunk_, tokens, stream_); !s) return s;
   } else {
     if (Status s = append_step(state_, tokens, slots->data(), stream_); !s) return s;
-    is_settled_ = true;
+    calls_.settled().note_wait();
   }
   for (const int32_t slot : *slots) {
     table().set_layer_tokens(slot, call.layer, table().info(slot).num_tokens);
@@ -248,7 +259,7 @@ Status DeviceStore::end_prompt(SequenceList sequences) {
   if (Status s = run(PageOp::keep(batch(*slots), state_.row_counts, state_.other_report)); !s)
     return s;
   if (Status s = finish_prompt(state_, count, stream_); !s) return s;
-  planned_ = {};
+  calls_.forget_plans();
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_prompt(state_.s.policy, table().info(slot).num_tokens));
     table().set_phase(slot, SequencePhase::kLive);
@@ -260,11 +271,12 @@ Status DeviceStore::begin_step(SequenceList sequences, int32_t tokens) {
   const Result<Slots> slots = table().admit_begin_step(sequences, tokens);
   if (!slots) return slots.status();
   const auto count = static_cast<int32_t>(slots->size());
-  batch_ = *slots;
+  if (Status s = enter_call(); !s) return s;
+  calls_.wrote_batch(*slots);
   const StepCall call = {slots->data(), count, tokens};
   if (Status s = plan_step(state_, call, stream_); !s) return s;
   if (Status s = apply_step(state_, call, stream_); !s) return s;
-  planned_ = {};  // its token counts have changed
+  calls_.forget_plans();  // its token counts have changed
   for (const int32_t slot : *slots) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
   }
@@ -278,8 +290,7 @@ Status DeviceStore::note_replay(SequenceList sequences, int32_t tokens) {
     table().set_info(slot, info_after_step(state_.s.policy, table().info(slot), tokens));
     table().set_complete(slot);
   }
-  batch_ = *slots;
-  planned_ = {};
+  calls_.forget_plans();
   return Status::ok();
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "store/call_memory.h"
 #include "store/device_state.h"
 #include "store/host_store.h"
 #include "tierkv/store.h"
@@ -64,17 +65,14 @@ class DeviceStore final : public DeviceKvStore {
   SequenceBatch batch(const Slots& slots) const {
     return {state_.batch, static_cast<int32_t>(slots.size())};
   }
+  // What the call uses of the memories: before its first kernel.
+  Status enter_call();
   // Writes the batch; after a failure as padding.
   Status set_batch(DeviceCall call, const Slots& slots, int32_t tokens);
   // Unless it is what the device has already, and never as padding, of which a plan that is in use
   // knows nothing: the kernels of these calls look for failures themselves.
   Status use_batch(const Slots& slots);
   Status run(const PageOp& op);
-  // What a plan of the attention is of.
-  struct PlannedAttention {
-    Slots slots;
-    int32_t q_len = 1;
-  };
   const Result<AttentionGrid>& grid(int32_t q_len) const { return grids_[q_len - 1]; }
   Status plan_attention_of(const AttentionConfig& attention, const Slots& slots);
   bool is_any_counted(const Slots& slots, int32_t q_len) const;
@@ -105,18 +103,15 @@ class DeviceStore final : public DeviceKvStore {
   void* allocator_memory_ = nullptr;
   ChunkScratch chunk_;
   size_t num_jobs_ = 0;
-  Slots batch_;  // what the device's is
+  CallMemory calls_;
+  int32_t* batches_ = nullptr;  // [kCallMemories * max_sequences]
 
   AttentionConfig attention_;                 // of one query
   std::vector<Result<AttentionGrid>> grids_;  // by q_len - 1; or why attend() is refused
-  AttentionWorkspace attention_workspace_;
-  PlannedAttention planned_;       // without slots: nothing
-  PlannedAttention workspace_of_;  // whose layout the workspace has had last
-  // Since plan and batch were written a kernel was enqueued that lets no other start before its own
-  // wait has ended: both are complete when any kernel behind it begins.
-  bool is_settled_ = false;
-  float* lse_ = nullptr;       // [max_sequences * kMaxQueryTokens * num_q_heads]
-  int32_t* newest_ = nullptr;  // [max_sequences] of the plan, where it has several queries
+  AttentionWorkspace attention_workspaces_[kCallMemories];
+  float* lse_ = nullptr;  // [max_sequences * kMaxQueryTokens * num_q_heads]
+  // [max_sequences] of the plan, where it has several queries
+  int32_t* newest_[kCallMemories] = {};
 };
 
 }  // namespace tierkv
