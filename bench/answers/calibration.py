@@ -118,3 +118,18 @@ def with_sensitivities(profile, kl):
     key_scale, value_scale, classes = head_scales(kl[0]), head_scales(kl[1]), head_classes(kl)
     return [dataclasses.replace(p, key_scale=key_scale[i], value_scale=value_scale[i], head_class=classes[i])
             for i, p in enumerate(profile)]
+
+
+def read_profile(path):
+    """[LayerProfile] of a kv-profile that was calibrated with the model."""
+    import h5py
+    with h5py.File(path) as f:
+        heads = int(f.attrs["num_kv_heads"])
+        layers = {name: f[name][()].reshape(-1, heads, *f[name].shape[1:]) for name in f if name != "rope_inv_freq"}
+    energy = np.maximum(layers["query_energy"], 1e-9)
+    weights = energy**0.25
+    weights /= rms_of_rows(weights)
+    classes = head_classes(np.stack([layers["joint_sensitivity"], np.zeros_like(layers["joint_sensitivity"])]))
+    return [LayerProfile(layers["key_mean_before_rope"][i], weights[i].astype(np.float32), energy[i].sum(1), layers["key_mean"][i],
+                         layers["key_scale"][i].astype(np.float32), layers["value_scale"][i].astype(np.float32), classes[i])
+            for i in range(len(energy))]

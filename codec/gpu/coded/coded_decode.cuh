@@ -107,9 +107,8 @@ struct TableReader {
   __device__ __forceinline__ bool ends(const BlockStreams& streams) const {
     bool valid = true;
     for (int32_t s = 0; s < streams.count; ++s) {
-      valid &=
-          (s == 0 ? stream[0] : stream[1])
-              .end(shared_address(streams.payload), SharedTable<0>::kBias) == streams.end(s);
+      valid &= (s == 0 ? stream[0] : stream[1])
+                   .end(shared_address(streams.payload), SharedTable<0>::kBias) == streams.end(s);
     }
     return valid;
   }
