@@ -5,6 +5,10 @@
 
 FOLDER: SmolLM2-135M-Instruct as datasets/gguf_to_hf.py writes it. The dump holds these layers, renumbered from 0: keys and values in
 float16, significance from all queries, queries at some positions, how keys were rotated. Needs numpy and h5py.
+
+    python3 datasets/make_sample.py --cut-profile datasets/smollm2_profile.h5 --layers 0 4 8 ... -o datasets/smollm2_1k_profile.h5
+
+cuts the same layers out of the model's profile.
 """
 import argparse
 import os
@@ -28,15 +32,33 @@ def query_positions(tokens):
     return np.unique(np.concatenate([spread, np.arange(tokens - NEWEST_QUERIES, tokens, dtype=np.int32)]))
 
 
+def cut_profile(source, layers, output):
+    """The profile of these layers alone."""
+    with h5py.File(source) as f, h5py.File(output, "w") as out:
+        heads = int(f.attrs["num_kv_heads"])
+        rows = [layer * heads + head for layer in layers for head in range(heads)]
+        out.attrs.update(f.attrs)
+        out.attrs["num_layers"] = np.int32(len(layers))
+        for name, data in f.items():
+            values = data[()]
+            out.create_dataset(name, data=values if name == "rope_inv_freq" else values[rows])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, required=True, metavar="FOLDER")
+    parser.add_argument("--model", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--model-id", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--text", type=pathlib.Path, required=True, metavar="FILE")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, nargs="+", required=True)
     parser.add_argument("-o", "--output", type=pathlib.Path, required=True)
+    parser.add_argument("--cut-profile", type=pathlib.Path, metavar="FILE")
     args = parser.parse_args()
+    if args.cut_profile:
+        cut_profile(args.cut_profile, args.layers, args.output)
+        return 0
+    if not (args.model and args.text):
+        parser.error("--model and --text are needed")
     model = Model(args.model)
     ids = [*model.opening, *model.tokenizer.encode(args.text.read_text())][:args.tokens]
     if len(ids) < args.tokens or not all(0 <= i < model.layers for i in args.layers):

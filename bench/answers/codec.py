@@ -19,7 +19,7 @@ OWN_MEAN_BYTES = 2  # of a channel, in float16
 class Scheme:
     family: str
     preset: str
-    profile: str = "even"  # or "balanced"
+    profile: str = "even"
     own_means: bool = False  # the prompt's channel means in place of the profile's, billed to the prompt
 
 
@@ -56,7 +56,7 @@ def write_own_profile(source, path, cache):
 
 
 class PromptCodec:
-    """One prompt in `folder`, compressed by many schemes. profiles: {"even": path, "balanced": path}."""
+    """One prompt in `folder`, compressed by many schemes. profiles: {name: path}."""
 
     def __init__(self, folder, model, ids, cache, profiles):
         self.folder, self.model = pathlib.Path(folder), model

@@ -35,8 +35,6 @@ KVCOMP = {
     "KVComp, channels": ("channel", [(0.04, 0.06), (0.08, 0.1), (0.15, 0.15)]),
 }
 EVEN_STEPS = [(0.1, 0.06), (0.14, 0.08), (0.2, 0.12), (0.3, 0.25), (0.4, 0.3)]
-BALANCED_STEPS = [(0.14, 0.1), (0.2, 0.14), (0.28, 0.2), (0.36, 0.26), (0.5, 0.35)]
-BALANCE = 0.025
 COLUMNS = ("memory", "error", "kl", "right")  # of a scheme, by prompt
 LARGEST_DUMP_ERROR = 2e-3  # of keys and values against a dump: float16 queries and weights in bfloat16 leave about 5e-4
 
@@ -49,15 +47,13 @@ def schemes(quick):
     from codec import Scheme
     out = [Scheme("fixed", p) for p in FIXED]
     if quick:
-        preset = step_presets("mean", BALANCED_STEPS[1:2])[0]
-        return out[:3] + [Scheme("balanced step, mean basis", preset, "balanced", own) for own in (False, True)]
+        preset = step_presets("mean", EVEN_STEPS[1:2])[0]
+        return out[:3] + [Scheme("global step, mean basis", preset, own_means=own) for own in (False, True)]
     for family, (unit, errors) in KVCOMP.items():
         out += [Scheme(family, f"kvcomp:unit={unit},window=64,rel_k={k},rel_v={v}") for k, v in errors]
     for basis, steps in (("mean", EVEN_STEPS), ("hadamard", EVEN_STEPS[1:4]), ("matrix", EVEN_STEPS[1:4])):
         out += [Scheme(f"global step, {basis} basis", p) for p in step_presets(basis, steps)]
-    for basis, steps in (("mean", BALANCED_STEPS), ("hadamard", BALANCED_STEPS[1:4]), ("matrix", BALANCED_STEPS[1:4])):
-        out += [Scheme(f"balanced step, {basis} basis", p, "balanced") for p in step_presets(basis, steps)]
-    out += [Scheme("balanced step, own means", p, "balanced", True) for p in step_presets("mean", BALANCED_STEPS[1:4])]
+    out += [Scheme("global step, own means", p, own_means=True) for p in step_presets("mean", EVEN_STEPS[1:4])]
     return out
 
 
@@ -102,7 +98,7 @@ def check_model(model, dump):
 
 def calibrated(build, folder, dumps):
     """{name: profile}"""
-    out = {"even": [], "balanced": ["--balance", str(BALANCE)]}
+    out = {"even": []}
     for name, options in out.items():
         path = str(pathlib.Path(folder) / f"{name}.h5")
         command = [str(build / "tierkv"), "calibrate", "--threads", "2", "--no-thresholds", "--basis", "matrix", *options, "-o", path]
@@ -136,7 +132,7 @@ def report(args, chosen, records, worst):
         columns = {key: [significant(r["rows"][i][key]) for r in records] for key in COLUMNS}
         rows.append({"family": s.family, "preset": s.preset, "profile": s.profile, "own_means": s.own_means, **columns})
     run = {"commit": args.commit, "seed": args.seed, "prompts": len(prompts), "dump_error": significant(worst)}
-    return {"schema": "tierkv.bench.answers/1", "runs": [run], "balance": BALANCE,
+    return {"schema": "tierkv.bench.answers/1", "runs": [run],
             "calibrated_on": [pathlib.Path(d).name for d in args.calibrate], "texts": args.text, "prompts": prompts, "schemes": rows}
 
 

@@ -67,15 +67,15 @@ class QuickRun(unittest.TestCase):
                                  capture_output=True, text=True)
             self.assertEqual(run.returncode, 0, run.stderr)
             result = json.loads(out.read_text())
-        exact, k8v4, k4v4, balanced, own = result["schemes"]
+        exact, k8v4, k4v4, step, own = result["schemes"]
         self.assertEqual(set(exact["kl"]), {0}, run.stderr)
         self.assertEqual(set(exact["memory"]), {1})
         for i, prompt in enumerate(result["prompts"]):
-            for s in (k8v4, k4v4, balanced, own):
+            for s in (k8v4, k4v4, step, own):
                 self.assertGreater(s["kl"][i], 0, run.stderr)
                 self.assertLess(s["kl"][i], 0.5, f"{s['preset']}, {prompt}: {run.stderr}")
             self.assertGreater(k8v4["memory"][i], k4v4["memory"][i])
-            self.assertGreater(k4v4["memory"][i], balanced["memory"][i])
+            self.assertGreater(k4v4["memory"][i], step["memory"][i])
         recalled = [r for r, p in zip(exact["right"], result["prompts"]) if p["task"] == "recall 64"]
         self.assertGreaterEqual(recalled[0], 14, run.stderr)  # of 16; the model's README says all but a few of thousands
 
