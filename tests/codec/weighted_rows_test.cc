@@ -134,14 +134,23 @@ TEST_F(WeightedRowsTest, NoiseFollowsTheWeights) {
   ASSERT_TRUE(quantize_weighted(row_, Component::kKey, keys(), exponents_.data(), codes_.data()));
   std::vector<float> back(keys_.size());
   ASSERT_TRUE(dequantize_weighted(row_, Component::kKey, coded(), back.data()));
+  // A normal variable of deviation s has noise step^2 / 12 but for a share of 12 / pi^2 exp(-2 pi^2
+  // s^2 / step^2), 0.9 % at half a step. 4096 tokens estimate it to 1.4 %: 0.1 is six deviations.
+  int32_t checked = 0;
   for (int32_t d = 0; d < kDim; ++d) {
-    double noise = 0;
+    double noise = 0, sum = 0, square = 0;
     for (int32_t t = 0; t < kTokens; ++t) {
-      noise += std::pow(back[t * kDim + d] - keys_[t * kDim + d], 2) / kTokens;
+      const double x = keys_[t * kDim + d];
+      noise += std::pow(back[t * kDim + d] - x, 2) / kTokens;
+      sum += x / kTokens;
+      square += x * x / kTokens;
     }
     const double step = row_.key_step / row_.key_weight[d];
+    if (std::sqrt(square - sum * sum) < 0.55 * step) continue;
+    ++checked;
     EXPECT_NEAR(noise * 12 / (step * step), 1, 0.1) << d << " seed " << seed_;
   }
+  EXPECT_GT(checked, kDim / 2) << "seed " << seed_;
 }
 
 TEST_F(WeightedRowsTest, BothFormsMakeTheSameBits) {
