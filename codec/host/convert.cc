@@ -71,6 +71,7 @@ HWY_EXPORT(halves_to_float);
 HWY_EXPORT(float_to_halves);
 
 void elements_to_float(DType type, const void* in, int64_t n, float* out) {
+  if (n == 0) return;  // either pointer may be null
   if (type == DType::kFloat32) {
     std::memcpy(out, in, 4 * n);
     return;
