@@ -9,7 +9,7 @@ namespace tierkv {
 
 inline constexpr int32_t kSlotAlignment = 128;
 
-// Of a ring slot: every tier's tile, and in all of a ring a part. The formats were validated.
+// A ring slot holds a tile of every tier, and the whole ring a part. The formats were validated.
 int32_t least_slot_bytes(const AttentionConfig& config);
 
 // For a device of so many multiprocessors, a CTA of which may have shared_bytes: as many warps as

@@ -66,7 +66,7 @@ struct HostMemory {
   PageAllocator a;
 };
 
-// Of the first `batch` sequences.
+// Counts the first `batch` sequences.
 class StateMaker {
  public:
   explicit StateMaker(uint32_t seed, int32_t batch = kSequences) : rng_(seed), batch_(batch) {}
