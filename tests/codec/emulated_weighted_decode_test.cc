@@ -95,7 +95,7 @@ struct DecodeRun {
         const float x =
             zero ? 0.0f
                  : b.values[c][static_cast<size_t>(position - b.first) * world.shape.head_dim + d];
-        store_element(&expected, world.shape.dtype, 0, x);
+        expected = raw_element(world.shape.dtype, x);
       }
       ASSERT_EQ(out[at + d], expected) << "row " << row << " position " << position << " dim " << d;
     }

@@ -16,6 +16,11 @@
 
 namespace tierkv {
 
+// An element as decoders write it.
+inline uint16_t raw_element(DType dtype, float x) {
+  return float_to_raw(dtype, dtype == DType::kFloat16 ? saturate_to_half_range(x) : x);
+}
+
 struct WeightedShape {
   int32_t head_dim = 128;
   int32_t rows = 2, sinks = 4, tokens = 200;  // positions 0 .. tokens - 1 of each row
