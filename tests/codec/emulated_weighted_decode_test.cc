@@ -70,8 +70,8 @@ struct DecodeRun {
   }
   void run() {
     ASSERT_TRUE(call.validate()) << call.validate().message();
-    const int32_t warps = 2, size = 2 * weighted_region_bytes(call) + kDecodeFamilyBytes + 16 +
-                                    warps * weighted_decode_warp_bytes(call);
+    const int32_t warps = 2, size = weighted_region_bytes(call) + weighted_decode_cta_bytes(call) +
+                                    16 + warps * weighted_decode_warp_bytes(call);
     for (int32_t cta = 0; cta < 2; ++cta) {
       std::vector<uint4> shared(size / 16, uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5});
       emulated_shared() = {reinterpret_cast<uint8_t*>(shared.data()), static_cast<uint32_t>(size)};

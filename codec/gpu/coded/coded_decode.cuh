@@ -24,7 +24,9 @@ inline constexpr int32_t kDecodeWarps = 16;
 // A stream that begins inside the payload can be read this far behind its end.
 inline constexpr int32_t kDecodeSlackBytes =
     kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
-inline constexpr int32_t kCodesTileBytes = kTileTokens * kSliceDims * 2;
+// Codes from one token of a tile to the next: lanes of eight tokens meet in no bank.
+inline constexpr int32_t kTileStride = kSliceDims + 8;
+inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;
 
 // Two codes less the base.
 struct DigitPair {
@@ -34,7 +36,7 @@ struct DigitPair {
 // What a warp has in shared memory. The slack follows the block.
 struct WarpMemory {
   uint8_t* block;
-  int16_t* tile;    // [kTileTokens][kSliceDims], codes
+  int16_t* tile;    // [kTileTokens][kTileStride], codes
   uint8_t* reader;  // kWarpBytes of the reader
 };
 
@@ -183,13 +185,13 @@ __device__ __forceinline__ DigitPair raw_pair(const uint8_t* tile, const TileLay
 // A pair into the codes of the tile, padding included.
 __device__ __forceinline__ void store_pair(Component component, PairPosition at, DigitPair pair,
                                            int32_t base, int16_t* tile) {
-  int16_t* to = tile + at.token * kSliceDims + at.dim;
+  int16_t* to = tile + at.token * kTileStride + at.dim;
   const int32_t first = base + pair.first, second = base + pair.second;
   if (component == Component::kKey) {
     *reinterpret_cast<uint32_t*>(to) = __byte_perm(first, second, 0x5410);  // dims are even
   } else {
     to[0] = static_cast<int16_t>(first);
-    to[kSliceDims] = static_cast<int16_t>(second);
+    to[kTileStride] = static_cast<int16_t>(second);
   }
 }
 
@@ -199,11 +201,13 @@ __device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBloc
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool fits = true;
   for (int32_t i = lane_index(); i < h.exceptions; i += kWarpLanes) {
-    const auto index = static_cast<int32_t>(exceptions[i] & 0xffffu) - tile * kTileTokens * 128;
-    if (index < 0 || index >= kTileTokens * kSliceDims) continue;
-    const int32_t sum = codes[index] + static_cast<int16_t>(exceptions[i] >> 16);
+    const auto index = static_cast<int32_t>(exceptions[i] & 0xffffu);
+    const int32_t token = index / kSliceDims - tile * kTileTokens;
+    if (token < 0 || token >= kTileTokens) continue;
+    int16_t& code = codes[token * kTileStride + index % kSliceDims];
+    const int32_t sum = code + static_cast<int16_t>(exceptions[i] >> 16);
     fits &= sum >= INT16_MIN && sum <= INT16_MAX;
-    codes[index] = static_cast<int16_t>(sum);
+    code = static_cast<int16_t>(sum);
   }
   return fits;
 }
@@ -220,7 +224,7 @@ __device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16
     const float centre = mean == nullptr ? 0.0f : mean[d];
     int64_t to = job.group.codes + first * call.token_stride + job.first_dim + d;
     for (int32_t t = 0; t < tokens; ++t, to += call.token_stride) {
-      const int16_t code = codes[t * kSliceDims + d];
+      const int16_t code = codes[t * kTileStride + d];
       if (call.codes != nullptr) call.codes[to] = code;
       if (call.values != nullptr) {
         call.values[to] = float_to_half(add_rn(mul_rn(step, static_cast<float>(code)), centre));
@@ -230,9 +234,9 @@ __device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16
 }
 
 // The tiles of a whole block in shared memory whose header, size, checksum, bounds of streams and
-// exceptions are valid: finish(tile, codes) of each, with codes [kTileTokens][kSliceDims]. They lie
-// `apart` codes from one tile to the next. base_of(f): the code of digit 0 in dim block f, asked
-// for before the reader is.
+// exceptions are valid: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. They
+// lie `apart` codes from one tile to the next. base_of(f): the code of digit 0 in dim block f,
+// asked for before the reader is.
 template <class Reader, class BaseOf, class Finish>
 __device__ __forceinline__ bool decode_tiles(const CodedBlockHeader& h, const CodedBlockLayout& at,
                                              const BlockStreams& streams, Reader& reader,

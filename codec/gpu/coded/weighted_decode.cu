@@ -23,7 +23,7 @@ Status decode_weighted(const WeightedDecode& call, GpuStream stream) {
   const Result<DeviceLimits> limits = device_limits();
   if (!limits) return limits.status();
   // The region's own alignment may cost its size once more.
-  const int32_t base = 2 * weighted_region_bytes(call) + kDecodeFamilyBytes + 16;
+  const int32_t base = weighted_region_bytes(call) + weighted_decode_cta_bytes(call) + 16;
   const int32_t each = weighted_decode_warp_bytes(call);
   const int32_t warps = std::min(kDecodeWarps, (limits->shared_bytes - base) / each);
   if (warps < 1) {

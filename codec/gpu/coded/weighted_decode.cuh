@@ -23,7 +23,7 @@ TKV_HD bool keeps_first_slice(const WeightedDecode& call) {
   return call.component == Component::kKey && call.rows.rope.pairs > 0 &&
          call.rows.head_dim > kSliceDims;
 }
-inline constexpr int32_t kFirstSliceBytes = kBlockTokens * kSliceDims * 2;
+inline constexpr int32_t kFirstSliceBytes = kBlockTokens * kTileStride * 2;
 inline constexpr int32_t kFactorBytes = kBlockTokens * 4;
 // Of a warp: factors, codes of a tile, codes of the first slice, the block.
 TKV_HD int32_t weighted_decode_warp_bytes(const WeightedDecode& call) {
@@ -37,6 +37,19 @@ TKV_HD int32_t weighted_region_bytes(const WeightedDecode& call) {
   return books * 4 << call.family.max_length;
 }
 
+// The turns of 64 places, of the CTA; wider heads leave no room for them, and read them from
+// memory.
+TKV_HD int32_t places_bytes(const WeightedDecode& call) {
+  const bool kept = call.component == Component::kKey && call.rows.head_dim <= kSliceDims;
+  return kept ? (kBlockTokens * call.rows.rope.pairs * static_cast<int32_t>(sizeof(Turn)) + 15) /
+                    16 * 16
+              : 0;
+}
+// Of the CTA, without alignment of the region and without its warps.
+TKV_HD int32_t weighted_decode_cta_bytes(const WeightedDecode& call) {
+  return weighted_region_bytes(call) + kDecodeFamilyBytes + places_bytes(call);
+}
+
 // Tokens of a block that go to the output.
 struct RangeTarget {
   uint16_t* to;            // of the block's first token
@@ -46,11 +59,12 @@ struct RangeTarget {
   int32_t place_of_first;  // in 64 positions
 };
 
-// The order of a warp's memory above.
+// What a warp has: its memory in the order above.
 struct WeightedDecodeWarp {
-  float* factors;  // [tokens]
-  int16_t* tile;   // [kTileTokens][kSliceDims]
-  int16_t* first;  // [kBlockTokens][kSliceDims]; null where it is not kept
+  const Turn* places;  // [64][pairs], of the CTA or in memory
+  float* factors;      // [tokens]
+  int16_t* tile;       // [kTileTokens][kTileStride]
+  int16_t* first;      // [kBlockTokens][kTileStride]; null where it is not kept
   uint8_t* block;
 };
 
@@ -214,6 +228,7 @@ __device__ __forceinline__ void store_pair_of(uint16_t* to, bool aligned, DType 
 struct TileTokens {
   const WeightedDecode& call;
   const RangeTarget& target;
+  const Turn* of_places;
   const float* factors;
   const int16_t* codes;  // of the tile, in the slice from first_dim on
   const int16_t* kept;   // of the tile, in the slice before; null: none
@@ -221,7 +236,7 @@ struct TileTokens {
 
   __device__ __forceinline__ const int16_t* at(int32_t t, int32_t d) const {
     const bool before = d < first_dim;
-    return (before ? kept + d : codes + d - first_dim) + t * kSliceDims;
+    return (before ? kept + d : codes + d - first_dim) + t * kTileStride;
   }
   // Tokens of the tile that are asked for.
   __device__ __forceinline__ int32_t begin() const {
@@ -250,8 +265,7 @@ struct TileTokens {
                : 0.0f;
   }
   __device__ __forceinline__ const Turn* places(int32_t t) const {
-    return call.rows.rope.place +
-           (target.place_of_first + tile * kTileTokens + t) * call.rows.rope.pairs;
+    return of_places + (target.place_of_first + tile * kTileTokens + t) * call.rows.rope.pairs;
   }
   __device__ __forceinline__ const Turn* block_turns() const {
     return call.rows.rope.block + int64_t{target.block} * call.rows.rope.pairs;
@@ -363,9 +377,9 @@ struct FamilyReader {
 };
 
 __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
-                                                   const RangeTarget& target,
-                                                   const WeightedPlace& place, FamilyReader& tables,
-                                                   const WeightedDecodeWarp& memory) {
+                                                const RangeTarget& target,
+                                                const WeightedPlace& place, FamilyReader& tables,
+                                                const WeightedDecodeWarp& memory) {
   const int64_t offset = int64_t{place.unit} * kBlockAlignment;
   int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
@@ -384,12 +398,12 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
     };
     const auto finish = [&](int32_t tile, const int16_t* codes) {
       if (keep) return;
-      const int16_t* kept = keeps ? memory.first + tile * kTileTokens * kSliceDims : nullptr;
-      write_tile(TileTokens{call, target, memory.factors, codes, kept, tile, first},
+      const int16_t* kept = keeps ? memory.first + tile * kTileTokens * kTileStride : nullptr;
+      write_tile(TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first},
                  open.header.dims);
     };
     if (!decode_tiles(open.header, open.at, open.streams, tables.reader, warp,
-                      keep ? kTileTokens * kSliceDims : 0, base_of, finish)) {
+                      keep ? kTileTokens * kTileStride : 0, base_of, finish)) {
       return StatusCode::kCorrupt;
     }
     from += open.at.bytes;
@@ -454,25 +468,32 @@ __device__ inline void load_family(const WeightedDecode& call, DecodeFamily* fam
   __syncthreads();
 }
 
-// By a CTA of whole warps. shared: the region at a multiple of its size, the family, and
-// weighted_decode_warp_bytes() of each warp.
+// By a CTA of whole warps. shared: the region at a multiple of its size, the family, the places,
+// and weighted_decode_warp_bytes() of each warp.
 __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call, uint8_t* shared) {
   const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(call));
   const uint32_t start = shared_address(shared);
   uint8_t* const region =
       shared + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
   auto* const family = reinterpret_cast<DecodeFamily*>(region + region_bytes);
+  auto* const places = reinterpret_cast<uint2*>(region + region_bytes + kDecodeFamilyBytes);
+  const int32_t turns = places_bytes(call) > 0 ? kBlockTokens * call.rows.rope.pairs : 0;
+  for (auto i = static_cast<int32_t>(threadIdx.x); i < turns;
+       i += static_cast<int32_t>(blockDim.x)) {
+    places[i] = reinterpret_cast<const uint2*>(call.rows.rope.place)[i];
+  }
   load_family(call, family, region);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   uint8_t* const mine =
-      region + region_bytes + kDecodeFamilyBytes + warp * weighted_decode_warp_bytes(call);
+      region + weighted_decode_cta_bytes(call) + warp * weighted_decode_warp_bytes(call);
   uint8_t* const after_tile = mine + kFactorBytes + kCodesTileBytes;
   const bool keeps = keeps_first_slice(call);
-  const WeightedDecodeWarp memory{reinterpret_cast<float*>(mine),
-                                  reinterpret_cast<int16_t*>(mine + kFactorBytes),
-                                  keeps ? reinterpret_cast<int16_t*>(after_tile) : nullptr,
-                                  after_tile + (keeps ? kFirstSliceBytes : 0)};
+  const WeightedDecodeWarp memory{
+      turns > 0 ? reinterpret_cast<const Turn*>(places) : call.rows.rope.place,
+      reinterpret_cast<float*>(mine), reinterpret_cast<int16_t*>(mine + kFactorBytes),
+      keeps ? reinterpret_cast<int16_t*>(after_tile) : nullptr,
+      after_tile + (keeps ? kFirstSliceBytes : 0)};
   FamilyReader tables(*family, region, 4 << call.family.max_length);
   const int64_t items = int64_t{call.num_ranges} * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
@@ -481,10 +502,10 @@ __device__ __forceinline__ void decode_weighted_items(const WeightedDecode& call
     RangeTarget target;
     StatusCode code = open_target(call, range, static_cast<int32_t>(i % call.most_blocks), &target);
     if (code == StatusCode::kOk && target.tokens > 0) {
-      const bool turns = call.component == Component::kKey && call.rows.rope.pairs > 0;
+      const bool turned = call.component == Component::kKey && call.rows.rope.pairs > 0;
       if (!family->usable) {
         code = StatusCode::kUnsupported;
-      } else if (turns && target.block >= call.rows.rope.blocks) {
+      } else if (turned && target.block >= call.rows.rope.blocks) {
         code = StatusCode::kOutOfRange;
       } else {
         const WeightedPlace place = call.places[range.first_block + target.block];
