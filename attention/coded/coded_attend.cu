@@ -37,6 +37,16 @@ CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   return nullptr;
 }
 
+template <RopePairing kPairing>
+CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
+  switch (call.head_dim) {
+    case 64: return find_weighted_kernel<kPairing, 64>(call, copies_log);
+    case 96: return find_weighted_kernel<kPairing, 96>(call, copies_log);
+    case 128: return find_weighted_kernel<kPairing, 128>(call, copies_log);
+    default: return find_weighted_kernel<kPairing, 256>(call, copies_log);
+  }
+}
+
 CodedFamily coded_family(const CodedComponent& c, int32_t head_dim, int32_t copies_log) {
   CodedFamily family{};
   family.count = c.num_others;
@@ -150,12 +160,10 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
   constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
   if (call.weighted.any()) {
     switch (call.weighted.pairing) {
-      case RopePairing::kNone:
-        return find_weighted_kernel<RopePairing::kNone>(call, copies_log);
-      case RopePairing::kHalves:
-        return find_weighted_kernel<RopePairing::kHalves>(call, copies_log);
+      case RopePairing::kNone: return weighted_kernel<RopePairing::kNone>(call, copies_log);
+      case RopePairing::kHalves: return weighted_kernel<RopePairing::kHalves>(call, copies_log);
       case RopePairing::kNeighbours:
-        return find_weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
+        return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
     }
   }
   if (call.fixed.any()) {

@@ -77,9 +77,9 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
 // copies. Each has an object, from coded_instance.cu.in.
 template <CodedBreadth kBreadth, bool kFixed>
 CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call of weighted blocks; null: there is none for so many copies. Each pairing has
-// objects, from weighted_instance.cu.in.
-template <RopePairing kPairing>
+// The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
+// object, from weighted_instance.cu.in.
+template <RopePairing kPairing, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
 // Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
 // first.

@@ -1,4 +1,4 @@
-// The kernels of weighted blocks, one object for each pairing. All take several queries.
+// The kernels of weighted blocks, an object for each pairing and head_dim. All take several queries.
 #pragma once
 
 #include "attention/coded/coded_kernel.cuh"
@@ -38,12 +38,9 @@ struct WeightedKernels {
   }
 };
 
-template <RopePairing kPairing>
+template <RopePairing kPairing, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.head_dim == 64) return WeightedKernels<4, kPairing>::find(call, copies_log);
-  if (call.head_dim == 96) return WeightedKernels<6, kPairing>::find(call, copies_log);
-  if (call.head_dim == 256) return WeightedKernels<16, kPairing>::find(call, copies_log);
-  return WeightedKernels<8, kPairing>::find(call, copies_log);
+  return WeightedKernels<kHeadDim / kDimBlock, kPairing>::find(call, copies_log);
 }
 
 }  // namespace tierkv
