@@ -73,9 +73,10 @@ Status check_weighted(const CodedAttention& call) {
     return unsupported("weighted blocks beside fixed-rate ones, or of several codebooks");
   }
   if (call.keys.means != nullptr || call.values.means != nullptr) {
-    return invalid("the means of weighted blocks belong in weighted.key_channels");
+    return invalid("the means of weighted blocks belong in weighted.key_means");
   }
   if (call.probabilities != nullptr) return unsupported("probabilities of weighted blocks");
+  if (w.key_means == nullptr) return invalid("weighted.key_means");
   if (w.sink_tokens < 0 || w.sink_tokens > kMostRawSinks) {
     return invalid("weighted.sink_tokens must be 0 to 16");
   }

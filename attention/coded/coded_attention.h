@@ -80,15 +80,16 @@ struct CodedComponent {
 inline constexpr int32_t kMostCodedBooks = 16;  // of a component
 
 // What weighted blocks (codec/format/weighted_block_format.h) need beside their codes; the tables
-// are made by attention/coded/weighted_tables.h. With key_channels all blocks of a call are
-// weighted, every component has one codebook, CodedComponent::steps of keys are the units of
-// key_channels and those of values the steps of WeightedRow, and means are in the tables.
+// are made by attention/coded/weighted_tables.h. With key_scales all blocks of a call are weighted,
+// every component has one codebook, CodedComponent::steps of keys are the units that go with
+// key_scales and those of values the steps of WeightedRow, and means are in key_means.
 //
 // Keys lie before RoPE: a query is turned back by the position of a block's first token, a decoded
 // key is turned by its place in the block, in fp16.
 struct WeightedRows {
-  const uint16_t* key_channels = nullptr;  // device fp16, [num_steps, 2 * head_dim]
-  const uint16_t* place_turns = nullptr;   // device fp16, [64 * head_dim]; null without RoPE
+  const float* key_scales = nullptr;      // device, [num_steps, head_dim]
+  const uint16_t* key_means = nullptr;    // device fp16, [num_steps, head_dim]
+  const uint16_t* place_turns = nullptr;  // device fp16, [64 * head_dim]; null without RoPE
   // Device, cosines and sines, [num_block_turns, rotary_dims / 2, 2]: those of the first position
   // of a block that is coded, which in block 0 is sink_tokens.
   const float* block_turns = nullptr;
@@ -102,7 +103,7 @@ struct WeightedRows {
   // kHalves over the whole head, or kNeighbours; else kUnsupported.
   RopePairing pairing = RopePairing::kNone;
 
-  bool any() const { return key_channels != nullptr; }
+  bool any() const { return key_scales != nullptr; }
 };
 inline constexpr int32_t kMostRawSinks = 16;
 

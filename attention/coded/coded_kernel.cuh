@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   if constexpr (Code::kWeighted) {
     constexpr int32_t kDims = kDimBlocks * kDimBlock;
     worker.turns = layout.tail;
-    worker.channels = layout.tail + weighted_turn_bytes(kDims, kTurns) +
-                      static_cast<uint32_t>(warp) * weighted_channel_bytes(kDims);
+    worker.means = layout.tail + weighted_turn_bytes(kDims, kTurns) +
+                      static_cast<uint32_t>(warp) * weighted_mean_bytes(kDims);
   }
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(key_book), value_fill(value_book);

@@ -47,16 +47,16 @@ TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, ui
   return at;
 }
 
-// The tail of weighted blocks: turns of 64 places, then the channels of each warp's row.
+// The tail of weighted blocks: turns of 64 places, then the means of each warp's row.
 TKV_HD uint32_t weighted_turn_bytes(int32_t head_dim, bool turns) {
   return turns ? static_cast<uint32_t>(head_dim * 2 * kBlockTokens) : 0;
 }
-TKV_HD uint32_t weighted_channel_bytes(int32_t head_dim) {
-  return static_cast<uint32_t>(head_dim * 4);
+TKV_HD uint32_t weighted_mean_bytes(int32_t head_dim) {
+  return static_cast<uint32_t>(head_dim * 2);
 }
 TKV_HD uint32_t weighted_tail_bytes(int32_t head_dim, bool turns, int32_t warps) {
   return weighted_turn_bytes(head_dim, turns) +
-         static_cast<uint32_t>(warps) * weighted_channel_bytes(head_dim);
+         static_cast<uint32_t>(warps) * weighted_mean_bytes(head_dim);
 }
 
 }  // namespace tierkv

@@ -17,6 +17,8 @@ struct WeightedCode : BlockCode<kCodedMode, kStreamsPerLane, kTableCopiesLog> {
   static constexpr RopePairing kPairing = kRopePairing;
 };
 
+inline constexpr float kKeyUnit = 0x1p-9f;  // of decoded keys, in units of their channels
+
 // As load_field(), of a shared address. May read the word behind the part.
 __device__ __forceinline__ uint32_t shared_field(uint32_t part, int32_t i, int32_t bits) {
   const auto from = static_cast<uint32_t>(i * bits);
@@ -102,25 +104,38 @@ struct WeightedSlice {
   }
 
  private:
-  // Where this lane's streams lie; the bits of all.
+  // Where this lane's streams lie; the bits of all. Sums are those of 16 bits, both streams at
+  // once. Where they are more, bits are wrong, and a stream that would begin behind them begins at
+  // 0.
   __device__ __forceinline__ int32_t find_streams(uint32_t lengths, const WeightedFields& h) {
     const auto lane = static_cast<int32_t>(fresh_lane());
-    int32_t before = 0;
+    const auto length = [&](int s) {
+      return static_cast<uint32_t>(h.least_length) +
+             shared_field(lengths, s * kWarpLanes + lane, h.length_bits);
+    };
+    uint32_t own = length(0);
+    if constexpr (kStreams == 2) own += length(1) << 16;
+    uint32_t sum = own;
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s) {
-      const int32_t own = h.least_length + static_cast<int32_t>(shared_field(
-                                               lengths, s * kWarpLanes + lane, h.length_bits));
-      int32_t sum = own;
-#pragma unroll
-      for (int i = 1; i < kWarpLanes; i *= 2) {
-        const int32_t below = __shfl_up_sync(kFullWarp, sum, i);
-        if (lane >= i) sum += below;
-      }
-      end[s] = before + sum;
-      begin[s] = end[s] - own;
-      before += __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
+    for (int i = 1; i < kWarpLanes; i *= 2) {
+      const uint32_t below = __shfl_up_sync(kFullWarp, sum, i);
+      if (lane >= i) sum += below;
     }
-    return before;
+    const uint32_t all = __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
+    if constexpr (kStreams == 1) {
+      end[0] = static_cast<int32_t>(sum);
+      begin[0] = static_cast<int32_t>(sum - own);
+      return static_cast<int32_t>(all);
+    } else {
+      const uint32_t before = sum - own, bits = (all & 0xffffu) + (all >> 16);
+      begin[0] = static_cast<int32_t>(before & 0xffffu);
+      end[0] = static_cast<int32_t>(sum & 0xffffu);
+      begin[1] = static_cast<int32_t>((before >> 16) + (all & 0xffffu));
+      end[1] = static_cast<int32_t>((sum >> 16) + (all & 0xffffu));
+#pragma unroll
+      for (int s = 0; s < 2; ++s) begin[s] = min(begin[s], static_cast<int32_t>(bits));
+      return static_cast<int32_t>(bits);
+    }
   }
 };
 

@@ -1,4 +1,5 @@
-// The kernels of weighted blocks, an object for each pairing and head_dim. All take several queries.
+// The kernels of weighted blocks, an object for each pairing and head_dim. All take several
+// queries.
 #pragma once
 
 #include "attention/coded/coded_kernel.cuh"

@@ -12,11 +12,8 @@ namespace {
 
 constexpr int32_t kPlaces = kBlockTokens;
 
-// The exponent of the least power of two that is at least x > 0.
-int32_t exponent_above(float x) {
-  int32_t exponent = 0;
-  const float fraction = std::frexp(x, &exponent);
-  return fraction == 0.5f ? exponent - 1 : exponent;
+Status unsupported(const std::string& what) {
+  return Status(StatusCode::kUnsupported, "weighted attention: " + what);
 }
 
 Turn place_turn(const RopeTable& rope, int32_t place, int32_t pair) {
@@ -65,38 +62,29 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
   if (row.head_dim % kDimBlock != 0) {
     return Status(StatusCode::kInvalidArgument, "weighted attention: head_dim");
   }
-  const auto scale = [&](int32_t d) {
-    const auto i = static_cast<size_t>(d);
-    return row.key_weight.empty() ? row.key_step : dim_scale(row.key_step, row.key_weight[i]);
-  };
-  const auto mean = [&](int32_t d) {
-    return row.key_mean.empty() ? 0.0f : half_to_float(row.key_mean[static_cast<size_t>(d)]);
-  };
-  float largest_scale = 0, largest_mean = 0;
-  for (int32_t d = 0; d < row.head_dim; ++d) {
-    largest_scale = std::max(largest_scale, scale(d));
-    largest_mean = std::max(largest_mean, std::abs(mean(d)));
-  }
-  // The largest 2^24 scale / unit is in (2^14, 2^15], unless means need a larger unit.
-  int32_t exponent = exponent_above(largest_scale) + 9;
-  if (largest_mean > 0) exponent = std::max(exponent, exponent_above(largest_mean) - 14);
-  exponent = std::clamp(exponent, -100, 100);
+  const auto dims = static_cast<size_t>(row.head_dim);
   WeightedKeyChannels channels;
-  channels.unit = std::ldexp(1.0f, exponent);
-  // Per (dim block, lane % 4, half of the dim block): two scales, two means.
-  for (int32_t f = 0; f < row.head_dim / kDimBlock; ++f) {
-    for (int32_t t = 0; t < 4; ++t) {
-      for (int32_t half = 0; half < 2; ++half) {
-        const int32_t d = kDimBlock * f + 2 * t + 8 * half;
-        for (int32_t i = d; i < d + 2; ++i) {
-          channels.halves.push_back(float_to_half(std::ldexp(scale(i), 24 - exponent)));
-        }
-        for (int32_t i = d; i < d + 2; ++i) {
-          channels.halves.push_back(float_to_half(std::ldexp(mean(i), -exponent)));
-        }
-      }
+  channels.scales.assign(dims, row.key_step);
+  for (size_t d = 0; d < row.key_weight.size(); ++d) {
+    channels.scales[d] = dim_scale(row.key_step, row.key_weight[d]);
+  }
+  for (int32_t i = 0; row.rope != nullptr && i < row.rope->pairs; ++i) {
+    const auto first = static_cast<size_t>(pair_first(row.rope->pairing, i));
+    const auto second = static_cast<size_t>(pair_second(row.rope->pairing, row.rope->pairs, i));
+    if (channels.scales[first] != channels.scales[second]) {
+      return unsupported("weights that differ between dims that turn together");
     }
   }
+  // Per (dim block, half of it, lane % 4): two means, as the dims are.
+  for (size_t d = 0; d < dims; ++d) {
+    const float mean = row.key_mean.empty() ? 0.0f : half_to_float(row.key_mean[d]);
+    const float of_scale = 0x1p-9f * mean / channels.scales[d];
+    if (!(std::abs(of_scale) <= 32768.0f)) return unsupported("means of 2^24 steps");
+    channels.means.push_back(float_to_half(of_scale));
+  }
+  const float largest = *std::max_element(channels.scales.begin(), channels.scales.end());
+  for (float& scale : channels.scales) scale /= largest;
+  channels.unit = 0x1p9f * largest;
   return channels;
 }
 
@@ -104,9 +92,8 @@ Result<WeightedTurns> weighted_turns(const RopeTable& rope, int32_t head_dim, in
   WeightedTurns turns;
   if (rope.pairing == RopePairing::kNone) return turns;
   if (rope.pairing == RopePairing::kHalves && 2 * rope.pairs != head_dim) {
-    return Status(StatusCode::kUnsupported, "weighted attention: RoPE in halves over " +
-                                                std::to_string(2 * rope.pairs) + " of " +
-                                                std::to_string(head_dim) + " dims");
+    return unsupported("RoPE in halves over " + std::to_string(2 * rope.pairs) + " of " +
+                       std::to_string(head_dim) + " dims");
   }
   if (2 * rope.pairs > head_dim || sink_tokens < 0 || sink_tokens >= kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "weighted attention: rope or sink_tokens");

@@ -2,10 +2,10 @@
 // layer and its profile, on the host.
 //
 // A key of a block is x = fma(code * f(e), scale_d, mean_d) before RoPE
-// (codec/format/weighted_step.h). Kernels hold codes as fp16 numbers code * 2^-24 and compute x /
-// unit, in fp16:
-//   fma(code * 2^-24 * (2^24 scale_d / unit), f(e), mean_d / unit)
-// The unit is a power of two that keeps both parts inside fp16 and multiplies scores instead.
+// (codec/format/weighted_step.h). Scales are those of pairs of dims that turn together, so they go
+// with the queries; keys are
+//   2^-9 x / scale_d = fma(code * 2^-24, f(e) * 2^15, 2^-9 mean_d / scale_d)
+// in fp16, and 2^9 times the largest scale multiplies scores.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,15 @@
 
 namespace tierkv {
 
-// WeightedRows::key_channels of one row, and the entry of CodedComponent::steps that goes with
-// them.
+// WeightedRows::key_scales and key_means of one row, and the entry of CodedComponent::steps that
+// goes with them.
 struct WeightedKeyChannels {
   float unit = 1;
-  std::vector<uint16_t> halves;  // fp16 [2 * head_dim]
+  std::vector<float> scales;    // [head_dim], of the largest
+  std::vector<uint16_t> means;  // fp16 [head_dim]
 };
-// kInvalidArgument where the row is not valid or head_dim is not a multiple of 16.
+// kInvalidArgument where the row is not valid or head_dim is not a multiple of 16; kUnsupported
+// where the weights of a pair differ, or where a mean is 2^24 times its scale.
 Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row);
 
 // WeightedRows::place_turns and block_turns.

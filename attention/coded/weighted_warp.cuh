@@ -26,7 +26,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
   static constexpr int kPairBlocks = kDimBlocks / 2;  // dim blocks of a half of the head
   static constexpr int32_t kNoOctave = -64;           // below that of any exponent
   static constexpr int32_t kOctaveHeadroom = 5;       // p is at most 2^8, and fp16 holds 2^15 of it
-  uint32_t turns, channels;                           // shared addresses
+  uint32_t turns, means;                              // shared addresses
   int32_t value_octave;                               // out is in units of 2^value_octave steps
 
   // A block in its slot, or, where it is larger, raw slices in memory.
@@ -89,55 +89,60 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     return call.weighted.block_turns + int64_t{block} * dims;
   }
 
-  // The queries as the keys of a block see them: turned back by its first position.
+  // The scales of the channels of the row, of which the largest is 1.
+  __device__ __forceinline__ const float* scales() const {
+    return call.weighted.key_scales + int64_t{call.rows[row_index].step} * kHeadDim;
+  }
+  // The queries as the keys of a block see them: times the scales of the channels, turned back by
+  // the block's first position.
   __device__ __forceinline__ void turn_queries(int32_t block) {
     const auto g = static_cast<int32_t>(fresh_lane() / 4),
                t = static_cast<int32_t>(fresh_lane() % 4);
     const bool there = g < call.columns;
     const uint16_t* q = query(there ? g : 0) + 2 * t;
+    const float* scale = scales() + 2 * t;
     const float* by = block_turns(block);
     const auto load = [&](int32_t d) {
       return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0u;
     };
-    if constexpr (kHalves) {
 #pragma unroll
-      for (int f = 0; f < kPairBlocks; ++f) {
+    for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int32_t d = 16 * f + 8 * h;
-          const float2 x = unpack_halves(load(d)), y = unpack_halves(load(d + kHeadDim / 2));
+      for (int h = 0; h < 2; ++h) {
+        const int32_t d = 16 * f + 8 * h;
+        const float2 x = unpack_halves(load(d));
+        const float2 of = *reinterpret_cast<const float2*>(scale + d);
+        if constexpr (kHalves) {
+          const float2 y = unpack_halves(load(d + kHeadDim / 2));
           const float4 turn = *reinterpret_cast<const float4*>(by + 2 * (d + 2 * t));
-          state.q[f][h] = pack_halves(x.x * turn.x + y.x * turn.y, x.y * turn.z + y.y * turn.w);
+          const float cos[2] = {of.x * turn.x, of.y * turn.z};
+          const float sin[2] = {of.x * turn.y, of.y * turn.w};
+          state.q[f][h] = pack_halves(x.x * cos[0] + y.x * sin[0], x.y * cos[1] + y.y * sin[1]);
           state.q[f + kPairBlocks][h] =
-              pack_halves(y.x * turn.x - x.x * turn.y, y.y * turn.z - x.y * turn.w);
-        }
-      }
-    } else if constexpr (kNeighbours) {
-#pragma unroll
-      for (int f = 0; f < kDimBlocks; ++f) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+              pack_halves(y.x * cos[0] - x.x * sin[0], y.y * cos[1] - x.y * sin[1]);
+        } else if constexpr (kNeighbours) {
           const int32_t pair = 8 * f + 4 * h + t;
-          const float2 x = unpack_halves(load(16 * f + 8 * h));
           float2 turn = {1.0f, 0.0f};
-          if (2 * pair < call.weighted.rotary_dims)
+          if (2 * pair < call.weighted.rotary_dims) {
             turn = *reinterpret_cast<const float2*>(by + 2 * pair);
-          state.q[f][h] = pack_halves(x.x * turn.x + x.y * turn.y, x.y * turn.x - x.x * turn.y);
+          }
+          state.q[f][h] = pack_halves(of.x * (x.x * turn.x + x.y * turn.y),
+                                      of.y * (x.y * turn.x - x.x * turn.y));
+        } else {
+          state.q[f][h] = pack_halves(of.x * x.x, of.y * x.y);
         }
       }
     }
   }
 
-  // Codes of dim block f into keys before RoPE, in units of the row. factors: of the tokens of even
-  // and of odd registers.
+  // Codes of dim block f into keys before RoPE, in units of their channels times 2^-kKeyUnitLog.
+  // factors: of the tokens of even and of odd registers.
   __device__ __forceinline__ void dequantize(int f, const uint32_t (&factors)[2],
                                              uint32_t (&a)[4]) const {
-    const uint4 k = load_shared_16(channels + (4 * f + fresh_lane() % 4) * 16);
+    const uint32_t at = means + (8 * f + fresh_lane() % 4) * 4;
+    const uint32_t mean[2] = {load_shared(at), load_shared(at + 16)};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const uint32_t scale = r < 2 ? k.x : k.z, mean = r < 2 ? k.y : k.w;
-      a[r] = fma_halves(multiply_halves(a[r], scale), factors[r % 2], mean);
-    }
+    for (int r = 0; r < 4; ++r) a[r] = fma_halves(a[r], factors[r % 2], mean[r / 2]);
   }
   // Dim blocks f and f + kPairBlocks of tile o, turned by their places.
   __device__ __forceinline__ void turn_halves(int o, int f, uint32_t (&x)[4],
@@ -167,47 +172,42 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  // kCoded: all slices are.
-  template <bool kCoded>
-  __device__ __forceinline__ void score_tiles(const Block& x, uint32_t factors,
-                                              float (&s)[kItemTiles][4]) {
+  // The factors of a tile's tokens in even and in odd registers.
+  __device__ __forceinline__ static void tile_factors(int o, uint32_t factors,
+                                                      uint32_t (&of_rows)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t both = __shfl_sync(
+          kFullWarp, factors, static_cast<int32_t>(16 * o + 8 * h + fresh_lane() / 4) % 32);
+      of_rows[h] = __byte_perm(both, 0, o < 2 ? 0x1010 : 0x3232);
+    }
+  }
+
+  // All slices are coded.
+  __device__ __forceinline__ void score_coded_tiles(const Block& x, uint32_t factors,
+                                                    float (&s)[kItemTiles][4]) {
     Streams streams[kSlices];
     const uint32_t base = code_halves(call.keys.codebook.base);
 #pragma unroll
-    for (int z = 0; z < kSlices; ++z) {
-      if (kCoded || x.slice[z].block.coded) open_streams(x.slice[z], streams[z]);
-    }
-    const auto codes = [&](int o, int f, uint32_t(&a)[4]) {
-      const int z = f / kSliceBlocks;
-      if (kCoded || x.slice[z].block.coded) {
-        streams[z].codes(key_table, base, a);
-      } else {
-        raw_fragment(x.slice[z].raw, kSliceDim, Component::kKey, o, f % kSliceBlocks, a);
-      }
-    };
+    for (int z = 0; z < kSlices; ++z) open_streams(x.slice[z], streams[z]);
     const int32_t tiles = tile_count(x.slice[0].block.tokens);
 #pragma unroll 1
     for (int o = 0; o < kItemTiles; ++o) {
       float tile[4] = {};
       if (o < tiles) {
         uint32_t of_rows[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t both = __shfl_sync(
-              kFullWarp, factors, static_cast<int32_t>(16 * o + 8 * h + fresh_lane() / 4) % 32);
-          of_rows[h] = __byte_perm(both, 0, o < 2 ? 0x1010 : 0x3232);
-        }
+        tile_factors(o, factors, of_rows);
         if constexpr (kHalves) {
           uint32_t held[kPairBlocks][4];
 #pragma unroll
           for (int f = 0; f < kPairBlocks; ++f) {
-            codes(o, f, held[f]);
+            streams[f / kSliceBlocks].codes(key_table, base, held[f]);
             dequantize(f, of_rows, held[f]);
           }
 #pragma unroll
           for (int f = 0; f < kPairBlocks; ++f) {
             uint32_t a[4];
-            codes(o, f + kPairBlocks, a);
+            streams[(f + kPairBlocks) / kSliceBlocks].codes(key_table, base, a);
             dequantize(f + kPairBlocks, of_rows, a);
             turn_halves(o, f, held[f], a);
             mma_m16n8k16(tile, held[f], state.q[f][0], state.q[f][1]);
@@ -217,7 +217,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
 #pragma unroll
           for (int f = 0; f < kDimBlocks; ++f) {
             uint32_t a[4];
-            codes(o, f, a);
+            streams[f / kSliceBlocks].codes(key_table, base, a);
             dequantize(f, of_rows, a);
             if constexpr (kNeighbours) turn_neighbours(o, f, a);
             mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
@@ -227,8 +227,60 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
       push_tile(s, tile);
     }
 #pragma unroll
+    for (int z = 0; z < kSlices; ++z) state.bad |= streams_end(x.slice[z], streams[z]);
+  }
+
+  // Raw slices, or one that is coded beside a raw one: rare, so its code is short, not fast.
+  __device__ __forceinline__ void score_other_tiles(const Block& x, uint32_t factors,
+                                                    float (&s)[kItemTiles][4]) {
+    Streams streams[kSlices];
+    const uint32_t base = code_halves(call.keys.codebook.base);
+#pragma unroll
     for (int z = 0; z < kSlices; ++z) {
-      if (kCoded || x.slice[z].block.coded) state.bad |= streams_end(x.slice[z], streams[z]);
+      if (x.slice[z].block.coded) open_streams(x.slice[z], streams[z]);
+    }
+    const auto product = [&](int f, const uint32_t(&a)[4], float(&tile)[4]) {
+      uint32_t q[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < kDimBlocks; ++i) {
+        if (i == f) q[0] = state.q[i][0], q[1] = state.q[i][1];
+      }
+      mma_m16n8k16(tile, a, q[0], q[1]);
+    };
+    const auto codes = [&](int z, int o, int f, uint32_t(&a)[4]) {
+      if (x.slice[z].block.coded) {
+        streams[z].codes(key_table, base, a);
+      } else {
+        raw_fragment(x.slice[z].raw, kSliceDim, Component::kKey, o, f % kSliceBlocks, a);
+      }
+    };
+#pragma unroll 1
+    for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
+      uint32_t of_rows[2];
+      tile_factors(o, factors, of_rows);
+      const bool there = o < tile_count(x.slice[0].block.tokens);
+#pragma unroll 1
+      for (int f = 0; f < (kHalves || kSlices == 2 ? kPairBlocks : kDimBlocks) && there; ++f) {
+        uint32_t a[4], b[4];
+        codes(0, o, f, a);
+        dequantize(f, of_rows, a);
+        if constexpr (kNeighbours) turn_neighbours(o, f, a);
+        if constexpr (kHalves || kSlices == 2) {
+          const int second = f + kPairBlocks;
+          codes(kSlices - 1, o, second, b);
+          dequantize(second, of_rows, b);
+          if constexpr (kHalves) turn_halves(o, f, a, b);
+          if constexpr (kNeighbours) turn_neighbours(o, second, b);
+          product(second, b, tile);
+        }
+        product(f, a, tile);
+      }
+      push_tile(s, tile);
+    }
+#pragma unroll
+    for (int z = 0; z < kSlices; ++z) {
+      if (x.slice[z].block.coded) state.bad |= streams_end(x.slice[z], streams[z]);
     }
   }
 
@@ -255,8 +307,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     return bad;
   }
 
-  // Of key exceptions: deltas are times 2^-10, what they meet times 2^-14.
-  static constexpr float kExceptionUnit = 0x1p-10f, kExceptionScale = 0x1p-14f;
+  static constexpr float kExceptionUnit = 0x1p-10f;  // of the deltas of keys
   // The scores that the exceptions of slice kSlice add.
   template <int kSlice>
   __device__ __forceinline__ void score_exceptions(const Block& x, int32_t block, uint32_t factors,
@@ -274,7 +325,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
         const int32_t d = kSlice * kSliceDims + pair.dim[j], token = pair.token[j];
         const uint32_t both = __shfl_sync(kFullWarp, factors, token % 32);
         const float2 factor = unpack_halves(both);
-        meets[j] = kExceptionScale * channel_scale(d) * (token < 32 ? factor.x : factor.y) *
+        meets[j] = (token < 32 ? factor.x : factor.y) / (kDigitScale * kExceptionUnit) *
                    turned_query(column, d, token, block);
       }
       const uint32_t operand = pack_halves(meets[0], meets[1]);
@@ -290,24 +341,18 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
   __device__ __forceinline__ float shared_half(uint32_t address) const {
     return half_to_float(static_cast<uint16_t>(load_shared_u16(address)));
   }
-  // 2^24 times the scale of a channel, in units of the row.
-  __device__ __forceinline__ float channel_scale(int32_t d) const {
-    const int32_t within = d % kDimBlock;
-    return shared_half(
-        channels + ((d / kDimBlock * 4 + within % 8 / 2) * 8 + within / 8 * 4 + within % 2) * 2);
-  }
   // What channel d of a key of the block is multiplied by, at a place.
   __device__ __forceinline__ float turned_query(int32_t column, int32_t d, int32_t place,
                                                 int32_t block) const {
     const uint16_t* q = query(column);
-    if constexpr (kPairing == RopePairing::kNone) return half_to_float(q[d]);
+    if constexpr (kPairing == RopePairing::kNone) return scales()[d] * half_to_float(q[d]);
     const int32_t pair = kHalves ? d % (kHeadDim / 2) : d / 2;
     const int32_t first = kHalves ? pair : 2 * pair;
     const int32_t second = kHalves ? pair + kHeadDim / 2 : first + 1;
-    float cos = 1.0f, sin = 0.0f;
+    float cos = scales()[d], sin = 0.0f;
     if (kHalves || 2 * pair < call.weighted.rotary_dims) {
       const float* by = block_turns(block) + 2 * pair;
-      cos = by[0], sin = by[1];
+      sin = cos * by[1], cos *= by[0];
     }
     const float x = half_to_float(q[first]), y = half_to_float(q[second]);
     const float back_x = x * cos + y * sin, back_y = y * cos - x * sin;
@@ -335,13 +380,13 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     check_exponents(x, kLeastImportanceExponent, kMostImportanceExponent);
     if (!x.valid) return;
     const auto factor = [&](int h) {
-      return exp2_fast(0.125f * static_cast<float>(x.exponents[h]));
+      return kDigitScale * kKeyUnit * exp2_fast(0.125f * static_cast<float>(x.exponents[h]));
     };
     const uint32_t factors = pack_halves(factor(0), factor(1));
     if (x.coded) {
-      score_tiles<true>(x, factors, s);
+      score_coded_tiles(x, factors, s);
     } else {
-      score_tiles<false>(x, factors, s);
+      score_other_tiles(x, factors, s);
     }
     score_exceptions<0>(x, block, factors, s);
     if constexpr (kSlices == 2) score_exceptions<1>(x, block, factors, s);
@@ -520,17 +565,16 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     state.begin(0.0f);
     if (from < min(to, blocks)) {
       state.bad |= Base::begin_blocks(row.first_block + from, min(to, blocks) - from);
-      load_channels(row.step);
+      load_means(row.step);
     }
     key_scale = this->score_scale() * (named ? call.keys.steps[row.step] : 0.0f);
   }
-  __device__ __forceinline__ void load_channels(int32_t step) const {
+  __device__ __forceinline__ void load_means(int32_t step) const {
     const auto* of_row =
-        reinterpret_cast<const uint4*>(call.weighted.key_channels) + int64_t{step} * (kHeadDim / 4);
+        reinterpret_cast<const uint4*>(call.weighted.key_means) + int64_t{step} * (kHeadDim / 8);
     __syncwarp();  // those of the row before have been read
-    for (int32_t i = static_cast<int32_t>(fresh_lane()); i < kHeadDim / 4; i += kWarpLanes) {
-      store_shared_16(channels + 16 * i, of_row[i]);
-    }
+    const auto lane = static_cast<int32_t>(fresh_lane());
+    if (lane < kHeadDim / 8) store_shared_16(means + 16 * lane, of_row[lane]);
     __syncwarp();
   }
 

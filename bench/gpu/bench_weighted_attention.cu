@@ -225,7 +225,8 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   if (!table.is_ok()) fail(table.status().message());
   auto turns = weighted_turns(*table, dims, kSinks);
   if (!turns.is_ok()) fail(turns.status().message());
-  const Device<uint16_t> key_channels(channels->halves), place(turns->place);
+  const Device<uint16_t> key_means(channels->means), place(turns->place);
+  const Device<float> key_scales(channels->scales);
   const Device<float> block(turns->block), unit(std::vector<float>{channels->unit}),
       value_step(std::vector<float>{row.value_step});
   const int32_t sink_units = kSinks * dims * 4 / 16;
@@ -257,7 +258,8 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   CodedAttention call;
   call.keys = keys.component(unique[0], unit.get());
   call.values = values.component(unique[1], value_step.get());
-  call.weighted.key_channels = key_channels.get();
+  call.weighted.key_scales = key_scales.get();
+  call.weighted.key_means = key_means.get();
   call.weighted.place_turns = place.get();
   call.weighted.block_turns = block.get();
   call.weighted.raw_sinks = reinterpret_cast<const uint8_t*>(sinks.get());

@@ -69,7 +69,8 @@ struct World {
   std::vector<uint16_t> q;
   std::vector<float> sinks;  // learned; empty: none
   WeightedTurns turns;
-  std::vector<uint16_t> key_channels;
+  std::vector<float> key_scales;
+  std::vector<uint16_t> key_means;
   std::vector<float> units, value_steps;  // [kSteps]
   int32_t items = 0, max_block_bytes = 16;
 
@@ -90,6 +91,10 @@ inline WeightedRow random_row(CodeSource* source, const World& w) {
     row.key_weight.push_back(std::exp2(0.7f * normal(source->rng())));
   }
   if (w.rope.pairing != RopePairing::kNone) row.rope = &w.rope;
+  for (int32_t i = 0; i < w.rope.pairs; ++i) {
+    row.key_weight[static_cast<size_t>(pair_second(w.rope.pairing, w.rope.pairs, i))] =
+        row.key_weight[static_cast<size_t>(pair_first(w.rope.pairing, i))];
+  }
   return row;
 }
 
@@ -214,7 +219,8 @@ inline void make_tables(World* w) {
     ASSERT_TRUE(channels.is_ok()) << channels.status().message();
     w->units.push_back(channels->unit);
     w->value_steps.push_back(row.value_step);
-    w->key_channels.insert(w->key_channels.end(), channels->halves.begin(), channels->halves.end());
+    w->key_scales.insert(w->key_scales.end(), channels->scales.begin(), channels->scales.end());
+    w->key_means.insert(w->key_means.end(), channels->means.begin(), channels->means.end());
   }
 }
 
@@ -295,7 +301,8 @@ inline CodedAttention call_of(const World& w) {
     x.codebook = device_codebook(w.books[c].family.books.front());
   }
   WeightedRows& rows = call.weighted;
-  rows.key_channels = w.key_channels.data();
+  rows.key_scales = w.key_scales.data();
+  rows.key_means = w.key_means.data();
   rows.place_turns = w.turns.place.data();
   rows.block_turns = w.turns.block.data();
   rows.raw_sinks = reinterpret_cast<const uint8_t*>(w.sinks_raw.data());

@@ -21,7 +21,8 @@ coded::Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t s
       value_table(device_table(w.books[1].family.books.front()));
   const DeviceArray<float> units(w.units), value_steps(w.value_steps), sinks(w.sinks);
   const DeviceArray<float> block_turns(w.turns.block);
-  const DeviceArray<uint16_t> channels(w.key_channels), place_turns(w.turns.place);
+  const DeviceArray<float> scales(w.key_scales);
+  const DeviceArray<uint16_t> means(w.key_means), place_turns(w.turns.place);
   const DeviceArray<uint16_t> raw_sinks(w.sinks_raw);
   const DeviceArray<CodedRow> rows(w.rows);
   const DeviceArray<int32_t> window_pages(w.window_pages);
@@ -34,7 +35,8 @@ coded::Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t s
   call.keys.blocks = key_refs.get(), call.values.blocks = value_refs.get();
   call.keys.steps = units.get(), call.values.steps = value_steps.get();
   call.keys.codebook.table = key_table.get(), call.values.codebook.table = value_table.get();
-  call.weighted.key_channels = channels.get();
+  call.weighted.key_scales = scales.get();
+  call.weighted.key_means = means.get();
   call.weighted.place_turns = place_turns.get();
   call.weighted.block_turns = block_turns.get();
   call.weighted.raw_sinks = reinterpret_cast<const uint8_t*>(raw_sinks.get());
