@@ -32,6 +32,17 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t x, float factor) {
   return *reinterpret_cast<const uint32_t*>(&y);
 }
 
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32_t negate_halves(uint32_t x) {
+  uint32_t y;
+  asm("neg.f16x2 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 inline constexpr uint32_t kOneHalves = 0x3c003c00u;
 // Two values of an output: what rounding, or a sum that left fp32, has carried past the largest
 // value of the type saturates, as output_to_raw() does.

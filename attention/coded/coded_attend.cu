@@ -37,6 +37,16 @@ CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
   return nullptr;
 }
 
+template <RopePairing kPairing>
+CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
+  switch (call.head_dim) {
+    case 64: return find_weighted_kernel<kPairing, 64>(call, copies_log);
+    case 96: return find_weighted_kernel<kPairing, 96>(call, copies_log);
+    case 128: return find_weighted_kernel<kPairing, 128>(call, copies_log);
+    default: return find_weighted_kernel<kPairing, 256>(call, copies_log);
+  }
+}
+
 CodedFamily coded_family(const CodedComponent& c, int32_t head_dim, int32_t copies_log) {
   CodedFamily family{};
   family.count = c.num_others;
@@ -57,8 +67,9 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   params.call = call;
   if (queries.halves != nullptr) params.call.q = queries.halves;
   params.grid = grid;
-  params.headers = {expected_header(call.keys.codebook, call.head_dim),
-                    expected_header(call.values.codebook, call.head_dim)};
+  const auto header = call.weighted.any() ? expected_weighted_header : expected_header;
+  params.headers = {header(call.keys.codebook, call.head_dim),
+                    header(call.values.codebook, call.head_dim)};
   params.key_mask = table_mask(call.keys.codebook.max_length, grid.copies_log);
   params.value_mask = table_mask(call.values.codebook.max_length, grid.copies_log);
   params.row_columns = call.all_columns();
@@ -147,6 +158,14 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
   constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
+  if (call.weighted.any()) {
+    switch (call.weighted.pairing) {
+      case RopePairing::kNone: return weighted_kernel<RopePairing::kNone>(call, copies_log);
+      case RopePairing::kHalves: return weighted_kernel<RopePairing::kHalves>(call, copies_log);
+      case RopePairing::kNeighbours:
+        return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
+    }
+  }
   if (call.fixed.any()) {
     return call.is_uniform() ? find_broad_kernel<kQueries, true>(call, copies_log)
                              : find_broad_kernel<kSlices, true>(call, copies_log);

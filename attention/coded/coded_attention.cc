@@ -67,6 +67,33 @@ Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::stri
   return Status::ok();
 }
 
+Status check_weighted(const CodedAttention& call) {
+  const WeightedRows& w = call.weighted;
+  if (call.fixed.any() || call.keys.num_others > 0 || call.values.num_others > 0) {
+    return unsupported("weighted blocks beside fixed-rate ones, or of several codebooks");
+  }
+  if (call.keys.means != nullptr || call.values.means != nullptr) {
+    return invalid("the means of weighted blocks belong in weighted.key_means");
+  }
+  if (call.probabilities != nullptr) return unsupported("probabilities of weighted blocks");
+  if (w.key_means == nullptr) return invalid("weighted.key_means");
+  if (w.sink_tokens < 0 || w.sink_tokens > kMostRawSinks) {
+    return invalid("weighted.sink_tokens must be 0 to 16");
+  }
+  if (w.raw_sinks_size < 0 || (w.raw_sinks_size > 0 && w.raw_sinks == nullptr)) {
+    return invalid("weighted.raw_sinks");
+  }
+  if (w.pairing == RopePairing::kNone) return Status::ok();
+  if (w.rotary_dims < 2 || w.rotary_dims % 2 != 0 || w.rotary_dims > call.head_dim ||
+      w.num_block_turns < 0 || w.place_turns == nullptr || w.block_turns == nullptr) {
+    return invalid("weighted: the turns of RoPE");
+  }
+  if (w.pairing == RopePairing::kHalves && w.rotary_dims != call.head_dim) {
+    return unsupported("RoPE in halves over a part of the head");
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status CodedAttention::validate() const {
@@ -100,7 +127,7 @@ Status CodedAttention::validate() const {
   }
   if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
   if (Status s = check_family(values, Component::kValue, keys.codebook, "values"); !s) return s;
-  return Status::ok();
+  return weighted.any() ? check_weighted(*this) : Status::ok();
 }
 
 Status CodedAttention::validate_arrays() const {

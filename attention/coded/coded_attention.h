@@ -32,6 +32,7 @@
 #include "codec/format/fixed_block.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tierkv/layout.h"
+#include "tierkv/rope.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
@@ -51,9 +52,17 @@ struct alignas(16) CodedRow {
   int64_t first_page = 0;     // of its ceil(window_tokens / 64) pages in window_pages
   int32_t step = 0;           // index of its steps
   int32_t mean = 0;           // index of its means; -1: none
+  int32_t sink_tokens = 0;    // raw, before the coded ones; weighted blocks only
+  uint32_t first_sink = 0;    // where they lie in WeightedRows::raw_sinks, in units of 16 bytes
 };
-inline constexpr int32_t coded_row_items(int32_t coded_tokens, int32_t window_tokens) {
-  return (coded_tokens + kBlockTokens - 1) / kBlockTokens +
+// Block b holds the positions 64 b to 64 b + 63 that are not sinks.
+inline constexpr int32_t coded_row_blocks(int32_t coded_tokens, int32_t sink_tokens) {
+  return coded_tokens > 0 ? (coded_tokens + sink_tokens + kBlockTokens - 1) / kBlockTokens : 0;
+}
+// The sinks are an item of their own, behind those of the blocks.
+inline constexpr int32_t coded_row_items(int32_t coded_tokens, int32_t window_tokens,
+                                         int32_t sink_tokens = 0) {
+  return coded_row_blocks(coded_tokens, sink_tokens) + (sink_tokens > 0 ? 1 : 0) +
          (window_tokens + kBlockTokens - 1) / kBlockTokens;
 }
 
@@ -69,6 +78,34 @@ struct CodedComponent {
   int32_t num_others = 0;                  // at most kMostCodedBooks - 1
 };
 inline constexpr int32_t kMostCodedBooks = 16;  // of a component
+
+// What weighted blocks (codec/format/weighted_block_format.h) need beside their codes; the tables
+// are made by attention/coded/weighted_tables.h. With key_scales all blocks of a call are weighted,
+// every component has one codebook, CodedComponent::steps of keys are the units that go with
+// key_scales and those of values the steps of WeightedRow, and means are in key_means.
+//
+// Keys lie before RoPE: a query is turned back by the position of a block's first token, a decoded
+// key is turned by its place in the block, in fp16.
+struct WeightedRows {
+  const float* key_scales = nullptr;      // device, [num_steps, head_dim]
+  const uint16_t* key_means = nullptr;    // device fp16, [num_steps, head_dim]
+  const uint16_t* place_turns = nullptr;  // device fp16, [64 * head_dim]; null without RoPE
+  // Device, cosines and sines, [num_block_turns, rotary_dims / 2, 2]: those of the first position
+  // of a block that is coded, which in block 0 is sink_tokens.
+  const float* block_turns = nullptr;
+  const uint8_t* raw_sinks = nullptr;  // device fp16, 16-byte aligned: keys of a row's sinks after
+                                       // RoPE, [sink_tokens, head_dim], then values
+  int64_t raw_sinks_size = 0;          // bytes
+  int32_t num_block_turns = 0;
+  int32_t rotary_dims = 0;
+  int32_t sink_tokens =
+      0;  // of a row that has blocks, at most kMostRawSinks; others may have fewer
+  // kHalves over the whole head, or kNeighbours; else kUnsupported.
+  RopePairing pairing = RopePairing::kNone;
+
+  bool any() const { return key_scales != nullptr; }
+};
+inline constexpr int32_t kMostRawSinks = 16;
 
 struct CodedAttention {
   CodedComponent keys, values;
@@ -118,6 +155,7 @@ struct CodedAttention {
                                 // coded blocks must fit, raw ones are read from memory if not
   int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
   FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
+  WeightedRows weighted;          // of weighted blocks, if they are
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }

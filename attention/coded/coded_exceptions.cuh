@@ -23,11 +23,12 @@ __device__ __forceinline__ uint32_t integer_halves(int32_t low, int32_t high) {
 // Two exceptions of a lane; those that are not there change nothing.
 struct ExceptionPair {
   int32_t token[2], dim[2];
-  uint32_t deltas;  // two halves, times 2^-18
+  uint32_t deltas;  // two halves, times the unit they are loaded with
 
   // Not 0 where an index lies outside the block; that exception is left out.
   template <int kHeadDim>
-  __device__ __forceinline__ uint32_t load(uint32_t words, int32_t left, int32_t tokens) {
+  __device__ __forceinline__ uint32_t load(uint32_t words, int32_t left, int32_t tokens,
+                                           float unit = 1 / kDigitScale) {
     uint32_t bad = 0;
     float delta[2];
 #pragma unroll
@@ -41,7 +42,7 @@ struct ExceptionPair {
       }
       token[j] = static_cast<int32_t>(word / kSliceDims % (0x10000u / kSliceDims));
       dim[j] = static_cast<int32_t>(word % kSliceDims);
-      delta[j] = static_cast<float>(static_cast<int16_t>(word >> 16)) / kDigitScale;
+      delta[j] = static_cast<float>(static_cast<int16_t>(word >> 16)) * unit;
     }
     deltas = pack_halves(delta[0], delta[1]);
     return bad;

@@ -23,11 +23,22 @@ struct SharedPlan {
   uint32_t start;
   uint32_t slot_bytes;
   int32_t warps;
+  uint32_t tail_bytes;
+
+  SharedPlan(const CodedAttention& call, const DeviceLimits& limits, int32_t slot_bytes,
+             int32_t warps)
+      : start(static_cast<uint32_t>(limits.reserved_bytes)),
+        slot_bytes(static_cast<uint32_t>(slot_bytes)),
+        warps(warps),
+        tail_bytes(call.weighted.any()
+                       ? weighted_tail_bytes(call.head_dim,
+                                             call.weighted.pairing != RopePairing::kNone, warps)
+                       : 0) {}
 
   int32_t bytes(uint32_t table_bytes, int32_t slots_per_warp, int32_t tables) const {
     const CodedSharedLayout at = coded_shared_layout(start, table_bytes, slot_bytes,
                                                      static_cast<uint32_t>(warps * slots_per_warp),
-                                                     static_cast<uint32_t>(tables));
+                                                     static_cast<uint32_t>(tables), tail_bytes);
     return static_cast<int32_t>(at.end - start);
   }
 };
@@ -50,8 +61,7 @@ namespace {
 // As many copies as fit, then slots; false where not even one slot a warp does.
 bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits& limits,
          CodedAttentionGrid* grid) {
-  const SharedPlan plan = {static_cast<uint32_t>(limits.reserved_bytes),
-                           static_cast<uint32_t>(grid->slot_bytes), grid->warps};
+  const SharedPlan plan(call, limits, grid->slot_bytes, grid->warps);
   const int32_t longest = longest_word(call);
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
@@ -95,8 +105,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
     if (fit(call, most_copies_log, *limits, &grid)) return grid;
   }
   const int32_t longest = longest_word(call);
-  const SharedPlan plan = {static_cast<uint32_t>(limits->reserved_bytes),
-                           static_cast<uint32_t>(grid.slot_bytes), 1};
+  const SharedPlan plan(call, *limits, grid.slot_bytes, 1);
   int32_t most = call.num_tables();
   const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, 0));
   while (most > 0 && plan.bytes(table_bytes, 1, most) > limits->shared_bytes) --most;
@@ -109,8 +118,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
 Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call) {
   Result<CodedAttentionGrid> grid = coded_attention_grid(call, 0);
   if (!grid) return grid;
-  const SharedPlan plan = {static_cast<uint32_t>(device_limits()->reserved_bytes),
-                           static_cast<uint32_t>(grid->slot_bytes), grid->warps};
+  const SharedPlan plan(call, *device_limits(), grid->slot_bytes, grid->warps);
   grid->slots_per_warp = 1;
   grid->shared_bytes = plan.bytes(static_cast<uint32_t>(table_region_bytes(longest_word(call), 0)),
                                   1, call.num_tables());

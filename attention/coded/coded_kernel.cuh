@@ -4,8 +4,11 @@
 // Bound: shared-memory wavefronts of the lookups; copies of the tables make them fewer.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/coded/coded_items.cuh"
 #include "attention/coded/coded_warp.cuh"
+#include "attention/coded/weighted_warp.cuh"
 #include "gpu/barrier.cuh"
 #include "gpu/lanes.cuh"
 #include "gpu/pdl.cuh"
@@ -72,6 +75,15 @@ __device__ inline void fill_family(const CodedFamily& family, uint32_t address, 
   }
 }
 
+// The turns of places, by the CTA.
+__device__ inline void fill_turns(const WeightedRows& weighted, uint32_t bytes, uint32_t address) {
+  const auto* turns = reinterpret_cast<const uint4*>(weighted.place_turns);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) {
+    store_shared_16(address + 16 * i, turns[i]);
+  }
+}
+
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
 __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
@@ -89,8 +101,11 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const uint32_t tables = kFamilies ? key_tables + 1 + params.value_family.count : 2;
   const uint32_t start = shared_address(shared);
   const auto slots = static_cast<uint32_t>(grid.warps * grid.slots_per_warp);
-  const CodedSharedLayout layout =
-      coded_shared_layout(start, region, static_cast<uint32_t>(grid.slot_bytes), slots, tables);
+  constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
+  const uint32_t tail =
+      Code::kWeighted ? weighted_tail_bytes(kDimBlocks * kDimBlock, kTurns, grid.warps) : 0;
+  const CodedSharedLayout layout = coded_shared_layout(
+      start, region, static_cast<uint32_t>(grid.slot_bytes), slots, tables, tail);
   const bool fits = layout.end - start <= static_cast<uint32_t>(grid.shared_bytes);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
   auto* barriers = reinterpret_cast<uint64_t*>(shared) + warp * grid.slots_per_warp;
@@ -103,13 +118,20 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
 
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
   BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
-  CodedWarp<kDimBlocks, Code, kBreadth> worker{
-      call,
-      ring,
-      params,
-      Table(layout.tables, params.key_mask),
-      Table(layout.tables + key_tables * region, params.value_mask),
-      fits};
+  using Worker = std::conditional_t<Code::kWeighted, WeightedWarp<kDimBlocks, Code, kBreadth>,
+                                    CodedWarp<kDimBlocks, Code, kBreadth>>;
+  Worker worker{call,
+                ring,
+                params,
+                Table(layout.tables, params.key_mask),
+                Table(layout.tables + key_tables * region, params.value_mask),
+                fits};
+  if constexpr (Code::kWeighted) {
+    constexpr int32_t kDims = kDimBlocks * kDimBlock;
+    worker.turns = layout.tail;
+    worker.means = layout.tail + weighted_turn_bytes(kDims, kTurns) +
+                      static_cast<uint32_t>(warp) * weighted_mean_bytes(kDims);
+  }
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
@@ -118,6 +140,10 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
+  if constexpr (kTurns) {
+    if (fits)
+      fill_turns(call.weighted, weighted_turn_bytes(kDimBlocks * kDimBlock, true), layout.tail);
+  }
   if (fits) {
     key_fill.store<kCopiesLog>(layout.tables);
     value_fill.store<kCopiesLog>(layout.tables + key_tables * region);

@@ -5,6 +5,7 @@
 
 #include "attention/coded/coded_attention.h"
 #include "attention/core/columns.h"
+#include "codec/format/weighted_block_format.h"
 
 namespace tierkv {
 
@@ -21,6 +22,13 @@ inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim)
               static_cast<uint32_t>(c.component) << 24,
           static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8 | static_cast<uint32_t>(c.base)
                                                                            << 16};
+}
+// The same of weighted blocks, exponents and lengths left out as well.
+inline ExpectedHeader expected_weighted_header(const DeviceCodebook& c, int32_t head_dim) {
+  return {kWeightedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
+              static_cast<uint32_t>(c.streams_per_lane) << 12 |
+              static_cast<uint32_t>(c.component) << 14 | uint32_t{c.table_id} << 16,
+          static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8};
 }
 
 // What a kernel of coded attention is for, each also for what those before are for: kernels that do
@@ -69,6 +77,10 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
 // copies. Each has an object, from coded_instance.cu.in.
 template <CodedBreadth kBreadth, bool kFixed>
 CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
+// The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
+// object, from weighted_instance.cu.in.
+template <RopePairing kPairing, int32_t kHeadDim>
+CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
 // Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
 // first.
 Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);

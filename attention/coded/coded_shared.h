@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "codec/format/coded_block_format.h"
+#include "codec/format/fragment_order.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -22,6 +23,7 @@ struct CodedSharedLayout {
   uint32_t before;        // the slots before the tables start here,
   uint32_t slots_before;  // so many
   uint32_t after;         // the others here
+  uint32_t tail;          // what kernels of weighted blocks hold beside them
   uint32_t end;
 
   TKV_HD uint32_t slot(uint32_t i, uint32_t slot_bytes) const {
@@ -30,17 +32,31 @@ struct CodedSharedLayout {
 };
 
 // start: address of the dynamic shared memory; region: bytes of a table with its copies, a power of
-// two.
+// two; tail_bytes: a multiple of 16.
 TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, uint32_t slot_bytes,
-                                             uint32_t slots, uint32_t tables = 2) {
+                                             uint32_t slots, uint32_t tables = 2,
+                                             uint32_t tail_bytes = 0) {
   CodedSharedLayout at;
   at.before = (start + kCodedBarrierBytes + 127) / 128 * 128;
   at.tables = (at.before + region - 1) / region * region;
   at.slots_before = (at.tables - at.before) / slot_bytes;
   if (at.slots_before > slots) at.slots_before = slots;
   at.after = (at.tables + tables * region + 127) / 128 * 128;
-  at.end = at.after + (slots - at.slots_before) * slot_bytes + kCodedSlackBytes;
+  at.tail = at.after + (slots - at.slots_before) * slot_bytes;
+  at.end = at.tail + tail_bytes + kCodedSlackBytes;
   return at;
+}
+
+// The tail of weighted blocks: turns of 64 places, then the means of each warp's row.
+TKV_HD uint32_t weighted_turn_bytes(int32_t head_dim, bool turns) {
+  return turns ? static_cast<uint32_t>(head_dim * 2 * kBlockTokens) : 0;
+}
+TKV_HD uint32_t weighted_mean_bytes(int32_t head_dim) {
+  return static_cast<uint32_t>(head_dim * 2);
+}
+TKV_HD uint32_t weighted_tail_bytes(int32_t head_dim, bool turns, int32_t warps) {
+  return weighted_turn_bytes(head_dim, turns) +
+         static_cast<uint32_t>(warps) * weighted_mean_bytes(head_dim);
 }
 
 }  // namespace tierkv

@@ -96,21 +96,25 @@ struct CodedState {
     }
   }
 
+  // Of an item that has `tokens` tokens.
+  __device__ __forceinline__ static void hide_behind(int32_t tokens, float (&s)[kItemTiles][4]) {
+    if (tokens >= kBlockTokens) return;
+    const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
+#pragma unroll
+    for (int o = 0; o < kItemTiles; ++o) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (16 * o + g + 8 * (i / 2) >= tokens) s[o][i] = -INFINITY;
+      }
+    }
+  }
+
   // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
   // offset bring a score to log2 units. kHides: scores of a whole column may be -infinity.
   template <bool kHides = false>
   __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
                                         uint32_t (&p)[kItemTiles][2]) {
-    if (tokens < kBlockTokens) {
-      const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);
-#pragma unroll
-      for (int o = 0; o < kItemTiles; ++o) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (16 * o + g + 8 * (i / 2) >= tokens) s[o][i] = -INFINITY;
-        }
-      }
-    }
+    hide_behind(tokens, s);
     raise_reference<kHides>(s, scale);
     const float shift[2] = {offset[0] - reference[0], offset[1] - reference[1]};
 #pragma unroll

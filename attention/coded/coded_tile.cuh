@@ -15,6 +15,7 @@ inline constexpr float kDigitScale = 0x1p24f;
 // What brings an entry of kPair there and rounds its code length away, in a pipe that the lookups
 // leave idle.
 inline constexpr float kPairUnit = 0x1p-6f;
+inline constexpr uint32_t kPairUnitHalves = 0x24002400;
 inline constexpr int32_t kItemTiles = kBlockTokens / kTileTokens;
 
 // A coded block in its slot. Its sizes agree with each other and with the slot where `coded`; else
@@ -89,7 +90,9 @@ template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
-  static constexpr bool kFixed = false;  // no fixed-rate blocks among them
+  static constexpr bool kFixed = false;     // no fixed-rate blocks among them
+  static constexpr bool kWeighted = false;  // global steps
+  static constexpr RopePairing kPairing = RopePairing::kNone;
 };
 
 // The streams of a lane in a coded block.
@@ -135,23 +138,36 @@ struct LaneCodes {
 
   // The registers of the next dim block.
   __device__ __forceinline__ void fragment(const SharedTable<kCopiesLog>& table, uint32_t (&a)[4]) {
-    if constexpr (Code::kMode == BlockMode::kSingle) {
-      fragment_of_singles(table, a);
-    } else {
-      if constexpr (kStreams == 1) {
-        stream[0].step(table, &a[0], &a[1]);
-        stream[0].step(table, &a[2], &a[3]);
-      } else {
-        uint32_t first[2], second[2];
-        step_both(stream[0], stream[1], table, first, second);
-        a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
-      }
+    entries(table, a);
+    if constexpr (Code::kMode != BlockMode::kSingle) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[r] = multiply_halves(a[r], kPairUnit);
     }
   }
+  // With the base, an fp16 number in both halves, added to each digit.
+  __device__ __forceinline__ void codes(const SharedTable<kCopiesLog>& table, uint32_t base,
+                                        uint32_t (&a)[4]) {
+    entries(table, a);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      a[r] = Code::kMode == BlockMode::kSingle ? add_halves(a[r], base)
+                                               : fma_halves(a[r], kPairUnitHalves, base);
+    }
+  }
 
  private:
+  __device__ __forceinline__ void entries(const SharedTable<kCopiesLog>& table, uint32_t (&a)[4]) {
+    if constexpr (Code::kMode == BlockMode::kSingle) {
+      fragment_of_singles(table, a);
+    } else if constexpr (kStreams == 1) {
+      stream[0].step(table, &a[0], &a[1]);
+      stream[0].step(table, &a[2], &a[3]);
+    } else {
+      uint32_t first[2], second[2];
+      step_both(stream[0], stream[1], table, first, second);
+      a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
+    }
+  }
   // The upper half of an entry is its digit.
   __device__ __forceinline__ void fragment_of_singles(const SharedTable<kCopiesLog>& table,
                                                       uint32_t (&a)[4]) {

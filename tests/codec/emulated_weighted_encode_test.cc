@@ -316,7 +316,7 @@ TEST_F(EmulatedWeighted, CountsPairs) {
     for (int32_t c = 0; c < 2; ++c) {
       pairs[c].assign(kHistogramCounts, 0), wide[c].assign(kHistogramCounts, 0);
       counts.pairs[c] = pairs[c].data(), counts.wide[c] = wide[c].data();
-      std::vector<uint8_t> shared(kCounterBytes + kCounterThreads / 32 * kWeightedWarpBytes + 16,
+      std::vector<uint8_t> shared(kCounterBytes + kCounterThreads / 32 * kEncodeWarpBytes + 16,
                                   0xa5);
       uint8_t* at = shared.data() + (16 - reinterpret_cast<uintptr_t>(shared.data()) % 16) % 16;
       emulator::cta().run(

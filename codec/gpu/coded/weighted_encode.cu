@@ -53,7 +53,7 @@ template <int32_t kPer>
 Status launch_count(const WeightedEncode& call, const WeightedCounts& counts,
                     const DeviceLimits& limits, GpuStream stream) {
   constexpr int32_t kWarps = kCounterThreads / kWarpLanes;
-  constexpr int32_t kBytes = kCounterBytes + kWarps * kWeightedWarpBytes;
+  constexpr int32_t kBytes = kCounterBytes + kWarps * kEncodeWarpBytes;
   if (Status s = allow_shared(count_kernel<kPer>, kBytes); !s) return s;
   const int64_t groups = int64_t{call.num_ranges} * call.most_blocks;
   const int64_t wanted = std::min<int64_t>((limits.sms + 1) / 2, (groups + kWarps - 1) / kWarps);

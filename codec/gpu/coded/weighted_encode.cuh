@@ -16,17 +16,17 @@ inline constexpr int32_t kWeightedWarps = 8;
 inline constexpr int32_t kWideCode = -128;
 
 // What a warp has in shared memory, in this order.
-struct WeightedWarp {
+struct EncodeWarp {
   WeightedBlockJob job;
   int8_t exponents[kBlockTokens];
 };
-inline constexpr int32_t kWeightedWarpBytes = (sizeof(WeightedWarp) + 15) / 16 * 16;
+inline constexpr int32_t kEncodeWarpBytes = (sizeof(EncodeWarp) + 15) / 16 * 16;
 // Where a block is put together: about 4 bits a code. What is larger goes to memory at once.
 TKV_HD constexpr int32_t weighted_room(int32_t head_dim) {
   return 36 * (head_dim < kSliceDims ? head_dim : kSliceDims);
 }
 TKV_HD constexpr int32_t encode_warp_bytes(int32_t head_dim) {
-  return kWeightedWarpBytes + kBlockTokens * head_dim + weighted_room(head_dim);
+  return kEncodeWarpBytes + kBlockTokens * head_dim + weighted_room(head_dim);
 }
 inline constexpr int32_t kFamiliesBytes = (2 * sizeof(SharedFamily) + 15) / 16 * 16;
 // Of the CTA, before its warps.
@@ -76,7 +76,7 @@ struct StageSink {
 // The codes of a slice as the lane encoder takes them.
 struct StagedCodes {
   const uint8_t* bytes;  // of this lane
-  const WeightedWarp* warp;
+  const EncodeWarp* warp;
   int32_t first_dim, blocks;
   int32_t whole;   // fragments that have no padding
   int32_t filler;  // low half of padding
@@ -87,8 +87,8 @@ struct StagedCodes {
     int32_t index;
   };
 
-  __device__ __forceinline__ StagedCodes(const uint8_t* staged, const WeightedWarp* of,
-                                         int32_t slice, int32_t dim_blocks, bool any_wide)
+  __device__ __forceinline__ StagedCodes(const uint8_t* staged, const EncodeWarp* of, int32_t slice,
+                                         int32_t dim_blocks, bool any_wide)
       : bytes(staged + slice * slice_code_bytes() + 8 * lane_index()),
         warp(of),
         first_dim(slice * kSliceDims),
@@ -244,7 +244,7 @@ __device__ inline ChosenPlace choose_place(const WeightedEncode& call, const Wei
 
 // Everything of a warp's block but its codes.
 struct WeightedMemory {
-  WeightedWarp* warp;
+  EncodeWarp* warp;
   uint8_t* codes;
   uint32_t* block;
 };
@@ -319,7 +319,7 @@ __device__ StatusCode write_staged(const WeightedEncode& call, const SharedFamil
 // nothing to be done.
 template <int32_t kPer>
 __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const WeightedRange& range,
-                                            const WeightedItem& item, WeightedWarp* warp,
+                                            const WeightedItem& item, EncodeWarp* warp,
                                             WeightedFaults* faults, StatusCode* code) {
   *code = StatusCode::kInvalidArgument;
   if (!range_is_valid(call, range)) return false;
@@ -368,9 +368,9 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   uint8_t* const mine = shared + encode_cta_bytes(call) + warp * encode_warp_bytes(kPer * 32);
-  uint8_t* const codes = mine + kWeightedWarpBytes;
+  uint8_t* const codes = mine + kEncodeWarpBytes;
   const WeightedMemory memory{
-      reinterpret_cast<WeightedWarp*>(mine), codes,
+      reinterpret_cast<EncodeWarp*>(mine), codes,
       reinterpret_cast<uint32_t*>(codes + kBlockTokens * kPer * kWarpLanes)};
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
@@ -406,7 +406,7 @@ struct CountSink {
 };
 
 // By a CTA of kCounterThreads, for the component blockIdx.y. shared: kCounterBytes and
-// kWeightedWarpBytes of each warp.
+// kEncodeWarpBytes of each warp.
 template <int32_t kPer>
 __device__ __forceinline__ void count_weighted_items(const WeightedEncode& call,
                                                      const WeightedCounts& counts,
@@ -416,7 +416,7 @@ __device__ __forceinline__ void count_weighted_items(const WeightedEncode& call,
   const auto c = static_cast<int32_t>(blockIdx.y);
   const CodeCounter counter{reinterpret_cast<uint32_t*>(shared), counts.pairs[c], counts.wide[c]};
   auto* const mine =
-      reinterpret_cast<WeightedWarp*>(shared + kCounterBytes + warp * kWeightedWarpBytes);
+      reinterpret_cast<EncodeWarp*>(shared + kCounterBytes + warp * kEncodeWarpBytes);
   counter.clear();
   const int64_t groups = int64_t{call.num_ranges} * call.most_blocks;
   for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < groups;

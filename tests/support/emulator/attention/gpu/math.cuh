@@ -48,6 +48,13 @@ inline uint32_t pack_outputs(float low, float high, bool is_bfloat16) {
 inline uint32_t multiply_halves(uint32_t x, float factor) {
   return pack_halves(emulated_half(x, 0) * factor, emulated_half(x, 1) * factor);
 }
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  return pack_halves(emulated_half(a, 0) * emulated_half(b, 0),
+                     emulated_half(a, 1) * emulated_half(b, 1));
+}
+inline uint32_t negate_halves(uint32_t x) {
+  return x ^ 0x80008000u;
+}
 
 inline constexpr uint32_t kOneHalves = 0x3c003c00u;
 inline uint32_t equal_halves(uint32_t x, uint32_t y) {

@@ -1,0 +1,237 @@
+// The kernel of attention over weighted blocks on the host, thread by thread, against exact
+// attention over decoded blocks; parts of a row are joined here.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention/coded/coded_kernel.cuh"
+#include "tests/support/fresh_random.h"
+#include "tests/support/weighted_attention_world.h"
+
+namespace tierkv {
+
+extern uint8_t shared[228 << 10];  // of the test of coded attention
+
+namespace test::weighted {
+namespace {
+
+constexpr int32_t kCtas = 2;
+
+CodedKernelParams params_of(const CodedAttention& call, int32_t slots, int32_t warps) {
+  CodedKernelParams p{};
+  p.call = call;
+  p.grid.num_ctas = kCtas;
+  p.grid.slots_per_warp = slots;
+  p.grid.warps = warps;
+  p.grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  p.headers = {expected_weighted_header(call.keys.codebook, call.head_dim),
+               expected_weighted_header(call.values.codebook, call.head_dim)};
+  p.key_mask = table_mask(call.keys.codebook.max_length, 0);
+  p.value_mask = table_mask(call.values.codebook.max_length, 0);
+  p.row_columns = call.all_columns();
+  p.queries = coded_columns(call);
+  p.table_bytes = static_cast<uint32_t>(table_region_bytes(
+      std::max(call.keys.codebook.max_length, call.values.codebook.max_length), 0));
+  const CodedSharedLayout at = coded_shared_layout(
+      EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
+      static_cast<uint32_t>(warps * slots), 2,
+      weighted_tail_bytes(call.head_dim, call.weighted.pairing != RopePairing::kNone, warps));
+  p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
+  return p;
+}
+
+// What the second kernel does.
+void join_row(const World& w, const CodedKernelParams& p, size_t r, coded::Attended* to) {
+  const CodedAttention& call = p.call;
+  const ItemShares shares = item_shares(p, p.grid.warps);
+  const int32_t begin = w.rows[r].first_item, dims = call.head_dim;
+  const int32_t end = r + 1 < w.rows.size() ? w.rows[r + 1].first_item : shares.items;
+  to->status[r] = StatusCode::kOk;
+  for (int32_t c = 0; c < call.columns; ++c) {
+    double top = -INFINITY, sum = 0;
+    std::vector<double> out(static_cast<size_t>(dims));
+    std::vector<const float*> parts;
+    for (int32_t i = shares.warp_of(begin); begin < end && i <= shares.warp_of(end - 1); ++i) {
+      parts.push_back(static_cast<const float*>(call.workspace) +
+                      (int64_t{i} + static_cast<int64_t>(r)) * coded_partial_floats(call));
+    }
+    const auto state = [&](const float* part) { return part + call.columns * dims + 2 * c; };
+    for (const float* part : parts) {
+      top = std::max<double>(top, state(part)[0]);
+      if (state(part)[1] < 0) to->status[r] = StatusCode::kCorrupt;
+    }
+    for (const float* part : parts) {
+      const double factor = state(part)[1] > 0 ? std::exp2(state(part)[0] - top) : 0;
+      sum += factor * state(part)[1];
+      for (int32_t d = 0; factor > 0 && d < dims; ++d)
+        out[static_cast<size_t>(d)] += factor * part[c * dims + d];
+    }
+    const bool present = sum > 0 && to->status[r] == StatusCode::kOk;
+    const size_t place = places(w.shape).place(r, p.first_column + c);
+    for (int32_t d = 0; d < dims; ++d) {
+      to->out[place * static_cast<size_t>(dims) + static_cast<size_t>(d)] =
+          float_to_half(static_cast<float>(present ? out[static_cast<size_t>(d)] / sum : 0));
+    }
+    to->lse[place] =
+        static_cast<float>(present ? std::log(2.0) * (top + std::log2(sum)) : -INFINITY);
+  }
+}
+
+coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t slots, int32_t warps) {
+  CodedAttention call = call_of(w);
+  const std::vector<uint32_t> tables[2] = {device_table(w.books[0].family.books.front()),
+                                           device_table(w.books[1].family.books.front())};
+  call.keys.codebook.table = tables[0].data();
+  call.values.codebook.table = tables[1].data();
+  const Status valid = call.validate();
+  EXPECT_TRUE(valid) << valid.message();
+  std::vector<uint16_t> halves;
+  for (size_t r = 0; r < w.rows.size(); ++r) {
+    for (int32_t c = 0; c < w.shape.all_columns(); ++c) {
+      const auto first =
+          w.q.begin() + static_cast<int64_t>(places(w.shape).place(r, c)) * w.shape.head_dim;
+      halves.insert(halves.end(), first, first + w.shape.head_dim);
+    }
+  }
+  call.q = halves.data();
+  coded::Attended to;
+  to.out.resize(w.q.size(), 0x7e00);
+  to.lse.resize(w.rows.size() * static_cast<size_t>(call.all_columns()), NAN);
+  to.status.resize(w.rows.size(), StatusCode::kIo);
+  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+    CodedKernelParams p = params_of(call, slots, warps);
+    p.first_column = first;
+    p.call.columns = std::min(p.row_columns - first, kCodedColumns);
+    p.call.q = halves.data() + int64_t{first} * call.head_dim;
+    std::vector<float> workspace(
+        static_cast<size_t>((kCtas * warps + call.num_rows) * coded_partial_floats(p.call)), NAN);
+    p.call.workspace = workspace.data();
+    EXPECT_LE(p.grid.shared_bytes, static_cast<int32_t>(sizeof(shared)));
+    emulated_shared() = {shared, static_cast<uint32_t>(p.grid.shared_bytes)};
+    for (int32_t cta = 0; cta < kCtas; ++cta) {
+      std::fill(std::begin(shared), std::end(shared), uint8_t{0xff});
+      emulator::cta().run(
+          cta, warps * 32, [&] { kernel(p); }, kCtas);
+    }
+    for (size_t r = 0; r < w.rows.size(); ++r) join_row(w, p, r, &to);
+  }
+  return to;
+}
+
+template <int kDimBlocks, BlockMode kMode, RopePairing kPairing>
+CodedKernel kernel_of(int32_t streams) {
+  constexpr auto kBreadth = kDimBlocks == 16 ? CodedBreadth::kSlices : CodedBreadth::kQueries;
+  return streams == 1
+             ? coded_attention_kernel<kDimBlocks, WeightedCode<kMode, 1, 0, kPairing>, kBreadth>
+             : coded_attention_kernel<kDimBlocks, WeightedCode<kMode, 2, 0, kPairing>, kBreadth>;
+}
+CodedKernel kernel_of(const Shape& s) {
+  constexpr auto kPair = BlockMode::kPair, kSingle = BlockMode::kSingle;
+  constexpr auto kNone = RopePairing::kNone, kHalves = RopePairing::kHalves;
+  constexpr auto kNeighbours = RopePairing::kNeighbours;
+  if (s.pairing == kNone) return kernel_of<4, kPair, kNone>(s.streams);
+  if (s.pairing == kNeighbours) return kernel_of<4, kPair, kNeighbours>(s.streams);
+  if (s.mode == kSingle) return kernel_of<4, kSingle, kHalves>(s.streams);
+  if (s.head_dim == 64) return kernel_of<4, kPair, kHalves>(s.streams);
+  if (s.head_dim == 96) return kernel_of<6, kPair, kHalves>(s.streams);
+  if (s.head_dim == 128) return kernel_of<8, kPair, kHalves>(s.streams);
+  return kernel_of<16, kPair, kHalves>(s.streams);
+}
+
+class EmulatedWeightedAttention : public RandomTest {
+ protected:
+  EmulatedWeightedAttention() : source_(seed_) {}
+  std::vector<RowData> rows(int32_t q_len) {
+    const int32_t least = q_len - 1;
+    std::vector<RowData> rows = {{0, 0}, {60, least}, {0, 1}, {1, least}, {0, 0}};
+    for (int32_t i = 0; i < 2; ++i)
+      rows.push_back({source_.below(300), least + source_.below(100)});
+    rows.push_back({700, least + 3});
+    rows.push_back({0, 0});
+    return rows;
+  }
+  void check(Shape shape) {
+    shape.columns = 1 + source_.below(10);
+    if (source_.below(2) != 0) shape.q_len = 1 + source_.below(4);
+    shape.streams = 1 + source_.below(2);
+    shape.importance = source_.below(4) != 0;
+    SCOPED_TRACE(shape.name());
+    World w;
+    make_world(&source_, shape, rows(shape.q_len), &w);
+    if (HasFatalFailure()) return;
+    const int32_t most = coded_warps(shape.head_dim);
+    compare(w, attend_on_host(w, kernel_of(shape), 1 + source_.below(2), most >> source_.below(3)));
+  }
+  CodeSource source_;
+};
+
+TEST_F(EmulatedWeightedAttention, OfEveryHeadDim) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    Shape shape;
+    shape.head_dim = head_dim;
+    check(shape);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(EmulatedWeightedAttention, OfEveryPairing) {
+  for (const RopePairing pairing : {RopePairing::kNone, RopePairing::kNeighbours}) {
+    for (const int32_t rotary : {0, 32}) {
+      Shape shape;
+      shape.head_dim = 64;
+      shape.pairing = pairing;
+      shape.rotary_dims = rotary;
+      shape.raw_sinks = source_.below(9);
+      check(shape);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(EmulatedWeightedAttention, OfSingleCodesAndLargeMeans) {
+  Shape shape;
+  shape.head_dim = 64;
+  shape.mode = BlockMode::kSingle;
+  shape.coarseness = 6;
+  check(shape);
+  shape.mode = BlockMode::kPair;
+  shape.coarseness = 1;
+  shape.large_means = true;
+  check(shape);
+}
+
+// A row with a byte that is wrong is corrupt or right, never something else, and harms no other.
+TEST_F(EmulatedWeightedAttention, WrongBytesHarmTheirRowAlone) {
+  for (int32_t i = 0; i < 6; ++i) {
+    Shape shape;
+    shape.head_dim = 64;
+    World w;
+    make_world(&source_, shape, {{150, 5}, {200, 9}, {100, 3}}, &w);
+    if (HasFatalFailure()) return;
+    const coded::Attended right = attend_on_host(w, kernel_of(shape), 2, 4);
+    const int32_t c = i % 2;
+    const size_t block = static_cast<size_t>(w.rows[1].first_block + source_.below(4));
+    const CodedBlockRef ref = w.refs[c][block];
+    const int32_t span = i < 3 ? 14 : static_cast<int32_t>(ref.units * 16);
+    w.bytes[c][ref.offset * 16 + static_cast<uint32_t>(source_.below(span))] ^=
+        static_cast<uint8_t>(1u << source_.below(8));
+    const coded::Attended got = attend_on_host(w, kernel_of(shape), 2, 4);
+    const size_t row = right.out.size() / 3;
+    for (size_t r = 0; r < 3; r += 2) {
+      EXPECT_EQ(got.status[r], StatusCode::kOk);
+      EXPECT_TRUE(std::equal(got.out.begin() + static_cast<int64_t>(r * row),
+                             got.out.begin() + static_cast<int64_t>((r + 1) * row),
+                             right.out.begin() + static_cast<int64_t>(r * row)));
+    }
+    if (got.status[1] != StatusCode::kOk) {
+      EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
+      EXPECT_EQ(got.lse[shape.columns], -INFINITY);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace test::weighted
+}  // namespace tierkv

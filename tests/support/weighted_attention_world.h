@@ -1,0 +1,436 @@
+// Rows of weighted blocks, raw sinks and windows as attend_coded() takes them, what they decode to,
+// and exact attention to compare with.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention/coded/coded_attention.h"
+#include "attention/coded/weighted_tables.h"
+#include "codec/format/element.h"
+#include "codec/host/weighted_block.h"
+#include "codec/host/weighted_books.h"
+#include "codec/host/weighted_rows.h"
+#include "tests/support/coded_attention_world.h"
+
+namespace tierkv::test::weighted {
+
+inline constexpr int32_t kSteps = 3, kPositions = 4096;
+
+struct Shape {
+  int32_t head_dim = 128;
+  int32_t columns = 4;
+  int32_t q_len = 1;
+  int32_t kv_heads = 1;
+  DType dtype = DType::kFloat16;
+  int32_t streams = 1;
+  int32_t max_length = 10;
+  BlockMode mode = BlockMode::kPair;
+  RopePairing pairing = RopePairing::kHalves;
+  int32_t rotary_dims = 0;  // 0: all
+  int32_t raw_sinks = 4;
+  bool importance = true;
+  bool learned_sinks = false;
+  bool large_means = false;
+  float coarseness = 1;  // of steps
+
+  int32_t all_columns() const { return columns * q_len; }
+  std::string name() const {
+    return "head_dim " + std::to_string(head_dim) + " columns " + std::to_string(columns) +
+           " q_len " + std::to_string(q_len) + " streams " + std::to_string(streams) + " mode " +
+           block_mode_name(mode) + " pairing " + std::to_string(static_cast<int32_t>(pairing)) +
+           " rotary " + std::to_string(rotary_dims) + " sinks " + std::to_string(raw_sinks) +
+           (importance ? " importance" : "") + " dtype " + dtype_name(dtype);
+  }
+};
+
+struct RowData {
+  int32_t coded = 0, window = 0;
+};
+
+// Everything of a call on the host.
+struct World {
+  Shape shape;
+  RopeTable rope;
+  std::vector<WeightedRow> steps;  // [kSteps]
+  BookChoice books[2];
+  std::vector<CodedRow> rows;
+  std::vector<uint8_t> bytes[2];
+  std::vector<CodedBlockRef> refs[2];
+  std::vector<uint8_t> window;
+  std::vector<int32_t> window_pages;
+  std::vector<uint16_t> sinks_raw;
+  std::vector<float> y[2];  // [tokens of all rows, head_dim]: sinks, blocks as decoded, window
+  std::vector<uint16_t> q;
+  std::vector<float> sinks;  // learned; empty: none
+  WeightedTurns turns;
+  std::vector<float> key_scales;
+  std::vector<uint16_t> key_means;
+  std::vector<float> units, value_steps;  // [kSteps]
+  int32_t items = 0, max_block_bytes = 16;
+
+  int32_t tokens(size_t r) const {
+    return rows[r].sink_tokens + rows[r].coded_tokens + rows[r].window_tokens;
+  }
+};
+
+inline WeightedRow random_row(CodeSource* source, const World& w) {
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  WeightedRow row;
+  row.head_dim = w.shape.head_dim;
+  row.key_step = w.shape.coarseness * static_cast<float>(0.3 + 0.4 * source->uniform());
+  row.value_step = w.shape.coarseness * static_cast<float>(0.3 + 0.4 * source->uniform());
+  for (int32_t d = 0; d < row.head_dim; ++d) {
+    const float spread = w.shape.large_means ? 20.0f : 0.7f;
+    row.key_mean.push_back(float_to_half(spread * normal(source->rng())));
+    row.key_weight.push_back(std::exp2(0.7f * normal(source->rng())));
+  }
+  if (w.rope.pairing != RopePairing::kNone) row.rope = &w.rope;
+  for (int32_t i = 0; i < w.rope.pairs; ++i) {
+    row.key_weight[static_cast<size_t>(pair_second(w.rope.pairing, w.rope.pairs, i))] =
+        row.key_weight[static_cast<size_t>(pair_first(w.rope.pairing, i))];
+  }
+  return row;
+}
+
+// Codes of one row and component.
+struct RowCodesOf {
+  std::vector<int16_t> codes;
+  std::vector<int8_t> exponents;
+};
+
+inline RowCodesOf quantized(CodeSource* source, const World& w, const WeightedRow& row, Component c,
+                            int32_t tokens) {
+  const int32_t dims = w.shape.head_dim;
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  std::vector<float> x;
+  for (int32_t t = 0; t < tokens; ++t) {
+    const float spread = std::exp2(static_cast<float>(4 * source->uniform() - 3));
+    for (int32_t d = 0; d < dims; ++d)
+      x.push_back(normal(source->rng()) * (c == Component::kKey ? 1.0f : spread));
+  }
+  if (c == Component::kKey) {  // around the means, which are those before RoPE
+    std::vector<int16_t> none(x.size());
+    std::vector<int8_t> flat(static_cast<size_t>(tokens));
+    std::vector<float> means(x.size());
+    EXPECT_TRUE(dequantize_weighted(row, c, {none.data(), flat.data(), tokens, w.shape.raw_sinks},
+                                    means.data()));
+    for (size_t i = 0; i < x.size(); ++i) x[i] += means[i];
+  }
+  std::vector<int8_t> importance;
+  for (int32_t t = 0; t < tokens; ++t) {
+    importance.push_back(static_cast<int8_t>(w.shape.importance ? source->below(13) - 8 : 0));
+  }
+  RowCodesOf out{std::vector<int16_t>(x.size()), std::vector<int8_t>(static_cast<size_t>(tokens))};
+  const WeightedTokens in{x.data(), tokens, w.shape.raw_sinks};
+  EXPECT_TRUE(token_exponents(c, in, dims, importance.data(), out.exponents.data()));
+  const Status s = quantize_weighted(row, c, in, out.exponents.data(), out.codes.data());
+  EXPECT_TRUE(s) << s.message();
+  return out;
+}
+
+// Blocks of other kinds than the usual one: with exceptions, raw, or all the same.
+inline void disturb(CodeSource* source, int32_t dims, int32_t tokens, int16_t* codes) {
+  const int32_t kind = source->below(8);
+  const int64_t count = int64_t{tokens} * dims;
+  const double spread = kind == 1 ? 3.5 : kind == 2 ? 9.0 : kind == 3 ? 90.0 : 0;
+  if (spread > 0) {
+    const std::vector<int16_t> other = source->bell(count, spread, 0.4, false);
+    std::copy(other.begin(), other.end(), codes);
+  }
+  if (kind == 4) std::fill_n(codes, count, static_cast<int16_t>(source->below(3)));
+  if (kind == 5) {
+    for (int32_t i = 0; i < 5; ++i)
+      codes[source->below(static_cast<int32_t>(count))] =
+          static_cast<int16_t>(30 + source->below(200));
+  }
+}
+
+inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRow& row,
+                       const RowCodesOf& from) {
+  const int32_t dims = w->shape.head_dim, tokens = static_cast<int32_t>(from.exponents.size());
+  std::vector<int16_t> codes = from.codes;
+  for (int32_t t = 0; t < tokens;) {
+    const int32_t here = std::min(kBlockTokens - (t == 0 ? w->shape.raw_sinks : 0), tokens - t);
+    int16_t* block = codes.data() + int64_t{t} * dims;
+    disturb(source, dims, here, block);
+    std::vector<uint8_t>& bytes = w->bytes[c];
+    const size_t begin = bytes.size();
+    const Status s = encode_weighted_block({block, from.exponents.data() + t, here, dims},
+                                           w->books[c].family, nullptr, &bytes);
+    EXPECT_TRUE(s) << s.message();
+    bool coded = false;
+    for (size_t at = begin; at < bytes.size();) {
+      const WeightedBlockHeader h = load_weighted_header(bytes.data() + at);
+      coded |= !is_raw_mode(h.mode);
+      at += size_t{h.units} * kBlockAlignment;
+    }
+    const auto size = static_cast<uint32_t>(bytes.size() - begin);
+    const int32_t slices = slice_count(dims);
+    if (coded)
+      w->max_block_bytes =
+          std::max(w->max_block_bytes,
+                   static_cast<int32_t>(size + static_cast<uint32_t>(slices) - 1) / slices);
+    w->refs[c].push_back({static_cast<uint32_t>(begin / 16), size / 16});
+    t += here;
+  }
+  std::vector<float> x(codes.size());
+  const Status s = dequantize_weighted(
+      row, static_cast<Component>(c),
+      {codes.data(), from.exponents.data(), tokens, w->shape.raw_sinks}, x.data());
+  EXPECT_TRUE(s) << s.message();
+  w->y[c].insert(w->y[c].end(), x.begin(), x.end());
+}
+
+inline void add_sinks(World* w, CodeSource* source, int32_t tokens) {
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  for (auto& y : w->y) {
+    for (int32_t i = 0; i < tokens * w->shape.head_dim; ++i) {
+      w->sinks_raw.push_back(float_to_half(normal(source->rng())));
+      y.push_back(half_to_float(w->sinks_raw.back()));
+    }
+  }
+}
+
+// Tiles of a window, as the world of coded attention has them.
+inline void add_window(World* w, CodeSource* source, int32_t tokens) {
+  coded::World other;
+  other.shape.head_dim = w->shape.head_dim;
+  coded::add_window(&other, source, tokens);
+  const auto first = static_cast<int32_t>(w->window_pages.size());
+  for (size_t i = 0; i < other.window_pages.size(); ++i)
+    w->window_pages.push_back(first + static_cast<int32_t>(i));
+  w->window.insert(w->window.end(), other.window.begin(), other.window.end());
+  for (int32_t c = 0; c < 2; ++c)
+    w->y[c].insert(w->y[c].end(), other.y[c].begin(), other.y[c].end());
+}
+
+inline void make_tables(World* w) {
+  auto turns = weighted_turns(w->rope, w->shape.head_dim, w->shape.raw_sinks);
+  ASSERT_TRUE(turns.is_ok()) << turns.status().message();
+  w->turns = *turns;
+  for (const WeightedRow& row : w->steps) {
+    auto channels = weighted_key_channels(row);
+    ASSERT_TRUE(channels.is_ok()) << channels.status().message();
+    w->units.push_back(channels->unit);
+    w->value_steps.push_back(row.value_step);
+    w->key_scales.insert(w->key_scales.end(), channels->scales.begin(), channels->scales.end());
+    w->key_means.insert(w->key_means.end(), channels->means.begin(), channels->means.end());
+  }
+}
+
+// The world must stay where it is: its rows refer to its RoPE.
+inline void make_world(CodeSource* source, const Shape& shape, const std::vector<RowData>& data,
+                       World* w) {
+  w->shape = shape;
+  Rope rope;
+  if (shape.pairing != RopePairing::kNone) {
+    rope = Rope::plain(10000, shape.rotary_dims == 0 ? shape.head_dim : shape.rotary_dims);
+    rope.pairing = shape.pairing;
+  }
+  auto table = make_rope_table(rope, shape.head_dim, kPositions);
+  ASSERT_TRUE(table.is_ok()) << table.status().message();
+  w->rope = *table;
+  for (int32_t i = 0; i < kSteps; ++i) w->steps.push_back(random_row(source, *w));
+  std::vector<RowCodesOf> codes[2];
+  std::vector<int32_t> step;
+  for (const RowData& r : data) {
+    step.push_back(source->below(kSteps));
+    for (int32_t c = 0; c < 2; ++c) {
+      codes[c].push_back(quantized(source, *w, w->steps[static_cast<size_t>(step.back())],
+                                   static_cast<Component>(c), r.coded));
+    }
+  }
+  for (int32_t c = 0; c < 2; ++c) {
+    std::vector<RowCodes> all;
+    for (const RowCodesOf& x : codes[c])
+      all.push_back({x.codes.data(), static_cast<int64_t>(x.exponents.size())});
+    BookSpec spec;
+    spec.books = 1;
+    spec.code.mode = shape.mode;
+    spec.code.streams_per_lane = shape.streams;
+    spec.code.max_length = shape.max_length;
+    spec.code.table_id = static_cast<uint8_t>(7 + c);
+    auto choice = choose_books(static_cast<Component>(c), shape.head_dim, all, spec);
+    ASSERT_TRUE(choice.is_ok()) << choice.status().message();
+    w->books[c] = *choice;
+  }
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  for (size_t r = 0; r < data.size(); ++r) {
+    CodedRow row;
+    row.first_item = w->items;
+    row.first_block = static_cast<int32_t>(w->refs[0].size());
+    row.coded_tokens = data[r].coded;
+    row.window_tokens = data[r].window;
+    row.first_page = static_cast<int64_t>(w->window_pages.size());
+    row.step = step[r];
+    row.mean = -1;
+    row.sink_tokens = data[r].coded > 0 ? shape.raw_sinks : source->below(shape.raw_sinks + 1);
+    row.first_sink = static_cast<uint32_t>(w->sinks_raw.size() * 2 / 16);
+    add_sinks(w, source, row.sink_tokens);
+    for (int32_t c = 0; c < 2; ++c)
+      add_blocks(w, source, c, w->steps[static_cast<size_t>(step[r])], codes[c][r]);
+    add_window(w, source, row.window_tokens);
+    w->items += coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens);
+    w->rows.push_back(row);
+    for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
+      w->q.push_back(float_to_raw(shape.dtype, normal(source->rng())));
+    }
+  }
+  for (int32_t h = 0; shape.learned_sinks && h < shape.kv_heads * shape.columns; ++h) {
+    w->sinks.push_back(source->below(6) == 0 ? -INFINITY
+                                             : static_cast<float>(12 * source->uniform() - 3));
+  }
+  make_tables(w);
+}
+
+// The scalars of a call, and pointers into `w`: a test on a device replaces those.
+inline CodedAttention call_of(const World& w) {
+  CodedAttention call;
+  for (int32_t c = 0; c < 2; ++c) {
+    CodedComponent& x = c == 0 ? call.keys : call.values;
+    x.bytes = w.bytes[c].data();
+    x.blocks = w.refs[c].data();
+    x.size = static_cast<int64_t>(w.bytes[c].size());
+    x.steps = (c == 0 ? w.units : w.value_steps).data();
+    x.codebook = device_codebook(w.books[c].family.books.front());
+  }
+  WeightedRows& rows = call.weighted;
+  rows.key_scales = w.key_scales.data();
+  rows.key_means = w.key_means.data();
+  rows.place_turns = w.turns.place.data();
+  rows.block_turns = w.turns.block.data();
+  rows.raw_sinks = reinterpret_cast<const uint8_t*>(w.sinks_raw.data());
+  rows.raw_sinks_size = static_cast<int64_t>(w.sinks_raw.size() * 2);
+  rows.pairing = w.rope.pairing;
+  rows.rotary_dims = 2 * w.rope.pairs;
+  rows.num_block_turns = w.rope.pairing == RopePairing::kNone ? 0 : w.rope.blocks;
+  rows.sink_tokens = w.shape.raw_sinks;
+  call.rows = w.rows.data();
+  call.window = w.window.data();
+  call.window_size = static_cast<int64_t>(w.window.size());
+  call.window_pages = w.window_pages.data();
+  call.window_page_bytes = coded::window_page_bytes(w.shape.head_dim);
+  call.num_window_pages = static_cast<int64_t>(w.window_pages.size());
+  call.num_rows = static_cast<int32_t>(w.rows.size());
+  call.num_items = w.items;
+  call.num_blocks = static_cast<int32_t>(w.refs[0].size());
+  call.num_steps = kSteps;
+  call.columns = w.shape.columns;
+  call.q_len = w.shape.q_len;
+  call.num_kv_heads = w.shape.kv_heads;
+  call.head_dim = w.shape.head_dim;
+  call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
+  call.max_block_bytes = w.max_block_bytes;
+  call.dtype = w.shape.dtype;
+  return call;
+}
+
+// Where a column lies, as in the world of coded attention.
+inline coded::Shape places(const Shape& s) {
+  coded::Shape shape;
+  shape.head_dim = s.head_dim, shape.columns = s.columns, shape.q_len = s.q_len;
+  shape.kv_heads = s.kv_heads;
+  return shape;
+}
+
+// A decoded key is off, of each pair of dims, by about eight roundings of 2^-11 of the norms of key
+// and mean: of the scale, the product with the code, the sum with the mean, a cosine and a sine,
+// two products and a sum of the turn; a query by those of its turn and its storage. A rounding is
+// uniform within half a unit, so eight have a deviation of sqrt(8 / 12) < 1 units; a score is held
+// to 6 of them over all pairs. Accumulators are off by less than 2^-16 of the terms.
+inline double score_error(const World& w, const WeightedRow& row, const std::vector<double>& q,
+                          const float* k) {
+  const size_t pairs = q.size() / 2;
+  const bool neighbours = w.shape.pairing == RopePairing::kNeighbours;
+  double squares = 0, terms = 0;
+  for (size_t p = 0; p < pairs; ++p) {
+    const size_t a = neighbours ? 2 * p : p, b = neighbours ? a + 1 : p + pairs;
+    const double mean = std::hypot(half_to_float(row.key_mean[a]), half_to_float(row.key_mean[b]));
+    const double term = std::hypot(q[a], q[b]) * (std::hypot(k[a], k[b]) + mean);
+    squares += term * term, terms += term;
+  }
+  return 6 * 0x1p-11 * std::sqrt(squares) + 0x1p-16 * terms + 0x1p-15;
+}
+// What a column of a row amounts to, and how far off it may be: an output by what its weights are
+// off times what their values differ from it by. Weights are rounded to 2^-11 of themselves, or to
+// 2^-25 of the largest there may be; the sums of tiles lose less than 2^-22 of the largest for a
+// token.
+struct Exact {
+  std::vector<double> out, error;
+  double lse = -INFINITY, lse_error = 0;
+};
+inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t c) {
+  const auto dims = static_cast<size_t>(w.shape.head_dim);
+  const coded::Shape places_of = places(w.shape);
+  const int32_t tokens = w.tokens(r);
+  const auto n =
+      static_cast<size_t>(tokens - std::min(tokens, w.shape.q_len - 1 - c / w.shape.columns));
+  const double scale = 1 / std::sqrt(double(dims));
+  const uint16_t* bits = w.q.data() + places_of.place(r, c) * dims;
+  const WeightedRow& row = w.steps[static_cast<size_t>(w.rows[r].step)];
+  const float *keys = w.y[0].data() + first_token * dims,
+              *values = w.y[1].data() + first_token * dims;
+  Exact x{std::vector<double>(dims), std::vector<double>(dims)};
+  std::vector<double> q, p, off;
+  for (size_t d = 0; d < dims; ++d) q.push_back(scale * raw_to_float(w.shape.dtype, bits[d]));
+  const double sink = w.sinks.empty() ? -INFINITY : w.sinks[places_of.head(r, c)];
+  double top = sink, largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    p.push_back(0);
+    for (size_t d = 0; d < dims; ++d) {
+      p[i] += q[d] * keys[i * dims + d];
+      largest = std::max(largest, std::abs(double(values[i * dims + d])));
+    }
+    off.push_back(score_error(w, row, q, keys + i * dims));
+    top = std::max(top, p[i]);
+  }
+  if (std::isinf(top)) return x;
+  double sum = std::exp(sink - top);
+  for (const double s : p) sum += std::exp(s - top);
+  x.lse = top + std::log(sum);
+  for (size_t i = 0; i < n; ++i) {
+    p[i] = std::exp(p[i] - x.lse);
+    off[i] = p[i] * (std::expm1(off[i]) + 0x1p-10);
+    x.lse_error += off[i];
+    for (size_t d = 0; d < dims; ++d) x.out[d] += p[i] * values[i * dims + d];
+  }
+  const double stored = w.shape.dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+  for (size_t d = 0; d < dims; ++d) {
+    x.error[d] = (stored + 0x1p-11) * std::abs(x.out[d]) + 0x1p-25 + 0x1p-22 * double(n) * largest;
+    for (size_t i = 0; i < n; ++i) x.error[d] += off[i] * std::abs(values[i * dims + d] - x.out[d]);
+  }
+  return x;
+}
+
+inline void compare(const World& w, const coded::Attended& got) {
+  const auto dims = static_cast<size_t>(w.shape.head_dim);
+  size_t token = 0;
+  for (size_t r = 0; r < w.rows.size(); ++r) {
+    ASSERT_EQ(got.status[r], StatusCode::kOk) << "row " << r;
+    for (int32_t c = 0; c < w.shape.all_columns(); ++c) {
+      const Exact exact = exact_column(w, r, token, c);
+      const size_t place = places(w.shape).place(r, c);
+      if (std::isinf(exact.lse)) {
+        ASSERT_EQ(got.lse[place], -INFINITY) << "row " << r;
+      } else {
+        ASSERT_NEAR(got.lse[place], exact.lse,
+                    0x1p-20 * std::abs(exact.lse) + 0x1p-12 + exact.lse_error)
+            << "row " << r;
+      }
+      for (size_t d = 0; d < dims; ++d) {
+        ASSERT_NEAR(raw_to_float(w.shape.dtype, got.out[place * dims + d]), exact.out[d],
+                    exact.error[d])
+            << "row " << r << " column " << c << " dim " << d;
+      }
+    }
+    token += static_cast<size_t>(w.tokens(r));
+  }
+}
+
+}  // namespace tierkv::test::weighted
