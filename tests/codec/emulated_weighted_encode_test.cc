@@ -308,6 +308,7 @@ TEST_F(EmulatedWeighted, CountsPairs) {
     shape.head_dim = shape.rotary_dims = head_dim;
     shape.tokens = 170;
     shape.key_step = 0.01;  // wide codes
+    shape.outliers = false;
     WeightedWorld world(rng_, shape);
     world.encode();
     EncodeRun run(world);

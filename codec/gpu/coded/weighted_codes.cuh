@@ -44,6 +44,11 @@ struct WeightedFaults {
   }
 };
 
+// Of memory that no kernel writes meanwhile: so that stores do not hold loads back.
+__device__ __forceinline__ Turn load_turn(const Turn* p) {
+  const float2 x = __ldg(reinterpret_cast<const float2*>(p));
+  return {x.x, x.y};
+}
 __device__ __forceinline__ float raw_float(bool is_bfloat16, uint32_t bits) {
   return is_bfloat16 ? bits_float(bits << 16) : half_to_float(static_cast<uint16_t>(bits));
 }
@@ -133,7 +138,7 @@ __device__ __forceinline__ WeightedFaults find_exponents(const WeightedBlockJob&
         float sum = 0;
 #pragma unroll
         for (int32_t k = 0; k < kPer; ++k) {
-          const float value = raw_float(is_bfloat16, x[k * kWarpLanes]);
+          const float value = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes));
           faults.non_finite |= !is_finite(value);
           sum = add_rn(sum, mul_rn(value, value));
         }
@@ -177,7 +182,10 @@ struct QuickCodes {
 };
 
 // Sink, where codes go. Of all lanes together, codes of channels k * 32 + lane:
-//   kTogether                       tokens that take() gets at once, 1 or 2
+//   kAhead                          tokens that are loaded before one is coded: no load goes past
+//   the
+//                                   call for a code in doubt
+//   kTogether                       tokens that take() gets at once, 1 or 2; divides kAhead
 //   take(t, codes)                  codes [kTogether][kPer] of the tokens t, t + 1; 0 where there
 //   is
 //                                   no token
@@ -208,7 +216,7 @@ struct UnturnedKey {
     for (int32_t k = 0; k < (kFolded ? kPer / 2 : kPer); ++k) {
       const TurningDim turning(job.pairing, job.pairs, k * kWarpLanes + lane_index());
       pair[k] = turning.pair, partner[k] = turning.partner, sign[k] = turning.sign;
-      if (turning.pair >= 0) block[k] = job.block[turning.pair];
+      if (turning.pair >= 0) block[k] = load_turn(job.block + turning.pair);
     }
   }
   __device__ __forceinline__ void load(const WeightedBlockJob& job, bool is_bfloat16, int32_t t,
@@ -217,20 +225,21 @@ struct UnturnedKey {
     const Turn* place = job.place + (job.place_of_first + t) * job.pairs;
 #pragma unroll
     for (int32_t k = 0; k < kPer; ++k) {
-      y[k] = raw_float(is_bfloat16, x[k * kWarpLanes + lane_index()]);
+      y[k] = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes + lane_index()));
     }
     if constexpr (kFolded) {
 #pragma unroll
       for (int32_t k = 0; k < kPer / 2; ++k) {
-        const Turn by = compose_turns(block[k], place[k * kWarpLanes + lane_index()]);
+        const Turn by = compose_turns(block[k], load_turn(place + k * kWarpLanes + lane_index()));
         unturn_pair(by, &y[k], &y[k + kPer / 2]);
       }
     } else {
 #pragma unroll
       for (int32_t k = 0; k < kPer; ++k) {
         if (pair[k] < 0) continue;
-        const float other = raw_float(is_bfloat16, x[partner[k]]);
-        y[k] = unturn_one(compose_turns(block[k], place[pair[k]]), y[k], other, sign[k]);
+        const float other = raw_float(is_bfloat16, __ldg(x + partner[k]));
+        y[k] =
+            unturn_one(compose_turns(block[k], load_turn(place + pair[k])), y[k], other, sign[k]);
       }
     }
   }
@@ -244,42 +253,53 @@ struct PlainToken {
     const uint16_t* x = job.x + t * job.token_stride;
 #pragma unroll
     for (int32_t k = 0; k < kPer; ++k) {
-      y[k] = raw_float(is_bfloat16, x[k * kWarpLanes + lane_index()]);
+      y[k] = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes + lane_index()));
     }
   }
 };
 
 template <int32_t kPer, class Token, class Sink>
-__device__ __forceinline__ void find_codes_of(const WeightedBlockJob& job, const int8_t* exponents,
-                                              Sink& sink, WeightedFaults& faults) {
+__device__ __forceinline__ void find_codes_of(const WeightedBlockJob& shared_job,
+                                              const int8_t* exponents, Sink& sink,
+                                              WeightedFaults& faults) {
   constexpr int32_t kTogether = Sink::kTogether;
+  const WeightedBlockJob job = shared_job;  // the sink's bytes could be anything's
   const bool is_bfloat16 = job.dtype == DType::kBFloat16;
   const int32_t tokens = job.tokens;
   float mean[kPer], inverse[kPer];
 #pragma unroll
   for (int32_t k = 0; k < kPer; ++k) {
     const int32_t d = k * kWarpLanes + lane_index();
-    mean[k] = job.means == nullptr ? 0.0f : half_to_float(job.means[d]);
+    mean[k] = job.means == nullptr ? 0.0f : half_to_float(__ldg(job.means + d));
     inverse[k] = QuickCodes::inverse_of(job.scale(d));
   }
   const Token token(job);
-#pragma unroll 2
-  for (int32_t t = 0; t < tokens; t += kTogether) {
-    int32_t codes[kTogether][kPer] = {};
+  constexpr int32_t kAhead = Sink::kAhead;
+#pragma unroll 1
+  for (int32_t t = 0; t < tokens; t += kAhead) {
+    float y[kAhead][kPer];
 #pragma unroll
-    for (int32_t i = 0; i < kTogether; ++i) {
-      if (t + i >= tokens) break;
-      float y[kPer];
-      token.load(job, is_bfloat16, t + i, y);
-      const float inverse_factor = exponent_factor(-exponents[t + i]);
-      QuickCodes quick;
-#pragma unroll
-      for (int32_t k = 0; k < kPer; ++k) {
-        codes[i][k] = quick.code(add_rn(y[k], -mean[k]), inverse[k], inverse_factor);
-      }
-      if (!quick.sure) take_exact(job, t + i, exponents[t + i], sink, faults, codes[i]);
+    for (int32_t i = 0; i < kAhead; ++i) {
+      token.load(job, is_bfloat16, min(t + i, tokens - 1), y[i]);
     }
-    sink.take(t, codes);
+#pragma unroll
+    for (int32_t i = 0; i < kAhead; i += kTogether) {
+      if (t + i >= tokens) break;
+      int32_t codes[kTogether][kPer] = {};
+#pragma unroll
+      for (int32_t j = 0; j < kTogether; ++j) {
+        if (t + i + j >= tokens) break;
+        const int32_t exponent = exponents[t + i + j];
+        const float inverse_factor = exponent_factor(-exponent);
+        QuickCodes quick;
+#pragma unroll
+        for (int32_t k = 0; k < kPer; ++k) {
+          codes[j][k] = quick.code(add_rn(y[i + j][k], -mean[k]), inverse[k], inverse_factor);
+        }
+        if (!quick.sure) take_exact(shared_job, t + i + j, exponent, sink, faults, codes[j]);
+      }
+      sink.take(t + i, codes);
+    }
   }
 }
 

@@ -41,6 +41,7 @@ TKV_HD constexpr int32_t slice_code_bytes() {
 
 template <int32_t kPer, bool kKey>
 struct StageSink {
+  static constexpr int32_t kAhead = kPer < 8 ? 4 : 2;
   static constexpr int32_t kTogether = kKey ? 1 : 2;
   static constexpr int32_t kTileBytes =
       kTileTokens * (kPer * kWarpLanes < kSliceDims ? kPer * kWarpLanes : kSliceDims);
@@ -194,25 +195,27 @@ __device__ inline int32_t book_field_of(const DeviceFamily& family, int32_t row,
 
 // Both families and their words into the CTA's memory, by all of its threads.
 __device__ inline void load_families(const WeightedEncode& call, uint8_t* shared) {
-  auto* families = reinterpret_cast<SharedFamily*>(shared);
-  auto* words = reinterpret_cast<uint32_t*>(shared + kFamiliesBytes);
+  auto* const families = reinterpret_cast<SharedFamily*>(shared);
+  auto* const words = reinterpret_cast<uint32_t*>(shared + kFamiliesBytes);
   const auto thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
+  int32_t at = 0;
   for (int32_t c = 0; c < 2; ++c) {
     const DeviceFamily& from = call.families[c];
     const DeviceCodebook& first = from.books[0];
-    bool usable = true;
-    for (int32_t b = 0; b < from.count; ++b, words += kMaxSymbols) {
+    bool usable = first.streams_per_lane == 1 || first.streams_per_lane == 2;
+    for (int32_t b = 0; b < from.count; ++b, at += kMaxSymbols) {
       const DeviceCodebook& book = from.books[b];
       usable &= book.mode == BlockMode::kPair && book.component == static_cast<Component>(c) &&
                 book.streams_per_lane == first.streams_per_lane &&
                 book.table_id == first.table_id + b && book.levels >= 2 && book.levels <= 32;
       if (!usable) continue;
       const int32_t symbols = symbol_count(book);
-      for (int32_t i = thread; i < symbols; i += threads) words[i] = book.words[i];
-      if (thread == 0) families[c].books[b] = {words, book.cheapest, book.base, book.levels};
+      for (int32_t i = thread; i < symbols; i += threads) words[at + i] = book.words[i];
+      if (thread != 0) continue;
+      families[c].books[b] = {at, book.base, book.levels};
+      families[c].cheapest[b] = book.cheapest;
     }
     if (thread != 0) continue;
-    families[c].count = from.count;
     families[c].streams = first.streams_per_lane;
     families[c].table_id = first.table_id;
     families[c].usable = usable;
@@ -242,8 +245,9 @@ __device__ inline ChosenPlace choose_place(const WeightedEncode& call, const Wei
   return {call.bytes + unit * kBlockAlignment, static_cast<uint32_t>(unit), fits};
 }
 
-// Everything of a warp's block but its codes.
+// What a warp works with in shared memory.
 struct WeightedMemory {
+  const uint32_t* words;  // of the CTA
   EncodeWarp* warp;
   uint8_t* codes;
   uint32_t* block;
@@ -268,15 +272,17 @@ __device__ __forceinline__ bool stage_codes(const WeightedMemory& memory, Weight
 
 // Plans and writes the staged block.
 template <int32_t kPer>
-__device__ StatusCode write_staged(const WeightedEncode& call, const SharedFamily& family,
-                                   int32_t row, bool wide, const WeightedMemory& memory,
-                                   WeightedPlace* place) {
+__device__ __forceinline__ StatusCode write_staged(const WeightedEncode& call,
+                                                   const SharedFamily& family, int32_t row,
+                                                   bool wide, const WeightedMemory& memory,
+                                                   WeightedPlace* place) {
   using Slices = SlicesOf<kPer>;
   const WeightedBlockJob& job = memory.warp->job;
   const DeviceFamily& from = call.families[static_cast<int32_t>(job.component)];
   const auto encoder_of = [&](int32_t slice) {
     const int32_t field = book_field_of(from, row, Slices::kDims, slice, Slices::kBlocks);
     return WeightedEncoder{&family,
+                           memory.words,
                            static_cast<uint32_t>(field),
                            slice == 0 ? memory.warp->exponents : nullptr,
                            family.streams,
@@ -370,6 +376,7 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   uint8_t* const mine = shared + encode_cta_bytes(call) + warp * encode_warp_bytes(kPer * 32);
   uint8_t* const codes = mine + kEncodeWarpBytes;
   const WeightedMemory memory{
+      reinterpret_cast<const uint32_t*>(shared + kFamiliesBytes),
       reinterpret_cast<EncodeWarp*>(mine), codes,
       reinterpret_cast<uint32_t*>(codes + kBlockTokens * kPer * kWarpLanes)};
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
@@ -387,6 +394,7 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
 // Codes into histograms.
 template <int32_t kPer, bool kKey>
 struct CountSink {
+  static constexpr int32_t kAhead = 2;
   static constexpr int32_t kTogether = kKey ? 1 : 2;
   const CodeCounter& counter;
   int32_t tokens;

@@ -21,9 +21,14 @@ __device__ __forceinline__ void or_field(uint32_t* part, int32_t i, int32_t bits
 }
 
 // A family in the shared memory of a CTA.
+struct alignas(16) SharedBook {
+  int32_t words;  // where its words begin in the CTA's
+  int32_t base, levels;
+};
 struct SharedFamily {
-  LaneBook books[kMaxFamilyBooks];
-  int32_t count, streams;
+  SharedBook books[kMaxFamilyBooks];
+  const uint16_t* cheapest[kMaxFamilyBooks];  // global memory
+  int32_t streams;
   uint8_t table_id;
   bool usable;  // all of pairs and alike
 };
@@ -33,6 +38,7 @@ struct WeightedEncoder {
   static constexpr int32_t kMostExceptions = kMaxWeightedExceptions;
   using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
   const SharedFamily* family;
+  const uint32_t* words;    // of the CTA
   uint32_t book_field;      // as in the header
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
   int32_t streams;
@@ -43,7 +49,9 @@ struct WeightedEncoder {
   __device__ __forceinline__ int32_t dim_blocks() const { return dims / kDimBlock; }
   __device__ __forceinline__ int32_t fragments() const { return tile_count(tokens) * dim_blocks(); }
   __device__ __forceinline__ LaneBook book(int32_t f) const {
-    return family->books[book_field >> (2 * f) & 3u];
+    const uint32_t i = book_field >> (2 * f) & 3u;
+    const SharedBook& b = family->books[i];
+    return {words + b.words, family->cheapest[i], b.base, b.levels};
   }
   __device__ __forceinline__ bool fits_shared(int32_t bytes) const { return bytes <= room; }
   __device__ __forceinline__ int32_t raw_base(const Form& form) const {

@@ -77,6 +77,10 @@ template <class T>
 T __ldcg(const T* p) {
   return *p;
 }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
 
 inline void __syncthreads() {
   emulator::cta().sync_cta();
