@@ -1,5 +1,5 @@
 // Families of books for weighted blocks.
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_books.h"
 
 #include <gtest/gtest.h>
 

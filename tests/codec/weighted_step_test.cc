@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "codec/host/weighted_rows_checks.h"
+#include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/weighted_source.h"
 
 namespace tierkv {
