@@ -57,6 +57,13 @@ TEST_F(WeightedBooksTest, AFamilySortsDimBlocksBySpread) {
   }
 }
 
+// The mean square counts, not the sum: the last dim block of these heads has one channel.
+TEST_F(WeightedBooksTest, ANarrowDimBlockIsSortedByItsMean) {
+  const auto x = codes(512, 17);
+  const BookChoice two = *choose_books(Component::kKey, 17, {{x.data(), 512}}, {2, false, {}});
+  EXPECT_EQ(two.book_of, (std::vector<uint8_t>{0, 1})) << "seed " << seed_;
+}
+
 TEST_F(WeightedBooksTest, EveryShapeHasAFamily) {
   for (int32_t head_dim : {1, 17, 64, 80, 256}) {
     for (int32_t books = 1; books <= 4; ++books) {
