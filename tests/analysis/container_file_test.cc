@@ -137,27 +137,6 @@ TEST_F(ContainerFileTest, RowsAreThoseOfTheAnalysis) {
   }
 }
 
-// What counts as coded: bodies with a coder, not raw sinks and windows beside them.
-TEST_F(ContainerFileTest, CodedBytesAreThoseOfCodedBodies) {
-  datasets::DumpReader reader = dump({200}, 64, DType::kFloat16);
-  LayerData data;
-  ASSERT_TRUE(load_layer(reader, 0, 0, false, 1, &data).is_ok());
-  for (const char* text : {"k4v4:sinks=4", "k4v4+huffman:sinks=4"}) {
-    const Scheme scheme = parse_preset(text)->scheme.for_head_dim(64);
-    LayerScheme shared;
-    ASSERT_TRUE(prepare_layer(scheme, data, reader.info().layout, nullptr, &shared).is_ok());
-    RowCodec codec = shared.row(scheme, data, 0);
-    ASSERT_EQ(codec.encode(), StatusCode::kOk);
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const bool is_coded = codec.segment_format(c, Part::kHigh).coder != Coder::kNone;
-      const EncodedSegment& body = codec.segment(c, Part::kHigh);
-      EXPECT_GT(body.tokens, 0);
-      EXPECT_EQ(codec.coded_bytes(c), is_coded ? body.coded_bytes() : 0) << text;
-      EXPECT_EQ(codec.coded_symbols(c), is_coded ? body.tokens * 64 : 0) << text;
-    }
-  }
-}
-
 TEST_F(ContainerFileTest, BytesDoNotDependOnThreads) {
   datasets::DumpReader reader = dump({130, 7}, 64, DType::kFloat16);
   for (const char* text : {"diffkv+huffman", "step"}) {
@@ -291,7 +270,7 @@ TEST_F(ContainerFileTest, AFamilyOfBooksThatContradictEachOtherIsRefused) {
   const Status s = chunks.verify_as(path("b.tkv"));
   EXPECT_EQ(s.code(), StatusCode::kCorrupt);
   EXPECT_THAT(s.message(),
-              HasSubstr("b.tkv: " + to_string(first.first.key) + ": book 1 has table"));
+              HasSubstr("b.tkv: " + to_string(first.first.key) + ": weighted block: book 1"));
 }
 
 TEST_F(ContainerFileTest, ZstdPresetsAreRefusedByNameAndLeaveNothing) {
