@@ -168,6 +168,20 @@ TEST(ChannelPages, RefusesWhatLeadsOutside) {
   EXPECT_EQ(validate_channel_group(0).code(), StatusCode::kInvalidArgument);
 }
 
+TEST(ChannelPlan, AllowsWhatTheTablesHold) {
+  PagesOfTwo p;
+  p.pages.raw_page_tokens = 48;
+  p.pages.num_table_rows = 7;
+  const ChannelCtas ctas = channel_ctas(4, 3, 5, 64);
+  const ChannelPlanCall call = channel_plan_call(p.pages, ctas);
+  EXPECT_EQ(call.num_kv_heads, 5);
+  EXPECT_EQ(call.team, ctas.team);
+  EXPECT_EQ(call.most_blocks, 4) << "two pages of two blocks";
+  EXPECT_EQ(call.most_raw_tokens, 96) << "two pages of 48 tokens";
+  EXPECT_EQ(call.num_table_rows, 7);
+  EXPECT_EQ(call.least_raw_tokens, 2) << "all queries but the oldest";
+}
+
 TEST(ChannelPlan, RefusesWhatCannotBe) {
   const std::vector<ChannelSequence> sequences = {{0, 1, 20}, {}};
   std::vector<ChannelItem> items(5);

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "codec/file/row_codec.h"
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_books.h"
 #include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
 
