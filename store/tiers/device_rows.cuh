@@ -63,7 +63,8 @@ struct DefaultFormats {
     return page_layout(shape(side));
   }
   TKV_HD static constexpr PageShape shape(int32_t side) {
-    return side == kLowSide ? PageShape{128, 4, 2, 1, 1, 112} : PageShape{128, 8, 4, 1, 1, 64};
+    return side == kLowSide ? PageShape{128, kCodes4, kCodes2, 1, 1, 112}
+                            : PageShape{128, kCodes8, kCodes4, 1, 1, 64};
   }
 };
 inline bool DefaultFormats::fit(const StoreView& s) {

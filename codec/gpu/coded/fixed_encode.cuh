@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_params(const QuantParams (&params)[4], uin
 template <Component kComponent, class Source>
 __device__ void write_fixed_tile(const Source& source, const FixedBlockLayout& at, int32_t tile,
                                  uint8_t* block) {
-  const int32_t blocks = at.tile.dim_blocks(), bits = at.tile.bits;
+  const int32_t blocks = at.tile.dim_blocks(), bits = at.tile.type.bits();
   FragmentValues y;
   LaneTokens<kComponent> tokens;
   tokens.clear();

@@ -27,7 +27,7 @@ struct PageRef {
 // One component of a token, spread over the warp.
 struct LaneSide {
   uint32_t codes[kLaneChunks][4];
-  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none for 16 bits
+  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none of raw elements
 };
 struct LaneToken {
   LaneSide k, v;
@@ -168,8 +168,8 @@ __device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Compone
                                                     const LaneValues& x, float lo, float hi,
                                                     LaneSide* side) {
   const TileLayout tile = page.layout->tile(c);
-  if (tile.bits == 16) return take_raw_codes(page, x, side);
-  const int32_t levels = 1 << tile.bits, groups = page.layout->groups(c);
+  if (tile.type.is_raw()) return take_raw_codes(page, x, side);
+  const int32_t levels = tile.type.levels(), groups = page.layout->groups(c);
   const float top = static_cast<float>(levels - 1);
   if (groups == 1) {
     const QuantParams p = minmax_params(lo, hi, levels);
@@ -205,14 +205,14 @@ __device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Compone
 
 __device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c,
                                                 const LaneSide& side, LaneValues& x) {
-  const int32_t bits = page.layout->tile(c).bits;
+  const bool is_raw = page.layout->tile(c).type.is_raw();
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
     const uint32_t code = side.codes[i / 4][i % 4];
     const QuantParams p = side.params[i / 4][i % 4 / 2];
-    x[i / 4][i % 4] = bits == 16 ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
-                                 : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
-                                              half_to_float(p.zero_point));
+    x[i / 4][i % 4] = is_raw ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
+                             : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
+                                          half_to_float(p.zero_point));
   }
 }
 

@@ -31,7 +31,7 @@ inline constexpr int32_t kVectorBytes = 16;  // of the kernels' loads and stores
 struct PageFormats {
   PageLayout layout[kMaxPageFormats] = {};
   int32_t count = 0;
-  DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+  DType raw_dtype = DType::kFloat16;  // of raw components: kFloat16 or kBFloat16
 
   // kInvalidArgument: no format or too many, a layout that is not one of ours or larger than
   // page_bytes, head_dims that differ, a bad raw_dtype.

@@ -127,9 +127,9 @@ __device__ __forceinline__ void open_token_slot(const PageRef& page, int32_t slo
 }
 
 __device__ __forceinline__ bool same_side_format(const PageRef& a, const PageRef& b, Component c) {
-  const int32_t bits = a.layout->tile(c).bits;
-  if (bits == 16 && a.raw_dtype != b.raw_dtype) return false;
-  return bits == b.layout->tile(c).bits && a.layout->groups(c) == b.layout->groups(c);
+  const CodeType type = a.layout->tile(c).type;
+  if (type.is_raw() && a.raw_dtype != b.raw_dtype) return false;
+  return type == b.layout->tile(c).type && a.layout->groups(c) == b.layout->groups(c);
 }
 
 // Extrema of the decoded values of a row in one group: decoding is monotone in the code, so they

@@ -26,7 +26,7 @@ struct alignas(16) TileTask {
   uint8_t* codes;        // the tile's in the page
   uint8_t* metadata;     // likewise
   TileLayout layout;
-  int32_t groups;  // 0 for 16 bits
+  int32_t groups;  // 0 of raw elements
   DType raw_dtype;
   int32_t first_token;  // tokens before it keep their codes
 };
