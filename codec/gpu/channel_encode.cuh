@@ -114,8 +114,8 @@ __device__ __forceinline__ void find_token_params(const ChannelLayout& l, uint8_
     }
 #pragma unroll
     for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
-      lo = __hmin2(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
-      hi = __hmax2(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+      lo = __hmin2(lo, __shfl_xor_sync(kFullWarp, lo, lanes));
+      hi = __hmax2(hi, __shfl_xor_sync(kFullWarp, hi, lanes));
     }
     if (part != 0) continue;
     const float2 least = __half22float2(lo), most = __half22float2(hi);

@@ -101,9 +101,9 @@ template <int32_t kLanes>
 __device__ RankedToken best_of_lanes(RankedToken mine) {
 #pragma unroll
   for (int32_t lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-    const RankedToken other = {__shfl_xor_sync(kAllLanes, mine.score, lanes),
-                               __shfl_xor_sync(kAllLanes, mine.position, lanes),
-                               __shfl_xor_sync(kAllLanes, mine.index, lanes)};
+    const RankedToken other = {__shfl_xor_sync(kFullWarp, mine.score, lanes),
+                               __shfl_xor_sync(kFullWarp, mine.position, lanes),
+                               __shfl_xor_sync(kFullWarp, mine.index, lanes)};
     mine = better_victim(mine, other);
   }
   return mine;

@@ -246,7 +246,7 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
     __syncwarp();
   }
   if (!raw) valid &= reader.ends(streams);
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 // Copies what there is of a block and judges it: kOk, kCorrupt or kOutOfRange.

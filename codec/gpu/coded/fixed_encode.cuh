@@ -49,8 +49,8 @@ struct LaneTokens {
     for (int32_t i = 0; i < kCount; ++i) {
 #pragma unroll
       for (int32_t lanes = kIsKey ? 1 : 4; lanes < (kIsKey ? 4 : 32); lanes *= 2) {
-        lo[i] = fminf(lo[i], __shfl_xor_sync(kAllLanes, lo[i], lanes));
-        hi[i] = fmaxf(hi[i], __shfl_xor_sync(kAllLanes, hi[i], lanes));
+        lo[i] = fminf(lo[i], __shfl_xor_sync(kFullWarp, lo[i], lanes));
+        hi[i] = fmaxf(hi[i], __shfl_xor_sync(kFullWarp, hi[i], lanes));
       }
     }
   }

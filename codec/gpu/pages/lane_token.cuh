@@ -81,8 +81,8 @@ __device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32
   for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
 #pragma unroll
     for (int32_t n = 0; n < kCount; ++n) {
-      lo[n] = nan_min(lo[n], __shfl_xor_sync(kAllLanes, lo[n], lanes));
-      hi[n] = nan_max(hi[n], __shfl_xor_sync(kAllLanes, hi[n], lanes));
+      lo[n] = nan_min(lo[n], __shfl_xor_sync(kFullWarp, lo[n], lanes));
+      hi[n] = nan_max(hi[n], __shfl_xor_sync(kFullWarp, hi[n], lanes));
     }
   }
 }
@@ -101,8 +101,8 @@ __device__ __forceinline__ LaneExtrema block_extrema(const LaneValues& x) {
       float lo = nan_min(x[i][2 * b], x[i][2 * b + 1]), hi = nan_max(x[i][2 * b], x[i][2 * b + 1]);
 #pragma unroll
       for (int32_t lanes = 1; lanes <= 4; lanes *= 2) {
-        lo = nan_min(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
-        hi = nan_max(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+        lo = nan_min(lo, __shfl_xor_sync(kFullWarp, lo, lanes));
+        hi = nan_max(hi, __shfl_xor_sync(kFullWarp, hi, lanes));
       }
       e.lo[i][b] = lo, e.hi[i][b] = hi;
     }
@@ -125,8 +125,8 @@ __device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_
   for (int32_t block = 0; block < 8 * kLaneChunks; ++block) {
     if (block >= blocks) continue;
     const int32_t owner = block / 2 % 4 * 8;
-    const float lo = __shfl_sync(kAllLanes, own.lo[block / 8][block % 2], owner);
-    const float hi = __shfl_sync(kAllLanes, own.hi[block / 8][block % 2], owner);
+    const float lo = __shfl_sync(kFullWarp, own.lo[block / 8][block % 2], owner);
+    const float hi = __shfl_sync(kFullWarp, own.hi[block / 8][block % 2], owner);
 #pragma unroll
     for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
       if (block < first[i] || block >= first[i] + blocks_per_group) continue;

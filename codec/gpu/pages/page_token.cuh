@@ -143,8 +143,8 @@ __device__ __forceinline__ void decoded_extrema(const LaneSide& side, int32_t he
     least = min(least, side.codes[i / 4][i % 4]);
     most = max(most, side.codes[i / 4][i % 4]);
   }
-  const auto first = static_cast<int32_t>(__reduce_min_sync(kAllLanes, least));
-  const auto last = static_cast<int32_t>(__reduce_max_sync(kAllLanes, most));
+  const auto first = static_cast<int32_t>(__reduce_min_sync(kFullWarp, least));
+  const auto last = static_cast<int32_t>(__reduce_max_sync(kFullWarp, most));
   const QuantParams p = side.params[0][0];
   const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
   const float a = dequantize(first, scale, zero_point), b = dequantize(last, scale, zero_point);

@@ -158,7 +158,7 @@ __device__ __forceinline__ void unstage_rows(const PageBatch& b, const PageJob& 
 #pragma unroll
   for (int32_t i = 0; i < kTileTokens; i += 2) {
     const int32_t row = i + lane_index() / 16;
-    const int64_t at = __shfl_sync(kAllLanes, offset, row);
+    const int64_t at = __shfl_sync(kFullWarp, offset, row);
     if (at < 0) continue;
     for (int32_t byte = lane_index() % 16 * kVectorBytes; byte < shape.row_bytes;
          byte += 16 * kVectorBytes) {
