@@ -19,6 +19,12 @@ constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr PageLayout kHigh = page_layout({128, 8, 4, 1, 1, 64});
 static_assert(kHigh.used_bytes == 13312 && kHigh.k_metadata == 8192 && kHigh.v_codes == 8448);
 static_assert(kHigh.v_metadata == 12544 && kHigh.scores == 12800 && kHigh.positions == 13056);
+static_assert(CodeType::of_bits(16) == CodeType::raw16() && CodeType::raw16().bits() == 16);
+static_assert(CodeType::raw16() != CodeType::uniform(16) && CodeType::uniform(16).bits() == 16);
+static_assert(CodeType::raw16().kind() == CodeKind::kRaw16 && !CodeType::raw16().has_params());
+static_assert(CodeType::of_bits(4) == kCodes4 && kCodes4.has_params() && kCodes4.levels() == 16);
+static_assert(CodeType::of_bits(-1) == CodeType::uniform(1 << 30));  // neither is a width
+static_assert(kCodes2.bytes_of(5) == 2 && CodeType::raw16().bytes_of(5) == 10);
 static_assert(code_position({kCodes4, 128}, Component::kKey, 9, 3).bit == 24);
 
 // docs/DESIGN.md section 5 for head_dim 128, written as the table is: rows and columns of the
