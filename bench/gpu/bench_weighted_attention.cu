@@ -15,8 +15,8 @@
 #include "attention/coded/weighted_tables.h"
 #include "bench/gpu/attention_cache.cuh"
 #include "bench/gpu/coded_blocks.cuh"
-#include "codec/host/weighted_block.h"
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/weighted_books.h"
 
 namespace tierkv::bench {
 namespace {

@@ -36,7 +36,7 @@ bool Scheme::has_fixed_pages() const {
   if (coder == Coder::kZstd || has_baseline_coder()) return false;
   const auto fixed = [](const ComponentFormat& f) {
     const bool rule = f.step_rule == StepRule::kMinMax || f.step_rule == StepRule::kNorm;
-    return f.unit == Unit::kToken && rule && f.entropy == Entropy::kNone && f.bits >= 2;
+    return f.unit == Unit::kToken && rule && f.entropy == Entropy::kNone && f.type.bits() >= 2;
   };
   const auto both = [&](const TierFormat& f) { return fixed(f.k) && fixed(f.v); };
   for (const HeadClass& c : classes) {

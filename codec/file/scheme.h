@@ -103,7 +103,7 @@ struct Scheme {
   // Presets whose body is coded blocks of a shared step, as coded pages hold them.
   bool has_coded_pages() const {
     return !tiered && coder == Coder::kHuffman && prediction == Prediction::kNone &&
-           high.k.bits == 0 && high.v.bits == 0;
+           high.k.type.bits() == 0 && high.v.type.bits() == 0;
   }
   // The scheme for a head of this size: KIVI's groups of channels end with the head.
   Scheme for_head_dim(int32_t head_dim) const;

@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
   float scores[Shape::kSubTiles][kScoresPerThread];
 #pragma unroll 1
   for (int32_t i = 0; i < stream.tiles(); ++i) {
-    const bool is_needed = __shfl_sync(kAllLanes, i >= needed.begin && i < needed.end, 0);
+    const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
 #pragma unroll
     for (int32_t of_tile = 0; of_tile < Shape::kParts; ++of_tile) {
       const int32_t part = i * Shape::kParts + of_tile;

@@ -105,8 +105,8 @@ struct SignificanceTaker {
 #pragma unroll
     for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
       float total = sum[i / 2][i % 2];
-      total += __shfl_xor_sync(kAllLanes, total, 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
+      total += __shfl_xor_sync(kFullWarp, total, 1);
+      total += __shfl_xor_sync(kFullWarp, total, 2);
       const int32_t key = first_key + 64 * (i / 2) + thread_row() + 8 * (i % 2);
       if (key >= num_tokens || lane_index() % 4 != 0) continue;
       const auto later = static_cast<float>(num_tokens - 1 - key);
@@ -162,8 +162,8 @@ struct LseTaker {
       float highest = top[i / 2][i % 2], total = sum[i / 2][i % 2];
 #pragma unroll
       for (int32_t lanes = 1; lanes <= 2; lanes *= 2) {
-        const float other = __shfl_xor_sync(kAllLanes, highest, lanes);
-        const float other_total = __shfl_xor_sync(kAllLanes, total, lanes);
+        const float other = __shfl_xor_sync(kFullWarp, highest, lanes);
+        const float other_total = __shfl_xor_sync(kFullWarp, total, lanes);
         const float both = nan_max(highest, other);
         const float shift = both == -INFINITY ? 0.0f : both * scale;
         total = total * exp2_approx(__fmaf_rn(highest, scale, -shift)) +

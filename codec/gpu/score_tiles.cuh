@@ -74,7 +74,7 @@ struct CtaTile {
 // Known to the compiler to be the same in all lanes: products may not run across divergent
 // branches.
 __device__ __forceinline__ int32_t warpgroup_index() {
-  return __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 128, 0);
+  return __shfl_sync(kFullWarp, static_cast<int32_t>(threadIdx.x) / 128, 0);
 }
 
 __device__ inline RowSource source_of(const PromptScores& p, bool is_query, int32_t start,

@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shar
   for (int32_t i = 0; i < tiles; ++i) {
     const uint8_t* columns = wait_tile(shared, i);
     const float* scalars = shared.scalars(i % Shape::kStages);
-    const bool is_needed = __shfl_sync(kAllLanes, i >= needed.begin && i < needed.end, 0);
+    const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
     const bool gives_turn = warpgroup == 0 || i + 1 < tiles;
     wait_turn(warpgroup);
     if (is_needed) {

@@ -37,7 +37,7 @@ std::vector<int32_t> high_bits(const Scheme& scheme, const Profile* p) {
     take_classes(scheme, layout(), p, layer, &shared);
     for (int32_t h = 0; h < kHeads; ++h) {
       const TierFormat& f = shared.scheme_of(scheme, h).high;
-      bits.push_back(10 * f.k.bits + f.v.bits);
+      bits.push_back(10 * f.k.type.bits() + f.v.type.bits());
     }
   }
   return bits;

@@ -114,7 +114,7 @@ TEST(Preset, FastHasThreeClassesOfHeads) {
   EXPECT_TRUE(fast.tiered && fast.key_means && fast.needs_sensitivities());
   EXPECT_TRUE(fast.has_fixed_pages());
   EXPECT_FALSE(fast.has_records() || fast.prunes());
-  const auto bits = [](const TierFormat& f) { return 10 * f.k.bits + f.v.bits; };
+  const auto bits = [](const TierFormat& f) { return 10 * f.k.type.bits() + f.v.type.bits(); };
   const int32_t high[] = {84, 44, 42}, low[] = {84, 42, 22};
   const double shares[] = {0.1, 0.4, 0.5};
   for (int32_t c = 0; c < 3; ++c) {
@@ -126,7 +126,7 @@ TEST(Preset, FastHasThreeClassesOfHeads) {
     EXPECT_EQ(own.policy.alpha_high, 1.0);
     for (const ComponentFormat& f : {own.high.k, own.high.v, own.low.k, own.low.v}) {
       EXPECT_EQ(f.basis, BasisKind::kHadamard);
-      EXPECT_EQ(f.step_rule, f.bits == 2 ? StepRule::kNorm : StepRule::kMinMax);
+      EXPECT_EQ(f.step_rule, f.type.bits() == 2 ? StepRule::kNorm : StepRule::kMinMax);
     }
   }
   const Scheme plain = scheme("tiers:classes=k8v4/k4v2@3:0.1,rotate=off,window=9");

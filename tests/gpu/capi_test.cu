@@ -215,8 +215,8 @@ class CapiAttend : public ::testing::TestWithParam<int32_t> {
         lse_(std::vector<float>(world_.q.size() / kHeadDim, -77)) {
     for (int32_t t = 0; t < 2; ++t) {
       formats_[t] = make<tkv_tier_format>();
-      formats_[t].k_bits = world_.config.tiers[t].format.k.bits;
-      formats_[t].v_bits = world_.config.tiers[t].format.v.bits;
+      formats_[t].k_bits = world_.config.tiers[t].format.k.type.bits();
+      formats_[t].v_bits = world_.config.tiers[t].format.v.type.bits();
       tiers_[t] = make<tkv_attention_tier>();
       tiers_[t].side = world_.config.tiers[t].side;
       tiers_[t].format = &formats_[t];

@@ -78,7 +78,7 @@ void read_kivi(KeyReader& keys, int32_t bits, Scheme* s) {
 
 ComponentFormat stepped(StepRule rule, Unit unit, int32_t group, double step) {
   ComponentFormat f;
-  f.bits = 0;
+  f.type = CodeType::uniform(0);
   f.step_rule = rule;
   f.unit = unit;
   f.group = group;

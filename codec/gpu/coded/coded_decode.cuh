@@ -159,7 +159,7 @@ __device__ __forceinline__ DigitPair raw_pair(const uint8_t* tile, const TileLay
                                               Component component, PairPosition at) {
   const CodePosition p = code_position(layout, component, at.token, at.dim);
   const uint32_t word = *reinterpret_cast<const uint32_t*>(tile + p.byte) >> p.bit;
-  const uint32_t mask = (1u << layout.bits) - 1u;
+  const uint32_t mask = (1u << layout.type.bits()) - 1u;
   return {static_cast<int32_t>(word & mask), static_cast<int32_t>(word >> 16 & mask)};
 }
 
@@ -246,7 +246,7 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
     __syncwarp();
   }
   if (!raw) valid &= reader.ends(streams);
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 // Copies what there is of a block and judges it: kOk, kCorrupt or kOutOfRange.

@@ -158,7 +158,7 @@ __device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, const Devic
   plan.slice.start[0] = sum_before(bits[0], &first);
   plan.slice.start[1] = first + sum_before(bits[1], &second);
   plan.slice.payload_bits = first + second;
-  plan.slice.possible = __all_sync(kAllLanes, possible) &&
+  plan.slice.possible = __all_sync(kFullWarp, possible) &&
                         plan.slice.exceptions <= kMaxExceptions &&
                         plan.slice.payload_bits <= kMaxPayloadBits;
   plan.form = choose_form(book, raw_header(e.component, kBlockTokens, e.dims, range), plan.slice,

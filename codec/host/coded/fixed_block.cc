@@ -25,7 +25,7 @@ int32_t get_code(const FixedBlockLayout& at, Component c, int32_t token, int32_t
                  const uint8_t* slice) {
   const CodePosition p = code_position(at.tile, c, token % kTileTokens, dim);
   const uint8_t* word = slice + at.codes_byte(token / kTileTokens) + p.byte;
-  return static_cast<int32_t>(load_u32(word) >> p.bit & ((1u << at.tile.bits) - 1u));
+  return static_cast<int32_t>(load_u32(word) >> p.bit & ((1u << at.tile.type.bits()) - 1u));
 }
 
 int32_t params_byte(const FixedBlockLayout& at, int32_t token) {
@@ -38,7 +38,7 @@ void encode_token(const FixedBlockLayout& at, Component c, const SliceToken& x, 
     lo = std::min(lo, half_to_float(x.y[d]));
     hi = std::max(hi, half_to_float(x.y[d]));
   }
-  const int32_t levels = 1 << at.tile.bits;
+  const int32_t levels = at.tile.type.levels();
   const QuantParams params = minmax_params(lo, hi, levels);
   const float scale = half_to_float(params.scale), zero_point = half_to_float(params.zero_point);
   for (int32_t d = 0; d < x.dims; ++d) {
