@@ -6,7 +6,7 @@
 // peers_prompt_torch.py times causal attention over the same prompt.
 #include "bench/baselines/kernels/tier_plan.h"
 #include "bench/gpu/codec_bench.cuh"
-#include "codec/gpu/prompt_scores.h"
+#include "tierkv/significance.h"
 
 namespace tierkv::bench {
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "codec/format/element.h"
-#include "codec/gpu/prompt_scores.h"
+#include "tierkv/significance.h"
 #include "codec/policy/significance.h"
 #include "tests/gpu/device_array.cuh"
 
