@@ -167,7 +167,7 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1)
     mma_significance(const __grid_constant__ ScoreTask task) {
   extern __shared__ __align__(128) uint8_t score_stages[];
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, MmaShape<kHeadDim>::kRows, false, &tile)) return;
   SignificanceTaker<kHeadDim> taker = {};
@@ -185,7 +185,7 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
   extern __shared__ __align__(128) uint8_t score_stages[];
   using Shape = MmaShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, true, &tile)) return;
   const StreamShape stream = key_stream(p, tile, Shape::kRows);

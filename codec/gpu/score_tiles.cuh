@@ -25,7 +25,7 @@ inline constexpr int32_t kMathThreads = 256;     // two warpgroups, each with ro
 
 // One launch: `stationary` rows of one head against the stream of a group.
 struct ScoreTask {
-  PromptScores p;
+  SignificanceCall p;
   const float* lse;  // significance: in
   float* out;
 };
@@ -81,7 +81,7 @@ __device__ __forceinline__ int32_t warpgroup_index() {
   return __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 128, 0);
 }
 
-__device__ inline RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
+__device__ inline RowSource source_of(const SignificanceCall& p, bool is_query, int32_t start,
                                       int32_t num_tokens) {
   const int64_t token = is_query ? p.q_token_stride : p.k_token_stride;
   const int64_t head = is_query ? p.q_head_stride : p.k_head_stride;
@@ -96,7 +96,7 @@ __device__ inline int32_t log_heads(int32_t heads) {
 
 // Tile, head and sequence of this CTA; false where the sequence has no such tile. Stationary are
 // the counted queries, or all keys. Heavy tiles first.
-__device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_query,
+__device__ inline bool find_tile(const SignificanceCall& p, int32_t rows, bool is_query,
                                  CtaTile* tile) {
   tile->start = p.starts[blockIdx.y];
   tile->num_tokens = p.starts[blockIdx.y + 1] - tile->start;
@@ -108,7 +108,7 @@ __device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_qu
 }
 
 // The queries that keys from the tile's first on meet.
-__device__ inline StreamShape query_stream(const PromptScores& p, const CtaTile& tile) {
+__device__ inline StreamShape query_stream(const SignificanceCall& p, const CtaTile& tile) {
   const int32_t heads = p.num_q_heads / p.num_kv_heads;
   const TokenSample queries = sample_tokens(tile.num_tokens, p.query_stride);
   return {queries,       queries.index_from(tile.first_row),
@@ -116,7 +116,8 @@ __device__ inline StreamShape query_stream(const PromptScores& p, const CtaTile&
           heads,         log_heads(heads)};
 }
 // The keys that the tile's queries meet.
-__device__ inline StreamShape key_stream(const PromptScores& p, const CtaTile& tile, int32_t rows) {
+__device__ inline StreamShape key_stream(const SignificanceCall& p, const CtaTile& tile,
+                                         int32_t rows) {
   const int32_t last = min(tile.first_row + rows, tile.rows.count) - 1;
   return {sample_tokens(tile.num_tokens, 1),
           0,

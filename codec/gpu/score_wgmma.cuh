@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_significance(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
   using Shape = ScoreShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, false, &tile)) return;
   const StreamShape stream = query_stream(p, tile);
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_lse(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
   using Shape = ScoreShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, true, &tile)) return;
   const StreamShape stream = key_stream(p, tile, Shape::kRows);

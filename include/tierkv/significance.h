@@ -11,7 +11,7 @@
 // query_stride 1 counts all, as DiffKV section 4 does. Work falls with the stride; what sampling
 // does to a compressed cache is measured in bench/results/sampled_significance.json.
 //
-//   PromptScores p;                    // shapes, strides, sm_scale
+//   SignificanceCall p;                    // shapes, strides, sm_scale
 //   prompt_lse(p, lse, stream);        // or the lse of a prefill that kept it
 //   prompt_significance(p, lse, significance, stream);
 //
@@ -39,7 +39,7 @@ inline constexpr int32_t kMaxQueryStride = 4096;
 enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
 
 // Queries and keys of all sequences, one after the other: both after RoPE, where there is one.
-struct TKV_API PromptScores {
+struct TKV_API SignificanceCall {
   const void* q = nullptr;  // dtype; token t, head h at t * q_token_stride + h * q_head_stride
   const void* k = nullptr;  // likewise; on a device both aligned to 16 bytes
   const int32_t* starts = nullptr;  // [num_sequences + 1] first token of each sequence, ascending
@@ -63,18 +63,18 @@ struct TKV_API PromptScores {
 // counted queries alone; significance [num_kv_heads, total_tokens] out, of every token. Runs on
 // sm_80 and up; can be captured. kUnsupported where the binary has no code for the device, or not
 // the products that were asked for; kCuda when a launch fails.
-TKV_API Status prompt_significance(const PromptScores& p, const float* lse, float* significance,
+TKV_API Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                                    GpuStream stream);
 
 // lse [num_q_heads, total_tokens], natural logarithm, of counted queries; others keep what is
 // there.
-TKV_API Status prompt_lse(const PromptScores& p, float* lse, GpuStream stream);
+TKV_API Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream);
 
 // The references, in double, one thread: all pointers in host memory, any head_dim, group and
 // dtype. max_tokens and products are not looked at. kInvalidArgument as above, and where starts do
 // not ascend from 0 to total_tokens; kNonFinite when a score is not finite: outputs are then
 // unspecified.
-TKV_API Status prompt_significance_host(const PromptScores& p, float* significance);
-TKV_API Status prompt_lse_host(const PromptScores& p, float* lse);
+TKV_API Status prompt_significance_host(const SignificanceCall& p, float* significance);
+TKV_API Status prompt_lse_host(const SignificanceCall& p, float* lse);
 
 }  // namespace tierkv

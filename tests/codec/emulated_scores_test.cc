@@ -18,11 +18,11 @@ __align__(128) uint8_t score_stages[MmaShape<256>::kSharedBytes];
 
 namespace {
 
-// As tests/gpu/codec/codec_scores_test.cu has it.
+// Derived in tests/gpu/codec/codec_scores_test.cu.
 constexpr double kTolerance = 5e-4;
 
 struct Prompts {
-  PromptScores p;
+  SignificanceCall p;
   std::vector<int32_t> starts = {0};
   std::vector<uint16_t> q, k;
   std::vector<float> lse, significance;
@@ -33,7 +33,7 @@ struct Prompts {
 Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType dtype,
                      const std::vector<int32_t>& lengths) {
   Prompts x;
-  PromptScores& p = x.p;
+  SignificanceCall& p = x.p;
   for (const int32_t n : lengths) {
     x.starts.push_back(x.starts.back() + n);
     p.max_tokens = std::max(p.max_tokens, n);
@@ -102,7 +102,7 @@ struct HostRow {
 };
 
 HostRow host_row(const Prompts& x, int32_t sequence) {
-  const PromptScores& p = x.p;
+  const SignificanceCall& p = x.p;
   const int32_t first = x.starts[sequence], n = x.starts[sequence + 1] - first, dims = p.head_dim;
   HostRow out;
   for (int32_t j = 0; j < n; ++j) {

@@ -18,12 +18,12 @@ Status invalid(const char* why) {
 bool is_aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
-bool is_empty(const PromptScores& p) {
+bool is_empty(const SignificanceCall& p) {
   return p.total_tokens == 0 || p.num_sequences == 0;
 }
 
 // What host and device have in common.
-Status check(const PromptScores& p) {
+Status check(const SignificanceCall& p) {
   if (p.num_sequences < 0 || p.total_tokens < 0) {
     return invalid("num_sequences or total_tokens is negative");
   }
@@ -47,7 +47,7 @@ Status check(const PromptScores& p) {
   return Status::ok();
 }
 
-Status check_host(const PromptScores& p, const void* out, const char* name) {
+Status check_host(const SignificanceCall& p, const void* out, const char* name) {
   if (p.head_dim < 1 || p.head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
   if (p.dtype < DType::kFloat16 || p.dtype > DType::kFloat32) return invalid("dtype is unknown");
   if (Status s = check(p); !s) return s;
@@ -63,7 +63,7 @@ Status check_host(const PromptScores& p, const void* out, const char* name) {
 // Of one sequence, tokens from 0.
 class HostPrompt {
  public:
-  HostPrompt(const PromptScores& p, int32_t sequence)
+  HostPrompt(const SignificanceCall& p, int32_t sequence)
       : p_(p),
         start_(p.starts[sequence]),
         num_tokens_(p.starts[sequence + 1] - start_),
@@ -98,12 +98,12 @@ class HostPrompt {
     return out;
   }
 
-  const PromptScores& p_;
+  const SignificanceCall& p_;
   int32_t start_, num_tokens_;
   TokenSample queries_;
 };
 
-Status score_row(const PromptScores& p, const HostPrompt& prompt, int32_t kv_head, float* out) {
+Status score_row(const SignificanceCall& p, const HostPrompt& prompt, int32_t kv_head, float* out) {
   const TokenSample& queries = prompt.queries();
   const std::vector<float> k = prompt.k(kv_head);
   std::vector<float> q;
@@ -127,7 +127,7 @@ Status score_row(const PromptScores& p, const HostPrompt& prompt, int32_t kv_hea
 
 // Of the keys 0 .. last; not finite where a score is not.
 double log_sum_exp(const float* q, const std::vector<float>& k, int32_t last,
-                   const PromptScores& p) {
+                   const SignificanceCall& p) {
   std::vector<double> s(last + 1);
   for (int32_t t = 0; t <= last; ++t) {
     const float* key = k.data() + static_cast<size_t>(t) * p.head_dim;
@@ -142,7 +142,7 @@ double log_sum_exp(const float* q, const std::vector<float>& k, int32_t last,
   return top + std::log(sum);
 }
 
-Status lse_row(const PromptScores& p, const HostPrompt& prompt, int32_t head, float* out) {
+Status lse_row(const SignificanceCall& p, const HostPrompt& prompt, int32_t head, float* out) {
   const std::vector<float> q = prompt.q(head);
   const std::vector<float> k = prompt.k(head / (p.num_q_heads / p.num_kv_heads));
   for (int32_t i = 0; i < prompt.queries().count; ++i) {
@@ -158,7 +158,7 @@ Status lse_row(const PromptScores& p, const HostPrompt& prompt, int32_t head, fl
 
 }  // namespace
 
-Status PromptScores::validate() const {
+Status SignificanceCall::validate() const {
   if (max_tokens < 0 || max_tokens > total_tokens || (max_tokens == 0 && total_tokens > 0)) {
     return invalid("max_tokens is out of range");
   }
@@ -181,7 +181,7 @@ Status PromptScores::validate() const {
   return Status::ok();
 }
 
-Status prompt_significance_host(const PromptScores& p, float* significance) {
+Status prompt_significance_host(const SignificanceCall& p, float* significance) {
   if (Status s = check_host(p, significance, "significance is null"); !s) return s;
   for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
     const HostPrompt prompt(p, i);
@@ -192,7 +192,7 @@ Status prompt_significance_host(const PromptScores& p, float* significance) {
   return Status::ok();
 }
 
-Status prompt_lse_host(const PromptScores& p, float* lse) {
+Status prompt_lse_host(const SignificanceCall& p, float* lse) {
   if (Status s = check_host(p, lse, "lse is null"); !s) return s;
   for (int32_t i = 0; i < p.num_sequences && p.total_tokens > 0; ++i) {
     const HostPrompt prompt(p, i);
