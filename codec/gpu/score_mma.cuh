@@ -172,7 +172,6 @@ __global__ void __launch_bounds__(kMathThreads, 1)
   if (!find_tile(p, MmaShape<kHeadDim>::kRows, false, &tile)) return;
   SignificanceTaker<kHeadDim> taker = {};
   taker.stream = query_stream(p, tile);
-  taker.num_tokens = tile.num_tokens;
   taker.first_key = tile.first_row + warpgroup_index() * 64 * MmaShape<kHeadDim>::kSubTiles;
   taker.scale = static_cast<float>(p.sm_scale);
   multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, false, tile.start, tile.num_tokens),

@@ -30,11 +30,11 @@ __device__ __forceinline__ int32_t thread_column() {
 struct QueryMask {
   int32_t key;
   int32_t first_query, stride;  // of the tile
-  int32_t num_tokens;
+  int32_t end;                  // queries are before it
 
   __device__ __forceinline__ bool counts(int32_t row, int32_t index) const {
     const int32_t query = first_query + stride * index;
-    return query > key + 8 * row && query < num_tokens;
+    return query > key + 8 * row && query < end;
   }
 };
 
@@ -70,7 +70,6 @@ template <int32_t kHeadDim>
 struct SignificanceTaker {
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   StreamShape stream;
-  int32_t num_tokens;
   int32_t first_key;  // of the warpgroup
   float scale;
   float sum[kSubTiles][2];
@@ -88,7 +87,7 @@ struct SignificanceTaker {
   __device__ __forceinline__ void add(int32_t sub, int32_t tile,
                                       const float (&scores)[kScoresPerThread], const float* lse) {
     const QueryMask mask = {first_key + 64 * sub + thread_row(), first_query(tile),
-                            stream.tokens.stride, num_tokens};
+                            stream.tokens.stride, stream.tokens.position(stream.end)};
     switch (stream.log_heads) {
       case 0:
         return add_probabilities<1, kMasked>(scores, lse, scale, mask, sum[sub]);
@@ -119,7 +118,7 @@ struct SignificanceTaker {
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
       const int32_t key = first_key + 64 * (i / 2) + thread_row() + 8 * (i % 2);
-      if (key >= num_tokens || lane_index() % 4 != 0) continue;
+      if (key >= tile.num_tokens || lane_index() % 4 != 0) continue;
       const auto later = static_cast<float>(stream.tokens.behind(key));
       out[tile.scalar(tile.head, key, total_tokens)] = later == 0.0f ? 0.0f : total / later;
     }

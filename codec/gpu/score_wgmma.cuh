@@ -207,7 +207,6 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     take_registers<232>();
     SignificanceTaker<kHeadDim> taker = {};
     taker.stream = stream;
-    taker.num_tokens = tile.num_tokens;
     taker.first_key = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
     taker.scale = static_cast<float>(p.sm_scale);
     multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(), &taker);
