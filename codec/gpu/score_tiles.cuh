@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "codec/policy/significance.h"
+#include "codec/format/token_sample.h"
 #include "gpu/copies.cuh"
 #include "gpu/warp.cuh"
 #include "tierkv/significance.h"

@@ -38,26 +38,6 @@ struct AttentionRow {
 // finite.
 Status exact_significance(const AttentionRow& row, double* significance, int32_t* counts);
 
-// Tokens first, first + stride, ... of a sequence. Host and device choose the same.
-struct TokenSample {
-  int32_t first, stride, count;
-
-  TKV_HD int32_t position(int32_t index) const { return first + stride * index; }
-  // Index of the first of them at or after a position; from `count` on there is none.
-  TKV_HD int32_t index_from(int32_t position) const {
-    return position <= first ? 0 : (position - first + stride - 1) / stride;
-  }
-  TKV_HD int32_t behind(int32_t token) const {
-    const int32_t next = index_from(token + 1);
-    return next < count ? count - next : 0;
-  }
-};
-// Every stride-th token, counted from the last one, so that each other token has one behind it.
-TKV_HD TokenSample sample_tokens(int32_t num_tokens, int32_t stride) {
-  if (num_tokens <= 0) return {0, stride, 0};
-  return {(num_tokens - 1) % stride, stride, (num_tokens - 1) / stride + 1};
-}
-
 // The mean of count + 1 observations, given the mean of the first `count`. Host and device agree
 // bit for bit.
 TKV_HD float running_mean(float mean, int32_t count, float observation) {

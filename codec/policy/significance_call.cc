@@ -1,11 +1,11 @@
 // Checks of tierkv/significance.h, and its references.
 #include <algorithm>
 #include <cmath>
-#include <string>
 #include <vector>
 
 #include "codec/format/element.h"
 #include "codec/format/page_layout.h"
+#include "codec/format/token_sample.h"
 #include "codec/policy/significance.h"
 #include "tierkv/significance.h"
 

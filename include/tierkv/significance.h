@@ -11,8 +11,8 @@
 // query_stride 1 counts all, as DiffKV section 4 does. Work falls with the stride; what sampling
 // does to a compressed cache is measured in bench/results/sampled_significance.json.
 //
-//   SignificanceCall p;                    // shapes, strides, sm_scale
-//   prompt_lse(p, lse, stream);        // or the lse of a prefill that kept it
+//   SignificanceCall p;          // shapes, strides, sm_scale
+//   prompt_lse(p, lse, stream);  // or the lse of a prefill that kept it
 //   prompt_significance(p, lse, significance, stream);
 //
 // Results repeat bit for bit: sums run in an order that depends on the shape alone. A score that is
