@@ -72,6 +72,7 @@ class Bench {
     results_.push_back(m);
   }
   cudaStream_t stream() const { return stream_; }
+  int replays() const { return options_.replays; }
 
   void write_json() const {
     if (options_.out.empty()) return;

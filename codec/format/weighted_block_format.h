@@ -26,6 +26,8 @@ inline constexpr int32_t kMaxWeightedExceptions = 255;
 inline constexpr int32_t kMaxFamilyBooks = 4;
 inline constexpr int32_t kMaxExponentBits = 8;
 inline constexpr int32_t kMaxLengthBits = 12;
+inline constexpr int32_t kMaxWeightedBlockBytes =
+    kCodedBlockHeaderBytes + kBlockTokens * kMaxExponentBits / 8 + kBlockTokens * kSliceDims * 2;
 
 struct WeightedBlockHeader {
   uint8_t version = kWeightedBlockVersion;  // byte 0

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kCounterThreads, 1)
 #pragma unroll 1
     for (from.slice = 0; from.slice < (kSliced ? slice_count(d.s.head_dim) : 1); ++from.slice) {
       auto source = raw_tile_source<kSliced>(d, from, means);
-      for_each_fragment(whole, source, [&](int32_t, const FragmentCodes& codes) {
+      for_each_fragment(whole, source, [&](int32_t, int32_t, const FragmentCodes& codes) {
 #pragma unroll
         for (int32_t p = 0; p < kPairsPerFragment; ++p) counter.count(codes[p][0], codes[p][1]);
       });

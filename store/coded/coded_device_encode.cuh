@@ -222,7 +222,7 @@ __device__ __forceinline__ PlannedBlock<kChoices> plan_slices(const CodedDeviceS
 #pragma unroll 1
     for (b.slice = 0; b.slice < slices; ++b.slice) {
       planned.source = raw_tile_source<kChoices>(d, b, encoder.means());
-      planned.plan = plan_block(encoder.of(d, book), encoder.books[book], planned.source);
+      planned.plan = plan_block(encoder.of(d, book), planned.source);
       status = greater(status, planned.source.status);
       units += static_cast<int32_t>(planned.plan.form.header.units);
     }
@@ -241,7 +241,7 @@ __device__ __forceinline__ void write_slices(const CodedDeviceState& d, const En
 #pragma unroll 1
   for (b.slice = 0; b.slice < slices; ++b.slice) {
     RawTileSource<kChoices> source = raw_tile_source<kChoices>(d, b, encoder.means());
-    const LanePlan plan = plan_block(lanes, encoder.books[book], source);
+    const LanePlan plan = plan_block(lanes, source);
     write_block(lanes, source, plan, encoder.block(d), to);
     to += static_cast<int32_t>(plan.form.header.units) * kBlockAlignment;
   }

@@ -101,7 +101,7 @@ class EmulatedEncode : public RandomTest {
     int32_t bytes = 0;
     emulator::cta().run(0, kWarpLanes, [&] {
       LaneSource source{codes.data(), c.component, shape.dims};
-      const LanePlan plan = plan_block(encoder, book, source);
+      const LanePlan plan = plan_block(encoder, source);
       write_block(encoder, source, plan, shared, block);
       bytes = plan.form.header.units * kBlockAlignment;
     });

@@ -2,7 +2,7 @@
 
 #include "bench/baselines/coded/array_tree.cuh"
 #include "bench/baselines/coded/coded_tree.cuh"
-#include "codec/gpu/coded/coded_decode.cuh"
+#include "codec/gpu/coded/coded_decode_launch.cuh"
 
 namespace tierkv {
 namespace {

@@ -2,8 +2,6 @@
 // lane, so that lanes never meet; others go to memory one by one.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 #include "codec/format/page_layout.h"

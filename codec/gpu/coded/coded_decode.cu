@@ -1,4 +1,4 @@
-#include "codec/gpu/coded/coded_decode.cuh"
+#include "codec/gpu/coded/coded_decode_launch.cuh"
 
 namespace tierkv {
 

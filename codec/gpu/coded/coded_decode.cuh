@@ -1,4 +1,5 @@
-// The kernel that decodes groups of coded blocks.
+// What decodes coded blocks, by warps: of version 1 here, of version 2 in weighted_decode.cuh.
+// Launches of version 1 are in coded_decode_launch.cuh.
 //
 // Reader, how the symbols of a lane's streams become digits:
 //   Params                       what it needs beside the call; a kernel parameter
@@ -9,16 +10,11 @@
 //   ends(streams)                whether they end where the next ones begin
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-
 #include "codec/format/quantize.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "codec/gpu/coded/coded_open.cuh"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/copies.cuh"
-#include "gpu/cuda_device.cuh"
 #include "gpu/shared_memory.cuh"
 #include "gpu/warp.cuh"
 
@@ -28,7 +24,9 @@ inline constexpr int32_t kDecodeWarps = 16;
 // A stream that begins inside the payload can be read this far behind its end.
 inline constexpr int32_t kDecodeSlackBytes =
     kBlockTokens * kSliceDims / kWarpLanes * kMaxCodeLength / 8 + 16;
-inline constexpr int32_t kCodesTileBytes = kTileTokens * kSliceDims * 2;
+// Codes from one token of a tile to the next: lanes of eight tokens meet in no bank.
+inline constexpr int32_t kTileStride = kSliceDims + 8;
+inline constexpr int32_t kCodesTileBytes = kTileTokens * kTileStride * 2;
 
 // Two codes less the base.
 struct DigitPair {
@@ -38,7 +36,7 @@ struct DigitPair {
 // What a warp has in shared memory. The slack follows the block.
 struct WarpMemory {
   uint8_t* block;
-  int16_t* tile;    // [kTileTokens][kSliceDims], codes
+  int16_t* tile;    // [kTileTokens][kTileStride], codes
   uint8_t* reader;  // kWarpBytes of the reader
 };
 
@@ -59,29 +57,48 @@ __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
   return {static_cast<int32_t>(e >> 6 & 3u), static_cast<int32_t>(e >> 22 & 3u)};  // kQuad
 }
 
-// Where the streams of a block lie, each lane's at starts[stream * kWarpLanes + lane].
+// Where the streams of this lane lie.
 struct BlockStreams {
   const uint8_t* payload;  // in shared memory, 4-byte aligned
-  const uint16_t* starts;
-  int32_t count;  // of a lane
-  int32_t bits;   // of the payload
-  int32_t codes;  // of a lane, padding included
+  int32_t count;
+  int32_t first[2], last[2];  // bits of the payload
+  int32_t codes;              // of a lane, padding included
 
   __device__ __forceinline__ int32_t begin(int32_t stream) const {
-    return starts[stream * kWarpLanes + lane_index()];
+    return stream == 0 ? first[0] : first[1];
   }
   __device__ __forceinline__ int32_t end(int32_t stream) const {
-    const int32_t i = stream * kWarpLanes + lane_index();
-    return i == kWarpLanes * count - 1 ? bits : starts[i + 1];
+    return stream == 0 ? last[0] : last[1];
   }
 };
+// Of a valid block in shared memory; none in raw modes.
+__device__ __forceinline__ BlockStreams block_streams(const CodedBlockHeader& h,
+                                                      const CodedBlockLayout& at,
+                                                      const uint8_t* block) {
+  BlockStreams streams{block + at.payload,
+                       h.streams_per_lane,
+                       {0, 0},
+                       {0, 0},
+                       tile_count(h.tokens) * dim_block_count(h.dims) * 2 * kPairsPerFragment};
+  if (is_raw_mode(h.mode)) return streams;
+  const auto* starts = reinterpret_cast<const uint16_t*>(block + at.starts) + lane_index();
+  const bool last_lane = lane_index() == kWarpLanes - 1;
+  for (int32_t s = 0; s < 2; ++s) {
+    if (s == streams.count) break;
+    const bool last = last_lane && s == streams.count - 1;
+    streams.first[s] = starts[s * kWarpLanes];
+    streams.last[s] = last ? h.payload_bits : starts[s * kWarpLanes + 1];
+  }
+  return streams;
+}
 
 // By the codebook's table.
 struct TableReader {
   struct Params {};
   using Stream = LaneStream<true>;
   static constexpr int32_t kWarpBytes = 0;
-  const DeviceCodebook& book;
+  BlockMode mode;
+  int32_t streams;  // of a lane
   SharedTable<0> table;
   Stream stream[2];
 
@@ -95,26 +112,28 @@ struct TableReader {
       reinterpret_cast<uint32_t*>(region)[i] = call.codebook.table[i];
     }
   }
-  __device__ TableReader(const CodedDecode& call, const Params&, uint8_t* region, uint8_t*)
-      : book(call.codebook),
-        table(shared_address(region), table_mask(call.codebook.max_length, 0)) {}
+  // table_of_book: in shared memory, at a multiple of its size.
+  __device__ __forceinline__ TableReader(const DeviceCodebook& book, const uint8_t* table_of_book)
+      : mode(book.mode),
+        streams(book.streams_per_lane),
+        table(shared_address(table_of_book), table_mask(book.max_length, 0)) {}
+  __device__ __forceinline__ TableReader(const CodedDecode& call, const Params&, uint8_t* region,
+                                         uint8_t*)
+      : TableReader(call.codebook, region) {}
 
-  __device__ __forceinline__ void open(const BlockStreams& streams) {
-    const uint32_t payload = shared_address(streams.payload);
-    stream[0].open(payload, streams.begin(0), SharedTable<0>::kBias);
-    if (streams.count == 2) stream[1].open(payload, streams.begin(1), SharedTable<0>::kBias);
+  __device__ __forceinline__ void open(const BlockStreams& of) {
+    const uint32_t payload = shared_address(of.payload);
+    stream[0].open(payload, of.begin(0), SharedTable<0>::kBias);
+    if (streams == 2) stream[1].open(payload, of.begin(1), SharedTable<0>::kBias);
   }
-  __device__ __forceinline__ bool ends(const BlockStreams& streams) const {
-    bool valid = true;
-    for (int32_t s = 0; s < streams.count; ++s) {
-      valid &= (s == 0 ? stream[0] : stream[1])
-                   .end(shared_address(streams.payload), SharedTable<0>::kBias) == streams.end(s);
-    }
+  __device__ __forceinline__ bool ends(const BlockStreams& of) const {
+    const uint32_t payload = shared_address(of.payload);
+    bool valid = stream[0].end(payload, SharedTable<0>::kBias) == of.end(0);
+    if (streams == 2) valid &= stream[1].end(payload, SharedTable<0>::kBias) == of.end(1);
     return valid;
   }
-  __device__ __forceinline__ void pairs(DigitPair (&pairs)[4]) {
-    const int32_t streams = book.streams_per_lane;
-    if (book.mode == BlockMode::kQuad) {
+  __device__ __forceinline__ void pairs(DigitPair (&out)[4]) {
+    if (mode == BlockMode::kQuad) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         uint32_t e;
@@ -123,12 +142,12 @@ struct TableReader {
         } else {
           stream[1].step_one(table, &e);
         }
-        pairs[2 * half] = entry_digits(book.mode, e);
-        pairs[2 * half + 1] = entry_digits(book.mode, e >> 2);
+        out[2 * half] = entry_digits(mode, e);
+        out[2 * half + 1] = entry_digits(mode, e >> 2);
       }
       return;
     }
-    if (book.mode == BlockMode::kSingle) {
+    if (mode == BlockMode::kSingle) {
 #pragma unroll
       for (int32_t r = 0; r < 4; ++r) {
         uint32_t a, b;
@@ -137,7 +156,7 @@ struct TableReader {
         } else {
           stream[1].step(table, &a, &b);
         }
-        pairs[r] = {static_cast<int32_t>(a >> 16 & 255u), static_cast<int32_t>(b >> 16 & 255u)};
+        out[r] = {static_cast<int32_t>(a >> 16 & 255u), static_cast<int32_t>(b >> 16 & 255u)};
       }
       return;
     }
@@ -150,7 +169,7 @@ struct TableReader {
       stream[1].step(table, &e[1], &e[3]);
     }
 #pragma unroll
-    for (int32_t r = 0; r < 4; ++r) pairs[r] = entry_digits(book.mode, e[r]);
+    for (int32_t r = 0; r < 4; ++r) out[r] = entry_digits(mode, e[r]);
   }
 };
 
@@ -166,13 +185,13 @@ __device__ __forceinline__ DigitPair raw_pair(const uint8_t* tile, const TileLay
 // A pair into the codes of the tile, padding included.
 __device__ __forceinline__ void store_pair(Component component, PairPosition at, DigitPair pair,
                                            int32_t base, int16_t* tile) {
-  int16_t* to = tile + at.token * kSliceDims + at.dim;
+  int16_t* to = tile + at.token * kTileStride + at.dim;
   const int32_t first = base + pair.first, second = base + pair.second;
   if (component == Component::kKey) {
     *reinterpret_cast<uint32_t*>(to) = __byte_perm(first, second, 0x5410);  // dims are even
   } else {
     to[0] = static_cast<int16_t>(first);
-    to[kSliceDims] = static_cast<int16_t>(second);
+    to[kTileStride] = static_cast<int16_t>(second);
   }
 }
 
@@ -182,11 +201,13 @@ __device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBloc
   const auto* exceptions = reinterpret_cast<const uint32_t*>(block + at.exceptions);
   bool fits = true;
   for (int32_t i = lane_index(); i < h.exceptions; i += kWarpLanes) {
-    const auto index = static_cast<int32_t>(exceptions[i] & 0xffffu) - tile * kTileTokens * 128;
-    if (index < 0 || index >= kTileTokens * kSliceDims) continue;
-    const int32_t sum = codes[index] + static_cast<int16_t>(exceptions[i] >> 16);
+    const auto index = static_cast<int32_t>(exceptions[i] & 0xffffu);
+    const int32_t token = index / kSliceDims - tile * kTileTokens;
+    if (token < 0 || token >= kTileTokens) continue;
+    int16_t& code = codes[token * kTileStride + index % kSliceDims];
+    const int32_t sum = code + static_cast<int16_t>(exceptions[i] >> 16);
     fits &= sum >= INT16_MIN && sum <= INT16_MAX;
-    codes[index] = static_cast<int16_t>(sum);
+    code = static_cast<int16_t>(sum);
   }
   return fits;
 }
@@ -203,7 +224,7 @@ __device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16
     const float centre = mean == nullptr ? 0.0f : mean[d];
     int64_t to = job.group.codes + first * call.token_stride + job.first_dim + d;
     for (int32_t t = 0; t < tokens; ++t, to += call.token_stride) {
-      const int16_t code = codes[t * kSliceDims + d];
+      const int16_t code = codes[t * kTileStride + d];
       if (call.codes != nullptr) call.codes[to] = code;
       if (call.values != nullptr) {
         call.values[to] = float_to_half(add_rn(mul_rn(step, static_cast<float>(code)), centre));
@@ -212,21 +233,25 @@ __device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16
   }
 }
 
-// A whole block in shared memory whose header, size, checksum, starts and exceptions are valid.
-template <class Reader>
-__device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
-                             const CodedBlockLayout& at, Reader& reader, const WarpMemory& memory) {
+// The tiles of a whole block in shared memory whose header, size, checksum, bounds of streams and
+// exceptions are valid: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. They
+// lie `apart` codes from one tile to the next. base_of(f): the code of digit 0 in dim block f,
+// asked for before the reader is.
+template <class Reader, class BaseOf, class Finish>
+__device__ __forceinline__ bool decode_tiles(const CodedBlockHeader& h, const CodedBlockLayout& at,
+                                             const BlockStreams& streams, Reader& reader,
+                                             const WarpMemory& memory, int32_t apart,
+                                             const BaseOf& base_of, const Finish& finish) {
   const bool raw = is_raw_mode(h.mode);
   const int32_t lane = lane_index(), blocks = dim_block_count(h.dims);
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
-  const BlockStreams streams = {
-      memory.block + at.payload, reinterpret_cast<const uint16_t*>(memory.block + at.starts),
-      h.streams_per_lane, h.payload_bits, tile_count(h.tokens) * blocks * 2 * kPairsPerFragment};
   if (!raw) reader.open(streams);
   bool valid = true;
   for (int32_t tile = 0; tile < tile_count(h.tokens); ++tile) {
     const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
+    int16_t* const codes = memory.tile + tile * apart;
     for (int32_t f = 0; f < blocks; ++f) {
+      const int32_t base = base_of(f);
       DigitPair pairs[4] = {};
       if (!raw) reader.pairs(pairs);
 #pragma unroll
@@ -236,17 +261,34 @@ __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
           const DigitPair low = raw_pair(plane, layout, h.component, place);
           pairs[r] = {pairs[r].first + low.first, pairs[r].second + low.second};
         }
-        store_pair(h.component, place, pairs[r], h.base, memory.tile);
+        store_pair(h.component, place, pairs[r], base, codes);
       }
     }
     __syncwarp();
-    valid &= add_exceptions(h, at, memory.block, tile, memory.tile);
+    valid &= add_exceptions(h, at, memory.block, tile, codes);
     __syncwarp();
-    write_tile(job, tile, memory.tile);
+    finish(tile, codes);
     __syncwarp();
   }
   if (!raw) valid &= reader.ends(streams);
   return __all_sync(kFullWarp, valid);
+}
+
+template <class Reader>
+__device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
+                             const CodedBlockLayout& at, Reader& reader, const WarpMemory& memory) {
+  return decode_tiles(
+      h, at, block_streams(h, at, memory.block), reader, memory, 0, [&](int32_t) { return h.base; },
+      [&](int32_t tile, const int16_t* codes) { write_tile(job, tile, codes); });
+}
+
+// By the warp: into shared memory, until it is there.
+__device__ __forceinline__ void copy_block(const uint8_t* from, int32_t bytes, uint8_t* to) {
+  for (int32_t i = 16 * lane_index(); i < bytes; i += 16 * kWarpLanes) {
+    copy_async_16(to + i, from + i, true);
+  }
+  wait_copies();
+  __syncwarp();
 }
 
 // Copies what there is of a block and judges it: kOk, kCorrupt or kOutOfRange.
@@ -261,11 +303,7 @@ __device__ inline StatusCode open_slice(const SliceJob& job, const uint8_t* from
   *at = block_layout(*header);
   if (at->bytes != header->units * kBlockAlignment || at->bytes > size) return StatusCode::kCorrupt;
   if (at->bytes > job.call.max_block_bytes) return StatusCode::kOutOfRange;
-  for (int32_t i = 16 * lane_index(); i < at->bytes; i += 16 * kWarpLanes) {
-    copy_async_16(memory.block + i, from + i, true);
-  }
-  wait_copies();
-  __syncwarp();
+  copy_block(from, at->bytes, memory.block);
   bool valid = warp_checksum(memory.block, at->bytes) == header->checksum;
   valid &= padding_is_zero(*header, *at, memory.block);
   if (!is_raw_mode(header->mode)) {
@@ -314,63 +352,6 @@ template <class Reader>
 __host__ __device__ constexpr int32_t decode_warp_bytes(int32_t max_block_bytes) {
   return (max_block_bytes + kDecodeSlackBytes + 15) / 16 * 16 + kCodesTileBytes +
          Reader::kWarpBytes;
-}
-
-// Shared memory: the reader's region, at a multiple of its size, then the warps.
-template <class Reader>
-__global__ void __launch_bounds__(kDecodeWarps * 32, 1)
-    coded_decode_kernel(const __grid_constant__ CodedDecode call,
-                        const __grid_constant__ typename Reader::Params params) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const auto bytes = static_cast<uint32_t>(Reader::region_bytes(call));
-  const uint32_t start = shared_address(shared);
-  uint8_t* region = shared + ((start + bytes - 1) / bytes * bytes - start);
-  Reader::fill(call, params, region);
-  __syncthreads();
-  const auto warp = static_cast<int32_t>(threadIdx.x / 32);
-  const auto warps = static_cast<int32_t>(blockDim.x / 32);
-  uint8_t* mine = region + bytes + warp * decode_warp_bytes<Reader>(call.max_block_bytes);
-  mine = shared + ((mine - shared + 15) & ~15);
-  const WarpMemory memory{mine + kCodesTileBytes + Reader::kWarpBytes,
-                          reinterpret_cast<int16_t*>(mine), mine + kCodesTileBytes};
-  Reader reader(call, params, region, memory.reader);
-  const auto stride = static_cast<int32_t>(gridDim.x) * warps;
-  for (int32_t i = static_cast<int32_t>(blockIdx.x) * warps + warp; i < call.num_groups;
-       i += stride) {
-    const CodedGroup group = call.groups[i];
-    auto code = StatusCode::kInvalidArgument;
-    if (group_is_valid(call, group)) {
-      code = decode_group(call, group, reader, memory);
-      if (code != StatusCode::kOk) write_zeros(call, group);
-    }
-    if (lane_index() == 0) call.status[i] = code;
-    __syncwarp();
-  }
-}
-
-// A valid call with groups.
-template <class Reader>
-Status launch_coded_decode(const CodedDecode& call, const typename Reader::Params& params,
-                           GpuStream stream) {
-  const Result<DeviceLimits> limits = device_limits();
-  if (!limits) return limits.status();
-  // The region's own alignment may cost its size once more.
-  const int32_t shared = 2 * Reader::region_bytes(call) + 16,
-                each = decode_warp_bytes<Reader>(call.max_block_bytes);
-  const int32_t warps = std::min(kDecodeWarps, (limits->shared_bytes - shared) / each);
-  if (warps < 1) return Status(StatusCode::kUnsupported, "coded decode: too little shared memory");
-  const int32_t bytes = shared + warps * each;
-  if (Status s =
-          cuda_status(cudaFuncSetAttribute(coded_decode_kernel<Reader>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                      "shared memory");
-      !s) {
-    return s;
-  }
-  const int32_t ctas = std::min(limits->sms, (call.num_groups + warps - 1) / warps);
-  coded_decode_kernel<Reader><<<static_cast<uint32_t>(ctas), static_cast<uint32_t>(warps) * 32,
-                                static_cast<size_t>(bytes), stream>>>(call, params);
-  return cuda_status(cudaGetLastError(), "decode_coded");
 }
 
 }  // namespace tierkv

@@ -1,10 +1,24 @@
-// The encoder of a block of 64 tokens by one warp, where each lane is given its codes in the order
-// of its streams, as the words of raw tiles are: encode_block()'s bytes, for codebooks of kPair and
-// whole dim blocks.
+// The encoder of a block by one warp, where each lane is given its codes in the order of its
+// streams, as the words of raw tiles are: encode_block()'s bytes, for codebooks of kPair and whole
+// dim blocks.
 //
-// No code goes through shared memory. They are asked for twice: the first pass adds up the bits of
-// the lanes' streams, which is all that the size takes; the second writes each stream where it
-// begins. Bound: instructions, about 30 a pair and pass.
+// The codes are asked for twice: the first pass adds up the bits of the lanes' streams, which is
+// all that the size takes; the second writes each stream where it begins. Bound: instructions,
+// about 30 a pair and pass.
+//
+// Encoder, which block is made: LaneEncoder (version 1), WeightedEncoder (weighted_form.cuh):
+//   kRagged, kMostExceptions             blocks of fewer than 64 tokens; of a block that is coded
+//   component, streams, dim_blocks(), fragments()
+//   book(f)                              the codebook of dim block f
+//   choose(range, plan)                  the form of the block
+//   write_bounds(form, plan, block)      where the streams begin and all else before them
+//   raw_base(form)                       of a raw form
+//   fits_shared(bytes)                   whether a coded block fits into the warp's memory
+// Source, what a block's codes come from:
+//   fetch(i)              what codes() takes of fragment i = tile * dim blocks + dim block
+//   codes(x, f, &codes)   of x in dim block f: 16-bit integers; where there is no token, numbers
+//   from
+//                         kPaddingCodes on whose low half is that of some code of the block
 #pragma once
 
 #include "codec/gpu/coded/coded_form.cuh"
@@ -15,13 +29,29 @@ namespace tierkv {
 // Codes of a lane in one dim block of a tile.
 using FragmentCodes = int32_t[kPairsPerFragment][2];
 
-// Source, what a block's codes come from:
-//   fetch(i)              what codes() takes of fragment i = tile * dim blocks + dim block
-//   codes(x, f, &codes)   of x in dim block f: 16-bit integers
+inline constexpr int32_t kPaddingCodes = 0x100000;
+
+// A codebook as the loops of a lane take it.
+struct LaneBook {
+  const uint32_t* words;     // in shared memory
+  const uint16_t* cheapest;  // global memory
+  int32_t base, levels;
+
+  // 0 where the symbol is absent.
+  __device__ __forceinline__ uint32_t word_of(const int32_t (&pair)[2]) const {
+    const auto x = static_cast<uint32_t>(pair[0] - base), y = static_cast<uint32_t>(pair[1] - base);
+    const auto all = static_cast<uint32_t>(levels);
+    return x < all && y < all ? words[x + all * y] : 0u;
+  }
+};
+
 struct LaneEncoder {
-  const uint32_t* words;     // of the codebook, in shared memory
-  const uint16_t* cheapest;  // of the codebook
-  int32_t base, levels, streams;
+  static constexpr bool kRagged = false;
+  static constexpr int32_t kMostExceptions = tierkv::kMaxExceptions;
+  using Form = BlockForm;
+  LaneBook only;
+  const DeviceCodebook* codebook;
+  int32_t streams;
   Component component;
   int32_t dims;  // a multiple of kDimBlock, at most kSliceDims
   int32_t most_coded_bytes;
@@ -30,25 +60,39 @@ struct LaneEncoder {
   __device__ __forceinline__ int32_t fragments() const {
     return kBlockTokens / kTileTokens * dim_blocks();
   }
-  // 0 where the symbol is absent.
-  __device__ __forceinline__ uint32_t word_of(const int32_t (&pair)[2]) const {
-    const auto x = static_cast<uint32_t>(pair[0] - base), y = static_cast<uint32_t>(pair[1] - base);
-    const auto all = static_cast<uint32_t>(levels);
-    return x < all && y < all ? words[x + all * y] : 0u;
+  __device__ __forceinline__ LaneBook book(int32_t) const { return only; }
+  __device__ __forceinline__ int32_t raw_base(const Form& form) const { return form.header.base; }
+  __device__ __forceinline__ bool fits_shared(int32_t) const { return true; }
+  __device__ __forceinline__ Form choose(const CodeRange& range, const SlicePlan& plan) const {
+    return choose_form(*codebook, raw_header(component, kBlockTokens, dims, range), plan,
+                       most_coded_bytes);
+  }
+  __device__ __forceinline__ void write_bounds(const Form& form, const SlicePlan& plan,
+                                               uint32_t* block) const {
+    if (!form.coded) return;
+    auto* starts = reinterpret_cast<uint16_t*>(block) + form.at.starts / 2;
+#pragma unroll
+    for (int32_t s = 0; s < 2; ++s) {
+      if (s < streams) starts[s * kWarpLanes + lane_index()] = static_cast<uint16_t>(plan.start[s]);
+    }
   }
 };
 __device__ __forceinline__ LaneEncoder lane_encoder(const DeviceCodebook& book,
                                                     const uint32_t* words, int32_t dims,
                                                     int32_t most_coded_bytes) {
-  return {words,          book.cheapest, book.base,       book.levels, book.streams_per_lane,
-          book.component, dims,          most_coded_bytes};
+  return {{words, book.cheapest, book.base, book.levels},
+          &book,
+          book.streams_per_lane,
+          book.component,
+          dims,
+          most_coded_bytes};
 }
 
-// visit(i, codes) of every fragment i.
-template <class Source, class Visit>
-__device__ __forceinline__ void for_each_fragment(const LaneEncoder& e, Source& source,
+// visit(i, f, codes) of every fragment i, in dim block f.
+template <class Encoder, class Source, class Visit>
+__device__ __forceinline__ void for_each_fragment(const Encoder& e, Source& source,
                                                   const Visit& visit) {
-  constexpr int32_t kAhead = 4;  // divides the number of tiles
+  constexpr int32_t kAhead = 4;  // divides the number of tiles of 64 tokens
   int32_t f = 0;
   const int32_t fragments = e.fragments(), blocks = e.dim_blocks();
 #pragma unroll 1
@@ -58,9 +102,10 @@ __device__ __forceinline__ void for_each_fragment(const LaneEncoder& e, Source& 
     for (int32_t j = 0; j < kAhead; ++j) x[j] = source.fetch(i + j);
 #pragma unroll
     for (int32_t j = 0; j < kAhead; ++j) {
+      if (Encoder::kRagged && i + j >= fragments) break;
       FragmentCodes codes;
       source.codes(x[j], f, codes);
-      visit(i + j, codes);
+      visit(i + j, f, codes);
       f = f + 1 == blocks ? 0 : f + 1;
     }
   }
@@ -106,44 +151,52 @@ struct Substitute {
   }
 };
 // What has a call in it gets copies: registers whose address is known elsewhere are no registers.
-__device__ __noinline__ inline Substitute find_substitute(LaneEncoder e, int32_t first,
+__device__ __noinline__ inline Substitute find_substitute(LaneBook from, int32_t first,
                                                           int32_t second) {
   DeviceCodebook book;
-  book.levels = e.levels;
-  book.cheapest = e.cheapest;
-  const int32_t above[2] = {first - e.base, second - e.base};
+  book.levels = from.levels;
+  book.cheapest = from.cheapest;
+  const int32_t code[2] = {first, second};
   Place p{};
   for (int32_t i = 0; i < 2; ++i) {
-    const bool inside = above[i] >= 0 && above[i] < e.levels;
-    p.digit[i] = inside ? above[i] : kOutsideAlphabet;
+    const int32_t above = code[i] - from.base;
+    const bool inside = above >= 0 && above < from.levels;
+    p.digit[i] = code[i] >= kPaddingCodes ? kPaddingCode : inside ? above : kOutsideAlphabet;
   }
-  const ChosenSymbol chosen = choose_substitute(book, e.words, p, 2);
+  const ChosenSymbol chosen = choose_substitute(book, from.words, p, 2);
   const int2 digits = symbol_digits(book, chosen.symbol, 2);
-  return {chosen.word, {above[0] - digits.x, above[1] - digits.y}};
+  Substitute other{chosen.word, {0, 0}};
+  for (int32_t i = 0; i < 2; ++i) {
+    if (p.digit[i] == kPaddingCode) continue;
+    other.delta[i] = code[i] - from.base - (i == 0 ? digits.x : digits.y);
+  }
+  return other;
 }
 
 // What the first pass finds.
-struct LanePlan {
+template <class Form>
+struct PlanOf {
   SlicePlan slice;
   int32_t exceptions_before;  // of the lanes before this one
-  BlockForm form;
+  Form form;
 };
+using LanePlan = PlanOf<BlockForm>;
 
-// book: that of the encoder.
-template <class Source>
-__device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, const DeviceCodebook& book,
-                                               Source& source) {
+template <class Encoder, class Source>
+__device__ __forceinline__ PlanOf<typename Encoder::Form> plan_block(const Encoder& e,
+                                                                     Source& source) {
   int32_t bits[2] = {0, 0}, exceptions = 0;
   bool possible = true;
   CodeRange range;
-  for_each_fragment(e, source, [&](int32_t, const FragmentCodes& codes) {
+  for_each_fragment(e, source, [&](int32_t, int32_t f, const FragmentCodes& codes) {
+    const LaneBook book = e.book(f);
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
       range.add((static_cast<uint32_t>(codes[r][0]) & 0xffffu) | static_cast<uint32_t>(codes[r][1])
                                                                      << 16);
-      uint32_t word = e.word_of(codes[r]);
+      uint32_t word = book.word_of(codes[r]);
       if (word == 0) {
-        const Substitute other = find_substitute(e, codes[r][0], codes[r][1]);
+        const Substitute other = find_substitute(book, codes[r][0], codes[r][1]);
         exceptions += other.exceptions();
         possible &= other.fits();
         word = other.word;
@@ -151,18 +204,18 @@ __device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, const Devic
       bits[r % 2] += static_cast<int32_t>(word >> 16);
     }
   });
-  LanePlan plan{};
+  PlanOf<typename Encoder::Form> plan{};
   plan.exceptions_before = sum_before(exceptions, &plan.slice.exceptions);
   if (e.streams == 1) bits[0] += bits[1], bits[1] = 0;
+  plan.slice.bits[0] = bits[0], plan.slice.bits[1] = bits[1];
   int32_t first = 0, second = 0;
   plan.slice.start[0] = sum_before(bits[0], &first);
   plan.slice.start[1] = first + sum_before(bits[1], &second);
   plan.slice.payload_bits = first + second;
   plan.slice.possible = __all_sync(kFullWarp, possible) &&
-                        plan.slice.exceptions <= kMaxExceptions &&
+                        plan.slice.exceptions <= Encoder::kMostExceptions &&
                         plan.slice.payload_bits <= kMaxPayloadBits;
-  plan.form = choose_form(book, raw_header(e.component, kBlockTokens, e.dims, range), plan.slice,
-                          e.most_coded_bytes);
+  plan.form = e.choose(range, plan.slice);
   return plan;
 }
 
@@ -191,12 +244,12 @@ __device__ inline void sort_exceptions(uint32_t* exceptions, int32_t count) {
 }
 
 // The exceptions of a pair behind those at `to`; where they end.
-__device__ __noinline__ inline uint32_t* put_exceptions(LaneEncoder e, int32_t fragment, int32_t r,
+__device__ __noinline__ inline uint32_t* put_exceptions(Component component, int32_t blocks,
+                                                        int32_t fragment, int32_t r,
                                                         const Substitute& other, uint32_t* to) {
-  const bool key = e.component == Component::kKey;
-  const int32_t blocks = e.dim_blocks();
+  const bool key = component == Component::kKey;
   const PairPosition p =
-      pair_position(e.component, fragment / blocks, fragment % blocks, r, lane_index());
+      pair_position(component, fragment / blocks, fragment % blocks, r, lane_index());
   const int32_t first = p.token * kSliceDims + p.dim;
   const int32_t index[2] = {first, first + (key ? 1 : kSliceDims)};
   for (int32_t i = 0; i < 2; ++i) {
@@ -206,26 +259,25 @@ __device__ __noinline__ inline uint32_t* put_exceptions(LaneEncoder e, int32_t f
   return to;
 }
 
-template <int32_t kStreams, class Source>
-__device__ __forceinline__ void write_streams(const LaneEncoder& e, Source& source,
-                                              const LanePlan& plan, uint32_t* block) {
-  const CodedBlockLayout& at = plan.form.at;
-  auto* starts = reinterpret_cast<uint16_t*>(block) + at.starts / 2;
+template <int32_t kStreams, class Encoder, class Source>
+__device__ __forceinline__ void write_streams(const Encoder& e, Source& source,
+                                              const PlanOf<typename Encoder::Form>& plan,
+                                              uint32_t* block) {
+  const auto& at = plan.form.at;
   uint32_t* const payload = block + at.payload / 4;
   uint32_t* exception = block + at.exceptions / 4 + plan.exceptions_before;
   LaneWriter out[2] = {{payload, plan.slice.start[0]}, {payload, plan.slice.start[1]}};
-#pragma unroll
-  for (int32_t s = 0; s < kStreams; ++s) {
-    starts[s * kWarpLanes + lane_index()] = static_cast<uint16_t>(plan.slice.start[s]);
-  }
-  for_each_fragment(e, source, [&](int32_t i, const FragmentCodes& codes) {
+  for_each_fragment(e, source, [&](int32_t i, int32_t f, const FragmentCodes& codes) {
+    const LaneBook book = e.book(f);
     uint32_t word[kPairsPerFragment];
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      word[r] = e.word_of(codes[r]);
+      word[r] = book.word_of(codes[r]);
       if (word[r] == 0) {
-        const Substitute other = find_substitute(e, codes[r][0], codes[r][1]);
-        if (other.exceptions() > 0) exception = put_exceptions(e, i, r, other, exception);
+        const Substitute other = find_substitute(book, codes[r][0], codes[r][1]);
+        if (other.exceptions() > 0) {
+          exception = put_exceptions(e.component, e.dim_blocks(), i, r, other, exception);
+        }
         word[r] = other.word;
       }
     }
@@ -245,46 +297,56 @@ __device__ __forceinline__ void write_streams(const LaneEncoder& e, Source& sour
   sort_exceptions(block + at.exceptions / 4, plan.slice.exceptions);
 }
 
-// A raw block at `to`. Each of its words has codes of one lane.
-template <class Source>
-__device__ inline void write_raw_block(const LaneEncoder& e, Source& source, const BlockForm& form,
+// The tiles of a raw block whose bytes are zero. Each of their words has codes of one lane.
+template <class Encoder, class Source>
+__device__ inline void write_raw_tiles(const Encoder& e, Source& source,
+                                       const typename Encoder::Form& form, int32_t base,
                                        uint8_t* to) {
-  const CodedBlockHeader& h = form.header;
-  const int32_t bits = raw_bits(h.mode), blocks = e.dim_blocks();
+  const int32_t bits = raw_bits(form.header.mode), blocks = e.dim_blocks();
   const TileLayout layout = raw_tile(bits, blocks);
   const uint32_t mask = (1u << bits) - 1u;
-  clear_block(to, form.at.bytes);
   for (int32_t i = 0; i < e.fragments(); ++i) {
     FragmentCodes codes;
     source.codes(source.fetch(i), i % blocks, codes);
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const PairPosition p = pair_position(h.component, 0, i % blocks, r, lane_index());
-      const CodePosition at = code_position(layout, h.component, p.token, p.dim);
-      auto* word = reinterpret_cast<uint32_t*>(to + kCodedBlockHeaderBytes +
-                                               i / blocks * layout.bytes() + at.byte);
-      const uint32_t first = static_cast<uint32_t>(codes[r][0] - h.base) & mask,
-                     second = static_cast<uint32_t>(codes[r][1] - h.base) & mask;
-      *word |= (first | second << 16) << at.bit;
+      const PairPosition p = pair_position(e.component, 0, i % blocks, r, lane_index());
+      const CodePosition at = code_position(layout, e.component, p.token, p.dim);
+      auto* word =
+          reinterpret_cast<uint32_t*>(to + form.at.payload + i / blocks * layout.bytes() + at.byte);
+      uint32_t field[2];
+      for (int32_t h = 0; h < 2; ++h) {
+        const bool padding = Encoder::kRagged && codes[r][h] >= kPaddingCodes;
+        field[h] = padding ? 0u : static_cast<uint32_t>(codes[r][h] - base) & mask;
+      }
+      *word |= (field[0] | field[1] << 16) << at.bit;
     }
   }
 }
 
-// The block of the plan to `to`, 16-byte aligned. shared: most_coded_bytes of the warp, likewise.
-template <class Source>
-__device__ __forceinline__ void write_block(const LaneEncoder& e, Source& source,
-                                            const LanePlan& plan, uint32_t* shared, uint8_t* to) {
+// The block of the plan to `to`, 16-byte aligned. shared: memory of the warp, likewise; a coded
+// block that does not fit there is put together where it will be.
+template <class Encoder, class Source>
+__device__ __forceinline__ void write_block(const Encoder& e, Source& source,
+                                            const PlanOf<typename Encoder::Form>& plan,
+                                            uint32_t* shared, uint8_t* to) {
   if (!plan.form.coded) {
-    write_raw_block(e, source, plan.form, to);
+    clear_block(to, plan.form.at.bytes);
+    e.write_bounds(plan.form, plan.slice, reinterpret_cast<uint32_t*>(to));
+    write_raw_tiles(e, source, plan.form, e.raw_base(plan.form), to);
     finish_block(plan.form, to);
     return;
   }
-  clear_block(shared, plan.form.at.bytes);
+  const bool apart = e.fits_shared(plan.form.at.bytes);
+  uint32_t* const block = apart ? shared : reinterpret_cast<uint32_t*>(to);
+  clear_block(block, plan.form.at.bytes);
+  e.write_bounds(plan.form, plan.slice, block);
   if (e.streams == 1) {
-    write_streams<1>(e, source, plan, shared);
+    write_streams<1>(e, source, plan, block);
   } else {
-    write_streams<2>(e, source, plan, shared);
+    write_streams<2>(e, source, plan, block);
   }
-  finish_block(plan.form, reinterpret_cast<uint8_t*>(shared));
+  finish_block(plan.form, reinterpret_cast<uint8_t*>(block));
+  if (!apart) return;
   for (int32_t i = lane_index(); i < plan.form.at.bytes / 16; i += kWarpLanes) {
     reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(shared)[i];
   }

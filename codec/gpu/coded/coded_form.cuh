@@ -11,10 +11,10 @@ __device__ __forceinline__ int32_t symbol_count(const DeviceCodebook& book) {
   return min(symbols, kMaxSymbols);
 }
 
-// Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, and
-// all exceptions, unordered, in memory.
+// Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, bits
+// of those, and of all streams.
 struct SlicePlan {
-  int32_t start[2];
+  int32_t start[2], bits[2];  // of the lane's streams
   int32_t payload_bits, exceptions;
   bool possible;
 };
@@ -48,28 +48,41 @@ struct CodeRange {
   }
 };
 
+// The narrowest raw form, as on the host.
+struct RawForm {
+  BlockMode mode;
+  int16_t base;
+};
+__device__ inline RawForm raw_form(const CodeRange& range) {
+  const int32_t low = range.lowest(), high = range.highest();
+  const BlockMode mode = high - low < 4     ? BlockMode::kRaw2
+                         : high - low < 16  ? BlockMode::kRaw4
+                         : high - low < 256 ? BlockMode::kRaw8
+                                            : BlockMode::kRaw16;
+  return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low)};
+}
+
 // As the host's raw_header().
 __device__ inline CodedBlockHeader raw_header(Component component, int32_t tokens, int32_t dims,
                                               const CodeRange& range) {
-  const int32_t low = range.lowest(), high = range.highest();
+  const RawForm raw = raw_form(range);
   CodedBlockHeader h;
-  h.mode = high - low < 4     ? BlockMode::kRaw2
-           : high - low < 16  ? BlockMode::kRaw4
-           : high - low < 256 ? BlockMode::kRaw8
-                              : BlockMode::kRaw16;
+  h.mode = raw.mode;
   h.component = component;
   h.tokens = static_cast<uint8_t>(tokens);
   h.dims = static_cast<uint8_t>(dims);
-  h.base = h.mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low);
+  h.base = raw.base;
   return h;
 }
 
 // The form in which a block is stored: its header without the checksum.
-struct BlockForm {
-  CodedBlockHeader header;
-  CodedBlockLayout at;
+template <class Header, class Layout>
+struct FormOf {
+  Header header;
+  Layout at;
   bool coded;
 };
+using BlockForm = FormOf<CodedBlockHeader, CodedBlockLayout>;
 // Coded where that is possible, smaller than the raw form and not beyond the limit.
 __device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedBlockHeader& raw,
                                         const SlicePlan& plan, int32_t most_coded_bytes) {
@@ -90,7 +103,8 @@ __device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedB
 }
 
 // The header and the checksum of a block whose rest is written.
-__device__ inline void finish_block(const BlockForm& form, uint8_t* bytes) {
+template <class Form>
+__device__ inline void finish_block(const Form& form, uint8_t* bytes) {
   __syncwarp();
   if (lane_index() == 0) store_header(form.header, bytes);
   __syncwarp();

@@ -10,6 +10,7 @@
 #include "tierkv/half.h"
 
 #define __device__
+#define __host__
 #define __global__
 #define __shared__
 #define __forceinline__ inline

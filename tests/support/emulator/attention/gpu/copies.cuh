@@ -94,5 +94,9 @@ void wait_copies() {
     groups.pop_front();
   }
 }
+inline void wait_copies() {
+  close_copy_group();
+  wait_copies<0>();
+}
 
 }  // namespace tierkv

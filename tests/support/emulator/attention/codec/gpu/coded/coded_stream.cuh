@@ -14,8 +14,8 @@ struct SharedTable {
   uint32_t mask;
   uint32_t address;
 
-  SharedTable(uint32_t table, uint32_t mask)
-      : mask(mask),
+  SharedTable(uint32_t table, uint32_t table_mask)
+      : mask(table_mask),
         address(table | (static_cast<uint32_t>(threadIdx.x) & ((1u << kCopiesLog) - 1u)) * 4) {}
   uint32_t entry(uint32_t bits) const { return load_shared((bits & mask) | address); }
 };

@@ -1,0 +1,318 @@
+// Weighted blocks on the GPU: counting of codes, codebooks of the counts, encoding and decoding of
+// the keys and values of a layer, beside blocks of version 1 of codes as wide.
+//
+//   bench_weighted [--out FILE] [--commit HASH] [--only NAME] [--replays N]
+//
+// Keys and values are about normal; keys get RoPE in halves, weights and means. 0.63 deviations a
+// step of keys, 0.45 sqrt(12) root mean squares of values: about 2.7 and 1.5 bits a code.
+#include <cmath>
+#include <functional>
+
+#include "bench/baselines/coded/coded_encode.h"
+#include "bench/gpu/codec_bench.cuh"
+#include "codec/gpu/coded/codebook_batch.h"
+#include "codec/gpu/coded/weighted_batch.h"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int32_t kTokens = 4096, kSinks = 4, kBlocks = kTokens / kBlockTokens;
+constexpr float kKeyStep = 0.63f, kValueStep = 1.5588f;
+
+template <class T>
+T* device_memory(int64_t count, int byte = 0) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, static_cast<size_t>(count) * sizeof(T)), "array");
+  check(cudaMemset(p, byte, static_cast<size_t>(count) * sizeof(T)), "array");
+  return static_cast<T*>(p);
+}
+template <class T>
+std::vector<T> download(const T* from, int64_t count) {
+  std::vector<T> x(static_cast<size_t>(count));
+  check(cudaMemcpy(x.data(), from, x.size() * sizeof(T), cudaMemcpyDeviceToHost), "download");
+  return x;
+}
+
+void require_ok(const StatusCode* status, int64_t count) {
+  for (const StatusCode code : download(status, count)) {
+    if (code == StatusCode::kOk) continue;
+    std::fprintf(stderr, "bench_weighted: a block is %s\n", status_name(code));
+    std::exit(1);
+  }
+}
+
+// A layer of `rows` rows of kTokens tokens.
+struct Layer {
+  int32_t head_dim, rows;
+  DType dtype;
+  int64_t elements;  // of a component
+  WeightedEncode call;
+  WeightedCounts counts;
+  CodebookBuild build[2];
+  DeviceCodebook* books = nullptr;
+  int64_t bytes[2] = {0, 0};  // of the blocks, by component
+
+  Layer(int32_t head_dim_, int32_t rows_, DType dtype_)
+      : head_dim(head_dim_),
+        rows(rows_),
+        dtype(dtype_),
+        elements(int64_t{rows_} * kTokens * head_dim_) {
+    uint16_t* x[2];
+    for (uint32_t c = 0; c < 2; ++c) {
+      x[c] = device_memory<uint16_t>(elements);
+      fill_elements<<<1024, 256>>>(x[c], elements, 17 + c, dtype == DType::kBFloat16);
+    }
+    call.keys = x[0], call.values = x[1];
+    std::vector<float> significance(static_cast<size_t>(rows) * kTokens);
+    for (size_t i = 0; i < significance.size(); ++i) {
+      significance[i] = std::exp2(static_cast<float>(i * 2654435761u % 97) / 16 - 4) / kTokens;
+    }
+    call.significance = device_array(significance);
+    call.scale = 1;
+    make_rows();
+    make_ranges();
+    call.token_stride = head_dim;
+    call.dtype = dtype;
+    call.num_ranges = rows, call.most_blocks = kBlocks;
+    call.status = device_memory<StatusCode>(2 * blocks());
+    for (WeightedPlace*& places : call.places) places = device_memory<WeightedPlace>(blocks());
+    call.size = elements;  // 4 bits a code
+    call.bytes = device_memory<uint8_t>(call.size);
+    call.cursor = device_memory<unsigned long long>(1);
+    make_books();
+  }
+  int64_t blocks() const { return int64_t{rows} * kBlocks; }
+
+ private:
+  void make_rows() {
+    const Result<RopeTable> rope =
+        make_rope_table(Rope::plain(500000, head_dim), head_dim, kTokens);
+    require(rope.status());
+    call.rows.rope = {device_array(rope->place), device_array(rope->block), rope->pairing,
+                      rope->pairs, rope->blocks};
+    std::vector<float> scales;
+    std::vector<uint16_t> means;
+    for (int64_t i = 0; i < int64_t{rows} * head_dim; ++i) {
+      const auto turn = static_cast<float>(i % 11) / 10;
+      scales.push_back(dim_scale(kKeyStep, 0.8f + 0.4f * turn));
+      means.push_back(float_to_half(turn - 0.5f));
+    }
+    call.rows.key_scales = device_array(scales);
+    call.rows.key_means = device_array(means);
+    call.rows.value_steps = device_array(std::vector<float>(static_cast<size_t>(rows), kValueStep));
+    call.rows.num_rows = rows, call.rows.head_dim = head_dim;
+  }
+  void make_ranges() {
+    std::vector<WeightedRange> ranges;
+    for (int32_t r = 0; r < rows; ++r) {
+      WeightedRange range;
+      range.significance = int64_t{r} * kTokens + kSinks;
+      range.at = range.significance * head_dim;
+      range.first = range.body_first = kSinks;
+      range.last = range.body_last = kTokens;
+      range.row = r;
+      range.first_block = r * kBlocks;
+      ranges.push_back(range);
+    }
+    call.ranges = device_array(ranges);
+  }
+  // Made of the counts on the device, by component.
+  void make_books() {
+    books = device_memory<DeviceCodebook>(2);
+    for (int32_t c = 0; c < 2; ++c) {
+      counts.pairs[c] = device_memory<uint32_t>(kHistogramCounts);
+      counts.wide[c] = device_memory<uint32_t>(kHistogramCounts);
+      CodebookBuild& b = build[c];
+      b.pairs = counts.pairs[c], b.wide = counts.wide[c];
+      b.books = books + c;
+      b.tables = device_memory<uint32_t>(4096);
+      b.words = device_memory<uint32_t>(kMaxSymbols);
+      b.cheapest = device_memory<uint16_t>(kCheapestEntries);
+      b.lengths = device_memory<uint8_t>(kMaxSymbols);
+      b.workspace = device_memory<uint8_t>(codebook_workspace_bytes(1));
+      b.num_books = 1;
+      b.component = static_cast<Component>(c);
+      call.families[c].books = books + c;
+    }
+  }
+};
+
+std::string shape_of(const Layer& layer) {
+  return std::to_string(layer.rows) + "x" + std::to_string(kTokens) + " d" +
+         std::to_string(layer.head_dim) + (layer.dtype == DType::kBFloat16 ? " bf16" : " fp16");
+}
+void print_codes(const char* what, int64_t codes, const Timing& t) {
+  std::printf("%58s %s: %.1f G codes/s\n", "", what, 1e-3 * static_cast<double>(codes) / t.median);
+}
+Timing run(Bench* bench, const Measured& m, int64_t codes, const std::function<void(int)>& launch) {
+  if (!bench->wants(m.name)) return {};
+  Measured timed = m;
+  timed.time = time_graph(bench->stream(), 1, bench->replays(), launch);
+  bench->add(timed);
+  if (codes > 0) print_codes(m.name.c_str(), codes, timed.time);
+  return timed.time;
+}
+
+void run_encode(Bench* bench, Layer* layer) {
+  const std::string shape = shape_of(*layer);
+  const int64_t codes = 2 * layer->elements;
+  WeightedEncode& call = layer->call;
+  const cudaStream_t stream = bench->stream();
+  const auto count = [&](int) {
+    for (int32_t c = 0; c < 2; ++c) {
+      for (uint32_t* counts : {layer->counts.pairs[c], layer->counts.wide[c]}) {
+        check(cudaMemsetAsync(counts, 0, 4 * kHistogramCounts, stream), "counts");
+      }
+    }
+    require(count_weighted(call, layer->counts, stream));
+  };
+  const auto build = [&](int) {
+    for (const CodebookBuild& of : layer->build) require(build_codebooks(of, stream));
+  };
+  count(0);
+  require_ok(call.status, 2 * layer->blocks());
+  build(0);
+  run(bench, {"weighted: count a layer", shape, 2 * codes, 0, {}}, codes, count);
+  run(bench, {"weighted: codebooks of counts", shape, 4 * 4 * kHistogramCounts, 0, {}}, 0, build);
+  const auto encode = [&](int) {
+    check(cudaMemsetAsync(call.cursor, 0, sizeof(*call.cursor), stream), "cursor");
+    require(encode_weighted(call, stream));
+  };
+  encode(0);
+  require_ok(call.status, 2 * layer->blocks());
+  for (int32_t c = 0; c < 2; ++c) {
+    for (const WeightedPlace& p : download(call.places[c], layer->blocks())) {
+      layer->bytes[c] += int64_t{16} * p.units;
+    }
+  }
+  std::printf("%58s keys %.3f bits, values %.3f bits a code\n", "",
+              8.0 * static_cast<double>(layer->bytes[0]) / static_cast<double>(layer->elements),
+              8.0 * static_cast<double>(layer->bytes[1]) / static_cast<double>(layer->elements));
+  run(bench, {"weighted: encode a layer", shape, 2 * codes, layer->bytes[0] + layer->bytes[1], {}},
+      codes, encode);
+  WeightedEncode sizes = call;
+  sizes.bytes = nullptr, sizes.cursor = nullptr;
+  run(bench, {"weighted: sizes of a layer", shape, 2 * codes, 0, {}}, codes,
+      [&](int) { require(encode_weighted(sizes, stream)); });
+}
+
+// Of `call`'s blocks, as encode() left them.
+void run_decode(Bench* bench, const Layer& layer) {
+  uint16_t* const out = device_memory<uint16_t>(layer.elements);
+  for (int32_t c = 0; c < 2; ++c) {
+    const WeightedEncode& from = layer.call;
+    WeightedDecode call;
+    call.bytes = from.bytes;
+    call.places = from.places[c];
+    call.ranges = from.ranges;
+    call.out = out;
+    call.status = from.status;
+    call.rows = from.rows;
+    call.family = from.families[c];
+    call.component = static_cast<Component>(c);
+    call.dtype = from.dtype;
+    call.size = from.size;
+    call.token_stride = layer.head_dim;
+    call.num_ranges = layer.rows, call.most_blocks = kBlocks;
+    // Twice the mean of a slice holds every block of these.
+    const int64_t slices = layer.blocks() * ((layer.head_dim + kSliceDims - 1) / kSliceDims);
+    call.max_block_bytes = static_cast<int32_t>(2 * layer.bytes[c] / slices);
+    const auto name = std::string("weighted: decode ") + (c == 0 ? "keys" : "values");
+    run(bench, {name, shape_of(layer), layer.bytes[c], 2 * layer.elements, {}}, layer.elements,
+        [&](int) { require(decode_weighted(call, bench->stream())); });
+    require_ok(call.status, layer.blocks());
+    if (c == 1) continue;
+    call.rows.rope = {};
+    run(bench, {name + " without RoPE", shape_of(layer), layer.bytes[c], 2 * layer.elements, {}},
+        layer.elements, [&](int) { require(decode_weighted(call, bench->stream())); });
+  }
+  check(cudaFree(out), "free");
+}
+
+__global__ void codes_of(const uint16_t* x, int64_t n, float step, int16_t* codes) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+       i += stride) {
+    codes[i] = static_cast<int16_t>(rintf(half_to_float(x[i]) / step));
+  }
+}
+
+// Blocks of version 1 of the keys' codes without weights.
+void run_version_1(Bench* bench, const Layer& layer) {
+  const int64_t blocks = layer.blocks();
+  int16_t* const codes = device_memory<int16_t>(layer.elements);
+  codes_of<<<1024, 256>>>(layer.call.keys, layer.elements, kKeyStep, codes);
+  CodeHistogram histogram(Component::kKey, layer.head_dim);
+  histogram.add(download(codes, 4096 * layer.head_dim).data(), 4096);
+  CodebookSpec spec;
+  spec.mode = BlockMode::kPair;
+  const Result<Codebook> book = build_codebook(histogram, spec);
+  require(book.status());
+  std::vector<CodedGroup> groups(static_cast<size_t>(blocks));
+  for (int64_t i = 0; i < blocks; ++i) {
+    groups[i].codes = i * kBlockTokens * layer.head_dim;
+    groups[i].tokens = kBlockTokens;
+  }
+  CodedEncode encode;
+  encode.codes = codes;
+  encode.groups = device_array(groups);
+  encode.bytes = layer.call.bytes, encode.size = layer.call.size;
+  encode.status = layer.call.status;
+  encode.cursor = layer.call.cursor;
+  encode.codebook = device_codebook(*book);
+  encode.codebook.words = device_array(encoder_words(*book));
+  encode.codebook.table = device_array(device_table(*book));
+  encode.codebook.cheapest = device_array(book->cheapest);
+  encode.token_stride = encode.head_dim = layer.head_dim;
+  encode.num_groups = static_cast<int32_t>(blocks);
+  run(bench, {"version 1: encode codes", shape_of(layer), 2 * layer.elements, 0, {}},
+      layer.elements, [&](int) {
+        check(cudaMemsetAsync(encode.cursor, 0, 8, bench->stream()), "cursor");
+        require(encode_coded(encode, bench->stream()));
+      });
+  require_ok(encode.status, blocks);
+  int64_t bytes = 0;
+  for (const CodedGroup& g : download(encode.groups, blocks)) bytes += g.bytes;
+  CodedDecode decode;
+  decode.bytes = encode.bytes, decode.size = encode.size;
+  decode.groups = encode.groups;
+  decode.values = device_memory<uint16_t>(layer.elements);
+  decode.steps = device_array(std::vector<float>{kKeyStep});
+  decode.status = encode.status;
+  decode.codebook = encode.codebook;
+  decode.token_stride = decode.head_dim = layer.head_dim;
+  decode.num_groups = encode.num_groups, decode.num_steps = 1;
+  decode.max_block_bytes = static_cast<int32_t>(2 * bytes / blocks);
+  run(bench, {"version 1: decode keys", shape_of(layer), bytes, 2 * layer.elements, {}},
+      layer.elements, [&](int) { require(decode_coded(decode, bench->stream())); });
+  require_ok(decode.status, blocks);
+}
+
+int main_of(int argc, char** argv) {
+  const Options options = read_options(argc, argv);
+  Bench bench(options);
+  const struct {
+    int32_t head_dim, rows;
+    DType dtype;
+  } kLayers[] = {{128, 512, DType::kFloat16},
+                 {128, 512, DType::kBFloat16},
+                 {64, 512, DType::kFloat16},
+                 {96, 512, DType::kFloat16},
+                 {256, 256, DType::kFloat16}};
+  for (const auto& l : kLayers) {
+    Layer layer(l.head_dim, l.rows, l.dtype);
+    check(cudaDeviceSynchronize(), "layer");
+    run_encode(&bench, &layer);
+    run_decode(&bench, layer);
+    if (l.head_dim == 128 && l.dtype == DType::kFloat16) run_version_1(&bench, layer);
+  }
+  bench.write_json();
+  return 0;
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  return tierkv::bench::main_of(argc, argv);
+}

@@ -1,0 +1,88 @@
+#include "codec/gpu/coded/weighted_batch.h"
+
+#include <string>
+
+#include "codec/format/element.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(const char* what) {
+  return Status(StatusCode::kInvalidArgument, std::string("weighted blocks: ") + what);
+}
+
+// Of both directions.
+Status check_shape(DType dtype, int64_t token_stride, int64_t size, const void* bytes,
+                   int32_t num_ranges, int32_t most_blocks, int32_t head_dim) {
+  if (!is_raw_dtype(dtype)) return invalid("dtype must be float16 or bfloat16");
+  if (token_stride < head_dim) return invalid("token_stride is less than head_dim");
+  if (size < 0) return invalid("size is negative");
+  if (reinterpret_cast<uintptr_t>(bytes) % kBlockAlignment != 0) return invalid("bytes alignment");
+  if (num_ranges < 0 || most_blocks < 0) return invalid("num_ranges or most_blocks is negative");
+  return Status::ok();
+}
+
+}  // namespace
+
+Status DeviceWeightedRows::validate() const {
+  if (head_dim != 64 && head_dim != 96 && head_dim != 128 && head_dim != 256) {
+    return Status(StatusCode::kUnsupported,
+                  "weighted blocks: head_dim must be 64, 96, 128 or 256 on the GPU");
+  }
+  if (num_rows < 0) return invalid("num_rows is negative");
+  if (num_rows > 0 && (key_scales == nullptr || value_steps == nullptr)) {
+    return invalid("key_scales and value_steps are needed");
+  }
+  if (rope.pairs < 0 || 2 * rope.pairs > head_dim) return invalid("rope.pairs");
+  if (rope.pairs == 0) return Status::ok();
+  if (rope.pairing != RopePairing::kHalves && rope.pairing != RopePairing::kNeighbours) {
+    return invalid("rope.pairing");
+  }
+  if (rope.place == nullptr || rope.block == nullptr || rope.blocks < 1) {
+    return invalid("rope without tables");
+  }
+  return Status::ok();
+}
+
+Status DeviceFamily::validate() const {
+  if (books == nullptr) return invalid("families need books");
+  if (count < 1 || count > kMaxFamilyBooks) return invalid("a family has 1 to 4 books");
+  if (max_length < 1 || max_length > kMaxCodeLength) return invalid("family.max_length");
+  return Status::ok();
+}
+
+Status WeightedEncode::validate() const {
+  if (Status s = rows.validate(); !s) return s;
+  if (Status s =
+          check_shape(dtype, token_stride, size, bytes, num_ranges, most_blocks, rows.head_dim);
+      !s) {
+    return s;
+  }
+  if (cursor != nullptr && bytes == nullptr) return invalid("a cursor without bytes");
+  if (num_ranges == 0 || most_blocks == 0) return Status::ok();
+  if (keys == nullptr || values == nullptr || ranges == nullptr || status == nullptr) {
+    return invalid("keys, values, ranges and status are needed");
+  }
+  return Status::ok();
+}
+
+Status WeightedDecode::validate() const {
+  if (Status s = rows.validate(); !s) return s;
+  if (Status s = family.validate(); !s) return s;
+  if (Status s =
+          check_shape(dtype, token_stride, size, bytes, num_ranges, most_blocks, rows.head_dim);
+      !s) {
+    return s;
+  }
+  if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxWeightedBlockBytes) {
+    return invalid("max_block_bytes");
+  }
+  if (num_ranges == 0 || most_blocks == 0) return Status::ok();
+  if (bytes == nullptr || places == nullptr || ranges == nullptr || out == nullptr ||
+      status == nullptr) {
+    return invalid("bytes, places, ranges, out and status are needed");
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv

@@ -1,0 +1,113 @@
+// The lane encoder's blocks of version 2: exponents, lengths of streams and the books of dim
+// blocks.
+#pragma once
+
+#include "codec/format/weighted_block_format.h"
+#include "codec/gpu/coded/coded_encode_lanes.cuh"
+
+namespace tierkv {
+
+// As finish_block() takes it.
+__device__ inline void store_header(const WeightedBlockHeader& h, uint8_t* p) {
+  store_weighted_header(h, p);
+}
+
+// store_field() where lanes share words.
+__device__ __forceinline__ void or_field(uint32_t* part, int32_t i, int32_t bits, uint32_t x) {
+  if (bits == 0) return;
+  const int32_t from = i * bits, skip = from % 32;
+  atomicOr(part + from / 32, x << skip);
+  if (skip + bits > 32) atomicOr(part + from / 32 + 1, x >> (32 - skip));
+}
+
+// A family in the shared memory of a CTA.
+struct SharedFamily {
+  LaneBook books[kMaxFamilyBooks];
+  int32_t count, streams;
+  uint8_t table_id;
+  bool usable;  // all of pairs and alike
+};
+
+struct WeightedEncoder {
+  static constexpr bool kRagged = true;
+  static constexpr int32_t kMostExceptions = kMaxWeightedExceptions;
+  using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
+  const SharedFamily* family;
+  uint32_t book_field;      // as in the header
+  const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
+  int32_t streams;
+  Component component;
+  int32_t dims, tokens;
+  int32_t room;  // of the warp, in bytes
+
+  __device__ __forceinline__ int32_t dim_blocks() const { return dims / kDimBlock; }
+  __device__ __forceinline__ int32_t fragments() const { return tile_count(tokens) * dim_blocks(); }
+  __device__ __forceinline__ LaneBook book(int32_t f) const {
+    return family->books[book_field >> (2 * f) & 3u];
+  }
+  __device__ __forceinline__ bool fits_shared(int32_t bytes) const { return bytes <= room; }
+  __device__ __forceinline__ int32_t raw_base(const Form& form) const {
+    return static_cast<int16_t>(form.header.base_or_books);
+  }
+
+  // As the host's raw_header().
+  __device__ __forceinline__ WeightedBlockHeader raw_header(const CodeRange& range) const {
+    const RawForm raw = raw_form(range);
+    WeightedBlockHeader h;
+    h.mode = raw.mode;
+    h.component = component;
+    h.tokens = static_cast<uint8_t>(tokens);
+    h.dims = static_cast<uint8_t>(dims);
+    h.base_or_books = static_cast<uint16_t>(raw.base);
+    if (exponents == nullptr) return h;
+    int32_t least = kMostExponent, most = kLeastExponent;
+    for (int32_t t = lane_index(); t < tokens; t += kWarpLanes) {
+      least = min(least, static_cast<int32_t>(exponents[t]));
+      most = max(most, static_cast<int32_t>(exponents[t]));
+    }
+    least = __reduce_min_sync(kFullWarp, least);
+    most = __reduce_max_sync(kFullWarp, most);
+    h.least_exponent = static_cast<int8_t>(least);
+    h.exponent_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
+    return h;
+  }
+  // Coded where that is possible and smaller, as the host's encode_slice().
+  __device__ __forceinline__ Form choose(const CodeRange& range, const SlicePlan& plan) const {
+    Form form{raw_header(range), {}, false};
+    form.at = weighted_layout(form.header, 0);
+    const int32_t other = streams == 2 ? plan.bits[1] : plan.bits[0];
+    const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
+    const int32_t most = __reduce_max_sync(kFullWarp, max(plan.bits[0], other));
+    if (plan.possible) {
+      WeightedBlockHeader h = form.header;
+      h.mode = BlockMode::kPair;
+      h.streams_per_lane = static_cast<uint8_t>(streams);
+      h.table_id = family->table_id;
+      h.base_or_books = static_cast<uint16_t>(book_field);
+      h.least_length = static_cast<uint16_t>(least);
+      h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
+      h.exceptions = static_cast<uint8_t>(plan.exceptions);
+      const WeightedBlockLayout at = weighted_layout(h, plan.payload_bits);
+      if (at.bytes < form.at.bytes) form = {h, at, true};
+    }
+    form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
+    return form;
+  }
+  __device__ __forceinline__ void write_bounds(const Form& form, const SlicePlan& plan,
+                                               uint32_t* block) const {
+    const WeightedBlockHeader& h = form.header;
+    for (int32_t t = lane_index(); exponents != nullptr && t < tokens; t += kWarpLanes) {
+      or_field(block + form.at.exponents / 4, t, h.exponent_bits,
+               static_cast<uint32_t>(exponents[t] - h.least_exponent));
+    }
+    if (!form.coded) return;
+#pragma unroll
+    for (int32_t s = 0; s < 2; ++s) {
+      if (s == streams) break;
+      or_field(block + form.at.lengths / 4, s * kWarpLanes + lane_index(), h.length_bits,
+               static_cast<uint32_t>(plan.bits[s] - h.least_length));
+    }
+  }
+};
+
+}  // namespace tierkv

@@ -1,0 +1,351 @@
+// The warps that encode and count weighted blocks, on the host, against encode_weighted_block():
+// the same bytes.
+#include "codec/gpu/coded/weighted_encode.cuh"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tests/support/fresh_random.h"
+#include "tests/support/weighted_world.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kSlotUnits = 2 * kMaxWeightedBlockBytes / kBlockAlignment;
+
+// A call over a world, with poisoned outputs.
+struct EncodeRun {
+  WeightedWorld& world;
+  HostFamily keys, values;
+  std::vector<float> key_scales, value_steps;
+  std::vector<uint16_t> key_means;
+  std::vector<WeightedRange> ranges;
+  std::vector<WeightedPlace> places[2];
+  std::vector<StatusCode> status;
+  std::vector<uint4> bytes;
+  unsigned long long cursor = 0;
+  WeightedEncode call;
+
+  explicit EncodeRun(WeightedWorld& w)
+      : world(w),
+        keys(w.books[0].family),
+        values(w.books[1].family),
+        key_scales(w.key_scales()),
+        value_steps(w.value_steps()),
+        key_means(w.key_means()),
+        ranges(w.ranges()) {
+    const size_t blocks = static_cast<size_t>(w.shape.rows) * w.row_blocks();
+    bytes.assign(2 * blocks * kSlotUnits, uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5});
+    for (auto& p : places) p.assign(blocks, {0xdeadbeef, 0xdeadbeef});
+    status.assign(2 * blocks, StatusCode::kIo);
+    call.keys = w.x[0].data(), call.values = w.x[1].data();
+    call.significance = w.shape.significance ? w.significance.data() : nullptr;
+    call.ranges = ranges.data();
+    call.rows.key_scales = key_scales.data();
+    call.rows.key_means = key_means.empty() ? nullptr : key_means.data();
+    call.rows.value_steps = value_steps.data();
+    call.rows.rope = {w.rope.place.data(), w.rope.block.data(), w.rope.pairing, w.rope.pairs,
+                      w.rope.blocks};
+    call.rows.num_rows = w.shape.rows, call.rows.head_dim = w.shape.head_dim;
+    call.families[0] = {keys.books.data(), w.books[0].book_of.data(), w.shape.books, 12};
+    call.families[1] = {values.books.data(), w.books[1].book_of.data(), w.shape.books, 12};
+    for (int32_t c = 0; c < 2; ++c) call.places[c] = places[c].data();
+    call.bytes = reinterpret_cast<uint8_t*>(bytes.data());
+    call.size = static_cast<int64_t>(bytes.size()) * 16;
+    call.cursor = &cursor;
+    call.status = status.data();
+    call.scale = w.scale;
+    call.token_stride = w.stride();
+    call.dtype = w.shape.dtype;
+    call.num_ranges = w.shape.rows, call.most_blocks = w.row_blocks();
+  }
+
+  void run(int32_t warps = 2) {
+    ASSERT_TRUE(call.validate()) << call.validate().message();
+    switch (call.rows.head_dim) {
+      case 64:
+        return run_as<2>(warps);
+      case 96:
+        return run_as<3>(warps);
+      case 128:
+        return run_as<4>(warps);
+      default:
+        return run_as<8>(warps);
+    }
+  }
+  template <int32_t kPer>
+  void run_as(int32_t warps) {
+    const size_t size = encode_cta_bytes(call) + warps * encode_warp_bytes(kPer * 32);
+    for (int32_t cta = 0; cta < 2; ++cta) {
+      std::vector<uint4> shared(size / 16 + 1,
+                                uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0x80808080});
+      emulator::cta().run(
+          cta, 32 * warps,
+          [&] { encode_weighted_items<kPer>(call, reinterpret_cast<uint8_t*>(shared.data())); }, 2);
+    }
+  }
+  std::vector<uint8_t> block(int32_t c, size_t i) const {
+    const auto* from =
+        reinterpret_cast<const uint8_t*>(bytes.data()) + int64_t{16} * places[c][i].unit;
+    return {from, from + int64_t{16} * places[c][i].units};
+  }
+  void expect_equal() const {
+    int64_t units = 0;
+    for (size_t i = 0; i < world.blocks.size(); ++i) {
+      for (int32_t c = 0; c < 2; ++c) {
+        const std::string what = "block " + std::to_string(i) + " component " + std::to_string(c);
+        ASSERT_EQ(status[2 * i + c], StatusCode::kOk) << what;
+        ASSERT_EQ(places[c][i].units * size_t{16}, world.blocks[i].bytes[c].size()) << what;
+        ASSERT_EQ(block(c, i), world.blocks[i].bytes[c]) << what;
+        units += places[c][i].units;
+      }
+    }
+    if (call.cursor == nullptr) return;
+    EXPECT_EQ(cursor, static_cast<unsigned long long>(units));
+    const bool untouched = std::all_of(bytes.begin() + units, bytes.end(),
+                                       [](const uint4& x) { return x.x == 0xa5a5a5a5; });
+    EXPECT_TRUE(untouched);
+  }
+};
+
+class EmulatedWeighted : public RandomTest {
+ protected:
+  void expect_hosts_bytes(const WeightedShape& shape) {
+    SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " rotary " +
+                 std::to_string(shape.rotary_dims) + " books " + std::to_string(shape.books));
+    WeightedWorld world(rng_, shape);
+    world.encode();
+    if (HasFatalFailure()) return;
+    EncodeRun run(world);
+    run.run();
+    run.expect_equal();
+  }
+};
+
+TEST_F(EmulatedWeighted, EveryHeadDimAndRotation) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    WeightedShape shape;
+    shape.head_dim = shape.rotary_dims = head_dim;
+    shape.tokens = 129 + static_cast<int32_t>(rng_() % 63);
+    expect_hosts_bytes(shape);
+    shape.pairing = RopePairing::kNeighbours;
+    shape.dtype = DType::kBFloat16;
+    shape.streams = 2;
+    shape.rows = 1;
+    shape.sinks = static_cast<int32_t>(rng_() % 8);
+    expect_hosts_bytes(shape);
+    // Part of the channels, pairs that are no multiple of 32.
+    shape.pairing = rng_() % 2 == 0 ? RopePairing::kHalves : RopePairing::kNeighbours;
+    shape.rotary_dims = 2 + 2 * static_cast<int32_t>(rng_() % (head_dim / 2 - 1));
+    shape.weights = false;
+    expect_hosts_bytes(shape);
+    shape.pairing = RopePairing::kNone;
+    shape.rotary_dims = 0;
+    shape.means = shape.significance = false;
+    expect_hosts_bytes(shape);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(EmulatedWeighted, EveryLengthOfABlock) {
+  WeightedShape shape;
+  shape.head_dim = shape.rotary_dims = 64;
+  shape.rows = 1;
+  for (const int32_t sinks : {0, 4}) {
+    for (const int32_t tokens : {1, 2, 8, 15, 16, 17, 33, 47, 63, 64}) {
+      shape.sinks = sinks;
+      shape.tokens = sinks + tokens;
+      shape.streams = 1 + static_cast<int32_t>(rng_() % 2);
+      expect_hosts_bytes(shape);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(EmulatedWeighted, Families) {
+  for (const int32_t head_dim : {64, 128, 256}) {
+    WeightedShape shape;
+    shape.head_dim = shape.rotary_dims = head_dim;
+    shape.books = 2 + static_cast<int32_t>(rng_() % 3);
+    expect_hosts_bytes(shape);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Steps so fine that codes leave a byte, books have many exceptions and blocks stay raw.
+TEST_F(EmulatedWeighted, WideCodesAndRawBlocks) {
+  for (const int32_t head_dim : {96, 256}) {
+    for (const double step : {0.2, 0.05, 0.002}) {
+      WeightedShape shape;
+      shape.head_dim = shape.rotary_dims = head_dim;
+      shape.tokens = 100, shape.rows = 1;
+      shape.key_step = step, shape.value_step = 2 * step;
+      shape.outliers = false;
+      WeightedWorld world(rng_, shape);
+      world.encode();
+      // Books that know little of these codes.
+      WeightedShape usual = shape;
+      usual.key_step = 0.5, usual.value_step = 1.5;
+      WeightedWorld other(rng_, usual);
+      other.encode();
+      for (int32_t c = 0; c < 2; ++c) world.books[c] = other.books[c];
+      world.encode_blocks();
+      if (HasFatalFailure()) return;
+      EncodeRun run(world);
+      run.run(1);
+      run.expect_equal();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(EmulatedWeighted, GivenPlacesAndSizesAlone) {
+  WeightedShape shape;
+  WeightedWorld world(rng_, shape);
+  world.encode();
+  EncodeRun sizes(world);
+  sizes.call.bytes = nullptr;
+  sizes.call.cursor = nullptr;
+  sizes.run();
+  EncodeRun placed(world);
+  placed.call.cursor = nullptr;
+  uint32_t unit = 1;
+  for (size_t i = 0; i < world.blocks.size(); ++i) {
+    for (int32_t c = 0; c < 2; ++c) {
+      EXPECT_EQ(sizes.places[c][i].units * size_t{16}, world.blocks[i].bytes[c].size());
+      EXPECT_EQ(sizes.places[c][i].unit, 0xdeadbeef);
+      placed.places[c][i] = {unit, sizes.places[c][i].units};
+      unit += sizes.places[c][i].units + 1;
+    }
+  }
+  placed.run();
+  placed.expect_equal();
+  // A unit less.
+  EncodeRun tight(world);
+  tight.call.cursor = nullptr;
+  for (int32_t c = 0; c < 2; ++c) tight.places[c] = placed.places[c];
+  --tight.places[1][2].units;
+  tight.run();
+  EXPECT_EQ(tight.status[2 * 2 + 1], StatusCode::kBufferTooSmall);
+  EXPECT_EQ(tight.places[1][2].units, 0u);
+  EXPECT_EQ(tight.status[2 * 2], StatusCode::kOk);
+}
+
+TEST_F(EmulatedWeighted, BadInputIsReportedByBlock) {
+  WeightedShape shape;
+  shape.tokens = 192, shape.rows = 1;
+  WeightedWorld world(rng_, shape);
+  world.encode();
+  EncodeRun run(world);
+  world.x[0][world.at(0, 70) + 99] = float_to_half(NAN);
+  world.x[1][world.at(0, 150) + 3] = float_to_half(INFINITY);
+  world.significance[140] = -1;
+  run.value_steps[0] = 1e-4f;  // codes beyond 16 bits
+  run.run();
+  const StatusCode expected[] = {
+      StatusCode::kOk,         StatusCode::kOutOfRange,      StatusCode::kNonFinite,
+      StatusCode::kOutOfRange, StatusCode::kInvalidArgument, StatusCode::kNonFinite};
+  for (int32_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(run.status[i], expected[i]) << i;
+    EXPECT_EQ(run.places[i % 2][i / 2].units == 0, i > 0) << i;
+  }
+  EXPECT_EQ(run.block(0, 0), world.blocks[0].bytes[0]);
+
+  EncodeRun beyond(world);
+  beyond.ranges[0].row = 1;
+  beyond.run();
+  EXPECT_EQ(beyond.status[0], StatusCode::kInvalidArgument);
+  EXPECT_EQ(beyond.places[0][0].units, 0xdeadbeef);
+  EncodeRun no_turns(world);
+  no_turns.call.rows.rope.blocks = 1;
+  no_turns.run();
+  EXPECT_EQ(no_turns.status[0], StatusCode::kOk);
+  EXPECT_EQ(no_turns.status[2], StatusCode::kOutOfRange);
+  EncodeRun not_pairs(world);
+  not_pairs.keys.books[0].mode = BlockMode::kSingle;
+  not_pairs.run();
+  EXPECT_EQ(not_pairs.status[0], StatusCode::kUnsupported);
+}
+
+// Codes that are vouched for are the law's, next to where it rounds the other way too; and most
+// codes are vouched for.
+TEST_F(EmulatedWeighted, QuickCodesAreRight) {
+  std::uniform_real_distribution<float> unit(1.0f, 2.0f);
+  int64_t sure = 0, tried = 0;
+  for (int32_t i = 0; i < 400000; ++i) {
+    const int32_t e = static_cast<int32_t>(rng_() % 256) - 128;
+    const float scale = std::ldexp(unit(rng_), static_cast<int32_t>(rng_() % 240) - 120);
+    const float step = mul_rn(scale, exponent_factor(e));
+    const bool near = i % 4 != 0;
+    float y = mul_rn(static_cast<float>(static_cast<int32_t>(rng_() % 256) - 128) + 0.5f, step);
+    if (!near) y = mul_rn(y, unit(rng_));
+    for (int32_t ulps = static_cast<int32_t>(rng_() % 9) - 4; near && ulps != 0;) {
+      y = std::nextafter(y, ulps < 0 ? -INFINITY : INFINITY);
+      ulps += ulps < 0 ? 1 : -1;
+    }
+    QuickCodes quick;
+    const int32_t code = quick.code(y, QuickCodes::inverse_of(scale), exponent_factor(-e));
+    if (!near) sure += quick.sure, ++tried;
+    if (!quick.sure) continue;
+    ASSERT_EQ(static_cast<float>(code), weighted_code(y, 0, scale, exponent_factor(e)))
+        << y << " " << scale << " " << e;
+  }
+  EXPECT_GT(sure, tried / 2);
+  for (const float bad : {NAN, INFINITY, -INFINITY}) {
+    QuickCodes quick;
+    (void)quick.code(bad, QuickCodes::inverse_of(1), 1);
+    EXPECT_FALSE(quick.sure);
+  }
+}
+
+// Against the pairs that the host counts.
+TEST_F(EmulatedWeighted, CountsPairs) {
+  for (const int32_t head_dim : {64, 128}) {
+    WeightedShape shape;
+    shape.head_dim = shape.rotary_dims = head_dim;
+    shape.tokens = 170;
+    shape.key_step = 0.01;  // wide codes
+    WeightedWorld world(rng_, shape);
+    world.encode();
+    EncodeRun run(world);
+    std::vector<uint32_t> pairs[2], wide[2];
+    WeightedCounts counts;
+    for (int32_t c = 0; c < 2; ++c) {
+      pairs[c].assign(kHistogramCounts, 0), wide[c].assign(kHistogramCounts, 0);
+      counts.pairs[c] = pairs[c].data(), counts.wide[c] = wide[c].data();
+      std::vector<uint8_t> shared(kCounterBytes + kCounterThreads / 32 * kEncodeWarpBytes + 16,
+                                  0xa5);
+      uint8_t* at = shared.data() + (16 - reinterpret_cast<uintptr_t>(shared.data()) % 16) % 16;
+      emulator::cta().run(
+          emulator::Index{0, c}, kCounterThreads,
+          [&] {
+            if (head_dim == 64) count_weighted_items<2>(run.call, counts, at);
+            if (head_dim == 128) count_weighted_items<4>(run.call, counts, at);
+          },
+          emulator::Index{1, 2});
+      CodeHistogram expected(static_cast<Component>(c), head_dim);
+      for (const HostBlock& b : world.blocks) {
+        const int16_t* from =
+            &world.codes[c][(static_cast<size_t>(b.row) * shape.tokens + b.first) * head_dim];
+        expected.add(from, b.last - b.first);
+      }
+      const CodeHistogram got =
+          histogram_of_counts(static_cast<Component>(c), head_dim, pairs[c].data(), wide[c].data());
+      ASSERT_EQ(got.total(), expected.total());
+      for (int32_t code = -1000; code < 1000; ++code) {
+        ASSERT_EQ(got.count(code), expected.count(code)) << code;
+      }
+      for (int32_t a = -9; a < 10; ++a) {
+        for (int32_t b = -9; b < 10; ++b) {
+          ASSERT_EQ(got.pair_count(a, b), expected.pair_count(a, b)) << a << " " << b;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tierkv

@@ -1,0 +1,313 @@
+// Weighted blocks on the GPU: the host's bytes from the host's coordinates, and the host's numbers
+// from its bytes. Shapes that the emulated tests are too slow for.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/gpu/coded/codebook_batch.h"
+#include "codec/gpu/coded/weighted_batch.h"
+#include "codec/host/weighted_block.h"
+#include "tests/gpu/device_array.cuh"
+#include "tests/support/fresh_random.h"
+#include "tests/support/weighted_world.h"
+
+namespace tierkv {
+namespace {
+
+using test::DeviceArray;
+
+// The books of a component in device memory.
+struct DeviceBooks {
+  std::vector<std::unique_ptr<DeviceArray<uint32_t>>> words, tables;
+  std::vector<std::unique_ptr<DeviceArray<uint16_t>>> cheapest;
+  std::unique_ptr<DeviceArray<DeviceCodebook>> books;
+  DeviceArray<uint8_t> book_of;
+  DeviceFamily family;
+
+  explicit DeviceBooks(const BookChoice& choice) : book_of(choice.book_of) {
+    std::vector<DeviceCodebook> all;
+    for (const Codebook& book : choice.family.books) {
+      words.push_back(std::make_unique<DeviceArray<uint32_t>>(encoder_words(book)));
+      tables.push_back(std::make_unique<DeviceArray<uint32_t>>(device_table(book)));
+      cheapest.push_back(std::make_unique<DeviceArray<uint16_t>>(book.cheapest));
+      DeviceCodebook d = device_codebook(book);
+      d.words = words.back()->get(), d.table = tables.back()->get();
+      d.cheapest = cheapest.back()->get();
+      all.push_back(d);
+    }
+    books = std::make_unique<DeviceArray<DeviceCodebook>>(all);
+    family = {books->get(), book_of.get(), static_cast<int32_t>(all.size()), 12};
+  }
+};
+
+// What both directions take of a world.
+struct DeviceRows {
+  DeviceArray<float> scales, steps;
+  DeviceArray<uint16_t> means;
+  DeviceArray<Turn> place, block;
+  DeviceArray<WeightedRange> ranges;
+  DeviceWeightedRows rows;
+
+  explicit DeviceRows(const WeightedWorld& w)
+      : scales(w.key_scales()),
+        steps(w.value_steps()),
+        means(w.key_means()),
+        place(w.rope.place),
+        block(w.rope.block),
+        ranges(w.ranges()) {
+    rows.key_scales = scales.get(), rows.value_steps = steps.get();
+    rows.key_means = w.shape.means ? means.get() : nullptr;
+    rows.rope = {place.get(), block.get(), w.rope.pairing, w.rope.pairs, w.rope.blocks};
+    rows.num_rows = w.shape.rows, rows.head_dim = w.shape.head_dim;
+  }
+};
+
+class GpuWeighted : public RandomTest {
+ protected:
+  int32_t below(int32_t n) { return static_cast<int32_t>(rng_() % static_cast<uint32_t>(n)); }
+
+  // 1200 positions of six rows.
+  WeightedShape shape(int32_t head_dim, int32_t variant) {
+    WeightedShape s;
+    s.head_dim = s.rotary_dims = head_dim;
+    s.rows = 6, s.tokens = 1100 + below(200), s.sinks = variant % 2 == 0 ? 4 : below(60);
+    s.books = variant == 0 ? 1 : 1 + below(4);
+    s.streams = 1 + variant % 2;
+    s.dtype = variant % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
+    s.key_step = variant == 3 ? 0.05 : 0.5;  // wide codes and raw blocks
+    s.outliers = variant != 3;
+    if (variant == 1) s.pairing = RopePairing::kNeighbours;
+    if (variant == 2) s.rotary_dims = 2 + 2 * below(head_dim / 2 - 1);
+    if (variant == 3) s.pairing = RopePairing::kNone, s.rotary_dims = 0, s.significance = false;
+    return s;
+  }
+};
+
+WeightedEncode encode_call(const WeightedWorld& w, const DeviceRows& rows) {
+  WeightedEncode call;
+  call.ranges = rows.ranges.get();
+  call.rows = rows.rows;
+  call.scale = w.scale;
+  call.token_stride = w.stride();
+  call.dtype = w.shape.dtype;
+  call.num_ranges = w.shape.rows, call.most_blocks = w.row_blocks();
+  return call;
+}
+
+void expect_hosts_bytes(const WeightedWorld& w, bool by_cursor) {
+  const DeviceRows rows(w);
+  const DeviceBooks keys(w.books[0]), values(w.books[1]);
+  const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
+  const DeviceArray<float> significance(w.significance);
+  const size_t blocks = w.blocks.size();
+  const uint32_t slot = 2 * kMaxWeightedBlockBytes / 16;
+  std::vector<WeightedPlace> slots[2];
+  for (uint32_t i = 0; i < blocks; ++i) {
+    for (uint32_t c = 0; c < 2; ++c) slots[c].push_back({(2 * i + c) * slot, slot});
+  }
+  const DeviceArray<WeightedPlace> places[2] = {DeviceArray<WeightedPlace>(slots[0]),
+                                                DeviceArray<WeightedPlace>(slots[1])};
+  const DeviceArray<uint4> bytes(2 * blocks * slot, 0xa5);
+  const DeviceArray<unsigned long long> cursor(1, 0);
+  const DeviceArray<StatusCode> status(2 * blocks, 0xa5);
+  WeightedEncode call = encode_call(w, rows);
+  call.keys = k.get(), call.values = v.get();
+  call.significance = w.shape.significance ? significance.get() : nullptr;
+  call.families[0] = keys.family, call.families[1] = values.family;
+  for (int32_t c = 0; c < 2; ++c) call.places[c] = places[c].get();
+  call.bytes = reinterpret_cast<uint8_t*>(bytes.get());
+  call.size = static_cast<int64_t>(bytes.size()) * 16;
+  call.cursor = by_cursor ? cursor.get() : nullptr;
+  call.status = status.get();
+  const Status s = encode_weighted(call, nullptr);
+  ASSERT_TRUE(s) << s.message();
+  const std::vector<uint4> got = bytes.read();
+  const auto* first = reinterpret_cast<const uint8_t*>(got.data());
+  for (const StatusCode code : status.read()) ASSERT_EQ(code, StatusCode::kOk);
+  int64_t units = 0;
+  for (int32_t c = 0; c < 2; ++c) {
+    const std::vector<WeightedPlace> at = places[c].read();
+    for (size_t i = 0; i < blocks; ++i) {
+      const std::vector<uint8_t>& expected = w.blocks[i].bytes[c];
+      ASSERT_EQ(at[i].units * size_t{16}, expected.size()) << "block " << i;
+      ASSERT_TRUE(std::equal(expected.begin(), expected.end(), first + int64_t{16} * at[i].unit))
+          << "block " << i << " component " << c;
+      units += at[i].units;
+    }
+  }
+  if (by_cursor) EXPECT_EQ(cursor.read()[0], static_cast<unsigned long long>(units));
+}
+
+TEST_F(GpuWeighted, EncodesTheHostsBytes) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (int32_t variant = 0; variant < 4; ++variant) {
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " variant " + std::to_string(variant));
+      WeightedWorld w(rng_, shape(head_dim, variant));
+      w.encode();
+      if (HasFatalFailure()) return;
+      expect_hosts_bytes(w, variant != 0);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(GpuWeighted, BadInputIsReportedByBlock) {
+  WeightedWorld w(rng_, shape(128, 0));
+  w.encode();
+  w.x[0][w.at(1, 100) + 77] = 0x7e00;
+  w.x[1][w.at(2, 200) + 5] = 0x7c00;
+  const DeviceRows rows(w);
+  const DeviceBooks keys(w.books[0]), values(w.books[1]);
+  const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
+  const DeviceArray<WeightedPlace> places(w.blocks.size(), 0), others(w.blocks.size(), 0);
+  const DeviceArray<StatusCode> status(2 * w.blocks.size(), 0xa5);
+  WeightedEncode call = encode_call(w, rows);
+  call.keys = k.get(), call.values = v.get();
+  call.families[0] = keys.family, call.families[1] = values.family;
+  call.places[0] = places.get(), call.places[1] = others.get();
+  call.status = status.get();
+  ASSERT_TRUE(encode_weighted(call, nullptr));
+  const std::vector<StatusCode> got = status.read();
+  const size_t bad_key = 2 * (static_cast<size_t>(w.row_blocks()) + 100 / 64);
+  const size_t bad_value = 2 * (static_cast<size_t>(2 * w.row_blocks()) + 200 / 64) + 1;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const bool bad = i == bad_key || i == bad_value;
+    EXPECT_EQ(got[i], bad ? StatusCode::kNonFinite : StatusCode::kOk) << i;
+    const std::vector<WeightedPlace> sizes = (i % 2 == 0 ? places : others).read();
+    EXPECT_EQ(sizes[i / 2].units == 0, bad) << i;
+  }
+}
+
+// Counts, codebooks made of them on the device, and blocks with these.
+TEST_F(GpuWeighted, CodebooksOfItsOwnCounts) {
+  for (const int32_t head_dim : {64, 128, 256}) {
+    WeightedShape s = shape(head_dim, 0);
+    s.sinks = 4, s.tokens = 1024;
+    WeightedWorld w(rng_, s);
+    w.encode();
+    const DeviceRows rows(w);
+    const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
+    const DeviceArray<float> significance(w.significance);
+    const DeviceArray<uint32_t> pairs(2 * kHistogramCounts, 0), wide(2 * kHistogramCounts, 0);
+    const DeviceArray<StatusCode> status(2 * w.blocks.size(), 0xa5);
+    WeightedEncode call = encode_call(w, rows);
+    call.keys = k.get(), call.values = v.get();
+    call.significance = significance.get();
+    call.status = status.get();
+    WeightedCounts counts;
+    for (int32_t c = 0; c < 2; ++c) {
+      counts.pairs[c] = pairs.get() + c * kHistogramCounts;
+      counts.wide[c] = wide.get() + c * kHistogramCounts;
+    }
+    const Status counted = count_weighted(call, counts, nullptr);
+    ASSERT_TRUE(counted) << counted.message();
+    for (const StatusCode code : status.read()) ASSERT_EQ(code, StatusCode::kOk);
+    const std::vector<uint32_t> got_pairs = pairs.read(), got_wide = wide.read();
+    for (int32_t c = 0; c < 2; ++c) {
+      const auto component = static_cast<Component>(c);
+      CodeHistogram expected(component, head_dim);
+      for (const HostBlock& b : w.blocks) {
+        const size_t first = static_cast<size_t>(b.row) * w.shape.tokens + b.first;
+        expected.add(&w.codes[c][first * head_dim], b.last - b.first);
+      }
+      const CodeHistogram got = histogram_of_counts(
+          component, head_dim, &got_pairs[c * kHistogramCounts], &got_wide[c * kHistogramCounts]);
+      ASSERT_EQ(got.total(), expected.total());
+      for (int32_t code = expected.min_code(); code <= expected.max_code(); ++code) {
+        ASSERT_EQ(got.count(code), expected.count(code)) << code;
+      }
+      CodebookSpec spec;
+      spec.mode = BlockMode::kPair;
+      const Result<Codebook> a = build_codebook(got, spec), b = build_codebook(expected, spec);
+      ASSERT_TRUE(a.is_ok() && b.is_ok());
+      EXPECT_EQ(a->lengths, b->lengths);
+    }
+  }
+}
+
+void expect_hosts_numbers(std::mt19937& rng, const WeightedWorld& w, Component component,
+                          int32_t bad_block) {
+  const auto c = static_cast<int32_t>(component);
+  DeviceRows rows(w);
+  const DeviceBooks books(w.books[c]);
+  std::vector<uint8_t> all;
+  std::vector<WeightedPlace> at;
+  for (size_t i = 0; i < w.blocks.size(); ++i) {
+    const std::vector<uint8_t>& b = w.blocks[i].bytes[c];
+    at.push_back({static_cast<uint32_t>(all.size() / 16), static_cast<uint32_t>(b.size() / 16)});
+    all.insert(all.end(), b.begin(), b.end());
+    if (static_cast<int32_t>(i) == bad_block) all[all.size() - b.size() + 40] ^= 4;
+  }
+  std::vector<WeightedRange> ranges = w.ranges();
+  for (WeightedRange& r : ranges) {
+    if (rng() % 3 == 0) continue;
+    r.first += static_cast<int32_t>(rng() % static_cast<uint32_t>(r.last - r.first));
+    r.last = r.first + static_cast<int32_t>(rng() % static_cast<uint32_t>(r.last - r.first + 1));
+    r.at = static_cast<int64_t>(w.at(r.row, r.first));
+  }
+  rows.ranges.write(ranges);
+  const DeviceArray<uint8_t> bytes(all);
+  const DeviceArray<WeightedPlace> places(at);
+  const DeviceArray<uint16_t> out(w.at(w.shape.rows, 0), 0x5a);
+  const DeviceArray<StatusCode> status(w.blocks.size(), 0xa5);
+  WeightedDecode call;
+  call.bytes = bytes.get();
+  call.places = places.get();
+  call.ranges = rows.ranges.get();
+  call.out = out.get();
+  call.status = status.get();
+  call.rows = rows.rows;
+  call.family = books.family;
+  call.component = component;
+  call.dtype = w.shape.dtype;
+  call.size = static_cast<int64_t>(all.size());
+  call.token_stride = w.stride();
+  call.num_ranges = w.shape.rows, call.most_blocks = w.row_blocks();
+  const Status s = decode_weighted(call, nullptr);
+  ASSERT_TRUE(s) << s.message();
+  const std::vector<uint16_t> got = out.read();
+  const std::vector<StatusCode> codes = status.read();
+  for (const HostBlock& b : w.blocks) {
+    const WeightedRange& r = ranges[b.row];
+    const int32_t index = b.row * w.row_blocks() + b.block;
+    for (int32_t t = b.first; t < b.last; ++t) {
+      const bool asked = t >= r.first && t < r.last;
+      for (int32_t d = 0; d < w.stride(); ++d) {
+        uint16_t expected = 0x5a5a;
+        const size_t from = static_cast<size_t>(t - b.first) * w.shape.head_dim + d;
+        if (asked && d < w.shape.head_dim) {
+          expected = raw_element(w.shape.dtype, index == bad_block ? 0.0f : b.values[c][from]);
+        }
+        ASSERT_EQ(got[w.at(b.row, t) + d], expected) << b.row << " " << t << " " << d;
+      }
+    }
+    const bool met = std::max(r.first, b.first) < std::min(r.last, b.last);
+    if (!met) continue;
+    // Blocks of a range are counted from its first one.
+    const int32_t place = b.row * w.row_blocks() + b.block - r.first / kBlockTokens;
+    EXPECT_EQ(codes[place], index == bad_block ? StatusCode::kCorrupt : StatusCode::kOk);
+  }
+}
+
+TEST_F(GpuWeighted, DecodesTheHostsNumbers) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (int32_t variant = 0; variant < 4; ++variant) {
+      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " variant " + std::to_string(variant));
+      WeightedWorld w(rng_, shape(head_dim, variant));
+      w.encode();
+      if (HasFatalFailure()) return;
+      for (const Component component : {Component::kKey, Component::kValue}) {
+        const int32_t bad = below(2) == 0 ? -1 : below(static_cast<int32_t>(w.blocks.size()));
+        expect_hosts_numbers(rng_, w, component, bad);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tierkv
