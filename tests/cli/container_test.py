@@ -81,7 +81,11 @@ class Container(CliTest):
             self.compare(preset, dump, "--profile", profile)
             chunks = read_tkv.read(self.dir / "a.tkv").chunks
             self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.BASIS}, {-1})
-        self.compare("small", dump, "--profile", profile)
+        before = (self.dir / "a.tkv").read_bytes()
+        refused = run("compress", "--force", "--preset", "small", "--profile", profile, dump, self.dir / "a.tkv")
+        self.expect(refused, 3, "preset small", "key_sensitivity")
+        self.assertEqual((self.dir / "a.tkv").read_bytes(), before)
+        self.compare("small:k=0.5,v=0.45", dump, "--profile", profile)
         chunks = read_tkv.read(self.dir / "a.tkv").chunks
         self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.WEIGHTED_ROW}, {-1})
 

@@ -32,7 +32,7 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
   const std::string where = info.path + ": preset " + preset.text;
   const Scheme scheme = preset.scheme.for_head_dim(info.layout.head_dim);
   if (Status s = scheme.validate(info.layout.head_dim); !s) return s.with_context(where);
-  if (Status s = check_classes(scheme, o.profile); !s) return s.with_context(where);
+  if (Status s = check_sensitivities(scheme, o.profile); !s) return s.with_context(where);
   const bool matrix = scheme.high.k.basis == BasisKind::kMatrix;
   if (matrix && (o.profile == nullptr || o.profile->rows[0].key_forward.empty())) {
     return Status(StatusCode::kInvalidArgument, where +
