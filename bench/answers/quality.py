@@ -66,6 +66,7 @@ def file_key(*parts):
 
 class Prefilled:
     """A prompt's cache and the exact predictions behind it, kept in files."""
+    whole_memory = None  # of all ideas (schemes.py)
 
     def __init__(self, model, work, ids, continuation=()):
         self.ids = ids
@@ -121,10 +122,12 @@ def numpy_scheme(function, model, profile):
 def at_equal_memory(steps, model, profile):
     """Weighted steps, made as large as gives the memory of WHOLE."""
     def run(prompt):
-        target, factor = by_layer(WHOLE, model, profile, prompt)[1]["memory"], 1.0
+        if prompt.whole_memory is None:
+            prompt.whole_memory = by_layer(WHOLE, model, profile, prompt)[1]["memory"]
+        factor, coded = 1.0, 1 - (steps.sinks + steps.window) / len(prompt.ids)
         for _ in range(EQUAL_MEMORY_STEPS):
             cache, facts = by_layer(steps.times(factor), model, profile, prompt)
-            tried, factor = factor, factor * 2**(16 * (facts["memory"] - target))  # an octave of steps is a bit of 16
+            tried, factor = factor, factor * 2**(16 / coded * (facts["memory"] - prompt.whole_memory))  # an octave is a bit
         return cache, facts | {"factor": tried}
     return run
 

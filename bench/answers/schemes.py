@@ -279,5 +279,4 @@ def ladder():
         out[f"+ {names[i - 1]}" if i else "one step a row and component"] = dataclasses.replace(WHOLE, **without)
     for name in names[:-1]:
         out[f"all but {name}"] = dataclasses.replace(WHOLE, **IDEAS[name])
-    others = {"sinks": (1, 16), "window": (0, 16, 128)}
-    return out | {f"{field} {n}": dataclasses.replace(WHOLE, **{field: n}) for field, numbers in others.items() for n in numbers}
+    return out | {"1 first token raw": dataclasses.replace(WHOLE, sinks=1), "no newest tokens raw": dataclasses.replace(WHOLE, window=0)}

@@ -208,7 +208,7 @@ class Schemes(TinyModel):
 
     def test_equal_memory(self):
         steps = dataclasses.replace(schemes.WHOLE, head_scales=False, sinks=1)
-        prompt = type("Prompt", (), {"layers": self.cache})
+        prompt = type("Prompt", (), {"layers": self.cache, "whole_memory": None, "ids": self.ids})
         whole = quality.by_layer(schemes.WHOLE, self.model, self.profile, prompt)[1]["memory"]
         facts = quality.at_equal_memory(steps, self.model, self.profile)(prompt)[1]
         self.assertLess(abs(facts["memory"] - whole), 0.01, f"seed {SEED}")
