@@ -1,6 +1,7 @@
 // Which rows take which class of heads, and what their pages hold.
 #include <gtest/gtest.h>
 
+#include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_scheme.h"
 #include "tools/analysis/row_pages.h"
 #include "tools/presets/preset.h"
@@ -81,6 +82,25 @@ TEST(HeadClasses, DefaultStepsNeedAProfileWithSensitivities) {
   EXPECT_TRUE(check_sensitivities(parse_preset("step")->scheme, &p).is_ok());
   p.key_sensitivity = p.joint_sensitivity;
   EXPECT_TRUE(check_sensitivities(small, &p).is_ok());
+}
+
+TEST(HeadClasses, TheDefaultComparisonHasWhatAProfileServes) {
+  const auto names = [](const Profile* p) {
+    std::string found;
+    for (const Preset& preset : default_comparison(p)) {
+      if (preset.text == "small" || preset.text == "fast" || preset.text == "k4v4")
+        found += preset.text + " ";
+    }
+    return found;
+  };
+  Profile p = profile();
+  EXPECT_EQ(names(nullptr), "k4v4 small ");
+  EXPECT_EQ(names(&p), "k4v4 fast ");
+  p.key_sensitivity = p.joint_sensitivity;
+  EXPECT_EQ(names(&p), "k4v4 small fast ");
+  p.joint_sensitivity.clear();
+  p.key_sensitivity.clear();
+  EXPECT_EQ(names(&p), "k4v4 ");
 }
 
 // Without a profile means are the row's own and are removed before the rotation.

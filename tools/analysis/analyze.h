@@ -72,6 +72,10 @@ struct AnalyzeOptions {
   }
 };
 
+// default_presets(), less those that need sensitivities which the profile, null where there is
+// none, does not hold.
+std::vector<Preset> default_comparison(const Profile* profile);
+
 // The layers asked for exist and the profile is of the same shape of model.
 Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& options);
 // Whether the preset can be measured on the dump under these options (`presets` is not looked at):

@@ -16,6 +16,7 @@ std::vector<std::string> default_presets() {
           "kvcomp:unit=channel,rel_k=0.15",
           "small",
           "small:books=4",
+          "fast",
           "step",
           "zstd-fp16",
           "zstd-codes:of=k4v4"};
