@@ -57,7 +57,7 @@ Scheme Scheme::of_class(int32_t c) const {
   return s;
 }
 
-bool Scheme::needs_sensitivities() const {
+bool Scheme::has_unlike_classes() const {
   return std::any_of(classes.begin(), classes.end(),
                      [&](const HeadClass& c) { return !c.same_formats(classes[0]); });
 }
