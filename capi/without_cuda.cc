@@ -2,6 +2,7 @@
 // name, and what no operation runs in needs no bytes.
 #include "tierkv/allocator.h"
 #include "tierkv/attention.h"
+#include "tierkv/significance.h"
 #include "tierkv/store.h"
 
 namespace tierkv {
@@ -41,6 +42,13 @@ Status merge_attention(const MergeCall&, GpuStream) {
 }
 Status apply_sinks(const SinkCall&, GpuStream) {
   return refusal("apply_sinks");
+}
+
+Status prompt_significance(const SignificanceCall&, const float*, float*, GpuStream) {
+  return refusal("prompt_significance");
+}
+Status prompt_lse(const SignificanceCall&, float*, GpuStream) {
+  return refusal("prompt_lse");
 }
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig&, GpuStream) {

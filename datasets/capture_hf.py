@@ -325,6 +325,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--prompt", required=True, action="append", type=pathlib.Path, metavar="FILE",
                    help="text file, or kv-dump whose tokens are taken; repeat for more sequences")
     p.add_argument("--out", required=True, type=pathlib.Path, help="kv-dump to write")
+    p.add_argument("--force", action="store_true", help="replace an output that exists")
     p.add_argument("--tokenizer", help="name or folder (default: the model's)")
     p.add_argument("--dtype", default="auto", choices=["auto", "float16", "bfloat16", "float32"],
                    help="of the model, and so of the dump (default: as stored)")
@@ -339,6 +340,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     try:
+        if arguments.out.exists() and not arguments.force:
+            raise CaptureError(f"{arguments.out}: exists already; --force replaces it")
         prompts = read_prompts(arguments.prompt, arguments.tokenizer or arguments.model, arguments.max_tokens)
         model = load_model(arguments.model, arguments.dtype, arguments.device)
         line = ProgressLine(prompts, model.config.get_text_config().num_hidden_layers)

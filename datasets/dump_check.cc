@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "datasets/dump_rope.h"
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 
 namespace tierkv::datasets {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "datasets/dump.h"
-#include "datasets/hdf5_util.h"
+#include "datasets/hdf5/hdf5_util.h"
 
 namespace tierkv::datasets {
 

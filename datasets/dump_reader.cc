@@ -5,7 +5,7 @@
 #include "codec/host/convert.h"
 #include "datasets/dump.h"
 #include "datasets/dump_check.h"
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/half.h"
 

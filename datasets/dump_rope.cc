@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 #include "datasets/slab.h"
 
 namespace tierkv::datasets {

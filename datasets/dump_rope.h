@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "datasets/hdf5_util.h"
+#include "datasets/hdf5/hdf5_util.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"
 

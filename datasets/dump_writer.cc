@@ -11,7 +11,7 @@
 #include "codec/host/convert.h"
 #include "datasets/dump.h"
 #include "datasets/dump_rope.h"
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 #include "tierkv/half.h"
 
 namespace tierkv::datasets {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "codec/file/output_file.h"
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 #include "datasets/slab.h"
 #include "tierkv/layout.h"
 

@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 
 namespace tierkv::datasets {
 namespace {

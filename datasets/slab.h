@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "codec/host/large_vector.h"
-#include "datasets/hdf5_util.h"
+#include "datasets/hdf5/hdf5_util.h"
 
 namespace tierkv::datasets {
 

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "gpu/constants.h"
 #include "gpu/features.cuh"
 
 namespace tierkv {
-
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 // The lane, read anew at each use: seldom used code would otherwise keep what it derives from it in
 // registers that loops around it need.

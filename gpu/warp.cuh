@@ -7,13 +7,12 @@
 
 #include <cstdint>
 
+#include "gpu/constants.h"
 #include "gpu/math.cuh"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
-
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Unsigned arithmetic tells the compiler that it lies in [0, 32): divisions of it are shifts, and
 // what lanes would do beyond a short head is left out.
@@ -27,7 +26,7 @@ __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
 }
 // In all lanes.
 __device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
-  return static_cast<StatusCode>(__reduce_max_sync(kAllLanes, static_cast<int32_t>(code)));
+  return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
 }
 
 // x is computed before the loads of matrices that follow: an unrolled loop that loads all of them
@@ -86,9 +85,9 @@ template <DType kDtype>
 __device__ __forceinline__ Pair<kDtype> pair_shuffle_xor(Pair<kDtype> a, int32_t lanes) {
   if constexpr (kDtype == DType::kFloat32) {
     return {
-        {__shfl_xor_sync(kAllLanes, a.bits.x, lanes), __shfl_xor_sync(kAllLanes, a.bits.y, lanes)}};
+        {__shfl_xor_sync(kFullWarp, a.bits.x, lanes), __shfl_xor_sync(kFullWarp, a.bits.y, lanes)}};
   } else {
-    return {__shfl_xor_sync(kAllLanes, a.bits, lanes)};
+    return {__shfl_xor_sync(kFullWarp, a.bits, lanes)};
   }
 }
 template <DType kDtype>

@@ -291,13 +291,13 @@ using ChannelKernel = void (*)(ChannelLaunch<Cache>);
 
 template <class Cache, int32_t kHeadDim>
 ChannelKernel<Cache> channel_kernel_of_bits(const ChannelLayout& l) {
-  const bool narrow_values = l.v_tile.bits == 2;
-  if (l.k_tile.bits == 4) {
-    return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 2>>
-                         : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 4, 4>>;
+  const bool narrow_values = l.v_tile.type == kCodes2;
+  if (l.k_tile.type == kCodes4) {
+    return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, kCodes4, kCodes2>>
+                         : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, kCodes4, kCodes4>>;
   }
-  return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 2>>
-                       : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, 2, 4>>;
+  return narrow_values ? channel_attention_kernel<Cache, ChannelWarp<kHeadDim, kCodes2, kCodes2>>
+                       : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, kCodes2, kCodes4>>;
 }
 
 // Of a layout that make_channel_layout() makes.

@@ -58,7 +58,7 @@ struct ChannelPages {
     const int32_t page = line[block_slots + slot];
     if (page < 0 || page >= num_pages) return nullptr;
     const int32_t of_page = 2 * (tile % tiles) + static_cast<int32_t>(c);
-    return base + page * page_bytes + of_page * TileLayout{16, layout.head_dim()}.bytes();
+    return base + page * page_bytes + of_page * TileLayout{kRawCodes, layout.head_dim()}.bytes();
   }
   // kInvalidArgument.
   Status validate() const;

@@ -136,8 +136,6 @@ int32_t choose_channel_items(const ChannelCtas& ctas, const ChannelLengths& leng
 
 // kInvalidArgument.
 Status validate_channel_plan(const ChannelPlanCall& call);
-// The plain one, and the kernel; the same plans.
-Status plan_channel_host(const ChannelPlanCall& call);
 Status plan_channel(const ChannelPlanCall& call, GpuStream stream);
 
 }  // namespace tierkv

@@ -38,7 +38,7 @@ struct WarpUnits {
 };
 
 // Methods that read a row take the cache that it is of: ChannelCache, or ChannelPages.
-template <int32_t kDim, int32_t kKeyBits, int32_t kValueBits>
+template <int32_t kDim, CodeType kKeys, CodeType kValues>
 class ChannelWarp {
  public:
   static constexpr int32_t kHeadDim = kDim;
@@ -76,7 +76,7 @@ class ChannelWarp {
         report();
         continue;
       }
-      LaneWords<16, kHeadDim> k[1], v[1];
+      LaneWords<kRawCodes, kHeadDim> k[1], v[1];
       TileMetadata m[1];
       float score[1][4];
       k[0].load(keys, lane());
@@ -174,7 +174,7 @@ class ChannelWarp {
     for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        const int32_t exponent = unpacked_exponent(kValueBits, 16 * f + 8 * (i / 2));
+        const int32_t exponent = unpacked_exponent(kValues, 16 * f + 8 * (i / 2));
         const auto power = static_cast<float>(1 << exponent);
         out_[f][i] *= sign > 0 ? power : 1.0f / power;
       }
@@ -193,15 +193,15 @@ class ChannelWarp {
   // What a lane holds of a step, and of its block's channels the 16 bytes of dim blocks
   // lane / 4, lane / 4 + 8, ..
   struct Words {
-    LaneWords<kKeyBits, kHeadDim> k[kStepTiles];
-    LaneWords<kValueBits, kHeadDim> v[kStepTiles];
+    LaneWords<kKeys, kHeadDim> k[kStepTiles];
+    LaneWords<kValues, kHeadDim> v[kStepTiles];
     uint2 m[kStepTiles];  // of the values, as stored: tokens g and g + 8
     uint4 channels[kChannelWords];
 
     __device__ __forceinline__ void load(const ChannelLayout& l, const uint8_t* block, int32_t step,
                                          int32_t of_lane) {
-      constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
-      constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
+      constexpr int32_t kKeyBytes = TileLayout{kKeys, kHeadDim}.bytes();
+      constexpr int32_t kValueBytes = TileLayout{kValues, kHeadDim}.bytes();
       const int32_t tile = step * kStepTiles;
 #pragma unroll
       for (int32_t i = 0; i < kChannelWords; ++i) {
@@ -246,7 +246,7 @@ class ChannelWarp {
                                   __shfl_sync(kFullWarp, channels[f / 8].y, from)};
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t exponent = kQueryShift - code_shift(kKeyBits, 16 * f + 8 * half);
+        const int32_t exponent = kQueryShift - code_shift(kKeys.bits(), 16 * f + 8 * half);
         const float factor = exponent >= 0 ? static_cast<float>(1 << exponent)
                                            : 1.0f / static_cast<float>(1 << -exponent);
         const uint32_t units = saturate_halves(multiply_halves(scales[half], factor));
@@ -280,8 +280,8 @@ class ChannelWarp {
     add_tokens(w.v, m, score);
   }
 
-  template <int32_t kBits, int32_t kTiles>
-  __device__ __forceinline__ void multiply_keys(const LaneWords<kBits, kHeadDim> (&k)[kTiles],
+  template <CodeType kType, int32_t kTiles>
+  __device__ __forceinline__ void multiply_keys(const LaneWords<kType, kHeadDim> (&k)[kTiles],
                                                 const uint32_t (&query)[kBlocks][2],
                                                 float (&score)[kTiles][4]) const {
 #pragma unroll
@@ -334,8 +334,8 @@ class ChannelWarp {
     }
   }
 
-  template <int32_t kBits, int32_t kTiles>
-  __device__ __forceinline__ void add_tokens(const LaneWords<kBits, kHeadDim> (&v)[kTiles],
+  template <CodeType kType, int32_t kTiles>
+  __device__ __forceinline__ void add_tokens(const LaneWords<kType, kHeadDim> (&v)[kTiles],
                                              const TileMetadata (&m)[kTiles],
                                              const float (&score)[kTiles][4]) {
     float scale[kTiles][2];

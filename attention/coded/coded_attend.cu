@@ -40,10 +40,14 @@ CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
 template <RopePairing kPairing>
 CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
   switch (call.head_dim) {
-    case 64: return find_weighted_kernel<kPairing, 64>(call, copies_log);
-    case 96: return find_weighted_kernel<kPairing, 96>(call, copies_log);
-    case 128: return find_weighted_kernel<kPairing, 128>(call, copies_log);
-    default: return find_weighted_kernel<kPairing, 256>(call, copies_log);
+    case 64:
+      return find_weighted_kernel<kPairing, 64>(call, copies_log);
+    case 96:
+      return find_weighted_kernel<kPairing, 96>(call, copies_log);
+    case 128:
+      return find_weighted_kernel<kPairing, 128>(call, copies_log);
+    default:
+      return find_weighted_kernel<kPairing, 256>(call, copies_log);
   }
 }
 
@@ -160,8 +164,10 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
   constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
   if (call.weighted.any()) {
     switch (call.weighted.pairing) {
-      case RopePairing::kNone: return weighted_kernel<RopePairing::kNone>(call, copies_log);
-      case RopePairing::kHalves: return weighted_kernel<RopePairing::kHalves>(call, copies_log);
+      case RopePairing::kNone:
+        return weighted_kernel<RopePairing::kNone>(call, copies_log);
+      case RopePairing::kHalves:
+        return weighted_kernel<RopePairing::kHalves>(call, copies_log);
       case RopePairing::kNeighbours:
         return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
     }
@@ -188,7 +194,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
   const int64_t warps = int64_t{grid.num_ctas} * grid.warps;
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > coded_warps(call.head_dim) ||
+      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > call.most_warps() ||
       warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }

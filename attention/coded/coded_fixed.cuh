@@ -33,7 +33,7 @@ __device__ __forceinline__ bool is_fixed_header(const uint4& header) {
 template <Component kComponent, int32_t kDims, int32_t kBits>
 struct FixedTile {
   static constexpr bool kIsKey = kComponent == Component::kKey;
-  static constexpr int32_t kWords = TileLayout{kBits, kDims}.words_per_lane();
+  static constexpr int32_t kWords = TileLayout{CodeType::uniform(kBits), kDims}.words_per_lane();
   static constexpr int32_t kQuads = (kWords + 3) / 4;  // the last one may be half of one
   static constexpr int32_t kFragments = 16 / kBits;    // dim blocks of a quad
   static_assert(kWords % 4 == 0 || kWords % 4 == 2);

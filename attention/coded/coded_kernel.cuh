@@ -84,8 +84,13 @@ __device__ inline void fill_turns(const WeightedRows& weighted, uint32_t bytes, 
   }
 }
 
+template <int32_t kHeadDim, class Code>
+constexpr int32_t most_threads() {
+  return 32 * (Code::kWeighted ? weighted_warps(kHeadDim) : coded_warps(kHeadDim));
+}
+
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
-__global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
+__global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
   constexpr int kCopiesLog = Code::kCopiesLog;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(coded_warps(kDimBlocks* kDimBlock) * 32, 1)
     constexpr int32_t kDims = kDimBlocks * kDimBlock;
     worker.turns = layout.tail;
     worker.means = layout.tail + weighted_turn_bytes(kDims, kTurns) +
-                      static_cast<uint32_t>(warp) * weighted_mean_bytes(kDims);
+                   static_cast<uint32_t>(warp) * weighted_mean_bytes(kDims);
   }
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(key_book), value_fill(value_book);

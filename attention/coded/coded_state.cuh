@@ -39,27 +39,33 @@ struct CodedState {
     }
   }
 
+  // Scores are no sums of digits less a base.
+  __device__ __forceinline__ void begin_plain() {
+#pragma unroll
+    for (int f = 0; f < kDimBlocks; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[f][i] = 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) offset[c] = 0.0f, reference[c] = kNoReference, sum[c] = 0.0f;
+  }
   // base: of a digit, in the unit of a score times q.
   __device__ __forceinline__ void begin(float base) {
     const int32_t t = static_cast<int32_t>(threadIdx.x % 4);
     float total = 0;
+    begin_plain();
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 x = unpack_halves(q[f][h]);
         total += x.x + x.y;
-        out[f][2 * h] = out[f][2 * h + 1] = 0.0f;
       }
     }
     total += __shfl_xor_sync(kFullWarp, total, 1);
     total += __shfl_xor_sync(kFullWarp, total, 2);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      offset[c] = base * __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
-      reference[c] = kNoReference;
-      sum[c] = 0.0f;
-    }
+    for (int c = 0; c < 2; ++c) offset[c] = base * __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
   }
 
   // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference

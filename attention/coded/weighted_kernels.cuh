@@ -16,13 +16,14 @@ struct WeightedKernels {
   }
 
  private:
-  // Copies of pairs from 128 channels on, in which most of the time goes into lookups.
+  // Copies of pairs: most of the time goes into lookups.
   template <BlockMode kMode>
   static CodedKernel of_mode(const CodedAttention& call, int32_t copies_log) {
     const int32_t streams = call.keys.codebook.streams_per_lane;
     if (copies_log == 0) return of_streams<kMode, 0>(streams);
-    if constexpr (kMode == BlockMode::kPair && kDimBlocks == 8) {
+    if constexpr (kMode == BlockMode::kPair && kDimBlocks <= 8) {
       if (copies_log == 3) return of_streams<kMode, 3>(streams);
+      if (copies_log == 4) return of_streams<kMode, 4>(streams);
     }
     return nullptr;
   }

@@ -75,8 +75,10 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
       return unsupported("weights that differ between dims that turn together");
     }
   }
-  // Per (dim block, half of it, lane % 4): two means, as the dims are.
-  for (size_t d = 0; d < dims; ++d) {
+  // Per (two dim blocks, lane % 4): the means of a lane's pairs of dims in their order.
+  for (int32_t i = 0; i < row.head_dim; ++i) {
+    const int32_t pair = i / 2 % 4, lane = i / 8 % 4;
+    const auto d = static_cast<size_t>(i / 32 * 32 + pair * 8 + lane * 2 + i % 2);
     const float mean = row.key_mean.empty() ? 0.0f : half_to_float(row.key_mean[d]);
     const float of_scale = 0x1p-9f * mean / channels.scales[d];
     if (!(std::abs(of_scale) <= 32768.0f)) return unsupported("means of 2^24 steps");

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "codec/format/rope_turn.h"
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "tierkv/status.h"
 
 namespace tierkv {

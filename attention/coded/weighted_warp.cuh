@@ -27,6 +27,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
   static constexpr int32_t kNoOctave = -64;           // below that of any exponent
   static constexpr int32_t kOctaveHeadroom = 5;       // p is at most 2^8, and fp16 holds 2^15 of it
   uint32_t turns, means;                              // shared addresses
+  int32_t step;                                       // of the row
   int32_t value_octave;                               // out is in units of 2^value_octave steps
 
   // A block in its slot, or, where it is larger, raw slices in memory.
@@ -91,7 +92,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
 
   // The scales of the channels of the row, of which the largest is 1.
   __device__ __forceinline__ const float* scales() const {
-    return call.weighted.key_scales + int64_t{call.rows[row_index].step} * kHeadDim;
+    return call.weighted.key_scales + int64_t{step} * kHeadDim;
   }
   // The queries as the keys of a block see them: times the scales of the channels, turned back by
   // the block's first position.
@@ -135,14 +136,19 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  // Codes of dim block f into keys before RoPE, in units of their channels times 2^-kKeyUnitLog.
-  // factors: of the tokens of even and of odd registers.
-  __device__ __forceinline__ void dequantize(int f, const uint32_t (&factors)[2],
-                                             uint32_t (&a)[4]) const {
-    const uint32_t at = means + (8 * f + fresh_lane() % 4) * 4;
-    const uint32_t mean[2] = {load_shared(at), load_shared(at + 16)};
+  // The means of dim blocks 2 i and 2 i + 1, of each those of two registers.
+  __device__ __forceinline__ uint4 load_means_of(int i) const {
+    return load_shared_16(means + (4 * i + fresh_lane() % 4) * 16);
+  }
+  // Codes of dim block f into keys before RoPE, in units of their channels times kKeyUnit. factors:
+  // of the tokens of even and of odd registers; mean: load_means_of(f / 2).
+  __device__ __forceinline__ static void dequantize(int f, const uint32_t (&factors)[2],
+                                                    const uint4& mean, uint32_t (&a)[4]) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) a[r] = fma_halves(a[r], factors[r % 2], mean[r / 2]);
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t of = f % 2 == 0 ? (r < 2 ? mean.x : mean.y) : r < 2 ? mean.z : mean.w;
+      a[r] = fma_halves(a[r], factors[r % 2], of);
+    }
   }
   // Dim blocks f and f + kPairBlocks of tile o, turned by their places.
   __device__ __forceinline__ void turn_halves(int o, int f, uint32_t (&x)[4],
@@ -199,26 +205,32 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
         tile_factors(o, factors, of_rows);
         if constexpr (kHalves) {
           uint32_t held[kPairBlocks][4];
+          uint4 mean;
 #pragma unroll
           for (int f = 0; f < kPairBlocks; ++f) {
             streams[f / kSliceBlocks].codes(key_table, base, held[f]);
-            dequantize(f, of_rows, held[f]);
+            if (f % 2 == 0) mean = load_means_of(f / 2);
+            dequantize(f, of_rows, mean, held[f]);
           }
 #pragma unroll
           for (int f = 0; f < kPairBlocks; ++f) {
+            const int second = f + kPairBlocks;
             uint32_t a[4];
-            streams[(f + kPairBlocks) / kSliceBlocks].codes(key_table, base, a);
-            dequantize(f + kPairBlocks, of_rows, a);
+            streams[second / kSliceBlocks].codes(key_table, base, a);
+            if (f == 0 || second % 2 == 0) mean = load_means_of(second / 2);
+            dequantize(second, of_rows, mean, a);
             turn_halves(o, f, held[f], a);
             mma_m16n8k16(tile, held[f], state.q[f][0], state.q[f][1]);
             mma_m16n8k16(tile, a, state.q[f + kPairBlocks][0], state.q[f + kPairBlocks][1]);
           }
         } else {
+          uint4 mean;
 #pragma unroll
           for (int f = 0; f < kDimBlocks; ++f) {
             uint32_t a[4];
             streams[f / kSliceBlocks].codes(key_table, base, a);
-            dequantize(f, of_rows, a);
+            if (f % 2 == 0) mean = load_means_of(f / 2);
+            dequantize(f, of_rows, mean, a);
             if constexpr (kNeighbours) turn_neighbours(o, f, a);
             mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
           }
@@ -264,12 +276,12 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
       for (int f = 0; f < (kHalves || kSlices == 2 ? kPairBlocks : kDimBlocks) && there; ++f) {
         uint32_t a[4], b[4];
         codes(0, o, f, a);
-        dequantize(f, of_rows, a);
+        dequantize(f, of_rows, load_means_of(f / 2), a);
         if constexpr (kNeighbours) turn_neighbours(o, f, a);
         if constexpr (kHalves || kSlices == 2) {
           const int second = f + kPairBlocks;
           codes(kSlices - 1, o, second, b);
-          dequantize(second, of_rows, b);
+          dequantize(second, of_rows, load_means_of(second / 2), b);
           if constexpr (kHalves) turn_halves(o, f, a, b);
           if constexpr (kNeighbours) turn_neighbours(o, second, b);
           product(second, b, tile);
@@ -561,15 +573,16 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;
     value_octave = kNoOctave;
+    step = named ? row.step : 0;
     state.load_queries(call, query(0));
-    state.begin(0.0f);
+    state.begin_plain();
     if (from < min(to, blocks)) {
       state.bad |= Base::begin_blocks(row.first_block + from, min(to, blocks) - from);
-      load_means(row.step);
+      load_means();
     }
     key_scale = this->score_scale() * (named ? call.keys.steps[row.step] : 0.0f);
   }
-  __device__ __forceinline__ void load_means(int32_t step) const {
+  __device__ __forceinline__ void load_means() const {
     const auto* of_row =
         reinterpret_cast<const uint4*>(call.weighted.key_means) + int64_t{step} * (kHeadDim / 8);
     __syncwarp();  // those of the row before have been read

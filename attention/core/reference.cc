@@ -148,8 +148,8 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
   const CodePosition at = code_position(tile, component, token, dim);
   uint32_t word;
   std::memcpy(&word, page + layout.tile_codes_byte(component, tile_index) + at.byte, sizeof(word));
-  const uint32_t code = (word >> at.bit) & ((1u << tile.bits) - 1);
-  if (tile.bits == 16) return value_of_bits(static_cast<uint16_t>(code), raw);
+  const uint32_t code = (word >> at.bit) & ((1u << tile.type.bits()) - 1);
+  if (tile.type.is_raw()) return value_of_bits(static_cast<uint16_t>(code), raw);
   const int32_t groups = layout.groups(component), group = dim / (layout.head_dim() / groups);
   const uint8_t* metadata =
       page + layout.tile_metadata_byte(component, tile_index) + token_metadata_byte(group, token);

@@ -180,7 +180,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
         attention_.sum_query(p_.scale_log2);
       }
       if (header.tokens > 0) {
-        attention_.use_format(key_bits(header.format), value_bits(header.format), p_.scale_log2);
+        attention_.use_format(key_type(header.format), value_type(header.format), p_.scale_log2);
       }
     }
     wait_barrier(&full_[slot], ring.parity());

@@ -13,16 +13,19 @@
 
 namespace tierkv {
 
+inline constexpr CodeType kNoType = CodeType::uniform(0);  // before the first tokens of a row
+
 // What the codes of an unpacked fragment must be multiplied by, as a power of two:
 // 2^unpacked_exponent(...).
-__device__ constexpr int32_t unpacked_exponent(int32_t bits, int32_t dim) {
-  return bits == 16 ? 0 : 24 - code_shift(bits, dim);
+__device__ constexpr int32_t unpacked_exponent(CodeType type, int32_t dim) {
+  return type.is_raw() ? 0 : 24 - code_shift(type.bits(), dim);
 }
 
 // The words of one lane of a tile.
-template <int32_t kBits, int32_t kHeadDim>
+template <CodeType kType, int32_t kHeadDim>
 struct LaneWords {
-  static constexpr TileLayout kTile{kBits, kHeadDim};
+  static constexpr int32_t kBits = kType.bits();
+  static constexpr TileLayout kTile{kType, kHeadDim};
   static constexpr int32_t kCount = kTile.words_per_lane();
   uint32_t word[kCount];
 
@@ -61,7 +64,7 @@ struct LaneWords {
   // The A fragment of a block: rows are tokens for keys, dims for values.
   template <Component kComponent>
   __device__ __forceinline__ void fragment(int32_t block, uint32_t (&a)[4]) const {
-    if constexpr (kBits == 16) {
+    if constexpr (kType.is_raw()) {
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) a[i] = word[4 * block + i];
     } else {

@@ -35,10 +35,9 @@ inline constexpr float kNoTokensYet = -1.0f;    // a ceiling that every weight p
 inline constexpr uint32_t kUnsetReference = 0x80000000u;
 
 // Tiles of a step: two, for more independent work, where there are registers for them.
-__device__ constexpr int32_t step_tiles(int32_t k_bits, int32_t v_bits, int32_t head_dim,
-                                        bool has_room) {
-  const int32_t bits = k_bits > v_bits ? k_bits : v_bits;
-  return has_room && TileLayout{bits, head_dim}.words_per_lane() <= 16 ? 2 : 1;
+__device__ constexpr int32_t step_tiles(CodeType k, CodeType v, int32_t head_dim, bool has_room) {
+  const CodeType widest = k.bits() > v.bits() ? k : v;
+  return has_room && TileLayout{widest, head_dim}.words_per_lane() <= 16 ? 2 : 1;
 }
 
 // Tokens of a chunk in shared memory.
@@ -89,7 +88,7 @@ class WarpAttention {
       }
     }
     ceiling_ = kNoTokensYet;
-    k_bits_ = v_bits_ = 0;
+    k_type_ = v_type_ = kNoType;
   }
 
   // The queries of a row, and their sums; before use_format(). q is that of the launch. Between the
@@ -98,25 +97,19 @@ class WarpAttention {
   __device__ __forceinline__ void sum_query(float scale_log2);
 
   // Before tiles of a format.
-  __device__ __forceinline__ void use_format(int32_t k_bits, int32_t v_bits, float scale_log2) {
-    if (k_bits != k_bits_) scale_query(k_bits_, k_bits, scale_log2);
-    if (v_bits != v_bits_ && v_bits_ != 0) convert_out(v_bits_, v_bits);
-    k_bits_ = k_bits;
-    v_bits_ = v_bits;
+  __device__ __forceinline__ void use_format(CodeType k, CodeType v, float scale_log2) {
+    if (k != k_type_) scale_query(k_type_, k, scale_log2);
+    if (v != v_type_ && v_type_ != kNoType) convert_out(v_type_, v);
+    k_type_ = k;
+    v_type_ = v;
   }
 
   // The tokens of a chunk, in the format used last.
   __device__ __forceinline__ void attend(const ChunkTokens& chunk) {
-    switch (k_bits_) {
-      case 4:
-        return attend_keys<4>(chunk);
-      case 8:
-        return attend_keys<8>(chunk);
-      case 2:
-        return attend_keys<2>(chunk);
-      default:
-        return attend_keys<16>(chunk);
-    }
+    if (k_type_ == kCodes4) return attend_keys<kCodes4>(chunk);
+    if (k_type_ == kCodes8) return attend_keys<kCodes8>(chunk);
+    if (k_type_ == kCodes2) return attend_keys<kCodes2>(chunk);
+    return attend_keys<kRawCodes>(chunk);
   }
 
   // The states and accumulators of the row's columns, to shared memory: states[of_row],
@@ -160,36 +153,35 @@ class WarpAttention {
   }
 
   // Codes and their operands are fp16; raw components what the launch says.
-  template <int32_t kBits>
+  template <CodeType kType>
   __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                            uint32_t b1) const {
-    if (kBits == 16 && kIsBFloat16) {
+    if (kType.is_raw() && kIsBFloat16) {
       mma_m16n8k16_bf16(d, a, b0, b1);
     } else {
       mma_m16n8k16(d, a, b0, b1);
     }
   }
 
-  __device__ __forceinline__ void convert_query(int32_t from_bits, int32_t to_bits,
-                                                float scale_log2);
+  __device__ __forceinline__ void convert_query(CodeType from, CodeType to, float scale_log2);
   __device__ __forceinline__ float query_unit() const;
-  __device__ __forceinline__ void scale_query(int32_t from_bits, int32_t to_bits, float scale_log2);
-  __device__ __forceinline__ void convert_out(int32_t from_bits, int32_t to_bits);
-  template <int32_t kKeyBits>
+  __device__ __forceinline__ void scale_query(CodeType from, CodeType to, float scale_log2);
+  __device__ __forceinline__ void convert_out(CodeType from, CodeType to);
+  template <CodeType kKeys>
   __device__ __forceinline__ void attend_keys(const ChunkTokens& chunk);
-  template <int32_t kKeyBits, int32_t kValueBits>
+  template <CodeType kKeys, CodeType kValues>
   __device__ __forceinline__ void attend_tiles(const ChunkTokens& chunk);
-  template <int32_t kBits, int32_t kTiles>
+  template <CodeType kType, int32_t kTiles>
   __device__ __forceinline__ void multiply_keys(const uint8_t* codes,
                                                 float (&products)[kTiles][kColumnBlocks][4]) const;
-  template <int32_t kBits, int32_t kTiles>
+  template <CodeType kType, int32_t kTiles>
   __device__ __forceinline__ void scale_products(const uint8_t* metadata,
                                                  const float (&products)[kTiles][kColumnBlocks][4],
                                                  Step<kTiles>& s) const;
-  template <int32_t kBits, int32_t kTiles>
+  template <CodeType kType, int32_t kTiles>
   __device__ __forceinline__ void load_values(int32_t tokens, const uint8_t* codes,
                                               const uint8_t* metadata,
-                                              LaneWords<kBits, kHeadDim> (&words)[kTiles],
+                                              LaneWords<kType, kHeadDim> (&words)[kTiles],
                                               Step<kTiles>& s) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void mask_scores(int32_t tokens, Step<kTiles>& s) const;
@@ -197,11 +189,11 @@ class WarpAttention {
   __device__ __forceinline__ void mask_newest(const ChunkTokens& chunk, int32_t first,
                                               Step<kTiles>& s) const;
   template <int32_t kTiles>
-  __device__ __forceinline__ void mask_values(int32_t tokens,
-                                              LaneWords<16, kHeadDim> (&words)[kTiles]) const;
-  template <int32_t kValueBits, int32_t kTiles>
+  __device__ __forceinline__ void mask_values(
+      int32_t tokens, LaneWords<kRawCodes, kHeadDim> (&words)[kTiles]) const;
+  template <CodeType kValues, int32_t kTiles>
   __device__ __forceinline__ void weigh(Step<kTiles>& s);
-  template <int32_t kValueBits, int32_t kTiles>
+  template <CodeType kValues, int32_t kTiles>
   __device__ __forceinline__ void pack_weights(const float (&weight)[2][kLaneColumns], int32_t i,
                                                int32_t c, Step<kTiles>& s) const;
   __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk, int32_t first) const;
@@ -210,8 +202,8 @@ class WarpAttention {
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
   __device__ __forceinline__ void scale_column(int32_t block, int32_t j, float factor);
-  template <int32_t kBits, int32_t kTiles>
-  __device__ __forceinline__ void add_values(const LaneWords<kBits, kHeadDim> (&words)[kTiles],
+  template <CodeType kType, int32_t kTiles>
+  __device__ __forceinline__ void add_values(const LaneWords<kType, kHeadDim> (&words)[kTiles],
                                              const Step<kTiles>& s);
   __device__ __forceinline__ void sum_lanes();
 
@@ -226,35 +218,29 @@ class WarpAttention {
   float reference_[kColumnBlocks][kLaneColumns], sum_[kColumnBlocks][kLaneColumns],
       zero_[kColumnBlocks][kLaneColumns];
   float ceiling_;  // kNoTokensYet where a column of this lane has none, or kCeiling
-  int32_t k_bits_, v_bits_;
+  CodeType k_type_, v_type_;
 };
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kKeyBits>
+template <CodeType kKeys>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::attend_keys(
     const ChunkTokens& chunk) {
-  switch (v_bits_) {
-    case 4:
-      return attend_tiles<kKeyBits, 4>(chunk);
-    case 2:
-      return attend_tiles<kKeyBits, 2>(chunk);
-    case 8:
-      return attend_tiles<kKeyBits, 8>(chunk);
-    default:
-      return attend_tiles<kKeyBits, 16>(chunk);
-  }
+  if (v_type_ == kCodes4) return attend_tiles<kKeys, kCodes4>(chunk);
+  if (v_type_ == kCodes2) return attend_tiles<kKeys, kCodes2>(chunk);
+  if (v_type_ == kCodes8) return attend_tiles<kKeys, kCodes8>(chunk);
+  return attend_tiles<kKeys, kRawCodes>(chunk);
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kKeyBits, int32_t kValueBits>
+template <CodeType kKeys, CodeType kValues>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::attend_tiles(
     const ChunkTokens& chunk) {
-  constexpr int32_t kTiles = step_tiles(kKeyBits, kValueBits, kHeadDim, kHasRoom);
+  constexpr int32_t kTiles = step_tiles(kKeys, kValues, kHeadDim, kHasRoom);
   constexpr int32_t kStepTokens = kTiles * kTileTokens;
-  constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kHeadDim}.bytes();
-  constexpr int32_t kValueBytes = TileLayout{kValueBits, kHeadDim}.bytes();
-  constexpr int32_t kKeyMetadata = kKeyBits == 16 ? 0 : kMetadataBlockBytes;
-  constexpr int32_t kValueMetadata = kValueBits == 16 ? 0 : kMetadataBlockBytes;
+  constexpr int32_t kKeyBytes = TileLayout{kKeys, kHeadDim}.bytes();
+  constexpr int32_t kValueBytes = TileLayout{kValues, kHeadDim}.bytes();
+  constexpr int32_t kKeyMetadata = kKeys.has_params() ? kMetadataBlockBytes : 0;
+  constexpr int32_t kValueMetadata = kValues.has_params() ? kMetadataBlockBytes : 0;
   const uint8_t* k_codes = chunk.bytes;
   const uint8_t* k_metadata = k_codes + chunk.tiles * kKeyBytes;
   const uint8_t* v_codes = k_metadata + chunk.tiles * kKeyMetadata;
@@ -269,16 +255,16 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
   for (int32_t tokens = chunk.tokens; tokens > 0; tokens -= kStepTokens) {
     float products[kTiles][kColumnBlocks][4];
     Step<kTiles> s;
-    LaneWords<kValueBits, kHeadDim> values[kTiles];
-    multiply_keys<kKeyBits>(k_codes, products);
-    scale_products<kKeyBits>(k_metadata, products, s);
+    LaneWords<kValues, kHeadDim> values[kTiles];
+    multiply_keys<kKeys>(k_codes, products);
+    scale_products<kKeys>(k_metadata, products, s);
     load_values(tokens, v_codes, v_metadata, values, s);
     if (tokens < masked_below) {
       mask_scores(tokens, s);
-      if constexpr (kValueBits == 16) mask_values(tokens, values);
+      if constexpr (kValues.is_raw()) mask_values(tokens, values);
       if (is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
     }
-    weigh<kValueBits>(s);
+    weigh<kValues>(s);
     if (!kIsPlain && leaves_scores) {
       left_scores = place_scores(chunk, chunk.tokens - tokens);
       leave_scores(s, left_scores);
@@ -294,14 +280,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
 
 // Two chains of mma a tile: their latency is most of a step's.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kBits, int32_t kTiles>
+template <CodeType kType, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::multiply_keys(
     const uint8_t* codes, float (&products)[kTiles][kColumnBlocks][4]) const {
-  LaneWords<kBits, kHeadDim> words[kTiles];
+  LaneWords<kType, kHeadDim> words[kTiles];
   float odd[kTiles][kColumnBlocks][4];
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
-    words[i].load(codes + i * TileLayout{kBits, kHeadDim}.bytes(), lane());
+    words[i].load(codes + i * TileLayout{kType, kHeadDim}.bytes(), lane());
 #pragma unroll
     for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
@@ -317,7 +303,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::m
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
         float(&sums)[4] = f % 2 == 0 ? products[i][c] : odd[i][c];
-        multiply<kBits>(sums, a, query_[c][f][0], query_[c][f][1]);
+        multiply<kType>(sums, a, query_[c][f][0], query_[c][f][1]);
       }
     }
   }
@@ -333,7 +319,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::m
 
 // Scores in log2 units less the reference.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kBits, int32_t kTiles>
+template <CodeType kType, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_products(
     const uint8_t* metadata, const float (&products)[kTiles][kColumnBlocks][4],
     Step<kTiles>& s) const {
@@ -341,7 +327,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
   for (int32_t i = 0; i < kTiles; ++i) {
     TileMetadata k;
     k.set(1.0f, 0.0f);
-    if constexpr (kBits != 16) k.load(metadata + i * kMetadataBlockBytes, lane());
+    if constexpr (kType.has_params()) k.load(metadata + i * kMetadataBlockBytes, lane());
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       const float scale = k.scale[r] * score_unit_;
@@ -358,31 +344,31 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kBits, int32_t kTiles>
+template <CodeType kType, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::load_values(
     int32_t tokens, const uint8_t* codes, const uint8_t* metadata,
-    LaneWords<kBits, kHeadDim> (&words)[kTiles], Step<kTiles>& s) const {
+    LaneWords<kType, kHeadDim> (&words)[kTiles], Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
     TileMetadata v;
     v.set(1.0f, 0.0f);
-    if constexpr (kBits != 16) v.load(metadata + i * kMetadataBlockBytes, lane());
+    if constexpr (kType.has_params()) v.load(metadata + i * kMetadataBlockBytes, lane());
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
-      s.scale[i][r] = kBits == 16 ? 1.0f : fmaxf(v.scale[r], kLeastScale);
+      s.scale[i][r] = kType.is_raw() ? 1.0f : fmaxf(v.scale[r], kLeastScale);
       s.zero_point[i][r] = v.zero_point[r];
     }
     // Raw values end a chunk: behind an odd number of tiles a copy may be filling the next slot.
     // What is read in place of such a tile is masked.
-    const bool is_behind = kBits == 16 && i > 0 && tokens <= i * kTileTokens;
-    words[i].load(codes + (is_behind ? 0 : i * TileLayout{kBits, kHeadDim}.bytes()), lane());
+    const bool is_behind = kType.is_raw() && i > 0 && tokens <= i * kTileTokens;
+    words[i].load(codes + (is_behind ? 0 : i * TileLayout{kType, kHeadDim}.bytes()), lane());
   }
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kBits, int32_t kTiles>
+template <CodeType kType, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::add_values(
-    const LaneWords<kBits, kHeadDim> (&words)[kTiles], const Step<kTiles>& s) {
+    const LaneWords<kType, kHeadDim> (&words)[kTiles], const Step<kTiles>& s) {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -391,9 +377,9 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
       words[i].template fragment<Component::kValue>(f, a);
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
-        multiply<kBits>(out_[c][f], a, s.weight[i][c][0], s.weight[i][c][1]);
-        if (kBits == 16 && kIsBFloat16) {
-          multiply<kBits>(out_[c][f], a, s.weight_rest[i][c][0], s.weight_rest[i][c][1]);
+        multiply<kType>(out_[c][f], a, s.weight[i][c][0], s.weight[i][c][1]);
+        if (kType.is_raw() && kIsBFloat16) {
+          multiply<kType>(out_[c][f], a, s.weight_rest[i][c][0], s.weight_rest[i][c][1]);
         }
       }
     }

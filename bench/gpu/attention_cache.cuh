@@ -63,13 +63,13 @@ __global__ void fill_pages(const __grid_constant__ FillParams p) {
     const uint64_t i = blockIdx.x * static_cast<uint64_t>(p.page_bytes) + byte;
     uint32_t word;
     if (byte < layout.k_metadata) {
-      word = code_word(layout.k_tile.bits, i);
+      word = code_word(layout.k_tile.type.bits(), i);
     } else if (byte < layout.v_codes) {
-      word = metadata_word(layout.k_tile.bits, i);
+      word = metadata_word(layout.k_tile.type.bits(), i);
     } else if (byte < layout.v_metadata) {
-      word = code_word(layout.v_tile.bits, i);
+      word = code_word(layout.v_tile.type.bits(), i);
     } else {
-      word = metadata_word(layout.v_tile.bits, i);
+      word = metadata_word(layout.v_tile.type.bits(), i);
     }
     page[byte / 4] = word;
   }

@@ -6,7 +6,7 @@
 // peers_prompt_torch.py times causal attention over the same prompt.
 #include "bench/baselines/kernels/tier_plan.h"
 #include "bench/gpu/codec_bench.cuh"
-#include "codec/gpu/prompt_scores.h"
+#include "tierkv/significance.h"
 
 namespace tierkv::bench {
 namespace {
@@ -18,9 +18,30 @@ constexpr int32_t kRows = 64 * kHeads, kTokens = 4096;  // of the plan
 
 constexpr int32_t kPromptTokens = 8192, kQHeads = 32;
 
+// Of log-sum-exp and significance, by one kind of products; every query counted, and every 16th.
+void run_products(Bench* bench, SignificanceCall p, float* lse, float* significance) {
+  const std::string by = p.products == ScoreProducts::kMma ? ", mma.sync" : "";
+  for (const int32_t stride : {1, 16}) {
+    p.query_stride = stride;
+    const std::string name = (stride == 1 ? "" : ", every 16th query") + by;
+    const int64_t queries = kPromptTokens / stride, scalar_bytes = 4 * kQHeads * queries;
+    Measured m{"lse" + name,
+               "8192, 32/8 x 128",
+               2 * kHeadDim * (kQHeads * queries + int64_t{kHeads} * kPromptTokens),
+               scalar_bytes,
+               {}};
+    m.operations = queries * kPromptTokens * kQHeads * kHeadDim;
+    bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
+    m.name = "significance" + name;
+    m.bytes_read += scalar_bytes, m.bytes_written = 4 * kHeads * kPromptTokens;
+    bench->run(m,
+               [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  }
+}
+
 void run_scores(Bench* bench, uint32_t seed) {
   if (!bench->wants("significance")) return;
-  PromptScores p;
+  SignificanceCall p;
   p.num_sequences = 1;
   p.max_tokens = p.total_tokens = kPromptTokens;
   p.num_q_heads = kQHeads, p.num_kv_heads = kHeads;
@@ -40,19 +61,9 @@ void run_scores(Bench* bench, uint32_t seed) {
   fill_elements<<<1024, 256, 0, bench->stream()>>>(k, k_elements, ~seed, false);
   p.q = q, p.k = k;
   p.starts = device_array(std::vector<int32_t>{0, kPromptTokens});
-  Measured m{
-      "lse", "8192, 32/8 x 128", 2 * (q_elements + k_elements), 4 * kQHeads * kPromptTokens, {}};
-  m.operations = int64_t{kPromptTokens} * kPromptTokens * kQHeads * kHeadDim;
-  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
-  m.name = "significance";
-  m.bytes_read += 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kHeads * kPromptTokens;
-  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
+  run_products(bench, p, lse, significance);
   p.products = ScoreProducts::kMma;
-  m.name = "significance, mma.sync";
-  bench->run(m, [&](int) { require(prompt_significance(p, lse, significance, bench->stream())); });
-  m.name = "lse, mma.sync";
-  m.bytes_read -= 4 * kQHeads * kPromptTokens, m.bytes_written = 4 * kQHeads * kPromptTokens;
-  bench->run(m, [&](int) { require(prompt_lse(p, lse, bench->stream())); });
+  run_products(bench, p, lse, significance);
   for (void* x : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(lse),
                   static_cast<void*>(significance)}) {
     check(cudaFree(x), "free");

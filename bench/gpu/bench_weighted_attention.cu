@@ -15,8 +15,8 @@
 #include "attention/coded/weighted_tables.h"
 #include "bench/gpu/attention_cache.cuh"
 #include "bench/gpu/coded_blocks.cuh"
-#include "codec/host/weighted_block.h"
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/weighted_books.h"
 
 namespace tierkv::bench {
 namespace {
@@ -32,13 +32,11 @@ struct Variant {
   RopePairing pairing;
 };
 constexpr Variant kVariants[] = {
+    {"rope, 10 bits x16 /2", 10, 2, 4, RopePairing::kHalves},
+    {"rope, 10 bits x16", 10, 1, 4, RopePairing::kHalves},
     {"rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kHalves},
-    {"rope, 11 bits x8", 11, 1, 3, RopePairing::kHalves},
-    {"rope, 10 bits x8 /2", 10, 2, 3, RopePairing::kHalves},
-    {"rope, 11 bits x1 /2", 11, 2, 0, RopePairing::kHalves},
-    {"rope, 11 bits x1", 11, 1, 0, RopePairing::kHalves},
     {"no rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kNone},
-    {"no rope, 11 bits x1 /2", 11, 2, 0, RopePairing::kNone},
+    {"no rope, 10 bits x16 /2", 10, 2, 4, RopePairing::kNone},
 };
 
 struct Options {

@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kRateWarps * 32, 1)
   KvWarp attention;
   attention.start(p.q, 4, 0.1f);
   for (int32_t i = 0; i < p.rounds; ++i) {
-    attention.attend(chunk, pair_format(p.bits.k, p.bits.v), kChunkTiles,
-                     kChunkTiles * kTileTokens);
+    attention.attend(chunk, pair_format(CodeType::of_bits(p.bits.k), CodeType::of_bits(p.bits.v)),
+                     kChunkTiles, kChunkTiles * kTileTokens);
   }
   __syncthreads();  // the parts take the place of the chunks
   auto* states = reinterpret_cast<SoftmaxState*>(shared_bytes) + warp * 4;
@@ -171,7 +171,7 @@ inline std::vector<uint8_t> random_chunk(Bits bits) {
   std::mt19937_64 rng(std::random_device{}());
   std::vector<uint8_t> chunk;
   for (const int32_t component_bits : {bits.k, bits.v}) {
-    const int32_t codes = kChunkTiles * TileLayout{component_bits, 128}.bytes();
+    const int32_t codes = kChunkTiles * TileLayout{CodeType::of_bits(component_bits), 128}.bytes();
     const std::vector<uint16_t> halves = random_halves(codes / 2);
     const size_t at = chunk.size();
     chunk.resize(at + codes);

@@ -51,7 +51,7 @@ KvStoreConfig store_config(const Options& options, const datasets::DumpInfo& inf
     if (options.alpha > 0) c.policy.alpha_high = options.alpha;
   }
   ComponentFormat format;
-  format.bits = 0;
+  format.type = tierkv::CodeType::uniform(0);
   format.step_rule = StepRule::kAbsolute;
   format.unit = Unit::kGlobal;
   format.basis = BasisKind::kMean;

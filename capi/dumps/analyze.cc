@@ -11,7 +11,6 @@ namespace {
 
 Status read_presets(const tkv_analyze_options& o, std::vector<analysis::Preset>* presets) {
   std::vector<std::string> texts;
-  if (o.num_presets == 0) texts = analysis::default_presets();
   if (o.num_presets > 0 && o.presets == nullptr) return invalid("presets is null");
   for (size_t i = 0; i < o.num_presets; ++i) {
     if (o.presets[i] == nullptr) return invalid("preset " + std::to_string(i) + " is null");
@@ -41,6 +40,7 @@ Status run_analyze(const tkv_analyze_options* options, tkv_text** json) {
   const Result<std::optional<Profile>> profile = open_profile(o.profile);
   if (!profile) return profile.status();
   if (profile->has_value()) a.profile = &profile->value();
+  if (o.num_presets == 0) a.presets = analysis::default_comparison(a.profile);
   Result<std::vector<datasets::DumpReader>> readers = open_dumps(o.files, o.num_files);
   if (!readers) return readers.status();
   std::vector<datasets::DumpInfo> infos;

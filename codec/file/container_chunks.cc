@@ -61,7 +61,7 @@ bool read_enum(ByteReader& r, int32_t count, Enum* out) {
 }
 
 Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
-  f->format.bits = r.i32();
+  f->format.type = CodeType::of_bits(r.i32());
   if (!read_enum(r, 5, &f->format.step_rule)) return corrupt("unknown step rule");
   if (!read_enum(r, 4, &f->format.unit)) return corrupt("unknown unit");
   f->format.group = r.i32();
@@ -74,7 +74,7 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   if (Status s = f->format.validate(head_dim); !s) return corrupt(s.message());
   if (f->format.group > kMaxUnitTokens) return corrupt("group is too large");
   const bool coded = f->coder == Coder::kHuffman;
-  if (f->raw() ? coded : f->format.bits == 0 && !coded) {
+  if (f->raw() ? coded : f->format.type.bits() == 0 && !coded) {
     return corrupt("coder does not fit the format");
   }
   if (f->format.unit == Unit::kGlobal && f->format.step_rule != StepRule::kAbsolute) {
@@ -97,7 +97,7 @@ Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n
     }
     return Status::ok();
   }
-  const int64_t bytes = f.raw() ? 2 * values : (values * f.format.bits + 7) / 8;
+  const int64_t bytes = f.raw() ? 2 * values : f.format.type.bytes_of(values);
   if (n.blocks != 0 || n.data != static_cast<uint64_t>(bytes))
     return corrupt("wrong size of codes");
   return Status::ok();
@@ -151,7 +151,7 @@ Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
   std::vector<uint8_t> bytes;
   ByteWriter w(&bytes);
   const ComponentFormat& f = format.format;
-  w.i32(f.bits);
+  w.i32(f.type.bits());
   w.i32(static_cast<int32_t>(f.step_rule));
   w.i32(static_cast<int32_t>(f.unit));
   w.i32(f.group);

@@ -95,10 +95,10 @@ std::vector<uint8_t> serialize_page_format(const StoredPageFormat& f) {
   w.i32(f.shape.tokens);
   w.i32(static_cast<int32_t>(f.raw_dtype));
   w.i32(f.has_scores ? 6 : 4);
-  const int32_t bits[2] = {f.shape.k_bits, f.shape.v_bits};
+  const CodeType type[2] = {f.shape.k_type, f.shape.v_type};
   const int32_t groups[2] = {f.shape.k_groups, f.shape.v_groups};
   for (int c = 0; c < 2; ++c) {
-    w.i32(bits[c]);
+    w.i32(type[c].bits());
     w.i32(groups[c]);
     w.i32(static_cast<int32_t>(f.basis[c]));
     w.i32(static_cast<int32_t>(f.rule[c]));
@@ -112,9 +112,10 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
   f.shape.head_dim = r.i32();
   f.shape.tokens = r.i32();
   const int32_t raw_dtype = r.i32(), segments = r.i32();
-  int32_t bits[2], groups[2], basis[2], rule[2];
+  CodeType type[2];
+  int32_t groups[2], basis[2], rule[2];
   for (int c = 0; c < 2; ++c) {
-    bits[c] = r.i32();
+    type[c] = CodeType::of_bits(r.i32());
     groups[c] = r.i32();
     basis[c] = r.i32();
     rule[c] = r.i32();
@@ -131,15 +132,16 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
     }
     f.basis[c] = static_cast<BasisKind>(basis[c]);
     f.rule[c] = static_cast<StepRule>(rule[c]);
-    if (f.rule[c] == StepRule::kNorm ? bits[c] != 2 : f.rule[c] != StepRule::kMinMax) {
+    if (f.rule[c] == StepRule::kNorm ? type[c] != kCodes2 : f.rule[c] != StepRule::kMinMax) {
       return corrupt("a step rule that no page of these bits has");
     }
-    const bool possible = bits[c] > 0 && bits[c] <= 16 && groups[c] >= 0 && groups[c] <= head_dim;
+    const bool possible =
+        type[c].bits() > 0 && type[c].bits() <= 16 && groups[c] >= 0 && groups[c] <= head_dim;
     if (!possible) return corrupt("bits or groups that no page has");
-    if (bits[c] == 16 && basis[c] != 0) return corrupt("a basis of raw values");
+    if (type[c].is_raw() && basis[c] != 0) return corrupt("a basis of raw values");
   }
-  f.shape.k_bits = bits[0];
-  f.shape.v_bits = bits[1];
+  f.shape.k_type = type[0];
+  f.shape.v_type = type[1];
   f.shape.k_groups = groups[0];
   f.shape.v_groups = groups[1];
   const bool sized = f.shape.tokens > 0 && f.shape.tokens <= kMaxPageTokens;

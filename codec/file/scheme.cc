@@ -36,7 +36,7 @@ bool Scheme::has_fixed_pages() const {
   if (coder == Coder::kZstd || has_baseline_coder()) return false;
   const auto fixed = [](const ComponentFormat& f) {
     const bool rule = f.step_rule == StepRule::kMinMax || f.step_rule == StepRule::kNorm;
-    return f.unit == Unit::kToken && rule && f.entropy == Entropy::kNone && f.bits >= 2;
+    return f.unit == Unit::kToken && rule && f.entropy == Entropy::kNone && f.type.bits() >= 2;
   };
   const auto both = [&](const TierFormat& f) { return fixed(f.k) && fixed(f.v); };
   for (const HeadClass& c : classes) {
@@ -57,7 +57,7 @@ Scheme Scheme::of_class(int32_t c) const {
   return s;
 }
 
-bool Scheme::needs_sensitivities() const {
+bool Scheme::has_unlike_classes() const {
   return std::any_of(classes.begin(), classes.end(),
                      [&](const HeadClass& c) { return !c.same_formats(classes[0]); });
 }

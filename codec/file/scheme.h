@@ -63,8 +63,9 @@ struct Scheme {
   // Weighted steps only. high.k.step and high.v.step are for rows whose query energies are known;
   // the others take these, and keys' is then a share of their root mean square.
   double own_k = 0, own_v = 0;
-  int32_t books = 1;        // codebooks of a (layer, component)
-  bool importance = false;  // a token's step follows its significance, where that is known
+  bool default_steps = false;  // none was asked for: those of a profile need its head scales
+  int32_t books = 1;           // codebooks of a (layer, component)
+  bool importance = false;     // a token's step follows its significance, where that is known
 
   bool weighted() const {
     return high.k.step_rule == StepRule::kWeighted || high.v.step_rule == StepRule::kWeighted;
@@ -73,7 +74,7 @@ struct Scheme {
   // The scheme of the rows of a class; it keeps `classes`, whose pages have one size.
   Scheme of_class(int32_t c) const;
   // Which class a row has follows from a profile's sensitivities.
-  bool needs_sensitivities() const;
+  bool has_unlike_classes() const;
   // Pages carry scores and positions: DiffKV's Algorithm 1. Rows of classes have none; a map of 2
   // bits a token says the tiers.
   bool has_records() const { return tiered && classes.empty(); }
@@ -103,7 +104,7 @@ struct Scheme {
   // Presets whose body is coded blocks of a shared step, as coded pages hold them.
   bool has_coded_pages() const {
     return !tiered && coder == Coder::kHuffman && prediction == Prediction::kNone &&
-           high.k.bits == 0 && high.v.bits == 0;
+           high.k.type.bits() == 0 && high.v.type.bits() == 0;
   }
   // The scheme for a head of this size: KIVI's groups of channels end with the head.
   Scheme for_head_dim(int32_t head_dim) const;

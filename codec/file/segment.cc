@@ -86,7 +86,8 @@ StatusCode quantize_chunk(const SegmentFormat& f, const float* y, int64_t tokens
     if (f.format.step_rule == StepRule::kNorm) {
       status = quantize_norm(y + first, static_cast<int32_t>(n), &p, codes.data() + first);
     } else if (f.format.step_rule == StepRule::kMinMax) {
-      status = quantize_minmax(y + first, n, stride, 1 << f.format.bits, &p, codes.data() + first);
+      status =
+          quantize_minmax(y + first, n, stride, f.format.type.levels(), &p, codes.data() + first);
     } else {
       bool fits = true;
       status =
@@ -197,7 +198,7 @@ StatusCode SegmentEncoder::append_codes(int64_t tokens) {
     }
     return append_zstd(bytes_.data(), bytes_.size(), false);
   }
-  pack_codes(chunk_.codes, format_.format.bits, &out_.data);
+  pack_codes(chunk_.codes, format_.format.type.bits(), &out_.data);
   return StatusCode::kOk;
 }
 
@@ -324,7 +325,7 @@ StatusCode SegmentDecoder::unpack_codes(int64_t tokens) {
     return StatusCode::kOk;
   }
   const bool wide = format_.format.step_rule == StepRule::kAbsolute;
-  const int32_t bits = format_.coder == Coder::kZstd ? (wide ? 16 : 8) : format_.format.bits;
+  const int32_t bits = format_.coder == Coder::kZstd ? (wide ? 16 : 8) : format_.format.type.bits();
   bytes_.resize(ceil_div(count * bits, 8));
   if (StatusCode s = next_bytes(segment_, zstd_ ? zstd_->context : nullptr, &data_pos_, &bytes_);
       s != StatusCode::kOk) {

@@ -12,8 +12,8 @@
 #include "codec/format/basis.h"
 #include "codec/format/coded_block.h"
 #include "codec/format/quantize.h"
-#include "codec/host/weighted_block.h"
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 

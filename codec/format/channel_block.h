@@ -65,8 +65,8 @@ TKV_HD constexpr int32_t channel_zero_point_byte(int32_t dim) {
 constexpr ChannelLayout channel_layout(int32_t head_dim, int32_t k_bits, int32_t v_bits,
                                        int32_t tokens) {
   ChannelLayout l{};
-  l.k_tile = {k_bits, head_dim};
-  l.v_tile = {v_bits, head_dim};
+  l.k_tile = {CodeType::uniform(k_bits), head_dim};
+  l.v_tile = {CodeType::uniform(v_bits), head_dim};
   l.tokens = tokens;
   l.k_metadata = tokens * head_dim * k_bits / 8;
   l.v_codes = l.k_metadata + 4 * head_dim;

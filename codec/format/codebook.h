@@ -15,7 +15,7 @@
 #include <optional>
 #include <vector>
 
-#include "codec/host/histogram.h"
+#include "codec/host/coded/histogram.h"
 #include "tierkv/format.h"
 #include "tierkv/status.h"
 

@@ -54,7 +54,7 @@ struct FixedBlockLayout {
 };
 TKV_HD constexpr FixedBlockLayout fixed_block_layout(int32_t bits, int32_t dims) {
   constexpr int32_t kTiles = kBlockTokens / kTileTokens;
-  FixedBlockLayout at{{bits, dims}, 0, 0};
+  FixedBlockLayout at{{CodeType::uniform(bits), dims}, 0, 0};
   at.metadata = kCodedBlockHeaderBytes + kTiles * at.tile.bytes();
   at.bytes = at.metadata + kTiles * kMetadataBlockBytes;
   return at;

@@ -60,8 +60,9 @@ Status invalid(std::string message) {
   return Status(StatusCode::kInvalidArgument, std::move(message));
 }
 
-bool is_code_width(int32_t bits) {
-  return bits == 16 || bits == 8 || bits == 4 || bits == 2 || bits == 1;
+bool has_width(CodeType type) {
+  const int32_t bits = type.bits();
+  return type.is_raw() || bits == 8 || bits == 4 || bits == 2 || bits == 1;
 }
 
 }  // namespace
@@ -70,13 +71,15 @@ Status ComponentFormat::validate(int32_t head_dim) const {
   if (group < 0) return invalid("group is negative");
   if (!std::isfinite(step) || step < 0) return invalid("step is negative or not finite");
   if (step_rule == StepRule::kNorm) {
-    if (bits != 2) return invalid("bits must be 2 for codes clipped at the norm");
+    if (type != CodeType::uniform(2))
+      return invalid("bits must be 2 for codes clipped at the norm");
     if (unit != Unit::kToken) return invalid("codes clipped at the norm need unit=token");
   } else if (step_rule == StepRule::kMinMax) {
-    if (!is_code_width(bits)) return invalid("bits must be 16, 8, 4, 2 or 1");
+    if (!has_width(type)) return invalid("bits must be 16, 8, 4, 2 or 1");
     if (unit == Unit::kGlobal) return invalid("unit=global needs an absolute step");
   } else {
-    if (bits != 0) return invalid("bits must be 0 where the step decides the levels");
+    if (type != CodeType::uniform(0))
+      return invalid("bits must be 0 where the step decides the levels");
     if (step <= 0) return invalid("step must be positive");
   }
   if (step_rule == StepRule::kAbsolute && unit != Unit::kGlobal) {
@@ -106,7 +109,7 @@ Status TierFormat::validate(int32_t head_dim) const {
 
 ComponentFormat token_wise(int32_t bits, int32_t group) {
   ComponentFormat f;
-  f.bits = bits;
+  f.type = CodeType::of_bits(bits);
   f.group = group;
   return f;
 }
@@ -137,11 +140,11 @@ Result<TierFormat> parse_tier_format(std::string_view name) {
     clipped[c] = bits[c] == 2 && i < name.size() && (name[i] | 0x20) == 'n';
     i += clipped[c];
   }
-  if (i != name.size() || !is_code_width(bits[0]) || !is_code_width(bits[1])) {
+  TierFormat format = token_wise_tier(bits[0], bits[1]);
+  if (i != name.size() || !has_width(format.k.type) || !has_width(format.v.type)) {
     return invalid("'" + std::string(name) +
                    "' is not of the form k8v4 with 16, 8, 4, 2, 2n or 1 bits");
   }
-  TierFormat format = token_wise_tier(bits[0], bits[1]);
   if (clipped[0]) format.k = norm_clipped();
   if (clipped[1]) format.v = norm_clipped();
   return format;
@@ -151,7 +154,7 @@ std::string to_string(const ComponentFormat& f) {
   std::string s;
   switch (f.step_rule) {
     case StepRule::kMinMax:
-      s = f.is_raw() ? "raw" : std::to_string(f.bits) + " bits";
+      s = f.is_raw() ? "raw" : std::to_string(f.type.bits()) + " bits";
       break;
     case StepRule::kRelative:
       s = "relative step " + std::to_string(f.step);
@@ -163,7 +166,7 @@ std::string to_string(const ComponentFormat& f) {
       s = "weighted step " + std::to_string(f.step);
       break;
     case StepRule::kNorm:
-      s = std::to_string(f.bits) + " bits clipped at the norm";
+      s = std::to_string(f.type.bits()) + " bits clipped at the norm";
       break;
   }
   static constexpr const char* kUnits[] = {"token", "channel", "block", "global"};
@@ -177,7 +180,8 @@ std::string to_string(const ComponentFormat& f) {
 
 std::string to_string(const TierFormat& format) {
   const auto plain = [](const ComponentFormat& f) {
-    return f == norm_clipped() ? "2n" : f == token_wise(f.bits) ? std::to_string(f.bits) : "";
+    const int32_t bits = f.type.bits();
+    return f == norm_clipped() ? "2n" : f == token_wise(bits) ? std::to_string(bits) : "";
   };
   const std::string k = plain(format.k), v = plain(format.v);
   if (!k.empty() && !v.empty()) return "k" + k + "v" + v;

@@ -131,14 +131,15 @@ TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t 
 
 // ---- one token alone: a token owns whole bytes in every format ----
 
-// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low kBits bits, into
-// the tile's bytes. (Indices of codes are constants, so that they stay in registers.)
-template <int32_t kBits>
+// The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low bits, into the
+// tile's bytes. (Indices of codes are constants, so that they stay in registers.)
+template <CodeType kType>
 TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
                            const uint32_t (&codes)[4], uint8_t* tile_codes) {
+  constexpr int32_t kBits = kType.bits();
   constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;  // codes of an access
   for (int32_t j = 0; j < 4; j += kStep) {
-    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
+    const CodePosition p = code_position({kType, head_dim}, c, token, first_dim + 8 * j);
     uint8_t* to = tile_codes + p.byte + p.bit / 8;
     if constexpr (kBits == 16) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes[j]);
@@ -151,13 +152,14 @@ TKV_HD void store_codes_of(int32_t head_dim, Component c, int32_t token, int32_t
     }
   }
 }
-template <int32_t kBits>
+template <CodeType kType>
 TKV_HD void load_codes_of(int32_t head_dim, Component c, int32_t token, int32_t first_dim,
                           const uint8_t* tile_codes, uint32_t (&codes)[4]) {
+  constexpr int32_t kBits = kType.bits();
   constexpr int32_t kStep = kBits == 16 ? 1 : kBits == 2 ? 4 : 2;
   constexpr uint32_t kMask = (1u << kBits) - 1;
   for (int32_t j = 0; j < 4; j += kStep) {
-    const CodePosition p = code_position({kBits, head_dim}, c, token, first_dim + 8 * j);
+    const CodePosition p = code_position({kType, head_dim}, c, token, first_dim + 8 * j);
     const uint8_t* from = tile_codes + p.byte + p.bit / 8;
     const uint32_t word = kBits >= 8 ? *reinterpret_cast<const uint16_t*>(from) : *from;
     for (int32_t k = 0; k < kStep; ++k) codes[j + k] = word >> (k * kBits) & kMask;
@@ -165,30 +167,21 @@ TKV_HD void load_codes_of(int32_t head_dim, Component c, int32_t token, int32_t 
 }
 
 TKV_HD void store_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
-                              const uint32_t (&codes)[4], uint8_t* tile_codes) {
-  switch (tile.bits) {
-    case 16:
-      return store_codes_of<16>(tile.head_dim, c, token, first_dim, codes, tile_codes);
-    case 8:
-      return store_codes_of<8>(tile.head_dim, c, token, first_dim, codes, tile_codes);
-    case 4:
-      return store_codes_of<4>(tile.head_dim, c, token, first_dim, codes, tile_codes);
-    default:
-      return store_codes_of<2>(tile.head_dim, c, token, first_dim, codes, tile_codes);
-  }
+                              const uint32_t (&codes)[4], uint8_t* to) {
+  const int32_t dim = tile.head_dim;
+  if (tile.type == kRawCodes) return store_codes_of<kRawCodes>(dim, c, token, first_dim, codes, to);
+  if (tile.type == kCodes8) return store_codes_of<kCodes8>(dim, c, token, first_dim, codes, to);
+  if (tile.type == kCodes4) return store_codes_of<kCodes4>(dim, c, token, first_dim, codes, to);
+  return store_codes_of<kCodes2>(dim, c, token, first_dim, codes, to);
 }
 TKV_HD void load_token_codes(TileLayout tile, Component c, int32_t token, int32_t first_dim,
-                             const uint8_t* tile_codes, uint32_t (&codes)[4]) {
-  switch (tile.bits) {
-    case 16:
-      return load_codes_of<16>(tile.head_dim, c, token, first_dim, tile_codes, codes);
-    case 8:
-      return load_codes_of<8>(tile.head_dim, c, token, first_dim, tile_codes, codes);
-    case 4:
-      return load_codes_of<4>(tile.head_dim, c, token, first_dim, tile_codes, codes);
-    default:
-      return load_codes_of<2>(tile.head_dim, c, token, first_dim, tile_codes, codes);
-  }
+                             const uint8_t* from, uint32_t (&codes)[4]) {
+  const int32_t dim = tile.head_dim;
+  if (tile.type == kRawCodes)
+    return load_codes_of<kRawCodes>(dim, c, token, first_dim, from, codes);
+  if (tile.type == kCodes8) return load_codes_of<kCodes8>(dim, c, token, first_dim, from, codes);
+  if (tile.type == kCodes4) return load_codes_of<kCodes4>(dim, c, token, first_dim, from, codes);
+  return load_codes_of<kCodes2>(dim, c, token, first_dim, from, codes);
 }
 
 }  // namespace tierkv

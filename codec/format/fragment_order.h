@@ -46,7 +46,7 @@ TKV_HD PairPosition pair_position(Component component, int32_t tile, int32_t blo
 // Raw codes lie in the tiles of unified pages; 2-bit codes need whole words, so an odd last dim
 // block gets a partner there.
 TKV_HD constexpr TileLayout raw_tile(int32_t bits, int32_t blocks) {
-  return {bits, kDimBlock * (bits == 2 ? (blocks + 1) / 2 * 2 : blocks)};
+  return {CodeType::uniform(bits), kDimBlock * (bits == 2 ? (blocks + 1) / 2 * 2 : blocks)};
 }
 
 }  // namespace tierkv

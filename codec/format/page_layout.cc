@@ -24,7 +24,7 @@ Result<int32_t> page_groups(const ComponentFormat& f, int32_t head_dim) {
   if (f.step_rule != StepRule::kMinMax && f.step_rule != StepRule::kNorm)
     return unsupported("pages hold min-max codes and 2 bits clipped at the norm only");
   if (f.entropy != Entropy::kNone) return unsupported("entropy-coded codes have their own pages");
-  if (f.bits == 1) return unsupported("1 bit has no page layout");
+  if (f.type == CodeType::uniform(1)) return unsupported("1 bit has no page layout");
   if (f.is_raw()) return 0;
   if (f.unit != Unit::kToken) return unsupported("pages hold token-wise codes only");
   const int32_t group = f.group == 0 ? head_dim : f.group;
@@ -34,10 +34,10 @@ Result<int32_t> page_groups(const ComponentFormat& f, int32_t head_dim) {
   return head_dim / group;
 }
 
-bool is_component_shape(int32_t bits, int32_t groups, int32_t head_dim) {
-  if (bits == 16) return groups == 0;
-  return (bits == 8 || bits == 4 || bits == 2) && groups >= 1 && head_dim % groups == 0 &&
-         head_dim / groups % kDimBlock == 0;
+bool is_component_shape(CodeType type, int32_t groups, int32_t head_dim) {
+  if (type == kRawCodes) return groups == 0;
+  return (type == kCodes8 || type == kCodes4 || type == kCodes2) && groups >= 1 &&
+         head_dim % groups == 0 && head_dim / groups % kDimBlock == 0;
 }
 
 struct Candidate {
@@ -80,11 +80,11 @@ Status PageSizing::validate() const {
 }
 
 bool is_page_layout(const PageLayout& p) {
-  const PageShape s{p.k_tile.head_dim, p.k_tile.bits, p.v_tile.bits,
+  const PageShape s{p.k_tile.head_dim, p.k_tile.type, p.v_tile.type,
                     p.k_groups,        p.v_groups,    p.tokens};
   if (!has_page_layout(s.head_dim) || p.v_tile.head_dim != s.head_dim) return false;
-  if (!is_component_shape(s.k_bits, s.k_groups, s.head_dim)) return false;
-  if (!is_component_shape(s.v_bits, s.v_groups, s.head_dim)) return false;
+  if (!is_component_shape(s.k_type, s.k_groups, s.head_dim)) return false;
+  if (!is_component_shape(s.v_type, s.v_groups, s.head_dim)) return false;
   if (s.tokens < kTileTokens || s.tokens % kTileTokens != 0) return false;
   if (s.tokens / kTileTokens > kMaxPageBytes / page_tile_bytes(s)) return false;
   const PageLayout q = page_layout(s);
@@ -101,7 +101,7 @@ Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim) {
   if (!k) return k.status().with_context("key format");
   const Result<int32_t> v = page_groups(format.v, head_dim);
   if (!v) return v.status().with_context("value format");
-  return PageShape{head_dim, format.k.bits, format.v.bits, *k, *v, 0};
+  return PageShape{head_dim, format.k.type, format.v.type, *k, *v, 0};
 }
 
 Result<PageLayout> make_page_layout(const TierFormat& format, int32_t head_dim,

@@ -23,14 +23,21 @@ inline constexpr int32_t kWarpLanes = 32;
 inline constexpr int32_t kDimBlock = 16;            // dims of one A fragment
 inline constexpr int32_t kMetadataBlockBytes = 64;  // 16 tokens x (half scale, half zero point)
 
-// One tile (16 tokens x head_dim) of codes of one component.
+// The types that pages hold.
+inline constexpr CodeType kRawCodes = CodeType::raw16();
+inline constexpr CodeType kCodes8 = CodeType::uniform(8);
+inline constexpr CodeType kCodes4 = CodeType::uniform(4);
+inline constexpr CodeType kCodes2 = CodeType::uniform(2);
+
+// One tile (16 tokens x head_dim) of codes of one component. Where a code lies depends on the bits
+// of the type, not on its kind.
 struct TileLayout {
-  int32_t bits = 16;       // 16, 8, 4 or 2
+  CodeType type = kRawCodes;
   int32_t head_dim = 128;  // 64, 96, 128 or 256
 
   TKV_HD constexpr int32_t dim_blocks() const { return head_dim / kDimBlock; }
   // 32-bit words of each of the 32 lanes: 1 (of 2 bits: 1/2) to 4 per dim block.
-  TKV_HD constexpr int32_t words_per_lane() const { return head_dim * bits / 64; }
+  TKV_HD constexpr int32_t words_per_lane() const { return head_dim * type.bits() / 64; }
   TKV_HD constexpr int32_t bytes() const { return words_per_lane() * kWarpLanes * 4; }
 };
 
@@ -81,7 +88,8 @@ TKV_HD constexpr CodePosition code_position(TileLayout tile, Component component
   const int32_t row_half = row / 8, col_half = col / 8;
   const int32_t token_half = token / 8, dim_half = in_block / 8;
   int32_t word = 0, bit = 0;
-  switch (tile.bits) {
+  const int32_t bits = tile.type.bits();
+  switch (bits) {
     case 16:
       word = 4 * block + row_half + 2 * col_half;
       bit = 16 * odd;
@@ -91,8 +99,8 @@ TKV_HD constexpr CodePosition code_position(TileLayout tile, Component component
       bit = 16 * odd + 8 * dim_half;
       break;
     default:  // 4 and 2: the token half picks the byte, the dims the place inside it
-      word = tile.bits == 4 ? block : block / 2;
-      bit = 16 * odd + 8 * token_half + code_shift(tile.bits, dim);
+      word = bits == 4 ? block : block / 2;
+      bit = 16 * odd + 8 * token_half + code_shift(bits, dim);
       break;
   }
   return {lane_word_byte(tile.words_per_lane(), word, lane), bit};
@@ -113,8 +121,8 @@ TKV_HD constexpr int32_t token_metadata_byte(int32_t group, int32_t token) {
 // constant expression.
 struct PageShape {
   int32_t head_dim;
-  int32_t k_bits, v_bits;      // 16, 8, 4 or 2
-  int32_t k_groups, v_groups;  // sub-groups per token; 0 for 16 bits
+  CodeType k_type, v_type;
+  int32_t k_groups, v_groups;  // sub-groups per token; 0 of raw elements
   int32_t tokens;              // per page, a multiple of 16
 };
 
@@ -153,15 +161,15 @@ struct PageLayout {
 inline constexpr int32_t kTileRecordBytes = kTileTokens * 8;  // scores and positions of a tile
 // Bytes of one tile of tokens in all six segments.
 TKV_HD constexpr int32_t page_tile_bytes(PageShape s) {
-  return TileLayout{s.k_bits, s.head_dim}.bytes() + TileLayout{s.v_bits, s.head_dim}.bytes() +
+  return TileLayout{s.k_type, s.head_dim}.bytes() + TileLayout{s.v_type, s.head_dim}.bytes() +
          tile_metadata_bytes(s.k_groups + s.v_groups) + kTileRecordBytes;
 }
 
 // The shape is trusted: use make_page_layout() for formats that were not checked.
 TKV_HD constexpr PageLayout page_layout(PageShape s) {
   PageLayout p{};
-  p.k_tile = {s.k_bits, s.head_dim};
-  p.v_tile = {s.v_bits, s.head_dim};
+  p.k_tile = {s.k_type, s.head_dim};
+  p.v_tile = {s.v_type, s.head_dim};
   p.k_groups = s.k_groups;
   p.v_groups = s.v_groups;
   p.tokens = s.tokens;

@@ -2,8 +2,9 @@
 //
 // Keys and values of new tokens are mapped to coordinates in single precision, which quantise and
 // pack then read as they read any input; coordinates of queries and outputs are fp16. Means and
-// Hadamard give the host's bits (codec/host/basis.cc); what the matrix gives is within
-// basis_product_bound() of it.
+// Hadamard give the host's bits (codec/host/basis.cc). A coordinate sum_i x_i m_i of a matrix is
+// within 2^-16 (sum_i |x_i m_i| + |mean_j|) of the host's, before it is rounded to its type
+// (codec/gpu/basis_product.cuh says why).
 #pragma once
 
 #include <cstdint>
@@ -82,12 +83,5 @@ struct BasisBatch {
   int32_t count = 0;
 };
 Status map_basis(const BasisBatch& batch, GpuStream stream);
-
-// How far the coordinate sum_i x_i m_i of a matrix may be from the host's, with `magnitude` =
-// sum_i |x_i m_i| + |mean_j| (codec/gpu/basis_product.cuh says why), before y is rounded to its
-// type.
-inline double basis_product_bound(double magnitude) {
-  return magnitude * 0x1p-16;
-}
 
 }  // namespace tierkv

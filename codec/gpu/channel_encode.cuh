@@ -114,8 +114,8 @@ __device__ __forceinline__ void find_token_params(const ChannelLayout& l, uint8_
     }
 #pragma unroll
     for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
-      lo = __hmin2(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
-      hi = __hmax2(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+      lo = __hmin2(lo, __shfl_xor_sync(kFullWarp, lo, lanes));
+      hi = __hmax2(hi, __shfl_xor_sync(kFullWarp, hi, lanes));
     }
     if (part != 0) continue;
     const float2 least = __half22float2(lo), most = __half22float2(hi);
@@ -147,7 +147,7 @@ template <int32_t kHeadDim, int32_t kBits, Component kComponent>
 __device__ __forceinline__ void write_codes(const ChannelLayout& l, uint8_t* block,
                                             const ChannelShared<kHeadDim>& s) {
   static_assert(kBits == 4 || kBits == 2);
-  constexpr TileLayout kTile{kBits, kHeadDim};
+  constexpr TileLayout kTile{CodeType::uniform(kBits), kHeadDim};
   constexpr int32_t kWords = kTile.words_per_lane();
   constexpr int32_t kAccess = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;  // words of one store
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * (kWords / kAccess) * 32;
@@ -206,12 +206,12 @@ struct ChannelEncoder {
     }
     __syncthreads();  // what was in shared memory is no longer needed
     if (__syncthreads_and(source.stage(l, Component::kKey, s)) == 0) return false;
-    l.k_tile.bits == 4 ? encode_keys<kHeadDim, 4>(l, block, s)
-                       : encode_keys<kHeadDim, 2>(l, block, s);
+    l.k_tile.type == kCodes4 ? encode_keys<kHeadDim, 4>(l, block, s)
+                             : encode_keys<kHeadDim, 2>(l, block, s);
     __syncthreads();
     if (__syncthreads_and(source.stage(l, Component::kValue, s)) == 0) return false;
-    l.v_tile.bits == 4 ? encode_values<kHeadDim, 4>(l, block, s)
-                       : encode_values<kHeadDim, 2>(l, block, s);
+    l.v_tile.type == kCodes4 ? encode_values<kHeadDim, 4>(l, block, s)
+                             : encode_values<kHeadDim, 2>(l, block, s);
     return true;
   }
 };

@@ -1,4 +1,4 @@
-#include "codec/gpu/prompt_scores.h"
+#include "tierkv/significance.h"
 
 #include <cuda_runtime.h>
 
@@ -64,9 +64,10 @@ template <int32_t kHeadDim, DType kDtype>
 Status launch(const ScoreTask& task, bool is_lse, GpuStream stream) {
   const Result<ScoreLaunch> chosen = choose<kHeadDim, kDtype>(task, is_lse);
   if (!chosen) return chosen.status();
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
+  const int32_t most_rows = sample_tokens(p.max_tokens, is_lse ? p.query_stride : 1).count;
   const dim3 grid(is_lse ? p.num_q_heads : p.num_kv_heads, p.num_sequences,
-                  (p.max_tokens + chosen->rows - 1) / chosen->rows);
+                  (most_rows + chosen->rows - 1) / chosen->rows);
   if (Status s = check_image(cudaFuncSetAttribute(reinterpret_cast<const void*>(chosen->kernel),
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   chosen->shared_bytes));
@@ -103,11 +104,11 @@ Status run(const ScoreTask& task, bool is_lse, GpuStream stream) {
 
 }  // namespace
 
-Status prompt_significance(const PromptScores& p, const float* lse, float* significance,
+Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
                            GpuStream stream) {
   return run({p, lse, significance}, false, stream);
 }
-Status prompt_lse(const PromptScores& p, float* lse, GpuStream stream) {
+Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream) {
   return run({p, nullptr, lse}, true, stream);
 }
 

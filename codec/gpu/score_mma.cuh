@@ -37,8 +37,9 @@ __device__ __forceinline__ void load_stationary(
   using Shape = MmaShape<kHeadDim>;
 #pragma unroll
   for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) {
-    const int32_t row = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles + 64 * (i / 2) +
-                        thread_row() + 8 * (i % 2);
+    const int32_t row =
+        tile.rows.position(tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles +
+                           64 * (i / 2) + thread_row() + 8 * (i % 2));
     const bool present = row < from.num_tokens;
     const uint8_t* at = from.base + (present ? row * from.token_bytes : 0) +
                         tile.head * from.head_bytes + 2 * thread_column();
@@ -132,7 +133,7 @@ __device__ __forceinline__ void multiply_stream(uint8_t* shared, const RowSource
   float scores[Shape::kSubTiles][kScoresPerThread];
 #pragma unroll 1
   for (int32_t i = 0; i < stream.tiles(); ++i) {
-    const bool is_needed = __shfl_sync(kAllLanes, i >= needed.begin && i < needed.end, 0);
+    const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
 #pragma unroll
     for (int32_t of_tile = 0; of_tile < Shape::kParts; ++of_tile) {
       const int32_t part = i * Shape::kParts + of_tile;
@@ -166,13 +167,11 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1)
     mma_significance(const __grid_constant__ ScoreTask task) {
   extern __shared__ __align__(128) uint8_t score_stages[];
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, MmaShape<kHeadDim>::kRows, false, &tile)) return;
-  const int32_t heads = p.num_q_heads / p.num_kv_heads;
   SignificanceTaker<kHeadDim> taker = {};
-  taker.stream = {tile.first_row, tile.num_tokens, tile.head * heads, heads, log_heads(heads)};
-  taker.num_tokens = tile.num_tokens;
+  taker.stream = query_stream(p, tile);
   taker.first_key = tile.first_row + warpgroup_index() * 64 * MmaShape<kHeadDim>::kSubTiles;
   taker.scale = static_cast<float>(p.sm_scale);
   multiply_stream<kHeadDim, kDtype>(score_stages, source_of(p, false, tile.start, tile.num_tokens),
@@ -185,13 +184,12 @@ template <int32_t kHeadDim, DType kDtype>
 __global__ void __launch_bounds__(kMathThreads, 1) mma_lse(const __grid_constant__ ScoreTask task) {
   extern __shared__ __align__(128) uint8_t score_stages[];
   using Shape = MmaShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const int32_t end = min(tile.first_row + Shape::kRows, tile.num_tokens);
-  const StreamShape stream = {0, end, tile.head / (p.num_q_heads / p.num_kv_heads), 1, 0};
+  const StreamShape stream = key_stream(p, tile, Shape::kRows);
   LseTaker<kHeadDim> taker = {};
-  taker.num_tokens = tile.num_tokens;
+  taker.queries = tile.rows;
   taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
   taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
   for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;

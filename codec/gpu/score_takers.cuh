@@ -26,13 +26,24 @@ __device__ __forceinline__ int32_t thread_column() {
 
 // ---- significance ----
 
+// Which of a tile's queries come after a thread's keys, `key` and key + 8.
+struct QueryMask {
+  int32_t key;
+  int32_t first_query, stride;  // of the tile
+  int32_t end;                  // queries are before it
+
+  __device__ __forceinline__ bool counts(int32_t row, int32_t index) const {
+    const int32_t query = first_query + stride * index;
+    return query > key + 8 * row && query < end;
+  }
+};
+
 // Adds to each of the thread's two rows (keys) the maximum over kHeads heads of the probability,
 // over the thread's queries.
 template <int32_t kHeads, bool kMasked>
 __device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresPerThread],
-                                                  const float* lse, float scale, int32_t key,
-                                                  int32_t first_query, int32_t num_tokens,
-                                                  float (&sum)[2]) {
+                                                  const float* lse, float scale,
+                                                  const QueryMask& mask, float (&sum)[2]) {
 #pragma unroll
   for (int32_t eight = 0; eight < kColumns / 8 / kHeads; ++eight) {
     float top[4];
@@ -49,8 +60,7 @@ __device__ __forceinline__ void add_probabilities(const float (&scores)[kScoresP
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       const float p = exp2_approx(top[i] * kLog2E);
-      const int32_t query = first_query + 8 * eight + thread_column() + i % 2;
-      const bool counts = !kMasked || (query > key + 8 * (i / 2) && query < num_tokens);
+      const bool counts = !kMasked || mask.counts(i / 2, 8 * eight + thread_column() + i % 2);
       sum[i / 2] += counts ? p : 0.0f;
     }
   }
@@ -60,41 +70,41 @@ template <int32_t kHeadDim>
 struct SignificanceTaker {
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
   StreamShape stream;
-  int32_t num_tokens;
   int32_t first_key;  // of the warpgroup
   float scale;
   float sum[kSubTiles][2];
 
-  __device__ __forceinline__ int32_t end_query(int32_t tile) const {
-    return stream.begin + (tile + 1) * stream.tokens_per_tile();
+  __device__ __forceinline__ int32_t first_query(int32_t tile) const {
+    return stream.tokens.position(stream.begin + tile * stream.tokens_per_tile());
   }
   // From the first tile with a query after the first key.
   __device__ __forceinline__ TileRange needed() const {
-    const int32_t begin = (first_key + 1 - stream.begin) / stream.tokens_per_tile();
+    const int32_t begin =
+        (stream.tokens.index_from(first_key + 1) - stream.begin) / stream.tokens_per_tile();
     return {min(begin, stream.tiles()), stream.tiles()};
   }
   template <bool kMasked>
   __device__ __forceinline__ void add(int32_t sub, int32_t tile,
                                       const float (&scores)[kScoresPerThread], const float* lse) {
-    const int32_t key = first_key + 64 * sub + thread_row();
-    const int32_t query = stream.begin + tile * stream.tokens_per_tile();
+    const QueryMask mask = {first_key + 64 * sub + thread_row(), first_query(tile),
+                            stream.tokens.stride, stream.tokens.position(stream.end)};
     switch (stream.log_heads) {
       case 0:
-        return add_probabilities<1, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+        return add_probabilities<1, kMasked>(scores, lse, scale, mask, sum[sub]);
       case 1:
-        return add_probabilities<2, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+        return add_probabilities<2, kMasked>(scores, lse, scale, mask, sum[sub]);
       case 2:
-        return add_probabilities<4, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+        return add_probabilities<4, kMasked>(scores, lse, scale, mask, sum[sub]);
       case 3:
-        return add_probabilities<8, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+        return add_probabilities<8, kMasked>(scores, lse, scale, mask, sum[sub]);
       default:
-        return add_probabilities<16, kMasked>(scores, lse, scale, key, query, num_tokens, sum[sub]);
+        return add_probabilities<16, kMasked>(scores, lse, scale, mask, sum[sub]);
     }
   }
   __device__ __forceinline__ void take(int32_t sub, int32_t tile,
                                        const float (&scores)[kScoresPerThread], const float* lse) {
-    const int32_t first_query = end_query(tile) - stream.tokens_per_tile();
-    if (first_query <= first_key + 64 * sub + 63 || end_query(tile) > num_tokens) {
+    const int32_t end = stream.begin + (tile + 1) * stream.tokens_per_tile();
+    if (first_query(tile) <= first_key + 64 * sub + 63 || end > stream.end) {
       add<true>(sub, tile, scores, lse);
     } else {
       add<false>(sub, tile, scores, lse);
@@ -105,11 +115,11 @@ struct SignificanceTaker {
 #pragma unroll
     for (int32_t i = 0; i < 2 * kSubTiles; ++i) {
       float total = sum[i / 2][i % 2];
-      total += __shfl_xor_sync(kAllLanes, total, 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
+      total += __shfl_xor_sync(kFullWarp, total, 1);
+      total += __shfl_xor_sync(kFullWarp, total, 2);
       const int32_t key = first_key + 64 * (i / 2) + thread_row() + 8 * (i % 2);
-      if (key >= num_tokens || lane_index() % 4 != 0) continue;
-      const auto later = static_cast<float>(num_tokens - 1 - key);
+      if (key >= tile.num_tokens || lane_index() % 4 != 0) continue;
+      const auto later = static_cast<float>(stream.tokens.behind(key));
       out[tile.scalar(tile.head, key, total_tokens)] = later == 0.0f ? 0.0f : total / later;
     }
   }
@@ -120,23 +130,26 @@ struct SignificanceTaker {
 template <int32_t kHeadDim>
 struct LseTaker {
   static constexpr int32_t kSubTiles = StationaryRows<kHeadDim>::kSubTiles;
-  int32_t num_tokens;
-  int32_t first_query;  // of the warpgroup
+  TokenSample queries;
+  int32_t first_query;  // of the warpgroup: an index of `queries`
   float scale;          // to base 2
   float top[kSubTiles][2], sum[kSubTiles][2];
 
   // Up to the last tile with a key that the last query sees.
   __device__ __forceinline__ TileRange needed(int32_t tiles) const {
-    return {0, min((first_query + 64 * kSubTiles - 1) / kColumns + 1, tiles)};
+    if (first_query >= queries.count) return {0, 0};
+    const int32_t last = queries.position(first_query + 64 * kSubTiles - 1);
+    return {0, min(last / kColumns + 1, tiles)};
   }
   __device__ __forceinline__ void take(int32_t sub, int32_t tile, float (&scores)[kScoresPerThread],
                                        const float*) {
-    const int32_t query = first_query + 64 * sub + thread_row();
-    if ((tile + 1) * kColumns > first_query + 64 * sub) {  // keys after a query: masked
+    const int32_t first = queries.position(first_query + 64 * sub);
+    const int32_t query = first + queries.stride * thread_row();
+    if ((tile + 1) * kColumns > first) {  // keys after a query: masked
 #pragma unroll
       for (int32_t i = 0; i < kScoresPerThread; ++i) {
         const int32_t key = tile * kColumns + i / 4 * 8 + thread_column() + i % 2;
-        if (key > query + i % 4 / 2 * 8) scores[i] = -INFINITY;
+        if (key > query + i % 4 / 2 * 8 * queries.stride) scores[i] = -INFINITY;
       }
     }
 #pragma unroll
@@ -162,17 +175,18 @@ struct LseTaker {
       float highest = top[i / 2][i % 2], total = sum[i / 2][i % 2];
 #pragma unroll
       for (int32_t lanes = 1; lanes <= 2; lanes *= 2) {
-        const float other = __shfl_xor_sync(kAllLanes, highest, lanes);
-        const float other_total = __shfl_xor_sync(kAllLanes, total, lanes);
+        const float other = __shfl_xor_sync(kFullWarp, highest, lanes);
+        const float other_total = __shfl_xor_sync(kFullWarp, total, lanes);
         const float both = nan_max(highest, other);
         const float shift = both == -INFINITY ? 0.0f : both * scale;
         total = total * exp2_approx(__fmaf_rn(highest, scale, -shift)) +
                 other_total * exp2_approx(__fmaf_rn(other, scale, -shift));
         highest = both;
       }
-      const int32_t query = first_query + 64 * (i / 2) + thread_row() + 8 * (i % 2);
-      if (query >= num_tokens || lane_index() % 4 != 0) continue;
-      out[tile.scalar(tile.head, query, total_tokens)] = (highest * scale + log2f(total)) * kLn2;
+      const int32_t index = first_query + 64 * (i / 2) + thread_row() + 8 * (i % 2);
+      if (index >= queries.count || lane_index() % 4 != 0) continue;
+      out[tile.scalar(tile.head, queries.position(index), total_tokens)] =
+          (highest * scale + log2f(total)) * kLn2;
     }
   }
 };

@@ -12,9 +12,10 @@
 
 #include <cstdint>
 
-#include "codec/gpu/prompt_scores.h"
+#include "codec/format/token_sample.h"
 #include "gpu/copies.cuh"
 #include "gpu/warp.cuh"
+#include "tierkv/significance.h"
 
 namespace tierkv {
 
@@ -24,7 +25,7 @@ inline constexpr int32_t kMathThreads = 256;     // two warpgroups, each with ro
 
 // One launch: `stationary` rows of one head against the stream of a group.
 struct ScoreTask {
-  PromptScores p;
+  SignificanceCall p;
   const float* lse;  // significance: in
   float* out;
 };
@@ -42,9 +43,10 @@ struct RowSource {
   int64_t token_bytes, head_bytes;
   int32_t num_tokens;
 };
-// The stream: tokens begin <= t < end of heads first_head .. first_head + heads - 1, padded to a
-// power of two, 2^log_heads, by repeating the last.
+// The stream: tokens of a sample from index `begin` to before `end`, of heads first_head ..
+// first_head + heads - 1, padded to a power of two, 2^log_heads, by repeating the last.
 struct StreamShape {
+  TokenSample tokens;
   int32_t begin, end;
   int32_t first_head, heads, log_heads;
 
@@ -53,7 +55,8 @@ struct StreamShape {
     return end <= begin ? 0 : (end - begin - 1) / tokens_per_tile() + 1;
   }
   __device__ int32_t token_of(int32_t tile, int32_t column) const {
-    return begin + tile * tokens_per_tile() + (column >> (3 + log_heads)) * 8 + column % 8;
+    return tokens.position(begin + tile * tokens_per_tile() + (column >> (3 + log_heads)) * 8 +
+                           column % 8);
   }
   __device__ int32_t head_of(int32_t column) const {
     return first_head + min(column / 8 & ((1 << log_heads) - 1), heads - 1);
@@ -63,7 +66,8 @@ struct StreamShape {
 // A tile of one sequence, as all warps of the CTA see it.
 struct CtaTile {
   int32_t start, num_tokens;  // of the sequence
-  int32_t first_row;          // of the stationary tile, in the sequence
+  TokenSample rows;           // all stationary rows of the sequence
+  int32_t first_row;          // of the tile: an index of `rows`
   int32_t head;               // of the stationary rows
 
   __device__ int64_t scalar(int32_t head_index, int32_t token, int32_t total_tokens) const {
@@ -74,10 +78,10 @@ struct CtaTile {
 // Known to the compiler to be the same in all lanes: products may not run across divergent
 // branches.
 __device__ __forceinline__ int32_t warpgroup_index() {
-  return __shfl_sync(kAllLanes, static_cast<int32_t>(threadIdx.x) / 128, 0);
+  return __shfl_sync(kFullWarp, static_cast<int32_t>(threadIdx.x) / 128, 0);
 }
 
-__device__ inline RowSource source_of(const PromptScores& p, bool is_query, int32_t start,
+__device__ inline RowSource source_of(const SignificanceCall& p, bool is_query, int32_t start,
                                       int32_t num_tokens) {
   const int64_t token = is_query ? p.q_token_stride : p.k_token_stride;
   const int64_t head = is_query ? p.q_head_stride : p.k_head_stride;
@@ -90,17 +94,37 @@ __device__ inline int32_t log_heads(int32_t heads) {
   return 32 - __clz(heads - 1);
 }
 
-// Tile, head and sequence of this CTA; false where the sequence has no such tile. Heavy tiles
-// first.
-__device__ inline bool find_tile(const PromptScores& p, int32_t rows, bool is_last_heaviest,
+// Tile, head and sequence of this CTA; false where the sequence has no such tile. Stationary are
+// the counted queries, or all keys. Heavy tiles first.
+__device__ inline bool find_tile(const SignificanceCall& p, int32_t rows, bool is_query,
                                  CtaTile* tile) {
   tile->start = p.starts[blockIdx.y];
   tile->num_tokens = p.starts[blockIdx.y + 1] - tile->start;
+  tile->rows = sample_tokens(tile->num_tokens, is_query ? p.query_stride : 1);
   tile->head = static_cast<int32_t>(blockIdx.x);
-  const auto index =
-      static_cast<int32_t>(is_last_heaviest ? gridDim.z - 1 - blockIdx.z : blockIdx.z);
+  const auto index = static_cast<int32_t>(is_query ? gridDim.z - 1 - blockIdx.z : blockIdx.z);
   tile->first_row = index * rows;
-  return tile->first_row < tile->num_tokens;
+  return tile->first_row < tile->rows.count;
+}
+
+// The queries that keys from the tile's first on meet.
+__device__ inline StreamShape query_stream(const SignificanceCall& p, const CtaTile& tile) {
+  const int32_t heads = p.num_q_heads / p.num_kv_heads;
+  const TokenSample queries = sample_tokens(tile.num_tokens, p.query_stride);
+  return {queries,       queries.index_from(tile.first_row),
+          queries.count, tile.head * heads,
+          heads,         log_heads(heads)};
+}
+// The keys that the tile's queries meet.
+__device__ inline StreamShape key_stream(const SignificanceCall& p, const CtaTile& tile,
+                                         int32_t rows) {
+  const int32_t last = min(tile.first_row + rows, tile.rows.count) - 1;
+  return {sample_tokens(tile.num_tokens, 1),
+          0,
+          tile.rows.position(last) + 1,
+          tile.head / (p.num_q_heads / p.num_kv_heads),
+          1,
+          0};
 }
 
 // ---- copies ----

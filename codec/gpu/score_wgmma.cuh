@@ -87,7 +87,7 @@ __device__ void copy_tiles(const SharedTiles<kHeadDim>& shared, const RowSource&
                            const float* lse, int32_t total_tokens) {
   using Shape = ScoreShape<kHeadDim>;
   copy_rows<kHeadDim, Shape::kRows, kCopyThreads>(rows, shared.stationary(), [&](int32_t row) {
-    return make_int2(tile.first_row + row, tile.head);
+    return make_int2(tile.rows.position(tile.first_row + row), tile.head);
   });
   arrive_after_copies(shared.stationary_full());
   for (int32_t i = 0; i < stream.tiles(); ++i) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_tiles(const SharedTiles<kHeadDim>& shar
   for (int32_t i = 0; i < tiles; ++i) {
     const uint8_t* columns = wait_tile(shared, i);
     const float* scalars = shared.scalars(i % Shape::kStages);
-    const bool is_needed = __shfl_sync(kAllLanes, i >= needed.begin && i < needed.end, 0);
+    const bool is_needed = __shfl_sync(kFullWarp, i >= needed.begin && i < needed.end, 0);
     const bool gives_turn = warpgroup == 0 || i + 1 < tiles;
     wait_turn(warpgroup);
     if (is_needed) {
@@ -193,12 +193,10 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_significance(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
   using Shape = ScoreShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, false, &tile)) return;
-  const int32_t heads = p.num_q_heads / p.num_kv_heads;
-  const StreamShape stream = {tile.first_row, tile.num_tokens, tile.head * heads, heads,
-                              log_heads(heads)};
+  const StreamShape stream = query_stream(p, tile);
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
   if (warpgroup_index() == kMathThreads / 128) {
@@ -209,7 +207,6 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     take_registers<232>();
     SignificanceTaker<kHeadDim> taker = {};
     taker.stream = stream;
-    taker.num_tokens = tile.num_tokens;
     taker.first_key = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
     taker.scale = static_cast<float>(p.sm_scale);
     multiply_tiles<kHeadDim, kDtype>(shared, stream.tiles(), taker.needed(), &taker);
@@ -223,11 +220,10 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
     wgmma_lse(const __grid_constant__ ScoreTask task) {
 #if TKV_HAS_WGMMA
   using Shape = ScoreShape<kHeadDim>;
-  const PromptScores& p = task.p;
+  const SignificanceCall& p = task.p;
   CtaTile tile;
   if (!find_tile(p, Shape::kRows, true, &tile)) return;
-  const int32_t end = min(tile.first_row + Shape::kRows, tile.num_tokens);
-  const StreamShape stream = {0, end, tile.head / (p.num_q_heads / p.num_kv_heads), 1, 0};
+  const StreamShape stream = key_stream(p, tile, Shape::kRows);
   const auto shared = SharedTiles<kHeadDim>::find();
   init_barriers(shared);
   if (warpgroup_index() == kMathThreads / 128) {
@@ -238,7 +234,7 @@ __global__ void __launch_bounds__(kWgmmaBound, 1)
   } else {
     take_registers<232>();
     LseTaker<kHeadDim> taker = {};
-    taker.num_tokens = tile.num_tokens;
+    taker.queries = tile.rows;
     taker.first_query = tile.first_row + warpgroup_index() * 64 * Shape::kSubTiles;
     taker.scale = static_cast<float>(p.sm_scale) * kLog2E;
     for (int32_t i = 0; i < 2 * Shape::kSubTiles; ++i) taker.top[i / 2][i % 2] = -INFINITY;

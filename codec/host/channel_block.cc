@@ -26,7 +26,7 @@ void put_half(uint8_t* p, uint16_t x) {
 void put_code(uint8_t* tile, const CodePosition& at, int32_t bits, uint32_t code) {
   uint32_t word;
   std::memcpy(&word, tile + at.byte, 4);
-  const uint32_t mask = (bits == 16 ? 0xffffu : (1u << bits) - 1) << at.bit;
+  const uint32_t mask = ((1u << bits) - 1) << at.bit;
   word = (word & ~mask) | code << at.bit;
   std::memcpy(tile + at.byte, &word, 4);
 }
@@ -46,8 +46,8 @@ Status check_keys(const ComponentFormat& k) {
 
 Status check_component(const ComponentFormat& f) {
   if (f.step_rule != StepRule::kMinMax) return unsupported("step_rule");
-  if (f.bits != 4 && f.bits != 2) {
-    return unsupported(std::to_string(f.bits) + " bits: 4 or 2");
+  if (f.type != kCodes4 && f.type != kCodes2) {
+    return unsupported(std::to_string(f.type.bits()) + " bits: 4 or 2");
   }
   if (f.entropy != Entropy::kNone) return unsupported("entropy coder");
   if (f.basis != BasisKind::kNone) return unsupported("basis");
@@ -57,7 +57,7 @@ Status check_component(const ComponentFormat& f) {
 using Values = std::vector<float>;  // [tokens, head_dim]
 
 void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
-  const int32_t dim = l.head_dim(), bits = l.k_tile.bits;
+  const int32_t dim = l.head_dim(), bits = l.k_tile.type.bits();
   std::vector<uint8_t> codes(static_cast<size_t>(l.tokens) * dim);
   for (int32_t d = 0; d < dim; ++d) {
     QuantParams params;
@@ -73,7 +73,7 @@ void encode_keys(const ChannelLayout& l, const float* x, uint8_t* block) {
 }
 
 void encode_values(const ChannelLayout& l, const float* x, uint8_t* block) {
-  const int32_t dim = l.head_dim(), bits = l.v_tile.bits;
+  const int32_t dim = l.head_dim(), bits = l.v_tile.type.bits();
   std::vector<uint8_t> codes(dim);
   for (int32_t t = 0; t < l.tokens; ++t) {
     QuantParams params;
@@ -104,7 +104,7 @@ Result<ChannelLayout> make_channel_layout(const TierFormat& format, int32_t head
     return unsupported("values: sub-groups of a head");
   }
   if (Status s = check_component(format.v); !s) return s.with_context("values");
-  return channel_layout(head_dim, format.k.bits, format.v.bits, format.k.group);
+  return channel_layout(head_dim, format.k.type.bits(), format.v.type.bits(), format.k.group);
 }
 
 // The values' parameters are finite because they are.
@@ -119,7 +119,7 @@ float channel_value(const ChannelLayout& l, const uint8_t* block, Component comp
   const TileLayout& tile = l.tile(component);
   const uint32_t code =
       code_at(block + l.codes(component) + token / kTileTokens * tile.bytes(),
-              code_position(tile, component, token % kTileTokens, dim), tile.bits);
+              code_position(tile, component, token % kTileTokens, dim), tile.type.bits());
   const bool key = component == Component::kKey;
   const uint8_t* scale =
       block + (key ? l.k_metadata + channel_scale_byte(dim) : l.value_metadata_byte(token));

@@ -60,8 +60,8 @@ Status token_failure(StatusCode code, int32_t i) {
 
 bool same_format(const HostPage& a, const HostPage& b, Component c) {
   const PageLayout &x = a.layout, &y = b.layout;
-  if (x.tile(c).bits == 16 && a.raw_dtype != b.raw_dtype) return false;
-  return x.tile(c).bits == y.tile(c).bits && x.groups(c) == y.groups(c) &&
+  if (x.tile(c).type.is_raw() && a.raw_dtype != b.raw_dtype) return false;
+  return x.tile(c).type == y.tile(c).type && x.groups(c) == y.groups(c) &&
          a.rule_of(c) == b.rule_of(c) && x.head_dim() == y.head_dim();
 }
 
@@ -74,7 +74,7 @@ Status check_page(const HostPage& page) {
     return invalid_argument("raw_dtype must be float16 or bfloat16");
   for (const Component c : kComponents) {
     const bool norm = page.rule_of(c) == StepRule::kNorm;
-    if (norm ? page.layout.tile(c).bits != 2 : page.rule_of(c) != StepRule::kMinMax)
+    if (norm ? page.layout.tile(c).type != kCodes2 : page.rule_of(c) != StepRule::kMinMax)
       return invalid_argument("rule is none that pages of these bits have");
   }
   return Status::ok();
@@ -145,7 +145,7 @@ Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayo
 StatusCode quantize_side(const HostPage& page, Component component, const float* x,
                          TokenCodes::Side* side) {
   const TileLayout& tile = page.layout.tile(component);
-  if (tile.bits == 16) {
+  if (tile.type.is_raw()) {
     for (int32_t d = 0; d < tile.head_dim; ++d) {
       if (!is_finite(x[d])) return StatusCode::kNonFinite;
       side->codes[d] = float_to_raw(page.raw_dtype, x[d]);
@@ -161,7 +161,7 @@ StatusCode quantize_side(const HostPage& page, Component component, const float*
     const StatusCode s =
         page.rule_of(component) == StepRule::kNorm
             ? quantize_norm(group, width, params, codes + g * width)
-            : quantize_minmax(group, width, 1, 1 << tile.bits, params, codes + g * width);
+            : quantize_minmax(group, width, 1, tile.type.levels(), params, codes + g * width);
     if (s != StatusCode::kOk) return s;
   }
   for (int32_t d = 0; d < tile.head_dim; ++d) side->codes[d] = codes[d];
@@ -171,7 +171,7 @@ StatusCode quantize_side(const HostPage& page, Component component, const float*
 void dequantize_side(const HostPage& page, Component component, const TokenCodes::Side& side,
                      float* x) {
   const TileLayout& tile = page.layout.tile(component);
-  if (tile.bits == 16) {
+  if (tile.type.is_raw()) {
     for (int32_t d = 0; d < tile.head_dim; ++d) x[d] = raw_to_float(page.raw_dtype, side.codes[d]);
     return;
   }
@@ -190,7 +190,7 @@ void store_token(const HostPage& page, int32_t slot, const TokenCodes& token) {
     const TokenCodes::Side& side = token.of(c);
     uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
     for (int32_t d = 0; d < tile.head_dim; ++d) {
-      store_code(codes, code_position(tile, c, in_tile, d), tile.bits, side.codes[d]);
+      store_code(codes, code_position(tile, c, in_tile, d), tile.type.bits(), side.codes[d]);
     }
     uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
     for (int32_t g = 0; g < layout.groups(c); ++g) {
@@ -209,8 +209,8 @@ void load_token(const HostPage& page, int32_t slot, TokenCodes* token) {
     TokenCodes::Side& side = token->of(c);
     const uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
     for (int32_t d = 0; d < tile.head_dim; ++d) {
-      side.codes[d] =
-          static_cast<uint16_t>(load_code(codes, code_position(tile, c, in_tile, d), tile.bits));
+      side.codes[d] = static_cast<uint16_t>(
+          load_code(codes, code_position(tile, c, in_tile, d), tile.type.bits()));
     }
     const uint8_t* metadata = page.bytes + layout.tile_metadata_byte(c, tile_index);
     for (int32_t g = 0; g < layout.groups(c); ++g) {

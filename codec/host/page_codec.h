@@ -30,7 +30,7 @@ inline constexpr int32_t kMaxPageGroups = kMaxPageHeadDim / kDimBlock;
 struct HostPage {
   uint8_t* bytes = nullptr;  // layout.used_bytes
   PageLayout layout{};
-  DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+  DType raw_dtype = DType::kFloat16;  // of raw components: kFloat16 or kBFloat16
   // How steps of keys and of values are found when tokens are written: kMinMax, or kNorm where
   // codes have 2 bits. Reading needs neither.
   StepRule rule[2] = {StepRule::kMinMax, StepRule::kMinMax};
@@ -106,8 +106,8 @@ inline int32_t page_position(const HostPage& page, int32_t slot) {
 // are shuffled.
 struct TokenCodes {
   struct Side {
-    uint16_t codes[kMaxPageHeadDim];     // bits wide; 16 bits: the raw pattern
-    QuantParams params[kMaxPageGroups];  // none for 16 bits
+    uint16_t codes[kMaxPageHeadDim];     // bits wide; of raw elements their pattern
+    QuantParams params[kMaxPageGroups];  // none of raw elements
   };
   Side k, v;
   float score;

@@ -138,7 +138,7 @@ HWY_INLINE bool encode_row(const HostPage& page, Component component, const void
   float x[kMaxPageHeadDim];
   load_row(row, dtype, tile.head_dim, x);
   float lo, hi;
-  if (tile.bits == 16) {
+  if (tile.type.is_raw()) {
     if (!extrema(x, tile.head_dim, &lo, &hi)) return false;
     if (dtype == page.raw_dtype) {
       memcpy(units, row, 2 * tile.head_dim);
@@ -160,7 +160,7 @@ HWY_INLINE bool encode_row(const HostPage& page, Component component, const void
   }
   uint8_t codes[kMaxPageHeadDim];
   const int32_t groups = page.layout.groups(component), width = tile.head_dim / groups;
-  const int32_t levels = 1 << tile.bits;
+  const int32_t levels = tile.type.levels();
   for (int32_t g = 0; g < groups; ++g) {
     if (!extrema(x + g * width, width, &lo, &hi)) return false;
     params[g] = page.rule_of(component) == StepRule::kNorm
@@ -192,7 +192,7 @@ bool encode_tile(const HostPage& page, int32_t tile_index, const TokenBatch& bat
     for (int32_t i = 0; i < kTileTokens; ++i) {
       QuantParams params[kMaxPageGroups] = {};
       if (i >= n) {
-        memset(units.row[i], 0, tile.head_dim * tile.bits / 8);
+        memset(units.row[i], 0, tile.type.bytes_of(tile.head_dim));
       } else if (!encode_row(page, c, base + batch_row(batch.rows, first + i) * row_bytes,
                              batch.dtype, units.row[i], params)) {
         return false;
@@ -226,7 +226,7 @@ HWY_INLINE void decode_row(const HostPage& page, Component component, const Stor
   const DF df;
   const auto step = static_cast<int32_t>(hn::Lanes(df));
   const TileLayout tile = page.layout.tile(component);
-  if (tile.bits == 16) {
+  if (tile.type.is_raw()) {
     if (dtype == page.raw_dtype) {
       memcpy(row, from.units, 2 * tile.head_dim);
       return;

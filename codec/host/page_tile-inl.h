@@ -87,7 +87,7 @@ HWY_INLINE void rows_to_quads_wide(const UnitRows& rows, TileLayout tile, Compon
   const U8 d;
   for (int32_t piece = 0; piece < tile.words_per_lane() / 2; ++piece) {
     for (int32_t half = 0; half < 2; ++half) {
-      uint8_t(*quad)[16] = quads->at[piece_word(tile.bits, component, piece, half)];
+      uint8_t(*quad)[16] = quads->at[piece_word(tile.type.bits(), component, piece, half)];
       Bytes v[8];
       for (int32_t i = 0; i < 8; ++i) v[i] = hn::Load(d, rows.row[i + 8 * half] + 16 * piece);
       if (component == Component::kValue) transpose<U16>(v);
@@ -100,7 +100,7 @@ HWY_INLINE void quads_to_rows_wide(const Quads& quads, TileLayout tile, Componen
   const U8 d;
   for (int32_t piece = 0; piece < tile.words_per_lane() / 2; ++piece) {
     for (int32_t half = 0; half < 2; ++half) {
-      const uint8_t(*quad)[16] = quads.at[piece_word(tile.bits, component, piece, half)];
+      const uint8_t(*quad)[16] = quads.at[piece_word(tile.type.bits(), component, piece, half)];
       Bytes v[8];
       for (int32_t g = 0; g < 8; ++g) v[g] = hn::Load(d, quad[g]);
       if (component == Component::kValue) transpose<U16>(v);
@@ -208,7 +208,7 @@ HWY_INLINE void tile_to_quads(const uint8_t* tile, int32_t words, Quads* quads) 
 HWY_INLINE void pack_tile(const UnitRows& rows, TileLayout layout, Component component,
                           uint8_t* tile) {
   Quads quads;
-  if (layout.bits >= 8) {
+  if (layout.type.bits() >= 8) {
     rows_to_quads_wide(rows, layout, component, &quads);
   } else {
     rows_to_quads_byte(rows, layout, component, &quads);
@@ -219,7 +219,7 @@ HWY_INLINE void unpack_tile(const uint8_t* tile, TileLayout layout, Component co
                             UnitRows* rows) {
   Quads quads;
   tile_to_quads(tile, layout.words_per_lane(), &quads);
-  if (layout.bits >= 8) {
+  if (layout.type.bits() >= 8) {
     quads_to_rows_wide(quads, layout, component, rows);
   } else {
     quads_to_rows_byte(quads, layout, component, rows);
@@ -231,9 +231,9 @@ HWY_INLINE void fold_codes(const uint8_t* codes, TileLayout tile, uint8_t* row) 
   const U8 d;
   for (int32_t dim = 0; dim < tile.head_dim; dim += kDimBlock) {
     const Bytes a = hn::LoadU(d, codes + dim), a_high = hn::ShiftRightBytes<8>(d, a);
-    if (tile.bits == 8) {
+    if (tile.type == kCodes8) {
       hn::StoreU(hn::InterleaveLower(d, a, a_high), d, row + dim);
-    } else if (tile.bits == 4) {
+    } else if (tile.type == kCodes4) {
       store_lower(hn::Or(a, hn::ShiftLeft<4>(a_high)), row + dim / 2);
     } else {
       const Bytes b = hn::LoadU(d, codes + dim + kDimBlock), b_high = hn::ShiftRightBytes<8>(d, b);
@@ -248,11 +248,11 @@ HWY_INLINE void unfold_codes(const uint8_t* row, TileLayout tile, uint8_t* codes
   const U8 d;
   const Bytes low2 = hn::Set(d, 3), low4 = hn::Set(d, 15);
   for (int32_t dim = 0; dim < tile.head_dim; dim += kDimBlock) {
-    if (tile.bits == 8) {
+    if (tile.type == kCodes8) {
       const Bytes v = hn::LoadU(d, row + dim);
       store_lower(hn::ConcatEven(d, v, v), codes + dim);
       store_lower(hn::ConcatOdd(d, v, v), codes + dim + 8);
-    } else if (tile.bits == 4) {
+    } else if (tile.type == kCodes4) {
       const Bytes v = load_lower(row + dim / 2);
       store_lower(hn::And(v, low4), codes + dim);
       store_lower(hn::ShiftRight<4>(v), codes + dim + 8);

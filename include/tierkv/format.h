@@ -1,7 +1,7 @@
 // What a compressed token looks like, as data: a TierFormat is a ComponentFormat for keys and one
 // for values.
 //
-// A ComponentFormat says how many levels a code has, how its step is found (step_rule), which
+// A ComponentFormat says how an element is stored (type), how its step is found (step_rule), which
 // values share that step (unit, group), whether the codes are entropy coded and in which basis they
 // are taken. Formats are plain values: compare them, print them, send them; code never branches on
 // named combinations.
@@ -16,11 +16,49 @@
 #include <string_view>
 
 #include "tierkv/export.h"
+#include "tierkv/half.h"
 #include "tierkv/status.h"
 
 namespace tierkv {
 
 enum class Component : int32_t { kKey = 0, kValue = 1 };
+
+enum class CodeKind : int32_t {
+  kUniform = 0,  // integers, at equal distances
+  kRaw16 = 1,    // fp16 or bfloat16 as it came
+};
+
+// How one element of keys or values is stored. Kind and bits share one word, so that kernels
+// compare types in one instruction; make a type by name, not from a word.
+struct CodeType {
+  int32_t word;
+
+  TKV_HD static constexpr CodeType raw16() { return make(CodeKind::kRaw16, 16); }
+  // 0 bits: the step decides how many levels there are. A width outside 0 to 255 becomes 255, which
+  // no format takes.
+  TKV_HD static constexpr CodeType uniform(int32_t bits) {
+    return make(CodeKind::kUniform, bits >= 0 && bits < 256 ? bits : 255);
+  }
+  // The number by which files and the C interface name a type, and back: bits().
+  TKV_HD static constexpr CodeType of_bits(int32_t bits) {
+    return bits == 16 ? raw16() : uniform(bits);
+  }
+
+  TKV_HD constexpr CodeKind kind() const { return static_cast<CodeKind>(word >> 8); }
+  TKV_HD constexpr int32_t bits() const { return word & 255; }
+  TKV_HD constexpr bool is_raw() const { return word == raw16().word; }
+  // A group of codes has a scale and a zero point.
+  TKV_HD constexpr bool has_params() const { return !is_raw(); }
+  TKV_HD constexpr int32_t levels() const { return 1 << bits(); }
+  TKV_HD constexpr int64_t bytes_of(int64_t codes) const { return (codes * bits() + 7) / 8; }
+  TKV_HD friend constexpr bool operator==(CodeType a, CodeType b) { return a.word == b.word; }
+  TKV_HD friend constexpr bool operator!=(CodeType a, CodeType b) { return a.word != b.word; }
+
+ private:
+  TKV_HD static constexpr CodeType make(CodeKind kind, int32_t bits) {
+    return {static_cast<int32_t>(kind) << 8 | bits};
+  }
+};
 
 enum class StepRule : int32_t {
   kMinMax = 0,    // scale = (max - min) / (levels - 1) of the unit
@@ -47,8 +85,8 @@ enum class BasisKind : int32_t {
 };
 
 struct TKV_API ComponentFormat {
-  int32_t bits =
-      16;  // 16 (raw), 8, 4, 2 or 1: bits per code of kMinMax; 2 of kNorm; 0 where the step decides
+  // kMinMax: raw, or 8, 4, 2 or 1 bits. kNorm: 2 bits. 0 bits where the step decides.
+  CodeType type = CodeType::raw16();
   StepRule step_rule = StepRule::kMinMax;
   Unit unit = Unit::kToken;
   int32_t group =
@@ -58,11 +96,11 @@ struct TKV_API ComponentFormat {
   Entropy entropy = Entropy::kNone;
   BasisKind basis = BasisKind::kNone;
 
-  bool is_raw() const { return bits == 16; }
+  bool is_raw() const { return type.is_raw(); }
   // kInvalidArgument or kUnsupported with the field's name, for head_dim channels.
   Status validate(int32_t head_dim) const;
   friend bool operator==(const ComponentFormat& a, const ComponentFormat& b) {
-    return a.bits == b.bits && a.step_rule == b.step_rule && a.unit == b.unit &&
+    return a.type == b.type && a.step_rule == b.step_rule && a.unit == b.unit &&
            a.group == b.group && a.step == b.step && a.entropy == b.entropy && a.basis == b.basis;
   }
   friend bool operator!=(const ComponentFormat& a, const ComponentFormat& b) { return !(a == b); }

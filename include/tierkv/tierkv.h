@@ -6,6 +6,7 @@
 //   store.h              the cache of many sequences, from prompt to attention, on host or GPU
 //   allocator.h          which page belongs to which row of which sequence
 //   attention.h          attention over the pages, on the GPU, without decompressing them to memory
+//   significance.h       how much later queries look at each token of a prompt
 //   container.h          `.tkv` files chunk by chunk; CacheFile below decodes them whole
 //   status.h             errors are values: nothing here throws, exits or prints
 //
@@ -32,6 +33,7 @@
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
 #include "tierkv/policy.h"
+#include "tierkv/significance.h"
 #include "tierkv/status.h"
 #include "tierkv/store.h"
 #include "tierkv/tierkv_c.h"

@@ -414,6 +414,42 @@ typedef struct tkv_sink_call {
 TKV_API tkv_status tkv_apply_sinks(const tkv_sink_call* call, void* stream, tkv_error* error);
 TKV_API tkv_status tkv_apply_sinks_host(const tkv_sink_call* call, tkv_error* error);
 
+/* ---- Significance of prompts ---- */
+
+/* How much later queries look at the tokens of prompts, by layer: significance.h. Sequences lie one
+ * after the other. Strides count elements; 0: dense, [total_tokens, heads, head_dim]. */
+typedef struct tkv_significance_call {
+  size_t struct_size;
+  const void* q;         /* dtype [total_tokens, num_q_heads, head_dim] */
+  const void* k;         /* dtype [total_tokens, num_kv_heads, head_dim] */
+  const int32_t* starts; /* [num_sequences + 1] first token of each sequence, ascending */
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  int64_t k_token_stride;
+  int64_t k_head_stride;
+  int32_t num_sequences;
+  int32_t max_tokens; /* of a sequence, at least; the host calls do not look at it */
+  int32_t total_tokens;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  tkv_dtype dtype;
+  int32_t query_stride; /* counted are every so many queries, from the last; 1: all; 0: 16 */
+  double sm_scale;      /* 0: 1 / sqrt(head_dim) */
+  float* lse;           /* [num_q_heads, total_tokens]; of queries that are counted */
+  float* significance;  /* [num_kv_heads, total_tokens] */
+} tkv_significance_call;
+/* Reads lse, writes significance. All arrays in device memory, q and k aligned to 16 bytes. */
+TKV_API tkv_status tkv_prompt_significance(const tkv_significance_call* call, void* stream,
+                                           tkv_error* error);
+/* Writes lse, in device memory. */
+TKV_API tkv_status tkv_prompt_lse(const tkv_significance_call* call, void* stream,
+                                  tkv_error* error);
+/* The references, in host memory: slow and in double. Significance needs no lse. */
+TKV_API tkv_status tkv_prompt_significance_host(const tkv_significance_call* call,
+                                                tkv_error* error);
+TKV_API tkv_status tkv_prompt_lse_host(const tkv_significance_call* call, tkv_error* error);
+
 #ifdef __cplusplus
 }
 #endif

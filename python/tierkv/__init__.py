@@ -18,6 +18,7 @@ from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress,
 from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
 from .profile import ComponentProfile, Matrices, Profile, ProfileData, Rope, assign_classes, head_scales, read_profile, write_profile
+from .prompt import lse, significance
 from .store import Attention, Store, StoreStats
 from .store_config import Basis, ChannelConfig, CodedConfig, StoreConfig, TierFormat, TierPolicy
 
@@ -29,6 +30,6 @@ __all__ = [
     "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
     "Profile", "ProfileData", "QuantizedRows", "Result", "Rope", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
     "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "assign_classes",
-    "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "head_scales", "open", "open_bytes", "quantize",
-    "read_profile", "write_profile",
+    "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "head_scales", "lse", "open", "open_bytes", "quantize",
+    "read_profile", "significance", "write_profile",
 ]

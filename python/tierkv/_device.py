@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
 from typing import Any, Dict, NamedTuple, Sequence, Tuple, Union
@@ -9,9 +10,9 @@ from typing import Any, Dict, NamedTuple, Sequence, Tuple, Union
 # DLDeviceType: CUDA memory, and CUDA memory that is managed.
 CUDA_DEVICES = (2, 13)
 # (DLDataTypeCode, bits) of the types that the library takes.
-DLPACK_DTYPES = {(2, 16): "float16", (2, 32): "float32", (4, 16): "bfloat16"}
-TYPESTRS = {"<f2": "float16", "<f4": "float32"}
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DLPACK_DTYPES = {(0, 32): "int32", (2, 16): "float16", (2, 32): "float32", (4, 16): "bfloat16"}
+TYPESTRS = {"<f2": "float16", "<f4": "float32", "<i4": "int32"}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4}
 
 
 class DLTensor(ctypes.Structure):
@@ -23,17 +24,28 @@ class DLTensor(ctypes.Structure):
 
 
 class DeviceArray(NamedTuple):
-    """A dense array of the caller's; valid as long as `owner` is held."""
+    """An array of the caller's; valid as long as `owner` is held."""
 
     address: int
     shape: Tuple[int, ...]
+    strides: Tuple[int, ...]  # elements
     dtype: str
     owner: object
 
 
-def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int) -> DeviceArray:
-    """x, checked to be one of `dtypes`, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can promise that)."""
+def is_on_device(x: Any) -> bool:
+    """Whether x says that it lies in GPU memory."""
+    if hasattr(x, "__dlpack_device__"):
+        return x.__dlpack_device__()[0] in CUDA_DEVICES
+    return hasattr(x, "__cuda_array_interface__")
+
+
+def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int, dense: bool = True) -> DeviceArray:
+    """x, checked to be one of `dtypes` and `dense`, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can
+    promise that)."""
     a = _from_dlpack(x, name, stream) if hasattr(x, "__dlpack__") else _from_interface(x, name)
+    if dense:
+        _require_dense(a, name)
     if a.dtype not in dtypes:
         raise TypeError(f"{name}: dtype {a.dtype} instead of {' or '.join(dtypes)}")
     if len(a.shape) != len(shape) or any(want is not None and want != got for want, got in zip(shape, a.shape)):
@@ -64,9 +76,8 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     dtype = DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise TypeError(f"{name}: dtype is not one of {', '.join(DLPACK_DTYPES.values())}")
-    if tensor.strides:
-        _require_dense(shape, tuple(tensor.strides[i] for i in range(tensor.ndim)), 1, name)
-    return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule)
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else _dense(shape)
+    return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, capsule)
 
 
 def _stream_to_tell(x: Any, stream: int) -> int:
@@ -86,14 +97,20 @@ def _from_interface(x: Any, name: str) -> DeviceArray:
     dtype = TYPESTRS.get(interface["typestr"])
     if dtype is None:
         raise TypeError(f"{name}: dtype {interface['typestr']} is not one of {', '.join(TYPESTRS)}")
-    if interface.get("strides") is not None:
-        _require_dense(shape, tuple(interface["strides"]), ITEM_BYTES[dtype], name)
-    return DeviceArray(interface["data"][0], shape, dtype, x)
+    if interface.get("strides") is None:
+        strides = _dense(shape)
+    elif any(stride % ITEM_BYTES[dtype] for stride in interface["strides"]):
+        raise ValueError(f"{name}: strides are no multiples of the items")
+    else:
+        strides = tuple(stride // ITEM_BYTES[dtype] for stride in interface["strides"])
+    return DeviceArray(interface["data"][0], shape, strides, dtype, x)
 
 
-def _require_dense(shape: Tuple[int, ...], strides: Tuple[int, ...], item: int, name: str) -> None:
-    step = item
-    for extent, stride in zip(reversed(shape), reversed(strides)):
-        if extent != 1 and stride != step:
+def _dense(shape: Tuple[int, ...]) -> Tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+
+
+def _require_dense(a: DeviceArray, name: str) -> None:
+    for extent, stride, dense in zip(a.shape, a.strides, _dense(a.shape)):
+        if extent != 1 and stride != dense:
             raise ValueError(f"{name}: not contiguous")
-        step *= extent

@@ -147,6 +147,14 @@ class PromptScores(Struct):
                 ("significance", c_void_p), ("stride", c_int64)]
 
 
+class SignificanceCall(Struct):
+    _fields_ = [("struct_size", c_size_t), ("q", c_void_p), ("k", c_void_p), ("starts", c_void_p), ("q_token_stride", c_int64),
+                ("q_head_stride", c_int64), ("k_token_stride", c_int64), ("k_head_stride", c_int64), ("num_sequences", c_int32),
+                ("max_tokens", c_int32), ("total_tokens", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
+                ("head_dim", c_int32), ("dtype", c_int32), ("query_stride", c_int32), ("sm_scale", c_double), ("lse", c_void_p),
+                ("significance", c_void_p)]
+
+
 class AttendRequest(Struct):
     _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
                 ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p), ("stride", c_int64),
@@ -229,6 +237,10 @@ CORE: Dict[str, List[Any]] = {
     "tkv_container_get_sequence": [c_void_p, c_int32, POINTER(SequenceInfo)],
     "tkv_container_decode_layer": [c_void_p, POINTER(LayerStruct)],
     "tkv_container_verify": [c_void_p, c_int32],
+    "tkv_prompt_significance": [POINTER(SignificanceCall), c_void_p],
+    "tkv_prompt_lse": [POINTER(SignificanceCall), c_void_p],
+    "tkv_prompt_significance_host": [POINTER(SignificanceCall)],
+    "tkv_prompt_lse_host": [POINTER(SignificanceCall)],
     "tkv_store_create": [POINTER(StoreConfigStruct), POINTER(c_void_p)],
     "tkv_store_create_device": [POINTER(StoreConfigStruct), c_void_p, POINTER(c_void_p)],
     "tkv_store_get_info": [c_void_p, POINTER(StoreInfoStruct)],

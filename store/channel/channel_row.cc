@@ -16,7 +16,7 @@ void RawSide::put(Component c, int32_t position, const uint16_t* x) const {
   uint8_t* page = s->raw_page(row, first, position);
   if (position % kTileTokens == 0) {
     std::memset(page + s->raw_tile_byte(c, position), 0,
-                static_cast<size_t>(TileLayout{16, s->head_dim()}.bytes()));
+                static_cast<size_t>(TileLayout{kRawCodes, s->head_dim()}.bytes()));
   }
   for (int32_t d = 0; d < s->head_dim(); ++d) {
     std::memcpy(page + s->raw_value_byte(c, position, d), &x[d], sizeof(x[d]));

@@ -106,10 +106,10 @@ struct ChannelView {
   }
   TKV_HD int32_t raw_tile_byte(Component c, int32_t position) const {
     const int32_t tile = position % raw_page_tokens / kTileTokens;
-    return (2 * tile + static_cast<int32_t>(c)) * TileLayout{16, head_dim()}.bytes();
+    return (2 * tile + static_cast<int32_t>(c)) * TileLayout{kRawCodes, head_dim()}.bytes();
   }
   TKV_HD int32_t raw_value_byte(Component c, int32_t position, int32_t dim) const {
-    const CodePosition at = code_position({16, head_dim()}, c, position % kTileTokens, dim);
+    const CodePosition at = code_position({kRawCodes, head_dim()}, c, position % kTileTokens, dim);
     return raw_tile_byte(c, position) + at.byte + at.bit / 8;
   }
   // Raw pages whose tokens `blocks` blocks hold.

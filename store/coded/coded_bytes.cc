@@ -46,8 +46,8 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config, uint32_t version)
   w.i32(config.policy.window_tokens);
   w.i32(static_cast<int32_t>(config.coded.means));
   if (version == kCodedExportVersion) return out;
-  w.i32(config.coded.fixed_format.k.bits);
-  w.i32(config.coded.fixed_format.v.bits);
+  w.i32(config.coded.fixed_format.k.type.bits());
+  w.i32(config.coded.fixed_format.v.type.bits());
   return out;
 }
 
@@ -104,7 +104,7 @@ Status read_component(const KvStoreConfig& config, const CodedSequenceContent& s
     const auto size = static_cast<int64_t>(block.size());
     out->fixed[i].emplace_back();
     if (sequence.fixed && size >= kCodedBlockHeaderBytes && is_fixed_block(block.data())) {
-      const int32_t bits = config.coded.fixed_format.of(c).bits;
+      const int32_t bits = config.coded.fixed_format.of(c).type.bits();
       if (Status s = decode_fixed_block(block.data(), size, dim, c, bits, y.data()); !s) return s;
       out->fixed[i].back() = block;
       out->codes[i].resize(out->codes[i].size() + codes.size());

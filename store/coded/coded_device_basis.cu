@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   });
-  const uint32_t least = __reduce_max_sync(kAllLanes, float_bits(fabsf(range.least))),
-                 most = __reduce_max_sync(kAllLanes, float_bits(range.most));
+  const uint32_t least = __reduce_max_sync(kFullWarp, float_bits(fabsf(range.least))),
+                 most = __reduce_max_sync(kFullWarp, float_bits(range.most));
   if (lane_index() != 0) return;
   uint32_t* const of_row = range_of(d, tiles.component, tiles.r.row);
   atomicMax(of_row, least);

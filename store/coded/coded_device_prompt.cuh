@@ -29,7 +29,7 @@ __device__ inline bool becomes_fixed(const CodedDeviceState& d, const CodedRowOf
     const float score = *reinterpret_cast<const float*>(page + raw_score_byte(d.s.head_dim, slot));
     takes |= d.s.fixed.takes(block * kBlockTokens + slot, score);
   }
-  return __any_sync(kAllLanes, takes);
+  return __any_sync(kFullWarp, takes);
 }
 
 __device__ inline void report_code(const CodedDeviceState& d, const CodedRowOf& r) {

@@ -36,7 +36,7 @@ void put_raw_token(const CodedView& s, int32_t row, const SequenceInfo& info, Co
   const int32_t slot = position % kBlockTokens;
   if (slot % kTileTokens == 0) {
     std::memset(page + raw_tile_byte(s.head_dim, c, slot), 0,
-                static_cast<size_t>(TileLayout{16, s.head_dim}.bytes()));
+                static_cast<size_t>(TileLayout{kRawCodes, s.head_dim}.bytes()));
   }
   for (int32_t d = 0; d < s.head_dim; ++d) {
     std::memcpy(page + raw_value_byte(s.head_dim, c, slot, d), &x[d], sizeof(x[d]));

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/host/histogram.h"
+#include "codec/host/coded/histogram.h"
 #include "store/coded/coded_books.h"
 #include "store/coded/coded_shape.h"
 #include "store/coded/coded_values.h"

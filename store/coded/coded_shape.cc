@@ -102,7 +102,7 @@ Status validate_fixed(const CodedConfig& coded) {
   }
   for (const Component c : {Component::kKey, Component::kValue}) {
     const ComponentFormat& format = coded.fixed_format.of(c);
-    if ((format.bits != 8 && format.bits != 4) || format != token_wise(format.bits)) {
+    if (format != token_wise(8) && format != token_wise(4)) {
       return unsupported("coded.fixed_format: " + to_string(format) +
                          "; token-wise 8 or 4 bits are needed");
     }
@@ -230,8 +230,9 @@ CodedView coded_view(const KvStoreConfig& config, const CodedShape& shape) {
   view.head_dim = config.layout.head_dim;
   if (config.coded.fixed_blocks) {
     const TierFormat& format = config.coded.fixed_format;
-    view.fixed = {
-        {format.k.bits, format.v.bits}, config.policy.sink_tokens, config.policy.alpha_high};
+    view.fixed = {{format.k.type.bits(), format.v.type.bits()},
+                  config.policy.sink_tokens,
+                  config.policy.alpha_high};
   }
   return view;
 }

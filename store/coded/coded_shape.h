@@ -146,7 +146,7 @@ TKV_HD int32_t raw_tile_byte(int32_t head_dim, Component c, int32_t slot) {
   return first + slot / kTileTokens * (kTileTokens * 2 * head_dim);
 }
 TKV_HD int32_t raw_value_byte(int32_t head_dim, Component c, int32_t slot, int32_t dim) {
-  const CodePosition at = code_position({16, head_dim}, c, slot % kTileTokens, dim);
+  const CodePosition at = code_position({kRawCodes, head_dim}, c, slot % kTileTokens, dim);
   return raw_tile_byte(head_dim, c, slot) + at.byte + at.bit / 8;
 }
 // Of a prompt's token its significance, behind the values.

@@ -39,7 +39,8 @@ Result<std::vector<uint8_t>> config_bytes(const KvStoreConfig& config) {
   if (!shape) return shape.status();
   w.i32(static_cast<int32_t>(shape->raw_dtype));
   for (const PageLayout& p : shape->layouts) {
-    for (const int32_t x : {p.k_tile.bits, p.k_groups, p.v_tile.bits, p.v_groups, p.tokens}) {
+    for (const int32_t x :
+         {p.k_tile.type.bits(), p.k_groups, p.v_tile.type.bits(), p.v_groups, p.tokens}) {
       w.i32(x);
     }
   }
@@ -111,8 +112,8 @@ Result<ColdSequence> parse_cold_sequence(const KvStoreConfig& config,
 std::vector<uint8_t> serialize_cold_fixed(const KvStoreConfig& config) {
   std::vector<uint8_t> out;
   ByteWriter w(&out);
-  w.i32(config.coded.fixed_format.k.bits);
-  w.i32(config.coded.fixed_format.v.bits);
+  w.i32(config.coded.fixed_format.k.type.bits());
+  w.i32(config.coded.fixed_format.v.type.bits());
   return out;
 }
 

@@ -76,7 +76,7 @@ Status for_each_block(const PageLayout& layout, int32_t bits, int32_t bytes, con
 // Appends the codes of the blocks at the reader.
 Status decode_fields(const PageLayout& layout, int32_t bytes, const Codebook& book,
                      ByteReader* reader, std::vector<uint8_t>* out) {
-  const int32_t bits = layout.tile(book.component).bits, width = row_fields(layout);
+  const int32_t bits = layout.tile(book.component).type.bits(), width = row_fields(layout);
   int16_t fields[kMaxFields];
   return for_each_block(layout, bits, bytes, [&](int32_t, int32_t size, int32_t rows) {
     ByteReader ahead = *reader;
@@ -133,7 +133,7 @@ Result<Codebook> build_field_codebook(const CodeHistogram& histogram, int32_t bi
 void count_page_fields(const PageLayout& layout, const uint8_t* packed, int32_t used, Component c,
                        CodeHistogram* histogram) {
   const auto segments = packed_segment_bytes(layout, used);
-  const int32_t bits = layout.tile(c).bits, bytes = segments[c == Component::kKey ? 0 : 2];
+  const int32_t bits = layout.tile(c).type.bits(), bytes = segments[c == Component::kKey ? 0 : 2];
   const uint8_t* codes = c == Component::kKey ? packed : packed + segments[0] + segments[1];
   int16_t fields[kMaxFields];
   (void)for_each_block(layout, bits, bytes, [&](int32_t first, int32_t size, int32_t rows) {
@@ -152,7 +152,7 @@ void encode_cold_page(const PageLayout& layout, const uint8_t* packed, int32_t u
     if (book == nullptr) {
       out->insert(out->end(), packed, packed + segments[i]);
     } else {
-      const int32_t bits = layout.tile(kComponents[i / 2]).bits;
+      const int32_t bits = layout.tile(kComponents[i / 2]).type.bits();
       (void)for_each_block(
           layout, bits, segments[i], [&](int32_t first, int32_t size, int32_t rows) {
             unpack_fields(bits, packed + first, size, fields);

@@ -27,7 +27,7 @@ struct PageBooks {
 
 // Whether a component has codes to code: raw values do not.
 inline bool has_coded_fields(const PageLayout& layout, Component c) {
-  return layout.tile(c).bits <= 8;
+  return !layout.tile(c).type.is_raw();
 }
 // Adds the fields of one component of a packed page with `used` tokens.
 void count_page_fields(const PageLayout& layout, const uint8_t* packed, int32_t used, Component c,

@@ -72,10 +72,10 @@ Status choose_book(const StoreView& s, const ImportedRow* rows, int32_t side, Co
   }
   if (histogram.empty()) return Status::ok();
   int64_t payload = 0;
-  Result<Codebook> found = build_field_codebook(histogram, layout.tile(c).bits, &payload);
+  Result<Codebook> found = build_field_codebook(histogram, layout.tile(c).type.bits(), &payload);
   if (!found) return found.status();
   const int64_t coded = payload + kBlockCost * blocks + codebook_bytes(*found) + kChunkCost;
-  if (coded < histogram.total() * layout.tile(c).bits / 8) *book = std::move(*found);
+  if (coded < histogram.total() * layout.tile(c).type.bits() / 8) *book = std::move(*found);
   return Status::ok();
 }
 

@@ -52,7 +52,8 @@ std::vector<uint8_t> config_bytes(const KvStoreConfig& config, const StoreView& 
   w.f64(layout.rope_theta);
   w.f64(layout.sm_scale);
   for (const PageLayout& p : s.layouts) {
-    for (const int32_t x : {p.k_tile.bits, p.k_groups, p.v_tile.bits, p.v_groups, p.tokens}) {
+    for (const int32_t x :
+         {p.k_tile.type.bits(), p.k_groups, p.v_tile.type.bits(), p.v_groups, p.tokens}) {
       w.i32(x);
     }
   }
@@ -84,13 +85,13 @@ constexpr float kFarFromLimits = 16384;
 bool is_far_from_limits(const PageLayout& p, DType raw_dtype, const TokenCodes& token) {
   for (const Component c : {Component::kKey, Component::kValue}) {
     const TokenCodes::Side& side = token.of(c);
-    for (int32_t d = 0; d < p.head_dim() && p.tile(c).bits == 16; ++d) {
+    for (int32_t d = 0; d < p.head_dim() && p.tile(c).type.is_raw(); ++d) {
       const float x = raw_dtype == DType::kFloat16 ? half_to_float(side.codes[d])
                                                    : bfloat16_to_float(side.codes[d]);
       // Written so that it is false for what is not a number.
       if (!(x >= -kFarFromLimits && x <= kFarFromLimits)) return false;
     }
-    const auto levels = static_cast<float>(1 << p.tile(c).bits);
+    const auto levels = static_cast<float>(p.tile(c).type.levels());
     for (int32_t g = 0; g < p.groups(c); ++g) {
       const float low = half_to_float(side.params[g].zero_point);
       const float high = low + levels * half_to_float(side.params[g].scale);

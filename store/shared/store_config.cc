@@ -31,9 +31,11 @@ Status validate_formats(const KvStoreConfig& c) {
     }
   }
   for (const Component part : {Component::kKey, Component::kValue}) {
-    const int32_t window = c.window_format.of(part).bits, high = c.high_format.of(part).bits;
+    const int32_t window = c.window_format.of(part).type.bits();
+    const int32_t high = c.high_format.of(part).type.bits();
     if (high > window) return invalid("high_format is wider than window_format");
-    if (c.low_format.of(part).bits > high) return invalid("low_format is wider than high_format");
+    if (c.low_format.of(part).type.bits() > high)
+      return invalid("low_format is wider than high_format");
   }
   return Status::ok();
 }
@@ -64,7 +66,8 @@ Result<int64_t> chosen_page_bytes(const KvStoreConfig& c) {
 }
 
 std::string component_json(const ComponentFormat& f) {
-  return "{\"bits\":" + std::to_string(f.bits) + ",\"group\":" + std::to_string(f.group) + "}";
+  return "{\"bits\":" + std::to_string(f.type.bits()) + ",\"group\":" + std::to_string(f.group) +
+         "}";
 }
 std::string format_json(const TierFormat& f) {
   return "{\"k\":" + component_json(f.k) + ",\"v\":" + component_json(f.v) + "}";

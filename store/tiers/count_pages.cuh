@@ -39,8 +39,8 @@ __device__ __forceinline__ RowPages pages_of_row(const DeviceState& d, int32_t r
   r.tiles = 0;
 #pragma unroll
   for (int32_t i = 0; i < kStoreSides; ++i) {
-    r.tokens[i] = __shfl_sync(kAllLanes, tokens, i);
-    r.pages[i] = __shfl_sync(kAllLanes, pages, i);
+    r.tokens[i] = __shfl_sync(kFullWarp, tokens, i);
+    r.pages[i] = __shfl_sync(kFullWarp, pages, i);
     r.tiles += (r.tokens[i] + kTileTokens - 1) / kTileTokens;
   }
   return r;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void count_quarter(const DeviceState& d, const Counte
   uint64_t least = key;
 #pragma unroll 1
   for (int32_t i = 1; i < 1 << q.log2_lanes; i *= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, least, i);
+    const uint64_t other = __shfl_xor_sync(kFullWarp, least, i);
     least = other < least ? other : least;
   }
   if (key_slot == kNoSlot || key != least || r.is_frozen[q.item]) return;

@@ -19,7 +19,7 @@ __device__ bool is_in_range(const LaneValues& x) {
   bool in_range = true;
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) in_range &= !(fabsf(x[i / 4][i % 4]) > kMaxHalf);
-  return __all_sync(kAllLanes, in_range);
+  return __all_sync(kFullWarp, in_range);
 }
 
 // One of the tokens of a row's append.

@@ -25,7 +25,7 @@ struct StepRange {
 struct LaneTeam {
   __device__ static int32_t rank() { return lane_index() % kRowLanes; }
   __device__ static int32_t size() { return kRowLanes; }
-  __device__ static int32_t most(int32_t mine) { return __reduce_max_sync(kAllLanes, mine); }
+  __device__ static int32_t most(int32_t mine) { return __reduce_max_sync(kFullWarp, mine); }
   __device__ static RankedToken best(const RankedToken& mine) {
     return best_of_lanes<kRowLanes>(mine);
   }

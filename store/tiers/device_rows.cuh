@@ -63,7 +63,8 @@ struct DefaultFormats {
     return page_layout(shape(side));
   }
   TKV_HD static constexpr PageShape shape(int32_t side) {
-    return side == kLowSide ? PageShape{128, 4, 2, 1, 1, 112} : PageShape{128, 8, 4, 1, 1, 64};
+    return side == kLowSide ? PageShape{128, kCodes4, kCodes2, 1, 1, 112}
+                            : PageShape{128, kCodes8, kCodes4, 1, 1, 64};
   }
 };
 inline bool DefaultFormats::fit(const StoreView& s) {
@@ -100,9 +101,9 @@ template <int32_t kLanes>
 __device__ RankedToken best_of_lanes(RankedToken mine) {
 #pragma unroll
   for (int32_t lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-    const RankedToken other = {__shfl_xor_sync(kAllLanes, mine.score, lanes),
-                               __shfl_xor_sync(kAllLanes, mine.position, lanes),
-                               __shfl_xor_sync(kAllLanes, mine.index, lanes)};
+    const RankedToken other = {__shfl_xor_sync(kFullWarp, mine.score, lanes),
+                               __shfl_xor_sync(kFullWarp, mine.position, lanes),
+                               __shfl_xor_sync(kFullWarp, mine.index, lanes)};
     mine = better_victim(mine, other);
   }
   return mine;

@@ -137,7 +137,7 @@ __device__ float token_probability(const RowQueries& queries, int32_t group, con
       dot += queries.q[g][i / 4][i % 4][lane_index()] * k[i / 4][i % 4];
     }
 #pragma unroll
-    for (int32_t lanes = 16; lanes > 0; lanes /= 2) dot += __shfl_xor_sync(kAllLanes, dot, lanes);
+    for (int32_t lanes = 16; lanes > 0; lanes /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lanes);
     largest = fmaxf(largest, expf(dot - queries.lse[g]));
   }
   return fminf(largest, 1.0f);

@@ -26,7 +26,7 @@ __device__ __forceinline__ RankedToken ask_least(const uint8_t* page, const Page
     const int32_t slot = base + lane_index();
     if (slot < used && slot != but) least = min(least, ordered(scores[slot]));
   }
-  least = __reduce_min_sync(kAllLanes, least);
+  least = __reduce_min_sync(kFullWarp, least);
   RankedToken mine = {0.0f, INT32_MAX, kNoSlot};
 #pragma unroll
   for (int32_t base = 0; base < layout.tokens; base += 32) {
@@ -40,12 +40,12 @@ __device__ __forceinline__ RankedToken ask_least(const uint8_t* page, const Page
   return mine;
 }
 __device__ __forceinline__ RankedToken find_least(const RankedToken& mine) {
-  const int32_t first = __reduce_min_sync(kAllLanes, mine.position);
-  const uint32_t owner = __ballot_sync(kAllLanes, mine.index != kNoSlot && mine.position == first);
+  const int32_t first = __reduce_min_sync(kFullWarp, mine.position);
+  const uint32_t owner = __ballot_sync(kFullWarp, mine.index != kNoSlot && mine.position == first);
   if (owner == 0) return no_token();
   const int32_t lane = __ffs(static_cast<int32_t>(owner)) - 1;
-  return {__shfl_sync(kAllLanes, mine.score, lane), first,
-          __shfl_sync(kAllLanes, mine.index, lane)};
+  return {__shfl_sync(kFullWarp, mine.score, lane), first,
+          __shfl_sync(kFullWarp, mine.index, lane)};
 }
 
 __device__ RankedToken recorded_least(const DeviceState& d, int32_t page) {

@@ -260,6 +260,19 @@ TEST_F(ContainerFileTest, PagesThatContradictTheRowMapAreRefused) {
   EXPECT_THAT(both.verify_as(path("b.tkv")).message(), HasSubstr("is stored as pages"));
 }
 
+TEST_F(ContainerFileTest, AFamilyOfBooksThatContradictEachOtherIsRefused) {
+  datasets::DumpReader reader = dump({300}, 64, DType::kFloat16);
+  compressed(reader, "small:books=2,sinks=0");
+  Chunks chunks(path("a.tkv"));
+  auto &first = chunks.at(ChunkKind::kCodebook), &second = chunks.at(ChunkKind::kCodebook, 1);
+  ASSERT_EQ(second.first.key.page, 1);
+  std::swap(first.second, second.second);
+  const Status s = chunks.verify_as(path("b.tkv"));
+  EXPECT_EQ(s.code(), StatusCode::kCorrupt);
+  EXPECT_THAT(s.message(),
+              HasSubstr("b.tkv: " + to_string(first.first.key) + ": weighted block: book 1"));
+}
+
 TEST_F(ContainerFileTest, ZstdPresetsAreRefusedByNameAndLeaveNothing) {
   datasets::DumpReader reader = dump({20}, 64, DType::kFloat16);
   CompressOptions options;

@@ -1,6 +1,7 @@
 // Which rows take which class of heads, and what their pages hold.
 #include <gtest/gtest.h>
 
+#include "tools/analysis/analyze.h"
 #include "tools/analysis/layer_scheme.h"
 #include "tools/analysis/row_pages.h"
 #include "tools/presets/preset.h"
@@ -37,7 +38,7 @@ std::vector<int32_t> high_bits(const Scheme& scheme, const Profile* p) {
     take_classes(scheme, layout(), p, layer, &shared);
     for (int32_t h = 0; h < kHeads; ++h) {
       const TierFormat& f = shared.scheme_of(scheme, h).high;
-      bits.push_back(10 * f.k.bits + f.v.bits);
+      bits.push_back(10 * f.k.type.bits() + f.v.type.bits());
     }
   }
   return bits;
@@ -55,19 +56,51 @@ TEST(HeadClasses, TheMostSensitiveRowsTakeTheFirstClass) {
 TEST(HeadClasses, AProfileIsAskedForOnlyWhereClassesDiffer) {
   Profile p = profile();
   const Scheme fast = parse_preset("fast")->scheme;
-  EXPECT_TRUE(check_classes(fast, &p).is_ok());
-  EXPECT_NE(check_classes(fast, nullptr).message().find("--profile"), std::string::npos);
+  EXPECT_TRUE(check_sensitivities(fast, &p).is_ok());
+  EXPECT_NE(check_sensitivities(fast, nullptr).message().find("--profile"), std::string::npos);
   p.joint_sensitivity.clear();
-  EXPECT_NE(check_classes(fast, &p).message().find("joint_sensitivity"), std::string::npos);
+  EXPECT_NE(check_sensitivities(fast, &p).message().find("joint_sensitivity"), std::string::npos);
   for (const char* text :
        {"diffkv", "tiers:classes=k4v4/k4v2", "tiers:classes=0.3*k4v4/k4v2@2|k4v4/k4v2@2"}) {
     const Scheme scheme = parse_preset(text)->scheme;
-    EXPECT_TRUE(check_classes(scheme, nullptr).is_ok()) << text;
+    EXPECT_TRUE(check_sensitivities(scheme, nullptr).is_ok()) << text;
     EXPECT_EQ(high_bits(scheme, nullptr).size(), 10u) << text;
   }
-  EXPECT_FALSE(
-      check_classes(parse_preset("tiers:classes=0.3*k4v4/k4v2@2|k4v4/k4v2@1")->scheme, nullptr)
-          .is_ok());
+  EXPECT_FALSE(check_sensitivities(
+                   parse_preset("tiers:classes=0.3*k4v4/k4v2@2|k4v4/k4v2@1")->scheme, nullptr)
+                   .is_ok());
+}
+
+// Default steps are those of a profile with head scales: a profile of dumps has none.
+TEST(HeadClasses, DefaultStepsNeedAProfileWithSensitivities) {
+  Profile p = profile();
+  const Scheme small = parse_preset("small")->scheme;
+  EXPECT_TRUE(check_sensitivities(small, nullptr).is_ok());
+  EXPECT_NE(check_sensitivities(small, &p).message().find("key_sensitivity"), std::string::npos);
+  EXPECT_FALSE(check_sensitivities(parse_preset("small:k=0.5")->scheme, &p).is_ok());
+  EXPECT_TRUE(check_sensitivities(parse_preset("small:k=0.5,v=0.4")->scheme, &p).is_ok());
+  EXPECT_TRUE(check_sensitivities(parse_preset("step")->scheme, &p).is_ok());
+  p.key_sensitivity = p.joint_sensitivity;
+  EXPECT_TRUE(check_sensitivities(small, &p).is_ok());
+}
+
+TEST(HeadClasses, TheDefaultComparisonHasWhatAProfileServes) {
+  const auto names = [](const Profile* p) {
+    std::string found;
+    for (const Preset& preset : default_comparison(p)) {
+      if (preset.text == "small" || preset.text == "fast" || preset.text == "k4v4")
+        found += preset.text + " ";
+    }
+    return found;
+  };
+  Profile p = profile();
+  EXPECT_EQ(names(nullptr), "k4v4 small ");
+  EXPECT_EQ(names(&p), "k4v4 fast ");
+  p.key_sensitivity = p.joint_sensitivity;
+  EXPECT_EQ(names(&p), "k4v4 small fast ");
+  p.joint_sensitivity.clear();
+  p.key_sensitivity.clear();
+  EXPECT_EQ(names(&p), "k4v4 ");
 }
 
 // Without a profile means are the row's own and are removed before the rotation.

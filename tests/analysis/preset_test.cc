@@ -43,8 +43,8 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   EXPECT_TRUE(small.weighted() && small.importance);
   EXPECT_EQ(small.high.k.step, 0.5);
   EXPECT_EQ(small.high.v.step, 0.45);
-  EXPECT_EQ(small.own_k, 0.3);
-  EXPECT_EQ(small.own_v, 0.25);
+  EXPECT_EQ(small.own_k, 0.33);
+  EXPECT_EQ(small.own_v, 0.28);
   EXPECT_EQ(small.books, 1);
   EXPECT_FALSE(small.needs_queries() || small.needs_significance());
   EXPECT_EQ(scheme("small:k=0.4,books=3").own_k, 0.4);
@@ -111,10 +111,10 @@ TEST(Preset, FastHasThreeClassesOfHeads) {
   ASSERT_EQ(fast.classes.size(), 3u);
   EXPECT_EQ(fast.policy, (TierPolicy{1.0, 0.0, 64, 4}));
   EXPECT_EQ(fast.window, raw_tier());
-  EXPECT_TRUE(fast.tiered && fast.key_means && fast.needs_sensitivities());
+  EXPECT_TRUE(fast.tiered && fast.key_means && fast.has_unlike_classes());
   EXPECT_TRUE(fast.has_fixed_pages());
   EXPECT_FALSE(fast.has_records() || fast.prunes());
-  const auto bits = [](const TierFormat& f) { return 10 * f.k.bits + f.v.bits; };
+  const auto bits = [](const TierFormat& f) { return 10 * f.k.type.bits() + f.v.type.bits(); };
   const int32_t high[] = {84, 44, 42}, low[] = {84, 42, 22};
   const double shares[] = {0.1, 0.4, 0.5};
   for (int32_t c = 0; c < 3; ++c) {
@@ -126,17 +126,17 @@ TEST(Preset, FastHasThreeClassesOfHeads) {
     EXPECT_EQ(own.policy.alpha_high, 1.0);
     for (const ComponentFormat& f : {own.high.k, own.high.v, own.low.k, own.low.v}) {
       EXPECT_EQ(f.basis, BasisKind::kHadamard);
-      EXPECT_EQ(f.step_rule, f.bits == 2 ? StepRule::kNorm : StepRule::kMinMax);
+      EXPECT_EQ(f.step_rule, f.type.bits() == 2 ? StepRule::kNorm : StepRule::kMinMax);
     }
   }
   const Scheme plain = scheme("tiers:classes=k8v4/k4v2@3:0.1,rotate=off,window=9");
   EXPECT_EQ(plain.classes.size(), 1u);
-  EXPECT_FALSE(plain.needs_sensitivities() || plain.key_means);
+  EXPECT_FALSE(plain.has_unlike_classes() || plain.key_means);
   EXPECT_TRUE(plain.prunes());
   EXPECT_EQ(plain.high.k.basis, BasisKind::kMean);
   EXPECT_EQ(plain.high.v.basis, BasisKind::kNone);
   EXPECT_EQ(plain.policy, (TierPolicy{3.0, 0.1, 9, 4}));
-  EXPECT_FALSE(scheme("tiers:classes=0.5*k4v2/k2v2|0.5*k4v2/k2v2").needs_sensitivities());
+  EXPECT_FALSE(scheme("tiers:classes=0.5*k4v2/k2v2|0.5*k4v2/k2v2").has_unlike_classes());
   EXPECT_FALSE(scheme("tiers:classes=0.5*k8v4|k4v4").tiered);
 }
 

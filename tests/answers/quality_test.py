@@ -1,6 +1,7 @@
-"""bench/answers on a small random model: the forward pass, calibration, schemes in NumPy, and what quality.py writes.
+"""bench/answers on a small random model: the forward pass, schemes in NumPy, and what quality.py writes.
 
 quality_test.py SOURCE_DIR"""
+import dataclasses
 import json
 import pathlib
 import random
@@ -11,7 +12,6 @@ import unittest
 import numpy as np
 
 sys.path.insert(0, f"{sys.argv.pop(1)}/bench/answers")
-import calibration
 import quality
 import schemes
 import tasks
@@ -97,44 +97,22 @@ class Forward(TinyModel):
                 self.assertRaisesRegex(ValueError, "supported", Model, folder)
 
 
-class Calibration(TinyModel):
-    def setUp(self):
-        self.profile = calibration.unscaled_profile([self.cache], self.model.rope)
-
-    def test_weights(self):
-        for p in self.profile:
-            np.testing.assert_allclose((p.weights**2).mean(-1), 1, rtol=1e-5)
-            np.testing.assert_array_equal(p.weights[:, :4], p.weights[:, 4:])  # of both dims of a pair
-
-    def test_sensitivities_find_the_head_that_matters(self):
-        """Output projections of all heads but one are 0: no other head's cache changes anything."""
-        layer, head = 1, int(self.rng.integers(tiny.KV_HEADS))
-        model = Model(self.folder.name)
-        for i, w in enumerate(model.weights):
-            columns = np.repeat(np.arange(tiny.KV_HEADS), tiny.HIDDEN // tiny.KV_HEADS)
-            w["o_proj"] = w["o_proj"] * ((i == layer) & (columns == head))
-        ids = self.rng.integers(0, 256, 200).tolist()
-        cache = model.prefill(ids)
-        kl = calibration.sensitivities(model, [ids], [cache], calibration.unscaled_profile([cache], model.rope), 1)
-        self.assertGreater(kl[1, layer, head], 1e-6, f"seed {SEED}")
-        kl[:, layer, head] = 0
-        self.assertLess(np.abs(kl).max(), 1e-12)
-
-    def test_scales_and_classes(self):
-        kl = 10.0**self.rng.uniform(-4, -1, (2, 10, 3))
-        scale = calibration.head_scales(kl[0])
-        self.assertAlmostEqual(float(np.log(scale).mean()), 0, 5)
-        np.testing.assert_allclose(scale.ravel()[0] / scale.ravel()[1], (kl[0].ravel()[0] / kl[0].ravel()[1])**-0.25, rtol=1e-5)
-        classes, total = calibration.head_classes(kl), kl.sum(0)
-        self.assertEqual(np.bincount(classes.ravel()).tolist(), [3, 12, 15])
-        self.assertGreater(total[classes == 0].min(), total[classes == 1].max())
-        self.assertGreater(total[classes == 1].min(), total[classes == 2].max())
+def drawn_profile(cache, rope, rng):
+    """[schemes.LayerProfile]: means of the cache, everything else drawn."""
+    out = []
+    for layer in cache:
+        heads, tokens, dims = layer.k.shape
+        weights = np.exp(rng.uniform(-1, 1, (heads, dims))).astype(np.float32)
+        scales = np.exp(rng.uniform(-1, 1, (2, heads))).astype(np.float32)
+        before = rope.turned(layer.k, -np.arange(tokens)).mean(1)
+        out.append(schemes.LayerProfile(before, weights / schemes.rms(weights, -1), dims * np.exp(rng.uniform(-1, 1, heads)), layer.k.mean(1),
+                                        *scales, rng.integers(0, 3, heads)))
+    return out
 
 
 class Schemes(TinyModel):
     def setUp(self):
-        kl = 10.0**self.rng.uniform(-4, -1, (2, tiny.LAYERS, tiny.KV_HEADS))
-        self.profile = calibration.with_sensitivities(calibration.unscaled_profile([self.cache], self.model.rope), kl)
+        self.profile = drawn_profile(self.cache, self.model.rope, self.rng)
         self.layer = self.cache[1]
         self.at = schemes.body(self.layer)
 
@@ -152,9 +130,9 @@ class Schemes(TinyModel):
 
     def test_weighted_steps_err_by_half_a_step(self):
         k, v = 0.5, 0.45
-        left, p = schemes.weighted_steps(k, v)(self.layer, self.model.rope, self.profile[1]), self.profile[1]
+        left, p = schemes.WeightedSteps(k, v)(self.layer, self.model.rope, self.profile[1]), self.profile[1]
         places = np.arange(self.at.start, self.at.stop)
-        factor = np.exp2(schemes.importance_exponents(self.layer) / 8)[..., None]
+        factor = np.exp2(schemes.importance_exponents(self.layer, self.at) / 8)[..., None]
         error = self.model.rope.turned((left.k - self.layer.k)[:, self.at], -places) * p.weights[:, None]
         step = k * np.sqrt(12 * tiny.HEAD_DIM / p.energy)[:, None, None] * p.key_scale[:, None, None] * factor
         self.assertLess((np.abs(error) / step).max(), 0.501, f"seed {SEED}")  # and float32's rounding
@@ -165,9 +143,9 @@ class Schemes(TinyModel):
 
     def test_importance(self):
         layer = LayerCache(self.layer.k, self.layer.v, None, np.zeros_like(self.layer.significance))
-        self.assertTrue((schemes.importance_exponents(layer) == 4).all())  # nobody looked: the largest step
+        self.assertTrue((schemes.importance_exponents(layer, self.at) == 4).all())  # nobody looked: the largest step
         layer.significance[:] = 1
-        g = schemes.importance_exponents(layer)
+        g = schemes.importance_exponents(layer, self.at)
         place = self.at.start + 1
         self.assertEqual(g[0, 0], round(8 * np.log2(max(0.5, place**-0.15))))
 
@@ -203,6 +181,37 @@ class Schemes(TinyModel):
         rows = tiny.KV_HEADS * tiny.HEAD_DIM
         coded, raw = whole + stop - 2 * schemes.SINKS, stop - whole + 2 * (schemes.SINKS + schemes.WINDOW)
         self.assertEqual(left.bytes, (scales + rows * (4 * coded + 16 * raw)) / 8)
+
+    def test_an_idea_left_out_leaves_the_rest(self):
+        """What every variant of the ladder keeps raw, and which component errs as in the whole."""
+        def run(steps):
+            return steps(self.layer, self.model.rope, self.profile[1])
+        whole = run(schemes.WHOLE)
+        for name, steps in schemes.ladder().items():
+            if steps.window >= self.layer.k.shape[1] - schemes.WINDOW:
+                continue
+            left = run(steps)
+            raw = np.r_[:steps.sinks, self.layer.k.shape[1] - steps.window:self.layer.k.shape[1]]
+            np.testing.assert_array_equal(left.k[:, raw], self.layer.k[:, raw], name)
+            self.assertTrue((left.k != whole.k).any() or (left.v != whole.v).any(), f"{name}, seed {SEED}")
+            self.assertEqual(run(steps.times(1)).bytes, left.bytes)
+            self.assertLess(run(steps.times(2)).bytes, left.bytes)
+        same_values = schemes.ladder()["all but weights by pair of dims"]
+        np.testing.assert_array_equal(run(same_values).v, whole.v)
+
+    def test_classes_of_heads(self):
+        sensitivity = 10.0**self.rng.uniform(-4, -1, (10, 3))
+        classes = schemes.head_classes(sensitivity)
+        self.assertEqual(np.bincount(classes.ravel()).tolist(), [3, 12, 15])
+        self.assertGreater(sensitivity[classes == 0].min(), sensitivity[classes == 1].max())
+        self.assertGreater(sensitivity[classes == 1].min(), sensitivity[classes == 2].max())
+
+    def test_equal_memory(self):
+        steps = dataclasses.replace(schemes.WHOLE, head_scales=False, sinks=1)
+        prompt = type("Prompt", (), {"layers": self.cache, "whole_memory": None, "ids": self.ids})
+        whole = quality.by_layer(schemes.WHOLE, self.model, self.profile, prompt)[1]["memory"]
+        facts = quality.at_equal_memory(steps, self.model, self.profile)(prompt)[1]
+        self.assertLess(abs(facts["memory"] - whole), 0.01, f"seed {SEED}")
 
     def test_entropy(self):
         self.assertAlmostEqual(schemes.entropy(np.array([0, 0, 1, 2.])), 1.5)
@@ -242,23 +251,40 @@ class Prompts(TinyModel):
                 exact = log_probabilities(self.model.continued(item.continuation, prompt.layers))
                 np.testing.assert_allclose(prompt.exact, exact, atol=1e-5)
             self.assertEqual(len(list(pathlib.Path(work, "prefilled").iterdir())), 1)
-            raw = quality.measured(self.model, item, prompt, lambda p: (p.layers, 1.0))
+            raw = quality.measured(self.model, item, prompt, lambda p: (p.layers, {"memory": 1.0}))
             self.assertLess(abs(raw["kl"]), 1e-6)
             self.assertEqual((raw["same_top"], raw["memory"]), (1, 1))
 
 
 class Written(unittest.TestCase):
+    ROW = {"memory": 0.25, "kl": 0.0041234567, "same_top": 0.5, "right": 3}
+
     def test_results(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
             results = quality.Results(path, {"schema": "s", "texts": []})
-            row = {"memory": 0.25, "kl": 0.0041234567, "same_top": 0.5, "right": 3}
-            for _ in range(2):
-                results.add(2048, {"task": "text"}, {"a": row, "b": row})
-            got = json.loads(path.read_text())
-            self.assertEqual(got["sizes"][0]["schemes"][1], {"name": "b", "memory": [0.25] * 2, "kl": [0.0041235] * 2,
-                                                            "same_top": [0.5] * 2, "right": [3] * 2})
-            self.assertEqual(len(got["sizes"][0]["prompts"]), 2)
+            for i in range(2):
+                results.add(2048, i, {"task": "text", "nll": i}, {"a": self.ROW, "b": self.ROW})
+            size = json.loads(path.read_text())["sizes"][0]
+            self.assertEqual(size["schemes"][1], {"name": "b", "memory": [0.25] * 2, "kl": [0.0041235] * 2, "same_top": [0.5] * 2, "right": [3] * 2})
+            self.assertEqual([p["nll"] for p in size["prompts"]], [0, 1])
+
+    def test_a_second_run_measures_what_is_missing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path, head = pathlib.Path(folder) / "out.json", {"schema": "s", "seed": 1}
+            results = quality.Results(path, head)
+            for i in range(2):
+                results.add(2048, i, {"nll": i}, {"a": self.ROW})
+            again = quality.Results(path, head)
+            self.assertEqual(again.text(), path.read_text())
+            self.assertEqual(again.missing(2048, ["a", "b"], 3), [["b"], ["b"], ["a", "b"]])
+            self.assertEqual(again.missing(64, ["a"], 1), [["a"]])
+            again.add(2048, 0, {"nll": 0}, {"b": self.ROW})
+            again.add(2048, 2, {"nll": 2}, {"a": self.ROW})
+            size = json.loads(path.read_text())["sizes"][0]
+            self.assertEqual([(s["name"], len(s["kl"])) for s in size["schemes"]], [("a", 3), ("b", 1)])
+            self.assertEqual([p["nll"] for p in size["prompts"]], [0, 1, 2])
+            self.assertRaises(SystemExit, quality.Results, path, head | {"seed": 2})
 
 
 if __name__ == "__main__":

@@ -67,6 +67,45 @@ TEST(AttentionConfig, WhatIsNotSupportedIsNamed) {
   }
 }
 
+struct BadTail {
+  const char* name;  // what the message must mention
+  std::function<void(AttentionTail&)> spoil;
+};
+
+TEST(AttentionTail, OneOutOfRangeIsNamed) {
+  AttentionConfig config = good_config();
+  config.q_len = 3;
+  const int32_t newest = 0;
+  const auto tail = [&](int32_t tier, int32_t first, int32_t tokens) {
+    return AttentionTail{tier, &newest, first, tokens};
+  };
+  for (const AttentionTail& good :
+       {tail(-1, 0, 0), tail(1, kMaxTierTokens, kMaxTierTokens), tail(0, 4, 3)}) {
+    const Status s = validate_tail(config, good);
+    EXPECT_TRUE(s.is_ok()) << s.message();
+  }
+  const BadTail cases[] = {
+      {"tail.tier", [](auto& t) { t.tier = -2; }},
+      {"tail.tier", [](auto& t) { t.tier = 2; }},
+      {"tail.ring_first", [](auto& t) { t.ring_first = -1; }},
+      {"tail.ring_first", [](auto& t) { t.ring_first = kMaxTierTokens + 1; }},
+      {"tail.ring_tokens is out of range", [](auto& t) { t.ring_tokens = -1; }},
+      {"tail.ring_tokens is out of range", [](auto& t) { t.ring_tokens = kMaxTierTokens + 1; }},
+      {"tail.ring_tokens is below q_len", [](auto& t) { t.ring_tokens = 2; }},
+      {"tail.newest", [](auto& t) { t.newest = nullptr; }},
+  };
+  for (const BadTail& bad : cases) {
+    AttentionTail spoiled = tail(0, 4, 8);
+    bad.spoil(spoiled);
+    config.q_len = 3;
+    const Status s = validate_tail(config, spoiled);
+    EXPECT_EQ(s.code(), StatusCode::kInvalidArgument) << bad.name;
+    EXPECT_THAT(s.message(), HasSubstr(bad.name));
+    config.q_len = 1;  // has no tail
+    EXPECT_TRUE(validate_tail(config, spoiled).is_ok()) << bad.name;
+  }
+}
+
 TEST(AttentionWorkspace, PartsDoNotOverlap) {
   AttentionConfig config = good_config();
   config.num_layers = 3;

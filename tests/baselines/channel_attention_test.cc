@@ -168,42 +168,18 @@ TEST(ChannelPages, RefusesWhatLeadsOutside) {
   EXPECT_EQ(validate_channel_group(0).code(), StatusCode::kInvalidArgument);
 }
 
-TEST(ChannelPlan, RefusesWhatCannotBe) {
-  const std::vector<ChannelSequence> sequences = {{0, 1, 20}, {}};
-  std::vector<ChannelItem> items(5);
-  std::vector<ChannelParts> parts(4);
-  StatusCode status = StatusCode::kOk;
-  ChannelPlanCall good;
-  good.sequences = sequences.data();
-  good.num_sequences = 2;
-  good.num_kv_heads = 2;
-  good.most_blocks = 1;
-  good.most_raw_tokens = 20;
-  good.num_table_rows = 2;
-  good.plan = {5, items.data(), parts.data()};
-  good.status = &status;
-  using Change = void (*)(ChannelPlanCall*);
-  constexpr Change kChanges[] = {[](ChannelPlanCall* c) { c->num_sequences = -1; },
-                                 [](ChannelPlanCall* c) { c->num_kv_heads = 0; },
-                                 [](ChannelPlanCall* c) { c->team = 0; },
-                                 [](ChannelPlanCall* c) { c->most_blocks = INT32_MAX; },
-                                 [](ChannelPlanCall* c) { c->least_raw_tokens = -1; },
-                                 [](ChannelPlanCall* c) { c->plan.num_items = 3; },
-                                 [](ChannelPlanCall* c) { c->plan.items = nullptr; },
-                                 [](ChannelPlanCall* c) { c->plan.parts = nullptr; },
-                                 [](ChannelPlanCall* c) { c->sequences = nullptr; },
-                                 [](ChannelPlanCall* c) { c->status = nullptr; }};
-  for (const Change change : kChanges) {
-    ChannelPlanCall call = good;
-    change(&call);
-    EXPECT_EQ(plan_channel_host(call).code(), StatusCode::kInvalidArgument) << &change - kChanges;
-  }
-  EXPECT_TRUE(plan_channel_host(good));
-  EXPECT_EQ(status, StatusCode::kOk);
-  EXPECT_EQ(items[4].row, -1);
-  good.least_raw_tokens = 21;  // not all queries would see all blocks
-  EXPECT_TRUE(plan_channel_host(good));
-  EXPECT_EQ(status, StatusCode::kCorrupt);
+TEST(ChannelPlan, AllowsWhatTheTablesHold) {
+  PagesOfTwo p;
+  p.pages.raw_page_tokens = 48;
+  p.pages.num_table_rows = 7;
+  const ChannelCtas ctas = channel_ctas(4, 3, 5, 64);
+  const ChannelPlanCall call = channel_plan_call(p.pages, ctas);
+  EXPECT_EQ(call.num_kv_heads, 5);
+  EXPECT_EQ(call.team, ctas.team);
+  EXPECT_EQ(call.most_blocks, 4) << "two pages of two blocks";
+  EXPECT_EQ(call.most_raw_tokens, 96) << "two pages of 48 tokens";
+  EXPECT_EQ(call.num_table_rows, 7);
+  EXPECT_EQ(call.least_raw_tokens, 2) << "all queries but the oldest";
 }
 
 }  // namespace

@@ -57,9 +57,9 @@ void expect_row(ChannelWorld* w, int32_t row, const std::vector<float>& k,
       if (t < blocks * l.tokens) {
         const uint8_t* block = cache.block(cache.block_id(row, t / l.tokens));
         ASSERT_EQ(channel_value(l, block, Component::kKey, t % l.tokens, d),
-                  quantised(k, first, dim, l.tokens, l.k_tile.bits, at));
+                  quantised(k, first, dim, l.tokens, l.k_tile.type.bits(), at));
         ASSERT_EQ(channel_value(l, block, Component::kValue, t % l.tokens, d),
-                  quantised(v, int64_t{t} * dim, 1, dim, l.v_tile.bits, at));
+                  quantised(v, int64_t{t} * dim, 1, dim, l.v_tile.type.bits(), at));
       } else {
         ASSERT_EQ(residual_value(l, cache.residual_of(row), Component::kKey, t % l.tokens, d),
                   k[at]);
@@ -145,8 +145,8 @@ TEST_F(ChannelBlock, RefusesOtherFormatsByName) {
   EXPECT_TRUE(has(text([](auto* f) { f->k.group = 128; }, 256), "head_dim 256"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.unit = Unit::kToken; }, 64), "keys: unit"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.group = 32; }, 64), "group of 32"));
-  EXPECT_TRUE(has(text([](auto* f) { f->k.bits = 8; }, 64), "keys: 8 bits"));
-  EXPECT_TRUE(has(text([](auto* f) { f->v.bits = 16; }, 64), "values: 16 bits"));
+  EXPECT_TRUE(has(text([](auto* f) { f->k.type = CodeType::uniform(8); }, 64), "keys: 8 bits"));
+  EXPECT_TRUE(has(text([](auto* f) { f->v.type = CodeType::raw16(); }, 64), "values: 16 bits"));
   EXPECT_TRUE(has(text([](auto* f) { f->v.unit = Unit::kChannel; }, 64), "values: unit"));
   EXPECT_TRUE(has(text([](auto* f) { f->v.group = 32; }, 64), "sub-groups"));
   EXPECT_TRUE(has(text([](auto* f) { f->k.entropy = Entropy::kHuffman; }, 64), "entropy"));

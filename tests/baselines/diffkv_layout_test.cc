@@ -63,7 +63,7 @@ TEST(DiffkvLayout, TranscodingKeepsEveryCodeAndItsMetadata) {
     transcode_page(page, from.data(), to.data());
     for (int32_t token = 0; token < page.tokens; ++token) {
       for (const Component c : {Component::kKey, Component::kValue}) {
-        const int32_t bits = page.tile(c).bits, tile = token / kTileTokens;
+        const int32_t bits = page.tile(c).type.bits(), tile = token / kTileTokens;
         const uint8_t* codes = to.data() + page.tile_codes_byte(c, 0);
         for (int32_t dim = 0; dim < kDims; ++dim) {
           const CodePosition at = code_position(page.tile(c), c, token % kTileTokens, dim);

@@ -2,11 +2,15 @@
 
 K and V are compared with the model's own cache, significance with eager attention weights. Exits with 77 (skipped) without torch.
 """
+import contextlib
 import importlib.util
+import io
+import os
 import pathlib
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 if any(importlib.util.find_spec(m) is None for m in ("torch", "transformers", "h5py")):
     print("skipped: needs torch, transformers and h5py")
@@ -194,6 +198,23 @@ class Models(unittest.TestCase):
         with self.assertRaisesRegex(capture_hf.CaptureError, "attention interface"):
             capture_hf.capture(bloom.eval(), self.prompts(4), dump, "bloom")
         self.assertEqual(list(self.path.parent.iterdir()), [])
+
+    def test_an_output_is_not_replaced_without_being_asked(self):
+        prompt, model, said = self.path.with_name("prompt.h5"), make_model("llama"), io.StringIO()
+        self.capture(model, self.prompts(4))
+        os.replace(self.path, prompt)
+        self.path.write_bytes(b"precious")
+        arguments = ["capture_hf.py", "--model", "none", "--prompt", str(prompt), "--out", str(self.path), "--device", "cpu"]
+        with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stderr(said):
+            self.assertEqual(capture_hf.main(), 3)
+        self.assertIn("--force", said.getvalue())
+        self.assertEqual(self.path.read_bytes(), b"precious")
+        load = mock.patch.object(capture_hf, "load_model", lambda *_: model)
+        model.set_attn_implementation(capture_hf.NAME)
+        with mock.patch.object(sys, "argv", [*arguments, "--force"]), load, contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(capture_hf.main(), 0)
+        with h5py.File(self.path) as f:
+            self.assertEqual(list(f["seq"]), ["p0"])
 
 
 if __name__ == "__main__":

@@ -171,7 +171,9 @@ class Analyze(CliTest):
     def test_small_takes_what_a_profile_knows(self):
         profile, bad = self.dir / "p.h5", self.dir / "bad.h5"
         self.assertEqual(run("calibrate", SAMPLE, "-o", profile, "--no-thresholds").returncode, 0)
-        own, shared = (self.analyze(SAMPLE, "--preset", "small:importance=off", *more)["results"][0] for more in ([], ["--profile", profile]))
+        self.expect(run("analyze", "--preset", "small", "--profile", profile, SAMPLE), 3, "preset small", "key_sensitivity")
+        preset = "small:k=0.5,v=0.45,importance=off"
+        own, shared = (self.analyze(SAMPLE, "--preset", preset, *more)["results"][0] for more in ([], ["--profile", profile]))
         self.assertGreater(own["parts"]["means_and_steps"], 0)
         # Means before RoPE are in profiles of a model, not of dumps: they stay the sequence's own.
         self.assertEqual(shared["parts"]["means_and_steps"], 6 * 2 * 2 * 128)

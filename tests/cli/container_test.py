@@ -81,9 +81,30 @@ class Container(CliTest):
             self.compare(preset, dump, "--profile", profile)
             chunks = read_tkv.read(self.dir / "a.tkv").chunks
             self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.BASIS}, {-1})
-        self.compare("small", dump, "--profile", profile)
+        before = (self.dir / "a.tkv").read_bytes()
+        refused = run("compress", "--force", "--preset", "small", "--profile", profile, dump, self.dir / "a.tkv")
+        self.expect(refused, 3, "preset small", "key_sensitivity")
+        self.assertEqual((self.dir / "a.tkv").read_bytes(), before)
+        self.compare("small:k=0.5,v=0.45", dump, "--profile", profile)
         chunks = read_tkv.read(self.dir / "a.tkv").chunks
         self.assertEqual({key[1] for key in chunks if key[0] == read_tkv.WEIGHTED_ROW}, {-1})
+
+    def test_info_says_steps_and_whose_statistics(self):
+        dump, profile = self.dir / "in.h5", self.dir / "p.h5"
+        self.ok("synth", "-o", dump, "--tokens", "300,70", "--head-dim", 64, "--layers", 1, "--seed", self.seed)
+        self.ok("calibrate", dump, "-o", profile, "--no-thresholds")
+        wanted = {("small",): ("weighted", 0.33, 0.28, "sequence"), ("small:k=0.5,v=0.4", "--profile", profile): ("weighted", 0.5, 0.4, "profile"),
+                  ("step:k=0.2", "--profile", profile): ("global", 0.2, 0.25, "profile"), ("kvcomp",): ("relative", 0.05, 0.15, None),
+                  ("k8v4",): ("min-max", None, None, None)}
+        for (preset, *args), (rule, k, v, statistics) in wanted.items():
+            tkv = self.compressed(preset, dump, *args)
+            info = json.loads(self.ok("info", "--json", tkv))["files"][0]
+            self.assertEqual((info["format"], info["preset"], info["file_bytes"]), ("tkv", preset, tkv.stat().st_size))
+            self.assertEqual([info[name] for name in ("key_step_rule", "key_step", "value_step", "statistics")], [rule, k, v, statistics], preset)
+            self.assertEqual([s["tokens"] for s in info["sequences"]], [300, 70])
+            self.assertIn(f"preset {preset}: keys {rule}", self.ok("info", tkv))
+        tkv.write_bytes(tkv.read_bytes()[:-100])
+        self.expect(run("info", tkv), 3, "a.tkv")
 
     def test_decompressed_values_have_the_error_that_analyze_states(self):
         for preset in ("k8v4", "step", "small", "kivi4", "diffkv:alpha_l=0.02"):

@@ -3,6 +3,9 @@ import csv
 import io
 import json
 
+import h5py
+import numpy as np
+
 from cli import SAMPLE, CliTest, Dump, main, run
 
 TIMING = ("encode_gbps", "decode_gbps")
@@ -43,16 +46,38 @@ class Sweep(CliTest):
         bits = sum(r["bits_per_value"] * r["values"] for r in (first, second)) / both["values"]
         self.assertAlmostEqual(both["bits_per_value"], bits, delta=1e-9)
 
-    def test_pareto_front(self):
-        results = self.sweep("--preset", "k2v2/k4v4/k8v8", "--preset", "k2v8", *self.two_dumps())["results"]
+    def check_front(self, results, error):
         for r in results:
             others = [o for o in results if o["file"] == r["file"]]
-            beaten = any(o["bits_per_value"] <= r["bits_per_value"] and
-                         o["attention_pooled_error"] <= r["attention_pooled_error"] and
-                         (o["bits_per_value"], o["attention_pooled_error"]) !=
-                         (r["bits_per_value"], r["attention_pooled_error"]) for o in others)
+            beaten = any(o["bits_per_value"] <= r["bits_per_value"] and o[error] <= r[error] and
+                         (o["bits_per_value"], o[error]) != (r["bits_per_value"], r[error]) for o in others)
             self.assertEqual(r["pareto"], not beaten, r)
         self.assertEqual({r["pareto"] for r in results}, {True, False})
+
+    def test_pareto_front(self):
+        results = self.sweep("--preset", "k2v2/k4v4/k8v8", "--preset", "k2v8", *self.two_dumps())["results"]
+        self.check_front(results, "attention_pooled_error")
+
+    def test_sensitivities_rank_by_the_heads_that_matter(self):
+        """In the one head that matters keys are large, so that they need the bits; in the others values do."""
+        dump, path, profile = Dump(seed=self.seed), self.dir / "a.h5", self.dir / "p.h5"
+        for name in dump.data:
+            if name.endswith("/k"):
+                dump.data[name] = (dump.data[name] * np.float16(0.1)).astype("float16")
+        dump.data["/seq/a/layer/1/k"][1] *= 100
+        dump.data["/seq/a/layer/1/v"][1] *= np.float16(0.01)  # the pooled error hardly sees this head
+        dump.write(path)
+        self.assertEqual(run("calibrate", path, "-o", profile, "--no-thresholds").returncode, 0)
+        with h5py.File(profile, "a") as f:
+            f["joint_sensitivity"] = np.array([1e-6, 1e-6, 1e-6, 1.0])
+        presets = ("--preset", "k8v2:window=8", "--preset", "k2v8:window=8", path)
+        plain, weighted = self.sweep(*presets)["results"], self.sweep("--profile", profile, *presets)["results"]
+        self.check_front(plain, "attention_pooled_error")
+        self.check_front(weighted, "attention_weighted_error")
+        self.assertEqual([r["pareto"] for r in plain], [False, True], f"seed {self.seed}")
+        self.assertEqual([r["pareto"] for r in weighted], [True, False], f"seed {self.seed}")
+        table = run("sweep", "--profile", profile, *presets).stdout
+        self.assertLess(table.index("k8v2"), table.index("k2v8"))
 
     def test_csv_and_markdown_have_every_preset(self):
         paths = self.two_dumps()

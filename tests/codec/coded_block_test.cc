@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "codec/host/lane_pairs.h"
+#include "codec/host/coded/lane_pairs.h"
 #include "tests/codec/simd_targets.h"
 #include "tests/support/code_source.h"
 #include "tests/support/fresh_random.h"

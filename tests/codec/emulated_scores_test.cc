@@ -10,6 +10,7 @@
 #include "codec/format/element.h"
 #include "codec/gpu/score_mma.cuh"
 #include "codec/policy/significance.h"
+#include "tierkv/significance.h"
 
 namespace tierkv {
 
@@ -17,11 +18,11 @@ __align__(128) uint8_t score_stages[MmaShape<256>::kSharedBytes];
 
 namespace {
 
-// As tests/gpu/codec/codec_scores_test.cu has it.
+// Derived in tests/gpu/codec/codec_scores_test.cu.
 constexpr double kTolerance = 5e-4;
 
 struct Prompts {
-  PromptScores p;
+  SignificanceCall p;
   std::vector<int32_t> starts = {0};
   std::vector<uint16_t> q, k;
   std::vector<float> lse, significance;
@@ -32,12 +33,13 @@ struct Prompts {
 Prompts make_prompts(std::mt19937& rng, int32_t head_dim, int32_t group, DType dtype,
                      const std::vector<int32_t>& lengths) {
   Prompts x;
-  PromptScores& p = x.p;
+  SignificanceCall& p = x.p;
   for (const int32_t n : lengths) {
     x.starts.push_back(x.starts.back() + n);
     p.max_tokens = std::max(p.max_tokens, n);
   }
   p.num_sequences = static_cast<int32_t>(lengths.size());
+  p.query_stride = 1;
   p.total_tokens = x.starts.back();
   p.num_kv_heads = 1, p.num_q_heads = group;
   p.head_dim = head_dim, p.dtype = dtype;
@@ -92,64 +94,132 @@ void score_dtype(Prompts* x) {
   }
 }
 
-void compare(const Prompts& x, int32_t sequence) {
-  const PromptScores& p = x.p;
+// Keys and the counted queries of a sequence in single precision, and where the queries are.
+struct HostRow {
+  std::vector<float> q, k;
+  std::vector<int32_t> positions;
+  AttentionRow row;
+};
+
+HostRow host_row(const Prompts& x, int32_t sequence) {
+  const SignificanceCall& p = x.p;
   const int32_t first = x.starts[sequence], n = x.starts[sequence + 1] - first, dims = p.head_dim;
-  const int32_t group = x.group();
-  std::vector<float> q(static_cast<size_t>(group) * n * dims), k(static_cast<size_t>(n) * dims);
+  HostRow out;
+  for (int32_t j = 0; j < n; ++j) {
+    if ((n - 1 - j) % p.query_stride == 0) out.positions.push_back(j);
+  }
   for (int32_t t = 0; t < n; ++t) {
     for (int32_t d = 0; d < dims; ++d) {
-      k[t * dims + d] = raw_to_float(p.dtype, x.k[(first + t) * p.k_token_stride + d]);
-      for (int32_t h = 0; h < group; ++h) {
-        q[(h * n + t) * dims + d] =
-            raw_to_float(p.dtype, x.q[(first + t) * p.q_token_stride + h * p.q_head_stride + d]);
-      }
+      out.k.push_back(raw_to_float(p.dtype, x.k[(first + t) * p.k_token_stride + d]));
     }
   }
-  AttentionRow row;
-  row.q = q.data(), row.k = k.data();
-  row.group_size = group, row.num_queries = n, row.num_tokens = n, row.head_dim = dims;
-  row.sm_scale = p.sm_scale;
+  for (int32_t h = 0; h < x.group(); ++h) {
+    for (const int32_t j : out.positions) {
+      const int64_t at = (first + j) * p.q_token_stride + h * p.q_head_stride;
+      for (int32_t d = 0; d < dims; ++d) out.q.push_back(raw_to_float(p.dtype, x.q[at + d]));
+    }
+  }
+  out.row.q = out.q.data(), out.row.k = out.k.data();
+  out.row.q_positions = out.positions.data();
+  out.row.num_queries = static_cast<int32_t>(out.positions.size()), out.row.num_tokens = n;
+  out.row.group_size = x.group(), out.row.head_dim = dims;
+  out.row.sm_scale = p.sm_scale;
+  return out;
+}
+
+void compare(const Prompts& x, int32_t sequence) {
+  const HostRow host = host_row(x, sequence);
+  const int32_t first = x.starts[sequence], n = host.row.num_tokens, dims = x.p.head_dim;
   std::vector<double> expected(n);
-  ASSERT_TRUE(exact_significance(row, expected.data(), nullptr));
+  ASSERT_TRUE(exact_significance(host.row, expected.data(), nullptr));
   for (int32_t t = 0; t < n; ++t) {
     ASSERT_NEAR(x.significance[first + t], expected[t], kTolerance * expected[t])
         << "token " << t << " of " << n;
+    ASSERT_EQ(expected[t] > 0, t < n - 1) << "no counted query behind token " << t;
   }
-  for (int32_t i = 0; i < group * n; ++i) {
-    const int32_t h = i / n, j = i % n;
-    double sum = 0;
-    for (int32_t t = 0; t <= j; ++t) {
-      double s = 0;
-      for (int32_t d = 0; d < dims; ++d) s += double{q[i * dims + d]} * k[t * dims + d];
-      sum += std::exp(s * p.sm_scale);
+  const int32_t queries = host.row.num_queries;
+  std::vector<bool> counted(n);
+  for (const int32_t j : host.positions) counted[j] = true;
+  for (int32_t h = 0; h < x.group(); ++h) {
+    const float* lse = x.lse.data() + h * x.p.total_tokens + first;
+    for (int32_t i = 0; i < queries; ++i) {
+      const int32_t j = host.positions[i];
+      const float* q = host.q.data() + (h * queries + i) * dims;
+      double sum = 0;
+      for (int32_t t = 0; t <= j; ++t) {
+        double s = 0;
+        for (int32_t d = 0; d < dims; ++d) s += double{q[d]} * host.k[t * dims + d];
+        sum += std::exp(s * x.p.sm_scale);
+      }
+      ASSERT_NEAR(lse[j], std::log(sum), kTolerance)
+          << "head " << h << " query " << j << " of " << n;
     }
-    ASSERT_NEAR(x.lse[h * p.total_tokens + first + j], std::log(sum), kTolerance)
-        << "head " << h << " query " << j << " of " << n;
+    for (int32_t j = 0; j < n; ++j) ASSERT_EQ(std::isnan(lse[j]), !counted[j]) << "query " << j;
   }
 }
 
-TEST(EmulatedScores, EveryHeadDimIsTheHosts) {
-  const uint32_t seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
-  std::mt19937 rng(seed);
-  for (const int32_t head_dim : {64, 96, 128, 256}) {
-    const auto group = static_cast<int32_t>(1 + rng() % 5);
-    const DType dtype = rng() % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
-    const auto length = static_cast<int32_t>(257 + rng() % 60);
-    SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " group " + std::to_string(group) + " " +
-                 dtype_name(dtype) + " tokens " + std::to_string(length));
-    Prompts x = make_prompts(rng, head_dim, group, dtype, {70, 0, 1, length});
-    if (dtype == DType::kFloat16) {
-      score_dtype<DType::kFloat16>(&x);
-    } else {
-      score_dtype<DType::kBFloat16>(&x);
-    }
-    for (int32_t s = 0; s < x.p.num_sequences; ++s) {
-      compare(x, s);
-      if (::testing::Test::HasFatalFailure()) return;
-    }
+void score_and_compare(Prompts* x) {
+  if (x->p.dtype == DType::kFloat16) {
+    score_dtype<DType::kFloat16>(x);
+  } else {
+    score_dtype<DType::kBFloat16>(x);
   }
+  for (int32_t s = 0; s < x->p.num_sequences; ++s) {
+    compare(*x, s);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+class EmulatedScores : public ::testing::Test {
+ protected:
+  // Random where 0.
+  struct Case {
+    int32_t head_dim, stride, group;
+    std::vector<int32_t> lengths;
+  };
+  void check(const Case& c) {
+    const int32_t group = c.group > 0 ? c.group : static_cast<int32_t>(1 + rng_() % 5);
+    const DType dtype = rng_() % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
+    SCOPED_TRACE("seed " + std::to_string(seed_) + " head_dim " + std::to_string(c.head_dim) +
+                 " group " + std::to_string(group) + " stride " + std::to_string(c.stride) + " " +
+                 dtype_name(dtype));
+    Prompts x = make_prompts(rng_, c.head_dim, group, dtype, c.lengths);
+    x.p.query_stride = c.stride;
+    ASSERT_TRUE(x.p.validate().is_ok());
+    score_and_compare(&x);
+  }
+  int32_t below(int32_t end) { return static_cast<int32_t>(rng_() % end); }
+
+ private:
+  uint32_t seed_ = std::random_device{}();
+  std::mt19937 rng_{seed_};
+};
+
+TEST_F(EmulatedScores, EveryHeadDimIsTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256})
+    check({head_dim, 1, 0, {70, 0, 1, 257 + below(60)}});
+}
+
+// Sequences around a stride, and one with several tiles of keys.
+TEST_F(EmulatedScores, SampledQueriesAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    const int32_t stride = head_dim == 128 ? 2 : 16, group = 1 + below(3);
+    check({head_dim, stride, group, {1, 2, 15, 16, 17, 0, 250 + below(100)}});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(EmulatedScores, SampledQueriesOfEveryGroupAreTheHosts) {
+  for (const int32_t group : {1, 2, 3, 4, 5, 8, 11, 16}) {
+    check({64, group % 2 == 0 ? 16 : 3, group, {33 + below(40)}});
+    if (HasFatalFailure()) return;
+  }
+}
+
+// More counted queries than a stationary tile has rows.
+TEST_F(EmulatedScores, AStrideThatSpansTilesOfQueriesIsTheHosts) {
+  check({256, 4, 1, {129 * 4 + below(8)}});
+  check({64, 7, 2, {kMaxQueryStride / 16 + below(8), 5}});
 }
 
 }  // namespace

@@ -69,7 +69,7 @@ TEST_F(FragmentCodes, WordsAreWhereCodePositionSays) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     for (const int32_t bits : {8, 4, 2}) {
       for (const Component c : kComponents) {
-        const TileLayout tile{bits, head_dim};
+        const TileLayout tile{CodeType::of_bits(bits), head_dim};
         for (int32_t lane = 0; lane < kWarpLanes; ++lane) {
           for (int32_t i = 0; i < tile.dim_blocks() * 8; ++i) {
             const int32_t block = i / 8, th = i / 4 % 2, dh = i / 2 % 2, par = i % 2;
@@ -114,7 +114,7 @@ TEST_F(FragmentCodes, PackedWordsHoldTheirCodes) {
 TEST_F(FragmentCodes, TokensAreWrittenAlone) {
   for (const int32_t bits : {16, 8, 4, 2}) {
     for (const Component c : kComponents) {
-      const TileLayout tile{bits, 96};
+      const TileLayout tile{CodeType::of_bits(bits), 96};
       const uint32_t mask = (1u << bits) - 1;
       std::vector<uint32_t> words(tile.bytes() / 4), expected(tile.bytes() / 4);
       for (size_t i = 0; i < words.size(); ++i) words[i] = expected[i] = rng_();

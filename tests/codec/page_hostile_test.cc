@@ -92,8 +92,13 @@ TEST_F(PageHostileTest, RefusesForgedLayoutsAndViews) {
     forged.layout.k_tile.head_dim = value;
     EXPECT_TRUE(refused(forged));
     forged = p.page();
-    forged.layout.v_tile.bits = value;
+    forged.layout.v_tile.type = {value};
     EXPECT_TRUE(refused(forged));
+  }
+  for (const int32_t bits : {1, 3, 16, 255}) {
+    forged = p.page();
+    forged.layout.k_tile.type = CodeType::uniform(bits);
+    EXPECT_TRUE(refused(forged)) << bits;
   }
 
   alignas(128) static uint8_t pool[2 * 4096];

@@ -19,7 +19,13 @@ constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr PageLayout kHigh = page_layout({128, 8, 4, 1, 1, 64});
 static_assert(kHigh.used_bytes == 13312 && kHigh.k_metadata == 8192 && kHigh.v_codes == 8448);
 static_assert(kHigh.v_metadata == 12544 && kHigh.scores == 12800 && kHigh.positions == 13056);
-static_assert(code_position({4, 128}, Component::kKey, 9, 3).bit == 24);
+static_assert(CodeType::of_bits(16) == CodeType::raw16() && CodeType::raw16().bits() == 16);
+static_assert(CodeType::raw16() != CodeType::uniform(16) && CodeType::uniform(16).bits() == 16);
+static_assert(CodeType::raw16().kind() == CodeKind::kRaw16 && !CodeType::raw16().has_params());
+static_assert(CodeType::of_bits(4) == kCodes4 && kCodes4.has_params() && kCodes4.levels() == 16);
+static_assert(CodeType::of_bits(-1) == CodeType::uniform(1 << 30));  // neither is a width
+static_assert(kCodes2.bytes_of(5) == 2 && CodeType::raw16().bytes_of(5) == 10);
+static_assert(code_position({kCodes4, 128}, Component::kKey, 9, 3).bit == 24);
 
 // docs/DESIGN.md section 5 for head_dim 128, written as the table is: rows and columns of the
 // fragment.
@@ -51,7 +57,7 @@ TEST(CodePosition, IsTheDesignTableAtHeadDim128) {
     for (Component c : kComponents) {
       for (int32_t token = 0; token < 16; ++token) {
         for (int32_t dim = 0; dim < 128; ++dim) {
-          const CodePosition got = code_position({bits, 128}, c, token, dim);
+          const CodePosition got = code_position({CodeType::of_bits(bits), 128}, c, token, dim);
           const CodePosition want = design_table_position(bits, c, token, dim);
           ASSERT_EQ(got.byte, want.byte) << bits << " bits, token " << token << " dim " << dim;
           ASSERT_EQ(got.bit, want.bit) << bits << " bits, token " << token << " dim " << dim;
@@ -66,7 +72,7 @@ TEST(CodePosition, FillsTheTileWithoutOverlap) {
   for (int32_t head_dim : kHeadDims) {
     for (int32_t bits : kBits) {
       for (Component c : kComponents) {
-        const TileLayout tile{bits, head_dim};
+        const TileLayout tile{CodeType::of_bits(bits), head_dim};
         ASSERT_EQ(tile.bytes(), 16 * head_dim * bits / 8);
         std::vector<int> owners(static_cast<size_t>(tile.bytes()) * 8, 0);
         for (int32_t token = 0; token < 16; ++token) {
@@ -92,7 +98,7 @@ TEST(CodePosition, IsTheMmaOperandOrder) {
   for (int32_t head_dim : kHeadDims) {
     for (int32_t bits : kBits) {
       for (Component c : kComponents) {
-        const TileLayout tile{bits, head_dim};
+        const TileLayout tile{CodeType::of_bits(bits), head_dim};
         const bool key = c == Component::kKey;
         for (int32_t lane = 0; lane < 32; ++lane) {
           for (int32_t i = 0; i < 8 * tile.dim_blocks(); ++i) {

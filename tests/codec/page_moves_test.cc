@@ -43,7 +43,7 @@ TEST_F(PageMovesTest, MovingToAnotherFormatQuantisesTheDequantisedValues) {
     TierFormat high = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
     TierFormat low = token_wise_tier(kBits[uniform(0, 3)], kBits[uniform(0, 3)]);
     for (ComponentFormat* f : {&high.k, &high.v, &low.k, &low.v}) {
-      if (f->bits == 2 && uniform(0, 1)) *f = norm_clipped();
+      if (f->type == kCodes2 && uniform(0, 1)) *f = norm_clipped();
     }
     const RandomTokens tokens = random_tokens(20, head_dim);
     const PoisonedPage a(layout_of(high, head_dim, 32), DType::kFloat16, high);

@@ -22,9 +22,9 @@ class PageSimdTest : public PageFixture {
   TierFormat random_format(int32_t head_dim) {
     TierFormat f;
     for (ComponentFormat* c : {&f.k, &f.v}) {
-      c->bits = kBits[uniform(0, 3)];
-      if (c->bits == 2 && uniform(0, 1)) c->step_rule = StepRule::kNorm;
-      if (c->bits == 16 || uniform(0, 1) == 0) continue;
+      c->type = CodeType::of_bits(kBits[uniform(0, 3)]);
+      if (c->type == kCodes2 && uniform(0, 1)) c->step_rule = StepRule::kNorm;
+      if (c->type.is_raw() || uniform(0, 1) == 0) continue;
       do {
         c->group = 16 * uniform(1, head_dim / 16);
       } while (head_dim % c->group != 0);

@@ -182,7 +182,7 @@ TEST(Formats, TwoBitsClippedAtTheNormHaveANameOfTheirOwn) {
     EXPECT_FALSE(parse_tier_format(bad).is_ok()) << bad;
   ComponentFormat f = norm_clipped();
   EXPECT_TRUE(f.validate(64).is_ok());
-  f.bits = 4;
+  f.type = CodeType::uniform(4);
   EXPECT_FALSE(f.validate(64).is_ok());
   f = norm_clipped();
   f.unit = Unit::kChannel;

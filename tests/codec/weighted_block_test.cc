@@ -1,5 +1,5 @@
 // Weighted blocks: round trips, what they cost, refusals, pinned bytes.
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Families of books for weighted blocks.
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_books.h"
 
 #include <gtest/gtest.h>
 
@@ -55,6 +55,13 @@ TEST_F(WeightedBooksTest, AFamilySortsDimBlocksBySpread) {
     // Entropies of the mixture and of its four parts differ by 0.31 bits a code.
     EXPECT_LT(bits(x, 128, four, c), bits(x, 128, one, c) - 512 * 128 / 5) << "seed " << seed_;
   }
+}
+
+// The mean square counts, not the sum: the last dim block of these heads has one channel.
+TEST_F(WeightedBooksTest, ANarrowDimBlockIsSortedByItsMean) {
+  const auto x = codes(512, 17);
+  const BookChoice two = *choose_books(Component::kKey, 17, {{x.data(), 512}}, {2, false, {}});
+  EXPECT_EQ(two.book_of, (std::vector<uint8_t>{0, 1})) << "seed " << seed_;
 }
 
 TEST_F(WeightedBooksTest, EveryShapeHasAFamily) {

@@ -1,5 +1,5 @@
 // Rows to codes and back: bounds, both forms, refusals, pinned bytes.
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "codec/format/global_step.h"
-#include "codec/host/weighted_rows_checks.h"
+#include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/simd_targets.h"
 #include "tests/codec/weighted_source.h"
 

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "codec/host/weighted_books.h"
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_books.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "tests/support/code_source.h"
 
 namespace tierkv {

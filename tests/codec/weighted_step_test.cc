@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "codec/host/weighted_rows_checks.h"
+#include "codec/host/coded/weighted_rows_checks.h"
 #include "tests/codec/weighted_source.h"
 
 namespace tierkv {
@@ -162,6 +162,26 @@ TEST_F(WeightedStepTest, RopeTablesAreChecked) {
   rope.inv_freq[0] = 1e30f;
   EXPECT_EQ(make_rope_table(rope, 64, 10).status().code(), StatusCode::kOutOfRange);
   EXPECT_EQ(make_rope_table(Rope{}, 64, 65)->blocks, 2);
+}
+
+TEST_F(WeightedStepTest, TurnsEndAtPosition2To31AndAngle2To32) {
+  Rope rope{RopePairing::kHalves, 2, {1.0f}};
+  std::vector<Turn> out(3);
+  const auto code = [&](int64_t first, int64_t step, int64_t count) {
+    return fill_turns(rope, first, step, count, out.data()).code();
+  };
+  const int64_t end = int64_t{1} << 31;
+  EXPECT_EQ(code(end - 3, 1, 3), StatusCode::kOk);
+  EXPECT_EQ(code(end - 2, 1, 3), StatusCode::kOutOfRange);
+  EXPECT_EQ(code(end - 7, 3, 3), StatusCode::kOk);
+  EXPECT_EQ(code(end - 6, 3, 3), StatusCode::kOutOfRange);
+  EXPECT_EQ(code(end, 1, 0), StatusCode::kOk);
+  rope.inv_freq[0] = 4.0f;
+  EXPECT_EQ(code(end / 2, 1, 1), StatusCode::kOk);
+  EXPECT_EQ(code(end / 2, 1, 2), StatusCode::kOutOfRange);
+  EXPECT_EQ(code(-1, 1, 1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, -1, 1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, 1, -1), StatusCode::kInvalidArgument);
 }
 
 }  // namespace

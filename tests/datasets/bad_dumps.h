@@ -6,7 +6,7 @@
 
 #include <functional>
 
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
 #include "tests/datasets/dump_files.h"
 
 namespace tierkv::datasets {

@@ -1,13 +1,13 @@
 // Chunks decoded outside HDF5 against HDF5's own reading of the same file, and damaged chunks.
-#include "datasets/chunk_codec.h"
+#include "datasets/hdf5/chunk_codec.h"
 
 #include <hdf5.h>
 #include <zlib.h>
 #include <zstd.h>
 
-#include "datasets/hdf5_dataset.h"
+#include "datasets/hdf5/hdf5_dataset.h"
+#include "datasets/hdf5/zstd_filter.h"
 #include "datasets/slab.h"
-#include "datasets/zstd_filter.h"
 #include "tests/datasets/dump_files.h"
 
 namespace tierkv::datasets {

@@ -1,4 +1,4 @@
-#include "datasets/tensor_names.h"
+#include "datasets/safetensors/tensor_names.h"
 
 #include <gtest/gtest.h>
 

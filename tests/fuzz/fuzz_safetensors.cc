@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "datasets/safetensors_dump.h"
+#include "datasets/safetensors/safetensors_dump.h"
 
 using namespace tierkv;
 using datasets::TensorInfo;

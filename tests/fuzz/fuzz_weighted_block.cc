@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "codec/format/huffman.h"
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 #include "tests/fuzz/fuzz_input.h"
 
 namespace {

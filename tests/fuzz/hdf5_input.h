@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "datasets/hdf5_dataset.h"
-#include "datasets/zstd_filter.h"
+#include "datasets/hdf5/hdf5_dataset.h"
+#include "datasets/hdf5/zstd_filter.h"
 #include "tests/fuzz/fuzz_input.h"
 
 namespace tierkv::datasets {

@@ -126,7 +126,7 @@ Bytes values_of(const KvStore& store, const Bytes& exported) {
       for (size_t b = 0; b < rows->rows[r].fixed[i].size(); ++b) {
         const Bytes& block = rows->rows[r].fixed[i][b];
         if (block.empty()) continue;
-        const int32_t bits = store.config().coded.fixed_format.of(c).bits;
+        const int32_t bits = store.config().coded.fixed_format.of(c).type.bits();
         EXPECT_TRUE(decode_fixed_block(block.data(), static_cast<int64_t>(block.size()), dim, c,
                                        bits, y.data()));
         std::copy(y.begin(), y.end(), codes.begin() + static_cast<int64_t>(b * y.size()));

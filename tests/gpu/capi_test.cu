@@ -215,8 +215,8 @@ class CapiAttend : public ::testing::TestWithParam<int32_t> {
         lse_(std::vector<float>(world_.q.size() / kHeadDim, -77)) {
     for (int32_t t = 0; t < 2; ++t) {
       formats_[t] = make<tkv_tier_format>();
-      formats_[t].k_bits = world_.config.tiers[t].format.k.bits;
-      formats_[t].v_bits = world_.config.tiers[t].format.v.bits;
+      formats_[t].k_bits = world_.config.tiers[t].format.k.type.bits();
+      formats_[t].v_bits = world_.config.tiers[t].format.v.type.bits();
       tiers_[t] = make<tkv_attention_tier>();
       tiers_[t].side = world_.config.tiers[t].side;
       tiers_[t].format = &formats_[t];
@@ -415,6 +415,39 @@ TEST(SmallCapi, MergeOnTheDeviceIsThatOnTheHost) {
   EXPECT_LT(relative_error(halves(dout.read()), halves(out)), 1e-3);
   const std::vector<float> read = dlse.read();
   for (int32_t r = 0; r < kRows; ++r) EXPECT_NEAR(read[r], lse[r], 1e-5);
+}
+
+// The tolerance is derived in codec/codec_scores_test.cu.
+TEST(SmallCapi, SignificanceOnTheDeviceIsThatOnTheHost) {
+  RandomInput input;
+  constexpr int32_t kTokens = 90;
+  const std::vector<int32_t> starts = {0, 33, kTokens};
+  std::vector<uint16_t> q(kTokens * kQHeads * kHeadDim), k(kTokens * kKvHeads * kHeadDim);
+  for (std::vector<uint16_t>* x : {&q, &k}) {
+    for (uint16_t& bits : *x) bits = float_to_half(input.real(-1, 1));
+  }
+  std::vector<float> lse(kTokens * kQHeads, -77), significance(kTokens * kKvHeads, -77);
+  const DeviceArray<uint16_t> dq(q), dk(k);
+  const DeviceArray<int32_t> dstarts(starts);
+  const DeviceArray<float> dlse(lse), dsignificance(significance);
+  tkv_significance_call call = make<tkv_significance_call>();
+  call.q = q.data(), call.k = k.data(), call.starts = starts.data();
+  call.num_sequences = 2, call.max_tokens = 57, call.total_tokens = kTokens;
+  call.num_q_heads = kQHeads, call.num_kv_heads = kKvHeads, call.head_dim = kHeadDim;
+  call.query_stride = 2;
+  call.lse = lse.data(), call.significance = significance.data();
+  tkv_error error = make<tkv_error>();
+  ASSERT_EQ(tkv_prompt_lse_host(&call, &error), TKV_OK) << error.message;
+  ASSERT_EQ(tkv_prompt_significance_host(&call, &error), TKV_OK) << error.message;
+  call.q = dq.get(), call.k = dk.get(), call.starts = dstarts.get();
+  call.lse = dlse.get(), call.significance = dsignificance.get();
+  ASSERT_EQ(tkv_prompt_lse(&call, nullptr, &error), TKV_OK) << error.message;
+  ASSERT_EQ(tkv_prompt_significance(&call, nullptr, &error), TKV_OK) << error.message;
+  const std::vector<float> got_lse = dlse.read(), got = dsignificance.read();
+  for (size_t i = 0; i < got_lse.size(); ++i) ASSERT_NEAR(got_lse[i], lse[i], 5e-4) << i;
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_NEAR(got[i], significance[i], 5e-4 * significance[i]) << i;
+  }
 }
 
 }  // namespace

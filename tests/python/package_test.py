@@ -52,6 +52,7 @@ class Structs(PackageTest):
                    "tkv_attend_request": lib.AttendRequest, "tkv_score_update": lib.ScoreUpdate,
                    "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct, "tkv_coded_config": lib.CodedConfigStruct,
                    "tkv_channel_config": lib.ChannelConfigStruct,
+                   "tkv_significance_call": lib.SignificanceCall,
                    "tkv_profile_data": lib.ProfileData, "tkv_profile_component": lib.ProfileComponent}
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",

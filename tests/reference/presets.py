@@ -130,7 +130,7 @@ def step(_, text):
 
 def small(_, text):
     """Without a profile."""
-    o = options_of(text, dict(k=0.3, v=0.25, window=64, sinks=4, books=1, importance="on"))
+    o = options_of(text, dict(k=0.33, v=0.28, window=64, sinks=4, books=1, importance="on"))
     formats = Format("weighted", step=o["k"]), Format("weighted", step=o["v"])
     return dict(high=formats, window=o["window"], sinks=o["sinks"], huffman=True, importance=o["importance"] == "on")
 

@@ -27,7 +27,7 @@ TEST(StoreConfig, RefusesByName) {
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->layout.num_layers = 0; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->layout.num_q_heads = 5; }), kInvalid);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->layout.head_dim = 80; }), StatusCode::kUnsupported);
-  EXPECT_EQ(validated([](KvStoreConfig* c) { c->low_format.v.bits = 1; }),
+  EXPECT_EQ(validated([](KvStoreConfig* c) { c->low_format.v.type = CodeType::uniform(1); }),
             StatusCode::kUnsupported);
   EXPECT_EQ(validated([](KvStoreConfig* c) { c->high_format.k.basis = BasisKind::kMean; }),
             StatusCode::kUnsupported);

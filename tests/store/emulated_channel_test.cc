@@ -12,6 +12,7 @@
 #include "codec/format/element.h"
 #include "store/channel/channel_device_state.h"
 #include "store/channel/channel_host.h"
+#include "tests/store/support/channel_plan_host.h"
 #include "tests/store/support/channel_store_world.h"
 #include "tests/support/random_input.h"
 
@@ -328,6 +329,44 @@ TEST(EmulatedChannelAttention, IsTheStoresInDouble) {
     most_splits = std::max(most_splits, store.most_splits());
   }
   EXPECT_GT(most_splits, 1);
+}
+
+TEST(ChannelPlan, RefusesWhatCannotBe) {
+  const std::vector<ChannelSequence> sequences = {{0, 1, 20}, {}};
+  std::vector<ChannelItem> items(5);
+  std::vector<ChannelParts> parts(4);
+  StatusCode status = StatusCode::kOk;
+  ChannelPlanCall good;
+  good.sequences = sequences.data();
+  good.num_sequences = 2;
+  good.num_kv_heads = 2;
+  good.most_blocks = 1;
+  good.most_raw_tokens = 20;
+  good.num_table_rows = 2;
+  good.plan = {5, items.data(), parts.data()};
+  good.status = &status;
+  using Change = void (*)(ChannelPlanCall*);
+  constexpr Change kChanges[] = {[](ChannelPlanCall* c) { c->num_sequences = -1; },
+                                 [](ChannelPlanCall* c) { c->num_kv_heads = 0; },
+                                 [](ChannelPlanCall* c) { c->team = 0; },
+                                 [](ChannelPlanCall* c) { c->most_blocks = INT32_MAX; },
+                                 [](ChannelPlanCall* c) { c->least_raw_tokens = -1; },
+                                 [](ChannelPlanCall* c) { c->plan.num_items = 3; },
+                                 [](ChannelPlanCall* c) { c->plan.items = nullptr; },
+                                 [](ChannelPlanCall* c) { c->plan.parts = nullptr; },
+                                 [](ChannelPlanCall* c) { c->sequences = nullptr; },
+                                 [](ChannelPlanCall* c) { c->status = nullptr; }};
+  for (const Change change : kChanges) {
+    ChannelPlanCall call = good;
+    change(&call);
+    EXPECT_EQ(plan_channel_host(call).code(), StatusCode::kInvalidArgument) << &change - kChanges;
+  }
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kOk);
+  EXPECT_EQ(items[4].row, -1);
+  good.least_raw_tokens = 21;  // not all queries would see all blocks
+  EXPECT_TRUE(plan_channel_host(good));
+  EXPECT_EQ(status, StatusCode::kCorrupt);
 }
 
 }  // namespace

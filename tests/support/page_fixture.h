@@ -150,7 +150,7 @@ inline std::vector<float> expected_values(const ComponentFormat& format, int32_t
     QuantParams p;
     EXPECT_EQ(format.step_rule == StepRule::kNorm
                   ? quantize_norm(x + d, width, &p, codes.data() + d)
-                  : quantize_minmax(x + d, width, 1, 1 << format.bits, &p, codes.data() + d),
+                  : quantize_minmax(x + d, width, 1, format.type.levels(), &p, codes.data() + d),
               StatusCode::kOk);
     for (int32_t i = d; i < d + width; ++i) {
       y[i] = dequantize(codes[i], half_to_float(p.scale), half_to_float(p.zero_point));

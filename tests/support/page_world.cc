@@ -23,14 +23,14 @@ void put_code(const PageLayout& layout, uint8_t* page, Component component, int3
   uint8_t* word_bytes = page + layout.tile_codes_byte(component, slot / kTileTokens) + at.byte;
   uint32_t word;
   std::memcpy(&word, word_bytes, 4);
-  word &= ~(((1u << tile.bits) - 1) << at.bit);
+  word &= ~(((1u << tile.type.bits()) - 1) << at.bit);
   word |= code << at.bit;
   std::memcpy(word_bytes, &word, 4);
 }
 
 void put_vector(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
                 const std::vector<float>& x, DType dtype) {
-  const int32_t bits = layout.tile(component).bits;
+  const int32_t bits = layout.tile(component).type.bits();
   if (bits == 16) {
     for (int32_t d = 0; d < layout.head_dim(); ++d) {
       put_code(layout, page, component, slot, d, bits_of_value(x[d], dtype));

@@ -13,9 +13,9 @@
 #include "attention/coded/coded_attention.h"
 #include "attention/coded/weighted_tables.h"
 #include "codec/format/element.h"
-#include "codec/host/weighted_block.h"
-#include "codec/host/weighted_books.h"
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_block.h"
+#include "codec/host/coded/weighted_books.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "tests/support/coded_attention_world.h"
 
 namespace tierkv::test::weighted {

@@ -13,6 +13,15 @@ constexpr int64_t kBatchBytes = int64_t{48} << 20;
 
 }  // namespace
 
+std::vector<Preset> default_comparison(const Profile* profile) {
+  std::vector<Preset> out;
+  for (const std::string& text : default_presets()) {
+    Result<Preset> preset = parse_preset(text);
+    if (preset && check_sensitivities(preset->scheme, profile)) out.push_back(std::move(*preset));
+  }
+  return out;
+}
+
 Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& o) {
   const int32_t last = o.end_layer(info.layout) - 1;
   if (o.first_layer < 0 || last >= info.layout.num_layers || o.first_layer > last) {
@@ -32,7 +41,7 @@ Status suits(const datasets::DumpInfo& info, const Preset& preset, const Analyze
   const std::string where = info.path + ": preset " + preset.text;
   const Scheme scheme = preset.scheme.for_head_dim(info.layout.head_dim);
   if (Status s = scheme.validate(info.layout.head_dim); !s) return s.with_context(where);
-  if (Status s = check_classes(scheme, o.profile); !s) return s.with_context(where);
+  if (Status s = check_sensitivities(scheme, o.profile); !s) return s.with_context(where);
   const bool matrix = scheme.high.k.basis == BasisKind::kMatrix;
   if (matrix && (o.profile == nullptr || o.profile->rows[0].key_forward.empty())) {
     return Status(StatusCode::kInvalidArgument, where +

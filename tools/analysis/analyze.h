@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/detail.h"
@@ -72,6 +72,10 @@ struct AnalyzeOptions {
   }
 };
 
+// default_presets(), less those that need sensitivities which the profile, null where there is
+// none, does not hold.
+std::vector<Preset> default_comparison(const Profile* profile);
+
 // The layers asked for exist and the profile is of the same shape of model.
 Status check_options(const datasets::DumpInfo& info, const AnalyzeOptions& options);
 // Whether the preset can be measured on the dump under these options (`presets` is not looked at):
@@ -97,6 +101,9 @@ std::optional<double> attention_error_pooled(const Tally& t);
 // Root of the mean over (layer, kv_head), weighted by the profile's sensitivities, of the squared
 // error by the squared output; nullopt without sensitivities.
 std::optional<double> attention_error_weighted(const Tally& t);
+// What schemes are ranked by: the weighted error, else the pooled one; nullopt without queries.
+std::optional<double> ranking_error(const Tally& t);
+const char* ranking_error_name(const Tally& t);  // "weighted error" or "pooled error"
 std::optional<double> attention_cosine(const Tally& t);
 std::optional<double> encode_gbps(const Tally& t);  // of one thread
 std::optional<double> decode_gbps(const Tally& t);

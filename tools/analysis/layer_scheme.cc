@@ -115,8 +115,15 @@ std::vector<RowProfile> layer_statistics(const LayerData& data, const CacheLayou
   return statistics;
 }
 
-Status check_classes(const Scheme& scheme, const Profile* profile) {
-  if (!scheme.needs_sensitivities()) return Status::ok();
+Status check_sensitivities(const Scheme& scheme, const Profile* profile) {
+  const bool scaled = scheme.weighted() && scheme.default_steps;
+  if (scaled && profile != nullptr && profile->key_sensitivity.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "its steps need sensitivities, which the profile does not hold "
+                  "(/key_sensitivity): take a profile from the model (python -m tierkv.calibrate), "
+                  "no profile, or steps of your own (k=, v=)");
+  }
+  if (!scheme.has_unlike_classes()) return Status::ok();
   if (profile == nullptr) {
     return Status(StatusCode::kInvalidArgument,
                   "its classes of heads need a profile with sensitivities (--profile)");
@@ -135,7 +142,7 @@ void take_classes(const Scheme& scheme, const CacheLayout& layout, const Profile
   if (scheme.classes.empty()) return;
   std::vector<double> shares;
   for (size_t c = 0; c + 1 < scheme.classes.size(); ++c) shares.push_back(scheme.classes[c].share);
-  const bool differ = scheme.needs_sensitivities();
+  const bool differ = scheme.has_unlike_classes();
   const std::vector<int32_t> classes =
       differ ? assign_classes(shares, profile->joint_sensitivity) : std::vector<int32_t>();
   for (int32_t h = 0; h < layout.num_kv_heads; ++h) {

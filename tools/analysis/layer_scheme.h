@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "codec/file/row_codec.h"
-#include "codec/host/weighted_books.h"
+#include "codec/host/coded/weighted_books.h"
 #include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
 
@@ -49,9 +49,10 @@ struct LayerScheme {
   int64_t codebook_bytes() const;
 };
 
-// Whether the profile, null where there is none, knows what the scheme's classes of heads need.
-Status check_classes(const Scheme& scheme, const Profile* profile);
-// Before place_rows(): the class of every row. The scheme passed check_classes().
+// Whether the profile, null where there is none, holds the sensitivities that the scheme's classes
+// of heads or its default steps need.
+Status check_sensitivities(const Scheme& scheme, const Profile* profile);
+// Before place_rows(): the class of every row. The scheme passed check_sensitivities().
 void take_classes(const Scheme& scheme, const CacheLayout& layout, const Profile* profile,
                   int32_t layer, LayerScheme* out);
 

@@ -133,8 +133,8 @@ std::vector<std::vector<TableRow>> totals_by_file(const std::vector<AnalyzeResul
   }
   for (std::vector<TableRow>& rows : files) {
     std::stable_sort(rows.begin(), rows.end(), [](const TableRow& a, const TableRow& b) {
-      const std::optional<double> x = attention_error_pooled(a.result->tally);
-      const std::optional<double> y = attention_error_pooled(b.result->tally);
+      const std::optional<double> x = ranking_error(a.result->tally);
+      const std::optional<double> y = ranking_error(b.result->tally);
       if (x && y && *x != *y) return *x < *y;
       return bits_per_value(a.result->tally) < bits_per_value(b.result->tally);
     });
@@ -189,7 +189,8 @@ std::string metric_help() {
                               sensitivities of --profile; none without
   attention_rel_error_online  mean over heads and queries of |o - o'| / |o|
   attention_rel_error         the same with the window at the end of the sequence
-Tables are sorted by the pooled error; a star marks presets that no other beats in both memory and pooled error.
+Tables are sorted by the weighted error, which agrees best with KL, and by the pooled one where it is unknown. A star
+marks presets that no other beats in both memory and that error.
 JSON has `parts`: the bytes of small's blocks by what they hold.
 )";
 }

@@ -23,8 +23,8 @@ const std::vector<std::string>& table_columns();
 std::vector<std::string> table_cells(const AnalyzeResult& total);
 std::string table_legend();  // what the columns mean, a sentence each
 std::string to_csv(const std::vector<AnalyzeResult>& results);
-// Totals only, one table per file: least pooled error first; a star marks presets that no other
-// beats in both memory and pooled attention error.
+// Totals only, one table per file: least ranking_error() first; a star marks presets that no other
+// beats in both memory and that error.
 std::string to_table(const std::vector<AnalyzeResult>& results);
 // The same as Markdown, with presets that no other beats in bold.
 std::string to_markdown(const std::vector<AnalyzeResult>& results);

@@ -90,10 +90,10 @@ Result<SweepResult> sweep(std::vector<datasets::DumpReader>& readers, const Anal
 std::vector<bool> pareto_front(const std::vector<AnalyzeResult>& results) {
   std::vector<bool> front;
   for (const AnalyzeResult& r : results) {
-    const std::optional<double> error = attention_error_pooled(r.tally);
+    const std::optional<double> error = ranking_error(r.tally);
     bool best = error.has_value();
     for (const AnalyzeResult& o : results) {
-      const std::optional<double> e = attention_error_pooled(o.tally);
+      const std::optional<double> e = ranking_error(o.tally);
       if (!best || !e || o.file != r.file || o.seq != r.seq) continue;
       const double mine = bits_per_value(r.tally), theirs = bits_per_value(o.tally);
       best = !(theirs <= mine && *e <= *error && (theirs < mine || *e < *error));

@@ -28,8 +28,8 @@ inline constexpr char kPooled[] = "all";
 Result<SweepResult> sweep(std::vector<datasets::DumpReader>& readers, const AnalyzeOptions& options,
                           bool sequences);
 
-// Presets of `results` that no other of the same file and sequence beats in both memory and pooled
-// attention error; false without queries.
+// Presets of `results` that no other of the same file and sequence beats in both memory and
+// ranking_error(); false without queries.
 std::vector<bool> pareto_front(const std::vector<AnalyzeResult>& results);
 
 // The presets that `tierkv sweep` tries when none is given: 44, with equal windows and

@@ -97,6 +97,13 @@ std::optional<double> attention_error_weighted(const Tally& t) {
   const std::optional<double> mean = ratio_of(total, weights);
   return mean ? std::optional<double>(std::sqrt(*mean)) : std::nullopt;
 }
+std::optional<double> ranking_error(const Tally& t) {
+  const std::optional<double> weighted = attention_error_weighted(t);
+  return weighted ? weighted : attention_error_pooled(t);
+}
+const char* ranking_error_name(const Tally& t) {
+  return attention_error_weighted(t) ? "weighted error" : "pooled error";
+}
 std::optional<double> attention_cosine(const Tally& t) {
   return ratio_of(t.attention.cosine, static_cast<double>(t.attention.queries));
 }

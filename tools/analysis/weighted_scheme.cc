@@ -1,7 +1,7 @@
 // The rows of a layer under weighted steps: means, weights, steps, importance, codebooks.
 #include <algorithm>
 
-#include "codec/host/histogram.h"
+#include "codec/host/coded/histogram.h"
 #include "tools/analysis/layer_scheme.h"
 
 namespace tierkv::analysis {

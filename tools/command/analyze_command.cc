@@ -15,12 +15,9 @@ struct Arguments : AnalyzeArguments {
 int run(const Arguments& args) {
   AnalyzeInputs inputs;
   analysis::AnalyzeOptions& options = inputs.options;
-  if (const int code = read_presets(
-          args.presets.empty() ? analysis::default_presets() : args.presets, &options.presets);
-      code != kExitOk) {
-    return code;
-  }
+  if (const int code = read_presets(args.presets, &options.presets); code != kExitOk) return code;
   if (const int code = read_inputs(args, &inputs); code != kExitOk) return code;
+  if (args.presets.empty()) options.presets = analysis::default_comparison(options.profile);
   analysis::SweepResult all;
   for (datasets::DumpReader& reader : inputs.readers) {
     ProgressBar bar(reader.info().path);
@@ -52,7 +49,8 @@ void add_analyze(CLI::App& app, int* exit_code) {
       "analyze", "What each scheme would do to a dumped cache: size, tiers, error, speed");
   add_analyze_arguments(c, args.get());
   c->add_option("--preset", args->presets,
-                "Scheme to try; repeat for more. Default: a comparison with equal windows")
+                "Scheme to try; repeat for more. Default: a comparison with equal windows "
+                "of what needs no profile, or what --profile serves")
       ->allow_extra_args(false);
   CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.analyze/1");
   c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);

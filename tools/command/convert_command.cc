@@ -3,7 +3,7 @@
 #include <charconv>
 #include <fstream>
 
-#include "datasets/safetensors_dump.h"
+#include "datasets/safetensors/safetensors_dump.h"
 #include "tools/command/command.h"
 #include "tools/command/interrupt.h"
 

@@ -1,10 +1,15 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "codec/file/cache_decoder.h"
+#include "codec/file/container_format.h"
 #include "datasets/dump.h"
 #include "tools/command/command.h"
+#include "tools/presets/preset.h"
 
 namespace tierkv::tools {
 namespace {
@@ -20,22 +25,32 @@ int64_t kv_bytes(const datasets::DumpInfo& info, const datasets::SequenceInfo& s
   return bytes;
 }
 
+void add_layout(const CacheLayout& l, Json* j) {
+  (*j)["num_layers"] = l.num_layers;
+  (*j)["num_q_heads"] = l.num_q_heads;
+  (*j)["num_kv_heads"] = l.num_kv_heads;
+  (*j)["head_dim"] = l.head_dim;
+  (*j)["dtype"] = dtype_name(l.dtype);
+  (*j)["rope_applied"] = l.rope_applied;
+  (*j)["rope_theta"] = l.rope_theta;
+  (*j)["sm_scale"] = l.sm_scale;
+}
+
+std::string layout_text(const CacheLayout& l) {
+  return fmt::format(
+      "  {} layers, {} query heads, {} kv heads, head_dim {}, {}, RoPE {} (theta {})\n",
+      l.num_layers, l.num_q_heads, l.num_kv_heads, l.head_dim, dtype_name(l.dtype),
+      l.rope_applied ? "applied" : "not applied", l.rope_theta);
+}
+
 Json describe(const datasets::DumpInfo& info) {
-  const CacheLayout& l = info.layout;
   Json j;
   j["file"] = info.path;
   j["format"] = "kv-dump";
   j["format_version"] = info.format_version;
   j["model_id"] = info.model_id;
   j["created_by"] = info.created_by;
-  j["num_layers"] = l.num_layers;
-  j["num_q_heads"] = l.num_q_heads;
-  j["num_kv_heads"] = l.num_kv_heads;
-  j["head_dim"] = l.head_dim;
-  j["dtype"] = dtype_name(l.dtype);
-  j["rope_applied"] = l.rope_applied;
-  j["rope_theta"] = l.rope_theta;
-  j["sm_scale"] = l.sm_scale;
+  add_layout(info.layout, &j);
   j["sequences"] = Json::array();
   for (const datasets::SequenceInfo& s : info.sequences) {
     const datasets::LayerInfo& first = s.layers[0];
@@ -52,13 +67,9 @@ Json describe(const datasets::DumpInfo& info) {
 }
 
 std::string to_text(const datasets::DumpInfo& info) {
-  const CacheLayout& l = info.layout;
-  std::string out = fmt::format(
-      "{}: kv-dump {}, model {}\n  {} layers, {} query heads, {} kv heads, head_dim {}, {}, RoPE "
-      "{} (theta {})\n",
-      info.path, info.format_version, info.model_id.empty() ? "unknown" : info.model_id,
-      l.num_layers, l.num_q_heads, l.num_kv_heads, l.head_dim, dtype_name(l.dtype),
-      l.rope_applied ? "applied" : "not applied", l.rope_theta);
+  std::string out = fmt::format("{}: kv-dump {}, model {}\n", info.path, info.format_version,
+                                info.model_id.empty() ? "unknown" : info.model_id) +
+                    layout_text(info.layout);
   for (const datasets::SequenceInfo& s : info.sequences) {
     out += fmt::format(
         "  {:<16} {:>9} tokens  {:>9.1f} MB of K and V  {:>7} queries  significance {}{}\n", s.id,
@@ -66,6 +77,119 @@ std::string to_text(const datasets::DumpInfo& info) {
         s.layers[0].has_significance ? "yes" : "no", s.kind.empty() ? "" : "  (" + s.kind + ")");
   }
   return out;
+}
+
+// ---- Containers ----
+
+bool is_container(const std::string& path) {
+  char magic[kMagicBytes] = {};
+  std::ifstream(path, std::ios::binary).read(magic, sizeof(magic));
+  return std::equal(std::begin(magic), std::end(magic), std::begin(kContainerMagic),
+                    [](char a, uint8_t b) { return static_cast<uint8_t>(a) == b; });
+}
+
+const char* rule_name(const ComponentFormat& f) {
+  if (f.is_raw()) return "raw";
+  switch (f.step_rule) {
+    case StepRule::kMinMax:
+      return "min-max";
+    case StepRule::kRelative:
+      return "relative";
+    case StepRule::kAbsolute:
+      return "global";
+    case StepRule::kWeighted:
+      return "weighted";
+    case StepRule::kNorm:
+      return "norm";
+  }
+  return "unknown";
+}
+
+// How a container's rows were quantised; nulls where its preset is unknown or has no such thing.
+struct Steps {
+  Json key_rule, value_rule, key_step, value_step;
+  Json statistics;  // "profile" or "sequence": whose means, weights and steps the rows have
+};
+
+Steps steps_of(const CacheDecoder& decoder) {
+  Steps out;
+  for (const ChunkEntry& chunk : decoder.container().chunks()) {
+    if (chunk.key.kind != ChunkKind::kWeightedRow && chunk.key.kind != ChunkKind::kBasis) continue;
+    out.statistics = chunk.key.sequence == kNotApplicable ? "profile" : "sequence";
+  }
+  const Result<analysis::Preset> preset = analysis::parse_preset(decoder.model().preset);
+  if (!preset) return out;
+  const Scheme& s = preset->scheme;
+  out.key_rule = rule_name(s.high.k);
+  out.value_rule = rule_name(s.high.v);
+  const bool own = s.weighted() && out.statistics != "profile";
+  if (s.high.k.step > 0) out.key_step = own ? s.own_k : s.high.k.step;
+  if (s.high.v.step > 0) out.value_step = own ? s.own_v : s.high.v.step;
+  return out;
+}
+
+Json describe(const CacheDecoder& decoder) {
+  const ContainerModel& model = decoder.model();
+  const Steps steps = steps_of(decoder);
+  Json j;
+  j["file"] = decoder.container().path();
+  j["format"] = "tkv";
+  j["format_version"] = fmt::format("{}.{}", kContainerMajor, kContainerMinor);
+  j["file_bytes"] = decoder.container().file_bytes();
+  j["model_id"] = model.model_id;
+  j["created_by"] = model.created_by;
+  add_layout(model.layout, &j);
+  j["preset"] = model.preset;
+  j["key_step_rule"] = steps.key_rule;
+  j["key_step"] = steps.key_step;
+  j["value_step_rule"] = steps.value_rule;
+  j["value_step"] = steps.value_step;
+  j["statistics"] = steps.statistics;
+  j["sequences"] = Json::array();
+  for (const ContainerSequence& s : decoder.sequences())
+    j["sequences"].push_back({{"seq", s.id}, {"kind", s.kind}, {"tokens", s.tokens.size()}});
+  return j;
+}
+
+std::string to_text(const CacheDecoder& decoder) {
+  const ContainerModel& model = decoder.model();
+  const Steps steps = steps_of(decoder);
+  const auto step = [](const Json& rule, const Json& value) {
+    return rule.is_null() ? "unknown"
+                          : rule.get<std::string>() + (value.is_null() ? "" : " " + value.dump());
+  };
+  std::string out = fmt::format("{}: container {}.{}, {:.1f} MB, model {}\n",
+                                decoder.container().path(), kContainerMajor, kContainerMinor,
+                                static_cast<double>(decoder.container().file_bytes()) / 1e6,
+                                model.model_id.empty() ? "unknown" : model.model_id) +
+                    layout_text(model.layout);
+  out += fmt::format("  preset {}: keys {}, values {}{}\n", model.preset,
+                     step(steps.key_rule, steps.key_step), step(steps.value_rule, steps.value_step),
+                     steps.statistics.is_null()
+                         ? ""
+                         : ", statistics of the " + steps.statistics.get<std::string>());
+  for (const ContainerSequence& s : decoder.sequences())
+    out += fmt::format("  {:<16} {:>9} tokens{}\n", s.id, s.tokens.size(),
+                       s.kind.empty() ? "" : "  (" + s.kind + ")");
+  return out;
+}
+
+// Adds what the file holds to both; what is wrong with it otherwise.
+Status add_file(const std::string& file, Json* files, std::string* text) {
+  if (is_container(file)) {
+    Result<ContainerReader> reader = ContainerReader::open(file);
+    if (!reader) return reader.status();
+    const Result<CacheDecoder> decoder = CacheDecoder::open(std::move(*reader));
+    if (!decoder) return decoder.status();
+    files->push_back(describe(*decoder));
+    *text += to_text(*decoder);
+    return Status::ok();
+  }
+  const Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
+  if (!reader) return reader.status();
+  files->push_back(describe(reader->info()));
+  *text += to_text(reader->info());
+  return Status::ok();
 }
 
 }  // namespace
@@ -76,20 +200,17 @@ void add_info(CLI::App& app, int* exit_code) {
     bool json = false;
   };
   auto args = std::make_shared<Arguments>();
-  CLI::App* c = app.add_subcommand("info", "What a dump holds");
-  c->add_option("FILE", args->files, "kv-dump files (HDF5)")->required();
+  CLI::App* c = app.add_subcommand("info", "What a dump or a container holds");
+  c->add_option("FILE", args->files, "kv-dumps (HDF5) and .tkv containers")->required();
   c->add_flag("--json", args->json, "As JSON");
   c->callback([args, exit_code] {
     Json files = Json::array();
     std::string text;
     for (const std::string& file : args->files) {
-      Result<datasets::DumpReader> reader = datasets::DumpReader::open(file);
-      if (!reader) {
-        *exit_code = report_error(reader.status().message(), kExitBadInput);
+      if (const Status s = add_file(file, &files, &text); !s) {
+        *exit_code = report_error(s.message(), kExitBadInput);
         return;
       }
-      files.push_back(describe(reader->info()));
-      text += to_text(reader->info());
     }
     *exit_code = print_result(
         args->json ? Json{{"schema", "tierkv.info/1"}, {"files", files}}.dump(1) + "\n" : text);

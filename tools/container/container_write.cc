@@ -241,7 +241,6 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
   }
   if (Status s = scheme.validate(info.layout.head_dim); !s) return refuse(s.code(), s.message());
   const Profile* p = options.profile;
-  if (Status s = check_classes(scheme, p); !s) return refuse(s.code(), s.message());
   const bool matrix =
       scheme.high.k.basis == BasisKind::kMatrix || scheme.high.v.basis == BasisKind::kMatrix;
   if (p != nullptr) {
@@ -249,6 +248,7 @@ Status check(const datasets::DumpInfo& info, const CompressOptions& options) {
       return refuse(s.code(), s.message());
     if (Status s = check_rope(info, p); !s) return s;
   }
+  if (Status s = check_sensitivities(scheme, p); !s) return refuse(s.code(), s.message());
   if (matrix && (p == nullptr || p->rows.empty() || p->rows[0].key_forward.empty())) {
     return refuse(StatusCode::kInvalidArgument,
                   "basis=matrix needs a profile with bases (calibrate --basis matrix)");

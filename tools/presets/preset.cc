@@ -78,7 +78,7 @@ void read_kivi(KeyReader& keys, int32_t bits, Scheme* s) {
 
 ComponentFormat stepped(StepRule rule, Unit unit, int32_t group, double step) {
   ComponentFormat f;
-  f.bits = 0;
+  f.type = CodeType::uniform(0);
   f.step_rule = rule;
   f.unit = unit;
   f.group = group;
@@ -124,8 +124,9 @@ void read_small(KeyReader& keys, Scheme* s) {
   double k = 0, v = 0;  // 0: not given
   keys.number("k", &k, 1e-6, 1e3);
   keys.number("v", &v, 1e-6, 1e3);
-  s->own_k = k > 0 ? k : 0.3;
-  s->own_v = v > 0 ? v : 0.25;
+  s->default_steps = k <= 0 || v <= 0;
+  s->own_k = k > 0 ? k : 0.33;
+  s->own_v = v > 0 ? v : 0.28;
   keys.count("books", &s->books, 1, kMaxFamilyBooks);
   std::string importance = "on";
   keys.word("importance", &importance, {"on", "off"});

@@ -23,7 +23,8 @@ struct Preset {
 // that makes no sense).
 Result<Preset> parse_preset(std::string_view text);
 
-// What `analyze` shows when no --preset is given, and the names for `--help`.
+// What `analyze` shows when no --preset is given and a profile serves them all, and the names for
+// `--help`.
 std::vector<std::string> default_presets();
 std::string preset_help();
 

@@ -30,9 +30,9 @@ Status read_format(std::string_view text, TierFormat* format) {
   if (!parsed) return bad_preset(text.empty() ? "a format is missing" : parsed.status().message());
   for (const Component c : {Component::kKey, Component::kValue}) {
     ComponentFormat& f = parsed->of(c);
-    if (f.bits != 8 && f.bits != 4 && f.bits != 2)
+    if (f.type.bits() != 8 && f.type.bits() != 4 && f.type.bits() != 2)
       return bad_preset(quoted + ": classes of heads have 8, 4 or 2 bits");
-    if (f.bits == 2) f = norm_clipped();
+    if (f.type.bits() == 2) f = norm_clipped();
   }
   *format = *parsed;
   return Status::ok();
@@ -66,7 +66,7 @@ Status read_class(std::string_view text, HeadClass* c) {
   c->low = c->high;
   if (!has_low) return Status::ok();
   if (Status s = read_format(low, &c->low); !s) return s;
-  if (c->low.k.bits > c->high.k.bits || c->low.v.bits > c->high.v.bits)
+  if (c->low.k.type.bits() > c->high.k.type.bits() || c->low.v.type.bits() > c->high.v.type.bits())
     return bad_preset("its low format is wider than its high one");
   return Status::ok();
 }

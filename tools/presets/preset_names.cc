@@ -16,6 +16,7 @@ std::vector<std::string> default_presets() {
           "kvcomp:unit=channel,rel_k=0.15",
           "small",
           "small:books=4",
+          "fast",
           "step",
           "zstd-fp16",
           "zstd-codes:of=k4v4"};
@@ -35,8 +36,9 @@ std::string preset_help() {
   kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
                                                                            block=64
-  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.45 (0.3, 0.25 without a profile's
-                   token, means removed, Huffman                           query energies) books=1 importance=on|off
+  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.45 (0.33, 0.28 without a profile)
+                   token, means removed, Huffman                           books=1 importance=on|off; a profile without
+                                                                           sensitivities needs k= and v=
   step             one step per layer and head, Huffman                    k=0.3 v=0.25
                                                                            basis=mean|none|hadamard|matrix
   snapkv           prune to a share of each head, by the newest queries    keep=0.5 window=64 format=k16v16

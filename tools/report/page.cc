@@ -137,7 +137,7 @@ std::string table(const Subject& s) {
 std::string rate_section(const Subject& s) {
   Subject measured;  // without attention errors there is nothing to draw
   for (size_t i = 0; i < s.results.size(); ++i) {
-    if (!analysis::attention_error_pooled(s.results[i]->tally)) continue;
+    if (!analysis::ranking_error(s.results[i]->tally)) continue;
     measured.results.push_back(s.results[i]);
     measured.numbers.push_back(s.numbers[i]);
     measured.front.push_back(s.front[i]);
@@ -145,11 +145,12 @@ std::string rate_section(const Subject& s) {
   if (measured.results.empty()) {
     return "<p>No attention error: the dump has no queries.</p>\n";
   }
-  return figure(rate_distortion(measured.results, measured.numbers, measured.front),
-                "Each point is a preset, numbered as in the table. Memory counts everything stored "
-                "(codes, scales, windows, codebooks); the error is the mean of |o - o'| / |o| over "
-                "queries and heads with the window moving along. Presets without loss lie on the "
-                "floor of the chart. Attention error does not see what pruning loses.");
+  return figure(
+      rate_distortion(measured.results, measured.numbers, measured.front),
+      "Each point is a preset, numbered as in the table. Memory counts everything stored "
+      "(codes, scales, windows, codebooks); the error of attention outputs is the weighted "
+      "one, or the pooled one where no profile has sensitivities. Presets without loss lie "
+      "on the floor of the chart. Attention error does not see what pruning loses.");
 }
 
 std::string preset_sections(const Subject& s) {

@@ -39,7 +39,7 @@ struct Chart {
   Axis x, y;
   double floor = 0;
   Point at(const AnalyzeResult& r) const {
-    const double error = *analysis::attention_error_pooled(r.tally);
+    const double error = *analysis::ranking_error(r.tally);
     return {x.scale(memory(r)), y.scale(std::max(error, floor))};
   }
 };
@@ -47,7 +47,7 @@ struct Chart {
 Chart make_chart(const ResultList& results) {
   double low = 1, high = 1e-3, least = 1, most = 0;
   for (const AnalyzeResult* r : results) {
-    const double error = *analysis::attention_error_pooled(r->tally);
+    const double error = *analysis::ranking_error(r->tally);
     if (error > 1e-5) low = std::min(low, error);
     high = std::max(high, error);
     least = std::min(least, memory(*r));
@@ -58,7 +58,7 @@ Chart make_chart(const ResultList& results) {
   c.x.label = "memory, share of fp16 (logarithmic)";
   c.x.percent = true;
   c.y.scale = nice_scale(std::min(low, high / 2) * 0.7, high, true);
-  c.y.label = "pooled attention error";
+  c.y.label = std::string("attention outputs, ") + analysis::ranking_error_name(results[0]->tally);
   c.floor = c.y.scale.low;
   return c;
 }
@@ -144,9 +144,10 @@ std::string rate_distortion(const ResultList& results, const std::vector<int>& n
     const int f = family_of(r.preset);
     used[f] = true;
     labels.keep_clear(chart.at(r));
-    svg.marker(chart.at(r), families()[f].marker, color(families()[f].color),
-               fmt::format("{}: {} at {:.1f}% of fp16, pooled error {:.4f}", numbers[i], r.preset,
-                           100 * memory(r), *analysis::attention_error_pooled(r.tally)));
+    svg.marker(
+        chart.at(r), families()[f].marker, color(families()[f].color),
+        fmt::format("{}: {} at {:.1f}% of fp16, {} {:.4f}", numbers[i], r.preset, 100 * memory(r),
+                    analysis::ranking_error_name(r.tally), *analysis::ranking_error(r.tally)));
   }
   for (const bool strong : {true, false}) {
     for (size_t i = 0; i < results.size(); ++i) {

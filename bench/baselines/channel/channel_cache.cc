@@ -102,7 +102,7 @@ float residual_value(const ChannelLayout& l, const uint8_t* residual, Component 
 }
 
 Status ChannelCache::validate() const {
-  TierFormat format = token_wise_tier(layout.k_tile.bits, layout.v_tile.bits);
+  TierFormat format = token_wise_tier(layout.k_tile.type.bits(), layout.v_tile.type.bits());
   format.k.unit = Unit::kChannel;
   format.k.group = layout.tokens;
   const Result<ChannelLayout> expected = make_channel_layout(format, layout.head_dim());

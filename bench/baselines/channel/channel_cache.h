@@ -12,11 +12,12 @@ TKV_HD constexpr int32_t residual_bytes(const ChannelLayout& l) {
 }
 TKV_HD constexpr int32_t residual_tile(const ChannelLayout& l, Component c, int32_t tile_index) {
   return (c == Component::kValue ? l.tokens * l.head_dim() * 2 : 0) +
-         tile_index * TileLayout{16, l.head_dim()}.bytes();
+         tile_index * TileLayout{kRawCodes, l.head_dim()}.bytes();
 }
 // Where a value lies in it.
 TKV_HD int32_t residual_byte(const ChannelLayout& l, Component c, int32_t token, int32_t dim) {
-  const CodePosition at = code_position(TileLayout{16, l.head_dim()}, c, token % kTileTokens, dim);
+  const CodePosition at =
+      code_position(TileLayout{kRawCodes, l.head_dim()}, c, token % kTileTokens, dim);
   return residual_tile(l, c, token / kTileTokens) + at.byte + at.bit / 8;
 }
 float residual_value(const ChannelLayout& layout, const uint8_t* residual, Component component,

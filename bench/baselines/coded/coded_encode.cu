@@ -43,7 +43,7 @@ __device__ CodeRange load_codes(const CodedEncode& call, const int16_t* from, co
 __device__ int64_t take_place(unsigned long long* cursor, int32_t bytes) {
   unsigned long long at = 0;
   if (lane_index() == 0) at = atomicAdd(cursor, static_cast<unsigned long long>(bytes));
-  return static_cast<int64_t>(__shfl_sync(kAllLanes, at, 0));
+  return static_cast<int64_t>(__shfl_sync(kFullWarp, at, 0));
 }
 
 __device__ StatusCode encode_group(const CodedEncode& call, const uint32_t* words,

@@ -164,7 +164,7 @@ __device__ inline SlicePlan plan_slice(const Slice& slice, int32_t* counter) {
   }
   __syncwarp();
   plan.exceptions = *counter;
-  plan.possible = __all_sync(kAllLanes, possible) && plan.exceptions <= kMaxExceptions &&
+  plan.possible = __all_sync(kFullWarp, possible) && plan.exceptions <= kMaxExceptions &&
                   plan.payload_bits <= kMaxPayloadBits;
   return plan;
 }

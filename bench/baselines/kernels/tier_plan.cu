@@ -32,7 +32,7 @@ __device__ uint64_t scan_before(uint64_t mine, uint64_t* total) {
   const int32_t lane = lane_index(), warp = static_cast<int32_t>(threadIdx.x) / 32;
   uint64_t sum = mine;
   for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
-    const uint64_t below = __shfl_up_sync(kAllLanes, sum, lanes);
+    const uint64_t below = __shfl_up_sync(kFullWarp, sum, lanes);
     if (lane >= lanes) sum += below;
   }
   if (lane == 31) warp_totals[warp] = sum;
@@ -89,7 +89,7 @@ __device__ StatusCode count_row(const TierPlan& plan, const PlanRow& row, const 
   }
 #pragma unroll
   for (int32_t tier = 0; tier < kNumTiers; ++tier) {
-    const int32_t sum = __reduce_add_sync(kAllLanes, mine[tier]);
+    const int32_t sum = __reduce_add_sync(kFullWarp, mine[tier]);
     if (lane_index() == 0) atomicAdd(&totals[tier], sum);
   }
   code = worst_of_warp(code);

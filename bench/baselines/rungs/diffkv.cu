@@ -14,14 +14,14 @@ __device__ __forceinline__ uint32_t gather_word(const PageLayout& page, Componen
                                                 const uint8_t* from, int32_t word,
                                                 PlaceOf place_of) {
   const TileLayout tile = page.tile(component);
-  const int32_t per_word = 32 / tile.bits;
+  const int32_t per_word = 32 / tile.type.bits();
   uint32_t codes = 0;
   for (int32_t k = 0; k < per_word; ++k) {
-    const DiffkvPlace place = place_of(tile.bits, page.tokens, word * per_word + k);
+    const DiffkvPlace place = place_of(tile.type.bits(), page.tokens, word * per_word + k);
     const CodePosition at = code_position(tile, component, place.token % kTileTokens, place.dim);
     const auto* x = reinterpret_cast<const uint32_t*>(
         from + page.tile_codes_byte(component, place.token / kTileTokens) + at.byte);
-    codes |= (*x >> at.bit & ((1u << tile.bits) - 1)) << k * tile.bits;
+    codes |= (*x >> at.bit & ((1u << tile.type.bits()) - 1)) << k * tile.type.bits();
   }
   return codes;
 }

@@ -52,18 +52,18 @@ class DiffkvWarp {
     const int32_t format = tier.format, page_tokens = tier.page_tiles * kTileTokens;
     const uint8_t* keys = page + tier.segment[0];
     const uint8_t* key_metadata = page + tier.segment[1];
-    if (key_bits(format) == 16) {
+    if (key_type(format).bits() == 16) {
       score_keys<16>(keys, key_metadata, page_tokens, tokens);
-    } else if (key_bits(format) == 8) {
+    } else if (key_type(format).bits() == 8) {
       score_keys<8>(keys, key_metadata, page_tokens, tokens);
     } else {
       score_keys<4>(keys, key_metadata, page_tokens, tokens);
     }
     __syncwarp();
     const uint8_t* values = page + tier.segment[2];
-    weigh(value_bits(format) == 16 ? nullptr : page + tier.segment[3], tokens);
+    weigh(value_type(format).bits() == 16 ? nullptr : page + tier.segment[3], tokens);
     __syncwarp();
-    switch (value_bits(format)) {
+    switch (value_type(format).bits()) {
       case 16:
         add_values<16>(values, page_tokens, tokens);
         break;

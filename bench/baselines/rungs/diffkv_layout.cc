@@ -12,7 +12,7 @@ uint32_t code_at(const PageLayout& page, Component component, const uint8_t* fro
   uint32_t word;
   std::memcpy(&word, from + page.tile_codes_byte(component, place.token / kTileTokens) + at.byte,
               4);
-  return word >> at.bit & ((1u << tile.bits) - 1);
+  return word >> at.bit & ((1u << tile.type.bits()) - 1);
 }
 
 void put_bits(uint8_t* to, int64_t bit, int32_t bits, uint32_t code) {
@@ -29,7 +29,7 @@ void put_bits(uint8_t* to, int64_t bit, int32_t bits, uint32_t code) {
 void transcode_component(const PageLayout& page, Component component, const uint8_t* from,
                          uint8_t* to) {
   const bool key = component == Component::kKey;
-  const int32_t bits = page.tile(component).bits;
+  const int32_t bits = page.tile(component).type.bits();
   for (int32_t i = 0; i < page.tokens * page.head_dim(); ++i) {
     const DiffkvPlace place =
         key ? diffkv_key_place(bits, page.tokens, i) : diffkv_value_place(bits, page.tokens, i);

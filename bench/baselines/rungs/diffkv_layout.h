@@ -27,7 +27,7 @@ TKV_HD constexpr int32_t diffkv_value_vector(int32_t bits) {
 }
 // Keys of 16, 8 and 4 bits, values of 16, 8, 4 and 2: 128 dims must be whole groups of vectors.
 TKV_HD constexpr bool has_diffkv_layout(const PageLayout& page) {
-  return page.head_dim() == 128 && page.k_tile.bits >= 4 && page.k_groups <= 1 &&
+  return page.head_dim() == 128 && page.k_tile.type.bits() >= 4 && page.k_groups <= 1 &&
          page.v_groups <= 1 && page.tokens <= kDiffkvMaxPageTokens;
 }
 

@@ -22,8 +22,8 @@ namespace tierkv {
 
 inline constexpr int32_t kKvPartStride = kRungHeadDim + 4;  // floats; no bank conflicts
 // That a warp reads, and ignores, behind a chunk with an odd number of tiles: a tile of K8V4.
-inline constexpr int32_t kKvReadBehind = TileLayout{8, kRungHeadDim}.bytes() +
-                                         TileLayout{4, kRungHeadDim}.bytes() +
+inline constexpr int32_t kKvReadBehind = TileLayout{kCodes8, kRungHeadDim}.bytes() +
+                                         TileLayout{kCodes4, kRungHeadDim}.bytes() +
                                          2 * kMetadataBlockBytes;
 inline constexpr float kWeightHeadroom = 8.0f;  // log2, below a raised reference
 inline constexpr float kWeightCeiling = 0x1p14f;
@@ -54,16 +54,16 @@ class KvWarp {
   // theirs, of `tiles` tiles each. Up to a tile behind them is read and ignored.
   __device__ __forceinline__ void attend(const uint8_t* chunk, int32_t format, int32_t tiles,
                                          int32_t tokens) {
-    use_format(key_bits(format), value_bits(format));
+    use_format(key_type(format), value_type(format));
     switch (format) {
-      case pair_format(16, 16):
-        return attend_tiles<16, 16>(chunk, tiles, tokens);
-      case pair_format(8, 4):
-        return attend_tiles<8, 4>(chunk, tiles, tokens);
-      case pair_format(4, 4):
-        return attend_tiles<4, 4>(chunk, tiles, tokens);
+      case pair_format(kRawCodes, kRawCodes):
+        return attend_tiles<kRawCodes, kRawCodes>(chunk, tiles, tokens);
+      case pair_format(kCodes8, kCodes4):
+        return attend_tiles<kCodes8, kCodes4>(chunk, tiles, tokens);
+      case pair_format(kCodes4, kCodes4):
+        return attend_tiles<kCodes4, kCodes4>(chunk, tiles, tokens);
       default:
-        return attend_tiles<4, 2>(chunk, tiles, tokens);
+        return attend_tiles<kCodes4, kCodes2>(chunk, tiles, tokens);
     }
   }
 
@@ -83,14 +83,15 @@ class KvWarp {
   __device__ __forceinline__ static int32_t lane() {
     return threadIdx.x % 32;
   }
-  __device__ __forceinline__ void use_format(int32_t k_bits, int32_t v_bits);
-  template <int32_t kKeyBits, int32_t kValueBits>
+  __device__ __forceinline__ void use_format(CodeType k, CodeType v);
+  template <CodeType kKeys, CodeType kValues>
   __device__ __forceinline__ void attend_tiles(const uint8_t* chunk, int32_t tiles, int32_t tokens);
-  template <int32_t kBits>
+  template <CodeType kType>
   __device__ __forceinline__ void score_tile(const uint8_t* codes, const uint8_t* metadata,
                                              TileScores& s) const;
   __device__ __forceinline__ static void mask_tile(int32_t tokens, TileScores& s);
-  __device__ __forceinline__ static void mask_raw(int32_t tokens, LaneWords<16, 128>& values);
+  __device__ __forceinline__ static void mask_raw(int32_t tokens,
+                                                  LaneWords<kRawCodes, 128>& values);
   template <int32_t kTiles>
   __device__ __forceinline__ void weigh(TileScores (&s)[kTiles]);
   template <int32_t kTiles>
@@ -102,39 +103,39 @@ class KvWarp {
   float reference_[2] = {}, sum_[2] = {}, zero_[2] = {};
   float ceiling_ = -1.0f;  // below every weight until there is a reference
   float scale_log2_, score_unit_ = 0.0f;
-  int32_t k_bits_ = 16, v_bits_ = 0;  // 0: no tokens yet
+  CodeType k_type_ = kRawCodes, v_type_ = kNoType;
 };
 
-__device__ __forceinline__ void KvWarp::use_format(int32_t k_bits, int32_t v_bits) {
+__device__ __forceinline__ void KvWarp::use_format(CodeType k, CodeType v) {
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t dim = f * kDimBlock + 8 * half;
-      if (k_bits != k_bits_) {
-        const int32_t shift = code_shift(k_bits_, dim) - code_shift(k_bits, dim);
+      if (k != k_type_) {
+        const int32_t shift = code_shift(k_type_.bits(), dim) - code_shift(k.bits(), dim);
         query_[f][half] = multiply_halves(query_[f][half], power_of_two(shift));
       }
-      if (v_bits != v_bits_ && v_bits_ != 0) {
+      if (v != v_type_ && v_type_ != kNoType) {
         const float factor =
-            power_of_two(unpacked_exponent(v_bits_, dim) - unpacked_exponent(v_bits, dim));
+            power_of_two(unpacked_exponent(v_type_, dim) - unpacked_exponent(v, dim));
         out_[f][2 * half] *= factor;
         out_[f][2 * half + 1] *= factor;
       }
     }
   }
-  score_unit_ = k_bits == 16 ? scale_log2_ : scale_log2_ * 0x1p24f;
-  k_bits_ = k_bits;
-  v_bits_ = v_bits;
+  score_unit_ = k.is_raw() ? scale_log2_ : scale_log2_ * 0x1p24f;
+  k_type_ = k;
+  v_type_ = v;
 }
 
-template <int32_t kKeyBits, int32_t kValueBits>
+template <CodeType kKeys, CodeType kValues>
 __device__ __forceinline__ void KvWarp::attend_tiles(const uint8_t* chunk, int32_t tiles,
                                                      int32_t tokens) {
-  constexpr int32_t kTiles = kKeyBits == 16 ? 1 : 2;  // of a step
-  constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
-  constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
-  constexpr int32_t kMetadata = kKeyBits == 16 ? 0 : kMetadataBlockBytes;
+  constexpr int32_t kTiles = kKeys.is_raw() ? 1 : 2;  // of a step
+  constexpr int32_t kKeyBytes = TileLayout{kKeys, kRungHeadDim}.bytes();
+  constexpr int32_t kValueBytes = TileLayout{kValues, kRungHeadDim}.bytes();
+  constexpr int32_t kMetadata = kKeys.is_raw() ? 0 : kMetadataBlockBytes;
   const uint8_t* k_codes = chunk;
   const uint8_t* k_metadata = k_codes + tiles * kKeyBytes;
   const uint8_t* v_codes = k_metadata + tiles * kMetadata;
@@ -142,16 +143,16 @@ __device__ __forceinline__ void KvWarp::attend_tiles(const uint8_t* chunk, int32
 #pragma unroll 1
   for (; tokens > 0; tokens -= kTiles * kTileTokens) {
     TileScores s[kTiles];
-    LaneWords<kValueBits, kRungHeadDim> values[kTiles];
+    LaneWords<kValues, kRungHeadDim> values[kTiles];
 #pragma unroll
     for (int32_t i = 0; i < kTiles; ++i) {
-      score_tile<kKeyBits>(k_codes + i * kKeyBytes, k_metadata + i * kMetadata, s[i]);
+      score_tile<kKeys>(k_codes + i * kKeyBytes, k_metadata + i * kMetadata, s[i]);
     }
 #pragma unroll
     for (int32_t i = 0; i < kTiles; ++i) {
       TileMetadata m;
       m.set(1.0f, 0.0f);
-      if constexpr (kValueBits != 16) m.load(v_metadata + i * kMetadata, lane());
+      if constexpr (!kValues.is_raw()) m.load(v_metadata + i * kMetadata, lane());
       values[i].load(v_codes + i * kValueBytes, lane());
 #pragma unroll
       for (int32_t r = 0; r < 2; ++r) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void KvWarp::attend_tiles(const uint8_t* chunk, int32
       const int32_t left = tokens - i * kTileTokens;
       if (left < kTileTokens) {
         mask_tile(left, s[i]);
-        if constexpr (kValueBits == 16) mask_raw(left, values[i]);
+        if constexpr (kValues.is_raw()) mask_raw(left, values[i]);
       }
     }
     weigh(s);
@@ -182,14 +183,14 @@ __device__ __forceinline__ void KvWarp::attend_tiles(const uint8_t* chunk, int32
 }
 
 // Two chains of mma: their latency is most of a tile's.
-template <int32_t kBits>
+template <CodeType kType>
 __device__ __forceinline__ void KvWarp::score_tile(const uint8_t* codes, const uint8_t* metadata,
                                                    TileScores& s) const {
-  LaneWords<kBits, kRungHeadDim> words;
+  LaneWords<kType, kRungHeadDim> words;
   words.load(codes, lane());
   TileMetadata m;
   m.set(1.0f, 0.0f);
-  if constexpr (kBits != 16) m.load(metadata, lane());
+  if constexpr (kType.has_params()) m.load(metadata, lane());
   float products[2][4] = {};
 #pragma unroll
   for (int32_t f = 0; f < kBlocks; ++f) {
@@ -216,7 +217,8 @@ __device__ __forceinline__ void KvWarp::mask_tile(int32_t tokens, TileScores& s)
 }
 
 // Codes are finite whatever they are; raw values may be NaN, which a weight of 0 keeps.
-__device__ __forceinline__ void KvWarp::mask_raw(int32_t tokens, LaneWords<16, 128>& values) {
+__device__ __forceinline__ void KvWarp::mask_raw(int32_t tokens,
+                                                 LaneWords<kRawCodes, 128>& values) {
 #pragma unroll
   for (int32_t half = 0; half < 2; ++half) {
     const int32_t left = tokens - 8 * half - 2 * (lane() % 4);
@@ -301,7 +303,7 @@ __device__ __forceinline__ void KvWarp::raise_reference(TileScores (&s)[kTiles])
 __device__ __forceinline__ void KvWarp::store_part(SoftmaxState* states, float* part,
                                                    int32_t group) {
   const int32_t g = lane() / 4, t = lane() % 4;
-  if (v_bits_ == 0) {
+  if (v_type_ == kNoType) {
     if (lane() < group) states[lane()] = SoftmaxState{};
     return;
   }
@@ -321,7 +323,7 @@ __device__ __forceinline__ void KvWarp::store_part(SoftmaxState* states, float* 
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t dim = f * kDimBlock + 8 * half;
-        const float unit = power_of_two(unpacked_exponent(v_bits_, dim));
+        const float unit = power_of_two(unpacked_exponent(v_type_, dim));
         part[column * kKvPartStride + dim + g] = fmaf(out_[f][2 * half + j], unit, zero);
       }
     }

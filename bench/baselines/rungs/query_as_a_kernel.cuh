@@ -119,20 +119,20 @@ class CoopCta {
   __device__ __forceinline__ void attend_format(int32_t step, int32_t tier, int32_t first,
                                                 int32_t last) {
     switch (p_.rows.tiers[tier].format) {
-      case pair_format(16, 16):
-        return attend_step<16, 16>(step, first, last);
-      case pair_format(8, 4):
-        return attend_step<8, 4>(step, first, last);
-      case pair_format(4, 4):
-        return attend_step<4, 4>(step, first, last);
+      case pair_format(kRawCodes, kRawCodes):
+        return attend_step<kRawCodes, kRawCodes>(step, first, last);
+      case pair_format(kCodes8, kCodes4):
+        return attend_step<kCodes8, kCodes4>(step, first, last);
+      case pair_format(kCodes4, kCodes4):
+        return attend_step<kCodes4, kCodes4>(step, first, last);
       default:
-        return attend_step<4, 2>(step, first, last);
+        return attend_step<kCodes4, kCodes2>(step, first, last);
     }
   }
 
-  template <int32_t kKeyBits, int32_t kValueBits>
+  template <CodeType kKeys, CodeType kValues>
   __device__ __forceinline__ void attend_step(int32_t step, int32_t first, int32_t last) {
-    using At = CoopSegments<kKeyBits, kValueBits>;
+    using At = CoopSegments<kKeys, kValues>;
     const CoopChunk* chunks = chunks_ + step % kCoopSteps * kCoopChunks;
     int32_t tiles[kCoopChunks], tokens[kCoopChunks];
 #pragma unroll
@@ -147,9 +147,9 @@ class CoopCta {
       scores[c][0][0] = scores[c][0][1] = scores[c][1][0] = scores[c][1][1] = -INFINITY;
       if (warp_ >= tiles[c]) continue;
       const At at(slot(step, c), chunks[c].tiles);
-      query_.score<kKeyBits>(at.k_codes + warp_ * At::kKeyBytes,
-                             at.k_metadata + warp_ * kMetadataBlockBytes,
-                             tokens[c] - warp_ * kTileTokens, p_.scale_log2, lane_, scores[c]);
+      query_.score<kKeys>(at.k_codes + warp_ * At::kKeyBytes,
+                          at.k_metadata + warp_ * kMetadataBlockBytes,
+                          tokens[c] - warp_ * kTileTokens, p_.scale_log2, lane_, scores[c]);
     }
     share_weights(scores);
 #pragma unroll
@@ -165,9 +165,9 @@ class CoopCta {
         for (int32_t j = 0; j < 2; ++j) {
           if (i + j >= tiles[c]) break;
           const uint32_t pair[2] = {weights[2 * j], weights[2 * j + 1]};
-          out_.add<kValueBits>(at.v_codes + (i + j) * At::kValueBytes,
-                               at.v_metadata + (i + j) * kMetadataBlockBytes,
-                               tokens[c] - (i + j) * kTileTokens, pair, warp_, lane_);
+          out_.add<kValues>(at.v_codes + (i + j) * At::kValueBytes,
+                            at.v_metadata + (i + j) * kMetadataBlockBytes,
+                            tokens[c] - (i + j) * kTileTokens, pair, warp_, lane_);
         }
       }
     }

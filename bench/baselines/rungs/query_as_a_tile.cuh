@@ -25,16 +25,16 @@ __device__ __forceinline__ uint32_t dequantise(uint32_t codes, int32_t shift, ui
 }
 
 // Where the segments of a chunk are in its slot.
-template <int32_t kKeyBits, int32_t kValueBits>
+template <CodeType kKeys, CodeType kValues>
 struct CoopSegments {
-  static constexpr int32_t kKeyBytes = TileLayout{kKeyBits, kRungHeadDim}.bytes();
-  static constexpr int32_t kValueBytes = TileLayout{kValueBits, kRungHeadDim}.bytes();
+  static constexpr int32_t kKeyBytes = TileLayout{kKeys, kRungHeadDim}.bytes();
+  static constexpr int32_t kValueBytes = TileLayout{kValues, kRungHeadDim}.bytes();
   const uint8_t *k_codes, *k_metadata, *v_codes, *v_metadata;
 
   __device__ __forceinline__ CoopSegments(const uint8_t* slot, int32_t tiles)
       : k_codes(slot),
         k_metadata(slot + tiles * kKeyBytes),
-        v_codes(k_metadata + (kKeyBits == 16 ? 0 : tiles * kMetadataBlockBytes)),
+        v_codes(k_metadata + (kKeys.is_raw() ? 0 : tiles * kMetadataBlockBytes)),
         v_metadata(v_codes + tiles * kValueBytes) {}
 };
 
@@ -58,14 +58,14 @@ struct CoopQuery {
 
   // S = Q K^T of a tile, in log2 units; -infinity from `tokens` on. scores[half]: of row g, tokens
   // 8 half + 2t and 2t + 1.
-  template <int32_t kBits>
+  template <CodeType kType>
   __device__ __forceinline__ void score(const uint8_t* codes, const uint8_t* metadata,
                                         int32_t tokens, float scale_log2, int32_t lane,
                                         float (&scores)[2][2]) const {
-    LaneWords<kBits, kRungHeadDim> words;
+    LaneWords<kType, kRungHeadDim> words;
     words.load(codes, lane);
     uint2 tokens_metadata{};  // scale and zero point of tokens g and g + 8
-    if constexpr (kBits != 16) {
+    if constexpr (kType.has_params()) {
       tokens_metadata =
           *reinterpret_cast<const uint2*>(metadata + token_metadata_byte(0, lane / 4));
     }
@@ -79,11 +79,11 @@ struct CoopQuery {
         uint32_t b[2];
 #pragma unroll
         for (int32_t dims = 0; dims < 2; ++dims) {
-          if constexpr (kBits == 16) {
+          if constexpr (kType.is_raw()) {
             b[dims] = words.word[4 * f + half + 2 * dims];
           } else {
-            b[dims] = dequantise(words.pair(f, half, dims), code_shift(kBits, 16 * f + 8 * dims),
-                                 scale, zero_point);
+            b[dims] = dequantise(words.pair(f, half, dims),
+                                 code_shift(kType.bits(), 16 * f + 8 * dims), scale, zero_point);
           }
         }
         const uint32_t rows[4] = {a[f][0], 0u, a[f][1], 0u};
@@ -99,11 +99,11 @@ struct CoopQuery {
 };
 
 // The words of a tile that hold the dims of a warp.
-template <int32_t kBits>
+template <CodeType kType>
 __device__ __forceinline__ void load_warp_words(const uint8_t* tile, int32_t warp, int32_t lane,
-                                                LaneWords<kBits, kCoopWarpDims>& words) {
-  constexpr int32_t kTileWords = TileLayout{kBits, kRungHeadDim}.words_per_lane();
-  constexpr int32_t kWords = LaneWords<kBits, kCoopWarpDims>::kCount;
+                                                LaneWords<kType, kCoopWarpDims>& words) {
+  constexpr int32_t kTileWords = TileLayout{kType, kRungHeadDim}.words_per_lane();
+  constexpr int32_t kWords = LaneWords<kType, kCoopWarpDims>::kCount;
 #pragma unroll
   for (int32_t w = 0; w < kWords; w += 4) {
     const uint8_t* from = tile + lane_word_byte(kTileWords, warp * kWords + w, lane);
@@ -134,13 +134,13 @@ struct CoopOutput {
 
   // O += P V of one tile, the 32 dims of warp `warp`. Tokens from `tokens` on may be NaN: they
   // count as 0.
-  template <int32_t kBits>
+  template <CodeType kType>
   __device__ __forceinline__ void add(const uint8_t* codes, const uint8_t* metadata, int32_t tokens,
                                       const uint32_t (&weights)[2], int32_t warp, int32_t lane) {
-    LaneWords<kBits, kCoopWarpDims> words;  // those of the warp's dims
+    LaneWords<kType, kCoopWarpDims> words;  // those of the warp's dims
     load_warp_words(codes, warp, lane, words);
     uint4 x{};  // scale and zero point of tokens 2t, 2t + 8, 2t + 1, 2t + 9
-    if constexpr (kBits != 16) {
+    if constexpr (kType.has_params()) {
       x = *reinterpret_cast<const uint4*>(metadata + token_metadata_byte(0, 2 * (lane % 4)));
     }
     uint32_t scale[2] = {low_halves(x.x, x.z), low_halves(x.y, x.w)};
@@ -161,10 +161,10 @@ struct CoopOutput {
       uint32_t b[2];
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        if constexpr (kBits == 16) {
+        if constexpr (kType.is_raw()) {
           b[half] = words.word[4 * (n / 2) + n % 2 + 2 * half] & kept[half];
         } else {
-          b[half] = dequantise(words.pair(n / 2, half, n % 2), code_shift(kBits, 8 * n),
+          b[half] = dequantise(words.pair(n / 2, half, n % 2), code_shift(kType.bits(), 8 * n),
                                scale[half], zero_point[half]);
         }
       }

@@ -26,9 +26,9 @@ PageLayout layout_of(const AttentionConfig& config, int32_t tier) {
 }
 
 bool has_rung_format(const PageLayout& page) {
-  const int32_t format = pair_format(page.k_tile.bits, page.v_tile.bits);
-  return format == pair_format(16, 16) || format == pair_format(8, 4) ||
-         format == pair_format(4, 4) || format == pair_format(4, 2);
+  const int32_t format = pair_format(page.k_tile.type, page.v_tile.type);
+  return format == pair_format(kRawCodes, kRawCodes) || format == pair_format(kCodes8, kCodes4) ||
+         format == pair_format(kCodes4, kCodes4) || format == pair_format(kCodes4, kCodes2);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "codec/host/histogram.h"
+#include "codec/host/coded/histogram.h"
 #include "tierkv/status.h"
 
 struct CUstream_st;

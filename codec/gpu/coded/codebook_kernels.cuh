@@ -167,8 +167,8 @@ __device__ __forceinline__ int32_t count_less(const At& x, int32_t n, Count limi
   return low;
 }
 
-// The lists of package-merge: merge_level() of codec/host/huffman.cc, every item at its place by
-// its rank among those of the other kind.
+// The lists of package-merge: merge_level() of codec/host/coded/huffman.cc, every item at its place
+// by its rank among those of the other kind.
 __device__ inline void merge_lists(int32_t max_length, TryShared* shared) {
   const int32_t kept = shared->kept;
   const auto symbol = [&](int32_t i) { return shared->keys[i] / kMaxSymbols; };

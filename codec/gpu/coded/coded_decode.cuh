@@ -178,7 +178,7 @@ __device__ __forceinline__ DigitPair raw_pair(const uint8_t* tile, const TileLay
                                               Component component, PairPosition at) {
   const CodePosition p = code_position(layout, component, at.token, at.dim);
   const uint32_t word = *reinterpret_cast<const uint32_t*>(tile + p.byte) >> p.bit;
-  const uint32_t mask = (1u << layout.bits) - 1u;
+  const uint32_t mask = (1u << layout.type.bits()) - 1u;
   return {static_cast<int32_t>(word & mask), static_cast<int32_t>(word >> 16 & mask)};
 }
 
@@ -271,7 +271,7 @@ __device__ __forceinline__ bool decode_tiles(const CodedBlockHeader& h, const Co
     __syncwarp();
   }
   if (!raw) valid &= reader.ends(streams);
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 template <class Reader>

@@ -212,7 +212,7 @@ __device__ __forceinline__ PlanOf<typename Encoder::Form> plan_block(const Encod
   plan.slice.start[0] = sum_before(bits[0], &first);
   plan.slice.start[1] = first + sum_before(bits[1], &second);
   plan.slice.payload_bits = first + second;
-  plan.slice.possible = __all_sync(kAllLanes, possible) &&
+  plan.slice.possible = __all_sync(kFullWarp, possible) &&
                         plan.slice.exceptions <= Encoder::kMostExceptions &&
                         plan.slice.payload_bits <= kMaxPayloadBits;
   plan.form = e.choose(range, plan.slice);

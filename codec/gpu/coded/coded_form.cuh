@@ -23,10 +23,10 @@ __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t* total) {
   int32_t sum = x;
 #pragma unroll
   for (int32_t i = 1; i < kWarpLanes; i *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, sum, i);
+    const int32_t other = __shfl_up_sync(kFullWarp, sum, i);
     if (lane_index() >= i) sum += other;
   }
-  *total = __shfl_sync(kAllLanes, sum, kWarpLanes - 1);
+  *total = __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
   return sum - x;
 }
 
@@ -39,11 +39,11 @@ struct CodeRange {
     high = __vmaxs2(high, pair);
   }
   __device__ __forceinline__ int32_t lowest() const {
-    return __reduce_min_sync(kAllLanes, min(static_cast<int32_t>(static_cast<int16_t>(low)),
+    return __reduce_min_sync(kFullWarp, min(static_cast<int32_t>(static_cast<int16_t>(low)),
                                             static_cast<int32_t>(low) >> 16));
   }
   __device__ __forceinline__ int32_t highest() const {
-    return __reduce_max_sync(kAllLanes, max(static_cast<int32_t>(static_cast<int16_t>(high)),
+    return __reduce_max_sync(kFullWarp, max(static_cast<int32_t>(static_cast<int16_t>(high)),
                                             static_cast<int32_t>(high) >> 16));
   }
 };

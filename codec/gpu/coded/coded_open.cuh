@@ -9,7 +9,7 @@ namespace tierkv {
 
 __device__ __forceinline__ uint64_t sum_of_warp(uint64_t x) {
 #pragma unroll
-  for (int32_t i = 16; i > 0; i /= 2) x += __shfl_xor_sync(kAllLanes, x, i);
+  for (int32_t i = 16; i > 0; i /= 2) x += __shfl_xor_sync(kFullWarp, x, i);
   return x;
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
     const uint32_t last = *reinterpret_cast<const uint32_t*>(block + at.exceptions - 4);
     zero &= last >> (h.payload_bits % 32) == 0;
   }
-  return __all_sync(kAllLanes, zero);
+  return __all_sync(kFullWarp, zero);
 }
 
 // The first starts at bit 0, none begins after the one that follows it or after the payload.
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool starts_are_valid(const CodedBlockHeader& h,
     const uint32_t next = i + 1 < streams ? starts[i + 1] : h.payload_bits;
     valid &= starts[i] <= next;
   }
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 // Strictly ascending, inside the block, not zero. That the sums are 16-bit integers shows when they
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool exceptions_are_valid(const CodedBlockHeader& h,
     valid &= exceptions[i] >> 16 != 0 && index / kSliceDims < h.tokens &&
              index % kSliceDims < h.dims && (i == 0 || (exceptions[i - 1] & 0xffffu) < index);
   }
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 }  // namespace tierkv

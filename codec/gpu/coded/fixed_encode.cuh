@@ -49,8 +49,8 @@ struct LaneTokens {
     for (int32_t i = 0; i < kCount; ++i) {
 #pragma unroll
       for (int32_t lanes = kIsKey ? 1 : 4; lanes < (kIsKey ? 4 : 32); lanes *= 2) {
-        lo[i] = fminf(lo[i], __shfl_xor_sync(kAllLanes, lo[i], lanes));
-        hi[i] = fmaxf(hi[i], __shfl_xor_sync(kAllLanes, hi[i], lanes));
+        lo[i] = fminf(lo[i], __shfl_xor_sync(kFullWarp, lo[i], lanes));
+        hi[i] = fmaxf(hi[i], __shfl_xor_sync(kFullWarp, hi[i], lanes));
       }
     }
   }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_params(const QuantParams (&params)[4], uin
 template <Component kComponent, class Source>
 __device__ void write_fixed_tile(const Source& source, const FixedBlockLayout& at, int32_t tile,
                                  uint8_t* block) {
-  const int32_t blocks = at.tile.dim_blocks(), bits = at.tile.bits;
+  const int32_t blocks = at.tile.dim_blocks(), bits = at.tile.type.bits();
   FragmentValues y;
   LaneTokens<kComponent> tokens;
   tokens.clear();

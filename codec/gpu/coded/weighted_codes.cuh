@@ -38,9 +38,9 @@ struct WeightedFaults {
 
   // Of the warp, in all lanes.
   __device__ __forceinline__ StatusCode worst() const {
-    if (__any_sync(kAllLanes, non_finite)) return StatusCode::kNonFinite;
-    if (__any_sync(kAllLanes, negative)) return StatusCode::kInvalidArgument;
-    return __any_sync(kAllLanes, out_of_range) ? StatusCode::kOutOfRange : StatusCode::kOk;
+    if (__any_sync(kFullWarp, non_finite)) return StatusCode::kNonFinite;
+    if (__any_sync(kFullWarp, negative)) return StatusCode::kInvalidArgument;
+    return __any_sync(kFullWarp, out_of_range) ? StatusCode::kOutOfRange : StatusCode::kOk;
   }
 };
 
@@ -104,7 +104,7 @@ __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job,
 __device__ __forceinline__ float sum_of_partials(float partial) {
 #pragma unroll
   for (int32_t offset = kNormPartials / 2; offset > 0; offset /= 2) {
-    partial = add_rn(partial, __shfl_xor_sync(kAllLanes, partial, offset));
+    partial = add_rn(partial, __shfl_xor_sync(kFullWarp, partial, offset));
   }
   return partial;
 }

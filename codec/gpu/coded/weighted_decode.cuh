@@ -110,7 +110,7 @@ __device__ __forceinline__ bool gap_is_zero(const uint8_t* block, int32_t from_b
     const uint32_t word = reinterpret_cast<const uint32_t*>(block)[i];
     zero &= (i == from_bit / 32 ? word >> from_bit % 32 : word) == 0;
   }
-  return __all_sync(kAllLanes, zero);
+  return __all_sync(kFullWarp, zero);
 }
 
 // What a slice is, as version 1 would say it.
@@ -134,12 +134,12 @@ __device__ __forceinline__ int32_t find_bounds(const WeightedBlockHeader& h,
     int32_t sum = bits;
 #pragma unroll
     for (int32_t i = 1; i < kWarpLanes; i *= 2) {
-      const int32_t other = __shfl_up_sync(kAllLanes, sum, i);
+      const int32_t other = __shfl_up_sync(kFullWarp, sum, i);
       if (lane_index() >= i) sum += other;
     }
     streams->first[s] = before + sum - bits;
     streams->last[s] = before + sum;
-    before = __shfl_sync(kAllLanes, streams->last[s], kWarpLanes - 1);
+    before = __shfl_sync(kFullWarp, streams->last[s], kWarpLanes - 1);
   }
   return before;
 }
@@ -157,7 +157,7 @@ __device__ inline bool load_factors(const WeightedBlockHeader& h, const Weighted
   }
   // Where no token has it the least one can still be wrong.
   valid &= h.component != Component::kKey || is_importance_exponent(h.least_exponent);
-  return __all_sync(kAllLanes, valid);
+  return __all_sync(kFullWarp, valid);
 }
 
 // Copies what there is of a slice and judges it: kOk, kCorrupt or kOutOfRange.

@@ -236,7 +236,7 @@ __device__ inline ChosenPlace choose_place(const WeightedEncode& call, const Wei
   bool fits = static_cast<uint32_t>(units) <= given.units;
   if (call.cursor != nullptr) {
     if (lane_index() == 0) unit = atomicAdd(call.cursor, static_cast<unsigned long long>(units));
-    unit = __shfl_sync(kAllLanes, unit, 0);
+    unit = __shfl_sync(kFullWarp, unit, 0);
     fits = true;
   }
   fits &= (unit + static_cast<uint32_t>(units)) * kBlockAlignment <=
@@ -267,7 +267,7 @@ __device__ __forceinline__ bool stage_codes(const WeightedMemory& memory, Weight
   StageSink<kPer, kKey> sink(memory.codes);
   find_codes<kPer, kKey>(memory.warp->job, memory.warp->exponents, sink, faults);
   __syncwarp();
-  return __any_sync(kAllLanes, sink.wide);
+  return __any_sync(kFullWarp, sink.wide);
 }
 
 // Plans and writes the staged block.
@@ -404,7 +404,7 @@ struct CountSink {
 #pragma unroll
     for (int32_t k = 0; k < kPer; ++k) {
       if constexpr (kKey) {
-        const int32_t other = __shfl_xor_sync(kAllLanes, codes[0][k], 1);
+        const int32_t other = __shfl_xor_sync(kFullWarp, codes[0][k], 1);
         if (lane_index() % 2 == 0) counter.count(codes[0][k], other);
       } else {
         if (t + 1 < tokens) counter.count(codes[0][k], codes[1][k]);

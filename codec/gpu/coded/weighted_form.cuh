@@ -73,8 +73,8 @@ struct WeightedEncoder {
       least = min(least, static_cast<int32_t>(exponents[t]));
       most = max(most, static_cast<int32_t>(exponents[t]));
     }
-    least = __reduce_min_sync(kAllLanes, least);
-    most = __reduce_max_sync(kAllLanes, most);
+    least = __reduce_min_sync(kFullWarp, least);
+    most = __reduce_max_sync(kFullWarp, most);
     h.least_exponent = static_cast<int8_t>(least);
     h.exponent_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
     return h;
@@ -84,8 +84,8 @@ struct WeightedEncoder {
     Form form{raw_header(range), {}, false};
     form.at = weighted_layout(form.header, 0);
     const int32_t other = streams == 2 ? plan.bits[1] : plan.bits[0];
-    const int32_t least = __reduce_min_sync(kAllLanes, min(plan.bits[0], other));
-    const int32_t most = __reduce_max_sync(kAllLanes, max(plan.bits[0], other));
+    const int32_t least = __reduce_min_sync(kFullWarp, min(plan.bits[0], other));
+    const int32_t most = __reduce_max_sync(kFullWarp, max(plan.bits[0], other));
     if (plan.possible) {
       WeightedBlockHeader h = form.header;
       h.mode = BlockMode::kPair;

@@ -27,7 +27,7 @@ struct PageRef {
 // One component of a token, spread over the warp.
 struct LaneSide {
   uint32_t codes[kLaneChunks][4];
-  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none for 16 bits
+  QuantParams params[kLaneChunks][2];  // of the chunk's blocks of 16 dims; none of raw elements
 };
 struct LaneToken {
   LaneSide k, v;
@@ -81,8 +81,8 @@ __device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32
   for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
 #pragma unroll
     for (int32_t n = 0; n < kCount; ++n) {
-      lo[n] = nan_min(lo[n], __shfl_xor_sync(kAllLanes, lo[n], lanes));
-      hi[n] = nan_max(hi[n], __shfl_xor_sync(kAllLanes, hi[n], lanes));
+      lo[n] = nan_min(lo[n], __shfl_xor_sync(kFullWarp, lo[n], lanes));
+      hi[n] = nan_max(hi[n], __shfl_xor_sync(kFullWarp, hi[n], lanes));
     }
   }
 }
@@ -101,8 +101,8 @@ __device__ __forceinline__ LaneExtrema block_extrema(const LaneValues& x) {
       float lo = nan_min(x[i][2 * b], x[i][2 * b + 1]), hi = nan_max(x[i][2 * b], x[i][2 * b + 1]);
 #pragma unroll
       for (int32_t lanes = 1; lanes <= 4; lanes *= 2) {
-        lo = nan_min(lo, __shfl_xor_sync(kAllLanes, lo, lanes));
-        hi = nan_max(hi, __shfl_xor_sync(kAllLanes, hi, lanes));
+        lo = nan_min(lo, __shfl_xor_sync(kFullWarp, lo, lanes));
+        hi = nan_max(hi, __shfl_xor_sync(kFullWarp, hi, lanes));
       }
       e.lo[i][b] = lo, e.hi[i][b] = hi;
     }
@@ -125,8 +125,8 @@ __device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_
   for (int32_t block = 0; block < 8 * kLaneChunks; ++block) {
     if (block >= blocks) continue;
     const int32_t owner = block / 2 % 4 * 8;
-    const float lo = __shfl_sync(kAllLanes, own.lo[block / 8][block % 2], owner);
-    const float hi = __shfl_sync(kAllLanes, own.hi[block / 8][block % 2], owner);
+    const float lo = __shfl_sync(kFullWarp, own.lo[block / 8][block % 2], owner);
+    const float hi = __shfl_sync(kFullWarp, own.hi[block / 8][block % 2], owner);
 #pragma unroll
     for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
       if (block < first[i] || block >= first[i] + blocks_per_group) continue;
@@ -168,8 +168,8 @@ __device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Compone
                                                     const LaneValues& x, float lo, float hi,
                                                     LaneSide* side) {
   const TileLayout tile = page.layout->tile(c);
-  if (tile.bits == 16) return take_raw_codes(page, x, side);
-  const int32_t levels = 1 << tile.bits, groups = page.layout->groups(c);
+  if (tile.type.is_raw()) return take_raw_codes(page, x, side);
+  const int32_t levels = tile.type.levels(), groups = page.layout->groups(c);
   const float top = static_cast<float>(levels - 1);
   if (groups == 1) {
     const QuantParams p = minmax_params(lo, hi, levels);
@@ -205,14 +205,14 @@ __device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Compone
 
 __device__ __forceinline__ void dequantize_lane(const PageRef& page, Component c,
                                                 const LaneSide& side, LaneValues& x) {
-  const int32_t bits = page.layout->tile(c).bits;
+  const bool is_raw = page.layout->tile(c).type.is_raw();
 #pragma unroll
   for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
     const uint32_t code = side.codes[i / 4][i % 4];
     const QuantParams p = side.params[i / 4][i % 4 / 2];
-    x[i / 4][i % 4] = bits == 16 ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
-                                 : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
-                                              half_to_float(p.zero_point));
+    x[i / 4][i % 4] = is_raw ? raw_to_float(page.raw_dtype, static_cast<uint16_t>(code))
+                             : dequantize(static_cast<int32_t>(code), half_to_float(p.scale),
+                                          half_to_float(p.zero_point));
   }
 }
 

@@ -1,6 +1,5 @@
-// Many pages at once: tokens of keys and values into unified pages, and back. encode_pages_host()
-// and decode_pages_host() are plain loops over codec/host/page_codec.h; encode_pages() and
-// decode_pages() are one kernel each and make the same bytes.
+// Many pages at once: tokens of keys and values into unified pages, and back, by one kernel each.
+// The bytes are those of codec/host/page_codec.h.
 //
 // What is wrong with a token is reported in the status of its row: the slots before first_slot then
 // keep their bytes, those from first_slot on are not defined. A warp works on a tile: it copies the
@@ -31,7 +30,7 @@ inline constexpr int32_t kVectorBytes = 16;  // of the kernels' loads and stores
 struct PageFormats {
   PageLayout layout[kMaxPageFormats] = {};
   int32_t count = 0;
-  DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+  DType raw_dtype = DType::kFloat16;  // of raw components: kFloat16 or kBFloat16
 
   // kInvalidArgument: no format or too many, a layout that is not one of ours or larger than
   // page_bytes, head_dims that differ, a bad raw_dtype.
@@ -96,9 +95,7 @@ struct PageDecode {
 // positions below 0 or above 2^31 - 1; kNonFinite for keys, values or scores; kOutOfRange for keys
 // or values that the format cannot hold. The greatest code that one of the row's tokens, keys or
 // values earns.
-Status encode_pages_host(const PageEncode& e);
-Status decode_pages_host(const PageDecode& d);
-
+//
 // One kernel each, no allocation, no synchronisation. kUnsupported when the tokens of one tile do
 // not fit into the device's shared memory, kCuda when a launch fails.
 Status encode_pages(const PageEncode& e, GpuStream stream);

@@ -127,9 +127,9 @@ __device__ __forceinline__ void open_token_slot(const PageRef& page, int32_t slo
 }
 
 __device__ __forceinline__ bool same_side_format(const PageRef& a, const PageRef& b, Component c) {
-  const int32_t bits = a.layout->tile(c).bits;
-  if (bits == 16 && a.raw_dtype != b.raw_dtype) return false;
-  return bits == b.layout->tile(c).bits && a.layout->groups(c) == b.layout->groups(c);
+  const CodeType type = a.layout->tile(c).type;
+  if (type.is_raw() && a.raw_dtype != b.raw_dtype) return false;
+  return type == b.layout->tile(c).type && a.layout->groups(c) == b.layout->groups(c);
 }
 
 // Extrema of the decoded values of a row in one group: decoding is monotone in the code, so they
@@ -143,8 +143,8 @@ __device__ __forceinline__ void decoded_extrema(const LaneSide& side, int32_t he
     least = min(least, side.codes[i / 4][i % 4]);
     most = max(most, side.codes[i / 4][i % 4]);
   }
-  const auto first = static_cast<int32_t>(__reduce_min_sync(kAllLanes, least));
-  const auto last = static_cast<int32_t>(__reduce_max_sync(kAllLanes, most));
+  const auto first = static_cast<int32_t>(__reduce_min_sync(kFullWarp, least));
+  const auto last = static_cast<int32_t>(__reduce_max_sync(kFullWarp, most));
   const QuantParams p = side.params[0][0];
   const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
   const float a = dequantize(first, scale, zero_point), b = dequantize(last, scale, zero_point);

@@ -17,7 +17,7 @@ struct DecodeTask {
   uint8_t* stage;           // 16 rows in shared memory
   int32_t pitch;            // from row to row
   TileLayout layout;
-  int32_t groups;  // 0 for 16 bits
+  int32_t groups;  // 0 of raw elements
   DType raw_dtype;
 };
 
@@ -75,8 +75,9 @@ __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t (&words
 }
 
 // One access of a lane: kWords words, the codes of kWords * 4 / kBits dim blocks.
-template <DType kDtype, Component kComponent, int32_t kBits, int32_t kWords>
+template <DType kDtype, Component kComponent, CodeType kType, int32_t kWords>
 struct DecodeAccess {
+  static constexpr int32_t kBits = kType.bits();
   static constexpr int32_t kPars = fragment_pars(kComponent);
 
   __device__ __forceinline__ static float2 raw_pair(const DecodeTask& t, uint32_t word) {
@@ -92,18 +93,18 @@ struct DecodeAccess {
   __device__ __forceinline__ static void run(const DecodeTask& t, int32_t first_word,
                                              LaneParams<kComponent>* params) {
     const int32_t first_block = first_word * 4 / kBits;
-    const int32_t blocks_per_group = kBits == 16 ? 1 : t.layout.dim_blocks() / t.groups;
+    const int32_t blocks_per_group = kType.is_raw() ? 1 : t.layout.dim_blocks() / t.groups;
     uint32_t words[kWords];
     load_words(t.codes + lane_word_byte(t.layout.words_per_lane(), first_word, lane_index()),
                words);
 #pragma unroll
     for (int32_t i = 0; i < kWords * 4 / kBits; ++i) {
-      if constexpr (kBits != 16) params->enter_block(blocks_per_group);
+      if constexpr (!kType.is_raw()) params->enter_block(blocks_per_group);
 #pragma unroll
       for (int32_t n = 0; n < 4; ++n) {
         const int32_t th = n / 2, dh = n % 2;
         float2 x;
-        if constexpr (kBits == 16) {
+        if constexpr (kType.is_raw()) {
           x = raw_pair(t, words[fragment_register(kComponent, th, dh)]);
         } else {
           const uint32_t word = words[fragment_code_word(kBits, i, th)];
@@ -118,7 +119,7 @@ struct DecodeAccess {
   }
 };
 
-template <DType kDtype, Component kComponent, int32_t kBits>
+template <DType kDtype, Component kComponent, CodeType kType>
 __device__ __forceinline__ void decode_codes(const DecodeTask& t) {
   LaneParams<kComponent> params;
   params.next = t.metadata;
@@ -127,31 +128,26 @@ __device__ __forceinline__ void decode_codes(const DecodeTask& t) {
   int32_t word = 0;
 #pragma unroll 2
   for (; word + 4 <= words; word += 4) {
-    DecodeAccess<kDtype, kComponent, kBits, 4>::run(t, word, &params);
+    DecodeAccess<kDtype, kComponent, kType, 4>::run(t, word, &params);
   }
-  if constexpr (kBits <= 4) {
+  if constexpr (kType.bits() <= 4) {
     if (word + 2 <= words) {
-      DecodeAccess<kDtype, kComponent, kBits, 2>::run(t, word, &params);
+      DecodeAccess<kDtype, kComponent, kType, 2>::run(t, word, &params);
       word += 2;
     }
   }
-  if constexpr (kBits == 2) {
-    if (word < words) DecodeAccess<kDtype, kComponent, kBits, 1>::run(t, word, &params);
+  if constexpr (kType.bits() == 2) {
+    if (word < words) DecodeAccess<kDtype, kComponent, kType, 1>::run(t, word, &params);
   }
 }
 
 template <DType kDtype, Component kComponent>
 __device__ __forceinline__ void decode_to_stage(const DecodeTask& t) {
-  switch (t.layout.bits) {
-    case 16:
-      return decode_codes<kDtype, kComponent, 16>(t);
-    case 8:
-      return decode_codes<kDtype, kComponent, 8>(t);
-    case 4:
-      return decode_codes<kDtype, kComponent, 4>(t);
-    default:
-      return decode_codes<kDtype, kComponent, 2>(t);
-  }
+  const CodeType type = t.layout.type;
+  if (type == kRawCodes) return decode_codes<kDtype, kComponent, kRawCodes>(t);
+  if (type == kCodes8) return decode_codes<kDtype, kComponent, kCodes8>(t);
+  if (type == kCodes4) return decode_codes<kDtype, kComponent, kCodes4>(t);
+  return decode_codes<kDtype, kComponent, kCodes2>(t);
 }
 
 // Rows of the stage to where the job's tokens lie in `to`.
@@ -162,7 +158,7 @@ __device__ __forceinline__ void unstage_rows(const PageBatch& b, const PageJob& 
 #pragma unroll
   for (int32_t i = 0; i < kTileTokens; i += 2) {
     const int32_t row = i + lane_index() / 16;
-    const int64_t at = __shfl_sync(kAllLanes, offset, row);
+    const int64_t at = __shfl_sync(kFullWarp, offset, row);
     if (at < 0) continue;
     for (int32_t byte = lane_index() % 16 * kVectorBytes; byte < shape.row_bytes;
          byte += 16 * kVectorBytes) {

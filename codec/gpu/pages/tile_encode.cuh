@@ -13,7 +13,7 @@
 
 namespace tierkv {
 
-// ---- 16 bits ----
+// ---- raw elements ----
 
 __device__ __forceinline__ StatusCode raw_code_status(float x, DType raw) {
   if (!is_finite(x)) return StatusCode::kNonFinite;
@@ -100,7 +100,7 @@ template <DType kDtype, Component kComponent>
 __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
   const TileTask t = *shared_task;
   constexpr int32_t kPars = fragment_pars(kComponent);
-  const int32_t lane = packing_lane(), levels = 1 << t.layout.bits;
+  const int32_t lane = packing_lane(), levels = t.layout.type.levels();
   const int32_t rank = kComponent == Component::kKey ? lane % 4 : lane / 4;
   const int32_t th = rank % 2, par = kPars == 1 ? 0 : rank / 2 % 2;
   const bool is_author = rank < 2 * kPars;
@@ -134,8 +134,8 @@ __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
 // it returns. The task lies in shared memory: registers hold that of one component at a time.
 template <DType kDtype, Component kComponent>
 __device__ __forceinline__ StatusCode prepare_tile(const TileTask* task) {
-  const StatusCode code = task->layout.bits == 16 ? check_raw<kDtype, kComponent>(task)
-                                                  : make_params<kDtype, kComponent>(task);
+  const StatusCode code = task->layout.type.is_raw() ? check_raw<kDtype, kComponent>(task)
+                                                     : make_params<kDtype, kComponent>(task);
   __syncwarp();
   return code;
 }
@@ -189,8 +189,9 @@ __device__ __forceinline__ void store_words(const TileTask& t, int32_t first_wor
 }
 
 // What one access of a lane holds: kWords words, the codes of kWords * 4 / kBits dim blocks.
-template <DType kDtype, Component kComponent, int32_t kBits, int32_t kWords>
+template <DType kDtype, Component kComponent, CodeType kType, int32_t kWords>
 struct LaneAccess {
+  static constexpr int32_t kBits = kType.bits();
   static constexpr int32_t kBlocks = kWords * 4 / kBits;
   uint32_t words[kWords];
 
@@ -198,13 +199,13 @@ struct LaneAccess {
                                        LaneMakers<kComponent>* makers) {
     constexpr float kTop = static_cast<float>((1 << kBits) - 1);
     const int32_t first_block = first_word * 4 / kBits;
-    const int32_t blocks_per_group = kBits == 16 ? 1 : t.layout.dim_blocks() / t.groups;
+    const int32_t blocks_per_group = kType.is_raw() ? 1 : t.layout.dim_blocks() / t.groups;
     BlockCodes even, codes;
 #pragma unroll
     for (int32_t i = 0; i < kBlocks; ++i) {
       Pair<kDtype> x[2][2];
       load_fragment<kDtype, kComponent>(t.stage, t.pitch, first_block + i, x);
-      if constexpr (kBits == 16) {
+      if constexpr (kType.is_raw()) {
 #pragma unroll
         for (int32_t j = 0; j < 4; ++j) {
           words[fragment_register(kComponent, j / 2, j % 2)] =
@@ -233,7 +234,7 @@ struct LaneAccess {
   }
 };
 
-template <DType kDtype, Component kComponent, int32_t kBits>
+template <DType kDtype, Component kComponent, CodeType kType>
 __device__ __forceinline__ void write_codes(const TileTask* shared_task) {
   const TileTask t = *shared_task;
   LaneMakers<kComponent> makers;
@@ -242,16 +243,16 @@ __device__ __forceinline__ void write_codes(const TileTask* shared_task) {
   const int32_t words = t.layout.words_per_lane();
   int32_t word = 0;
   for (; word + 4 <= words; word += 4) {
-    LaneAccess<kDtype, kComponent, kBits, 4>().make(t, word, &makers);
+    LaneAccess<kDtype, kComponent, kType, 4>().make(t, word, &makers);
   }
-  if constexpr (kBits <= 4) {  // 96 dims, and 64 of 2 bits, are no whole number of 16 bytes
+  if constexpr (kType.bits() <= 4) {  // 96 dims, and 64 of 2 bits, are no whole number of 16 bytes
     if (word + 2 <= words) {
-      LaneAccess<kDtype, kComponent, kBits, 2>().make(t, word, &makers);
+      LaneAccess<kDtype, kComponent, kType, 2>().make(t, word, &makers);
       word += 2;
     }
   }
-  if constexpr (kBits == 2) {
-    if (word < words) LaneAccess<kDtype, kComponent, kBits, 1>().make(t, word, &makers);
+  if constexpr (kType.bits() == 2) {
+    if (word < words) LaneAccess<kDtype, kComponent, kType, 1>().make(t, word, &makers);
   }
 }
 
@@ -259,14 +260,14 @@ __device__ __forceinline__ void write_codes(const TileTask* shared_task) {
 template <DType kDtype, Component kComponent>
 __device__ __forceinline__ void write_kept_codes(const TileTask* shared_task) {
   const TileTask t = *shared_task;
-  const int32_t head_dim = t.layout.head_dim, levels = 1 << t.layout.bits;
+  const int32_t head_dim = t.layout.head_dim, levels = t.layout.type.levels();
   const int32_t width = head_dim / max(t.groups, 1);
   for (int32_t token = t.first_token; token < kTileTokens; ++token) {
     for (int32_t dim = packing_lane() / 8 * 32 + packing_lane() % 8; dim < head_dim; dim += 128) {
       uint32_t codes[4];
       for (int32_t j = 0; j < 4; ++j) {
         const float x = load_element(t.stage + token * t.pitch, kDtype, dim + 8 * j);
-        if (t.layout.bits == 16) {
+        if (t.layout.type.is_raw()) {
           codes[j] = float_to_raw(t.raw_dtype, x);
           continue;
         }
@@ -280,16 +281,11 @@ __device__ __forceinline__ void write_kept_codes(const TileTask* shared_task) {
 
 template <DType kDtype, Component kComponent>
 __device__ __forceinline__ void write_codes_of(const TileTask* task) {
-  switch (task->layout.bits) {
-    case 16:
-      return write_codes<kDtype, kComponent, 16>(task);
-    case 8:
-      return write_codes<kDtype, kComponent, 8>(task);
-    case 4:
-      return write_codes<kDtype, kComponent, 4>(task);
-    default:
-      return write_codes<kDtype, kComponent, 2>(task);
-  }
+  const CodeType type = task->layout.type;
+  if (type == kRawCodes) return write_codes<kDtype, kComponent, kRawCodes>(task);
+  if (type == kCodes8) return write_codes<kDtype, kComponent, kCodes8>(task);
+  if (type == kCodes4) return write_codes<kDtype, kComponent, kCodes4>(task);
+  return write_codes<kDtype, kComponent, kCodes2>(task);
 }
 
 // The codes of a tile that prepare_tile() accepted.

@@ -26,7 +26,7 @@ struct alignas(16) TileTask {
   uint8_t* codes;        // the tile's in the page
   uint8_t* metadata;     // likewise
   TileLayout layout;
-  int32_t groups;  // 0 for 16 bits
+  int32_t groups;  // 0 of raw elements
   DType raw_dtype;
   int32_t first_token;  // tokens before it keep their codes
 };
@@ -105,7 +105,7 @@ __device__ __forceinline__ void stage_rows(const PageEncode& e, const PageJob& j
 #pragma unroll
   for (int32_t i = 0; i < kTileTokens; i += 2) {
     const int32_t row = i + packing_lane() / 16;
-    const int64_t row_offset = __shfl_sync(kAllLanes, offset, row);
+    const int64_t row_offset = __shfl_sync(kFullWarp, offset, row);
     const bool present = row_offset >= 0;
     const int64_t from = present ? row_offset : 0;
     uint8_t* to = stage + row * shape.pitch;

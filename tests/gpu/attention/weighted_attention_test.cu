@@ -78,7 +78,7 @@ class WeightedAttentionTest : public RandomTest {
     World w;
     make_world(&source_, shape, ragged_rows(shape), &w);
     if (HasFatalFailure()) return;
-    const coded::Attended got = attend_on_gpu(w, 3, shared_bytes);
+    const coded::Attended got = attend_on_gpu(w, 5, shared_bytes);
     if (!HasFailure()) compare(w, got);
   }
   CodeSource source_;

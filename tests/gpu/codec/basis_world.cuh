@@ -6,6 +6,12 @@
 
 namespace tierkv::testing {
 
+// How far a coordinate of a matrix may be from the host's (codec/gpu/basis_batch.h), with
+// `magnitude` = sum_i |x_i m_i| + |mean_j|.
+inline double basis_product_bound(double magnitude) {
+  return magnitude * 0x1p-16;
+}
+
 struct UploadedBasis {
   explicit UploadedBasis(const PackedBasis& p)
       : signs(p.signs), mean(p.mean), unscale(p.unscale), matrix(p.matrix), parts(p.parts) {

@@ -10,9 +10,9 @@
 #include <string>
 
 #include "codec/format/element.h"
-#include "codec/gpu/prompt_scores.h"
 #include "codec/policy/significance.h"
 #include "tests/gpu/device_array.cuh"
+#include "tierkv/significance.h"
 
 namespace tierkv {
 namespace {
@@ -22,12 +22,13 @@ using test::DeviceArray;
 // Products of 16-bit values are exact in single precision; the sum of head_dim of them is off by at
 // most head_dim 2^-22 times the sum of their magnitudes, here below 1e-4 after sm_scale for values
 // around 1. A probability has twice that relative error (its own score and the log-sum-exp), ex2
-// and the sum over queries add 1e-6. That is of wgmma and of mma.sync alike.
+// and the sum over queries add 1e-6. That is of wgmma and of mma.sync alike. A mean of fewer
+// queries has no larger relative error: probabilities are not negative.
 constexpr double kTolerance = 5e-4;
 
 // By wgmma where this binary has it for the device, and by mma.sync.
 std::vector<ScoreProducts> products_here() {
-  PromptScores p;
+  SignificanceCall p;
   const float nothing = 0;
   p.num_q_heads = p.num_kv_heads = p.num_sequences = p.max_tokens = p.total_tokens = 1;
   p.head_dim = 64, p.sm_scale = 1;
@@ -48,6 +49,7 @@ struct PromptCase {
   DType dtype = DType::kFloat16;
   std::vector<int32_t> lengths;
   bool is_head_major = false;
+  int32_t query_stride = 1;
 };
 
 class GpuScores : public testing::TestWithParam<ScoreProducts> {
@@ -75,6 +77,7 @@ class GpuScores : public testing::TestWithParam<ScoreProducts> {
     p_.dtype = c.dtype;
     p_.sm_scale = 1 / std::sqrt(c.head_dim);
     p_.products = GetParam();
+    p_.query_stride = c.query_stride;
     const int64_t d = c.head_dim + 8;
     if (c.is_head_major) {
       p_.q_token_stride = p_.k_token_stride = d;
@@ -133,7 +136,7 @@ class GpuScores : public testing::TestWithParam<ScoreProducts> {
   std::mt19937 rng_;
   testing::ScopedTrace trace_;
   PromptCase case_;
-  PromptScores p_;
+  SignificanceCall p_;
   std::vector<int32_t> starts_;
   std::vector<uint16_t> q_, k_;
   std::vector<float> lse_, significance_;
@@ -150,40 +153,50 @@ class GpuScores : public testing::TestWithParam<ScoreProducts> {
   void compare_row(int32_t sequence, int32_t kv_head) {
     const int32_t first = starts_[sequence], n = starts_[sequence + 1] - first;
     const int32_t d = case_.head_dim, group = case_.group;
-    std::vector<float> q(static_cast<size_t>(group) * n * d), k(static_cast<size_t>(n) * d);
+    std::vector<int32_t> counted;
+    for (int32_t j = 0; j < n; ++j) {
+      if ((n - 1 - j) % case_.query_stride == 0) counted.push_back(j);
+    }
+    const auto queries = static_cast<int32_t>(counted.size());
+    std::vector<float> q, k;
     for (int32_t t = 0; t < n; ++t) {
-      for (int32_t i = 0; i < d; ++i) {
-        k[static_cast<size_t>(t) * d + i] = element(k_, false, first + t, kv_head, i);
-        for (int32_t h = 0; h < group; ++h) {
-          q[(static_cast<size_t>(h) * n + t) * d + i] =
-              element(q_, true, first + t, kv_head * group + h, i);
+      for (int32_t i = 0; i < d; ++i) k.push_back(element(k_, false, first + t, kv_head, i));
+    }
+    for (int32_t h = 0; h < group; ++h) {
+      for (const int32_t j : counted) {
+        for (int32_t i = 0; i < d; ++i) {
+          q.push_back(element(q_, true, first + j, kv_head * group + h, i));
         }
       }
     }
     AttentionRow row;
     row.q = q.data(), row.k = k.data();
-    row.group_size = group, row.num_queries = n, row.num_tokens = n, row.head_dim = d;
+    row.q_positions = counted.data();
+    row.group_size = group, row.num_queries = queries, row.num_tokens = n, row.head_dim = d;
     row.sm_scale = p_.sm_scale;
     std::vector<double> expected(n);
     ASSERT_TRUE(exact_significance(row, expected.data(), nullptr));
     for (int32_t t = 0; t < n; ++t) {
       const float got = significance_[count(kv_head) + first + t];
       ASSERT_NEAR(got, expected[t], kTolerance * expected[t]) << "token " << t << " of " << n;
+      ASSERT_EQ(got > 0, t < n - 1) << "no counted query behind token " << t;
     }
-    for (int32_t h = 0; h < group; ++h) {
-      const int32_t j = uniform(0, std::max(n - 1, 0));
-      if (n == 0) continue;
+    for (int32_t h = 0; h < group && n > 0; ++h) {
+      const float* lse = lse_.data() + count(kv_head * group + h) + first;
+      const int32_t index = uniform(0, queries - 1), j = counted[index];
       double sum = 0;
       for (int32_t t = 0; t <= j; ++t) {
         double s = 0;
         for (int32_t i = 0; i < d; ++i) {
-          s += static_cast<double>(q[(static_cast<size_t>(h) * n + j) * d + i]) *
+          s += static_cast<double>(q[(static_cast<size_t>(h) * queries + index) * d + i]) *
                k[static_cast<size_t>(t) * d + i];
         }
         sum += std::exp(s * p_.sm_scale);
       }
-      ASSERT_NEAR(lse_[count(kv_head * group + h) + first + j], std::log(sum), kTolerance)
-          << "query " << j << " of " << n;
+      ASSERT_NEAR(lse[j], std::log(sum), kTolerance) << "query " << j << " of " << n;
+      for (int32_t t = 0; t < n; ++t) {
+        ASSERT_EQ(std::isnan(lse[t]), (n - 1 - t) % case_.query_stride != 0) << "query " << t;
+      }
     }
   }
 };
@@ -214,6 +227,48 @@ TEST_P(GpuScores, EveryHeadDimGroupAndTypeIsTheHosts) {
       if (HasFailure()) return;
     }
   }
+}
+
+TEST_P(GpuScores, SmallSampledPromptsAreTheHosts) {
+  PromptCase c;
+  c.num_kv_heads = 1;
+  c.query_stride = 16;
+  c.lengths = {0, 1, 2, 15, 16, 17, 140};
+  make(c);
+  run();
+  compare();
+}
+
+TEST_P(GpuScores, SampledQueriesOfEveryHeadDimAndGroupAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t group : {1, 2, 3, 4, 8, 11, 16}) {
+      PromptCase c;
+      c.head_dim = head_dim;
+      c.group = group;
+      c.query_stride = std::vector<int32_t>{2, 7, 16}[uniform(0, 2)];
+      c.dtype = uniform(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
+      c.is_head_major = uniform(0, 1) == 1;
+      c.lengths = {1, 2, 15, 16, 17, 0, uniform(255, 258), uniform(300, 900)};
+      std::shuffle(c.lengths.begin(), c.lengths.end(), rng_);
+      SCOPED_TRACE(testing::Message()
+                   << "d " << head_dim << " group " << group << " stride " << c.query_stride);
+      make(c);
+      run();
+      compare();
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// More counted queries than a stationary tile has rows, and more keys than the ring of stages.
+TEST_P(GpuScores, ALongSampledPromptIsTheHosts) {
+  PromptCase c;
+  c.num_kv_heads = 1;
+  c.query_stride = 16;
+  c.lengths = {uniform(4200, 4600), 900};
+  make(c);
+  run();
+  compare();
 }
 
 // Longer than the ring of stages, several times around.
@@ -261,22 +316,26 @@ TEST_P(GpuScores, BadCallsAreRefused) {
   p_.q = p_.k = x.get();
   const DeviceArray<int32_t> starts(starts_);
   p_.starts = starts.get();
-  const auto code = [&](const std::function<void(PromptScores*)>& spoil) {
-    PromptScores p = p_;
+  const auto code = [&](const std::function<void(SignificanceCall*)>& spoil) {
+    SignificanceCall p = p_;
     spoil(&p);
     return prompt_lse(p, x.get(), nullptr).code();
   };
   const auto invalid = StatusCode::kInvalidArgument;
-  EXPECT_EQ(code([](PromptScores* p) { p->q = nullptr; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->starts = nullptr; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->sm_scale = NAN; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->q_token_stride = 4; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->k_head_stride += 4; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->max_tokens = 21; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->num_kv_heads = 3; }), invalid);
-  EXPECT_EQ(code([](PromptScores* p) { p->head_dim = 80; }), StatusCode::kUnsupported);
-  EXPECT_EQ(code([](PromptScores* p) { p->dtype = DType::kFloat32; }), StatusCode::kUnsupported);
-  EXPECT_EQ(code([](PromptScores* p) { p->num_q_heads = 34; }), StatusCode::kUnsupported);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->q = nullptr; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->starts = nullptr; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->sm_scale = NAN; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->q_token_stride = 4; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->k_head_stride += 4; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->max_tokens = 21; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->max_tokens = 0; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->query_stride = 0; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->query_stride = kMaxQueryStride + 1; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->num_kv_heads = 3; }), invalid);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->head_dim = 80; }), StatusCode::kUnsupported);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->dtype = DType::kFloat32; }),
+            StatusCode::kUnsupported);
+  EXPECT_EQ(code([](SignificanceCall* p) { p->num_q_heads = 34; }), StatusCode::kUnsupported);
   EXPECT_EQ(prompt_lse(p_, nullptr, nullptr).code(), invalid);
   EXPECT_EQ(prompt_significance(p_, nullptr, x.get(), nullptr).code(), invalid);
 }
@@ -296,12 +355,12 @@ TEST(PromptScoreProducts, AnyIsTheFirstThatIsThere) {
   for (uint16_t& bits : x) bits = float_to_half(normal(rng));
   const DeviceArray<uint16_t> rows(x);
   const DeviceArray<int32_t> starts(std::vector<int32_t>{0, kTokens});
-  PromptScores p;
+  SignificanceCall p;
   p.q = p.k = rows.get(), p.starts = starts.get();
   p.q_token_stride = p.q_head_stride = p.k_token_stride = p.k_head_stride = kDim;
   p.num_sequences = p.num_q_heads = p.num_kv_heads = 1;
   p.max_tokens = p.total_tokens = kTokens;
-  p.head_dim = kDim, p.sm_scale = 0.125;
+  p.head_dim = kDim, p.sm_scale = 0.125, p.query_stride = 1;
   const auto lse_by = [&](ScoreProducts products) {
     p.products = products;
     const DeviceArray<float> lse(std::vector<float>(kTokens, NAN));

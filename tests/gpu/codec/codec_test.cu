@@ -11,6 +11,7 @@ namespace {
 using test::CodecWorld;
 using test::DeviceArray;
 using test::DeviceWorld;
+using test::encode_pages_host;
 using test::host_encode;
 using test::kBits;
 using test::kDTypes;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "codec/gpu/pages/page_batch.h"
+#include "tests/gpu/codec/host_pages.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/page_fixture.h"
 

@@ -38,7 +38,7 @@ inline std::string row_difference(const ChannelView& a, const ChannelView& b, in
       return "block " + std::to_string(i);
     }
   }
-  const size_t tile_bytes = TileLayout{16, a.head_dim()}.bytes();
+  const size_t tile_bytes = TileLayout{kRawCodes, a.head_dim()}.bytes();
   for (int32_t p = info.window_first; p < info.num_tokens; p += kTileTokens) {
     for (const Component c : kComponents) {
       const int32_t at = a.raw_tile_byte(c, p), first = info.window_first;

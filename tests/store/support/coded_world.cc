@@ -166,7 +166,7 @@ void CodedWorld::make_block(CodedModel* m) {
       const auto c = static_cast<Component>(i % 2);
       uint16_t* y = &m->rows[i % 2][w].values[int64_t{m->coded + i / 2} * dim];
       for (int32_t first = 0; first < dim; first += 128) {
-        quantise_token(config_.coded.fixed_format.of(c).bits, y + first,
+        quantise_token(config_.coded.fixed_format.of(c).type.bits(), y + first,
                        std::min(128, dim - first));
       }
     }

@@ -33,7 +33,8 @@ std::vector<float> stored(const ComponentFormat& format, DType raw, const std::v
   std::vector<uint8_t> codes(dim);
   for (int32_t d = 0; d < dim; d += width) {
     QuantParams p;
-    EXPECT_EQ(quantize_minmax(&x[d], width, 1, 1 << format.bits, &p, &codes[d]), StatusCode::kOk);
+    EXPECT_EQ(quantize_minmax(&x[d], width, 1, format.type.levels(), &p, &codes[d]),
+              StatusCode::kOk);
     for (int32_t i = d; i < d + width; ++i) {
       y[i] = dequantize(codes[i], half_to_float(p.scale), half_to_float(p.zero_point));
     }

@@ -176,7 +176,7 @@ class PredictingCoder : public BlockCoder {
 
 Predictor Predictor::of(Prediction kind, const ComponentFormat& format) {
   const bool wide = format.step_rule == StepRule::kAbsolute;
-  return {kind, wide ? 16 : format.step_rule == StepRule::kRelative ? 8 : format.bits};
+  return {kind, wide ? 16 : format.step_rule == StepRule::kRelative ? 8 : format.type.bits()};
 }
 
 // From the last code to the first, so that neighbours are still the original ones.

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "codec/file/block_coder.h"
-#include "codec/host/histogram.h"
+#include "codec/host/coded/histogram.h"
 
 namespace tierkv::analysis {
 

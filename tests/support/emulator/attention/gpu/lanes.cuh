@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "gpu/constants.h"
 #include "tests/support/emulator/cuda.h"
 
 namespace tierkv {
-
-inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 inline int32_t kept(int32_t x) {
   return x;

@@ -1,0 +1,36 @@
+// The decoder's core, shared by coded and weighted blocks: a slice whose header and sizes have been
+// checked, to codes.
+//
+// Functions return what is wrong with the bytes, or null.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/coded_block.h"
+#include "codec/host/coded/lane_pairs.h"
+#include "codec/host/coded/slice_books.h"
+
+namespace tierkv {
+
+// Pointers into a block that has all the bytes they stand for.
+struct OpenSlice {
+  BlockMode mode = BlockMode::kRaw16;
+  Component component = Component::kKey;
+  int32_t tokens = 0, dims = 0;
+  int32_t streams_per_lane = 1;
+  int16_t base = 0;  // raw modes
+  const uint8_t* low_plane = nullptr;
+  const uint8_t* payload = nullptr;  // or raw tiles
+  const uint8_t* exceptions = nullptr;
+  int32_t exception_count = 0;
+  uint32_t bounds[2 * kWarpLanes + 1] = {};  // coded modes, as in StreamSet, ascending
+};
+
+// Of the bytes from the end of the exceptions to that of the block, and of the last payload word.
+const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint8_t* block_end);
+
+// The codes of the slice; where something is wrong, some of them.
+const char* decode_open_slice(const OpenSlice& slice, const SliceBooks& books, DecodePath path,
+                              const SliceCodes& out);
+
+}  // namespace tierkv

@@ -1,0 +1,308 @@
+#include "codec/host/coded/block_symbols.h"
+
+#include <algorithm>
+#include <array>
+
+#include "codec/format/huffman.h"
+
+namespace tierkv {
+namespace {
+
+constexpr int32_t kExceptionBits = 8 * kExceptionBytes;
+// Digits that are no digits.
+constexpr int16_t kOutside = -1;
+constexpr int16_t kPadding = -2;
+
+class SymbolPlanner {
+ public:
+  SymbolPlanner(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
+                SymbolPlan* plan)
+      : slice_(slice),
+        books_(books),
+        plan_(plan),
+        mode_(books.first().mode),
+        most_exceptions_(most_exceptions) {}
+
+  void run() {
+    find_digits();
+    find_offsets();
+    switch (mode_) {
+      case BlockMode::kSingle:
+        plan_streams<BlockMode::kSingle>();
+        break;
+      case BlockMode::kPair:
+        plan_streams<BlockMode::kPair>();
+        break;
+      case BlockMode::kQuad:
+        plan_streams<BlockMode::kQuad>();
+        break;
+      default:
+        plan_streams<BlockMode::kSplit>();
+    }
+    plan_->entries_per_stream = next_ / books_.streams();
+    if (plan_->payload_bits > kMaxPayloadBits) plan_->possible = false;
+    std::sort(plan_->exceptions, plan_->exceptions + plan_->exception_count,
+              [](uint32_t a, uint32_t b) { return (a & 0xffffu) < (b & 0xffffu); });
+  }
+
+ private:
+  void find_digits() {
+    const int32_t shift = mode_ == BlockMode::kSplit ? 4 : 0;
+    std::fill_n(digits_, kMaxBlockCodes, kPadding);
+    for (int32_t first = 0; first < slice_.dims; first += run_dims(first)) {
+      const Codebook& book = *books_.of[first / kDimBlock];
+      const auto levels = static_cast<uint32_t>(book.levels);
+      const int32_t base = book.base, dims = run_dims(first);
+      for (int32_t t = 0; t < slice_.tokens; ++t) {
+        const int16_t* codes = slice_.codes + t * slice_.stride + first;
+        int16_t* digits = digits_ + t * kSliceDims + first;
+        for (int32_t d = 0; d < dims; ++d) {
+          const auto above = static_cast<uint32_t>(codes[d] - base);
+          digits[d] = above < levels ? static_cast<int16_t>(above >> shift) : kOutside;
+        }
+      }
+    }
+  }
+
+  // Channels from `first` on, the start of a dim block, that share a book.
+  int32_t run_dims(int32_t first) const {
+    int32_t end = first;
+    while (end < slice_.dims && books_.of[end / kDimBlock] == books_.of[first / kDimBlock]) {
+      end += kDimBlock;
+    }
+    return std::min(end, slice_.dims) - first;
+  }
+
+  // Of a lane's pairs relative to its first one.
+  void find_offsets() {
+    const Component component = books_.first().component;
+    partner_ = component == Component::kKey ? 1 : kSliceDims;
+    for (int32_t tile = 0; tile < tile_count(slice_.tokens); ++tile) {
+      for (int32_t block = 0; block < dim_block_count(slice_.dims); ++block) {
+        for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+          const PairPosition p = pair_position(component, tile, block, r, 0);
+          pair_offset_[pair_count_++] = p.token * kSliceDims + p.dim;
+        }
+      }
+    }
+  }
+
+  // Where the next code word of a stream goes, and the bits of those before.
+  struct Cursor {
+    uint32_t* next;
+    uint32_t bits = 0;
+    void put(uint32_t word, uint32_t length) {
+      *next++ = word | length << 16;
+      bits += length;
+    }
+  };
+
+  // What the inner loop needs of a book, apart from what it writes.
+  struct BookView {
+    const Codebook* book;
+    const uint8_t* lengths;
+    const uint16_t* words;
+    int32_t radix;
+  };
+
+  template <BlockMode kMode>
+  void plan_streams() {
+    for (int32_t f = 0; f < kSliceDimBlocks; ++f) {
+      const Codebook* book = books_.of[f];
+      views_[f] = {book, book->lengths.data(), book->words.data(), book->radix()};
+    }
+    if (books_.first().streams_per_lane == 1) return plan_lanes<kMode, 1>(0);
+    plan_lanes<kMode, 2>(0);
+    plan_lanes<kMode, 2>(1);
+  }
+
+  template <BlockMode kMode, int32_t kStreams>
+  void plan_lanes(int32_t stream) {
+    for (int32_t lane = 0; lane < kWarpLanes && plan_->possible; ++lane) {
+      plan_stream<kMode, kStreams>(stream, lane);
+    }
+  }
+
+  // The symbols of one stream: every pair of the lane, or with two streams every other symbol.
+  template <BlockMode kMode, int32_t kStreams>
+  void plan_stream(int32_t stream, int32_t lane) {
+    const PairPosition origin = pair_position(books_.first().component, 0, 0, 0, lane);
+    const int32_t from = origin.token * kSliceDims + origin.dim;
+    const int32_t blocks = dim_block_count(slice_.dims), pairs = pair_count_;
+    Cursor to{plan_->entries + next_};
+    for (int32_t p = 0, block = 0; p < pairs; p += kPairsPerFragment) {
+      const BookView view = views_[block];
+      if (++block == blocks) block = 0;
+      to = plan_fragment<kMode, kStreams>(view, stream, from, pair_offset_ + p, to);
+    }
+    plan_->stream_bits[stream * kWarpLanes + lane] = to.bits;
+    plan_->payload_bits += to.bits;
+    next_ = static_cast<int32_t>(to.next - plan_->entries);
+  }
+
+  // A stream's symbols of the four pairs of a fragment.
+  template <BlockMode kMode, int32_t kStreams>
+  Cursor plan_fragment(const BookView& view, int32_t stream, int32_t from, const int32_t* offsets,
+                       Cursor to) {
+    constexpr int32_t kPairs = kMode == BlockMode::kQuad ? 2 : 1;
+    const int32_t partner = partner_;
+    for (int32_t i = 0; i < kPairsPerFragment / (kPairs * kStreams); ++i) {
+      const int32_t r = kPairs * (kStreams * i + stream), a = from + offsets[r];
+      if constexpr (kMode == BlockMode::kQuad) {
+        const int32_t b = from + offsets[r + 1];
+        plan_symbol(view, std::array{a, a + partner, b, b + partner}, &to);
+      } else if constexpr (kMode == BlockMode::kSingle) {
+        plan_symbol(view, std::array{a}, &to);
+        plan_symbol(view, std::array{a + partner}, &to);
+      } else {
+        plan_symbol(view, std::array{a, a + partner}, &to);
+      }
+    }
+    return to;
+  }
+
+  // One symbol of the codes at these indices (token * kSliceDims + dim).
+  template <size_t kPlaces>
+  void plan_symbol(const BookView& view, const std::array<int32_t, kPlaces>& at, Cursor* to) {
+    int32_t digits[kPlaces], symbol = 0, weight = 1, signs = 0;
+    for (size_t i = 0; i < kPlaces; ++i) {
+      digits[i] = digits_[at[i]];
+      signs |= digits[i];
+      symbol += weight * digits[i];
+      weight *= view.radix;
+    }
+    if (signs < 0 || view.lengths[symbol] == 0) {
+      symbol = substitute(*view.book, digits, kPlaces);
+      add_exceptions(*view.book, at.data(), digits, kPlaces, symbol);
+    }
+    to->put(view.words[symbol], view.lengths[symbol]);
+  }
+
+  // Bits of a symbol in place of the digits: its code word and one exception per code it gets
+  // wrong.
+  int32_t cost(const Codebook& book, int32_t symbol, const int32_t* digits, int32_t places) const {
+    int32_t bits = book.lengths[symbol];
+    for (int32_t i = 0; i < places; ++i, symbol /= book.radix()) {
+      if (digits[i] != kPadding && digits[i] != symbol % book.radix()) bits += kExceptionBits;
+    }
+    return bits;
+  }
+
+  // The present symbol of least cost, ties to the lowest.
+  int32_t substitute(const Codebook& book, const int32_t* digits, int32_t places) const {
+    int32_t best = book.cheapest_symbol(-1, 0), best_cost = cost(book, best, digits, places);
+    const auto consider = [&](int32_t symbol) {
+      if (book.lengths[symbol] == 0) return;
+      const int32_t c = cost(book, symbol, digits, places);
+      if (c < best_cost || (c == best_cost && symbol < best)) best = symbol, best_cost = c;
+    };
+    if (places == 4) {
+      const int32_t symbols = book.symbol_count();
+      for (int32_t s = 0; s < symbols; ++s) consider(s);
+      return best;
+    }
+    // With at most two places the least cost is the cheapest symbol that keeps one digit, or none.
+    for (int32_t i = 0; i < places; ++i) {
+      if (digits[i] < 0) continue;
+      const uint16_t kept = book.cheapest_symbol(i, digits[i]);
+      if (kept != Codebook::kNoSymbol) consider(kept);
+    }
+    return best;
+  }
+
+  void add_exceptions(const Codebook& book, const int32_t* at, const int32_t* digits,
+                      int32_t places, int32_t symbol) {
+    for (int32_t i = 0; i < places && plan_->possible; ++i, symbol /= book.radix()) {
+      const int32_t digit = symbol % book.radix();
+      if (digits[i] == kPadding || digits[i] == digit) continue;
+      const int32_t above = slice_.at(at[i] / kSliceDims, at[i] % kSliceDims) - book.base;
+      int32_t delta = above - digit;
+      // The low plane keeps the low nibble of codes inside and zero for those outside.
+      if (book.mode == BlockMode::kSplit) {
+        delta = above - 16 * digit - (digits[i] == kOutside ? 0 : above & 15);
+      }
+      plan_->possible =
+          plan_->exception_count < most_exceptions_ && delta >= INT16_MIN && delta <= INT16_MAX;
+      if (!plan_->possible) return;
+      plan_->exceptions[plan_->exception_count++] =
+          static_cast<uint32_t>(at[i]) | static_cast<uint32_t>(delta) << 16;
+    }
+  }
+
+  const Slice& slice_;
+  const SliceBooks& books_;
+  SymbolPlan* plan_;
+  BlockMode mode_;
+  int32_t most_exceptions_;
+  int32_t next_ = 0;
+  int32_t pair_count_ = 0, partner_ = 1;
+  BookView views_[kSliceDimBlocks];
+  int32_t pair_offset_[kMaxBlockCodes / 2 / kWarpLanes];
+  int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
+};
+
+// Adds values to zeroed raw tiles of `bits` a code.
+template <class ValueOf>
+void write_raw_tiles(const Slice& slice, Component component, int32_t bits, uint8_t* tiles,
+                     ValueOf value_of) {
+  const TileLayout layout = raw_tile(bits, dim_block_count(slice.dims));
+  for (int32_t t = 0; t < slice.tokens; ++t) {
+    for (int32_t d = 0; d < slice.dims; ++d) {
+      const CodePosition at = code_position(layout, component, t % kTileTokens, d);
+      uint8_t* word = tiles + t / kTileTokens * layout.bytes() + at.byte;
+      store_u32(word, load_u32(word) | static_cast<uint32_t>(value_of(t, d)) << at.bit);
+    }
+  }
+}
+
+}  // namespace
+
+CodeRange code_range(const Slice& slice) {
+  CodeRange range{INT16_MAX, INT16_MIN};
+  for (int32_t t = 0; t < slice.tokens; ++t) {
+    for (int32_t d = 0; d < slice.dims; ++d) {
+      range.low = std::min(range.low, slice.at(t, d));
+      range.high = std::max(range.high, slice.at(t, d));
+    }
+  }
+  return range;
+}
+
+void plan_symbols(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
+                  SymbolPlan* plan) {
+  plan->possible = !is_raw_mode(books.first().mode);
+  if (plan->possible) SymbolPlanner(slice, books, most_exceptions, plan).run();
+}
+
+void write_streams(const SymbolPlan& plan, int32_t streams, uint8_t* payload) {
+  BitWriter writer(payload);
+  const int32_t count = streams * plan.entries_per_stream;
+  for (int32_t i = 0; i < count; ++i) {
+    const uint32_t entry = plan.entries[i];
+    writer.put(entry & 0xffffu, static_cast<int32_t>(entry >> 16));
+  }
+}
+
+void write_exceptions(const SymbolPlan& plan, uint8_t* to) {
+  for (int32_t i = 0; i < plan.exception_count; ++i) {
+    store_u32(to + kExceptionBytes * i, plan.exceptions[i]);
+  }
+}
+
+void write_low_plane(const Slice& slice, const SliceBooks& books, uint8_t* tiles) {
+  write_raw_tiles(slice, books.first().component, 4, tiles, [&](int32_t t, int32_t d) {
+    const Codebook& book = *books.of[d / kDimBlock];
+    const int32_t above = slice.at(t, d) - book.base;
+    return above >= 0 && above < book.levels ? above & 15 : 0;
+  });
+}
+
+void write_raw_codes(const Slice& slice, Component component, const CodeRange& range,
+                     uint8_t* tiles) {
+  const int32_t bits = raw_bits(range.raw_mode()), base = range.raw_base();
+  write_raw_tiles(slice, component, bits, tiles, [&](int32_t t, int32_t d) {
+    return (slice.at(t, d) - base) & ((1 << bits) - 1);
+  });
+}
+
+}  // namespace tierkv

@@ -1,0 +1,206 @@
+// The plain forms and the checks. The fast forms are in weighted_rows_simd.cc.
+#include "codec/host/coded/weighted_rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "codec/host/coded/weighted_rows_checks.h"
+#include "tierkv/layout.h"
+
+namespace tierkv {
+namespace {
+
+Status invalid(const std::string& what) {
+  return Status(StatusCode::kInvalidArgument, "weighted steps: " + what);
+}
+
+bool positive(float x) {
+  return is_finite(x) && x > 0;
+}
+
+Status check_tokens(int32_t head_dim, int32_t tokens, const void* x) {
+  if (head_dim < 1 || head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
+  if (tokens < 0) return invalid("tokens is negative");
+  if (tokens > 0 && x == nullptr) return invalid("an array is null");
+  return Status::ok();
+}
+
+}  // namespace
+
+Status WeightedRow::validate() const {
+  if (head_dim < 1 || head_dim > kMaxHeadDim) return invalid("head_dim must be 1 to 4096");
+  if (!positive(key_step)) return invalid("key_step must be positive and finite");
+  if (!positive(value_step)) return invalid("value_step must be positive and finite");
+  const auto d = static_cast<size_t>(head_dim);
+  if (!key_mean.empty() && key_mean.size() != d) return invalid("key_mean has another length");
+  if (!key_weight.empty() && key_weight.size() != d)
+    return invalid("key_weight has another length");
+  for (const uint16_t h : key_mean) {
+    if ((h & 0x7c00u) == 0x7c00u) return invalid("a key_mean is not finite");
+  }
+  for (const float w : key_weight) {
+    if (!positive(w) || !positive(dim_scale(key_step, w))) {
+      return invalid("a key_weight is not positive and finite, or its step is not");
+    }
+  }
+  if (rope != nullptr && 2 * rope->pairs > head_dim) return invalid("rope turns more dims");
+  return Status::ok();
+}
+
+Status check_weighted_source(const WeightedRow& row, Component component,
+                             const WeightedSource& source, const float* x) {
+  if (Status s = row.validate(); !s) return s;
+  if (Status s = check_tokens(row.head_dim, source.tokens, source.codes); !s) return s;
+  if (Status s = check_tokens(row.head_dim, source.tokens, x); !s) return s;
+  if (source.tokens == 0) return Status::ok();
+  if (source.exponents == nullptr) return invalid("exponents is null");
+  if (component != Component::kKey) return Status::ok();
+  for (int32_t t = 0; t < source.tokens; ++t) {
+    if (!is_importance_exponent(source.exponents[t])) {
+      return invalid("a key's exponent is outside -8 to 4");
+    }
+  }
+  if (row.rope == nullptr) return Status::ok();
+  if (source.first_position < 0) return invalid("first_position is negative");
+  if (source.first_position > row.rope->positions() - source.tokens) {
+    return Status(StatusCode::kOutOfRange,
+                  "weighted steps: the RoPE table has no position " +
+                      std::to_string(source.first_position + source.tokens - 1));
+  }
+  return Status::ok();
+}
+
+Status check_importance(const WeightedTokens& tokens, int32_t head_dim, const int8_t* importance) {
+  if (Status s = check_tokens(head_dim, tokens.tokens, tokens.x); !s) return s;
+  for (int32_t t = 0; importance != nullptr && t < tokens.tokens; ++t) {
+    if (!is_importance_exponent(importance[t])) {
+      return invalid("an importance exponent is outside -8 to 4");
+    }
+  }
+  return Status::ok();
+}
+
+ChannelScales::ChannelScales(const WeightedRow& row, Component component) {
+  const auto d = static_cast<size_t>(row.head_dim);
+  const bool key = component == Component::kKey;
+  scale.assign(d, key ? row.key_step : row.value_step);
+  mean.assign(d, 0.0f);
+  if (!key) return;
+  rope = row.rope != nullptr && row.rope->pairs > 0 ? row.rope : nullptr;
+  for (size_t i = 0; i < row.key_weight.size(); ++i) {
+    scale[i] = dim_scale(row.key_step, row.key_weight[i]);
+  }
+  for (size_t i = 0; i < row.key_mean.size(); ++i) mean[i] = half_to_float(row.key_mean[i]);
+}
+
+Status CodeFaults::status() const {
+  if (non_finite) {
+    return Status(StatusCode::kNonFinite, "weighted steps: NaN or infinity in the input");
+  }
+  if (out_of_range) {
+    return Status(StatusCode::kOutOfRange, "weighted steps: a code does not fit 16 bits");
+  }
+  return Status::ok();
+}
+
+Status importance_exponents(const float* significance, int32_t tokens, int64_t first_position,
+                            double scale, int8_t* exponents) {
+  if (tokens < 0 || first_position < 0) return invalid("tokens or first_position is negative");
+  for (int32_t t = 0; t < tokens; ++t) {
+    const double u = token_importance(first_position + t, significance[t], scale);
+    if (!std::isfinite(u)) {
+      return Status(StatusCode::kNonFinite, "weighted steps: significance of token " +
+                                                std::to_string(t) + " is not finite");
+    }
+    if (u < 0) return invalid("significance of token " + std::to_string(t) + " is negative");
+  }
+  for (int32_t t = 0; t < tokens; ++t) {
+    const double u = token_importance(first_position + t, significance[t], scale);
+    exponents[t] = static_cast<int8_t>(importance_exponent(u));
+  }
+  return Status::ok();
+}
+
+namespace reference {
+
+void undo_rope(const RopeTable& rope, int64_t position, float* key) {
+  for (int32_t i = 0; i < rope.pairs; ++i) {
+    unturn_pair(rope.at(position, i), key + pair_first(rope.pairing, i),
+                key + pair_second(rope.pairing, rope.pairs, i));
+  }
+}
+
+void redo_rope(const RopeTable& rope, int64_t position, float* key) {
+  for (int32_t i = 0; i < rope.pairs; ++i) {
+    turn_pair(rope.at(position, i), key + pair_first(rope.pairing, i),
+              key + pair_second(rope.pairing, rope.pairs, i));
+  }
+}
+
+void quantize_token(const ChannelScales& channels, const float* x, float factor, int16_t* codes,
+                    CodeFaults* faults) {
+  for (size_t d = 0; d < channels.scale.size(); ++d) {
+    const float c = weighted_code(x[d], channels.mean[d], channels.scale[d], factor);
+    faults->out_of_range |= !is_code(c);
+    codes[d] = is_code(c) ? static_cast<int16_t>(c) : int16_t{0};
+  }
+}
+
+void dequantize_token(const ChannelScales& channels, const int16_t* codes, float factor, float* x) {
+  for (size_t d = 0; d < channels.scale.size(); ++d) {
+    x[d] = weighted_value(codes[d], channels.mean[d], channels.scale[d], factor);
+  }
+}
+
+Status token_exponents(Component component, const WeightedTokens& tokens, int32_t head_dim,
+                       const int8_t* importance, int8_t* exponents) {
+  if (Status s = check_importance(tokens, head_dim, importance); !s) return s;
+  CodeFaults faults;
+  for (int32_t t = 0; t < tokens.tokens; ++t) {
+    int32_t e = importance == nullptr ? 0 : importance[t];
+    if (component == Component::kValue) {
+      const float* x = tokens.x + int64_t{t} * head_dim;
+      for (int32_t d = 0; d < head_dim; ++d) faults.non_finite |= !is_finite(x[d]);
+      e = value_exponent(sum_of_squares(x, head_dim), head_dim, e);
+    }
+    exponents[t] = static_cast<int8_t>(e);
+  }
+  return faults.status();
+}
+
+Status quantize_weighted(const WeightedRow& row, Component component, const WeightedTokens& tokens,
+                         const int8_t* exponents, int16_t* codes) {
+  const WeightedSource shape{codes, exponents, tokens.tokens, tokens.first_position};
+  if (Status s = check_weighted_source(row, component, shape, tokens.x); !s) return s;
+  const ChannelScales channels(row, component);
+  std::vector<float> token(static_cast<size_t>(row.head_dim));
+  CodeFaults faults;
+  for (int32_t t = 0; t < tokens.tokens; ++t) {
+    const int64_t at = int64_t{t} * row.head_dim;
+    std::copy_n(tokens.x + at, row.head_dim, token.data());
+    for (const float x : token) faults.non_finite |= !is_finite(x);
+    if (channels.rope != nullptr) {
+      undo_rope(*channels.rope, tokens.first_position + t, token.data());
+    }
+    quantize_token(channels, token.data(), exponent_factor(exponents[t]), codes + at, &faults);
+  }
+  return faults.status();
+}
+
+Status dequantize_weighted(const WeightedRow& row, Component component,
+                           const WeightedSource& source, float* x) {
+  if (Status s = check_weighted_source(row, component, source, x); !s) return s;
+  const ChannelScales channels(row, component);
+  for (int32_t t = 0; t < source.tokens; ++t) {
+    const int64_t at = int64_t{t} * row.head_dim;
+    dequantize_token(channels, source.codes + at, exponent_factor(source.exponents[t]), x + at);
+    if (channels.rope != nullptr) {
+      redo_rope(*channels.rope, source.first_position + t, x + at);
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace reference
+}  // namespace tierkv

@@ -1,0 +1,80 @@
+// Over the prompts of a ragged batch, by layer: how much later queries look at a token, and the
+// log-sum-exp that it needs where attention has not kept it.
+//
+//   significance[kv_head][t] = mean over the counted queries j > t of max over the heads h of the
+//                              group of exp(sm_scale q_h,j . k_t - lse[h][j]), 0 where there is
+//                              none
+//   lse[h][j]                = log of the sum over t <= j of exp(sm_scale q_h,j . k_t)
+//
+// It is what store.h's score_prompt() takes. Counted are the queries n - 1, n - 1 - query_stride,
+// ... of a prompt of n tokens, at positions from 0: every token but the last has one behind it.
+// query_stride 1 counts all, as DiffKV section 4 does. Work falls with the stride; what sampling
+// does to a compressed cache is measured in bench/results/sampled_significance.json.
+//
+//   SignificanceCall p;          // shapes, strides, sm_scale
+//   prompt_lse(p, lse, stream);  // or the lse of a prefill that kept it
+//   prompt_significance(p, lse, significance, stream);
+//
+// Results repeat bit for bit: sums run in an order that depends on the shape alone. A score that is
+// not finite makes the significance of its token NaN or infinite, which tiering refuses by name.
+#pragma once
+
+#include <cstdint>
+
+#include "tierkv/export.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+struct CUstream_st;
+
+namespace tierkv {
+
+using GpuStream = CUstream_st*;  // a cudaStream_t
+
+inline constexpr int32_t kMaxScoreGroup = 16;  // query heads of a kv_head
+inline constexpr int32_t kMaxQueryStride = 4096;
+
+// What products are made with: wgmma where the binary has it for the device, otherwise mma.sync.
+// The others are for tests and comparisons.
+enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
+
+// Queries and keys of all sequences, one after the other: both after RoPE, where there is one.
+struct TKV_API SignificanceCall {
+  const void* q = nullptr;  // dtype; token t, head h at t * q_token_stride + h * q_head_stride
+  const void* k = nullptr;  // likewise; on a device both aligned to 16 bytes
+  const int32_t* starts = nullptr;  // [num_sequences + 1] first token of each sequence, ascending
+  int64_t q_token_stride = 0, q_head_stride = 0;  // elements; on a device multiples of 8
+  int64_t k_token_stride = 0, k_head_stride = 0;
+  int32_t num_sequences = 0;
+  int32_t max_tokens = 0;    // of a sequence, at least
+  int32_t total_tokens = 0;  // of all
+  int32_t num_q_heads = 0, num_kv_heads = 0;
+  int32_t head_dim = 0;           // on a device 64, 96, 128 or 256
+  DType dtype = DType::kFloat16;  // on a device kFloat16 or kBFloat16
+  double sm_scale = 0;
+  int32_t query_stride = 16;  // 1 to kMaxQueryStride
+  ScoreProducts products = ScoreProducts::kAny;
+
+  // For a device: kInvalidArgument or kUnsupported naming the field. Reads no array.
+  Status validate() const;
+};
+
+// All pointers in device memory, `starts` among them. lse [num_q_heads, total_tokens] in, of
+// counted queries alone; significance [num_kv_heads, total_tokens] out, of every token. Runs on
+// sm_80 and up; can be captured. kUnsupported where the binary has no code for the device, or not
+// the products that were asked for; kCuda when a launch fails.
+TKV_API Status prompt_significance(const SignificanceCall& p, const float* lse, float* significance,
+                                   GpuStream stream);
+
+// lse [num_q_heads, total_tokens], natural logarithm, of counted queries; others keep what is
+// there.
+TKV_API Status prompt_lse(const SignificanceCall& p, float* lse, GpuStream stream);
+
+// The references, in double, one thread: all pointers in host memory, any head_dim, group and
+// dtype. max_tokens and products are not looked at. kInvalidArgument as above, and where starts do
+// not ascend from 0 to total_tokens; kNonFinite when a score is not finite: outputs are then
+// unspecified.
+TKV_API Status prompt_significance_host(const SignificanceCall& p, float* significance);
+TKV_API Status prompt_lse_host(const SignificanceCall& p, float* lse);
+
+}  // namespace tierkv
