@@ -1,5 +1,5 @@
 // Weighted blocks in batches on the GPU: keys and values to blocks, and ranges of tokens back.
-// Bytes and numbers are those of codec/host/weighted_rows.h and codec/host/weighted_block.h, bit
+// Bytes and numbers are those of codec/host/coded/weighted_rows.h and codec/host/coded/weighted_block.h, bit
 // for bit.
 //
 // Work comes as ranges of tokens of rows. A block holds the positions [64 b, 64 b + 64) of a row's
