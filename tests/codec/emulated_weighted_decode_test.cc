@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "codec/gpu/coded/weighted_decode.cuh"
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_world.h"
 

@@ -11,8 +11,8 @@
 
 #include "codec/format/element.h"
 #include "codec/gpu/coded/weighted_batch.h"
-#include "codec/host/weighted_books.h"
-#include "codec/host/weighted_rows.h"
+#include "codec/host/coded/weighted_books.h"
+#include "codec/host/coded/weighted_rows.h"
 
 namespace tierkv {
 

@@ -10,7 +10,7 @@
 
 #include "codec/gpu/coded/codebook_batch.h"
 #include "codec/gpu/coded/weighted_batch.h"
-#include "codec/host/weighted_block.h"
+#include "codec/host/coded/weighted_block.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/fresh_random.h"
 #include "tests/support/weighted_world.h"
