@@ -36,8 +36,9 @@ struct DigitPair {
 // What a warp has in shared memory. The slack follows the block.
 struct WarpMemory {
   uint8_t* block;
-  int16_t* tile;    // [kTileTokens][kTileStride], codes
-  uint8_t* reader;  // kWarpBytes of the reader
+  int16_t* tile;      // [kTileTokens][kTileStride], codes
+  uint8_t* reader;    // kWarpBytes of the reader
+  int32_t apart = 0;  // codes from one tile to the next
 };
 
 // A slice and where its codes go.
@@ -233,23 +234,30 @@ __device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16
   }
 }
 
-// The tiles of a whole block in shared memory whose header, size, checksum, bounds of streams and
-// exceptions are valid: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. They
-// lie `apart` codes from one tile to the next. base_of(f): the code of digit 0 in dim block f,
-// asked for before the reader is.
+// A whole block in shared memory whose header, size, checksum, bounds of streams and exceptions are
+// valid.
+struct OpenTiles {
+  const CodedBlockHeader& header;
+  const CodedBlockLayout& at;
+  const BlockStreams& streams;
+};
+
+// Its tiles: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. base_of(f): the
+// code of digit 0 in dim block f, asked for before the reader is.
 template <class Reader, class BaseOf, class Finish>
-__device__ __forceinline__ bool decode_tiles(const CodedBlockHeader& h, const CodedBlockLayout& at,
-                                             const BlockStreams& streams, Reader& reader,
-                                             const WarpMemory& memory, int32_t apart,
-                                             const BaseOf& base_of, const Finish& finish) {
+__device__ __forceinline__ bool decode_tiles(const OpenTiles& open, Reader& reader,
+                                             const WarpMemory& memory, const BaseOf& base_of,
+                                             const Finish& finish) {
+  const CodedBlockHeader& h = open.header;
+  const CodedBlockLayout& at = open.at;
   const bool raw = is_raw_mode(h.mode);
   const int32_t lane = lane_index(), blocks = dim_block_count(h.dims);
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
-  if (!raw) reader.open(streams);
+  if (!raw) reader.open(open.streams);
   bool valid = true;
   for (int32_t tile = 0; tile < tile_count(h.tokens); ++tile) {
     const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
-    int16_t* const codes = memory.tile + tile * apart;
+    int16_t* const codes = memory.tile + tile * memory.apart;
     for (int32_t f = 0; f < blocks; ++f) {
       const int32_t base = base_of(f);
       DigitPair pairs[4] = {};
@@ -270,15 +278,16 @@ __device__ __forceinline__ bool decode_tiles(const CodedBlockHeader& h, const Co
     finish(tile, codes);
     __syncwarp();
   }
-  if (!raw) valid &= reader.ends(streams);
+  if (!raw) valid &= reader.ends(open.streams);
   return __all_sync(kFullWarp, valid);
 }
 
 template <class Reader>
 __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
                              const CodedBlockLayout& at, Reader& reader, const WarpMemory& memory) {
+  const BlockStreams streams = block_streams(h, at, memory.block);
   return decode_tiles(
-      h, at, block_streams(h, at, memory.block), reader, memory, 0, [&](int32_t) { return h.base; },
+      {h, at, streams}, reader, memory, [&](int32_t) { return h.base; },
       [&](int32_t tile, const int16_t* codes) { write_tile(job, tile, codes); });
 }
 

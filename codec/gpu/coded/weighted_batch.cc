@@ -12,13 +12,18 @@ Status invalid(const char* what) {
 }
 
 // Of both directions.
-Status check_shape(DType dtype, int64_t token_stride, int64_t size, const void* bytes,
-                   int32_t num_ranges, int32_t most_blocks, int32_t head_dim) {
-  if (!is_raw_dtype(dtype)) return invalid("dtype must be float16 or bfloat16");
-  if (token_stride < head_dim) return invalid("token_stride is less than head_dim");
-  if (size < 0) return invalid("size is negative");
-  if (reinterpret_cast<uintptr_t>(bytes) % kBlockAlignment != 0) return invalid("bytes alignment");
-  if (num_ranges < 0 || most_blocks < 0) return invalid("num_ranges or most_blocks is negative");
+template <class Call>
+Status check_shape(const Call& call) {
+  if (Status s = call.rows.validate(); !s) return s;
+  if (!is_raw_dtype(call.dtype)) return invalid("dtype must be float16 or bfloat16");
+  if (call.token_stride < call.rows.head_dim) return invalid("token_stride is less than head_dim");
+  if (call.size < 0) return invalid("size is negative");
+  if (reinterpret_cast<uintptr_t>(call.bytes) % kBlockAlignment != 0) {
+    return invalid("bytes alignment");
+  }
+  if (call.num_ranges < 0 || call.most_blocks < 0) {
+    return invalid("num_ranges or most_blocks is negative");
+  }
   return Status::ok();
 }
 
@@ -52,12 +57,7 @@ Status DeviceFamily::validate() const {
 }
 
 Status WeightedEncode::validate() const {
-  if (Status s = rows.validate(); !s) return s;
-  if (Status s =
-          check_shape(dtype, token_stride, size, bytes, num_ranges, most_blocks, rows.head_dim);
-      !s) {
-    return s;
-  }
+  if (Status s = check_shape(*this); !s) return s;
   if (cursor != nullptr && bytes == nullptr) return invalid("a cursor without bytes");
   if (num_ranges == 0 || most_blocks == 0) return Status::ok();
   if (keys == nullptr || values == nullptr || ranges == nullptr || status == nullptr) {
@@ -67,13 +67,8 @@ Status WeightedEncode::validate() const {
 }
 
 Status WeightedDecode::validate() const {
-  if (Status s = rows.validate(); !s) return s;
+  if (Status s = check_shape(*this); !s) return s;
   if (Status s = family.validate(); !s) return s;
-  if (Status s =
-          check_shape(dtype, token_stride, size, bytes, num_ranges, most_blocks, rows.head_dim);
-      !s) {
-    return s;
-  }
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxWeightedBlockBytes) {
     return invalid("max_block_bytes");
   }

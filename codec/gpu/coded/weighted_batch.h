@@ -1,6 +1,6 @@
 // Weighted blocks in batches on the GPU: keys and values to blocks, and ranges of tokens back.
-// Bytes and numbers are those of codec/host/coded/weighted_rows.h and codec/host/coded/weighted_block.h, bit
-// for bit.
+// Bytes and numbers are those of codec/host/coded/weighted_rows.h and
+// codec/host/coded/weighted_block.h, bit for bit.
 //
 // Work comes as ranges of tokens of rows. A block holds the positions [64 b, 64 b + 64) of a row's
 // body; the first one begins behind the sinks, the last one may end early. A warp works on a block.
@@ -68,6 +68,12 @@ struct alignas(16) WeightedRange {
   // The positions that the row's blocks hold. Decoding only: what a block must have.
   int32_t body_first = 0, body_last = 0;
 };
+
+// Whether a call for num_rows rows and most_blocks blocks a range can work on it.
+TKV_HD bool is_valid_range(const WeightedRange& r, int32_t num_rows, int32_t most_blocks) {
+  if (r.first < 0 || r.last < r.first || r.at < 0 || r.row < 0 || r.row >= num_rows) return false;
+  return r.last == r.first || (r.last - 1) / kBlockTokens - r.first / kBlockTokens < most_blocks;
+}
 
 struct WeightedEncode {
   const uint16_t* keys = nullptr;         // after RoPE

@@ -5,9 +5,9 @@
 // into the second slice, the first slice's codes wait in shared memory. Bound: instructions.
 #pragma once
 
-#include "codec/format/element.h"
 #include "codec/gpu/coded/coded_decode.cuh"
-#include "codec/gpu/coded/weighted_batch.h"
+#include "codec/gpu/coded/coded_form.cuh"
+#include "codec/gpu/coded/weighted_write.cuh"
 
 namespace tierkv {
 
@@ -49,15 +49,6 @@ TKV_HD int32_t places_bytes(const WeightedDecode& call) {
 TKV_HD int32_t weighted_decode_cta_bytes(const WeightedDecode& call) {
   return weighted_region_bytes(call) + kDecodeFamilyBytes + places_bytes(call);
 }
-
-// Tokens of a block that go to the output.
-struct RangeTarget {
-  uint16_t* to;            // of the block's first token
-  int32_t from, end;       // tokens of the block
-  int32_t tokens;          // that the block must have
-  int32_t row, block;      // of the row
-  int32_t place_of_first;  // in 64 positions
-};
 
 // What a warp has: its memory in the order above.
 struct WeightedDecodeWarp {
@@ -113,6 +104,13 @@ __device__ __forceinline__ bool gap_is_zero(const uint8_t* block, int32_t from_b
   return __all_sync(kFullWarp, zero);
 }
 
+// Where a slice lies: `size` bytes are left from there on.
+struct SliceBytes {
+  const uint8_t* from;
+  int64_t size;
+  int32_t first_dim;
+};
+
 // What a slice is, as version 1 would say it.
 struct OpenWeightedSlice {
   CodedBlockHeader header;
@@ -131,15 +129,10 @@ __device__ __forceinline__ int32_t find_bounds(const WeightedBlockHeader& h,
     const int32_t bits =
         h.least_length + static_cast<int32_t>(load_word_field(
                              block + at.lengths, s * kWarpLanes + lane_index(), h.length_bits));
-    int32_t sum = bits;
-#pragma unroll
-    for (int32_t i = 1; i < kWarpLanes; i *= 2) {
-      const int32_t other = __shfl_up_sync(kFullWarp, sum, i);
-      if (lane_index() >= i) sum += other;
-    }
-    streams->first[s] = before + sum - bits;
-    streams->last[s] = before + sum;
-    before = __shfl_sync(kFullWarp, streams->last[s], kWarpLanes - 1);
+    int32_t all = 0;
+    streams->first[s] = before + sum_before(bits, &all);
+    streams->last[s] = streams->first[s] + bits;
+    before += all;
   }
   return before;
 }
@@ -162,20 +155,19 @@ __device__ inline bool load_factors(const WeightedBlockHeader& h, const Weighted
 
 // Copies what there is of a slice and judges it: kOk, kCorrupt or kOutOfRange.
 __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeTarget& target,
-                                        const DecodeFamily& family, int32_t first_dim,
-                                        const uint8_t* from, int64_t size,
+                                        const DecodeFamily& family, const SliceBytes& slice,
                                         const WeightedDecodeWarp& memory, OpenWeightedSlice* open) {
-  if (size < kCodedBlockHeaderBytes) return StatusCode::kCorrupt;
-  const WeightedBlockHeader h = load_weighted_header(from);
-  const int32_t dims = min(kSliceDims, call.rows.head_dim - first_dim);
+  if (slice.size < kCodedBlockHeaderBytes) return StatusCode::kCorrupt;
+  const WeightedBlockHeader h = load_weighted_header(slice.from);
+  const int32_t dims = min(kSliceDims, call.rows.head_dim - slice.first_dim);
   if (!header_is_valid(h, target.tokens, dims, call.component, family, call.family.count)) {
     return StatusCode::kCorrupt;
   }
   const int32_t bytes = h.units * kBlockAlignment;
   WeightedBlockLayout at = weighted_layout(h, 0);
-  if (at.bytes > bytes || bytes > size) return StatusCode::kCorrupt;
+  if (at.bytes > bytes || bytes > slice.size) return StatusCode::kCorrupt;
   if (bytes > call.max_block_bytes) return StatusCode::kOutOfRange;
-  copy_block(from, bytes, memory.block);
+  copy_block(slice.from, bytes, memory.block);
 
   const bool raw = is_raw_mode(h.mode);
   open->streams = {nullptr, raw ? 0 : h.streams_per_lane, {0, 0}, {0, 0}, 0};
@@ -206,152 +198,9 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   valid &= gap_is_zero(memory.block, 8 * at.lengths + fields, raw ? at.payload : at.low_plane);
   valid &= padding_is_zero(open->header, open->at, memory.block);
   valid &= exceptions_are_valid(open->header, open->at, memory.block);
-  valid &= load_factors(h, at, memory.block, first_dim == 0, memory.factors);
+  valid &= load_factors(h, at, memory.block, slice.first_dim == 0, memory.factors);
   __syncwarp();
   return valid ? StatusCode::kOk : StatusCode::kCorrupt;
-}
-
-__device__ __forceinline__ uint16_t rounded(DType dtype, float x) {
-  return dtype == DType::kFloat16 ? float_to_half(saturate_to_half_range(x)) : float_to_bfloat16(x);
-}
-__device__ __forceinline__ void store_pair_of(uint16_t* to, bool aligned, DType dtype, float x,
-                                              float y) {
-  const uint32_t first = rounded(dtype, x), second = rounded(dtype, y);
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(to) = first | second << 16;
-  } else {
-    to[0] = static_cast<uint16_t>(first), to[1] = static_cast<uint16_t>(second);
-  }
-}
-
-// The tokens of a tile as a writer sees them.
-struct TileTokens {
-  const WeightedDecode& call;
-  const RangeTarget& target;
-  const Turn* of_places;
-  const float* factors;
-  const int16_t* codes;  // of the tile, in the slice from first_dim on
-  const int16_t* kept;   // of the tile, in the slice before; null: none
-  int32_t tile, first_dim;
-
-  __device__ __forceinline__ const int16_t* at(int32_t t, int32_t d) const {
-    const bool before = d < first_dim;
-    return (before ? kept + d : codes + d - first_dim) + t * kTileStride;
-  }
-  // Tokens of the tile that are asked for.
-  __device__ __forceinline__ int32_t begin() const {
-    return max(0, target.from - tile * kTileTokens);
-  }
-  __device__ __forceinline__ int32_t end() const {
-    return min(kTileTokens, target.end - tile * kTileTokens);
-  }
-  __device__ __forceinline__ uint16_t* to(int32_t t) const {
-    return target.to + (tile * kTileTokens + t) * call.token_stride;
-  }
-  __device__ __forceinline__ float factor(int32_t t) const {
-    return factors[tile * kTileTokens + t];
-  }
-  __device__ __forceinline__ bool aligned() const {
-    return call.token_stride % 2 == 0 && reinterpret_cast<uintptr_t>(target.to) % 4 == 0;
-  }
-  __device__ __forceinline__ float scale(int32_t d) const {
-    return call.component == Component::kKey
-               ? call.rows.key_scales[int64_t{target.row} * call.rows.head_dim + d]
-               : call.rows.value_steps[target.row];
-  }
-  __device__ __forceinline__ float mean(int32_t d) const {
-    return call.component == Component::kKey && call.rows.key_means != nullptr
-               ? half_to_float(call.rows.key_means[int64_t{target.row} * call.rows.head_dim + d])
-               : 0.0f;
-  }
-  __device__ __forceinline__ const Turn* places(int32_t t) const {
-    return of_places + (target.place_of_first + tile * kTileTokens + t) * call.rows.rope.pairs;
-  }
-  __device__ __forceinline__ const Turn* block_turns() const {
-    return call.rows.rope.block + int64_t{target.block} * call.rows.rope.pairs;
-  }
-};
-
-// Two channels of a row, from d on: an even number.
-struct DimPair {
-  float scale[2], mean[2];
-  __device__ __forceinline__ DimPair(const TileTokens& tokens, int32_t d)
-      : scale{tokens.scale(d), tokens.scale(d + 1)}, mean{tokens.mean(d), tokens.mean(d + 1)} {}
-  __device__ __forceinline__ float2 values(const int16_t* codes, float factor) const {
-    const uint32_t both = *reinterpret_cast<const uint32_t*>(codes);
-    return {weighted_value(static_cast<int16_t>(both), mean[0], scale[0], factor),
-            weighted_value(static_cast<int32_t>(both) >> 16, mean[1], scale[1], factor)};
-  }
-};
-
-// Channels that do not turn, from dims_from on.
-__device__ __forceinline__ void write_plain(const TileTokens& tokens, int32_t dims_from,
-                                            int32_t dims_end) {
-  const bool aligned = tokens.aligned();
-  for (int32_t d = dims_from + 2 * lane_index(); d < dims_end; d += 2 * kWarpLanes) {
-    const DimPair dims(tokens, d);
-#pragma unroll 4
-    for (int32_t t = tokens.begin(); t < tokens.end(); ++t) {
-      const float2 x = dims.values(tokens.at(t, d), tokens.factor(t));
-      store_pair_of(tokens.to(t) + d, aligned, tokens.call.dtype, x.x, x.y);
-    }
-  }
-}
-
-// Keys turned in halves of the whole head: a lane has two pairs that lie next to each other.
-__device__ __forceinline__ void write_halves(const TileTokens& tokens) {
-  const int32_t half = tokens.call.rows.head_dim / 2;
-  // 16 lanes have all channels of 64.
-  const int32_t width = half <= kWarpLanes ? kWarpLanes / 2 : kWarpLanes;
-  const bool aligned = tokens.aligned();
-  for (int32_t d = 2 * (lane_index() % width); d < half; d += 2 * width) {
-    const DimPair near(tokens, d), far(tokens, half + d);
-    const Turn block[2] = {tokens.block_turns()[d], tokens.block_turns()[d + 1]};
-#pragma unroll 4
-    for (int32_t t = tokens.begin() + lane_index() / width; t < tokens.end();
-         t += kWarpLanes / width) {
-      const float factor = tokens.factor(t);
-      float2 x = near.values(tokens.at(t, d), factor),
-             y = far.values(tokens.at(t, half + d), factor);
-      const Turn* place = tokens.places(t) + d;
-      turn_pair(compose_turns(block[0], place[0]), &x.x, &y.x);
-      turn_pair(compose_turns(block[1], place[1]), &x.y, &y.y);
-      store_pair_of(tokens.to(t) + d, aligned, tokens.call.dtype, x.x, x.y);
-      store_pair_of(tokens.to(t) + half + d, aligned, tokens.call.dtype, y.x, y.y);
-    }
-  }
-}
-
-// Any other rotation: a lane has one pair.
-__device__ __forceinline__ void write_turned(const TileTokens& tokens) {
-  const DeviceRope& rope = tokens.call.rows.rope;
-  for (int32_t i = lane_index(); i < rope.pairs; i += kWarpLanes) {
-    const int32_t first = pair_first(rope.pairing, i);
-    const int32_t second = pair_second(rope.pairing, rope.pairs, i);
-    const float scale[2] = {tokens.scale(first), tokens.scale(second)};
-    const float mean[2] = {tokens.mean(first), tokens.mean(second)};
-    const Turn block = tokens.block_turns()[i];
-    for (int32_t t = tokens.begin(); t < tokens.end(); ++t) {
-      const float factor = tokens.factor(t);
-      float x = weighted_value(*tokens.at(t, first), mean[0], scale[0], factor);
-      float y = weighted_value(*tokens.at(t, second), mean[1], scale[1], factor);
-      turn_pair(compose_turns(block, tokens.places(t)[i]), &x, &y);
-      tokens.to(t)[first] = rounded(tokens.call.dtype, x);
-      tokens.to(t)[second] = rounded(tokens.call.dtype, y);
-    }
-  }
-  write_plain(tokens, 2 * rope.pairs, tokens.call.rows.head_dim);
-}
-
-__device__ __forceinline__ void write_tile(const TileTokens& tokens, int32_t dims) {
-  const DeviceRope& rope = tokens.call.rows.rope;
-  if (tokens.call.component == Component::kValue || rope.pairs == 0) {
-    return write_plain(tokens, tokens.first_dim, tokens.first_dim + dims);
-  }
-  if (rope.pairing == RopePairing::kHalves && 2 * rope.pairs == tokens.call.rows.head_dim) {
-    return write_halves(tokens);
-  }
-  write_turned(tokens);
 }
 
 // The tables of a family, the reader of its current book, and bases.
@@ -381,17 +230,17 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                                                 const WeightedPlace& place, FamilyReader& tables,
                                                 const WeightedDecodeWarp& memory) {
   const int64_t offset = int64_t{place.unit} * kBlockAlignment;
-  int64_t left = int64_t{place.units} * kBlockAlignment;
+  const int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
-  const uint8_t* from = call.bytes + offset;
+  SliceBytes slice{call.bytes + offset, left, 0};
   const bool keeps = memory.first != nullptr;
-  for (int32_t first = 0; first < call.rows.head_dim; first += kSliceDims) {
+  for (; slice.first_dim < call.rows.head_dim; slice.first_dim += kSliceDims) {
     OpenWeightedSlice open;
-    const StatusCode code =
-        open_slice(call, target, tables.family, first, from, left, memory, &open);
+    const StatusCode code = open_slice(call, target, tables.family, slice, memory, &open);
     if (code != StatusCode::kOk) return code;
-    const bool raw = is_raw_mode(open.header.mode), keep = keeps && first == 0;
-    const WarpMemory warp{memory.block, keep ? memory.first : memory.tile, nullptr};
+    const bool raw = is_raw_mode(open.header.mode), keep = keeps && slice.first_dim == 0;
+    const WarpMemory warp{memory.block, keep ? memory.first : memory.tile, nullptr,
+                          keep ? kTileTokens * kTileStride : 0};
     const auto base_of = [&](int32_t f) -> int32_t {
       if (raw) return open.header.base;
       return tables.select(static_cast<int32_t>(open.book_field >> (2 * f) & 3u));
@@ -399,17 +248,17 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
     const auto finish = [&](int32_t tile, const int16_t* codes) {
       if (keep) return;
       const int16_t* kept = keeps ? memory.first + tile * kTileTokens * kTileStride : nullptr;
-      write_tile(TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first},
+      write_tile(TileTokens{call, target, memory.places, memory.factors, codes, kept, tile,
+                            slice.first_dim},
                  open.header.dims);
     };
-    if (!decode_tiles(open.header, open.at, open.streams, tables.reader, warp,
-                      keep ? kTileTokens * kTileStride : 0, base_of, finish)) {
+    if (!decode_tiles({open.header, open.at, open.streams}, tables.reader, warp, base_of, finish)) {
       return StatusCode::kCorrupt;
     }
-    from += open.at.bytes;
-    left -= open.at.bytes;
+    slice.from += open.at.bytes;
+    slice.size -= open.at.bytes;
   }
-  return left == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
+  return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
 }
 
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {
@@ -423,16 +272,13 @@ __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget
 // What block `index` of a range gives; kInvalidArgument for the range itself.
 __device__ inline StatusCode open_target(const WeightedDecode& call, const WeightedRange& r,
                                          int32_t index, RangeTarget* target) {
-  if (r.first < 0 || r.last < r.first || r.at < 0 || r.row < 0 || r.row >= call.rows.num_rows ||
-      r.body_first < 0 || r.first < r.body_first || r.last > r.body_last) {
+  if (!is_valid_range(r, call.rows.num_rows, call.most_blocks) || r.body_first < 0 ||
+      r.first < r.body_first || r.last > r.body_last) {
     return StatusCode::kInvalidArgument;
   }
   *target = {};
   if (r.first == r.last) return StatusCode::kOk;
   const int32_t block = r.first / kBlockTokens + index, begin = block * kBlockTokens;
-  if ((r.last - 1) / kBlockTokens - r.first / kBlockTokens >= call.most_blocks) {
-    return StatusCode::kInvalidArgument;
-  }
   if (block > (r.last - 1) / kBlockTokens) return StatusCode::kOk;
   const int32_t first = max(r.body_first, begin);
   target->tokens = min(r.body_last, begin + kBlockTokens) - first;
