@@ -33,10 +33,10 @@ TKV_HD constexpr int32_t pair_format(CodeType k, CodeType v) {
   return k.word << 16 | v.word;
 }
 TKV_HD constexpr CodeType key_type(int32_t format) {
-  return {format >> 16};
+  return CodeType(format >> 16);
 }
 TKV_HD constexpr CodeType value_type(int32_t format) {
-  return {format & 0xffff};
+  return CodeType(format & 0xffff);
 }
 
 // One tier of every row of a launch. Small, as all of AttentionRows, because parameters are fetched

@@ -159,10 +159,12 @@ def quality_metrics():
 def quality_ladder():
     size = size_of("quality_ladder.json", 2048)
     rows = []
-    for s in size["schemes"]:
+    whole, *others = size["schemes"]  # the last of the ideas is the whole's
+    first = [s for s in others if s["name"].startswith(("one step", "+"))]
+    for s in [*first, whole, *(s for s in others if s not in first)]:
         memory, kl, top = (tasks_mean(size, s, key, "text") for key in ("memory", "kl", "same_top"))
         factor = tasks_mean(size, s, "factor", "text")
-        rows.append([s["name"], number(1.0 if factor is None else factor, 2), number(100 * memory, 1), number(kl, 4), number(100 * top, 1),
+        rows.append(["**+ importance: all ideas**" if s is whole else s["name"], number(1.0 if factor is None else factor, 2), number(100 * memory, 1), number(kl, 4), number(100 * top, 1),
                      number(tasks_mean(size, s, "kl", "lookup"), 4)])
     head = ["ideas", "steps times", "memory %", "KL of text", "same top token %", "KL of lookups"]
     return f"{task_counts(size, len(size['prompts']))}:\n\n{markdown(head, rows)}"

@@ -33,6 +33,10 @@ enum class CodeKind : int32_t {
 struct CodeType {
   int32_t word;
 
+  CodeType() = default;
+  // Explicit, so that no number of bits passes for a type.
+  TKV_HD explicit constexpr CodeType(int32_t from) : word(from) {}
+
   TKV_HD static constexpr CodeType raw16() { return make(CodeKind::kRaw16, 16); }
   // 0 bits: the step decides how many levels there are. A width outside 0 to 255 becomes 255, which
   // no format takes.
@@ -56,7 +60,7 @@ struct CodeType {
 
  private:
   TKV_HD static constexpr CodeType make(CodeKind kind, int32_t bits) {
-    return {static_cast<int32_t>(kind) << 8 | bits};
+    return CodeType(static_cast<int32_t>(kind) << 8 | bits);
   }
 };
 

@@ -8,10 +8,11 @@ import re
 import sys
 import unittest
 
-sys.path.insert(0, f"{sys.argv.pop(1)}/bench/answers")
+sys.path[:0] = (lambda source: [f"{source}/bench/answers", f"{source}/bench"])(sys.argv.pop(1))
 import run
 import summary
 import tasks
+from result_tables import quality
 
 SEED = random.SystemRandom().getrandbits(32)
 
@@ -152,6 +153,23 @@ class Results(unittest.TestCase):
         other_preset = dict(self.second, schemes=[dict(self.second["schemes"][0], preset="q")])
         for other in (self.first, dict(self.second, texts=["b"]), other_preset):
             self.assertRaises(SystemExit, run.merged, self.first, other)
+
+
+class Ranks(unittest.TestCase):
+    def test_correlation(self):
+        self.assertEqual(quality.ranks([30, 10, 20, 10]), [3, 0.5, 2, 0.5])
+        values = random.Random(SEED).sample(range(1000), 20)
+        self.assertAlmostEqual(quality.rank_correlation(values, [v**3 for v in values]), 1)
+        self.assertAlmostEqual(quality.rank_correlation(values, [-v for v in values]), -1)
+        self.assertAlmostEqual(quality.rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]), 0.8)  # 1 - 6 * 4 / (5 * 24)
+
+    def test_means_of_the_first_prompts_of_a_task(self):
+        size = {"tokens": 9, "prompts": [{"task": t} for t in ("text", "lookup", "text", "lookup")]}
+        scheme = {"kl": [1, 10, 3, 30]}
+        self.assertEqual(quality.tasks_mean(size, scheme, "kl", "text"), 2)
+        self.assertEqual(quality.tasks_mean(size, scheme, "kl", "lookup", 2), 10)
+        self.assertEqual(quality.tasks_mean(size, {"kl": [1]}, "kl", "text"), 1)  # measured on the first prompt alone
+        self.assertIsNone(quality.tasks_mean(size, {"kl": [1]}, "kl", "lookup"))
 
 
 if __name__ == "__main__":

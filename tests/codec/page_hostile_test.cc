@@ -92,7 +92,7 @@ TEST_F(PageHostileTest, RefusesForgedLayoutsAndViews) {
     forged.layout.k_tile.head_dim = value;
     EXPECT_TRUE(refused(forged));
     forged = p.page();
-    forged.layout.v_tile.type = {value};
+    forged.layout.v_tile.type = CodeType(value);
     EXPECT_TRUE(refused(forged));
   }
   for (const int32_t bits : {1, 3, 16, 255}) {

@@ -16,7 +16,7 @@ constexpr int32_t kBits[] = {16, 8, 4, 2};
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
 // The layout is usable as a constant expression, as kernels need it.
-constexpr PageLayout kHigh = page_layout({128, 8, 4, 1, 1, 64});
+constexpr PageLayout kHigh = page_layout({128, kCodes8, kCodes4, 1, 1, 64});
 static_assert(kHigh.used_bytes == 13312 && kHigh.k_metadata == 8192 && kHigh.v_codes == 8448);
 static_assert(kHigh.v_metadata == 12544 && kHigh.scores == 12800 && kHigh.positions == 13056);
 static_assert(CodeType::of_bits(16) == CodeType::raw16() && CodeType::raw16().bits() == 16);
