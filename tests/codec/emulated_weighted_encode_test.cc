@@ -186,12 +186,7 @@ TEST_F(EmulatedWeighted, WideCodesAndRawBlocks) {
       shape.outliers = false;
       WeightedWorld world(rng_, shape);
       world.encode();
-      // Books that know little of these codes.
-      WeightedShape usual = shape;
-      usual.key_step = 0.5, usual.value_step = 1.5;
-      WeightedWorld other(rng_, usual);
-      other.encode();
-      for (int32_t c = 0; c < 2; ++c) world.books[c] = other.books[c];
+      world.use_strange_books(rng_);
       world.encode_blocks();
       if (HasFatalFailure()) return;
       EncodeRun run(world);
@@ -199,6 +194,28 @@ TEST_F(EmulatedWeighted, WideCodesAndRawBlocks) {
       run.expect_equal();
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+// What fills up the last tile must not widen the range of a raw block.
+TEST_F(EmulatedWeighted, RaggedRawBlocksFarFromZero) {
+  for (const int32_t tokens : {7, 45}) {
+    WeightedShape shape;
+    shape.head_dim = shape.rotary_dims = 96;
+    shape.tokens = shape.sinks + tokens, shape.rows = 1;
+    shape.value_step = 0.2;
+    shape.significance = false;
+    WeightedWorld world(rng_, shape);
+    for (uint16_t& x : world.x[1]) x = float_to_half(3.0f + static_cast<float>(rng_() % 7) / 100);
+    world.encode();
+    world.use_strange_books(rng_);
+    world.encode_blocks();
+    if (HasFatalFailure()) return;
+    const WeightedBlockHeader h = load_weighted_header(world.blocks[0].bytes[1].data());
+    ASSERT_TRUE(is_raw_mode(h.mode) && h.base_or_books > 1);
+    EncodeRun run(world);
+    run.run(1);
+    run.expect_equal();
   }
 }
 

@@ -78,6 +78,19 @@ struct WeightedWorld {
     }
   }
 
+  // Codebooks that know little of these codes: of values of deviation 1 in usual steps.
+  void use_strange_books(std::mt19937& rng) {
+    WeightedShape usual;
+    usual.head_dim = usual.rotary_dims = shape.head_dim;
+    usual.books = shape.books, usual.streams = shape.streams;
+    WeightedWorld other(rng, usual);
+    other.encode();
+    for (int32_t c = 0; c < 2; ++c) {
+      books[c].family = other.books[c].family;
+      for (uint8_t& book : books[c].book_of) book = static_cast<uint8_t>(rng() % shape.books);
+    }
+  }
+
   // What the calls take of the host's memory.
   std::vector<float> key_scales() const {
     std::vector<float> scales;

@@ -243,6 +243,7 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                           keep ? kTileTokens * kTileStride : 0};
     const auto base_of = [&](int32_t f) -> int32_t {
       if (raw) return open.header.base;
+      if (call.family.count == 1) return tables.family.books[0].base;
       return tables.select(static_cast<int32_t>(open.book_field >> (2 * f) & 3u));
     };
     const auto finish = [&](int32_t tile, const int16_t* codes) {

@@ -107,14 +107,14 @@ __device__ __forceinline__ void write_plain(const TileTokens& tokens, int32_t di
 __device__ __forceinline__ void write_halves(const TileTokens& tokens) {
   const int32_t half = tokens.call.rows.head_dim / 2;
   // 16 lanes have all channels of 64.
-  const int32_t width = half <= kWarpLanes ? kWarpLanes / 2 : kWarpLanes;
+  const int32_t rows = half <= kWarpLanes ? 2 : 1, width = rows == 2 ? 16 : 32;
+  const int32_t row = rows == 1 ? 0 : lane_index() / 16;
   const bool aligned = tokens.aligned();
-  for (int32_t d = 2 * (lane_index() % width); d < half; d += 2 * width) {
+  for (int32_t d = 2 * (lane_index() - row * 16); d < half; d += 2 * width) {
     const DimPair near(tokens, d), far(tokens, half + d);
     const Turn block[2] = {tokens.block_turns()[d], tokens.block_turns()[d + 1]};
 #pragma unroll 4
-    for (int32_t t = tokens.begin() + lane_index() / width; t < tokens.end();
-         t += kWarpLanes / width) {
+    for (int32_t t = tokens.begin() + row; t < tokens.end(); t += rows) {
       const float factor = tokens.factor(t);
       float2 x = near.values(tokens.at(t, d), factor),
              y = far.values(tokens.at(t, half + d), factor);
