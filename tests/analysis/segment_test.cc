@@ -92,13 +92,9 @@ TEST_F(SegmentTest, TokenWiseCodesMatchTheQuantiser) {
 TEST_F(SegmentTest, RelativeStepsKeepTheirBoundInEveryUnit) {
   for (const Unit unit : {Unit::kBlock, Unit::kChannel, Unit::kToken}) {
     SegmentFormat f;
-    f.format = {0,
-                StepRule::kRelative,
-                unit,
-                unit == Unit::kToken ? 0 : 64,
-                0.05,
-                Entropy::kHuffman,
-                BasisKind::kNone};
+    f.format = {
+        CodeType::uniform(0), StepRule::kRelative, unit, unit == Unit::kToken ? 0 : 64, 0.05,
+        Entropy::kHuffman,    BasisKind::kNone};
     f.head_dim = 64;
     f.coder = Coder::kZstd;
     const std::vector<float> x = values(200 * 64);
@@ -120,7 +116,8 @@ TEST_F(SegmentTest, AbsoluteStepErrorIsHalfAStepInEveryBasis) {
                         : kind == BasisKind::kMean ? Basis::mean_removed(values(128))
                                                    : Basis::hadamard(128);
     SegmentFormat f;
-    f.format = {0, StepRule::kAbsolute, Unit::kGlobal, 0, 0.3, Entropy::kHuffman, kind};
+    f.format = {
+        CodeType::uniform(0), StepRule::kAbsolute, Unit::kGlobal, 0, 0.3, Entropy::kHuffman, kind};
     f.head_dim = 128;
     f.step = 0.37f;
     f.basis = &basis;
@@ -154,7 +151,8 @@ TEST_F(SegmentTest, AbsoluteStepErrorIsHalfAStepInEveryBasis) {
 
 TEST_F(SegmentTest, UnitsThatNeedTooManyLevelsAreStoredRaw) {
   SegmentFormat f;
-  f.format = {0, StepRule::kRelative, Unit::kBlock, 64, 0.001, Entropy::kHuffman, BasisKind::kNone};
+  f.format = {CodeType::uniform(0), StepRule::kRelative, Unit::kBlock, 64, 0.001,
+              Entropy::kHuffman,    BasisKind::kNone};
   f.head_dim = 64;
   f.coder = Coder::kZstd;
   const std::vector<float> x = values(128 * 64);
