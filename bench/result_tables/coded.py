@@ -24,6 +24,19 @@ def coded():
             markdown(["what", "layer", "shape", "bits a code", "floor us", "us: median [p10, p90]", "rate"], rows))
 
 
+@table
+def weighted_attention():
+    r = result("weighted_attention.json")
+    rows = []
+    for m in r["results"]:
+        us, floor = m["attend_us"], m["floor_us"]["median"]
+        rows.append([m["variant"], m["head_dim"], m["layer"], m["shape"], number(m["bits_per_code"], 2), m["warps"], f"{floor:.1f}",
+                     f"{us['median']:.1f} [{us['p10']:.1f}, {us['p90']:.1f}]", f"{m['tera_codes_per_s']:.2f}"])
+    return (f"{r['gpu']}, commit {r['commit']}, {r['q_heads']}/{r['kv_heads']} heads, {r['sinks']} raw sinks and a raw window of {r['window']}, "
+            f"{r['replays']} replays.\n\n" +
+            markdown(["kernel", "head_dim", "layer", "shape", "bits a code", "warps", "floor us", "us: median [p10, p90]", "T codes/s"], rows))
+
+
 def matvec_shape(m):
     return m["component"], m["setting"], m["tokens"]
 
