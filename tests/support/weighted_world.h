@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "codec/format/element.h"
@@ -89,6 +90,23 @@ struct WeightedWorld {
       books[c].family = other.books[c].family;
       for (uint8_t& book : books[c].book_of) book = static_cast<uint8_t>(rng() % shape.books);
     }
+  }
+
+  // What count_weighted() counts of the blocks: codes in pairs, and nothing of what fills up tiles.
+  CodeHistogram counted(Component component) const {
+    const auto c = static_cast<int32_t>(component);
+    CodeHistogram all(component, shape.head_dim);
+    for (const HostBlock& b : blocks) {
+      const int32_t tokens = b.last - b.first;
+      const size_t first = static_cast<size_t>(b.row) * shape.tokens + b.first;
+      all.add(&codes[c][first * shape.head_dim], tokens - (c == 1 ? tokens % 2 : 0));
+    }
+    std::vector<uint64_t> singles, pairs;
+    for (int32_t i = 0; i < kHistogramCounts; ++i) {
+      singles.push_back(all.count(i));
+      pairs.push_back(all.pair_count(i >> 8, i & 255));
+    }
+    return CodeHistogram(component, shape.head_dim, std::move(singles), std::move(pairs));
   }
 
   // What the calls take of the host's memory.
@@ -246,6 +264,16 @@ struct WeightedWorld {
     blocks.push_back(std::move(block));
   }
 };
+
+// Of single codes and of pairs, by residues as a device counts them.
+inline void expect_equal_counts(const CodeHistogram& got, const CodeHistogram& expected) {
+  ASSERT_EQ(got.total(), expected.total());
+  for (int32_t i = 0; i < kHistogramCounts; ++i) {
+    ASSERT_EQ(got.count(i), expected.count(i)) << "code " << static_cast<int16_t>(i);
+    ASSERT_EQ(got.pair_count(i >> 8, i & 255), expected.pair_count(i >> 8, i & 255))
+        << "pair " << (i >> 8) << " " << (i & 255);
+  }
+}
 
 // The arrays of a family, in host memory.
 struct HostFamily {

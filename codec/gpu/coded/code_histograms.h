@@ -18,8 +18,10 @@ using GpuStream = CUstream_st*;  // a cudaStream_t
 
 inline constexpr int32_t kHistogramCounts = 65536;
 
-// The histogram of `pairs` and `wide` [kHistogramCounts] in host memory: what CodeHistogram::add()
-// makes of the same blocks, but for quads, which a device does not count.
+// The histogram of `pairs` and `wide` [kHistogramCounts] in host memory. Blocks of 64 tokens give
+// what CodeHistogram::add() makes of them, but for quads, which a device does not count. Shorter
+// blocks lack the pairs of padding and the values of an odd last token, so that a codebook of these
+// counts may differ from the one that the host makes of the same codes.
 CodeHistogram histogram_of_counts(Component component, int32_t head_dim, const uint32_t* pairs,
                                   const uint32_t* wide);
 
