@@ -21,34 +21,24 @@ constexpr double kRelative[] = {0.02, 0.05, 0.1, 0.15, 0.2, 0.3};
 
 struct Options {
   std::string halves, out, commit = "unknown", setting;
-  int replays = 9, tokens = 0;
+  int replays = 0, tokens = 0;
   double relative = 0;
 };
 
 Options parse(int argc, char** argv) {
   Options o;
-  for (int i = 1; i < argc; i += 2) {
-    const std::string name = argv[i];
-    if (i + 1 == argc) fail(name + " needs a value");
-    const std::string value = argv[i + 1];
-    if (name == "--halves") {
-      o.halves = value;
-    } else if (name == "--out") {
-      o.out = value;
-    } else if (name == "--commit") {
-      o.commit = value;
-    } else if (name == "--setting") {
-      o.setting = value;
-    } else if (name == "--relative") {
-      o.relative = std::atof(value.c_str());
-    } else if (name == "--tokens") {
-      o.tokens = std::atoi(value.c_str());
-    } else if (name == "--replays") {
-      o.replays = std::atoi(value.c_str());
-    } else {
-      fail("no option " + name);
-    }
-  }
+  std::string replays = "9", tokens = "0", relative = "0";
+  read_options(argc, argv,
+               {{"--halves", &o.halves},
+                {"--out", &o.out},
+                {"--commit", &o.commit},
+                {"--setting", &o.setting},
+                {"--relative", &relative},
+                {"--tokens", &tokens},
+                {"--replays", &replays}});
+  o.replays = std::atoi(replays.c_str());
+  o.tokens = std::atoi(tokens.c_str());
+  o.relative = std::atof(relative.c_str());
   if (o.halves.empty()) fail("--halves FILE is needed");
   return o;
 }

@@ -41,32 +41,21 @@ constexpr Variant kVariants[] = {
 
 struct Options {
   std::string codes, out, commit = "unknown", shape, only;
-  int replays = 9, layer = -1;
+  int replays = 0, layer = -1;
 };
 Options parse(int argc, char** argv) {
   Options o;
-  for (int i = 1; i < argc; i += 2) {
-    const std::string name = argv[i];
-    if (i + 1 == argc) fail(name + " needs a value");
-    const std::string value = argv[i + 1];
-    if (name == "--codes") {
-      o.codes = value;
-    } else if (name == "--out") {
-      o.out = value;
-    } else if (name == "--commit") {
-      o.commit = value;
-    } else if (name == "--shape") {
-      o.shape = value;
-    } else if (name == "--only") {
-      o.only = value;
-    } else if (name == "--replays") {
-      o.replays = std::atoi(value.c_str());
-    } else if (name == "--layer") {
-      o.layer = std::atoi(value.c_str());
-    } else {
-      fail("no option " + name);
-    }
-  }
+  std::string replays = "9", layer = "-1";
+  read_options(argc, argv,
+               {{"--codes", &o.codes},
+                {"--out", &o.out},
+                {"--commit", &o.commit},
+                {"--shape", &o.shape},
+                {"--only", &o.only},
+                {"--replays", &replays},
+                {"--layer", &layer}});
+  o.replays = std::atoi(replays.c_str());
+  o.layer = std::atoi(layer.c_str());
   if (o.codes.empty()) fail("--codes FILE is needed");
   return o;
 }

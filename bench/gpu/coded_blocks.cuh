@@ -33,6 +33,22 @@ struct DumpCodes {
   std::exit(1);
 }
 
+// Every argument is a name and its value.
+struct NamedOption {
+  const char* name;
+  std::string* value;
+};
+inline void read_options(int argc, char** argv, const std::vector<NamedOption>& known) {
+  for (int i = 1; i < argc; i += 2) {
+    const auto option = std::find_if(known.begin(), known.end(), [&](const NamedOption& o) {
+      return std::string(o.name) == argv[i];
+    });
+    if (option == known.end()) fail(std::string("no option ") + argv[i]);
+    if (i + 1 == argc) fail(std::string(argv[i]) + " needs a value");
+    *option->value = argv[i + 1];
+  }
+}
+
 inline DumpCodes read_codes(const std::string& path) {
   std::FILE* file = std::fopen(path.c_str(), "rb");
   if (file == nullptr) fail("cannot open " + path);
