@@ -84,7 +84,7 @@ struct TileMetadata {
   float zero_point[2];
 
   __device__ __forceinline__ void load(const uint8_t* metadata, int32_t lane) {
-    const auto x = *reinterpret_cast<const uint2*>(metadata + token_metadata_byte(0, lane / 4));
+    const auto x = load_arrived<uint2>(metadata + token_metadata_byte(0, lane / 4));
     const float2 low = unpack_halves(x.x), high = unpack_halves(x.y);
     scale[0] = low.x, zero_point[0] = low.y;
     scale[1] = high.x, zero_point[1] = high.y;

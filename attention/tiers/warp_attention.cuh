@@ -40,6 +40,12 @@ __device__ constexpr int32_t step_tiles(CodeType k, CodeType v, int32_t head_dim
   return has_room && TileLayout{widest, head_dim}.words_per_lane() <= 16 ? 2 : 1;
 }
 
+// Which tile of a step, of whose chunk `tokens` are left, is read as tile i. Behind a chunk of an
+// odd number of tiles a copy may be filling the next slot: its last tile is read twice, and masked.
+__device__ constexpr int32_t tile_to_read(int32_t i, int32_t tokens) {
+  return tokens > i * kTileTokens ? i : 0;
+}
+
 // Tokens of a chunk in shared memory.
 struct ChunkTokens {
   const uint8_t* bytes;
@@ -172,7 +178,7 @@ class WarpAttention {
   template <CodeType kKeys, CodeType kValues>
   __device__ __forceinline__ void attend_tiles(const ChunkTokens& chunk);
   template <CodeType kType, int32_t kTiles>
-  __device__ __forceinline__ void multiply_keys(const uint8_t* codes,
+  __device__ __forceinline__ void multiply_keys(int32_t tokens, const uint8_t* codes,
                                                 float (&products)[kTiles][kColumnBlocks][4]) const;
   template <CodeType kType, int32_t kTiles>
   __device__ __forceinline__ void scale_products(const uint8_t* metadata,
@@ -241,6 +247,8 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
   constexpr int32_t kValueBytes = TileLayout{kValues, kHeadDim}.bytes();
   constexpr int32_t kKeyMetadata = kKeys.has_params() ? kMetadataBlockBytes : 0;
   constexpr int32_t kValueMetadata = kValues.has_params() ? kMetadataBlockBytes : 0;
+  // Otherwise a tile behind the keys lies in the chunk, whatever its tiles.
+  constexpr bool kKeysMayPass = kKeyBytes > kKeyMetadata + kValueBytes + kValueMetadata;
   const uint8_t* k_codes = chunk.bytes;
   const uint8_t* k_metadata = k_codes + chunk.tiles * kKeyBytes;
   const uint8_t* v_codes = k_metadata + chunk.tiles * kKeyMetadata;
@@ -256,7 +264,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
     float products[kTiles][kColumnBlocks][4];
     Step<kTiles> s;
     LaneWords<kValues, kHeadDim> values[kTiles];
-    multiply_keys<kKeys>(k_codes, products);
+    multiply_keys<kKeys>(kKeysMayPass ? tokens : kStepTokens, k_codes, products);
     scale_products<kKeys>(k_metadata, products, s);
     load_values(tokens, v_codes, v_metadata, values, s);
     if (tokens < masked_below) {
@@ -282,12 +290,12 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <CodeType kType, int32_t kTiles>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::multiply_keys(
-    const uint8_t* codes, float (&products)[kTiles][kColumnBlocks][4]) const {
+    int32_t tokens, const uint8_t* codes, float (&products)[kTiles][kColumnBlocks][4]) const {
   LaneWords<kType, kHeadDim> words[kTiles];
   float odd[kTiles][kColumnBlocks][4];
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
-    words[i].load(codes + i * TileLayout{kType, kHeadDim}.bytes(), lane());
+    words[i].load(codes + tile_to_read(i, tokens) * TileLayout{kType, kHeadDim}.bytes(), lane());
 #pragma unroll
     for (int32_t c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
@@ -350,18 +358,16 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::l
     LaneWords<kType, kHeadDim> (&words)[kTiles], Step<kTiles>& s) const {
 #pragma unroll
   for (int32_t i = 0; i < kTiles; ++i) {
+    const int32_t tile = tile_to_read(i, tokens);
     TileMetadata v;
     v.set(1.0f, 0.0f);
-    if constexpr (kType.has_params()) v.load(metadata + i * kMetadataBlockBytes, lane());
+    if constexpr (kType.has_params()) v.load(metadata + tile * kMetadataBlockBytes, lane());
 #pragma unroll
     for (int32_t r = 0; r < 2; ++r) {
       s.scale[i][r] = kType.is_raw() ? 1.0f : fmaxf(v.scale[r], kLeastScale);
       s.zero_point[i][r] = v.zero_point[r];
     }
-    // Raw values end a chunk: behind an odd number of tiles a copy may be filling the next slot.
-    // What is read in place of such a tile is masked.
-    const bool is_behind = kType.is_raw() && i > 0 && tokens <= i * kTileTokens;
-    words[i].load(codes + (is_behind ? 0 : i * TileLayout{kType, kHeadDim}.bytes()), lane());
+    words[i].load(codes + tile * TileLayout{kType, kHeadDim}.bytes(), lane());
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "attention/core/workspace.h"
 #include "attention/tiers/decode_kernel.cuh"
+#include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.cuh"
 #include "attention/work/plan.h"
 
@@ -73,6 +74,13 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
   p.slots = 1 + draw(most_slots(dim) - 1);
   p.warps = static_cast<uint8_t>(kDecodeWarps >> std::max(draw(5) - 2, 0));
   p.plan_is_settled = draw(1) == 1;
+  if (draw(1) == 1) {  // as a device with so much shared memory has them: chunks fill their slots
+    const Result<AttentionGrid> grid = choose_grid(config, ctas, 227 << 10);
+    EXPECT_TRUE(grid.is_ok()) << grid.status().message();
+    p.slot_bytes = grid->slot_bytes;
+    p.slots = grid->slots_per_warp;
+    p.warps = static_cast<uint8_t>(grid->warps_per_cta);
+  }
   for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));
   p.rows = rows_of(world, p.slot_bytes);
   p.pool = world.pages().base;

@@ -283,6 +283,23 @@ TEST(EmulatedDecode, OddChunksOfRawValuesEndBeforeTheNextSlot) {
   }
 }
 
+// Pages of an odd number of tiles that fill their slots, of keys and values that are read in steps
+// of two tiles. Behind K8V2 the keys of a step would pass the slot, elsewhere its values would.
+TEST(EmulatedDecode, StepsOfOddChunksOfCodesEndBeforeTheNextSlot) {
+  const struct {
+    int32_t k_bits, v_bits, tiles;
+  } cases[] = {{4, 4, 3}, {8, 4, 1}, {8, 2, 3}, {2, 8, 1}, {4, 2, 5}};
+  for (const auto& c : cases) {
+    SCOPED_TRACE(::testing::Message() << "k" << c.k_bits << "v" << c.v_bits);
+    WorldShape shape;
+    shape.num_kv_heads = 1;
+    shape.page_bytes = c.tiles * (256 * (c.k_bits + c.v_bits) + 256);
+    shape.tiers = {tier(0, c.k_bits, c.v_bits)};
+    shape.tokens = {{16 * c.tiles * 20}, {16 * c.tiles * 3 + 1}};
+    for (const int32_t ctas : {1, 2}) check(shape, ctas);
+  }
+}
+
 // Means of the largest values that fp16 holds, which rounding carries past them.
 TEST(EmulatedDecode, OutputsSaturate) {
   for (const int32_t bits : {2, 4, 8}) {

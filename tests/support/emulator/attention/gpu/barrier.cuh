@@ -2,8 +2,9 @@
 // memory that was poisoned when they started, so a read without a wait is seen.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -38,14 +39,19 @@ inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
   return barriers;
 }
 
+// Shows the traces of the test, its seed among them, and aborts.
+[[noreturn]] inline void refuse(const char* what) {
+  ADD_FAILURE() << "emulator: " << what;
+  std::abort();
+}
+
 // Aborts where a copy is under way.
 template <class T>
 T load_arrived(const uint8_t* from) {
   for (const auto& [at, barrier] : emulated_barriers()) {
     for (const CopyPiece& piece : barrier.pieces) {
       if (from + sizeof(T) <= piece.to || from >= piece.to + piece.bytes) continue;
-      std::fprintf(stderr, "emulator: a read of what a copy may be writing\n");
-      std::abort();
+      refuse("a read of what a copy may be writing");
     }
   }
   return *reinterpret_cast<const T*>(from);
@@ -67,10 +73,7 @@ inline void wait_barrier(uint64_t* barrier, uint32_t parity) {
     b.armed = false;
     ++b.phase;
   }
-  if (!b.has_ended(parity)) {
-    std::fprintf(stderr, "emulator: waiting for a copy that nobody started\n");
-    std::abort();
-  }
+  if (!b.has_ended(parity)) refuse("waiting for a copy that nobody started");
 }
 
 // Either is possible.
