@@ -38,8 +38,10 @@ struct Shape {
   bool learned_sinks = false;
   bool large_means = false;
   float coarseness = 1;  // of steps
+  float query_size = 1;  // standard deviation of q, by which sm_scale is divided
 
   int32_t all_columns() const { return columns * q_len; }
+  double sm_scale() const { return 1 / (query_size * std::sqrt(double(head_dim))); }
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " columns " + std::to_string(columns) +
            " q_len " + std::to_string(q_len) + " streams " + std::to_string(streams) + " mode " +
@@ -279,7 +281,8 @@ inline void make_world(CodeSource* source, const Shape& shape, const std::vector
     w->items += coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens);
     w->rows.push_back(row);
     for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
-      w->q.push_back(float_to_raw(shape.dtype, normal(source->rng())));
+      const float x = shape.query_size * normal(source->rng());
+      w->q.push_back(float_to_raw(shape.dtype, std::clamp(x, -65504.0f, 65504.0f)));
     }
   }
   for (int32_t h = 0; shape.learned_sinks && h < shape.kv_heads * shape.columns; ++h) {
@@ -325,7 +328,7 @@ inline CodedAttention call_of(const World& w) {
   call.q_len = w.shape.q_len;
   call.num_kv_heads = w.shape.kv_heads;
   call.head_dim = w.shape.head_dim;
-  call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
+  call.sm_scale = static_cast<float>(w.shape.sm_scale());
   call.max_block_bytes = w.max_block_bytes;
   call.dtype = w.shape.dtype;
   return call;
@@ -371,7 +374,7 @@ inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t 
   const int32_t tokens = w.tokens(r);
   const auto n =
       static_cast<size_t>(tokens - std::min(tokens, w.shape.q_len - 1 - c / w.shape.columns));
-  const double scale = 1 / std::sqrt(double(dims));
+  const double scale = w.shape.sm_scale();
   const uint16_t* bits = w.q.data() + places_of.place(r, c) * dims;
   const WeightedRow& row = w.steps[static_cast<size_t>(w.rows[r].step)];
   const float *keys = w.y[0].data() + first_token * dims,
