@@ -50,7 +50,7 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const bool there = x.valid && used < units;
-      const uint32_t at = ring.slot + (whole ? 16 * used : 0);
+      const uint32_t at = ring.slot + (whole && there ? 16 * used : 0);
       const uint8_t* memory = bytes + int64_t{there ? used : 0} * 16;
       const uint4 header =
           whole || s == 0 ? load_shared_16(at) : *reinterpret_cast<const uint4*>(memory);
@@ -90,7 +90,8 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     return call.weighted.block_turns + int64_t{block} * dims;
   }
 
-  // The scales of the channels of the row, of which the largest is 1.
+  // The scales of the channels of the row, of which the largest is 1/2: fp16 then holds any pair
+  // of a query turned back.
   __device__ __forceinline__ const float* scales() const {
     return call.weighted.key_scales + int64_t{step} * kHeadDim;
   }
@@ -319,7 +320,8 @@ struct WeightedWarp : CodedWarp<kDimBlocks, Code, kBreadth> {
     return bad;
   }
 
-  static constexpr float kExceptionUnit = 0x1p-10f;  // of the deltas of keys
+  // Of the deltas of keys: a delta is then at most 2^7, and what meets it at most 2^15.
+  static constexpr float kExceptionUnit = 0x1p-8f;
   // The scores that the exceptions of slice kSlice add.
   template <int kSlice>
   __device__ __forceinline__ void score_exceptions(const Block& x, int32_t block, uint32_t factors,
