@@ -301,6 +301,37 @@ TEST_F(EmulatedWeightedAttention, WrongRowsHarmThemselvesAlone) {
   }
 }
 
+TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
+  Shape shape;
+  World w;
+  make_world(&source_, shape, {{100, 10}}, &w);
+  CodedAttention call = call_of(w);
+  ASSERT_TRUE(call.validate());
+  call.weighted.rotary_dims = 64;
+  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call = call_of(w);
+  float p = 0;
+  call.probabilities = &p;
+  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call = call_of(w);
+  call.weighted.key_means += 1;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
+  call = call_of(w);
+  call.weighted.sink_tokens = 17;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
+  auto partial = make_rope_table(Rope::plain(10000, 64), 128, 64);
+  ASSERT_TRUE(partial.is_ok());
+  EXPECT_EQ(weighted_turns(*partial, 128, 4).status().code(), StatusCode::kUnsupported);
+  WeightedRow row = w.steps.front();
+  ASSERT_TRUE(weighted_key_channels(row).is_ok());
+  row.key_weight.front() *= 2;
+  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
+  row = w.steps.front();
+  row.key_step = 0x1p-20f;
+  row.key_mean.front() = float_to_half(65504.0f);
+  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
+}
+
 }  // namespace
 }  // namespace test::weighted
 }  // namespace tierkv
