@@ -1,5 +1,7 @@
 #include "attention/coded/coded_attention.h"
 
+#include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "tierkv/attention.h"
@@ -77,6 +79,12 @@ Status check_weighted(const CodedAttention& call) {
   }
   if (call.probabilities != nullptr) return unsupported("probabilities of weighted blocks");
   if (w.key_means == nullptr) return invalid("weighted.key_means");
+  for (const void* array : std::initializer_list<const void*>{
+           w.key_scales, w.key_means, w.place_turns, w.block_turns, w.raw_sinks}) {
+    if (reinterpret_cast<uintptr_t>(array) % kBlockAlignment != 0) {
+      return invalid("weighted: an array is not aligned to 16 bytes");
+    }
+  }
   if (w.sink_tokens < 0 || w.sink_tokens > kMostRawSinks) {
     return invalid("weighted.sink_tokens must be 0 to 16");
   }

@@ -12,7 +12,7 @@
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
 //
 // Blocks may be at a fixed rate instead (codec/format/fixed_block.h), keys and values alike; kPair
-// only.
+// only. Or all blocks of a call are weighted: see WeightedRows.
 //
 // A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
 // to the output, and the lse gets sm_scale * q . mean of the keys.
@@ -46,7 +46,7 @@ struct CodedBlockRef {
 // An item is 64 tokens of a row, or what is left of its blocks or of its window.
 struct alignas(16) CodedRow {
   int32_t first_item = 0;     // items of the rows before it
-  int32_t first_block = 0;    // of its ceil(coded_tokens / 64) blocks in the directories
+  int32_t first_block = 0;    // of its coded_row_blocks() blocks in the directories
   int32_t coded_tokens = 0;   // the oldest ones
   int32_t window_tokens = 0;  // the newest ones
   int64_t first_page = 0;     // of its ceil(window_tokens / 64) pages in window_pages
@@ -55,7 +55,7 @@ struct alignas(16) CodedRow {
   int32_t sink_tokens = 0;    // raw, before the coded ones; weighted blocks only
   uint32_t first_sink = 0;    // where they lie in WeightedRows::raw_sinks, in units of 16 bytes
 };
-// Block b holds the positions 64 b to 64 b + 63 that are not sinks.
+// Blocks of a row. Block b holds those of the positions 64 b to 64 b + 63 that are not sinks.
 inline constexpr int32_t coded_row_blocks(int32_t coded_tokens, int32_t sink_tokens) {
   return coded_tokens > 0 ? (coded_tokens + sink_tokens + kBlockTokens - 1) / kBlockTokens : 0;
 }
@@ -87,19 +87,22 @@ inline constexpr int32_t kMostCodedBooks = 16;  // of a component
 // Keys lie before RoPE: a query is turned back by the position of a block's first token, a decoded
 // key is turned by its place in the block, in fp16.
 struct WeightedRows {
-  const float* key_scales = nullptr;      // device, [num_steps, head_dim]
-  const uint16_t* key_means = nullptr;    // device fp16, [num_steps, head_dim]
-  const uint16_t* place_turns = nullptr;  // device fp16, [64 * head_dim]; null without RoPE
-  // Device, cosines and sines, [num_block_turns, rotary_dims / 2, 2]: those of the first position
-  // of a block that is coded, which in block 0 is sink_tokens.
+  // Arrays are in device memory, 16-byte aligned.
+  const float* key_scales = nullptr;      // [num_steps, head_dim]
+  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim]
+  const uint16_t* place_turns = nullptr;  // fp16, [64 * head_dim]; null without RoPE
+  // Cosines and sines, [num_block_turns, rotary_dims / 2, 2], of the first coded position of each
+  // block: position sink_tokens in block 0. Null without RoPE.
   const float* block_turns = nullptr;
-  const uint8_t* raw_sinks = nullptr;  // device fp16, 16-byte aligned: keys of a row's sinks after
-                                       // RoPE, [sink_tokens, head_dim], then values
-  int64_t raw_sinks_size = 0;          // bytes
-  int32_t num_block_turns = 0;
+  // fp16: for each row the keys of its sinks after RoPE, [CodedRow::sink_tokens, head_dim], then
+  // the values.
+  const uint8_t* raw_sinks = nullptr;
+  int64_t raw_sinks_size = 0;   // bytes
+  int32_t num_block_turns = 0;  // a row of more blocks is kCorrupt, unless without RoPE
   int32_t rotary_dims = 0;
-  int32_t sink_tokens =
-      0;  // of a row that has blocks, at most kMostRawSinks; others may have fewer
+  // Every row that has blocks has this many sinks, at most kMostRawSinks; a row without blocks may
+  // have any number up to kMostRawSinks.
+  int32_t sink_tokens = 0;
   // kHalves over the whole head, or kNeighbours; else kUnsupported.
   RopePairing pairing = RopePairing::kNone;
 
@@ -151,11 +154,13 @@ struct CodedAttention {
   int32_t num_kv_heads = 1;
   DType dtype = DType::kFloat16;  // of q and out; or kBFloat16
   float sm_scale = 0;
-  int32_t max_block_bytes = 0;  // that shared memory has room for, of a slice where there are two:
-                                // coded blocks must fit, raw ones are read from memory if not
+  // What shared memory has room for, of a slice where there are two: coded blocks must fit, raw
+  // ones are read from memory if not. A weighted block of two slices, one of which is coded, must
+  // fit into twice as much; else its row is kCorrupt.
+  int32_t max_block_bytes = 0;
   int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
   FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
-  WeightedRows weighted;          // of weighted blocks, if they are
+  WeightedRows weighted;          // read where the blocks are weighted
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }

@@ -75,15 +75,6 @@ __device__ inline void fill_family(const CodedFamily& family, uint32_t address, 
   }
 }
 
-// The turns of places, by the CTA.
-__device__ inline void fill_turns(const WeightedRows& weighted, uint32_t bytes, uint32_t address) {
-  const auto* turns = reinterpret_cast<const uint4*>(weighted.place_turns);
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) {
-    store_shared_16(address + 16 * i, turns[i]);
-  }
-}
-
 template <int32_t kHeadDim, class Code>
 constexpr int32_t most_threads() {
   return 32 * (Code::kWeighted ? weighted_warps(kHeadDim) : coded_warps(kHeadDim));
@@ -131,12 +122,7 @@ __global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 
                 Table(layout.tables, params.key_mask),
                 Table(layout.tables + key_tables * region, params.value_mask),
                 fits};
-  if constexpr (Code::kWeighted) {
-    constexpr int32_t kDims = kDimBlocks * kDimBlock;
-    worker.turns = layout.tail;
-    worker.means = layout.tail + weighted_turn_bytes(kDims, kTurns) +
-                   static_cast<uint32_t>(warp) * weighted_mean_bytes(kDims);
-  }
+  if constexpr (Code::kWeighted) worker.set_tail(layout.tail, warp);
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
@@ -145,11 +131,8 @@ __global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
-  if constexpr (kTurns) {
-    if (fits)
-      fill_turns(call.weighted, weighted_turn_bytes(kDimBlocks * kDimBlock, true), layout.tail);
-  }
   if (fits) {
+    if constexpr (kTurns) worker.fill_turns();
     key_fill.store<kCopiesLog>(layout.tables);
     value_fill.store<kCopiesLog>(layout.tables + key_tables * region);
     if constexpr (kFamilies) {

@@ -23,7 +23,7 @@ inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim)
           static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8 | static_cast<uint32_t>(c.base)
                                                                            << 16};
 }
-// The same of weighted blocks, exponents and lengths left out as well.
+// The header that weighted blocks share: exponents and stream lengths are left out as well.
 inline ExpectedHeader expected_weighted_header(const DeviceCodebook& c, int32_t head_dim) {
   return {kWeightedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
               static_cast<uint32_t>(c.streams_per_lane) << 12 |

@@ -23,7 +23,7 @@ struct CodedSharedLayout {
   uint32_t before;        // the slots before the tables start here,
   uint32_t slots_before;  // so many
   uint32_t after;         // the others here
-  uint32_t tail;          // what kernels of weighted blocks hold beside them
+  uint32_t tail;          // behind the slots: weighted_tail_bytes()
   uint32_t end;
 
   TKV_HD uint32_t slot(uint32_t i, uint32_t slot_bytes) const {

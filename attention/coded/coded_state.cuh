@@ -39,7 +39,7 @@ struct CodedState {
     }
   }
 
-  // Scores are no sums of digits less a base.
+  // Begins a row whose scores need no offset: they are not sums of digits that lack a base.
   __device__ __forceinline__ void begin_plain() {
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
@@ -102,7 +102,7 @@ struct CodedState {
     }
   }
 
-  // Of an item that has `tokens` tokens.
+  // Hides the scores of places at and behind `tokens`, the tokens of the item.
   __device__ __forceinline__ static void hide_behind(int32_t tokens, float (&s)[kItemTiles][4]) {
     if (tokens >= kBlockTokens) return;
     const int32_t g = static_cast<int32_t>(threadIdx.x % 32 / 4);

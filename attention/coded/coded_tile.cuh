@@ -15,7 +15,7 @@ inline constexpr float kDigitScale = 0x1p24f;
 // What brings an entry of kPair there and rounds its code length away, in a pipe that the lookups
 // leave idle.
 inline constexpr float kPairUnit = 0x1p-6f;
-inline constexpr uint32_t kPairUnitHalves = 0x24002400;
+inline constexpr uint32_t kPairUnitHalves = 0x24002400;  // kPairUnit in both halves
 inline constexpr int32_t kItemTiles = kBlockTokens / kTileTokens;
 
 // A coded block in its slot. Its sizes agree with each other and with the slot where `coded`; else
@@ -91,7 +91,7 @@ struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
   static constexpr bool kFixed = false;     // no fixed-rate blocks among them
-  static constexpr bool kWeighted = false;  // global steps
+  static constexpr bool kWeighted = false;  // all blocks are of global steps
   static constexpr RopePairing kPairing = RopePairing::kNone;
 };
 
@@ -144,7 +144,7 @@ struct LaneCodes {
       for (int r = 0; r < 4; ++r) a[r] = multiply_halves(a[r], kPairUnit);
     }
   }
-  // With the base, an fp16 number in both halves, added to each digit.
+  // The registers of the next dim block, the base added to each digit. base: fp16, in both halves.
   __device__ __forceinline__ void codes(const SharedTable<kCopiesLog>& table, uint32_t base,
                                         uint32_t (&a)[4]) {
     entries(table, a);

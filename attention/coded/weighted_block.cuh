@@ -19,7 +19,7 @@ struct WeightedCode : BlockCode<kCodedMode, kStreamsPerLane, kTableCopiesLog> {
 
 inline constexpr float kKeyUnit = 0x1p-9f;  // of decoded keys, in units of their channels
 
-// As load_field(), of a shared address. May read the word behind the part.
+// load_field() for a shared address. The function may read the word behind the part.
 __device__ __forceinline__ uint32_t shared_field(uint32_t part, int32_t i, int32_t bits) {
   const auto from = static_cast<uint32_t>(i * bits);
   const uint32_t word = part + from / 32 * 4;
@@ -37,8 +37,8 @@ struct WeightedFields {
         length_bits(static_cast<int32_t>(word >> 28)) {}
 };
 
-// A slice. Where it is coded, `block` is as of a coded block; its third word holds the bits of the
-// payload and the number of exceptions.
+// A slice. Where the slice is coded, the third word of `block` holds what that of a coded block
+// does: the bits of the payload and the number of exceptions.
 template <int kStreams>
 struct WeightedSlice {
   OpenBlock block;
@@ -104,9 +104,9 @@ struct WeightedSlice {
   }
 
  private:
-  // Where this lane's streams lie; the bits of all. Sums are those of 16 bits, both streams at
-  // once. Where they are more, bits are wrong, and a stream that would begin behind them begins at
-  // 0.
+  // Finds where this lane's streams lie and returns the bits of all lanes' streams. The two streams
+  // of a lane are summed at once, in the halves of a word. Lengths of 2^16 bits or more make the
+  // sums wrong; a stream then begins no later than at the returned number of bits.
   __device__ __forceinline__ int32_t find_streams(uint32_t lengths, const WeightedFields& h) {
     const auto lane = static_cast<int32_t>(fresh_lane());
     const auto length = [&](int s) {

@@ -85,8 +85,8 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
     channels.means.push_back(float_to_half(of_scale));
   }
   const float largest = *std::max_element(channels.scales.begin(), channels.scales.end());
-  for (float& scale : channels.scales) scale /= largest;
-  channels.unit = 0x1p9f * largest;
+  for (float& scale : channels.scales) scale /= 2 * largest;
+  channels.unit = 0x1p10f * largest;
   return channels;
 }
 

@@ -5,7 +5,8 @@
 // (codec/format/weighted_step.h). Scales are those of pairs of dims that turn together, so they go
 // with the queries; keys are
 //   2^-9 x / scale_d = fma(code * 2^-24, f(e) * 2^15, 2^-9 mean_d / scale_d)
-// in fp16, and 2^9 times the largest scale multiplies scores.
+// in fp16. Queries are multiplied by scales over twice the largest one, so that fp16 holds a pair
+// of any query turned back; 2^10 times the largest scale multiplies scores.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ namespace tierkv {
 // goes with them.
 struct WeightedKeyChannels {
   float unit = 1;
-  std::vector<float> scales;    // [head_dim], of the largest
+  std::vector<float> scales;    // [head_dim], the largest being 1/2
   std::vector<uint16_t> means;  // fp16 [head_dim]
 };
 // kInvalidArgument where the row is not valid or head_dim is not a multiple of 16; kUnsupported

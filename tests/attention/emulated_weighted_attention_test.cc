@@ -202,34 +202,134 @@ TEST_F(EmulatedWeightedAttention, OfSingleCodesAndLargeMeans) {
   check(shape);
 }
 
-// A row with a byte that is wrong is corrupt or right, never something else, and harms no other.
-TEST_F(EmulatedWeightedAttention, WrongBytesHarmTheirRowAlone) {
-  for (int32_t i = 0; i < 6; ++i) {
+// Pairs of q may be larger than fp16 once they are turned back.
+TEST_F(EmulatedWeightedAttention, OfLargeQueries) {
+  for (const int32_t head_dim : {64, 128}) {
     Shape shape;
-    shape.head_dim = 64;
+    shape.head_dim = head_dim;
+    shape.query_size = 15000;
+    check(shape);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// A row with a byte that is wrong is corrupt or right, never something else, and harms no other.
+class WrongBytes : public EmulatedWeightedAttention {
+ protected:
+  // Whether a byte of a block's header can have one value only.
+  static bool is_settled(const uint8_t* block, int32_t at) {
+    const bool is_raw = is_raw_mode(load_weighted_header(block).mode);
+    return at < 3 || at == 4 || at == 5 || (!is_raw && (at == 6 || at == 7)) || at == 8 ||
+           at == 9 || at == 12 || at == 13;
+  }
+  void check_damage(int32_t head_dim, bool in_header, int32_t c) {
+    Shape shape;
+    shape.head_dim = head_dim;
     World w;
     make_world(&source_, shape, {{150, 5}, {200, 9}, {100, 3}}, &w);
     if (HasFatalFailure()) return;
     const coded::Attended right = attend_on_host(w, kernel_of(shape), 2, 4);
-    const int32_t c = i % 2;
-    const size_t block = static_cast<size_t>(w.rows[1].first_block + source_.below(4));
+    const auto block = static_cast<size_t>(w.rows[1].first_block + source_.below(4));
     const CodedBlockRef ref = w.refs[c][block];
-    const int32_t span = i < 3 ? 14 : static_cast<int32_t>(ref.units * 16);
-    w.bytes[c][ref.offset * 16 + static_cast<uint32_t>(source_.below(span))] ^=
-        static_cast<uint8_t>(1u << source_.below(8));
+    uint8_t* bytes = w.bytes[c].data() + size_t{ref.offset} * 16;
+    const int32_t at = source_.below(in_header ? 14 : static_cast<int32_t>(ref.units * 16));
+    const bool settled = is_settled(bytes, at);
+    bytes[at] ^= static_cast<uint8_t>(1u << source_.below(8));
     const coded::Attended got = attend_on_host(w, kernel_of(shape), 2, 4);
-    const size_t row = right.out.size() / 3;
-    for (size_t r = 0; r < 3; r += 2) {
-      EXPECT_EQ(got.status[r], StatusCode::kOk);
-      EXPECT_TRUE(std::equal(got.out.begin() + static_cast<int64_t>(r * row),
-                             got.out.begin() + static_cast<int64_t>((r + 1) * row),
-                             right.out.begin() + static_cast<int64_t>(r * row)));
+    const auto row = static_cast<int64_t>(right.out.size() / 3);
+    for (int64_t r = 0; r < 3; r += 2) {
+      EXPECT_EQ(got.status[static_cast<size_t>(r)], StatusCode::kOk);
+      EXPECT_TRUE(std::equal(got.out.begin() + r * row, got.out.begin() + (r + 1) * row,
+                             right.out.begin() + r * row));
     }
-    if (got.status[1] != StatusCode::kOk) {
-      EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
-      EXPECT_EQ(got.lse[shape.columns], -INFINITY);
+    if (settled || got.status[1] != StatusCode::kOk) {
+      EXPECT_EQ(got.status[1], StatusCode::kCorrupt) << "byte " << at;
+      EXPECT_EQ(got.lse[static_cast<size_t>(shape.columns)], -INFINITY);
     }
   }
+};
+
+TEST_F(WrongBytes, HarmTheirRowAlone) {
+  for (int32_t i = 0; i < 6; ++i) check_damage(64, i < 3, i % 2);
+}
+TEST_F(WrongBytes, OfTwoSlicesHarmTheirRowAlone) {
+  for (int32_t i = 0; i < 6; ++i) check_damage(256, i < 4, i % 2);
+}
+// The first slice ends far behind shared memory.
+TEST_F(WrongBytes, SlicesLargerThanTheirBlock) {
+  Shape shape;
+  shape.head_dim = 256;
+  World w;
+  make_world(&source_, shape, {{100, 5}, {100, 9}}, &w);
+  if (HasFatalFailure()) return;
+  for (int32_t c = 0; c < 2; ++c) {
+    const CodedBlockRef ref = w.refs[c][static_cast<size_t>(w.rows[1].first_block + c)];
+    w.bytes[c][size_t{ref.offset} * 16 + 13] = 0xff;
+  }
+  const coded::Attended got = attend_on_host(w, kernel_of(shape), 2, 4);
+  EXPECT_EQ(got.status[0], StatusCode::kOk);
+  EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
+}
+
+// A row that names what is not there is corrupt.
+TEST_F(EmulatedWeightedAttention, WrongRowsHarmThemselvesAlone) {
+  Shape shape;
+  shape.head_dim = 64;
+  shape.q_len = 2;
+  World right;
+  make_world(&source_, shape, {{20, 5}, {100, 5}, {20, 5}}, &right);
+  if (HasFatalFailure()) return;
+  const auto sink_units = static_cast<uint32_t>(right.sinks_raw.size() * 2 / 16);
+  const uint32_t own = static_cast<uint32_t>(shape.raw_sinks * shape.head_dim * 4 / 16);
+  const std::vector<void (*)(World*, uint32_t)> wrongs = {
+      [](World*, uint32_t) {},
+      [](World* w, uint32_t) { w->rows[1].sink_tokens = 3; },
+      [](World* w, uint32_t) { w->rows[1].sink_tokens = -1; },
+      [](World* w, uint32_t beyond) { w->rows[1].first_sink = beyond; },
+      [](World* w, uint32_t) { w->rows[1].window_tokens = 0; },
+      [](World* w, uint32_t) { w->rows[1].step = kSteps; },
+      [](World* w, uint32_t) { w->rows[1].first_block = 3; },
+      [](World* w, uint32_t) { w->rope.blocks = 1; },
+  };
+  for (size_t i = 0; i < wrongs.size(); ++i) {
+    World w = right;
+    wrongs[i](&w, sink_units - own + 1);
+    const coded::Attended got = attend_on_host(w, kernel_of(shape), 1, 2);
+    EXPECT_EQ(got.status[0], StatusCode::kOk) << i;
+    EXPECT_EQ(got.status[1], i == 0 ? StatusCode::kOk : StatusCode::kCorrupt) << i;
+    EXPECT_EQ(got.status[2], StatusCode::kOk) << i;
+  }
+}
+
+TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
+  Shape shape;
+  World w;
+  make_world(&source_, shape, {{100, 10}}, &w);
+  CodedAttention call = call_of(w);
+  ASSERT_TRUE(call.validate());
+  call.weighted.rotary_dims = 64;
+  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call = call_of(w);
+  float p = 0;
+  call.probabilities = &p;
+  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
+  call = call_of(w);
+  call.weighted.key_means += 1;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
+  call = call_of(w);
+  call.weighted.sink_tokens = 17;
+  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
+  auto partial = make_rope_table(Rope::plain(10000, 64), 128, 64);
+  ASSERT_TRUE(partial.is_ok());
+  EXPECT_EQ(weighted_turns(*partial, 128, 4).status().code(), StatusCode::kUnsupported);
+  WeightedRow row = w.steps.front();
+  ASSERT_TRUE(weighted_key_channels(row).is_ok());
+  row.key_weight.front() *= 2;
+  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
+  row = w.steps.front();
+  row.key_step = 0x1p-20f;
+  row.key_mean.front() = float_to_half(65504.0f);
+  EXPECT_EQ(weighted_key_channels(row).status().code(), StatusCode::kUnsupported);
 }
 
 }  // namespace

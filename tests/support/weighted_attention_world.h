@@ -38,8 +38,10 @@ struct Shape {
   bool learned_sinks = false;
   bool large_means = false;
   float coarseness = 1;  // of steps
+  float query_size = 1;  // standard deviation of q, by which sm_scale is divided
 
   int32_t all_columns() const { return columns * q_len; }
+  double sm_scale() const { return 1 / (query_size * std::sqrt(double(head_dim))); }
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " columns " + std::to_string(columns) +
            " q_len " + std::to_string(q_len) + " streams " + std::to_string(streams) + " mode " +
@@ -224,6 +226,49 @@ inline void make_tables(World* w) {
   }
 }
 
+// The codes of all rows of a component, from which its codebook is chosen.
+inline void choose_book(World* w, int32_t c, const std::vector<RowCodesOf>& codes) {
+  std::vector<RowCodes> all;
+  for (const RowCodesOf& x : codes)
+    all.push_back({x.codes.data(), static_cast<int64_t>(x.exponents.size())});
+  BookSpec spec;
+  spec.books = 1;
+  spec.code.mode = w->shape.mode;
+  spec.code.streams_per_lane = w->shape.streams;
+  spec.code.max_length = w->shape.max_length;
+  spec.code.table_id = static_cast<uint8_t>(7 + c);
+  auto choice = choose_books(static_cast<Component>(c), w->shape.head_dim, all, spec);
+  ASSERT_TRUE(choice.is_ok()) << choice.status().message();
+  w->books[c] = *choice;
+}
+
+// A row of the codes of both components, with sinks, a window and queries.
+inline void add_row(World* w, CodeSource* source, const RowData& data, int32_t step,
+                    const RowCodesOf& keys, const RowCodesOf& values) {
+  const Shape& shape = w->shape;
+  CodedRow row;
+  row.first_item = w->items;
+  row.first_block = static_cast<int32_t>(w->refs[0].size());
+  row.coded_tokens = data.coded;
+  row.window_tokens = data.window;
+  row.first_page = static_cast<int64_t>(w->window_pages.size());
+  row.step = step;
+  row.mean = -1;
+  row.sink_tokens = data.coded > 0 ? shape.raw_sinks : source->below(shape.raw_sinks + 1);
+  row.first_sink = static_cast<uint32_t>(w->sinks_raw.size() * 2 / 16);
+  add_sinks(w, source, row.sink_tokens);
+  add_blocks(w, source, 0, w->steps[static_cast<size_t>(step)], keys);
+  add_blocks(w, source, 1, w->steps[static_cast<size_t>(step)], values);
+  add_window(w, source, row.window_tokens);
+  w->items += coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens);
+  w->rows.push_back(row);
+  std::normal_distribution<float> normal(0.0f, shape.query_size);
+  for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
+    const float x = normal(source->rng());
+    w->q.push_back(float_to_raw(shape.dtype, std::clamp(x, -65504.0f, 65504.0f)));
+  }
+}
+
 // The world must stay where it is: its rows refer to its RoPE.
 inline void make_world(CodeSource* source, const Shape& shape, const std::vector<RowData>& data,
                        World* w) {
@@ -246,41 +291,10 @@ inline void make_world(CodeSource* source, const Shape& shape, const std::vector
                                    static_cast<Component>(c), r.coded));
     }
   }
-  for (int32_t c = 0; c < 2; ++c) {
-    std::vector<RowCodes> all;
-    for (const RowCodesOf& x : codes[c])
-      all.push_back({x.codes.data(), static_cast<int64_t>(x.exponents.size())});
-    BookSpec spec;
-    spec.books = 1;
-    spec.code.mode = shape.mode;
-    spec.code.streams_per_lane = shape.streams;
-    spec.code.max_length = shape.max_length;
-    spec.code.table_id = static_cast<uint8_t>(7 + c);
-    auto choice = choose_books(static_cast<Component>(c), shape.head_dim, all, spec);
-    ASSERT_TRUE(choice.is_ok()) << choice.status().message();
-    w->books[c] = *choice;
-  }
-  std::normal_distribution<float> normal(0.0f, 1.0f);
+  for (int32_t c = 0; c < 2; ++c) choose_book(w, c, codes[c]);
+  if (testing::Test::HasFatalFailure()) return;
   for (size_t r = 0; r < data.size(); ++r) {
-    CodedRow row;
-    row.first_item = w->items;
-    row.first_block = static_cast<int32_t>(w->refs[0].size());
-    row.coded_tokens = data[r].coded;
-    row.window_tokens = data[r].window;
-    row.first_page = static_cast<int64_t>(w->window_pages.size());
-    row.step = step[r];
-    row.mean = -1;
-    row.sink_tokens = data[r].coded > 0 ? shape.raw_sinks : source->below(shape.raw_sinks + 1);
-    row.first_sink = static_cast<uint32_t>(w->sinks_raw.size() * 2 / 16);
-    add_sinks(w, source, row.sink_tokens);
-    for (int32_t c = 0; c < 2; ++c)
-      add_blocks(w, source, c, w->steps[static_cast<size_t>(step[r])], codes[c][r]);
-    add_window(w, source, row.window_tokens);
-    w->items += coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens);
-    w->rows.push_back(row);
-    for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
-      w->q.push_back(float_to_raw(shape.dtype, normal(source->rng())));
-    }
+    add_row(w, source, data[r], step[r], codes[0][r], codes[1][r]);
   }
   for (int32_t h = 0; shape.learned_sinks && h < shape.kv_heads * shape.columns; ++h) {
     w->sinks.push_back(source->below(6) == 0 ? -INFINITY
@@ -325,7 +339,7 @@ inline CodedAttention call_of(const World& w) {
   call.q_len = w.shape.q_len;
   call.num_kv_heads = w.shape.kv_heads;
   call.head_dim = w.shape.head_dim;
-  call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
+  call.sm_scale = static_cast<float>(w.shape.sm_scale());
   call.max_block_bytes = w.max_block_bytes;
   call.dtype = w.shape.dtype;
   return call;
@@ -339,11 +353,12 @@ inline coded::Shape places(const Shape& s) {
   return shape;
 }
 
-// A decoded key is off, of each pair of dims, by about eight roundings of 2^-11 of the norms of key
-// and mean: of the scale, the product with the code, the sum with the mean, a cosine and a sine,
-// two products and a sum of the turn; a query by those of its turn and its storage. A rounding is
-// uniform within half a unit, so eight have a deviation of sqrt(8 / 12) < 1 units; a score is held
-// to 6 of them over all pairs. Accumulators are off by less than 2^-16 of the terms.
+// How far off a score may be. Each pair of dims of a decoded key takes about eight roundings of
+// 2^-11 of the norms of key and mean: the scale, the product with the code, the sum with the mean,
+// a cosine and a sine, two products and a sum of the turn. A query takes those of its turn and its
+// storage. A rounding is uniform within half a unit, so eight have a deviation of sqrt(8 / 12) < 1
+// units; a score is held to 6 of them over all pairs. Accumulators are off by less than 2^-16 of
+// the terms.
 inline double score_error(const World& w, const WeightedRow& row, const std::vector<double>& q,
                           const float* k) {
   const size_t pairs = q.size() / 2;
@@ -371,7 +386,7 @@ inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t 
   const int32_t tokens = w.tokens(r);
   const auto n =
       static_cast<size_t>(tokens - std::min(tokens, w.shape.q_len - 1 - c / w.shape.columns));
-  const double scale = 1 / std::sqrt(double(dims));
+  const double scale = w.shape.sm_scale();
   const uint16_t* bits = w.q.data() + places_of.place(r, c) * dims;
   const WeightedRow& row = w.steps[static_cast<size_t>(w.rows[r].step)];
   const float *keys = w.y[0].data() + first_token * dims,

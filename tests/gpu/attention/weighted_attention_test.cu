@@ -138,25 +138,5 @@ TEST_F(WeightedAttentionTest, SmallSharedMemory) {
   }
 }
 
-TEST_F(WeightedAttentionTest, RefusesWhatItDoesNotSupport) {
-  Shape shape;
-  World w;
-  make_world(&source_, shape, {{100, 10}}, &w);
-  CodedAttention call = call_of(w);
-  ASSERT_TRUE(call.validate());
-  call.weighted.rotary_dims = 64;
-  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
-  call = call_of(w);
-  float p = 0;
-  call.probabilities = &p;
-  EXPECT_EQ(call.validate().code(), StatusCode::kUnsupported);
-  call = call_of(w);
-  call.weighted.sink_tokens = 17;
-  EXPECT_EQ(call.validate().code(), StatusCode::kInvalidArgument);
-  auto partial = make_rope_table(Rope::plain(10000, 64), 128, 64);
-  ASSERT_TRUE(partial.is_ok());
-  EXPECT_EQ(weighted_turns(*partial, 128, 4).status().code(), StatusCode::kUnsupported);
-}
-
 }  // namespace
 }  // namespace tierkv::test::weighted

@@ -1,0 +1,417 @@
+// What a warp does with the keys of weighted blocks: it opens blocks of either component, and turns
+// the scores of keys out of a query turned back and of keys turned by their places.
+#pragma once
+
+#include "attention/coded/coded_warp.cuh"
+#include "attention/coded/weighted_block.cuh"
+
+namespace tierkv {
+
+template <int kDimBlocks, class Code, CodedBreadth kBreadth>
+struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
+  using Base = CodedWarp<kDimBlocks, Code, kBreadth>;
+  using Base::call, Base::params, Base::state, Base::ring, Base::run, Base::row_index;
+  using Base::key_table, Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim;
+  using Streams = LaneCodes<Code>;
+  static constexpr RopePairing kPairing = Code::kPairing;
+  static constexpr bool kHalves = kPairing == RopePairing::kHalves;
+  static constexpr bool kNeighbours = kPairing == RopePairing::kNeighbours;
+  static constexpr int kPairBlocks = kDimBlocks / 2;  // dim blocks of a half of the head
+  static constexpr bool kTurns = kPairing != RopePairing::kNone;
+  uint32_t turns, means;  // shared addresses
+  int32_t step;           // of the row
+
+  // tail: shared address of what the warps of the CTA share, then of what each has of its own.
+  __device__ __forceinline__ void set_tail(uint32_t tail, int32_t warp) {
+    turns = tail;
+    means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
+            static_cast<uint32_t>(warp) * weighted_mean_bytes(kHeadDim);
+  }
+  // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
+  __device__ __forceinline__ void fill_turns() const {
+    const auto* from = reinterpret_cast<const uint4*>(call.weighted.place_turns);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < weighted_turn_bytes(kHeadDim, kTurns) / 16;
+         i += blockDim.x) {
+      store_shared_16(turns + 16 * i, from[i]);
+    }
+  }
+
+  // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
+  struct Block {
+    WeightedSlice<Code::kStreams> slice[kSlices];
+    int32_t exponents[2];  // of tokens lane and lane + 32
+    bool coded;            // all slices
+    bool valid;
+  };
+
+  __device__ __forceinline__ Block open_block(int32_t i, const ExpectedHeader& expected,
+                                              int32_t tokens) {
+    ring.wait();
+    const uint8_t* bytes = run.bytes_of(call, i);
+    const uint32_t units = __shfl_sync(kFullWarp, run.mine.units, i - run.first);
+    const bool whole = units * 16 <= ring.slot_bytes;
+    Block x;
+    x.coded = true, x.valid = units > 0;
+    uint32_t used = 0;
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const bool there = x.valid && used < units;
+      const uint32_t at = ring.slot + (whole && there ? 16 * used : 0);
+      const uint8_t* memory = bytes + int64_t{there ? used : 0} * 16;
+      const uint4 header =
+          whole || s == 0 ? load_shared_16(at) : *reinterpret_cast<const uint4*>(memory);
+      auto& slice = x.slice[s];
+      slice.open(header, at, whole && there ? ring.slot_bytes - 16 * used : 0, expected, tokens);
+      used += slice.block.units();
+      bool valid = there && used <= units;
+      if (valid && !slice.block.coded) valid = slice.open_raw(memory, expected);
+      x.valid = valid;
+      x.coded &= slice.block.coded;
+      if (s == 0 && valid) {
+        const auto lane = static_cast<int32_t>(fresh_lane());
+        x.exponents[0] = slice.exponent(at, memory, lane);
+        x.exponents[1] = slice.exponent(at, memory, lane + 32);
+      } else if (!valid) {
+        x.exponents[0] = x.exponents[1] = 0;
+      }
+    }
+    x.valid &= used == units;
+    state.bad |= static_cast<uint32_t>(!x.valid);
+    return x;
+  }
+  __device__ __forceinline__ void check_exponents(const Block& x, int32_t least, int32_t most) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state.bad |= static_cast<uint32_t>(x.exponents[h] < least || x.exponents[h] > most);
+    }
+  }
+
+  __device__ __forceinline__ const uint16_t* query(int32_t column) const {
+    return static_cast<const uint16_t*>(call.q) +
+           (int64_t{row_index} * params.row_columns + column) * kHeadDim;
+  }
+  // Cosines and sines of the first position of a block of the row.
+  __device__ __forceinline__ const float* block_turns(int32_t block) const {
+    const int32_t dims = kHalves ? kHeadDim : call.weighted.rotary_dims;
+    return call.weighted.block_turns + int64_t{block} * dims;
+  }
+
+  // The scales of the channels of the row, of which the largest is 1/2: fp16 then holds any pair
+  // of a query turned back.
+  __device__ __forceinline__ const float* scales() const {
+    return call.weighted.key_scales + int64_t{step} * kHeadDim;
+  }
+  // The queries as the keys of a block see them: times the scales of the channels, turned back by
+  // the block's first position.
+  __device__ __forceinline__ void turn_queries(int32_t block) {
+    const auto g = static_cast<int32_t>(fresh_lane() / 4),
+               t = static_cast<int32_t>(fresh_lane() % 4);
+    const bool there = g < call.columns;
+    const uint16_t* q = query(there ? g : 0) + 2 * t;
+    const float* scale = scales() + 2 * t;
+    const float* by = block_turns(block);
+    const auto load = [&](int32_t d) {
+      return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0u;
+    };
+#pragma unroll
+    for (int f = 0; f < (kHalves ? kPairBlocks : kDimBlocks); ++f) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int32_t d = 16 * f + 8 * h;
+        const float2 x = unpack_halves(load(d));
+        const float2 of = *reinterpret_cast<const float2*>(scale + d);
+        if constexpr (kHalves) {
+          const float2 y = unpack_halves(load(d + kHeadDim / 2));
+          const float4 turn = *reinterpret_cast<const float4*>(by + 2 * (d + 2 * t));
+          const float cos[2] = {of.x * turn.x, of.y * turn.z};
+          const float sin[2] = {of.x * turn.y, of.y * turn.w};
+          state.q[f][h] = pack_halves(x.x * cos[0] + y.x * sin[0], x.y * cos[1] + y.y * sin[1]);
+          state.q[f + kPairBlocks][h] =
+              pack_halves(y.x * cos[0] - x.x * sin[0], y.y * cos[1] - x.y * sin[1]);
+        } else if constexpr (kNeighbours) {
+          const int32_t pair = 8 * f + 4 * h + t;
+          float2 turn = {1.0f, 0.0f};
+          if (2 * pair < call.weighted.rotary_dims) {
+            turn = *reinterpret_cast<const float2*>(by + 2 * pair);
+          }
+          state.q[f][h] = pack_halves(of.x * (x.x * turn.x + x.y * turn.y),
+                                      of.y * (x.y * turn.x - x.x * turn.y));
+        } else {
+          state.q[f][h] = pack_halves(of.x * x.x, of.y * x.y);
+        }
+      }
+    }
+  }
+
+  // The means of dim blocks 2 i and 2 i + 1: two registers for each of the two.
+  __device__ __forceinline__ uint4 load_means_of(int i) const {
+    return load_shared_16(means + (4 * i + fresh_lane() % 4) * 16);
+  }
+  // Codes of dim block f into keys before RoPE, in units of their channels times kKeyUnit. factors:
+  // of the tokens of even and of odd registers; mean: load_means_of(f / 2).
+  __device__ __forceinline__ static void dequantize(int f, const uint32_t (&factors)[2],
+                                                    const uint4& mean, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t of = f % 2 == 0 ? (r < 2 ? mean.x : mean.y) : r < 2 ? mean.z : mean.w;
+      a[r] = fma_halves(a[r], factors[r % 2], of);
+    }
+  }
+  // Dim blocks f and f + kPairBlocks of tile o, turned by their places.
+  __device__ __forceinline__ void turn_halves(int o, int f, uint32_t (&x)[4],
+                                              uint32_t (&y)[4]) const {
+    const uint32_t at = turns + ((o * kPairBlocks + f) * 2 * kWarpLanes + fresh_lane()) * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 turn = load_shared_16(at + i * kWarpLanes * 16);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t cos = r == 0 ? turn.x : turn.z, sin = r == 0 ? turn.y : turn.w;
+        const uint32_t a = x[2 * i + r], b = y[2 * i + r];
+        x[2 * i + r] = fma_halves(a, cos, negate_halves(multiply_halves(b, sin)));
+        y[2 * i + r] = fma_halves(b, cos, multiply_halves(a, sin));
+      }
+    }
+  }
+  __device__ __forceinline__ void turn_neighbours(int o, int f, uint32_t (&x)[4]) const {
+    const uint4 turn =
+        load_shared_16(turns + ((o * kDimBlocks + f) * kWarpLanes + fresh_lane()) * 16);
+    const uint32_t by[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t cos = __byte_perm(by[r], 0, 0x1010), sin = __byte_perm(by[r], 0, 0x3232);
+      const uint32_t crossed = __byte_perm(x[r], 0, 0x1032) ^ 0x8000u;  // (-second, first)
+      x[r] = fma_halves(x[r], cos, multiply_halves(crossed, sin));
+    }
+  }
+
+  // The factors of a tile's tokens in even and in odd registers.
+  __device__ __forceinline__ static void tile_factors(int o, uint32_t factors,
+                                                      uint32_t (&of_rows)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t both = __shfl_sync(
+          kFullWarp, factors, static_cast<int32_t>(16 * o + 8 * h + fresh_lane() / 4) % 32);
+      of_rows[h] = __byte_perm(both, 0, o < 2 ? 0x1010 : 0x3232);
+    }
+  }
+
+  // All slices are coded.
+  __device__ __forceinline__ void score_coded_tiles(const Block& x, uint32_t factors,
+                                                    float (&s)[kItemTiles][4]) {
+    Streams streams[kSlices];
+    const uint32_t base = code_halves(call.keys.codebook.base);
+#pragma unroll
+    for (int z = 0; z < kSlices; ++z) open_streams(x.slice[z], streams[z]);
+    const int32_t tiles = tile_count(x.slice[0].block.tokens);
+#pragma unroll 1
+    for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
+      if (o < tiles) {
+        uint32_t of_rows[2];
+        tile_factors(o, factors, of_rows);
+        if constexpr (kHalves) {
+          uint32_t held[kPairBlocks][4];
+          uint4 mean;
+#pragma unroll
+          for (int f = 0; f < kPairBlocks; ++f) {
+            streams[f / kSliceBlocks].codes(key_table, base, held[f]);
+            if (f % 2 == 0) mean = load_means_of(f / 2);
+            dequantize(f, of_rows, mean, held[f]);
+          }
+#pragma unroll
+          for (int f = 0; f < kPairBlocks; ++f) {
+            const int second = f + kPairBlocks;
+            uint32_t a[4];
+            streams[second / kSliceBlocks].codes(key_table, base, a);
+            if (f == 0 || second % 2 == 0) mean = load_means_of(second / 2);
+            dequantize(second, of_rows, mean, a);
+            turn_halves(o, f, held[f], a);
+            mma_m16n8k16(tile, held[f], state.q[f][0], state.q[f][1]);
+            mma_m16n8k16(tile, a, state.q[f + kPairBlocks][0], state.q[f + kPairBlocks][1]);
+          }
+        } else {
+          uint4 mean;
+#pragma unroll
+          for (int f = 0; f < kDimBlocks; ++f) {
+            uint32_t a[4];
+            streams[f / kSliceBlocks].codes(key_table, base, a);
+            if (f % 2 == 0) mean = load_means_of(f / 2);
+            dequantize(f, of_rows, mean, a);
+            if constexpr (kNeighbours) turn_neighbours(o, f, a);
+            mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
+          }
+        }
+      }
+      push_tile(s, tile);
+    }
+#pragma unroll
+    for (int z = 0; z < kSlices; ++z) state.bad |= streams_end(x.slice[z], streams[z]);
+  }
+
+  // Blocks with a raw slice are rare: this function is short, not fast.
+  __device__ __forceinline__ void score_other_tiles(const Block& x, uint32_t factors,
+                                                    float (&s)[kItemTiles][4]) {
+    Streams streams[kSlices];
+    const uint32_t base = code_halves(call.keys.codebook.base);
+#pragma unroll
+    for (int z = 0; z < kSlices; ++z) {
+      if (x.slice[z].block.coded) open_streams(x.slice[z], streams[z]);
+    }
+    const auto product = [&](int f, const uint32_t(&a)[4], float(&tile)[4]) {
+      uint32_t q[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < kDimBlocks; ++i) {
+        if (i == f) q[0] = state.q[i][0], q[1] = state.q[i][1];
+      }
+      mma_m16n8k16(tile, a, q[0], q[1]);
+    };
+    const auto codes = [&](int z, int o, int f, uint32_t(&a)[4]) {
+      if (x.slice[z].block.coded) {
+        streams[z].codes(key_table, base, a);
+      } else {
+        raw_fragment(x.slice[z].raw, kSliceDim, Component::kKey, o, f % kSliceBlocks, a);
+      }
+    };
+#pragma unroll 1
+    for (int o = 0; o < kItemTiles; ++o) {
+      float tile[4] = {};
+      uint32_t of_rows[2];
+      tile_factors(o, factors, of_rows);
+      const bool there = o < tile_count(x.slice[0].block.tokens);
+#pragma unroll 1
+      for (int f = 0; f < (kHalves || kSlices == 2 ? kPairBlocks : kDimBlocks) && there; ++f) {
+        uint32_t a[4], b[4];
+        codes(0, o, f, a);
+        dequantize(f, of_rows, load_means_of(f / 2), a);
+        if constexpr (kNeighbours) turn_neighbours(o, f, a);
+        if constexpr (kHalves || kSlices == 2) {
+          const int second = f + kPairBlocks;
+          codes(kSlices - 1, o, second, b);
+          dequantize(second, of_rows, load_means_of(second / 2), b);
+          if constexpr (kHalves) turn_halves(o, f, a, b);
+          if constexpr (kNeighbours) turn_neighbours(o, second, b);
+          product(second, b, tile);
+        }
+        product(f, a, tile);
+      }
+      push_tile(s, tile);
+    }
+#pragma unroll
+    for (int z = 0; z < kSlices; ++z) {
+      if (x.slice[z].block.coded) state.bad |= streams_end(x.slice[z], streams[z]);
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t code_halves(int32_t code) {
+    const float x = static_cast<float>(code) / kDigitScale;
+    return pack_halves(x, x);
+  }
+  __device__ __forceinline__ static void open_streams(const WeightedSlice<Code::kStreams>& slice,
+                                                      Streams& streams) {
+#pragma unroll
+    for (int s = 0; s < Code::kStreams; ++s) {
+      streams.stream[s].open(slice.block.payload, slice.begin[s], Streams::kBias);
+    }
+  }
+  // Not 0 unless this lane's streams end where those of the next lane begin.
+  __device__ __forceinline__ static uint32_t streams_end(const WeightedSlice<Code::kStreams>& slice,
+                                                         const Streams& streams) {
+    uint32_t bad = 0;
+#pragma unroll
+    for (int s = 0; s < Code::kStreams; ++s) {
+      bad |= static_cast<uint32_t>(streams.stream[s].end(slice.block.payload, Streams::kBias) ^
+                                   slice.end[s]);
+    }
+    return bad;
+  }
+
+  // Of the deltas of keys: a delta is then at most 2^7, and what meets it at most 2^15.
+  static constexpr float kExceptionUnit = 0x1p-8f;
+  // The scores that the exceptions of slice kSlice add.
+  template <int kSlice>
+  __device__ __forceinline__ void score_exceptions(const Block& x, int32_t block, uint32_t factors,
+                                                   float (&s)[kItemTiles][4]) {
+    const OpenBlock& b = x.slice[kSlice].block;
+#pragma unroll 1
+    for (int32_t first = 0; b.coded && first < b.exceptions(); first += kExceptionStep) {
+      ExceptionPair pair;
+      state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
+                                                 b.exceptions() - first, b.tokens, kExceptionUnit);
+      const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
+      float meets[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int32_t d = kSlice * kSliceDims + pair.dim[j], token = pair.token[j];
+        const uint32_t both = __shfl_sync(kFullWarp, factors, token % 32);
+        const float2 factor = unpack_halves(both);
+        meets[j] = (token < 32 ? factor.x : factor.y) / (kDigitScale * kExceptionUnit) *
+                   turned_query(column, d, token, block);
+      }
+      const uint32_t operand = pack_halves(meets[0], meets[1]);
+      const uint32_t rows = ExceptionPair::row_halves(pair.token);
+#pragma unroll
+      for (int o = 0; o < kItemTiles; ++o) {
+        uint32_t a[2];
+        pair.operand(rows, 16 * o, a);
+        mma_m16n8k8(s[o], a, operand);
+      }
+    }
+  }
+  __device__ __forceinline__ float shared_half(uint32_t address) const {
+    return half_to_float(static_cast<uint16_t>(load_shared_u16(address)));
+  }
+  // The factor of channel d, before RoPE, of the key at a place of the block.
+  __device__ __forceinline__ float turned_query(int32_t column, int32_t d, int32_t place,
+                                                int32_t block) const {
+    const uint16_t* q = query(column);
+    if constexpr (kPairing == RopePairing::kNone) return scales()[d] * half_to_float(q[d]);
+    const int32_t pair = kHalves ? d % (kHeadDim / 2) : d / 2;
+    const int32_t first = kHalves ? pair : 2 * pair;
+    const int32_t second = kHalves ? pair + kHeadDim / 2 : first + 1;
+    float cos = scales()[d], sin = 0.0f;
+    if (kHalves || 2 * pair < call.weighted.rotary_dims) {
+      const float* by = block_turns(block) + 2 * pair;
+      sin = cos * by[1], cos *= by[0];
+    }
+    const float x = half_to_float(q[first]), y = half_to_float(q[second]);
+    const float back_x = x * cos + y * sin, back_y = y * cos - x * sin;
+    const float2 turn = place_turn(first, place);
+    return d == first ? back_x * turn.x + back_y * turn.y : back_y * turn.x - back_x * turn.y;
+  }
+  // first: the first dim of the pair.
+  __device__ __forceinline__ float2 place_turn(int32_t first, int32_t place) const {
+    const int32_t f = first / kDimBlock, within = first % kDimBlock;
+    const int32_t o = place / kTileTokens, half = place % kTileTokens / 8;
+    const int32_t lane = place % 8 * 4 + within % 8 / 2, high = within / 8;
+    if constexpr (kHalves) {
+      const uint32_t at =
+          turns + (((o * kPairBlocks + f) * 2 + high) * kWarpLanes + lane) * 16 + half * 8;
+      return {shared_half(at + within % 2 * 2), shared_half(at + 4 + within % 2 * 2)};
+    } else {
+      const uint32_t at =
+          turns + ((o * kDimBlocks + f) * kWarpLanes + lane) * 16 + (half + 2 * high) * 4;
+      return {shared_half(at), shared_half(at + 2)};
+    }
+  }
+
+  __device__ __forceinline__ void score_block(const Block& x, int32_t block,
+                                              float (&s)[kItemTiles][4]) {
+    check_exponents(x, kLeastImportanceExponent, kMostImportanceExponent);
+    if (!x.valid) return;
+    const auto factor = [&](int h) {
+      return kDigitScale * kKeyUnit * exp2_fast(0.125f * static_cast<float>(x.exponents[h]));
+    };
+    const uint32_t factors = pack_halves(factor(0), factor(1));
+    if (x.coded) {
+      score_coded_tiles(x, factors, s);
+    } else {
+      score_other_tiles(x, factors, s);
+    }
+    score_exceptions<0>(x, block, factors, s);
+    if constexpr (kSlices == 2) score_exceptions<1>(x, block, factors, s);
+  }
+};
+
+}  // namespace tierkv
