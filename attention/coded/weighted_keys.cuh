@@ -97,8 +97,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     return call.weighted.block_turns + int64_t{block} * dims;
   }
 
-  // The scales of the channels of the row, of which the largest is 1/2: fp16 then holds any pair
-  // of a query turned back.
+  // The scales of the row's channels. The largest is 1/2, so that fp16 holds every query that is
+  // turned back.
   __device__ __forceinline__ const float* scales() const {
     return call.weighted.key_scales + int64_t{step} * kHeadDim;
   }
@@ -327,7 +327,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     return bad;
   }
 
-  // Of the deltas of keys: a delta is then at most 2^7, and what meets it at most 2^15.
+  // The unit of the deltas of keys. A delta is at most 2^7 of them; the query times its factors,
+  // which meets the delta in the product, is at most 2^15.
   static constexpr float kExceptionUnit = 0x1p-8f;
   // The scores that the exceptions of slice kSlice add.
   template <int kSlice>

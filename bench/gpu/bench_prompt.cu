@@ -18,7 +18,7 @@ constexpr int32_t kRows = 64 * kHeads, kTokens = 4096;  // of the plan
 
 constexpr int32_t kPromptTokens = 8192, kQHeads = 32;
 
-// Of log-sum-exp and significance, by one kind of products; every query counted, and every 16th.
+// Times log-sum-exp and significance by one kind of products: of every query and of every 16th.
 void run_products(Bench* bench, SignificanceCall p, float* lse, float* significance) {
   const std::string by = p.products == ScoreProducts::kMma ? ", mma.sync" : "";
   for (const int32_t stride : {1, 16}) {

@@ -196,7 +196,7 @@ void run_encode(Bench* bench, Layer* layer) {
       [&](int) { require(encode_weighted(sizes, stream)); });
 }
 
-// Of `call`'s blocks, as encode() left them.
+// Times decoding of the blocks that encode() left.
 void run_decode(Bench* bench, const Layer& layer) {
   uint16_t* const out = device_memory<uint16_t>(layer.elements);
   for (int32_t c = 0; c < 2; ++c) {

@@ -98,6 +98,10 @@ run_bench() {
             --commit "$COMMIT"
         fi
         ;;
+      weighted_attention)
+        part "${b}_64" "./$b" --codes weighted_64.bin --out "$OUT/${name}_64.json" --commit "$COMMIT"
+        if [ -e weighted.bin ]; then part "$b" "./$b" --codes weighted.bin --out "$OUT/$name.json" --commit "$COMMIT"; fi
+        ;;
       *) part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT" ;;
     esac
   done

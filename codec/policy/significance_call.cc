@@ -60,7 +60,7 @@ Status check_host(const SignificanceCall& p, const void* out, const char* name) 
   return Status::ok();
 }
 
-// Of one sequence, tokens from 0.
+// A sequence of the call; its tokens are numbered from 0.
 class HostPrompt {
  public:
   HostPrompt(const SignificanceCall& p, int32_t sequence)
@@ -125,7 +125,7 @@ Status score_row(const SignificanceCall& p, const HostPrompt& prompt, int32_t kv
   return Status::ok();
 }
 
-// Of the keys 0 .. last; not finite where a score is not.
+// The log-sum-exp of a query over the keys 0 .. last; not finite where a score is not.
 double log_sum_exp(const float* q, const std::vector<float>& k, int32_t last,
                    const SignificanceCall& p) {
   std::vector<double> s(last + 1);

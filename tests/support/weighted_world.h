@@ -132,7 +132,7 @@ struct WeightedWorld {
     for (const WeightedRow& row : rows) steps.push_back(row.value_step);
     return steps;
   }
-  // Of whole rows, without the sinks.
+  // Whole rows without their sinks.
   std::vector<WeightedRange> ranges() const {
     std::vector<WeightedRange> all;
     for (int32_t r = 0; r < shape.rows; ++r) {
@@ -265,7 +265,7 @@ struct WeightedWorld {
   }
 };
 
-// Of single codes and of pairs, by residues as a device counts them.
+// Compares counts of single codes, and of pairs by residues as a device counts them.
 inline void expect_equal_counts(const CodeHistogram& got, const CodeHistogram& expected) {
   ASSERT_EQ(got.total(), expected.total());
   for (int32_t i = 0; i < kHistogramCounts; ++i) {

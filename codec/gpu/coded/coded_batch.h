@@ -64,7 +64,8 @@ struct CodedDecode {
   int32_t num_groups = 0;
   int32_t num_steps = 0;
   int32_t head_dim = 0;  // 1 to kMaxHeadDim
-  // Of the largest block (slice): more warps fit with less. Larger blocks get kOutOfRange.
+  // The most bytes that a block (slice) may have: more warps fit with less. Larger blocks get
+  // kOutOfRange.
   int32_t max_block_bytes = kMaxCodedBlockBytes;
 
   // kInvalidArgument naming the field. Reads no array.

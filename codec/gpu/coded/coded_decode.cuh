@@ -72,7 +72,7 @@ struct BlockStreams {
     return stream == 0 ? last[0] : last[1];
   }
 };
-// Of a valid block in shared memory; none in raw modes.
+// The streams of a valid block in shared memory; raw modes have none.
 __device__ __forceinline__ BlockStreams block_streams(const CodedBlockHeader& h,
                                                       const CodedBlockLayout& at,
                                                       const uint8_t* block) {

@@ -11,7 +11,7 @@ Status invalid(const char* what) {
   return Status(StatusCode::kInvalidArgument, std::string("weighted blocks: ") + what);
 }
 
-// Of both directions.
+// What encoding and decoding check alike.
 template <class Call>
 Status check_shape(const Call& call) {
   if (Status s = call.rows.validate(); !s) return s;

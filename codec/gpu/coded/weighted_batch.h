@@ -108,7 +108,8 @@ struct WeightedEncode {
 // not the blocks; after kBufferTooSmall the cursor says what would have been enough.
 Status encode_weighted(const WeightedEncode& call, GpuStream stream);
 
-// Of two codes next to each other, by component: code_histograms.h.
+// Counts of pairs of neighbouring codes, by component; codec/gpu/coded/code_histograms.h says how
+// they lie.
 struct WeightedCounts {
   uint32_t* pairs[2] = {nullptr, nullptr};  // in, out: [kHistogramCounts], counts are added
   uint32_t* wide[2] = {nullptr, nullptr};   // likewise
@@ -132,7 +133,8 @@ struct WeightedDecode {
   int64_t token_stride = 0;  // of out, in elements
   int32_t num_ranges = 0;
   int32_t most_blocks = 0;  // that a range meets
-  // Of the largest block (slice): more warps fit with less. Larger blocks get kOutOfRange.
+  // The most bytes that a block (slice) may have: more warps fit with less. Larger blocks get
+  // kOutOfRange.
   int32_t max_block_bytes = kMaxWeightedBlockBytes;
 
   // kInvalidArgument naming the field, kUnsupported. Reads no array.

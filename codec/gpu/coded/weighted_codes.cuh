@@ -36,7 +36,7 @@ struct WeightedBlockJob {
 struct WeightedFaults {
   bool non_finite = false, negative = false, out_of_range = false;
 
-  // Of the warp, in all lanes.
+  // The worst fault of the warp's lanes; all lanes get it.
   __device__ __forceinline__ StatusCode worst() const {
     if (__any_sync(kFullWarp, non_finite)) return StatusCode::kNonFinite;
     if (__any_sync(kFullWarp, negative)) return StatusCode::kInvalidArgument;
@@ -44,7 +44,7 @@ struct WeightedFaults {
   }
 };
 
-// Of memory that no kernel writes meanwhile: so that stores do not hold loads back.
+// Reads a turn from memory that no kernel writes meanwhile: stores need not hold such loads back.
 __device__ __forceinline__ Turn load_turn(const Turn* p) {
   const float2 x = __ldg(reinterpret_cast<const float2*>(p));
   return {x.x, x.y};

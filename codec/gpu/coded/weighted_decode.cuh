@@ -25,12 +25,12 @@ TKV_HD bool keeps_first_slice(const WeightedDecode& call) {
 }
 inline constexpr int32_t kFirstSliceBytes = kBlockTokens * kTileStride * 2;
 inline constexpr int32_t kFactorBytes = kBlockTokens * 4;
-// Of a warp: factors, codes of a tile, codes of the first slice, the block.
+// Bytes of a warp: factors, codes of a tile, codes of the first slice, the block.
 TKV_HD int32_t weighted_decode_warp_bytes(const WeightedDecode& call) {
   return kFactorBytes + kCodesTileBytes + (keeps_first_slice(call) ? kFirstSliceBytes : 0) +
          (call.max_block_bytes + kDecodeSlackBytes + 15) / 16 * 16;
 }
-// Of the tables, a power of two at a multiple of itself.
+// Bytes of the tables, a power of two; the region begins at a multiple of itself.
 TKV_HD int32_t weighted_region_bytes(const WeightedDecode& call) {
   int32_t books = 1;
   while (books < call.family.count) books *= 2;
@@ -45,7 +45,7 @@ TKV_HD int32_t places_bytes(const WeightedDecode& call) {
                     16 * 16
               : 0;
 }
-// Of the CTA, without alignment of the region and without its warps.
+// Bytes of the CTA, without those that align the region and without its warps.
 TKV_HD int32_t weighted_decode_cta_bytes(const WeightedDecode& call) {
   return weighted_region_bytes(call) + kDecodeFamilyBytes + places_bytes(call);
 }

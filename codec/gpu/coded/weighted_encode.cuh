@@ -19,7 +19,7 @@ TKV_HD constexpr int32_t encode_warp_bytes(int32_t head_dim) {
   return kEncodeWarpBytes + kBlockTokens * head_dim + weighted_room(head_dim);
 }
 inline constexpr int32_t kFamiliesBytes = (2 * sizeof(SharedFamily) + 15) / 16 * 16;
-// Of the CTA, before its warps.
+// Bytes of the CTA before those of its warps.
 TKV_HD int32_t encode_cta_bytes(const WeightedEncode& call) {
   return kFamiliesBytes + (call.families[0].count + call.families[1].count) * kMaxSymbols * 4;
 }
@@ -63,7 +63,7 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->place_of_first = first % kBlockTokens;
 }
 
-// Of a block whose family is usable: the header's book field of a slice, or -1.
+// The header's book field of a slice whose family is usable; -1 where a book is not there.
 __device__ inline int32_t book_field_of(const DeviceFamily& family, int32_t row, int32_t head_dim,
                                         int32_t slice, int32_t blocks) {
   if (family.book_of == nullptr) return 0;

@@ -36,7 +36,7 @@ inline HostPage job_page(const PageBatch& b, const PageJob& job) {
           b.formats.raw_dtype};
 }
 
-// Of a batch that append_tokens() refused.
+// The status that a batch gets which append_tokens() refused.
 inline StatusCode greatest_code(const HostPage& page, const TokenBatch& batch) {
   const int32_t head_dim = page.layout.head_dim();
   auto worst = StatusCode::kOk;
