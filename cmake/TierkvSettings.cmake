@@ -54,6 +54,7 @@ target_compile_options(tierkv_settings INTERFACE
   $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${TIERKV_WERROR}>>:-Werror>
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-restrict,-ffp-contract=off;--expt-relaxed-constexpr>
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},13.0>>:--compress-mode=size>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TIERKV_WERROR}>>:-Werror=all-warnings>)
 if(TIERKV_SANITIZE)
   target_compile_options(tierkv_settings INTERFACE
