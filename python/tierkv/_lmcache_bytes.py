@@ -68,7 +68,7 @@ def pack_chunk(format: ChunkFormat, x: FloatArray, out: Bytes) -> int:
             out[at:at + piece.size] = piece.reshape(-1)
             at += piece.size
     out[:HEADER.size] = np.frombuffer(HEADER.pack(MAGIC, VERSION, format.k_bits, format.v_bits, 0, format.head_dim, *x.shape[1:],
-                                                  zlib.crc32(memoryview(out[HEADER.size:size])), 0), np.uint8)
+                                                  zlib.crc32(out[HEADER.size:size].data), 0), np.uint8)
     return size
 
 
@@ -86,7 +86,7 @@ def unpack_chunk(data: Bytes, shape: "Tuple[int, ...]") -> FloatArray:
         size = format.size(tuple(shape))
     except ValueError as e:
         raise CorruptError(f"chunk: {e}") from None
-    if data.size < size or zlib.crc32(memoryview(data[HEADER.size:size])) != checksum:
+    if data.size < size or zlib.crc32(data[HEADER.size:size].data) != checksum:
         raise CorruptError("chunk: its checksum is another")
     out = np.empty(shape, np.float32)
     at, rows = HEADER.size, layers * tokens * hidden // head_dim
