@@ -4,11 +4,18 @@
 #include "gpu/constants.h"
 #include "gpu/math.cuh"
 #include "tests/support/emulator/cuda.h"
+#include "tierkv/status.h"
 
 namespace tierkv {
 
 inline int32_t lane_index() {
   return emulator::cta().lane();
+}
+inline StatusCode greater(StatusCode a, StatusCode b) {
+  return a > b ? a : b;
+}
+inline StatusCode worst_of_warp(StatusCode code) {
+  return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
 }
 
 }  // namespace tierkv
