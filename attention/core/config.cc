@@ -58,7 +58,8 @@ Status validate_modes(const AttentionConfig& c) {
 
 Status validate_tier(const AttentionConfig& c, const AttentionTier& tier) {
   if (tier.side < 0 || tier.side >= kMaxSides) return invalid("side must be 0 to 3");
-  const Result<PageLayout> layout = make_page_layout(tier.format, c.head_dim, c.page_bytes);
+  const Result<PageLayout> layout =
+      make_page_layout(tier.format, c.head_dim, c.page_bytes, c.page_records);
   if (!layout) return layout.status();
   for (const Component part : {Component::kKey, Component::kValue}) {
     const ComponentFormat& format = tier.format.of(part);

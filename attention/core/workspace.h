@@ -20,6 +20,12 @@ struct WorkspaceLayout {
   size_t bytes;
 };
 
+// Of the pages of a tier.
+inline Result<PageLayout> tier_layout(const AttentionConfig& config, int32_t tier) {
+  return make_page_layout(config.tiers[tier].format, config.head_dim, config.page_bytes,
+                          config.page_records);
+}
+
 // Of a config that was not validated, something.
 inline QueryColumns query_columns(const AttentionConfig& config) {
   return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);

@@ -42,8 +42,7 @@ Status validate_table(const AttentionConfig& config, const PageTableView& table)
     const std::string name = "tier " + std::to_string(t) + ": side ";
     const int32_t side = config.tiers[t].side;
     if (side >= shape.num_sides) return invalid(name + "is not in the page table");
-    const Result<PageLayout> layout =
-        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const Result<PageLayout> layout = tier_layout(config, t);
     if (!layout) return layout.status();
     if (shape.tokens_per_page[side] != layout->tokens) {
       return invalid(name + "has another number of tokens per page than its format");
@@ -83,8 +82,7 @@ AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
                       const PageTableView& table, const AttentionBatch& batch) {
   AttentionRows rows;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     const SideView side = table.side(config.tiers[t].side);
     rows.tiers[t] = tier_source(layout, side, grid.slot_bytes);
     rows.row_stride = static_cast<int32_t>(side.row_stride);

@@ -15,8 +15,7 @@ namespace {
 int32_t whole_page_bytes(const AttentionConfig& config) {
   int32_t bytes = least_slot_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     bytes = std::max(bytes, layout.scores);
   }
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
@@ -26,8 +25,7 @@ int32_t whole_page_bytes(const AttentionConfig& config) {
 int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
   int32_t bytes = least_slot_bytes(config);
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     const int32_t tile_bytes = tile_read_bytes(layout),
                   tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
     bytes = std::max(bytes, tiles == layout.tiles() ? layout.scores : tiles * tile_bytes);
@@ -61,8 +59,7 @@ bool choose_slots(const AttentionConfig& config, int32_t shared_bytes, Attention
 int32_t least_slot_bytes(const AttentionConfig& config) {
   int32_t bytes = config.head_dim * query_columns(config).of_row * 4;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     bytes = std::max(bytes, tile_read_bytes(layout));
   }
   return bytes;

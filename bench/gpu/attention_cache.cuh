@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
+#include "attention/core/workspace.h"
 #include "bench/gpu/gpu_timing.cuh"
-#include "codec/format/page_layout.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::bench {
@@ -118,7 +118,7 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
   table.rows_per_sequence = config.num_kv_heads;
   int64_t pages_per_set = 0;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    fill.layouts[t] = *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    fill.layouts[t] = *tier_layout(config, t);
     const int32_t side = config.tiers[t].side, per_page = fill.layouts[t].tokens;
     table.num_sides = std::max(table.num_sides, side + 1);
     table.tokens_per_page[side] = per_page;

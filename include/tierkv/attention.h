@@ -56,7 +56,8 @@ struct TKV_API AttentionConfig {
   DType dtype = DType::kFloat16;  // of q, out and raw pages
   double sm_scale = 0;            // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
   int64_t page_bytes = 0;
-  int32_t num_tiers = 0;  // 1 to kMaxAttentionTiers
+  bool page_records = true;  // false: pages end before their scores and positions
+  int32_t num_tiers = 0;     // 1 to kMaxAttentionTiers
   AttentionTier tiers[kMaxAttentionTiers];
   int32_t sliding_window_tokens = 0;  // 0: none
 

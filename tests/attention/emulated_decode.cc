@@ -25,8 +25,7 @@ AttentionRows rows_of(const World& world, int32_t slot_bytes) {
   AttentionRows rows;
   const AttentionConfig& config = world.config;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     const SideView side = world.table().side(config.tiers[t].side);
     rows.tiers[t] = tier_source(layout, side, slot_bytes);
     rows.row_stride = static_cast<int32_t>(side.row_stride);

@@ -30,10 +30,11 @@ AttentionTier tier(int32_t side, int32_t k_bits, int32_t v_bits) {
   return {side, token_wise_tier(k_bits, v_bits)};
 }
 
-void check(const WorldShape& shape, int32_t ctas) {
+void check(WorldShape shape, int32_t ctas) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << ctas << " CTAs");
   std::mt19937_64 rng(seed);
+  shape.page_records = rng() % 2 == 0;
   World world = make_world(shape, rng);
   const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();

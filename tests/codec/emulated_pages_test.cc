@@ -79,6 +79,41 @@ class EmulatedPages : public PageFixture {
   }
 };
 
+template <Component kComponent>
+void expect_host_squares(const RandomTokens& tokens) {
+  const int32_t dims = tokens.head_dim, pitch = 4 * dims + 32;
+  const std::vector<float>& x = kComponent == Component::kKey ? tokens.k : tokens.v;
+  std::vector<uint4> stage(kTileTokens * pitch / 16, uint4{});
+  for (int32_t i = 0; i < kTileTokens; ++i) {
+    memcpy(reinterpret_cast<uint8_t*>(stage.data()) + i * pitch, x.data() + i * dims, 4 * dims);
+  }
+  TileTask task = {};
+  task.stage = reinterpret_cast<const uint8_t*>(stage.data());
+  task.pitch = pitch;
+  for (int32_t blocks = 1; blocks <= dims / kDimBlock; ++blocks) {
+    const int32_t first = dims / kDimBlock - blocks;
+    emulator::cta().run(0, kWarpLanes, [&] {
+      const auto got = token_squares<DType::kFloat32, kComponent>(task, first, first + blocks);
+      for (int32_t i = 0; i < 2 * fragment_pars(kComponent); ++i) {
+        const int32_t th = i % 2, par = i / 2;
+        const int32_t token = fragment_token(kComponent, lane_index(), th, par);
+        const float* of_token = x.data() + token * dims + first * kDimBlock;
+        ASSERT_EQ(got.sum[th][par], sum_of_squares(of_token, blocks * kDimBlock))
+            << "token " << token << " from block " << first;
+      }
+    });
+  }
+}
+
+// Bit by bit: most orders that differ give the same scale.
+TEST_F(EmulatedPages, SquaresAreSummedInTheHostsOrder) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    const RandomTokens tokens = random_tokens(kTileTokens, head_dim, DType::kFloat32);
+    expect_host_squares<Component::kKey>(tokens);
+    expect_host_squares<Component::kValue>(tokens);
+  }
+}
+
 ComponentFormat component(int32_t bits, bool norm, int32_t group) {
   return norm ? norm_clipped(group) : token_wise(bits, group);
 }

@@ -127,14 +127,18 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
   config.num_tiers = static_cast<int32_t>(shape.tiers.size());
   std::copy(shape.tiers.begin(), shape.tiers.end(), config.tiers);
   config.page_bytes = shape.page_bytes;
+  config.page_records = shape.page_records;
   if (config.page_bytes == 0) {
     std::vector<TierFormat> formats;
     for (const AttentionTier& tier : shape.tiers) formats.push_back(tier.format);
-    config.page_bytes = choose_page_size(formats, shape.head_dim)->page_bytes;
+    PageSizing sizing;
+    sizing.records = shape.page_records;
+    config.page_bytes = choose_page_size(formats, shape.head_dim, sizing)->page_bytes;
   }
   std::vector<PageLayout> layouts;
   for (const AttentionTier& tier : shape.tiers) {
-    layouts.push_back(*make_page_layout(tier.format, shape.head_dim, config.page_bytes));
+    layouts.push_back(
+        *make_page_layout(tier.format, shape.head_dim, config.page_bytes, config.page_records));
   }
   fill_table_shape(shape, layouts, w.table_shape);
 

@@ -17,6 +17,7 @@ struct WorldShape {
   int32_t group = 4;
   int32_t head_dim = 128;
   int64_t page_bytes = 0;  // 0: chosen for the formats
+  bool page_records = true;
   std::vector<AttentionTier> tiers;
   // tokens[sequence][tier], of every kv_head; jittered by up to `jitter` tokens per row where it is
   // not 0

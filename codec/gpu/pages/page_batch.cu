@@ -70,7 +70,7 @@ struct SlotScalars {
 
 __device__ SlotScalars load_scalars(const PageEncode& e, const PageJob& job, TileTokens* t) {
   SlotScalars s = {kNoScore, kNoPosition};
-  if (t->token < 0) return s;
+  if (t->token < 0 || !e.batch.formats.layout[job.format].has_records()) return s;
   s.score = e.scores[job.scalars + t->token];
   s.position =
       e.positions == nullptr ? static_cast<int32_t>(t->token) : e.positions[job.scalars + t->token];
@@ -119,6 +119,7 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   const int32_t slot = packing_lane();
   if (slot < t.begin || slot >= kTileTokens) return;
   const PageLayout& layout = b.formats.layout[job.format];
+  if (!layout.has_records()) return;
   uint8_t* page = page_bytes(b, job);
   const int32_t page_slot = tile * kTileTokens + slot;
   *reinterpret_cast<float*>(page + layout.score_byte(page_slot)) = scalars.score;
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
   const uint8_t* page = page_bytes(b, job);
   const int32_t slot = item.tile * kTileTokens + lane_index();
   const int64_t at = job.scalars + t.token;
+  if (!layout.has_records()) return;
   if (d.scores != nullptr) {
     d.scores[at] = *reinterpret_cast<const float*>(page + layout.score_byte(slot));
   }
