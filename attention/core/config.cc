@@ -82,7 +82,7 @@ Status validate_class_format(const AttentionConfig& c, int32_t head_class, int32
 
 Status validate_classes(const AttentionConfig& c) {
   const HeadClasses& classes = c.classes;
-  if (classes.count < 1 || classes.count > kMaxHeadClasses) {
+  if (classes.count < 1 || classes.count > kMaxAttentionClasses) {
     return invalid("classes.count must be 1 to 4");
   }
   if (classes.count == 1) return Status::ok();

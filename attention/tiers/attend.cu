@@ -177,7 +177,7 @@ Status prepare_attention(const AttentionConfig& config, const AttentionGrid& gri
   if (Status s = prepare_plan(); !s) return s;
   const DecodeSetup setup{config.head_dim, query_columns(config).of_row, grid.warps_per_cta,
                           shared_bytes};
-  return config.classes.count > 1 ? prepare_decode<kMaxHeadClasses>(setup)
+  return config.classes.count > 1 ? prepare_decode<kMaxAttentionClasses>(setup)
                                   : prepare_decode<1>(setup);
 }
 
@@ -186,7 +186,7 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
                       const AttentionWorkspace& workspace, GpuStream stream) {
   if (Status s = validate_call(config, grid, table, batch, workspace); !s) return s;
   return config.classes.count > 1
-             ? plan_of<kMaxHeadClasses>(config, grid, table, batch, workspace, stream)
+             ? plan_of<kMaxAttentionClasses>(config, grid, table, batch, workspace, stream)
              : plan_of<1>(config, grid, table, batch, workspace, stream);
 }
 
@@ -195,7 +195,7 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
   if (Status s = validate_attend(config, call); !s) return s;
   return config.classes.count > 1
-             ? attend_of<kMaxHeadClasses>(config, grid, call, workspace, stream)
+             ? attend_of<kMaxAttentionClasses>(config, grid, call, workspace, stream)
              : attend_of<1>(config, grid, call, workspace, stream);
 }
 

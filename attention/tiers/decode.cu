@@ -59,8 +59,9 @@ Status launch_decode(const DecodeParamsOf<kClasses>& params, int32_t head_dim, i
 }
 
 template Status prepare_decode<1>(const DecodeSetup&);
-template Status prepare_decode<kMaxHeadClasses>(const DecodeSetup&);
+template Status prepare_decode<kMaxAttentionClasses>(const DecodeSetup&);
 template Status launch_decode(const DecodeParamsOf<1>&, int32_t, int32_t, GpuStream);
-template Status launch_decode(const DecodeParamsOf<kMaxHeadClasses>&, int32_t, int32_t, GpuStream);
+template Status launch_decode(const DecodeParamsOf<kMaxAttentionClasses>&, int32_t, int32_t,
+                              GpuStream);
 
 }  // namespace tierkv

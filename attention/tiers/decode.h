@@ -61,7 +61,7 @@ struct DecodeParamsOf {
   uint8_t warps = kDecodeWarps;  // of a CTA, at most kDecodeWarps
 };
 using DecodeParams = DecodeParamsOf<1>;
-using ClassDecodeParams = DecodeParamsOf<kMaxHeadClasses>;
+using ClassDecodeParams = DecodeParamsOf<kMaxAttentionClasses>;
 
 // In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
 // 8 dims of four columns 1 or 2 apart, are then free of conflicts.
@@ -130,7 +130,7 @@ TKV_HD constexpr DecodeMode of_one_class(DecodeMode mode) {
                                               : mode;
 }
 TKV_HD constexpr int32_t classes_of(DecodeMode mode) {
-  return has_classes(mode) ? kMaxHeadClasses : 1;
+  return has_classes(mode) ? kMaxAttentionClasses : 1;
 }
 template <int32_t kClasses>
 TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {

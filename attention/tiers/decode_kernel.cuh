@@ -312,7 +312,7 @@ DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks>
-DecodeKernelOf<kMaxHeadClasses> class_kernel_of_blocks(DecodeMode mode, bool few_warps) {
+DecodeKernelOf<kMaxAttentionClasses> class_kernel_of_blocks(DecodeMode mode, bool few_warps) {
   using enum DecodeMode;
   if (mode == kClassFull) return decode_kernel<kHeadDim, kColumnBlocks, kClassFull, true>;
   if (mode == kClassBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kClassBFloat16, true>;

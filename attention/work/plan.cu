@@ -26,8 +26,8 @@ Status launch_with(const PlanLaunchOf<kClasses>& launch, GpuStream stream) {
 Status prepare_plan() {
   if (Status s = prepare<uint32_t, 1>(); !s) return s;
   if (Status s = prepare<uint64_t, 1>(); !s) return s;
-  if (Status s = prepare<uint32_t, kMaxHeadClasses>(); !s) return s;
-  return prepare<uint64_t, kMaxHeadClasses>();
+  if (Status s = prepare<uint32_t, kMaxAttentionClasses>(); !s) return s;
+  return prepare<uint64_t, kMaxAttentionClasses>();
 }
 
 template <int32_t kClasses>
@@ -38,6 +38,6 @@ Status launch_plan(const PlanParamsOf<kClasses>& params, GpuStream stream) {
 }
 
 template Status launch_plan(const PlanParamsOf<1>&, GpuStream);
-template Status launch_plan(const PlanParamsOf<kMaxHeadClasses>&, GpuStream);
+template Status launch_plan(const PlanParamsOf<kMaxAttentionClasses>&, GpuStream);
 
 }  // namespace tierkv

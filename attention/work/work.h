@@ -100,7 +100,7 @@ struct RowsOf : LayerClasses<kClasses> {
   int32_t rows_per_sequence = 1;  // of the page table: num_layers * num_kv_heads
 };
 using AttentionRows = RowsOf<1>;
-using ClassRows = RowsOf<kMaxHeadClasses>;
+using ClassRows = RowsOf<kMaxAttentionClasses>;
 
 // Tokens of one row by tier, as the plan and the kernel see them.
 struct RowTokens {

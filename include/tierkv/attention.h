@@ -45,16 +45,16 @@ struct AttentionTier {
   TierFormat format;
 };
 
-inline constexpr int32_t kMaxHeadClasses = 4;
+inline constexpr int32_t kMaxAttentionClasses = 4;
 
 // Classes of kv_heads whose tiers differ in formats; a class's tiers lie on the sides of the
 // config's. The tokens of a page then follow from the row's class: what the page table's shape says
 // of them is not read.
 struct HeadClasses {
-  int32_t count = 1;  // 1 to kMaxHeadClasses
+  int32_t count = 1;  // 1 to kMaxAttentionClasses
   // Of the classes 1 to count - 1, by tier; class 0 has the config's tiers. Values of codes have no
   // more bits than their keys; raw keys have raw values.
-  TierFormat format[kMaxHeadClasses - 1][kMaxAttentionTiers];
+  TierFormat format[kMaxAttentionClasses - 1][kMaxAttentionTiers];
   // Host memory, [num_layers * num_kv_heads], 0 to count - 1: the class of each kv_head. Read while
   // a call runs. With it a config has at most 64 kv_heads and 128 layers. Null where count is 1.
   const uint8_t* of_head = nullptr;

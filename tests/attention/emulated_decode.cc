@@ -127,7 +127,7 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
 }
 
 DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun* run) {
-  return world.config.classes.count > 1 ? emulate<kMaxHeadClasses>(world, ctas, rng, run)
+  return world.config.classes.count > 1 ? emulate<kMaxAttentionClasses>(world, ctas, rng, run)
                                         : emulate<1>(world, ctas, rng, run);
 }
 

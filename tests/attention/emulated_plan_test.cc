@@ -171,8 +171,8 @@ TEST(EmulatedPlan, IsTheHostPlan) {
 }
 
 TEST(EmulatedPlan, OfClassesIsTheHostPlan) {
-  check_sizes<uint32_t, kMaxHeadClasses>(sizes());
-  check_sizes<uint64_t, kMaxHeadClasses>({{40, 7, 3, 2, 132, 400}});
+  check_sizes<uint32_t, kMaxAttentionClasses>(sizes());
+  check_sizes<uint64_t, kMaxAttentionClasses>({{40, 7, 3, 2, 132, 400}});
 }
 
 TEST(EmulatedPlan, CostsOf64BitsAreTheHostPlan) {
