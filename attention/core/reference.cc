@@ -85,7 +85,8 @@ Result<RowTokensDecoded> decode_row(const AttentionConfig& config, const AttendC
   const int64_t table_row = static_cast<int64_t>(sequence) * shape.rows_per_sequence +
                             call.layer * config.num_kv_heads + kv_head;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const Result<PageLayout> layout = tier_layout(config, t);
+    const Result<PageLayout> layout =
+        tier_layout(config, t, head_class_of(config, call.layer, kv_head));
     if (!layout) return layout.status();
     const int32_t tail_tier = call.tail.tier < 0 ? config.num_tiers - 1 : call.tail.tier;
     const TierPlace at = {call.table.side(config.tiers[t].side), table_row, entry, t == tail_tier};

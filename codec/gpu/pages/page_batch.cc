@@ -15,6 +15,13 @@ bool is_aligned(const void* p) {
 
 }  // namespace
 
+bool PageFormats::has_norm() const {
+  for (int32_t i = 0; i < count; ++i) {
+    if (rule[i][0] == StepRule::kNorm || rule[i][1] == StepRule::kNorm) return true;
+  }
+  return false;
+}
+
 Status PageFormats::validate(int64_t page_bytes) const {
   if (count < 1 || count > kMaxPageFormats) return invalid("formats: 1 to 4 are needed");
   if (!is_raw_dtype(raw_dtype)) return invalid("raw_dtype must be float16 or bfloat16");
@@ -24,6 +31,12 @@ Status PageFormats::validate(int64_t page_bytes) const {
     if (layout[i].head_dim() != layout[0].head_dim()) return invalid("formats differ in head_dim");
     if (layout[i].has_records() != layout[0].has_records()) {
       return invalid("some formats have records, others not");
+    }
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      const bool is_norm = rule_of(i, c) == StepRule::kNorm;
+      if (is_norm ? layout[i].tile(c).type != kCodes2 : rule_of(i, c) != StepRule::kMinMax) {
+        return invalid("a rule is none that pages of these bits have");
+      }
     }
   }
   return Status::ok();
