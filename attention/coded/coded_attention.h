@@ -89,7 +89,7 @@ inline constexpr int32_t kMostCodedBooks = 16;  // of a component
 struct WeightedRows {
   // Arrays are in device memory, 16-byte aligned.
   const float* key_scales = nullptr;      // [num_steps, head_dim]
-  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim]
+  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim], ordered
   const uint16_t* place_turns = nullptr;  // fp16, [64 * head_dim]; null without RoPE
   // Cosines and sines, [num_block_turns, rotary_dims / 2, 2], of the first coded position of each
   // block: position sink_tokens in block 0. Null without RoPE.

@@ -16,7 +16,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
   static constexpr RopePairing kPairing = Code::kPairing;
   static constexpr bool kHalves = kPairing == RopePairing::kHalves;
   static constexpr bool kNeighbours = kPairing == RopePairing::kNeighbours;
-  static constexpr int kPairBlocks = kDimBlocks / 2;  // dim blocks of a half of the head
+  static constexpr int kPairBlocks =
+      kDimBlocks / 2;  // pairs of dim blocks; those of a half of the head
   static constexpr bool kTurns = kPairing != RopePairing::kNone;
   uint32_t turns, means;  // shared addresses
   int32_t step;           // of the row
@@ -144,19 +145,29 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  // The means of dim blocks 2 i and 2 i + 1: two registers for each of the two.
+  // The dim block that comes as number i in a tile, the first or second of a pair of them.
+  __device__ __forceinline__ static constexpr int32_t block_at(int i) {
+    return key_block_at(kDimBlocks, i);
+  }
+  // The means of dim blocks block_at(2 i) and block_at(2 i + 1): two registers for each.
   __device__ __forceinline__ uint4 load_means_of(int i) const {
     return load_shared_16(means + (4 * i + fresh_lane() % 4) * 16);
   }
-  // Codes of dim block f into keys before RoPE, in units of their channels times kKeyUnit. factors:
-  // of the tokens of even and of odd registers; mean: load_means_of(f / 2).
-  __device__ __forceinline__ static void dequantize(int f, const uint32_t (&factors)[2],
-                                                    const uint4& mean, uint32_t (&a)[4]) {
+  // Codes of a pair of dim blocks into keys before RoPE, in units of their channels times kKeyUnit.
+  // factors: of the tokens of even and of odd registers; mean: load_means_of() the pair.
+  __device__ __forceinline__ static void dequantize(const uint32_t (&factors)[2], const uint4& mean,
+                                                    uint32_t (&a)[4], uint32_t (&b)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const uint32_t of = f % 2 == 0 ? (r < 2 ? mean.x : mean.y) : r < 2 ? mean.z : mean.w;
-      a[r] = fma_halves(a[r], factors[r % 2], of);
+      a[r] = fma_halves(a[r], factors[r % 2], r < 2 ? mean.x : mean.y);
+      b[r] = fma_halves(b[r], factors[r % 2], r < 2 ? mean.z : mean.w);
     }
+  }
+  // The keys of dim blocks f and g, the pair of a tile, turned by their places.
+  __device__ __forceinline__ void turn(int o, int f, int g, uint32_t (&a)[4],
+                                       uint32_t (&b)[4]) const {
+    if constexpr (kHalves) turn_halves(o, f, a, b);
+    if constexpr (kNeighbours) turn_neighbours(o, f, a), turn_neighbours(o, g, b);
   }
   // Dim blocks f and f + kPairBlocks of tile o, turned by their places.
   __device__ __forceinline__ void turn_halves(int o, int f, uint32_t (&x)[4],
@@ -211,37 +222,16 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
       if (o < tiles) {
         uint32_t of_rows[2];
         tile_factors(o, factors, of_rows);
-        if constexpr (kHalves) {
-          uint32_t held[kPairBlocks][4];
-          uint4 mean;
 #pragma unroll
-          for (int f = 0; f < kPairBlocks; ++f) {
-            streams[f / kSliceBlocks].codes(key_table, base, held[f]);
-            if (f % 2 == 0) mean = load_means_of(f / 2);
-            dequantize(f, of_rows, mean, held[f]);
-          }
-#pragma unroll
-          for (int f = 0; f < kPairBlocks; ++f) {
-            const int second = f + kPairBlocks;
-            uint32_t a[4];
-            streams[second / kSliceBlocks].codes(key_table, base, a);
-            if (f == 0 || second % 2 == 0) mean = load_means_of(second / 2);
-            dequantize(second, of_rows, mean, a);
-            turn_halves(o, f, held[f], a);
-            mma_m16n8k16(tile, held[f], state.q[f][0], state.q[f][1]);
-            mma_m16n8k16(tile, a, state.q[f + kPairBlocks][0], state.q[f + kPairBlocks][1]);
-          }
-        } else {
-          uint4 mean;
-#pragma unroll
-          for (int f = 0; f < kDimBlocks; ++f) {
-            uint32_t a[4];
-            streams[f / kSliceBlocks].codes(key_table, base, a);
-            if (f % 2 == 0) mean = load_means_of(f / 2);
-            dequantize(f, of_rows, mean, a);
-            if constexpr (kNeighbours) turn_neighbours(o, f, a);
-            mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
-          }
+        for (int i = 0; i < kPairBlocks; ++i) {
+          const int32_t f = block_at(2 * i), g = block_at(2 * i + 1);
+          uint32_t a[4], b[4];
+          streams[0].codes(key_table, base, a);
+          streams[kSlices - 1].codes(key_table, base, b);
+          dequantize(of_rows, load_means_of(i), a, b);
+          turn(o, f, g, a, b);
+          mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
+          mma_m16n8k16(tile, b, state.q[g][0], state.q[g][1]);
         }
       }
       push_tile(s, tile);
@@ -281,20 +271,15 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
       tile_factors(o, factors, of_rows);
       const bool there = o < tile_count(x.slice[0].block.tokens);
 #pragma unroll 1
-      for (int f = 0; f < (kHalves || kSlices == 2 ? kPairBlocks : kDimBlocks) && there; ++f) {
+      for (int i = 0; i < kPairBlocks && there; ++i) {
+        const int32_t f = block_at(2 * i), g = block_at(2 * i + 1);
         uint32_t a[4], b[4];
         codes(0, o, f, a);
-        dequantize(f, of_rows, load_means_of(f / 2), a);
-        if constexpr (kNeighbours) turn_neighbours(o, f, a);
-        if constexpr (kHalves || kSlices == 2) {
-          const int second = f + kPairBlocks;
-          codes(kSlices - 1, o, second, b);
-          dequantize(second, of_rows, load_means_of(second / 2), b);
-          if constexpr (kHalves) turn_halves(o, f, a, b);
-          if constexpr (kNeighbours) turn_neighbours(o, second, b);
-          product(second, b, tile);
-        }
+        codes(kSlices - 1, o, g, b);
+        dequantize(of_rows, load_means_of(i), a, b);
+        turn(o, f, g, a, b);
         product(f, a, tile);
+        product(g, b, tile);
       }
       push_tile(s, tile);
     }
