@@ -202,8 +202,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
                                                       uint32_t (&of_rows)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t both = __shfl_sync(
-          kFullWarp, factors, static_cast<int32_t>(16 * o + 8 * h + fresh_lane() / 4) % 32);
+      const uint32_t both =  // a shuffle takes lanes modulo 32
+          __shfl_sync(kFullWarp, factors, 16 * o + 8 * h + static_cast<int32_t>(fresh_lane() / 4));
       of_rows[h] = __byte_perm(both, 0, o < 2 ? 0x1010 : 0x3232);
     }
   }
@@ -312,78 +312,81 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     return bad;
   }
 
-  // The unit of the deltas of keys. A delta is at most 2^7 of them; the query times its factors,
-  // which meets the delta in the product, is at most 2^15.
+  // The unit of the deltas of keys: a delta is at most 2^7 of them.
   static constexpr float kExceptionUnit = 0x1p-8f;
   // The scores that the exceptions of slice kSlice add.
   template <int kSlice>
-  __device__ __forceinline__ void score_exceptions(const Block& x, int32_t block, uint32_t factors,
+  __device__ __forceinline__ void score_exceptions(const Block& x, uint32_t factors,
                                                    float (&s)[kItemTiles][4]) {
     const OpenBlock& b = x.slice[kSlice].block;
 #pragma unroll 1
     for (int32_t first = 0; b.coded && first < b.exceptions(); first += kExceptionStep) {
+      const uint32_t words = b.exception_words + 4 * first;
+      const int32_t left = b.exceptions() - first;
       ExceptionPair pair;
-      state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
-                                                 b.exceptions() - first, b.tokens, kExceptionUnit);
-      const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
-      float meets[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int32_t d = kSlice * kSliceDims + pair.dim[j], token = pair.token[j];
-        const uint32_t both = __shfl_sync(kFullWarp, factors, token % 32);
-        const float2 factor = unpack_halves(both);
-        meets[j] = (token < 32 ? factor.x : factor.y) / (kDigitScale * kExceptionUnit) *
-                   turned_query(column, d, token, block);
-      }
-      const uint32_t operand = pack_halves(meets[0], meets[1]);
+      state.bad |= pair.template load<kSliceDim>(words, left, b.tokens, kExceptionUnit);
+      const uint32_t queries = pick_queries<kSlice>(exception_of_row(words, left), factors);
       const uint32_t rows = ExceptionPair::row_halves(pair.token);
 #pragma unroll
       for (int o = 0; o < kItemTiles; ++o) {
         uint32_t a[2];
         pair.operand(rows, 16 * o, a);
-        mma_m16n8k8(s[o], a, operand);
+        mma_m16n8k8(s[o], a, queries);
       }
     }
   }
-  __device__ __forceinline__ float shared_half(uint32_t address) const {
-    return half_to_float(static_cast<uint16_t>(load_shared_u16(address)));
-  }
-  // The factor of channel d, before RoPE, of the key at a place of the block.
-  __device__ __forceinline__ float turned_query(int32_t column, int32_t d, int32_t place,
-                                                int32_t block) const {
-    const uint16_t* q = query(column);
-    if constexpr (kPairing == RopePairing::kNone) return scales()[d] * half_to_float(q[d]);
-    const int32_t pair = kHalves ? d % (kHeadDim / 2) : d / 2;
-    const int32_t first = kHalves ? pair : 2 * pair;
-    const int32_t second = kHalves ? pair + kHeadDim / 2 : first + 1;
-    float cos = scales()[d], sin = 0.0f;
-    if (kHalves || 2 * pair < call.weighted.rotary_dims) {
-      const float* by = block_turns(block) + 2 * pair;
-      sin = cos * by[1], cos *= by[0];
+  // What the deltas of eight exceptions meet: the query at the channel, turned forwards by the
+  // place of the token, times the factor of the token. word: the low half of exception (lane / 4).
+  // An exception that is wrong may get any query; its delta is 0.
+  template <int kSlice>
+  __device__ __forceinline__ uint32_t pick_queries(uint32_t word, uint32_t factors) const {
+    const auto token = static_cast<int32_t>(word / kSliceDims % kBlockTokens);
+    const auto d = static_cast<int32_t>(word % kSliceDims + kSlice * kSliceDims);
+    const bool second = kHalves ? d >= kHeadDim / 2 : d % 2 == 1;
+    const int32_t partner = kHalves ? kHeadDim / 2 : 1, low = second ? d - partner : d;
+    // The channel, turned, has these parts in both channels of its pair.
+    uint32_t of_low = kOneHalves, of_high = 0;
+    if constexpr (kTurns) {
+      const uint32_t cos_sin = place_turn(min(low, (kHalves ? kHeadDim / 2 : kHeadDim) - 1), token);
+      const uint32_t turned = second ? __byte_perm(cos_sin, 0, 0x1032) ^ 0x8000u : cos_sin;
+      of_low = low_halves(turned, turned), of_high = high_halves(turned, turned);
+      if constexpr (kNeighbours) of_low = turned;
     }
-    const float x = half_to_float(q[first]), y = half_to_float(q[second]);
-    const float back_x = x * cos + y * sin, back_y = y * cos - x * sin;
-    const float2 turn = place_turn(first, place);
-    return d == first ? back_x * turn.x + back_y * turn.y : back_y * turn.x - back_x * turn.y;
+    const PickedRows rows(kNeighbours || kHalves ? low : d, kNeighbours ? low + 1
+                                                            : kHalves   ? low
+                                                                        : d);
+    float picked[4] = {};
+#pragma unroll
+    for (int i = 0; i < (kHalves ? kPairBlocks : kDimBlocks); ++i) {
+      uint32_t a[4];
+      rows.operand(i, of_low, a);
+      mma_m16n8k16(picked, a, state.q[i][0], state.q[i][1]);
+      if constexpr (kHalves) {
+        rows.operand(i, of_high, a);
+        mma_m16n8k16(picked, a, state.q[i + kPairBlocks][0], state.q[i + kPairBlocks][1]);
+      }
+    }
+    const float2 both = unpack_halves(__shfl_sync(kFullWarp, factors, token % 32));
+    const float factor = (token < 32 ? both.x : both.y) / (kDigitScale * kExceptionUnit);
+    return transpose_8x8(pack_halves(factor * picked[0], factor * picked[1]));
   }
-  // first: the first dim of the pair.
-  __device__ __forceinline__ float2 place_turn(int32_t first, int32_t place) const {
+  // Cosine and sine of a pair of channels at a place. first: the first channel of the pair.
+  __device__ __forceinline__ uint32_t place_turn(int32_t first, int32_t place) const {
     const int32_t f = first / kDimBlock, within = first % kDimBlock;
     const int32_t o = place / kTileTokens, half = place % kTileTokens / 8;
     const int32_t lane = place % 8 * 4 + within % 8 / 2, high = within / 8;
     if constexpr (kHalves) {
       const uint32_t at =
           turns + (((o * kPairBlocks + f) * 2 + high) * kWarpLanes + lane) * 16 + half * 8;
-      return {shared_half(at + within % 2 * 2), shared_half(at + 4 + within % 2 * 2)};
+      const uint32_t cos = load_shared(at), sin = load_shared(at + 4);
+      return within % 2 == 0 ? low_halves(cos, sin) : high_halves(cos, sin);
     } else {
-      const uint32_t at =
-          turns + ((o * kDimBlocks + f) * kWarpLanes + lane) * 16 + (half + 2 * high) * 4;
-      return {shared_half(at), shared_half(at + 2)};
+      return load_shared(turns + ((o * kDimBlocks + f) * kWarpLanes + lane) * 16 +
+                         (half + 2 * high) * 4);
     }
   }
 
-  __device__ __forceinline__ void score_block(const Block& x, int32_t block,
-                                              float (&s)[kItemTiles][4]) {
+  __device__ __forceinline__ void score_block(const Block& x, float (&s)[kItemTiles][4]) {
     check_exponents(x, kLeastImportanceExponent, kMostImportanceExponent);
     if (!x.valid) return;
     const auto factor = [&](int h) {
@@ -395,8 +398,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     } else {
       score_other_tiles(x, factors, s);
     }
-    score_exceptions<0>(x, block, factors, s);
-    if constexpr (kSlices == 2) score_exceptions<1>(x, block, factors, s);
+    score_exceptions<0>(x, factors, s);
+    if constexpr (kSlices == 2) score_exceptions<1>(x, factors, s);
   }
 };
 

@@ -117,7 +117,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
       Base::turn_queries(block);
-      Base::score_block(Base::open_block(i, params.headers.keys, here), block, s);
+      Base::score_block(Base::open_block(i, params.headers.keys, here), s);
       Base::next_block(i);
       const Block values = Base::open_block(i + 1, params.headers.values, here);
       Base::check_exponents(values, kLeastExponent, kMostExponent);
