@@ -172,8 +172,6 @@ struct CodedAttention {
   // And of one query, in fp16: what the fastest kernels are for.
   bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && is_uniform(); }
 
-  int32_t most_warps() const;
-
   // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
   // on.
   Status validate() const;
@@ -188,19 +186,11 @@ inline constexpr int32_t kCodedColumns = 8;
 TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
   return head_dim <= kSliceDims ? 16 : 8;
 }
-// The same of weighted blocks, whose keys take more registers.
-TKV_HD constexpr int32_t weighted_warps(int32_t head_dim) {
-  return head_dim == 64 ? 16 : head_dim <= kSliceDims ? 12 : 8;
-}
-
-inline int32_t CodedAttention::most_warps() const {
-  return weighted.any() ? weighted_warps(head_dim) : coded_warps(head_dim);
-}
 
 // How a device runs a call.
 struct CodedAttentionGrid {
   int32_t num_ctas = 0;
-  int32_t warps = 0;       // of a CTA, at most CodedAttention::most_warps()
+  int32_t warps = 0;       // of a CTA, at most coded_warps()
   int32_t copies_log = 0;  // 2^copies_log copies of each table
   int32_t slots_per_warp = 0;
   int32_t slot_bytes = 0;

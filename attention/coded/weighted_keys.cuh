@@ -20,13 +20,12 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
       kDimBlocks / 2;  // pairs of dim blocks; those of a half of the head
   static constexpr bool kTurns = kPairing != RopePairing::kNone;
   uint32_t turns, means;  // shared addresses
-  int32_t step;           // of the row
 
   // tail: shared address of what the warps of the CTA share, then of what each has of its own.
   __device__ __forceinline__ void set_tail(uint32_t tail, int32_t warp) {
     turns = tail;
     means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
-            static_cast<uint32_t>(warp) * weighted_mean_bytes(kHeadDim);
+            static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
   }
   // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
   __device__ __forceinline__ void fill_turns() const {
@@ -36,6 +35,42 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
          i += blockDim.x) {
       store_shared_16(turns + 16 * i, from[i]);
     }
+  }
+
+  // Registers are few while blocks are decoded: what is needed only between blocks lies in shared
+  // memory meanwhile.
+  struct KeptRow {
+    int32_t row_index, step, from, tokens;  // of the row; tokens: see attend_blocks()
+  };
+  // After 16 bytes each of a KeptRow, of the run, of the items.
+  static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52;
+  __device__ __forceinline__ uint32_t kept() const {
+    return means + 2 * kHeadDim;
+  }
+  __device__ __forceinline__ uint32_t kept_reference() const {
+    return kept() + kKeptRowBytes + fresh_lane() * 8;
+  }
+  __device__ __forceinline__ void keep_row(const KeptRow& x) const {
+    store_shared_16(kept(), {static_cast<uint32_t>(x.row_index), static_cast<uint32_t>(x.step),
+                             static_cast<uint32_t>(x.from), static_cast<uint32_t>(x.tokens)});
+  }
+  __device__ __forceinline__ KeptRow kept_row() const {
+    const uint4 x = load_shared_16(kept());
+    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), static_cast<int32_t>(x.z),
+            static_cast<int32_t>(x.w)};
+  }
+  __device__ __forceinline__ void keep_run() const {
+    store_shared_16(kept() + 16,
+                    {static_cast<uint32_t>(run.first_block), static_cast<uint32_t>(run.count),
+                     static_cast<uint32_t>(run.first), ring.turn});
+    store_shared(kept_reference(), run.mine.offset);
+    store_shared(kept_reference() + 4, run.mine.units);
+  }
+  __device__ __forceinline__ void load_run() {
+    const uint4 x = load_shared_16(kept() + 16);
+    run.first_block = static_cast<int32_t>(x.x), run.count = static_cast<int32_t>(x.y);
+    run.first = static_cast<int32_t>(x.z), ring.turn = x.w;
+    run.mine = {load_shared(kept_reference()), load_shared(kept_reference() + 4)};
   }
 
   // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
@@ -88,9 +123,9 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  __device__ __forceinline__ const uint16_t* query(int32_t column) const {
+  __device__ __forceinline__ const uint16_t* query(int32_t row, int32_t column) const {
     return static_cast<const uint16_t*>(call.q) +
-           (int64_t{row_index} * params.row_columns + column) * kHeadDim;
+           (int64_t{row} * params.row_columns + column) * kHeadDim;
   }
   // Cosines and sines of the first position of a block of the row.
   __device__ __forceinline__ const float* block_turns(int32_t block) const {
@@ -98,19 +133,15 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     return call.weighted.block_turns + int64_t{block} * dims;
   }
 
-  // The scales of the row's channels. The largest is 1/2, so that fp16 holds every query that is
-  // turned back.
-  __device__ __forceinline__ const float* scales() const {
-    return call.weighted.key_scales + int64_t{step} * kHeadDim;
-  }
   // The queries as the keys of a block see them: times the scales of the channels, turned back by
-  // the block's first position.
-  __device__ __forceinline__ void turn_queries(int32_t block) {
+  // the block's first position. The largest scale is 1/2, so that fp16 holds every query that is
+  // turned back.
+  __device__ __forceinline__ void turn_queries(const KeptRow& row, int32_t block) {
     const auto g = static_cast<int32_t>(fresh_lane() / 4),
                t = static_cast<int32_t>(fresh_lane() % 4);
     const bool there = g < call.columns;
-    const uint16_t* q = query(there ? g : 0) + 2 * t;
-    const float* scale = scales() + 2 * t;
+    const uint16_t* q = query(row.row_index, there ? g : 0) + 2 * t;
+    const float* scale = call.weighted.key_scales + int64_t{row.step} * kHeadDim + 2 * t;
     const float* by = block_turns(block);
     const auto load = [&](int32_t d) {
       return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0u;
@@ -306,10 +337,10 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     uint32_t bad = 0;
 #pragma unroll
     for (int s = 0; s < Code::kStreams; ++s) {
-      bad |= static_cast<uint32_t>(streams.stream[s].end(slice.block.payload, Streams::kBias) ^
-                                   slice.end[s]);
+      bad |= static_cast<uint32_t>(streams.stream[s].end(slice.block.payload, Streams::kBias)) ^
+             (slice.ends >> (16 * s));
     }
-    return bad;
+    return bad & 0xffffu;
   }
 
   // The unit of the deltas of keys: a delta is at most 2^7 of them.
@@ -318,7 +349,7 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
   template <int kSlice>
   __device__ __forceinline__ void score_exceptions(const Block& x, uint32_t factors,
                                                    float (&s)[kItemTiles][4]) {
-    const OpenBlock& b = x.slice[kSlice].block;
+    const OpenBlock b = x.slice[kSlice].with_exceptions();
 #pragma unroll 1
     for (int32_t first = 0; b.coded && first < b.exceptions(); first += kExceptionStep) {
       const uint32_t words = b.exception_words + 4 * first;
