@@ -1,0 +1,229 @@
+#include "store/engine/sequences.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "codec/format/element.h"
+
+namespace tierkv::store {
+namespace {
+
+Status invalid(std::string why) {
+  return Status(StatusCode::kInvalidArgument, std::move(why));
+}
+
+std::string name_of(SequenceId id) {
+  return "sequence " + std::to_string(number_of(id)) + " (slot " + std::to_string(id.slot) +
+         ", generation " + std::to_string(id.generation) + ")";
+}
+
+Status require_dtype(DType dtype) {
+  if (is_raw_dtype(dtype)) return Status::ok();
+  return Status(StatusCode::kUnsupported, std::string("dtype: ") + dtype_name(dtype));
+}
+
+}  // namespace
+
+Sequences::Sequences(const StoreConfig& config, const TokenLaws& laws)
+    : config_(&config),
+      laws_(laws),
+      entries_(config.max_sequences),
+      layers_(static_cast<size_t>(config.max_sequences) * config.layout.num_layers),
+      last_call_(config.max_sequences) {
+  slots_.reserve(config.max_sequences);
+}
+
+Result<int32_t> Sequences::free_slot() const {
+  for (size_t slot = 0; slot < entries_.size(); ++slot) {
+    if (!entries_[slot].is_open) return static_cast<int32_t>(slot);
+  }
+  return Status(StatusCode::kOutOfRange,
+                "all " + std::to_string(entries_.size()) + " sequences are open");
+}
+
+SequenceId Sequences::claim(int32_t slot, LayerTokens at) {
+  entries_[slot].is_open = true;
+  entries_[slot].tokens = at.tokens;
+  for (int32_t l = 0; l < config_->layout.num_layers; ++l) layer(slot, l) = at;
+  ++open_;
+  return {slot, entries_[slot].generation};
+}
+
+void Sequences::release(int32_t slot) {
+  entries_[slot].is_open = false;
+  ++entries_[slot].generation;
+  --open_;
+}
+
+Result<int32_t> Sequences::slot_of(SequenceId id) const {
+  const bool known = id.slot >= 0 && id.slot < static_cast<int32_t>(entries_.size());
+  if (!known || entries_[id.slot].generation != id.generation || !entries_[id.slot].is_open) {
+    return Status(StatusCode::kStaleSequence, name_of(id) + " is not open");
+  }
+  return id.slot;
+}
+
+Result<int32_t> Sequences::complete_slot_of(SequenceId id) const {
+  const Result<int32_t> slot = slot_of(id);
+  if (!slot) return slot;
+  if (Status s = require_complete(*slot); !s) return s;
+  return slot;
+}
+
+Status Sequences::require_complete(int32_t slot) const {
+  for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
+    if (layer(slot, l).tokens == entries_[slot].tokens) continue;
+    return invalid("layer " + std::to_string(l) + " lacks tokens of sequence " +
+                   std::to_string(slot));
+  }
+  return Status::ok();
+}
+
+Status Sequences::require_layer(int32_t l) const {
+  return l >= 0 && l < config_->layout.num_layers ? Status::ok() : invalid("layer is out of range");
+}
+
+Status Sequences::find_slots(SequenceList list) const {
+  if (list.count < 1 || list.count > static_cast<int32_t>(entries_.size())) {
+    return invalid("sequences: count must be 1 to max_sequences");
+  }
+  if (list.ids == nullptr) return invalid("sequences: ids is null");
+  ++call_;
+  slots_.clear();
+  for (int32_t i = 0; i < list.count; ++i) {
+    const Result<int32_t> slot = slot_of(list.ids[i]);
+    if (!slot) return slot.status();
+    if (last_call_[*slot] == call_) {
+      return invalid("sequences: slot " + std::to_string(*slot) + " is named twice");
+    }
+    last_call_[*slot] = call_;
+    slots_.push_back(*slot);
+  }
+  return Status::ok();
+}
+
+Status Sequences::admit_begin(SequenceList list, int32_t tokens, LayerMoves* moves) const {
+  if (Status s = find_slots(list); !s) return s;
+  if (tokens < 1) return invalid("tokens must be positive");
+  for (const int32_t slot : slots_) {
+    if (Status s = require_complete(slot); !s) return s;
+    if (tokens > config_->max_tokens - entries_[slot].tokens) {
+      return Status(StatusCode::kOutOfRange,
+                    "sequence " + std::to_string(slot) + " would exceed max_tokens");
+    }
+  }
+  moves->clear();
+  for (const int32_t slot : slots_) {
+    for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
+      const LayerTokens from = layer(slot, l);
+      const int32_t end = body_end_at(laws_, from.body_end, from.tokens + tokens);
+      moves->push_back({slot, l, from, {from.tokens, end}});
+    }
+  }
+  return Status::ok();
+}
+
+Status Sequences::admit_append(const LayerAppend& call, LayerMoves* moves) const {
+  if (Status s = find_slots(call.sequences); !s) return s;
+  if (Status s = require_layer(call.layer); !s) return s;
+  if (call.tokens < 1) return invalid("tokens must be positive");
+  if (call.k == nullptr || call.v == nullptr) return invalid("k or v is null");
+  if (call.significance != nullptr && call.q != nullptr) {
+    return invalid("significance and q: give one of them");
+  }
+  if (call.significance != nullptr && call.stride < call.tokens) {
+    return invalid("stride is below the tokens");
+  }
+  moves->clear();
+  for (const int32_t slot : slots_) {
+    const LayerTokens from = layer(slot, call.layer);
+    if (entries_[slot].tokens - from.tokens != call.tokens) {
+      return invalid("layer " + std::to_string(call.layer) + " does not lack " +
+                     std::to_string(call.tokens) + " tokens of sequence " + std::to_string(slot));
+    }
+    moves->push_back({slot, call.layer, from, after_append(laws_, from, call.tokens)});
+  }
+  return Status::ok();
+}
+
+Status Sequences::admit_attend(const LayerAttend& call, LayerMoves* moves) const {
+  if (Status s = find_slots(call.sequences); !s) return s;
+  if (Status s = require_layer(call.layer); !s) return s;
+  if (call.q == nullptr || call.out == nullptr) return invalid("q or out is null");
+  if (call.q_len < 1) return invalid("q_len must be positive");
+  if (Status s = require_dtype(call.dtype); !s) return s;
+  moves->clear();
+  for (const int32_t slot : slots_) {
+    const LayerTokens at = layer(slot, call.layer);
+    if (at.tokens != entries_[slot].tokens) {
+      return invalid("the layer lacks tokens of sequence " + std::to_string(slot));
+    }
+    if (call.q_len > at.tokens) {
+      return invalid("q_len exceeds the tokens of sequence " + std::to_string(slot));
+    }
+    if (call.probabilities != nullptr && call.stride < at.tokens) {
+      return invalid("stride is below the tokens");
+    }
+    moves->push_back({slot, call.layer, at, at});
+  }
+  return Status::ok();
+}
+
+Result<LayerMove> Sequences::admit_range(const LayerRange& range) const {
+  const Result<int32_t> slot = slot_of(range.sequence);
+  if (!slot) return slot.status();
+  if (Status s = require_layer(range.layer); !s) return s;
+  if (range.k == nullptr || range.v == nullptr) return invalid("k or v is null");
+  if (Status s = require_dtype(range.dtype); !s) return s;
+  const LayerTokens at = layer(*slot, range.layer);
+  if (range.first < 0 || range.end < range.first || range.end > at.tokens) {
+    return Status(StatusCode::kOutOfRange, "the layer holds positions 0 to " +
+                                               std::to_string(at.tokens) + " of sequence " +
+                                               std::to_string(*slot));
+  }
+  return LayerMove{*slot, range.layer, at, at};
+}
+
+Status Sequences::admit_truncate(SequenceId id, int32_t tokens, LayerMoves* moves) const {
+  const Result<int32_t> slot = slot_of(id);
+  if (!slot) return slot.status();
+  *moves = layers_of(*slot);
+  for (LayerMove& move : *moves) {
+    if (tokens < 0 || tokens > move.from.tokens) {
+      return invalid("tokens: layer " + std::to_string(move.layer) + " has " +
+                     std::to_string(move.from.tokens));
+    }
+    move.to = after_truncate(laws_, move.from, tokens);
+  }
+  return Status::ok();
+}
+
+void Sequences::commit(const LayerMoves& moves) {
+  for (const LayerMove& move : moves) layer(move.slot, move.layer) = move.to;
+}
+
+void Sequences::promise(const LayerMoves& moves, int32_t tokens) {
+  for (const LayerMove& move : moves) {
+    if (move.layer == 0) entries_[move.slot].tokens += tokens;
+  }
+}
+
+LayerMoves Sequences::layers_of(int32_t slot) const {
+  LayerMoves moves;
+  for (int32_t l = 0; l < config_->layout.num_layers; ++l) {
+    moves.push_back({slot, l, layer(slot, l), layer(slot, l)});
+  }
+  return moves;
+}
+
+LayerMoves Sequences::all_layers() const {
+  LayerMoves moves;
+  for (size_t slot = 0; slot < entries_.size(); ++slot) {
+    if (!entries_[slot].is_open) continue;
+    const LayerMoves layers = layers_of(static_cast<int32_t>(slot));
+    moves.insert(moves.end(), layers.begin(), layers.end());
+  }
+  return moves;
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,122 @@
+// Where the tokens of a row lie, as arithmetic that host and device share. All rows of a (sequence,
+// layer) are alike, so it is kept once for them:
+//
+//   [0, sinks)           sinks: raw, in order
+//   [sinks, body_end)    body: the row format's
+//   [body_end, tokens)   raw, in a ring: the window and what waits behind it
+//
+// body_end is a multiple of unit_tokens (or 0) and only truncate() moves it back. What leaves the
+// window because of new tokens is compressed before these are written, so the ring never holds more
+// than window_tokens + unit_tokens - 1 tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/page_layout.h"
+#include "tierkv/half.h"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kMaxSinkTokens = 16;
+inline constexpr int32_t kMaxWindowTokens = 4096;
+
+TKV_HD constexpr int32_t least(int32_t a, int32_t b) {
+  return a < b ? a : b;
+}
+TKV_HD constexpr int32_t most(int32_t a, int32_t b) {
+  return a > b ? a : b;
+}
+TKV_HD constexpr int64_t round_up(int64_t x, int64_t unit) {
+  return (x + unit - 1) / unit * unit;
+}
+
+struct TokenLaws {
+  int32_t sink_tokens = 0;
+  int32_t window_tokens = 0;
+  int32_t unit_tokens = 0;
+  int32_t ring_tokens = 0;  // a multiple of 16
+};
+
+// Of a (sequence, layer).
+struct LayerTokens {
+  int32_t tokens = 0;
+  int32_t body_end = 0;
+
+  friend bool operator==(const LayerTokens&, const LayerTokens&) = default;
+};
+
+// body_end once there are `tokens` tokens.
+TKV_HD constexpr int32_t body_end_at(const TokenLaws& laws, int32_t body_end, int32_t tokens) {
+  const int32_t left = most(0, tokens - laws.window_tokens);
+  return most(body_end, left / laws.unit_tokens * laws.unit_tokens);
+}
+TKV_HD constexpr LayerTokens after_append(const TokenLaws& laws, LayerTokens at, int32_t added) {
+  return {at.tokens + added, body_end_at(laws, at.body_end, at.tokens + added)};
+}
+// Truncated to `tokens` <= at.tokens.
+TKV_HD constexpr LayerTokens after_truncate(const TokenLaws& laws, LayerTokens at, int32_t tokens) {
+  return {tokens, least(at.body_end, tokens / laws.unit_tokens * laws.unit_tokens)};
+}
+
+TKV_HD constexpr int32_t sink_count(const TokenLaws& laws, LayerTokens at) {
+  return least(laws.sink_tokens, at.tokens);
+}
+// The first position in the ring, and how many there are.
+TKV_HD constexpr int32_t ring_first(const TokenLaws& laws, LayerTokens at) {
+  return most(at.body_end, sink_count(laws, at));
+}
+TKV_HD constexpr int32_t ring_count(const TokenLaws& laws, LayerTokens at) {
+  return at.tokens - ring_first(laws, at);
+}
+TKV_HD constexpr int32_t body_count(const TokenLaws& laws, LayerTokens at) {
+  return most(0, at.body_end - laws.sink_tokens);
+}
+
+// What is known of a raw token's importance. count: queries that were counted, `sum` the sum of
+// their probabilities. kDecided: the format has decided before; `sum` is what it keeps, as bits.
+// kPruned: likewise, and it dropped the token: nobody sees it.
+struct alignas(8) RawScore {
+  static constexpr int32_t kDecided = -1, kPruned = -2;
+  float sum = 0;
+  int32_t count = 0;
+};
+
+// The raw memory of a row, fp16: the ring as tiles of 16 tokens in the order of the tensor cores'
+// fragments, first those of keys, then of values (position p at index p % ring_tokens); sinks token
+// by token, keys, then values; a RawScore for each index of the ring. Offsets in bytes.
+struct RawLayout {
+  int32_t head_dim = 0;
+  int32_t ring_tokens = 0;
+  int32_t value_ring = 0;
+  int32_t sinks = 0;
+  int32_t value_sinks = 0;
+  int32_t scores = 0;
+  int32_t row_bytes = 0;  // a multiple of 128
+
+  RawLayout() = default;
+  RawLayout(const TokenLaws& laws, int32_t dim)
+      : head_dim(dim),
+        ring_tokens(laws.ring_tokens),
+        value_ring(laws.ring_tokens * dim * 2),
+        sinks(2 * value_ring),
+        value_sinks(sinks + laws.sink_tokens * dim * 2),
+        scores(value_sinks + laws.sink_tokens * dim * 2),
+        row_bytes(static_cast<int32_t>(round_up(scores + 8 * laws.ring_tokens, 128))) {}
+
+  TKV_HD constexpr TileLayout tile() const { return {kRawCodes, head_dim}; }
+  // Byte of an element of the token at a position of the ring.
+  TKV_HD constexpr int32_t ring_byte(Component c, int32_t position, int32_t dim) const {
+    const int32_t index = position % ring_tokens;
+    const CodePosition at = code_position(tile(), c, index % kTileTokens, dim);
+    return (c == Component::kKey ? 0 : value_ring) + index / kTileTokens * tile().bytes() +
+           at.byte + at.bit / 8;
+  }
+  TKV_HD constexpr int32_t sink_byte(Component c, int32_t position, int32_t dim) const {
+    return (c == Component::kKey ? sinks : value_sinks) + (position * head_dim + dim) * 2;
+  }
+  TKV_HD constexpr int32_t score_byte(int32_t position) const {
+    return scores + position % ring_tokens * 8;
+  }
+};
+
+}  // namespace tierkv::store

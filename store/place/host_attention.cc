@@ -1,0 +1,169 @@
+// Attention of a store in host memory: the plain softmax, in double, over all that a row holds.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "codec/format/element.h"
+#include "codec/policy/significance.h"
+#include "store/place/host_place.h"
+
+namespace tierkv::store {
+namespace {
+
+Status check_queries(const LayerAttend& call, int64_t values, int32_t num_q_heads) {
+  const auto* q = static_cast<const uint16_t*>(call.q);
+  for (int64_t i = 0; i < values; ++i) {
+    if (is_finite(raw_to_float(call.dtype, q[i]))) continue;
+    return Status(StatusCode::kNonFinite, "q: value " + std::to_string(i) + " is not finite");
+  }
+  for (int32_t h = 0; call.sinks != nullptr && h < num_q_heads; ++h) {
+    const float x = call.sinks[h];
+    if (is_finite(x) || x == -INFINITY) continue;
+    return Status(StatusCode::kNonFinite, "sinks: that of q head " + std::to_string(h));
+  }
+  return Status::ok();
+}
+
+// The tokens that a query may see.
+struct RowTokens {
+  std::vector<float> k, v;  // [tokens, head_dim]
+  std::vector<uint8_t> pruned;
+};
+
+// Probabilities [seen] of the row's first tokens, and the lse.
+double softmax(const RowTokens& row, const std::vector<double>& q, double sink,
+               std::vector<double>* p) {
+  double largest = sink;
+  for (size_t i = 0; i < p->size(); ++i) {
+    double dot = row.pruned[i] != 0 ? -INFINITY : 0;
+    for (size_t d = 0; d < q.size(); ++d)
+      dot += q[d] * static_cast<double>(row.k[i * q.size() + d]);
+    (*p)[i] = dot;
+    largest = std::fmax(largest, dot);
+  }
+  if (largest == -INFINITY) {
+    std::fill(p->begin(), p->end(), 0.0);
+    return largest;
+  }
+  double sum = std::exp(sink - largest);
+  for (double& x : *p) sum += x = std::exp(x - largest);
+  for (double& x : *p) x /= sum;
+  return largest + std::log(sum);
+}
+
+}  // namespace
+
+Status HostPlace::attend(const LayerAttend& call, const LayerMoves& moves) {
+  const CacheLayout& shape = config_.layout;
+  const auto count = static_cast<int64_t>(moves.size());
+  const int64_t values = count * call.q_len * shape.num_q_heads * shape.head_dim;
+  if (Status s = check_queries(call, values, shape.num_q_heads); !s) return s;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int32_t h = 0; h < shape.num_kv_heads; ++h) attend_row(call, moves[i], i, h);
+  }
+  return Status::ok();
+}
+
+void HostPlace::attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry,
+                           int32_t kv_head) {
+  const CacheLayout& shape = config_.layout;
+  const int32_t dim = shape.head_dim, group = shape.group_size(), tokens = move.from.tokens;
+  RowTokens row;
+  row.k.resize(int64_t{tokens} * dim);
+  row.v.resize(row.k.size());
+  row.pruned.resize(tokens);
+  read_row(move, kv_head, {0, tokens}, row.k.data(), row.v.data(), row.pruned.data());
+  std::vector<double> q(dim), p;
+  for (int32_t j = 0; j < call.q_len; ++j) {
+    const int32_t position = tokens - call.q_len + j;
+    std::vector<float> largest(tokens, 0.0f);
+    p.resize(position + 1);
+    for (int32_t g = 0; g < group; ++g) {
+      const int32_t head = kv_head * group + g;
+      const int64_t line = (entry * call.q_len + j) * shape.num_q_heads + head;
+      const auto* from = static_cast<const uint16_t*>(call.q) + line * dim;
+      for (int32_t d = 0; d < dim; ++d) {
+        q[d] = static_cast<double>(raw_to_float(call.dtype, from[d])) * shape.sm_scale;
+      }
+      const double lse = softmax(
+          row, q, call.sinks == nullptr ? -INFINITY : static_cast<double>(call.sinks[head]), &p);
+      for (int32_t d = 0; d < dim; ++d) {
+        double sum = 0;
+        for (size_t i = 0; i < p.size(); ++i) {
+          sum += p[i] * static_cast<double>(row.v[i * static_cast<size_t>(dim) + d]);
+        }
+        static_cast<uint16_t*>(call.out)[line * dim + d] =
+            output_to_raw(call.dtype, static_cast<float>(sum));
+      }
+      if (call.lse != nullptr) call.lse[line] = static_cast<float>(lse);
+      for (size_t i = 0; i < p.size(); ++i) {
+        largest[i] = std::fmax(largest[i], static_cast<float>(p[i]));
+      }
+    }
+    if (call.probabilities != nullptr) {
+      const int64_t to = (j * int64_t{call.sequences.count} + entry) * shape.num_kv_heads + kv_head;
+      std::copy(largest.begin(), largest.end(), call.probabilities + to * call.stride);
+    }
+    if (call.count_query) count_query(move, kv_head, position, largest);
+  }
+}
+
+// A query counts for the tokens before its own.
+void HostPlace::count_query(const LayerMove& move, int32_t kv_head, int32_t position,
+                            const std::vector<float>& probabilities) {
+  uint8_t* row = raw_row(move, kv_head);
+  for (int32_t p = ring_first(layout_.laws, move.from); p < position; ++p) {
+    RawScore score = read_score(raw_, row, p);
+    if (score.count < 0) continue;
+    score.sum += probabilities[p];
+    ++score.count;
+    write_score(raw_, row, p, score);
+  }
+  format_->observe(layer_of(move), kv_head, position, probabilities.data());
+}
+
+// By the chunk's queries over all that the layer holds and the chunk.
+Status HostPlace::find_significance(const LayerAppend& call, const LayerMoves& moves,
+                                    std::vector<float>* significance) const {
+  const CacheLayout& shape = config_.layout;
+  const int32_t dim = shape.head_dim, group = shape.group_size(), heads = shape.num_kv_heads;
+  significance->assign(moves.size() * heads * call.tokens, 0.0f);
+  std::vector<int32_t> positions(call.tokens);
+  for (size_t r = 0; r < moves.size() * heads; ++r) {
+    const LayerMove& move = moves[r / heads];
+    const auto kv_head = static_cast<int32_t>(r % heads);
+    const int32_t before = move.from.tokens, tokens = before + call.tokens;
+    std::vector<float> k(int64_t{tokens} * dim), v(k.size());
+    std::vector<float> q(int64_t{group} * call.tokens * dim);
+    read_row(move, kv_head, {0, before}, k.data(), v.data(), nullptr);
+    for (int32_t t = 0; t < call.tokens; ++t) {
+      const int64_t token = static_cast<int64_t>(r / heads) * call.tokens + t;
+      positions[t] = before + t;
+      for (int32_t d = 0; d < dim; ++d) {
+        k[int64_t{before + t} * dim + d] =
+            load_element(call.k, shape.dtype, (token * heads + kv_head) * dim + d);
+        for (int32_t g = 0; g < group; ++g) {
+          q[(int64_t{g} * call.tokens + t) * dim + d] = load_element(
+              call.q, shape.dtype, (token * shape.num_q_heads + kv_head * group + g) * dim + d);
+        }
+      }
+    }
+    AttentionRow row;
+    row.q = q.data();
+    row.k = k.data();
+    row.q_positions = positions.data();
+    row.group_size = group;
+    row.num_queries = call.tokens;
+    row.num_tokens = tokens;
+    row.head_dim = dim;
+    row.sm_scale = shape.sm_scale;
+    std::vector<double> found(tokens);
+    if (Status s = exact_significance(row, found.data(), nullptr); !s) return s.with_context("q");
+    for (int32_t t = 0; t < call.tokens; ++t) {
+      (*significance)[r * call.tokens + t] = static_cast<float>(found[before + t]);
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv::store

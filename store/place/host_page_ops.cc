@@ -1,0 +1,192 @@
+// Page operations of a store in host memory: growth, fork and truncate.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "codec/format/element.h"
+#include "store/place/host_place.h"
+
+namespace tierkv::store {
+
+Status HostPlace::run(const PageOp& op) {
+  if (Status s = run_page_op_host(pages_.allocator, op); !s) return s;
+  const OpReport& report = *op.report;
+  const int64_t in_use = pages_.allocator.shape.num_pages - report.pages_free;
+  if (report.status == StatusCode::kOk) {
+    most_pages_ = std::max(most_pages_, in_use);
+    return Status::ok();
+  }
+  if (report.status == StatusCode::kOutOfPages) return require_pages(report.pages_needed);
+  return Status(report.status, "table row " + std::to_string(report.batch_row));
+}
+
+Status HostPlace::require_pages(int64_t needed) {
+  const RingCursors& cursors = *pages_.allocator.ring.cursors;
+  const int64_t free = cursors.end - cursors.start;
+  if (needed <= free) return Status::ok();
+  shortage_ = {needed - free, (needed - free) * pages_.page_bytes};
+  return Status(StatusCode::kOutOfPages,
+                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
+                    std::to_string(shortage_.bytes) + " bytes are missing");
+}
+
+std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
+  const int32_t rows = pages_.allocator.shape.table.rows_per_sequence;
+  const SideCounts* first = pages_.allocator.tokens + int64_t{slot} * rows;
+  return {first, first + rows};
+}
+
+// Every layer holds what it did until there are pages for all, also one that is rewritten.
+Status HostPlace::take_pages(const LayerMoves& moves, const std::vector<LayerPlan>& plans) {
+  const PageTableShape& table = pages_.allocator.shape.table;
+  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot
+  int64_t needed = 0;
+  bool rewrites = false;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const int32_t slot = moves[i].slot;
+    if (kept.count(slot) == 0) kept[slot] = target[slot] = counts_of(slot);
+    for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
+      const auto in_slot = static_cast<size_t>(moves[i].layer * pages_.rows_per_layer) + r;
+      const int32_t row = pages_.row(slot, moves[i].layer, static_cast<int32_t>(r));
+      if (plans[i].rewrite) kept[slot][in_slot] = {};
+      target[slot][in_slot] = plans[i].tokens[r];
+      for (int32_t side = 0; side < table.num_sides; ++side) {
+        const int32_t after = pages_for(plans[i].tokens[r].of[side], table.tokens_per_page[side]);
+        needed += after - (plans[i].rewrite ? 0 : pages_.allocator.pages[row].of[side]);
+      }
+    }
+    rewrites |= plans[i].rewrite;
+  }
+  if (Status s = require_pages(needed); !s) return s;
+  for (const auto& [slot, tokens] : target) {
+    if (rewrites) {
+      OpReport report;
+      std::vector<PageCopy> copies(tokens.size() * kMaxSides);
+      if (Status s = run(PageOp::truncate({&slot, 1}, kept[slot].data(), copies.data(), &report));
+          !s) {
+        return s;
+      }
+    }
+    if (Status s = grow(slot, tokens); !s) return s;
+  }
+  return Status::ok();
+}
+
+// An operation takes at most one page a side of a row.
+Status HostPlace::grow(int32_t slot, const std::vector<SideCounts>& target) {
+  const PageTableShape& table = pages_.allocator.shape.table;
+  std::vector<SideCounts> added(target.size());
+  for (;;) {
+    bool more = false;
+    const std::vector<SideCounts> now = counts_of(slot);
+    for (size_t r = 0; r < target.size(); ++r) {
+      const int64_t row = int64_t{slot} * table.rows_per_sequence + static_cast<int64_t>(r);
+      for (int32_t side = 0; side < table.num_sides; ++side) {
+        const int64_t room =
+            (int64_t{pages_.allocator.pages[row].of[side]} + 1) * table.tokens_per_page[side];
+        const int64_t next = std::min<int64_t>(target[r].of[side], room);
+        added[r].of[side] = static_cast<int32_t>(next - now[r].of[side]);
+        more |= added[r].of[side] != 0;
+      }
+    }
+    if (!more) return Status::ok();
+    OpReport report;
+    if (Status s = run(PageOp::append({&slot, 1}, added.data(), &report)); !s) return s;
+  }
+}
+
+void HostPlace::copy_pages(const std::vector<PageCopy>& copies) const {
+  for (const PageCopy& copy : copies) {
+    if (copy.source == kNoPage) continue;
+    std::memcpy(pages_.bytes(copy.target), pages_.bytes(copy.source),
+                static_cast<size_t>(pages_.page_bytes));
+  }
+}
+
+const PageCopy* HostPlace::copies_of(const std::vector<PageCopy>& copies, int32_t layer) const {
+  return copies.data() + int64_t{layer} * pages_.rows_per_layer * kMaxSides;
+}
+
+Status HostPlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
+  std::vector<PageCopy> copies(counts_of(from).size() * kMaxSides);
+  OpReport report;
+  if (Status s = run(PageOp::fork({&to, 1}, &from, copies.data(), &report)); !s) return s;
+  std::memcpy(slot_bytes(to), slot_bytes(from), static_cast<size_t>(layout_.slot_bytes));
+  copy_pages(copies);
+  for (LayerMove move : layers) {
+    move.slot = to;
+    format_->relocate(layer_of(move), copies_of(copies, move.layer));
+  }
+  return Status::ok();
+}
+
+Status HostPlace::truncate(const LayerMoves& layers) {
+  const int32_t slot = layers[0].slot, heads = config_.layout.num_kv_heads;
+  const int32_t dim = config_.layout.head_dim;
+  struct Restored {
+    std::vector<float> k, v;
+    std::vector<RawScore> scores;
+  };
+  std::vector<Restored> restored;  // [layers that are cut][kv_heads]
+  std::vector<SideCounts> counts = counts_of(slot);
+  for (const LayerMove& move : layers) {
+    if (move.to.body_end == move.from.body_end) continue;
+    const HostLayer layer = layer_of(move);
+    const std::vector<SideCounts> cut = format_->cut_counts(layer, move.to.body_end);
+    std::copy(cut.begin(), cut.end(), counts.begin() + move.layer * pages_.rows_per_layer);
+    const int32_t first = std::min(ring_first(layout_.laws, move.to), move.to.tokens);
+    const int32_t end = move.to.tokens;
+    for (int32_t h = 0; h < heads; ++h) {
+      Restored row;
+      row.k.resize(int64_t{end - first} * dim);
+      row.v.resize(row.k.size());
+      row.scores.resize(end - first);
+      if (first < end) {
+        format_->read(layer, h, first, end, row.k.data(), row.v.data(), nullptr);
+        format_->read_decided(layer, h, first, end, row.scores.data());
+      }
+      restored.push_back(std::move(row));
+    }
+  }
+  std::vector<PageCopy> copies(counts.size() * kMaxSides);
+  OpReport report;
+  if (Status s = run(PageOp::truncate({&slot, 1}, counts.data(), copies.data(), &report)); !s) {
+    return s;
+  }
+  copy_pages(copies);
+  size_t next = 0;
+  for (const LayerMove& move : layers) {
+    if (move.to.body_end == move.from.body_end) continue;
+    format_->cut(layer_of(move), move.to.body_end);
+    format_->relocate(layer_of(move), copies_of(copies, move.layer));
+    const int32_t first = std::min(ring_first(layout_.laws, move.to), move.to.tokens);
+    std::vector<uint16_t> token(dim);
+    for (int32_t h = 0; h < heads; ++h, ++next) {
+      for (int32_t p = first; p < move.to.tokens; ++p) {
+        for (const Component c : {Component::kKey, Component::kValue}) {
+          const std::vector<float>& x = c == Component::kKey ? restored[next].k : restored[next].v;
+          for (int32_t d = 0; d < dim; ++d) {
+            token[d] = float_to_half(saturate_to_half_range(x[int64_t{p - first} * dim + d]));
+          }
+          write_raw(raw_, raw_row(move, h), c, p, token.data());
+        }
+        write_score(raw_, raw_row(move, h), p, restored[next].scores[p - first]);
+      }
+    }
+  }
+  return Status::ok();
+}
+
+int64_t HostPlace::pages_of(int32_t slot) const {
+  const PageTableShape& table = pages_.allocator.shape.table;
+  int64_t pages = 0;
+  for (int64_t r = 0; r < table.rows_per_sequence; ++r) {
+    for (const int32_t n : pages_.allocator.pages[int64_t{slot} * table.rows_per_sequence + r].of) {
+      pages += n;
+    }
+  }
+  return pages;
+}
+
+}  // namespace tierkv::store

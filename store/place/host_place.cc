@@ -1,0 +1,196 @@
+#include "store/place/host_place.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "codec/format/element.h"
+
+namespace tierkv::store {
+
+HostPlace::Memory HostPlace::allocate(size_t alignment, int64_t bytes) {
+  return Memory(std::aligned_alloc(
+      alignment, static_cast<size_t>(round_up(bytes, static_cast<int64_t>(alignment)))));
+}
+
+Result<std::unique_ptr<HostPlace>> HostPlace::make(const StoreConfig& config,
+                                                   std::unique_ptr<RowFormat> format) {
+  const Result<StoreLayout> layout = store_layout(config, *format);
+  if (!layout) return layout.status();
+  auto place = std::make_unique<HostPlace>();
+  place->config_ = config;
+  place->layout_ = *layout;
+  place->raw_ = {layout->laws, layout->raw, config.layout.num_kv_heads};
+  const size_t bytes = allocator_bytes(layout->allocator).total;
+  place->allocator_memory_ = allocate(kAllocatorAlignment, static_cast<int64_t>(bytes));
+  place->page_memory_ = allocate(kPageAlignment, layout->page_bytes * layout->allocator.num_pages);
+  place->slot_memory_ = allocate(kPageAlignment, layout->slot_bytes * config.max_sequences);
+  if (place->allocator_memory_ == nullptr || place->page_memory_ == nullptr ||
+      place->slot_memory_ == nullptr) {
+    return Status(StatusCode::kOutOfMemory,
+                  "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
+  }
+  const Result<PageAllocator> a =
+      make_page_allocator(layout->allocator, place->allocator_memory_.get(), bytes);
+  if (!a) return a.status();
+  if (Status s = initialize_host(*a); !s) return s;
+  place->pages_ = {*a, static_cast<uint8_t*>(place->page_memory_.get()), layout->page_bytes,
+                   format->sizes().rows_per_layer};
+  format->bind(place->pages_);
+  place->format_ = std::move(format);
+  return place;
+}
+
+uint8_t* HostPlace::slot_bytes(int32_t slot) const {
+  return static_cast<uint8_t*>(slot_memory_.get()) + slot * layout_.slot_bytes;
+}
+
+HostLayer HostPlace::layer_of(const LayerMove& move) const {
+  uint8_t* at = slot_bytes(move.slot) + move.layer * layout_.layer_bytes;
+  return {move.slot, move.layer, move.from, at, at + layout_.raw_bytes};
+}
+
+uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
+  return layer_of(move).raw + int64_t{kv_head} * raw_.layout.row_bytes;
+}
+
+void HostPlace::open(int32_t slot) {
+  OpReport report;
+  (void)run(PageOp::open({&slot, 1}, &report));
+  std::memset(slot_bytes(slot), 0, static_cast<size_t>(layout_.slot_bytes));
+  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+    format_->open(layer_of({slot, l, {}, {}}));
+  }
+}
+
+void HostPlace::release(int32_t slot) {
+  OpReport report;
+  (void)run(PageOp::release({&slot, 1}, &report));
+}
+
+Status HostPlace::compress(const LayerMoves& moves) {
+  std::vector<RawTokens> tokens;
+  tokens.reserve(moves.size());
+  std::vector<BodyWork> works;
+  for (const LayerMove& move : moves) {
+    const HostLayer layer = layer_of(move);
+    tokens.emplace_back(raw_, layer.raw, move.from, nullptr);
+    works.push_back({layer, move.to.body_end, &tokens.back()});
+  }
+  return compress_works(works);
+}
+
+Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
+  Result<std::unique_ptr<BodyPlan>> plan = format_->plan(works);
+  if (!plan) return plan.status();
+  LayerMoves moves;
+  for (const BodyWork& work : works) {
+    moves.push_back({work.layer.slot, work.layer.layer, work.layer.at, work.layer.at});
+  }
+  if (Status s = take_pages(moves, (*plan)->layers); !s) return s;
+  format_->write(works, **plan);
+  return Status::ok();
+}
+
+Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
+  const CacheLayout& shape = config_.layout;
+  const int64_t per_sequence = int64_t{call.tokens} * shape.num_kv_heads * shape.head_dim;
+  std::vector<float> found;
+  if (call.q != nullptr) {
+    if (Status s = find_significance(call, moves, &found); !s) return s;
+  }
+  const float* significance = call.q != nullptr ? found.data() : call.significance;
+  const int64_t stride = call.q != nullptr ? call.tokens : call.stride;
+  std::vector<Chunk> chunks;
+  std::vector<RawTokens> tokens;
+  std::vector<BodyWork> works;
+  chunks.reserve(moves.size());
+  tokens.reserve(moves.size());
+  for (size_t i = 0; i < moves.size(); ++i) {
+    Chunk chunk = {static_cast<const uint16_t*>(call.k) + i * per_sequence,
+                   static_cast<const uint16_t*>(call.v) + i * per_sequence,
+                   nullptr,
+                   stride,
+                   shape.dtype,
+                   moves[i].from.tokens,
+                   call.tokens,
+                   shape.num_kv_heads};
+    if (significance != nullptr) {
+      chunk.significance = significance + i * shape.num_kv_heads * stride;
+    }
+    if (Status s = check_chunk(chunk, shape.head_dim); !s) {
+      return s.with_context("sequence " + std::to_string(moves[i].slot));
+    }
+    chunks.push_back(chunk);
+    const HostLayer layer = layer_of(moves[i]);
+    tokens.emplace_back(raw_, layer.raw, moves[i].from, &chunks.back());
+    if (moves[i].to.body_end > moves[i].from.body_end) {
+      works.push_back({layer, moves[i].to.body_end, &tokens.back()});
+    }
+  }
+  if (!works.empty()) {
+    if (Status s = compress_works(works); !s) return s;
+  }
+  for (size_t i = 0; i < moves.size(); ++i) {
+    write_chunk(raw_, layer_of(moves[i]).raw, chunks[i], moves[i].to);
+  }
+  return Status::ok();
+}
+
+void HostPlace::read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k,
+                         float* v, uint8_t* pruned) const {
+  const int32_t first = range.first, end = range.end, dim = config_.layout.head_dim;
+  const HostLayer layer = layer_of(move);
+  const RawTokens raw(raw_, layer.raw, move.from, nullptr);
+  const int32_t body_first = std::max(first, sink_count(layout_.laws, move.from));
+  const int32_t body_end = std::min(end, move.from.body_end);
+  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
+  for (int32_t p = first; p < end;) {
+    const int64_t at = int64_t{p - first} * dim;
+    if (p == body_first && p < body_end) {
+      format_->read(layer, kv_head, p, body_end, k + at, v + at,
+                    pruned == nullptr ? nullptr : pruned + (p - first));
+      p = body_end;
+      continue;
+    }
+    raw.read(Component::kKey, kv_head, p, 1, k + at);
+    raw.read(Component::kValue, kv_head, p, 1, v + at);
+    if (pruned != nullptr) {
+      pruned[p - first] = raw.importance(kv_head, p).kind == ImportanceKind::kPruned;
+    }
+    ++p;
+  }
+}
+
+Status HostPlace::decode(const LayerRange& range, const LayerMove& move) {
+  const CacheLayout& shape = config_.layout;
+  const int32_t count = range.end - range.first, dim = shape.head_dim;
+  std::vector<float> k(int64_t{count} * dim), v(k.size());
+  for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
+    read_row(move, h, {range.first, range.end}, k.data(), v.data(), nullptr);
+    for (int64_t i = 0; i < int64_t{count} * dim; ++i) {
+      const int64_t at = (i / dim * shape.num_kv_heads + h) * dim + i % dim;
+      store_element(range.k, range.dtype, at, k[i]);
+      store_element(range.v, range.dtype, at, v[i]);
+    }
+  }
+  return Status::ok();
+}
+
+Status HostPlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const {
+  const PageAllocator& a = pages_.allocator;
+  usage->pages = a.shape.num_pages;
+  usage->pages_free = a.ring.cursors->end - a.ring.cursors->start;
+  usage->most_pages = most_pages_;
+  usage->page_bytes = pages_.page_bytes;
+  usage->slot_bytes = layout_.slot_bytes;
+  for (int32_t page = 0; page < a.shape.num_pages; ++page)
+    usage->pages_shared += is_frozen(a, page);
+  for (const LayerMove& move : layers) {
+    usage->nominal_bytes += format_->nominal_bytes(layer_of(move));
+  }
+  return Status::ok();
+}
+
+}  // namespace tierkv::store

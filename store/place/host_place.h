@@ -1,0 +1,91 @@
+// A store in host memory: plain, and the reference of every other place.
+//
+// A sequence's slot is one run of bytes, [num_layers] of: the raw rows of its kv_heads (RawLayout),
+// then the format's state. A fork copies it as it is.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "store/engine/engine.h"
+#include "store/place/place.h"
+#include "store/rows/row_format.h"
+
+namespace tierkv::store {
+
+struct Positions {
+  int32_t first = 0, end = 0;
+};
+
+class HostPlace final : public Place {
+ public:
+  // kOutOfMemory.
+  static Result<std::unique_ptr<HostPlace>> make(const StoreConfig& config,
+                                                 std::unique_ptr<RowFormat> format);
+
+  void open(int32_t slot) override;
+  void release(int32_t slot) override;
+  Status compress(const LayerMoves& moves) override;
+  Status append(const LayerAppend& call, const LayerMoves& moves) override;
+  Status attend(const LayerAttend& call, const LayerMoves& moves) override;
+  Status decode(const LayerRange& range, const LayerMove& move) override;
+  Status fork(int32_t from, int32_t to, const LayerMoves& layers) override;
+  Status truncate(const LayerMoves& layers) override;
+  Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
+  int64_t pages_of(int32_t slot) const override;
+  Shortage shortage() const override { return shortage_; }
+  std::vector<uint8_t> identity() const override { return format_->identity(); }
+  Result<SequenceParts> export_parts(const LayerMoves& layers) override;
+  Status import_parts(int32_t slot, const SequenceParts& parts) override;
+
+  // For tests.
+  const HostPagesView& pages() const { return pages_; }
+  const TokenLaws& laws() const { return layout_.laws; }
+  const RawRows& raw_rows() const { return raw_; }
+  HostLayer layer_of(const LayerMove& move) const;
+
+ private:
+  struct FreeMemory {
+    void operator()(void* p) const { std::free(p); }
+  };
+  using Memory = std::unique_ptr<void, FreeMemory>;
+  static Memory allocate(size_t alignment, int64_t bytes);
+
+  uint8_t* slot_bytes(int32_t slot) const;
+  uint8_t* raw_row(const LayerMove& move, int32_t kv_head) const;
+  // Finished keys and values of a row, [end - first, head_dim] each, and which of them are pruned
+  // (may be null).
+  void read_row(const LayerMove& move, int32_t kv_head, Positions range, float* k, float* v,
+                uint8_t* pruned) const;
+  // Plans, takes the pages and writes; all or nothing.
+  Status compress_works(const std::vector<BodyWork>& works);
+  // Pages for these plans, in the slots and layers of `moves`. kOutOfPages.
+  Status take_pages(const LayerMoves& moves, const std::vector<LayerPlan>& plans);
+  Status require_pages(int64_t needed);
+  Status grow(int32_t slot, const std::vector<SideCounts>& target);
+  // What the table rows of a slot hold, [rows_per_sequence].
+  std::vector<SideCounts> counts_of(int32_t slot) const;
+  Status run(const PageOp& op);  // and the watermark
+  void copy_pages(const std::vector<PageCopy>& copies) const;
+  const PageCopy* copies_of(const std::vector<PageCopy>& copies, int32_t layer) const;
+  Status find_significance(const LayerAppend& call, const LayerMoves& moves,
+                           std::vector<float>* significance) const;
+  void attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry, int32_t kv_head);
+  void count_query(const LayerMove& move, int32_t kv_head, int32_t position,
+                   const std::vector<float>& probabilities);
+  std::vector<uint8_t> raw_part(const LayerMove& move, int32_t kv_head) const;
+  Status write_raw_part(const LayerMove& move, int32_t kv_head, const std::vector<uint8_t>& raw);
+
+  StoreConfig config_;
+  StoreLayout layout_;
+  RawRows raw_;
+  std::unique_ptr<RowFormat> format_;
+  Memory allocator_memory_, page_memory_, slot_memory_;
+  HostPagesView pages_;
+  int64_t most_pages_ = 0;
+  Shortage shortage_;
+};
+
+}  // namespace tierkv::store

@@ -1,0 +1,62 @@
+// The contract of a place: where the bytes of a store are, and who moves them. A place trusts its
+// arguments: the engine has admitted the call, and does the arithmetic of counts, so that a place
+// that runs behind the host (a device) needs no answer to go on.
+//
+// Calls that fail have changed nothing.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "store/engine/tokens.h"
+#include "tierkv/status.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::store {
+
+// A (sequence, layer) in a call: its tokens before and after.
+struct LayerMove {
+  int32_t slot = 0, layer = 0;
+  LayerTokens from, to;
+};
+using LayerMoves = std::vector<LayerMove>;
+
+// What a sequence's chunks hold (store/transfer/sequence_chunks.h).
+struct SequenceParts {
+  std::vector<LayerTokens> layers;           // [num_layers]
+  std::vector<std::vector<uint8_t>> shared;  // [num_layers]
+  std::vector<std::vector<uint8_t>> raw;     // [num_layers * num_kv_heads]
+  std::vector<std::vector<uint8_t>> bodies;  // likewise
+};
+
+class Place {
+ public:
+  virtual ~Place() = default;
+
+  virtual void open(int32_t slot) = 0;
+  virtual void release(int32_t slot) = 0;
+
+  // Compresses what leaves: moves change body_end alone. One decision for all rows. kOutOfPages.
+  virtual Status compress(const LayerMoves& moves) = 0;
+  // One move per sequence of the call, in its order: what leaves the window is compressed, out of
+  // the tokens held and those of the call; of these, sinks, window and open unit are kept raw.
+  virtual Status append(const LayerAppend& call, const LayerMoves& moves) = 0;
+  virtual Status attend(const LayerAttend& call, const LayerMoves& moves) = 0;
+  virtual Status decode(const LayerRange& range, const LayerMove& move) = 0;
+
+  // Slot `to` is free. [num_layers] moves.
+  virtual Status fork(int32_t from, int32_t to, const LayerMoves& layers) = 0;
+  virtual Status truncate(const LayerMoves& layers) = 0;
+
+  // What is in use by sequences; `layers` are those of all open ones.
+  virtual Status add_usage(const LayerMoves& layers, StoreUsage* usage) const = 0;
+  // Pages of a sequence.
+  virtual int64_t pages_of(int32_t slot) const = 0;
+  virtual Shortage shortage() const = 0;
+
+  virtual std::vector<uint8_t> identity() const = 0;
+  virtual Result<SequenceParts> export_parts(const LayerMoves& layers) = 0;
+  virtual Status import_parts(int32_t slot, const SequenceParts& parts) = 0;
+};
+
+}  // namespace tierkv::store

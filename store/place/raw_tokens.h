@@ -1,0 +1,78 @@
+// Raw tokens in host memory: those that a (sequence, layer) holds and, behind them, those of the
+// caller's chunk. Every token is fp16 first, wherever it comes from, so that chunks do not matter.
+#pragma once
+
+#include <cstdint>
+
+#include "store/engine/tokens.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv::store {
+
+// The tokens of one sequence and layer that append() brings.
+struct Chunk {
+  const void* k = nullptr;  // dtype [tokens, num_kv_heads, head_dim]
+  const void* v = nullptr;
+  const float* significance = nullptr;  // [num_kv_heads, stride]; null: unknown
+  int64_t stride = 0;
+  DType dtype = DType::kFloat16;
+  int32_t first = 0;  // position of its first token
+  int32_t tokens = 0;
+  int32_t num_kv_heads = 0;
+};
+
+// kNonFinite; kOutOfRange for values beyond fp16.
+Status check_chunk(const Chunk& chunk, int32_t head_dim);
+
+struct RawRows {
+  TokenLaws laws;
+  RawLayout layout;
+  int32_t num_kv_heads = 0;
+};
+
+// What is known of a token's importance when its tier or exponent is decided.
+enum class ImportanceKind : int32_t {
+  kUnknown = 0,  // neutral
+  kPrompt = 1,   // value: its significance by the queries behind it in its chunk
+  kSeen = 2,     // value: the mean of what the queries that were counted gave it
+  kDecided = 3,  // bits: what the format kept, RawScore::sum
+  kPruned = 4,   // likewise; the token is not there
+};
+struct Importance {
+  ImportanceKind kind = ImportanceKind::kUnknown;
+  float value = 0;
+  uint32_t bits = 0;
+};
+
+class RawTokens {
+ public:
+  // `raw` [num_kv_heads] raw rows that hold the tokens of `at`. With a chunk, it begins at
+  // at.tokens. All must outlive the object.
+  RawTokens(const RawRows& rows, uint8_t* raw, LayerTokens at, const Chunk* chunk)
+      : rows_(&rows), raw_(raw), at_(at), chunk_(chunk) {}
+
+  // Raw positions first .. first + count - 1: sinks, ring or chunk. out: [count, head_dim].
+  void read(Component c, int32_t kv_head, int32_t first, int32_t count, uint16_t* out) const;
+  void read(Component c, int32_t kv_head, int32_t first, int32_t count, float* out) const;
+  Importance importance(int32_t kv_head, int32_t position) const;
+
+ private:
+  const RawRows* rows_;
+  uint8_t* raw_;
+  LayerTokens at_;
+  const Chunk* chunk_;
+};
+
+// Of a raw row: one token, [head_dim] fp16, at a position that is a sink or of the ring.
+void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
+               const uint16_t* token);
+void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
+              uint16_t* token);
+void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score);
+RawScore read_score(const RawRows& rows, const uint8_t* row, int32_t position);
+
+// Puts the chunk's tokens that `to` keeps raw into the rows.
+void write_chunk(const RawRows& rows, uint8_t* raw, const Chunk& chunk, LayerTokens to);
+
+}  // namespace tierkv::store

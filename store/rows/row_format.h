@@ -1,0 +1,137 @@
+// The contract of a row format in host memory: how the body tokens of a (sequence, layer), all its
+// kv_heads, become bytes in pages and come back. A format implements it once per place; the engine
+// and the place know nothing else of it.
+//
+// A call that compresses has three parts, the same in every place: plan() finds what the tokens
+// become and how many pages that takes, and changes nothing; the place runs one page operation for
+// all rows of the call; write() cannot fail. So calls are all or nothing.
+//
+// Memory of a format: pages, which the allocator deals to rows of its table (rows_per_layer for
+// each (sequence, layer)), and state_bytes of each (sequence, layer) in the sequence's slot:
+// directories, means, maps. The state must be plain bytes: fork() copies it. What serves all
+// sequences (codebooks) is the format's own.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "store/engine/tokens.h"
+#include "store/place/host_pages_view.h"
+#include "store/place/raw_tokens.h"
+#include "tierkv/allocator.h"
+#include "tierkv/status.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::store {
+
+struct FormatSizes {
+  int32_t unit_tokens = 64;  // the body grows by units that begin at multiples of it
+  // Tokens that the ring takes; at least window_tokens + unit_tokens - 1, a multiple of 16.
+  int32_t ring_tokens = 0;
+  int64_t page_bytes = 0;   // a multiple of kPageAlignment
+  int64_t state_bytes = 0;  // of a (sequence, layer), a multiple of 16
+  int32_t rows_per_layer = 1;
+  // num_sides, table_slots and tokens_per_page count; what a "token" of the table is, the format
+  // decides (the coded format counts units of 16 bytes).
+  PageTableShape table;
+};
+
+// One (sequence, layer).
+struct HostLayer {
+  int32_t slot = 0, layer = 0;
+  LayerTokens at;
+  uint8_t* raw = nullptr;    // [num_kv_heads] raw rows of RawLayout::row_bytes
+  uint8_t* state = nullptr;  // [state_bytes]
+};
+
+// Tokens that leave: the body positions [layer.at.body_end, body_end). Their values and scores are
+// read from `tokens`.
+struct BodyWork {
+  HostLayer layer;
+  int32_t body_end = 0;  // afterwards
+  const RawTokens* tokens = nullptr;
+};
+
+// What write() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
+// afterwards. With `rewrite` all pages of the layer are given back and as many taken anew.
+struct LayerPlan {
+  bool rewrite = false;
+  std::vector<SideCounts> tokens;
+};
+struct BodyPlan {
+  virtual ~BodyPlan() = default;
+  std::vector<LayerPlan> layers;  // [works]
+};
+
+// A (sequence, layer) that comes in from bytes: `layer` is empty, with a table row that holds
+// nothing, and gets the body [0, body_end).
+struct ImportWork {
+  HostLayer layer;
+  int32_t body_end = 0;
+  std::vector<uint8_t> shared;               // as export_shared() wrote it
+  std::vector<std::vector<uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
+};
+
+class RowFormat {
+ public:
+  virtual ~RowFormat() = default;
+
+  virtual const FormatSizes& sizes() const = 0;
+  // Before all other calls. The view stays valid.
+  virtual void bind(const HostPagesView& pages) = 0;
+  // Pages that a layer takes for the body of a sequence of `tokens` tokens: the most, or typically.
+  virtual int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const = 0;
+
+  // The state of an empty sequence; the bytes may hold anything before.
+  virtual void open(const HostLayer& layer) = 0;
+
+  // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
+  virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
+  // The table holds what the plan asked for; pages of a rewritten layer hold nothing.
+  virtual void write(const std::vector<BodyWork>& works, const BodyPlan& plan) = 0;
+
+  // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
+  // [end - first, head_dim]. `pruned` [end - first], null where nobody asks: 1 for a token that is
+  // no longer there, whose values are then 0.
+  virtual void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
+                    float* v, uint8_t* pruned) const = 0;
+  // The RawScores with which body positions [first, end), less than a unit, go back to the ring
+  // when a truncation cuts their unit. [end - first]; count = kDecided or kPruned.
+  virtual void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                            RawScore* scores) const = 0;
+
+  // What the table rows hold once the body ends at body_end, a multiple of unit_tokens: [rows_per_
+  // layer], none more than now on any side.
+  virtual std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const = 0;
+  // The table was cut to these counts.
+  virtual void cut(const HostLayer& layer, int32_t body_end) = 0;
+  // Pages of this layer were replaced by copies, which are made: [rows_per_layer * kMaxSides],
+  // source kNoPage where there is none.
+  virtual void relocate(const HostLayer& layer, const PageCopy* copies) = 0;
+
+  // The query at `position` gave these probabilities to positions 0 .. position (those in the ring
+  // are counted already). Formats whose decisions are final ignore it.
+  virtual void observe(const HostLayer&, int32_t /*kv_head*/, int32_t /*position*/,
+                       const float* /*probabilities*/) {}
+
+  // Bytes of the body: codes, exponents, directories, means; without what pages waste.
+  virtual int64_t nominal_bytes(const HostLayer& layer) const = 0;
+
+  // What names the format in an exported sequence: everything of the config and the profile that
+  // the bytes of a body depend on.
+  virtual std::vector<uint8_t> identity() const = 0;
+  // What the bodies of this layer need beside themselves (codebooks); may be empty.
+  virtual std::vector<uint8_t> export_shared(int32_t layer) const = 0;
+  virtual std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const = 0;
+  // The inverse, with the plan of these works: write_import() makes the state as well. kCorrupt:
+  // the bytes are hostile; everything that read() relies on is checked.
+  virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
+  virtual void write_import(const std::vector<ImportWork>& works, const BodyPlan& plan) = 0;
+};
+
+// The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the
+// field.
+Result<std::unique_ptr<RowFormat>> make_row_format(const StoreConfig& config);
+
+}  // namespace tierkv::store

@@ -1,0 +1,180 @@
+#include "store/transfer/sequence_chunks.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "codec/format/byte_cursor.h"
+#include "tierkv/container.h"
+
+namespace tierkv::store {
+namespace {
+
+constexpr uint32_t kVersion = 1;
+
+ChunkKey key_of(ChunkKind kind, int32_t layer, int32_t head) {
+  ChunkKey key;
+  key.kind = kind;
+  if (kind != ChunkKind::kModel) key.sequence = 0;
+  key.layer = layer;
+  key.head = head;
+  return key;
+}
+
+ContainerModel model_of(const StoreConfig& config) {
+  ContainerModel model;
+  model.layout = config.layout;
+  model.num_sequences = 1;
+  model.preset = "store";
+  model.rope = config.rope;
+  return model;
+}
+
+// What the store must have in common with the sequence, beside the model.
+std::vector<uint8_t> serialize_header(const StoreConfig& config,
+                                      const std::vector<uint8_t>& identity) {
+  std::vector<uint8_t> bytes;
+  ByteWriter out(&bytes);
+  out.u32(kVersion);
+  out.i32(config.sink_tokens);
+  out.i32(config.window_tokens);
+  out.u32(static_cast<uint32_t>(config.format.index()));
+  out.u32(static_cast<uint32_t>(config.raw_layers.size()));
+  for (const int32_t layer : config.raw_layers) out.i32(layer);
+  out.u32(static_cast<uint32_t>(identity.size()));
+  bytes.insert(bytes.end(), identity.begin(), identity.end());
+  return bytes;
+}
+
+Status invalid(const std::string& why) {
+  return Status(StatusCode::kInvalidArgument, why);
+}
+Status corrupt(const std::string& why) {
+  return Status(StatusCode::kCorrupt, "sequence: " + why);
+}
+
+// The chunks of a container, each of which must be asked for.
+class Chunks {
+ public:
+  explicit Chunks(const ContainerReader& reader) : reader_(reader) {}
+  bool has(const ChunkKey& key) const { return reader_.find(key) >= 0; }
+  Status read(const ChunkKey& key, std::vector<uint8_t>* payload) {
+    ++read_;
+    if (has(key)) return reader_.read(key, payload);
+    return corrupt("there is no " + to_string(key));
+  }
+  Status check_all_read() const {
+    return read_ == reader_.chunks().size() ? Status::ok() : corrupt("there are other chunks");
+  }
+
+ private:
+  const ContainerReader& reader_;
+  size_t read_ = 0;
+};
+
+Status check_model(const StoreConfig& config, const std::vector<uint8_t>& bytes) {
+  const Result<ContainerModel> model = parse_model(bytes);
+  if (!model) return model.status();
+  if (serialize_model(*model) == serialize_model(model_of(config))) return Status::ok();
+  return invalid("the sequence is of a cache of another layout or rotation");
+}
+
+Status check_counts(const StoreConfig& config, const TokenLaws& laws,
+                    const std::vector<LayerTokens>& layers) {
+  for (const LayerTokens& at : layers) {
+    const bool possible = at.tokens == layers[0].tokens && at.tokens >= 0 && at.body_end >= 0 &&
+                          at.body_end <= at.tokens && at.body_end % laws.unit_tokens == 0 &&
+                          body_end_at(laws, at.body_end, at.tokens) == at.body_end;
+    if (!possible) return corrupt("its counts are impossible");
+    if (at.tokens > config.max_tokens) {
+      return Status(StatusCode::kOutOfRange,
+                    "the sequence has " + std::to_string(at.tokens) + " tokens, beyond max_tokens");
+    }
+  }
+  return Status::ok();
+}
+
+Status parse_store(const StoreConfig& config, const TokenLaws& laws,
+                   const std::vector<uint8_t>& identity, const std::vector<uint8_t>& bytes,
+                   std::vector<LayerTokens>* layers) {
+  if (ByteReader(bytes).u32() != kVersion) {
+    return Status(StatusCode::kVersion, "the sequence is of another version");
+  }
+  const std::vector<uint8_t> header = serialize_header(config, identity);
+  if (bytes.size() < header.size() || !std::equal(header.begin(), header.end(), bytes.begin())) {
+    return invalid("the sequence is of a store of another format, window or profile");
+  }
+  ByteReader in(bytes.data() + header.size(), bytes.size() - header.size());
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    LayerTokens at;
+    at.tokens = in.i32();
+    at.body_end = in.i32();
+    layers->push_back(at);
+  }
+  if (!in.at_end()) return corrupt("its header has the wrong size");
+  return check_counts(config, laws, *layers);
+}
+
+}  // namespace
+
+Result<std::vector<uint8_t>> write_sequence(const StoreConfig& config,
+                                            const std::vector<uint8_t>& identity,
+                                            const SequenceParts& parts) {
+  std::vector<ChunkBlock> blocks(1);
+  blocks[0].add(ChunkKey{}, serialize_model(model_of(config)));
+  std::vector<uint8_t> header = serialize_header(config, identity);
+  ByteWriter out(&header);
+  for (const LayerTokens& at : parts.layers) {
+    out.i32(at.tokens);
+    out.i32(at.body_end);
+  }
+  blocks[0].add(key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable), header);
+  const int32_t heads = config.layout.num_kv_heads;
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    if (!parts.shared[l].empty()) {
+      blocks[0].add(key_of(ChunkKind::kCodebook, l, kNotApplicable), parts.shared[l]);
+    }
+    for (int32_t h = 0; h < heads; ++h) {
+      blocks[0].add(key_of(ChunkKind::kStoreRow, l, h), parts.raw[l * heads + h]);
+      blocks[0].add(key_of(ChunkKind::kStorePage, l, h), parts.bodies[l * heads + h]);
+    }
+  }
+  return assemble_container(blocks);
+}
+
+Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
+                                    const std::vector<uint8_t>& identity, const uint8_t* bytes,
+                                    size_t size) {
+  const Result<ContainerReader> reader =
+      ContainerReader::from_bytes(std::vector<uint8_t>(bytes, bytes + size), "sequence");
+  if (!reader) return reader.status();
+  Chunks chunks(*reader);
+  std::vector<uint8_t> payload;
+  if (Status s = chunks.read(ChunkKey{}, &payload); !s) return s;
+  if (Status s = check_model(config, payload); !s) return s;
+  const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
+  if (!chunks.has(store_key)) return invalid("the container does not hold a store's sequence");
+  if (Status s = chunks.read(store_key, &payload); !s) return s;
+  SequenceParts parts;
+  if (Status s = parse_store(config, laws, identity, payload, &parts.layers); !s) return s;
+  const int32_t heads = config.layout.num_kv_heads;
+  parts.shared.resize(config.layout.num_layers);
+  parts.raw.resize(parts.shared.size() * heads);
+  parts.bodies.resize(parts.raw.size());
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    const ChunkKey shared = key_of(ChunkKind::kCodebook, l, kNotApplicable);
+    if (chunks.has(shared)) {
+      if (Status s = chunks.read(shared, &parts.shared[l]); !s) return s;
+    }
+    for (int32_t h = 0; h < heads; ++h) {
+      const size_t i = static_cast<size_t>(l) * heads + h;
+      if (Status s = chunks.read(key_of(ChunkKind::kStoreRow, l, h), &parts.raw[i]); !s) return s;
+      if (Status s = chunks.read(key_of(ChunkKind::kStorePage, l, h), &parts.bodies[i]); !s)
+        return s;
+    }
+  }
+  if (Status s = chunks.check_all_read(); !s) return s;
+  return parts;
+}
+
+}  // namespace tierkv::store

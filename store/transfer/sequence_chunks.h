@@ -1,0 +1,30 @@
+// A sequence as the chunks of a container (tierkv/container.h): the one form in which sequences
+// leave a store and come in, to another store or from the cold tier. docs/FORMAT.md has the bytes.
+//
+//   kModel                   layout, rotation
+//   kStore                   format, sinks, window, tokens, where the body ends, the profile
+//   kCodebook                of a layer: what its bodies share, where they do
+//   kStoreRow                raw tokens of a (layer, kv_head), sinks first, and their scores
+//   kStorePage               body of a (layer, kv_head)
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "store/place/place.h"
+#include "tierkv/status.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::store {
+
+Result<std::vector<uint8_t>> write_sequence(const StoreConfig& config,
+                                            const std::vector<uint8_t>& identity,
+                                            const SequenceParts& parts);
+// The counts are possible and every part is there, of whatever bytes. kCorrupt, kVersion;
+// kInvalidArgument for a sequence of another layout, format or profile; kOutOfRange for more than
+// max_tokens.
+Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
+                                    const std::vector<uint8_t>& identity, const uint8_t* bytes,
+                                    size_t size);
+
+}  // namespace tierkv::store
