@@ -55,8 +55,8 @@ class _Pass:
 class TierCache(cache_utils.Cache):  # type: ignore[misc]
     """The cache of one batch. `format`: a preset ("small", "fast", ...) or a format of tierkv.StoreConfig. `profile`: of this model, or the
     path of one; without one the cache takes more memory for the same quality. memory_bytes is set aside with the first token; 0: what
-    max_tokens of each sequence need. significance_stride: every so many queries of a prompt are counted to find its important tokens; 0
-    counts none."""
+    max_tokens of each sequence need. significance_stride: every so many queries of a prompt, and all that follow, are counted to find
+    the important tokens; 0 counts none."""
 
     def __init__(self, format: Any = "small", *, profile: Union[None, Profile, lib.Path] = None, max_tokens: int = 4096,
                  max_sequences: int = 1, memory_bytes: int = 0, significance_stride: int = 1) -> None:
@@ -174,7 +174,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         assert now is not None and now.layer == module.layer_idx
         if now.is_step:
             self._append(module.layer_idx, k, v, None, scaling)
-            out = _like(self.store.attend(self._ids, module.layer_idx, _given(q)).out, q)
+            out = _like(self.store.attend(self._ids, module.layer_idx, _given(q), count_query=self._stride > 0).out, q)
         else:
             out = self._attend_raw(module.layer_idx, q, k, v, scaling)
             self._append(module.layer_idx, k, v, q, scaling)
