@@ -38,22 +38,29 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
 }
 
 // Every layer holds what it did until there are pages for all, also one that is rewritten.
-Status HostPlace::take_pages(const LayerMoves& moves, const std::vector<LayerPlan>& plans) {
+Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
+                             const std::vector<LayerPlan>& plans) {
   const PageTableShape& table = pages_.allocator.shape.table;
   std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot
   int64_t needed = 0;
   bool rewrites = false;
-  for (size_t i = 0; i < moves.size(); ++i) {
-    const int32_t slot = moves[i].slot;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const int32_t slot = layers[i].slot;
     if (kept.count(slot) == 0) kept[slot] = target[slot] = counts_of(slot);
     for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
-      const auto in_slot = static_cast<size_t>(moves[i].layer * pages_.rows_per_layer) + r;
-      const int32_t row = pages_.row(slot, moves[i].layer, static_cast<int32_t>(r));
+      const auto in_slot = static_cast<size_t>(layers[i].layer * pages_.rows_per_layer) + r;
+      const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
       if (plans[i].rewrite) kept[slot][in_slot] = {};
       target[slot][in_slot] = plans[i].tokens[r];
+      int32_t pages[kMaxTables] = {};
       for (int32_t side = 0; side < table.num_sides; ++side) {
         const int32_t after = pages_for(plans[i].tokens[r].of[side], table.tokens_per_page[side]);
+        pages[side / 2] += after;
         needed += after - (plans[i].rewrite ? 0 : pages_.allocator.pages[row].of[side]);
+      }
+      if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+        return Status(StatusCode::kOutOfRange,
+                      "sequence " + std::to_string(slot) + ": more pages than its table has");
       }
     }
     rewrites |= plans[i].rewrite;

@@ -84,12 +84,10 @@ Status HostPlace::compress(const LayerMoves& moves) {
 Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
   Result<std::unique_ptr<BodyPlan>> plan = format_->plan(works);
   if (!plan) return plan.status();
-  LayerMoves moves;
-  for (const BodyWork& work : works) {
-    moves.push_back({work.layer.slot, work.layer.layer, work.layer.at, work.layer.at});
-  }
-  if (Status s = take_pages(moves, (*plan)->layers); !s) return s;
-  format_->write(works, **plan);
+  std::vector<HostLayer> layers;
+  for (const BodyWork& work : works) layers.push_back(work.layer);
+  if (Status s = take_pages(layers, (*plan)->layers); !s) return s;
+  format_->write(layers, **plan);
   return Status::ok();
 }
 

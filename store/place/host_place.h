@@ -61,8 +61,8 @@ class HostPlace final : public Place {
                 uint8_t* pruned) const;
   // Plans, takes the pages and writes; all or nothing.
   Status compress_works(const std::vector<BodyWork>& works);
-  // Pages for these plans, in the slots and layers of `moves`. kOutOfPages.
-  Status take_pages(const LayerMoves& moves, const std::vector<LayerPlan>& plans);
+  // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
+  Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
   Status grow(int32_t slot, const std::vector<SideCounts>& target);
   // What the table rows of a slot hold, [rows_per_sequence].

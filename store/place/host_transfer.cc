@@ -79,8 +79,7 @@ Result<SequenceParts> HostPlace::export_parts(const LayerMoves& layers) {
   SequenceParts parts;
   for (const LayerMove& move : layers) {
     parts.layers.push_back(move.from);
-    const bool has_body = body_count(layout_.laws, move.from) > 0;
-    parts.shared.push_back(has_body ? format_->export_shared(move.layer) : std::vector<uint8_t>());
+    parts.shared.push_back(format_->export_shared(layer_of(move)));
     for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
       parts.raw.push_back(raw_part(move, h));
       parts.bodies.push_back(format_->export_body(layer_of(move), h));
@@ -92,13 +91,13 @@ Result<SequenceParts> HostPlace::export_parts(const LayerMoves& layers) {
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   const int32_t heads = config_.layout.num_kv_heads;
   open(slot);
-  LayerMoves moves;
+  std::vector<HostLayer> layers;
   std::vector<ImportWork> works;
   Status s;
   for (int32_t l = 0; s && l < config_.layout.num_layers; ++l) {
-    moves.push_back({slot, l, {}, {}});
     ImportWork work;
-    work.layer = layer_of(moves.back());
+    work.layer = layer_of({slot, l, {}, {}});
+    layers.push_back(work.layer);
     work.body_end = parts.layers[l].body_end;
     work.shared = parts.shared[l];
     const auto first = parts.bodies.begin() + l * heads;
@@ -112,8 +111,8 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   }
   if (s) {
     Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(works);
-    s = plan ? take_pages(moves, (*plan)->layers) : plan.status();
-    if (s) format_->write_import(works, **plan);
+    s = plan ? take_pages(layers, (*plan)->layers) : plan.status();
+    if (s) format_->write(layers, **plan);
   }
   if (!s) release(slot);
   return s;

@@ -88,8 +88,9 @@ class RowFormat {
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
-  // The table holds what the plan asked for; pages of a rewritten layer hold nothing.
-  virtual void write(const std::vector<BodyWork>& works, const BodyPlan& plan) = 0;
+  // The layers of the works, in their order. The table holds what the plan asked for; pages of a
+  // rewritten layer hold nothing.
+  virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
   // [end - first, head_dim]. `pruned` [end - first], null where nobody asks: 1 for a token that is
@@ -122,12 +123,11 @@ class RowFormat {
   // the bytes of a body depend on.
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
-  virtual std::vector<uint8_t> export_shared(int32_t layer) const = 0;
+  virtual std::vector<uint8_t> export_shared(const HostLayer& layer) const = 0;
   virtual std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const = 0;
-  // The inverse, with the plan of these works: write_import() makes the state as well. kCorrupt:
-  // the bytes are hostile; everything that read() relies on is checked.
+  // The inverse; write() makes the state as well. kCorrupt: the bytes are hostile; everything that
+  // read() relies on is checked.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
-  virtual void write_import(const std::vector<ImportWork>& works, const BodyPlan& plan) = 0;
 };
 
 // The config is valid but for what the format itself finds: kInvalidArgument, kUnsupported with the

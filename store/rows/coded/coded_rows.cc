@@ -1,7 +1,226 @@
 #include "store/rows/coded/coded_rows.h"
 
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <variant>
+
+#include "codec/file/container_format.h"
+#include "codec/format/byte_cursor.h"
+#include "codec/format/element.h"
+#include "codec/policy/profile.h"
+
 namespace tierkv::store {
-Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig&) {
-  return Status(StatusCode::kUnsupported, "format: coded");
+namespace {
+
+// Bytes of a block beside its codes, and how full pages are; measured, for estimates alone.
+constexpr double kTypicalOverhead = 110, kTypicalFill = 0.93;
+
+Status invalid(const std::string& why) {
+  return Status(StatusCode::kInvalidArgument, why);
 }
+
+bool is_step(double x) {
+  return std::isfinite(x) && x >= 0 && x <= 1024;
+}
+
+Status check_format(const CodedFormat& f) {
+  if (!is_step(f.k) || !is_step(f.v)) return invalid("format.k and format.v: 0 to 1024");
+  if (f.max_length < 8 || f.max_length > kMaxCodeLength) {
+    return invalid("format.max_length: not 8 to 14");
+  }
+  if (f.streams_per_lane != 1 && f.streams_per_lane != 2) {
+    return invalid("format.streams_per_lane: not 1 or 2");
+  }
+  if (f.key_books < 1 || f.key_books > kMaxFamilyBooks)
+    return invalid("format.key_books: not 1 to 4");
+  return Status::ok();
+}
+
+bool has_energies(const StoreConfig& config) {
+  return config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
+  if (Status s = check_format(std::get<CodedFormat>(config.format)); !s) return s;
+  CodedShape shape;
+  shape.head_dim = config.layout.head_dim;
+  shape.num_kv_heads = config.layout.num_kv_heads;
+  shape.sink_tokens = config.sink_tokens;
+  shape.max_blocks = most(1, config.max_tokens / kBlockTokens);
+  const int32_t block = most(shape.most_block_bytes(), shape.raw_block_bytes());
+  FormatSizes sizes;
+  sizes.unit_tokens = kBlockTokens;
+  sizes.ring_tokens =
+      static_cast<int32_t>(round_up(config.window_tokens + kBlockTokens - 1, kTileTokens));
+  sizes.page_bytes =
+      config.page_bytes != 0 ? config.page_bytes : round_up(2 * block, kPageAlignment);
+  if (sizes.page_bytes < block) {
+    return invalid("page_bytes: a block may take " + std::to_string(block));
+  }
+  shape.page_units = static_cast<int32_t>(sizes.page_bytes / kUnitBytes);
+  sizes.state_bytes = shape.state_bytes();
+  sizes.table.num_sides = 1;
+  sizes.table.tokens_per_page[0] = shape.page_units;
+  auto rows = std::make_unique<CodedRows>(config, sizes, shape);
+  if (Status s = rows->prepare(); !s) return s;
+  return std::unique_ptr<RowFormat>(std::move(rows));
+}
+
+CodedRows::CodedRows(const StoreConfig& config, const FormatSizes& sizes, const CodedShape& shape)
+    : config_(config),
+      format_(std::get<CodedFormat>(config.format)),
+      sizes_(sizes),
+      shape_(shape),
+      is_raw_layer_(config.layout.num_layers),
+      books_(config.layout.num_layers) {
+  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
+  if (format_.k == 0) format_.k = has_energies(config) ? 0.5 : 0.3;
+  if (format_.v == 0) format_.v = has_energies(config) ? 0.45 : 0.25;
+  const int64_t slots = layer_pages(0, config.max_tokens, true);
+  sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
+}
+
+Status CodedRows::prepare() {
+  const Profile* profile = config_.profile.get();
+  const std::vector<Rope>& ropes =
+      config_.rope.empty() && profile != nullptr ? profile->rope : config_.rope;
+  for (const Rope& rope : ropes) {
+    Result<RopeTable> table = make_rope_table(rope, shape_.head_dim, config_.max_tokens);
+    if (!table) return table.status().with_context("rope");
+    ropes_.push_back(std::move(*table));
+  }
+  starts_.resize(static_cast<size_t>(config_.layout.num_layers) * shape_.num_kv_heads);
+  for (size_t r = 0; profile != nullptr && r < starts_.size(); ++r) {
+    const RowProfile& from = profile->rows[r];
+    const auto layer = static_cast<int32_t>(r) / shape_.num_kv_heads;
+    RowStart& row = starts_[r];
+    row.query_energy.assign(from.query_energy.begin(), from.query_energy.end());
+    const std::vector<float>& mean =
+        rope(layer) == nullptr ? from.key_mean : from.key_mean_before_rope;
+    for (const float x : mean) row.key_mean.push_back(float_to_half(saturate_to_half_range(x)));
+    row.key_scale = from.key_scale;
+    row.value_scale = from.value_scale;
+    if (row.query_energy.empty()) continue;
+    WeightedFit fit;
+    fit.query_energy = row.query_energy.data();
+    const Result<WeightedRow> weighted =
+        fit_weighted_row(fit, shape_.head_dim, WeightedTokens{}, rope(layer));
+    if (!weighted) return weighted.status().with_context("profile");
+    row.key_weight = weighted->key_weight;
+  }
+  return Status::ok();
+}
+
+const RopeTable* CodedRows::rope(int32_t layer) const {
+  if (ropes_.empty()) return nullptr;
+  const RopeTable& table = ropes_[ropes_.size() == 1 ? 0 : static_cast<size_t>(layer)];
+  return table.pairing == RopePairing::kNone ? nullptr : &table;
+}
+
+// No page but the last has room left for a largest block.
+int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) const {
+  const int64_t blocks =
+      int64_t{most(0, tokens - config_.window_tokens)} / kBlockTokens * 2 * shape_.num_kv_heads;
+  if (blocks == 0) return 0;
+  double bytes = shape_.raw_block_bytes(), room = static_cast<double>(sizes_.page_bytes);
+  if (at_most) {
+    bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes());
+    const double full = room - bytes + kUnitBytes;
+    const auto pages = static_cast<int64_t>(static_cast<double>(blocks) * bytes / full) + 1;
+    return std::min(pages, blocks);
+  }
+  if (!is_raw_layer(layer)) {
+    const double bits = has_energies(config_) ? 2.4 : 3.1;
+    bytes = kTypicalOverhead + bits / 8 * kBlockTokens * shape_.head_dim;
+    room *= kTypicalFill;
+  }
+  return static_cast<int64_t>(std::ceil(static_cast<double>(blocks) * bytes / room));
+}
+
+void CodedRows::open(const HostLayer& layer) {
+  std::fill(layer.state, layer.state + sizes_.state_bytes, uint8_t{0});
+}
+
+const LayerBooks* CodedRows::find_books(int32_t layer, const CodedPlan& plan) const {
+  if (!books_[layer].empty()) return &books_[layer];
+  const auto made = plan.made.find(layer);
+  return made == plan.made.end() ? nullptr : &made->second;
+}
+
+WeightedRow CodedRows::row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
+                              const uint16_t* means) const {
+  WeightedRow row;
+  row.head_dim = shape_.head_dim;
+  row.key_step = state.key_step;
+  row.value_step = state.value_step;
+  row.key_mean.assign(means, means + shape_.head_dim);
+  row.key_weight = start(layer, kv_head).key_weight;
+  row.rope = rope(layer);
+  return row;
+}
+
+WeightedRow CodedRows::row_of(const HostLayer& layer, int32_t kv_head) const {
+  return row_of(layer.layer, kv_head, *state_at<CodedRowState>(layer, shape_.row_byte(kv_head)),
+                state_at<uint16_t>(layer, shape_.means_byte(kv_head)));
+}
+
+std::vector<SideCounts> CodedRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
+  SideCounts counts;
+  const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
+  if (body_end > 0) counts.of[0] = static_cast<int32_t>(ends[body_end / kBlockTokens - 1]);
+  return {counts};
+}
+
+void CodedRows::relocate(const HostLayer& layer, const PageCopy* copies) {
+  const PageCopy& copy = copies[0];
+  if (copy.source == kNoPage) return;
+  const auto units = static_cast<uint32_t>(shape_.page_units);
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      CodedBlockRef* ref = refs(layer, h, c);
+      for (int32_t b = 0; b < layer.at.body_end / kBlockTokens; ++b, ++ref) {
+        if (ref->offset / units != static_cast<uint32_t>(copy.source)) continue;
+        ref->offset = static_cast<uint32_t>(copy.target) * units + ref->offset % units;
+      }
+    }
+  }
+}
+
+int64_t CodedRows::nominal_bytes(const HostLayer& layer) const {
+  const int32_t blocks = layer.at.body_end / kBlockTokens;
+  int64_t bytes = 0;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      const CodedBlockRef* ref = refs(layer, h, c);
+      for (int32_t b = 0; b < blocks; ++b) {
+        bytes += int64_t{ref[b].units} * kUnitBytes + static_cast<int64_t>(sizeof(CodedBlockRef));
+      }
+    }
+    if (is_fixed(layer)) bytes += 2 * shape_.head_dim + 8;
+  }
+  return bytes;
+}
+
+// The profile counts by what is taken from it.
+std::vector<uint8_t> CodedRows::identity() const {
+  std::vector<uint8_t> bytes, rows;
+  ByteWriter out(&bytes), row(&rows);
+  out.f64(format_.k);
+  out.f64(format_.v);
+  out.i32(format_.max_length);
+  out.i32(format_.streams_per_lane);
+  out.i32(format_.key_books);
+  for (const RowStart& start : starts_) {
+    for (const double x : start.query_energy) row.f64(x);
+    for (const uint16_t x : start.key_mean) row.u16(x);
+    row.f64(start.key_scale);
+    row.f64(start.value_scale);
+  }
+  out.u64(config_.profile == nullptr ? 0 : xxh3(rows.data(), rows.size()));
+  return bytes;
+}
+
 }  // namespace tierkv::store

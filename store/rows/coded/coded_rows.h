@@ -1,12 +1,146 @@
-// Body tokens as coded blocks of weighted steps, in host memory.
+// Body tokens as coded blocks of weighted steps, in host memory: the reference of its kernels.
+// store/ENGINE.md, "Coded rows", has the laws; coded_shape.h where bytes lie.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
+#include "codec/format/rope_turn.h"
+#include "codec/host/coded/weighted_rows.h"
+#include "store/rows/coded/coded_shape.h"
+#include "store/rows/coded/layer_books.h"
 #include "store/rows/row_format.h"
 
 namespace tierkv::store {
 
+// kInvalidArgument naming the field of the format.
 Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config);
+
+class CodedRows final : public RowFormat {
+ public:
+  CodedRows(const StoreConfig& config, const FormatSizes& sizes, const CodedShape& shape);
+  // Rotations, and what the profile says of every row. kInvalidArgument, kOutOfRange.
+  Status prepare();
+
+  const FormatSizes& sizes() const override { return sizes_; }
+  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
+  void open(const HostLayer& layer) override;
+  Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
+  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
+            uint8_t* pruned) const override;
+  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                    RawScore* scores) const override;
+  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
+  void cut(const HostLayer&, int32_t) override {}
+  void relocate(const HostLayer& layer, const PageCopy* copies) override;
+  int64_t nominal_bytes(const HostLayer& layer) const override;
+  std::vector<uint8_t> identity() const override;
+  std::vector<uint8_t> export_shared(const HostLayer& layer) const override;
+  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+
+ private:
+  // What becomes of one layer.
+  struct LayerDraft {
+    int32_t first_block = 0, end_block = 0;  // that are written
+    bool fixed = false;                      // afterwards
+    std::vector<CodedRowState> rows;         // [num_kv_heads]
+    std::vector<std::vector<uint16_t>> means;
+    // [blocks][num_kv_heads][2], in the order of the pages.
+    std::vector<std::vector<uint8_t>> blocks;
+  };
+  struct CodedPlan final : BodyPlan {
+    std::vector<LayerDraft> drafts;      // [works]
+    std::map<int32_t, LayerBooks> made;  // by layer: books that the store did not have
+  };
+  // The tokens of a block of one row before they are coded.
+  struct BlockTokens {
+    int32_t first = 0, count = 0;
+    std::vector<float> x[2];                // [count, head_dim]
+    std::vector<int8_t> importance;         // G
+    std::vector<DecidedExponents> decided;  // with the value's exponent of tokens that have one
+  };
+  struct BlockCodes {
+    std::vector<int16_t> codes[2];
+    std::vector<int8_t> exponents[2];
+  };
+  // What is known of a row before its tokens.
+  struct RowStart {
+    std::vector<double> query_energy;  // empty: unknown
+    std::vector<uint16_t> key_mean;    // fp16; empty: of the row's own tokens
+    std::vector<float> key_weight;     // empty: ones
+    double key_scale = 1, value_scale = 1;
+    bool needs_tokens() const { return query_energy.empty() || key_mean.empty(); }
+  };
+
+  template <class T>
+  T* state_at(const HostLayer& layer, int64_t byte) const {
+    return reinterpret_cast<T*>(layer.state + byte);
+  }
+  bool is_fixed(const HostLayer& layer) const { return *state_at<int32_t>(layer, 0) != 0; }
+  CodedBlockRef* refs(const HostLayer& layer, int32_t kv_head, Component c) const {
+    return state_at<CodedBlockRef>(layer, shape_.refs_byte(kv_head, c));
+  }
+  const uint8_t* block_bytes(const CodedBlockRef& ref) const {
+    return pages_.base + int64_t{ref.offset} * kUnitBytes;
+  }
+  bool is_raw_layer(int32_t layer) const { return is_raw_layer_[layer] != 0; }
+  const RopeTable* rope(int32_t layer) const;
+  const RowStart& start(int32_t layer, int32_t kv_head) const {
+    return starts_[layer * shape_.num_kv_heads + kv_head];
+  }
+  const LayerBooks* find_books(int32_t layer, const CodedPlan& plan) const;
+
+  WeightedRow row_of(int32_t layer, int32_t kv_head, const CodedRowState& state,
+                     const uint16_t* means) const;
+  WeightedRow row_of(const HostLayer& layer, int32_t kv_head) const;
+
+  // coded_plan.cc
+  Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  Status draft_raw(const BodyWork& work, LayerDraft* draft) const;
+  Status draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  // Reads a block out of raw tokens or, where it is one, out of its raw block; decides what is
+  // open.
+  void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
+              BlockTokens* out) const;
+  void decide(const RawTokens& tokens, int32_t kv_head, CodedRowState* state,
+              BlockTokens* out) const;
+  Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
+  // Means, steps and, where the store has none, codebooks of a layer that is not fixed.
+  Status fix(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
+  Status encode(const LayerBooks& books, int32_t kv_head, int32_t count, const BlockCodes& codes,
+                LayerDraft* draft) const;
+  std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;
+  void add_layer_plan(const HostLayer& layer, const LayerDraft& draft, CodedPlan* plan) const;
+  void write_layer(const HostLayer& layer, const LayerDraft& draft);
+
+  // coded_read.cc
+  void read_raw_block(const uint8_t* bytes, Component c, int32_t count, float* x) const;
+  Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
+                const int64_t size[2], int32_t block, BlockCodes* codes, float* const x[2]) const;
+  void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
+                  float* const x[2]) const;
+
+  // coded_transfer.cc
+  Status import_layer(const ImportWork& work, CodedPlan* plan, LayerDraft* draft) const;
+  Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
+                    std::vector<const uint8_t*>* blocks, std::vector<int64_t>* sizes) const;
+
+  StoreConfig config_;
+  CodedFormat format_;
+  FormatSizes sizes_;
+  CodedShape shape_;
+  HostPagesView pages_;
+  std::vector<uint8_t> is_raw_layer_;  // [num_layers]
+  std::vector<RopeTable> ropes_;       // [1] or [num_layers]; empty: none is rotated
+  std::vector<RowStart> starts_;       // [num_layers * num_kv_heads]
+  std::vector<LayerBooks> books_;      // [num_layers]
+};
 
 }  // namespace tierkv::store

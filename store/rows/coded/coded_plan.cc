@@ -1,0 +1,297 @@
+// How tokens that leave the window become blocks on pages.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "store/rows/coded/coded_rows.h"
+
+namespace tierkv::store {
+
+Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& works) {
+  auto plan = std::make_unique<CodedPlan>();
+  for (const BodyWork& work : works) {
+    LayerDraft draft;
+    if (Status s = this->draft(work, plan.get(), &draft); !s) {
+      return s.with_context("sequence " + std::to_string(work.layer.slot) + ", layer " +
+                            std::to_string(work.layer.layer));
+    }
+    add_layer_plan(work.layer, draft, plan.get());
+    plan->drafts.push_back(std::move(draft));
+  }
+  return std::unique_ptr<BodyPlan>(std::move(plan));
+}
+
+void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
+  const auto& coded = static_cast<const CodedPlan&>(plan);
+  for (const auto& [layer, books] : coded.made) books_[layer] = books;
+  for (size_t i = 0; i < layers.size(); ++i) write_layer(layers[i], coded.drafts[i]);
+}
+
+Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
+  const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
+  draft->first_block = work.layer.at.body_end / kBlockTokens;
+  draft->end_block = work.body_end / kBlockTokens;
+  draft->fixed = is_fixed(work.layer);
+  for (int32_t h = 0; h < heads; ++h) {
+    draft->rows.push_back(*state_at<CodedRowState>(work.layer, shape_.row_byte(h)));
+    const auto* means = state_at<uint16_t>(work.layer, shape_.means_byte(h));
+    draft->means.emplace_back(means, means + shape_.head_dim);
+  }
+  if (is_raw_layer(layer)) return draft_raw(work, draft);
+  if (!draft->fixed) {
+    bool ready = find_books(layer, *plan) != nullptr;
+    for (int32_t h = 0; h < heads; ++h) ready = ready && !start(layer, h).needs_tokens();
+    if (!ready && draft->end_block < kSampleBlocks) return draft_raw(work, draft);
+    if (Status s = fix(work, plan, draft); !s) return s;
+  }
+  return draft_coded(work, plan, draft);
+}
+
+Status CodedRows::draft_raw(const BodyWork& work, LayerDraft* draft) const {
+  BlockTokens tokens;
+  for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
+    for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+      gather(work, h, b, &draft->rows[h], &tokens);
+      draft->blocks.push_back(raw_block(tokens, Component::kKey));
+      draft->blocks.push_back(raw_block(tokens, Component::kValue));
+    }
+  }
+  return Status::ok();
+}
+
+Status CodedRows::draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
+  const int32_t layer = work.layer.layer;
+  const LayerBooks& books = *find_books(layer, *plan);
+  std::vector<WeightedRow> rows;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
+  }
+  BlockTokens tokens;
+  BlockCodes codes;
+  for (int32_t b = draft->first_block; b < draft->end_block; ++b) {
+    for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+      gather(work, h, b, &draft->rows[h], &tokens);
+      Status s = quantize(rows[h], tokens, &codes);
+      if (s) s = encode(books, h, tokens.count, codes, draft);
+      if (!s) return s.with_context("kv_head " + std::to_string(h));
+    }
+  }
+  return Status::ok();
+}
+
+// All blocks so far are coded, those that were raw too.
+Status CodedRows::fix(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
+  const int32_t layer = work.layer.layer, dim = shape_.head_dim;
+  const bool make_books = find_books(layer, *plan) == nullptr;
+  const int32_t sample_blocks = least(kSampleBlocks, draft->end_block);
+  std::vector<BlockCodes> samples(shape_.num_kv_heads);
+  LayerSample sample;
+  BlockTokens tokens;
+  BlockCodes codes;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    std::vector<float> keys;
+    CodedRowState state = draft->rows[h];
+    for (int32_t b = 0; b < sample_blocks; ++b) {
+      gather(work, h, b, &state, &tokens);
+      keys.insert(keys.end(), tokens.x[0].begin(), tokens.x[0].end());
+    }
+    const Result<WeightedRow> row = fit_row(layer, h, keys);
+    if (!row) return row.status().with_context("kv_head " + std::to_string(h));
+    draft->rows[h].key_step = row->key_step;
+    draft->rows[h].value_step = row->value_step;
+    draft->means[h] = row->key_mean;
+    if (!make_books) continue;
+    state = draft->rows[h];
+    for (int32_t b = 0; b < sample_blocks; ++b) {
+      gather(work, h, b, &state, &tokens);
+      if (Status s = quantize(*row, tokens, &codes); !s) {
+        return s.with_context("kv_head " + std::to_string(h));
+      }
+      for (int32_t c = 0; c < 2; ++c) {
+        std::vector<int16_t>& all = samples[h].codes[c];
+        all.insert(all.end(), codes.codes[c].begin(), codes.codes[c].end());
+      }
+    }
+    for (int32_t c = 0; c < 2; ++c) {
+      const auto count = static_cast<int64_t>(samples[h].codes[c].size()) / dim;
+      sample.rows[c].push_back({samples[h].codes[c].data(), count});
+    }
+  }
+  if (make_books) {
+    Result<LayerBooks> books = make_layer_books(format_, dim, sample);
+    if (!books) return books.status();
+    plan->made[layer] = std::move(*books);
+  }
+  draft->fixed = true;
+  draft->first_block = 0;
+  return Status::ok();
+}
+
+Result<WeightedRow> CodedRows::fit_row(int32_t layer, int32_t kv_head,
+                                       const std::vector<float>& keys) const {
+  const RowStart& row = start(layer, kv_head);
+  WeightedFit fit;
+  fit.k = format_.k;
+  fit.v = format_.v;
+  fit.key_scale = row.key_scale;
+  fit.value_scale = row.value_scale;
+  fit.sm_scale = config_.layout.sm_scale;
+  if (!row.query_energy.empty()) fit.query_energy = row.query_energy.data();
+  if (!row.key_mean.empty()) fit.key_mean = row.key_mean.data();
+  WeightedTokens tokens;
+  tokens.x = keys.data();
+  tokens.tokens = static_cast<int32_t>(keys.size()) / shape_.head_dim;
+  tokens.first_position = shape_.first_of(0);
+  return fit_weighted_row(fit, shape_.head_dim, tokens, rope(layer));
+}
+
+void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
+                       BlockTokens* out) const {
+  const int32_t dim = shape_.head_dim, count = shape_.tokens_of(block);
+  out->first = shape_.first_of(block);
+  out->count = count;
+  out->importance.assign(count, 0);
+  out->decided.assign(count, {});
+  for (std::vector<float>& x : out->x) x.resize(static_cast<size_t>(count) * dim);
+  if (block < work.layer.at.body_end / kBlockTokens) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      const uint8_t* bytes = block_bytes(refs(work.layer, kv_head, c)[block]);
+      read_raw_block(bytes, c, count, out->x[static_cast<int32_t>(c)].data());
+      std::memcpy(out->importance.data(), bytes, count);
+    }
+    return;
+  }
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    work.tokens->read(c, kv_head, out->first, count, out->x[static_cast<int32_t>(c)].data());
+  }
+  if (!is_raw_layer(work.layer.layer)) decide(*work.tokens, kv_head, state, out);
+}
+
+// What was seen in generation is taken against the row's geometric mean, this block included.
+void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, CodedRowState* state,
+                       BlockTokens* out) const {
+  std::vector<Importance> known(out->count);
+  for (int32_t t = 0; t < out->count; ++t) {
+    known[t] = tokens.importance(kv_head, out->first + t);
+    if (known[t].kind != ImportanceKind::kSeen || known[t].value <= 0) continue;
+    state->log_sum += std::log2(static_cast<double>(known[t].value));
+    ++state->seen;
+  }
+  const double mean = state->seen == 0 ? 1 : std::exp2(state->log_sum / state->seen);
+  for (int32_t t = 0; t < out->count; ++t) {
+    int32_t g = 0;
+    switch (known[t].kind) {
+      case ImportanceKind::kUnknown:
+        break;
+      case ImportanceKind::kPrompt:
+        g = importance_exponent(token_importance(out->first + t, known[t].value, 1.0));
+        break;
+      case ImportanceKind::kSeen:
+        g = importance_exponent(static_cast<double>(known[t].value) / mean);
+        break;
+      case ImportanceKind::kDecided:
+      case ImportanceKind::kPruned:
+        out->decided[t] = DecidedExponents::of(known[t].bits);
+        g = out->decided[t].importance;
+        break;
+    }
+    out->importance[t] = static_cast<int8_t>(g);
+  }
+}
+
+Status CodedRows::quantize(const WeightedRow& row, const BlockTokens& tokens,
+                           BlockCodes* out) const {
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const auto i = static_cast<int32_t>(c);
+    WeightedTokens x;
+    x.x = tokens.x[i].data();
+    x.tokens = tokens.count;
+    x.first_position = tokens.first;
+    std::vector<int8_t>& exponents = out->exponents[i];
+    exponents.resize(tokens.count);
+    out->codes[i].resize(tokens.x[i].size());
+    Status s = token_exponents(c, x, shape_.head_dim, tokens.importance.data(), exponents.data());
+    for (int32_t t = 0; t < tokens.count; ++t) {
+      if (i == 1 && tokens.decided[t].has_value) {
+        exponents[t] = static_cast<int8_t>(tokens.decided[t].value);
+      }
+    }
+    if (s) s = quantize_weighted(row, c, x, exponents.data(), out->codes[i].data());
+    if (!s) return s.with_context(i == 0 ? "keys" : "values");
+  }
+  return Status::ok();
+}
+
+Status CodedRows::encode(const LayerBooks& books, int32_t kv_head, int32_t count,
+                         const BlockCodes& codes, LayerDraft* draft) const {
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const auto i = static_cast<int32_t>(c);
+    const WeightedCodes block = {codes.codes[i].data(), codes.exponents[i].data(), count,
+                                 shape_.head_dim};
+    draft->blocks.emplace_back();
+    if (Status s = encode_weighted_block(block, books.family(c),
+                                         books.book_of(c, kv_head, shape_.head_dim),
+                                         &draft->blocks.back());
+        !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+
+std::vector<uint8_t> CodedRows::raw_block(const BlockTokens& tokens, Component c) const {
+  std::vector<uint8_t> bytes(shape_.raw_block_bytes());
+  std::memcpy(bytes.data(), tokens.importance.data(), tokens.importance.size());
+  const std::vector<float>& x = tokens.x[static_cast<int32_t>(c)];
+  for (int32_t t = 0; t < tokens.count; ++t) {
+    uint8_t* tile = bytes.data() + kBlockTokens + t / kTileTokens * shape_.tile().bytes();
+    for (int32_t d = 0; d < shape_.head_dim; ++d) {
+      const CodePosition at = code_position(shape_.tile(), c, t % kTileTokens, d);
+      const uint16_t half = float_to_half(x[static_cast<size_t>(t) * shape_.head_dim + d]);
+      std::memcpy(tile + at.byte + at.bit / 8, &half, sizeof(half));
+    }
+  }
+  return bytes;
+}
+
+void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
+                               CodedPlan* plan) const {
+  const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
+  int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
+  for (const std::vector<uint8_t>& block : draft.blocks) {
+    const auto units = static_cast<int32_t>(block.size() / kUnitBytes);
+    used = place_block(used, units, shape_.page_units) + units;
+  }
+  SideCounts counts;
+  counts.of[0] = static_cast<int32_t>(used);
+  plan->layers.push_back({draft.first_block < layer.at.body_end / kBlockTokens, {counts}});
+}
+
+void CodedRows::write_layer(const HostLayer& layer, const LayerDraft& draft) {
+  *state_at<int32_t>(layer, shape_.fixed_byte()) = draft.fixed ? 1 : 0;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
+    *state_at<CodedRowState>(layer, shape_.row_byte(h)) = draft.rows[h];
+    std::copy(draft.means[h].begin(), draft.means[h].end(),
+              state_at<uint16_t>(layer, shape_.means_byte(h)));
+  }
+  auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
+  int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
+  const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
+  for (size_t i = 0; i < draft.blocks.size(); ++i) {
+    const auto units = static_cast<int32_t>(draft.blocks[i].size() / kUnitBytes);
+    const int64_t at = place_block(used, units, shape_.page_units);
+    const auto index = static_cast<int32_t>(at / shape_.page_units);
+    const int64_t offset =
+        int64_t{pages_.page(row, 0, index)} * shape_.page_units + at % shape_.page_units;
+    std::memcpy(pages_.base + offset * kUnitBytes, draft.blocks[i].data(), draft.blocks[i].size());
+    const auto within = static_cast<int32_t>(i) % per_block;
+    const int32_t b = draft.first_block + static_cast<int32_t>(i) / per_block;
+    refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = {
+        static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
+    used = at + units;
+    ends[b] = static_cast<uint32_t>(used);
+  }
+}
+
+}  // namespace tierkv::store

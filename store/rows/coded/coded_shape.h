@@ -1,0 +1,109 @@
+// Sizes and offsets of the coded format: what a (sequence, layer) keeps in its slot, and what lies
+// on its pages. Host and device share it.
+//
+// Block b of a row holds its tokens of positions 64 b to 64 b + 63 that are not sinks. The blocks
+// of all kv_heads of a layer lie one behind the other, by (block, kv_head, component), on pages
+// that belong to (sequence, layer); no block crosses the end of a page. Offsets count units of 16
+// bytes.
+//
+// A layer is fixed once its means, steps and codebooks are; its blocks are weighted blocks then
+// (codec/format/weighted_block_format.h) and raw blocks before:
+//
+//   64 bytes                G of each token, i8; 0 behind the last one
+//   4 raw tiles             fp16, keys or values, in the order of fragments; 0 behind the last one
+#pragma once
+
+#include <cstdint>
+
+#include "attention/coded/coded_attention.h"
+#include "codec/format/weighted_block_format.h"
+#include "codec/format/weighted_step.h"
+#include "store/engine/tokens.h"
+#include "tierkv/layout.h"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kUnitBytes = 16;
+// A layer is fixed at the latest when it has this many blocks, from whose tokens means, steps and
+// codebooks are made.
+inline constexpr int32_t kSampleBlocks = 4;
+
+// What a row keeps beside its means, which follow: fp16 [head_dim].
+struct alignas(16) CodedRowState {
+  float key_step = 0, value_step = 0;
+  int32_t seen = 0;  // tokens of the geometric mean of significances seen in generation
+  int32_t unused = 0;
+  double log_sum = 0;  // the sum of their logarithms to base 2
+  double unused_too = 0;
+};
+static_assert(sizeof(CodedRowState) == 32);
+
+struct CodedShape {
+  int32_t head_dim = 0;
+  int32_t num_kv_heads = 0;
+  int32_t sink_tokens = 0;
+  int32_t max_blocks = 0;  // of a row
+  int32_t page_units = 0;
+
+  // Positions of block b that are not sinks.
+  TKV_HD constexpr int32_t first_of(int32_t b) const { return most(kBlockTokens * b, sink_tokens); }
+  TKV_HD constexpr int32_t end_of(int32_t b) const { return kBlockTokens * (b + 1); }
+  TKV_HD constexpr int32_t tokens_of(int32_t b) const { return end_of(b) - first_of(b); }
+
+  TKV_HD constexpr TileLayout tile() const { return {kRawCodes, head_dim}; }
+  TKV_HD constexpr int32_t raw_block_bytes() const { return kBlockTokens + 4 * tile().bytes(); }
+  // Of a weighted block, all slices.
+  TKV_HD constexpr int32_t most_block_bytes() const {
+    const int32_t slices = (head_dim + kSliceDims - 1) / kSliceDims;
+    return kBlockTokens + slices * kCodedBlockHeaderBytes + kBlockTokens * head_dim * 2;
+  }
+
+  // The state of a (sequence, layer). fixed: i32, 0 or 1.
+  TKV_HD constexpr int64_t fixed_byte() const { return 0; }
+  // u32 [max_blocks]: units of the layer behind each block.
+  TKV_HD constexpr int64_t ends_byte() const { return 16; }
+  TKV_HD constexpr int64_t row_byte(int32_t kv_head) const {
+    return ends_byte() + round_up(int64_t{4} * max_blocks, 16) +
+           kv_head * static_cast<int64_t>(sizeof(CodedRowState) + 2 * head_dim);
+  }
+  TKV_HD constexpr int64_t means_byte(int32_t kv_head) const {
+    return row_byte(kv_head) + static_cast<int64_t>(sizeof(CodedRowState));
+  }
+  // CodedBlockRef [max_blocks], offsets from the pool's base.
+  TKV_HD constexpr int64_t refs_byte(int32_t kv_head, Component c) const {
+    return row_byte(num_kv_heads) +
+           (2 * kv_head + static_cast<int32_t>(c)) * int64_t{max_blocks} * 8;
+  }
+  TKV_HD constexpr int64_t state_bytes() const {
+    return round_up(refs_byte(num_kv_heads, Component::kKey), 16);
+  }
+};
+
+// Where a block of `units` goes behind `used` units of a layer.
+TKV_HD constexpr int64_t place_block(int64_t used, int32_t units, int32_t page_units) {
+  return used % page_units + units > page_units ? round_up(used, page_units) : used;
+}
+
+// What a truncated token keeps (RawScore::sum, as bits): G, and the exponent of its value once
+// there is one.
+struct DecidedExponents {
+  int32_t importance = 0;
+  int32_t value = 0;
+  bool has_value = false;
+
+  TKV_HD uint32_t bits() const {
+    return (static_cast<uint32_t>(importance) & 255) | (static_cast<uint32_t>(value) & 255) << 8 |
+           (has_value ? 65536u : 0u);
+  }
+  TKV_HD static DecidedExponents of(uint32_t bits) {
+    DecidedExponents d;
+    d.importance = static_cast<int8_t>(bits & 255);
+    if (d.importance < kLeastImportanceExponent) d.importance = kLeastImportanceExponent;
+    if (d.importance > kMostImportanceExponent) d.importance = kMostImportanceExponent;
+    d.value = static_cast<int8_t>(bits >> 8 & 255);
+    d.has_value = (bits >> 16 & 1) != 0;
+    return d;
+  }
+};
+
+}  // namespace tierkv::store

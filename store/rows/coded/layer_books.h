@@ -1,0 +1,38 @@
+// The codebooks of one layer: a family for keys and one for values, made once from the sample of
+// the first sequence that fixes the layer, or brought by the first sequence that is imported; then
+// they serve every sequence of the store.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "codec/host/coded/weighted_books.h"
+#include "tierkv/status.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::store {
+
+struct LayerBooks {
+  BookChoice choice[2];  // by component
+
+  bool empty() const { return choice[0].family.books.empty(); }
+  const BookFamily& family(Component c) const { return choice[static_cast<int32_t>(c)].family; }
+  // Of a row: [dim blocks].
+  const uint8_t* book_of(Component c, int32_t kv_head, int32_t head_dim) const {
+    return choice[static_cast<int32_t>(c)].book_of.data() + kv_head * dim_block_count(head_dim);
+  }
+};
+
+// The codes of a layer's sample, by kv_head.
+struct LayerSample {
+  std::vector<RowCodes> rows[2];
+};
+Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
+                                    const LayerSample& sample);
+
+std::vector<uint8_t> serialize_books(const LayerBooks& books);
+// kCorrupt unless they are as make_layer_books() makes them for the format and shape.
+Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,
+                               const std::vector<uint8_t>& bytes);
+
+}  // namespace tierkv::store
