@@ -228,6 +228,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def _open(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
         rope = check_model(config, q.shape[3])
+        if self._profile is not None and self._profile.rope is not None:
+            rope = _profile_rope(self._profile.rope, rope)
         self._store = KvStore(StoreConfig(
             num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
             dtype="bfloat16" if k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
@@ -247,14 +249,19 @@ def check_model(config: Any, head_dim: int) -> Rope:
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        inv_freq = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
-        factor = 1.0
+        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
     elif kind in ("linear", "llama3", "yarn"):
-        inv_freq, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        inv_freq, _ = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     else:
         raise UnsupportedError(f"TierCache: RoPE of type {kind!r}, whose frequencies change with the length")
-    del factor  # stays in keys and queries: it does not turn them
     return Rope("halves", 2 * len(inv_freq), inv_freq.float().numpy())
+
+
+def _profile_rope(ours: Rope, model: Rope) -> Rope:
+    """The profile's, which was found in keys and may differ from the model's in the last bits."""
+    if ours.pairing != model.pairing or ours.dims != model.dims or not np.allclose(ours.inv_freq, model.inv_freq, rtol=1e-5, atol=1e-12):
+        raise ValueError("profile: its rotation is not this model's")
+    return ours
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], scaling: Optional[float] = None,

@@ -171,7 +171,7 @@ class Refused(KvStoreTest):
                                 (lambda: store.attend(id, 9, self.normal(1, 1, Q_HEADS, HEAD_DIM)), tierkv.InvalidArgumentError),
                                 (lambda: store.attend(id, 0, self.normal(1, 11, Q_HEADS, HEAD_DIM)), tierkv.TierkvError),
                                 (lambda: store.decode_range(id, 0, 3, 11), tierkv.OutOfRangeError), (lambda: store.truncate(id, 11), tierkv.TierkvError),
-                                (lambda: store.import_sequence(b"no"), tierkv.CorruptError)):
+                                (lambda: store.import_sequence(b"no"), tierkv.InvalidArgumentError)):
                 with self.assertRaises(error):
                     call()
             store.begin(id, 1)
