@@ -56,15 +56,49 @@ Status validate_modes(const AttentionConfig& c) {
   return Status::ok();
 }
 
-Status validate_tier(const AttentionConfig& c, const AttentionTier& tier) {
-  if (tier.side < 0 || tier.side >= kMaxSides) return invalid("side must be 0 to 3");
-  const Result<PageLayout> layout = make_page_layout(tier.format, c.head_dim, c.page_bytes);
+Status validate_format(const AttentionConfig& c, const TierFormat& tier) {
+  const Result<PageLayout> layout =
+      make_page_layout(tier, c.head_dim, c.page_bytes, c.page_records);
   if (!layout) return layout.status();
   for (const Component part : {Component::kKey, Component::kValue}) {
-    const ComponentFormat& format = tier.format.of(part);
+    const ComponentFormat& format = tier.of(part);
     const char* name = part == Component::kKey ? "key format: " : "value format: ";
     if (layout->groups(part) > 1) return unsupported(std::string(name) + "sub-groups of a head");
     if (format.basis != BasisKind::kNone) return unsupported(std::string(name) + "basis");
+  }
+  return Status::ok();
+}
+
+// The kernels for several classes have the loops of these pairs only.
+Status validate_class_format(const AttentionConfig& c, int32_t head_class, int32_t tier) {
+  const TierFormat& format = tier_format(c, tier, head_class);
+  if (Status s = validate_format(c, format); !s) return s;
+  const bool is_pair =
+      format.k.is_raw() == format.v.is_raw() && format.v.type.bits() <= format.k.type.bits();
+  return is_pair
+             ? Status::ok()
+             : unsupported(to_string(format) + "; values of classes have no more bits than keys");
+}
+
+Status validate_classes(const AttentionConfig& c) {
+  const HeadClasses& classes = c.classes;
+  if (classes.count < 1 || classes.count > kMaxAttentionClasses) {
+    return invalid("classes.count must be 1 to 4");
+  }
+  if (classes.count == 1) return Status::ok();
+  if (classes.of_head == nullptr) return invalid("classes.of_head is null");
+  if (c.num_kv_heads > kClassHeads) return unsupported("classes of more than 64 kv_heads");
+  if (c.num_layers > kClassLayers) return unsupported("classes of more than 128 layers");
+  for (int32_t i = 0; i < c.num_layers * c.num_kv_heads; ++i) {
+    if (classes.of_head[i] >= classes.count) {
+      return invalid("classes.of_head[" + std::to_string(i) + "] is not below classes.count");
+    }
+  }
+  for (int32_t k = 0; k < classes.count; ++k) {
+    for (int32_t t = 0; t < c.num_tiers; ++t) {
+      const std::string name = "class " + std::to_string(k) + ": tier " + std::to_string(t);
+      if (Status s = validate_class_format(c, k, t); !s) return s.with_context(name);
+    }
   }
   return Status::ok();
 }
@@ -77,12 +111,15 @@ Status AttentionConfig::validate() const {
   if (num_tiers < 1 || num_tiers > kMaxAttentionTiers) return invalid("num_tiers must be 1 to 3");
   for (int32_t t = 0; t < num_tiers; ++t) {
     const std::string name = "tier " + std::to_string(t);
-    if (Status s = validate_tier(*this, tiers[t]); !s) return s.with_context(name);
+    if (tiers[t].side < 0 || tiers[t].side >= kMaxSides) {
+      return invalid(name + ": side must be 0 to 3");
+    }
+    if (Status s = validate_format(*this, tiers[t].format); !s) return s.with_context(name);
     for (int32_t before = 0; before < t; ++before) {
       if (tiers[before].side == tiers[t].side) return invalid(name + ": side is used twice");
     }
   }
-  return Status::ok();
+  return validate_classes(*this);
 }
 
 Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {

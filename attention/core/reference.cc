@@ -86,7 +86,7 @@ Result<RowTokensDecoded> decode_row(const AttentionConfig& config, const AttendC
                             call.layer * config.num_kv_heads + kv_head;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
     const Result<PageLayout> layout =
-        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+        tier_layout(config, t, head_class_of(config, call.layer, kv_head));
     if (!layout) return layout.status();
     const int32_t tail_tier = call.tail.tier < 0 ? config.num_tiers - 1 : call.tail.tier;
     const TierPlace at = {call.table.side(config.tiers[t].side), table_row, entry, t == tail_tier};

@@ -20,6 +20,30 @@ struct WorkspaceLayout {
   size_t bytes;
 };
 
+// Of a class of heads.
+inline const TierFormat& tier_format(const AttentionConfig& config, int32_t tier,
+                                     int32_t head_class) {
+  return head_class == 0 ? config.tiers[tier].format : config.classes.format[head_class - 1][tier];
+}
+// Of the pages of a tier.
+inline Result<PageLayout> tier_layout(const AttentionConfig& config, int32_t tier,
+                                      int32_t head_class = 0) {
+  return make_page_layout(tier_format(config, tier, head_class), config.head_dim, config.page_bytes,
+                          config.page_records);
+}
+// Calls visit(layout) for every tier of every class. The formats were validated.
+template <class Visit>
+void visit_layouts(const AttentionConfig& config, Visit&& visit) {
+  for (int32_t c = 0; c < config.classes.count; ++c) {
+    for (int32_t t = 0; t < config.num_tiers; ++t) visit(*tier_layout(config, t, c));
+  }
+}
+// 0 where there is one class.
+inline int32_t head_class_of(const AttentionConfig& config, int32_t layer, int32_t kv_head) {
+  if (config.classes.count == 1) return 0;
+  return config.classes.of_head[static_cast<int64_t>(layer) * config.num_kv_heads + kv_head];
+}
+
 // Of a config that was not validated, something.
 inline QueryColumns query_columns(const AttentionConfig& config) {
   return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/core/workspace.h"
+#include "attention/tiers/config_rows.h"
 #include "attention/tiers/decode.h"
 #include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.h"
@@ -42,10 +43,9 @@ Status validate_table(const AttentionConfig& config, const PageTableView& table)
     const std::string name = "tier " + std::to_string(t) + ": side ";
     const int32_t side = config.tiers[t].side;
     if (side >= shape.num_sides) return invalid(name + "is not in the page table");
-    const Result<PageLayout> layout =
-        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const Result<PageLayout> layout = tier_layout(config, t);
     if (!layout) return layout.status();
-    if (shape.tokens_per_page[side] != layout->tokens) {
+    if (config.classes.count == 1 && shape.tokens_per_page[side] != layout->tokens) {
       return invalid(name + "has another number of tokens per page than its format");
     }
     if (shape.table_slots[side / 2] < 1) return invalid(name + "has no slots");
@@ -78,28 +78,6 @@ Status validate_call(const AttentionConfig& config, const AttentionGrid& grid,
   return Status::ok();
 }
 
-// The formats were validated.
-AttentionRows rows_of(const AttentionConfig& config, const AttentionGrid& grid,
-                      const PageTableView& table, const AttentionBatch& batch) {
-  AttentionRows rows;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const SideView side = table.side(config.tiers[t].side);
-    rows.tiers[t] = tier_source(layout, side, grid.slot_bytes);
-    rows.row_stride = static_cast<int32_t>(side.row_stride);
-    rows.token_stride = static_cast<int32_t>(side.token_stride);
-  }
-  rows.sequences = batch.sequences;
-  rows.passes = query_columns(config).passes;
-  rows.num_rows = batch.count * config.num_kv_heads * rows.passes;
-  rows.num_kv_heads = config.num_kv_heads;
-  rows.num_tiers = config.num_tiers;
-  rows.num_table_sequences = table.shape.num_sequences;
-  rows.rows_per_sequence = table.shape.rows_per_sequence;
-  return rows;
-}
-
 template <class T>
 T* at(const AttentionWorkspace& workspace, size_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
@@ -125,31 +103,15 @@ TailSource tail_source(const AttentionConfig& config, const AttentionTail& tail)
           tail.ring_tokens};
 }
 
-}  // namespace
-
-Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
-  const Result<DeviceLimits> limits = device_limits();
-  if (!limits) return limits.status();
-  const Result<AttentionGrid> grid = choose_grid(config, limits->sms, limits->shared_bytes);
-  if (!grid) return grid;
-  if (Status s = prepare_attention(config, *grid, limits->shared_bytes); !s) return s;
-  return grid;
-}
-
-Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
-                         int32_t shared_bytes) {
-  if (Status s = prepare_plan(); !s) return s;
-  return prepare_decode(config.head_dim, query_columns(config).of_row, grid.warps_per_cta,
-                        shared_bytes);
-}
-
-Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
-                      const PageTableView& table, const AttentionBatch& batch,
-                      const AttentionWorkspace& workspace, GpuStream stream) {
-  if (Status s = validate_call(config, grid, table, batch, workspace); !s) return s;
+template <int32_t kClasses>
+Status plan_of(const AttentionConfig& config, const AttentionGrid& grid, const PageTableView& table,
+               const AttentionBatch& batch, const AttentionWorkspace& workspace, GpuStream stream) {
   const WorkspaceLayout layout = workspace_layout(config, grid, batch.count);
-  PlanParams params;
-  params.rows = rows_of(config, grid, table, batch);
+  PlanParamsOf<kClasses> params;
+  params.rows = config_rows<kClasses>(config, grid.slot_bytes, table, batch, 0);
+  if constexpr (kClasses > 1) {
+    for (int32_t i = 0; i < config.num_layers; ++i) params.layers[i] = head_planes(config, i);
+  }
   params.items = at<WorkItem>(workspace, layout.items);
   params.row_status = at<int32_t>(workspace, layout.row_status);
   params.max_ctas = grid.num_ctas;
@@ -159,13 +121,13 @@ Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
   return launch_plan(params, stream);
 }
 
-Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
-              const AttentionWorkspace& workspace, GpuStream stream) {
-  if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
-  if (Status s = validate_attend(config, call); !s) return s;
+// A validated call.
+template <int32_t kClasses>
+Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+                 const AttentionWorkspace& workspace, GpuStream stream) {
   const WorkspaceLayout layout = workspace_layout(config, grid, call.batch.count);
-  DecodeParams params;
-  params.rows = rows_of(config, grid, call.table, call.batch);
+  DecodeParamsOf<kClasses> params;
+  params.rows = config_rows<kClasses>(config, grid.slot_bytes, call.table, call.batch, call.layer);
   params.layer = call.layer;
   params.pool = call.pages.base;
   params.page_bytes = call.pages.page_bytes;
@@ -197,6 +159,44 @@ Status attend(const AttentionConfig& config, const AttentionGrid& grid, const At
   if (params.tail.newest != nullptr) params.settled[params.tail.tier] = Settled::kNothing;
   if (Status s = launch_decode(params, config.head_dim, grid.num_ctas, stream); !s) return s;
   return launch_shared_rows(shared_rows_params(params, grid.num_ctas), config.head_dim, stream);
+}
+
+}  // namespace
+
+Result<AttentionGrid> attention_grid(const AttentionConfig& config) {
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  const Result<AttentionGrid> grid = choose_grid(config, limits->sms, limits->shared_bytes);
+  if (!grid) return grid;
+  if (Status s = prepare_attention(config, *grid, limits->shared_bytes); !s) return s;
+  return grid;
+}
+
+Status prepare_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                         int32_t shared_bytes) {
+  if (Status s = prepare_plan(); !s) return s;
+  const DecodeSetup setup{config.head_dim, query_columns(config).of_row, grid.warps_per_cta,
+                          shared_bytes};
+  return config.classes.count > 1 ? prepare_decode<kMaxAttentionClasses>(setup)
+                                  : prepare_decode<1>(setup);
+}
+
+Status plan_attention(const AttentionConfig& config, const AttentionGrid& grid,
+                      const PageTableView& table, const AttentionBatch& batch,
+                      const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, table, batch, workspace); !s) return s;
+  return config.classes.count > 1
+             ? plan_of<kMaxAttentionClasses>(config, grid, table, batch, workspace, stream)
+             : plan_of<1>(config, grid, table, batch, workspace, stream);
+}
+
+Status attend(const AttentionConfig& config, const AttentionGrid& grid, const AttendCall& call,
+              const AttentionWorkspace& workspace, GpuStream stream) {
+  if (Status s = validate_call(config, grid, call.table, call.batch, workspace); !s) return s;
+  if (Status s = validate_attend(config, call); !s) return s;
+  return config.classes.count > 1
+             ? attend_of<kMaxAttentionClasses>(config, grid, call, workspace, stream)
+             : attend_of<1>(config, grid, call, workspace, stream);
 }
 
 }  // namespace tierkv

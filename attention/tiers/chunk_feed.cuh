@@ -30,19 +30,21 @@ static_assert(sizeof(ChunkPlace) == kChunkHeaderBytes, "one 16-byte access per p
 // A chunk and where its bytes are.
 struct Chunk {
   ChunkHeader header;
-  int32_t tier;
+  int32_t tier;  // of the launch's
   int32_t page;  // id
   int32_t tile;  // first tile in the page
   bool is_page;  // all tiles of a page
 };
 
 // By a whole warp; all lanes hold the same state but for page ids.
+template <int32_t kClasses>
 class ChunkFeed {
  public:
-  __device__ __forceinline__ ChunkFeed(const DecodeParams& params, const WorkItem& item)
+  __device__ __forceinline__ ChunkFeed(const DecodeParamsOf<kClasses>& params, const WorkItem& item)
       : p_(params), left_(item.tiles), row_(item.row) {
     if (left_ == 0) return;
     table_row_ = table_row_of(p_.rows, p_.layer, row_);
+    first_tier_ = first_tier_of(p_.rows, row_);
 #pragma unroll
     for (int32_t t = 0; t < kAttentionTiers; ++t) tokens_[t] = item.tier[t];
     int32_t tile = item.tile;
@@ -114,7 +116,7 @@ class ChunkFeed {
       const int32_t tiles = smaller(smaller(chunk_tiles_, page_tiles_ - page_tile_),
                                     smaller(tiles_of(tier_tokens_), left_));
       chunk.header = {row_, format_, tiles, smaller(tiles * kTileTokens, tier_tokens_)};
-      chunk.tier = tier_;
+      chunk.tier = first_tier_ + tier_;
       chunk.page = __shfl_sync(kFullWarp, ids_, page_ & 31);
       chunk.tile = page_tile_;
       chunk.is_page = tiles == page_tiles_;
@@ -167,7 +169,8 @@ class ChunkFeed {
       const bool is_row = row_ + 1 < p_.rows.num_rows;
       if (is_row) ++row_;
       table_row_ = is_row ? table_row_of(p_.rows, p_.layer, row_) : kPaddingRow;
-      const RowTokens n = row_tokens(p_.rows, table_row_);
+      first_tier_ = first_tier_of(p_.rows, row_);
+      const RowTokens n = row_tokens(p_.rows, table_row_, first_tier_);
 #pragma unroll
       for (int32_t t = 0; t < kAttentionTiers; ++t) tokens_[t] = n.tier[t];
       tier = 0;
@@ -189,7 +192,7 @@ class ChunkFeed {
     page_tile_ = 0;
     page_tiles_ = -1;  // which no page tile is
     if (tier_ == kAttentionTiers) return;
-    const TierSource& at = p_.rows.tiers[tier_];
+    const TierSource& at = p_.rows.tiers[first_tier_ + tier_];
     format_ = at.format;
     page_tiles_ = at.page_tiles;
     page_bytes_ = at.page_bytes;
@@ -208,16 +211,17 @@ class ChunkFeed {
   }
 
   __device__ __forceinline__ int32_t read_ids(int32_t first) const {
-    const TierSource& tier = p_.rows.tiers[tier_];
+    const TierSource& tier = p_.rows.tiers[first_tier_ + tier_];
     const int32_t page = first + lane();
     if (page >= tier.max_pages) return kNoPage;
     return tier.slots[table_row_ * p_.rows.row_stride + page * tier.direction];
   }
 
-  const DecodeParams& p_;
+  const DecodeParamsOf<kClasses>& p_;
   int32_t left_;  // tiles of the item
   int32_t row_;
   int64_t table_row_ = kPaddingRow;
+  int32_t first_tier_ = 0;  // of the row's class, in the launch's
   int32_t tokens_[kAttentionTiers] = {0, 0, 0};
   int32_t tier_ = kAttentionTiers;  // kAttentionTiers: the row has no tokens
   int32_t format_ = 0, page_tiles_ = 1, chunk_tiles_ = 1, page_bytes_ = 0;
@@ -236,8 +240,9 @@ struct ReadyChunk {
 
 // The chunk's four segments go to the slot back to back. A whole page is one piece, because its
 // segments lie like that already.
-__device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParams& p, const Chunk& chunk,
-                                                    uint8_t* slot) {
+template <int32_t kClasses>
+__device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParamsOf<kClasses>& p,
+                                                    const Chunk& chunk, uint8_t* slot) {
   ReadyChunk ready;
   ready.header = chunk.header;
   ready.is_stray = false;
@@ -269,8 +274,10 @@ __device__ __forceinline__ ReadyChunk prepare_chunk(const DecodeParams& p, const
   return ready;
 }
 
-__device__ __forceinline__ void announce_chunk(const DecodeParams& p, const ChunkHeader& chunk,
-                                               bool is_stray, ChunkHeader* header) {
+template <int32_t kClasses>
+__device__ __forceinline__ void announce_chunk(const DecodeParamsOf<kClasses>& p,
+                                               const ChunkHeader& chunk, bool is_stray,
+                                               ChunkHeader* header) {
   if (!is_first_lane()) return;
   *header = chunk;
   if (is_stray) {
@@ -322,14 +329,16 @@ struct RingSlot {
 // By the whole warp: the feed's next chunk into a slot. A page outside the pool is left out and
 // reported. True where the chunk is a full page with more of its tier behind it: those of a tier
 // have one header, which is not written where the slot has it already.
-__device__ __forceinline__ bool start_chunk(const DecodeParams& p, ChunkFeed& feed,
-                                            const RingSlot& slot, bool has_header) {
+template <int32_t kClasses>
+__device__ __forceinline__ bool start_chunk(const DecodeParamsOf<kClasses>& p,
+                                            ChunkFeed<kClasses>& feed, const RingSlot& slot,
+                                            bool has_header) {
   if (slot.place != nullptr) {
     const ChunkPlace place = feed.place();
     if (is_first_lane()) *slot.place = place;
   }
   if (feed.is_at_page()) {
-    ChunkFeed::Page page = feed.next_page();
+    typename ChunkFeed<kClasses>::Page page = feed.next_page();
     if (page.page >= 0 && page.page < p.num_pages) {
       if (!has_header && is_first_lane()) *slot.header = page.header;
       copy_page(slot.full,

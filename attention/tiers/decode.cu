@@ -5,16 +5,17 @@
 namespace tierkv {
 namespace {
 
-DecodeKernel kernel_of(int32_t head_dim, const DecodeChoice& choice) {
+template <int32_t kClasses>
+DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeChoice& choice) {
   switch (head_dim) {
     case 64:
-      return decode_kernel_of<64>(choice);
+      return decode_kernel_of<64, kClasses>(choice);
     case 96:
-      return decode_kernel_of<96>(choice);
+      return decode_kernel_of<96, kClasses>(choice);
     case 128:
-      return decode_kernel_of<128>(choice);
+      return decode_kernel_of<128, kClasses>(choice);
     case 256:
-      return decode_kernel_of<256>(choice);
+      return decode_kernel_of<256, kClasses>(choice);
     default:
       return nullptr;
   }
@@ -27,29 +28,40 @@ Status no_kernel(int32_t head_dim) {
 
 }  // namespace
 
-Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t warps, int32_t shared_bytes) {
-  const int32_t blocks = column_blocks(of_row);
-  for (const DecodeMode mode : {DecodeMode::kPlain, DecodeMode::kNarrow, DecodeMode::kScored,
-                                DecodeMode::kFull, DecodeMode::kBFloat16}) {
-    const DecodeKernel kernel = kernel_of(head_dim, {blocks, mode, warps < kDecodeWarps});
-    if (kernel == nullptr && !is_plain(mode)) return no_kernel(head_dim);
+template <int32_t kClasses>
+Status prepare_decode(const DecodeSetup& setup) {
+  using enum DecodeMode;
+  const int32_t blocks = column_blocks(setup.of_row);
+  for (const DecodeMode mode : {kPlain, kNarrow, kScored, kFull, kBFloat16, kClassPlain,
+                                kClassNarrow, kClassFull, kClassBFloat16}) {
+    if (classes_of(mode) != kClasses) continue;
+    const DecodeChoice choice{blocks, mode, setup.warps < kDecodeWarps};
+    const DecodeKernelOf<kClasses> kernel = kernel_of<kClasses>(setup.head_dim, choice);
+    if (kernel == nullptr && !is_plain(mode)) return no_kernel(setup.head_dim);
     if (kernel == nullptr) continue;
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, setup.shared_bytes);
     if (error != cudaSuccess) return cuda_status(error, "shared memory of the decode kernel");
   }
   return Status::ok();
 }
 
-Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
+template <int32_t kClasses>
+Status launch_decode(const DecodeParamsOf<kClasses>& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream) {
-  const DecodeKernel kernel = kernel_of(head_dim, decode_choice(params));
+  const DecodeKernelOf<kClasses> kernel = kernel_of<kClasses>(head_dim, decode_choice(params));
   if (kernel == nullptr) return no_kernel(head_dim);
   const int32_t warps = params.warps;
   const int32_t bytes =
       decode_shared(head_dim, params.columns.of_row, params.slot_bytes, params.slots, warps).bytes;
   return launch_after_previous(kernel, num_ctas, warps * 32, bytes, stream, params);
 }
+
+template Status prepare_decode<1>(const DecodeSetup&);
+template Status prepare_decode<kMaxAttentionClasses>(const DecodeSetup&);
+template Status launch_decode(const DecodeParamsOf<1>&, int32_t, int32_t, GpuStream);
+template Status launch_decode(const DecodeParamsOf<kMaxAttentionClasses>&, int32_t, int32_t,
+                              GpuStream);
 
 }  // namespace tierkv

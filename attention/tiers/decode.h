@@ -34,9 +34,10 @@ struct TailSource {
   int32_t ring_tokens = 0;
 };
 
-struct DecodeParams {
+template <int32_t kClasses>
+struct DecodeParamsOf {
   const WorkItem* items = nullptr;  // [grid * warps + 1]
-  AttentionRows rows;
+  RowsOf<kClasses> rows;
   int32_t layer = 0;
   const uint8_t* pool = nullptr;  // [num_pages][page_bytes]
   int64_t page_bytes = 0;
@@ -59,6 +60,8 @@ struct DecodeParams {
   bool is_bfloat16 = false;      // q, out and raw pages; otherwise fp16
   uint8_t warps = kDecodeWarps;  // of a CTA, at most kDecodeWarps
 };
+using DecodeParams = DecodeParamsOf<1>;
+using ClassDecodeParams = DecodeParamsOf<kMaxAttentionClasses>;
 
 // In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
 // 8 dims of four columns 1 or 2 apart, are then free of conflicts.
@@ -109,45 +112,82 @@ enum class DecodeMode {
   kScored,  // plain, with scores left behind
   kFull,
   kBFloat16,  // full, for q, out and raw pages of bfloat16
+  // The same for rows of several classes, which the full ones leave scores of.
+  kClassPlain,
+  kClassNarrow,
+  kClassFull,
+  kClassBFloat16,
 };
-TKV_HD DecodeMode decode_mode(const DecodeParams& p) {
-  if (p.is_bfloat16) return DecodeMode::kBFloat16;
+TKV_HD constexpr bool has_classes(DecodeMode mode) {
+  return mode >= DecodeMode::kClassPlain;
+}
+// The mode that differs in the classes only.
+TKV_HD constexpr DecodeMode of_one_class(DecodeMode mode) {
+  return mode == DecodeMode::kClassPlain      ? DecodeMode::kPlain
+         : mode == DecodeMode::kClassNarrow   ? DecodeMode::kNarrow
+         : mode == DecodeMode::kClassFull     ? DecodeMode::kFull
+         : mode == DecodeMode::kClassBFloat16 ? DecodeMode::kBFloat16
+                                              : mode;
+}
+TKV_HD constexpr int32_t classes_of(DecodeMode mode) {
+  return has_classes(mode) ? kMaxAttentionClasses : 1;
+}
+template <int32_t kClasses>
+TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {
+  constexpr bool kHasClasses = kClasses > 1;
+  if (p.is_bfloat16) return kHasClasses ? DecodeMode::kClassBFloat16 : DecodeMode::kBFloat16;
   const bool is_full =
       column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
-  if (is_full) return DecodeMode::kFull;
+  if (is_full || (kHasClasses && p.scores.codes != nullptr)) {
+    return kHasClasses ? DecodeMode::kClassFull : DecodeMode::kFull;
+  }
   if (p.scores.codes != nullptr) return DecodeMode::kScored;
-  return p.columns.of_row > kNarrowColumns ? DecodeMode::kPlain : DecodeMode::kNarrow;
+  const bool is_narrow = p.columns.of_row <= kNarrowColumns;
+  if (kHasClasses) return is_narrow ? DecodeMode::kClassNarrow : DecodeMode::kClassPlain;
+  return is_narrow ? DecodeMode::kNarrow : DecodeMode::kPlain;
 }
 // Of one block of columns; without masks, sinks and bfloat16.
 TKV_HD constexpr bool is_plain(DecodeMode mode) {
-  return mode == DecodeMode::kPlain || mode == DecodeMode::kNarrow || mode == DecodeMode::kScored;
+  const DecodeMode base = of_one_class(mode);
+  return base == DecodeMode::kPlain || base == DecodeMode::kNarrow || base == DecodeMode::kScored;
 }
 // Able to leave scores behind, and so in need of the places of chunks.
 TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
-  return mode != DecodeMode::kPlain && mode != DecodeMode::kNarrow;
+  const DecodeMode base = of_one_class(mode);
+  return base != DecodeMode::kPlain && base != DecodeMode::kNarrow;
 }
-using DecodeKernel = void (*)(DecodeParams);
+template <int32_t kClasses>
+using DecodeKernelOf = void (*)(DecodeParamsOf<kClasses>);
+using DecodeKernel = DecodeKernelOf<1>;
 // Which kernel: of so many blocks of columns, and whether of fewer warps than kDecodeWarps. There
-// are such only of the full modes, which can do what the others do.
+// are such only of the full modes, which can do what the others do; with classes these are for any
+// number of warps.
 struct DecodeChoice {
   int32_t blocks;
   DecodeMode mode;
   bool few_warps;
 };
-TKV_HD DecodeChoice decode_choice(const DecodeParams& p) {
+template <int32_t kClasses>
+TKV_HD DecodeChoice decode_choice(const DecodeParamsOf<kClasses>& p) {
+  constexpr DecodeMode kFull = kClasses > 1 ? DecodeMode::kClassFull : DecodeMode::kFull;
   const bool few_warps = p.warps < kDecodeWarps;
   const DecodeMode mode = decode_mode(p);
-  return {column_blocks(p.columns.of_row), few_warps && is_plain(mode) ? DecodeMode::kFull : mode,
-          few_warps};
+  return {column_blocks(p.columns.of_row), few_warps && is_plain(mode) ? kFull : mode, few_warps};
 }
-// Null where there is none. Each head_dim has an object, from decode_instance.cu.in.
-template <int32_t kHeadDim>
-DecodeKernel decode_kernel_of(const DecodeChoice& choice);
+// Null where there is none. Each head_dim has an object for one class and one for several, from
+// decode_instance.cu.in.
+template <int32_t kHeadDim, int32_t kClasses>
+DecodeKernelOf<kClasses> decode_kernel_of(const DecodeChoice& choice);
 
 // Lets the kernels of as many warps use shared_bytes. Once per device, before the first launch.
-Status prepare_decode(int32_t head_dim, int32_t of_row, int32_t warps, int32_t shared_bytes);
+struct DecodeSetup {
+  int32_t head_dim, of_row, warps, shared_bytes;
+};
+template <int32_t kClasses>
+Status prepare_decode(const DecodeSetup& setup);
 // One kernel of num_ctas CTAs.
-Status launch_decode(const DecodeParams& params, int32_t head_dim, int32_t num_ctas,
+template <int32_t kClasses>
+Status launch_decode(const DecodeParamsOf<kClasses>& params, int32_t head_dim, int32_t num_ctas,
                      GpuStream stream);
 
 }  // namespace tierkv

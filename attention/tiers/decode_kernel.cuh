@@ -7,6 +7,8 @@
 // each leaves one part in global memory, for the kernel of shared_rows.cuh, which follows.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/core/parts_join.cuh"
 #include "attention/tiers/chunk_feed.cuh"
 #include "attention/tiers/shared_rows.h"
@@ -23,7 +25,10 @@ namespace tierkv {
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 class DecodeCta {
  public:
-  __device__ DecodeCta(const DecodeParams& params, uint8_t* shared_bytes)
+  using Params = DecodeParamsOf<classes_of(kMode)>;
+  using Feed = ChunkFeed<classes_of(kMode)>;
+
+  __device__ DecodeCta(const Params& params, uint8_t* shared_bytes)
       : p_(params),
         warp_(held(static_cast<int32_t>(threadIdx.x) / 32)),
         lane_(threadIdx.x % 32),
@@ -70,8 +75,7 @@ class DecodeCta {
   __device__ __forceinline__ bool leaves_scores() const {
     return kMode == DecodeMode::kScored || (kKnowsPlaces && p_.scores.codes != nullptr);
   }
-  __device__ __forceinline__ int32_t early_chunks(const WorkItem& item,
-                                                  const ChunkFeed& feed) const;
+  __device__ __forceinline__ int32_t early_chunks(const WorkItem& item, const Feed& feed) const;
   // The rows that began before an item and that go on behind it, or -1.
   struct OpenRows {
     int32_t before, behind;
@@ -90,7 +94,7 @@ class DecodeCta {
     return parts_ + i / 2 * p_.columns.of_row * kHeadDim;
   }
 
-  const DecodeParams& p_;
+  const Params& p_;
   int32_t warp_, lane_;
   uint8_t* rings_;
   uint64_t* full_;        // of this warp, as
@@ -125,7 +129,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::attend(
     const WorkItem& item, const WorkItem& next) {
-  ChunkFeed feed(p_, item);
+  Feed feed(p_, item);
   RingOrder ring(p_.slots);
   const int32_t ring_at = held(warp_ * p_.slots * p_.slot_bytes);
   const auto slot_bytes = [&](int32_t slot) { return rings_ + (ring_at + slot * p_.slot_bytes); };
@@ -210,7 +214,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 __device__ __forceinline__ int32_t
 DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps>::early_chunks(const WorkItem& item,
-                                                                   const ChunkFeed& feed) const {
+                                                                   const Feed& feed) const {
   constexpr int32_t kFewChunks = 8;
   if (!p_.plan_is_settled) return 0;
   const int32_t chunk_tiles = feed.chunk_tiles();
@@ -277,13 +281,13 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
   const bool has_sink = !kIsPlain && p_.sinks != nullptr;
   join.write({static_cast<uint16_t*>(p_.out) + place * kHeadDim + slice * kJoinDims,
               p_.lse == nullptr || slice != 0 ? nullptr : p_.lse + place,
-              kMode == DecodeMode::kBFloat16,
+              of_one_class(kMode) == DecodeMode::kBFloat16,
               has_sink ? p_.sinks[p_.columns.head(row, column)] : -INFINITY});
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode, bool kFewWarps>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams params) {
+    decode_kernel(const __grid_constant__ DecodeParamsOf<classes_of(kMode)> params) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWarps> cta(params, shared_bytes);
   cta.run();
@@ -307,15 +311,33 @@ DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
   return nullptr;
 }
 
-template <int32_t kHeadDim>
-DecodeKernel decode_kernel_of(const DecodeChoice& choice) {
-  if constexpr (most_columns(kHeadDim) > kBlockColumns) {
-    if (choice.blocks == 2) {
-      return decode_kernel_of_blocks<kHeadDim, 2>(choice.mode, choice.few_warps);
+template <int32_t kHeadDim, int32_t kColumnBlocks>
+DecodeKernelOf<kMaxAttentionClasses> class_kernel_of_blocks(DecodeMode mode, bool few_warps) {
+  using enum DecodeMode;
+  if (mode == kClassFull) return decode_kernel<kHeadDim, kColumnBlocks, kClassFull, true>;
+  if (mode == kClassBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kClassBFloat16, true>;
+  if constexpr (kColumnBlocks == 1) {
+    if (few_warps) return nullptr;
+    if (mode == kClassPlain) return decode_kernel<kHeadDim, 1, kClassPlain, false>;
+    if (mode == kClassNarrow) return decode_kernel<kHeadDim, 1, kClassNarrow, false>;
+  }
+  return nullptr;
+}
+
+template <int32_t kHeadDim, int32_t kClasses>
+DecodeKernelOf<kClasses> decode_kernel_of(const DecodeChoice& choice) {
+  const auto of_blocks = [&](auto blocks) {
+    if constexpr (kClasses == 1) {
+      return decode_kernel_of_blocks<kHeadDim, blocks()>(choice.mode, choice.few_warps);
+    } else {
+      return class_kernel_of_blocks<kHeadDim, blocks()>(choice.mode, choice.few_warps);
     }
+  };
+  if constexpr (most_columns(kHeadDim) > kBlockColumns) {
+    if (choice.blocks == 2) return of_blocks(std::integral_constant<int32_t, 2>());
   }
   if (choice.blocks != 1) return nullptr;
-  return decode_kernel_of_blocks<kHeadDim, 1>(choice.mode, choice.few_warps);
+  return of_blocks(std::integral_constant<int32_t, 1>());
 }
 
 }  // namespace tierkv

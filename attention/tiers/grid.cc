@@ -14,24 +14,18 @@ namespace {
 // Of the largest page, all that attention reads, and at least a slot.
 int32_t whole_page_bytes(const AttentionConfig& config) {
   int32_t bytes = least_slot_bytes(config);
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    bytes = std::max(bytes, layout.scores);
-  }
+  visit_layouts(config, [&](const PageLayout& page) { bytes = std::max(bytes, page.scores); });
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
 // The largest chunk that tiers cut for slots of slot_bytes have, and at least a slot.
 int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
   int32_t bytes = least_slot_bytes(config);
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const int32_t tile_bytes = tile_read_bytes(layout),
-                  tiles = cut_page(layout.tiles(), tile_bytes, slot_bytes);
-    bytes = std::max(bytes, tiles == layout.tiles() ? layout.scores : tiles * tile_bytes);
-  }
+  visit_layouts(config, [&](const PageLayout& page) {
+    const int32_t tile_bytes = tile_read_bytes(page),
+                  tiles = cut_page(page.tiles(), tile_bytes, slot_bytes);
+    bytes = std::max(bytes, tiles == page.tiles() ? page.scores : tiles * tile_bytes);
+  });
   return ceil_div(bytes, kSlotAlignment) * kSlotAlignment;
 }
 
@@ -60,11 +54,8 @@ bool choose_slots(const AttentionConfig& config, int32_t shared_bytes, Attention
 
 int32_t least_slot_bytes(const AttentionConfig& config) {
   int32_t bytes = config.head_dim * query_columns(config).of_row * 4;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    bytes = std::max(bytes, tile_read_bytes(layout));
-  }
+  visit_layouts(config,
+                [&](const PageLayout& page) { bytes = std::max(bytes, tile_read_bytes(page)); });
   return bytes;
 }
 

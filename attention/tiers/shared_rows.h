@@ -37,7 +37,8 @@ struct SharedRowsParams {
 // Shared memory that the decode kernel leaves on a multiprocessor for a CTA of this kernel.
 inline constexpr int32_t kSharedRowsRoom = 1024;
 
-inline SharedRowsParams shared_rows_params(const DecodeParams& d, int32_t num_ctas) {
+template <int32_t kClasses>
+SharedRowsParams shared_rows_params(const DecodeParamsOf<kClasses>& d, int32_t num_ctas) {
   return {d.items,       d.parts, d.part_states, num_ctas, d.rows.num_rows, d.columns,
           d.is_bfloat16, d.warps, d.out,         d.lse,    d.sinks};
 }

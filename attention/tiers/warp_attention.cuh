@@ -69,12 +69,12 @@ class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
   static constexpr bool kIsPlain = is_plain(kMode);
-  static constexpr bool kIsNarrow = kMode == DecodeMode::kNarrow;
+  static constexpr bool kIsNarrow = of_one_class(kMode) == DecodeMode::kNarrow;
   static constexpr bool kLeavesScores = may_leave_scores(kMode);
   static constexpr int32_t kLaneColumns = kIsNarrow ? 1 : 2;  // of a block, whose scores it has
   // For a second tile in a step: of 256 dims, or of 128 in two blocks, accumulators take most.
   static constexpr bool kHasRoom = kIsPlain || kColumnBlocks * kHeadDim <= 128;
-  static constexpr bool kIsBFloat16 = kMode == DecodeMode::kBFloat16;
+  static constexpr bool kIsBFloat16 = of_one_class(kMode) == DecodeMode::kBFloat16;
 
   __device__ __forceinline__ WarpAttention(const QueryColumns& columns, const TokenScores& scores)
       : columns_(columns), scores_(scores) {}
@@ -140,6 +140,11 @@ class WarpAttention {
 
   __device__ __forceinline__ static int32_t lane() {
     return threadIdx.x % 32;
+  }
+
+  // Formats of classes are few: AttentionConfig::validate().
+  __device__ static constexpr bool has_pair(CodeType k, CodeType v) {
+    return !has_classes(kMode) || (k.is_raw() == v.is_raw() && v.bits() <= k.bits());
   }
 
   // The column of the row that is B's column lane / 4 of a block; one beyond all rows' for none.
@@ -231,10 +236,16 @@ template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 template <CodeType kKeys>
 __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::attend_keys(
     const ChunkTokens& chunk) {
-  if (v_type_ == kCodes4) return attend_tiles<kKeys, kCodes4>(chunk);
-  if (v_type_ == kCodes2) return attend_tiles<kKeys, kCodes2>(chunk);
-  if (v_type_ == kCodes8) return attend_tiles<kKeys, kCodes8>(chunk);
-  return attend_tiles<kKeys, kRawCodes>(chunk);
+  if constexpr (has_pair(kKeys, kCodes4)) {
+    if (v_type_ == kCodes4) return attend_tiles<kKeys, kCodes4>(chunk);
+  }
+  if constexpr (has_pair(kKeys, kCodes2)) {
+    if (v_type_ == kCodes2) return attend_tiles<kKeys, kCodes2>(chunk);
+  }
+  if constexpr (has_pair(kKeys, kCodes8)) {
+    if (v_type_ == kCodes8) return attend_tiles<kKeys, kCodes8>(chunk);
+  }
+  if constexpr (has_pair(kKeys, kRawCodes)) return attend_tiles<kKeys, kRawCodes>(chunk);
 }
 
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>

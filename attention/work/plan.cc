@@ -11,11 +11,13 @@ struct LayerWork {
   std::vector<int64_t> cost, tiles;
 };
 
-LayerWork layer_work(const AttentionRows& rows, int32_t layer) {
+template <int32_t kClasses>
+LayerWork layer_work(const RowsOf<kClasses>& rows, int32_t layer) {
   LayerWork p{{}, {0}, {0}};
   for (int32_t r = 0; r < rows.num_rows; ++r) {
-    p.tokens.push_back(row_tokens(rows, table_row_of(rows, layer, r)));
-    const RowWork work = row_work(rows, p.tokens.back());
+    const int32_t first_tier = first_tier_of(rows, r);
+    p.tokens.push_back(row_tokens(rows, table_row_of(rows, layer, r), first_tier));
+    const RowWork work = row_work(rows, p.tokens.back(), first_tier);
     p.cost.push_back(p.cost.back() + work.cost);
     p.tiles.push_back(p.tiles.back() + work.tiles);
   }
@@ -30,7 +32,8 @@ int32_t last_not_above(const std::vector<int64_t>& sorted, int64_t x) {
 
 }  // namespace
 
-std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32_t max_ctas,
+template <int32_t kClasses>
+std::vector<WorkItem> plan_items(const RowsOf<kClasses>& rows, int32_t layer, int32_t max_ctas,
                                  int32_t warps) {
   const WorkItem none{rows.num_rows, 0, 0, {0, 0, 0}};
   std::vector<WorkItem> plan(max_ctas * warps + 1, none);
@@ -40,15 +43,18 @@ std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32
                                     {p.cost.back(), p.cost[1]}),
                 items = ctas * warps;
   const EvenCut cut(p.cost.back(), Divisor(items));
-  Divisor tile_cost[kAttentionTiers];
-  for (int32_t t = 0; t < kAttentionTiers; ++t) tile_cost[t] = Divisor(rows.tiers[t].tile_cost);
+  Divisor tile_cost[kClasses * kAttentionTiers];
+  for (int32_t t = 0; t < kClasses * kAttentionTiers; ++t) {
+    tile_cost[t] = Divisor(rows.tiers[t].tile_cost);
+  }
   std::vector<int64_t> starts;  // flat tiles
   for (int32_t i = 0; i < items; ++i) {
     const int64_t cost = cut.start(i);
     const int32_t row = last_not_above(p.cost, cost);
     const RowTokens& tokens = p.tokens[row];
     plan[i].row = row;
-    plan[i].tile = tile_at_cost(tile_cost, tokens.tier, static_cast<uint32_t>(cost - p.cost[row]));
+    plan[i].tile = tile_at_cost(tile_cost + first_tier_of(rows, row), tokens.tier,
+                                static_cast<uint32_t>(cost - p.cost[row]));
     std::copy(tokens.tier, tokens.tier + kAttentionTiers, plan[i].tier);
     starts.push_back(p.tiles[row] + plan[i].tile);
   }
@@ -58,5 +64,8 @@ std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32
   }
   return plan;
 }
+
+template std::vector<WorkItem> plan_items(const AttentionRows&, int32_t, int32_t, int32_t);
+template std::vector<WorkItem> plan_items(const ClassRows&, int32_t, int32_t, int32_t);
 
 }  // namespace tierkv

@@ -19,8 +19,17 @@ namespace tierkv {
 
 inline constexpr int32_t kMaxCtas = 512;
 
-struct PlanParams {
-  AttentionRows rows;
+// The classes of every layer, for which a plan is made at once.
+template <int32_t kClasses>
+struct PlanClasses {
+  HeadPlanes layers[kClassLayers];
+};
+template <>
+struct PlanClasses<1> {};
+
+template <int32_t kClasses>
+struct PlanParamsOf : PlanClasses<kClasses> {
+  RowsOf<kClasses> rows;          // its LayerClasses are not read
   WorkItem* items = nullptr;      // [num_layers][max_ctas * warps + 1]
   int32_t* row_status = nullptr;  // [num_layers][num_rows / passes] StatusCode
   int32_t max_ctas = 0;           // of the kernel that follows, at most kMaxCtas
@@ -29,14 +38,19 @@ struct PlanParams {
   int32_t num_layers = 1;
 };
 
-// Host reference of one layer: max_ctas * warps + 1 items. All pointers of `rows` are host memory.
-std::vector<WorkItem> plan_items(const AttentionRows& rows, int32_t layer, int32_t max_ctas,
+using PlanParams = PlanParamsOf<1>;
+
+// Host reference of one layer, whose classes `rows` has: max_ctas * warps + 1 items. All pointers
+// of `rows` are host memory.
+template <int32_t kClasses>
+std::vector<WorkItem> plan_items(const RowsOf<kClasses>& rows, int32_t layer, int32_t max_ctas,
                                  int32_t warps);
 
 // Lets the plan kernel use the shared memory it may need. Once per device.
 Status prepare_plan();
 // One launch of num_layers CTAs on `stream`; all pointers are device memory. kCuda when the launch
 // fails.
-Status launch_plan(const PlanParams& params, GpuStream stream);
+template <int32_t kClasses>
+Status launch_plan(const PlanParamsOf<kClasses>& params, GpuStream stream);
 
 }  // namespace tierkv

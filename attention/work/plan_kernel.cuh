@@ -55,11 +55,11 @@ __device__ RowSum<Cost> scan_warp(RowSum<Cost> x, int32_t lane) {
 }
 
 // One layer's plan: every CTA of the layer scans its rows and makes kPlanItems items.
-template <class Cost>
+template <class Cost, int32_t kClasses>
 class LayerPlan {
  public:
-  __device__ LayerPlan(const PlanLaunch& launch, int32_t layer, PlanShared<Cost>& shared,
-                       KeptRow* kept)
+  __device__ LayerPlan(const PlanLaunchOf<kClasses>& launch, int32_t layer,
+                       PlanShared<Cost>& shared, KeptRow* kept)
       : l_(launch), p_(launch.plan), layer_(layer), shared_(shared), rows_(launch, layer, kept) {}
 
   __device__ void run() {
@@ -172,29 +172,31 @@ class LayerPlan {
       start += kept.tiles();
       kept = rows_.at(++row);
     }
-    const int32_t tile = tile_at_cost(l_.tile_cost, kept.tokens, static_cast<uint32_t>(cost));
+    const int32_t tile = tile_at_cost(l_.tile_cost + rows_.first_tier(row), kept.tokens,
+                                      static_cast<uint32_t>(cost));
     return {row, tile, start + static_cast<uint32_t>(tile), kept};
   }
 
-  const PlanLaunch& l_;
-  const PlanParams& p_;
+  const PlanLaunchOf<kClasses>& l_;
+  const PlanParamsOf<kClasses>& p_;
   int32_t layer_;
   PlanShared<Cost>& shared_;
-  PlanRows rows_;
+  PlanRows<kClasses> rows_;
   RowSum<Cost> before_warp_;  // lane w: of the rows of the warps before w
   RowSum<Cost> total_;
 };
 
-template <class Cost>
+template <class Cost, int32_t kClasses>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    plan_kernel(const __grid_constant__ PlanLaunch launch) {
+    plan_kernel(const __grid_constant__ PlanLaunchOf<kClasses> launch) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   touch_parameters(launch, threadIdx.x / 32);
   wait_for_previous_kernel();
   let_next_kernel_start();
   auto& shared = *reinterpret_cast<PlanShared<Cost>*>(shared_bytes);
-  LayerPlan<Cost> plan(launch, blockIdx.x, shared,
-                       reinterpret_cast<KeptRow*>(shared_bytes + sizeof(PlanShared<Cost>)));
+  LayerPlan<Cost, kClasses> plan(
+      launch, blockIdx.x, shared,
+      reinterpret_cast<KeptRow*>(shared_bytes + sizeof(PlanShared<Cost>)));
   plan.run();
 }
 

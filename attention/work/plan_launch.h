@@ -7,19 +7,21 @@ namespace tierkv {
 
 inline constexpr int32_t kPlanThreads = 256;
 
-struct PlanLaunch {
-  PlanParams plan;
+template <int32_t kClasses>
+struct PlanLaunchOf {
+  PlanParamsOf<kClasses> plan;
   const SideCounts* tokens;       // of table row 0
   int32_t side[kAttentionTiers];  // of the tier; -1: there is no such tier
   int32_t rows_per_thread;
   int32_t batch_rows;  // num_rows / passes
-  Divisor passes, kv_heads, tile_cost[kAttentionTiers];
+  Divisor passes, kv_heads, tile_cost[kClasses * kAttentionTiers];
   Divisor max_items, even_items;  // of max_ctas and of even_ctas
 };
 
-inline PlanLaunch plan_launch(const PlanParams& params) {
-  const AttentionRows& rows = params.rows;
-  PlanLaunch launch{};
+template <int32_t kClasses>
+PlanLaunchOf<kClasses> plan_launch(const PlanParamsOf<kClasses>& params) {
+  const RowsOf<kClasses>& rows = params.rows;
+  PlanLaunchOf<kClasses> launch{};
   launch.plan = params;
   // The tokens of a table row are an aligned SideCounts, whichever side tier 0 is.
   const auto first =
@@ -28,6 +30,8 @@ inline PlanLaunch plan_launch(const PlanParams& params) {
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     const auto at = reinterpret_cast<uintptr_t>(rows.tiers[t].tokens) - first;
     launch.side[t] = t < rows.num_tiers ? static_cast<int32_t>(at / sizeof(int32_t)) : -1;
+  }
+  for (int32_t t = 0; t < kClasses * kAttentionTiers; ++t) {
     launch.tile_cost[t] = Divisor(rows.tiers[t].tile_cost);
   }
   launch.rows_per_thread = ceil_div(rows.num_rows, kPlanThreads);
@@ -40,11 +44,16 @@ inline PlanLaunch plan_launch(const PlanParams& params) {
 }
 
 // At least the cost of all rows, whatever their tokens.
-inline uint64_t most_cost(const AttentionRows& rows) {
-  RowTokens full;
-  for (int32_t t = 0; t < rows.num_tiers; ++t) full.tier[t] = rows.tiers[t].max_tokens;
-  const uint64_t of_row = uint64_t{row_work(rows, full).cost} + kShortRowCost;
-  return of_row * static_cast<uint64_t>(rows.num_rows);
+template <int32_t kClasses>
+uint64_t most_cost(const RowsOf<kClasses>& rows) {
+  uint64_t most = 0;
+  for (int32_t first = 0; first < kClasses * kAttentionTiers; first += kAttentionTiers) {
+    RowTokens full;
+    for (int32_t t = 0; t < rows.num_tiers; ++t) full.tier[t] = rows.tiers[first + t].max_tokens;
+    const uint64_t of_row = uint64_t{row_work(rows, full, first).cost} + kShortRowCost;
+    if (of_row > most) most = of_row;
+  }
+  return most * static_cast<uint64_t>(rows.num_rows);
 }
 
 }  // namespace tierkv

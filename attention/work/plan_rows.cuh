@@ -28,9 +28,10 @@ constexpr size_t kept_bytes(int32_t num_rows) {
   return (kept_place(smaller(num_rows, kKeptRows)) + 1) * sizeof(KeptRow);
 }
 
+template <int32_t kClasses>
 class PlanRows {
  public:
-  __device__ PlanRows(const PlanLaunch& launch, int32_t layer, KeptRow* kept)
+  __device__ PlanRows(const PlanLaunchOf<kClasses>& launch, int32_t layer, KeptRow* kept)
       : l_(launch), layer_(layer), kept_(kept) {}
 
   // Reads the rows of this thread's warp, neighbours by neighbouring lanes. The warp may read them
@@ -53,6 +54,19 @@ class PlanRows {
     return row < kKeptRows ? kept_[kept_place(row)] : read_again(row);
   }
 
+  // first_tier_of().
+  __device__ int32_t first_tier(int32_t row) const {
+    if constexpr (kClasses == 1) {
+      return 0;
+    } else {
+      const int32_t of_batch = batch_row(row);
+      const auto place =
+          static_cast<int32_t>(l_.kv_heads.quotient(static_cast<uint32_t>(of_batch)));
+      const int32_t kv_head = of_batch - place * l_.plan.rows.num_kv_heads;
+      return l_.plan.layers[layer_].class_of(kv_head) * kAttentionTiers;
+    }
+  }
+
  private:
   // table_row_of() without branches, so that several rows are asked for together.
   struct TableRow {
@@ -66,7 +80,7 @@ class PlanRows {
   }
 
   __device__ TableRow table_row(int32_t row) const {
-    const AttentionRows& rows = l_.plan.rows;
+    const RowsOf<kClasses>& rows = l_.plan.rows;
     const int32_t of_batch = batch_row(row);
     const auto place = static_cast<int32_t>(l_.kv_heads.quotient(static_cast<uint32_t>(of_batch)));
     const int32_t sequence = rows.sequences == nullptr ? place : rows.sequences[place];
@@ -83,7 +97,7 @@ class PlanRows {
   }
 
   // row_tokens(), likewise.
-  __device__ RowTokens tokens_of(const TableRow& row) const {
+  __device__ RowTokens tokens_of(const TableRow& row, int32_t first_tier) const {
     const int4 sides = reinterpret_cast<const int4*>(l_.tokens)[row.at];
     RowTokens n;
     n.corrupt = row.is_stray;
@@ -92,17 +106,17 @@ class PlanRows {
       const int32_t side = l_.side[t];
       const int32_t table = of_side(sides, side);
       const int32_t tokens = row.is_there && side >= 0 ? table : 0;
-      n.tier[t] = cut_tokens(l_.plan.rows.tiers[t], tokens);
+      n.tier[t] = cut_tokens(l_.plan.rows.tiers[first_tier + t], tokens);
       n.corrupt |= n.tier[t] != tokens;
     }
     return n;
   }
 
-  __device__ KeptRow kept_row(const RowTokens& n) const {
-    return {{n.tier[0], n.tier[1], n.tier[2]}, row_work(l_.plan.rows, n).cost};
+  __device__ KeptRow kept_row(const RowTokens& n, int32_t first_tier) const {
+    return {{n.tier[0], n.tier[1], n.tier[2]}, row_work(l_.plan.rows, n, first_tier).cost};
   }
   __device__ __noinline__ KeptRow read_again(int32_t row) const {
-    return kept_row(tokens_of(table_row(row)));
+    return kept_row(tokens_of(table_row(row), first_tier(row)), first_tier(row));
   }
 
   // Rows row, row + 32, ... below `end`; the first is.
@@ -113,11 +127,13 @@ class PlanRows {
 #pragma unroll
     for (int32_t k = 0; k < kRows; ++k) of_table[k] = table_row(smaller(row + 32 * k, end - 1));
 #pragma unroll
-    for (int32_t k = 0; k < kRows; ++k) n[k] = tokens_of(of_table[k]);
+    for (int32_t k = 0; k < kRows; ++k) {
+      n[k] = tokens_of(of_table[k], first_tier(smaller(row + 32 * k, end - 1)));
+    }
 #pragma unroll
     for (int32_t k = 0; k < kRows; ++k, row += 32) {
       if (row >= end) return;
-      if (row < kKeptRows) kept_[kept_place(row)] = kept_row(n[k]);
+      if (row < kKeptRows) kept_[kept_place(row)] = kept_row(n[k], first_tier(row));
       if (blockIdx.y == 0) set_status(row, n[k].corrupt);
     }
   }
@@ -127,7 +143,7 @@ class PlanRows {
         static_cast<int32_t>(corrupt ? StatusCode::kCorrupt : StatusCode::kOk);
   }
 
-  const PlanLaunch& l_;
+  const PlanLaunchOf<kClasses>& l_;
   int32_t layer_;
   KeptRow* kept_;  // by kept_place()
 };

@@ -8,17 +8,23 @@
 //          written
 //   item   the consecutive tiles, of one row or of several, that one warp attends to; the items of
 //          a CTA follow each other
+//   class  of kv_heads: those of a class have the same formats in their tiers. Launches of one
+//          class and of several differ in the types below, so that those of one class have none of
+//          the others' code
 //   chunk  up to `tiles_per_chunk` consecutive tiles of one page and item: what is copied at once
 #pragma once
 
 #include <cstdint>
 
 #include "codec/format/page_layout.h"
+#include "tierkv/attention.h"
 #include "tierkv/page_table.h"
 
 namespace tierkv {
 
 inline constexpr int32_t kAttentionTiers = 3;
+inline constexpr int32_t kClassHeads = 64;  // kv_heads of a layer that may be of several classes
+inline constexpr int32_t kClassLayers = 128;
 inline constexpr int32_t kCostUnitBytes = 64;
 // Beside its bytes a tile takes arithmetic. A short row takes its beginning and end, in which its
 // warp waits for tables, queries and pages one after the other, as long as for two pages; a long
@@ -56,11 +62,32 @@ struct TierSource {
   int32_t max_tokens = 0;        // that they hold
 };
 
+// The class of each kv_head of a layer, as two bits: bit h of the words is kv_head h's.
+struct HeadPlanes {
+  uint64_t low = 0, high = 0;
+
+  TKV_HD int32_t class_of(int32_t kv_head) const {
+    return static_cast<int32_t>((low >> kv_head & 1) | (high >> kv_head & 1) << 1);
+  }
+  void set(int32_t kv_head, int32_t head_class) {
+    low |= static_cast<uint64_t>(head_class & 1) << kv_head;
+    high |= static_cast<uint64_t>(head_class >> 1) << kv_head;
+  }
+};
+// The planes of the layer that a launch attends to.
+template <int32_t kClasses>
+struct LayerClasses {
+  HeadPlanes heads;
+};
+template <>
+struct LayerClasses<1> {};
+
 // The rows of a launch. Table row i of the batch is kv_head i % num_kv_heads of its sequence i /
 // num_kv_heads; it is `passes` rows with a part of the query columns each
 // (attention/core/columns.h).
-struct AttentionRows {
-  TierSource tiers[kAttentionTiers];
+template <int32_t kClasses>
+struct RowsOf : LayerClasses<kClasses> {
+  TierSource tiers[kClasses * kAttentionTiers];  // class c's begin at c * kAttentionTiers
   const int32_t* sequences =
       nullptr;               // [num_rows / num_kv_heads], -1: no sequence; null: 0, 1, 2, ...
   int32_t row_stride = 0;    // of slots, from a table row to the next
@@ -72,6 +99,8 @@ struct AttentionRows {
   int32_t num_table_sequences = 0;
   int32_t rows_per_sequence = 1;  // of the page table: num_layers * num_kv_heads
 };
+using AttentionRows = RowsOf<1>;
+using ClassRows = RowsOf<kMaxAttentionClasses>;
 
 // Tokens of one row by tier, as the plan and the kernel see them.
 struct RowTokens {
@@ -116,7 +145,7 @@ TKV_HD constexpr int32_t cut_page(int32_t page_tiles, int32_t tile_bytes, int32_
 inline TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes) {
   TierSource tier;
   const int32_t tile_bytes = tile_read_bytes(layout);
-  const int64_t held = static_cast<int64_t>(side.max_pages) * side.tokens_per_page;
+  const int64_t held = static_cast<int64_t>(side.max_pages) * layout.tokens;
   tier.slots = side.slots;
   tier.tokens = side.tokens;
   tier.direction = side.direction;
@@ -138,22 +167,35 @@ inline TierSource tier_source(const PageLayout& layout, const SideView& side, in
 }
 
 // The row of the batch that a row of the launch is a pass of.
-TKV_HD int32_t batch_row_of(const AttentionRows& rows, int32_t row) {
+template <int32_t kClasses>
+TKV_HD int32_t batch_row_of(const RowsOf<kClasses>& rows, int32_t row) {
   return rows.passes == 1 ? row : row / rows.passes;
+}
+
+// Where in `tiers` those of a row's class begin.
+template <int32_t kClasses>
+TKV_HD int32_t first_tier_of(const RowsOf<kClasses>& rows, int32_t row) {
+  if constexpr (kClasses == 1) {
+    return 0;
+  } else {
+    return rows.heads.class_of(batch_row_of(rows, row) % rows.num_kv_heads) * kAttentionTiers;
+  }
 }
 
 inline constexpr int64_t kPaddingRow = -1;
 inline constexpr int64_t kStrayRow = -2;  // of a sequence outside the table
 
 // The row of the page table of a sequence that is in it.
-TKV_HD int64_t table_row_in(const AttentionRows& rows, int32_t layer, int32_t sequence,
+template <int32_t kClasses>
+TKV_HD int64_t table_row_in(const RowsOf<kClasses>& rows, int32_t layer, int32_t sequence,
                             int32_t kv_head) {
   return static_cast<int64_t>(sequence) * rows.rows_per_sequence + layer * rows.num_kv_heads +
          kv_head;
 }
 
 // The row of the page table, or one of the above.
-TKV_HD int64_t table_row_of(const AttentionRows& rows, int32_t layer, int32_t row) {
+template <int32_t kClasses>
+TKV_HD int64_t table_row_of(const RowsOf<kClasses>& rows, int32_t layer, int32_t row) {
   const int32_t batch_row = batch_row_of(rows, row);
   const int32_t place = batch_row / rows.num_kv_heads;
   const int32_t kv_head = batch_row - place * rows.num_kv_heads;
@@ -168,14 +210,16 @@ TKV_HD int32_t cut_tokens(const TierSource& tier, int32_t tokens) {
   return tokens < 0 ? 0 : smaller(tokens, tier.max_tokens);
 }
 
-// The tokens of a table row.
-TKV_HD RowTokens row_tokens(const AttentionRows& rows, int64_t table_row) {
+// The tokens of a table row whose tiers begin at first_tier.
+template <int32_t kClasses>
+TKV_HD RowTokens row_tokens(const RowsOf<kClasses>& rows, int64_t table_row,
+                            int32_t first_tier = 0) {
   RowTokens n;
   n.corrupt = table_row == kStrayRow;
   if (table_row < 0) return n;
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     if (t >= rows.num_tiers) continue;
-    const TierSource& tier = rows.tiers[t];
+    const TierSource& tier = rows.tiers[first_tier + t];
     const int32_t tokens = tier.tokens[table_row * rows.token_stride];
     n.tier[t] = cut_tokens(tier, tokens);
     n.corrupt |= n.tier[t] != tokens;
@@ -192,12 +236,14 @@ struct RowWork {
   int32_t tiles;  // at least 1
   uint32_t cost;  // likewise
 };
-TKV_HD RowWork row_work(const AttentionRows& rows, const RowTokens& n) {
+template <int32_t kClasses>
+TKV_HD RowWork row_work(const RowsOf<kClasses>& rows, const RowTokens& n, int32_t first_tier = 0) {
   RowWork w{0, 0};
   for (int32_t t = 0; t < kAttentionTiers; ++t) {
     const int32_t tiles = tiles_of(n.tier[t]);
     w.tiles += tiles;
-    w.cost += static_cast<uint32_t>(tiles) * static_cast<uint32_t>(rows.tiers[t].tile_cost);
+    w.cost +=
+        static_cast<uint32_t>(tiles) * static_cast<uint32_t>(rows.tiers[first_tier + t].tile_cost);
   }
   w.cost += row_cost(w.tiles);
   if (w.tiles == 0) w.tiles = 1;
@@ -205,10 +251,14 @@ TKV_HD RowWork row_work(const AttentionRows& rows, const RowTokens& n) {
 }
 
 // The largest cost between two places where an item may start.
-TKV_HD int32_t largest_step_cost(const AttentionRows& rows) {
+template <int32_t kClasses>
+TKV_HD int32_t largest_step_cost(const RowsOf<kClasses>& rows) {
   int32_t cost = 0;
-  for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
-    if (rows.tiers[t].tile_cost > cost) cost = rows.tiers[t].tile_cost;
+  for (int32_t c = 0; c < kClasses; ++c) {
+    for (int32_t t = 0; t < kAttentionTiers && t < rows.num_tiers; ++t) {
+      const int32_t of_tier = rows.tiers[c * kAttentionTiers + t].tile_cost;
+      if (of_tier > cost) cost = of_tier;
+    }
   }
   return kShortRowCost + 2 * cost;
 }
@@ -233,7 +283,8 @@ inline constexpr int64_t kLongCost = 1 << 14;
 
 // The CTAs that get work, so many that no two start at the same place.
 // even: even_ctas() of the two.
-TKV_HD int32_t working_ctas(const AttentionRows& rows, int32_t max_ctas, int32_t even,
+template <int32_t kClasses>
+TKV_HD int32_t working_ctas(const RowsOf<kClasses>& rows, int32_t max_ctas, int32_t even,
                             LaunchCost cost) {
   const auto step = static_cast<uint32_t>(largest_step_cost(rows));
   if (cost.total >= static_cast<int64_t>(max_ctas) * step) {

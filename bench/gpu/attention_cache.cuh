@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
+#include "attention/core/workspace.h"
 #include "bench/gpu/gpu_timing.cuh"
-#include "codec/format/page_layout.h"
 #include "tierkv/attention.h"
 
 namespace tierkv::bench {
@@ -48,16 +48,16 @@ __device__ inline uint32_t metadata_word(int32_t bits, uint64_t i) {
 }
 
 struct FillParams {
-  uint8_t* pool;             // [num_pages][page_bytes]
-  const int32_t* page_tier;  // [num_pages]
+  uint8_t* pool;               // [num_pages][page_bytes]
+  const int32_t* page_layout;  // [num_pages]
   int64_t page_bytes;
   int32_t num_pages;
-  PageLayout layouts[kMaxAttentionTiers];
+  PageLayout layouts[kMaxAttentionClasses * kMaxAttentionTiers];  // by class, then tier
 };
 
 // One CTA per page.
 __global__ void fill_pages(const __grid_constant__ FillParams p) {
-  const PageLayout& layout = p.layouts[p.page_tier[blockIdx.x]];
+  const PageLayout& layout = p.layouts[p.page_layout[blockIdx.x]];
   auto* page = reinterpret_cast<uint32_t*>(p.pool + blockIdx.x * p.page_bytes);
   for (int32_t byte = 4 * threadIdx.x; byte < layout.scores; byte += 4 * blockDim.x) {
     const uint64_t i = blockIdx.x * static_cast<uint64_t>(p.page_bytes) + byte;
@@ -117,17 +117,25 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
   table.num_sequences = static_cast<int32_t>(shape.sequences.size());
   table.rows_per_sequence = config.num_kv_heads;
   int64_t pages_per_set = 0;
+  const auto layout_index = [&](int32_t row, int32_t tier) {
+    const int32_t head_class = head_class_of(config, 0, row % config.num_kv_heads);
+    return head_class * kMaxAttentionTiers + tier;
+  };
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    fill.layouts[t] = *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const int32_t side = config.tiers[t].side, per_page = fill.layouts[t].tokens;
+    for (int32_t c = 0; c < config.classes.count; ++c) {
+      fill.layouts[c * kMaxAttentionTiers + t] = *tier_layout(config, t, c);
+    }
+    const int32_t side = config.tiers[t].side;
     table.num_sides = std::max(table.num_sides, side + 1);
-    table.tokens_per_page[side] = per_page;
+    table.tokens_per_page[side] = fill.layouts[t].tokens;
     int32_t most = 1;
-    for (const SequenceTokens& s : shape.sequences) {
-      most = std::max(most, pages_for(s.tier[t], per_page));
-      pages_per_set += static_cast<int64_t>(pages_for(s.tier[t], per_page)) * config.num_kv_heads;
-      const int64_t tile_bytes = fill.layouts[t].scores / fill.layouts[t].tiles();
-      bytes_ += tile_bytes * pages_for(s.tier[t], kTileTokens) * config.num_kv_heads;
+    for (int32_t row = 0; row < table.num_rows(); ++row) {
+      const PageLayout& layout = fill.layouts[layout_index(row, t)];
+      const int32_t tokens = shape.sequences[row / config.num_kv_heads].tier[t];
+      most = std::max(most, pages_for(tokens, layout.tokens));
+      pages_per_set += pages_for(tokens, layout.tokens);
+      const int64_t tile_bytes = layout.scores / layout.tiles();
+      bytes_ += tile_bytes * pages_for(tokens, kTileTokens);
     }
     table.table_slots[side / 2] += most;
   }
@@ -138,7 +146,7 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
     std::fprintf(stderr, "the pool holds %d sets, %d are needed\n", sets, min_sets);
     std::exit(1);
   }
-  std::vector<int32_t> ids(num_pages), page_tier(num_pages, 0);
+  std::vector<int32_t> ids(num_pages), page_layout(num_pages, 0);
   for (int32_t i = 0; i < num_pages; ++i) ids[i] = i;
   std::mt19937_64 rng(std::random_device{}());
   if (!shape.contiguous) std::shuffle(ids.begin(), ids.end(), rng);
@@ -151,8 +159,9 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
         const int32_t side = config.tiers[t].side;
         const int32_t n = shape.sequences[row / config.num_kv_heads].tier[t];
         tokens[row].of[side] = n;
-        for (int32_t i = 0; i < pages_for(n, table.tokens_per_page[side]); ++i) {
-          page_tier[ids[next]] = t;
+        const int32_t layout = layout_index(row, t);
+        for (int32_t i = 0; i < pages_for(n, fill.layouts[layout].tokens); ++i) {
+          page_layout[ids[next]] = layout;
           slots[static_cast<size_t>(row) * table.row_stride() + table.slot_of(side, i)] =
               ids[next++];
         }
@@ -161,7 +170,7 @@ inline Cache::Cache(const CacheShape& shape, uint8_t* pool, int64_t pool_bytes, 
     tables_.push_back({table, upload(slots), upload(tokens), nullptr});
   }
   fill.pool = pool;
-  fill.page_tier = upload(page_tier);
+  fill.page_layout = upload(page_layout);
   fill.page_bytes = config.page_bytes;
   fill.num_pages = num_pages;
   fill_pages<<<num_pages, 256, 0, stream>>>(fill);

@@ -118,6 +118,39 @@ Case mixed_case(Shape s, int32_t window) {
   return c;
 }
 
+// Tiers by class of heads, in pages without records: a tenth of the heads K8V4, four tenths K4V4
+// and K4V2, the others K4V2 and K2V2; 30% of the tokens high, the newest 64 raw. kind 0: one, three
+// and four of 8 kv_heads; 1, 2, 3: all of one class, through the same kernel.
+Case class_case(Shape s, int32_t head_dim, int32_t kind) {
+  static const uint8_t kClassOfHead[4][8] = {{0, 1, 2, 2, 1, 2, 1, 2},
+                                             {0, 0, 0, 0, 0, 0, 0, 0},
+                                             {1, 1, 1, 1, 1, 1, 1, 1},
+                                             {2, 2, 2, 2, 2, 2, 2, 2}};
+  const TierFormat k8v4 = token_wise_tier(8, 4), k4v4 = token_wise_tier(4, 4);
+  const TierFormat k4v2 = *parse_tier_format("k4v2n"), k2v2 = *parse_tier_format("k2nv2n");
+  constexpr int32_t kWindow = 64;
+  Case c;
+  c.name = std::string("classes") + (kind == 0 ? "" : " all " + std::to_string(kind - 1));
+  if (head_dim != kHeadDim) c.name += " d" + std::to_string(head_dim);
+  c.shape = name_of(s);
+  AttentionConfig& config = c.cache.config;
+  config = base_config(32, 8);
+  config.head_dim = head_dim;
+  config.page_records = false;
+  config.num_tiers = 3;
+  config.tiers[0] = {0, k8v4};
+  config.tiers[1] = {1, k8v4};
+  config.tiers[2] = {2, raw_tier()};
+  config.classes.count = 3;
+  const TierFormat formats[2][3] = {{k4v4, k4v2, raw_tier()}, {k4v2, k2v2, raw_tier()}};
+  for (int32_t i = 0; i < 2; ++i) std::copy_n(formats[i], 3, config.classes.format[i]);
+  config.classes.of_head = kClassOfHead[kind];
+  config.page_bytes = 13312 * head_dim / kHeadDim;
+  const int32_t high = (s.tokens - kWindow) * 3 / 10;
+  c.cache.sequences.assign(s.batch, {{high, s.tokens - kWindow - high, kWindow}});
+  return c;
+}
+
 // Lengths from 1 to `longest`, as many sequences as hold about the bytes of `like`.
 Case ragged_case(Shape like, int32_t longest, uint32_t seed) {
   Case c = mixed_case(like, 0);
@@ -148,6 +181,11 @@ std::vector<Case> all_cases(uint32_t seed) {
   cases.push_back(uniform_case({64, 4096}, 8, 8, 32, 8));
   cases.push_back(uniform_case({64, 4096}, 2, 2, 32, 8));
   cases.push_back(mixed_case({64, 4096}, 64));
+  for (const Shape s : {Shape{1, 32768}, Shape{8, 32768}, Shape{32, 4096}, Shape{64, 4096}}) {
+    cases.push_back(class_case(s, kHeadDim, 0));
+  }
+  for (const int32_t kind : {1, 2, 3}) cases.push_back(class_case({64, 4096}, kHeadDim, kind));
+  for (const int32_t head_dim : {64, 256}) cases.push_back(class_case({64, 4096}, head_dim, 0));
   for (int i = 0; i < kRaggedDraws; ++i) {
     cases.push_back(ragged_case({8, 32768}, 32768, seed + static_cast<uint32_t>(i)));
   }

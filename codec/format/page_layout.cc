@@ -80,8 +80,8 @@ Status PageSizing::validate() const {
 }
 
 bool is_page_layout(const PageLayout& p) {
-  const PageShape s{p.k_tile.head_dim, p.k_tile.type, p.v_tile.type,
-                    p.k_groups,        p.v_groups,    p.tokens};
+  const PageShape s{p.k_tile.head_dim, p.k_tile.type, p.v_tile.type,  p.k_groups,
+                    p.v_groups,        p.tokens,      p.has_records()};
   if (!has_page_layout(s.head_dim) || p.v_tile.head_dim != s.head_dim) return false;
   if (!is_component_shape(s.k_type, s.k_groups, s.head_dim)) return false;
   if (!is_component_shape(s.v_type, s.v_groups, s.head_dim)) return false;
@@ -104,14 +104,15 @@ Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim) {
   return PageShape{head_dim, format.k.type, format.v.type, *k, *v, 0};
 }
 
-Result<PageLayout> make_page_layout(const TierFormat& format, int32_t head_dim,
-                                    int64_t page_bytes) {
+Result<PageLayout> make_page_layout(const TierFormat& format, int32_t head_dim, int64_t page_bytes,
+                                    bool records) {
   Result<PageShape> shape = page_shape(format, head_dim);
   if (!shape) return shape.status();
   if (page_bytes <= 0 || page_bytes > kMaxPageBytes || page_bytes % kPageAlignment != 0) {
     return invalid("page_bytes must be a multiple of 128, at most 1 MiB");
   }
   const auto bytes = static_cast<int32_t>(page_bytes);
+  shape->records = records;
   shape->tokens = bytes / page_tile_bytes(*shape) * kTileTokens;
   if (shape->tokens == 0) {
     return invalid("a page of " + std::to_string(bytes) + " bytes holds no tile of " +
@@ -126,9 +127,10 @@ Result<PageChoice> choose_page_size(const std::vector<TierFormat>& formats, int3
   if (formats.empty()) return invalid("no formats to choose a page size for");
   std::vector<int32_t> tile_bytes;
   for (const TierFormat& format : formats) {
-    const Result<PageShape> shape = page_shape(format, head_dim);
+    Result<PageShape> shape = page_shape(format, head_dim);
     if (!shape) return shape.status();
-    tile_bytes.push_back(page_tile_bytes(*shape) - (sizing.records ? 0 : kTileRecordBytes));
+    shape->records = sizing.records;
+    tile_bytes.push_back(page_tile_bytes(*shape));
   }
   Candidate best{0, 1.0};
   for (const int32_t page : candidate_sizes(tile_bytes, sizing)) {

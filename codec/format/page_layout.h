@@ -3,6 +3,7 @@
 // A page holds six segments of `tokens` tokens each, back to back in this order, each aligned to 64
 // bytes:
 //   key codes | key metadata | value codes | value metadata | scores (fp32) | positions (int32)
+// A page without records ends before the scores: tables of its owner say which tokens it holds.
 // Tokens are grouped in tiles of 16. Codes lie in the order of the A fragments of mma.m16n8k16, so
 // that a warp's loads are coalesced and a loaded register is an operand after one mask; pictures in
 // docs/FORMAT.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no metadata.
@@ -124,6 +125,7 @@ struct PageShape {
   CodeType k_type, v_type;
   int32_t k_groups, v_groups;  // sub-groups per token; 0 of raw elements
   int32_t tokens;              // per page, a multiple of 16
+  bool records = true;         // false: no scores and positions
 };
 
 // Byte offsets from the start of the page.
@@ -137,7 +139,8 @@ struct PageLayout {
   int32_t v_metadata;
   int32_t scores;      // float [tokens]; the bytes before it are all that attention needs
   int32_t positions;   // int32_t [tokens]
-  int32_t used_bytes;  // end of the positions; the rest of the page is not defined
+  int32_t used_bytes;  // end of the positions; the rest of the page is not defined. `scores` and
+                       // `positions` where the page has no records
 
   TKV_HD constexpr int32_t tiles() const { return tokens / kTileTokens; }
   TKV_HD constexpr int32_t head_dim() const { return k_tile.head_dim; }
@@ -154,15 +157,17 @@ struct PageLayout {
     return (c == Component::kKey ? k_metadata : v_metadata) +
            tile_index * tile_metadata_bytes(groups(c));
   }
+  TKV_HD constexpr bool has_records() const { return used_bytes > scores; }
+  // Of pages with records.
   TKV_HD constexpr int32_t score_byte(int32_t slot) const { return scores + slot * 4; }
   TKV_HD constexpr int32_t position_byte(int32_t slot) const { return positions + slot * 4; }
 };
 
 inline constexpr int32_t kTileRecordBytes = kTileTokens * 8;  // scores and positions of a tile
-// Bytes of one tile of tokens in all six segments.
+// Bytes of one tile of tokens in all segments.
 TKV_HD constexpr int32_t page_tile_bytes(PageShape s) {
   return TileLayout{s.k_type, s.head_dim}.bytes() + TileLayout{s.v_type, s.head_dim}.bytes() +
-         tile_metadata_bytes(s.k_groups + s.v_groups) + kTileRecordBytes;
+         tile_metadata_bytes(s.k_groups + s.v_groups) + (s.records ? kTileRecordBytes : 0);
 }
 
 // The shape is trusted: use make_page_layout() for formats that were not checked.
@@ -179,8 +184,9 @@ TKV_HD constexpr PageLayout page_layout(PageShape s) {
   p.v_codes = p.k_metadata + tiles * tile_metadata_bytes(s.k_groups);
   p.v_metadata = p.v_codes + tiles * p.v_tile.bytes();
   p.scores = p.v_metadata + tiles * tile_metadata_bytes(s.v_groups);
-  p.positions = p.scores + s.tokens * 4;
-  p.used_bytes = p.positions + s.tokens * 4;
+  const int32_t record_bytes = s.records ? s.tokens * 4 : 0;
+  p.positions = p.scores + record_bytes;
+  p.used_bytes = p.positions + record_bytes;
   return p;
 }
 
@@ -198,8 +204,10 @@ bool is_page_layout(const PageLayout& layout);
 // inside a fragment).
 Result<PageShape> page_shape(const TierFormat& format, int32_t head_dim);
 
-// The layout of a tier's pages: as many tiles as fit into page_bytes. kInvalidArgument when not one
-// does, or when page_bytes is no multiple of kPageAlignment or above kMaxPageBytes.
-Result<PageLayout> make_page_layout(const TierFormat& format, int32_t head_dim, int64_t page_bytes);
+// The layout of a tier's pages, with or without records: as many tiles as fit into page_bytes.
+// kInvalidArgument when not one does, or when page_bytes is no multiple of kPageAlignment or above
+// kMaxPageBytes.
+Result<PageLayout> make_page_layout(const TierFormat& format, int32_t head_dim, int64_t page_bytes,
+                                    bool records = true);
 
 }  // namespace tierkv

@@ -7,7 +7,8 @@ namespace {
 
 Result<HostPage> page_of(const PageFormat& format, void* bytes) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "page is null");
-  Result<PageLayout> layout = make_page_layout(format.tier, format.head_dim, format.page_bytes);
+  Result<PageLayout> layout =
+      make_page_layout(format.tier, format.head_dim, format.page_bytes, format.records);
   if (!layout) return layout.status();
   HostPage page{static_cast<uint8_t*>(bytes), *layout, format.raw_dtype};
   page.rule[0] = format.tier.k.step_rule;
@@ -19,7 +20,7 @@ Result<HostPage> page_of(const PageFormat& format, void* bytes) {
 
 Result<int32_t> page_tokens(const PageFormat& format) {
   const Result<PageLayout> layout =
-      make_page_layout(format.tier, format.head_dim, format.page_bytes);
+      make_page_layout(format.tier, format.head_dim, format.page_bytes, format.records);
   if (!layout) return layout.status();
   return layout->tokens;
 }

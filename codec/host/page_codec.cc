@@ -46,8 +46,9 @@ StatusCode quantize_row(const HostPage& page, const TokenBatch& batch, int32_t i
     const StatusCode s = quantize_side(page, c, x, &token->of(c));
     if (s != StatusCode::kOk) return s;
   }
-  token->score = batch.scores[row];
-  token->position = batch.positions[row];
+  const bool has_records = page.layout.has_records();
+  token->score = has_records ? batch.scores[row] : kNoScore;
+  token->position = has_records ? batch.positions[row] : kNoPosition;
   return StatusCode::kOk;
 }
 
@@ -97,12 +98,15 @@ Status check_batch(const HostPage& page, int32_t used, const TokenBatch& batch) 
     return invalid_argument("row_stride is below head_dim");
   }
   if (batch.count == 0) return Status::ok();
-  if (!batch.k || !batch.v || !batch.scores || !batch.positions) {
-    return invalid_argument("keys, values, scores or positions are null");
+  const bool has_records = page.layout.has_records();
+  if (!batch.k || !batch.v) return invalid_argument("keys or values are null");
+  if (has_records && (!batch.scores || !batch.positions)) {
+    return invalid_argument("scores or positions are null");
   }
   for (int32_t i = 0; i < batch.count; ++i) {
     const int64_t row = batch_row(batch.rows, i);
     if (row < 0) return invalid_argument("row of token " + std::to_string(i) + " is negative");
+    if (!has_records) continue;
     if (batch.positions[row] < 0) {
       return invalid_argument("position of token " + std::to_string(i) + " is negative");
     }
@@ -120,6 +124,9 @@ Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput&
     return invalid_argument("bad dtype");
   if (out.row_stride != 0 && out.row_stride < page.layout.head_dim()) {
     return invalid_argument("row_stride is below head_dim");
+  }
+  if (!page.layout.has_records() && (out.scores != nullptr || out.positions != nullptr)) {
+    return invalid_argument("pages without records hold neither scores nor positions");
   }
   for (int32_t i = 0; i < out.count; ++i) {
     if (batch_row(out.rows, i) < 0) {
@@ -197,8 +204,7 @@ void store_token(const HostPage& page, int32_t slot, const TokenCodes& token) {
       memcpy(metadata + token_metadata_byte(g, in_tile), &side.params[g], sizeof(QuantParams));
     }
   }
-  set_page_score(page, slot, token.score);
-  memcpy(page.bytes + layout.position_byte(slot), &token.position, 4);
+  set_page_record(page, slot, token.score, token.position);
 }
 
 void load_token(const HostPage& page, int32_t slot, TokenCodes* token) {
@@ -276,9 +282,7 @@ void clear_tile(const HostPage& page, int32_t tile_index) {
            tile_metadata_bytes(layout.groups(c)));
   }
   for (int32_t i = 0; i < kTileTokens; ++i) {
-    const int32_t slot = tile_index * kTileTokens + i;
-    set_page_score(page, slot, kNoScore);
-    memcpy(page.bytes + layout.position_byte(slot), &kNoPosition, 4);
+    set_page_record(page, tile_index * kTileTokens + i, kNoScore, kNoPosition);
   }
 }
 
@@ -346,6 +350,7 @@ Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, in
 Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
                                     int32_t end_position, const PageRecord& record) {
   if (Status s = check_slots(page, 0, used); !s) return s;
+  if (!page.layout.has_records()) return invalid_argument("the page has no records");
   PageRecord r = kEmptyPageRecord;
   r.reference_count = record.reference_count;
   for (int32_t slot = 0; slot < used; ++slot) {

@@ -4,7 +4,8 @@
 // A page in use holds `used` tokens in slots 0..used-1. Its defined bytes are the first (used + 15)
 // / 16 tiles of each segment; unused slots of the last tile hold codes 0, metadata 0, score
 // -infinity and position -1, so that the same tokens in the same slots are always the same bytes.
-// Which token lies in which slot carries no meaning.
+// Which token lies in which slot carries no meaning. Pages without records hold no scores and
+// positions: those of a batch are not read, and those of a loaded token are -infinity and -1.
 //
 // A token is quantised alone (codec/format/quantize.h), then its codes are scattered by
 // code_position(). Moving a token to a page of another format (DiffKV's downgrade) is: dequantise
@@ -50,7 +51,8 @@ Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayo
 Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch);
 
 // Reads slots first_slot, first_slot + 1, ... of a page. Any bytes can be read: hostile metadata
-// gives NaN or infinity, never an error. kInvalidArgument: slots outside the page, a bad dtype.
+// gives NaN or infinity, never an error. kInvalidArgument: slots outside the page, a bad dtype,
+// scores or positions of a page without records.
 Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
 
 // The plain implementations. The ones above use SIMD and write the same bytes; where a value read
@@ -84,11 +86,12 @@ Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, in
 
 // The side table's minimum for a page of `used` tokens over positions first <= p < end (neither
 // sinks nor window): the least score, of equal scores the lowest position. reference_count is taken
-// from `record`.
+// from `record`. kInvalidArgument for a page without records.
 Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
                                     int32_t end_position, const PageRecord& record);
 
 inline float page_score(const HostPage& page, int32_t slot) {
+  if (!page.layout.has_records()) return kNoScore;
   float score;
   memcpy(&score, page.bytes + page.layout.score_byte(slot), 4);
   return score;
@@ -97,9 +100,16 @@ inline void set_page_score(const HostPage& page, int32_t slot, float score) {
   memcpy(page.bytes + page.layout.score_byte(slot), &score, 4);
 }
 inline int32_t page_position(const HostPage& page, int32_t slot) {
+  if (!page.layout.has_records()) return kNoPosition;
   int32_t position;
   memcpy(&position, page.bytes + page.layout.position_byte(slot), 4);
   return position;
+}
+// Nothing where the page has no records.
+inline void set_page_record(const HostPage& page, int32_t slot, float score, int32_t position) {
+  if (!page.layout.has_records()) return;
+  set_page_score(page, slot, score);
+  memcpy(page.bytes + page.layout.position_byte(slot), &position, 4);
 }
 
 // One token outside a page, codes in the order of the dims: what a page stores, before its bytes

@@ -203,12 +203,11 @@ bool encode_tile(const HostPage& page, int32_t tile_index, const TokenBatch& bat
     }
     pack_tile(units, tile, c, page.bytes + layout.tile_codes_byte(c, tile_index));
   }
+  if (!layout.has_records()) return true;
   for (int32_t i = 0; i < kTileTokens; ++i) {
-    const int32_t slot = tile_index * kTileTokens + i;
     const int64_t row = i < n ? batch_row(batch.rows, first + i) : 0;
-    const int32_t position = i < n ? batch.positions[row] : kNoPosition;
-    set_page_score(page, slot, i < n ? batch.scores[row] : kNoScore);
-    memcpy(page.bytes + layout.position_byte(slot), &position, 4);
+    set_page_record(page, tile_index * kTileTokens + i, i < n ? batch.scores[row] : kNoScore,
+                    i < n ? batch.positions[row] : kNoPosition);
   }
   return true;
 }

@@ -45,6 +45,21 @@ struct AttentionTier {
   TierFormat format;
 };
 
+inline constexpr int32_t kMaxAttentionClasses = 4;
+
+// Classes of kv_heads whose tiers differ in formats; a class's tiers lie on the sides of the
+// config's. The tokens of a page then follow from the row's class: what the page table's shape says
+// of them is not read.
+struct HeadClasses {
+  int32_t count = 1;  // 1 to kMaxAttentionClasses
+  // Of the classes 1 to count - 1, by tier; class 0 has the config's tiers. Values of codes have no
+  // more bits than their keys; raw keys have raw values.
+  TierFormat format[kMaxAttentionClasses - 1][kMaxAttentionTiers];
+  // Host memory, [num_layers * num_kv_heads], 0 to count - 1: the class of each kv_head. Read while
+  // a call runs. With it a config has at most 64 kv_heads and 128 layers. Null where count is 1.
+  const uint8_t* of_head = nullptr;
+};
+
 struct TKV_API AttentionConfig {
   int32_t num_layers = 1;
   int32_t num_q_heads = 0;
@@ -56,9 +71,11 @@ struct TKV_API AttentionConfig {
   DType dtype = DType::kFloat16;  // of q, out and raw pages
   double sm_scale = 0;            // factor of q . k before the softmax, usually 1 / sqrt(head_dim)
   int64_t page_bytes = 0;
-  int32_t num_tiers = 0;  // 1 to kMaxAttentionTiers
+  bool page_records = true;  // false: pages end before their scores and positions
+  int32_t num_tiers = 0;     // 1 to kMaxAttentionTiers
   AttentionTier tiers[kMaxAttentionTiers];
   int32_t sliding_window_tokens = 0;  // 0: none
+  HeadClasses classes;
 
   int32_t group_size() const { return num_q_heads / num_kv_heads; }
   // kInvalidArgument or kUnsupported with the field's name.

@@ -21,8 +21,9 @@ namespace tierkv {
 
 // Tokens to be written. Token i is row rows[i] of every array, or row i where rows is null.
 struct TokenBatch {
-  const void* k = nullptr;             // dtype [rows, head_dim], rows row_stride elements apart
-  const void* v = nullptr;             // likewise
+  const void* k = nullptr;  // dtype [rows, head_dim], rows row_stride elements apart
+  const void* v = nullptr;  // likewise
+  // Both are read only for pages with records.
   const float* scores = nullptr;       // [rows], finite
   const int32_t* positions = nullptr;  // [rows], not negative
   const int32_t* rows = nullptr;       // [count] or null
@@ -36,8 +37,8 @@ struct TokenBatch {
 struct TokenOutput {
   void* k = nullptr;              // dtype [rows, head_dim], rows row_stride elements apart
   void* v = nullptr;              // likewise
-  float* scores = nullptr;        // [rows]
-  int32_t* positions = nullptr;   // [rows]
+  float* scores = nullptr;        // [rows]; null where pages have no records
+  int32_t* positions = nullptr;   // [rows]; likewise
   const int32_t* rows = nullptr;  // [count] or null
   int64_t row_stride = 0;         // 0: head_dim
   int32_t count = 0;
@@ -50,6 +51,7 @@ struct PageFormat {
   int32_t head_dim = 0;               // 64, 96, 128 or 256
   int32_t page_bytes = 0;             // a multiple of kPageAlignment
   DType raw_dtype = DType::kFloat16;  // of components with 16 bits: kFloat16 or kBFloat16
+  bool records = true;                // false: pages end before their scores and positions
 };
 
 // Tokens that a page holds. kUnsupported names a format without pages, kInvalidArgument a

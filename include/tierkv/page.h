@@ -2,7 +2,8 @@
 // size.
 //
 // A page belongs to one row (sequence, layer, kv_head) and one tier at a time. It holds six
-// segments: key codes, key metadata, value codes, value metadata, scores, positions. How many
+// segments: key codes, key metadata, value codes, value metadata, scores, positions; pages of an
+// owner who keeps neither scores nor positions end after the first four. How many
 // tokens fit follows from the tier's format, in multiples of 16 (a tile), so one page_bytes serves
 // every tier with some waste: choose_page_size() picks the smallest page that wastes little for all
 // of them. Where each byte lies is codec/format/page_layout.h and docs/FORMAT.md.
@@ -45,11 +46,11 @@ inline constexpr PageRecord kEmptyPageRecord = {1, std::numeric_limits<float>::i
 // owned by the caller.
 struct TKV_API PageView {
   uint8_t* base = nullptr;        // num_pages x page_bytes, aligned to kPageAlignment
-  PageRecord* records = nullptr;  // num_pages
+  PageRecord* records = nullptr;  // num_pages; null where pages have no records
   int64_t page_bytes = 0;         // multiple of kPageAlignment, at most kMaxPageBytes
   int32_t num_pages = 0;
 
-  // kInvalidArgument naming the field: null or misaligned base, null records, sizes out of range.
+  // kInvalidArgument naming the field: null or misaligned base, sizes out of range.
   Status validate() const;
 };
 
@@ -59,7 +60,7 @@ inline Status PageView::validate() const {
     return invalid("page_bytes must be 128 to 1 MiB");
   if (page_bytes % kPageAlignment != 0) return invalid("page_bytes is not a multiple of 128");
   if (num_pages < 1) return invalid("num_pages must be positive");
-  if (base == nullptr || records == nullptr) return invalid("page pool or side table is null");
+  if (base == nullptr) return invalid("page pool is null");
   if (reinterpret_cast<uintptr_t>(base) % kPageAlignment != 0) {
     return invalid("page pool is not aligned to 128 bytes");
   }

@@ -62,13 +62,16 @@ struct TKV_API TierClass {
   TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
   double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1
   double alpha_low = 0;   // u < alpha_low: pruned
-  double share = 0;       // of the heads, most sensitive first; the last class takes the rest
+  // Of the heads, the most sensitive first (Profile::joint_sensitivity); the last class takes the
+  // rest.
+  double share = 0;
 
   friend bool operator==(const TierClass&, const TierClass&) = default;
 };
 struct TKV_API TiersFormat {
-  std::vector<TierClass> classes = {TierClass{}};  // 1 to 4; several need a profile
-  bool rotate_keys = true, rotate_values = true;   // by a Hadamard matrix, key means removed
+  std::vector<TierClass> classes = {TierClass{}};  // 1 to 4; several need a profile or
+  std::vector<uint8_t> class_of_head;  // [num_layers * num_kv_heads], given; empty: by shares
+  bool rotate_keys = true, rotate_values = true;  // by a Hadamard matrix, key means removed
 
   friend bool operator==(const TiersFormat&, const TiersFormat&) = default;
 };

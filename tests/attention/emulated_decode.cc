@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "attention/core/workspace.h"
+#include "attention/tiers/config_rows.h"
 #include "attention/tiers/decode_kernel.cuh"
 #include "attention/tiers/grid.h"
 #include "attention/tiers/shared_rows.cuh"
@@ -21,37 +21,18 @@ namespace {
 constexpr int32_t kSlotBytes = 8704;
 constexpr int32_t kOddSlotBytes = 3 * 4096;  // three tiles of raw tokens of 64 dims fill it
 
-AttentionRows rows_of(const World& world, int32_t slot_bytes) {
-  AttentionRows rows;
-  const AttentionConfig& config = world.config;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
-    const SideView side = world.table().side(config.tiers[t].side);
-    rows.tiers[t] = tier_source(layout, side, slot_bytes);
-    rows.row_stride = static_cast<int32_t>(side.row_stride);
-    rows.token_stride = static_cast<int32_t>(side.token_stride);
-  }
-  rows.passes = query_columns(config).passes;
-  rows.num_rows = world.sequences() * config.num_kv_heads * rows.passes;
-  rows.num_kv_heads = config.num_kv_heads;
-  rows.num_tiers = config.num_tiers;
-  rows.num_table_sequences = world.sequences();
-  rows.rows_per_sequence = world.table_shape.rows_per_sequence;
-  return rows;
-}
-
-DecodeKernel kernel_of(int32_t head_dim, const DecodeParams& p) {
+template <int32_t kClasses>
+DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeParamsOf<kClasses>& p) {
   const DecodeChoice choice = decode_choice(p);
   switch (head_dim) {
     case 64:
-      return decode_kernel_of<64>(choice);
+      return decode_kernel_of<64, kClasses>(choice);
     case 96:
-      return decode_kernel_of<96>(choice);
+      return decode_kernel_of<96, kClasses>(choice);
     case 256:
-      return decode_kernel_of<256>(choice);
+      return decode_kernel_of<256, kClasses>(choice);
     default:
-      return decode_kernel_of<128>(choice);
+      return decode_kernel_of<128, kClasses>(choice);
   }
 }
 
@@ -63,12 +44,13 @@ struct DecodeRun {
   bool is_guard_whole = true;
 };
 
+template <int32_t kClasses>
 DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun* run) {
   const int32_t score_tokens = run->score_tokens;
   const AttentionConfig& config = world.config;
   const QueryColumns columns_of = query_columns(config);
   const int32_t of_row = columns_of.of_row, dim = config.head_dim;
-  DecodeParams p;
+  DecodeParamsOf<kClasses> p;
   const auto draw = [&](int32_t most) { return static_cast<int32_t>(rng() % (most + 1)); };
   p.slot_bytes = dim > 128 ? 2 * kSlotBytes : draw(1) == 1 ? kSlotBytes : kOddSlotBytes;
   p.slots = 1 + draw(most_slots(dim) - 1);
@@ -82,7 +64,7 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
     p.warps = static_cast<uint8_t>(grid->warps_per_cta);
   }
   for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));
-  p.rows = rows_of(world, p.slot_bytes);
+  p.rows = config_rows<kClasses>(config, p.slot_bytes, world.table(), world.call().batch, 0);
   p.pool = world.pages().base;
   p.page_bytes = config.page_bytes;
   p.num_pages = world.num_pages;
@@ -142,6 +124,11 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
   result.lse.assign(lse.begin(), lse.end());
   result.row_status = row_status;
   return result;
+}
+
+DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun* run) {
+  return world.config.classes.count > 1 ? emulate<kMaxAttentionClasses>(world, ctas, rng, run)
+                                        : emulate<1>(world, ctas, rng, run);
 }
 
 }  // namespace

@@ -38,6 +38,58 @@ TEST_F(PageCodecTest, RoundTripsEveryFormatAndCount) {
   }
 }
 
+// The same bytes but for the records, from batches without scores and positions; what lies behind
+// the page stays.
+TEST_F(PageCodecTest, PagesWithoutRecordsHoldTheSameCodes) {
+  for (int32_t head_dim : kHeadDims) {
+    for (int32_t kb : kBits) {
+      for (int32_t vb : kBits) {
+        const TierFormat format = token_wise_tier(kb, vb);
+        SCOPED_TRACE(to_string(format));
+        const int32_t count = uniform(1, 48), first = uniform(0, count);
+        const RandomTokens tokens = random_tokens(count, head_dim);
+        const PoisonedPage with(layout_of(format, head_dim, 48), DType::kFloat16);
+        const PoisonedPage without(layout_of(format, head_dim, 48, false), DType::kFloat16);
+        ASSERT_TRUE(append_tokens(with.page(), 0, tokens.batch(0, count)));
+        TokenBatch head = tokens.batch(0, first), tail = tokens.batch(first, count - first);
+        head.scores = tail.scores = nullptr;
+        head.positions = tail.positions = nullptr;
+        ASSERT_TRUE(append_tokens(without.page(), 0, head));
+        ASSERT_TRUE(reference::append_tokens(without.page(), first, tail));
+        const std::vector<uint8_t> bytes = defined_bytes(without.page(), count);
+        std::vector<uint8_t> expected = defined_bytes(with.page(), count);
+        ASSERT_EQ(expected.size() - bytes.size(), (count + 15) / 16 * 128u);
+        expected.resize(bytes.size());
+        EXPECT_EQ(bytes, expected);
+        ASSERT_TRUE(clear_token(without.page(), 0));
+        ASSERT_TRUE(move_token(without.page(), count - 1, without.page(), 0));
+        ASSERT_TRUE(remove_token(without.page(), 0, without.page(), count - 1));
+        const uint8_t* end = without.page().bytes + without.page().layout.used_bytes;
+        for (const uint8_t* p = end; p < without.storage().data() + without.storage().size(); ++p) {
+          ASSERT_EQ(*p, 0xa5) << p - end << " bytes behind the page";
+        }
+      }
+    }
+  }
+}
+
+TEST_F(PageCodecTest, PagesWithoutRecordsRefuseTheirScores) {
+  const PoisonedPage p(layout_of(token_wise_tier(8, 4), 64, 16, false), DType::kFloat16);
+  ASSERT_TRUE(append_tokens(p.page(), 0, random_tokens(3, 64).batch(0, 3)));
+  float scores[3];
+  int32_t positions[3];
+  TokenOutput out;
+  out.count = 3;
+  EXPECT_TRUE(decode_tokens(p.page(), 0, out));
+  out.scores = scores;
+  EXPECT_EQ(decode_tokens(p.page(), 0, out).code(), StatusCode::kInvalidArgument);
+  out.scores = nullptr;
+  out.positions = positions;
+  EXPECT_EQ(reference::decode_tokens(p.page(), 0, out).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(scan_page_record(p.page(), 3, 0, 3, kEmptyPageRecord).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
 TEST_F(PageCodecTest, RoundTripsSubGroups) {
   for (int32_t head_dim : kHeadDims) {
     for (int32_t k_group : {16, 32, head_dim / 2}) {

@@ -82,6 +82,7 @@ inline std::vector<uint8_t> defined_bytes(const HostPage& page, int32_t used) {
   add(l.k_metadata, tiles * tile_metadata_bytes(l.k_groups));
   add(l.v_codes, tiles * l.v_tile.bytes());
   add(l.v_metadata, tiles * tile_metadata_bytes(l.v_groups));
+  if (!l.has_records()) return out;
   add(l.scores, tiles * kTileTokens * 4);
   add(l.positions, tiles * kTileTokens * 4);
   return out;
@@ -127,9 +128,11 @@ class PageFixture : public RandomTest {
 };
 
 // The layout of a page of exactly `tokens` tokens.
-inline PageLayout layout_of(const TierFormat& format, int32_t head_dim, int32_t tokens) {
+inline PageLayout layout_of(const TierFormat& format, int32_t head_dim, int32_t tokens,
+                            bool records = true) {
   PageShape shape = *page_shape(format, head_dim);
   shape.tokens = tokens;
+  shape.records = records;
   return page_layout(shape);
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "attention/core/workspace.h"
 #include "attention/work/work.h"
 #include "codec/format/page_layout.h"
 #include "codec/format/quantize.h"
@@ -28,8 +29,17 @@ void put_code(const PageLayout& layout, uint8_t* page, Component component, int3
   std::memcpy(word_bytes, &word, 4);
 }
 
-void put_vector(const PageLayout& layout, uint8_t* page, Component component, int32_t slot,
-                const std::vector<float>& x, DType dtype) {
+// A page and its layout, with the format's rules.
+struct Page {
+  const PageLayout& layout;
+  const TierFormat& format;
+  uint8_t* bytes;
+};
+
+void put_vector(const Page& to, Component component, int32_t slot, const std::vector<float>& x,
+                DType dtype) {
+  const PageLayout& layout = to.layout;
+  uint8_t* page = to.bytes;
   const int32_t bits = layout.tile(component).type.bits();
   if (bits == 16) {
     for (int32_t d = 0; d < layout.head_dim(); ++d) {
@@ -39,8 +49,10 @@ void put_vector(const PageLayout& layout, uint8_t* page, Component component, in
   }
   QuantParams params;
   std::vector<uint8_t> codes(x.size());
-  (void)quantize_minmax(x.data(), static_cast<int64_t>(x.size()), 1, 1 << bits, &params,
-                        codes.data());
+  const auto dims = static_cast<int32_t>(x.size());
+  (void)(to.format.of(component).step_rule == StepRule::kNorm
+             ? quantize_norm(x.data(), dims, &params, codes.data())
+             : quantize_minmax(x.data(), dims, 1, 1 << bits, &params, codes.data()));
   for (int32_t d = 0; d < layout.head_dim(); ++d) {
     put_code(layout, page, component, slot, d, codes[d]);
   }
@@ -74,8 +86,18 @@ int32_t row_tokens_of(const WorldShape& shape, int32_t sequence, size_t tier,
       0, tokens + std::uniform_int_distribution<int32_t>(-shape.jitter, shape.jitter)(rng));
 }
 
-void fill_table_shape(const WorldShape& shape, const std::vector<PageLayout>& layouts,
+// Layouts of the tiers of a class.
+std::vector<PageLayout> layouts_of(const AttentionConfig& config, int32_t head_class) {
+  std::vector<PageLayout> layouts;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    layouts.push_back(*tier_layout(config, t, head_class));
+  }
+  return layouts;
+}
+
+void fill_table_shape(const WorldShape& shape, const AttentionConfig& config,
                       PageTableShape& table) {
+  const std::vector<PageLayout> layouts = layouts_of(config, 0);
   table.num_sequences = static_cast<int32_t>(shape.tokens.size());
   table.rows_per_sequence = shape.num_layers * shape.num_kv_heads;
   table.num_sides = 0;
@@ -85,7 +107,10 @@ void fill_table_shape(const WorldShape& shape, const std::vector<PageLayout>& la
     table.tokens_per_page[side] = layouts[t].tokens;
     int32_t most = 1;
     for (const auto& sequence : shape.tokens) {
-      most = std::max(most, ceil_div(sequence[t] + shape.jitter, layouts[t].tokens));
+      for (int32_t c = 0; c < config.classes.count; ++c) {
+        const int32_t of_page = tier_layout(config, static_cast<int32_t>(t), c)->tokens;
+        most = std::max(most, ceil_div(sequence[t] + shape.jitter, of_page));
+      }
     }
     table.table_slots[side / 2] += most + 1;
   }
@@ -127,22 +152,37 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
   config.num_tiers = static_cast<int32_t>(shape.tiers.size());
   std::copy(shape.tiers.begin(), shape.tiers.end(), config.tiers);
   config.page_bytes = shape.page_bytes;
+  config.page_records = shape.page_records;
+  config.classes.count = 1 + static_cast<int32_t>(shape.classes.size());
+  for (size_t c = 0; c < shape.classes.size(); ++c) {
+    std::copy(shape.classes[c].begin(), shape.classes[c].end(), config.classes.format[c]);
+  }
+  for (int32_t i = 0; i < shape.num_layers * shape.num_kv_heads; ++i) {
+    w.head_classes.push_back(static_cast<uint8_t>(rng() % config.classes.count));
+  }
+  config.classes.of_head = w.head_classes.data();
   if (config.page_bytes == 0) {
     std::vector<TierFormat> formats;
-    for (const AttentionTier& tier : shape.tiers) formats.push_back(tier.format);
-    config.page_bytes = choose_page_size(formats, shape.head_dim)->page_bytes;
+    for (int32_t c = 0; c < config.classes.count; ++c) {
+      for (int32_t t = 0; t < config.num_tiers; ++t) formats.push_back(tier_format(config, t, c));
+    }
+    PageSizing sizing;
+    sizing.records = shape.page_records;
+    config.page_bytes = choose_page_size(formats, shape.head_dim, sizing)->page_bytes;
   }
-  std::vector<PageLayout> layouts;
-  for (const AttentionTier& tier : shape.tiers) {
-    layouts.push_back(*make_page_layout(tier.format, shape.head_dim, config.page_bytes));
-  }
-  fill_table_shape(shape, layouts, w.table_shape);
+  std::vector<std::vector<PageLayout>> class_layouts;
+  for (int32_t c = 0; c < config.classes.count; ++c) class_layouts.push_back(layouts_of(config, c));
+  fill_table_shape(shape, config, w.table_shape);
 
   const int32_t rows = w.table_shape.num_rows();
+  const auto class_of = [&](int32_t row) {
+    return w.head_classes[row % w.table_shape.rows_per_sequence];
+  };
   w.slots.assign(static_cast<size_t>(rows) * w.table_shape.row_stride(), kNoPage);
   w.tokens.assign(rows, {});
   w.num_pages = 3;  // some belong to nobody
   for (int32_t row = 0; row < rows; ++row) {
+    const std::vector<PageLayout>& layouts = class_layouts[class_of(row)];
     for (size_t t = 0; t < layouts.size(); ++t) {
       const int32_t tokens = row_tokens_of(shape, row / w.table_shape.rows_per_sequence, t, rng);
       w.tokens[row].of[shape.tiers[t].side] = tokens;
@@ -158,6 +198,7 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
   TokenSource source{rng, {}};
   for (int32_t row = 0; row < rows; ++row) {
     int32_t first = 0;  // token of the tier
+    const std::vector<PageLayout>& layouts = class_layouts[class_of(row)];
     for (size_t t = 0; t < layouts.size(); ++t) {
       const int32_t side = shape.tiers[t].side;
       for (int32_t i = 0; i < w.tokens[row].of[side]; ++i) {
@@ -174,9 +215,11 @@ World make_world(const WorldShape& shape, std::mt19937_64& rng) {
           const auto from = given.begin() + (row * tokens + first + i) * shape.head_dim;
           return std::vector<float>(from, from + shape.head_dim);
         };
-        put_vector(layouts[t], page, Component::kKey, i % layouts[t].tokens,
+        const Page to{layouts[t], tier_format(config, static_cast<int32_t>(t), class_of(row)),
+                      page};
+        put_vector(to, Component::kKey, i % layouts[t].tokens,
                    token(shape.keys, shape.key_scale, true), shape.dtype);
-        put_vector(layouts[t], page, Component::kValue, i % layouts[t].tokens,
+        put_vector(to, Component::kValue, i % layouts[t].tokens,
                    token(shape.values, shape.value_scale, false), shape.dtype);
       }
       first += w.tokens[row].of[side];

@@ -17,7 +17,10 @@ struct WorldShape {
   int32_t group = 4;
   int32_t head_dim = 128;
   int64_t page_bytes = 0;  // 0: chosen for the formats
+  bool page_records = true;
   std::vector<AttentionTier> tiers;
+  // Formats of the classes of kv_heads behind the first, by tier. Heads are of random classes.
+  std::vector<std::vector<TierFormat>> classes;
   // tokens[sequence][tier], of every kv_head; jittered by up to `jitter` tokens per row where it is
   // not 0
   std::vector<std::vector<int32_t>> tokens;
@@ -39,7 +42,8 @@ struct WorldShape {
 // Everything in host memory.
 struct World {
   AttentionConfig config;
-  std::vector<uint8_t> pool_bytes;  // pages start at the first multiple of kPageAlignment
+  std::vector<uint8_t> head_classes;  // [num_layers, num_kv_heads], of the config
+  std::vector<uint8_t> pool_bytes;    // pages start at the first multiple of kPageAlignment
   std::vector<PageRecord> records;
   std::vector<int32_t> slots;
   std::vector<SideCounts> tokens;

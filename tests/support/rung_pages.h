@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "attention/core/workspace.h"
 #include "bench/baselines/rungs/diffkv_layout.h"
 #include "tests/support/page_world.h"
 
@@ -12,8 +13,7 @@ namespace tierkv::test {
 inline void in_diffkv_layout(World& world) {
   const AttentionConfig& config = world.config;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const PageLayout layout =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const PageLayout layout = *tier_layout(config, t);
     const SideView side = world.table().side(config.tiers[t].side);
     for (int32_t row = 0; row < world.table_shape.num_rows(); ++row) {
       const int32_t tokens = side.tokens[row * side.token_stride];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "attention/core/workspace.h"
 #include "bench/baselines/rungs/diffkv_layout.h"
 #include "bench/baselines/rungs/rung_kernel.h"
 #include "bench/baselines/rungs/rung_params.h"
@@ -22,7 +23,7 @@ Status invalid(std::string why) {
 }
 
 PageLayout layout_of(const AttentionConfig& config, int32_t tier) {
-  return *make_page_layout(config.tiers[tier].format, config.head_dim, config.page_bytes);
+  return *tier_layout(config, tier);
 }
 
 bool has_rung_format(const PageLayout& page) {
@@ -90,8 +91,7 @@ Status validate_rung_config(Rung rung, const AttentionConfig& config, int32_t co
     return invalid("count is out of range");
   }
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const Result<PageLayout> page =
-        make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    const Result<PageLayout> page = tier_layout(config, t);
     if (!page) return page.status();
     if (page->k_groups > 1 || page->v_groups > 1) return unsupported("rungs have no sub-groups");
     if (rung != Rung::kDiffkv) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "attention/core/workspace.h"
 #include "bench/baselines/rungs/diffkv.h"
 #include "bench/baselines/rungs/merge_splits.cuh"
 #include "bench/baselines/rungs/rung_kernel.h"
@@ -69,8 +70,7 @@ Status transcode_pages(const AttentionConfig& config, const AttendCall& call, ui
   pages.to = to;
   int32_t shared_bytes = 0;
   for (int32_t t = 0; t < config.num_tiers; ++t) {
-    pages.layouts[t] =
-        *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+    pages.layouts[t] = *tier_layout(config, t);
     shared_bytes = std::max(shared_bytes, pages.layouts[t].scores);
   }
   return launch_transcode(p, pages, shared_bytes, stream);

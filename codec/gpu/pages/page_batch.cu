@@ -70,7 +70,7 @@ struct SlotScalars {
 
 __device__ SlotScalars load_scalars(const PageEncode& e, const PageJob& job, TileTokens* t) {
   SlotScalars s = {kNoScore, kNoPosition};
-  if (t->token < 0) return s;
+  if (t->token < 0 || !e.batch.formats.layout[job.format].has_records()) return s;
   s.score = e.scores[job.scalars + t->token];
   s.position =
       e.positions == nullptr ? static_cast<int32_t>(t->token) : e.positions[job.scalars + t->token];
@@ -79,7 +79,19 @@ __device__ SlotScalars load_scalars(const PageEncode& e, const PageJob& job, Til
   return s;
 }
 
-template <DType kDtype>
+// prepare_tile() by the rule of the job's format.
+template <DType kDtype, Component kComponent, bool kHasNorm>
+__device__ __forceinline__ StatusCode prepare_component(const PageBatch& b, const PageJob& job,
+                                                        const TileTask* task) {
+  if constexpr (kHasNorm) {
+    if (b.formats.rule_of(job.format, kComponent) == StepRule::kNorm) {
+      return prepare_tile<kDtype, kComponent, StepRule::kNorm>(task);
+    }
+  }
+  return prepare_tile<kDtype, kComponent>(task);
+}
+
+template <DType kDtype, bool kHasNorm>
 __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t tile,
                             const StageShape& shape, uint8_t* stage) {
   const PageBatch& b = e.batch;
@@ -94,8 +106,9 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   }
   wait_copies();
   __syncwarp();
-  StatusCode code = greater(t.code, prepare_tile<kDtype, Component::kKey>(task));
-  code = greater(code, prepare_tile<kDtype, Component::kValue>(task + 1));
+  StatusCode code =
+      greater(t.code, prepare_component<kDtype, Component::kKey, kHasNorm>(b, job, task));
+  code = greater(code, prepare_component<kDtype, Component::kValue, kHasNorm>(b, job, task + 1));
   code = worst_of_warp(code);
   if (code != StatusCode::kOk) {
     if (packing_lane() == 0) report(b, job, code);
@@ -106,13 +119,14 @@ __device__ void encode_tile(const PageEncode& e, const PageJob& job, int32_t til
   const int32_t slot = packing_lane();
   if (slot < t.begin || slot >= kTileTokens) return;
   const PageLayout& layout = b.formats.layout[job.format];
+  if (!layout.has_records()) return;
   uint8_t* page = page_bytes(b, job);
   const int32_t page_slot = tile * kTileTokens + slot;
   *reinterpret_cast<float*>(page + layout.score_byte(page_slot)) = scalars.score;
   *reinterpret_cast<int32_t*>(page + layout.position_byte(page_slot)) = scalars.position;
 }
 
-template <DType kDtype>
+template <DType kDtype, bool kHasNorm>
 __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
     encode_kernel(const __grid_constant__ PageEncode e, const StageShape shape,
                   const int32_t max_tiles) {
@@ -122,7 +136,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
   if (!find_item(e.batch, max_tiles, &item)) return;
   const PageJob job = e.batch.jobs[item.job];
   if (!is_sound(e.batch, job, item.tile)) return;
-  encode_tile<kDtype>(e, job, item.tile, shape, stage);
+  encode_tile<kDtype, kHasNorm>(e, job, item.tile, shape, stage);
 }
 
 template <DType kDtype, Component kComponent>
@@ -166,6 +180,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kCtasPerSm)
   const uint8_t* page = page_bytes(b, job);
   const int32_t slot = item.tile * kTileTokens + lane_index();
   const int64_t at = job.scalars + t.token;
+  if (!layout.has_records()) return;
   if (d.scores != nullptr) {
     d.scores[at] = *reinterpret_cast<const float*>(page + layout.score_byte(slot));
   }
@@ -220,16 +235,24 @@ Status launch(void (*kernel)(Call, StageShape, int32_t), const Call& call, GpuSt
   return cuda_status(cudaGetLastError(), "kernel launch");
 }
 
+// Codes clipped at the norm have kernels of their own, so that the usual ones have none of their
+// code.
+template <DType kDtype>
+Status launch_encode(const PageEncode& e, GpuStream stream) {
+  return launch(
+      e.batch.formats.has_norm() ? encode_kernel<kDtype, true> : encode_kernel<kDtype, false>, e,
+      stream);
+}
+
 }  // namespace
 
 Status encode_pages(const PageEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.batch.num_jobs == 0) return Status::ok();
   const DType dtype = e.batch.dtype;
-  return launch(dtype == DType::kFloat16    ? encode_kernel<DType::kFloat16>
-                : dtype == DType::kBFloat16 ? encode_kernel<DType::kBFloat16>
-                                            : encode_kernel<DType::kFloat32>,
-                e, stream);
+  return dtype == DType::kFloat16    ? launch_encode<DType::kFloat16>(e, stream)
+         : dtype == DType::kBFloat16 ? launch_encode<DType::kBFloat16>(e, stream)
+                                     : launch_encode<DType::kFloat32>(e, stream);
 }
 
 Status decode_pages(const PageDecode& d, GpuStream stream) {

@@ -31,9 +31,17 @@ struct PageFormats {
   PageLayout layout[kMaxPageFormats] = {};
   int32_t count = 0;
   DType raw_dtype = DType::kFloat16;  // of raw components: kFloat16 or kBFloat16
+  // How steps of keys and of values are found: kMinMax, or kNorm where codes have 2 bits. Decoding
+  // needs neither.
+  StepRule rule[kMaxPageFormats][2] = {};
 
+  TKV_HD StepRule rule_of(int32_t format, Component c) const {
+    return rule[format][static_cast<int32_t>(c)];
+  }
+  bool has_norm() const;
   // kInvalidArgument: no format or too many, a layout that is not one of ours or larger than
-  // page_bytes, head_dims that differ, a bad raw_dtype.
+  // page_bytes, head_dims that differ, pages with and without records, a rule that no page of these
+  // bits has, a bad raw_dtype.
   Status validate(int64_t page_bytes) const;
 };
 
@@ -73,13 +81,14 @@ struct PageEncode {
   PageBatch batch;
   const void* k = nullptr;        // dtype, 16-byte aligned: token t of a job at job.input + t *
   const void* v = nullptr;        // token_stride, head_dim elements
-  const float* scores = nullptr;  // token t at job.scalars + t; finite
+  const float* scores = nullptr;  // token t at job.scalars + t; finite; null without records
   const int32_t* positions = nullptr;  // likewise, not negative; null: token t is at position t
 
   Status validate() const;
 };
 
-// Tokens are written where PageEncode reads them; null arrays are skipped.
+// Tokens are written where PageEncode reads them; null arrays are skipped, and so are scores and
+// positions of pages without records.
 struct PageDecode {
   PageBatch batch;
   void* k = nullptr;  // kFloat16 saturates as in TokenOutput

@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_side(const PageRef& page, int32_t slot, Com
 
 __device__ __forceinline__ void store_scalars(const PageRef& page, int32_t slot, float score,
                                               int32_t position) {
-  if (lane_index() != 0) return;
+  if (lane_index() != 0 || !page.layout->has_records()) return;
   *reinterpret_cast<float*>(page.bytes + page.layout->score_byte(slot)) = score;
   *reinterpret_cast<int32_t*>(page.bytes + page.layout->position_byte(slot)) = position;
 }
@@ -90,9 +90,13 @@ __device__ __forceinline__ void load_lane_token(const PageRef& page, int32_t slo
                                                 LaneToken* token) {
   load_side(page, slot, Component::kKey, &token->k);
   load_side(page, slot, Component::kValue, &token->v);
-  token->score = *reinterpret_cast<const float*>(page.bytes + page.layout->score_byte(slot));
-  token->position =
-      *reinterpret_cast<const int32_t*>(page.bytes + page.layout->position_byte(slot));
+  token->score = kNoScore;
+  token->position = kNoPosition;
+  if (page.layout->has_records()) {
+    token->score = *reinterpret_cast<const float*>(page.bytes + page.layout->score_byte(slot));
+    token->position =
+        *reinterpret_cast<const int32_t*>(page.bytes + page.layout->position_byte(slot));
+  }
   __syncwarp();
 }
 
@@ -111,7 +115,7 @@ __device__ __forceinline__ void clear_tile_side(const PageRef& page, int32_t til
   for (int32_t i = lane_index(); i < tile_metadata_bytes(layout.groups(c)) / 16; i += 32) {
     metadata[i] = {0, 0, 0, 0};
   }
-  if (c == Component::kKey && lane_index() < kTileTokens) {
+  if (c == Component::kKey && lane_index() < kTileTokens && layout.has_records()) {
     const int32_t at = tile * kTileTokens + lane_index();
     *reinterpret_cast<float*>(page.bytes + layout.score_byte(at)) = kNoScore;
     *reinterpret_cast<int32_t*>(page.bytes + layout.position_byte(at)) = kNoPosition;

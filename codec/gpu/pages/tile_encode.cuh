@@ -95,8 +95,61 @@ __device__ __forceinline__ TokenExtrema<kComponent> token_extrema(const TileTask
   return e;
 }
 
-// Of the lanes that know a token's extrema one makes its parameters.
+// Sums of squares of the lane's tokens over one sub-group, in the order of add_partials(): lane 16
+// a
+// + 8 dh + d % 8 of it is the block's parity a, the dim half dh and the place d % 8 there.
+template <Component kComponent>
+struct TokenSquares {
+  float sum[2][fragment_pars(kComponent)];
+};
+
 template <DType kDtype, Component kComponent>
+__device__ __forceinline__ TokenSquares<kComponent> token_squares(const TileTask& t, int32_t block,
+                                                                  int32_t end_block) {
+  float partial[2][2][2][2] = {};  // [block's parity][th][dh][par of the fragment]
+  for (; block < end_block; block += 2) {
+#pragma unroll
+    for (int32_t odd = 0; odd < 2; ++odd) {
+      if (block + odd >= end_block) continue;
+      Pair<kDtype> x[2][2];
+      load_fragment<kDtype, kComponent>(t.stage, t.pitch, block + odd, x);
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        const float2 y = pair_floats(x[i / 2][i % 2]);
+        float(&sums)[2] = partial[odd][i / 2][i % 2];
+        sums[0] = add_rn(sums[0], mul_rn(y.x, y.x));
+        sums[1] = add_rn(sums[1], mul_rn(y.y, y.y));
+      }
+    }
+  }
+  // Lanes of one token, as in token_extrema(), the highest bit of d % 8 first.
+  constexpr int32_t kFirst = kComponent == Component::kKey ? 2 : 16;
+  constexpr int32_t kLast = kComponent == Component::kKey ? 1 : 4;
+  TokenSquares<kComponent> s;
+#pragma unroll
+  for (int32_t th = 0; th < 2; ++th) {
+    float sums[2];
+#pragma unroll
+    for (int32_t par = 0; par < 2; ++par) {
+      const float low = add_rn(partial[0][th][0][par], partial[1][th][0][par]);
+      const float high = add_rn(partial[0][th][1][par], partial[1][th][1][par]);
+      sums[par] = add_rn(low, high);
+#pragma unroll
+      for (int32_t lanes = kFirst; lanes >= kLast; lanes /= 2) {
+        sums[par] = add_rn(sums[par], __shfl_xor_sync(kFullWarp, sums[par], lanes));
+      }
+    }
+    if constexpr (kComponent == Component::kKey) {
+      s.sum[th][0] = add_rn(sums[0], sums[1]);
+    } else {
+      s.sum[th][0] = sums[0], s.sum[th][1] = sums[1];
+    }
+  }
+  return s;
+}
+
+// Of the lanes that know a token's extrema one makes its parameters.
+template <DType kDtype, Component kComponent, StepRule kRule>
 __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
   const TileTask t = *shared_task;
   constexpr int32_t kPars = fragment_pars(kComponent);
@@ -115,7 +168,18 @@ __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
       if (par == 1) lo = th == 0 ? e.lo[0][1] : e.lo[1][1];
       if (par == 1) hi = th == 0 ? e.hi[0][1] : e.hi[1][1];
     }
-    const QuantParams p = minmax_params(lo, hi, levels);
+    QuantParams p;
+    if constexpr (kRule == StepRule::kNorm) {
+      const TokenSquares<kComponent> s = token_squares<kDtype, kComponent>(
+          t, group * blocks_per_group, (group + 1) * blocks_per_group);
+      float squares = th == 0 ? s.sum[0][0] : s.sum[1][0];
+      if constexpr (kPars == 2) {
+        if (par == 1) squares = th == 0 ? s.sum[0][1] : s.sum[1][1];
+      }
+      p = norm_params(squares, blocks_per_group * kDimBlock);
+    } else {
+      p = minmax_params(lo, hi, levels);
+    }
     if (!is_finite(lo) || !is_finite(hi)) {
       code = greater(code, StatusCode::kNonFinite);
     } else if (!params_in_range(p)) {
@@ -132,10 +196,10 @@ __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
 
 // Extrema and parameters, or the check of raw values; the warp's lanes have seen all params when
 // it returns. The task lies in shared memory: registers hold that of one component at a time.
-template <DType kDtype, Component kComponent>
+template <DType kDtype, Component kComponent, StepRule kRule = StepRule::kMinMax>
 __device__ __forceinline__ StatusCode prepare_tile(const TileTask* task) {
   const StatusCode code = task->layout.type.is_raw() ? check_raw<kDtype, kComponent>(task)
-                                                     : make_params<kDtype, kComponent>(task);
+                                                     : make_params<kDtype, kComponent, kRule>(task);
   __syncwarp();
   return code;
 }

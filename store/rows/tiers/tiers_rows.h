@@ -1,12 +1,114 @@
-// Body tokens at fixed widths by importance, in host memory.
+// Body tokens at fixed widths by importance, in host memory: the reference of its kernels.
+//
+// The policy is "once": a token's tier is decided when it leaves the window and never changes.
+// Pages hold neither scores nor positions; a map of 2 bits a token (tiers_shape.h) serves reads,
+// truncation and export. The body grows token by token, so truncation never takes a compressed
+// token back into the ring.
 #pragma once
 
 #include <memory>
+#include <vector>
 
+#include "codec/host/page_codec.h"
 #include "store/rows/row_format.h"
+#include "store/rows/tiers/tiers_shape.h"
+#include "tierkv/basis.h"
 
 namespace tierkv::store {
 
+// kInvalidArgument, kUnsupported with the field of the format.
 Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config);
+
+class TiersRows final : public RowFormat {
+ public:
+  explicit TiersRows(const StoreConfig& config) : config_(config) {}
+  // Pages, classes and bases. kInvalidArgument, kUnsupported.
+  Status prepare();
+
+  const FormatSizes& sizes() const override { return sizes_; }
+  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
+  void open(const HostLayer& layer) override;
+  Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
+  void write(const std::vector<BodyWork>& works, const BodyPlan& plan) override;
+  void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
+            uint8_t* pruned) const override;
+  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                    RawScore* scores) const override;
+  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
+  void cut(const HostLayer& layer, int32_t body_end) override;
+  void relocate(const HostLayer&, const PageCopy*) override {}  // places follow from the tables
+  int64_t nominal_bytes(const HostLayer& layer) const override;
+  std::vector<uint8_t> identity() const override;
+  std::vector<uint8_t> export_shared(int32_t) const override { return {}; }
+  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+  void write_import(const std::vector<ImportWork>& works, const BodyPlan& plan) override;
+
+ private:
+  // The formats of a class of heads.
+  struct RowClass {
+    PageLayout layout[2];    // by side
+    StepRule rule[2][2];     // by side and component
+    int32_t token_bytes[2];  // codes and metadata
+    Alphas alphas;
+  };
+  struct RowDraft {
+    TiersRow row;                 // afterwards
+    std::vector<BodyTier> tiers;  // of the tokens that come
+  };
+  struct TiersPlan final : BodyPlan {
+    std::vector<RowDraft> rows;                   // [works * num_kv_heads]
+    std::vector<std::vector<TokenCodes>> tokens;  // likewise; of an import, by position
+  };
+  // Where tokens of one side go or are: `count` of them, slots from `slot` on of a page.
+  struct PageRun {
+    HostPage page;
+    int32_t slot = 0, count = 0;
+  };
+
+  Status prepare_classes(const TiersFormat& format);
+  Status prepare_heads(const TiersFormat& format);
+  void prepare_bases(const TiersFormat& format);
+  Result<RowClass> row_class_of(const TierFormat& high, const TierFormat& low) const;
+
+  const RowClass& row_class(int32_t layer, int32_t kv_head) const {
+    return classes_[class_of_head_[layer * shape_.num_kv_heads + kv_head]];
+  }
+  // Null in raw layers and where the component is not rotated.
+  const Basis* basis(Component c, int32_t layer, int32_t kv_head) const;
+  TiersRow& row_state(const HostLayer& layer, int32_t kv_head) const {
+    return *reinterpret_cast<TiersRow*>(layer.state + shape_.row_byte(kv_head));
+  }
+  uint8_t* map_of(const HostLayer& layer, int32_t kv_head) const {
+    return layer.state + shape_.map_byte(kv_head);
+  }
+  int32_t body_first(const LayerTokens& at) const { return most(at.body_end, config_.sink_tokens); }
+  // Tokens of positions before `end`, by side.
+  TiersRow counts_before(const HostLayer& layer, int32_t kv_head, int32_t end) const;
+  SideCounts units_of(int32_t layer, int32_t kv_head, const TiersRow& row) const;
+  // The run that begins at token `token` of a side and has at most `count` tokens.
+  PageRun page_run(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
+                   int32_t count) const;
+  HostPage page_at(const RowClass& row_class, int32_t side, uint8_t* bytes) const;
+
+  // Coordinates of the work's tokens, put(side, batch) for runs of them.
+  template <class Put>
+  Status encode(const BodyWork& work, int32_t kv_head, const std::vector<BodyTier>& tiers,
+                Put&& put) const;
+  Status check(const BodyWork& work, int32_t kv_head, const std::vector<BodyTier>& tiers) const;
+  void write_map(const HostLayer& layer, int32_t kv_head, int32_t first, const RowDraft& draft);
+
+  // tiers_transfer.cc
+  Status import_row(const ImportWork& work, int32_t kv_head, TiersPlan* plan) const;
+
+  StoreConfig config_;
+  FormatSizes sizes_;
+  TiersShape shape_;
+  HostPagesView pages_;
+  std::vector<RowClass> classes_;       // the format's, and raw behind them
+  std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], raw ones too
+  std::vector<Basis> keys_, values_;    // likewise; empty: none is rotated
+};
 
 }  // namespace tierkv::store

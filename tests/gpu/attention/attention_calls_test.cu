@@ -270,8 +270,7 @@ TEST(AttentionCalls, SmallDevicePlanIsTheHostPlan) {
                            items.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost));
     AttentionRows rows;
     for (int32_t t = 0; t < 2; ++t) {
-      const PageLayout page =
-          *make_page_layout(config.tiers[t].format, config.head_dim, config.page_bytes);
+      const PageLayout page = *tier_layout(config, t);
       rows.tiers[t] = tier_source(page, world.table().side(t), device.grid.slot_bytes);
     }
     rows.row_stride = world.table_shape.row_stride();

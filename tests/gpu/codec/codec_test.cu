@@ -79,6 +79,29 @@ TEST_F(GpuCodec, PagesOfSubGroupsAndMixedFormatsAreTheHosts) {
   }
 }
 
+TEST_F(GpuCodec, SmallCodesClippedAtTheNormAreTheHosts) {
+  for (const int32_t head_dim : kHeadDims) {
+    for (const DType dtype : kDTypes) {
+      for (const int32_t group : {0, 16, head_dim / 2}) {
+        WorldOptions o;
+        o.head_dim = head_dim;
+        o.dtype = dtype;
+        o.formats = {{norm_clipped(group), norm_clipped(group)},
+                     {token_wise(4), norm_clipped(group)},
+                     {norm_clipped(group), token_wise(2, group)},
+                     token_wise_tier(8, 4)};
+        o.row_tokens = ragged();
+        SCOPED_TRACE(testing::Message() << "d " << head_dim << " group " << group << " dtype "
+                                        << static_cast<int>(o.dtype));
+        CodecWorld w = make_world(o);
+        encode_and_compare(&w);
+        decode_and_compare(&w, DType::kFloat32);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 // Values at which a quotient could round wrongly, and constant groups, at every magnitude.
 TEST_F(GpuCodec, TiesAndConstantsAreTheHosts) {
   for (const DType dtype : kDTypes) {

@@ -53,7 +53,10 @@ struct CodecWorld {
   }
   uint8_t* pool_bytes() { return pool[0].bytes; }
   HostPage page(const PageJob& job) {
-    return {pool_bytes() + job.page * page_bytes, formats.layout[job.format], formats.raw_dtype};
+    return {pool_bytes() + job.page * page_bytes,
+            formats.layout[job.format],
+            formats.raw_dtype,
+            {formats.rule[job.format][0], formats.rule[job.format][1]}};
   }
   void set_element(std::vector<uint8_t>* x, int64_t i, float value) const {
     if (dtype == DType::kFloat32) {
@@ -188,6 +191,8 @@ class CodecWorldTest : public PageFixture {
           w->page_bytes, (tile + kPageAlignment - 1) / kPageAlignment * kPageAlignment);
     }
     for (const TierFormat& format : o.formats) {
+      w->formats.rule[w->formats.count][0] = format.k.step_rule;
+      w->formats.rule[w->formats.count][1] = format.v.step_rule;
       w->formats.layout[w->formats.count++] = *make_page_layout(format, o.head_dim, w->page_bytes);
     }
   }

@@ -32,8 +32,11 @@ inline bool job_tokens(const PageBatch& b, const PageJob& job, std::vector<int32
 }
 
 inline HostPage job_page(const PageBatch& b, const PageJob& job) {
-  return {b.pool.base + job.page * b.pool.page_bytes, b.formats.layout[job.format],
-          b.formats.raw_dtype};
+  return {b.pool.base + job.page * b.pool.page_bytes,
+          b.formats.layout[job.format],
+          b.formats.raw_dtype,
+          {b.formats.rule_of(job.format, Component::kKey),
+           b.formats.rule_of(job.format, Component::kValue)}};
 }
 
 // The status that a batch gets which append_tokens() refused.

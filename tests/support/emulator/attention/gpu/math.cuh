@@ -95,6 +95,9 @@ inline uint32_t saturate_halves(uint32_t x) {
   return pack_halves(inside(0), inside(1));
 }
 
+inline float nan_min(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b);
+}
 inline float nan_max(float a, float b) {
   return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);
 }

@@ -67,19 +67,36 @@ inline uint32_t transpose_8x8(uint32_t x) {
   });
 }
 
-inline void load_matrices(uint32_t (&x)[4], const void* row) {
-  emulator::Cta& cta = emulator::cta();
-  const int32_t g = cta.lane() / 4, t = cta.lane() % 4;
+// read(x, matrix, row): from the addresses that the lanes gave of the matrices' rows.
+template <class Read>
+void read_matrices(const void* row, Read read) {
   const auto address = reinterpret_cast<uint64_t>(row);
-  cta.exchange({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)},
-               [&](emulator::Warp& w) {
-                 for (int32_t i = 0; i < 4; ++i) {
-                   const uint32_t* words = w.words[8 * i + g];
-                   const uint64_t from = words[0] | static_cast<uint64_t>(words[1]) << 32;
-                   std::memcpy(&x[i], reinterpret_cast<const uint8_t*>(from) + 4 * t, 4);
-                 }
-                 return 0;
-               });
+  emulator::cta().exchange(
+      {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)},
+      [&](emulator::Warp& w) {
+        read([&](int32_t matrix, int32_t of_matrix) {
+          const uint32_t* words = w.words[8 * matrix + of_matrix];
+          return reinterpret_cast<const uint8_t*>(words[0] | static_cast<uint64_t>(words[1]) << 32);
+        });
+        return 0;
+      });
+}
+inline void load_matrices(uint32_t (&x)[4], const void* row) {
+  const int32_t g = emulator::cta().lane() / 4, t = emulator::cta().lane() % 4;
+  read_matrices(row, [&](auto row_of) {
+    for (int32_t i = 0; i < 4; ++i) std::memcpy(&x[i], row_of(i, g) + 4 * t, 4);
+  });
+}
+inline void load_matrices_transposed(uint32_t (&x)[4], const void* row) {
+  const int32_t g = emulator::cta().lane() / 4, t = emulator::cta().lane() % 4;
+  read_matrices(row, [&](auto row_of) {
+    for (int32_t i = 0; i < 4; ++i) {
+      uint16_t low, high;
+      std::memcpy(&low, row_of(i, 2 * t) + 2 * g, 2);
+      std::memcpy(&high, row_of(i, 2 * t + 1) + 2 * g, 2);
+      x[i] = low | static_cast<uint32_t>(high) << 16;
+    }
+  });
 }
 
 }  // namespace tierkv

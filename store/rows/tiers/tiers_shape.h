@@ -1,0 +1,104 @@
+// Where the state of tiers lies, and how a token's tier is decided: what host and device share.
+//
+// A table row is a kv_head. Its side 0 holds the tokens of the high tier, side 1 those of the low
+// one, each in order of positions. The allocator counts pages only: a full page as 2, one with room
+// as 1, because the pages of classes hold different numbers of tokens.
+//
+// The state of a (sequence, layer) is, for each kv_head, a TiersRow and then its map: 2 bits for
+// each position, the first in the lowest bits. A token's place follows from the map: it is the n-th
+// of its tier, n being the tokens of this tier before it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "store/place/raw_tokens.h"
+#include "tierkv/half.h"
+
+namespace tierkv::store {
+
+// As the map has them. Positions outside the body are kNoTier.
+enum class BodyTier : uint8_t { kNoTier = 0, kHigh = 1, kLow = 2, kPruned = 3 };
+
+inline constexpr int32_t kHighSide = 0, kLowSide = 1;
+TKV_HD constexpr int32_t side_of(BodyTier tier) {
+  return tier == BodyTier::kLow ? kLowSide : kHighSide;
+}
+TKV_HD constexpr bool is_kept(BodyTier tier) {
+  return tier == BodyTier::kHigh || tier == BodyTier::kLow;
+}
+
+// What the allocator counts of a side with `tokens` tokens.
+inline constexpr int32_t kFullPage = 2;
+TKV_HD constexpr int32_t page_units(int32_t tokens, int32_t tokens_per_page) {
+  return kFullPage * (tokens / tokens_per_page) + (tokens % tokens_per_page != 0 ? 1 : 0);
+}
+
+struct alignas(16) TiersRow {
+  int32_t tokens[2] = {0, 0};  // by side
+  int32_t seen = 0;            // tokens whose importance came from queries that were counted
+  int32_t unused = 0;
+  double log_sum = 0;  // of their importances, base 2
+};
+static_assert(sizeof(TiersRow) == 32, "a multiple of 16");
+
+struct TiersShape {
+  int32_t num_kv_heads = 0;
+  int32_t map_bytes = 0;  // of a row, a multiple of 16
+
+  TiersShape() = default;
+  TiersShape(int32_t kv_heads, int32_t max_tokens)
+      : num_kv_heads(kv_heads), map_bytes((max_tokens + 63) / 64 * 16) {}
+  TKV_HD constexpr int64_t row_byte(int32_t kv_head) const {
+    return int64_t{kv_head} * (static_cast<int32_t>(sizeof(TiersRow)) + map_bytes);
+  }
+  TKV_HD constexpr int64_t map_byte(int32_t kv_head) const {
+    return row_byte(kv_head) + static_cast<int32_t>(sizeof(TiersRow));
+  }
+  TKV_HD constexpr int64_t state_bytes() const { return row_byte(num_kv_heads); }
+};
+
+TKV_HD BodyTier tier_at(const uint8_t* map, int32_t position) {
+  return static_cast<BodyTier>(map[position / 4] >> 2 * (position % 4) & 3);
+}
+TKV_HD void set_tier(uint8_t* map, int32_t position, BodyTier tier) {
+  const int32_t shift = 2 * (position % 4);
+  const uint32_t others = map[position / 4] & ~(3u << shift);
+  map[position / 4] = static_cast<uint8_t>(others | static_cast<uint32_t>(tier) << shift);
+}
+
+// u >= high: high; u >= low: low; else pruned.
+struct Alphas {
+  double high = 1, low = 0;
+};
+
+// The tier of the token at `position`, which leaves the window; of `row` changes what is kept of
+// importances, so tokens are asked for in order. u is i * significance, i from 1, by the queries of
+// a prompt; what generation saw is taken against the row's geometric mean, this token included; a
+// token that nobody has seen is neutral, which is 1.
+TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32_t position,
+                            TiersRow* row) {
+  double u = 1;
+  switch (known.kind) {
+    case ImportanceKind::kUnknown:
+      break;
+    case ImportanceKind::kPrompt:
+      u = static_cast<double>(position + 1) * static_cast<double>(known.value);
+      break;
+    case ImportanceKind::kSeen:
+      u = 0;
+      if (known.value > 0) {
+        row->log_sum += std::log2(static_cast<double>(known.value));
+        ++row->seen;
+        u = static_cast<double>(known.value) / std::exp2(row->log_sum / row->seen);
+      }
+      break;
+    case ImportanceKind::kDecided:
+      return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
+    case ImportanceKind::kPruned:
+      return BodyTier::kPruned;
+  }
+  return u >= alphas.high ? BodyTier::kHigh : u >= alphas.low ? BodyTier::kLow : BodyTier::kPruned;
+}
+
+}  // namespace tierkv::store
