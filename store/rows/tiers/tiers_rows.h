@@ -19,6 +19,10 @@ namespace tierkv::store {
 // kInvalidArgument, kUnsupported with the field of the format.
 Result<std::unique_ptr<RowFormat>> make_tiers_rows(const StoreConfig& config);
 
+struct alignas(kPageAlignment) StagedBlock {
+  uint8_t bytes[kPageAlignment] = {};
+};
+
 class TiersRows final : public RowFormat {
  public:
   explicit TiersRows(const StoreConfig& config) : config_(config) {}
@@ -30,7 +34,7 @@ class TiersRows final : public RowFormat {
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
   void open(const HostLayer& layer) override;
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
-  void write(const std::vector<BodyWork>& works, const BodyPlan& plan) override;
+  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override;
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -40,10 +44,9 @@ class TiersRows final : public RowFormat {
   void relocate(const HostLayer&, const PageCopy*) override {}  // places follow from the tables
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
-  std::vector<uint8_t> export_shared(int32_t) const override { return {}; }
+  std::vector<uint8_t> export_shared(const HostLayer&) const override { return {}; }
   std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
-  void write_import(const std::vector<ImportWork>& works, const BodyPlan& plan) override;
 
  private:
   // The formats of a class of heads.
@@ -53,13 +56,19 @@ class TiersRows final : public RowFormat {
     int32_t token_bytes[2];  // codes and metadata
     Alphas alphas;
   };
+  // Tokens of a side from token `first` on, in pages of their own: slots are those that they get.
+  struct StagedSide {
+    int32_t first = 0, end = 0;
+    std::vector<StagedBlock> bytes;  // whole pages, from that of `first` on
+  };
   struct RowDraft {
     TiersRow row;                 // afterwards
-    std::vector<BodyTier> tiers;  // of the tokens that come
+    int32_t position = 0;         // of the first token that comes
+    std::vector<BodyTier> tiers;  // of each
+    StagedSide sides[2];
   };
   struct TiersPlan final : BodyPlan {
-    std::vector<RowDraft> rows;                   // [works * num_kv_heads]
-    std::vector<std::vector<TokenCodes>> tokens;  // likewise; of an import, by position
+    std::vector<RowDraft> rows;  // [works * num_kv_heads]
   };
   // Where tokens of one side go or are: `count` of them, slots from `slot` on of a page.
   struct PageRun {
@@ -91,16 +100,19 @@ class TiersRows final : public RowFormat {
   PageRun page_run(const HostLayer& layer, int32_t kv_head, int32_t side, int32_t token,
                    int32_t count) const;
   HostPage page_at(const RowClass& row_class, int32_t side, uint8_t* bytes) const;
+  // A row that goes on behind `row`.
+  RowDraft draft_behind(const TiersRow& row, int32_t position) const;
+  // The run of `count` more tokens of a side behind those that are staged, or of as many as its
+  // page holds.
+  PageRun stage(const RowClass& row_class, int32_t side, int32_t count, StagedSide* staged) const;
 
-  // Coordinates of the work's tokens, put(side, batch) for runs of them.
-  template <class Put>
-  Status encode(const BodyWork& work, int32_t kv_head, const std::vector<BodyTier>& tiers,
-                Put&& put) const;
-  Status check(const BodyWork& work, int32_t kv_head, const std::vector<BodyTier>& tiers) const;
-  void write_map(const HostLayer& layer, int32_t kv_head, int32_t first, const RowDraft& draft);
+  // tiers_write.cc
+  Status encode(const BodyWork& work, int32_t kv_head, RowDraft* draft) const;
+  void write_side(const HostLayer& layer, int32_t kv_head, int32_t side,
+                  const StagedSide& staged) const;
 
   // tiers_transfer.cc
-  Status import_row(const ImportWork& work, int32_t kv_head, TiersPlan* plan) const;
+  Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
 
   StoreConfig config_;
   FormatSizes sizes_;

@@ -26,7 +26,7 @@ bool is_finite_half(uint16_t x) {
   return (x & 0x7c00u) != 0x7c00u;
 }
 
-void write_side(const TileLayout& tile, const TokenCodes::Side& side, ByteWriter* out) {
+void pack_side(const TileLayout& tile, const TokenCodes::Side& side, ByteWriter* out) {
   const int32_t bits = tile.type.bits();
   uint32_t word = 0;
   for (int32_t d = 0, used = 0; d < tile.head_dim; ++d) {
@@ -40,7 +40,7 @@ void write_side(const TileLayout& tile, const TokenCodes::Side& side, ByteWriter
 }
 
 // False for numbers that no encoder writes.
-bool read_side(const TileLayout& tile, ByteReader* in, TokenCodes::Side* side) {
+bool unpack_side(const TileLayout& tile, ByteReader* in, TokenCodes::Side* side) {
   const int32_t bits = tile.type.bits();
   bool sound = true;
   uint32_t word = 0;
@@ -101,20 +101,18 @@ std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_h
     TokenCodes token;
     load_token(run.page, run.slot, &token);
     for (const Component part : {Component::kKey, Component::kValue}) {
-      write_side(c.layout[side].tile(part), token.of(part), &out);
+      pack_side(c.layout[side].tile(part), token.of(part), &out);
     }
   }
   return bytes;
 }
 
-Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, TiersPlan* plan) const {
+Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const {
   ByteReader in(work.bodies[kv_head]);
   const RowClass& c = row_class(work.layer.layer, kv_head);
-  RowDraft draft;
-  std::vector<TokenCodes> tokens;
-  draft.row.seen = in.i32();
-  draft.row.log_sum = in.f64();
-  if (draft.row.seen < 0 || !std::isfinite(draft.row.log_sum)) {
+  draft->row.seen = in.i32();
+  draft->row.log_sum = in.f64();
+  if (draft->row.seen < 0 || !std::isfinite(draft->row.log_sum)) {
     return corrupt("its mean is impossible");
   }
   for (int32_t p = config_.sink_tokens; p < work.body_end; ++p) {
@@ -122,23 +120,23 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, TiersPlan*
     const bool known = tier == BodyTier::kHigh || tier == BodyTier::kLow ||
                        (tier == BodyTier::kPruned && c.alphas.low > 0);
     if (!in.ok() || !known) return corrupt("a token has no tier");
-    if (is_kept(tier)) ++draft.row.tokens[side_of(tier)];
-    draft.tiers.push_back(tier);
+    if (is_kept(tier)) ++draft->row.tokens[side_of(tier)];
+    draft->tiers.push_back(tier);
   }
-  for (const BodyTier tier : draft.tiers) {
+  for (const BodyTier tier : draft->tiers) {
     if (!is_kept(tier)) continue;
+    const int32_t side = side_of(tier);
     TokenCodes token{};
     for (const Component part : {Component::kKey, Component::kValue}) {
-      const bool sound = read_side(c.layout[side_of(tier)].tile(part), &in, &token.of(part));
+      const bool sound = unpack_side(c.layout[side].tile(part), &in, &token.of(part));
       if (!in.ok()) return corrupt("it ends too early");
       if (!sound) return corrupt("a number is none that an encoder writes");
     }
-    tokens.push_back(token);
+    const PageRun run = stage(c, side, 1, &draft->sides[side]);
+    if (run.slot % kTileTokens == 0) clear_tile(run.page, run.slot / kTileTokens);
+    store_token(run.page, run.slot, token);
   }
-  if (!in.at_end()) return corrupt("wrong size");
-  plan->rows.push_back(std::move(draft));
-  plan->tokens.push_back(std::move(tokens));
-  return Status::ok();
+  return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
 Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {
@@ -148,33 +146,16 @@ Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<Impor
     if (!work.shared.empty()) return corrupt("it has a shared part").with_context(layer_name);
     LayerPlan layer;
     for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-      if (Status s = import_row(work, h, plan.get()); !s) {
+      RowDraft draft = draft_behind({}, config_.sink_tokens);
+      if (Status s = import_row(work, h, &draft); !s) {
         return s.with_context(layer_name + ", kv_head " + std::to_string(h));
       }
-      layer.tokens.push_back(units_of(work.layer.layer, h, plan->rows.back().row));
+      layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
+      plan->rows.push_back(std::move(draft));
     }
     plan->layers.push_back(std::move(layer));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
-}
-
-void TiersRows::write_import(const std::vector<ImportWork>& works, const BodyPlan& plan) {
-  const auto& imported = static_cast<const TiersPlan&>(plan);
-  for (size_t i = 0; i < imported.rows.size(); ++i) {
-    const HostLayer& layer = works[i / shape_.num_kv_heads].layer;
-    const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
-    const RowDraft& draft = imported.rows[i];
-    int32_t next[2] = {0, 0};
-    size_t token = 0;
-    for (const BodyTier tier : draft.tiers) {
-      if (!is_kept(tier)) continue;
-      const int32_t side = side_of(tier);
-      const PageRun run = page_run(layer, h, side, next[side]++, 1);
-      if (run.slot % kTileTokens == 0) clear_tile(run.page, run.slot / kTileTokens);
-      store_token(run.page, run.slot, imported.tokens[i][token++]);
-    }
-    write_map(layer, h, config_.sink_tokens, draft);
-  }
 }
 
 }  // namespace tierkv::store

@@ -1,0 +1,247 @@
+// Tiers by class of heads in the one store, in host memory, against a model that knows no pages.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+
+#include "tests/engine/support/tiers_world.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv {
+namespace {
+
+class TiersRowsTest : public RandomTest {
+ protected:
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+  // Gives a sequence the chunk's tokens [first, first + count).
+  Status extend(TiersStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
+                int32_t count, const StoreConfig& config) {
+    if (Status s = store->engine->begin({&id, 1}, count); !s) return s;
+    const int64_t token = int64_t{config.layout.num_kv_heads} * config.layout.head_dim;
+    for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+      LayerAppend call;
+      call.sequences = {&id, 1};
+      call.layer = l;
+      call.tokens = count;
+      const int64_t at = (int64_t{l} * chunk.tokens + first) * token;
+      call.k = chunk.k.data() + at;
+      call.v = chunk.v.data() + at;
+      if (Status s = store->engine->append(call); !s) return s;
+    }
+    return Status::ok();
+  }
+};
+
+TEST_F(TiersRowsTest, SoakOfRandomCalls) {
+  int64_t pruned = 0, out_of_pages = 0;
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const int32_t pages : {70, 1000}) {
+      const StoreConfig config = tiers_config(head_dim, pages, pick(0, 1) == 1, &rng_);
+      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", " << pages << " pages");
+      TiersWorld world(config, static_cast<uint32_t>(rng_()));
+      for (int32_t i = 0; i < 120; ++i) {
+        world.step();
+        if (HasFatalFailure()) return;
+        if (i % 3 == 0) world.check_all();
+        if (HasFatalFailure()) return;
+      }
+      pruned += world.pruned();
+      out_of_pages += world.out_of_pages();
+    }
+  }
+  EXPECT_GT(pruned, 0);
+  EXPECT_GT(out_of_pages, 0);
+}
+
+TEST_F(TiersRowsTest, ChunksDoNotMatterWithoutSignificances) {
+  const StoreConfig config = tiers_config(128, 900, true, &rng_);
+  TiersStore store(config);
+  const TiersChunk chunk = tiers_chunk(config, 600, false, &rng_);
+  std::vector<uint8_t> first;
+  for (int32_t round = 0; round < 4; ++round) {
+    const SequenceId id = *store.engine->add_sequence();
+    for (int32_t done = 0; done < 600;) {
+      const int32_t most = round == 0 ? 600 : round == 1 ? 1 : round == 2 ? 8 : 150;
+      const int32_t count = std::min(600 - done, pick(1, most));
+      const Status s = extend(&store, id, chunk, done, round == 0 ? 600 : count, config);
+      ASSERT_TRUE(s) << s.message();
+      done += round == 0 ? 600 : count;
+    }
+    const Result<std::vector<uint8_t>> bytes = store.engine->export_sequence(id);
+    ASSERT_TRUE(bytes);
+    if (round == 0) first = *bytes;
+    EXPECT_EQ(*bytes, first) << round;
+    ASSERT_TRUE(store.engine->release(id));
+  }
+}
+
+// Pages that were cut hold what pages hold that were never longer.
+TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
+  const StoreConfig config = tiers_config(64, 900, false, &rng_);
+  const TiersChunk chunk = tiers_chunk(config, 500, false, &rng_);
+  const int32_t tokens = pick(100, 400);
+  std::vector<std::vector<uint8_t>> pages;
+  for (const bool is_cut : {false, true}) {
+    TiersStore store(config);
+    const SequenceId id = *store.engine->add_sequence();
+    ASSERT_TRUE(extend(&store, id, chunk, 0, is_cut ? 500 : tokens + config.window_tokens, config));
+    ASSERT_TRUE(store.engine->truncate(id, tokens));
+    std::vector<uint8_t> tiles;
+    const store::HostPagesView& view = store.place->pages();
+    const auto format = store::make_row_format(config);
+    for (int32_t r = 0; r < view.allocator.shape.table.rows_per_sequence; ++r) {
+      const auto& tiers = std::get<TiersFormat>(config.format);
+      const TierClass& c = tiers.classes[tiers.class_of_head[r]];
+      for (int32_t side = 0; side < 2; ++side) {
+        const PageLayout layout =
+            *make_page_layout(side == 0 ? c.high : c.low, 64, (*format)->sizes().page_bytes, false);
+        for (int32_t i = 0; i < view.allocator.pages[r].of[side]; ++i) {
+          const bool is_last = i + 1 == view.allocator.pages[r].of[side];
+          const uint8_t* page = view.bytes(view.page(r, side, i));
+          // Of the last page the first tile, which every page in use has.
+          const int32_t all = is_last ? layout.k_tile.bytes() : layout.scores;
+          tiles.insert(tiles.end(), page, page + all);
+          const uint8_t* values = page + layout.v_codes;
+          if (is_last) tiles.insert(tiles.end(), values, values + layout.v_tile.bytes());
+        }
+      }
+    }
+    pages.push_back(tiles);
+  }
+  EXPECT_EQ(pages[0], pages[1]);
+}
+
+TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
+  StoreConfig config = tiers_config(128, 60, false, &rng_);
+  TiersStore store(config);
+  const SequenceId a = *store.engine->add_sequence(), b = *store.engine->add_sequence();
+  const TiersChunk chunk = tiers_chunk(config, 900, false, &rng_);
+  int32_t tokens = 0;
+  Status s;
+  while (tokens < 900) {
+    s = extend(&store, a, chunk, tokens, 4, config);
+    if (!s) break;
+    ASSERT_TRUE(extend(&store, b, chunk, tokens, 1, config).code() != StatusCode::kInvalidArgument);
+    tokens += 4;
+  }
+  ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << s.message();
+  EXPECT_GT(store.place->shortage().pages, 0);
+  EXPECT_EQ(*store.engine->num_tokens(a), tokens);
+  const auto before = *store.engine->export_sequence(a);
+  EXPECT_EQ(store.engine->begin({&a, 1}, 8).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(*store.engine->export_sequence(a), before);
+  ASSERT_TRUE(store.engine->release(b));
+  EXPECT_TRUE(extend(&store, a, chunk, tokens, 4, config));
+}
+
+TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
+  StoreConfig config = tiers_config(64, 500, false, &rng_);
+  auto& tiers = std::get<TiersFormat>(config.format);
+  const size_t heads = tiers.class_of_head.size();  // 6
+  tiers.class_of_head.clear();
+  tiers.classes[0].share = 0.17;
+  tiers.classes[1].share = 0.5;
+  config.profile = nullptr;
+  EXPECT_EQ(config.validate().code(), StatusCode::kInvalidArgument);
+  std::mt19937 rng(4);
+  auto profile = std::make_shared<Profile>();
+  while (profile->rows.empty()) {
+    StoreConfig other = tiers_config(64, 500, false, &rng);
+    if (other.profile != nullptr && other.profile->num_layers == config.layout.num_layers) {
+      *profile = *other.profile;
+    }
+  }
+  profile->sm_scale = config.layout.sm_scale;
+  profile->joint_sensitivity.assign(heads, 0);
+  for (size_t i = 0; i < heads; ++i)
+    profile->joint_sensitivity[(i * 5 + 2) % heads] = 1.0 / (1 + i);
+  profile->key_sensitivity = profile->value_sensitivity = profile->joint_sensitivity;
+  config.profile = profile;
+  ASSERT_TRUE(config.validate()) << config.validate().message();
+  // The same as given: 1, 3 and 2 heads.
+  StoreConfig given = config;
+  auto& classes = std::get<TiersFormat>(given.format).class_of_head;
+  classes.assign(heads, 2);
+  for (size_t i = 0; i < 4; ++i) classes[(i * 5 + 2) % heads] = i == 0 ? 0 : 1;
+  TiersStore by_profile(config), by_hand(given);
+  EXPECT_EQ(by_profile.place->identity(), by_hand.place->identity());
+  std::swap(classes[2], classes[1]);
+  EXPECT_NE(by_profile.place->identity(), TiersStore(given).place->identity());
+}
+
+TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
+  const StoreConfig good = tiers_config(128, 500, false, &rng_);
+  const auto refused = [&](const char* name, StatusCode code, auto change) {
+    StoreConfig config = good;
+    change(&std::get<TiersFormat>(config.format), &config);
+    const Status s = config.validate();
+    EXPECT_EQ(s.code(), code) << name << ": " << s.message();
+    EXPECT_THAT(std::string(s.message()), ::testing::HasSubstr(name));
+  };
+  const auto invalid = StatusCode::kInvalidArgument, unsupported = StatusCode::kUnsupported;
+  refused("format.classes", invalid, [](auto* f, auto*) { f->classes.clear(); });
+  refused("format.classes", invalid, [](auto* f, auto*) { f->classes.resize(5); });
+  refused("format.classes[1]: high", unsupported,
+          [](auto* f, auto*) { f->classes[1].high = token_wise_tier(16, 16); });
+  refused("format.classes[0]: low", unsupported,
+          [](auto* f, auto*) { f->classes[0].low = token_wise_tier(2, 4); });
+  refused("format.classes[2]: low", unsupported,
+          [](auto* f, auto*) { f->classes[2].low.k = token_wise(4, 32); });
+  refused("alpha_low", invalid, [](auto* f, auto*) { f->classes[0].alpha_low = 2; });
+  refused("alpha_low", invalid, [](auto* f, auto*) { f->classes[0].alpha_high = NAN; });
+  refused("share", invalid, [](auto* f, auto*) { f->classes[0].share = -0.1; });
+  refused("class_of_head", invalid, [](auto* f, auto*) { f->class_of_head.pop_back(); });
+  refused("class_of_head", invalid, [](auto* f, auto*) { f->class_of_head[3] = 3; });
+  refused("page_bytes", invalid, [](auto*, auto* c) { c->page_bytes = 1024; });
+}
+
+// Every change of a body is found out or leaves one that can be read.
+TEST_F(TiersRowsTest, HostileBodies) {
+  const StoreConfig config = tiers_config(64, 900, true, &rng_);
+  TiersStore store(config);
+  const SequenceId id = *store.engine->add_sequence();
+  ASSERT_TRUE(extend(&store, id, tiers_chunk(config, 300, false, &rng_), 0, 300, config));
+  store::LayerMoves moves;
+  for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+    const store::LayerTokens at = {300, 300 - config.window_tokens};
+    moves.push_back({id.slot, l, at, at});
+  }
+  const store::SequenceParts parts = *store.place->export_parts(moves);
+  int32_t corrupt = 0;
+  for (int32_t round = 0; round < 300; ++round) {
+    store::SequenceParts damaged = parts;
+    std::vector<uint8_t>& body = damaged.bodies[rng_() % damaged.bodies.size()];
+    const int32_t what = pick(0, 3);
+    if (what == 0) body.resize(rng_() % body.size());
+    if (what == 1) body.push_back(0);
+    for (int32_t i = 0; what > 1 && i < 3; ++i) {
+      const size_t most = what == 2 ? body.size() : size_t{300};  // the tiers
+      body[rng_() % most] = static_cast<uint8_t>(rng_());
+    }
+    const Status s = store.place->import_parts(3, damaged);
+    corrupt += s.code() == StatusCode::kCorrupt;
+    EXPECT_TRUE(what >= 2 || s.code() == StatusCode::kCorrupt);
+    if (!s) {
+      EXPECT_EQ(s.code(), StatusCode::kCorrupt) << s.message();
+      continue;
+    }
+    for (store::LayerMove move : moves) {
+      move.slot = 3;
+      std::vector<uint16_t> k(300 * 3 * 64), v(k);
+      LayerRange range;
+      range.layer = move.layer;
+      range.end = 300;
+      range.k = k.data();
+      range.v = v.data();
+      ASSERT_TRUE(store.place->decode(range, move));
+      EXPECT_TRUE(
+          std::all_of(k.begin(), k.end(), [](uint16_t x) { return (x & 0x7c00u) != 0x7c00u; }));
+    }
+    store.place->release(3);
+  }
+  EXPECT_GT(corrupt, 100);
+}
+
+}  // namespace
+}  // namespace tierkv
