@@ -456,6 +456,10 @@ void StoreWorld::check_range(const Live& live, int32_t layer, int32_t first, int
 void StoreWorld::check_all() {
   const Status laws = invariants_.check(store_.place->pages().allocator);
   EXPECT_TRUE(laws) << laws.message();
+  const PageAllocator& a = store_.place->pages().allocator;
+  for (int32_t row = 0; row < a.shape.table.num_rows(); ++row) {
+    EXPECT_EQ(a.pages[row].of[0], pages_for(a.tokens[row].of[0], a.shape.table.tokens_per_page[0]));
+  }
   for (const Live& live : live_) {
     const int32_t n = live.layers[0].tokens();
     EXPECT_EQ(*store_.engine->num_tokens(live.id), n);
