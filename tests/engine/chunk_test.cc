@@ -146,7 +146,11 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
 TEST_F(ChunkTest, EmptyAndShortSequences) {
   ConfigChoice choice;
   choice.group = 5;
-  const StoreConfig config = make_config(choice);
+  choice.max_tokens = 3;
+  StoreConfig config = make_config(choice);
+  config.format = ChannelFormat{};
+  EXPECT_TRUE(config.validate());
+  config.format = CodedFormat{};
   const Feed feed(config.layout, 1, &rng_);
   OneSequence one(config);
   EXPECT_EQ(*one.store.engine->num_tokens(one.id), 0);

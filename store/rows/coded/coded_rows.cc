@@ -79,7 +79,7 @@ CodedRows::CodedRows(const StoreConfig& config, const FormatSizes& sizes, const 
   for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
   if (format_.k == 0) format_.k = has_energies(config) ? 0.5 : 0.3;
   if (format_.v == 0) format_.v = has_energies(config) ? 0.45 : 0.25;
-  const int64_t slots = layer_pages(0, config.max_tokens, true);
+  const int64_t slots = std::max<int64_t>(1, layer_pages(0, config.max_tokens, true));
   sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
 }
 
@@ -133,7 +133,7 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
     return std::min(pages, blocks);
   }
   if (!is_raw_layer(layer)) {
-    const double bits = has_energies(config_) ? 2.4 : 3.1;
+    const double bits = has_energies(config_) ? 2.0 : 3.4;
     bytes = kTypicalOverhead + bits / 8 * kBlockTokens * shape_.head_dim;
     room *= kTypicalFill;
   }
