@@ -28,6 +28,12 @@ class SettingsTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "layer 7 of a model with 7"):
             s.check_layers(7)
 
+    def test_layers_by_name(self):
+        self.assertEqual(settings.layer_index("model.layers.13.self_attn.attn"), 13)
+        for name in ("model.attn", "model.layers.3.experts.4.attn"):
+            with self.assertRaisesRegex(ValueError, name):
+                settings.layer_index(name)
+
     def test_mistakes_are_named(self):
         self.refused({"fromat": "k4v4"}, "fromat")
         self.refused({"format": "k3v3"}, "k3v3")

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 from .. import _engine as engine
 from .batches import Slice, classify, head_range, rounds, runs
 from .refusals import HEAD_DIMS, MAX_QUERIES, EngineShape, LayerShape, refuse, refused_engine, refused_layer
-from .settings import BLOCK_TOKENS, DEFAULT_FORMAT, FORMATS, Settings, read_settings, slot_bytes
+from .settings import BLOCK_TOKENS, DEFAULT_FORMAT, FORMATS, Settings, layer_index, read_settings, slot_bytes
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 MAX_TAILS = 32  # of a step; more go the way of chunks
@@ -128,11 +128,9 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
     """Of an Attention layer: vLLM's own, but for layers of this backend."""
     if not issubclass(layer.attn_backend, TierkvBackend):
         return _original_get_kv_cache_spec(layer, vllm_config)
-    from vllm.model_executor.models.utils import extract_layer_index
-
     settings = check_engine(vllm_config)
     settings.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
-    index = extract_layer_index(layer.layer_name)
+    index = layer_index(layer.layer_name)
     format = settings.format_of(index)
     layer.attn_backend = BACKENDS[format]
     layer.impl.bind(engine.Engine(engine_config(layer, settings, format, vllm_config.model_config.dtype, max_sequences=1, max_blocks=1),

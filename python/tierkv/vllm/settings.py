@@ -25,6 +25,14 @@ def slot_bytes(format: str, head_dim: int) -> int:
     return sum(head_dim * bits // 8 + (4 if bits < 16 else 0) for bits in FORMATS[format])
 
 
+def layer_index(name: str) -> int:
+    """Of a layer's name, such as model.layers.3.self_attn.attn. ValueError unless it has one number."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ValueError(f"tierkv: which layer {name} is, its name does not say")
+    return numbers[0]
+
+
 @dataclass(frozen=True)
 class Settings:
     format: str = DEFAULT_FORMAT
