@@ -2,6 +2,7 @@
 // name, and what no operation runs in needs no bytes.
 #include "tierkv/allocator.h"
 #include "tierkv/attention.h"
+#include "tierkv/engine.h"
 #include "tierkv/significance.h"
 #include "tierkv/store.h"
 
@@ -42,6 +43,24 @@ Status merge_attention(const MergeCall&, GpuStream) {
 }
 Status apply_sinks(const SinkCall&, GpuStream) {
   return refusal("apply_sinks");
+}
+
+Result<EngineGrid> engine_grid(const EngineConfig&) {
+  return refusal("engine_grid");
+}
+Status engine_encode(const EngineConfig&, const EngineLayer&, const EngineTokens&, GpuStream) {
+  return refusal("engine_encode");
+}
+Status engine_plan(const EngineConfig&, const EngineGrid&, const EngineBatch&,
+                   const AttentionWorkspace&, GpuStream) {
+  return refusal("engine_plan");
+}
+Status engine_attend(const EngineConfig&, const EngineGrid&, const EngineAttend&,
+                     const AttentionWorkspace&, GpuStream) {
+  return refusal("engine_attend");
+}
+Status engine_decode(const EngineConfig&, const EngineLayer&, const EngineRanges&, GpuStream) {
+  return refusal("engine_decode");
 }
 
 Status prompt_significance(const SignificanceCall&, const float*, float*, GpuStream) {

@@ -194,7 +194,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
   const int64_t warps = int64_t{grid.num_ctas} * grid.warps;
   if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > call.most_warps() ||
+      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > coded_warps(call.head_dim) ||
       warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }

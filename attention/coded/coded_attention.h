@@ -89,7 +89,7 @@ inline constexpr int32_t kMostCodedBooks = 16;  // of a component
 struct WeightedRows {
   // Arrays are in device memory, 16-byte aligned.
   const float* key_scales = nullptr;      // [num_steps, head_dim]
-  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim]
+  const uint16_t* key_means = nullptr;    // fp16, [num_steps, head_dim], ordered
   const uint16_t* place_turns = nullptr;  // fp16, [64 * head_dim]; null without RoPE
   // Cosines and sines, [num_block_turns, rotary_dims / 2, 2], of the first coded position of each
   // block: position sink_tokens in block 0. Null without RoPE.
@@ -172,8 +172,6 @@ struct CodedAttention {
   // And of one query, in fp16: what the fastest kernels are for.
   bool is_plain() const { return q_len == 1 && dtype == DType::kFloat16 && is_uniform(); }
 
-  int32_t most_warps() const;
-
   // kInvalidArgument or kUnsupported naming the field: sizes and codebooks, all that a grid depends
   // on.
   Status validate() const;
@@ -188,19 +186,11 @@ inline constexpr int32_t kCodedColumns = 8;
 TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
   return head_dim <= kSliceDims ? 16 : 8;
 }
-// The same of weighted blocks, whose keys take more registers.
-TKV_HD constexpr int32_t weighted_warps(int32_t head_dim) {
-  return head_dim == 64 ? 16 : head_dim <= kSliceDims ? 12 : 8;
-}
-
-inline int32_t CodedAttention::most_warps() const {
-  return weighted.any() ? weighted_warps(head_dim) : coded_warps(head_dim);
-}
 
 // How a device runs a call.
 struct CodedAttentionGrid {
   int32_t num_ctas = 0;
-  int32_t warps = 0;       // of a CTA, at most CodedAttention::most_warps()
+  int32_t warps = 0;       // of a CTA, at most coded_warps()
   int32_t copies_log = 0;  // 2^copies_log copies of each table
   int32_t slots_per_warp = 0;
   int32_t slot_bytes = 0;

@@ -68,21 +68,35 @@ __device__ __forceinline__ uint32_t exception_queries(const ExceptionPair& pair,
   return query[pair.dim[0]] | static_cast<uint32_t>(query[pair.dim[1]]) << 16;
 }
 
+// The rows of a B operand that a lane picks for exception (lane / 4): one that is a low half of
+// the operand, and one that is a high half.
+struct PickedRows {
+  uint32_t halves;
+  // Row g of A is that of exception g; the columns of this lane are rows 2t, 2t + 1 (+ 8) of B.
+  __device__ __forceinline__ PickedRows(int32_t even, int32_t odd) {
+    const int32_t own = 8 - 2 * static_cast<int32_t>(fresh_lane() % 4);
+    halves = integer_halves(even + own, odd + own);
+  }
+  // Part i of the A operand: `weights` in the places of the rows.
+  __device__ __forceinline__ void operand(int i, uint32_t weights, uint32_t (&a)[4]) const {
+    const int32_t first = 16 * i + 8;
+    a[0] = weights & equal_halves(halves, integer_halves(first, first + 1));
+    a[2] = weights & equal_halves(halves, integer_halves(first + 8, first + 9));
+    a[1] = a[3] = 0;
+  }
+};
+
 // Of a B operand the rows of eight exceptions, in order, as the B operand that their deltas meet:
 // picked out by a product with ones in the places of those rows. row: of exception (lane / 4);
 // others may lie behind the operand.
 template <int kParts>
 __device__ __forceinline__ uint32_t pick_rows(int32_t row, const uint32_t (&b)[kParts][2]) {
-  // Row g of A is that of exception g; the columns of this lane are rows 2t, 2t + 1 (+ 8) of b.
-  row += 8 - 2 * static_cast<int32_t>(fresh_lane() % 4);
-  const uint32_t rows = integer_halves(row, row);
+  const PickedRows rows(row, row);
   float picked[4] = {};
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
-    const int32_t first = 16 * i + 8;
-    const uint32_t a[4] = {kOneHalves & equal_halves(rows, integer_halves(first, first + 1)), 0,
-                           kOneHalves & equal_halves(rows, integer_halves(first + 8, first + 9)),
-                           0};
+    uint32_t a[4];
+    rows.operand(i, kOneHalves, a);
     mma_m16n8k16(picked, a, b[i][0], b[i][1]);
   }
   return transpose_8x8(pack_halves(picked[0], picked[1]));

@@ -101,7 +101,7 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
   grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
-  for (grid.warps = call.most_warps(); grid.warps > 0; grid.warps /= 2) {
+  for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {
     if (fit(call, most_copies_log, *limits, &grid)) return grid;
   }
   const int32_t longest = longest_word(call);

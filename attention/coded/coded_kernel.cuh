@@ -75,13 +75,8 @@ __device__ inline void fill_family(const CodedFamily& family, uint32_t address, 
   }
 }
 
-template <int32_t kHeadDim, class Code>
-constexpr int32_t most_threads() {
-  return 32 * (Code::kWeighted ? weighted_warps(kHeadDim) : coded_warps(kHeadDim));
-}
-
 template <int kDimBlocks, class Code, CodedBreadth kBreadth>
-__global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 1)
+__global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
     coded_attention_kernel(const __grid_constant__ CodedKernelParams params) {
   constexpr int kCopiesLog = Code::kCopiesLog;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -127,7 +122,7 @@ __global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 
   const TableFill key_fill(key_book), value_fill(value_book);
   WarpItems<CodedAttention> items{call};
   const ItemShares shares = item_shares(params, grid.warps);
-  const int32_t number = shares.number(cta, warp);
+  int32_t number = shares.number(cta, warp);
   const bool any = items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1));
   // The first blocks are on their way while the tables are filled.
   if (any) worker.begin_row(items.row, items.first, items.end);
@@ -144,6 +139,7 @@ __global__ void __launch_bounds__(most_threads<kDimBlocks * kDimBlock, Code>(), 
   __syncthreads();
   if (!any) return;
   while (true) {
+    if constexpr (Code::kWeighted) worker.attend_row(items, number);
     worker.finish_row(static_cast<float*>(call.workspace) +
                       (int64_t{number} + items.row) * coded_partial_floats(call));
     if (!items.next_row()) return;

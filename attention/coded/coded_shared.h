@@ -47,16 +47,18 @@ TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, ui
   return at;
 }
 
-// The tail of weighted blocks: turns of 64 places, then the means of each warp's row.
+// The tail of weighted blocks: turns of 64 places; then for each warp the means of its row, what it
+// keeps of its row and run while it decodes, and the references of its run.
 TKV_HD uint32_t weighted_turn_bytes(int32_t head_dim, bool turns) {
   return turns ? static_cast<uint32_t>(head_dim * 2 * kBlockTokens) : 0;
 }
-TKV_HD uint32_t weighted_mean_bytes(int32_t head_dim) {
-  return static_cast<uint32_t>(head_dim * 2);
+inline constexpr uint32_t kKeptRowBytes = 64;
+TKV_HD uint32_t weighted_warp_bytes(int32_t head_dim) {
+  return static_cast<uint32_t>(head_dim * 2) + kKeptRowBytes + kWarpLanes * 8;
 }
 TKV_HD uint32_t weighted_tail_bytes(int32_t head_dim, bool turns, int32_t warps) {
   return weighted_turn_bytes(head_dim, turns) +
-         static_cast<uint32_t>(warps) * weighted_mean_bytes(head_dim);
+         static_cast<uint32_t>(warps) * weighted_warp_bytes(head_dim);
 }
 
 }  // namespace tierkv

@@ -42,9 +42,10 @@ struct WeightedFields {
 template <int kStreams>
 struct WeightedSlice {
   OpenBlock block;
-  uint32_t fields;                         // the header's own third word
-  RawBlock raw;                            // where block.coded is false
-  int32_t begin[kStreams], end[kStreams];  // bits of this lane's streams
+  uint32_t fields;          // the header's own third word
+  RawBlock raw;             // where block.coded is false
+  int32_t begin[kStreams];  // bit at which this lane's streams begin
+  uint32_t ends;            // modulo 2^16 the bits at which they end, those of stream 0 lowest
 
   // header: the slice's, which lies at shared address `at` with `room` bytes from there on; room 0:
   // the slice is not there.
@@ -57,13 +58,12 @@ struct WeightedSlice {
     block.payload =
         lengths + static_cast<uint32_t>(field_bytes(kWarpLanes * kStreams, h.length_bits));
     const int32_t bits = find_streams(lengths, h);
-    block.exception_words = block.payload + static_cast<uint32_t>(bits + 31) / 32 * 4;
-    const uint32_t bytes =
-        block.exception_words + kExceptionBytes * static_cast<uint32_t>(h.exceptions) - at;
     fields = header.z;
     block.header = {header.x, header.y,
                     static_cast<uint32_t>(bits) | static_cast<uint32_t>(h.exceptions) << 16,
                     header.w};
+    const uint32_t bytes = block.payload + static_cast<uint32_t>(bits + 31) / 32 * 4 +
+                           kExceptionBytes * static_cast<uint32_t>(h.exceptions) - at;
     const uint32_t wrong = ((header.x ^ expected.first) & 0xffffffu) |
                            (header.y ^ (expected.second | static_cast<uint32_t>(tokens))) |
                            ((bytes + 15) / 16 ^ block.units());
@@ -71,6 +71,13 @@ struct WeightedSlice {
                   static_cast<int32_t>(h.exponent_bits <= kMaxExponentBits) &
                   static_cast<int32_t>(h.length_bits <= kMaxLengthBits) &
                   static_cast<int32_t>(block.units() * 16 <= room);
+  }
+
+  // The block with its exceptions.
+  __device__ __forceinline__ OpenBlock with_exceptions() const {
+    OpenBlock b = block;
+    b.exception_words = b.payload + (static_cast<uint32_t>(b.payload_bits()) + 31) / 32 * 4;
+    return b;
   }
 
   // A slice that is not coded, from memory; false where it is no raw one either.
@@ -123,15 +130,14 @@ struct WeightedSlice {
     }
     const uint32_t all = __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
     if constexpr (kStreams == 1) {
-      end[0] = static_cast<int32_t>(sum);
+      ends = sum;
       begin[0] = static_cast<int32_t>(sum - own);
       return static_cast<int32_t>(all);
     } else {
       const uint32_t before = sum - own, bits = (all & 0xffffu) + (all >> 16);
       begin[0] = static_cast<int32_t>(before & 0xffffu);
-      end[0] = static_cast<int32_t>(sum & 0xffffu);
       begin[1] = static_cast<int32_t>((before >> 16) + (all & 0xffffu));
-      end[1] = static_cast<int32_t>((sum >> 16) + (all & 0xffffu));
+      ends = sum + (all << 16);
 #pragma unroll
       for (int s = 0; s < 2; ++s) begin[s] = min(begin[s], static_cast<int32_t>(bits));
       return static_cast<int32_t>(bits);

@@ -16,16 +16,16 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
   static constexpr RopePairing kPairing = Code::kPairing;
   static constexpr bool kHalves = kPairing == RopePairing::kHalves;
   static constexpr bool kNeighbours = kPairing == RopePairing::kNeighbours;
-  static constexpr int kPairBlocks = kDimBlocks / 2;  // dim blocks of a half of the head
+  static constexpr int kPairBlocks =
+      kDimBlocks / 2;  // pairs of dim blocks; those of a half of the head
   static constexpr bool kTurns = kPairing != RopePairing::kNone;
   uint32_t turns, means;  // shared addresses
-  int32_t step;           // of the row
 
   // tail: shared address of what the warps of the CTA share, then of what each has of its own.
   __device__ __forceinline__ void set_tail(uint32_t tail, int32_t warp) {
     turns = tail;
     means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
-            static_cast<uint32_t>(warp) * weighted_mean_bytes(kHeadDim);
+            static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
   }
   // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
   __device__ __forceinline__ void fill_turns() const {
@@ -35,6 +35,42 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
          i += blockDim.x) {
       store_shared_16(turns + 16 * i, from[i]);
     }
+  }
+
+  // Registers are few while blocks are decoded: what is needed only between blocks lies in shared
+  // memory meanwhile.
+  struct KeptRow {
+    int32_t row_index, step, from, tokens;  // of the row; tokens: see attend_blocks()
+  };
+  // After 16 bytes each of a KeptRow, of the run, of the items.
+  static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52;
+  __device__ __forceinline__ uint32_t kept() const {
+    return means + 2 * kHeadDim;
+  }
+  __device__ __forceinline__ uint32_t kept_reference() const {
+    return kept() + kKeptRowBytes + fresh_lane() * 8;
+  }
+  __device__ __forceinline__ void keep_row(const KeptRow& x) const {
+    store_shared_16(kept(), {static_cast<uint32_t>(x.row_index), static_cast<uint32_t>(x.step),
+                             static_cast<uint32_t>(x.from), static_cast<uint32_t>(x.tokens)});
+  }
+  __device__ __forceinline__ KeptRow kept_row() const {
+    const uint4 x = load_shared_16(kept());
+    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), static_cast<int32_t>(x.z),
+            static_cast<int32_t>(x.w)};
+  }
+  __device__ __forceinline__ void keep_run() const {
+    store_shared_16(kept() + 16,
+                    {static_cast<uint32_t>(run.first_block), static_cast<uint32_t>(run.count),
+                     static_cast<uint32_t>(run.first), ring.turn});
+    store_shared(kept_reference(), run.mine.offset);
+    store_shared(kept_reference() + 4, run.mine.units);
+  }
+  __device__ __forceinline__ void load_run() {
+    const uint4 x = load_shared_16(kept() + 16);
+    run.first_block = static_cast<int32_t>(x.x), run.count = static_cast<int32_t>(x.y);
+    run.first = static_cast<int32_t>(x.z), ring.turn = x.w;
+    run.mine = {load_shared(kept_reference()), load_shared(kept_reference() + 4)};
   }
 
   // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
@@ -87,9 +123,9 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  __device__ __forceinline__ const uint16_t* query(int32_t column) const {
+  __device__ __forceinline__ const uint16_t* query(int32_t row, int32_t column) const {
     return static_cast<const uint16_t*>(call.q) +
-           (int64_t{row_index} * params.row_columns + column) * kHeadDim;
+           (int64_t{row} * params.row_columns + column) * kHeadDim;
   }
   // Cosines and sines of the first position of a block of the row.
   __device__ __forceinline__ const float* block_turns(int32_t block) const {
@@ -97,19 +133,15 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     return call.weighted.block_turns + int64_t{block} * dims;
   }
 
-  // The scales of the row's channels. The largest is 1/2, so that fp16 holds every query that is
-  // turned back.
-  __device__ __forceinline__ const float* scales() const {
-    return call.weighted.key_scales + int64_t{step} * kHeadDim;
-  }
   // The queries as the keys of a block see them: times the scales of the channels, turned back by
-  // the block's first position.
-  __device__ __forceinline__ void turn_queries(int32_t block) {
+  // the block's first position. The largest scale is 1/2, so that fp16 holds every query that is
+  // turned back.
+  __device__ __forceinline__ void turn_queries(const KeptRow& row, int32_t block) {
     const auto g = static_cast<int32_t>(fresh_lane() / 4),
                t = static_cast<int32_t>(fresh_lane() % 4);
     const bool there = g < call.columns;
-    const uint16_t* q = query(there ? g : 0) + 2 * t;
-    const float* scale = scales() + 2 * t;
+    const uint16_t* q = query(row.row_index, there ? g : 0) + 2 * t;
+    const float* scale = call.weighted.key_scales + int64_t{row.step} * kHeadDim + 2 * t;
     const float* by = block_turns(block);
     const auto load = [&](int32_t d) {
       return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0u;
@@ -144,19 +176,29 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     }
   }
 
-  // The means of dim blocks 2 i and 2 i + 1: two registers for each of the two.
+  // The dim block that comes as number i in a tile, the first or second of a pair of them.
+  __device__ __forceinline__ static constexpr int32_t block_at(int i) {
+    return key_block_at(kDimBlocks, i);
+  }
+  // The means of dim blocks block_at(2 i) and block_at(2 i + 1): two registers for each.
   __device__ __forceinline__ uint4 load_means_of(int i) const {
     return load_shared_16(means + (4 * i + fresh_lane() % 4) * 16);
   }
-  // Codes of dim block f into keys before RoPE, in units of their channels times kKeyUnit. factors:
-  // of the tokens of even and of odd registers; mean: load_means_of(f / 2).
-  __device__ __forceinline__ static void dequantize(int f, const uint32_t (&factors)[2],
-                                                    const uint4& mean, uint32_t (&a)[4]) {
+  // Codes of a pair of dim blocks into keys before RoPE, in units of their channels times kKeyUnit.
+  // factors: of the tokens of even and of odd registers; mean: load_means_of() the pair.
+  __device__ __forceinline__ static void dequantize(const uint32_t (&factors)[2], const uint4& mean,
+                                                    uint32_t (&a)[4], uint32_t (&b)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const uint32_t of = f % 2 == 0 ? (r < 2 ? mean.x : mean.y) : r < 2 ? mean.z : mean.w;
-      a[r] = fma_halves(a[r], factors[r % 2], of);
+      a[r] = fma_halves(a[r], factors[r % 2], r < 2 ? mean.x : mean.y);
+      b[r] = fma_halves(b[r], factors[r % 2], r < 2 ? mean.z : mean.w);
     }
+  }
+  // The keys of dim blocks f and g, the pair of a tile, turned by their places.
+  __device__ __forceinline__ void turn(int o, int f, int g, uint32_t (&a)[4],
+                                       uint32_t (&b)[4]) const {
+    if constexpr (kHalves) turn_halves(o, f, a, b);
+    if constexpr (kNeighbours) turn_neighbours(o, f, a), turn_neighbours(o, g, b);
   }
   // Dim blocks f and f + kPairBlocks of tile o, turned by their places.
   __device__ __forceinline__ void turn_halves(int o, int f, uint32_t (&x)[4],
@@ -191,8 +233,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
                                                       uint32_t (&of_rows)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t both = __shfl_sync(
-          kFullWarp, factors, static_cast<int32_t>(16 * o + 8 * h + fresh_lane() / 4) % 32);
+      const uint32_t both =  // a shuffle takes lanes modulo 32
+          __shfl_sync(kFullWarp, factors, 16 * o + 8 * h + static_cast<int32_t>(fresh_lane() / 4));
       of_rows[h] = __byte_perm(both, 0, o < 2 ? 0x1010 : 0x3232);
     }
   }
@@ -211,37 +253,16 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
       if (o < tiles) {
         uint32_t of_rows[2];
         tile_factors(o, factors, of_rows);
-        if constexpr (kHalves) {
-          uint32_t held[kPairBlocks][4];
-          uint4 mean;
 #pragma unroll
-          for (int f = 0; f < kPairBlocks; ++f) {
-            streams[f / kSliceBlocks].codes(key_table, base, held[f]);
-            if (f % 2 == 0) mean = load_means_of(f / 2);
-            dequantize(f, of_rows, mean, held[f]);
-          }
-#pragma unroll
-          for (int f = 0; f < kPairBlocks; ++f) {
-            const int second = f + kPairBlocks;
-            uint32_t a[4];
-            streams[second / kSliceBlocks].codes(key_table, base, a);
-            if (f == 0 || second % 2 == 0) mean = load_means_of(second / 2);
-            dequantize(second, of_rows, mean, a);
-            turn_halves(o, f, held[f], a);
-            mma_m16n8k16(tile, held[f], state.q[f][0], state.q[f][1]);
-            mma_m16n8k16(tile, a, state.q[f + kPairBlocks][0], state.q[f + kPairBlocks][1]);
-          }
-        } else {
-          uint4 mean;
-#pragma unroll
-          for (int f = 0; f < kDimBlocks; ++f) {
-            uint32_t a[4];
-            streams[f / kSliceBlocks].codes(key_table, base, a);
-            if (f % 2 == 0) mean = load_means_of(f / 2);
-            dequantize(f, of_rows, mean, a);
-            if constexpr (kNeighbours) turn_neighbours(o, f, a);
-            mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
-          }
+        for (int i = 0; i < kPairBlocks; ++i) {
+          const int32_t f = block_at(2 * i), g = block_at(2 * i + 1);
+          uint32_t a[4], b[4];
+          streams[0].codes(key_table, base, a);
+          streams[kSlices - 1].codes(key_table, base, b);
+          dequantize(of_rows, load_means_of(i), a, b);
+          turn(o, f, g, a, b);
+          mma_m16n8k16(tile, a, state.q[f][0], state.q[f][1]);
+          mma_m16n8k16(tile, b, state.q[g][0], state.q[g][1]);
         }
       }
       push_tile(s, tile);
@@ -281,20 +302,15 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
       tile_factors(o, factors, of_rows);
       const bool there = o < tile_count(x.slice[0].block.tokens);
 #pragma unroll 1
-      for (int f = 0; f < (kHalves || kSlices == 2 ? kPairBlocks : kDimBlocks) && there; ++f) {
+      for (int i = 0; i < kPairBlocks && there; ++i) {
+        const int32_t f = block_at(2 * i), g = block_at(2 * i + 1);
         uint32_t a[4], b[4];
         codes(0, o, f, a);
-        dequantize(f, of_rows, load_means_of(f / 2), a);
-        if constexpr (kNeighbours) turn_neighbours(o, f, a);
-        if constexpr (kHalves || kSlices == 2) {
-          const int second = f + kPairBlocks;
-          codes(kSlices - 1, o, second, b);
-          dequantize(second, of_rows, load_means_of(second / 2), b);
-          if constexpr (kHalves) turn_halves(o, f, a, b);
-          if constexpr (kNeighbours) turn_neighbours(o, second, b);
-          product(second, b, tile);
-        }
+        codes(kSlices - 1, o, g, b);
+        dequantize(of_rows, load_means_of(i), a, b);
+        turn(o, f, g, a, b);
         product(f, a, tile);
+        product(g, b, tile);
       }
       push_tile(s, tile);
     }
@@ -321,84 +337,87 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     uint32_t bad = 0;
 #pragma unroll
     for (int s = 0; s < Code::kStreams; ++s) {
-      bad |= static_cast<uint32_t>(streams.stream[s].end(slice.block.payload, Streams::kBias) ^
-                                   slice.end[s]);
+      bad |= static_cast<uint32_t>(streams.stream[s].end(slice.block.payload, Streams::kBias)) ^
+             (slice.ends >> (16 * s));
     }
-    return bad;
+    return bad & 0xffffu;
   }
 
-  // The unit of the deltas of keys. A delta is at most 2^7 of them; the query times its factors,
-  // which meets the delta in the product, is at most 2^15.
+  // The unit of the deltas of keys: a delta is at most 2^7 of them.
   static constexpr float kExceptionUnit = 0x1p-8f;
   // The scores that the exceptions of slice kSlice add.
   template <int kSlice>
-  __device__ __forceinline__ void score_exceptions(const Block& x, int32_t block, uint32_t factors,
+  __device__ __forceinline__ void score_exceptions(const Block& x, uint32_t factors,
                                                    float (&s)[kItemTiles][4]) {
-    const OpenBlock& b = x.slice[kSlice].block;
+    const OpenBlock b = x.slice[kSlice].with_exceptions();
 #pragma unroll 1
     for (int32_t first = 0; b.coded && first < b.exceptions(); first += kExceptionStep) {
+      const uint32_t words = b.exception_words + 4 * first;
+      const int32_t left = b.exceptions() - first;
       ExceptionPair pair;
-      state.bad |= pair.template load<kSliceDim>(b.exception_words + 4 * first,
-                                                 b.exceptions() - first, b.tokens, kExceptionUnit);
-      const int32_t column = min(static_cast<int32_t>(fresh_lane() / 4), call.columns - 1);
-      float meets[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int32_t d = kSlice * kSliceDims + pair.dim[j], token = pair.token[j];
-        const uint32_t both = __shfl_sync(kFullWarp, factors, token % 32);
-        const float2 factor = unpack_halves(both);
-        meets[j] = (token < 32 ? factor.x : factor.y) / (kDigitScale * kExceptionUnit) *
-                   turned_query(column, d, token, block);
-      }
-      const uint32_t operand = pack_halves(meets[0], meets[1]);
+      state.bad |= pair.template load<kSliceDim>(words, left, b.tokens, kExceptionUnit);
+      const uint32_t queries = pick_queries<kSlice>(exception_of_row(words, left), factors);
       const uint32_t rows = ExceptionPair::row_halves(pair.token);
 #pragma unroll
       for (int o = 0; o < kItemTiles; ++o) {
         uint32_t a[2];
         pair.operand(rows, 16 * o, a);
-        mma_m16n8k8(s[o], a, operand);
+        mma_m16n8k8(s[o], a, queries);
       }
     }
   }
-  __device__ __forceinline__ float shared_half(uint32_t address) const {
-    return half_to_float(static_cast<uint16_t>(load_shared_u16(address)));
-  }
-  // The factor of channel d, before RoPE, of the key at a place of the block.
-  __device__ __forceinline__ float turned_query(int32_t column, int32_t d, int32_t place,
-                                                int32_t block) const {
-    const uint16_t* q = query(column);
-    if constexpr (kPairing == RopePairing::kNone) return scales()[d] * half_to_float(q[d]);
-    const int32_t pair = kHalves ? d % (kHeadDim / 2) : d / 2;
-    const int32_t first = kHalves ? pair : 2 * pair;
-    const int32_t second = kHalves ? pair + kHeadDim / 2 : first + 1;
-    float cos = scales()[d], sin = 0.0f;
-    if (kHalves || 2 * pair < call.weighted.rotary_dims) {
-      const float* by = block_turns(block) + 2 * pair;
-      sin = cos * by[1], cos *= by[0];
+  // What the deltas of eight exceptions meet: the query at the channel, turned forwards by the
+  // place of the token, times the factor of the token. word: the low half of exception (lane / 4).
+  // An exception that is wrong may get any query; its delta is 0.
+  template <int kSlice>
+  __device__ __forceinline__ uint32_t pick_queries(uint32_t word, uint32_t factors) const {
+    const auto token = static_cast<int32_t>(word / kSliceDims % kBlockTokens);
+    const auto d = static_cast<int32_t>(word % kSliceDims + kSlice * kSliceDims);
+    const bool second = kHalves ? d >= kHeadDim / 2 : d % 2 == 1;
+    const int32_t partner = kHalves ? kHeadDim / 2 : 1, low = second ? d - partner : d;
+    // The channel, turned, has these parts in both channels of its pair.
+    uint32_t of_low = kOneHalves, of_high = 0;
+    if constexpr (kTurns) {
+      const uint32_t cos_sin = place_turn(min(low, (kHalves ? kHeadDim / 2 : kHeadDim) - 1), token);
+      const uint32_t turned = second ? __byte_perm(cos_sin, 0, 0x1032) ^ 0x8000u : cos_sin;
+      of_low = low_halves(turned, turned), of_high = high_halves(turned, turned);
+      if constexpr (kNeighbours) of_low = turned;
     }
-    const float x = half_to_float(q[first]), y = half_to_float(q[second]);
-    const float back_x = x * cos + y * sin, back_y = y * cos - x * sin;
-    const float2 turn = place_turn(first, place);
-    return d == first ? back_x * turn.x + back_y * turn.y : back_y * turn.x - back_x * turn.y;
+    const PickedRows rows(kNeighbours || kHalves ? low : d, kNeighbours ? low + 1
+                                                            : kHalves   ? low
+                                                                        : d);
+    float picked[4] = {};
+#pragma unroll
+    for (int i = 0; i < (kHalves ? kPairBlocks : kDimBlocks); ++i) {
+      uint32_t a[4];
+      rows.operand(i, of_low, a);
+      mma_m16n8k16(picked, a, state.q[i][0], state.q[i][1]);
+      if constexpr (kHalves) {
+        rows.operand(i, of_high, a);
+        mma_m16n8k16(picked, a, state.q[i + kPairBlocks][0], state.q[i + kPairBlocks][1]);
+      }
+    }
+    const float2 both = unpack_halves(__shfl_sync(kFullWarp, factors, token % 32));
+    const float factor = (token < 32 ? both.x : both.y) / (kDigitScale * kExceptionUnit);
+    return transpose_8x8(pack_halves(factor * picked[0], factor * picked[1]));
   }
-  // first: the first dim of the pair.
-  __device__ __forceinline__ float2 place_turn(int32_t first, int32_t place) const {
+  // Cosine and sine of a pair of channels at a place. first: the first channel of the pair.
+  __device__ __forceinline__ uint32_t place_turn(int32_t first, int32_t place) const {
     const int32_t f = first / kDimBlock, within = first % kDimBlock;
     const int32_t o = place / kTileTokens, half = place % kTileTokens / 8;
     const int32_t lane = place % 8 * 4 + within % 8 / 2, high = within / 8;
     if constexpr (kHalves) {
       const uint32_t at =
           turns + (((o * kPairBlocks + f) * 2 + high) * kWarpLanes + lane) * 16 + half * 8;
-      return {shared_half(at + within % 2 * 2), shared_half(at + 4 + within % 2 * 2)};
+      const uint32_t cos = load_shared(at), sin = load_shared(at + 4);
+      return within % 2 == 0 ? low_halves(cos, sin) : high_halves(cos, sin);
     } else {
-      const uint32_t at =
-          turns + ((o * kDimBlocks + f) * kWarpLanes + lane) * 16 + (half + 2 * high) * 4;
-      return {shared_half(at), shared_half(at + 2)};
+      return load_shared(turns + ((o * kDimBlocks + f) * kWarpLanes + lane) * 16 +
+                         (half + 2 * high) * 4);
     }
   }
 
-  __device__ __forceinline__ void score_block(const Block& x, int32_t block,
-                                              float (&s)[kItemTiles][4]) {
+  __device__ __forceinline__ void score_block(const Block& x, float (&s)[kItemTiles][4]) {
     check_exponents(x, kLeastImportanceExponent, kMostImportanceExponent);
     if (!x.valid) return;
     const auto factor = [&](int h) {
@@ -410,8 +429,8 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     } else {
       score_other_tiles(x, factors, s);
     }
-    score_exceptions<0>(x, block, factors, s);
-    if constexpr (kSlices == 2) score_exceptions<1>(x, block, factors, s);
+    score_exceptions<0>(x, factors, s);
+    if constexpr (kSlices == 2) score_exceptions<1>(x, factors, s);
   }
 };
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <string>
 
-#include "codec/format/fragment_order.h"
+#include "codec/format/weighted_block_format.h"
 #include "tierkv/half.h"
 
 namespace tierkv {
@@ -75,10 +75,12 @@ Result<WeightedKeyChannels> weighted_key_channels(const WeightedRow& row) {
       return unsupported("weights that differ between dims that turn together");
     }
   }
-  // Per (two dim blocks, lane % 4): the means of a lane's pairs of dims in their order.
+  // Per (two dim blocks in their order, lane % 4): the means of a lane's four pairs of dims.
+  const int32_t blocks = row.head_dim / kDimBlock;
   for (int32_t i = 0; i < row.head_dim; ++i) {
     const int32_t pair = i / 2 % 4, lane = i / 8 % 4;
-    const auto d = static_cast<size_t>(i / 32 * 32 + pair * 8 + lane * 2 + i % 2);
+    const int32_t f = key_block_at(blocks, i / 32 * 2 + pair / 2);
+    const auto d = static_cast<size_t>(f * kDimBlock + pair % 2 * 8 + lane * 2 + i % 2);
     const float mean = row.key_mean.empty() ? 0.0f : half_to_float(row.key_mean[d]);
     const float of_scale = 0x1p-9f * mean / channels.scales[d];
     if (!(std::abs(of_scale) <= 32768.0f)) return unsupported("means of 2^24 steps");

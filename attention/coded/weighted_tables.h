@@ -23,7 +23,7 @@ namespace tierkv {
 struct WeightedKeyChannels {
   float unit = 1;
   std::vector<float> scales;    // [head_dim], the largest being 1/2
-  std::vector<uint16_t> means;  // fp16 [head_dim]
+  std::vector<uint16_t> means;  // fp16 [head_dim], in the order of the registers
 };
 // kInvalidArgument where the row is not valid or head_dim is not a multiple of 16; kUnsupported
 // where the weights of a pair differ, or where a mean is 2^24 times its scale.

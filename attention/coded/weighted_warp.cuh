@@ -19,18 +19,19 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
   using Streams = typename Base::Streams;
   using Base::call, Base::params, Base::state, Base::run, Base::row_index, Base::from, Base::to;
   using Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kPairing;
-  using Base::value_table, Base::key_scale, Base::means, Base::step;
+  using Base::means;
+  using KeptRow = typename Base::KeptRow;
   static constexpr int32_t kNoOctave = -64;      // below that of any exponent
   static constexpr int32_t kOctaveHeadroom = 5;  // p is at most 2^8, and fp16 holds 2^15 of it
-  int32_t value_octave;                          // out is in units of 2^value_octave steps
 
   // Scores into the B operand of P^T, times the factors of the values.
   __device__ __forceinline__ void weigh_values(const Block& x, float (&s)[kItemTiles][4],
                                                uint32_t (&p)[kItemTiles][2]) {
     const int32_t tokens = x.slice[0].block.tokens;
     state.hide_behind(tokens, s);
+    const float key_scale = bits_float(load_shared(Base::kept() + Base::kKeptScale));
     state.template raise_reference<false>(s, key_scale);
-    raise_octave(x, tokens);
+    const int32_t value_octave = raise_octave(x, tokens);
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -56,20 +57,26 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
       state.sum[c] += sum[c];
     }
   }
-  // Keeps p f(e) below 2^15.
-  __device__ __forceinline__ void raise_octave(const Block& x, int32_t tokens) {
+  // out is in units of 2^octave() steps.
+  __device__ __forceinline__ int32_t octave() const {
+    return static_cast<int32_t>(load_shared(Base::kept() + Base::kKeptOctave));
+  }
+  // Keeps p f(e) below 2^15; returns the octave.
+  __device__ __forceinline__ int32_t raise_octave(const Block& x, int32_t tokens) {
     const auto lane = static_cast<int32_t>(fresh_lane());
     int32_t most = lane < tokens ? x.exponents[0] : kLeastExponent;
     if (lane + 32 < tokens) most = max(most, x.exponents[1]);
-    if (!__any_sync(kFullWarp, most > 8 * (value_octave + kOctaveHeadroom))) return;
-    const int32_t octave = __reduce_max_sync(kFullWarp, most) >> 3;
-    const float factor = power_of_two(max(value_octave - octave, -126));
-    value_octave = octave;
+    const int32_t before = octave();
+    if (!__any_sync(kFullWarp, most > 8 * (before + kOctaveHeadroom))) return before;
+    const int32_t raised = __reduce_max_sync(kFullWarp, most) >> 3;
+    const float factor = power_of_two(max(before - raised, -126));
+    store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(raised));
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) state.out[f][i] *= factor;
     }
+    return raised;
   }
 
   // Outputs of slice kSlice and of those behind it.
@@ -83,8 +90,11 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     if (slice.block.coded) {
 #pragma unroll 1
       for (int32_t i = 0; i < slice.block.exceptions(); i += kExceptionStep) {
-        Base::template add_exceptions<kSlice>(slice.block, i, p);
+        Base::template add_exceptions<kSlice>(slice.with_exceptions(), i, p);
       }
+      // Behind that of the keys: not in a register of its own while keys are decoded.
+      auto table = this->key_table;
+      table.mask = params.value_mask, table.address += params.table_bytes;
       Streams streams;
       Base::open_streams(slice, streams);
       const uint32_t base = Base::code_halves(call.values.codebook.base);
@@ -94,7 +104,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
 #pragma unroll
         for (int f = kSlice * kSliceBlocks; f < (kSlice + 1) * kSliceBlocks; ++f) {
           uint32_t a[4];
-          streams.codes(value_table, base, a);
+          streams.codes(table, base, a);
           mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
         }
         shift_tiles(p);
@@ -106,25 +116,32 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     if constexpr (kSlice + 1 < kSlices) add_slices<kSlice + 1>(x, weights);
   }
 
-  // What begin_blocks() asked for. tokens: coded ones of the row and its sinks, from the first of
-  // these blocks on.
-  __device__ __forceinline__ void attend_blocks(int32_t tokens) {
+  // What begin_blocks() asked for, and keep_row() and keep_run() keep. KeptRow::tokens: coded ones
+  // of the row and its sinks, from the first of these blocks on.
+  __device__ __forceinline__ void attend_blocks() {
+    Base::load_run();
 #pragma unroll 1
     for (int32_t i = 0; i < run.count; i += 2) {
-      const int32_t block = from + i / 2;
-      const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens) -
+      const KeptRow row = Base::kept_row();
+      const int32_t block = row.from + i / 2;
+      const int32_t here = min(row.tokens - i * (kBlockTokens / 2), kBlockTokens) -
                            (block == 0 ? call.weighted.sink_tokens : 0);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      Base::turn_queries(block);
-      Base::score_block(Base::open_block(i, params.headers.keys, here), block, s);
-      Base::next_block(i);
+      Base::turn_queries(row, block);
+      Base::score_block(Base::open_block(i, params.headers.keys, here), s);
+      pass_block(i);
       const Block values = Base::open_block(i + 1, params.headers.values, here);
       Base::check_exponents(values, kLeastExponent, kMostExponent);
       weigh_values(values, s, p);
       if (values.valid) add_slices<0>(values, p);
-      Base::next_block(i + 1);
+      pass_block(i + 1);
     }
+  }
+  __device__ __forceinline__ void pass_block(int32_t i) {
+    Base::load_run();
+    Base::next_block(i);
+    Base::keep_run();
   }
 
   // The raw sinks of the row: few, so their code is short.
@@ -192,17 +209,20 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     if (!named) to = from;
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;
-    value_octave = kNoOctave;
-    step = named ? row.step : 0;
-    state.load_queries(call, Base::query(0));
+    state.load_queries(call, Base::query(row_index, 0));
     state.begin_plain();
     if (from < min(to, blocks)) {
       state.bad |= Base::begin_blocks(row.first_block + from, min(to, blocks) - from);
-      load_means();
+      load_means(row.step);
+      Base::keep_row(
+          {row_index, row.step, from, row.coded_tokens + row.sink_tokens - from * kBlockTokens});
+      Base::keep_run();
+      store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
+      const float key_scale = this->score_scale() * call.keys.steps[row.step];
+      store_shared(Base::kept() + Base::kKeptScale, float_bits(key_scale));
     }
-    key_scale = this->score_scale() * (named ? call.keys.steps[row.step] : 0.0f);
   }
-  __device__ __forceinline__ void load_means() const {
+  __device__ __forceinline__ void load_means(int32_t step) const {
     const auto* of_row =
         reinterpret_cast<const uint4*>(call.weighted.key_means) + int64_t{step} * (kHeadDim / 8);
     __syncwarp();  // the means of the row before have been read
@@ -211,16 +231,30 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     __syncwarp();
   }
 
-  // What begin_row() began.
+  // The blocks of what begin_row() began. number: of the warp, needed as `items` are only when this
+  // returns.
+  template <class Items>
+  __device__ __forceinline__ void attend_row(Items& items, int32_t& number) {
+    if (run.count == 0) return;
+    const uint32_t kept_items = Base::kept() + 32;
+    store_shared_16(kept_items,
+                    {static_cast<uint32_t>(items.first), static_cast<uint32_t>(items.end),
+                     static_cast<uint32_t>(items.last), static_cast<uint32_t>(number)});
+    attend_blocks();
+    const uint4 x = load_shared_16(kept_items);
+    items.first = static_cast<int32_t>(x.x), items.end = static_cast<int32_t>(x.y);
+    items.last = static_cast<int32_t>(x.z), number = static_cast<int32_t>(x.w);
+    row_index = items.row = Base::kept_row().row_index;
+    const CodedRow& row = call.rows[row_index];
+    from = items.first - row.first_item, to = items.end - row.first_item;
+    state.finish_blocks(call.values.steps[row.step] * power_of_two(octave()), 0.0f);
+    state.load_queries(call, Base::query(row_index, 0));
+  }
+  // What is behind them.
   __device__ __forceinline__ void finish_row(float* partial) {
     const CodedRow& row = call.rows[row_index];
     if (to > from) {
       const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
-      if (from < blocks) {
-        attend_blocks(row.coded_tokens + row.sink_tokens - from * kBlockTokens);
-        state.finish_blocks(call.values.steps[row.step] * power_of_two(value_octave), 0.0f);
-        state.load_queries(call, Base::query(0));
-      }
       const int32_t sinks = row.sink_tokens > 0 ? 1 : 0;
       if (sinks == 1 && from <= blocks && to > blocks) attend_sinks(this->score_scale(), row);
       const int32_t first = max(from - blocks - sinks, 0);

@@ -29,6 +29,19 @@ inline constexpr int32_t kMaxLengthBits = 12;
 inline constexpr int32_t kMaxWeightedBlockBytes =
     kCodedBlockHeaderBytes + kBlockTokens * kMaxExponentBits / 8 + kBlockTokens * kSliceDims * 2;
 
+// Of the streams of a weighted block, in each slice.
+TKV_HD constexpr DimBlockOrder weighted_order(Component component) {
+  return component == Component::kKey ? DimBlockOrder::kPartners : DimBlockOrder::kAscending;
+}
+
+// The dim block of a head that comes as number i where the streams of its slices are read side by
+// side: number 2 i + 1 is the partner of number 2 i. blocks: a multiple of the slices.
+TKV_HD constexpr int32_t key_block_at(int32_t blocks, int32_t i) {
+  constexpr int32_t kSliceBlocks = kSliceDims / kDimBlock;
+  const int32_t slices = blocks > kSliceBlocks ? blocks / kSliceBlocks : 1, each = blocks / slices;
+  return i % slices * each + dim_block_at(weighted_order(Component::kKey), each, i / slices);
+}
+
 struct WeightedBlockHeader {
   uint8_t version = kWeightedBlockVersion;  // byte 0
   BlockMode mode = BlockMode::kRaw16;       // byte 1, bits 0-3

@@ -6,6 +6,7 @@
 //   store.h              the cache of many sequences, from prompt to attention, on host or GPU
 //   allocator.h          which page belongs to which row of which sequence
 //   attention.h          attention over the pages, on the GPU, without decompressing them to memory
+//   engine.h             the cache of a serving engine that has block tables of its own
 //   significance.h       how much later queries look at each token of a prompt
 //   container.h          `.tkv` files chunk by chunk; CacheFile below decodes them whole
 //   status.h             errors are values: nothing here throws, exits or prints
@@ -29,6 +30,7 @@
 #include "tierkv/codec.h"
 #include "tierkv/cold.h"
 #include "tierkv/container.h"
+#include "tierkv/engine.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/page.h"

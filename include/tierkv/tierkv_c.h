@@ -77,6 +77,37 @@ enum { TKV_FLOAT16 = 0, TKV_BFLOAT16 = 1, TKV_FLOAT32 = 2 };
 typedef int32_t tkv_component;
 enum { TKV_KEY = 0, TKV_VALUE = 1 };
 
+/* What a profile of a model holds; rows = num_layers * num_kv_heads, in order (layer, kv_head).
+ * Arrays that may be null are marked so: what they would hold is unknown. */
+typedef struct tkv_profile_data {
+  size_t struct_size;
+  const char* model_id; /* not empty */
+  int32_t num_layers;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  double sm_scale;
+  double alpha_high;
+  double alpha_low;
+  int32_t rope_pairing;       /* 0 none, 1 halves, 2 neighbours, -1 unknown */
+  int32_t rope_dims;          /* rotated dims, even; 0 with none or unknown */
+  int32_t rope_layers;        /* 1: the same in all layers, or num_layers; 0: unknown */
+  int32_t matrix_basis;       /* out; 1: calibrated with one. 0 when written */
+  const float* rope_inv_freq; /* [rope_layers, rope_dims / 2]; zeros: a layer without rotation */
+  const float* key_mean;      /* [rows, head_dim], sinks left out as in all statistics */
+  const float* value_mean;    /* [rows, head_dim] */
+  const float* key_mean_before_rope; /* [rows, head_dim] or null */
+  const float* query_energy;         /* [rows, head_dim] mean squared query component, or null;
+                                      * both dims of a RoPE pair hold the mean of the two */
+  const double* query_trace;         /* [rows] mean |q|^2 */
+  const double* value_signal;        /* [rows] mean |v|^2 */
+  const double* key_scale;           /* [rows] head scales, positive; null when written: ones */
+  const double* value_scale;         /* likewise */
+  const double* key_sensitivity;     /* [rows] KL in nats when this component of this row alone */
+  const double* value_sensitivity;   /* is coarse, positive; joint: keys and values together; */
+  const double* joint_sensitivity;   /* or null */
+} tkv_profile_data;
+
 /* Bytes that a function writes. size is set to what was written or, with TKV_BUFFER_TOO_SMALL, to
  * what is needed. */
 typedef struct tkv_buffer {

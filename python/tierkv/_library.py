@@ -1,4 +1,4 @@
-"""The C ABI: structs of tierkv_c.h, tierkv_store_c.h and tierkv_dumps_c.h, and calls that raise.
+"""The C ABI: structs of tierkv_c.h, tierkv_store_c.h, tierkv_kv_c.h and tierkv_dumps_c.h, and calls that raise.
 
 Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.
 """
@@ -212,6 +212,57 @@ class ProfileData(Struct):
                 ("key_mean_before_rope", c_void_p), ("query_energy", c_void_p), ("query_trace", c_void_p), ("value_signal", c_void_p),
                 ("key_scale", c_void_p), ("value_scale", c_void_p), ("key_sensitivity", c_void_p), ("value_sensitivity", c_void_p),
                 ("joint_sensitivity", c_void_p)]
+    arrays: List[Any]
+
+
+class RopeStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("pairing", c_int32), ("dims", c_int32), ("layers", c_int32), ("inv_freq", c_void_p)]
+
+
+class CodedFormatStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("k", c_double), ("v", c_double), ("max_length", c_int32), ("streams_per_lane", c_int32),
+                ("key_books", c_int32)]
+
+
+class TierClassStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("high", POINTER(TierFormatStruct)), ("low", POINTER(TierFormatStruct)), ("alpha_high", c_double),
+                ("alpha_low", c_double), ("share", c_double)]
+
+
+class TiersFormatStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("classes", POINTER(POINTER(TierClassStruct))), ("num_classes", c_int32), ("plain_keys", c_int32),
+                ("plain_values", c_int32)]
+
+
+class KvConfigStruct(Struct):
+    _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32),
+                ("dtype", c_int32), ("sm_scale", c_double), ("rope", POINTER(RopeStruct)), ("coded", POINTER(CodedFormatStruct)),
+                ("tiers", POINTER(TiersFormatStruct)), ("channel", POINTER(ChannelConfigStruct)), ("profile", POINTER(ProfileData)),
+                ("raw_layers", c_void_p), ("num_raw_layers", c_int32), ("sink_tokens", c_int32), ("window_tokens", c_int32),
+                ("max_sequences", c_int32), ("max_tokens", c_int32), ("memory_bytes", c_int64), ("page_bytes", c_int64)]
+    arrays: List[Any]
+
+
+class KvAppendCall(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("tokens", c_int32), ("k", c_void_p), ("v", c_void_p), ("significance", c_void_p), ("stride", c_int64), ("q", c_void_p)]
+
+
+class KvAttendCall(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
+                ("q_len", c_int32), ("dtype", c_int32), ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p),
+                ("stride", c_int64), ("sinks", c_void_p), ("count_query", c_int32)]
+
+
+class KvRange(Struct):
+    _fields_ = [("struct_size", c_size_t), ("sequence", c_uint64), ("layer", c_int32), ("first", c_int32), ("end", c_int32),
+                ("dtype", c_int32), ("k", c_void_p), ("v", c_void_p)]
+
+
+class KvUsage(Struct):
+    _fields_ = [("struct_size", c_size_t), *((name, c_int64) for name in (
+        "sequences", "sink_tokens", "body_tokens", "ring_tokens", "pages", "pages_free", "pages_shared", "most_pages", "page_bytes",
+        "slot_bytes", "raw_bytes", "nominal_bytes", "missing_pages"))]
 
 
 class ProfileComponent(Struct):
@@ -241,6 +292,21 @@ CORE: Dict[str, List[Any]] = {
     "tkv_prompt_lse": [POINTER(SignificanceCall), c_void_p],
     "tkv_prompt_significance_host": [POINTER(SignificanceCall)],
     "tkv_prompt_lse_host": [POINTER(SignificanceCall)],
+    "tkv_kv_create": [POINTER(KvConfigStruct), POINTER(c_void_p)],
+    "tkv_kv_tokens_that_fit": [POINTER(KvConfigStruct), POINTER(c_int64), POINTER(c_int64)],
+    "tkv_kv_add_sequence": [c_void_p, POINTER(c_uint64)],
+    "tkv_kv_begin": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
+    "tkv_kv_append": [c_void_p, POINTER(KvAppendCall)],
+    "tkv_kv_attend": [c_void_p, POINTER(KvAttendCall)],
+    "tkv_kv_decode_range": [c_void_p, POINTER(KvRange)],
+    "tkv_kv_fork": [c_void_p, c_uint64, POINTER(c_uint64)],
+    "tkv_kv_truncate": [c_void_p, c_uint64, c_int32],
+    "tkv_kv_release": [c_void_p, c_uint64],
+    "tkv_kv_num_tokens": [c_void_p, c_uint64, POINTER(c_int32)],
+    "tkv_kv_bytes_held": [c_void_p, c_uint64, POINTER(c_int64)],
+    "tkv_kv_get_usage": [c_void_p, POINTER(KvUsage)],
+    "tkv_kv_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
+    "tkv_kv_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
     "tkv_store_create": [POINTER(StoreConfigStruct), POINTER(c_void_p)],
     "tkv_store_create_device": [POINTER(StoreConfigStruct), c_void_p, POINTER(c_void_p)],
     "tkv_store_get_info": [c_void_p, POINTER(StoreInfoStruct)],
@@ -302,7 +368,8 @@ def core() -> Library:
     library.dll.tkv_version.restype = c_char_p
     library.dll.tkv_block_max_bytes.restype = c_size_t
     library.dll.tkv_block_max_bytes.argtypes = [c_int32]
-    for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_store_destroy):
+    for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_store_destroy,
+                    library.dll.tkv_kv_destroy):
         destroy.argtypes = [c_void_p]
         destroy.restype = None
     return library

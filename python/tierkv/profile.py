@@ -130,6 +130,11 @@ def read_profile(path: lib.Path) -> Profile:
 
 def write_profile(path: lib.Path, profile: ProfileData) -> None:
     """Replaces the file, whole or not at all. Matrices are not written."""
+    lib.dumps().call("tkv_profile_write", profile_struct(profile), lib.encode_path(path))
+
+
+def profile_struct(profile: ProfileData) -> lib.ProfileData:
+    """For the C ABI; holds the arrays that it points to. Shapes are checked, values are not."""
     rows = (profile.num_layers, profile.num_kv_heads)
     arrays: Dict[str, Optional[Array]] = {}
     for name in VECTORS + SCALARS:
@@ -141,16 +146,23 @@ def write_profile(path: lib.Path, profile: ProfileData) -> None:
     rope = {"rope_pairing": -1}
     inv_freq = None
     if profile.rope is not None:
-        if profile.rope.pairing not in PAIRINGS:
-            raise ValueError(f"rope pairing {profile.rope.pairing!r} is not one of {', '.join(PAIRINGS)}")
-        inv_freq = np.ascontiguousarray(np.atleast_2d(np.asarray(profile.rope.inv_freq, np.float32)))
-        shaped(inv_freq, (None, profile.rope.dims // 2), "rope.inv_freq")
+        inv_freq = frequencies(profile.rope)
         rope = {"rope_pairing": PAIRINGS.index(profile.rope.pairing), "rope_dims": profile.rope.dims, "rope_layers": len(inv_freq)}
     data = lib.ProfileData(model_id=profile.model_id.encode(), num_layers=profile.num_layers, num_q_heads=profile.num_q_heads,
                            num_kv_heads=profile.num_kv_heads, head_dim=profile.head_dim, sm_scale=profile.sm_scale,
                            alpha_high=profile.alpha_high, alpha_low=profile.alpha_low, rope_inv_freq=pointer(inv_freq), **rope,
                            **{name: pointer(a) for name, a in arrays.items()})
-    lib.dumps().call("tkv_profile_write", data, lib.encode_path(path))
+    data.arrays = [arrays, inv_freq]
+    return data
+
+
+def frequencies(rope: Rope) -> FloatArray:
+    """[1 or num_layers, dims / 2]."""
+    if rope.pairing not in PAIRINGS:
+        raise ValueError(f"rope pairing {rope.pairing!r} is not one of {', '.join(PAIRINGS)}")
+    inv_freq = np.ascontiguousarray(np.atleast_2d(np.asarray(rope.inv_freq, np.float32)))
+    shaped(inv_freq, (None, rope.dims // 2), "rope.inv_freq")
+    return inv_freq
 
 
 def head_scales(sensitivities: Scalars) -> Scalars:

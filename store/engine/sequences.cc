@@ -173,7 +173,8 @@ Result<LayerMove> Sequences::admit_range(const LayerRange& range) const {
   const Result<int32_t> slot = slot_of(range.sequence);
   if (!slot) return slot.status();
   if (Status s = require_layer(range.layer); !s) return s;
-  if (range.k == nullptr || range.v == nullptr) return invalid("k or v is null");
+  const bool any = range.first < range.end;
+  if (any && (range.k == nullptr || range.v == nullptr)) return invalid("k or v is null");
   if (Status s = require_dtype(range.dtype); !s) return s;
   const LayerTokens at = layer(*slot, range.layer);
   if (range.first < 0 || range.end < range.first || range.end > at.tokens) {

@@ -161,7 +161,7 @@ class EmulatedWeightedAttention : public RandomTest {
     World w;
     make_world(&source_, shape, rows(shape.q_len), &w);
     if (HasFatalFailure()) return;
-    const int32_t most = weighted_warps(shape.head_dim);
+    const int32_t most = coded_warps(shape.head_dim);
     compare(w, attend_on_host(w, kernel_of(shape), 1 + source_.below(2), most >> source_.below(3)));
   }
   CodeSource source_;

@@ -371,9 +371,9 @@ TEST(WeightedBlockGolden, BytesStayTheSame) {
       found.push_back(hash(bytes));
     }
   }
-  EXPECT_EQ(found, (std::vector<uint64_t>{3948405665078691083u, 15134576418180378062u,
-                                          13239170488803470480u, 12968213785920670955u,
-                                          2039558639006149541u, 3964959835242666772u}));
+  EXPECT_EQ(found, (std::vector<uint64_t>{6386220288878619424u, 15134576418180378062u,
+                                          6592991840019164448u, 12968213785920670955u,
+                                          16361175777974434854u, 3964959835242666772u}));
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ class TextDecoder {
     const int32_t per_lane = b_[1] >> 4 & 3, group = mode() == 6 ? 2 : 1;
     for (int32_t p = 0; p < 4 * tiles * blocks; p += group) {
       if (per_lane == 2 && p / group % 2 != stream / 32) continue;
-      const int32_t f = p / 4 % blocks;
+      const int32_t f = dim_block(p / 4 % blocks);
       const Book& book = books_[u16(6) >> (2 * f) & 3];
       for (int32_t code = 0; code < 2 * group;) {
         int32_t symbol = read_symbol(book, &at);
@@ -103,12 +103,17 @@ class TextDecoder {
     ADD_FAILURE() << "no code word";
     return 0;
   }
+  // The one that a stream passes as number i.
+  int32_t dim_block(int32_t i) const {
+    const int32_t n = (dims() + 15) / 16, h = (n + 1) / 2;
+    return !is_key() ? i : i % 2 == 0 ? i / 2 : h + i / 2;
+  }
+  bool is_key() const { return b_[1] >> 6 == 0; }
   void put(int32_t pair, int32_t lane, int32_t second, int32_t code) {
     const int32_t blocks = (dims() + 15) / 16;
-    const int32_t r = pair % 4, f = pair / 4 % blocks, tile = pair / 4 / blocks;
+    const int32_t r = pair % 4, f = dim_block(pair / 4 % blocks), tile = pair / 4 / blocks;
     const int32_t row = lane / 4 + 8 * (r % 2), col = 2 * (lane % 4) + 8 * (r / 2) + second;
-    const bool key = b_[1] >> 6 == 0;
-    all_[(16 * tile + (key ? row : col)) * 128 + 16 * f + (key ? col : row)] = code;
+    all_[(16 * tile + (is_key() ? row : col)) * 128 + 16 * f + (is_key() ? col : row)] = code;
   }
 
   const uint8_t* b_;

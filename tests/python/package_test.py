@@ -53,13 +53,18 @@ class Structs(PackageTest):
                    "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct, "tkv_coded_config": lib.CodedConfigStruct,
                    "tkv_channel_config": lib.ChannelConfigStruct,
                    "tkv_significance_call": lib.SignificanceCall,
+                   "tkv_rope": lib.RopeStruct, "tkv_coded_format": lib.CodedFormatStruct, "tkv_tier_class": lib.TierClassStruct,
+                   "tkv_tiers_format": lib.TiersFormatStruct, "tkv_kv_config": lib.KvConfigStruct,
+                   "tkv_kv_append_call": lib.KvAppendCall, "tkv_kv_attend_call": lib.KvAttendCall, "tkv_kv_range": lib.KvRange,
+                   "tkv_kv_usage": lib.KvUsage,
                    "tkv_profile_data": lib.ProfileData, "tkv_profile_component": lib.ProfileComponent}
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",
                   "tkv_merge_call", "tkv_sink_call"}
-        headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in ("tierkv_c.h", "tierkv_store_c.h", "tierkv_dumps_c.h"))
+        headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in
+                          ("tierkv_c.h", "tierkv_store_c.h", "tierkv_kv_c.h", "tierkv_dumps_c.h"))
         self.assertEqual(set(re.findall(r"^} (tkv_\w+);", headers, re.M)), set(structs) | unused)
-        lines = ['#include <stdio.h>', '#include "tierkv/tierkv_dumps_c.h"', '#include "tierkv/tierkv_store_c.h"', "int main(void) {"]
+        lines = ['#include <stdio.h>', '#include "tierkv/tierkv_dumps_c.h"', '#include "tierkv/tierkv_kv_c.h"', "int main(void) {"]
         for name, struct in structs.items():
             lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
             lines += [f'printf("{name}.{f[0]} %zu\\n", offsetof({name}, {f[0]}));' for f in struct._fields_]

@@ -108,8 +108,14 @@ def align(b, start):
     b.take(-(b.at - start) % 16)
 
 
+def dim_block_order(component, blocks):
+    """The dim blocks of a tile in the order of a stream: of keys 0, h, 1, h + 1, ..."""
+    i = np.arange(blocks)
+    return i if component == 1 else i // 2 + i % 2 * ((blocks + 1) // 2)
+
+
 def read_symbols(payload, lengths, books, book_of, streams, steps, blocks):
-    """Codes [steps, streams, codes of a symbol] of all streams; each step's book follows from its dim block."""
+    """Codes [steps, streams, codes of a symbol] of all streams; book_of: of the dim blocks in their order."""
     bits = np.unpackbits(np.frombuffer(payload, np.uint8), bitorder="little")
     longest = max(book.longest for book in books)
     bits = np.concatenate([bits, np.zeros(1 << 13, np.uint8)]).astype(np.int64)
@@ -163,7 +169,8 @@ def decode_block(b, books, raw_tiles):
             align(b, start)
             low = raw_tiles(b.take(tiles * 128 * blocks), 4, tiles, 16 * blocks, component)
         payload = b.take((int(lengths.sum()) + 31) // 32 * 4)
-        book_of = base >> 2 * np.arange(8) & 3
+        order = dim_block_order(component, blocks)
+        book_of = base >> 2 * order & 3
         steps = 8 * tiles * blocks // books[0].per_symbol // streams
         found = read_symbols(payload, lengths, books, book_of, streams, steps, blocks)
         found = found.reshape(steps, streams, 32, -1).transpose(2, 0, 1, 3)  # lane, step, stream, code
@@ -173,7 +180,7 @@ def decode_block(b, books, raw_tiles):
         lane, tile, f, r, which = np.meshgrid(*map(np.arange, found.shape), indexing="ij")
         row, col = lane // 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r // 2) + which
         token, dim = (row, col) if component == 0 else (col, row)
-        codes[16 * tile + token, 16 * f + dim] = found
+        codes[16 * tile + token, 16 * order[f] + dim] = found
         codes = codes + low
     for _ in range(exceptions):
         index, delta = b("Hh")

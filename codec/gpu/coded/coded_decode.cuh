@@ -240,6 +240,7 @@ struct OpenTiles {
   const CodedBlockHeader& header;
   const CodedBlockLayout& at;
   const BlockStreams& streams;
+  DimBlockOrder order = DimBlockOrder::kAscending;
 };
 
 // Its tiles: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. base_of(f): the
@@ -258,7 +259,8 @@ __device__ __forceinline__ bool decode_tiles(const OpenTiles& open, Reader& read
   for (int32_t tile = 0; tile < tile_count(h.tokens); ++tile) {
     const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
     int16_t* const codes = memory.tile + tile * memory.apart;
-    for (int32_t f = 0; f < blocks; ++f) {
+    for (int32_t i = 0; i < blocks; ++i) {
+      const int32_t f = dim_block_at(open.order, blocks, i);
       const int32_t base = base_of(f);
       DigitPair pairs[4] = {};
       if (!raw) reader.pairs(pairs);

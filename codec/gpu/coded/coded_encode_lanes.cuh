@@ -9,6 +9,7 @@
 // Encoder, which block is made: LaneEncoder (version 1), WeightedEncoder (weighted_form.cuh):
 //   kRagged, kMostExceptions             blocks of fewer than 64 tokens; of a block that is coded
 //   component, streams, dim_blocks(), fragments()
+//   order()                              of the dim blocks in the streams
 //   book(f)                              the codebook of dim block f
 //   choose(range, plan)                  the form of the block
 //   write_bounds(form, plan, block)      where the streams begin and all else before them
@@ -60,6 +61,7 @@ struct LaneEncoder {
   __device__ __forceinline__ int32_t fragments() const {
     return kBlockTokens / kTileTokens * dim_blocks();
   }
+  __device__ __forceinline__ static DimBlockOrder order() { return DimBlockOrder::kAscending; }
   __device__ __forceinline__ LaneBook book(int32_t) const { return only; }
   __device__ __forceinline__ int32_t raw_base(const Form& form) const { return form.header.base; }
   __device__ __forceinline__ bool fits_shared(int32_t) const { return true; }
@@ -88,25 +90,31 @@ __device__ __forceinline__ LaneEncoder lane_encoder(const DeviceCodebook& book,
           most_coded_bytes};
 }
 
-// visit(i, f, codes) of every fragment i, in dim block f.
+// visit(i, f, codes) of every fragment i, in dim block f, in the order of the streams.
 template <class Encoder, class Source, class Visit>
 __device__ __forceinline__ void for_each_fragment(const Encoder& e, Source& source,
                                                   const Visit& visit) {
   constexpr int32_t kAhead = 4;  // divides the number of tiles of 64 tokens
-  int32_t f = 0;
   const int32_t fragments = e.fragments(), blocks = e.dim_blocks();
+  const DimBlockOrder order = e.order();
+  int32_t next = 0;  // of the tile's dim blocks
 #pragma unroll 1
   for (int32_t i = 0; i < fragments; i += kAhead) {
     decltype(source.fetch(0)) x[kAhead];
+    int32_t f[kAhead], fragment[kAhead];
 #pragma unroll
-    for (int32_t j = 0; j < kAhead; ++j) x[j] = source.fetch(i + j);
+    for (int32_t j = 0; j < kAhead; ++j) {
+      f[j] = dim_block_at(order, blocks, next);
+      fragment[j] = i + j - next + f[j];
+      x[j] = source.fetch(fragment[j]);
+      next = next + 1 == blocks ? 0 : next + 1;
+    }
 #pragma unroll
     for (int32_t j = 0; j < kAhead; ++j) {
       if (Encoder::kRagged && i + j >= fragments) break;
       FragmentCodes codes;
-      source.codes(x[j], f, codes);
-      visit(i + j, f, codes);
-      f = f + 1 == blocks ? 0 : f + 1;
+      source.codes(x[j], f[j], codes);
+      visit(fragment[j], f[j], codes);
     }
   }
 }

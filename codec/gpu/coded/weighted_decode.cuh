@@ -253,7 +253,8 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                             slice.first_dim},
                  open.header.dims);
     };
-    if (!decode_tiles({open.header, open.at, open.streams}, tables.reader, warp, base_of, finish)) {
+    const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
+    if (!decode_tiles(tiles, tables.reader, warp, base_of, finish)) {
       return StatusCode::kCorrupt;
     }
     slice.from += open.at.bytes;

@@ -47,6 +47,7 @@ struct WeightedEncoder {
   int32_t room;  // of the warp, in bytes
 
   __device__ __forceinline__ int32_t dim_blocks() const { return dims / kDimBlock; }
+  __device__ __forceinline__ DimBlockOrder order() const { return weighted_order(component); }
   __device__ __forceinline__ int32_t fragments() const { return tile_count(tokens) * dim_blocks(); }
   __device__ __forceinline__ LaneBook book(int32_t f) const {
     const uint32_t i = book_field >> (2 * f) & 3u;

@@ -64,6 +64,10 @@ class SymbolPlanner {
     }
   }
 
+  int32_t blocks() const { return dim_block_count(slice_.dims); }
+  // The dim block that streams pass as number i.
+  int32_t block_at(int32_t i) const { return dim_block_at(books_.order, blocks(), i); }
+
   // Channels from `first` on, the start of a dim block, that share a book.
   int32_t run_dims(int32_t first) const {
     int32_t end = first;
@@ -78,9 +82,9 @@ class SymbolPlanner {
     const Component component = books_.first().component;
     partner_ = component == Component::kKey ? 1 : kSliceDims;
     for (int32_t tile = 0; tile < tile_count(slice_.tokens); ++tile) {
-      for (int32_t block = 0; block < dim_block_count(slice_.dims); ++block) {
+      for (int32_t i = 0; i < blocks(); ++i) {
         for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-          const PairPosition p = pair_position(component, tile, block, r, 0);
+          const PairPosition p = pair_position(component, tile, block_at(i), r, 0);
           pair_offset_[pair_count_++] = p.token * kSliceDims + p.dim;
         }
       }
@@ -107,9 +111,9 @@ class SymbolPlanner {
 
   template <BlockMode kMode>
   void plan_streams() {
-    for (int32_t f = 0; f < kSliceDimBlocks; ++f) {
-      const Codebook* book = books_.of[f];
-      views_[f] = {book, book->lengths.data(), book->words.data(), book->radix()};
+    for (int32_t i = 0; i < blocks(); ++i) {
+      const Codebook* book = books_.of[block_at(i)];
+      views_[i] = {book, book->lengths.data(), book->words.data(), book->radix()};
     }
     if (books_.first().streams_per_lane == 1) return plan_lanes<kMode, 1>(0);
     plan_lanes<kMode, 2>(0);
@@ -128,11 +132,11 @@ class SymbolPlanner {
   void plan_stream(int32_t stream, int32_t lane) {
     const PairPosition origin = pair_position(books_.first().component, 0, 0, 0, lane);
     const int32_t from = origin.token * kSliceDims + origin.dim;
-    const int32_t blocks = dim_block_count(slice_.dims), pairs = pair_count_;
+    const int32_t dim_blocks = blocks(), pairs = pair_count_;
     Cursor to{plan_->entries + next_};
-    for (int32_t p = 0, block = 0; p < pairs; p += kPairsPerFragment) {
-      const BookView view = views_[block];
-      if (++block == blocks) block = 0;
+    for (int32_t p = 0, i = 0; p < pairs; p += kPairsPerFragment) {
+      const BookView view = views_[i];
+      if (++i == dim_blocks) i = 0;
       to = plan_fragment<kMode, kStreams>(view, stream, from, pair_offset_ + p, to);
     }
     plan_->stream_bits[stream * kWarpLanes + lane] = to.bits;
@@ -236,7 +240,7 @@ class SymbolPlanner {
   int32_t most_exceptions_;
   int32_t next_ = 0;
   int32_t pair_count_ = 0, partner_ = 1;
-  BookView views_[kSliceDimBlocks];
+  BookView views_[kSliceDimBlocks];  // in the order of the streams
   int32_t pair_offset_[kMaxBlockCodes / 2 / kWarpLanes];
   int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
 };

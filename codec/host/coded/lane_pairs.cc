@@ -28,7 +28,8 @@ bool walk_trees(const SliceBooks& books, const StreamSet& set, const uint32_t* w
   uint32_t bit = set.bounds[s];
   const int32_t per_fragment = books.symbols_per_fragment();
   for (int32_t i = 0; i < set.symbols; ++i) {
-    const Codebook& book = *books.of[i / per_fragment % set.dim_blocks];
+    const int32_t f = dim_block_at(books.order, set.dim_blocks, i / per_fragment % set.dim_blocks);
+    const Codebook& book = *books.of[f];
     uint32_t node = 0;
     for (; node < kLeaf; ++bit) {
       if (bit == set.bounds[s + 1]) return false;
@@ -91,9 +92,10 @@ bool decode_streams_reference(const SliceBooks& books, const StreamSet& set, uin
 void expand_entries(const SliceBooks& books, int32_t dim_blocks, const uint16_t* entries,
                     TilePlanes* planes) {
   const int32_t symbols = books.symbols_per_fragment(), entries_each = symbols * books.streams();
-  for (int32_t f = 0; f < dim_blocks; ++f) {
+  for (int32_t i = 0; i < dim_blocks; ++i) {
+    const int32_t f = dim_block_at(books.order, dim_blocks, i);
     const int32_t at = f * kPairsPerFragment * kWarpLanes;
-    expand_fragment(*books.of[f], symbols, entries + f * entries_each, planes->first + at,
+    expand_fragment(*books.of[f], symbols, entries + i * entries_each, planes->first + at,
                     planes->second + at);
   }
 }

@@ -176,8 +176,9 @@ bool decode(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
   Lookup of_symbol[kMaxStreamSymbols];
   const int32_t per_fragment = books.symbols_per_fragment();
   for (int32_t i = 0; i < set.symbols;) {
-    for (int32_t f = 0; f < set.dim_blocks; ++f, i += per_fragment) {
-      std::fill_n(of_symbol + i, per_fragment, lookup(f));
+    for (int32_t n = 0; n < set.dim_blocks; ++n, i += per_fragment) {
+      std::fill_n(of_symbol + i, per_fragment,
+                  lookup(dim_block_at(books.order, set.dim_blocks, n)));
     }
   }
   return decode_all(TableOfSymbol{of_symbol}, set, entries);
@@ -219,10 +220,12 @@ struct PlaneSource {
 
 struct EntrySource {
   const uint16_t* entries;
+  int32_t moved[kSliceDimBlocks];  // where those of a dim block lie less where its codes do
   uint16_t base[kSliceDimBlocks];
   HWY_INLINE Pairs load(int32_t dim_block, int32_t at, int32_t apart) const {
     const D16 d;
-    const V16 entry = load_eights(entries + at, entries + at + apart);
+    const uint16_t* from = entries + at + moved[dim_block];
+    const V16 entry = load_eights(from, from + apart);
     const V16 offset = hn::Set(d, base[dim_block]);
     const V16 first = hn::And(hn::ShiftRight<6>(entry), hn::Set(d, 31));
     return {hn::Add(first, offset), hn::Add(hn::ShiftRight<11>(entry), offset)};
@@ -310,8 +313,11 @@ void scatter_planes(const TilePlanes& planes, Component component, const SliceCo
 }
 
 void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
-  EntrySource source{entries, {}};
-  for (int32_t f = 0; f < kSliceDimBlocks; ++f) {
+  EntrySource source{entries, {}, {}};
+  const int32_t blocks = dim_block_count(out.dims);
+  for (int32_t i = 0; i < blocks; ++i) {
+    const int32_t f = dim_block_at(books.order, blocks, i);
+    source.moved[f] = (i - f) * kPairsPerFragment * kWarpLanes;
     source.base[f] = static_cast<uint16_t>(books.of[f]->base);
   }
   scatter(source, books.first().component, out);

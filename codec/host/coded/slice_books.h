@@ -1,4 +1,4 @@
-// The codebooks of one slice.
+// The codebooks of one slice, and the order of its dim blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,11 @@ inline constexpr int32_t kSliceDimBlocks = kSliceDims / kDimBlock;
 // The codebook of each dim block. All have one component, mode and number of streams.
 struct SliceBooks {
   const Codebook* of[kSliceDimBlocks];
+  DimBlockOrder order;  // of the streams
 
-  explicit SliceBooks(const Codebook& everywhere) {
+  explicit SliceBooks(const Codebook& everywhere,
+                      DimBlockOrder dim_blocks = DimBlockOrder::kAscending)
+      : order(dim_blocks) {
     for (const Codebook*& book : of) book = &everywhere;
   }
   const Codebook& first() const { return *of[0]; }

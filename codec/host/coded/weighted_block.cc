@@ -69,7 +69,8 @@ struct SliceChoice {
   uint16_t field = 0;
 };
 SliceChoice choose(const BookFamily& family, const uint8_t* book_of, int32_t dims) {
-  SliceChoice choice{SliceBooks(family.books.front())};
+  const Codebook& first = family.books.front();
+  SliceChoice choice{SliceBooks(first, weighted_order(first.component))};
   for (int32_t f = 0; book_of != nullptr && f < dim_block_count(dims); ++f) {
     choice.books.of[f] = &family.books[book_of[f]];
     choice.field = static_cast<uint16_t>(choice.field | book_of[f] << (2 * f));

@@ -161,7 +161,8 @@ const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& 
   for (int32_t first = 0; first < out.head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, out.head_dim - first);
     Block block;
-    SliceBooks books(family.books.front());
+    const Codebook& first_book = family.books.front();
+    SliceBooks books(first_book, weighted_order(first_book.component));
     if (const char* wrong = open_block(bytes, size, &block)) return wrong;
     if (block.header.tokens != out.tokens || block.header.dims != dims) {
       return "not the expected tokens or channels";

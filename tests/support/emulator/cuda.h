@@ -120,7 +120,7 @@ T __shfl_xor_sync(uint32_t, T x, int32_t mask) {
 }
 template <class T>
 T __shfl_sync(uint32_t, T x, int32_t source) {
-  return emulator::from_lane(x, source);
+  return emulator::from_lane(x, source & 31);
 }
 template <class T>
 T __shfl_up_sync(uint32_t, T x, int32_t lanes) {

@@ -12,7 +12,6 @@ namespace tierkv {
 inline int32_t lane_index() {
   return emulator::cta().lane();
 }
-
 inline StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
 }

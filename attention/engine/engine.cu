@@ -1,0 +1,108 @@
+#include "attention/engine/engine_kernels.cuh"
+#include "gpu/cuda_device.cuh"
+
+namespace tierkv {
+namespace {
+
+uint32_t ctas_of(int64_t warps) {
+  return static_cast<uint32_t>((warps + kEngineWarps - 1) / kEngineWarps);
+}
+
+template <class T>
+T* at(const AttentionWorkspace& workspace, size_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(workspace.memory) + offset);
+}
+
+Status check_workspace(const AttentionWorkspace& workspace, size_t needed) {
+  if (workspace.memory == nullptr ||
+      reinterpret_cast<uintptr_t>(workspace.memory) % kWorkspaceAlignment != 0) {
+    return Status(StatusCode::kInvalidArgument, "workspace is null or not aligned to 256 bytes");
+  }
+  if (workspace.bytes >= needed) return Status::ok();
+  return Status(StatusCode::kBufferTooSmall, "workspace has " + std::to_string(workspace.bytes) +
+                                                 " bytes, needs " + std::to_string(needed));
+}
+
+AttentionWorkspace attention_part(const AttentionWorkspace& whole, const EngineWorkspace& layout) {
+  return {at<void>(whole, layout.attention), layout.tokens - layout.attention};
+}
+
+PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
+                         const AttentionWorkspace& workspace, const EngineWorkspace& layout) {
+  return {table_shape(config, batch), at<int32_t>(workspace, layout.slots),
+          at<SideCounts>(workspace, layout.tokens), nullptr};
+}
+
+}  // namespace
+
+Result<EngineGrid> engine_grid(const EngineConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  EngineGrid grid;
+  for (int32_t queries = 1; queries <= config.max_queries; ++queries) {
+    const Result<AttentionGrid> of = attention_grid(attention_config(config, queries));
+    if (!of) return of.status();
+    grid.of[queries - 1] = *of;
+  }
+  return grid;
+}
+
+Status engine_encode(const EngineConfig& config, const EngineLayer& layer,
+                     const EngineTokens& tokens, GpuStream stream) {
+  const Result<SlotEncode> e = slot_encode(config, layer, tokens);
+  return e ? encode_slots(*e, stream) : e.status();
+}
+
+Status engine_decode(const EngineConfig& config, const EngineLayer& layer,
+                     const EngineRanges& ranges, GpuStream stream) {
+  const Result<BlockDecode> d = block_decode(config, layer, ranges);
+  return d ? decode_blocks(*d, stream) : d.status();
+}
+
+Status engine_plan(const EngineConfig& config, const EngineGrid& grid, const EngineBatch& batch,
+                   const AttentionWorkspace& workspace, GpuStream stream) {
+  Result<BlockRows> rows = block_rows(config, batch);
+  if (!rows) return rows.status();
+  const EngineWorkspace layout = engine_workspace(config, grid);
+  if (Status s = check_workspace(workspace, layout.bytes); !s) return s;
+  rows->slots = at<int32_t>(workspace, layout.slots);
+  rows->tokens = at<SideCounts>(workspace, layout.tokens);
+  const dim3 ctas(static_cast<uint32_t>(batch.count), static_cast<uint32_t>(config.num_kv_heads));
+  block_rows_kernel<<<ctas, kEngineThreads, 0, stream>>>(*rows);
+  if (Status s = cuda_status(cudaGetLastError(), "rows of block tables"); !s) return s;
+  return plan_attention(attention_config(config, batch.queries), grid.of[batch.queries - 1],
+                        table_view(config, batch, workspace, layout), {nullptr, batch.count},
+                        attention_part(workspace, layout), stream);
+}
+
+Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const EngineAttend& call,
+                     const AttentionWorkspace& workspace, GpuStream stream) {
+  Result<EngineQueries> q = engine_queries(config, call);
+  if (!q) return q.status();
+  const EngineWorkspace layout = engine_workspace(config, grid);
+  if (Status s = check_workspace(workspace, layout.bytes); !s) return s;
+  const AttentionConfig attention = attention_config(config, call.batch.queries);
+  const AttentionGrid& of = grid.of[call.batch.queries - 1];
+  q->packed_q = at<void>(workspace, layout.q);
+  q->packed_out = at<void>(workspace, layout.out);
+  q->packed_lse = at<float>(workspace, layout.lse);
+  q->row_status =
+      attention_row_status(attention, of, call.batch.count, 0, attention_part(workspace, layout));
+  const uint32_t ctas = ctas_of(q->vectors());
+  pack_queries_kernel<<<ctas, kEngineThreads, 0, stream>>>(*q);
+  if (Status s = cuda_status(cudaGetLastError(), "queries of a batch"); !s) return s;
+  AttendCall attend_call;
+  attend_call.table = table_view(config, call.batch, workspace, layout);
+  attend_call.pages = page_view(config, call.layer);
+  attend_call.batch = {nullptr, call.batch.count};
+  attend_call.q = q->packed_q;
+  attend_call.out = at<void>(workspace, layout.out);
+  attend_call.lse = call.lse == nullptr ? nullptr : at<float>(workspace, layout.lse);
+  if (Status s = attend(attention, of, attend_call, attention_part(workspace, layout), stream);
+      !s) {
+    return s;
+  }
+  unpack_outputs_kernel<<<ctas, kEngineThreads, 0, stream>>>(*q);
+  return cuda_status(cudaGetLastError(), "outputs of a batch");
+}
+
+}  // namespace tierkv

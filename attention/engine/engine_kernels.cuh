@@ -1,0 +1,125 @@
+// Block tables to rows of the page table, and ragged queries to the order and coordinates that
+// attention takes, and back. A warp takes a vector of one head.
+//
+// Bound: memory, a few microseconds a launch. Queries and outputs of a decode step are small beside
+// the cache that is read for them.
+#pragma once
+
+#include "attention/engine/engine.h"
+#include "codec/gpu/pages/lane_rotation.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kEngineThreads = 128;
+inline constexpr int32_t kEngineWarps = kEngineThreads / 32;
+
+// Grid: entries, kv_heads.
+__global__ void __launch_bounds__(kEngineThreads)
+    block_rows_kernel(const __grid_constant__ BlockRows r) {
+  const auto entry = static_cast<int32_t>(blockIdx.x), kv_head = static_cast<int32_t>(blockIdx.y);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int64_t row = static_cast<int64_t>(entry) * r.num_kv_heads + kv_head;
+  const int32_t length = r.length(entry), blocks = r.blocks(length);
+  if (thread == 0) {
+    SideCounts tokens;
+    tokens.of[0] = length;
+    r.tokens[row] = tokens;
+  }
+  for (int32_t i = thread; i < blocks; i += kEngineThreads) {
+    r.slots[row * r.row_stride + i] = r.page(entry, i, kv_head);
+  }
+}
+
+// What a warp works on: query j of an entry, of one head.
+struct WarpQuery {
+  int64_t vector;  // of what is packed
+  int32_t entry, j, head;
+  int64_t token;  // -1: there is none
+};
+__device__ __forceinline__ WarpQuery warp_query(const EngineQueries& q) {
+  WarpQuery w;
+  w.vector = static_cast<int64_t>(blockIdx.x) * kEngineWarps + threadIdx.x / 32;
+  const int64_t line = w.vector / q.num_q_heads;
+  w.head = static_cast<int32_t>(w.vector - line * q.num_q_heads);
+  w.entry = static_cast<int32_t>(line / q.queries());
+  w.j = static_cast<int32_t>(line - static_cast<int64_t>(w.entry) * q.queries());
+  w.token = w.vector < q.vectors() ? q.token_of(w.entry, w.j) : -1;
+  return w;
+}
+
+__device__ __forceinline__ void store_outputs(const LaneValues& x, DType dtype, int32_t head_dim,
+                                              uint16_t* to) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) to[lane_dim(i) + 8 * j] = output_to_raw(dtype, x[i][j]);
+  }
+}
+
+__device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQuery& w,
+                                           LaneValues& x) {
+  const int64_t first = w.token * q.q_strides.token + w.head * q.q_strides.head;
+  load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
+}
+
+__global__ void __launch_bounds__(kEngineThreads)
+    pack_queries_kernel(const __grid_constant__ EngineQueries q) {
+  const WarpQuery w = warp_query(q);
+  if (w.vector >= q.vectors()) return;
+  LaneValues x = {};
+  if (w.token >= 0) {
+    load_query(q, w, x);
+    rotate(q.rotation, q.head_dim, x);
+  }
+  store_outputs(x, q.packed_dtype, q.head_dim,
+                static_cast<uint16_t*>(q.packed_q) + w.vector * q.head_dim);
+}
+
+// In all lanes.
+__device__ __forceinline__ float mean_product(const EngineQueries& q, const WarpQuery& w) {
+  if (q.key_mean == nullptr) return 0;
+  LaneValues x;
+  load_query(q, w, x);
+  const float* mean = q.key_mean + static_cast<int64_t>(q.kv_head_of(w.head)) * q.head_dim;
+  float sum = 0;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+    if (dim < q.head_dim) sum += x[i / 4][i % 4] * mean[dim];
+  }
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+  return sum;
+}
+
+// Counts a row whose pages or counts led outside their tables, once.
+__device__ __forceinline__ void count_stray_row(const EngineQueries& q, const WarpQuery& w) {
+  const int32_t group = q.num_q_heads / q.rows.num_kv_heads;
+  if (q.errors == nullptr || q.row_status == nullptr || w.j != 0 || w.head % group != 0) return;
+  const int32_t status = q.row_status[w.entry * q.rows.num_kv_heads + w.head / group];
+  if (status == static_cast<int32_t>(StatusCode::kOk) || lane_index() != 0) return;
+  atomicAdd(q.errors + static_cast<int32_t>(EngineError::kStrayBlocks), 1);
+}
+
+__global__ void __launch_bounds__(kEngineThreads)
+    unpack_outputs_kernel(const __grid_constant__ EngineQueries q) {
+  const WarpQuery w = warp_query(q);
+  if (w.vector >= q.vectors()) return;
+  count_stray_row(q, w);
+  if (w.token < 0) return;
+  LaneValues x;
+  load_lane_values(static_cast<const uint16_t*>(q.packed_out) + w.vector * q.head_dim,
+                   q.packed_dtype, q.head_dim, x);
+  rotate_back(q.rotation, q.head_dim, x);
+  store_outputs(
+      x, q.dtype, q.head_dim,
+      static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head);
+  if (q.lse == nullptr) return;
+  const float lse = q.packed_lse[w.vector] + q.sm_scale * mean_product(q, w);
+  if (lane_index() == 0) {
+    q.lse[w.token * q.lse_strides.token + w.head * q.lse_strides.head] = lse;
+  }
+}
+
+}  // namespace tierkv

@@ -1,0 +1,108 @@
+// The cache of one layer in the hands of an engine with block tables of its own: a block holds a
+// page without records for every kv_head, and a token is named by its slot, block * tokens + place.
+//
+// Tokens are written where a slot mapping says, in any order and any number. What a call leaves
+// behind depends only on the set of its tokens:
+//   1. Tiles whose first slot is named are cleared: codes 0, metadata 0. So no tile in use holds
+//      bytes that were never written.
+//   2. Every token is written over what its slot held. One that its format cannot hold leaves its
+//      slot cleared and is counted.
+// Slots of a call are distinct; of a slot that is named twice the bytes are unspecified. Slots
+// below 0 are skipped: -1 silently, others and those behind the last block are counted.
+//
+// Sources: vLLM's slot_mapping; DiffKV section 5.2 for the pages.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/page_layout.h"
+#include "codec/format/rotation.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+struct CUstream_st;
+
+namespace tierkv {
+
+using GpuStream = CUstream_st*;  // a cudaStream_t
+
+struct BlockCache {
+  uint8_t* base = nullptr;   // of block 0; aligned to kPageAlignment
+  int64_t block_stride = 0;  // bytes; a multiple of kPageAlignment
+  int64_t num_blocks = 0;
+  int32_t num_kv_heads = 0;
+  int32_t page_bytes = 0;                                     // from a kv_head to the next
+  PageLayout layout{};                                        // without records and sub-groups
+  StepRule rule[2] = {StepRule::kMinMax, StepRule::kMinMax};  // keys, values
+  DType raw_dtype = DType::kFloat16;
+  Rotation rotation;
+  const float* key_mean = nullptr;  // [num_kv_heads, head_dim], taken off keys; null: none
+
+  TKV_HD uint8_t* page(int64_t block, int32_t kv_head) const {
+    return base + block * block_stride + static_cast<int64_t>(kv_head) * page_bytes;
+  }
+  TKV_HD const float* mean_of(int32_t kv_head) const {
+    return key_mean == nullptr ? nullptr
+                               : key_mean + static_cast<int64_t>(kv_head) * layout.head_dim();
+  }
+  // kInvalidArgument naming the field.
+  Status validate() const;
+};
+
+// What an error array counts, in its order.
+enum class BlockError : int32_t {
+  kStraySlots,        // tokens whose slot is outside the cache
+  kNonFiniteTokens,   // (token, kv_head) pairs with NaN or infinity
+  kOutOfRangeTokens,  // (token, kv_head) pairs beyond what fp16 scale and zero point hold
+  kStrayBlocks,       // reads of blocks outside the cache, which give zeros
+};
+inline constexpr int32_t kBlockErrors = 4;
+
+// Elements from a token, and from a kv_head, to the next; channels are neighbours.
+struct TokenStrides {
+  int64_t token = 0;
+  int64_t head = 0;
+};
+
+struct SlotEncode {
+  BlockCache cache;
+  const void* k = nullptr;  // fp16 or bf16 [count, num_kv_heads, head_dim] by the strides
+  const void* v = nullptr;
+  TokenStrides k_strides, v_strides;
+  DType dtype = DType::kFloat16;
+  const int64_t* slots = nullptr;  // [count]
+  int64_t count = 0;
+  int32_t* errors = nullptr;  // [kBlockErrors], added to; null: not counted
+
+  Status validate() const;
+};
+
+// Ranges of sequences back to keys and values: range i is the tokens first[i] .. of sequence
+// sequences[i], to the rows starts[i] .. starts[i + 1] - 1 of k and v.
+struct BlockDecode {
+  BlockCache cache;
+  const int32_t* block_table = nullptr;  // [sequences, table_stride]
+  int64_t table_stride = 0;
+  int32_t num_sequences = 0;           // of the table
+  const int32_t* sequences = nullptr;  // [count]; null: 0, 1, 2, ...
+  const int32_t* first = nullptr;      // [count]; null: all 0
+  const int32_t* starts = nullptr;     // [count + 1], ascending from 0 to at most num_rows
+  int32_t count = 0;
+  int32_t max_tokens = 0;  // of the longest range; what a range has beyond it is left out
+  int64_t num_rows = 0;    // of k and v
+  void* k = nullptr;       // fp16 or bf16 [num_rows, num_kv_heads, head_dim], dense; may be null
+  void* v = nullptr;       // likewise
+  DType dtype = DType::kFloat16;
+  int32_t* errors = nullptr;
+
+  Status validate() const;
+};
+
+// Host memory. The bytes and values of the kernels.
+Status encode_slots_host(const SlotEncode& e);
+Status decode_blocks_host(const BlockDecode& d);
+// Device memory, one launch each, capturable: no host reads, no allocation.
+Status encode_slots(const SlotEncode& e, GpuStream stream);
+Status decode_blocks(const BlockDecode& d, GpuStream stream);
+
+}  // namespace tierkv

@@ -1,0 +1,227 @@
+// The kernels of codec/format/block_cache.h: a warp takes one token of one kv_head, so that a token
+// is written alone, in the whole bytes that it owns, whatever the other tokens of its tile do.
+//
+// Bound: memory, and for a decode step latency. A token of head_dim 128 reads 512 bytes and writes
+// 136 (K4V4).
+#pragma once
+
+#include "codec/format/block_cache.h"
+#include "codec/gpu/pages/lane_rotation.cuh"
+#include "codec/gpu/pages/page_token.cuh"
+
+namespace tierkv {
+
+inline constexpr int32_t kBlockThreads = 128;
+inline constexpr int32_t kBlockWarps = kBlockThreads / 32;
+
+__device__ __forceinline__ void count_error(int32_t* errors, BlockError error) {
+  if (errors != nullptr && lane_index() == 0) atomicAdd(errors + static_cast<int32_t>(error), 1);
+}
+
+// The token of one kv_head that a warp works on.
+struct WarpToken {
+  int64_t token;
+  int32_t kv_head;
+};
+__device__ __forceinline__ WarpToken warp_token(int32_t num_kv_heads) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / 32;
+  return {i / num_kv_heads, static_cast<int32_t>(i % num_kv_heads)};
+}
+
+// ---- encode ----
+
+__device__ __forceinline__ float squared_norm(const LaneValues& x, int32_t head_dim) {
+  float sum[4] = {};  // of the partials lane % 8 + 8 j
+#pragma unroll
+  for (int32_t chunk = 0; chunk < 4 * kLaneChunks; ++chunk) {
+    if (32 * chunk >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      const float y = x[chunk / 4][j];
+      const float square = __shfl_sync(kFullWarp, mul_rn(y, y), lane_index() % 8 + chunk % 4 * 8);
+      sum[j] = add_rn(sum[j], square);
+    }
+  }
+  float all = add_rn(add_rn(sum[0], sum[2]), add_rn(sum[1], sum[3]));
+#pragma unroll
+  for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
+    all = add_rn(all, __shfl_xor_sync(kFullWarp, all, lanes));
+  }
+  return all;
+}
+
+// quantize_norm(): the lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, int32_t head_dim,
+                                                         LaneSide* side) {
+  const QuantParams p = norm_params(squared_norm(x, head_dim), head_dim);
+  const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
+  StatusCode code = params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
+  bool finite = true;
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      finite &= lane_dim(i) >= head_dim || is_finite(x[i][j]);
+      side->codes[i][j] =
+          static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
+    }
+    side->params[i][0] = side->params[i][1] = p;
+  }
+  return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
+}
+
+// In coordinates; the lane's part of the status.
+__device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
+                                                  const LaneValues (&x)[1], LaneSide* side) {
+  const int32_t head_dim = page.layout->head_dim();
+  *side = {};
+  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], head_dim, side);
+  float lo[1] = {}, hi[1] = {};
+  if (!page.layout->tile(c).type.is_raw()) row_extrema(x, head_dim, lo, hi);
+  return quantize_lane(page, c, x[0], lo[0], hi[0], side);
+}
+
+// Which slots of the tile that begins at `first` the call names: bit i is slot first + i. Tokens
+// that follow each other are seen at once; the others are searched for.
+__device__ __forceinline__ uint32_t named_slots(const SlotEncode& e, int64_t token, int64_t first) {
+  const int32_t lane = lane_index();
+  const int64_t next = token + lane;
+  const bool follows = lane < kTileTokens && next < e.count && e.slots[next] == first + lane;
+  uint32_t named = __ballot_sync(kFullWarp, follows);
+  if (named == 0xffffu) return named;
+  uint32_t mine = 0;
+#pragma unroll 4
+  for (int64_t i = lane; i < e.count; i += 32) {
+    const int64_t place = e.slots[i] - first;
+    if (place >= 0 && place < kTileTokens) mine |= 1u << place;
+  }
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) mine |= __shfl_xor_sync(kFullWarp, mine, lanes);
+  return mine;
+}
+
+// Clears what the call does not write of a tile: other warps may be writing the rest.
+__device__ __forceinline__ void open_tile(const PageRef& page, int32_t slot, uint32_t named) {
+  if (named == 1) return open_token_slot(page, slot);
+  const LaneSide nothing = {};
+#pragma unroll 1
+  for (int32_t i = 0; i < kTileTokens; ++i) {
+    if ((named >> i & 1u) != 0) continue;
+    store_side(page, slot + i, Component::kKey, nothing);
+    store_side(page, slot + i, Component::kValue, nothing);
+  }
+}
+
+__device__ __forceinline__ void encode_slot(const SlotEncode& e) {
+  const BlockCache& c = e.cache;
+  const WarpToken at = warp_token(c.num_kv_heads);
+  if (at.token >= e.count) return;
+  const int64_t slot = e.slots[at.token];
+  const bool is_stray = slot < -1 || slot >= c.num_blocks * c.layout.tokens;
+  if (is_stray && at.kv_head == 0) count_error(e.errors, BlockError::kStraySlots);
+  if (is_stray || slot < 0) return;
+  const int32_t head_dim = c.layout.head_dim();
+  const int64_t block = slot / c.layout.tokens;
+  const auto in_page = static_cast<int32_t>(slot - block * c.layout.tokens);
+  const PageRef page{c.page(block, at.kv_head), &c.layout, c.raw_dtype};
+  LaneValues k[1], v[1];
+  const int64_t k_first = at.token * e.k_strides.token + at.kv_head * e.k_strides.head;
+  const int64_t v_first = at.token * e.v_strides.token + at.kv_head * e.v_strides.head;
+  load_lane_values(static_cast<const uint16_t*>(e.k) + k_first, e.dtype, head_dim, k[0]);
+  load_lane_values(static_cast<const uint16_t*>(e.v) + v_first, e.dtype, head_dim, v[0]);
+  add_mean(c.mean_of(at.kv_head), -1.0f, head_dim, k[0]);
+  rotate(c.rotation, head_dim, k[0]);
+  rotate(c.rotation, head_dim, v[0]);
+  LaneToken token = {};
+  const StatusCode code =
+      worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &token.k),
+                            encode_side(page, Component::kValue, c.rule[1], v, &token.v)));
+  if (in_page % kTileTokens == 0) open_tile(page, in_page, named_slots(e, at.token, slot));
+  if (code != StatusCode::kOk) {
+    count_error(e.errors, code == StatusCode::kNonFinite ? BlockError::kNonFiniteTokens
+                                                         : BlockError::kOutOfRangeTokens);
+    token = {};
+  }
+  store_side(page, in_page, Component::kKey, token.k);
+  store_side(page, in_page, Component::kValue, token.v);
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    encode_slots_kernel(const __grid_constant__ SlotEncode e) {
+  encode_slot(e);
+}
+
+// ---- decode ----
+
+// A row of a token leaves through shared memory in pieces of 16 bytes.
+__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
+                                          uint16_t* stage, uint16_t* to) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) store_element(stage, dtype, lane_dim(i) + 8 * j, x[i][j]);
+  }
+  __syncwarp();
+  if (lane_index() < head_dim / 8) {
+    reinterpret_cast<uint4*>(to)[lane_index()] =
+        reinterpret_cast<const uint4*>(stage)[lane_index()];
+  }
+  __syncwarp();
+}
+
+// Where a token of a range lies; null where that is nowhere in the cache.
+struct TokenPlace {
+  uint8_t* page;
+  int32_t slot;
+};
+__device__ __forceinline__ TokenPlace token_place(const BlockDecode& d, int32_t sequence,
+                                                  int64_t token, int32_t kv_head) {
+  const int32_t tokens = d.cache.layout.tokens;
+  const int64_t column = token / tokens;
+  if (sequence < 0 || sequence >= d.num_sequences || token < 0 || column >= d.table_stride) {
+    return {nullptr, 0};
+  }
+  const int64_t block = d.block_table[sequence * d.table_stride + column];
+  if (block < 0 || block >= d.cache.num_blocks) return {nullptr, 0};
+  return {d.cache.page(block, kv_head), static_cast<int32_t>(token - column * tokens)};
+}
+
+// Grid: warps for the (token, kv_head) pairs of max_tokens tokens, by ranges. Shared memory: a row
+// a warp.
+__global__ void __launch_bounds__(kBlockThreads)
+    decode_blocks_kernel(const __grid_constant__ BlockDecode d) {
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  const BlockCache& c = d.cache;
+  const WarpToken at = warp_token(c.num_kv_heads);
+  const auto range = static_cast<int32_t>(blockIdx.y);
+  const int32_t start = d.starts[range], tokens = d.starts[range + 1] - start;
+  if (at.token >= tokens || at.token >= d.max_tokens) return;
+  const int64_t row = start + at.token;
+  if (row < 0 || row >= d.num_rows) return;
+  const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
+  const int64_t token = (d.first == nullptr ? 0 : d.first[range]) + at.token;
+  const TokenPlace place = token_place(d, sequence, token, at.kv_head);
+  if (place.page == nullptr) count_error(d.errors, BlockError::kStrayBlocks);
+  const int32_t head_dim = c.layout.head_dim();
+  const int64_t first = (row * c.num_kv_heads + at.kv_head) * head_dim;
+  const PageRef page{place.page, &c.layout, c.raw_dtype};
+  auto* stage = reinterpret_cast<uint16_t*>(shared_bytes) + threadIdx.x / 32 * head_dim;
+#pragma unroll 1
+  for (int32_t i = 0; i < 2; ++i) {
+    const Component part = i == 0 ? Component::kKey : Component::kValue;
+    void* to = i == 0 ? d.k : d.v;
+    if (to == nullptr) continue;
+    LaneValues x = {};
+    if (place.page != nullptr) {
+      LaneSide side;
+      load_side(page, place.slot, part, &side);
+      dequantize_lane(page, part, side, x);
+      rotate_back(c.rotation, head_dim, x);
+      if (i == 0) add_mean(c.mean_of(at.kv_head), 1.0f, head_dim, x);
+    }
+    store_row(x, d.dtype, head_dim, stage, static_cast<uint16_t*>(to) + first);
+  }
+}
+
+}  // namespace tierkv

@@ -1,0 +1,80 @@
+// The fixed rotation of a token in the registers of a warp (lane_token.cuh), with the host's bits.
+#pragma once
+
+#include "codec/format/rotation.h"
+#include "codec/gpu/pages/lane_token.cuh"
+
+namespace tierkv {
+
+// One step of the transform whose partners are `lanes` lanes apart; lanes that do not take part
+// keep their values.
+__device__ __forceinline__ void hadamard_step(int32_t lanes, bool takes_part, LaneValues& x) {
+  const bool is_second = (lane_index() & lanes) != 0;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    float& mine = x[i / 4][i % 4];
+    const float other = __shfl_xor_sync(kFullWarp, mine, lanes);
+    if (takes_part) mine = is_second ? add_rn(other, -mine) : add_rn(mine, other);
+  }
+}
+__device__ __forceinline__ void hadamard_pair(float& a, float& b) {
+  const float sum = add_rn(a, b), difference = add_rn(a, -b);
+  a = sum;
+  b = difference;
+}
+
+// H x. Partners are 1, 2, 4 dims apart in other lanes, 8 and 16 in this one, 32 and 64 in others,
+// and 128 in this one's two chunks.
+__device__ __forceinline__ void hadamard_lane_values(int32_t head_dim, LaneValues& x) {
+  const int32_t size = lane_dim(0) < head_dim ? hadamard_size(head_dim, lane_dim(0)) : 0;
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 8; lanes *= 2) hadamard_step(lanes, true, x);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    hadamard_pair(x[i][0], x[i][1]);
+    hadamard_pair(x[i][2], x[i][3]);
+    hadamard_pair(x[i][0], x[i][2]);
+    hadamard_pair(x[i][1], x[i][3]);
+  }
+  hadamard_step(8, size > 32, x);
+  hadamard_step(16, size > 64, x);
+  if (head_dim > 128) {
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) hadamard_pair(x[0][j], x[1][j]);
+  }
+  const float scale = size > 0 ? hadamard_scale(size) : 0.0f;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) x[i / 4][i % 4] = mul_rn(x[i / 4][i % 4], scale);
+}
+
+__device__ __forceinline__ void flip_signs(const Rotation& r, int32_t head_dim, LaneValues& x) {
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+    if (dim < head_dim) x[i / 4][i % 4] = r.with_sign(dim, x[i / 4][i % 4]);
+  }
+}
+
+__device__ __forceinline__ void rotate(const Rotation& r, int32_t head_dim, LaneValues& x) {
+  if (!r.is_on) return;
+  flip_signs(r, head_dim, x);
+  hadamard_lane_values(head_dim, x);
+}
+__device__ __forceinline__ void rotate_back(const Rotation& r, int32_t head_dim, LaneValues& x) {
+  if (!r.is_on) return;
+  hadamard_lane_values(head_dim, x);
+  flip_signs(r, head_dim, x);
+}
+
+// x + factor * mean; a factor of -1 takes it off.
+__device__ __forceinline__ void add_mean(const float* mean, float factor, int32_t head_dim,
+                                         LaneValues& x) {
+  if (mean == nullptr) return;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+    if (dim < head_dim) x[i / 4][i % 4] = add_rn(x[i / 4][i % 4], factor * mean[dim]);
+  }
+}
+
+}  // namespace tierkv

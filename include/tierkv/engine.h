@@ -1,0 +1,169 @@
+// Caches of serving engines that have block tables of their own, vLLM's among them.
+//
+// The engine owns memory, block tables and slot mappings; this header compresses into its blocks
+// and attends over them. A block is 64 tokens of one layer: a page for every kv_head, one behind
+// the other, each without scores, positions and records. Page bytes a token at 128 channels: 200
+// (K8V4), 136 (K4V4), 104 (K4V2). All pages of a layer have one format; layers may differ.
+//
+//   config       heads, channels, format, the largest batch
+//   encode       new keys and values into the slots that the engine gives, one launch a layer
+//   plan         once a step: block tables and lengths to rows, work cut evenly
+//   attend       for every layer: 1 to 8 queries of each sequence
+//   decode       token ranges back to keys and values, for prefill over a cached prefix
+//
+// Keys and values are stored in the fixed Hadamard basis (tierkv/basis.h), keys less the means of
+// their layer and head. With k = mean + T^-1 y,  q . k = (T q) . y + q . mean: the last term is the
+// same for all tokens of a query, so the softmax does not change; attend() adds it to the lse that
+// it returns, and results merge with those of uncompressed keys (merge_attention()).
+//
+// All pointers of a device call are device memory; nothing is allocated, synchronised or read by
+// the host, so every call can be captured in a CUDA graph and replayed with other tables, lengths
+// and slots in the same arrays. Functions that end in _host are the reference, in host memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tierkv/attention.h"
+#include "tierkv/export.h"
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+struct TKV_API EngineConfig {
+  int32_t num_q_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;               // 64, 96, 128 or 256
+  TierFormat format;                  // raw, or token-wise of 8, 4 or 2 bits; no groups, no basis
+  bool rotate = true;                 // false: channels are stored as they are
+  DType dtype = DType::kFloat16;      // kFloat16 or kBFloat16: keys, values, queries, outputs
+  double sm_scale = 0;                // factor of q . k before the softmax
+  int32_t block_tokens = 64;          // a multiple of 16
+  int32_t max_sequences = 0;          // of a batch
+  int32_t max_queries = 1;            // of a sequence in a batch, at most kMaxQueryTokens
+  int32_t max_blocks = 0;             // of a sequence
+  int32_t sliding_window_tokens = 0;  // 0: none
+
+  // kInvalidArgument, kUnsupported with the field's name.
+  Status validate() const;
+  // Of one kv_head of a block, a multiple of 128; 0 of a config that does not validate.
+  int64_t page_bytes() const;
+  int64_t block_bytes() const { return num_kv_heads * page_bytes(); }
+};
+
+// The blocks of one layer.
+struct EngineLayer {
+  void* blocks = nullptr;    // block 0, aligned to 128 bytes
+  int64_t block_stride = 0;  // bytes, a multiple of page_bytes(); 0: block_bytes()
+  int64_t num_blocks = 0;
+  const float* key_mean = nullptr;  // [num_kv_heads, head_dim] finite; null: none. One for the life
+                                    // of the blocks
+};
+
+// Elements from a token, and from a head, to the next; channels are neighbours. Both 0: the array
+// is dense.
+struct EngineStrides {
+  int64_t token = 0;
+  int64_t head = 0;
+};
+
+// What an error array of int32_t [4] counts, in its order; calls add to it.
+enum class EngineError : int32_t {
+  kStraySlots,        // tokens whose slot lies outside the blocks; nothing is written
+  kNonFiniteTokens,   // (token, kv_head) pairs with NaN or infinity; their slots are cleared
+  kOutOfRangeTokens,  // (token, kv_head) pairs that the format cannot hold; likewise
+  kStrayBlocks,       // reads outside the block table or the blocks, which are left out
+};
+inline constexpr int32_t kEngineErrors = 4;
+
+// New tokens. A token's slot is block * block_tokens + place; -1 is skipped. The call clears the
+// tiles of 16 tokens whose first slot it names, then writes every token over what its slot held
+// (refused drafts). The bytes do not depend on the order of the tokens. No slot may be named twice.
+struct EngineTokens {
+  const void* k = nullptr;  // dtype [count, num_kv_heads, head_dim] by the strides
+  const void* v = nullptr;
+  EngineStrides k_strides, v_strides;
+  const int64_t* slots = nullptr;  // [count]
+  int64_t count = 0;
+  int32_t* errors = nullptr;  // [kEngineErrors] or null
+};
+TKV_API Status engine_encode_host(const EngineConfig& config, const EngineLayer& layer,
+                                  const EngineTokens& tokens);
+TKV_API Status engine_encode(const EngineConfig& config, const EngineLayer& layer,
+                             const EngineTokens& tokens, GpuStream stream);
+
+// The sequences of a step. Sequence s has seq_lens[s] tokens, all of them encoded, in the blocks of
+// line s of the table; its queries are tokens query_start_loc[s] .. query_start_loc[s + 1] - 1 of q
+// and belong to its newest tokens. 0 tokens, 0 queries and entries of -1 are padding.
+struct EngineBatch {
+  const int32_t* block_table = nullptr;  // [num_sequences, table_columns]
+  int64_t table_stride = 0;              // 0: table_columns
+  int32_t table_columns = 0;
+  int32_t num_sequences = 0;                 // of the table
+  const int32_t* seq_lens = nullptr;         // [num_sequences]
+  const int32_t* sequences = nullptr;        // [count]; null: 0, 1, 2, ...
+  int32_t count = 0;                         // at most max_sequences
+  const int32_t* query_start_loc = nullptr;  // [num_sequences + 1]; null: `queries` each
+  int32_t queries = 1;  // the most of a sequence; of one with more only the newest are looked at
+  // As the layers': one plan serves all layers with the same.
+  int64_t block_stride = 0;
+  int64_t num_blocks = 0;
+};
+
+// How the current device runs a config, for each number of queries.
+struct EngineGrid {
+  AttentionGrid of[kMaxQueryTokens];
+};
+// kUnsupported, kCuda. Not to be called while a stream is captured.
+TKV_API Result<EngineGrid> engine_grid(const EngineConfig& config);
+
+// Device memory of one stream and one plan at a time, aligned to 256 bytes, set to zero before its
+// first use.
+TKV_API size_t engine_workspace_bytes(const EngineConfig& config, const EngineGrid& grid);
+
+// Must precede attend(), and follow every change of the tables or lengths.
+TKV_API Status engine_plan(const EngineConfig& config, const EngineGrid& grid,
+                           const EngineBatch& batch, const AttentionWorkspace& workspace,
+                           GpuStream stream);
+
+struct EngineAttend {
+  EngineBatch batch;  // as it was planned
+  EngineLayer layer;
+  const void* q = nullptr;  // dtype [num_tokens, num_q_heads, head_dim] by the strides
+  void* out = nullptr;      // likewise; rows without a query are not written
+  EngineStrides q_strides, out_strides;
+  float* lse = nullptr;  // natural logarithm, of all tokens seen; -infinity without tokens; may
+  EngineStrides lse_strides;  // be null
+  int64_t num_tokens = 0;     // of q and out
+  int32_t* errors = nullptr;  // [kEngineErrors] or null
+};
+TKV_API Status engine_attend(const EngineConfig& config, const EngineGrid& grid,
+                             const EngineAttend& call, const AttentionWorkspace& workspace,
+                             GpuStream stream);
+// Plans and attends, in double.
+TKV_API Status engine_attend_host(const EngineConfig& config, const EngineAttend& call);
+
+// Ranges of cached tokens: range i is the tokens first[i] .. of sequence sequences[i] of the table,
+// to the rows starts[i] .. starts[i + 1] - 1 of k and v. Tokens of blocks outside the layer are 0.
+struct EngineRanges {
+  const int32_t* block_table = nullptr;  // [num_sequences, table_stride]
+  int64_t table_stride = 0;
+  int32_t num_sequences = 0;
+  const int32_t* sequences = nullptr;  // [count]; null: 0, 1, 2, ...
+  const int32_t* first = nullptr;      // [count]; null: 0
+  const int32_t* starts = nullptr;     // [count + 1]
+  int32_t count = 0;
+  int32_t max_tokens = 0;     // of a range; the rest of a longer one is left out
+  int64_t num_rows = 0;       // of k and v
+  void* k = nullptr;          // dtype [num_rows, num_kv_heads, head_dim], 16-byte aligned; or null
+  void* v = nullptr;          // likewise
+  int32_t* errors = nullptr;  // [kEngineErrors] or null
+};
+TKV_API Status engine_decode_host(const EngineConfig& config, const EngineLayer& layer,
+                                  const EngineRanges& ranges);
+TKV_API Status engine_decode(const EngineConfig& config, const EngineLayer& layer,
+                             const EngineRanges& ranges, GpuStream stream);
+
+}  // namespace tierkv

@@ -1,0 +1,315 @@
+"""transformers: generation over a compressed cache.
+
+    from tierkv.hf import TierCache
+    model.set_attn_implementation("tierkv")
+    cache = TierCache("small", profile="model.h5", max_tokens=8192)
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.bytes_held, cache.raw_bytes)
+
+A prompt is attended to by torch's own attention and compressed layer by layer; tokens that follow are attended to in compressed form. A
+later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: Llama, Mistral,
+Qwen2 and Qwen3 without sliding windows, in transformers 5. Batches are padded on the left.
+
+The cache lies where the model does: in a GPU's memory, with kernels, or on the CPU, where it is right and slow.
+"""
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, List, Optional, Tuple, Union
+
+import numpy as np
+
+from . import _library as lib
+from ._hf_batch import Batch, Moves, groups
+from .errors import UnsupportedError
+from .kv_store import KvStore, StoreConfig, preset
+from .profile import Profile, Rope, read_profile
+from .prompt import significance
+
+# Types are checked where neither is installed.
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+cache_utils: Any = importlib.import_module("transformers.cache_utils")
+masking: Any = importlib.import_module("transformers.masking_utils")
+rope_utils: Any = importlib.import_module("transformers.modeling_rope_utils")
+
+NAME = "tierkv"
+MODELS = ("llama", "mistral", "qwen2", "qwen3")
+HEAD_DIMS = (64, 96, 128, 256)
+STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it first
+
+Tensor = Any
+
+
+@dataclass
+class _Pass:
+    """A forward pass: what all of its layers share."""
+
+    new: List[int]  # tokens of each sequence, padding left out
+    seen: List[int]  # tokens before them
+    is_step: bool
+    layer: int = 0  # that comes next
+
+
+class TierCache(cache_utils.Cache):  # type: ignore[misc]
+    """The cache of one batch. `format`: a preset ("small", "fast", ...) or a format of tierkv.StoreConfig. `profile`: of this model, or the
+    path of one; without one the cache takes more memory for the same quality. memory_bytes is set aside with the first token; 0: what
+    max_tokens of each sequence need. significance_stride: every so many queries of a prompt, and all that follow, are counted to find
+    the important tokens; 0 counts none."""
+
+    def __init__(self, format: Any = "small", *, profile: Union[None, Profile, lib.Path] = None, max_tokens: int = 4096,
+                 max_sequences: int = 1, memory_bytes: int = 0, significance_stride: int = 1) -> None:
+        super().__init__(layers=[])
+        self._format = preset(format) if isinstance(format, str) else format
+        self._profile = profile if profile is None or isinstance(profile, Profile) else read_profile(profile)
+        self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
+        self._stride = significance_stride
+        self._store: Optional[KvStore] = None
+        self._ids: List[int] = []
+        self._batch = Batch()
+        self._pass: Optional[_Pass] = None
+        self._waits = False  # update() has got tokens that the attention function has not seen
+
+    # ---- What users ask ----
+
+    @property
+    def store(self) -> KvStore:
+        """ValueError before the first token."""
+        if self._store is None:
+            raise ValueError("the cache is empty")
+        return self._store
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the store that the sequences keep from others."""
+        return sum(self.store.bytes_held(id) for id in self._ids)
+
+    @property
+    def raw_bytes(self) -> int:
+        """What a cache of 16 bits takes for the same tokens."""
+        config = self.store.config
+        return sum(self._batch.tokens()) * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+
+    def close(self) -> None:
+        """Gives the memory back; the cache is then empty."""
+        if self._store is not None:
+            self._store.close()
+        self._store, self._ids, self._batch = None, [], Batch()
+
+    # ---- What transformers asks ----
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+        """Hands the new tokens on: the attention function puts them into the store."""
+        if self._waits:
+            raise UnsupportedError('TierCache: the model has another attention; call model.set_attn_implementation("tierkv")')
+        self._waits = True
+        key_states.tierkv_cache = self
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._batch.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._batch.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> Tuple[int, int]:
+        return self._batch.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int = 0) -> int:
+        return self._max_tokens
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self._max_tokens
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._store is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._ids) or -1
+
+    def reset(self) -> None:
+        for id in self._ids:
+            self.store.release(id)
+        self._ids, self._batch, self._waits = [], Batch(), False
+
+    def crop(self, max_length: int) -> None:
+        """Keeps so many positions, padding included; a negative number removes so many."""
+        length = max_length if max_length > 0 else self._batch.length + max_length
+        for id, tokens in zip(self._ids, self._batch.crop(length)):
+            self.store.truncate(id, tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = torch.as_tensor(indices)
+        self._select((chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen).tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([i for i in range(len(self._ids)) for _ in range(repeats)])
+
+    def _select(self, chosen: List[int]) -> None:
+        """Rows that stay keep their sequence; the others are forks, which share its pages."""
+        moves = Moves(chosen, len(self._ids))
+        for row in moves.dropped:
+            self.store.release(self._ids[row])
+        self._ids = [self.store.fork(self._ids[old]) if forked else self._ids[old] for old, forked in zip(chosen, moves.forked)]
+        self._batch.select(chosen)
+
+    # ---- A forward pass ----
+
+    def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scaling: float) -> Tensor:
+        """q [batch, heads, tokens, head_dim], k and v likewise; the output is [batch, tokens, heads, head_dim]."""
+        self._waits = False
+        if module.layer_idx == 0:
+            self._begin(module, q, k, mask, scaling)
+        now = self._pass
+        assert now is not None and now.layer == module.layer_idx
+        if now.is_step:
+            self._append(module.layer_idx, k, v, None, scaling)
+            out = _like(self.store.attend(self._ids, module.layer_idx, _given(q), count_query=self._stride > 0).out, q)
+        else:
+            out = self._attend_raw(module.layer_idx, q, k, v, scaling)
+            self._append(module.layer_idx, k, v, q, scaling)
+        now.layer += 1
+        return out
+
+    def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
+        if self._store is None:
+            self._open(module.config, q, k, scaling)
+        rows, tokens = q.shape[0], q.shape[2]
+        seen = self._batch.tokens() or [0] * rows
+        before = (self._batch.length, list(self._batch.pads))
+        new = self._batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
+        try:
+            if not self._ids:
+                self._ids = [self.store.add_sequence() for _ in range(rows)]
+            for row in groups(new):
+                self.store.begin([self._ids[i] for i in row], new[row[0]])
+        except Exception:
+            self._batch.length, self._batch.pads = before
+            raise
+        self._pass = _Pass(new, seen, tokens <= STEP_TOKENS and min(seen) > 0)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, q: Optional[Tensor], scaling: float) -> None:
+        """q: of a prompt whose important tokens are to be found."""
+        assert self._pass is not None
+        for rows in groups(self._pass.new):
+            n = self._pass.new[rows[0]]
+            at = slice(None) if len(rows) == len(self._ids) else rows
+            scores = None
+            if q is not None and self._stride and n > 1:
+                found = [significance(_tokens(q[i, :, -n:]), _tokens(k[i, :, -n:]), stride=self._stride, sm_scale=scaling) for i in rows]
+                scores = torch.stack(found) if q.is_cuda else np.stack(found)
+            self.store.append([self._ids[i] for i in rows], layer, _given(k[at, :, -n:]), _given(v[at, :, -n:]), significance=scores)
+
+    def _attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Many tokens over what the store holds, decoded, and over themselves."""
+        assert self._pass is not None
+        new, seen = self._pass.new, self._pass.seen
+        if not any(seen) and min(new) == q.shape[2]:
+            return _sdpa(q, k, v, scaling, None)
+        out = torch.zeros_like(q.transpose(1, 2))
+        for i, (n, past) in enumerate(zip(new, seen)):
+            queries, keys, values = (x[i:i + 1, :, -n:] for x in (q, k, v))
+            if past:
+                stored = self.store.decode_range(self._ids[i], layer, 0, past)
+                keys, values = (torch.cat([_like(old, new).transpose(0, 1)[None], new], 2) for old, new in zip(stored, (keys, values)))
+            visible = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
+            out[i, -n:] = _sdpa(queries, keys, values, scaling, visible)[0]
+        return out
+
+    def _open(self, config: Any, q: Tensor, k: Tensor, scaling: float) -> None:
+        rope = check_model(config, q.shape[3])
+        if self._profile is not None and self._profile.rope is not None:
+            rope = _profile_rope(self._profile.rope, rope)
+        self._store = KvStore(StoreConfig(
+            num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
+            dtype="bfloat16" if k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
+            max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
+            stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
+
+
+def check_model(config: Any, head_dim: int) -> Rope:
+    """The rotation of a model that TierCache serves; UnsupportedError says what it does not."""
+    if config.model_type not in MODELS:
+        raise UnsupportedError(f"TierCache: model type {config.model_type!r} is not one of {', '.join(MODELS)}")
+    windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
+    if windows or (config.model_type == "mistral" and getattr(config, "sliding_window", None)):
+        raise UnsupportedError(f"TierCache: {config.model_type} with {windows[0] if windows else 'a sliding window'}")
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedError(f"TierCache: head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
+    elif kind in ("linear", "llama3", "yarn"):
+        inv_freq, _ = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    else:
+        raise UnsupportedError(f"TierCache: RoPE of type {kind!r}, whose frequencies change with the length")
+    return Rope("halves", 2 * len(inv_freq), inv_freq.float().numpy())
+
+
+def _profile_rope(ours: Rope, model: Rope) -> Rope:
+    """The profile's, which was found in keys and may differ from the model's in the last bits."""
+    if ours.pairing != model.pairing or ours.dims != model.dims or not np.allclose(ours.inv_freq, model.inv_freq, rtol=1e-5, atol=1e-12):
+        raise ValueError("profile: its rotation is not this model's")
+    return ours
+
+
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], scaling: Optional[float] = None,
+              dropout: float = 0.0, **kwargs: Any) -> Tuple[Tensor, None]:
+    """The attention function: through the TierCache that the keys came from, without one by torch."""
+    for extra in ("softcap", "s_aux", "position_bias", "sliding_window"):
+        if kwargs.get(extra) is not None:
+            raise UnsupportedError(f"{type(module).__name__}: attention with {extra}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    cache: Optional[TierCache] = getattr(key, "tierkv_cache", None)
+    if cache is not None:
+        return cache._attend(module, query, key, value, attention_mask, scale), None
+    visible = None
+    if attention_mask is not None:
+        tokens, seen = query.shape[2], key.shape[2]
+        causal = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
+        visible = causal[None, None] & attention_mask[:, None, None, :].bool()
+    elif query.shape[2] != key.shape[2]:
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - query.shape[2])
+    return _sdpa(query, key, value, scale, visible), None
+
+
+def mask(batch_size: int, *args: Any, attention_mask: Optional[Tensor] = None, **kwargs: Any) -> Optional[Tensor]:
+    """What the attention function gets as a mask: the padding, [batch, positions], or None."""
+    return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Optional[Tensor]) -> Tensor:
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale,
+                                                           enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).contiguous()
+
+
+def _tokens(x: Tensor) -> Any:
+    """[heads, tokens, head_dim] as [tokens, heads, head_dim], for a store: on the CPU in fp16."""
+    x = x.transpose(0, 1)
+    return x if x.is_cuda else x.float().numpy()
+
+
+def _given(x: Tensor) -> Any:
+    """[batch, heads, tokens, head_dim] as a store takes it."""
+    x = x.transpose(1, 2).contiguous()
+    return x if x.is_cuda else x.half().numpy()
+
+
+def _like(x: Any, like: Tensor) -> Tensor:
+    return (x if isinstance(x, torch.Tensor) else torch.from_numpy(x)).to(like.dtype)
+
+
+transformers.AttentionInterface.register(NAME, attention)
+masking.AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,380 @@
+"""The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
+
+    config = StoreConfig(num_layers=30, num_q_heads=9, num_kv_heads=3, head_dim=64, rope=rope, profile=read_profile("model.h5"),
+                         max_sequences=8, max_tokens=8192)
+    with KvStore(config) as store:
+        id = store.add_sequence()
+        store.begin(id, n)                              # a prompt, a turn or a step: any n >= 1
+        for layer in range(30):
+            store.append(id, layer, k, v)               # [1, n, 3, 64]
+            seen = store.attend(id, layer, q)           # [1, 1 to n, 9, 64]: of the newest tokens
+
+include/tierkv/unified_store.h says what each call does and what it refuses.
+"""
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Type, Union
+
+import numpy as np
+
+from . import _library as lib
+from ._arrays import DTYPES, Array, ArrayLike, Values, pointer, values
+from .errors import BufferTooSmallError, OutOfRangeError, UnsupportedError
+from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
+from .store import Ids, _id, _ids, _numbers
+from .store_config import TierFormat
+
+
+@dataclass(frozen=True)
+class CodedFormat:
+    """Entropy-coded weighted steps: a step per row, an exponent per token, Huffman codes."""
+
+    k: float = 0.0  # deviation of a logit that key steps aim at; 0: 0.5, without a profile 0.3
+    v: float = 0.0  # share of a token that value steps are; 0: 0.45, without a profile 0.25
+    max_length: int = 10  # bits of the longest code word, 8 to 14
+    streams_per_lane: int = 2  # or 1
+    key_books: int = 1  # codebooks of a layer's keys, 1 to 4
+
+
+@dataclass(frozen=True)
+class TierClass:
+    """The formats of a class of heads: of important tokens and of the others."""
+
+    high: TierFormat = TierFormat(8, 4)
+    low: TierFormat = TierFormat(4, 2)
+    alpha_high: float = 1.0  # position (from 1) times significance at least this: high
+    alpha_low: float = 0.0  # below this: pruned
+    share: float = 0.0  # of the heads, most sensitive first; the last class takes the rest
+
+
+@dataclass(frozen=True)
+class TiersFormat:
+    """Fixed widths by importance, by class of heads. Several classes need a profile."""
+
+    classes: Tuple[TierClass, ...] = (TierClass(),)
+    rotate_keys: bool = True
+    rotate_values: bool = True
+
+
+@dataclass(frozen=True)
+class ChannelFormat:
+    """Blocks whose keys share a scale per channel."""
+
+    k_bits: int = 4  # or 2
+    v_bits: int = 4  # or 2
+    block_tokens: int = 64  # or 128, but for head_dim 256
+
+
+BodyFormat = Union[CodedFormat, TiersFormat, ChannelFormat]
+
+PRESETS: Dict[str, BodyFormat] = {
+    "small": CodedFormat(),
+    "fast": TiersFormat((TierClass(TierFormat(8, 4), TierFormat(8, 4), share=0.1), TierClass(TierFormat(4, 4), TierFormat(4, 2), share=0.4),
+                         TierClass(TierFormat(4, 2), TierFormat(2, 2)))),
+    "k8v4": TiersFormat((TierClass(TierFormat(8, 4), TierFormat(8, 4)),)),
+    "k4v4": TiersFormat((TierClass(TierFormat(4, 4), TierFormat(4, 4)),)),
+    "channel": ChannelFormat(),
+}
+
+
+def preset(name: str) -> BodyFormat:
+    """ValueError for a name that is not one of PRESETS."""
+    if name not in PRESETS:
+        raise ValueError(f"format {name!r} is not one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The model's layout, the format and the capacities of a store."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_sequences: int  # at once
+    max_tokens: int  # of a sequence
+    dtype: str = "float16"  # or "bfloat16": of keys and values as they are appended
+    sm_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    rope: Optional[Rope] = None  # None: the profile's, or none
+    format: BodyFormat = CodedFormat()
+    profile: Optional[ProfileData] = None
+    raw_layers: Tuple[int, ...] = ()  # these stay fp16; ascending
+    sink_tokens: int = 4
+    window_tokens: int = 64
+    memory_bytes: int = 0  # for all sequences; 0: what max_sequences of max_tokens take with codes of typical size, and a quarter more
+    page_bytes: int = 0  # 0: the format's choice
+
+    def tokens_that_fit(self) -> Tuple[int, int]:
+        """Tokens of all sequences together, when all are open and equally long: with codes of typical size, and whatever the values are."""
+        typical, least = ctypes.c_int64(), ctypes.c_int64()
+        lib.core().call("tkv_kv_tokens_that_fit", self._struct(), typical, least)
+        return typical.value, least.value
+
+    def with_memory(self) -> "StoreConfig":
+        """The config with memory_bytes, which is found where it is 0."""
+        if self.memory_bytes:
+            return self
+        wanted = self.max_sequences * self.max_tokens
+        low, high = 0, 1 << 20
+        while self._fits(high) < wanted:
+            low, high = high, 2 * high
+        while high - low > high >> 6:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle) < wanted else (low, middle)
+        return dataclasses.replace(self, memory_bytes=high + high // 4)
+
+    def _fits(self, memory: int) -> int:
+        try:
+            return dataclasses.replace(self, memory_bytes=memory).tokens_that_fit()[0]
+        except OutOfRangeError:  # too little for max_sequences
+            if memory >= 1 << 50:
+                raise
+            return 0
+
+    def _struct(self) -> lib.KvConfigStruct:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.sink_tokens < 0 or self.window_tokens < 1:
+            raise ValueError("sink_tokens must be at least 0, window_tokens at least 1")
+        raw_layers = np.array(self.raw_layers, np.int32)
+        profile = None if self.profile is None else profile_struct(self.profile)
+        rope, inv_freq = None, None
+        if self.rope is not None:
+            inv_freq = frequencies(self.rope)
+            rope = ctypes.pointer(lib.RopeStruct(pairing=PAIRINGS.index(self.rope.pairing), dims=self.rope.dims, layers=len(inv_freq),
+                                                 inv_freq=pointer(inv_freq)))
+        struct = lib.KvConfigStruct(
+            num_layers=self.num_layers, num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            dtype=DTYPES[self.dtype], sm_scale=self.sm_scale, rope=rope, profile=None if profile is None else ctypes.pointer(profile),
+            raw_layers=pointer(raw_layers) if raw_layers.size else None, num_raw_layers=raw_layers.size,
+            sink_tokens=self.sink_tokens or -1, window_tokens=self.window_tokens, max_sequences=self.max_sequences,
+            max_tokens=self.max_tokens, memory_bytes=self.memory_bytes, page_bytes=self.page_bytes, **_format(self.format))
+        struct.arrays = [raw_layers, profile, inv_freq]  # as long as the struct
+        return struct
+
+
+def _format(format: BodyFormat) -> Dict[str, Any]:
+    """The field of the config's struct."""
+    if isinstance(format, CodedFormat):
+        return {"coded": ctypes.pointer(lib.CodedFormatStruct(**dataclasses.asdict(format)))}
+    if isinstance(format, ChannelFormat):
+        return {"channel": ctypes.pointer(lib.ChannelConfigStruct(**dataclasses.asdict(format)))}
+    if not isinstance(format, TiersFormat):
+        raise TypeError(f"format: {type(format).__name__} is not CodedFormat, TiersFormat or ChannelFormat")
+    classes = [ctypes.pointer(lib.TierClassStruct(high=ctypes.pointer(c.high._struct()), low=ctypes.pointer(c.low._struct()),
+                                                  alpha_high=c.alpha_high, alpha_low=c.alpha_low, share=c.share)) for c in format.classes]
+    if not classes:
+        raise ValueError("format: it has no class of heads")
+    array = (ctypes.POINTER(lib.TierClassStruct) * len(classes))(*classes)
+    return {"tiers": ctypes.pointer(lib.TiersFormatStruct(classes=array, num_classes=len(classes), plain_keys=not format.rotate_keys,
+                                                          plain_values=not format.rotate_values))}
+
+
+@dataclass(frozen=True)
+class StoreUsage:
+    """Tokens count once for each row (sequence, layer, kv_head)."""
+
+    sequences: int
+    sink_tokens: int
+    body_tokens: int  # compressed
+    ring_tokens: int  # the window and what waits behind it
+    pages: int
+    pages_free: int
+    pages_shared: int
+    most_pages: int  # in use at once, since the store was made
+    page_bytes: int
+    slot_bytes: int  # of a sequence beside its pages: raw tokens, directories, means
+    raw_bytes: int  # the same tokens as 16-bit values
+    nominal_bytes: int  # raw tokens, and of the others codes, exponents, means and directories
+    missing_pages: int  # that the last call with OutOfPagesError lacked
+
+    @property
+    def held_bytes(self) -> int:
+        return (self.pages - self.pages_free) * self.page_bytes + self.sequences * self.slot_bytes
+
+
+class Attention(NamedTuple):
+    """What attend() found."""
+
+    out: Any  # like q
+    lse: Any  # float32 [sequences, q_len, num_q_heads], natural logarithm
+    probabilities: Any = None  # float32 [q_len, sequences, num_kv_heads, positions]: the largest of the group's heads
+
+
+class KvStore:
+    """A store in host memory. Calls exclude each other by a lock.
+
+    Arrays are NumPy's or whatever NumPy can share. Sequences are named by the numbers that add_sequence(), fork() and import_sequence()
+    return, one or a list of them. A released number raises StaleSequenceError. After OutOfPagesError nothing has changed: release other
+    sequences and repeat the call.
+    """
+
+    def __init__(self, config: StoreConfig, stream: Any = None) -> None:
+        """OutOfMemoryError where there is not as much as memory_bytes. UnsupportedError for a stream: there are no kernels yet."""
+        self._handle: Optional[ctypes.c_void_p] = None
+        if stream is not None:
+            raise UnsupportedError("KvStore: it works in host memory only")
+        self.config = config.with_memory()
+        self._lock = threading.Lock()
+        handle = ctypes.c_void_p()
+        lib.core().call("tkv_kv_create", self.config._struct(), handle)
+        self._handle = handle
+
+    def add_sequence(self) -> int:
+        """An empty sequence. OutOfRangeError when max_sequences are open."""
+        return self._number("tkv_kv_add_sequence")
+
+    def begin(self, sequences: Ids, tokens: int) -> None:
+        """`tokens` more tokens of each sequence, in all layers. OutOfRangeError beyond max_tokens; OutOfPagesError."""
+        self._call("tkv_kv_begin", *_ids(sequences), lib.integer(tokens, "tokens"))
+
+    def append(self, sequences: Ids, layer: int, k: ArrayLike, v: ArrayLike, *, significance: Optional[ArrayLike] = None,
+               q: Optional[ArrayLike] = None) -> None:
+        """The new tokens of one layer: k and v [sequences, tokens, num_kv_heads, head_dim] of config.dtype. `significance` float32 [sequences,
+        num_kv_heads, tokens or more] as tierkv.significance() finds it, or instead the queries [sequences, tokens, num_q_heads, head_dim]."""
+        ids, count = _ids(sequences)
+        c = self.config
+        keys = self._given(k, "k", (c.dtype,), (count, None, c.num_kv_heads, c.head_dim))
+        vals = self._given(v, "v", (c.dtype,), keys.bits.shape)
+        tokens = keys.bits.shape[1]
+        scores = None if significance is None else self._given(significance, "significance", ("float32",), (count, c.num_kv_heads, None))
+        queries = None if q is None else self._given(q, "q", (c.dtype,), (count, tokens, c.num_q_heads, c.head_dim))
+        self._call("tkv_kv_append", lib.KvAppendCall(
+            sequences=ids, num_sequences=count, layer=layer, tokens=tokens, k=pointer(keys.bits), v=pointer(vals.bits),
+            significance=None if scores is None else pointer(scores.bits), stride=0 if scores is None else scores.bits.shape[2],
+            q=None if queries is None else pointer(queries.bits)))
+
+    def attend(self, sequences: Ids, layer: int, q: ArrayLike, *, probabilities: bool = False, count_query: bool = False,
+               sinks: Optional[ArrayLike] = None) -> Attention:
+        """Attention of the newest tokens' queries q, float16 or bfloat16 [sequences, q_len, num_q_heads, head_dim], oldest first, over all that
+        the layer holds, each over the tokens up to its own. `count_query`: what they saw counts as importance. `sinks`: learned sinks of the
+        layer, float32 [num_q_heads]."""
+        numbers = _numbers(sequences)
+        ids, count = _ids(numbers)
+        c = self.config
+        queries = self._given(q, "q", ("float16", "bfloat16"), (count, None, c.num_q_heads, c.head_dim))
+        shape = queries.bits.shape
+        learned = None if sinks is None else self._given(sinks, "sinks", ("float32",), (c.num_q_heads,))
+        out, lse = np.empty_like(queries.bits), np.empty(shape[:-1], np.float32)
+        seen: Optional[Array] = None
+        if probabilities:
+            seen = np.zeros((shape[1], count, c.num_kv_heads, max((self.num_tokens(id) for id in numbers), default=0)), np.float32)
+        self._call("tkv_kv_attend", lib.KvAttendCall(
+            sequences=ids, num_sequences=count, layer=layer, q_len=shape[1], dtype=DTYPES[queries.dtype], q=pointer(queries.bits),
+            out=pointer(out), lse=pointer(lse), probabilities=pointer(seen), stride=0 if seen is None else seen.shape[3],
+            sinks=None if learned is None else pointer(learned.bits), count_query=count_query))
+        return Attention(_as(out, queries.dtype, q), lse, seen)
+
+    def decode_range(self, sequence: int, layer: int, first: int, end: int, *, dtype: str = "float16") -> Tuple[Any, Any]:
+        """Keys (after RoPE) and values of positions [first, end), each [tokens, num_kv_heads, head_dim]; with "bfloat16" its bits as uint16."""
+        c = self.config
+        if dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"dtype {dtype!r} is not float16 or bfloat16")
+        shape = (max(0, end - first), c.num_kv_heads, c.head_dim)
+        k, v = (np.empty(shape, np.float16 if dtype == "float16" else np.uint16) for _ in range(2))
+        self._call("tkv_kv_decode_range", lib.KvRange(sequence=_id(sequence).value, layer=layer, first=first, end=end, dtype=DTYPES[dtype],
+                                                      k=pointer(k), v=pointer(v)))
+        return k, v
+
+    def fork(self, source: int) -> int:
+        """A copy that shares full pages."""
+        return self._number("tkv_kv_fork", _id(source))
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forgets all tokens from position `tokens` on; what stays keeps its precision."""
+        self._call("tkv_kv_truncate", _id(sequence), lib.integer(tokens, "tokens"))
+
+    def release(self, sequence: int) -> None:
+        self._call("tkv_kv_release", _id(sequence))
+
+    def num_tokens(self, sequence: int) -> int:
+        tokens = ctypes.c_int32()
+        self._call("tkv_kv_num_tokens", _id(sequence), tokens)
+        return tokens.value
+
+    def bytes_held(self, sequence: int) -> int:
+        """Pages, shared ones included, and what the sequence takes beside them."""
+        held = ctypes.c_int64()
+        self._call("tkv_kv_bytes_held", _id(sequence), held)
+        return held.value
+
+    def usage(self) -> StoreUsage:
+        u = lib.KvUsage()
+        self._call("tkv_kv_get_usage", u)
+        return StoreUsage(*(getattr(u, name) for name, *_ in u._fields_[1:]))
+
+    def export_sequence(self, sequence: int) -> bytes:
+        """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ."""
+        buffer = lib.Buffer()
+        with self._lock:
+            try:
+                lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
+            except BufferTooSmallError:
+                pass
+            out: Array = np.empty(buffer.size, np.uint8)
+            buffer.data, buffer.capacity = pointer(out), out.size
+            lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
+        return out.tobytes()
+
+    def import_sequence(self, data: bytes) -> int:
+        """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config; OutOfPagesError."""
+        return self._number("tkv_kv_import_sequence", data, len(data))
+
+    def close(self) -> None:
+        """Frees all memory."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                lib.core().dll.tkv_kv_destroy(handle)
+
+    def __enter__(self) -> "KvStore":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"<tierkv.KvStore: {c.num_layers} layers, {c.num_kv_heads} kv heads, {type(c.format).__name__}, {c.memory_bytes} bytes>"
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise ValueError("the store is closed")
+        return self._handle
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        with self._lock:
+            lib.core().call(function, self._open(), *arguments)
+
+    def _number(self, function: str, *arguments: Any) -> int:
+        id = ctypes.c_uint64()
+        self._call(function, *arguments, id)
+        return id.value
+
+    @staticmethod
+    def _given(x: ArrayLike, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]") -> Values:
+        v = values(x, name, shape)
+        if v.dtype not in dtypes:
+            raise TypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
+        return v
+
+
+def _as(bits: Array, dtype: str, like: ArrayLike) -> Any:
+    """Results in the type of the queries: bfloat16 is torch's or ml_dtypes'."""
+    if dtype != "bfloat16":
+        return bits
+    if isinstance(like, np.ndarray):
+        return bits.view(like.dtype)
+    torch = sys.modules["torch"]
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)

@@ -1,0 +1,77 @@
+"""LMCache: a serde that keeps chunks of the KV cache in 8, 4 or 2 bits a value.
+
+    import tierkv.lmcache           # before LMCache reads its configuration
+
+    {"type": "fs", "base_path": "/cache", "serde": {"type": "tierkv", "format": "k8v4", "head_dim": 128}}
+
+Settings: `format` (k8v8, k8v4, k4v4, k4v2, ...; k8v4), `head_dim` (128) and `max_workers` (1). Chunks are [2, layers, tokens, hidden] in
+fp16, bf16 or fp32; each token of each head has a scale and a zero point of its own. The size of what is written follows from the shape, so
+a store never keeps more than it needs.
+"""
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any, Dict, Tuple
+
+from ._lmcache_bytes import ChunkFormat, pack_chunk, unpack_chunk
+
+# Types are checked where neither is installed.
+torch: Any = importlib.import_module("torch")
+serde: Any = importlib.import_module("lmcache.v1.distributed.serde")
+
+NAME = "tierkv"
+
+
+class Serializer(serde.Serializer):  # type: ignore[misc]
+    def __init__(self, format: ChunkFormat) -> None:
+        self._format = format
+
+    def serialize(self, src: Any, dst: Any, key: Any) -> int:
+        x = _tensor(src, "source")
+        return pack_chunk(self._format, x.detach().to("cpu", torch.float32).numpy(), _bytes(dst, "destination"))
+
+    def estimate_serialized_size(self, layout_desc: Any) -> int:
+        return self._format.size(_shape(layout_desc))
+
+
+class Deserializer(serde.Deserializer):  # type: ignore[misc]
+    def deserialize(self, src: Any, dst: Any, key: Any) -> None:
+        out = _tensor(dst, "destination")
+        out.copy_(torch.from_numpy(unpack_chunk(_bytes(src, "source"), tuple(out.shape))))
+
+
+def create(settings: Dict[str, Any]) -> Any:
+    """The processor that LMCache asks for; ValueError names a setting that is wrong."""
+    unknown = set(settings) - {"format", "head_dim", "max_workers"}
+    if unknown:
+        raise ValueError(f"serde tierkv: unknown setting {min(unknown)!r}")
+    name = str(settings.get("format", "k8v4"))
+    widths = re.fullmatch(r"[kK]([842])[vV]([842])", name)
+    if widths is None:
+        raise ValueError(f"serde tierkv: format {name!r} is not one of k8v8, k8v4, k4v4, k4v2, k2v2, ...")
+    format = ChunkFormat(int(widths[1]), int(widths[2]), int(settings.get("head_dim", 128)))
+    return serde.AsyncSerdeProcessor(Serializer(format), Deserializer(), max_workers=int(settings.get("max_workers", 1)))
+
+
+def _shape(layout: Any) -> Tuple[int, ...]:
+    if len(layout.shapes) != 1:
+        raise ValueError(f"serde tierkv: {len(layout.shapes)} groups of layers; it takes one")
+    return tuple(int(n) for n in layout.shapes[0])
+
+
+def _tensor(memory: Any, name: str) -> Any:
+    if memory.tensor is None:
+        raise ValueError(f"serde tierkv: the {name} has no tensor")
+    return memory.tensor
+
+
+def _bytes(memory: Any, name: str) -> Any:
+    tensor = _tensor(memory, name)
+    if not tensor.is_contiguous():
+        raise ValueError(f"serde tierkv: the {name} is not contiguous")
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+if NAME not in serde.get_registered_serde_types():
+    serde.register_serde_factory(NAME, create)

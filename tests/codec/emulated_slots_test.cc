@@ -1,0 +1,152 @@
+// The kernels of an engine's cache on the host, against the host's reference: the same bytes and
+// values. What it cannot see is warps that write a tile at one time; tests/gpu/codec/slots_test.cu
+// covers that.
+#include "codec/gpu/pages/block_cache.cuh"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "tests/support/block_world.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv {
+
+__align__(16) uint8_t shared_bytes[kBlockWarps * 256 * sizeof(uint16_t)];
+
+namespace {
+
+using test::BlockShape;
+using test::BlockWorld;
+
+class EmulatedSlots : public RandomTest {
+ protected:
+  int32_t uniform(int32_t lo, int32_t hi) {
+    return std::uniform_int_distribution<int32_t>(lo, hi)(rng_);
+  }
+  // CTAs in random order.
+  template <class Kernel>
+  void run(int32_t ctas, int32_t rows, const Kernel& kernel) {
+    std::vector<int32_t> order(ctas * rows);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), rng_);
+    for (const int32_t i : order) {
+      std::fill(std::begin(shared_bytes), std::end(shared_bytes), uint8_t{0xff});
+      emulator::cta().run({i % ctas, i / ctas}, kBlockThreads, kernel, {ctas, rows});
+    }
+  }
+  void encode(const SlotEncode& e) {
+    const auto ctas = static_cast<int32_t>((e.count * e.cache.num_kv_heads + 3) / 4);
+    run(ctas, 1, [&] { encode_slots_kernel(e); });
+  }
+  BlockShape shape_of(int32_t head_dim, const char* format) {
+    BlockShape s;
+    s.format = format;
+    s.head_dim = head_dim;
+    s.num_kv_heads = uniform(1, 2);
+    s.block_tokens = uniform(0, 3) == 0 ? 16 : 64;
+    s.rotate = uniform(0, 3) > 0;
+    s.has_means = uniform(0, 3) > 0;
+    s.layers_apart = uniform(1, 2);
+    s.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
+    return s;
+  }
+};
+
+constexpr int32_t kHeadDims[] = {64, 96, 128, 256};
+const char* const kFormats[] = {"k16v16", "k8v4", "k4v4", "k4v2", "k4v2n", "k2nv8"};
+
+// Chunks of several sequences, single tokens, drafts that are written over, padding, tokens in any
+// order and ones that no format holds.
+TEST_F(EmulatedSlots, WriteTheBytesOfTheHost) {
+  for (const int32_t head_dim : kHeadDims) {
+    for (const char* format : kFormats) {
+      SCOPED_TRACE(std::string(format) + " dim " + std::to_string(head_dim));
+      BlockShape shape = shape_of(head_dim, format);
+      shape.tokens = {uniform(20, 70), uniform(1, 20)};
+      BlockWorld w(shape, rng_);
+      w.k[rng_() % w.k.size()] = shape.dtype == DType::kFloat16 ? 0x7e00 : 0x7fc0;
+      w.v[rng_() % w.v.size()] = shape.dtype == DType::kFloat16 ? 0xfc00 : 0xff80;
+      std::vector<uint8_t> other = w.other_bytes();
+      const BlockCache on_device = w.other_cache(&other);
+      std::vector<int32_t> device_errors(kBlockErrors, 0);
+      std::vector<int32_t> next = {0, 0};
+      for (int32_t call = 0; call < 6; ++call) {
+        BlockWorld::Tokens tokens;
+        for (int32_t s = 0; s < 2; ++s) {
+          const int32_t back = std::min(next[s], uniform(0, 3));  // refused drafts
+          const int32_t from = next[s] - back, most = shape.tokens[s] - from;
+          const int32_t count = std::min(most, uniform(0, 2) == 0 ? uniform(0, 40) : uniform(0, 2));
+          for (int32_t t = from; t < from + count; ++t) w.add(&tokens, s, t);
+          next[s] = from + count;
+        }
+        w.add(&tokens, 0, 0);
+        tokens.slots.back() = -uniform(1, 2);
+        if (uniform(0, 2) == 0) {  // which token goes where does not matter here
+          std::shuffle(tokens.slots.begin(), tokens.slots.end(), rng_);
+        }
+        SlotEncode e = w.encode(tokens);
+        ASSERT_TRUE(encode_slots_host(e));
+        e.cache = on_device;
+        e.errors = device_errors.data();
+        encode(e);
+        for (int64_t i = 0; i < w.cache.num_blocks * w.cache.block_stride; ++i) {
+          ASSERT_EQ(int{on_device.base[i]}, int{w.cache.base[i]})
+              << "call " << call << ", byte " << i << " of " << w.cache.block_stride << " a block";
+        }
+        ASSERT_EQ(device_errors, w.errors);
+      }
+    }
+  }
+}
+
+TEST_F(EmulatedSlots, ReadTheValuesOfTheHost) {
+  for (const int32_t head_dim : kHeadDims) {
+    for (const char* format : kFormats) {
+      SCOPED_TRACE(std::string(format) + " dim " + std::to_string(head_dim));
+      BlockShape shape = shape_of(head_dim, format);
+      shape.tokens = {40, 21};
+      BlockWorld w(shape, rng_);
+      w.encode_all();
+      if (uniform(0, 1) == 1) w.table[w.columns] = uniform(0, 1) == 1 ? -1 : 1 << 30;
+      const std::vector<int32_t> sequences = {1, 0, 5}, first = {uniform(0, 4), uniform(0, 20), 0};
+      const std::vector<int32_t> starts = {0, 15, 15 + 20, 15 + 20 + 2};
+      const size_t elements = starts.back() * w.head_elements();
+      std::vector<uint16_t> k(elements + 16, 0x7f7f), v = k, k2 = k, v2 = k;
+      const auto aligned = [](std::vector<uint16_t>& x) {
+        return x.data() + (16 - reinterpret_cast<uintptr_t>(x.data()) % 16) % 16 / 2;
+      };
+      BlockDecode d;
+      d.cache = w.cache;
+      d.block_table = w.table.data();
+      d.table_stride = w.columns;
+      d.num_sequences = 2;
+      d.sequences = sequences.data();
+      d.first = first.data();
+      d.starts = starts.data();
+      d.count = 3;
+      d.max_tokens = 20;
+      d.num_rows = starts.back() - uniform(0, 1);
+      d.k = aligned(k);
+      d.v = aligned(v);
+      d.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
+      d.errors = w.errors.data();
+      ASSERT_TRUE(decode_blocks_host(d));
+      std::vector<int32_t> errors(kBlockErrors, 0);
+      d.k = aligned(k2);
+      d.v = aligned(v2);
+      d.errors = errors.data();
+      run((d.max_tokens * shape.num_kv_heads + 3) / 4, d.count, [&] { decode_blocks_kernel(d); });
+      for (size_t i = 0; i < elements; ++i) {
+        ASSERT_EQ(aligned(k2)[i], aligned(k)[i]) << "key element " << i;
+        ASSERT_EQ(aligned(v2)[i], aligned(v)[i]) << "value element " << i;
+      }
+      EXPECT_EQ(errors, w.errors);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tierkv

@@ -1,0 +1,222 @@
+#include "tests/engine/support/store_model.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <variant>
+
+#include "codec/format/element.h"
+#include "codec/format/weighted_step.h"
+
+namespace tierkv::model {
+
+CodedModel::CodedModel(const StoreConfig& config)
+    : config_(config), has_books_(config.layout.num_layers) {
+  const auto& format = std::get<CodedFormat>(config.format);
+  const bool energies = config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
+  k_ = format.k != 0 ? format.k : energies ? 0.5 : 0.3;
+  v_ = format.v != 0 ? format.v : energies ? 0.45 : 0.25;
+  for (int32_t l = 0; l < config.layout.num_layers && !config.rope.empty(); ++l) {
+    const Rope& rope = config.rope[config.rope.size() == 1 ? 0 : l];
+    ropes_.push_back(*make_rope_table(rope, config.layout.head_dim, config.max_tokens + 64));
+  }
+}
+
+bool CodedModel::is_raw(int32_t layer) const {
+  return std::count(config_.raw_layers.begin(), config_.raw_layers.end(), layer) > 0;
+}
+
+Sequence CodedModel::empty() const {
+  Sequence sequence(config_.layout.num_layers);
+  for (Layer& layer : sequence) layer.rows.resize(config_.layout.num_kv_heads);
+  return sequence;
+}
+
+// u is i times the significance of a prompt, or what was seen against the row's geometric mean, by
+// blocks of 64 positions.
+void CodedModel::decide(Row* row, int32_t first, int32_t end) const {
+  for (int32_t p = first; p < end; ++p) {
+    const Token& t = row->tokens[p];
+    if (t.is_decided || t.from_prompt || t.count == 0 || t.sum <= 0) continue;
+    row->log_sum += std::log2(static_cast<double>(t.sum / static_cast<float>(t.count)));
+    ++row->seen;
+  }
+  const double mean = row->seen == 0 ? 1 : std::exp2(row->log_sum / row->seen);
+  for (int32_t p = first; p < end; ++p) {
+    Token& t = row->tokens[p];
+    if (t.is_decided) continue;
+    t.is_decided = true;
+    if (t.from_prompt) {
+      t.importance = static_cast<int8_t>(importance_exponent((p + 1.0) * t.sum));
+    } else if (t.count > 0) {
+      const float seen = t.sum / static_cast<float>(t.count);
+      t.importance = static_cast<int8_t>(importance_exponent(static_cast<double>(seen) / mean));
+    }
+  }
+}
+
+void CodedModel::fit(Row* row, int32_t layer_index, int32_t kv_head, int32_t end) const {
+  const int32_t sinks = config_.sink_tokens, dim = config_.layout.head_dim;
+  std::vector<float> keys;
+  for (int32_t p = sinks; p < std::min(end, 256); ++p) {
+    for (const uint16_t x : row->tokens[p].k) keys.push_back(half_to_float(x));
+  }
+  WeightedFit fit;
+  fit.k = k_;
+  fit.v = v_;
+  fit.sm_scale = config_.layout.sm_scale;
+  std::vector<double> energy;
+  std::vector<uint16_t> mean;
+  if (config_.profile != nullptr) {
+    const RowProfile& p = config_.profile->row(layer_index, kv_head);
+    energy.assign(p.query_energy.begin(), p.query_energy.end());
+    for (const float x : ropes_.empty() ? p.key_mean : p.key_mean_before_rope) {
+      mean.push_back(float_to_half(x));
+    }
+    fit.key_scale = p.key_scale;
+    fit.value_scale = p.value_scale;
+    if (!energy.empty()) fit.query_energy = energy.data();
+    if (!mean.empty()) fit.key_mean = mean.data();
+  }
+  const WeightedTokens tokens = {keys.data(), static_cast<int32_t>(keys.size()) / dim, sinks};
+  const RopeTable* rope = ropes_.empty() ? nullptr : &ropes_[layer_index];
+  row->weighted = *fit_weighted_row(fit, dim, tokens, rope);
+}
+
+void CodedModel::code(Row* row, int32_t position) const {
+  Token& t = row->tokens[position];
+  const int32_t dim = config_.layout.head_dim;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const bool key = c == Component::kKey;
+    std::vector<float> x;
+    for (const uint16_t h : key ? t.k : t.v) x.push_back(half_to_float(h));
+    const WeightedTokens token = {x.data(), 1, position};
+    int8_t exponent = 0;
+    ASSERT_TRUE(reference::token_exponents(c, token, dim, &t.importance, &exponent));
+    if (!key && t.has_value_exponent) exponent = t.value_exponent;
+    if (!key) t.value_exponent = exponent;
+    std::vector<int16_t> codes(dim);
+    ASSERT_TRUE(reference::quantize_weighted(row->weighted, c, token, &exponent, codes.data()));
+    std::vector<float>& to = key ? t.coded_k : t.coded_v;
+    to.resize(dim);
+    const WeightedSource source = {codes.data(), &exponent, 1, position};
+    ASSERT_TRUE(reference::dequantize_weighted(row->weighted, c, source, to.data()));
+  }
+  t.has_value_exponent = true;
+  t.is_coded = true;
+}
+
+void CodedModel::compress(Layer* layer, int32_t layer_index, int32_t tokens_after) {
+  const int32_t left = tokens_after - config_.window_tokens;
+  const int32_t before = layer->body_end;
+  if (left < before + 64) return;
+  const int32_t end = left / 64 * 64;
+  layer->body_end = end;
+  if (is_raw(layer_index)) return;
+  const int32_t sinks = config_.sink_tokens;
+  for (Row& row : layer->rows) {
+    for (int32_t b = before; b < end; b += 64) decide(&row, std::max(b, sinks), b + 64);
+  }
+  int32_t first = before;
+  if (!layer->is_fixed) {
+    bool ready = has_books_[layer_index] && config_.profile != nullptr;
+    if (ready) {
+      const RowProfile& p = config_.profile->row(layer_index, 0);
+      ready = !p.query_energy.empty() &&
+              !(ropes_.empty() ? p.key_mean : p.key_mean_before_rope).empty();
+    }
+    if (!ready && end < 256) return;
+    for (size_t h = 0; h < layer->rows.size(); ++h) {
+      fit(&layer->rows[h], layer_index, static_cast<int32_t>(h), end);
+    }
+    layer->is_fixed = true;
+    has_books_[layer_index] = true;
+    first = 0;
+  }
+  for (Row& row : layer->rows) {
+    for (int32_t p = std::max(first, sinks); p < end; ++p) code(&row, p);
+  }
+}
+
+void CodedModel::append(Layer* layer, int32_t layer_index, const NewTokens& added) {
+  const int32_t dim = config_.layout.head_dim;
+  const auto heads = static_cast<int32_t>(layer->rows.size());
+  const int32_t end = layer->tokens() + added.tokens;
+  for (int32_t t = 0; t < added.tokens; ++t) {
+    for (int32_t h = 0; h < heads; ++h) {
+      Token token;
+      const int64_t at = (int64_t{t} * heads + h) * dim;
+      for (int32_t d = 0; d < dim; ++d) {
+        const auto half = [&](uint16_t x) {
+          return float_to_half(raw_to_float(config_.layout.dtype, x));
+        };
+        token.k.push_back(half(added.k[at + d]));
+        token.v.push_back(half(added.v[at + d]));
+      }
+      if (added.significance != nullptr) {
+        token.from_prompt = true;
+        token.sum = added.significance[h * added.stride + t];
+      }
+      layer->rows[h].tokens.push_back(token);
+    }
+  }
+  compress(layer, layer_index, end);
+  // What stays raw was seen by those of the chunk behind it.
+  for (Row& row : layer->rows) {
+    for (int32_t p = end - added.tokens; p < end; ++p) {
+      Token& t = row.tokens[p];
+      if (p < layer->body_end || !t.from_prompt) continue;
+      t.from_prompt = false;
+      t.count = end - 1 - p;
+      t.sum *= static_cast<float>(t.count);
+    }
+  }
+}
+
+void CodedModel::truncate(Sequence* sequence, int32_t tokens) const {
+  for (size_t l = 0; l < sequence->size(); ++l) {
+    Layer& layer = (*sequence)[l];
+    const int32_t before = layer.body_end;
+    layer.body_end = std::min(before, tokens / 64 * 64);
+    for (Row& row : layer.rows) {
+      row.tokens.resize(tokens);
+      for (int32_t p = std::max(layer.body_end, config_.sink_tokens); p < std::min(before, tokens);
+           ++p) {
+        Token& t = row.tokens[p];
+        if (is_raw(static_cast<int32_t>(l))) {
+          t.sum = 0;
+          t.count = 0;
+          t.from_prompt = false;
+        }
+        if (!t.is_coded) continue;
+        t.is_coded = false;
+        for (size_t d = 0; d < t.k.size(); ++d) {
+          t.k[d] = float_to_half(saturate_to_half_range(t.coded_k[d]));
+          t.v[d] = float_to_half(saturate_to_half_range(t.coded_v[d]));
+        }
+      }
+    }
+  }
+}
+
+void CodedModel::count_query(Row* row, int32_t body_end, int32_t position,
+                             const float* probabilities) const {
+  for (int32_t p = std::max(body_end, config_.sink_tokens); p < position; ++p) {
+    Token& t = row->tokens[p];
+    if (t.is_decided) continue;
+    t.sum += probabilities[p];
+    ++t.count;
+  }
+}
+
+float CodedModel::key(const Row& row, int32_t position, int32_t d) const {
+  const Token& t = row.tokens[position];
+  return t.is_coded ? t.coded_k[d] : half_to_float(t.k[d]);
+}
+float CodedModel::value(const Row& row, int32_t position, int32_t d) const {
+  const Token& t = row.tokens[position];
+  return t.is_coded ? t.coded_v[d] : half_to_float(t.v[d]);
+}
+
+}  // namespace tierkv::model
