@@ -86,7 +86,7 @@ StoreConfig random_config(std::mt19937* rng) {
   choice.num_layers = pick(1, 2);
   choice.max_sequences = pick(1, 4);
   choice.max_tokens = pick(300, 900);
-  choice.pages = pick(0, 2) == 0 ? pick(4, 40) : 400;
+  choice.pages = pick(0, 1) == 0 ? pick(3, 30) : 400;
   StoreConfig config = make_config(choice);
   config.layout.dtype = pick(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
   config.sink_tokens = pick(0, 2) == 0 ? pick(0, 16) : 4;

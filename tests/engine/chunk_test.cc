@@ -1,0 +1,169 @@
+// One path for prompts, turns and steps: the same tokens are the same bytes in whatever chunks.
+#include <cmath>
+
+#include "codec/policy/significance.h"
+#include "tests/engine/support/feed.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv {
+namespace {
+
+class ChunkTest : public RandomTest {
+ protected:
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+};
+
+TEST_F(ChunkTest, AnyChunksGiveTheSameBytes) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const bool with_profile : {false, true}) {
+      ConfigChoice choice;
+      choice.head_dim = head_dim;
+      choice.num_kv_heads = head_dim == 64 ? 3 : 1;
+      choice.with_profile = with_profile;
+      StoreConfig config = make_config(choice);
+      config.raw_layers = {1};
+      const Feed feed(config.layout, 600, &rng_);
+      std::vector<uint8_t> whole;
+      for (int32_t round = 0; round < 4; ++round) {
+        OneSequence one(config);
+        for (int32_t at = 0; at < feed.tokens;) {
+          const int32_t most = round == 0 ? 600 : round == 1 ? 8 : pick(0, 1) == 0 ? 12 : 200;
+          const int32_t n = std::min(round == 0 ? 600 : pick(1, most), feed.tokens - at);
+          ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, at, n));
+          at += n;
+        }
+        if (round == 0) {
+          whole = one.bytes();
+        } else {
+          EXPECT_EQ(whole, one.bytes()) << "head_dim " << head_dim << ", profile " << with_profile;
+        }
+      }
+    }
+  }
+}
+
+// A conversation of three turns and steps between them against one prompt.
+TEST_F(ChunkTest, TurnsEqualOnePrompt) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 500, &rng_);
+  OneSequence turns(config), prompt(config);
+  int32_t at = 0;
+  for (const int32_t n : {200, 1, 1, 1, 60, 1, 1, 235}) {
+    ASSERT_TRUE(feed.give(turns.store.engine.get(), turns.id, at, n));
+    at += n;
+  }
+  ASSERT_TRUE(feed.give(prompt.store.engine.get(), prompt.id, 0, 500));
+  std::vector<uint16_t> out[2];
+  for (OneSequence* one : {&turns, &prompt}) {
+    std::vector<uint16_t>& to = out[one == &prompt];
+    to.resize(feed.q.size() / config.layout.num_layers);
+    LayerAttend call;
+    call.sequences = {&one->id, 1};
+    call.q_len = 500;  // all of it at once
+    call.q = feed.q.data();
+    call.out = to.data();
+    ASSERT_TRUE(one->store.engine->attend(call));
+  }
+  EXPECT_EQ(out[0], out[1]);
+}
+
+TEST_F(ChunkTest, QueriesGiveTheSignificancesThatTheyHave) {
+  const StoreConfig config = make_config({});
+  const CacheLayout& shape = config.layout;
+  const int32_t n = 400, dim = shape.head_dim, group = shape.group_size();
+  const Feed feed(shape, n, &rng_);
+  OneSequence by_q(config), by_significance(config), neutral(config);
+  for (OneSequence* one : {&by_q, &by_significance}) {
+    ASSERT_TRUE(one->store.engine->begin({&one->id, 1}, n));
+  }
+  for (int32_t l = 0; l < shape.num_layers; ++l) {
+    std::vector<float> significance;
+    for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
+      std::vector<float> q(int64_t{group} * n * dim), k(int64_t{n} * dim);
+      for (int64_t i = 0; i < int64_t{n} * dim; ++i) {
+        const int64_t token = int64_t{l} * n + i / dim;
+        k[i] = half_to_float(feed.k[(token * shape.num_kv_heads + h) * dim + i % dim]);
+        for (int32_t g = 0; g < group; ++g) {
+          q[(int64_t{g} * n * dim) + i] =
+              half_to_float(feed.q[(token * shape.num_q_heads + h * group + g) * dim + i % dim]);
+        }
+      }
+      AttentionRow row;
+      row.q = q.data();
+      row.k = k.data();
+      row.group_size = group;
+      row.num_queries = row.num_tokens = n;
+      row.head_dim = dim;
+      row.sm_scale = shape.sm_scale;
+      std::vector<double> found(n);
+      ASSERT_TRUE(exact_significance(row, found.data(), nullptr));
+      significance.insert(significance.end(), found.begin(), found.end());
+    }
+    LayerAppend call = feed.call(by_significance.id, l, 0, n);
+    call.significance = significance.data();
+    call.stride = n;
+    ASSERT_TRUE(by_significance.store.engine->append(call));
+    call = feed.call(by_q.id, l, 0, n);
+    call.q = feed.q.data() + int64_t{l} * n * shape.num_q_heads * dim;
+    ASSERT_TRUE(by_q.store.engine->append(call));
+  }
+  ASSERT_TRUE(feed.give(neutral.store.engine.get(), neutral.id, 0, n));
+  EXPECT_EQ(by_q.bytes(), by_significance.bytes());
+  EXPECT_NE(by_q.bytes(), neutral.bytes());
+}
+
+// A step with k = 0.3 and v = 0.25 is 0.3 root mean squares of a channel over all tokens, and 0.87
+// of a token's: an error of half a step, times 1.41 for importance 4 eighths.
+TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 500, &rng_);
+  OneSequence one(config);
+  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, 500));
+  const int64_t values = int64_t{500} * config.layout.num_kv_heads * config.layout.head_dim;
+  std::vector<uint16_t> k(values), v(values);
+  ASSERT_TRUE(
+      one.store.engine->decode_range({one.id, 0, 0, 500, DType::kFloat16, k.data(), v.data()}));
+  double error_k = 0, error_v = 0;
+  for (int64_t i = 0; i < values; ++i) {
+    const double dk = half_to_float(k[i]) - half_to_float(feed.k[i]);
+    const double dv = half_to_float(v[i]) - half_to_float(feed.v[i]);
+    error_k += dk * dk;
+    error_v += dv * dv;
+    // Of a pair that turns both errors may meet in one dim; tokens of values are up to 1.5 rms.
+    ASSERT_LE(std::fabs(dk), 0.3 * 1.1 / 2 * 1.42 + 2e-3);
+    ASSERT_LE(std::fabs(dv), 0.87 * 1.5 / 2 + 2e-3);
+  }
+  // Uniform errors: a step over the root of 12, of 432 of 500 tokens.
+  EXPECT_NEAR(std::sqrt(error_k / values), 0.3 / std::sqrt(12) * std::sqrt(0.87), 0.02);
+  EXPECT_NEAR(std::sqrt(error_v / values), 0.25 * std::sqrt(0.87), 0.03);
+}
+
+TEST_F(ChunkTest, EmptyAndShortSequences) {
+  ConfigChoice choice;
+  choice.group = 5;
+  const StoreConfig config = make_config(choice);
+  const Feed feed(config.layout, 1, &rng_);
+  OneSequence one(config);
+  EXPECT_EQ(*one.store.engine->num_tokens(one.id), 0);
+  const std::vector<uint8_t> nothing = one.bytes();
+  ASSERT_TRUE(one.store.engine->import_sequence(nothing.data(), nothing.size()));
+  const Result<SequenceId> copy = one.store.engine->fork(one.id);
+  ASSERT_TRUE(copy);
+  ASSERT_TRUE(one.store.engine->truncate(*copy, 0));
+  uint16_t x[10 * 64] = {};
+  LayerAttend attend;
+  attend.sequences = {&one.id, 1};
+  attend.q = feed.q.data();
+  attend.out = x;
+  EXPECT_EQ(one.store.engine->attend(attend).code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, 1));
+  ASSERT_TRUE(one.store.engine->attend(attend));
+  for (int32_t h = 0; h < config.layout.num_q_heads; ++h) {
+    for (int32_t d = 0; d < 64; ++d) EXPECT_EQ(x[h * 64 + d], feed.v[h / 5 * 64 + d]);
+  }
+}
+
+}  // namespace
+}  // namespace tierkv

@@ -1,0 +1,95 @@
+// Out of pages, in begin() and in append(): nothing changes, the shortage is told, and the call can
+// be repeated once there is room.
+#include "tests/engine/support/feed.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv {
+namespace {
+
+class PagesTest : public RandomTest {};
+
+TEST_F(PagesTest, AnAppendIsRepeatedAfterARelease) {
+  ConfigChoice choice;
+  choice.pages = 12;
+  const StoreConfig config = make_config(choice);
+  const Feed feed(config.layout, 600, &rng_);
+  OpenStore store(config);
+  store::Engine* engine = store.engine.get();
+  const SequenceId first = *engine->add_sequence(), second = *engine->add_sequence();
+  ASSERT_TRUE(feed.give(engine, first, 0, 600));
+  ASSERT_TRUE(engine->begin({&second, 1}, 600));
+  Status s;
+  int32_t layer = 0;
+  for (; layer < 2; ++layer) {
+    s = engine->append(feed.call(second, layer, 0, 600));
+    if (!s) break;
+  }
+  ASSERT_EQ(s.code(), StatusCode::kOutOfPages);
+  const Shortage shortage = store.place->shortage();
+  EXPECT_THAT(s.message(), ::testing::HasSubstr(std::to_string(shortage.bytes)));
+  const StoreUsage before = *engine->usage();
+  EXPECT_EQ(shortage.bytes, shortage.pages * before.page_bytes);
+  EXPECT_EQ(engine->append(feed.call(second, layer, 0, 600)).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(engine->usage()->pages_free, before.pages_free);
+  ASSERT_TRUE(engine->release(first));
+  EXPECT_GE(engine->usage()->pages_free, before.pages_free + shortage.pages);
+  for (; layer < 2; ++layer) ASSERT_TRUE(engine->append(feed.call(second, layer, 0, 600)));
+  OneSequence alone(config);
+  ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, 600));
+  EXPECT_EQ(*engine->export_sequence(second), alone.bytes());
+}
+
+// Two sequences in one step, of which together the pages are missing: neither has moved.
+TEST_F(PagesTest, AStepIsAllOrNothing) {
+  ConfigChoice choice;
+  choice.pages = 20;
+  choice.max_tokens = 2000;
+  const StoreConfig config = make_config(choice);
+  const Feed feed(config.layout, 2000, &rng_);
+  OpenStore store(config);
+  store::Engine* engine = store.engine.get();
+  const SequenceId ids[] = {*engine->add_sequence(), *engine->add_sequence()};
+  int32_t tokens = 0;
+  Status s;
+  for (; s && tokens + 8 <= 2000; tokens += 8) {
+    s = engine->begin({ids, 2}, 8);
+    for (int32_t l = 0; s && l < 2; ++l) {
+      for (const SequenceId& id : ids) ASSERT_TRUE(engine->append(feed.call(id, l, tokens, 8)));
+    }
+  }
+  tokens -= 8;
+  ASSERT_EQ(s.code(), StatusCode::kOutOfPages);
+  for (const SequenceId& id : ids) {
+    EXPECT_EQ(*engine->num_tokens(id), tokens);
+    OneSequence alone(config);
+    ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, tokens));
+    EXPECT_EQ(*engine->export_sequence(id), alone.bytes());
+  }
+  ASSERT_TRUE(engine->release(ids[0]));
+  EXPECT_TRUE(feed.give(engine, ids[1], tokens, 8));
+}
+
+TEST_F(PagesTest, AForkTakesAnOpenPageALayer) {
+  ConfigChoice choice;
+  choice.pages = 12;
+  const StoreConfig config = make_config(choice);
+  const Feed feed(config.layout, 600, &rng_);
+  OpenStore store(config);
+  store::Engine* engine = store.engine.get();
+  const SequenceId id = *engine->add_sequence();
+  ASSERT_TRUE(feed.give(engine, id, 0, 600));
+  const int64_t free = engine->usage()->pages_free;
+  std::vector<SequenceId> copies;
+  Result<SequenceId> copy = engine->fork(id);
+  for (; copy; copy = engine->fork(id)) copies.push_back(*copy);
+  const bool full = copy.status().code() == StatusCode::kOutOfRange;
+  if (!full) {
+    EXPECT_EQ(copy.status().code(), StatusCode::kOutOfPages);
+  }
+  EXPECT_EQ(engine->usage()->pages_free, free - 2 * static_cast<int64_t>(copies.size()));
+  const std::vector<uint8_t> bytes = *engine->export_sequence(id);
+  for (const SequenceId& c : copies) EXPECT_EQ(*engine->export_sequence(c), bytes);
+}
+
+}  // namespace
+}  // namespace tierkv

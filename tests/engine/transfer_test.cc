@@ -1,0 +1,168 @@
+// Sequences between stores, and hostile bytes.
+#include "tests/engine/support/feed.h"
+#include "tests/support/fresh_random.h"
+#include "tierkv/container.h"
+
+namespace tierkv {
+namespace {
+
+class SequenceTransfer : public RandomTest {
+ protected:
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+  static std::vector<uint16_t> values(store::Engine* engine, SequenceId id,
+                                      const CacheLayout& shape) {
+    const int32_t n = *engine->num_tokens(id);
+    std::vector<uint16_t> all;
+    for (int32_t l = 0; l < shape.num_layers; ++l) {
+      std::vector<uint16_t> k(int64_t{n} * shape.num_kv_heads * shape.head_dim), v(k.size());
+      EXPECT_TRUE(engine->decode_range({id, l, 0, n, DType::kFloat16, k.data(), v.data()}));
+      all.insert(all.end(), k.begin(), k.end());
+      all.insert(all.end(), v.begin(), v.end());
+    }
+    return all;
+  }
+};
+
+TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
+  const StoreConfig small = make_config({});
+  ConfigChoice choice;
+  choice.max_sequences = 9;
+  choice.max_tokens = 3000;
+  choice.pages = 1000;
+  const StoreConfig large = make_config(choice);
+  const Feed feed(small.layout, 660, &rng_), other(small.layout, 400, &rng_);
+  OneSequence from(small), to(large), with_books(large);
+  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 600));
+  const std::vector<uint8_t> bytes = from.bytes();
+  // A store without codebooks takes those of the sequence; one with its own codes the blocks anew.
+  ASSERT_TRUE(other.give(with_books.store.engine.get(), with_books.id, 0, 400));
+  for (OneSequence* one : {&to, &with_books}) {
+    store::Engine* engine = one->store.engine.get();
+    const Result<SequenceId> id = engine->import_sequence(bytes.data(), bytes.size());
+    ASSERT_TRUE(id) << id.status().message();
+    EXPECT_EQ(values(engine, *id, small.layout),
+              values(from.store.engine.get(), from.id, small.layout));
+    if (one == &to) {
+      EXPECT_EQ(*engine->export_sequence(*id), bytes);
+    }
+    ASSERT_TRUE(feed.give(engine, *id, 600, 60));
+  }
+  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 600, 60));
+  EXPECT_EQ(*to.store.engine->num_tokens(to.id), 0);
+}
+
+TEST_F(SequenceTransfer, RefusesOtherStores) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence from(config);
+  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  const std::vector<uint8_t> bytes = from.bytes();
+  std::vector<StoreConfig> others(7, config);
+  others[0].window_tokens = 32;
+  others[1].sink_tokens = 5;
+  others[2].format = CodedFormat{0.4};
+  others[3].rope = {Rope::plain(500000, 64)};
+  others[4].layout.sm_scale *= 2;
+  others[5].raw_layers = {0};
+  others[6] = make_config({64, 2, 2, 2, 4, 700, 200, true});
+  for (const StoreConfig& other : others) {
+    OpenStore store(other);
+    const Result<SequenceId> id = store.engine->import_sequence(bytes.data(), bytes.size());
+    EXPECT_EQ(id.status().code(), StatusCode::kInvalidArgument) << id.status().message();
+  }
+  StoreConfig shorter = config;
+  shorter.max_tokens = 399;
+  OpenStore store(shorter);
+  EXPECT_EQ(store.engine->import_sequence(bytes.data(), bytes.size()).status().code(),
+            StatusCode::kOutOfRange);
+}
+
+TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
+  const StoreConfig config = make_config({});
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence from(config);
+  ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 0, 400));
+  const std::vector<uint8_t> bytes = from.bytes();
+  store::Engine* engine = from.store.engine.get();
+  const StoreUsage before = *engine->usage();
+  for (int32_t i = 0; i < 300; ++i) {
+    std::vector<uint8_t> bad = bytes;
+    bad[static_cast<size_t>(pick(0, static_cast<int32_t>(bad.size()) - 1))] ^=
+        static_cast<uint8_t>(1 << pick(0, 7));
+    EXPECT_FALSE(engine->import_sequence(bad.data(), bad.size()));
+    bad.resize(static_cast<size_t>(pick(0, static_cast<int32_t>(bytes.size()) - 1)));
+    EXPECT_FALSE(engine->import_sequence(bad.data(), bad.size()));
+  }
+  EXPECT_EQ(engine->usage()->pages_free, before.pages_free);
+  EXPECT_EQ(engine->usage()->sequences, 1);
+}
+
+// Checksums that are right around bytes that are not: refused, or a sequence that works.
+TEST_F(SequenceTransfer, HostileChunksDoNoHarm) {
+  for (const bool long_enough : {false, true}) {
+    const StoreConfig config = make_config({});
+    const Feed feed(config.layout, 460, &rng_);
+    OneSequence from(config);
+    store::Engine* engine = from.store.engine.get();
+    ASSERT_TRUE(feed.give(engine, from.id, 0, long_enough ? 400 : 200));
+    ASSERT_TRUE(engine->truncate(from.id, long_enough ? 290 : 140));
+    const std::vector<uint8_t> bytes = from.bytes();
+    const Result<ContainerReader> reader = ContainerReader::from_bytes(bytes, "sequence");
+    int32_t accepted = 0;
+    for (int32_t i = 0; i < 500; ++i) {
+      std::vector<ChunkBlock> blocks(1);
+      const auto victim =
+          static_cast<size_t>(pick(1, static_cast<int32_t>(reader->chunks().size()) - 1));
+      for (size_t c = 0; c < reader->chunks().size(); ++c) {
+        std::vector<uint8_t> payload;
+        ASSERT_TRUE(reader->read(static_cast<int64_t>(c), &payload));
+        if (c == victim && !payload.empty()) {
+          const auto at = static_cast<size_t>(pick(0, static_cast<int32_t>(payload.size()) - 1));
+          // The beginning of a chunk has most of its structure.
+          const size_t place = pick(0, 1) == 0 ? at % std::min<size_t>(payload.size(), 40) : at;
+          switch (pick(0, 3)) {
+            case 0:
+              payload[place] ^= static_cast<uint8_t>(1 << pick(0, 7));
+              break;
+            case 1:
+              payload[place] = static_cast<uint8_t>(pick(0, 255));
+              break;
+            case 2:
+              payload.resize(place);
+              break;
+            default:
+              payload.insert(payload.begin() + static_cast<int64_t>(place), 3, 0xff);
+          }
+        }
+        blocks[0].add(reader->chunks()[c].key, payload);
+      }
+      const std::vector<uint8_t> bad = assemble_container(blocks);
+      const Result<SequenceId> id = engine->import_sequence(bad.data(), bad.size());
+      if (!id) continue;
+      ++accepted;
+      const int32_t n = *engine->num_tokens(*id);
+      (void)values(engine, *id, config.layout);
+      std::vector<uint16_t> out(4 * 64);
+      LayerAttend call;
+      call.sequences = {&*id, 1};
+      call.q = feed.q.data();
+      call.out = out.data();
+      call.count_query = true;
+      EXPECT_TRUE(engine->attend(call));
+      (void)feed.give(engine, *id, n, 100);
+      (void)engine->truncate(*id, n / 2);
+      EXPECT_TRUE(engine->export_sequence(*id));
+      ASSERT_TRUE(engine->release(*id));
+    }
+    EXPECT_GT(accepted, 0);
+    EXPECT_LT(accepted, 450);
+    InvariantChecker laws;
+    EXPECT_TRUE(laws.check(from.store.place->pages().allocator));
+    EXPECT_EQ(from.bytes(), bytes);
+  }
+}
+
+}  // namespace
+}  // namespace tierkv
