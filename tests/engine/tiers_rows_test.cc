@@ -15,7 +15,7 @@ class TiersRowsTest : public RandomTest {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
   // Gives a sequence the chunk's tokens [first, first + count).
-  Status extend(TiersStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
+  Status extend(OpenStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
                 int32_t count, const StoreConfig& config) {
     if (Status s = store->engine->begin({&id, 1}, count); !s) return s;
     const int64_t token = int64_t{config.layout.num_kv_heads} * config.layout.head_dim;
@@ -56,7 +56,7 @@ TEST_F(TiersRowsTest, SoakOfRandomCalls) {
 
 TEST_F(TiersRowsTest, ChunksDoNotMatterWithoutSignificances) {
   const StoreConfig config = tiers_config(128, 900, true, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const TiersChunk chunk = tiers_chunk(config, 600, false, &rng_);
   std::vector<uint8_t> first;
   for (int32_t round = 0; round < 4; ++round) {
@@ -83,7 +83,7 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
   const int32_t tokens = pick(100, 400);
   std::vector<std::vector<uint8_t>> pages;
   for (const bool is_cut : {false, true}) {
-    TiersStore store(config);
+    OpenStore store(config);
     const SequenceId id = *store.engine->add_sequence();
     ASSERT_TRUE(extend(&store, id, chunk, 0, is_cut ? 500 : tokens + config.window_tokens, config));
     ASSERT_TRUE(store.engine->truncate(id, tokens));
@@ -112,7 +112,7 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
 
 TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   StoreConfig config = tiers_config(128, 60, false, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const SequenceId a = *store.engine->add_sequence(), b = *store.engine->add_sequence();
   const TiersChunk chunk = tiers_chunk(config, 900, false, &rng_);
   int32_t tokens = 0;
@@ -162,10 +162,10 @@ TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
   auto& classes = std::get<TiersFormat>(given.format).class_of_head;
   classes.assign(heads, 2);
   for (size_t i = 0; i < 4; ++i) classes[(i * 5 + 2) % heads] = i == 0 ? 0 : 1;
-  TiersStore by_profile(config), by_hand(given);
+  OpenStore by_profile(config), by_hand(given);
   EXPECT_EQ(by_profile.place->identity(), by_hand.place->identity());
   std::swap(classes[2], classes[1]);
-  EXPECT_NE(by_profile.place->identity(), TiersStore(given).place->identity());
+  EXPECT_NE(by_profile.place->identity(), OpenStore(given).place->identity());
 }
 
 TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
@@ -197,7 +197,7 @@ TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
 // Every change of a body is found out or leaves one that can be read.
 TEST_F(TiersRowsTest, HostileBodies) {
   const StoreConfig config = tiers_config(64, 900, true, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const SequenceId id = *store.engine->add_sequence();
   ASSERT_TRUE(extend(&store, id, tiers_chunk(config, 300, false, &rng_), 0, 300, config));
   store::LayerMoves moves;
