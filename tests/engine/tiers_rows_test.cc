@@ -133,6 +133,36 @@ TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   EXPECT_TRUE(extend(&store, a, chunk, tokens, 4, config));
 }
 
+// As many tokens as tokens_that_fit() promises fit, whatever their tiers.
+TEST_F(TiersRowsTest, WhatIsPromisedFits) {
+  for (int32_t round = 0; round < 6; ++round) {
+    StoreConfig config = tiers_config(64, pick(40, 300), round % 2 == 1, &rng_);
+    const Result<TokenCapacity> capacity = tokens_that_fit(config);
+    ASSERT_TRUE(capacity) << capacity.status().message();
+    EXPECT_LE(capacity->least, capacity->typical);
+    OpenStore store(config);
+    const auto each = static_cast<int32_t>(capacity->least / config.max_sequences);
+    for (int32_t i = 0; i < config.max_sequences; ++i) {
+      const SequenceId id = *store.engine->add_sequence();
+      TiersChunk chunk = tiers_chunk(config, each, true, &rng_);
+      ASSERT_TRUE(store.engine->begin({&id, 1}, each));
+      const int64_t values = int64_t{each} * config.layout.num_kv_heads * config.layout.head_dim;
+      for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+        LayerAppend call;
+        call.sequences = {&id, 1};
+        call.layer = l;
+        call.tokens = each;
+        call.k = chunk.k.data() + l * values;
+        call.v = chunk.v.data() + l * values;
+        call.significance = chunk.significance.data() + l * config.layout.num_kv_heads * each;
+        call.stride = each;
+        const Status s = store.engine->append(call);
+        ASSERT_TRUE(s) << s.message();
+      }
+    }
+  }
+}
+
 TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
   StoreConfig config = tiers_config(64, 500, false, &rng_);
   auto& tiers = std::get<TiersFormat>(config.format);
