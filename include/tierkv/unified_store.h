@@ -57,7 +57,9 @@ struct TKV_API CodedFormat {
   friend bool operator==(const CodedFormat&, const CodedFormat&) = default;
 };
 
-// Format "tiers": token-wise widths, two in each class of heads, by importance.
+// Format "tiers": token-wise widths, two in each class of heads, by importance. 8, 4 or 2 bits,
+// values no more than keys. 8 and 4 bits span the range of a token; 2 bits are clipped at its norm,
+// whether `high` and `low` say so or not.
 struct TKV_API TierClass {
   TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
   double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1
