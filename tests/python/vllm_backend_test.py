@@ -251,6 +251,13 @@ class Specs(unittest.TestCase):
         except ImportError as e:
             self.skipTest(f"part of vLLM is missing: {e}")
         self.assertEqual(group.page_size_bytes, 2 * 64 * (200 + 104))
+        from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
+        for layer in layers:
+            spec = specs[layer.layer_name]
+            raw = torch.zeros(10 * spec.page_size_bytes, dtype=torch.int8)
+            shape = layer.attn_backend.get_kv_cache_shape(10, 64, 2, 128)
+            cache = _reshape_attention_kv_cache(raw, spec, shape, layer.attn_backend.get_kv_cache_stride_order(), 10, None)
+            self.assertEqual((cache.data_ptr(), cache.stride(0), cache.dtype), (raw.data_ptr(), spec.page_size_bytes, torch.uint8))
 
     def test_the_class_says_what_it_supports(self):
         b = backend.TierkvBackend

@@ -15,6 +15,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder,
                                        AttentionType, CommonAttentionMetadata)
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 
 from .. import _engine as engine
@@ -355,6 +356,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
             has_alibi=alibi_slopes is not None, has_sinks=others.get("sinks") is not None,
             shares_cache=kv_sharing_target_layer_name is not None,
             other_arguments=tuple(sorted(n for n, x in others.items() if n not in known and x is not None)))), "a layer of this model")
+        self.flash_version: Optional[int] = get_flash_attn_version(head_size=head_size)  # as the engine's config, which is current here, says
         self.engine: Optional[engine.Engine] = None
         self.key_mean: Optional[torch.Tensor] = None
 
@@ -418,7 +420,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
 
         _, lse = flash_attn_varlen_func(q=q, k=k, v=v, out=out, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=longest[0],
                                         max_seqlen_k=longest[1], softmax_scale=self.scale, causal=causal, return_softmax_lse=True,
-                                        fa_version=flash_version(self.head_size))
+                                        fa_version=self.flash_version)
         return lse
 
     def join(self, out: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, lse: torch.Tensor, joined: torch.Tensor) -> None:
@@ -426,11 +428,3 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
         from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
         merge_attn_states(out, part, part_lse, out, lse, joined)
-
-
-@functools.lru_cache(maxsize=None)
-def flash_version(head_size: int) -> Optional[int]:
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return get_flash_attn_version(head_size=head_size)
-
