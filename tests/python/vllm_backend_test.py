@@ -1,4 +1,5 @@
-"""The vLLM backend against vLLM's own classes, on the host: steps of a small engine, with FlashAttention written out in torch."""
+"""The vLLM backend against vLLM's own classes, on a GPU or else on the host: steps of a small engine, with FlashAttention written out
+in torch."""
 import random
 import sys
 import types
@@ -16,14 +17,14 @@ sys.path.insert(0, sys.argv.pop(1))
 from tierkv.vllm import backend  # noqa: E402
 from tierkv.vllm.settings import FORMATS, slot_bytes  # noqa: E402
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # Errors of outputs over their norm: rounding to bf16; codes of 8 and 4, 4 and 4, 4 and 2 bits.
 BOUNDS = {"raw": 0.02, "k8v4": 0.2, "k4v4": 0.3, "k4v2": 0.6}
 
 
 class TorchImpl(backend.TierkvImpl):
     def attend_raw(self, q, k, v, out, cu, longest, causal):
-        lse = torch.empty(self.num_heads, q.shape[0])
+        lse = torch.empty(self.num_heads, q.shape[0], device=q.device)
         for s in range(cu[0].numel() - 1):
             (a, b), (c, d) = cu[0][s:s + 2].tolist(), cu[1][s:s + 2].tolist()
             assert b - a <= longest[0] and d - c <= longest[1]
@@ -43,7 +44,8 @@ def exact(q, k, v, scale, causal):
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     if causal:
-        behind = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
+        keys, queries = (torch.arange(x.shape[0], device=q.device) for x in (k, q))
+        behind = keys[None] > queries[:, None] + k.shape[0] - q.shape[0]
         logits = logits.masked_fill(behind, -torch.inf)
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v), logits.logsumexp(-1).T
 
@@ -57,7 +59,7 @@ def config_of(**changes):
              speculative_config=N(num_speculative_tokens=c["drafts"], parallel_drafting=False) if c["drafts"] else None,
              scheduler_config=N(max_num_seqs=c["max_num_seqs"], max_num_batched_tokens=2048),
              model_config=N(dtype=c["dtype"], max_model_len=2048, hf_text_config=N(num_hidden_layers=c["layers"])),
-             compilation_config=N(static_forward_context={}, max_cudagraph_capture_size=16), device_config=N(device=CPU))
+             compilation_config=N(static_forward_context={}, max_cudagraph_capture_size=16), device_config=N(device=DEVICE))
 
 
 def layer_of(config, index, heads=4, kv_heads=2, dim=64):
@@ -81,16 +83,16 @@ class World:
         self.layer = layer_of(self.config, 1, dim=dim)
         self.spec = backend.get_kv_cache_spec(self.layer, self.config)
         shape = self.layer.attn_backend.get_kv_cache_shape(blocks, 64, 2, dim)
-        raw = torch.full((self.spec.page_size_bytes * blocks + 128,), 0xff, dtype=torch.uint8)
+        raw = torch.full((self.spec.page_size_bytes * blocks + 128,), 0xff, dtype=torch.uint8, device=DEVICE)
         offset = -raw.data_ptr() % 128
         self.layer.kv_cache = raw[offset:offset + self.spec.page_size_bytes * blocks].view(shape)
-        self.builder = self.layer.attn_backend.get_builder_cls()(self.spec, [self.layer.layer_name], self.config, CPU)
+        self.builder = self.layer.attn_backend.get_builder_cls()(self.spec, [self.layer.layer_name], self.config, DEVICE)
         self.free = list(range(blocks))
         rng.shuffle(self.free)
         self.requests = []
 
     def normal(self, *shape):
-        return torch.randn(*shape).to(torch.bfloat16)
+        return torch.randn(*shape).to(DEVICE, torch.bfloat16)
 
     def add(self, prompt):
         means = 2 * self.mean if hasattr(self, "mean") else 0
@@ -123,12 +125,13 @@ class World:
         starts += [tokens] * pad
         lens += [0] * pad
         qsl, seq_lens = torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+        slot_mapping = torch.tensor(slots + [-1] * padding, device=DEVICE)
         cam = CommonAttentionMetadata(
-            query_start_loc=qsl, query_start_loc_cpu=qsl, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens, num_reqs=len(lens),
-            num_actual_tokens=tokens, max_query_len=max(query_lens), max_seq_len=max(lens), block_table_tensor=table,
-            slot_mapping=torch.tensor(slots + [-1] * padding))
+            query_start_loc=qsl.to(DEVICE), query_start_loc_cpu=qsl, seq_lens=seq_lens.to(DEVICE), seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(lens), num_actual_tokens=tokens, max_query_len=max(query_lens), max_seq_len=max(lens),
+            block_table_tensor=table.to(DEVICE), slot_mapping=slot_mapping)
         metadata = self.builder.build(0, cam)
-        output = torch.full((tokens + padding, 4 * self.dim), 7.0, dtype=torch.bfloat16)
+        output = torch.full((tokens + padding, 4 * self.dim), 7.0, dtype=torch.bfloat16, device=DEVICE)
         self.layer.impl.do_kv_cache_update(self.layer, key, value, self.layer.kv_cache, cam.slot_mapping)
         self.layer.impl.forward(self.layer, query, key, value, self.layer.kv_cache, metadata, output.view(-1, 4, self.dim))
         assert (output[tokens:] == 7).all()
@@ -213,10 +216,13 @@ class Steps(unittest.TestCase):
         try:
             for settings in ({}, {"profile": "p"}):
                 w = World(self.rng, "k4v4", rotate=False, **settings)
-                w.mean = means[1].to(torch.bfloat16) / 2
+                w.mean = means[1].to(DEVICE, torch.bfloat16) / 2
                 w.add(200)
                 w.step([200])
                 errors[bool(settings)] = error([x for _ in range(5) for x in w.step([1])[1]] + w.step([30])[1])
+            config = config_of(layers=3, additional={"tierkv": {"profile": "p"}})
+            with self.assertRaisesRegex(ValueError, "2 layers of 64 channels for a model with 3"):
+                backend.get_kv_cache_spec(layer_of(config, 0), config)
         finally:
             backend.key_means = before
             d.get_tensor_model_parallel_rank, d.get_tensor_model_parallel_world_size = ranks
@@ -245,6 +251,13 @@ class Specs(unittest.TestCase):
         except ImportError as e:
             self.skipTest(f"part of vLLM is missing: {e}")
         self.assertEqual(group.page_size_bytes, 2 * 64 * (200 + 104))
+        from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
+        for layer in layers:
+            spec = specs[layer.layer_name]
+            raw = torch.zeros(10 * spec.page_size_bytes, dtype=torch.int8)
+            shape = layer.attn_backend.get_kv_cache_shape(10, 64, 2, 128)
+            cache = _reshape_attention_kv_cache(raw, spec, shape, layer.attn_backend.get_kv_cache_stride_order(), 10, None)
+            self.assertEqual((cache.data_ptr(), cache.stride(0), cache.dtype), (raw.data_ptr(), spec.page_size_bytes, torch.uint8))
 
     def test_the_class_says_what_it_supports(self):
         b = backend.TierkvBackend
@@ -254,9 +267,11 @@ class Specs(unittest.TestCase):
         self.assertTrue(b.indexes_kv_by_block_stride())
         self.assertFalse(b.supports_sliding_window() or b.supports_sink() or b.is_mla())
         self.assertEqual(b.get_builder_cls().get_cudagraph_support(None, None), AttentionCGSupport.UNIFORM_BATCH)
-        self.assertEqual(b.validate_configuration(128, torch.bfloat16, "auto", 64, False, False, False, False, False, None, "decoder"), [])
-        self.assertTrue(b.validate_configuration(80, torch.bfloat16, "auto", 64, False, False, False, False, False, None, "decoder",
-                                                 has_sliding_window=True))
+        hopper, turing = types.SimpleNamespace(major=9, minor=0), types.SimpleNamespace(major=7, minor=5)
+        for head_dim, device, window, count in ((128, hopper, False, 0), (128, turing, False, 1), (80, hopper, True, 2)):
+            reasons = b.validate_configuration(head_dim, torch.bfloat16, "auto", 64, False, False, False, False, False, device, "decoder",
+                                               has_sliding_window=window)
+            self.assertEqual(len(reasons), count, reasons)
 
     def test_layers_are_refused_when_they_are_made(self):
         torch.set_default_dtype(torch.bfloat16)

@@ -3,6 +3,8 @@
 A layer's cache is [blocks, kv_heads, 64, slot bytes] of bytes: each (block, kv_head) is a page of its own. Each format has a backend
 class of its own, because vLLM asks the class, not the layer, for a cache's shape; settings choose the class of a layer.
 """
+# torch and vLLM are not installed where types are checked.
+# mypy: disable-error-code=import, allow-subclassing-any, no-warn-return-any, no-warn-unused-ignores
 from __future__ import annotations
 
 import functools
@@ -13,6 +15,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder,
                                        AttentionType, CommonAttentionMetadata)
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 
 from .. import _engine as engine
@@ -77,6 +80,10 @@ class TierkvBackend(AttentionBackend):
         return list(HEAD_DIMS)
 
     @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+    @classmethod
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
                            cache_dtype_str: str = "auto") -> Tuple[int, ...]:
         return num_blocks, num_kv_heads, block_size, slot_bytes(cls.format, head_size)
@@ -105,9 +112,11 @@ def key_means(path: str) -> Any:
 def layer_key_mean(settings: Settings, vllm_config: Any, layer: Any, index: int) -> Optional[torch.Tensor]:
     if settings.profile is None:
         return None
-    means = key_means(settings.profile)
-    if index >= means.shape[0] or means.shape[2] != layer.head_size:
-        raise ValueError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels, not those of this model")
+    means, layers = key_means(settings.profile), vllm_config.model_config.hf_text_config.num_hidden_layers
+    if means.shape[0] != layers or means.shape[2] != layer.head_size:
+        raise ValueError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels for a model with {layers} of {layer.head_size}")
+    if index >= layers:  # of a draft model, which the profile does not know
+        return None
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     first, last = head_range(means.shape[1], layer.num_kv_heads, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
@@ -151,7 +160,7 @@ if Attention.get_kv_cache_spec is not get_kv_cache_spec:
 class Direct:
     """Requests that attend in the cache; planned once, for all layers."""
 
-    engine: engine.Engine
+    attention: engine.Engine
     batch: engine.EngineBatchStruct
     kept: Tuple[Any, ...]  # what the batch points to
 
@@ -280,7 +289,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
             queries=queries, block_stride=cache.stride(0), num_blocks=cache.shape[0], workspace=self.workspaces[which].data_ptr(),
             workspace_bytes=self.workspaces[which].numel())
         direct = Direct(self.engines[which], batch, (table, cam.seq_lens, cam.query_start_loc, sequences))
-        direct.engine.plan(batch, stream_of(self.device))
+        direct.attention.plan(batch, stream_of(self.device))
         return direct
 
     def _chunk(self, run: Tuple[int, int], starts: List[int], lens: List[int], upload: Upload) -> Dict[str, Any]:
@@ -347,6 +356,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
             has_alibi=alibi_slopes is not None, has_sinks=others.get("sinks") is not None,
             shares_cache=kv_sharing_target_layer_name is not None,
             other_arguments=tuple(sorted(n for n, x in others.items() if n not in known and x is not None)))), "a layer of this model")
+        self.flash_version: Optional[int] = get_flash_attn_version(head_size=head_size)  # as the engine's config, which is current here, says
         self.engine: Optional[engine.Engine] = None
         self.key_mean: Optional[torch.Tensor] = None
 
@@ -383,7 +393,7 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
             queries = engine.EngineQueriesStruct(q=q.data_ptr(), out=out.data_ptr(), q_token_stride=q.stride(0), q_head_stride=q.stride(1),
                                                  out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_tokens=n,
                                                  errors=attn_metadata.errors.data_ptr())
-            direct.engine.attend(direct.batch, of_layer, queries, stream_of(q.device))
+            direct.attention.attend(direct.batch, of_layer, queries, stream_of(q.device))
         for chunk in attn_metadata.chunks:
             self._attend_chunk(chunk, attn_metadata, of_layer, (q, key[:n], value[:n], out))
         return output
@@ -410,19 +420,11 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
 
         _, lse = flash_attn_varlen_func(q=q, k=k, v=v, out=out, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=longest[0],
                                         max_seqlen_k=longest[1], softmax_scale=self.scale, causal=causal, return_softmax_lse=True,
-                                        fa_version=flash_version(self.head_size))
-        return lse  # type: ignore[no-any-return]
+                                        fa_version=self.flash_version)
+        return lse
 
     def join(self, out: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, lse: torch.Tensor, joined: torch.Tensor) -> None:
         """Adds a part to `out` in place: elements are read and written by one thread, lses are not and have an array of their own."""
         from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
         merge_attn_states(out, part, part_lse, out, lse, joined)
-
-
-@functools.lru_cache(maxsize=None)
-def flash_version(head_size: int) -> Optional[int]:
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return get_flash_attn_version(head_size=head_size)  # type: ignore[no-any-return]
-
