@@ -16,6 +16,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # PEP 600, as auditwheel's policies have it: what a manylinux_2_34 wheel may need of the system.
 POLICY = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11, 0)}
 CALIBRATION = ("torch>=2.5", "transformers>=5")  # as in pyproject.toml
+ENTRY_POINTS = "[vllm.general_plugins]\ntierkv = tierkv.vllm:register\n"  # as in pyproject.toml
 LICENSES = ("libhdf5-dev", "libaec0", "zlib1g", "libdeflate0", "libzstd1", "libhwy1")
 
 
@@ -50,6 +51,7 @@ def files_of(package, version, tag):
             yield f"tierkv/{path.relative_to(package)}", path.read_bytes()
     yield f"{info}/METADATA", metadata(version).encode()
     yield f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: tierkv\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    yield f"{info}/entry_points.txt", ENTRY_POINTS.encode()
     yield f"{info}/licenses/LICENSE", (HERE.parent / "LICENSE").read_bytes()
     for name in LICENSES:
         yield f"{info}/licenses/{name}", pathlib.Path(f"/usr/share/doc/{name}/copyright").read_bytes()

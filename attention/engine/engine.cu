@@ -97,6 +97,9 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   attend_call.q = q->packed_q;
   attend_call.out = at<void>(workspace, layout.out);
   attend_call.lse = call.lse == nullptr ? nullptr : at<float>(workspace, layout.lse);
+  // The packing of queries began when all work before it had ended, and writes neither.
+  attend_call.plan_is_settled = true;
+  attend_call.settled[0] = Settled::kAll;
   if (Status s = attend(attention, of, attend_call, attention_part(workspace, layout), stream);
       !s) {
     return s;

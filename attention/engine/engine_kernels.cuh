@@ -7,6 +7,7 @@
 
 #include "attention/engine/engine.h"
 #include "codec/gpu/pages/lane_rotation.cuh"
+#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -63,8 +64,11 @@ __device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQue
   load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
 }
 
+// The decode kernel that follows may begin at once: it waits for this kernel's end before it reads
+// queries.
 __global__ void __launch_bounds__(kEngineThreads)
     pack_queries_kernel(const __grid_constant__ EngineQueries q) {
+  let_next_kernel_start();
   const WarpQuery w = warp_query(q);
   if (w.vector >= q.vectors()) return;
   LaneValues x = {};

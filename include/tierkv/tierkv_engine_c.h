@@ -51,7 +51,7 @@ TKV_API tkv_status tkv_engine_validate(const tkv_engine_config* config, tkv_erro
 /* For the current device. */
 TKV_API tkv_status tkv_engine_create(const tkv_engine_config* config, tkv_engine** engine,
                                      tkv_error* error);
-/* For the _host functions alone. */
+/* For the _host functions, and for tkv_engine_encode and tkv_engine_decode, which need no plan. */
 TKV_API tkv_status tkv_engine_create_host(const tkv_engine_config* config, tkv_engine** engine,
                                           tkv_error* error);
 TKV_API void tkv_engine_destroy(tkv_engine* engine);

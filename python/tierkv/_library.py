@@ -364,12 +364,14 @@ class Library:
 
 @functools.lru_cache(maxsize=None)
 def core() -> Library:
-    library = Library("libtierkv.so", CORE)
+    from ._engine import FUNCTIONS
+
+    library = Library("libtierkv.so", {**CORE, **FUNCTIONS})
     library.dll.tkv_version.restype = c_char_p
     library.dll.tkv_block_max_bytes.restype = c_size_t
     library.dll.tkv_block_max_bytes.argtypes = [c_int32]
-    for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_store_destroy,
-                    library.dll.tkv_kv_destroy):
+    for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_engine_destroy,
+                    library.dll.tkv_store_destroy, library.dll.tkv_kv_destroy):
         destroy.argtypes = [c_void_p]
         destroy.restype = None
     return library

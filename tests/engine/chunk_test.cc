@@ -120,7 +120,8 @@ TEST_F(ChunkTest, QueriesGiveTheSignificancesThatTheyHave) {
 // A step with k = 0.3 and v = 0.25 is 0.3 root mean squares of a channel over all tokens, and 0.87
 // of a token's: an error of half a step, times 1.41 for importance 4 eighths.
 TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
-  const StoreConfig config = make_config({});
+  StoreConfig config = make_config({});
+  config.format = CodedFormat{0.3, 0.25};
   const Feed feed(config.layout, 500, &rng_);
   OneSequence one(config);
   ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, 500));

@@ -39,6 +39,7 @@ class PackageTest(unittest.TestCase):
 
 class Structs(PackageTest):
     def test_layouts_are_those_of_the_compiler(self):
+        from tierkv import _engine as engine
         from tierkv import _library as lib
         structs = {"tkv_error": lib.Error, "tkv_buffer": lib.Buffer, "tkv_page_format": lib.PageFormatStruct,
                    "tkv_page_choice": lib.PageChoiceStruct, "tkv_tokens": lib.Tokens, "tkv_codes": lib.Codes,
@@ -57,14 +58,17 @@ class Structs(PackageTest):
                    "tkv_tiers_format": lib.TiersFormatStruct, "tkv_kv_config": lib.KvConfigStruct,
                    "tkv_kv_append_call": lib.KvAppendCall, "tkv_kv_attend_call": lib.KvAttendCall, "tkv_kv_range": lib.KvRange,
                    "tkv_kv_usage": lib.KvUsage,
-                   "tkv_profile_data": lib.ProfileData, "tkv_profile_component": lib.ProfileComponent}
+                   "tkv_profile_data": lib.ProfileData, "tkv_profile_component": lib.ProfileComponent,
+                   "tkv_engine_config": engine.EngineConfigStruct, "tkv_engine_layer": engine.EngineLayerStruct,
+                   "tkv_engine_tokens": engine.EngineTokensStruct, "tkv_engine_batch": engine.EngineBatchStruct,
+                   "tkv_engine_queries": engine.EngineQueriesStruct, "tkv_engine_ranges": engine.EngineRangesStruct}
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",
                   "tkv_merge_call", "tkv_sink_call"}
-        headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in
-                          ("tierkv_c.h", "tierkv_store_c.h", "tierkv_kv_c.h", "tierkv_dumps_c.h"))
+        names = ("tierkv_c.h", "tierkv_store_c.h", "tierkv_kv_c.h", "tierkv_engine_c.h", "tierkv_dumps_c.h")
+        headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in names)
         self.assertEqual(set(re.findall(r"^} (tkv_\w+);", headers, re.M)), set(structs) | unused)
-        lines = ['#include <stdio.h>', '#include "tierkv/tierkv_dumps_c.h"', '#include "tierkv/tierkv_kv_c.h"', "int main(void) {"]
+        lines = ['#include <stdio.h>', *(f'#include "tierkv/{h}"' for h in names), "int main(void) {"]
         for name, struct in structs.items():
             lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
             lines += [f'printf("{name}.{f[0]} %zu\\n", offsetof({name}, {f[0]}));' for f in struct._fields_]

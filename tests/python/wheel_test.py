@@ -72,8 +72,18 @@ class Wheel(unittest.TestCase):
         with zipfile.ZipFile(self.wheel) as z:
             names = [n.rsplit("/", 1)[1] for n in z.namelist() if "/licenses/" in n]
             self.assertIn("tierkv/py.typed", z.namelist())
+            self.assertIn("tierkv/vllm/backend.py", z.namelist())
             self.assertTrue(all(z.read(n).strip() for n in z.namelist() if "/licenses/" in n))
         self.assertLessEqual({"LICENSE", "libhdf5-dev", "libzstd1", "zlib1g", "libdeflate0", "libaec0", "libhwy1"}, set(names))
+
+    def test_vllm_finds_its_plugin(self):
+        program = ("import importlib.metadata as m\n"
+                   "points = [p for p in m.entry_points()['vllm.general_plugins']] if isinstance(m.entry_points(), dict) else "
+                   "list(m.entry_points(group='vllm.general_plugins'))\n"
+                   "print([p.load().__module__ for p in points if p.name == 'tierkv'])")
+        result = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, cwd=self.folder.name,
+                                env={"PYTHONPATH": str(self.site)})
+        self.assertIn("['tierkv.vllm']", result.stdout, result.stderr)
 
     def test_the_same_package_gives_the_same_bytes(self):
         sys.path.insert(0, str(ROOT / "python"))

@@ -22,7 +22,7 @@ StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937
   TiersFormat tiers;
   tiers.classes = {{token_wise_tier(8, 4), token_wise_tier(8, 4)},
                    {token_wise_tier(4, 4), *parse_tier_format("k4v2n")},
-                   {*parse_tier_format("k4v2n"), *parse_tier_format("k2nv2n"), 1, 0.4}};
+                   {token_wise_tier(4, 2), token_wise_tier(2, 2), 1, 0.4}};
   for (int32_t i = 0; i < layout.num_layers * layout.num_kv_heads; ++i) {
     tiers.class_of_head.push_back(static_cast<uint8_t>((*rng)() % 3));
   }

@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "store/engine/engine.h"
-#include "store/place/host_place.h"
 #include "tests/engine/support/store_world.h"
 #include "tests/engine/support/tiers_model.h"
 

@@ -149,10 +149,11 @@ inline double expect_output(DeviceWorld& device, const ReferenceOutput& expected
 }
 
 // shared_bytes: as DeviceWorld; warps: of a CTA, if not null.
-inline void check(const WorldShape& shape, int32_t shared_bytes = 0, int32_t* warps = nullptr) {
+inline void check(WorldShape shape, int32_t shared_bytes = 0, int32_t* warps = nullptr) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   std::mt19937_64 rng(seed);
+  shape.page_records = rng() % 2 == 0;
   World world = make_world(shape, rng);
   const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();

@@ -1,0 +1,19 @@
+"""tierkv as an attention backend of vLLM 0.26: compressed KV blocks behind vLLM's own block tables.
+
+    vllm serve MODEL --attention-backend CUSTOM --additional-config '{"tierkv": {"format": "k4v4"}}'
+
+vLLM loads register() from the entry point "vllm.general_plugins" in each of its processes. Settings are those of
+tierkv.vllm.settings; what a model or a configuration needs and the backend lacks is refused by name when the engine starts.
+"""
+from __future__ import annotations
+
+BACKEND = "tierkv.vllm.backend.TierkvBackend"
+
+
+def register() -> None:
+    """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        register_backend(custom, BACKEND)
