@@ -287,7 +287,7 @@ __device__ inline StatusCode open_target(const WeightedDecode& call, const Weigh
   if (!is_valid_range(r, call.rows.num_rows, call.most_blocks) || r.body_first < 0 ||
       r.first < r.body_first || r.last > r.body_last ||
       (r.token_stride != 0 && r.token_stride < call.rows.head_dim) ||
-      (r.out == nullptr && call.out == nullptr)) {
+      (r.first < r.last && r.out == nullptr && call.out == nullptr)) {
     return StatusCode::kInvalidArgument;
   }
   *target = {};
