@@ -190,9 +190,9 @@ TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
 // How a device runs a call.
 struct CodedAttentionGrid {
   int32_t num_ctas = 0;
-  int32_t warps = 0;       // of a CTA, at most coded_warps()
-  int32_t copies_log = 0;  // 2^copies_log copies of each table
-  int32_t slots_per_warp = 0;
+  int32_t warps = 0;           // of a CTA, at most coded_warps()
+  int32_t copies_log = 0;      // 2^copies_log copies of each table
+  int32_t slots_per_warp = 0;  // of weighted blocks 2, which share slot_bytes
   int32_t slot_bytes = 0;
   int32_t shared_bytes = 0;
 };

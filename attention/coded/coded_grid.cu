@@ -17,6 +17,7 @@ namespace {
 
 // Numbers of copies there are kernels for, most first.
 constexpr int32_t kCopies[] = {5, 4, 3, 0};
+constexpr int32_t kSlotStep = 128;  // bytes; a slot is a multiple of it
 
 // Shared memory of a CTA, which begins at `start`.
 struct SharedPlan {
@@ -61,8 +62,7 @@ namespace {
 // As many copies as fit, then slots; false where not even one slot a warp does.
 bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits& limits,
          CodedAttentionGrid* grid) {
-  const SharedPlan plan(call, limits, grid->slot_bytes, grid->warps);
-  const int32_t longest = longest_word(call);
+  const int32_t longest = longest_word(call), least = grid->slot_bytes;
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
     const bool fits_word = 2 + copies_log + 2 * longest <= 32;
@@ -71,11 +71,16 @@ bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits
       continue;
     }
     const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
-    for (int32_t slots = 2; slots > 0; --slots) {
+    // Two blocks a warp, or one; those of weighted blocks share a slot.
+    const int32_t step = call.weighted.any() ? kSlotStep : least;
+    for (int32_t room = 2 * least; room >= least; room -= step) {
+      const int32_t slots = call.weighted.any() ? 1 : room / least;
+      const SharedPlan plan(call, limits, room / slots, grid->warps);
       const int32_t bytes = plan.bytes(table_bytes, slots, call.num_tables());
       if (bytes > limits.shared_bytes) continue;
       grid->copies_log = copies_log;
-      grid->slots_per_warp = slots;
+      grid->slots_per_warp = call.weighted.any() ? 2 : slots;
+      grid->slot_bytes = room / slots;
       grid->shared_bytes = bytes;
       return true;
     }
@@ -100,7 +105,8 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   if (!limits) return limits.status();
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
-  grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  grid.slot_bytes =
+      (slice_count(call.head_dim) * call.max_block_bytes + kSlotStep - 1) / kSlotStep * kSlotStep;
   for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {
     if (fit(call, most_copies_log, *limits, &grid)) return grid;
   }

@@ -91,7 +91,9 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   const uint32_t key_tables = kFamilies ? 1 + params.key_family.count : 1;
   const uint32_t tables = kFamilies ? key_tables + 1 + params.value_family.count : 2;
   const uint32_t start = shared_address(shared);
-  const auto slots = static_cast<uint32_t>(grid.warps * grid.slots_per_warp);
+  // Two blocks share the slot of a warp of weighted blocks.
+  constexpr bool kShares = Code::kWeighted;
+  const auto slots = static_cast<uint32_t>(kShares ? grid.warps : grid.warps * grid.slots_per_warp);
   constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
   const uint32_t tail =
       Code::kWeighted ? weighted_tail_bytes(kDimBlocks * kDimBlock, kTurns, grid.warps) : 0;
@@ -108,7 +110,9 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   let_next_kernel_start();
 
   const auto slot_bytes = static_cast<uint32_t>(grid.slot_bytes);
-  BlockRing ring = warp_ring(layout, barriers, slot_bytes, slot_bytes, grid.slots_per_warp);
+  BlockRing ring =
+      warp_ring(layout, barriers, slot_bytes, slot_bytes, kShares ? 1 : grid.slots_per_warp);
+  if constexpr (kShares) ring.slots = 2, ring.other_barrier = sizeof(uint64_t);
   using Worker = std::conditional_t<Code::kWeighted, WeightedWarp<kDimBlocks, Code, kBreadth>,
                                     CodedWarp<kDimBlocks, Code, kBreadth>>;
   Worker worker{call,

@@ -73,6 +73,48 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
     run.mine = {load_shared(kept_reference()), load_shared(kept_reference() + 4)};
   }
 
+  // A warp's one slot holds two blocks where both fit: those of an even number from its beginning
+  // on, those of an odd number up to its end. So a block of values comes while keys are decoded. A
+  // block that is larger than the slot brings its header only.
+  __device__ __forceinline__ uint32_t units_of(int32_t i) const {
+    return __shfl_sync(kFullWarp, run.mine.units, i - run.first);
+  }
+  __device__ __forceinline__ uint32_t taken(uint32_t units) const {
+    return units * 16 > ring.slot_bytes ? kCodedBlockHeaderBytes : units * 16;
+  }
+  __device__ __forceinline__ uint32_t place(int32_t i, uint32_t units) const {
+    return ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - taken(units));
+  }
+  __device__ __forceinline__ bool fits_beside_next(int32_t i) const {
+    return taken(units_of(i)) + taken(units_of(i + 1)) <= ring.slot_bytes;
+  }
+  __device__ __forceinline__ void request(int32_t i, uint32_t barrier) const {
+    const uint32_t units = units_of(i);
+    copy_of_lane(i - run.first, barrier, place(i, units), run.bytes(call, i), taken(units));
+  }
+  // As those of CodedWarp.
+  __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
+    run.first_block = first;
+    run.count = 2 * count;
+    const uint32_t bad = run.load(call, 0);
+    request(0, ring.barrier);
+    if (fits_beside_next(0)) request(1, ring.barrier ^ ring.other_barrier);
+    return bad;
+  }
+  __device__ __forceinline__ void next_block(int32_t used) {
+    __syncwarp();
+    const int32_t next = used + 1;
+    if (next < run.count) {
+      const bool late = !fits_beside_next(used);
+      if (next + 1 < run.count && next + 1 - run.first >= kWarpLanes) {
+        state.bad |= run.load(call, next);
+      }
+      if (late) request(next, ring.barrier ^ ring.other_barrier);
+      if (next + 1 < run.count && fits_beside_next(next)) request(next + 1, ring.barrier);
+    }
+    ring.pass();
+  }
+
   // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
   struct Block {
     WeightedSlice<Code::kStreams> slice[kSlices];
@@ -85,7 +127,7 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
                                               int32_t tokens) {
     ring.wait();
     const uint8_t* bytes = run.bytes_of(call, i);
-    const uint32_t units = __shfl_sync(kFullWarp, run.mine.units, i - run.first);
+    const uint32_t units = units_of(i), slot = place(i, units);
     const bool whole = units * 16 <= ring.slot_bytes;
     Block x;
     x.coded = true, x.valid = units > 0;
@@ -93,12 +135,12 @@ struct WeightedKeys : CodedWarp<kDimBlocks, Code, kBreadth> {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const bool there = x.valid && used < units;
-      const uint32_t at = ring.slot + (whole && there ? 16 * used : 0);
+      const uint32_t at = slot + (whole && there ? 16 * used : 0);
       const uint8_t* memory = bytes + int64_t{there ? used : 0} * 16;
       const uint4 header =
           whole || s == 0 ? load_shared_16(at) : *reinterpret_cast<const uint4*>(memory);
       auto& slice = x.slice[s];
-      slice.open(header, at, whole && there ? ring.slot_bytes - 16 * used : 0, expected, tokens);
+      slice.open(header, at, whole && there ? 16 * (units - used) : 0, expected, tokens);
       used += slice.block.units();
       bool valid = there && used <= units;
       if (valid && !slice.block.coded) valid = slice.open_raw(memory, expected);

@@ -48,7 +48,7 @@ class Engine;
 // of 64 positions (docs/FORMAT.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // Deviation of a logit that key steps aim at and share of a token that value steps are; 0: 0.5
-  // and 0.45 with a profile's query energies, 0.3 and 0.25 without.
+  // and 0.45 with a profile's query energies, 0.33 and 0.28 without.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
@@ -57,7 +57,9 @@ struct TKV_API CodedFormat {
   friend bool operator==(const CodedFormat&, const CodedFormat&) = default;
 };
 
-// Format "tiers": token-wise widths, two in each class of heads, by importance.
+// Format "tiers": token-wise widths, two in each class of heads, by importance. 8, 4 or 2 bits,
+// values no more than keys. 8 and 4 bits span the range of a token; 2 bits are clipped at its norm,
+// whether `high` and `low` say so or not.
 struct TKV_API TierClass {
   TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
   double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1

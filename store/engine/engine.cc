@@ -21,14 +21,8 @@ Result<SequenceId> Engine::add_sequence() {
 Status Engine::begin(SequenceList sequences, int32_t tokens) {
   if (Status s = sequences_.admit_begin(sequences, tokens, &moves_); !s) return s;
   if (tokens <= kMaxStepTokens) {
-    due_.clear();
-    for (const LayerMove& move : moves_) {
-      if (move.to.body_end > move.from.body_end) due_.push_back(move);
-    }
-    if (!due_.empty()) {
-      if (Status s = place_->compress(due_); !s) return s;
-      sequences_.commit(due_);
-    }
+    if (Status s = place_->compress(moves_); !s) return s;
+    sequences_.commit(moves_);
   }
   sequences_.promise(moves_, tokens);
   return Status::ok();

@@ -42,7 +42,7 @@ class Engine {
   TokenLaws laws_;
   Sequences sequences_;
   std::unique_ptr<Place> place_;
-  LayerMoves moves_, due_;  // of the call under way
+  LayerMoves moves_;  // of the call under way
 };
 
 // What the config makes of the memory: kOutOfRange where it is too little.

@@ -37,16 +37,17 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
   return {first, first + rows};
 }
 
-// Every layer holds what it did until there are pages for all, also one that is rewritten.
+// Pages that only this layer holds come back before those of its new form are taken; pages that it
+// shares may not.
 Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
                              const std::vector<LayerPlan>& plans) {
   const PageTableShape& table = pages_.allocator.shape.table;
-  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot
+  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot; kept where it is rewritten
   int64_t needed = 0;
-  bool rewrites = false;
   for (size_t i = 0; i < layers.size(); ++i) {
     const int32_t slot = layers[i].slot;
-    if (kept.count(slot) == 0) kept[slot] = target[slot] = counts_of(slot);
+    if (target.count(slot) == 0) target[slot] = counts_of(slot);
+    if (plans[i].rewrite && kept.count(slot) == 0) kept[slot] = counts_of(slot);
     for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
       const auto in_slot = static_cast<size_t>(layers[i].layer * pages_.rows_per_layer) + r;
       const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
@@ -56,25 +57,26 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
       for (int32_t side = 0; side < table.num_sides; ++side) {
         const int32_t after = pages_for(plans[i].tokens[r].of[side], table.tokens_per_page[side]);
         pages[side / 2] += after;
-        needed += after - (plans[i].rewrite ? 0 : pages_.allocator.pages[row].of[side]);
+        needed += after;
+        for (int32_t p = 0; p < pages_.allocator.pages[row].of[side]; ++p) {
+          const bool shared = is_frozen(pages_.allocator, pages_.page(row, side, p));
+          needed -= plans[i].rewrite && shared ? 0 : 1;
+        }
       }
       if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
         return Status(StatusCode::kOutOfRange,
                       "sequence " + std::to_string(slot) + ": more pages than its table has");
       }
     }
-    rewrites |= plans[i].rewrite;
   }
   if (Status s = require_pages(needed); !s) return s;
+  for (const auto& [slot, tokens] : kept) {
+    OpReport report;
+    std::vector<PageCopy> copies(tokens.size() * kMaxSides);
+    Status s = run(PageOp::truncate({&slot, 1}, tokens.data(), copies.data(), &report));
+    if (!s) return s;
+  }
   for (const auto& [slot, tokens] : target) {
-    if (rewrites) {
-      OpReport report;
-      std::vector<PageCopy> copies(tokens.size() * kMaxSides);
-      if (Status s = run(PageOp::truncate({&slot, 1}, kept[slot].data(), copies.data(), &report));
-          !s) {
-        return s;
-      }
-    }
     if (Status s = grow(slot, tokens); !s) return s;
   }
   return Status::ok();

@@ -74,11 +74,12 @@ Status HostPlace::compress(const LayerMoves& moves) {
   tokens.reserve(moves.size());
   std::vector<BodyWork> works;
   for (const LayerMove& move : moves) {
+    if (move.to.body_end == move.from.body_end) continue;
     const HostLayer layer = layer_of(move);
     tokens.emplace_back(raw_, layer.raw, move.from, nullptr);
     works.push_back({layer, move.to.body_end, &tokens.back()});
   }
-  return compress_works(works);
+  return works.empty() ? Status::ok() : compress_works(works);
 }
 
 Status HostPlace::compress_works(const std::vector<BodyWork>& works) {

@@ -36,7 +36,8 @@ class Place {
   virtual void open(int32_t slot) = 0;
   virtual void release(int32_t slot) = 0;
 
-  // Compresses what leaves: moves change body_end alone. One decision for all rows. kOutOfPages.
+  // Compresses what leaves, in every step: moves change body_end, or nothing. One decision for all
+  // rows. kOutOfPages.
   virtual Status compress(const LayerMoves& moves) = 0;
   // One move per sequence of the call, in its order: what leaves the window is compressed, out of
   // the tokens held and those of the call; of these, sinks, window and open unit are kept raw.

@@ -72,6 +72,46 @@ struct BadTail {
   std::function<void(AttentionTail&)> spoil;
 };
 
+TEST(AttentionConfig, ClassesThatAreNotSupportedAreNamed) {
+  const auto invalid = StatusCode::kInvalidArgument, unsupported = StatusCode::kUnsupported;
+  static const std::vector<uint8_t> kOfHead(128 * 64 * 2, 1);
+  const auto good = [] {
+    AttentionConfig c = good_config();
+    c.classes.count = 2;
+    c.classes.of_head = kOfHead.data();
+    c.classes.format[0][0] = token_wise_tier(4, 4);
+    c.classes.format[0][1] = *parse_tier_format("k2nv2n");
+    return c;
+  };
+  EXPECT_TRUE(good().validate()) << good().validate().message();
+  static const std::vector<uint8_t> kStray = [] {
+    std::vector<uint8_t> classes(8, 0);
+    classes[7] = 2;
+    return classes;
+  }();
+  const BadConfig cases[] = {
+      {"classes.count", invalid, [](auto& c) { c.classes.count = 5; }},
+      {"classes.count", invalid, [](auto& c) { c.classes.count = 0; }},
+      {"classes.of_head is null", invalid, [](auto& c) { c.classes.of_head = nullptr; }},
+      {"classes.of_head[7]", invalid, [](auto& c) { c.classes.of_head = kStray.data(); }},
+      {"64 kv_heads", unsupported, [](auto& c) { c.num_q_heads = c.num_kv_heads = 65; }},
+      {"128 layers", unsupported, [](auto& c) { c.num_layers = 129; }},
+      {"class 1: tier 0", unsupported,
+       [](auto& c) { c.classes.format[0][0] = token_wise_tier(2, 4); }},
+      {"class 1: tier 1", unsupported,
+       [](auto& c) { c.classes.format[0][1] = token_wise_tier(16, 4); }},
+      {"class 0: tier 1", unsupported, [](auto& c) { c.tiers[1].format = token_wise_tier(2, 8); }},
+      {"class 1: tier 0", unsupported, [](auto& c) { c.classes.format[0][0].k.group = 64; }},
+  };
+  for (const BadConfig& bad : cases) {
+    AttentionConfig c = good();
+    bad.spoil(c);
+    const Status s = c.validate();
+    EXPECT_EQ(s.code(), bad.code) << bad.name << ": " << s.message();
+    EXPECT_NE(std::string(s.message()).find(bad.name), std::string::npos) << s.message();
+  }
+}
+
 TEST(AttentionTail, OneOutOfRangeIsNamed) {
   AttentionConfig config = good_config();
   config.q_len = 3;

@@ -19,13 +19,15 @@ namespace {
 
 constexpr int32_t kCtas = 2;
 
-CodedKernelParams params_of(const CodedAttention& call, int32_t slots, int32_t warps) {
+// room: bytes of a slot over those of the largest block, in parts of 128.
+CodedKernelParams params_of(const CodedAttention& call, int32_t room, int32_t warps) {
   CodedKernelParams p{};
   p.call = call;
   p.grid.num_ctas = kCtas;
-  p.grid.slots_per_warp = slots;
+  p.grid.slots_per_warp = 2;
   p.grid.warps = warps;
-  p.grid.slot_bytes = (slice_count(call.head_dim) * call.max_block_bytes + 127) / 128 * 128;
+  p.grid.slot_bytes =
+      (slice_count(call.head_dim) * call.max_block_bytes * room / 128 + 127) / 128 * 128;
   p.headers = {expected_weighted_header(call.keys.codebook, call.head_dim),
                expected_weighted_header(call.values.codebook, call.head_dim)};
   p.key_mask = table_mask(call.keys.codebook.max_length, 0);
@@ -36,7 +38,7 @@ CodedKernelParams params_of(const CodedAttention& call, int32_t slots, int32_t w
       std::max(call.keys.codebook.max_length, call.values.codebook.max_length), 0));
   const CodedSharedLayout at = coded_shared_layout(
       EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
-      static_cast<uint32_t>(warps * slots), 2,
+      static_cast<uint32_t>(warps), 2,
       weighted_tail_bytes(call.head_dim, call.weighted.pairing != RopePairing::kNone, warps));
   p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
   return p;
@@ -79,7 +81,7 @@ void join_row(const World& w, const CodedKernelParams& p, size_t r, coded::Atten
   }
 }
 
-coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t slots, int32_t warps) {
+coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_t warps) {
   CodedAttention call = call_of(w);
   const std::vector<uint32_t> tables[2] = {device_table(w.books[0].family.books.front()),
                                            device_table(w.books[1].family.books.front())};
@@ -101,7 +103,7 @@ coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t slots
   to.lse.resize(w.rows.size() * static_cast<size_t>(call.all_columns()), NAN);
   to.status.resize(w.rows.size(), StatusCode::kIo);
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    CodedKernelParams p = params_of(call, slots, warps);
+    CodedKernelParams p = params_of(call, room, warps);
     p.first_column = first;
     p.call.columns = std::min(p.row_columns - first, kCodedColumns);
     p.call.q = halves.data() + int64_t{first} * call.head_dim;
@@ -162,7 +164,8 @@ class EmulatedWeightedAttention : public RandomTest {
     make_world(&source_, shape, rows(shape.q_len), &w);
     if (HasFatalFailure()) return;
     const int32_t most = coded_warps(shape.head_dim);
-    compare(w, attend_on_host(w, kernel_of(shape), 1 + source_.below(2), most >> source_.below(3)));
+    compare(
+        w, attend_on_host(w, kernel_of(shape), 128 + source_.below(130), most >> source_.below(3)));
   }
   CodeSource source_;
 };
@@ -187,6 +190,27 @@ TEST_F(EmulatedWeightedAttention, OfEveryPairing) {
       check(shape);
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+// Blocks of about the same size: a slot holds one, or some neighbours, or any two.
+TEST_F(EmulatedWeightedAttention, TwoBlocksInASlotWhereBothFit) {
+  Shape shape;
+  shape.head_dim = 64;
+  shape.odd_blocks = false;
+  World w;
+  make_world(&source_, shape, {{1200, 0}, {3000, 5}}, &w);
+  if (HasFatalFailure()) return;
+  std::vector<uint32_t> sums;
+  for (size_t b = 0; b < w.refs[0].size(); ++b) {
+    sums.push_back(16 * (w.refs[0][b].units + w.refs[1][b].units));
+  }
+  std::nth_element(sums.begin(), sums.begin() + static_cast<int64_t>(sums.size() / 2), sums.end());
+  const auto usual = static_cast<int32_t>(sums[sums.size() / 2]);
+  for (const int32_t room : {128, 128 * usual / w.max_block_bytes, 260}) {
+    SCOPED_TRACE("room " + std::to_string(room));
+    compare(w, attend_on_host(w, kernel_of(shape), room, 2));
+    if (HasFatalFailure()) return;
   }
 }
 
@@ -228,14 +252,14 @@ class WrongBytes : public EmulatedWeightedAttention {
     World w;
     make_world(&source_, shape, {{150, 5}, {200, 9}, {100, 3}}, &w);
     if (HasFatalFailure()) return;
-    const coded::Attended right = attend_on_host(w, kernel_of(shape), 2, 4);
+    const coded::Attended right = attend_on_host(w, kernel_of(shape), 200, 4);
     const auto block = static_cast<size_t>(w.rows[1].first_block + source_.below(4));
     const CodedBlockRef ref = w.refs[c][block];
     uint8_t* bytes = w.bytes[c].data() + size_t{ref.offset} * 16;
     const int32_t at = source_.below(in_header ? 14 : static_cast<int32_t>(ref.units * 16));
     const bool settled = is_settled(bytes, at);
     bytes[at] ^= static_cast<uint8_t>(1u << source_.below(8));
-    const coded::Attended got = attend_on_host(w, kernel_of(shape), 2, 4);
+    const coded::Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
     const auto row = static_cast<int64_t>(right.out.size() / 3);
     for (int64_t r = 0; r < 3; r += 2) {
       EXPECT_EQ(got.status[static_cast<size_t>(r)], StatusCode::kOk);
@@ -266,7 +290,7 @@ TEST_F(WrongBytes, SlicesLargerThanTheirBlock) {
     const CodedBlockRef ref = w.refs[c][static_cast<size_t>(w.rows[1].first_block + c)];
     w.bytes[c][size_t{ref.offset} * 16 + 13] = 0xff;
   }
-  const coded::Attended got = attend_on_host(w, kernel_of(shape), 2, 4);
+  const coded::Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
   EXPECT_EQ(got.status[0], StatusCode::kOk);
   EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
 }
@@ -294,7 +318,7 @@ TEST_F(EmulatedWeightedAttention, WrongRowsHarmThemselvesAlone) {
   for (size_t i = 0; i < wrongs.size(); ++i) {
     World w = right;
     wrongs[i](&w, sink_units - own + 1);
-    const coded::Attended got = attend_on_host(w, kernel_of(shape), 1, 2);
+    const coded::Attended got = attend_on_host(w, kernel_of(shape), 128, 2);
     EXPECT_EQ(got.status[0], StatusCode::kOk) << i;
     EXPECT_EQ(got.status[1], i == 0 ? StatusCode::kOk : StatusCode::kCorrupt) << i;
     EXPECT_EQ(got.status[2], StatusCode::kOk) << i;

@@ -60,6 +60,28 @@ TEST(AttentionGrid, EveryShapeFitsIntoTheSmallestSharedMemory) {
   }
 }
 
+// The formats of classes share a page, two of which each of eight warps has room for.
+TEST(AttentionGrid, PagesOfClassesFitTwiceIntoTheRings) {
+  const TierFormat k8v4 = token_wise_tier(8, 4), k4v2 = token_wise_tier(4, 2);
+  const uint8_t of_head[] = {0, 2};
+  for (const int32_t group : {1, 2, 4}) {
+    AttentionConfig c = config_of(128, group, 1, {k8v4, k8v4, raw_tier()});
+    c.page_bytes = 13312;
+    c.page_records = false;
+    c.classes.count = 3;
+    c.classes.of_head = of_head;
+    const TierFormat formats[2][3] = {{token_wise_tier(4, 4), k4v2, raw_tier()},
+                                      {k4v2, token_wise_tier(2, 2), raw_tier()}};
+    for (int32_t i = 0; i < 2; ++i) std::copy_n(formats[i], 3, c.classes.format[i]);
+    const Result<AttentionGrid> grid = choose_grid(c, 132, kLargest);
+    ASSERT_TRUE(grid.is_ok()) << grid.status().message();
+    EXPECT_EQ(grid->warps_per_cta, kDecodeWarps);
+    EXPECT_EQ(grid->slots_per_warp, 2);
+    // 8 tiles of K4V2 fill it; 4 of K8V4 take 12800 bytes, 11 of K2V2 12672.
+    EXPECT_EQ(grid->slot_bytes, 13312);
+  }
+}
+
 // A byte between two parts is a byte less for the rings of pages.
 TEST(AttentionGrid, PartsOfSharedMemoryFollowEachOtherWithoutGaps) {
   const int32_t head_dim = 96, columns = 5, slot_bytes = 3072, slots = 3, warps = 4;

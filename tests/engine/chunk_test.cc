@@ -17,13 +17,16 @@ class ChunkTest : public RandomTest {
 
 TEST_F(ChunkTest, AnyChunksGiveTheSameBytes) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
-    for (const bool with_profile : {false, true}) {
+    for (const int32_t kind : {0, 1, 2}) {
+      const bool with_profile = kind == 1;
       ConfigChoice choice;
       choice.head_dim = head_dim;
       choice.num_kv_heads = head_dim == 64 ? 3 : 1;
       choice.with_profile = with_profile;
       StoreConfig config = make_config(choice);
       config.raw_layers = {1};
+      if (kind == 2) config.format = ChannelFormat{4, 2, head_dim == 96 ? 128 : 64};
+      give_pages(400, &config);
       const Feed feed(config.layout, 600, &rng_);
       std::vector<uint8_t> whole;
       for (int32_t round = 0; round < 4; ++round) {
@@ -37,7 +40,7 @@ TEST_F(ChunkTest, AnyChunksGiveTheSameBytes) {
         if (round == 0) {
           whole = one.bytes();
         } else {
-          EXPECT_EQ(whole, one.bytes()) << "head_dim " << head_dim << ", profile " << with_profile;
+          EXPECT_EQ(whole, one.bytes()) << "head_dim " << head_dim << ", kind " << kind;
         }
       }
     }

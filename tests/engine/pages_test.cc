@@ -91,5 +91,29 @@ TEST_F(PagesTest, AForkTakesAnOpenPageALayer) {
   for (const SequenceId& c : copies) EXPECT_EQ(*engine->export_sequence(c), bytes);
 }
 
+// Raw blocks that wait for means share pages with a copy: what is rewritten cannot give them back.
+TEST_F(PagesTest, AFixTakesPagesBesideThoseThatItShares) {
+  ConfigChoice choice;
+  choice.num_layers = 1;
+  StoreConfig config = make_config(choice);
+  config.window_tokens = 8;
+  give_pages(7, &config);
+  const Feed feed(config.layout, 300, &rng_);
+  OpenStore store(config);
+  store::Engine* engine = store.engine.get();
+  const SequenceId id = *engine->add_sequence();
+  ASSERT_TRUE(feed.give(engine, id, 0, 260));
+  EXPECT_EQ(engine->usage()->pages_free, 1);  // two of twelve blocks on a page
+  const Result<SequenceId> copy = engine->fork(id);
+  ASSERT_TRUE(copy) << copy.status().message();
+  const std::vector<uint8_t> before = *engine->export_sequence(id);
+  EXPECT_EQ(engine->begin({&id, 1}, 8).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(*engine->export_sequence(id), before);
+  EXPECT_EQ(*engine->export_sequence(*copy), before);
+  ASSERT_TRUE(engine->release(*copy));
+  ASSERT_TRUE(feed.give(engine, id, 260, 8));
+  EXPECT_GE(engine->usage()->pages_free, 5);
+}
+
 }  // namespace
 }  // namespace tierkv

@@ -15,7 +15,7 @@ class TiersRowsTest : public RandomTest {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
   // Gives a sequence the chunk's tokens [first, first + count).
-  Status extend(TiersStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
+  Status extend(OpenStore* store, SequenceId id, const TiersChunk& chunk, int32_t first,
                 int32_t count, const StoreConfig& config) {
     if (Status s = store->engine->begin({&id, 1}, count); !s) return s;
     const int64_t token = int64_t{config.layout.num_kv_heads} * config.layout.head_dim;
@@ -56,7 +56,7 @@ TEST_F(TiersRowsTest, SoakOfRandomCalls) {
 
 TEST_F(TiersRowsTest, ChunksDoNotMatterWithoutSignificances) {
   const StoreConfig config = tiers_config(128, 900, true, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const TiersChunk chunk = tiers_chunk(config, 600, false, &rng_);
   std::vector<uint8_t> first;
   for (int32_t round = 0; round < 4; ++round) {
@@ -83,27 +83,25 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
   const int32_t tokens = pick(100, 400);
   std::vector<std::vector<uint8_t>> pages;
   for (const bool is_cut : {false, true}) {
-    TiersStore store(config);
+    OpenStore store(config);
     const SequenceId id = *store.engine->add_sequence();
     ASSERT_TRUE(extend(&store, id, chunk, 0, is_cut ? 500 : tokens + config.window_tokens, config));
     ASSERT_TRUE(store.engine->truncate(id, tokens));
     std::vector<uint8_t> tiles;
     const store::HostPagesView& view = store.place->pages();
-    const auto format = store::make_row_format(config);
+    const auto& tiers = std::get<TiersFormat>(config.format);
+    const int32_t body = tokens - config.sink_tokens;  // all of the high tier
     for (int32_t r = 0; r < view.allocator.shape.table.rows_per_sequence; ++r) {
-      const auto& tiers = std::get<TiersFormat>(config.format);
-      const TierClass& c = tiers.classes[tiers.class_of_head[r]];
-      for (int32_t side = 0; side < 2; ++side) {
-        const PageLayout layout =
-            *make_page_layout(side == 0 ? c.high : c.low, 64, (*format)->sizes().page_bytes, false);
-        for (int32_t i = 0; i < view.allocator.pages[r].of[side]; ++i) {
-          const bool is_last = i + 1 == view.allocator.pages[r].of[side];
-          const uint8_t* page = view.bytes(view.page(r, side, i));
-          // Of the last page the first tile, which every page in use has.
-          const int32_t all = is_last ? layout.k_tile.bytes() : layout.scores;
-          tiles.insert(tiles.end(), page, page + all);
-          const uint8_t* values = page + layout.v_codes;
-          if (is_last) tiles.insert(tiles.end(), values, values + layout.v_tile.bytes());
+      const TierFormat& format = tiers.classes[tiers.class_of_head[r]].high;
+      const PageLayout layout = *make_page_layout(format, 64, view.page_bytes, false);
+      for (int32_t t = 0; t < body; t += kTileTokens) {
+        const uint8_t* page = view.bytes(view.page(r, 0, t / layout.tokens));
+        const int32_t tile = t % layout.tokens / kTileTokens;
+        for (const Component c : {Component::kKey, Component::kValue}) {
+          const uint8_t* codes = page + layout.tile_codes_byte(c, tile);
+          const uint8_t* metadata = page + layout.tile_metadata_byte(c, tile);
+          tiles.insert(tiles.end(), codes, codes + layout.tile(c).bytes());
+          tiles.insert(tiles.end(), metadata, metadata + tile_metadata_bytes(1));
         }
       }
     }
@@ -114,7 +112,7 @@ TEST_F(TiersRowsTest, CutPagesAreAsIfNeverLonger) {
 
 TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   StoreConfig config = tiers_config(128, 60, false, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const SequenceId a = *store.engine->add_sequence(), b = *store.engine->add_sequence();
   const TiersChunk chunk = tiers_chunk(config, 900, false, &rng_);
   int32_t tokens = 0;
@@ -133,6 +131,36 @@ TEST_F(TiersRowsTest, OutOfPagesChangesNothing) {
   EXPECT_EQ(*store.engine->export_sequence(a), before);
   ASSERT_TRUE(store.engine->release(b));
   EXPECT_TRUE(extend(&store, a, chunk, tokens, 4, config));
+}
+
+// As many tokens as tokens_that_fit() promises fit, whatever their tiers.
+TEST_F(TiersRowsTest, WhatIsPromisedFits) {
+  for (int32_t round = 0; round < 6; ++round) {
+    StoreConfig config = tiers_config(64, pick(40, 300), round % 2 == 1, &rng_);
+    const Result<TokenCapacity> capacity = tokens_that_fit(config);
+    ASSERT_TRUE(capacity) << capacity.status().message();
+    EXPECT_LE(capacity->least, capacity->typical);
+    OpenStore store(config);
+    const auto each = static_cast<int32_t>(capacity->least / config.max_sequences);
+    for (int32_t i = 0; i < config.max_sequences; ++i) {
+      const SequenceId id = *store.engine->add_sequence();
+      TiersChunk chunk = tiers_chunk(config, each, true, &rng_);
+      ASSERT_TRUE(store.engine->begin({&id, 1}, each));
+      const int64_t values = int64_t{each} * config.layout.num_kv_heads * config.layout.head_dim;
+      for (int32_t l = 0; l < config.layout.num_layers; ++l) {
+        LayerAppend call;
+        call.sequences = {&id, 1};
+        call.layer = l;
+        call.tokens = each;
+        call.k = chunk.k.data() + l * values;
+        call.v = chunk.v.data() + l * values;
+        call.significance = chunk.significance.data() + l * config.layout.num_kv_heads * each;
+        call.stride = each;
+        const Status s = store.engine->append(call);
+        ASSERT_TRUE(s) << s.message();
+      }
+    }
+  }
 }
 
 TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
@@ -164,10 +192,10 @@ TEST_F(TiersRowsTest, SensitiveHeadsTakeTheFirstClasses) {
   auto& classes = std::get<TiersFormat>(given.format).class_of_head;
   classes.assign(heads, 2);
   for (size_t i = 0; i < 4; ++i) classes[(i * 5 + 2) % heads] = i == 0 ? 0 : 1;
-  TiersStore by_profile(config), by_hand(given);
+  OpenStore by_profile(config), by_hand(given);
   EXPECT_EQ(by_profile.place->identity(), by_hand.place->identity());
   std::swap(classes[2], classes[1]);
-  EXPECT_NE(by_profile.place->identity(), TiersStore(given).place->identity());
+  EXPECT_NE(by_profile.place->identity(), OpenStore(given).place->identity());
 }
 
 TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
@@ -199,7 +227,7 @@ TEST_F(TiersRowsTest, BadFormatsAreRefusedByName) {
 // Every change of a body is found out or leaves one that can be read.
 TEST_F(TiersRowsTest, HostileBodies) {
   const StoreConfig config = tiers_config(64, 900, true, &rng_);
-  TiersStore store(config);
+  OpenStore store(config);
   const SequenceId id = *store.engine->add_sequence();
   ASSERT_TRUE(extend(&store, id, tiers_chunk(config, 300, false, &rng_), 0, 300, config));
   store::LayerMoves moves;
@@ -212,16 +240,20 @@ TEST_F(TiersRowsTest, HostileBodies) {
   for (int32_t round = 0; round < 300; ++round) {
     store::SequenceParts damaged = parts;
     std::vector<uint8_t>& body = damaged.bodies[rng_() % damaged.bodies.size()];
-    const int32_t what = pick(0, 3);
+    const int32_t what = pick(0, 5);
     if (what == 0) body.resize(rng_() % body.size());
     if (what == 1) body.push_back(0);
-    for (int32_t i = 0; what > 1 && i < 3; ++i) {
-      const size_t most = what == 2 ? body.size() : size_t{300};  // the tiers
+    // The last zero point, or the last value of a raw layer; the scale before it.
+    if (what == 2) body.end()[-1] = 0x7c;
+    const bool is_raw = &body - damaged.bodies.data() >= 3 && &body - damaged.bodies.data() < 6;
+    if (what == 3) body.end()[-3] = is_raw ? 0xfc : 0x81;
+    for (int32_t i = 0; what > 3 && i < 3; ++i) {
+      const size_t most = what == 4 ? body.size() : size_t{300};  // the tiers
       body[rng_() % most] = static_cast<uint8_t>(rng_());
     }
     const Status s = store.place->import_parts(3, damaged);
     corrupt += s.code() == StatusCode::kCorrupt;
-    EXPECT_TRUE(what >= 2 || s.code() == StatusCode::kCorrupt);
+    EXPECT_TRUE(what > 3 || s.code() == StatusCode::kCorrupt) << what;
     if (!s) {
       EXPECT_EQ(s.code(), StatusCode::kCorrupt) << s.message();
       continue;

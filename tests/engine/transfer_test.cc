@@ -101,8 +101,11 @@ TEST_F(SequenceTransfer, AFlippedBitIsCorrupt) {
 
 // Checksums that are right around bytes that are not: refused, or a sequence that works.
 TEST_F(SequenceTransfer, HostileChunksDoNoHarm) {
-  for (const bool long_enough : {false, true}) {
-    const StoreConfig config = make_config({});
+  for (const int32_t kind : {0, 1, 2}) {
+    const bool long_enough = kind > 0;
+    StoreConfig config = make_config({});
+    if (kind == 2) config.format = ChannelFormat{};
+    give_pages(200, &config);
     const Feed feed(config.layout, 460, &rng_);
     OneSequence from(config);
     store::Engine* engine = from.store.engine.get();

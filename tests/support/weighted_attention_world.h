@@ -37,8 +37,9 @@ struct Shape {
   bool importance = true;
   bool learned_sinks = false;
   bool large_means = false;
-  float coarseness = 1;  // of steps
-  float query_size = 1;  // standard deviation of q, by which sm_scale is divided
+  bool odd_blocks = true;  // some blocks have exceptions, or are raw, or all the same
+  float coarseness = 1;    // of steps
+  float query_size = 1;    // standard deviation of q, by which sm_scale is divided
 
   int32_t all_columns() const { return columns * q_len; }
   double sm_scale() const { return 1 / (query_size * std::sqrt(double(head_dim))); }
@@ -160,7 +161,7 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
   for (int32_t t = 0; t < tokens;) {
     const int32_t here = std::min(kBlockTokens - (t == 0 ? w->shape.raw_sinks : 0), tokens - t);
     int16_t* block = codes.data() + int64_t{t} * dims;
-    disturb(source, dims, here, block);
+    if (w->shape.odd_blocks) disturb(source, dims, here, block);
     std::vector<uint8_t>& bytes = w->bytes[c];
     const size_t begin = bytes.size();
     const Status s = encode_weighted_block({block, from.exponents.data() + t, here, dims},

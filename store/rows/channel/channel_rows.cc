@@ -1,9 +1,235 @@
 #include "store/rows/channel/channel_rows.h"
 
-namespace tierkv::store {
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
 
-Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig&) {
-  return Status(StatusCode::kUnsupported, "format: channel");
+#include "codec/format/byte_cursor.h"
+#include "store/rows/raw_tiles.h"
+
+namespace tierkv::store {
+namespace {
+
+constexpr int32_t kUnit = 16;
+// Pages are about this long: half of one a layer is open.
+constexpr int64_t kPageTarget = 16384;
+
+Status corrupt(const std::string& why) {
+  return Status(StatusCode::kCorrupt, "body: " + why);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config) {
+  const auto& format = std::get<ChannelFormat>(config.format);
+  TierFormat tier = token_wise_tier(format.k_bits, format.v_bits);
+  tier.k.unit = Unit::kChannel;
+  tier.k.group = format.block_tokens;
+  const Result<ChannelLayout> layout = make_channel_layout(tier, config.layout.head_dim);
+  if (!layout) return layout.status().with_context("format");
+  auto rows = std::make_unique<ChannelRows>(config, *layout);
+  if (Status s = rows->check_pages(); !s) return s;
+  return std::unique_ptr<RowFormat>(std::move(rows));
+}
+
+ChannelRows::ChannelRows(const StoreConfig& config, const ChannelLayout& layout)
+    : config_(config), layout_(layout), is_raw_layer_(config.layout.num_layers) {
+  for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
+  raw_bytes_ = 2 * raw_tiles_bytes(layout.tokens, config.layout.head_dim);
+  sizes_.unit_tokens = layout.tokens;
+  sizes_.ring_tokens =
+      static_cast<int32_t>(round_up(config.window_tokens + layout.tokens - 1, kTileTokens));
+  const int64_t least_bytes = config.raw_layers.empty() ? layout.bytes : raw_bytes_;
+  const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout.bytes);
+  sizes_.page_bytes =
+      config.page_bytes != 0
+          ? config.page_bytes
+          : std::max<int64_t>(blocks * layout.bytes, round_up(least_bytes, kPageAlignment));
+  sizes_.table.num_sides = 1;
+  sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / kUnit);
+  int64_t slots = 1;
+  for (int32_t l = 0; l < config.layout.num_layers && check_pages(); ++l) {
+    slots = std::max(slots, layer_pages(l, config.max_tokens, true));
+  }
+  sizes_.table.table_slots[0] = static_cast<int32_t>(std::min<int64_t>(slots, kMaxTableSlots));
+}
+
+Status ChannelRows::check_pages() const {
+  const int32_t block = config_.raw_layers.empty() ? layout_.bytes : raw_bytes_;
+  if (block <= sizes_.page_bytes) return Status::ok();
+  return Status(StatusCode::kInvalidArgument, "page_bytes: a block takes " + std::to_string(block));
+}
+
+int64_t ChannelRows::layer_pages(int32_t layer, int32_t tokens, bool) const {
+  const int64_t blocks =
+      int64_t{blocks_of(most(0, tokens - config_.window_tokens))} * config_.layout.num_kv_heads;
+  const int64_t per_page = sizes_.page_bytes / block_bytes(layer);
+  return (blocks + per_page - 1) / per_page;
+}
+
+int32_t ChannelRows::units_of(int32_t layer, int32_t blocks) const {
+  const int64_t count = int64_t{blocks} * config_.layout.num_kv_heads;
+  const int64_t bytes = block_bytes(layer), per_page = sizes_.page_bytes / bytes;
+  return static_cast<int32_t>((count / per_page * sizes_.page_bytes + count % per_page * bytes) /
+                              kUnit);
+}
+
+uint8_t* ChannelRows::block_at(const HostLayer& layer, int32_t kv_head, int32_t block) const {
+  const int64_t index = int64_t{block} * config_.layout.num_kv_heads + kv_head;
+  const int64_t bytes = block_bytes(layer.layer), per_page = sizes_.page_bytes / bytes;
+  const int32_t row = pages_.row(layer.slot, layer.layer, 0);
+  return pages_.bytes(pages_.page(row, 0, static_cast<int32_t>(index / per_page))) +
+         index % per_page * bytes;
+}
+
+void ChannelRows::encode(int32_t layer, const float* k, const float* v, uint8_t* block) const {
+  if (!is_raw(layer)) return encode_channel_block(layout_, k, v, block);
+  const int32_t dim = config_.layout.head_dim;
+  write_raw_tiles(Component::kKey, layout_.tokens, dim, k, block);
+  write_raw_tiles(Component::kValue, layout_.tokens, dim, v, block + raw_bytes_ / 2);
+}
+
+void ChannelRows::decode(int32_t layer, const uint8_t* block, float* k, float* v) const {
+  const int32_t dim = config_.layout.head_dim;
+  if (is_raw(layer)) {
+    read_raw_tiles(Component::kKey, layout_.tokens, dim, block, k);
+    read_raw_tiles(Component::kValue, layout_.tokens, dim, block + raw_bytes_ / 2, v);
+    return;
+  }
+  for (int32_t t = 0; t < layout_.tokens; ++t) {
+    for (int32_t d = 0; d < dim; ++d) {
+      *k++ = channel_value(layout_, block, Component::kKey, t, d);
+      *v++ = channel_value(layout_, block, Component::kValue, t, d);
+    }
+  }
+}
+
+Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>& works) {
+  auto plan = std::make_unique<ChannelPlan>();
+  const int32_t dim = config_.layout.head_dim, heads = config_.layout.num_kv_heads;
+  std::vector<float> x[2];
+  for (std::vector<float>& to : x) to.resize(static_cast<size_t>(layout_.tokens) * dim);
+  for (const BodyWork& work : works) {
+    const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
+    const int32_t first = blocks_of(work.layer.at.body_end), bytes = block_bytes(layer);
+    std::vector<uint8_t> blocks(int64_t{end - first} * heads * bytes);
+    for (int32_t i = 0; i < (end - first) * heads; ++i) {
+      const int32_t from = (first + i / heads) * layout_.tokens;
+      const int32_t skip = most(0, config_.sink_tokens - from);
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        float* to = x[static_cast<int32_t>(c)].data();
+        work.tokens->read(c, i % heads, from + skip, layout_.tokens - skip,
+                          to + int64_t{skip} * dim);
+        for (int32_t t = 0; t < skip; ++t) {
+          std::copy_n(to + int64_t{skip} * dim, dim, to + int64_t{t} * dim);
+        }
+      }
+      encode(layer, x[0].data(), x[1].data(), blocks.data() + int64_t{i} * bytes);
+    }
+    SideCounts counts;
+    counts.of[0] = units_of(layer, end);
+    plan->layers.push_back({false, {counts}});
+    plan->first_block.push_back(first);
+    plan->blocks.push_back(std::move(blocks));
+  }
+  return std::unique_ptr<BodyPlan>(std::move(plan));
+}
+
+void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
+  const auto& channel = static_cast<const ChannelPlan&>(plan);
+  const int32_t heads = config_.layout.num_kv_heads;
+  for (size_t w = 0; w < layers.size(); ++w) {
+    const int32_t bytes = block_bytes(layers[w].layer);
+    const std::vector<uint8_t>& blocks = channel.blocks[w];
+    for (int32_t i = 0; i < static_cast<int32_t>(blocks.size()) / bytes; ++i) {
+      std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads),
+                  blocks.data() + int64_t{i} * bytes, bytes);
+    }
+  }
+}
+
+void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                       float* k, float* v, uint8_t* pruned) const {
+  const int32_t dim = config_.layout.head_dim, tokens = layout_.tokens;
+  std::vector<float> keys(static_cast<size_t>(tokens) * dim), values(keys.size());
+  for (int32_t b = first / tokens; b * tokens < end; ++b) {
+    decode(layer.layer, block_at(layer, kv_head, b), keys.data(), values.data());
+    const int32_t from = most(first, b * tokens), to = least(end, (b + 1) * tokens);
+    const int64_t skip = int64_t{from - b * tokens} * dim, at = int64_t{from - first} * dim;
+    std::copy_n(keys.data() + skip, int64_t{to - from} * dim, k + at);
+    std::copy_n(values.data() + skip, int64_t{to - from} * dim, v + at);
+  }
+  if (pruned != nullptr) std::fill(pruned, pruned + (end - first), uint8_t{0});
+}
+
+void ChannelRows::read_decided(const HostLayer&, int32_t, int32_t first, int32_t end,
+                               RawScore* scores) const {
+  std::fill(scores, scores + (end - first), RawScore{});
+}
+
+std::vector<SideCounts> ChannelRows::cut_counts(const HostLayer& layer, int32_t body_end) const {
+  SideCounts counts;
+  counts.of[0] = units_of(layer.layer, blocks_of(body_end));
+  return {counts};
+}
+
+int64_t ChannelRows::nominal_bytes(const HostLayer& layer) const {
+  return int64_t{blocks_of(layer.at.body_end)} * config_.layout.num_kv_heads *
+         block_bytes(layer.layer);
+}
+
+std::vector<uint8_t> ChannelRows::identity() const {
+  std::vector<uint8_t> bytes;
+  ByteWriter out(&bytes);
+  const auto& format = std::get<ChannelFormat>(config_.format);
+  for (const int32_t x : {format.k_bits, format.v_bits, format.block_tokens}) out.i32(x);
+  return bytes;
+}
+
+// Blocks as they lie on pages.
+std::vector<uint8_t> ChannelRows::export_body(const HostLayer& layer, int32_t kv_head) const {
+  std::vector<uint8_t> bytes;
+  for (int32_t b = 0; b < blocks_of(layer.at.body_end); ++b) {
+    const uint8_t* block = block_at(layer, kv_head, b);
+    bytes.insert(bytes.end(), block, block + block_bytes(layer.layer));
+  }
+  return bytes;
+}
+
+Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<ImportWork>& works) {
+  auto plan = std::make_unique<ChannelPlan>();
+  const int32_t heads = config_.layout.num_kv_heads;
+  std::vector<float> x[2];
+  for (std::vector<float>& to : x) {
+    to.resize(static_cast<size_t>(layout_.tokens) * config_.layout.head_dim);
+  }
+  for (const ImportWork& work : works) {
+    const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
+    const int64_t bytes = block_bytes(layer);
+    if (!work.shared.empty()) return corrupt("it has codebooks");
+    for (const std::vector<uint8_t>& body : work.bodies) {
+      if (static_cast<int64_t>(body.size()) != end * bytes) return corrupt("wrong size");
+    }
+    std::vector<uint8_t> blocks(end * heads * bytes);
+    for (int32_t i = 0; i < end * heads; ++i) {
+      const uint8_t* block = work.bodies[i % heads].data() + i / heads * bytes;
+      decode(layer, block, x[0].data(), x[1].data());
+      for (const std::vector<float>& values : x) {
+        if (!std::all_of(values.begin(), values.end(), [](float a) { return is_finite(a); })) {
+          return corrupt("a value is not finite");
+        }
+      }
+      std::copy_n(block, bytes, blocks.data() + i * bytes);
+    }
+    SideCounts counts;
+    counts.of[0] = units_of(layer, end);
+    plan->layers.push_back({false, {counts}});
+    plan->first_block.push_back(0);
+    plan->blocks.push_back(std::move(blocks));
+  }
+  return std::unique_ptr<BodyPlan>(std::move(plan));
 }
 
 }  // namespace tierkv::store

@@ -1,12 +1,69 @@
-// Body tokens as blocks of channel-wise keys, in host memory.
+// Body tokens as blocks of channel-wise keys (codec/format/channel_block.h), in host memory.
+//
+// Block b of a row holds the positions T b to T (b + 1) - 1; the places of sinks hold copies of the
+// row's first body token, which nobody reads. All blocks of a layer have one size and lie by
+// (block, kv_head) on pages that belong to (sequence, layer), so their places follow from their
+// numbers and a layer keeps no state. A raw layer has raw tiles in their stead: keys, then values.
 #pragma once
 
 #include <memory>
+#include <vector>
 
+#include "codec/format/channel_block.h"
 #include "store/rows/row_format.h"
 
 namespace tierkv::store {
 
+// kInvalidArgument, kUnsupported naming the field of the format.
 Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config);
+
+class ChannelRows final : public RowFormat {
+ public:
+  ChannelRows(const StoreConfig& config, const ChannelLayout& layout);
+  // kInvalidArgument where a block does not fit into page_bytes.
+  Status check_pages() const;
+
+  const FormatSizes& sizes() const override { return sizes_; }
+  void bind(const HostPagesView& pages) override { pages_ = pages; }
+  int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override;
+  void open(const HostLayer&) override {}
+  Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override;
+  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override;
+  void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
+            uint8_t* pruned) const override;
+  // Nothing is decided about a token.
+  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                    RawScore* scores) const override;
+  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override;
+  void cut(const HostLayer&, int32_t) override {}
+  void relocate(const HostLayer&, const PageCopy*) override {}
+  int64_t nominal_bytes(const HostLayer& layer) const override;
+  std::vector<uint8_t> identity() const override;
+  std::vector<uint8_t> export_shared(const HostLayer&) const override { return {}; }
+  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
+  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
+
+ private:
+  struct ChannelPlan final : BodyPlan {
+    std::vector<int32_t> first_block;          // [works]
+    std::vector<std::vector<uint8_t>> blocks;  // [works]: one behind the other, as on pages
+  };
+  bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
+  int32_t block_bytes(int32_t layer) const { return is_raw(layer) ? raw_bytes_ : layout_.bytes; }
+  int32_t blocks_of(int32_t tokens) const { return tokens / layout_.tokens; }
+  // What the table row counts, in units of 16 bytes, of `blocks` blocks of all kv_heads.
+  int32_t units_of(int32_t layer, int32_t blocks) const;
+  uint8_t* block_at(const HostLayer& layer, int32_t kv_head, int32_t block) const;
+  void encode(int32_t layer, const float* k, const float* v, uint8_t* block) const;
+  // All places of a block, [T, head_dim] each.
+  void decode(int32_t layer, const uint8_t* block, float* k, float* v) const;
+
+  StoreConfig config_;
+  ChannelLayout layout_;
+  FormatSizes sizes_;
+  HostPagesView pages_;
+  std::vector<uint8_t> is_raw_layer_;  // [num_layers]
+  int32_t raw_bytes_ = 0;
+};
 
 }  // namespace tierkv::store

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "store/rows/coded/coded_rows.h"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
 
@@ -157,7 +158,7 @@ void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, Cod
   if (block < work.layer.at.body_end / kBlockTokens) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const uint8_t* bytes = block_bytes(refs(work.layer, kv_head, c)[block]);
-      read_raw_block(bytes, c, count, out->x[static_cast<int32_t>(c)].data());
+      read_raw_tiles(c, count, dim, bytes + kBlockTokens, out->x[static_cast<int32_t>(c)].data());
       std::memcpy(out->importance.data(), bytes, count);
     }
     return;
@@ -243,15 +244,8 @@ Status CodedRows::encode(const LayerBooks& books, int32_t kv_head, int32_t count
 std::vector<uint8_t> CodedRows::raw_block(const BlockTokens& tokens, Component c) const {
   std::vector<uint8_t> bytes(shape_.raw_block_bytes());
   std::memcpy(bytes.data(), tokens.importance.data(), tokens.importance.size());
-  const std::vector<float>& x = tokens.x[static_cast<int32_t>(c)];
-  for (int32_t t = 0; t < tokens.count; ++t) {
-    uint8_t* tile = bytes.data() + kBlockTokens + t / kTileTokens * shape_.tile().bytes();
-    for (int32_t d = 0; d < shape_.head_dim; ++d) {
-      const CodePosition at = code_position(shape_.tile(), c, t % kTileTokens, d);
-      const uint16_t half = float_to_half(x[static_cast<size_t>(t) * shape_.head_dim + d]);
-      std::memcpy(tile + at.byte + at.bit / 8, &half, sizeof(half));
-    }
-  }
+  write_raw_tiles(c, tokens.count, shape_.head_dim, tokens.x[static_cast<int32_t>(c)].data(),
+                  bytes.data() + kBlockTokens);
   return bytes;
 }
 

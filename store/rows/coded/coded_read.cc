@@ -3,20 +3,9 @@
 #include <cstring>
 
 #include "store/rows/coded/coded_rows.h"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
-
-void CodedRows::read_raw_block(const uint8_t* bytes, Component c, int32_t count, float* x) const {
-  for (int32_t t = 0; t < count; ++t) {
-    const uint8_t* tile = bytes + kBlockTokens + t / kTileTokens * shape_.tile().bytes();
-    for (int32_t d = 0; d < shape_.head_dim; ++d) {
-      const CodePosition at = code_position(shape_.tile(), c, t % kTileTokens, d);
-      uint16_t half;
-      std::memcpy(&half, tile + at.byte + at.bit / 8, sizeof(half));
-      *x++ = half_to_float(half);
-    }
-  }
-}
 
 Status CodedRows::decode(const WeightedRow& row, const LayerBooks& books,
                          const uint8_t* const bytes[2], const int64_t size[2], int32_t block,
@@ -46,7 +35,7 @@ void CodedRows::read_block(const HostLayer& layer, int32_t kv_head, int32_t bloc
     bytes[i] = block_bytes(ref);
     size[i] = int64_t{ref.units} * kUnitBytes;
     if (is_fixed(layer)) continue;
-    read_raw_block(bytes[i], c, count, x[i]);
+    read_raw_tiles(c, count, shape_.head_dim, bytes[i] + kBlockTokens, x[i]);
     codes->exponents[i].resize(count);
     std::memcpy(codes->exponents[i].data(), bytes[i], count);
   }

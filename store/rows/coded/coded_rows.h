@@ -121,7 +121,6 @@ class CodedRows final : public RowFormat {
   void write_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // coded_read.cc
-  void read_raw_block(const uint8_t* bytes, Component c, int32_t count, float* x) const;
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
                 const int64_t size[2], int32_t block, BlockCodes* codes, float* const x[2]) const;
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,

@@ -10,6 +10,7 @@
 
 #include "codec/format/byte_cursor.h"
 #include "store/rows/coded/coded_rows.h"
+#include "store/rows/raw_tiles.h"
 
 namespace tierkv::store {
 namespace {
@@ -129,7 +130,7 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
         for (const int8_t g : tokens.importance) {
           if (!is_importance_exponent(g)) return corrupt("an exponent is impossible");
         }
-        read_raw_block(bytes[i], c, tokens.count, x[i]);
+        read_raw_tiles(c, tokens.count, dim, bytes[i] + kBlockTokens, x[i]);
         if (!all_finite(tokens.x[i])) return corrupt("a raw value is not finite");
         draft->blocks.push_back(raw_block(tokens, c));
       }

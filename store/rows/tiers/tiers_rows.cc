@@ -151,9 +151,6 @@ void TiersRows::cut(const HostLayer& layer, int32_t body_end) {
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     const TiersRow now = row_state(layer, h), row = counts_before(layer, h, body_end);
     row_state(layer, h) = row;
-    for (int32_t p = body_end; p < layer.at.body_end; ++p) {
-      set_tier(map_of(layer, h), p, BodyTier::kNoTier);
-    }
     for (int32_t side = 0; side < 2; ++side) {
       const int32_t n = row.tokens[side], end = (n + kTileTokens - 1) / kTileTokens * kTileTokens;
       for (int32_t t = n; t < std::min(end, now.tokens[side]); ++t) {

@@ -34,6 +34,12 @@ Status check_tier(const TierFormat& tier, int32_t head_dim) {
   return Status::ok();
 }
 
+void clip_two_bits(TierFormat* tier) {
+  for (ComponentFormat* c : {&tier->k, &tier->v}) {
+    if (c->type == kCodes2 && c->step_rule == StepRule::kMinMax) c->step_rule = StepRule::kNorm;
+  }
+}
+
 Status check_class(const TierClass& c, int32_t head_dim) {
   if (Status s = check_tier(c.high, head_dim); !s) return s.with_context("high");
   if (Status s = check_tier(c.low, head_dim); !s) return s.with_context("low");
@@ -144,7 +150,11 @@ void TiersRows::prepare_bases(const TiersFormat& format) {
 }
 
 Status TiersRows::prepare() {
-  const auto& format = std::get<TiersFormat>(config_.format);
+  auto& format = std::get<TiersFormat>(config_.format);
+  for (TierClass& c : format.classes) {
+    clip_two_bits(&c.high);
+    clip_two_bits(&c.low);
+  }
   shape_ = TiersShape(config_.layout.num_kv_heads, config_.max_tokens);
   if (Status s = prepare_classes(format); !s) return s;
   if (Status s = prepare_heads(format); !s) return s;

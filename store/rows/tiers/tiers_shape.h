@@ -17,7 +17,7 @@
 
 namespace tierkv::store {
 
-// As the map has them. Positions outside the body are kNoTier.
+// As the map has them; of positions outside the body it may say anything. kNoTier: of sinks.
 enum class BodyTier : uint8_t { kNoTier = 0, kHigh = 1, kLow = 2, kPruned = 3 };
 
 inline constexpr int32_t kHighSide = 0, kLowSide = 1;

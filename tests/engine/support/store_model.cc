@@ -6,6 +6,7 @@
 #include <cmath>
 #include <variant>
 
+#include "codec/format/channel_block.h"
 #include "codec/format/element.h"
 #include "codec/format/weighted_step.h"
 
@@ -13,6 +14,10 @@ namespace tierkv::model {
 
 CodedModel::CodedModel(const StoreConfig& config)
     : config_(config), has_books_(config.layout.num_layers) {
+  if (const auto* channel = std::get_if<ChannelFormat>(&config.format)) {
+    unit_ = channel->block_tokens;
+    return;
+  }
   const auto& format = std::get<CodedFormat>(config.format);
   const bool energies = config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
   k_ = format.k != 0 ? format.k : energies ? 0.5 : 0.3;
@@ -107,13 +112,44 @@ void CodedModel::code(Row* row, int32_t position) const {
   t.is_coded = true;
 }
 
+// The first body token stands in the places of sinks.
+void CodedModel::code_channel_block(Row* row, int32_t first) const {
+  const auto& format = std::get<ChannelFormat>(config_.format);
+  const int32_t dim = config_.layout.head_dim;
+  const ChannelLayout layout = channel_layout(dim, format.k_bits, format.v_bits, unit_);
+  std::vector<float> k, v;
+  for (int32_t p = first; p < first + unit_; ++p) {
+    const Token& t = row->tokens[std::max(p, config_.sink_tokens)];
+    for (const uint16_t x : t.k) k.push_back(half_to_float(x));
+    for (const uint16_t x : t.v) v.push_back(half_to_float(x));
+  }
+  std::vector<uint8_t> block(layout.bytes);
+  encode_channel_block(layout, k.data(), v.data(), block.data());
+  for (int32_t p = std::max(first, config_.sink_tokens); p < first + unit_; ++p) {
+    Token& t = row->tokens[p];
+    t.is_coded = true;
+    t.coded_k.resize(dim);
+    t.coded_v.resize(dim);
+    for (int32_t d = 0; d < dim; ++d) {
+      t.coded_k[d] = channel_value(layout, block.data(), Component::kKey, p - first, d);
+      t.coded_v[d] = channel_value(layout, block.data(), Component::kValue, p - first, d);
+    }
+  }
+}
+
 void CodedModel::compress(Layer* layer, int32_t layer_index, int32_t tokens_after) {
   const int32_t left = tokens_after - config_.window_tokens;
   const int32_t before = layer->body_end;
-  if (left < before + 64) return;
-  const int32_t end = left / 64 * 64;
+  if (left < before + unit_) return;
+  const int32_t end = left / unit_ * unit_;
   layer->body_end = end;
   if (is_raw(layer_index)) return;
+  if (std::holds_alternative<ChannelFormat>(config_.format)) {
+    for (Row& row : layer->rows) {
+      for (int32_t b = before; b < end; b += unit_) code_channel_block(&row, b);
+    }
+    return;
+  }
   const int32_t sinks = config_.sink_tokens;
   for (Row& row : layer->rows) {
     for (int32_t b = before; b < end; b += 64) decide(&row, std::max(b, sinks), b + 64);
@@ -178,13 +214,14 @@ void CodedModel::truncate(Sequence* sequence, int32_t tokens) const {
   for (size_t l = 0; l < sequence->size(); ++l) {
     Layer& layer = (*sequence)[l];
     const int32_t before = layer.body_end;
-    layer.body_end = std::min(before, tokens / 64 * 64);
+    layer.body_end = std::min(before, tokens / unit_ * unit_);
     for (Row& row : layer.rows) {
       row.tokens.resize(tokens);
       for (int32_t p = std::max(layer.body_end, config_.sink_tokens); p < std::min(before, tokens);
            ++p) {
         Token& t = row.tokens[p];
-        if (is_raw(static_cast<int32_t>(l))) {
+        if (is_raw(static_cast<int32_t>(l)) ||
+            std::holds_alternative<ChannelFormat>(config_.format)) {
           t.sum = 0;
           t.count = 0;
           t.from_prompt = false;

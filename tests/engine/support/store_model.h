@@ -53,6 +53,7 @@ struct NewTokens {
   int32_t tokens = 0;
 };
 
+// Of the coded and the channel-wise format.
 class CodedModel {
  public:
   explicit CodedModel(const StoreConfig& config);
@@ -75,9 +76,11 @@ class CodedModel {
   void decide(Row* row, int32_t first, int32_t end) const;
   void fit(Row* row, int32_t layer_index, int32_t kv_head, int32_t end) const;
   void code(Row* row, int32_t position) const;
+  void code_channel_block(Row* row, int32_t first) const;
 
   StoreConfig config_;
-  double k_, v_;
+  int32_t unit_ = 64;
+  double k_ = 0, v_ = 0;
   std::vector<RopeTable> ropes_;
   std::vector<bool> has_books_;
 };

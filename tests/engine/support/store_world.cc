@@ -11,14 +11,11 @@ namespace tierkv {
 void give_pages(int32_t pages, StoreConfig* config) {
   config->memory_bytes = int64_t{1} << 40;
   const auto format = store::make_row_format(*config);
-  EXPECT_TRUE(format) << format.status().message();
+  ASSERT_TRUE(format) << format.status().message();
   const auto layout = store::store_layout(*config, **format);
-  EXPECT_TRUE(layout) << layout.status().message();
-  AllocatorShape shape = layout->allocator;
-  shape.num_pages = 1;
-  config->memory_bytes = static_cast<int64_t>(allocator_bytes(shape).total) + 4096 +
-                         layout->slot_bytes * config->max_sequences +
-                         pages * (layout->page_bytes + 28);
+  ASSERT_TRUE(layout) << layout.status().message();
+  const int64_t per_page = layout->page_bytes + 28;
+  config->memory_bytes -= (int64_t{layout->allocator.num_pages} - pages) * per_page;
 }
 
 StoreConfig make_config(const ConfigChoice& choice) {
@@ -95,6 +92,12 @@ StoreConfig random_config(std::mt19937* rng) {
   if (pick(0, 3) == 0) config.raw_layers = {config.layout.num_layers - 1};
   if (pick(0, 2) == 0) {
     config.profile = random_profile(config.layout, config.rope, rng);
+  }
+  if (pick(0, 3) == 0) {
+    const int32_t block = choice.head_dim < 256 && pick(0, 1) == 0 ? 128 : 64;
+    config.format = ChannelFormat{2 * pick(1, 2), 2 * pick(1, 2), block};
+    give_pages(choice.pages, &config);
+    return config;
   }
   auto& format = std::get<CodedFormat>(config.format);
   format.key_books = pick(1, 4);
@@ -453,6 +456,10 @@ void StoreWorld::check_range(const Live& live, int32_t layer, int32_t first, int
 void StoreWorld::check_all() {
   const Status laws = invariants_.check(store_.place->pages().allocator);
   EXPECT_TRUE(laws) << laws.message();
+  const PageAllocator& a = store_.place->pages().allocator;
+  for (int32_t row = 0; row < a.shape.table.num_rows(); ++row) {
+    EXPECT_EQ(a.pages[row].of[0], pages_for(a.tokens[row].of[0], a.shape.table.tokens_per_page[0]));
+  }
   for (const Live& live : live_) {
     const int32_t n = live.layers[0].tokens();
     EXPECT_EQ(*store_.engine->num_tokens(live.id), n);
@@ -467,7 +474,9 @@ void StoreWorld::check_all() {
       sinks += s;
       body += std::max(0, layer.body_end - config_.sink_tokens);
       ring += n - std::max(layer.body_end, s);
-      if (layer.is_fixed) coded_tokens_ += layer.body_end;
+      if (layer.rows[0].tokens.size() > 32 && layer.rows[0].tokens[32].is_coded) {
+        coded_tokens_ += layer.body_end;
+      }
     }
   }
   const int32_t heads = config_.layout.num_kv_heads;

@@ -164,7 +164,7 @@ class TiersModel {
     QuantParams p;
     std::vector<uint8_t> codes(x->size());
     const StatusCode s =
-        format.step_rule == StepRule::kNorm
+        format.type.bits() == 2
             ? quantize_norm(x->data(), dims, &p, codes.data())
             : quantize_minmax(x->data(), dims, 1, format.type.levels(), &p, codes.data());
     if (s != StatusCode::kOk) std::abort();

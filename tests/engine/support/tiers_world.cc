@@ -5,16 +5,6 @@
 
 namespace tierkv {
 
-void give_pages(int32_t pages, StoreConfig* config) {
-  config->memory_bytes = int64_t{1} << 40;
-  const auto format = store::make_row_format(*config);
-  ASSERT_TRUE(format) << format.status().message();
-  const auto layout = store::store_layout(*config, **format);
-  ASSERT_TRUE(layout) << layout.status().message();
-  const int64_t per_page = layout->page_bytes + 28;
-  config->memory_bytes -= (int64_t{layout->allocator.num_pages} - pages) * per_page;
-}
-
 StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937* rng) {
   StoreConfig config;
   CacheLayout& layout = config.layout;
@@ -32,7 +22,7 @@ StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937
   TiersFormat tiers;
   tiers.classes = {{token_wise_tier(8, 4), token_wise_tier(8, 4)},
                    {token_wise_tier(4, 4), *parse_tier_format("k4v2n")},
-                   {*parse_tier_format("k4v2n"), *parse_tier_format("k2nv2n"), 1, 0.4}};
+                   {token_wise_tier(4, 2), token_wise_tier(2, 2), 1, 0.4}};
   for (int32_t i = 0; i < layout.num_layers * layout.num_kv_heads; ++i) {
     tiers.class_of_head.push_back(static_cast<uint8_t>((*rng)() % 3));
   }
@@ -58,18 +48,6 @@ StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937
   }
   give_pages(pages, &config);
   return config;
-}
-
-TiersStore::TiersStore(const StoreConfig& config) {
-  const Status valid = config.validate();
-  EXPECT_TRUE(valid) << valid.message();
-  auto format = store::make_row_format(config);
-  EXPECT_TRUE(format) << format.status().message();
-  auto made = store::HostPlace::make(config, std::move(*format));
-  EXPECT_TRUE(made) << made.status().message();
-  place = made->get();
-  engine = std::make_unique<store::Engine>(config, place->laws());
-  engine->set_place(std::move(*made));
 }
 
 TiersChunk tiers_chunk(const StoreConfig& config, int32_t tokens, bool significance,

@@ -8,23 +8,13 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "store/engine/engine.h"
-#include "store/place/host_place.h"
+#include "tests/engine/support/store_world.h"
 #include "tests/engine/support/tiers_model.h"
 
 namespace tierkv {
 
 // Three classes, one of which prunes; a profile's key means; a raw layer where `raw` says so.
 StoreConfig tiers_config(int32_t head_dim, int32_t pages, bool raw, std::mt19937* rng);
-// memory_bytes for so many pages.
-void give_pages(int32_t pages, StoreConfig* config);
-
-struct TiersStore {
-  store::HostPlace* place = nullptr;
-  std::unique_ptr<store::Engine> engine;
-
-  explicit TiersStore(const StoreConfig& config);
-};
 
 // Random tokens of one call.
 struct TiersChunk {
@@ -68,7 +58,7 @@ class TiersWorld {
 
   StoreConfig config_;
   std::mt19937 rng_;
-  TiersStore store_;
+  OpenStore store_;
   model::TiersModel model_;
   std::vector<Live> live_;
   InvariantChecker invariants_;

@@ -46,14 +46,17 @@ inline std::map<const void*, EmulatedBarrier>& emulated_barriers() {
 }
 
 // Aborts where a copy is under way.
-template <class T>
-T load_arrived(const uint8_t* from) {
-  for (const auto& [at, barrier] : emulated_barriers()) {
+inline void expect_no_copy(const uint8_t* at, size_t bytes) {
+  for (const auto& [address, barrier] : emulated_barriers()) {
     for (const CopyPiece& piece : barrier.pieces) {
-      if (from + sizeof(T) <= piece.to || from >= piece.to + piece.bytes) continue;
-      refuse("a read of what a copy may be writing");
+      if (at + bytes <= piece.to || at >= piece.to + piece.bytes) continue;
+      refuse("memory that a copy may be writing");
     }
   }
+}
+template <class T>
+T load_arrived(const uint8_t* from) {
+  expect_no_copy(from, sizeof(T));
   return *reinterpret_cast<const T*>(from);
 }
 

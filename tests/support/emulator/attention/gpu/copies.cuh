@@ -44,6 +44,7 @@ inline void copy_of_lane(int32_t owner, uint32_t barrier, uint32_t to, const uin
   if (bytes == 0) return;
   uint8_t* place = emulated_shared().at(to, 16);
   emulated_shared().at(to + bytes - 16, 16);
+  expect_no_copy(place, bytes);
   std::memset(place, 0xff, bytes);
   b.pieces.push_back({place, from, bytes});
 }

@@ -1,0 +1,174 @@
+"""tierkv.hf on a small random model: generation over a TierCache beside transformers' own cache. Needs torch and transformers 5."""
+import os
+import sys
+import unittest
+
+sys.path.insert(0, sys.argv.pop(1))
+try:
+    import torch
+    import transformers
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ImportError("transformers is older than 5")
+except ImportError as e:
+    print(f"skipped: {e}")
+    sys.exit(77)
+import tierkv  # noqa: E402
+from tierkv.hf import TierCache, check_model  # noqa: E402
+from tierkv.kv_store import CodedFormat  # noqa: E402
+
+SEED = int.from_bytes(os.urandom(4), "little")
+VOCABULARY = 97
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, pad_token_id=0, eos_token_id=None, bos_token_id=None)
+# A store rounds to fp16 what is float32 here: 2^-11 of keys, values and outputs, over two layers. Logits are of order 1.
+RAW = 0.02
+
+
+def model_of(kind, config):
+    torch.manual_seed(SEED)
+    return kind(config(**SHAPE)).eval()
+
+
+class Generation(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        torch.set_num_threads(2)
+        cls.model = model_of(LlamaForCausalLM, LlamaConfig)
+
+    def ids(self, rows, tokens):
+        return torch.randint(1, VOCABULARY, (rows, tokens))
+
+    def logits(self, cache, passes, mask=None, model=None):
+        """Of the last position of each pass, over a cache that grows."""
+        model = model or self.model
+        model.set_attn_implementation("tierkv" if isinstance(cache, TierCache) else "sdpa")
+        out, seen = [], 0
+        with torch.inference_mode():
+            for ids in passes:
+                seen += ids.shape[1]
+                given = {} if mask is None else {"attention_mask": mask[:, :seen], "position_ids": self.positions(mask, seen, ids.shape[1])}
+                out.append(model(ids, past_key_values=cache, logits_to_keep=1, **given).logits[:, -1])
+        return torch.stack(out)
+
+    @staticmethod
+    def positions(mask, seen, tokens):
+        return (mask.cumsum(1) - 1).clamp(min=0)[:, seen - tokens:seen]
+
+    def assert_near(self, a, b, bound=RAW):
+        self.assertLess(float((a - b).abs().max()), bound, f"seed {SEED}")
+
+    def test_turns_of_all_lengths(self):
+        passes = [self.ids(2, n) for n in (11, 1, 5, 8, 9, 30, 1)]
+        self.assert_near(self.logits(TierCache(max_tokens=256), passes), self.logits(DynamicCache(), passes))
+
+    def test_long_contexts_are_compressed(self):
+        passes = [self.ids(1, n) for n in (700, 1, 300, 1)]
+        cache = TierCache(CodedFormat(k=0.05, v=0.02), max_tokens=1200)
+        # Steps of a tenth and a twentieth of the defaults: errors of a few percent of what attention adds.
+        self.assert_near(self.logits(cache, passes), self.logits(DynamicCache(), passes), 0.15)
+        self.assertEqual(cache.store.usage().body_tokens > 0, True)
+        usage = cache.store.usage()
+        self.assertLess(usage.nominal_bytes, 0.6 * usage.raw_bytes)
+        self.assertEqual(cache.raw_bytes, usage.raw_bytes)
+        cache.close()
+
+    def test_left_padding(self):
+        pads = torch.tensor([0, 3, 7])
+        passes = [self.ids(3, 12), self.ids(3, 1), self.ids(3, 10)]
+        mask = (torch.arange(23)[None] >= pads[:, None]).long()
+        ours, theirs = (self.logits(c, passes, mask) for c in (TierCache(max_tokens=64), DynamicCache()))
+        self.assert_near(ours, theirs)
+        alone = self.logits(TierCache(max_tokens=64), [passes[0][2:, 7:], passes[1][2:], passes[2][2:]])
+        self.assert_near(ours[:, 2], alone[:, 0], 1e-4)
+
+    def test_generate(self):
+        self.model.set_attn_implementation("sdpa")
+        ids = self.ids(2, 9)
+        for options in ({}, {"num_beams": 3}):
+            self.model.set_attn_implementation("sdpa")
+            want = self.model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=12, do_sample=False, **options)
+            self.model.set_attn_implementation("tierkv")
+            cache = TierCache(max_tokens=64, max_sequences=12)
+            got = self.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
+            # A tie within the rounding may be decided otherwise; random models have few.
+            self.assertGreater(float((got == want).double().mean()), 0.7, f"seed {SEED}, {options}")
+            cache.close()
+
+    def test_crop_and_reset(self):
+        first, more = self.ids(1, 40), self.ids(1, 6)
+        cache = TierCache(max_tokens=64)
+        self.logits(cache, [first, more])
+        cache.crop(-6)
+        self.assertEqual((cache.get_seq_length(), cache.store.num_tokens(cache._ids[0])), (40, 40))
+        again = self.logits(cache, [more])
+        self.assert_near(again[0], self.logits(DynamicCache(), [first, more])[1])
+        cache.reset()
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.assert_near(self.logits(cache, [first])[0], self.logits(DynamicCache(), [first])[0])
+
+    def test_rows_are_chosen(self):
+        first, more = self.ids(2, 20), self.ids(3, 1)
+        ours, theirs = TierCache(max_tokens=64, max_sequences=4), DynamicCache()
+        for cache in (ours, theirs):
+            self.logits(cache, [first])
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
+            cache.batch_select_indices(torch.tensor([0, 2, 3]))
+        self.assert_near(self.logits(ours, [more]), self.logits(theirs, [more]))
+
+    def test_norms_of_keys(self):
+        model = model_of(Qwen3ForCausalLM, Qwen3Config)
+        passes = [self.ids(1, 30), self.ids(1, 1)]
+        self.assert_near(self.logits(TierCache(max_tokens=64), passes, model=model), self.logits(DynamicCache(), passes, model=model))
+
+
+class Refused(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = model_of(LlamaForCausalLM, LlamaConfig)
+
+    def run_model(self, cache, ids, implementation="tierkv", **given):
+        self.model.set_attn_implementation(implementation)
+        with torch.inference_mode():
+            return self.model(ids, past_key_values=cache, **given)
+
+    def test_another_attention(self):
+        with self.assertRaisesRegex(tierkv.UnsupportedError, "set_attn_implementation"):
+            self.run_model(TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long), "sdpa")
+
+    def test_padding_on_the_right(self):
+        with self.assertRaisesRegex(ValueError, "padded on the left"):
+            self.run_model(TierCache(max_tokens=64), torch.ones(1, 4, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1, 0]]))
+
+    def test_too_many_tokens_change_nothing(self):
+        cache = TierCache(max_tokens=100)
+        self.run_model(cache, torch.ones(1, 90, dtype=torch.long))
+        with self.assertRaises(tierkv.OutOfRangeError):
+            self.run_model(cache, torch.ones(1, 11, dtype=torch.long))
+        self.assertEqual(cache.get_seq_length(), 90)
+        self.run_model(cache, torch.ones(1, 10, dtype=torch.long))
+
+    def test_another_batch(self):
+        cache = TierCache(max_tokens=64)
+        self.run_model(cache, torch.ones(2, 4, dtype=torch.long))
+        with self.assertRaises(ValueError):
+            self.run_model(cache, torch.ones(3, 1, dtype=torch.long))
+
+    def test_models(self):
+        dynamic = LlamaConfig(**SHAPE)
+        dynamic.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        for config, head_dim, reason in ((transformers.GPT2Config(), 64, "gpt2"), (MistralConfig(sliding_window=128), 64, "sliding"),
+                                         (LlamaConfig(**SHAPE), 80, "head_dim 80"), (dynamic, 64, "dynamic")):
+            with self.assertRaisesRegex(tierkv.UnsupportedError, reason):
+                check_model(config, head_dim)
+
+    def test_formats(self):
+        with self.assertRaisesRegex(ValueError, "tiny"):
+            TierCache("tiny")
+
+
+if __name__ == "__main__":
+    print(f"seed {SEED}")
+    unittest.main()
