@@ -171,11 +171,11 @@ __device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int3
 }
 
 // Where a token of a range lies; null where that is nowhere in the cache.
-struct TokenPlace {
+struct CachePlace {
   uint8_t* page;
   int32_t slot;
 };
-__device__ __forceinline__ TokenPlace token_place(const BlockDecode& d, int32_t sequence,
+__device__ __forceinline__ CachePlace cache_place(const BlockDecode& d, int32_t sequence,
                                                   int64_t token, int32_t kv_head) {
   const int32_t tokens = d.cache.layout.tokens;
   const int64_t column = token / tokens;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   if (row < 0 || row >= d.num_rows) return;
   const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
   const int64_t token = (d.first == nullptr ? 0 : d.first[range]) + at.token;
-  const TokenPlace place = token_place(d, sequence, token, at.kv_head);
+  const CachePlace place = cache_place(d, sequence, token, at.kv_head);
   if (place.page == nullptr) count_error(d.errors, BlockError::kStrayBlocks);
   const int32_t head_dim = c.layout.head_dim();
   const int64_t first = (row * c.num_kv_heads + at.kv_head) * head_dim;
