@@ -1,5 +1,5 @@
 // A sequence as the chunks of a container (tierkv/container.h): the one form in which sequences
-// leave a store and come in, to another store or from the cold tier. docs/FORMAT.md has the bytes.
+// leave a store and come in, to another store or from the cold tier. store/ENGINE.md has the bytes.
 //
 //   kModel                   layout, rotation
 //   kStore                   format, sinks, window, tokens, where the body ends, the profile

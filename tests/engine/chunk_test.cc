@@ -120,7 +120,8 @@ TEST_F(ChunkTest, QueriesGiveTheSignificancesThatTheyHave) {
 // A step with k = 0.3 and v = 0.25 is 0.3 root mean squares of a channel over all tokens, and 0.87
 // of a token's: an error of half a step, times 1.41 for importance 4 eighths.
 TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
-  const StoreConfig config = make_config({});
+  StoreConfig config = make_config({});
+  config.format = CodedFormat{0.3, 0.25};
   const Feed feed(config.layout, 500, &rng_);
   OneSequence one(config);
   ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, 500));
@@ -146,7 +147,11 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
 TEST_F(ChunkTest, EmptyAndShortSequences) {
   ConfigChoice choice;
   choice.group = 5;
-  const StoreConfig config = make_config(choice);
+  choice.max_tokens = 3;
+  StoreConfig config = make_config(choice);
+  config.format = ChannelFormat{};
+  EXPECT_TRUE(config.validate());
+  config.format = CodedFormat{};
   const Feed feed(config.layout, 1, &rng_);
   OneSequence one(config);
   EXPECT_EQ(*one.store.engine->num_tokens(one.id), 0);

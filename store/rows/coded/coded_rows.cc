@@ -133,7 +133,7 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
     return std::min(pages, blocks);
   }
   if (!is_raw_layer(layer)) {
-    const double bits = has_energies(config_) ? 2.4 : 3.1;
+    const double bits = has_energies(config_) ? 2.0 : 3.4;
     bytes = kTypicalOverhead + bits / 8 * kBlockTokens * shape_.head_dim;
     room *= kTypicalFill;
   }
