@@ -77,32 +77,35 @@ struct WeightedRun : CodedWarp<kDimBlocks, Code, kBreadth> {
   __device__ __forceinline__ uint32_t place(int32_t i, uint32_t units) const {
     return ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - taken(units));
   }
-  __device__ __forceinline__ bool fits_beside_next(int32_t i) const {
-    return taken(units_of(i)) + taken(units_of(i + 1)) <= ring.slot_bytes;
+  // Blocks of so many units.
+  __device__ __forceinline__ bool fit_together(uint32_t x, uint32_t y) const {
+    return taken(x) + taken(y) <= ring.slot_bytes;
   }
-  __device__ __forceinline__ void request(int32_t i, uint32_t barrier) const {
-    const uint32_t units = units_of(i);
+  __device__ __forceinline__ void request(int32_t i, uint32_t units, uint32_t barrier) const {
     copy_of_lane(i - run.first, barrier, place(i, units), run.bytes(call, i), taken(units));
   }
   // As those of CodedWarp.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
     run.count = 2 * count;
-    const uint32_t bad = run.load(call, 0);
-    request(0, ring.barrier);
-    if (fits_beside_next(0)) request(1, ring.barrier ^ ring.other_barrier);
+    const uint32_t bad = run.load(call, 0), x = units_of(0), y = units_of(1);
+    request(0, x, ring.barrier);
+    if (fit_together(x, y)) request(1, y, ring.barrier ^ ring.other_barrier);
     return bad;
   }
   __device__ __forceinline__ void next_block(int32_t used) {
     __syncwarp();
     const int32_t next = used + 1;
     if (next < run.count) {
-      const bool late = !fits_beside_next(used);
-      if (next + 1 < run.count && next + 1 - run.first >= kWarpLanes) {
-        state.bad |= run.load(call, next);
+      const uint32_t units = units_of(next);
+      if (!fit_together(units_of(used), units)) {
+        request(next, units, ring.barrier ^ ring.other_barrier);
       }
-      if (late) request(next, ring.barrier ^ ring.other_barrier);
-      if (next + 1 < run.count && fits_beside_next(next)) request(next + 1, ring.barrier);
+      if (next + 1 < run.count) {
+        if (next + 1 - run.first >= kWarpLanes) state.bad |= run.load(call, next);
+        const uint32_t following = units_of(next + 1);
+        if (fit_together(units, following)) request(next + 1, following, ring.barrier);
+      }
     }
     ring.pass();
   }
