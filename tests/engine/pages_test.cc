@@ -97,13 +97,13 @@ TEST_F(PagesTest, AFixTakesPagesBesideThoseThatItShares) {
   choice.num_layers = 1;
   StoreConfig config = make_config(choice);
   config.window_tokens = 8;
-  give_pages(7, &config);
+  give_pages(9, &config);
   const Feed feed(config.layout, 300, &rng_);
   OpenStore store(config);
   store::Engine* engine = store.engine.get();
   const SequenceId id = *engine->add_sequence();
   ASSERT_TRUE(feed.give(engine, id, 0, 260));
-  EXPECT_EQ(engine->usage()->pages_free, 1);  // two of twelve blocks on a page
+  EXPECT_EQ(engine->usage()->pages_free, 1);  // two of sixteen blocks on a page
   const Result<SequenceId> copy = engine->fork(id);
   ASSERT_TRUE(copy) << copy.status().message();
   const std::vector<uint8_t> before = *engine->export_sequence(id);

@@ -100,6 +100,7 @@ StoreConfig random_config(std::mt19937* rng) {
     return config;
   }
   auto& format = std::get<CodedFormat>(config.format);
+  format.unit_tokens = 16 << pick(0, 2);
   format.key_books = pick(1, 4);
   format.max_length = pick(8, 11);
   format.streams_per_lane = pick(1, 2);
