@@ -53,6 +53,9 @@ struct TKV_API CodedFormat {
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
   int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4
+  // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the newest
+  // block of a row up to four times as it fills.
+  int32_t unit_tokens = 16;
 
   friend bool operator==(const CodedFormat&, const CodedFormat&) = default;
 };

@@ -128,7 +128,8 @@ namespace store {
 Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& format) {
   const FormatSizes& sizes = format.sizes();
   StoreLayout at;
-  at.laws = {config.sink_tokens, config.window_tokens, sizes.unit_tokens, sizes.ring_tokens};
+  at.laws = {config.sink_tokens, config.window_tokens, sizes.unit_tokens,
+             most(sizes.unit_tokens, sizes.cut_tokens), sizes.ring_tokens};
   at.raw = RawLayout(at.laws, config.layout.head_dim);
   at.raw_bytes = int64_t{at.raw.row_bytes} * config.layout.num_kv_heads;
   at.layer_bytes = round_up(at.raw_bytes + sizes.state_bytes, 128);

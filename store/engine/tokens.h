@@ -5,9 +5,10 @@
 //   [sinks, body_end)    body: the row format's
 //   [body_end, tokens)   raw, in a ring: the window and what waits behind it
 //
-// body_end is a multiple of unit_tokens (or 0) and only truncate() moves it back. What leaves the
-// window because of new tokens is compressed before these are written, so the ring never holds more
-// than window_tokens + unit_tokens - 1 tokens.
+// body_end is a multiple of unit_tokens (or 0) and only truncate() moves it back, to a multiple of
+// cut_tokens. What leaves the window because of new tokens is compressed before these are written,
+// so the ring never holds more than window_tokens + unit_tokens - 1 tokens or, after a truncation,
+// cut_tokens - 1.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,14 @@ struct TokenLaws {
   int32_t sink_tokens = 0;
   int32_t window_tokens = 0;
   int32_t unit_tokens = 0;
+  int32_t cut_tokens = 0;   // a multiple of unit_tokens
   int32_t ring_tokens = 0;  // a multiple of 16
+};
+
+struct Positions {
+  int32_t first = 0, end = 0;
+
+  TKV_HD constexpr int32_t count() const { return end - first; }
 };
 
 // Of a (sequence, layer).
@@ -45,17 +53,19 @@ struct LayerTokens {
   friend bool operator==(const LayerTokens&, const LayerTokens&) = default;
 };
 
-// body_end once there are `tokens` tokens.
+// body_end once there are `tokens` tokens. Sinks alone are no unit.
 TKV_HD constexpr int32_t body_end_at(const TokenLaws& laws, int32_t body_end, int32_t tokens) {
   const int32_t left = most(0, tokens - laws.window_tokens);
-  return most(body_end, left / laws.unit_tokens * laws.unit_tokens);
+  const int32_t end = left / laws.unit_tokens * laws.unit_tokens;
+  return end > laws.sink_tokens ? most(body_end, end) : body_end;
 }
 TKV_HD constexpr LayerTokens after_append(const TokenLaws& laws, LayerTokens at, int32_t added) {
   return {at.tokens + added, body_end_at(laws, at.body_end, at.tokens + added)};
 }
 // Truncated to `tokens` <= at.tokens.
 TKV_HD constexpr LayerTokens after_truncate(const TokenLaws& laws, LayerTokens at, int32_t tokens) {
-  return {tokens, least(at.body_end, tokens / laws.unit_tokens * laws.unit_tokens)};
+  const bool cuts = tokens < at.body_end;
+  return {tokens, cuts ? tokens / laws.cut_tokens * laws.cut_tokens : at.body_end};
 }
 
 TKV_HD constexpr int32_t sink_count(const TokenLaws& laws, LayerTokens at) {

@@ -37,31 +37,46 @@ std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {
   return {first, first + rows};
 }
 
-// Pages that only this layer holds come back before those of its new form are taken; pages that it
-// shares may not.
+// A page that others share does not come back, and what is kept of it moves to a new one.
+HostPlace::PageDemand HostPlace::demand_of(int32_t row, const SideCounts& kept,
+                                           const SideCounts& after) const {
+  const PageTableShape& table = pages_.allocator.shape.table;
+  PageDemand demand;
+  for (int32_t side = 0; side < table.num_sides; ++side) {
+    const int32_t per_page = table.tokens_per_page[side];
+    const int32_t kept_pages = pages_for(kept.of[side], per_page);
+    demand.fresh += pages_for(after.of[side], per_page) - kept_pages;
+    for (int32_t p = kept.of[side] / per_page; p < pages_.allocator.pages[row].of[side]; ++p) {
+      const bool shared = is_frozen(pages_.allocator, pages_.page(row, side, p));
+      demand.fresh -= p >= kept_pages && !shared ? 1 : 0;
+      demand.exchanged += p < kept_pages && shared ? 1 : 0;
+    }
+  }
+  demand.fresh += demand.exchanged;
+  return demand;
+}
+
 Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
                              const std::vector<LayerPlan>& plans) {
   const PageTableShape& table = pages_.allocator.shape.table;
-  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot; kept where it is rewritten
-  int64_t needed = 0;
+  std::map<int32_t, std::vector<SideCounts>> kept, target;  // by slot; kept where it is not all
+  PageDemand needed;
   for (size_t i = 0; i < layers.size(); ++i) {
     const int32_t slot = layers[i].slot;
+    const bool cuts = !plans[i].kept.empty();
     if (target.count(slot) == 0) target[slot] = counts_of(slot);
-    if (plans[i].rewrite && kept.count(slot) == 0) kept[slot] = counts_of(slot);
+    if (cuts && kept.count(slot) == 0) kept[slot] = counts_of(slot);
     for (size_t r = 0; r < plans[i].tokens.size(); ++r) {
       const auto in_slot = static_cast<size_t>(layers[i].layer * pages_.rows_per_layer) + r;
       const int32_t row = pages_.row(slot, layers[i].layer, static_cast<int32_t>(r));
-      if (plans[i].rewrite) kept[slot][in_slot] = {};
-      target[slot][in_slot] = plans[i].tokens[r];
+      const SideCounts& after = target[slot][in_slot] = plans[i].tokens[r];
+      if (cuts) kept[slot][in_slot] = plans[i].kept[r];
+      const PageDemand of_row = demand_of(row, cuts ? plans[i].kept[r] : pages_.tokens(row), after);
+      needed.fresh += of_row.fresh;
+      needed.exchanged += of_row.exchanged;
       int32_t pages[kMaxTables] = {};
       for (int32_t side = 0; side < table.num_sides; ++side) {
-        const int32_t after = pages_for(plans[i].tokens[r].of[side], table.tokens_per_page[side]);
-        pages[side / 2] += after;
-        needed += after;
-        for (int32_t p = 0; p < pages_.allocator.pages[row].of[side]; ++p) {
-          const bool shared = is_frozen(pages_.allocator, pages_.page(row, side, p));
-          needed -= plans[i].rewrite && shared ? 0 : 1;
-        }
+        pages[side / 2] += pages_for(after.of[side], table.tokens_per_page[side]);
       }
       if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
         return Status(StatusCode::kOutOfRange,
@@ -69,12 +84,18 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
       }
     }
   }
-  if (Status s = require_pages(needed); !s) return s;
+  if (Status s = require_pages(std::max(needed.fresh, needed.exchanged)); !s) return s;
+  std::map<int32_t, std::vector<PageCopy>> copies;
   for (const auto& [slot, tokens] : kept) {
     OpReport report;
-    std::vector<PageCopy> copies(tokens.size() * kMaxSides);
-    Status s = run(PageOp::truncate({&slot, 1}, tokens.data(), copies.data(), &report));
+    copies[slot].resize(tokens.size() * kMaxSides);
+    Status s = run(PageOp::truncate({&slot, 1}, tokens.data(), copies[slot].data(), &report));
     if (!s) return s;
+    copy_pages(copies[slot]);
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (plans[i].kept.empty()) continue;
+    format_->relocate(layers[i], copies_of(copies[layers[i].slot], layers[i].layer));
   }
   for (const auto& [slot, tokens] : target) {
     if (Status s = grow(slot, tokens); !s) return s;

@@ -15,10 +15,6 @@
 
 namespace tierkv::store {
 
-struct Positions {
-  int32_t first = 0, end = 0;
-};
-
 class HostPlace final : public Place {
  public:
   // kOutOfMemory.
@@ -61,6 +57,12 @@ class HostPlace final : public Place {
                 uint8_t* pruned) const;
   // Plans, takes the pages and writes; all or nothing.
   Status compress_works(const std::vector<BodyWork>& works);
+  // What a table row costs that keeps `kept` of what it holds and then grows to `after`.
+  struct PageDemand {
+    int64_t fresh = 0;      // pages taken less those given back
+    int64_t exchanged = 0;  // pages taken before any is given back
+  };
+  PageDemand demand_of(int32_t row, const SideCounts& kept, const SideCounts& after) const;
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);

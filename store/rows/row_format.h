@@ -27,7 +27,11 @@ namespace tierkv::store {
 
 struct FormatSizes {
   int32_t unit_tokens = 64;  // the body grows by units that begin at multiples of it
-  // Tokens that the ring takes; at least window_tokens + unit_tokens - 1, a multiple of 16.
+  // A truncation inside the body cuts it at a multiple of cut_tokens, itself a multiple of
+  // unit_tokens; 0: unit_tokens.
+  int32_t cut_tokens = 0;
+  // Tokens that the ring takes; at least window_tokens + unit_tokens - 1 and cut_tokens - 1, a
+  // multiple of 16.
   int32_t ring_tokens = 0;
   int64_t page_bytes = 0;   // a multiple of kPageAlignment
   int64_t state_bytes = 0;  // of a (sequence, layer), a multiple of 16
@@ -54,10 +58,12 @@ struct BodyWork {
 };
 
 // What write() needs of one work. `tokens` [rows_per_layer]: what the layer's table rows hold
-// afterwards. With `rewrite` all pages of the layer are given back and as many taken anew.
+// afterwards. `kept` [rows_per_layer], empty where it is all: what they hold now and write() leaves
+// as it is; what is behind it is given back before pages are taken. A shared page that is left
+// partly filled is exchanged for a copy, of which relocate() tells before write().
 struct LayerPlan {
-  bool rewrite = false;
   std::vector<SideCounts> tokens;
+  std::vector<SideCounts> kept = {};
 };
 struct BodyPlan {
   virtual ~BodyPlan() = default;
@@ -88,8 +94,7 @@ class RowFormat {
 
   // Several sequences, or several layers, but none twice. kOutOfRange, kNonFinite. Nothing changes.
   virtual Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) = 0;
-  // The layers of the works, in their order. The table holds what the plan asked for; pages of a
-  // rewritten layer hold nothing.
+  // The layers of the works, in their order. The table holds what the plan asked for.
   virtual void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) = 0;
 
   // Body positions [first, end) of a row: finished keys (after RoPE) and values, each
@@ -97,12 +102,12 @@ class RowFormat {
   // no longer there, whose values are then 0.
   virtual void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k,
                     float* v, uint8_t* pruned) const = 0;
-  // The RawScores with which body positions [first, end), less than a unit, go back to the ring
-  // when a truncation cuts their unit. [end - first]; count = kDecided or kPruned.
+  // The RawScores with which body positions [first, end), less than cut_tokens, go back to the ring
+  // when a truncation cuts there. [end - first]; count = kDecided or kPruned.
   virtual void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
                             RawScore* scores) const = 0;
 
-  // What the table rows hold once the body ends at body_end, a multiple of unit_tokens: [rows_per_
+  // What the table rows hold once the body ends at body_end, a multiple of cut_tokens: [rows_per_
   // layer], none more than now on any side.
   virtual std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const = 0;
   // The table was cut to these counts.

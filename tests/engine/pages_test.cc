@@ -97,13 +97,13 @@ TEST_F(PagesTest, AFixTakesPagesBesideThoseThatItShares) {
   choice.num_layers = 1;
   StoreConfig config = make_config(choice);
   config.window_tokens = 8;
-  give_pages(7, &config);
+  give_pages(9, &config);
   const Feed feed(config.layout, 300, &rng_);
   OpenStore store(config);
   store::Engine* engine = store.engine.get();
   const SequenceId id = *engine->add_sequence();
   ASSERT_TRUE(feed.give(engine, id, 0, 260));
-  EXPECT_EQ(engine->usage()->pages_free, 1);  // two of twelve blocks on a page
+  EXPECT_EQ(engine->usage()->pages_free, 1);  // two of sixteen blocks on a page
   const Result<SequenceId> copy = engine->fork(id);
   ASSERT_TRUE(copy) << copy.status().message();
   const std::vector<uint8_t> before = *engine->export_sequence(id);
@@ -113,6 +113,50 @@ TEST_F(PagesTest, AFixTakesPagesBesideThoseThatItShares) {
   ASSERT_TRUE(engine->release(*copy));
   ASSERT_TRUE(feed.give(engine, id, 260, 8));
   EXPECT_GE(engine->usage()->pages_free, 5);
+}
+
+// Pages of four raw blocks of 16 tokens, or one of 64: at 80 body tokens all five are full, and a
+// copy shares them. The newest block then grows in a page that is not its alone.
+TEST_F(PagesTest, ABlockGrowsBesideACopy) {
+  ConfigChoice choice;
+  choice.num_layers = 1;
+  StoreConfig config = make_config(choice);
+  config.window_tokens = 8;
+  config.page_bytes = 8448;
+  const Feed feed(config.layout, 300, &rng_);
+  for (const int32_t pages : {5, 6, 7, 40}) {
+    give_pages(pages, &config);
+    OpenStore store(config);
+    store::Engine* engine = store.engine.get();
+    const SequenceId id = *engine->add_sequence();
+    ASSERT_TRUE(feed.give(engine, id, 0, 88));
+    EXPECT_EQ(engine->usage()->pages_free, pages - 5);
+    const Result<SequenceId> copy = engine->fork(id);
+    ASSERT_TRUE(copy);
+    EXPECT_EQ(engine->usage()->pages_shared, 5);
+    const std::vector<uint8_t> before = *engine->export_sequence(id);
+    ASSERT_TRUE(feed.give(engine, id, 88, 8));
+    Status s = engine->begin({&id, 1}, 8);
+    // The fourth page is exchanged, and two take the fifth one's place.
+    ASSERT_EQ(s.is_ok(), pages - 5 >= 3) << s.message();
+    EXPECT_EQ(*engine->export_sequence(*copy), before);
+    if (!s) {
+      EXPECT_EQ(s.code(), StatusCode::kOutOfPages);
+      EXPECT_EQ(engine->usage()->pages_free, pages - 5);
+      ASSERT_TRUE(engine->truncate(*copy, 0));
+      s = engine->begin({&id, 1}, 8);
+      ASSERT_EQ(s.is_ok(), pages >= 6) << s.message();
+      if (!s) continue;
+    }
+    ASSERT_TRUE(engine->append(feed.call(id, 0, 96, 8)));
+    InvariantChecker laws;
+    EXPECT_TRUE(laws.check(store.place->pages().allocator));
+    OneSequence alone(config);
+    if (pages >= 6) {
+      ASSERT_TRUE(feed.give(alone.store.engine.get(), alone.id, 0, 104));
+      EXPECT_EQ(*engine->export_sequence(id), alone.bytes());
+    }
+  }
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
     }
     SideCounts counts;
     counts.of[0] = units_of(layer, end);
-    plan->layers.push_back({false, {counts}});
+    plan->layers.push_back({{counts}});
     plan->first_block.push_back(first);
     plan->blocks.push_back(std::move(blocks));
   }
@@ -225,7 +225,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<Imp
     }
     SideCounts counts;
     counts.of[0] = units_of(layer, end);
-    plan->layers.push_back({false, {counts}});
+    plan->layers.push_back({{counts}});
     plan->first_block.push_back(0);
     plan->blocks.push_back(std::move(blocks));
   }

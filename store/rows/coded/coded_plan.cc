@@ -32,7 +32,7 @@ void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
   const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->first_block = work.layer.at.body_end / kBlockTokens;
-  draft->end_block = work.body_end / kBlockTokens;
+  draft->end_block = block_count(work.body_end);
   draft->fixed = is_fixed(work.layer);
   for (int32_t h = 0; h < heads; ++h) {
     draft->rows.push_back(*state_at<CodedRowState>(work.layer, shape_.row_byte(h)));
@@ -43,7 +43,7 @@ Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft
   if (!draft->fixed) {
     bool ready = find_books(layer, *plan) != nullptr;
     for (int32_t h = 0; h < heads; ++h) ready = ready && !start(layer, h).needs_tokens();
-    if (!ready && draft->end_block < kSampleBlocks) return draft_raw(work, draft);
+    if (!ready && work.body_end < kSampleBlocks * kBlockTokens) return draft_raw(work, draft);
     if (Status s = fix(work, plan, draft); !s) return s;
   }
   return draft_coded(work, plan, draft);
@@ -74,7 +74,8 @@ Status CodedRows::draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft*
     for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
       gather(work, h, b, &draft->rows[h], &tokens);
       Status s = quantize(rows[h], tokens, &codes);
-      if (s) s = encode(books, h, tokens.count, codes, draft);
+      if (s) s = prepend(work, h, b, &codes);
+      if (s) s = encode(books, h, shape_.tokens_of(b, work.body_end), codes, draft);
       if (!s) return s.with_context("kv_head " + std::to_string(h));
     }
   }
@@ -149,56 +150,85 @@ Result<WeightedRow> CodedRows::fit_row(int32_t layer, int32_t kv_head,
 
 void CodedRows::gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
                        BlockTokens* out) const {
-  const int32_t dim = shape_.head_dim, count = shape_.tokens_of(block);
-  out->first = shape_.first_of(block);
-  out->count = count;
-  out->importance.assign(count, 0);
-  out->decided.assign(count, {});
-  for (std::vector<float>& x : out->x) x.resize(static_cast<size_t>(count) * dim);
-  if (block < work.layer.at.body_end / kBlockTokens) {
-    for (const Component c : {Component::kKey, Component::kValue}) {
-      const uint8_t* bytes = block_bytes(refs(work.layer, kv_head, c)[block]);
-      read_raw_tiles(c, count, dim, bytes + kBlockTokens, out->x[static_cast<int32_t>(c)].data());
-      std::memcpy(out->importance.data(), bytes, count);
-    }
-    return;
-  }
+  const int32_t dim = shape_.head_dim, on_pages = work.layer.at.body_end;
+  const int32_t end = shape_.end_of(block, work.body_end);
+  const bool fixed = is_fixed(work.layer);
+  out->first = fixed ? most(shape_.first_of(block), on_pages) : shape_.first_of(block);
+  out->count = end - out->first;
+  out->importance.assign(out->count, 0);
+  out->decided.assign(out->count, {});
+  for (std::vector<float>& x : out->x) x.resize(static_cast<size_t>(out->count) * dim);
+  const int32_t waited = most(0, least(end, on_pages) - out->first);  // in a raw block
   for (const Component c : {Component::kKey, Component::kValue}) {
-    work.tokens->read(c, kv_head, out->first, count, out->x[static_cast<int32_t>(c)].data());
+    float* x = out->x[static_cast<int32_t>(c)].data();
+    if (waited > 0) {
+      const uint8_t* bytes = block_bytes(refs(work.layer, kv_head, c)[block]);
+      read_raw_tiles(c, waited, dim, bytes + kBlockTokens, x);
+      std::memcpy(out->importance.data(), bytes, waited);
+    }
+    work.tokens->read(c, kv_head, out->first + waited, out->count - waited,
+                      x + int64_t{waited} * dim);
   }
-  if (!is_raw_layer(work.layer.layer)) decide(*work.tokens, kv_head, state, out);
+  if (is_raw_layer(work.layer.layer)) return;
+  for (int32_t p = out->first + waited; p < end;) {
+    const int32_t next = least(end, (p / kTileTokens + 1) * kTileTokens);
+    decide(*work.tokens, kv_head, {p, next}, state, out);
+    p = next;
+  }
 }
 
-// What was seen in generation is taken against the row's geometric mean, this block included.
-void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, CodedRowState* state,
-                       BlockTokens* out) const {
-  std::vector<Importance> known(out->count);
-  for (int32_t t = 0; t < out->count; ++t) {
-    known[t] = tokens.importance(kv_head, out->first + t);
-    if (known[t].kind != ImportanceKind::kSeen || known[t].value <= 0) continue;
-    state->log_sum += std::log2(static_cast<double>(known[t].value));
+// What was seen in generation is taken against the row's geometric mean, this tile included.
+void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range,
+                       CodedRowState* state, BlockTokens* out) const {
+  Importance known[kTileTokens];
+  for (int32_t p = range.first; p < range.end; ++p) {
+    Importance& of = known[p - range.first] = tokens.importance(kv_head, p);
+    if (of.kind != ImportanceKind::kSeen || of.value <= 0) continue;
+    state->log_sum += std::log2(static_cast<double>(of.value));
     ++state->seen;
   }
   const double mean = state->seen == 0 ? 1 : std::exp2(state->log_sum / state->seen);
-  for (int32_t t = 0; t < out->count; ++t) {
+  for (int32_t p = range.first; p < range.end; ++p) {
+    const Importance& of = known[p - range.first];
     int32_t g = 0;
-    switch (known[t].kind) {
+    switch (of.kind) {
       case ImportanceKind::kUnknown:
         break;
       case ImportanceKind::kPrompt:
-        g = importance_exponent(token_importance(out->first + t, known[t].value, 1.0));
+        g = importance_exponent(token_importance(p, of.value, 1.0));
         break;
       case ImportanceKind::kSeen:
-        g = importance_exponent(static_cast<double>(known[t].value) / mean);
+        g = importance_exponent(static_cast<double>(of.value) / mean);
         break;
       case ImportanceKind::kDecided:
       case ImportanceKind::kPruned:
-        out->decided[t] = DecidedExponents::of(known[t].bits);
-        g = out->decided[t].importance;
+        out->decided[p - out->first] = DecidedExponents::of(of.bits);
+        g = out->decided[p - out->first].importance;
         break;
     }
-    out->importance[t] = static_cast<int8_t>(g);
+    out->importance[p - out->first] = static_cast<int8_t>(g);
   }
+}
+
+Status CodedRows::prepend(const BodyWork& work, int32_t kv_head, int32_t block,
+                          BlockCodes* codes) const {
+  const Positions coded = {shape_.first_of(block), shape_.end_of(block, work.layer.at.body_end)};
+  if (!is_fixed(work.layer) || coded.count() <= 0) return Status::ok();
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const auto i = static_cast<int32_t>(c);
+    std::vector<int16_t> old_codes(static_cast<size_t>(coded.count()) * shape_.head_dim);
+    std::vector<int8_t> old_exponents(coded.count());
+    const CodedBlockRef ref = refs(work.layer, kv_head, c)[block];
+    const WeightedTarget target = {old_codes.data(), old_exponents.data(), coded.count(),
+                                   shape_.head_dim};
+    Status s = decode_weighted_block(block_bytes(ref), int64_t{ref.units} * kUnitBytes,
+                                     books_[work.layer.layer].family(c), target);
+    if (!s) return s;
+    codes->codes[i].insert(codes->codes[i].begin(), old_codes.begin(), old_codes.end());
+    codes->exponents[i].insert(codes->exponents[i].begin(), old_exponents.begin(),
+                               old_exponents.end());
+  }
+  return Status::ok();
 }
 
 Status CodedRows::quantize(const WeightedRow& row, const BlockTokens& tokens,
@@ -242,7 +272,7 @@ Status CodedRows::encode(const LayerBooks& books, int32_t kv_head, int32_t count
 }
 
 std::vector<uint8_t> CodedRows::raw_block(const BlockTokens& tokens, Component c) const {
-  std::vector<uint8_t> bytes(shape_.raw_block_bytes());
+  std::vector<uint8_t> bytes(shape_.raw_block_bytes(tokens.count));
   std::memcpy(bytes.data(), tokens.importance.data(), tokens.importance.size());
   write_raw_tiles(c, tokens.count, shape_.head_dim, tokens.x[static_cast<int32_t>(c)].data(),
                   bytes.data() + kBlockTokens);
@@ -259,7 +289,11 @@ void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
   }
   SideCounts counts;
   counts.of[0] = static_cast<int32_t>(used);
-  plan->layers.push_back({draft.first_block < layer.at.body_end / kBlockTokens, {counts}});
+  LayerPlan result = {{counts}};
+  if (draft.first_block < block_count(layer.at.body_end)) {
+    result.kept = cut_counts(layer, draft.first_block * kBlockTokens);
+  }
+  plan->layers.push_back(std::move(result));
 }
 
 void CodedRows::write_layer(const HostLayer& layer, const LayerDraft& draft) {

@@ -32,6 +32,9 @@ Status check_format(const CodedFormat& f) {
   if (f.streams_per_lane != 1 && f.streams_per_lane != 2) {
     return invalid("format.streams_per_lane: not 1 or 2");
   }
+  if (f.unit_tokens != 16 && f.unit_tokens != 32 && f.unit_tokens != 64) {
+    return invalid("format.unit_tokens: not 16, 32 or 64");
+  }
   if (f.key_books < 1 || f.key_books > kMaxFamilyBooks)
     return invalid("format.key_books: not 1 to 4");
   return Status::ok();
@@ -49,12 +52,13 @@ Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
   shape.head_dim = config.layout.head_dim;
   shape.num_kv_heads = config.layout.num_kv_heads;
   shape.sink_tokens = config.sink_tokens;
-  shape.max_blocks = most(1, config.max_tokens / kBlockTokens);
-  const int32_t block = most(shape.most_block_bytes(), shape.raw_block_bytes());
+  shape.max_blocks = block_count(config.max_tokens);
+  const int32_t block = most(shape.most_block_bytes(), shape.raw_block_bytes(kBlockTokens));
   FormatSizes sizes;
-  sizes.unit_tokens = kBlockTokens;
-  sizes.ring_tokens =
-      static_cast<int32_t>(round_up(config.window_tokens + kBlockTokens - 1, kTileTokens));
+  sizes.unit_tokens = std::get<CodedFormat>(config.format).unit_tokens;
+  sizes.cut_tokens = kBlockTokens;
+  const int32_t raw = most(config.window_tokens + sizes.unit_tokens, kBlockTokens) - 1;
+  sizes.ring_tokens = static_cast<int32_t>(round_up(raw, kTileTokens));
   sizes.page_bytes =
       config.page_bytes != 0 ? config.page_bytes : round_up(2 * block, kPageAlignment);
   if (sizes.page_bytes < block) {
@@ -123,11 +127,11 @@ const RopeTable* CodedRows::rope(int32_t layer) const {
 // No page but the last has room left for a largest block.
 int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) const {
   const int64_t blocks =
-      int64_t{most(0, tokens - config_.window_tokens)} / kBlockTokens * 2 * shape_.num_kv_heads;
+      int64_t{block_count(most(0, tokens - config_.window_tokens))} * 2 * shape_.num_kv_heads;
   if (blocks == 0) return 0;
-  double bytes = shape_.raw_block_bytes(), room = static_cast<double>(sizes_.page_bytes);
+  double bytes = shape_.raw_block_bytes(kBlockTokens), room = static_cast<double>(sizes_.page_bytes);
   if (at_most) {
-    bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes());
+    bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens));
     const double full = room - bytes + kUnitBytes;
     const auto pages = static_cast<int64_t>(static_cast<double>(blocks) * bytes / full) + 1;
     return std::min(pages, blocks);
@@ -181,7 +185,7 @@ void CodedRows::relocate(const HostLayer& layer, const PageCopy* copies) {
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       CodedBlockRef* ref = refs(layer, h, c);
-      for (int32_t b = 0; b < layer.at.body_end / kBlockTokens; ++b, ++ref) {
+      for (int32_t b = 0; b < block_count(layer.at.body_end); ++b, ++ref) {
         if (ref->offset / units != static_cast<uint32_t>(copy.source)) continue;
         ref->offset = static_cast<uint32_t>(copy.target) * units + ref->offset % units;
       }
@@ -190,7 +194,7 @@ void CodedRows::relocate(const HostLayer& layer, const PageCopy* copies) {
 }
 
 int64_t CodedRows::nominal_bytes(const HostLayer& layer) const {
-  const int32_t blocks = layer.at.body_end / kBlockTokens;
+  const int32_t blocks = block_count(layer.at.body_end);
   int64_t bytes = 0;
   for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
     for (const Component c : {Component::kKey, Component::kValue}) {
@@ -213,6 +217,7 @@ std::vector<uint8_t> CodedRows::identity() const {
   out.i32(format_.max_length);
   out.i32(format_.streams_per_lane);
   out.i32(format_.key_books);
+  out.i32(format_.unit_tokens);
   for (const RowStart& start : starts_) {
     for (const double x : start.query_energy) row.f64(x);
     for (const uint16_t x : start.key_mean) row.u16(x);

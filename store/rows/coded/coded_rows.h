@@ -104,12 +104,15 @@ class CodedRows final : public RowFormat {
   Status draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
   Status draft_raw(const BodyWork& work, LayerDraft* draft) const;
   Status draft_coded(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
-  // Reads a block out of raw tokens or, where it is one, out of its raw block; decides what is
-  // open.
+  // The tokens of a block that have no codes yet: out of its raw block, where it has one, and raw
+  // tokens, about which decide() decides.
   void gather(const BodyWork& work, int32_t kv_head, int32_t block, CodedRowState* state,
               BlockTokens* out) const;
-  void decide(const RawTokens& tokens, int32_t kv_head, CodedRowState* state,
+  // About positions of one tile.
+  void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
               BlockTokens* out) const;
+  // Codes that a block has already go before those of its new tokens.
+  Status prepend(const BodyWork& work, int32_t kv_head, int32_t block, BlockCodes* codes) const;
   Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
   // Means, steps and, where the store has none, codebooks of a layer that is not fixed.
   Status fix(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
@@ -122,7 +125,8 @@ class CodedRows final : public RowFormat {
 
   // coded_read.cc
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
-                const int64_t size[2], int32_t block, BlockCodes* codes, float* const x[2]) const;
+                const int64_t size[2], Positions range, BlockCodes* codes,
+                float* const x[2]) const;
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 

@@ -10,7 +10,10 @@
 // (codec/format/weighted_block_format.h) and raw blocks before:
 //
 //   64 bytes                G of each token, i8; 0 behind the last one
-//   4 raw tiles             fp16, keys or values, in the order of fragments; 0 behind the last one
+//   1 to 4 raw tiles        fp16, keys or values, in the order of fragments; 0 behind the last one
+//
+// The last block of a row may have fewer tokens, up to a multiple of the unit. When more come it is
+// coded anew: from its codes, which stay as they are, and those of the new tokens.
 #pragma once
 
 #include <cstdint>
@@ -45,13 +48,18 @@ struct CodedShape {
   int32_t max_blocks = 0;  // of a row
   int32_t page_units = 0;
 
-  // Positions of block b that are not sinks.
+  // Positions of block b, of a row whose body ends at body_end, that are not sinks.
   TKV_HD constexpr int32_t first_of(int32_t b) const { return most(kBlockTokens * b, sink_tokens); }
-  TKV_HD constexpr int32_t end_of(int32_t b) const { return kBlockTokens * (b + 1); }
-  TKV_HD constexpr int32_t tokens_of(int32_t b) const { return end_of(b) - first_of(b); }
+  TKV_HD static constexpr int32_t end_of(int32_t b, int32_t body_end) {
+    return least(kBlockTokens * (b + 1), body_end);
+  }
+  TKV_HD constexpr int32_t tokens_of(int32_t b, int32_t body_end) const {
+    return end_of(b, body_end) - first_of(b);
+  }
 
-  TKV_HD constexpr TileLayout tile() const { return {kRawCodes, head_dim}; }
-  TKV_HD constexpr int32_t raw_block_bytes() const { return kBlockTokens + 4 * tile().bytes(); }
+  TKV_HD constexpr int32_t raw_block_bytes(int32_t tokens) const {
+    return kBlockTokens + tile_count(tokens) * TileLayout{kRawCodes, head_dim}.bytes();
+  }
   // Of a weighted block, all slices.
   TKV_HD constexpr int32_t most_block_bytes() const {
     const int32_t slices = (head_dim + kSliceDims - 1) / kSliceDims;
@@ -78,6 +86,10 @@ struct CodedShape {
     return round_up(refs_byte(num_kv_heads, Component::kKey), 16);
   }
 };
+
+TKV_HD constexpr int32_t block_count(int32_t body_end) {
+  return (body_end + kBlockTokens - 1) / kBlockTokens;
+}
 
 // Where a block of `units` goes behind `used` units of a layer.
 TKV_HD constexpr int64_t place_block(int64_t used, int32_t units, int32_t page_units) {

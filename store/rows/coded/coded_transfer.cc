@@ -42,7 +42,7 @@ std::vector<uint8_t> CodedRows::export_body(const HostLayer& layer, int32_t kv_h
     out.f32(state.value_step);
     for (int32_t d = 0; d < shape_.head_dim; ++d) out.u16(means[d]);
   }
-  for (int32_t b = 0; b < layer.at.body_end / kBlockTokens; ++b) {
+  for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
       out.u32(ref.units);
@@ -85,7 +85,7 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
 // Blocks are coded anew, with the books of this store: what comes in is what it would have written.
 Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDraft* draft) const {
   const int32_t layer = work.layer.layer, dim = shape_.head_dim, heads = shape_.num_kv_heads;
-  draft->end_block = work.body_end / kBlockTokens;
+  draft->end_block = block_count(work.body_end);
   std::vector<std::vector<const uint8_t*>> blocks(heads);
   std::vector<std::vector<int64_t>> sizes(heads);
   for (int32_t h = 0; h < heads; ++h) {
@@ -94,7 +94,7 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
   }
   const bool raw = is_raw_layer(layer);
   if (draft->fixed && raw) return corrupt("a raw layer is fixed");
-  if (!draft->fixed && !raw && draft->end_block >= kSampleBlocks) return corrupt("it is not fixed");
+  if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens) return corrupt("it is not fixed");
   if (draft->fixed == work.shared.empty()) return corrupt("codebooks without blocks, or without");
   LayerBooks theirs;
   if (draft->fixed) {
@@ -106,7 +106,9 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
   BlockTokens tokens;
   BlockCodes codes;
   for (int32_t b = 0; b < draft->end_block; ++b) {
-    tokens.count = shape_.tokens_of(b);
+    const Positions range = {shape_.first_of(b), shape_.end_of(b, work.body_end)};
+    if (range.count() < 1) return corrupt("a block without tokens");
+    tokens.count = range.count();
     for (std::vector<float>& x : tokens.x) x.assign(static_cast<size_t>(tokens.count) * dim, 0.0f);
     float* const x[2] = {tokens.x[0].data(), tokens.x[1].data()};
     for (int32_t h = 0; h < heads; ++h) {
@@ -115,7 +117,7 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
       if (draft->fixed) {
         const WeightedRow row = row_of(layer, h, draft->rows[h], draft->means[h].data());
         Status s = row.validate();
-        if (s) s = decode(row, theirs, bytes, size, b, &codes, x);
+        if (s) s = decode(row, theirs, bytes, size, range, &codes, x);
         if (!s) return corrupt(s.message());
         if (!all_finite(tokens.x[0]) || !all_finite(tokens.x[1])) return corrupt("beyond fp32");
         s = encode(*find_books(layer, *plan), h, tokens.count, codes, draft);
@@ -124,7 +126,7 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
       }
       for (const Component c : {Component::kKey, Component::kValue}) {
         const auto i = static_cast<int32_t>(c);
-        if (size[i] != shape_.raw_block_bytes()) return corrupt("a raw block has another size");
+        if (size[i] != shape_.raw_block_bytes(tokens.count)) return corrupt("a raw block has another size");
         tokens.importance.resize(tokens.count);
         std::memcpy(tokens.importance.data(), bytes[i], tokens.importance.size());
         for (const int8_t g : tokens.importance) {

@@ -15,10 +15,11 @@ namespace tierkv::model {
 CodedModel::CodedModel(const StoreConfig& config)
     : config_(config), has_books_(config.layout.num_layers) {
   if (const auto* channel = std::get_if<ChannelFormat>(&config.format)) {
-    unit_ = channel->block_tokens;
+    unit_ = block_ = channel->block_tokens;
     return;
   }
   const auto& format = std::get<CodedFormat>(config.format);
+  unit_ = format.unit_tokens;
   const bool energies = config.profile != nullptr && !config.profile->rows[0].query_energy.empty();
   k_ = format.k != 0 ? format.k : energies ? 0.5 : 0.33;
   v_ = format.v != 0 ? format.v : energies ? 0.45 : 0.28;
@@ -39,7 +40,7 @@ Sequence CodedModel::empty() const {
 }
 
 // u is i times the significance of a prompt, or what was seen against the row's geometric mean, by
-// blocks of 64 positions.
+// tiles of 16 positions.
 void CodedModel::decide(Row* row, int32_t first, int32_t end) const {
   for (int32_t p = first; p < end; ++p) {
     const Token& t = row->tokens[p];
@@ -142,6 +143,7 @@ void CodedModel::compress(Layer* layer, int32_t layer_index, int32_t tokens_afte
   const int32_t before = layer->body_end;
   if (left < before + unit_) return;
   const int32_t end = left / unit_ * unit_;
+  if (end <= config_.sink_tokens) return;
   layer->body_end = end;
   if (is_raw(layer_index)) return;
   if (std::holds_alternative<ChannelFormat>(config_.format)) {
@@ -152,7 +154,7 @@ void CodedModel::compress(Layer* layer, int32_t layer_index, int32_t tokens_afte
   }
   const int32_t sinks = config_.sink_tokens;
   for (Row& row : layer->rows) {
-    for (int32_t b = before; b < end; b += 64) decide(&row, std::max(b, sinks), b + 64);
+    for (int32_t b = before; b < end; b += 16) decide(&row, std::max(b, sinks), b + 16);
   }
   int32_t first = before;
   if (!layer->is_fixed) {
@@ -215,7 +217,7 @@ void CodedModel::truncate(Sequence* sequence, int32_t tokens) const {
   for (size_t l = 0; l < sequence->size(); ++l) {
     Layer& layer = (*sequence)[l];
     const int32_t before = layer.body_end;
-    layer.body_end = std::min(before, tokens / unit_ * unit_);
+    if (tokens < before) layer.body_end = tokens / block_ * block_;
     for (Row& row : layer.rows) {
       row.tokens.resize(tokens);
       for (int32_t p = std::max(layer.body_end, config_.sink_tokens); p < std::min(before, tokens);

@@ -79,7 +79,7 @@ class CodedModel {
   void code_channel_block(Row* row, int32_t first) const;
 
   StoreConfig config_;
-  int32_t unit_ = 64;
+  int32_t unit_ = 64, block_ = 64;
   double k_ = 0, v_ = 0;
   std::vector<RopeTable> ropes_;
   std::vector<bool> has_books_;

@@ -100,6 +100,9 @@ StoreConfig random_config(std::mt19937* rng) {
     return config;
   }
   auto& format = std::get<CodedFormat>(config.format);
+  // Pages that blocks of two kv_heads fill exactly.
+  if (choice.head_dim == 64 && choice.num_kv_heads == 2) config.page_bytes = pick(0, 1) * 8448;
+  format.unit_tokens = 16 << pick(0, 2);
   format.key_books = pick(1, 4);
   format.max_length = pick(8, 11);
   format.streams_per_lane = pick(1, 2);
