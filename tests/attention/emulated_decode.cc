@@ -1,5 +1,6 @@
 #include "tests/attention/emulated_decode.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -134,6 +135,33 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
                                         : emulate<1>(world, ctas, rng, run);
 }
 
+double tolerance_of(DType dtype) {
+  return dtype == DType::kBFloat16 ? 4e-3 : 2e-3;
+}
+
+// Of one column of a row, against the reference's weights.
+void expect_probabilities(const World& world, const DecodeOutput& got, int32_t row, int32_t column,
+                          const std::vector<double>& weights, double lse) {
+  const AttentionConfig& config = world.config;
+  int32_t first_tile = 0;
+  size_t token = 0;
+  for (int32_t t = 0; t < config.num_tiers; ++t) {
+    const int32_t table_row = row / query_columns(config).passes;  // one layer, in order
+    const int32_t tokens = world.tokens[table_row].of[config.tiers[t].side];
+    for (int32_t i = 0; i < tokens; ++i, ++token) {
+      const int64_t tile = got.scores.tile(row, first_tile + i / kTileTokens);
+      const float p =
+          score_probability(*got.scores.code(tile, i % kTileTokens, column),
+                            got.scores.tile_references(tile)[column], static_cast<float>(lse));
+      // Half a step of the code and the error of the LSE; what lies below the codes is 0.
+      ASSERT_NEAR(p, weights[token], 2e-3 * weights[token] + 1e-7)
+          << "row " << row << " column " << column << " token " << token;
+    }
+    first_tile += tiles_of(tokens);
+  }
+  ASSERT_EQ(token, weights.size());
+}
+
 }  // namespace
 
 DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
@@ -153,6 +181,49 @@ bool stays_in_batch(World& world, int32_t ctas, std::mt19937_64& rng,
   }
   (void)emulate(world, ctas, rng, &run);
   return run.is_guard_whole;
+}
+
+void check(WorldShape shape, int32_t ctas) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", " << ctas << " CTAs");
+  std::mt19937_64 rng(seed);
+  shape.page_records = rng() % 2 == 0;
+  World world = make_world(shape, rng);
+  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
+  ASSERT_TRUE(expected.is_ok()) << expected.status().message();
+  const DecodeOutput got = emulate_decode(world, ctas, rng);
+  // docs/ATTENTION.md, "Error".
+  EXPECT_LT(relative_error(got.out, expected->out), tolerance_of(shape.dtype));
+  for (size_t i = 0; i < got.lse.size(); ++i) {
+    if (expected->lse[i] == -INFINITY) {
+      EXPECT_EQ(got.lse[i], -INFINITY) << i;
+    } else {
+      // A sink far from 0 is rounded with its factor log2(e), and back.
+      EXPECT_NEAR(got.lse[i], expected->lse[i], 1e-3 + 3e-7 * std::fabs(expected->lse[i])) << i;
+    }
+  }
+  EXPECT_THAT(got.row_status, ::testing::Each(0));
+}
+
+void check_scores(const WorldShape& shape, int32_t tokens) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  std::mt19937_64 rng(seed);
+  World world = make_world(shape, rng);
+  ReferenceWeights weights;
+  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call(), &weights);
+  ASSERT_TRUE(expected.is_ok()) << expected.status().message();
+  const DecodeOutput got = emulate_decode(world, 4, rng, tokens);
+  EXPECT_LT(relative_error(got.out, expected->out), tolerance_of(shape.dtype));
+  const QueryColumns columns = query_columns(world.config);
+  const int32_t rows = world.sequences() * world.config.num_kv_heads * columns.passes;
+  for (int32_t row = 0; row < rows; ++row) {
+    for (int32_t column = 0; column < columns.of_row; ++column) {
+      const int64_t place = columns.place(row, column);
+      if (place < 0) continue;
+      expect_probabilities(world, got, row, column, weights[place], got.lse[place]);
+    }
+  }
 }
 
 }  // namespace test

@@ -28,4 +28,13 @@ DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
 bool stays_in_batch(World& world, int32_t ctas, std::mt19937_64& rng,
                     const std::function<void()>& change);
 
+// A random world's outputs, in pages with records or without, against the double reference.
+void check(WorldShape shape, int32_t ctas);
+// Its outputs, and the probabilities that follow from the scores left of up to `tokens` tokens.
+void check_scores(const WorldShape& shape, int32_t tokens);
+
+inline AttentionTier tier(int32_t side, int32_t k_bits, int32_t v_bits) {
+  return {side, token_wise_tier(k_bits, v_bits)};
+}
+
 }  // namespace tierkv::test
