@@ -46,6 +46,8 @@ def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]") -> Valu
     else:
         bits = to_numpy(x, name)
         dtype = bits.dtype.name
+        if not bits.dtype.isnative:
+            raise TypeError(f"{name}: dtype {bits.dtype.str} is not in this machine's byte order")
     if dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
     bits = shaped(np.ascontiguousarray(bits), shape, name)

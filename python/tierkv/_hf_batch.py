@@ -17,9 +17,9 @@ class Batch:
         self.length = 0
         self.pads: List[int] = []
 
-    def tokens(self) -> List[int]:
-        """Of each row."""
-        return [max(0, self.length - pad) for pad in self.pads]
+    def tokens(self, length: Optional[int] = None) -> List[int]:
+        """Of each row, or what it would be with so many positions."""
+        return [max(0, (self.length if length is None else length) - pad) for pad in self.pads]
 
     def extend(self, rows: int, tokens: int, mask: Optional[Any]) -> List[int]:
         """Appends `tokens` positions to each row and returns how many of them are tokens of its sequence. mask: [rows, length + tokens],
@@ -33,12 +33,11 @@ class Batch:
         self.length, self.pads = self.length + tokens, list(pads)
         return [now - then for now, then in zip(self.tokens(), before)]
 
-    def crop(self, length: int) -> List[int]:
-        """Forgets positions from `length` on; the tokens left of each row."""
+    def crop(self, length: int) -> None:
+        """Forgets positions from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length: {length} is not between 0 and {self.length}")
         self.length = length
-        return self.tokens()
 
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes what row rows[i] was."""

@@ -94,6 +94,8 @@ def unpack_chunk(data: Bytes, shape: "Tuple[int, ...]") -> FloatArray:
         codes = data[at:at + rows * head_dim * bits // 8]
         scales = data[at + codes.size:at + codes.size + 4 * rows].view(np.float16).reshape(2, rows, 1)
         at += codes.size + scales.nbytes
+        if not np.isfinite(scales).all():
+            raise CorruptError("chunk: a scale or zero point is not finite")
         part[...] = dequantize(QuantizedRows(_unpack(codes, bits).reshape(rows, head_dim), scales[0], scales[1], bits, head_dim)).reshape(part.shape)
     return out
 

@@ -10,7 +10,7 @@ A prompt is attended to by torch's own attention and compressed layer by layer; 
 later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: Llama, Mistral,
 Qwen2 and Qwen3 without sliding windows, in transformers 5. Batches are padded on the left.
 
-The cache lies where the model does: in a GPU's memory, with kernels, or on the CPU, where it is right and slow.
+So far it works for models on the CPU only, where it is right and slow; a model on a GPU is refused.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from . import _library as lib
 from ._hf_batch import Batch, Moves, groups
-from .errors import UnsupportedError
+from .errors import OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
 from .kv_store import KvStore, StoreConfig, preset
 from .profile import Profile, Rope, read_profile
 from .prompt import significance
@@ -136,14 +136,20 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         for id in self._ids:
-            self.store.release(id)
+            try:
+                self.store.release(id)
+            except StaleSequenceError:  # a choice of rows failed behind its release
+                pass
         self._ids, self._batch, self._waits = [], Batch(), False
 
     def crop(self, max_length: int) -> None:
-        """Keeps so many positions, padding included; a negative number removes so many."""
+        """Keeps so many positions, padding included; a number that is not positive removes so many. OutOfPagesError, where sequences share
+        pages: some may then be cropped and others not; the call can be repeated."""
         length = max_length if max_length > 0 else self._batch.length + max_length
-        for id, tokens in zip(self._ids, self._batch.crop(length)):
-            self.store.truncate(id, tokens)
+        for id, tokens in zip(self._ids, self._batch.tokens(length)):
+            if self.store.num_tokens(id) > tokens:
+                self.store.truncate(id, tokens)
+        self._batch.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -156,11 +162,30 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._select([i for i in range(len(self._ids)) for _ in range(repeats)])
 
     def _select(self, chosen: List[int]) -> None:
-        """Rows that stay keep their sequence; the others are forks, which share its pages."""
+        """Rows that stay keep their sequence; the others are forks, which share its pages. OutOfRangeError: nothing changed. OutOfPagesError: nor
+        did anything, unless all max_sequences were open; reset() then."""
         moves = Moves(chosen, len(self._ids))
-        for row in moves.dropped:
+        room = self.store.config.max_sequences - len(self._ids) + len(moves.dropped)
+        if sum(moves.forked) > room:
+            raise OutOfRangeError(f"TierCache: {len(chosen)} rows, but max_sequences is {self.store.config.max_sequences}")
+        ids: List[int] = []
+        made: List[int] = []
+        dropped = list(moves.dropped)
+        try:
+            for old, forked in zip(chosen, moves.forked):
+                # Copies come before rows are given up as long as there is room, so that a failure changes nothing.
+                if forked and len(self._ids) + len(made) == self.store.config.max_sequences:
+                    self.store.release(self._ids[dropped.pop()])
+                ids.append(self.store.fork(self._ids[old]) if forked else self._ids[old])
+                if forked:
+                    made.append(ids[-1])
+        except TierkvError:
+            for id in made:
+                self.store.release(id)
+            raise
+        for row in dropped:
             self.store.release(self._ids[row])
-        self._ids = [self.store.fork(self._ids[old]) if forked else self._ids[old] for old, forked in zip(chosen, moves.forked)]
+        self._ids = ids
         self._batch.select(chosen)
 
     # ---- A forward pass ----
@@ -188,12 +213,18 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         seen = self._batch.tokens() or [0] * rows
         before = (self._batch.length, list(self._batch.pads))
         new = self._batch.extend(rows, tokens, None if mask is None else mask.cpu().numpy())
+        opened = not self._ids
         try:
-            if not self._ids:
-                self._ids = [self.store.add_sequence() for _ in range(rows)]
+            while len(self._ids) < rows:
+                self._ids.append(self.store.add_sequence())
             for row in groups(new):
                 self.store.begin([self._ids[i] for i in row], new[row[0]])
         except Exception:
+            for id, tokens in zip(self._ids, seen):
+                self.store.truncate(id, tokens)
+                if opened:
+                    self.store.release(id)
+            self._ids = [] if opened else self._ids
             self._batch.length, self._batch.pads = before
             raise
         self._pass = _Pass(new, seen, tokens <= STEP_TOKENS and min(seen) > 0)
@@ -232,7 +263,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             rope = _profile_rope(self._profile.rope, rope)
         self._store = KvStore(StoreConfig(
             num_layers=config.num_hidden_layers, num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3], sm_scale=scaling,
-            dtype="bfloat16" if k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
+            dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
             max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
             stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
 
@@ -302,9 +333,14 @@ def _tokens(x: Tensor) -> Any:
 
 
 def _given(x: Tensor) -> Any:
-    """[batch, heads, tokens, head_dim] as a store takes it."""
+    """[batch, heads, tokens, head_dim] as a store takes it: on the CPU in fp16. OutOfRangeError."""
     x = x.transpose(1, 2).contiguous()
-    return x if x.is_cuda else x.half().numpy()
+    if x.is_cuda:
+        return x
+    half = x.half()
+    if x.dtype != torch.float16 and bool((half.isinf() & x.isfinite()).any()):
+        raise OutOfRangeError("TierCache: a key or value beyond fp16")
+    return half.numpy()
 
 
 def _like(x: Any, like: Tensor) -> Tensor:

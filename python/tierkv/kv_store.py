@@ -143,7 +143,7 @@ class StoreConfig:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.sink_tokens < 0 or self.window_tokens < 1:
             raise ValueError("sink_tokens must be at least 0, window_tokens at least 1")
-        raw_layers = np.array(self.raw_layers, np.int32)
+        raw_layers = np.array([lib.integer(layer, "raw_layers") for layer in self.raw_layers], np.int32)
         profile = None if self.profile is None else profile_struct(self.profile)
         rope, inv_freq = None, None
         if self.rope is not None:
@@ -163,6 +163,9 @@ class StoreConfig:
 def _format(format: BodyFormat) -> Dict[str, Any]:
     """The field of the config's struct."""
     if isinstance(format, CodedFormat):
+        for name in ("max_length", "streams_per_lane", "key_books"):
+            if getattr(format, name) == 0:  # the C ABI takes it for the default
+                raise ValueError(f"format: {name} is 0")
         return {"coded": ctypes.pointer(lib.CodedFormatStruct(**dataclasses.asdict(format)))}
     if isinstance(format, ChannelFormat):
         return {"channel": ctypes.pointer(lib.ChannelConfigStruct(**dataclasses.asdict(format)))}
@@ -277,7 +280,9 @@ class KvStore:
         c = self.config
         if dtype not in ("float16", "bfloat16"):
             raise ValueError(f"dtype {dtype!r} is not float16 or bfloat16")
-        shape = (max(0, end - first), c.num_kv_heads, c.head_dim)
+        if not 0 <= first <= end <= c.max_tokens:
+            raise OutOfRangeError(f"positions {first} to {end} are not within max_tokens {c.max_tokens}")
+        shape = (end - first, c.num_kv_heads, c.head_dim)
         k, v = (np.empty(shape, np.float16 if dtype == "float16" else np.uint16) for _ in range(2))
         self._call("tkv_kv_decode_range", lib.KvRange(sequence=_id(sequence).value, layer=layer, first=first, end=end, dtype=DTYPES[dtype],
                                                       k=pointer(k), v=pointer(v)))
@@ -325,6 +330,7 @@ class KvStore:
 
     def import_sequence(self, data: bytes) -> int:
         """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config; OutOfPagesError."""
+        data = bytes(data)
         return self._number("tkv_kv_import_sequence", data, len(data))
 
     def close(self) -> None:

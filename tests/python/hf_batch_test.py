@@ -43,8 +43,10 @@ class Rows(unittest.TestCase):
     def test_crop_counts_padding(self):
         batch = Batch()
         batch.extend(2, 6, np.array([[0, 0, 1, 1, 1, 1], [1] * 6]))
-        self.assertEqual(batch.crop(4), [2, 4])
-        self.assertEqual(batch.crop(1), [0, 1])
+        self.assertEqual(batch.tokens(4), [2, 4])
+        self.assertEqual(batch.tokens(), [4, 6])
+        batch.crop(1)
+        self.assertEqual(batch.tokens(), [0, 1])
         for length in (-1, 2):
             with self.assertRaises(ValueError):
                 batch.crop(length)
