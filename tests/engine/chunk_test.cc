@@ -144,6 +144,26 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
   EXPECT_NEAR(std::sqrt(error_v / values), 0.25 * std::sqrt(0.87), 0.03);
 }
 
+// A second sequence of a store with a profile is coded from its first unit on; sinks are no unit.
+TEST_F(ChunkTest, AUnitOfSinksAloneIsNoBlock) {
+  ConfigChoice choice;
+  choice.with_profile = true;
+  StoreConfig config = make_config(choice);
+  config.sink_tokens = 16;
+  config.window_tokens = 8;
+  give_pages(100, &config);
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence one(config);
+  store::Engine* engine = one.store.engine.get();
+  ASSERT_TRUE(feed.give(engine, one.id, 0, 400));
+  const SequenceId steps = *engine->add_sequence(), prompt = *engine->add_sequence();
+  for (int32_t at = 0; at < 60; ++at) ASSERT_TRUE(feed.give(engine, steps, at, 1));
+  ASSERT_TRUE(feed.give(engine, prompt, 0, 60));
+  EXPECT_EQ(*engine->export_sequence(steps), *engine->export_sequence(prompt));
+  const StoreUsage usage = *engine->usage();
+  EXPECT_EQ(usage.body_tokens, 4 * (384 - 16 + 2 * (48 - 16)));
+}
+
 TEST_F(ChunkTest, EmptyAndShortSequences) {
   ConfigChoice choice;
   choice.group = 5;
