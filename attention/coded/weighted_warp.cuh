@@ -24,7 +24,8 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
   static constexpr int32_t kNoOctave = -64;      // below that of any exponent
   static constexpr int32_t kOctaveHeadroom = 5;  // p is at most 2^8, and fp16 holds 2^15 of it
 
-  // Scores into the B operand of P^T, times the factors of the values.
+  // Scores into the B operand of P^T, times the factors of the values. Each lane sums what it has:
+  // add_sums() follows the last block.
   __device__ __forceinline__ void weigh_values(const Block& x, float (&s)[kItemTiles][4],
                                                uint32_t (&p)[kItemTiles][2]) {
     const int32_t tokens = x.slice[0].block.tokens;
@@ -50,11 +51,15 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
         p[o][h] = transpose_8x8(pack_halves(f * a, f * b));
       }
     }
+    state.sum[0] += sum[0], state.sum[1] += sum[1];
+  }
+  __device__ __forceinline__ void add_sums() {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
-      for (int i = 4; i < 32; i *= 2) sum[c] += __shfl_xor_sync(kFullWarp, sum[c], i);
-      state.sum[c] += sum[c];
+      for (int i = 4; i < 32; i *= 2) {
+        state.sum[c] += __shfl_xor_sync(kFullWarp, state.sum[c], i);
+      }
     }
   }
   // out is in units of 2^octave() steps.
@@ -241,6 +246,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
                     {static_cast<uint32_t>(items.first), static_cast<uint32_t>(items.end),
                      static_cast<uint32_t>(items.last), static_cast<uint32_t>(number)});
     attend_blocks();
+    add_sums();
     const uint4 x = load_shared_16(kept_items);
     items.first = static_cast<int32_t>(x.x), items.end = static_cast<int32_t>(x.y);
     items.last = static_cast<int32_t>(x.z), number = static_cast<int32_t>(x.w);

@@ -26,7 +26,8 @@ Status validate_grid(const AttentionConfig& config, const AttentionGrid& grid) {
   if (grid.num_ctas < 1 || grid.num_ctas > kMaxCtas || grid.slots_per_warp < 1 ||
       grid.slots_per_warp > most_slots(config.head_dim) || grid.warps_per_cta < 1 ||
       grid.warps_per_cta > kDecodeWarps || grid.slot_bytes < least_slot_bytes(config) ||
-      grid.slot_bytes % kSlotAlignment != 0) {
+      grid.slot_bytes % kSlotAlignment != 0 || grid.tile_cost < 0 ||
+      grid.tile_cost > kMaxTileCost) {
     return invalid("grid is not one that attention_grid() returned");
   }
   return Status::ok();
@@ -108,7 +109,7 @@ Status plan_of(const AttentionConfig& config, const AttentionGrid& grid, const P
                const AttentionBatch& batch, const AttentionWorkspace& workspace, GpuStream stream) {
   const WorkspaceLayout layout = workspace_layout(config, grid, batch.count);
   PlanParamsOf<kClasses> params;
-  params.rows = config_rows<kClasses>(config, grid.slot_bytes, table, batch, 0);
+  params.rows = config_rows<kClasses>(config, grid, table, batch, 0);
   if constexpr (kClasses > 1) {
     for (int32_t i = 0; i < config.num_layers; ++i) params.layers[i] = head_planes(config, i);
   }
@@ -127,7 +128,7 @@ Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const
                  const AttentionWorkspace& workspace, GpuStream stream) {
   const WorkspaceLayout layout = workspace_layout(config, grid, call.batch.count);
   DecodeParamsOf<kClasses> params;
-  params.rows = config_rows<kClasses>(config, grid.slot_bytes, call.table, call.batch, call.layer);
+  params.rows = config_rows<kClasses>(config, grid, call.table, call.batch, call.layer);
   params.layer = call.layer;
   params.pool = call.pages.base;
   params.page_bytes = call.pages.page_bytes;

@@ -16,7 +16,7 @@ inline HeadPlanes head_planes(const AttentionConfig& config, int32_t layer) {
 // Config and call were validated; kClasses is 1 where the config has one class. Classes that the
 // config does not have are as its first.
 template <int32_t kClasses>
-RowsOf<kClasses> config_rows(const AttentionConfig& config, int32_t slot_bytes,
+RowsOf<kClasses> config_rows(const AttentionConfig& config, const AttentionGrid& grid,
                              const PageTableView& table, const AttentionBatch& batch,
                              int32_t layer) {
   RowsOf<kClasses> rows;
@@ -24,7 +24,8 @@ RowsOf<kClasses> config_rows(const AttentionConfig& config, int32_t slot_bytes,
     for (int32_t t = 0; t < config.num_tiers; ++t) {
       const SideView side = table.side(config.tiers[t].side);
       rows.tiers[c * kAttentionTiers + t] =
-          tier_source(*tier_layout(config, t, c < config.classes.count ? c : 0), side, slot_bytes);
+          tier_source(*tier_layout(config, t, c < config.classes.count ? c : 0), side,
+                      grid.slot_bytes, grid.tile_cost);
       rows.row_stride = static_cast<int32_t>(side.row_stride);
       rows.token_stride = static_cast<int32_t>(side.token_stride);
     }

@@ -26,10 +26,10 @@ inline constexpr int32_t kAttentionTiers = 3;
 inline constexpr int32_t kClassHeads = 64;  // kv_heads of a layer that may be of several classes
 inline constexpr int32_t kClassLayers = 128;
 inline constexpr int32_t kCostUnitBytes = 64;
-// Beside its bytes a tile takes arithmetic. A short row takes its beginning and end, in which its
-// warp waits for tables, queries and pages one after the other, as long as for two pages; a long
-// one has them hidden, and equal rows then cut into equal items. In cost units.
-inline constexpr int32_t kTileCost = 16;
+inline constexpr int32_t kMaxTileCost = 64;  // beside its bytes; keeps costs of rows in 32 bits
+// A short row takes its beginning and end, in which its warp waits for tables, queries and pages
+// one after the other, as long as for two pages; a long one has them hidden, and equal rows then
+// cut into equal items. In cost units.
 inline constexpr int32_t kShortRowTiles = 32;  // a row with fewer tiles is short
 inline constexpr int32_t kShortRowCost = 384;
 inline constexpr int32_t kMaxTierTokens = 1 << 26;  // of one row; keeps its cost inside 32 bits
@@ -57,7 +57,7 @@ struct TierSource {
   int32_t segment[4] = {};       // byte in the page: key codes, their metadata, values, theirs
   int32_t segment_tile[4] = {};  // bytes of a tile there
   int32_t page_bytes = 0;        // of all four segments
-  int32_t tile_cost = 1;         // bytes read / kCostUnitBytes + kTileCost
+  int32_t tile_cost = 1;         // bytes read / kCostUnitBytes + the grid's
   int32_t max_pages = 0;         // of a table row
   int32_t max_tokens = 0;        // that they hold
 };
@@ -142,7 +142,8 @@ TKV_HD constexpr int32_t cut_page(int32_t page_tiles, int32_t tile_bytes, int32_
   return smaller(even, (equal + 1) & ~1);
 }
 
-inline TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes) {
+inline TierSource tier_source(const PageLayout& layout, const SideView& side, int32_t slot_bytes,
+                              int32_t tile_cost = AttentionGrid().tile_cost) {
   TierSource tier;
   const int32_t tile_bytes = tile_read_bytes(layout);
   const int64_t held = static_cast<int64_t>(side.max_pages) * layout.tokens;
@@ -160,7 +161,7 @@ inline TierSource tier_source(const PageLayout& layout, const SideView& side, in
     tier.segment_tile[2 * c + 1] = tile_metadata_bytes(layout.groups(components[c]));
   }
   tier.page_bytes = layout.scores;
-  tier.tile_cost = kTileCost + ceil_div(tile_bytes, kCostUnitBytes);
+  tier.tile_cost = tile_cost + ceil_div(tile_bytes, kCostUnitBytes);
   tier.max_pages = side.max_pages;
   tier.max_tokens = held < kMaxTierTokens ? static_cast<int32_t>(held) : kMaxTierTokens;
   return tier;

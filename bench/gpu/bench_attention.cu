@@ -1,7 +1,7 @@
 // Decode attention over compressed pages, at the shapes of docs/BENCHMARKS.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
-//   [--slot-bytes N] [--seed N]
+//   [--slot-bytes N] [--tile-cost N] [--seed N]
 //
 // Each case is timed by graph replay over enough disjoint sets of pages, scattered at random, that
 // no page is still in L2 when its turn comes again. Beside it, in the same run: the read ceiling (2
@@ -25,6 +25,7 @@ struct Options {
   std::string out, commit = "unknown", only;
   int replays = 31;
   int slots = 0, slot_bytes = 0;           // 0: as attention_grid() says
+  int tile_cost = -1;                      // likewise
   uint32_t seed = std::random_device{}();  // of the first ragged batch
 };
 
@@ -219,6 +220,7 @@ Measured run_case(const Bench& b, const Case& c) {
   AttentionGrid grid = grid_of(c.cache.config);
   if (b.options.slots != 0) grid.slots_per_warp = b.options.slots;
   if (b.options.slot_bytes != 0) grid.slot_bytes = b.options.slot_bytes;
+  if (b.options.tile_cost >= 0) grid.tile_cost = b.options.tile_cost;
   const AttentionRun run(b, c.cache, grid);
   Measured m;
   m.name = c.name;
@@ -308,12 +310,14 @@ Options parse_options(int argc, char** argv) {
       o.slots = std::atoi(argv[++i]);
     } else if (has_value && std::strcmp(argv[i], "--slot-bytes") == 0) {
       o.slot_bytes = std::atoi(argv[++i]);
+    } else if (has_value && std::strcmp(argv[i], "--tile-cost") == 0) {
+      o.tile_cost = std::atoi(argv[++i]);
     } else if (has_value && std::strcmp(argv[i], "--seed") == 0) {
       o.seed = static_cast<uint32_t>(std::strtoul(argv[++i], nullptr, 10));
     } else {
       std::fprintf(stderr,
                    "usage: %s [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N] "
-                   "[--slot-bytes N] [--seed N]\n",
+                   "[--slot-bytes N] [--tile-cost N] [--seed N]\n",
                    argv[0]);
       std::exit(2);
     }

@@ -90,6 +90,9 @@ struct AttentionGrid {
   int32_t slots_per_warp = 0;
   int32_t shared_bytes = 0;
   int32_t warps_per_cta = 8;  // fewer where shared memory does not hold the slots of 8
+  // What a tile of 16 tokens takes beside the reading of its bytes, in the time of 64 bytes: the
+  // plan cuts work by both.
+  int32_t tile_cost = 16;
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.
 TKV_API Result<AttentionGrid> attention_grid(const AttentionConfig& config);

@@ -109,7 +109,10 @@ Importance RawTokens::importance(int32_t kv_head, int32_t position) const {
   if (position >= at_.tokens) {
     if (chunk_->significance == nullptr) return {};
     const int64_t i = kv_head * chunk_->stride + position - chunk_->first;
-    return {ImportanceKind::kPrompt, chunk_->significance[i], 0};
+    // What a later chunk's queries give its tokens is several times what a whole prompt's would.
+    const ImportanceKind kind =
+        chunk_->first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
+    return {kind, chunk_->significance[i], 0};
   }
   const RawScore score =
       read_score(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, position);

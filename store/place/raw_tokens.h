@@ -34,7 +34,7 @@ struct RawRows {
 // What is known of a token's importance when its tier or exponent is decided.
 enum class ImportanceKind : int32_t {
   kUnknown = 0,  // neutral
-  kPrompt = 1,   // value: its significance by the queries behind it in its chunk
+  kPrompt = 1,   // value: its significance by the queries behind it in the first chunk
   kSeen = 2,     // value: the mean of what the queries that were counted gave it
   kDecided = 3,  // bits: what the format kept, RawScore::sum
   kPruned = 4,   // likewise; the token is not there

@@ -64,7 +64,10 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
     p.warps = static_cast<uint8_t>(grid->warps_per_cta);
   }
   for (Settled& settled : p.settled) settled = static_cast<Settled>(draw(2));
-  p.rows = config_rows<kClasses>(config, p.slot_bytes, world.table(), world.call().batch, 0);
+  AttentionGrid cut;
+  cut.slot_bytes = p.slot_bytes;
+  cut.tile_cost = draw(40);
+  p.rows = config_rows<kClasses>(config, cut, world.table(), world.call().batch, 0);
   p.pool = world.pages().base;
   p.page_bytes = config.page_bytes;
   p.num_pages = world.num_pages;

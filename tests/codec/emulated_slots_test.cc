@@ -6,11 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
 #include "tests/support/block_world.h"
 #include "tests/support/fresh_random.h"
+#include "tierkv/basis.h"
 
 namespace tierkv {
 
@@ -98,6 +100,32 @@ TEST_F(EmulatedSlots, WriteTheBytesOfTheHost) {
         }
         ASSERT_EQ(device_errors, w.errors);
       }
+    }
+  }
+}
+
+// To the last bit, which fp16 scales seldom show.
+TEST_F(EmulatedSlots, NormsAndRotationsHaveTheBitsOfTheHost) {
+  std::normal_distribution<float> normal;
+  for (const int32_t head_dim : kHeadDims) {
+    for (int32_t round = 0; round < 20; ++round) {
+      std::vector<float> given(head_dim), turned(head_dim), norms(32);
+      for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
+      const Rotation rotation = hadamard_rotation(head_dim);
+      emulator::cta().run(0, 32, [&] {
+        LaneValues x;
+        load_lane_values(given.data(), DType::kFloat32, head_dim, x);
+        norms[lane_index()] = squared_norm(x, head_dim);
+        rotate(rotation, head_dim, x);
+        for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+          const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+          if (dim < head_dim) turned[dim] = x[i / 4][i % 4];
+        }
+      });
+      for (const float norm : norms) ASSERT_EQ(norm, sum_of_squares(given.data(), head_dim));
+      std::vector<float> expected = given;
+      Basis::hadamard(head_dim).apply(expected.data(), 1);
+      ASSERT_EQ(turned, expected);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,11 @@ struct DecodeRun {
   std::vector<float> key_scales, value_steps;
   std::vector<uint16_t> key_means, out;
   std::vector<WeightedRange> ranges;
+  struct Apart {
+    std::vector<uint16_t> out;
+    int32_t stride, shift;
+  };
+  std::map<int32_t, Apart> apart;
   std::vector<WeightedPlace> places;
   std::vector<StatusCode> status;
   std::vector<uint4> bytes;
@@ -85,25 +91,49 @@ struct DecodeRun {
     ranges[row].first = first, ranges[row].last = last;
     ranges[row].at = static_cast<int64_t>(world.at(row, first));
   }
+  // The same into memory of the row's own, `shift` elements behind an address of 16 bytes.
+  void ask_apart(int32_t row, int32_t first, int32_t last, int32_t stride, int32_t shift) {
+    ask(row, first, last);
+    Apart& a = apart[row];
+    a.stride = stride, a.shift = shift;
+    a.out.assign(static_cast<size_t>(last - first) * stride + shift + 8, kPoison);
+    ranges[row].out = a.out.data() + shift;
+    ranges[row].token_stride = stride;
+  }
+  // Of a row that is asked for apart: all of its memory.
+  void expect_apart(int32_t row) const {
+    const Apart& a = apart.at(row);
+    const WeightedRange& r = ranges[row];
+    for (size_t i = 0; i < a.out.size(); ++i) {
+      const int32_t at = static_cast<int32_t>(i) - a.shift;
+      const int32_t position = at < 0 ? r.last : r.first + at / a.stride, d = at % a.stride;
+      uint16_t expected = kPoison;
+      if (position < r.last && d < world.shape.head_dim) expected = value(row, position, d);
+      ASSERT_EQ(a.out[i], expected) << "row " << row << " position " << position << " dim " << d;
+    }
+  }
+  uint16_t value(int32_t row, int32_t position, int32_t d) const {
+    const HostBlock& b = world.blocks[row * world.row_blocks() + position / kBlockTokens];
+    const size_t at = static_cast<size_t>(position - b.first) * world.shape.head_dim + d;
+    return raw_element(world.shape.dtype, b.values[c][at]);
+  }
   // What a token must be; `zero` where its block is not valid.
   void expect_token(int32_t row, int32_t position, bool asked, bool zero) const {
-    const HostBlock& b = world.blocks[row * world.row_blocks() + position / kBlockTokens];
     const size_t at = world.at(row, position);
     for (int32_t d = 0; d < world.stride(); ++d) {
       uint16_t expected = kPoison;
       if (asked && d < world.shape.head_dim) {
-        const float x =
-            zero ? 0.0f
-                 : b.values[c][static_cast<size_t>(position - b.first) * world.shape.head_dim + d];
-        expected = raw_element(world.shape.dtype, x);
+        expected = zero ? raw_element(world.shape.dtype, 0.0f) : value(row, position, d);
       }
       ASSERT_EQ(out[at + d], expected) << "row " << row << " position " << position << " dim " << d;
     }
   }
   void expect_all(int32_t bad_block = -1) const {
     for (int32_t r = 0; r < world.shape.rows; ++r) {
+      const bool away = apart.count(r) != 0;
+      if (away) expect_apart(r);
       for (int32_t t = 0; t < world.shape.tokens; ++t) {
-        expect_token(r, t, t >= ranges[r].first && t < ranges[r].last,
+        expect_token(r, t, !away && t >= ranges[r].first && t < ranges[r].last,
                      r * world.row_blocks() + t / kBlockTokens == bad_block);
         if (::testing::Test::HasFatalFailure()) return;
       }
@@ -126,7 +156,14 @@ class EmulatedWeightedDecode : public RandomTest {
       for (int32_t r = 0; r < shape.rows; ++r) {
         if (below(3) == 0) continue;
         const int32_t first = shape.sinks + below(shape.tokens - shape.sinks);
-        run.ask(r, first, first + below(shape.tokens - first + 1));
+        const int32_t last = first + below(shape.tokens - first + 1);
+        if (below(2) == 0) {
+          run.ask(r, first, last);
+        } else {
+          // Of 16 bytes, of 4, or of 2.
+          const int32_t unit = std::vector{8, 8, 2, 1}[below(4)];
+          run.ask_apart(r, first, last, shape.head_dim + unit * below(3), unit * below(2));
+        }
       }
       run.run();
       for (const StatusCode code : run.status) ASSERT_EQ(code, StatusCode::kOk);
@@ -141,6 +178,7 @@ TEST_F(EmulatedWeightedDecode, EveryHeadDimAndRotation) {
     WeightedShape shape;
     shape.head_dim = shape.rotary_dims = head_dim;
     shape.tokens = 129 + below(63);
+    shape.rows = 4;
     expect_hosts_numbers(shape);
     shape.pairing = RopePairing::kNeighbours;
     shape.dtype = DType::kBFloat16;

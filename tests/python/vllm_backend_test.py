@@ -287,6 +287,29 @@ class Specs(unittest.TestCase):
         finally:
             torch.set_default_dtype(torch.float32)
 
+    def test_layers_of_other_classes_are_refused(self):
+        """Their specs do not come from ours: chunked local attention, for one."""
+        config = config_of()
+        layer = layer_of(config, 0)
+        with self.assertRaisesRegex(ValueError, "model.layers.0.*own kind"):
+            backend.TierkvMetadataBuilder(None, [layer.layer_name], config, DEVICE)
+
+    def test_other_backends_keep_their_specs(self):
+        import importlib
+
+        config, given = config_of(), object()
+        from vllm.model_executor.layers.attention.attention import Attention
+        original = Attention.get_kv_cache_spec.tierkv_wraps
+        self.assertEqual(original.__module__, Attention.__module__)
+        importlib.reload(backend)
+        self.assertIs(Attention.get_kv_cache_spec.tierkv_wraps, original)
+        before, backend._original_get_kv_cache_spec = backend._original_get_kv_cache_spec, lambda layer, config: given
+        try:
+            layer = types.SimpleNamespace(attn_backend=object)
+            self.assertIs(Attention.get_kv_cache_spec(layer, config), given)
+        finally:
+            backend._original_get_kv_cache_spec = before
+
     def test_engines_are_refused_when_they_start(self):
         for change, word in ((dict(block_size=16), "block_size 16"), (dict(drafts=8), "8 draft"),
                              (dict(additional={"tierkv": {"layers": {"5": "raw"}}}), "layer 5"),

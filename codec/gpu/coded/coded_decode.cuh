@@ -243,39 +243,49 @@ struct OpenTiles {
   DimBlockOrder order = DimBlockOrder::kAscending;
 };
 
-// Its tiles: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]. base_of(f): the
-// code of digit 0 in dim block f, asked for before the reader is.
-template <class Reader, class BaseOf, class Finish>
-__device__ __forceinline__ bool decode_tiles(const OpenTiles& open, Reader& reader,
-                                             const WarpMemory& memory, const BaseOf& base_of,
-                                             const Finish& finish) {
+// The codes of a tile, without exceptions. base_of(f): the code of digit 0 in dim block f, asked
+// for before the reader is.
+template <class Reader, class BaseOf>
+__device__ __forceinline__ void decode_tile(const OpenTiles& open, Reader& reader,
+                                            const WarpMemory& memory, int32_t tile,
+                                            const BaseOf& base_of, int16_t* codes) {
   const CodedBlockHeader& h = open.header;
-  const CodedBlockLayout& at = open.at;
   const bool raw = is_raw_mode(h.mode);
   const int32_t lane = lane_index(), blocks = dim_block_count(h.dims);
   const TileLayout layout = raw_tile(raw ? raw_bits(h.mode) : 4, blocks);
+  const uint8_t* plane =
+      memory.block + (raw ? open.at.payload : open.at.low_plane) + tile * layout.bytes();
+  for (int32_t i = 0; i < blocks; ++i) {
+    const int32_t f = dim_block_at(open.order, blocks, i);
+    const int32_t base = base_of(f);
+    DigitPair pairs[4] = {};
+    if (!raw) reader.pairs(pairs);
+#pragma unroll
+    for (int32_t r = 0; r < 4; ++r) {
+      const PairPosition place = pair_position(h.component, 0, f, r, lane);
+      if (raw || h.mode == BlockMode::kSplit) {
+        const DigitPair low = raw_pair(plane, layout, h.component, place);
+        pairs[r] = {pairs[r].first + low.first, pairs[r].second + low.second};
+      }
+      store_pair(h.component, place, pairs[r], base, codes);
+    }
+  }
+}
+
+// Its tiles: finish(tile, codes) of each, with codes [kTileTokens][kTileStride]; decode(tile,
+// codes) finds them without exceptions.
+template <class Reader, class Decode, class Finish>
+__device__ __forceinline__ bool decode_tiles(const OpenTiles& open, Reader& reader,
+                                             const WarpMemory& memory, const Decode& decode,
+                                             const Finish& finish) {
+  const bool raw = is_raw_mode(open.header.mode);
   if (!raw) reader.open(open.streams);
   bool valid = true;
-  for (int32_t tile = 0; tile < tile_count(h.tokens); ++tile) {
-    const uint8_t* plane = memory.block + (raw ? at.payload : at.low_plane) + tile * layout.bytes();
+  for (int32_t tile = 0; tile < tile_count(open.header.tokens); ++tile) {
     int16_t* const codes = memory.tile + tile * memory.apart;
-    for (int32_t i = 0; i < blocks; ++i) {
-      const int32_t f = dim_block_at(open.order, blocks, i);
-      const int32_t base = base_of(f);
-      DigitPair pairs[4] = {};
-      if (!raw) reader.pairs(pairs);
-#pragma unroll
-      for (int32_t r = 0; r < 4; ++r) {
-        const PairPosition place = pair_position(h.component, 0, f, r, lane);
-        if (raw || h.mode == BlockMode::kSplit) {
-          const DigitPair low = raw_pair(plane, layout, h.component, place);
-          pairs[r] = {pairs[r].first + low.first, pairs[r].second + low.second};
-        }
-        store_pair(h.component, place, pairs[r], base, codes);
-      }
-    }
+    decode(tile, codes);
     __syncwarp();
-    valid &= add_exceptions(h, at, memory.block, tile, codes);
+    valid &= add_exceptions(open.header, open.at, memory.block, tile, codes);
     __syncwarp();
     finish(tile, codes);
     __syncwarp();
@@ -288,8 +298,13 @@ template <class Reader>
 __device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
                              const CodedBlockLayout& at, Reader& reader, const WarpMemory& memory) {
   const BlockStreams streams = block_streams(h, at, memory.block);
+  const OpenTiles open{h, at, streams};
   return decode_tiles(
-      {h, at, streams}, reader, memory, [&](int32_t) { return h.base; },
+      open, reader, memory,
+      [&](int32_t tile, int16_t* codes) {
+        decode_tile(
+            open, reader, memory, tile, [&](int32_t) { return h.base; }, codes);
+      },
       [&](int32_t tile, const int16_t* codes) { write_tile(job, tile, codes); });
 }
 

@@ -73,9 +73,8 @@ Status WeightedDecode::validate() const {
     return invalid("max_block_bytes");
   }
   if (num_ranges == 0 || most_blocks == 0) return Status::ok();
-  if (bytes == nullptr || places == nullptr || ranges == nullptr || out == nullptr ||
-      status == nullptr) {
-    return invalid("bytes, places, ranges, out and status are needed");
+  if (bytes == nullptr || places == nullptr || ranges == nullptr || status == nullptr) {
+    return invalid("bytes, places, ranges and status are needed");
   }
   return Status::ok();
 }

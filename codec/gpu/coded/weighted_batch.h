@@ -65,8 +65,12 @@ struct alignas(16) WeightedRange {
   int32_t first = 0, last = 0;
   int32_t row = 0;          // of DeviceWeightedRows
   int32_t first_block = 0;  // of position 0 in the places
-  // The positions that the row's blocks hold. Decoding only: what a block must have.
+  // Decoding only. The positions that the row's blocks hold: what a block must have. Where token
+  // `first` goes; null: to `at` of the call's output. Elements from a token to the next; 0: the
+  // call's.
   int32_t body_first = 0, body_last = 0;
+  uint16_t* out = nullptr;
+  int64_t token_stride = 0;
 };
 
 // Whether a call for num_rows rows and most_blocks blocks a range can work on it.
@@ -123,14 +127,16 @@ struct WeightedDecode {
   const uint8_t* bytes = nullptr;         // [size], 16-byte aligned
   const WeightedPlace* places = nullptr;  // of the component
   const WeightedRange* ranges = nullptr;  // [num_ranges]
-  uint16_t* out = nullptr;                // out: fp16 or bf16, keys rotated to their positions
-  StatusCode* status = nullptr;           // out: [num_ranges, most_blocks]; kOk where there is none
+  // Out: fp16 or bf16, keys rotated to their positions unless rows.rope.pairs is 0. Null where each
+  // range has its own. Addresses and strides that are multiples of 16 bytes are the fastest.
+  uint16_t* out = nullptr;
+  StatusCode* status = nullptr;  // out: [num_ranges, most_blocks]; kOk where there is none
   DeviceWeightedRows rows;
   DeviceFamily family;
   Component component = Component::kKey;
   DType dtype = DType::kFloat16;  // or kBFloat16
   int64_t size = 0;
-  int64_t token_stride = 0;  // of out, in elements
+  int64_t token_stride = 0;  // in elements
   int32_t num_ranges = 0;
   int32_t most_blocks = 0;  // that a range meets
   // The most bytes that a block (slice) may have: more warps fit with less. Larger blocks get

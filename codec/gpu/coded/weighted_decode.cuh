@@ -7,6 +7,7 @@
 
 #include "codec/gpu/coded/coded_decode.cuh"
 #include "codec/gpu/coded/coded_form.cuh"
+#include "codec/gpu/coded/weighted_pairs.cuh"
 #include "codec/gpu/coded/weighted_write.cuh"
 
 namespace tierkv {
@@ -165,7 +166,9 @@ __device__ inline StatusCode open_slice(const WeightedDecode& call, const RangeT
   }
   const int32_t bytes = h.units * kBlockAlignment;
   WeightedBlockLayout at = weighted_layout(h, 0);
-  if (at.bytes > bytes || bytes > slice.size) return StatusCode::kCorrupt;
+  if (at.bytes > bytes || bytes > slice.size || bytes > kMaxWeightedBlockBytes) {
+    return StatusCode::kCorrupt;
+  }
   if (bytes > call.max_block_bytes) return StatusCode::kOutOfRange;
   copy_block(slice.from, bytes, memory.block);
 
@@ -254,9 +257,16 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                  open.header.dims);
     };
     const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
-    if (!decode_tiles(tiles, tables.reader, warp, base_of, finish)) {
-      return StatusCode::kCorrupt;
-    }
+    const auto decode = [&](int32_t tile, int16_t* codes) {
+      if (open.header.mode != BlockMode::kPair) {
+        decode_tile(tiles, tables.reader, warp, tile, base_of, codes);
+      } else if (call.component == Component::kKey) {
+        decode_pair_tile<true>(tables.reader, open.header.dims, base_of, codes);
+      } else {
+        decode_pair_tile<false>(tables.reader, open.header.dims, base_of, codes);
+      }
+    };
+    if (!decode_tiles(tiles, tables.reader, warp, decode, finish)) return StatusCode::kCorrupt;
     slice.from += open.at.bytes;
     slice.size -= open.at.bytes;
   }
@@ -266,7 +276,7 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {
   for (int32_t t = target.from; t < target.end; ++t) {
     for (int32_t d = lane_index(); d < call.rows.head_dim; d += kWarpLanes) {
-      target.to[t * call.token_stride + d] = 0;
+      target.to[t * target.token_stride + d] = 0;
     }
   }
 }
@@ -275,7 +285,9 @@ __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget
 __device__ inline StatusCode open_target(const WeightedDecode& call, const WeightedRange& r,
                                          int32_t index, RangeTarget* target) {
   if (!is_valid_range(r, call.rows.num_rows, call.most_blocks) || r.body_first < 0 ||
-      r.first < r.body_first || r.last > r.body_last) {
+      r.first < r.body_first || r.last > r.body_last ||
+      (r.token_stride != 0 && r.token_stride < call.rows.head_dim) ||
+      (r.first < r.last && r.out == nullptr && call.out == nullptr)) {
     return StatusCode::kInvalidArgument;
   }
   *target = {};
@@ -286,7 +298,9 @@ __device__ inline StatusCode open_target(const WeightedDecode& call, const Weigh
   target->tokens = min(r.body_last, begin + kBlockTokens) - first;
   target->from = max(r.first, first) - first;
   target->end = min(r.last, begin + kBlockTokens) - first;
-  target->to = call.out + r.at + (int64_t{first} - r.first) * call.token_stride;
+  target->token_stride = r.token_stride != 0 ? r.token_stride : call.token_stride;
+  target->to = (r.out != nullptr ? r.out : call.out + r.at) +
+               (int64_t{first} - r.first) * target->token_stride;
   target->row = r.row;
   target->block = block;
   target->place_of_first = first - begin;

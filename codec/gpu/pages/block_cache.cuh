@@ -65,20 +65,54 @@ __device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, in
       side->codes[i][j] =
           static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
     }
-    side->params[i][0] = side->params[i][1] = p;
   }
+  side->params[0][0] = p;
   return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
 }
 
-// In coordinates; the lane's part of the status.
+// Min-max codes of a whole head; the lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues (&x)[1], CodeType type,
+                                                           int32_t head_dim, LaneSide* side) {
+  float lo[1], hi[1];
+  row_extrema(x, head_dim, lo, hi);
+  const QuantParams p = minmax_params(lo[0], hi[0], type.levels());
+  const CodeMaker maker = make_code_maker(p);
+  const float top = static_cast<float>(type.levels() - 1);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[0][i][j], maker, top) & 255u;
+  }
+  side->params[0][0] = p;
+  return params_status(lo[0], hi[0], p);
+}
+
+// In coordinates; the lane's part of the status. Pages of engines have no sub-groups.
 __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
                                                   const LaneValues (&x)[1], LaneSide* side) {
-  const int32_t head_dim = page.layout->head_dim();
+  const TileLayout tile = page.layout->tile(c);
   *side = {};
-  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], head_dim, side);
-  float lo[1] = {}, hi[1] = {};
-  if (!page.layout->tile(c).type.is_raw()) row_extrema(x, head_dim, lo, hi);
-  return quantize_lane(page, c, x[0], lo[0], hi[0], side);
+  if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
+  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
+  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
+}
+
+// store_side() without sub-groups.
+__device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
+                                                 const LaneSide& side) {
+  const PageLayout& layout = *page.layout;
+  const TileLayout tile = layout.tile(c);
+  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
+  uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, tile.head_dim) || lane_dim(i) >= tile.head_dim) continue;
+    store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
+  }
+  if (layout.groups(c) == 0 || lane_index() != 0) return;
+  store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
+               side.params[0][0]);
 }
 
 // Which slots of the tile that begins at `first` the call names: bit i is slot first + i. Tokens
@@ -107,8 +141,8 @@ __device__ __forceinline__ void open_tile(const PageRef& page, int32_t slot, uin
 #pragma unroll 1
   for (int32_t i = 0; i < kTileTokens; ++i) {
     if ((named >> i & 1u) != 0) continue;
-    store_side(page, slot + i, Component::kKey, nothing);
-    store_side(page, slot + i, Component::kValue, nothing);
+    store_whole_side(page, slot + i, Component::kKey, nothing);
+    store_whole_side(page, slot + i, Component::kValue, nothing);
   }
 }
 
@@ -142,8 +176,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e) {
                                                          : BlockError::kOutOfRangeTokens);
     token = {};
   }
-  store_side(page, in_page, Component::kKey, token.k);
-  store_side(page, in_page, Component::kValue, token.v);
+  store_whole_side(page, in_page, Component::kKey, token.k);
+  store_whole_side(page, in_page, Component::kValue, token.v);
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
@@ -171,11 +205,11 @@ __device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int3
 }
 
 // Where a token of a range lies; null where that is nowhere in the cache.
-struct TokenPlace {
+struct CachePlace {
   uint8_t* page;
   int32_t slot;
 };
-__device__ __forceinline__ TokenPlace token_place(const BlockDecode& d, int32_t sequence,
+__device__ __forceinline__ CachePlace cache_place(const BlockDecode& d, int32_t sequence,
                                                   int64_t token, int32_t kv_head) {
   const int32_t tokens = d.cache.layout.tokens;
   const int64_t column = token / tokens;
@@ -201,7 +235,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   if (row < 0 || row >= d.num_rows) return;
   const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
   const int64_t token = (d.first == nullptr ? 0 : d.first[range]) + at.token;
-  const TokenPlace place = token_place(d, sequence, token, at.kv_head);
+  const CachePlace place = cache_place(d, sequence, token, at.kv_head);
   if (place.page == nullptr) count_error(d.errors, BlockError::kStrayBlocks);
   const int32_t head_dim = c.layout.head_dim();
   const int64_t first = (row * c.num_kv_heads + at.kv_head) * head_dim;

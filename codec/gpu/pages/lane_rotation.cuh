@@ -8,11 +8,10 @@ namespace tierkv {
 
 // One step of the transform whose partners are `lanes` lanes apart; lanes that do not take part
 // keep their values.
-__device__ __forceinline__ void hadamard_step(int32_t lanes, bool takes_part, LaneValues& x) {
+__device__ __forceinline__ void hadamard_step(int32_t lanes, bool takes_part, float (&x)[4]) {
   const bool is_second = (lane_index() & lanes) != 0;
 #pragma unroll
-  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-    float& mine = x[i / 4][i % 4];
+  for (float& mine : x) {
     const float other = __shfl_xor_sync(kFullWarp, mine, lanes);
     if (takes_part) mine = is_second ? add_rn(other, -mine) : add_rn(mine, other);
   }
@@ -28,30 +27,40 @@ __device__ __forceinline__ void hadamard_pair(float& a, float& b) {
 __device__ __forceinline__ void hadamard_lane_values(int32_t head_dim, LaneValues& x) {
   const int32_t size = lane_dim(0) < head_dim ? hadamard_size(head_dim, lane_dim(0)) : 0;
 #pragma unroll
-  for (int32_t lanes = 1; lanes < 8; lanes *= 2) hadamard_step(lanes, true, x);
-#pragma unroll
   for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (int32_t lanes = 1; lanes < 8; lanes *= 2) hadamard_step(lanes, true, x[i]);
     hadamard_pair(x[i][0], x[i][1]);
     hadamard_pair(x[i][2], x[i][3]);
     hadamard_pair(x[i][0], x[i][2]);
     hadamard_pair(x[i][1], x[i][3]);
+    hadamard_step(8, size > 32, x[i]);
+    if (head_dim > 96) hadamard_step(16, size > 64, x[i]);
   }
-  hadamard_step(8, size > 32, x);
-  hadamard_step(16, size > 64, x);
   if (head_dim > 128) {
 #pragma unroll
     for (int32_t j = 0; j < 4; ++j) hadamard_pair(x[0][j], x[1][j]);
   }
   const float scale = size > 0 ? hadamard_scale(size) : 0.0f;
 #pragma unroll
-  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) x[i / 4][i % 4] = mul_rn(x[i / 4][i % 4], scale);
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (float& value : x[i]) value = mul_rn(value, scale);
+  }
 }
 
+// A chunk of 32 dims is a word of signs.
 __device__ __forceinline__ void flip_signs(const Rotation& r, int32_t head_dim, LaneValues& x) {
 #pragma unroll
-  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
-    if (dim < head_dim) x[i / 4][i % 4] = r.with_sign(dim, x[i / 4][i % 4]);
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+    const uint32_t negative = r.negative[lane_chunk(i)] >> (lane_index() % 8);
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      x[i][j] = bits_float(float_bits(x[i][j]) ^ (negative >> (8 * j) & 1u) << 31);
+    }
   }
 }
 
@@ -71,9 +80,12 @@ __device__ __forceinline__ void add_mean(const float* mean, float factor, int32_
                                          LaneValues& x) {
   if (mean == nullptr) return;
 #pragma unroll
-  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
-    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
-    if (dim < head_dim) x[i / 4][i % 4] = add_rn(x[i / 4][i % 4], factor * mean[dim]);
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      x[i][j] = add_rn(x[i][j], factor * mean[lane_dim(i) + 8 * j]);
+    }
   }
 }
 

@@ -130,7 +130,8 @@ def engine_config(layer: Any, settings: Settings, format: str, dtype: torch.dtyp
                                      sm_scale=float(layer.impl.scale), block_tokens=BLOCK_TOKENS, **sizes)
 
 
-_original_get_kv_cache_spec = Attention.get_kv_cache_spec
+# What vLLM had, however often this module is loaded.
+_original_get_kv_cache_spec = getattr(Attention.get_kv_cache_spec, "tierkv_wraps", Attention.get_kv_cache_spec)
 
 
 def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
@@ -150,8 +151,8 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
                                tq_slot_size=slot_bytes(format, layer.head_size))
 
 
-if Attention.get_kv_cache_spec is not get_kv_cache_spec:
-    Attention.get_kv_cache_spec = get_kv_cache_spec
+setattr(get_kv_cache_spec, "tierkv_wraps", _original_get_kv_cache_spec)
+Attention.get_kv_cache_spec = get_kv_cache_spec
 
 
 # ---- a step ----
@@ -231,6 +232,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decode_queries = int(self.reorder_batch_threshold or 1)
         self.layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        refuse([f"{x.layer_name}, whose class has a cache of its own kind" for x in self.layers if x.impl.engine is None], "this model")
         shapes = {(x.num_heads, x.num_kv_heads, x.head_size, float(x.impl.scale)) for x in self.layers}
         if len(shapes) != 1:
             raise ValueError("tierkv: layers of one cache group differ in heads, channels or scale")

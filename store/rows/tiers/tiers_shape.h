@@ -72,10 +72,10 @@ struct Alphas {
   double high = 1, low = 0;
 };
 
-// The tier of the token at `position`, which leaves the window; of `row` changes what is kept of
-// importances, so tokens are asked for in order. u is i * significance, i from 1, by the queries of
-// a prompt; what generation saw is taken against the row's geometric mean, this token included; a
-// token that nobody has seen is neutral, which is 1.
+// The tier of the token at `position`, which leaves the window. What `row` keeps of importances
+// changes, so tokens are asked for in order. u is i * significance, i from 1, by the queries of the
+// first chunk; what later queries saw is taken against the row's geometric mean, this token
+// included; a token that nobody has seen is neutral, which is 1.
 TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32_t position,
                             TiersRow* row) {
   double u = 1;

@@ -193,7 +193,8 @@ void CodedModel::append(Layer* layer, int32_t layer_index, const NewTokens& adde
         token.v.push_back(half(added.v[at + d]));
       }
       if (added.significance != nullptr) {
-        token.from_prompt = true;
+        token.from_prompt = end == added.tokens;
+        token.count = token.from_prompt ? 0 : 1;
         token.sum = added.significance[h * added.stride + t];
       }
       layer->rows[h].tokens.push_back(token);
@@ -204,7 +205,7 @@ void CodedModel::append(Layer* layer, int32_t layer_index, const NewTokens& adde
   for (Row& row : layer->rows) {
     for (int32_t p = end - added.tokens; p < end; ++p) {
       Token& t = row.tokens[p];
-      if (p < layer->body_end || !t.from_prompt) continue;
+      if (p < layer->body_end || added.significance == nullptr) continue;
       t.from_prompt = false;
       t.count = end - 1 - p;
       t.sum *= static_cast<float>(t.count);

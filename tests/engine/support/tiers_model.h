@@ -79,7 +79,8 @@ class TiersModel {
           token.v.push_back(rounded(load_element(added.v, shape.dtype, at + d)));
         }
         if (added.significance != nullptr) {
-          token.is_known = true;
+          token.is_known = before == 0;
+          token.count = token.is_known ? 0 : 1;
           token.sum = added.significance[h * added.tokens + t];
         }
         layer->rows[h].tokens.push_back(std::move(token));
@@ -90,7 +91,7 @@ class TiersModel {
     for (TiersModelRow& row : layer->rows) {
       for (int32_t p = before; p < after; ++p) {
         TiersToken& token = row.tokens[p];
-        if (token.fate != Fate::kRaw || !token.is_known) continue;
+        if (token.fate != Fate::kRaw || added.significance == nullptr) continue;
         token.is_known = false;
         token.count = after - 1 - p;
         token.sum *= static_cast<float>(token.count);

@@ -1,0 +1,164 @@
+// How blocks reach a warp of weighted attention, and what it keeps out of its registers meanwhile.
+#pragma once
+
+#include "attention/coded/coded_warp.cuh"
+#include "attention/coded/weighted_block.cuh"
+
+namespace tierkv {
+
+template <int kDimBlocks, class Code, CodedBreadth kBreadth>
+struct WeightedRun : CodedWarp<kDimBlocks, Code, kBreadth> {
+  using Base = CodedWarp<kDimBlocks, Code, kBreadth>;
+  using Base::call, Base::state, Base::ring, Base::run, Base::kHeadDim, Base::kSlices;
+  static constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
+  uint32_t turns, means;  // shared addresses
+
+  // tail: shared address of what the warps of the CTA share, then of what each has of its own.
+  __device__ __forceinline__ void set_tail(uint32_t tail, int32_t warp) {
+    turns = tail;
+    means = tail + weighted_turn_bytes(kHeadDim, kTurns) +
+            static_cast<uint32_t>(warp) * weighted_warp_bytes(kHeadDim);
+  }
+  // The turns of places into shared memory, by all threads of the CTA; a barrier follows.
+  __device__ __forceinline__ void fill_turns() const {
+    const auto* from = reinterpret_cast<const uint4*>(call.weighted.place_turns);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < weighted_turn_bytes(kHeadDim, kTurns) / 16;
+         i += blockDim.x) {
+      store_shared_16(turns + 16 * i, from[i]);
+    }
+  }
+
+  // Registers are few while blocks are decoded: what is needed only between blocks lies in shared
+  // memory meanwhile.
+  struct KeptRow {
+    int32_t row_index, step, from, tokens;  // of the row; tokens: see attend_blocks()
+  };
+  // After 16 bytes each of a KeptRow, of the run, of the items.
+  static constexpr uint32_t kKeptOctave = 48, kKeptScale = 52;
+  __device__ __forceinline__ uint32_t kept() const {
+    return means + 2 * kHeadDim;
+  }
+  __device__ __forceinline__ uint32_t kept_reference() const {
+    return kept() + kKeptRowBytes + fresh_lane() * 8;
+  }
+  __device__ __forceinline__ void keep_row(const KeptRow& x) const {
+    store_shared_16(kept(), {static_cast<uint32_t>(x.row_index), static_cast<uint32_t>(x.step),
+                             static_cast<uint32_t>(x.from), static_cast<uint32_t>(x.tokens)});
+  }
+  __device__ __forceinline__ KeptRow kept_row() const {
+    const uint4 x = load_shared_16(kept());
+    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), static_cast<int32_t>(x.z),
+            static_cast<int32_t>(x.w)};
+  }
+  __device__ __forceinline__ void keep_run() const {
+    store_shared_16(kept() + 16,
+                    {static_cast<uint32_t>(run.first_block), static_cast<uint32_t>(run.count),
+                     static_cast<uint32_t>(run.first), ring.turn});
+    store_shared(kept_reference(), run.mine.offset);
+    store_shared(kept_reference() + 4, run.mine.units);
+  }
+  __device__ __forceinline__ void load_run() {
+    const uint4 x = load_shared_16(kept() + 16);
+    run.first_block = static_cast<int32_t>(x.x), run.count = static_cast<int32_t>(x.y);
+    run.first = static_cast<int32_t>(x.z), ring.turn = x.w;
+    run.mine = {load_shared(kept_reference()), load_shared(kept_reference() + 4)};
+  }
+
+  // A warp's one slot holds two blocks where both fit: those of an even number from its beginning
+  // on, those of an odd number up to its end. So a block of values comes while keys are decoded. A
+  // block that is larger than the slot brings its header only.
+  __device__ __forceinline__ uint32_t units_of(int32_t i) const {
+    return __shfl_sync(kFullWarp, run.mine.units, i - run.first);
+  }
+  __device__ __forceinline__ uint32_t taken(uint32_t units) const {
+    return units * 16 > ring.slot_bytes ? kCodedBlockHeaderBytes : units * 16;
+  }
+  __device__ __forceinline__ uint32_t place(int32_t i, uint32_t units) const {
+    return ring.slot + (i % 2 == 0 ? 0 : ring.slot_bytes - taken(units));
+  }
+  // Blocks of so many units.
+  __device__ __forceinline__ bool fit_together(uint32_t x, uint32_t y) const {
+    return taken(x) + taken(y) <= ring.slot_bytes;
+  }
+  __device__ __forceinline__ void request(int32_t i, uint32_t units, uint32_t barrier) const {
+    copy_of_lane(i - run.first, barrier, place(i, units), run.bytes(call, i), taken(units));
+  }
+  // As those of CodedWarp.
+  __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
+    run.first_block = first;
+    run.count = 2 * count;
+    const uint32_t bad = run.load(call, 0), x = units_of(0), y = units_of(1);
+    request(0, x, ring.barrier);
+    if (fit_together(x, y)) request(1, y, ring.barrier ^ ring.other_barrier);
+    return bad;
+  }
+  __device__ __forceinline__ void next_block(int32_t used) {
+    __syncwarp();
+    const int32_t next = used + 1;
+    if (next < run.count) {
+      const uint32_t units = units_of(next);
+      if (!fit_together(units_of(used), units)) {
+        request(next, units, ring.barrier ^ ring.other_barrier);
+      }
+      if (next + 1 < run.count) {
+        if (next + 1 - run.first >= kWarpLanes) state.bad |= run.load(call, next);
+        const uint32_t following = units_of(next + 1);
+        if (fit_together(units, following)) request(next + 1, following, ring.barrier);
+      }
+    }
+    ring.pass();
+  }
+
+  // A block in its slot; or, of a block that is larger than the slot, raw slices in memory.
+  struct Block {
+    WeightedSlice<Code::kStreams> slice[kSlices];
+    int32_t exponents[2];  // of tokens lane and lane + 32
+    bool coded;            // all slices
+    bool valid;
+  };
+
+  __device__ __forceinline__ Block open_block(int32_t i, const ExpectedHeader& expected,
+                                              int32_t tokens) {
+    ring.wait();
+    const uint8_t* bytes = run.bytes_of(call, i);
+    const uint32_t units = units_of(i), slot = place(i, units);
+    const bool whole = units * 16 <= ring.slot_bytes;
+    Block x;
+    x.coded = true, x.valid = units > 0;
+    uint32_t used = 0;
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const bool there = x.valid && used < units;
+      const uint32_t at = slot + (whole && there ? 16 * used : 0);
+      const uint8_t* memory = bytes + int64_t{there ? used : 0} * 16;
+      const uint4 header =
+          whole || s == 0 ? load_shared_16(at) : *reinterpret_cast<const uint4*>(memory);
+      auto& slice = x.slice[s];
+      slice.open(header, at, whole && there ? 16 * (units - used) : 0, expected, tokens);
+      used += slice.block.units();
+      bool valid = there && used <= units;
+      if (valid && !slice.block.coded) valid = slice.open_raw(memory, expected);
+      x.valid = valid;
+      x.coded &= slice.block.coded;
+      if (s == 0 && valid) {
+        const auto lane = static_cast<int32_t>(fresh_lane());
+        x.exponents[0] = slice.exponent(at, memory, lane);
+        x.exponents[1] = slice.exponent(at, memory, lane + 32);
+      } else if (!valid) {
+        x.exponents[0] = x.exponents[1] = 0;
+      }
+    }
+    x.valid &= used == units;
+    state.bad |= static_cast<uint32_t>(!x.valid);
+    return x;
+  }
+  __device__ __forceinline__ void check_exponents(const Block& x, int32_t least, int32_t most) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state.bad |= static_cast<uint32_t>(x.exponents[h] < least || x.exponents[h] > most);
+    }
+  }
+};
+
+}  // namespace tierkv
