@@ -65,6 +65,7 @@ Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
     return invalid("page_bytes: a block may take " + std::to_string(block));
   }
   shape.page_units = static_cast<int32_t>(sizes.page_bytes / kUnitBytes);
+  sizes.most_pages = (int64_t{1} << 32) / shape.page_units;
   sizes.state_bytes = shape.state_bytes();
   sizes.table.num_sides = 1;
   sizes.table.tokens_per_page[0] = shape.page_units;

@@ -9,7 +9,7 @@
 namespace tierkv {
 
 void give_pages(int32_t pages, StoreConfig* config) {
-  config->memory_bytes = int64_t{1} << 40;
+  config->memory_bytes = int64_t{1} << 33;
   const auto format = store::make_row_format(*config);
   ASSERT_TRUE(format) << format.status().message();
   const auto layout = store::store_layout(*config, **format);
