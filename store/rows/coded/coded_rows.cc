@@ -130,7 +130,8 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
   const int64_t blocks =
       int64_t{block_count(most(0, tokens - config_.window_tokens))} * 2 * shape_.num_kv_heads;
   if (blocks == 0) return 0;
-  double bytes = shape_.raw_block_bytes(kBlockTokens), room = static_cast<double>(sizes_.page_bytes);
+  double bytes = shape_.raw_block_bytes(kBlockTokens),
+         room = static_cast<double>(sizes_.page_bytes);
   if (at_most) {
     bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens));
     const double full = room - bytes + kUnitBytes;
