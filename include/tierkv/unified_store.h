@@ -53,8 +53,8 @@ struct TKV_API CodedFormat {
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
   int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4
-  // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the newest
-  // block of a row up to four times as it fills.
+  // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the
+  // newest block of a row up to four times as it fills.
   int32_t unit_tokens = 16;
 
   friend bool operator==(const CodedFormat&, const CodedFormat&) = default;
@@ -99,10 +99,12 @@ struct TKV_API StoreConfig {
   std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
   int32_t sink_tokens = 4;                 // 0 to 16
   int32_t window_tokens = 64;              // kMaxStepTokens to 4096
-  int64_t memory_bytes = 0;                // everything that the store allocates for its sequences
-  int64_t page_bytes = 0;                  // 0: the format's choice
-  int32_t max_sequences = 0;               // at once
-  int32_t max_tokens = 0;                  // of a sequence
+  // Everything that the store allocates for its sequences; at most 64 GiB of pages with
+  // CodedFormat.
+  int64_t memory_bytes = 0;
+  int64_t page_bytes = 0;     // 0: the format's choice
+  int32_t max_sequences = 0;  // at once
+  int32_t max_tokens = 0;     // of a sequence
 
   // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
   Status validate() const;

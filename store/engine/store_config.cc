@@ -143,12 +143,17 @@ Result<StoreLayout> store_layout(const StoreConfig& config, const RowFormat& for
   const auto fixed = static_cast<int64_t>(allocator_bytes(at.allocator).total);
   const int64_t per_page = sizes.page_bytes + 28;  // ring, record, mark
   const int64_t left = config.memory_bytes - fixed - at.slot_bytes * config.max_sequences;
-  const int64_t pages = std::min<int64_t>((left - 4096) / per_page, INT32_MAX / 2);
+  const int64_t pages = (left - 4096) / per_page;
   if (left < 4096 + per_page) {
     return refuse(StatusCode::kOutOfRange,
                   "memory_bytes: " + std::to_string(config.memory_bytes) + " is too little; " +
                       std::to_string(config.max_sequences) + " sequences take " +
                       std::to_string(config.memory_bytes - left) + " without their pages");
+  }
+  if (pages > sizes.most_pages) {
+    return refuse(StatusCode::kOutOfRange, "memory_bytes: the format can address " +
+                                               std::to_string(sizes.most_pages * sizes.page_bytes) +
+                                               " bytes of pages");
   }
   at.allocator.num_pages = static_cast<int32_t>(pages);
   return at;

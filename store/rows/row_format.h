@@ -33,8 +33,9 @@ struct FormatSizes {
   // Tokens that the ring takes; at least window_tokens + unit_tokens - 1 and cut_tokens - 1, a
   // multiple of 16.
   int32_t ring_tokens = 0;
-  int64_t page_bytes = 0;   // a multiple of kPageAlignment
-  int64_t state_bytes = 0;  // of a (sequence, layer), a multiple of 16
+  int64_t page_bytes = 0;              // a multiple of kPageAlignment
+  int64_t most_pages = INT32_MAX / 2;  // that the format can address
+  int64_t state_bytes = 0;             // of a (sequence, layer), a multiple of 16
   int32_t rows_per_layer = 1;
   // num_sides, table_slots and tokens_per_page count; what a "token" of the table is, the format
   // decides (the coded format counts units of 16 bytes).

@@ -25,6 +25,7 @@ TEST(OneStoreConfig, RefusesByName) {
       {"max_tokens", [](StoreConfig* c) { c->max_tokens = 0; }},
       {"memory_bytes", [](StoreConfig* c) { c->memory_bytes = 0; }},
       {"memory_bytes", [](StoreConfig* c) { c->memory_bytes = 10000; }},
+      {"memory_bytes", [](StoreConfig* c) { c->memory_bytes = int64_t{1} << 37; }},
       {"page_bytes", [](StoreConfig* c) { c->page_bytes = 8192 + 64; }},
       {"page_bytes", [](StoreConfig* c) { c->page_bytes = 1024; }},
       {"raw_layers",

@@ -4,6 +4,7 @@
 #include "codec/policy/significance.h"
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"
+#include "tierkv/attention.h"
 
 namespace tierkv {
 namespace {
@@ -142,6 +143,92 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
   // Uniform errors: a step over the root of 12, of 432 of 500 tokens.
   EXPECT_NEAR(std::sqrt(error_k / values), 0.3 / std::sqrt(12) * std::sqrt(0.87), 0.02);
   EXPECT_NEAR(std::sqrt(error_v / values), 0.25 * std::sqrt(0.87), 0.03);
+}
+
+// What a prefill kernel does with a turn: attention over the prefix that decode_range() writes and
+// over the turn's own tokens, merged by their lse, is attend().
+TEST_F(ChunkTest, APrefixAndATurnMerge) {
+  const StoreConfig config = make_config({});
+  const CacheLayout& shape = config.layout;
+  const int32_t n = 440, turn = 40, dim = shape.head_dim, heads = shape.num_q_heads;
+  const Feed feed(shape, n, &rng_);
+  OneSequence one(config);
+  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, 0, n - turn));
+  ASSERT_TRUE(feed.give(one.store.engine.get(), one.id, n - turn, turn));
+  const uint16_t* q = feed.q.data() + int64_t{n - turn} * heads * dim;
+  const auto part = [&](int32_t first, int32_t end, std::vector<uint16_t>* out,
+                        std::vector<float>* lse) {
+    std::vector<uint16_t> k(int64_t{end - first} * shape.num_kv_heads * dim), v(k.size());
+    ASSERT_TRUE(one.store.engine->decode_range(
+        {one.id, 0, first, end, DType::kFloat16, k.data(), v.data()}));
+    for (int32_t r = 0; r < turn * heads; ++r) {
+      const int32_t seen = std::min(end, n - turn + r / heads + 1) - first;
+      const int32_t head = r % heads / shape.group_size();
+      std::vector<double> p(seen), sum(dim);
+      double total = 0;
+      for (int32_t t = 0; t < seen; ++t) {
+        const int64_t at = (int64_t{t} * shape.num_kv_heads + head) * dim;
+        for (int32_t d = 0; d < dim; ++d) {
+          p[t] += static_cast<double>(half_to_float(q[int64_t{r} * dim + d])) *
+                  static_cast<double>(half_to_float(k[at + d]));
+        }
+        total += p[t] = std::exp(p[t] * shape.sm_scale);
+        for (int32_t d = 0; d < dim; ++d) {
+          sum[d] += p[t] * static_cast<double>(half_to_float(v[at + d]));
+        }
+      }
+      for (const double x : sum) out->push_back(float_to_half(static_cast<float>(x / total)));
+      lse->push_back(static_cast<float>(std::log(total)));
+    }
+  };
+  std::vector<uint16_t> out[3];
+  std::vector<float> lse[3];
+  part(0, n - turn, &out[0], &lse[0]);
+  part(n - turn, n, &out[1], &lse[1]);
+  out[2].resize(out[0].size());
+  lse[2].resize(lse[0].size());
+  MergeCall merge;
+  merge.a = {out[0].data(), lse[0].data()};
+  merge.b = {out[1].data(), lse[1].data()};
+  merge.out = out[2].data();
+  merge.lse = lse[2].data();
+  merge.rows = turn * heads;
+  merge.head_dim = dim;
+  ASSERT_TRUE(merge_attention_host(merge));
+  std::vector<uint16_t> whole(out[2].size());
+  std::vector<float> whole_lse(lse[2].size());
+  LayerAttend call;
+  call.sequences = {&one.id, 1};
+  call.q_len = turn;
+  call.q = q;
+  call.out = whole.data();
+  call.lse = whole_lse.data();
+  ASSERT_TRUE(one.store.engine->attend(call));
+  // Outputs below 2 are rounded to fp16 up to three times, keys and values once.
+  for (size_t i = 0; i < whole.size(); ++i) {
+    ASSERT_NEAR(half_to_float(out[2][i]), half_to_float(whole[i]), 6e-3);
+  }
+  for (size_t i = 0; i < whole_lse.size(); ++i) ASSERT_NEAR(lse[2][i], whole_lse[i], 1e-2);
+}
+
+// A second sequence of a store with a profile is coded from its first unit on; sinks are no unit.
+TEST_F(ChunkTest, AUnitOfSinksAloneIsNoBlock) {
+  ConfigChoice choice;
+  choice.with_profile = true;
+  StoreConfig config = make_config(choice);
+  config.sink_tokens = 16;
+  config.window_tokens = 8;
+  give_pages(100, &config);
+  const Feed feed(config.layout, 400, &rng_);
+  OneSequence one(config);
+  store::Engine* engine = one.store.engine.get();
+  ASSERT_TRUE(feed.give(engine, one.id, 0, 400));
+  const SequenceId steps = *engine->add_sequence(), prompt = *engine->add_sequence();
+  for (int32_t at = 0; at < 60; ++at) ASSERT_TRUE(feed.give(engine, steps, at, 1));
+  ASSERT_TRUE(feed.give(engine, prompt, 0, 60));
+  EXPECT_EQ(*engine->export_sequence(steps), *engine->export_sequence(prompt));
+  const StoreUsage usage = *engine->usage();
+  EXPECT_EQ(usage.body_tokens, 4 * (384 - 16 + 2 * (48 - 16)));
 }
 
 TEST_F(ChunkTest, EmptyAndShortSequences) {

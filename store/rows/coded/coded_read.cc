@@ -53,7 +53,8 @@ void CodedRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
   BlockCodes codes;
   for (int32_t b = first / kBlockTokens; shape_.first_of(b) < end; ++b) {
     read_block(layer, kv_head, b, &codes, x);
-    const int32_t from = most(first, shape_.first_of(b)), to = least(end, shape_.end_of(b, layer.at.body_end));
+    const int32_t from = most(first, shape_.first_of(b)),
+                  to = least(end, shape_.end_of(b, layer.at.body_end));
     const int64_t skip = int64_t{from - shape_.first_of(b)} * dim;
     const int64_t count = int64_t{to - from} * dim, at = int64_t{from - first} * dim;
     std::copy_n(keys.data() + skip, count, k + at);

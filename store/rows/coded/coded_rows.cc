@@ -65,6 +65,7 @@ Result<std::unique_ptr<RowFormat>> make_coded_rows(const StoreConfig& config) {
     return invalid("page_bytes: a block may take " + std::to_string(block));
   }
   shape.page_units = static_cast<int32_t>(sizes.page_bytes / kUnitBytes);
+  sizes.most_pages = (int64_t{1} << 32) / shape.page_units;
   sizes.state_bytes = shape.state_bytes();
   sizes.table.num_sides = 1;
   sizes.table.tokens_per_page[0] = shape.page_units;
@@ -129,7 +130,8 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
   const int64_t blocks =
       int64_t{block_count(most(0, tokens - config_.window_tokens))} * 2 * shape_.num_kv_heads;
   if (blocks == 0) return 0;
-  double bytes = shape_.raw_block_bytes(kBlockTokens), room = static_cast<double>(sizes_.page_bytes);
+  double bytes = shape_.raw_block_bytes(kBlockTokens),
+         room = static_cast<double>(sizes_.page_bytes);
   if (at_most) {
     bytes = most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens));
     const double full = room - bytes + kUnitBytes;

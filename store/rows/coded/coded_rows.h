@@ -125,8 +125,7 @@ class CodedRows final : public RowFormat {
 
   // coded_read.cc
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
-                const int64_t size[2], Positions range, BlockCodes* codes,
-                float* const x[2]) const;
+                const int64_t size[2], Positions range, BlockCodes* codes, float* const x[2]) const;
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 

@@ -94,7 +94,8 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
   }
   const bool raw = is_raw_layer(layer);
   if (draft->fixed && raw) return corrupt("a raw layer is fixed");
-  if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens) return corrupt("it is not fixed");
+  if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens)
+    return corrupt("it is not fixed");
   if (draft->fixed == work.shared.empty()) return corrupt("codebooks without blocks, or without");
   LayerBooks theirs;
   if (draft->fixed) {
@@ -126,7 +127,8 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
       }
       for (const Component c : {Component::kKey, Component::kValue}) {
         const auto i = static_cast<int32_t>(c);
-        if (size[i] != shape_.raw_block_bytes(tokens.count)) return corrupt("a raw block has another size");
+        if (size[i] != shape_.raw_block_bytes(tokens.count))
+          return corrupt("a raw block has another size");
         tokens.importance.resize(tokens.count);
         std::memcpy(tokens.importance.data(), bytes[i], tokens.importance.size());
         for (const int8_t g : tokens.importance) {

@@ -9,7 +9,7 @@
 namespace tierkv {
 
 void give_pages(int32_t pages, StoreConfig* config) {
-  config->memory_bytes = int64_t{1} << 40;
+  config->memory_bytes = int64_t{1} << 33;
   const auto format = store::make_row_format(*config);
   ASSERT_TRUE(format) << format.status().message();
   const auto layout = store::store_layout(*config, **format);
@@ -86,7 +86,7 @@ StoreConfig random_config(std::mt19937* rng) {
   choice.pages = pick(0, 1) == 0 ? pick(3, 30) : 400;
   StoreConfig config = make_config(choice);
   config.layout.dtype = pick(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
-  config.sink_tokens = pick(0, 2) == 0 ? pick(0, 16) : 4;
+  config.sink_tokens = pick(0, 2) == 0 ? pick(0, 16) : pick(0, 3) == 0 ? 16 : 4;
   config.window_tokens = pick(0, 2) == 0 ? pick(8, 100) : 8;
   if (pick(0, 3) == 0) config.rope.clear();
   if (pick(0, 3) == 0) config.raw_layers = {config.layout.num_layers - 1};
@@ -124,8 +124,9 @@ OpenStore::OpenStore(const StoreConfig& config) {
 StoreWorld::StoreWorld(const StoreConfig& config, uint32_t seed)
     : config_(config), rng_(seed), store_(config), model_(config) {
   std::normal_distribution<float> normal;
+  const float offset = chance(0.5) ? 0.0f : 3.0f;
   for (int32_t i = 0; i < 20000; ++i) {
-    float x = normal(rng_);
+    float x = normal(rng_) + offset;
     if (i % 997 == 0) x *= 40;
     pool_.push_back(float_to_raw(config.layout.dtype, x));
   }
