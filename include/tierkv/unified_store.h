@@ -56,8 +56,6 @@ struct TKV_API CodedFormat {
   // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the
   // newest block of a row up to four times as it fills.
   int32_t unit_tokens = 16;
-
-  friend bool operator==(const CodedFormat&, const CodedFormat&) = default;
 };
 
 // Format "tiers": token-wise widths, two in each class of heads, by importance. 8, 4 or 2 bits,
@@ -70,23 +68,17 @@ struct TKV_API TierClass {
   // Of the heads, the most sensitive first (Profile::joint_sensitivity); the last class takes the
   // rest.
   double share = 0;
-
-  friend bool operator==(const TierClass&, const TierClass&) = default;
 };
 struct TKV_API TiersFormat {
   std::vector<TierClass> classes = {TierClass{}};  // 1 to 4; several need a profile or
   std::vector<uint8_t> class_of_head;  // [num_layers * num_kv_heads], given; empty: by shares
   bool rotate_keys = true, rotate_values = true;  // by a Hadamard matrix, key means removed
-
-  friend bool operator==(const TiersFormat&, const TiersFormat&) = default;
 };
 
 // Format "channel": blocks whose keys share a scale per channel (KIVI, BitDecoding).
 struct TKV_API ChannelFormat {
   int32_t k_bits = 4, v_bits = 4;  // 4 or 2
   int32_t block_tokens = 64;       // 64, or 128 but for head_dim 256
-
-  friend bool operator==(const ChannelFormat&, const ChannelFormat&) = default;
 };
 
 using BodyFormat = std::variant<CodedFormat, TiersFormat, ChannelFormat>;

@@ -26,7 +26,8 @@ class CodedTrace {
         ++refused_;
       }
       ASSERT_EQ(broken_law(world_.view()), "") << "after call " << i;
-      for (const auto& m : models_) ASSERT_EQ(world_.difference(*m), "") << "after call " << i;
+      for (const auto& m : models_)
+        ASSERT_EQ(world_.difference(*m), "") << "after call " << i << ", " << status.message();
     }
     for (const auto& m : models_) EXPECT_EQ(world_.attention_difference(*m, 1), "");
     for (const auto& m : models_) ASSERT_TRUE(world_.store().release(m->id));

@@ -7,13 +7,15 @@ tierkv.vllm.settings; what a model or a configuration needs and the backend lack
 """
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 BACKEND = "tierkv.vllm.backend.TierkvBackend"
 
 
 def register() -> None:
     """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    custom = AttentionBackendEnum.CUSTOM
+    registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
-        register_backend(custom, BACKEND)
+        registry.register_backend(custom, BACKEND)

@@ -68,8 +68,9 @@ void use_prompt_steps(KvStoreConfig* config, RandomInput* input) {
   config->coded.steps = StepSource::kPrompt;
   config->coded.key_steps.clear();
   config->coded.value_steps.clear();
-  // From raw blocks to ones of a few code words.
-  config->coded.key_relative = std::exp2(input->real(-14, 0));
+  // From raw blocks to ones of a few code words. A later value may be several times the range of
+  // the prompt, so a code takes a few bits more than the range does: all fit 16.
+  config->coded.key_relative = std::exp2(input->real(-11, 0));
   config->coded.value_relative = std::exp2(input->real(-8, 0));
 }
 
