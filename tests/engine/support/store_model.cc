@@ -44,8 +44,10 @@ Sequence CodedModel::empty() const {
 void CodedModel::decide(Row* row, int32_t first, int32_t end) const {
   for (int32_t p = first; p < end; ++p) {
     const Token& t = row->tokens[p];
-    if (t.is_decided || t.from_prompt || t.count == 0 || t.sum <= 0) continue;
-    row->log_sum += std::log2(static_cast<double>(t.sum / static_cast<float>(t.count)));
+    if (t.is_decided || t.from_prompt || t.count == 0) continue;
+    const float seen = t.sum / static_cast<float>(t.count);  // 0 where a subnormal sum is halved
+    if (seen <= 0) continue;
+    row->log_sum += std::log2(static_cast<double>(seen));
     ++row->seen;
   }
   const double mean = row->seen == 0 ? 1 : std::exp2(row->log_sum / row->seen);
