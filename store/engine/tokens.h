@@ -82,6 +82,9 @@ TKV_HD constexpr int32_t body_count(const TokenLaws& laws, LayerTokens at) {
   return most(0, at.body_end - laws.sink_tokens);
 }
 
+// Counts of queries and tokens stay below, so that hostile bytes lead to no overflow.
+inline constexpr int32_t kMostCounted = 1 << 30;
+
 // What is known of a raw token's importance. count: queries that were counted, `sum` the sum of
 // their probabilities. kDecided: the format has decided before; `sum` is what it keeps, as bits.
 // kPruned: likewise, and it dropped the token: nobody sees it.

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "codec/policy/profile.h"
 #include "store/engine/engine.h"
 #include "store/place/host_place.h"
 
@@ -9,12 +10,15 @@ namespace tierkv {
 
 Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create(const StoreConfig& config) {
   if (Status s = config.validate(); !s) return s;
-  Result<std::unique_ptr<store::RowFormat>> format = store::make_row_format(config);
+  // What keys are rotated by belongs to what a sequence is, wherever it comes from.
+  StoreConfig resolved = config;
+  if (config.rope.empty() && config.profile != nullptr) resolved.rope = config.profile->rope;
+  Result<std::unique_ptr<store::RowFormat>> format = store::make_row_format(resolved);
   if (!format) return format.status();
   Result<std::unique_ptr<store::HostPlace>> place =
-      store::HostPlace::make(config, std::move(*format));
+      store::HostPlace::make(resolved, std::move(*format));
   if (!place) return place.status();
-  auto engine = std::make_unique<store::Engine>(config, (*place)->laws());
+  auto engine = std::make_unique<store::Engine>(resolved, (*place)->laws());
   engine->set_place(std::move(*place));
   return std::unique_ptr<UnifiedStore>(new UnifiedStore(std::move(engine)));
 }

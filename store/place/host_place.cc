@@ -95,12 +95,6 @@ Status HostPlace::compress_works(const std::vector<BodyWork>& works) {
 Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
   const CacheLayout& shape = config_.layout;
   const int64_t per_sequence = int64_t{call.tokens} * shape.num_kv_heads * shape.head_dim;
-  std::vector<float> found;
-  if (call.q != nullptr) {
-    if (Status s = find_significance(call, moves, &found); !s) return s;
-  }
-  const float* significance = call.q != nullptr ? found.data() : call.significance;
-  const int64_t stride = call.q != nullptr ? call.tokens : call.stride;
   std::vector<Chunk> chunks;
   std::vector<RawTokens> tokens;
   std::vector<BodyWork> works;
@@ -110,13 +104,13 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
     Chunk chunk = {static_cast<const uint16_t*>(call.k) + i * per_sequence,
                    static_cast<const uint16_t*>(call.v) + i * per_sequence,
                    nullptr,
-                   stride,
+                   call.stride,
                    shape.dtype,
                    moves[i].from.tokens,
                    call.tokens,
                    shape.num_kv_heads};
-    if (significance != nullptr) {
-      chunk.significance = significance + i * shape.num_kv_heads * stride;
+    if (call.significance != nullptr) {
+      chunk.significance = call.significance + i * shape.num_kv_heads * call.stride;
     }
     if (Status s = check_chunk(chunk, shape.head_dim); !s) {
       return s.with_context("sequence " + std::to_string(moves[i].slot));
@@ -126,6 +120,14 @@ Status HostPlace::append(const LayerAppend& call, const LayerMoves& moves) {
     tokens.emplace_back(raw_, layer.raw, moves[i].from, &chunks.back());
     if (moves[i].to.body_end > moves[i].from.body_end) {
       works.push_back({layer, moves[i].to.body_end, &tokens.back()});
+    }
+  }
+  std::vector<float> found;
+  if (call.q != nullptr) {
+    if (Status s = find_significance(call, moves, &found); !s) return s;
+    for (size_t i = 0; i < moves.size(); ++i) {
+      chunks[i].significance = found.data() + i * shape.num_kv_heads * call.tokens;
+      chunks[i].stride = call.tokens;
     }
   }
   if (!works.empty()) {

@@ -3,8 +3,10 @@
 // The raw part of a row is, little-endian, for each raw token in order of positions (sinks, then
 // the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
 // (i32) of its RawScore.
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "codec/format/byte_cursor.h"
 #include "store/place/host_place.h"
@@ -16,8 +18,14 @@ Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "raw tokens: " + why);
 }
 
+bool can_prune(const StoreConfig& config) {
+  const auto* tiers = std::get_if<TiersFormat>(&config.format);
+  return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
+                                         [](const TierClass& c) { return c.alpha_low > 0; });
+}
+
 bool is_valid(RawScore score) {
-  return score.count < 0 || (is_finite(score.sum) && score.sum >= 0);
+  return score.count < 0 || (score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0);
 }
 
 }  // namespace
@@ -68,8 +76,8 @@ Status HostPlace::write_raw_part(const LayerMove& move, int32_t kv_head,
   for (int32_t p = first; p < move.from.tokens; ++p) {
     const uint32_t bits = in.u32();
     const RawScore score = {bits_float(bits), in.i32()};
-    if (!is_valid(score) || score.count < RawScore::kPruned)
-      return corrupt("a score is impossible");
+    const int32_t lowest = can_prune(config_) ? RawScore::kPruned : RawScore::kDecided;
+    if (!is_valid(score) || score.count < lowest) return corrupt("a score is impossible");
     write_score(raw_, row, p, score);
   }
   return Status::ok();

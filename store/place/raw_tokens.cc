@@ -1,6 +1,8 @@
 #include "store/place/raw_tokens.h"
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "codec/format/element.h"
@@ -75,6 +77,10 @@ void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t posi
 
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score) {
   if (position < rows.laws.sink_tokens) return;
+  if (score.count >= 0) {  // otherwise the sum is bits
+    score.sum = std::fmin(score.sum, std::numeric_limits<float>::max());
+    score.count = least(score.count, kMostCounted);
+  }
   std::memcpy(row + rows.layout.score_byte(position), &score, sizeof(score));
 }
 

@@ -150,6 +150,38 @@ class Refused(unittest.TestCase):
         self.assertEqual(cache.get_seq_length(), 90)
         self.run_model(cache, torch.ones(1, 10, dtype=torch.long))
 
+    def test_a_row_that_is_too_long_leaves_the_others_as_they_were(self):
+        cache = TierCache(max_tokens=30)
+        mask = torch.tensor([[0] * 10 + [1] * 25, [1] * 35])
+        for _ in range(2):
+            with self.assertRaises(tierkv.OutOfRangeError):
+                self.run_model(cache, torch.ones(2, 35, dtype=torch.long), attention_mask=mask)
+            self.assertEqual((cache.get_seq_length(), cache.store.usage().sequences), (0, 0))
+        self.run_model(cache, torch.ones(2, 30, dtype=torch.long), attention_mask=mask[:, :30])
+
+    def test_rows_that_there_is_no_room_for(self):
+        cache = TierCache(max_tokens=64, max_sequences=3)
+        self.run_model(cache, torch.ones(2, 4, dtype=torch.long))
+        with self.assertRaises(tierkv.OutOfRangeError):
+            cache.batch_repeat_interleave(2)
+        self.assertEqual((len(cache._ids), cache.store.usage().sequences), (2, 2))
+        cache.reorder_cache(torch.tensor([1, 1]))
+        self.assertEqual(cache.store.usage().sequences, 2)
+        self.run_model(cache, torch.ones(2, 1, dtype=torch.long))
+        cache.reset()
+        self.assertEqual(cache.store.usage().sequences, 0)
+
+    def test_keys_beyond_fp16(self):
+        cache = TierCache(max_tokens=64)
+        weight = self.model.model.layers[0].self_attn.v_proj.weight
+        kept = weight.detach().clone()
+        try:
+            weight.data.mul_(1e8)
+            with self.assertRaisesRegex(tierkv.OutOfRangeError, "fp16"):
+                self.run_model(cache, torch.ones(1, 4, dtype=torch.long))
+        finally:
+            weight.data.copy_(kept)
+
     def test_another_batch(self):
         cache = TierCache(max_tokens=64)
         self.run_model(cache, torch.ones(2, 4, dtype=torch.long))

@@ -131,6 +131,24 @@ class Sequences(KvStoreTest):
                 store.num_tokens(id)
             self.assertEqual(store.usage().pages, store.usage().pages_free)
 
+    def test_a_profiles_rotation_belongs_to_the_sequence(self):
+        rows = (LAYERS, KV_HEADS)
+
+        def profile(theta):
+            rope = tierkv.Rope("halves", HEAD_DIM, theta ** -(np.arange(HEAD_DIM // 2, dtype=np.float32) / (HEAD_DIM // 2)))
+            zeros = np.zeros((*rows, HEAD_DIM), np.float32)
+            return tierkv.ProfileData("model", LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, 0.125, zeros, zeros, np.ones(rows), np.ones(rows), rope=rope)
+
+        with KvStore(config(rope=None, sm_scale=0.125, profile=profile(1e4))) as store:
+            id = store.add_sequence()
+            self.fill(store, id, 400)
+            data = store.export_sequence(id)
+            with KvStore(config(rope=None, sm_scale=0.125, profile=profile(5e5))) as other:
+                with self.assertRaises(tierkv.InvalidArgumentError):
+                    other.import_sequence(data)
+            with KvStore(config(rope=profile(1e4).rope, sm_scale=0.125, profile=profile(1e4))) as same:
+                self.assertEqual(same.export_sequence(same.import_sequence(bytearray(data))), data)
+
     def test_a_batch(self):
         with KvStore(config()) as store:
             ids = [store.add_sequence() for _ in range(3)]
@@ -147,7 +165,8 @@ class Sequences(KvStoreTest):
 class Refused(KvStoreTest):
     def test_configs(self):
         for changes, error in ((dict(head_dim=63), tierkv.TierkvError), (dict(num_q_heads=5), tierkv.TierkvError),
-                               (dict(dtype="float64"), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
+                               (dict(dtype="float64"), ValueError), (dict(raw_layers=(0.7,)), TypeError), (dict(raw_layers=(2**32,)), tierkv.InvalidArgumentError),
+                               (dict(format=CodedFormat(max_length=0)), ValueError), (dict(format="small"), TypeError), (dict(sink_tokens=-1), ValueError),
                                (dict(format=TiersFormat(())), ValueError), (dict(memory_bytes=1), tierkv.OutOfRangeError),
                                (dict(format=ChannelFormat(k_bits=3)), tierkv.TierkvError), (dict(max_tokens=2**40), tierkv.InvalidArgumentError),
                                (dict(format=TiersFormat((TierClass(TierFormat(3, 4)),))), tierkv.TierkvError)):
@@ -170,7 +189,9 @@ class Refused(KvStoreTest):
                                 (lambda: store.append(id, 0, k, k[:, :, :1]), ValueError),
                                 (lambda: store.attend(id, 9, self.normal(1, 1, Q_HEADS, HEAD_DIM)), tierkv.InvalidArgumentError),
                                 (lambda: store.attend(id, 0, self.normal(1, 11, Q_HEADS, HEAD_DIM)), tierkv.TierkvError),
-                                (lambda: store.decode_range(id, 0, 3, 11), tierkv.OutOfRangeError), (lambda: store.truncate(id, 11), tierkv.TierkvError),
+                                (lambda: store.decode_range(id, 0, 3, 11), tierkv.OutOfRangeError),
+                                (lambda: store.decode_range(id, 0, 0, 2**31 - 1), tierkv.OutOfRangeError),
+                                (lambda: store.append(id, 0, k.astype(">f2"), k), TypeError), (lambda: store.truncate(id, 11), tierkv.TierkvError),
                                 (lambda: store.import_sequence(b"no"), tierkv.InvalidArgumentError)):
                 with self.assertRaises(error):
                     call()

@@ -143,7 +143,8 @@ void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& pl
   for (size_t w = 0; w < layers.size(); ++w) {
     const int32_t bytes = block_bytes(layers[w].layer);
     const std::vector<uint8_t>& blocks = channel.blocks[w];
-    for (int32_t i = 0; i < static_cast<int32_t>(blocks.size()) / bytes; ++i) {
+    const auto count = static_cast<int32_t>(static_cast<int64_t>(blocks.size()) / bytes);
+    for (int32_t i = 0; i < count; ++i) {
       std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads),
                   blocks.data() + int64_t{i} * bytes, bytes);
     }

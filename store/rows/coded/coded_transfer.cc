@@ -64,12 +64,17 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   CodedRowState state;
   state.seen = in.i32();
   state.log_sum = in.f64();
-  if (state.seen < 0 || !std::isfinite(state.log_sum)) return corrupt("its mean is impossible");
+  if (state.seen < 0 || state.seen > kMostCounted || !std::isfinite(state.log_sum))
+    return corrupt("its mean is impossible");
   std::vector<uint16_t> means(shape_.head_dim);
   if (draft->fixed) {
     state.key_step = in.f32();
     state.value_step = in.f32();
     for (uint16_t& x : means) x = in.u16();
+  }
+  if (draft->fixed) {
+    Status s = row_of(work.layer.layer, kv_head, state, means.data()).validate();
+    if (!s) return corrupt(s.message());
   }
   draft->rows.push_back(state);
   draft->means.push_back(means);
@@ -117,8 +122,7 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
       const int64_t* size = sizes[h].data() + 2 * b;
       if (draft->fixed) {
         const WeightedRow row = row_of(layer, h, draft->rows[h], draft->means[h].data());
-        Status s = row.validate();
-        if (s) s = decode(row, theirs, bytes, size, range, &codes, x);
+        Status s = decode(row, theirs, bytes, size, range, &codes, x);
         if (!s) return corrupt(s.message());
         if (!all_finite(tokens.x[0]) || !all_finite(tokens.x[1])) return corrupt("beyond fp32");
         s = encode(*find_books(layer, *plan), h, tokens.count, codes, draft);

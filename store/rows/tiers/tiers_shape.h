@@ -98,7 +98,7 @@ TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32
     case ImportanceKind::kPruned:
       return BodyTier::kPruned;
   }
-  return u >= alphas.high ? BodyTier::kHigh : u >= alphas.low ? BodyTier::kLow : BodyTier::kPruned;
+  return u >= alphas.high ? BodyTier::kHigh : u < alphas.low ? BodyTier::kPruned : BodyTier::kLow;
 }
 
 }  // namespace tierkv::store

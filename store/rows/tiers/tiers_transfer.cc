@@ -112,7 +112,7 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
   const RowClass& c = row_class(work.layer.layer, kv_head);
   draft->row.seen = in.i32();
   draft->row.log_sum = in.f64();
-  if (draft->row.seen < 0 || !std::isfinite(draft->row.log_sum)) {
+  if (draft->row.seen < 0 || draft->row.seen > kMostCounted || !std::isfinite(draft->row.log_sum)) {
     return corrupt("its mean is impossible");
   }
   for (int32_t p = config_.sink_tokens; p < work.body_end; ++p) {
