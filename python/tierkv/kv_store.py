@@ -108,7 +108,7 @@ class StoreConfig:
     raw_layers: Tuple[int, ...] = ()  # these stay fp16; ascending
     sink_tokens: int = 4
     window_tokens: int = 64
-    memory_bytes: int = 0  # for all sequences; 0: what max_sequences of max_tokens take with codes of typical size, and a quarter more
+    memory_bytes: int = 0  # for all sequences; 0: found by with_memory()
     page_bytes: int = 0  # 0: the format's choice
 
     def tokens_that_fit(self) -> Tuple[int, int]:
@@ -118,25 +118,27 @@ class StoreConfig:
         return typical.value, least.value
 
     def with_memory(self) -> "StoreConfig":
-        """The config with memory_bytes, which is found where it is 0."""
+        """The config with memory_bytes. Where it is 0, for max_sequences of max_tokens with codes of typical size and a quarter more."""
         if self.memory_bytes:
             return self
-        wanted = self.max_sequences * self.max_tokens
         low, high = 0, 1 << 20
-        while self._fits(high) < wanted:
+        while not self._suffices(high):
             low, high = high, 2 * high
         while high - low > high >> 6:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle) < wanted else (low, middle)
+            low, high = (low, middle) if self._suffices(middle) else (middle, high)
         return dataclasses.replace(self, memory_bytes=high + high // 4)
 
-    def _fits(self, memory: int) -> int:
+    def _suffices(self, memory: int) -> bool:
+        """For all tokens, and for the beginnings of sequences whatever their values are: these may be raw for a while."""
         try:
-            return dataclasses.replace(self, memory_bytes=memory).tokens_that_fit()[0]
+            typical, least = dataclasses.replace(self, memory_bytes=memory).tokens_that_fit()
         except OutOfRangeError:  # too little for max_sequences
             if memory >= 1 << 50:
                 raise
-            return 0
+            return False
+        wanted = self.max_sequences * self.max_tokens
+        return typical >= wanted and least >= self.max_sequences * min(self.max_tokens, 512)
 
     def _struct(self) -> lib.KvConfigStruct:
         if self.dtype not in DTYPES:
