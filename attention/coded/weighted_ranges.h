@@ -26,7 +26,7 @@ TKV_HD WeightedRange decoded_range(const CodedRow& row, int32_t first, int32_t l
   if (r.last < r.first) r.first = r.last = r.body_first;
   r.row = row.step;
   r.first_block = row.first_block;
-  r.out = to.out + (r.first - first) * to.token_stride;
+  r.out = r.first == r.last ? to.out : to.out + (r.first - first) * to.token_stride;
   r.token_stride = to.token_stride;
   return r;
 }
