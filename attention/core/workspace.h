@@ -20,12 +20,12 @@ struct WorkspaceLayout {
   size_t bytes;
 };
 
-// Of a class of heads.
+// The format that a class of heads has in a tier.
 inline const TierFormat& tier_format(const AttentionConfig& config, int32_t tier,
                                      int32_t head_class) {
   return head_class == 0 ? config.tiers[tier].format : config.classes.format[head_class - 1][tier];
 }
-// Of the pages of a tier.
+// The layout of a tier's pages.
 inline Result<PageLayout> tier_layout(const AttentionConfig& config, int32_t tier,
                                       int32_t head_class = 0) {
   return make_page_layout(tier_format(config, tier, head_class), config.head_dim, config.page_bytes,

@@ -11,7 +11,7 @@
 namespace tierkv {
 
 Result<BlockCache> block_cache(const EngineConfig& config, const EngineLayer& layer);
-// Of a batch with so many queries of each sequence. The config was validated.
+// The config of attention for a batch with so many queries of each sequence. `config` is valid.
 AttentionConfig attention_config(const EngineConfig& config, int32_t queries);
 Result<SlotEncode> slot_encode(const EngineConfig& config, const EngineLayer& layer,
                                const EngineTokens& tokens);

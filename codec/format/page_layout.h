@@ -158,7 +158,7 @@ struct PageLayout {
            tile_index * tile_metadata_bytes(groups(c));
   }
   TKV_HD constexpr bool has_records() const { return used_bytes > scores; }
-  // Of pages with records.
+  // Only pages with records have these.
   TKV_HD constexpr int32_t score_byte(int32_t slot) const { return scores + slot * 4; }
   TKV_HD constexpr int32_t position_byte(int32_t slot) const { return positions + slot * 4; }
 };

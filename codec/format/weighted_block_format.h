@@ -29,7 +29,7 @@ inline constexpr int32_t kMaxLengthBits = 12;
 inline constexpr int32_t kMaxWeightedBlockBytes =
     kCodedBlockHeaderBytes + kBlockTokens * kMaxExponentBits / 8 + kBlockTokens * kSliceDims * 2;
 
-// Of the streams of a weighted block, in each slice.
+// The order in which each slice's streams pass the dim blocks.
 TKV_HD constexpr DimBlockOrder weighted_order(Component component) {
   return component == Component::kKey ? DimBlockOrder::kPartners : DimBlockOrder::kAscending;
 }

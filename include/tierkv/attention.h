@@ -52,8 +52,8 @@ inline constexpr int32_t kMaxAttentionClasses = 4;
 // of them is not read.
 struct HeadClasses {
   int32_t count = 1;  // 1 to kMaxAttentionClasses
-  // Of the classes 1 to count - 1, by tier; class 0 has the config's tiers. Values of codes have no
-  // more bits than their keys; raw keys have raw values.
+  // Formats of the classes 1 to count - 1, by tier; class 0 has the config's tiers. Codes of values
+  // have no more bits than those of keys; raw keys have raw values.
   TierFormat format[kMaxAttentionClasses - 1][kMaxAttentionTiers];
   // Host memory, [num_layers * num_kv_heads], 0 to count - 1: the class of each kv_head. Read while
   // a call runs. With it a config has at most 64 kv_heads and 128 layers. Null where count is 1.

@@ -48,7 +48,7 @@ struct TKV_API EngineConfig {
 
   // kInvalidArgument, kUnsupported with the field's name.
   Status validate() const;
-  // Of one kv_head of a block, a multiple of 128; 0 of a config that does not validate.
+  // The size of one kv_head's page, a multiple of 128; 0 where the config is not valid.
   int64_t page_bytes() const;
   int64_t block_bytes() const { return num_kv_heads * page_bytes(); }
 };

@@ -65,8 +65,8 @@ struct TKV_API TierClass {
   TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
   double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1
   double alpha_low = 0;   // u < alpha_low: pruned
-  // Of the heads, the most sensitive first (Profile::joint_sensitivity); the last class takes the
-  // rest.
+  // The share of the heads, the most sensitive first (Profile::joint_sensitivity); the last class
+  // takes the rest.
   double share = 0;
 };
 struct TKV_API TiersFormat {

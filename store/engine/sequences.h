@@ -42,7 +42,7 @@ class Sequences {
   void set_tokens(int32_t slot, int32_t tokens) { entries_[slot].tokens = tokens; }
 
   int32_t tokens(int32_t slot) const { return entries_[slot].tokens; }
-  // Of all layers of a slot, unmoved.
+  // All layers of a slot, with nothing to move.
   LayerMoves layers_of(int32_t slot) const;
   LayerMoves all_layers() const;
   int32_t open_count() const { return open_; }

@@ -45,7 +45,7 @@ struct Positions {
   TKV_HD constexpr int32_t count() const { return end - first; }
 };
 
-// Of a (sequence, layer).
+// How many tokens a (sequence, layer) has, and where its body ends.
 struct LayerTokens {
   int32_t tokens = 0;
   int32_t body_end = 0;

@@ -64,7 +64,8 @@ class RawTokens {
   const Chunk* chunk_;
 };
 
-// Of a raw row: one token, [head_dim] fp16, at a position that is a sink or of the ring.
+// Writes or reads one token of a raw row, [head_dim] fp16, whose position is a sink's or in the
+// ring.
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
                const uint16_t* token);
 void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,

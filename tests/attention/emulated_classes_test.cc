@@ -23,7 +23,8 @@ TEST(EmulatedDecode, TwoBitsClippedAtTheNorm) {
   }
 }
 
-// Of three and four classes: rows of a launch differ in formats, and so may the tokens of an item.
+// With three and four classes the rows of a launch differ in formats, and so may the tokens of an
+// item.
 TEST(EmulatedDecode, ClassesOfHeads) {
   const TierFormat k4v2 = *parse_tier_format("k4v2n"), k2v2 = *parse_tier_format("k2nv2n");
   const TierFormat k4v4 = token_wise_tier(4, 4), k8v4 = token_wise_tier(8, 4);

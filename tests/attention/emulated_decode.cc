@@ -139,7 +139,7 @@ double tolerance_of(DType dtype) {
   return dtype == DType::kBFloat16 ? 4e-3 : 2e-3;
 }
 
-// Of one column of a row, against the reference's weights.
+// Compares the probabilities of one column of a row with the reference's weights.
 void expect_probabilities(const World& world, const DecodeOutput& got, int32_t row, int32_t column,
                           const std::vector<double>& weights, double lse) {
   const AttentionConfig& config = world.config;

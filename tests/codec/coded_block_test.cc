@@ -6,7 +6,7 @@
 #include <set>
 
 #include "codec/host/coded/lane_pairs.h"
-#include "tests/codec/simd_targets.h"
+#include "tests/codec/support/simd_targets.h"
 #include "tests/support/code_source.h"
 #include "tests/support/fresh_random.h"
 

@@ -100,7 +100,7 @@ struct DecodeRun {
     ranges[row].out = a.out.data() + shift;
     ranges[row].token_stride = stride;
   }
-  // Of a row that is asked for apart: all of its memory.
+  // Checks all memory of a row that was asked for apart.
   void expect_apart(int32_t row) const {
     const Apart& a = apart.at(row);
     const WeightedRange& r = ranges[row];
@@ -160,7 +160,7 @@ class EmulatedWeightedDecode : public RandomTest {
         if (below(2) == 0) {
           run.ask(r, first, last);
         } else {
-          // Of 16 bytes, of 4, or of 2.
+          // Rows begin and end on multiples of 16 bytes, of 4, or of 2.
           const int32_t unit = std::vector{8, 8, 2, 1}[below(4)];
           run.ask_apart(r, first, last, shape.head_dim + unit * below(3), unit * below(2));
         }

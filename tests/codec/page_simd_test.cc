@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "tests/codec/simd_targets.h"
+#include "tests/codec/support/simd_targets.h"
 #include "tests/support/page_fixture.h"
 
 namespace tierkv {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "tests/codec/simd_targets.h"
-#include "tests/codec/weighted_source.h"
+#include "tests/codec/support/simd_targets.h"
+#include "tests/codec/support/weighted_source.h"
 
 namespace tierkv {
 namespace {

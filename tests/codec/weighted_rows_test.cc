@@ -9,8 +9,8 @@
 
 #include "codec/format/global_step.h"
 #include "codec/host/coded/weighted_rows_checks.h"
-#include "tests/codec/simd_targets.h"
-#include "tests/codec/weighted_source.h"
+#include "tests/codec/support/simd_targets.h"
+#include "tests/codec/support/weighted_source.h"
 
 namespace tierkv {
 namespace {

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "codec/host/coded/weighted_rows_checks.h"
-#include "tests/codec/weighted_source.h"
+#include "tests/codec/support/weighted_source.h"
 
 namespace tierkv {
 namespace {

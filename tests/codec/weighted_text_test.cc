@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "tests/codec/weighted_source.h"
+#include "tests/codec/support/weighted_source.h"
 
 namespace tierkv {
 namespace {

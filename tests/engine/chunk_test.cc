@@ -136,7 +136,8 @@ TEST_F(ChunkTest, BodiesAreWithinHalfAStep) {
     const double dv = half_to_float(v[i]) - half_to_float(feed.v[i]);
     error_k += dk * dk;
     error_v += dv * dv;
-    // Of a pair that turns both errors may meet in one dim; tokens of values are up to 1.5 rms.
+    // A turn may bring the errors of both dims of a pair into one; tokens of values are up to 1.5
+    // rms.
     ASSERT_LE(std::fabs(dk), 0.3 * 1.1 / 2 * 1.42 + 2e-3);
     ASSERT_LE(std::fabs(dv), 0.87 * 1.5 / 2 + 2e-3);
   }

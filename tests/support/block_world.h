@@ -67,7 +67,7 @@ struct BlockWorld {
   int64_t head_elements() const { return int64_t{shape.num_kv_heads} * shape.head_dim; }
   const uint16_t* key(int64_t token) const { return k.data() + token * head_elements(); }
 
-  // Of rows of k and v, which are given as (row, slot).
+  // Tokens of k and v, which are given by row and slot.
   struct Tokens {
     std::vector<uint16_t> k, v;
     std::vector<int64_t> slots;

@@ -148,7 +148,7 @@ __device__ __forceinline__ TokenSquares<kComponent> token_squares(const TileTask
   return s;
 }
 
-// Of the lanes that know a token's extrema one makes its parameters.
+// Several lanes know a token's extrema; one of them makes its parameters.
 template <DType kDtype, Component kComponent, StepRule kRule>
 __device__ __forceinline__ StatusCode make_params(const TileTask* shared_task) {
   const TileTask t = *shared_task;

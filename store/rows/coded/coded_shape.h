@@ -60,7 +60,7 @@ struct CodedShape {
   TKV_HD constexpr int32_t raw_block_bytes(int32_t tokens) const {
     return kBlockTokens + tile_count(tokens) * TileLayout{kRawCodes, head_dim}.bytes();
   }
-  // Of a weighted block, all slices.
+  // The largest size of a weighted block with all its slices.
   TKV_HD constexpr int32_t most_block_bytes() const {
     const int32_t slices = (head_dim + kSliceDims - 1) / kSliceDims;
     return kBlockTokens + slices * kCodedBlockHeaderBytes + kBlockTokens * head_dim * 2;

@@ -17,7 +17,7 @@ struct LayerBooks {
 
   bool empty() const { return choice[0].family.books.empty(); }
   const BookFamily& family(Component c) const { return choice[static_cast<int32_t>(c)].family; }
-  // Of a row: [dim blocks].
+  // The book that each dim block of a row takes, [dim blocks].
   const uint8_t* book_of(Component c, int32_t kv_head, int32_t head_dim) const {
     return choice[static_cast<int32_t>(c)].book_of.data() + kv_head * dim_block_count(head_dim);
   }

@@ -10,7 +10,7 @@
 namespace tierkv::store {
 namespace {
 
-// Of the high tier where nothing says more, for estimates.
+// The share of tokens in the high tier that estimates assume.
 constexpr double kTypicalHigh = 0.3;
 
 int64_t pages_of_tokens(const PageLayout (&layout)[2], int32_t tokens, bool at_most) {

@@ -53,7 +53,7 @@ struct NewTokens {
   int32_t tokens = 0;
 };
 
-// Of the coded and the channel-wise format.
+// The model of the coded and of the channel-wise format.
 class CodedModel {
  public:
   explicit CodedModel(const StoreConfig& config);
