@@ -1,0 +1,161 @@
+// The contract of a row format in device memory: the same three parts as in host memory
+// (row_format.h), over the same bytes, as kernels on the store's stream. The place owns memory,
+// counts and page operations; a format owns what lies on pages and in its part of the slots.
+//
+// Nothing here waits for the device or allocates, unless a declaration says so, so that steps can
+// be captured. What a call depends on lies in device memory: a captured step that is replayed finds
+// other counts there than when it was captured. Host arguments are bounds that hold for every
+// replay.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "allocator/row_plan.h"
+#include "store/engine/tokens.h"
+#include "store/place/place.h"
+#include "store/rows/row_format.h"
+#include "tierkv/allocator.h"
+#include "tierkv/status.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::store {
+
+// Device memory of a store.
+struct DevicePagesView {
+  PageAllocator allocator;  // pointers to device memory
+  uint8_t* base = nullptr;
+  int64_t page_bytes = 0;
+  int32_t rows_per_layer = 1;
+
+  // Table row i of a (sequence, layer).
+  TKV_HD int32_t row(int32_t slot, int32_t layer, int32_t i) const {
+    return slot * allocator.shape.table.rows_per_sequence + layer * rows_per_layer + i;
+  }
+};
+// A sequence's slot: [num_layers] of raw rows [num_kv_heads], then the format's state.
+struct DeviceSlots {
+  uint8_t* base = nullptr;
+  int64_t slot_bytes = 0, layer_bytes = 0, raw_bytes = 0;
+
+  TKV_HD uint8_t* raw(int32_t slot, int32_t layer) const {
+    return base + slot * slot_bytes + layer * layer_bytes;
+  }
+  TKV_HD uint8_t* state(int32_t slot, int32_t layer) const { return raw(slot, layer) + raw_bytes; }
+};
+struct DeviceStoreView {
+  DevicePagesView pages;
+  DeviceSlots slots;
+  TokenLaws laws;
+  RawLayout raw;
+  int32_t num_layers = 0, num_kv_heads = 0, head_dim = 0;
+};
+
+// The tokens of a chunk, device memory; as Chunk in raw_tokens.h, for all sequences of a call.
+struct DeviceChunk {
+  const uint16_t* k = nullptr;          // [count, tokens, num_kv_heads, head_dim]; null: no chunk
+  const uint16_t* v = nullptr;          // likewise
+  const float* significance = nullptr;  // [count, num_kv_heads, stride]; null: unknown
+  int64_t stride = 0;
+  DType dtype = DType::kFloat16;
+  int32_t tokens = 0;
+};
+
+// The (sequence, layer) pairs of a call: entry i * num_layers + l is sequence i, layer first_layer
+// + l.
+struct DeviceWorks {
+  const int32_t* slots = nullptr;  // device [count]
+  // Device [count * num_layers]: what each entry holds before and after; body positions
+  // [max(from.body_end, sinks), to.body_end) leave, none where the ends are equal. Their values and
+  // scores are in the ring and, from position from.tokens on, in the chunk.
+  const LayerTokens* from = nullptr;
+  const LayerTokens* to = nullptr;
+  int32_t count = 0, first_layer = 0, num_layers = 0;
+  int32_t most_leaving = 0;  // a bound for to.body_end - from.body_end
+  int32_t most_tokens = 0;   // a bound for to.tokens
+  DeviceChunk chunk;
+  // The same on the host where the call is not captured; else null. [count * num_layers]
+  const LayerMove* moves = nullptr;
+
+  int32_t entries() const { return count * num_layers; }
+};
+
+// What plan() says, device memory. By table row of the sequences: [count * rows_per_sequence], row
+// (i, layer, r) at i * rows_per_sequence + layer * rows_per_layer + r. The place has filled both
+// with what the rows hold now; a format changes the rows of its entries.
+struct DeviceRowCounts {
+  SideCounts* kept = nullptr;    // as LayerPlan::kept
+  SideCounts* target = nullptr;  // as LayerPlan::tokens
+};
+
+// The first failure that kernels find, device memory; later ones are dropped.
+struct DeviceFault {
+  StatusCode status;  // kOk: none
+  int32_t slot, layer, kv_head;
+};
+
+struct DeviceAttendBody {
+  const int32_t* slots = nullptr;   // device [count]
+  const LayerTokens* at = nullptr;  // device [count], of this layer
+  int32_t count = 0, layer = 0, q_len = 1;
+  int32_t most_tokens = 0;  // a bound for at.tokens
+  const void* q = nullptr;  // [count, q_len, num_q_heads, head_dim] of dtype
+  void* out = nullptr;      // like q
+  float* lse = nullptr;     // [count, q_len, num_q_heads]; -infinity: no body
+  DType dtype = DType::kFloat16;
+  bool new_plan = false;  // the first layer since a step began: works are to be cut anew
+};
+
+class DeviceRowFormat {
+ public:
+  virtual ~DeviceRowFormat() = default;
+
+  // Allocates. The view stays valid.
+  virtual Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) = 0;
+  // Device memory beside pages and slots that bind() takes: workspaces, codebooks.
+  virtual int64_t workspace_bytes() const = 0;
+  // The states of empty sequences: slots are zeros already.
+  virtual Status open(int32_t slot) = 0;
+
+  // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
+  // then, the place runs a truncation first. A captured step must not.
+  virtual bool may_rewrite(const DeviceWorks& works) const = 0;
+  // kInvalidArgument, naming the sequence, where a step of these cannot be captured yet.
+  virtual Status require_capturable(const DeviceWorks& works) const = 0;
+  // What plan() may ask for at most, in pages, all entries together.
+  virtual int64_t most_pages(const DeviceWorks& works) const = 0;
+  // Changes `counts` and scratch of the format alone. A value that the format cannot hold is a
+  // fault; its entry then asks for what it holds.
+  virtual Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
+  // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
+  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated.
+  virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
+
+  // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()
+  // takes them. Bodies lie before the window, so every query sees all of them.
+  virtual Status attend(const DeviceAttendBody& call) = 0;
+  // Body positions [first, end) of one (sequence, layer), finished keys and values, fp16 or bf16,
+  // to [end - first, num_kv_heads, head_dim].
+  virtual Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) = 0;
+
+  // Positions [first, end), end the body's after a truncation to less than it was, go back to the
+  // ring: fp16 values and RawScores, for all kv_heads, as truncate() of the host place does.
+  virtual Status restore(const LayerMove& move, Positions range) = 0;
+  // Counts of the table rows once the bodies end at to.body_end, into `target` as plan() has them.
+  virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
+  // The tables were cut, or forked: the states (copied already) follow. copies as in write().
+  virtual Status cut(const DeviceWorks& works, const PageCopy* copies) = 0;
+
+  // Export and import go through host memory: the place brings the pages and the slot there and
+  // lets the format in host memory write and parse them (transfer has one owner). What serves all
+  // sequences (codebooks) is made equal here: from the device to the host format and back.
+  virtual Status download_shared(RowFormat* host) = 0;
+  virtual Status upload_shared(const RowFormat& host) = 0;
+};
+
+// `host` is the same format in host memory, bound to no pages; it outlives the result.
+Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
+                                                                RowFormat* host);
+
+}  // namespace tierkv::store
