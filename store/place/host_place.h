@@ -66,7 +66,6 @@ class HostPlace final : public Place {
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
-  Status grow(int32_t slot, const std::vector<SideCounts>& target);
   // What the table rows of a slot hold, [rows_per_sequence].
   std::vector<SideCounts> counts_of(int32_t slot) const;
   Status run(const PageOp& op);  // and the watermark
