@@ -194,14 +194,16 @@ TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const Batch
   return plan_growth(a, {r.row, a.tokens[r.row], a.pages[r.row], op.counts[r.batch_row]});
 }
 
-// A target of as many tokens as before takes nothing.
 TKV_HD RowPlan plan_grow(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   RowPlan plan;
   plan.tokens = op.counts[r.batch_row];
   plan.pages = a.pages[r.row];
   for (int32_t s = 0; s < kMaxSides; ++s) {
-    const int32_t tokens = plan.tokens.of[s];
-    if (tokens < a.tokens[r.row].of[s]) return failed_plan(StatusCode::kInvalidArgument);
+    const int32_t tokens = plan.tokens.of[s], before = a.tokens[r.row].of[s];
+    if (tokens < 0) return failed_plan(StatusCode::kInvalidArgument);
+    if (tokens < before && !is_writable_from(a, r.row, s, tokens)) {
+      return failed_plan(StatusCode::kInvalidArgument);
+    }
     if (s >= a.shape.table.num_sides) {
       if (tokens != 0) return failed_plan(StatusCode::kInvalidArgument);
       continue;

@@ -195,8 +195,8 @@ struct TKV_API PageOp {
   // negative number takes tokens from the end and keeps their pages, which must not be shared.
   static PageOp append(SequenceBatch batch, const SideCounts* added, OpReport* report);
 
-  // `tokens` [batch rows] are what each side now holds, no fewer than before: any number of new
-  // pages.
+  // `tokens` [batch rows] are what each side now holds: any number of new pages. Fewer than before
+  // are taken from the end and keep their pages, which must not be shared.
   static PageOp grow(SequenceBatch batch, const SideCounts* tokens, OpReport* report);
 
   // `tokens` [batch rows] are left on each side. A page that is left partly filled while others

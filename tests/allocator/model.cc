@@ -131,9 +131,17 @@ StatusCode Model::append(const SideCounts& added, Row* row) {
 
 StatusCode Model::grow(const SideCounts& tokens, Row* row) {
   for (int32_t s = 0; s < kMaxSides; ++s) {
-    if (tokens.of[s] < row->tokens[s]) return StatusCode::kInvalidArgument;
+    if (tokens.of[s] < 0) return StatusCode::kInvalidArgument;
     if (s >= shape_.table.num_sides && tokens.of[s] > 0) return StatusCode::kInvalidArgument;
     auto& pages = row->pages[s];
+    if (tokens.of[s] < row->tokens[s]) {
+      const int32_t full = tokens.of[s] / shape_.table.tokens_per_page[s];
+      for (size_t i = full; i < pages.size(); ++i) {
+        if (is_shared(pages[i])) return StatusCode::kInvalidArgument;
+      }
+      row->tokens[s] = tokens.of[s];
+      continue;
+    }
     for (; row->tokens[s] < tokens.of[s]; ++row->tokens[s]) {
       const auto held = static_cast<int32_t>(pages.size());
       if (row->tokens[s] < held * shape_.table.tokens_per_page[s]) continue;

@@ -102,7 +102,10 @@ TEST_F(PageOpTest, GrowTakesAsManyPagesAsItNeeds) {
   EXPECT_EQ(side_ids(*state_, 1, 0), (Ids{6, 7}));
   ASSERT_EQ(grow({1}, {{{4, 0, 0, 0}}}), StatusCode::kOk);  // there is room
   EXPECT_EQ(report_.pages_needed, 0);
-  EXPECT_EQ(grow({1}, {{{3, 0, 0, 0}}}), StatusCode::kInvalidArgument);  // fewer than it holds
+  ASSERT_EQ(grow({1}, {{{1, 0, 0, 0}}}), StatusCode::kOk);  // the pages stay
+  EXPECT_EQ(side_ids(*state_, 1, 0), (Ids{6, 7}));
+  ASSERT_EQ(grow({1}, {{{4, 0, 0, 0}}}), StatusCode::kOk);
+  EXPECT_EQ(report_.pages_needed, 0);
   EXPECT_EQ(grow({1}, {{{4, 0, 1, 0}}}), StatusCode::kInvalidArgument);
   EXPECT_EQ(grow({1}, {{{1 << 30, 1 << 30, 0, 0}}}), StatusCode::kOutOfRange);
   EXPECT_EQ(grow({2}, {{{1, 0, 0, 0}}}), StatusCode::kStaleSequence);

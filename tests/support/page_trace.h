@@ -145,7 +145,8 @@ class TraceMaker {
       if (kind == PageOpKind::kTruncate) {
         n.of[s] = chance(0.5) ? tokens : uniform(0, tokens);
       } else if (kind == PageOpKind::kGrow) {
-        n.of[s] = tokens + (chance(0.5) ? 0 : uniform(0, 3 * per_page));
+        const bool backwards = chance(0.02) && tokens > 0;
+        n.of[s] = backwards ? tokens - 1 : tokens + (chance(0.5) ? 0 : uniform(0, 3 * per_page));
       } else if (kind == PageOpKind::kAppend) {
         const bool backwards = chance(0.01) && tokens > 0;
         n.of[s] = backwards ? -1 : uniform(0, std::min(options_.max_append, per_page));
