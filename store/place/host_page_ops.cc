@@ -186,7 +186,7 @@ Status HostPlace::truncate(const LayerMoves& layers) {
   return Status::ok();
 }
 
-int64_t HostPlace::pages_of(int32_t slot) const {
+Result<int64_t> HostPlace::pages_of(int32_t slot) const {
   const PageTableShape& table = pages_.allocator.shape.table;
   int64_t pages = 0;
   for (int64_t r = 0; r < table.rows_per_sequence; ++r) {
