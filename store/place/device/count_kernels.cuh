@@ -2,6 +2,7 @@
 // is a few bytes a (sequence, layer).
 #pragma once
 
+#include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
 #include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"

@@ -1,6 +1,7 @@
 // How a kernel tells a failure: the first one stays until the host takes it.
 #pragma once
 
+#include "gpu/math.cuh"
 #include "store/rows/device_row_format.h"
 
 namespace tierkv::store {

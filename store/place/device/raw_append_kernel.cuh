@@ -7,6 +7,7 @@
 #pragma once
 
 #include "codec/format/element.h"
+#include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
 #include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
