@@ -7,13 +7,18 @@
 #include <cstring>
 #include <numeric>
 
+#include "store/rows/tiers/device_tiers_counts.cuh"
 #include "store/rows/tiers/device_tiers_kernels.cuh"
+#include "store/rows/tiers/device_tiers_read.cuh"
 #include "store/rows/tiers/tiers_rows.h"
 #include "tests/engine/support/device_twin.h"
 #include "tests/engine/support/tiers_world.h"
 #include "tests/support/fresh_random.h"
 
 namespace tierkv::store {
+
+__align__(16) uint8_t shared_bytes[kTiersWarps * 256 * sizeof(uint16_t)];
+
 namespace {
 
 // A store, and its bodies in memory of their own, which kernels write.
@@ -88,6 +93,65 @@ class TiersTwin {
     compare();
   }
 
+  void fork(int32_t place) {
+    const Result<SequenceId> id = host_.engine->fork(live_[place].id);
+    ASSERT_TRUE(id);
+    twin_.fork(live_[place].id.slot, id->slot);
+    live_.push_back({*id, live_[place].at});
+    compare();
+  }
+
+  void truncate(int32_t place, int32_t tokens) {
+    Live& live = live_[place];
+    const LayerTokens to = after_truncate(twin_.laws(), live.at, tokens);
+    set_works({place}, 0, config_.layout.num_layers, 0, false);
+    to_.assign(config_.layout.num_layers, to);
+    target_ = twin_.counts_of(slots_);
+    call_.counts.target = target_.data();
+    run(call_.num_rows, [&] { count_cut_tiers_kernel(call_); });
+    ASSERT_TRUE(host_.engine->truncate(live.id, tokens));
+    twin_.take_tables();
+    ASSERT_EQ(target_, twin_.counts_of(slots_));
+    run(call_.num_rows, [&] { cut_tiers_kernel(call_); });
+    live.at = to;
+    compare();
+  }
+
+  // Some of a layer's body.
+  void read(int32_t place) {
+    const CacheLayout& shape = config_.layout;
+    const LayerTokens at = live_[place].at;
+    if (body_count(twin_.laws(), at) == 0) return;
+    LayerRange range;
+    range.layer = pick(0, shape.num_layers - 1);
+    range.first = pick(config_.sink_tokens, at.body_end - 1);
+    range.end = pick(range.first + 1, least(at.body_end, range.first + 40));
+    range.dtype = pick(0, 1) == 0 ? DType::kFloat16 : DType::kBFloat16;
+    const size_t values =
+        size_t{1} * (range.end - range.first) * shape.num_kv_heads * shape.head_dim;
+    std::vector<uint16_t> host_k(values), host_v(values);
+    std::vector<uint4> k(values / 8), v(values / 8);
+    range.k = host_k.data();
+    range.v = host_v.data();
+    ASSERT_TRUE(host_.place->decode(range, {live_[place].id.slot, range.layer, at, at}));
+    TiersRead r;
+    r.view = call_.view;
+    r.codes = call_.codes;
+    r.slot = live_[place].id.slot;
+    r.layer = range.layer;
+    r.range = {range.first, range.end};
+    r.dtype = range.dtype;
+    r.k = reinterpret_cast<uint16_t*>(k.data());
+    r.v = reinterpret_cast<uint16_t*>(v.data());
+    r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
+    groups_.assign(size_t{1} * shape.num_kv_heads * r.groups_of_row, {{-999, -999}});
+    r.groups = groups_.data();
+    run(shape.num_kv_heads, [&] { count_groups_kernel(r); });
+    run(r.range.count() * shape.num_kv_heads, [&] { read_tiers_kernel(r); });
+    EXPECT_EQ(std::memcmp(r.k, host_k.data(), 2 * values), 0);
+    EXPECT_EQ(std::memcmp(r.v, host_v.data(), 2 * values), 0);
+  }
+
   // Queries that count.
   void attend(int32_t place) {
     const CacheLayout& shape = config_.layout;
@@ -108,9 +172,11 @@ class TiersTwin {
 
   int32_t tokens(int32_t place) const { return live_[place].at.tokens; }
   int32_t count() const { return static_cast<int32_t>(live_.size()); }
-  const DeviceFault& fault() const { return fault_; }
 
  private:
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
   struct Live {
     SequenceId id;
     LayerTokens at;
@@ -136,6 +202,7 @@ class TiersTwin {
     w.count = static_cast<int32_t>(places.size());
     w.first_layer = first_layer;
     w.num_layers = layers;
+    call_.num_rows = w.entries() * config_.layout.num_kv_heads;
   }
 
   // Warps in random order of CTAs.
@@ -146,27 +213,26 @@ class TiersTwin {
     std::shuffle(ctas.begin(), ctas.end(), rng_);
     for (const int32_t i : ctas) emulator::cta().run(i, kTiersThreads, kernel);
   }
-  int32_t rows() const { return call_.works.entries() * config_.layout.num_kv_heads; }
 
   void run_plan() {
     twin_.take_raw();
     target_ = twin_.counts_of(slots_);
     call_.counts.target = target_.data();
     call_.scratch.groups_of_row = most_groups(call_.works.most_leaving);
-    drafts_.assign(rows(), {});
-    groups_.assign(size_t{1} * rows() * call_.scratch.groups_of_row, {{-999, -999}});
+    drafts_.assign(call_.num_rows, {});
+    groups_.assign(size_t{1} * call_.num_rows * call_.scratch.groups_of_row, {{-999, -999}});
     call_.scratch.drafts = drafts_.data();
     call_.scratch.groups = groups_.data();
     if (call_.works.most_leaving == 0) return;
-    run(rows(), [&] { plan_tiers_kernel(call_); });
-    run(rows() * call_.works.most_leaving, [&] { check_tiers_kernel(call_); });
+    run(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    run(call_.num_rows * call_.works.most_leaving, [&] { check_tiers_kernel(call_); });
   }
   // The host has done its work: tables have the pages.
   void run_write() {
     twin_.take_tables();
     ASSERT_EQ(target_, twin_.counts_of(slots_));
     if (call_.works.most_leaving == 0) return;
-    run(rows() * call_.works.most_leaving, [&] { write_tiers_kernel(call_); });
+    run(call_.num_rows * call_.works.most_leaving, [&] { write_tiers_kernel(call_); });
   }
 
   void compare() {
@@ -216,8 +282,13 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
       TiersTwin twin(config, &rng_);
       twin.add();
       twin.add();
-      for (int32_t i = 0; i < 14; ++i) {
-        std::vector<int32_t> places = {pick(0, 1)};
+      for (int32_t i = 0; i < 12; ++i) {
+        if (i == 5) twin.fork(0);
+        std::vector<int32_t> places = {pick(0, twin.count() - 1)};
+        if (i > 5 && pick(0, 2) == 0) {
+          twin.truncate(places[0], pick(1, twin.tokens(places[0])));
+          if (HasFatalFailure()) return;
+        }
         if (pick(0, 2) == 0) places = {1, 0};
         int32_t room = config.max_tokens;
         for (const int32_t p : places) room = std::min(room, config.max_tokens - twin.tokens(p));
@@ -227,6 +298,7 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
         if (tokens == 0) continue;
         twin.extend(places, tokens, pick(0, 2) > 0);
         if (HasFatalFailure()) return;
+        twin.read(places[0]);
         if (pick(0, 1) == 1) twin.attend(places[0]);
         if (HasFatalFailure()) return;
       }

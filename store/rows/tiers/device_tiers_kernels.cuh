@@ -12,23 +12,9 @@
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
 #include "store/rows/device_tokens.h"
-#include "store/rows/tiers/tiers_shape.h"
+#include "store/rows/tiers/device_tiers_codes.cuh"
 
 namespace tierkv::store {
-
-inline constexpr int32_t kTiersThreads = 128;
-inline constexpr int32_t kTiersWarps = kTiersThreads / 32;
-inline constexpr int32_t kMostRowClasses = 5;  // four of the format, and raw
-
-// What kernels know of a format.
-struct TiersCodes {
-  TiersShape shape;
-  RowClass classes[kMostRowClasses];
-  const uint8_t* class_of_head = nullptr;  // device [num_layers * num_kv_heads]
-  Rotation rotation[2];                    // by component
-  // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
-  const float* key_means = nullptr;
-};
 
 struct SideTokens {
   int32_t of[2] = {0, 0};
@@ -59,32 +45,12 @@ struct TiersCall {
   DeviceStoreView view;
   TiersCodes codes;
   DeviceWorks works;
+  int32_t num_rows = 0;  // works.entries() * num_kv_heads
   DeviceRowCounts counts;
   TiersScratch scratch;
   DeviceFault* fault = nullptr;
 };
 
-// A row of a (sequence, layer).
-struct TiersPlace {
-  int32_t slot, layer, kv_head;
-  int32_t row_class;
-
-  __device__ __forceinline__ TiersPlace(const DeviceStoreView& view, const TiersCodes& codes,
-                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
-      : slot(of_slot),
-        layer(of_layer),
-        kv_head(of_head),
-        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
-};
-__device__ __forceinline__ TiersRow* tiers_state(const DeviceStoreView& view,
-                                                 const TiersCodes& codes, const TiersPlace& at) {
-  return reinterpret_cast<TiersRow*>(view.slots.state(at.slot, at.layer) +
-                                     codes.shape.row_byte(at.kv_head));
-}
-__device__ __forceinline__ uint8_t* tiers_map(const DeviceStoreView& view, const TiersCodes& codes,
-                                              const TiersPlace& at) {
-  return view.slots.state(at.slot, at.layer) + codes.shape.map_byte(at.kv_head);
-}
 __device__ __forceinline__ int32_t table_row(const DeviceStoreView& view, const TiersPlace& at) {
   return view.pages.row(at.slot, at.layer, at.kv_head);
 }
@@ -109,10 +75,6 @@ __device__ __forceinline__ SideCounts units_of(const RowClass& row_class, const 
   }
   return units;
 }
-__device__ __forceinline__ int32_t warp_of_grid() {
-  return static_cast<int32_t>(blockIdx.x) * kTiersWarps + static_cast<int32_t>(threadIdx.x) / 32;
-}
-
 // ---- maps ----
 
 __device__ __forceinline__ int32_t sum_of_warp(int32_t x) {
@@ -233,7 +195,7 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row) 
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t row = warp_of_grid();
-  if (row < c.works.entries() * c.view.num_kv_heads) plan_tiers_row(c, row);
+  if (row < c.num_rows) plan_tiers_row(c, row);
 }
 
 // A token that leaves, by a warp.
@@ -315,7 +277,7 @@ __device__ __forceinline__ void report_fault(const TiersCall& c, const TiersPlac
 __global__ void __launch_bounds__(kTiersThreads)
     check_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.works.entries() * c.view.num_kv_heads) return;
+  if (row >= c.num_rows) return;
   const TiersPlace at = place_of(c, row);
   const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
   if (!is_kept(t.tier)) return;
@@ -385,7 +347,7 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
 __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.works.entries() * c.view.num_kv_heads || c.fault->status != StatusCode::kOk) return;
+  if (row >= c.num_rows || c.fault->status != StatusCode::kOk) return;
   const TiersPlace at = place_of(c, row);
   const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
   if (t.tier == BodyTier::kNoTier) return;

@@ -32,6 +32,7 @@ class DeviceTwin {
     const PageTableShape& table = pages.allocator.shape.table;
     table_slots_.resize(size_t{1} * table.num_rows() * table.row_stride());
     tokens_.resize(table.num_rows());
+    pages_.resize(table.num_rows());
     view_.pages.allocator.slots = table_slots_.data();
     view_.pages.allocator.tokens = tokens_.data();
     view_.laws = host->laws();
@@ -54,12 +55,36 @@ class DeviceTwin {
       }
     }
   }
-  // The page tables, after a page operation.
+  // The page tables, after a page operation. Pages that were exchanged are copied.
   void take_tables() {
-    const PageAllocator& a = host_->pages().allocator;
+    const HostPagesView& host = host_->pages();
+    const PageAllocator& a = host.allocator;
+    for (int32_t row = 0; row < a.shape.table.num_rows(); ++row) {
+      for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
+        for (int32_t p = 0; p < least(pages_[row].of[side], a.pages[row].of[side]); ++p) {
+          copy_page(page_at(view_.pages.allocator, row, side, p), host.page(row, side, p));
+        }
+      }
+    }
     std::copy_n(a.slots, table_slots_.size(), table_slots_.begin());
     std::copy_n(a.tokens, tokens_.size(), tokens_.begin());
+    std::copy_n(a.pages, pages_.size(), pages_.begin());
   }
+  // After a fork in host memory.
+  void fork(int32_t from, int32_t to) {
+    const HostPagesView& host = host_->pages();
+    const int32_t rows = host.allocator.shape.table.rows_per_sequence;
+    take_tables();
+    for (int32_t r = 0; r < rows; ++r) {
+      for (int32_t side = 0; side < host.allocator.shape.table.num_sides; ++side) {
+        for (int32_t p = 0; p < host.allocator.pages[to * rows + r].of[side]; ++p) {
+          copy_page(host.page(from * rows + r, side, p), host.page(to * rows + r, side, p));
+        }
+      }
+    }
+    std::memcpy(view_.slots.raw(to, 0), view_.slots.raw(from, 0), view_.slots.slot_bytes);
+  }
+  void open(int32_t slot) { std::memset(view_.slots.raw(slot, 0), 0, view_.slots.slot_bytes); }
   // What the rows of these sequences hold, as a call's counts lie.
   std::vector<SideCounts> counts_of(const std::vector<int32_t>& slots) const {
     const int32_t rows = view_.pages.allocator.shape.table.rows_per_sequence;
@@ -100,12 +125,18 @@ class DeviceTwin {
   struct alignas(kPageAlignment) Line {
     uint8_t bytes[kPageAlignment] = {};
   };
+  void copy_page(int32_t from, int32_t to) {
+    if (from == to) return;
+    std::memcpy(view_.pages.base + to * view_.pages.page_bytes,
+                view_.pages.base + from * view_.pages.page_bytes, view_.pages.page_bytes);
+  }
+
   StoreConfig config_;
   HostPlace* host_;
   DeviceStoreView view_;
   std::vector<Line> slot_memory_, page_memory_;
   std::vector<int32_t> table_slots_;
-  std::vector<SideCounts> tokens_;
+  std::vector<SideCounts> tokens_, pages_;
 };
 
 }  // namespace tierkv::store::test
