@@ -1,12 +1,14 @@
 // What the kernels of tiers know of a format, and where a row's state lies.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "codec/format/rotation.h"
 #include "gpu/warp.cuh"
 #include "store/rows/device_row_format.h"
-#include "store/rows/tiers/tiers_shape.h"
+#include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
 
@@ -23,6 +25,25 @@ struct TiersCodes {
   // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
   const float* key_means = nullptr;
 };
+
+// Those of a format, but for what lies in memory of its own.
+inline TiersCodes tiers_codes(const TiersRows& rows) {
+  TiersCodes codes;
+  codes.shape = rows.shape();
+  std::copy(rows.classes().begin(), rows.classes().end(), codes.classes);
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    if (rows.bases(c).empty()) continue;
+    codes.rotation[static_cast<int32_t>(c)] = hadamard_rotation(rows.config().layout.head_dim);
+  }
+  return codes;
+}
+inline std::vector<float> tiers_key_means(const TiersRows& rows) {
+  std::vector<float> means;
+  for (const Basis& basis : rows.bases(Component::kKey)) {
+    means.insert(means.end(), basis.mean.begin(), basis.mean.end());
+  }
+  return means;
+}
 
 // A row of a (sequence, layer).
 struct TiersPlace {

@@ -54,7 +54,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   }
   // Of a row of which so many tokens leave.
   int64_t row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const;
-  Status make_codes();
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
@@ -71,29 +70,13 @@ class DeviceTiersRows final : public DeviceRowFormat {
   int64_t most_scratch_groups_ = 0, most_scratch_rows_ = 0;
 };
 
-Status DeviceTiersRows::make_codes() {
-  codes_.shape = rows_.shape();
-  if (rows_.classes().size() > kMostRowClasses) {
-    return Status(StatusCode::kUnsupported, "format.classes: more than 4");
-  }
-  std::copy(rows_.classes().begin(), rows_.classes().end(), codes_.classes);
-  if (Status s = memory_.put(rows_.class_of_head(), &codes_.class_of_head); !s) return s;
-  std::vector<float> means;
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    if (rows_.bases(c).empty()) continue;
-    codes_.rotation[static_cast<int32_t>(c)] = hadamard_rotation(config_.layout.head_dim);
-    for (const Basis& basis : rows_.bases(c)) {
-      if (c == Component::kKey) means.insert(means.end(), basis.mean.begin(), basis.mean.end());
-    }
-  }
-  return memory_.put(means, &codes_.key_means);
-}
-
 Status DeviceTiersRows::bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) {
   view_ = view;
   fault_ = fault;
   stream_ = stream;
-  if (Status s = make_codes(); !s) return s;
+  codes_ = tiers_codes(rows_);
+  if (Status s = memory_.put(rows_.class_of_head(), &codes_.class_of_head); !s) return s;
+  if (Status s = memory_.put(tiers_key_means(rows_), &codes_.key_means); !s) return s;
   // A step is of all layers; a longer chunk of one, with any number of tokens.
   const int64_t heads = config_.layout.num_kv_heads;
   most_scratch_rows_ = config_.max_sequences * config_.layout.num_layers * heads;

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "store/place/host_place.h"
@@ -13,28 +13,73 @@
 
 namespace tierkv::store::test {
 
+// Memory that the test and the format under test see, until the object goes.
+class TwinMemory {
+ public:
+  virtual ~TwinMemory() = default;
+  virtual void* take(size_t bytes) = 0;  // aligned to kPageAlignment, zeros
+  virtual void wait() {}                 // for the format's work
+};
+class HostTwinMemory final : public TwinMemory {
+ public:
+  void* take(size_t bytes) override {
+    taken_.emplace_back(bytes / sizeof(Line) + 1);
+    return taken_.back().data();
+  }
+
+ private:
+  struct alignas(kPageAlignment) Line {
+    uint8_t bytes[kPageAlignment] = {};
+  };
+  std::vector<std::vector<Line>> taken_;
+};
+
+// An array there.
+template <class T>
+class TwinArray {
+ public:
+  explicit TwinArray(TwinMemory* memory) : memory_(memory) {}
+  T* assign(const std::vector<T>& from) {
+    reserve(from.size());
+    std::copy(from.begin(), from.end(), data_);
+    return data_;
+  }
+  T* reserve(size_t count) {
+    if (count > capacity_) {
+      capacity_ = 2 * count;
+      data_ = static_cast<T*>(memory_->take(capacity_ * sizeof(T)));
+    }
+    return data_;
+  }
+  T* data() const { return data_; }
+  std::vector<T> read(size_t count) const { return {data_, data_ + count}; }
+
+ private:
+  TwinMemory* memory_;
+  T* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
 class DeviceTwin {
  public:
-  DeviceTwin(const StoreConfig& config, HostPlace* host) : config_(config), host_(host) {
+  DeviceTwin(const StoreConfig& config, HostPlace* host, TwinMemory* memory)
+      : config_(config), host_(host) {
     const HostPagesView& pages = host->pages();
     const HostLayer first = host->layer_of({0, 0, {}, {}});
     DeviceSlots& slots = view_.slots;
     slots.raw_bytes = first.state - first.raw;
     slots.layer_bytes = host->layer_of({0, 1, {}, {}}).raw - first.raw;
-    slots.slot_bytes = slots.layer_bytes * config.layout.num_layers;
-    if (config.max_sequences > 1) slots.slot_bytes = host->layer_of({1, 0, {}, {}}).raw - first.raw;
-    slot_memory_.resize(slots.slot_bytes * config.max_sequences / sizeof(Line));
-    slots.base = reinterpret_cast<uint8_t*>(slot_memory_.data());
-    page_memory_.resize(pages.page_bytes * pages.allocator.shape.num_pages / sizeof(Line));
-    for (Line& line : page_memory_) std::memset(line.bytes, 0xe7, sizeof(line.bytes));
-    view_.pages = {pages.allocator, reinterpret_cast<uint8_t*>(page_memory_.data()),
+    slots.slot_bytes = host->layer_of({1, 0, {}, {}}).raw - first.raw;
+    slots.base = static_cast<uint8_t*>(memory->take(slots.slot_bytes * config.max_sequences));
+    const int64_t page_memory = pages.page_bytes * pages.allocator.shape.num_pages;
+    view_.pages = {pages.allocator, static_cast<uint8_t*>(memory->take(page_memory)),
                    pages.page_bytes, pages.rows_per_layer};
-    const PageTableShape& table = pages.allocator.shape.table;
-    table_slots_.resize(size_t{1} * table.num_rows() * table.row_stride());
-    tokens_.resize(table.num_rows());
-    pages_.resize(table.num_rows());
-    view_.pages.allocator.slots = table_slots_.data();
-    view_.pages.allocator.tokens = tokens_.data();
+    std::memset(view_.pages.base, 0xe7, page_memory);
+    const size_t rows = pages.allocator.shape.table.num_rows();
+    PageAllocator& a = view_.pages.allocator;
+    a.slots = static_cast<int32_t*>(memory->take(4 * table_slots()));
+    a.tokens = static_cast<SideCounts*>(memory->take(sizeof(SideCounts) * rows));
+    a.pages = static_cast<SideCounts*>(memory->take(sizeof(SideCounts) * rows));
     view_.laws = host->laws();
     view_.raw = host->raw_rows().layout;
     view_.num_layers = config.layout.num_layers;
@@ -58,17 +103,17 @@ class DeviceTwin {
   // The page tables, after a page operation. Pages that were exchanged are copied.
   void take_tables() {
     const HostPagesView& host = host_->pages();
-    const PageAllocator& a = host.allocator;
+    const PageAllocator &a = host.allocator, &mine = view_.pages.allocator;
     for (int32_t row = 0; row < a.shape.table.num_rows(); ++row) {
       for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
-        for (int32_t p = 0; p < least(pages_[row].of[side], a.pages[row].of[side]); ++p) {
-          copy_page(page_at(view_.pages.allocator, row, side, p), host.page(row, side, p));
+        for (int32_t p = 0; p < least(mine.pages[row].of[side], a.pages[row].of[side]); ++p) {
+          copy_page(page_at(mine, row, side, p), host.page(row, side, p));
         }
       }
     }
-    std::copy_n(a.slots, table_slots_.size(), table_slots_.begin());
-    std::copy_n(a.tokens, tokens_.size(), tokens_.begin());
-    std::copy_n(a.pages, pages_.size(), pages_.begin());
+    std::copy_n(a.slots, table_slots(), mine.slots);
+    std::copy_n(a.tokens, a.shape.table.num_rows(), mine.tokens);
+    std::copy_n(a.pages, a.shape.table.num_rows(), mine.pages);
   }
   // After a fork in host memory.
   void fork(int32_t from, int32_t to) {
@@ -84,15 +129,19 @@ class DeviceTwin {
     }
     std::memcpy(view_.slots.raw(to, 0), view_.slots.raw(from, 0), view_.slots.slot_bytes);
   }
-  void open(int32_t slot) { std::memset(view_.slots.raw(slot, 0), 0, view_.slots.slot_bytes); }
   // What the rows of these sequences hold, as a call's counts lie.
   std::vector<SideCounts> counts_of(const std::vector<int32_t>& slots) const {
     const int32_t rows = view_.pages.allocator.shape.table.rows_per_sequence;
     std::vector<SideCounts> counts;
     for (const int32_t s : slots) {
-      counts.insert(counts.end(), tokens_.begin() + s * rows, tokens_.begin() + (s + 1) * rows);
+      const SideCounts* first = view_.pages.allocator.tokens + int64_t{s} * rows;
+      counts.insert(counts.end(), first, first + rows);
     }
     return counts;
+  }
+  int64_t pages_in_use() const {
+    const RingCursors& cursors = *host_->pages().allocator.ring.cursors;
+    return host_->pages().allocator.shape.num_pages - (cursors.end - cursors.start);
   }
 
   void compare_state(int32_t slot, int32_t layer) const {
@@ -103,16 +152,36 @@ class DeviceTwin {
           << "byte " << i << " of the state of slot " << slot << ", layer " << layer;
     }
   }
-  // The first bytes of every page of a table row, by side.
-  void compare_pages(int32_t slot, int32_t layer, int32_t i, std::vector<int32_t> bytes) const {
+  // Keys, values and scores of positions of the rings.
+  void compare_raw(int32_t slot, int32_t layer, Positions range) const {
+    const uint8_t* host = host_->layer_of({slot, layer, {}, {}}).raw;
+    const uint8_t* device = view_.slots.raw(slot, layer);
+    for (int32_t h = 0; h < view_.num_kv_heads; ++h) {
+      for (int32_t p = range.first; p < range.end; ++p) {
+        const int64_t row = int64_t{h} * view_.raw.row_bytes;
+        const auto same = [&](int32_t byte, int32_t bytes) {
+          return std::memcmp(host + row + byte, device + row + byte, bytes) == 0;
+        };
+        ASSERT_TRUE(same(view_.raw.score_byte(p), sizeof(RawScore))) << "score " << p;
+        for (int32_t d = 0; d < view_.head_dim; ++d) {
+          ASSERT_TRUE(same(view_.raw.ring_byte(Component::kKey, p, d), 2)) << "key " << p;
+          ASSERT_TRUE(same(view_.raw.ring_byte(Component::kValue, p, d), 2)) << "value " << p;
+        }
+      }
+    }
+  }
+  // The first bytes(side, page) bytes of every page of a table row.
+  template <class Bytes>
+  void compare_pages(int32_t slot, int32_t layer, int32_t i, const Bytes& bytes) const {
     const HostPagesView& host = host_->pages();
     const int32_t row = host.row(slot, layer, i);
-    for (size_t side = 0; side < bytes.size(); ++side) {
+    for (int32_t side = 0; side < host.allocator.shape.table.num_sides; ++side) {
       for (int32_t p = 0; p < host.allocator.pages[row].of[side]; ++p) {
-        const int32_t id = host.page(row, static_cast<int32_t>(side), p);
+        const int32_t id = host.page(row, side, p);
         const uint8_t* a = host.bytes(id);
         const uint8_t* b = view_.pages.base + id * view_.pages.page_bytes;
-        for (int32_t at = 0; at < bytes[side]; ++at) {
+        const int64_t count = bytes(side, p);
+        for (int64_t at = 0; at < count; ++at) {
           ASSERT_EQ(int{b[at]}, int{a[at]})
               << "byte " << at << " of page " << p << ", side " << side << ", slot " << slot
               << ", layer " << layer << ", row " << i;
@@ -122,9 +191,10 @@ class DeviceTwin {
   }
 
  private:
-  struct alignas(kPageAlignment) Line {
-    uint8_t bytes[kPageAlignment] = {};
-  };
+  size_t table_slots() const {
+    const PageTableShape& table = host_->pages().allocator.shape.table;
+    return size_t{1} * table.num_rows() * table.row_stride();
+  }
   void copy_page(int32_t from, int32_t to) {
     if (from == to) return;
     std::memcpy(view_.pages.base + to * view_.pages.page_bytes,
@@ -134,9 +204,6 @@ class DeviceTwin {
   StoreConfig config_;
   HostPlace* host_;
   DeviceStoreView view_;
-  std::vector<Line> slot_memory_, page_memory_;
-  std::vector<int32_t> table_slots_;
-  std::vector<SideCounts> tokens_, pages_;
 };
 
 }  // namespace tierkv::store::test
