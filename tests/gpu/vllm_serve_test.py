@@ -28,7 +28,7 @@ def serve(folder, format, mode, requests):
 
     ours = format != "vllm"
     llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=1, max_model_len=2048, block_size=64,
-              max_num_seqs=16, max_num_batched_tokens=256, gpu_memory_utilization=0.4, enforce_eager=mode == "eager",
+              max_num_seqs=16, max_num_batched_tokens=256, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 28, enforce_eager=mode == "eager",
               enable_prefix_caching=True,
               attention_backend=AttentionBackendEnum.CUSTOM if ours else AttentionBackendEnum.FLASH_ATTN,
               additional_config={"tierkv": {"format": format, "slice_tokens": 128}} if ours else {})
@@ -41,12 +41,17 @@ def serve(folder, format, mode, requests):
     return {"prompt": prompt, "generated": generated}
 
 
-def child(folder, format, mode, requests):
-    out = pathlib.Path(folder) / f"{format}_{mode}.json"
+def served(folder, requests, cases):
+    """What each (format, mode) found; all at once, each in a process of its own."""
     given = pathlib.Path(folder) / "requests.json"
     given.write_text(json.dumps(requests))
-    subprocess.run([sys.executable, "-B", __file__, "--serve", folder, format, mode, given, out], check=True)
-    return json.loads(out.read_text())
+    outs = [pathlib.Path(folder) / f"{format}_{mode}.json" for format, mode in cases]
+    children = [subprocess.Popen([sys.executable, "-B", __file__, "--serve", folder, format, mode, given, out])
+                for (format, mode), out in zip(cases, outs)]
+    failed = [case for case, child in zip(cases, children) if child.wait() != 0]
+    if failed:
+        sys.exit(f"no answer from {failed}")
+    return {case: json.loads(out.read_text()) for case, out in zip(cases, outs)}
 
 
 def mean_difference(a, b):
@@ -71,9 +76,11 @@ def main():
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        base = child(folder, "vllm", "eager", requests)
-        for format, mode in [(f, "eager") for f in BOUNDS] + [("raw", "graphs"), ("k4v4", "graphs")]:
-            got = child(folder, format, mode, requests)
+        cases = [(f, "eager") for f in BOUNDS] + [("raw", "graphs"), ("k4v4", "graphs")]
+        results = served(folder, requests, [("vllm", "eager"), *cases])
+        base = results["vllm", "eager"]
+        for format, mode in cases:
+            got = results[format, mode]
             prompt = mean_difference(base["prompt"], got["prompt"])
             first = sum(a[0][0] == b[0][0] for a, b in zip(base["generated"], got["generated"]))
             same = sum(x[0] == y[0] for a, b in zip(base["generated"], got["generated"]) for x, y in zip(a, b))
@@ -81,7 +88,7 @@ def main():
                   f"{len(requests) * GENERATED} tokens are vLLM's, seed {seed}")
             wrong += prompt > BOUNDS[format]
             if mode == "graphs":
-                eager = json.loads((pathlib.Path(folder) / f"{format}_eager.json").read_text())
+                eager = results[format, "eager"]
                 agree = sum(x[0] == y[0] for a, b in zip(eager["generated"], got["generated"]) for x, y in zip(a, b))
                 print(f"  {agree} tokens are those of eager mode")
     return 1 if wrong else 0
