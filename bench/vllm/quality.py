@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What compressed blocks change in the predictions of a real model that vLLM serves, in nats, against vLLM's own bf16 cache.
 
-    python3 bench/vllm/quality.py --model FOLDER --items FILE [--profile FILE] [--formats raw,k8v4,k4v4,k4v2] [--out FILE]
+    python3 bench/vllm/quality.py --model FOLDER --items FILE [--profile FILE] [--formats "raw k8v4 k4v4 k4v2 k4v4,7=k8v4,18=k8v4"] [--out FILE]
     python3 bench/vllm/quality.py --model FOLDER --make-items FILE      (needs no GPU: prompts of 2048 tokens and what comes behind them)
 
 Each prompt is cached first; then its continuation is read behind the cached prefix ("hit"), and once more as a new prompt in chunks of 256
-("chunks"). KL is the mean over the continuation's tokens. Needs a GPU, vLLM 0.26 and the wheel."""
+("chunks"). KL is the mean over the continuation's tokens. A format may name others for single layers. Needs a GPU, vLLM 0.26 and the wheel."""
 import argparse
 import json
 import os
@@ -42,7 +42,8 @@ def serve(folder, format, profile, items, out):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     ours = format != "bf16"
-    settings = {"format": format, **({"profile": profile} if profile else {})}
+    format, *layers = format.split(",")
+    settings = {"format": format, "layers": dict(x.split("=") for x in layers), **({"profile": profile} if profile else {})}
     llm = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, block_size=64, max_num_seqs=4,
               max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1, enforce_eager=True,
               enable_prefix_caching=True,
@@ -91,7 +92,7 @@ def main():
     parser.add_argument("--items")
     parser.add_argument("--make-items")
     parser.add_argument("--profile", default="")
-    parser.add_argument("--formats", default="raw,k8v4,k4v4,k4v2")
+    parser.add_argument("--formats", default="raw k8v4 k4v4 k4v2")
     parser.add_argument("--out", default="vllm_quality.json")
     options = parser.parse_args()
     if options.make_items:
@@ -102,15 +103,15 @@ def main():
 
     results, tasks = [], [i["task"] for i in json.loads(pathlib.Path(options.items).read_text())]
     with tempfile.TemporaryDirectory() as folder:
-        formats = ["bf16", *options.formats.split(",")]
-        files = {f: pathlib.Path(folder) / f"{f}.pt" for f in formats}
+        formats = ["bf16", *options.formats.split()]
+        files = {f: pathlib.Path(folder) / f"{i}.pt" for i, f in enumerate(formats)}
         children = [subprocess.Popen([sys.executable, "-B", __file__, "--serve", options.model, f, options.profile, options.items, files[f]])
                     for f in formats]
         failed = [f for f, child in zip(formats, children) if child.wait() != 0]
         if failed:
             sys.exit(f"failed: {', '.join(failed)}")
         exact = torch.load(files["bf16"])
-        for f in options.formats.split(","):
+        for f in options.formats.split():
             got = torch.load(files[f])
             for way in ("hit", "chunks"):
                 values = [kl(e, g) for e, g in zip(exact[way], got[way])]
