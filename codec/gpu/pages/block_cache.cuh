@@ -1,8 +1,8 @@
-// The kernels of codec/format/block_cache.h: a warp takes one token of one kv_head, so that a token
-// is written alone, in the whole bytes that it owns, whatever the other tokens of its tile do.
+// encode_slots() of codec/format/block_cache.h token by token: a warp takes one token of one
+// kv_head, so that a token is written alone, in the whole bytes that it owns, whatever the other
+// tokens of its tile do. Prompts go by tiles (block_tiles.cuh).
 //
-// Bound: memory, and for a decode step latency. A token of head_dim 128 reads 512 bytes and writes
-// 136 (K4V4).
+// Bound: latency.
 #pragma once
 
 #include "codec/format/block_cache.h"
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t named_slots(const SlotEncode& e, int64_t tok
   uint32_t named = __ballot_sync(kFullWarp, follows);
   if (named == 0xffffu) return named;
   uint32_t mine = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t i = lane; i < e.count; i += 32) {
     const int64_t place = e.slots[i] - first;
     if (place >= 0 && place < kTileTokens) mine |= 1u << place;
@@ -61,10 +61,8 @@ __device__ __forceinline__ void open_tile(const PageRef& page, int32_t slot, uin
   }
 }
 
-__device__ __forceinline__ void encode_slot(const SlotEncode& e) {
+__device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken& at) {
   const BlockCache& c = e.cache;
-  const WarpToken at = warp_token(c.num_kv_heads);
-  if (at.token >= e.count) return;
   const int64_t slot = e.slots[at.token];
   const bool is_stray = slot < -1 || slot >= c.num_blocks * c.layout.tokens;
   if (is_stray && at.kv_head == 0) count_error(e.errors, BlockError::kStraySlots);
@@ -97,63 +95,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e) {
 
 __global__ void __launch_bounds__(kBlockThreads)
     encode_slots_kernel(const __grid_constant__ SlotEncode e) {
-  encode_slot(e);
-}
-
-// ---- decode ----
-
-// Where a token of a range lies; null where that is nowhere in the cache.
-struct CachePlace {
-  uint8_t* page;
-  int32_t slot;
-};
-__device__ __forceinline__ CachePlace cache_place(const BlockDecode& d, int32_t sequence,
-                                                  int64_t token, int32_t kv_head) {
-  const int32_t tokens = d.cache.layout.tokens;
-  const int64_t column = token / tokens;
-  if (sequence < 0 || sequence >= d.num_sequences || token < 0 || column >= d.table_stride) {
-    return {nullptr, 0};
-  }
-  const int64_t block = d.block_table[sequence * d.table_stride + column];
-  if (block < 0 || block >= d.cache.num_blocks) return {nullptr, 0};
-  return {d.cache.page(block, kv_head), static_cast<int32_t>(token - column * tokens)};
-}
-
-// Grid: warps for the (token, kv_head) pairs of max_tokens tokens, by ranges. Shared memory: a row
-// a warp.
-__global__ void __launch_bounds__(kBlockThreads)
-    decode_blocks_kernel(const __grid_constant__ BlockDecode d) {
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
-  const BlockCache& c = d.cache;
-  const WarpToken at = warp_token(c.num_kv_heads);
-  const auto range = static_cast<int32_t>(blockIdx.y);
-  const int32_t start = d.starts[range], tokens = d.starts[range + 1] - start;
-  if (at.token >= tokens || at.token >= d.max_tokens) return;
-  const int64_t row = start + at.token;
-  if (row < 0 || row >= d.num_rows) return;
-  const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
-  const int64_t token = (d.first == nullptr ? 0 : d.first[range]) + at.token;
-  const CachePlace place = cache_place(d, sequence, token, at.kv_head);
-  if (place.page == nullptr) count_error(d.errors, BlockError::kStrayBlocks);
-  const int32_t head_dim = c.layout.head_dim();
-  const int64_t first = (row * c.num_kv_heads + at.kv_head) * head_dim;
-  const PageRef page{place.page, &c.layout, c.raw_dtype};
-  auto* stage = reinterpret_cast<uint16_t*>(shared_bytes) + threadIdx.x / 32 * head_dim;
-#pragma unroll 1
-  for (int32_t i = 0; i < 2; ++i) {
-    const Component part = i == 0 ? Component::kKey : Component::kValue;
-    void* to = i == 0 ? d.k : d.v;
-    if (to == nullptr) continue;
-    LaneValues x = {};
-    if (place.page != nullptr) {
-      LaneSide side;
-      load_side(page, place.slot, part, &side);
-      dequantize_lane(page, part, side, x);
-      rotate_back(c.rotation, head_dim, x);
-      if (i == 0) add_mean(c.mean_of(at.kv_head), 1.0f, head_dim, x);
-    }
-    store_row(x, d.dtype, head_dim, stage, static_cast<uint16_t*>(to) + first);
-  }
+  const WarpToken at = warp_token(e.cache.num_kv_heads);
+  if (at.token < e.count) encode_slot(e, at);
 }
 
 }  // namespace tierkv
