@@ -55,21 +55,26 @@ uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
   return layer_of(move).raw + int64_t{kv_head} * raw_.layout.row_bytes;
 }
 
-void HostPlace::open(int32_t slot) {
+Status HostPlace::open(int32_t slot) {
   OpReport report;
-  (void)run(PageOp::open({&slot, 1}, &report));
+  if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
   std::memset(slot_bytes(slot), 0, static_cast<size_t>(layout_.slot_bytes));
   for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
     format_->open(layer_of({slot, l, {}, {}}));
   }
+  return Status::ok();
 }
 
-void HostPlace::release(int32_t slot) {
+Status HostPlace::release(int32_t slot) {
   OpReport report;
-  (void)run(PageOp::release({&slot, 1}, &report));
+  return run(PageOp::release({&slot, 1}, &report));
 }
 
-Status HostPlace::compress(const LayerMoves& moves) {
+Status HostPlace::note_replay(const LayerMoves&, int32_t) {
+  return Status(StatusCode::kUnsupported, "note_replay: a store in host memory has no captures");
+}
+
+Status HostPlace::compress(const LayerMoves& moves, int32_t /*tokens*/) {
   std::vector<RawTokens> tokens;
   tokens.reserve(moves.size());
   std::vector<BodyWork> works;

@@ -21,16 +21,18 @@ class HostPlace final : public Place {
   static Result<std::unique_ptr<HostPlace>> make(const StoreConfig& config,
                                                  std::unique_ptr<RowFormat> format);
 
-  void open(int32_t slot) override;
-  void release(int32_t slot) override;
-  Status compress(const LayerMoves& moves) override;
+  Status open(int32_t slot) override;
+  Status release(int32_t slot) override;
+  Status compress(const LayerMoves& moves, int32_t tokens) override;
   Status append(const LayerAppend& call, const LayerMoves& moves) override;
   Status attend(const LayerAttend& call, const LayerMoves& moves) override;
   Status decode(const LayerRange& range, const LayerMove& move) override;
   Status fork(int32_t from, int32_t to, const LayerMoves& layers) override;
   Status truncate(const LayerMoves& layers) override;
+  Status note_replay(const LayerMoves& moves, int32_t tokens) override;
+  Status take_status() override { return Status::ok(); }
   Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
-  int64_t pages_of(int32_t slot) const override;
+  Result<int64_t> pages_of(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceParts> export_parts(const LayerMoves& layers) override;
@@ -66,7 +68,6 @@ class HostPlace final : public Place {
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
-  Status grow(int32_t slot, const std::vector<SideCounts>& target);
   // What the table rows of a slot hold, [rows_per_sequence].
   std::vector<SideCounts> counts_of(int32_t slot) const;
   Status run(const PageOp& op);  // and the watermark

@@ -48,7 +48,6 @@ class EmulatedTiersFormat final : public DeviceRowFormat {
     call_.scratch.groups = groups_.data();
     if (works.most_leaving == 0) return Status::ok();
     run(call_.num_rows, [&] { plan_tiers_kernel(call_); });
-    run(call_.num_rows * works.most_leaving, [&] { check_tiers_kernel(call_); });
     return Status::ok();
   }
   Status write(const DeviceWorks& works, const PageCopy*) override {

@@ -11,6 +11,7 @@
 
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
+#include "store/place/device/device_fault.cuh"
 #include "store/rows/device_tokens.h"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 
@@ -60,7 +61,11 @@ __device__ __forceinline__ TiersPlace place_of(const TiersCall& c, int32_t row) 
           c.works.first_layer + entry - sequence * c.works.num_layers,
           row - entry * c.view.num_kv_heads};
 }
-// Where the counts of a row lie, and of the first row of its entry.
+// Whether the page operation before a call succeeded.
+__device__ __forceinline__ bool is_taken(const DeviceWorks& works) {
+  return works.report == nullptr || works.report->status == StatusCode::kOk;
+}
+// Where the counts of an entry's first row lie.
 __device__ __forceinline__ int64_t count_index(const TiersCall& c, int32_t row,
                                                const TiersPlace& at) {
   const int32_t sequence = row / c.view.num_kv_heads / c.works.num_layers;
@@ -255,43 +260,6 @@ __device__ __forceinline__ StatusCode encode_raw_token(const TiersCall& c, const
   return worst_of_warp(encode_side(page, component, rule, x, codes));
 }
 
-// The first fault is kept. The entry asks for what it holds.
-__device__ __forceinline__ void report_fault(const TiersCall& c, const TiersPlace& at, int32_t row,
-                                             StatusCode code) {
-  const int32_t lane = lane_index();
-  if (lane == 0 &&
-      atomicCAS(reinterpret_cast<int32_t*>(&c.fault->status), static_cast<int32_t>(StatusCode::kOk),
-                static_cast<int32_t>(code)) == static_cast<int32_t>(StatusCode::kOk)) {
-    c.fault->slot = at.slot;
-    c.fault->layer = at.layer;
-    c.fault->kv_head = at.kv_head;
-  }
-  const int64_t first = count_index(c, row, at);
-  for (int32_t h = lane; h < c.view.num_kv_heads; h += 32) {
-    c.counts.target[first + h] =
-        c.view.pages.allocator.tokens[c.view.pages.row(at.slot, at.layer, h)];
-  }
-}
-
-// Grid of warps: most_leaving tokens of every row.
-__global__ void __launch_bounds__(kTiersThreads)
-    check_tiers_kernel(const __grid_constant__ TiersCall c) {
-  const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.num_rows) return;
-  const TiersPlace at = place_of(c, row);
-  const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
-  if (!is_kept(t.tier)) return;
-  const PageLayout& layout = c.codes.classes[at.row_class].layout[side_of(t.tier)];
-  const PageRef page{nullptr, &layout, DType::kFloat16};
-  StatusCode code = StatusCode::kOk;
-#pragma unroll 1
-  for (int32_t part = 0; part < 2; ++part) {
-    LaneSide side;
-    code = greater(code, encode_raw_token(c, at, t, static_cast<Component>(part), page, &side));
-  }
-  if (code != StatusCode::kOk) report_fault(c, at, row, code);
-}
-
 // ---- write ----
 
 // The page that holds token `index` of a side.
@@ -333,21 +301,27 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
       before + rank_of(tiers_map(c.view, c.codes, at), groups, draft.first, t.position, side);
   const PageRef page = tiers_page(c.view, c.codes, at, side, index);
   const int32_t slot = index % page.layout->tokens;
+  StatusCode code = StatusCode::kOk;
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {
     const auto component = static_cast<Component>(part);
     LaneSide codes;
-    (void)encode_raw_token(c, at, t, component, page, &codes);
+    const StatusCode of_part = encode_raw_token(c, at, t, component, page, &codes);
+    if (of_part != StatusCode::kOk) codes = {};
     store_whole_side(page, slot, component, codes);
+    code = greater(code, of_part);
+  }
+  if (code != StatusCode::kOk && lane_index() == 0) {
+    report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
   }
   if (index + 1 == draft.after.tokens[side]) clear_behind(page, slot, index + 1 - before);
 }
 
-// Grid of warps: most_leaving tokens of every row. Nothing is written where there is a fault.
+// Grid of warps: most_leaving tokens of every row. What a format cannot hold becomes 0.
 __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
-  if (row >= c.num_rows || c.fault->status != StatusCode::kOk) return;
+  if (row >= c.num_rows || !is_taken(c.works)) return;
   const TiersPlace at = place_of(c, row);
   const LeavingToken t = leaving_token(c, at, row, warp - row * c.works.most_leaving);
   if (t.tier == BodyTier::kNoTier) return;

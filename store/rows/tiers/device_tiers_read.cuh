@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kTiersThreads)
 __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
-  if (row >= c.num_rows) return;
+  if (row >= c.num_rows || !is_taken(c.works)) return;
   const LayerTokens to = c.works.to[entry];
   if (to.body_end >= c.works.from[entry].body_end) return;
   const TiersPlace at = place_of(c, row);

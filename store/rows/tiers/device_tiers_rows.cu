@@ -139,8 +139,7 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
   if (rows > most_scratch_rows_ || rows * call.scratch.groups_of_row > most_scratch_groups_) {
     return Status(StatusCode::kInvalidArgument, "a chunk of several layers at once");
   }
-  if (Status s = launch(plan_tiers_kernel, rows, call, "plan of tiers"); !s) return s;
-  return launch(check_tiers_kernel, rows * works.most_leaving, call, "check of tiers");
+  return launch(plan_tiers_kernel, rows, call, "plan of tiers");
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
