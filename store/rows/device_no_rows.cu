@@ -4,7 +4,6 @@
 #include "gpu/launch.cuh"
 #include "gpu/pdl.cuh"
 #include "store/rows/coded/device_coded_rows.h"
-#include "store/rows/tiers/device_tiers_rows.h"
 
 namespace tierkv::store {
 namespace {
@@ -52,10 +51,6 @@ class NoRows final : public DeviceRowFormat {
 }  // namespace
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfig& config,
-                                                                RowFormat*) {
-  return std::unique_ptr<DeviceRowFormat>(std::make_unique<NoRows>(config));
-}
-Result<std::unique_ptr<DeviceRowFormat>> make_device_tiers_rows(const StoreConfig& config,
                                                                 RowFormat*) {
   return std::unique_ptr<DeviceRowFormat>(std::make_unique<NoRows>(config));
 }

@@ -61,13 +61,14 @@ struct alignas(8) WeightedPlace {
 // The positions [first, last) of a row.
 struct alignas(16) WeightedRange {
   int64_t at = 0;            // of token `first` in the caller's tokens, in elements
-  int64_t significance = 0;  // likewise in the significances. Encoding only
+  int64_t significance = 0;  // likewise in the significances or in `decided`. Encoding only
   int32_t first = 0, last = 0;
   int32_t row = 0;          // of DeviceWeightedRows
   int32_t first_block = 0;  // of position 0 in the places
-  // Decoding only. The positions that the row's blocks hold: what a block must have. Where token
-  // `first` goes; null: to `at` of the call's output. Elements from a token to the next; 0: the
-  // call's.
+  // Encoding, with `decided` only: the elements of tokens before body_first are codes already, i16
+  // in the caller's order.
+  // Decoding: the positions that the row's blocks hold: what a block must have. Where token `first`
+  // goes; null: to `at` of the call's output. Elements from a token to the next; 0: the call's.
   int32_t body_first = 0, body_last = 0;
   uint16_t* out = nullptr;
   int64_t token_stride = 0;
@@ -80,9 +81,12 @@ TKV_HD bool is_valid_range(const WeightedRange& r, int32_t num_rows, int32_t mos
 }
 
 struct WeightedEncode {
-  const uint16_t* keys = nullptr;         // after RoPE
-  const uint16_t* values = nullptr;       // laid out as keys
-  const float* significance = nullptr;    // of each token, not negative; null: G is 0
+  const uint16_t* keys = nullptr;       // after RoPE
+  const uint16_t* values = nullptr;     // laid out as keys
+  const float* significance = nullptr;  // of each token, not negative; null: G is 0
+  // In place of significances where not null, of each token: G in byte 0; the exponent of its value
+  // in byte 1, where byte 2 is not 0.
+  const uint8_t (*decided)[4] = nullptr;
   const WeightedRange* ranges = nullptr;  // [num_ranges]; each begins and ends where blocks do
   DeviceWeightedRows rows;
   DeviceFamily families[2];  // by component; not read by count_weighted()

@@ -13,16 +13,18 @@ namespace tierkv {
 
 // A block whose codes are asked for. In shared memory: exact_code() has it from there.
 struct WeightedBlockJob {
-  const uint16_t* x;          // token 0, channel 0
-  const float* significance;  // of token 0; null: none
-  const uint16_t* means;      // [head_dim]; null: zeros
-  const float* scales;        // [head_dim] of keys, [1] of values
-  const Turn *place, *block;  // of position 0, of the block; null: no rotation
+  const uint16_t* x;            // token 0, channel 0
+  const float* significance;    // of token 0; null: none
+  const uint8_t (*decided)[4];  // as WeightedEncode's, of token 0; null: none
+  const uint16_t* means;        // [head_dim]; null: zeros
+  const float* scales;          // [head_dim] of keys, [1] of values
+  const Turn *place, *block;    // of position 0, of the block; null: no rotation
   int64_t token_stride;
   DType dtype;
   Component component;
   RopePairing pairing;
   int32_t pairs, head_dim, tokens, position, place_of_first;
+  int32_t coded;  // tokens, the first ones, whose elements are codes
 
   __device__ __forceinline__ uint16_t bits(int32_t t, int32_t d) const {
     return x[t * token_stride + d];
@@ -81,6 +83,7 @@ struct ExactCode {
 };
 __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job, int32_t t,
                                                     int32_t d, int32_t exponent) {
+  if (t < job->coded) return {static_cast<int16_t>(job->bits(t, d)), StatusCode::kOk};
   float y = raw_to_float(job->dtype, job->bits(t, d)), mean = 0;
   bool finite = is_finite(y);
   if (job->component == Component::kKey) {
@@ -119,6 +122,9 @@ __device__ __forceinline__ WeightedFaults find_exponents(const WeightedBlockJob&
 #pragma unroll
   for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
     const int32_t t = i * kWarpLanes + lane;
+    if (job.decided != nullptr && t < tokens) {
+      importance[i] = static_cast<int8_t>(job.decided[t][0]);
+    }
     if (job.significance == nullptr || t >= tokens) continue;
     const double u = token_importance(job.position + t, job.significance[t], scale);
     faults.non_finite |= !(u - u == 0.0);
@@ -139,7 +145,7 @@ __device__ __forceinline__ WeightedFaults find_exponents(const WeightedBlockJob&
 #pragma unroll
         for (int32_t k = 0; k < kPer; ++k) {
           const float value = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes));
-          faults.non_finite |= !is_finite(value);
+          faults.non_finite |= !is_finite(value) && i * kWarpLanes + j >= job.coded;
           sum = add_rn(sum, mul_rn(value, value));
         }
         x += stride;
@@ -152,9 +158,12 @@ __device__ __forceinline__ WeightedFaults find_exponents(const WeightedBlockJob&
   for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
     const int32_t t = i * kWarpLanes + lane;
     if (t >= tokens) continue;
-    const int32_t e = job.component == Component::kKey
-                          ? importance[i]
-                          : value_exponent(sums[i], kPer * kWarpLanes, importance[i]);
+    int32_t e = importance[i];
+    if (job.component == Component::kValue) {
+      const bool known = job.decided != nullptr && job.decided[t][2] != 0;
+      e = known ? static_cast<int8_t>(job.decided[t][1])
+                : value_exponent(sums[i], kPer * kWarpLanes, importance[i]);
+    }
     exponents[t] = static_cast<int8_t>(e);
   }
   __syncwarp();
@@ -289,6 +298,15 @@ __device__ __forceinline__ void find_codes_of(const WeightedBlockJob& shared_job
 #pragma unroll
       for (int32_t j = 0; j < kTogether; ++j) {
         if (t + i + j >= tokens) break;
+        if (t + i + j < job.coded) {
+#pragma unroll
+          for (int32_t k = 0; k < kPer; ++k) {
+            const uint16_t bits =
+                __ldg(job.x + (t + i + j) * job.token_stride + k * kWarpLanes + lane_index());
+            codes[j][k] = sink.clip(static_cast<int16_t>(bits));
+          }
+          continue;
+        }
         const int32_t exponent = exponents[t + i + j];
         const float inverse_factor = exponent_factor(-exponent);
         QuickCodes quick;

@@ -228,10 +228,12 @@ struct FamilyReader {
   }
 };
 
-__device__ inline StatusCode decode_range_block(const WeightedDecode& call,
-                                                const RangeTarget& target,
-                                                const WeightedPlace& place, FamilyReader& tables,
-                                                const WeightedDecodeWarp& memory) {
+// finish(slice's first channel, its channels, tile, codes of the tile) for each tile of each slice;
+// factors and, until the second slice, the first one's header are in memory meanwhile.
+template <class Finish>
+__device__ __forceinline__ StatusCode decode_block_tiles(
+    const WeightedDecode& call, const RangeTarget& target, const WeightedPlace& place,
+    FamilyReader& tables, const WeightedDecodeWarp& memory, const Finish& finish_tile) {
   const int64_t offset = int64_t{place.unit} * kBlockAlignment;
   const int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
@@ -250,11 +252,7 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
       return tables.select(static_cast<int32_t>(open.book_field >> (2 * f) & 3u));
     };
     const auto finish = [&](int32_t tile, const int16_t* codes) {
-      if (keep) return;
-      const int16_t* kept = keeps ? memory.first + tile * kTileTokens * kTileStride : nullptr;
-      write_tile(TileTokens{call, target, memory.places, memory.factors, codes, kept, tile,
-                            slice.first_dim},
-                 open.header.dims);
+      if (!keep) finish_tile(slice.first_dim, open.header.dims, tile, codes);
     };
     const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
     const auto decode = [&](int32_t tile, int16_t* codes) {
@@ -271,6 +269,19 @@ __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
     slice.size -= open.at.bytes;
   }
   return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
+}
+__device__ inline StatusCode decode_range_block(const WeightedDecode& call,
+                                                const RangeTarget& target,
+                                                const WeightedPlace& place, FamilyReader& tables,
+                                                const WeightedDecodeWarp& memory) {
+  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
+    const int16_t* kept =
+        memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
+    write_tile(
+        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim},
+        dims);
+  };
+  return decode_block_tiles(call, target, place, tables, memory, finish);
 }
 
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {

@@ -46,6 +46,9 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->x = (key ? call.keys : call.values) + r.at + ahead * call.token_stride;
   job->significance =
       call.significance == nullptr ? nullptr : call.significance + r.significance + ahead;
+  job->decided = call.decided == nullptr ? nullptr : call.decided + r.significance + ahead;
+  job->coded =
+      call.decided == nullptr ? 0 : min(max(0, r.body_first - first), max(0, last - first));
   job->means = !key || call.rows.key_means == nullptr ? nullptr
                                                       : call.rows.key_means + int64_t{r.row} * dims;
   job->scales = key ? call.rows.key_scales + int64_t{r.row} * dims : call.rows.value_steps + r.row;
@@ -234,7 +237,7 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   const WeightedRange range = call.ranges[item.range];
   const auto component = static_cast<int32_t>(item.component);
   WeightedPlace* const place =
-      call.places[component] + range.first_block + range.first / kBlockTokens + item.index;
+      call.places[component] + (range.first_block + range.first / kBlockTokens + item.index);
   WeightedFaults faults;
   StatusCode code;
   if (begin_block<kPer>(call, range, item, memory.warp, &faults, &code)) {

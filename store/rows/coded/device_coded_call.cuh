@@ -1,0 +1,188 @@
+// What the kernels of coded rows in device memory are called with.
+//
+// A call has entries (sequence, layer); an entry has blocks that are written, which are called
+// cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
+// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and where
+// they go; write() makes their bytes there. Between both lies the page operation alone.
+#pragma once
+
+#include "codec/gpu/coded/weighted_batch.h"
+#include "gpu/warp.cuh"
+#include "store/rows/coded/coded_shape.h"
+#include "store/rows/device_row_format.h"
+
+namespace tierkv::store {
+
+// What all sequences share of a layer.
+struct DeviceLayer {
+  DeviceFamily families[2];
+  DeviceRope rope;
+  int32_t is_raw = 0;    // blocks stay raw
+  int32_t is_ready = 0;  // codebooks, means and steps are there before the tokens are
+};
+
+// Of each row: what quantises it, and what attention takes of that. Rows are [num_layers,
+// num_kv_heads] where a profile knows them, else [num_sequences, num_layers, num_kv_heads].
+struct DeviceRowTables {
+  float* key_steps = nullptr;         // [rows]
+  float* value_steps = nullptr;       // [rows]
+  float* key_scales = nullptr;        // [rows, head_dim]
+  uint16_t* key_means = nullptr;      // [rows, head_dim]
+  float* query_units = nullptr;       // [rows]: WeightedKeyChannels::unit
+  float* query_scales = nullptr;      // [rows, head_dim]
+  uint16_t* query_means = nullptr;    // [rows, head_dim]
+  const float* key_weights = nullptr;  // [num_layers, num_kv_heads, head_dim]
+  int32_t rows = 0;
+  bool per_slot = false;
+};
+
+struct CodedDevice {
+  DeviceStoreView view;
+  CodedShape shape;
+  DeviceRowTables tables;
+  const DeviceLayer* layers = nullptr;  // device [num_layers]
+  DeviceFault* fault = nullptr;
+  int64_t pool_bytes = 0;
+
+  TKV_HD int32_t heads() const { return shape.num_kv_heads; }
+  TKV_HD int32_t row(int32_t slot, int32_t layer, int32_t kv_head) const {
+    return ((tables.per_slot ? slot : 0) * view.num_layers + layer) * heads() + kv_head;
+  }
+  template <class T>
+  TKV_HD T* state(int32_t slot, int32_t layer, int64_t byte) const {
+    return reinterpret_cast<T*>(view.slots.state(slot, layer) + byte);
+  }
+  TKV_HD bool is_fixed(int32_t slot, int32_t layer) const {
+    return *state<int32_t>(slot, layer, shape.fixed_byte()) != 0;
+  }
+  TKV_HD CodedBlockRef* refs(int32_t slot, int32_t layer, int32_t kv_head, Component c) const {
+    return state<CodedBlockRef>(slot, layer, shape.refs_byte(kv_head, c));
+  }
+  TKV_HD uint32_t* ends(int32_t slot, int32_t layer) const {
+    return state<uint32_t>(slot, layer, shape.ends_byte());
+  }
+};
+
+enum class EntryForm : int32_t { kNothing = 0, kRaw = 1, kCoded = 2 };
+struct alignas(16) EntryDraft {
+  EntryForm form = EntryForm::kNothing;
+  int32_t first_block = 0, end_block = 0;  // that are written
+  int32_t begin = 0;                       // units of the layer that stay before them
+  int32_t was_fixed = 0;                   // old blocks are coded ones
+  int32_t waited = 0;                      // positions below are in raw blocks
+  int32_t coded = 0;                       // positions below are in coded blocks
+  int32_t failed = 0;
+};
+// What the host knows of an entry.
+inline constexpr uint32_t kFixesEntry = 1, kRewritesEntry = 2;
+inline constexpr int32_t kMostSavedBlocks = kSampleBlocks;  // of an entry
+
+struct CodedCall {
+  CodedDevice device;
+  DeviceWorks works;
+  DeviceRowCounts counts;
+  const PageCopy* copies = nullptr;
+  // Device [entries]: kFixesEntry and kRewritesEntry, from bit 8 on where its old blocks are saved;
+  // null: zeros.
+  const uint32_t* hints = nullptr;
+  uint8_t* saved = nullptr;  // [saved entries, kMostSavedBlocks, heads, 2] of saved_bytes
+  int32_t saved_bytes = 0;
+  EntryDraft* entries = nullptr;       // [entries]
+  CodedRowState* rows = nullptr;       // [entries, heads]
+  WeightedPlace* places[2] = {};       // [cells, heads]
+  uint32_t* ends = nullptr;            // [cells]
+  StatusCode* status = nullptr;        // [cells, heads, 2]
+  uint16_t* staging = nullptr;         // [2, group_cells, heads, 64, head_dim]
+  uint8_t (*decided)[4] = nullptr;     // [group_cells, heads, 64], as WeightedEncode has it
+  WeightedRange* ranges = nullptr;     // [group_cells, heads]
+  int32_t group_cells = 0;             // that staging has room for
+  int32_t blocks = 0;                  // cells of an entry
+
+  TKV_HD int32_t heads() const { return device.shape.num_kv_heads; }
+  TKV_HD int32_t head_dim() const { return device.shape.head_dim; }
+  // Cells are ordered by layer, sequence, block.
+  TKV_HD int32_t layer_cells() const { return works.count * blocks; }
+  TKV_HD int64_t cell(int32_t entry, int32_t block) const {
+    const int32_t i = entry / works.num_layers, l = entry % works.num_layers;
+    return (int64_t{l} * works.count + i) * blocks + block;
+  }
+  TKV_HD uint16_t* staged(Component c, int64_t group_row) const {
+    const int64_t all = int64_t{group_cells} * heads();
+    return staging + ((c == Component::kKey ? 0 : all) + group_row) * kBlockTokens * head_dim();
+  }
+};
+
+// Cells [first, first + cells) of each of some layers.
+struct CellGroup {
+  int32_t first_layer = 0, layers = 0;  // of the call's
+  int32_t first = 0, cells = 0;
+};
+
+// The cell of an index of a group.
+struct CellOf {
+  int32_t entry, block;  // block: of the sequence
+  int32_t slot, layer;
+  int64_t cell;
+};
+TKV_HD CellOf cell_of(const CodedCall& call, const CellGroup& group, int32_t index) {
+  const int32_t l = group.first_layer + index / group.cells;
+  const int32_t at = group.first + index % group.cells;
+  CellOf c;
+  const int32_t i = at / call.blocks;
+  c.entry = i * call.works.num_layers + l;
+  c.block = at % call.blocks + call.entries[c.entry].first_block;
+  c.slot = call.works.slots[i];
+  c.layer = call.works.first_layer + l;
+  c.cell = int64_t{l} * call.layer_cells() + at;
+  return c;
+}
+TKV_HD bool is_written(const CodedCall& call, const CellOf& c, EntryForm form) {
+  const EntryDraft& d = call.entries[c.entry];
+  return d.form == form && d.failed == 0 && c.block < d.end_block;
+}
+TKV_HD Positions tokens_of(const CodedCall& call, const CellOf& c) {
+  const CodedShape& shape = call.device.shape;
+  return {shape.first_of(c.block),
+          CodedShape::end_of(c.block, call.works.to[c.entry].body_end)};
+}
+
+// The bytes of a block that the entry held before the call.
+TKV_HD const uint8_t* old_block(const CodedCall& call, const CellOf& c, int32_t kv_head,
+                                Component component) {
+  const uint32_t hint = call.hints == nullptr ? 0 : call.hints[c.entry];
+  if ((hint & kRewritesEntry) != 0 && call.saved != nullptr) {
+    const int32_t b = c.block - call.entries[c.entry].first_block;
+    const int64_t at = (int64_t{hint >> 8} * kMostSavedBlocks + b) * call.heads() + kv_head;
+    return call.saved + (2 * at + static_cast<int32_t>(component)) * call.saved_bytes;
+  }
+  const CodedBlockRef ref = call.device.refs(c.slot, c.layer, kv_head, component)[c.block];
+  return call.device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
+}
+
+// The first fault is kept. Its status is set last.
+__device__ inline void report_fault(DeviceFault* fault, StatusCode code, int32_t slot,
+                                    int32_t layer, int32_t kv_head) {
+  auto* const status = reinterpret_cast<int32_t*>(&fault->status);
+  if (atomicCAS(status, static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(code)) != 0) {
+    return;
+  }
+  fault->slot = slot, fault->layer = layer, fault->kv_head = kv_head;
+}
+__device__ inline bool has_fault(const CodedCall& call) {
+  return call.device.fault->status != StatusCode::kOk;
+}
+
+__device__ __forceinline__ int32_t thread_of_grid() {
+  return static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+}
+__device__ __forceinline__ int32_t threads_of_grid() {
+  return static_cast<int32_t>(gridDim.x * blockDim.x);
+}
+__device__ __forceinline__ int32_t warp_of_grid() {
+  return thread_of_grid() / kWarpLanes;
+}
+__device__ __forceinline__ int32_t warps_of_grid() {
+  return threads_of_grid() / kWarpLanes;
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,374 @@
+// The tokens of cells into staging memory: new ones as fp16 with what is decided about them, those
+// of blocks that are continued as codes.
+#pragma once
+
+#include "codec/format/element.h"
+#include "codec/gpu/coded/weighted_decode.cuh"
+#include "store/place/raw_tokens.h"
+#include "store/rows/coded/device_coded_call.cuh"
+
+namespace tierkv::store {
+
+// An element of raw tiles from `tiles` on.
+TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Component c, int32_t t,
+                                 int32_t d) {
+  const TileLayout tile = {kRawCodes, head_dim};
+  const CodePosition at = code_position(tile, c, t % kTileTokens, d);
+  return *reinterpret_cast<const uint16_t*>(tiles + t / kTileTokens * tile.bytes() + at.byte +
+                                            at.bit / 8);
+}
+
+// An element of the caller's chunk, fp16.
+TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c, int32_t kv_head,
+                              int32_t token, int32_t d) {
+  const DeviceChunk& chunk = call.works.chunk;
+  const int64_t i = entry / call.works.num_layers;
+  const uint16_t* x = c == Component::kKey ? chunk.k : chunk.v;
+  const uint16_t bits =
+      x[((i * chunk.tokens + token) * call.heads() + kv_head) * call.head_dim() + d];
+  return chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
+}
+
+// An element of a raw token that is no sink.
+TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Component c,
+                              int32_t kv_head, int32_t position, int32_t d) {
+  const EntryDraft& draft = call.entries[cell.entry];
+  if (position < draft.waited) {
+    const int32_t t = position - call.device.shape.first_of(cell.block);
+    return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c,
+                            t, d);
+  }
+  const int32_t held = call.works.from[cell.entry].tokens;
+  if (position >= held) {
+    return chunk_element(call, cell.entry, c, kv_head, position - held, d);
+  }
+  const RawLayout& raw = call.device.view.raw;
+  const uint8_t* row = call.device.view.slots.raw(cell.slot, cell.layer) +
+                       int64_t{kv_head} * raw.row_bytes;
+  return *reinterpret_cast<const uint16_t*>(row + raw.ring_byte(c, position, d));
+}
+
+// As RawTokens::importance().
+TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell, int32_t kv_head,
+                                      int32_t position) {
+  const int32_t held = call.works.from[cell.entry].tokens;
+  if (position >= held) {
+    const DeviceChunk& chunk = call.works.chunk;
+    if (chunk.significance == nullptr) return {};
+    const int64_t i = cell.entry / call.works.num_layers;
+    const ImportanceKind kind = held == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
+    return {kind, chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held],
+            0};
+  }
+  const RawLayout& raw = call.device.view.raw;
+  const uint8_t* row = call.device.view.slots.raw(cell.slot, cell.layer) +
+                       int64_t{kv_head} * raw.row_bytes;
+  const auto score = *reinterpret_cast<const RawScore*>(row + raw.score_byte(position));
+  if (score.count < 0) {
+    const bool pruned = score.count == RawScore::kPruned;
+    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
+  }
+  if (score.count == 0) return {};
+  return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
+}
+
+// A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
+// encoder takes.
+struct GatherTokens {
+  static constexpr int32_t kThreads = 256;
+  CodedCall call;
+  CellGroup group;
+
+  __device__ void operator()(uint8_t*) const {
+    const int32_t heads = call.heads(), items = group.layers * group.cells * heads;
+    for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
+         i += static_cast<int32_t>(gridDim.x)) {
+      gather(i, cell_of(call, group, i / heads), i % heads);
+    }
+  }
+
+ private:
+  __device__ void gather(int32_t row, const CellOf& cell, int32_t kv_head) const {
+    const bool coded = is_written(call, cell, EntryForm::kCoded);
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (!coded && !is_written(call, cell, EntryForm::kRaw)) {
+      if (thread == 0) call.ranges[row] = WeightedRange{};
+      return;
+    }
+    const EntryDraft& draft = call.entries[cell.entry];
+    const Positions at = tokens_of(call, cell);
+    const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
+    const auto threads = static_cast<int32_t>(blockDim.x);
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
+      for (int32_t i = thread; i < (at.end - first) * dims; i += threads) {
+        to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
+      }
+    }
+    uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
+    const uint8_t* waited =
+        first < draft.waited ? old_block(call, cell, kv_head, Component::kKey) : nullptr;
+    for (int32_t t = thread; t < least(draft.waited, at.end) - at.first; t += threads) {
+      words[t][0] = waited[t];
+      words[t][1] = words[t][2] = words[t][3] = 0;
+    }
+    if (thread != 0) return;
+    WeightedRange range;
+    if (coded) {
+      range.at = int64_t{row} * kBlockTokens * dims;
+      range.significance = int64_t{row} * kBlockTokens;
+      range.first = at.first, range.last = at.end;
+      range.row = call.device.row(cell.slot, cell.layer, kv_head);
+      range.first_block = static_cast<int32_t>(cell.cell * heads() + kv_head - cell.block);
+      range.body_first = draft.coded;
+    }
+    call.ranges[row] = range;
+  }
+  __device__ int32_t heads() const { return call.heads(); }
+};
+
+// A warp for a row: exponents of new tokens, tile by tile, as CodedRows::decide().
+struct DecideExponents {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+  CellGroup group;
+
+  __device__ void operator()(uint8_t*) const {
+    const int32_t heads = call.heads();
+    const int32_t first = group.first / call.blocks;
+    const int32_t sequences = (group.first + group.cells - 1) / call.blocks - first + 1;
+    const int32_t rows = group.layers * sequences * heads;
+    for (int32_t i = warp_of_grid(); i < rows; i += warps_of_grid()) {
+      decide_row(i / heads / sequences, first + i / heads % sequences, i % heads);
+    }
+  }
+
+ private:
+  __device__ void decide_row(int32_t layer, int32_t sequence, int32_t kv_head) const {
+    const int32_t begin = most(group.first, sequence * call.blocks);
+    const int32_t end = least(group.first + group.cells, (sequence + 1) * call.blocks);
+    const int32_t before = layer * group.cells - group.first;  // of the cells of the group
+    CodedRowState* draft = nullptr;
+    CodedRowState state;
+    for (int32_t at = begin; at < end; ++at) {
+      const CellOf cell = cell_of(call, group, before + at);
+      if (!is_written(call, cell, EntryForm::kCoded) && !is_written(call, cell, EntryForm::kRaw)) {
+        break;
+      }
+      if (draft == nullptr) {
+        draft = call.rows + int64_t{cell.entry} * call.heads() + kv_head;
+        const bool fresh = cell.block == call.entries[cell.entry].first_block;
+        state = fresh ? *call.device.state<CodedRowState>(cell.slot, cell.layer,
+                                                          call.device.shape.row_byte(kv_head))
+                      : *draft;
+      }
+      decide_block(before + at, cell, kv_head, &state);
+    }
+    __syncwarp();
+    if (draft != nullptr && lane_index() == 0) *draft = state;
+    __syncwarp();
+  }
+
+  __device__ void decide_block(int32_t index, const CellOf& cell, int32_t kv_head,
+                               CodedRowState* state) const {
+    const EntryDraft& draft = call.entries[cell.entry];
+    const Positions at = tokens_of(call, cell);
+    uint8_t(*const words)[4] =
+        call.decided + (int64_t{index} * call.heads() + kv_head) * kBlockTokens;
+    const bool raw = call.device.layers[cell.layer].is_raw != 0;
+    for (int32_t p = most(at.first, most(draft.waited, draft.coded)); p < at.end;) {
+      const int32_t next = least(at.end, (p / kTileTokens + 1) * kTileTokens);
+      const int32_t mine = p + lane_index();
+      DecidedExponents decided;
+      if (!raw) decided = decide_tile(cell, kv_head, {p, next}, state);
+      if (mine < next) {
+        uint8_t* const word = words[mine - at.first];
+        const uint32_t bits = decided.bits();
+        for (int32_t i = 0; i < 4; ++i) word[i] = static_cast<uint8_t>(bits >> (8 * i));
+      }
+      p = next;
+    }
+  }
+
+  // Of the token of this lane.
+  __device__ DecidedExponents decide_tile(const CellOf& cell, int32_t kv_head, Positions tile,
+                                          CodedRowState* state) const {
+    const int32_t p = tile.first + lane_index();
+    Importance known;
+    if (p < tile.end) known = token_importance_of(call, cell, kv_head, p);
+    const bool counts = known.kind == ImportanceKind::kSeen && known.value > 0;
+    const double log = counts ? log2(static_cast<double>(known.value)) : 0.0;
+    for (int32_t t = 0; t < tile.count(); ++t) {
+      const double other = __shfl_sync(kFullWarp, log, t);
+      const bool is_seen = __shfl_sync(kFullWarp, static_cast<int32_t>(counts), t) != 0;
+      if (!is_seen) continue;
+      state->log_sum += other;
+      ++state->seen;
+    }
+    const double mean = state->seen == 0 ? 1.0 : exp2(state->log_sum / state->seen);
+    DecidedExponents decided;
+    switch (known.kind) {
+      case ImportanceKind::kUnknown:
+        break;
+      case ImportanceKind::kPrompt:
+        decided.importance = importance_exponent(token_importance(p, known.value, 1.0));
+        break;
+      case ImportanceKind::kSeen:
+        decided.importance = importance_exponent(static_cast<double>(known.value) / mean);
+        break;
+      default:
+        decided = DecidedExponents::of(known.bits);
+    }
+    return decided;
+  }
+};
+
+// The codes and exponents of the blocks of a group that are continued: a warp for a block of a
+// component. blockIdx.y: layer of the group and component.
+struct DecodeOldBlocks {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+  CellGroup group;
+  int32_t max_block_bytes = 0;  // of a slice
+
+  __device__ void operator()(uint8_t* shared) const {
+    const auto layer = static_cast<int32_t>(blockIdx.y / 2);
+    auto* const decode = reinterpret_cast<WeightedDecode*>(shared);
+    if (threadIdx.x == 0) {
+      *decode = decode_call(call.works.first_layer + group.first_layer + layer,
+                            static_cast<Component>(blockIdx.y % 2));
+    }
+    __syncthreads();
+    decode_blocks(*decode, layer, shared + kCallBytes);
+  }
+
+  static constexpr int32_t kCallBytes = (sizeof(WeightedDecode) + 15) / 16 * 16;
+  // What the kernel takes, but for the layer's own. The shape is all that sizes depend on.
+  TKV_HD WeightedDecode shape_of_call(int32_t max_length) const {
+    WeightedDecode d;
+    d.rows.head_dim = call.head_dim();
+    d.component = Component::kValue;
+    d.family.max_length = max_length;
+    d.max_block_bytes = max_block_bytes;
+    return d;
+  }
+  TKV_HD static int32_t shared_bytes(const WeightedDecode& d) {
+    return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeFamilyBytes + 16 +
+           kThreads / kWarpLanes * weighted_decode_warp_bytes(d);
+  }
+
+ private:
+  __device__ WeightedDecode decode_call(int32_t layer, Component c) const {
+    const DeviceFamily& family = call.device.layers[layer].families[static_cast<int32_t>(c)];
+    WeightedDecode d = shape_of_call(family.max_length);
+    d.family = family;
+    d.component = c;
+    d.bytes = call.device.view.pages.base;
+    return d;
+  }
+
+  __device__ void decode_blocks(const WeightedDecode& decode, int32_t layer, uint8_t* shared) const {
+    if (decode.family.books == nullptr) return;
+    const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(decode));
+    const uint32_t start = shared_address(shared);
+    uint8_t* const region =
+        shared + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
+    auto* const family = reinterpret_cast<DecodeFamily*>(region + region_bytes);
+    load_family(decode, family, region);
+    const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
+    uint8_t* const mine = region + region_bytes + kDecodeFamilyBytes +
+                          warp * weighted_decode_warp_bytes(decode);
+    const WeightedDecodeWarp memory{nullptr, reinterpret_cast<float*>(mine),
+                                    reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
+                                    mine + kFactorBytes + kCodesTileBytes};
+    FamilyReader tables(*family, region, 4 << decode.family.max_length);
+    const int32_t heads = call.heads(), items = group.cells * heads;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      const int32_t row = layer * items + i;
+      const CellOf cell = cell_of(call, group, row / heads);
+      if (is_written(call, cell, EntryForm::kCoded)) decode_block(decode, row, cell, tables, memory);
+      __syncwarp();
+    }
+  }
+
+  __device__ void decode_block(const WeightedDecode& decode, int32_t row, const CellOf& cell,
+                               FamilyReader& tables, const WeightedDecodeWarp& memory) const {
+    const EntryDraft& draft = call.entries[cell.entry];
+    const int32_t first = call.device.shape.first_of(cell.block);
+    const int32_t tokens = CodedShape::end_of(cell.block, draft.coded) - first;
+    if (tokens <= 0) return;
+    const Component c = decode.component;
+    const int32_t kv_head = row % call.heads(), dims = call.head_dim();
+    const uint8_t* bytes = old_block(call, cell, kv_head, c);
+    const CodedBlockRef ref = call.device.refs(cell.slot, cell.layer, kv_head, c)[cell.block];
+    RangeTarget target{};
+    target.tokens = target.end = tokens;
+    uint16_t* const to = call.staged(c, row);
+    uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
+    const auto finish = [&](int32_t first_dim, int32_t slice_dims, int32_t tile,
+                            const int16_t* codes) {
+      const int32_t here = least(kTileTokens, tokens - tile * kTileTokens);
+      for (int32_t i = lane_index(); i < here * slice_dims; i += kWarpLanes) {
+        const int32_t t = i / slice_dims, d = i % slice_dims;
+        to[(tile * kTileTokens + t) * dims + first_dim + d] =
+            static_cast<uint16_t>(codes[t * kTileStride + d]);
+      }
+      if (first_dim == 0 && tile == 0) put_exponents(memory.block, tokens, words);
+    };
+    // The place is relative to the bytes.
+    WeightedDecode own = decode;
+    own.bytes = bytes;
+    own.size = int64_t{ref.units} * kUnitBytes;
+    const StatusCode code = decode_block_tiles(own, target, {0, ref.units}, tables, memory, finish);
+    if (code != StatusCode::kOk && lane_index() == 0) {
+      report_fault(call.device.fault, code, cell.slot, cell.layer, kv_head);
+    }
+  }
+  // block: the first slice.
+  __device__ static void put_exponents(const uint8_t* block, int32_t tokens, uint8_t (*words)[4]) {
+    const WeightedBlockHeader h = load_weighted_header(block);
+    for (int32_t t = lane_index(); t < tokens; t += kWarpLanes) {
+      const auto e = static_cast<uint8_t>(
+          h.least_exponent + static_cast<int32_t>(load_word_field(block + kCodedBlockHeaderBytes, t,
+                                                                  h.exponent_bits)));
+      if (h.component == Component::kKey) {
+        words[t][0] = e;
+      } else {
+        words[t][1] = e, words[t][2] = 1;
+      }
+    }
+  }
+};
+
+// The blocks that entries with kRewritesEntry held, out of the way of what is written: a warp for a
+// block.
+struct SaveBlocks {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    const int32_t per_entry = kMostSavedBlocks * call.heads() * 2;
+    const int32_t items = call.works.entries() * per_entry;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      const int32_t entry = i / per_entry, kv_head = i / 2 % call.heads();
+      if ((call.hints[entry] & kRewritesEntry) == 0) continue;
+      const EntryDraft& draft = call.entries[entry];
+      CellOf cell;
+      cell.entry = entry;
+      cell.block = draft.first_block + i % per_entry / (2 * call.heads());
+      cell.slot = call.works.slots[entry / call.works.num_layers];
+      cell.layer = call.works.first_layer + entry % call.works.num_layers;
+      if (cell.block >= block_count(call.works.from[entry].body_end)) continue;
+      const auto c = static_cast<Component>(i % 2);
+      const CodedBlockRef ref = call.device.refs(cell.slot, cell.layer, kv_head, c)[cell.block];
+      const auto* from = reinterpret_cast<const uint4*>(call.device.view.pages.base +
+                                                        int64_t{ref.offset} * kUnitBytes);
+      auto* to = reinterpret_cast<uint4*>(const_cast<uint8_t*>(old_block(call, cell, kv_head, c)));
+      const int32_t units =
+          least(static_cast<int32_t>(ref.units), call.saved_bytes / kUnitBytes);
+      for (int32_t u = lane_index(); u < units; u += kWarpLanes) to[u] = from[u];
+    }
+  }
+};
+
+}  // namespace tierkv::store
