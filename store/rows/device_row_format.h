@@ -118,18 +118,23 @@ class DeviceRowFormat {
   // The states of empty sequences: slots are zeros already.
   virtual Status open(int32_t slot) = 0;
 
+  // Slot `to` became a copy of `from`; its bytes are copied in the stream's order. Beside cut().
+  virtual Status forked(int32_t /*from*/, int32_t /*to*/) { return Status::ok(); }
+
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
-  // then, the place runs a truncation first. A captured step must not.
+  // then, the place runs a truncation first. A captured step must not. works.moves is there in
+  // this call and the next two, of captured steps as well.
   virtual bool may_rewrite(const DeviceWorks& works) const = 0;
   // kInvalidArgument, naming the sequence, where a step of these cannot be captured yet.
   virtual Status require_capturable(const DeviceWorks& works) const = 0;
   // What plan() may ask for at most, in pages, all entries together.
   virtual int64_t most_pages(const DeviceWorks& works) const = 0;
   // Changes `counts` and scratch of the format alone. A value that the format cannot hold is a
-  // fault; its entry then asks for what it holds.
+  // fault; its entry then asks for what it holds. A target may be less than what is kept.
   virtual Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
-  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated.
+  // [count * rows_per_sequence * kMaxSides], null where nothing was truncated. Nothing is written
+  // once there is a fault, a page operation's included.
   virtual Status write(const DeviceWorks& works, const PageCopy* copies) = 0;
 
   // Attention over the bodies of a layer: out is normalised, lse natural, as merge_attention()

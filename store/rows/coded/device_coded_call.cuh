@@ -2,8 +2,8 @@
 //
 // A call has entries (sequence, layer); an entry has blocks that are written, which are called
 // cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
-// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and where
-// they go; write() makes their bytes there. Between both lies the page operation alone.
+// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and
+// where they go; write() makes their bytes there. Between both lies the page operation alone.
 #pragma once
 
 #include "codec/gpu/coded/weighted_batch.h"
@@ -24,13 +24,13 @@ struct DeviceLayer {
 // Of each row: what quantises it, and what attention takes of that. Rows are [num_layers,
 // num_kv_heads] where a profile knows them, else [num_sequences, num_layers, num_kv_heads].
 struct DeviceRowTables {
-  float* key_steps = nullptr;         // [rows]
-  float* value_steps = nullptr;       // [rows]
-  float* key_scales = nullptr;        // [rows, head_dim]
-  uint16_t* key_means = nullptr;      // [rows, head_dim]
-  float* query_units = nullptr;       // [rows]: WeightedKeyChannels::unit
-  float* query_scales = nullptr;      // [rows, head_dim]
-  uint16_t* query_means = nullptr;    // [rows, head_dim]
+  float* key_steps = nullptr;          // [rows]
+  float* value_steps = nullptr;        // [rows]
+  float* key_scales = nullptr;         // [rows, head_dim]
+  uint16_t* key_means = nullptr;       // [rows, head_dim]
+  float* query_units = nullptr;        // [rows]: WeightedKeyChannels::unit
+  float* query_scales = nullptr;       // [rows, head_dim]
+  uint16_t* query_means = nullptr;     // [rows, head_dim]
   const float* key_weights = nullptr;  // [num_layers, num_kv_heads, head_dim]
   int32_t rows = 0;
   bool per_slot = false;
@@ -87,16 +87,16 @@ struct CodedCall {
   const uint32_t* hints = nullptr;
   uint8_t* saved = nullptr;  // [saved entries, kMostSavedBlocks, heads, 2] of saved_bytes
   int32_t saved_bytes = 0;
-  EntryDraft* entries = nullptr;       // [entries]
-  CodedRowState* rows = nullptr;       // [entries, heads]
-  WeightedPlace* places[2] = {};       // [cells, heads]
-  uint32_t* ends = nullptr;            // [cells]
-  StatusCode* status = nullptr;        // [cells, heads, 2]
-  uint16_t* staging = nullptr;         // [2, group_cells, heads, 64, head_dim]
-  uint8_t (*decided)[4] = nullptr;     // [group_cells, heads, 64], as WeightedEncode has it
-  WeightedRange* ranges = nullptr;     // [group_cells, heads]
-  int32_t group_cells = 0;             // that staging has room for
-  int32_t blocks = 0;                  // cells of an entry
+  EntryDraft* entries = nullptr;    // [entries]
+  CodedRowState* rows = nullptr;    // [entries, heads]
+  WeightedPlace* places[2] = {};    // [cells, heads]
+  uint32_t* ends = nullptr;         // [cells]
+  StatusCode* status = nullptr;     // [cells, heads, 2]
+  uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
+  uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
+  WeightedRange* ranges = nullptr;  // [group_cells, heads]
+  int32_t group_cells = 0;          // that staging has room for
+  int32_t blocks = 0;               // cells of an entry
 
   TKV_HD int32_t heads() const { return device.shape.num_kv_heads; }
   TKV_HD int32_t head_dim() const { return device.shape.head_dim; }
@@ -142,8 +142,7 @@ TKV_HD bool is_written(const CodedCall& call, const CellOf& c, EntryForm form) {
 }
 TKV_HD Positions tokens_of(const CodedCall& call, const CellOf& c) {
   const CodedShape& shape = call.device.shape;
-  return {shape.first_of(c.block),
-          CodedShape::end_of(c.block, call.works.to[c.entry].body_end)};
+  return {shape.first_of(c.block), CodedShape::end_of(c.block, call.works.to[c.entry].body_end)};
 }
 
 // The bytes of a block that the entry held before the call.
