@@ -121,6 +121,9 @@ class DeviceRowFormat {
   // Slot `to` became a copy of `from`; its bytes are copied in the stream's order. Beside cut().
   virtual Status forked(int32_t /*from*/, int32_t /*to*/) { return Status::ok(); }
 
+  // The slot is free.
+  virtual void released(int32_t /*slot*/) {}
+
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not. works.moves is there in
   // this call and the next two, of captured steps as well.

@@ -495,6 +495,7 @@ class EmulatedCodedRows : public RandomTest {
     compared_ += world.shadow().blocks();
     continued_ += world.shadow().continued();
     captured_ += world.shadow().captured();
+    if (std::getenv("COUNTS") != nullptr) std::printf("%ld %ld %ld\n", (long)compared_, (long)continued_, (long)captured_);
   }
   int64_t compared_ = 0, continued_ = 0, captured_ = 0;
 };

@@ -23,6 +23,7 @@
 #include "store/rows/coded/device_encode.cuh"
 #include "store/rows/coded/device_layer_states.h"
 #include "store/rows/coded/device_places.cuh"
+#include "store/rows/coded/device_read.cuh"
 #include "store/rows/coded/device_row_tables.cuh"
 #include "store/rows/coded/device_tokens.cuh"
 
@@ -30,6 +31,18 @@ namespace tierkv::store {
 
 struct MachineGrid {
   int32_t x = 1, y = 1;
+};
+
+// A run of device memory to be carved.
+struct Carving {
+  uint8_t* base;
+  int64_t bytes = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* at = base == nullptr ? nullptr : reinterpret_cast<T*>(base + bytes);
+    bytes += round_up(count * static_cast<int64_t>(sizeof(T)), 256);
+    return at;
+  }
 };
 
 template <class Machine>
@@ -46,6 +59,7 @@ class DeviceCodedRows : public DeviceRowFormat {
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_bytes_; }
+  void released(int32_t slot) override { states_.open(slot); }
   Status open(int32_t slot) override {
     states_.open(slot);
     return Status::ok();
@@ -55,6 +69,8 @@ class DeviceCodedRows : public DeviceRowFormat {
   int64_t most_pages(const DeviceWorks& works) const override;
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
+  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+  Status restore(const LayerMove& move, Positions range) override;
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
   Status forked(int32_t from, int32_t to) override;
@@ -72,17 +88,6 @@ class DeviceCodedRows : public DeviceRowFormat {
     std::vector<int32_t> samples;  // entries whose tokens make a layer's codebooks
     int32_t saved = 0;             // entries that rewrite
   };
-  // A run of device memory to be carved.
-  struct Carving {
-    uint8_t* base;
-    int64_t bytes = 0;
-    template <class T>
-    T* take(int64_t count) {
-      T* at = base == nullptr ? nullptr : reinterpret_cast<T*>(base + bytes);
-      bytes += round_up(count * static_cast<int64_t>(sizeof(T)), 256);
-      return at;
-    }
-  };
 
   int32_t layers() const { return config_.layout.num_layers; }
   int32_t heads() const { return config_.layout.num_kv_heads; }
@@ -91,6 +96,13 @@ class DeviceCodedRows : public DeviceRowFormat {
   MachineGrid grid_of(int64_t items, int32_t per_cta) const {
     const int64_t ctas = (items + per_cta - 1) / per_cta;
     return {static_cast<int32_t>(std::clamp<int64_t>(ctas, 1, 8 * machine_.sms())), 1};
+  }
+  template <class T>
+  Status upload(void* to, const std::vector<T>& from) {
+    return machine_.upload(to, from.data(), static_cast<int64_t>(from.size() * sizeof(T)));
+  }
+  int32_t saved_bytes() const {
+    return most(device_.shape.most_block_bytes(), device_.shape.raw_block_bytes(kBlockTokens));
   }
   template <class Body>
   Status run(const Body& body, int64_t items, int32_t per_cta) {
@@ -116,6 +128,13 @@ class DeviceCodedRows : public DeviceRowFormat {
   }
   Status load_group(const CodedCall& call, const CellGroup& group);
   Status encode_group(const CodedCall& call, const CellGroup& group, bool writes);
+  Status read_to(const ReadTarget& to);
+  Status save(CodedCall* call);
+  void note(const DeviceWorks& works);
+  // Of kv_head 0 of a (slot, layer).
+  const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
+    return device_.refs(slot, layer, 0, c);
+  }
   template <int32_t kPer>
   Status encode_group_of(const CodedCall& call, const CellGroup& group, bool writes);
 
@@ -143,6 +162,7 @@ class DeviceCodedRows : public DeviceRowFormat {
   uint16_t* book_cheapest_ = nullptr;
   std::vector<Turn*> turns_;  // of each rotation: places, then blocks
   std::vector<DeviceLayer> host_layers_;
+  std::vector<DeviceCodebook> host_books_;  // [layers, 2]: what books_ holds
   HostPlan planned_;
 };
 
@@ -248,15 +268,16 @@ Status DeviceCodedRows<Machine>::upload_tables() {
       put_record(*row, records.data() + (l * heads() + h) * record_bytes);
     }
   }
-  Status s = machine_.upload(key_weights_, weights.data(),
-                             static_cast<int64_t>(weights.size() * sizeof(float)));
-  if (s) s = machine_.upload(records_, records.data(), static_cast<int64_t>(records.size()));
-  if (s && !per_slot_) {
+  if (Status s = upload(key_weights_, weights); !s) return s;
+  if (Status s = upload(records_, records); !s) return s;
+  if (!per_slot_) {
     const MakeRowTables make{device_, records_, record_bytes, 0, 1, 0, layers()};
-    s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
+    Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
+    if (!s) return s;
   }
   host_layers_.assign(layers(), DeviceLayer{});
-  for (int32_t l = 0; s && l < layers(); ++l) {
+  host_books_.assign(2 * layers(), DeviceCodebook{});
+  for (int32_t l = 0; l < layers(); ++l) {
     const RopeTable* rope = host_->rope(l);
     DeviceLayer& layer = host_layers_[l];
     layer.is_raw = host_->is_raw_layer(l) ? 1 : 0;
@@ -264,23 +285,19 @@ Status DeviceCodedRows<Machine>::upload_tables() {
     layer.rope = {turns_[l], turns_[l] + rope->place.size(), rope->pairing, rope->pairs,
                   rope->blocks};
     if (l > 0 && turns_[l] == turns_[0]) continue;
-    s = machine_.upload(turns_[l], rope->place.data(),
-                        static_cast<int64_t>(rope->place.size() * sizeof(Turn)));
-    if (s) {
-      s = machine_.upload(turns_[l] + rope->place.size(), rope->block.data(),
-                          static_cast<int64_t>(rope->block.size() * sizeof(Turn)));
-    }
+    if (Status s = upload(turns_[l], rope->place); !s) return s;
+    if (Status s = upload(turns_[l] + rope->place.size(), rope->block); !s) return s;
   }
-  for (int32_t l = 0; s && l < layers(); ++l) {
-    if (has_books(l)) s = upload_books(l);
+  for (int32_t l = 0; l < layers(); ++l) {
+    if (!has_books(l)) continue;
+    if (Status s = upload_books(l); !s) return s;
   }
-  return s ? upload_layers() : s;
+  return upload_layers();
 }
 
 template <class Machine>
 Status DeviceCodedRows<Machine>::upload_layers() {
-  return machine_.upload(device_layers_, host_layers_.data(),
-                         static_cast<int64_t>(host_layers_.size() * sizeof(DeviceLayer)));
+  return upload(device_layers_, host_layers_);
 }
 
 // upload_layers() follows.
@@ -299,18 +316,11 @@ Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
     if (book.cheapest.size() > kCheapestOfBook || words_of.size() > kMaxSymbols) {
       return Status(StatusCode::kUnsupported, "a codebook of a layer is too large for a device");
     }
-    Status s = machine_.upload(table, table_of_book.data(),
-                               static_cast<int64_t>(table_of_book.size() * sizeof(uint32_t)));
-    if (s) {
-      s = machine_.upload(words, words_of.data(),
-                          static_cast<int64_t>(words_of.size() * sizeof(uint32_t)));
-    }
-    if (s) {
-      s = machine_.upload(cheapest, book.cheapest.data(),
-                          static_cast<int64_t>(book.cheapest.size() * sizeof(uint16_t)));
-    }
-    if (s) s = machine_.upload(books_ + at, &on_device, sizeof(on_device));
-    if (!s) return s;
+    if (Status s = upload(table, table_of_book); !s) return s;
+    if (Status s = upload(words, words_of); !s) return s;
+    if (Status s = upload(cheapest, book.cheapest); !s) return s;
+    if (Status s = machine_.upload(books_ + at, &on_device, sizeof(on_device)); !s) return s;
+    host_books_[at] = on_device;
     host_layers_[layer].families[i] = {books_ + at, nullptr, 1, book.max_length};
   }
   host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
@@ -450,8 +460,8 @@ Status DeviceCodedRows<Machine>::for_groups(const CodedCall& call, const Each& e
 template <class Machine>
 Status DeviceCodedRows<Machine>::load_group(const CodedCall& call, const CellGroup& group) {
   const int64_t rows = int64_t{group.layers} * group.cells * heads();
-  Status s = run(GatherTokens{call, group}, rows, 1);
-  if (s) s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
+  if (Status s = run(GatherTokens{call, group}, rows, 1); !s) return s;
+  Status s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
   if (!s || device_.view.laws.unit_tokens == kBlockTokens) return s;
   const DecodeOldBlocks decode{call, group, kMaxWeightedBlockBytes};
   const int64_t ctas = (int64_t{group.cells} * heads() + 3) / 4;
@@ -508,25 +518,30 @@ Status DeviceCodedRows<Machine>::plan(const DeviceWorks& works, const DeviceRowC
   CodedCall& call = *made;
   call.counts = counts;
   call.hints = planned_.hints.empty() ? nullptr : hints_;
-  Status s = run(OpenEntries{call}, works.entries(), OpenEntries::kThreads);
+  if (Status s = run(OpenEntries{call}, works.entries(), OpenEntries::kThreads); !s) return s;
   machine_.free(saved_);
   saved_ = nullptr;
-  if (s && planned_.saved > 0 && !is_one_group(call)) {
-    const CodedShape& shape = device_.shape;
-    call.saved_bytes = most(shape.most_block_bytes(), shape.raw_block_bytes(kBlockTokens));
-    const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
-    s = machine_.allocate(blocks * call.saved_bytes, "raw blocks of layers to be fixed", &saved_);
-    call.saved = static_cast<uint8_t*>(saved_);
-    if (s) s = run(SaveBlocks{call}, blocks, SaveBlocks::kThreads / kWarpLanes);
+  if (planned_.saved > 0 && !is_one_group(call)) {
+    if (Status s = save(&call); !s) return s;
   }
-  if (s) {
-    s = for_groups(call, [&](const CellGroup& group) {
-      Status of_group = load_group(call, group);
-      return of_group ? encode_group(call, group, false) : of_group;
-    });
-  }
-  if (s) s = run(PlaceBlocks{call}, works.entries(), PlaceBlocks::kThreads / kWarpLanes);
-  return s;
+  Status s = for_groups(call, [&](const CellGroup& group) {
+    Status loaded = load_group(call, group);
+    return loaded ? encode_group(call, group, false) : loaded;
+  });
+  if (!s) return s;
+  return run(PlaceBlocks{call}, works.entries(), PlaceBlocks::kThreads / kWarpLanes);
+}
+
+// Blocks that write() reads once it has begun to write over them.
+template <class Machine>
+Status DeviceCodedRows<Machine>::save(CodedCall* call) {
+  const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
+  call->saved_bytes = saved_bytes();
+  Status s =
+      machine_.allocate(blocks * call->saved_bytes, "blocks of layers that are fixed", &saved_);
+  if (!s) return s;
+  call->saved = static_cast<uint8_t*>(saved_);
+  return run(SaveBlocks{*call}, blocks, SaveBlocks::kThreads / kWarpLanes);
 }
 
 template <class Machine>
@@ -537,31 +552,40 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
   call.copies = copies;
   call.hints = planned_.hints.empty() ? nullptr : hints_;
   call.saved = static_cast<uint8_t*>(saved_);
-  call.saved_bytes =
-      most(device_.shape.most_block_bytes(), device_.shape.raw_block_bytes(kBlockTokens));
-  Status s = Status::ok();
+  call.saved_bytes = saved_bytes();
   const int64_t rows = int64_t{works.entries()} * heads() * 2;
-  if (copies != nullptr) s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
-  if (s) s = run(ResolvePlaces{call}, rows * call.blocks, ResolvePlaces::kThreads);
-  if (s) {
-    s = for_groups(call, [&](const CellGroup& group) {
-      Status of_group = is_one_group(call) ? Status::ok() : load_group(call, group);
-      if (of_group) of_group = encode_group(call, group, true);
-      const int64_t items = int64_t{group.layers} * group.cells * heads() * 2;
-      return of_group ? run(WriteRawBlocks{call, group}, items, 1) : of_group;
-    });
+  if (copies != nullptr) {
+    Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
+    if (!s) return s;
   }
-  if (s) s = run(FinishEntries{call}, works.entries(), 1);
+  if (Status s = run(ResolvePlaces{call}, rows * call.blocks, ResolvePlaces::kThreads); !s) {
+    return s;
+  }
+  const bool is_loaded = is_one_group(call);
+  Status s = for_groups(call, [&](const CellGroup& group) {
+    if (!is_loaded) {
+      if (Status loaded = load_group(call, group); !loaded) return loaded;
+    }
+    Status encoded = encode_group(call, group, true);
+    const int64_t items = int64_t{group.layers} * group.cells * heads() * 2;
+    return encoded ? run(WriteRawBlocks{call, group}, items, 1) : encoded;
+  });
+  if (!s) return s;
   machine_.free(saved_);
   saved_ = nullptr;
-  for (int32_t e = 0; s && works.moves != nullptr && e < works.entries(); ++e) {
+  note(works);
+  return run(FinishEntries{call}, works.entries(), 1);
+}
+
+template <class Machine>
+void DeviceCodedRows<Machine>::note(const DeviceWorks& works) {
+  for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
     const LayerMove& move = works.moves[e];
     if (move.to.body_end <= move.from.body_end) continue;
     const uint32_t hint = planned_.hints.empty() ? 0 : planned_.hints[e];
     const bool fixed = (hint & kFixesEntry) != 0 || states_.is_fixed(move);
     states_.note(move, fixed && !host_->is_raw_layer(move.layer), (hint & kRewritesEntry) != 0);
   }
-  return s;
 }
 
 // ---- means, steps and codebooks out of tokens ----
@@ -578,8 +602,7 @@ Status DeviceCodedRows<Machine>::prepare(const DeviceWorks& works, const HostPla
     }
   }
   if (host.hints.empty()) return Status::ok();
-  return machine_.upload(hints_, host.hints.data(),
-                         static_cast<int64_t>(host.hints.size() * sizeof(uint32_t)));
+  return upload(hints_, host.hints);
 }
 
 // The first blocks of an entry come to the host.
@@ -598,12 +621,12 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
   const int32_t all_blocks = block_count(move.to.body_end);
   Result<CodedCall> call = call_of(one, all_blocks);
   if (!call) return call.status();
-  const uint32_t hint = kFixesEntry;
-  call->hints = hints_ + config_.max_sequences * layers();
-  Status s = machine_.upload(hints_ + config_.max_sequences * layers(), &hint, sizeof(hint));
-  if (s) s = run(OpenEntries{*call}, 1, OpenEntries::kThreads);
+  uint32_t* const hint = hints_ + config_.max_sequences * layers();
+  call->hints = hint;
+  if (Status s = machine_.upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
+  if (Status s = run(OpenEntries{*call}, 1, OpenEntries::kThreads); !s) return s;
   const CellGroup group{0, 1, 0, least(kSampleBlocks, all_blocks)};
-  if (s) s = load_group(*call, group);
+  if (Status s = load_group(*call, group); !s) return s;
   const auto rows = static_cast<size_t>(group.cells) * heads();
   const size_t block = static_cast<size_t>(kBlockTokens) * head_dim();
   std::vector<uint16_t> x[2];
@@ -611,12 +634,10 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
   for (const Component c : {Component::kKey, Component::kValue}) {
     std::vector<uint16_t>& of = x[static_cast<int32_t>(c)];
     of.resize(rows * block);
-    if (s)
-      s = machine_.download(of.data(), call->staged(c, 0), static_cast<int64_t>(2 * of.size()));
+    const auto bytes = static_cast<int64_t>(2 * of.size());
+    if (Status s = machine_.download(of.data(), call->staged(c, 0), bytes); !s) return s;
   }
-  if (s) {
-    s = machine_.download(decided.data(), call->decided, static_cast<int64_t>(decided.size()));
-  }
+  Status s = machine_.download(decided.data(), call->decided, static_cast<int64_t>(decided.size()));
   if (!s) return s;
   std::vector<CodedRows::BlockTokens> tokens;  // [heads, blocks]
   for (int32_t h = 0; h < heads(); ++h) {
@@ -649,19 +670,18 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
       keys.insert(keys.end(), of.begin(), of.end());
     }
     Result<WeightedRow> row = host_->fit_row(move.layer, h, keys);
-    if (row && per_slot_) s = weighted_key_channels(*row).status();
-    if (!row || !s) {
-      return (row ? s : row.status()).with_context("kv_head " + std::to_string(h));
-    }
+    const Status usable = row && per_slot_ ? weighted_key_channels(*row).status() : row.status();
+    if (!usable) return usable.with_context("kv_head " + std::to_string(h));
     put_record(*row, records.data() + h * record_bytes);
     fitted.push_back(std::move(*row));
   }
   if (per_slot_) {
-    s = machine_.upload(records_, records.data(), static_cast<int64_t>(records.size()));
+    if (Status uploaded = upload(records_, records); !uploaded) return uploaded;
     const MakeRowTables make{device_, records_, record_bytes, move.slot, 1, move.layer, 1};
-    if (s) s = run(make, heads(), MakeRowTables::kThreads / kWarpLanes);
+    Status made = run(make, heads(), MakeRowTables::kThreads / kWarpLanes);
+    if (!made) return made;
   }
-  return s && makes_books ? make_books(move.layer, fitted, tokens) : s;
+  return makes_books ? make_books(move.layer, fitted, tokens) : Status::ok();
 }
 
 template <class Machine>
@@ -690,6 +710,67 @@ Status DeviceCodedRows<Machine>::make_books(int32_t layer, const std::vector<Wei
   host_->set_books(layer, *books);
   Status s = upload_books(layer);
   return s ? upload_layers() : s;
+}
+
+// ---- reading ----
+
+template <class Machine>
+Status DeviceCodedRows<Machine>::read_to(const ReadTarget& to) {
+  const int64_t elements = int64_t{to.range.count()} * heads() * head_dim();
+  if (Status s = run(ReadRawTokens{device_, to}, elements, 1024); !s) return s;
+  const DeviceLayer& layer = host_layers_[to.layer];
+  if (layer.families[0].books == nullptr) return Status::ok();
+  const MakeReadRanges make{device_, to, scratch_.ranges};
+  if (Status s = run(make, 2 * heads(), MakeReadRanges::kThreads); !s) return s;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    WeightedDecode decode;
+    decode.bytes = device_.view.pages.base;
+    decode.size = device_.pool_bytes;
+    decode.places = reinterpret_cast<const WeightedPlace*>(directory(to.slot, to.layer, c));
+    decode.ranges = scratch_.ranges + (c == Component::kKey ? 0 : heads());
+    decode.status = scratch_.status;
+    const DeviceRowTables& t = device_.tables;
+    decode.rows = {t.key_scales, t.key_means, t.value_steps, layer.rope, t.rows, head_dim()};
+    decode.family = layer.families[static_cast<int32_t>(c)];
+    decode.component = c;
+    decode.dtype = to.dtype;
+    decode.token_stride = int64_t{heads()} * head_dim();
+    decode.num_ranges = heads();
+    decode.most_blocks = block_count(to.range.end) - to.range.first / kBlockTokens;
+    if (Status s = decode.validate(); !s) return s;
+    const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
+    const int32_t each = weighted_decode_warp_bytes(decode);
+    const int32_t warps = std::min(kDecodeWarps, (machine_.shared_bytes() - base) / each);
+    const int64_t items = int64_t{decode.num_ranges} * decode.most_blocks;
+    const auto ctas =
+        static_cast<int32_t>(std::clamp<int64_t>((items + warps - 1) / warps, 1, machine_.sms()));
+    Status s = machine_.launch(DecodeRanges{decode}, MachineGrid{ctas, 1}, base + warps * each,
+                               warps * kWarpLanes);
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+template <class Machine>
+Status DeviceCodedRows<Machine>::read(const LayerMove& at, Positions range, DType dtype, void* k,
+                                      void* v) {
+  return read_to({at.slot, at.layer, at.from.body_end, range, dtype, static_cast<uint16_t*>(k),
+                  static_cast<uint16_t*>(v)});
+}
+
+// The tokens of less than a block fit into staging memory.
+template <class Machine>
+Status DeviceCodedRows<Machine>::restore(const LayerMove& move, Positions range) {
+  if (range.count() <= 0) return Status::ok();
+  const ReadTarget to = {move.slot,
+                         move.layer,
+                         move.from.body_end,
+                         range,
+                         DType::kFloat16,
+                         scratch_.staged(Component::kKey, 0),
+                         scratch_.staged(Component::kValue, 0)};
+  if (Status s = read_to(to); !s) return s;
+  return run(RestoreTokens{device_, to}, int64_t{range.count()} * heads() * head_dim(), 1024);
 }
 
 // ---- truncation, fork, codebooks from elsewhere ----

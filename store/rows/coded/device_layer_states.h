@@ -42,12 +42,23 @@ class DeviceLayerStates {
   // Whether another sequence may read the pages of the newest block.
   bool may_share(int32_t slot, int32_t layer) const { return of(slot, layer).shares; }
 
+  // Whether any sequence may have raw blocks that wait.
+  bool any_waits(int32_t layer) const {
+    for (size_t s = static_cast<size_t>(layer); s < states_.size(); s += layers_) {
+      if (states_[s].waits || (states_[s].pending_end != 0 && !states_[s].pending_fixed)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   void open(int32_t slot) {
     for (int32_t l = 0; l < layers_; ++l) of(slot, l) = State{};
   }
   void fork(int32_t from, int32_t to) {
     for (int32_t l = 0; l < layers_; ++l) {
       of(from, l).shares = true;
+      of(from, l).pending_private = false;
       of(to, l) = of(from, l);
     }
   }

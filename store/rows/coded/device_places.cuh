@@ -11,7 +11,7 @@ struct OpenEntries {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t e = thread_of_grid(); e < call.works.entries(); e += threads_of_grid()) {
+    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
       call.entries[e] = open(e);
     }
   }
@@ -63,7 +63,7 @@ struct PlaceBlocks {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t e = warp_of_grid(); e < call.works.entries(); e += warps_of_grid()) {
+    for (int32_t e = warp_of_grid(); e < call.num_entries(); e += warps_of_grid()) {
       if (call.entries[e].form != EntryForm::kNothing) place(e);
       __syncwarp();
     }
@@ -140,7 +140,7 @@ struct RelocateBlocks {
 
   __device__ void operator()(uint8_t*) const {
     if (has_fault(call)) return;
-    const int32_t per_entry = 2 * call.heads(), items = call.works.entries() * per_entry;
+    const int32_t per_entry = 2 * call.heads(), items = call.num_entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t e = i / per_entry, sequence = e / call.works.num_layers;
       const int32_t layer = call.works.first_layer + e % call.works.num_layers;
@@ -234,7 +234,7 @@ struct FinishEntries {
 
   __device__ void operator()(uint8_t*) const {
     if (has_fault(call)) return;
-    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.works.entries();
+    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];
       if (d.form != EntryForm::kNothing && d.failed == 0) finish(e, d);
@@ -285,7 +285,7 @@ struct CutCounts {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t e = thread_of_grid(); e < call.works.entries(); e += threads_of_grid()) {
+    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
       const LayerTokens from = call.works.from[e], to = call.works.to[e];
       if (to.body_end >= from.body_end) continue;
       const int32_t sequence = e / call.works.num_layers;
