@@ -16,6 +16,16 @@ def attention():
             markdown(["format", "shape", "MB", "floor us", "attend us: median [p10, p90]", "with plan us", "plan us", "floor / attend %"], rows))
 
 
+@table
+def attention_classes():
+    r = result("attention_classes.json")
+    rows = [[m["name"].replace("classes ", "").replace("classes", "4 classes"), m["shape"], f"{m['bytes'] * 1e-6:.1f}",
+             f"{m['floor_us']['median']:.1f}", f"{m['attend_us']['median']:.1f} [{m['attend_us']['p10']:.1f}, {m['attend_us']['p90']:.1f}]",
+             f"{m['attend_us']['median'] / m['floor_us']['median']:.2f}"] for m in r["results"]]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['q_heads']}/{r['kv_heads']} heads, {r['replays']} replays.\n\n" +
+            markdown(["heads", "shape", "MB", "floor us", "attend us: median [p10, p90]", "of the floor"], rows))
+
+
 # Microseconds of a launch on an H100, set before the kernels were written.
 GOALS = {"1x4096": (6.5, 6, 6, 7), "1x32768": (23, 17, 14.5, 16), "1x131072": (73, 51.5, 41, 45), "32x4096": (73, 51.5, 41, 45),
          "64x4096": (143, 99, 77, 86), "8x32768": (143, 99, 77, 86)}

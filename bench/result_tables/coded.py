@@ -29,6 +29,8 @@ def weighted_attention():
     r = result("weighted_attention.json")
     rows = []
     for m in r["results"] + result("weighted_attention_64.json")["results"]:
+        if "10 bits x16 /2" not in m["variant"]:
+            continue
         us, floor = m["attend_us"], m["floor_us"]["median"]
         rows.append([m["variant"], m["head_dim"], m["layer"], m["shape"], number(m["bits_per_code"], 2), m["warps"], f"{floor:.1f}",
                      f"{us['median']:.1f} [{us['p10']:.1f}, {us['p90']:.1f}]", f"{m['tera_codes_per_s']:.2f}"])

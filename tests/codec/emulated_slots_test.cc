@@ -1,7 +1,8 @@
 // The kernels of an engine's cache on the host, against the host's reference: the same bytes and
 // values. What it cannot see is warps that write a tile at one time; tests/gpu/codec/slots_test.cu
 // covers that.
-#include "codec/gpu/pages/block_cache.cuh"
+#include "codec/gpu/pages/block_decode.cuh"
+#include "codec/gpu/pages/block_tiles.cuh"
 
 #include <gtest/gtest.h>
 
@@ -16,7 +17,8 @@
 
 namespace tierkv {
 
-__align__(16) uint8_t shared_bytes[kBlockWarps * 256 * sizeof(uint16_t)];
+__align__(16) uint8_t
+    shared_bytes[std::max(kTilesSharedBytes<256>, kDecodeWarps* kDecodeWarpBytes<256>)];
 
 namespace {
 
@@ -39,9 +41,27 @@ class EmulatedSlots : public RandomTest {
       emulator::cta().run({i % ctas, i / ctas}, kBlockThreads, kernel, {ctas, rows});
     }
   }
-  void encode(const SlotEncode& e) {
-    const auto ctas = static_cast<int32_t>((e.count * e.cache.num_kv_heads + 3) / 4);
-    run(ctas, 1, [&] { encode_slots_kernel(e); });
+  void encode(const SlotEncode& e, bool by_tiles) {
+    const auto windows = static_cast<int32_t>((e.count + kWindowTokens - 1) / kWindowTokens);
+    const auto pairs = static_cast<int32_t>(e.count * e.cache.num_kv_heads);
+    if (!by_tiles) return run((pairs + 3) / 4, 1, [&] { encode_slots_kernel(e); });
+    ASSERT_TRUE(has_aligned_rows(e));
+    with_head_dim(e.cache.layout.head_dim(), [&]<int32_t kDim>() {
+      run(windows * e.cache.num_kv_heads, 1, [&] { encode_tiles_kernel<kDim>(e); });
+    });
+  }
+  void decode(const BlockDecode& d) {
+    const auto ctas = static_cast<int32_t>((decode_warps(d) + kDecodeWarps - 1) / kDecodeWarps);
+    with_head_dim(d.cache.layout.head_dim(), [&]<int32_t kDim>() {
+      run(ctas, d.count, [&] { decode_blocks_kernel<kDim>(d); });
+    });
+  }
+  template <class Call>
+  static void with_head_dim(int32_t head_dim, const Call& call) {
+    if (head_dim == 64) return call.template operator()<64>();
+    if (head_dim == 96) return call.template operator()<96>();
+    if (head_dim == 128) return call.template operator()<128>();
+    call.template operator()<256>();
   }
   BlockShape shape_of(int32_t head_dim, const char* format) {
     BlockShape s;
@@ -93,7 +113,7 @@ TEST_F(EmulatedSlots, WriteTheBytesOfTheHost) {
         ASSERT_TRUE(encode_slots_host(e));
         e.cache = on_device;
         e.errors = device_errors.data();
-        encode(e);
+        encode(e, uniform(0, 1) == 1);
         for (int64_t i = 0; i < w.cache.num_blocks * w.cache.block_stride; ++i) {
           ASSERT_EQ(int{on_device.base[i]}, int{w.cache.base[i]})
               << "call " << call << ", byte " << i << " of " << w.cache.block_stride << " a block";
@@ -166,7 +186,7 @@ TEST_F(EmulatedSlots, ReadTheValuesOfTheHost) {
       d.k = aligned(k2);
       d.v = aligned(v2);
       d.errors = errors.data();
-      run((d.max_tokens * shape.num_kv_heads + 3) / 4, d.count, [&] { decode_blocks_kernel(d); });
+      decode(d);
       for (size_t i = 0; i < elements; ++i) {
         ASSERT_EQ(aligned(k2)[i], aligned(k)[i]) << "key element " << i;
         ASSERT_EQ(aligned(v2)[i], aligned(v)[i]) << "value element " << i;

@@ -20,8 +20,6 @@ namespace {
 struct Device final : DeviceCodedRows<EmulatedMachine> {
   using DeviceCodedRows::DeviceCodedRows;
   Status attend(const DeviceAttendBody&) override { return Status::ok(); }
-  Status read(const LayerMove&, Positions, DType, void*, void*) override { return Status::ok(); }
-  Status restore(const LayerMove&, Positions) override { return Status::ok(); }
 };
 
 // A copy of what a store in host memory holds, as a device would hold it.
@@ -199,11 +197,14 @@ class Shadowed final : public RowFormat {
   }
   void fork(int32_t from, int32_t to) {
     copy_->sync();
-    ASSERT_TRUE(device_->forked(from, to));
+    device_->forked(from, to);
+    EXPECT_TRUE(device_->cut({}, nullptr));
   }
   int64_t blocks() const { return blocks_; }
   int64_t continued() const { return continued_; }
   int64_t captured() const { return captured_; }
+  int64_t reads() const { return reads_; }
+  int64_t restored() const { return restored_; }
 
   const FormatSizes& sizes() const override { return inner_->sizes(); }
   void bind(const HostPagesView& pages) override { inner_->bind(pages); }
@@ -247,10 +248,46 @@ class Shadowed final : public RowFormat {
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override {
     inner_->read(layer, kv_head, first, end, k, v, pruned);
+    copy_->sync();
+    const int32_t heads = config_.layout.num_kv_heads, dim = config_.layout.head_dim;
+    const DType dtype = first % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
+    std::vector<uint16_t> got[2];
+    for (auto& x : got) x.resize(static_cast<size_t>(end - first) * heads * dim, 0x7e00);
+    const LayerMove move = {layer.slot, layer.layer, layer.at, layer.at};
+    ASSERT_TRUE(device_->read(move, {first, end}, dtype, got[0].data(), got[1].data()));
+    for (int32_t i = 0; i < (end - first) * dim; ++i) {
+      const int32_t at = (i / dim * heads + kv_head) * dim + i % dim;
+      ASSERT_EQ(got[0][at], rounded(dtype, k[i])) << "position " << first + i / dim;
+      ASSERT_EQ(got[1][at], rounded(dtype, v[i])) << "position " << first + i / dim;
+    }
+    ++reads_;
   }
   void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
                     RawScore* scores) const override {
     inner_->read_decided(layer, kv_head, first, end, scores);
+    copy_->sync();
+    const LayerMove move = {
+        layer.slot, layer.layer, layer.at, {end, first / kBlockTokens * kBlockTokens}};
+    ASSERT_TRUE(device_->restore(move, {first, end}));
+    const int32_t dim = config_.layout.head_dim;
+    std::vector<float> x[2];
+    for (auto& of : x) of.resize(static_cast<size_t>(end - first) * dim);
+    inner_->read(layer, kv_head, first, end, x[0].data(), x[1].data(), nullptr);
+    const RawLayout& raw = copy_->view().raw;
+    const uint8_t* row = copy_->view().slots.raw(layer.slot, layer.layer) + kv_head * raw.row_bytes;
+    for (int32_t i = 0; i < (end - first) * dim; ++i) {
+      const int32_t p = first + i / dim;
+      RawScore score;
+      std::memcpy(&score, row + raw.score_byte(p), sizeof(score));
+      ASSERT_EQ(float_bits(score.sum), float_bits(scores[p - first].sum)) << "position " << p;
+      ASSERT_EQ(score.count, scores[p - first].count);
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        uint16_t got;
+        std::memcpy(&got, row + raw.ring_byte(c, p, i % dim), sizeof(got));
+        ASSERT_EQ(got, rounded(DType::kFloat16, x[static_cast<int32_t>(c)][i]));
+      }
+    }
+    ++restored_;
   }
   std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
     return inner_->cut_counts(layer, body_end);
@@ -280,6 +317,10 @@ class Shadowed final : public RowFormat {
   }
 
  private:
+  static uint16_t rounded(DType dtype, float x) {
+    return float_to_raw(dtype, dtype == DType::kFloat16 ? saturate_to_half_range(x) : x);
+  }
+
   // A place by page of the row and unit in it, and the bytes there.
   struct Block {
     uint32_t page, unit, units;
@@ -306,8 +347,6 @@ class Shadowed final : public RowFormat {
                  std::to_string(work.layer.at.body_end) + " to " + std::to_string(work.body_end) +
                  (is_captured_ ? " captured" : "") + (cuts_ ? " cuts" : ""));
     const uint8_t *host = work.layer.state, *device = copy_->state(slot, layer);
-    const HostPagesView* pages = nullptr;
-    (void)pages;
     const auto equal = [&](int64_t first, int64_t end) {
       return std::equal(host + first, host + end, device + first);
     };
@@ -365,6 +404,7 @@ class Shadowed final : public RowFormat {
   std::vector<BodyWork> works_;
   bool cuts_ = false, is_captured_ = false;
   int64_t blocks_ = 0, continued_ = 0, captured_ = 0;
+  mutable int64_t reads_ = 0, restored_ = 0;
 };
 
 // A store with a shadow and random calls.
@@ -390,8 +430,10 @@ class World {
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
       const Result<SequenceId> id = engine_->add_sequence();
       if (id) live_.push_back(*id);
-    } else if (kind < 16) {
+    } else if (kind < 14) {
       extend();
+    } else if (kind < 16) {
+      read();
     } else if (kind < 18) {
       const SequenceId from = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
       const Result<SequenceId> to = engine_->fork(from);
@@ -449,6 +491,22 @@ class World {
       }
     }
   }
+  void read() {
+    const SequenceId id = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
+    const int32_t tokens = *engine_->num_tokens(id);
+    if (tokens == 0) return;
+    LayerRange range;
+    range.sequence = id;
+    range.layer = pick(0, config_.layout.num_layers - 1);
+    range.first = pick(0, tokens - 1), range.end = pick(range.first + 1, tokens);
+    std::vector<uint16_t> x[2];
+    for (auto& of : x) {
+      of.resize(static_cast<size_t>(tokens) * config_.layout.num_kv_heads *
+                config_.layout.head_dim);
+    }
+    range.k = x[0].data(), range.v = x[1].data();
+    ASSERT_TRUE(engine_->decode_range(range));
+  }
   void release_all() {
     for (const SequenceId& id : live_) ASSERT_TRUE(engine_->release(id));
     live_.clear();
@@ -495,9 +553,10 @@ class EmulatedCodedRows : public RandomTest {
     compared_ += world.shadow().blocks();
     continued_ += world.shadow().continued();
     captured_ += world.shadow().captured();
-    if (std::getenv("COUNTS") != nullptr) std::printf("%ld %ld %ld\n", (long)compared_, (long)continued_, (long)captured_);
+    reads_ += world.shadow().reads();
+    restored_ += world.shadow().restored();
   }
-  int64_t compared_ = 0, continued_ = 0, captured_ = 0;
+  int64_t compared_ = 0, continued_ = 0, captured_ = 0, reads_ = 0, restored_ = 0;
 };
 
 TEST_F(EmulatedCodedRows, WholeBlocksWithAProfile) {
@@ -510,6 +569,9 @@ TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {
     for (const int32_t unit : {16, 32}) run(config(head_dim, unit, true), 25);
   }
   EXPECT_GT(continued_, 10);
+  EXPECT_GT(captured_, 0);
+  EXPECT_GT(reads_, 0);
+  EXPECT_GT(restored_, 0);
 }
 
 TEST_F(EmulatedCodedRows, StepsOutOfASequencesOwnTokens) {

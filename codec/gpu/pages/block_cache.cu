@@ -1,5 +1,7 @@
-#include "codec/gpu/pages/block_cache.cuh"
+#include "codec/format/block_cache.h"
 
+#include "codec/gpu/pages/block_decode.cuh"
+#include "codec/gpu/pages/block_tiles.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {
@@ -11,12 +13,39 @@ uint32_t ctas_of(int64_t warps) {
 
 constexpr int32_t kMaxRanges = 65535;  // of a grid's second dimension
 
+// Fewer tokens may be a decode step, whose tokens fill no tiles.
+constexpr int64_t kMinTileTokens = 512;
+
+template <int32_t kDim>
+void encode_tiles(const SlotEncode& e, GpuStream stream) {
+  const int64_t windows = (e.count + kWindowTokens - 1) / kWindowTokens;
+  const auto ctas = static_cast<uint32_t>(windows * e.cache.num_kv_heads);
+  encode_tiles_kernel<kDim><<<ctas, kBlockThreads, kTilesSharedBytes<kDim>, stream>>>(e);
+}
+
+template <int32_t kDim>
+void decode_tiles(const BlockDecode& d, GpuStream stream) {
+  static_assert(kDecodeWarps == kBlockWarps);
+  const dim3 grid(ctas_of(decode_warps(d)), static_cast<uint32_t>(d.count));
+  const size_t shared = kDecodeWarps * kDecodeWarpBytes<kDim>;
+  decode_blocks_kernel<kDim><<<grid, kDecodeThreads, shared, stream>>>(d);
+}
+
 }  // namespace
 
 Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.count == 0) return Status::ok();
-  encode_slots_kernel<<<ctas_of(e.count * e.cache.num_kv_heads), kBlockThreads, 0, stream>>>(e);
+  if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
+    encode_slots_kernel<<<ctas_of(e.count * e.cache.num_kv_heads), kBlockThreads, 0, stream>>>(e);
+  } else {
+    const int32_t head_dim = e.cache.layout.head_dim();
+    const auto launch = head_dim == 64    ? encode_tiles<64>
+                        : head_dim == 96  ? encode_tiles<96>
+                        : head_dim == 128 ? encode_tiles<128>
+                                          : encode_tiles<256>;
+    launch(e, stream);
+  }
   return cuda_status(cudaGetLastError(), "encoding of slots");
 }
 
@@ -26,10 +55,12 @@ Status decode_blocks(const BlockDecode& d, GpuStream stream) {
   if (d.count > kMaxRanges) {
     return Status(StatusCode::kInvalidArgument, "a call decodes at most 65535 ranges");
   }
-  const dim3 grid(ctas_of(int64_t{d.max_tokens} * d.cache.num_kv_heads),
-                  static_cast<uint32_t>(d.count));
-  const size_t row_bytes = d.cache.layout.head_dim() * sizeof(uint16_t);
-  decode_blocks_kernel<<<grid, kBlockThreads, kBlockWarps * row_bytes, stream>>>(d);
+  const int32_t head_dim = d.cache.layout.head_dim();
+  const auto launch = head_dim == 64    ? decode_tiles<64>
+                      : head_dim == 96  ? decode_tiles<96>
+                      : head_dim == 128 ? decode_tiles<128>
+                                        : decode_tiles<256>;
+  launch(d, stream);
   return cuda_status(cudaGetLastError(), "decoding of blocks");
 }
 

@@ -1,13 +1,13 @@
-// The kernels of codec/format/block_cache.h: a warp takes one token of one kv_head, so that a token
-// is written alone, in the whole bytes that it owns, whatever the other tokens of its tile do.
+// encode_slots() of codec/format/block_cache.h token by token: a warp takes one token of one
+// kv_head, so that a token is written alone, in the whole bytes that it owns, whatever the other
+// tokens of its tile do. Prompts go by tiles (block_tiles.cuh).
 //
-// Bound: memory, and for a decode step latency. A token of head_dim 128 reads 512 bytes and writes
-// 136 (K4V4).
+// Bound: latency.
 #pragma once
 
 #include "codec/format/block_cache.h"
+#include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
-#include "codec/gpu/pages/page_token.cuh"
 
 namespace tierkv {
 
@@ -30,91 +30,6 @@ __device__ __forceinline__ WarpToken warp_token(int32_t num_kv_heads) {
 
 // ---- encode ----
 
-__device__ __forceinline__ float squared_norm(const LaneValues& x, int32_t head_dim) {
-  float sum[4] = {};  // of the partials lane % 8 + 8 j
-#pragma unroll
-  for (int32_t chunk = 0; chunk < 4 * kLaneChunks; ++chunk) {
-    if (32 * chunk >= head_dim) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      const float y = x[chunk / 4][j];
-      const float square = __shfl_sync(kFullWarp, mul_rn(y, y), lane_index() % 8 + chunk % 4 * 8);
-      sum[j] = add_rn(sum[j], square);
-    }
-  }
-  float all = add_rn(add_rn(sum[0], sum[2]), add_rn(sum[1], sum[3]));
-#pragma unroll
-  for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
-    all = add_rn(all, __shfl_xor_sync(kFullWarp, all, lanes));
-  }
-  return all;
-}
-
-// quantize_norm(): the lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, int32_t head_dim,
-                                                         LaneSide* side) {
-  const QuantParams p = norm_params(squared_norm(x, head_dim), head_dim);
-  const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
-  StatusCode code = params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
-  bool finite = true;
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) {
-      finite &= lane_dim(i) >= head_dim || is_finite(x[i][j]);
-      side->codes[i][j] =
-          static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
-    }
-  }
-  side->params[0][0] = p;
-  return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
-}
-
-// Min-max codes of a whole head; the lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues (&x)[1], CodeType type,
-                                                           int32_t head_dim, LaneSide* side) {
-  float lo[1], hi[1];
-  row_extrema(x, head_dim, lo, hi);
-  const QuantParams p = minmax_params(lo[0], hi[0], type.levels());
-  const CodeMaker maker = make_code_maker(p);
-  const float top = static_cast<float>(type.levels() - 1);
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim)) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[0][i][j], maker, top) & 255u;
-  }
-  side->params[0][0] = p;
-  return params_status(lo[0], hi[0], p);
-}
-
-// In coordinates; the lane's part of the status. Pages of engines have no sub-groups.
-__device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
-                                                  const LaneValues (&x)[1], LaneSide* side) {
-  const TileLayout tile = page.layout->tile(c);
-  *side = {};
-  if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
-  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
-  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
-}
-
-// store_side() without sub-groups.
-__device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
-                                                 const LaneSide& side) {
-  const PageLayout& layout = *page.layout;
-  const TileLayout tile = layout.tile(c);
-  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
-  uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, tile.head_dim) || lane_dim(i) >= tile.head_dim) continue;
-    store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
-  }
-  if (layout.groups(c) == 0 || lane_index() != 0) return;
-  store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
-               side.params[0][0]);
-}
-
 // Which slots of the tile that begins at `first` the call names: bit i is slot first + i. Tokens
 // that follow each other are seen at once; the others are searched for.
 __device__ __forceinline__ uint32_t named_slots(const SlotEncode& e, int64_t token, int64_t first) {
@@ -124,7 +39,7 @@ __device__ __forceinline__ uint32_t named_slots(const SlotEncode& e, int64_t tok
   uint32_t named = __ballot_sync(kFullWarp, follows);
   if (named == 0xffffu) return named;
   uint32_t mine = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t i = lane; i < e.count; i += 32) {
     const int64_t place = e.slots[i] - first;
     if (place >= 0 && place < kTileTokens) mine |= 1u << place;
@@ -146,10 +61,8 @@ __device__ __forceinline__ void open_tile(const PageRef& page, int32_t slot, uin
   }
 }
 
-__device__ __forceinline__ void encode_slot(const SlotEncode& e) {
+__device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken& at) {
   const BlockCache& c = e.cache;
-  const WarpToken at = warp_token(c.num_kv_heads);
-  if (at.token >= e.count) return;
   const int64_t slot = e.slots[at.token];
   const bool is_stray = slot < -1 || slot >= c.num_blocks * c.layout.tokens;
   if (is_stray && at.kv_head == 0) count_error(e.errors, BlockError::kStraySlots);
@@ -182,80 +95,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e) {
 
 __global__ void __launch_bounds__(kBlockThreads)
     encode_slots_kernel(const __grid_constant__ SlotEncode e) {
-  encode_slot(e);
-}
-
-// ---- decode ----
-
-// A row of a token leaves through shared memory in pieces of 16 bytes.
-__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
-                                          uint16_t* stage, uint16_t* to) {
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) store_element(stage, dtype, lane_dim(i) + 8 * j, x[i][j]);
-  }
-  __syncwarp();
-  if (lane_index() < head_dim / 8) {
-    reinterpret_cast<uint4*>(to)[lane_index()] =
-        reinterpret_cast<const uint4*>(stage)[lane_index()];
-  }
-  __syncwarp();
-}
-
-// Where a token of a range lies; null where that is nowhere in the cache.
-struct CachePlace {
-  uint8_t* page;
-  int32_t slot;
-};
-__device__ __forceinline__ CachePlace cache_place(const BlockDecode& d, int32_t sequence,
-                                                  int64_t token, int32_t kv_head) {
-  const int32_t tokens = d.cache.layout.tokens;
-  const int64_t column = token / tokens;
-  if (sequence < 0 || sequence >= d.num_sequences || token < 0 || column >= d.table_stride) {
-    return {nullptr, 0};
-  }
-  const int64_t block = d.block_table[sequence * d.table_stride + column];
-  if (block < 0 || block >= d.cache.num_blocks) return {nullptr, 0};
-  return {d.cache.page(block, kv_head), static_cast<int32_t>(token - column * tokens)};
-}
-
-// Grid: warps for the (token, kv_head) pairs of max_tokens tokens, by ranges. Shared memory: a row
-// a warp.
-__global__ void __launch_bounds__(kBlockThreads)
-    decode_blocks_kernel(const __grid_constant__ BlockDecode d) {
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
-  const BlockCache& c = d.cache;
-  const WarpToken at = warp_token(c.num_kv_heads);
-  const auto range = static_cast<int32_t>(blockIdx.y);
-  const int32_t start = d.starts[range], tokens = d.starts[range + 1] - start;
-  if (at.token >= tokens || at.token >= d.max_tokens) return;
-  const int64_t row = start + at.token;
-  if (row < 0 || row >= d.num_rows) return;
-  const int32_t sequence = d.sequences == nullptr ? range : d.sequences[range];
-  const int64_t token = (d.first == nullptr ? 0 : d.first[range]) + at.token;
-  const CachePlace place = cache_place(d, sequence, token, at.kv_head);
-  if (place.page == nullptr) count_error(d.errors, BlockError::kStrayBlocks);
-  const int32_t head_dim = c.layout.head_dim();
-  const int64_t first = (row * c.num_kv_heads + at.kv_head) * head_dim;
-  const PageRef page{place.page, &c.layout, c.raw_dtype};
-  auto* stage = reinterpret_cast<uint16_t*>(shared_bytes) + threadIdx.x / 32 * head_dim;
-#pragma unroll 1
-  for (int32_t i = 0; i < 2; ++i) {
-    const Component part = i == 0 ? Component::kKey : Component::kValue;
-    void* to = i == 0 ? d.k : d.v;
-    if (to == nullptr) continue;
-    LaneValues x = {};
-    if (place.page != nullptr) {
-      LaneSide side;
-      load_side(page, place.slot, part, &side);
-      dequantize_lane(page, part, side, x);
-      rotate_back(c.rotation, head_dim, x);
-      if (i == 0) add_mean(c.mean_of(at.kv_head), 1.0f, head_dim, x);
-    }
-    store_row(x, d.dtype, head_dim, stage, static_cast<uint16_t*>(to) + first);
-  }
+  const WarpToken at = warp_token(e.cache.num_kv_heads);
+  if (at.token < e.count) encode_slot(e, at);
 }
 
 }  // namespace tierkv

@@ -8,6 +8,7 @@
 
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
+#include "store/place/device/device_fault.cuh"
 #include "store/rows/coded/coded_shape.h"
 #include "store/rows/device_row_format.h"
 
@@ -159,17 +160,9 @@ TKV_HD const uint8_t* old_block(const CodedCall& call, const CellOf& c, int32_t 
   return call.device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
 }
 
-// The first fault is kept. Its status is set last.
-__device__ inline void report_fault(DeviceFault* fault, StatusCode code, int32_t slot,
-                                    int32_t layer, int32_t kv_head) {
-  auto* const status = reinterpret_cast<int32_t*>(&fault->status);
-  if (atomicCAS(status, static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(code)) != 0) {
-    return;
-  }
-  fault->slot = slot, fault->layer = layer, fault->kv_head = kv_head;
-}
-__device__ inline bool has_fault(const CodedCall& call) {
-  return call.device.fault->status != StatusCode::kOk;
+// Whether the page operation before write() or cut() failed.
+__device__ inline bool is_off(const CodedCall& call) {
+  return call.works.report != nullptr && call.works.report->status != StatusCode::kOk;
 }
 
 __device__ __forceinline__ int32_t thread_of_grid() {

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention/coded/weighted_tables.h"
@@ -73,7 +74,10 @@ class DeviceCodedRows : public DeviceRowFormat {
   Status restore(const LayerMove& move, Positions range) override;
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
-  Status forked(int32_t from, int32_t to) override;
+  void forked(int32_t from, int32_t to) override {
+    states_.fork(from, to);
+    if (per_slot_) copies_.push_back(to);
+  }
   Status download_shared(RowFormat* host) override;
   Status upload_shared(const RowFormat& host) override;
 
@@ -164,6 +168,7 @@ class DeviceCodedRows : public DeviceRowFormat {
   std::vector<DeviceLayer> host_layers_;
   std::vector<DeviceCodebook> host_books_;  // [layers, 2]: what books_ holds
   HostPlan planned_;
+  std::vector<int32_t> copies_;  // slots that became copies; their row tables are not made yet
 };
 
 inline constexpr int32_t kCheapestOfBook = 128;
@@ -789,20 +794,17 @@ Status DeviceCodedRows<Machine>::cut(const DeviceWorks& works, const PageCopy* c
   for (int32_t e = 0; works.moves != nullptr && e < works.entries(); ++e) {
     states_.settle(works.moves[e]);
   }
+  for (const int32_t slot : std::exchange(copies_, {})) {
+    const MakeRowTables make{device_, nullptr, 0, slot, 1, 0, layers()};
+    Status s = run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
+    if (!s) return s;
+  }
   if (copies == nullptr) return Status::ok();
   Result<CodedCall> call = call_of(works, 1);
   if (!call) return call.status();
   call->copies = copies;
   return run(RelocateBlocks{*call}, int64_t{works.entries()} * heads() * 2,
              RelocateBlocks::kThreads / kWarpLanes);
-}
-
-template <class Machine>
-Status DeviceCodedRows<Machine>::forked(int32_t from, int32_t to) {
-  states_.fork(from, to);
-  if (!per_slot_) return Status::ok();
-  const MakeRowTables make{device_, nullptr, 0, to, 1, 0, layers()};
-  return run(make, layers() * heads(), MakeRowTables::kThreads / kWarpLanes);
 }
 
 template <class Machine>

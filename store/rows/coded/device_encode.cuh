@@ -17,7 +17,7 @@ struct EncodeCells {
   bool writes = false;
 
   __device__ void operator()(uint8_t* shared) const {
-    if (writes && has_fault(call)) return;
+    if (writes && is_off(call)) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
@@ -35,6 +35,7 @@ struct EncodeCells {
     e.keys = call.staged(Component::kKey, 0);
     e.values = call.staged(Component::kValue, 0);
     e.decided = call.decided;
+    e.saturates = true;
     e.ranges = call.ranges + int64_t{layer_of_group} * group.cells * heads;
     e.rows.key_scales = tables.key_scales;
     e.rows.key_means = tables.key_means;

@@ -38,7 +38,7 @@ struct OpenEntries {
         d.first_block == 0 ? 0 : static_cast<int32_t>(device.ends(slot, layer)[d.first_block - 1]);
     if ((hint & kRewritesEntry) == 0) d.begin = private_begin(slot, layer, d.begin);
     if (d.end_block - d.first_block > call.blocks) {
-      report_fault(device.fault, StatusCode::kInvalidArgument, slot, layer, 0);
+      report_fault(device.fault, {StatusCode::kInvalidArgument, slot, layer, 0});
       d.failed = 1;
     }
     return d;
@@ -75,7 +75,7 @@ struct PlaceBlocks {
     const int32_t per_block = 2 * call.heads();
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
-    if (d.failed != 0 || fails(e, items, 2 * first)) return;
+    if (d.failed != 0 || fails(e, items, first)) return;
     int64_t used = d.begin;
     for (int32_t i = 0; i < items; i += kWarpLanes) {
       const int32_t mine = i + lane_index();
@@ -112,23 +112,21 @@ struct PlaceBlocks {
     const int32_t b = d.first_block + block;
     return shape.raw_block_bytes(shape.tokens_of(b, call.works.to[e].body_end)) / kUnitBytes;
   }
-  // A block that could not be coded.
+  // Whether a block was not coded; a value that has no code is told alone.
   __device__ bool fails(int32_t e, int32_t items, int64_t first) const {
     if (call.entries[e].form != EntryForm::kCoded) return false;
-    int32_t worst = 0, kv_head = 0;
+    bool fails = false;
     for (int32_t i = lane_index(); i < items; i += kWarpLanes) {
-      const StatusCode code = call.status[first + i];
-      if (code == StatusCode::kOk || worst != 0) continue;
-      worst = static_cast<int32_t>(code), kv_head = i / 2 % call.heads();
+      const StatusCode code = call.status[2 * first + i];
+      if (code == StatusCode::kOk) continue;
+      report_fault(call.device.fault,
+                   {code, call.works.slots[e / call.works.num_layers],
+                    call.works.first_layer + e % call.works.num_layers, i / 2 % call.heads()});
+      fails |= code != StatusCode::kOutOfRange || call.places[i % 2][first + i / 2].units == 0;
     }
-    if (worst != 0) {
-      report_fault(call.device.fault, static_cast<StatusCode>(worst),
-                   call.works.slots[e / call.works.num_layers],
-                   call.works.first_layer + e % call.works.num_layers, kv_head);
-    }
-    if (!__any_sync(kFullWarp, worst != 0)) return false;
-    if (lane_index() == 0) call.entries[e].failed = 1;
-    return true;
+    fails = __any_sync(kFullWarp, fails);
+    if (fails && lane_index() == 0) call.entries[e].failed = 1;
+    return fails;
   }
 };
 
@@ -139,7 +137,7 @@ struct RelocateBlocks {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (has_fault(call)) return;
+    if (is_off(call)) return;
     const int32_t per_entry = 2 * call.heads(), items = call.num_entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t e = i / per_entry, sequence = e / call.works.num_layers;
@@ -167,7 +165,7 @@ struct ResolvePlaces {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (has_fault(call)) return;
+    if (is_off(call)) return;
     const DevicePagesView& pages = call.device.view.pages;
     const auto units = static_cast<uint32_t>(call.device.shape.page_units);
     const int32_t rows = call.layer_cells() * call.heads();
@@ -194,7 +192,7 @@ struct WriteRawBlocks {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    if (has_fault(call)) return;
+    if (is_off(call)) return;
     const int32_t items = group.layers * group.cells * call.heads() * 2;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
@@ -233,7 +231,7 @@ struct FinishEntries {
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    if (has_fault(call)) return;
+    if (is_off(call)) return;
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
          e += static_cast<int32_t>(gridDim.x)) {
       const EntryDraft& d = call.entries[e];

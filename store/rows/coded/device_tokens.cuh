@@ -18,7 +18,7 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
                                             at.bit / 8);
 }
 
-// An element of the caller's chunk, fp16.
+// An element of the caller's chunk, fp16. The place tells what is not finite; here it is 0.
 TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c, int32_t kv_head,
                               int32_t token, int32_t d) {
   const DeviceChunk& chunk = call.works.chunk;
@@ -26,7 +26,9 @@ TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c,
   const uint16_t* x = c == Component::kKey ? chunk.k : chunk.v;
   const uint16_t bits =
       x[((i * chunk.tokens + token) * call.heads() + kv_head) * call.head_dim() + d];
-  return chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
+  const uint16_t half =
+      chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
+  return is_finite(half_to_float(half)) ? half : uint16_t{0};
 }
 
 // An element of a raw token that is no sink.
@@ -57,8 +59,9 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
     if (chunk.significance == nullptr) return {};
     const int64_t i = cell.entry / call.works.num_layers;
     const ImportanceKind kind = held == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
-    return {kind, chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held],
-            0};
+    const float x =
+        chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held];
+    return {kind, is_finite(x) && x > 0 ? x : 0.0f, 0};
   }
   const RawLayout& raw = call.device.view.raw;
   const uint8_t* row =
@@ -323,7 +326,7 @@ struct DecodeOldBlocks {
     own.size = int64_t{ref.units} * kUnitBytes;
     const StatusCode code = decode_block_tiles(own, target, {0, ref.units}, tables, memory, finish);
     if (code != StatusCode::kOk && lane_index() == 0) {
-      report_fault(call.device.fault, code, cell.slot, cell.layer, kv_head);
+      report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }
   }
   // block: the first slice.
