@@ -11,7 +11,7 @@ inline RowDrop drop_row(const PageAllocator& a, const PageOp& op, const BatchRow
   return drop_row(a, op, r, drop_input(a, op, r), op.kind == PageOpKind::kTruncate);
 }
 
-// Append, reserve: new pages, each from take(), go to the ends of the row's sides.
+// Append, grow, reserve: new pages, each from take(), go to the ends of the row's sides.
 template <class Take>
 void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const RowPlan& plan,
               Take take) {
@@ -19,7 +19,7 @@ void grow_row(const PageAllocator& a, const PageOp& op, const BatchRow& r, const
   for (int32_t s = 0; s < kMaxSides; ++s) {
     for (int32_t i = plan.pages.of[s] - plan.fresh.of[s]; i < plan.pages.of[s]; ++i) {
       const int32_t page = take();
-      if (op.kind == PageOpKind::kAppend) a.records[page] = kEmptyPageRecord;
+      if (op.kind != PageOpKind::kReserve) a.records[page] = kEmptyPageRecord;
       line[a.shape.table.slot_of(s, i)] = page;
     }
   }

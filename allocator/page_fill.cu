@@ -1,4 +1,4 @@
-// Reserve and fork: a CTA per group of 32 rows fills their tables. Reserved pages are runs of the
+// Grow, reserve and fork: a CTA per group of 32 rows fills their tables. New pages are runs of the
 // ring and of the line, which eight lanes copy; those of a fork are worked off as one list.
 
 #include "allocator/page_op.cuh"
@@ -40,8 +40,9 @@ __device__ void load_plans(const OpLaunch& x, GroupPlans* group) {
 
 // New pages of one side of a row, from `offset` of what the operation takes on: `step` is 1 from
 // the left and -1 from the right.
-__device__ void reserve_run(const OpLaunch& x, int32_t* slot, int32_t step, int32_t length,
-                            int32_t offset) {
+template <PageOpKind kKind>
+__device__ void take_run(const OpLaunch& x, int32_t* slot, int32_t step, int32_t length,
+                         int32_t offset) {
   for (int32_t first = run_lane(); first < length; first += kRunStep) {
     int32_t pages[kThreadItems];
 #pragma unroll
@@ -52,14 +53,17 @@ __device__ void reserve_run(const OpLaunch& x, int32_t* slot, int32_t step, int3
 #pragma unroll
     for (int32_t q = 0; q < kThreadItems; ++q) {
       const int32_t i = first + kRunLanes * q;
-      if (i < length) slot[step * i] = pages[q];
+      if (i >= length) continue;
+      slot[step * i] = pages[q];
+      if (kKind == PageOpKind::kGrow) write_record(x.a, pages[q]);
     }
   }
 }
 
 // Eight lanes per row: its pages lie one after the other in the ring, side by side, and in its line
 // each side's from its end on.
-__device__ void reserve_rows(const OpLaunch& x, const GroupPlans& group) {
+template <PageOpKind kKind>
+__device__ void take_rows(const OpLaunch& x, const GroupPlans& group) {
   const PageTableShape& shape = x.a.shape.table;
   const int32_t base = x.scratch.group_offsets[blockIdx.x];
   for (int32_t row = first_row(); row < kGroupRows; row += kRunRows) {
@@ -71,7 +75,7 @@ __device__ void reserve_rows(const OpLaunch& x, const GroupPlans& group) {
       const int32_t fresh = plan.fresh.of[s];
       if (fresh == 0) continue;
       int32_t* slot = line + shape.slot_of(s, plan.pages.of[s] - fresh);
-      reserve_run(x, slot, (s & 1) == 0 ? 1 : -1, fresh, offset);
+      take_run<kKind>(x, slot, (s & 1) == 0 ? 1 : -1, fresh, offset);
       offset += fresh;
     }
   }
@@ -119,7 +123,7 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
   if (kKind == PageOpKind::kFork) {
     fork_items(x, group);
   } else {
-    reserve_rows(x, group);
+    take_rows<kKind>(x, group);
   }
   if (threadIdx.x >= kGroupRows || group.row[lane_id()] < 0) return;
   x.a.tokens[group.row[lane_id()]] = group.plans[lane_id()].tokens;
@@ -129,8 +133,9 @@ __global__ void __launch_bounds__(kGroupThreads, 8)
 }  // namespace
 
 cudaError_t launch_fill(const OpLaunch& x, cudaStream_t stream) {
-  const StageKernel kernel = x.op.kind == PageOpKind::kFork ? fill_kernel<PageOpKind::kFork>
-                                                            : fill_kernel<PageOpKind::kReserve>;
+  const StageKernel kernel = x.op.kind == PageOpKind::kFork   ? fill_kernel<PageOpKind::kFork>
+                             : x.op.kind == PageOpKind::kGrow ? fill_kernel<PageOpKind::kGrow>
+                                                              : fill_kernel<PageOpKind::kReserve>;
   return launch_stage(kernel, x.groups, kGroupThreads, x, stream);
 }
 

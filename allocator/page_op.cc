@@ -196,6 +196,9 @@ PageOp PageOp::keep(SequenceBatch batch, const SideCounts* tokens, OpReport* rep
 PageOp PageOp::append(SequenceBatch batch, const SideCounts* added, OpReport* report) {
   return {PageOpKind::kAppend, batch, nullptr, added, nullptr, report};
 }
+PageOp PageOp::grow(SequenceBatch batch, const SideCounts* tokens, OpReport* report) {
+  return {PageOpKind::kGrow, batch, nullptr, tokens, nullptr, report};
+}
 PageOp PageOp::truncate(SequenceBatch batch, const SideCounts* tokens, PageCopy* copies,
                         OpReport* report) {
   return {PageOpKind::kTruncate, batch, nullptr, tokens, copies, report};

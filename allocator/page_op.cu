@@ -53,7 +53,9 @@ __global__ void __launch_bounds__(kRowThreads) plan_kernel(const __grid_constant
   if (!is_last_cta(&x.a.state->arrived, gridDim.x)) return;
   const int64_t pages = scan_groups<kRowThreads>(x.scratch.group_offsets, x.groups);
   if (threadIdx.x == 0) decide_op(x, op.kind, pages);
-  if (kKind == PageOpKind::kAppend || kKind == PageOpKind::kTruncate) return;  // live they stay
+  constexpr bool kStaysLive =
+      kKind == PageOpKind::kAppend || kKind == PageOpKind::kGrow || kKind == PageOpKind::kTruncate;
+  if (kStaysLive) return;
   __syncthreads();
   if (!goes_ahead(x)) return;
   for (int32_t e = threadIdx.x; e < op.batch.count; e += kRowThreads) close_sequence(x.a, op, e);
@@ -70,7 +72,8 @@ template <PageOpKind kKind>
 cudaError_t launch_op(const OpLaunch& x, cudaStream_t stream) {
   cudaError_t status = launch_plan<kKind>(x, stream);
   constexpr bool kTakes = kKind == PageOpKind::kAppend || kKind == PageOpKind::kTruncate;
-  constexpr bool kFills = kKind == PageOpKind::kReserve || kKind == PageOpKind::kFork;
+  constexpr bool kFills =
+      kKind == PageOpKind::kGrow || kKind == PageOpKind::kReserve || kKind == PageOpKind::kFork;
   if (status == cudaSuccess && kTakes) status = launch_take(x, stream);
   if (status == cudaSuccess && kFills) status = launch_fill(x, stream);
   if (status == cudaSuccess && drops_pages(kKind)) status = launch_drop(x, stream);
@@ -87,6 +90,8 @@ cudaError_t launch_op_of_kind(const OpLaunch& x, cudaStream_t stream) {
       return launch_op<PageOpKind::kKeep>(x, stream);
     case PageOpKind::kAppend:
       return launch_op<PageOpKind::kAppend>(x, stream);
+    case PageOpKind::kGrow:
+      return launch_op<PageOpKind::kGrow>(x, stream);
     case PageOpKind::kTruncate:
       return launch_op<PageOpKind::kTruncate>(x, stream);
     case PageOpKind::kRelease:

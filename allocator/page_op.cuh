@@ -61,7 +61,7 @@ cudaError_t launch_stage(StageKernel kernel, int32_t ctas, int32_t threads, cons
                          cudaStream_t stream);
 // What follows the plan of each kind.
 cudaError_t launch_take(const OpLaunch& x, cudaStream_t stream);  // append, truncate: one kernel
-cudaError_t launch_fill(const OpLaunch& x, cudaStream_t stream);  // reserve, fork: one kernel
+cudaError_t launch_fill(const OpLaunch& x, cudaStream_t stream);  // grow, reserve, fork: one kernel
 cudaError_t launch_drop(const OpLaunch& x,
                         cudaStream_t stream);  // keep, truncate, release: three kernels
 

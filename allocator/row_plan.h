@@ -194,6 +194,30 @@ TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const Batch
   return plan_growth(a, {r.row, a.tokens[r.row], a.pages[r.row], op.counts[r.batch_row]});
 }
 
+TKV_HD RowPlan plan_grow(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
+  RowPlan plan;
+  plan.tokens = op.counts[r.batch_row];
+  plan.pages = a.pages[r.row];
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    const int32_t tokens = plan.tokens.of[s], before = a.tokens[r.row].of[s];
+    if (tokens < 0) return failed_plan(StatusCode::kInvalidArgument);
+    if (tokens < before && !is_writable_from(a, r.row, s, tokens)) {
+      return failed_plan(StatusCode::kInvalidArgument);
+    }
+    if (s >= a.shape.table.num_sides) {
+      if (tokens != 0) return failed_plan(StatusCode::kInvalidArgument);
+      continue;
+    }
+    const int32_t pages = pages_for(tokens, a.shape.table.tokens_per_page[s]);
+    if (pages > a.shape.table.table_slots[s >> 1]) return failed_plan(StatusCode::kOutOfRange);
+    if (pages <= plan.pages.of[s]) continue;
+    plan.fresh.of[s] = pages - plan.pages.of[s];
+    plan.pages.of[s] = pages;
+  }
+  finish_growth(a, &plan);
+  return plan;
+}
+
 TKV_HD RowPlan plan_reserve(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   RowPlan plan;
   plan.tokens = a.tokens[r.row];
@@ -294,6 +318,8 @@ TKV_HD RowPlan plan_row(const PageAllocator& a, const PageOp& op, const BatchRow
   switch (op.kind) {
     case PageOpKind::kAppend:
       return plan_append(a, op, r);
+    case PageOpKind::kGrow:
+      return plan_grow(a, op, r);
     case PageOpKind::kReserve:
       return plan_reserve(a, op, r);
     case PageOpKind::kKeep:

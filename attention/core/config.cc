@@ -123,7 +123,7 @@ Status AttentionConfig::validate() const {
 }
 
 Status validate_tail(const AttentionConfig& config, const AttentionTail& tail) {
-  if (config.q_len == 1) return Status::ok();
+  if (config.q_len == 1 || tail.is_elsewhere) return Status::ok();
   if (tail.tier < -1 || tail.tier >= config.num_tiers) return invalid("tail.tier is out of range");
   if (tail.ring_first < 0 || tail.ring_first > kMaxTierTokens) {
     return invalid("tail.ring_first is out of range");

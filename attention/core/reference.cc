@@ -42,7 +42,7 @@ TailOrder tail_order(const AttentionConfig& config, const AttendCall& call, int3
   const AttentionTail& tail = call.tail;
   const bool is_ring = tail.ring_tokens > 0 && tokens >= tail.ring_first + tail.ring_tokens;
   const int32_t newest = tail.newest == nullptr ? tokens - 1 : tail.newest[entry];
-  return {config.q_len == 1 ? kNoTail : newest, is_ring ? tail.ring_first : 0,
+  return {config.q_len == 1 || tail.is_elsewhere ? kNoTail : newest, is_ring ? tail.ring_first : 0,
           is_ring ? tail.ring_tokens : 0};
 }
 

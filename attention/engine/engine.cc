@@ -271,7 +271,7 @@ Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAtt
   if (call.q == nullptr || call.out == nullptr) return invalid("q or out is null");
   if (call.num_tokens < 1) return invalid("num_tokens must be positive");
   EngineQueries q;
-  q.rotation = cache->rotation;
+  q.rotation = q.out_rotation = cache->rotation;
   q.key_mean = cache->key_mean;
   q.rows = *rows;
   q.num_q_heads = config.num_q_heads;

@@ -35,6 +35,16 @@ PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
 
 }  // namespace
 
+Status pack_queries(const EngineQueries& q, GpuStream stream) {
+  pack_queries_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
+  return cuda_status(cudaGetLastError(), "queries of a batch");
+}
+
+Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
+  unpack_outputs_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
+  return cuda_status(cudaGetLastError(), "outputs of a batch");
+}
+
 Result<EngineGrid> engine_grid(const EngineConfig& config) {
   if (Status s = config.validate(); !s) return s;
   EngineGrid grid;
@@ -87,9 +97,7 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
   q->packed_lse = at<float>(workspace, layout.lse);
   q->row_status =
       attention_row_status(attention, of, call.batch.count, 0, attention_part(workspace, layout));
-  const uint32_t ctas = ctas_of(q->vectors());
-  pack_queries_kernel<<<ctas, kEngineThreads, 0, stream>>>(*q);
-  if (Status s = cuda_status(cudaGetLastError(), "queries of a batch"); !s) return s;
+  if (Status s = pack_queries(*q, stream); !s) return s;
   AttendCall attend_call;
   attend_call.table = table_view(config, call.batch, workspace, layout);
   attend_call.pages = page_view(config, call.layer);
@@ -104,8 +112,7 @@ Status engine_attend(const EngineConfig& config, const EngineGrid& grid, const E
       !s) {
     return s;
   }
-  unpack_outputs_kernel<<<ctas, kEngineThreads, 0, stream>>>(*q);
-  return cuda_status(cudaGetLastError(), "outputs of a batch");
+  return unpack_outputs(*q, stream);
 }
 
 }  // namespace tierkv

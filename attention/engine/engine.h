@@ -71,7 +71,8 @@ PageView page_view(const EngineConfig& config, const EngineLayer& layer);
 // and results back. The last of a sequence's queries is the last of its entry; entries of sequences
 // with fewer begin with zeros.
 struct EngineQueries {
-  Rotation rotation;
+  Rotation rotation;                // of keys, and so of queries
+  Rotation out_rotation;            // of values
   const float* key_mean = nullptr;  // [num_kv_heads, head_dim] or null
   BlockRows rows;                   // slots and tokens are not used
   int32_t num_q_heads = 0;
@@ -110,5 +111,9 @@ struct EngineQueries {
 };
 // Fields of a validated call; what is packed is null.
 Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAttend& call);
+// Device memory, one launch each: q to packed_q; packed_out and packed_lse to out and lse. The
+// kernel behind the first may begin at once, and waits for its end before it reads queries.
+Status pack_queries(const EngineQueries& q, GpuStream stream);
+Status unpack_outputs(const EngineQueries& q, GpuStream stream);
 
 }  // namespace tierkv

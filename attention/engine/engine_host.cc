@@ -11,9 +11,8 @@
 namespace tierkv {
 namespace {
 
-Basis rotation_basis(const EngineQueries& q) {
-  if (!q.rotation.is_on) return Basis::none(q.head_dim);
-  return Basis::hadamard(q.head_dim);
+Basis rotation_basis(const Rotation& rotation, int32_t head_dim) {
+  return rotation.is_on ? Basis::hadamard(head_dim) : Basis::none(head_dim);
 }
 
 struct HostTable {
@@ -62,7 +61,7 @@ std::vector<float> load_query(const EngineQueries& q, int64_t token, int32_t hea
 }
 
 std::vector<uint16_t> pack_queries(const EngineQueries& q) {
-  const Basis basis = rotation_basis(q);
+  const Basis basis = rotation_basis(q.rotation, q.head_dim);
   std::vector<uint16_t> packed(q.vectors() * q.head_dim, 0);
   for_each_query(q, [&](int64_t at, int64_t token, int32_t head) {
     std::vector<float> x = load_query(q, token, head);
@@ -75,7 +74,7 @@ std::vector<uint16_t> pack_queries(const EngineQueries& q) {
 }
 
 void unpack_results(const EngineQueries& q, const ReferenceOutput& packed) {
-  const Basis basis = rotation_basis(q);
+  const Basis basis = rotation_basis(q.out_rotation, q.head_dim);
   for_each_query(q, [&](int64_t at, int64_t token, int32_t head) {
     std::vector<float> x(packed.out.begin() + at * q.head_dim,
                          packed.out.begin() + (at + 1) * q.head_dim);

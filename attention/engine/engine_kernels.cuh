@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kEngineThreads)
   LaneValues x;
   load_lane_values(static_cast<const uint16_t*>(q.packed_out) + w.vector * q.head_dim,
                    q.packed_dtype, q.head_dim, x);
-  rotate_back(q.rotation, q.head_dim, x);
+  rotate_back(q.out_rotation, q.head_dim, x);
   store_outputs(
       x, q.dtype, q.head_dim,
       static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head);

@@ -99,7 +99,7 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
 }
 
 TailSource tail_source(const AttentionConfig& config, const AttentionTail& tail) {
-  if (config.q_len == 1) return {};
+  if (config.q_len == 1 || tail.is_elsewhere) return {};
   return {tail.tier < 0 ? config.num_tiers - 1 : tail.tier, tail.newest, tail.ring_first,
           tail.ring_tokens};
 }

@@ -107,7 +107,7 @@ TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
 }
 // Kernels of their own, so that the usual one has none of the others' code.
 enum class DecodeMode {
-  kPlain,   // one query, one block of columns, no scores left behind
+  kPlain,   // one block of columns, every query sees all tokens, no scores left behind
   kNarrow,  // plain, of at most kNarrowColumns columns
   kScored,  // plain, with scores left behind
   kFull,

@@ -16,14 +16,6 @@
 
 namespace tierkv {
 
-TKV_HD float fma_rn(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return std::fma(a, b, c);
-#endif
-}
-
 // div_rn(1, x).
 TKV_HD float reciprocal_rn(float x) {
 #if defined(__CUDA_ARCH__)

@@ -50,6 +50,13 @@ TKV_HD float add_rn(float a, float b) {
   return a + b;
 #endif
 }
+TKV_HD float fma_rn(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
 TKV_HD float sqrt_rn(float x) {
 #if defined(__CUDA_ARCH__)
   return __fsqrt_rn(x);

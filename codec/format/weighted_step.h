@@ -29,14 +29,6 @@ TKV_HD bool is_importance_exponent(int32_t e) {
   return e >= kLeastImportanceExponent && e <= kMostImportanceExponent;
 }
 
-TKV_HD float fma_rn(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return std::fma(a, b, c);
-#endif
-}
-
 // f(e), a normal number. The fractions are 2^(i / 8) rounded to fp32.
 TKV_HD float exponent_factor(int32_t e) {
   constexpr uint32_t kFractions[8] = {0x000000u, 0x0b95c2u, 0x1837f0u, 0x25fed7u,

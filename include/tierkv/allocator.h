@@ -153,7 +153,16 @@ struct OpReport {
   int64_t pages_free;  // after the operation
 };
 
-enum class PageOpKind : int32_t { kOpen, kReserve, kKeep, kAppend, kTruncate, kRelease, kFork };
+enum class PageOpKind : int32_t {
+  kOpen,
+  kReserve,
+  kKeep,
+  kAppend,
+  kGrow,
+  kTruncate,
+  kRelease,
+  kFork
+};
 
 // One operation, as data. Pointers lie in the memory of the allocator it is run on.
 //
@@ -185,6 +194,10 @@ struct TKV_API PageOp {
   // Generation phase: `added` [batch rows] tokens for each side, at most one new page per side. A
   // negative number takes tokens from the end and keeps their pages, which must not be shared.
   static PageOp append(SequenceBatch batch, const SideCounts* added, OpReport* report);
+
+  // `tokens` [batch rows] are what each side now holds: any number of new pages. Fewer than before
+  // are taken from the end and keep their pages, which must not be shared.
+  static PageOp grow(SequenceBatch batch, const SideCounts* tokens, OpReport* report);
 
   // `tokens` [batch rows] are left on each side. A page that is left partly filled while others
   // share it is exchanged for a new one: the copies say which.

@@ -130,6 +130,8 @@ struct AttentionTail {
   // and those before it older than all others. 0: no ring.
   int32_t ring_first = 0;
   int32_t ring_tokens = 0;
+  // They are in no tier: every query sees all tokens, and nothing of the above is read.
+  bool is_elsewhere = false;
 };
 
 // Device memory for what attend() leaves behind of every token's scores, from which the store takes

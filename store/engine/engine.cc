@@ -13,7 +13,7 @@ Engine::Engine(const StoreConfig& config, const TokenLaws& laws)
 Result<SequenceId> Engine::add_sequence() {
   const Result<int32_t> slot = sequences_.free_slot();
   if (!slot) return slot.status();
-  place_->open(*slot);
+  if (Status s = place_->open(*slot); !s) return s;
   return sequences_.claim(*slot, {});
 }
 
@@ -21,7 +21,7 @@ Result<SequenceId> Engine::add_sequence() {
 Status Engine::begin(SequenceList sequences, int32_t tokens) {
   if (Status s = sequences_.admit_begin(sequences, tokens, &moves_); !s) return s;
   if (tokens <= kMaxStepTokens) {
-    if (Status s = place_->compress(moves_); !s) return s;
+    if (Status s = place_->compress(moves_, tokens); !s) return s;
     sequences_.commit(moves_);
   }
   sequences_.promise(moves_, tokens);
@@ -43,6 +43,18 @@ Status Engine::attend(const LayerAttend& call) {
 Status Engine::decode_range(const LayerRange& range) {
   const Result<LayerMove> move = sequences_.admit_range(range);
   return move ? place_->decode(range, *move) : move.status();
+}
+
+Status Engine::note_replay(SequenceList sequences, int32_t tokens) {
+  if (tokens > kMaxStepTokens) {
+    return Status(StatusCode::kInvalidArgument, "tokens: a step has at most kMaxStepTokens");
+  }
+  if (Status s = sequences_.admit_begin(sequences, tokens, &moves_); !s) return s;
+  if (Status s = place_->note_replay(moves_, tokens); !s) return s;
+  for (LayerMove& move : moves_) move.to.tokens += tokens;
+  sequences_.commit(moves_);
+  sequences_.promise(moves_, tokens);
+  return Status::ok();
 }
 
 Result<SequenceId> Engine::fork(SequenceId source) {
@@ -70,7 +82,7 @@ Status Engine::truncate(SequenceId sequence, int32_t tokens) {
 Status Engine::release(SequenceId sequence) {
   const Result<int32_t> slot = sequences_.slot_of(sequence);
   if (!slot) return slot.status();
-  place_->release(*slot);
+  if (Status s = place_->release(*slot); !s) return s;
   sequences_.release(*slot);
   return Status::ok();
 }
@@ -86,7 +98,9 @@ Result<int64_t> Engine::bytes_held(SequenceId sequence) const {
   if (!slot) return slot.status();
   StoreUsage usage;
   if (Status s = place_->add_usage({}, &usage); !s) return s;
-  return place_->pages_of(*slot) * usage.page_bytes + usage.slot_bytes;
+  const Result<int64_t> pages = place_->pages_of(*slot);
+  if (!pages) return pages.status();
+  return *pages * usage.page_bytes + usage.slot_bytes;
 }
 
 Result<StoreUsage> Engine::usage() const {

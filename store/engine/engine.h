@@ -28,6 +28,8 @@ class Engine {
   Status append(const LayerAppend& call);
   Status attend(const LayerAttend& call);
   Status decode_range(const LayerRange& range);
+  Status note_replay(SequenceList sequences, int32_t tokens);
+  Status take_status() { return place_->take_status(); }
   Result<SequenceId> fork(SequenceId source);
   Status truncate(SequenceId sequence, int32_t tokens);
   Status release(SequenceId sequence);
@@ -44,6 +46,9 @@ class Engine {
   std::unique_ptr<Place> place_;
   LayerMoves moves_;  // of the call under way
 };
+
+// With what it takes from its profile.
+StoreConfig resolve(const StoreConfig& config);
 
 // What the config makes of the memory: kOutOfRange where it is too little.
 struct StoreLayout {

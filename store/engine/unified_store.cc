@@ -8,11 +8,16 @@
 
 namespace tierkv {
 
-Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create(const StoreConfig& config) {
-  if (Status s = config.validate(); !s) return s;
-  // What keys are rotated by belongs to what a sequence is, wherever it comes from.
+// What keys are rotated by belongs to what a sequence is, wherever it comes from.
+StoreConfig store::resolve(const StoreConfig& config) {
   StoreConfig resolved = config;
   if (config.rope.empty() && config.profile != nullptr) resolved.rope = config.profile->rope;
+  return resolved;
+}
+
+Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create(const StoreConfig& config) {
+  if (Status s = config.validate(); !s) return s;
+  const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::RowFormat>> format = store::make_row_format(resolved);
   if (!format) return format.status();
   Result<std::unique_ptr<store::HostPlace>> place =
@@ -43,6 +48,12 @@ Status UnifiedStore::attend(const LayerAttend& call) {
 }
 Status UnifiedStore::decode_range(const LayerRange& range) {
   return engine_->decode_range(range);
+}
+Status UnifiedStore::note_replay(SequenceList sequences, int32_t tokens) {
+  return engine_->note_replay(sequences, tokens);
+}
+Status UnifiedStore::take_status() {
+  return engine_->take_status();
 }
 Result<SequenceId> UnifiedStore::fork(SequenceId source) {
   return engine_->fork(source);

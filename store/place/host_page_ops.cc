@@ -98,32 +98,10 @@ Status HostPlace::take_pages(const std::vector<HostLayer>& layers,
     format_->relocate(layers[i], copies_of(copies[layers[i].slot], layers[i].layer));
   }
   for (const auto& [slot, tokens] : target) {
-    if (Status s = grow(slot, tokens); !s) return s;
+    OpReport report;
+    if (Status s = run(PageOp::grow({&slot, 1}, tokens.data(), &report)); !s) return s;
   }
   return Status::ok();
-}
-
-// An operation takes at most one page a side of a row.
-Status HostPlace::grow(int32_t slot, const std::vector<SideCounts>& target) {
-  const PageTableShape& table = pages_.allocator.shape.table;
-  std::vector<SideCounts> added(target.size());
-  for (;;) {
-    bool more = false;
-    const std::vector<SideCounts> now = counts_of(slot);
-    for (size_t r = 0; r < target.size(); ++r) {
-      const int64_t row = int64_t{slot} * table.rows_per_sequence + static_cast<int64_t>(r);
-      for (int32_t side = 0; side < table.num_sides; ++side) {
-        const int64_t room =
-            (int64_t{pages_.allocator.pages[row].of[side]} + 1) * table.tokens_per_page[side];
-        const int64_t next = std::min<int64_t>(target[r].of[side], room);
-        added[r].of[side] = static_cast<int32_t>(next - now[r].of[side]);
-        more |= added[r].of[side] != 0;
-      }
-    }
-    if (!more) return Status::ok();
-    OpReport report;
-    if (Status s = run(PageOp::append({&slot, 1}, added.data(), &report)); !s) return s;
-  }
 }
 
 void HostPlace::copy_pages(const std::vector<PageCopy>& copies) const {
@@ -208,7 +186,7 @@ Status HostPlace::truncate(const LayerMoves& layers) {
   return Status::ok();
 }
 
-int64_t HostPlace::pages_of(int32_t slot) const {
+Result<int64_t> HostPlace::pages_of(int32_t slot) const {
   const PageTableShape& table = pages_.allocator.shape.table;
   int64_t pages = 0;
   for (int64_t r = 0; r < table.rows_per_sequence; ++r) {

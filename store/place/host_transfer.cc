@@ -98,10 +98,9 @@ Result<SequenceParts> HostPlace::export_parts(const LayerMoves& layers) {
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   const int32_t heads = config_.layout.num_kv_heads;
-  open(slot);
   std::vector<HostLayer> layers;
   std::vector<ImportWork> works;
-  Status s;
+  Status s = open(slot);
   for (int32_t l = 0; s && l < config_.layout.num_layers; ++l) {
     ImportWork work;
     work.layer = layer_of({slot, l, {}, {}});
@@ -122,7 +121,7 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
     s = plan ? take_pages(layers, (*plan)->layers) : plan.status();
     if (s) format_->write(layers, **plan);
   }
-  if (!s) release(slot);
+  if (!s) (void)release(slot);
   return s;
 }
 

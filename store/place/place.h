@@ -2,7 +2,7 @@
 // arguments: the engine has admitted the call, and does the arithmetic of counts, so that a place
 // that runs behind the host (a device) needs no answer to go on.
 //
-// Calls that fail have changed nothing.
+// Calls that fail have changed nothing. What a device finds out late take_status() tells.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,13 @@ class Place {
  public:
   virtual ~Place() = default;
 
-  virtual void open(int32_t slot) = 0;
-  virtual void release(int32_t slot) = 0;
+  virtual Status open(int32_t slot) = 0;
+  virtual Status release(int32_t slot) = 0;
 
-  // Compresses what leaves, in every step: moves change body_end, or nothing. One decision for all
-  // rows. kOutOfPages.
-  virtual Status compress(const LayerMoves& moves) = 0;
+  // Compresses what leaves, in every step of up to kMaxStepTokens `tokens` a sequence: moves change
+  // body_end, or nothing. One decision for all rows. All layers of a sequence together.
+  // kOutOfPages.
+  virtual Status compress(const LayerMoves& moves, int32_t tokens) = 0;
   // One move per sequence of the call, in its order: what leaves the window is compressed, out of
   // the tokens held and those of the call; of these, sinks, window and open unit are kept raw.
   virtual Status append(const LayerAppend& call, const LayerMoves& moves) = 0;
@@ -49,10 +50,15 @@ class Place {
   virtual Status fork(int32_t from, int32_t to, const LayerMoves& layers) = 0;
   virtual Status truncate(const LayerMoves& layers) = 0;
 
+  // A captured step is about to run once more; moves as compress() has them. kOutOfPages.
+  virtual Status note_replay(const LayerMoves& moves, int32_t tokens) = 0;
+  // Waits. The first failure since the last call, which is forgotten with it.
+  virtual Status take_status() = 0;
+
   // What is in use by sequences; `layers` are those of all open ones.
   virtual Status add_usage(const LayerMoves& layers, StoreUsage* usage) const = 0;
   // Pages of a sequence.
-  virtual int64_t pages_of(int32_t slot) const = 0;
+  virtual Result<int64_t> pages_of(int32_t slot) const = 0;
   virtual Shortage shortage() const = 0;
 
   virtual std::vector<uint8_t> identity() const = 0;

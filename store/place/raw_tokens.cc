@@ -115,19 +115,10 @@ Importance RawTokens::importance(int32_t kv_head, int32_t position) const {
   if (position >= at_.tokens) {
     if (chunk_->significance == nullptr) return {};
     const int64_t i = kv_head * chunk_->stride + position - chunk_->first;
-    // What a later chunk's queries give its tokens is several times what a whole prompt's would.
-    const ImportanceKind kind =
-        chunk_->first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
-    return {kind, chunk_->significance[i], 0};
+    return chunk_importance(chunk_->first, chunk_->significance[i]);
   }
-  const RawScore score =
-      read_score(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, position);
-  if (score.count < 0) {
-    const bool pruned = score.count == RawScore::kPruned;
-    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
-  }
-  if (score.count == 0) return {};
-  return {ImportanceKind::kSeen, score.sum / static_cast<float>(score.count), 0};
+  return ring_importance(
+      read_score(*rows_, raw_ + int64_t{kv_head} * rows_->layout.row_bytes, position));
 }
 
 // A token that stays raw has been seen by those of the chunk behind it.

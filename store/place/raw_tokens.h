@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "codec/format/quantize.h"
 #include "store/engine/tokens.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -44,6 +45,20 @@ struct Importance {
   float value = 0;
   uint32_t bits = 0;
 };
+
+// Of a token of the ring, and of the chunk that begins at position `first`.
+TKV_HD Importance ring_importance(RawScore score) {
+  if (score.count < 0) {
+    const bool pruned = score.count == RawScore::kPruned;
+    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
+  }
+  if (score.count == 0) return {};
+  return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
+}
+// What a later chunk's queries give its tokens is several times what a whole prompt's would.
+TKV_HD Importance chunk_importance(int32_t first, float significance) {
+  return {first == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen, significance, 0};
+}
 
 class RawTokens {
  public:

@@ -75,21 +75,29 @@ struct DeviceWorks {
   int32_t most_leaving = 0;  // a bound for to.body_end - from.body_end
   int32_t most_tokens = 0;   // a bound for to.tokens
   DeviceChunk chunk;
-  // The same on the host where the call is not captured; else null. [count * num_layers]
+  // The same on the host where the call is not captured; else null, but for may_rewrite(),
+  // require_capturable() and most_pages(), which always have them. [count * num_layers]
   const LayerMove* moves = nullptr;
+  // Device, for write() and cut(): of the page operation before them. They do nothing unless it
+  // says kOk.
+  const OpReport* report = nullptr;
 
   int32_t entries() const { return count * num_layers; }
 };
 
 // What plan() says, device memory. By table row of the sequences: [count * rows_per_sequence], row
 // (i, layer, r) at i * rows_per_sequence + layer * rows_per_layer + r. The place has filled both
-// with what the rows hold now; a format changes the rows of its entries.
+// with what the rows hold now; a format changes the rows of its entries. A target that is less than
+// what is kept takes units from the end, whose pages stay; they must not be shared.
 struct DeviceRowCounts {
   SideCounts* kept = nullptr;    // as LayerPlan::kept
   SideCounts* target = nullptr;  // as LayerPlan::tokens
 };
 
-// The first failure that kernels find, device memory; later ones are dropped.
+// The first failure that kernels find, device memory; later ones are dropped (report_fault() of
+// store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
+// notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
+// The place tells values of chunks that are not finite, for formats that read them as 0.
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
@@ -123,7 +131,7 @@ class DeviceRowFormat {
   virtual bool may_rewrite(const DeviceWorks& works) const = 0;
   // kInvalidArgument, naming the sequence, where a step of these cannot be captured yet.
   virtual Status require_capturable(const DeviceWorks& works) const = 0;
-  // What plan() may ask for at most, in pages, all entries together.
+  // Pages that go from `kept` to `target` of plan() at most, all entries together.
   virtual int64_t most_pages(const DeviceWorks& works) const = 0;
   // Changes `counts` and scratch of the format alone. A value that the format cannot hold is a
   // fault; its entry then asks for what it holds.
@@ -146,10 +154,13 @@ class DeviceRowFormat {
   virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables were cut, or forked: the states (copied already) follow. copies as in write().
   virtual Status cut(const DeviceWorks& works, const PageCopy* copies) = 0;
+  // Before the cut() of a fork, on the host.
+  virtual void forked(int32_t /*from*/, int32_t /*to*/) {}
 
   // Export and import go through host memory: the place brings the pages and the slot there and
   // lets the format in host memory write and parse them (transfer has one owner). What serves all
   // sequences (codebooks) is made equal here: from the device to the host format and back.
+  // upload_shared() comes after the bytes of an imported slot; both wait.
   virtual Status download_shared(RowFormat* host) = 0;
   virtual Status upload_shared(const RowFormat& host) = 0;
 };

@@ -75,6 +75,8 @@ StatusCode Model::run_row(const PageOp& op, int32_t entry, int32_t batch_row, Ro
       return StatusCode::kOk;
     case PageOpKind::kAppend:
       return append(op.counts[batch_row], row);
+    case PageOpKind::kGrow:
+      return grow(op.counts[batch_row], row);
     case PageOpKind::kReserve:
       return reserve(op.counts[entry], row);
     case PageOpKind::kTruncate:
@@ -122,6 +124,29 @@ StatusCode Model::append(const SideCounts& added, Row* row) {
     if (added.of[s] >= 0) continue;
     for (size_t i = row->tokens[s] / per_page; i < pages.size(); ++i) {
       if (is_shared(pages[i])) return StatusCode::kInvalidArgument;
+    }
+  }
+  return tables_fit(*row) ? StatusCode::kOk : StatusCode::kOutOfRange;
+}
+
+StatusCode Model::grow(const SideCounts& tokens, Row* row) {
+  for (int32_t s = 0; s < kMaxSides; ++s) {
+    if (tokens.of[s] < 0) return StatusCode::kInvalidArgument;
+    if (s >= shape_.table.num_sides && tokens.of[s] > 0) return StatusCode::kInvalidArgument;
+    auto& pages = row->pages[s];
+    if (tokens.of[s] < row->tokens[s]) {
+      const int32_t full = tokens.of[s] / shape_.table.tokens_per_page[s];
+      for (size_t i = full; i < pages.size(); ++i) {
+        if (is_shared(pages[i])) return StatusCode::kInvalidArgument;
+      }
+      row->tokens[s] = tokens.of[s];
+      continue;
+    }
+    for (; row->tokens[s] < tokens.of[s]; ++row->tokens[s]) {
+      const auto held = static_cast<int32_t>(pages.size());
+      if (row->tokens[s] < held * shape_.table.tokens_per_page[s]) continue;
+      if (held == shape_.table.table_slots[s / 2]) return StatusCode::kOutOfRange;
+      pages.push_back(take());
     }
   }
   return tables_fit(*row) ? StatusCode::kOk : StatusCode::kOutOfRange;

@@ -37,6 +37,7 @@ class Model {
   StatusCode admit(const PageOp& op, int32_t entry) const;
   StatusCode run_row(const PageOp& op, int32_t entry, int32_t batch_row, Row* row);
   StatusCode append(const SideCounts& added, Row* row);
+  StatusCode grow(const SideCounts& tokens, Row* row);
   StatusCode reserve(const SideCounts& more, Row* row);
   StatusCode keep(const SideCounts& tokens, Row* row);
   StatusCode truncate(const SideCounts& tokens, int32_t batch_row, Row* row);

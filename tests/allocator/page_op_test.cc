@@ -33,6 +33,9 @@ class PageOpTest : public ::testing::Test {
   StatusCode keep(const Ids& ids, const std::vector<SideCounts>& tokens) {
     return run(PageOp::keep(batch(ids), tokens.data(), &report_));
   }
+  StatusCode grow(const Ids& ids, const std::vector<SideCounts>& tokens) {
+    return run(PageOp::grow(batch(ids), tokens.data(), &report_));
+  }
   StatusCode append(const Ids& ids, const std::vector<SideCounts>& added) {
     return run(PageOp::append(batch(ids), added.data(), &report_));
   }
@@ -88,6 +91,24 @@ TEST_F(PageOpTest, AppendTakesAPageWhenASideIsFull) {
   // From 3 tokens: 2 more open one page, 4 more would open two.
   EXPECT_EQ(append({1}, {{{4, 0, 0, 0}}}), StatusCode::kOutOfRange);
   EXPECT_EQ(append({1}, {{{2, 0, 0, 0}}}), StatusCode::kOk);
+}
+
+TEST_F(PageOpTest, GrowTakesAsManyPagesAsItNeeds) {
+  ASSERT_EQ(open({1, 3}), StatusCode::kOk);
+  ASSERT_EQ(grow({3, 1}, {{{7, 5, 0, 0}}, {{3, 0, 0, 0}}}), StatusCode::kOk);
+  EXPECT_EQ(report_.pages_needed, 8);
+  EXPECT_EQ(side_ids(*state_, 3, 0), (Ids{0, 1, 2, 3}));
+  EXPECT_EQ(side_ids(*state_, 3, 1), (Ids{4, 5}));
+  EXPECT_EQ(side_ids(*state_, 1, 0), (Ids{6, 7}));
+  ASSERT_EQ(grow({1}, {{{4, 0, 0, 0}}}), StatusCode::kOk);  // there is room
+  EXPECT_EQ(report_.pages_needed, 0);
+  ASSERT_EQ(grow({1}, {{{1, 0, 0, 0}}}), StatusCode::kOk);  // the pages stay
+  EXPECT_EQ(side_ids(*state_, 1, 0), (Ids{6, 7}));
+  ASSERT_EQ(grow({1}, {{{4, 0, 0, 0}}}), StatusCode::kOk);
+  EXPECT_EQ(report_.pages_needed, 0);
+  EXPECT_EQ(grow({1}, {{{4, 0, 1, 0}}}), StatusCode::kInvalidArgument);
+  EXPECT_EQ(grow({1}, {{{1 << 30, 1 << 30, 0, 0}}}), StatusCode::kOutOfRange);
+  EXPECT_EQ(grow({2}, {{{1, 0, 0, 0}}}), StatusCode::kStaleSequence);
 }
 
 TEST_F(PageOpTest, AllOrNothing) {

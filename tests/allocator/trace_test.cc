@@ -79,7 +79,7 @@ TEST_P(TraceTest, FollowsTheModelAndKeepsTheLaws) {
     for (const PageCopy& c : op.copies) copies += c.source != kNoPage;
   }
   // A trace that never gets anywhere proves nothing.
-  EXPECT_EQ(done.size(), 7u);
+  EXPECT_EQ(done.size(), 8u);
   EXPECT_GT(copies, 0);
   EXPECT_GT(seen[StatusCode::kOutOfPages], 0);
   EXPECT_GT(seen[StatusCode::kOutOfRange], 0);

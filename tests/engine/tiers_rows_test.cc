@@ -270,7 +270,7 @@ TEST_F(TiersRowsTest, HostileBodies) {
       EXPECT_TRUE(
           std::all_of(k.begin(), k.end(), [](uint16_t x) { return (x & 0x7c00u) != 0x7c00u; }));
     }
-    store.place->release(3);
+    ASSERT_TRUE(store.place->release(3));
   }
   EXPECT_GT(corrupt, 100);
 }

@@ -77,9 +77,9 @@ class TraceMaker {
 
   PageOpKind pick_kind() {
     static constexpr PageOpKind kKinds[] = {
-        PageOpKind::kOpen,   PageOpKind::kReserve,  PageOpKind::kKeep,   PageOpKind::kKeep,
-        PageOpKind::kAppend, PageOpKind::kAppend,   PageOpKind::kAppend, PageOpKind::kAppend,
-        PageOpKind::kFork,   PageOpKind::kTruncate, PageOpKind::kRelease};
+        PageOpKind::kOpen,   PageOpKind::kReserve, PageOpKind::kKeep,     PageOpKind::kKeep,
+        PageOpKind::kAppend, PageOpKind::kAppend,  PageOpKind::kAppend,   PageOpKind::kAppend,
+        PageOpKind::kGrow,   PageOpKind::kFork,    PageOpKind::kTruncate, PageOpKind::kRelease};
     return kKinds[uniform(0, static_cast<int32_t>(std::size(kKinds)) - 1)];
   }
 
@@ -115,7 +115,7 @@ class TraceMaker {
       return;
     }
     if (op->kind != PageOpKind::kKeep && op->kind != PageOpKind::kAppend &&
-        op->kind != PageOpKind::kTruncate) {
+        op->kind != PageOpKind::kGrow && op->kind != PageOpKind::kTruncate) {
       return;
     }
     for (const int32_t sequence : op->sequences) {
@@ -144,6 +144,9 @@ class TraceMaker {
       const int32_t tokens = a.tokens[row].of[s], per_page = shape.tokens_per_page[s];
       if (kind == PageOpKind::kTruncate) {
         n.of[s] = chance(0.5) ? tokens : uniform(0, tokens);
+      } else if (kind == PageOpKind::kGrow) {
+        const bool backwards = chance(0.02) && tokens > 0;
+        n.of[s] = backwards ? tokens - 1 : tokens + (chance(0.5) ? 0 : uniform(0, 3 * per_page));
       } else if (kind == PageOpKind::kAppend) {
         const bool backwards = chance(0.01) && tokens > 0;
         n.of[s] = backwards ? -1 : uniform(0, std::min(options_.max_append, per_page));

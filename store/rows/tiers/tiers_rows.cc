@@ -52,9 +52,9 @@ void TiersRows::open(const HostLayer& layer) {
 }
 
 const Basis* TiersRows::basis(Component c, int32_t layer, int32_t kv_head) const {
-  const std::vector<Basis>& bases = c == Component::kKey ? keys_ : values_;
-  if (bases.empty() || row_class(layer, kv_head).layout[0].k_tile.type.is_raw()) return nullptr;
-  return &bases[layer * shape_.num_kv_heads + kv_head];
+  const std::vector<Basis>& all = bases(c);
+  if (all.empty() || row_class(layer, kv_head).layout[0].k_tile.type.is_raw()) return nullptr;
+  return &all[layer * shape_.num_kv_heads + kv_head];
 }
 
 TiersRow TiersRows::counts_before(const HostLayer& layer, int32_t kv_head, int32_t end) const {

@@ -48,14 +48,17 @@ class TiersRows final : public RowFormat {
   std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
 
+  // For the same rows in device memory: what prepare() made.
+  const StoreConfig& config() const { return config_; }
+  const TiersShape& shape() const { return shape_; }
+  // The format's, and raw behind them where there are raw layers.
+  const std::vector<RowClass>& classes() const { return classes_; }
+  const std::vector<uint8_t>& class_of_head() const { return class_of_head_; }
+  const std::vector<Basis>& bases(Component c) const {
+    return c == Component::kKey ? keys_ : values_;
+  }
+
  private:
-  // The formats of a class of heads.
-  struct RowClass {
-    PageLayout layout[2];    // by side
-    StepRule rule[2][2];     // by side and component
-    int32_t token_bytes[2];  // codes and metadata
-    Alphas alphas;
-  };
   // Tokens of a side from token `first` on, in pages of their own: slots are those that they get.
   struct StagedSide {
     int32_t first = 0, end = 0;

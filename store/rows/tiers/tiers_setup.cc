@@ -53,8 +53,7 @@ Status check_class(const TierClass& c, int32_t head_dim) {
 
 }  // namespace
 
-Result<TiersRows::RowClass> TiersRows::row_class_of(const TierFormat& high,
-                                                    const TierFormat& low) const {
+Result<RowClass> TiersRows::row_class_of(const TierFormat& high, const TierFormat& low) const {
   RowClass c;
   for (const TierFormat* tier : {&high, &low}) {
     const int32_t side = tier == &low ? kLowSide : kHighSide;

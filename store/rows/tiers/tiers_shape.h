@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "codec/format/page_layout.h"
 #include "store/place/raw_tokens.h"
 #include "tierkv/half.h"
 
@@ -72,12 +73,28 @@ struct Alphas {
   double high = 1, low = 0;
 };
 
-// The tier of the token at `position`, which leaves the window. What `row` keeps of importances
-// changes, so tokens are asked for in order. u is i * significance, i from 1, by the queries of the
-// first chunk; what later queries saw is taken against the row's geometric mean, this token
-// included; a token that nobody has seen is neutral, which is 1.
-TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32_t position,
-                            TiersRow* row) {
+// The formats of a class of heads.
+struct RowClass {
+  PageLayout layout[2];    // by side
+  StepRule rule[2][2];     // by side and component
+  int32_t token_bytes[2];  // codes and metadata
+  Alphas alphas;
+};
+
+// Whether a token's importance is taken against those of its row, and goes into their mean.
+TKV_HD bool is_averaged(const Importance& known) {
+  return known.kind == ImportanceKind::kSeen && known.value > 0;
+}
+TKV_HD double log_of_importance(const Importance& known) {
+  return std::log2(static_cast<double>(known.value));
+}
+
+// The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
+// the queries of the first chunk; what later queries saw is taken against the row's geometric mean,
+// this token included: `seen` importances with the sum of logarithms log_sum. A token that nobody
+// has seen is neutral, which is 1.
+TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t position,
+                        int32_t seen, double log_sum) {
   double u = 1;
   switch (known.kind) {
     case ImportanceKind::kUnknown:
@@ -86,12 +103,7 @@ TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
       break;
     case ImportanceKind::kSeen:
-      u = 0;
-      if (known.value > 0) {
-        row->log_sum += std::log2(static_cast<double>(known.value));
-        ++row->seen;
-        u = static_cast<double>(known.value) / std::exp2(row->log_sum / row->seen);
-      }
+      u = is_averaged(known) ? static_cast<double>(known.value) / std::exp2(log_sum / seen) : 0.0;
       break;
     case ImportanceKind::kDecided:
       return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
@@ -99,6 +111,37 @@ TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32
       return BodyTier::kPruned;
   }
   return u >= alphas.high ? BodyTier::kHigh : u < alphas.low ? BodyTier::kPruned : BodyTier::kLow;
+}
+
+// The same, and what `row` keeps of importances changes, so tokens are asked for in order.
+TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32_t position,
+                            TiersRow* row) {
+  if (is_averaged(known)) {
+    row->log_sum += log_of_importance(known);
+    ++row->seen;
+  }
+  return tier_of(alphas, known, position, row->seen, row->log_sum);
+}
+
+// A map by words of 16 positions. Bits 2 i of the result: position i has this tier.
+inline constexpr int32_t kWordPositions = 16;
+TKV_HD constexpr uint32_t positions_of(uint32_t word, BodyTier tier) {
+  const uint32_t low = word & 0x55555555u, high = word >> 1 & 0x55555555u;
+  return tier == BodyTier::kHigh ? low & ~high : tier == BodyTier::kLow ? high & ~low : low & high;
+}
+// Both bits of the positions [first, end) of a word; both may lie outside it.
+TKV_HD constexpr uint32_t word_mask(int32_t first, int32_t end) {
+  const uint32_t before_end = end >= kWordPositions ? ~0u : end <= 0 ? 0u : (1u << 2 * end) - 1;
+  const uint32_t before = first >= kWordPositions ? ~0u : first <= 0 ? 0u : (1u << 2 * first) - 1;
+  return before_end & ~before;
+}
+// Bit i of the lower half to bit 2 i.
+TKV_HD constexpr uint32_t spread_bits(uint32_t x) {
+  x &= 0xffffu;
+  x = (x | x << 8) & 0x00ff00ffu;
+  x = (x | x << 4) & 0x0f0f0f0fu;
+  x = (x | x << 2) & 0x33333333u;
+  return (x | x << 1) & 0x55555555u;
 }
 
 }  // namespace tierkv::store

@@ -1,0 +1,111 @@
+// One token of a page without sub-groups, from a warp's registers into its slot and back to a row:
+// what kernels share that write tokens one by one.
+#pragma once
+
+#include "codec/gpu/pages/page_token.cuh"
+
+namespace tierkv {
+
+__device__ __forceinline__ float squared_norm(const LaneValues& x, int32_t head_dim) {
+  float sum[4] = {};  // of the partials lane % 8 + 8 j
+#pragma unroll
+  for (int32_t chunk = 0; chunk < 4 * kLaneChunks; ++chunk) {
+    if (32 * chunk >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      const float y = x[chunk / 4][j];
+      const float square = __shfl_sync(kFullWarp, mul_rn(y, y), lane_index() % 8 + chunk % 4 * 8);
+      sum[j] = add_rn(sum[j], square);
+    }
+  }
+  float all = add_rn(add_rn(sum[0], sum[2]), add_rn(sum[1], sum[3]));
+#pragma unroll
+  for (int32_t lanes = 4; lanes > 0; lanes /= 2) {
+    all = add_rn(all, __shfl_xor_sync(kFullWarp, all, lanes));
+  }
+  return all;
+}
+
+// quantize_norm(): the lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_norm_lane(const LaneValues& x, int32_t head_dim,
+                                                         LaneSide* side) {
+  const QuantParams p = norm_params(squared_norm(x, head_dim), head_dim);
+  const float scale = half_to_float(p.scale), zero_point = half_to_float(p.zero_point);
+  StatusCode code = params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
+  bool finite = true;
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+      finite &= lane_dim(i) >= head_dim || is_finite(x[i][j]);
+      side->codes[i][j] =
+          static_cast<uint32_t>(minmax_code(x[i][j], scale, zero_point, kNormLevels));
+    }
+  }
+  side->params[0][0] = p;
+  return __all_sync(kFullWarp, finite) ? code : StatusCode::kNonFinite;
+}
+
+// Min-max codes of a whole head; the lane's part of the status.
+__device__ __forceinline__ StatusCode quantize_minmax_lane(const LaneValues (&x)[1], CodeType type,
+                                                           int32_t head_dim, LaneSide* side) {
+  float lo[1], hi[1];
+  row_extrema(x, head_dim, lo, hi);
+  const QuantParams p = minmax_params(lo[0], hi[0], type.levels());
+  const CodeMaker maker = make_code_maker(p);
+  const float top = static_cast<float>(type.levels() - 1);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[0][i][j], maker, top) & 255u;
+  }
+  side->params[0][0] = p;
+  return params_status(lo[0], hi[0], p);
+}
+
+// In coordinates; the lane's part of the status. Pages of engines have no sub-groups.
+__device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component c, StepRule rule,
+                                                  const LaneValues (&x)[1], LaneSide* side) {
+  const TileLayout tile = page.layout->tile(c);
+  *side = {};
+  if (tile.type.is_raw()) return take_raw_codes(page, x[0], side);
+  if (rule == StepRule::kNorm) return quantize_norm_lane(x[0], tile.head_dim, side);
+  return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
+}
+
+// store_side() without sub-groups.
+__device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
+                                                 const LaneSide& side) {
+  const PageLayout& layout = *page.layout;
+  const TileLayout tile = layout.tile(c);
+  const int32_t tile_index = slot / kTileTokens, in_tile = slot % kTileTokens;
+  uint8_t* codes = page.bytes + layout.tile_codes_byte(c, tile_index);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, tile.head_dim) || lane_dim(i) >= tile.head_dim) continue;
+    store_token_codes(tile, c, in_tile, lane_dim(i), side.codes[i], codes);
+  }
+  if (layout.groups(c) == 0 || lane_index() != 0) return;
+  store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
+               side.params[0][0]);
+}
+
+// A row of a token leaves through shared memory in pieces of 16 bytes.
+__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
+                                          uint16_t* stage, uint16_t* to) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) store_element(stage, dtype, lane_dim(i) + 8 * j, x[i][j]);
+  }
+  __syncwarp();
+  if (lane_index() < head_dim / 8) {
+    reinterpret_cast<uint4*>(to)[lane_index()] =
+        reinterpret_cast<const uint4*>(stage)[lane_index()];
+  }
+  __syncwarp();
+}
+
+}  // namespace tierkv

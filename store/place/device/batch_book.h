@@ -1,0 +1,92 @@
+// What calls have left on the device for later ones, by the host's knowledge: the batch of
+// sequences, counts derived for it, and the plan of attention.
+//
+// There are two memories: of calls that run at once, and of calls that are captured in a graph. A
+// graph writes its own again in every replay, of which the host may learn nothing, so they never
+// share one; and what a capture uses the same capture has written.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tierkv::store {
+
+inline constexpr int32_t kBatchMemories = 2;
+
+class BatchBook {
+ public:
+  explicit BatchBook(int32_t num_layers) : num_layers_(num_layers) {}
+
+  // Before a call: the id of the capture under way, 0 where calls run at once.
+  void enter(uint64_t capture) {
+    index_ = capture == 0 ? 0 : 1;
+    if (now().capture == capture) return;
+    now() = {};
+    now().capture = capture;
+  }
+  int32_t index() const { return index_; }
+  bool is_captured() const { return index_ == 1; }
+  // In both memories, where the device may have changed what they are derived from.
+  void forget() {
+    for (Content& c : contents_) {
+      const uint64_t capture = c.capture;
+      c = {};
+      c.capture = capture;
+    }
+  }
+
+  // from and to of all layers for a step of so many tokens that begins.
+  void wrote_step(const std::vector<int32_t>& slots, int32_t tokens) {
+    set_slots(slots, true);
+    now().step_tokens = tokens;
+    now().planned_q_len = 0;
+  }
+  bool has_step(const std::vector<int32_t>& slots, int32_t tokens) const {
+    return now().slots == slots && now().step_tokens == tokens;
+  }
+  // from, to and at of one layer.
+  void wrote_layer(const std::vector<int32_t>& slots, int32_t layer) {
+    if (now().slots != slots) set_slots(slots, false);
+    now().step_tokens = 0;
+    now().has_at[layer] = 1;
+    now().planned_q_len = 0;
+  }
+  // at of all layers.
+  void wrote_held(const std::vector<int32_t>& slots) {
+    set_slots(slots, true);
+    now().step_tokens = 0;
+    now().planned_q_len = 0;
+  }
+  bool has_at(const std::vector<int32_t>& slots, int32_t layer) const {
+    return now().slots == slots && now().has_at[layer] != 0;
+  }
+  // Whether attention over bodies that end there has its plan; if not it has afterwards.
+  bool plan(int32_t q_len, const std::vector<int32_t>& body_ends) {
+    if (now().planned_q_len == q_len && now().planned_ends == body_ends) return true;
+    now().planned_q_len = q_len;
+    now().planned_ends = body_ends;
+    return false;
+  }
+
+ private:
+  struct Content {
+    uint64_t capture = 0;
+    std::vector<int32_t> slots;  // empty: no batch
+    int32_t step_tokens = 0;     // 0: no step
+    std::vector<uint8_t> has_at;
+    int32_t planned_q_len = 0;  // 0: no plan
+    std::vector<int32_t> planned_ends;
+  };
+  Content& now() { return contents_[index_]; }
+  const Content& now() const { return contents_[index_]; }
+  void set_slots(const std::vector<int32_t>& slots, bool has_at) {
+    now().slots = slots;
+    now().has_at.assign(num_layers_, has_at ? 1 : 0);
+  }
+
+  int32_t num_layers_;
+  int32_t index_ = 0;
+  Content contents_[kBatchMemories];
+};
+
+}  // namespace tierkv::store

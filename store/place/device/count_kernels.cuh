@@ -1,0 +1,100 @@
+// Counts of tokens on the device, and what plans ask of the page tables. Bound: launches; all of it
+// is a few bytes a (sequence, layer).
+#pragma once
+
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
+#include "store/place/device/device_calls.h"
+#include "store/place/device/device_fault.cuh"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kCountThreads = 256;
+
+__device__ __forceinline__ int32_t grid_thread() {
+  return static_cast<int32_t>(blockIdx.x) * kCountThreads + static_cast<int32_t>(threadIdx.x);
+}
+
+// A thread per entry of the chunk.
+__global__ void __launch_bounds__(kCountThreads)
+    count_kernel(const __grid_constant__ CountCall c, const __grid_constant__ IdChunk ids) {
+  wait_for_previous_kernel();
+  const int32_t i = grid_thread();
+  if (i >= c.count * c.layers) return;
+  const int32_t within = i / c.layers, l = i - within * c.layers, sequence = c.first + within;
+  const int32_t slot = ids.slots[within], layer = c.first_layer + l;
+  if (l == 0) c.batch.slots[sequence] = slot;
+  const LayerTokens from = c.counts[static_cast<int64_t>(slot) * c.num_layers + layer];
+  const LayerTokens to = after(c.law, c.laws, from, c.tokens);
+  const int64_t entry = static_cast<int64_t>(sequence) * c.layers + l;
+  c.batch.from[entry] = from;
+  c.batch.to[entry] = to;
+  const bool begins = c.law == CountLaw::kBegin;
+  c.batch.at[static_cast<int64_t>(layer) * c.max_sequences + sequence] = {
+      to.tokens + (begins ? c.tokens : 0), to.body_end};
+}
+
+__global__ void __launch_bounds__(kCountThreads)
+    commit_kernel(const __grid_constant__ CommitCall c) {
+  wait_for_previous_kernel();
+  const int32_t i = grid_thread();
+  if (i < c.entries) {
+    const int32_t sequence = i / c.layers, layer = c.first_layer + i - sequence * c.layers;
+    c.counts[static_cast<int64_t>(c.slots[sequence]) * c.num_layers + layer] = c.to[i];
+  }
+  if (i != 0) return;
+  if (c.report != nullptr && c.report->status != StatusCode::kOk) {
+    report_fault(c.fault, {c.report->status, -1, -1, -1});
+  }
+  const RingCursors cursors = *c.allocator.ring.cursors;
+  const auto free = static_cast<uint64_t>(cursors.end - cursors.start);
+  if (cursors.end - cursors.start < *c.least_free) *c.least_free = cursors.end - cursors.start;
+  const auto number = static_cast<uint32_t>(c.allocator.state->op_number);
+  *static_cast<volatile uint64_t*>(c.published) = free << 32 | number;
+}
+
+// A thread per table row of the batch.
+__global__ void __launch_bounds__(kCountThreads)
+    row_counts_kernel(const __grid_constant__ RowCountsCall c) {
+  wait_for_previous_kernel();
+  const int32_t i = grid_thread(), rows = c.allocator.shape.table.rows_per_sequence;
+  if (i >= c.count * rows) return;
+  const SideCounts now =
+      c.allocator.tokens[static_cast<int64_t>(c.slots[i / rows]) * rows + i % rows];
+  c.counts.kept[i] = now;
+  c.counts.target[i] = now;
+}
+
+// As HostPlace::demand_of(). A thread per table row of the batch; `needs` begins with zeros.
+__global__ void __launch_bounds__(kCountThreads)
+    needs_kernel(const __grid_constant__ RowCountsCall c, PageNeeds* needs) {
+  wait_for_previous_kernel();
+  const PageAllocator& a = c.allocator;
+  const PageTableShape& table = a.shape.table;
+  const int32_t i = grid_thread(), rows = table.rows_per_sequence;
+  if (i >= c.count * rows) return;
+  const int32_t row = c.slots[i / rows] * rows + i % rows;
+  const SideCounts kept = c.counts.kept[i], target = c.counts.target[i];
+  int64_t fresh = 0, exchanged = 0;
+  int32_t pages[kMaxTables] = {};
+  for (int32_t side = 0; side < table.num_sides; ++side) {
+    const int32_t per_page = table.tokens_per_page[side];
+    const int32_t kept_pages = pages_for(kept.of[side], per_page);
+    const int32_t target_pages = pages_for(target.of[side], per_page);
+    pages[side / 2] += target_pages;
+    fresh += most(0, target_pages - kept_pages);
+    for (int32_t p = kept.of[side] / per_page; p < a.pages[row].of[side]; ++p) {
+      const bool shared = is_frozen(a, page_at(a, row, side, p));
+      fresh -= p >= kept_pages && !shared ? 1 : 0;
+      exchanged += p < kept_pages && shared ? 1 : 0;
+    }
+  }
+  if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+    atomicAdd(&needs->beyond, 1);
+  }
+  fresh += exchanged;
+  if (fresh != 0) atomicAdd(&needs->fresh, static_cast<unsigned long long>(fresh));
+  if (exchanged != 0) atomicAdd(&needs->exchanged, static_cast<unsigned long long>(exchanged));
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,211 @@
+// Page operations of a place in device memory: whether there are pages, growth, fork and truncate.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "gpu/cuda_device.cuh"
+#include "store/place/device/device_kernels.h"
+#include "store/place/device/device_place.h"
+
+namespace tierkv::store {
+
+Result<bool> DevicePlace::has_pages(int64_t at_most) {
+  if (free_.at_least() >= at_most) return true;
+  if (book_.is_captured()) return false;
+  if (Status s = wait(); !s) return s;
+  return free_.at_least() >= at_most;
+}
+
+Status DevicePlace::refuse_pages(int64_t needed) {
+  const int64_t free = std::max<int64_t>(free_.at_least(), 0);
+  shortage_ = {needed - free, (needed - free) * layout_.page_bytes};
+  return Status(StatusCode::kOutOfPages,
+                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
+                    std::to_string(shortage_.bytes) + " bytes are missing");
+}
+
+Status DevicePlace::run(const PageOp& op, int64_t at_most) {
+  free_.enqueue(at_most);
+  return run_page_op_device(view_.pages.allocator, op, op_workspace_, stream_);
+}
+
+// For operations that the bound does not admit: what becomes of them is known afterwards.
+Status DevicePlace::run_and_wait(const PageOp& op, int64_t at_most) {
+  if (Status s = run(op, at_most); !s) return s;
+  if (Status s = commit(nullptr, false); !s) return s;
+  OpReport report;
+  if (Status s = copy(&report, op.report, sizeof(report)); !s) return s;
+  if (Status s = wait(); !s) return s;
+  if (report.status == StatusCode::kOk) return Status::ok();
+  if (report.status == StatusCode::kOutOfPages) return refuse_pages(report.pages_needed);
+  return Status(report.status, "table row " + std::to_string(report.batch_row));
+}
+
+Status DevicePlace::fill_row_counts(const DeviceWorks& works) {
+  return launch_row_counts({view_.pages.allocator, works.slots, row_counts(), works.count},
+                           stream_);
+}
+
+Status DevicePlace::require_needs(const DeviceWorks& works) {
+  const cudaError_t error = cudaMemsetAsync(needs_, 0, sizeof(PageNeeds), stream_);
+  if (Status s = cuda_status(error, "pages"); !s) return s;
+  const RowCountsCall call = {view_.pages.allocator, works.slots, row_counts(), works.count};
+  if (Status s = launch_needs(call, needs_, stream_); !s) return s;
+  PageNeeds needs = {};
+  if (Status s = copy(&needs, needs_, sizeof(needs)); !s) return s;
+  if (Status s = wait(); !s) return s;
+  if (needs.beyond > 0) {
+    return Status(StatusCode::kOutOfRange, "a sequence takes more pages than its table has");
+  }
+  const int64_t needed =
+      std::max(static_cast<int64_t>(needs.fresh), static_cast<int64_t>(needs.exchanged));
+  return needed <= free_.at_least() ? Status::ok() : refuse_pages(needed);
+}
+
+int64_t DevicePlace::most_pages(DeviceWorks works, const LayerMoves& moves, bool rewrites) const {
+  works.moves = moves.data();
+  const int64_t rows = int64_t{works.entries()} * view_.pages.rows_per_layer;
+  const int64_t exchanged = rewrites ? rows * layout_.allocator.table.num_sides : 0;
+  return format_->most_pages(works) + exchanged;
+}
+
+Status DevicePlace::compress_works(const DeviceWorks& works, const LayerMoves& moves) {
+  if (book_.is_captured()) {
+    DeviceWorks known = works;
+    known.moves = moves.data();
+    if (Status s = format_->require_capturable(known); !s) return s;
+  }
+  const bool rewrites = !book_.is_captured() && format_->may_rewrite(works);
+  const int64_t at_most = most_pages(works, moves, rewrites);
+  const Result<bool> fits = has_pages(at_most);
+  if (!fits) return fits.status();
+  if (!*fits && book_.is_captured()) return refuse_pages(at_most);
+  if (Status s = fill_row_counts(works); !s) return s;
+  if (Status s = format_->plan(works, row_counts()); !s) return s;
+  if (!*fits) {
+    if (Status s = require_needs(works); !s) return s;
+  }
+  const SequenceBatch batch = {works.slots, works.count};
+  if (rewrites) {
+    if (Status s = run(PageOp::truncate(batch, kept_, copies_, report_), 0); !s) return s;
+    if (Status s = copy_pages(works.count); !s) return s;
+  }
+  if (Status s = run(PageOp::grow(batch, target_, report_), at_most); !s) return s;
+  return format_->write(works, rewrites ? copies_ : nullptr);
+}
+
+Status DevicePlace::copy_pages(int32_t count) {
+  return launch_page_copies(view_.pages, copies_, count * rows_per_sequence(), stream_);
+}
+
+Status DevicePlace::note_replay(const LayerMoves& moves, int32_t tokens) {
+  if (Status s = enter("note_replay", false); !s) return s;
+  if (Status s = require_alike(moves); !s) return s;
+  const DeviceWorks works = works_of(moves, {0, config_.layout.num_layers}, tokens);
+  if (Status s = format_->require_capturable(works); !s) return s;
+  const int64_t at_most = most_pages(works, moves, false);
+  const Result<bool> fits = has_pages(at_most);
+  if (!fits) return fits.status();
+  if (!*fits) return refuse_pages(at_most);
+  free_.enqueue(at_most);
+  book_.forget();
+  return Status::ok();
+}
+
+Status DevicePlace::open(int32_t slot) {
+  if (Status s = enter("add_sequence", false); !s) return s;
+  book_.forget();
+  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = run(PageOp::open({op_slots_, 1}, report_), 0); !s) return s;
+  if (Status s = commit(nullptr, true); !s) return s;
+  const int64_t layers = config_.layout.num_layers;
+  cudaError_t error = cudaMemsetAsync(view_.slots.raw(slot, 0), 0,
+                                      static_cast<size_t>(layout_.slot_bytes), stream_);
+  if (error == cudaSuccess) {
+    error = cudaMemsetAsync(counts_ + slot * layers, 0, layers * sizeof(LayerTokens), stream_);
+  }
+  if (Status s = cuda_status(error, "add_sequence"); !s) return s;
+  return format_->open(slot);
+}
+
+Status DevicePlace::release(int32_t slot) {
+  if (Status s = enter("release", false); !s) return s;
+  book_.forget();
+  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
+  return commit(nullptr, true);
+}
+
+Status DevicePlace::fork(int32_t from, int32_t to, const LayerMoves& layers) {
+  if (Status s = enter("fork", false); !s) return s;
+  book_.forget();
+  const int64_t at_most = int64_t{rows_per_sequence()} * layout_.allocator.table.num_sides;
+  const Result<bool> fits = has_pages(at_most);
+  if (!fits) return fits.status();
+  const PageOp op = PageOp::fork({op_slots_, 1}, op_slots_ + 1, copies_, report_);
+  if (Status s = launch_ids({to, from}, op_slots_, stream_); !s) return s;
+  if (Status s = *fits ? run(op, at_most) : run_and_wait(op, at_most); !s) return s;
+  const Positions all = {0, config_.layout.num_layers};
+  const int64_t counts_bytes = all.end * int64_t{sizeof(LayerTokens)};
+  if (Status s = copy(view_.slots.raw(to, 0), view_.slots.raw(from, 0), layout_.slot_bytes); !s) {
+    return s;
+  }
+  if (Status s =
+          copy(counts_ + int64_t{to} * all.end, counts_ + int64_t{from} * all.end, counts_bytes);
+      !s) {
+    return s;
+  }
+  if (Status s = copy_pages(1); !s) return s;
+  if (Status s = write_counts(CountLaw::kHeld, 0, {to}, all); !s) return s;
+  LayerMoves moves = layers;
+  for (LayerMove& move : moves) move.slot = to;
+  const DeviceWorks works = works_of(moves, all, 0);
+  format_->forked(from, to);
+  if (Status s = format_->cut(works, copies_); !s) return s;
+  return commit(nullptr, true);
+}
+
+Status DevicePlace::truncate(const LayerMoves& layers) {
+  if (Status s = enter("truncate", false); !s) return s;
+  book_.forget();
+  const int32_t num_layers = config_.layout.num_layers, tokens = layers[0].to.tokens;
+  if (Status s = write_counts(CountLaw::kTruncate, tokens, {layers[0].slot}, {0, num_layers}); !s) {
+    return s;
+  }
+  const DeviceWorks works = works_of(layers, {0, num_layers}, 0);
+  const bool cuts = std::any_of(layers.begin(), layers.end(), [](const LayerMove& m) {
+    return m.to.body_end != m.from.body_end;
+  });
+  if (cuts) {
+    if (Status s = cut_bodies(works, layers); !s) return s;
+  }
+  return commit(&works, cuts);
+}
+
+// The ring's tokens all go, so what comes back may take their places before the pages are cut.
+Status DevicePlace::cut_bodies(const DeviceWorks& works, const LayerMoves& layers) {
+  if (Status s = fill_row_counts(works); !s) return s;
+  if (Status s = format_->cut_counts(works, row_counts()); !s) return s;
+  const int64_t rows = rows_per_sequence();
+  const int64_t at_most = rows * layout_.allocator.table.num_sides;
+  const Result<bool> fits = has_pages(at_most);
+  if (!fits) return fits.status();
+  if (!*fits) {
+    if (Status s = copy(kept_, target_, rows * int64_t{sizeof(SideCounts)}); !s) return s;
+    if (Status s = require_needs(works); !s) return s;
+  }
+  for (const LayerMove& move : layers) {
+    if (move.to.body_end == move.from.body_end) continue;
+    const Positions range = {std::min(ring_first(layout_.laws, move.to), move.to.tokens),
+                             move.to.tokens};
+    if (range.count() <= 0) continue;
+    if (Status s = format_->restore(move, range); !s) return s;
+  }
+  const PageOp op = PageOp::truncate({works.slots, 1}, target_, copies_, report_);
+  if (Status s = run(op, at_most); !s) return s;
+  if (Status s = copy_pages(1); !s) return s;
+  return format_->cut(works, copies_);
+}
+
+}  // namespace tierkv::store

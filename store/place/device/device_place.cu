@@ -1,0 +1,316 @@
+#include "store/place/device/device_place.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "gpu/cuda_device.cuh"
+#include "store/place/device/device_kernels.h"
+#include "store/shared/stream_capture.cuh"
+
+namespace tierkv::store {
+namespace {
+
+bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+Status unsupported(const char* what) {
+  return Status(StatusCode::kUnsupported, std::string(what) + ", in a store on a device");
+}
+
+// The slots of moves, `step` moves a sequence.
+std::vector<int32_t> slots_of(const LayerMoves& moves, int32_t step) {
+  std::vector<int32_t> slots;
+  for (size_t i = 0; i < moves.size(); i += step) slots.push_back(moves[i].slot);
+  return slots;
+}
+
+bool any_leaves(const LayerMoves& moves) {
+  return std::any_of(moves.begin(), moves.end(),
+                     [](const LayerMove& m) { return m.to.body_end != m.from.body_end; });
+}
+
+}  // namespace
+
+Status DevicePlace::wait() const {
+  return cuda_status(cudaStreamSynchronize(stream_), "wait");
+}
+
+Status DevicePlace::copy(void* to, const void* from, int64_t bytes) const {
+  return cuda_status(
+      cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_), "copy");
+}
+
+Status DevicePlace::enter(const char* call, bool can_be_captured) {
+  const Result<uint64_t> capture = capture_id(stream_);
+  if (!capture) return capture.status();
+  if (*capture != 0 && !can_be_captured) {
+    return Status(StatusCode::kUnsupported, std::string(call) + " cannot be captured");
+  }
+  book_.enter(*capture);
+  return Status::ok();
+}
+
+Status DevicePlace::write_counts(CountLaw law, int32_t tokens, const Slots& slots,
+                                 Positions layers) {
+  CountCall call;
+  call.batch = batch();
+  call.counts = counts_;
+  call.laws = layout_.laws;
+  call.law = law;
+  call.tokens = tokens;
+  call.first_layer = layers.first;
+  call.layers = layers.count();
+  call.num_layers = config_.layout.num_layers;
+  call.max_sequences = config_.max_sequences;
+  return launch_counts(call, slots, stream_);
+}
+
+// works: whose counts become what they were to become; null: nobody's.
+Status DevicePlace::commit(const DeviceWorks* works, bool after_op) {
+  CommitCall call;
+  if (works != nullptr) {
+    call.slots = works->slots;
+    call.to = works->to;
+    call.entries = works->entries();
+    call.layers = works->num_layers;
+    call.first_layer = works->first_layer;
+  }
+  call.counts = counts_;
+  call.num_layers = config_.layout.num_layers;
+  call.allocator = view_.pages.allocator;
+  call.report = after_op ? report_ : nullptr;
+  call.fault = fault_;
+  call.least_free = least_free_;
+  call.published = published_;
+  return launch_commit(call, stream_);
+}
+
+DeviceWorks DevicePlace::works_of(const LayerMoves& moves, Positions layers, int32_t tokens) {
+  DeviceWorks works;
+  works.slots = batch().slots;
+  works.from = batch().from;
+  works.to = batch().to;
+  works.report = report_;
+  works.first_layer = layers.first;
+  works.num_layers = layers.count();
+  works.count = static_cast<int32_t>(moves.size()) / works.num_layers;
+  if (book_.is_captured()) {
+    const TokenLaws& laws = layout_.laws;
+    works.most_tokens = config_.max_tokens;
+    works.most_leaving = static_cast<int32_t>(
+        round_up(tokens + most(laws.sink_tokens, laws.cut_tokens), laws.unit_tokens));
+    return works;
+  }
+  for (const LayerMove& m : moves) {
+    works.most_tokens = most(works.most_tokens, m.to.tokens);
+    works.most_leaving = most(works.most_leaving, m.to.body_end - m.from.body_end);
+  }
+  works.moves = moves.data();
+  return works;
+}
+
+// A captured plan of attention serves all layers.
+Status DevicePlace::require_alike(const LayerMoves& moves) const {
+  const auto step = static_cast<size_t>(config_.layout.num_layers);
+  for (size_t i = 0; i < moves.size(); ++i) {
+    if (moves[i].from == moves[i / step * step].from) continue;
+    return Status(StatusCode::kInvalidArgument,
+                  "layers of sequence " + std::to_string(moves[i].slot) +
+                      " differ: a step of them cannot be captured or replayed yet");
+  }
+  return Status::ok();
+}
+
+Status DevicePlace::compress(const LayerMoves& moves, int32_t tokens) {
+  if (Status s = enter("begin", true); !s) return s;
+  const Positions layers = {0, config_.layout.num_layers};
+  const Slots slots = slots_of(moves, layers.end);
+  if (book_.is_captured()) {
+    if (Status s = require_alike(moves); !s) return s;
+  }
+  if (Status s = write_counts(CountLaw::kBegin, tokens, slots, layers); !s) return s;
+  book_.wrote_step(slots, tokens);
+  if (!book_.is_captured() && !any_leaves(moves)) return Status::ok();
+  const DeviceWorks works = works_of(moves, layers, tokens);
+  if (Status s = compress_works(works, moves); !s) {
+    book_.forget();
+    return s;
+  }
+  return commit(&works, true);
+}
+
+RawAppendCall DevicePlace::append_call(const LayerAppend& call) {
+  RawAppendCall raw;
+  raw.memory = view_.slots;
+  raw.raw = view_.raw;
+  raw.laws = view_.laws;
+  raw.slots = batch().slots;
+  raw.counts = counts_;
+  raw.num_layers = config_.layout.num_layers;
+  raw.layer = call.layer;
+  raw.num_kv_heads = config_.layout.num_kv_heads;
+  raw.chunk.k = static_cast<const uint16_t*>(call.k);
+  raw.chunk.v = static_cast<const uint16_t*>(call.v);
+  raw.chunk.significance = call.significance;
+  raw.chunk.stride = call.stride;
+  raw.chunk.dtype = config_.layout.dtype;
+  raw.chunk.tokens = call.tokens;
+  raw.fault = fault_;
+  return raw;
+}
+
+Status DevicePlace::append(const LayerAppend& call, const LayerMoves& moves) {
+  if (call.q != nullptr) return unsupported("q");
+  if (!is_aligned(call.k, 16) || !is_aligned(call.v, 16)) {
+    return Status(StatusCode::kInvalidArgument, "k or v is not aligned to 16 bytes");
+  }
+  if (Status s = enter("append", true); !s) return s;
+  const Slots slots = slots_of(moves, 1);
+  const auto count = static_cast<int32_t>(moves.size());
+  RawAppendCall raw = append_call(call);
+  if (book_.has_step(slots, call.tokens) && !any_leaves(moves)) {
+    raw.to = batch().to + call.layer;
+    raw.stride = config_.layout.num_layers;
+    raw.added = call.tokens;
+    return launch_raw_append(raw, count, stream_);
+  }
+  if (book_.is_captured()) return unsupported("append: capturing it without its step's begin()");
+  return append_chunk(call, moves, raw);
+}
+
+Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& moves,
+                                 RawAppendCall raw) {
+  const Positions layer = {call.layer, call.layer + 1};
+  const Slots slots = slots_of(moves, 1);
+  if (Status s = write_counts(CountLaw::kAppend, call.tokens, slots, layer); !s) return s;
+  book_.wrote_layer(slots, call.layer);
+  raw.to = batch().to;
+  const bool leaves = any_leaves(moves);
+  if (leaves) {
+    DeviceWorks works = works_of(moves, layer, call.tokens);
+    works.chunk = raw.chunk;
+    if (Status s = compress_works(works, moves); !s) {
+      book_.forget();
+      return s;
+    }
+  }
+  if (Status s = launch_raw_append(raw, static_cast<int32_t>(moves.size()), stream_); !s) return s;
+  return leaves ? commit(nullptr, true) : Status::ok();
+}
+
+RawAttendCall DevicePlace::attend_call(const LayerAttend& call) {
+  const CacheLayout& layout = config_.layout;
+  RawAttendCall raw;
+  raw.memory = view_.slots;
+  raw.raw = view_.raw;
+  raw.laws = view_.laws;
+  raw.slots = batch().slots;
+  raw.at = batch().at + int64_t{call.layer} * config_.max_sequences;
+  raw.layer = call.layer;
+  raw.num_kv_heads = layout.num_kv_heads;
+  raw.group = layout.group_size();
+  raw.q_len = call.q_len;
+  raw.q = static_cast<const uint16_t*>(call.q);
+  raw.out = static_cast<uint16_t*>(call.out);
+  raw.lse = call.lse;
+  raw.sinks = call.sinks;
+  raw.sm_scale = static_cast<float>(layout.sm_scale);
+  raw.dtype = call.dtype;
+  raw.prunes = prunes_;
+  raw.count_query = call.count_query;
+  raw.fault = fault_;
+  return raw;
+}
+
+// out and body_lse_ of the bodies; false: none of the sequences has one.
+Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMoves& moves) {
+  bool has_bodies = book_.is_captured();
+  std::vector<int32_t> ends;
+  DeviceAttendBody body;
+  for (const LayerMove& m : moves) {
+    has_bodies |= body_count(layout_.laws, m.from) > 0;
+    body.most_tokens = most(body.most_tokens, m.from.tokens);
+    ends.push_back(m.from.body_end);
+  }
+  if (!has_bodies) return false;
+  if (book_.is_captured()) body.most_tokens = config_.max_tokens;
+  body.slots = batch().slots;
+  body.at = batch().at + int64_t{call.layer} * config_.max_sequences;
+  body.count = static_cast<int32_t>(moves.size());
+  body.layer = call.layer;
+  body.q_len = call.q_len;
+  body.q = call.q;
+  body.out = call.out;
+  body.lse = body_lse_;
+  body.dtype = call.dtype;
+  body.new_plan = !book_.plan(call.q_len, ends);
+  if (Status s = format_->attend(body); !s) return s;
+  return true;
+}
+
+Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
+  if (call.q_len > kMaxStepTokens) return unsupported("q_len: more than kMaxStepTokens");
+  if (call.probabilities != nullptr) return unsupported("probabilities");
+  if (!is_aligned(call.q, 16) || !is_aligned(call.out, 16)) {
+    return Status(StatusCode::kInvalidArgument, "q or out is not aligned to 16 bytes");
+  }
+  if (Status s = enter("attend", true); !s) return s;
+  const Slots slots = slots_of(moves, 1);
+  if (!book_.has_at(slots, call.layer)) {
+    const Positions layers = {0, config_.layout.num_layers};
+    if (Status s = write_counts(CountLaw::kHeld, 0, slots, layers); !s) return s;
+    book_.wrote_held(slots);
+  }
+  const Result<bool> has_bodies = attend_bodies(call, moves);
+  if (!has_bodies) return has_bodies.status();
+  RawAttendCall raw = attend_call(call);
+  if (*has_bodies) raw.body_lse = body_lse_;
+  return launch_raw_attend(raw, static_cast<int32_t>(moves.size()), stream_);
+}
+
+Status DevicePlace::decode(const LayerRange& range, const LayerMove& move) {
+  if (Status s = enter("decode_range", false); !s) return s;
+  const TokenLaws& laws = layout_.laws;
+  const int32_t sinks = sink_count(laws, move.from), ring = ring_first(laws, move.from);
+  RawReadCall raw;
+  raw.memory = view_.slots;
+  raw.raw = view_.raw;
+  raw.laws = laws;
+  raw.slot = move.slot;
+  raw.layer = move.layer;
+  raw.num_kv_heads = config_.layout.num_kv_heads;
+  raw.origin = range.first;
+  raw.dtype = range.dtype;
+  raw.k = static_cast<uint16_t*>(range.k);
+  raw.v = static_cast<uint16_t*>(range.v);
+  raw.first = range.first;
+  raw.end = std::min(range.end, sinks);
+  if (Status s = launch_raw_read(raw, stream_); !s) return s;
+  raw.first = std::max(range.first, ring);
+  raw.end = range.end;
+  if (Status s = launch_raw_read(raw, stream_); !s) return s;
+  const Positions body = {std::max(range.first, sinks), std::min(range.end, move.from.body_end)};
+  if (body.count() <= 0) return Status::ok();
+  const int64_t at = int64_t{body.first - range.first} * raw.num_kv_heads * config_.layout.head_dim;
+  return format_->read(move, body, range.dtype, raw.k + at, raw.v + at);
+}
+
+Status DevicePlace::take_status() {
+  if (Status s = enter("take_status", false); !s) return s;
+  DeviceFault fault;
+  if (Status s = copy(&fault, fault_, sizeof(fault)); !s) return s;
+  if (Status s = wait(); !s) return s;
+  if (fault.status == StatusCode::kOk) return Status::ok();
+  const cudaError_t error = cudaMemsetAsync(fault_, 0, sizeof(fault), stream_);
+  if (Status s = cuda_status(error, "take_status"); !s) return s;
+  std::string where = "found on the device";
+  if (fault.slot >= 0) where += ", sequence " + std::to_string(fault.slot);
+  if (fault.layer >= 0) where += ", layer " + std::to_string(fault.layer);
+  if (fault.kv_head >= 0) where += ", kv_head " + std::to_string(fault.kv_head);
+  return Status(fault.status, where);
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,147 @@
+// A store in device memory: the layouts of the host place, its calls as kernels on one stream.
+//
+// The host does the arithmetic of counts as it does for every place and never waits for it. The
+// same counts lie on the device and move on there by the same laws, so a captured step replays.
+// Whether there are pages is decided on the host before anything is enqueued: by a lower bound of
+// the free pages, or after a wait by what is free. What kernels find in values is told later, by
+// take_status().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "store/engine/engine.h"
+#include "store/place/device/batch_book.h"
+#include "store/place/device/device_calls.h"
+#include "store/place/device/free_pages.h"
+#include "store/place/place.h"
+#include "store/rows/device_row_format.h"
+
+namespace tierkv::store {
+
+class HostPlace;
+
+// Device memory that lives as long as this, and a word of mapped host memory.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  // Zeros, enqueued on `stream`. kOutOfMemory.
+  Status take_bytes(int64_t bytes, GpuStream stream, void** memory);
+  template <class T>
+  Status take(int64_t count, GpuStream stream, T** memory) {
+    void* p = nullptr;
+    const Status s = take_bytes(count * static_cast<int64_t>(sizeof(T)), stream, &p);
+    *memory = static_cast<T*>(p);
+    return s;
+  }
+  Status take_word(uint64_t** host, uint64_t** device);
+
+ private:
+  std::vector<void*> memory_;
+  std::vector<void*> host_memory_;
+};
+
+class DevicePlace final : public Place {
+ public:
+  // kOutOfMemory, kCuda, kUnsupported for what the format lacks on a device. Waits.
+  static Result<std::unique_ptr<DevicePlace>> make(const StoreConfig& config, GpuStream stream);
+  ~DevicePlace() override;
+
+  Status open(int32_t slot) override;
+  Status release(int32_t slot) override;
+  Status compress(const LayerMoves& moves, int32_t tokens) override;
+  Status append(const LayerAppend& call, const LayerMoves& moves) override;
+  Status attend(const LayerAttend& call, const LayerMoves& moves) override;
+  Status decode(const LayerRange& range, const LayerMove& move) override;
+  Status fork(int32_t from, int32_t to, const LayerMoves& layers) override;
+  Status truncate(const LayerMoves& layers) override;
+  Status note_replay(const LayerMoves& moves, int32_t tokens) override;
+  Status take_status() override;
+  Status add_usage(const LayerMoves& layers, StoreUsage* usage) const override;
+  Result<int64_t> pages_of(int32_t slot) const override;
+  Shortage shortage() const override { return shortage_; }
+  std::vector<uint8_t> identity() const override { return host_format_->identity(); }
+  Result<SequenceParts> export_parts(const LayerMoves& layers) override;
+  Status import_parts(int32_t slot, const SequenceParts& parts) override;
+
+  const TokenLaws& laws() const { return layout_.laws; }
+
+ private:
+  using Slots = std::vector<int32_t>;
+  DevicePlace(const StoreConfig& config, GpuStream stream)
+      : config_(config), stream_(stream), book_(config.layout.num_layers) {}
+  Status allocate();
+  // Bytes beside pages, slots and the allocator.
+  int64_t beside_bytes(const StoreLayout& layout) const;
+  Status wait() const;
+  Status copy(void* to, const void* from, int64_t bytes) const;
+
+  // Before every call: which memory of batches it uses; a call that cannot be captured is refused.
+  Status enter(const char* call, bool can_be_captured);
+  DeviceBatch& batch() { return batches_[book_.index()]; }
+  // Writes slots and counts of the batch.
+  Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers);
+  Status commit(const DeviceWorks* works, bool after_op);
+
+  RawAppendCall append_call(const LayerAppend& call);
+  // What no begin() has compressed for.
+  Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
+  RawAttendCall attend_call(const LayerAttend& call);
+  Result<bool> attend_bodies(const LayerAttend& call, const LayerMoves& moves);
+
+  DeviceWorks works_of(const LayerMoves& moves, Positions layers, int32_t tokens);
+  // Plans, takes the pages and writes.
+  Status compress_works(const DeviceWorks& works, const LayerMoves& moves);
+  // The most pages that the works take.
+  int64_t most_pages(DeviceWorks works, const LayerMoves& moves, bool rewrites) const;
+  Status require_alike(const LayerMoves& moves) const;
+
+  // Whether `at_most` pages are free for sure; waits where the bound does not say so.
+  Result<bool> has_pages(int64_t at_most);
+  Status refuse_pages(int64_t needed);
+  DeviceRowCounts row_counts() const { return {kept_, target_}; }
+  Status fill_row_counts(const DeviceWorks& works);
+  // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
+  Status require_needs(const DeviceWorks& works);
+  Status run(const PageOp& op, int64_t at_most);
+  Status run_and_wait(const PageOp& op, int64_t at_most);
+  int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
+  Status copy_pages(int32_t count);
+  Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
+  Result<std::unique_ptr<HostPlace>> make_mirror(const std::vector<int32_t>& free_pages);
+  Status copy_tables(int32_t slot, const PageAllocator& to) const;
+  Status import_opened(int32_t slot, const SequenceParts& parts);
+  Status copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from);
+  Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
+
+  StoreConfig config_;
+  GpuStream stream_;
+  StoreLayout layout_;
+  std::unique_ptr<RowFormat> host_format_;
+  DeviceMemory memory_;
+  std::unique_ptr<DeviceRowFormat> format_;  // goes before the memory
+  DeviceStoreView view_;
+  LayerTokens* counts_ = nullptr;  // [max_sequences][num_layers]
+  DeviceBatch batches_[kBatchMemories];
+  SideCounts *kept_ = nullptr, *target_ = nullptr;  // [max_sequences * rows_per_sequence]
+  PageCopy* copies_ = nullptr;                      // [.. * kMaxSides]
+  DeviceWorkspace op_workspace_;
+  OpReport* report_ = nullptr;
+  PageNeeds* needs_ = nullptr;
+  int64_t* least_free_ = nullptr;
+  int32_t* op_slots_ = nullptr;  // [2]: of an operation on one sequence, and its source
+  DeviceFault* fault_ = nullptr;
+  bool prunes_ = false;        // tokens may be RawScore::kPruned
+  float* body_lse_ = nullptr;  // [max_sequences, kMaxStepTokens, num_q_heads]
+  uint64_t* published_ = nullptr;
+  FreePages free_;
+  BatchBook book_;
+  Shortage shortage_;
+};
+
+}  // namespace tierkv::store

@@ -1,0 +1,158 @@
+// Making a store in device memory.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "gpu/cuda_device.cuh"
+#include "store/place/device/device_place.h"
+
+namespace tierkv {
+
+Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create_device(const StoreConfig& config,
+                                                                  GpuStream stream) {
+  if (Status s = config.validate(); !s) return s;
+  const StoreConfig resolved = store::resolve(config);
+  Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
+  if (!place) return place.status();
+  auto engine = std::make_unique<store::Engine>(resolved, (*place)->laws());
+  engine->set_place(std::move(*place));
+  return std::unique_ptr<UnifiedStore>(new UnifiedStore(std::move(engine)));
+}
+
+namespace store {
+namespace {
+
+constexpr int32_t kMostGroup = 16;
+
+bool can_prune(const StoreConfig& config) {
+  const auto* tiers = std::get_if<TiersFormat>(&config.format);
+  return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
+                                         [](const TierClass& c) { return c.alpha_low > 0; });
+}
+
+}  // namespace
+
+DeviceMemory::~DeviceMemory() {
+  for (void* p : memory_) (void)cudaFree(p);
+  for (void* p : host_memory_) (void)cudaFreeHost(p);
+}
+
+Status DeviceMemory::take_bytes(int64_t bytes, GpuStream stream, void** memory) {
+  const auto size = static_cast<size_t>(std::max<int64_t>(bytes, 16));
+  if (Status s = device_allocate(size, "memory_bytes", memory); !s) return s;
+  memory_.push_back(*memory);
+  return cuda_status(cudaMemsetAsync(*memory, 0, size, stream), "create_device");
+}
+
+Status DeviceMemory::take_word(uint64_t** host, uint64_t** device) {
+  void *at = nullptr, *mapped = nullptr;
+  cudaError_t error = cudaHostAlloc(&at, sizeof(uint64_t), cudaHostAllocMapped);
+  if (error == cudaSuccess) {
+    host_memory_.push_back(at);
+    error = cudaHostGetDevicePointer(&mapped, at, 0);
+  }
+  *host = static_cast<uint64_t*>(at);
+  *device = static_cast<uint64_t*>(mapped);
+  return cuda_status(error, "create_device");
+}
+
+Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config,
+                                                       GpuStream stream) {
+  if (config.layout.group_size() > kMostGroup) {
+    return Status(StatusCode::kUnsupported,
+                  "layout.num_q_heads: more than 16 for a kv_head, in a store on a device");
+  }
+  auto place = std::unique_ptr<DevicePlace>(new DevicePlace(config, stream));
+  place->prunes_ = can_prune(config);
+  Result<std::unique_ptr<RowFormat>> host = make_row_format(config);
+  if (!host) return host.status();
+  place->host_format_ = std::move(*host);
+  Result<std::unique_ptr<DeviceRowFormat>> format =
+      make_device_row_format(config, place->host_format_.get());
+  if (!format) return format.status();
+  place->format_ = std::move(*format);
+  if (Status s = place->allocate(); !s) return s;
+  return std::unique_ptr<DevicePlace>(std::move(place));
+}
+
+DevicePlace::~DevicePlace() {
+  (void)cudaStreamSynchronize(stream_);
+}
+
+int64_t DevicePlace::beside_bytes(const StoreLayout& layout) const {
+  const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
+  const int64_t rows = sequences * layout.allocator.table.rows_per_sequence;
+  const int64_t batch = sequences * 4 + sequences * layers * 3 * int64_t{sizeof(LayerTokens)};
+  return rows * int64_t{2 * sizeof(SideCounts) + kMaxSides * sizeof(PageCopy)} +
+         sequences * layers * int64_t{sizeof(LayerTokens)} + kBatchMemories * batch +
+         sequences * kMaxStepTokens * config_.layout.num_q_heads * 4 +
+         static_cast<int64_t>(page_op_workspace_bytes(layout.allocator, config_.max_sequences)) +
+         format_->workspace_bytes() + 4096;
+}
+
+Status DevicePlace::allocate() {
+  const Result<StoreLayout> whole = store_layout(config_, *host_format_);
+  if (!whole) return whole.status();
+  StoreConfig rest = config_;
+  rest.memory_bytes -= beside_bytes(*whole);
+  const Result<StoreLayout> layout = store_layout(rest, *host_format_);
+  if (!layout) return layout.status().with_context("on a device");
+  layout_ = *layout;
+  const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
+  const int64_t rows = sequences * rows_per_sequence();
+  const auto tables_bytes = static_cast<int64_t>(allocator_bytes(layout_.allocator).total);
+  const auto workspace_bytes =
+      static_cast<int64_t>(page_op_workspace_bytes(layout_.allocator, config_.max_sequences));
+  uint8_t *pages = nullptr, *tables = nullptr, *slots = nullptr, *workspace = nullptr;
+  uint64_t* word = nullptr;
+  const auto take = [&](int64_t count, auto** memory) {
+    return memory_.take(count, stream_, memory);
+  };
+  if (Status s = take(layout_.page_bytes * layout_.allocator.num_pages, &pages); !s) return s;
+  if (Status s = take(tables_bytes, &tables); !s) return s;
+  if (Status s = take(layout_.slot_bytes * sequences, &slots); !s) return s;
+  if (Status s = take(workspace_bytes, &workspace); !s) return s;
+  if (Status s = take(sequences * layers, &counts_); !s) return s;
+  for (DeviceBatch& b : batches_) {
+    if (Status s = take(sequences, &b.slots); !s) return s;
+    if (Status s = take(sequences * layers, &b.from); !s) return s;
+    if (Status s = take(sequences * layers, &b.to); !s) return s;
+    if (Status s = take(sequences * layers, &b.at); !s) return s;
+  }
+  if (Status s = take(rows, &kept_); !s) return s;
+  if (Status s = take(rows, &target_); !s) return s;
+  if (Status s = take(rows * kMaxSides, &copies_); !s) return s;
+  if (Status s = take(1, &report_); !s) return s;
+  if (Status s = take(1, &needs_); !s) return s;
+  if (Status s = take(1, &least_free_); !s) return s;
+  if (Status s = take(2, &op_slots_); !s) return s;
+  if (Status s = take(1, &fault_); !s) return s;
+  if (Status s = take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &body_lse_); !s)
+    return s;
+  if (Status s = memory_.take_word(&word, &published_); !s) return s;
+  op_workspace_ = {workspace, static_cast<size_t>(workspace_bytes)};
+  const Result<PageAllocator> a =
+      make_page_allocator(layout_.allocator, tables, static_cast<size_t>(tables_bytes));
+  if (!a) return a.status();
+  if (Status s = initialize_device(*a, stream_); !s) return s;
+  const int64_t num_pages = layout_.allocator.num_pages;
+  *word = static_cast<uint64_t>(num_pages) << 32 | 1u;
+  free_.set(word);
+  if (Status s = copy(least_free_, &num_pages, sizeof(num_pages)); !s) return s;
+  const FormatSizes& sizes = host_format_->sizes();
+  view_ = {{*a, pages, layout_.page_bytes, sizes.rows_per_layer},
+           {slots, layout_.slot_bytes, layout_.layer_bytes, layout_.raw_bytes},
+           layout_.laws,
+           layout_.raw,
+           config_.layout.num_layers,
+           config_.layout.num_kv_heads,
+           config_.layout.head_dim};
+  if (Status s = format_->bind(view_, fault_, stream_); !s) return s;
+  return wait();
+}
+
+}  // namespace store
+}  // namespace tierkv

@@ -1,0 +1,141 @@
+// A chunk's tokens that stay raw, into sinks and ring: as write_chunk() of store/place/raw_tokens.h
+// puts them there, byte for byte. Values that fp16 does not hold are faults; they count as the
+// nearest that it holds, NaN as 0.
+//
+// Bound: a launch for a step. A chunk is read once, also where its tokens have left already, so
+// that each of its values is checked.
+#pragma once
+
+#include "codec/format/element.h"
+#include "gpu/math.cuh"
+#include "gpu/pdl.cuh"
+#include "store/place/device/device_calls.h"
+#include "store/place/device/device_fault.cuh"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kAppendThreads = 128;
+inline constexpr int32_t kAppendTokens = 16;  // of a CTA
+
+// The fp16 of a value; *code is kNonFinite or kOutOfRange where it has none.
+__device__ __forceinline__ uint16_t checked_half(DType dtype, uint32_t bits, StatusCode* code) {
+  const auto raw = static_cast<uint16_t>(bits);
+  const float x = raw_to_float(dtype, raw);
+  if (!is_finite(x)) {
+    *code = StatusCode::kNonFinite;
+    return 0;
+  }
+  const uint16_t half = dtype == DType::kFloat16 ? raw : float_to_half(x);
+  if ((half & 0x7fffu) < 0x7c00u) return half;
+  if (*code == StatusCode::kOk) *code = StatusCode::kOutOfRange;
+  return static_cast<uint16_t>((half & 0x8000u) | 0x7bffu);
+}
+
+// What the chunk says of a token's importance to queries behind it.
+__device__ __forceinline__ RawScore chunk_score(const RawAppendCall& c, int32_t row, int32_t token,
+                                                StatusCode* code) {
+  RawScore score;
+  if (c.chunk.significance == nullptr) return score;
+  const float x = c.chunk.significance[row * c.chunk.stride + token];
+  if (!is_finite(x) || x < 0) {
+    *code = is_finite(x) ? StatusCode::kInvalidArgument : StatusCode::kNonFinite;
+    return score;
+  }
+  score.count = c.chunk.tokens - 1 - token;
+  const float sum = x * static_cast<float>(score.count);
+  score.sum = sum < 3.402823466e38f ? sum : 3.402823466e38f;
+  score.count = least(score.count, kMostCounted);
+  return score;
+}
+
+__device__ __forceinline__ void write_pair(const RawAppendCall& c, uint8_t* row, Component comp,
+                                           int32_t position, int32_t dim, uint32_t low,
+                                           uint32_t high) {
+  const bool sink = position < c.laws.sink_tokens;
+  const int32_t at =
+      sink ? c.raw.sink_byte(comp, position, dim) : c.raw.ring_byte(comp, position, dim);
+  if (sink || comp == Component::kKey) {  // neighbours in a word
+    *reinterpret_cast<uint32_t*>(row + at) = low | high << 16;
+    return;
+  }
+  *reinterpret_cast<uint16_t*>(row + at) = static_cast<uint16_t>(low);
+  *reinterpret_cast<uint16_t*>(row + c.raw.ring_byte(comp, position, dim + 1)) =
+      static_cast<uint16_t>(high);
+}
+
+// A CTA for every gridDim.y-th kAppendTokens tokens of a row: x is the row, y the tokens.
+__global__ void __launch_bounds__(kAppendThreads)
+    raw_append_kernel(const __grid_constant__ RawAppendCall c) {
+  wait_for_previous_kernel();
+  const auto thread = static_cast<int32_t>(threadIdx.x), row = static_cast<int32_t>(blockIdx.x);
+  const int32_t sequence = row / c.num_kv_heads, kv_head = row - sequence * c.num_kv_heads;
+  const int32_t slot = c.slots[sequence], n = c.chunk.tokens;
+  LayerTokens to = c.to[static_cast<int64_t>(sequence) * c.stride];
+  to.tokens += c.added;
+  const int32_t first_in_ring = ring_first(c.laws, to), first = to.tokens - n;
+  const int32_t pairs = c.raw.head_dim / 2;
+  uint8_t* raw = c.memory.raw(slot, c.layer) + static_cast<int64_t>(kv_head) * c.raw.row_bytes;
+  auto code = StatusCode::kOk;
+  const auto is_kept = [&](int32_t position) {
+    return position < c.laws.sink_tokens || position >= first_in_ring;
+  };
+  for (int32_t begin = static_cast<int32_t>(blockIdx.y) * kAppendTokens; begin < n;
+       begin += static_cast<int32_t>(gridDim.y) * kAppendTokens) {
+    const int32_t count = least(kAppendTokens, n - begin);
+    for (int32_t j = thread; j < count * pairs; j += kAppendThreads) {
+      const int32_t token = begin + j / pairs, dim = j % pairs * 2, position = first + token;
+      const int64_t from =
+          ((static_cast<int64_t>(sequence) * n + token) * c.num_kv_heads + kv_head) *
+              c.raw.head_dim +
+          dim;
+      const uint32_t k = *reinterpret_cast<const uint32_t*>(c.chunk.k + from);
+      const uint32_t v = *reinterpret_cast<const uint32_t*>(c.chunk.v + from);
+      const uint32_t x[4] = {checked_half(c.chunk.dtype, k & 0xffffu, &code),
+                             checked_half(c.chunk.dtype, k >> 16, &code),
+                             checked_half(c.chunk.dtype, v & 0xffffu, &code),
+                             checked_half(c.chunk.dtype, v >> 16, &code)};
+      if (!is_kept(position)) continue;
+      write_pair(c, raw, Component::kKey, position, dim, x[0], x[1]);
+      write_pair(c, raw, Component::kValue, position, dim, x[2], x[3]);
+    }
+    if (thread < count) {
+      const int32_t token = begin + thread, position = first + token;
+      const RawScore score = chunk_score(c, row, token, &code);
+      if (is_kept(position) && position >= c.laws.sink_tokens) {
+        *reinterpret_cast<RawScore*>(raw + c.raw.score_byte(position)) = score;
+      }
+    }
+  }
+  if (code != StatusCode::kOk) report_fault(c.fault, {code, slot, c.layer, kv_head});
+  if (kv_head == 0 && blockIdx.y == 0 && thread == 0) {
+    c.counts[static_cast<int64_t>(slot) * c.num_layers + c.layer] = to;
+  }
+}
+
+// Raw positions of all kv_heads; a thread per pair of values.
+__global__ void __launch_bounds__(kAppendThreads)
+    raw_read_kernel(const __grid_constant__ RawReadCall c) {
+  wait_for_previous_kernel();
+  const int32_t pairs = c.raw.head_dim / 2;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAppendThreads + threadIdx.x;
+  if (i >= static_cast<int64_t>(c.end - c.first) * c.num_kv_heads * pairs) return;
+  const auto dim = static_cast<int32_t>(i % pairs) * 2;
+  const int64_t line = i / pairs;
+  const auto kv_head = static_cast<int32_t>(line % c.num_kv_heads);
+  const int32_t position = c.first + static_cast<int32_t>(line / c.num_kv_heads);
+  const uint8_t* raw =
+      c.memory.raw(c.slot, c.layer) + static_cast<int64_t>(kv_head) * c.raw.row_bytes;
+  const int64_t to =
+      (static_cast<int64_t>(position - c.origin) * c.num_kv_heads + kv_head) * c.raw.head_dim + dim;
+  for (const Component comp : {Component::kKey, Component::kValue}) {
+    uint16_t* x = comp == Component::kKey ? c.k : c.v;
+    for (int32_t d = 0; d < 2; ++d) {
+      const int32_t at = position < c.laws.sink_tokens ? c.raw.sink_byte(comp, position, dim + d)
+                                                       : c.raw.ring_byte(comp, position, dim + d);
+      const uint16_t half = *reinterpret_cast<const uint16_t*>(raw + at);
+      x[to + d] = c.dtype == DType::kFloat16 ? half : float_to_bfloat16(half_to_float(half));
+    }
+  }
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,21 @@
+#include "store/rows/device_row_format.h"
+
+#include <variant>
+
+#include "store/rows/coded/device_coded_rows.h"
+#include "store/rows/tiers/device_tiers_rows.h"
+
+namespace tierkv::store {
+
+Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
+                                                                RowFormat* host) {
+  if (std::holds_alternative<CodedFormat>(config.format)) {
+    return make_device_coded_rows(config, host);
+  }
+  if (std::holds_alternative<TiersFormat>(config.format)) {
+    return make_device_tiers_rows(config, host);
+  }
+  return Status(StatusCode::kUnsupported, "format: channel, in a store on a device");
+}
+
+}  // namespace tierkv::store

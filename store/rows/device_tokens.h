@@ -1,0 +1,65 @@
+// Raw tokens of a row in device memory: those of its ring and, behind them, those of the call's
+// chunk. What RawTokens (store/place/raw_tokens.h) is in host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/element.h"
+#include "store/place/raw_tokens.h"
+#include "store/rows/device_row_format.h"
+
+namespace tierkv::store {
+
+struct DeviceTokens {
+  const RawLayout* layout = nullptr;
+  const uint8_t* raw = nullptr;  // the row's
+  int32_t held = 0;              // tokens before those of the chunk
+  // Of the chunk's first token, this row's.
+  const uint16_t* k = nullptr;
+  const uint16_t* v = nullptr;
+  int64_t token_stride = 0;             // elements
+  const float* significance = nullptr;  // [tokens]; null: unknown
+  DType dtype = DType::kFloat16;
+
+  // fp16. The position is in the ring or in the chunk.
+  TKV_HD uint16_t half_at(Component c, int32_t position, int32_t dim) const {
+    if (position < held) {
+      return *reinterpret_cast<const uint16_t*>(raw + layout->ring_byte(c, position, dim));
+    }
+    const uint16_t x =
+        (c == Component::kKey ? k : v)[(position - held) * token_stride + int64_t{dim}];
+    return dtype == DType::kFloat16 ? x : float_to_half(bfloat16_to_float(x));
+  }
+  TKV_HD Importance importance(int32_t position) const {
+    if (position < held) {
+      return ring_importance(
+          *reinterpret_cast<const RawScore*>(raw + layout->score_byte(position)));
+    }
+    if (significance == nullptr) return {};
+    return chunk_importance(held, significance[position - held]);
+  }
+};
+
+TKV_HD DeviceTokens device_tokens(const DeviceStoreView& view, const DeviceWorks& works,
+                                  int32_t entry, int32_t kv_head) {
+  const int32_t sequence = entry / works.num_layers;
+  const int32_t layer = works.first_layer + entry - sequence * works.num_layers;
+  DeviceTokens t;
+  t.layout = &view.raw;
+  t.raw = view.slots.raw(works.slots[sequence], layer) + int64_t{kv_head} * view.raw.row_bytes;
+  t.held = works.from[entry].tokens;
+  t.dtype = works.chunk.dtype;
+  t.token_stride = int64_t{view.num_kv_heads} * view.head_dim;
+  if (works.chunk.k == nullptr) return t;
+  const int64_t first =
+      sequence * works.chunk.tokens * t.token_stride + int64_t{kv_head} * view.head_dim;
+  t.k = works.chunk.k + first;
+  t.v = works.chunk.v + first;
+  if (works.chunk.significance != nullptr) {
+    t.significance = works.chunk.significance +
+                     (int64_t{sequence} * view.num_kv_heads + kv_head) * works.chunk.stride;
+  }
+  return t;
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,73 @@
+// What the kernels of tiers know of a format, and where a row's state lies.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "codec/format/rotation.h"
+#include "gpu/warp.cuh"
+#include "store/rows/device_row_format.h"
+#include "store/rows/tiers/tiers_rows.h"
+
+namespace tierkv::store {
+
+inline constexpr int32_t kTiersThreads = 128;
+inline constexpr int32_t kTiersWarps = kTiersThreads / 32;
+inline constexpr int32_t kMostRowClasses = 5;  // four of the format, and raw
+
+// What kernels know of a format.
+struct TiersCodes {
+  TiersShape shape;
+  RowClass classes[kMostRowClasses];
+  const uint8_t* class_of_head = nullptr;  // device [num_layers * num_kv_heads]
+  Rotation rotation[2];                    // by component
+  // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
+  const float* key_means = nullptr;
+};
+
+// Those of a format, but for what lies in memory of its own.
+inline TiersCodes tiers_codes(const TiersRows& rows) {
+  TiersCodes codes;
+  codes.shape = rows.shape();
+  std::copy(rows.classes().begin(), rows.classes().end(), codes.classes);
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    if (rows.bases(c).empty()) continue;
+    codes.rotation[static_cast<int32_t>(c)] = hadamard_rotation(rows.config().layout.head_dim);
+  }
+  return codes;
+}
+inline std::vector<float> tiers_key_means(const TiersRows& rows) {
+  std::vector<float> means;
+  for (const Basis& basis : rows.bases(Component::kKey)) {
+    means.insert(means.end(), basis.mean.begin(), basis.mean.end());
+  }
+  return means;
+}
+
+// A row of a (sequence, layer).
+struct TiersPlace {
+  int32_t slot, layer, kv_head;
+  int32_t row_class;
+
+  __device__ __forceinline__ TiersPlace(const DeviceStoreView& view, const TiersCodes& codes,
+                                        int32_t of_slot, int32_t of_layer, int32_t of_head)
+      : slot(of_slot),
+        layer(of_layer),
+        kv_head(of_head),
+        row_class(codes.class_of_head[of_layer * view.num_kv_heads + of_head]) {}
+};
+__device__ __forceinline__ TiersRow* tiers_state(const DeviceStoreView& view,
+                                                 const TiersCodes& codes, const TiersPlace& at) {
+  return reinterpret_cast<TiersRow*>(view.slots.state(at.slot, at.layer) +
+                                     codes.shape.row_byte(at.kv_head));
+}
+__device__ __forceinline__ uint8_t* tiers_map(const DeviceStoreView& view, const TiersCodes& codes,
+                                              const TiersPlace& at) {
+  return view.slots.state(at.slot, at.layer) + codes.shape.map_byte(at.kv_head);
+}
+__device__ __forceinline__ int32_t warp_of_grid() {
+  return static_cast<int32_t>(blockIdx.x) * kTiersWarps + static_cast<int32_t>(threadIdx.x) / 32;
+}
+
+}  // namespace tierkv::store

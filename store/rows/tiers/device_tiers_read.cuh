@@ -1,0 +1,123 @@
+// The kernels of tiers that cut bodies and read them.
+#pragma once
+
+#include "store/rows/tiers/device_tiers_kernels.cuh"
+
+namespace tierkv::store {
+
+// ---- cut ----
+
+// The counts of a row, of whose tokens those before position `end` stay.
+__device__ __forceinline__ TiersRow cut_row(const TiersCall& c, const TiersPlace& at, int32_t end) {
+  TiersRow row = *tiers_state(c.view, c.codes, at);
+  const SideTokens left = count_tiers(tiers_map(c.view, c.codes, at), 0, end);
+  for (int32_t side = 0; side < 2; ++side) row.tokens[side] = left.of[side];
+  return row;
+}
+
+// A warp a row.
+__global__ void __launch_bounds__(kTiersThreads)
+    count_cut_tiers_kernel(const __grid_constant__ TiersCall c) {
+  const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
+  if (row >= c.num_rows) return;
+  const LayerTokens to = c.works.to[entry];
+  if (to.body_end >= c.works.from[entry].body_end) return;
+  const TiersPlace at = place_of(c, row);
+  const TiersRow left = cut_row(c, at, to.body_end);
+  if (lane_index() != 0) return;
+  c.counts.target[count_index(c, row, at) + at.kv_head] =
+      units_of(c.codes.classes[at.row_class], left);
+}
+
+// Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
+__global__ void __launch_bounds__(kTiersThreads)
+    cut_tiers_kernel(const __grid_constant__ TiersCall c) {
+  const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
+  if (row >= c.num_rows || !is_taken(c.works)) return;
+  const LayerTokens to = c.works.to[entry];
+  if (to.body_end >= c.works.from[entry].body_end) return;
+  const TiersPlace at = place_of(c, row);
+  TiersRow* state = tiers_state(c.view, c.codes, at);
+  const TiersRow now = *state, left = cut_row(c, at, to.body_end);
+#pragma unroll 1
+  for (int32_t side = 0; side < 2; ++side) {
+    const int32_t n = left.tokens[side];
+    if (n % kTileTokens == 0 || n == now.tokens[side]) continue;
+    const PageRef page = tiers_page(c.view, c.codes, at, side, n);
+    const int32_t slot = n % page.layout->tokens, in_tile = n % kTileTokens;
+    clear_slots(page, slot, slot + least(kTileTokens - in_tile, now.tokens[side] - n));
+  }
+  __syncwarp();
+  if (lane_index() == 0) *state = left;
+}
+
+// ---- read ----
+
+// Body positions of one (sequence, layer) to rows of an array.
+struct TiersRead {
+  DeviceStoreView view;
+  TiersCodes codes;
+  int32_t slot = 0, layer = 0;
+  Positions range;  // inside the body
+  DType dtype = DType::kFloat16;
+  uint16_t* k = nullptr;  // [range, num_kv_heads, head_dim], 16-byte aligned
+  uint16_t* v = nullptr;
+  SideTokens* groups = nullptr;  // scratch, [num_kv_heads, groups_of_row]
+  int32_t groups_of_row = 0;     // up to that of range.end
+};
+
+// Tokens of each side before every group of positions; a warp a row.
+__global__ void __launch_bounds__(kTiersThreads)
+    count_groups_kernel(const __grid_constant__ TiersRead r) {
+  const int32_t kv_head = warp_of_grid();
+  if (kv_head >= r.view.num_kv_heads) return;
+  const TiersPlace at(r.view, r.codes, r.slot, r.layer, kv_head);
+  const uint8_t* map = tiers_map(r.view, r.codes, at);
+  SideTokens before;
+#pragma unroll 1
+  for (int32_t group = 0; group < r.groups_of_row; ++group) {
+    if (lane_index() == 0) r.groups[int64_t{kv_head} * r.groups_of_row + group] = before;
+    const int32_t first = group * kGroupPositions;
+    const SideTokens here = count_tiers(map, first, least(first + kGroupPositions, r.range.end));
+    for (int32_t side = 0; side < 2; ++side) before.of[side] += here.of[side];
+  }
+}
+
+// Grid of warps: kv_heads of every position. Shared memory: a row a warp.
+__global__ void __launch_bounds__(kTiersThreads)
+    read_tiers_kernel(const __grid_constant__ TiersRead r) {
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  const int32_t warp = warp_of_grid(), i = warp / r.view.num_kv_heads;
+  if (i >= r.range.count()) return;
+  const int32_t position = r.range.first + i, head_dim = r.view.head_dim;
+  const TiersPlace at(r.view, r.codes, r.slot, r.layer, warp - i * r.view.num_kv_heads);
+  const uint8_t* map = tiers_map(r.view, r.codes, at);
+  const BodyTier tier = tier_at(map, position);
+  const int32_t side = side_of(tier);
+  PageRef page{};
+  int32_t slot = 0;
+  if (is_kept(tier)) {
+    const int32_t index =
+        rank_of(map, r.groups + int64_t{at.kv_head} * r.groups_of_row, 0, position, side);
+    page = tiers_page(r.view, r.codes, at, side, index);
+    slot = index % page.layout->tokens;
+  }
+  auto* stage = reinterpret_cast<uint16_t*>(shared_bytes) + threadIdx.x / 32 * head_dim;
+#pragma unroll 1
+  for (int32_t part = 0; part < 2; ++part) {
+    const auto component = static_cast<Component>(part);
+    LaneValues x = {};
+    if (is_kept(tier)) {
+      LaneSide codes;
+      load_side(page, slot, component, &codes);
+      dequantize_lane(page, component, codes, x);
+      if (has_basis(r.codes, at)) {
+        rotate_back(r.codes.rotation[part], head_dim, x);
+        if (part == 0) add_mean(key_mean(r.view, r.codes, at), 1.0f, head_dim, x);
+      }
+    }
+    store_row(x, r.dtype, head_dim, stage, (part == 0 ? r.k : r.v) + int64_t{warp} * head_dim);
+  }
+}
+
+}  // namespace tierkv::store

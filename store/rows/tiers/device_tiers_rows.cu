@@ -1,0 +1,193 @@
+#include "store/rows/tiers/device_tiers_rows.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/rows/device_memory.cuh"
+#include "store/rows/tiers/device_tiers_attention.cuh"
+#include "store/rows/tiers/device_tiers_read.cuh"
+#include "store/rows/tiers/tiers_rows.h"
+
+namespace tierkv::store {
+namespace {
+
+uint32_t ctas_of(int64_t warps) {
+  return static_cast<uint32_t>((warps + kTiersWarps - 1) / kTiersWarps);
+}
+
+class DeviceTiersRows final : public DeviceRowFormat {
+ public:
+  DeviceTiersRows(const StoreConfig& config, const TiersRows& rows)
+      : config_(config), rows_(rows), attention_(config, rows) {}
+
+  Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
+  int64_t workspace_bytes() const override { return memory_.bytes(); }
+  Status open(int32_t) override { return Status::ok(); }
+
+  bool may_rewrite(const DeviceWorks&) const override { return false; }
+  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
+  int64_t most_pages(const DeviceWorks& works) const override;
+  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
+  Status write(const DeviceWorks& works, const PageCopy* copies) override;
+
+  Status attend(const DeviceAttendBody& call) override {
+    return attention_.attend(call, codes_, stream_);
+  }
+  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+
+  // Bodies are cut at any token, so that nothing goes back to the ring.
+  Status restore(const LayerMove&, Positions range) override {
+    if (range.count() <= 0) return Status::ok();
+    return Status(StatusCode::kInvalidArgument, "restore: tiers are cut at every token");
+  }
+  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
+  Status cut(const DeviceWorks& works, const PageCopy* copies) override;
+
+  Status download_shared(RowFormat*) override { return Status::ok(); }
+  Status upload_shared(const RowFormat&) override { return Status::ok(); }
+
+ private:
+  int64_t rows_of(const DeviceWorks& works) const {
+    return int64_t{works.entries()} * config_.layout.num_kv_heads;
+  }
+  // Of a row of which so many tokens leave.
+  int64_t row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const;
+  TiersCall call_of(const DeviceWorks& works) const;
+  template <class Kernel>
+  Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
+
+  StoreConfig config_;
+  const TiersRows& rows_;
+  DeviceMemory memory_{"tiers"};
+  DeviceTiersAttention attention_;
+  DeviceStoreView view_;
+  DeviceFault* fault_ = nullptr;
+  GpuStream stream_ = nullptr;
+  TiersCodes codes_;
+  TiersScratch scratch_;
+  int64_t most_scratch_groups_ = 0, most_scratch_rows_ = 0;
+};
+
+Status DeviceTiersRows::bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) {
+  view_ = view;
+  fault_ = fault;
+  stream_ = stream;
+  codes_ = tiers_codes(rows_);
+  if (Status s = memory_.put(rows_.class_of_head(), &codes_.class_of_head); !s) return s;
+  if (Status s = memory_.put(tiers_key_means(rows_), &codes_.key_means); !s) return s;
+  // A step is of all layers; a longer chunk of one, with any number of tokens.
+  const int64_t heads = config_.layout.num_kv_heads;
+  most_scratch_rows_ = config_.max_sequences * config_.layout.num_layers * heads;
+  most_scratch_groups_ = std::max(most_scratch_rows_ * most_groups(kMaxStepTokens),
+                                  config_.max_sequences * heads * most_groups(config_.max_tokens));
+  if (Status s = memory_.take(most_scratch_rows_, &scratch_.drafts); !s) return s;
+  if (Status s = memory_.take(most_scratch_groups_, &scratch_.groups); !s) return s;
+  return attention_.bind(view, &memory_);
+}
+
+// Where its pages are full; with classes, those of the side with the smaller ones.
+int64_t DeviceTiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const {
+  const RowClass& c =
+      rows_.classes()[rows_.class_of_head()[layer * config_.layout.num_kv_heads + kv_head]];
+  const int32_t high = c.layout[kHighSide].tokens, low = c.layout[kLowSide].tokens;
+  return c.alphas.high <= 0 ? pages_for(leaving, high) : worst_case_pages(leaving, high, low);
+}
+
+int64_t DeviceTiersRows::most_pages(const DeviceWorks& works) const {
+  int64_t pages = 0;
+  for (int32_t e = 0; e < works.entries(); ++e) {
+    const int32_t layer = works.first_layer + e % works.num_layers;
+    int32_t leaving = works.most_leaving;
+    if (works.moves != nullptr) {
+      const LayerMove& move = works.moves[e];
+      leaving = most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
+    }
+    for (int32_t h = 0; leaving > 0 && h < config_.layout.num_kv_heads; ++h) {
+      pages += row_pages(layer, h, leaving);
+    }
+  }
+  return pages;
+}
+
+TiersCall DeviceTiersRows::call_of(const DeviceWorks& works) const {
+  TiersCall call;
+  call.view = view_;
+  call.codes = codes_;
+  call.works = works;
+  call.num_rows = static_cast<int32_t>(rows_of(works));
+  call.scratch = scratch_;
+  call.scratch.groups_of_row = most_groups(works.most_leaving);
+  call.fault = fault_;
+  return call;
+}
+
+template <class Kernel>
+Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const TiersCall& call,
+                               const char* what) const {
+  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  kernel<<<ctas_of(warps), kTiersThreads, 0, stream_>>>(call);
+  return cuda_status(cudaGetLastError(), what);
+}
+
+Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
+  const int64_t rows = rows_of(works);
+  if (rows == 0 || works.most_leaving == 0) return Status::ok();
+  TiersCall call = call_of(works);
+  call.counts = counts;
+  if (rows > most_scratch_rows_ || rows * call.scratch.groups_of_row > most_scratch_groups_) {
+    return Status(StatusCode::kInvalidArgument, "a chunk of several layers at once");
+  }
+  return launch(plan_tiers_kernel, rows, call, "plan of tiers");
+}
+
+Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
+  const int64_t rows = rows_of(works);
+  if (rows == 0 || works.most_leaving == 0) return Status::ok();
+  return launch(write_tiers_kernel, rows * works.most_leaving, call_of(works), "tiers");
+}
+
+Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
+  if (rows_of(works) == 0) return Status::ok();
+  TiersCall call = call_of(works);
+  call.counts = counts;
+  return launch(count_cut_tiers_kernel, rows_of(works), call, "cut of tiers");
+}
+
+Status DeviceTiersRows::cut(const DeviceWorks& works, const PageCopy*) {
+  if (rows_of(works) == 0) return Status::ok();
+  return launch(cut_tiers_kernel, rows_of(works), call_of(works), "cut of tiers");
+}
+
+Status DeviceTiersRows::read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) {
+  if (range.count() <= 0) return Status::ok();
+  TiersRead r;
+  r.view = view_;
+  r.codes = codes_;
+  r.slot = at.slot;
+  r.layer = at.layer;
+  r.range = range;
+  r.dtype = dtype;
+  r.k = static_cast<uint16_t*>(k);
+  r.v = static_cast<uint16_t*>(v);
+  r.groups = scratch_.groups;
+  r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
+  const int64_t heads = config_.layout.num_kv_heads, warps = range.count() * heads;
+  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  count_groups_kernel<<<ctas_of(heads), kTiersThreads, 0, stream_>>>(r);
+  if (Status s = cuda_status(cudaGetLastError(), "tokens of tiers"); !s) return s;
+  const size_t shared = kTiersWarps * config_.layout.head_dim * sizeof(uint16_t);
+  read_tiers_kernel<<<ctas_of(warps), kTiersThreads, shared, stream_>>>(r);
+  return cuda_status(cudaGetLastError(), "reading of tiers");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceRowFormat>> make_device_tiers_rows(const StoreConfig& config,
+                                                                RowFormat* host) {
+  return std::unique_ptr<DeviceRowFormat>(
+      std::make_unique<DeviceTiersRows>(config, *static_cast<const TiersRows*>(host)));
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,431 @@
+// The kernels of a place in device memory, their source run on the host: raw tokens byte for byte
+// as the host place puts them, attention over them beside the plain softmax in double, counts and
+// needs of pages beside the laws and the page operations.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "store/place/device/count_kernels.cuh"
+#include "store/place/device/raw_append_kernel.cuh"
+#include "store/place/device/raw_attend_kernel.cuh"
+#include "store/place/raw_tokens.h"
+#include "tests/support/host_state.h"
+#include "tests/support/page_trace.h"
+#include "tests/support/random_input.h"
+
+namespace tierkv::store {
+
+__align__(128) uint8_t shared_bytes[1 << 17];
+
+namespace {
+
+using testing::HostState;
+using testing::RandomInput;
+
+template <class Kernel>
+void emulate(int32_t x, int32_t y, int32_t threads, Kernel kernel) {
+  for (int32_t i = 0; i < x; ++i) {
+    for (int32_t j = 0; j < y; ++j) emulator::cta().run({i, j}, threads, kernel, {x, y});
+  }
+}
+
+// Raw rows of some sequences, twice: by the host and by the kernels.
+struct RawWorld {
+  RandomInput input;
+  TokenLaws laws;
+  RawRows rows;
+  int32_t sequences, layers = 2, layer = 1, kv_heads;
+  std::vector<uint8_t> host, device;
+  std::vector<LayerTokens> counts;  // [sequences][layers]
+  DeviceFault fault = {};
+  DType dtype;
+
+  RawWorld(int32_t head_dim, DType type) : dtype(type) {
+    constexpr int32_t kUnits[] = {1, 16, 32, 64};
+    const int32_t unit = kUnits[input.uniform(0, 3)], window = input.uniform(8, 90);
+    const int32_t ring = static_cast<int32_t>(round_up(std::max(window + unit - 1, 63), 16));
+    laws = {input.uniform(0, 16), window, unit, 64, ring};
+    sequences = input.uniform(1, 4);
+    kv_heads = input.uniform(1, 3);
+    rows = {laws, RawLayout(laws, head_dim), kv_heads};
+    host.assign(static_cast<size_t>(sequences) * memory().slot_bytes, 0);
+    device = host;
+    counts.assign(sequences * layers, {});
+  }
+  DeviceSlots memory() {
+    const int64_t raw = int64_t{rows.layout.row_bytes} * kv_heads;
+    return {device.data(), (raw + 128) * layers, raw + 128, raw};
+  }
+  uint8_t* host_raw(int32_t slot) {
+    return host.data() + (memory().raw(slot, layer) - device.data());
+  }
+  LayerTokens& at(int32_t slot) { return counts[slot * layers + layer]; }
+
+  // n tokens to every sequence, in reverse order of slots.
+  void append(int32_t n, bool in_step) {
+    const int32_t dim = rows.layout.head_dim;
+    const int64_t per_sequence = int64_t{n} * kv_heads;
+    const auto fill = [&] {
+      std::vector<uint8_t> bytes = input.values(dtype, sequences * per_sequence, dim);
+      std::vector<uint16_t> x(bytes.size() / 2);
+      std::memcpy(x.data(), bytes.data(), bytes.size());
+      return x;
+    };
+    const std::vector<uint16_t> k = fill(), v = fill();
+    const int32_t stride = n + input.uniform(0, 3);
+    std::vector<float> significance(static_cast<size_t>(sequences * kv_heads) * stride);
+    for (float& x : significance) x = input.real(0, 1);
+    const bool has_significance = input.chance(0.5);
+    std::vector<int32_t> slots;
+    std::vector<LayerTokens> to;
+    for (int32_t i = 0; i < sequences; ++i) {
+      const int32_t slot = sequences - 1 - i;
+      LayerTokens after = after_append(laws, at(slot), n);
+      Chunk chunk = {
+          k.data() + i * per_sequence * dim,
+          v.data() + i * per_sequence * dim,
+          has_significance ? significance.data() + int64_t{i} * kv_heads * stride : nullptr,
+          stride,
+          dtype,
+          at(slot).tokens,
+          n,
+          kv_heads};
+      write_chunk(rows, host_raw(slot), chunk, after);
+      if (in_step) after.tokens -= n;
+      slots.push_back(slot);
+      to.insert(to.end(), in_step ? layers : 1, after);
+    }
+    RawAppendCall call;
+    call.memory = memory();
+    call.raw = rows.layout;
+    call.laws = laws;
+    call.slots = slots.data();
+    call.to = to.data() + (in_step ? layer : 0);
+    call.stride = in_step ? layers : 1;
+    call.added = in_step ? n : 0;
+    call.counts = counts.data();
+    call.num_layers = layers;
+    call.layer = layer;
+    call.num_kv_heads = kv_heads;
+    call.chunk = {k.data(), v.data(), has_significance ? significance.data() : nullptr,
+                  stride,   dtype,    n};
+    call.fault = &fault;
+    const int32_t pieces = (n + kAppendTokens - 1) / kAppendTokens;
+    emulate(sequences * kv_heads, std::min(pieces, 3), kAppendThreads,
+            [&] { raw_append_kernel(call); });
+  }
+};
+
+template <int32_t kHeadDim>
+struct Dim {
+  static constexpr int32_t kValue = kHeadDim;
+};
+template <class T>
+class EmulatedPlace : public ::testing::Test {};
+using Dims = ::testing::Types<Dim<64>, Dim<96>, Dim<128>, Dim<256>>;
+TYPED_TEST_SUITE(EmulatedPlace, Dims);
+
+TYPED_TEST(EmulatedPlace, RawTokensLieAsTheHostPutsThem) {
+  for (int32_t round = 0; round < 6; ++round) {
+    RawWorld world(TypeParam::kValue, round % 2 == 0 ? DType::kFloat16 : DType::kBFloat16);
+    for (int32_t i = 0; i < 8; ++i) {
+      const bool in_step = world.input.chance(0.5);
+      world.append(world.input.uniform(1, in_step ? 8 : 120), in_step);
+      ASSERT_EQ(world.host, world.device) << "append " << i << " of round " << round;
+    }
+    EXPECT_EQ(world.fault.status, StatusCode::kOk);
+    RawReadCall read;
+    read.memory = world.memory();
+    read.raw = world.rows.layout;
+    read.laws = world.laws;
+    read.layer = world.layer;
+    read.num_kv_heads = world.kv_heads;
+    read.first = ring_first(world.laws, world.at(0));
+    read.end = world.at(0).tokens;
+    read.origin = read.first;
+    const int32_t dim = TypeParam::kValue, heads = world.kv_heads;
+    std::vector<uint16_t> k(int64_t{read.end - read.first} * heads * dim), v(k.size());
+    read.k = k.data();
+    read.v = v.data();
+    emulate(static_cast<int32_t>(k.size() / 2 / kAppendThreads + 1), 1, kAppendThreads,
+            [&] { raw_read_kernel(read); });
+    const RawTokens tokens(world.rows, world.host_raw(0), world.at(0), nullptr);
+    std::vector<uint16_t> expected(dim);
+    for (int32_t p = read.first; p < read.end; ++p) {
+      for (int32_t h = 0; h < heads; ++h) {
+        const auto at = (int64_t{p - read.first} * heads + h) * dim;
+        tokens.read(Component::kKey, h, p, 1, expected.data());
+        ASSERT_TRUE(std::equal(expected.begin(), expected.end(), k.begin() + at));
+        tokens.read(Component::kValue, h, p, 1, expected.data());
+        ASSERT_TRUE(std::equal(expected.begin(), expected.end(), v.begin() + at));
+      }
+    }
+  }
+}
+
+TEST(EmulatedPlaceFaults, ValuesThatFp16DoesNotHold) {
+  RawAppendCall call;
+  StatusCode code = StatusCode::kOk;
+  EXPECT_EQ(checked_half(DType::kFloat16, 0x7c00, &code), 0);
+  EXPECT_EQ(code, StatusCode::kNonFinite);
+  code = StatusCode::kOk;
+  EXPECT_EQ(checked_half(DType::kBFloat16, 0xff7f, &code), 0xfbff);
+  EXPECT_EQ(code, StatusCode::kOutOfRange);
+  EXPECT_EQ(checked_half(DType::kBFloat16, 0x7fc0, &code), 0);
+  EXPECT_EQ(code, StatusCode::kNonFinite);
+}
+
+// One row of the attention: queries of a sequence and kv_head.
+struct Attended {
+  std::vector<uint16_t> q, out, body;
+  std::vector<float> lse, body_lse, sinks;
+  RawAttendCall call;
+
+  Attended(RawWorld* w, int32_t group, int32_t q_len, DType dtype) {
+    const int32_t dim = w->rows.layout.head_dim;
+    const int64_t lines = int64_t{w->sequences} * q_len * w->kv_heads * group;
+    for (int64_t i = 0; i < lines * dim; ++i) {
+      q.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
+      body.push_back(float_to_raw(dtype, w->input.real(-1, 1)));
+    }
+    for (int64_t i = 0; i < lines; ++i) {
+      body_lse.push_back(w->input.chance(0.2) ? -INFINITY : w->input.real(-1, 6));
+    }
+    for (int32_t i = 0; i < w->kv_heads * group; ++i) {
+      sinks.push_back(w->input.chance(0.5) ? -INFINITY : w->input.real(-2, 4));
+    }
+    out = body;
+    lse.assign(lines, NAN);
+    call.memory = w->memory();
+    call.raw = w->rows.layout;
+    call.laws = w->laws;
+    call.layer = w->layer;
+    call.num_kv_heads = w->kv_heads;
+    call.group = group;
+    call.q_len = q_len;
+    call.sm_scale = static_cast<float>(1 / std::sqrt(dim));
+    call.dtype = dtype;
+    call.prunes = true;
+    call.fault = &w->fault;
+  }
+};
+
+template <int32_t kHeadDim>
+void expect_attends(int32_t round) {
+  RawWorld w(kHeadDim, DType::kFloat16);
+  w.append(w.input.uniform(8, 150), false);
+  for (int32_t i = 0; i < 3; ++i) w.append(w.input.uniform(1, 8), true);
+  for (int32_t slot = 0; slot < w.sequences; ++slot) {  // some are pruned
+    for (int32_t p = ring_first(w.laws, w.at(slot)); p < w.at(slot).tokens; ++p) {
+      if (!w.input.chance(0.1)) continue;
+      for (int32_t h = 0; h < w.kv_heads; ++h) {
+        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
+        write_score(w.rows, w.host_raw(slot) + row, p, {0.0f, RawScore::kPruned});
+        write_score(w.rows, w.memory().raw(slot, w.layer) + row, p, {0.0f, RawScore::kPruned});
+      }
+    }
+  }
+  const int32_t group = round < 2 ? 16 : w.input.uniform(1, 9), q_len = w.input.uniform(1, 8);
+  const DType dtype = round % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
+  Attended a(&w, group, q_len, dtype);
+  std::vector<int32_t> slots;
+  std::vector<LayerTokens> at;
+  for (int32_t slot = 0; slot < w.sequences; ++slot) {
+    slots.push_back(slot);
+    at.push_back(w.at(slot));
+  }
+  a.call.slots = slots.data();
+  a.call.at = at.data();
+  a.call.q = a.q.data();
+  a.call.out = a.out.data();
+  a.call.lse = a.lse.data();
+  const bool has_body = w.input.chance(0.7), has_sinks = w.input.chance(0.5);
+  if (has_body) a.call.body_lse = a.body_lse.data();
+  if (has_sinks) a.call.sinks = a.sinks.data();
+  a.call.count_query = w.input.chance(0.7);
+  std::fill_n(shared_bytes, sizeof(RawAttendShared<kHeadDim>), 0xff);
+  emulate(w.sequences * w.kv_heads, 1, kAttendThreads,
+          [&] { raw_attend_kernel<kHeadDim>(a.call); });
+  EXPECT_EQ(w.fault.status, StatusCode::kOk);
+
+  // Scores: products of fp16 inputs summed in fp32 by steps that cut off at 2^-23, |q| <= 1 and
+  // |k| < 64: 1e-3. Outputs: probabilities of fp16 (2^-11), the body's part and the result in the
+  // type of out; a score's error e moves an output by 2 e max|v|.
+  const int32_t heads = w.kv_heads * group;
+  for (int32_t i = 0; i < w.sequences; ++i) {
+    for (int32_t h = 0; h < w.kv_heads; ++h) {
+      const RawTokens tokens(w.rows, w.host_raw(i), at[i], nullptr);
+      for (int32_t j = 0; j < q_len; ++j) {
+        const int32_t position = at[i].tokens - q_len + j;
+        std::vector<float> k(kHeadDim), v(kHeadDim);
+        std::vector<double> largest(at[i].tokens, 0);
+        for (int32_t g = 0; g < group; ++g) {
+          const int64_t line = (int64_t{i} * q_len + j) * heads + h * group + g;
+          double sum = 0, most_value = 1;
+          std::vector<double> expected(kHeadDim, 0), weight(at[i].tokens, 0);
+          for (int32_t p = 0; p <= position; ++p) {
+            const bool raw = p < sink_count(w.laws, at[i]) || p >= ring_first(w.laws, at[i]);
+            if (!raw || tokens.importance(h, p).kind == ImportanceKind::kPruned) continue;
+            tokens.read(Component::kKey, h, p, 1, k.data());
+            tokens.read(Component::kValue, h, p, 1, v.data());
+            double dot = 0;
+            for (int32_t d = 0; d < kHeadDim; ++d) {
+              dot += double{raw_to_float(dtype, a.q[line * kHeadDim + d])} * double{k[d]};
+              most_value = std::max(most_value, std::abs(double{v[d]}));
+            }
+            weight[p] = std::exp(dot * double{a.call.sm_scale});
+            sum += weight[p];
+            for (int32_t d = 0; d < kHeadDim; ++d) expected[d] += weight[p] * double{v[d]};
+          }
+          if (has_body) {
+            const double of_body = std::exp(double{a.body_lse[line]});
+            sum += of_body;
+            for (int32_t d = 0; d < kHeadDim; ++d) {
+              expected[d] += of_body * double{raw_to_float(dtype, a.body[line * kHeadDim + d])};
+            }
+          }
+          if (has_sinks) sum += std::exp(double{a.sinks[h * group + g]});
+          if (sum == 0) {
+            EXPECT_EQ(a.lse[line], -INFINITY);
+            continue;
+          }
+          ASSERT_NEAR(a.lse[line], std::log(sum), 2e-3 + 1e-6 * std::abs(std::log(sum)));
+          const double rounding = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+          const double bound = most_value * (2 * rounding + 0x1p-10 + 4e-3);
+          for (int32_t d = 0; d < kHeadDim; ++d) {
+            ASSERT_NEAR(raw_to_float(dtype, a.out[line * kHeadDim + d]), expected[d] / sum, bound)
+                << "dim " << d;
+          }
+          for (int32_t p = 0; p <= position; ++p) {
+            largest[p] = std::max(largest[p], weight[p] / sum);
+          }
+        }
+        if (!a.call.count_query) continue;
+        for (int32_t p = ring_first(w.laws, at[i]); p < position; ++p) {
+          uint8_t* row = w.host_raw(i) + int64_t{h} * w.rows.layout.row_bytes;
+          RawScore score = read_score(w.rows, row, p);
+          if (score.count < 0) continue;
+          score.sum += static_cast<float>(largest[p]);
+          ++score.count;
+          write_score(w.rows, row, p, score);
+        }
+      }
+      for (int32_t p = ring_first(w.laws, at[i]); p < at[i].tokens; ++p) {
+        const int64_t row = int64_t{h} * w.rows.layout.row_bytes;
+        const RawScore expected = read_score(w.rows, w.host_raw(i) + row, p);
+        const RawScore found = read_score(w.rows, w.memory().raw(i, w.layer) + row, p);
+        ASSERT_EQ(found.count, expected.count) << "position " << p;
+        ASSERT_NEAR(found.sum, expected.sum, 5e-3 * q_len + 1e-6 * std::abs(expected.sum));
+      }
+    }
+  }
+}
+
+TYPED_TEST(EmulatedPlace, AttentionIsThePlainSoftmax) {
+  for (int32_t round = 0; round < 8; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    expect_attends<TypeParam::kValue>(round);
+    if (this->HasFatalFailure()) return;
+  }
+}
+
+TEST(EmulatedCounts, FollowTheLaws) {
+  RandomInput input;
+  for (int32_t round = 0; round < 200; ++round) {
+    const int32_t layers = input.uniform(1, 5), sequences = input.uniform(1, 90);
+    CountCall c;
+    c.laws = {input.uniform(0, 16), input.uniform(8, 70), 16, 64, 96};
+    std::vector<LayerTokens> counts;
+    for (int32_t i = 0; i < sequences * layers; ++i) {
+      counts.push_back(after_append(c.laws, {}, input.uniform(100, 400)));
+    }
+    IdChunk ids;
+    std::vector<int32_t> slots(sequences, -1);
+    std::vector<LayerTokens> from(counts.size()), to(counts.size()), at(counts.size());
+    c.batch = {slots.data(), from.data(), to.data(), at.data()};
+    c.counts = counts.data();
+    c.law = static_cast<CountLaw>(input.uniform(0, 3));
+    c.tokens = input.uniform(1, 90);
+    c.first_layer = input.uniform(0, layers - 1);
+    c.layers = input.uniform(1, layers - c.first_layer);
+    c.num_layers = layers;
+    c.max_sequences = sequences;
+    // In two chunks of ids, in reverse order.
+    const int32_t half = sequences / 2;
+    for (const auto& [first, end] : {std::pair{0, half}, std::pair{half, sequences}}) {
+      for (int32_t i = first; i < end; ++i) ids.slots[i - first] = sequences - 1 - i;
+      c.first = first;
+      c.count = end - first;
+      emulate(c.count * c.layers / kCountThreads + 1, 1, kCountThreads,
+              [&] { count_kernel(c, ids); });
+    }
+    for (int32_t i = 0; i < sequences; ++i) {
+      const int32_t slot = sequences - 1 - i;
+      ASSERT_EQ(slots[i], slot);
+      for (int32_t l = 0; l < c.layers; ++l) {
+        const LayerTokens now = counts[slot * layers + c.first_layer + l];
+        LayerTokens expected = now;
+        if (c.law == CountLaw::kBegin) {
+          expected.body_end = body_end_at(c.laws, now.body_end, now.tokens + c.tokens);
+        } else if (c.law == CountLaw::kAppend) {
+          expected = after_append(c.laws, now, c.tokens);
+        } else if (c.law == CountLaw::kTruncate) {
+          expected = after_truncate(c.laws, now, c.tokens);
+        }
+        ASSERT_EQ(from[i * c.layers + l], now);
+        ASSERT_EQ(to[i * c.layers + l], expected);
+        if (c.law == CountLaw::kBegin) expected.tokens += c.tokens;
+        ASSERT_EQ(at[(c.first_layer + l) * sequences + i], expected);
+      }
+    }
+  }
+}
+
+// What rows need beside what a truncation and a growth take from the ring.
+TEST(EmulatedCounts, NeedsAreWhatThePageOperationsTake) {
+  RandomInput input;
+  const AllocatorShape shape = testing::with_sides(2, 5, 3, 400);
+  HostState state(shape), next(shape);
+  testing::TraceMaker maker(static_cast<uint32_t>(input.uniform(0, 1 << 30)), {0, 3, 6});
+  int32_t compared = 0, exchanged = 0;
+  for (int32_t step = 0; step < 4000; ++step) {
+    testing::OwnedOp op = maker.next(*state);
+    ASSERT_TRUE(run_page_op_host(*state, op.view()));
+    const int32_t sequence = input.uniform(0, shape.table.num_sequences - 1);
+    if (state->sequences[sequence].state != SequenceState::kLive) continue;
+    const int32_t rows = shape.table.rows_per_sequence;
+    std::vector<SideCounts> kept(rows), target(rows);
+    RowCountsCall c = {*state, &sequence, {kept.data(), target.data()}, 1};
+    emulate(1, 1, kCountThreads, [&] { row_counts_kernel(c); });
+    for (int32_t r = 0; r < rows; ++r) {
+      ASSERT_EQ(kept[r], state->tokens[sequence * rows + r]);
+      for (int32_t s = 0; s < shape.table.num_sides; ++s) {
+        if (input.chance(0.5)) kept[r].of[s] = input.uniform(0, kept[r].of[s]);
+        target[r].of[s] = kept[r].of[s] + input.uniform(0, 5);
+      }
+    }
+    PageNeeds needs = {};
+    emulate(1, 1, kCountThreads, [&] { needs_kernel(c, &needs); });
+    next.copy(state);
+    std::vector<PageCopy> copies(rows * kMaxSides);
+    OpReport cut, grown;
+    const int64_t before = free_pages(*next->ring.cursors);
+    ASSERT_TRUE(run_page_op_host(
+        *next, PageOp::truncate({&sequence, 1}, kept.data(), copies.data(), &cut)));
+    if (cut.status != StatusCode::kOk) continue;
+    ASSERT_TRUE(run_page_op_host(*next, PageOp::grow({&sequence, 1}, target.data(), &grown)));
+    EXPECT_EQ(needs.beyond > 0, grown.status == StatusCode::kOutOfRange);
+    if (grown.status != StatusCode::kOk) continue;
+    ASSERT_EQ(static_cast<int64_t>(needs.fresh), before - free_pages(*next->ring.cursors));
+    ASSERT_EQ(static_cast<int64_t>(needs.exchanged), cut.pages_needed);
+    ++compared;
+    exchanged += needs.exchanged > 0 ? 1 : 0;
+  }
+  EXPECT_GT(compared, 100);
+  EXPECT_GT(exchanged, 0);
+}
+
+}  // namespace
+}  // namespace tierkv::store

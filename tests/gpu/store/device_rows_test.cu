@@ -1,0 +1,93 @@
+// Row formats in device memory beside those in host memory, which play the place: the same bytes
+// after every call, and attention over bodies. Memory is managed, so that both see it.
+#include <algorithm>
+#include <vector>
+
+#include "store/rows/tiers/device_tiers_rows.h"
+#include "tests/engine/support/rows_twin.h"
+#include "tests/engine/support/tiers_pages.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv::store::test {
+namespace {
+
+class ManagedMemory final : public TwinMemory {
+ public:
+  ~ManagedMemory() override {
+    for (void* p : taken_) cudaFree(p);
+  }
+  void* take(size_t bytes) override {
+    void* p = nullptr;
+    EXPECT_EQ(cudaMallocManaged(&p, bytes), cudaSuccess);
+    taken_.push_back(p);
+    EXPECT_EQ(cudaMemset(p, 0, bytes), cudaSuccess);
+    wait();
+    return p;
+  }
+  void wait() override {
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
+  }
+
+ private:
+  std::vector<void*> taken_;
+};
+
+class DeviceRows : public RandomTest {
+ protected:
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+  // Random calls.
+  void soak(RowsTwin* twin, const StoreConfig& config, int32_t calls, int32_t longest) {
+    twin->add();
+    twin->add();
+    for (int32_t i = 0; i < calls; ++i) {
+      if (i == calls / 2) twin->fork(0);
+      std::vector<int32_t> places = {pick(0, twin->count() - 1)};
+      if (i > 5 && pick(0, 2) == 0) twin->truncate(places[0], pick(1, twin->tokens(places[0])));
+      if (HasFatalFailure()) return;
+      if (pick(0, 2) == 0) places = {1, 0};
+      int32_t room = config.max_tokens;
+      for (const int32_t p : places) room = std::min(room, config.max_tokens - twin->tokens(p));
+      const int32_t tokens = std::min(room, pick(0, 2) == 0 ? pick(9, longest) : pick(1, 8));
+      if (tokens > 0) twin->extend(places, tokens, pick(0, 2) > 0);
+      if (HasFatalFailure()) return;
+      twin->read(places[0]);
+      if (pick(0, 1) == 1) twin->count_queries(places[0]);
+      if (HasFatalFailure()) return;
+      twin->attend(places, pick(0, 1) == 0 ? 1 : pick(1, kMaxQueryTokens));
+      if (HasFatalFailure()) return;
+    }
+  }
+};
+
+TEST_F(DeviceRows, TiersAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const bool raw : {false, true}) {
+      const StoreConfig config = tiers_config(head_dim, 2000, raw, &rng_);
+      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
+      ManagedMemory memory;
+      RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
+      soak(&twin, config, 30, 300);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// One class alone, which has kernels of its own.
+TEST_F(DeviceRows, TiersOfOneClassAreTheHosts) {
+  for (const int32_t head_dim : {64, 128}) {
+    StoreConfig config = tiers_config(head_dim, 2000, head_dim == 64, &rng_);
+    auto& format = std::get<TiersFormat>(config.format);
+    format.classes.resize(1);
+    format.class_of_head.clear();
+    give_pages(2000, &config);
+    ManagedMemory memory;
+    RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
+    soak(&twin, config, 30, 300);
+    if (HasFatalFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace tierkv::store::test
