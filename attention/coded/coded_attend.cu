@@ -162,6 +162,7 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
   constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
+  if (call.raw_blocks) return find_raw_rows_kernel(call.head_dim);
   if (call.weighted.any()) {
     switch (call.weighted.pairing) {
       case RopePairing::kNone:

@@ -120,6 +120,7 @@ Status CodedAttention::validate() const {
     return invalid("a count is negative");
   }
   if (!(sm_scale > 0)) return invalid("sm_scale must be positive");
+  if (raw_blocks) return Status::ok();
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxCodedBlockBytes) {
     return invalid("max_block_bytes");
   }
@@ -154,6 +155,11 @@ Status CodedAttention::validate_arrays() const {
   if (num_window_pages > 0 && (window_page_bytes < int64_t{kBlockTokens} * 4 * head_dim ||
                                window_page_bytes % kBlockAlignment != 0)) {
     return invalid("window_page_bytes");
+  }
+  if (raw_blocks) {
+    const bool there = keys.blocks != nullptr && values.blocks != nullptr &&
+                       keys.bytes != nullptr && values.bytes != nullptr;
+    return num_blocks == 0 || there ? Status::ok() : invalid("keys and values");
   }
   if (Status s = check_arrays(keys, num_blocks, "keys"); !s) return s;
   return check_arrays(values, num_blocks, "values");

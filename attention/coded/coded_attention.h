@@ -50,7 +50,7 @@ struct alignas(16) CodedRow {
   int32_t coded_tokens = 0;   // the oldest ones
   int32_t window_tokens = 0;  // the newest ones
   int64_t first_page = 0;     // of its ceil(window_tokens / 64) pages in window_pages
-  int32_t step = 0;           // index of its steps
+  int32_t step = 0;           // index of its steps; -1: nothing of the row is read or written
   int32_t mean = 0;           // index of its means; -1: none
   int32_t sink_tokens = 0;    // raw, before the coded ones; weighted blocks only
   uint32_t first_sink = 0;    // where they lie in WeightedRows::raw_sinks, in units of 16 bytes
@@ -103,6 +103,9 @@ struct WeightedRows {
   // Every row that has blocks has this many sinks, at most kMostRawSinks; a row without blocks may
   // have any number up to kMostRawSinks.
   int32_t sink_tokens = 0;
+  // Attends to the blocks alone, for every query: the row's sinks and window are elsewhere, and are
+  // no items. sink_tokens says where block 0 begins.
+  bool blocks_only = false;
   // kHalves over the whole head, or kNeighbours; else kUnsupported.
   RopePairing pairing = RopePairing::kNone;
 
@@ -161,6 +164,10 @@ struct CodedAttention {
   int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
   FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
   WeightedRows weighted;          // read where the blocks are weighted
+  // Blocks are raw instead: 64 bytes that are passed over, then fp16 tiles of 16 tokens, finished
+  // keys or values. Every query sees all of a row's blocks, which are its items; block 0 begins
+  // behind its sink_tokens. Codebooks, steps, means and windows are not read.
+  bool raw_blocks = false;
 
   // That a row's blocks are read for.
   int32_t all_columns() const { return columns * q_len; }

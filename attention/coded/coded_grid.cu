@@ -105,6 +105,10 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   if (!limits) return limits.status();
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
+  if (call.raw_blocks) {
+    grid.warps = coded_warps(call.head_dim), grid.slots_per_warp = 1;
+    return grid;
+  }
   grid.slot_bytes =
       (slice_count(call.head_dim) * call.max_block_bytes + kSlotStep - 1) / kSlotStep * kSlotStep;
   for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {

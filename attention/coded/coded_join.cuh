@@ -86,10 +86,11 @@ struct JoinedColumn {
   __device__ __forceinline__ int64_t place() const {
     return params.queries.place(row, params.first_column + column);
   }
+  __device__ __forceinline__ bool is_left_out() const { return params.call.rows[row].step < 0; }
   // x: without the mean.
   __device__ __forceinline__ void write(int32_t dim, float2 x) const {
     const CodedAttention& call = params.call;
-    if (dim >= call.head_dim) return;
+    if (dim >= call.head_dim || is_left_out()) return;
     auto* to = static_cast<uint16_t*>(call.out) + place() * call.head_dim + dim;
     *reinterpret_cast<uint32_t*>(to) = output_to_raw(call.dtype, x.x) |
                                        static_cast<uint32_t>(output_to_raw(call.dtype, x.y)) << 16;
@@ -114,6 +115,7 @@ struct ColumnSum {
   // By one thread.
   __device__ __forceinline__ void finish(const JoinedColumn& c, float lse) const {
     const CodedAttention& call = c.params.call;
+    if (c.is_left_out()) return;
     if (call.lse != nullptr) call.lse[c.place()] = lse;
     if (c.column == 0) call.row_status[c.row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
   }

@@ -81,6 +81,8 @@ CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
 // object, from weighted_instance.cu.in.
 template <RopePairing kPairing, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
+// The kernel of a call of raw blocks.
+CodedKernel find_raw_rows_kernel(int32_t head_dim);
 // Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
 // first.
 Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);

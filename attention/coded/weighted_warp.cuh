@@ -195,14 +195,14 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
            row.sink_tokens >= 0 && row.sink_tokens <= kMostRawSinks &&
            (blocks == 0 || row.sink_tokens == w.sink_tokens) &&
            (kPairing == RopePairing::kNone || blocks <= w.num_block_turns) &&
-           (row.sink_tokens == 0 ||
+           (row.sink_tokens == 0 || w.blocks_only ||
             int64_t{row.first_sink} * 16 + sink_bytes <= w.raw_sinks_size) &&
            to <= coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens) &&
            row.step >= 0 && row.step < call.num_steps && row.first_page >= 0 &&
            row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
                call.num_window_pages &&
            row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks &&
-           (blocks == 0 || row.window_tokens >= params.queries.q_len - 1);
+           (blocks == 0 || w.blocks_only || row.window_tokens >= params.queries.q_len - 1);
   }
 
   __device__ __forceinline__ void begin_row(int32_t r, int32_t begin, int32_t end) {
@@ -259,7 +259,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
   // What is behind them.
   __device__ __forceinline__ void finish_row(float* partial) {
     const CodedRow& row = call.rows[row_index];
-    if (to > from) {
+    if (to > from && !call.weighted.blocks_only) {
       const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
       const int32_t sinks = row.sink_tokens > 0 ? 1 : 0;
       if (sinks == 1 && from <= blocks && to > blocks) attend_sinks(this->score_scale(), row);

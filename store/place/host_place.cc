@@ -1,6 +1,9 @@
 #include "store/place/host_place.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -9,9 +12,18 @@
 
 namespace tierkv::store {
 
+// Nothing is taken before it is touched.
+HostPlace::Memory HostPlace::map_zeros(int64_t bytes) {
+  const auto size = static_cast<size_t>(bytes);
+  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                 -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  return Memory(p, [size](void* memory) { munmap(memory, size); });
+}
+
 HostPlace::Memory HostPlace::allocate(size_t alignment, int64_t bytes) {
-  return Memory(std::aligned_alloc(
-      alignment, static_cast<size_t>(round_up(bytes, static_cast<int64_t>(alignment)))));
+  const auto size = static_cast<size_t>(round_up(bytes, static_cast<int64_t>(alignment)));
+  return Memory(std::aligned_alloc(alignment, size), std::free);
 }
 
 Result<std::unique_ptr<HostPlace>> HostPlace::make(const StoreConfig& config,
@@ -19,26 +31,54 @@ Result<std::unique_ptr<HostPlace>> HostPlace::make(const StoreConfig& config,
   const Result<StoreLayout> layout = store_layout(config, *format);
   if (!layout) return layout.status();
   auto place = std::make_unique<HostPlace>();
-  place->config_ = config;
-  place->layout_ = *layout;
-  place->raw_ = {layout->laws, layout->raw, config.layout.num_kv_heads};
   const size_t bytes = allocator_bytes(layout->allocator).total;
   place->allocator_memory_ = allocate(kAllocatorAlignment, static_cast<int64_t>(bytes));
   place->page_memory_ = allocate(kPageAlignment, layout->page_bytes * layout->allocator.num_pages);
   place->slot_memory_ = allocate(kPageAlignment, layout->slot_bytes * config.max_sequences);
-  if (place->allocator_memory_ == nullptr || place->page_memory_ == nullptr ||
-      place->slot_memory_ == nullptr) {
+  if (Status s = place->bind(config, *layout, std::move(format)); !s) return s;
+  if (Status s = initialize_host(place->pages_.allocator); !s) return s;
+  return place;
+}
+
+Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
+                       std::unique_ptr<RowFormat> format) {
+  config_ = config;
+  layout_ = layout;
+  raw_ = {layout.laws, layout.raw, config.layout.num_kv_heads};
+  if (allocator_memory_ == nullptr || page_memory_ == nullptr || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
   }
-  const Result<PageAllocator> a =
-      make_page_allocator(layout->allocator, place->allocator_memory_.get(), bytes);
+  const Result<PageAllocator> a = make_page_allocator(layout.allocator, allocator_memory_.get(),
+                                                      allocator_bytes(layout.allocator).total);
   if (!a) return a.status();
-  if (Status s = initialize_host(*a); !s) return s;
-  place->pages_ = {*a, static_cast<uint8_t*>(place->page_memory_.get()), layout->page_bytes,
-                   format->sizes().rows_per_layer};
-  format->bind(place->pages_);
-  place->format_ = std::move(format);
+  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()), layout.page_bytes,
+            format->sizes().rows_per_layer};
+  format->bind(pages_);
+  format_ = std::move(format);
+  return Status::ok();
+}
+
+// Of the allocator's state all is zeros but what one sequence and the free pages need.
+Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
+                                                          const StoreLayout& layout,
+                                                          std::unique_ptr<RowFormat> format,
+                                                          const std::vector<int32_t>& free_pages) {
+  StoreConfig one = config;
+  StoreLayout of_one = layout;
+  one.max_sequences = of_one.allocator.table.num_sequences = 1;
+  auto place = std::make_unique<HostPlace>();
+  place->allocator_memory_ =
+      map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));
+  place->page_memory_ = map_zeros(layout.page_bytes * layout.allocator.num_pages);
+  place->slot_memory_ = map_zeros(layout.slot_bytes);
+  if (Status s = place->bind(one, of_one, std::move(format)); !s) return s;
+  const PageAllocator& a = place->pages_.allocator;
+  const int64_t slots = a.shape.table.num_rows() * int64_t{a.shape.table.row_stride()};
+  std::fill(a.slots, a.slots + slots, kNoPage);
+  std::copy(free_pages.begin(), free_pages.end(), a.ring.ids);
+  *a.ring.cursors = {0, static_cast<int64_t>(free_pages.size())};
+  *a.state = {kNoError, 1, 0, 0};
   return place;
 }
 

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -20,6 +19,13 @@ class HostPlace final : public Place {
   // kOutOfMemory.
   static Result<std::unique_ptr<HostPlace>> make(const StoreConfig& config,
                                                  std::unique_ptr<RowFormat> format);
+  // A place of one sequence whose pages have ids of a place elsewhere, whose layout is given: what
+  // a sequence is brought into to be exported or imported. Only pages that are touched take memory.
+  // free_pages: dealt in this order.
+  static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
+                                                        const StoreLayout& layout,
+                                                        std::unique_ptr<RowFormat> format,
+                                                        const std::vector<int32_t>& free_pages);
 
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
@@ -38,18 +44,21 @@ class HostPlace final : public Place {
   Result<SequenceParts> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
 
-  // For tests.
   const HostPagesView& pages() const { return pages_; }
+  uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
+  RowFormat* format() const { return format_.get(); }
+  // For tests.
   const TokenLaws& laws() const { return layout_.laws; }
   const RawRows& raw_rows() const { return raw_; }
   HostLayer layer_of(const LayerMove& move) const;
 
  private:
-  struct FreeMemory {
-    void operator()(void* p) const { std::free(p); }
-  };
-  using Memory = std::unique_ptr<void, FreeMemory>;
+  using Memory = std::shared_ptr<void>;
   static Memory allocate(size_t alignment, int64_t bytes);
+  static Memory map_zeros(int64_t bytes);
+  // Lays the place over its memory.
+  Status bind(const StoreConfig& config, const StoreLayout& layout,
+              std::unique_ptr<RowFormat> format);
 
   uint8_t* slot_bytes(int32_t slot) const;
   uint8_t* raw_row(const LayerMove& move, int32_t kv_head) const;

@@ -126,6 +126,9 @@ class DeviceRowFormat {
   // The states of empty sequences: slots are zeros already.
   virtual Status open(int32_t slot) = 0;
 
+  // The slot is free.
+  virtual void released(int32_t /*slot*/) {}
+
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not.
   virtual bool may_rewrite(const DeviceWorks& works) const = 0;
@@ -134,7 +137,7 @@ class DeviceRowFormat {
   // Pages that go from `kept` to `target` of plan() at most, all entries together.
   virtual int64_t most_pages(const DeviceWorks& works) const = 0;
   // Changes `counts` and scratch of the format alone. A value that the format cannot hold is a
-  // fault; its entry then asks for what it holds.
+  // fault; it is written as one that the format can hold.
   virtual Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables hold what the plan asked for; works as plan() got them, nothing in between. `copies`
   // [count * rows_per_sequence * kMaxSides], null where nothing was truncated.
@@ -154,7 +157,7 @@ class DeviceRowFormat {
   virtual Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) = 0;
   // The tables were cut, or forked: the states (copied already) follow. copies as in write().
   virtual Status cut(const DeviceWorks& works, const PageCopy* copies) = 0;
-  // Before the cut() of a fork, on the host.
+  // Before the cut() of a fork; the slot's bytes are copied in the stream's order.
   virtual void forked(int32_t /*from*/, int32_t /*to*/) {}
 
   // Export and import go through host memory: the place brings the pages and the slot there and

@@ -17,7 +17,7 @@
 
 namespace tierkv::store {
 
-__align__(128) uint8_t shared_bytes[1 << 17];
+__align__(128) uint8_t attend_shared_bytes[1 << 17];
 
 namespace {
 
@@ -245,7 +245,7 @@ void expect_attends(int32_t round) {
   if (has_body) a.call.body_lse = a.body_lse.data();
   if (has_sinks) a.call.sinks = a.sinks.data();
   a.call.count_query = w.input.chance(0.7);
-  std::fill_n(shared_bytes, sizeof(RawAttendShared<kHeadDim>), 0xff);
+  std::fill_n(attend_shared_bytes, sizeof(RawAttendShared<kHeadDim>), 0xff);
   emulate(w.sequences * w.kv_heads, 1, kAttendThreads,
           [&] { raw_attend_kernel<kHeadDim>(a.call); });
   EXPECT_EQ(w.fault.status, StatusCode::kOk);

@@ -99,6 +99,8 @@ struct WeightedEncode {
   // out: [num_ranges, most_blocks, 2], by block of the range and component; kOk where there is
   // none.
   StatusCode* status = nullptr;
+  // A code beyond 16 bits becomes the nearest one: the status is kOutOfRange, the block is written.
+  bool saturates = false;
   double scale = 1;               // of significances: u = (position + 1) * significance * scale
   int64_t size = 0;               // of bytes
   int64_t token_stride = 0;       // in elements, of keys and of values

@@ -24,6 +24,7 @@ struct WeightedBlockJob {
   Component component;
   RopePairing pairing;
   int32_t pairs, head_dim, tokens, position, place_of_first;
+  bool saturates;
   int32_t coded;  // tokens, the first ones, whose elements are codes
 
   __device__ __forceinline__ uint16_t bits(int32_t t, int32_t d) const {
@@ -99,7 +100,10 @@ __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job,
   }
   if (!finite) return {0, StatusCode::kNonFinite};
   const float c = weighted_code(y, mean, job->scale(d), exponent_factor(exponent));
-  if (!is_code(c)) return {0, StatusCode::kOutOfRange};
+  if (!is_code(c)) {
+    const int32_t nearest = c > 0 ? 32767 : -32768;
+    return {job->saturates ? nearest : 0, StatusCode::kOutOfRange};
+  }
   return {static_cast<int32_t>(c), StatusCode::kOk};
 }
 

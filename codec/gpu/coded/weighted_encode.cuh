@@ -49,6 +49,7 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->decided = call.decided == nullptr ? nullptr : call.decided + r.significance + ahead;
   job->coded =
       call.decided == nullptr ? 0 : min(max(0, r.body_first - first), max(0, last - first));
+  job->saturates = call.saturates;
   job->means = !key || call.rows.key_means == nullptr ? nullptr
                                                       : call.rows.key_means + int64_t{r.row} * dims;
   job->scales = key ? call.rows.key_scales + int64_t{r.row} * dims : call.rows.value_steps + r.row;
@@ -244,10 +245,13 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
     const bool wide = item.component == Component::kKey ? stage_codes<kPer, true>(memory, faults)
                                                         : stage_codes<kPer, false>(memory, faults);
     code = faults.worst();
+    const bool saturated = call.saturates && code == StatusCode::kOutOfRange;
+    if (saturated) code = StatusCode::kOk;
     if (code == StatusCode::kOk && !family.usable) code = StatusCode::kUnsupported;
     if (code == StatusCode::kOk) {
       code = write_staged<kPer>(call, family, range.row, wide, memory, place);
     }
+    if (saturated && code == StatusCode::kOk) return StatusCode::kOutOfRange;
   }
   const bool known = code != StatusCode::kInvalidArgument ||
                      is_valid_range(range, call.rows.num_rows, call.most_blocks);

@@ -35,8 +35,10 @@ class BatchBook {
     }
   }
 
-  // from and to of all layers for a step of so many tokens that begins.
+  // from and to of all layers for a step of so many tokens that begins. Replays of a captured one
+  // move the counts that calls which run at once have derived theirs from.
   void wrote_step(const std::vector<int32_t>& slots, int32_t tokens) {
+    if (is_captured()) contents_[0] = {};
     set_slots(slots, true);
     now().step_tokens = tokens;
     now().planned_q_len = 0;

@@ -20,6 +20,8 @@
 
 namespace tierkv::store {
 
+class HostPlace;
+
 // Device memory that lives as long as this, and a word of mapped host memory.
 class DeviceMemory {
  public:
@@ -110,6 +112,11 @@ class DevicePlace final : public Place {
   Status run_and_wait(const PageOp& op, int64_t at_most);
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   Status copy_pages(int32_t count);
+  Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
+  Result<std::unique_ptr<HostPlace>> make_mirror(const std::vector<int32_t>& free_pages);
+  Status copy_tables(int32_t slot, const PageAllocator& to) const;
+  Status import_opened(int32_t slot, const SequenceParts& parts);
+  Status copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 
   StoreConfig config_;

@@ -1,16 +1,20 @@
 // What a place in device memory tells of itself through host memory: usage, export and import.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <memory>
 #include <numeric>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
+#include "store/place/device/device_kernels.h"
 #include "store/place/device/device_place.h"
+#include "store/place/host_place.h"
 
 namespace tierkv::store {
 
-Status DevicePlace::add_usage(const LayerMoves&, StoreUsage* usage) const {
+Status DevicePlace::add_usage(const LayerMoves& layers, StoreUsage* usage) const {
   const PageAllocator& a = view_.pages.allocator;
   RingCursors cursors = {};
   int64_t least_free = 0;
@@ -26,6 +30,27 @@ Status DevicePlace::add_usage(const LayerMoves&, StoreUsage* usage) const {
   usage->page_bytes = layout_.page_bytes;
   usage->slot_bytes = layout_.slot_bytes;
   for (const PageRecord& record : records) usage->pages_shared += record.reference_count > 1;
+  return add_nominal(layers, usage);
+}
+
+// From the states of the open sequences, which the format in host memory reads.
+Status DevicePlace::add_nominal(const LayerMoves& layers, StoreUsage* usage) const {
+  const auto bytes = static_cast<size_t>(layout_.layer_bytes - layout_.raw_bytes);
+  const auto num_layers = static_cast<size_t>(config_.layout.num_layers);
+  std::vector<uint8_t> states(bytes * num_layers);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const size_t layer = i % num_layers;
+    if (layer == 0) {
+      const cudaError_t error = cudaMemcpy2DAsync(
+          states.data(), bytes, view_.slots.state(layers[i].slot, 0),
+          static_cast<size_t>(layout_.layer_bytes), bytes, num_layers, cudaMemcpyDefault, stream_);
+      if (Status s = cuda_status(error, "usage"); !s) return s;
+      if (Status s = wait(); !s) return s;
+    }
+    uint8_t* state = states.data() + layer * bytes;
+    usage->nominal_bytes += host_format_->nominal_bytes(
+        {layers[i].slot, layers[i].layer, layers[i].from, nullptr, state});
+  }
   return Status::ok();
 }
 
@@ -40,12 +65,123 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
   return sum;
 }
 
-Result<SequenceParts> DevicePlace::export_parts(const LayerMoves&) {
-  return Status(StatusCode::kUnsupported, "export_sequence, in a store on a device");
+Result<std::unique_ptr<HostPlace>> DevicePlace::make_mirror(
+    const std::vector<int32_t>& free_pages) {
+  Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
+  if (!format) return format.status();
+  if (Status s = format_->download_shared(format->get()); !s) return s;
+  return HostPlace::make_mirror(config_, layout_, std::move(*format), free_pages);
 }
 
-Status DevicePlace::import_parts(int32_t, const SequenceParts&) {
-  return Status(StatusCode::kUnsupported, "import_sequence, in a store on a device");
+// Table rows of a slot, to host memory.
+Status DevicePlace::copy_tables(int32_t slot, const PageAllocator& to) const {
+  const PageAllocator& a = view_.pages.allocator;
+  const int64_t rows = rows_per_sequence(), first = slot * rows;
+  const int64_t line = a.shape.table.row_stride();
+  if (Status s = copy(to.tokens, a.tokens + first, rows * int64_t{sizeof(SideCounts)}); !s) {
+    return s;
+  }
+  if (Status s = copy(to.pages, a.pages + first, rows * int64_t{sizeof(SideCounts)}); !s) return s;
+  return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
+}
+
+namespace {
+
+// Pages of the first sequence, by row, side and place: the order in which an operation deals them.
+std::vector<int32_t> pages_in_order(const PageAllocator& a) {
+  std::vector<int32_t> pages;
+  for (int32_t row = 0; row < a.shape.table.rows_per_sequence; ++row) {
+    for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
+      for (int32_t i = 0; i < a.pages[row].of[side]; ++i) {
+        pages.push_back(page_at(a, row, side, i));
+      }
+    }
+  }
+  return pages;
+}
+
+}  // namespace
+
+Result<SequenceParts> DevicePlace::export_parts(const LayerMoves& layers) {
+  if (Status s = enter("export_sequence", false); !s) return s;
+  Result<std::unique_ptr<HostPlace>> mirror = make_mirror({});
+  if (!mirror) return mirror.status();
+  const int32_t slot = layers[0].slot;
+  const HostPagesView& pages = (*mirror)->pages();
+  if (Status s = copy_tables(slot, pages.allocator); !s) return s;
+  if (Status s = copy((*mirror)->slot_memory(), view_.slots.raw(slot, 0), layout_.slot_bytes); !s) {
+    return s;
+  }
+  if (Status s = wait(); !s) return s;
+  for (const int32_t page : pages_in_order(pages.allocator)) {
+    const uint8_t* from = view_.pages.base + page * layout_.page_bytes;
+    if (Status s = copy(pages.bytes(page), from, layout_.page_bytes); !s) return s;
+  }
+  if (Status s = wait(); !s) return s;
+  LayerMoves moves = layers;
+  for (LayerMove& move : moves) move.slot = 0;
+  return (*mirror)->export_parts(moves);
+}
+
+Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
+  if (Status s = open(slot); !s) return s;
+  Status s = import_opened(slot, parts);
+  if (!s) (void)release(slot);
+  return s;
+}
+
+// Parsed twice: for the pages that it takes, and with the ids of those that it got.
+Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
+  int64_t most = 0;
+  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+    most += host_format_->layer_pages(l, parts.layers[l].tokens, true);
+  }
+  std::vector<int32_t> ids(std::min<int64_t>(most, layout_.allocator.num_pages));
+  std::iota(ids.begin(), ids.end(), 0);
+  Result<std::unique_ptr<HostPlace>> sized = make_mirror(ids);
+  if (!sized) return sized.status();
+  if (Status s = (*sized)->import_parts(0, parts); !s) {
+    shortage_ = (*sized)->shortage();
+    return s;
+  }
+  const HostPagesView& sizes = (*sized)->pages();
+  const auto needed = static_cast<int64_t>(pages_in_order(sizes.allocator).size());
+  const Result<bool> fits = has_pages(needed);
+  if (!fits) return fits.status();
+  if (!*fits) return refuse_pages(needed);
+  const int64_t rows = rows_per_sequence();
+  if (Status s = copy(target_, sizes.allocator.tokens, rows * int64_t{sizeof(SideCounts)}); !s) {
+    return s;
+  }
+  const PageOp op = PageOp::grow({op_slots_, 1}, target_, report_);
+  if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
+  if (Status s = run(op, needed); !s) return s;
+  if (Status s = commit(nullptr, true); !s) return s;
+  if (Status s = copy_tables(slot, sizes.allocator); !s) return s;
+  if (Status s = wait(); !s) return s;
+  Result<std::unique_ptr<HostPlace>> mirror = make_mirror(pages_in_order(sizes.allocator));
+  if (!mirror) return mirror.status();
+  if (Status s = (*mirror)->import_parts(0, parts); !s) return s;
+  return copy_up(slot, parts, **mirror);
+}
+
+Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from) {
+  const HostPagesView& pages = from.pages();
+  for (const int32_t page : pages_in_order(pages.allocator)) {
+    uint8_t* to = view_.pages.base + page * layout_.page_bytes;
+    if (Status s = copy(to, pages.bytes(page), layout_.page_bytes); !s) return s;
+  }
+  if (Status s = copy(view_.slots.raw(slot, 0), from.slot_memory(), layout_.slot_bytes); !s) {
+    return s;
+  }
+  const int64_t layers = config_.layout.num_layers;
+  if (Status s =
+          copy(counts_ + slot * layers, parts.layers.data(), layers * int64_t{sizeof(LayerTokens)});
+      !s) {
+    return s;
+  }
+  if (Status s = wait(); !s) return s;
+  return format_->upload_shared(*from.format());
 }
 
 }  // namespace tierkv::store

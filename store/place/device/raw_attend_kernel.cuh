@@ -429,8 +429,8 @@ __device__ __forceinline__ void count_seen(const RawAttendCall& c, const RawRow&
 template <int32_t kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads)
     raw_attend_kernel(const __grid_constant__ RawAttendCall c) {
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<RawAttendShared<kHeadDim>*>(shared_bytes);
+  extern __shared__ __align__(16) uint8_t attend_shared_bytes[];
+  auto& shared = *reinterpret_cast<RawAttendShared<kHeadDim>*>(attend_shared_bytes);
   wait_for_previous_kernel();
   const RawRow r = raw_row(c);
   const int32_t columns = c.group * c.q_len;

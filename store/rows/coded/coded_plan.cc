@@ -41,8 +41,7 @@ Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft
   }
   if (is_raw_layer(layer)) return draft_raw(work, draft);
   if (!draft->fixed) {
-    bool ready = find_books(layer, *plan) != nullptr;
-    for (int32_t h = 0; h < heads; ++h) ready = ready && !start(layer, h).needs_tokens();
+    const bool ready = find_books(layer, *plan) != nullptr && !needs_tokens(layer);
     if (!ready && work.body_end < kSampleBlocks * kBlockTokens) return draft_raw(work, draft);
     if (Status s = fix(work, plan, draft); !s) return s;
   }

@@ -125,6 +125,12 @@ const RopeTable* CodedRows::rope(int32_t layer) const {
   return table.pairing == RopePairing::kNone ? nullptr : &table;
 }
 
+bool CodedRows::needs_tokens(int32_t layer) const {
+  bool needs = false;
+  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) needs |= start(layer, h).needs_tokens();
+  return needs;
+}
+
 // No page but the last has room left for a largest block.
 int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) const {
   const int64_t blocks =

@@ -44,6 +44,36 @@ class CodedRows final : public RowFormat {
   std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
 
+  // The tokens of a block of one row before they are coded.
+  struct BlockTokens {
+    int32_t first = 0, count = 0;
+    std::vector<float> x[2];                // [count, head_dim]
+    std::vector<int8_t> importance;         // G
+    std::vector<DecidedExponents> decided;  // with the value's exponent of tokens that have one
+  };
+  struct BlockCodes {
+    std::vector<int16_t> codes[2];
+    std::vector<int8_t> exponents[2];
+  };
+
+  // What the same format in device memory shares with this one.
+  const CodedShape& shape() const { return shape_; }
+  const CodedFormat& format() const { return format_; }
+  bool is_raw_layer(int32_t layer) const { return is_raw_layer_[layer] != 0; }
+  const RopeTable* rope(int32_t layer) const;
+  // [head_dim]; empty: ones.
+  const std::vector<float>& key_weight(int32_t layer, int32_t kv_head) const {
+    return start(layer, kv_head).key_weight;
+  }
+  // Whether means or steps of a layer's rows come from their own tokens.
+  bool needs_tokens(int32_t layer) const;
+  const LayerBooks& books(int32_t layer) const { return books_[layer]; }
+  void set_books(int32_t layer, const LayerBooks& books) { books_[layer] = books; }
+  // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
+  // tokens.
+  Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
+  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
+
  private:
   // What becomes of one layer.
   struct LayerDraft {
@@ -57,17 +87,6 @@ class CodedRows final : public RowFormat {
   struct CodedPlan final : BodyPlan {
     std::vector<LayerDraft> drafts;      // [works]
     std::map<int32_t, LayerBooks> made;  // by layer: books that the store did not have
-  };
-  // The tokens of a block of one row before they are coded.
-  struct BlockTokens {
-    int32_t first = 0, count = 0;
-    std::vector<float> x[2];                // [count, head_dim]
-    std::vector<int8_t> importance;         // G
-    std::vector<DecidedExponents> decided;  // with the value's exponent of tokens that have one
-  };
-  struct BlockCodes {
-    std::vector<int16_t> codes[2];
-    std::vector<int8_t> exponents[2];
   };
   // What is known of a row before its tokens.
   struct RowStart {
@@ -89,8 +108,6 @@ class CodedRows final : public RowFormat {
   const uint8_t* block_bytes(const CodedBlockRef& ref) const {
     return pages_.base + int64_t{ref.offset} * kUnitBytes;
   }
-  bool is_raw_layer(int32_t layer) const { return is_raw_layer_[layer] != 0; }
-  const RopeTable* rope(int32_t layer) const;
   const RowStart& start(int32_t layer, int32_t kv_head) const {
     return starts_[layer * shape_.num_kv_heads + kv_head];
   }
@@ -113,10 +130,8 @@ class CodedRows final : public RowFormat {
               BlockTokens* out) const;
   // Codes that a block has already go before those of its new tokens.
   Status prepend(const BodyWork& work, int32_t kv_head, int32_t block, BlockCodes* codes) const;
-  Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
   // Means, steps and, where the store has none, codebooks of a layer that is not fixed.
   Status fix(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const;
-  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
   Status encode(const LayerBooks& books, int32_t kv_head, int32_t count, const BlockCodes& codes,
                 LayerDraft* draft) const;
   std::vector<uint8_t> raw_block(const BlockTokens& tokens, Component c) const;

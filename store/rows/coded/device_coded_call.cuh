@@ -2,12 +2,13 @@
 //
 // A call has entries (sequence, layer); an entry has blocks that are written, which are called
 // cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
-// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and where
-// they go; write() makes their bytes there. Between both lies the page operation alone.
+// those of partial blocks that are continued as codes. plan() finds the sizes of all cells and
+// where they go; write() makes their bytes there. Between both lies the page operation alone.
 #pragma once
 
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
+#include "store/place/device/device_fault.cuh"
 #include "store/rows/coded/coded_shape.h"
 #include "store/rows/device_row_format.h"
 
@@ -24,13 +25,13 @@ struct DeviceLayer {
 // Of each row: what quantises it, and what attention takes of that. Rows are [num_layers,
 // num_kv_heads] where a profile knows them, else [num_sequences, num_layers, num_kv_heads].
 struct DeviceRowTables {
-  float* key_steps = nullptr;         // [rows]
-  float* value_steps = nullptr;       // [rows]
-  float* key_scales = nullptr;        // [rows, head_dim]
-  uint16_t* key_means = nullptr;      // [rows, head_dim]
-  float* query_units = nullptr;       // [rows]: WeightedKeyChannels::unit
-  float* query_scales = nullptr;      // [rows, head_dim]
-  uint16_t* query_means = nullptr;    // [rows, head_dim]
+  float* key_steps = nullptr;          // [rows]
+  float* value_steps = nullptr;        // [rows]
+  float* key_scales = nullptr;         // [rows, head_dim]
+  uint16_t* key_means = nullptr;       // [rows, head_dim]
+  float* query_units = nullptr;        // [rows]: WeightedKeyChannels::unit
+  float* query_scales = nullptr;       // [rows, head_dim]
+  uint16_t* query_means = nullptr;     // [rows, head_dim]
   const float* key_weights = nullptr;  // [num_layers, num_kv_heads, head_dim]
   int32_t rows = 0;
   bool per_slot = false;
@@ -87,17 +88,18 @@ struct CodedCall {
   const uint32_t* hints = nullptr;
   uint8_t* saved = nullptr;  // [saved entries, kMostSavedBlocks, heads, 2] of saved_bytes
   int32_t saved_bytes = 0;
-  EntryDraft* entries = nullptr;       // [entries]
-  CodedRowState* rows = nullptr;       // [entries, heads]
-  WeightedPlace* places[2] = {};       // [cells, heads]
-  uint32_t* ends = nullptr;            // [cells]
-  StatusCode* status = nullptr;        // [cells, heads, 2]
-  uint16_t* staging = nullptr;         // [2, group_cells, heads, 64, head_dim]
-  uint8_t (*decided)[4] = nullptr;     // [group_cells, heads, 64], as WeightedEncode has it
-  WeightedRange* ranges = nullptr;     // [group_cells, heads]
-  int32_t group_cells = 0;             // that staging has room for
-  int32_t blocks = 0;                  // cells of an entry
+  EntryDraft* entries = nullptr;    // [entries]
+  CodedRowState* rows = nullptr;    // [entries, heads]
+  WeightedPlace* places[2] = {};    // [cells, heads]
+  uint32_t* ends = nullptr;         // [cells]
+  StatusCode* status = nullptr;     // [cells, heads, 2]
+  uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
+  uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
+  WeightedRange* ranges = nullptr;  // [group_cells, heads]
+  int32_t group_cells = 0;          // that staging has room for
+  int32_t blocks = 0;               // cells of an entry
 
+  TKV_HD int32_t num_entries() const { return works.count * works.num_layers; }
   TKV_HD int32_t heads() const { return device.shape.num_kv_heads; }
   TKV_HD int32_t head_dim() const { return device.shape.head_dim; }
   // Cells are ordered by layer, sequence, block.
@@ -142,8 +144,7 @@ TKV_HD bool is_written(const CodedCall& call, const CellOf& c, EntryForm form) {
 }
 TKV_HD Positions tokens_of(const CodedCall& call, const CellOf& c) {
   const CodedShape& shape = call.device.shape;
-  return {shape.first_of(c.block),
-          CodedShape::end_of(c.block, call.works.to[c.entry].body_end)};
+  return {shape.first_of(c.block), CodedShape::end_of(c.block, call.works.to[c.entry].body_end)};
 }
 
 // The bytes of a block that the entry held before the call.
@@ -159,17 +160,9 @@ TKV_HD const uint8_t* old_block(const CodedCall& call, const CellOf& c, int32_t 
   return call.device.view.pages.base + int64_t{ref.offset} * kUnitBytes;
 }
 
-// The first fault is kept. Its status is set last.
-__device__ inline void report_fault(DeviceFault* fault, StatusCode code, int32_t slot,
-                                    int32_t layer, int32_t kv_head) {
-  auto* const status = reinterpret_cast<int32_t*>(&fault->status);
-  if (atomicCAS(status, static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(code)) != 0) {
-    return;
-  }
-  fault->slot = slot, fault->layer = layer, fault->kv_head = kv_head;
-}
-__device__ inline bool has_fault(const CodedCall& call) {
-  return call.device.fault->status != StatusCode::kOk;
+// Whether the page operation before write() or cut() failed.
+__device__ inline bool is_off(const CodedCall& call) {
+  return call.works.report != nullptr && call.works.report->status != StatusCode::kOk;
 }
 
 __device__ __forceinline__ int32_t thread_of_grid() {

@@ -18,7 +18,7 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
                                             at.bit / 8);
 }
 
-// An element of the caller's chunk, fp16.
+// An element of the caller's chunk, fp16. The place tells what is not finite; here it is 0.
 TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c, int32_t kv_head,
                               int32_t token, int32_t d) {
   const DeviceChunk& chunk = call.works.chunk;
@@ -26,7 +26,9 @@ TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c,
   const uint16_t* x = c == Component::kKey ? chunk.k : chunk.v;
   const uint16_t bits =
       x[((i * chunk.tokens + token) * call.heads() + kv_head) * call.head_dim() + d];
-  return chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
+  const uint16_t half =
+      chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
+  return is_finite(half_to_float(half)) ? half : uint16_t{0};
 }
 
 // An element of a raw token that is no sink.
@@ -35,16 +37,16 @@ TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Compone
   const EntryDraft& draft = call.entries[cell.entry];
   if (position < draft.waited) {
     const int32_t t = position - call.device.shape.first_of(cell.block);
-    return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c,
-                            t, d);
+    return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c, t,
+                            d);
   }
   const int32_t held = call.works.from[cell.entry].tokens;
   if (position >= held) {
     return chunk_element(call, cell.entry, c, kv_head, position - held, d);
   }
   const RawLayout& raw = call.device.view.raw;
-  const uint8_t* row = call.device.view.slots.raw(cell.slot, cell.layer) +
-                       int64_t{kv_head} * raw.row_bytes;
+  const uint8_t* row =
+      call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
   return *reinterpret_cast<const uint16_t*>(row + raw.ring_byte(c, position, d));
 }
 
@@ -57,12 +59,13 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
     if (chunk.significance == nullptr) return {};
     const int64_t i = cell.entry / call.works.num_layers;
     const ImportanceKind kind = held == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
-    return {kind, chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held],
-            0};
+    const float x =
+        chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held];
+    return {kind, is_finite(x) && x > 0 ? x : 0.0f, 0};
   }
   const RawLayout& raw = call.device.view.raw;
-  const uint8_t* row = call.device.view.slots.raw(cell.slot, cell.layer) +
-                       int64_t{kv_head} * raw.row_bytes;
+  const uint8_t* row =
+      call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
   const auto score = *reinterpret_cast<const RawScore*>(row + raw.score_byte(position));
   if (score.count < 0) {
     const bool pruned = score.count == RawScore::kPruned;
@@ -267,7 +270,8 @@ struct DecodeOldBlocks {
     return d;
   }
 
-  __device__ void decode_blocks(const WeightedDecode& decode, int32_t layer, uint8_t* shared) const {
+  __device__ void decode_blocks(const WeightedDecode& decode, int32_t layer,
+                                uint8_t* shared) const {
     if (decode.family.books == nullptr) return;
     const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(decode));
     const uint32_t start = shared_address(shared);
@@ -276,8 +280,8 @@ struct DecodeOldBlocks {
     auto* const family = reinterpret_cast<DecodeFamily*>(region + region_bytes);
     load_family(decode, family, region);
     const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
-    uint8_t* const mine = region + region_bytes + kDecodeFamilyBytes +
-                          warp * weighted_decode_warp_bytes(decode);
+    uint8_t* const mine =
+        region + region_bytes + kDecodeFamilyBytes + warp * weighted_decode_warp_bytes(decode);
     const WeightedDecodeWarp memory{nullptr, reinterpret_cast<float*>(mine),
                                     reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
                                     mine + kFactorBytes + kCodesTileBytes};
@@ -286,7 +290,8 @@ struct DecodeOldBlocks {
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t row = layer * items + i;
       const CellOf cell = cell_of(call, group, row / heads);
-      if (is_written(call, cell, EntryForm::kCoded)) decode_block(decode, row, cell, tables, memory);
+      if (is_written(call, cell, EntryForm::kCoded))
+        decode_block(decode, row, cell, tables, memory);
       __syncwarp();
     }
   }
@@ -321,16 +326,16 @@ struct DecodeOldBlocks {
     own.size = int64_t{ref.units} * kUnitBytes;
     const StatusCode code = decode_block_tiles(own, target, {0, ref.units}, tables, memory, finish);
     if (code != StatusCode::kOk && lane_index() == 0) {
-      report_fault(call.device.fault, code, cell.slot, cell.layer, kv_head);
+      report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }
   }
   // block: the first slice.
   __device__ static void put_exponents(const uint8_t* block, int32_t tokens, uint8_t (*words)[4]) {
     const WeightedBlockHeader h = load_weighted_header(block);
     for (int32_t t = lane_index(); t < tokens; t += kWarpLanes) {
-      const auto e = static_cast<uint8_t>(
-          h.least_exponent + static_cast<int32_t>(load_word_field(block + kCodedBlockHeaderBytes, t,
-                                                                  h.exponent_bits)));
+      const auto e = static_cast<uint8_t>(h.least_exponent +
+                                          static_cast<int32_t>(load_word_field(
+                                              block + kCodedBlockHeaderBytes, t, h.exponent_bits)));
       if (h.component == Component::kKey) {
         words[t][0] = e;
       } else {
@@ -348,7 +353,7 @@ struct SaveBlocks {
 
   __device__ void operator()(uint8_t*) const {
     const int32_t per_entry = kMostSavedBlocks * call.heads() * 2;
-    const int32_t items = call.works.entries() * per_entry;
+    const int32_t items = call.num_entries() * per_entry;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       const int32_t entry = i / per_entry, kv_head = i / 2 % call.heads();
       if ((call.hints[entry] & kRewritesEntry) == 0) continue;
@@ -364,8 +369,7 @@ struct SaveBlocks {
       const auto* from = reinterpret_cast<const uint4*>(call.device.view.pages.base +
                                                         int64_t{ref.offset} * kUnitBytes);
       auto* to = reinterpret_cast<uint4*>(const_cast<uint8_t*>(old_block(call, cell, kv_head, c)));
-      const int32_t units =
-          least(static_cast<int32_t>(ref.units), call.saved_bytes / kUnitBytes);
+      const int32_t units = least(static_cast<int32_t>(ref.units), call.saved_bytes / kUnitBytes);
       for (int32_t u = lane_index(); u < units; u += kWarpLanes) to[u] = from[u];
     }
   }

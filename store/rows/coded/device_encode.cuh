@@ -1,0 +1,60 @@
+// Cells as weighted blocks: the codec's encoder over staged tokens, each layer with its codebooks.
+#pragma once
+
+#include "codec/gpu/coded/weighted_encode.cuh"
+#include "store/rows/coded/device_coded_call.cuh"
+
+namespace tierkv::store {
+
+// blockIdx.y: layer of the group. writes: bytes to their places; else sizes.
+template <int32_t kPer>
+struct EncodeCells {
+  static constexpr int32_t kThreads = kWeightedWarps * kWarpLanes;
+  static constexpr int32_t kCtas = 2;
+  static constexpr int32_t kCallBytes = (sizeof(WeightedEncode) + 15) / 16 * 16;
+  CodedCall call;
+  CellGroup group;
+  bool writes = false;
+
+  __device__ void operator()(uint8_t* shared) const {
+    if (writes && is_off(call)) return;
+    auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
+    if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
+    __syncthreads();
+    // A layer that has no codebooks has no cells to encode.
+    if (encode->families[0].books == nullptr) return;
+    encode_weighted_items<kPer>(*encode, shared + kCallBytes);
+  }
+
+ private:
+  __device__ WeightedEncode encode_call(int32_t layer_of_group) const {
+    const int32_t l = group.first_layer + layer_of_group, heads = call.heads();
+    const DeviceLayer& layer = call.device.layers[call.works.first_layer + l];
+    const DeviceRowTables& tables = call.device.tables;
+    WeightedEncode e;
+    e.keys = call.staged(Component::kKey, 0);
+    e.values = call.staged(Component::kValue, 0);
+    e.decided = call.decided;
+    e.saturates = true;
+    e.ranges = call.ranges + int64_t{layer_of_group} * group.cells * heads;
+    e.rows.key_scales = tables.key_scales;
+    e.rows.key_means = tables.key_means;
+    e.rows.value_steps = tables.value_steps;
+    e.rows.rope = layer.rope;
+    e.rows.num_rows = tables.rows;
+    e.rows.head_dim = call.head_dim();
+    for (int32_t c = 0; c < 2; ++c) {
+      e.families[c] = layer.families[c];
+      e.places[c] = call.places[c];
+    }
+    if (writes) e.bytes = call.device.view.pages.base;
+    e.size = call.device.pool_bytes;
+    e.status = call.status + (int64_t{l} * call.layer_cells() + group.first) * heads * 2;
+    e.token_stride = call.head_dim();
+    e.num_ranges = group.cells * heads;
+    e.most_blocks = 1;
+    return e;
+  }
+};
+
+}  // namespace tierkv::store

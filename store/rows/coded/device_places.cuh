@@ -1,0 +1,301 @@
+// What becomes of the entries of a call, where their blocks go, and what the slots say of it.
+#pragma once
+
+#include "store/rows/coded/device_coded_call.cuh"
+
+namespace tierkv::store {
+
+// A thread for an entry: what is written, from which place on.
+struct OpenEntries {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
+      call.entries[e] = open(e);
+    }
+  }
+
+ private:
+  __device__ EntryDraft open(int32_t e) const {
+    const CodedDevice& device = call.device;
+    const LayerTokens from = call.works.from[e], to = call.works.to[e];
+    EntryDraft d;
+    if (to.body_end <= from.body_end) return d;
+    const int32_t slot = call.works.slots[e / call.works.num_layers];
+    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+    const uint32_t hint = call.hints == nullptr ? 0 : call.hints[e];
+    const bool fixed = device.is_fixed(slot, layer);
+    const bool becomes_fixed =
+        (hint & kFixesEntry) != 0 || (device.layers[layer].is_ready != 0 && from.body_end == 0);
+    const bool coded = device.layers[layer].is_raw == 0 && (fixed || becomes_fixed);
+    d.form = coded ? EntryForm::kCoded : EntryForm::kRaw;
+    d.was_fixed = fixed ? 1 : 0;
+    d.first_block = coded && !fixed ? 0 : from.body_end / kBlockTokens;
+    d.end_block = block_count(to.body_end);
+    (fixed ? d.coded : d.waited) = from.body_end;
+    d.begin =
+        d.first_block == 0 ? 0 : static_cast<int32_t>(device.ends(slot, layer)[d.first_block - 1]);
+    if ((hint & kRewritesEntry) == 0) d.begin = private_begin(slot, layer, d.begin);
+    if (d.end_block - d.first_block > call.blocks) {
+      report_fault(device.fault, {StatusCode::kInvalidArgument, slot, layer, 0});
+      d.failed = 1;
+    }
+    return d;
+  }
+  // Old blocks are written over unless another sequence reads their pages: then the new ones go
+  // behind them.
+  __device__ int32_t private_begin(int32_t slot, int32_t layer, int32_t begin) const {
+    const DevicePagesView& pages = call.device.view.pages;
+    const int32_t row = pages.row(slot, layer, 0), units = call.device.shape.page_units;
+    const int32_t held = pages.allocator.tokens[row].of[0];
+    for (int32_t p = begin / units; p * units < held; ++p) {
+      if (is_frozen(pages.allocator, page_at(pages.allocator, row, 0, p))) return held;
+    }
+    return begin;
+  }
+};
+
+// A warp for an entry: places of its blocks, counts from the layer's first unit on, and what the
+// table's row is to hold.
+struct PlaceBlocks {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    for (int32_t e = warp_of_grid(); e < call.num_entries(); e += warps_of_grid()) {
+      if (call.entries[e].form != EntryForm::kNothing) place(e);
+      __syncwarp();
+    }
+  }
+
+ private:
+  __device__ void place(int32_t e) const {
+    const EntryDraft d = call.entries[e];
+    const int32_t per_block = 2 * call.heads();
+    const int32_t items = (d.end_block - d.first_block) * per_block;
+    const int64_t first = call.cell(e, 0) * call.heads();
+    if (d.failed != 0 || fails(e, items, first)) return;
+    int64_t used = d.begin;
+    for (int32_t i = 0; i < items; i += kWarpLanes) {
+      const int32_t mine = i + lane_index();
+      int32_t units = 0;
+      if (mine < items) units = units_of(e, mine / per_block, mine % 2, first + mine / 2);
+      int64_t at = 0;
+      for (int32_t j = 0; j < least(kWarpLanes, items - i); ++j) {
+        const int32_t other = __shfl_sync(kFullWarp, units, j);
+        used = place_block(used, other, call.device.shape.page_units);
+        if (j == lane_index()) at = used;
+        used += other;
+      }
+      if (mine >= items) continue;
+      call.places[mine % 2][first + mine / 2] = {static_cast<uint32_t>(at),
+                                                 static_cast<uint32_t>(units)};
+      if (mine % per_block == per_block - 1) {
+        call.ends[call.cell(e, mine / per_block)] = static_cast<uint32_t>(at + units);
+      }
+    }
+    if (lane_index() != 0) return;
+    const int32_t sequence = e / call.works.num_layers;
+    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+    const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
+                        layer * call.device.view.pages.rows_per_layer;
+    call.counts.target[row].of[0] = static_cast<int32_t>(used);
+    if (call.hints != nullptr && (call.hints[e] & kRewritesEntry) != 0) {
+      call.counts.kept[row].of[0] = d.begin;
+    }
+  }
+  __device__ int32_t units_of(int32_t e, int32_t block, int32_t component, int64_t at) const {
+    const EntryDraft& d = call.entries[e];
+    if (d.form == EntryForm::kCoded) return static_cast<int32_t>(call.places[component][at].units);
+    const CodedShape& shape = call.device.shape;
+    const int32_t b = d.first_block + block;
+    return shape.raw_block_bytes(shape.tokens_of(b, call.works.to[e].body_end)) / kUnitBytes;
+  }
+  // Whether a block was not coded; a value that has no code is told alone.
+  __device__ bool fails(int32_t e, int32_t items, int64_t first) const {
+    if (call.entries[e].form != EntryForm::kCoded) return false;
+    bool fails = false;
+    for (int32_t i = lane_index(); i < items; i += kWarpLanes) {
+      const StatusCode code = call.status[2 * first + i];
+      if (code == StatusCode::kOk) continue;
+      report_fault(call.device.fault,
+                   {code, call.works.slots[e / call.works.num_layers],
+                    call.works.first_layer + e % call.works.num_layers, i / 2 % call.heads()});
+      fails |= code != StatusCode::kOutOfRange || call.places[i % 2][first + i / 2].units == 0;
+    }
+    fails = __any_sync(kFullWarp, fails);
+    if (fails && lane_index() == 0) call.entries[e].failed = 1;
+    return fails;
+  }
+};
+
+// Directories of entries some of whose pages were replaced by copies; positions below from.body_end
+// count. A warp for the blocks of a row and component.
+struct RelocateBlocks {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_off(call)) return;
+    const int32_t per_entry = 2 * call.heads(), items = call.num_entries() * per_entry;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      const int32_t e = i / per_entry, sequence = e / call.works.num_layers;
+      const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+      const int64_t row =
+          int64_t{sequence} * call.device.view.pages.allocator.shape.table.rows_per_sequence +
+          layer * call.device.view.pages.rows_per_layer;
+      const PageCopy copy = call.copies[row * kMaxSides];
+      if (copy.source == kNoPage) continue;
+      const auto units = static_cast<uint32_t>(call.device.shape.page_units);
+      CodedBlockRef* const refs = call.device.refs(
+          call.works.slots[sequence], layer, i / 2 % call.heads(), static_cast<Component>(i % 2));
+      for (int32_t b = lane_index(); b < block_count(call.works.from[e].body_end);
+           b += kWarpLanes) {
+        if (refs[b].offset / units != static_cast<uint32_t>(copy.source)) continue;
+        refs[b].offset = static_cast<uint32_t>(copy.target) * units + refs[b].offset % units;
+      }
+    }
+  }
+};
+
+// Places of the layer to places of the pool. A thread for a block and component.
+struct ResolvePlaces {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_off(call)) return;
+    const DevicePagesView& pages = call.device.view.pages;
+    const auto units = static_cast<uint32_t>(call.device.shape.page_units);
+    const int32_t rows = call.layer_cells() * call.heads();
+    const CellGroup all{0, call.works.num_layers, 0, call.layer_cells()};
+    for (int64_t i = thread_of_grid(); i < int64_t{2} * rows * call.works.num_layers;
+         i += threads_of_grid()) {
+      const int64_t row = i / 2;
+      const CellOf cell = cell_of(call, all, static_cast<int32_t>(row / call.heads()));
+      if (!is_written(call, cell, EntryForm::kCoded) && !is_written(call, cell, EntryForm::kRaw)) {
+        continue;
+      }
+      WeightedPlace& place = call.places[i % 2][row];
+      const int32_t page = page_at(pages.allocator, pages.row(cell.slot, cell.layer, 0), 0,
+                                   static_cast<int32_t>(place.unit / units));
+      place.unit = static_cast<uint32_t>(page) * units + place.unit % units;
+    }
+  }
+};
+
+// Raw blocks out of staging memory: a CTA for a block and component.
+struct WriteRawBlocks {
+  static constexpr int32_t kThreads = 256;
+  CodedCall call;
+  CellGroup group;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_off(call)) return;
+    const int32_t items = group.layers * group.cells * call.heads() * 2;
+    for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
+         i += static_cast<int32_t>(gridDim.x)) {
+      const int32_t row = i / 2, kv_head = row % call.heads();
+      const CellOf cell = cell_of(call, group, row / call.heads());
+      if (!is_written(call, cell, EntryForm::kRaw)) continue;
+      const auto c = static_cast<Component>(i % 2);
+      const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + kv_head];
+      write(c, row, tokens_of(call, cell).count(),
+            call.device.view.pages.base + int64_t{place.unit} * kUnitBytes);
+    }
+  }
+
+ private:
+  __device__ void write(Component c, int32_t row, int32_t tokens, uint8_t* to) const {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const auto threads = static_cast<int32_t>(blockDim.x);
+    const int32_t dims = call.head_dim();
+    const uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
+    for (int32_t t = thread; t < kBlockTokens; t += threads) to[t] = t < tokens ? words[t][0] : 0;
+    const TileLayout tile = {kRawCodes, dims};
+    const uint16_t* const from = call.staged(c, row);
+    for (int32_t i = thread; i < tile_count(tokens) * kTileTokens * dims; i += threads) {
+      const int32_t t = i / dims, d = i % dims;
+      const CodePosition at = code_position(tile, c, t % kTileTokens, d);
+      uint8_t* const byte =
+          to + kBlockTokens + t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
+      *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[i] : uint16_t{0};
+    }
+  }
+};
+
+// What the slots say of the blocks that are written: a CTA for an entry.
+struct FinishEntries {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_off(call)) return;
+    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
+         e += static_cast<int32_t>(gridDim.x)) {
+      const EntryDraft& d = call.entries[e];
+      if (d.form != EntryForm::kNothing && d.failed == 0) finish(e, d);
+    }
+  }
+
+ private:
+  __device__ void finish(int32_t e, const EntryDraft& d) const {
+    const CodedDevice& device = call.device;
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const auto threads = static_cast<int32_t>(blockDim.x);
+    const int32_t slot = call.works.slots[e / call.works.num_layers], heads = call.heads();
+    const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+    const int32_t blocks = d.end_block - d.first_block;
+    const int64_t first = call.cell(e, 0);
+    for (int32_t i = thread; i < blocks * heads * 2; i += threads) {
+      const int32_t b = i / (2 * heads), kv_head = i / 2 % heads;
+      const WeightedPlace place = call.places[i % 2][(first + b) * heads + kv_head];
+      device.refs(slot, layer, kv_head, static_cast<Component>(i % 2))[d.first_block + b] = {
+          place.unit, place.units};
+    }
+    for (int32_t b = thread; b < blocks; b += threads) {
+      device.ends(slot, layer)[d.first_block + b] = call.ends[first + b];
+    }
+    const bool becomes_fixed = d.form == EntryForm::kCoded && d.was_fixed == 0;
+    for (int32_t h = thread; h < heads; h += threads) {
+      CodedRowState state = call.rows[int64_t{e} * heads + h];
+      if (becomes_fixed) {
+        const int32_t row = device.row(slot, layer, h);
+        state.key_step = device.tables.key_steps[row];
+        state.value_step = device.tables.value_steps[row];
+      }
+      *device.state<CodedRowState>(slot, layer, device.shape.row_byte(h)) = state;
+    }
+    if (!becomes_fixed) return;
+    for (int32_t i = thread; i < heads * call.head_dim(); i += threads) {
+      const int32_t h = i / call.head_dim(), dim = i % call.head_dim();
+      device.state<uint16_t>(slot, layer, device.shape.means_byte(h))[dim] =
+          device.tables.key_means[int64_t{device.row(slot, layer, h)} * call.head_dim() + dim];
+    }
+    if (thread == 0) *device.state<int32_t>(slot, layer, device.shape.fixed_byte()) = 1;
+  }
+};
+
+// Counts once the bodies end at to.body_end: a thread for an entry.
+struct CutCounts {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+
+  __device__ void operator()(uint8_t*) const {
+    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
+      const LayerTokens from = call.works.from[e], to = call.works.to[e];
+      if (to.body_end >= from.body_end) continue;
+      const int32_t sequence = e / call.works.num_layers;
+      const int32_t layer = call.works.first_layer + e % call.works.num_layers;
+      const int32_t row =
+          sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
+          layer * call.device.view.pages.rows_per_layer;
+      const uint32_t* ends = call.device.ends(call.works.slots[sequence], layer);
+      const uint32_t kept = to.body_end == 0 ? 0 : ends[to.body_end / kBlockTokens - 1];
+      call.counts.target[row].of[0] = static_cast<int32_t>(kept);
+    }
+  }
+};
+
+}  // namespace tierkv::store

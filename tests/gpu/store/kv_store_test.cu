@@ -1,0 +1,357 @@
+// The store in device memory beside the host's: equal bytes after random calls, attention that
+// agrees, captured steps, and what happens where pages run out.
+#include "tests/gpu/store/kv_store_twins.cuh"
+
+namespace tierkv::testing {
+namespace {
+
+struct TwinCase {
+  const char* name;
+  TwinChoice choice;
+  int32_t longest;  // tokens of a sequence
+};
+
+TwinChoice with(BodyFormat format, int32_t head_dim, int32_t kv_heads, int32_t group) {
+  TwinChoice c;
+  c.format = std::move(format);
+  c.head_dim = head_dim;
+  c.num_kv_heads = kv_heads;
+  c.group = group;
+  return c;
+}
+CodedFormat coded(int32_t unit_tokens) {
+  CodedFormat format;
+  format.unit_tokens = unit_tokens;
+  return format;
+}
+TiersFormat pruning() {
+  TiersFormat format;
+  format.classes[0].alpha_low = 0.3;
+  return format;
+}
+// Nothing leaves the window.
+TwinChoice without_bodies(int32_t head_dim, int32_t group) {
+  TwinChoice c = with(CodedFormat{}, head_dim, 2, group);
+  c.window = 160;
+  return c;
+}
+TwinChoice of_bfloats(TwinChoice c) {
+  c.dtype = DType::kBFloat16;
+  return c;
+}
+
+std::vector<TwinCase> all_cases() {
+  return {{"Short64", without_bodies(64, 1), 160},
+          {"Short96", without_bodies(96, 3), 160},
+          {"Short128", without_bodies(128, 16), 160},
+          {"Short256", of_bfloats(without_bodies(256, 8)), 160},
+          {"Tiers64", with(TiersFormat{}, 64, 3, 3), 600},
+          {"Tiers128", with(pruning(), 128, 2, 8), 600},
+          {"Tiers256", of_bfloats(with(TiersFormat{}, 256, 1, 16)), 500},
+          {"Coded64", with(coded(64), 64, 3, 3), 600},
+          {"Coded96", with(coded(64), 96, 2, 5), 600},
+          {"Coded128", with(coded(16), 128, 2, 8), 600},
+          {"Coded256", of_bfloats(with(coded(32), 256, 1, 16)), 500}};
+}
+
+class KvStoreTwins : public ::testing::TestWithParam<TwinCase>, protected FreshRandom {
+ protected:
+  // One random call.
+  void step(KvTwins* t, bool counts) {
+    const int32_t longest = GetParam().longest, layers = GetParam().choice.num_layers;
+    auto& live = t->live();
+    const bool is_full = static_cast<int32_t>(live.size()) == GetParam().choice.max_sequences;
+    const int32_t kind = t->pick(0, 19);
+    if (live.empty() || (kind == 0 && !is_full)) return t->add();
+    const auto one = static_cast<size_t>(t->pick(0, static_cast<int32_t>(live.size()) - 1));
+    if (kind == 1) return t->release(one);
+    if (kind == 2 && !is_full) return t->fork(one);
+    if (kind == 3) return t->truncate(one, t->pick(0, live[one].tokens));
+    if (kind == 4) return t->truncate(one, std::max(0, live[one].tokens - t->pick(0, 12)));
+    if (kind == 5 && !is_full) return t->exchange(one);
+    if (kind == 6) {
+      return t->expect_decoded(one, t->pick(0, layers - 1),
+                               t->chance(0.5) ? DType::kFloat16 : DType::kBFloat16);
+    }
+    std::vector<size_t> who = t->some();
+    int32_t most = 0;
+    for (const size_t i : who) most = std::max(most, live[i].tokens);
+    const int32_t tokens = t->chance(0.7) ? t->pick(1, 8) : t->pick(9, 300);
+    if (kind < 14 && most + tokens <= longest) return t->extend(who, tokens);
+    who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 8; }),
+              who.end());
+    if (who.empty()) return;
+    t->attend(who, t->pick(0, layers - 1), t->pick(1, 8),
+              t->chance(0.5) ? DType::kFloat16 : DType::kBFloat16, counts);
+  }
+  void live_together(int32_t calls) {
+    KvTwins twins(twin_config(GetParam().choice), &rng_);
+    ASSERT_TRUE(twins.is_made());
+    for (int32_t i = 0; i < calls; ++i) {
+      SCOPED_TRACE("call " + std::to_string(i));
+      step(&twins, false);
+      if (HasFatalFailure()) return;
+      if (i % 10 == 9) twins.expect_equal();
+      if (HasFatalFailure()) return;
+    }
+    twins.expect_equal();
+  }
+};
+
+TEST_P(KvStoreTwins, HoldTheSameBytes) {
+  live_together(300);
+}
+TEST_P(KvStoreTwins, SmallHoldTheSameBytes) {
+  live_together(40);
+}
+
+// A captured step, replayed: inputs and outputs stay where they are.
+TEST_P(KvStoreTwins, ReplayACapturedStep) {
+  const TwinChoice& choice = GetParam().choice;
+  const StoreConfig config = twin_config(choice);
+  const CacheLayout& l = config.layout;
+  KvTwins twins(config, &rng_);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.add();
+  const bool has_bodies = GetParam().longest > choice.window;
+  twins.extend({0}, has_bodies ? 330 : 11);
+  twins.extend({1}, has_bodies ? 300 : 9);
+  ASSERT_FALSE(HasFatalFailure());
+  const std::vector<size_t> who = {1, 0};
+  const KvTwins::Ids ids = twins.ids_of(who);
+  const int32_t n = twins.pick(1, 2), replays = has_bodies ? 100 : 60;
+  const size_t values = who.size() * n * l.num_kv_heads * l.head_dim;
+  const size_t queries = who.size() * n * l.num_q_heads * l.head_dim;
+  const size_t lines = queries / l.head_dim;
+  Buffer k, v, q, out, lse;
+  std::vector<uint16_t*> k_at, v_at;
+  uint16_t* all_k = k.put(std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_v = v.put(std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_q = q.put(std::vector<uint16_t>(queries * l.num_layers));
+  uint16_t* all_out = out.put(std::vector<uint16_t>(queries * l.num_layers));
+  float* all_lse = lse.put(std::vector<float>(lines * l.num_layers));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  const auto make_step = [&]() -> Status {
+    if (Status s = twins.device().begin(ids.device_list(), n); !s) return s;
+    for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+      LayerAppend a;
+      a.sequences = ids.device_list();
+      a.layer = layer;
+      a.tokens = n;
+      a.k = all_k + layer * values;
+      a.v = all_v + layer * values;
+      if (Status s = twins.device().append(a); !s) return s;
+      LayerAttend b;
+      b.sequences = ids.device_list();
+      b.layer = layer;
+      b.q_len = n;
+      b.q = all_q + layer * queries;
+      b.out = all_out + layer * queries;
+      b.lse = all_lse + layer * lines;
+      if (Status s = twins.device().attend(b); !s) return s;
+    }
+    return Status::ok();
+  };
+  const Status captured = make_step();
+  ASSERT_EQ(cudaStreamEndCapture(twins.stream(), &graph), cudaSuccess);
+  ASSERT_TRUE(captured) << captured.message();
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (int32_t i = 0; i < replays; ++i) {
+    SCOPED_TRACE("replay " + std::to_string(i));
+    TwinTokens x = twins.draw(who.size(), n);
+    x.significance.clear();
+    std::vector<uint16_t> drawn(queries * l.num_layers);
+    for (uint16_t& e : drawn) {
+      e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(rng_));
+    }
+    k.put(x.k);
+    v.put(x.v);
+    q.put(drawn);
+    if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
+    ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
+    KvTwins::expect_ok(twins.host().begin(ids.host_list(), n));
+    std::vector<uint16_t> expected(drawn.size());
+    std::vector<float> expected_lse(lines * l.num_layers);
+    for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+      KvTwins::expect_ok(twins.host().append(twins.call(ids.host_list(), layer, n, x, nullptr)));
+      LayerAttend b;
+      b.sequences = ids.host_list();
+      b.layer = layer;
+      b.q_len = n;
+      b.q = drawn.data() + layer * queries;
+      b.out = expected.data() + layer * queries;
+      b.lse = expected_lse.data() + layer * lines;
+      KvTwins::expect_ok(twins.host().attend(b));
+    }
+    KvTwins::expect_close(expected, out.read<uint16_t>(expected.size()), expected_lse,
+                          lse.read<float>(expected_lse.size()), DType::kFloat16);
+    for (const size_t w : who) twins.live()[w].tokens += n;
+    if (i % 20 == 0) twins.expect_equal();
+    if (HasFatalFailure()) break;
+  }
+  twins.expect_equal();
+  twins.extend({0, 1}, 3);  // and on without the graph
+  twins.expect_equal();
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+}
+
+// Attention that counts its queries; what was counted decides later.
+TEST_P(KvStoreTwins, SmallCountQueries) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.extend({0}, std::min(150, GetParam().longest - 20));
+  for (int32_t i = 0; i < 8 && !HasFatalFailure(); ++i) {
+    twins.extend({0}, 2);
+    twins.attend({0}, 0, 2, DType::kFloat16, true);
+    twins.attend({0}, 1, 1, DType::kBFloat16, true);
+  }
+  KvTwins::expect_ok(twins.device().take_status());
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, KvStoreTwins, ::testing::ValuesIn(all_cases()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// Out of pages anywhere: the call has changed nothing and can be made again after a release.
+class KvStorePages : public RandomTest {
+ protected:
+  void run_out(BodyFormat format) {
+    TwinChoice choice = with(std::move(format), 64, 2, 2);
+    choice.max_sequences = 8;
+    choice.max_tokens = 2000;
+    choice.memory_bytes = 6 << 20;
+    StoreConfig config = twin_config(choice);
+    KvTwins twins(config, &rng_);
+    ASSERT_TRUE(twins.is_made());
+    UnifiedStore& store = twins.device();
+    const CacheLayout& l = config.layout;
+    int32_t refused = 0;
+    std::vector<SequenceId> ids;
+    Buffer k, v;
+    for (int32_t i = 0; i < 400 && refused < 12; ++i) {
+      if (ids.size() < 8 && (ids.empty() || twins.chance(0.2)))
+        ids.push_back(*store.add_sequence());
+      const auto one = static_cast<size_t>(twins.pick(0, static_cast<int32_t>(ids.size()) - 1));
+      const int32_t tokens = twins.chance(0.6) ? twins.pick(1, 8) : twins.pick(9, 400);
+      if (*store.num_tokens(ids[one]) + tokens > choice.max_tokens) continue;
+      const auto before = store.export_sequence(ids[one]);
+      ASSERT_TRUE(before) << before.status().message();
+      bool begun = false;
+      const auto extend = [&]() -> Status {
+        if (Status s = store.begin({&ids[one], 1}, tokens); !s) return s;
+        begun = true;
+        const TwinTokens x = twins.draw(1, tokens);
+        for (int32_t layer = 0; layer < l.num_layers; ++layer) {
+          const LayerAppend a = twins.call({&ids[one], 1}, layer, tokens, x, &twins);
+          if (Status s = store.append(a); !s) return s;
+        }
+        return Status::ok();
+      };
+      const Status s = extend();
+      if (s) continue;
+      ASSERT_EQ(s.code(), StatusCode::kOutOfPages) << s.message();
+      EXPECT_GT(store.shortage().pages, 0);
+      EXPECT_EQ(store.shortage().bytes, store.shortage().pages * store.usage()->page_bytes);
+      ++refused;
+      if (begun) {
+        const auto held = static_cast<int32_t>(*store.num_tokens(ids[one])) - tokens;
+        ASSERT_TRUE(store.truncate(ids[one], held));
+      }
+      const auto after = store.export_sequence(ids[one]);
+      ASSERT_TRUE(after) << after.status().message();
+      // A chunk that some layers had may have moved the ends of their bodies.
+      if (!begun) {
+        EXPECT_EQ(*before, *after);
+      }
+      ASSERT_TRUE(store.release(ids[one]));
+      ids.erase(ids.begin() + static_cast<int64_t>(one));
+      ASSERT_TRUE(store.take_status());
+    }
+    EXPECT_GT(refused, 3);
+    for (const SequenceId& id : ids) ASSERT_TRUE(store.release(id));
+    const StoreUsage usage = *store.usage();
+    EXPECT_EQ(usage.pages_free, usage.pages);
+    EXPECT_EQ(usage.pages_shared, 0);
+  }
+};
+TEST_F(KvStorePages, TiersRunOut) {
+  run_out(TiersFormat{});
+}
+TEST_F(KvStorePages, CodedRunOut) {
+  run_out(coded(64));
+}
+
+// Usage of both is that of the same sequences.
+TEST_P(KvStoreTwins, SmallUsage) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.extend({0}, std::min(290, GetParam().longest - 20));
+  twins.fork(0);
+  const StoreUsage a = *twins.host().usage(), b = *twins.device().usage();
+  EXPECT_EQ(a.sequences, b.sequences);
+  EXPECT_EQ(a.sink_tokens, b.sink_tokens);
+  EXPECT_EQ(a.body_tokens, b.body_tokens);
+  EXPECT_EQ(a.ring_tokens, b.ring_tokens);
+  EXPECT_EQ(a.raw_bytes, b.raw_bytes);
+  EXPECT_EQ(a.nominal_bytes, b.nominal_bytes);
+  EXPECT_EQ(a.pages_shared, b.pages_shared);
+  EXPECT_EQ(a.pages - a.pages_free, b.pages - b.pages_free);
+  EXPECT_EQ(*twins.host().bytes_held(twins.live()[1].host),
+            *twins.device().bytes_held(twins.live()[1].device));
+}
+
+// What values kernels refuse is told late, and the store goes on.
+TEST(KvStoreFaults, SmallValuesAreToldLate) {
+  std::mt19937 rng(1);
+  KvTwins twins(twin_config(without_bodies(64, 1)), &rng);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  TwinTokens x = twins.draw(1, 3);
+  x.significance.clear();
+  x.k[70] = 0x7e00;  // NaN, in layer 0
+  const SequenceList one = {&twins.live()[0].device, 1};
+  ASSERT_TRUE(twins.device().begin(one, 3));
+  for (int32_t l = 0; l < 2; ++l) {
+    ASSERT_TRUE(twins.device().append(twins.call(one, l, 3, x, &twins)));
+  }
+  const Status s = twins.device().take_status();
+  EXPECT_EQ(s.code(), StatusCode::kNonFinite);
+  EXPECT_NE(s.message().find("layer 0, kv_head 1"), std::string::npos) << s.message();
+  EXPECT_TRUE(twins.device().take_status());
+  x.k[70] = 0;
+  ASSERT_TRUE(twins.host().begin({&twins.live()[0].host, 1}, 3));
+  for (int32_t l = 0; l < 2; ++l) {
+    ASSERT_TRUE(twins.host().append(twins.call({&twins.live()[0].host, 1}, l, 3, x, nullptr)));
+  }
+  twins.expect_equal();
+}
+
+TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
+  std::mt19937 rng(1);
+  TwinChoice choice = without_bodies(64, 1);
+  KvTwins twins(twin_config(choice), &rng);
+  ASSERT_TRUE(twins.is_made());
+  twins.add();
+  twins.extend({0}, 20);
+  LayerAttend a;
+  a.sequences = {&twins.live()[0].device, 1};
+  a.q_len = 9;
+  a.q = a.out = reinterpret_cast<void*>(256);
+  EXPECT_EQ(twins.device().attend(a).code(), StatusCode::kUnsupported);
+  a.q_len = 1;
+  a.probabilities = reinterpret_cast<float*>(256);
+  a.stride = 700;
+  EXPECT_EQ(twins.device().attend(a).code(), StatusCode::kUnsupported);
+  choice.format = ChannelFormat{};
+  const auto channel = UnifiedStore::create_device(twin_config(choice), twins.stream());
+  EXPECT_EQ(channel.status().code(), StatusCode::kUnsupported);
+}
+
+}  // namespace
+}  // namespace tierkv::testing

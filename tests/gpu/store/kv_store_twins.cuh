@@ -1,0 +1,311 @@
+// A store in device memory beside one in host memory: the same calls, and the same bytes in every
+// exported sequence.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/format/element.h"
+#include "tests/gpu/device_buffer.cuh"
+#include "tests/support/fresh_random.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::testing {
+
+struct TwinChoice {
+  BodyFormat format = CodedFormat{};
+  int32_t head_dim = 64, num_kv_heads = 2, group = 2, num_layers = 2;
+  int32_t max_sequences = 4, max_tokens = 700;
+  int32_t window = 64, sinks = 4;
+  int64_t memory_bytes = int64_t{1} << 28;
+  DType dtype = DType::kFloat16;
+  std::vector<int32_t> raw_layers;
+};
+
+inline StoreConfig twin_config(const TwinChoice& c) {
+  StoreConfig config;
+  config.layout.num_layers = c.num_layers;
+  config.layout.num_kv_heads = c.num_kv_heads;
+  config.layout.num_q_heads = c.num_kv_heads * c.group;
+  config.layout.head_dim = c.head_dim;
+  config.layout.sm_scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
+  config.layout.dtype = c.dtype;
+  config.rope = {Rope::plain(10000, c.head_dim)};
+  config.format = c.format;
+  config.max_sequences = c.max_sequences;
+  config.max_tokens = c.max_tokens;
+  config.window_tokens = c.window;
+  config.sink_tokens = c.sinks;
+  config.raw_layers = c.raw_layers;
+  config.memory_bytes = c.memory_bytes;
+  return config;
+}
+
+// The tokens of a call, for all layers.
+struct TwinTokens {
+  std::vector<uint16_t> k, v, q;
+  std::vector<float> significance;  // empty: none
+};
+
+class KvTwins {
+ public:
+  struct Live {
+    SequenceId host, device;
+    int32_t tokens = 0;
+  };
+
+  KvTwins(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(*rng) {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+    auto host = UnifiedStore::create(config);
+    auto device = UnifiedStore::create_device(config, stream_);
+    EXPECT_TRUE(host.is_ok()) << host.status().message();
+    EXPECT_TRUE(device.is_ok()) << device.status().message();
+    if (host) host_ = std::move(*host);
+    if (device) device_ = std::move(*device);
+  }
+  ~KvTwins() {
+    device_.reset();
+    cudaStreamDestroy(stream_);
+  }
+  bool is_made() const { return host_ != nullptr && device_ != nullptr; }
+
+  UnifiedStore& host() { return *host_; }
+  UnifiedStore& device() { return *device_; }
+  cudaStream_t stream() const { return stream_; }
+  std::vector<Live>& live() { return live_; }
+  int32_t pick(int32_t least, int32_t most) {
+    return std::uniform_int_distribution<int32_t>(least, most)(rng_);
+  }
+  bool chance(double p) { return std::uniform_real_distribution<>(0, 1)(rng_) < p; }
+
+  void add() {
+    const Result<SequenceId> a = host_->add_sequence(), b = device_->add_sequence();
+    ASSERT_TRUE(a);
+    ASSERT_TRUE(b) << b.status().message();
+    live_.push_back({*a, *b, 0});
+  }
+  void release(size_t i) {
+    ASSERT_TRUE(host_->release(live_[i].host));
+    ASSERT_TRUE(device_->release(live_[i].device));
+    live_.erase(live_.begin() + static_cast<int64_t>(i));
+  }
+  void fork(size_t i) {
+    const Result<SequenceId> a = host_->fork(live_[i].host);
+    const Result<SequenceId> b = device_->fork(live_[i].device);
+    ASSERT_TRUE(a);
+    ASSERT_TRUE(b) << b.status().message();
+    live_.push_back({*a, *b, live_[i].tokens});
+  }
+  void truncate(size_t i, int32_t tokens) {
+    ASSERT_TRUE(host_->truncate(live_[i].host, tokens));
+    const Status s = device_->truncate(live_[i].device, tokens);
+    ASSERT_TRUE(s) << s.message();
+    live_[i].tokens = tokens;
+  }
+
+  TwinTokens draw(size_t count, int32_t tokens) {
+    const CacheLayout& l = config_.layout;
+    TwinTokens x;
+    std::normal_distribution<float> normal;
+    const auto fill = [&](int32_t heads, std::vector<uint16_t>* to) {
+      to->resize(static_cast<size_t>(l.num_layers) * count * tokens * heads * l.head_dim);
+      for (uint16_t& e : *to) e = float_to_raw(l.dtype, normal(rng_));
+    };
+    fill(l.num_kv_heads, &x.k);
+    fill(l.num_kv_heads, &x.v);
+    if (chance(0.5)) {
+      x.significance.resize(static_cast<size_t>(l.num_layers) * count * l.num_kv_heads * tokens);
+      for (float& s : x.significance) s = std::uniform_real_distribution<float>(0, 0.02f)(rng_);
+    }
+    return x;
+  }
+
+  // The same tokens to both. kOutOfPages may come from either; others fail the test.
+  void extend(const std::vector<size_t>& who, int32_t tokens) {
+    const Ids ids = ids_of(who);
+    const TwinTokens x = draw(who.size(), tokens);
+    expect_ok(host_->begin(ids.host_list(), tokens));
+    expect_ok(device_->begin(ids.device_list(), tokens));
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
+      expect_ok(host_->append(call(ids.host_list(), l, tokens, x, nullptr)));
+      expect_ok(device_->append(call(ids.device_list(), l, tokens, x, this)));
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+    for (const size_t i : who) live_[i].tokens += tokens;
+  }
+
+  // Attention of both over the newest q_len tokens of a layer.
+  void attend(const std::vector<size_t>& who, int32_t layer, int32_t q_len, DType dtype,
+              bool count_query = false) {
+    const CacheLayout& l = config_.layout;
+    const Ids ids = ids_of(who);
+    const size_t lines = who.size() * q_len * l.num_q_heads, values = lines * l.head_dim;
+    std::vector<uint16_t> q(values), out(values);
+    for (uint16_t& x : q) {
+      x = float_to_raw(dtype, std::uniform_real_distribution<float>(-1, 1)(rng_));
+    }
+    std::vector<float> lse(lines), sinks(l.num_q_heads);
+    for (float& x : sinks) x = chance(0.3) ? -INFINITY : static_cast<float>(pick(-3, 3));
+    const bool has_sinks = chance(0.3);
+    LayerAttend a;
+    a.layer = layer;
+    a.q_len = q_len;
+    a.dtype = dtype;
+    a.count_query = count_query;
+    a.sequences = ids.host_list();
+    a.q = q.data();
+    a.out = out.data();
+    a.lse = lse.data();
+    a.sinks = has_sinks ? sinks.data() : nullptr;
+    expect_ok(host_->attend(a));
+    a.sequences = ids.device_list();
+    a.q = q_.put(q);
+    a.out = out_.put(std::vector<uint16_t>(values, 0x7e00));
+    a.lse = lse_.put(std::vector<float>(lines, NAN));
+    a.sinks = has_sinks ? sinks_.put(sinks) : nullptr;
+    expect_ok(device_->attend(a));
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    expect_close(out, out_.read<uint16_t>(values), lse, lse_.read<float>(lines), dtype);
+  }
+
+  // Every open sequence has the same bytes in both.
+  void expect_equal() {
+    for (const Live& x : live_) {
+      const auto a = host_->export_sequence(x.host), b = device_->export_sequence(x.device);
+      ASSERT_TRUE(a);
+      ASSERT_TRUE(b) << b.status().message();
+      ASSERT_EQ(a->size(), b->size());
+      for (size_t i = 0; i < a->size(); ++i) {
+        ASSERT_EQ((*a)[i], (*b)[i]) << "byte " << i << " of " << a->size() << ", sequence of "
+                                    << x.tokens << " tokens, slot " << x.device.slot;
+      }
+    }
+    expect_ok(device_->take_status());
+  }
+
+  // All positions of a layer, decoded.
+  void expect_decoded(size_t i, int32_t layer, DType dtype) {
+    const CacheLayout& l = config_.layout;
+    const int32_t first = pick(0, live_[i].tokens), end = pick(first, live_[i].tokens);
+    const size_t values = static_cast<size_t>(end - first) * l.num_kv_heads * l.head_dim;
+    if (values == 0) return;
+    std::vector<uint16_t> k(values), v(values);
+    LayerRange range = {live_[i].host, layer, first, end, dtype, k.data(), v.data()};
+    expect_ok(host_->decode_range(range));
+    range.sequence = live_[i].device;
+    range.k = k_.put(std::vector<uint16_t>(values, 0x7e00));
+    range.v = v_.put(std::vector<uint16_t>(values, 0x7e00));
+    expect_ok(device_->decode_range(range));
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    expect_values(k, k_.read<uint16_t>(values), dtype, "k");
+    expect_values(v, v_.read<uint16_t>(values), dtype, "v");
+  }
+
+  // A sequence of either store into both.
+  void exchange(size_t i) {
+    const auto bytes = chance(0.5) ? host_->export_sequence(live_[i].host)
+                                   : device_->export_sequence(live_[i].device);
+    ASSERT_TRUE(bytes);
+    const auto a = host_->import_sequence(bytes->data(), bytes->size());
+    const auto b = device_->import_sequence(bytes->data(), bytes->size());
+    ASSERT_TRUE(a) << a.status().message();
+    ASSERT_TRUE(b) << b.status().message();
+    live_.push_back({*a, *b, live_[i].tokens});
+  }
+
+  struct Ids {
+    std::vector<SequenceId> host, device;
+    SequenceList host_list() const { return {host.data(), static_cast<int32_t>(host.size())}; }
+    SequenceList device_list() const {
+      return {device.data(), static_cast<int32_t>(device.size())};
+    }
+  };
+  Ids ids_of(const std::vector<size_t>& who) const {
+    Ids ids;
+    for (const size_t i : who) {
+      ids.host.push_back(live_[i].host);
+      ids.device.push_back(live_[i].device);
+    }
+    return ids;
+  }
+  // A random part of the open sequences, in random order.
+  std::vector<size_t> some() {
+    std::vector<size_t> who(live_.size());
+    for (size_t i = 0; i < who.size(); ++i) who[i] = i;
+    std::shuffle(who.begin(), who.end(), rng_);
+    who.resize(static_cast<size_t>(pick(1, static_cast<int32_t>(who.size()))));
+    return who;
+  }
+
+  // up: where the tokens go to the device.
+  LayerAppend call(SequenceList list, int32_t layer, int32_t tokens, const TwinTokens& x,
+                   KvTwins* up) {
+    const CacheLayout& l = config_.layout;
+    const size_t values = static_cast<size_t>(list.count) * tokens * l.num_kv_heads * l.head_dim;
+    const size_t scores = static_cast<size_t>(list.count) * l.num_kv_heads * tokens;
+    const auto part = [layer](const auto& from, size_t size) {
+      return std::decay_t<decltype(from)>(from.begin() + static_cast<int64_t>(layer * size),
+                                          from.begin() + static_cast<int64_t>((layer + 1) * size));
+    };
+    LayerAppend a;
+    a.sequences = list;
+    a.layer = layer;
+    a.tokens = tokens;
+    a.stride = tokens;
+    const bool scored = !x.significance.empty();
+    if (up == nullptr) {
+      a.k = x.k.data() + layer * values;
+      a.v = x.v.data() + layer * values;
+      a.significance = scored ? x.significance.data() + layer * scores : nullptr;
+    } else {
+      EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+      a.k = k_.put(part(x.k, values));
+      a.v = v_.put(part(x.v, values));
+      a.significance = scored ? scores_.put(part(x.significance, scores)) : nullptr;
+    }
+    return a;
+  }
+  static void expect_ok(const Status& s) { ASSERT_TRUE(s) << s.message(); }
+
+  // Keys and queries: |q| <= 1, keys normal; the body's scores come of fp16 operands summed in
+  // fp32, each product off by 2^-11 at most of |q k|: sqrt(dim) * sm_scale * 3 * 2^-10 is below
+  // 0.005. Outputs: p in fp16, the bodies' and the result rounded to the type, values to 6 sigma.
+  static void expect_close(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b,
+                           const std::vector<float>& lse_a, const std::vector<float>& lse_b,
+                           DType dtype) {
+    for (size_t i = 0; i < lse_a.size(); ++i) {
+      ASSERT_NEAR(lse_a[i], lse_b[i], 0.01) << "lse of line " << i;
+    }
+    const float bound = dtype == DType::kBFloat16 ? 0.06f : 0.03f;
+    for (size_t i = 0; i < a.size(); ++i) {
+      ASSERT_NEAR(raw_to_float(dtype, a[i]), raw_to_float(dtype, b[i]), bound) << "out " << i;
+    }
+  }
+
+ private:
+  // The host rounds finished values once; kernels may differ by that rounding.
+  static void expect_values(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b,
+                            DType dtype, const char* what) {
+    for (size_t i = 0; i < a.size(); ++i) {
+      const float x = raw_to_float(dtype, a[i]), y = raw_to_float(dtype, b[i]);
+      const float unit = dtype == DType::kBFloat16 ? 0x1p-7f : 0x1p-9f;
+      ASSERT_NEAR(x, y, unit * (0.5f + std::fabs(x))) << what << " " << i;
+    }
+  }
+
+  StoreConfig config_;
+  std::mt19937& rng_;
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<UnifiedStore> host_, device_;
+  std::vector<Live> live_;
+  Buffer k_, v_, scores_, q_, out_, lse_, sinks_;
+};
+
+}  // namespace tierkv::testing
