@@ -162,12 +162,12 @@ struct WeightedMemory {
 };
 
 // Bits of a stream into a lane's words.
-struct LaneStream {
+struct LaneBits {
   uint32_t* word;  // that is filled
   uint32_t pending = 0;
   int32_t filled = 0, words = 0;
 
-  __device__ __forceinline__ explicit LaneStream(uint32_t* first) : word(first) {}
+  __device__ __forceinline__ explicit LaneBits(uint32_t* first) : word(first) {}
   // length: at most 28, the bits of `code`.
   __device__ __forceinline__ void put(uint32_t code, int32_t length) {
     const uint64_t bits = static_cast<uint64_t>(code) << filled;
@@ -227,7 +227,7 @@ struct StreamSink {
   uint32_t book_field;
   int32_t slice, streams;
   WeightedFaults& faults;
-  LaneStream out[2];
+  LaneBits out[2];
   CodeRange range;
   bool possible = true;
 
@@ -239,7 +239,7 @@ struct StreamSink {
         slice(of_slice),
         streams(books.streams),
         faults(worst),
-        out{LaneStream(of.rows), LaneStream(of.rows + stream_rows(kDims) / 2 * kWarpLanes)} {
+        out{LaneBits(of.rows), LaneBits(of.rows + stream_rows(kDims) / 2 * kWarpLanes)} {
     if (lane_index() == 0) memory.exceptions->count = 0;
     __syncwarp();
   }
@@ -282,7 +282,7 @@ struct StreamSink {
       put_two(out[1], word[1], word[3]);
     }
   }
-  __device__ __forceinline__ static void put_two(LaneStream& to, uint32_t a, uint32_t b) {
+  __device__ __forceinline__ static void put_two(LaneBits& to, uint32_t a, uint32_t b) {
     const auto length = static_cast<int32_t>(a >> 16);
     to.put((a & 0xffffu) | (b & 0xffffu) << length, length + static_cast<int32_t>(b >> 16));
   }
@@ -336,10 +336,9 @@ __device__ __forceinline__ void place_exceptions(const ExceptionList& list, uint
   }
 }
 
-__device__ __forceinline__ void build_block(const WeightedSlice& of,
-                                            const WeightedSlice::Form& form, const SlicePlan& plan,
-                                            const WeightedMemory& memory, int32_t second_row,
-                                            uint32_t* block) {
+__device__ __forceinline__ void build_block(const EncodedSlice& of, const EncodedSlice::Form& form,
+                                            const SlicePlan& plan, const WeightedMemory& memory,
+                                            int32_t second_row, uint32_t* block) {
   clear_block(block, form.at.bytes);
   of.write_bounds(form, plan, block);
   uint32_t* const payload = block + form.at.payload / 4;
@@ -353,7 +352,7 @@ __device__ __forceinline__ void build_block(const WeightedSlice& of,
 
 // Tiles of a raw block. Each of their words has codes of one lane.
 template <int32_t kDims, bool kKey>
-__device__ __forceinline__ void write_raw(const WeightedSlice& of, const WeightedSlice::Form& form,
+__device__ __forceinline__ void write_raw(const EncodedSlice& of, const EncodedSlice::Form& form,
                                           const WeightedMemory& memory, int32_t slice,
                                           uint8_t* to) {
   clear_block(to, form.at.bytes);
@@ -392,7 +391,7 @@ struct BlockEncoder {
   const WeightedMemory& memory;
   uint32_t fields[Slices::kCount];  // of the books
 
-  __device__ __forceinline__ WeightedSlice slice_of(int32_t slice) const {
+  __device__ __forceinline__ EncodedSlice slice_of(int32_t slice) const {
     const WeightedBlockJob& job = memory.tile.warp->job;
     return {slice == 0 ? memory.tile.warp->exponents : nullptr,
             fields[slice],
@@ -403,7 +402,7 @@ struct BlockEncoder {
             job.tokens};
   }
   __device__ __forceinline__ SlicePlan code_slice(int32_t slice, bool opens, WeightedFaults& faults,
-                                                  WeightedSlice::Form* form) const {
+                                                  EncodedSlice::Form* form) const {
     StreamSink<kDims> sink(memory, family, fields[slice], slice, faults);
     take_slice<kDims, kKey>(
         memory.tile, slice, opens, faults,
@@ -414,9 +413,9 @@ struct BlockEncoder {
   }
   // A slice whose streams are in memory.
   __device__ __forceinline__ void write_slice(int32_t slice, const SlicePlan& plan,
-                                              const WeightedSlice::Form& form, uint8_t* to) const {
+                                              const EncodedSlice::Form& form, uint8_t* to) const {
     constexpr int32_t kSecondRow = stream_rows(kDims) / 2;
-    const WeightedSlice of = slice_of(slice);
+    const EncodedSlice of = slice_of(slice);
     if (!form.coded) return write_raw<kDims, kKey>(of, form, memory, slice, to);
     if (form.at.bytes > stage_bytes(kDims)) {
       return build_block(of, form, plan, memory, kSecondRow, reinterpret_cast<uint32_t*>(to));
@@ -439,7 +438,7 @@ struct BlockEncoder {
       fields[slice] = static_cast<uint32_t>(field);
     }
     SlicePlan plan;
-    WeightedSlice::Form form;
+    EncodedSlice::Form form;
     int32_t units = 0, before = 0;  // before: bytes of the slices before the last one
 #pragma unroll 1
     for (int32_t slice = 0; slice < Slices::kCount; ++slice) {

@@ -36,7 +36,7 @@ struct SharedFamily {
 };
 
 // What a slice's form is chosen by.
-struct WeightedSlice {
+struct EncodedSlice {
   using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
   uint32_t book_field;      // as in the header
