@@ -228,7 +228,7 @@ class ChannelCta {
                                          int32_t id, float scale_log2) const {
     if (first_pass() + pass() >= p_.ctas.columns.passes) return;
     int32_t seen[2] = {item().raw_tokens, item().raw_tokens};
-    if (p_.ctas.columns.q_len > 1) {
+    if (ChannelTraits<Cache>::kHasNewest && p_.ctas.columns.q_len > 1) {
       const int32_t column = 2 * static_cast<int32_t>(threadIdx.x % 4);
       const int32_t row = pass_row(item().row, pass());
       seen[0] -= p_.ctas.columns.hidden(row, column);

@@ -32,6 +32,15 @@ inline constexpr float kLazyExponent = 4.0f;    // by which weights may pass it
 inline constexpr float kLeastValueScale = 0x1p-24f;
 inline constexpr float kUnseen = -FLT_MAX;  // the reference of a column without tokens
 
+// What sets caches apart.
+template <class Cache>
+struct ChannelTraits {
+  // Whether raw tokens are a row's newest, of which a query sees those up to its own.
+  static constexpr bool kHasNewest = true;
+  // Places at the beginning of a row, at most a tile, that hold no tokens.
+  TKV_HD static constexpr int32_t skipped(const Cache&) { return 0; }
+};
+
 // What a warp sees to: first, first + step, ... before end.
 struct WarpUnits {
   int32_t first, end, step;
@@ -86,7 +95,8 @@ class ChannelWarp {
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
         const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
-        score[0][j] = token < seen[j % 2] ? score[0][j] * scale_log2_ : -INFINITY;
+        const bool is_seen = token < seen[j % 2] && token >= ChannelTraits<Cache>::skipped(cache);
+        score[0][j] = is_seen ? score[0][j] * scale_log2_ : -INFINITY;
       }
       add_tokens(v, m, score);
     }
@@ -110,6 +120,7 @@ class ChannelWarp {
     const uint8_t* block = nullptr;
     const int32_t end = units.end;
     int32_t index = units.first, at = 0;
+    const bool first_is_there = id >= 0;
     // id: of block `index`, asked for a block earlier.
     const auto find = [&] {
       block = nullptr;
@@ -128,6 +139,7 @@ class ChannelWarp {
     if (block != nullptr) next.load(l, block, 0, lane());
     uint32_t scaled[kBlocks][2];
     float offset[2] = {};
+    int32_t skipped = units.first == 0 && first_is_there ? ChannelTraits<Cache>::skipped(cache) : 0;
     while (block != nullptr) {
       const Words now = next;
       const bool begins = at == 0;
@@ -137,7 +149,8 @@ class ChannelWarp {
       }
       if (block != nullptr) next.load(l, block, at, lane());
       if (begins) scale_query(now.channels, scaled, offset);
-      attend_words(now, scaled, offset);
+      attend_words(now, scaled, offset, skipped);
+      skipped = 0;
     }
     scale_output(1);
   }
@@ -260,8 +273,9 @@ class ChannelWarp {
     }
   }
 
+  // Without the first `skipped` tokens.
   __device__ __forceinline__ void attend_words(const Words& w, const uint32_t (&scaled)[kBlocks][2],
-                                               const float (&offset)[2]) {
+                                               const float (&offset)[2], int32_t skipped) {
     const float unit = scale_log2_ * static_cast<float>(1 << (24 - kQueryShift));
     float score[kStepTiles][4];
     multiply_keys(w.k, scaled, score);
@@ -269,6 +283,12 @@ class ChannelWarp {
     for (int32_t i = 0; i < kStepTiles; ++i) {
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) score[i][j] = fmaf(score[i][j], unit, offset[j % 2]);
+    }
+    if (skipped > 0) {
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        if (lane() / 4 + 8 * (j / 2) < skipped) score[0][j] = -INFINITY;
+      }
     }
     TileMetadata m[kStepTiles];
 #pragma unroll

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "codec/format/page_layout.h"
 #include "codec/format/quantize.h"
@@ -84,7 +85,21 @@ void encode_channel_block(const ChannelLayout& layout, const float* k, const flo
                           uint8_t* block);
 
 // The block's value at (token, dim).
-float channel_value(const ChannelLayout& layout, const uint8_t* block, Component component,
-                    int32_t token, int32_t dim);
+TKV_HD float channel_value(const ChannelLayout& l, const uint8_t* block, Component component,
+                           int32_t token, int32_t dim) {
+  const TileLayout& tile = l.tile(component);
+  const CodePosition at = code_position(tile, component, token % kTileTokens, dim);
+  const bool key = component == Component::kKey;
+  uint32_t word;
+  memcpy(&word, block + l.codes(component) + token / kTileTokens * tile.bytes() + at.byte, 4);
+  const uint8_t* params =
+      block + (key ? l.k_metadata + channel_scale_byte(dim) : l.value_metadata_byte(token));
+  const int32_t apart = key ? channel_zero_point_byte(dim) - channel_scale_byte(dim) : 2;
+  uint16_t scale, zero_point;
+  memcpy(&scale, params, 2);
+  memcpy(&zero_point, params + apart, 2);
+  return dequantize(static_cast<int32_t>(word >> at.bit & ((1u << tile.type.bits()) - 1)),
+                    half_to_float(scale), half_to_float(zero_point));
+}
 
 }  // namespace tierkv

@@ -13,11 +13,6 @@ Status unsupported(std::string why) {
   return Status(StatusCode::kUnsupported, std::move(why));
 }
 
-uint16_t half_at(const uint8_t* p) {
-  uint16_t x;
-  std::memcpy(&x, p, 2);
-  return x;
-}
 void put_half(uint8_t* p, uint16_t x) {
   std::memcpy(p, &x, 2);
 }
@@ -30,12 +25,6 @@ void put_code(uint8_t* tile, const CodePosition& at, int32_t bits, uint32_t code
   word = (word & ~mask) | code << at.bit;
   std::memcpy(tile + at.byte, &word, 4);
 }
-uint32_t code_at(const uint8_t* tile, const CodePosition& at, int32_t bits) {
-  uint32_t word;
-  std::memcpy(&word, tile + at.byte, 4);
-  return word >> at.bit & ((1u << bits) - 1);
-}
-
 Status check_keys(const ComponentFormat& k) {
   if (k.unit != Unit::kChannel) return unsupported("unit is not channel");
   if (k.group != 64 && k.group != kMaxChannelTokens) {
@@ -112,20 +101,6 @@ void encode_channel_block(const ChannelLayout& l, const float* k, const float* v
   std::memset(block, 0, l.bytes);
   encode_keys(l, k, block);
   encode_values(l, v, block);
-}
-
-float channel_value(const ChannelLayout& l, const uint8_t* block, Component component,
-                    int32_t token, int32_t dim) {
-  const TileLayout& tile = l.tile(component);
-  const uint32_t code =
-      code_at(block + l.codes(component) + token / kTileTokens * tile.bytes(),
-              code_position(tile, component, token % kTileTokens, dim), tile.type.bits());
-  const bool key = component == Component::kKey;
-  const uint8_t* scale =
-      block + (key ? l.k_metadata + channel_scale_byte(dim) : l.value_metadata_byte(token));
-  const uint8_t* zero_point = key ? block + l.k_metadata + channel_zero_point_byte(dim) : scale + 2;
-  return dequantize(static_cast<int32_t>(code), half_to_float(half_at(scale)),
-                    half_to_float(half_at(zero_point)));
 }
 
 }  // namespace tierkv

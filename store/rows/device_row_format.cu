@@ -2,6 +2,7 @@
 
 #include <variant>
 
+#include "store/rows/channel/device_channel_rows.h"
 #include "store/rows/coded/device_coded_rows.h"
 #include "store/rows/tiers/device_tiers_rows.h"
 
@@ -15,7 +16,7 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfi
   if (std::holds_alternative<TiersFormat>(config.format)) {
     return make_device_tiers_rows(config, host);
   }
-  return Status(StatusCode::kUnsupported, "format: channel, in a store on a device");
+  return make_device_channel_rows(config, host);
 }
 
 }  // namespace tierkv::store

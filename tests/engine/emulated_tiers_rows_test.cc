@@ -13,9 +13,6 @@
 #include "tests/support/fresh_random.h"
 
 namespace tierkv::store {
-
-__align__(16) uint8_t shared_bytes[kTiersWarps * 256 * sizeof(uint16_t)];
-
 namespace {
 
 // Launches are CTAs in random order.

@@ -1,5 +1,5 @@
-// One token of a page without sub-groups, from a warp's registers into its slot and back to a row:
-// what kernels share that write tokens one by one.
+// One token of a page without sub-groups, from a warp's registers into its slot: what kernels share
+// that write tokens one by one.
 #pragma once
 
 #include "codec/gpu/pages/page_token.cuh"
@@ -89,23 +89,6 @@ __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t sl
   if (layout.groups(c) == 0 || lane_index() != 0) return;
   store_params(page.bytes + layout.tile_metadata_byte(c, tile_index), 0, in_tile,
                side.params[0][0]);
-}
-
-// A row of a token leaves through shared memory in pieces of 16 bytes.
-__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
-                                          uint16_t* stage, uint16_t* to) {
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
-#pragma unroll
-    for (int32_t j = 0; j < 4; ++j) store_element(stage, dtype, lane_dim(i) + 8 * j, x[i][j]);
-  }
-  __syncwarp();
-  if (lane_index() < head_dim / 8) {
-    reinterpret_cast<uint4*>(to)[lane_index()] =
-        reinterpret_cast<const uint4*>(stage)[lane_index()];
-  }
-  __syncwarp();
 }
 
 }  // namespace tierkv

@@ -12,7 +12,6 @@
 namespace tierkv::store {
 namespace {
 
-constexpr int32_t kUnit = 16;
 // Pages are about this long: half of one a layer is open.
 constexpr int64_t kPageTarget = 16384;
 
@@ -37,18 +36,19 @@ Result<std::unique_ptr<RowFormat>> make_channel_rows(const StoreConfig& config) 
 ChannelRows::ChannelRows(const StoreConfig& config, const ChannelLayout& layout)
     : config_(config), layout_(layout), is_raw_layer_(config.layout.num_layers) {
   for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
-  raw_bytes_ = 2 * raw_tiles_bytes(layout.tokens, config.layout.head_dim);
+  body_ = {layout, config.layout.num_kv_heads, 0};
   sizes_.unit_tokens = layout.tokens;
   sizes_.ring_tokens =
       static_cast<int32_t>(round_up(config.window_tokens + layout.tokens - 1, kTileTokens));
-  const int64_t least_bytes = config.raw_layers.empty() ? layout.bytes : raw_bytes_;
+  const int64_t least_bytes = config.raw_layers.empty() ? layout.bytes : body_.raw_bytes();
   const int64_t blocks = std::max<int64_t>(1, kPageTarget / layout.bytes);
   sizes_.page_bytes =
       config.page_bytes != 0
           ? config.page_bytes
           : std::max<int64_t>(blocks * layout.bytes, round_up(least_bytes, kPageAlignment));
+  body_.page_bytes = sizes_.page_bytes;
   sizes_.table.num_sides = 1;
-  sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / kUnit);
+  sizes_.table.tokens_per_page[0] = static_cast<int32_t>(sizes_.page_bytes / ChannelBody::kUnit);
   int64_t slots = 1;
   for (int32_t l = 0; l < config.layout.num_layers && check_pages(); ++l) {
     slots = std::max(slots, layer_pages(l, config.max_tokens, true));
@@ -57,7 +57,7 @@ ChannelRows::ChannelRows(const StoreConfig& config, const ChannelLayout& layout)
 }
 
 Status ChannelRows::check_pages() const {
-  const int32_t block = config_.raw_layers.empty() ? layout_.bytes : raw_bytes_;
+  const int32_t block = config_.raw_layers.empty() ? layout_.bytes : body_.raw_bytes();
   if (block <= sizes_.page_bytes) return Status::ok();
   return Status(StatusCode::kInvalidArgument, "page_bytes: a block takes " + std::to_string(block));
 }
@@ -69,33 +69,24 @@ int64_t ChannelRows::layer_pages(int32_t layer, int32_t tokens, bool) const {
   return (blocks + per_page - 1) / per_page;
 }
 
-int32_t ChannelRows::units_of(int32_t layer, int32_t blocks) const {
-  const int64_t count = int64_t{blocks} * config_.layout.num_kv_heads;
-  const int64_t bytes = block_bytes(layer), per_page = sizes_.page_bytes / bytes;
-  return static_cast<int32_t>((count / per_page * sizes_.page_bytes + count % per_page * bytes) /
-                              kUnit);
-}
-
 uint8_t* ChannelRows::block_at(const HostLayer& layer, int32_t kv_head, int32_t block) const {
-  const int64_t index = int64_t{block} * config_.layout.num_kv_heads + kv_head;
-  const int64_t bytes = block_bytes(layer.layer), per_page = sizes_.page_bytes / bytes;
+  const ChannelBody::BlockPlace at = body_.place_of(is_raw(layer.layer), kv_head, block);
   const int32_t row = pages_.row(layer.slot, layer.layer, 0);
-  return pages_.bytes(pages_.page(row, 0, static_cast<int32_t>(index / per_page))) +
-         index % per_page * bytes;
+  return pages_.bytes(pages_.page(row, 0, at.page)) + at.byte;
 }
 
 void ChannelRows::encode(int32_t layer, const float* k, const float* v, uint8_t* block) const {
   if (!is_raw(layer)) return encode_channel_block(layout_, k, v, block);
   const int32_t dim = config_.layout.head_dim;
   write_raw_tiles(Component::kKey, layout_.tokens, dim, k, block);
-  write_raw_tiles(Component::kValue, layout_.tokens, dim, v, block + raw_bytes_ / 2);
+  write_raw_tiles(Component::kValue, layout_.tokens, dim, v, block + body_.raw_bytes() / 2);
 }
 
 void ChannelRows::decode(int32_t layer, const uint8_t* block, float* k, float* v) const {
   const int32_t dim = config_.layout.head_dim;
   if (is_raw(layer)) {
     read_raw_tiles(Component::kKey, layout_.tokens, dim, block, k);
-    read_raw_tiles(Component::kValue, layout_.tokens, dim, block + raw_bytes_ / 2, v);
+    read_raw_tiles(Component::kValue, layout_.tokens, dim, block + body_.raw_bytes() / 2, v);
     return;
   }
   for (int32_t t = 0; t < layout_.tokens; ++t) {

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "codec/format/channel_block.h"
+#include "store/rows/channel/channel_body.h"
 #include "store/rows/row_format.h"
 
 namespace tierkv::store {
@@ -43,16 +43,21 @@ class ChannelRows final : public RowFormat {
   std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
 
+  // For the same rows in device memory.
+  const ChannelBody& body() const { return body_; }
+  const std::vector<uint8_t>& is_raw_layer() const { return is_raw_layer_; }
+
  private:
   struct ChannelPlan final : BodyPlan {
     std::vector<int32_t> first_block;          // [works]
     std::vector<std::vector<uint8_t>> blocks;  // [works]: one behind the other, as on pages
   };
   bool is_raw(int32_t layer) const { return is_raw_layer_[layer] != 0; }
-  int32_t block_bytes(int32_t layer) const { return is_raw(layer) ? raw_bytes_ : layout_.bytes; }
-  int32_t blocks_of(int32_t tokens) const { return tokens / layout_.tokens; }
-  // What the table row counts, in units of 16 bytes, of `blocks` blocks of all kv_heads.
-  int32_t units_of(int32_t layer, int32_t blocks) const;
+  int32_t block_bytes(int32_t layer) const { return body_.block_bytes(is_raw(layer)); }
+  int32_t blocks_of(int32_t tokens) const { return body_.blocks_of(tokens); }
+  int32_t units_of(int32_t layer, int32_t blocks) const {
+    return body_.units_of(is_raw(layer), blocks);
+  }
   uint8_t* block_at(const HostLayer& layer, int32_t kv_head, int32_t block) const;
   void encode(int32_t layer, const float* k, const float* v, uint8_t* block) const;
   // All places of a block, [T, head_dim] each.
@@ -60,10 +65,10 @@ class ChannelRows final : public RowFormat {
 
   StoreConfig config_;
   ChannelLayout layout_;
+  ChannelBody body_;
   FormatSizes sizes_;
   HostPagesView pages_;
   std::vector<uint8_t> is_raw_layer_;  // [num_layers]
-  int32_t raw_bytes_ = 0;
 };
 
 }  // namespace tierkv::store

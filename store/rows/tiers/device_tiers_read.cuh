@@ -60,7 +60,7 @@ struct TiersRead {
   int32_t slot = 0, layer = 0;
   Positions range;  // inside the body
   DType dtype = DType::kFloat16;
-  uint16_t* k = nullptr;  // [range, num_kv_heads, head_dim], 16-byte aligned
+  uint16_t* k = nullptr;  // [range, num_kv_heads, head_dim]
   uint16_t* v = nullptr;
   SideTokens* groups = nullptr;  // scratch, [num_kv_heads, groups_of_row]
   int32_t groups_of_row = 0;     // up to that of range.end
@@ -83,10 +83,19 @@ __global__ void __launch_bounds__(kTiersThreads)
   }
 }
 
-// Grid of warps: kv_heads of every position. Shared memory: a row a warp.
+__device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int32_t head_dim,
+                                          uint16_t* to) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim) || lane_dim(i) >= head_dim) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) store_element(to, dtype, lane_dim(i) + 8 * j, x[i][j]);
+  }
+}
+
+// Grid of warps: kv_heads of every position.
 __global__ void __launch_bounds__(kTiersThreads)
     read_tiers_kernel(const __grid_constant__ TiersRead r) {
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
   const int32_t warp = warp_of_grid(), i = warp / r.view.num_kv_heads;
   if (i >= r.range.count()) return;
   const int32_t position = r.range.first + i, head_dim = r.view.head_dim;
@@ -102,7 +111,6 @@ __global__ void __launch_bounds__(kTiersThreads)
     page = tiers_page(r.view, r.codes, at, side, index);
     slot = index % page.layout->tokens;
   }
-  auto* stage = reinterpret_cast<uint16_t*>(shared_bytes) + threadIdx.x / 32 * head_dim;
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {
     const auto component = static_cast<Component>(part);
@@ -116,7 +124,7 @@ __global__ void __launch_bounds__(kTiersThreads)
         if (part == 0) add_mean(key_mean(r.view, r.codes, at), 1.0f, head_dim, x);
       }
     }
-    store_row(x, r.dtype, head_dim, stage, (part == 0 ? r.k : r.v) + int64_t{warp} * head_dim);
+    store_row(x, r.dtype, head_dim, (part == 0 ? r.k : r.v) + int64_t{warp} * head_dim);
   }
 }
 

@@ -177,8 +177,7 @@ Status DeviceTiersRows::read(const LayerMove& at, Positions range, DType dtype, 
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   count_groups_kernel<<<ctas_of(heads), kTiersThreads, 0, stream_>>>(r);
   if (Status s = cuda_status(cudaGetLastError(), "tokens of tiers"); !s) return s;
-  const size_t shared = kTiersWarps * config_.layout.head_dim * sizeof(uint16_t);
-  read_tiers_kernel<<<ctas_of(warps), kTiersThreads, shared, stream_>>>(r);
+  read_tiers_kernel<<<ctas_of(warps), kTiersThreads, 0, stream_>>>(r);
   return cuda_status(cudaGetLastError(), "reading of tiers");
 }
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "store/rows/channel/device_channel_rows.h"
 #include "store/rows/tiers/device_tiers_rows.h"
+#include "tests/engine/support/channel_pages.h"
 #include "tests/engine/support/rows_twin.h"
 #include "tests/engine/support/tiers_pages.h"
 #include "tests/support/fresh_random.h"
@@ -86,6 +88,19 @@ TEST_F(DeviceRows, TiersOfOneClassAreTheHosts) {
     RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
     soak(&twin, config, 30, 300);
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(DeviceRows, ChannelBlocksAreTheHosts) {
+  for (const int32_t head_dim : {64, 96, 128, 256}) {
+    for (const bool raw : {false, true}) {
+      const StoreConfig config = channel_config(head_dim, raw, &rng_);
+      SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim << ", raw layer " << raw);
+      ManagedMemory memory;
+      RowsTwin twin(config, &memory, make_device_channel_rows, channel_page_bytes, &rng_);
+      soak(&twin, config, 30, 300);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

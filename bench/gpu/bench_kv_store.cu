@@ -1,0 +1,292 @@
+// The store on a device, at the shape of Llama-3-8B: 32 layers, 32/8 heads of 128 channels.
+//
+//   bench_kv_store [--out FILE] [--commit HASH] [--only coded|tiers|fp16] [--replays N]
+//
+// A step of 64 sequences of 4096 tokens in one CUDA graph, and of it begin() and attention alone; a
+// prompt of 8192 tokens, a layer at a time; fork, truncate, export and import. Keys and values are
+// random.
+#include <chrono>
+#include <memory>
+#include <random>
+
+#include "bench/gpu/codec_bench.cuh"
+#include "codec/policy/profile.h"
+#include "tierkv/unified_store.h"
+
+namespace tierkv::bench {
+namespace {
+
+constexpr int32_t kLayers = 32, kKvHeads = 8, kQHeads = 32, kDim = 128;
+constexpr int32_t kSequences = 64, kTokens = 4096, kPrompt = 8192;
+constexpr int64_t kTokenElements = int64_t{kKvHeads} * kDim;
+
+// Queries of one size in all channels, keys without means.
+std::shared_ptr<const Profile> make_profile() {
+  auto profile = std::make_shared<Profile>();
+  profile->num_layers = kLayers;
+  profile->num_q_heads = kQHeads;
+  profile->num_kv_heads = kKvHeads;
+  profile->head_dim = kDim;
+  profile->sm_scale = 0.08838834764831845;
+  RowProfile row;
+  row.key_mean.assign(kDim, 0.0f);
+  row.value_mean.assign(kDim, 0.0f);
+  row.key_mean_before_rope.assign(kDim, 0.0f);
+  row.query_energy.assign(kDim, 1.0f);
+  row.query_trace = kDim;
+  row.value_signal = kDim;
+  profile->rows.assign(int64_t{kLayers} * kKvHeads, row);
+  return profile;
+}
+
+StoreConfig make_config(const std::string& format, int32_t sequences, int32_t max_tokens) {
+  StoreConfig config;
+  config.layout.num_layers = kLayers;
+  config.layout.num_q_heads = kQHeads;
+  config.layout.num_kv_heads = kKvHeads;
+  config.layout.head_dim = kDim;
+  config.layout.sm_scale = 0.08838834764831845;
+  config.layout.dtype = DType::kBFloat16;
+  config.rope = {Rope::plain(500000.0, kDim)};
+  config.profile = make_profile();
+  if (format == "tiers") {
+    TierClass of;
+    of.high = token_wise_tier(4, 4);
+    of.low = token_wise_tier(4, 4);
+    config.format = TiersFormat{{of}};
+  }
+  if (format == "fp16") {
+    config.format = TiersFormat{};
+    for (int32_t l = 0; l < kLayers; ++l) config.raw_layers.push_back(l);
+  }
+  config.max_sequences = sequences;
+  config.max_tokens = max_tokens;
+  const int64_t raw = int64_t{sequences} * max_tokens * kLayers * kTokenElements * 4;
+  config.memory_bytes = (format == "fp16" ? raw + raw / 8 : raw / 2) + (2ll << 30);
+  return config;
+}
+
+class Cache {
+ public:
+  Cache(const StoreConfig& config, int32_t sequences, cudaStream_t stream) : stream_(stream) {
+    Result<std::unique_ptr<UnifiedStore>> made = UnifiedStore::create_device(config, stream);
+    require(made.status());
+    store = std::move(*made);
+    const int64_t most = std::max<int64_t>(int64_t{kPrompt}, sequences) * kTokenElements;
+    k = allocate(most), v = allocate(most);
+    q = allocate(int64_t{sequences} * kQHeads * kDim),
+    out = allocate(int64_t{sequences} * kQHeads * kDim);
+    fill_elements<<<1024, 256>>>(k, most, 2, true);
+    fill_elements<<<1024, 256>>>(v, most, 3, true);
+    fill_elements<<<1024, 256>>>(q, int64_t{sequences} * kQHeads * kDim, 4, true);
+    check(cudaDeviceSynchronize(), "fill");
+  }
+  ~Cache() {
+    store.reset();
+    for (uint16_t* x : {k, v, q, out}) cudaFree(x);
+  }
+  SequenceId add(int32_t tokens) {
+    const Result<SequenceId> id = store->add_sequence();
+    require(id.status());
+    ids.push_back(*id);
+    prompt(*id, tokens);
+    return *id;
+  }
+  void prompt(SequenceId id, int32_t tokens) {
+    require(store->begin({&id, 1}, tokens));
+    for (int32_t l = 0; l < kLayers; ++l) append({&id, 1}, l, tokens);
+  }
+  void append(SequenceList list, int32_t layer, int32_t tokens) {
+    LayerAppend call;
+    call.sequences = list;
+    call.layer = layer;
+    call.tokens = tokens;
+    call.k = k;
+    call.v = v;
+    require(store->append(call));
+  }
+  void attend(SequenceList list, int32_t layer) {
+    LayerAttend call;
+    call.sequences = list;
+    call.layer = layer;
+    call.q = q;
+    call.out = out;
+    call.dtype = DType::kBFloat16;
+    require(store->attend(call));
+  }
+  SequenceList all() const { return {ids.data(), static_cast<int32_t>(ids.size())}; }
+
+  std::unique_ptr<UnifiedStore> store;
+  std::vector<SequenceId> ids;
+  uint16_t *k, *v, *q, *out;
+
+ private:
+  static uint16_t* allocate(int64_t count) {
+    void* p = nullptr;
+    check(cudaMalloc(&p, count * 2), "tokens");
+    return static_cast<uint16_t*>(p);
+  }
+  cudaStream_t stream_;
+};
+
+Timing timing_of(std::vector<double> us) {
+  std::sort(us.begin(), us.end());
+  const auto at = [&](double share) {
+    return us[static_cast<size_t>(share * static_cast<double>(us.size() - 1))];
+  };
+  Timing t;
+  t.median = at(0.5), t.low = at(0.1), t.high = at(0.9);
+  return t;
+}
+
+// Times of a graph of what `capture` enqueues; `before` comes before each launch.
+template <class Capture, class Before>
+Timing time_replays(cudaStream_t stream, int replays, Capture&& capture, Before&& before) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  capture();
+  check(cudaStreamEndCapture(stream, &graph), "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "graph");
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "event");
+  check(cudaEventCreate(&end), "event");
+  std::vector<double> us;
+  for (int i = 0; i < replays + 2; ++i) {
+    if (i > 0) before();
+    check(cudaEventRecord(begin, stream), "event");
+    check(cudaGraphLaunch(exec, stream), "launch");
+    check(cudaEventRecord(end, stream), "event");
+    check(cudaEventSynchronize(end), "event");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "event");
+    if (i > 1) us.push_back(1e3 * ms);
+  }
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph);
+  return timing_of(us);
+}
+
+template <class Work>
+double microseconds(cudaStream_t stream, Work&& work) {
+  check(cudaStreamSynchronize(stream), "wait");
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  check(cudaStreamSynchronize(stream), "wait");
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+void run_steps(Bench* bench, const std::string& format) {
+  Cache cache(make_config(format, kSequences, kTokens + 512), kSequences, bench->stream());
+  // Lengths differ, so that blocks fill in different steps.
+  int64_t tokens = 0;
+  for (int32_t s = 0; s < kSequences; ++s) {
+    const int32_t n = kTokens - s;
+    cache.add(n);
+    tokens += n;
+  }
+  require(cache.store->take_status());
+  const Result<StoreUsage> usage = cache.store->usage();
+  require(usage.status());
+  const double held = static_cast<double>(usage->held_bytes()),
+               raw = static_cast<double>(usage->raw_bytes);
+  std::printf("%s: held %.1f %% of fp16, nominal %.1f %%\n", format.c_str(), 100 * held / raw,
+              100 * static_cast<double>(usage->nominal_bytes) / raw);
+  const std::string shape = "64 x 4096, 32 layers";
+  const auto read = usage->nominal_bytes;
+  const auto none = [] {};
+  Measured m = {"attention alone, " + format, shape, read, 0, {}};
+  m.time = time_replays(
+      bench->stream(), bench->replays(),
+      [&] {
+        for (int32_t l = 0; l < kLayers; ++l) cache.attend(cache.all(), l);
+      },
+      none);
+  bench->add(m);
+  const auto note = [&] { require(cache.store->note_replay(cache.all(), 1)); };
+  m = {"step, " + format, shape, read, 0, {}};
+  m.time = time_replays(
+      bench->stream(), bench->replays() * 3,
+      [&] {
+        require(cache.store->begin(cache.all(), 1));
+        for (int32_t l = 0; l < kLayers; ++l) {
+          cache.append(cache.all(), l, 1);
+          cache.attend(cache.all(), l);
+        }
+      },
+      note);
+  bench->add(m);
+  m = {"step without attention, " + format, shape, 0, 0, {}};
+  m.time = time_replays(
+      bench->stream(), bench->replays() * 3,
+      [&] {
+        require(cache.store->begin(cache.all(), 1));
+        for (int32_t l = 0; l < kLayers; ++l) cache.append(cache.all(), l, 1);
+      },
+      note);
+  bench->add(m);
+  require(cache.store->take_status());
+
+  const SequenceId first = cache.ids[0];
+  std::vector<double> forks, cuts;
+  for (int i = 0; i < bench->replays(); ++i) {
+    require(cache.store->release(cache.ids.back()));
+    SequenceId copy;
+    forks.push_back(microseconds(bench->stream(), [&] { copy = *cache.store->fork(first); }));
+    const int32_t n = *cache.store->num_tokens(copy);
+    cuts.push_back(
+        microseconds(bench->stream(), [&] { require(cache.store->truncate(copy, n - 4)); }));
+    cache.ids.back() = copy;
+  }
+  m = {"fork, " + format, "4096 tokens, waited for", 0, 0, timing_of(forks)};
+  bench->add(m);
+  m = {"truncate in the window, " + format, "4 tokens, waited for", 0, 0, timing_of(cuts)};
+  bench->add(m);
+  std::vector<double> exports, imports;
+  int64_t bytes = 0;
+  for (int i = 0; i < 3; ++i) {
+    std::vector<uint8_t> out;
+    exports.push_back(
+        microseconds(bench->stream(), [&] { out = *cache.store->export_sequence(first); }));
+    require(cache.store->release(cache.ids.back()));
+    imports.push_back(microseconds(bench->stream(), [&] {
+      const Result<SequenceId> id = cache.store->import_sequence(out.data(), out.size());
+      require(id.status());
+      cache.ids.back() = *id;
+    }));
+    bytes = static_cast<int64_t>(out.size());
+  }
+  bench->add({"export, " + format, "4096 tokens", bytes, 0, timing_of(exports)});
+  bench->add({"import, " + format, "4096 tokens", 0, bytes, timing_of(imports)});
+}
+
+void run_prompts(Bench* bench, const std::string& format) {
+  Cache cache(make_config(format, 2, kPrompt + 64), 2, bench->stream());
+  cache.add(kPrompt);  // codebooks, where there are any
+  require(cache.store->take_status());
+  std::vector<double> us;
+  for (int i = 0; i < bench->replays(); ++i) {
+    const SequenceId id = *cache.store->add_sequence();
+    us.push_back(microseconds(bench->stream(), [&] { cache.prompt(id, kPrompt); }) / kLayers);
+    require(cache.store->release(id));
+  }
+  bench->add({"prompt, a layer, " + format, "8192 tokens", kPrompt * kTokenElements * 4, 0,
+              timing_of(us)});
+  require(cache.store->take_status());
+}
+
+}  // namespace
+}  // namespace tierkv::bench
+
+int main(int argc, char** argv) {
+  using namespace tierkv::bench;
+  Bench bench(read_options(argc, argv));
+  for (const char* format : {"tiers", "coded", "fp16"}) {
+    if (!bench.wants(format)) continue;
+    run_prompts(&bench, format);
+    run_steps(&bench, format);
+  }
+  bench.write_json();
+  return 0;
+}

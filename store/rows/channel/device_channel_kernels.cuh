@@ -1,0 +1,170 @@
+// The kernels of channel rows in device memory: the bytes of ChannelRows (channel_rows.h).
+#pragma once
+
+#include <cstdint>
+
+#include "codec/gpu/channel_encode.cuh"
+#include "store/place/device/device_fault.cuh"
+#include "store/rows/channel/channel_body.h"
+#include "store/rows/device_tokens.h"
+
+namespace tierkv::store {
+
+struct ChannelCall {
+  DeviceStoreView view;
+  ChannelBody body;
+  const uint8_t* is_raw_layer = nullptr;  // device [num_layers]
+  DeviceWorks works;
+  int32_t num_entries = 0;
+  int32_t most_blocks = 0;  // that leave of a row
+  DeviceRowCounts counts;
+};
+
+struct ChannelEntry {
+  int32_t slot, layer;
+  bool is_raw;
+  Positions blocks;  // that come, or that are cut where the end is less
+};
+__device__ __forceinline__ ChannelEntry channel_entry(const ChannelCall& c, int32_t entry) {
+  const int32_t sequence = entry / c.works.num_layers;
+  ChannelEntry e;
+  e.slot = c.works.slots[sequence];
+  e.layer = c.works.first_layer + entry - sequence * c.works.num_layers;
+  e.is_raw = c.is_raw_layer[e.layer] != 0;
+  e.blocks = {c.body.blocks_of(c.works.from[entry].body_end),
+              c.body.blocks_of(c.works.to[entry].body_end)};
+  return e;
+}
+__device__ __forceinline__ uint8_t* channel_block(const DeviceStoreView& view,
+                                                  const ChannelBody& body, const ChannelEntry& e,
+                                                  int32_t kv_head, int32_t block) {
+  const ChannelBody::BlockPlace at = body.place_of(e.is_raw, kv_head, block);
+  const int32_t page =
+      page_at(view.pages.allocator, view.pages.row(e.slot, e.layer, 0), 0, at.page);
+  return view.pages.base + page * view.pages.page_bytes + at.byte;
+}
+
+// What the table rows hold afterwards; a thread an entry.
+__global__ void __launch_bounds__(kChannelThreads)
+    count_channel_kernel(const __grid_constant__ ChannelCall c) {
+  const auto entry = static_cast<int32_t>(blockIdx.x * kChannelThreads + threadIdx.x);
+  if (entry >= c.num_entries) return;
+  const ChannelEntry e = channel_entry(c, entry);
+  if (e.blocks.count() == 0) return;
+  SideCounts counts;
+  counts.of[0] = c.body.units_of(e.is_raw, e.blocks.end);
+  const int64_t first =
+      int64_t{entry / c.works.num_layers} * c.view.pages.allocator.shape.table.rows_per_sequence;
+  c.counts.target[first + e.layer * c.view.pages.rows_per_layer] = counts;
+}
+
+// fp16 of a place of a block, whose first position is given. Places of sinks hold the first body
+// token; what is not finite is 0.
+struct BlockTokens {
+  DeviceTokens tokens;
+  int32_t first, sinks;
+
+  __device__ __forceinline__ uint16_t half_at(Component c, int32_t place, int32_t dim) const {
+    const uint16_t x = tokens.half_at(c, most(first + place, sinks), dim);
+    return is_finite_half(x) ? x : uint16_t{0};
+  }
+  // As a source of codec/gpu/channel_encode.cuh.
+  template <int32_t kHeadDim>
+  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
+                                        ChannelShared<kHeadDim>& s) const {
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < l.tokens * kHeadDim;
+         i += kChannelThreads) {
+      const int32_t place = i / kHeadDim, dim = i % kHeadDim;
+      s.x[place * ChannelShared<kHeadDim>::kLine + dim] = half_at(c, place, dim);
+    }
+    return true;
+  }
+};
+
+__device__ __forceinline__ void write_raw_block(const ChannelLayout& l, const BlockTokens& from,
+                                                uint8_t* block) {
+  const TileLayout tile = {kRawCodes, l.head_dim()};
+  const int32_t values = l.tokens * tile.head_dim;
+  for (auto i = static_cast<int32_t>(threadIdx.x); i < 2 * values; i += kChannelThreads) {
+    const auto c = static_cast<Component>(i / values);
+    const int32_t place = i % values / tile.head_dim, dim = i % tile.head_dim;
+    const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
+    const int32_t of_block = i / values * l.tiles() + place / kTileTokens;
+    *reinterpret_cast<uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8) =
+        from.half_at(c, place, dim);
+  }
+}
+
+// A CTA a block: most_blocks of every kv_head of every entry.
+template <class Encoder>
+__global__ void __launch_bounds__(kChannelThreads)
+    write_channel_kernel(const __grid_constant__ ChannelCall c) {
+  __shared__ ChannelShared<Encoder::kHeadDim> shared;
+  if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
+  const auto row = static_cast<int32_t>(blockIdx.x) / c.most_blocks;
+  const int32_t entry = row / c.view.num_kv_heads, kv_head = row % c.view.num_kv_heads;
+  const ChannelEntry e = channel_entry(c, entry);
+  const int32_t block = e.blocks.first + static_cast<int32_t>(blockIdx.x) % c.most_blocks;
+  if (block >= e.blocks.end) return;
+  const BlockTokens from = {device_tokens(c.view, c.works, entry, kv_head),
+                            block * c.body.layout.tokens, c.view.laws.sink_tokens};
+  uint8_t* to = channel_block(c.view, c.body, e, kv_head, block);
+  if (e.is_raw) {
+    write_raw_block(c.body.layout, from, to);
+  } else {
+    (void)Encoder::encode(c.body.layout, from, to, shared);
+  }
+}
+
+// ---- read ----
+
+// Body positions of one (sequence, layer): to arrays, or back to the ring.
+struct ChannelRead {
+  DeviceStoreView view;
+  ChannelBody body;
+  int32_t slot = 0, layer = 0;
+  bool is_raw = false;
+  Positions range;
+  DType dtype = DType::kFloat16;
+  void* k = nullptr;  // [range, num_kv_heads, head_dim]; null: to the ring
+  void* v = nullptr;
+};
+
+__device__ __forceinline__ float block_value(const ChannelRead& r, const uint8_t* block,
+                                             Component c, int32_t place, int32_t dim) {
+  const ChannelLayout& l = r.body.layout;
+  if (!r.is_raw) return channel_value(l, block, c, place, dim);
+  const TileLayout tile = {kRawCodes, l.head_dim()};
+  const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
+  const int32_t of_block = static_cast<int32_t>(c) * l.tiles() + place / kTileTokens;
+  return half_to_float(
+      *reinterpret_cast<const uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8));
+}
+
+// A thread an element of keys and values.
+__global__ void __launch_bounds__(kChannelThreads)
+    read_channel_kernel(const __grid_constant__ ChannelRead r) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kChannelThreads + threadIdx.x;
+  const int32_t dims = r.view.head_dim, heads = r.view.num_kv_heads;
+  const auto position = static_cast<int32_t>(r.range.first + i / (heads * dims));
+  if (position >= r.range.end) return;
+  const auto kv_head = static_cast<int32_t>(i / dims % heads), dim = static_cast<int32_t>(i % dims);
+  const ChannelEntry e = {r.slot, r.layer, r.is_raw, {}};
+  const int32_t tokens = r.body.layout.tokens;
+  const uint8_t* block = channel_block(r.view, r.body, e, kv_head, position / tokens);
+  uint8_t* raw = r.view.slots.raw(r.slot, r.layer) + int64_t{kv_head} * r.view.raw.row_bytes;
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    const float x = block_value(r, block, c, position % tokens, dim);
+    if (r.k != nullptr) {
+      store_element(c == Component::kKey ? r.k : r.v, r.dtype, i, x);
+      continue;
+    }
+    *reinterpret_cast<uint16_t*>(raw + r.view.raw.ring_byte(c, position, dim)) =
+        float_to_half(saturate_to_half_range(x));
+  }
+  if (r.k == nullptr && dim == 0) {
+    *reinterpret_cast<RawScore*>(raw + r.view.raw.score_byte(position)) = {};
+  }
+}
+
+}  // namespace tierkv::store

@@ -1,0 +1,167 @@
+#include "store/rows/channel/device_channel_rows.h"
+
+#include <utility>
+
+#include "attention/channel/channel_pages.h"
+#include "store/rows/channel/channel_rows.h"
+#include "store/rows/channel/device_channel_attention.h"
+#include "store/rows/channel/device_channel_kernels.cuh"
+#include "store/rows/device_memory.cuh"
+
+namespace tierkv::store {
+namespace {
+
+uint32_t ctas_of(int64_t threads) {
+  return static_cast<uint32_t>((threads + kChannelThreads - 1) / kChannelThreads);
+}
+
+class DeviceChannelRows final : public DeviceRowFormat {
+ public:
+  DeviceChannelRows(const StoreConfig& config, const ChannelRows& rows)
+      : config_(config), rows_(rows) {}
+
+  Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
+  int64_t workspace_bytes() const override { return memory_.bytes(); }
+  Status open(int32_t) override { return Status::ok(); }
+
+  bool may_rewrite(const DeviceWorks&) const override { return false; }
+  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
+  int64_t most_pages(const DeviceWorks& works) const override;
+  Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
+    return count(works, counts);
+  }
+  Status write(const DeviceWorks& works, const PageCopy* copies) override;
+
+  Status attend(const DeviceAttendBody& call) override;
+  Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override;
+  Status restore(const LayerMove& move, Positions range) override {
+    return read(move, range, DType::kFloat16, nullptr, nullptr);
+  }
+  Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
+    return count(works, counts);
+  }
+  // Places follow from numbers: there is no state.
+  Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
+
+  Status download_shared(RowFormat*) override { return Status::ok(); }
+  Status upload_shared(const RowFormat&) override { return Status::ok(); }
+
+ private:
+  bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }
+  ChannelCall call_of(const DeviceWorks& works) const;
+  Status count(const DeviceWorks& works, const DeviceRowCounts& counts) const;
+
+  StoreConfig config_;
+  const ChannelRows& rows_;
+  DeviceMemory memory_{"channel rows"};
+  DeviceStoreView view_;
+  GpuStream stream_ = nullptr;
+  const uint8_t* is_raw_layer_ = nullptr;  // device
+  ChannelAttend attend_;                   // is_raw: of any layer
+};
+
+Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStream stream) {
+  view_ = view;
+  stream_ = stream;
+  if (Status s = memory_.put(rows_.is_raw_layer(), &is_raw_layer_); !s) return s;
+  attend_.view = view;
+  attend_.body = rows_.body();
+  attend_.num_q_heads = config_.layout.num_q_heads;
+  attend_.sm_scale = static_cast<float>(config_.layout.sm_scale);
+  if (Status s = memory_.take(1, &attend_.status); !s) return s;
+  uint8_t* workspace = nullptr;
+  if (Status s = memory_.take(channel_attention_bytes(config_.layout.head_dim), &workspace); !s) {
+    return s;
+  }
+  attend_.workspace = workspace;
+  return cuda_status(cudaMemset(attend_.status, 0, sizeof(StatusCode)), "channel rows");
+}
+
+int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
+  const ChannelBody& body = rows_.body();
+  const auto pages_of = [&](int32_t layer, int64_t blocks) {
+    const int64_t per_page = body.per_page(is_raw(layer));
+    return (blocks * body.num_kv_heads + per_page - 1) / per_page;
+  };
+  int64_t pages = 0;
+  for (int32_t e = 0; e < works.entries(); ++e) {
+    const int32_t layer = works.first_layer + e % works.num_layers;
+    if (works.moves == nullptr) {
+      pages += pages_of(layer, body.blocks_of(works.most_leaving));
+      continue;
+    }
+    const LayerMove& move = works.moves[e];
+    if (move.to.body_end <= move.from.body_end) continue;
+    pages += pages_of(layer, body.blocks_of(move.to.body_end)) -
+             pages_of(layer, body.blocks_of(move.from.body_end));
+  }
+  return pages;
+}
+
+ChannelCall DeviceChannelRows::call_of(const DeviceWorks& works) const {
+  ChannelCall call;
+  call.view = view_;
+  call.body = rows_.body();
+  call.is_raw_layer = is_raw_layer_;
+  call.works = works;
+  call.num_entries = works.entries();
+  call.most_blocks = rows_.body().blocks_of(works.most_leaving);
+  return call;
+}
+
+Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts& counts) const {
+  if (works.entries() == 0) return Status::ok();
+  ChannelCall call = call_of(works);
+  call.counts = counts;
+  count_channel_kernel<<<ctas_of(call.num_entries), kChannelThreads, 0, stream_>>>(call);
+  return cuda_status(cudaGetLastError(), "counts of channel rows");
+}
+
+Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
+  const ChannelCall call = call_of(works);
+  const int64_t ctas = int64_t{call.num_entries} * config_.layout.num_kv_heads * call.most_blocks;
+  if (ctas == 0) return Status::ok();
+  if (ctas > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  with_channel_encoder(call.body.layout, [&](auto encoder) {
+    write_channel_kernel<decltype(encoder)>
+        <<<static_cast<uint32_t>(ctas), kChannelThreads, 0, stream_>>>(call);
+  });
+  return cuda_status(cudaGetLastError(), "channel rows");
+}
+
+Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
+  ChannelAttend attend = attend_;
+  attend.is_raw = is_raw(call.layer);
+  return attend_channel_bodies(attend, call, stream_);
+}
+
+Status DeviceChannelRows::read(const LayerMove& at, Positions range, DType dtype, void* k,
+                               void* v) {
+  if (range.count() <= 0) return Status::ok();
+  ChannelRead r;
+  r.view = view_;
+  r.body = rows_.body();
+  r.slot = at.slot;
+  r.layer = at.layer;
+  r.is_raw = is_raw(at.layer);
+  r.range = range;
+  r.dtype = dtype;
+  r.k = k;
+  r.v = v;
+  const int64_t values =
+      int64_t{range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
+  read_channel_kernel<<<ctas_of(values), kChannelThreads, 0, stream_>>>(r);
+  return cuda_status(cudaGetLastError(), "reading of channel rows");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceRowFormat>> make_device_channel_rows(const StoreConfig& config,
+                                                                  RowFormat* host) {
+  const CacheLayout& shape = config.layout;
+  if (Status s = validate_channel_group(shape.num_q_heads / shape.num_kv_heads); !s) return s;
+  return std::unique_ptr<DeviceRowFormat>(
+      std::make_unique<DeviceChannelRows>(config, *static_cast<const ChannelRows*>(host)));
+}
+
+}  // namespace tierkv::store
