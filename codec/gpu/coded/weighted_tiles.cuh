@@ -175,15 +175,6 @@ __device__ __forceinline__ RopeWay rope_way(const WeightedBlockJob& job) {
   return folded && tables % 16 == 0 ? RopeWay::kFolded : RopeWay::kAny;
 }
 
-// Turns of two neighbouring pairs.
-struct TwoTurns {
-  Turn turn[2];
-  __device__ __forceinline__ explicit TwoTurns(const Turn* p) {
-    const float4 x = *reinterpret_cast<const float4*>(p);
-    turn[0] = {x.x, x.y}, turn[1] = {x.z, x.w};
-  }
-};
-
 // The staged tile of a block, as a lane reads it.
 template <int32_t kDims, bool kKey>
 struct TileReader {
