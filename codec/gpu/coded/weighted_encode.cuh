@@ -56,18 +56,20 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->place_of_first = first % kBlockTokens;
 }
 
-// The header's book field of a slice whose family is usable; -1 where a book is not there.
-__device__ inline int32_t book_field_of(const DeviceFamily& family, int32_t row, int32_t head_dim,
-                                        int32_t slice, int32_t blocks) {
+// The header's book field of a slice whose family is usable; -1 where a book is not there. In all
+// lanes.
+__device__ __forceinline__ int32_t book_field_of(const DeviceFamily& family, int32_t row,
+                                                 int32_t head_dim, int32_t slice, int32_t blocks) {
   if (family.book_of == nullptr) return 0;
-  const uint8_t* of =
-      family.book_of + int64_t{row} * (head_dim / kDimBlock) + slice * (kSliceDims / kDimBlock);
-  int32_t field = 0;
-  for (int32_t f = 0; f < blocks; ++f) {
-    if (of[f] >= family.count) return -1;
-    field |= of[f] << (2 * f);
+  const int32_t f = lane_index() % (kSliceDims / kDimBlock);
+  const int64_t first = int64_t{row} * (head_dim / kDimBlock) + slice * (kSliceDims / kDimBlock);
+  const int32_t book = f < blocks ? family.book_of[first + f] : 0;
+  int32_t field = book << (2 * f);
+#pragma unroll
+  for (int32_t lanes = 1; lanes < kSliceDims / kDimBlock; lanes *= 2) {
+    field |= __shfl_xor_sync(kFullWarp, field, lanes);
   }
-  return field;
+  return __any_sync(kFullWarp, book >= family.count) ? -1 : field;
 }
 
 // Both families and their words into the CTA's memory, by all of its threads.
