@@ -1,6 +1,6 @@
 // The warps that encode and count weighted blocks, on the host, against encode_weighted_block():
 // the same bytes.
-#include "codec/gpu/coded/weighted_encode.cuh"
+#include "codec/gpu/coded/weighted_count.cuh"
 
 #include <gtest/gtest.h>
 

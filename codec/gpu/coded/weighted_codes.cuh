@@ -4,6 +4,7 @@
 #pragma once
 
 #include "codec/format/element.h"
+#include "codec/gpu/coded/turns.cuh"
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
 
@@ -45,11 +46,6 @@ struct WeightedFaults {
   }
 };
 
-// Reads a turn from memory that no kernel writes meanwhile: stores need not hold such loads back.
-__device__ __forceinline__ Turn load_turn(const Turn* p) {
-  const float2 x = __ldg(reinterpret_cast<const float2*>(p));
-  return {x.x, x.y};
-}
 __device__ __forceinline__ float raw_float(bool is_bfloat16, uint32_t bits) {
   return is_bfloat16 ? bits_float(bits << 16) : half_to_float(static_cast<uint16_t>(bits));
 }

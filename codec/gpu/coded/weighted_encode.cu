@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "codec/gpu/coded/weighted_encode.cuh"
+#include "codec/gpu/coded/weighted_count.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {
