@@ -31,7 +31,7 @@ TiersFormat pruning() {
 }
 // Nothing leaves the window.
 TwinChoice without_bodies(int32_t head_dim, int32_t group) {
-  TwinChoice c = with(CodedFormat{}, head_dim, 2, group);
+  TwinChoice c = with(TiersFormat{}, head_dim, 2, group);
   c.window = 160;
   return c;
 }
@@ -129,11 +129,11 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const size_t lines = queries / l.head_dim;
   Buffer k, v, q, out, lse;
   std::vector<uint16_t*> k_at, v_at;
-  uint16_t* all_k = k.put(std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_v = v.put(std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_q = q.put(std::vector<uint16_t>(queries * l.num_layers));
-  uint16_t* all_out = out.put(std::vector<uint16_t>(queries * l.num_layers));
-  float* all_lse = lse.put(std::vector<float>(lines * l.num_layers));
+  uint16_t* all_k = KvTwins::put(&k, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_v = KvTwins::put(&v, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_q = KvTwins::put(&q, std::vector<uint16_t>(queries * l.num_layers));
+  uint16_t* all_out = KvTwins::put(&out, std::vector<uint16_t>(queries * l.num_layers));
+  float* all_lse = KvTwins::put(&lse, std::vector<float>(lines * l.num_layers));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -170,9 +170,9 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
     for (uint16_t& e : drawn) {
       e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(rng_));
     }
-    k.put(x.k);
-    v.put(x.v);
-    q.put(drawn);
+    KvTwins::put(&k, x.k);
+    KvTwins::put(&v, x.v);
+    KvTwins::put(&q, drawn);
     if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
     ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
