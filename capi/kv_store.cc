@@ -121,11 +121,13 @@ Status read_config(const tkv_kv_config* in, StoreConfig* out) {
   return Status::ok();
 }
 
-Status create(const tkv_kv_config* config, tkv_kv_store** out) {
+// make(StoreConfig): a store.
+template <class Make>
+Status create(const tkv_kv_config* config, tkv_kv_store** out, const Make& make) {
   StoreConfig c;
   if (out == nullptr) return invalid("store is null");
   if (Status s = read_config(config, &c); !s) return s;
-  Result<std::unique_ptr<UnifiedStore>> store = UnifiedStore::create(c);
+  Result<std::unique_ptr<UnifiedStore>> store = make(c);
   if (store) *out = new tkv_kv_store{std::move(*store)};
   return store.status();
 }
@@ -238,13 +240,21 @@ Status give(const Result<T>& found, Out* out, const Convert& convert) {
 }  // namespace tierkv::capi
 
 namespace capi = tierkv::capi;
-using tierkv::Status;
 using tierkv::UnifiedStore;
 
 extern "C" {
 
 tkv_status tkv_kv_create(const tkv_kv_config* config, tkv_kv_store** store, tkv_error* error) {
-  return capi::guarded(error, [&] { return capi::create(config, store); });
+  return capi::guarded(error, [&] { return capi::create(config, store, UnifiedStore::create); });
+}
+
+tkv_status tkv_kv_create_device(const tkv_kv_config* config, void* stream, tkv_kv_store** store,
+                                tkv_error* error) {
+  return capi::guarded(error, [&] {
+    return capi::create(config, store, [&](const tierkv::StoreConfig& c) {
+      return UnifiedStore::create_device(c, static_cast<tierkv::GpuStream>(stream));
+    });
+  });
 }
 
 void tkv_kv_destroy(tkv_kv_store* store) {
@@ -276,6 +286,17 @@ tkv_status tkv_kv_append(tkv_kv_store* store, const tkv_kv_append_call* call, tk
 
 tkv_status tkv_kv_attend(tkv_kv_store* store, const tkv_kv_attend_call* call, tkv_error* error) {
   return capi::on_store(store, error, [&](UnifiedStore& s) { return capi::attend(s, call); });
+}
+
+tkv_status tkv_kv_note_replay(tkv_kv_store* store, const tkv_sequence_id* sequences,
+                              int32_t num_sequences, int32_t tokens, tkv_error* error) {
+  return capi::on_store(store, error, [&](UnifiedStore& s) {
+    return s.note_replay(capi::Sequences(s, sequences, num_sequences).list(), tokens);
+  });
+}
+
+tkv_status tkv_kv_take_status(tkv_kv_store* store, tkv_error* error) {
+  return capi::on_store(store, error, [](UnifiedStore& s) { return s.take_status(); });
 }
 
 tkv_status tkv_kv_decode_range(tkv_kv_store* store, const tkv_kv_range* range, tkv_error* error) {

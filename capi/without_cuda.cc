@@ -5,6 +5,7 @@
 #include "tierkv/engine.h"
 #include "tierkv/significance.h"
 #include "tierkv/store.h"
+#include "tierkv/unified_store.h"
 
 namespace tierkv {
 namespace {
@@ -72,6 +73,9 @@ Status prompt_lse(const SignificanceCall&, float*, GpuStream) {
 
 Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig&, GpuStream) {
   return refusal("create_device_store");
+}
+Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create_device(const StoreConfig&, GpuStream) {
+  return refusal("create_device");
 }
 
 }  // namespace tierkv

@@ -86,6 +86,10 @@ typedef struct tkv_kv_config {
 /* Everything is checked; the arrays of the config are copied. */
 TKV_API tkv_status tkv_kv_create(const tkv_kv_config* config, tkv_kv_store** store,
                                  tkv_error* error);
+/* In device memory: pointers of calls lead there, and they run on `stream`, a cudaStream_t that
+ * outlives the store. TKV_UNSUPPORTED where the library was built without CUDA. */
+TKV_API tkv_status tkv_kv_create_device(const tkv_kv_config* config, void* stream,
+                                        tkv_kv_store** store, tkv_error* error);
 TKV_API void tkv_kv_destroy(tkv_kv_store* store);
 
 /* Tokens of all sequences together, when all are open and equally long: with codes of typical size,
@@ -130,6 +134,12 @@ typedef struct tkv_kv_attend_call {
 } tkv_kv_attend_call;
 TKV_API tkv_status tkv_kv_attend(tkv_kv_store* store, const tkv_kv_attend_call* call,
                                  tkv_error* error);
+
+/* A captured step of `tokens` tokens of these sequences will run once more. */
+TKV_API tkv_status tkv_kv_note_replay(tkv_kv_store* store, const tkv_sequence_id* sequences,
+                                      int32_t num_sequences, int32_t tokens, tkv_error* error);
+/* Waits for a device: the first failure that kernels have found since the last call. */
+TKV_API tkv_status tkv_kv_take_status(tkv_kv_store* store, tkv_error* error);
 
 typedef struct tkv_kv_range {
   size_t struct_size;

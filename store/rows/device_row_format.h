@@ -121,7 +121,8 @@ class DeviceRowFormat {
 
   // Allocates. The view stays valid.
   virtual Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) = 0;
-  // Device memory beside pages and slots that bind() takes: workspaces, codebooks.
+  // Device memory beside pages and slots that bind() took: workspaces, codebooks. The place binds a
+  // format to a view without memory first, to learn this.
   virtual int64_t workspace_bytes() const = 0;
   // The states of empty sequences: slots are zeros already.
   virtual Status open(int32_t slot) = 0;

@@ -134,6 +134,7 @@ Status DevicePlace::release(int32_t slot) {
   book_.forget();
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::release({op_slots_, 1}, report_), 0); !s) return s;
+  format_->released(slot);
   return commit(nullptr, true);
 }
 

@@ -16,35 +16,12 @@
 #include "store/place/device/device_calls.h"
 #include "store/place/device/free_pages.h"
 #include "store/place/place.h"
+#include "store/rows/device_memory.cuh"
 #include "store/rows/device_row_format.h"
 
 namespace tierkv::store {
 
 class HostPlace;
-
-// Device memory that lives as long as this, and a word of mapped host memory.
-class DeviceMemory {
- public:
-  DeviceMemory() = default;
-  ~DeviceMemory();
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-
-  // Zeros, enqueued on `stream`. kOutOfMemory.
-  Status take_bytes(int64_t bytes, GpuStream stream, void** memory);
-  template <class T>
-  Status take(int64_t count, GpuStream stream, T** memory) {
-    void* p = nullptr;
-    const Status s = take_bytes(count * static_cast<int64_t>(sizeof(T)), stream, &p);
-    *memory = static_cast<T*>(p);
-    return s;
-  }
-  Status take_word(uint64_t** host, uint64_t** device);
-
- private:
-  std::vector<void*> memory_;
-  std::vector<void*> host_memory_;
-};
 
 class DevicePlace final : public Place {
  public:
@@ -76,7 +53,11 @@ class DevicePlace final : public Place {
   DevicePlace(const StoreConfig& config, GpuStream stream)
       : config_(config), stream_(stream), book_(config.layout.num_layers) {}
   Status allocate();
-  // Bytes beside pages, slots and the allocator.
+  Status take_word();
+  DeviceStoreView view_of(const StoreLayout& layout, const PageAllocator& allocator, uint8_t* pages,
+                          uint8_t* slots) const;
+  Result<int64_t> measure_format(const StoreLayout& layout) const;
+  // Bytes beside pages, slots, the allocator and the format.
   int64_t beside_bytes(const StoreLayout& layout) const;
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
@@ -123,7 +104,8 @@ class DevicePlace final : public Place {
   GpuStream stream_;
   StoreLayout layout_;
   std::unique_ptr<RowFormat> host_format_;
-  DeviceMemory memory_;
+  DeviceMemory memory_{"memory_bytes"};
+  std::shared_ptr<uint64_t> word_;           // pinned host memory
   std::unique_ptr<DeviceRowFormat> format_;  // goes before the memory
   DeviceStoreView view_;
   LayerTokens* counts_ = nullptr;  // [max_sequences][num_layers]

@@ -35,30 +35,6 @@ bool can_prune(const StoreConfig& config) {
 
 }  // namespace
 
-DeviceMemory::~DeviceMemory() {
-  for (void* p : memory_) (void)cudaFree(p);
-  for (void* p : host_memory_) (void)cudaFreeHost(p);
-}
-
-Status DeviceMemory::take_bytes(int64_t bytes, GpuStream stream, void** memory) {
-  const auto size = static_cast<size_t>(std::max<int64_t>(bytes, 16));
-  if (Status s = device_allocate(size, "memory_bytes", memory); !s) return s;
-  memory_.push_back(*memory);
-  return cuda_status(cudaMemsetAsync(*memory, 0, size, stream), "create_device");
-}
-
-Status DeviceMemory::take_word(uint64_t** host, uint64_t** device) {
-  void *at = nullptr, *mapped = nullptr;
-  cudaError_t error = cudaHostAlloc(&at, sizeof(uint64_t), cudaHostAllocMapped);
-  if (error == cudaSuccess) {
-    host_memory_.push_back(at);
-    error = cudaHostGetDevicePointer(&mapped, at, 0);
-  }
-  *host = static_cast<uint64_t*>(at);
-  *device = static_cast<uint64_t*>(mapped);
-  return cuda_status(error, "create_device");
-}
-
 Result<std::unique_ptr<DevicePlace>> DevicePlace::make(const StoreConfig& config,
                                                        GpuStream stream) {
   if (config.layout.group_size() > kMostGroup) {
@@ -90,14 +66,53 @@ int64_t DevicePlace::beside_bytes(const StoreLayout& layout) const {
          sequences * layers * int64_t{sizeof(LayerTokens)} + kBatchMemories * batch +
          sequences * kMaxStepTokens * config_.layout.num_q_heads * 4 +
          static_cast<int64_t>(page_op_workspace_bytes(layout.allocator, config_.max_sequences)) +
-         format_->workspace_bytes() + 4096;
+         4096;
+}
+
+DeviceStoreView DevicePlace::view_of(const StoreLayout& layout, const PageAllocator& allocator,
+                                     uint8_t* pages, uint8_t* slots) const {
+  DeviceStoreView view;
+  view.pages = {allocator, pages, layout.page_bytes, host_format_->sizes().rows_per_layer};
+  view.slots = {slots, layout.slot_bytes, layout.layer_bytes, layout.raw_bytes};
+  view.laws = layout.laws;
+  view.raw = layout.raw;
+  view.num_layers = config_.layout.num_layers;
+  view.num_kv_heads = config_.layout.num_kv_heads;
+  view.head_dim = config_.layout.head_dim;
+  return view;
+}
+
+// What the format takes beside pages and slots, which it says once it is bound.
+Result<int64_t> DevicePlace::measure_format(const StoreLayout& layout) const {
+  Result<std::unique_ptr<DeviceRowFormat>> format =
+      make_device_row_format(config_, host_format_.get());
+  if (!format) return format.status();
+  PageAllocator allocator;
+  allocator.shape = layout.allocator;
+  const DeviceStoreView view = view_of(layout, allocator, nullptr, nullptr);
+  if (Status s = (*format)->bind(view, nullptr, stream_); !s) return s;
+  if (Status s = wait(); !s) return s;
+  return (*format)->workspace_bytes();
+}
+
+Status DevicePlace::take_word() {
+  void *at = nullptr, *mapped = nullptr;
+  cudaError_t error = cudaHostAlloc(&at, sizeof(uint64_t), cudaHostAllocMapped);
+  if (error == cudaSuccess) {
+    word_ = {static_cast<uint64_t*>(at), [](uint64_t* word) { (void)cudaFreeHost(word); }};
+    error = cudaHostGetDevicePointer(&mapped, at, 0);
+  }
+  published_ = static_cast<uint64_t*>(mapped);
+  return cuda_status(error, "create_device");
 }
 
 Status DevicePlace::allocate() {
   const Result<StoreLayout> whole = store_layout(config_, *host_format_);
   if (!whole) return whole.status();
   StoreConfig rest = config_;
-  rest.memory_bytes -= beside_bytes(*whole);
+  const Result<int64_t> workspace_of_format = measure_format(*whole);
+  if (!workspace_of_format) return workspace_of_format.status();
+  rest.memory_bytes -= beside_bytes(*whole) + *workspace_of_format;
   const Result<StoreLayout> layout = store_layout(rest, *host_format_);
   if (!layout) return layout.status().with_context("on a device");
   layout_ = *layout;
@@ -107,9 +122,11 @@ Status DevicePlace::allocate() {
   const auto workspace_bytes =
       static_cast<int64_t>(page_op_workspace_bytes(layout_.allocator, config_.max_sequences));
   uint8_t *pages = nullptr, *tables = nullptr, *slots = nullptr, *workspace = nullptr;
-  uint64_t* word = nullptr;
+  // Zeros.
   const auto take = [&](int64_t count, auto** memory) {
-    return memory_.take(count, stream_, memory);
+    if (Status s = memory_.take(std::max<int64_t>(count, 1), memory); !s) return s;
+    const auto bytes = static_cast<size_t>(count) * sizeof(**memory);
+    return cuda_status(cudaMemsetAsync(*memory, 0, bytes, stream_), "create_device");
   };
   if (Status s = take(layout_.page_bytes * layout_.allocator.num_pages, &pages); !s) return s;
   if (Status s = take(tables_bytes, &tables); !s) return s;
@@ -132,24 +149,17 @@ Status DevicePlace::allocate() {
   if (Status s = take(1, &fault_); !s) return s;
   if (Status s = take(sequences * kMaxStepTokens * config_.layout.num_q_heads, &body_lse_); !s)
     return s;
-  if (Status s = memory_.take_word(&word, &published_); !s) return s;
+  if (Status s = take_word(); !s) return s;
   op_workspace_ = {workspace, static_cast<size_t>(workspace_bytes)};
   const Result<PageAllocator> a =
       make_page_allocator(layout_.allocator, tables, static_cast<size_t>(tables_bytes));
   if (!a) return a.status();
   if (Status s = initialize_device(*a, stream_); !s) return s;
   const int64_t num_pages = layout_.allocator.num_pages;
-  *word = static_cast<uint64_t>(num_pages) << 32 | 1u;
-  free_.set(word);
+  *word_ = static_cast<uint64_t>(num_pages) << 32 | 1u;
+  free_.set(word_.get());
   if (Status s = copy(least_free_, &num_pages, sizeof(num_pages)); !s) return s;
-  const FormatSizes& sizes = host_format_->sizes();
-  view_ = {{*a, pages, layout_.page_bytes, sizes.rows_per_layer},
-           {slots, layout_.slot_bytes, layout_.layer_bytes, layout_.raw_bytes},
-           layout_.laws,
-           layout_.raw,
-           config_.layout.num_layers,
-           config_.layout.num_kv_heads,
-           config_.layout.head_dim};
+  view_ = view_of(layout_, *a, pages, slots);
   if (Status s = format_->bind(view_, fault_, stream_); !s) return s;
   return wait();
 }

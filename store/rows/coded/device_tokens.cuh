@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/format/element.h"
+#include "codec/format/same_log.h"
 #include "codec/gpu/coded/weighted_decode.cuh"
 #include "store/place/raw_tokens.h"
 #include "store/rows/coded/device_coded_call.cuh"
@@ -200,15 +201,15 @@ struct DecideExponents {
     Importance known;
     if (p < tile.end) known = token_importance_of(call, cell, kv_head, p);
     const bool counts = known.kind == ImportanceKind::kSeen && known.value > 0;
-    const double log = counts ? log2(static_cast<double>(known.value)) : 0.0;
+    const double log = counts ? same_log2(static_cast<double>(known.value)) : 0.0;
     for (int32_t t = 0; t < tile.count(); ++t) {
       const double other = __shfl_sync(kFullWarp, log, t);
       const bool is_seen = __shfl_sync(kFullWarp, static_cast<int32_t>(counts), t) != 0;
       if (!is_seen) continue;
-      state->log_sum += other;
+      state->log_sum = double_add(state->log_sum, other);
       ++state->seen;
     }
-    const double mean = state->seen == 0 ? 1.0 : exp2(state->log_sum / state->seen);
+    const double mean = state->seen == 0 ? 1.0 : same_exp2(state->log_sum / state->seen);
     DecidedExponents decided;
     switch (known.kind) {
       case ImportanceKind::kUnknown:
@@ -217,7 +218,8 @@ struct DecideExponents {
         decided.importance = importance_exponent(token_importance(p, known.value, 1.0));
         break;
       case ImportanceKind::kSeen:
-        decided.importance = importance_exponent(static_cast<double>(known.value) / mean);
+        decided.importance =
+            importance_exponent(double_div(static_cast<double>(known.value), mean));
         break;
       default:
         decided = DecidedExponents::of(known.bits);
