@@ -23,6 +23,7 @@ constexpr int64_t kTokenElements = int64_t{kKvHeads} * kDim;
 // Queries of one size in all channels, keys without means.
 std::shared_ptr<const Profile> make_profile() {
   auto profile = std::make_shared<Profile>();
+  profile->model_id = "random";
   profile->num_layers = kLayers;
   profile->num_q_heads = kQHeads;
   profile->num_kv_heads = kKvHeads;
