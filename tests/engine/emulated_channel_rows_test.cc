@@ -38,7 +38,8 @@ class EmulatedChannelFormat final : public test::EmulatedFormat {
   Status write(const DeviceWorks& works, const PageCopy*) override {
     const ChannelCall call = call_of(works, {});
     with_channel_encoder(call.body.layout, [&](auto encoder) {
-      run(call.num_entries * view_.num_kv_heads * call.most_blocks, kChannelThreads,
+      const int32_t blocks = call.num_entries * view_.num_kv_heads * call.most_blocks;
+      run(std::min(blocks, std::uniform_int_distribution<int32_t>(1, 20)(rng_)), kChannelThreads,
           [&] { write_channel_kernel<decltype(encoder)>(call); });
     });
     return Status::ok();
@@ -139,12 +140,17 @@ TEST_F(EmulatedChannelRows, BytesAndAnswersAreTheHosts) {
       int32_t room = config.max_tokens;
       for (const int32_t p : places) room = std::min(room, config.max_tokens - twin.tokens(p));
       const int32_t tokens = std::min(room, pick(0, 3) > 0 ? pick(9, 180) : pick(1, 8));
-      if (tokens > 0) twin.extend(places, tokens, false);
+      if (tokens > 0) twin.extend(places, tokens, pick(0, 1) == 1);
+      if (HasFatalFailure()) return;
+      if (pick(0, 1) == 1) twin.count_queries(places[0]);
       if (HasFatalFailure()) return;
       twin.read(places[0]);
       if (i % 4 == 3) twin.attend(places, pick(0, 1) == 0 ? 1 : pick(1, kMaxQueryTokens));
       if (HasFatalFailure()) return;
     }
+    twin.truncate(0, 1);
+    twin.spoil(0, config.window_tokens + pick(150, 300));
+    if (HasFatalFailure()) return;
   }
 }
 

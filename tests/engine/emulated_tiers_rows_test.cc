@@ -130,6 +130,9 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
       if (pick(0, 1) == 1) twin.count_queries(places[0]);
       if (HasFatalFailure()) return;
     }
+    twin.truncate(0, 1);
+    twin.spoil(0, config.window_tokens + pick(150, 300));
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -104,7 +104,9 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
       break;
     case ImportanceKind::kSeen:
-      u = is_averaged(known) ? double_div(static_cast<double>(known.value), same_exp2(log_sum / seen)) : 0.0;
+      u = is_averaged(known)
+              ? double_div(static_cast<double>(known.value), same_exp2(log_sum / seen))
+              : 0.0;
       break;
     case ImportanceKind::kDecided:
       return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
