@@ -103,11 +103,14 @@ struct GatherTokens {
     const Positions at = tokens_of(call, cell);
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
     const auto threads = static_cast<int32_t>(blockDim.x);
+    const int32_t apart = chunk_begins(cell, at, first);
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
-      for (int32_t i = thread; i < (at.end - first) * dims; i += threads) {
+      for (int32_t i = thread; i < (apart - first) * dims; i += threads) {
         to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
       }
+      if (apart == at.end) continue;
+      copy_chunk(cell, c, kv_head, {apart, at.end}, to + (apart - first) * dims);
     }
     uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     const uint8_t* waited =
@@ -129,6 +132,35 @@ struct GatherTokens {
     call.ranges[row] = range;
   }
   __device__ int32_t heads() const { return call.heads(); }
+
+  // The first position whose tokens and all behind it are copied 16 bytes at a time.
+  __device__ int32_t chunk_begins(const CellOf& cell, Positions at, int32_t first) const {
+    const DeviceChunk& chunk = call.works.chunk;
+    const auto address =
+        reinterpret_cast<uintptr_t>(chunk.k) | reinterpret_cast<uintptr_t>(chunk.v);
+    if (chunk.k == nullptr || chunk.dtype != DType::kFloat16 || address % 16 != 0) return at.end;
+    return least(at.end, most(first, call.works.from[cell.entry].tokens));
+  }
+  __device__ void copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
+                             uint16_t* to) const {
+    const DeviceChunk& chunk = call.works.chunk;
+    const int64_t i = cell.entry / call.works.num_layers;
+    const int32_t octets = call.head_dim() / 8;
+    const int64_t first = i * chunk.tokens + range.first - call.works.from[cell.entry].tokens;
+    const auto* from = reinterpret_cast<const uint4*>(c == Component::kKey ? chunk.k : chunk.v) +
+                       (first * call.heads() + kv_head) * octets;
+    for (auto j = static_cast<int32_t>(threadIdx.x); j < range.count() * octets;
+         j += static_cast<int32_t>(blockDim.x)) {
+      const uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
+      reinterpret_cast<uint4*>(to)[j] = {finite(x.x), finite(x.y), finite(x.z), finite(x.w)};
+    }
+  }
+  // Two halves, 0 where one is not finite.
+  __device__ static uint32_t finite(uint32_t x) {
+    if ((x & 0x7c00u) == 0x7c00u) x &= 0xffff0000u;
+    if ((x & 0x7c000000u) == 0x7c000000u) x &= 0xffffu;
+    return x;
+  }
 };
 
 // A warp for a row: exponents of new tokens, tile by tile, as CodedRows::decide().
