@@ -93,12 +93,9 @@ struct GatherTokens {
 
  private:
   __device__ void gather(int32_t row, const CellOf& cell, int32_t kv_head) const {
+    if (cell.entry < 0) return;
     const bool coded = is_written(call, cell, EntryForm::kCoded);
     const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (!coded && !is_written(call, cell, EntryForm::kRaw)) {
-      if (thread == 0) call.ranges[row] = WeightedRange{};
-      return;
-    }
     const EntryDraft& draft = call.entries[cell.entry];
     const Positions at = tokens_of(call, cell);
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
@@ -170,38 +167,31 @@ struct DecideExponents {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    const int32_t heads = call.heads();
-    const int32_t first = group.first / call.blocks;
-    const int32_t sequences = (group.first + group.cells - 1) / call.blocks - first + 1;
-    const int32_t rows = group.layers * sequences * heads;
-    for (int32_t i = warp_of_grid(); i < rows; i += warps_of_grid()) {
-      decide_row(i / heads / sequences, first + i / heads % sequences, i % heads);
+    const int32_t heads = call.heads(), items = group.layers * group.cells * heads;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      decide_row(i / heads, i % heads);
     }
   }
 
  private:
-  __device__ void decide_row(int32_t layer, int32_t sequence, int32_t kv_head) const {
-    const int32_t begin = most(group.first, sequence * call.blocks);
-    const int32_t end = least(group.first + group.cells, (sequence + 1) * call.blocks);
-    const int32_t before = layer * group.cells - group.first;  // of the cells of the group
-    CodedRowState* draft = nullptr;
-    CodedRowState state;
-    for (int32_t at = begin; at < end; ++at) {
-      const CellOf cell = cell_of(call, group, before + at);
-      if (!is_written(call, cell, EntryForm::kCoded) && !is_written(call, cell, EntryForm::kRaw)) {
-        break;
-      }
-      if (draft == nullptr) {
-        draft = call.rows + int64_t{cell.entry} * call.heads() + kv_head;
-        const bool fresh = cell.block == call.entries[cell.entry].first_block;
-        state = fresh ? *call.device.state<CodedRowState>(cell.slot, cell.layer,
-                                                          call.device.shape.row_byte(kv_head))
-                      : *draft;
-      }
-      decide_block(before + at, cell, kv_head, &state);
+  // The blocks of an entry, if the first of them in the group is the cell of this index.
+  __device__ void decide_row(int32_t index, int32_t kv_head) const {
+    CellOf cell = cell_of(call, group, index);
+    const int32_t end = (index / group.cells + 1) * group.cells;
+    if (cell.entry < 0) return;
+    const int32_t entry = cell.entry;
+    if (index % group.cells > 0 && cell_of(call, group, index - 1).entry == entry) return;
+    CodedRowState* const draft = call.rows + int64_t{entry} * call.heads() + kv_head;
+    const bool fresh = cell.block == call.entries[entry].first_block;
+    CodedRowState state = fresh ? *call.device.state<CodedRowState>(
+                                      cell.slot, cell.layer, call.device.shape.row_byte(kv_head))
+                                : *draft;
+    while (cell.entry == entry) {
+      decide_block(index++, cell, kv_head, &state);
+      cell = index < end ? cell_of(call, group, index) : CellOf{};
     }
     __syncwarp();
-    if (draft != nullptr && lane_index() == 0) *draft = state;
+    if (lane_index() == 0) *draft = state;
     __syncwarp();
   }
 
@@ -320,9 +310,10 @@ struct DecodeOldBlocks {
                                     reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
                                     mine + kFactorBytes + kCodesTileBytes};
     FamilyReader tables(*family, region, 4 << decode.family.max_length);
-    const int32_t heads = call.heads(), items = group.cells * heads;
+    const int32_t heads = call.heads();
+    const int32_t items = listed_cells(call, group, group.first_layer + layer) * heads;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const int32_t row = layer * items + i;
+      const int32_t row = layer * group.cells * heads + i;
       const CellOf cell = cell_of(call, group, row / heads);
       if (is_written(call, cell, EntryForm::kCoded))
         decode_block(decode, row, cell, tables, memory);
