@@ -23,9 +23,10 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 
+from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, Array, ArrayLike, Values, pointer, values
-from .errors import BufferTooSmallError, OutOfRangeError, UnsupportedError
+from ._arrays import DTYPES, Array, ArrayLike, pointer, values
+from .errors import BufferTooSmallError, OutOfRangeError
 from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
 from .store import Ids, _id, _ids, _numbers
 from .store_config import TierFormat
@@ -213,23 +214,38 @@ class Attention(NamedTuple):
     probabilities: Any = None  # float32 [q_len, sequences, num_kv_heads, positions]: the largest of the group's heads
 
 
-class KvStore:
-    """A store in host memory. Calls exclude each other by a lock.
+class _Given(NamedTuple):
+    """An array of a call."""
 
-    Arrays are NumPy's or whatever NumPy can share. Sequences are named by the numbers that add_sequence(), fork() and import_sequence()
+    address: Any  # None: there is none
+    shape: Tuple[int, ...]
+    dtype: str
+    owner: Any
+
+
+class KvStore:
+    """A store in host memory, or with a stream in GPU memory. Calls exclude each other by a lock.
+
+    Arrays of a host store are NumPy's or whatever NumPy can share. Those of a device store are PyTorch's tensors on its GPU, dense and aligned
+    to 16 bytes; keep them until the stream has come to them. Sequences are named by the numbers that add_sequence(), fork() and import_sequence()
     return, one or a list of them. A released number raises StaleSequenceError. After OutOfPagesError nothing has changed: release other
     sequences and repeat the call.
     """
 
     def __init__(self, config: StoreConfig, stream: Any = None) -> None:
-        """OutOfMemoryError where there is not as much as memory_bytes. UnsupportedError for a stream: there are no kernels yet."""
+        """OutOfMemoryError where there is not as much as memory_bytes. `stream`: a cudaStream_t as a number (0: the default stream) or a
+        torch.cuda.Stream, which outlives the store: then it lies on the GPU that is current and does its work there. UnsupportedError where
+        the library was built without CUDA."""
         self._handle: Optional[ctypes.c_void_p] = None
-        if stream is not None:
-            raise UnsupportedError("KvStore: it works in host memory only")
         self.config = config.with_memory()
         self._lock = threading.Lock()
+        self._stream: Optional[int] = None
         handle = ctypes.c_void_p()
-        lib.core().call("tkv_kv_create", self.config._struct(), handle)
+        if stream is None:
+            lib.core().call("tkv_kv_create", self.config._struct(), handle)
+        else:
+            self._stream = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
+            lib.core().call("tkv_kv_create_device", self.config._struct(), self._stream, handle)
         self._handle = handle
 
     def add_sequence(self) -> int:
@@ -247,14 +263,13 @@ class KvStore:
         ids, count = _ids(sequences)
         c = self.config
         keys = self._given(k, "k", (c.dtype,), (count, None, c.num_kv_heads, c.head_dim))
-        vals = self._given(v, "v", (c.dtype,), keys.bits.shape)
-        tokens = keys.bits.shape[1]
-        scores = None if significance is None else self._given(significance, "significance", ("float32",), (count, c.num_kv_heads, None))
-        queries = None if q is None else self._given(q, "q", (c.dtype,), (count, tokens, c.num_q_heads, c.head_dim))
+        vals = self._given(v, "v", (c.dtype,), keys.shape)
+        tokens = keys.shape[1]
+        scores = self._given(significance, "significance", ("float32",), (count, c.num_kv_heads, None))
+        queries = self._given(q, "q", (c.dtype,), (count, tokens, c.num_q_heads, c.head_dim))
         self._call("tkv_kv_append", lib.KvAppendCall(
-            sequences=ids, num_sequences=count, layer=layer, tokens=tokens, k=pointer(keys.bits), v=pointer(vals.bits),
-            significance=None if scores is None else pointer(scores.bits), stride=0 if scores is None else scores.bits.shape[2],
-            q=None if queries is None else pointer(queries.bits)))
+            sequences=ids, num_sequences=count, layer=layer, tokens=tokens, k=keys.address, v=vals.address, significance=scores.address,
+            stride=scores.shape[2] if scores.shape else 0, q=queries.address))
 
     def attend(self, sequences: Ids, layer: int, q: ArrayLike, *, probabilities: bool = False, count_query: bool = False,
                sinks: Optional[ArrayLike] = None) -> Attention:
@@ -265,30 +280,41 @@ class KvStore:
         ids, count = _ids(numbers)
         c = self.config
         queries = self._given(q, "q", ("float16", "bfloat16"), (count, None, c.num_q_heads, c.head_dim))
-        shape = queries.bits.shape
-        learned = None if sinks is None else self._given(sinks, "sinks", ("float32",), (c.num_q_heads,))
-        out, lse = np.empty_like(queries.bits), np.empty(shape[:-1], np.float32)
-        seen: Optional[Array] = None
+        learned = self._given(sinks, "sinks", ("float32",), (c.num_q_heads,))
+        q_len = queries.shape[1]
+        found: Optional[Tuple[int, ...]] = None
         if probabilities:
-            seen = np.zeros((shape[1], count, c.num_kv_heads, max((self.num_tokens(id) for id in numbers), default=0)), np.float32)
+            found = (q_len, count, c.num_kv_heads, max((self.num_tokens(id) for id in numbers), default=0))
+        out, lse = self._made(queries.dtype, queries.shape), self._made("float32", queries.shape[:-1])
+        seen = None if found is None else self._made("float32", found)
         self._call("tkv_kv_attend", lib.KvAttendCall(
-            sequences=ids, num_sequences=count, layer=layer, q_len=shape[1], dtype=DTYPES[queries.dtype], q=pointer(queries.bits),
-            out=pointer(out), lse=pointer(lse), probabilities=pointer(seen), stride=0 if seen is None else seen.shape[3],
-            sinks=None if learned is None else pointer(learned.bits), count_query=count_query))
-        return Attention(_as(out, queries.dtype, q), lse, seen)
+            sequences=ids, num_sequences=count, layer=layer, q_len=q_len, dtype=DTYPES[queries.dtype], q=queries.address,
+            out=self._address(out), lse=self._address(lse), probabilities=None if seen is None else self._address(seen),
+            stride=0 if found is None else found[3], sinks=learned.address, count_query=count_query))
+        return Attention(out if self.is_on_device else _as(out, queries.dtype, q), lse, seen)
 
     def decode_range(self, sequence: int, layer: int, first: int, end: int, *, dtype: str = "float16") -> Tuple[Any, Any]:
-        """Keys (after RoPE) and values of positions [first, end), each [tokens, num_kv_heads, head_dim]; with "bfloat16" its bits as uint16."""
+        """Keys (after RoPE) and values of positions [first, end), each [tokens, num_kv_heads, head_dim]; of a host store with "bfloat16" its bits
+        as uint16."""
         c = self.config
         if dtype not in ("float16", "bfloat16"):
             raise ValueError(f"dtype {dtype!r} is not float16 or bfloat16")
         if not 0 <= first <= end <= c.max_tokens:
             raise OutOfRangeError(f"positions {first} to {end} are not within max_tokens {c.max_tokens}")
         shape = (end - first, c.num_kv_heads, c.head_dim)
-        k, v = (np.empty(shape, np.float16 if dtype == "float16" else np.uint16) for _ in range(2))
+        k, v = self._made(dtype, shape), self._made(dtype, shape)
         self._call("tkv_kv_decode_range", lib.KvRange(sequence=_id(sequence).value, layer=layer, first=first, end=end, dtype=DTYPES[dtype],
-                                                      k=pointer(k), v=pointer(v)))
+                                                      k=self._address(k), v=self._address(v)))
         return k, v
+
+    def note_replay(self, sequences: Ids, tokens: int = 1) -> None:
+        """Device store: the step of `tokens` tokens that a CUDA graph has captured runs once more. OutOfPagesError where its worst case does
+        not fit."""
+        self._call("tkv_kv_note_replay", *_ids(sequences), lib.integer(tokens, "tokens"))
+
+    def take_status(self) -> None:
+        """Device store: waits, and raises the first failure that kernels have found since the last call."""
+        self._call("tkv_kv_take_status")
 
     def fork(self, source: int) -> int:
         """A copy that shares full pages."""
@@ -354,7 +380,8 @@ class KvStore:
 
     def __repr__(self) -> str:
         c = self.config
-        return f"<tierkv.KvStore: {c.num_layers} layers, {c.num_kv_heads} kv heads, {type(c.format).__name__}, {c.memory_bytes} bytes>"
+        where = "host" if self._stream is None else f"device, stream {self._stream:#x}"
+        return f"<tierkv.KvStore on {where}: {c.num_layers} layers, {c.num_kv_heads} kv heads, {type(c.format).__name__}, {c.memory_bytes} bytes>"
 
     def _open(self) -> ctypes.c_void_p:
         if self._handle is None:
@@ -370,12 +397,32 @@ class KvStore:
         self._call(function, *arguments, id)
         return id.value
 
-    @staticmethod
-    def _given(x: ArrayLike, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]") -> Values:
+    @property
+    def is_on_device(self) -> bool:
+        return self._stream is not None
+
+    def _given(self, x: Optional[ArrayLike], name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]") -> _Given:
+        if x is None:
+            return _Given(None, (), "", None)
+        if self._stream is not None:
+            a = _device.device_array(x, name, dtypes, shape, self._stream)
+            return _Given(a.address, a.shape, a.dtype, a.owner)
         v = values(x, name, shape)
         if v.dtype not in dtypes:
             raise TypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
-        return v
+        return _Given(pointer(v.bits), v.bits.shape, v.dtype, v.bits)
+
+    def _made(self, dtype: str, shape: Tuple[int, ...]) -> Any:
+        """For results; of a host store zeros, bfloat16 as uint16."""
+        if not self.is_on_device:
+            return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise TypeError("results of a store on a device are PyTorch's tensors")
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+
+    def _address(self, x: Any) -> Any:
+        return x.data_ptr() if self.is_on_device else pointer(x)
 
 
 def _as(bits: Array, dtype: str, like: ArrayLike) -> Any:
