@@ -23,6 +23,7 @@ constexpr int64_t kTokenElements = int64_t{kKvHeads} * kDim;
 // Queries of one size in all channels, keys without means.
 std::shared_ptr<const Profile> make_profile() {
   auto profile = std::make_shared<Profile>();
+  profile->model_id = "random";
   profile->num_layers = kLayers;
   profile->num_q_heads = kQHeads;
   profile->num_kv_heads = kKvHeads;
@@ -53,7 +54,9 @@ StoreConfig make_config(const std::string& format, int32_t sequences, int32_t ma
     TierClass of;
     of.high = token_wise_tier(4, 4);
     of.low = token_wise_tier(4, 4);
-    config.format = TiersFormat{{of}};
+    TiersFormat tiers;
+    tiers.classes = {of};
+    config.format = tiers;
   }
   if (format == "fp16") {
     config.format = TiersFormat{};

@@ -95,11 +95,13 @@ __device__ __forceinline__ void write_raw_block(const ChannelLayout& l, const Bl
   }
 }
 
-// A CTA a block: most_blocks of every kv_head of every entry.
+// A CTA a block: most_blocks of every kv_head of every entry. Dynamic shared memory: a
+// ChannelShared.
 template <class Encoder>
 __global__ void __launch_bounds__(kChannelThreads)
     write_channel_kernel(const __grid_constant__ ChannelCall c) {
-  __shared__ ChannelShared<Encoder::kHeadDim> shared;
+  extern __shared__ __align__(16) uint8_t block_shared_bytes[];
+  auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
   if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
   const auto row = static_cast<int32_t>(blockIdx.x) / c.most_blocks;
   const int32_t entry = row / c.view.num_kv_heads, kv_head = row % c.view.num_kv_heads;

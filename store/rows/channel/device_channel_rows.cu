@@ -123,8 +123,9 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
   if (ctas == 0) return Status::ok();
   if (ctas > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   with_channel_encoder(call.body.layout, [&](auto encoder) {
-    write_channel_kernel<decltype(encoder)>
-        <<<static_cast<uint32_t>(ctas), kChannelThreads, 0, stream_>>>(call);
+    using Encoder = decltype(encoder);
+    write_channel_kernel<Encoder><<<static_cast<uint32_t>(ctas), kChannelThreads,
+                                    sizeof(ChannelShared<Encoder::kHeadDim>), stream_>>>(call);
   });
   return cuda_status(cudaGetLastError(), "channel rows");
 }
