@@ -131,7 +131,10 @@ class EmulatedDeviceStore : public RandomTest {
       if (HasFatalFailure()) return;
     }
     t.expect_equal();
+    coded_tokens_ += t.device().usage()->body_tokens;
   }
+  int64_t coded_tokens_ = 0;
+
   void step(KvTwins* t, const TwinChoice& choice, int32_t longest, bool attends) {
     auto& live = t->live();
     const bool is_full = static_cast<int32_t>(live.size()) == choice.max_sequences;
@@ -161,6 +164,33 @@ TEST_F(EmulatedDeviceStore, WithoutBodies) {
   choice.memory_bytes = 128 << 20;
   live_together(choice, 120, 160, true);
 }
+// What calls of others leave on the device between the layers of a step or chunk.
+TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
+  TwinChoice choice;
+  choice.memory_bytes = 128 << 20;
+  choice.window = 160;
+  choice.max_tokens = 400;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  for (int32_t i = 0; i < 3; ++i) t.add();
+  t.extend({0, 1, 2}, 12);
+  for (int32_t i = 0; i < 12; ++i) {
+    SCOPED_TRACE("round " + std::to_string(i));
+    const int32_t tokens = t.chance(0.7) ? t.pick(1, 4) : t.pick(9, 20);
+    const std::vector<size_t> who =
+        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
+    t.extend(who, tokens, [&] {
+      const int32_t kind = t.pick(0, 3);
+      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
+      if (kind == 1) t.extend({2}, t.pick(1, 3));
+      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
+    });
+    t.attend({1, 0}, 1, 1, DType::kFloat16);
+    t.attend(who, 0, 2, DType::kFloat16);
+    if (HasFatalFailure()) return;
+  }
+  t.expect_equal();
+}
 TEST_F(EmulatedDeviceStore, OfCodedRows) {
   for (const int32_t unit : {64, 16}) {
     TwinChoice choice;
@@ -173,6 +203,7 @@ TEST_F(EmulatedDeviceStore, OfCodedRows) {
     live_together(choice, 40, 420, false);
     if (HasFatalFailure()) return;
   }
+  EXPECT_GT(coded_tokens_, 0);
 }
 
 }  // namespace

@@ -127,8 +127,9 @@ class KvTwins {
     return x;
   }
 
-  // The same tokens to both. kOutOfPages may come from either; others fail the test.
-  void extend(const std::vector<size_t>& who, int32_t tokens) {
+  // The same tokens to both; between() after each layer but the last.
+  template <class Between>
+  void extend(const std::vector<size_t>& who, int32_t tokens, const Between& between) {
     const Ids ids = ids_of(who);
     const TwinTokens x = draw(who.size(), tokens);
     expect_ok(host_->begin(ids.host_list(), tokens));
@@ -136,9 +137,13 @@ class KvTwins {
     for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
       expect_ok(host_->append(call(ids.host_list(), l, tokens, x, nullptr)));
       expect_ok(device_->append(call(ids.device_list(), l, tokens, x, this)));
+      if (l + 1 < config_.layout.num_layers) between();
       if (::testing::Test::HasFatalFailure()) return;
     }
     for (const size_t i : who) live_[i].tokens += tokens;
+  }
+  void extend(const std::vector<size_t>& who, int32_t tokens) {
+    extend(who, tokens, [] {});
   }
 
   // Attention of both over the newest q_len tokens of a layer.
