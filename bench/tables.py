@@ -5,7 +5,7 @@ tables.py          replaces what stands between `<!-- table NAME -->` and `<!-- 
 tables.py --check  exits 1 when a document is not what the results make it"""
 import sys
 
-from result_tables import attention, coded, host, memory, quality  # noqa: F401, each adds its tables
+from result_tables import attention, coded, engines, host, memory, quality  # noqa: F401, each adds its tables
 from result_tables.kit import ROOT, TABLES
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "docs/ABLATION.md", "docs/ATTENTION.md", "docs/BENCHMARKS.md", "docs/CODED_ATTENTION.md", "docs/QUALITY.md",

@@ -240,7 +240,6 @@ Status give(const Result<T>& found, Out* out, const Convert& convert) {
 }  // namespace tierkv::capi
 
 namespace capi = tierkv::capi;
-using tierkv::Status;
 using tierkv::UnifiedStore;
 
 extern "C" {

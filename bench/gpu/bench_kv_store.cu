@@ -54,7 +54,9 @@ StoreConfig make_config(const std::string& format, int32_t sequences, int32_t ma
     TierClass of;
     of.high = token_wise_tier(4, 4);
     of.low = token_wise_tier(4, 4);
-    config.format = TiersFormat{{of}};
+    TiersFormat tiers;
+    tiers.classes = {of};
+    config.format = tiers;
   }
   if (format == "fp16") {
     config.format = TiersFormat{};

@@ -29,11 +29,14 @@ TKV_HD bool is_importance_exponent(int32_t e) {
   return e >= kLeastImportanceExponent && e <= kMostImportanceExponent;
 }
 
-// f(e), a normal number. The fractions are 2^(i / 8) rounded to fp32.
+// f(e), a normal number. The fractions are 2^(i / 8) rounded to fp32. (They are chosen, because a
+// table would be built in a thread's memory at every use.)
 TKV_HD float exponent_factor(int32_t e) {
-  constexpr uint32_t kFractions[8] = {0x000000u, 0x0b95c2u, 0x1837f0u, 0x25fed7u,
-                                      0x3504f3u, 0x45672au, 0x5744fdu, 0x6ac0c7u};
-  return bits_float(static_cast<uint32_t>((e >> 3) + 127) << 23 | kFractions[e & 7]);
+  const bool half = (e & 4) != 0, quarter = (e & 2) != 0, eighth = (e & 1) != 0;
+  const uint32_t even =
+      half ? (quarter ? 0x5744fdu : 0x3504f3u) : (quarter ? 0x1837f0u : 0x000000u);
+  const uint32_t odd = half ? (quarter ? 0x6ac0c7u : 0x45672au) : (quarter ? 0x25fed7u : 0x0b95c2u);
+  return bits_float(static_cast<uint32_t>((e >> 3) + 127) << 23 | (eighth ? odd : even));
 }
 
 // R of a mean square that is neither negative nor NaN; kLeastExponent for 0 and subnormal numbers.

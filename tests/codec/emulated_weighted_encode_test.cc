@@ -1,6 +1,6 @@
 // The warps that encode and count weighted blocks, on the host, against encode_weighted_block():
 // the same bytes.
-#include "codec/gpu/coded/weighted_encode.cuh"
+#include "codec/gpu/coded/weighted_count.cuh"
 
 #include <gtest/gtest.h>
 
@@ -303,18 +303,16 @@ TEST_F(EmulatedWeighted, QuickCodesAreRight) {
       y = std::nextafter(y, ulps < 0 ? -INFINITY : INFINITY);
       ulps += ulps < 0 ? 1 : -1;
     }
-    QuickCodes quick;
-    const int32_t code = quick.code(y, QuickCodes::inverse_of(scale), exponent_factor(-e));
-    if (!near) sure += quick.sure, ++tried;
-    if (!quick.sure) continue;
-    ASSERT_EQ(static_cast<float>(code), weighted_code(y, 0, scale, exponent_factor(e)))
+    const float inverse = mul_rn(QuickCode::inverse_of(scale), exponent_factor(-e));
+    const QuickCode quick = QuickCode::of(y, inverse);
+    if (!near) sure += quick.is_sure(), ++tried;
+    if (!quick.is_sure()) continue;
+    ASSERT_EQ(static_cast<float>(quick.code()), weighted_code(y, 0, scale, exponent_factor(e)))
         << y << " " << scale << " " << e;
   }
   EXPECT_GT(sure, tried / 2);
   for (const float bad : {NAN, INFINITY, -INFINITY}) {
-    QuickCodes quick;
-    (void)quick.code(bad, QuickCodes::inverse_of(1), 1);
-    EXPECT_FALSE(quick.sure);
+    EXPECT_FALSE(QuickCode::of(bad, QuickCode::inverse_of(1)).is_sure());
   }
 }
 
@@ -335,11 +333,11 @@ TEST_F(EmulatedWeighted, CountsPairs) {
     for (int32_t c = 0; c < 2; ++c) {
       pairs[c].assign(kHistogramCounts, 0), wide[c].assign(kHistogramCounts, 0);
       counts.pairs[c] = pairs[c].data(), counts.wide[c] = wide[c].data();
-      std::vector<uint8_t> shared(kCounterBytes + kCounterThreads / 32 * kEncodeWarpBytes + 16,
-                                  0xa5);
+      constexpr int32_t kWarps = 2;
+      std::vector<uint8_t> shared(kCounterBytes + kWarps * tile_warp_bytes(head_dim) + 16, 0xa5);
       uint8_t* at = shared.data() + (16 - reinterpret_cast<uintptr_t>(shared.data()) % 16) % 16;
       emulator::cta().run(
-          emulator::Index{0, c}, kCounterThreads,
+          emulator::Index{0, c}, 32 * kWarps,
           [&] {
             if (head_dim == 64) count_weighted_items<2>(run.call, counts, at);
             if (head_dim == 128) count_weighted_items<4>(run.call, counts, at);

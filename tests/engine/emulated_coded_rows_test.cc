@@ -16,11 +16,7 @@
 namespace tierkv::store {
 namespace {
 
-// Attention is CUDA's alone.
-struct Device final : DeviceCodedRows<EmulatedMachine> {
-  using DeviceCodedRows::DeviceCodedRows;
-  Status attend(const DeviceAttendBody&) override { return Status::ok(); }
-};
+using Device = DeviceCodedRows<EmulatedMachine>;
 
 // A copy of what a store in host memory holds, as a device would hold it.
 class Copy {
@@ -198,8 +194,64 @@ class Shadowed final : public RowFormat {
   void fork(int32_t from, int32_t to) {
     copy_->sync();
     device_->forked(from, to);
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l)
+      body_ends_[{to, l}] = body_ends_[{from, l}];
     EXPECT_TRUE(device_->cut({}, nullptr));
   }
+  // Attention over the bodies of a layer, against softmax in double.
+  void attend(const std::vector<int32_t>& slots, int32_t layer, int32_t q_len) {
+    copy_->sync();
+    const CacheLayout& shape = config_.layout;
+    const int32_t dim = shape.head_dim, count = static_cast<int32_t>(slots.size());
+    const int32_t lines = count * q_len * shape.num_q_heads;
+    std::vector<uint16_t> q, out(static_cast<size_t>(lines) * dim, 0x7e00);
+    for (int32_t i = 0; i < lines * dim; ++i) {
+      q.push_back(float_to_half(std::uniform_real_distribution<float>(-1, 1)(*rng_)));
+    }
+    std::vector<float> lse(lines, NAN);
+    std::vector<LayerTokens> at;
+    DeviceAttendBody body;
+    for (const int32_t slot : slots) {
+      const int32_t end = body_ends_[{slot, layer}];
+      at.push_back({end + 20, end});
+      body.most_tokens = std::max(body.most_tokens, end + 20);
+    }
+    body.slots = slots.data(), body.at = at.data();
+    body.count = count, body.layer = layer, body.q_len = q_len;
+    body.q = q.data(), body.out = out.data(), body.lse = lse.data();
+    const Status s = device_->attend(body);
+    ASSERT_TRUE(s) << s.message();
+    for (int32_t i = 0; i < lines; ++i) {
+      const int32_t sequence = i / (q_len * shape.num_q_heads);
+      const int32_t h = i % shape.num_q_heads / (shape.num_q_heads / shape.num_kv_heads);
+      const int32_t first = config_.sink_tokens, end = at[sequence].body_end;
+      if (end == 0) {
+        ASSERT_EQ(lse[i], -INFINITY);
+        continue;
+      }
+      HostLayer of = {slots[sequence], layer, at[sequence], nullptr,
+                      copy_->state(slots[sequence], layer)};
+      std::vector<float> k(static_cast<size_t>(end - first) * dim), v(k.size());
+      inner_->read(of, h, first, end, k.data(), v.data(), nullptr);
+      std::vector<double> logits, expected(dim);
+      double sum = 0;
+      for (int32_t p = 0; p < end - first; ++p) {
+        double logit = 0;
+        for (int32_t d = 0; d < dim; ++d) logit += half_to_float(q[i * dim + d]) * k[p * dim + d];
+        const double weight = std::exp(logit * shape.sm_scale);
+        sum += weight;
+        for (int32_t d = 0; d < dim; ++d) expected[d] += weight * v[p * dim + d];
+      }
+      // Scores of fp16 operands: as in the twins of stores on a GPU.
+      ASSERT_NEAR(lse[i], std::log(sum), 0.02) << "line " << i << " body " << end;
+      for (int32_t d = 0; d < dim; ++d) {
+        ASSERT_NEAR(half_to_float(out[i * dim + d]), expected[d] / sum, 0.05)
+            << "line " << i << " dim " << d;
+      }
+      ++answers_;
+    }
+  }
+  int64_t answers() const { return answers_; }
   int64_t blocks() const { return blocks_; }
   int64_t continued() const { return continued_; }
   int64_t captured() const { return captured_; }
@@ -214,6 +266,7 @@ class Shadowed final : public RowFormat {
   void open(const HostLayer& layer) override {
     inner_->open(layer);
     (void)device_->open(layer.slot);
+    body_ends_[{layer.slot, layer.layer}] = 0;
   }
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override {
     copy_->sync();
@@ -243,7 +296,10 @@ class Shadowed final : public RowFormat {
     const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
     EXPECT_TRUE(written) << written.message();
     inner_->write(layers, plan);
-    for (const BodyWork& work : works_) compare(work);
+    for (const BodyWork& work : works_) {
+      compare(work);
+      body_ends_[{work.layer.slot, work.layer.layer}] = work.body_end;
+    }
   }
   void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
             uint8_t* pruned) const override {
@@ -298,6 +354,7 @@ class Shadowed final : public RowFormat {
     works.count = works.num_layers = 1, works.moves = &move;
     EXPECT_TRUE(device_->cut(works, nullptr));
     inner_->cut(layer, body_end);
+    body_ends_[{layer.slot, layer.layer}] = body_end;
   }
   void relocate(const HostLayer& layer, const PageCopy* copies) override {
     inner_->relocate(layer, copies);
@@ -404,6 +461,8 @@ class Shadowed final : public RowFormat {
   std::vector<BodyWork> works_;
   bool cuts_ = false, is_captured_ = false;
   int64_t blocks_ = 0, continued_ = 0, captured_ = 0;
+  int64_t answers_ = 0;
+  std::map<std::pair<int32_t, int32_t>, int32_t> body_ends_;  // by slot and layer
   mutable int64_t reads_ = 0, restored_ = 0;
 };
 
@@ -430,10 +489,12 @@ class World {
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
       const Result<SequenceId> id = engine_->add_sequence();
       if (id) live_.push_back(*id);
-    } else if (kind < 14) {
+    } else if (kind < 13) {
       extend();
-    } else if (kind < 16) {
+    } else if (kind < 15) {
       read();
+    } else if (kind == 15) {
+      attend();
     } else if (kind < 18) {
       const SequenceId from = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
       const Result<SequenceId> to = engine_->fork(from);
@@ -490,6 +551,16 @@ class World {
         return release_all();
       }
     }
+  }
+  void attend() {
+    const CacheLayout& shape = config_.layout;
+    if (shape.head_dim != 64 && shape.head_dim != 128) return;
+    std::vector<int32_t> slots;
+    for (const SequenceId& id : live_) {
+      if (slots.empty() || pick(0, 2) > 0) slots.push_back(id.slot);
+    }
+    std::shuffle(slots.begin(), slots.end(), rng_);
+    shadow_->attend(slots, pick(0, shape.num_layers - 1), pick(0, 1) == 0 ? 1 : pick(2, 5));
   }
   void read() {
     const SequenceId id = live_[pick(0, static_cast<int32_t>(live_.size()) - 1)];
@@ -555,13 +626,16 @@ class EmulatedCodedRows : public RandomTest {
     captured_ += world.shadow().captured();
     reads_ += world.shadow().reads();
     restored_ += world.shadow().restored();
+    answers_ += world.shadow().answers();
   }
   int64_t compared_ = 0, continued_ = 0, captured_ = 0, reads_ = 0, restored_ = 0;
+  int64_t answers_ = 0;
 };
 
 TEST_F(EmulatedCodedRows, WholeBlocksWithAProfile) {
   for (const int32_t head_dim : {64, 96, 128, 256}) run(config(head_dim, 64, true), 25);
   EXPECT_GT(compared_, 100);
+  EXPECT_GT(answers_, 0);
 }
 
 TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {
@@ -572,6 +646,7 @@ TEST_F(EmulatedCodedRows, BlocksThatAreContinued) {
   EXPECT_GT(captured_, 0);
   EXPECT_GT(reads_, 0);
   EXPECT_GT(restored_, 0);
+  EXPECT_GT(answers_, 0);
 }
 
 TEST_F(EmulatedCodedRows, StepsOutOfASequencesOwnTokens) {
@@ -579,6 +654,7 @@ TEST_F(EmulatedCodedRows, StepsOutOfASequencesOwnTokens) {
     for (const int32_t unit : {16, 64}) run(config(head_dim, unit, false), 25);
   }
   EXPECT_GT(compared_, 100);
+  EXPECT_GT(answers_, 0);
 }
 
 }  // namespace

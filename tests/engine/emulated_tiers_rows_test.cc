@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 #include "store/rows/tiers/device_tiers_read.cuh"
 #include "store/rows/tiers/tiers_rows.h"
+#include "tests/engine/support/emulated_format.h"
 #include "tests/engine/support/rows_twin.h"
 #include "tests/engine/support/tiers_pages.h"
 #include "tests/support/fresh_random.h"
@@ -15,26 +15,14 @@
 namespace tierkv::store {
 namespace {
 
-// Launches are CTAs in random order.
-class EmulatedTiersFormat final : public DeviceRowFormat {
+class EmulatedTiersFormat final : public test::EmulatedFormat {
  public:
   EmulatedTiersFormat(const TiersRows& rows, std::mt19937* rng)
-      : rows_(rows), means_(tiers_key_means(rows)), rng_(*rng) {
+      : EmulatedFormat(rng), means_(tiers_key_means(rows)) {
     codes_ = tiers_codes(rows);
     codes_.class_of_head = rows.class_of_head().data();
     if (!means_.empty()) codes_.key_means = means_.data();
   }
-
-  Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream) override {
-    view_ = view;
-    fault_ = fault;
-    return Status::ok();
-  }
-  int64_t workspace_bytes() const override { return 0; }
-  Status open(int32_t) override { return Status::ok(); }
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
-  int64_t most_pages(const DeviceWorks&) const override { return INT32_MAX; }
 
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     call_ = call_of(works);
@@ -44,16 +32,13 @@ class EmulatedTiersFormat final : public DeviceRowFormat {
     call_.scratch.drafts = drafts_.data();
     call_.scratch.groups = groups_.data();
     if (works.most_leaving == 0) return Status::ok();
-    run(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
     return Status::ok();
   }
   Status write(const DeviceWorks& works, const PageCopy*) override {
     if (works.most_leaving == 0) return Status::ok();
-    run(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
+    run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
     return Status::ok();
-  }
-  Status attend(const DeviceAttendBody&) override {
-    return Status(StatusCode::kUnsupported, "attend");
   }
   Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
     TiersRead r;
@@ -68,25 +53,20 @@ class EmulatedTiersFormat final : public DeviceRowFormat {
     r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
     groups_.assign(size_t{1} * view_.num_kv_heads * r.groups_of_row, {{-999, -999}});
     r.groups = groups_.data();
-    run(view_.num_kv_heads, [&] { count_groups_kernel(r); });
-    run(range.count() * view_.num_kv_heads, [&] { read_tiers_kernel(r); });
+    run_warps(view_.num_kv_heads, [&] { count_groups_kernel(r); });
+    run_warps(range.count() * view_.num_kv_heads, [&] { read_tiers_kernel(r); });
     return Status::ok();
-  }
-  Status restore(const LayerMove&, Positions) override {
-    return Status(StatusCode::kUnsupported, "restore");
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     call_ = call_of(works);
     call_.counts = counts;
-    run(call_.num_rows, [&] { count_cut_tiers_kernel(call_); });
+    run_warps(call_.num_rows, [&] { count_cut_tiers_kernel(call_); });
     return Status::ok();
   }
   Status cut(const DeviceWorks&, const PageCopy*) override {
-    run(call_.num_rows, [&] { cut_tiers_kernel(call_); });
+    run_warps(call_.num_rows, [&] { cut_tiers_kernel(call_); });
     return Status::ok();
   }
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&) override { return Status::ok(); }
 
  private:
   TiersCall call_of(const DeviceWorks& works) const {
@@ -100,19 +80,12 @@ class EmulatedTiersFormat final : public DeviceRowFormat {
     return call;
   }
   template <class Kernel>
-  void run(int32_t warps, const Kernel& kernel) {
-    std::vector<int32_t> ctas((warps + kTiersWarps - 1) / kTiersWarps);
-    std::iota(ctas.begin(), ctas.end(), 0);
-    std::shuffle(ctas.begin(), ctas.end(), rng_);
-    for (const int32_t i : ctas) emulator::cta().run(i, kTiersThreads, kernel);
+  void run_warps(int32_t warps, const Kernel& kernel) {
+    run((warps + kTiersWarps - 1) / kTiersWarps, kTiersThreads, kernel);
   }
 
-  const TiersRows& rows_;
   std::vector<float> means_;
-  std::mt19937& rng_;
   TiersCodes codes_;
-  DeviceStoreView view_;
-  DeviceFault* fault_ = nullptr;
   TiersCall call_;
   std::vector<TiersDraft> drafts_;
   std::vector<SideTokens> groups_;
@@ -157,6 +130,9 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
       if (pick(0, 1) == 1) twin.count_queries(places[0]);
       if (HasFatalFailure()) return;
     }
+    twin.truncate(0, 1);
+    twin.spoil(0, config.window_tokens + pick(150, 300));
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -36,13 +36,13 @@ struct CodeCounter {
   }
   // By the whole CTA, as flush().
   __device__ __forceinline__ void clear() const {
-    for (int32_t i = threadIdx.x; i < kCountedBins * kWarpLanes; i += kCounterThreads) bins[i] = 0;
+    for (int32_t i = threadIdx.x; i < kCountedBins * kWarpLanes; i += blockDim.x) bins[i] = 0;
     __syncthreads();
   }
   // To memory, and clear.
   __device__ __forceinline__ void flush() const {
     __syncthreads();
-    for (int32_t bin = threadIdx.x; bin < kCountedBins; bin += kCounterThreads) {
+    for (int32_t bin = threadIdx.x; bin < kCountedBins; bin += blockDim.x) {
       uint32_t sum = 0;
 #pragma unroll
       for (int32_t i = 0; i < kWarpLanes; ++i) {

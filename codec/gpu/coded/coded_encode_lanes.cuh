@@ -6,20 +6,9 @@
 // all that the size takes; the second writes each stream where it begins. Bound: instructions,
 // about 30 a pair and pass.
 //
-// Encoder, which block is made: LaneEncoder (version 1), WeightedEncoder (weighted_form.cuh):
-//   kRagged, kMostExceptions             blocks of fewer than 64 tokens; of a block that is coded
-//   component, streams, dim_blocks(), fragments()
-//   order()                              of the dim blocks in the streams
-//   book(f)                              the codebook of dim block f
-//   choose(range, plan)                  the form of the block
-//   write_bounds(form, plan, block)      where the streams begin and all else before them
-//   raw_base(form)                       of a raw form
-//   fits_shared(bytes)                   whether a coded block fits into the warp's memory
 // Source, what a block's codes come from:
 //   fetch(i)              what codes() takes of fragment i = tile * dim blocks + dim block
-//   codes(x, f, &codes)   of x in dim block f: 16-bit integers; where there is no token, numbers
-//   from
-//                         kPaddingCodes on whose low half is that of some code of the block
+//   codes(x, f, &codes)   of x in dim block f: 16-bit integers
 #pragma once
 
 #include "codec/gpu/coded/coded_form.cuh"
@@ -30,6 +19,7 @@ namespace tierkv {
 // Codes of a lane in one dim block of a tile.
 using FragmentCodes = int32_t[kPairsPerFragment][2];
 
+// Numbers from here on stand for no token; their low half is that of some code of the block.
 inline constexpr int32_t kPaddingCodes = 0x100000;
 
 // A codebook as the loops of a lane take it.
@@ -47,9 +37,6 @@ struct LaneBook {
 };
 
 struct LaneEncoder {
-  static constexpr bool kRagged = false;
-  static constexpr int32_t kMostExceptions = tierkv::kMaxExceptions;
-  using Form = BlockForm;
   LaneBook only;
   const DeviceCodebook* codebook;
   int32_t streams;
@@ -61,15 +48,11 @@ struct LaneEncoder {
   __device__ __forceinline__ int32_t fragments() const {
     return kBlockTokens / kTileTokens * dim_blocks();
   }
-  __device__ __forceinline__ static DimBlockOrder order() { return DimBlockOrder::kAscending; }
-  __device__ __forceinline__ LaneBook book(int32_t) const { return only; }
-  __device__ __forceinline__ int32_t raw_base(const Form& form) const { return form.header.base; }
-  __device__ __forceinline__ bool fits_shared(int32_t) const { return true; }
-  __device__ __forceinline__ Form choose(const CodeRange& range, const SlicePlan& plan) const {
+  __device__ __forceinline__ BlockForm choose(const CodeRange& range, const SlicePlan& plan) const {
     return choose_form(*codebook, raw_header(component, kBlockTokens, dims, range), plan,
                        most_coded_bytes);
   }
-  __device__ __forceinline__ void write_bounds(const Form& form, const SlicePlan& plan,
+  __device__ __forceinline__ void write_bounds(const BlockForm& form, const SlicePlan& plan,
                                                uint32_t* block) const {
     if (!form.coded) return;
     auto* starts = reinterpret_cast<uint16_t*>(block) + form.at.starts / 2;
@@ -91,12 +74,11 @@ __device__ __forceinline__ LaneEncoder lane_encoder(const DeviceCodebook& book,
 }
 
 // visit(i, f, codes) of every fragment i, in dim block f, in the order of the streams.
-template <class Encoder, class Source, class Visit>
-__device__ __forceinline__ void for_each_fragment(const Encoder& e, Source& source,
+template <class Source, class Visit>
+__device__ __forceinline__ void for_each_fragment(const LaneEncoder& e, Source& source,
                                                   const Visit& visit) {
   constexpr int32_t kAhead = 4;  // divides the number of tiles of 64 tokens
   const int32_t fragments = e.fragments(), blocks = e.dim_blocks();
-  const DimBlockOrder order = e.order();
   int32_t next = 0;  // of the tile's dim blocks
 #pragma unroll 1
   for (int32_t i = 0; i < fragments; i += kAhead) {
@@ -104,14 +86,13 @@ __device__ __forceinline__ void for_each_fragment(const Encoder& e, Source& sour
     int32_t f[kAhead], fragment[kAhead];
 #pragma unroll
     for (int32_t j = 0; j < kAhead; ++j) {
-      f[j] = dim_block_at(order, blocks, next);
-      fragment[j] = i + j - next + f[j];
+      f[j] = next;
+      fragment[j] = i + j;
       x[j] = source.fetch(fragment[j]);
       next = next + 1 == blocks ? 0 : next + 1;
     }
 #pragma unroll
     for (int32_t j = 0; j < kAhead; ++j) {
-      if (Encoder::kRagged && i + j >= fragments) break;
       FragmentCodes codes;
       source.codes(x[j], f[j], codes);
       visit(fragment[j], f[j], codes);
@@ -182,22 +163,19 @@ __device__ __noinline__ inline Substitute find_substitute(LaneBook from, int32_t
 }
 
 // What the first pass finds.
-template <class Form>
-struct PlanOf {
+struct LanePlan {
   SlicePlan slice;
   int32_t exceptions_before;  // of the lanes before this one
-  Form form;
+  BlockForm form;
 };
-using LanePlan = PlanOf<BlockForm>;
 
-template <class Encoder, class Source>
-__device__ __forceinline__ PlanOf<typename Encoder::Form> plan_block(const Encoder& e,
-                                                                     Source& source) {
+template <class Source>
+__device__ __forceinline__ LanePlan plan_block(const LaneEncoder& e, Source& source) {
   int32_t bits[2] = {0, 0}, exceptions = 0;
   bool possible = true;
   CodeRange range;
-  for_each_fragment(e, source, [&](int32_t, int32_t f, const FragmentCodes& codes) {
-    const LaneBook book = e.book(f);
+  for_each_fragment(e, source, [&](int32_t, int32_t, const FragmentCodes& codes) {
+    const LaneBook& book = e.only;
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
       range.add((static_cast<uint32_t>(codes[r][0]) & 0xffffu) | static_cast<uint32_t>(codes[r][1])
@@ -212,7 +190,7 @@ __device__ __forceinline__ PlanOf<typename Encoder::Form> plan_block(const Encod
       bits[r % 2] += static_cast<int32_t>(word >> 16);
     }
   });
-  PlanOf<typename Encoder::Form> plan{};
+  LanePlan plan{};
   plan.exceptions_before = sum_before(exceptions, &plan.slice.exceptions);
   if (e.streams == 1) bits[0] += bits[1], bits[1] = 0;
   plan.slice.bits[0] = bits[0], plan.slice.bits[1] = bits[1];
@@ -221,7 +199,7 @@ __device__ __forceinline__ PlanOf<typename Encoder::Form> plan_block(const Encod
   plan.slice.start[1] = first + sum_before(bits[1], &second);
   plan.slice.payload_bits = first + second;
   plan.slice.possible = __all_sync(kFullWarp, possible) &&
-                        plan.slice.exceptions <= Encoder::kMostExceptions &&
+                        plan.slice.exceptions <= kMaxExceptions &&
                         plan.slice.payload_bits <= kMaxPayloadBits;
   plan.form = e.choose(range, plan.slice);
   return plan;
@@ -267,16 +245,15 @@ __device__ __noinline__ inline uint32_t* put_exceptions(Component component, int
   return to;
 }
 
-template <int32_t kStreams, class Encoder, class Source>
-__device__ __forceinline__ void write_streams(const Encoder& e, Source& source,
-                                              const PlanOf<typename Encoder::Form>& plan,
-                                              uint32_t* block) {
+template <int32_t kStreams, class Source>
+__device__ __forceinline__ void write_streams(const LaneEncoder& e, Source& source,
+                                              const LanePlan& plan, uint32_t* block) {
   const auto& at = plan.form.at;
   uint32_t* const payload = block + at.payload / 4;
   uint32_t* exception = block + at.exceptions / 4 + plan.exceptions_before;
   LaneWriter out[2] = {{payload, plan.slice.start[0]}, {payload, plan.slice.start[1]}};
-  for_each_fragment(e, source, [&](int32_t i, int32_t f, const FragmentCodes& codes) {
-    const LaneBook book = e.book(f);
+  for_each_fragment(e, source, [&](int32_t i, int32_t, const FragmentCodes& codes) {
+    const LaneBook& book = e.only;
     uint32_t word[kPairsPerFragment];
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
@@ -306,9 +283,8 @@ __device__ __forceinline__ void write_streams(const Encoder& e, Source& source,
 }
 
 // The tiles of a raw block whose bytes are zero. Each of their words has codes of one lane.
-template <class Encoder, class Source>
-__device__ inline void write_raw_tiles(const Encoder& e, Source& source,
-                                       const typename Encoder::Form& form, int32_t base,
+template <class Source>
+__device__ inline void write_raw_tiles(const LaneEncoder& e, Source& source, const BlockForm& form,
                                        uint8_t* to) {
   const int32_t bits = raw_bits(form.header.mode), blocks = e.dim_blocks();
   const TileLayout layout = raw_tile(bits, blocks);
@@ -323,38 +299,33 @@ __device__ inline void write_raw_tiles(const Encoder& e, Source& source,
           reinterpret_cast<uint32_t*>(to + form.at.payload + i / blocks * layout.bytes() + at.byte);
       uint32_t field[2];
       for (int32_t h = 0; h < 2; ++h) {
-        const bool padding = Encoder::kRagged && codes[r][h] >= kPaddingCodes;
-        field[h] = padding ? 0u : static_cast<uint32_t>(codes[r][h] - base) & mask;
+        field[h] = static_cast<uint32_t>(codes[r][h] - form.header.base) & mask;
       }
       *word |= (field[0] | field[1] << 16) << at.bit;
     }
   }
 }
 
-// The block of the plan to `to`, 16-byte aligned. shared: memory of the warp, likewise; a coded
-// block that does not fit there is put together where it will be.
-template <class Encoder, class Source>
-__device__ __forceinline__ void write_block(const Encoder& e, Source& source,
-                                            const PlanOf<typename Encoder::Form>& plan,
-                                            uint32_t* shared, uint8_t* to) {
+// The block of the plan to `to`, 16-byte aligned. shared: memory of the warp, likewise, that holds
+// a coded block.
+template <class Source>
+__device__ __forceinline__ void write_block(const LaneEncoder& e, Source& source,
+                                            const LanePlan& plan, uint32_t* shared, uint8_t* to) {
   if (!plan.form.coded) {
     clear_block(to, plan.form.at.bytes);
     e.write_bounds(plan.form, plan.slice, reinterpret_cast<uint32_t*>(to));
-    write_raw_tiles(e, source, plan.form, e.raw_base(plan.form), to);
+    write_raw_tiles(e, source, plan.form, to);
     finish_block(plan.form, to);
     return;
   }
-  const bool apart = e.fits_shared(plan.form.at.bytes);
-  uint32_t* const block = apart ? shared : reinterpret_cast<uint32_t*>(to);
-  clear_block(block, plan.form.at.bytes);
-  e.write_bounds(plan.form, plan.slice, block);
+  clear_block(shared, plan.form.at.bytes);
+  e.write_bounds(plan.form, plan.slice, shared);
   if (e.streams == 1) {
-    write_streams<1>(e, source, plan, block);
+    write_streams<1>(e, source, plan, shared);
   } else {
-    write_streams<2>(e, source, plan, block);
+    write_streams<2>(e, source, plan, shared);
   }
-  finish_block(plan.form, reinterpret_cast<uint8_t*>(block));
-  if (!apart) return;
+  finish_block(plan.form, reinterpret_cast<uint8_t*>(shared));
   for (int32_t i = lane_index(); i < plan.form.at.bytes / 16; i += kWarpLanes) {
     reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(shared)[i];
   }

@@ -1,11 +1,10 @@
-// Exponents and codes of a block's tokens, by a warp: the laws of codec/format/weighted_step.h and
-// rope_turn.h, with the bits of token_exponents() and quantize_weighted().
-//
-// Lane l takes the channels l, 32 + l, ... of one token after the other, as the sum of squares
-// wants it; where RoPE pairs channels half a head apart, both are then the lane's own.
+// What fixes the codes of a block's tokens, and codes by the laws of
+// codec/format/weighted_step.h and rope_turn.h: one by one as they are written, with the bits of
+// token_exponents() and quantize_weighted(), or quickly where the result is beyond doubt.
 #pragma once
 
 #include "codec/format/element.h"
+#include "codec/gpu/coded/turns.cuh"
 #include "codec/gpu/coded/weighted_batch.h"
 #include "gpu/warp.cuh"
 
@@ -47,11 +46,6 @@ struct WeightedFaults {
   }
 };
 
-// Reads a turn from memory that no kernel writes meanwhile: stores need not hold such loads back.
-__device__ __forceinline__ Turn load_turn(const Turn* p) {
-  const float2 x = __ldg(reinterpret_cast<const float2*>(p));
-  return {x.x, x.y};
-}
 __device__ __forceinline__ float raw_float(bool is_bfloat16, uint32_t bits) {
   return is_bfloat16 ? bits_float(bits << 16) : half_to_float(static_cast<uint16_t>(bits));
 }
@@ -107,239 +101,58 @@ __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job,
   return {static_cast<int32_t>(c), StatusCode::kOk};
 }
 
-// 32 partial sums of squares to their total, in all lanes.
-__device__ __forceinline__ float sum_of_partials(float partial) {
-#pragma unroll
-  for (int32_t offset = kNormPartials / 2; offset > 0; offset /= 2) {
-    partial = add_rn(partial, __shfl_xor_sync(kFullWarp, partial, offset));
-  }
-  return partial;
-}
-
-// The tokens' exponents, [tokens] in shared memory. kPer: channels of a lane.
-template <int32_t kPer>
-__device__ __forceinline__ WeightedFaults find_exponents(const WeightedBlockJob& job, double scale,
-                                                         int8_t* exponents) {
+// Exponents G of the tokens' importance, [tokens] in shared memory: those of keys, and what those
+// of values are added to.
+__device__ __forceinline__ WeightedFaults find_importance(const WeightedBlockJob& job, double scale,
+                                                          int8_t* exponents) {
   WeightedFaults faults;
-  const int32_t lane = lane_index(), tokens = job.tokens;
-  int32_t importance[kBlockTokens / kWarpLanes] = {};
 #pragma unroll
   for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
-    const int32_t t = i * kWarpLanes + lane;
-    if (job.decided != nullptr && t < tokens) {
-      importance[i] = static_cast<int8_t>(job.decided[t][0]);
+    const int32_t t = i * kWarpLanes + lane_index();
+    if (t >= job.tokens) continue;
+    int32_t importance = 0;
+    if (job.decided != nullptr) importance = static_cast<int8_t>(job.decided[t][0]);
+    if (job.significance != nullptr) {
+      const double u = token_importance(job.position + t, job.significance[t], scale);
+      faults.non_finite |= !(u - u == 0.0);
+      faults.negative |= u < 0;
+      importance = importance_exponent(u);
     }
-    if (job.significance == nullptr || t >= tokens) continue;
-    const double u = token_importance(job.position + t, job.significance[t], scale);
-    faults.non_finite |= !(u - u == 0.0);
-    faults.negative |= u < 0;
-    importance[i] = importance_exponent(u);
-  }
-  float sums[kBlockTokens / kWarpLanes] = {};
-  if (job.component == Component::kValue) {
-    const bool is_bfloat16 = job.dtype == DType::kBFloat16;
-    const uint16_t* x = job.x + lane;
-    const int64_t stride = job.token_stride;
-#pragma unroll
-    for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
-      const int32_t count = min(kWarpLanes, tokens - i * kWarpLanes);
-#pragma unroll 4
-      for (int32_t j = 0; j < count; ++j) {
-        float sum = 0;
-#pragma unroll
-        for (int32_t k = 0; k < kPer; ++k) {
-          const float value = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes));
-          faults.non_finite |= !is_finite(value) && i * kWarpLanes + j >= job.coded;
-          sum = add_rn(sum, mul_rn(value, value));
-        }
-        x += stride;
-        sum = sum_of_partials(sum);
-        if (j == lane) sums[i] = sum;
-      }
-    }
-  }
-#pragma unroll
-  for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
-    const int32_t t = i * kWarpLanes + lane;
-    if (t >= tokens) continue;
-    int32_t e = importance[i];
-    if (job.component == Component::kValue) {
-      const bool known = job.decided != nullptr && job.decided[t][2] != 0;
-      e = known ? static_cast<int8_t>(job.decided[t][1])
-                : value_exponent(sums[i], kPer * kWarpLanes, importance[i]);
-    }
-    exponents[t] = static_cast<int8_t>(e);
+    exponents[t] = static_cast<int8_t>(importance);
   }
   __syncwarp();
   return faults;
 }
 
-// Divides by scale * f(e), to integers. A code it vouches for is that of weighted_code(): 1 /
-// scale, f(-e), their product and the one with y are within 2^-24 each, 1 / f(e) and f(-e) within
-// 2^-23, and so are the law's own product and quotient: less than 2^-21 together, for codes up to
-// 127 less than 2^-14. Scales outside [2^-100, 2^100] get no inverse, so that nothing is subnormal.
-struct QuickCodes {
-  bool sure = true;
+// A quotient by scale * f(e) as an integer, where the product with `inverse`, 1 / scale times
+// f(-e), leaves no doubt: `off` below kSureOff and the code at most kMostSureCode. Such a code is
+// that of weighted_code(): 1 / scale, f(-e) and their product are within 2^-24 each, 1 / f(e) and
+// f(-e) within 2^-23, and so are the law's own product and quotient: less than 2^-21 together, for
+// codes up to 127 less than 2^-14. Scales outside [2^-100, 2^100] get no inverse, so that nothing
+// is subnormal; what is no number has bits of no code.
+inline constexpr float kQuickBias = 0x1.8p23f;
+inline constexpr uint32_t kQuickBits = 0x4b400000u;  // of the bias
+inline constexpr float kSureOff = 0.5f - 0x1p-14f;
+inline constexpr int32_t kMostSureCode = 127;
+struct QuickCode {
+  uint32_t bits;  // kQuickBits and the code
+  float off;      // from the integer
 
   __device__ __forceinline__ static float inverse_of(float scale) {
     const bool usual = scale >= 0x1p-100f && scale <= 0x1p100f;
     return usual ? 1.0f / scale : bits_float(0x7fc00000u);
   }
-  __device__ __forceinline__ int32_t code(float y, float inverse, float inverse_factor) {
-    constexpr float kBias = 0x1.8p23f;
-    const float q = mul_rn(y, mul_rn(inverse, inverse_factor));
-    const float shifted = add_rn(q, kBias), rounded = add_rn(shifted, -kBias);
-    sure &= std::fabs(q - rounded) < 0.5f - 0x1p-14f && std::fabs(rounded) <= 127.0f;
-    return static_cast<int32_t>(float_bits(shifted) - float_bits(kBias));
+  __device__ __forceinline__ static QuickCode of(float y, float inverse) {
+    const float shifted = fma_rn(y, inverse, kQuickBias);
+    const float rounded = add_rn(shifted, -kQuickBias);
+    return {float_bits(shifted), std::fabs(fma_rn(y, inverse, -rounded))};
+  }
+  __device__ __forceinline__ int32_t code() const {
+    return static_cast<int32_t>(bits - kQuickBits);
+  }
+  __device__ __forceinline__ bool is_sure() const {
+    return off < kSureOff && bits - (kQuickBits - kMostSureCode) <= 2 * kMostSureCode;
   }
 };
-
-// Sink, where codes go. Of all lanes together, codes of channels k * 32 + lane:
-//   kAhead                          tokens that are loaded before one is coded: no load goes past
-//   the
-//                                   call for a code in doubt
-//   kTogether                       tokens that take() gets at once, 1 or 2; divides kAhead
-//   take(t, codes)                  codes [kTogether][kPer] of the tokens t, t + 1; 0 where there
-//   is
-//                                   no token
-//   clip(code)                      of a code that is not quick
-template <int32_t kPer, class Sink>
-__device__ __forceinline__ void take_exact(const WeightedBlockJob& job, int32_t t, int32_t exponent,
-                                           Sink& sink, WeightedFaults& faults,
-                                           int32_t (&codes)[kPer]) {
-#pragma unroll
-  for (int32_t k = 0; k < kPer; ++k) {
-    const ExactCode c = exact_code(&job, t, k * kWarpLanes + lane_index(), exponent);
-    faults.non_finite |= c.status == StatusCode::kNonFinite;
-    faults.out_of_range |= c.status == StatusCode::kOutOfRange;
-    codes[k] = sink.clip(c.code);
-  }
-}
-
-// A lane's channels of a key before RoPE. kFolded: RoPE in halves over the whole head, so that a
-// pair's channels are kPer / 2 apart.
-template <int32_t kPer, bool kFolded>
-struct UnturnedKey {
-  Turn block[kFolded ? kPer / 2 : kPer];
-  int32_t pair[kPer], partner[kPer];  // not folded
-  float sign[kPer];
-
-  __device__ __forceinline__ explicit UnturnedKey(const WeightedBlockJob& job) {
-#pragma unroll
-    for (int32_t k = 0; k < (kFolded ? kPer / 2 : kPer); ++k) {
-      const TurningDim turning(job.pairing, job.pairs, k * kWarpLanes + lane_index());
-      pair[k] = turning.pair, partner[k] = turning.partner, sign[k] = turning.sign;
-      if (turning.pair >= 0) block[k] = load_turn(job.block + turning.pair);
-    }
-  }
-  __device__ __forceinline__ void load(const WeightedBlockJob& job, bool is_bfloat16, int32_t t,
-                                       float (&y)[kPer]) const {
-    const uint16_t* x = job.x + t * job.token_stride;
-    const Turn* place = job.place + (job.place_of_first + t) * job.pairs;
-#pragma unroll
-    for (int32_t k = 0; k < kPer; ++k) {
-      y[k] = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes + lane_index()));
-    }
-    if constexpr (kFolded) {
-#pragma unroll
-      for (int32_t k = 0; k < kPer / 2; ++k) {
-        const Turn by = compose_turns(block[k], load_turn(place + k * kWarpLanes + lane_index()));
-        unturn_pair(by, &y[k], &y[k + kPer / 2]);
-      }
-    } else {
-#pragma unroll
-      for (int32_t k = 0; k < kPer; ++k) {
-        if (pair[k] < 0) continue;
-        const float other = raw_float(is_bfloat16, __ldg(x + partner[k]));
-        y[k] =
-            unturn_one(compose_turns(block[k], load_turn(place + pair[k])), y[k], other, sign[k]);
-      }
-    }
-  }
-};
-// Values, and keys that are not rotated.
-template <int32_t kPer>
-struct PlainToken {
-  __device__ __forceinline__ explicit PlainToken(const WeightedBlockJob&) {}
-  __device__ __forceinline__ void load(const WeightedBlockJob& job, bool is_bfloat16, int32_t t,
-                                       float (&y)[kPer]) const {
-    const uint16_t* x = job.x + t * job.token_stride;
-#pragma unroll
-    for (int32_t k = 0; k < kPer; ++k) {
-      y[k] = raw_float(is_bfloat16, __ldg(x + k * kWarpLanes + lane_index()));
-    }
-  }
-};
-
-template <int32_t kPer, class Token, class Sink>
-__device__ __forceinline__ void find_codes_of(const WeightedBlockJob& shared_job,
-                                              const int8_t* exponents, Sink& sink,
-                                              WeightedFaults& faults) {
-  constexpr int32_t kTogether = Sink::kTogether;
-  const WeightedBlockJob job = shared_job;  // the sink's bytes could be anything's
-  const bool is_bfloat16 = job.dtype == DType::kBFloat16;
-  const int32_t tokens = job.tokens;
-  float mean[kPer], inverse[kPer];
-#pragma unroll
-  for (int32_t k = 0; k < kPer; ++k) {
-    const int32_t d = k * kWarpLanes + lane_index();
-    mean[k] = job.means == nullptr ? 0.0f : half_to_float(__ldg(job.means + d));
-    inverse[k] = QuickCodes::inverse_of(job.scale(d));
-  }
-  const Token token(job);
-  constexpr int32_t kAhead = Sink::kAhead;
-#pragma unroll 1
-  for (int32_t t = 0; t < tokens; t += kAhead) {
-    float y[kAhead][kPer];
-#pragma unroll
-    for (int32_t i = 0; i < kAhead; ++i) {
-      token.load(job, is_bfloat16, min(t + i, tokens - 1), y[i]);
-    }
-#pragma unroll
-    for (int32_t i = 0; i < kAhead; i += kTogether) {
-      if (t + i >= tokens) break;
-      int32_t codes[kTogether][kPer] = {};
-#pragma unroll
-      for (int32_t j = 0; j < kTogether; ++j) {
-        if (t + i + j >= tokens) break;
-        if (t + i + j < job.coded) {
-#pragma unroll
-          for (int32_t k = 0; k < kPer; ++k) {
-            const uint16_t bits =
-                __ldg(job.x + (t + i + j) * job.token_stride + k * kWarpLanes + lane_index());
-            codes[j][k] = sink.clip(static_cast<int16_t>(bits));
-          }
-          continue;
-        }
-        const int32_t exponent = exponents[t + i + j];
-        const float inverse_factor = exponent_factor(-exponent);
-        QuickCodes quick;
-#pragma unroll
-        for (int32_t k = 0; k < kPer; ++k) {
-          codes[j][k] = quick.code(add_rn(y[i + j][k], -mean[k]), inverse[k], inverse_factor);
-        }
-        if (!quick.sure) take_exact(shared_job, t + i + j, exponent, sink, faults, codes[j]);
-      }
-      sink.take(t + i, codes);
-    }
-  }
-}
-
-// The codes of all channels. kKey: the job's component.
-template <int32_t kPer, bool kKey, class Sink>
-__device__ __forceinline__ void find_codes(const WeightedBlockJob& job, const int8_t* exponents,
-                                           Sink& sink, WeightedFaults& faults) {
-  if (!kKey || job.pairs == 0) {
-    return find_codes_of<kPer, PlainToken<kPer>>(job, exponents, sink, faults);
-  }
-  if constexpr (kKey && kPer % 2 == 0) {
-    if (job.pairing == RopePairing::kHalves && 2 * job.pairs == kPer * kWarpLanes) {
-      return find_codes_of<kPer, UnturnedKey<kPer, true>>(job, exponents, sink, faults);
-    }
-  }
-  if constexpr (kKey) {
-    find_codes_of<kPer, UnturnedKey<kPer, false>>(job, exponents, sink, faults);
-  }
-}
 
 }  // namespace tierkv

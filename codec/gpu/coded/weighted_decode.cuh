@@ -228,12 +228,31 @@ struct FamilyReader {
   }
 };
 
+// The tiles of a block that have exceptions, as bits. In all lanes.
+__device__ __forceinline__ uint32_t tiles_with_exceptions(const OpenWeightedSlice& open,
+                                                          const uint8_t* block) {
+  const auto* exceptions = reinterpret_cast<const uint32_t*>(block + open.at.exceptions);
+  uint32_t tiles = 0;
+  for (int32_t i = 0; i < open.header.exceptions; i += kWarpLanes) {
+    const bool is_there = i + lane_index() < open.header.exceptions;
+    const uint32_t token = is_there ? (exceptions[i + lane_index()] & 0xffffu) / kSliceDims : 0u;
+#pragma unroll
+    for (uint32_t tile = 0; tile < kBlockTokens / kTileTokens; ++tile) {
+      if (__any_sync(kFullWarp, is_there && token / kTileTokens == tile)) tiles |= 1u << tile;
+    }
+  }
+  return tiles;
+}
+
 // finish(slice's first channel, its channels, tile, codes of the tile) for each tile of each slice;
-// factors and, until the second slice, the first one's header are in memory meanwhile.
-template <class Finish>
+// factors and, until the second slice, the first one's header are in memory meanwhile. Of slices of
+// kPair write_at_once(reader, base_of, tile, stage) may take a tile that has no exceptions and
+// return true.
+template <class AtOnce, class Finish>
 __device__ __forceinline__ StatusCode decode_block_tiles(
     const WeightedDecode& call, const RangeTarget& target, const WeightedPlace& place,
-    FamilyReader& tables, const WeightedDecodeWarp& memory, const Finish& finish_tile) {
+    FamilyReader& tables, const WeightedDecodeWarp& memory, const AtOnce& write_at_once,
+    const Finish& finish_tile) {
   const int64_t offset = int64_t{place.unit} * kBlockAlignment;
   const int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
@@ -251,13 +270,18 @@ __device__ __forceinline__ StatusCode decode_block_tiles(
       if (call.family.count == 1) return tables.family.books[0].base;
       return tables.select(static_cast<int32_t>(open.book_field >> (2 * f) & 3u));
     };
+    const uint32_t apart = tiles_with_exceptions(open, memory.block);
+    bool is_written = false;
     const auto finish = [&](int32_t tile, const int16_t* codes) {
-      if (!keep) finish_tile(slice.first_dim, open.header.dims, tile, codes);
+      if (!keep && !is_written) finish_tile(slice.first_dim, open.header.dims, tile, codes);
     };
     const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
     const auto decode = [&](int32_t tile, int16_t* codes) {
+      is_written = false;
       if (open.header.mode != BlockMode::kPair) {
         decode_tile(tiles, tables.reader, warp, tile, base_of, codes);
+      } else if ((apart >> tile & 1u) == 0 && write_at_once(tables.reader, base_of, tile, codes)) {
+        is_written = true;
       } else if (call.component == Component::kKey) {
         decode_pair_tile<true>(tables.reader, open.header.dims, base_of, codes);
       } else {
@@ -270,18 +294,32 @@ __device__ __forceinline__ StatusCode decode_block_tiles(
   }
   return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
 }
+template <class Finish>
+__device__ __forceinline__ StatusCode decode_block_tiles(
+    const WeightedDecode& call, const RangeTarget& target, const WeightedPlace& place,
+    FamilyReader& tables, const WeightedDecodeWarp& memory, const Finish& finish_tile) {
+  const auto never = [](TableReader&, const auto&, int32_t, int16_t*) { return false; };
+  return decode_block_tiles(call, target, place, tables, memory, never, finish_tile);
+}
+
 __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                                                 const RangeTarget& target,
                                                 const WeightedPlace& place, FamilyReader& tables,
                                                 const WeightedDecodeWarp& memory) {
-  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
+  const auto tokens_of = [&](int32_t tile, const int16_t* codes, int32_t first_dim) {
     const int16_t* kept =
         memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
-    write_tile(
-        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim},
-        dims);
+    return TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim};
   };
-  return decode_block_tiles(call, target, place, tables, memory, finish);
+  const bool in_lanes = turns_in_lanes(tokens_of(0, nullptr, 0));
+  const auto at_once = [&](TableReader& reader, const auto& base_of, int32_t tile, int16_t* stage) {
+    if (in_lanes) write_turned_pairs(reader, tokens_of(tile, stage, 0), base_of, stage);
+    return in_lanes;
+  };
+  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
+    write_tile(tokens_of(tile, codes, first_dim), dims);
+  };
+  return decode_block_tiles(call, target, place, tables, memory, at_once, finish);
 }
 
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {

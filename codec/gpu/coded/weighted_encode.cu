@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
-#include "codec/gpu/coded/weighted_encode.cuh"
+#include "codec/gpu/coded/weighted_count.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {
 namespace {
+
+constexpr int32_t kCountWarps = 16;  // the counter's shared memory leaves room for one CTA
 
 template <int32_t kPer>
 __global__ void __launch_bounds__(kWeightedWarps * 32, 2)
@@ -16,7 +18,7 @@ __global__ void __launch_bounds__(kWeightedWarps * 32, 2)
 }
 
 template <int32_t kPer>
-__global__ void __launch_bounds__(kCounterThreads, 1)
+__global__ void __launch_bounds__(kCountWarps * 32, 1)
     count_kernel(const __grid_constant__ WeightedEncode call,
                  const __grid_constant__ WeightedCounts counts) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -52,13 +54,19 @@ Status launch_encode(const WeightedEncode& call, const DeviceLimits& limits, Gpu
 template <int32_t kPer>
 Status launch_count(const WeightedEncode& call, const WeightedCounts& counts,
                     const DeviceLimits& limits, GpuStream stream) {
-  constexpr int32_t kWarps = kCounterThreads / kWarpLanes;
-  constexpr int32_t kBytes = kCounterBytes + kWarps * kEncodeWarpBytes;
-  if (Status s = allow_shared(count_kernel<kPer>, kBytes); !s) return s;
+  const int32_t each = tile_warp_bytes(kPer * kWarpLanes);
+  const int32_t warps = std::min(kCountWarps, (limits.shared_bytes - kCounterBytes) / each);
+  if (warps < 1) {
+    return Status(StatusCode::kUnsupported, "weighted counts: too little shared memory");
+  }
+  const int32_t bytes = kCounterBytes + warps * each;
+  if (Status s = allow_shared(count_kernel<kPer>, bytes); !s) return s;
   const int64_t groups = int64_t{call.num_ranges} * call.most_blocks;
-  const int64_t wanted = std::min<int64_t>((limits.sms + 1) / 2, (groups + kWarps - 1) / kWarps);
+  const int64_t wanted = std::min<int64_t>((limits.sms + 1) / 2, (groups + warps - 1) / warps);
   const dim3 ctas(static_cast<uint32_t>(wanted), 2);
-  count_kernel<kPer><<<ctas, kCounterThreads, kBytes, stream>>>(call, counts);
+  count_kernel<kPer>
+      <<<ctas, static_cast<uint32_t>(warps) * 32, static_cast<size_t>(bytes), stream>>>(call,
+                                                                                        counts);
   return cuda_status(cudaGetLastError(), "count_weighted");
 }
 

@@ -1,23 +1,13 @@
-// The warps that encode weighted blocks and that count their codes.
-//
-// A warp reads a block's tokens once and keeps the codes in shared memory, a byte each, in the
-// order of its lanes' streams; codes beyond a byte are made again where they are asked for. Bound:
-// instructions, and how many warps the codes leave room for.
+// The warps that encode weighted blocks. A warp codes a block once; only a raw block, and the first
+// slice of two, is coded again. Bound: instructions, about 20 a code.
 #pragma once
 
-#include "codec/gpu/coded/code_counter.cuh"
-#include "codec/gpu/coded/weighted_stage.cuh"
+#include "codec/gpu/coded/weighted_streams.cuh"
 
 namespace tierkv {
 
 inline constexpr int32_t kWeightedWarps = 8;
-// Where a block is put together: about 4 bits a code. What is larger goes to memory at once.
-TKV_HD constexpr int32_t weighted_room(int32_t head_dim) {
-  return 36 * (head_dim < kSliceDims ? head_dim : kSliceDims);
-}
-TKV_HD constexpr int32_t encode_warp_bytes(int32_t head_dim) {
-  return kEncodeWarpBytes + kBlockTokens * head_dim + weighted_room(head_dim);
-}
+
 inline constexpr int32_t kFamiliesBytes = (2 * sizeof(SharedFamily) + 15) / 16 * 16;
 // Bytes of the CTA before those of its warps.
 TKV_HD int32_t encode_cta_bytes(const WeightedEncode& call) {
@@ -67,18 +57,20 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->place_of_first = first % kBlockTokens;
 }
 
-// The header's book field of a slice whose family is usable; -1 where a book is not there.
-__device__ inline int32_t book_field_of(const DeviceFamily& family, int32_t row, int32_t head_dim,
-                                        int32_t slice, int32_t blocks) {
+// The header's book field of a slice whose family is usable; -1 where a book is not there. In all
+// lanes.
+__device__ __forceinline__ int32_t book_field_of(const DeviceFamily& family, int32_t row,
+                                                 int32_t head_dim, int32_t slice, int32_t blocks) {
   if (family.book_of == nullptr) return 0;
-  const uint8_t* of =
-      family.book_of + int64_t{row} * (head_dim / kDimBlock) + slice * (kSliceDims / kDimBlock);
-  int32_t field = 0;
-  for (int32_t f = 0; f < blocks; ++f) {
-    if (of[f] >= family.count) return -1;
-    field |= of[f] << (2 * f);
+  const int32_t f = lane_index() % (kSliceDims / kDimBlock);
+  const int64_t first = int64_t{row} * (head_dim / kDimBlock) + slice * (kSliceDims / kDimBlock);
+  const int32_t book = f < blocks ? family.book_of[first + f] : 0;
+  int32_t field = book << (2 * f);
+#pragma unroll
+  for (int32_t lanes = 1; lanes < kSliceDims / kDimBlock; lanes *= 2) {
+    field |= __shfl_xor_sync(kFullWarp, field, lanes);
   }
-  return field;
+  return __any_sync(kFullWarp, book >= family.count) ? -1 : field;
 }
 
 // Both families and their words into the CTA's memory, by all of its threads.
@@ -100,7 +92,9 @@ __device__ inline void load_families(const WeightedEncode& call, uint8_t* shared
       const int32_t symbols = symbol_count(book);
       for (int32_t i = thread; i < symbols; i += threads) words[at + i] = book.words[i];
       if (thread != 0) continue;
-      families[c].books[b] = {at, book.base, book.levels};
+      const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
+                             book.base + book.levels - 1 <= kMostSureCode;
+      families[c].books[b] = {at, book.base, book.levels, is_narrow ? kSureOff : -1.0f};
       families[c].cheapest[b] = book.cheapest;
     }
     if (thread != 0) continue;
@@ -133,85 +127,138 @@ __device__ inline ChosenPlace choose_place(const WeightedEncode& call, const Wei
   return {call.bytes + unit * kBlockAlignment, static_cast<uint32_t>(unit), fits};
 }
 
-// What a warp works with in shared memory.
-struct WeightedMemory {
-  const uint32_t* words;  // of the CTA
-  EncodeWarp* warp;
-  uint8_t* codes;
-  uint32_t* block;
-};
-
-template <int32_t kPer>
-struct SlicesOf {
-  static constexpr int32_t kDims = kPer * kWarpLanes;
-  static constexpr int32_t kCount = (kDims + kSliceDims - 1) / kSliceDims;
-  static constexpr int32_t kSlice = kCount == 1 ? kDims : kSliceDims;
-  static constexpr int32_t kBlocks = kSlice / kDimBlock;
-};
-
-// The codes into shared memory; whether any is wide.
-template <int32_t kPer, bool kKey>
-__device__ __forceinline__ bool stage_codes(const WeightedMemory& memory, WeightedFaults& faults) {
-  StageSink<kPer, kKey> sink(memory.codes);
-  find_codes<kPer, kKey>(memory.warp->job, memory.warp->exponents, sink, faults);
-  __syncwarp();
-  return __any_sync(kFullWarp, sink.wide);
+__device__ __forceinline__ void build_block(const EncodedSlice& of, const EncodedSlice::Form& form,
+                                            const SlicePlan& plan, const WeightedMemory& memory,
+                                            int32_t second_row, uint32_t* block) {
+  clear_block(block, form.at.bytes);
+  of.write_bounds(form, plan, block);
+  uint32_t* const payload = block + form.at.payload / 4;
+  place_stream(memory.rows, plan.bits[0], plan.start[0], payload);
+  if (of.streams == 2) {
+    place_stream(memory.rows + second_row * kWarpLanes, plan.bits[1], plan.start[1], payload);
+  }
+  place_exceptions(*memory.exceptions, block + form.at.exceptions / 4);
+  finish_block(form, reinterpret_cast<uint8_t*>(block));
 }
 
-// Plans and writes the staged block.
-template <int32_t kPer>
-__device__ __forceinline__ StatusCode write_staged(const WeightedEncode& call,
-                                                   const SharedFamily& family, int32_t row,
-                                                   bool wide, const WeightedMemory& memory,
-                                                   WeightedPlace* place) {
-  using Slices = SlicesOf<kPer>;
-  const WeightedBlockJob& job = memory.warp->job;
-  const DeviceFamily& from = call.families[static_cast<int32_t>(job.component)];
-  const auto encoder_of = [&](int32_t slice) {
-    const int32_t field = book_field_of(from, row, Slices::kDims, slice, Slices::kBlocks);
-    return WeightedEncoder{&family,
-                           memory.words,
-                           static_cast<uint32_t>(field),
-                           slice == 0 ? memory.warp->exponents : nullptr,
-                           family.streams,
-                           job.component,
-                           Slices::kSlice,
-                           job.tokens,
-                           weighted_room(Slices::kDims)};
-  };
-  for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
-    if (book_field_of(from, row, Slices::kDims, slice, Slices::kBlocks) < 0) {
-      return StatusCode::kInvalidArgument;
+// Tiles of a raw block. Each of their words has codes of one lane.
+template <int32_t kDims, bool kKey>
+__device__ __forceinline__ void write_raw(const EncodedSlice& of, const EncodedSlice::Form& form,
+                                          const WeightedMemory& memory, int32_t slice,
+                                          uint8_t* to) {
+  clear_block(to, form.at.bytes);
+  of.write_bounds(form, {}, reinterpret_cast<uint32_t*>(to));
+  constexpr auto kComponent = kKey ? Component::kKey : Component::kValue;
+  const int32_t bits = raw_bits(form.header.mode);
+  const int32_t base = static_cast<int16_t>(form.header.base_or_books);
+  const TileLayout layout = raw_tile(bits, SlicesOf<kDims>::kBlocks);
+  const uint32_t mask = (1u << bits) - 1u;
+  WeightedFaults faults;
+  take_slice<kDims, kKey>(
+      memory.tile, slice, false, faults, [&](int32_t tile, int32_t f, const QuickFragment& codes) {
+#pragma unroll
+        for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+          int32_t code[2];
+          settled_codes(memory.tile.warp, slice, tile, f, r, codes[r], faults, code);
+          const PairPosition p = pair_position(kComponent, 0, f, r, lane_index());
+          const CodePosition at = code_position(layout, kComponent, p.token, p.dim);
+          uint32_t field[2];
+          for (int32_t h = 0; h < 2; ++h) {
+            field[h] = code[h] >= kPaddingCodes ? 0u : static_cast<uint32_t>(code[h] - base) & mask;
+          }
+          auto* word =
+              reinterpret_cast<uint32_t*>(to + form.at.payload + tile * layout.bytes() + at.byte);
+          *word |= (field[0] | field[1] << 16) << at.bit;
+        }
+      });
+  finish_block(form, to);
+}
+
+template <int32_t kDims, bool kKey>
+struct BlockEncoder {
+  using Slices = SlicesOf<kDims>;
+  const WeightedEncode& call;
+  const SharedFamily& family;
+  const WeightedMemory& memory;
+  uint32_t fields[Slices::kCount];  // of the books
+
+  __device__ __forceinline__ EncodedSlice slice_of(int32_t slice) const {
+    const WeightedBlockJob& job = memory.tile.warp->job;
+    return {slice == 0 ? memory.tile.warp->exponents : nullptr,
+            fields[slice],
+            family.streams,
+            family.table_id,
+            job.component,
+            Slices::kSlice,
+            job.tokens};
+  }
+  __device__ __forceinline__ SlicePlan code_slice(int32_t slice, bool opens, WeightedFaults& faults,
+                                                  EncodedSlice::Form* form) const {
+    StreamSink<kDims> sink(memory, family, fields[slice], slice, faults);
+    take_slice<kDims, kKey>(
+        memory.tile, slice, opens, faults,
+        [&](int32_t tile, int32_t f, const QuickFragment& codes) { sink.take(tile, f, codes); });
+    const SlicePlan plan = sink.finish();
+    *form = slice_of(slice).choose(sink.range, plan);
+    return plan;
+  }
+  // A slice whose streams are in memory.
+  __device__ __forceinline__ void write_slice(int32_t slice, const SlicePlan& plan,
+                                              const EncodedSlice::Form& form, uint8_t* to) const {
+    constexpr int32_t kSecondRow = stream_rows(kDims) / 2;
+    const EncodedSlice of = slice_of(slice);
+    if (!form.coded) return write_raw<kDims, kKey>(of, form, memory, slice, to);
+    if (form.at.bytes > stage_bytes(kDims)) {
+      return build_block(of, form, plan, memory, kSecondRow, reinterpret_cast<uint32_t*>(to));
     }
+    uint8_t* const stage = memory.tile.stage;
+    build_block(of, form, plan, memory, kSecondRow, reinterpret_cast<uint32_t*>(stage));
+    for (int32_t i = lane_index(); i < form.at.bytes / 16; i += kWarpLanes) {
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(stage)[i];
+    }
+    __syncwarp();
   }
-  PlanOf<WeightedEncoder::Form> plan;
-  int32_t units = 0;
-#pragma unroll 1
-  for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
-    StagedCodes source(memory.codes, memory.warp, slice, Slices::kBlocks, wide);
-    plan = plan_block(encoder_of(slice), source);
-    units += plan.form.header.units;
-  }
-  const ChosenPlace chosen = choose_place(call, *place, units);
-  if (!chosen.fits) return StatusCode::kBufferTooSmall;
-  uint8_t* to = chosen.to;
-#pragma unroll 1
-  for (int32_t slice = 0; to != nullptr && slice < Slices::kCount; ++slice) {
-    StagedCodes source(memory.codes, memory.warp, slice, Slices::kBlocks, wide);
-    if constexpr (Slices::kCount > 1) plan = plan_block(encoder_of(slice), source);
-    write_block(encoder_of(slice), source, plan, memory.block, to);
-    to += plan.form.at.bytes;
-  }
-  if (lane_index() == 0) {
-    place->unit = chosen.unit;
-    place->units = static_cast<uint32_t>(units);
-  }
-  return StatusCode::kOk;
-}
 
-// Opens an item's job and finds its exponents; into *code what is wrong. False where there is
-// nothing to be done.
-template <int32_t kPer>
+  __device__ __forceinline__ StatusCode encode(int32_t row, WeightedFaults& faults,
+                                               WeightedPlace* place) {
+    const DeviceFamily& from = call.families[kKey ? 0 : 1];
+    if (!family.usable) return StatusCode::kUnsupported;
+    for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
+      const int32_t field = book_field_of(from, row, kDims, slice, Slices::kBlocks);
+      if (field < 0) return StatusCode::kInvalidArgument;
+      fields[slice] = static_cast<uint32_t>(field);
+    }
+    SlicePlan plan;
+    EncodedSlice::Form form;
+    int32_t units = 0, before = 0;  // before: bytes of the slices before the last one
+#pragma unroll 1
+    for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
+      before = units * kBlockAlignment;
+      plan = code_slice(slice, slice == 0, faults, &form);
+      units += form.header.units;
+    }
+    const StatusCode worst = faults.worst();
+    const bool saturated = call.saturates && worst == StatusCode::kOutOfRange;
+    if (worst != StatusCode::kOk && !saturated) return worst;
+    const ChosenPlace chosen = choose_place(call, *place, units);
+    if (!chosen.fits) return StatusCode::kBufferTooSmall;
+    if (chosen.to != nullptr) {
+      write_slice(Slices::kCount - 1, plan, form, chosen.to + before);
+      if constexpr (Slices::kCount > 1) {
+        plan = code_slice(0, false, faults, &form);
+        write_slice(0, plan, form, chosen.to);
+      }
+    }
+    if (lane_index() == 0) {
+      place->unit = chosen.unit;
+      place->units = static_cast<uint32_t>(units);
+    }
+    return worst;
+  }
+};
+
+// Opens an item's job and finds the importance of its tokens; into *code what is wrong. False where
+// there is nothing to be done.
 __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const WeightedRange& range,
                                             const WeightedItem& item, EncodeWarp* warp,
                                             WeightedFaults* faults, StatusCode* code) {
@@ -225,12 +272,12 @@ __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const We
   if (job.tokens == 0) return false;
   *code = StatusCode::kOutOfRange;
   if (job.pairs > 0 && job.position / kBlockTokens >= call.rows.rope.blocks) return false;
-  *faults = find_exponents<kPer>(job, call.scale, warp->exponents);
+  *faults = find_importance(job, call.scale, warp->exponents);
   *code = StatusCode::kOk;
   return true;
 }
 
-template <int32_t kPer>
+template <int32_t kDims>
 __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
                                                   const WeightedItem& item,
                                                   const SharedFamily& family,
@@ -241,17 +288,13 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
       call.places[component] + (range.first_block + range.first / kBlockTokens + item.index);
   WeightedFaults faults;
   StatusCode code;
-  if (begin_block<kPer>(call, range, item, memory.warp, &faults, &code)) {
-    const bool wide = item.component == Component::kKey ? stage_codes<kPer, true>(memory, faults)
-                                                        : stage_codes<kPer, false>(memory, faults);
-    code = faults.worst();
-    const bool saturated = call.saturates && code == StatusCode::kOutOfRange;
-    if (saturated) code = StatusCode::kOk;
-    if (code == StatusCode::kOk && !family.usable) code = StatusCode::kUnsupported;
-    if (code == StatusCode::kOk) {
-      code = write_staged<kPer>(call, family, range.row, wide, memory, place);
+  if (begin_block(call, range, item, memory.tile.warp, &faults, &code)) {
+    if (item.component == Component::kKey) {
+      code = BlockEncoder<kDims, true>{call, family, memory, {}}.encode(range.row, faults, place);
+    } else {
+      code = BlockEncoder<kDims, false>{call, family, memory, {}}.encode(range.row, faults, place);
     }
-    if (saturated && code == StatusCode::kOk) return StatusCode::kOutOfRange;
+    if (call.saturates && code == StatusCode::kOutOfRange) return code;  // and is written
   }
   const bool known = code != StatusCode::kInvalidArgument ||
                      is_valid_range(range, call.rows.num_rows, call.most_blocks);
@@ -265,79 +308,20 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   load_families(call, shared);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
-  uint8_t* const mine = shared + encode_cta_bytes(call) + warp * encode_warp_bytes(kPer * 32);
-  uint8_t* const codes = mine + kEncodeWarpBytes;
-  const WeightedMemory memory{
-      reinterpret_cast<const uint32_t*>(shared + kFamiliesBytes),
-      reinterpret_cast<EncodeWarp*>(mine), codes,
-      reinterpret_cast<uint32_t*>(codes + kBlockTokens * kPer * kWarpLanes)};
+  constexpr int32_t kDims = kPer * kWarpLanes;
+  const WeightedMemory memory(reinterpret_cast<const uint32_t*>(shared + kFamiliesBytes),
+                              shared + encode_cta_bytes(call) + warp * encode_warp_bytes(kDims),
+                              kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
   for (int64_t i = int64_t{blockIdx.x} * warps + warp; i < items; i += stride) {
     const WeightedItem item = weighted_item(call, i);
     const auto* families = reinterpret_cast<const SharedFamily*>(shared);
     const StatusCode code =
-        encode_item<kPer>(call, item, families[static_cast<int32_t>(item.component)], memory);
+        encode_item<kDims>(call, item, families[static_cast<int32_t>(item.component)], memory);
     if (lane_index() == 0) call.status[i] = code;
     __syncwarp();
   }
-}
-
-// Codes into histograms.
-template <int32_t kPer, bool kKey>
-struct CountSink {
-  static constexpr int32_t kAhead = 2;
-  static constexpr int32_t kTogether = kKey ? 1 : 2;
-  const CodeCounter& counter;
-  int32_t tokens;
-
-  __device__ __forceinline__ int32_t clip(int32_t code) const { return code; }
-  __device__ __forceinline__ void take(int32_t t, const int32_t (&codes)[kTogether][kPer]) const {
-#pragma unroll
-    for (int32_t k = 0; k < kPer; ++k) {
-      if constexpr (kKey) {
-        const int32_t other = __shfl_xor_sync(kFullWarp, codes[0][k], 1);
-        if (lane_index() % 2 == 0) counter.count(codes[0][k], other);
-      } else {
-        if (t + 1 < tokens) counter.count(codes[0][k], codes[1][k]);
-      }
-    }
-  }
-};
-
-// By a CTA of kCounterThreads, for the component blockIdx.y. shared: kCounterBytes and
-// kEncodeWarpBytes of each warp.
-template <int32_t kPer>
-__device__ __forceinline__ void count_weighted_items(const WeightedEncode& call,
-                                                     const WeightedCounts& counts,
-                                                     uint8_t* shared) {
-  constexpr int32_t kWarps = kCounterThreads / kWarpLanes;
-  const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
-  const auto c = static_cast<int32_t>(blockIdx.y);
-  const CodeCounter counter{reinterpret_cast<uint32_t*>(shared), counts.pairs[c], counts.wide[c]};
-  auto* const mine =
-      reinterpret_cast<EncodeWarp*>(shared + kCounterBytes + warp * kEncodeWarpBytes);
-  counter.clear();
-  const int64_t groups = int64_t{call.num_ranges} * call.most_blocks;
-  for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < groups;
-       i += int64_t{gridDim.x} * kWarps) {
-    const WeightedItem item = weighted_item(call, 2 * i + c);
-    WeightedFaults faults;
-    StatusCode code;
-    if (begin_block<kPer>(call, call.ranges[item.range], item, mine, &faults, &code)) {
-      if (c == 0) {
-        CountSink<kPer, true> sink{counter, mine->job.tokens};
-        find_codes<kPer, true>(mine->job, mine->exponents, sink, faults);
-      } else {
-        CountSink<kPer, false> sink{counter, mine->job.tokens};
-        find_codes<kPer, false>(mine->job, mine->exponents, sink, faults);
-      }
-      code = faults.worst();
-    }
-    if (lane_index() == 0) call.status[2 * i + c] = code;
-    __syncwarp();
-  }
-  counter.flush();
 }
 
 }  // namespace tierkv

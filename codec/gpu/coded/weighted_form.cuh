@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/format/weighted_block_format.h"
+#include "codec/format/weighted_step.h"
 #include "codec/gpu/coded/coded_encode_lanes.cuh"
 
 namespace tierkv {
@@ -24,6 +25,7 @@ __device__ __forceinline__ void or_field(uint32_t* part, int32_t i, int32_t bits
 struct alignas(16) SharedBook {
   int32_t words;  // where its words begin in the CTA's
   int32_t base, levels;
+  float sure_off;  // quick codes in the alphabet are right below this distance from their quotient
 };
 struct SharedFamily {
   SharedBook books[kMaxFamilyBooks];
@@ -33,31 +35,15 @@ struct SharedFamily {
   bool usable;  // all of pairs and alike
 };
 
-struct WeightedEncoder {
-  static constexpr bool kRagged = true;
-  static constexpr int32_t kMostExceptions = kMaxWeightedExceptions;
+// What a slice's form is chosen by.
+struct EncodedSlice {
   using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
-  const SharedFamily* family;
-  const uint32_t* words;    // of the CTA
-  uint32_t book_field;      // as in the header
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
+  uint32_t book_field;      // as in the header
   int32_t streams;
+  uint8_t table_id;
   Component component;
   int32_t dims, tokens;
-  int32_t room;  // of the warp, in bytes
-
-  __device__ __forceinline__ int32_t dim_blocks() const { return dims / kDimBlock; }
-  __device__ __forceinline__ DimBlockOrder order() const { return weighted_order(component); }
-  __device__ __forceinline__ int32_t fragments() const { return tile_count(tokens) * dim_blocks(); }
-  __device__ __forceinline__ LaneBook book(int32_t f) const {
-    const uint32_t i = book_field >> (2 * f) & 3u;
-    const SharedBook& b = family->books[i];
-    return {words + b.words, family->cheapest[i], b.base, b.levels};
-  }
-  __device__ __forceinline__ bool fits_shared(int32_t bytes) const { return bytes <= room; }
-  __device__ __forceinline__ int32_t raw_base(const Form& form) const {
-    return static_cast<int16_t>(form.header.base_or_books);
-  }
 
   // As the host's raw_header().
   __device__ __forceinline__ WeightedBlockHeader raw_header(const CodeRange& range) const {
@@ -91,7 +77,7 @@ struct WeightedEncoder {
       WeightedBlockHeader h = form.header;
       h.mode = BlockMode::kPair;
       h.streams_per_lane = static_cast<uint8_t>(streams);
-      h.table_id = family->table_id;
+      h.table_id = table_id;
       h.base_or_books = static_cast<uint16_t>(book_field);
       h.least_length = static_cast<uint16_t>(least);
       h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));

@@ -1,8 +1,11 @@
-// A tile of codes out of streams of pairs: what nearly all weighted blocks are.
+// A tile out of streams of pairs, which nearly all weighted blocks are: its codes, or at once the
+// keys that RoPE turns in halves.
 #pragma once
 
 #include "codec/format/weighted_block_format.h"
 #include "codec/gpu/coded/coded_decode.cuh"
+#include "codec/gpu/coded/turns.cuh"
+#include "codec/gpu/coded/weighted_write.cuh"
 
 namespace tierkv {
 
@@ -17,6 +20,17 @@ struct PairBase {
   }
 };
 
+// The entries of the lane's pairs in the next dim block.
+__device__ __forceinline__ void next_pairs(TableReader& reader, uint32_t (&e)[kPairsPerFragment]) {
+  if (reader.streams == 1) {
+    reader.stream[0].step(reader.table, &e[0], &e[1]);
+    reader.stream[0].step(reader.table, &e[2], &e[3]);
+  } else {
+    reader.stream[0].step(reader.table, &e[0], &e[2]);
+    reader.stream[1].step(reader.table, &e[1], &e[3]);
+  }
+}
+
 // decode_tile() of a slice of kPair.
 template <bool kKey, class BaseOf>
 __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t dims,
@@ -29,13 +43,7 @@ __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t di
     const PairBase base(base_of(f));
     int16_t* const to = codes + lane.token * kTileStride + lane.dim + f * kDimBlock;
     uint32_t e[kPairsPerFragment];
-    if (reader.streams == 1) {
-      reader.stream[0].step(reader.table, &e[0], &e[1]);
-      reader.stream[0].step(reader.table, &e[2], &e[3]);
-    } else {
-      reader.stream[0].step(reader.table, &e[0], &e[2]);
-      reader.stream[1].step(reader.table, &e[1], &e[3]);
-    }
+    next_pairs(reader, e);
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
       const PairPosition at = pair_position(kComponent, 0, 0, r, 0);
@@ -48,6 +56,97 @@ __device__ __forceinline__ void decode_pair_tile(TableReader& reader, int32_t di
         first[kTileStride] = static_cast<int16_t>(pair >> 16);
       }
     }
+  }
+}
+
+// ---- keys that turn in halves: a lane decodes both channels of a pair ----
+
+// A tile whose slice is the head.
+__device__ __forceinline__ bool turns_in_lanes(const TileTokens& tokens) {
+  const DeviceWeightedRows& rows = tokens.call.rows;
+  return tokens.call.component == Component::kKey && rows.head_dim <= kSliceDims &&
+         rows.rope.pairing == RopePairing::kHalves && 2 * rows.rope.pairs == rows.head_dim &&
+         has_octets(tokens);
+}
+
+// Codes of an entry of kPair as floats: bits of 2^23 + 64 digit, over 64, less 2^17.
+struct FloatPairBase {
+  float offset;
+  __device__ __forceinline__ explicit FloatPairBase(int32_t base)
+      : offset(static_cast<float>(base - (1 << 17))) {}
+  __device__ __forceinline__ float code(uint32_t entry) const {
+    return fma_rn(bits_float((entry & 0x7c0u) | 0x4b000000u), 0x1p-6f, offset);
+  }
+  __device__ __forceinline__ float2 codes(uint32_t entry) const {
+    return {code(entry), code(entry >> 16)};
+  }
+};
+
+// Decodes a tile without exceptions, writes its tokens. stage: [kTileTokens][kTileStride].
+template <class BaseOf>
+__device__ __forceinline__ void write_turned_pairs(TableReader& reader, const TileTokens& tokens,
+                                                   const BaseOf& base_of, int16_t* stage) {
+  const DeviceWeightedRows& rows = tokens.call.rows;
+  const int32_t dims = rows.head_dim, half = dims / kDimBlock / 2, pairs = rows.rope.pairs;
+  const int32_t row = lane_index() / 4, column = lane_index() % 4 * 2;
+  const bool is_bfloat16 = tokens.call.dtype == DType::kBFloat16;
+  const float factor[2] = {tokens.factor(row), tokens.factor(row + 8)};
+  const int32_t first = tokens.target.place_of_first + tokens.tile * kTileTokens + row;
+  const Turn* const place[2] = {
+      tokens.of_places + min(first, kBlockTokens - 1) * pairs + column,
+      tokens.of_places + min(first + 8, kBlockTokens - 1) * pairs + column};
+  const Turn* const block = tokens.block_turns() + column;
+  const int64_t of_row = int64_t{tokens.target.row} * dims + column;
+  const float* const scales = rows.key_scales + of_row;
+  const uint16_t* const means = rows.key_means == nullptr ? nullptr : rows.key_means + of_row;
+  auto* const to = reinterpret_cast<uint32_t*>(stage + row * kTileStride + column);
+#pragma unroll 1
+  for (int32_t f = 0; f < half; ++f) {
+    float x[2][kPairsPerFragment][2];  // of the first and of the second channels of the pairs
+#pragma unroll
+    for (int32_t part = 0; part < 2; ++part) {
+      const int32_t of = f + part * half;
+      const FloatPairBase base(base_of(of));
+      uint32_t e[kPairsPerFragment];
+      next_pairs(reader, e);
+#pragma unroll
+      for (int32_t ch = 0; ch < 2; ++ch) {
+        const int32_t d = kDimBlock * of + 8 * ch;
+        const float2 scale = __ldg(reinterpret_cast<const float2*>(scales + d));
+        float2 mean = {0, 0};
+        if (means != nullptr) {
+          mean = unpack_halves(__ldg(reinterpret_cast<const uint32_t*>(means + d)));
+        }
+#pragma unroll
+        for (int32_t rh = 0; rh < 2; ++rh) {
+          const float2 code = base.codes(e[rh + 2 * ch]);
+          x[part][rh + 2 * ch][0] = fma_rn(mul_rn(code.x, factor[rh]), scale.x, mean.x);
+          x[part][rh + 2 * ch][1] = fma_rn(mul_rn(code.y, factor[rh]), scale.y, mean.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      const int32_t d = kDimBlock * f + 8 * (r / 2);
+      const TwoTurns by_block(block + d), by_place(place[r % 2] + d);
+#pragma unroll
+      for (int32_t h = 0; h < 2; ++h) {
+        turn_pair(compose_turns(by_block.turn[h], by_place.turn[h]), &x[0][r][h], &x[1][r][h]);
+      }
+#pragma unroll
+      for (int32_t part = 0; part < 2; ++part) {
+        const float* y = x[part][r];
+        to[(r % 2 * 8 * kTileStride + kDimBlock * (f + part * half) + 8 * (r / 2)) / 2] =
+            is_bfloat16 ? pack_bfloats(y[0], y[1]) : pack_outputs(y[0], y[1], false);
+      }
+    }
+  }
+  __syncwarp();
+  const int32_t octets = dims / kOctet, begin = tokens.begin(), end = tokens.end();
+  for (int32_t i = begin * octets + lane_index(); i < end * octets; i += kWarpLanes) {
+    const int32_t t = i / octets, d = i % octets * kOctet;
+    *reinterpret_cast<uint4*>(tokens.to(t) + d) =
+        *reinterpret_cast<const uint4*>(stage + t * kTileStride + d);
   }
 }
 

@@ -95,16 +95,14 @@ __device__ __forceinline__ void write_raw_block(const ChannelLayout& l, const Bl
   }
 }
 
-// A CTA a block: most_blocks of every kv_head of every entry.
+// By a CTA: block `index` of those that come of a row of an entry, most_blocks at most.
 template <class Encoder>
-__global__ void __launch_bounds__(kChannelThreads)
-    write_channel_kernel(const __grid_constant__ ChannelCall c) {
-  __shared__ ChannelShared<Encoder::kHeadDim> shared;
-  if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
-  const auto row = static_cast<int32_t>(blockIdx.x) / c.most_blocks;
-  const int32_t entry = row / c.view.num_kv_heads, kv_head = row % c.view.num_kv_heads;
+__device__ __forceinline__ void write_channel_block(const ChannelCall& c, int32_t index,
+                                                    ChannelShared<Encoder::kHeadDim>& shared) {
+  const int32_t row = index / c.most_blocks, entry = row / c.view.num_kv_heads;
+  const int32_t kv_head = row - entry * c.view.num_kv_heads;
   const ChannelEntry e = channel_entry(c, entry);
-  const int32_t block = e.blocks.first + static_cast<int32_t>(blockIdx.x) % c.most_blocks;
+  const int32_t block = e.blocks.first + index - row * c.most_blocks;
   if (block >= e.blocks.end) return;
   const BlockTokens from = {device_tokens(c.view, c.works, entry, kv_head),
                             block * c.body.layout.tokens, c.view.laws.sink_tokens};
@@ -113,6 +111,21 @@ __global__ void __launch_bounds__(kChannelThreads)
     write_raw_block(c.body.layout, from, to);
   } else {
     (void)Encoder::encode(c.body.layout, from, to, shared);
+  }
+}
+
+// CTAs take the blocks of a call in turn: in most steps nothing leaves of most rows. Dynamic shared
+// memory: a ChannelShared.
+template <class Encoder>
+__global__ void __launch_bounds__(kChannelThreads)
+    write_channel_kernel(const __grid_constant__ ChannelCall c) {
+  extern __shared__ __align__(16) uint8_t block_shared_bytes[];
+  auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
+  if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
+  const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
+  for (auto i = static_cast<int32_t>(blockIdx.x); i < blocks;
+       i += static_cast<int32_t>(gridDim.x)) {
+    write_channel_block<Encoder>(c, i, shared);
   }
 }
 

@@ -1,5 +1,6 @@
 #include "store/rows/channel/device_channel_rows.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "attention/channel/channel_pages.h"
@@ -10,6 +11,8 @@
 
 namespace tierkv::store {
 namespace {
+
+constexpr int32_t kWriteCtasPerSm = 16;  // several rounds of those that run at once
 
 uint32_t ctas_of(int64_t threads) {
   return static_cast<uint32_t>((threads + kChannelThreads - 1) / kChannelThreads);
@@ -57,12 +60,16 @@ class DeviceChannelRows final : public DeviceRowFormat {
   DeviceStoreView view_;
   GpuStream stream_ = nullptr;
   const uint8_t* is_raw_layer_ = nullptr;  // device
+  int64_t most_ctas_ = 1;                  // of a write
   ChannelAttend attend_;                   // is_raw: of any layer
 };
 
 Status DeviceChannelRows::bind(const DeviceStoreView& view, DeviceFault*, GpuStream stream) {
   view_ = view;
   stream_ = stream;
+  const Result<DeviceLimits> limits = device_limits();
+  if (!limits) return limits.status();
+  most_ctas_ = int64_t{kWriteCtasPerSm} * limits->sms;
   if (Status s = memory_.put(rows_.is_raw_layer(), &is_raw_layer_); !s) return s;
   attend_.view = view;
   attend_.body = rows_.body();
@@ -119,12 +126,14 @@ Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts&
 
 Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
   const ChannelCall call = call_of(works);
-  const int64_t ctas = int64_t{call.num_entries} * config_.layout.num_kv_heads * call.most_blocks;
-  if (ctas == 0) return Status::ok();
-  if (ctas > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  const int64_t blocks = int64_t{call.num_entries} * config_.layout.num_kv_heads * call.most_blocks;
+  if (blocks == 0) return Status::ok();
+  if (blocks > INT32_MAX / 2) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  const auto ctas = static_cast<uint32_t>(std::min(blocks, most_ctas_));
   with_channel_encoder(call.body.layout, [&](auto encoder) {
-    write_channel_kernel<decltype(encoder)>
-        <<<static_cast<uint32_t>(ctas), kChannelThreads, 0, stream_>>>(call);
+    using Encoder = decltype(encoder);
+    write_channel_kernel<Encoder>
+        <<<ctas, kChannelThreads, sizeof(ChannelShared<Encoder::kHeadDim>), stream_>>>(call);
   });
   return cuda_status(cudaGetLastError(), "channel rows");
 }

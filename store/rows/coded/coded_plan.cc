@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "codec/format/same_log.h"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/raw_tiles.h"
 
@@ -183,10 +184,10 @@ void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range
   for (int32_t p = range.first; p < range.end; ++p) {
     Importance& of = known[p - range.first] = tokens.importance(kv_head, p);
     if (of.kind != ImportanceKind::kSeen || of.value <= 0) continue;
-    state->log_sum += std::log2(static_cast<double>(of.value));
+    state->log_sum += same_log2(static_cast<double>(of.value));
     ++state->seen;
   }
-  const double mean = state->seen == 0 ? 1 : std::exp2(state->log_sum / state->seen);
+  const double mean = state->seen == 0 ? 1 : same_exp2(state->log_sum / state->seen);
   for (int32_t p = range.first; p < range.end; ++p) {
     const Importance& of = known[p - range.first];
     int32_t g = 0;

@@ -1,5 +1,5 @@
 // Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
-// kernels. G of a token whose importance was counted may differ where a device's logarithm does.
+// kernels.
 //
 // Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
 // for the device where the host has to work out something from tokens: codebooks, once for a layer

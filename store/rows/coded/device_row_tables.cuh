@@ -1,10 +1,22 @@
 // Means and steps of rows into the tables that kernels read.
 #pragma once
 
+#include <cstring>
+
 #include "codec/format/element.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "store/rows/coded/device_coded_call.cuh"
 
 namespace tierkv::store {
+
+// As MakeRowTables takes it.
+inline void put_record(const WeightedRow& row, uint8_t* record) {
+  CodedRowState state;
+  state.key_step = row.key_step, state.value_step = row.value_step;
+  std::memcpy(record, &state, sizeof(state));
+  if (row.key_mean.empty()) return;
+  std::memcpy(record + sizeof(state), row.key_mean.data(), 2 * row.key_mean.size());
+}
 
 // A warp for a row, of the layers [first_layer, first_layer + layers) of the slots [first_slot,
 // first_slot + slots). records: [slots, layers, kv_heads] of a CodedRowState and means,

@@ -3,6 +3,7 @@
 #include "attention/core/workspace.h"
 #include "gpu/cuda_device.cuh"
 #include "store/rows/tiers/device_tiers_counts.cuh"
+#include "store/shared/stream_capture.cuh"
 
 namespace tierkv::store {
 
@@ -50,10 +51,11 @@ Status DeviceTiersAttention::bind_part(TiersAttention* part, DeviceMemory* memor
     part->grids[q_len - 1] = *grid;
     bytes = std::max(bytes, attention_workspace_bytes(config, *grid, config_.max_sequences));
   }
-  part->workspace.bytes = bytes;
-  uint8_t* taken = nullptr;
-  if (Status s = memory->take(static_cast<int64_t>(bytes), &taken); !s) return s;
-  part->workspace.memory = taken;
+  for (AttentionWorkspace& workspace : part->workspaces) {
+    uint8_t* taken = nullptr;
+    if (Status s = memory->take(static_cast<int64_t>(bytes), &taken); !s) return s;
+    workspace = {taken, bytes};
+  }
   return Status::ok();
 }
 
@@ -67,14 +69,16 @@ Status DeviceTiersAttention::bind(const DeviceStoreView& view, DeviceMemory* mem
   }
   const int64_t vectors =
       int64_t{config_.max_sequences} * kMaxQueryTokens * config_.layout.num_q_heads;
-  if (Status s = memory->take(view.pages.allocator.shape.table.num_rows(), &tokens_); !s) return s;
+  for (SideCounts*& tokens : tokens_) {
+    if (Status s = memory->take(view.pages.allocator.shape.table.num_rows(), &tokens); !s) return s;
+  }
   if (Status s = memory->take(vectors * config_.layout.head_dim, &q_); !s) return s;
   if (Status s = memory->take(vectors * config_.layout.head_dim, &out_); !s) return s;
   return memory->take(vectors, &lse_);
 }
 
 // The allocator counts pages; attention counts tokens.
-PageTableView DeviceTiersAttention::table(const TiersAttention& part) const {
+PageTableView DeviceTiersAttention::table(const TiersAttention& part, int32_t index) const {
   PageTableView table = view_.pages.allocator.table();
   for (int32_t t = 0; t < part.config.num_tiers; ++t) {
     const AttentionTier& tier = part.config.tiers[t];
@@ -82,14 +86,14 @@ PageTableView DeviceTiersAttention::table(const TiersAttention& part) const {
         make_page_layout(tier.format, part.config.head_dim, part.config.page_bytes, false);
     table.shape.tokens_per_page[tier.side] = layout->tokens;
   }
-  table.tokens = tokens_;
+  table.tokens = tokens_[index];
   return table;
 }
 
 Status DeviceTiersAttention::plan(const DeviceAttendBody& call, const TiersCodes& codes,
-                                  GpuStream stream) {
+                                  int32_t index, GpuStream stream) {
   const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
-  const TiersCounts counts = {view_, codes.shape, call.slots, call.count, tokens_};
+  const TiersCounts counts = {view_, codes.shape, call.slots, call.count, tokens_[index]};
   gather_counts_kernel<<<static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads),
                          kTiersThreads, 0, stream>>>(counts);
   if (Status s = cuda_status(cudaGetLastError(), "counts of bodies"); !s) return s;
@@ -98,11 +102,12 @@ Status DeviceTiersAttention::plan(const DeviceAttendBody& call, const TiersCodes
     // Where things lie in it depends on the call, and it begins with zeros.
     const AttentionConfig config = part->of_queries(call.q_len);
     const AttentionGrid& grid = part->grids[call.q_len - 1];
-    const cudaError_t error = cudaMemsetAsync(
-        part->workspace.memory, 0, attention_workspace_bytes(config, grid, call.count), stream);
+    const cudaError_t error =
+        cudaMemsetAsync(part->workspaces[index].memory, 0,
+                        attention_workspace_bytes(config, grid, call.count), stream);
     if (Status s = cuda_status(error, "workspace of attention"); !s) return s;
-    if (Status s = plan_attention(config, grid, table(*part), {call.slots, call.count},
-                                  part->workspace, stream);
+    if (Status s = plan_attention(config, grid, table(*part, index), {call.slots, call.count},
+                                  part->workspaces[index], stream);
         !s) {
       return s;
     }
@@ -143,14 +148,17 @@ EngineQueries DeviceTiersAttention::queries_of(const DeviceAttendBody& call,
 
 Status DeviceTiersAttention::attend(const DeviceAttendBody& call, const TiersCodes& codes,
                                     GpuStream stream) {
+  const Result<uint64_t> capture = capture_id(stream);
+  if (!capture) return capture.status();
+  const int32_t index = *capture == 0 ? 0 : 1;
   if (call.new_plan) {
-    if (Status s = plan(call, codes, stream); !s) return s;
+    if (Status s = plan(call, codes, index, stream); !s) return s;
   }
   const TiersAttention& part = is_raw_layer_[call.layer] != 0 ? raw_ : coded_;
   const EngineQueries queries = queries_of(call, codes);
   if (Status s = pack_queries(queries, stream); !s) return s;
   AttendCall attend;
-  attend.table = table(part);
+  attend.table = table(part, index);
   attend.pages = {view_.pages.base, nullptr, view_.pages.page_bytes,
                   view_.pages.allocator.shape.num_pages};
   attend.batch = {call.slots, call.count};
@@ -163,7 +171,7 @@ Status DeviceTiersAttention::attend(const DeviceAttendBody& call, const TiersCod
   attend.plan_is_settled = true;
   std::fill_n(attend.settled, part.config.num_tiers, Settled::kAll);
   if (Status s = tierkv::attend(part.of_queries(call.q_len), part.grids[call.q_len - 1], attend,
-                                part.workspace, stream);
+                                part.workspaces[index], stream);
       !s) {
     return s;
   }

@@ -13,11 +13,15 @@
 
 namespace tierkv::store {
 
-// Layers whose pages have the formats of one config, and its workspace.
+// There are two plans: of calls that run at once, and of calls that are captured in a graph, whose
+// replays write theirs again.
+inline constexpr int32_t kTiersPlans = 2;
+
+// Layers whose pages have the formats of one config.
 struct TiersAttention {
   AttentionConfig config;                // of one query
   AttentionGrid grids[kMaxQueryTokens];  // by queries
-  AttentionWorkspace workspace;
+  AttentionWorkspace workspaces[kTiersPlans];
 
   AttentionConfig of_queries(int32_t q_len) const {
     AttentionConfig c = config;
@@ -36,9 +40,10 @@ class DeviceTiersAttention {
 
  private:
   Status bind_part(TiersAttention* part, DeviceMemory* memory);
-  Status plan(const DeviceAttendBody& call, const TiersCodes& codes, GpuStream stream);
+  Status plan(const DeviceAttendBody& call, const TiersCodes& codes, int32_t index,
+              GpuStream stream);
   EngineQueries queries_of(const DeviceAttendBody& call, const TiersCodes& codes) const;
-  PageTableView table(const TiersAttention& part) const;
+  PageTableView table(const TiersAttention& part, int32_t index) const;
 
   StoreConfig config_;
   // Raw layers have a plan of their own, so that the others need not be of several classes.
@@ -47,7 +52,7 @@ class DeviceTiersAttention {
   std::vector<uint8_t> is_raw_layer_;   // [num_layers]
   std::vector<uint8_t> class_of_head_;  // [num_layers * num_kv_heads], 0 in raw layers
   DeviceStoreView view_;
-  SideCounts* tokens_ = nullptr;  // [table rows]
+  SideCounts* tokens_[kTiersPlans] = {};  // [table rows], by plan
   uint16_t *q_ = nullptr, *out_ = nullptr;
   float* lse_ = nullptr;
 };

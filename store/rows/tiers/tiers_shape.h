@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "codec/format/page_layout.h"
+#include "codec/format/same_log.h"
 #include "store/place/raw_tokens.h"
 #include "tierkv/half.h"
 
@@ -86,7 +87,7 @@ TKV_HD bool is_averaged(const Importance& known) {
   return known.kind == ImportanceKind::kSeen && known.value > 0;
 }
 TKV_HD double log_of_importance(const Importance& known) {
-  return std::log2(static_cast<double>(known.value));
+  return same_log2(static_cast<double>(known.value));
 }
 
 // The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
@@ -103,7 +104,9 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
       break;
     case ImportanceKind::kSeen:
-      u = is_averaged(known) ? static_cast<double>(known.value) / std::exp2(log_sum / seen) : 0.0;
+      u = is_averaged(known)
+              ? double_div(static_cast<double>(known.value), same_exp2(log_sum / seen))
+              : 0.0;
       break;
     case ImportanceKind::kDecided:
       return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;

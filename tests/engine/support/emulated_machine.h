@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gpu/shared_memory.cuh"
+#include "tests/engine/support/emulated_attention.h"
 #include "tests/support/emulator/cuda.h"
 #include "tierkv/status.h"
 
@@ -16,6 +17,12 @@ namespace tierkv {
 struct EmulatedMachine {
   static constexpr int32_t kSharedBytes = 227 << 10;
 
+  void set_stream(void*) const {}
+  int64_t attention_workspace(const CodedAttention& call, const CodedAttentionGrid&) const {
+    const int64_t partials = EmulatedAttention::kCtas * 2 + call.num_rows;
+    return partials * kCodedColumns * (call.head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  }
+  Status attend(const CodedAttention& call) const { return EmulatedAttention{call}.run(); }
   int32_t sms() const { return 1; }
   int32_t shared_bytes() const { return kSharedBytes; }
   Status allocate(int64_t bytes, const char*, void** memory) const {

@@ -107,7 +107,8 @@ void RowsTwin::write() {
   memory_->wait();
 }
 
-void RowsTwin::extend(const std::vector<int32_t>& places, int32_t tokens, bool significance) {
+void RowsTwin::append_all(const std::vector<int32_t>& places, int32_t tokens, bool significance,
+                          const std::function<void(int32_t)>& change_chunk) {
   std::vector<SequenceId> ids;
   for (const int32_t i : places) ids.push_back(live_[i].id);
   const SequenceList list = {ids.data(), static_cast<int32_t>(ids.size())};
@@ -139,6 +140,7 @@ void RowsTwin::extend(const std::vector<int32_t>& places, int32_t tokens, bool s
       set_works(places, {l, l + 1},
                 [&](LayerTokens at) { return after_append(twin_.laws(), at, tokens); });
       set_chunk(call);
+      change_chunk(l);
       plan();
     }
     const Status s = host_.engine->append(call);
@@ -147,7 +149,42 @@ void RowsTwin::extend(const std::vector<int32_t>& places, int32_t tokens, bool s
     if (::testing::Test::HasFatalFailure()) return;
   }
   for (const int32_t i : places) live_[i].at = after_append(twin_.laws(), live_[i].at, tokens);
-  compare();
+}
+
+void RowsTwin::extend(const std::vector<int32_t>& places, int32_t tokens, bool significance) {
+  append_all(places, tokens, significance, [](int32_t) {});
+  if (!::testing::Test::HasFatalFailure()) compare();
+}
+
+bool RowsTwin::reads_finite(const LayerMove& at, int32_t position) {
+  const size_t values = size_t{1} * config_.layout.num_kv_heads * config_.layout.head_dim;
+  const Status s = format_->read(at, {position, position + 1}, DType::kFloat16, k_.reserve(values),
+                                 v_.reserve(values));
+  EXPECT_TRUE(s) << s.message();
+  memory_->wait();
+  return std::all_of(k_.data(), k_.data() + values,
+                     [](uint16_t x) { return is_finite(half_to_float(x)); });
+}
+
+void RowsTwin::spoil(int32_t place, int32_t tokens) {
+  const CacheLayout& shape = config_.layout;
+  const LayerTokens from = live_[place].at, to = after_append(twin_.laws(), from, tokens);
+  const int32_t layer = pick(0, shape.num_layers - 1), head = pick(0, shape.num_kv_heads - 1);
+  const int32_t first = most(from.tokens, config_.sink_tokens);
+  ASSERT_LT(first, to.body_end);
+  const int32_t position = pick(first, to.body_end - 1);
+  append_all({place}, tokens, false, [&](int32_t l) {
+    const int64_t row = int64_t{position - from.tokens} * shape.num_kv_heads + head;
+    if (l == layer) k_.data()[row * shape.head_dim + 3] = 0x7fff;  // NaN of both types
+  });
+  if (::testing::Test::HasFatalFailure()) return;
+  EXPECT_TRUE(reads_finite({live_[place].id.slot, layer, to, to}, position));
+  const DeviceFault& fault = *fault_.data();
+  if (fault.status == StatusCode::kOk) return;  // the place tells of what is not finite
+  EXPECT_EQ(fault.status, StatusCode::kNonFinite);
+  EXPECT_EQ(fault.slot, live_[place].id.slot);
+  EXPECT_EQ(fault.layer, layer);
+  EXPECT_EQ(fault.kv_head, head);
 }
 
 void RowsTwin::fork(int32_t place) {

@@ -33,6 +33,9 @@ class RowsTwin {
   // A call for several sequences that are equally complete.
   void extend(const std::vector<int32_t>& places, int32_t tokens, bool significance);
   void truncate(int32_t place, int32_t tokens);
+  // A chunk that has, for the format under test, a key that is not finite. What is read of it must
+  // be finite. The last call.
+  void spoil(int32_t place, int32_t tokens);
   // Queries that count, in host memory alone.
   void count_queries(int32_t place);
   // Some of a layer's body.
@@ -62,7 +65,12 @@ class RowsTwin {
   void set_chunk(const LayerAppend& call);
   void plan();
   void write();
+  // Calls the host and the format; the chunks of long calls may be changed for the latter.
+  void append_all(const std::vector<int32_t>& places, int32_t tokens, bool significance,
+                  const std::function<void(int32_t)>& change_chunk);
   void compare();
+  // The keys of a token.
+  bool reads_finite(const LayerMove& at, int32_t position);
   Row body_row(int32_t place, int32_t layer, int32_t kv_head) const;
   void check_answers(const DeviceAttendBody& call, const std::vector<int32_t>& places);
   void check_query(const DeviceAttendBody& call, const Row& row, int64_t vector);

@@ -10,6 +10,7 @@
 
 #include "codec/format/element.h"
 #include "codec/format/quantize.h"
+#include "codec/format/same_log.h"
 #include "codec/policy/profile.h"
 #include "tierkv/basis.h"
 #include "tierkv/unified_store.h"
@@ -139,8 +140,8 @@ class TiersModel {
       u = (position + 1.0) * static_cast<double>(token.sum);
     } else if (token.count > 0) {
       const auto mean = static_cast<double>(token.sum / static_cast<float>(token.count));
-      if (mean > 0) row->log_sum += std::log2(mean), ++row->seen;
-      u = mean > 0 ? mean / std::exp2(row->log_sum / row->seen) : 0;
+      if (mean > 0) row->log_sum += same_log2(mean), ++row->seen;
+      u = mean > 0 ? mean / same_exp2(row->log_sum / row->seen) : 0;
     }
     token.fate = u >= c.alpha_high ? Fate::kHigh : u >= c.alpha_low ? Fate::kLow : Fate::kPruned;
     if (token.fate == Fate::kPruned) {

@@ -60,6 +60,8 @@ class DeviceRows : public RandomTest {
       twin->attend(places, pick(0, 1) == 0 ? 1 : pick(1, kMaxQueryTokens));
       if (HasFatalFailure()) return;
     }
+    twin->truncate(0, 1);
+    twin->spoil(0, config.window_tokens + pick(150, 300));
   }
 };
 

@@ -44,6 +44,9 @@ struct uint4 {
 inline int2 make_int2(int32_t x, int32_t y) {
   return {x, y};
 }
+inline uint2 make_uint2(uint32_t x, uint32_t y) {
+  return {x, y};
+}
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return {x, y, z, w};
 }
@@ -70,6 +73,14 @@ inline __half2 __hmul2(__half2 a, __half2 b) {
   return __floats2half2_rn(__half2float(a.x) * __half2float(b.x),
                            __half2float(a.y) * __half2float(b.y));
 }
+inline __half2 __hmin2(__half2 a, __half2 b) {
+  return {__half2float(b.x) < __half2float(a.x) ? b.x : a.x,
+          __half2float(b.y) < __half2float(a.y) ? b.y : a.y};
+}
+inline __half2 __hmax2(__half2 a, __half2 b) {
+  return {__half2float(b.x) > __half2float(a.x) ? b.x : a.x,
+          __half2float(b.y) > __half2float(a.y) ? b.y : a.y};
+}
 inline float __int_as_float(int32_t x) {
   return tierkv::bits_float(static_cast<uint32_t>(x));
 }
@@ -84,6 +95,17 @@ T __ldg(const T* p) {
 
 inline void __syncthreads() {
   emulator::cta().sync_cta();
+}
+// In all threads of a CTA.
+inline int32_t __syncthreads_and(bool x) {
+  static bool all;
+  all = true;
+  emulator::cta().sync_cta();
+  if (!x) all = false;
+  emulator::cta().sync_cta();
+  const bool result = all;
+  emulator::cta().sync_cta();
+  return result ? 1 : 0;
 }
 inline void __syncwarp() {
   emulator::cta().sync_warp();

@@ -1,0 +1,70 @@
+// Logarithms and powers to base 2 that host and device compute to the same bits: additions,
+// multiplications and divisions of doubles, each rounded, none fused. Within 2^-50 of the true
+// value, relative or absolute, whichever is larger.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+TKV_HD double double_add(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+TKV_HD double double_mul(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+TKV_HD double double_div(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __ddiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+// 2^exponent, of -1022 to 1023.
+TKV_HD double double_power(int32_t exponent) {
+  const auto bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// log2(x) of a normal x > 0: of x = m 2^e with m near 1 it is e + 2 / ln 2 atanh((m - 1) / (m +
+// 1)).
+TKV_HD double same_log2(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  auto exponent = static_cast<int32_t>(bits >> 52) - 1023;
+  double m = double_mul(x, double_power(-exponent));  // [1, 2)
+  if (m > 1.4142135623730951) m = double_mul(m, 0.5), ++exponent;
+  const double t = double_div(double_add(m, -1), double_add(m, 1)), square = double_mul(t, t);
+  double sum = 0;
+  for (int32_t i = 25; i > 1; i -= 2) {
+    sum = double_mul(double_add(sum, double_div(1, i)), square);
+  }
+  constexpr double kFactor = 2.8853900817779268;  // 2 / ln 2
+  return double_add(exponent, double_mul(double_mul(kFactor, t), double_add(1, sum)));
+}
+
+// 2^x; x is brought to -1000 to 1000.
+TKV_HD double same_exp2(double x) {
+  if (!(x > -1000)) x = -1000;
+  if (x > 1000) x = 1000;
+  const auto whole = static_cast<int32_t>(x < 0 ? x - 0.5 : x + 0.5);
+  const double y = double_mul(double_add(x, -whole), 0.6931471805599453);
+  double sum = 1;
+  for (int32_t i = 16; i > 0; --i) sum = double_add(double_div(double_mul(sum, y), i), 1);
+  return double_mul(sum, double_power(whole));
+}
+
+}  // namespace tierkv

@@ -1,0 +1,138 @@
+// attend_coded() on the host, thread by thread: kernels of head_dim 64 and 128 whose keys turn in
+// halves, and those of raw blocks; fp16.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention/coded/coded_kernel.cuh"
+#include "attention/coded/raw_rows.cuh"
+#include "codec/format/element.h"
+#include "tierkv/status.h"
+
+namespace tierkv {
+
+__align__(1024) inline uint8_t shared[228 << 10];
+
+struct EmulatedAttention {
+  static constexpr int32_t kCtas = 2;
+  const CodedAttention& call;
+
+  Status run() const {
+    if (Status s = call.validate(); !s) return s;
+    if (Status s = call.validate_arrays(); !s) return s;
+    const CodedKernel kernel = find_kernel();
+    if (kernel == nullptr || call.dtype != DType::kFloat16) {
+      return Status(StatusCode::kUnsupported, "emulated attention");
+    }
+    std::vector<uint16_t> halves;
+    const QueryColumns columns = coded_columns(call);
+    const auto* q = static_cast<const uint16_t*>(call.q);
+    for (int32_t r = 0; r < call.num_rows; ++r) {
+      for (int32_t c = 0; c < call.all_columns(); ++c) {
+        const auto* from = q + columns.place(r, c) * call.head_dim;
+        halves.insert(halves.end(), from, from + call.head_dim);
+      }
+    }
+    for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
+      run_pass(kernel, halves, first);
+    }
+    return Status::ok();
+  }
+
+ private:
+  CodedKernel find_kernel() const {
+    if (call.raw_blocks) {
+      return call.head_dim == 64 ? raw_rows_kernel<4> : raw_rows_kernel<8>;
+    }
+    if (call.weighted.pairing != RopePairing::kHalves) return nullptr;
+    const bool one = call.keys.codebook.streams_per_lane == 1;
+    if (call.head_dim == 64) return one ? of_streams<4, 1>() : of_streams<4, 2>();
+    return one ? of_streams<8, 1>() : of_streams<8, 2>();
+  }
+  template <int kDimBlocks, int kStreams>
+  static CodedKernel of_streams() {
+    return coded_attention_kernel<kDimBlocks,
+                                  WeightedCode<BlockMode::kPair, kStreams, 0, RopePairing::kHalves>,
+                                  CodedBreadth::kQueries>;
+  }
+
+  CodedKernelParams params() const {
+    CodedKernelParams p{};
+    p.call = call;
+    p.grid.num_ctas = kCtas;
+    p.grid.warps = 2;
+    p.row_columns = call.all_columns();
+    p.queries = coded_columns(call);
+    if (call.raw_blocks) return p;
+    p.grid.slots_per_warp = 2;
+    p.grid.slot_bytes = (2 * call.max_block_bytes + 127) / 128 * 128;
+    p.headers = {expected_weighted_header(call.keys.codebook, call.head_dim),
+                 expected_weighted_header(call.values.codebook, call.head_dim)};
+    p.key_mask = table_mask(call.keys.codebook.max_length, 0);
+    p.value_mask = table_mask(call.values.codebook.max_length, 0);
+    p.table_bytes = static_cast<uint32_t>(table_region_bytes(
+        std::max(call.keys.codebook.max_length, call.values.codebook.max_length), 0));
+    const CodedSharedLayout at = coded_shared_layout(
+        EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
+        static_cast<uint32_t>(p.grid.warps), 2,
+        weighted_tail_bytes(call.head_dim, true, p.grid.warps));
+    p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
+    return p;
+  }
+
+  void run_pass(CodedKernel kernel, const std::vector<uint16_t>& halves, int32_t first) const {
+    CodedKernelParams p = params();
+    p.first_column = first;
+    p.call.columns = std::min(p.row_columns - first, kCodedColumns);
+    p.call.q = halves.data() + int64_t{first} * call.head_dim;
+    emulated_shared() = {shared, static_cast<uint32_t>(sizeof(shared))};
+    for (int32_t cta = 0; cta < kCtas; ++cta) {
+      emulator::cta().run(
+          cta, p.grid.warps * 32, [&] { kernel(p); }, kCtas);
+    }
+    for (int32_t r = 0; r < call.num_rows; ++r) join_row(p, r);
+  }
+
+  // What the second kernel does.
+  void join_row(const CodedKernelParams& p, int32_t r) const {
+    if (call.rows[r].step < 0) return;
+    const ItemShares shares = item_shares(p, p.grid.warps);
+    const int32_t begin = call.rows[r].first_item, dims = call.head_dim;
+    const int32_t end = r + 1 < call.num_rows ? call.rows[r + 1].first_item : shares.items;
+    call.row_status[r] = StatusCode::kOk;
+    std::vector<const float*> parts;
+    for (int32_t i = begin < end ? shares.warp_of(begin) : 0;
+         begin < end && i <= shares.warp_of(end - 1); ++i) {
+      parts.push_back(static_cast<const float*>(call.workspace) +
+                      (int64_t{i} + r) * coded_partial_floats(p.call));
+    }
+    for (int32_t c = 0; c < p.call.columns; ++c) {
+      double top = -INFINITY, sum = 0;
+      std::vector<double> out(static_cast<size_t>(dims));
+      const auto state = [&](const float* part) { return part + p.call.columns * dims + 2 * c; };
+      for (const float* part : parts) {
+        top = std::max<double>(top, state(part)[0]);
+        if (state(part)[1] < 0) call.row_status[r] = StatusCode::kCorrupt;
+      }
+      for (const float* part : parts) {
+        const double factor = state(part)[1] > 0 ? std::exp2(state(part)[0] - top) : 0;
+        sum += factor * state(part)[1];
+        for (int32_t d = 0; factor > 0 && d < dims; ++d) {
+          out[static_cast<size_t>(d)] += factor * part[c * dims + d];
+        }
+      }
+      const bool present = sum > 0 && call.row_status[r] == StatusCode::kOk;
+      const int64_t place = p.queries.place(r, p.first_column + c);
+      for (int32_t d = 0; d < dims; ++d) {
+        static_cast<uint16_t*>(call.out)[place * dims + d] =
+            float_to_half(static_cast<float>(present ? out[static_cast<size_t>(d)] / sum : 0));
+      }
+      call.lse[place] =
+          present ? static_cast<float>(std::log(2.0) * (top + std::log2(sum))) : -INFINITY;
+    }
+  }
+};
+
+}  // namespace tierkv
