@@ -179,16 +179,17 @@ class TKV_API UnifiedStore final {
   // In host memory. kOutOfMemory where there is not as much as memory_bytes; kOutOfRange, naming
   // memory_bytes, where that is too little for max_sequences.
   static Result<std::unique_ptr<UnifiedStore>> create(const StoreConfig& config);
-  // In the memory of the device that is current now; all pointers of calls lead there. Calls enqueue
-  // on `stream`, which must outlive the store, and wait only where they say so, or where what the
-  // host knows of free pages does not suffice. Exists where the library was built with CUDA.
+  // In the memory of the device that is current now; all pointers of calls lead there. Calls
+  // enqueue on `stream`, which must outlive the store, and wait only where they say so, or where
+  // what the host knows of free pages does not suffice. Exists where the library was built with
+  // CUDA.
   //
   // Admission and kOutOfPages are told at once, as in host memory. What values are found out by
   // kernels, and take_status() tells it: a NaN counts as 0, a value beyond fp16 as the largest, a
   // significance that is none as unknown.
   //
-  // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured in
-  // a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
+  // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
+  // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
   // note_replay() comes before each further launch. Nothing else can be captured.
   //
   // Not here yet, kUnsupported with the name: LayerAppend::q, LayerAttend::probabilities, q_len

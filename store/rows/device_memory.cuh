@@ -42,8 +42,11 @@ class DeviceMemory {
     T* memory = nullptr;
     if (Status s = take(static_cast<int64_t>(from.size()), &memory); !s) return s;
     *to = memory;
-    return cuda_status(
-        cudaMemcpy(memory, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), what_);
+    const size_t bytes = from.size() * sizeof(T);
+    cudaError_t error = cudaMemcpy(memory, from.data(), bytes, cudaMemcpyHostToDevice);
+    // The copy's last leg may outlast the call, and other streams do not wait for it.
+    if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
+    return cuda_status(error, what_);
   }
 
  private:

@@ -73,6 +73,7 @@ struct alignas(16) EntryDraft {
   int32_t waited = 0;                      // positions below are in raw blocks
   int32_t coded = 0;                       // positions below are in coded blocks
   int32_t failed = 0;
+  int32_t listed = 0;  // place of its first cell in the layer's list
 };
 // What the host knows of an entry.
 inline constexpr uint32_t kFixesEntry = 1, kRewritesEntry = 2;
@@ -88,11 +89,15 @@ struct CodedCall {
   const uint32_t* hints = nullptr;
   uint8_t* saved = nullptr;  // [saved entries, kMostSavedBlocks, heads, 2] of saved_bytes
   int32_t saved_bytes = 0;
-  EntryDraft* entries = nullptr;    // [entries]
-  CodedRowState* rows = nullptr;    // [entries, heads]
+  EntryDraft* entries = nullptr;  // [entries]
+  CodedRowState* rows = nullptr;  // [entries, heads]
+  // By layer the cells that are written, those of an entry one behind the other: how many there are
+  // and, [layers, layer_cells()], their places among all.
+  int32_t* list_sizes = nullptr;  // [layers]
+  int32_t* lists = nullptr;
   WeightedPlace* places[2] = {};    // [cells, heads]
   uint32_t* ends = nullptr;         // [cells]
-  StatusCode* status = nullptr;     // [cells, heads, 2]
+  StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
   uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
   uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
   WeightedRange* ranges = nullptr;  // [group_cells, heads]
@@ -114,33 +119,37 @@ struct CodedCall {
   }
 };
 
-// Cells [first, first + cells) of each of some layers.
+// Places [first, first + cells) of the lists of some layers.
 struct CellGroup {
   int32_t first_layer = 0, layers = 0;  // of the call's
   int32_t first = 0, cells = 0;
 };
 
-// The cell of an index of a group.
+// The cell of an index of a group; entry -1: there is none.
 struct CellOf {
-  int32_t entry, block;  // block: of the sequence
-  int32_t slot, layer;
-  int64_t cell;
+  int32_t entry = -1, block = 0;  // block: of the sequence
+  int32_t slot = 0, layer = 0;
+  int64_t cell = 0;
 };
+// What the list of layer l of the call has of a group.
+TKV_HD int32_t listed_cells(const CodedCall& call, const CellGroup& group, int32_t l) {
+  return most(0, least(group.cells, call.list_sizes[l] - group.first));
+}
 TKV_HD CellOf cell_of(const CodedCall& call, const CellGroup& group, int32_t index) {
-  const int32_t l = group.first_layer + index / group.cells;
-  const int32_t at = group.first + index % group.cells;
+  const int32_t l = group.first_layer + index / group.cells, i = index % group.cells;
   CellOf c;
-  const int32_t i = at / call.blocks;
-  c.entry = i * call.works.num_layers + l;
+  if (i >= listed_cells(call, group, l)) return c;
+  const int64_t first = int64_t{l} * call.layer_cells();
+  const int32_t at = call.lists[first + group.first + i];
+  c.entry = at / call.blocks * call.works.num_layers + l;
   c.block = at % call.blocks + call.entries[c.entry].first_block;
-  c.slot = call.works.slots[i];
+  c.slot = call.works.slots[at / call.blocks];
   c.layer = call.works.first_layer + l;
-  c.cell = int64_t{l} * call.layer_cells() + at;
+  c.cell = first + at;
   return c;
 }
 TKV_HD bool is_written(const CodedCall& call, const CellOf& c, EntryForm form) {
-  const EntryDraft& d = call.entries[c.entry];
-  return d.form == form && d.failed == 0 && c.block < d.end_block;
+  return c.entry >= 0 && call.entries[c.entry].form == form;
 }
 TKV_HD Positions tokens_of(const CodedCall& call, const CellOf& c) {
   const CodedShape& shape = call.device.shape;

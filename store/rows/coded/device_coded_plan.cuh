@@ -192,7 +192,8 @@ Status DeviceCodedRows<Machine>::plan(const DeviceWorks& works, const DeviceRowC
   CodedCall& call = *made;
   call.counts = counts;
   call.hints = planned_.hints.empty() ? nullptr : hints_;
-  if (Status s = run(OpenEntries{call}, works.entries(), OpenEntries::kThreads); !s) return s;
+  if (Status s = run(OpenEntries{call}, works.num_layers, OpenEntries::kThreads / kWarpLanes); !s)
+    return s;
   machine_.free(saved_);
   saved_ = nullptr;
   if (planned_.saved > 0 && !is_one_group(call)) {

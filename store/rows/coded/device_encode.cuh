@@ -51,7 +51,7 @@ struct EncodeCells {
     e.size = call.device.pool_bytes;
     e.status = call.status + (int64_t{l} * call.layer_cells() + group.first) * heads * 2;
     e.token_stride = call.head_dim();
-    e.num_ranges = group.cells * heads;
+    e.num_ranges = listed_cells(call, group, l) * heads;
     e.most_blocks = 1;
     return e;
   }

@@ -1,22 +1,45 @@
 // What becomes of the entries of a call, where their blocks go, and what the slots say of it.
 #pragma once
 
+#include "codec/gpu/coded/coded_form.cuh"
 #include "store/rows/coded/device_coded_call.cuh"
 
 namespace tierkv::store {
 
-// A thread for an entry: what is written, from which place on.
+// A warp for a layer: what is written of its entries, from which place on, and the list of cells.
 struct OpenEntries {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
-    for (int32_t e = thread_of_grid(); e < call.num_entries(); e += threads_of_grid()) {
-      call.entries[e] = open(e);
+    for (int32_t l = warp_of_grid(); l < call.works.num_layers; l += warps_of_grid()) {
+      open_layer(l);
     }
   }
 
  private:
+  __device__ void open_layer(int32_t l) const {
+    int32_t* const list = call.lists + int64_t{l} * call.layer_cells();
+    int32_t listed = 0;
+    for (int32_t first = 0; first < call.works.count; first += kWarpLanes) {
+      const int32_t i = first + lane_index();
+      EntryDraft draft;
+      if (i < call.works.count) draft = open(i * call.works.num_layers + l);
+      const int32_t cells = draft.failed != 0 ? 0 : draft.end_block - draft.first_block;
+      int32_t all = 0;
+      draft.listed = listed + sum_before(cells, &all);
+      if (i < call.works.count) call.entries[i * call.works.num_layers + l] = draft;
+      for (int32_t j = 0; j < kWarpLanes; ++j) {
+        const int32_t of_lane = __shfl_sync(kFullWarp, cells, j);
+        const int32_t to = __shfl_sync(kFullWarp, draft.listed, j);
+        for (int32_t b = lane_index(); b < of_lane; b += kWarpLanes) {
+          list[to + b] = (first + j) * call.blocks + b;
+        }
+      }
+      listed += all;
+    }
+    if (lane_index() == 0) call.list_sizes[l] = listed;
+  }
   __device__ EntryDraft open(int32_t e) const {
     const CodedDevice& device = call.device;
     const LayerTokens from = call.works.from[e], to = call.works.to[e];
@@ -115,9 +138,12 @@ struct PlaceBlocks {
   // Whether a block was not coded; a value that has no code is told alone.
   __device__ bool fails(int32_t e, int32_t items, int64_t first) const {
     if (call.entries[e].form != EntryForm::kCoded) return false;
+    const int64_t layer = e % call.works.num_layers;
+    const StatusCode* status =
+        call.status + (layer * call.layer_cells() + call.entries[e].listed) * call.heads() * 2;
     bool fails = false;
     for (int32_t i = lane_index(); i < items; i += kWarpLanes) {
-      const StatusCode code = call.status[2 * first + i];
+      const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;
       report_fault(call.device.fault,
                    {code, call.works.slots[e / call.works.num_layers],
@@ -125,6 +151,10 @@ struct PlaceBlocks {
       fails |= code != StatusCode::kOutOfRange || call.places[i % 2][first + i / 2].units == 0;
     }
     fails = __any_sync(kFullWarp, fails);
+    // Without room write() leaves memory as it is.
+    for (int32_t i = lane_index(); fails && i < items; i += kWarpLanes) {
+      call.places[i % 2][first + i / 2].units = 0;
+    }
     if (fails && lane_index() == 0) call.entries[e].failed = 1;
     return fails;
   }
@@ -168,16 +198,13 @@ struct ResolvePlaces {
     if (is_off(call)) return;
     const DevicePagesView& pages = call.device.view.pages;
     const auto units = static_cast<uint32_t>(call.device.shape.page_units);
-    const int32_t rows = call.layer_cells() * call.heads();
+    const int64_t rows = int64_t{call.works.num_layers} * call.layer_cells() * call.heads();
     const CellGroup all{0, call.works.num_layers, 0, call.layer_cells()};
-    for (int64_t i = thread_of_grid(); i < int64_t{2} * rows * call.works.num_layers;
-         i += threads_of_grid()) {
-      const int64_t row = i / 2;
-      const CellOf cell = cell_of(call, all, static_cast<int32_t>(row / call.heads()));
-      if (!is_written(call, cell, EntryForm::kCoded) && !is_written(call, cell, EntryForm::kRaw)) {
-        continue;
-      }
-      WeightedPlace& place = call.places[i % 2][row];
+    for (int64_t i = thread_of_grid(); i < 2 * rows; i += threads_of_grid()) {
+      const auto row = static_cast<int32_t>(i / 2);
+      const CellOf cell = cell_of(call, all, row / call.heads());
+      if (cell.entry < 0 || call.entries[cell.entry].failed != 0) continue;
+      WeightedPlace& place = call.places[i % 2][cell.cell * call.heads() + row % call.heads()];
       const int32_t page = page_at(pages.allocator, pages.row(cell.slot, cell.layer, 0), 0,
                                    static_cast<int32_t>(place.unit / units));
       place.unit = static_cast<uint32_t>(page) * units + place.unit % units;

@@ -93,21 +93,21 @@ struct GatherTokens {
 
  private:
   __device__ void gather(int32_t row, const CellOf& cell, int32_t kv_head) const {
+    if (cell.entry < 0) return;
     const bool coded = is_written(call, cell, EntryForm::kCoded);
     const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (!coded && !is_written(call, cell, EntryForm::kRaw)) {
-      if (thread == 0) call.ranges[row] = WeightedRange{};
-      return;
-    }
     const EntryDraft& draft = call.entries[cell.entry];
     const Positions at = tokens_of(call, cell);
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
     const auto threads = static_cast<int32_t>(blockDim.x);
+    const int32_t apart = chunk_begins(cell, at, first);
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
-      for (int32_t i = thread; i < (at.end - first) * dims; i += threads) {
+      for (int32_t i = thread; i < (apart - first) * dims; i += threads) {
         to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
       }
+      if (apart == at.end) continue;
+      copy_chunk(cell, c, kv_head, {apart, at.end}, to + (apart - first) * dims);
     }
     uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     const uint8_t* waited =
@@ -129,6 +129,35 @@ struct GatherTokens {
     call.ranges[row] = range;
   }
   __device__ int32_t heads() const { return call.heads(); }
+
+  // The first position whose tokens and all behind it are copied 16 bytes at a time.
+  __device__ int32_t chunk_begins(const CellOf& cell, Positions at, int32_t first) const {
+    const DeviceChunk& chunk = call.works.chunk;
+    const auto address =
+        reinterpret_cast<uintptr_t>(chunk.k) | reinterpret_cast<uintptr_t>(chunk.v);
+    if (chunk.k == nullptr || chunk.dtype != DType::kFloat16 || address % 16 != 0) return at.end;
+    return least(at.end, most(first, call.works.from[cell.entry].tokens));
+  }
+  __device__ void copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
+                             uint16_t* to) const {
+    const DeviceChunk& chunk = call.works.chunk;
+    const int64_t i = cell.entry / call.works.num_layers;
+    const int32_t octets = call.head_dim() / 8;
+    const int64_t first = i * chunk.tokens + range.first - call.works.from[cell.entry].tokens;
+    const auto* from = reinterpret_cast<const uint4*>(c == Component::kKey ? chunk.k : chunk.v) +
+                       (first * call.heads() + kv_head) * octets;
+    for (auto j = static_cast<int32_t>(threadIdx.x); j < range.count() * octets;
+         j += static_cast<int32_t>(blockDim.x)) {
+      const uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
+      reinterpret_cast<uint4*>(to)[j] = {finite(x.x), finite(x.y), finite(x.z), finite(x.w)};
+    }
+  }
+  // Two halves, 0 where one is not finite.
+  __device__ static uint32_t finite(uint32_t x) {
+    if ((x & 0x7c00u) == 0x7c00u) x &= 0xffff0000u;
+    if ((x & 0x7c000000u) == 0x7c000000u) x &= 0xffffu;
+    return x;
+  }
 };
 
 // A warp for a row: exponents of new tokens, tile by tile, as CodedRows::decide().
@@ -138,38 +167,31 @@ struct DecideExponents {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    const int32_t heads = call.heads();
-    const int32_t first = group.first / call.blocks;
-    const int32_t sequences = (group.first + group.cells - 1) / call.blocks - first + 1;
-    const int32_t rows = group.layers * sequences * heads;
-    for (int32_t i = warp_of_grid(); i < rows; i += warps_of_grid()) {
-      decide_row(i / heads / sequences, first + i / heads % sequences, i % heads);
+    const int32_t heads = call.heads(), items = group.layers * group.cells * heads;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      decide_row(i / heads, i % heads);
     }
   }
 
  private:
-  __device__ void decide_row(int32_t layer, int32_t sequence, int32_t kv_head) const {
-    const int32_t begin = most(group.first, sequence * call.blocks);
-    const int32_t end = least(group.first + group.cells, (sequence + 1) * call.blocks);
-    const int32_t before = layer * group.cells - group.first;  // of the cells of the group
-    CodedRowState* draft = nullptr;
-    CodedRowState state;
-    for (int32_t at = begin; at < end; ++at) {
-      const CellOf cell = cell_of(call, group, before + at);
-      if (!is_written(call, cell, EntryForm::kCoded) && !is_written(call, cell, EntryForm::kRaw)) {
-        break;
-      }
-      if (draft == nullptr) {
-        draft = call.rows + int64_t{cell.entry} * call.heads() + kv_head;
-        const bool fresh = cell.block == call.entries[cell.entry].first_block;
-        state = fresh ? *call.device.state<CodedRowState>(cell.slot, cell.layer,
-                                                          call.device.shape.row_byte(kv_head))
-                      : *draft;
-      }
-      decide_block(before + at, cell, kv_head, &state);
+  // The blocks of an entry, if the first of them in the group is the cell of this index.
+  __device__ void decide_row(int32_t index, int32_t kv_head) const {
+    CellOf cell = cell_of(call, group, index);
+    const int32_t end = (index / group.cells + 1) * group.cells;
+    if (cell.entry < 0) return;
+    const int32_t entry = cell.entry;
+    if (index % group.cells > 0 && cell_of(call, group, index - 1).entry == entry) return;
+    CodedRowState* const draft = call.rows + int64_t{entry} * call.heads() + kv_head;
+    const bool fresh = cell.block == call.entries[entry].first_block;
+    CodedRowState state = fresh ? *call.device.state<CodedRowState>(
+                                      cell.slot, cell.layer, call.device.shape.row_byte(kv_head))
+                                : *draft;
+    while (cell.entry == entry) {
+      decide_block(index++, cell, kv_head, &state);
+      cell = index < end ? cell_of(call, group, index) : CellOf{};
     }
     __syncwarp();
-    if (draft != nullptr && lane_index() == 0) *draft = state;
+    if (lane_index() == 0) *draft = state;
     __syncwarp();
   }
 
@@ -288,9 +310,10 @@ struct DecodeOldBlocks {
                                     reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
                                     mine + kFactorBytes + kCodesTileBytes};
     FamilyReader tables(*family, region, 4 << decode.family.max_length);
-    const int32_t heads = call.heads(), items = group.cells * heads;
+    const int32_t heads = call.heads();
+    const int32_t items = listed_cells(call, group, group.first_layer + layer) * heads;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const int32_t row = layer * items + i;
+      const int32_t row = layer * group.cells * heads + i;
       const CellOf cell = cell_of(call, group, row / heads);
       if (is_written(call, cell, EntryForm::kCoded))
         decode_block(decode, row, cell, tables, memory);

@@ -31,7 +31,7 @@ TiersFormat pruning() {
 }
 // Nothing leaves the window.
 TwinChoice without_bodies(int32_t head_dim, int32_t group) {
-  TwinChoice c = with(CodedFormat{}, head_dim, 2, group);
+  TwinChoice c = with(TiersFormat{}, head_dim, 2, group);
   c.window = 160;
   return c;
 }
@@ -129,11 +129,11 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const size_t lines = queries / l.head_dim;
   Buffer k, v, q, out, lse;
   std::vector<uint16_t*> k_at, v_at;
-  uint16_t* all_k = k.put(std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_v = v.put(std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_q = q.put(std::vector<uint16_t>(queries * l.num_layers));
-  uint16_t* all_out = out.put(std::vector<uint16_t>(queries * l.num_layers));
-  float* all_lse = lse.put(std::vector<float>(lines * l.num_layers));
+  uint16_t* all_k = KvTwins::put(&k, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_v = KvTwins::put(&v, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_q = KvTwins::put(&q, std::vector<uint16_t>(queries * l.num_layers));
+  uint16_t* all_out = KvTwins::put(&out, std::vector<uint16_t>(queries * l.num_layers));
+  float* all_lse = KvTwins::put(&lse, std::vector<float>(lines * l.num_layers));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -170,9 +170,9 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
     for (uint16_t& e : drawn) {
       e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(rng_));
     }
-    k.put(x.k);
-    v.put(x.v);
-    q.put(drawn);
+    KvTwins::put(&k, x.k);
+    KvTwins::put(&v, x.v);
+    KvTwins::put(&q, drawn);
     if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
     ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);
@@ -316,6 +316,34 @@ TEST_P(KvStoreTwins, SmallUsage) {
   EXPECT_EQ(a.pages - a.pages_free, b.pages - b.pages_free);
   EXPECT_EQ(*twins.host().bytes_held(twins.live()[1].host),
             *twins.device().bytes_held(twins.live()[1].device));
+}
+
+// What calls of others leave on the device between the layers of a step or chunk.
+TEST_F(KvStorePages, SmallCallsOfOthersComeBetween) {
+  TwinChoice choice;
+  choice.format = TiersFormat{};
+  choice.window = 160;
+  choice.max_tokens = 400;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  for (int32_t i = 0; i < 3; ++i) t.add();
+  t.extend({0, 1, 2}, 12);
+  for (int32_t i = 0; i < 12; ++i) {
+    SCOPED_TRACE("round " + std::to_string(i));
+    const int32_t tokens = t.chance(0.7) ? t.pick(1, 4) : t.pick(9, 20);
+    const std::vector<size_t> who =
+        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
+    t.extend(who, tokens, [&] {
+      const int32_t kind = t.pick(0, 3);
+      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
+      if (kind == 1) t.extend({2}, t.pick(1, 3));
+      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
+    });
+    t.attend({1, 0}, 1, 1, DType::kFloat16);
+    t.attend(who, 0, 2, DType::kFloat16);
+    if (HasFatalFailure()) return;
+  }
+  t.expect_equal();
 }
 
 // What values kernels refuse is told late, and the store goes on.

@@ -127,8 +127,9 @@ class KvTwins {
     return x;
   }
 
-  // The same tokens to both. kOutOfPages may come from either; others fail the test.
-  void extend(const std::vector<size_t>& who, int32_t tokens) {
+  // The same tokens to both; between() after each layer but the last.
+  template <class Between>
+  void extend(const std::vector<size_t>& who, int32_t tokens, const Between& between) {
     const Ids ids = ids_of(who);
     const TwinTokens x = draw(who.size(), tokens);
     expect_ok(host_->begin(ids.host_list(), tokens));
@@ -136,9 +137,13 @@ class KvTwins {
     for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
       expect_ok(host_->append(call(ids.host_list(), l, tokens, x, nullptr)));
       expect_ok(device_->append(call(ids.device_list(), l, tokens, x, this)));
+      if (l + 1 < config_.layout.num_layers) between();
       if (::testing::Test::HasFatalFailure()) return;
     }
     for (const size_t i : who) live_[i].tokens += tokens;
+  }
+  void extend(const std::vector<size_t>& who, int32_t tokens) {
+    extend(who, tokens, [] {});
   }
 
   // Attention of both over the newest q_len tokens of a layer.
@@ -166,10 +171,10 @@ class KvTwins {
     a.sinks = has_sinks ? sinks.data() : nullptr;
     expect_ok(host_->attend(a));
     a.sequences = ids.device_list();
-    a.q = q_.put(q);
-    a.out = out_.put(std::vector<uint16_t>(values, 0x7e00));
-    a.lse = lse_.put(std::vector<float>(lines, NAN));
-    a.sinks = has_sinks ? sinks_.put(sinks) : nullptr;
+    a.q = put(&q_, q);
+    a.out = put(&out_, std::vector<uint16_t>(values, 0x7e00));
+    a.lse = put(&lse_, std::vector<float>(lines, NAN));
+    a.sinks = has_sinks ? put(&sinks_, sinks) : nullptr;
     expect_ok(device_->attend(a));
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     expect_close(out, out_.read<uint16_t>(values), lse, lse_.read<float>(lines), dtype);
@@ -200,8 +205,8 @@ class KvTwins {
     LayerRange range = {live_[i].host, layer, first, end, dtype, k.data(), v.data()};
     expect_ok(host_->decode_range(range));
     range.sequence = live_[i].device;
-    range.k = k_.put(std::vector<uint16_t>(values, 0x7e00));
-    range.v = v_.put(std::vector<uint16_t>(values, 0x7e00));
+    range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
+    range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
     expect_ok(device_->decode_range(range));
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     expect_values(k, k_.read<uint16_t>(values), dtype, "k");
@@ -266,13 +271,22 @@ class KvTwins {
       a.significance = scored ? x.significance.data() + layer * scores : nullptr;
     } else {
       EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-      a.k = k_.put(part(x.k, values));
-      a.v = v_.put(part(x.v, values));
-      a.significance = scored ? scores_.put(part(x.significance, scores)) : nullptr;
+      a.k = put(&k_, part(x.k, values));
+      a.v = put(&v_, part(x.v, values));
+      a.significance = scored ? put(&scores_, part(x.significance, scores)) : nullptr;
     }
     return a;
   }
-  static void expect_ok(const Status& s) { ASSERT_TRUE(s) << s.message(); }
+  static void expect_ok(const Status& s) {
+    ASSERT_TRUE(s) << status_name(s.code()) << ": " << s.message();
+  }
+  // On the device before anything that is enqueued later on a stream that waits for no other.
+  template <class T>
+  static T* put(Buffer* buffer, const std::vector<T>& x) {
+    T* const to = buffer->put(x);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+    return to;
+  }
 
   // Keys and queries: |q| <= 1, keys normal; the body's scores come of fp16 operands summed in
   // fp32, each product off by 2^-11 at most of |q k|: sqrt(dim) * sm_scale * 3 * 2^-10 is below

@@ -1,0 +1,211 @@
+// The store on a device as a whole, its source run on the host: random calls beside the store in
+// host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
+// the host's, kernels run in the emulator; bodies are coded rows, without attention.
+//
+#include <cuda_runtime.h>
+
+#include "store/place/device/device_pages.cu"
+#include "store/place/device/device_place.cu"
+#include "store/place/device/device_setup.cu"
+#include "store/place/device/device_transfer.cu"
+#include "store/place/device/raw_attend_kernel.cuh"
+#include "store/rows/coded/device_coded_format.cuh"
+#include "tests/engine/support/emulated_machine.h"
+#include "tests/gpu/store/kv_store_twins.cuh"
+
+namespace tierkv {
+
+Status initialize_device(const PageAllocator& a, GpuStream) {
+  return initialize_host(a);
+}
+size_t page_op_workspace_bytes(const AllocatorShape&, int32_t) {
+  return 256;
+}
+Status run_page_op_device(const PageAllocator& a, const PageOp& op, const DeviceWorkspace&,
+                          GpuStream) {
+  return run_page_op_host(a, op);
+}
+
+namespace store {
+
+// Of emulated_place_test.cc.
+extern uint8_t attend_shared_bytes[1 << 17];
+void count_kernel(CountCall c, IdChunk ids);
+void commit_kernel(CommitCall c);
+void row_counts_kernel(RowCountsCall c);
+void needs_kernel(RowCountsCall c, PageNeeds* needs);
+void raw_append_kernel(RawAppendCall c);
+void raw_read_kernel(RawReadCall c);
+inline constexpr int32_t kCountThreads = 256, kAppendThreads = 128, kAppendTokens = 16;
+
+namespace {
+
+template <class Kernel>
+Status emulate(int64_t x, int32_t y, int32_t threads, Kernel kernel) {
+  for (int32_t i = 0; i < x; ++i) {
+    for (int32_t j = 0; j < y; ++j) {
+      emulator::cta().run({i, j}, threads, kernel, {static_cast<int32_t>(x), y});
+    }
+  }
+  return Status::ok();
+}
+
+struct EmulatedCodedRows final : DeviceCodedRows<EmulatedMachine> {
+  using DeviceCodedRows::DeviceCodedRows;
+  Status attend(const DeviceAttendBody& call) override {
+    std::fill_n(call.lse, call.count * call.q_len * config_.layout.num_q_heads, -INFINITY);
+    return Status::ok();
+  }
+};
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
+                                                                RowFormat* host) {
+  return std::unique_ptr<DeviceRowFormat>(std::make_unique<EmulatedCodedRows>(
+      config, static_cast<CodedRows*>(host), EmulatedMachine{}));
+}
+
+Status launch_counts(CountCall call, const std::vector<int32_t>& slots, GpuStream) {
+  IdChunk ids;
+  std::copy(slots.begin(), slots.end(), ids.slots);
+  call.count = static_cast<int32_t>(slots.size());
+  return emulate(call.count * call.layers / kCountThreads + 1, 1, kCountThreads,
+                 [&] { count_kernel(call, ids); });
+}
+Status launch_commit(const CommitCall& call, GpuStream) {
+  return emulate(call.entries / kCountThreads + 1, 1, kCountThreads, [&] { commit_kernel(call); });
+}
+Status launch_row_counts(const RowCountsCall& call, GpuStream) {
+  const int64_t rows = int64_t{call.count} * call.allocator.shape.table.rows_per_sequence;
+  return emulate(rows / kCountThreads + 1, 1, kCountThreads, [&] { row_counts_kernel(call); });
+}
+Status launch_needs(const RowCountsCall& call, PageNeeds* needs, GpuStream) {
+  const int64_t rows = int64_t{call.count} * call.allocator.shape.table.rows_per_sequence;
+  return emulate(rows / kCountThreads + 1, 1, kCountThreads, [&] { needs_kernel(call, needs); });
+}
+Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream) {
+  std::copy(slots.begin(), slots.end(), to);
+  return Status::ok();
+}
+Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, int32_t rows,
+                          GpuStream) {
+  for (int32_t i = 0; i < rows * kMaxSides; ++i) {
+    if (copies[i].source == kNoPage) continue;
+    std::memcpy(pages.base + copies[i].target * pages.page_bytes,
+                pages.base + copies[i].source * pages.page_bytes,
+                static_cast<size_t>(pages.page_bytes));
+  }
+  return Status::ok();
+}
+Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream) {
+  const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;
+  return emulate(count * call.num_kv_heads, pieces, kAppendThreads,
+                 [&] { raw_append_kernel(call); });
+}
+Status launch_raw_read(const RawReadCall& call, GpuStream) {
+  if (call.end <= call.first) return Status::ok();
+  const int64_t threads =
+      int64_t{call.end - call.first} * call.num_kv_heads * (call.raw.head_dim / 2);
+  return emulate(threads / kAppendThreads + 1, 1, kAppendThreads, [&] { raw_read_kernel(call); });
+}
+Status launch_raw_attend(const RawAttendCall& call, int32_t count, GpuStream) {
+  return emulate(count * call.num_kv_heads, 1, kAttendThreads,
+                 [&] { raw_attend_kernel<64>(call); });
+}
+
+}  // namespace store
+
+namespace testing {
+namespace {
+
+class EmulatedDeviceStore : public RandomTest {
+ protected:
+  void live_together(const TwinChoice& choice, int32_t calls, int32_t longest, bool attends) {
+    KvTwins t(twin_config(choice), &rng_);
+    ASSERT_TRUE(t.is_made());
+    for (int32_t i = 0; i < calls; ++i) {
+      SCOPED_TRACE("call " + std::to_string(i));
+      step(&t, choice, longest, attends);
+      if (i % 4 == 3) t.expect_equal();
+      if (HasFatalFailure()) return;
+    }
+    t.expect_equal();
+    coded_tokens_ += t.device().usage()->body_tokens;
+  }
+  int64_t coded_tokens_ = 0;
+
+  void step(KvTwins* t, const TwinChoice& choice, int32_t longest, bool attends) {
+    auto& live = t->live();
+    const bool is_full = static_cast<int32_t>(live.size()) == choice.max_sequences;
+    const int32_t kind = t->pick(0, 13);
+    if (live.empty() || (kind == 0 && !is_full)) return t->add();
+    const auto one = static_cast<size_t>(t->pick(0, static_cast<int32_t>(live.size()) - 1));
+    if (kind == 1) return t->release(one);
+    if (kind == 2 && !is_full) return t->fork(one);
+    if (kind == 3) return t->truncate(one, t->pick(0, live[one].tokens));
+    if (kind == 4 && !is_full) return t->exchange(one);
+    if (kind == 5) return t->expect_decoded(one, t->pick(0, 1), DType::kFloat16);
+    std::vector<size_t> who = t->some();
+    int32_t most = 0;
+    for (const size_t i : who) most = std::max(most, live[i].tokens);
+    const int32_t tokens = t->chance(0.6) ? t->pick(1, 8) : t->pick(9, 200);
+    if (kind < 12 && most + tokens <= longest) return t->extend(who, tokens);
+    if (!attends) return;
+    who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 4; }),
+              who.end());
+    if (!who.empty()) t->attend(who, t->pick(0, 1), t->pick(1, 4), DType::kFloat16);
+  }
+};
+
+TEST_F(EmulatedDeviceStore, WithoutBodies) {
+  TwinChoice choice;
+  choice.window = 160;
+  choice.memory_bytes = 128 << 20;
+  live_together(choice, 120, 160, true);
+}
+// What calls of others leave on the device between the layers of a step or chunk.
+TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
+  TwinChoice choice;
+  choice.memory_bytes = 128 << 20;
+  choice.window = 160;
+  choice.max_tokens = 400;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  for (int32_t i = 0; i < 3; ++i) t.add();
+  t.extend({0, 1, 2}, 12);
+  for (int32_t i = 0; i < 12; ++i) {
+    SCOPED_TRACE("round " + std::to_string(i));
+    const int32_t tokens = t.chance(0.7) ? t.pick(1, 4) : t.pick(9, 20);
+    const std::vector<size_t> who =
+        t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
+    t.extend(who, tokens, [&] {
+      const int32_t kind = t.pick(0, 3);
+      if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
+      if (kind == 1) t.extend({2}, t.pick(1, 3));
+      if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
+    });
+    t.attend({1, 0}, 1, 1, DType::kFloat16);
+    t.attend(who, 0, 2, DType::kFloat16);
+    if (HasFatalFailure()) return;
+  }
+  t.expect_equal();
+}
+TEST_F(EmulatedDeviceStore, OfCodedRows) {
+  for (const int32_t unit : {64, 16}) {
+    TwinChoice choice;
+    CodedFormat format;
+    format.unit_tokens = unit;
+    choice.format = format;
+    choice.num_kv_heads = 1;
+    choice.memory_bytes = 128 << 20;
+    SCOPED_TRACE("unit " + std::to_string(unit));
+    live_together(choice, 40, 420, false);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(coded_tokens_, 0);
+}
+
+}  // namespace
+}  // namespace testing
+}  // namespace tierkv

@@ -1,0 +1,103 @@
+// What of CUDA's runtime a store on a device and its tests call, in host memory: every call is done
+// when it returns.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrReservedSharedMemoryPerBlock
+};
+inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1;
+
+namespace emulator {
+// The id of the capture that a test pretends; 0: none.
+inline unsigned long long capture = 0;
+}  // namespace emulator
+
+inline const char* cudaGetErrorString(cudaError_t) {
+  return "emulated";
+}
+inline cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+inline cudaError_t cudaMalloc(void** p, size_t bytes) {
+  *p = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (*p == nullptr) return cudaErrorMemoryAllocation;
+  std::memset(*p, 0xa5, bytes);
+  return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaMalloc(T** p, size_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, bytes);
+  *p = static_cast<T*>(memory);
+  return error;
+}
+inline cudaError_t cudaFree(void* p) {
+  std::free(p);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+  return cudaMalloc(p, bytes);
+}
+inline cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void* p) {
+  return cudaFree(p);
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (bytes > 0) std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
+inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                                     size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * to_pitch,
+                static_cast<const char*>(from) + i * from_pitch, width);
+  }
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  std::memset(p, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id) {
+  *status = emulator::capture == 0 ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
+  *id = emulator::capture;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 1;
+  return cudaSuccess;
+}
