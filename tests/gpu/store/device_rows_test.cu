@@ -93,6 +93,23 @@ TEST_F(DeviceRows, TiersOfOneClassAreTheHosts) {
   }
 }
 
+// As many classes as there may be beside raw layers, and as many queries as a kv_head may have.
+TEST_F(DeviceRows, TiersOfFourClassesAreTheHosts) {
+  for (const int32_t group : {5, 16}) {
+    StoreConfig config = tiers_config(128, 2000, true, &rng_);
+    config.profile = nullptr;
+    config.layout.num_q_heads = group * config.layout.num_kv_heads;
+    auto& format = std::get<TiersFormat>(config.format);
+    format.classes.push_back({token_wise_tier(8, 8), token_wise_tier(2, 2), 1.5, 0.1});
+    for (uint8_t& c : format.class_of_head) c = static_cast<uint8_t>(pick(0, 3));
+    give_pages(2000, &config);
+    ManagedMemory memory;
+    RowsTwin twin(config, &memory, make_device_tiers_rows, tiers_page_bytes, &rng_);
+    soak(&twin, config, 20, 300);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_F(DeviceRows, ChannelBlocksAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     for (const bool raw : {false, true}) {
