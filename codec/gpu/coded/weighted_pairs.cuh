@@ -172,11 +172,12 @@ __device__ __forceinline__ bool write_turned_pairs(TableReader& reader, const Ti
     }
   }
   __syncwarp();
-  const int32_t octets = dims / kOctet, begin = tokens.begin(), end = tokens.end();
-  for (int32_t i = begin * octets + lane_index(); i < end * octets; i += kWarpLanes) {
-    const int32_t t = i / octets, d = i % octets * kOctet;
-    *reinterpret_cast<uint4*>(tokens.to(t) + d) =
-        *reinterpret_cast<const uint4*>(stage + t * kTileStride + d);
+  const LaneOctets octet(0, dims);
+  if (octet.row < octet.rows) {
+    for (int32_t t = tokens.begin() + octet.row; t < tokens.end(); t += octet.rows) {
+      *reinterpret_cast<uint4*>(tokens.to(t) + octet.d) =
+          *reinterpret_cast<const uint4*>(stage + t * kTileStride + octet.d);
+    }
   }
   return fits;
 }
