@@ -102,7 +102,8 @@ struct TKV_API StoreConfig {
   Status validate() const;
 };
 
-// Tokens of all sequences together, when all max_sequences are open and equally long.
+// Tokens of all sequences together, when all max_sequences are open and equally long, in host
+// memory. On a device a few percent fewer: workspaces come out of memory_bytes there.
 struct TokenCapacity {
   int64_t typical = 0;  // with codes of typical size
   int64_t least = 0;    // whatever the values are
@@ -140,8 +141,6 @@ struct LayerAttend {
   DType dtype = DType::kFloat16;  // of q and out: fp16 or bfloat16
   const float* sinks = nullptr;   // learned sinks [num_q_heads], -infinity: none; may be null
   bool count_query = false;       // what these queries saw counts as importance
-  void* scratch = nullptr;        // device memory for count_query
-  size_t scratch_bytes = 0;
 };
 
 // Finished keys (after RoPE) and values of the positions [first, end) of a layer.
@@ -190,10 +189,13 @@ class TKV_API UnifiedStore final {
   //
   // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
   // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
-  // note_replay() comes before each further launch. Nothing else can be captured.
+  // note_replay() comes before each further launch. Nothing else can be captured. Refused is a step
+  // of sequences whose layers differ (a chunk was given up), and one of CodedFormat before a layer
+  // has its means and codebooks (store/ENGINE.md): kInvalidArgument.
   //
-  // Not here yet, kUnsupported with the name: LayerAppend::q, LayerAttend::probabilities, q_len
-  // beyond kMaxStepTokens.
+  // k, v, q and out are aligned to 16 bytes. Not here yet, kUnsupported with the name:
+  // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, groups of more than 16
+  // q heads.
   static Result<std::unique_ptr<UnifiedStore>> create_device(const StoreConfig& config,
                                                              GpuStream stream);
   ~UnifiedStore();

@@ -112,9 +112,15 @@ Status DevicePlace::allocate() {
   StoreConfig rest = config_;
   const Result<int64_t> workspace_of_format = measure_format(*whole);
   if (!workspace_of_format) return workspace_of_format.status();
-  rest.memory_bytes -= beside_bytes(*whole) + *workspace_of_format;
+  const int64_t workspaces = beside_bytes(*whole) + *workspace_of_format;
+  rest.memory_bytes -= workspaces;
   const Result<StoreLayout> layout = store_layout(rest, *host_format_);
-  if (!layout) return layout.status().with_context("on a device");
+  if (!layout) {
+    return Status(StatusCode::kOutOfRange,
+                  "memory_bytes: " + std::to_string(config_.memory_bytes) +
+                      " is too little on a device, where workspaces take " +
+                      std::to_string(workspaces));
+  }
   layout_ = *layout;
   const int64_t sequences = config_.max_sequences, layers = config_.layout.num_layers;
   const int64_t rows = sequences * rows_per_sequence();

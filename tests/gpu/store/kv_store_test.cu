@@ -323,6 +323,7 @@ TEST_F(KvStorePages, SmallCallsOfOthersComeBetween) {
   TwinChoice choice;
   choice.format = TiersFormat{};
   choice.window = 160;
+  choice.num_layers = 4;
   choice.max_tokens = 400;
   KvTwins t(twin_config(choice), &rng_);
   ASSERT_TRUE(t.is_made());
@@ -330,13 +331,13 @@ TEST_F(KvStorePages, SmallCallsOfOthersComeBetween) {
   t.extend({0, 1, 2}, 12);
   for (int32_t i = 0; i < 12; ++i) {
     SCOPED_TRACE("round " + std::to_string(i));
-    const int32_t tokens = t.chance(0.7) ? t.pick(1, 4) : t.pick(9, 20);
+    const int32_t tokens = t.chance(0.7) ? t.pick(1, 2) : t.pick(9, 20);
     const std::vector<size_t> who =
         t.chance(0.5) ? std::vector<size_t>{0, 1} : std::vector<size_t>{1, 0};
     t.extend(who, tokens, [&] {
-      const int32_t kind = t.pick(0, 3);
+      const int32_t kind = t.pick(0, 5);
       if (kind == 0) t.attend({2}, 1, 2, DType::kFloat16);
-      if (kind == 1) t.extend({2}, t.pick(1, 3));
+      if (kind == 1) t.extend({2}, t.pick(1, 2));
       if (kind == 2) t.attend(who, 0, 1, DType::kFloat16);
     });
     t.attend({1, 0}, 1, 1, DType::kFloat16);
