@@ -26,8 +26,7 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
     test::RowsTwin twin(
         config, &memory,
         [&](const StoreConfig&, RowFormat* host) -> Result<std::unique_ptr<DeviceRowFormat>> {
-          return std::unique_ptr<DeviceRowFormat>(
-              std::make_unique<EmulatedTiersFormat>(*static_cast<const TiersRows*>(host), &rng_));
+          return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng_);
         },
         test::tiers_page_bytes, &rng_);
     twin.add();
