@@ -44,10 +44,12 @@ __device__ __forceinline__ int32_t cost_of_symbol(const DeviceCodebook& book, co
 __device__ __noinline__ inline ChosenSymbol choose_substitute(const DeviceCodebook& book,
                                                               const uint32_t* words, Place at,
                                                               int32_t places) {
-  int32_t best = book.cheapest[0], best_cost = cost_of_symbol(book, words, best, at, places);
-  for (int32_t i = 0; i < places; ++i) {
-    if (at.digit[i] < 0) continue;
-    const int32_t kept = book.cheapest[1 + i * book.levels + at.digit[i]];
+  int32_t best = 0, best_cost = INT32_MAX;
+#pragma unroll 1
+  for (int32_t i = -1; i < places; ++i) {  // little code: it is seldom in the instruction cache
+    const int32_t digit = i < 0 ? 0 : at.digit[0 < i ? 1 : 0];
+    if (digit < 0) continue;
+    const int32_t kept = book.cheapest[i < 0 ? 0 : 1 + i * book.levels + digit];
     if (kept == Codebook::kNoSymbol) continue;
     const int32_t cost = cost_of_symbol(book, words, kept, at, places);
     if (cost < best_cost || (cost == best_cost && kept < best)) best = kept, best_cost = cost;

@@ -131,12 +131,20 @@ __device__ __forceinline__ WeightedFaults find_importance(const WeightedBlockJob
 // codes up to 127 less than 2^-14. Scales outside [2^-100, 2^100] get no inverse, so that nothing
 // is subnormal; what is no number has bits of no code.
 inline constexpr float kQuickBias = 0x1.8p23f;
-inline constexpr uint32_t kQuickBits = 0x4b400000u;  // of the bias
+inline constexpr uint32_t kQuickBits =
+    0x4b400000u;  // of the bias; code bits are these and the code
+inline constexpr uint32_t kNoQuickCode = 0;
 inline constexpr float kSureOff = 0.5f - 0x1p-14f;
 inline constexpr int32_t kMostSureCode = 127;
+__device__ __forceinline__ int32_t quick_code(uint32_t bits) {
+  return static_cast<int32_t>(bits - kQuickBits);
+}
+__device__ __forceinline__ bool is_sure_code(uint32_t bits) {
+  return bits - (kQuickBits - kMostSureCode) <= 2 * kMostSureCode;
+}
 struct QuickCode {
-  uint32_t bits;  // kQuickBits and the code
-  float off;      // from the integer
+  uint32_t bits;
+  float off;  // from the integer
 
   __device__ __forceinline__ static float inverse_of(float scale) {
     const bool usual = scale >= 0x1p-100f && scale <= 0x1p100f;
@@ -147,12 +155,13 @@ struct QuickCode {
     const float rounded = add_rn(shifted, -kQuickBias);
     return {float_bits(shifted), std::fabs(fma_rn(y, inverse, -rounded))};
   }
-  __device__ __forceinline__ int32_t code() const {
-    return static_cast<int32_t>(bits - kQuickBits);
-  }
-  __device__ __forceinline__ bool is_sure() const {
-    return off < kSureOff && bits - (kQuickBits - kMostSureCode) <= 2 * kMostSureCode;
-  }
+  __device__ __forceinline__ bool is_sure() const { return off < kSureOff && is_sure_code(bits); }
 };
+// The bits of the law's code of y, the value less its mean; kNoQuickCode where there is none.
+__device__ __noinline__ inline uint32_t exact_bits(const WeightedBlockJob* job, float y, int32_t d,
+                                                   int32_t exponent) {
+  const float c = weighted_code(y, 0.0f, job->scale(d), exponent_factor(exponent));
+  return is_code(c) ? kQuickBits + static_cast<uint32_t>(static_cast<int32_t>(c)) : kNoQuickCode;
+}
 
 }  // namespace tierkv

@@ -94,7 +94,7 @@ __device__ inline void load_families(const WeightedEncode& call, uint8_t* shared
       if (thread != 0) continue;
       const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
                              book.base + book.levels - 1 <= kMostSureCode;
-      families[c].books[b] = {at, book.base, book.levels, is_narrow ? kSureOff : -1.0f};
+      families[c].books[b] = {at, book.base, book.levels, is_narrow ? book.levels : 0};
       families[c].cheapest[b] = book.cheapest;
     }
     if (thread != 0) continue;
@@ -314,7 +314,9 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
                               kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
-  for (int64_t i = int64_t{blockIdx.x} * warps + warp; i < items; i += stride) {
+  // All keys before the values: the code for both would not fit into the instruction cache.
+  for (int64_t n = int64_t{blockIdx.x} * warps + warp; n < items; n += stride) {
+    const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
     const WeightedItem item = weighted_item(call, i);
     const auto* families = reinterpret_cast<const SharedFamily*>(shared);
     const StatusCode code =

@@ -25,7 +25,7 @@ __device__ __forceinline__ void or_field(uint32_t* part, int32_t i, int32_t bits
 struct alignas(16) SharedBook {
   int32_t words;  // where its words begin in the CTA's
   int32_t base, levels;
-  float sure_off;  // quick codes in the alphabet are right below this distance from their quotient
+  int32_t quick_levels;  // 0 where the alphabet has codes that quick ones are not sure of
 };
 struct SharedFamily {
   SharedBook books[kMaxFamilyBooks];

@@ -82,10 +82,40 @@ struct FloatPairBase {
   }
 };
 
-// Decodes a tile without exceptions, writes its tokens. stage: [kTileTokens][kTileStride].
+// A tile's exceptions, in shared memory.
+struct TileExceptions {
+  const uint32_t* first;
+  const uint32_t* last;  // behind the last one
+};
+// Adds those of dim block f to a lane's codes; false where a sum is no 16-bit integer.
+__device__ __forceinline__ bool add_exceptions(const TileExceptions& exceptions, int32_t f,
+                                               float2 (&codes)[kPairsPerFragment]) {
+  bool fits = true;
+#pragma unroll 1
+  for (const uint32_t* e = exceptions.first; e != exceptions.last; ++e) {
+    const auto index = static_cast<int32_t>(*e & 0xffffu);
+    const int32_t t = index / kSliceDims % kTileTokens, d = index % kSliceDims;
+    const bool mine = d / kDimBlock == f && t % 8 * 4 + d % 8 / 2 == lane_index();
+    const auto delta = static_cast<float>(static_cast<int16_t>(*e >> 16));
+    const int32_t of = mine ? 2 * (t / 8 + 2 * (d % kDimBlock / 8)) + d % 2 : -1;
+#pragma unroll
+    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+      codes[r].x += of == 2 * r ? delta : 0.0f;
+      codes[r].y += of == 2 * r + 1 ? delta : 0.0f;
+      fits &= std::fabs(codes[r].x + 0.5f) < 32768.5f && std::fabs(codes[r].y + 0.5f) < 32768.5f;
+    }
+  }
+  return fits;
+}
+
+// Decodes a tile and writes its tokens; false where an exception makes no code. stage:
+// [kTileTokens][kTileStride].
 template <class BaseOf>
-__device__ __forceinline__ void write_turned_pairs(TableReader& reader, const TileTokens& tokens,
-                                                   const BaseOf& base_of, int16_t* stage) {
+__device__ __forceinline__ bool write_turned_pairs(TableReader& reader, const TileTokens& tokens,
+                                                   const BaseOf& base_of,
+                                                   const TileExceptions& exceptions,
+                                                   int16_t* stage) {
+  bool fits = true;
   const DeviceWeightedRows& rows = tokens.call.rows;
   const int32_t dims = rows.head_dim, half = dims / kDimBlock / 2, pairs = rows.rope.pairs;
   const int32_t row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -102,27 +132,27 @@ __device__ __forceinline__ void write_turned_pairs(TableReader& reader, const Ti
   auto* const to = reinterpret_cast<uint32_t*>(stage + row * kTileStride + column);
 #pragma unroll 1
   for (int32_t f = 0; f < half; ++f) {
-    float x[2][kPairsPerFragment][2];  // of the first and of the second channels of the pairs
-#pragma unroll
-    for (int32_t part = 0; part < 2; ++part) {
-      const int32_t of = f + part * half;
+    float x[2][kPairsPerFragment][2] = {};  // of the first and of the second channels of the pairs
+#pragma unroll 1
+    for (int32_t of = f; of < 2 * half; of += half) {
       const FloatPairBase base(base_of(of));
       uint32_t e[kPairsPerFragment];
       next_pairs(reader, e);
+      float2 codes[kPairsPerFragment];
 #pragma unroll
-      for (int32_t ch = 0; ch < 2; ++ch) {
-        const int32_t d = kDimBlock * of + 8 * ch;
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) codes[r] = base.codes(e[r]);
+      if (exceptions.first != exceptions.last) fits &= add_exceptions(exceptions, of, codes);
+#pragma unroll
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+        const int32_t d = kDimBlock * of + 8 * (r / 2);
         const float2 scale = __ldg(reinterpret_cast<const float2*>(scales + d));
         float2 mean = {0, 0};
         if (means != nullptr) {
           mean = unpack_halves(__ldg(reinterpret_cast<const uint32_t*>(means + d)));
         }
-#pragma unroll
-        for (int32_t rh = 0; rh < 2; ++rh) {
-          const float2 code = base.codes(e[rh + 2 * ch]);
-          x[part][rh + 2 * ch][0] = fma_rn(mul_rn(code.x, factor[rh]), scale.x, mean.x);
-          x[part][rh + 2 * ch][1] = fma_rn(mul_rn(code.y, factor[rh]), scale.y, mean.y);
-        }
+        x[0][r][0] = x[1][r][0], x[0][r][1] = x[1][r][1];
+        x[1][r][0] = fma_rn(mul_rn(codes[r].x, factor[r % 2]), scale.x, mean.x);
+        x[1][r][1] = fma_rn(mul_rn(codes[r].y, factor[r % 2]), scale.y, mean.y);
       }
     }
 #pragma unroll
@@ -142,12 +172,14 @@ __device__ __forceinline__ void write_turned_pairs(TableReader& reader, const Ti
     }
   }
   __syncwarp();
-  const int32_t octets = dims / kOctet, begin = tokens.begin(), end = tokens.end();
-  for (int32_t i = begin * octets + lane_index(); i < end * octets; i += kWarpLanes) {
-    const int32_t t = i / octets, d = i % octets * kOctet;
-    *reinterpret_cast<uint4*>(tokens.to(t) + d) =
-        *reinterpret_cast<const uint4*>(stage + t * kTileStride + d);
+  const LaneOctets octet(0, dims);
+  if (octet.row < octet.rows) {
+    for (int32_t t = tokens.begin() + octet.row; t < tokens.end(); t += octet.rows) {
+      *reinterpret_cast<uint4*>(tokens.to(t) + octet.d) =
+          *reinterpret_cast<const uint4*>(stage + t * kTileStride + octet.d);
+    }
   }
+  return fits;
 }
 
 }  // namespace tierkv

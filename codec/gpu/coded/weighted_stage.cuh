@@ -100,7 +100,7 @@ __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job
   const int32_t half = lane_index() / 16, column = lane_index() % 16;
   const auto row_of = [&](int32_t j) { return j % 4 + j / 4 * 8 + half * 4; };
   float mine = 0;
-#pragma unroll
+#pragma unroll 2
   for (int32_t j = 0; j < kTileTokens / 2; ++j) {
     const uint8_t* words = stage + row_of(j) * stage_pitch(kDims) + 4 * column;
     float sum[2] = {};

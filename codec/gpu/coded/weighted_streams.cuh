@@ -63,21 +63,25 @@ struct LaneBits {
   }
 };
 
-// A pair whose codes are in doubt, or whose symbol the codebook lacks.
+// A pair without sure codes, or whose symbol the codebook lacks.
 struct SettledPair {
   uint32_t word, codes;
   bool possible;
   StatusCode status;
 };
 __device__ __noinline__ inline SettledPair settle_pair(const EncodeWarp* warp, LaneBook book,
+                                                       uint32_t first_bits, uint32_t second_bits,
                                                        int32_t slice, int32_t tile, int32_t f,
                                                        int32_t r, ExceptionList* list) {
-  const ExactPair exact = exact_pair(warp, slice, tile, f, r);
-  const int32_t code[2] = {exact.code[0], exact.code[1]};
-  SettledPair settled{
-      book.word_of(code),
-      (static_cast<uint32_t>(code[0]) & 0xffffu) | static_cast<uint32_t>(code[1]) << 16, true,
-      exact.status};
+  int32_t code[2] = {quick_code(first_bits), quick_code(second_bits)};
+  SettledPair settled{0, 0, true, StatusCode::kOk};
+  if (!is_sure_code(first_bits) || !is_sure_code(second_bits)) {
+    const ExactPair exact = exact_pair(warp, slice, tile, f, r);
+    code[0] = exact.code[0], code[1] = exact.code[1];
+    settled.status = exact.status;
+  }
+  settled.word = book.word_of(code);
+  settled.codes = (static_cast<uint32_t>(code[0]) & 0xffffu) | static_cast<uint32_t>(code[1]) << 16;
   if (settled.word != 0) return settled;
   const Substitute other = find_substitute(book, code[0], code[1]);
   settled.word = other.word;
@@ -85,6 +89,7 @@ __device__ __noinline__ inline SettledPair settle_pair(const EncodeWarp* warp, L
   const Component component = warp->job.component;
   const PairPosition p = pair_position(component, tile, f, r, lane_index());
   const int32_t first = p.token * kSliceDims + p.dim;
+#pragma unroll 1
   for (int32_t h = 0; h < 2; ++h) {
     if (other.delta[h] == 0) continue;
     const int32_t index = first + (h == 0 ? 0 : component == Component::kKey ? 1 : kSliceDims);
@@ -125,28 +130,36 @@ struct StreamSink {
     const SharedBook book = family.books[i];
     const uint32_t* const of_book = memory.words + book.words;
     const uint32_t first = kQuickBits + static_cast<uint32_t>(book.base);
-    const auto levels = static_cast<uint32_t>(book.levels);
+    const auto levels = static_cast<uint32_t>(book.quick_levels);
     uint32_t word[kPairsPerFragment], both[kPairsPerFragment];
     bool all = true;
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const uint32_t a = codes[r][0].bits - first, b = codes[r][1].bits - first;
-      const float off = fmaxf(codes[r][0].off, codes[r][1].off);
-      word[r] = a < levels && b < levels && off < book.sure_off ? of_book[a + levels * b] : 0u;
-      both[r] = __byte_perm(codes[r][0].bits, codes[r][1].bits, 0x5410);
+      const uint32_t a = codes[r][0] - first, b = codes[r][1] - first;
+      word[r] = a < levels && b < levels ? of_book[a + levels * b] : 0u;
+      both[r] = __byte_perm(codes[r][0], codes[r][1], 0x5410);
       all &= word[r] != 0;
     }
-    if (!all) {
+    // Little code, because it is seldom in the instruction cache.
+#pragma unroll 1
+    while (!all) {
+      int32_t of = kPairsPerFragment - 1;
+      uint32_t a = codes[of][0], b = codes[of][1];
+#pragma unroll
+      for (int32_t r = kPairsPerFragment - 2; r >= 0; --r) {
+        if (word[r] == 0) of = r, a = codes[r][0], b = codes[r][1];
+      }
+      const SettledPair settled =
+          settle_pair(memory.tile.warp, {of_book, family.cheapest[i], book.base, book.levels}, a, b,
+                      slice, tile, f, of, memory.exceptions);
+      all = true;
 #pragma unroll
       for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-        if (word[r] != 0) continue;
-        const SettledPair settled =
-            settle_pair(memory.tile.warp, {of_book, family.cheapest[i], book.base, book.levels},
-                        slice, tile, f, r, memory.exceptions);
-        word[r] = settled.word, both[r] = settled.codes;
-        possible &= settled.possible;
-        add_fault(settled.status, faults);
+        if (r == of) word[r] = settled.word, both[r] = settled.codes;
+        all &= word[r] != 0;
       }
+      possible &= settled.possible;
+      add_fault(settled.status, faults);
     }
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) range.add(both[r]);

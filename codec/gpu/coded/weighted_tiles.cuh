@@ -11,8 +11,8 @@
 
 namespace tierkv {
 
-// A lane's codes in a fragment. `off` tells of padding as of a code in doubt.
-using QuickFragment = QuickCode[kPairsPerFragment][2];
+// Bits of a lane's codes in a fragment; kNoQuickCode of padding and of what is no code.
+using QuickFragment = uint32_t[kPairsPerFragment][2];
 
 // kFolded: RoPE in halves over the whole head, by aligned tables.
 enum class RopeWay { kNone, kFolded, kAny };
@@ -32,6 +32,7 @@ struct TileReader {
   const WeightedBlockJob& job;
   const KeyChannels* channels;
   const uint8_t* stage;
+  const int8_t* exponents;
   const uint8_t* row;  // of the matrix loads
   int32_t tile, quarter;
   bool is_bfloat16, is_special;  // some tokens are coded already, or there are fewer than 16
@@ -39,7 +40,11 @@ struct TileReader {
   float factor[2][2];  // keys: 1 / f(e) by r % 2; values: times 1 / scale, by r / 2 and half
 
   __device__ __forceinline__ TileReader(const TileMemory& memory, int32_t of_tile)
-      : job(memory.warp->job), channels(memory.channels), stage(memory.stage), tile(of_tile) {
+      : job(memory.warp->job),
+        channels(memory.channels),
+        stage(memory.stage),
+        exponents(memory.warp->exponents),
+        tile(of_tile) {
     const int32_t l = lane_index(), i = l / 8;
     quarter = l % 4;
     row = stage + (l % 8 + 8 * (kKey ? i % 2 : i / 2)) * kPitch + 16 * (kKey ? i / 2 : i % 2);
@@ -73,9 +78,12 @@ struct TileReader {
       y[r][0] = both.x, y[r][1] = both.y;
     }
   }
+  // f: of the head. y: values before RoPE, then less their means.
   __device__ __forceinline__ void quick_codes(int32_t f, const uint32_t (&words)[kPairsPerFragment],
-                                              const float (&y)[kPairsPerFragment][2],
+                                              float (&y)[kPairsPerFragment][2],
                                               QuickFragment& codes) const {
+    float off[kPairsPerFragment][2];
+    bool sure = true;
 #pragma unroll
     for (int32_t n = 0; n < 2; ++n) {  // r / 2
       KeyChannels c;
@@ -83,15 +91,47 @@ struct TileReader {
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
         const int32_t r = 2 * n + i / 2, h = i % 2;
+        float inverse = factor[n][h];
         if constexpr (kKey) {
-          codes[r][h] =
-              QuickCode::of(add_rn(y[r][h], -c.mean[h]), mul_rn(c.inverse[h], factor[r % 2][0]));
-        } else {
-          codes[r][h] = QuickCode::of(y[r][h], factor[n][h]);
+          y[r][h] = add_rn(y[r][h], -c.mean[h]);
+          inverse = mul_rn(c.inverse[h], factor[r % 2][0]);
         }
+        const QuickCode quick = QuickCode::of(y[r][h], inverse);
+        codes[r][h] = quick.bits;
+        off[r][h] = quick.off;
+        sure &= quick.off < kSureOff;
       }
     }
+    if (!sure) resolve(f, y, off, codes);
     if (is_special) mark_special(words, codes);
+  }
+  // Little code, because it is seldom in the instruction cache.
+  __device__ __forceinline__ void resolve(int32_t f, const float (&y)[kPairsPerFragment][2],
+                                          const float (&off)[kPairsPerFragment][2],
+                                          QuickFragment& codes) const {
+    uint32_t doubts = 0;
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) {
+      doubts |= off[i / 2][i % 2] < kSureOff ? 0u : 1u << i;
+    }
+#pragma unroll 1
+    for (; doubts != 0; doubts &= doubts - 1) {
+      const int32_t which = lowest_bit(doubts), r = which / 2, h = which % 2;
+      float mine = y[0][0];
+#pragma unroll
+      for (int32_t i = 1; i < 2 * kPairsPerFragment; ++i)
+        mine = i == which ? y[i / 2][i % 2] : mine;
+      const PairPosition p =
+          pair_position(kKey ? Component::kKey : Component::kValue, tile, f, r, lane_index());
+      const int32_t t = kKey ? p.token : p.token + h;
+      const uint32_t bits = t < job.tokens
+                                ? exact_bits(&job, mine, kKey ? p.dim + h : 0, exponents[t])
+                                : kNoQuickCode;
+#pragma unroll
+      for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) {
+        codes[i / 2][i % 2] = i == which ? bits : codes[i / 2][i % 2];
+      }
+    }
   }
   // Place of a token's pair r and half in the tile.
   __device__ __forceinline__ int32_t token_of(int32_t r, int32_t h) const {
@@ -103,11 +143,10 @@ struct TileReader {
     for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) {
       const int32_t r = i / 2, h = i % 2, t = tile * kTileTokens + token_of(r, h);
       if (t >= job.tokens) {
-        codes[r][h].off = 1.0f;
+        codes[r][h] = kNoQuickCode;
       } else if (t < job.coded) {
-        const auto code = static_cast<int16_t>(words[r] >> (16 * h));
-        const bool fits = code >= -kMostSureCode && code <= kMostSureCode;
-        codes[r][h] = {kQuickBits + static_cast<uint32_t>(int32_t{code}), fits ? 0.0f : 1.0f};
+        codes[r][h] =
+            kQuickBits + static_cast<uint32_t>(int32_t{static_cast<int16_t>(words[r] >> (16 * h))});
       }
     }
   }
@@ -164,11 +203,17 @@ __device__ __forceinline__ void take_folded(const TileReader<kDims, true>& tile,
         }
       }
     }
-    QuickFragment codes;
-    tile.quick_codes(f, near_words, x, codes);
-    take(f, codes);
-    tile.quick_codes(f + kHalf, far_words, y, codes);
-    take(f + kHalf, codes);
+#pragma unroll 1
+    for (int32_t of = f; of < 2 * kHalf; of += kHalf) {
+      QuickFragment codes;
+      tile.quick_codes(of, near_words, x, codes);
+      take(of, codes);
+#pragma unroll
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+        near_words[r] = far_words[r];
+        x[r][0] = y[r][0], x[r][1] = y[r][1];
+      }
+    }
   }
 }
 
@@ -324,14 +369,12 @@ __device__ __forceinline__ void add_fault(StatusCode status, WeightedFaults& fau
   faults.out_of_range |= status == StatusCode::kOutOfRange;
 }
 
-// The codes of pair r, exact ones where the quick ones are in doubt.
+// The codes of pair r, exact ones where the quick ones are not sure.
 __device__ __forceinline__ void settled_codes(const EncodeWarp* warp, int32_t slice, int32_t tile,
-                                              int32_t f, int32_t r, const QuickCode (&quick)[2],
+                                              int32_t f, int32_t r, const uint32_t (&bits)[2],
                                               WeightedFaults& faults, int32_t (&code)[2]) {
-  if (quick[0].is_sure() && quick[1].is_sure()) {
-    code[0] = quick[0].code(), code[1] = quick[1].code();
-    return;
-  }
+  code[0] = quick_code(bits[0]), code[1] = quick_code(bits[1]);
+  if (is_sure_code(bits[0]) && is_sure_code(bits[1])) return;
   const ExactPair exact = exact_pair(warp, slice, tile, f, r);
   add_fault(exact.status, faults);
   code[0] = exact.code[0], code[1] = exact.code[1];
