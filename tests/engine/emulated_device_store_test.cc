@@ -1,7 +1,6 @@
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
-// the host's, kernels run in the emulator; bodies are coded rows.
-//
+// the host's, kernels run in the emulator. Tiers are without attention.
 #include <cuda_runtime.h>
 
 #include "store/place/device/device_pages.cu"
@@ -11,6 +10,7 @@
 #include "store/place/device/raw_attend_kernel.cuh"
 #include "store/rows/coded/device_coded_format.cuh"
 #include "tests/engine/support/emulated_machine.h"
+#include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
 namespace tierkv {
@@ -54,6 +54,13 @@ Status emulate(int64_t x, int32_t y, int32_t threads, Kernel kernel) {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
                                                                 RowFormat* host) {
+  static std::mt19937 rng(1);
+  if (std::holds_alternative<TiersFormat>(config.format)) {
+    return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng);
+  }
+  if (std::holds_alternative<ChannelFormat>(config.format)) {
+    return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
+  }
   return std::unique_ptr<DeviceRowFormat>(std::make_unique<DeviceCodedRows<EmulatedMachine>>(
       config, static_cast<CodedRows*>(host), EmulatedMachine{}));
 }
@@ -143,6 +150,7 @@ class EmulatedDeviceStore : public RandomTest {
     for (const size_t i : who) most = std::max(most, live[i].tokens);
     const int32_t tokens = t->chance(0.6) ? t->pick(1, 8) : t->pick(9, 200);
     if (kind < 12 && most + tokens <= longest) return t->extend(who, tokens);
+    if (std::holds_alternative<TiersFormat>(choice.format)) return;
     who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 4; }),
               who.end());
     if (!who.empty()) t->attend(who, t->pick(0, 1), t->pick(1, 4), DType::kFloat16);
@@ -195,6 +203,28 @@ TEST_F(EmulatedDeviceStore, OfCodedRows) {
     live_together(choice, 40, 420);
     if (HasFatalFailure()) return;
   }
+  EXPECT_GT(coded_tokens_, 0);
+}
+
+TEST_F(EmulatedDeviceStore, OfTiersRows) {
+  for (const double alpha_low : {0.0, 0.4}) {
+    TwinChoice choice;
+    TiersFormat format;
+    format.classes[0].alpha_low = alpha_low;
+    choice.format = format;
+    choice.num_kv_heads = 2;
+    choice.memory_bytes = 128 << 20;
+    live_together(choice, 60, 420);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(coded_tokens_, 0);
+}
+TEST_F(EmulatedDeviceStore, OfChannelRows) {
+  TwinChoice choice;
+  choice.format = ChannelFormat{};
+  choice.num_kv_heads = 2;
+  choice.memory_bytes = 128 << 20;
+  live_together(choice, 60, 420);
   EXPECT_GT(coded_tokens_, 0);
 }
 
