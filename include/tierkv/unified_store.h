@@ -194,8 +194,8 @@ class TKV_API UnifiedStore final {
   // has its means and codebooks (store/ENGINE.md): kInvalidArgument.
   //
   // k, v, q and out are aligned to 16 bytes. Not here yet, kUnsupported with the name:
-  // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, groups of more than 16
-  // q heads.
+  // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right
+  // behind a truncation that ends in the body, groups of more than 16 q heads.
   static Result<std::unique_ptr<UnifiedStore>> create_device(const StoreConfig& config,
                                                              GpuStream stream);
   ~UnifiedStore();

@@ -1,7 +1,6 @@
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
-// the host's, kernels run in the emulator; bodies are coded rows, without attention.
-//
+// the host's, kernels run in the emulator. Tiers are without attention.
 #include <cuda_runtime.h>
 
 #include "store/place/device/device_pages.cu"
@@ -11,6 +10,7 @@
 #include "store/place/device/raw_attend_kernel.cuh"
 #include "store/rows/coded/device_coded_format.cuh"
 #include "tests/engine/support/emulated_machine.h"
+#include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
 namespace tierkv {
@@ -50,19 +50,18 @@ Status emulate(int64_t x, int32_t y, int32_t threads, Kernel kernel) {
   return Status::ok();
 }
 
-struct EmulatedCodedRows final : DeviceCodedRows<EmulatedMachine> {
-  using DeviceCodedRows::DeviceCodedRows;
-  Status attend(const DeviceAttendBody& call) override {
-    std::fill_n(call.lse, call.count * call.q_len * config_.layout.num_q_heads, -INFINITY);
-    return Status::ok();
-  }
-};
-
 }  // namespace
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfig& config,
                                                                 RowFormat* host) {
-  return std::unique_ptr<DeviceRowFormat>(std::make_unique<EmulatedCodedRows>(
+  static std::mt19937 rng(1);
+  if (std::holds_alternative<TiersFormat>(config.format)) {
+    return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng);
+  }
+  if (std::holds_alternative<ChannelFormat>(config.format)) {
+    return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
+  }
+  return std::unique_ptr<DeviceRowFormat>(std::make_unique<DeviceCodedRows<EmulatedMachine>>(
       config, static_cast<CodedRows*>(host), EmulatedMachine{}));
 }
 
@@ -121,12 +120,12 @@ namespace {
 
 class EmulatedDeviceStore : public RandomTest {
  protected:
-  void live_together(const TwinChoice& choice, int32_t calls, int32_t longest, bool attends) {
+  void live_together(const TwinChoice& choice, int32_t calls, int32_t longest) {
     KvTwins t(twin_config(choice), &rng_);
     ASSERT_TRUE(t.is_made());
     for (int32_t i = 0; i < calls; ++i) {
       SCOPED_TRACE("call " + std::to_string(i));
-      step(&t, choice, longest, attends);
+      step(&t, choice, longest);
       if (i % 4 == 3) t.expect_equal();
       if (HasFatalFailure()) return;
     }
@@ -135,7 +134,7 @@ class EmulatedDeviceStore : public RandomTest {
   }
   int64_t coded_tokens_ = 0;
 
-  void step(KvTwins* t, const TwinChoice& choice, int32_t longest, bool attends) {
+  void step(KvTwins* t, const TwinChoice& choice, int32_t longest) {
     auto& live = t->live();
     const bool is_full = static_cast<int32_t>(live.size()) == choice.max_sequences;
     const int32_t kind = t->pick(0, 13);
@@ -151,7 +150,7 @@ class EmulatedDeviceStore : public RandomTest {
     for (const size_t i : who) most = std::max(most, live[i].tokens);
     const int32_t tokens = t->chance(0.6) ? t->pick(1, 8) : t->pick(9, 200);
     if (kind < 12 && most + tokens <= longest) return t->extend(who, tokens);
-    if (!attends) return;
+    if (std::holds_alternative<TiersFormat>(choice.format)) return;
     who.erase(std::remove_if(who.begin(), who.end(), [&](size_t i) { return live[i].tokens < 4; }),
               who.end());
     if (!who.empty()) t->attend(who, t->pick(0, 1), t->pick(1, 4), DType::kFloat16);
@@ -162,7 +161,7 @@ TEST_F(EmulatedDeviceStore, WithoutBodies) {
   TwinChoice choice;
   choice.window = 160;
   choice.memory_bytes = 128 << 20;
-  live_together(choice, 120, 160, true);
+  live_together(choice, 120, 160);
 }
 // What calls of others leave on the device between the layers of a step or chunk.
 TEST_F(EmulatedDeviceStore, CallsOfOthersComeBetween) {
@@ -201,9 +200,31 @@ TEST_F(EmulatedDeviceStore, OfCodedRows) {
     choice.num_kv_heads = 1;
     choice.memory_bytes = 128 << 20;
     SCOPED_TRACE("unit " + std::to_string(unit));
-    live_together(choice, 40, 420, false);
+    live_together(choice, 40, 420);
     if (HasFatalFailure()) return;
   }
+  EXPECT_GT(coded_tokens_, 0);
+}
+
+TEST_F(EmulatedDeviceStore, OfTiersRows) {
+  for (const double alpha_low : {0.0, 0.4}) {
+    TwinChoice choice;
+    TiersFormat format;
+    format.classes[0].alpha_low = alpha_low;
+    choice.format = format;
+    choice.num_kv_heads = 2;
+    choice.memory_bytes = 128 << 20;
+    live_together(choice, 60, 420);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(coded_tokens_, 0);
+}
+TEST_F(EmulatedDeviceStore, OfChannelRows) {
+  TwinChoice choice;
+  choice.format = ChannelFormat{};
+  choice.num_kv_heads = 2;
+  choice.memory_bytes = 128 << 20;
+  live_together(choice, 60, 420);
   EXPECT_GT(coded_tokens_, 0);
 }
 

@@ -191,10 +191,11 @@ __device__ __forceinline__ QuantParams half_params(const HalfRows<kDim>& x, Step
   return half_minmax<kDim>(x, kType.levels(), is_sound);
 }
 
-// The codes of a token half to its bytes of the words, in the order of keys. th is a constant
-// wherever this is called.
+// The codes of a token half to the words, in the order of keys, as the upper half; what was there
+// becomes the lower one. (So both halves have the same code: two copies of the kernel, of keys and
+// of values in different formats, fit into the instruction cache.)
 template <CodeType kType, int32_t kDim>
-__device__ __forceinline__ void add_codes(const HalfRows<kDim>& x, QuantParams p, int32_t th,
+__device__ __forceinline__ void add_codes(const HalfRows<kDim>& x, QuantParams p,
                                           uint32_t (&words)[kTileWords<kType, kDim>]) {
   constexpr int32_t kBits = kType.bits();
   constexpr int32_t kBlocks = kBits == 2 ? 2 : 1;  // that share a word
@@ -205,9 +206,9 @@ __device__ __forceinline__ void add_codes(const HalfRows<kDim>& x, QuantParams p
     uint32_t codes[4 * kBlocks];
 #pragma unroll
     for (int32_t i = 0; i < 4 * kBlocks; ++i) codes[i] = biased_code(x[4 * b + i], maker, kTop);
-    uint32_t& word = words[fragment_code_word(kBits, b, th)];
     if constexpr (kBits == 8) {
-      word = join_bytes(codes[0], codes[2], codes[1], codes[3]);
+      words[2 * b] = words[2 * b + 1];
+      words[2 * b + 1] = join_bytes(codes[0], codes[2], codes[1], codes[3]);
     } else {
       uint32_t bytes[2];
 #pragma unroll
@@ -217,21 +218,23 @@ __device__ __forceinline__ void add_codes(const HalfRows<kDim>& x, QuantParams p
         for (int32_t i = 1; i < 2 * kBlocks; ++i) bytes[par] += codes[2 * i + par] << kBits * i;
       }
       const uint32_t both = __byte_perm(bytes[0], bytes[1], 0x0040);  // the low bytes
-      word = th == 0 ? both : __byte_perm(word, both, 0x5140);
+      uint32_t& word = words[fragment_code_word(kBits, b, 0)];
+      word = __byte_perm(word, both, 0x5341);
     }
   }
 }
 template <int32_t kDim>
-__device__ __forceinline__ bool add_raw(const HalfRows<kDim>& x, DType dtype, int32_t th,
+__device__ __forceinline__ bool add_raw(const HalfRows<kDim>& x, DType dtype,
                                         uint32_t (&words)[kDim / 4]) {
   float most = 0;
 #pragma unroll
   for (const float y : x) most = nan_max(most, fabsf(y));
 #pragma unroll
   for (int32_t i = 0; i < kDim / 8; ++i) {
-    words[4 * (i / 2) + 2 * (i % 2) + th] = dtype == DType::kFloat16
-                                                ? pack_halves(x[2 * i], x[2 * i + 1])
-                                                : pack_bfloats(x[2 * i], x[2 * i + 1]);
+    const int32_t at = 4 * (i / 2) + 2 * (i % 2);
+    words[at] = words[at + 1];
+    words[at + 1] = dtype == DType::kFloat16 ? pack_halves(x[2 * i], x[2 * i + 1])
+                                             : pack_bfloats(x[2 * i], x[2 * i + 1]);
   }
   return is_finite(raw_to_float(dtype, float_to_raw(dtype, most)));
 }
@@ -250,20 +253,21 @@ struct TileTarget {
 template <CodeType kType, int32_t kDim>
 __device__ __forceinline__ bool encode_tile(const SlotEncode& e, const TileTarget& to,
                                             const ChannelPair* table, const uint8_t* rows) {
-  uint32_t words[kTileWords<kType, kDim>], params[2];
+  uint32_t words[kTileWords<kType, kDim>] = {}, params[2] = {};
   bool is_sound = true;
-#pragma unroll
+#pragma unroll 1
   for (int32_t th = 0; th < 2; ++th) {
     HalfRows<kDim> x;
     load_half<kDim>(rows, th, e.dtype, x);
     rotate_half<kDim>(e.cache.rotation, table, x);
     bool half_is_sound;
     if constexpr (kType.is_raw()) {
-      half_is_sound = add_raw<kDim>(x, e.cache.raw_dtype, th, words);
+      half_is_sound = add_raw<kDim>(x, e.cache.raw_dtype, words);
     } else {
       const QuantParams p = half_params<kType, kDim>(x, to.rule, &half_is_sound);
-      add_codes<kType, kDim>(x, p, th, words);
-      params[th] = p.scale | static_cast<uint32_t>(p.zero_point) << 16;
+      add_codes<kType, kDim>(x, p, words);
+      params[0] = params[1];
+      params[1] = p.scale | static_cast<uint32_t>(p.zero_point) << 16;
     }
     is_sound &= half_is_sound;
   }

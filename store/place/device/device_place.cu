@@ -254,6 +254,11 @@ Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMove
 Status DevicePlace::attend(const LayerAttend& call, const LayerMoves& moves) {
   if (call.q_len > kMaxStepTokens) return unsupported("q_len: more than kMaxStepTokens");
   if (call.probabilities != nullptr) return unsupported("probabilities");
+  for (const LayerMove& m : moves) {
+    if (call.q_len > 1 && m.from.tokens - (call.q_len - 1) < m.from.body_end) {
+      return unsupported("q_len: a truncation left tokens of these queries in the body");
+    }
+  }
   if (!is_aligned(call.q, 16) || !is_aligned(call.out, 16)) {
     return Status(StatusCode::kInvalidArgument, "q or out is not aligned to 16 bytes");
   }

@@ -134,7 +134,10 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
   int64_t most = 0;
   for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-    most += host_format_->layer_pages(l, parts.layers[l].tokens, true);
+    // After a truncation fewer tokens than the window's may lie behind the body.
+    const LayerTokens& at = parts.layers[l];
+    const int32_t tokens = store::most(at.tokens, at.body_end + config_.window_tokens);
+    most += host_format_->layer_pages(l, tokens, true);
   }
   std::vector<int32_t> ids(std::min<int64_t>(most, layout_.allocator.num_pages));
   std::iota(ids.begin(), ids.end(), 0);
