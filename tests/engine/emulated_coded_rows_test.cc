@@ -233,19 +233,29 @@ class Shadowed final : public RowFormat {
                       copy_->state(slots[sequence], layer)};
       std::vector<float> k(static_cast<size_t>(end - first) * dim), v(k.size());
       inner_->read(of, h, first, end, k.data(), v.data(), nullptr);
-      std::vector<double> logits, expected(dim);
-      double sum = 0;
+      std::vector<double> expected(dim), sizes(dim);
+      double sum = 0, largest = 0;
       for (int32_t p = 0; p < end - first; ++p) {
-        double logit = 0;
-        for (int32_t d = 0; d < dim; ++d) logit += half_to_float(q[i * dim + d]) * k[p * dim + d];
+        double logit = 0, size = 0;
+        for (int32_t d = 0; d < dim; ++d) {
+          const double product = half_to_float(q[i * dim + d]) * k[p * dim + d];
+          logit += product, size += std::fabs(product);
+        }
+        largest = std::max(largest, size * shape.sm_scale);
         const double weight = std::exp(logit * shape.sm_scale);
         sum += weight;
-        for (int32_t d = 0; d < dim; ++d) expected[d] += weight * v[p * dim + d];
+        for (int32_t d = 0; d < dim; ++d) {
+          expected[d] += weight * v[p * dim + d];
+          sizes[d] += weight * std::fabs(v[p * dim + d]);
+        }
       }
-      // Scores of fp16 operands: as in the twins of stores on a GPU.
-      ASSERT_NEAR(lse[i], std::log(sum), 0.02) << "line " << i << " body " << end;
+      // Each product's queries, keys and turns are fp16: off by 2^-9 of it. So are weights by as
+      // much as their logit, and by 2^-10 of their own; they move the sum and what it divides.
+      const double off = 0.002 + largest * 0x1p-9;
+      ASSERT_NEAR(lse[i], std::log(sum), off) << "line " << i << " body " << end;
       for (int32_t d = 0; d < dim; ++d) {
-        ASSERT_NEAR(half_to_float(out[i * dim + d]), expected[d] / sum, 0.05)
+        ASSERT_NEAR(half_to_float(out[i * dim + d]), expected[d] / sum,
+                    0.001 + 2 * off * sizes[d] / sum)
             << "line " << i << " dim " << d;
       }
       ++answers_;
@@ -484,13 +494,24 @@ class World {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
 
+  // A sequence with a body, every kind of call once.
+  void begin() {
+    const Result<SequenceId> id = engine_->add_sequence();
+    ASSERT_TRUE(id);
+    live_.push_back(*id);
+    extend(300 + pick(0, 60));
+    if (live_.empty()) return;
+    attend();
+    read();
+    ASSERT_TRUE(engine_->truncate(*id, 200 + pick(0, 60)));
+  }
   void step() {
     const int32_t kind = pick(0, 19);
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
       const Result<SequenceId> id = engine_->add_sequence();
       if (id) live_.push_back(*id);
     } else if (kind < 13) {
-      extend();
+      extend(pick(0, 1) == 0 ? pick(1, kMaxStepTokens) : pick(1, 150));
     } else if (kind < 15) {
       read();
     } else if (kind == 15) {
@@ -511,14 +532,13 @@ class World {
   }
 
  private:
-  void extend() {
+  void extend(int32_t tokens) {
     std::vector<SequenceId> ids;
     for (const SequenceId& id : live_) {
       if (ids.empty() || pick(0, 1) == 0) ids.push_back(id);
     }
     int32_t longest = 0;
     for (const SequenceId& id : ids) longest = std::max(longest, *engine_->num_tokens(id));
-    int32_t tokens = pick(0, 1) == 0 ? pick(1, kMaxStepTokens) : pick(1, 150);
     tokens = std::min(tokens, config_.max_tokens - longest);
     if (tokens < 1) return release_all();
     const SequenceList list = {ids.data(), static_cast<int32_t>(ids.size())};
@@ -620,6 +640,7 @@ class EmulatedCodedRows : public RandomTest {
                  std::to_string(config.window_tokens) +
                  (config.profile == nullptr ? "" : " profile"));
     World world(config, &rng_);
+    world.begin();
     for (int32_t i = 0; i < steps && !HasFailure(); ++i) world.step();
     compared_ += world.shadow().blocks();
     continued_ += world.shadow().continued();

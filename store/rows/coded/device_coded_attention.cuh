@@ -28,6 +28,26 @@ int64_t DeviceCodedRows<Machine>::most_workspace(int32_t rows) const {
   return machine_.attention_workspace(call, grid);
 }
 
+// The turns of each rotation, and which one a layer has; -1: none.
+template <class Machine>
+Status DeviceCodedRows<Machine>::make_turns(std::vector<WeightedTurns>* made,
+                                            std::vector<int32_t>* turns_of) const {
+  for (int32_t l = 0; l < layers(); ++l) {
+    const RopeTable* rope = host_->rope(l);
+    if (rope == nullptr || host_->is_raw_layer(l)) continue;
+    for (int32_t other = 0; other < l; ++other) {
+      if (host_->rope(other) == rope && (*turns_of)[other] >= 0)
+        (*turns_of)[l] = (*turns_of)[other];
+    }
+    if ((*turns_of)[l] >= 0) continue;
+    Result<WeightedTurns> turns = weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
+    if (!turns) return turns.status();
+    (*turns_of)[l] = static_cast<int32_t>(made->size());
+    made->push_back(std::move(*turns));
+  }
+  return Status::ok();
+}
+
 template <class Machine>
 Status DeviceCodedRows<Machine>::bind_attention() {
   const DeviceStoreView& view = device_.view;
@@ -38,18 +58,7 @@ Status DeviceCodedRows<Machine>::bind_attention() {
   const int64_t workspace = most_workspace(rows);
   std::vector<WeightedTurns> made;
   std::vector<int32_t> turns_of(layers(), -1);
-  for (int32_t l = 0; l < layers(); ++l) {
-    const RopeTable* rope = host_->rope(l);
-    if (rope == nullptr || host_->is_raw_layer(l)) continue;
-    for (int32_t other = 0; other < l; ++other) {
-      if (host_->rope(other) == rope && turns_of[other] >= 0) turns_of[l] = turns_of[other];
-    }
-    if (turns_of[l] >= 0) continue;
-    Result<WeightedTurns> turns = weighted_turns(*rope, head_dim(), device_.shape.sink_tokens);
-    if (!turns) return turns.status();
-    turns_of[l] = static_cast<int32_t>(made.size());
-    made.push_back(std::move(*turns));
-  }
+  if (Status s = make_turns(&made, &turns_of); !s) return s;
   std::vector<std::pair<uint16_t*, float*>> at(made.size());
   const auto carve = [&](Carving* memory) {
     attended_rows_ = memory->take<CodedRow>(rows);

@@ -127,6 +127,8 @@ class DeviceCodedRows : public DeviceRowFormat {
   int32_t most_blocks(const DeviceWorks& works, const HostPlan& host) const;
   Status prepare(const DeviceWorks& works, const HostPlan& host);
   Status sample(const DeviceWorks& works, int32_t entry, bool makes_books);
+  Status download_tokens(const CodedCall& call, int32_t body_end,
+                         std::vector<CodedRows::BlockTokens>* tokens);
   Status make_books(int32_t layer, const std::vector<WeightedRow>& rows,
                     const std::vector<CodedRows::BlockTokens>& tokens);
   Result<CodedCall> call_of(const DeviceWorks& works, int32_t blocks) const;
@@ -139,6 +141,7 @@ class DeviceCodedRows : public DeviceRowFormat {
   Status encode_group(const CodedCall& call, const CellGroup& group, bool writes);
   Status read_to(const ReadTarget& to);
   Status bind_attention();
+  Status make_turns(std::vector<WeightedTurns>* made, std::vector<int32_t>* turns_of) const;
   int64_t most_workspace(int32_t rows) const;
   CodedAttention call_of_layer(int32_t layer) const;
   Status attend_rows(const DeviceAttendBody& body, AttendedRows which);

@@ -33,48 +33,16 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
     one.chunk.k += skip, one.chunk.v += skip;
     if (one.chunk.significance != nullptr) one.chunk.significance += i * heads() * one.chunk.stride;
   }
-  const int32_t all_blocks = block_count(move.to.body_end);
-  Result<CodedCall> call = call_of(one, all_blocks);
+  Result<CodedCall> call = call_of(one, block_count(move.to.body_end));
   if (!call) return call.status();
   uint32_t* const hint = hints_ + config_.max_sequences * layers();
   call->hints = hint;
   if (Status s = machine_.upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
   if (Status s = run(OpenEntries{*call}, 1, OpenEntries::kThreads / kWarpLanes); !s) return s;
-  const CellGroup group{0, 1, 0, least(kSampleBlocks, all_blocks)};
+  const CellGroup group{0, 1, 0, least(kSampleBlocks, call->blocks)};
   if (Status s = load_group(*call, group); !s) return s;
-  const auto rows = static_cast<size_t>(group.cells) * heads();
-  const size_t block = static_cast<size_t>(kBlockTokens) * head_dim();
-  std::vector<uint16_t> x[2];
-  std::vector<uint8_t> decided(rows * kBlockTokens * 4);
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    std::vector<uint16_t>& of = x[static_cast<int32_t>(c)];
-    of.resize(rows * block);
-    const auto bytes = static_cast<int64_t>(2 * of.size());
-    if (Status s = machine_.download(of.data(), call->staged(c, 0), bytes); !s) return s;
-  }
-  Status s = machine_.download(decided.data(), call->decided, static_cast<int64_t>(decided.size()));
-  if (!s) return s;
-  std::vector<CodedRows::BlockTokens> tokens;  // [heads, blocks]
-  for (int32_t h = 0; h < heads(); ++h) {
-    for (int32_t b = 0; b < group.cells; ++b) {
-      CodedRows::BlockTokens of;
-      of.first = device_.shape.first_of(b);
-      of.count = CodedShape::end_of(b, move.to.body_end) - of.first;
-      const size_t row = static_cast<size_t>(b) * heads() + h;
-      for (int32_t c = 0; c < 2; ++c) {
-        const uint16_t* from = x[c].data() + row * block;
-        for (int32_t n = 0; n < of.count * head_dim(); ++n)
-          of.x[c].push_back(half_to_float(from[n]));
-      }
-      for (int32_t t = 0; t < of.count; ++t) {
-        const uint8_t* word = decided.data() + (row * kBlockTokens + t) * 4;
-        of.decided.push_back(
-            DecidedExponents::of(word[0] | uint32_t{word[1]} << 8 | uint32_t{word[2]} << 16));
-        of.importance.push_back(static_cast<int8_t>(of.decided.back().importance));
-      }
-      tokens.push_back(std::move(of));
-    }
-  }
+  std::vector<CodedRows::BlockTokens> tokens(static_cast<size_t>(heads()) * group.cells);
+  if (Status s = download_tokens(*call, move.to.body_end, &tokens); !s) return s;
   std::vector<WeightedRow> fitted;
   const int64_t record_bytes = device_.shape.row_byte(1) - device_.shape.row_byte(0);
   std::vector<uint8_t> records(static_cast<size_t>(heads() * record_bytes));
@@ -97,6 +65,42 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
     if (!made) return made;
   }
   return makes_books ? make_books(move.layer, fitted, tokens) : Status::ok();
+}
+
+// Staged tokens of a call's only entry: [num_kv_heads, blocks].
+template <class Machine>
+Status DeviceCodedRows<Machine>::download_tokens(const CodedCall& call, int32_t body_end,
+                                                 std::vector<CodedRows::BlockTokens>* tokens) {
+  const size_t rows = tokens->size(), blocks = rows / heads();
+  const size_t block = static_cast<size_t>(kBlockTokens) * head_dim();
+  std::vector<uint16_t> x[2];
+  std::vector<uint8_t> decided(rows * kBlockTokens * 4);
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    std::vector<uint16_t>& of = x[static_cast<int32_t>(c)];
+    of.resize(rows * block);
+    const auto bytes = static_cast<int64_t>(2 * of.size());
+    if (Status s = machine_.download(of.data(), call.staged(c, 0), bytes); !s) return s;
+  }
+  Status s = machine_.download(decided.data(), call.decided, static_cast<int64_t>(decided.size()));
+  if (!s) return s;
+  for (size_t i = 0; i < rows; ++i) {
+    const auto b = static_cast<int32_t>(i % blocks);
+    const size_t row = b * static_cast<size_t>(heads()) + i / blocks;
+    CodedRows::BlockTokens& of = (*tokens)[i];
+    of.first = device_.shape.first_of(b);
+    of.count = CodedShape::end_of(b, body_end) - of.first;
+    for (int32_t c = 0; c < 2; ++c) {
+      const uint16_t* from = x[c].data() + row * block;
+      for (int32_t n = 0; n < of.count * head_dim(); ++n) of.x[c].push_back(half_to_float(from[n]));
+    }
+    for (int32_t t = 0; t < of.count; ++t) {
+      const uint8_t* word = decided.data() + (row * kBlockTokens + t) * 4;
+      of.decided.push_back(
+          DecidedExponents::of(word[0] | uint32_t{word[1]} << 8 | uint32_t{word[2]} << 16));
+      of.importance.push_back(static_cast<int8_t>(of.decided.back().importance));
+    }
+  }
+  return Status::ok();
 }
 
 template <class Machine>
