@@ -212,6 +212,8 @@ class KvTwins {
     LayerRange range = {live_[i].host, layer, first, end, dtype, k.data(), v.data()};
     expect_ok(host_->decode_range(range));
     range.sequence = live_[i].device;
+    // An append may still be reading these buffers.
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
     range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
     expect_ok(device_->decode_range(range));
