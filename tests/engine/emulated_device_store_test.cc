@@ -123,6 +123,10 @@ class EmulatedDeviceStore : public RandomTest {
   void live_together(const TwinChoice& choice, int32_t calls, int32_t longest) {
     KvTwins t(twin_config(choice), &rng_);
     ASSERT_TRUE(t.is_made());
+    t.add();
+    t.extend({0}, std::min(longest, 300));
+    ASSERT_FALSE(HasFatalFailure());
+    coded_tokens_ += t.device().usage()->body_tokens;
     for (int32_t i = 0; i < calls; ++i) {
       SCOPED_TRACE("call " + std::to_string(i));
       step(&t, choice, longest);
@@ -130,7 +134,6 @@ class EmulatedDeviceStore : public RandomTest {
       if (HasFatalFailure()) return;
     }
     t.expect_equal();
-    coded_tokens_ += t.device().usage()->body_tokens;
   }
   int64_t coded_tokens_ = 0;
 
