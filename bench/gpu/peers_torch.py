@@ -117,7 +117,7 @@ def run_peer(name, q, caches, options, stream):
 
 
 def through(x, bits):
-    """x as `bits` token-wise min-max codes leave it (docs/FORMAT.md), in float32."""
+    """x as `bits` token-wise min-max codes leave it (docs/reference/format.md), in float32."""
     x = x.float()
     if bits == 16:
         return x

@@ -1,8 +1,8 @@
 // Attention error of what a coded store holds of a dump, against the exact cache: mean over layers,
 // query heads and dumped queries of norm(o - o') / norm(o), where each query sees the window move
-// with it (attention_rel_error_online of docs/DESIGN.md): tokens newer than its position less the
-// window are exact, all others as the store holds them. The up to 63 tokens that a store holds raw
-// behind the window are so here, too.
+// with it (attention_rel_error_online of docs/reference/presets-and-metrics.md): tokens newer than
+// its position less the window are exact, all others as the store holds them. The up to 63 tokens
+// that a store holds raw behind the window are so here, too.
 #pragma once
 
 #include <algorithm>

@@ -9,8 +9,8 @@
 //   CacheBasis basis = CacheBasis::hadamard(layout);
 //   config.basis = std::make_shared<const CacheBasis>(std::move(basis));   // KvStoreConfig
 //
-// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours (docs/DESIGN.md,
-// "Quantisation").
+// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours
+// (docs/internals/architecture.md, "Quantisation").
 #pragma once
 
 #include <cstdint>

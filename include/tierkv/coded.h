@@ -8,12 +8,12 @@
 //
 // Every token but the newest ones is quantised with one step per row and component, absolute or
 // relative to the range of the row's prompt, and stored in Huffman-coded blocks of 64 tokens
-// (docs/FORMAT.md, section 5); the newest policy.window_tokens and up to 63 more stay fp16. Blocks
-// that matter more can be kept at a fixed rate (fixed_blocks). Tokens have no tiers and no scores,
-// and nothing is pruned. store/CODED.md holds the states and laws.
+// (docs/reference/format.md, section 5); the newest policy.window_tokens and up to 63 more stay
+// fp16. Blocks that matter more can be kept at a fixed rate (fixed_blocks). Tokens have no tiers
+// and no scores, and nothing is pruned. store/CODED.md holds the states and laws.
 //
 // Sources: KVComp section 3 (quantise, Huffman, decode in attention); the shared absolute step and
-// the mean basis are ours (docs/DESIGN.md, "Global step").
+// the mean basis are ours (docs/internals/architecture.md, "Quantisation").
 #pragma once
 
 #include <cstdint>
@@ -66,8 +66,9 @@ struct TKV_API CodedConfig {
   std::vector<float> key_means;    // kGiven: [num_layers, num_kv_heads, head_dim]; rounded to fp16
   std::vector<float> value_means;  // likewise
   CodebookSource codebooks = CodebookSource::kHost;
-  std::vector<std::vector<uint8_t>> given;  // kGiven: serialised (docs/FORMAT.md, section 4), of
-                                            // both components, table ids unique in each
+  // kGiven: serialised (docs/reference/format.md, section 4), of both components, table ids unique
+  // in each.
+  std::vector<std::vector<uint8_t>> given;
   // Bits of the longest code word, 8 to 14; not for kGiven. A table of 10 bits lies 16 times in
   // shared memory: fewer conflicts, faster attention (store/CODED.md).
   int32_t max_length = 10;

@@ -9,7 +9,7 @@
 // What comes back is the same state: tiers, pages, scores and window are what export_sequence()
 // gives, byte for byte, and generation goes on as if the sequence had never left. Each page is a
 // chunk with its actual length and a checksum (XXH3, 64 bits) and can be decoded with the
-// sequence's own description alone (docs/FORMAT.md, "Store page").
+// sequence's own description alone (docs/reference/format.md, "Store page").
 //
 // Both calls go through export_sequence() and import_sequence(): they serve every back end, a
 // device store through host memory, and every store of an equal config but for capacities, alphas
@@ -28,7 +28,7 @@ namespace tierkv {
 
 struct ColdOptions {
   // Huffman-codes the codes of tiered pages, with a codebook for each layer, tier and component
-  // where that saves bytes: a few percent, as min-max codes fill their range (docs/BENCHMARKS.md).
+  // where that saves bytes: a few percent, as min-max codes fill their range (bench/REPORT.md).
   // Pages of a coded store are coded as they are.
   bool entropy_coded = false;
   int32_t threads = 1;  // at most so many work on the layers; the bytes do not depend on it

@@ -3,7 +3,7 @@
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.
 // The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits), so
 // that no bit can change unnoticed and any chunk can be read alone. Integers are little-endian.
-// What the chunks hold is docs/FORMAT.md; this layer only knows their kinds.
+// What the chunks hold is docs/reference/format.md; this layer only knows their kinds.
 //
 //   ContainerWriter  writes to a temporary name and renames in finish(): a container exists whole
 //                    or not at all
@@ -25,7 +25,7 @@
 
 namespace tierkv {
 
-// What version 2 promises stands in docs/FORMAT.md, section 6.
+// What version 2 promises stands in docs/reference/format.md, section 6.
 inline constexpr uint16_t kContainerMajor = 2;
 inline constexpr uint16_t kContainerMinor = 0;
 inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
@@ -58,7 +58,7 @@ struct ChunkKey {
   int32_t layer = kNotApplicable;
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
-  uint8_t part = 0;               // of a row, docs/FORMAT.md
+  uint8_t part = 0;               // of a row, docs/reference/format.md
   int32_t page = 0;  // kPage, kStorePage: of the part, kCodebook: of the family, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {

@@ -6,7 +6,7 @@
 // owner who keeps neither scores nor positions end after the first four. How many
 // tokens fit follows from the tier's format, in multiples of 16 (a tile), so one page_bytes serves
 // every tier with some waste: choose_page_size() picks the smallest page that wastes little for all
-// of them. Where each byte lies is codec/format/page_layout.h and docs/FORMAT.md.
+// of them. Where each byte lies is codec/format/page_layout.h and docs/reference/format.md.
 //
 // Sources: DiffKV section 5.2 ("Unified Pages"); the side table is ours.
 #pragma once

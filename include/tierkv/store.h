@@ -12,8 +12,8 @@
 // Tokens of a prompt, and the window after it, lie in the window format on pages of their own; all
 // other tokens that were kept lie on high or low pages. begin_step() is the compaction of a step:
 // the tokens that leave the window because of the new ones are placed and their victims demoted
-// (docs/POLICY.md) before the new tokens take their slots, which gives the state that appending
-// first would give, without a page for the surplus.
+// (docs/internals/policies.md) before the new tokens take their slots, which gives the state that
+// appending first would give, without a page for the surplus.
 //
 // Calls are all or nothing: a status other than kOk means that nothing changed. Statuses common to
 // all calls: kStaleSequence for an id that was released (or never given out), kInvalidArgument for

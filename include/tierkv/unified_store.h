@@ -45,7 +45,7 @@ class Engine;
 }
 
 // Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
-// of 64 positions (docs/FORMAT.md, "Weighted blocks"). Keys are quantised before RoPE.
+// of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // Deviation of a logit that key steps aim at and share of a token that value steps are; 0: 0.5
   // and 0.45 with a profile's query energies, 0.33 and 0.28 without.

@@ -80,7 +80,7 @@ struct FixedRule {
   int32_t sink_tokens = 0;
   double alpha_high = 0;
 
-  // As Tier::kHigh of a prompt is found (docs/POLICY.md).
+  // As Tier::kHigh of a prompt is found (docs/internals/policies.md).
   TKV_HD bool takes(int32_t position, float significance) const {
     return format.any() &&
            (position < sink_tokens ||

@@ -1,5 +1,5 @@
 // The chunks of a sequence in its cold form: their keys, and the chunk that says which store the
-// sequence is of. docs/FORMAT.md, "Store", has the bytes.
+// sequence is of. docs/reference/format.md, "Store", has the bytes.
 //
 // The bytes of an export are cut into chunks and put together again: import_sequence() then looks
 // at every token, so that there is one place that decides what may enter a store.

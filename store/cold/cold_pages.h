@@ -1,6 +1,6 @@
 // A page of a store in its cold form: packed (store/cold/sequence_bytes.h), as it is or with its
-// codes entropy coded. The bytes are those of docs/FORMAT.md, "Store page"; this is the one place
-// that knows them.
+// codes entropy coded. The bytes are those of docs/reference/format.md, "Store page"; this is the
+// one place that knows them.
 //
 // Codes are coded as they lie in the page: the fields of 8, 4 or 2 bits of its tiles, lowest bits
 // of a byte first, head_dim of them a row but at most 128, at most 64 rows a coded block

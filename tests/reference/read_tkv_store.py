@@ -1,4 +1,4 @@
-"""What read_tkv.py leaves out: sequences that stores keep as containers, docs/FORMAT.md, section 8.
+"""What read_tkv.py leaves out: sequences that stores keep as containers, docs/reference/format.md, section 8.
 
 read_store(path) -> the content of each row. Raises ValueError on anything the formats do not allow for."""
 import struct

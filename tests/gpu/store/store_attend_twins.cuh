@@ -61,7 +61,8 @@ class BothAttend {
     const Status later = twins_->device().take_status();
     ASSERT_TRUE(later) << later.message();
   }
-  // Tolerances of docs/ATTENTION.md, twice that of the outputs: the host's are rounded, too.
+  // Tolerances of docs/internals/attention.md, twice that of the outputs: the host's are rounded,
+  // too.
   void expect_equal_outputs(double tolerance) {
     const auto got = device_out_.read<uint16_t>(out_.size());
     double difference = 0, norm = 0;

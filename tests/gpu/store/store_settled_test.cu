@@ -13,8 +13,8 @@ namespace {
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
 constexpr int32_t kLayers = 6;
-// docs/ATTENTION.md, twice that of the outputs: the host's are rounded, too. A token of 8 that is
-// not seen, or seen as what was in its slot before, is a hundred times as much.
+// docs/internals/attention.md, twice that of the outputs: the host's are rounded, too. A token of 8
+// that is not seen, or seen as what was in its slot before, is a hundred times as much.
 constexpr double kTolerance = 4e-3;
 
 KvStoreConfig layers_config(int32_t window_tokens) {

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     sys.exit(77)
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, PROMPT, STEPS = 2, 8, 2, 128, 150, 12
-TOLERANCE = 2e-3  # docs/ATTENTION.md, "Error"
+TOLERANCE = 2e-3  # docs/internals/attention.md, "Error"
 HERE = os.path.dirname(os.path.abspath(__file__))
 SAMPLES = [p for p in (os.path.join(HERE, folder, "sample_1k.h5") for folder in (".", "../../datasets")) if os.path.exists(p)]
 
