@@ -110,7 +110,7 @@ Status serve() {
   TiersFormat k4v4;
   k4v4.classes = {{token_wise_tier(4, 4), token_wise_tier(4, 4)}};
   config.format = k4v4;
-  config.memory_bytes = 4 << 20;
+  config.memory_bytes = 3 << 20;
   config.max_sequences = 8;
   config.max_tokens = kSystem + kPrompt + kAnswer;
   const Result<TokenCapacity> capacity = tokens_that_fit(config);
