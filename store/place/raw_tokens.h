@@ -46,7 +46,7 @@ struct Importance {
   uint32_t bits = 0;
 };
 
-// Of a token of the ring, and of the chunk that begins at position `first`.
+// What is known of a token of the ring, and of one of the chunk that begins at position `first`.
 TKV_HD Importance ring_importance(RawScore score) {
   if (score.count < 0) {
     const bool pruned = score.count == RawScore::kPruned;

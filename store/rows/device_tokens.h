@@ -14,7 +14,7 @@ struct DeviceTokens {
   const RawLayout* layout = nullptr;
   const uint8_t* raw = nullptr;  // the row's
   int32_t held = 0;              // tokens before those of the chunk
-  // Of the chunk's first token, this row's.
+  // This row's elements of the chunk's first token.
   const uint16_t* k = nullptr;
   const uint16_t* v = nullptr;
   int64_t token_stride = 0;             // elements

@@ -19,7 +19,7 @@ struct ChannelBody {
   int32_t num_kv_heads = 0;
   int64_t page_bytes = 0;
 
-  // Of a block of a raw layer: tiles of keys, then of values.
+  // A block of a raw layer: tiles of keys, then of values.
   TKV_HD constexpr int32_t raw_bytes() const {
     return 2 * layout.tiles() * TileLayout{kRawCodes, layout.head_dim()}.bytes();
   }

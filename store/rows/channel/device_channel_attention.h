@@ -21,7 +21,7 @@ struct ChannelAttend {
   StatusCode* status = nullptr;  // device; kCorrupt where a page is not there
   void* workspace = nullptr;     // channel_attention_bytes(), 16-byte aligned
 };
-// Of calls with any number of sequences and queries.
+// It serves calls with any number of sequences and queries.
 int64_t channel_attention_bytes(int32_t head_dim);
 Status attend_channel_bodies(const ChannelAttend& a, const DeviceAttendBody& call,
                              GpuStream stream);

@@ -31,8 +31,8 @@ struct alignas(16) TiersDraft {
 // Positions of a group: its part of a map is one word a lane.
 inline constexpr int32_t kGroupPositions = kWordPositions * 32;
 
-// Of the tokens that a call is about, those of each side before every group of positions, without
-// those before the first of them. A row has groups_of_row; its first is that of its first position.
+// What plan() leaves for write(). groups: the tokens of each side that leave before a group of
+// positions; a row has groups_of_row of them, the first being that of its first position.
 struct TiersScratch {
   TiersDraft* drafts = nullptr;  // [entries * num_kv_heads]
   SideTokens* groups = nullptr;  // [entries * num_kv_heads, groups_of_row]
@@ -100,7 +100,7 @@ __device__ __forceinline__ SideTokens count_tiers(const uint8_t* map, int32_t fi
   return {{sum_of_warp(mine.of[0]), sum_of_warp(mine.of[1])}};
 }
 
-// Of the tokens of the side from position `first` on, those before `position`.
+// How many tokens of the side lie in [first, position).
 __device__ __forceinline__ int32_t rank_of(const uint8_t* map, const SideTokens* groups,
                                            int32_t first, int32_t position, int32_t side) {
   const int32_t group = position / kGroupPositions;

@@ -52,7 +52,7 @@ class DeviceTiersRows final : public DeviceRowFormat {
   int64_t rows_of(const DeviceWorks& works) const {
     return int64_t{works.entries()} * config_.layout.num_kv_heads;
   }
-  // Of a row of which so many tokens leave.
+  // The most that a row takes when so many of its tokens leave.
   int64_t row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const;
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
