@@ -1,5 +1,5 @@
-// The device calls of the C ABI on a GPU: a device store beside a host store, and attention over
-// pages that the caller owns beside the double reference. Small enough for compute-sanitizer.
+// The device calls of the C ABI on a GPU: attention over pages that the caller owns beside the
+// double reference. Small enough for compute-sanitizer.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -17,7 +17,7 @@ namespace {
 using testing::RandomInput;
 
 constexpr double kTolerance = 2e-3;  // docs/ATTENTION.md, "Error"
-constexpr int32_t kLayers = 2, kKvHeads = 2, kQHeads = 8, kHeadDim = 128, kMaxTokens = 260;
+constexpr int32_t kKvHeads = 2, kQHeads = 8, kHeadDim = 128;
 
 std::vector<double> halves(const std::vector<uint16_t>& x) {
   std::vector<double> out;
