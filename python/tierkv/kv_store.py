@@ -253,13 +253,39 @@ class KvStore:
         self.config = config.with_memory()
         self._lock = threading.Lock()
         self._stream: Optional[int] = None
-        handle = ctypes.c_void_p()
         if stream is None:
+            self._handle = self._create()
+            return
+        self._stream = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
+        if config.memory_bytes:
+            self._handle = self._create()
+        else:
+            self._create_with_workspaces()
+
+    def _create(self) -> ctypes.c_void_p:
+        handle = ctypes.c_void_p()
+        if self._stream is None:
             lib.core().call("tkv_kv_create", self.config._struct(), handle)
         else:
-            self._stream = lib.integer(getattr(stream, "cuda_stream", stream), "stream", ctypes.c_size_t)
             lib.core().call("tkv_kv_create_device", self.config._struct(), self._stream, handle)
-        self._handle = handle
+        return handle
+
+    def _create_with_workspaces(self) -> None:
+        """with_memory() knows nothing of a device's workspaces: they are found with a first store, and added."""
+        needed = memory = self.config.memory_bytes
+        while self._handle is None:
+            self.config = dataclasses.replace(self.config, memory_bytes=memory)
+            try:
+                self._handle = self._create()
+            except OutOfRangeError:
+                if memory > needed + (1 << 36):
+                    raise
+                memory = 2 * memory + (1 << 26)
+        u = self.usage()
+        beside = memory - u.pages * u.page_bytes - self.config.max_sequences * u.slot_bytes
+        self.close()
+        self.config = dataclasses.replace(self.config, memory_bytes=needed + beside)
+        self._handle = self._create()
 
     def add_sequence(self) -> int:
         """An empty sequence. OutOfRangeError when max_sequences are open."""

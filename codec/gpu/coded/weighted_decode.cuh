@@ -228,37 +228,12 @@ struct FamilyReader {
   }
 };
 
-// decode_tiles() of a valid slice of kPair by write(reader, base_of, tile, exceptions, stage).
-template <class BaseOf, class Write>
-__device__ __forceinline__ bool write_tiles_at_once(const OpenTiles& open, TableReader& reader,
-                                                    const uint8_t* block, int16_t* stage,
-                                                    const BaseOf& base_of, const Write& write) {
-  reader.open(open.streams);
-  bool valid = true;
-  const auto* next = reinterpret_cast<const uint32_t*>(block + open.at.exceptions);
-  const uint32_t* const last = next + open.header.exceptions;
-#pragma unroll 1
-  for (int32_t tile = 0; tile < tile_count(open.header.tokens); ++tile) {
-    TileExceptions exceptions{next, next};
-    const uint32_t end = static_cast<uint32_t>(tile + 1) * (kTileTokens * kSliceDims);
-    while (exceptions.last != last && (*exceptions.last & 0xffffu) < end) ++exceptions.last;
-    next = exceptions.last;
-    valid &= write(reader, base_of, tile, exceptions, stage);
-    __syncwarp();
-  }
-  valid &= reader.ends(open.streams);
-  return __all_sync(kFullWarp, valid);
-}
-
 // finish(slice's first channel, its channels, tile, codes of the tile) for each tile of each slice;
-// factors and, until the second slice, the first one's header are in memory meanwhile. Tiles of
-// slices of kPair go to write_at_once(reader, base_of, tile, exceptions, stage) instead where
-// at_once is true; false from it for exceptions that make no code.
-template <class AtOnce, class Finish>
+// factors and, until the second slice, the first one's header are in memory meanwhile.
+template <class Finish>
 __device__ __forceinline__ StatusCode decode_block_tiles(
     const WeightedDecode& call, const RangeTarget& target, const WeightedPlace& place,
-    FamilyReader& tables, const WeightedDecodeWarp& memory, bool at_once,
-    const AtOnce& write_at_once, const Finish& finish_tile) {
+    FamilyReader& tables, const WeightedDecodeWarp& memory, const Finish& finish_tile) {
   const int64_t offset = int64_t{place.unit} * kBlockAlignment;
   const int64_t left = int64_t{place.units} * kBlockAlignment;
   if (offset > call.size || left > call.size - offset) return StatusCode::kCorrupt;
@@ -276,19 +251,10 @@ __device__ __forceinline__ StatusCode decode_block_tiles(
       if (call.family.count == 1) return tables.family.books[0].base;
       return tables.select(static_cast<int32_t>(open.book_field >> (2 * f) & 3u));
     };
-    const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
-    if (at_once && open.header.mode == BlockMode::kPair) {
-      if (!write_tiles_at_once(tiles, tables.reader, memory.block, memory.tile, base_of,
-                               write_at_once)) {
-        return StatusCode::kCorrupt;
-      }
-      slice.from += open.at.bytes;
-      slice.size -= open.at.bytes;
-      continue;
-    }
     const auto finish = [&](int32_t tile, const int16_t* codes) {
       if (!keep) finish_tile(slice.first_dim, open.header.dims, tile, codes);
     };
+    const OpenTiles tiles{open.header, open.at, open.streams, weighted_order(call.component)};
     const auto decode = [&](int32_t tile, int16_t* codes) {
       if (open.header.mode != BlockMode::kPair) {
         decode_tile(tiles, tables.reader, warp, tile, base_of, codes);
@@ -304,34 +270,18 @@ __device__ __forceinline__ StatusCode decode_block_tiles(
   }
   return slice.size == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
 }
-template <class Finish>
-__device__ __forceinline__ StatusCode decode_block_tiles(
-    const WeightedDecode& call, const RangeTarget& target, const WeightedPlace& place,
-    FamilyReader& tables, const WeightedDecodeWarp& memory, const Finish& finish_tile) {
-  const auto never = [](TableReader&, const auto&, int32_t, const TileExceptions&, int16_t*) {
-    return false;
-  };
-  return decode_block_tiles(call, target, place, tables, memory, false, never, finish_tile);
-}
-
 __device__ inline StatusCode decode_range_block(const WeightedDecode& call,
                                                 const RangeTarget& target,
                                                 const WeightedPlace& place, FamilyReader& tables,
                                                 const WeightedDecodeWarp& memory) {
-  const auto tokens_of = [&](int32_t tile, const int16_t* codes, int32_t first_dim) {
+  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
     const int16_t* kept =
         memory.first == nullptr ? nullptr : memory.first + tile * kTileTokens * kTileStride;
-    return TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim};
+    write_tile(
+        TileTokens{call, target, memory.places, memory.factors, codes, kept, tile, first_dim},
+        dims);
   };
-  const bool in_lanes = turns_in_lanes(tokens_of(0, nullptr, 0));
-  const auto at_once = [&](TableReader& reader, const auto& base_of, int32_t tile,
-                           const TileExceptions& exceptions, int16_t* stage) {
-    return write_turned_pairs(reader, tokens_of(tile, stage, 0), base_of, exceptions, stage);
-  };
-  const auto finish = [&](int32_t first_dim, int32_t dims, int32_t tile, const int16_t* codes) {
-    write_tile(tokens_of(tile, codes, first_dim), dims);
-  };
-  return decode_block_tiles(call, target, place, tables, memory, in_lanes, at_once, finish);
+  return decode_block_tiles(call, target, place, tables, memory, finish);
 }
 
 __device__ inline void write_zeros(const WeightedDecode& call, const RangeTarget& target) {

@@ -100,6 +100,17 @@ std::vector<int32_t> pages_in_order(const PageAllocator& a) {
   return pages;
 }
 
+// Pages that lie one behind the other are copied at once.
+std::vector<Positions> runs_of(std::vector<int32_t> pages) {
+  std::sort(pages.begin(), pages.end());
+  std::vector<Positions> runs;
+  for (const int32_t page : pages) {
+    if (runs.empty() || runs.back().end != page) runs.push_back({page, page});
+    ++runs.back().end;
+  }
+  return runs;
+}
+
 }  // namespace
 
 Result<SequenceParts> DevicePlace::export_parts(const LayerMoves& layers) {
@@ -113,9 +124,12 @@ Result<SequenceParts> DevicePlace::export_parts(const LayerMoves& layers) {
     return s;
   }
   if (Status s = wait(); !s) return s;
-  for (const int32_t page : pages_in_order(pages.allocator)) {
-    const uint8_t* from = view_.pages.base + page * layout_.page_bytes;
-    if (Status s = copy(pages.bytes(page), from, layout_.page_bytes); !s) return s;
+  for (const Positions& run : runs_of(pages_in_order(pages.allocator))) {
+    const int64_t at = run.first * layout_.page_bytes;
+    if (Status s = copy(pages.base + at, view_.pages.base + at, run.count() * layout_.page_bytes);
+        !s) {
+      return s;
+    }
   }
   if (Status s = wait(); !s) return s;
   LayerMoves moves = layers;
@@ -170,9 +184,12 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
 
 Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from) {
   const HostPagesView& pages = from.pages();
-  for (const int32_t page : pages_in_order(pages.allocator)) {
-    uint8_t* to = view_.pages.base + page * layout_.page_bytes;
-    if (Status s = copy(to, pages.bytes(page), layout_.page_bytes); !s) return s;
+  for (const Positions& run : runs_of(pages_in_order(pages.allocator))) {
+    const int64_t at = run.first * layout_.page_bytes;
+    if (Status s = copy(view_.pages.base + at, pages.base + at, run.count() * layout_.page_bytes);
+        !s) {
+      return s;
+    }
   }
   if (Status s = copy(view_.slots.raw(slot, 0), from.slot_memory(), layout_.slot_bytes); !s) {
     return s;

@@ -91,10 +91,11 @@ struct CodedCall {
   int32_t saved_bytes = 0;
   EntryDraft* entries = nullptr;  // [entries]
   CodedRowState* rows = nullptr;  // [entries, heads]
-  // By layer the cells that are written, those of an entry one behind the other: how many there are
-  // and, [layers, layer_cells()], their places among all.
-  int32_t* list_sizes = nullptr;  // [layers]
+  // The cells that are written, layer by layer, those of an entry one behind the other: where each
+  // layer begins among all, and, [layers, layer_cells()], the layer's cells by their places.
+  int32_t* list_begins = nullptr;  // [layers + 1]
   int32_t* lists = nullptr;
+  bool reloads = false;             // what fits into one group is in staging memory already
   WeightedPlace* places[2] = {};    // [cells, heads]
   uint32_t* ends = nullptr;         // [cells]
   StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
@@ -119,11 +120,24 @@ struct CodedCall {
   }
 };
 
-// Places [first, first + cells) of the lists of some layers.
+// The listed cells [first, first + cells).
 struct CellGroup {
-  int32_t first_layer = 0, layers = 0;  // of the call's
   int32_t first = 0, cells = 0;
 };
+// What a group has of layer l of the call, counted from the group's first cell.
+TKV_HD Positions cells_of_layer(const CodedCall& call, const CellGroup& group, int32_t l) {
+  const int32_t first = most(call.list_begins[l] - group.first, 0);
+  const int32_t end = least(call.list_begins[l + 1] - group.first, group.cells);
+  return {first, most(first, end)};
+}
+TKV_HD int32_t cells_of_group(const CodedCall& call, const CellGroup& group) {
+  const int32_t all = call.list_begins[call.works.num_layers];
+  return most(0, least(group.cells, all - group.first));
+}
+// Whether load kernels have nothing to do.
+TKV_HD bool is_loaded(const CodedCall& call) {
+  return call.reloads && call.list_begins[call.works.num_layers] <= call.group_cells;
+}
 
 // The cell of an index of a group; entry -1: there is none.
 struct CellOf {
@@ -131,16 +145,17 @@ struct CellOf {
   int32_t slot = 0, layer = 0;
   int64_t cell = 0;
 };
-// What the list of layer l of the call has of a group.
-TKV_HD int32_t listed_cells(const CodedCall& call, const CellGroup& group, int32_t l) {
-  return most(0, least(group.cells, call.list_sizes[l] - group.first));
-}
 TKV_HD CellOf cell_of(const CodedCall& call, const CellGroup& group, int32_t index) {
-  const int32_t l = group.first_layer + index / group.cells, i = index % group.cells;
   CellOf c;
-  if (i >= listed_cells(call, group, l)) return c;
+  if (index >= cells_of_group(call, group)) return c;
+  const int32_t i = group.first + index;
+  int32_t l = 0, end = call.works.num_layers;  // the layer is in [l, end)
+  while (end - l > 1) {
+    const int32_t middle = (l + end) / 2;
+    (call.list_begins[middle] <= i ? l : end) = middle;
+  }
   const int64_t first = int64_t{l} * call.layer_cells();
-  const int32_t at = call.lists[first + group.first + i];
+  const int32_t at = call.lists[first + i - call.list_begins[l]];
   c.entry = at / call.blocks * call.works.num_layers + l;
   c.block = at % call.blocks + call.entries[c.entry].first_block;
   c.slot = call.works.slots[at / call.blocks];

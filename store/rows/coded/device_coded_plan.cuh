@@ -119,29 +119,25 @@ Result<CodedCall> DeviceCodedRows<Machine>::call_of(const DeviceWorks& works,
 template <class Machine>
 template <class Each>
 Status DeviceCodedRows<Machine>::for_groups(const CodedCall& call, const Each& each) {
-  const int32_t cells = call.layer_cells(), all = call.works.num_layers;
-  const int32_t layers_at_once = std::max(1, call.group_cells / cells);
-  for (int32_t l = 0; l < all; l += layers_at_once) {
-    const int32_t layers = std::min(layers_at_once, all - l);
-    for (int32_t first = 0; first < cells; first += call.group_cells) {
-      Status s = each(CellGroup{l, layers, first, std::min(call.group_cells, cells - first)});
-      if (!s) return s;
-    }
+  const int32_t cells = call.layer_cells() * call.works.num_layers;
+  for (int32_t first = 0; first < cells; first += call.group_cells) {
+    Status s = each(CellGroup{first, std::min(call.group_cells, cells - first)});
+    if (!s) return s;
   }
   return Status::ok();
 }
 
 template <class Machine>
 Status DeviceCodedRows<Machine>::load_group(const CodedCall& call, const CellGroup& group) {
-  const int64_t rows = int64_t{group.layers} * group.cells * heads();
+  const int64_t rows = int64_t{group.cells} * heads();
   if (Status s = run(GatherTokens{call, group}, rows, 1); !s) return s;
   Status s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
   if (!s || device_.view.laws.unit_tokens == kBlockTokens) return s;
   const DecodeOldBlocks decode{call, group, kMaxWeightedBlockBytes};
   const int64_t ctas = (int64_t{group.cells} * heads() + 3) / 4;
-  const MachineGrid grid = {
-      static_cast<int32_t>(std::clamp<int64_t>(ctas, 1, 2 * machine_.sms() / group.layers + 1)),
-      2 * group.layers};
+  const MachineGrid grid = {static_cast<int32_t>(std::clamp<int64_t>(
+                                ctas, 1, 2 * machine_.sms() / call.works.num_layers + 1)),
+                            2 * call.works.num_layers};
   return machine_.launch(
       decode, grid, DecodeOldBlocks::shared_bytes(decode.shape_of_call(host_->format().max_length)),
       DecodeOldBlocks::kThreads);
@@ -174,10 +170,10 @@ Status DeviceCodedRows<Machine>::encode_group_of(const CodedCall& call, const Ce
   const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
   const int64_t items = int64_t{2} * group.cells * heads();
   const int64_t ctas = std::clamp<int64_t>((items + warps - 1) / warps, 1,
-                                           std::max(1, 2 * machine_.sms() / group.layers));
+                                           std::max(1, 2 * machine_.sms() / call.works.num_layers));
   return machine_.launch(Encode{call, group, writes},
-                         MachineGrid{static_cast<int32_t>(ctas), group.layers}, base + warps * each,
-                         warps * kWarpLanes);
+                         MachineGrid{static_cast<int32_t>(ctas), call.works.num_layers},
+                         base + warps * each, warps * kWarpLanes);
 }
 
 template <class Machine>
@@ -192,8 +188,7 @@ Status DeviceCodedRows<Machine>::plan(const DeviceWorks& works, const DeviceRowC
   CodedCall& call = *made;
   call.counts = counts;
   call.hints = planned_.hints.empty() ? nullptr : hints_;
-  if (Status s = run(OpenEntries{call}, works.num_layers, OpenEntries::kThreads / kWarpLanes); !s)
-    return s;
+  if (Status s = run(OpenEntries{call}, 1, 1); !s) return s;
   machine_.free(saved_);
   saved_ = nullptr;
   if (planned_.saved > 0 && !is_one_group(call)) {
@@ -237,12 +232,13 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
     return s;
   }
   const bool is_loaded = is_one_group(call);
+  call.reloads = true;
   Status s = for_groups(call, [&](const CellGroup& group) {
     if (!is_loaded) {
       if (Status loaded = load_group(call, group); !loaded) return loaded;
     }
     Status encoded = encode_group(call, group, true);
-    const int64_t items = int64_t{group.layers} * group.cells * heads() * 2;
+    const int64_t items = int64_t{group.cells} * heads() * 2;
     return encoded ? run(WriteRawBlocks{call, group}, items, 1) : encoded;
   });
   if (!s) return s;

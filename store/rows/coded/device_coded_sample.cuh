@@ -38,8 +38,8 @@ Status DeviceCodedRows<Machine>::sample(const DeviceWorks& works, int32_t entry,
   uint32_t* const hint = hints_ + config_.max_sequences * layers();
   call->hints = hint;
   if (Status s = machine_.upload(hint, &kFixesEntry, sizeof(kFixesEntry)); !s) return s;
-  if (Status s = run(OpenEntries{*call}, 1, OpenEntries::kThreads / kWarpLanes); !s) return s;
-  const CellGroup group{0, 1, 0, least(kSampleBlocks, call->blocks)};
+  if (Status s = run(OpenEntries{*call}, 1, 1); !s) return s;
+  const CellGroup group{0, least(kSampleBlocks, call->blocks)};
   if (Status s = load_group(*call, group); !s) return s;
   std::vector<CodedRows::BlockTokens> tokens(static_cast<size_t>(heads()) * group.cells);
   if (Status s = download_tokens(*call, move.to.body_end, &tokens); !s) return s;

@@ -51,7 +51,7 @@ void DeviceCodedRows<Machine>::carve(Carving* at) {
   s.rows = at->take<CodedRowState>(int64_t{entries} * heads());
   for (WeightedPlace*& places : s.places) places = at->take<WeightedPlace>(cell_rows);
   s.ends = at->take<uint32_t>(cells_);
-  s.list_sizes = at->take<int32_t>(layers());
+  s.list_begins = at->take<int32_t>(layers() + 1);
   s.lists = at->take<int32_t>(cells_);
   s.status = at->take<StatusCode>(2 * cell_rows);
   const int64_t cell_bytes = int64_t{heads()} * kBlockTokens * (4 * head_dim() + 4);

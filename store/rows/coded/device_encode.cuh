@@ -6,7 +6,7 @@
 
 namespace tierkv::store {
 
-// blockIdx.y: layer of the group. writes: bytes to their places; else sizes.
+// blockIdx.y: layer of the call. writes: bytes to their places; else sizes.
 template <int32_t kPer>
 struct EncodeCells {
   static constexpr int32_t kThreads = kWeightedWarps * kWarpLanes;
@@ -18,6 +18,7 @@ struct EncodeCells {
 
   __device__ void operator()(uint8_t* shared) const {
     if (writes && is_off(call)) return;
+    if (cells_of_layer(call, group, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
@@ -27,8 +28,9 @@ struct EncodeCells {
   }
 
  private:
-  __device__ WeightedEncode encode_call(int32_t layer_of_group) const {
-    const int32_t l = group.first_layer + layer_of_group, heads = call.heads();
+  __device__ WeightedEncode encode_call(int32_t l) const {
+    const int32_t heads = call.heads();
+    const Positions cells = cells_of_layer(call, group, l);
     const DeviceLayer& layer = call.device.layers[call.works.first_layer + l];
     const DeviceRowTables& tables = call.device.tables;
     WeightedEncode e;
@@ -36,7 +38,7 @@ struct EncodeCells {
     e.values = call.staged(Component::kValue, 0);
     e.decided = call.decided;
     e.saturates = true;
-    e.ranges = call.ranges + int64_t{layer_of_group} * group.cells * heads;
+    e.ranges = call.ranges + int64_t{cells.first} * heads;
     e.rows.key_scales = tables.key_scales;
     e.rows.key_means = tables.key_means;
     e.rows.value_steps = tables.value_steps;
@@ -49,9 +51,10 @@ struct EncodeCells {
     }
     if (writes) e.bytes = call.device.view.pages.base;
     e.size = call.device.pool_bytes;
-    e.status = call.status + (int64_t{l} * call.layer_cells() + group.first) * heads * 2;
+    const int64_t listed = group.first + cells.first - call.list_begins[l];
+    e.status = call.status + (int64_t{l} * call.layer_cells() + listed) * heads * 2;
     e.token_stride = call.head_dim();
-    e.num_ranges = listed_cells(call, group, l) * heads;
+    e.num_ranges = cells.count() * heads;
     e.most_blocks = 1;
     return e;
   }

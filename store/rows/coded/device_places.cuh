@@ -6,14 +6,20 @@
 
 namespace tierkv::store {
 
-// A warp for a layer: what is written of its entries, from which place on, and the list of cells.
+// One CTA, a warp for a layer: what is written of its entries, from which place on, and the lists.
 struct OpenEntries {
-  static constexpr int32_t kThreads = 128;
+  static constexpr int32_t kThreads = 512;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
     for (int32_t l = warp_of_grid(); l < call.works.num_layers; l += warps_of_grid()) {
       open_layer(l);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    call.list_begins[0] = 0;
+    for (int32_t l = 0; l < call.works.num_layers; ++l) {
+      call.list_begins[l + 1] += call.list_begins[l];
     }
   }
 
@@ -38,7 +44,7 @@ struct OpenEntries {
       }
       listed += all;
     }
-    if (lane_index() == 0) call.list_sizes[l] = listed;
+    if (lane_index() == 0) call.list_begins[l + 1] = listed;
   }
   __device__ EntryDraft open(int32_t e) const {
     const CodedDevice& device = call.device;
@@ -198,8 +204,8 @@ struct ResolvePlaces {
     if (is_off(call)) return;
     const DevicePagesView& pages = call.device.view.pages;
     const auto units = static_cast<uint32_t>(call.device.shape.page_units);
-    const int64_t rows = int64_t{call.works.num_layers} * call.layer_cells() * call.heads();
-    const CellGroup all{0, call.works.num_layers, 0, call.layer_cells()};
+    const CellGroup all{0, call.works.num_layers * call.layer_cells()};
+    const int64_t rows = int64_t{cells_of_group(call, all)} * call.heads();
     for (int64_t i = thread_of_grid(); i < 2 * rows; i += threads_of_grid()) {
       const auto row = static_cast<int32_t>(i / 2);
       const CellOf cell = cell_of(call, all, row / call.heads());
@@ -220,7 +226,7 @@ struct WriteRawBlocks {
 
   __device__ void operator()(uint8_t*) const {
     if (is_off(call)) return;
-    const int32_t items = group.layers * group.cells * call.heads() * 2;
+    const int32_t items = cells_of_group(call, group) * call.heads() * 2;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
       const int32_t row = i / 2, kv_head = row % call.heads();

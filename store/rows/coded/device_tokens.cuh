@@ -84,7 +84,8 @@ struct GatherTokens {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    const int32_t heads = call.heads(), items = group.layers * group.cells * heads;
+    if (is_loaded(call)) return;
+    const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
     for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
          i += static_cast<int32_t>(gridDim.x)) {
       gather(i, cell_of(call, group, i / heads), i % heads);
@@ -167,7 +168,8 @@ struct DecideExponents {
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    const int32_t heads = call.heads(), items = group.layers * group.cells * heads;
+    if (is_loaded(call)) return;
+    const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
       decide_row(i / heads, i % heads);
     }
@@ -177,10 +179,9 @@ struct DecideExponents {
   // The blocks of an entry, if the first of them in the group is the cell of this index.
   __device__ void decide_row(int32_t index, int32_t kv_head) const {
     CellOf cell = cell_of(call, group, index);
-    const int32_t end = (index / group.cells + 1) * group.cells;
     if (cell.entry < 0) return;
     const int32_t entry = cell.entry;
-    if (index % group.cells > 0 && cell_of(call, group, index - 1).entry == entry) return;
+    if (index > 0 && cell_of(call, group, index - 1).entry == entry) return;
     CodedRowState* const draft = call.rows + int64_t{entry} * call.heads() + kv_head;
     const bool fresh = cell.block == call.entries[entry].first_block;
     CodedRowState state = fresh ? *call.device.state<CodedRowState>(
@@ -188,7 +189,7 @@ struct DecideExponents {
                                 : *draft;
     while (cell.entry == entry) {
       decide_block(index++, cell, kv_head, &state);
-      cell = index < end ? cell_of(call, group, index) : CellOf{};
+      cell = cell_of(call, group, index);
     }
     __syncwarp();
     if (lane_index() == 0) *draft = state;
@@ -251,7 +252,7 @@ struct DecideExponents {
 };
 
 // The codes and exponents of the blocks of a group that are continued: a warp for a block of a
-// component. blockIdx.y: layer of the group and component.
+// component. blockIdx.y: layer of the call and component.
 struct DecodeOldBlocks {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
@@ -260,10 +261,10 @@ struct DecodeOldBlocks {
 
   __device__ void operator()(uint8_t* shared) const {
     const auto layer = static_cast<int32_t>(blockIdx.y / 2);
+    if (is_loaded(call) || cells_of_layer(call, group, layer).count() == 0) return;
     auto* const decode = reinterpret_cast<WeightedDecode*>(shared);
     if (threadIdx.x == 0) {
-      *decode = decode_call(call.works.first_layer + group.first_layer + layer,
-                            static_cast<Component>(blockIdx.y % 2));
+      *decode = decode_call(call.works.first_layer + layer, static_cast<Component>(blockIdx.y % 2));
     }
     __syncthreads();
     decode_blocks(*decode, layer, shared + kCallBytes);
@@ -311,9 +312,9 @@ struct DecodeOldBlocks {
                                     mine + kFactorBytes + kCodesTileBytes};
     FamilyReader tables(*family, region, 4 << decode.family.max_length);
     const int32_t heads = call.heads();
-    const int32_t items = listed_cells(call, group, group.first_layer + layer) * heads;
-    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const int32_t row = layer * group.cells * heads + i;
+    const Positions cells = cells_of_layer(call, group, layer);
+    for (int32_t i = warp_of_grid(); i < cells.count() * heads; i += warps_of_grid()) {
+      const int32_t row = cells.first * heads + i;
       const CellOf cell = cell_of(call, group, row / heads);
       if (is_written(call, cell, EntryForm::kCoded))
         decode_block(decode, row, cell, tables, memory);

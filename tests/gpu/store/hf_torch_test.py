@@ -18,7 +18,7 @@ from tierkv.hf import TierCache  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
 VOCABULARY = 97
-SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=384, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
              head_dim=64, max_position_embeddings=4096, pad_token_id=0, eos_token_id=None, bos_token_id=None)
 # Largest differences of logits, which are of order 1: rounding alone; 8 and 4 bits; 4 and 4 bits; entropy-coded steps without a profile.
 RAW, BOUNDS = 0.05, {"k8v4": 0.3, "k4v4": 0.5, "small": 0.6, "channel": 0.6}

@@ -129,11 +129,11 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const size_t lines = queries / l.head_dim;
   Buffer k, v, q, out, lse;
   std::vector<uint16_t*> k_at, v_at;
-  uint16_t* all_k = KvTwins::put(&k, std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_v = KvTwins::put(&v, std::vector<uint16_t>(values * l.num_layers));
-  uint16_t* all_q = KvTwins::put(&q, std::vector<uint16_t>(queries * l.num_layers));
-  uint16_t* all_out = KvTwins::put(&out, std::vector<uint16_t>(queries * l.num_layers));
-  float* all_lse = KvTwins::put(&lse, std::vector<float>(lines * l.num_layers));
+  uint16_t* all_k = twins.put(&k, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_v = twins.put(&v, std::vector<uint16_t>(values * l.num_layers));
+  uint16_t* all_q = twins.put(&q, std::vector<uint16_t>(queries * l.num_layers));
+  uint16_t* all_out = twins.put(&out, std::vector<uint16_t>(queries * l.num_layers));
+  float* all_lse = twins.put(&lse, std::vector<float>(lines * l.num_layers));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(twins.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -170,9 +170,9 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
     for (uint16_t& e : drawn) {
       e = float_to_half(std::uniform_real_distribution<float>(-1, 1)(rng_));
     }
-    KvTwins::put(&k, x.k);
-    KvTwins::put(&v, x.v);
-    KvTwins::put(&q, drawn);
+    twins.put(&k, x.k);
+    twins.put(&v, x.v);
+    twins.put(&q, drawn);
     if (i > 0) KvTwins::expect_ok(twins.device().note_replay(ids.device_list(), n));
     ASSERT_EQ(cudaGraphLaunch(exec, twins.stream()), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(twins.stream()), cudaSuccess);

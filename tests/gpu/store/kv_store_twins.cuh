@@ -59,7 +59,7 @@ class KvTwins {
   struct Live {
     SequenceId host, device;
     int32_t tokens = 0;
-    bool is_cut = false;  // truncated, and nothing came since
+    int32_t cut_at = 0;  // where the last truncation ended; the body may end there
   };
 
   KvTwins(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(*rng) {
@@ -102,14 +102,14 @@ class KvTwins {
     const Result<SequenceId> b = device_->fork(live_[i].device);
     ASSERT_TRUE(a);
     ASSERT_TRUE(b) << b.status().message();
-    live_.push_back({*a, *b, live_[i].tokens, live_[i].is_cut});
+    live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
   }
   void truncate(size_t i, int32_t tokens) {
     ASSERT_TRUE(host_->truncate(live_[i].host, tokens));
     const Status s = device_->truncate(live_[i].device, tokens);
     ASSERT_TRUE(s) << s.message();
     live_[i].tokens = tokens;
-    live_[i].is_cut = true;
+    live_[i].cut_at = tokens;
   }
 
   TwinTokens draw(size_t count, int32_t tokens) {
@@ -142,10 +142,7 @@ class KvTwins {
       if (l + 1 < config_.layout.num_layers) between();
       if (::testing::Test::HasFatalFailure()) return;
     }
-    for (const size_t i : who) {
-      live_[i].tokens += tokens;
-      live_[i].is_cut = false;
-    }
+    for (const size_t i : who) live_[i].tokens += tokens;
   }
   void extend(const std::vector<size_t>& who, int32_t tokens) {
     extend(who, tokens, [] {});
@@ -181,8 +178,9 @@ class KvTwins {
     a.lse = put(&lse_, std::vector<float>(lines, NAN));
     a.sinks = has_sinks ? put(&sinks_, sinks) : nullptr;
     const Status on_device = device_->attend(a);
-    const bool any_cut =
-        std::any_of(who.begin(), who.end(), [&](size_t i) { return live_[i].is_cut; });
+    const bool any_cut = std::any_of(who.begin(), who.end(), [&](size_t i) {
+      return live_[i].tokens - (q_len - 1) < live_[i].cut_at;
+    });
     if (q_len > 1 && any_cut && on_device.code() == StatusCode::kUnsupported) return;
     expect_ok(on_device);
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
@@ -214,6 +212,8 @@ class KvTwins {
     LayerRange range = {live_[i].host, layer, first, end, dtype, k.data(), v.data()};
     expect_ok(host_->decode_range(range));
     range.sequence = live_[i].device;
+    // An append may still be reading these buffers.
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
     range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
     expect_ok(device_->decode_range(range));
@@ -231,7 +231,7 @@ class KvTwins {
     const auto b = device_->import_sequence(bytes->data(), bytes->size());
     ASSERT_TRUE(a) << a.status().message();
     ASSERT_TRUE(b) << b.status().message();
-    live_.push_back({*a, *b, live_[i].tokens, live_[i].is_cut});
+    live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
   }
 
   struct Ids {
@@ -289,9 +289,11 @@ class KvTwins {
   static void expect_ok(const Status& s) {
     ASSERT_TRUE(s) << status_name(s.code()) << ": " << s.message();
   }
-  // On the device before anything that is enqueued later on a stream that waits for no other.
+  // On the device before anything that is enqueued later, and after what was enqueued before: the
+  // stream and the copy do not wait for each other.
   template <class T>
-  static T* put(Buffer* buffer, const std::vector<T>& x) {
+  T* put(Buffer* buffer, const std::vector<T>& x) {
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     T* const to = buffer->put(x);
     EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
     return to;
