@@ -8,8 +8,7 @@ import sys
 from result_tables import attention, coded, engines, host, memory, quality  # noqa: F401, each adds its tables
 from result_tables.kit import ROOT, TABLES
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "docs/ABLATION.md", "docs/ATTENTION.md", "docs/BENCHMARKS.md", "docs/CODED_ATTENTION.md", "docs/QUALITY.md",
-                                      "store/CHANNEL.md", "store/CODED.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/ABLATION.md", "docs/ATTENTION.md", "docs/BENCHMARKS.md", "docs/CODED_ATTENTION.md", "docs/QUALITY.md")]
 
 
 def filled(text, document):

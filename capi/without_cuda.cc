@@ -4,7 +4,6 @@
 #include "tierkv/attention.h"
 #include "tierkv/engine.h"
 #include "tierkv/significance.h"
-#include "tierkv/store.h"
 #include "tierkv/unified_store.h"
 
 namespace tierkv {
@@ -71,9 +70,6 @@ Status prompt_lse(const SignificanceCall&, float*, GpuStream) {
   return refusal("prompt_lse");
 }
 
-Result<std::unique_ptr<DeviceKvStore>> create_device_store(const KvStoreConfig&, GpuStream) {
-  return refusal("create_device_store");
-}
 Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create_device(const StoreConfig&, GpuStream) {
   return refusal("create_device");
 }

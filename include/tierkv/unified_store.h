@@ -34,10 +34,14 @@
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"
+#include "tierkv/sequence.h"
 #include "tierkv/status.h"
-#include "tierkv/store.h"  // SequenceId, SequenceList, kMaxStepTokens
+
+struct CUstream_st;
 
 namespace tierkv {
+
+using GpuStream = CUstream_st*;  // a cudaStream_t
 
 struct Profile;
 namespace store {
