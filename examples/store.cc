@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tierkv/half.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace {
 
@@ -31,7 +31,7 @@ std::vector<float> random_significance(std::mt19937* rng) {
 }
 
 // [prompt]
-Status fill_prompt(UnifiedStore* store, SequenceId id, std::mt19937* rng) {
+Status fill_prompt(KvStore* store, SequenceId id, std::mt19937* rng) {
   if (Status s = store->begin({&id, 1}, kPrompt); !s) return s;
   for (int layer = 0; layer < kLayers; ++layer) {
     const auto k = random_values(rng, kPrompt * kKvHeads * kHeadDim);
@@ -52,7 +52,7 @@ Status fill_prompt(UnifiedStore* store, SequenceId id, std::mt19937* rng) {
 // [prompt]
 
 // [step]
-Status generate(UnifiedStore* store, SequenceId id, std::mt19937* rng) {
+Status generate(KvStore* store, SequenceId id, std::mt19937* rng) {
   std::vector<uint16_t> out(kQHeads * kHeadDim);
   if (Status s = store->begin({&id, 1}, 1); !s) return s;  // compresses what leaves the window
   for (int layer = 0; layer < kLayers; ++layer) {
@@ -93,9 +93,9 @@ Status run() {
   config.memory_bytes = 16 << 20;
   config.max_sequences = 4;
   config.max_tokens = 2000;
-  Result<std::unique_ptr<UnifiedStore>> made = UnifiedStore::create(config);
+  Result<std::unique_ptr<KvStore>> made = KvStore::create(config);
   if (!made) return made.status();
-  UnifiedStore* store = made->get();
+  KvStore* store = made->get();
   const Result<SequenceId> id = store->add_sequence();
   if (!id) return id.status();
   // [create]

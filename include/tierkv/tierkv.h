@@ -31,6 +31,7 @@
 #include "tierkv/container.h"
 #include "tierkv/engine.h"
 #include "tierkv/format.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
 #include "tierkv/policy.h"
@@ -38,7 +39,6 @@
 #include "tierkv/significance.h"
 #include "tierkv/status.h"
 #include "tierkv/tierkv_c.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv {
 

@@ -1,5 +1,5 @@
 /* The KV store for C. The rules of tierkv_c.h hold; names and meanings are those of
- * unified_store.h, which is the manual of the calls.
+ * kv_store.h, which is the manual of the calls.
  *
  *   tkv_kv_store* store;
  *   tkv_sequence_id id;

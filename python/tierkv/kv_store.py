@@ -9,7 +9,7 @@
             store.append(id, layer, k, v)               # [1, n, 3, 64]
             seen = store.attend(id, layer, q)           # [1, 1 to n, 9, 64]: of the newest tokens
 
-include/tierkv/unified_store.h says what each call does and what it refuses.
+include/tierkv/kv_store.h says what each call does and what it refuses.
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
 //
-//   Result<std::unique_ptr<UnifiedStore>> store = UnifiedStore::create(config);
+//   Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
 //   SequenceId id = *(*store)->add_sequence();
 //   begin({&id, 1}, n);                           // a prompt, a turn or a step: any n >= 1
 //   for each layer: append(...), attend(...);
@@ -177,11 +177,11 @@ struct Shortage {
   int64_t bytes = 0;
 };
 
-class TKV_API UnifiedStore final {
+class TKV_API KvStore final {
  public:
   // In host memory. kOutOfMemory where there is not as much as memory_bytes; kOutOfRange, naming
   // memory_bytes, where that is too little for max_sequences.
-  static Result<std::unique_ptr<UnifiedStore>> create(const StoreConfig& config);
+  static Result<std::unique_ptr<KvStore>> create(const StoreConfig& config);
   // In the memory of the device that is current now; all pointers of calls lead there. Calls
   // enqueue on `stream`, which must outlive the store, and wait only where they say so, or where
   // what the host knows of free pages does not suffice. Exists where the library was built with
@@ -200,9 +200,9 @@ class TKV_API UnifiedStore final {
   // k, v, q and out are aligned to 16 bytes. Not here yet, kUnsupported with the name:
   // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right
   // behind a truncation that ends in the body, groups of more than 16 q heads.
-  static Result<std::unique_ptr<UnifiedStore>> create_device(const StoreConfig& config,
-                                                             GpuStream stream);
-  ~UnifiedStore();
+  static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
+                                                        GpuStream stream);
+  ~KvStore();
 
   const StoreConfig& config() const;
 
@@ -248,7 +248,7 @@ class TKV_API UnifiedStore final {
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:
-  explicit UnifiedStore(std::unique_ptr<store::Engine> engine);
+  explicit KvStore(std::unique_ptr<store::Engine> engine);
   std::unique_ptr<store::Engine> engine_;
 };
 
