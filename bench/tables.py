@@ -8,7 +8,7 @@ import sys
 from result_tables import attention, coded, engines, host, memory, quality  # noqa: F401, each adds its tables
 from result_tables.kit import ROOT, TABLES
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "bench/REPORT.md", "store/CHANNEL.md", "store/CODED.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "bench/REPORT.md")]
 
 
 def filled(text, document, used):

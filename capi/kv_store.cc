@@ -1,12 +1,12 @@
 // The KV store.
+#include "tierkv/kv_store.h"
 #include "capi/buffer.h"
 #include "capi/profile_data.h"
 #include "capi/tier_format.h"
 #include "tierkv/tierkv_kv_c.h"
-#include "tierkv/unified_store.h"
 
 struct tkv_kv_store {
-  std::unique_ptr<tierkv::UnifiedStore> store;
+  std::unique_ptr<tierkv::KvStore> store;
 };
 
 namespace tierkv::capi {
@@ -127,7 +127,7 @@ Status create(const tkv_kv_config* config, tkv_kv_store** out, const Make& make)
   StoreConfig c;
   if (out == nullptr) return invalid("store is null");
   if (Status s = read_config(config, &c); !s) return s;
-  Result<std::unique_ptr<UnifiedStore>> store = make(c);
+  Result<std::unique_ptr<KvStore>> store = make(c);
   if (store) *out = new tkv_kv_store{std::move(*store)};
   return store.status();
 }
@@ -146,7 +146,7 @@ Status fit(const tkv_kv_config* config, int64_t* typical, int64_t* least) {
 // The sequences of a call. What cannot be read becomes a list that the store refuses.
 class Sequences {
  public:
-  Sequences(const UnifiedStore& store, const tkv_sequence_id* ids, int32_t count) : count_(count) {
+  Sequences(const KvStore& store, const tkv_sequence_id* ids, int32_t count) : count_(count) {
     if (ids == nullptr || count < 1 || count > store.config().max_sequences) return;
     ids_.reserve(count);
     for (int32_t i = 0; i < count; ++i) ids_.push_back(id_of(ids[i]));
@@ -158,7 +158,7 @@ class Sequences {
   int32_t count_;
 };
 
-Status append(UnifiedStore& store, const tkv_kv_append_call* call) {
+Status append(KvStore& store, const tkv_kv_append_call* call) {
   tkv_kv_append_call c;
   if (Status s = read_struct(call, "call", &c); !s) return s;
   const Sequences sequences(store, c.sequences, c.num_sequences);
@@ -166,7 +166,7 @@ Status append(UnifiedStore& store, const tkv_kv_append_call* call) {
       {sequences.list(), c.layer, c.tokens, c.k, c.v, c.significance, c.stride, c.q});
 }
 
-Status attend(UnifiedStore& store, const tkv_kv_attend_call* call) {
+Status attend(KvStore& store, const tkv_kv_attend_call* call) {
   tkv_kv_attend_call c;
   if (Status s = read_struct(call, "call", &c); !s) return s;
   const Sequences sequences(store, c.sequences, c.num_sequences);
@@ -185,7 +185,7 @@ Status attend(UnifiedStore& store, const tkv_kv_attend_call* call) {
   return store.attend(out);
 }
 
-Status decode_range(UnifiedStore& store, const tkv_kv_range* range) {
+Status decode_range(KvStore& store, const tkv_kv_range* range) {
   tkv_kv_range r;
   if (Status s = read_struct(range, "range", &r); !s) return s;
   LayerRange out;
@@ -199,7 +199,7 @@ Status decode_range(UnifiedStore& store, const tkv_kv_range* range) {
   return store.decode_range(out);
 }
 
-Status get_usage(UnifiedStore& store, tkv_kv_usage* out) {
+Status get_usage(KvStore& store, tkv_kv_usage* out) {
   tkv_kv_usage u;
   if (Status s = read_struct(out, "usage", &u); !s) return s;
   const Result<StoreUsage> usage = store.usage();
@@ -221,7 +221,7 @@ Status get_usage(UnifiedStore& store, tkv_kv_usage* out) {
   return Status::ok();
 }
 
-// body(UnifiedStore&), guarded.
+// body(KvStore&), guarded.
 template <class Body>
 tkv_status on_store(tkv_kv_store* store, tkv_error* error, const Body& body) {
   return guarded(error, [&]() -> Status {
@@ -240,19 +240,19 @@ Status give(const Result<T>& found, Out* out, const Convert& convert) {
 }  // namespace tierkv::capi
 
 namespace capi = tierkv::capi;
-using tierkv::UnifiedStore;
+using tierkv::KvStore;
 
 extern "C" {
 
 tkv_status tkv_kv_create(const tkv_kv_config* config, tkv_kv_store** store, tkv_error* error) {
-  return capi::guarded(error, [&] { return capi::create(config, store, UnifiedStore::create); });
+  return capi::guarded(error, [&] { return capi::create(config, store, KvStore::create); });
 }
 
 tkv_status tkv_kv_create_device(const tkv_kv_config* config, void* stream, tkv_kv_store** store,
                                 tkv_error* error) {
   return capi::guarded(error, [&] {
     return capi::create(config, store, [&](const tierkv::StoreConfig& c) {
-      return UnifiedStore::create_device(c, static_cast<tierkv::GpuStream>(stream));
+      return KvStore::create_device(c, static_cast<tierkv::GpuStream>(stream));
     });
   });
 }
@@ -267,7 +267,7 @@ tkv_status tkv_kv_tokens_that_fit(const tkv_kv_config* config, int64_t* typical,
 }
 
 tkv_status tkv_kv_add_sequence(tkv_kv_store* store, tkv_sequence_id* sequence, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     if (sequence == nullptr) return capi::invalid("sequence is null");
     return capi::give(s.add_sequence(), sequence, tierkv::number_of);
   });
@@ -275,38 +275,37 @@ tkv_status tkv_kv_add_sequence(tkv_kv_store* store, tkv_sequence_id* sequence, t
 
 tkv_status tkv_kv_begin(tkv_kv_store* store, const tkv_sequence_id* sequences,
                         int32_t num_sequences, int32_t tokens, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     return s.begin(capi::Sequences(s, sequences, num_sequences).list(), tokens);
   });
 }
 
 tkv_status tkv_kv_append(tkv_kv_store* store, const tkv_kv_append_call* call, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) { return capi::append(s, call); });
+  return capi::on_store(store, error, [&](KvStore& s) { return capi::append(s, call); });
 }
 
 tkv_status tkv_kv_attend(tkv_kv_store* store, const tkv_kv_attend_call* call, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) { return capi::attend(s, call); });
+  return capi::on_store(store, error, [&](KvStore& s) { return capi::attend(s, call); });
 }
 
 tkv_status tkv_kv_note_replay(tkv_kv_store* store, const tkv_sequence_id* sequences,
                               int32_t num_sequences, int32_t tokens, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     return s.note_replay(capi::Sequences(s, sequences, num_sequences).list(), tokens);
   });
 }
 
 tkv_status tkv_kv_take_status(tkv_kv_store* store, tkv_error* error) {
-  return capi::on_store(store, error, [](UnifiedStore& s) { return s.take_status(); });
+  return capi::on_store(store, error, [](KvStore& s) { return s.take_status(); });
 }
 
 tkv_status tkv_kv_decode_range(tkv_kv_store* store, const tkv_kv_range* range, tkv_error* error) {
-  return capi::on_store(store, error,
-                        [&](UnifiedStore& s) { return capi::decode_range(s, range); });
+  return capi::on_store(store, error, [&](KvStore& s) { return capi::decode_range(s, range); });
 }
 
 tkv_status tkv_kv_fork(tkv_kv_store* store, tkv_sequence_id source, tkv_sequence_id* copy,
                        tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     if (copy == nullptr) return capi::invalid("copy is null");
     return capi::give(s.fork(tierkv::id_of(source)), copy, tierkv::number_of);
   });
@@ -314,18 +313,18 @@ tkv_status tkv_kv_fork(tkv_kv_store* store, tkv_sequence_id source, tkv_sequence
 
 tkv_status tkv_kv_truncate(tkv_kv_store* store, tkv_sequence_id sequence, int32_t tokens,
                            tkv_error* error) {
-  return capi::on_store(
-      store, error, [&](UnifiedStore& s) { return s.truncate(tierkv::id_of(sequence), tokens); });
+  return capi::on_store(store, error,
+                        [&](KvStore& s) { return s.truncate(tierkv::id_of(sequence), tokens); });
 }
 
 tkv_status tkv_kv_release(tkv_kv_store* store, tkv_sequence_id sequence, tkv_error* error) {
   return capi::on_store(store, error,
-                        [&](UnifiedStore& s) { return s.release(tierkv::id_of(sequence)); });
+                        [&](KvStore& s) { return s.release(tierkv::id_of(sequence)); });
 }
 
 tkv_status tkv_kv_num_tokens(tkv_kv_store* store, tkv_sequence_id sequence, int32_t* tokens,
                              tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     if (tokens == nullptr) return capi::invalid("tokens is null");
     return capi::give(s.num_tokens(tierkv::id_of(sequence)), tokens, [](int32_t n) { return n; });
   });
@@ -333,19 +332,19 @@ tkv_status tkv_kv_num_tokens(tkv_kv_store* store, tkv_sequence_id sequence, int3
 
 tkv_status tkv_kv_bytes_held(tkv_kv_store* store, tkv_sequence_id sequence, int64_t* bytes,
                              tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     if (bytes == nullptr) return capi::invalid("bytes is null");
     return capi::give(s.bytes_held(tierkv::id_of(sequence)), bytes, [](int64_t n) { return n; });
   });
 }
 
 tkv_status tkv_kv_get_usage(tkv_kv_store* store, tkv_kv_usage* usage, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) { return capi::get_usage(s, usage); });
+  return capi::on_store(store, error, [&](KvStore& s) { return capi::get_usage(s, usage); });
 }
 
 tkv_status tkv_kv_export_sequence(tkv_kv_store* store, tkv_sequence_id sequence, tkv_buffer* out,
                                   tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     const tierkv::Result<std::vector<uint8_t>> bytes = s.export_sequence(tierkv::id_of(sequence));
     return bytes ? capi::fill(*bytes, out) : bytes.status();
   });
@@ -353,7 +352,7 @@ tkv_status tkv_kv_export_sequence(tkv_kv_store* store, tkv_sequence_id sequence,
 
 tkv_status tkv_kv_import_sequence(tkv_kv_store* store, const uint8_t* bytes, size_t size,
                                   tkv_sequence_id* sequence, tkv_error* error) {
-  return capi::on_store(store, error, [&](UnifiedStore& s) {
+  return capi::on_store(store, error, [&](KvStore& s) {
     if (bytes == nullptr || sequence == nullptr) return capi::invalid("bytes or sequence is null");
     return capi::give(s.import_sequence(bytes, size), sequence, tierkv::number_of);
   });

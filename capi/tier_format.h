@@ -6,7 +6,7 @@
 #include "capi/abi.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
-#include "tierkv/tierkv_store_c.h"
+#include "tierkv/tierkv_attention_c.h"
 
 namespace tierkv::capi {
 

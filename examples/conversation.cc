@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tierkv/half.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace {
 
@@ -29,7 +29,7 @@ struct Model {
 
 // [append]
 // Tokens first .. first + count - 1: a prompt, a turn or a step.
-Status give(UnifiedStore* store, SequenceId id, const Model& model, int first, int count) {
+Status give(KvStore* store, SequenceId id, const Model& model, int first, int count) {
   if (Status s = store->begin({&id, 1}, count); !s) return s;
   for (int layer = 0; layer < kLayers; ++layer) {
     const size_t token = static_cast<size_t>(layer) * kTokens + first;
@@ -46,7 +46,7 @@ Status give(UnifiedStore* store, SequenceId id, const Model& model, int first, i
 // [append]
 
 // The newest token's attention over the last layer.
-Status attend(UnifiedStore* store, SequenceId id, const Model& model, std::vector<uint16_t>* out) {
+Status attend(KvStore* store, SequenceId id, const Model& model, std::vector<uint16_t>* out) {
   const Result<int32_t> tokens = store->num_tokens(id);
   if (!tokens) return tokens.status();
   const size_t token = static_cast<size_t>(kLayers - 1) * kTokens + *tokens - 1;
@@ -59,7 +59,7 @@ Status attend(UnifiedStore* store, SequenceId id, const Model& model, std::vecto
   return store->attend(request);
 }
 
-Status converse(UnifiedStore* store, SequenceId id, const Model& model, int* tokens) {
+Status converse(KvStore* store, SequenceId id, const Model& model, int* tokens) {
   std::vector<uint16_t> out;
   for (const int turn : kTurns) {
     if (Status s = give(store, id, model, *tokens, turn); !s) return s;
@@ -81,7 +81,7 @@ Status run() {
   config.memory_bytes = 8 << 20;
   config.max_sequences = 4;
   config.max_tokens = kTokens;
-  Result<std::unique_ptr<UnifiedStore>> store = UnifiedStore::create(config);
+  Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
   // [config]
   if (!store) return store.status();
   std::mt19937 rng(1);

@@ -1,13 +1,12 @@
 // Keep the KV cache of one sequence compressed: a prompt, then tokens one by one, with attention
 // over what is left, and a fork that shares pages. The model is a stand-in: random keys, values and
 // queries.
-#include <algorithm>
 #include <cstdio>
 #include <random>
 #include <vector>
 
 #include "tierkv/half.h"
-#include "tierkv/store.h"
+#include "tierkv/kv_store.h"
 
 namespace {
 
@@ -33,40 +32,47 @@ std::vector<float> random_significance(std::mt19937* rng) {
 
 // [prompt]
 Status fill_prompt(KvStore* store, SequenceId id, std::mt19937* rng) {
-  if (Status s = store->begin_prompt({&id, 1}, kPrompt); !s) return s;
+  if (Status s = store->begin({&id, 1}, kPrompt); !s) return s;
   for (int layer = 0; layer < kLayers; ++layer) {
     const auto k = random_values(rng, kPrompt * kKvHeads * kHeadDim);
     const auto v = random_values(rng, kPrompt * kKvHeads * kHeadDim);
-    if (Status s = store->append({{&id, 1}, layer, kPrompt, k.data(), v.data()}); !s) return s;
     const auto significance = random_significance(rng);
-    if (Status s = store->score_prompt({{&id, 1}, layer, significance.data(), kPrompt}); !s) {
-      return s;
-    }
+    LayerAppend call;
+    call.sequences = {&id, 1};
+    call.layer = layer;
+    call.tokens = kPrompt;
+    call.k = k.data();
+    call.v = v.data();
+    call.significance = significance.data();
+    call.stride = kPrompt;
+    if (Status s = store->append(call); !s) return s;
   }
-  return store->end_prompt({&id, 1});
+  return Status::ok();
 }
 // [prompt]
 
 // [step]
 Status generate(KvStore* store, SequenceId id, std::mt19937* rng) {
   std::vector<uint16_t> out(kQHeads * kHeadDim);
-  std::vector<float> probabilities(kKvHeads * (kPrompt + kSteps));
-  if (Status s = store->begin_step({&id, 1}, 1); !s) return s;  // compacts all layers
+  if (Status s = store->begin({&id, 1}, 1); !s) return s;  // compresses what leaves the window
   for (int layer = 0; layer < kLayers; ++layer) {
     const auto k = random_values(rng, kKvHeads * kHeadDim);
     const auto v = random_values(rng, kKvHeads * kHeadDim);
     const auto q = random_values(rng, kQHeads * kHeadDim);
-    if (Status s = store->append({{&id, 1}, layer, 1, k.data(), v.data()}); !s) return s;
-    AttendRequest request;
+    LayerAppend token;
+    token.sequences = {&id, 1};
+    token.layer = layer;
+    token.tokens = 1;
+    token.k = k.data();
+    token.v = v.data();
+    if (Status s = store->append(token); !s) return s;
+    LayerAttend request;
     request.sequences = {&id, 1};
     request.layer = layer;
     request.q = q.data();
     request.out = out.data();
-    request.probabilities = probabilities.data();
-    request.stride = kPrompt + kSteps;
+    request.count_query = true;
     if (Status s = store->attend(request); !s) return s;
-    const ScoreUpdate update = {{&id, 1}, layer, 0, probabilities.data(), kPrompt + kSteps};
-    if (Status s = store->update_scores(update); !s) return s;
   }
   return Status::ok();
 }
@@ -75,14 +81,16 @@ Status generate(KvStore* store, SequenceId id, std::mt19937* rng) {
 Status run() {
   std::mt19937 rng(7);
   // [create]
-  KvStoreConfig config;
+  StoreConfig config;
   config.layout.num_layers = kLayers;
   config.layout.num_q_heads = kQHeads;
   config.layout.num_kv_heads = kKvHeads;
   config.layout.head_dim = kHeadDim;
   config.layout.sm_scale = 0.0884;
-  config.policy.alpha_low = 0.02;  // prunes; 0 keeps every token
-  config.num_pages = 400;
+  TiersFormat tiers;
+  tiers.classes[0].alpha_low = 0.02;  // prunes; 0 keeps every token
+  config.format = tiers;
+  config.memory_bytes = 16 << 20;
   config.max_sequences = 4;
   config.max_tokens = 2000;
   Result<std::unique_ptr<KvStore>> made = KvStore::create(config);
@@ -97,16 +105,14 @@ Status run() {
   }
   const Result<SequenceId> copy = store->fork(*id);
   if (!copy) return copy.status();
-  const Result<StoreStats> stats = store->stats();
-  if (!stats) return stats.status();
-  const int64_t* tokens = stats->tokens;
-  std::printf("rows hold %lld window, %lld high, %lld low tokens; %lld pruned\n",
-              static_cast<long long>(tokens[0]), static_cast<long long>(tokens[1]),
-              static_cast<long long>(tokens[2]), static_cast<long long>(tokens[3]));
-  std::printf("%d of %d pages in use, %d shared; %.2f times smaller in tokens, %.2f in the pool\n",
-              stats->pages - stats->pages_free, stats->pages, stats->pages_shared,
-              stats->nominal_ratio(), stats->pool_gain());
-  const bool compressed = stats->nominal_ratio() > 2 && stats->pages_shared > 0;
+  const Result<StoreUsage> usage = store->usage();
+  if (!usage) return usage.status();
+  std::printf("%lld of %lld pages in use, %lld shared; %lld of %lld bytes\n",
+              static_cast<long long>(usage->pages - usage->pages_free),
+              static_cast<long long>(usage->pages), static_cast<long long>(usage->pages_shared),
+              static_cast<long long>(usage->nominal_bytes),
+              static_cast<long long>(usage->raw_bytes));
+  const bool compressed = 2 * usage->nominal_bytes < usage->raw_bytes && usage->pages_shared > 0;
   return compressed ? Status::ok() : Status(StatusCode::kCorrupt, "it did not compress");
 }
 

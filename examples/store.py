@@ -15,40 +15,37 @@ def tokens(count):
 
 
 def query():
-    return rng.normal(size=(1, Q_HEADS, HEAD_DIM)).astype(np.float16)
+    return rng.normal(size=(1, 1, Q_HEADS, HEAD_DIM)).astype(np.float16)
 
 
 def fill_prompt(store, id):
-    store.begin_prompt(id, PROMPT)
+    store.begin(id, PROMPT)
     for layer in range(LAYERS):
-        store.append(id, layer, tokens(PROMPT), tokens(PROMPT))
         # What a prompt's attention would have found: a few tokens matter.
-        store.score_prompt(id, layer, rng.exponential(2 / PROMPT, (1, KV_HEADS, PROMPT)).astype(np.float32))
-    store.end_prompt(id)
+        significance = rng.exponential(2 / PROMPT, (1, KV_HEADS, PROMPT)).astype(np.float32)
+        store.append(id, layer, tokens(PROMPT), tokens(PROMPT), significance=significance)
 
 
 def generate(store, id):
-    store.begin_step(id)  # compacts all layers, makes room
+    store.begin(id, 1)  # compresses what leaves the window
     for layer in range(LAYERS):
         store.append(id, layer, tokens(1), tokens(1))
-        seen = store.attend(id, layer, query(), probabilities=True)
-        store.update_scores(id, layer, seen.probabilities)
+        store.attend(id, layer, query(), count_query=True)
 
 
 def main():
-    config = tierkv.StoreConfig(LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, num_pages=200, max_sequences=2, max_tokens=PROMPT + STEPS,
-                                policy=tierkv.TierPolicy(alpha_low=0.02))  # prunes; 0 keeps every token
-    with tierkv.Store(config) as store, tierkv.Store(config) as other:
+    tiers = tierkv.TiersFormat((tierkv.TierClass(alpha_low=0.02),))  # prunes; 0 keeps every token
+    config = tierkv.StoreConfig(LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, max_sequences=2, max_tokens=PROMPT + STEPS, format=tiers)
+    with tierkv.KvStore(config) as store, tierkv.KvStore(config) as other:
         id = store.add_sequence()
         fill_prompt(store, id)
         for _ in range(STEPS):
             generate(store, id)
-        stats = store.stats()
+        usage = store.usage()
         data = store.export_sequence(id)
         moved = other.import_sequence(data)
-        print(f"{stats.nominal_ratio:.2f} times smaller, {stats.pruned_tokens} tokens of {LAYERS * KV_HEADS} rows pruned; "
-              f"{other.num_tokens(moved)} tokens moved as {len(data)} bytes")
-        assert stats.nominal_ratio > 2 and other.num_tokens(moved) == PROMPT + STEPS
+        print(f"{usage.raw_bytes / usage.nominal_bytes:.2f} times smaller; {other.num_tokens(moved)} tokens moved as {len(data)} bytes")
+        assert 2 * usage.nominal_bytes < usage.raw_bytes and other.num_tokens(moved) == PROMPT + STEPS
 
 
 if __name__ == "__main__":

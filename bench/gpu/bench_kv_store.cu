@@ -11,7 +11,7 @@
 
 #include "bench/gpu/codec_bench.cuh"
 #include "codec/policy/profile.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace tierkv::bench {
 namespace {
@@ -72,7 +72,7 @@ StoreConfig make_config(const std::string& format, int32_t sequences, int32_t ma
 class Cache {
  public:
   Cache(const StoreConfig& config, int32_t sequences, cudaStream_t stream) : stream_(stream) {
-    Result<std::unique_ptr<UnifiedStore>> made = UnifiedStore::create_device(config, stream);
+    Result<std::unique_ptr<KvStore>> made = KvStore::create_device(config, stream);
     require(made.status());
     store = std::move(*made);
     const int64_t most = std::max<int64_t>(int64_t{kPrompt}, sequences) * kTokenElements;
@@ -119,7 +119,7 @@ class Cache {
   }
   SequenceList all() const { return {ids.data(), static_cast<int32_t>(ids.size())}; }
 
-  std::unique_ptr<UnifiedStore> store;
+  std::unique_ptr<KvStore> store;
   std::vector<SequenceId> ids;
   uint16_t *k, *v, *q, *out;
 

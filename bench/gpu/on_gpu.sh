@@ -41,7 +41,6 @@ run_tests() {
   for t in test_gpu_*; do
     if wanted "${t#test_gpu_}" "$@"; then part "$t" "./$t"; fi
   done
-  if [ -d python ] && wanted store_torch "$@"; then part store_torch_test python3 -B store_torch_test.py python; fi
 }
 
 # Of a test the cases named Small*, or all where it has none. The attention kernels have more barriers than synccheck follows where
@@ -86,11 +85,6 @@ run_bench() {
           part "${b}_kvcomp" "./$b" --codes codes_kvcomp.bin --only attention --rung "pair 10 bits x16 /2" \
             --out "$OUT/coded_kvcomp.json" --commit "$COMMIT"
         fi
-        ;;
-      coded_device)
-        part "$b" "./$b" --out "$OUT/$name.json" --commit "$COMMIT"
-        part "${b}_mixed" "./$b" --mixed --out "$OUT/coded_mixed.json" --commit "$COMMIT"
-        part "${b}_broad" "./$b" --broad --out "$OUT/coded_broad.json" --commit "$COMMIT"
         ;;
       matvec)
         if [ -e halves.bin ]; then

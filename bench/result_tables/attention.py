@@ -177,13 +177,3 @@ def tensor_rates():
     return (markdown(["instruction, 8 warps on an SM", "per us and SM", "work of an `mma.m16n8k16`"], rows) + "\n\n" +
             markdown(["the arithmetic of keys and values as A, on tiles in shared memory", "tiles per us and SM", "as GB/s of all SMs",
                       "time as % of reading them", "% of `mma`'s rate"], arithmetic))
-
-
-@table
-def counting():
-    r, rows = result("store.json"), []
-    names = {"mixed": "30% K8V4, 60% K4V2, 10% pruned", "high": "K8V4", "low": "K4V2"}
-    for c in r["counting"]:
-        us = {part: c[part]["median_us"] for part in ("attend", "leaving_scores", "counting", "attend_and_count")}
-        rows.append([names[c["cache"]], *(f"{us[part]:.1f}" for part in us), f"{100 * (us['attend_and_count'] / us['attend'] - 1):.0f}%"])
-    return markdown(["cache", "attend, us", "leaving its scores", "counting from them alone", "its query counted", "more"], rows)

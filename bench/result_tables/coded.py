@@ -155,40 +155,7 @@ def coded_decoding():
 
 
 @table
-def coded_store():
-    r, rows = result("coded_device.json"), []
-    for m in r["runs"]:
-        rows.append([f"{m['sequences']} x {m['tokens']}", m["max_length"], f"{m['ratio']:.2f}", f"{m['attend_us']:.0f} us",
-                     f"{m['tera_codes_per_s']:.2f} T", f"{1e-3 * m['step_us']:.2f} ms", f"{1e-3 * m['filling_step_us']:.2f} ms",
-                     f"{m['end_prompt_ms']:.1f} ms, {m['end_prompt_giga_codes_per_s']:.0f} G codes/s",
-                     f"{m['first_end_prompt_ms']:.0f}, {m['first_end_prompt_device_books_ms']:.0f} ms"])
-    return (f"{r['gpu']}, commit {r['commit'][:7]}.\n\n" +
-            markdown(["sequences x tokens", "bits of words", "ratio", "attend", "", "a step", "that codes a block in every row", "later prompts",
-                      "first: codebooks on host, device"], rows))
-
-
-@table
 def coded_kvcomp():
     measured = [m for m in result("coded_kvcomp.json")["results"] if m["kind"] == "attention"]
     return markdown(["bits a code"] + [m["shape"].replace("x", " x ") for m in measured],
                     [[f"{measured[0]['bits_per_symbol']:.2f}"] + [f"{m['tera_symbols_per_s']:.2f} T" for m in measured]])
-
-
-@table
-def coded_mixed():
-    shares, rows = {0: "none", 16: "every 16th", 8: "8th", 4: "4th", 1: "all"}, {}
-    for m in result("coded_mixed.json")["runs"]:
-        shape = f"{m['sequences']} x {m['tokens']}"
-        cells = rows.setdefault(shape, {})
-        cells[m["fixed_every"]] = f"{m['ratio']:.2f}", f"{m['attend_us']:.0f} us", f"{m['end_prompt_ms']:.1f} ms"
-    return markdown(["ratio, attend, end of prompt"] + list(shares.values()),
-                    [[shape] + [", ".join(cells[n]) if n in cells else "-" for n in shares] for shape, cells in rows.items()])
-
-
-@table
-def coded_broad():
-    rows = []
-    for m in result("coded_broad.json")["runs"]:
-        rows.append([m["head_dim"], m["q_heads"] // 8, m["q_len"], m["queries"], f"{m['attend_us']:.0f} us", f"{m['tera_codes_per_s']:.2f} T",
-                     f"{m['attend_with_probabilities_us']:.0f} us"])
-    return markdown(["head_dim", "q heads a kv_head", "queries", "of", "attend", "", "with probabilities"], rows)

@@ -1,4 +1,4 @@
-"""Allocator, codec and store on a GPU."""
+"""Allocator and codec on a GPU."""
 from .kit import markdown, result, table
 
 
@@ -58,37 +58,8 @@ def channel():
 
 
 @table
-def channel_store():
-    r = result("channel_store.json")
-    us = {(m["name"], m["shape"]): m for m in r["results"]}
-    shapes = ("64 x 4096", "8 x 32768", "1 x 32768")
-    attended = [(name.removeprefix("attend "), shape) for name, shape in us if name.startswith("attend ")]
-    formats = [f for f, shape in attended if shape == shapes[0]]
-
-    def cell(f, shape):  # behind a comma the queries, which change nothing about the bytes
-        return f"{us['attend ' + f, shape]['median_us']:.1f} ({us['only read ' + f.split(',')[0], shape]['median_us']:.1f})"
-
-    rows = [[f] + [cell(f, s) for s in shapes] for f in formats]
-    lengths = [[f, shape, cell(f, shape)] for f, shape in attended if shape not in shapes]
-    calls = [[m["name"], m["shape"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"]
-             for m in r["results"] if m["name"].startswith(("begin_step", "append"))]
-    return (f"{r['gpu']}, commit {r['commit'][:7]}.\n\n" + markdown(["attend, us", *shapes], rows) + "\n\n" +
-            (markdown(["attend", "lengths", "us"], lengths) + "\n\n" if lengths else "") +
-            markdown(["call", "shape", "us: median [p10, p90]"], calls))
-
-
-@table
 def prompt():
     peers = result("peers_prompt.json")
     rows = [[f"{p['backend']} causal attention, torch {peers['torch']}", f"{p['median_us']:.0f}", f"{p['tflop_per_s']:.0f}"]
             for p in peers["results"]]
     return kernels(result("prompt.json")) + "\n\n" + markdown(["peer on the same prompt", "us", "TFLOP/s"], rows)
-
-
-@table
-def store():
-    r = result("store.json")
-    rows = [[m["name"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]"] for m in r["results"]]
-    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['sequences']} sequences of {r['tokens']} tokens, {r['layers']} layers; pool gain "
-            f"{r['before']['pool_gain']:.2f} after the prompt, {r['after']['pool_gain']:.2f} after {r['steps']} steps.\n\n" +
-            markdown(["call", "us: median [p10, p90]"], rows))

@@ -44,7 +44,7 @@ enum class ChunkKind : uint16_t {
   kSignificance = 9,    // of a (layer, kv_head)
   kPage = 10,           // tokens of a (layer, kv_head, part), unified page by page
   kPageFormat = 11,     // of the pages of a (layer, part)
-  kStore = 12,          // which store a sequence is of, and where its tokens lie (tierkv/cold.h)
+  kStore = 12,          // which store a sequence is of, and where its tokens lie (store/ENGINE.md)
   kStoreRow = 13,       // of a (layer, kv_head) of it
   kStorePage = 14,      // of a (layer, kv_head, part) of it, page by page
   kStoreFixed = 15,     // of a coded store with fixed-rate blocks: their format

@@ -28,16 +28,16 @@
 #include "tierkv/attention.h"
 #include "tierkv/basis.h"
 #include "tierkv/codec.h"
-#include "tierkv/cold.h"
 #include "tierkv/container.h"
 #include "tierkv/engine.h"
 #include "tierkv/format.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/layout.h"
 #include "tierkv/page.h"
 #include "tierkv/policy.h"
+#include "tierkv/sequence.h"
 #include "tierkv/significance.h"
 #include "tierkv/status.h"
-#include "tierkv/store.h"
 #include "tierkv/tierkv_c.h"
 
 namespace tierkv {

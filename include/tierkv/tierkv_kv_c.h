@@ -1,5 +1,5 @@
 /* The KV store for C. The rules of tierkv_c.h hold; names and meanings are those of
- * unified_store.h, which is the manual of the calls.
+ * kv_store.h, which is the manual of the calls.
  *
  *   tkv_kv_store* store;
  *   tkv_sequence_id id;
@@ -13,13 +13,16 @@
 #ifndef TIERKV_TIERKV_KV_C_H_
 #define TIERKV_TIERKV_KV_C_H_
 
-#include "tierkv/tierkv_store_c.h"
+#include "tierkv/tierkv_attention_c.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 typedef struct tkv_kv_store tkv_kv_store;
+
+/* Names a sequence of one store; 0 names none. A released id stays stale for good. */
+typedef uint64_t tkv_sequence_id;
 
 /* How a model rotates keys and queries by position. */
 typedef struct tkv_rope {
@@ -58,6 +61,14 @@ typedef struct tkv_tiers_format {
   int32_t plain_keys;                   /* 1: keys are not rotated by a Hadamard matrix */
   int32_t plain_values;                 /* likewise */
 } tkv_tiers_format;
+
+/* Blocks of channel-wise keys. Zeros are the defaults. */
+typedef struct tkv_channel_config {
+  size_t struct_size;
+  int32_t k_bits;       /* 4 or 2; 0: 4 */
+  int32_t v_bits;       /* likewise */
+  int32_t block_tokens; /* 64 or 128; 0: 64 */
+} tkv_channel_config;
 
 /* Exactly one of coded, tiers and channel may be given; none: coded with its defaults. */
 typedef struct tkv_kv_config {

@@ -6,7 +6,7 @@
     with tierkv.open("cache.tkv") as cache:
         layer = cache.decode_layer(3)                                  # layer.k, layer.v: NumPy
 
-    with tierkv.Store(config) as store: ...                            # the cache of many sequences, with attention
+    with tierkv.KvStore(config) as store: ...                            # the cache of many sequences, with attention
 
 Errors are exceptions, all of them TierkvError.
 """
@@ -17,19 +17,18 @@ from .container import Cache, CacheInfo, Layer, Sequence, open, open_bytes
 from .dumps import Compressed, Result, Thresholds, analyze, calibrate, compress, decompress
 from .errors import (BufferTooSmallError, CorruptError, CudaError, InputOutputError, InvalidArgumentError, NonFiniteError, NotFoundError,
                      OutOfMemoryError, OutOfPagesError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError, VersionError)
+from .kv_store import (Attention, ChannelFormat, CodedFormat, KvStore, StoreConfig, StoreUsage, TierClass, TierFormat, TiersFormat)
 from .profile import ComponentProfile, Matrices, Profile, ProfileData, Rope, assign_classes, head_scales, read_profile, write_profile
 from .prompt import lse, significance
-from .store import Attention, Store, StoreStats
-from .store_config import Basis, ChannelConfig, CodedConfig, StoreConfig, TierFormat, TierPolicy
 
 __version__: str = _core().dll.tkv_version().decode()
 
 __all__ = [
-    "Attention", "Basis", "BufferTooSmallError", "Cache", "CacheInfo", "ChannelConfig", "Codebook", "CodedConfig", "ComponentProfile",
-    "Compressed", "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "Layer", "Matrices", "NonFiniteError",
-    "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat", "PageTokens",
-    "Profile", "ProfileData", "QuantizedRows", "Result", "Rope", "Sequence", "StaleSequenceError", "Store", "StoreConfig", "StoreStats", "Thresholds",
-    "TierFormat", "TierPolicy", "TierkvError", "UnsupportedError", "VersionError", "__version__", "analyze", "assign_classes",
-    "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize", "encode", "head_scales", "lse", "open", "open_bytes", "quantize",
-    "read_profile", "significance", "write_profile",
+    "Attention", "BufferTooSmallError", "Cache", "CacheInfo", "ChannelFormat", "Codebook", "CodedFormat", "ComponentProfile",
+    "Compressed", "CorruptError", "CudaError", "InputOutputError", "InvalidArgumentError", "KvStore", "Layer", "Matrices",
+    "NonFiniteError", "NotFoundError", "OutOfMemoryError", "OutOfPagesError", "OutOfRangeError", "Page", "PageChoice", "PageFormat",
+    "PageTokens", "Profile", "ProfileData", "QuantizedRows", "Result", "Rope", "Sequence", "StaleSequenceError", "StoreConfig",
+    "StoreUsage", "Thresholds", "TierClass", "TierFormat", "TierkvError", "TiersFormat", "UnsupportedError", "VersionError",
+    "__version__", "analyze", "assign_classes", "calibrate", "choose_page_bytes", "compress", "decode", "decompress", "dequantize",
+    "encode", "head_scales", "lse", "open", "open_bytes", "quantize", "read_profile", "significance", "write_profile",
 ]

@@ -1,4 +1,4 @@
-"""The C ABI: structs of tierkv_c.h, tierkv_store_c.h, tierkv_kv_c.h and tierkv_dumps_c.h, and calls that raise.
+"""The C ABI: structs of tierkv_c.h, tierkv_attention_c.h, tierkv_kv_c.h and tierkv_dumps_c.h, and calls that raise.
 
 Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.
 """
@@ -101,50 +101,8 @@ class TierFormatStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("k_bits", c_int32), ("v_bits", c_int32), ("k_group", c_int32), ("v_group", c_int32)]
 
 
-class TierPolicyStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("alpha_high", c_double), ("alpha_low", c_double), ("window_tokens", c_int32),
-                ("sink_tokens", c_int32)]
-
-
-class BasisStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("kind", c_int32), ("means", c_void_p), ("forward", c_void_p), ("inverse", c_void_p)]
-    arrays: List[Any]
-
-
-class CodedConfigStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("key_steps", c_void_p), ("value_steps", c_void_p), ("means", c_int32),
-                ("codebooks", c_int32), ("key_means", c_void_p), ("value_means", c_void_p), ("given", POINTER(c_void_p)),
-                ("num_given", c_int32), ("max_length", c_int32), ("streams_per_lane", c_int32), ("steps", c_int32),
-                ("key_relative", c_float), ("value_relative", c_float), ("fixed_format", POINTER(TierFormatStruct))]
-    arrays: List[Any]
-
-
 class ChannelConfigStruct(Struct):
     _fields_ = [("struct_size", c_size_t), ("k_bits", c_int32), ("v_bits", c_int32), ("block_tokens", c_int32)]
-
-
-class StoreConfigStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("num_layers", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
-                ("head_dim", c_int32), ("dtype", c_int32), ("before_rope", c_int32), ("rope_theta", c_double), ("sm_scale", c_double),
-                ("window_format", POINTER(TierFormatStruct)), ("high_format", POINTER(TierFormatStruct)),
-                ("low_format", POINTER(TierFormatStruct)), ("policy", POINTER(TierPolicyStruct)), ("score_interval", c_int32),
-                ("num_pages", c_int32), ("page_bytes", c_int64), ("max_sequences", c_int32), ("max_tokens", c_int32),
-                ("key_basis", POINTER(BasisStruct)), ("value_basis", POINTER(BasisStruct)), ("coded", POINTER(CodedConfigStruct)),
-                ("channel", POINTER(ChannelConfigStruct))]
-
-
-class StoreInfoStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("page_bytes", c_int64), ("on_device", c_int32)]
-
-
-class AppendCall(Struct):
-    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
-                ("tokens", c_int32), ("k", c_void_p), ("v", c_void_p)]
-
-
-class PromptScores(Struct):
-    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
-                ("significance", c_void_p), ("stride", c_int64)]
 
 
 class SignificanceCall(Struct):
@@ -153,24 +111,6 @@ class SignificanceCall(Struct):
                 ("max_tokens", c_int32), ("total_tokens", c_int32), ("num_q_heads", c_int32), ("num_kv_heads", c_int32),
                 ("head_dim", c_int32), ("dtype", c_int32), ("query_stride", c_int32), ("sm_scale", c_double), ("lse", c_void_p),
                 ("significance", c_void_p)]
-
-
-class AttendRequest(Struct):
-    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
-                ("q", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("probabilities", c_void_p), ("stride", c_int64),
-                ("dtype", c_int32), ("count_query", c_int32), ("scratch", c_void_p), ("scratch_bytes", c_size_t), ("q_len", c_int32),
-                ("sinks", c_void_p)]
-
-
-class ScoreUpdate(Struct):
-    _fields_ = [("struct_size", c_size_t), ("sequences", POINTER(c_uint64)), ("num_sequences", c_int32), ("layer", c_int32),
-                ("back", c_int32), ("probabilities", c_void_p), ("stride", c_int64)]
-
-
-class StoreStatsStruct(Struct):
-    _fields_ = [("struct_size", c_size_t), ("window_tokens", c_int64), ("high_tokens", c_int64), ("low_tokens", c_int64),
-                ("pruned_tokens", c_int64), ("sequences", c_int32), ("pages", c_int32), ("pages_free", c_int32),
-                ("pages_shared", c_int32), ("page_bytes", c_int64), ("raw_bytes", c_int64), ("nominal_bytes", c_int64)]
 
 
 PROGRESS = ctypes.CFUNCTYPE(None, c_void_p, c_double)
@@ -310,29 +250,6 @@ CORE: Dict[str, List[Any]] = {
     "tkv_kv_get_usage": [c_void_p, POINTER(KvUsage)],
     "tkv_kv_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
     "tkv_kv_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
-    "tkv_store_create": [POINTER(StoreConfigStruct), POINTER(c_void_p)],
-    "tkv_store_create_device": [POINTER(StoreConfigStruct), c_void_p, POINTER(c_void_p)],
-    "tkv_store_get_info": [c_void_p, POINTER(StoreInfoStruct)],
-    "tkv_store_add_sequence": [c_void_p, POINTER(c_uint64)],
-    "tkv_store_begin_prompt": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
-    "tkv_store_end_prompt": [c_void_p, POINTER(c_uint64), c_int32],
-    "tkv_store_begin_step": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
-    "tkv_store_append": [c_void_p, POINTER(AppendCall)],
-    "tkv_store_score_prompt": [c_void_p, POINTER(PromptScores)],
-    "tkv_store_attend": [c_void_p, POINTER(AttendRequest)],
-    "tkv_store_update_scores": [c_void_p, POINTER(ScoreUpdate)],
-    "tkv_store_count_scratch_bytes": [c_void_p, c_int32, c_int32, c_int32, POINTER(c_size_t)],
-    "tkv_store_fork": [c_void_p, c_uint64, POINTER(c_uint64)],
-    "tkv_store_truncate": [c_void_p, c_uint64, c_int32],
-    "tkv_store_release": [c_void_p, c_uint64],
-    "tkv_store_num_tokens": [c_void_p, c_uint64, POINTER(c_int32)],
-    "tkv_store_get_stats": [c_void_p, POINTER(StoreStatsStruct)],
-    "tkv_store_export_sequence": [c_void_p, c_uint64, POINTER(Buffer)],
-    "tkv_store_save_sequence": [c_void_p, c_uint64, c_int32, c_int32, POINTER(Buffer)],
-    "tkv_store_load_sequence": [c_void_p, c_char_p, c_size_t, c_int32, POINTER(c_uint64)],
-    "tkv_store_import_sequence": [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)],
-    "tkv_store_take_status": [c_void_p],
-    "tkv_store_note_replay": [c_void_p, POINTER(c_uint64), c_int32, c_int32],
 }
 DUMPS: Dict[str, List[Any]] = {
     "tkv_analyze": [POINTER(AnalyzeOptions), POINTER(c_void_p)],
@@ -374,7 +291,7 @@ def core() -> Library:
     library.dll.tkv_block_max_bytes.restype = c_size_t
     library.dll.tkv_block_max_bytes.argtypes = [c_int32]
     for destroy in (library.dll.tkv_codebook_destroy, library.dll.tkv_container_destroy, library.dll.tkv_engine_destroy,
-                    library.dll.tkv_store_destroy, library.dll.tkv_kv_destroy):
+                    library.dll.tkv_kv_destroy):
         destroy.argtypes = [c_void_p]
         destroy.restype = None
     return library

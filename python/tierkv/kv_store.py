@@ -9,7 +9,7 @@
             store.append(id, layer, k, v)               # [1, n, 3, 64]
             seen = store.attend(id, layer, q)           # [1, 1 to n, 9, 64]: of the newest tokens
 
-include/tierkv/unified_store.h says what each call does and what it refuses.
+include/tierkv/kv_store.h says what each call does and what it refuses.
 """
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import sys
 import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 
 from . import _device
 from . import _library as lib
 from ._arrays import DTYPES, Array, ArrayLike, pointer, values
-from .errors import BufferTooSmallError, OutOfRangeError
+from .errors import BufferTooSmallError, OutOfRangeError, StaleSequenceError
 from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
-from .store import Ids, _id, _ids, _numbers
-from .store_config import TierFormat
+
+Ids = Union[int, Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ class CodedFormat:
     max_length: int = 10  # bits of the longest code word, 8 to 14
     streams_per_lane: int = 2  # or 1
     key_books: int = 1  # codebooks of a layer's keys, 1 to 4
+
+
+@dataclass(frozen=True)
+class TierFormat:
+    """How a tier stores tokens: bits per key and value code (16: raw), channels that share a scale (0: all)."""
+
+    k_bits: int
+    v_bits: int
+    k_group: int = 0
+    v_group: int = 0
+
+    def _struct(self) -> lib.TierFormatStruct:
+        return lib.TierFormatStruct(k_bits=self.k_bits, v_bits=self.v_bits, k_group=self.k_group, v_group=self.v_group)
 
 
 @dataclass(frozen=True)
@@ -459,3 +472,19 @@ def _as(bits: Array, dtype: str, like: ArrayLike) -> Any:
         return bits.view(like.dtype)
     torch = sys.modules["torch"]
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _id(sequence: int) -> ctypes.c_uint64:
+    if not 0 <= sequence < 1 << 64:
+        raise StaleSequenceError(f"sequence {sequence} is not open")
+    return ctypes.c_uint64(sequence)
+
+
+def _numbers(sequences: Ids) -> List[int]:
+    """The ids as a list: what they came in may be an iterator, which gives them once."""
+    return [int(sequences)] if isinstance(sequences, (int, np.integer)) else list(sequences)
+
+
+def _ids(sequences: Ids) -> Tuple[Any, int]:
+    numbers = _numbers(sequences)
+    return (ctypes.c_uint64 * len(numbers))(*(_id(n) for n in numbers)), len(numbers)

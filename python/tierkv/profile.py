@@ -1,4 +1,4 @@
-"""Profiles of models: means, query energies, head scales, sensitivities, steps, bases and thresholds for stores."""
+"""Profiles of models: means, query energies, head scales, sensitivities, steps, matrices and thresholds."""
 from __future__ import annotations
 
 import ctypes
@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from . import _library as lib
 from ._arrays import Array, FloatArray, pointer, shaped
-from .store_config import BASIS_KINDS, Basis
 
 COMPONENTS = {"key": 0, "value": 1}
 PAIRINGS = ("none", "halves", "neighbours")
@@ -35,18 +34,6 @@ class ComponentProfile:
     unit_steps: FloatArray
     unit_matrix_steps: Optional[FloatArray]  # of coordinates in the matrix basis
     matrices: Optional[Matrices]
-
-    def basis(self, kind: str) -> Basis:
-        """The basis of StoreConfig: "mean", "hadamard" or "matrix"."""
-        if kind not in BASIS_KINDS:
-            raise ValueError(f"basis {kind!r} is not one of {', '.join(BASIS_KINDS)}")
-        if kind == "hadamard":
-            return Basis(kind)
-        if kind == "mean":
-            return Basis(kind, self.means)
-        if self.matrices is None:
-            raise ValueError("the profile was calibrated without a matrix basis")
-        return Basis(kind, self.means, self.matrices.forward, self.matrices.inverse)
 
     def steps(self, error: float, basis: str = "mean") -> FloatArray:
         """Steps [num_layers, num_kv_heads] that lead to this error: of the logits for keys, relative for values."""
@@ -98,7 +85,7 @@ class ProfileData:
 
 @dataclass(frozen=True)
 class Profile(ProfileData):
-    """A profile that was read, with means, bases and global steps for StoreConfig."""
+    """A profile that was read, with means, matrices and global steps."""
 
     key: ComponentProfile = NO_COMPONENT
     value: ComponentProfile = NO_COMPONENT

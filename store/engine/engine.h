@@ -8,7 +8,7 @@
 #include "store/engine/sequences.h"
 #include "store/place/place.h"
 #include "tierkv/allocator.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace tierkv::store {
 

@@ -8,8 +8,8 @@
 
 #include "store/engine/tokens.h"
 #include "store/place/place.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

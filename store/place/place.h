@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "store/engine/tokens.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

@@ -17,8 +17,8 @@
 #include "store/place/place.h"
 #include "store/rows/row_format.h"
 #include "tierkv/allocator.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

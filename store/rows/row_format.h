@@ -20,8 +20,8 @@
 #include "store/place/host_pages_view.h"
 #include "store/place/raw_tokens.h"
 #include "tierkv/allocator.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

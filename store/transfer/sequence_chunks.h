@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "store/place/place.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

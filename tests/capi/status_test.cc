@@ -40,31 +40,6 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   EXPECT_EQ(tkv_container_get_sequence(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_container_decode_layer(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_container_verify(nullptr, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_create(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_create_device(nullptr, nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_get_info(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_add_sequence(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_begin_prompt(nullptr, nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_end_prompt(nullptr, nullptr, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_begin_step(nullptr, nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_append(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_score_prompt(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_attend(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_count_scratch_bytes(nullptr, 1, 1, 1, nullptr, nullptr),
-            TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_update_scores(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_fork(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_truncate(nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_release(nullptr, 0, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_num_tokens(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_get_stats(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_export_sequence(nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_import_sequence(nullptr, nullptr, 0, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_save_sequence(nullptr, 0, 1, 1, nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_load_sequence(nullptr, nullptr, 0, 1, nullptr, nullptr),
-            TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_take_status(nullptr, nullptr), TKV_INVALID_ARGUMENT);
-  EXPECT_EQ(tkv_store_note_replay(nullptr, nullptr, 0, 0, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_attention_validate(nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_attention_create(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_attention_workspace_bytes(nullptr, 1, nullptr, nullptr), TKV_INVALID_ARGUMENT);
@@ -83,7 +58,6 @@ TEST(CapiStatus, EveryFunctionAcceptsNullPointersAndANullError) {
   EXPECT_EQ(tkv_profile_get_data(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   EXPECT_EQ(tkv_profile_get_component(nullptr, nullptr, nullptr), TKV_INVALID_ARGUMENT);
   tkv_profile_destroy(nullptr);
-  tkv_store_destroy(nullptr);
   tkv_attention_destroy(nullptr);
   tkv_text_destroy(nullptr);
   EXPECT_STREQ(tkv_text_data(nullptr), "");

@@ -166,7 +166,7 @@ class Container(CliTest):
         self.assertFalse([p for p in os.listdir(self.dir) if p.startswith("no.h5")])
 
     def test_a_stores_sequence_is_verified_by_its_bytes(self):
-        good = ROOT / "tests" / "golden" / "sequences" / "tiered.tkv"
+        good = ROOT / "tests" / "golden" / "store_sequence.tkv"
         self.expect(run("verify", good), 0, "ok (a store's sequence: checksums only)")
         self.expect(run("decompress", good, self.dir / "out.h5"), 3, "which only a store can load")
         data = bytearray(good.read_bytes())

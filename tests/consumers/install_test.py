@@ -129,7 +129,7 @@ class Install(unittest.TestCase):
     def test_exports(self):
         names = self.exported("libtierkv.so")
         self.assertEqual({n.split("@")[0] for n in names if n.startswith("tkv_")},
-                         set().union(*(self.declared(f"tierkv_{h}.h") for h in ("c", "store_c", "kv_c", "engine_c"))))
+                         set().union(*(self.declared(f"tierkv_{h}.h") for h in ("c", "attention_c", "kv_c", "engine_c"))))
         strangers = [n for n in names if not n.startswith(("tkv_", "tierkv::"))]
         self.assertEqual(strangers, [])
         self.assertFalse([n for n in names if "capi" in n or "analysis" in n])

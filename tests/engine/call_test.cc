@@ -67,7 +67,7 @@ TEST(OneStoreConfig, RefusesByName) {
     const Status s = config.validate();
     EXPECT_FALSE(s) << test.name;
     EXPECT_THAT(s.message(), HasSubstr(test.name));
-    EXPECT_FALSE(UnifiedStore::create(config));
+    EXPECT_FALSE(KvStore::create(config));
   }
 }
 
@@ -93,7 +93,7 @@ TEST(OneStoreConfig, CountsTheTokensThatFit) {
 
 TEST(OneStore, RunsThroughItsPublicClass) {
   const StoreConfig config = make_config({});
-  Result<std::unique_ptr<UnifiedStore>> store = UnifiedStore::create(config);
+  Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
   ASSERT_TRUE(store) << store.status().message();
   std::mt19937 rng(3);
   const Feed feed(config.layout, 400, &rng);

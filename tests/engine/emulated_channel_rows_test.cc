@@ -7,6 +7,7 @@
 #include "tests/engine/support/channel_pages.h"
 #include "tests/engine/support/emulated_rows.h"
 #include "tests/support/fresh_random.h"
+#include "tierkv/attention.h"
 
 namespace tierkv::store {
 namespace {

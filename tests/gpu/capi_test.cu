@@ -1,5 +1,5 @@
-// The device calls of the C ABI on a GPU: a device store beside a host store, and attention over
-// pages that the caller owns beside the double reference. Small enough for compute-sanitizer.
+// The device calls of the C ABI on a GPU: attention over pages that the caller owns beside the
+// double reference. Small enough for compute-sanitizer.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -17,7 +17,7 @@ namespace {
 using testing::RandomInput;
 
 constexpr double kTolerance = 2e-3;  // docs/internals/attention.md, "Error"
-constexpr int32_t kLayers = 2, kKvHeads = 2, kQHeads = 8, kHeadDim = 128, kMaxTokens = 260;
+constexpr int32_t kKvHeads = 2, kQHeads = 8, kHeadDim = 128;
 
 std::vector<double> halves(const std::vector<uint16_t>& x) {
   std::vector<double> out;
@@ -28,173 +28,6 @@ std::vector<uint16_t> bits_of(const std::vector<uint8_t>& bytes) {
   std::vector<uint16_t> out(bytes.size() / 2);
   std::memcpy(out.data(), bytes.data(), bytes.size());
   return out;
-}
-
-// One store and its sequence; arrays go to where the store wants them.
-class OneStore {
- public:
-  explicit OneStore(bool on_device) : on_device_(on_device) {
-    tkv_tier_policy policy = make<tkv_tier_policy>();
-    policy.alpha_high = 1;
-    policy.alpha_low = 0.3;
-    policy.window_tokens = 16;
-    tkv_store_config c = make<tkv_store_config>();
-    c.num_layers = kLayers;
-    c.num_q_heads = kQHeads;
-    c.num_kv_heads = kKvHeads;
-    c.head_dim = kHeadDim;
-    c.policy = &policy;
-    c.num_pages = 100;
-    c.max_sequences = 2;
-    c.max_tokens = kMaxTokens;
-    ok(on_device ? tkv_store_create_device(&c, nullptr, &store_, &error_)
-                 : tkv_store_create(&c, &store_, &error_));
-    ok(tkv_store_add_sequence(store_, &id_, &error_));
-  }
-  ~OneStore() { tkv_store_destroy(store_); }
-  OneStore(const OneStore&) = delete;
-  OneStore& operator=(const OneStore&) = delete;
-
-  void ok(tkv_status status) { ASSERT_EQ(status, TKV_OK) << error_.message; }
-  tkv_store* get() { return store_; }
-  tkv_sequence_id* id() { return &id_; }
-  tkv_error* error() { return &error_; }
-
-  void append(int32_t layer, int32_t n, const std::vector<uint16_t>& k,
-              const std::vector<uint16_t>& v) {
-    const DeviceArray<uint16_t> device_k(k), device_v(v);
-    tkv_append_call call = make<tkv_append_call>();
-    call.sequences = &id_;
-    call.num_sequences = 1;
-    call.layer = layer;
-    call.tokens = n;
-    call.k = on_device_ ? device_k.get() : k.data();
-    call.v = on_device_ ? device_v.get() : v.data();
-    ok(tkv_store_append(store_, &call, &error_));
-    ok(tkv_store_take_status(store_, &error_));  // before the arrays go
-  }
-  void score_prompt(int32_t layer, const std::vector<float>& x) {
-    const DeviceArray<float> device_x(x);
-    tkv_prompt_scores scores = make<tkv_prompt_scores>();
-    scores.sequences = &id_;
-    scores.num_sequences = 1;
-    scores.layer = layer;
-    scores.significance = on_device_ ? device_x.get() : x.data();
-    scores.stride = kMaxTokens;
-    ok(tkv_store_score_prompt(store_, &scores, &error_));
-    ok(tkv_store_take_status(store_, &error_));
-  }
-  void update_scores(int32_t layer, const std::vector<float>& x) {
-    const DeviceArray<float> device_x(x);
-    tkv_score_update update = make<tkv_score_update>();
-    update.sequences = &id_;
-    update.num_sequences = 1;
-    update.layer = layer;
-    update.probabilities = on_device_ ? device_x.get() : x.data();
-    update.stride = kMaxTokens;
-    ok(tkv_store_update_scores(store_, &update, &error_));
-    ok(tkv_store_take_status(store_, &error_));
-  }
-  std::vector<uint16_t> attend(int32_t layer, const std::vector<uint16_t>& q,
-                               std::vector<float>* lse) {
-    std::vector<uint16_t> out(q.size(), 0x7e00);
-    lse->assign(kQHeads, -77);
-    const DeviceArray<uint16_t> device_q(q), device_out(out);
-    const DeviceArray<float> device_lse(*lse);
-    tkv_attend_request r = make<tkv_attend_request>();
-    r.sequences = &id_;
-    r.num_sequences = 1;
-    r.layer = layer;
-    r.q = on_device_ ? device_q.get() : q.data();
-    r.out = on_device_ ? device_out.get() : out.data();
-    r.lse = on_device_ ? device_lse.get() : lse->data();
-    ok(tkv_store_attend(store_, &r, &error_));
-    ok(tkv_store_take_status(store_, &error_));
-    if (!on_device_) return out;
-    *lse = device_lse.read();
-    return device_out.read();
-  }
-  std::vector<uint8_t> exported() {
-    tkv_buffer buffer = make<tkv_buffer>();
-    EXPECT_EQ(tkv_store_export_sequence(store_, id_, &buffer, &error_), TKV_BUFFER_TOO_SMALL);
-    std::vector<uint8_t> bytes(buffer.size, 0x5a);
-    buffer.data = bytes.data();
-    buffer.capacity = bytes.size();
-    ok(tkv_store_export_sequence(store_, id_, &buffer, &error_));
-    return bytes;
-  }
-
- private:
-  bool on_device_;
-  tkv_error error_ = make<tkv_error>();
-  tkv_store* store_ = nullptr;
-  tkv_sequence_id id_ = 0;
-};
-
-TEST(SmallCapi, ADeviceStoreHoldsTheBytesOfTheHostStore) {
-  RandomInput input;
-  OneStore host(false), device(true);
-  const int32_t prompt = input.uniform(100, 200);
-  for (OneStore* s : {&host, &device}) {
-    s->ok(tkv_store_begin_prompt(s->get(), s->id(), 1, prompt, s->error()));
-  }
-  for (int32_t layer = 0; layer < kLayers; ++layer) {
-    const auto k = bits_of(input.values(DType::kFloat16, prompt * kKvHeads, kHeadDim));
-    const auto v = bits_of(input.values(DType::kFloat16, prompt * kKvHeads, kHeadDim));
-    const auto scores = input.scores(kKvHeads * kMaxTokens, prompt);
-    for (OneStore* s : {&host, &device}) {
-      s->append(layer, prompt, k, v);
-      s->score_prompt(layer, scores);
-    }
-  }
-  for (OneStore* s : {&host, &device}) {
-    s->ok(tkv_store_end_prompt(s->get(), s->id(), 1, s->error()));
-  }
-  for (int32_t step = 0; step < 8; ++step) {
-    for (OneStore* s : {&host, &device}) {
-      s->ok(tkv_store_begin_step(s->get(), s->id(), 1, 1, s->error()));
-    }
-    for (int32_t layer = 0; layer < kLayers; ++layer) {
-      const auto k = bits_of(input.values(DType::kFloat16, kKvHeads, kHeadDim));
-      const auto v = bits_of(input.values(DType::kFloat16, kKvHeads, kHeadDim));
-      const auto q = bits_of(input.values(DType::kFloat16, kQHeads, kHeadDim));
-      const auto seen = input.scores(kKvHeads * kMaxTokens, prompt);
-      std::vector<uint16_t> out[2];
-      std::vector<float> lse[2];
-      int32_t i = 0;
-      for (OneStore* s : {&host, &device}) {
-        s->append(layer, 1, k, v);
-        out[i] = s->attend(layer, q, &lse[i]);
-        s->update_scores(layer, seen);
-        ++i;
-      }
-      EXPECT_LT(relative_error(halves(out[1]), halves(out[0])), kTolerance);
-      for (int32_t h = 0; h < kQHeads; ++h) {
-        EXPECT_NEAR(lse[1][h], lse[0][h], 1e-3 * std::max(1.0f, std::abs(lse[0][h])));
-      }
-    }
-  }
-  EXPECT_TRUE(device.exported() == host.exported());
-  tkv_store_info info = make<tkv_store_info>();
-  device.ok(tkv_store_get_info(device.get(), &info, device.error()));
-  EXPECT_EQ(info.on_device, 1);
-}
-
-// What the device finds late is told by take_status, with the name of the call.
-TEST(SmallCapi, ADeviceStoreTellsWhatItFound) {
-  OneStore device(true);
-  device.ok(tkv_store_begin_prompt(device.get(), device.id(), 1, 1, device.error()));
-  std::vector<uint16_t> bad(kKvHeads * kHeadDim, 0x7c00);
-  const DeviceArray<uint16_t> values(bad);
-  tkv_append_call call = make<tkv_append_call>();
-  call.sequences = device.id();
-  call.num_sequences = 1;
-  call.tokens = 1;
-  call.k = call.v = values.get();
-  device.ok(tkv_store_append(device.get(), &call, device.error()));
-  EXPECT_EQ(tkv_store_take_status(device.get(), device.error()), TKV_NON_FINITE);
-  EXPECT_STRNE(device.error()->message, "");
-  EXPECT_EQ(tkv_store_take_status(device.get(), device.error()), TKV_OK);
 }
 
 // With 1 and with several queries a sequence.

@@ -3,7 +3,7 @@ import sys
 import unittest
 
 import numpy as np
-from store_case import StoreTest
+from random_case import RandomTest
 from tierkv import _device
 
 
@@ -26,7 +26,7 @@ class FakeInterface:
         self.__cuda_array_interface__ = dict(array.__array_interface__, version=3)
 
 
-class DeviceArrays(StoreTest):
+class DeviceArrays(RandomTest):
     def test_they_are_taken_where_they_are(self):
         x = self.rng.normal(size=(3, 4, 5)).astype(np.float16)
         tensor = FakeTensor(x)

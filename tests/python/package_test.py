@@ -48,10 +48,6 @@ class Structs(PackageTest):
                    "tkv_progress": lib.ProgressStruct, "tkv_analyze_options": lib.AnalyzeOptions,
                    "tkv_calibrate_options": lib.CalibrateOptions, "tkv_compress_options": lib.CompressOptions,
                    "tkv_decompress_options": lib.DecompressOptions, "tkv_tier_format": lib.TierFormatStruct,
-                   "tkv_tier_policy": lib.TierPolicyStruct, "tkv_store_config": lib.StoreConfigStruct,
-                   "tkv_store_info": lib.StoreInfoStruct, "tkv_append_call": lib.AppendCall, "tkv_prompt_scores": lib.PromptScores,
-                   "tkv_attend_request": lib.AttendRequest, "tkv_score_update": lib.ScoreUpdate,
-                   "tkv_store_stats": lib.StoreStatsStruct, "tkv_basis": lib.BasisStruct, "tkv_coded_config": lib.CodedConfigStruct,
                    "tkv_channel_config": lib.ChannelConfigStruct,
                    "tkv_significance_call": lib.SignificanceCall,
                    "tkv_rope": lib.RopeStruct, "tkv_coded_format": lib.CodedFormatStruct, "tkv_tier_class": lib.TierClassStruct,
@@ -65,7 +61,7 @@ class Structs(PackageTest):
         # Attention over caller-owned pages is for C and C++.
         unused = {"tkv_attention_tier", "tkv_attention_config", "tkv_page_table", "tkv_page_pool", "tkv_attention_tail", "tkv_attend_call",
                   "tkv_merge_call", "tkv_sink_call"}
-        names = ("tierkv_c.h", "tierkv_store_c.h", "tierkv_kv_c.h", "tierkv_engine_c.h", "tierkv_dumps_c.h")
+        names = ("tierkv_c.h", "tierkv_attention_c.h", "tierkv_kv_c.h", "tierkv_engine_c.h", "tierkv_dumps_c.h")
         headers = "".join((pathlib.Path(ROOT) / "include/tierkv" / h).read_text() for h in names)
         self.assertEqual(set(re.findall(r"^} (tkv_\w+);", headers, re.M)), set(structs) | unused)
         lines = ['#include <stdio.h>', *(f'#include "tierkv/{h}"' for h in names), "int main(void) {"]
@@ -327,47 +323,10 @@ class Dumps(PackageTest):
                     ("key", profile.key, np.sqrt(12 * 128 / query), np.sqrt(12 * 128 / key_matrix)),
                     ("value", profile.value, np.sqrt(12 * signal / 128), np.sqrt(12 * signal / value_matrix))):
                 np.testing.assert_array_equal(part.means.reshape(12, 128), f[f"{name}_mean"])
-                basis = part.basis("matrix")
-                np.testing.assert_array_equal(basis.forward.reshape(12, 128, 128), f[f"{name}_forward"])
-                np.testing.assert_array_equal(basis.inverse.reshape(12, 128, 128), f[f"{name}_inverse"])
+                np.testing.assert_array_equal(part.matrices.forward.reshape(12, 128, 128), f[f"{name}_forward"])
+                np.testing.assert_array_equal(part.matrices.inverse.reshape(12, 128, 128), f[f"{name}_inverse"])
                 np.testing.assert_allclose(part.steps(0.3).ravel(), 0.3 * plain, rtol=1e-6)
                 np.testing.assert_allclose(part.steps(0.3, "matrix").ravel(), 0.3 * matrix, rtol=1e-6)
-        self.check_basis(profile)
-
-    def check_basis(self, profile):
-        """At 16 bits the basis of a profile changes nothing but the last digits of attention."""
-        raw = tierkv.TierFormat(16, 16)
-        with h5py.File(SAMPLE) as f:
-            layer = next(iter(f["seq"].values()))["layer/3"]
-            k, v = (np.ascontiguousarray(np.asarray(layer[name])[:, :200].transpose(1, 0, 2))[None] for name in "kv")
-        q = self.normal(1, 4, 128, dtype=np.float16)
-        results = []
-        for kinds in (None, ("matrix", "matrix"), ("mean", "hadamard")):
-            bases = {} if kinds is None else {"key_basis": profile.key.basis(kinds[0]), "value_basis": profile.value.basis(kinds[1])}
-            config = tierkv.StoreConfig(6, 4, 2, 128, num_pages=100, max_sequences=1, max_tokens=200, window_format=raw, high_format=raw,
-                                        low_format=raw, **bases)
-            with tierkv.Store(config) as store:
-                id = store.add_sequence()
-                store.begin_prompt(id, 200)
-                store.append(id, 3, k, v)
-                seen = store.attend(id, 3, q)
-                results.append((seen.out.astype(np.float64), seen.lse))
-        for out, lse in results[1:]:
-            # fp16 coordinates, some of them larger than what they stand for.
-            self.assertLess(np.linalg.norm(out - results[0][0]) / np.linalg.norm(results[0][0]), 5e-3, f"seed {self.seed}")
-            self.assertFalse(np.array_equal(out, results[0][0]))
-        for kind, (_, lse) in zip(("matrix", "mean"), results[1:]):
-            for head in range(4):
-                # The lse moves no further than the logits, whose products are of a query's and a key's coordinate in fp16: 2^-11 of each.
-                row = 3 * 2 + head // 2
-                keys = k[0, :, head // 2].astype(np.float64) - profile.key.means.reshape(12, 128)[row]
-                query = q[0, head].astype(np.float64)
-                if kind == "matrix":
-                    basis = profile.key.basis("matrix")
-                    keys = keys @ basis.forward.reshape(12, 128, 128)[row]
-                    query = basis.inverse.reshape(12, 128, 128)[row] @ query
-                bound = 2.0**-10 * 128**-0.5 * (np.abs(keys) @ np.abs(query)).max()
-                self.assertLess(abs(lse[0, head] - results[0][1][0, head]), bound, f"seed {self.seed}")
 
     def random_profile(self, **fields):
         rows = (3, 2)
@@ -434,8 +393,7 @@ class Dumps(PackageTest):
         tierkv.calibrate(SAMPLE, self.dir / "plain.h5")
         profile = tierkv.read_profile(self.dir / "plain.h5")
         self.assertIsNone(profile.key.matrices)
-        for call in (lambda: profile.key.basis("matrix"), lambda: profile.value.steps(1, "matrix"), lambda: profile.key.basis("pca")):
-            self.assertRaises(ValueError, call)
+        self.assertRaises(ValueError, profile.value.steps, 1, "matrix")
         self.assertRaises(OSError, tierkv.read_profile, "/nowhere.h5")
         self.assertRaises(tierkv.TierkvError, tierkv.read_profile, SAMPLE)
 

@@ -6,7 +6,7 @@ import unittest
 from unittest import mock
 
 import numpy as np
-from store_case import StoreTest
+from random_case import RandomTest
 
 import tierkv
 from tierkv import _library
@@ -33,7 +33,7 @@ def probability(q, k):
     return e / e.sum(), np.log(e.sum())
 
 
-class Significance(StoreTest):
+class Significance(RandomTest):
     def prompts(self, tokens, dtype=np.float16):
         return self.rng.normal(size=(tokens, 6, 64)).astype(dtype), self.rng.normal(size=(tokens, 2, 64)).astype(dtype)
 
@@ -95,7 +95,7 @@ class Tensor:
         self.array.fill(x)
 
 
-class OnADevice(StoreTest):
+class OnADevice(RandomTest):
     def setUp(self):
         super().setUp()
         stream = types.SimpleNamespace(cuda_stream=77)

@@ -1,6 +1,6 @@
 """An independent reader of `.tkv` containers, written from docs/reference/format.md.
 
-read(path) -> Cache; sequences of stores are read_tkv_store.py's. Slow and small on purpose; raises ValueError on anything the formats do
+read(path) -> Cache; Slow and small on purpose; raises ValueError on anything the formats do
 not allow for."""
 import ctypes
 import ctypes.util

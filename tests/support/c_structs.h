@@ -4,7 +4,7 @@
 #include "tierkv/tierkv_c.h"
 #include "tierkv/tierkv_dumps_c.h"
 #include "tierkv/tierkv_engine_c.h"
-#include "tierkv/tierkv_store_c.h"
+#include "tierkv/tierkv_kv_c.h"
 
 namespace tierkv::test {
 

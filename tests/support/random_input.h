@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "tests/support/fresh_random.h"
-#include "tierkv/store.h"
+#include "tierkv/half.h"
+#include "tierkv/layout.h"
 
 namespace tierkv::testing {
 

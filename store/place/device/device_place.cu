@@ -7,7 +7,7 @@
 
 #include "gpu/cuda_device.cuh"
 #include "store/place/device/device_kernels.h"
-#include "store/shared/stream_capture.cuh"
+#include "store/place/device/stream_capture.cuh"
 
 namespace tierkv::store {
 namespace {

@@ -11,15 +11,15 @@
 
 namespace tierkv {
 
-Result<std::unique_ptr<UnifiedStore>> UnifiedStore::create_device(const StoreConfig& config,
-                                                                  GpuStream stream) {
+Result<std::unique_ptr<KvStore>> KvStore::create_device(const StoreConfig& config,
+                                                        GpuStream stream) {
   if (Status s = config.validate(); !s) return s;
   const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
   if (!place) return place.status();
   auto engine = std::make_unique<store::Engine>(resolved, (*place)->laws());
   engine->set_place(std::move(*place));
-  return std::unique_ptr<UnifiedStore>(new UnifiedStore(std::move(engine)));
+  return std::unique_ptr<KvStore>(new KvStore(std::move(engine)));
 }
 
 namespace store {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "codec/host/coded/weighted_books.h"
+#include "tierkv/kv_store.h"
 #include "tierkv/status.h"
-#include "tierkv/unified_store.h"
 
 namespace tierkv::store {
 

@@ -2,8 +2,8 @@
 
 #include "attention/core/workspace.h"
 #include "gpu/cuda_device.cuh"
+#include "store/place/device/stream_capture.cuh"
 #include "store/rows/tiers/device_tiers_counts.cuh"
-#include "store/shared/stream_capture.cuh"
 
 namespace tierkv::store {
 

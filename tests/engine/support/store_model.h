@@ -11,7 +11,7 @@
 #include "codec/format/rope_turn.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "codec/policy/profile.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace tierkv::model {
 

@@ -13,7 +13,7 @@
 #include "codec/format/same_log.h"
 #include "codec/policy/profile.h"
 #include "tierkv/basis.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace tierkv::model {
 

@@ -9,6 +9,7 @@
 #include "tests/engine/support/rows_twin.h"
 #include "tests/engine/support/tiers_pages.h"
 #include "tests/support/fresh_random.h"
+#include "tierkv/attention.h"
 
 namespace tierkv::store::test {
 namespace {

@@ -231,7 +231,7 @@ class KvStorePages : public RandomTest {
     // Workspaces differ by format and device: two MiB more than the least that works.
     for (bool fits = false; !fits; choice.memory_bytes += 1 << 20) {
       choice.memory_bytes = std::max<int64_t>(choice.memory_bytes, 4 << 20);
-      const auto made = UnifiedStore::create_device(twin_config(choice), nullptr);
+      const auto made = KvStore::create_device(twin_config(choice), nullptr);
       fits = made.is_ok();
       ASSERT_TRUE(fits || made.status().code() == StatusCode::kOutOfRange)
           << made.status().message();
@@ -240,7 +240,7 @@ class KvStorePages : public RandomTest {
     const StoreConfig config = twin_config(choice);
     KvTwins twins(config, &rng_);
     ASSERT_TRUE(twins.is_made());
-    UnifiedStore& store = twins.device();
+    KvStore& store = twins.device();
     const CacheLayout& l = config.layout;
     int32_t refused = 0;
     std::vector<SequenceId> ids;
@@ -390,7 +390,7 @@ TEST(KvStoreFaults, SmallWhatADeviceLacksIsNamed) {
   a.stride = 700;
   EXPECT_EQ(twins.device().attend(a).code(), StatusCode::kUnsupported);
   choice.group = 17;
-  const auto wide = UnifiedStore::create_device(twin_config(choice), twins.stream());
+  const auto wide = KvStore::create_device(twin_config(choice), twins.stream());
   EXPECT_EQ(wide.status().code(), StatusCode::kUnsupported);
 }
 

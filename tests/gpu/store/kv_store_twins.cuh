@@ -15,7 +15,7 @@
 #include "codec/format/element.h"
 #include "tests/gpu/device_buffer.cuh"
 #include "tests/support/fresh_random.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace tierkv::testing {
 
@@ -64,8 +64,8 @@ class KvTwins {
 
   KvTwins(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(*rng) {
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-    auto host = UnifiedStore::create(config);
-    auto device = UnifiedStore::create_device(config, stream_);
+    auto host = KvStore::create(config);
+    auto device = KvStore::create_device(config, stream_);
     EXPECT_TRUE(host.is_ok()) << host.status().message();
     EXPECT_TRUE(device.is_ok()) << device.status().message();
     if (host) host_ = std::move(*host);
@@ -77,8 +77,8 @@ class KvTwins {
   }
   bool is_made() const { return host_ != nullptr && device_ != nullptr; }
 
-  UnifiedStore& host() { return *host_; }
-  UnifiedStore& device() { return *device_; }
+  KvStore& host() { return *host_; }
+  KvStore& device() { return *device_; }
   cudaStream_t stream() const { return stream_; }
   std::vector<Live>& live() { return live_; }
   int32_t pick(int32_t least, int32_t most) {
@@ -328,7 +328,7 @@ class KvTwins {
   StoreConfig config_;
   std::mt19937& rng_;
   cudaStream_t stream_ = nullptr;
-  std::unique_ptr<UnifiedStore> host_, device_;
+  std::unique_ptr<KvStore> host_, device_;
   std::vector<Live> live_;
   Buffer k_, v_, scores_, q_, out_, lse_, sinks_;
 };

@@ -1,0 +1,255 @@
+// The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
+//
+//   Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
+//   SequenceId id = *(*store)->add_sequence();
+//   begin({&id, 1}, n);                           // a prompt, a turn or a step: any n >= 1
+//   for each layer: append(...), attend(...);
+//
+// A row is a (sequence, layer, kv_head). Its tokens, by position: the sinks, which stay raw; the
+// body, which is compressed; the window and what waits behind it, raw. One call adds tokens,
+// however many: a chunk of more than kMaxStepTokens is compressed layer by layer as append() brings
+// it, so no more than one layer of it is ever raw; a step of fewer is compressed for all layers by
+// begin(). The same tokens give the same bytes in whatever chunks they come, unless significances
+// come too.
+//
+// How the body is compressed is the config's format: Coded (entropy-coded weighted steps), Tiers
+// (fixed widths by importance) or Channel (channel-wise keys). All calls serve every format.
+//
+// Calls are all or nothing: a status other than kOk means that nothing changed. Statuses common to
+// all calls: kStaleSequence for an id that was released (or never given out), kInvalidArgument for
+// null pointers, a layer or count out of range, a repeated sequence, or a layer that lacks tokens.
+// After kOutOfPages, shortage() says what is missing: release other sequences and repeat the call.
+// Calls on one store must not overlap.
+//
+// store/ENGINE.md holds the states and laws.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "tierkv/export.h"
+#include "tierkv/format.h"
+#include "tierkv/layout.h"
+#include "tierkv/rope.h"
+#include "tierkv/sequence.h"
+#include "tierkv/status.h"
+
+struct CUstream_st;
+
+namespace tierkv {
+
+using GpuStream = CUstream_st*;  // a cudaStream_t
+
+struct Profile;
+namespace store {
+class Engine;
+}
+
+// Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
+// of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
+struct TKV_API CodedFormat {
+  // Deviation of a logit that key steps aim at and share of a token that value steps are; 0: 0.5
+  // and 0.45 with a profile's query energies, 0.33 and 0.28 without.
+  double k = 0, v = 0;
+  int32_t max_length = 10;       // bits of the longest code word, 8 to 14
+  int32_t streams_per_lane = 2;  // 1 or 2
+  int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4
+  // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the
+  // newest block of a row up to four times as it fills.
+  int32_t unit_tokens = 16;
+};
+
+// Format "tiers": token-wise widths, two in each class of heads, by importance. 8, 4 or 2 bits,
+// values no more than keys. 8 and 4 bits span the range of a token; 2 bits are clipped at its norm,
+// whether `high` and `low` say so or not.
+struct TKV_API TierClass {
+  TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
+  double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1
+  double alpha_low = 0;   // u < alpha_low: pruned
+  // The share of the heads, the most sensitive first (Profile::joint_sensitivity); the last class
+  // takes the rest.
+  double share = 0;
+};
+struct TKV_API TiersFormat {
+  std::vector<TierClass> classes = {TierClass{}};  // 1 to 4; several need a profile or
+  std::vector<uint8_t> class_of_head;  // [num_layers * num_kv_heads], given; empty: by shares
+  bool rotate_keys = true, rotate_values = true;  // by a Hadamard matrix, key means removed
+};
+
+// Format "channel": blocks whose keys share a scale per channel (KIVI, BitDecoding).
+struct TKV_API ChannelFormat {
+  int32_t k_bits = 4, v_bits = 4;  // 4 or 2
+  int32_t block_tokens = 64;       // 64, or 128 but for head_dim 256
+};
+
+using BodyFormat = std::variant<CodedFormat, TiersFormat, ChannelFormat>;
+
+struct TKV_API StoreConfig {
+  CacheLayout layout;      // dtype fp16 or bfloat16; head_dim 64, 96, 128 or 256
+  std::vector<Rope> rope;  // [1] of all layers or [num_layers]; empty: the profile's, or none
+  BodyFormat format = CodedFormat{};
+  std::shared_ptr<const Profile> profile;  // null: none
+  std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
+  int32_t sink_tokens = 4;                 // 0 to 16
+  int32_t window_tokens = 64;              // kMaxStepTokens to 4096
+  // Everything that the store allocates for its sequences; at most 64 GiB of pages with
+  // CodedFormat.
+  int64_t memory_bytes = 0;
+  int64_t page_bytes = 0;     // 0: the format's choice
+  int32_t max_sequences = 0;  // at once
+  int32_t max_tokens = 0;     // of a sequence
+
+  // kInvalidArgument, kUnsupported or kOutOfRange with the field's name.
+  Status validate() const;
+};
+
+// Tokens of all sequences together, when all max_sequences are open and equally long, in host
+// memory. On a device a few percent fewer: workspaces come out of memory_bytes there.
+struct TokenCapacity {
+  int64_t typical = 0;  // with codes of typical size
+  int64_t least = 0;    // whatever the values are
+};
+TKV_API Result<TokenCapacity> tokens_that_fit(const StoreConfig& config);
+
+// The keys and values of one layer for the tokens that begin() announced.
+struct LayerAppend {
+  SequenceList sequences;
+  int32_t layer = 0;
+  int32_t tokens = 0;       // as begin() said
+  const void* k = nullptr;  // layout.dtype [count, tokens, num_kv_heads, head_dim]
+  const void* v = nullptr;  // likewise
+  // Significances of these tokens, by the queries of these tokens (tierkv/significance.h):
+  // [count, num_kv_heads, stride]. Null: unknown, which is neutral.
+  const float* significance = nullptr;
+  int64_t stride = 0;  // at least tokens
+  // Instead of them the queries, [count, tokens, num_q_heads, head_dim] of layout.dtype.
+  const void* q = nullptr;
+};
+
+// Attention of the newest tokens' queries over all that the layer holds, each over the tokens up to
+// its own.
+struct LayerAttend {
+  SequenceList sequences;
+  int32_t layer = 0;
+  int32_t q_len = 1;        // queries of each sequence, oldest first; on a device at most 8
+  const void* q = nullptr;  // [count, q_len, num_q_heads, head_dim] of dtype
+  void* out = nullptr;      // like q
+  float* lse = nullptr;     // [count, q_len, num_q_heads], natural logarithm; may be null
+  // [q_len, count, num_kv_heads, stride]: the largest probability that a query head of the group
+  // gave each position; 0 for tokens that the query does not see or that were pruned. May be null.
+  float* probabilities = nullptr;
+  int64_t stride = 0;             // of probabilities, at least the tokens of each sequence
+  DType dtype = DType::kFloat16;  // of q and out: fp16 or bfloat16
+  const float* sinks = nullptr;   // learned sinks [num_q_heads], -infinity: none; may be null
+  bool count_query = false;       // what these queries saw counts as importance
+};
+
+// Finished keys (after RoPE) and values of the positions [first, end) of a layer.
+struct LayerRange {
+  SequenceId sequence;
+  int32_t layer = 0;
+  int32_t first = 0, end = 0;
+  DType dtype = DType::kFloat16;  // of k and v: fp16 or bfloat16
+  void* k = nullptr;              // [end - first, num_kv_heads, head_dim]
+  void* v = nullptr;              // likewise
+};
+
+// Tokens count once for each row (sequence, layer, kv_head).
+struct StoreUsage {
+  int32_t sequences = 0;
+  int64_t sink_tokens = 0, body_tokens = 0, ring_tokens = 0;
+  int64_t pages = 0, pages_free = 0, pages_shared = 0;
+  int64_t most_pages = 0;  // in use at once, since the store was made
+  int64_t page_bytes = 0;
+  int64_t slot_bytes = 0;     // of a sequence beside its pages: raw tokens, directories, means
+  int64_t raw_bytes = 0;      // the same tokens as 16-bit values
+  int64_t nominal_bytes = 0;  // raw tokens, and of the body codes, exponents, means and directories
+
+  int64_t held_bytes() const { return (pages - pages_free) * page_bytes + sequences * slot_bytes; }
+};
+
+// What the last call with kOutOfPages lacked.
+struct Shortage {
+  int64_t pages = 0;
+  int64_t bytes = 0;
+};
+
+class TKV_API KvStore final {
+ public:
+  // In host memory. kOutOfMemory where there is not as much as memory_bytes; kOutOfRange, naming
+  // memory_bytes, where that is too little for max_sequences.
+  static Result<std::unique_ptr<KvStore>> create(const StoreConfig& config);
+  // In the memory of the device that is current now; all pointers of calls lead there. Calls
+  // enqueue on `stream`, which must outlive the store, and wait only where they say so, or where
+  // what the host knows of free pages does not suffice. Exists where the library was built with
+  // CUDA.
+  //
+  // Admission and kOutOfPages are told at once, as in host memory. What values are found out by
+  // kernels, and take_status() tells it: a NaN counts as 0, a value beyond fp16 as the largest, a
+  // significance that is none as unknown.
+  //
+  // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
+  // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
+  // note_replay() comes before each further launch. Nothing else can be captured. Refused is a step
+  // of sequences whose layers differ (a chunk was given up), and one of CodedFormat before a layer
+  // has its means and codebooks (store/ENGINE.md): kInvalidArgument.
+  //
+  // k, v, q and out are aligned to 16 bytes. Not here yet, kUnsupported with the name:
+  // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right
+  // behind a truncation that ends in the body, groups of more than 16 q heads.
+  static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
+                                                        GpuStream stream);
+  ~KvStore();
+
+  const StoreConfig& config() const;
+
+  // An empty sequence. kOutOfRange when max_sequences are open.
+  Result<SequenceId> add_sequence();
+  // `tokens` more tokens of each sequence, of which every layer must have got all it was promised.
+  // kOutOfRange beyond max_tokens; up to kMaxStepTokens tokens kOutOfPages. Those of more tokens
+  // find out about pages in append().
+  Status begin(SequenceList sequences, int32_t tokens);
+  // Once per layer and begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
+  // kInvalidArgument for a negative significance; kOutOfPages.
+  Status append(const LayerAppend& call);
+  // Every sequence must have tokens, q_len at least. kNonFinite.
+  Status attend(const LayerAttend& call);
+  // kOutOfRange for positions that the layer does not hold.
+  Status decode_range(const LayerRange& range);
+
+  // A captured step of `tokens` tokens of these sequences will run once more: as begin() and every
+  // append(). kOutOfPages where the worst case does not fit, also where the step itself would.
+  Status note_replay(SequenceList sequences, int32_t tokens);
+  // Waits for a device; the first failure that kernels have found since the last call. Always kOk
+  // in host memory.
+  Status take_status();
+
+  // A copy that shares full pages. kOutOfPages; kOutOfRange when max_sequences are open.
+  Result<SequenceId> fork(SequenceId source);
+  // Forgets all tokens from position `tokens` on; a body token that stays keeps its precision.
+  // Layers that a chunk has not reached may lack tokens behind that position: so a chunk can be
+  // given up.
+  Status truncate(SequenceId sequence, int32_t tokens);
+  Status release(SequenceId sequence);
+
+  Result<int32_t> num_tokens(SequenceId sequence);
+  // Pages, shared ones included, and the slot.
+  Result<int64_t> bytes_held(SequenceId sequence);
+  Result<StoreUsage> usage();
+  Shortage shortage() const;
+
+  // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
+  // states give equal bytes. Any store of an equal config but for capacities and memory takes it.
+  Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
+  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages.
+  Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
+
+ private:
+  explicit KvStore(std::unique_ptr<store::Engine> engine);
+  std::unique_ptr<store::Engine> engine_;
+};
+
+}  // namespace tierkv
