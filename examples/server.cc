@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tierkv/half.h"
-#include "tierkv/unified_store.h"
+#include "tierkv/kv_store.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ struct Model {
 
 // [pass]
 // A forward pass: `tokens` new tokens of each sequence, attention for the newest of them.
-Status forward(UnifiedStore* store, SequenceList sequences, int tokens, Model* model) {
+Status forward(KvStore* store, SequenceList sequences, int tokens, Model* model) {
   if (Status s = store->begin(sequences, tokens); !s) return s;
   for (int layer = 0; layer < kLayers; ++layer) {
     model->project(sequences.count * tokens, sequences.count);
@@ -64,7 +64,7 @@ Status forward(UnifiedStore* store, SequenceList sequences, int tokens, Model* m
 
 // [admit]
 // A request behind the system prompt. kOutOfPages: nothing is held, try again later.
-Status admit(UnifiedStore* store, SequenceId system, Model* model, std::vector<Running>* running) {
+Status admit(KvStore* store, SequenceId system, Model* model, std::vector<Running>* running) {
   const Result<SequenceId> id = store->fork(system);  // shares the system prompt's full pages
   if (!id) return id.status();
   if (Status s = forward(store, {&*id, 1}, kPrompt, model); !s) {
@@ -78,7 +78,7 @@ Status admit(UnifiedStore* store, SequenceId system, Model* model, std::vector<R
 
 // [step]
 // A token for everyone. Without pages the youngest request is sent back to the queue.
-Status step(UnifiedStore* store, Model* model, std::vector<Running>* running, int* waiting) {
+Status step(KvStore* store, Model* model, std::vector<Running>* running, int* waiting) {
   std::vector<SequenceId> ids;
   for (const Running& r : *running) ids.push_back(r.id);
   Status s = forward(store, {ids.data(), static_cast<int32_t>(ids.size())}, 1, model);
@@ -115,7 +115,7 @@ Status serve() {
   config.max_tokens = kSystem + kPrompt + kAnswer;
   const Result<TokenCapacity> capacity = tokens_that_fit(config);
   if (!capacity) return capacity.status();
-  Result<std::unique_ptr<UnifiedStore>> store = UnifiedStore::create(config);
+  Result<std::unique_ptr<KvStore>> store = KvStore::create(config);
   // [config]
   if (!store) return store.status();
   Model model;

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# The pages of stores that unified_store.h replaces.
+# The pages of stores that kv_store.h replaces.
 LEFT_OUT = {"store/README.md", "store/CODED.md", "store/CHANNEL.md"}
 
 
