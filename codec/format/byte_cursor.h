@@ -20,6 +20,7 @@ class ByteWriter {
   void u32(uint32_t x) { put(x, 4); }
   void i32(int32_t x) { put(static_cast<uint32_t>(x), 4); }
   void u64(uint64_t x) { put(x, 8); }
+  void i64(int64_t x) { put(static_cast<uint64_t>(x), 8); }
   void f32(float x) {
     uint32_t u;
     std::memcpy(&u, &x, 4);
@@ -72,6 +73,7 @@ class ByteReader {
   uint32_t u32() { return static_cast<uint32_t>(get(4)); }
   int32_t i32() { return static_cast<int32_t>(u32()); }
   uint64_t u64() { return get(8); }
+  int64_t i64() { return static_cast<int64_t>(u64()); }
   float f32() {
     const uint32_t u = u32();
     float x;

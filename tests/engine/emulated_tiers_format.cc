@@ -3,8 +3,14 @@
 
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 #include "store/rows/tiers/device_tiers_read.cuh"
+#include "store/rows/tiers/device_tiers_tiles.cuh"
 #include "tests/engine/support/emulated_format.h"
 #include "tests/engine/support/emulated_rows.h"
+
+namespace tierkv::store {
+// The shared memory of a CTA.
+alignas(1024) uint8_t shared_bytes[64 * 1024];
+}  // namespace tierkv::store
 
 namespace tierkv::store::test {
 namespace {
@@ -26,12 +32,27 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     call_.scratch.drafts = drafts_.data();
     call_.scratch.groups = groups_.data();
     if (works.most_leaving == 0) return Status::ok();
-    run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    if (works.most_leaving <= kMaxStepTokens) {
+      run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    } else {
+      run_poisoned(call_.num_rows, 32 * kChunkPlanWarps, [&] { plan_tiers_chunk_kernel(call_); });
+    }
     return Status::ok();
   }
   Status write(const DeviceWorks& works, const PageCopy*) override {
     if (works.most_leaving == 0) return Status::ok();
-    run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
+    if (works.most_leaving <= kMaxStepTokens) {
+      run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
+      return Status::ok();
+    }
+    const int32_t warps = 2 * call_.num_rows * most_tiles(works.most_leaving);
+    const int32_t ctas = (warps + kTiersWarps - 1) / kTiersWarps;
+    run_poisoned(ctas, kTiersThreads, [&] {
+      if (view_.head_dim == 64) return write_tiers_tiles_kernel<64>(call_);
+      if (view_.head_dim == 96) return write_tiers_tiles_kernel<96>(call_);
+      if (view_.head_dim == 128) return write_tiers_tiles_kernel<128>(call_);
+      write_tiers_tiles_kernel<256>(call_);
+    });
     return Status::ok();
   }
   Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
@@ -72,6 +93,14 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     call.scratch.groups_of_row = most_groups(works.most_leaving);
     call.fault = fault_;
     return call;
+  }
+  // Each CTA finds the same poison in shared memory.
+  template <class Kernel>
+  void run_poisoned(int32_t ctas, int32_t threads, const Kernel& kernel) {
+    for (int32_t i = 0; i < ctas; ++i) {
+      std::fill(std::begin(shared_bytes), std::end(shared_bytes), uint8_t{0xff});
+      emulator::cta().run(i, threads, kernel, ctas);
+    }
   }
   template <class Kernel>
   void run_warps(int32_t warps, const Kernel& kernel) {

@@ -1,9 +1,9 @@
 // Bodies of tiers as bytes, and back.
 //
-// A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (f64); the
-// tier of each position from the sinks on (u8); of each token that is kept, in order of positions,
-// its key, then its value: codes in the order of the dims, packed from the lowest bit of a byte on,
-// or fp16 of raw layers; then scale and zero point (u16 each) of codes.
+// A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (i64, units
+// of 2^-24); the tier of each position from the sinks on (u8); of each token that is kept, in order
+// of positions, its key, then its value: codes in the order of the dims, packed from the lowest bit
+// of a byte on, or fp16 of raw layers; then scale and zero point (u16 each) of codes.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -87,8 +87,8 @@ std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_h
   const TiersRow& row = row_state(layer, kv_head);
   const RowClass& c = row_class(layer.layer, kv_head);
   const uint8_t* map = map_of(layer, kv_head);
-  out.i32(row.seen);
-  out.f64(row.log_sum);
+  out.i32(row.mean.seen);
+  out.i64(row.mean.logs);
   for (int32_t p = config_.sink_tokens; p < layer.at.body_end; ++p) {
     out.u8(static_cast<uint32_t>(tier_at(map, p)));
   }
@@ -110,11 +110,9 @@ std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_h
 Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const {
   ByteReader in(work.bodies[kv_head]);
   const RowClass& c = row_class(work.layer.layer, kv_head);
-  draft->row.seen = in.i32();
-  draft->row.log_sum = in.f64();
-  if (draft->row.seen < 0 || draft->row.seen > kMostCounted || !std::isfinite(draft->row.log_sum)) {
-    return corrupt("its mean is impossible");
-  }
+  draft->row.mean.seen = in.i32();
+  draft->row.mean.logs = in.i64();
+  if (!draft->row.mean.is_sound()) return corrupt("its mean is impossible");
   for (int32_t p = config_.sink_tokens; p < work.body_end; ++p) {
     const auto tier = static_cast<BodyTier>(in.u8());
     const bool known = tier == BodyTier::kHigh || tier == BodyTier::kLow ||
