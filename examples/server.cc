@@ -2,6 +2,7 @@
 // together step by step, and give their memory back. A request that finds no pages waits. The model
 // is a stand-in: random keys, values and queries.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -105,8 +106,11 @@ Status step(KvStore* store, Model* model, std::vector<Running>* running, int* wa
 Status serve() {
   // [config]
   StoreConfig config;
-  config.layout = {kLayers,         kQHeads, kKvHeads, kHeadDim,
-                   DType::kFloat16, true,    10000,    0.08838834764831845};
+  config.layout.num_layers = kLayers;
+  config.layout.num_q_heads = kQHeads;
+  config.layout.num_kv_heads = kKvHeads;
+  config.layout.head_dim = kHeadDim;
+  config.layout.sm_scale = 1 / std::sqrt(double{kHeadDim});
   TiersFormat k4v4;
   k4v4.classes = {{token_wise_tier(4, 4), token_wise_tier(4, 4)}};
   config.format = k4v4;
