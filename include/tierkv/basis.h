@@ -6,8 +6,8 @@
 // so queries are mapped at read, the constant q . mean goes to the LSE alone, and the output, a
 // mean of values with weights that add up to 1, is mapped back once. Exact but for rounding.
 //
-// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours (docs/internals/architecture.md,
-// "Quantisation").
+// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours
+// (docs/internals/architecture.md, "Quantisation").
 #pragma once
 
 #include <cstdint>

@@ -95,7 +95,7 @@ TEST(BlockGolden, ExampleOfTheDocument) {
   ASSERT_TRUE(encode_block(codes.data(), 16, 16, *codebook, &bytes));
   ASSERT_EQ(bytes[1] & 15, static_cast<int>(BlockMode::kPair));
   const std::vector<uint8_t> document =
-      golden::read_file(TIERKV_SOURCE_DIR "/docs/reference/format.md");
+      golden::read_file(TIERKV_SOURCE_DIR "/docs/internals/coded-attention.md");
   const std::string text(document.begin(), document.end());
   EXPECT_NE(text.find(hex_lines(book)), std::string::npos) << hex_lines(book);
   EXPECT_NE(text.find(hex_lines(bytes)), std::string::npos) << hex_lines(bytes);
