@@ -242,7 +242,7 @@ __device__ __forceinline__ bool add_raw(const HalfRows<kDim>& x, DType dtype,
 // ---- a tile ----
 
 // One component of a tile: rows in shared memory (start_rows()), and where its codes go.
-struct TileRows {
+struct StagedRows {
   const uint8_t* rows;
   const ChannelPair* table;
   DType dtype;
@@ -260,7 +260,7 @@ struct TileTarget {
 
 // False in all lanes where a token of the tile has no codes; what is written is then not defined.
 template <CodeType kType, int32_t kDim>
-__device__ __forceinline__ bool encode_tile(const TileRows& from, const TileTarget& to) {
+__device__ __forceinline__ bool encode_tile(const StagedRows& from, const TileTarget& to) {
   uint32_t words[kTileWords<kType, kDim>] = {}, params[2] = {};
   bool is_sound = true;
 #pragma unroll 1
@@ -295,7 +295,7 @@ __device__ __forceinline__ bool encode_tile(const TileRows& from, const TileTarg
 }
 
 template <int32_t kDim>
-__device__ __forceinline__ bool encode_tile_of(CodeType type, const TileRows& from,
+__device__ __forceinline__ bool encode_tile_of(CodeType type, const StagedRows& from,
                                                const TileTarget& to) {
   if (type == kRawCodes) return encode_tile<kRawCodes, kDim>(from, to);
   if (type == kCodes8) return encode_tile<kCodes8, kDim>(from, to);

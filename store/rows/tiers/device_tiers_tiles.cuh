@@ -121,9 +121,8 @@ __device__ __forceinline__ bool write_whole_tile(const TiersCall& c, const Tiers
       device_tokens(c.view, c.works, t.row / c.view.num_kv_heads, at.kv_head);
   load_tile_rows<kDim>(tokens, part, positions, t.end - t.first, rows);
   const bool is_key = part == Component::kKey;
-  const Rotation none;
   const Rotation& rotation =
-      has_basis(c.codes, at) ? c.codes.rotation[static_cast<int32_t>(part)] : none;
+      c.codes.rotation[has_basis(c.codes, at) ? static_cast<int32_t>(part) : 2];
   fill_channel_table<kDim>(rotation, false, is_key ? key_mean(c.view, c.codes, at) : nullptr, -1.0f,
                            table);
   __syncwarp();
