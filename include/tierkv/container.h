@@ -25,7 +25,7 @@
 
 namespace tierkv {
 
-// What version 2 promises stands in docs/reference/format.md, section 6.
+// What version 2 promises stands in docs/reference/format.md, section 7.
 inline constexpr uint16_t kContainerMajor = 2;
 inline constexpr uint16_t kContainerMinor = 0;
 inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
