@@ -47,13 +47,15 @@ PARTS = (
                              r"flash_fwd|fmha|sdpa", re.I)),
     ("management", re.compile(r"store::(anon::)?(ids|commit|count|needs|row_counts|page_copy)_kernel|"
                               r"tierkv::anon::(take|give|mark|fill|initialize|plan|count)_kernel")),
+    ("copies", re.compile(r"^Mem(set|cpy)")),
     ("significance", re.compile(r"mma_(lse|significance)")),
     ("compression", re.compile(r"tierkv")),
 )
 
 
 def part_of(kernel: str) -> str:
-    """Of a step: attention, management (pages and counts), compression (plans of formats, codes, raw tokens), or model."""
+    """Of a step: attention, management (pages and counts), compression (plans of formats, codes, raw tokens),
+    significance of a prompt, copies of the driver, or model."""
     name = kernel.replace("(anonymous namespace)", "anon").split("(")[0]
     return next((part for part, pattern in PARTS if pattern.search(name)), "model")
 
@@ -71,8 +73,3 @@ def kernel_shares(kernels: Iterable["tuple[str, float]"]) -> Dict[str, Any]:
     total = sum(by_part.values())
     return {"us": by_part, "share": {part: us / total for part, us in by_part.items()} if total else {},
             "largest": {part: dict(sorted(of.items(), key=lambda x: -x[1])[:6]) for part, of in names.items()}}
-
-
-def left_out(whole_ms: Dict[str, List[float]]) -> Dict[str, Optional[float]]:
-    """Medians of graphs with parts left out: {"step", "model", "attend", "append"}."""
-    return {name: percentile(times, 50) for name, times in whole_ms.items()}

@@ -1,7 +1,7 @@
 """Caches of a fixed budget: the stores of the benchmark's formats, and how many sequences each takes. NumPy alone."""
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from tierkv.errors import OutOfRangeError
@@ -35,7 +35,7 @@ class Shape:
 
 TINY = Shape(layers=2, hidden=128, intermediate=256, q_heads=4, kv_heads=2, head_dim=64, vocabulary=97, rope_theta=10000.0)
 SHAPES = {"llama-3-8b": Shape(), "tiny": TINY}
-# Beside tierkv's presets. "raw": bf16 pages of the same store; "k4v2_pair": two widths by importance.
+# Beside tierkv's presets. "raw": pages of 16 bits of the same store; "pair": two widths by importance.
 FORMATS = {
     "raw": TiersFormat(),
     "k4v2": TiersFormat((TierClass(TierFormat(4, 2), TierFormat(4, 2)),)),
@@ -125,10 +125,3 @@ class Room:
         if used > u.pages // 8 and held > 0:
             self.page_tokens = held / used
         return int(u.pages_free * self.page_tokens)
-
-
-def prompts_of(lengths: List[int], vocabulary: int, seed: int) -> List[List[int]]:
-    """Beginnings of one text: sequences differ in length alone, so one pass of the model serves all."""
-    rng = np.random.default_rng(seed)
-    text = rng.integers(0, vocabulary, max(lengths)).tolist()
-    return [text[:n] for n in lengths]

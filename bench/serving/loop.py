@@ -26,7 +26,7 @@ from accounting import kernel_shares, spread, summary
 from budget import FORMATS, SHAPES, Room, better_count, raw_sequences, sequences_that_fit, store_config
 from llama import DenseCache, Graph, Llama, StoreCache, causal, token_scores
 from scheduler import Clock, Scheduler, serve
-from tierkv.errors import OutOfPagesError
+from tierkv.errors import OutOfPagesError, OutOfRangeError
 from tierkv.kv_store import PRESETS
 from traces import Lengths, poisson_trace, ragged
 
@@ -123,8 +123,14 @@ class Bench:
     # ---- caches ----
 
     def store_cache(self, format, sequences, max_tokens):
-        config = store_config(self.shape, format, sequences, max_tokens, self.budget)
-        return StoreCache(self.model, config, self.stream)
+        """With so many slots, or as many as leave room for a device's workspaces."""
+        while True:
+            try:
+                return StoreCache(self.model, store_config(self.shape, format, sequences, max_tokens, self.budget), self.stream)
+            except OutOfRangeError:
+                if sequences <= 1:
+                    raise
+                sequences -= max(1, sequences // 16)
 
     def prime(self, cache):
         """Codebooks, before anything is captured."""
@@ -138,12 +144,13 @@ class Bench:
         self.prime(cache)
         full = 0
         try:
-            for slot, n in enumerate(lengths[:sequences]):
+            for slot, n in enumerate(lengths[:cache.slots]):
                 cache.fill(slot, *text, n, slot % self.shape.vocabulary)
                 full += 1
         except OutOfPagesError:
             pass
-        cache.store.usage() if not self.on_gpu else cache.store.take_status()
+        if self.on_gpu:
+            cache.store.take_status()
         return cache, full
 
 
@@ -206,25 +213,27 @@ def generate_store(bench, format, lengths, text):
         body = u.body_tokens / (bench.shape.layers * bench.shape.kv_heads)
         better = better_count(ends, full, body / max(1, u.pages - u.pages_free), u.pages, u.pages_free, u.pages // 50)
         better = min(better, len(lengths), o.most_sequences)
-        if attempt == 1 or abs(better - full) * 25 <= full and full == count:
+        if attempt == 1 or abs(better - full) * 25 <= full:
             break
         cache.close()
         gc.collect()
         count = better
-    fill = {"slots": count, "sequences": full, "context_tokens": sum(lengths[:full]), "pages": u.pages, "pages_free": u.pages_free,
+    fill = {"slots": cache.slots, "sequences": full, "context_tokens": sum(lengths[:full]), "pages": u.pages, "pages_free": u.pages_free,
             "page_bytes": u.page_bytes, "slot_bytes": u.slot_bytes, "held_of_raw": u.held_bytes / u.raw_bytes,
             "nominal_of_raw": u.nominal_bytes / u.raw_bytes, "memory_bytes": cache.store.config.memory_bytes}
     result = {"format": format, **fill, **bench.run_steps(cache, full)}
-    if not o.no_parts:
-        for slot in range(full - max(1, full // 25), full):  # room for the tokens that the parts add
-            cache.clear(slot)
     try:
+        if not o.no_parts:
+            for slot in range(full - max(1, full // 25), full):  # room for the tokens that the parts add
+                cache.clear(slot)
+            cache.launch()  # attention alone needs a token of each
         if bench.on_gpu and not o.no_parts:
             result["kernels"] = kernel_shares(bench.kernels(lambda: [cache.launch() for _ in range(16)]))
             cache.graph = None
         if not o.no_parts:
             result["parts_ms"] = step_parts(bench, cache)
-            cache.store.take_status() if bench.on_gpu else None
+            if bench.on_gpu:
+                cache.store.take_status()
             result["prompt"] = prompt_parts(bench, cache, full - 1, min(o.context, max(lengths)))
     except OutOfPagesError as error:
         result["parts_stopped"] = str(error)
@@ -294,6 +303,7 @@ def trace_store(bench, format, requests, most, mean):
     # More slots than sequences of mean length: whether a request fits is then a matter of pages.
     slots = max(1, min(o.most_sequences, round(1.2 * sequences_that_fit(config_of, [mean] * 4096))))
     cache = bench.store_cache(format, slots, most)
+    slots = cache.slots
     bench.prime(cache)
     if bench.on_gpu:
         cache.capture()

@@ -9,11 +9,15 @@ import numpy as np
 
 sys.path.insert(0, sys.argv.pop(1))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench" / "serving"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench" / "vllm"))
 import accounting  # noqa: E402
 import budget  # noqa: E402
+import quality  # noqa: E402
+import serving  # noqa: E402
 from scheduler import Clock, Scheduler, Served, serve  # noqa: E402
 from tierkv.errors import OutOfPagesError  # noqa: E402
 from tierkv.kv_store import KvStore  # noqa: E402
+from tierkv.vllm.settings import read_settings, slot_bytes  # noqa: E402
 from traces import Lengths, Request, poisson_trace, ragged  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -270,6 +274,7 @@ class Accounts(unittest.TestCase):
                 "void tierkv::store::raw_append_kernel<8>(tierkv::store::RawAppendCall, tierkv::RawAttendCall)": "compression",
                 anon + "encode_kernel<128>(int)": "compression",
                 "void tierkv::wgmma_significance<1>(int)": "significance",
+                "Memset (Device)": "copies", "Memcpy DtoD (Device -> Device)": "copies",
                 "nvjet_tst_128x64_coopA": "model", "void at::native::vectorized_elementwise_kernel<4>(int)": "model",
                 "void pytorch_flash::flash_fwd_kernel<int>(int)": "attention",
                 "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention"}.items():
@@ -280,6 +285,34 @@ class Accounts(unittest.TestCase):
         self.assertEqual(found["us"], {"model": 4.0, "management": 1.0})
         self.assertEqual(found["share"]["management"], 0.2)
         self.assertEqual(accounting.kernel_shares([])["share"], {})
+
+
+class VllmBenches(unittest.TestCase):
+    def test_formats_of_layers(self):
+        given = quality.settings_of("k4v4,7=k8v4,18=k8v4,20-21=raw", "model.h5")
+        settings = read_settings({"tierkv": given})
+        self.assertEqual([settings.format_of(layer) for layer in (6, 7, 18, 19, 20, 21, 22)],
+                         ["k4v4", "k8v4", "k8v4", "k4v4", "raw", "raw", "k4v4"])
+        self.assertEqual(settings.profile, "model.h5")
+        self.assertEqual(quality.settings_of("k8v4"), {"format": "k8v4", "layers": {}})
+        for wrong in ("k4v4,7", "k4v4,7=k8v4=raw"):
+            with self.assertRaisesRegex(ValueError, "LAYER=FORMAT"):
+                quality.settings_of(wrong)
+
+    def test_caches_hold_what_is_asked(self):
+        rows = serving.CONFIG["num_key_value_heads"] * serving.CONFIG["num_hidden_layers"]
+        for format, token_bytes in serving.BYTES.items():
+            if format not in serving.OWN:
+                self.assertEqual(token_bytes, slot_bytes(format, 128))
+            made = serving.plan(format)
+            sequence = made["blocks"] * serving.BLOCK * rows * token_bytes
+            self.assertLessEqual(made["fit"] * sequence, serving.BUDGET)
+            self.assertGreater((made["fit"] + 1) * sequence, serving.BUDGET)
+            self.assertGreater(made["cache_bytes"], max(made["fit"], serving.SEQUENCES) * sequence)
+            # An answer lasts until all prompts are prefilled and both batches are timed.
+            prompts = max(made["fit"], serving.SEQUENCES)
+            prefill = -(-prompts * serving.CONTEXT // (serving.CHUNK - prompts))
+            self.assertGreaterEqual(serving.ANSWER, prefill + 2 * (serving.WARM + serving.STEPS) + 4)
 
 
 if __name__ == "__main__":
