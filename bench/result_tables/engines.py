@@ -1,5 +1,5 @@
 """The store on a device, block tables of engines, and vLLM over them."""
-from .kit import markdown, result, table
+from .kit import markdown, result, table, table_of
 from .memory import kernels
 
 
@@ -39,7 +39,7 @@ def times(of, digits=1):
     return "-" if of is None or of.get("p50") is None else f"{of['p50']:.{digits}f} [{of['p99']:.{digits}f}]"
 
 
-@table
+@table_of("serving_generate.json")
 def serving_generate():
     r = result("serving_generate.json")
     base = max((m["tokens_per_s"] for m in r["results"] if m["format"] in ("dense", "raw") and m.get("tokens_per_s")), default=None)
@@ -52,7 +52,7 @@ def serving_generate():
             markdown(["cache", "sequences", "memory of 16 bits", "ms a step: p50 [p99]", "tokens a second", "against 16 bits"], rows))
 
 
-@table
+@table_of("serving_generate.json")
 def serving_parts():
     """Of a step by kernels, of a prompt likewise; and by graphs with parts left out."""
     r, rows = result("serving_generate.json"), []
@@ -69,7 +69,7 @@ def serving_parts():
     return "Shares of the kernels' time.\n\n" + markdown(["cache", "of", *parts], rows)
 
 
-@table
+@table_of("serving_generate.json")
 def serving_left_out():
     r, rows = result("serving_generate.json"), []
     names = ("model", "attend", "append", "model_and_append")
@@ -79,7 +79,7 @@ def serving_left_out():
     return markdown(["cache", "ms a step", "model alone", "attention alone", "begin and append alone", "all but attention"], rows)
 
 
-@table
+@table_of("serving_trace.json")
 def serving_trace():
     r = result("serving_trace.json")
     rows = [[m["format"], m["slots"], f"{m['tokens_per_s']:.0f}", f"{m['mean_batch']:.0f}", times(m["first_token_s"], 2), times(m["token_ms"], 1),
@@ -89,7 +89,7 @@ def serving_trace():
                       "preemptions", "answered"], rows))
 
 
-@table
+@table_of("vllm_serving.json")
 def vllm_serving():
     r, rows = result("vllm_serving.json"), []
 

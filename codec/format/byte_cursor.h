@@ -31,6 +31,10 @@ class ByteWriter {
     std::memcpy(&u, &x, 8);
     u64(u);
   }
+  void bytes(const void* from, size_t count) {
+    const auto* first = static_cast<const uint8_t*>(from);
+    out_->insert(out_->end(), first, first + count);
+  }
   // Length in bytes, then the bytes.
   void text(const std::string& s) {
     u32(static_cast<uint32_t>(s.size()));

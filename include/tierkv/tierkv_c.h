@@ -35,7 +35,7 @@ extern "C" {
 #define TKV_VERSION_MINOR 1
 #define TKV_VERSION_PATCH 0
 
-/* Of the library that is loaded: "0.1.0". */
+/* The version of the library that is loaded: "0.1.0". */
 TKV_API const char* tkv_version(void);
 
 /* ---- Errors ---- */

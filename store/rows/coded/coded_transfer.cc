@@ -41,14 +41,13 @@ std::vector<uint8_t> CodedRows::export_body(const HostLayer& layer, int32_t kv_h
   if (is_fixed(layer)) {
     out.f32(state.key_step);
     out.f32(state.value_step);
-    for (int32_t d = 0; d < shape_.head_dim; ++d) out.u16(means[d]);
+    out.bytes(means, shape_.head_dim * sizeof(uint16_t));
   }
   for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
       out.u32(ref.units);
-      const uint8_t* block = block_bytes(ref);
-      bytes.insert(bytes.end(), block, block + int64_t{ref.units} * kUnitBytes);
+      out.bytes(block_bytes(ref), static_cast<size_t>(ref.units) * kUnitBytes);
     }
   }
   return bytes;
