@@ -20,7 +20,7 @@ import budget  # noqa: E402
 import rotation  # noqa: E402
 from llama import DenseCache, Llama, StoreCache  # noqa: E402
 from scheduler import Clock, Scheduler, serve  # noqa: E402
-from tierkv.errors import OutOfPagesError, OutOfRangeError  # noqa: E402
+from tierkv.errors import OutOfPagesError  # noqa: E402
 from traces import Lengths, poisson_trace  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -53,8 +53,9 @@ class ServingLoop(unittest.TestCase):
         cache.close()
         return list(zip(*found))
 
-    def store_cache(self, format, slots):
-        return StoreCache(self.model, budget.store_config(SHAPE, format, slots, MOST, 64 << 20), self.stream)
+    def store_cache(self, format, slots, memory_bytes=0):
+        """0: what the slots need."""
+        return StoreCache(self.model, budget.store_config(SHAPE, format, slots, MOST, memory_bytes), self.stream)
 
     def common(self, a, b):
         same = 0
@@ -104,15 +105,12 @@ class ServingLoop(unittest.TestCase):
         slots, time = 8, [0.0]
         requests = poisson_trace(0, 12, SEED, Lengths(300, spread=0.1, most=400), Lengths(120, spread=0), SHAPE.vocabulary)
         with torch.no_grad():
-            for memory in range(1 << 20, 64 << 20, 1 << 18):  # pages for 2000 tokens, where eight requests end with 2800 behind their windows
-                try:
-                    cache = StoreCache(self.model, budget.store_config(SHAPE, "raw", slots, MOST, memory), self.stream)
-                except OutOfRangeError:
-                    continue
-                usage = cache.store.usage()
-                if usage.pages * usage.page_bytes >= 2000 * SHAPE.raw_token_bytes:
-                    break
-                cache.close()
+            probe = self.store_cache("raw", slots)
+            usage = probe.store.usage()
+            beside = probe.store.config.memory_bytes - usage.pages * usage.page_bytes
+            probe.close()
+            # Pages for 2000 tokens, where eight requests end with 2800 behind their windows.
+            cache = self.store_cache("raw", slots, beside + 2000 * SHAPE.raw_token_bytes)
             if DEVICE == "cuda":
                 cache.capture()
                 for slot in range(slots):
