@@ -65,6 +65,13 @@ def has_two_tiers(config: StoreConfig) -> bool:
     return not config.raw_layers and isinstance(config.format, TiersFormat) and any(c.high != c.low for c in config.format.classes)
 
 
+def step_pages(config: StoreConfig) -> int:
+    """Pages that should be free before a captured step, for its worst case. A token that leaves the window may open a page of each tier in each
+    row; a unit of coded or channel rows, three in a layer. Units of 16 or 64 tokens seldom leave more than a quarter of the sequences at once."""
+    layers = config.max_sequences * config.num_layers
+    return layers * config.num_kv_heads * (1 + has_two_tiers(config)) if isinstance(config.format, TiersFormat) else 3 * layers // 4
+
+
 def fits(config: StoreConfig, lengths: Sequence[int]) -> bool:
     """Whether a store of config.memory_bytes takes sequences of these lengths, with codes of typical size."""
     longest = dataclasses.replace(config, max_sequences=len(lengths))
@@ -111,10 +118,10 @@ def better_count(lengths: Sequence[int], begun: int, page_tokens: float, pages: 
 
 
 class Room:
-    """How many tokens a store's pool still takes: free pages at the density that its body has had so far."""
+    """How many tokens a store's pool still takes: free pages, but for a reserve, at the density that its body has had so far."""
 
-    def __init__(self, store: KvStore, shape: Shape) -> None:
-        self.store, self.rows = store, shape.layers * shape.kv_heads
+    def __init__(self, store: KvStore, shape: Shape, reserve: int = 0) -> None:
+        self.store, self.rows, self.reserve = store, shape.layers * shape.kv_heads, reserve
         typical, _ = self.store.config.tokens_that_fit()
         self.page_tokens = typical / max(1, self.store.usage().pages)
 
@@ -124,4 +131,4 @@ class Room:
         held = u.body_tokens / self.rows
         if used > u.pages // 8 and held > 0:
             self.page_tokens = held / used
-        return int(u.pages_free * self.page_tokens)
+        return int(max(0, u.pages_free - self.reserve) * self.page_tokens)

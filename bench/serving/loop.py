@@ -23,7 +23,7 @@ import time
 import torch
 
 from accounting import kernel_shares, spread, summary
-from budget import FORMATS, SHAPES, Room, better_count, raw_sequences, sequences_that_fit, store_config
+from budget import FORMATS, SHAPES, Room, better_count, raw_sequences, sequences_that_fit, step_pages, store_config
 from llama import DenseCache, Graph, Llama, StoreCache, causal, token_scores
 from scheduler import Clock, Scheduler, serve
 from tierkv.errors import OutOfPagesError, OutOfRangeError
@@ -211,7 +211,8 @@ def generate_store(bench, format, lengths, text):
         cache, full = bench.filled(format, lengths, count, most, text)
         u = cache.store.usage()
         body = u.body_tokens / (bench.shape.layers * bench.shape.kv_heads)
-        better = better_count(ends, full, body / max(1, u.pages - u.pages_free), u.pages, u.pages_free, u.pages // 50)
+        reserve = u.pages // 50 + (step_pages(cache.store.config) if bench.on_gpu else 0)
+        better = better_count(ends, full, body / max(1, u.pages - u.pages_free), u.pages, u.pages_free, reserve)
         better = min(better, len(lengths), o.most_sequences)
         if attempt == 1 or abs(better - full) * 25 <= full:
             break
@@ -309,7 +310,7 @@ def trace_store(bench, format, requests, most, mean):
         cache.capture()
         for slot in range(slots):
             cache.clear(slot)
-    room = Room(cache.store, bench.shape)
+    room = Room(cache.store, bench.shape, step_pages(cache.store.config) if bench.on_gpu else 0)
     cache.room = room.tokens
     bench.wait()
     start = time.perf_counter()

@@ -234,6 +234,18 @@ class Budgets(unittest.TestCase):
         self.assertEqual(budget.better_count([100] * 12, 10, 20.0, 100, 50, 0), 12)
         self.assertEqual(budget.better_count([100] * 12, 0, 20.0, 100, 100, 0), 0)
 
+    def test_a_reserve_for_steps(self):
+        layers = 5 * SHAPE.layers
+        wants = {f: budget.step_pages(budget.store_config(SHAPE, f, 5, 64, 0)) for f in ("raw", "pair", "small", "channel")}
+        self.assertEqual(wants, {"raw": layers * SHAPE.kv_heads, "pair": 2 * layers * SHAPE.kv_heads, "small": 3 * layers // 4,
+                                 "channel": 3 * layers // 4})
+        with KvStore(budget.store_config(SHAPE, "raw", 1, MOST, 0, dtype="float16")) as store:
+            pages = store.usage().pages_free
+            whole, half = budget.Room(store, SHAPE).tokens(), budget.Room(store, SHAPE, pages - pages // 2).tokens()
+            self.assertGreater(whole, half)
+            self.assertGreater(half, 0)
+            self.assertEqual(budget.Room(store, SHAPE, pages + 1).tokens(), 0)
+
     def test_which_formats_want_significances(self):
         wants = {f: budget.has_two_tiers(budget.store_config(SHAPE, f, 1, 64, 0)) for f in ("raw", "k4v4", "pair", "small", "fast")}
         self.assertEqual(wants, {"raw": False, "k4v4": False, "pair": True, "small": False, "fast": True})
