@@ -103,14 +103,13 @@ def raw_sequences(shape: Shape, lengths: Sequence[int], budget: int) -> int:
     return count
 
 
-def better_count(lengths: Sequence[int], begun: int, page_tokens: float, pages: int, pages_free: int, reserve: int) -> int:
-    """After `begun` sequences took pages - pages_free pages for page_tokens tokens each: how many sequences of `lengths` (at their ends) fill the
-    pages but for the reserve."""
-    if begun == 0 or pages == pages_free:
-        return begun
-    room, count = (pages - reserve) * page_tokens, 0
-    for n in lengths:
-        room -= n
+def better_count(usage: Any, slots: int, bodies: Sequence[int], page_tokens: float, reserve: int) -> int:
+    """How many sequences with these compressed tokens at their ends fill a pool but for the reserve, where a page was found to hold page_tokens
+    tokens of all rows. What a slot takes beside its pages comes out of the same memory."""
+    slot_pages = usage.slot_bytes / usage.page_bytes
+    room, count = usage.pages + slots * slot_pages - reserve, 0
+    for n in bodies:
+        room -= slot_pages + n / page_tokens
         if room < 0:
             break
         count += 1

@@ -211,8 +211,10 @@ def generate_store(bench, format, lengths, text):
         cache, full = bench.filled(format, lengths, count, most, text)
         u = cache.store.usage()
         body = u.body_tokens / (bench.shape.layers * bench.shape.kv_heads)
-        reserve = u.pages // 50 + (step_pages(cache.store.config) if bench.on_gpu else 0)
-        better = better_count(ends, full, body / max(1, u.pages - u.pages_free), u.pages, u.pages_free, reserve)
+        config, held = cache.store.config, u.pages - u.pages_free
+        reserve = u.pages // 100 + (step_pages(config) if bench.on_gpu else 0)
+        bodies = [max(0, n - config.window_tokens - config.sink_tokens) for n in ends]
+        better = better_count(u, cache.slots, bodies, body / held, reserve) if body > 0 else full
         better = min(better, len(lengths), o.most_sequences)
         if attempt == 1 or abs(better - full) * 25 <= full:
             break

@@ -3,6 +3,7 @@ import math
 import os
 import pathlib
 import sys
+import types
 import unittest
 
 import numpy as np
@@ -228,11 +229,12 @@ class Budgets(unittest.TestCase):
         self.assertGreater(counts["k4v2"], 3.5 * counts["raw"])
 
     def test_a_better_count(self):
-        # 10 sequences of 100 tokens took half of 100 pages: 20 tokens a page.
-        self.assertEqual(budget.better_count([100] * 50, 10, 20.0, 100, 50, 0), 20)
-        self.assertEqual(budget.better_count([100] * 50, 10, 20.0, 100, 50, 10), 18)
-        self.assertEqual(budget.better_count([100] * 12, 10, 20.0, 100, 50, 0), 12)
-        self.assertEqual(budget.better_count([100] * 12, 0, 20.0, 100, 100, 0), 0)
+        # 10 slots of 2 pages beside 100 pages; 20 tokens a page.
+        usage = types.SimpleNamespace(pages=100, page_bytes=50, slot_bytes=100)
+        self.assertEqual(budget.better_count(usage, 10, [160] * 50, 20.0, 0), 12)
+        self.assertEqual(budget.better_count(usage, 10, [160] * 50, 20.0, 25), 9)
+        self.assertEqual(budget.better_count(usage, 10, [160] * 5, 20.0, 0), 5)
+        self.assertEqual(budget.better_count(usage, 10, [9999] * 5, 20.0, 0), 1)
 
     def test_a_reserve_for_steps(self):
         layers = 5 * SHAPE.layers
