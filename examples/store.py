@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the compressed cache of a sequence: a prompt, tokens with attention over what is left, and the sequence as bytes.
 
   store.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in and out of the C ABI: dtypes, contiguity, pointers."""
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Values(NamedTuple):
 
 def is_tensor(x: Any) -> bool:
     """Whether x is a torch.Tensor. torch is not imported for that."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
 
 
 def like(result: Array, x: Any) -> Any:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration by the model itself: statistics of its cache, and how far its predictions move when one head alone is coarse.
 
 The core, in NumPy. A model is anything with the methods of CalibrationModel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in GPU memory, without a copy: DLPack (torch, CuPy, JAX, ...) or __cuda_array_interface__ (CuPy, Numba, ...)."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a padded batch each sequence of a store holds. Plain Python: no torch."""
 from __future__ import annotations
 

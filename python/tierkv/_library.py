@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C ABI: structs of tierkv_c.h, tierkv_attention_c.h, tierkv_kv_c.h and tierkv_dumps_c.h, and calls that raise.
 
 Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a KV cache as bytes of a size that is known beforehand: token-wise codes of 8, 4 or 2 bits with a scale and a zero point for each
 token and head. NumPy alone.
 

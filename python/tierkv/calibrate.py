@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile of a Hugging Face model: python -m tierkv.calibrate --model FOLDER --text FILE... -o profile.h5
 
 Statistics of keys, values and queries, and how far the model's predictions move when one head alone is coarse, each head in turn.

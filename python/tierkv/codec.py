@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codec: rows of codes, unified pages, entropy-coded blocks."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`.tkv` containers: compressed caches in files."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-dumps (HDF5): analysis, calibration, compression. Files from strangers belong in a sandbox: HDF5 is not hardened."""
 from __future__ import annotations
 

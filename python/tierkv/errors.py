@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions: one class for each status code of the library, and one for arguments of a wrong type.
 
 Each is a TierkvError and the built-in exception that says the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers: generation over a compressed cache.
 
     from tierkv.hf import TierCache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
 
     config = StoreConfig(num_layers=30, num_q_heads=9, num_kv_heads=3, head_dim=64, rope=rope, profile=read_profile("model.h5"),

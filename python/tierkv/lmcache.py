@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache: a serde that keeps chunks of the KV cache in 8, 4 or 2 bits a value.
 
     import tierkv.lmcache           # before LMCache reads its configuration

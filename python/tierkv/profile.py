@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles of models: means, query energies, head scales, sensitivities, steps, matrices and thresholds."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much later queries look at the tokens of a prompt, by layer, and the log-sum-exp that this needs.
 
     scores = tierkv.significance(q, k)                            # one prompt of one layer
@@ -91,7 +92,10 @@ class _Call:
 
     def new_lse(self) -> Any:
         out = self.new(self.q_heads)
-        out[:] = float("nan")
+        if isinstance(out, np.ndarray):
+            out.fill(np.nan)
+        else:
+            out.fill_(float("nan"))
         return out
 
     def set(self, field: str, x: Any, heads: int) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration by a model, on tiny random models in NumPy: statistics, sensitivities, what is refused, and going on after a stop.
 
 calibration_test.py PACKAGE_DIR SOURCE_DIR"""

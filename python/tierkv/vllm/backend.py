@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention backend that vLLM 0.26 calls: spec and shape of the cache, metadata of a step, attention of a layer.
 
 A layer's cache is [blocks, kv_heads, 64, slot bytes] of bytes: each (block, kv_head) is a page of its own. Each format has a backend

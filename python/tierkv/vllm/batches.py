@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way each request of a step goes, and how cached prefixes are cut. Numbers alone: no tensors.
 
     decodes    up to `decode_queries` new tokens: attend in the cache, in captured graphs as well

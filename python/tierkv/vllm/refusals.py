@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backend cannot serve, by name. Looked at when the engine starts, so that no request finds out."""
 from __future__ import annotations
 

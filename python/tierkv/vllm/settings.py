@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the vLLM backend, from the engine's `additional_config`: {"tierkv": {...}}.
 
     format        "k8v4", "k4v4" (the default), "k4v2" or "raw": of every layer
