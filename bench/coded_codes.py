@@ -4,7 +4,7 @@
 coded_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.3] [--value-step 0.25] [--kvcomp | --halves]
 
 OUT, little-endian: i32 layers, kv heads, tokens, head_dim; then for every layer i16 codes [kv heads, tokens, head_dim] of the keys
-and of the values (with --halves the fp16 values themselves). Steps as in docs/DESIGN.md, "Global step", from the dump itself."""
+and of the values (with --halves the fp16 values themselves). Steps as in docs/internals/architecture.md, "Quantisation", from the dump itself."""
 import argparse
 
 import h5py

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Draws docs/ladder.svg from bench/results/coded.json: bits a value against speed of every rung of the decoder, on real codes.
+"""Draws bench/ladder.svg from bench/results/coded.json: bits a value against speed of every rung of the decoder, on real codes.
 
 ladder_plot.py          writes the figure
 ladder_plot.py --check  exits 1 when the figure is not what the results make it"""
@@ -10,7 +10,7 @@ import sys
 from xml.sax.saxutils import escape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FIGURE = ROOT / "docs" / "ladder.svg"
+FIGURE = ROOT / "bench" / "ladder.svg"
 SHAPE = "64x4096"
 HEIGHT, WIDTH, TOP, PLOT = 510, 980, 60, 250
 COLOURS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#000000", "#e377c2", "#003f7f",
@@ -98,7 +98,7 @@ def main():
     if "--check" not in sys.argv[1:]:
         FIGURE.write_text(text)
     elif not FIGURE.exists() or FIGURE.read_text() != text:
-        sys.exit("docs/ladder.svg is not what bench/results/coded.json says: run bench/ladder_plot.py")
+        sys.exit("bench/ladder.svg is not what bench/results/coded.json says: run bench/ladder_plot.py")
 
 
 if __name__ == "__main__":

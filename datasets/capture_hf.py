@@ -2,7 +2,7 @@
 
     python3 datasets/capture_hf.py --model MODEL --prompt notes.txt --prompt code.py --out dump.h5
 
-Needs torch, transformers 5, h5py. How it works, and for which models: docs/CAPTURE.md.
+Needs torch, transformers 5, h5py. How it works, and for which models: docs/guides/capture.md.
 """
 from __future__ import annotations
 

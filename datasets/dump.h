@@ -1,5 +1,5 @@
 // kv-dump v1: caches of real models in HDF5, the input of the analysis. The format is in
-// docs/DESIGN.md, "kv-dump v1".
+// docs/reference/kv-dump.md.
 //
 // DumpReader checks the whole structure when it opens a file, then reads one (sequence, layer,
 // kv_head) at a time. DumpWriter writes to a temporary name and renames it in finish(): a dump

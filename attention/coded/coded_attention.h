@@ -23,7 +23,7 @@
 // padding are not looked at: decode_coded() verifies blocks of untrusted origin once.
 //
 // Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
-// layout follows the instruction); docs/CODED_ATTENTION.md.
+// layout follows the instruction); docs/internals/coded-attention.md.
 #pragma once
 
 #include <cstddef>

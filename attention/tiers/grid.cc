@@ -30,7 +30,7 @@ int32_t chunk_bytes(const AttentionConfig& config, int32_t slot_bytes) {
 }
 
 // Whole pages where they fit, so that a chunk is one copy; of large ones more than two, for copies
-// that begin early (docs/ATTENTION.md).
+// that begin early (docs/internals/attention.md).
 bool choose_slots(const AttentionConfig& config, int32_t shared_bytes, AttentionGrid* grid) {
   const int32_t columns = query_columns(config).of_row, warps = grid->warps_per_cta,
                 page = whole_page_bytes(config);

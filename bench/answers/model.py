@@ -90,7 +90,7 @@ def softmax_in_place(x):
 
 class LayerCache:
     """What a prompt leaves in a layer. k, v: [kv_heads, tokens, head_dim]; q: [q_heads, tokens, head_dim]; significance:
-    [kv_heads, tokens], as in docs/POLICY.md. q and significance of a prefill only."""
+    [kv_heads, tokens], as in docs/internals/policies.md. q and significance of a prefill only."""
 
     def __init__(self, k, v, q=None, significance=None):
         self.k, self.v, self.q, self.significance = k, v, q, significance

@@ -41,7 +41,7 @@ def counted(tokens, stride, near):
 
 
 def sampled_significance(layer, sm_scale, stride, near):
-    """[kv_heads, tokens] float32: docs/POLICY.md."""
+    """[kv_heads, tokens] float32: docs/internals/policies.md."""
     q, k = layer.q, layer.k
     (heads, n, d), (weights, at) = k.shape, counted(k.shape[1], stride, near)
     group, sums = len(q) // heads, np.zeros(k.shape[:2])

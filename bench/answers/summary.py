@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Tables of a result of run.py. summary.py RESULT.json prints them; bench/tables.py puts them into docs/QUALITY.md."""
+"""Tables of a result of run.py. summary.py RESULT.json prints them; bench/tables.py puts them into bench/REPORT.md."""
 import json
 import math
 import pathlib

@@ -1,4 +1,4 @@
-// Decode attention over compressed pages, at the shapes of docs/BENCHMARKS.md.
+// Decode attention over compressed pages, at the shapes of bench/REPORT.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]
 //   [--slot-bytes N] [--tile-cost N] [--seed N]

@@ -1,4 +1,4 @@
-// The codec's kernels at the shapes of docs/BENCHMARKS.md, each beside the copy ceiling of the same
+// The codec's kernels at the shapes of bench/REPORT.md, each beside the copy ceiling of the same
 // run: quantise and pack, decode, global steps, append.
 //
 //   bench_codec [--out FILE] [--commit HASH] [--only TEXT] [--replays N]

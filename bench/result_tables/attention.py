@@ -92,7 +92,7 @@ def peers():
 
 
 @table
-def readme_attention():
+def attention_in_short():
     of = {(m["name"], m["shape"]): m["us"] for m in result("peers.json")["results"]}
     bytes_of = {(m["name"], m["shape"]): m["bytes"] for m in result("attention.json")["results"]}
     coded = [m for m in result("coded.json")["results"] if m["kind"] == "attention" and m["rung"] == "pair 10 bits x16 /2"]
@@ -100,7 +100,7 @@ def readme_attention():
     schemes = {"K8V4": "k8v4", "K4V4": "k4v4", "K4V2": "k4v2", "tiers 30 % K8V4, 50 % K4V2, 20 % pruned": "mixed"}
     fp16 = bytes_of["fp16", "8x32768"]
     smaller = [f"{fp16 / bytes_of[name, '8x32768']:.1f}" for name in schemes.values()]
-    rows = [["times smaller", "1", *smaller, span([fp16 / m["bytes"] for m in coded if m["shape"] == "8x32768"], 1)]]
+    rows = [["ratio", "1", *smaller, span([fp16 / m["bytes"] for m in coded if m["shape"] == "8x32768"], 1)]]
     rows += [[title] + [f"{of[name, shape]:.1f}" for name in ("cudnn", *schemes.values())] +
              [span([m["attend_us"]["median"] for m in coded if m["shape"] == shape], 1)] for title, shape in shapes.items()]
     return markdown(["sequences x tokens", "cuDNN fp16", *schemes, "global step + Huffman, three layers"], rows)

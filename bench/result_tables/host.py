@@ -86,15 +86,3 @@ def host_container():
 @table
 def host_container_large():
     return container(result("host_container_large.json"))
-
-
-@table
-def cold():
-    rows = []
-    for d in result("cold.json")["dumps"]:
-        for r in d["rows"]:
-            if r["threads"] != 1:  # the clock's time, of a machine that was busy
-                continue
-            rows.append([d["dump"].removesuffix(".h5"), r["pages"], f"{r['bytes'] * 1e-6:.2f}", f"{100 * r['bytes'] / d['fp16_bytes']:.2f}"] +
-                        [number(r.get(f"{stage}_gbps"), 2) for stage in ("encode", "decode", "save", "load")])
-    return markdown(["dump", "pages", "MB", "% of fp16", "encode GB/s", "decode GB/s", "`save_sequence` GB/s", "`load_sequence` GB/s"], rows)

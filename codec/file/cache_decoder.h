@@ -76,7 +76,8 @@ using VisitLayer = std::function<Status(int32_t seq, int32_t layer, const Decode
 Status decode_all(const CacheDecoder& decoder, int32_t threads, const VisitLayer& visit,
                   const std::function<void(double)>& progress);
 
-// Whether it holds a sequence of a store (docs/FORMAT.md, section 8), which no CacheDecoder opens.
+// Whether it holds a sequence of a store (docs/reference/format.md, section 8), which no
+// CacheDecoder opens.
 bool holds_store_sequence(const ContainerReader& container);
 
 // Every chunk's checksum: the first that is wrong.

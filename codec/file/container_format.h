@@ -1,5 +1,5 @@
 // The bytes around the chunks of a container: the one place that knows them
-// (docs/FORMAT.md).
+// (docs/reference/format.md).
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 // page codec. Everything else is stored as segments (container_chunks.h).
 //
 // A page holds consecutive tokens of its part, ascending. The last one of a row is laid out for as
-// many tiles as it needs. Bytes: docs/FORMAT.md.
+// many tiles as it needs. Bytes: docs/reference/format.md.
 #pragma once
 
 #include <cstdint>

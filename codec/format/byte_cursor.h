@@ -20,6 +20,7 @@ class ByteWriter {
   void u32(uint32_t x) { put(x, 4); }
   void i32(int32_t x) { put(static_cast<uint32_t>(x), 4); }
   void u64(uint64_t x) { put(x, 8); }
+  void i64(int64_t x) { put(static_cast<uint64_t>(x), 8); }
   void f32(float x) {
     uint32_t u;
     std::memcpy(&u, &x, 4);
@@ -29,6 +30,10 @@ class ByteWriter {
     uint64_t u;
     std::memcpy(&u, &x, 8);
     u64(u);
+  }
+  void bytes(const void* from, size_t count) {
+    const auto* first = static_cast<const uint8_t*>(from);
+    out_->insert(out_->end(), first, first + count);
   }
   // Length in bytes, then the bytes.
   void text(const std::string& s) {
@@ -72,6 +77,7 @@ class ByteReader {
   uint32_t u32() { return static_cast<uint32_t>(get(4)); }
   int32_t i32() { return static_cast<int32_t>(u32()); }
   uint64_t u64() { return get(8); }
+  int64_t i64() { return static_cast<int64_t>(u64()); }
   float f32() {
     const uint32_t u = u32();
     float x;

@@ -3,8 +3,8 @@
 //
 // Scope is the caller's choice: one per (layer, component) as in KVComp section 3.2, one per
 // kv_head, or a calibrated family whose members are told apart by table_id. A codebook is built
-// once, transmitted as its code lengths (docs/FORMAT.md, "Codebooks") and never changed; the tables
-// below follow from the lengths.
+// once, transmitted as its code lengths (docs/reference/format.md, "Codebooks") and never changed;
+// the tables below follow from the lengths.
 //
 // A symbol is what one table lookup decodes: one code (kSingle), two (kPair), four 2-bit codes
 // (kQuad) or the high nibbles of two 8-bit codes (kSplit). Codes outside the alphabet are no error:

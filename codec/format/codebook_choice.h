@@ -44,7 +44,8 @@ struct CodeCost {
 };
 
 // An exception also costs the decoder some work, so a symbol stays in the alphabet although its
-// code words, which shorten everybody else's, cost up to twice the bits (docs/ENTROPY_CHOICES.md).
+// code words, which shorten everybody else's, cost up to twice the bits
+// (docs/notes/2026-11-21-entropy-choices.md).
 inline constexpr double kExceptionPrice = 64;
 
 // In bits, rounded alike everywhere. A symbol that replaces a dropped one is taken to have the mean

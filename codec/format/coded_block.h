@@ -1,15 +1,15 @@
 // Entropy-coded blocks: up to 64 tokens of one (row, component), readable alone, decoded by one
 // warp.
 //
-// The bytes are described in docs/FORMAT.md, "Coded blocks". A head_dim above 128 is cut into
-// slices of 128 channels, each a block of its own, one after the other. 32 lanes own the codes in
-// the order of the tensor-core fragments (codec/format/fragment_order.h), every lane has one or two
-// bit streams of its own, and every lookup yields the same number of codes, so that a corrupt
+// The bytes are described in docs/reference/format.md, "Coded blocks". A head_dim above 128 is cut
+// into slices of 128 channels, each a block of its own, one after the other. 32 lanes own the codes
+// in the order of the tensor-core fragments (codec/format/fragment_order.h), every lane has one or
+// two bit streams of its own, and every lookup yields the same number of codes, so that a corrupt
 // stream cannot lengthen a loop. Codes outside the codebook's alphabet are listed as exceptions,
 // never saturated; a block that is no smaller coded is stored raw, so any 16-bit codes round-trip.
 //
-// Source: docs/ENTROPY_CHOICES.md; the one-bit tree walk is KVComp's (section 3.3.1) and is kept as
-// the reference.
+// Source: docs/notes/2026-11-21-entropy-choices.md; the one-bit tree walk is KVComp's
+// (section 3.3.1) and is kept as the reference.
 #pragma once
 
 #include <cstdint>

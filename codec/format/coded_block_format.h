@@ -1,5 +1,5 @@
-// The bytes of a coded block: the one place that knows its offsets (docs/FORMAT.md, "Coded
-// blocks").
+// The bytes of a coded block: the one place that knows its offsets (docs/reference/format.md,
+// "Coded blocks").
 //
 //   header      16 bytes
 //   starts      32 x streams_per_lane x u16: bit offset of each stream in the payload   coded modes

@@ -7,7 +7,7 @@
 //
 // A head_dim above 128 is cut into slices of 128 channels, each a block with scales of its own. A
 // value reads as the fp16 number next to scale * code + zero point, so that host and device agree
-// on it whatever they multiply it with. docs/FORMAT.md, "Fixed-rate blocks".
+// on it whatever they multiply it with. docs/reference/format.md, "Fixed-rate blocks".
 #pragma once
 
 #include <cstdint>

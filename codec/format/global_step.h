@@ -1,6 +1,6 @@
 // The global step: one absolute quantisation step per (layer, kv_head, component), chosen so that
-// the error has a stated size (docs/DESIGN.md, "Global step"). A uniform error of width `step` has
-// variance step^2 / 12 per coordinate.
+// the error has a stated size (docs/internals/architecture.md, "Quantisation"). A uniform error of
+// width `step` has variance step^2 / 12 per coordinate.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,7 @@
 // Canonical, length-limited Huffman codes over small alphabets, and the bits of a stream.
 //
-// Everything follows from the code lengths (docs/FORMAT.md, "Codebooks"): symbols sorted by
-// (length, symbol) take consecutive code words; a word is written first bit first into bit 0
+// Everything follows from the code lengths (docs/reference/format.md, "Codebooks"): symbols sorted
+// by (length, symbol) take consecutive code words; a word is written first bit first into bit 0
 // upwards of 32-bit little-endian words. Lengths always satisfy Kraft's equation exactly, so every
 // bit pattern decodes to a symbol of the alphabet.
 #pragma once

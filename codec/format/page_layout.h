@@ -6,7 +6,8 @@
 // A page without records ends before the scores: tables of its owner say which tokens it holds.
 // Tokens are grouped in tiles of 16. Codes lie in the order of the A fragments of mma.m16n8k16, so
 // that a warp's loads are coalesced and a loaded register is an operand after one mask; pictures in
-// docs/FORMAT.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no metadata.
+// docs/reference/format.md. Raw components (16 bits, fp16 or bf16 patterns as stored) have no
+// metadata.
 //
 // Source of the idea: BitDecoding section 4 (the instruction induces the layout); measured in
 // fragment order for head_dim 128, generalised here to head_dim / 16 dim blocks.

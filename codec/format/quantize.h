@@ -2,9 +2,12 @@
 // and every kernel.
 //
 //   minmax    scale = half((max - min) / (levels - 1)), zero_point = half(min)
-//   relative  scale = half(step * (max - min)),         zero_point = half(min)    KVComp
-//   section 3.1.1 absolute  code = round(x / step), signed docs/DESIGN.md, "Global step"
+//   relative  scale = half(step * (max - min)),         zero_point = half(min)
+//   absolute  code = round(x / step), signed
 //   norm      scale = half(0.9957 sqrt(sum of x^2 / n)), zero_point = half(-1.5 scale), 2 bits
+//
+// docs/internals/architecture.md, "Quantisation", says when each is used. Relative steps are those
+// of KVComp, section 3.1.1.
 //
 // code = round_half_even((x - zero_point) / scale) with a true division; x' = scale * code +
 // zero_point, computed with the stored fp16 scale and zero point, one multiplication and one

@@ -1,5 +1,5 @@
-// The bytes of a weighted block: the one place that knows its offsets (docs/FORMAT.md, "Weighted
-// blocks"). It is a coded block of version 2.
+// The bytes of a weighted block: the one place that knows its offsets (docs/reference/format.md,
+// "Weighted blocks"). It is a coded block of version 2.
 //
 //   header      16 bytes
 //   exponents   tokens fields of exponent_bits, less the least one; 32-bit words

@@ -1,10 +1,10 @@
 // Which tier a token goes to: once for a whole prompt, then token by token as a state machine over
 // a row.
 //
-// The rules and their edge cases are written out in docs/POLICY.md. The decisions are inline
-// functions that host and device share; generation_step() applies them to a row held in plain
-// arrays, without pages, and is the reference of every manager that does the same on pages. Source:
-// DiffKV section 4 and Algorithm 1.
+// The rules and their edge cases are written out in docs/internals/policies.md. The decisions are
+// inline functions that host and device share; generation_step() applies them to a row held in
+// plain arrays, without pages, and is the reference of every manager that does the same on pages.
+// Source: DiffKV section 4 and Algorithm 1.
 #pragma once
 
 #include <cstdint>

@@ -8,11 +8,10 @@
 // nothing is synchronised, nothing allocated, and it can be captured in a CUDA graph.
 //
 //   AllocatorShape shape = ...;
-//   AllocatorBytes bytes = allocator_bytes(shape);            // allocate bytes.total, aligned to
-//   kAllocatorAlignment Result<PageAllocator> a = make_page_allocator(shape, memory, bytes.total);
+//   AllocatorBytes bytes = allocator_bytes(shape);  // memory: bytes.total, kAllocatorAlignment
+//   Result<PageAllocator> a = make_page_allocator(shape, memory, bytes.total);
 //   Status s = initialize_device(*a, stream);
-//   s = run_page_op_device(*a, PageOp::append(batch, added, report), workspace, workspace_bytes,
-//   stream);
+//   s = run_page_op_device(*a, PageOp::grow(batch, tokens, report), workspace, stream);
 //
 // Operations on one allocator must be ordered by the caller (one stream). allocator/README.md holds
 // the glossary and the conservation laws, allocator/invariants.h checks them.

@@ -7,11 +7,11 @@
 //   every step   plan_attention(config, grid, table, batch, workspace, stream), then for a layer
 //                attend(config, grid, {table, pages, batch, layer, q, out, lse}, ...)
 //
-// A row is one (sequence, kv_head); its q heads attend to all tokens of all its tiers, the window
-// among them; of several queries (q_len) each to the tokens up to its own. The work is cut on the
-// device from the token counts, so both calls can be captured in a CUDA graph and stay valid while
-// sequences grow, as long as the tables keep their place. Nothing is allocated or synchronised;
-// statuses of rows are written to the workspace.
+// A row is one (sequence, kv_head). Its q heads attend to all tokens of all its tiers. With several
+// queries (q_len) each query attends to the tokens up to its own. The plan cuts the work on the
+// device from the token counts. So both calls can be captured in a CUDA graph and stay valid while
+// sequences grow, as long as the tables keep their place. Calls allocate and synchronise nothing;
+// they write statuses of rows to the workspace.
 //
 // What is not supported is refused by name before anything is launched:
 // AttentionConfig::validate().
@@ -74,7 +74,7 @@ struct TKV_API AttentionConfig {
   bool page_records = true;  // false: pages end before their scores and positions
   int32_t num_tiers = 0;     // 1 to kMaxAttentionTiers
   AttentionTier tiers[kMaxAttentionTiers];
-  int32_t sliding_window_tokens = 0;  // 0: none
+  int32_t sliding_window_tokens = 0;  // must be 0: refused by name
   HeadClasses classes;
 
   int32_t group_size() const { return num_q_heads / num_kv_heads; }
@@ -90,8 +90,8 @@ struct AttentionGrid {
   int32_t slots_per_warp = 0;
   int32_t shared_bytes = 0;
   int32_t warps_per_cta = 8;  // fewer where shared memory does not hold the slots of 8
-  // What a tile of 16 tokens takes beside the reading of its bytes, in the time of 64 bytes: the
-  // plan cuts work by both.
+  // What a tile of 16 tokens takes beside the reading of its bytes, in units of the time that 64
+  // bytes take. The plan cuts work by both.
   int32_t tile_cost = 16;
 };
 // kUnsupported when the device has too little shared memory, kCuda when it cannot be asked.
@@ -134,8 +134,8 @@ struct AttentionTail {
   bool is_elsewhere = false;
 };
 
-// Device memory for what attend() leaves behind of every token's scores, from which the store takes
-// probabilities (attention/tiers/token_scores.h). 8-byte aligned; of one stream.
+// Device memory in which attend() leaves every token's scores, from which probabilities can be
+// found (attention/tiers/token_scores.h). 8-byte aligned; for one stream.
 struct AttentionScores {
   void* memory = nullptr;
   size_t bytes = 0;
@@ -144,7 +144,7 @@ struct AttentionScores {
 TKV_API size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences,
                                      int32_t tokens);
 
-// What of the pages of a tier is settled: AttendCall.
+// Which pages of a tier are settled: see AttendCall.
 enum class Settled : int32_t {
   kNothing,
   kAllButLastPage,  // of every row: tokens are appended behind them
@@ -164,13 +164,13 @@ struct AttendCall {
   const float* sinks = nullptr;
   AttentionTail tail;
   AttentionScores scores;  // null: none are left; too few bytes leave out the last tokens of rows
-  // The plan and the tables are settled: the kernel that precedes this call on the stream does not
-  // write them, nor does any that may still run while it does (attend() with a settled plan begins
-  // before its predecessor has ended, as may other kernels that were launched so). q may be its
-  // output. The beginning of this call then overlaps its end.
+  // The plan and the tables are settled when nothing that may still run writes them: neither the
+  // kernel that precedes this call on the stream, nor a kernel that may still run beside that one.
+  // (attend() with a settled plan begins before its predecessor has ended.) The predecessor may
+  // write q. The beginning of this call then overlaps the predecessor's end.
   bool plan_is_settled = false;
-  // The same of the pages, by config.tiers; looked at where the plan is settled. The first chunks
-  // are then copied while that kernel ends, so that only q is waited for.
+  // The same for the pages, by config.tiers; read only where the plan is settled. The first chunks
+  // are then copied while the predecessor ends, and the call waits for q alone.
   Settled settled[kMaxAttentionTiers] = {};
 };
 TKV_API Status attend(const AttentionConfig& config, const AttentionGrid& grid,

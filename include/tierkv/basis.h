@@ -2,12 +2,12 @@
 //
 // Energy that sits in a few channels costs bits; in another basis it is spread (Hadamard), centred
 // (means) or sorted (a calibrated matrix). Attention runs on coordinates: with T the key basis,
-//   q . k = (T^-T q) . y + q . mean,
-// so queries are mapped at read, the constant q . mean goes to the LSE alone, and the output, a
-// mean of values with weights that add up to 1, is mapped back once. Exact but for rounding.
+//   q . k = (T^-T q) . y + q . mean.
+// So queries are mapped at read, and the constant q . mean goes to the LSE alone. The output is a
+// mean of values with weights that add up to 1, so it is mapped back once. Exact but for rounding.
 //
-// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours (docs/DESIGN.md,
-// "Quantisation").
+// Sources: QuaRot and KVQuant for rotations and means; the weighted matrix is ours
+// (docs/internals/architecture.md, "Quantisation").
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@
 
 namespace tierkv {
 
-// Of one component of one (layer, kv_head). Means may be empty (none) in every kind but kMean.
+// The basis of one component of one (layer, kv_head). Means may be empty (none) in every kind but
+// kMean.
 //
 //   kMean      T is the identity
 //   kHadamard  T = H diag(signs), orthonormal; a head_dim that is no power of two is cut into
@@ -48,8 +49,8 @@ struct TKV_API Basis {
   // x [tokens, head_dim], in place. The basis must be valid.
   void apply(float* x, int64_t tokens) const;
   void undo(float* x, int64_t tokens) const;
-  // q [queries, head_dim], in place, such that its products with coordinates are those with what
-  // they stand for, but for mean_product().
+  // q [queries, head_dim], in place. Afterwards the product of q with coordinates y is the product
+  // of the original q with x, less mean_product().
   void apply_to_queries(float* q, int64_t queries) const;
   double mean_product(const float* q) const;
   // What a sequence that carries its own basis pays for it: fp16 means, fp16 matrices.
@@ -62,7 +63,7 @@ struct TKV_API Basis {
   friend bool operator!=(const Basis& a, const Basis& b) { return !(a == b); }
 };
 
-// Of forward times inverse against the identity, each element.
+// The most that an element of forward times inverse may differ from the identity.
 inline constexpr double kMaxInverseError = 0x1p-10;
 
 // The bases of a whole cache. All rows of a component are of one kind, with means or without.
@@ -78,7 +79,8 @@ struct TKV_API CacheBasis {
   // kInvalidArgument naming the row, kUnsupported for a head_dim that is no multiple of 32 or
   // exceeds 256.
   Status validate(const CacheLayout& layout) const;
-  // XXH3-64 of all of it, never 0. Sequences carry it: pages of one basis mean nothing in another.
+  // XXH3-64 of everything, never 0. Sequences carry it, because pages of one basis mean nothing in
+  // another.
   uint64_t identity() const;
 
   const std::vector<Basis>& of(Component c) const { return c == Component::kKey ? keys : values; }

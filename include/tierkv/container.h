@@ -1,9 +1,9 @@
 // The `.tkv` container, version 2: a compressed cache in a file, chunk by chunk.
 //
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.
-// The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits), so
-// that no bit can change unnoticed and any chunk can be read alone. Integers are little-endian.
-// What the chunks hold is docs/FORMAT.md; this layer only knows their kinds.
+// The header carries the checksum of the index, the index that of every chunk (XXH3, 64 bits). So
+// no bit can change unnoticed, and any chunk can be read alone. Integers are little-endian.
+// docs/reference/format.md says what the chunks hold; this layer only knows their kinds.
 //
 //   ContainerWriter  writes to a temporary name and renames in finish(): a container exists whole
 //                    or not at all
@@ -25,7 +25,7 @@
 
 namespace tierkv {
 
-// What version 2 promises stands in docs/FORMAT.md, section 6.
+// What version 2 promises stands in docs/reference/format.md, section 7.
 inline constexpr uint16_t kContainerMajor = 2;
 inline constexpr uint16_t kContainerMinor = 0;
 inline constexpr int32_t kNotApplicable = -1;  // of a field of ChunkKey
@@ -44,10 +44,10 @@ enum class ChunkKind : uint16_t {
   kSignificance = 9,    // of a (layer, kv_head)
   kPage = 10,           // tokens of a (layer, kv_head, part), unified page by page
   kPageFormat = 11,     // of the pages of a (layer, part)
-  kStore = 12,          // which store a sequence is of, and where its tokens lie (store/ENGINE.md)
-  kStoreRow = 13,       // of a (layer, kv_head) of it
-  kStorePage = 14,      // of a (layer, kv_head, part) of it, page by page
-  kStoreFixed = 15,     // of a coded store with fixed-rate blocks: their format
+  kStore = 12,          // format and counts of an exported sequence (store/ENGINE.md)
+  kStoreRow = 13,       // raw tokens of a (layer, kv_head) of it
+  kStorePage = 14,      // body of a (layer, kv_head) of it
+  kStoreFixed = 15,     // reserved: no writer makes it
   kWeightedRow = 16,    // means, weights and steps of a (layer, kv_head)
 };
 
@@ -58,8 +58,8 @@ struct ChunkKey {
   int32_t layer = kNotApplicable;
   int32_t head = kNotApplicable;  // kv_head; query head for kQueries
   uint8_t component = 0;          // Component
-  uint8_t part = 0;               // of a row, docs/FORMAT.md
-  int32_t page = 0;  // kPage, kStorePage: of the part, kCodebook: of the family, from 0
+  uint8_t part = 0;               // of a row, docs/reference/format.md
+  int32_t page = 0;               // kPage: of the part, kCodebook: of the family, from 0
 
   friend bool operator==(const ChunkKey& a, const ChunkKey& b) {
     return a.kind == b.kind && a.sequence == b.sequence && a.layer == b.layer && a.head == b.head &&

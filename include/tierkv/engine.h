@@ -16,9 +16,10 @@
 // same for all tokens of a query, so the softmax does not change; attend() adds it to the lse that
 // it returns, and results merge with those of uncompressed keys (merge_attention()).
 //
-// All pointers of a device call are device memory; nothing is allocated, synchronised or read by
-// the host, so every call can be captured in a CUDA graph and replayed with other tables, lengths
-// and slots in the same arrays. Functions that end in _host are the reference, in host memory.
+// All pointers of a device call are device memory. Calls allocate, synchronise and read nothing on
+// the host, so every call can be captured in a CUDA graph. A replay reads the tables, lengths and
+// slots that stand in the same arrays then. Functions that end in _host are the reference, in host
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +45,7 @@ struct TKV_API EngineConfig {
   int32_t max_sequences = 0;          // of a batch
   int32_t max_queries = 1;            // of a sequence in a batch, at most kMaxQueryTokens
   int32_t max_blocks = 0;             // of a sequence
-  int32_t sliding_window_tokens = 0;  // 0: none
+  int32_t sliding_window_tokens = 0;  // must be 0: refused by name
 
   // kInvalidArgument, kUnsupported with the field's name.
   Status validate() const;

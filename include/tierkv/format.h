@@ -8,7 +8,7 @@
 //
 // Sources: DiffKV section 4 (token-wise K8V4/K4V2), KVComp section 3.1 (relative steps per block,
 // channel and token), KIVI (channel-wise keys); the absolute step and the bases are ours
-// (docs/DESIGN.md, "Quantisation").
+// (docs/internals/architecture.md, "Quantisation").
 #pragma once
 
 #include <cstdint>

@@ -5,19 +5,19 @@
 //   begin({&id, 1}, n);                           // a prompt, a turn or a step: any n >= 1
 //   for each layer: append(...), attend(...);
 //
-// A row is a (sequence, layer, kv_head). Its tokens, by position: the sinks, which stay raw; the
-// body, which is compressed; the window and what waits behind it, raw. One call adds tokens,
-// however many: a chunk of more than kMaxStepTokens is compressed layer by layer as append() brings
-// it, so no more than one layer of it is ever raw; a step of fewer is compressed for all layers by
-// begin(). The same tokens give the same bytes in whatever chunks they come, unless significances
-// come too.
+// A row is a (sequence, layer, kv_head). By position its tokens are the sinks, which stay raw; the
+// body, which is compressed; and the window with what waits before it, raw. The same calls serve
+// prompts, turns and steps. A chunk of more than kMaxStepTokens is compressed layer by layer as
+// append() brings it, so at most one layer of a chunk is raw at any time. A step of fewer tokens is
+// compressed for all layers by begin(). The same tokens give the same bytes in whatever chunks they
+// come, unless significances come too.
 //
-// How the body is compressed is the config's format: Coded (entropy-coded weighted steps), Tiers
+// The config's format says how the body is compressed: Coded (entropy-coded weighted steps), Tiers
 // (fixed widths by importance) or Channel (channel-wise keys). All calls serve every format.
 //
-// Calls are all or nothing: a status other than kOk means that nothing changed. Statuses common to
-// all calls: kStaleSequence for an id that was released (or never given out), kInvalidArgument for
-// null pointers, a layer or count out of range, a repeated sequence, or a layer that lacks tokens.
+// Calls are all or nothing: a status other than kOk means that nothing changed. Every call may
+// answer kStaleSequence for an id that was released or never given out. kInvalidArgument names a
+// null pointer, a layer or count out of range, a repeated sequence, or a layer that lacks tokens.
 // After kOutOfPages, shortage() says what is missing: release other sequences and repeat the call.
 // Calls on one store must not overlap.
 //
@@ -49,16 +49,16 @@ class Engine;
 }
 
 // Format "coded": a step per row times an eighth-octave exponent per token, Huffman-coded in blocks
-// of 64 positions (docs/FORMAT.md, "Weighted blocks"). Keys are quantised before RoPE.
+// of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
-  // Deviation of a logit that key steps aim at and share of a token that value steps are; 0: 0.5
-  // and 0.45 with a profile's query energies, 0.33 and 0.28 without.
+  // k: the deviation of a logit that key steps aim at. v: value steps as a share of the token. 0:
+  // 0.5 and 0.45 with a profile's query energies, 0.33 and 0.28 without.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2
   int32_t key_books = 1;         // codebooks of a layer's keys, 1 to 4
-  // So many tokens leave the window at once: 16, 32 or 64. Fewer keep fewer raw, and code the
-  // newest block of a row up to four times as it fills.
+  // Tokens that leave the window at once: 16, 32 or 64. Smaller units keep fewer tokens raw, and
+  // code the newest block of a row up to four times as it fills.
   int32_t unit_tokens = 16;
 };
 
@@ -69,7 +69,7 @@ struct TKV_API TierClass {
   TierFormat high = token_wise_tier(8, 4), low = token_wise_tier(4, 2);
   double alpha_high = 1;  // u >= alpha_high: high, u = i * significance, i from 1
   double alpha_low = 0;   // u < alpha_low: pruned
-  // The share of the heads, the most sensitive first (Profile::joint_sensitivity); the last class
+  // The share of the heads, the most sensitive first (Profile::joint_sensitivity). The last class
   // takes the rest.
   double share = 0;
 };
@@ -95,8 +95,8 @@ struct TKV_API StoreConfig {
   std::vector<int32_t> raw_layers;         // these layers stay fp16; ascending
   int32_t sink_tokens = 4;                 // 0 to 16
   int32_t window_tokens = 64;              // kMaxStepTokens to 4096
-  // Everything that the store allocates for its sequences; at most 64 GiB of pages with
-  // CodedFormat.
+  // Everything that the store allocates for its sequences. With CodedFormat at most 64 GiB are
+  // pages.
   int64_t memory_bytes = 0;
   int64_t page_bytes = 0;     // 0: the format's choice
   int32_t max_sequences = 0;  // at once
@@ -107,7 +107,7 @@ struct TKV_API StoreConfig {
 };
 
 // Tokens of all sequences together, when all max_sequences are open and equally long, in host
-// memory. On a device a few percent fewer: workspaces come out of memory_bytes there.
+// memory. On a device a few percent fewer fit, because workspaces come out of memory_bytes there.
 struct TokenCapacity {
   int64_t typical = 0;  // with codes of typical size
   int64_t least = 0;    // whatever the values are
@@ -166,7 +166,7 @@ struct StoreUsage {
   int64_t page_bytes = 0;
   int64_t slot_bytes = 0;     // of a sequence beside its pages: raw tokens, directories, means
   int64_t raw_bytes = 0;      // the same tokens as 16-bit values
-  int64_t nominal_bytes = 0;  // raw tokens, and of the body codes, exponents, means and directories
+  int64_t nominal_bytes = 0;  // raw tokens; codes, exponents, means and directories of the body
 
   int64_t held_bytes() const { return (pages - pages_free) * page_bytes + sequences * slot_bytes; }
 };
@@ -183,21 +183,21 @@ class TKV_API KvStore final {
   // memory_bytes, where that is too little for max_sequences.
   static Result<std::unique_ptr<KvStore>> create(const StoreConfig& config);
   // In the memory of the device that is current now; all pointers of calls lead there. Calls
-  // enqueue on `stream`, which must outlive the store, and wait only where they say so, or where
+  // enqueue on `stream`, which must outlive the store. They wait only where they say so, or where
   // what the host knows of free pages does not suffice. Exists where the library was built with
   // CUDA.
   //
-  // Admission and kOutOfPages are told at once, as in host memory. What values are found out by
-  // kernels, and take_status() tells it: a NaN counts as 0, a value beyond fp16 as the largest, a
-  // significance that is none as unknown.
+  // Calls tell kOutOfPages and other refusals at once, as in host memory. Kernels look at the
+  // values, and take_status() tells what they found. A NaN counts as 0, a value beyond fp16 as the
+  // largest, and a significance that is negative or not finite as unknown.
   //
   // A step (begin, append and attend of every layer, up to kMaxStepTokens tokens) can be captured
   // in a CUDA graph. The captured calls count as made, and the graph's first launch makes them;
-  // note_replay() comes before each further launch. Nothing else can be captured. Refused is a step
-  // of sequences whose layers differ (a chunk was given up), and one of CodedFormat before a layer
-  // has its means and codebooks (store/ENGINE.md): kInvalidArgument.
+  // note_replay() comes before each further launch. Nothing else can be captured. kInvalidArgument
+  // refuses a step of sequences whose layers differ (a chunk was given up), and a step of
+  // CodedFormat before a layer has its means and codebooks (store/ENGINE.md).
   //
-  // k, v, q and out are aligned to 16 bytes. Not here yet, kUnsupported with the name:
+  // k, v, q and out are aligned to 16 bytes. kUnsupported names what is not here yet:
   // LayerAppend::q, LayerAttend::probabilities, q_len beyond kMaxStepTokens, several queries right
   // behind a truncation that ends in the body, groups of more than 16 q heads.
   static Result<std::unique_ptr<KvStore>> create_device(const StoreConfig& config,
@@ -208,9 +208,9 @@ class TKV_API KvStore final {
 
   // An empty sequence. kOutOfRange when max_sequences are open.
   Result<SequenceId> add_sequence();
-  // `tokens` more tokens of each sequence, of which every layer must have got all it was promised.
-  // kOutOfRange beyond max_tokens; up to kMaxStepTokens tokens kOutOfPages. Those of more tokens
-  // find out about pages in append().
+  // Announces `tokens` more tokens of each sequence. Every layer must have got all tokens that were
+  // announced before. kOutOfRange beyond max_tokens. kOutOfPages with up to kMaxStepTokens tokens;
+  // longer chunks find out about pages in append().
   Status begin(SequenceList sequences, int32_t tokens);
   // Once per layer and begin(). kNonFinite; kOutOfRange for a value beyond +-65504;
   // kInvalidArgument for a negative significance; kOutOfPages.
@@ -220,18 +220,18 @@ class TKV_API KvStore final {
   // kOutOfRange for positions that the layer does not hold.
   Status decode_range(const LayerRange& range);
 
-  // A captured step of `tokens` tokens of these sequences will run once more: as begin() and every
-  // append(). kOutOfPages where the worst case does not fit, also where the step itself would.
+  // A captured step of `tokens` tokens of these sequences will run once more. Counts as begin() and
+  // every append(). kOutOfPages where the worst case does not fit, even if the step itself would.
   Status note_replay(SequenceList sequences, int32_t tokens);
-  // Waits for a device; the first failure that kernels have found since the last call. Always kOk
-  // in host memory.
+  // Waits for the device and gives the first failure that kernels have found since the last call.
+  // Always kOk in host memory.
   Status take_status();
 
   // A copy that shares full pages. kOutOfPages; kOutOfRange when max_sequences are open.
   Result<SequenceId> fork(SequenceId source);
   // Forgets all tokens from position `tokens` on; a body token that stays keeps its precision.
-  // Layers that a chunk has not reached may lack tokens behind that position: so a chunk can be
-  // given up.
+  // Layers may differ behind that position. So a chunk that only some layers have got can be given
+  // up.
   Status truncate(SequenceId sequence, int32_t tokens);
   Status release(SequenceId sequence);
 

@@ -2,11 +2,11 @@
 // size.
 //
 // A page belongs to one row (sequence, layer, kv_head) and one tier at a time. It holds six
-// segments: key codes, key metadata, value codes, value metadata, scores, positions; pages of an
-// owner who keeps neither scores nor positions end after the first four. How many
-// tokens fit follows from the tier's format, in multiples of 16 (a tile), so one page_bytes serves
-// every tier with some waste: choose_page_size() picks the smallest page that wastes little for all
-// of them. Where each byte lies is codec/format/page_layout.h and docs/FORMAT.md.
+// segments: key codes, key metadata, value codes, value metadata, scores, positions. Pages without
+// records end after the first four. How many tokens fit follows from the tier's format, in
+// multiples of 16 (a tile). So one page_bytes serves every tier with some waste: choose_page_size()
+// picks the smallest page that wastes little for all of them. docs/reference/format.md has every
+// byte.
 //
 // Sources: DiffKV section 5.2 ("Unified Pages"); the side table is ours.
 #pragma once
@@ -28,14 +28,14 @@ inline constexpr int32_t kNoSlot = -1;
 inline constexpr int32_t kNoPosition = -1;
 inline constexpr float kNoScore = -std::numeric_limits<float>::infinity();  // of an unused slot
 
-// One entry of the page side table, indexed by page id, in the memory of the pool. It lets a victim
-// search visit one record per page instead of every score, and lets pages be shared and freed
-// without writing to them.
+// One entry of the page side table, indexed by page id, in the memory of the pool. With it pages
+// are shared and freed without writing to them. The allocator owns reference_count; the holder of a
+// page may keep the page's least score in the other fields.
 struct PageRecord {
   int32_t reference_count;  // tables that hold the page; 1 where none does; above 1: frozen
-  float min_score;   // least score of a token that may be a victim; +infinity where there is none
-  int32_t min_slot;  // its slot; kNoSlot where there is none
-  int32_t min_position;  // its position: equal scores are ordered by it, lowest first
+  float min_score;          // least score of a token of the page; +infinity where there is none
+  int32_t min_slot;         // its slot; kNoSlot where there is none
+  int32_t min_position;     // its position: equal scores are ordered by it, lowest first
 };
 static_assert(sizeof(PageRecord) == 16, "one 16-byte access per record");
 
@@ -86,13 +86,12 @@ struct PageChoice {
       true;  // false: no page up to max_page_bytes keeps max_waste; this one wastes least
 };
 
-// The page size for rows whose tokens are stored in these formats (window, high, low: each once is
-// enough).
+// The page size for rows whose tokens are stored in these formats. Name each format once.
 //
-// Candidates are the sizes that one of the formats fills exactly, rounded up to kPageAlignment,
-// that hold at least a tile of every format and min_tokens of the smallest. Of these the smallest
-// within max_waste for every format wins; where none is, the one whose worst waste is least (the
-// smaller of two equals) is returned with within_limit false. kUnsupported for formats without
+// Candidates are the sizes that one of the formats fills exactly, rounded up to kPageAlignment.
+// They hold at least a tile of every format and min_tokens of the smallest. The smallest candidate
+// within max_waste for every format wins. Where there is none, the one whose worst waste is least
+// (the smaller of two equals) is returned with within_limit false. kUnsupported for formats without
 // pages, kInvalidArgument for an empty list or sizes that admit no candidate.
 TKV_API Result<PageChoice> choose_page_size(const std::vector<TierFormat>& formats,
                                             int32_t head_dim, const PageSizing& sizing = {});

@@ -1,10 +1,9 @@
 // Page tables: which pages a row holds, by precision.
 //
-//   row    one (sequence, layer, kv_head); row = sequence * rows_per_sequence + layer *
-//   num_kv_heads + kv_head side   the pages of one precision of a row. Sides 0 and 1 share a
-//   bidirectional table: side 0 (high) grows from its
-//          left end, side 1 (low) from its right end. A third precision (side 2, raw) grows from
-//          the left of a second table, a fourth (side 3) from the right of that one
+//   row    one (sequence, layer, kv_head):
+//          sequence * rows_per_sequence + layer * num_kv_heads + kv_head
+//   side   the pages of one precision of a row. Sides 0 and 1 share a bidirectional table: side 0
+//          grows from its left end, side 1 from its right end. Sides 2 and 3 share a second table
 //   slot   one int32 of a row's table: a page id, or kNoPage
 //
 // A row's line of slots is table 0 followed by table 1. Readers take a PageTableView and, from it,

@@ -2,7 +2,7 @@
 //
 // significance (DiffKV section 4): sig_i = 1/(N - i) * sum over later queries j > i of max over the
 // query heads h of the group of softmax(q_h,j . k)_i, i counted from 1, sig_N = 0. It is compared
-// with alpha / i in the prompt phase and with alpha / N in the generation phase, in double.
+// with alpha / i, in double.
 #pragma once
 
 #include <cstdint>

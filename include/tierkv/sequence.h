@@ -15,8 +15,8 @@ struct SequenceId {
     return a.slot == b.slot && a.generation == b.generation;
   }
 };
-// An id as one number, and back, for all numbers: slot + 1 below the generation, so that 0 is
-// nobody's.
+// An id as one number, and back: slot + 1 in the low half, the generation in the high one. 0 names
+// no sequence.
 inline uint64_t number_of(SequenceId id) {
   return uint64_t{id.generation} << 32 | (static_cast<uint32_t>(id.slot) + 1);
 }
@@ -25,7 +25,8 @@ inline SequenceId id_of(uint64_t number) {
           static_cast<uint32_t>(number >> 32)};
 }
 
-// The sequences of a call, in host memory for both back ends; 1 to max_sequences, none twice.
+// The sequences of a call: 1 to max_sequences, none twice. In host memory, also for a store on a
+// device.
 struct SequenceList {
   const SequenceId* ids = nullptr;  // [count]
   int32_t count = 0;

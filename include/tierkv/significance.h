@@ -1,22 +1,22 @@
-// Over the prompts of a ragged batch, by layer: how much later queries look at a token, and the
-// log-sum-exp that it needs where attention has not kept it.
+// How much later queries look at each token of a prompt, for a layer of a ragged batch. Also the
+// log-sum-exp that this needs, where attention has not kept it.
 //
 //   significance[kv_head][t] = mean over the counted queries j > t of max over the heads h of the
 //                              group of exp(sm_scale q_h,j . k_t - lse[h][j]), 0 where there is
 //                              none
 //   lse[h][j]                = log of the sum over t <= j of exp(sm_scale q_h,j . k_t)
 //
-// It is what store.h's score_prompt() takes. Counted are the queries n - 1, n - 1 - query_stride,
-// ... of a prompt of n tokens, at positions from 0: every token but the last has one behind it.
-// query_stride 1 counts all, as DiffKV section 4 does. Work falls with the stride; what sampling
-// does to a compressed cache is measured in bench/results/sampled_significance.json.
+// LayerAppend::significance of a store takes it. The queries n - 1, n - 1 - query_stride, ... of a
+// prompt of n tokens are counted, at positions from 0: every token but the last has one behind it.
+// query_stride 1 counts all, as DiffKV section 4 does. Work falls with the stride.
+// docs/notes/2026-11-22-sampled-significance.md measures what sampling does to a compressed cache.
 //
 //   SignificanceCall p;          // shapes, strides, sm_scale
 //   prompt_lse(p, lse, stream);  // or the lse of a prefill that kept it
 //   prompt_significance(p, lse, significance, stream);
 //
 // Results repeat bit for bit: sums run in an order that depends on the shape alone. A score that is
-// not finite makes the significance of its token NaN or infinite, which tiering refuses by name.
+// not finite makes the significance of its token NaN or infinite.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ using GpuStream = CUstream_st*;  // a cudaStream_t
 inline constexpr int32_t kMaxScoreGroup = 16;  // query heads of a kv_head
 inline constexpr int32_t kMaxQueryStride = 4096;
 
-// What products are made with: wgmma where the binary has it for the device, otherwise mma.sync.
+// What makes the products. kAny: wgmma where the binary has it for the device, otherwise mma.sync.
 // The others are for tests and comparisons.
 enum class ScoreProducts : uint8_t { kAny, kMma, kWgmma };
 

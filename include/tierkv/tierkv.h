@@ -1,9 +1,9 @@
 // tierkv in one include: every public C++ header, and CacheFile, which reads compressed caches.
 //
 // Where to look for what:
+//   kv_store.h           the cache of many sequences, from prompt to attention, on host or GPU
 //   format.h, policy.h   what a compressed token looks like, and which tier a token belongs to
 //   page.h, codec.h      tokens into unified pages and back, on the host
-//   store.h              the cache of many sequences, from prompt to attention, on host or GPU
 //   allocator.h          which page belongs to which row of which sequence
 //   attention.h          attention over the pages, on the GPU, without decompressing them to memory
 //   engine.h             the cache of a serving engine that has block tables of its own

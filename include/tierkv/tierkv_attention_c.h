@@ -48,7 +48,7 @@ typedef struct tkv_attention_config {
   int64_t page_bytes;
   const tkv_attention_tier* tiers; /* [num_tiers], which share struct_size */
   int32_t num_tiers;               /* 1 to 3 */
-  int32_t sliding_window_tokens;   /* 0: none */
+  int32_t sliding_window_tokens;   /* must be 0: refused by name */
 } tkv_attention_config;
 
 /* Needs no device: TKV_INVALID_ARGUMENT or TKV_UNSUPPORTED with the field's name. */
@@ -56,7 +56,7 @@ TKV_API tkv_status tkv_attention_validate(const tkv_attention_config* config, tk
 TKV_API tkv_status tkv_attention_create(const tkv_attention_config* config,
                                         tkv_attention** attention, tkv_error* error);
 TKV_API void tkv_attention_destroy(tkv_attention* attention);
-/* Of device memory aligned to 256 bytes, zero before its first use, for one stream. */
+/* Bytes of device memory, aligned to 256 bytes, zero before its first use, for one stream. */
 TKV_API tkv_status tkv_attention_workspace_bytes(const tkv_attention* attention,
                                                  int32_t num_sequences, size_t* bytes,
                                                  tkv_error* error);
@@ -94,7 +94,7 @@ typedef struct tkv_attention_tail {
   int32_t ring_tokens;
 } tkv_attention_tail;
 
-/* What of the pages of a tier nothing writes that may still run: attention.h. */
+/* Which pages of a tier nothing writes that may still run: attention.h. */
 typedef int32_t tkv_settled;
 enum {
   TKV_SETTLED_NOTHING = 0,
@@ -102,7 +102,7 @@ enum {
   TKV_SETTLED_ALL = 2
 };
 
-/* Of one layer. tkv_plan_attention reads table, sequences and workspace. */
+/* A call for one layer. tkv_plan_attention reads table, sequences and workspace. */
 typedef struct tkv_attend_call {
   size_t struct_size;
   const tkv_page_table* table;

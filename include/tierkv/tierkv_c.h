@@ -35,7 +35,7 @@ extern "C" {
 #define TKV_VERSION_MINOR 2
 #define TKV_VERSION_PATCH 0
 
-/* Of the library that is loaded: "0.2.0". */
+/* The version of the library that is loaded: "0.2.0". */
 TKV_API const char* tkv_version(void);
 
 /* ---- Errors ---- */

@@ -88,8 +88,8 @@ TKV_API tkv_status tkv_assign_classes(const double* shares, int32_t num_shares,
                                       const double* sensitivities, int32_t rows, int32_t* classes,
                                       tkv_error* error);
 
-/* Of one component, all rows in order (layer, kv_head). Null arrays are skipped. After TKV_CORRUPT
- * they are unspecified. */
+/* One component of a profile, all rows in order (layer, kv_head). Null arrays are skipped. After
+ * TKV_CORRUPT the arrays are unspecified. */
 typedef struct tkv_profile_component {
   size_t struct_size;
   tkv_component component;
@@ -114,7 +114,7 @@ typedef struct tkv_compress_options {
   const tkv_progress* progress;
   int64_t values;        /* out: keys and values */
   int64_t file_bytes;    /* out: of the container */
-  int64_t carried_bytes; /* out: of it, queries and significance that were carried over */
+  int64_t carried_bytes; /* out: of file_bytes, those of queries and significance */
   int64_t tokens[4];     /* out: (row, token) pairs in window, high, low, pruned */
 } tkv_compress_options;
 

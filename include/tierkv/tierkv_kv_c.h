@@ -190,8 +190,8 @@ typedef struct tkv_kv_usage {
   int64_t page_bytes;
   int64_t slot_bytes;    /* of a sequence beside its pages */
   int64_t raw_bytes;     /* the same tokens as 16-bit values */
-  int64_t nominal_bytes; /* raw tokens; codes, exponents, means and directories of the others */
-  int64_t missing_pages; /* that the last call with TKV_OUT_OF_PAGES lacked */
+  int64_t nominal_bytes; /* raw tokens; codes, exponents, means and directories of the body */
+  int64_t missing_pages; /* what the last call with TKV_OUT_OF_PAGES lacked */
 } tkv_kv_usage;
 TKV_API tkv_status tkv_kv_get_usage(tkv_kv_store* store, tkv_kv_usage* usage, tkv_error* error);
 

@@ -18,7 +18,8 @@ Files = Union[lib.Path, Sequence[lib.Path]]
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """What a preset does to a file ("all") or one of its sequences; definitions: docs/DESIGN.md. None: does not apply."""
+    """What a preset does to a file ("all") or one of its sequences; definitions: docs/reference/presets-and-metrics.md.
+    None: does not apply."""
 
     file: str
     preset: str
@@ -150,7 +151,7 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
               progress: Optional[Progress] = None, overwrite: bool = False) -> TierThresholds:
     """Writes a profile of what dumps can tell: means, energies, bases and tier thresholds. The dumps need q.
 
-    error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/QUALITY.md.
+    error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/guides/choose-a-format.md.
     model_id: the model's name in the profile; None: that of the dumps. Sensitivities need the model: python -m tierkv.calibrate.
     overwrite: replaces a profile that exists, which is InputOutputError otherwise.
     """

@@ -388,15 +388,17 @@ class KvStore:
     def export_sequence(self, sequence: int) -> bytes:
         """A sequence as bytes, for any store of the same layout, format and profile; capacities may differ."""
         buffer = lib.Buffer()
+        # Nearly always enough, so that the store makes the bytes once.
+        size = self.bytes_held(sequence) + (1 << 20)
         with self._lock:
-            try:
-                lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
-            except BufferTooSmallError:
-                pass
-            out: Array = np.empty(buffer.size, np.uint8)
-            buffer.data, buffer.capacity = pointer(out), out.size
-            lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
-        return out.tobytes()
+            while True:
+                out: Array = np.empty(size, np.uint8)
+                buffer.data, buffer.capacity = pointer(out), out.size
+                try:
+                    lib.core().call("tkv_kv_export_sequence", self._open(), _id(sequence), buffer)
+                    return out[:buffer.size].tobytes()
+                except BufferTooSmallError:
+                    size = buffer.size
 
     def import_sequence(self, data: bytes) -> int:
         """The sequence that export_sequence() wrote. CorruptError, VersionError; InvalidArgumentError for another config; OutOfPagesError."""

@@ -59,11 +59,10 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   return Status::ok();
 }
 
-// Of the allocator's state all is zeros but what one sequence and the free pages need.
+// Of the allocator's state all is zeros but what one sequence needs.
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
-                                                          std::unique_ptr<RowFormat> format,
-                                                          const std::vector<int32_t>& free_pages) {
+                                                          std::unique_ptr<RowFormat> format) {
   StoreConfig one = config;
   StoreLayout of_one = layout;
   one.max_sequences = of_one.allocator.table.num_sequences = 1;
@@ -76,8 +75,7 @@ Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& con
   const PageAllocator& a = place->pages_.allocator;
   const int64_t slots = a.shape.table.num_rows() * int64_t{a.shape.table.row_stride()};
   std::fill(a.slots, a.slots + slots, kNoPage);
-  std::copy(free_pages.begin(), free_pages.end(), a.ring.ids);
-  *a.ring.cursors = {0, static_cast<int64_t>(free_pages.size())};
+  *a.ring.cursors = {0, 0};
   *a.state = {kNoError, 1, 0, 0};
   return place;
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -21,11 +22,10 @@ class HostPlace final : public Place {
                                                  std::unique_ptr<RowFormat> format);
   // A place of one sequence whose pages have ids of a place elsewhere, whose layout is given: what
   // a sequence is brought into to be exported or imported. Only pages that are touched take memory.
-  // free_pages: dealt in this order.
+  // It has no free pages.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
-                                                        std::unique_ptr<RowFormat> format,
-                                                        const std::vector<int32_t>& free_pages);
+                                                        std::unique_ptr<RowFormat> format);
 
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
@@ -43,6 +43,10 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceParts> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
+  // The same; take() makes the table's rows hold what the layers are to hold.
+  using TakePages =
+      std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)>;
+  Status import_parts(int32_t slot, const SequenceParts& parts, const TakePages& take);
 
   const HostPagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror

@@ -41,7 +41,7 @@ std::vector<uint8_t> HostPlace::raw_part(const LayerMove& move, int32_t kv_head)
     const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
       read_raw(raw_, row, c, p, token.data());
-      for (const uint16_t x : token) out.u16(x);
+      out.bytes(token.data(), token.size() * sizeof(uint16_t));
     }
   }
   for (int32_t p = first; p < move.from.tokens; ++p) {
@@ -97,6 +97,12 @@ Result<SequenceParts> HostPlace::export_parts(const LayerMoves& layers) {
 }
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
+  return import_parts(slot, parts, [this](const auto& layers, const std::vector<LayerPlan>& plans) {
+    return take_pages(layers, plans);
+  });
+}
+
+Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const TakePages& take) {
   const int32_t heads = config_.layout.num_kv_heads;
   std::vector<HostLayer> layers;
   std::vector<ImportWork> works;
@@ -118,7 +124,7 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   }
   if (s) {
     Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(works);
-    s = plan ? take_pages(layers, (*plan)->layers) : plan.status();
+    s = plan ? take(layers, (*plan)->layers) : plan.status();
     if (s) format_->write(layers, **plan);
   }
   if (!s) (void)release(slot);

@@ -46,6 +46,11 @@ struct Importance {
   uint32_t bits = 0;
 };
 
+// Whether it is taken against those of its row, and goes into their mean.
+TKV_HD bool is_averaged(const Importance& known) {
+  return known.kind == ImportanceKind::kSeen && known.value > 0;
+}
+
 // What is known of a token of the ring, and of one of the chunk that begins at position `first`.
 TKV_HD Importance ring_importance(RawScore score) {
   if (score.count < 0) {

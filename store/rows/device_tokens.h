@@ -10,6 +10,19 @@
 
 namespace tierkv::store {
 
+// Pairs of bf16 elements as pairs of fp16.
+TKV_HD uint32_t bfloats_to_halves(uint32_t x) {
+  const uint32_t low = float_to_half(bfloat16_to_float(static_cast<uint16_t>(x)));
+  return low |
+         static_cast<uint32_t>(float_to_half(bfloat16_to_float(static_cast<uint16_t>(x >> 16))))
+             << 16;
+}
+template <class FourWords>
+TKV_HD FourWords four_bfloats_to_halves(FourWords x) {
+  return {bfloats_to_halves(x.x), bfloats_to_halves(x.y), bfloats_to_halves(x.z),
+          bfloats_to_halves(x.w)};
+}
+
 struct DeviceTokens {
   const RawLayout* layout = nullptr;
   const uint8_t* raw = nullptr;  // the row's

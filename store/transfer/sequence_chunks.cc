@@ -121,6 +121,11 @@ Result<std::vector<uint8_t>> write_sequence(const StoreConfig& config,
                                             const std::vector<uint8_t>& identity,
                                             const SequenceParts& parts) {
   std::vector<ChunkBlock> blocks(1);
+  int64_t bytes = 1 << 16;
+  for (const auto* part : {&parts.shared, &parts.raw, &parts.bodies}) {
+    for (const std::vector<uint8_t>& x : *part) bytes += static_cast<int64_t>(x.size()) + 64;
+  }
+  blocks[0].reserve(bytes);
   blocks[0].add(ChunkKey{}, serialize_model(model_of(config)));
   std::vector<uint8_t> header = serialize_header(config, identity);
   ByteWriter out(&header);

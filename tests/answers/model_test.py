@@ -63,7 +63,7 @@ class QuickRun(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "answers.json"
             run = subprocess.run([sys.executable, "-B", SOURCE / "bench" / "answers" / "run.py", "--quick", "--model", MODEL, "--tierkv",
-                                  BUILD, "--calibrate", SAMPLE, "--text", SOURCE / "docs" / "FORMAT.md", "-o", out],
+                                  BUILD, "--calibrate", SAMPLE, "--text", SOURCE / "docs" / "reference" / "format.md", "-o", out],
                                  capture_output=True, text=True)
             self.assertEqual(run.returncode, 0, run.stderr)
             result = json.loads(out.read_text())

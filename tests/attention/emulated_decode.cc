@@ -192,7 +192,7 @@ void check(WorldShape shape, int32_t ctas) {
   const Result<ReferenceOutput> expected = attend_reference(world.config, world.call());
   ASSERT_TRUE(expected.is_ok()) << expected.status().message();
   const DecodeOutput got = emulate_decode(world, ctas, rng);
-  // docs/ATTENTION.md, "Error".
+  // docs/internals/attention.md, "Error".
   EXPECT_LT(relative_error(got.out, expected->out), tolerance_of(shape.dtype));
   for (size_t i = 0; i < got.lse.size(); ++i) {
     if (expected->lse[i] == -INFINITY) {

@@ -145,7 +145,7 @@ TEST_F(EmulatedEngine, ABatchIsAttendedAsOnTheHost) {
         error += (a - b) * (a - b);
         norm += b * b;
       }
-      // docs/ATTENTION.md, "Error", and once more the rounding of an output.
+      // docs/internals/attention.md, "Error", and once more the rounding of an output.
       EXPECT_LT(std::sqrt(error / norm), is_bfloat16 ? 8e-3 : 3e-3);
       for (size_t i = 0; i < expected_lse.size(); ++i) {
         ASSERT_NEAR(e.lse[i], expected_lse[i], 2e-3) << i;

@@ -1,5 +1,5 @@
-// Coded blocks against an independent decoder, written from docs/FORMAT.md alone, and against
-// damage.
+// Coded blocks against an independent decoder, written from docs/reference/format.md alone, and
+// against damage.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -54,7 +54,8 @@ class TextDecoder {
   int32_t u16(int32_t at) const { return b_[at] | b_[at + 1] << 8; }
   uint32_t u32(int32_t at) const { return u16(at) | static_cast<uint32_t>(u16(at + 2)) << 16; }
 
-  // Adds base + value to every code. docs/FORMAT.md: words of a lane in pieces of 4, 2 and 1.
+  // Adds base + value to every code. docs/reference/format.md: words of a lane in pieces of 4, 2
+  // and 1.
   int32_t raw_tiles(int32_t at, int32_t bits, int32_t base) {
     const int32_t blocks = bits == 2 ? (blocks_ + 1) / 2 * 2 : blocks_;
     const int32_t words = blocks * bits / 4;

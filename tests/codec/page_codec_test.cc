@@ -107,8 +107,8 @@ TEST_F(PageCodecTest, RoundTripsSubGroups) {
   }
 }
 
-// One word of each width written out by hand from the table in docs/FORMAT.md: lane 4g + t with g =
-// 1, t = 2.
+// One word of each width written out by hand from the table in docs/reference/format.md: lane 4g +
+// t with g = 1, t = 2.
 TEST_F(PageCodecTest, WordsAreAsDocumented) {
   const auto value = [](int32_t token, int32_t dim, int32_t levels) {
     // Codes equal values: each token spans [0, levels - 1], so scale = 1 and zero point = 0.

@@ -27,8 +27,8 @@ static_assert(CodeType::of_bits(-1) == CodeType::uniform(1 << 30));  // neither 
 static_assert(kCodes2.bytes_of(5) == 2 && CodeType::raw16().bytes_of(5) == 10);
 static_assert(code_position({kCodes4, 128}, Component::kKey, 9, 3).bit == 24);
 
-// docs/DESIGN.md section 5 for head_dim 128, written as the table is: rows and columns of the
-// fragment.
+// docs/reference/format.md, section 2, for head_dim 128, written as the table is: rows and columns
+// of the fragment.
 CodePosition design_table_position(int32_t bits, Component component, int32_t token, int32_t dim) {
   const bool key = component == Component::kKey;
   const int32_t f = dim / 16;

@@ -73,8 +73,8 @@ TEST(PromptTiers, RefusesAndWritesNothing) {
   EXPECT_EQ(counts[0], 5);
 }
 
-// ---- generation phase: the edge cases of docs/POLICY.md, with a window of one token so that each
-// step has a candidate.
+// ---- generation phase: the edge cases of docs/internals/policies.md, with a window of one token
+// so that each step has a candidate.
 
 // N is made large by the number of tokens appended before; scores are set by hand. alpha_high / N =
 // 0.4, alpha_low / N = 0.1.

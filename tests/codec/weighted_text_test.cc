@@ -1,4 +1,4 @@
-// Weighted blocks against an independent decoder, written from docs/FORMAT.md alone.
+// Weighted blocks against an independent decoder, written from docs/reference/format.md alone.
 #include <gtest/gtest.h>
 
 #include <map>

@@ -1,7 +1,7 @@
-"""Dumps go to and from h5py: the example of datasets/README.md makes a dump that the reader takes,
+"""Dumps go to and from h5py: the example of docs/reference/kv-dump.md makes a dump that the reader takes,
 and h5py sees in a dump of the writer what was written.
 
-usage: h5py_test.py TEST_DATASETS_BINARY README
+usage: h5py_test.py TEST_DATASETS_BINARY PAGE
 """
 
 import os
@@ -22,8 +22,8 @@ def run_gtest(binary, name, path):
     assert done.returncode == 0 and "[  PASSED  ] 1 test" in done.stdout, done.stdout + done.stderr
 
 
-def example_is_readable(binary, readme, folder):
-    code = re.search(r"```python\n(.*?)```", readme.read_text(), re.S).group(1)
+def example_is_readable(binary, page, folder):
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.S).group(1)
     path = folder / "my.h5"
     rng = np.random.default_rng()
     L, Hq, Hkv, D, T = 3, 4, 2, 16, 300
@@ -54,7 +54,7 @@ def writer_is_readable(binary, folder):
             assert f["seq/a/tokens"].dtype == np.int32
 
 
-binary, readme = sys.argv[1], pathlib.Path(sys.argv[2])
+binary, page = sys.argv[1], pathlib.Path(sys.argv[2])
 with tempfile.TemporaryDirectory() as name:
-    example_is_readable(binary, readme, pathlib.Path(name))
+    example_is_readable(binary, page, pathlib.Path(name))
     writer_is_readable(binary, pathlib.Path(name))

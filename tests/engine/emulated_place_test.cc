@@ -177,6 +177,35 @@ TEST(EmulatedPlaceFaults, ValuesThatFp16DoesNotHold) {
   EXPECT_EQ(code, StatusCode::kNonFinite);
 }
 
+// Eight values at a time find what single ones do.
+TEST(EmulatedPlaceFaults, TokensThatLeaveAtOnce) {
+  constexpr int32_t kTokens = 3, kDims = 64;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (const uint32_t magnitude :
+         {0x0u, 0x3c00u, 0x477fu, 0x4780u, 0x7bffu, 0x7c00u, 0x7f7fu, 0x7f80u, 0x7fffu}) {
+      for (const uint32_t bits : {magnitude, magnitude | 0x8000u}) {
+        for (const int32_t at : {0, 7, kDims + 13, kTokens * kDims - 1}) {
+          std::vector<uint16_t> k(kTokens * kDims, 0x3c00), v(k);
+          (at % 2 == 0 ? k : v)[at] = static_cast<uint16_t>(bits);
+          RawAppendCall call;
+          call.num_kv_heads = 1;
+          call.raw.head_dim = kDims;
+          call.chunk.k = k.data(), call.chunk.v = v.data();
+          call.chunk.dtype = dtype;
+          call.chunk.tokens = kTokens;
+          StatusCode found = StatusCode::kOk, expected = StatusCode::kOk;
+          emulator::cta().run(0, kAppendThreads, [&] {
+            const StatusCode code = check_tokens(call, 0, 0, kTokens);
+            if (code != StatusCode::kOk) found = code;
+          });
+          checked_half(dtype, bits, &expected);
+          EXPECT_EQ(found, expected) << bits << " of type " << static_cast<int32_t>(dtype);
+        }
+      }
+    }
+  }
+}
+
 // One row of the attention: queries of a sequence and kv_head.
 struct Attended {
   std::vector<uint16_t> q, out, body;

@@ -3,8 +3,14 @@
 
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 #include "store/rows/tiers/device_tiers_read.cuh"
+#include "store/rows/tiers/device_tiers_tiles.cuh"
 #include "tests/engine/support/emulated_format.h"
 #include "tests/engine/support/emulated_rows.h"
+
+namespace tierkv::store {
+// The shared memory of a CTA.
+alignas(1024) uint8_t shared_bytes[64 * 1024];
+}  // namespace tierkv::store
 
 namespace tierkv::store::test {
 namespace {
@@ -26,13 +32,30 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     call_.scratch.drafts = drafts_.data();
     call_.scratch.groups = groups_.data();
     if (works.most_leaving == 0) return Status::ok();
-    run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    if (works.most_leaving <= kMaxStepTokens) {
+      run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
+    } else {
+      run_poisoned(call_.num_rows, 32 * kChunkPlanWarps, sizeof(RowSums<kChunkPlanWarps>),
+                   [&] { plan_tiers_chunk_kernel(call_); });
+    }
     return Status::ok();
   }
   Status write(const DeviceWorks& works, const PageCopy*) override {
     if (works.most_leaving == 0) return Status::ok();
-    run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
-    return Status::ok();
+    if (works.most_leaving <= kMaxStepTokens) {
+      run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
+      return Status::ok();
+    }
+    switch (view_.head_dim) {
+      case 64:
+        return write_tiles<64>();
+      case 96:
+        return write_tiles<96>();
+      case 128:
+        return write_tiles<128>();
+      default:
+        return write_tiles<256>();
+    }
   }
   Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
     TiersRead r;
@@ -72,6 +95,22 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     call.scratch.groups_of_row = most_groups(works.most_leaving);
     call.fault = fault_;
     return call;
+  }
+  template <int32_t kDim>
+  Status write_tiles() {
+    const int32_t warps = 2 * call_.num_rows * most_tiles(call_.works.most_leaving);
+    run_poisoned((warps + kTiersWarps - 1) / kTiersWarps, kTiersThreads,
+                 kTiersWarps * kTiersTileBytes<kDim>,
+                 [&] { write_tiers_tiles_kernel<kDim>(call_); });
+    return Status::ok();
+  }
+  // Each CTA finds the same poison in the `bytes` of its shared memory.
+  template <class Kernel>
+  void run_poisoned(int32_t ctas, int32_t threads, int32_t bytes, const Kernel& kernel) {
+    for (int32_t i = 0; i < ctas; ++i) {
+      std::fill_n(shared_bytes, bytes, uint8_t{0xff});
+      emulator::cta().run(i, threads, kernel, ctas);
+    }
   }
   template <class Kernel>
   void run_warps(int32_t warps, const Kernel& kernel) {

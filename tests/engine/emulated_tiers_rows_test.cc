@@ -18,6 +18,31 @@ class EmulatedTiersRows : public RandomTest {
   }
 };
 
+// More groups of positions than a chunk's plan has warps.
+TEST_F(EmulatedTiersRows, LongChunks) {
+  StoreConfig config = tiers_config(64, 4000, false, &rng_);
+  config.layout.num_layers = 1;
+  config.layout.num_kv_heads = 2, config.layout.num_q_heads = 2;
+  config.max_tokens = 10000, config.max_sequences = 1;
+  auto& tiers = std::get<TiersFormat>(config.format);
+  tiers.class_of_head = {static_cast<uint8_t>(pick(0, 1)), 2};
+  config.profile = nullptr;
+  test::HostTwinMemory memory;
+  test::RowsTwin twin(
+      config, &memory,
+      [&](const StoreConfig&, RowFormat* host) -> Result<std::unique_ptr<DeviceRowFormat>> {
+        return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng_);
+      },
+      test::tiers_page_bytes, &rng_);
+  twin.add();
+  twin.extend({0}, pick(600, 700), true);
+  if (HasFatalFailure()) return;
+  // Importances of later chunks count in the mean.
+  twin.extend({0}, pick(8300, 8800), true);
+  if (HasFatalFailure()) return;
+  twin.read(0);
+}
+
 TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
   for (const int32_t head_dim : {64, 96, 128, 256}) {
     const StoreConfig config = tiers_config(head_dim, 2000, pick(0, 1) == 1, &rng_);

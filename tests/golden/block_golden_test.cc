@@ -1,5 +1,5 @@
 // The bytes of codebooks and coded blocks in every mode and many shapes, and the example of
-// docs/FORMAT.md.
+// docs/reference/format.md.
 #include <bit>
 #include <random>
 
@@ -94,7 +94,8 @@ TEST(BlockGolden, ExampleOfTheDocument) {
   serialize_codebook(*codebook, &book);
   ASSERT_TRUE(encode_block(codes.data(), 16, 16, *codebook, &bytes));
   ASSERT_EQ(bytes[1] & 15, static_cast<int>(BlockMode::kPair));
-  const std::vector<uint8_t> document = golden::read_file(TIERKV_SOURCE_DIR "/docs/FORMAT.md");
+  const std::vector<uint8_t> document =
+      golden::read_file(TIERKV_SOURCE_DIR "/docs/internals/coded-attention.md");
   const std::string text(document.begin(), document.end());
   EXPECT_NE(text.find(hex_lines(book)), std::string::npos) << hex_lines(book);
   EXPECT_NE(text.find(hex_lines(bytes)), std::string::npos) << hex_lines(bytes);

@@ -16,7 +16,7 @@ namespace {
 
 using testing::RandomInput;
 
-constexpr double kTolerance = 2e-3;  // docs/ATTENTION.md, "Error"
+constexpr double kTolerance = 2e-3;  // docs/internals/attention.md, "Error"
 constexpr int32_t kKvHeads = 2, kQHeads = 8, kHeadDim = 128;
 
 std::vector<double> halves(const std::vector<uint16_t>& x) {

@@ -4,7 +4,7 @@ import re
 import sys
 import textwrap
 
-QUOTE = re.compile(r"[Ff]rom \[[^\]]+\]\(([^)]+)\)[^\n]*\n(?:[^\n`]+\n)*\n?```\w*\n(.*?)```", re.S)
+QUOTE = re.compile(r"[Ff]rom\s+\[[^\]]+\]\(([^)]+)\)[^\n]*\n(?:[^\n`]+\n)*\n?```\w*\n(.*?)```", re.S)
 
 
 def quotes(text):
@@ -16,11 +16,11 @@ def main():
     # The check itself must be able to fail.
     assert quotes("From [a](x/a.c), which runs:\n\n```c\n  f();\n```\n") == [("x/a.c", "f();")]
     count, wrong = 0, []
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         for target, code in quotes(page.read_text()):
             count += 1
             source = (page.parent / target).read_text()
-            if code not in textwrap.dedent(source) and textwrap.indent(code, "  ") not in source:
+            if not any(textwrap.indent(code, " " * spaces) in source for spaces in range(0, 16, 2)):
                 wrong.append(f"{page.name}: not in {target}:\n{code}")
     print("\n".join(wrong) or f"{count} quotes: ok")
     return 1 if wrong or count == 0 else 0

@@ -1,4 +1,4 @@
-"""Order-0 entropy and the size of coded blocks, from docs/FORMAT.md.
+"""Order-0 entropy and the size of coded blocks, from docs/reference/format.md.
 
 The format leaves the codebook to the writer. Here: code words of at most 12 bits, one stream per lane, four codes a symbol where
 there are at most 4 levels, else pairs, over the best of a few alphabets of at most 32 levels; wide codes split off their low nibbles.

@@ -1,4 +1,4 @@
-"""How many pages a row takes, from docs/FORMAT.md."""
+"""How many pages a row takes, from docs/reference/format.md."""
 from presets import RAW
 
 PAGED_BITS, PAGED_DIMS = (16, 8, 4, 2), (64, 96, 128, 256)

@@ -1,4 +1,4 @@
-"""An independent reader of `.tkv` containers, written from docs/FORMAT.md.
+"""An independent reader of `.tkv` containers, written from docs/reference/format.md.
 
 read(path) -> Cache; Slow and small on purpose; raises ValueError on anything the formats do
 not allow for."""
@@ -100,7 +100,7 @@ def load_codebook(data):
 
 
 def raw_tiles(data, bits, tiles, width, component):
-    """Values [16 * tiles, width] of fixed-width tiles (docs/FORMAT.md, section 2)."""
+    """Values [16 * tiles, width] of fixed-width tiles (docs/reference/format.md, section 2)."""
     token, dim = np.meshgrid(np.arange(16), np.arange(width), indexing="ij")
     f, inside = dim // 16, dim % 16
     row, col = (token, inside) if component == 0 else (inside, token)

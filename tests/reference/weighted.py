@@ -1,4 +1,4 @@
-"""Weighted steps and weighted blocks, from docs/FORMAT.md, section 9."""
+"""Weighted steps and weighted blocks, from docs/reference/format.md, section 6."""
 import numpy as np
 
 LEAST_G, MOST_G = -8, 4

@@ -1,5 +1,5 @@
 // What each scheme would do to a dumped cache: size, tiers, error of keys, values and attention
-// output, coder, speed. Definitions of every number: docs/DESIGN.md, "The tierkv command".
+// output, coder, speed. Definitions of every number: docs/reference/presets-and-metrics.md.
 #pragma once
 
 #include <array>

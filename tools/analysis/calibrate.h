@@ -20,7 +20,7 @@ struct CalibrateOptions {
   // alpha_high: the largest whose online attention error stays below that of all tokens high plus
   // this share of the way to all tokens low. alpha_low: the largest that adds at most
   // `prune_budget` (relative) to that error; 0 keeps everything, which is the default because
-  // attention error does not see what pruning loses (docs/LIMITATIONS.md).
+  // attention error does not see what pruning loses (docs/guides/choose-a-format.md).
   double error_budget = 0.25;
   double prune_budget = 0;
   std::string model_id;  // of the profile; empty: the dumps', which must then have the same one

@@ -44,8 +44,7 @@ int run(Arguments& args) {
   if (profile->alpha_low > 0) {
     std::fprintf(stderr,
                  "tierkv: warning: the profile prunes tokens (alpha_l = %g); attention error does "
-                 "not see what "
-                 "pruning loses (docs/QUALITY.md).\n",
+                 "not see what pruning loses (docs/guides/choose-a-format.md).\n",
                  profile->alpha_low);
   }
   if (args.json) {

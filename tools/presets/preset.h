@@ -2,8 +2,8 @@
 // an entropy STAGE is huffman, fse, fixed or bitshuffle.
 //
 // A preset is parsed once into a Scheme, plain data that says how the tokens of a row are stored;
-// nothing downstream looks at names. docs/DESIGN.md, "The tierkv command", has the table of names
-// and defaults.
+// nothing downstream looks at names. docs/reference/presets-and-metrics.md and the help of
+// `tierkv analyze` have the names and defaults.
 #pragma once
 
 #include <string>

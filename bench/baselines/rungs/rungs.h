@@ -1,5 +1,6 @@
 // The rungs of the ladder that the fused decode kernel climbed, each a runnable kernel: what
-// bench/gpu/bench_rungs.cu times side by side and docs/ABLATION.md explains. Not part of libtierkv.
+// bench/gpu/bench_rungs.cu times side by side and docs/notes/2026-11-22-attention-ladder.md
+// explains. Not part of libtierkv.
 //
 // Every rung computes what attend() computes, for head_dim 128, groups of 1 to 8 q heads, fp16, and
 // tiers of raw, K8V4, K4V4 and K4V2 pages (the first: whatever DiffKV's layout can hold). All

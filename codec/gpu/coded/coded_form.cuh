@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codec/gpu/coded/coded_open.cuh"
+#include "gpu/warp_sums.cuh"
 
 namespace tierkv {
 
@@ -18,17 +19,6 @@ struct SlicePlan {
   int32_t payload_bits, exceptions;
   bool possible;
 };
-
-__device__ __forceinline__ int32_t sum_before(int32_t x, int32_t* total) {
-  int32_t sum = x;
-#pragma unroll
-  for (int32_t i = 1; i < kWarpLanes; i *= 2) {
-    const int32_t other = __shfl_up_sync(kFullWarp, sum, i);
-    if (lane_index() >= i) sum += other;
-  }
-  *total = __shfl_sync(kFullWarp, sum, kWarpLanes - 1);
-  return sum - x;
-}
 
 // Two codes in a word, each less or greater.
 struct CodeRange {

@@ -241,30 +241,42 @@ __device__ __forceinline__ bool add_raw(const HalfRows<kDim>& x, DType dtype,
 
 // ---- a tile ----
 
-// One component of a tile.
+// One component of a tile: rows in shared memory (start_rows()), and where its codes go.
+struct StagedRows {
+  const uint8_t* rows;
+  const ChannelPair* table;
+  DType dtype;
+  const Rotation* rotation;
+  // Bit t: token t is there. The others get zeros; their rows are finite.
+  uint32_t tokens = 0xffff;
+};
 struct TileTarget {
   uint8_t* codes;
   uint8_t* metadata;
   StepRule rule;
   bool is_value;
+  DType raw_dtype;
 };
 
 // False in all lanes where a token of the tile has no codes; what is written is then not defined.
 template <CodeType kType, int32_t kDim>
-__device__ __forceinline__ bool encode_tile(const SlotEncode& e, const TileTarget& to,
-                                            const ChannelPair* table, const uint8_t* rows) {
+__device__ __forceinline__ bool encode_tile(const StagedRows& from, const TileTarget& to) {
   uint32_t words[kTileWords<kType, kDim>] = {}, params[2] = {};
   bool is_sound = true;
 #pragma unroll 1
   for (int32_t th = 0; th < 2; ++th) {
     HalfRows<kDim> x;
-    load_half<kDim>(rows, th, e.dtype, x);
-    rotate_half<kDim>(e.cache.rotation, table, x);
+    load_half<kDim>(from.rows, th, from.dtype, x);
+    rotate_half<kDim>(*from.rotation, from.table, x);
     bool half_is_sound;
     if constexpr (kType.is_raw()) {
-      half_is_sound = add_raw<kDim>(x, e.cache.raw_dtype, words);
+      half_is_sound = add_raw<kDim>(x, to.raw_dtype, words);
     } else {
-      const QuantParams p = half_params<kType, kDim>(x, to.rule, &half_is_sound);
+      QuantParams p = half_params<kType, kDim>(x, to.rule, &half_is_sound);
+      if ((from.tokens >> (lane_index() / 4 + kHalfTokens * th) & 1u) == 0) {
+        p = {};
+        half_is_sound = true;
+      }
       add_codes<kType, kDim>(x, p, words);
       params[0] = params[1];
       params[1] = p.scale | static_cast<uint32_t>(p.zero_point) << 16;
@@ -283,13 +295,12 @@ __device__ __forceinline__ bool encode_tile(const SlotEncode& e, const TileTarge
 }
 
 template <int32_t kDim>
-__device__ __forceinline__ bool encode_tile_of(CodeType type, const SlotEncode& e,
-                                               const TileTarget& to, const ChannelPair* table,
-                                               const uint8_t* rows) {
-  if (type == kRawCodes) return encode_tile<kRawCodes, kDim>(e, to, table, rows);
-  if (type == kCodes8) return encode_tile<kCodes8, kDim>(e, to, table, rows);
-  if (type == kCodes4) return encode_tile<kCodes4, kDim>(e, to, table, rows);
-  return encode_tile<kCodes2, kDim>(e, to, table, rows);
+__device__ __forceinline__ bool encode_tile_of(CodeType type, const StagedRows& from,
+                                               const TileTarget& to) {
+  if (type == kRawCodes) return encode_tile<kRawCodes, kDim>(from, to);
+  if (type == kCodes8) return encode_tile<kCodes8, kDim>(from, to);
+  if (type == kCodes4) return encode_tile<kCodes4, kDim>(from, to);
+  return encode_tile<kCodes2, kDim>(from, to);
 }
 
 // One component of the tokens token .. token + 15, which fill the tile of `slot`.
@@ -310,10 +321,10 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
   uint8_t* page = c.page(block, kv_head);
   const TileTarget to = {page + c.layout.tile_codes_byte(part, tile),
                          page + c.layout.tile_metadata_byte(part, tile), c.rule[is_key ? 0 : 1],
-                         !is_key};
+                         !is_key, c.raw_dtype};
   wait_copies();
   __syncwarp();
-  return encode_tile_of<kDim>(c.layout.tile(part).type, e, to, table, rows);
+  return encode_tile_of<kDim>(c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation}, to);
 }
 
 // The tokens of `places` one by one, in turn by the warps of the CTA.

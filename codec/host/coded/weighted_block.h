@@ -4,8 +4,8 @@
 // A block holds the codes and exponents of 1 to 64 tokens of one (row, component). A head_dim above
 // 128 is cut into slices of 128 channels, each a block, one after the other; the exponents are in
 // the first. What codes and exponents stand for says codec/host/coded/weighted_rows.h. The bytes
-// are described in docs/FORMAT.md, "Weighted blocks". Any 16-bit codes round-trip: a slice that is
-// no smaller coded is stored raw. Exponents are -8 to 4 for keys, any for values.
+// are described in docs/reference/format.md, "Weighted blocks". Any 16-bit codes round-trip: a
+// slice that is no smaller coded is stored raw. Exponents are -8 to 4 for keys, any for values.
 #pragma once
 
 #include <cstdint>

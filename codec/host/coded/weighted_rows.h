@@ -1,5 +1,5 @@
 // The format `coded` with weighted steps, on the host: rows of keys and values to codes and
-// exponents, and back. docs/FORMAT.md, "Weighted blocks", has the laws;
+// exponents, and back. docs/reference/format.md, "Weighted blocks", has the laws;
 // codec/format/weighted_step.h has them as code that kernels share.
 //
 // A caller with a prompt does, for each (layer, kv_head):

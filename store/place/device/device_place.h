@@ -94,8 +94,9 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   Status copy_pages(int32_t count);
   Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
-  Result<std::unique_ptr<HostPlace>> make_mirror(const std::vector<int32_t>& free_pages);
+  Result<std::unique_ptr<HostPlace>> make_mirror();
   Status copy_tables(int32_t slot, const PageAllocator& to) const;
+  Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
   Status import_opened(int32_t slot, const SequenceParts& parts);
   Status copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);

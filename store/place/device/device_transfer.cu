@@ -65,12 +65,11 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
   return sum;
 }
 
-Result<std::unique_ptr<HostPlace>> DevicePlace::make_mirror(
-    const std::vector<int32_t>& free_pages) {
+Result<std::unique_ptr<HostPlace>> DevicePlace::make_mirror() {
   Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
   if (!format) return format.status();
   if (Status s = format_->download_shared(format->get()); !s) return s;
-  return HostPlace::make_mirror(config_, layout_, std::move(*format), free_pages);
+  return HostPlace::make_mirror(config_, layout_, std::move(*format));
 }
 
 // Table rows of a slot, to host memory.
@@ -115,7 +114,7 @@ std::vector<Positions> runs_of(std::vector<int32_t> pages) {
 
 Result<SequenceParts> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
-  Result<std::unique_ptr<HostPlace>> mirror = make_mirror({});
+  Result<std::unique_ptr<HostPlace>> mirror = make_mirror();
   if (!mirror) return mirror.status();
   const int32_t slot = layers[0].slot;
   const HostPagesView& pages = (*mirror)->pages();
@@ -144,42 +143,44 @@ Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   return s;
 }
 
-// Parsed twice: for the pages that it takes, and with the ids of those that it got.
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
-  int64_t most = 0;
-  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-    // After a truncation fewer tokens than the window's may lie behind the body.
-    const LayerTokens& at = parts.layers[l];
-    const int32_t tokens = store::most(at.tokens, at.body_end + config_.window_tokens);
-    most += host_format_->layer_pages(l, tokens, true);
+  Result<std::unique_ptr<HostPlace>> mirror = make_mirror();
+  if (!mirror) return mirror.status();
+  const Status s = (*mirror)->import_parts(
+      0, parts, [&](const std::vector<HostLayer>&, const std::vector<LayerPlan>& plans) {
+        if (Status taken = take_pages(slot, plans); !taken) return taken;
+        if (Status copied = copy_tables(slot, (*mirror)->pages().allocator); !copied) return copied;
+        return wait();
+      });
+  return s ? copy_up(slot, parts, **mirror) : s;
+}
+
+// For all layers of an empty slot.
+Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans) {
+  const PageTableShape& table = layout_.allocator.table;
+  std::vector<SideCounts> counts;
+  int64_t needed = 0;
+  for (const LayerPlan& plan : plans) {
+    for (const SideCounts& row : plan.tokens) {
+      counts.push_back(row);
+      int32_t pages[kMaxTables] = {};
+      for (int32_t side = 0; side < table.num_sides; ++side) {
+        pages[side / 2] += pages_for(row.of[side], table.tokens_per_page[side]);
+      }
+      if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
+        return Status(StatusCode::kOutOfRange, "the sequence takes more pages than its table has");
+      }
+      needed += pages[0] + pages[1];
+    }
   }
-  std::vector<int32_t> ids(std::min<int64_t>(most, layout_.allocator.num_pages));
-  std::iota(ids.begin(), ids.end(), 0);
-  Result<std::unique_ptr<HostPlace>> sized = make_mirror(ids);
-  if (!sized) return sized.status();
-  if (Status s = (*sized)->import_parts(0, parts); !s) {
-    shortage_ = (*sized)->shortage();
-    return s;
-  }
-  const HostPagesView& sizes = (*sized)->pages();
-  const auto needed = static_cast<int64_t>(pages_in_order(sizes.allocator).size());
   const Result<bool> fits = has_pages(needed);
   if (!fits) return fits.status();
   if (!*fits) return refuse_pages(needed);
-  const int64_t rows = rows_per_sequence();
-  if (Status s = copy(target_, sizes.allocator.tokens, rows * int64_t{sizeof(SideCounts)}); !s) {
-    return s;
-  }
-  const PageOp op = PageOp::grow({op_slots_, 1}, target_, report_);
+  const auto bytes = static_cast<int64_t>(counts.size() * sizeof(SideCounts));
+  if (Status s = copy(target_, counts.data(), bytes); !s) return s;
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
-  if (Status s = run(op, needed); !s) return s;
-  if (Status s = commit(nullptr, true); !s) return s;
-  if (Status s = copy_tables(slot, sizes.allocator); !s) return s;
-  if (Status s = wait(); !s) return s;
-  Result<std::unique_ptr<HostPlace>> mirror = make_mirror(pages_in_order(sizes.allocator));
-  if (!mirror) return mirror.status();
-  if (Status s = (*mirror)->import_parts(0, parts); !s) return s;
-  return copy_up(slot, parts, **mirror);
+  if (Status s = run(PageOp::grow({op_slots_, 1}, target_, report_), needed); !s) return s;
+  return commit(nullptr, true);
 }
 
 Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from) {

@@ -2,8 +2,8 @@
 // puts them there, byte for byte. Values that fp16 does not hold are faults; they count as the
 // nearest that it holds, NaN as 0.
 //
-// Bound: a launch for a step. A chunk is read once, also where its tokens have left already, so
-// that each of its values is checked.
+// Bound: a launch for a step, memory for a chunk: each of its values is checked, also those of
+// tokens that have left already.
 #pragma once
 
 #include "codec/format/element.h"
@@ -29,6 +29,35 @@ __device__ __forceinline__ uint16_t checked_half(DType dtype, uint32_t bits, Sta
   if ((half & 0x7fffu) < 0x7c00u) return half;
   if (*code == StatusCode::kOk) *code = StatusCode::kOutOfRange;
   return static_cast<uint16_t>((half & 0x8000u) | 0x7bffu);
+}
+
+// The chunk's element 0 of a token of a row.
+__device__ __forceinline__ int64_t chunk_element(const RawAppendCall& c, int32_t row,
+                                                 int32_t token) {
+  const int32_t sequence = row / c.num_kv_heads, kv_head = row - sequence * c.num_kv_heads;
+  const int64_t line = int64_t{sequence} * c.chunk.tokens + token;
+  return (line * c.num_kv_heads + kv_head) * c.raw.head_dim;
+}
+
+// What checked_half() finds among tokens, eight values at a time: it shows in the largest
+// magnitude.
+__device__ __forceinline__ StatusCode check_tokens(const RawAppendCall& c, int32_t row,
+                                                   int32_t first, int32_t count) {
+  const int32_t octets = c.raw.head_dim / 8;
+  int32_t bits = 0;
+  for (auto j = static_cast<int32_t>(threadIdx.x); j < 2 * count * octets; j += kAppendThreads) {
+    const int32_t piece = j / 2;
+    const int64_t at = chunk_element(c, row, first + piece / octets) + piece % octets * 8;
+    const uint4 x = *reinterpret_cast<const uint4*>((j % 2 == 0 ? c.chunk.k : c.chunk.v) + at);
+    for (const uint32_t word : {x.x, x.y, x.z, x.w}) {
+      bits = most(bits, static_cast<int32_t>(word & 0x7fffu));
+      bits = most(bits, static_cast<int32_t>(word >> 16 & 0x7fffu));
+    }
+  }
+  const bool is_half = c.chunk.dtype == DType::kFloat16;
+  if (bits >= (is_half ? 0x7c00 : 0x7f80)) return StatusCode::kNonFinite;
+  // 65536, the smallest bf16 that fp16 does not hold.
+  return !is_half && bits >= 0x4780 ? StatusCode::kOutOfRange : StatusCode::kOk;
 }
 
 // What the chunk says of a token's importance to queries behind it.
@@ -82,19 +111,20 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int32_t begin = static_cast<int32_t>(blockIdx.y) * kAppendTokens; begin < n;
        begin += static_cast<int32_t>(gridDim.y) * kAppendTokens) {
     const int32_t count = least(kAppendTokens, n - begin);
+    if (first + begin < first_in_ring) {
+      const StatusCode found = check_tokens(c, row, begin, count);
+      if (found != StatusCode::kOk) code = found;
+    }
     for (int32_t j = thread; j < count * pairs; j += kAppendThreads) {
       const int32_t token = begin + j / pairs, dim = j % pairs * 2, position = first + token;
-      const int64_t from =
-          ((static_cast<int64_t>(sequence) * n + token) * c.num_kv_heads + kv_head) *
-              c.raw.head_dim +
-          dim;
+      if (!is_kept(position)) continue;
+      const int64_t from = chunk_element(c, row, token) + dim;
       const uint32_t k = *reinterpret_cast<const uint32_t*>(c.chunk.k + from);
       const uint32_t v = *reinterpret_cast<const uint32_t*>(c.chunk.v + from);
       const uint32_t x[4] = {checked_half(c.chunk.dtype, k & 0xffffu, &code),
                              checked_half(c.chunk.dtype, k >> 16, &code),
                              checked_half(c.chunk.dtype, v & 0xffffu, &code),
                              checked_half(c.chunk.dtype, v >> 16, &code)};
-      if (!is_kept(position)) continue;
       write_pair(c, raw, Component::kKey, position, dim, x[0], x[1]);
       write_pair(c, raw, Component::kValue, position, dim, x[2], x[3]);
     }

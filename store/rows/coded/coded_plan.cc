@@ -183,11 +183,9 @@ void CodedRows::decide(const RawTokens& tokens, int32_t kv_head, Positions range
   Importance known[kTileTokens];
   for (int32_t p = range.first; p < range.end; ++p) {
     Importance& of = known[p - range.first] = tokens.importance(kv_head, p);
-    if (of.kind != ImportanceKind::kSeen || of.value <= 0) continue;
-    state->log_sum += same_log2(static_cast<double>(of.value));
-    ++state->seen;
+    if (is_averaged(of)) state->mean.add(log_mean_of(of.value));
   }
-  const double mean = state->seen == 0 ? 1 : same_exp2(state->log_sum / state->seen);
+  const double mean = state->mean.value();
   for (int32_t p = range.first; p < range.end; ++p) {
     const Importance& of = known[p - range.first];
     int32_t g = 0;

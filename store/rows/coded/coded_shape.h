@@ -22,6 +22,7 @@
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
 #include "store/engine/tokens.h"
+#include "store/rows/log_mean.h"
 #include "tierkv/layout.h"
 
 namespace tierkv::store {
@@ -34,10 +35,8 @@ inline constexpr int32_t kSampleBlocks = 4;
 // What a row keeps beside its means, which follow: fp16 [head_dim].
 struct alignas(16) CodedRowState {
   float key_step = 0, value_step = 0;
-  int32_t seen = 0;  // tokens of the geometric mean of significances seen in generation
-  int32_t unused = 0;
-  double log_sum = 0;  // the sum of their logarithms to base 2
-  double unused_too = 0;
+  LogMean mean;  // of significances seen in generation
+  int64_t unused = 0;
 };
 static_assert(sizeof(CodedRowState) == 32);
 

@@ -1,7 +1,8 @@
 // Bodies of coded rows as bytes, and back.
 //
 // A body is, little-endian: whether it is fixed (u8); tokens of its geometric mean (i32), their sum
-// of logarithms (f64); fixed: steps of keys and values (f32 each), means (fp16 [head_dim]); of each
+// of logarithms (i64, units of
+// 2^-24); fixed: steps of keys and values (f32 each), means (fp16 [head_dim]); of each
 // block keys, then values: units (u32) and as many times 16 bytes.
 #include <algorithm>
 #include <cmath>
@@ -35,19 +36,18 @@ std::vector<uint8_t> CodedRows::export_body(const HostLayer& layer, int32_t kv_h
   const auto& state = *state_at<CodedRowState>(layer, shape_.row_byte(kv_head));
   const auto* means = state_at<uint16_t>(layer, shape_.means_byte(kv_head));
   out.u8(is_fixed(layer) ? 1 : 0);
-  out.i32(state.seen);
-  out.f64(state.log_sum);
+  out.i32(state.mean.seen);
+  out.i64(state.mean.logs);
   if (is_fixed(layer)) {
     out.f32(state.key_step);
     out.f32(state.value_step);
-    for (int32_t d = 0; d < shape_.head_dim; ++d) out.u16(means[d]);
+    out.bytes(means, shape_.head_dim * sizeof(uint16_t));
   }
   for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
       out.u32(ref.units);
-      const uint8_t* block = block_bytes(ref);
-      bytes.insert(bytes.end(), block, block + int64_t{ref.units} * kUnitBytes);
+      out.bytes(block_bytes(ref), static_cast<size_t>(ref.units) * kUnitBytes);
     }
   }
   return bytes;
@@ -62,10 +62,9 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
   if (kv_head == 0) draft->fixed = fixed == 1;
   if (fixed > 1 || draft->fixed != (fixed == 1)) return corrupt("fixed is neither 0 nor 1");
   CodedRowState state;
-  state.seen = in.i32();
-  state.log_sum = in.f64();
-  if (state.seen < 0 || state.seen > kMostCounted || !std::isfinite(state.log_sum))
-    return corrupt("its mean is impossible");
+  state.mean.seen = in.i32();
+  state.mean.logs = in.i64();
+  if (!state.mean.is_sound()) return corrupt("its mean is impossible");
   std::vector<uint16_t> means(shape_.head_dim);
   if (draft->fixed) {
     state.key_step = in.f32();

@@ -17,10 +17,8 @@ typename DeviceCodedRows<Machine>::HostPlan DeviceCodedRows<Machine>::host_plan(
     const LayerMove& move = works.moves[e];
     if (move.to.body_end <= move.from.body_end) continue;
     const int32_t layer = move.layer;
-    DeviceLayerStates states = states_;
-    states.settle(move);
     uint32_t hint = 0;
-    if (!host_->is_raw_layer(layer) && !states.is_fixed(move)) {
+    if (!host_->is_raw_layer(layer) && !states_.is_fixed(move)) {
       const bool is_ready = has[layer] != 0 && !host_->needs_tokens(layer);
       if (is_ready || move.to.body_end >= kSampleBlocks * kBlockTokens) {
         hint = kFixesEntry;
@@ -33,7 +31,7 @@ typename DeviceCodedRows<Machine>::HostPlan DeviceCodedRows<Machine>::host_plan(
         has[layer] = 1;
       }
     }
-    if (states.may_share(move.slot, layer) && move.from.body_end % kBlockTokens != 0) {
+    if (states_.may_share(move) && move.from.body_end % kBlockTokens != 0) {
       hint |= kRewritesEntry;
     }
     if ((hint & kRewritesEntry) != 0) hint |= static_cast<uint32_t>(plan.saved++) << 8;
@@ -53,10 +51,8 @@ Status DeviceCodedRows<Machine>::require_capturable(const DeviceWorks& works) co
   for (int32_t e = 0; e < works.entries(); ++e) {
     const LayerMove& move = works.moves[e];
     if (host_->is_raw_layer(move.layer)) continue;
-    DeviceLayerStates states = states_;
-    states.settle(move);
     const bool is_ready = host_layers_[move.layer].is_ready != 0 && move.from.body_end == 0;
-    if (states.is_fixed(move) || is_ready) continue;
+    if (states_.is_fixed(move) || is_ready) continue;
     return Status(StatusCode::kInvalidArgument,
                   "sequence " + std::to_string(move.slot) + ", layer " +
                       std::to_string(move.layer) +
@@ -131,7 +127,8 @@ template <class Machine>
 Status DeviceCodedRows<Machine>::load_group(const CodedCall& call, const CellGroup& group) {
   const int64_t rows = int64_t{group.cells} * heads();
   if (Status s = run(GatherTokens{call, group}, rows, 1); !s) return s;
-  Status s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
+  Status s = machine_.launch(DecideExponents{call, group}, grid_of(rows, 1),
+                             DecideExponents::kSharedBytes, DecideExponents::kThreads);
   if (!s || device_.view.laws.unit_tokens == kBlockTokens) return s;
   const DecodeOldBlocks decode{call, group, kMaxWeightedBlockBytes};
   const int64_t ctas = (int64_t{group.cells} * heads() + 3) / 4;

@@ -17,30 +17,21 @@ class DeviceLayerStates {
       : layers_(layers), states_(static_cast<size_t>(sequences) * layers) {}
 
   // What calls did to the layer until it had move.from.
-  void settle(const LayerMove& move) {
-    State& s = of(move.slot, move.layer);
-    if (s.pending_end == 0) return;
-    if (move.from.body_end >= s.pending_end) {
-      s.fixed = s.pending_fixed;
-      s.waits = !s.pending_fixed;
-      s.shares = s.shares && !s.pending_private;
-    }
-    s.pending_end = 0;
-  }
+  void settle(const LayerMove& move) { of(move.slot, move.layer) = settled(move); }
   // A call that compresses up to move.to was enqueued.
   void note(const LayerMove& move, bool fixed, bool is_private) {
     State& s = of(move.slot, move.layer);
     s.pending_end = move.to.body_end;
     s.pending_fixed = fixed, s.pending_private = is_private;
   }
-  // After settle(): whether the layer's blocks, if there are any, are coded.
+  // Whether the layer's blocks, if there are any, are coded.
   bool is_fixed(const LayerMove& move) const {
-    const State& s = of(move.slot, move.layer);
+    const State s = settled(move);
     return s.fixed || (!s.waits && move.from.body_end > 0);
   }
   bool waits(int32_t slot, int32_t layer) const { return of(slot, layer).waits; }
   // Whether another sequence may read the pages of the newest block.
-  bool may_share(int32_t slot, int32_t layer) const { return of(slot, layer).shares; }
+  bool may_share(const LayerMove& move) const { return settled(move).shares; }
 
   // Whether any sequence may have raw blocks that wait.
   bool any_waits(int32_t layer) const {
@@ -75,6 +66,16 @@ class DeviceLayerStates {
     int32_t pending_end = 0;  // 0: nothing is pending
     bool pending_fixed = false, pending_private = false;
   };
+  State settled(const LayerMove& move) const {
+    State s = of(move.slot, move.layer);
+    if (s.pending_end != 0 && move.from.body_end >= s.pending_end) {
+      s.fixed = s.pending_fixed;
+      s.waits = !s.pending_fixed;
+      s.shares = s.shares && !s.pending_private;
+    }
+    s.pending_end = 0;
+    return s;
+  }
   State& of(int32_t slot, int32_t layer) {
     return states_[static_cast<size_t>(slot) * layers_ + layer];
   }

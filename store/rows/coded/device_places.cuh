@@ -85,6 +85,34 @@ struct OpenEntries {
   }
 };
 
+// place_block() of 32 blocks at a time, in the order of lanes.
+struct PlacedUnits {
+  int32_t used, room;  // units before the next block, and behind it on its page
+  int32_t page_units;
+
+  __device__ PlacedUnits(int32_t begin, int32_t units_of_page)
+      : used(begin), room(units_of_page - begin % units_of_page), page_units(units_of_page) {}
+
+  // Where the lane's block goes.
+  __device__ int32_t add(int32_t units) {
+    int32_t all, at = 0, from = 0, base = 0;  // lanes below `from` have their places
+    const int32_t before = sum_before(units, &all);
+    while (true) {
+      const bool is_left = lane_index() >= from;
+      if (is_left) at = used + before - base;
+      const uint32_t beyond = __ballot_sync(kFullWarp, is_left && before + units - base > room);
+      if (beyond == 0) break;
+      from = lowest_bit(beyond);
+      base = __shfl_sync(kFullWarp, before, from);
+      used += room;
+      room = page_units;
+    }
+    used += all - base;
+    room -= all - base;
+    return at;
+  }
+};
+
 // A warp for an entry: places of its blocks, counts from the layer's first unit on, and what the
 // table's row is to hold.
 struct PlaceBlocks {
@@ -105,18 +133,12 @@ struct PlaceBlocks {
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
     if (d.failed != 0 || fails(e, items, first)) return;
-    int64_t used = d.begin;
+    PlacedUnits placed(d.begin, call.device.shape.page_units);
+    int32_t next = units_of(e, lane_index(), items, first);
     for (int32_t i = 0; i < items; i += kWarpLanes) {
-      const int32_t mine = i + lane_index();
-      int32_t units = 0;
-      if (mine < items) units = units_of(e, mine / per_block, mine % 2, first + mine / 2);
-      int64_t at = 0;
-      for (int32_t j = 0; j < least(kWarpLanes, items - i); ++j) {
-        const int32_t other = __shfl_sync(kFullWarp, units, j);
-        used = place_block(used, other, call.device.shape.page_units);
-        if (j == lane_index()) at = used;
-        used += other;
-      }
+      const int32_t mine = i + lane_index(), units = next;
+      next = units_of(e, mine + kWarpLanes, items, first);
+      const int32_t at = placed.add(units);
       if (mine >= items) continue;
       call.places[mine % 2][first + mine / 2] = {static_cast<uint32_t>(at),
                                                  static_cast<uint32_t>(units)};
@@ -129,16 +151,20 @@ struct PlaceBlocks {
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
                         layer * call.device.view.pages.rows_per_layer;
-    call.counts.target[row].of[0] = static_cast<int32_t>(used);
+    call.counts.target[row].of[0] = placed.used;
     if (call.hints != nullptr && (call.hints[e] & kRewritesEntry) != 0) {
       call.counts.kept[row].of[0] = d.begin;
     }
   }
-  __device__ int32_t units_of(int32_t e, int32_t block, int32_t component, int64_t at) const {
+  // Of item i of the entry; 0 behind the last one.
+  __device__ int32_t units_of(int32_t e, int32_t i, int32_t items, int64_t first) const {
+    if (i >= items) return 0;
     const EntryDraft& d = call.entries[e];
-    if (d.form == EntryForm::kCoded) return static_cast<int32_t>(call.places[component][at].units);
+    if (d.form == EntryForm::kCoded) {
+      return static_cast<int32_t>(call.places[i % 2][first + i / 2].units);
+    }
     const CodedShape& shape = call.device.shape;
-    const int32_t b = d.first_block + block;
+    const int32_t b = d.first_block + i / (2 * call.heads());
     return shape.raw_block_bytes(shape.tokens_of(b, call.works.to[e].body_end)) / kUnitBytes;
   }
   // Whether a block was not coded; a value that has no code is told alone.
@@ -148,6 +174,7 @@ struct PlaceBlocks {
     const StatusCode* status =
         call.status + (layer * call.layer_cells() + call.entries[e].listed) * call.heads() * 2;
     bool fails = false;
+#pragma unroll 4
     for (int32_t i = lane_index(); i < items; i += kWarpLanes) {
       const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;

@@ -7,6 +7,7 @@
 #include "codec/gpu/coded/weighted_decode.cuh"
 #include "store/place/raw_tokens.h"
 #include "store/rows/coded/device_coded_call.cuh"
+#include "store/rows/device_tokens.h"
 
 namespace tierkv::store {
 
@@ -59,21 +60,14 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
     const DeviceChunk& chunk = call.works.chunk;
     if (chunk.significance == nullptr) return {};
     const int64_t i = cell.entry / call.works.num_layers;
-    const ImportanceKind kind = held == 0 ? ImportanceKind::kPrompt : ImportanceKind::kSeen;
     const float x =
         chunk.significance[(i * call.heads() + kv_head) * chunk.stride + position - held];
-    return {kind, is_finite(x) && x > 0 ? x : 0.0f, 0};
+    return chunk_importance(held, is_finite(x) && x > 0 ? x : 0.0f);
   }
   const RawLayout& raw = call.device.view.raw;
   const uint8_t* row =
       call.device.view.slots.raw(cell.slot, cell.layer) + int64_t{kv_head} * raw.row_bytes;
-  const auto score = *reinterpret_cast<const RawScore*>(row + raw.score_byte(position));
-  if (score.count < 0) {
-    const bool pruned = score.count == RawScore::kPruned;
-    return {pruned ? ImportanceKind::kPruned : ImportanceKind::kDecided, 0, float_bits(score.sum)};
-  }
-  if (score.count == 0) return {};
-  return {ImportanceKind::kSeen, div_rn(score.sum, static_cast<float>(score.count)), 0};
+  return ring_importance(*reinterpret_cast<const RawScore*>(row + raw.score_byte(position)));
 }
 
 // A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
@@ -136,7 +130,7 @@ struct GatherTokens {
     const DeviceChunk& chunk = call.works.chunk;
     const auto address =
         reinterpret_cast<uintptr_t>(chunk.k) | reinterpret_cast<uintptr_t>(chunk.v);
-    if (chunk.k == nullptr || chunk.dtype != DType::kFloat16 || address % 16 != 0) return at.end;
+    if (chunk.k == nullptr || address % 16 != 0) return at.end;
     return least(at.end, most(first, call.works.from[cell.entry].tokens));
   }
   __device__ void copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
@@ -149,7 +143,8 @@ struct GatherTokens {
                        (first * call.heads() + kv_head) * octets;
     for (auto j = static_cast<int32_t>(threadIdx.x); j < range.count() * octets;
          j += static_cast<int32_t>(blockDim.x)) {
-      const uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
+      uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
+      if (chunk.dtype == DType::kBFloat16) x = four_bfloats_to_halves(x);
       reinterpret_cast<uint4*>(to)[j] = {finite(x.x), finite(x.y), finite(x.z), finite(x.w)};
     }
   }
@@ -161,88 +156,130 @@ struct GatherTokens {
   }
 };
 
-// A warp for a row: exponents of new tokens, tile by tile, as CodedRows::decide().
+// A CTA for a row: exponents of new tokens, as CodedRows::decide(). Each warp takes a block, and
+// they go on together. Shared memory: the sums of the warps' blocks.
 struct DecideExponents {
-  static constexpr int32_t kThreads = 128;
+  static constexpr int32_t kThreads = 256;
+  static constexpr int32_t kWarps = kThreads / kWarpLanes;
+  static constexpr int32_t kSharedBytes = kWarps * static_cast<int32_t>(sizeof(LogMean));
   CodedCall call;
   CellGroup group;
 
-  __device__ void operator()(uint8_t*) const {
+  __device__ void operator()(uint8_t* shared) const {
     if (is_loaded(call)) return;
     const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
-    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      decide_row(i / heads, i % heads);
+    for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
+         i += static_cast<int32_t>(gridDim.x)) {
+      decide_row(i / heads, i % heads, reinterpret_cast<LogMean*>(shared));
     }
   }
 
  private:
-  // The blocks of an entry, if the first of them in the group is the cell of this index.
-  __device__ void decide_row(int32_t index, int32_t kv_head) const {
-    CellOf cell = cell_of(call, group, index);
-    if (cell.entry < 0) return;
-    const int32_t entry = cell.entry;
-    if (index > 0 && cell_of(call, group, index - 1).entry == entry) return;
-    CodedRowState* const draft = call.rows + int64_t{entry} * call.heads() + kv_head;
-    const bool fresh = cell.block == call.entries[entry].first_block;
-    CodedRowState state = fresh ? *call.device.state<CodedRowState>(
-                                      cell.slot, cell.layer, call.device.shape.row_byte(kv_head))
-                                : *draft;
-    while (cell.entry == entry) {
-      decide_block(index++, cell, kv_head, &state);
-      cell = cell_of(call, group, index);
-    }
-    __syncwarp();
-    if (lane_index() == 0) *draft = state;
-    __syncwarp();
-  }
+  __device__ static int32_t warp() { return static_cast<int32_t>(threadIdx.x) / kWarpLanes; }
 
-  __device__ void decide_block(int32_t index, const CellOf& cell, int32_t kv_head,
-                               CodedRowState* state) const {
+  // The blocks of an entry, if the first of them in the group is the cell of this index.
+  __device__ void decide_row(int32_t index, int32_t kv_head, LogMean* sums) const {
+    const CellOf first = cell_of(call, group, index);
+    if (first.entry < 0) return;
+    if (index > 0 && cell_of(call, group, index - 1).entry == first.entry) return;
+    CodedRowState* const draft = call.rows + int64_t{first.entry} * call.heads() + kv_head;
+    const bool fresh = first.block == call.entries[first.entry].first_block;
+    const CodedRowState* const state = device_state(first, kv_head);
+    LogMean mean = fresh ? state->mean : draft->mean;
+    const int32_t last = least(call.entries[first.entry].end_block - first.block,
+                               cells_of_group(call, group) - index);
+    for (int32_t turn = 0; turn < last; turn += kWarps) {
+      CellOf cell = first;
+      cell.block += turn + warp();
+      cell.cell += turn + warp();
+      const bool is_there = turn + warp() < last && call.device.layers[cell.layer].is_raw == 0;
+      const Positions range = is_there ? undecided(cell) : Positions{0, 0};
+      const LogMean mine = mean_of(cell, kv_head, range);
+      __syncthreads();
+      if (lane_index() == 0) sums[warp()] = mine;
+      __syncthreads();
+      LogMean before = mean;
+      for (int32_t w = 0; w < kWarps; ++w) {
+        mean.add(sums[w]);
+        if (w < warp()) before.add(sums[w]);
+      }
+      if (turn + warp() < last) {
+        decide_block(index + turn + warp(), cell, kv_head, is_there, before);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (fresh) *draft = *state;
+    draft->mean = mean;
+  }
+  __device__ const CodedRowState* device_state(const CellOf& cell, int32_t kv_head) const {
+    return call.device.state<CodedRowState>(cell.slot, cell.layer,
+                                            call.device.shape.row_byte(kv_head));
+  }
+  // Of a cell, the positions about which nothing is decided.
+  __device__ Positions undecided(const CellOf& cell) const {
     const EntryDraft& draft = call.entries[cell.entry];
     const Positions at = tokens_of(call, cell);
-    uint8_t(*const words)[4] =
-        call.decided + (int64_t{index} * call.heads() + kv_head) * kBlockTokens;
-    const bool raw = call.device.layers[cell.layer].is_raw != 0;
-    for (int32_t p = most(at.first, most(draft.waited, draft.coded)); p < at.end;) {
-      const int32_t next = least(at.end, (p / kTileTokens + 1) * kTileTokens);
-      const int32_t mine = p + lane_index();
-      DecidedExponents decided;
-      if (!raw) decided = decide_tile(cell, kv_head, {p, next}, state);
-      if (mine < next) {
-        uint8_t* const word = words[mine - at.first];
-        const uint32_t bits = decided.bits();
-        for (int32_t i = 0; i < 4; ++i) word[i] = static_cast<uint8_t>(bits >> (8 * i));
-      }
-      p = next;
-    }
+    return {most(at.first, most(draft.waited, draft.coded)), at.end};
   }
 
-  // Of the token of this lane.
-  __device__ DecidedExponents decide_tile(const CellOf& cell, int32_t kv_head, Positions tile,
-                                          CodedRowState* state) const {
-    const int32_t p = tile.first + lane_index();
-    Importance known;
-    if (p < tile.end) known = token_importance_of(call, cell, kv_head, p);
-    const bool counts = known.kind == ImportanceKind::kSeen && known.value > 0;
-    const double log = counts ? same_log2(static_cast<double>(known.value)) : 0.0;
-    for (int32_t t = 0; t < tile.count(); ++t) {
-      const double other = __shfl_sync(kFullWarp, log, t);
-      const bool is_seen = __shfl_sync(kFullWarp, static_cast<int32_t>(counts), t) != 0;
-      if (!is_seen) continue;
-      state->log_sum = double_add(state->log_sum, other);
-      ++state->seen;
+  __device__ static LogMean log_of(const Importance& known) {
+    return is_averaged(known) ? log_mean_of(known.value) : LogMean{};
+  }
+  // The sums of the lanes that `lanes` names, in all of them.
+  __device__ static LogMean sum_of(LogMean mine, int32_t lanes) {
+    for (int32_t i = 1; i < lanes; i *= 2) {
+      mine.add(
+          {__shfl_xor_sync(kFullWarp, mine.seen, i), 0, __shfl_xor_sync(kFullWarp, mine.logs, i)});
     }
-    const double mean = state->seen == 0 ? 1.0 : same_exp2(state->log_sum / state->seen);
+    return mine;
+  }
+  __device__ LogMean mean_of(const CellOf& cell, int32_t kv_head, Positions range) const {
+    LogMean mine;
+    for (int32_t p = range.first + lane_index(); p < range.end; p += kWarpLanes) {
+      mine.add(log_of(token_importance_of(call, cell, kv_head, p)));
+    }
+    return sum_of(mine, kWarpLanes);
+  }
+
+  // Two tiles at once, half a warp each. `mean` is of the row's tokens before the block.
+  __device__ void decide_block(int32_t index, const CellOf& cell, int32_t kv_head, bool is_coded,
+                               LogMean mean) const {
+    const Positions range = undecided(cell);
+    const int32_t begin = tokens_of(call, cell).first;
+    uint8_t(*const words)[4] =
+        call.decided + (int64_t{index} * call.heads() + kv_head) * kBlockTokens;
+    const int32_t half = lane_index() / kTileTokens;
+    for (int32_t base = range.first & ~(kTileTokens - 1); base < range.end; base += kWarpLanes) {
+      const int32_t p = base + lane_index();
+      const bool is_mine = p >= range.first && p < range.end;
+      Importance known;
+      if (is_mine && is_coded) known = token_importance_of(call, cell, kv_head, p);
+      const LogMean tile = sum_of(log_of(known), kTileTokens);
+      const LogMean other = {__shfl_xor_sync(kFullWarp, tile.seen, kTileTokens), 0,
+                             __shfl_xor_sync(kFullWarp, tile.logs, kTileTokens)};
+      LogMean up_to_tile = mean;
+      up_to_tile.add(tile);
+      if (half == 1) up_to_tile.add(other);
+      mean.add(tile);
+      mean.add(other);
+      if (!is_mine) continue;
+      const uint32_t bits = is_coded ? decide(known, p, up_to_tile).bits() : 0;
+      for (int32_t i = 0; i < 4; ++i) words[p - begin][i] = static_cast<uint8_t>(bits >> (8 * i));
+    }
+  }
+  __device__ static DecidedExponents decide(const Importance& known, int32_t position,
+                                            const LogMean& mean) {
     DecidedExponents decided;
     switch (known.kind) {
       case ImportanceKind::kUnknown:
         break;
       case ImportanceKind::kPrompt:
-        decided.importance = importance_exponent(token_importance(p, known.value, 1.0));
+        decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
         break;
       case ImportanceKind::kSeen:
         decided.importance =
-            importance_exponent(double_div(static_cast<double>(known.value), mean));
+            importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
         break;
       default:
         decided = DecidedExponents::of(known.bits);

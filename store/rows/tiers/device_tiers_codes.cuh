@@ -21,7 +21,7 @@ struct TiersCodes {
   TiersShape shape;
   RowClass classes[kMostRowClasses];
   const uint8_t* class_of_head = nullptr;  // device [num_layers * num_kv_heads]
-  Rotation rotation[2];                    // by component
+  Rotation rotation[3];                    // by component; the last one is off
   // Device [num_layers * num_kv_heads, head_dim], taken off keys; null: none.
   const float* key_means = nullptr;
 };

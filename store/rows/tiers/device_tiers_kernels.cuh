@@ -1,10 +1,9 @@
 // The kernels of tiers in device memory: the bytes of TiersRows (tiers_rows.h).
 //
-// plan(): a warp a row decides about what leaves. It writes tiers into the map, behind the body's
-// end, where the map may say anything, and leaves a draft and the tokens of each side before every
-// group of positions. A second kernel quantises what is kept and looks for what no format holds.
-// write(): a warp a token, whose place follows from the draft, the map and its group. Bound:
-// memory.
+// plan(): a warp a row, or 16 for a chunk, decide about what leaves. They write tiers into the map,
+// behind the body's end, where the map may say anything, and leave a draft and the tokens of each
+// side before every group of positions. write(): a warp a token, whose place follows from the
+// draft, the map and its group; chunks go by tiles (device_tiers_tiles.cuh). Bound: latency.
 #pragma once
 
 #include <cstdint>
@@ -121,86 +120,163 @@ __device__ __forceinline__ void put_tiers(uint8_t* map, int32_t base, int32_t fi
   if (mask == 0) return;
   uint32_t& word = reinterpret_cast<uint32_t*>(map)[at / kWordPositions];
   const uint32_t bits = spread_bits(low >> 16 * half) | spread_bits(high >> 16 * half) << 1;
-  word = (word & ~mask) | (bits & mask);
+  word = mask == ~0u ? bits : (word & ~mask) | (bits & mask);
 }
 
 // ---- plan ----
 
-// What a row keeps of importances, as a warp goes through its tokens.
-struct TiersMean {
-  int32_t seen;
-  double log_sum;
-};
-
-// The tier of the lane's token; tokens of lower lanes come first. One addition after the other, as
-// in host memory.
-__device__ __forceinline__ BodyTier decide_tiers(const Alphas& alphas, const Importance& known,
-                                                 int32_t position, TiersMean* mean) {
-  const uint32_t averaged = __ballot_sync(kFullWarp, is_averaged(known));
-  const int32_t lane = lane_index();
-  TiersMean mine = *mean;
-  if (averaged != 0) {
-    const double own = is_averaged(known) ? log_of_importance(known) : 0.0;
-    for (uint32_t left = averaged; left != 0; left &= left - 1) {
-      const int32_t from = lowest_bit(left);
-      mean->log_sum += __shfl_sync(kFullWarp, own, from);
-      ++mean->seen;
-      if (from <= lane) mine = *mean;
-    }
+// The means that lanes up to each one add up to.
+__device__ __forceinline__ LogMean mean_of_lanes(LogMean mine) {
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
+    const LogMean below = {__shfl_up_sync(kFullWarp, mine.seen, lanes), 0,
+                           __shfl_up_sync(kFullWarp, mine.logs, lanes)};
+    if (lane_index() >= lanes) mine.add(below);
   }
-  return tier_of(alphas, known, position, mine.seen, mine.log_sum);
+  return mine;
+}
+__device__ __forceinline__ LogMean mean_of_lane(const LogMean& mean, int32_t lane) {
+  return {__shfl_sync(kFullWarp, mean.seen, lane), 0, __shfl_sync(kFullWarp, mean.logs, lane)};
 }
 
-__device__ __forceinline__ void decide_row(const TiersCall& c, int32_t row, const TiersPlace& at,
-                                           TiersDraft* draft) {
-  const DeviceTokens tokens = device_tokens(c.view, c.works, row / c.view.num_kv_heads, at.kv_head);
-  const Alphas alphas = c.codes.classes[at.row_class].alphas;
-  uint8_t* map = tiers_map(c.view, c.codes, at);
-  SideTokens* groups = c.scratch.groups + int64_t{row} * c.scratch.groups_of_row;
-  TiersMean mean = {draft->before.seen, draft->before.log_sum};
+// The positions of a row that leave, and what decides about them.
+struct LeavingRow {
+  DeviceTokens tokens;
+  Alphas alphas;
+  uint8_t* map;
+  int32_t first, end;
+
+  // Those of a group; empty behind the last one.
+  __device__ __forceinline__ Positions of_group(int32_t group) const {
+    const int32_t begin = most(first, group * kGroupPositions);
+    return {begin, most(begin, least(end, (group + 1) * kGroupPositions))};
+  }
+};
+
+// What a group adds to the mean; in all lanes.
+__device__ __forceinline__ LogMean mean_of_group(const LeavingRow& row, Positions range) {
+  LogMean mine;
+#pragma unroll 4
+  for (int32_t p = range.first + lane_index(); p < range.end; p += 32) {
+    const Importance known = row.tokens.importance(p);
+    if (is_averaged(known)) mine.add(log_mean_of(known.value));
+  }
+  return mean_of_lane(mean_of_lanes(mine), 31);
+}
+
+// Decides about a group behind tokens with this mean; the group's own are added to it.
+__device__ __forceinline__ SideTokens decide_group(const LeavingRow& row, Positions range,
+                                                   LogMean* mean) {
   SideTokens added;
-  const int32_t first = draft->first, end = draft->end, first_base = first & ~31;
 #pragma unroll 1
-  for (int32_t base = first_base; base < end; base += 32) {
-    if (lane_index() == 0 && (base == first_base || base % kGroupPositions == 0)) {
-      groups[base / kGroupPositions - first / kGroupPositions] = added;
-    }
+  for (int32_t base = range.first & ~31; base < range.end; base += 32) {
     const int32_t position = base + lane_index();
-    const bool leaves = position >= first && position < end;
-    const Importance known = leaves ? tokens.importance(position) : Importance{};
-    const BodyTier decided = decide_tiers(alphas, known, position, &mean);
+    const bool leaves = position >= range.first && position < range.end;
+    const Importance known = leaves ? row.tokens.importance(position) : Importance{};
+    LogMean mine = *mean;
+    if (__any_sync(kFullWarp, is_averaged(known))) {
+      mine.add(mean_of_lanes(is_averaged(known) ? log_mean_of(known.value) : LogMean{}));
+      *mean = mean_of_lane(mine, 31);
+    }
+    const BodyTier decided = tier_of(row.alphas, known, position, mine);
     const BodyTier tier = leaves ? decided : BodyTier::kNoTier;
     added.of[kHighSide] += __popc(__ballot_sync(kFullWarp, tier == BodyTier::kHigh));
     added.of[kLowSide] += __popc(__ballot_sync(kFullWarp, tier == BodyTier::kLow));
-    put_tiers(map, base, first, end, tier);
+    put_tiers(row.map, base, range.first, range.end, tier);
   }
-  for (int32_t side = 0; side < 2; ++side) draft->after.tokens[side] += added.of[side];
-  draft->after.seen = mean.seen;
-  draft->after.log_sum = mean.log_sum;
+  return added;
 }
 
-__device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row) {
+// What the warps of a row tell each other, in shared memory.
+template <int32_t kWarps>
+struct RowSums {
+  LogMean means[kWarps];
+  SideTokens sides[kWarps];
+};
+
+// By all warps of the row, which take a group each and go on together.
+template <int32_t kWarps>
+__device__ __forceinline__ void decide_row(const LeavingRow& row, SideTokens* groups,
+                                           RowSums<kWarps>* sums, TiersRow* after) {
+  const int32_t warp = kWarps == 1 ? 0 : static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t first_group = row.first / kGroupPositions;
+  const int32_t end_group = (row.end - 1) / kGroupPositions + 1;
+  LogMean mean = after->mean;
+  SideTokens sides;
+#pragma unroll 1
+  for (int32_t turn = first_group; turn < end_group; turn += kWarps) {
+    const int32_t group = turn + warp;
+    const Positions range = row.of_group(group);
+    LogMean before = mean;
+    if constexpr (kWarps > 1) {
+      const LogMean mine = mean_of_group(row, range);
+      if (lane_index() == 0) sums->means[warp] = mine;
+      __syncthreads();
+      for (int32_t w = 0; w < kWarps; ++w) {
+        const LogMean other = sums->means[w];
+        mean.add(other);
+        if (w < warp) before.add(other);
+      }
+    }
+    const SideTokens added = decide_group(row, range, &before);
+    SideTokens behind = sides;
+    if constexpr (kWarps > 1) {
+      if (lane_index() == 0) sums->sides[warp] = added;
+      __syncthreads();
+      for (int32_t w = 0; w < kWarps; ++w) {
+        const SideTokens other = sums->sides[w];
+        for (int32_t side = 0; side < 2; ++side) {
+          sides.of[side] += other.of[side];
+          if (w < warp) behind.of[side] += other.of[side];
+        }
+      }
+    } else {
+      mean = before;
+      for (int32_t side = 0; side < 2; ++side) sides.of[side] += added.of[side];
+    }
+    if (lane_index() == 0 && group < end_group) groups[group - first_group] = behind;
+  }
+  for (int32_t side = 0; side < 2; ++side) after->tokens[side] += sides.of[side];
+  after->mean = mean;
+}
+
+template <int32_t kWarps>
+__device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row,
+                                               RowSums<kWarps>* sums) {
   const int32_t entry = row / c.view.num_kv_heads;
   const LayerTokens from = c.works.from[entry], to = c.works.to[entry];
   const TiersPlace at = place_of(c, row);
   TiersDraft draft;
   draft.first = most(from.body_end, c.view.laws.sink_tokens);
   draft.end = most(draft.first, to.body_end);
+  const bool writes = kWarps == 1 ? lane_index() == 0 : threadIdx.x == 0;
   if (draft.first < draft.end) {
     draft.before = draft.after = *tiers_state(c.view, c.codes, at);
-    decide_row(c, row, at, &draft);
-    if (lane_index() == 0) {
-      c.counts.target[count_index(c, row, at) + at.kv_head] =
-          units_of(c.codes.classes[at.row_class], draft.after);
+    const RowClass& row_class = c.codes.classes[at.row_class];
+    const LeavingRow leaving = {device_tokens(c.view, c.works, entry, at.kv_head), row_class.alphas,
+                                tiers_map(c.view, c.codes, at), draft.first, draft.end};
+    decide_row(leaving, c.scratch.groups + int64_t{row} * c.scratch.groups_of_row, sums,
+               &draft.after);
+    if (writes) {
+      c.counts.target[count_index(c, row, at) + at.kv_head] = units_of(row_class, draft.after);
     }
   }
-  if (lane_index() == 0) c.scratch.drafts[row] = draft;
+  if (writes) c.scratch.drafts[row] = draft;
 }
 
+// Steps: a warp a row.
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t row = warp_of_grid();
-  if (row < c.num_rows) plan_tiers_row(c, row);
+  if (row < c.num_rows) plan_tiers_row<1>(c, row, nullptr);
+}
+// Chunks: a CTA a row. Shared memory: a RowSums.
+inline constexpr int32_t kChunkPlanWarps = 16;
+__global__ void __launch_bounds__(32 * kChunkPlanWarps)
+    plan_tiers_chunk_kernel(const __grid_constant__ TiersCall c) {
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  plan_tiers_row<kChunkPlanWarps>(c, static_cast<int32_t>(blockIdx.x),
+                                  reinterpret_cast<RowSums<kChunkPlanWarps>*>(shared_bytes));
 }
 
 // A token that leaves, by a warp.
@@ -292,6 +368,19 @@ __device__ __forceinline__ void clear_behind(const PageRef& page, int32_t slot, 
   }
 }
 
+// One component of a token into its slot. What a format cannot hold becomes 0 and a fault.
+__device__ __forceinline__ void write_tiers_part(const TiersCall& c, const TiersPlace& at,
+                                                 const LeavingToken& t, Component component,
+                                                 const PageRef& page, int32_t slot) {
+  LaneSide codes;
+  const StatusCode code = encode_raw_token(c, at, t, component, page, &codes);
+  if (code != StatusCode::kOk) codes = {};
+  store_whole_side(page, slot, component, codes);
+  if (code != StatusCode::kOk && lane_index() == 0) {
+    report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
+  }
+}
+
 __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const TiersPlace& at,
                                                   const LeavingToken& t) {
   const TiersDraft& draft = c.scratch.drafts[t.row];
@@ -301,23 +390,14 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
       before + rank_of(tiers_map(c.view, c.codes, at), groups, draft.first, t.position, side);
   const PageRef page = tiers_page(c.view, c.codes, at, side, index);
   const int32_t slot = index % page.layout->tokens;
-  StatusCode code = StatusCode::kOk;
 #pragma unroll 1
   for (int32_t part = 0; part < 2; ++part) {
-    const auto component = static_cast<Component>(part);
-    LaneSide codes;
-    const StatusCode of_part = encode_raw_token(c, at, t, component, page, &codes);
-    if (of_part != StatusCode::kOk) codes = {};
-    store_whole_side(page, slot, component, codes);
-    code = greater(code, of_part);
-  }
-  if (code != StatusCode::kOk && lane_index() == 0) {
-    report_fault(c.fault, {code, at.slot, at.layer, at.kv_head});
+    write_tiers_part(c, at, t, static_cast<Component>(part), page, slot);
   }
   if (index + 1 == draft.after.tokens[side]) clear_behind(page, slot, index + 1 - before);
 }
 
-// Grid of warps: most_leaving tokens of every row. What a format cannot hold becomes 0.
+// Grid of warps: most_leaving tokens of every row.
 __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;

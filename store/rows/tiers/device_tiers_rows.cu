@@ -8,6 +8,7 @@
 #include "store/rows/device_memory.cuh"
 #include "store/rows/tiers/device_tiers_attention.cuh"
 #include "store/rows/tiers/device_tiers_read.cuh"
+#include "store/rows/tiers/device_tiers_tiles.cuh"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
@@ -57,6 +58,8 @@ class DeviceTiersRows final : public DeviceRowFormat {
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
+  template <int32_t kDim>
+  Status write_tiles(const TiersCall& call) const;
 
   StoreConfig config_;
   const TiersRows& rows_;
@@ -139,13 +142,40 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
   if (rows > most_scratch_rows_ || rows * call.scratch.groups_of_row > most_scratch_groups_) {
     return Status(StatusCode::kInvalidArgument, "a chunk of several layers at once");
   }
-  return launch(plan_tiers_kernel, rows, call, "plan of tiers");
+  if (works.most_leaving <= kMaxStepTokens) {
+    return launch(plan_tiers_kernel, rows, call, "plan of tiers");
+  }
+  plan_tiers_chunk_kernel<<<static_cast<uint32_t>(rows), 32 * kChunkPlanWarps,
+                            sizeof(RowSums<kChunkPlanWarps>), stream_>>>(call);
+  return cuda_status(cudaGetLastError(), "plan of tiers");
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
   const int64_t rows = rows_of(works);
   if (rows == 0 || works.most_leaving == 0) return Status::ok();
-  return launch(write_tiers_kernel, rows * works.most_leaving, call_of(works), "tiers");
+  const TiersCall call = call_of(works);
+  if (works.most_leaving <= kMaxStepTokens) {
+    return launch(write_tiers_kernel, rows * works.most_leaving, call, "tiers");
+  }
+  switch (config_.layout.head_dim) {
+    case 64:
+      return write_tiles<64>(call);
+    case 96:
+      return write_tiles<96>(call);
+    case 128:
+      return write_tiles<128>(call);
+    default:
+      return write_tiles<256>(call);
+  }
+}
+
+template <int32_t kDim>
+Status DeviceTiersRows::write_tiles(const TiersCall& call) const {
+  const int64_t warps = int64_t{2} * call.num_rows * most_tiles(call.works.most_leaving);
+  if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
+  write_tiers_tiles_kernel<kDim>
+      <<<ctas_of(warps), kTiersThreads, kTiersWarps * kTiersTileBytes<kDim>, stream_>>>(call);
+  return cuda_status(cudaGetLastError(), "tiles of tiers");
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {

@@ -13,8 +13,8 @@
 #include <cstdint>
 
 #include "codec/format/page_layout.h"
-#include "codec/format/same_log.h"
 #include "store/place/raw_tokens.h"
+#include "store/rows/log_mean.h"
 #include "tierkv/half.h"
 
 namespace tierkv::store {
@@ -38,9 +38,7 @@ TKV_HD constexpr int32_t page_units(int32_t tokens, int32_t tokens_per_page) {
 
 struct alignas(16) TiersRow {
   int32_t tokens[2] = {0, 0};  // by side
-  int32_t seen = 0;            // tokens whose importance came from queries that were counted
-  int32_t unused = 0;
-  double log_sum = 0;  // of their importances, base 2
+  LogMean mean;                // of importances that queries gave which were counted
 };
 static_assert(sizeof(TiersRow) == 32, "a multiple of 16");
 
@@ -82,20 +80,11 @@ struct RowClass {
   Alphas alphas;
 };
 
-// Whether a token's importance is taken against those of its row, and goes into their mean.
-TKV_HD bool is_averaged(const Importance& known) {
-  return known.kind == ImportanceKind::kSeen && known.value > 0;
-}
-TKV_HD double log_of_importance(const Importance& known) {
-  return same_log2(static_cast<double>(known.value));
-}
-
 // The tier of the token at `position`, which leaves the window. u is i * significance, i from 1, by
 // the queries of the first chunk; what later queries saw is taken against the row's geometric mean,
-// this token included: `seen` importances with the sum of logarithms log_sum. A token that nobody
-// has seen is neutral, which is 1.
+// this token included. A token that nobody has seen is neutral, which is 1.
 TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t position,
-                        int32_t seen, double log_sum) {
+                        const LogMean& mean) {
   double u = 1;
   switch (known.kind) {
     case ImportanceKind::kUnknown:
@@ -104,9 +93,7 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
       u = static_cast<double>(position + 1) * static_cast<double>(known.value);
       break;
     case ImportanceKind::kSeen:
-      u = is_averaged(known)
-              ? double_div(static_cast<double>(known.value), same_exp2(log_sum / seen))
-              : 0.0;
+      u = is_averaged(known) ? double_div(static_cast<double>(known.value), mean.value()) : 0.0;
       break;
     case ImportanceKind::kDecided:
       return known.bits == static_cast<uint32_t>(BodyTier::kLow) ? BodyTier::kLow : BodyTier::kHigh;
@@ -119,11 +106,8 @@ TKV_HD BodyTier tier_of(const Alphas& alphas, const Importance& known, int32_t p
 // The same, and what `row` keeps of importances changes, so tokens are asked for in order.
 TKV_HD BodyTier decide_tier(const Alphas& alphas, const Importance& known, int32_t position,
                             TiersRow* row) {
-  if (is_averaged(known)) {
-    row->log_sum += log_of_importance(known);
-    ++row->seen;
-  }
-  return tier_of(alphas, known, position, row->seen, row->log_sum);
+  if (is_averaged(known)) row->mean.add(log_mean_of(known.value));
+  return tier_of(alphas, known, position, row->mean);
 }
 
 // A map by words of 16 positions. Bits 2 i of the result: position i has this tier.

@@ -1,15 +1,16 @@
 // Bodies of tiers as bytes, and back.
 //
-// A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (f64); the
-// tier of each position from the sinks on (u8); of each token that is kept, in order of positions,
-// its key, then its value: codes in the order of the dims, packed from the lowest bit of a byte on,
-// or fp16 of raw layers; then scale and zero point (u16 each) of codes.
+// A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (i64, units
+// of 2^-24); the tier of each position from the sinks on (u8); then the tokens of the high tier and
+// those of the low one, as pages have them: of each page the tiles with tokens, their key codes,
+// key metadata, value codes and value metadata. Slots without a token are 0.
 #include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/fragment_order.h"
 #include "codec/host/page_codec_checks.h"
 #include "store/rows/tiers/tiers_rows.h"
 
@@ -26,35 +27,28 @@ bool is_finite_half(uint16_t x) {
   return (x & 0x7c00u) != 0x7c00u;
 }
 
-void pack_side(const TileLayout& tile, const TokenCodes::Side& side, ByteWriter* out) {
-  const int32_t bits = tile.type.bits();
-  uint32_t word = 0;
-  for (int32_t d = 0, used = 0; d < tile.head_dim; ++d) {
-    word |= static_cast<uint32_t>(side.codes[d]) << used;
-    used += bits;
-    for (; used >= 8; used -= 8, word >>= 8) out->u8(word & 255u);
+// The bytes of the first tiles of a page: codes and metadata of keys, then of values.
+struct PagePart {
+  int32_t byte, bytes;
+};
+template <class Each>
+void for_parts(const PageLayout& layout, int32_t tiles, const Each& each) {
+  for (const Component c : {Component::kKey, Component::kValue}) {
+    each(c, false, PagePart{layout.tile_codes_byte(c, 0), tiles * layout.tile(c).bytes()});
+    each(c, true,
+         PagePart{layout.tile_metadata_byte(c, 0), tiles * tile_metadata_bytes(layout.groups(c))});
   }
-  if (tile.type.is_raw()) return;
-  out->u16(side.params[0].scale);
-  out->u16(side.params[0].zero_point);
 }
 
-// False for numbers that no encoder writes.
-bool unpack_side(const TileLayout& tile, ByteReader* in, TokenCodes::Side* side) {
-  const int32_t bits = tile.type.bits();
+// Whether an encoder may have written the elements of raw tokens, or scales and zero points.
+bool are_sound(const uint8_t* bytes, int32_t count, bool are_params) {
   bool sound = true;
-  uint32_t word = 0;
-  for (int32_t d = 0, have = 0; d < tile.head_dim; ++d) {
-    for (; have < bits; have += 8) word |= static_cast<uint32_t>(in->u8()) << have;
-    side->codes[d] = static_cast<uint16_t>(word & ((1u << bits) - 1));
-    word >>= bits;
-    have -= bits;
-    if (tile.type.is_raw()) sound &= is_finite_half(side->codes[d]);
+  for (int32_t i = 0; i < count / 2; ++i) {
+    uint16_t x;
+    std::memcpy(&x, bytes + 2 * i, 2);
+    sound &= is_finite_half(x) && !(are_params && i % 2 == 0 && x >= 0x8000u);
   }
-  if (tile.type.is_raw()) return sound;
-  side->params[0] = {in->u16(), in->u16()};
-  return is_finite_half(side->params[0].scale) && side->params[0].scale < 0x8000u &&
-         is_finite_half(side->params[0].zero_point);
+  return sound;
 }
 
 }  // namespace
@@ -87,21 +81,18 @@ std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_h
   const TiersRow& row = row_state(layer, kv_head);
   const RowClass& c = row_class(layer.layer, kv_head);
   const uint8_t* map = map_of(layer, kv_head);
-  out.i32(row.seen);
-  out.f64(row.log_sum);
+  out.i32(row.mean.seen);
+  out.i64(row.mean.logs);
   for (int32_t p = config_.sink_tokens; p < layer.at.body_end; ++p) {
     out.u8(static_cast<uint32_t>(tier_at(map, p)));
   }
-  int32_t next[2] = {0, 0};
-  for (int32_t p = config_.sink_tokens; p < layer.at.body_end; ++p) {
-    const BodyTier tier = tier_at(map, p);
-    if (!is_kept(tier)) continue;
-    const int32_t side = side_of(tier);
-    const PageRun run = page_run(layer, kv_head, side, next[side]++, 1);
-    TokenCodes token;
-    load_token(run.page, run.slot, &token);
-    for (const Component part : {Component::kKey, Component::kValue}) {
-      pack_side(c.layout[side].tile(part), token.of(part), &out);
+  for (int32_t side = 0; side < 2; ++side) {
+    const PageLayout& layout = c.layout[side];
+    for (int32_t t = 0; t < row.tokens[side]; t += layout.tokens) {
+      const PageRun run = page_run(layer, kv_head, side, t, row.tokens[side] - t);
+      for_parts(layout, tile_count(run.count), [&](Component, bool, PagePart part) {
+        out.bytes(run.page.bytes + part.byte, static_cast<size_t>(part.bytes));
+      });
     }
   }
   return bytes;
@@ -110,11 +101,9 @@ std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_h
 Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const {
   ByteReader in(work.bodies[kv_head]);
   const RowClass& c = row_class(work.layer.layer, kv_head);
-  draft->row.seen = in.i32();
-  draft->row.log_sum = in.f64();
-  if (draft->row.seen < 0 || draft->row.seen > kMostCounted || !std::isfinite(draft->row.log_sum)) {
-    return corrupt("its mean is impossible");
-  }
+  draft->row.mean.seen = in.i32();
+  draft->row.mean.logs = in.i64();
+  if (!draft->row.mean.is_sound()) return corrupt("its mean is impossible");
   for (int32_t p = config_.sink_tokens; p < work.body_end; ++p) {
     const auto tier = static_cast<BodyTier>(in.u8());
     const bool known = tier == BodyTier::kHigh || tier == BodyTier::kLow ||
@@ -123,18 +112,26 @@ Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* 
     if (is_kept(tier)) ++draft->row.tokens[side_of(tier)];
     draft->tiers.push_back(tier);
   }
-  for (const BodyTier tier : draft->tiers) {
-    if (!is_kept(tier)) continue;
-    const int32_t side = side_of(tier);
-    TokenCodes token{};
-    for (const Component part : {Component::kKey, Component::kValue}) {
-      const bool sound = unpack_side(c.layout[side].tile(part), &in, &token.of(part));
+  for (int32_t side = 0; side < 2; ++side) {
+    const PageLayout& layout = c.layout[side];
+    for (int32_t left = draft->row.tokens[side]; left > 0;) {
+      const PageRun run = stage(c, side, left, &draft->sides[side]);
+      bool sound = true;
+      for_parts(layout, tile_count(run.count), [&](Component part, bool are_params, PagePart of) {
+        const uint8_t* from = in.take(static_cast<uint64_t>(of.bytes));
+        if (from == nullptr) return;
+        std::memcpy(run.page.bytes + of.byte, from, static_cast<size_t>(of.bytes));
+        if (are_params || layout.tile(part).type.is_raw()) {
+          sound &= are_sound(from, of.bytes, are_params);
+        }
+      });
       if (!in.ok()) return corrupt("it ends too early");
       if (!sound) return corrupt("a number is none that an encoder writes");
+      for (int32_t slot = run.count; slot % kTileTokens != 0; ++slot) {
+        store_token(run.page, slot, TokenCodes{});
+      }
+      left -= run.count;
     }
-    const PageRun run = stage(c, side, 1, &draft->sides[side]);
-    if (run.slot % kTileTokens == 0) clear_tile(run.page, run.slot / kTileTokens);
-    store_token(run.page, run.slot, token);
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }

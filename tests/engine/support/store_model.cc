@@ -9,6 +9,7 @@
 #include "codec/format/channel_block.h"
 #include "codec/format/element.h"
 #include "codec/format/weighted_step.h"
+#include "tests/engine/support/rounded_log.h"
 
 namespace tierkv::model {
 
@@ -47,7 +48,7 @@ void CodedModel::decide(Row* row, int32_t first, int32_t end) const {
     if (t.is_decided || t.from_prompt || t.count == 0) continue;
     const float seen = t.sum / static_cast<float>(t.count);  // 0 where a subnormal sum is halved
     if (seen <= 0) continue;
-    row->log_sum += std::log2(static_cast<double>(seen));
+    row->log_sum += rounded_log(static_cast<double>(seen));
     ++row->seen;
   }
   const double mean = row->seen == 0 ? 1 : std::exp2(row->log_sum / row->seen);

@@ -12,6 +12,7 @@
 #include "codec/format/quantize.h"
 #include "codec/format/same_log.h"
 #include "codec/policy/profile.h"
+#include "tests/engine/support/rounded_log.h"
 #include "tierkv/basis.h"
 #include "tierkv/kv_store.h"
 
@@ -140,7 +141,7 @@ class TiersModel {
       u = (position + 1.0) * static_cast<double>(token.sum);
     } else if (token.count > 0) {
       const auto mean = static_cast<double>(token.sum / static_cast<float>(token.count));
-      if (mean > 0) row->log_sum += same_log2(mean), ++row->seen;
+      if (mean > 0) row->log_sum += rounded_log(mean), ++row->seen;
       u = mean > 0 ? mean / same_exp2(row->log_sum / row->seen) : 0;
     }
     token.fate = u >= c.alpha_high ? Fate::kHigh : u >= c.alpha_low ? Fate::kLow : Fate::kPruned;

@@ -18,7 +18,7 @@
 
 namespace tierkv::test {
 
-// docs/ATTENTION.md, "Error".
+// docs/internals/attention.md, "Error".
 inline constexpr double kTolerance = 2e-3;
 inline constexpr double kBFloat16Tolerance = 4e-3;
 inline constexpr double kLseTolerance = 1e-3;

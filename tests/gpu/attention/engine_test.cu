@@ -105,7 +105,7 @@ class Engine : public RandomTest {
       error += (a - b) * (a - b);
       norm += b * b;
     }
-    // docs/ATTENTION.md, "Error", and once more the rounding of an output.
+    // docs/internals/attention.md, "Error", and once more the rounding of an output.
     EXPECT_LE(std::sqrt(error),
               (e.config.dtype == DType::kBFloat16 ? 8e-3 : 3e-3) * std::sqrt(norm));
     for (size_t i = 0; i < lse.size(); ++i) {

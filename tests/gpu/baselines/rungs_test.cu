@@ -25,7 +25,7 @@ using test::relative_error;
 using test::World;
 using test::WorldShape;
 
-// docs/ABLATION.md, "Error".
+// docs/notes/2026-11-22-attention-ladder.md, "Error".
 constexpr double kTolerance = 2e-3;
 constexpr double kLseTolerance = 2e-3;
 

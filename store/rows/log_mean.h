@@ -1,0 +1,44 @@
+// The geometric mean of importances that were seen, as sums that come out alike in every order: a
+// device adds them in parallel, the host one by one.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/format/same_log.h"
+#include "store/engine/tokens.h"
+
+namespace tierkv::store {
+
+inline constexpr double kLogUnit = 1.0 / 16777216;  // of logarithms to base 2
+
+struct LogMean {
+  int32_t seen = 0;  // at most kMostCounted
+  int32_t unused = 0;
+  int64_t logs = 0;  // in kLogUnit, each rounded
+
+  TKV_HD void add(const LogMean& other) {
+    seen += other.seen;
+    logs += other.logs;
+  }
+  // 1 of nothing.
+  TKV_HD double value() const {
+    if (seen == 0) return 1;
+    return same_exp2(double_div(double_mul(static_cast<double>(logs), kLogUnit), seen));
+  }
+  // What sums of logarithms of floats can be.
+  bool is_sound() const {
+    const int64_t most_logs = int64_t{160} << 24;
+    return seen >= 0 && seen <= kMostCounted && logs <= most_logs * seen &&
+           logs >= -most_logs * seen;
+  }
+};
+static_assert(sizeof(LogMean) == 16);
+
+// Of one importance > 0.
+TKV_HD LogMean log_mean_of(float importance) {
+  const double log = same_log2(static_cast<double>(importance));
+  const double units = double_div(log, kLogUnit);
+  return {1, 0, static_cast<int64_t>(double_add(units, units < 0 ? -0.5 : 0.5))};
+}
+
+}  // namespace tierkv::store
