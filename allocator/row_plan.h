@@ -182,14 +182,6 @@ TKV_HD RowPlan plan_growth(const PageAllocator& a, const RowGrowth& r) {
   finish_growth(a, &plan);
   return plan;
 }
-// Of a row between the two kernels of allocator/page_step.cuh.
-struct alignas(16) PlannedGrowth {
-  SideCounts tokens;  // after the operation
-  int32_t row;
-  int32_t first_page;  // of the pages that its group takes, those of the rows before it
-  uint32_t fresh;      // bit s: side s gets a new page
-  int32_t unused;
-};
 TKV_HD RowPlan plan_append(const PageAllocator& a, const PageOp& op, const BatchRow& r) {
   return plan_growth(a, {r.row, a.tokens[r.row], a.pages[r.row], op.counts[r.batch_row]});
 }

@@ -1,5 +1,5 @@
-// The codec's kernels at the shapes of bench/REPORT.md, each beside the copy ceiling of the same
-// run: quantise and pack, decode, global steps, append.
+// Baselines of the codec, each beside the copy ceiling of the same run: global steps, append of a
+// token.
 //
 //   bench_codec [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 //
@@ -7,120 +7,22 @@
 #include "bench/baselines/kernels/page_append.cuh"
 #include "bench/baselines/kernels/step_codes.h"
 #include "bench/gpu/codec_bench.cuh"
-#include "codec/gpu/pages/page_batch.h"
 #include "codec/host/page_codec.h"
 
 namespace tierkv::bench {
 namespace {
 
-// ---- quantise and pack ----
+// ---- global steps ----
 
 constexpr int32_t kSequences = 64, kTokens = 4096, kHeads = 8, kHeadDim = 128;
 constexpr int64_t kAllTokens = int64_t{kSequences} * kTokens * kHeads;
 
-// Keys and values [sequence, token, head, dim], scores [row, token]; shared by all formats.
-struct Input {
-  uint16_t *k = nullptr, *v = nullptr;
-  float* scores = nullptr;
-
-  Input() {
-    const int64_t n = kAllTokens * kHeadDim;
-    check(cudaMalloc(&k, 2 * n), "keys");
-    check(cudaMalloc(&v, 2 * n), "values");
-    std::vector<float> host(kAllTokens);
-    for (int64_t i = 0; i < kAllTokens; ++i) host[i] = static_cast<float>(i % 1024) / 1024;
-    scores = device_array(host);
-  }
-  void fill(DType dtype, uint32_t seed, cudaStream_t stream) const {
-    const int64_t n = kAllTokens * kHeadDim;
-    fill_elements<<<1024, 256, 0, stream>>>(k, n, seed, dtype == DType::kBFloat16);
-    fill_elements<<<1024, 256, 0, stream>>>(v, n, ~seed, dtype == DType::kBFloat16);
-    check(cudaStreamSynchronize(stream), "fill");
-  }
-};
-
-struct PackCase {
-  std::string name;
-  TierFormat format;
-  DType dtype = DType::kFloat16;
-};
-
-// One job a page: heads of the same tokens next to each other, as they lie in the input.
-std::vector<PageJob> pack_jobs(const PageLayout& layout) {
-  std::vector<PageJob> jobs;
-  for (int32_t s = 0; s < kSequences; ++s) {
-    for (int32_t first = 0; first < kTokens; first += layout.tokens) {
-      for (int32_t head = 0; head < kHeads; ++head) {
-        PageJob job;
-        job.row = s * kHeads + head;
-        job.input = (int64_t{s} * kTokens * kHeads + head) * kHeadDim;
-        job.scalars = int64_t{job.row} * kTokens;
-        job.first = first;
-        job.page = static_cast<int32_t>(jobs.size());
-        job.count = std::min(layout.tokens, kTokens - first);
-        jobs.push_back(job);
-      }
-    }
-  }
-  return jobs;
-}
-
-void run_pack(Bench* bench, const Input& input, const PackCase& c, uint32_t seed) {
-  if (!bench->wants(c.name)) return;
-  const TierFormat tiers[] = {token_wise_tier(8, 4), token_wise_tier(4, 2), c.format};
-  const int64_t page_bytes = choose_page_size({tiers, tiers + 3}, kHeadDim)->page_bytes;
-  const PageLayout layout = *make_page_layout(c.format, kHeadDim, page_bytes);
-  const std::vector<PageJob> jobs = pack_jobs(layout);
-  PageEncode e;
-  PageBatch& b = e.batch;
-  check(cudaMalloc(&b.pool.base, jobs.size() * page_bytes), "pool");
-  b.pool.records = device_array(std::vector<PageRecord>(jobs.size(), kEmptyPageRecord));
-  b.pool.page_bytes = page_bytes;
-  b.pool.num_pages = static_cast<int32_t>(jobs.size());
-  b.formats.layout[0] = layout;
-  b.formats.count = 1;
-  b.formats.raw_dtype = c.dtype;
-  b.jobs = device_array(jobs);
-  b.num_jobs = static_cast<int32_t>(jobs.size());
-  b.num_rows = kSequences * kHeads;
-  b.status = device_array(std::vector<StatusCode>(b.num_rows, StatusCode::kOk));
-  b.token_stride = kHeads * kHeadDim;
-  b.dtype = c.dtype;
-  e.k = input.k, e.v = input.v, e.scores = input.scores;
-  input.fill(c.dtype, seed, bench->stream());
-  Measured m{"pack " + c.name,
-             "64 x 4096 x 8 x 128",
-             kAllTokens * (4 * kHeadDim + 4) + static_cast<int64_t>(jobs.size() * sizeof(PageJob)),
-             0,
-             {}};
-  for (const PageJob& job : jobs) {
-    m.bytes_written +=
-        (job.count + kTileTokens - 1) / kTileTokens * (layout.used_bytes / layout.tiles());
-  }
-  bench->run(m, [&](int) { require(encode_pages(e, bench->stream())); });
-  PageDecode d;
-  d.batch = b;
-  d.k = input.k, d.v = input.v, d.scores = input.scores;
-  m.name = "decode " + c.name;
-  std::swap(m.bytes_read, m.bytes_written);
-  bench->run(m, [&](int) { require(decode_pages(d, bench->stream())); });
-  std::vector<StatusCode> status(b.num_rows);
-  check(cudaMemcpy(status.data(), b.status, status.size() * sizeof(StatusCode),
-                   cudaMemcpyDeviceToHost),
-        "status");
-  for (const StatusCode s : status) {
-    if (s != StatusCode::kOk) std::exit(1);
-  }
-  for (void* p : {static_cast<void*>(b.pool.base), static_cast<void*>(b.pool.records),
-                  static_cast<void*>(b.status)}) {
-    check(cudaFree(p), "free");
-  }
-  check(cudaFree(const_cast<PageJob*>(b.jobs)), "free");
-}
-
-// Keys of the same shape, one call.
-void run_step_codes(Bench* bench, const Input& input, uint32_t seed) {
+// The codes of one component with a global step, one call.
+void run_step_codes(Bench* bench, uint32_t seed) {
   if (!bench->wants("global step")) return;
+  uint16_t* x = nullptr;
+  check(cudaMalloc(&x, 2 * kAllTokens * kHeadDim), "keys");
+  fill_elements<<<1024, 256, 0, bench->stream()>>>(x, kAllTokens * kHeadDim, seed, false);
   StepCodes s;
   std::vector<StepRow> rows;
   for (int32_t i = 0; i < kSequences * kHeads; ++i) {
@@ -128,7 +30,7 @@ void run_step_codes(Bench* bench, const Input& input, uint32_t seed) {
         (int64_t{i} / kHeads * kTokens * kHeads + i % kHeads) * kHeadDim;  // of token 0
     rows.push_back({first, first, kTokens, i % kHeads});
   }
-  s.x = input.k;
+  s.x = x;
   check(cudaMalloc(&s.codes, 2 * kAllTokens * kHeadDim), "codes");
   s.rows = device_array(rows);
   s.steps = device_array(std::vector<float>(kHeads, 0.37f));
@@ -139,25 +41,14 @@ void run_step_codes(Bench* bench, const Input& input, uint32_t seed) {
   s.num_steps = kHeads;
   s.max_tokens = kTokens;
   s.head_dim = kHeadDim;
-  input.fill(DType::kFloat16, seed, bench->stream());
   const int64_t bytes = 2 * kAllTokens * kHeadDim;
   bench->run({"global step, one component", "64 x 4096 x 8 x 128", bytes, bytes, {}},
              [&](int) { require(step_codes(s, bench->stream())); });
-  for (const void* p : {static_cast<const void*>(s.codes), static_cast<const void*>(s.rows),
-                        static_cast<const void*>(s.steps), static_cast<const void*>(s.means),
-                        static_cast<const void*>(s.status)}) {
+  for (const void* p : {static_cast<const void*>(x), static_cast<const void*>(s.codes),
+                        static_cast<const void*>(s.rows), static_cast<const void*>(s.steps),
+                        static_cast<const void*>(s.means), static_cast<const void*>(s.status)}) {
     check(cudaFree(const_cast<void*>(p)), "free");
   }
-}
-
-void run_packs(Bench* bench, uint32_t seed) {
-  const Input input;
-  run_pack(bench, input, {"k8v4", token_wise_tier(8, 4)}, seed);
-  run_pack(bench, input, {"k4v2", token_wise_tier(4, 2)}, seed);
-  run_pack(bench, input, {"k8v4 bf16", token_wise_tier(8, 4), DType::kBFloat16}, seed);
-  run_pack(bench, input, {"k4v4 groups of 32", {token_wise(4, 32), token_wise(4, 32)}}, seed);
-  run_pack(bench, input, {"raw", raw_tier()}, seed);
-  run_step_codes(bench, input, seed);
 }
 
 // ---- append ----
@@ -261,7 +152,7 @@ int main(int argc, char** argv) {
   using namespace tierkv::bench;
   const uint32_t seed = std::random_device{}();
   Bench bench(read_options(argc, argv));
-  run_packs(&bench, seed);
+  run_step_codes(&bench, seed);
   run_append(&bench, "k8v4", tierkv::token_wise_tier(8, 4), seed);
   run_append(&bench, "raw", tierkv::raw_tier(), seed);
   bench.write_json();

@@ -1,5 +1,5 @@
 """The store on a device, block tables of engines, and vLLM over them."""
-from .kit import markdown, result, table
+from .kit import markdown, result, table, table_of
 from .memory import kernels
 
 
@@ -28,3 +28,77 @@ def vllm_quality():
             for m in r["results"] if m["way"] == "hit"]
     return (f"{r['model']}, {r['prompt_tokens']} tokens of prompt, vLLM {r['vllm']}, {r['gpu']}. KL in nats against vLLM's bf16 cache.\n\n" +
             markdown(["blocks", "key means of a profile", "KL of text", "KL of lookups"], rows))
+
+
+def head(r):
+    commit = "" if r["commit"] == "unknown" else f", commit {r['commit'][:7]}"
+    return f"{r['gpu']}{commit}, PyTorch {r['torch']}, {r['shape']} with random weights, {r['budget_bytes'] / 2**30:g} GiB of cache."
+
+
+def times(of, digits=1):
+    return "-" if of is None or of.get("p50") is None else f"{of['p50']:.{digits}f} [{of['p99']:.{digits}f}]"
+
+
+@table_of("serving_generate.json")
+def serving_generate():
+    r = result("serving_generate.json")
+    base = max((m["tokens_per_s"] for m in r["results"] if m["format"] in ("dense", "raw") and m.get("tokens_per_s")), default=None)
+    rows = []
+    for m in r["results"]:
+        if m.get("tokens_per_s"):
+            rows.append([m["format"], m["sequences"], f"{100 * m['held_of_raw']:.1f} %", times(m["step_ms"], 2), f"{m['tokens_per_s']:.0f}",
+                         f"{m['tokens_per_s'] / base:.2f}" if base else "-"])
+    return (f"{head(r)} Sequences of {r['context']} tokens on average and {r['steps']} more.\n\n" +
+            markdown(["cache", "sequences", "memory of 16 bits", "ms a step: p50 [p99]", "tokens a second", "against 16 bits"], rows))
+
+
+@table_of("serving_generate.json")
+def serving_parts():
+    """Of a step by kernels, of a prompt likewise; and by graphs with parts left out."""
+    r, rows = result("serving_generate.json"), []
+    parts = ("model", "attention", "compression", "significance", "management")
+
+    def row(cache, what, shares):
+        rows.append([cache, what, *(f"{100 * shares.get(p, 0):.2f} %" if shares else "-" for p in parts)])
+
+    for m in r["results"]:
+        if m.get("tokens_per_s") and m.get("kernels"):
+            row(m["format"], "step", m["kernels"]["share"])
+        if m.get("prompt"):
+            row(m["format"], f"prompt of {m['prompt']['tokens']} tokens", m["prompt"]["kernels"]["share"])
+    return "Shares of the kernels' time.\n\n" + markdown(["cache", "of", *parts], rows)
+
+
+@table_of("serving_generate.json")
+def serving_left_out():
+    r, rows = result("serving_generate.json"), []
+    names = ("model", "attend", "append", "model_and_append")
+    for m in r["results"]:
+        if m.get("parts_ms"):
+            rows.append([m["format"], f"{m['mean_step_ms']:.2f}", *(f"{m['parts_ms'][n]['mean']:.2f}" for n in names)])
+    return markdown(["cache", "ms a step", "model alone", "attention alone", "begin and append alone", "all but attention"], rows)
+
+
+@table_of("serving_trace.json")
+def serving_trace():
+    r = result("serving_trace.json")
+    rows = [[m["format"], m["slots"], f"{m['tokens_per_s']:.0f}", f"{m['mean_batch']:.0f}", times(m["first_token_s"], 2), times(m["token_ms"], 1),
+             m["preemptions"], f"{m['finished']} of {m['requests']}"] for m in r["results"] if m.get("tokens_per_s")]
+    return (f"{head(r)} {r['rate']:g} requests a second, prompts of {r['context']} and answers of {r['answer']} tokens on average.\n\n" +
+            markdown(["cache", "slots", "tokens a second", "requests at once", "s to the first token: p50 [p99]", "ms a token: p50 [p99]",
+                      "preemptions", "answered"], rows))
+
+
+@table_of("vllm_serving.json")
+def vllm_serving():
+    r, rows = result("vllm_serving.json"), []
+
+    def batch(m, count):
+        of = m.get(f"batch_{count}")
+        return ["-", "-"] if of is None else [f"{of['step_ms']:.1f}", f"{of['tokens_per_s']:.0f}"]
+
+    for m in r["results"]:
+        if "fits_in_16_gib" in m:
+            rows.append([m["format"], *batch(m, r["sequences"]), m["fits_in_16_gib"], *batch(m, m["fits_in_16_gib"])])
+    return (f"{r['sequences']} sequences of {r['context']} tokens, and as many as fit into {r['budget_bytes'] / 2**30:g} GiB.\n\n" +
+            markdown(["cache", f"ms a step of {r['sequences']}", "tokens a second", "sequences that fit", "ms a step", "tokens a second"], rows))

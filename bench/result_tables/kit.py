@@ -11,6 +11,11 @@ def table(function):
     return function
 
 
+def table_of(name):
+    """A table of a result that may not be there yet; where it is, a document must have the table."""
+    return table if (ROOT / "bench" / "results" / name).exists() else lambda function: function
+
+
 def result(name):
     return json.loads((ROOT / "bench" / "results" / name).read_text())
 

@@ -48,11 +48,6 @@ def codec():
 
 
 @table
-def basis():
-    return kernels(result("basis.json"))
-
-
-@table
 def channel():
     return kernels(result("channel.json"))
 

@@ -34,6 +34,15 @@ def make_items(model, out, count=4):
                                              for i in items]))
 
 
+def settings_of(format, profile=""):
+    """Of a format such as "k4v4" or "k4v4,7=k8v4,18-20=k8v4": the settings of tierkv's backend."""
+    format, *layers = format.split(",")
+    wrong = [x for x in layers if x.count("=") != 1]
+    if wrong:
+        raise ValueError(f"--formats: {wrong[0]!r} is not LAYER=FORMAT")
+    return {"format": format, "layers": dict(x.split("=") for x in layers), **({"profile": profile} if profile else {})}
+
+
 def serve(folder, format, profile, items, out):
     """log-probabilities [way][item], float16 tensors of [tokens, vocabulary]."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -42,13 +51,11 @@ def serve(folder, format, profile, items, out):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     ours = format != "bf16"
-    format, *layers = format.split(",")
-    settings = {"format": format, "layers": dict(x.split("=") for x in layers), **({"profile": profile} if profile else {})}
     llm = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, block_size=64, max_num_seqs=4,
               max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1, enforce_eager=True,
               enable_prefix_caching=True,
               attention_backend=AttentionBackendEnum.CUSTOM if ours else AttentionBackendEnum.FLASH_ATTN,
-              additional_config={"tierkv": settings} if ours else {})
+              additional_config={"tierkv": settings_of(format, profile)} if ours else {})
     hidden = []
 
     def record(model):
@@ -99,6 +106,8 @@ def main():
         return make_items(options.model, options.make_items)
     if not options.items:
         parser.error("--items FILE is needed")
+    for format in options.formats.split():
+        settings_of(format)
     import torch
 
     results, tasks = [], [i["task"] for i in json.loads(pathlib.Path(options.items).read_text())]

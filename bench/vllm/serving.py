@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How fast vLLM generates over compressed blocks and over its own cache: a model of Llama-3-8B's shape with random weights.
+"""How fast vLLM generates over compressed blocks and over its own caches: a model of Llama-3-8B's shape with random weights.
 
-    python3 bench/vllm/serving.py [--formats bf16,fp8,k8v4,k4v4,k4v2] [--out FILE]
+    python3 bench/vllm/serving.py [--formats bf16,fp8,int4,k8v4,k4v4,k4v2] [--seconds 75] [--out FILE]
 
-For each format, in a process of its own: the time of a step of 64 sequences of 4096 tokens, and the tokens per second of as many sequences
-as fit into 16 GiB of cache. A time is that of a step in which every sequence gets a token. Needs a GPU of 80 GB, vLLM 0.26 and the wheel."""
+For each format, in a process of its own: prompts of 4096 tokens, all prefilled once; then steps in which every sequence gets a token, for 64
+sequences and for as many as 16 GiB of cache hold with their answers. The smaller batch is what is left when the other sequences are
+aborted. bf16, fp8 and int4 (int4_per_token_head, Triton) are vLLM's own caches. A format that takes more than --seconds writes what it has.
+All processes import vLLM at once and then wait for their turn. Needs a GPU of 80 GB, vLLM 0.26 and the wheel."""
 import argparse
-import itertools
 import json
 import os
 import pathlib
@@ -21,85 +22,161 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
           "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "bos_token_id": 1,
           "eos_token_id": 2, "hidden_act": "silu", "tie_word_embeddings": False}
 # Bytes of a token of one kv_head, keys and values of 128 channels.
-BYTES = {"bf16": 512, "fp8": 256, "k8v4": 200, "k4v4": 136, "k4v2": 104}
-SEQUENCES, CONTEXT, BUDGET = 64, 4096, 16 << 30
-STEPS, WARM = 80, 5  # steps of a run; the first and last of them that are not counted
+BYTES = {"bf16": 512, "fp8": 256, "int4": 136, "k8v4": 200, "k4v4": 136, "k4v2": 104}
+# vLLM's own: (attention backend, kv_cache_dtype).
+OWN = {"bf16": ("FLASH_ATTN", "auto"), "fp8": ("FLASH_ATTN", "fp8"), "int4": ("TRITON_ATTN", "int4_per_token_head")}
+SEQUENCES, CONTEXT, ANSWER, BUDGET, BLOCK = 64, 4096, 160, 16 << 30, 64
+CHUNK = 16384  # tokens of a prefill step
+STEPS, WARM = 32, 4
 
 
-def that_fit():
-    """Sequences in the budget at the end of the long generation."""
-    token = CONFIG["num_key_value_heads"] * CONFIG["num_hidden_layers"]
-    blocks = -(-(CONTEXT + STEPS) // 64)
-    return {name: BUDGET // (size * token * blocks * 64) for name, size in BYTES.items()}
+def plan(format):
+    """Blocks of a sequence at its end, sequences that fit into the budget, and the bytes of a cache for them and for SEQUENCES."""
+    block_bytes = BYTES[format] * CONFIG["num_key_value_heads"] * CONFIG["num_hidden_layers"] * BLOCK
+    blocks = -(-(CONTEXT + ANSWER) // BLOCK)
+    fit = BUDGET // (block_bytes * blocks)
+    return {"blocks": blocks, "fit": fit, "cache_bytes": block_bytes * (blocks * max(fit, SEQUENCES) + 2)}
 
 
-def serve(folder, format, out):
+class TimeIsUp(Exception):
+    pass
+
+
+class Run:
+    """Requests that are prefilled once and then generate."""
+
+    def __init__(self, engine, params, deadline):
+        self.engine, self.params, self.deadline = engine, params, deadline
+        self.names = []
+        self.begun = set()
+
+    def step(self):
+        """Tokens that it made."""
+        if time.monotonic() > self.deadline:
+            raise TimeIsUp
+        tokens = 0
+        for o in self.engine.step():
+            if o.finished and o.request_id in self.names:
+                raise RuntimeError("an answer ended before its steps were timed")
+            self.begun.add(o.request_id)
+            tokens += len(o.outputs[0].token_ids)
+        return tokens
+
+    def prefill(self, prompts):
+        for number, prompt in enumerate(prompts):
+            self.names.append(str(number))
+            self.engine.add_request(self.names[-1], {"prompt_token_ids": prompt}, self.params)
+        begin, steps = time.perf_counter(), 0
+        while len(self.begun) < len(self.names):
+            self.step()
+            steps += 1
+        return {"prefill_s": time.perf_counter() - begin, "prefill_steps": steps}
+
+    def keep(self, count):
+        """Of the sequences so many."""
+        if count < len(self.names):
+            self.engine.abort_request(self.names[count:])
+            self.names = self.names[:count]
+
+    def time_steps(self):
+        for _ in range(WARM):
+            self.step()
+        calls, tokens = [], 0
+        begin = time.perf_counter()
+        try:
+            for _ in range(STEPS):
+                before = time.perf_counter()
+                tokens += self.step()
+                calls.append(time.perf_counter() - before)
+        except TimeIsUp:
+            if tokens == 0:
+                raise
+        seconds = time.perf_counter() - begin
+        calls.sort()
+        at = {name: 1e3 * calls[int(share * (len(calls) - 1))] for name, share in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))}
+        return {"sequences": len(self.names), "steps": len(calls), "call_ms": at, "step_ms": 1e3 * seconds * len(self.names) / tokens,
+                "tokens_per_s": tokens / seconds}
+
+
+def serve(folder, format, seconds, out):
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    started = time.time()
-    ours, fit = format not in ("bf16", "fp8"), that_fit()[format]
-    largest = max(SEQUENCES, fit)
-    cache = BYTES[format] * CONFIG["num_key_value_heads"] * CONFIG["num_hidden_layers"] * (largest * (CONTEXT + STEPS + 128) + 64)
-    llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=1, max_model_len=CONTEXT + 256,
-              block_size=64, max_num_seqs=largest, max_num_batched_tokens=8192, kv_cache_memory_bytes=cache, gpu_memory_utilization=0.5,
-              enable_prefix_caching=True, kv_cache_dtype="fp8" if format == "fp8" else "auto",
-              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({fit, SEQUENCES})},
-              attention_backend=AttentionBackendEnum.CUSTOM if ours else AttentionBackendEnum.FLASH_ATTN,
-              additional_config={"tierkv": {"format": format}} if ours else {})
-    ready = time.time()
+    sys.stdin.readline()  # its turn
+    started = time.monotonic()
+    made, result = plan(format), {"format": format}
+
+    def write(**found):
+        result.update(found)
+        pathlib.Path(out).write_text(json.dumps(result))
+
+    most = max(made["fit"], SEQUENCES)
+    backend, cache_dtype = OWN.get(format, ("CUSTOM", "auto"))
+    llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=1, max_model_len=CONTEXT + ANSWER + BLOCK,
+              block_size=BLOCK, max_num_seqs=most, max_num_batched_tokens=CHUNK, kv_cache_memory_bytes=made["cache_bytes"],
+              gpu_memory_utilization=0.5, enable_prefix_caching=False, kv_cache_dtype=cache_dtype,
+              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({made["fit"], SEQUENCES})},
+              attention_backend=AttentionBackendEnum[backend],
+              additional_config={"tierkv": {"format": format}} if backend == "CUSTOM" else {})
+    # What fits is a matter of the blocks that the engine made of its bytes.
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    fit = min(made["fit"], int(BUDGET / (made["cache_bytes"] / blocks) // made["blocks"]))
+    write(start_s=time.monotonic() - started, fits_in_16_gib=fit, block_bytes=made["cache_bytes"] / blocks)
     rng = random.Random(1)
-    prompts = [{"prompt_token_ids": [rng.randrange(3, 100000) for _ in range(CONTEXT)]} for _ in range(largest)]
-
-    engine, numbers = llm.llm_engine, itertools.count()
-
-    def decode_steps(count):
-        """Seconds of each step in which all of `count` sequences got a token."""
-        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False)
-        waiting = {str(next(numbers)): prompt for prompt in prompts[:count]}
-        for name, prompt in waiting.items():
-            engine.add_request(name, prompt, params)
-        steps, got = [], dict.fromkeys(waiting, 0)
-        while engine.has_unfinished_requests():
-            begin = time.perf_counter()
-            outputs = engine.step()
-            seconds = time.perf_counter() - begin
-            grown = sum(len(o.outputs[0].token_ids) > got[o.request_id] for o in outputs)
-            got.update({o.request_id: len(o.outputs[0].token_ids) for o in outputs})
-            if grown == count:
-                steps.append(seconds)
-        return steps[WARM:-WARM]
-
-    decode_steps(largest)
-    filled = time.time()
-    results = {"format": format, "start_s": ready - started, "prefill_s": filled - ready, "fits_in_16_gib": fit}
-    for count in sorted({SEQUENCES, fit}):
-        steps = sorted(x for _ in range(2) for x in decode_steps(count))
-        at = {name: 1e3 * steps[int(share * (len(steps) - 1))] for name, share in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))}
-        results[f"batch_{count}"] = {"step_ms": at, "steps": len(steps), "tokens_per_s": 1e3 * count / at["median"]}
-    pathlib.Path(out).write_text(json.dumps(results))
+    prompts = [rng.choices(range(3, 100000), k=CONTEXT) for _ in range(max(fit, SEQUENCES))]
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    run = Run(llm.llm_engine, params, started + seconds)
+    try:
+        write(**run.prefill(prompts))
+        for count in sorted({fit, SEQUENCES}, reverse=True):
+            run.keep(count)
+            write(**{f"batch_{count}": run.time_steps()})
+    except TimeIsUp:
+        write(stopped=f"after {seconds} s")
+    write(took_s=time.monotonic() - started)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(BYTES))
+    parser.add_argument("--seconds", type=float, default=75, help="of a format, from the start of its engine")
+    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", default="vllm_serving.json")
     options = parser.parse_args()
-    results = []
+    formats, results = options.formats.split(","), []
+    for name in formats:
+        if name not in BYTES:
+            parser.error(f"--formats: {name!r} is not one of {', '.join(BYTES)}")
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        for format in options.formats.split(","):
-            out = pathlib.Path(folder) / f"{format}.json"
-            subprocess.run([sys.executable, "-B", __file__, "--serve", folder, format, out], check=True)
-            results.append(json.loads(out.read_text()))
-            print(json.dumps(results[-1]), flush=True)
-            text = json.dumps({"schema": "tierkv.bench.vllm/1", "sequences": SEQUENCES, "context": CONTEXT, "results": results}, indent=1)
-            pathlib.Path(options.out).write_text(text + "\n")
+        outs = [pathlib.Path(folder) / f"{name}.json" for name in formats]
+        children = [subprocess.Popen([sys.executable, "-B", __file__, "--serve", folder, name, str(options.seconds), out], stdin=subprocess.PIPE)
+                    for name, out in zip(formats, outs)]
+        try:
+            for name, out, child in zip(formats, outs, children):
+                try:
+                    child.communicate(b"go\n", timeout=options.seconds + 45)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+                found = json.loads(out.read_text()) if out.exists() else {"format": name}
+                results.append(found if child.returncode == 0 else {**found, "failure": f"exit status {child.returncode}"})
+                print(json.dumps(results[-1]), flush=True)
+                text = json.dumps({"schema": "tierkv.bench.vllm/2", "commit": options.commit, "sequences": SEQUENCES, "context": CONTEXT,
+                                   "budget_bytes": BUDGET, "results": results}, indent=1)
+                pathlib.Path(options.out).write_text(text + "\n")
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+    return int(any("failure" in r for r in results))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(*sys.argv[2:])
+        _, _, model, which, most_seconds, target = sys.argv
+        serve(model, which, float(most_seconds), target)
     else:
-        main()
+        sys.exit(main())

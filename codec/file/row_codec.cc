@@ -141,17 +141,18 @@ StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit
   return StatusCode::kOk;
 }
 
-Status RowCodec::weighted_codes(Component c, std::vector<int16_t>* codes) const {
+Status RowCodec::weighted_codes(Component c, std::vector<int16_t>* codes,
+                                std::vector<int8_t>* exponents) const {
   const SegmentFormat f = segment_format(c, Part::kHigh);
   const int64_t total = plan_.body_end - plan_.body_begin;
   codes->resize(total * head_dim_);
+  exponents->resize(total);
   std::vector<float> x(kBlockTokens * head_dim_);
-  int8_t exponents[kBlockTokens];
   for (int64_t t = 0; t < total; t += kBlockTokens) {
     const int64_t n = std::min<int64_t>(kBlockTokens, total - t);
     row_to_float(input_.of(c), plan_.body_begin + t, n, x.data());
-    const Status s =
-        quantize_weighted_chunk(f, x.data(), t, n, exponents, codes->data() + t * head_dim_);
+    const Status s = quantize_weighted_chunk(f, x.data(), t, n, exponents->data() + t,
+                                             codes->data() + t * head_dim_);
     if (!s) return s;
   }
   return Status::ok();

@@ -73,8 +73,10 @@ class RowCodec {
   // Not for weighted steps.
   using VisitCodes = std::function<void(int16_t*, int32_t)>;
   StatusCode visit_codes(Component c, Part part, const VisitCodes& visit) const;
-  // Codes of the body of a component with weighted steps, [body tokens, head_dim].
-  Status weighted_codes(Component c, std::vector<int16_t>* codes) const;
+  // Codes of the body of a component with weighted steps, [body tokens, head_dim], and its tokens'
+  // exponents.
+  Status weighted_codes(Component c, std::vector<int16_t>* codes,
+                        std::vector<int8_t>* exponents) const;
   StatusCode encode();                             // every part of both components
   StatusCode encode_part(Component c, Part part);  // one of them
   const EncodedSegment& segment(Component c, Part part) const {

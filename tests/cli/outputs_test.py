@@ -1,9 +1,8 @@
 """Where commands write: never over an input, over other files only with --force, through symlinks, and no device or pipe is replaced."""
 import os
 import stat
-import subprocess
 
-from cli import SAMPLE, TIERKV, CliTest, Dump, main, run
+from cli import SAMPLE, CliTest, Dump, main, run
 
 OLDER = b"older"
 
@@ -18,12 +17,10 @@ class Outputs(CliTest):
 
     def commands(self, folder):
         """(command, output): every command that writes a file."""
-        h5, tkv, st, html = (folder / name for name in ("out.h5", "out.tkv", "out.safetensors", "out.html"))
+        h5, tkv, st = (folder / name for name in ("out.h5", "out.tkv", "out.safetensors"))
         return ((("compress", "--preset", "k8v4", self.dump, tkv), tkv), (("decompress", self.tkv, h5), h5),
                 (("decompress", "--gzip", 1, self.tkv, h5), h5), (("convert", self.dump, st), st), (("convert", self.st, h5), h5),
-                (("calibrate", "--no-thresholds", self.dump, "-o", h5), h5), (("synth", "-o", h5, "--tokens", 20), h5),
-                (("analyze", "--preset", "k8v4", "--report", html, self.dump), html),
-                (("sweep", "--preset", "k8v4", "--report", html, self.dump), html))
+                (("calibrate", "--no-thresholds", self.dump, "-o", h5), h5), (("synth", "-o", h5, "--tokens", 20), h5))
 
     def files(self):
         return {p.name: p.read_bytes() for p in self.dir.iterdir() if p.is_file()}
@@ -44,11 +41,9 @@ class Outputs(CliTest):
         hard.hardlink_to(self.dump)
         profile = self.dir / "p.h5"
         self.assertEqual(run("calibrate", "--no-thresholds", self.dump, "-o", profile).returncode, 0)
-        html = ("analyze", "--preset", "step", "--profile", profile, "--report")
         commands = [("compress", "--preset", "k8v4", self.dump, same) for same in (self.dump, link, hard, self.dir / "." / "in.h5")]
         commands += [("decompress", self.tkv, self.tkv), ("compress", "--preset", "step", "--profile", profile, self.dump, profile),
-                     ("calibrate", "--no-thresholds", SAMPLE, self.dump, "-o", link), (*html, self.dump, SAMPLE, self.dump),
-                     (*html, profile, self.dump), ("sweep", "--preset", "k8v4", "--report", link, self.dump)]
+                     ("calibrate", "--no-thresholds", SAMPLE, self.dump, "-o", link)]
         tensors = self.dir / "tensors.h5"
         tensors.symlink_to(self.st.name)
         commands += [("convert", self.st, tensors)]
@@ -88,24 +83,6 @@ class Outputs(CliTest):
                     self.expect(run(*command, *force), 3, out, "Is a directory" if out == self.dir else "is not a regular file")
         self.assertTrue(stat.S_ISFIFO(pipe.lstat().st_mode) and full.is_symlink())
         self.assertTrue(stat.S_ISCHR(os.stat("/dev/full").st_mode))
-
-    def test_a_report_goes_through_pipes_and_devices(self):
-        command = ("analyze", "--preset", "k8v4", self.dump, "--report")
-        pipe = self.dir / "pipe"
-        os.mkfifo(pipe)
-        with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
-            self.assertEqual(run(*command, pipe).returncode, 0)
-            page = reader.communicate(timeout=60)[0].decode()
-        self.assertTrue(page.startswith("<!DOCTYPE html>") and page.endswith("</html>\n"))
-        self.assertTrue(stat.S_ISFIFO(pipe.lstat().st_mode))
-        r = run(*command, "/dev/stdout")
-        self.assertEqual(r.returncode, 0, r.stderr)
-        self.assertIn("</html>\n" + str(self.dump), r.stdout)
-        self.expect(run(*command, "/dev/full"), 3, "/dev/full", "No space left on device")
-        with open(self.dir / "shown", "wb") as shown:
-            r = subprocess.run([TIERKV, *command, "/dev/stdout", "--force"], stdout=shown, stderr=subprocess.PIPE, text=True)
-        self.assertEqual((r.returncode, (self.dir / "shown").read_bytes()), (3, b""))
-        self.assertIn("standard output", r.stderr)
 
 
 if __name__ == "__main__":

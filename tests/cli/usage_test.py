@@ -11,7 +11,8 @@ class Usage(CliTest):
         self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")
 
     def test_wrong_words(self):
-        for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--threads", "0"],
+        for args in ([], ["frobnicate"], ["analyze"], ["analyze", SAMPLE, "--json", "--csv"], ["analyze", SAMPLE, "--details"], ["sweep", SAMPLE, "--details", "--csv"],
+                     ["analyze", SAMPLE, "--report", "r.html"], ["analyze", SAMPLE, "--threads", "0"],
                      ["report", "--help"], ["report", "--version"], ["synth"], ["calibrate", SAMPLE],
                      ["calibrate", SAMPLE, "-o", "/dev/null/x", "--balance", "0.1"]):
             r = run(*args)

@@ -1,4 +1,5 @@
-// What a report shows of a preset besides its totals: tiers by head, errors by place, codes.
+// What a report shows of a preset besides its totals: tiers and classes of heads, errors by place,
+// codes and exponents.
 #pragma once
 
 #include <array>
@@ -32,13 +33,17 @@ struct PresetDetail {
   int32_t num_layers = 0, num_kv_heads = 0;
   std::vector<std::array<int64_t, kNumTiers>> tiers;  // [layers][kv_heads], tokens
   PositionErrors errors;
-  CodeCounts codes[2][2];  // [component][high, low], of tokens outside window and sinks
+  CodeCounts codes[2][2];        // [component][high, low], of tokens outside window and sinks
+  CodeCounts exponents[2];       // [component], of the same tokens under weighted steps
+  std::vector<int32_t> classes;  // [layers][kv_heads]; empty: heads have no classes
 
   PresetDetail() = default;
   PresetDetail(int32_t layers, int32_t heads)
       : num_layers(layers),
         num_kv_heads(heads),
         tiers(static_cast<size_t>(layers) * heads, std::array<int64_t, kNumTiers>{}) {}
+  // The classes of a layer's heads; empty: they have none.
+  void set_classes(int32_t layer, const std::vector<int32_t>& of_heads);
   // Both are of the same shape.
   void add(const PresetDetail& other);
 };

@@ -84,7 +84,10 @@ void LayerBatch::add_up() {
         for (const auto& [code, n] : schemes_[i].codes[component][part])
           details_[p].codes[component][part][code] += n;
       }
+      for (const auto& [exponent, n] : schemes_[i].exponents[component])
+        details_[p].exponents[component][exponent] += n;
     }
+    if (!details_.empty()) details_[p].set_classes(l.layer, schemes_[i].classes);
   }
   for (int64_t i = 0; i < static_cast<int64_t>(rows_.size()); ++i) {
     const int64_t row = i / presets_, p = i % presets_;

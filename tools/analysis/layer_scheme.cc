@@ -139,15 +139,18 @@ Status check_sensitivities(const Scheme& scheme, const Profile* profile) {
 void take_classes(const Scheme& scheme, const CacheLayout& layout, const Profile* profile,
                   int32_t layer, LayerScheme* out) {
   out->schemes.clear();
+  out->classes.clear();
   if (scheme.classes.empty()) return;
   std::vector<double> shares;
   for (size_t c = 0; c + 1 < scheme.classes.size(); ++c) shares.push_back(scheme.classes[c].share);
   const bool differ = scheme.has_unlike_classes();
-  const std::vector<int32_t> classes =
-      differ ? assign_classes(shares, profile->joint_sensitivity) : std::vector<int32_t>();
-  for (int32_t h = 0; h < layout.num_kv_heads; ++h) {
-    out->schemes.push_back(scheme.of_class(differ ? classes[layer * layout.num_kv_heads + h] : 0));
+  if (differ) {
+    const std::vector<int32_t> all = assign_classes(shares, profile->joint_sensitivity);
+    const auto first = all.begin() + static_cast<ptrdiff_t>(layer) * layout.num_kv_heads;
+    out->classes.assign(first, first + layout.num_kv_heads);
   }
+  for (int32_t h = 0; h < layout.num_kv_heads; ++h)
+    out->schemes.push_back(scheme.of_class(differ ? out->classes[h] : 0));
 }
 
 Status place_rows(const Scheme& scheme, const LayerData& data, const CacheLayout& layout,

@@ -15,8 +15,9 @@
 namespace tierkv::analysis {
 
 struct LayerScheme {
-  std::vector<Scheme> schemes;  // per kv_head where there are classes of heads; empty: all alike
-  std::vector<RowPlan> plans;   // per kv_head
+  std::vector<Scheme> schemes;   // per kv_head where there are classes of heads; empty: all alike
+  std::vector<int32_t> classes;  // per kv_head where they differ; empty: all alike
+  std::vector<RowPlan> plans;    // per kv_head
   std::vector<std::array<ComponentContext, 2>> context;  // per kv_head, point into codebooks
   std::optional<Codebook> codebooks[2][2];               // [component][high, low]
   std::unique_ptr<BlockCoder> blocks[2][2];  // [component][high, low], of baseline coders
@@ -30,8 +31,9 @@ struct LayerScheme {
   std::vector<int64_t> own_bytes;      // per kv_head: means and steps that no profile holds
   std::optional<BookChoice> books[2];  // by component
 
-  bool count_codes = false;  // set it before build_codebooks() to have `codes` filled
+  bool count_codes = false;  // set it before build_codebooks() to have what follows filled
   CodeCounts codes[2][2];    // [component][high, low]
+  CodeCounts exponents[2];   // [component], of weighted steps
 
   LayerScheme() = default;
   LayerScheme(const LayerScheme&) = delete;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "tools/analysis/detail_json.h"
 #include "tools/analysis/layer_data.h"
 
 namespace tierkv::analysis {
@@ -80,6 +81,7 @@ Json result_json(const AnalyzeResult& r) {
   j["parts"] = parts_json(t);
   j["encode_gbps"] = number(encode_gbps(t));
   j["decode_gbps"] = number(decode_gbps(t));
+  if (r.detail != nullptr) j["detail"] = detail_json(*r.detail);
   return j;
 }
 
@@ -107,9 +109,22 @@ Json files_json(const std::vector<datasets::DumpInfo>& files) {
     f["head_dim"] = info.layout.head_dim;
     f["dtype"] = dtype_name(info.layout.dtype);
     f["rope"] = describe_rope(info, nullptr);
+    f["num_sequences"] = info.sequences.size();
+    int64_t tokens = 0;
+    for (const datasets::SequenceInfo& s : info.sequences) tokens += s.num_tokens;
+    f["num_tokens"] = tokens;
     list.push_back(f);
   }
   return list;
+}
+
+// The details behind all else, then in one line: their arrays are long.
+std::string text_of(Json j, const Details* details) {
+  if (details == nullptr) return j.dump(1) + "\n";
+  j["profile"] = details->profile == nullptr ? Json(nullptr) : profile_json(*details->profile);
+  j["surveys"] = Json::array();
+  for (const Survey& s : details->surveys) j["surveys"].push_back(survey_json(s));
+  return j.dump() + "\n";
 }
 
 // One row of a table for people.
@@ -196,16 +211,16 @@ JSON has `parts`: the bytes of small's blocks by what they hold.
 }
 
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
-                    const std::vector<AnalyzeResult>& results) {
+                    const std::vector<AnalyzeResult>& results, const Details* details) {
   Json j;
   j["schema"] = "tierkv.analyze/1";
   j["files"] = files_json(files);
   j["results"] = Json::array();
   for (const AnalyzeResult& r : results) j["results"].push_back(result_json(r));
-  return j.dump(1) + "\n";
+  return text_of(std::move(j), details);
 }
 
-std::string to_json(const SweepResult& sweep) {
+std::string to_json(const SweepResult& sweep, const Details* details) {
   Json j;
   j["schema"] = "tierkv.sweep/1";
   j["files"] = files_json(sweep.files);
@@ -220,7 +235,7 @@ std::string to_json(const SweepResult& sweep) {
     r["pareto"] = static_cast<bool>(front[i]);
     j["results"].push_back(r);
   }
-  return j.dump(1) + "\n";
+  return text_of(std::move(j), details);
 }
 
 std::string to_csv(const std::vector<AnalyzeResult>& results) {

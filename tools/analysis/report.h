@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tools/analysis/analyze.h"
+#include "tools/analysis/survey.h"
 #include "tools/analysis/sweep.h"
 
 namespace tierkv::analysis {
@@ -13,10 +14,17 @@ namespace tierkv::analysis {
 // What the errors mean, for --help.
 std::string metric_help();
 
+// What `--details` adds to JSON besides AnalyzeResult::detail.
+struct Details {
+  std::vector<Survey> surveys;       // of the dumps, one a shape
+  const Profile* profile = nullptr;  // null: none was given
+};
+
+// details: null for none. A result with a detail has it under `detail`.
 std::string to_json(const std::vector<datasets::DumpInfo>& files,
-                    const std::vector<AnalyzeResult>& results);
+                    const std::vector<AnalyzeResult>& results, const Details* details = nullptr);
 // The same fields and `pareto` (see pareto_front()); and what was skipped, with its reason.
-std::string to_json(const SweepResult& sweep);
+std::string to_json(const SweepResult& sweep, const Details* details = nullptr);
 
 // What tables for people show of a total, behind the preset's name.
 const std::vector<std::string>& table_columns();

@@ -133,6 +133,17 @@ void Survey::add(const Survey& other) {
   if (trace.groups.empty()) trace = other.trace;
 }
 
+void join_survey(Survey survey, std::vector<Survey>* all) {
+  const auto same = std::find_if(all->begin(), all->end(), [&](const Survey& o) {
+    return o.num_layers == survey.num_layers && o.num_kv_heads == survey.num_kv_heads;
+  });
+  if (same == all->end()) {
+    all->push_back(std::move(survey));
+  } else {
+    same->add(survey);
+  }
+}
+
 Result<Survey> survey(datasets::DumpReader& reader, const AnalyzeOptions& options) {
   const datasets::DumpInfo& info = reader.info();
   if (Status s = check_options(info, options); !s) return s;

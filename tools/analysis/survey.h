@@ -66,4 +66,7 @@ struct Survey {
 // (q, significance) is left empty.
 Result<Survey> survey(datasets::DumpReader& reader, const AnalyzeOptions& options);
 
+// Adds the survey to the one of its shape, or behind all others where there is none.
+void join_survey(Survey survey, std::vector<Survey>* all);
+
 }  // namespace tierkv::analysis

@@ -46,14 +46,17 @@ Result<Fitted> fit_row(const Scheme& scheme, const RowData& keys, const RowPlan&
   return out;
 }
 
-// The codes of a component of every row, in their order.
-Status collect_codes(const Scheme& scheme, const LayerData& data, Component c,
-                     const LayerScheme& layer, std::vector<std::vector<int16_t>>* codes) {
-  for (size_t h = 0; h < layer.plans.size(); ++h) {
-    const RowCodec codec = layer.row(scheme, data, static_cast<int32_t>(h));
+// The codes of a component of every row, in their order; counts exponents where the layer counts.
+Status collect_codes(const Scheme& scheme, const LayerData& data, Component c, LayerScheme* layer,
+                     std::vector<std::vector<int16_t>>* codes) {
+  std::vector<int8_t> exponents;
+  for (size_t h = 0; h < layer->plans.size(); ++h) {
+    const RowCodec codec = layer->row(scheme, data, static_cast<int32_t>(h));
     codes->emplace_back();
-    if (Status s = codec.weighted_codes(c, &codes->back()); !s)
+    if (Status s = codec.weighted_codes(c, &codes->back(), &exponents); !s)
       return s.with_context("kv head " + std::to_string(h));
+    if (!layer->count_codes) continue;
+    for (const int8_t e : exponents) ++layer->exponents[static_cast<int>(c)][e];
   }
   return Status::ok();
 }
@@ -103,7 +106,7 @@ Status build_weighted_books(const Scheme& scheme, const LayerData& data, LayerSc
     if (scheme.high.of(c).is_raw()) continue;
     const auto component = static_cast<int32_t>(c);
     std::vector<std::vector<int16_t>> codes;
-    if (Status s = collect_codes(scheme, data, c, *out, &codes); !s) return s;
+    if (Status s = collect_codes(scheme, data, c, out, &codes); !s) return s;
     std::vector<RowCodes> rows;
     CodeHistogram histogram(c, d);
     for (const std::vector<int16_t>& row : codes) {

@@ -4,7 +4,6 @@
 #include <charconv>
 
 #include "datasets/profile_file.h"
-#include "tools/report/page.h"
 
 namespace tierkv::tools {
 namespace {
@@ -23,7 +22,7 @@ bool parse_layers(const std::string& text, int32_t* first, int32_t* last) {
 
 }  // namespace
 
-void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args) {
+CLI::Option* add_analyze_arguments(CLI::App* command, AnalyzeArguments* args, const char* schema) {
   command->add_option("FILE", args->files, "kv-dump files (HDF5)")->required();
   command->add_option("--layers", args->layers, "Layers A-B, inclusive, from 0");
   command->add_option("--seq", args->seq, "Only this sequence");
@@ -32,26 +31,24 @@ void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args) {
       "Means, steps and bases of `tierkv calibrate` instead of each sequence's own");
   command->add_option("--threads", args->threads, "Worker threads (default: all cores)")
       ->check(CLI::Range(1, 1024));
-  command->add_option("--report", args->report,
-                      "Also write a page with plots to this file: self-contained HTML");
-  add_force(command, &args->force);
+  CLI::Option* json =
+      command->add_flag("--json", args->json, "Results as JSON, schema " + std::string(schema));
+  command
+      ->add_flag("--details", args->details,
+                 "With --json: what `python3 -m tierkv.report` draws besides (tiers and classes of "
+                 "heads, codes, exponents, errors by place, a survey of the dumps)")
+      ->needs(json);
+  return json;
 }
 
 int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs) {
   analysis::AnalyzeOptions& options = inputs->options;
   options.threads = args.threads;
   options.only_sequence = args.seq;
-  options.details = !args.report.empty();
+  options.details = args.details;
   if (!args.layers.empty() &&
       !parse_layers(args.layers, &options.first_layer, &options.last_layer)) {
     return report_error("--layers " + args.layers + ": expected A-B with 0 <= A <= B", kExitUsage);
-  }
-  if (!args.report.empty()) {
-    std::vector<std::string> sources = args.files;
-    sources.push_back(args.profile);
-    if (const int code = check_output_file(args.report, args.force, sources); code != kExitOk) {
-      return code;
-    }
   }
   if (!args.profile.empty()) {
     Result<Profile> read = datasets::read_profile(args.profile);
@@ -106,18 +103,14 @@ int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Pr
   return kExitOk;
 }
 
-int write_report(const AnalyzeArguments& args, AnalyzeInputs& inputs,
-                 const analysis::SweepResult& results) {
-  if (args.report.empty()) return kExitOk;
-  report::ReportInput page;
-  page.version = TIERKV_VERSION;
-  page.sweep = &results;
+int read_details(AnalyzeInputs& inputs, analysis::Details* details) {
+  details->profile = inputs.options.profile;
   for (datasets::DumpReader& reader : inputs.readers) {
     Result<analysis::Survey> survey = analysis::survey(reader, inputs.options);
     if (!survey) return report_error(survey.status().message(), kExitBadInput);
-    page.surveys.push_back(std::move(survey.value()));
+    analysis::join_survey(std::move(*survey), &details->surveys);
   }
-  return write_text_file(args.report, report::html_page(page));
+  return kExitOk;
 }
 
 }  // namespace tierkv::tools

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "tools/analysis/analyze.h"
+#include "tools/analysis/report.h"
 #include "tools/analysis/sweep.h"
 #include "tools/command/command.h"
 
@@ -11,14 +12,14 @@ namespace tierkv::tools {
 
 struct AnalyzeArguments {
   std::vector<std::string> files;
-  std::string layers, seq, profile, report;
+  std::string layers, seq, profile;
   int32_t threads = default_threads();
-  bool json = false, csv = false, force = false;
+  bool json = false, csv = false, details = false;
 };
 
-// FILE..., --layers, --seq, --profile, --threads, --report, --force; not the formats of the result,
-// which differ.
-void add_analyze_arguments(CLI::App* command, AnalyzeArguments* args);
+// FILE..., --layers, --seq, --profile, --threads, --json, --details; returns --json. The other
+// formats of the result differ.
+CLI::Option* add_analyze_arguments(CLI::App* command, AnalyzeArguments* args, const char* schema);
 
 struct AnalyzeInputs {
   analysis::AnalyzeOptions options;  // without presets; `profile` points into this struct
@@ -36,8 +37,8 @@ int read_inputs(const AnalyzeArguments& args, AnalyzeInputs* inputs);
 // Appends the presets of the texts; a warning for each that prunes.
 int read_presets(const std::vector<std::string>& texts, std::vector<analysis::Preset>* presets);
 
-// Surveys the dumps and writes the page of --report; nothing without the option.
-int write_report(const AnalyzeArguments& args, AnalyzeInputs& inputs,
-                 const analysis::SweepResult& results);
+// The surveys of the dumps and the profile, for --details. kExitOk, or the exit code of a failure
+// that it has reported.
+int read_details(AnalyzeInputs& inputs, analysis::Details* details);
 
 }  // namespace tierkv::tools

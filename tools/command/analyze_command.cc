@@ -28,8 +28,14 @@ int run(const Arguments& args) {
     all.files.push_back(reader.info());
     all.results.insert(all.results.end(), part->begin(), part->end());
   }
-  if (const int code = write_report(args, inputs, all); code != kExitOk) return code;
-  if (args.json) return print_result(analysis::to_json(all.files, all.results));
+  if (args.json) {
+    analysis::Details details;
+    if (args.details) {
+      if (const int code = read_details(inputs, &details); code != kExitOk) return code;
+    }
+    return print_result(
+        analysis::to_json(all.files, all.results, args.details ? &details : nullptr));
+  }
   if (args.csv) return print_result(analysis::to_csv(all.results));
   std::string text;
   const bool weighted = std::any_of(options.presets.begin(), options.presets.end(),
@@ -47,12 +53,11 @@ void add_analyze(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
   CLI::App* c = app.add_subcommand(
       "analyze", "What each scheme would do to a dumped cache: size, tiers, error, speed");
-  add_analyze_arguments(c, args.get());
+  CLI::Option* json = add_analyze_arguments(c, args.get(), "tierkv.analyze/1");
   c->add_option("--preset", args->presets,
                 "Scheme to try; repeat for more. Default: a comparison with equal windows "
                 "of what needs no profile, or what --profile serves")
       ->allow_extra_args(false);
-  CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.analyze/1");
   c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
   c->footer(analysis::preset_help() + "\n" + analysis::metric_help());
   c->callback([args, exit_code] { *exit_code = run(*args); });

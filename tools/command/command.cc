@@ -1,13 +1,10 @@
 #include "tools/command/command.h"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <thread>
 
 #include "codec/file/output_file.h"
@@ -23,35 +20,6 @@ int print_result(const std::string& text) {
   const bool ok =
       std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   return ok ? kExitOk : report_error("standard output cannot be written", kExitBadInput);
-}
-
-// Whether all of it was written; errno says why not.
-static bool put_text(const std::string& path, const char* mode, const std::string& text) {
-  std::FILE* file = std::fopen(path.c_str(), mode);
-  if (file == nullptr) return false;
-  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const int why = errno;
-  const bool closed = std::fclose(file) == 0;
-  if (!written) errno = why;
-  return written && closed;
-}
-
-int write_text_file(const std::string& path, const std::string& text) {
-  const auto fail = [&] {
-    return report_error(path + ": cannot be written: " + std::strerror(errno), kExitBadInput);
-  };
-  struct stat info = {};
-  const bool exists = stat(path.c_str(), &info) == 0;
-  if (exists && !S_ISREG(info.st_mode)) return put_text(path, "wb", text) ? kExitOk : fail();
-  const Result<std::string> target = output_target(path);
-  if (!target) return report_error(target.status().message(), kExitBadInput);
-  const std::string temporary = temporary_name(*target);
-  if (put_text(temporary, "wbx", text) && std::rename(temporary.c_str(), target->c_str()) == 0) {
-    return kExitOk;
-  }
-  const int code = fail();
-  std::remove(temporary.c_str());
-  return code;
 }
 
 void add_force(CLI::App* command, bool* force) {

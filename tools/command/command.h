@@ -36,10 +36,6 @@ int report_error(const std::string& message, int exit_code);
 // closed pipe).
 int print_result(const std::string& text);
 
-// The text as a file, whole or not at all: written under another name and renamed. A device or a
-// pipe is written as it is. kExitBadInput with a message when it cannot be written.
-int write_text_file(const std::string& path, const std::string& text);
-
 // --force: an output that exists is replaced.
 void add_force(CLI::App* command, bool* force);
 // kExitOk, or kExitBadInput with a message where check_output() (codec/file/output_file.h) refuses.

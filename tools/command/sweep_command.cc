@@ -46,9 +46,14 @@ int run(const Arguments& args) {
   if (result->results.empty()) {
     return report_error("no preset can be tried on any of the dumps", kExitBadInput);
   }
-  if (const int code = write_report(args, inputs, *result); code != kExitOk) return code;
-  return print_result(args.json       ? analysis::to_json(*result)
-                      : args.csv      ? analysis::to_csv(result->results)
+  if (args.json) {
+    analysis::Details details;
+    if (args.details) {
+      if (const int code = read_details(inputs, &details); code != kExitOk) return code;
+    }
+    return print_result(analysis::to_json(*result, args.details ? &details : nullptr));
+  }
+  return print_result(args.csv        ? analysis::to_csv(result->results)
                       : args.markdown ? analysis::to_markdown(result->results)
                                       : analysis::to_table(result->results));
 }
@@ -59,7 +64,7 @@ void add_sweep(CLI::App& app, int* exit_code) {
   auto args = std::make_shared<Arguments>();
   CLI::App* c = app.add_subcommand(
       "sweep", "Rate against distortion: a grid or a list of presets over dumps");
-  add_analyze_arguments(c, args.get());
+  CLI::Option* json = add_analyze_arguments(c, args.get(), "tierkv.sweep/1");
   c->add_option(
        "--preset", args->grids,
        "Preset, or a grid of presets with '/' between alternatives of the name, a value or "
@@ -67,7 +72,6 @@ void add_sweep(CLI::App& app, int* exit_code) {
        "for more. Default: 40 presets with equal windows")
       ->allow_extra_args(false);
   c->add_flag("--sequences", args->sequences, "A result for every sequence too, not only totals");
-  CLI::Option* json = c->add_flag("--json", args->json, "Results as JSON, schema tierkv.sweep/1");
   CLI::Option* csv = c->add_flag("--csv", args->csv, "Results as CSV")->excludes(json);
   c->add_flag("--markdown", args->markdown, "Results as Markdown tables")
       ->excludes(json)

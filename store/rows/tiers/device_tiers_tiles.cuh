@@ -1,9 +1,9 @@
 // write() of chunks: a warp takes one component of a tile of a side, 16 tokens that follow each
 // other in their tier. Tiles that the call goes on with, and those with a token that no format
-// holds, go token by token. Bound: instructions, as in codec/gpu/pages/block_tiles.cuh.
+// holds, go token by token. Bound: instructions, as in codec/gpu/pages/tile_codes.cuh.
 #pragma once
 
-#include "codec/gpu/pages/block_tiles.cuh"
+#include "codec/gpu/pages/tile_codes.cuh"
 #include "gpu/warp_sums.cuh"
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 
