@@ -9,7 +9,7 @@ import numpy as np
 from .errors import InvalidArgumentError
 
 
-class PaddingError(ValueError):
+class PaddingError(InvalidArgumentError):
     """The attention mask is one that a store cannot hold."""
 
 

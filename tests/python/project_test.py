@@ -36,7 +36,7 @@ class Project(unittest.TestCase):
 
     def test_what_messages_ask_to_install_are_extras(self):
         extras = set(self.toml["project"]["optional-dependencies"])
-        self.assertEqual(extras, {"hf", "vllm", "calibrate"})
+        self.assertEqual(extras, {"hf", "vllm", "calibrate", "report"})
         for path in PACKAGE.rglob("*.py"):
             for extra in re.findall(r"tierkv\[(\w+)\]", path.read_text()):
                 self.assertIn(extra, extras, path)
