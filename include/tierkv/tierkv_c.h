@@ -32,10 +32,10 @@ extern "C" {
 #endif
 
 #define TKV_VERSION_MAJOR 0
-#define TKV_VERSION_MINOR 1
+#define TKV_VERSION_MINOR 2
 #define TKV_VERSION_PATCH 0
 
-/* The version of the library that is loaded: "0.1.0". */
+/* The version of the library that is loaded: "0.2.0". */
 TKV_API const char* tkv_version(void);
 
 /* ---- Errors ---- */

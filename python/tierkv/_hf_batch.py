@@ -5,6 +5,8 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
+from .errors import InvalidArgumentError
+
 
 class PaddingError(ValueError):
     """The attention mask is one that a store cannot hold."""
@@ -25,7 +27,7 @@ class Batch:
         """Appends `tokens` positions to each row and returns how many of them are tokens of its sequence. mask: [rows, length + tokens],
         nonzero where a position is visible; None: all are. PaddingError leaves the batch as it was."""
         if self.pads and len(self.pads) != rows:
-            raise ValueError(f"{rows} rows follow on {len(self.pads)}")
+            raise InvalidArgumentError(f"{rows} rows follow on {len(self.pads)}")
         before = self.tokens() if self.pads else [0] * rows
         pads = _left_padding(mask, rows, self.length + tokens) if mask is not None else (self.pads or [0] * rows)
         if self.pads and any(a != b for a, b, seen in zip(self.pads, pads, before) if seen > 0):
@@ -36,7 +38,7 @@ class Batch:
     def crop(self, length: int) -> None:
         """Forgets positions from `length` on."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"length: {length} is not between 0 and {self.length}")
+            raise InvalidArgumentError(f"length: {length} is not between 0 and {self.length}")
         self.length = length
 
     def select(self, rows: Sequence[int]) -> None:
@@ -74,7 +76,7 @@ class Moves:
         self.forked: List[bool] = []  # of each new row
         for new, old in enumerate(chosen):
             if not 0 <= old < rows:
-                raise ValueError(f"row {old} is not one of {rows}")
+                raise InvalidArgumentError(f"row {old} is not one of {rows}")
             self.forked.append(old in seen)
             seen.setdefault(old, new)
         self.dropped = [row for row in range(rows) if row not in seen]  # old rows that nobody chose

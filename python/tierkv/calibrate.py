@@ -18,7 +18,7 @@ def make_model(args: argparse.Namespace) -> CalibrationModel:
     try:
         from ._calibration_torch import TorchModel
     except ImportError as e:
-        raise CalibrationError(f"{e.name} is missing; install tierkv[calibration]") from e
+        raise CalibrationError(f"{e.name} is missing; install tierkv[calibrate]") from e
     return TorchModel(args.model, args.model_id, args.device, args.batch)
 
 

@@ -22,7 +22,7 @@ loaded = pathlib.Path("/proc/self/maps").read_text()
 assert "libtierkv.so" in loaded and "libtierkv_dumps" not in loaded
 result = tierkv.analyze(sys.argv[1], ["step"])[0]
 tierkv.compress(sys.argv[1], "cache.tkv", "step")
-print(result.ratio, tierkv.open("cache.tkv").decode_layer(0).k.shape)
+print(result.ratio, tierkv.Container("cache.tkv").decode_layer(0).k.shape)
 """
 
 
