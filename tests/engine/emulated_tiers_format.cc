@@ -35,7 +35,8 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     if (works.most_leaving <= kMaxStepTokens) {
       run_warps(call_.num_rows, [&] { plan_tiers_kernel(call_); });
     } else {
-      run_poisoned(call_.num_rows, 32 * kChunkPlanWarps, [&] { plan_tiers_chunk_kernel(call_); });
+      run_poisoned(call_.num_rows, 32 * kChunkPlanWarps, sizeof(RowSums<kChunkPlanWarps>),
+                   [&] { plan_tiers_chunk_kernel(call_); });
     }
     return Status::ok();
   }
@@ -45,15 +46,16 @@ class EmulatedTiersFormat final : public EmulatedFormat {
       run_warps(call_.num_rows * works.most_leaving, [&] { write_tiers_kernel(call_); });
       return Status::ok();
     }
-    const int32_t warps = 2 * call_.num_rows * most_tiles(works.most_leaving);
-    const int32_t ctas = (warps + kTiersWarps - 1) / kTiersWarps;
-    run_poisoned(ctas, kTiersThreads, [&] {
-      if (view_.head_dim == 64) return write_tiers_tiles_kernel<64>(call_);
-      if (view_.head_dim == 96) return write_tiers_tiles_kernel<96>(call_);
-      if (view_.head_dim == 128) return write_tiers_tiles_kernel<128>(call_);
-      write_tiers_tiles_kernel<256>(call_);
-    });
-    return Status::ok();
+    switch (view_.head_dim) {
+      case 64:
+        return write_tiles<64>();
+      case 96:
+        return write_tiles<96>();
+      case 128:
+        return write_tiles<128>();
+      default:
+        return write_tiles<256>();
+    }
   }
   Status read(const LayerMove& at, Positions range, DType dtype, void* k, void* v) override {
     TiersRead r;
@@ -94,11 +96,19 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     call.fault = fault_;
     return call;
   }
-  // Each CTA finds the same poison in shared memory.
+  template <int32_t kDim>
+  Status write_tiles() {
+    const int32_t warps = 2 * call_.num_rows * most_tiles(call_.works.most_leaving);
+    run_poisoned((warps + kTiersWarps - 1) / kTiersWarps, kTiersThreads,
+                 kTiersWarps * kTiersTileBytes<kDim>,
+                 [&] { write_tiers_tiles_kernel<kDim>(call_); });
+    return Status::ok();
+  }
+  // Each CTA finds the same poison in the `bytes` of its shared memory.
   template <class Kernel>
-  void run_poisoned(int32_t ctas, int32_t threads, const Kernel& kernel) {
+  void run_poisoned(int32_t ctas, int32_t threads, int32_t bytes, const Kernel& kernel) {
     for (int32_t i = 0; i < ctas; ++i) {
-      std::fill(std::begin(shared_bytes), std::end(shared_bytes), uint8_t{0xff});
+      std::fill_n(shared_bytes, bytes, uint8_t{0xff});
       emulator::cta().run(i, threads, kernel, ctas);
     }
   }
