@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fixed-rate blocks (codec/format/fixed_block.h) among the coded ones of a row. Kernels that know
 // them pass them over where coded blocks are decoded, whose sums are in the unit of the step, and
 // attend to them afterwards, in the unit of values.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels that find probabilities of a call of coded attention, and clear them first.
 
 #include <cuda_runtime.h>

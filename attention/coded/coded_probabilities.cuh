@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What probabilities a call of coded attention gave tokens: a pass of its own over the keys, once
 // the lse of every column is known. So the kernels of attention keep their registers.
 //

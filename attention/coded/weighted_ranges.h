@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of weighted blocks that attention reads, as decode_weighted() takes them: what a prefill
 // kernel needs of a compressed prefix.
 #pragma once

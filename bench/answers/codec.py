@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt's cache through the library: a dump, `compress`, `decode_layer`; bytes and attention error as `tierkv analyze` counts them."""
 import dataclasses
 import pathlib

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Baselines of the codec, each beside the copy ceiling of the same run: global steps, append of a
 // token.
 //

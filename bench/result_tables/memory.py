@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocator and codec on a GPU."""
 from .kit import markdown, result, table
 

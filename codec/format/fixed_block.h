@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fixed-rate blocks: 64 tokens of one (row, component) as token-wise min-max codes, in the place of
 // a coded block (codec/format/coded_block.h) where tokens deserve more than the shared step.
 //

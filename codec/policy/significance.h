@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much later queries look at a token: its significance, exact over a prompt and as a running
 // mean while generating.
 //

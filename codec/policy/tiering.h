@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tier a token goes to: once for a whole prompt, then token by token as a state machine over
 // a row.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* tierkv for C and for every language that can call C: the codec and the `.tkv` container.
  *
  * Use it where C++20 is not at hand, or where the library is loaded at run time: a program keeps

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranges of the rows that attention reads, decoded on the host by the warps of decode_weighted(),
 // against the numbers of dequantize_weighted().
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain plan of many rows against the plan of one (codec/policy/tiering.h).
 #include "bench/baselines/kernels/tier_plan.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state machine against Algorithm 1 written another way: one map of all tokens by position, no
 // arrays, no slots, the candidate sorted among its tier's tokens as in the paper.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs the build tree, then builds and runs examples/consumer against it as a stranger would: CMake and pkg-config,
 shared and static, C99 and C++17. Also what the installed libraries export, need and promise."""
 import json

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fixed-rate blocks: any bytes are refused or give fp16 numbers that are finite, and any finite
 // numbers come back within their scales. The input draws the shape, the numbers and the damage.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A RowState with its arrays, for the tiering tests.
 #pragma once
 

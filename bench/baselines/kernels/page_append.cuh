@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A token in its elements into a page, by one warp: append_tokens(), overwrite_token() and
 // remove_token() of codec/host/page_codec.h on the device. The store quantises tokens for several
 // pages at a time instead; these are to test and to time one.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/kernels/step_codes.h"
 
 #include <cuda_runtime.h>

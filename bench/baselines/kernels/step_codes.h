@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codes of a global step for many rows at once: round(x / step), signed, 16 bits, of keys or values
 // in the basis none or mean. What entropy coding takes (codec/format/coded_block.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What host and device say about a row of bench/baselines/kernels/step_codes.h. Internal to codec/.
 #pragma once
 

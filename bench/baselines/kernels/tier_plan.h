@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tiers of whole prompts, row by row: which tokens go to the window side, which to high and low
 // pages, which are pruned. The first step of the prompt phase (DiffKV section 4): page demand
 // follows from the counts, the jobs of encode_pages() from the order.

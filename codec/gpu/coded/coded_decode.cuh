@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What decodes coded blocks, by warps: of version 1 here, of version 2 in weighted_decode.cuh.
 // Launches of version 1 are in coded_decode_launch.cuh.
 //

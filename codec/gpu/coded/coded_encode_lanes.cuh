@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The encoder of a block by one warp, where each lane is given its codes in the order of its
 // streams, as the words of raw tiles are: encode_block()'s bytes, for codebooks of kPair and whole
 // dim blocks.

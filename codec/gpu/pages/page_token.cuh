@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One token of a page, by one warp: store, load, requantise into another format, clear. What
 // codec/host/page_codec.h does on the host, with the same bytes, for kernels that decide about
 // tokens where their pages are.

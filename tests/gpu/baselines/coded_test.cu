@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks on the GPU against the host's codec, byte for byte and code for code, on valid and
 // on hostile blocks.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Row-wise kernels against the host: the tiers of prompts and the codes of a global step. Tests
 // named Small* are small enough for compute-sanitizer.
 #include <algorithm>

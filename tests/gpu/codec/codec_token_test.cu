@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Appending, requantising and removing single tokens on the GPU: random traces, the host's bytes
 // after every one. Tests named Small* are small enough for compute-sanitizer.
 #include <cmath>
