@@ -30,7 +30,7 @@ WAYS = {"one prompt": (1.0, 0), "chunks of 512": (0.0, 512), "a third token by t
 
 
 def lengths(tokens, way):
-    """Of the passes that make the cache."""
+    """Tokens of each pass that makes the cache."""
     share, step = WAYS[way]
     first = round(tokens * share) if share else step
     return [first] + [min(step, tokens - at) for at in range(first, tokens, step or tokens)]

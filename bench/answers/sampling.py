@@ -70,7 +70,7 @@ def variants(model, prompt):
 
 
 def exponent_differences(layers, exact):
-    """Of importance, in eighths of an octave: (mean magnitude, share of tokens that differ)."""
+    """How exponents of importance differ, in eighths of an octave: (mean magnitude, share of tokens that differ)."""
     d = np.concatenate([np.abs(importance_exponents(a) - importance_exponents(b)).ravel() for a, b in zip(layers, exact)])
     return d.mean(), (d > 0).mean()
 

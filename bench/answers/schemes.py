@@ -18,7 +18,7 @@ CLIPPED_SCALE = 0.9957  # rms of 2-bit codes: the least error of a Gaussian
 
 @dataclasses.dataclass
 class LayerProfile:
-    """Of a layer, by kv head. key_mean and weights [heads, head_dim] are of keys before RoPE, the mean square of weights is 1."""
+    """What a profile says of a layer, by kv head. key_mean and weights [heads, head_dim] are of keys before RoPE, the mean square of weights is 1."""
     key_mean: np.ndarray
     weights: np.ndarray
     energy: np.ndarray  # [heads], of queries: the mean of |q|^2

@@ -55,7 +55,7 @@ def serving_generate():
 
 @table_of("serving_generate.json")
 def serving_parts():
-    """Of a step by kernels, of a prompt likewise; and by graphs with parts left out."""
+    """The parts of a step and of a prompt, by kernels and by graphs with parts left out."""
     r, rows = result("serving_generate.json"), []
     parts = ("model", "attention", "compression", "significance", "management")
 

@@ -55,14 +55,14 @@ PARTS = (
 
 
 def part_of(kernel: str) -> str:
-    """Of a step: attention, management (pages and counts), compression (plans of formats, codes, raw tokens),
+    """The part of a step that a kernel belongs to: attention, management (pages and counts), compression (plans of formats, codes, raw tokens),
     significance of a prompt, copies of the driver, or model."""
     name = kernel.replace("(anonymous namespace)", "anon").split("(")[0]
     return next((part for part, pattern in PARTS if pattern.search(name)), "model")
 
 
 def kernel_shares(kernels: Iterable["tuple[str, float]"]) -> Dict[str, Any]:
-    """Of (name, microseconds): the time of each part, and its share."""
+    """The time and the share of each part. kernels: (name, microseconds)."""
     by_part: Dict[str, float] = {}
     names: Dict[str, Dict[str, float]] = {}
     for name, us in kernels:

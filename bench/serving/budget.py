@@ -94,7 +94,7 @@ def sequences_that_fit(config_of: Callable[[int], StoreConfig], lengths: Sequenc
 
 
 def raw_sequences(shape: Shape, lengths: Sequence[int], budget: int) -> int:
-    """Of an engine that keeps 16 bits and nothing else."""
+    """The sequences that fit in the budget of an engine that keeps 16 bits."""
     tokens = count = 0
     for n in lengths:
         tokens += n

@@ -231,7 +231,7 @@ class DenseCache:
             return call()
 
     def choose_backend(self, milliseconds):
-        """Of cuDNN's and Flash the faster at this shape."""
+        """Takes the faster backend at this shape: cuDNN's or Flash."""
         s = self.model.shape
         q = torch.randn(self.slots, 1, s.q_heads, s.head_dim, dtype=torch.bfloat16, device=self.model.device)
         found = {}

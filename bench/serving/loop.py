@@ -85,7 +85,7 @@ class Bench:
                 "tokens_per_s": sequences * len(times) / wall if times else None, "stopped": stopped}
 
     def run_steps(self, cache, sequences):
-        """Of a store: captured, then timed."""
+        """Captures a step of the store, then times it."""
         try:
             if self.on_gpu:
                 cache.capture()

@@ -36,7 +36,7 @@ def make_items(model, out, count=4):
 
 
 def settings_of(format, profile=""):
-    """Of a format such as "k4v4" or "k4v4,7=k8v4,18-20=k8v4": the settings of tierkv's backend."""
+    """The settings of tierkv's backend for a format such as "k4v4" or "k4v4,7=k8v4,18-20=k8v4"."""
     format, *layers = format.split(",")
     wrong = [x for x in layers if x.count("=") != 1]
     if wrong:

@@ -74,7 +74,7 @@ class Run:
         return {"prefill_s": time.perf_counter() - begin, "prefill_steps": steps}
 
     def keep(self, count):
-        """Of the sequences so many."""
+        """Aborts all but the first `count` sequences."""
         if count < len(self.names):
             self.engine.abort_request(self.names[count:])
             self.names = self.names[:count]

@@ -311,7 +311,7 @@ def measure(model: CalibrationModel, prompts: Sequence[Ids], profile: ProfileDat
 
 
 def sensitivities(kl: FloatArray, noise: float) -> List[Scalars]:
-    """Of keys, of values and of both, [layers, kv_heads]: means over prompts, not below the noise."""
+    """Sensitivities of keys, of values and of both, [layers, kv_heads]: means over prompts, not below the noise."""
     floor = max(LEAST_KL, noise)
     return [np.maximum(kl[..., c].mean(0), floor) for c in range(3)]
 

@@ -27,7 +27,7 @@ Tensor = Any
 
 @dataclass
 class Layer:
-    """Of one prompt, on the host."""
+    """A layer of one prompt, on the host."""
 
     k: Any
     v: Any

@@ -76,7 +76,7 @@ def validate(config: EngineConfigStruct) -> None:
 
 
 def page_bytes(config: EngineConfigStruct) -> int:
-    """Of one kv_head of a block."""
+    """Bytes of one kv_head of a block."""
     bytes_ = c_int64()
     _library().call("tkv_engine_page_bytes", config, bytes_)
     return bytes_.value

@@ -21,7 +21,7 @@ class Batch:
         self.pads: List[int] = []
 
     def tokens(self, length: Optional[int] = None) -> List[int]:
-        """Of each row, or what it would be with so many positions."""
+        """Tokens of each row, now or with `length` positions."""
         return [max(0, (self.length if length is None else length) - pad) for pad in self.pads]
 
     def extend(self, rows: int, tokens: int, mask: Optional[Any]) -> List[int]:

@@ -29,7 +29,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ComponentProfile:
-    """Of keys or of values."""
+    """What a profile says of keys, or of values."""
 
     means: FloatArray  # [num_layers, num_kv_heads, head_dim]
     # [num_layers, num_kv_heads] for an error of 1: steps are proportional to what they aim at.

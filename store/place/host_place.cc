@@ -60,7 +60,7 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   return Status::ok();
 }
 
-// Of the allocator's state all is zeros but what one sequence needs.
+// The allocator's state is zeros, except what one sequence needs.
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
                                                           std::unique_ptr<RowFormat> format) {

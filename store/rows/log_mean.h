@@ -21,7 +21,7 @@ struct LogMean {
     seen += other.seen;
     logs += other.logs;
   }
-  // 1 of nothing.
+  // The mean; 1 where nothing was seen.
   TKV_HD double value() const {
     if (seen == 0) return 1;
     return same_exp2(double_div(double_mul(static_cast<double>(logs), kLogUnit), seen));
@@ -35,7 +35,7 @@ struct LogMean {
 };
 static_assert(sizeof(LogMean) == 16);
 
-// Of one importance > 0.
+// The mean of a single importance, which is > 0.
 TKV_HD LogMean log_mean_of(float importance) {
   const double log = same_log2(static_cast<double>(importance));
   const double units = double_div(log, kLogUnit);

@@ -17,6 +17,12 @@ class EmulatedTiersRows : public RandomTest {
   int32_t pick(int32_t least, int32_t most) {
     return std::uniform_int_distribution<int32_t>(least, most)(rng_);
   }
+  test::RowsTwin::MakeFormat emulated() {
+    return [this](const StoreConfig&, RowFormat* host) {
+      return Result<std::unique_ptr<DeviceRowFormat>>(
+          test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng_));
+    };
+  }
 };
 
 // More groups of positions than a chunk's plan has warps.
@@ -29,12 +35,7 @@ TEST_F(EmulatedTiersRows, LongChunks) {
   tiers.class_of_head = {static_cast<uint8_t>(pick(0, 1)), 2};
   config.profile = nullptr;
   test::HostTwinMemory memory;
-  test::RowsTwin twin(
-      config, &memory,
-      [&](const StoreConfig&, RowFormat* host) -> Result<std::unique_ptr<DeviceRowFormat>> {
-        return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng_);
-      },
-      test::tiers_page_bytes, &rng_);
+  test::RowsTwin twin(config, &memory, emulated(), test::tiers_page_bytes, &rng_);
   twin.add();
   twin.extend({0}, pick(600, 700), true);
   if (HasFatalFailure()) return;
@@ -49,12 +50,7 @@ TEST_F(EmulatedTiersRows, BytesAreTheHosts) {
     const StoreConfig config = tiers_config(head_dim, 2000, pick(0, 1) == 1, &rng_);
     SCOPED_TRACE(::testing::Message() << "head_dim " << head_dim);
     test::HostTwinMemory memory;
-    test::RowsTwin twin(
-        config, &memory,
-        [&](const StoreConfig&, RowFormat* host) -> Result<std::unique_ptr<DeviceRowFormat>> {
-          return test::emulated_tiers_rows(*static_cast<const TiersRows*>(host), &rng_);
-        },
-        test::tiers_page_bytes, &rng_);
+    test::RowsTwin twin(config, &memory, emulated(), test::tiers_page_bytes, &rng_);
     twin.add();
     twin.add();
     for (int32_t i = 0; i < 12; ++i) {

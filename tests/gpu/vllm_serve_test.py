@@ -95,7 +95,7 @@ def serve(folder, engine, work):
     prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
 
     def generated():
-        """Of each request its tokens, each with the log-probabilities of the likeliest."""
+        """The tokens of each request, each with the log-probabilities of the likeliest."""
         params = SamplingParams(temperature=0, max_tokens=work["tokens"], logprobs=TOP, detokenize=False, ignore_eos=True)
         return [[(t, {i: x.logprob for i, x in step.items()}) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]
                 for o in llm.generate(prompts, params, use_tqdm=False)]
@@ -116,7 +116,7 @@ def mean_difference(a, b):
 
 
 def compare(a, b):
-    """Of two engines' generated tokens: (the share of tokens before the first difference of their sequence; the mean difference of the chosen
+    """How the tokens of two engines differ: (the share of tokens before the first difference of their sequence; the mean difference of the chosen
     tokens' log-probabilities up to that token, itself included; the mean KL before it over the likeliest tokens that both name)."""
     same = total = 0
     differences, kls = [], []

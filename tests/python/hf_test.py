@@ -42,7 +42,7 @@ class Generation(unittest.TestCase):
         return torch.randint(1, VOCABULARY, (rows, tokens))
 
     def logits(self, cache, passes, mask=None, model=None):
-        """Of the last position of each pass, over a cache that grows."""
+        """Logits of the last position of each pass, over a cache that grows."""
         model = model or self.model
         model.set_attn_implementation("tierkv" if isinstance(cache, TierCache) else "sdpa")
         out, seen = [], 0

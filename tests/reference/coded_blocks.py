@@ -65,7 +65,7 @@ def cheapest_symbols(lengths, k, radix):
 
 
 def nibbles(lengths):
-    """Of the transmitted code lengths: one a present symbol, two for up to 16 absent ones in a row."""
+    """How many nibbles the transmitted code lengths take: one a present symbol, two for up to 16 absent ones in a row."""
     runs = ((absent, len(list(run))) for absent, run in itertools.groupby(lengths == 0))
     return sum(2 * -(-n // 16) if absent else n for absent, n in runs)
 

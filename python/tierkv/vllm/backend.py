@@ -137,7 +137,7 @@ _original_get_kv_cache_spec = getattr(Attention.get_kv_cache_spec, "tierkv_wraps
 
 
 def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
-    """Of an Attention layer: vLLM's own, but for layers of this backend."""
+    """The cache that an Attention layer asks for. Layers of other backends ask as vLLM has it."""
     if not issubclass(layer.attn_backend, TierkvBackend):
         return _original_get_kv_cache_spec(layer, vllm_config)
     settings = check_engine(vllm_config)

@@ -29,7 +29,7 @@ def slot_bytes(format: str, head_dim: int) -> int:
 
 
 def layer_index(name: str) -> int:
-    """Of a layer's name, such as model.layers.3.self_attn.attn. ValueError unless it has one number."""
+    """The number in a layer's name, such as model.layers.3.self_attn.attn. ValueError unless it has one number."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise InvalidArgumentError(f"tierkv: which layer {name} is, its name does not say")

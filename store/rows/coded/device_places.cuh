@@ -157,7 +157,7 @@ struct PlaceBlocks {
       call.counts.kept[row].of[0] = d.begin;
     }
   }
-  // Of item i of the entry; 0 behind the last one.
+  // The units of item i of the entry. Items behind the last one have 0.
   __device__ int32_t units_of(int32_t e, int32_t i, int32_t items, int64_t first) const {
     if (i >= items) return 0;
     const EntryDraft& d = call.entries[e];

@@ -217,7 +217,7 @@ struct DecideExponents {
     return call.device.state<CodedRowState>(cell.slot, cell.layer,
                                             call.device.shape.row_byte(kv_head));
   }
-  // Of a cell, the positions about which nothing is decided.
+  // The positions of a cell about which nothing is decided yet.
   __device__ Positions undecided(const CellOf& cell) const {
     const EntryDraft& draft = call.entries[cell.entry];
     const Positions at = tokens_of(call, cell);

@@ -195,7 +195,7 @@ struct RowSums {
   SideTokens sides[kWarps];
 };
 
-// By all warps of the row, which take a group each and go on together.
+// All warps of the row call this. Each takes one group at a time; they go on together.
 template <int32_t kWarps>
 __device__ __forceinline__ void decide_row(const LeavingRow& row, SideTokens* groups,
                                            RowSums<kWarps>* sums, TiersRow* after) {

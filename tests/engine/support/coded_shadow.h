@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+// Coded rows in host memory with a shadow: the rows of a device, their kernels run on the host.
+// Every call that compresses is done by both from the same state.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "store/rows/coded/device_coded_format.cuh"
+#include "tests/engine/support/emulated_machine.h"
+#include "tests/engine/support/feed.h"
+#include "tests/support/fresh_random.h"
+
+namespace tierkv::store::test {
+
+using Device = DeviceCodedRows<EmulatedMachine>;
+
+// A copy of what a store in host memory holds, as a device would hold it.
+class Copy {
+ public:
+  Copy(const StoreConfig& config, const RowFormat& format, HostPlace* place)
+      : layout_(*store_layout(config, format)), place_(place) {
+    slots_.resize(static_cast<size_t>(layout_.slot_bytes) * config.max_sequences / 16 + 1);
+    pages_.resize(static_cast<size_t>(layout_.page_bytes) * layout_.allocator.num_pages / 16);
+    tables_.resize(allocator_bytes(layout_.allocator).total / 256 + 1);
+    view_.pages.allocator = *make_page_allocator(layout_.allocator, tables_.data(),
+                                                 tables_.size() * sizeof(tables_[0]));
+    view_.pages.base = reinterpret_cast<uint8_t*>(pages_.data());
+    view_.pages.page_bytes = layout_.page_bytes;
+    view_.pages.rows_per_layer = format.sizes().rows_per_layer;
+    view_.slots = {reinterpret_cast<uint8_t*>(slots_.data()), layout_.slot_bytes,
+                   layout_.layer_bytes, layout_.raw_bytes};
+    view_.laws = layout_.laws;
+    view_.raw = layout_.raw;
+    view_.num_layers = config.layout.num_layers;
+    view_.num_kv_heads = config.layout.num_kv_heads;
+    view_.head_dim = config.layout.head_dim;
+    sync();
+  }
+  const DeviceStoreView& view() const { return view_; }
+  uint8_t* state(int32_t slot, int32_t layer) const { return view_.slots.state(slot, layer); }
+
+  void sync() {
+    const uint8_t* slots = place_->layer_of({0, 0, {}, {}}).raw;
+    std::memcpy(slots_.data(), slots,
+                static_cast<size_t>(layout_.slot_bytes) * layout_.allocator.table.num_sequences);
+    const HostPagesView& from = place_->pages();
+    std::memcpy(pages_.data(), from.base, pages_.size() * 16);
+    const PageAllocator &a = from.allocator, &b = view_.pages.allocator;
+    const AllocatorShape& shape = layout_.allocator;
+    const auto copy = [](auto* to, const auto* x, int64_t count) { std::copy_n(x, count, to); };
+    const int64_t rows = shape.table.num_rows();
+    copy(b.ring.ids, a.ring.ids, shape.num_pages);
+    copy(b.ring.cursors, a.ring.cursors, 1);
+    copy(b.slots, a.slots, rows * shape.table.row_stride());
+    copy(b.tokens, a.tokens, rows);
+    copy(b.pages, a.pages, rows);
+    copy(b.records, a.records, shape.num_pages);
+    copy(b.drop_marks, a.drop_marks, shape.num_pages);
+    copy(b.sequences, a.sequences, shape.table.num_sequences);
+    copy(b.state, a.state, 1);
+  }
+
+  // What a device place does between plan() and write().
+  void take_pages(const std::vector<int32_t>& batch, const std::vector<SideCounts>& kept,
+                  const std::vector<SideCounts>& target, bool cuts, std::vector<PageCopy>* copies) {
+    const PageAllocator& a = view_.pages.allocator;
+    const int32_t rows = a.shape.table.rows_per_sequence, units = a.shape.table.tokens_per_page[0];
+    const SequenceBatch sequences = {batch.data(), static_cast<int32_t>(batch.size())};
+    OpReport report;
+    if (cuts) {
+      copies->resize(kept.size() * kMaxSides);
+      ASSERT_TRUE(
+          run_page_op_host(a, PageOp::truncate(sequences, kept.data(), copies->data(), &report)));
+      ASSERT_EQ(report.status, StatusCode::kOk);
+      for (const PageCopy& copy : *copies) {
+        if (copy.source == kNoPage) continue;
+        std::memcpy(view_.pages.base + copy.target * layout_.page_bytes,
+                    view_.pages.base + copy.source * layout_.page_bytes,
+                    static_cast<size_t>(layout_.page_bytes));
+      }
+    }
+    for (bool more = true; more;) {
+      more = false;
+      std::vector<SideCounts> added(target.size());
+      for (size_t i = 0; i < target.size(); ++i) {
+        const auto row = batch[i / rows] * rows + static_cast<int32_t>(i % rows);
+        const int64_t room = (int64_t{a.pages[row].of[0]} + 1) * units;
+        const int64_t next = std::min<int64_t>(target[i].of[0], room);
+        added[i].of[0] = static_cast<int32_t>(next - a.tokens[row].of[0]);
+        more |= added[i].of[0] != 0;
+      }
+      if (!more) break;
+      ASSERT_TRUE(run_page_op_host(a, PageOp::append(sequences, added.data(), &report)));
+      ASSERT_EQ(report.status, StatusCode::kOk);
+    }
+  }
+
+ private:
+  StoreLayout layout_;
+  HostPlace* place_;
+  DeviceStoreView view_;
+  struct alignas(256) Piece {
+    uint8_t bytes[256];
+  };
+  std::vector<uint4> slots_, pages_;
+  std::vector<Piece> tables_;
+};
+
+// The call of a device place that a call of CodedRows is.
+struct Call {
+  std::vector<int32_t> batch;
+  std::vector<LayerTokens> from, to;
+  std::vector<LayerMove> moves;
+  std::vector<uint16_t> k, v;
+  std::vector<float> significance;
+  std::vector<SideCounts> kept, target;
+  DeviceWorks works;
+
+  Call(const StoreConfig& config, const std::vector<BodyWork>& list, const PageAllocator& a) {
+    int32_t first = INT32_MAX, last = 0, chunk = 0;
+    for (const BodyWork& work : list) {
+      const int32_t slot = work.layer.slot;
+      if (std::count(batch.begin(), batch.end(), slot) == 0) batch.push_back(slot);
+      first = std::min(first, work.layer.layer), last = std::max(last, work.layer.layer);
+      chunk = std::max(chunk, work.body_end - work.layer.at.tokens);
+      works.most_leaving = std::max(works.most_leaving, work.body_end - work.layer.at.body_end);
+    }
+    works.count = static_cast<int32_t>(batch.size());
+    works.first_layer = first, works.num_layers = last - first + 1;
+    from.resize(works.entries()), to.resize(works.entries()), moves.resize(works.entries());
+    const int32_t heads = config.layout.num_kv_heads, dim = config.layout.head_dim;
+    if (chunk > 0) {
+      works.chunk.tokens = static_cast<int32_t>(works.chunk.stride = chunk);
+      k.resize(static_cast<size_t>(works.count) * chunk * heads * dim), v = k;
+      significance.resize(static_cast<size_t>(works.count) * heads * chunk);
+    }
+    for (int32_t e = 0; e < works.entries(); ++e) {
+      moves[e].slot = batch[e / works.num_layers];
+      moves[e].layer = first + e % works.num_layers;
+    }
+    bool known = false;
+    for (const BodyWork& work : list) {
+      const auto i = std::find(batch.begin(), batch.end(), work.layer.slot) - batch.begin();
+      const auto e = i * works.num_layers + work.layer.layer - first;
+      from[e] = work.layer.at;
+      to[e] = {std::max(work.body_end, work.layer.at.tokens), work.body_end};
+      moves[e].from = from[e], moves[e].to = to[e];
+      for (int32_t p = from[e].tokens; p < work.body_end; ++p) {
+        const int64_t t = p - from[e].tokens;
+        for (int32_t h = 0; h < heads; ++h) {
+          const int64_t at = ((i * chunk + t) * heads + h) * dim;
+          if (p < config.sink_tokens) continue;
+          work.tokens->read(Component::kKey, h, p, 1, k.data() + at);
+          work.tokens->read(Component::kValue, h, p, 1, v.data() + at);
+          const Importance importance = work.tokens->importance(h, p);
+          significance[(i * heads + h) * chunk + t] = importance.value;
+          known |= importance.kind != ImportanceKind::kUnknown;
+        }
+      }
+    }
+    works.slots = batch.data(), works.from = from.data(), works.to = to.data();
+    works.moves = moves.data();
+    works.chunk.dtype = config.layout.dtype;
+    // fp16 that were bfloat16 are again without a loss.
+    for (std::vector<uint16_t>* x : {&k, &v}) {
+      if (works.chunk.dtype == DType::kFloat16) break;
+      for (uint16_t& bits : *x) bits = float_to_bfloat16(half_to_float(bits));
+    }
+    if (chunk > 0) works.chunk.k = k.data(), works.chunk.v = v.data();
+    if (known) works.chunk.significance = significance.data();
+    for (const int32_t slot : batch) {
+      const int32_t rows = a.shape.table.rows_per_sequence;
+      const SideCounts* of = a.tokens + int64_t{slot} * rows;
+      kept.insert(kept.end(), of, of + rows);
+    }
+    target = kept;
+  }
+};
+
+// CodedRows, beside which a device does the same.
+class Shadowed final : public RowFormat {
+ public:
+  Shadowed(const StoreConfig& config, std::mt19937* rng) : config_(config), rng_(rng) {
+    inner_ = std::move(*make_coded_rows(config));
+    other_ = std::move(*make_coded_rows(config));
+    coded_ = static_cast<CodedRows*>(inner_.get());
+    device_ =
+        std::make_unique<Device>(config, static_cast<CodedRows*>(other_.get()), EmulatedMachine{});
+    if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
+  }
+  void begin(HostPlace* place) {
+    copy_ = std::make_unique<Copy>(config_, *inner_, place);
+    const Status s = device_->bind(copy_->view(), &fault_, nullptr);
+    ASSERT_TRUE(s) << s.message();
+  }
+  void fork(int32_t from, int32_t to) {
+    copy_->sync();
+    device_->forked(from, to);
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l)
+      body_ends_[{to, l}] = body_ends_[{from, l}];
+    EXPECT_TRUE(device_->cut({}, nullptr));
+  }
+  // Attention over the bodies of a layer, against softmax in double.
+  void attend(const std::vector<int32_t>& slots, int32_t layer, int32_t q_len) {
+    copy_->sync();
+    const CacheLayout& shape = config_.layout;
+    const int32_t dim = shape.head_dim, count = static_cast<int32_t>(slots.size());
+    const int32_t lines = count * q_len * shape.num_q_heads;
+    std::vector<uint16_t> q, out(static_cast<size_t>(lines) * dim, 0x7e00);
+    for (int32_t i = 0; i < lines * dim; ++i) {
+      q.push_back(float_to_half(std::uniform_real_distribution<float>(-1, 1)(*rng_)));
+    }
+    std::vector<float> lse(lines, NAN);
+    std::vector<LayerTokens> at;
+    DeviceAttendBody body;
+    for (const int32_t slot : slots) {
+      const int32_t end = body_ends_[{slot, layer}];
+      at.push_back({end + 20, end});
+      body.most_tokens = std::max(body.most_tokens, end + 20);
+    }
+    body.slots = slots.data(), body.at = at.data();
+    body.count = count, body.layer = layer, body.q_len = q_len;
+    body.q = q.data(), body.out = out.data(), body.lse = lse.data();
+    const Status s = device_->attend(body);
+    ASSERT_TRUE(s) << s.message();
+    for (int32_t i = 0; i < lines; ++i) {
+      const int32_t sequence = i / (q_len * shape.num_q_heads);
+      const int32_t h = i % shape.num_q_heads / (shape.num_q_heads / shape.num_kv_heads);
+      const int32_t first = config_.sink_tokens, end = at[sequence].body_end;
+      if (end == 0) {
+        ASSERT_EQ(lse[i], -INFINITY);
+        continue;
+      }
+      HostLayer of = {slots[sequence], layer, at[sequence], nullptr,
+                      copy_->state(slots[sequence], layer)};
+      std::vector<float> k(static_cast<size_t>(end - first) * dim), v(k.size());
+      inner_->read(of, h, first, end, k.data(), v.data(), nullptr);
+      std::vector<double> expected(dim), sizes(dim);
+      double sum = 0, largest = 0;
+      for (int32_t p = 0; p < end - first; ++p) {
+        double logit = 0, size = 0;
+        for (int32_t d = 0; d < dim; ++d) {
+          const double product = half_to_float(q[i * dim + d]) * k[p * dim + d];
+          logit += product, size += std::fabs(product);
+        }
+        largest = std::max(largest, size * shape.sm_scale);
+        const double weight = std::exp(logit * shape.sm_scale);
+        sum += weight;
+        for (int32_t d = 0; d < dim; ++d) {
+          expected[d] += weight * v[p * dim + d];
+          sizes[d] += weight * std::fabs(v[p * dim + d]);
+        }
+      }
+      // Each product's queries, keys and turns are fp16: off by 2^-9 of it. So are weights by as
+      // much as their logit, and by 2^-10 of their own; they move the sum and what it divides.
+      const double off = 0.002 + largest * 0x1p-9;
+      ASSERT_NEAR(lse[i], std::log(sum), off) << "line " << i << " body " << end;
+      for (int32_t d = 0; d < dim; ++d) {
+        ASSERT_NEAR(half_to_float(out[i * dim + d]), expected[d] / sum,
+                    0.001 + 2 * off * sizes[d] / sum)
+            << "line " << i << " dim " << d;
+      }
+      ++answers_;
+    }
+  }
+  int64_t answers() const { return answers_; }
+  int64_t blocks() const { return blocks_; }
+  int64_t continued() const { return continued_; }
+  int64_t captured() const { return captured_; }
+  int64_t reads() const { return reads_; }
+  int64_t restored() const { return restored_; }
+
+  const FormatSizes& sizes() const override { return inner_->sizes(); }
+  void bind(const HostPagesView& pages) override { inner_->bind(pages); }
+  int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override {
+    return inner_->layer_pages(layer, tokens, at_most);
+  }
+  void open(const HostLayer& layer) override {
+    inner_->open(layer);
+    (void)device_->open(layer.slot);
+    body_ends_[{layer.slot, layer.layer}] = 0;
+  }
+  Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override {
+    copy_->sync();
+    call_ = std::make_unique<Call>(config_, works, copy_->view().pages.allocator);
+    fault_ = {};
+    // A captured step, which knows bounds alone.
+    DeviceWorks& of_device = call_->works;
+    cuts_ = device_->may_rewrite(of_device);
+    is_captured_ = !cuts_ && (*rng_)() % 2 == 0 && device_->require_capturable(of_device);
+    if (is_captured_) of_device.moves = nullptr, ++captured_;
+    const Status planned = device_->plan(of_device, {call_->kept.data(), call_->target.data()});
+    Result<std::unique_ptr<BodyPlan>> plan = inner_->plan(works);
+    if (!plan) {
+      const StatusCode found = planned ? fault_.status : planned.code();
+      EXPECT_EQ(found, plan.status().code()) << plan.status().message();
+      return plan;
+    }
+    EXPECT_TRUE(planned) << planned.message();
+    EXPECT_EQ(fault_.status, StatusCode::kOk)
+        << "slot " << fault_.slot << " layer " << fault_.layer;
+    works_ = works;
+    return plan;
+  }
+  void write(const std::vector<HostLayer>& layers, const BodyPlan& plan) override {
+    std::vector<PageCopy> copies;
+    copy_->take_pages(call_->batch, call_->kept, call_->target, cuts_, &copies);
+    const Status written = device_->write(call_->works, copies.empty() ? nullptr : copies.data());
+    EXPECT_TRUE(written) << written.message();
+    inner_->write(layers, plan);
+    for (const BodyWork& work : works_) {
+      compare(work);
+      body_ends_[{work.layer.slot, work.layer.layer}] = work.body_end;
+    }
+  }
+  void read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end, float* k, float* v,
+            uint8_t* pruned) const override {
+    inner_->read(layer, kv_head, first, end, k, v, pruned);
+    copy_->sync();
+    const int32_t heads = config_.layout.num_kv_heads, dim = config_.layout.head_dim;
+    const DType dtype = first % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
+    std::vector<uint16_t> got[2];
+    for (auto& x : got) x.resize(static_cast<size_t>(end - first) * heads * dim, 0x7e00);
+    const LayerMove move = {layer.slot, layer.layer, layer.at, layer.at};
+    ASSERT_TRUE(device_->read(move, {first, end}, dtype, got[0].data(), got[1].data()));
+    for (int32_t i = 0; i < (end - first) * dim; ++i) {
+      const int32_t at = (i / dim * heads + kv_head) * dim + i % dim;
+      ASSERT_EQ(got[0][at], rounded(dtype, k[i])) << "position " << first + i / dim;
+      ASSERT_EQ(got[1][at], rounded(dtype, v[i])) << "position " << first + i / dim;
+    }
+    ++reads_;
+  }
+  void read_decided(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
+                    RawScore* scores) const override {
+    inner_->read_decided(layer, kv_head, first, end, scores);
+    copy_->sync();
+    const LayerMove move = {
+        layer.slot, layer.layer, layer.at, {end, first / kBlockTokens * kBlockTokens}};
+    ASSERT_TRUE(device_->restore(move, {first, end}));
+    const int32_t dim = config_.layout.head_dim;
+    std::vector<float> x[2];
+    for (auto& of : x) of.resize(static_cast<size_t>(end - first) * dim);
+    inner_->read(layer, kv_head, first, end, x[0].data(), x[1].data(), nullptr);
+    const RawLayout& raw = copy_->view().raw;
+    const uint8_t* row = copy_->view().slots.raw(layer.slot, layer.layer) + kv_head * raw.row_bytes;
+    for (int32_t i = 0; i < (end - first) * dim; ++i) {
+      const int32_t p = first + i / dim;
+      RawScore score;
+      std::memcpy(&score, row + raw.score_byte(p), sizeof(score));
+      ASSERT_EQ(float_bits(score.sum), float_bits(scores[p - first].sum)) << "position " << p;
+      ASSERT_EQ(score.count, scores[p - first].count);
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        uint16_t got;
+        std::memcpy(&got, row + raw.ring_byte(c, p, i % dim), sizeof(got));
+        ASSERT_EQ(got, rounded(DType::kFloat16, x[static_cast<int32_t>(c)][i]));
+      }
+    }
+    ++restored_;
+  }
+  std::vector<SideCounts> cut_counts(const HostLayer& layer, int32_t body_end) const override {
+    return inner_->cut_counts(layer, body_end);
+  }
+  void cut(const HostLayer& layer, int32_t body_end) override {
+    const LayerMove move = {layer.slot, layer.layer, layer.at, {body_end, body_end}};
+    DeviceWorks works;
+    works.count = works.num_layers = 1, works.moves = &move;
+    EXPECT_TRUE(device_->cut(works, nullptr));
+    inner_->cut(layer, body_end);
+    body_ends_[{layer.slot, layer.layer}] = body_end;
+  }
+  void relocate(const HostLayer& layer, const PageCopy* copies) override {
+    inner_->relocate(layer, copies);
+  }
+  int64_t nominal_bytes(const HostLayer& layer) const override {
+    return inner_->nominal_bytes(layer);
+  }
+  std::vector<uint8_t> identity() const override { return inner_->identity(); }
+  std::vector<uint8_t> export_shared(const HostLayer& layer) const override {
+    return inner_->export_shared(layer);
+  }
+  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override {
+    return inner_->export_body(layer, kv_head);
+  }
+  Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override {
+    return inner_->plan_import(works);
+  }
+
+ private:
+  static uint16_t rounded(DType dtype, float x) {
+    return float_to_raw(dtype, dtype == DType::kFloat16 ? saturate_to_half_range(x) : x);
+  }
+
+  // A place by page of the row and unit in it, and the bytes there.
+  struct Block {
+    uint32_t page, unit, units;
+    std::vector<uint8_t> bytes;
+    bool operator==(const Block&) const = default;
+  };
+  Block block_of(const PageAllocator& a, const uint8_t* base, int32_t row,
+                 CodedBlockRef ref) const {
+    const auto units = static_cast<uint32_t>(coded_->shape().page_units);
+    Block b = {INT32_MAX, ref.offset % units, ref.units, {}};
+    for (int32_t i = 0; i < a.pages[row].of[0]; ++i) {
+      if (page_at(a, row, 0, i) == static_cast<int32_t>(ref.offset / units)) b.page = i;
+    }
+    const uint8_t* from = base + int64_t{ref.offset} * kUnitBytes;
+    b.bytes.assign(from, from + int64_t{ref.units} * kUnitBytes);
+    return b;
+  }
+
+  void compare(const BodyWork& work) {
+    if (::testing::Test::HasFailure()) return;
+    const CodedShape& shape = coded_->shape();
+    const int32_t slot = work.layer.slot, layer = work.layer.layer;
+    SCOPED_TRACE("slot " + std::to_string(slot) + " layer " + std::to_string(layer) + " body " +
+                 std::to_string(work.layer.at.body_end) + " to " + std::to_string(work.body_end) +
+                 (is_captured_ ? " captured" : "") + (cuts_ ? " cuts" : ""));
+    const uint8_t *host = work.layer.state, *device = copy_->state(slot, layer);
+    const auto equal = [&](int64_t first, int64_t end) {
+      return std::equal(host + first, host + end, device + first);
+    };
+    EXPECT_TRUE(equal(0, 4)) << "fixed: " << int32_t{host[0]};
+    const int32_t blocks = block_count(work.body_end);
+    for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
+      EXPECT_TRUE(equal(shape.row_byte(h), shape.row_byte(h + 1))) << "kv_head " << h;
+    }
+    const DevicePagesView& mine = copy_->view().pages;
+    const int32_t row = mine.row(slot, layer, 0);
+    const PageAllocator& a = host_pages_->allocator;
+    const bool elsewhere = is_captured_ && a.sequences[slot].shares != 0;
+    if (!elsewhere) {
+      EXPECT_EQ(mine.allocator.tokens[row].of[0], a.tokens[row].of[0]);
+      EXPECT_TRUE(equal(shape.ends_byte(), shape.ends_byte() + 4 * blocks));
+    }
+    for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
+      for (const Component c : {Component::kKey, Component::kValue}) {
+        const auto* theirs = reinterpret_cast<const CodedBlockRef*>(host + shape.refs_byte(h, c));
+        const auto* ours = reinterpret_cast<const CodedBlockRef*>(device + shape.refs_byte(h, c));
+        for (int32_t b = 0; b < blocks; ++b) {
+          Block expected = block_of(a, host_pages_->base, row, theirs[b]);
+          Block got = block_of(mine.allocator, mine.base, row, ours[b]);
+          ASSERT_NE(got.page, uint32_t{INT32_MAX});
+          if (elsewhere) got.page = expected.page, got.unit = expected.unit;
+          ASSERT_EQ(got.page, expected.page) << "block " << b << " kv_head " << h;
+          ASSERT_EQ(got.unit, expected.unit) << "block " << b << " kv_head " << h;
+          ASSERT_EQ(got.units, expected.units) << "block " << b << " kv_head " << h;
+          ASSERT_EQ(got.bytes, expected.bytes)
+              << "block " << b << " kv_head " << h << " component " << static_cast<int32_t>(c);
+          ++blocks_;
+        }
+      }
+    }
+    continued_ += work.layer.at.body_end % kBlockTokens != 0;
+    const auto books = [&](const RowFormat& of) {
+      const LayerBooks& all = static_cast<const CodedRows&>(of).books(layer);
+      return all.empty() ? std::vector<uint8_t>() : serialize_books(all);
+    };
+    EXPECT_EQ(books(*inner_), books(*other_));
+  }
+
+ public:
+  const HostPagesView* host_pages_ = nullptr;
+
+ private:
+  StoreConfig config_;
+  std::mt19937* rng_;
+  std::unique_ptr<RowFormat> inner_, other_;
+  CodedRows* coded_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Copy> copy_;
+  DeviceFault fault_{};
+  std::unique_ptr<Call> call_;
+  std::vector<BodyWork> works_;
+  bool cuts_ = false, is_captured_ = false;
+  int64_t blocks_ = 0, continued_ = 0, captured_ = 0;
+  int64_t answers_ = 0;
+  std::map<std::pair<int32_t, int32_t>, int32_t> body_ends_;  // by slot and layer
+  mutable int64_t reads_ = 0, restored_ = 0;
+};
+
+}  // namespace tierkv::store::test
