@@ -29,12 +29,6 @@ __device__ __forceinline__ StatusCode worst_of_warp(StatusCode code) {
   return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
 }
 
-// x is computed before the loads of matrices that follow: an unrolled loop that loads all of them
-// first needs more registers than there are.
-__device__ __forceinline__ void finish_first(uint32_t& x) {
-  asm volatile("" : "+r"(x));
-}
-
 // Two neighbouring elements of a type, as a lane holds them.
 template <DType kDtype>
 struct Pair;
@@ -64,32 +58,6 @@ struct Pair<DType::kFloat32> {
   float2 bits;
 };
 
-// Element by element; NaN where one of the two is NaN.
-template <DType kDtype>
-__device__ __forceinline__ Pair<kDtype> pair_min(Pair<kDtype> a, Pair<kDtype> b) {
-  if constexpr (kDtype == DType::kFloat32) {
-    return {{nan_min(a.bits.x, b.bits.x), nan_min(a.bits.y, b.bits.y)}};
-  } else {
-    return Pair<kDtype>::of(__hmin2_nan(a.value(), b.value()));
-  }
-}
-template <DType kDtype>
-__device__ __forceinline__ Pair<kDtype> pair_max(Pair<kDtype> a, Pair<kDtype> b) {
-  if constexpr (kDtype == DType::kFloat32) {
-    return {{nan_max(a.bits.x, b.bits.x), nan_max(a.bits.y, b.bits.y)}};
-  } else {
-    return Pair<kDtype>::of(__hmax2_nan(a.value(), b.value()));
-  }
-}
-template <DType kDtype>
-__device__ __forceinline__ Pair<kDtype> pair_shuffle_xor(Pair<kDtype> a, int32_t lanes) {
-  if constexpr (kDtype == DType::kFloat32) {
-    return {
-        {__shfl_xor_sync(kFullWarp, a.bits.x, lanes), __shfl_xor_sync(kFullWarp, a.bits.y, lanes)}};
-  } else {
-    return {__shfl_xor_sync(kFullWarp, a.bits, lanes)};
-  }
-}
 template <DType kDtype>
 __device__ __forceinline__ float2 pair_floats(Pair<kDtype> a) {
   if constexpr (kDtype == DType::kFloat32) {

@@ -18,7 +18,6 @@ inline StatusCode greater(StatusCode a, StatusCode b) {
 inline StatusCode worst_of_warp(StatusCode code) {
   return static_cast<StatusCode>(__reduce_max_sync(kFullWarp, static_cast<int32_t>(code)));
 }
-inline void finish_first(uint32_t&) {}
 
 template <DType kDtype>
 struct Pair {
@@ -45,19 +44,4 @@ Pair<kDtype> pair_of(float low, float high) {
     return {kDtype == DType::kFloat16 ? pack_halves(low, high) : pack_bfloats(low, high)};
   }
 }
-template <DType kDtype>
-Pair<kDtype> pair_min(Pair<kDtype> a, Pair<kDtype> b) {
-  const float2 x = pair_floats(a), y = pair_floats(b);
-  return pair_of<kDtype>(nan_min(x.x, y.x), nan_min(x.y, y.y));
-}
-template <DType kDtype>
-Pair<kDtype> pair_max(Pair<kDtype> a, Pair<kDtype> b) {
-  const float2 x = pair_floats(a), y = pair_floats(b);
-  return pair_of<kDtype>(nan_max(x.x, y.x), nan_max(x.y, y.y));
-}
-template <DType kDtype>
-Pair<kDtype> pair_shuffle_xor(Pair<kDtype> a, int32_t lanes) {
-  return {__shfl_xor_sync(kFullWarp, a.bits, lanes)};
-}
-
 }  // namespace tierkv
