@@ -1,5 +1,5 @@
 // Coded blocks in batches from codes in memory, by a warp each, through shared memory. The store
-// encodes what lies in its lanes (codec/gpu/coded/coded_encode_lanes.cuh); this is to compare with,
+// encodes what lies in its lanes (codec/gpu/coded/weighted_streams.cuh); this is to compare with,
 // and has the write-back of KVComp.
 #pragma once
 
