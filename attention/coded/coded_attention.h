@@ -19,7 +19,7 @@
 // Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
 // does not end where the next one begins, or a block that contradicts its row, makes the row
 // kCorrupt, with output 0 and lse -infinity. Other rows are not affected. Checksums and zero
-// padding are not looked at: decode_coded() verifies blocks of untrusted origin once.
+// padding are not looked at.
 //
 // Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
 // layout follows the instruction); docs/internals/coded-attention.md.

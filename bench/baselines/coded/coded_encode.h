@@ -3,7 +3,7 @@
 // and has the write-back of KVComp.
 #pragma once
 
-#include "codec/gpu/coded/coded_batch.h"
+#include "bench/baselines/coded/coded_decode.h"
 
 namespace tierkv {
 

@@ -9,7 +9,7 @@
 #include "bench/baselines/coded/coded_encode.h"
 #include "bench/baselines/coded/tree_decode.h"
 #include "codec/format/coded_block.h"
-#include "codec/gpu/coded/coded_batch.h"
+#include "bench/baselines/coded/coded_decode.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/code_source.h"
 

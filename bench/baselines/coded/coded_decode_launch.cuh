@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "codec/gpu/coded/coded_decode.cuh"
+#include "bench/baselines/coded/coded_decode_groups.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {

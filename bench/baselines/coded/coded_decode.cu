@@ -1,11 +1,11 @@
-#include "codec/gpu/coded/coded_decode_launch.cuh"
+#include "bench/baselines/coded/coded_decode_launch.cuh"
 
 namespace tierkv {
 
 Status decode_coded(const CodedDecode& call, GpuStream stream) {
   if (Status s = call.validate(); !s) return s;
   if (call.num_groups == 0) return Status::ok();
-  return launch_coded_decode<TableReader>(call, {}, stream);
+  return launch_coded_decode<CallTableReader>(call, {}, stream);
 }
 
 }  // namespace tierkv
