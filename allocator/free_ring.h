@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The circular free page list: where a position lies, and the host's way of taking and giving pages
 // one by one.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Row actions that the host reference and the CPU manager share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conservation laws of allocator/README.md as code: run after every operation in tests, and by
 // whoever doubts a state that came back from a device.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Giving pages back in the canonical order, in three stages, a CTA per group of 32 rows and eight
 // lanes per row:
 //   mark   a dropped page that nobody else holds is free. One that several tables hold remembers

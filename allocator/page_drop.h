@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which slots of a row an operation drops, in the canonical order: ascending slots of the row's
 // line. Rows follow the batch. A page returns to the ring at the place where its last reference was
 // dropped, so that the ring's content does not depend on how the work was scheduled.

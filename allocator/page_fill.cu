@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grow, reserve and fork: a CTA per group of 32 rows fills their tables. New pages are runs of the
 // ring and of the line, which eight lanes copy; those of a fork are worked off as one list.
 

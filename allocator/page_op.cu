@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan stage and the launch of an operation. allocator/page_take.cu, page_fill.cu and
 // page_drop.cu hold the stages after it.
 

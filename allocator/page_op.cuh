@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of an operation share: their launch record, the scratch between them, the scan
 // with which the last CTA of a stage deals out the pages, and the list of a group's pages.
 //

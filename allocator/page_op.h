@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checks of an operation's call, and its decision; shared by host reference, CPU manager and
 // kernels.
 #pragma once

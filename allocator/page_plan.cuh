@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plan stage of an operation comes to: which row is at fault, and the decision.
 #pragma once
 

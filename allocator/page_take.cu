@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Append and the first half of truncate: a thread per row takes a page or two.
 
 #include "allocator/page_op.cuh"

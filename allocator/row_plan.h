@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an operation means for one row, decided from the state before it. Shared by the host
 // reference, the CPU manager and the kernels, which differ only in how they deal out the pages.
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """What codebooks per class of channels would save: entropies of the global step's codes, as JSON on stdout.
 
 Channels of every (layer, kv_head) are sorted by the spread of their codes and cut into classes of equal size; a codebook of a layer

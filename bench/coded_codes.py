@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Codes of a dump's caches with the global step and the mean basis, as bench_coded reads them; or the caches, for bench_matvec.
 
 coded_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.3] [--value-step 0.25] [--kvcomp | --halves]

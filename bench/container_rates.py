@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Rates of `tierkv compress` and `decompress` on a dump, beside the page codec's own: JSON on stdout.
 
 container_rates.py TIERKV BENCH_PAGES DUMP [--preset k8v4] [--repeat 9] [--threads 1 2 4]

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """What every scheme does to dumps, as JSON on stdout: the rows of `tierkv analyze` over all sequences, and what HDF5's own gzip
 (shuffle, level 4 as the dumps are stored) makes of keys and values.
 

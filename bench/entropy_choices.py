@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/notes/2026-11-21-entropy-choices.md: how to code the quantiser's integers, by size on real caches and by expected work.
 
 Usage: entropy_choices.py [DUMP.h5...]   (the bundled dump if none is named)

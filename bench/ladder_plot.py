@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws bench/ladder.svg from bench/results/coded.json: bits a value against speed of every rung of the decoder, on real codes.
 
 ladder_plot.py          writes the figure

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """What the schemes with entropy coding gain over KIVI at KIVI's own attention error, as JSON on stdout.
 
 Every dump is measured with the means, steps and bases that `tierkv calibrate` takes from the *other* dumps, so nothing is fitted to

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables of the documents below from bench/results/*.json; bench/REPORT.md has nearly all.
 
 tables.py          replaces what stands between `<!-- table NAME -->` and `<!-- end -->`

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Codes of a dump's caches in weighted steps, as bench_weighted_attention reads them.
 
 weighted_codes.py DUMP OUT [--layers 0,3,5] [--key-step 0.5] [--value-step 0.45]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The boundary between C and C++: structs of any version in and out, no exception across.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over caller-owned pages.
 #include "tierkv/attention.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes out through a caller's buffer.
 #pragma once
 

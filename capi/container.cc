@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `.tkv` containers: what can be done with them without HDF5.
 #include "capi/abi.h"
 #include "codec/file/cache_decoder.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches of engines with block tables of their own.
 #include "tierkv/engine.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The KV store.
 #include "tierkv/kv_store.h"
 #include "capi/buffer.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A profile as a struct of arrays: which field of the one is which of the other.
 #pragma once
 

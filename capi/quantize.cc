@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Token-wise quantisation of rows.
 #include "codec/format/quantize.h"
 #include "capi/abi.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Significance and log-sum-exp of prompts.
 #include "tierkv/significance.h"
 

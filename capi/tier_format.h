@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the store's and attention's structs have in common.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GPU entry points of a build without CUDA, in place of those of the .cu files: each refuses by
 // name, and what no operation runs in needs no bytes.
 #include "tierkv/allocator.h"

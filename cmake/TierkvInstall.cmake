@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays out: headers, libtierkv and libtierkv_dumps, shared and static, the CMake package, pkg-config
 # files and the command. Both packages find their prefix from where they lie, so the tree may be moved.
 include(GNUInstallDirs)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Compiler settings shared by every target, and tierkv_library(), which makes one module of the tree.
 
 set(CMAKE_CXX_STANDARD 20)

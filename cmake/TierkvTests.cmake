@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What all test folders share: how a GoogleTest binary is made and how tests are labelled.
 #
 # Labels: `quick` runs in under a minute in total and needs no CUDA library; `full` is everything else that runs without a GPU;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps the KV cache of a Hugging Face causal language model: keys, values, queries and exact significance, as a kv-dump.
 
     python3 datasets/capture_hf.py --model MODEL --prompt notes.txt --prompt code.py --out dump.h5

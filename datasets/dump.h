@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kv-dump v1: caches of real models in HDF5, the input of the analysis. The format is in
 // docs/reference/kv-dump.md.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the structure of a kv-dump must satisfy, checked once when a file is opened.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a kv-dump says how its keys were rotated: the attributes rope_pairing and rope_dims and the
 // dataset rope_inv_freq of the root.
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes a Llama-architecture GGUF file as a Hugging Face folder: config.json, tokenizer.json, model.safetensors in float16.
 
     python3 datasets/gguf_to_hf.py MODEL.gguf FOLDER

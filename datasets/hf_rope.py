@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a Hugging Face model rotates its keys by position, found by asking its own rotation: a vector is turned and compared."""
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a small kv-dump from a model's cache: the dump that the repository bundles.
 
     python3 datasets/make_sample.py --model FOLDER --text FILE --layers 0 4 8 12 16 20 24 29 -o datasets/smollm2_1k.h5

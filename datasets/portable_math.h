@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // log, exp and cos from additions, multiplications and divisions alone, which IEEE 754 rounds the
 // same everywhere: the C library's differ in the last bit between versions and processors, and a
 // synthetic dump must not. Accurate to a few units in the last place, which random values need no

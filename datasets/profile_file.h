@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kv-profile v2: a calibrated Profile in HDF5. rows = num_layers * num_kv_heads, layer-major.
 //
 // /  attributes: format="kv-profile", format_version=2, model_id (not empty), num_layers,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading a rectangular part of a dataset: where it is stored is found under the lock; it is read,
 // decoded and assembled outside of it, so that threads do so in parallel.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Synthetic caches that have what real ones have: outlier key channels, attention sinks,
 // heavy-tailed attention, recency and a spread of value norms. The same spec gives the same k, v
 // and q on every machine (kExact significance up to its last bit); one row is in memory at a time.

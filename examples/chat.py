@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A conversation whose cache stays compressed from turn to turn, with transformers.
 
     python examples/chat.py --model SmolLM2-135M-Instruct --profile datasets/smollm2_profile.h5

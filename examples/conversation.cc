@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A conversation over one compressed KV cache: turns of any length and answers token by token, then
 // the same tokens as one prompt, which the store holds as the same bytes. The model is a stand-in:
 // random keys, values and queries.

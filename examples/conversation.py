@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressed KV cache in NumPy: a prompt of any length, then tokens one by one, each attending to all before it.
 
   conversation.py

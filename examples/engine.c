@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The cache of a serving engine from C: two sequences behind block tables, a prompt, then steps of
  * one token each with attention over the compressed blocks. Host memory stands in for the GPU's:
  * the calls without _host take device pointers and a stream, and a plan before the first attention

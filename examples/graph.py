@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One CUDA graph for every step of a generation: captured once, replayed while sequences grow.
 
   graph.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a store needs, and how many tokens fit into what there is.
 
   pool_size.py"""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # %% [markdown]
 # # Rate and distortion of a real cache
 # What each scheme keeps of a cache, and what it costs: memory against the error of the attention output. Run it as a script

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compress the keys and values of 64 tokens into one unified page (8-bit keys, 4-bit values), read
 // them back, and measure the error.
 #include <cmath>

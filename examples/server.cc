@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server's loop over one compressed KV cache: requests come, share a system prompt, are served
 // together step by step, and give their memory back. A request that finds no pages waits. The model
 // is a stand-in: random keys, values and queries.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressed KV cache on PyTorch's tensors: on the GPU where there is one, else in host memory.
 
   torch_cache.py

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Barriers in shared memory that copies end, and arrivals in global memory.
 //
 // Barriers of a warp's copies count one arrival per phase on sm_90, where the copy engine reports

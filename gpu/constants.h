@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Constants of kernels and of what they are compared with.
 #pragma once
 

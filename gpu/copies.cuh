@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies from global to shared memory: by a warp into a slot whose barrier they end, by the copy
 // engine where there is one and otherwise by the lanes; and by single threads.
 #pragma once

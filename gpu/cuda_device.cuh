@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's errors as statuses, and what a launch must know of the current device.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the architecture that a kernel is compiled for has. Everything that depends on the
 // architecture is in this folder, a file for each concern with its fallback; sm_80 is the least.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernel launches of this module: on the caller's stream, overlapping the end of the previous
 // kernel where the kernel's code can (programmatic dependent launch), failures as Status.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic by instructions: halves and bfloat16 in pairs, bits and bytes of words.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of matrices by a warp, and how their operands come out of shared memory.
 #pragma once
 

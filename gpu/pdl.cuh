@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The beginning of a kernel: its parameters, and the kernels before and behind it.
 #pragma once
 

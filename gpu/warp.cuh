@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp of the codec's kernels holds and agrees on.
 #pragma once
 

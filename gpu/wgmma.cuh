@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of a warpgroup, 64 rows x 128 columns, from operands in shared memory: sm_90a alone. The
 // fallback is mma.cuh.
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """python3 -m tierkv.report out of a source tree: tools/report.py RESULTS -o PAGE. The page needs none of the library, so none is built."""
 import pathlib
 import runpy

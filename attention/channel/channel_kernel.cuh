@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of attention over channel blocks, for a cache of ChannelPages or one like it: a CTA
 // for an item of a row and a group of passes, then a warp for 128 dims of a query column whose
 // parts it joins.

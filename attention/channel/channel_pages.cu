@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "attention/channel/channel_pages.h"
 
 #include "attention/channel/channel_launch.cuh"

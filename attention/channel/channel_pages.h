@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode attention over rows of channel blocks (codec/format/channel_block.h) that lie on pages of
 // a pool and are found through page tables, as a store has them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "attention/channel/channel_plan.h"
 
 #include "attention/channel/channel_plan_kernel.cuh"

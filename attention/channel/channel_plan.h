@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How attention over channel blocks is cut into CTAs: whole splits of every row, as many as its
 // length asks for, made on the device from the lengths that rows have then.
 //

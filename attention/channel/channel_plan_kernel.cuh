@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel of plan_channel(): one CTA.
 #pragma once
 

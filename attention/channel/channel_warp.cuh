@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp's attention over channel blocks and raw tiles of one row.
 //
 // Orientation and value scales as in warp_attention.cuh: S^T = K Q^T, O^T = V^T P^T, lane 4g + t

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode attention over rows of entropy-coded blocks: keys and values are decoded in registers, by
 // the lanes that multiply them.
 //

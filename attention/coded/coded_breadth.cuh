@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of a CodedBreadth that is not plain. They have fewer numbers of copies than plain
 // ones: copies of pairs from 128 channels on, in which most of the time goes into lookups.
 #pragma once

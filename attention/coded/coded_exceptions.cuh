@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exceptions as one more product, eight of them at a time: A holds the delta of exception e in
 // column e and the row it belongs to, B what that row is multiplied by. Lane 4 g + t holds
 // exceptions 2t and 2t + 1 of A, and the rows of B that they contract with.

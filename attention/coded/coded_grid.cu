@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a device runs a call of coded attention: tables with as many copies as there is room for,
 // then slots.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the items of a call are dealt out to warps, and how a warp goes through its own, row by row.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The second kernel of coded attention: joins what warps left of each row, adds the mean of the
 // values, completes the lse and takes sinks in. All that it reads but the partials is there before
 // the first kernel ends; the order of joining is fixed.

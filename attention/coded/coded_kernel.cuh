@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel of coded attention. A warp owns a run of items and one ring of slots; no warp waits
 // for another but at the beginning, when the CTA copies its tables.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The queries of a call of coded attention as its kernels take them: fp16 times a power of two of
 // the row, the queries of a row one after another.
 

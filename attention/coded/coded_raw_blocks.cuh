@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp does with raw blocks among coded ones. w: a CodedWarp.
 //
 // They are rare: their code is short, not fast, and reads them from memory.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How blocks reach a warp: their references a lane each, their bytes through a ring of slots in
 // shared memory. No other warp is involved.
 #pragma once

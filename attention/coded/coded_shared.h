@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared memory of the kernels of coded attention: barriers, one or two tables, slots for blocks.
 //
 // A table lies at a multiple of its size, which shared memory reaches only once it has skipped as

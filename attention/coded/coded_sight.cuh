@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the columns of a row see of its window: of several queries each sees the tokens up to its
 // own.
 #pragma once

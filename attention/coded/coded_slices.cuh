@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The slices of a block, one behind the other, as a warp comes to them: a head_dim of 256 has two.
 //
 // A block that fits into its slot lies there whole. One that does not has a raw slice: its slices

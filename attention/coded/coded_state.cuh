@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp's part of the attention of a row, in registers, and what it leaves of it in memory.
 #pragma once
 

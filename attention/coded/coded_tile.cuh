@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the fragments of a 64-token item come from: code words, raw tiles of a coded block, or fp16
 // tiles of the window. Fragments are the A operand of mma.m16n8k16; those of codes hold digits
 // over kDigitScale.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp does with a run of items: keys, softmax, values, block after block.
 #pragma once
 

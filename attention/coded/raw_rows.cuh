@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over rows of raw blocks (CodedAttention::raw_blocks): items, queries, partials and what
 // joins them are those of coded rows. Bound: memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks as a warp opens them: codec/format/weighted_block_format.h has their bytes.
 #pragma once
 

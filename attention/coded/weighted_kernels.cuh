@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of weighted blocks, an object for each pairing and head_dim. All take several
 // queries.
 #pragma once

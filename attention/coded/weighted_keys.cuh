@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp does with the keys of weighted blocks: scores out of a query turned back and of keys
 // turned by their places.
 #pragma once

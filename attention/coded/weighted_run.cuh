@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How blocks reach a warp of weighted attention, and what it keeps out of its registers meanwhile.
 #pragma once
 

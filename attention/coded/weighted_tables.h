@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What attention over weighted blocks multiplies by, in the order of its registers: made once for a
 // layer and its profile, on the host.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp does with a run of items of weighted blocks.
 //
 //   scores    q turned back by the block's first position, times keys turned by their places

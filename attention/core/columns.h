@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Query columns: the queries that share a row's pages, which are the columns of the kernel's
 // matrices.
 //

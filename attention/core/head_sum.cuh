@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One head of a row spread over a warp: the accumulator, and its joining with others.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "attention/core/merge.h"
 #include "gpu/launch.cuh"
 #include "gpu/math.cuh"

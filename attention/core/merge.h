@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Joining two finished partial results (merge_attention() of tierkv/attention.h): what host and
 // device share.
 #pragma once

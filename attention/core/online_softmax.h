@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mergeable state of a softmax-weighted sum: all that split attention needs.
 //
 // A SoftmaxState stands for a set of scored tokens. With scores s_i in log2 units (logit * log2(e))

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Joining the parts of a row: what several warps of a CTA, or several CTAs, have summed of one
 // column of queries. A warp joins a slice of a column's dims: lane l holds dims 4 * (l % kLanes) to
 // 4 * (l % kLanes) + 3 of it, of every kGroups-th part from part l / kLanes on, and lanes of the

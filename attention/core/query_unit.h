@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The power of two that queries of bfloat16 are divided by to become fp16.
 #pragma once
 

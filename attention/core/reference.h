@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention in double over pages in host memory, one value at a time: what every kernel is tested
 // against.
 #pragma once

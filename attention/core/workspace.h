@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What lies where in the caller's attention workspace.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "attention/engine/engine_kernels.cuh"
 #include "gpu/cuda_device.cuh"
 

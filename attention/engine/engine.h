@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the calls of tierkv/engine.h are made of: the cache of a layer, rows of the page table, and
 // queries in the order and the coordinates that attention takes.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference of attention over an engine's blocks: the device's steps, in host memory and
 // double.
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block tables to rows of the page table, and ragged queries to the order and coordinates that
 // attention takes, and back. A warp takes a vector of one head.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp's supply of chunks: it walks the tiles of the warp's item, looks up their pages and copies
 // them into the warp's ring, so many chunks ahead of their use as the ring has slots. No other warp
 // is involved.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a launch from a config, a table and a batch.
 #pragma once
 

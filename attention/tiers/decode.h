@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused kernel's parameters and its launch: CTAs of kDecodeWarps warps, or of fewer where
 // shared memory is too small, each with its own item of the plan and its own ring of chunks there.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused decode kernel.
 //
 // Each warp follows its own item of the plan through its own ring (chunk_feed.cuh,

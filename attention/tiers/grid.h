@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a device runs a config: the warps of a CTA and their slots, by its shared memory.
 #pragma once
 

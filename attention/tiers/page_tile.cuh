@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of codes in shared memory, as operands of mma.m16n8k16: loading a lane's words and
 // unpacking a fragment.
 //

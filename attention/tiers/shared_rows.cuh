@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of shared_rows.h. Where rows are fewer than the decode kernel's CTAs, so that many
 // share each, a warp joins 32 dims of a column, all parts on their way at once. Otherwise each CTA
 // of the decode kernel stands for the row that begins there and goes on behind it, and a warp joins

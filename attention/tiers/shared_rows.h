@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows that several CTAs of the decode kernel share: each leaves a part in global memory, and one
 // of the kernels here, which follows, joins the parts of every such row: one where rows are fewer
 // than CTAs, one where they are not (shared_rows.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scores that a launch of the decode kernel leaves behind, from which, once every head's
 // log-sum-exp is known, the probabilities of its tokens follow: significance needs the largest over
 // the heads of a group.

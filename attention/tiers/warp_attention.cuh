@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp's attention over tiles of one row at a time: one or two blocks of 8 query columns
 // (attention/core/columns.h), any formats.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What WarpAttention does once a row or a format: its queries at the beginning, its state and
 // output at the end.
 #pragma once

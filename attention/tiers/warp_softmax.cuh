@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The softmax of WarpAttention: which tokens count, their weights, and the reference that they are
 // relative to.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan: the tiles of all rows of a launch, cut into items of equal cost (bytes), one per warp
 // of a fixed grid.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan on the device, with the results of plan_items(). Only its latency counts: every stage
 // waits for the one before.
 #pragma once

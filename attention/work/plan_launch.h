@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plan kernel is launched with: the plan, and all that is known of it before.
 #pragma once
 

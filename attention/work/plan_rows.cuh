@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of one layer in the plan kernel: every warp reads the tokens of its rows and keeps them
 // in shared memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How one launch's attention is cut into work: tiles, chunks and items. Shared by the plan (host
 // and device) and by the kernel that follows it.
 //

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """KL of the next 128 tokens over chunks that the LMCache serde wrote and read (tierkv.lmcache), beside their size: the table of docs/notes/2026-11-22-lmcache.md.
 
     PYTHONPATH=build/python bench/answers/chunk_quality.py --model FOLDER [--texts 4]

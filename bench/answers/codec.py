@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt's cache through the library: a dump, `compress`, `decode_layer`; bytes and attention error as `tierkv analyze` counts them."""
 import dataclasses
 import pathlib
@@ -32,7 +33,7 @@ def spread_positions(tokens):
 
 def decoded(container, layers):
     """The cache that a container holds, a LayerCache for each layer."""
-    with tierkv.open(container) as cache:
+    with tierkv.Container(container) as cache:
         out = [cache.decode_layer(i, threads=1) for i in range(layers)]
     if any(layer.pruned.any() for layer in out):
         raise ValueError("the preset prunes: the continuation would attend to zeros")

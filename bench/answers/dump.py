@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of model.py as a kv-dump."""
 import h5py
 import numpy as np

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Time of a token of generate() in transformers over a TierCache, beside DynamicCache with torch's attention: a model of SmolLM2-135M's shape
 with random weights, on a GPU.
 

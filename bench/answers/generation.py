@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Quality through the store, in transformers: how much the predictions of the next 128 tokens change when a cache is made in one prompt, in
 chunks, or token by token. bench/results/store_quality.json.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Online attention error of each layer and kv head of a dump, as JSON on stdout: what the mean that `tierkv analyze` prints is made of.
 
 heads.py BUILD PROFILE DUMP PRESET      BUILD: a build folder, with the Python package

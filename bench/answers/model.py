@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama-architecture model in NumPy: its tokenizer, a prefill that gives the cache, a continuation over any cache.
 
 Read from a folder in Hugging Face layout: config.json, tokenizer.json (byte-level BPE, digits one by one), *.safetensors in bfloat16,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A profile of a model that model.py can run, without PyTorch: the model as calibration wants it (python/tierkv/_calibration.py).
 
     PYTHONPATH=build/python python3 bench/answers/numpy_calibration.py --model FOLDER --text FILE... -o profile.h5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is counted of a model's predictions."""
 import numpy as np
 

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Quality against memory on SmolLM2-135M-Instruct: bench/results/quality_smollm2.json, which makes the README's table.
 
     bench/answers/quality.py --work FOLDER [--model FOLDER --profile FILE] [--tierkv BUILD --preset PRESET... --own-preset PRESET...]

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Answers and KL of a model that reads its prompts from compressed caches, as JSON.
 
 Prompts are prefilled exactly, compressed by the library before the question is seen, decoded, and continued teacher-forced: an answer is

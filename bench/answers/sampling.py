@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """What sampled significance costs: bench/results/sampled_significance.json.
 
     bench/answers/sampling.py --work FOLDER --model FOLDER --profile datasets/smollm2_profile.h5

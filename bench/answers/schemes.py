@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schemes in NumPy, to check the library against: a layer's keys and values as a scheme leaves them, and its bytes.
 
 A scheme is a function of (LayerCache, Rope, LayerProfile or None) that returns Left. All keep SINKS first and WINDOW newest tokens raw.

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Tables of a result of run.py. summary.py RESULT.json prints them; bench/tables.py puts them into bench/REPORT.md."""
 import json
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts with questions that come after them, from a seed: retrieval, recall, arithmetic, copying, and running text.
 
 The prompt is what gets compressed; the continuation is read afterwards, teacher-forced, and opens with the prompt's last token, so that

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // States and operations of the allocator benchmark, on the host.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random caches on the device for the attention benchmark: a pool filled with plausible pages, and
 // page tables of several disjoint sets of sequences over it, so that replays find none of their
 // pages in L2.

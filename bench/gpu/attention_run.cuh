@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What benchmarks of attention over pages run on, and the calls of one cache. Replays take one set
 // of pages after another, so many that none is in L2 when its turn comes again.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory management alone: 128 sequences x 32 layers x 8 kv heads = 32,768 rows, 64 high or 112 low
 // tokens a page. Rows named "batch" are DiffKV's Figure 13: 1 to 128 of these sequences at 1024
 // tokens, by the page manager on the GPU and by threads on the CPU.

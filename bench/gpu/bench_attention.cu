@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode attention over compressed pages, at the shapes of bench/REPORT.md.
 //
 //   bench_attention [--out FILE] [--commit HASH] [--only TEXT] [--replays N] [--slots N]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel blocks: attention over them beside a kernel that only reads them, what a step pays to
 // append, and prompts, beside the copy ceiling of the same run.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decoding, encoding and attention over entropy-coded blocks, with the codes of real caches.
 //
 //   bench_coded --codes FILE [--out FILE] [--commit HASH] [--replays N]

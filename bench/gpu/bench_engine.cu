@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine's cache: encoding by slots, plan, attention over block tables, decoding of ranges.
 //
 //   bench_engine [--out FILE] [--commit HASH] [--only TEXT] [--replays N]

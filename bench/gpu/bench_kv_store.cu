@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store on a device, at the shape of Llama-3-8B: 32 layers, 32/8 heads of 128 channels.
 //
 //   bench_kv_store [--out FILE] [--commit HASH] [--only coded|tiers|fp16] [--replays N]

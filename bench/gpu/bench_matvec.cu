@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KVComp's Figures 9 to 11 on this GPU: the two matrix-vector products of a decoding step over
 // coded blocks in one kernel, in several kernels, and over the plain fp16 cache in cuBLAS.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of a prompt's first half: its log-sum-exp and significance.
 //
 //   bench_prompt [--out FILE] [--commit HASH] [--only TEXT] [--replays N]

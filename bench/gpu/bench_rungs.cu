@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rungs of bench/baselines/rungs beside the product's kernel and the floor, in BitDecoding's
 // settings (its section VI): Single is one long sequence, Batches equal lengths in contiguous
 // pages, Page pages scattered at random.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks on the GPU: counting of codes, codebooks of the counts, encoding and decoding of
 // the keys and values of a layer, beside blocks of version 1 of codes as wide.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the benches of the codec share: cases beside the copy ceiling of the same run, their report,
 // and device arrays of random elements.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks for benchmarks: the codes of real caches, as bench/coded_codes.py wrote them,
 // encoded and laid out as the blocks of many rows.
 #pragma once

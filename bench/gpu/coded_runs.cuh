@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What bench_coded measures: one function a measurement, each writes one result.
 #pragma once
 

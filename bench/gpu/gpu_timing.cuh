@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every GPU benchmark here needs: checked CUDA calls, graph-replay timing, the read ceiling of
 // the device.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The caches of bench_matvec: a component of a real cache as KVComp quantises it, as coded blocks,
 // their units, and the plain fp16 matrix beside it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What bench_matvec measures: one product of one shape in one kernel, in several, and in cuBLAS.
 #pragma once
 

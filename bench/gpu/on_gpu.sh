@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Tests and benchmarks on a machine with a GPU, from what `./dev gpu-pack` packed; nothing is built there.
 #
 #   run tests [NAME...]      every GPU test

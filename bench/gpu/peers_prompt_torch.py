@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Times fp16 causal attention of a prompt by PyTorch's back ends: what bench_prompt's significance is held against.
 
   peers_prompt_torch.py [--out FILE] [--commit HASH] [--replays N]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Times decode attention of PyTorch's back ends on fp16 caches at the shapes of bench_attention, which times ours.
 
   peers_torch.py [--out FILE] [--commit HASH] [--replays N] [--only TEXT]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cases of bench_rungs: BitDecoding's settings and ragged lengths, every format.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tensor cores could do for decode attention, without memory: mma.m16n8k16 and wgmma
 // m64n8k16 with all operands in place, and the arithmetic of keys and values as operand A over one
 // chunk that stays in shared memory. docs/notes/2026-11-22-attention-ladder.md compares them with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entropy coding on one core: histogram, codebook, encoder and the decoders, beside zstd level 1 on
 // the same codes (one byte a code). Codes are those of the global step (k 0.3, v 0.25, means
 // removed) of datasets/sample_1k.h5 when it is found from the working directory, else rounded

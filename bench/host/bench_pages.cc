@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host speed of the page codec: the quantiser alone, tiering, and page encode and decode, plain and
 // SIMD. Rates count fp16 bytes of keys and values, in (encode) or out (decode);
 // `--benchmark_format=json` for machines.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layers of a dump as a store's calls take them.
 #pragma once
 

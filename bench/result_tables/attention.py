@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over pages, its peers and its rungs."""
 from .kit import markdown, result, span, table
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coded blocks: attention, and the two products alone."""
 from .kit import markdown, number, result, span, table
 

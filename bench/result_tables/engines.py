@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store on a device, block tables of engines, and vLLM over them."""
 from .kit import markdown, result, table, table_of
 from .memory import kernels

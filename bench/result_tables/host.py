@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps, and what was measured on a CPU."""
 from .kit import markdown, number, result, table
 

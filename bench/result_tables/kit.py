@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tables are made with: results, Markdown, and the tables by name."""
 import json
 import pathlib

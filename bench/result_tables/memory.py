@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocator, channel-wise blocks and prompts on a GPU."""
 from .kit import markdown, result, table
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quality against memory."""
 from answers import summary
 

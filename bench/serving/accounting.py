@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows: percentiles of waiting, tokens a second, and which part of a step a kernel belongs to."""
 import re
 from typing import Any, Dict, Iterable, List, Optional, Sequence

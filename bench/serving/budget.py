@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches of a fixed budget: the stores of the benchmark's formats, and how many sequences each takes. NumPy alone."""
 import dataclasses
 from dataclasses import dataclass

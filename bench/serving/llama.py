@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama with random weights, and the caches that it runs over. PyTorch; on the CPU everything runs eagerly over a store in host memory."""
 import math
 from time import perf_counter

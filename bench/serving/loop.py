@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Generation over a cache of a fixed budget: a Llama-3-8B with random weights, a decode step in one CUDA graph.
 
     PYTHONPATH=build-gpu/python python3 bench/serving/loop.py generate [--formats dense,raw,small,fast,k4v2,channel] [--budget-gib 16]

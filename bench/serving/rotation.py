@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoPE of queries and keys, and the three parts of a projection: one Triton kernel on a GPU, PyTorch elsewhere."""
 import torch
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching over a fixed number of slots: who waits, who runs, who gives way. No tensors, no clock of its own.
 
 An engine serves slots 0 to slots - 1. It has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a serving benchmark: when they come, how long prompts and answers are. All from a seed."""
 import math
 import random

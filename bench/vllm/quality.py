@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What compressed blocks change in the predictions of a real model that vLLM serves, in nats, against vLLM's own bf16 cache.
 
     python3 bench/vllm/quality.py --model FOLDER --items FILE [--profile FILE] [--formats "raw k8v4 k4v4 k4v2 k4v4,7=k8v4,18=k8v4"] [--out FILE]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How fast vLLM generates over compressed blocks and over its own caches: a model of Llama-3-8B's shape with random weights.
 
     python3 bench/vllm/serving.py [--formats bf16,fp8,int4,k8v4,k4v4,k4v2] [--seconds 75] [--out FILE]

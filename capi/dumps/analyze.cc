@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tkv_analyze and tkv_calibrate.
 #include "tools/analysis/analyze.h"
 #include "capi/dumps/files.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tkv_compress and tkv_decompress.
 #include "capi/dumps/files.h"
 #include "codec/file/output_file.h"

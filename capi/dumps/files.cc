@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "capi/dumps/files.h"
 
 #include "datasets/profile_file.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the entry points over kv-dumps share: text handles, opened inputs, progress.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Profiles as numbers.
 #include "codec/policy/profile.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bases of a whole cache: what must agree between rows, and their identity.
 #include <string>
 #include <utility>

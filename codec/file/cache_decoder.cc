@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CacheDecoder and verify(): a container back into rows.
 #include <algorithm>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a CacheDecoder reads for weighted steps: rotations, rows, families of codebooks.
 #include <algorithm>
 

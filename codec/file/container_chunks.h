@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The chunks of a container that hold a row: segments, row maps, bases, values. Their bytes are
 // docs/reference/format.md; parsing checks every size and field before it is used and says what is
 // wrong, so that what it returns can be decoded without further checks.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "codec/file/container_format.h"
 
 #define XXH_INLINE_ALL

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes around the chunks of a container: the one place that knows them
 // (docs/reference/format.md).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiers of a row as unified pages in a container, one page a chunk: where the formats of a tier
 // have a page layout, its bytes in the file are those of a pool's pages, written and read by the
 // page codec. Everything else is stored as segments (container_chunks.h).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The chunks kModel and kSequence of a container.
 #include "codec/format/byte_cursor.h"
 #include "tierkv/container.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "codec/file/output_file.h"
 
 #include <sys/stat.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What may stand at the path of a file that is to be written. Writers create a file beside its
 // place, under temporary_name(), and rename it when it is whole.
 #pragma once

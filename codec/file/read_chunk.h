@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks of a container by key, parsed, with failures that name file and chunk.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One row (sequence, layer, kv_head) under a scheme: which tokens go where, and the encoded
 // segments of both components.
 #pragma once

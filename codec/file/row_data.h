@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One component of one row as it was stored: what containers are made of and dumps hold.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the tokens of a row are stored, as plain data: what a preset's text is parsed into
 // (tools/presets/preset.h) and what a container is written by.
 #pragma once

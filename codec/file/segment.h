@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A segment: consecutive tokens of one component of a row, stored in one format. Encoding and
 // decoding stream chunk by chunk, so that a row never exists decoded as a whole; the bytes are
 // those a cache would hold (codes packed or coded, parameters, offsets), without page padding.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The signs of the fixed Hadamard basis (tierkv/basis.h), which containers and stores share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cache of one layer in the hands of an engine with block tables of its own: a block holds a
 // page without records for every kv_head, and a token is named by its slot, block * tokens + place.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel-wise keys: blocks of 64 or 128 tokens of one row whose keys share a scale and zero point
 // per channel, for caches without tiers.
 //

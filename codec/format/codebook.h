@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A codebook: one canonical, length-limited Huffman code and the alphabet of quantisation codes it
 // stands for.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What build_codebook() tries and how it judges, for host and device alike.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entropy-coded blocks: up to 64 tokens of one (row, component), readable alone, decoded by one
 // warp.
 //

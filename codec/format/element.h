@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements of keys and values in their stored types, shared by host and device.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one lane does with the values of its tensor-core fragments: quantise them and pack the codes
 // into the words of a tile. Shared by the kernels and their host tests.
 //

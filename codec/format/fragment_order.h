@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The order in which a block's codes belong to the 32 lanes of a warp: the A operand of
 // mma.m16n8k16.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The global step: one absolute quantisation step per (layer, kv_head, component), chosen so that
 // the error has a stated size (docs/internals/architecture.md, "Quantisation"). A uniform error of
 // width `step` has variance step^2 / 12 per coordinate.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fp16 and bf16 to and from fp32 in vectors, the same bits as tierkv/half.h for every value that is
 // not NaN (a NaN stays one). Highway's own conversions truncate or lose infinities where the
 // hardware has none, so only native ones are used.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Canonical, length-limited Huffman codes over small alphabets, and the bits of a stream.
 //
 // Everything follows from the code lengths (docs/reference/format.md, "Codebooks"): symbols sorted

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where every byte of a unified page lies. The only place that knows: all other code asks here.
 //
 // A page holds six segments of `tokens` tokens each, back to back in this order, each aligned to 64

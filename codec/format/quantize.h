@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The quantiser: scale, zero point and code of one group of values, shared by the host reference
 // and every kernel.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys before RoPE: sines and cosines of positions, and the rotations by them, shared by host and
 // device to the bit.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fixed Hadamard rotation of tokens in pages (tierkv/basis.h), small enough to be a kernel's
 // parameter.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logarithms and powers to base 2 that host and device compute to the same bits: additions,
 // multiplications and divisions of doubles, each rounded, none fused. Within 2^-50 of the true
 // value, relative or absolute, whichever is larger.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evenly spaced tokens of a sequence: the queries that sampled significance counts.
 #pragma once
 

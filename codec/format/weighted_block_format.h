@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of a weighted block: the one place that knows its offsets (docs/reference/format.md,
 // "Weighted blocks"). It is a coded block of version 2.
 //

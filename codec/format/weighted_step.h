@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted steps: the laws that host and device share to the bit.
 //
 //   scale_d = S / w_d               per row and channel, fp32 (values: w_d = 1)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CTA encodes a block: values to shared memory, parameters, then each lane of a warp makes words
 // of codes in fragment order (codec/format/fragment_codes.h) and writes them in whole sectors. The
 // bytes of codec/host/channel_block.cc.

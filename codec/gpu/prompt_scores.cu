@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tierkv/significance.h"
 
 #include <cuda_runtime.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores by mma.sync, on sm_80 and up: for devices and binaries without wgmma.
 //
 // Eight warps, as two warpgroups, hold their stationary rows in registers, 16 rows of each sub-tile

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What prompt_scores.cu makes of a tile of scores: significance adds up probabilities over queries,
 // the log-sum-exp over keys. A taker is one thread's share of a warpgroup's rows.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiles of q . k^T on the tensor cores: a stationary tile of rows against a stream of tiles of
 // other rows. What significance and the log-sum-exp of a prompt have in common, by wgmma
 // (score_wgmma.cuh) and by mma.sync (score_mma.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores by wgmma, on sm_90a.
 //
 // A CTA holds two warpgroups that multiply, each with its rows of the stationary tile, and one that

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arrays of stored elements to and from single precision, with SIMD: the bits of tierkv/half.h,
 // element by element.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors for rows and whole layers. Their memory is not cleared when it grows, and asks for large
 // pages where it is large: a fresh small page costs the kernel about as much as encoding what is
 // written into it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens into unified pages and back, on the host: the reference of every kernel that writes or
 // reads pages.
 //

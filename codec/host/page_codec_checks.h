@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plain and the fast page codec share: argument checks and the clearing of slots. Internal
 // to codec/.
 #pragma once

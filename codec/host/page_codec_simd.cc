@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast page codec: whole tiles in registers, the same bytes as reference::append_tokens and
 // decode_tokens.
 //

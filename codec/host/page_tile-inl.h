@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fragment order of a tile as register shuffles. Compiled once per SIMD target; the plain
 // statement of the same order is code_position().
 //

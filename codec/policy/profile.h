@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What calibration learns about a model's cache: per (layer, kv_head) the statistics from which
 // means, weights, steps, bases, head scales and classes of heads follow, and the tier thresholds.
 // A profile is applied to other sequences of the same model, so nothing of it is billed to them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much later queries look at a token: its significance, exact over a prompt.
 //
 //   sig_i = mean over the counted queries j > i of max over the query heads h of the group of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks of tierkv/significance.h, and its references.
 #include <algorithm>
 #include <cmath>

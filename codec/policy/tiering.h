@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tier a token of a prompt goes to. The rules and their edge cases are written out in
 // docs/internals/policies.md. Source: DiffKV section 4.
 #pragma once

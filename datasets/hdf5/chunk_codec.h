@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decoding of one stored HDF5 chunk, outside HDF5: HDF5's own pipeline trusts a chunk to decode to
 // its full size and reads past the end when it does not, and it decodes under a global lock. Here
 // every size is checked and any number of threads may decode at once.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HDF5 datasets of numbers: opening them with every check that can be made before reading, and
 // creating them.
 #pragma once

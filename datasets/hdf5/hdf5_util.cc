@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "datasets/hdf5/hdf5_util.h"
 
 #include <sys/mman.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small RAII wrappers over the HDF5 C API. Every call is made under hdf5_mutex(), because Debian's
 // HDF5 is not thread-safe, and with HDF5's own error printing off: callers build their own
 // messages.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "datasets/hdf5/zstd_filter.h"
 
 #include <zstd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HDF5 filter 32015 (zstd), in process: no plugin needs to be installed to read or write such
 // dumps.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // safetensors: tensors in a file behind a JSON header, without code and without surprises; the safe
 // way to take caches from strangers.
 //

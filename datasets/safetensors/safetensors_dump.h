@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kv-dumps to safetensors and back, under names of the caller's choice.
 #pragma once
 

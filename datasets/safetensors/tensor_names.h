@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the tensors of a cache are called in a safetensors file, and in which order their axes come.
 #pragma once
 

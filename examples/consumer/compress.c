@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Compresses a kv-dump into a container, and prints what other schemes would have done to it. */
 #include <stdio.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Opens a `.tkv` container and prints what every layer of its first sequence holds.
 #include <cmath>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Compresses 64 tokens into a page (8-bit keys, 4-bit values) and reads them back. */
 #include <math.h>
 #include <stdio.h>

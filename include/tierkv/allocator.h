@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The page allocator: which page belongs to which row, for all sequences, layers and heads at once.
 //
 // State is plain data in one block of memory that the caller owns: a free ring of page ids, the

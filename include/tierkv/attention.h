@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode attention over the compressed cache: the pages of every tier of every row, in one call,
 // without unpacking them to memory.
 //

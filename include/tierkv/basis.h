@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Changes of coordinates before quantisation: y = T (x - mean), for keys and for values.
 //
 // Energy that sits in a few channels costs bits; in another basis it is spread (Hadamard), centred

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens into unified pages and back, on the host: the same bytes that the kernels write and read.
 //
 // Use it to fill or inspect pages without a GPU: to import and export caches, to test, to measure

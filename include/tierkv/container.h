@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The `.tkv` container, version 2: a compressed cache in a file, chunk by chunk.
 //
 // A container is a header, chunks, and an index that says what every chunk is and where it lies.

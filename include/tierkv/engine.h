@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches of serving engines that have block tables of their own, vLLM's among them.
 //
 // The engine owns memory, block tables and slot mappings; this header compresses into its blocks

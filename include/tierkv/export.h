@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TKV_API marks what libtierkv.so exports; everything else is hidden.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a compressed token looks like, as data: a TierFormat is a ComponentFormat for keys and one
 // for values.
 //

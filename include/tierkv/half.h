@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // IEEE binary16 and bfloat16 as bit patterns, converted exactly and rounded to nearest even on the
 // host; device code uses the hardware's conversions, which agree bit for bit on every finite value
 // and infinity.

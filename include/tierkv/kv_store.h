@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
 //
 //   Result<std::unique_ptr<KvStore>> store = KvStore::create(config);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unified pages: fixed-size pages of one pool that hold tokens of any tier, and the choice of their
 // size.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page tables: which pages a row holds, by precision.
 //
 //   row    one (sequence, layer, kv_head):

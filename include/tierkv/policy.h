@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tier a token belongs to: significance thresholds, a protected window and protected sinks.
 //
 // significance (DiffKV section 4): sig_i = 1/(N - i) * sum over later queries j > i of max over the

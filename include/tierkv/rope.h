@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a model rotates queries and keys by position (rotary embeddings, RoPE).
 //
 // Scaled variants (linear, NTK, YaRN, Llama 3) are just other frequencies. A constant factor on

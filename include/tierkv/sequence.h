@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sequences of a store and how calls name them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much later queries look at each token of a prompt, for a layer of a ragged batch. Also the
 // log-sum-exp that this needs, where attention has not kept it.
 //

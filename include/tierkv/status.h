@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors are values. Every fallible function of the library returns a Status or a Result<T>;
 // nothing in the library throws, exits, aborts or prints. A failed call has written nothing unless
 // its declaration says otherwise.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tierkv in one include: every public C++ header, and CacheFile, which reads compressed caches.
 //
 // Where to look for what:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* tierkv's attention for C: over pages that the caller owns, and the significance of prompts. The
  * rules of tierkv_c.h hold; names and meanings are those of attention.h and significance.h, which
  * are the manuals of the calls.

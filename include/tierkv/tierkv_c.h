@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* tierkv for C and for every language that can call C: the codec and the `.tkv` container.
  *
  * Use it where C++20 is not at hand, or where the library is loaded at run time: a program keeps
@@ -32,10 +33,10 @@ extern "C" {
 #endif
 
 #define TKV_VERSION_MAJOR 0
-#define TKV_VERSION_MINOR 1
+#define TKV_VERSION_MINOR 2
 #define TKV_VERSION_PATCH 0
 
-/* The version of the library that is loaded: "0.1.0". */
+/* The version of the library that is loaded: "0.2.0". */
 TKV_API const char* tkv_version(void);
 
 /* ---- Errors ---- */

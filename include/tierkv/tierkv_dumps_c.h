@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* tierkv for C, the part that reads and writes kv-dumps (HDF5): analysis, calibration, compression.
  *
  * It is a library of its own, libtierkv_dumps.so, so that a serving process that links libtierkv.so

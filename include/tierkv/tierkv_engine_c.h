@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* tierkv for serving engines in C: compressed KV blocks behind block tables of the engine's own.
  *
  * Use it where an engine (vLLM and others) owns memory, block tables and slot mappings. A block is

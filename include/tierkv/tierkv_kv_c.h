@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The KV store for C. The rules of tierkv_c.h hold; names and meanings are those of
  * kv_store.h, which is the manual of the calls.
  *

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in and out of the C ABI: dtypes, contiguity, pointers."""
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from typing import Any, NamedTuple, Sequence, Union
 import numpy as np
 import numpy.typing as npt
 
+from .errors import ArgumentTypeError, InvalidArgumentError
+
 FloatArray = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
-# Anything with __array__ or __dlpack__ in CPU memory; ndarray, torch.Tensor, ...
+# Anything with __array__ or __dlpack__ in CPU memory: numpy.ndarray, torch.Tensor and others.
 ArrayLike = Any
+# A numpy.ndarray, or a torch.Tensor where the call was given one.
+AnyArray = Any
 
 FLOAT16, BFLOAT16, FLOAT32 = 0, 1, 2
 DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}
@@ -28,13 +33,31 @@ class Values(NamedTuple):
         return self.bits.astype(np.float32)
 
 
+def is_tensor(x: Any) -> bool:
+    """Whether x is a torch.Tensor. torch is not imported for that."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
+
+
+def like(result: Array, x: Any) -> Any:
+    """`result` as a tensor where x is one; both share their memory."""
+    return sys.modules["torch"].from_numpy(result) if is_tensor(x) else result
+
+
 def to_numpy(x: ArrayLike, name: str) -> Array:
     """x without a copy where that is possible."""
+    if is_tensor(x):
+        if x.device.type != "cpu":
+            raise ArgumentTypeError(f"{name}: a tensor on {x.device}, but this call runs on the CPU; pass {name}.cpu()")
+        try:
+            return x.detach().numpy()  # type: ignore[no-any-return]
+        except (RuntimeError, TypeError) as e:
+            raise ArgumentTypeError(f"{name}: no tensor that NumPy can share: {e}") from e
     if not isinstance(x, np.ndarray) and hasattr(x, "__dlpack__"):
         try:
             return np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError) as e:
-            raise TypeError(f"{name}: no array that NumPy can share: {e}") from e
+            raise ArgumentTypeError(f"{name}: no array that NumPy can share: {e}") from e
     return np.asarray(x)
 
 
@@ -47,21 +70,26 @@ def values(x: ArrayLike, name: str, shape: "Sequence[Union[int, None]]") -> Valu
         bits = to_numpy(x, name)
         dtype = bits.dtype.name
         if not bits.dtype.isnative:
-            raise TypeError(f"{name}: dtype {bits.dtype.str} is not in this machine's byte order")
+            raise ArgumentTypeError(f"{name}: dtype {bits.dtype.str} is not in this machine's byte order")
     if dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
+        raise ArgumentTypeError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
     bits = shaped(np.ascontiguousarray(bits), shape, name)
     return Values(bits.view(np.uint16) if dtype == "bfloat16" else bits, dtype)
+
+
+def floats(x: ArrayLike, dtype: Any, name: str) -> Array:
+    """x as contiguous floats of `dtype`."""
+    return np.ascontiguousarray(to_numpy(x, name), dtype)
 
 
 def integers(x: ArrayLike, dtype: Any, name: str) -> Array:
     """x as integers of `dtype`; values that do not fit are refused."""
     a = to_numpy(x, name)
     if not np.issubdtype(a.dtype, np.integer):
-        raise TypeError(f"{name}: dtype {a.dtype} is not an integer type")
+        raise ArgumentTypeError(f"{name}: dtype {a.dtype} is not an integer type")
     limits = np.iinfo(dtype)
     if a.size and not np.can_cast(a.dtype, dtype) and (int(a.min()) < limits.min or int(a.max()) > limits.max):
-        raise ValueError(f"{name}: values beyond {np.dtype(dtype).name}")
+        raise InvalidArgumentError(f"{name}: values beyond {np.dtype(dtype).name}")
     return np.ascontiguousarray(a, dtype)
 
 
@@ -69,7 +97,7 @@ def shaped(a: Array, shape: "Sequence[Union[int, None]]", name: str) -> Array:
     """a, whose shape must match; None stands for any size."""
     if a.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, a.shape)):
         wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(f"{name}: shape {a.shape} instead of ({wanted})")
+        raise InvalidArgumentError(f"{name}: shape {a.shape} instead of ({wanted})")
     return a
 
 

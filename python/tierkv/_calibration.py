@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration by the model itself: statistics of its cache, and how far its predictions move when one head alone is coarse.
 
 The core, in NumPy. A model is anything with the methods of CalibrationModel.
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._arrays import FloatArray
+from .errors import TierkvError
 from .profile import ProfileData, Rope, Scalars, head_scales
 
 Ids = npt.NDArray[np.int64]
@@ -24,7 +26,7 @@ CHARACTERS_A_TOKEN = 10  # more than texts have: encoding a whole book takes lon
 LEAST_KL = 2e-5  # nats; smaller ones are taken for noise
 
 
-class CalibrationError(Exception):
+class CalibrationError(TierkvError):
     """What keeps a model from being calibrated."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command of calibration: options, progress, exit codes; of any model that it is given."""
 from __future__ import annotations
 

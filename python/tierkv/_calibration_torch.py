@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration with PyTorch and transformers: a causal language model whose attention goes through transformers' attention interface."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in GPU memory, without a copy: DLPack (torch, CuPy, JAX, ...) or __cuda_array_interface__ (CuPy, Numba, ...)."""
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import math
 import sys
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
 from typing import Any, Dict, NamedTuple, Sequence, Tuple, Union
+
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 # DLDeviceType: CUDA memory, and CUDA memory that is managed.
 CUDA_DEVICES = (2, 13)
@@ -47,9 +50,9 @@ def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Unio
     if dense:
         _require_dense(a, name)
     if a.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype {a.dtype} instead of {' or '.join(dtypes)}")
+        raise ArgumentTypeError(f"{name}: dtype {a.dtype} instead of {' or '.join(dtypes)}")
     if len(a.shape) != len(shape) or any(want is not None and want != got for want, got in zip(shape, a.shape)):
-        raise ValueError(f"{name}: shape {a.shape} instead of ({', '.join('any' if s is None else str(s) for s in shape)})")
+        raise InvalidArgumentError(f"{name}: shape {a.shape} instead of ({', '.join('any' if s is None else str(s) for s in shape)})")
     return a
 
 
@@ -57,17 +60,17 @@ def empty(like: Any, dtype: str, shape: Tuple[int, ...]) -> Any:
     """An array for results beside `like`, where its library is known."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(like, "new_empty"):
-        raise TypeError(f"results for a {type(like).__name__} must be given with `into`")
+        raise ArgumentTypeError(f"results for a {type(like).__name__} must be given with `into`")
     return like.new_empty(shape, dtype=getattr(torch, dtype))
 
 
 def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     if x.__dlpack_device__()[0] not in CUDA_DEVICES:
-        raise TypeError(f"{name}: not in GPU memory")
+        raise ArgumentTypeError(f"{name}: not in GPU memory")
     try:
         capsule = x.__dlpack__(stream=_stream_to_tell(x, stream))
     except (BufferError, RuntimeError) as e:
-        raise TypeError(f"{name}: no array that can be shared: {e}") from e
+        raise ArgumentTypeError(f"{name}: no array that can be shared: {e}") from e
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = c_void_p, [py_object, c_char_p]
     # The capsule keeps its name, so that it releases the array itself when it goes.
@@ -75,7 +78,7 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     dtype = DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise TypeError(f"{name}: dtype is not one of {', '.join(DLPACK_DTYPES.values())}")
+        raise ArgumentTypeError(f"{name}: dtype is not one of {', '.join(DLPACK_DTYPES.values())}")
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else _dense(shape)
     return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, capsule)
 
@@ -92,15 +95,15 @@ def _stream_to_tell(x: Any, stream: int) -> int:
 def _from_interface(x: Any, name: str) -> DeviceArray:
     interface: "Dict[str, Any] | None" = getattr(x, "__cuda_array_interface__", None)
     if interface is None:
-        raise TypeError(f"{name}: not in GPU memory")
+        raise ArgumentTypeError(f"{name}: not in GPU memory")
     shape = tuple(interface["shape"])
     dtype = TYPESTRS.get(interface["typestr"])
     if dtype is None:
-        raise TypeError(f"{name}: dtype {interface['typestr']} is not one of {', '.join(TYPESTRS)}")
+        raise ArgumentTypeError(f"{name}: dtype {interface['typestr']} is not one of {', '.join(TYPESTRS)}")
     if interface.get("strides") is None:
         strides = _dense(shape)
     elif any(stride % ITEM_BYTES[dtype] for stride in interface["strides"]):
-        raise ValueError(f"{name}: strides are no multiples of the items")
+        raise InvalidArgumentError(f"{name}: strides are no multiples of the items")
     else:
         strides = tuple(stride // ITEM_BYTES[dtype] for stride in interface["strides"])
     return DeviceArray(interface["data"][0], shape, strides, dtype, x)
@@ -113,4 +116,4 @@ def _dense(shape: Tuple[int, ...]) -> Tuple[int, ...]:
 def _require_dense(a: DeviceArray, name: str) -> None:
     for extent, stride, dense in zip(a.shape, a.strides, _dense(a.shape)):
         if extent != 1 and stride != dense:
-            raise ValueError(f"{name}: not contiguous")
+            raise InvalidArgumentError(f"{name}: not contiguous")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of tierkv_engine_c.h: the cache of a serving engine that has block tables of its own. Arrays are addresses."""
 from __future__ import annotations
 

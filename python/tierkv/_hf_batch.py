@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a padded batch each sequence of a store holds. Plain Python: no torch."""
 from __future__ import annotations
 
@@ -5,8 +6,10 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
+from .errors import InvalidArgumentError
 
-class PaddingError(ValueError):
+
+class PaddingError(InvalidArgumentError):
     """The attention mask is one that a store cannot hold."""
 
 
@@ -25,7 +28,7 @@ class Batch:
         """Appends `tokens` positions to each row and returns how many of them are tokens of its sequence. mask: [rows, length + tokens],
         nonzero where a position is visible; None: all are. PaddingError leaves the batch as it was."""
         if self.pads and len(self.pads) != rows:
-            raise ValueError(f"{rows} rows follow on {len(self.pads)}")
+            raise InvalidArgumentError(f"{rows} rows follow on {len(self.pads)}")
         before = self.tokens() if self.pads else [0] * rows
         pads = _left_padding(mask, rows, self.length + tokens) if mask is not None else (self.pads or [0] * rows)
         if self.pads and any(a != b for a, b, seen in zip(self.pads, pads, before) if seen > 0):
@@ -36,7 +39,7 @@ class Batch:
     def crop(self, length: int) -> None:
         """Forgets positions from `length` on."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"length: {length} is not between 0 and {self.length}")
+            raise InvalidArgumentError(f"length: {length} is not between 0 and {self.length}")
         self.length = length
 
     def select(self, rows: Sequence[int]) -> None:
@@ -74,7 +77,7 @@ class Moves:
         self.forked: List[bool] = []  # of each new row
         for new, old in enumerate(chosen):
             if not 0 <= old < rows:
-                raise ValueError(f"row {old} is not one of {rows}")
+                raise InvalidArgumentError(f"row {old} is not one of {rows}")
             self.forked.append(old in seen)
             seen.setdefault(old, new)
         self.dropped = [row for row in range(rows) if row not in seen]  # old rows that nobody chose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C ABI: structs of tierkv_c.h, tierkv_attention_c.h, tierkv_kv_c.h and tierkv_dumps_c.h, and calls that raise.
 
 Structs repeat the headers' fields in their order; tests/python compares sizes and offsets with the compiler's.
@@ -12,7 +13,7 @@ import pathlib
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, Dict, List, Tuple, Union
 
-from .errors import InvalidArgumentError, error_of
+from .errors import ArgumentTypeError, InvalidArgumentError, error_of
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -26,7 +27,7 @@ def integer(value: Any, name: str, kind: Any = c_int32) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: {value!r} is not an integer") from None
+        raise ArgumentTypeError(f"{name}: {value!r} is not an integer") from None
     low, high = _LIMITS[kind]
     if not low <= number <= high:
         raise InvalidArgumentError(f"{name}: {number} is not in {low} to {high}")
@@ -312,6 +313,6 @@ def dumps() -> Library:
 def encode_path(path: Path) -> bytes:
     data = os.fsencode(path)
     if b"\0" in data:
-        raise ValueError("embedded null byte in a path")
+        raise InvalidArgumentError("embedded null byte in a path")
     return data
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a KV cache as bytes of a size that is known beforehand: token-wise codes of 8, 4 or 2 bits with a scale and a zero point for each
 token and head. NumPy alone.
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from ._arrays import FloatArray
 from .codec import QuantizedRows, dequantize, quantize
-from .errors import CorruptError
+from .errors import CorruptError, InvalidArgumentError
 
 HEADER = struct.Struct("<4s4B4I2I")
 MAGIC, VERSION = b"TKLM", 1
@@ -38,17 +39,17 @@ class ChunkFormat:
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
             if getattr(self, name) not in WIDTHS:
-                raise ValueError(f"{name}: {getattr(self, name)} is not one of {', '.join(map(str, WIDTHS))}")
+                raise InvalidArgumentError(f"{name}: {getattr(self, name)} is not one of {', '.join(map(str, WIDTHS))}")
         if self.head_dim < 4 or self.head_dim % 4:
-            raise ValueError(f"head_dim: {self.head_dim} is not a multiple of 4")
+            raise InvalidArgumentError(f"head_dim: {self.head_dim} is not a multiple of 4")
 
     def sizes(self, shape: "Tuple[int, ...]") -> Tuple[int, int]:
         """Bytes of the keys and of the values of a chunk [2, layers, tokens, hidden]."""
         if len(shape) != 4 or shape[0] != 2:
-            raise ValueError(f"a chunk has the shape [2, layers, tokens, hidden], not {list(shape)}")
+            raise InvalidArgumentError(f"a chunk has the shape [2, layers, tokens, hidden], not {list(shape)}")
         rows, odd = divmod(shape[1] * shape[2] * shape[3], self.head_dim)
         if odd or shape[3] % self.head_dim:
-            raise ValueError(f"hidden size {shape[3]} is not a multiple of head_dim {self.head_dim}")
+            raise InvalidArgumentError(f"hidden size {shape[3]} is not a multiple of head_dim {self.head_dim}")
         return rows * (self.head_dim * self.k_bits // 8 + 4), rows * (self.head_dim * self.v_bits // 8 + 4)
 
     def size(self, shape: "Tuple[int, ...]") -> int:
@@ -60,7 +61,7 @@ def pack_chunk(format: ChunkFormat, x: FloatArray, out: Bytes) -> int:
     NonFiniteError, OutOfRangeError beyond fp16."""
     size = format.size(x.shape)
     if out.size < size:
-        raise ValueError(f"the chunk needs {size} bytes, {out.size} are there")
+        raise InvalidArgumentError(f"the chunk needs {size} bytes, {out.size} are there")
     at = HEADER.size
     for part, bits in zip(x, (format.k_bits, format.v_bits)):
         rows = quantize(np.ascontiguousarray(part).reshape(-1, format.head_dim), bits)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a report, drawn by Matplotlib as SVG that inherits the page's text colour."""
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a report is made from: the JSON of `tierkv analyze` or `sweep` with --json --details, and KL of bench/answers/quality.py."""
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
+from .errors import TierkvError
+
 Path = Union[str, "os.PathLike[str]"]
 Json = Dict[str, Any]
 TIERS = ("window", "high", "low", "pruned")
@@ -15,7 +18,7 @@ COMPONENTS = ("key", "value")
 SENSITIVITIES = ("joint_sensitivity", "key_sensitivity", "value_sensitivity")
 
 
-class ReportError(Exception):
+class ReportError(TierkvError):
     """A file that a report cannot be made from; the message names file and field."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile of a Hugging Face model: python -m tierkv.calibrate --model FOLDER --text FILE... -o profile.h5
 
 Statistics of keys, values and queries, and how far the model's predictions move when one head alone is coarse, each head in turn.
@@ -18,7 +19,7 @@ def make_model(args: argparse.Namespace) -> CalibrationModel:
     try:
         from ._calibration_torch import TorchModel
     except ImportError as e:
-        raise CalibrationError(f"{e.name} is missing; install tierkv[calibration]") from e
+        raise CalibrationError(f"{e.name} is missing; install tierkv[calibrate]") from e
     return TorchModel(args.model, args.model_id, args.device, args.batch)
 
 

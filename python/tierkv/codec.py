@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codec: rows of codes, unified pages, entropy-coded blocks."""
 from __future__ import annotations
 
@@ -9,22 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _library as lib
-from ._arrays import DTYPES, FLOAT32, Array, ArrayLike, FloatArray, integers, pointer, shaped, values
+from ._arrays import DTYPES, FLOAT32, AnyArray, Array, ArrayLike, floats, integers, like, pointer, shaped, to_numpy, values
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 BLOCK_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Token-wise min-max codes: x' = scale * code + zero_point per group of channels."""
+    """Token-wise min-max codes: x' = scale * code + zero_point per group of channels. Tensors where quantize() was given one."""
 
-    codes: npt.NDArray[np.uint8]  # [tokens, head_dim]
-    scale: npt.NDArray[np.float16]  # [tokens, head_dim / group]
-    zero_point: npt.NDArray[np.float16]  # likewise
+    codes: AnyArray  # uint8 [tokens, head_dim]
+    scale: AnyArray  # float16 [tokens, head_dim / group]
+    zero_point: AnyArray  # likewise
     bits: int
     group: int
 
     def _struct(self) -> lib.Codes:
+        """The arrays are NumPy's."""
         tokens, head_dim = self.codes.shape
         return lib.Codes(tokens=tokens, head_dim=head_dim, bits=self.bits, group=self.group, codes=pointer(self.codes),
                          scale=pointer(self.scale), zero_point=pointer(self.zero_point))
@@ -36,27 +39,27 @@ def quantize(x: ArrayLike, bits: int, group: int = 0) -> QuantizedRows:
     tokens, head_dim = rows.shape
     width = group or head_dim
     if group < 0 or width == 0 or head_dim % width != 0:
-        raise ValueError(f"group {group} does not divide head_dim {head_dim}")
+        raise InvalidArgumentError(f"group {group} does not divide head_dim {head_dim}")
     groups = head_dim // width
     out = QuantizedRows(np.empty((tokens, head_dim), np.uint8), np.empty((tokens, groups), np.float16),
                         np.empty((tokens, groups), np.float16), bits, width)
     lib.core().call("tkv_quantize", pointer(rows), out._struct())
-    return out
+    return QuantizedRows(like(out.codes, x), like(out.scale, x), like(out.zero_point, x), bits, width)
 
 
-def dequantize(rows: QuantizedRows) -> FloatArray:
-    """The values that the codes stand for, [tokens, head_dim]."""
+def dequantize(rows: QuantizedRows) -> AnyArray:
+    """The values that the codes stand for, float32 [tokens, head_dim]. A tensor where the codes are one."""
     tokens, head_dim = rows.codes.shape
     if rows.group < 1 or head_dim % rows.group != 0:
-        raise ValueError(f"group {rows.group} does not divide head_dim {head_dim}")
+        raise InvalidArgumentError(f"group {rows.group} does not divide head_dim {head_dim}")
     groups = head_dim // rows.group
     checked = QuantizedRows(
         integers(rows.codes, np.uint8, "codes"),
-        shaped(np.ascontiguousarray(rows.scale, np.float16), (tokens, groups), "scale"),
-        shaped(np.ascontiguousarray(rows.zero_point, np.float16), (tokens, groups), "zero_point"), rows.bits, rows.group)
+        shaped(floats(rows.scale, np.float16, "scale"), (tokens, groups), "scale"),
+        shaped(floats(rows.zero_point, np.float16, "zero_point"), (tokens, groups), "zero_point"), rows.bits, rows.group)
     out = np.empty((tokens, head_dim), np.float32)
     lib.core().call("tkv_dequantize", checked._struct(), pointer(out))
-    return out
+    return like(out, rows.codes)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class PageFormat:
 
     def _struct(self) -> lib.PageFormatStruct:
         if self.raw_dtype not in DTYPES:
-            raise ValueError(f"raw_dtype {self.raw_dtype!r} is not one of {', '.join(DTYPES)}")
+            raise InvalidArgumentError(f"raw_dtype {self.raw_dtype!r} is not one of {', '.join(DTYPES)}")
         page_bytes = self.page_bytes or choose_page_bytes([self]).page_bytes
         return lib.PageFormatStruct(head_dim=self.head_dim, k_bits=self.k_bits, v_bits=self.v_bits, k_group=self.k_group,
                                     v_group=self.v_group, page_bytes=page_bytes, raw_dtype=DTYPES[self.raw_dtype])
@@ -106,59 +109,66 @@ def choose_page_bytes(formats: Iterable[PageFormat], max_waste: float = 0.06, mi
 
 @dataclass
 class Page:
-    """A page and how many tokens it holds; the bytes are those that the GPU kernels read."""
+    """A page and how many tokens it holds. The bytes are those that the GPU kernels read."""
 
     format: PageFormat
-    data: npt.NDArray[np.uint8] = field(repr=False)
+    data: AnyArray = field(repr=False)  # uint8; a tensor in CPU memory makes decode() give tensors
     used: int = 0
 
     @classmethod
     def empty(cls, format: PageFormat) -> "Page":
+        """A page of `format` without tokens."""
         return cls(format, np.zeros(format._struct().page_bytes, np.uint8))
 
     def append(self, k: ArrayLike, v: ArrayLike, scores: Optional[ArrayLike] = None,
                positions: Optional[ArrayLike] = None) -> None:
-        """Appends tokens: k and v [tokens, head_dim] of one dtype. Scores default to 0, positions to the slots."""
+        """Appends tokens: k and v [tokens, head_dim] of one dtype. Scores default to 0, positions to the slots. OutOfRangeError where
+        the page is full."""
         keys = values(k, "k", (None, self.format.head_dim))
         vals = values(v, "v", keys.bits.shape)
         if vals.dtype != keys.dtype:
-            raise TypeError(f"k is {keys.dtype} but v is {vals.dtype}")
+            raise ArgumentTypeError(f"k is {keys.dtype} but v is {vals.dtype}")
         count = keys.bits.shape[0]
-        s = None if scores is None else shaped(np.ascontiguousarray(scores, np.float32), (count,), "scores")
+        s = None if scores is None else shaped(floats(scores, np.float32, "scores"), (count,), "scores")
         p = None if positions is None else shaped(integers(positions, np.int32, "positions"), (count,), "positions")
         tokens = lib.Tokens(count=count, dtype=DTYPES[keys.dtype], k=pointer(keys.bits), v=pointer(vals.bits), scores=pointer(s),
                             positions=pointer(p))
-        lib.core().call("tkv_page_encode", self._format_struct(), pointer(self.data), lib.integer(self.used, "used"), tokens)
+        lib.core().call("tkv_page_encode", *self._storage(), lib.integer(self.used, "used"), tokens)
         self.used += count
 
     def decode(self) -> "PageTokens":
+        """The tokens of the page, in the order in which they were appended."""
         shape = (self.used, self.format.head_dim)
         out = PageTokens(np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(self.used, np.float32),
                          np.empty(self.used, np.int32))
         tokens = lib.Tokens(count=self.used, dtype=FLOAT32, k=pointer(out.k), v=pointer(out.v), scores=pointer(out.scores),
                             positions=pointer(out.positions))
-        lib.core().call("tkv_page_decode", self._format_struct(), pointer(self.data), 0, tokens)
-        return out
+        lib.core().call("tkv_page_decode", *self._storage(), 0, tokens)
+        return PageTokens(*(like(a, self.data) for a in (out.k, out.v, out.scores, out.positions)))
 
-    def _format_struct(self) -> lib.PageFormatStruct:
-        struct = self.format._struct()
-        if self.data.dtype != np.uint8 or self.data.shape != (struct.page_bytes,) or not self.data.flags.c_contiguous:
-            raise ValueError(f"data must be {struct.page_bytes} contiguous bytes")
-        return struct
+    def _storage(self) -> "Tuple[lib.PageFormatStruct, Optional[int]]":
+        """The format, and the address of the bytes."""
+        struct, data = self.format._struct(), to_numpy(self.data, "data")
+        if data.dtype != np.uint8 or data.shape != (struct.page_bytes,) or not data.flags.c_contiguous:
+            raise InvalidArgumentError(f"data must be {struct.page_bytes} contiguous bytes")
+        return struct, pointer(data)
 
 
 @dataclass(frozen=True)
 class PageTokens:
-    k: FloatArray  # [tokens, head_dim]
-    v: FloatArray
-    scores: FloatArray  # [tokens]
-    positions: npt.NDArray[np.int32]
+    """What a page holds."""
+
+    k: AnyArray  # float32 [tokens, head_dim]
+    v: AnyArray  # likewise
+    scores: AnyArray  # float32 [tokens]
+    positions: AnyArray  # int32 [tokens]
 
 
 def encode(format: PageFormat, k: ArrayLike, v: ArrayLike, scores: Optional[ArrayLike] = None,
            positions: Optional[ArrayLike] = None) -> Page:
-    """A page with these tokens."""
+    """A page with these tokens. Where k is a tensor, decode() gives tensors."""
     page = Page.empty(format)
+    page.data = like(page.data, k)
     page.append(k, v, scores, positions)
     return page
 
@@ -204,7 +214,7 @@ class Codebook:
         """The codes of a block, [tokens, head_dim]."""
         block = lib.BlockShape(tokens=shape[0], head_dim=shape[1])
         if not 1 <= shape[0] <= BLOCK_TOKENS or not 1 <= shape[1] <= 4096:
-            raise ValueError(f"no block has shape {shape}")
+            raise InvalidArgumentError(f"no block has shape {shape}")
         source = np.frombuffer(data, np.uint8)
         buffer = lib.Buffer(data=pointer(source), capacity=source.size, size=source.size)
         out = np.empty(shape, np.int16)
@@ -218,7 +228,7 @@ class Codebook:
 
 def _component(name: str) -> int:
     if name not in ("key", "value"):
-        raise ValueError(f'component {name!r} is neither "key" nor "value"')
+        raise InvalidArgumentError(f'component {name!r} is neither "key" nor "value"')
     return 0 if name == "key" else 1
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-dumps (HDF5): analysis, calibration, compression. Files from strangers belong in a sandbox: HDF5 is not hardened."""
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from . import _library as lib
 from ._arrays import DTYPES
+from .errors import InvalidArgumentError
 
 Progress = Callable[[float], None]
 Files = Union[lib.Path, Sequence[lib.Path]]
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a preset does to a file ("all") or one of its sequences; definitions: docs/reference/presets-and-metrics.md. None: does not apply."""
+class AnalysisResult:
+    """What a preset does to a file ("all") or one of its sequences; definitions: docs/reference/presets-and-metrics.md.
+    None: does not apply."""
 
     file: str
     preset: str
@@ -45,13 +48,17 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class TierThresholds:
+    """Where the tiers of a profile begin: position (from 1) times significance."""
+
     alpha_high: float
     alpha_low: float
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressionResult:
+    """What compress() wrote."""
+
     values: int
     file_bytes: int
     carried_bytes: int  # of file_bytes, queries and significance that were carried over
@@ -115,16 +122,16 @@ def _optional_path(path: Optional[lib.Path]) -> Optional[bytes]:
 
 def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: Optional[lib.Path] = None,
             sequence: Optional[str] = None, layers: Optional[Tuple[int, int]] = None, threads: int = 0,
-            progress: Optional[Progress] = None) -> List[Result]:
+            progress: Optional[Progress] = None) -> List[AnalysisResult]:
     """What each preset would do to the dumps, as `tierkv analyze`: for every file and preset the total, then each sequence.
 
     presets: None for a comparison of all schemes with equal windows. profile: of calibrate(). layers: first and last.
     """
     names, chosen = _files(files), [p.encode() for p in presets or []]
     if presets is not None and not chosen:
-        raise ValueError("presets is empty; None compares all schemes")
+        raise InvalidArgumentError("presets is empty; None compares all schemes")
     if layers is not None and not 0 <= layers[0] <= layers[1]:
-        raise ValueError(f"layers {layers}: first and last, both inclusive")
+        raise InvalidArgumentError(f"layers {layers}: first and last, both inclusive")
     first, count = (lib.integer(layers[0], "layers"), lib.integer(layers[1] - layers[0] + 1, "layers")) if layers is not None else (0, 0)
     bar = _ProgressCall(progress)
     options = lib.AnalyzeOptions(files=_strings(names), num_files=len(names), presets=_strings(chosen), num_presets=len(chosen),
@@ -136,12 +143,12 @@ def analyze(files: Files, presets: Optional[Sequence[str]] = None, *, profile: O
         report = json.loads(lib.dumps().dll.tkv_text_data(text))
     finally:
         lib.dumps().dll.tkv_text_destroy(text)
-    return [Result(**r) for r in report["results"]]
+    return [AnalysisResult(**r) for r in report["results"]]
 
 
 def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, thresholds: bool = True,
               error_budget: float = 0.25, prune_budget: float = 0.0, model_id: Optional[str] = None, threads: int = 0,
-              progress: Optional[Progress] = None, overwrite: bool = False) -> Thresholds:
+              progress: Optional[Progress] = None, overwrite: bool = False) -> TierThresholds:
     """Writes a profile of what dumps can tell: means, energies, bases and tier thresholds. The dumps need q.
 
     error_budget: share of the way from the error of all tokens high to that of all low; prune_budget: see docs/guides/choose-a-format.md.
@@ -149,18 +156,18 @@ def calibrate(files: Files, profile: lib.Path, *, matrix_basis: bool = False, th
     overwrite: replaces a profile that exists, which is InputOutputError otherwise.
     """
     if not 0 < error_budget <= 1:
-        raise ValueError("error_budget must be above 0 and at most 1")
+        raise InvalidArgumentError("error_budget must be above 0 and at most 1")
     names, bar = _files(files), _ProgressCall(progress)
     options = lib.CalibrateOptions(files=_strings(names), num_files=len(names), matrix_basis=matrix_basis,
                                    no_thresholds=not thresholds, error_budget=error_budget, prune_budget=prune_budget,
                                    model_id=None if model_id is None else model_id.encode(), threads=threads, progress=bar.pointer,
                                    overwrite=overwrite)
     bar.call("tkv_calibrate", options, lib.encode_path(profile))
-    return Thresholds(options.alpha_high, options.alpha_low)
+    return TierThresholds(options.alpha_high, options.alpha_low)
 
 
 def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optional[lib.Path] = None, threads: int = 0,
-             progress: Optional[Progress] = None, overwrite: bool = False, without_queries: bool = False) -> Compressed:
+             progress: Optional[Progress] = None, overwrite: bool = False, without_queries: bool = False) -> CompressionResult:
     """A kv-dump into a container, written whole or not at all. InputOutputError where the container exists and is not to be
     overwritten, or is the dump. without_queries: the dump's queries and significance are left out."""
     bar = _ProgressCall(progress)
@@ -168,7 +175,7 @@ def compress(dump: lib.Path, container: lib.Path, preset: str, *, profile: Optio
                                   without_queries=without_queries, progress=bar.pointer)
     bar.call("tkv_compress", lib.encode_path(dump), lib.encode_path(container), options)
     tiers = dict(zip(("window", "high", "low", "pruned"), options.tokens))
-    return Compressed(options.values, options.file_bytes, options.carried_bytes, tiers)
+    return CompressionResult(options.values, options.file_bytes, options.carried_bytes, tiers)
 
 
 def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = None, gzip_level: int = 0, threads: int = 0,
@@ -176,7 +183,7 @@ def decompress(container: lib.Path, dump: lib.Path, *, dtype: Optional[str] = No
     """A container back into a kv-dump. dtype: float16, bfloat16 or float32; None: as before it was compressed. InputOutputError where
     the dump exists and is not to be overwritten, or is the container."""
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise InvalidArgumentError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bar = _ProgressCall(progress)
     options = lib.DecompressOptions(convert=dtype is not None, dtype=0 if dtype is None else DTYPES[dtype], threads=threads,
                                     gzip_level=gzip_level, progress=bar.pointer, overwrite=overwrite)

@@ -1,4 +1,8 @@
-"""Exceptions, one class per status code of the library."""
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions: one class for each status code of the library, and one for arguments of a wrong type.
+
+Each is a TierkvError and the built-in exception that says the same.
+"""
 from __future__ import annotations
 
 from typing import Dict, Type
@@ -14,6 +18,12 @@ class InvalidArgumentError(TierkvError, ValueError):
     """A size, shape or configuration out of range."""
 
     name = "invalid_argument"
+
+
+class ArgumentTypeError(TierkvError, TypeError):
+    """An argument of a type or dtype that the call does not take."""
+
+    name = "argument_type"
 
 
 class UnsupportedError(TierkvError, ValueError):
@@ -40,7 +50,7 @@ class OutOfPagesError(TierkvError, MemoryError):
     name = "out_of_pages"
 
 
-class CorruptError(TierkvError):
+class CorruptError(TierkvError, ValueError):
     """Compressed bytes or a file that contradicts itself."""
 
     name = "corrupt"
@@ -76,7 +86,7 @@ class CudaError(TierkvError, RuntimeError):
     name = "cuda"
 
 
-class VersionError(TierkvError):
+class VersionError(TierkvError, ValueError):
     """A format version that this build does not know."""
 
     name = "version"

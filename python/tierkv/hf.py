@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers: generation over a compressed cache.
 
     from tierkv.hf import TierCache
@@ -22,7 +23,7 @@ import numpy as np
 
 from . import _library as lib
 from ._hf_batch import Batch, Moves, groups
-from .errors import OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
+from .errors import InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
 from .kv_store import KvStore, StoreConfig, preset
 from .profile import Profile, Rope, read_profile
 from .prompt import significance
@@ -77,7 +78,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def store(self) -> KvStore:
         """ValueError before the first token."""
         if self._store is None:
-            raise ValueError("the cache is empty")
+            raise InvalidArgumentError("the cache is empty")
         return self._store
 
     @property
@@ -291,7 +292,7 @@ def check_model(config: Any, head_dim: int) -> Rope:
 def _profile_rope(ours: Rope, model: Rope) -> Rope:
     """The profile's, which was found in keys and may differ from the model's in the last bits."""
     if ours.pairing != model.pairing or ours.dims != model.dims or not np.allclose(ours.inv_freq, model.inv_freq, rtol=1e-5, atol=1e-12):
-        raise ValueError("profile: its rotation is not this model's")
+        raise InvalidArgumentError("profile: its rotation is not this model's")
     return ours
 
 

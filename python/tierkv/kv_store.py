@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV store: the compressed cache of many sequences, from the tokens of a prompt to attention.
 
     config = StoreConfig(num_layers=30, num_q_heads=9, num_kv_heads=3, head_dim=64, rope=rope, profile=read_profile("model.h5"),
@@ -25,8 +26,8 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, Array, ArrayLike, pointer, values
-from .errors import BufferTooSmallError, OutOfRangeError, StaleSequenceError
+from ._arrays import DTYPES, Array, ArrayLike, is_tensor, like, pointer, values
+from .errors import ArgumentTypeError, BufferTooSmallError, InvalidArgumentError, OutOfRangeError, StaleSequenceError
 from .profile import PAIRINGS, ProfileData, Rope, frequencies, profile_struct
 
 Ids = Union[int, Iterable[int]]
@@ -100,7 +101,7 @@ PRESETS: Dict[str, BodyFormat] = {
 def preset(name: str) -> BodyFormat:
     """ValueError for a name that is not one of PRESETS."""
     if name not in PRESETS:
-        raise ValueError(f"format {name!r} is not one of {', '.join(PRESETS)}")
+        raise InvalidArgumentError(f"format {name!r} is not one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -156,9 +157,9 @@ class StoreConfig:
 
     def _struct(self) -> lib.KvConfigStruct:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise InvalidArgumentError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.sink_tokens < 0 or self.window_tokens < 1:
-            raise ValueError("sink_tokens must be at least 0, window_tokens at least 1")
+            raise InvalidArgumentError("sink_tokens must be at least 0, window_tokens at least 1")
         raw_layers = np.array([lib.integer(layer, "raw_layers") for layer in self.raw_layers], np.int32)
         profile = None if self.profile is None else profile_struct(self.profile)
         rope, inv_freq = None, None
@@ -181,16 +182,16 @@ def _format(format: BodyFormat) -> Dict[str, Any]:
     if isinstance(format, CodedFormat):
         for name in ("max_length", "streams_per_lane", "key_books"):
             if getattr(format, name) == 0:  # the C ABI takes it for the default
-                raise ValueError(f"format: {name} is 0")
+                raise InvalidArgumentError(f"format: {name} is 0")
         return {"coded": ctypes.pointer(lib.CodedFormatStruct(**dataclasses.asdict(format)))}
     if isinstance(format, ChannelFormat):
         return {"channel": ctypes.pointer(lib.ChannelConfigStruct(**dataclasses.asdict(format)))}
     if not isinstance(format, TiersFormat):
-        raise TypeError(f"format: {type(format).__name__} is not CodedFormat, TiersFormat or ChannelFormat")
+        raise ArgumentTypeError(f"format: {type(format).__name__} is not CodedFormat, TiersFormat or ChannelFormat")
     classes = [ctypes.pointer(lib.TierClassStruct(high=ctypes.pointer(c.high._struct()), low=ctypes.pointer(c.low._struct()),
                                                   alpha_high=c.alpha_high, alpha_low=c.alpha_low, share=c.share)) for c in format.classes]
     if not classes:
-        raise ValueError("format: it has no class of heads")
+        raise InvalidArgumentError("format: it has no class of heads")
     array = (ctypes.POINTER(lib.TierClassStruct) * len(classes))(*classes)
     return {"tiers": ctypes.pointer(lib.TiersFormatStruct(classes=array, num_classes=len(classes), plain_keys=not format.rotate_keys,
                                                           plain_values=not format.rotate_values))}
@@ -239,8 +240,8 @@ class _Given(NamedTuple):
 class KvStore:
     """A store in host memory, or with a stream in GPU memory. Calls exclude each other by a lock.
 
-    Arrays of a host store are NumPy's or whatever NumPy can share. Those of a device store are PyTorch's tensors on its GPU, dense and aligned
-    to 16 bytes; keep them until the stream has come to them. Sequences are named by the numbers that add_sequence(), fork() and import_sequence()
+    Arrays of a host store are NumPy's, or PyTorch's tensors in CPU memory; attend() answers in the kind of its queries. Those of a device
+    store are PyTorch's tensors on its GPU, dense and aligned to 16 bytes; keep them until the stream has come to them. Sequences are named by the numbers that add_sequence(), fork() and import_sequence()
     return, one or a list of them. A released number raises StaleSequenceError. After OutOfPagesError nothing has changed: release other
     sequences and repeat the call.
     """
@@ -330,14 +331,16 @@ class KvStore:
             sequences=ids, num_sequences=count, layer=layer, q_len=q_len, dtype=DTYPES[queries.dtype], q=queries.address,
             out=self._address(out), lse=self._address(lse), probabilities=None if seen is None else self._address(seen),
             stride=0 if found is None else found[3], sinks=learned.address, count_query=count_query))
-        return Attention(out if self.is_on_device else _as(out, queries.dtype, q), lse, seen)
+        if self.is_on_device:
+            return Attention(out, lse, seen)
+        return Attention(_as(out, queries.dtype, q), like(lse, q), None if seen is None else like(seen, q))
 
     def decode_range(self, sequence: int, layer: int, first: int, end: int, *, dtype: str = "float16") -> Tuple[Any, Any]:
         """Keys (after RoPE) and values of positions [first, end), each [tokens, num_kv_heads, head_dim]; of a host store with "bfloat16" its bits
         as uint16."""
         c = self.config
         if dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"dtype {dtype!r} is not float16 or bfloat16")
+            raise InvalidArgumentError(f"dtype {dtype!r} is not float16 or bfloat16")
         if not 0 <= first <= end <= c.max_tokens:
             raise OutOfRangeError(f"positions {first} to {end} are not within max_tokens {c.max_tokens}")
         shape = (end - first, c.num_kv_heads, c.head_dim)
@@ -426,7 +429,7 @@ class KvStore:
 
     def _open(self) -> ctypes.c_void_p:
         if self._handle is None:
-            raise ValueError("the store is closed")
+            raise InvalidArgumentError("the store is closed")
         return self._handle
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -450,7 +453,7 @@ class KvStore:
             return _Given(a.address, a.shape, a.dtype, a.owner)
         v = values(x, name, shape)
         if v.dtype not in dtypes:
-            raise TypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
+            raise ArgumentTypeError(f"{name}: dtype {v.dtype} instead of {' or '.join(dtypes)}")
         return _Given(pointer(v.bits), v.bits.shape, v.dtype, v.bits)
 
     def _made(self, dtype: str, shape: Tuple[int, ...]) -> Any:
@@ -459,21 +462,20 @@ class KvStore:
             return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
         torch = sys.modules.get("torch")
         if torch is None:
-            raise TypeError("results of a store on a device are PyTorch's tensors")
+            raise ArgumentTypeError("results of a store on a device are PyTorch's tensors")
         return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
 
     def _address(self, x: Any) -> Any:
         return x.data_ptr() if self.is_on_device else pointer(x)
 
 
-def _as(bits: Array, dtype: str, like: ArrayLike) -> Any:
+def _as(bits: Array, dtype: str, queries: ArrayLike) -> Any:
     """Results in the type of the queries: bfloat16 is torch's or ml_dtypes'."""
     if dtype != "bfloat16":
-        return bits
-    if isinstance(like, np.ndarray):
-        return bits.view(like.dtype)
-    torch = sys.modules["torch"]
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        return like(bits, queries)
+    if not is_tensor(queries):
+        return bits.view(queries.dtype)
+    return like(bits.view(np.int16), queries).view(sys.modules["torch"].bfloat16)
 
 
 def _id(sequence: int) -> ctypes.c_uint64:

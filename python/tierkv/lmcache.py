@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache: a serde that keeps chunks of the KV cache in 8, 4 or 2 bits a value.
 
     import tierkv.lmcache           # before LMCache reads its configuration
@@ -15,6 +16,7 @@ import re
 from typing import Any, Dict, Tuple
 
 from ._lmcache_bytes import ChunkFormat, pack_chunk, unpack_chunk
+from .errors import InvalidArgumentError
 
 # Types are checked where neither is installed.
 torch: Any = importlib.import_module("torch")
@@ -45,31 +47,31 @@ def create(settings: Dict[str, Any]) -> Any:
     """The processor that LMCache asks for; ValueError names a setting that is wrong."""
     unknown = set(settings) - {"format", "head_dim", "max_workers"}
     if unknown:
-        raise ValueError(f"serde tierkv: unknown setting {min(unknown)!r}")
+        raise InvalidArgumentError(f"serde tierkv: unknown setting {min(unknown)!r}")
     name = str(settings.get("format", "k8v4"))
     widths = re.fullmatch(r"[kK]([842])[vV]([842])", name)
     if widths is None:
-        raise ValueError(f"serde tierkv: format {name!r} is not one of k8v8, k8v4, k4v4, k4v2, k2v2, ...")
+        raise InvalidArgumentError(f"serde tierkv: format {name!r} is not one of k8v8, k8v4, k4v4, k4v2, k2v2, ...")
     format = ChunkFormat(int(widths[1]), int(widths[2]), int(settings.get("head_dim", 128)))
     return serde.AsyncSerdeProcessor(Serializer(format), Deserializer(), max_workers=int(settings.get("max_workers", 1)))
 
 
 def _shape(layout: Any) -> Tuple[int, ...]:
     if len(layout.shapes) != 1:
-        raise ValueError(f"serde tierkv: {len(layout.shapes)} groups of layers; it takes one")
+        raise InvalidArgumentError(f"serde tierkv: {len(layout.shapes)} groups of layers; it takes one")
     return tuple(int(n) for n in layout.shapes[0])
 
 
 def _tensor(memory: Any, name: str) -> Any:
     if memory.tensor is None:
-        raise ValueError(f"serde tierkv: the {name} has no tensor")
+        raise InvalidArgumentError(f"serde tierkv: the {name} has no tensor")
     return memory.tensor
 
 
 def _bytes(memory: Any, name: str) -> Any:
     tensor = _tensor(memory, name)
     if not tensor.is_contiguous():
-        raise ValueError(f"serde tierkv: the {name} is not contiguous")
+        raise InvalidArgumentError(f"serde tierkv: the {name} is not contiguous")
     return tensor.flatten().view(torch.uint8).numpy()
 
 

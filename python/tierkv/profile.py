@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles of models: means, query energies, head scales, sensitivities, steps, matrices and thresholds."""
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _library as lib
-from ._arrays import Array, FloatArray, pointer, shaped
+from ._arrays import AnyArray, Array, ArrayLike, FloatArray, floats, like, pointer, shaped
+from .errors import InvalidArgumentError
 
 COMPONENTS = {"key": 0, "value": 1}
 PAIRINGS = ("none", "halves", "neighbours")
@@ -39,7 +41,7 @@ class ComponentProfile:
         """Steps [num_layers, num_kv_heads] that lead to this error: of the logits for keys, relative for values."""
         unit = self.unit_matrix_steps if basis == "matrix" else self.unit_steps
         if unit is None:
-            raise ValueError("the profile was calibrated without a matrix basis")
+            raise InvalidArgumentError("the profile was calibrated without a matrix basis")
         return np.asarray(error * unit.astype(np.float64), np.float32)
 
 
@@ -90,11 +92,11 @@ class Profile(ProfileData):
     key: ComponentProfile = NO_COMPONENT
     value: ComponentProfile = NO_COMPONENT
 
-    def classes(self, shares: Sequence[float]) -> npt.NDArray[np.int32]:
+    def classes(self, shares: Sequence[float]) -> AnyArray:
         """The class of each head [num_layers, num_kv_heads]: shares[0] of the heads, the most sensitive, are class 0, and so on;
         the rest are class len(shares)."""
         if self.joint_sensitivity is None:
-            raise ValueError("the profile has no joint sensitivities")
+            raise InvalidArgumentError("the profile has no joint sensitivities")
         return assign_classes(shares, self.joint_sensitivity)
 
 
@@ -127,7 +129,7 @@ def profile_struct(profile: ProfileData) -> lib.ProfileData:
     for name in VECTORS + SCALARS:
         given, vector = getattr(profile, name), name in VECTORS
         if given is not None:
-            given = np.ascontiguousarray(given, np.float32 if vector else np.float64)
+            given = floats(given, np.float32 if vector else np.float64, name)
             shaped(given, (*rows, profile.head_dim) if vector else rows, name)
         arrays[name] = given
     rope = {"rope_pairing": -1}
@@ -146,26 +148,28 @@ def profile_struct(profile: ProfileData) -> lib.ProfileData:
 def frequencies(rope: Rope) -> FloatArray:
     """[1 or num_layers, dims / 2]."""
     if rope.pairing not in PAIRINGS:
-        raise ValueError(f"rope pairing {rope.pairing!r} is not one of {', '.join(PAIRINGS)}")
-    inv_freq = np.ascontiguousarray(np.atleast_2d(np.asarray(rope.inv_freq, np.float32)))
+        raise InvalidArgumentError(f"rope pairing {rope.pairing!r} is not one of {', '.join(PAIRINGS)}")
+    inv_freq = np.ascontiguousarray(np.atleast_2d(floats(rope.inv_freq, np.float32, "rope.inv_freq")))
     shaped(inv_freq, (None, rope.dims // 2), "rope.inv_freq")
     return inv_freq
 
 
-def head_scales(sensitivities: Scalars) -> Scalars:
-    """sensitivity^(-1/4), normalised to a geometric mean of 1, then clamped to [1/8, 8]; any shape, all positive."""
-    given = np.ascontiguousarray(sensitivities, np.float64)
+def head_scales(sensitivities: ArrayLike) -> AnyArray:
+    """sensitivity^(-1/4), normalised to a geometric mean of 1, then clamped to [1/8, 8]; any shape, all positive. float64; a tensor
+    where sensitivities are one."""
+    given = floats(sensitivities, np.float64, "sensitivities")
     scales = np.empty_like(given)
     lib.dumps().call("tkv_head_scales", pointer(given), given.size, pointer(scales))
-    return scales
+    return like(scales, sensitivities)
 
 
-def assign_classes(shares: Sequence[float], sensitivities: Scalars) -> npt.NDArray[np.int32]:
-    """The class of each head: the most sensitive round(shares[0] * heads) are class 0, and so on; the rest class len(shares)."""
-    given, parts = np.ascontiguousarray(sensitivities, np.float64), np.ascontiguousarray(shares, np.float64)
+def assign_classes(shares: Sequence[float], sensitivities: ArrayLike) -> AnyArray:
+    """The class of each head, int32: the most sensitive round(shares[0] * heads) are class 0, and so on; the rest are class len(shares).
+    A tensor where sensitivities are one."""
+    given, parts = floats(sensitivities, np.float64, "sensitivities"), np.ascontiguousarray(shares, np.float64)
     classes = np.empty(given.shape, np.int32)
     lib.dumps().call("tkv_assign_classes", pointer(parts), parts.size, pointer(given), given.size, pointer(classes))
-    return classes
+    return like(classes, sensitivities)
 
 
 def _copied(address: Optional[int], kind: Any, shape: Tuple[int, ...]) -> Optional[Array]:

@@ -1,14 +1,18 @@
-"""How much later queries look at the tokens of a prompt, by layer: what Store.score_prompt() takes, and the log-sum-exp that it needs.
+# SPDX-License-Identifier: Apache-2.0
+"""How much later queries look at the tokens of a prompt, by layer, and the log-sum-exp that this needs.
 
-    scores = tierkv.significance(q, k)          # torch tensors on a GPU: kernels; NumPy: the reference in double, for tests and small prompts
-    store.score_prompt(id, layer, scores[None])
+    scores = tierkv.significance(q, k)                            # one prompt of one layer
+    store.append(id, layer, k[None], v[None], significance=scores[None])
 
-q [tokens, num_q_heads, head_dim] and k [tokens, num_kv_heads, head_dim], both after RoPE, of one dtype. Sequences lie one after the other:
-`starts` [sequences + 1] are their first tokens, and the number of all. On a GPU the last dim must be dense, other strides are multiples of
-8 elements, and work is enqueued on torch's current stream. `starts` may be an int32 tensor there, for CUDA graphs; `max_tokens` then bounds
-a sequence.
+q is [tokens, num_q_heads, head_dim], k is [tokens, num_kv_heads, head_dim], both after RoPE and of one dtype. Several prompts lie one
+after the other: `starts` [sequences + 1] holds their first tokens, then the number of all tokens.
 
-Counted are the queries n - 1, n - 1 - stride, ... of a sequence of n tokens: 1 counts all. include/tierkv/significance.h has the formulas.
+Tensors on a GPU are worked on by kernels, on torch's current stream. Their last dim must be dense, their other strides multiples of 8
+elements. `starts` may be an int32 tensor there, for CUDA graphs; `max_tokens` then bounds a prompt. NumPy arrays and tensors in CPU
+memory go to the reference, which computes in double: it is for tests and small prompts.
+
+The queries n - 1, n - 1 - stride, ... of a prompt of n tokens are counted: a stride of 1 counts all.
+include/tierkv/significance.h has the formulas.
 """
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ import numpy as np
 
 from . import _device
 from . import _library as lib
-from ._arrays import DTYPES, ArrayLike, integers, pointer, shaped, values
-from .errors import InvalidArgumentError
+from ._arrays import DTYPES, ArrayLike, integers, like, pointer, shaped, to_numpy, values
+from .errors import ArgumentTypeError, InvalidArgumentError
 
 Starts = Union[None, Sequence[int], Any]
 
@@ -32,7 +36,7 @@ def significance(q: ArrayLike, k: ArrayLike, *, lse: Any = None, starts: Starts 
     not finite raises NonFiniteError on the host; on a GPU the significance of its token is not finite either."""
     call = _Call(q, k, starts, max_tokens, stride, sm_scale)
     if not call.on_device and lse is not None:
-        raise ValueError("lse: the reference for NumPy arrays finds its own")
+        raise InvalidArgumentError("lse: the reference for NumPy arrays finds its own")
     if call.on_device:
         call.set("lse", call.new_lse() if lse is None else lse, call.q_heads)
         if lse is None:
@@ -67,14 +71,14 @@ class _Call:
         if self.on_device:
             self._torch: Any = sys.modules.get("torch")
             if self._torch is None or not isinstance(q, self._torch.Tensor):
-                raise TypeError(f"q: a {type(q).__name__} in GPU memory is no torch tensor")
+                raise ArgumentTypeError(f"q: a {type(q).__name__} in GPU memory is no torch tensor")
             self._stream: int = self._torch.cuda.current_stream(q.device).cuda_stream
         rows = [self._rows(x, name) for x, name in ((q, "q"), (k, "k"))]
         (self.tokens, self.q_heads, head_dim), (k_tokens, self.kv_heads, k_dim) = (shape for _, shape, _, _ in rows)
         if (k_tokens, k_dim) != (self.tokens, head_dim):
-            raise ValueError(f"k: {k_tokens} tokens of {k_dim} dims beside {self.tokens} of {head_dim} in q")
+            raise InvalidArgumentError(f"k: {k_tokens} tokens of {k_dim} dims beside {self.tokens} of {head_dim} in q")
         if rows[0][3] != rows[1][3]:
-            raise TypeError(f"q is {rows[0][3]} but k is {rows[1][3]}")
+            raise ArgumentTypeError(f"q is {rows[0][3]} but k is {rows[1][3]}")
         address, sequences, longest = self._starts(starts, max_tokens)
         (q_at, _, q_strides, dtype), (k_at, _, k_strides, _) = rows
         self._struct = lib.SignificanceCall(
@@ -84,20 +88,20 @@ class _Call:
 
     def new(self, heads: int) -> Any:
         shape = (heads, self.tokens)
-        return _device.empty(self._like, "float32", shape) if self.on_device else np.empty(shape, np.float32)
+        return _device.empty(self._like, "float32", shape) if self.on_device else like(np.empty(shape, np.float32), self._like)
 
     def new_lse(self) -> Any:
         out = self.new(self.q_heads)
-        if self.on_device:
-            out.fill_(float("nan"))
-        else:
+        if isinstance(out, np.ndarray):
             out.fill(np.nan)
+        else:
+            out.fill_(float("nan"))
         return out
 
     def set(self, field: str, x: Any, heads: int) -> None:
         """The array of a field."""
         self._owners.append(x)
-        setattr(self._struct, field, self._dense(x, field, "float32", (heads, self.tokens)) if self.on_device else pointer(x))
+        setattr(self._struct, field, self._dense(x, field, "float32", (heads, self.tokens)) if self.on_device else pointer(to_numpy(x, field)))
 
     def run(self, function: str) -> None:
         if not self.on_device:
@@ -110,7 +114,7 @@ class _Call:
         if self.on_device:
             a = _device.device_array(x, name, ("float16", "bfloat16"), (None, None, None), self._stream, dense=False)
             if a.shape[2] > 1 and a.strides[2] != 1:
-                raise ValueError(f"{name}: the last dim is not dense")
+                raise InvalidArgumentError(f"{name}: the last dim is not dense")
             self._owners.append(a.owner)
             # A stride over one token or head may be anything.
             strides = tuple(stride if extent > 1 else a.shape[2] for extent, stride in zip(a.shape[:2], a.strides))
@@ -129,11 +133,11 @@ class _Call:
         """Address, number of sequences, tokens of the longest."""
         if self.on_device and starts is not None and _device.is_on_device(starts):
             if max_tokens is None:
-                raise ValueError("max_tokens: needed where starts lie in GPU memory")
+                raise InvalidArgumentError("max_tokens: needed where starts lie in GPU memory")
             a = _device.device_array(starts, "starts", ("int32",), (None,), self._stream)
             self._owners.append(a.owner)
             return a.address, a.shape[0] - 1, lib.integer(max_tokens, "max_tokens")
-        at = shaped(integers(np.array([0, self.tokens]) if starts is None else np.asarray(starts), np.int32, "starts"), (None,), "starts")
+        at = shaped(integers(np.array([0, self.tokens]) if starts is None else starts if hasattr(starts, "dtype") else np.asarray(starts), np.int32, "starts"), (None,), "starts")
         lengths = np.diff(at)
         if at.size < 2 or at[0] != 0 or at[-1] != self.tokens or lengths.min() < 0:
             raise InvalidArgumentError(f"starts: do not ascend from 0 to {self.tokens} tokens")

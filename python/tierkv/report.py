@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One page with plots of what `tierkv analyze` or `sweep` measured: HTML that needs neither network nor other files, at most 1 MB.
 
     tierkv sweep --json --details --profile profile.h5 dump.h5 > results.json

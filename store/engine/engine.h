@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every call of a store, once for all formats and places: admit, let the place do it, commit.
 #pragma once
 

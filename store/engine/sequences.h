@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ids of sequences and how many tokens each of their layers has: what calls are admitted by. The
 // admit functions check everything about a call but the values it brings, and change nothing.
 #pragma once

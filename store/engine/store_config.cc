@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a config must satisfy, and what follows from it.
 #include <algorithm>
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the tokens of a row lie, as arithmetic that host and device share. All rows of a (sequence,
 // layer) are alike, so it is kept once for them:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention of a store in host memory: the plain softmax, in double, over all that a row holds.
 #include <algorithm>
 #include <cmath>

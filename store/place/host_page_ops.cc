@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page operations of a store in host memory: growth, fork and truncate.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages and page tables of a store in host memory, as row formats see them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/place/host_place.h"
 
 #include <sys/mman.h>

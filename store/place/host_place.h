@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store in host memory: plain, and the reference of every other place.
 //
 // A sequence's slot is one run of bytes, [num_layers] of: the raw rows of its kv_heads (RawLayout),

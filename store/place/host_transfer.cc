@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sequences of a store in host memory as parts, and back.
 //
 // The raw part of a row is, little-endian, for each raw token in order of positions (sinks, then

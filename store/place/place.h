@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract of a place: where the bytes of a store are, and who moves them. A place trusts its
 // arguments: the engine has admitted the call, and does the arithmetic of counts, so that a place
 // that runs behind the host (a device) needs no answer to go on.

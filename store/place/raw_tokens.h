@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Raw tokens in host memory: those that a (sequence, layer) holds and, behind them, those of the
 // caller's chunk. Every token is fp16 first, wherever it comes from, so that chunks do not matter.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory that a row format takes once and gives back when it goes.
 #pragma once
 

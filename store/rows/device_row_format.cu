@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/rows/device_row_format.h"
 
 #include <variant>

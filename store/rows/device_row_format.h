@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract of a row format in device memory: the same three parts as in host memory
 // (row_format.h), over the same bytes, as kernels on the store's stream. The place owns memory,
 // counts and page operations; a format owns what lies on pages and in its part of the slots.

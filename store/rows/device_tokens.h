@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Raw tokens of a row in device memory: those of its ring and, behind them, those of the call's
 // chunk. What RawTokens (store/place/raw_tokens.h) is in host memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The geometric mean of importances that were seen, as sums that come out alike in every order: a
 // device adds them in parallel, the host one by one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Raw tokens on pages: fp16, in tiles of 16 tokens in the order of fragments, as in the ring
 // (store/engine/tokens.h). Formats keep the layers so that stay raw.
 #pragma once

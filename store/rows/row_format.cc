@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/rows/row_format.h"
 
 #include "store/rows/channel/channel_rows.h"

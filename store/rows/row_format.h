@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract of a row format in host memory: how the body tokens of a (sequence, layer), all its
 // kv_heads, become bytes in pages and come back. A format implements it once per place; the engine
 // and the place know nothing else of it.

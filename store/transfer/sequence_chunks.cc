@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/transfer/sequence_chunks.h"
 
 #include <algorithm>

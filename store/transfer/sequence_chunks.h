@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sequence as the chunks of a container (tierkv/container.h): the one form in which sequences
 // leave a store and come in, to another store or from the cold tier. store/ENGINE.md has the bytes.
 //

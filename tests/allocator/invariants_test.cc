@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each law notices the state that breaks it.
 #include "allocator/invariants.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The allocator as one would explain it: a queue of free pages, a list of pages per row and side, a
 // reference count per page. Works on a copy of itself and throws the copy away when an operation
 // fails. Shares no code with allocator/.

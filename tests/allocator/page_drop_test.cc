@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row's dropped pages as runs of slots, against the list of them one by one.
 #include "allocator/page_drop.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cases one can follow by hand, and calls that must be refused.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random traces against a model that shares no code with the allocator, the laws checked after
 // every operation.
 #include <gtest/gtest.h>

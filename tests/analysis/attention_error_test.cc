@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tools/analysis/attention_error.h"
 
 #include <gtest/gtest.h>

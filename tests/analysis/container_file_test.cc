@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A dump into a container and back: the values are those of the analysis, and no damage passes.
 #include "tools/container/container_file.h"
 

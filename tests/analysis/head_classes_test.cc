@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows take which class of heads, and what their pages hold.
 #include <gtest/gtest.h>
 

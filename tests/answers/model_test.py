@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/answers with the reference model, whose folder TIERKV_MODEL names; skipped without it.
 
 model_test.py SOURCE_DIR BUILD_DIR"""

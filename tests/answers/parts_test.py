@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/answers without a model: the tasks ask what their prompts say, the summary finds what was put into it.
 
 parts_test.py SOURCE_DIR"""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/answers on a small random model: the forward pass, schemes in NumPy, and what quality.py writes.
 
 quality_test.py SOURCE_DIR"""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random Llama in a Hugging Face folder, small enough to compute by hand."""
 import json
 import pathlib

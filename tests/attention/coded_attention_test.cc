@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a call of coded attention may ask for; its kernels are tested on a GPU.
 #include "attention/coded/coded_attention.h"
 

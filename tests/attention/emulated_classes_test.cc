@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of several classes of heads, and codes clipped at the norm, by the decode kernel's source on
 // the host.
 #include <gtest/gtest.h>

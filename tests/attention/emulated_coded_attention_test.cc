@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel of coded attention on the host, thread by thread, against exact attention over decoded
 // blocks; parts of a row are joined here. What only a GPU shows is in
 // tests/gpu/attention/coded_attention_test.cu.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/attention/emulated_decode.h"
 
 #include <gmock/gmock.h>

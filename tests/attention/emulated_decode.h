@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decode kernel's source, run on the host by fibers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decode kernel's source on the host, against the double reference: fragment mapping, scale
 // folding, masks, mixed tiers, rows shared by items in any order of arrival. What it cannot see is
 // timing, memory order and real rounding of the tensor cores; tests/gpu/attention/attention_test.cu

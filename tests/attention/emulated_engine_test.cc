@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The way of a batch through an engine's kernels on the host, with the decode kernel between them,
 // against engine_attend_host(). tests/gpu/attention/engine_test.cu covers streams and graphs.
 #include "attention/engine/engine_kernels.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan kernel's source run on the host, beside plan_items().
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel of attention over weighted blocks on the host, thread by thread, against exact
 // attention over decoded blocks; parts of a row are joined here.
 #include <gtest/gtest.h>

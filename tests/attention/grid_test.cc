@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which grids devices with little shared memory get. Prints the table of
 // docs/notes/2026-11-22-shared-memory.md.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Learned sinks: the reference against the softmax written out, and apply_sinks() against it.
 #include "attention/core/sinks.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference of attention over channel blocks against softmax written out over the values that
 // came in, where they are kept exactly.
 #include "bench/baselines/channel/channel_attention.h"

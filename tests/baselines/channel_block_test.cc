@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel blocks on the host against quantisation written out, and what they refuse.
 #include "codec/format/channel_block.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches of channel blocks in host memory, for tests.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference of the coded products against products over the codes that were encoded.
 #include "tests/support/matvec_world.h"
 

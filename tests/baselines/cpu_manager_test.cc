@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threaded manager leaves the reference's bytes.
 #include "bench/baselines/cpu_manager/cpu_manager.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DiffKV's page layout against the shapes as its section 6.2 writes them.
 #include "bench/baselines/rungs/diffkv_layout.h"
 

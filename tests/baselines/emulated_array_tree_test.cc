@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The array-tree decoder's source on the host: the streams of blocks that encode_block() made, a
 // lane at a time, against the codes.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sources of the rungs on the host, against the double reference; what the emulator cannot see
 // is in tests/gpu/baselines/rungs_test.cu.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention through the C ABI, as far as it needs no device: configurations, merge on the host,
 // refusals.
 #include "tierkv/attention.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages, quantised rows and coded blocks through the C ABI.
 #include <gtest/gtest.h>
 

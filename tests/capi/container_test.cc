@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Containers and kv-dumps through the C ABI, and CacheFile, which is C++ over it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

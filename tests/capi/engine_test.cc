@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine's cache through the C ABI, as far as it needs no device.
 #include "tierkv/engine.h"
 

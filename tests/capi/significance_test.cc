@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Significance and log-sum-exp of prompts through the C ABI, on the host, against their definition.
 #include "tierkv/significance.h"
 

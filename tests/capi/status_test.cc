@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the C ABI: struct sizes of other versions, null pointers, error texts.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares a captured dump with another of the same tokens: relative error (Frobenius) of K, V and significance.
 
     python3 tests/capture/compare_dumps.py CAPTURED.h5 REFERENCE.h5 [TOLERANCE]

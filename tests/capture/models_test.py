@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """capture_hf.py on small random models of several architectures, against what transformers itself computes.
 
 K and V are compared with the model's own cache, significance with eager attention weights. Exits with 77 (skipped) without torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """analyze, calibrate and synth on good input: JSON and CSV fields, odd shapes, dtypes, streams and determinism."""
 import json
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input: exit code 3, nothing on stdout, and a message that names the file, the dataset and what is wrong."""
 import os
 

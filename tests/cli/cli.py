@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the tests of the command: runs it, and makes small dumps with h5py, independently of the project's writer."""
 import pathlib
 import subprocess

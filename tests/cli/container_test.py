@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compress, decompress and verify as their users meet them; containers read by an independent decoder."""
 import json
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert: kv-dumps to safetensors and back, read and written here by a second implementation of the format."""
 import json
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every `build/tierkv` line of the pages for users runs, page by page, in a folder that has what the repository has.
 
 usage: docs_test.py TIERKV SOURCE_DIR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tierkv analyze --json` equals tests/reference, the second implementation of every metric: 0.5% relative, tier counts exactly.
 
 Usage: equals_numpy_test.py TIERKV SOURCE_DIR [--preset NAME]... [DUMP]...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where commands write: never over an input, over other files only with --force, through symlinks, and no device or pipe is replaced."""
 import os
 import stat

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of python/tierkv/report.py: self-contained, complete, small, with the JSON's numbers, and rendered by a browser without complaint.
 
 The browser is Debian's chromium (./dev setup installs it). Where there is none, those tests are skipped by name.

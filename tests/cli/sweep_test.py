@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sweep: grids, formats, totals over several dumps, the Pareto front, and presets that a dump cannot serve."""
 import csv
 import io

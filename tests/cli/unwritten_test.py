@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs that cannot be finished (a full disk, a signal) leave no file behind, and an older one as it was."""
 import os
 import resource

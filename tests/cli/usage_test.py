@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Usage: exit code 2 and a message on stderr for what is typed wrong; --help and --version on stdout."""
 from cli import SAMPLE, CliTest, main, run
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks against an independent decoder, written from docs/reference/format.md alone, and
 // against damage.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a coded block costs beside its code words, field by field.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The container's own layer: header, index, checksums. What its chunks hold is tested in
 // tests/analysis/container_file_test.cc and tests/cli/container_test.py.
 #include "tierkv/container.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arrays of elements convert as the scalar functions do, whatever their length and alignment.
 #include "codec/host/convert.h"
 

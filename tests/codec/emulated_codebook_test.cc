@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels that build codebooks, their source on the host, against build_codebook(): the same
 // codebooks and the tables that follow from them.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warp encoders' source on the host, against encode_block(): the same bytes. What it cannot see
 // is timing and memory order; tests/gpu covers those.
 #include "bench/baselines/coded/coded_encode_slice.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of a prompt's significance and log-sum-exp by mma.sync, on the host, against the
 // reference in double.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of an engine's cache on the host, against the host's reference: the same bytes and
 // values. What it cannot see is warps that write a tile at one time; tests/gpu/codec/slots_test.cu
 // covers that.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warps that encode and count weighted blocks, on the host, against encode_weighted_block():
 // the same bytes.
 #include "codec/gpu/coded/weighted_count.cuh"

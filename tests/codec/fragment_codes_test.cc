@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The per-lane maths of the kernels against the plain statements: code_position() and
 // minmax_code().
 #include "codec/format/fragment_codes.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast page codec against the plain one, byte for byte, on every SIMD target this CPU has.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks: round trips, what they cost, refusals, pinned bytes.
 #include "codec/host/coded/weighted_block.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Families of books for weighted blocks.
 #include "codec/host/coded/weighted_books.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows to codes and back: bounds, both forms, refusals, pinned bytes.
 #include "codec/host/coded/weighted_rows.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The laws of weighted steps against high precision, and RoPE undone and redone.
 #include "codec/format/weighted_step.h"
 

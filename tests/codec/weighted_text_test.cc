@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks against an independent decoder, written from docs/reference/format.md alone.
 #include <gtest/gtest.h>
 

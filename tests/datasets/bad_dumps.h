@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A valid dump changed through the HDF5 API into one that contradicts its format; the reader must
 // name the file, the object and what is wrong with it.
 #pragma once

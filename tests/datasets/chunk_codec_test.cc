@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks decoded outside HDF5 against HDF5's own reading of the same file, and damaged chunks.
 #include "datasets/hdf5/chunk_codec.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Truncated dumps and dumps with flipped bytes: a status or the data, never a crash. The same on
 // arbitrary structures is fuzz_dump_attributes' work.
 #include <chrono>

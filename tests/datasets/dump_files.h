@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small dumps for the tests of datasets/: a directory of one test, valid dumps with random contents
 // and the values they hold.
 #pragma once

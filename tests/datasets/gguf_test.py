@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """datasets/gguf_to_hf.py on small GGUF files; skipped where the package gguf is missing.
 
 gguf_test.py SOURCE_DIR"""

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C++ half of h5py_test.py, which runs these two with a path in TIERKV_H5PY_DUMP.
 #include <cstdlib>
 

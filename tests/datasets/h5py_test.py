@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps go to and from h5py: the example of docs/reference/kv-dump.md makes a dump that the reader takes,
 and h5py sees in a dump of the writer what was written.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares every file of datasets/MANIFEST.json with its size and SHA-256.
 
 usage: manifest_test.py DATASETS_FOLDER

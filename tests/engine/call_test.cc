@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What configs and calls are refused, by name, and that a refused call changes nothing.
 #include <cmath>
 #include <functional>

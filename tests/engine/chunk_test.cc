@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One path for prompts, turns and steps: the same tokens are the same bytes in whatever chunks.
 #include <cmath>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host remembers of a device that it does not wait for.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of channel rows, run on the host.
 #include <algorithm>
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel rows in device memory, their kernels run on the host, beside those in host memory: bytes,
 // and attention over bodies.
 #include <gtest/gtest.h>

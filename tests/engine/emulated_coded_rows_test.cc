@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded rows in device memory on the host, kernel by kernel, against CodedRows: every call that
 // compresses is done by both from the same state.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
 // the host's, kernels run in the emulator. Tiers are without attention.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of a place in device memory, their source run on the host: raw tokens byte for byte
 // as the host place puts them, attention over them beside the plain softmax in double, counts and
 // needs of pages beside the laws and the page operations.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of tiers rows, run on the host. What this cannot show is warps that run at one time.
 #include <vector>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiers rows in device memory, their kernels run on the host, beside those in host memory.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A mirror of one sequence whose pages have ids of a place elsewhere.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Out of pages, in begin() and in append(): nothing changes, the shortage is told, and the call can
 // be repeated once there is room.
 #include "tests/engine/support/feed.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random calls on stores of random configs, each checked against a model that knows no pages. The
 // number of calls is that of TIERKV_SOAK_CALLS where it is set.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiers by class of heads in the one store, in host memory, against a model that knows no pages.
 #include <gmock/gmock.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sequences between stores, and hostile bytes.
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codebooks of any bytes, and codebooks of any counts. The first byte chooses: 0 takes the rest as
 // codes and builds a codebook, which is slow; anything else parses it as a serialised one.
 #include <algorithm>

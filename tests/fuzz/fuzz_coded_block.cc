@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks: any codes come back, and any bytes are refused or give the same codes on both
 // paths. The input draws the codebook, the shape, the codes and the damage.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Containers of any bytes: opening, reading and decoding may refuse, never crash. The first byte
 // draws the options: bit 0 verifies checksums, which hostile bytes seldom pass, so most inputs
 // leave it clear and reach what lies behind. The rest is the container.

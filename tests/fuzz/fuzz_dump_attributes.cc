@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dumps whose attributes, shapes, types, filters, chunks and links are drawn from the input, built
 // by HDF5 itself in memory and read through DumpReader. The files are sound HDF5, so whatever goes
 // wrong is the reader's fault and not HDF5's, which is not hardened against malicious bytes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Choices of a fuzz target, drawn from the bytes of its input one after the other.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages of any bytes in any format, and layouts that were tampered with: nothing may be read or
 // written outside a page, nothing crash, and the fast codec must agree with the plain one. Formats,
 // slots and operations are drawn from the input's first bytes; the rest are the page, over and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Profiles whose attributes, shapes, types, filters and links are drawn from the input, built by
 // HDF5 itself in memory. The files are sound HDF5 (fuzz_dump_attributes.cc says why).
 #include <hdf5.h>

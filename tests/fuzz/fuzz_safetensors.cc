@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The header of a safetensors file, and the plan of a dump made from it: whatever the bytes, the
 // answer is a refusal with a reason or tensors that fill the data exactly.
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks: any codes and exponents come back, and any bytes are refused or give the same on
 // both paths. The input draws the family, the shape, the codes, the exponents and the damage.
 #include <algorithm>

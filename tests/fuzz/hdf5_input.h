@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HDF5 files whose attributes, shapes, types, filters, chunks and links are drawn from a fuzz
 // target's input.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a fuzz target over files: fuzz_NAME_replay FILE|FOLDER... Every input that once failed lives
 // in tests/fuzz/corpus and is replayed by plain ctest, with any compiler.
 #include <algorithm>

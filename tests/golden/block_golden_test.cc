@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of codebooks and coded blocks in every mode and many shapes, and the example of
 // docs/reference/format.md.
 #include <bit>

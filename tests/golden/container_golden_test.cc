@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Containers of a small dump in every preset: their bytes, and what they decode to. Some are kept
 // as files, so that what was written once stays readable.
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recorded results: a CSV file of tests/golden whose every line a test computes again.
 //
 // ./dev golden (TIERKV_REGENERATE_GOLDEN=1 in the environment of test_golden) writes the files

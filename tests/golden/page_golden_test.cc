@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of a page in every format that pages can hold.
 #include <random>
 

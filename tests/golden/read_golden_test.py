@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The independent reader decodes the kept containers to the recorded values, bit for bit.
 
 Usage: read_golden_test.py SOURCE"""

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device's operations against the host reference: the same bytes after every operation.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>

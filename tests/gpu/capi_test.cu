@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device calls of the C ABI on a GPU: attention over pages that the caller owns beside the
 // double reference. Small enough for compute-sanitizer.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory for tests: what goes up, what comes down.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory of tests that is filled again and again.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM serves a small random model over compressed blocks: what a serving engine does to a cache must not change its answers.
 
     vllm_serve_test.py [--only NAME,...] [--skip NAME,...] [--list]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: include/tierkv <- gpu, codec, allocator <- attention <- store <- capi <- tools, bench, tests.
 
 A room is a folder with rules of its own. What libtierkv is made of includes no baselines, tools or tests, and links none.

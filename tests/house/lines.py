@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hand-written pages for users stay short: README at most 100 lines, all together at most 1,200. Generated tables do not count."""
 import pathlib
 import re

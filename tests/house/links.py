@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every relative link of a Markdown page leads to a file of the repository, and its anchor to a heading of that file."""
 import pathlib
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that a page says is quoted ("From [examples/x.c](examples/x.c)") is in that file, line for line."""
 import pathlib
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code in the pages for users is tried: C, C++, Python and CMake are quotes of examples, JSON parses, and every line of shell is known.
 
 A line of shell is `build/tierkv ...`, which cli.docs runs, `./dev COMMAND`, or a program of the world that gets files of the repository.

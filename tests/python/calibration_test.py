@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration by a model, on tiny random models in NumPy: statistics, sensitivities, what is refused, and going on after a stop.
 
 calibration_test.py PACKAGE_DIR SOURCE_DIR"""
@@ -299,7 +300,7 @@ class Command(CalibrationTest):
         text.write_text("x")
         result = subprocess.run([sys.executable, "-B", "-c", code, "--model", self.folder, "--text", text, "-o", self.dir / "t.h5"],
                                 capture_output=True, text=True, env={"PYTHONPATH": PACKAGE})
-        self.refused(result, "torch is missing; install tierkv[calibration]")
+        self.refused(result, "torch is missing; install tierkv[calibrate]")
 
 
 if __name__ == "__main__":

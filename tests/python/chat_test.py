@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs examples/chat.py with a small random model: chat_test.py PACKAGE. Exit code 77 names what is missing."""
 import importlib.util
 import pathlib

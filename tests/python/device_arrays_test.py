@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How arrays in GPU memory are read, as far as that needs no GPU."""
 import sys
 import unittest

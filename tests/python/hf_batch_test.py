@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a padded batch the sequences of a store hold."""
 import sys
 import unittest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tierkv.hf on a small random model: generation over a TierCache beside transformers' own cache. Needs torch and transformers 5."""
 import os
 import sys

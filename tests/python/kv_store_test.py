@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tierkv.KvStore on the host: arrays in and out, attention beside NumPy's, turns, forks, bytes, what is refused."""
 import os
 import sys

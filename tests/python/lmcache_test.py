@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The serde for LMCache: chunks as bytes and back; with torch and LMCache, through their processor."""
 import os
 import sys

@@ -1,4 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python package as it is built, against NumPy, h5py and the command."""
+import builtins
 import gc
 import pathlib
 import random
@@ -147,8 +149,8 @@ class Codec(PackageTest):
                 (lambda: tierkv.encode(tierkv.PageFormat(64), x, x.astype(np.float16)), TypeError, "float16"),
                 (lambda: tierkv.encode(tierkv.PageFormat(64, k_bits=3), x, x), tierkv.InvalidArgumentError, ""),
                 (lambda: tierkv.PageFormat(80).tokens, tierkv.TierkvError, "head_dim"),
-                (lambda: tierkv.open("/nowhere"), OSError, "/nowhere"),
-                (lambda: tierkv.open_bytes(b"no container"), tierkv.InvalidArgumentError, "bytes"),
+                (lambda: tierkv.Container("/nowhere"), OSError, "/nowhere"),
+                (lambda: tierkv.Container.from_bytes(b"no container"), tierkv.InvalidArgumentError, "bytes"),
                 (lambda: tierkv.analyze(SAMPLE, ["k8v5"]), tierkv.InvalidArgumentError, "k8v5"),
                 (lambda: tierkv.analyze(SAMPLE, []), ValueError, "presets"),
                 (lambda: tierkv.analyze([]), tierkv.InvalidArgumentError, "files"),
@@ -157,7 +159,23 @@ class Codec(PackageTest):
             with self.assertRaises(error) as caught:
                 call()
             self.assertIn(words, str(caught.exception))
+            self.assertIsInstance(caught.exception, tierkv.TierkvError)
         self.assertEqual(tierkv.CorruptError.name, "corrupt")
+
+    def test_names_hide_no_others(self):
+        self.assertEqual(set(tierkv.__all__) & set(dir(builtins)), set())
+        self.assertEqual(sorted(tierkv.__all__), sorted(set(tierkv.__all__)))
+        for name in tierkv.__all__:
+            self.assertTrue(hasattr(tierkv, name), name)
+
+    def test_errors_are_also_the_built_in_ones(self):
+        for error, builtin in ((tierkv.OutOfMemoryError, MemoryError), (tierkv.OutOfPagesError, MemoryError),
+                               (tierkv.InvalidArgumentError, ValueError), (tierkv.InputOutputError, OSError),
+                               (tierkv.OutOfRangeError, IndexError), (tierkv.NotFoundError, LookupError),
+                               (tierkv.StaleSequenceError, LookupError), (tierkv.ArgumentTypeError, TypeError),
+                               (tierkv.CorruptError, ValueError), (tierkv.VersionError, ValueError),
+                               (tierkv.CudaError, RuntimeError)):
+            self.assertTrue(issubclass(error, builtin) and issubclass(error, tierkv.TierkvError), error)
 
     def test_integers_do_not_wrap(self):
         x, wrong = self.normal(4, 64), 2**32 + 4
@@ -228,7 +246,7 @@ class Containers(PackageTest):
     def test_layers_equal_the_command(self):
         back = self.dir / "back.h5"
         subprocess.run([TIERKV, "decompress", self.path, back, "--dtype", "float32"], check=True, capture_output=True)
-        with tierkv.open(self.path) as cache, h5py.File(back) as f:
+        with tierkv.Container(self.path) as cache, h5py.File(back) as f:
             self.assertEqual((cache.info.num_layers, cache.info.head_dim, cache.info.preset), (6, 128, "diffkv:alpha_l=0.05"))
             sequence = cache.sequences[0]
             group = f[f"seq/{sequence.id}"]
@@ -251,7 +269,7 @@ class Containers(PackageTest):
         self.assertRaises(ValueError, tierkv.decompress, self.path, self.dir / "a.h5", dtype="float64")
 
     def test_what_a_closed_cache_gave_stays(self):
-        cache = tierkv.open_bytes(self.path.read_bytes())
+        cache = tierkv.Container.from_bytes(self.path.read_bytes())
         tokens, layer = cache.sequences[0].tokens, cache.decode_layer(0)
         norm = np.linalg.norm(layer.k)
         cache.close()
@@ -265,10 +283,10 @@ class Containers(PackageTest):
         at = int(self.rng.integers(len(data)))
         data[at] ^= 1 << int(self.rng.integers(8))
         with self.assertRaises(tierkv.TierkvError, msg=f"seed {self.seed}, byte {at}"):
-            tierkv.open_bytes(bytes(data)).verify()
+            tierkv.Container.from_bytes(bytes(data)).verify()
 
     def test_threads(self):
-        cache = tierkv.open(self.path)
+        cache = tierkv.Container(self.path)
         expected = cache.decode_layer(2)
         equal = []
         threads = [threading.Thread(target=lambda: equal.append(np.array_equal(cache.decode_layer(2, threads=1).k, expected.k)))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests with random input share: the package's path, fresh numbers and their seed."""
 import random
 import sys

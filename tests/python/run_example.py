@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs an example: run_example.py PACKAGE NEEDS EXAMPLE [ARGUMENT...]. NEEDS is numpy, torch or cuda; exit code 77 names what is missing."""
 import importlib.util
 import runpy

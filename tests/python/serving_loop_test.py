@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/serving: traces, the scheduler, budgets and accounts, over a tiny model in NumPy and a store in host memory. No torch."""
 import math
 import os

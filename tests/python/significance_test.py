@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tierkv.significance and tierkv.lse against their definition in float64; of tensors in GPU memory, what needs no GPU."""
 import contextlib
 import sys

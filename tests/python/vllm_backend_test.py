@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM backend against vLLM's own classes, on a GPU or else on the host: steps of a small engine, with FlashAttention written out
 in torch."""
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the vLLM plugin decides without tensors: settings, refusals, classes of requests, slices of prefixes, registration."""
 import enum
 import random

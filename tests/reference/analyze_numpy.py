@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every metric of `tierkv analyze`, computed a second time: NumPy, plain, in double, from the text of the design.
 
 Usage: analyze_numpy.py --dump FILE --preset NAME [--preset NAME]... [--profile FILE] [--json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order-0 entropy and the size of coded blocks, from docs/reference/format.md.
 
 The format leaves the codebook to the writer. Here: code words of at most 12 bits, one stream per lane, four codes a symbol where

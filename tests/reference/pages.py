@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many pages a row takes, from docs/reference/format.md."""
 from presets import RAW
 

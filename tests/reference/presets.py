@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grammar of presets, NAME[:key=value,...][+STAGE][+rot], as plain descriptions of what is stored."""
 import re
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisers and bases, from sections 3 and 4 of the design. x is float32 [kv_heads, tokens, head_dim]."""
 import numpy as np
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An independent reader of `.tkv` containers, written from docs/reference/format.md.
 
 read(path) -> Cache; Slow and small on purpose; raises ValueError on anything the formats do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weighted steps and weighted blocks, from docs/reference/format.md, section 6."""
 import numpy as np
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random caches of an engine with block tables: keys and values of sequences, their blocks in
 // random order, and the slots of their tokens.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Structs of the C ABI with their size set.
 #pragma once
 

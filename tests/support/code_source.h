@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random quantisation codes for the entropy-coding tests.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A batch of sequences in an engine's blocks with ragged queries, and exact attention over their
 // keys and values.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A random generator with a fresh seed, which every failure prints.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An allocator in host memory that a test owns, and shapes to try.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random caches for the tests of coded products (bench/baselines/matvec/coded_matvec.h), in host
 // memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random tokens and poisoned pages for the page tests. The seed is fresh and printed with each
 // failure.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random operations that fit a given state, with mistakes among them: the food of the trace tests,
 // host and device.
 #pragma once

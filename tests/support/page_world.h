@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random caches for the attention tests: pages of quantised random tokens scattered over a pool,
 // tables, queries.
 #pragma once

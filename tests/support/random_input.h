@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fresh random numbers, keys, values and scores; the seed is printed when something fails.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A world's pages in DiffKV's layout.
 #pragma once
 

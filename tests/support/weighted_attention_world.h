@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of weighted blocks, raw sinks and windows as attend_coded() takes them, what they decode to,
 // and exact attention to compare with.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of random keys and values, with all that the kernels of weighted blocks take, and what the
 // host makes of them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each scheme would do to a dumped cache: size, tiers, error of keys, values and attention
 // output, coder, speed. Definitions of every number: docs/reference/presets-and-metrics.md.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention of a set of queries over a row that is handed in block by block, in double, in several
 // forms at once: exact, as stored (plain) and with the window moving with each query (online).
 // Partial softmax states are merged at the end, so the row never exists decoded as a whole.

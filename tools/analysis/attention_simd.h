@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inner loops of attention in double, for the best instruction set of the machine.
 #pragma once
 

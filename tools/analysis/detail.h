@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a report shows of a preset besides its totals: tiers and classes of heads, errors by place,
 // codes and exponents.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `--details` adds to the JSON of `analyze` and `sweep`, for python/tierkv/report.py. Matrices
 // are [layers][kv_heads]; counts are [[what, count], ...] in rising order.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A few layers of a dump in memory, analysed in parallel under all presets at once.
 #pragma once
 

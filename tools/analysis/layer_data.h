@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of one (sequence, layer) of a dump in memory, as stored, and the statistics taken from
 // them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the rows of one (sequence, layer) share under a scheme: how their tokens are placed, bases,
 // steps and codebooks.
 #pragma once

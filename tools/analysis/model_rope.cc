@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a dump and a profile say that keys are rotated.
 #include <fmt/format.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whom a few queries of a row attend to.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `tierkv analyze` and `tierkv sweep` print: JSON (schemas tierkv.analyze/1, tierkv.sweep/1),
 // CSV, Markdown and a table for people.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tools/analysis/row_measure.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one stored row costs and loses: the numbers that a (row, scheme) adds to a Tally.
 #pragma once
 

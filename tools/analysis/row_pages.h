@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a page pool would hold for a row: page_ratio counts whole pages, as an allocator hands them
 // out.
 #pragma once

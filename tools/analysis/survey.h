@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What dumps look like before anything is compressed: who is attended to, and how long the vectors
 // are. DiffKV section 3, Figures 2 to 5.
 #pragma once

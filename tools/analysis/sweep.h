@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rate against distortion: many presets over many dumps, the results pooled over all of them.
 #pragma once
 

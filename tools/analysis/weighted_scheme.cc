@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a layer under weighted steps: means, weights, steps, importance, codebooks.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `analyze` and `sweep` have in common on the command line, and what it names once read.
 #pragma once
 

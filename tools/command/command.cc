@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tools/command/command.h"
 
 #include <unistd.h>

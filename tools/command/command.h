@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the subcommands share. Each add_*() registers one subcommand, which leaves its exit code in
 // *exit_code.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `tierkv compress`, `decompress` and `verify`.
 #include <fmt/format.h>
 

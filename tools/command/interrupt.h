@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ends a command that writes a file early and leaves no part of the file behind.
 #pragma once
 

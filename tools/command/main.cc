@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The `tierkv` command. Data goes to stdout, messages and progress to stderr. Exit codes:
 // tools/command/command.h.
 #include <malloc.h>

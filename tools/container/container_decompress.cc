@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // decompress(): a container back into a dump.
 //
 // Without gzip the places of a layer's rows are known once HDF5 has created it, so that any number

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows and layers of a dump as chunks of a container.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A dumped cache into a `.tkv` container and back.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // compress(): a dump into a container.
 //
 // A layer is read, prepared, encoded and written in steps that several threads take. The steps

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work on layers in steps that several threads take. The steps stand in one order in which each
 // comes after those it needs, and parallel_for() hands them out in that order, so that whoever
 // waits for an earlier step waits for a thread that works on it.

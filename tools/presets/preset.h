@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Presets: the names under which schemes are compared, `NAME[:key=value,...][+STAGE][+rot]`, where
 // an entropy STAGE is huffman, fse, fixed or bitshuffle.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Classes of heads in the text of a preset: CLASS[|CLASS]..., the most sensitive heads first.
 //
 //   CLASS  [SHARE*]HIGH[/LOW][@ALPHA_H[:ALPHA_L]]

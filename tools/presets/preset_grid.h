@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grids of presets: a preset's text with alternatives separated by '/', at the place of its name,
 // of any value but that of `classes` and of any suffix.
 //

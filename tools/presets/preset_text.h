@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text of a preset before it means anything: its name, keys and suffixes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/channel/channel_cache.h"
 
 #include "codec/gpu/channel_encode.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of channel blocks (codec/format/channel_block.h) with a table of their own, without a store:
 // the whole of what KIVI's and BitDecoding's caches are, to test and to compare with.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Symbols through an array tree without branches: KVComp section 3.3.1.
 //
 // Each bit is one step, whatever it means: the bit selects a child, what the child says is written,

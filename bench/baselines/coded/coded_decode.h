@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks in batches on the GPU: decode to codes or fp16 values, by
 // the table; the decoder of trees is compared with it. The bytes are those of
 // codec/format/coded_block.h, which is the reference.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What decodes groups of coded blocks, by warps.
 //
 // Reader, beside what codec/gpu/coded/coded_decode.cuh asks of it:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel that decodes groups of coded blocks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks in batches from codes in memory, by a warp each, through shared memory. The store
 // encodes what lies in its lanes (codec/gpu/coded/weighted_streams.cuh); this is to compare with,
 // and has the write-back of KVComp.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The encoder of one slice by one warp, in shared memory: encode_block()'s bytes.
 //
 // Two passes over the codes: the first puts symbols in their place and adds up the bits of the

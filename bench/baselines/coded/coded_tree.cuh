@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Symbols bit by bit through a tree, a loop for each symbol: to compare with.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks decoded bit by bit through the tree of their codebook, as decode_coded() decodes
 // them by its table: KVComp section 3.3.1, in two forms to compare with.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/cpu_manager/cpu_manager.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The baseline to beat: the same operations on the same state, by threads of the host (DiffKV
 // Figure 13, "on-CPU multi-threaded memory management").
 //

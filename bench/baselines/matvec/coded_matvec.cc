@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/matvec/coded_matvec.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two products of a decoding step with a coded cache, each in one kernel that decodes,
 // dequantises and multiplies: KVComp's cache-resident decompression.
 //

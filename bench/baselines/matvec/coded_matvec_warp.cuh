@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the warps of both coded products share: how blocks and their units reach them, how a
 // fragment is decoded, what makes a block wrong.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp's part of out = p^T V: the sum over its blocks of a row.
 #pragma once
 

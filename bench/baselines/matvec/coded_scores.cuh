@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp's part of scores = K q: block after block, each complete in itself.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/rungs/diffkv.h"
 
 #include "bench/baselines/rungs/diffkv_kernel.cuh"

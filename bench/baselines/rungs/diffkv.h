@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rewriting of pages for rung 1.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rung 1: CUDA cores over DiffKV's page layout, as its section 6.2 describes.
 //
 // A CTA takes one q head of a row (or of a split of it); its warps take whole pages, those of the

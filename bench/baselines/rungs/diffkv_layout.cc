@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/rungs/diffkv_layout.h"
 
 #include <cstring>

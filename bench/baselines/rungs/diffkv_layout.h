@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DiffKV's page layout (section 6.2): where the codes of a page lie when CUDA cores read them.
 //
 //   keys    [F / (Kvec * Kgroup), N, Kgroup, Kvec]    F = 128 dims, N = tokens of a page

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/rungs/kv_as_a_kernel.cuh"
 #include "bench/baselines/rungs/rung_kernel.h"
 

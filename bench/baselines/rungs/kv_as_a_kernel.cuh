@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rung 3: keys and values as operand A (kv_warp.cuh) over a fixed split, with the product's other
 // steps as switches: how bytes arrive, how the warps of a CTA share them, who merges. The product
 // has bulk copies, warps on their own, the merge by the last to arrive, and in place of the fixed

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys and values as operand A: the product's arithmetic (attention/tiers/warp_attention.cuh) in
 // its plainest form, for 8 columns of head_dim 128 and the formats of the rungs.
 //

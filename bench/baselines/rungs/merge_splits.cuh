@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The merge of split rows as a kernel of its own, after the kernel that left their parts.
 #pragma once
 

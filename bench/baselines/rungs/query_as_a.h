@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rung 2's shape: warps, steps and shared memory of a CTA.
 #pragma once
 

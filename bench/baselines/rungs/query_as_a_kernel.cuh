@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rung 2: tensor cores in BitDecoding's form (its sections IV and V).
 //
 // The four warps of a CTA take a tile of 16 tokens each for the scores and 32 dims each for the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a warp of rung 2 computes of a tile, on tensor cores: the scores of its tokens and the
 // products of its 32 dims. The q heads of the group are the rows of operand A, padded to 16; keys
 // and values are operand B, dequantised to fp16 in registers (mask, exponent of 1024 or'ed in, two

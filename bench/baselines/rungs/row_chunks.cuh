@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tokens of a row as a list of chunks that can be asked for in any order: what a fixed split
 // deals out. A chunk is up to `chunk_tiles` consecutive tiles of one page; the chunks of a row are
 // numbered through its tiers in order.

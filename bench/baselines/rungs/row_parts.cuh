@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The end of every rung: the parts of a CTA's warps joined head by head, then written as output or
 // left as the part of a split row.
 #pragma once

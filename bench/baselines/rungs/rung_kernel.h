@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What run_rung() must know of a rung, and where its workspace's arrays lie.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernel of every rung is given. head_dim is 128, a row is one (sequence, kv_head) with
 // all q heads of its group.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rungs of the ladder that the fused decode kernel climbed, each a runnable kernel: what
 // bench/gpu/bench_rungs.cu times side by side and docs/notes/2026-11-22-attention-ladder.md
 // explains. Not part of libtierkv.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts pairs of codes, by a CTA that has a table of narrow ones in shared memory, a copy for each
 // lane, so that lanes never meet; others go to memory one by one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "codec/gpu/coded/code_histograms.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts of codes that a kernel leaves in device memory (code_counter.cuh), as build_codebook()
 // takes them: the counting of KVComp section 3.1.2.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codes a histogram in device memory holds.
 #pragma once
 

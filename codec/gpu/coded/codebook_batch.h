@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codebooks built on the GPU from histograms that lie there: those that build_codebook() makes of
 // the same counts in mode kPair, bit for bit, and the arrays that kernels code and decode with.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of codec/gpu/coded/codebook_batch.h, as functions of a CTA and its shared memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What decodes the tiles of coded blocks, by warps, whatever the version of their headers.
 //
 // Reader, how the symbols of a lane's streams become digits:

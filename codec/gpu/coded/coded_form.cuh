@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The form in which an encoder stores a slice, coded or raw, and what both forms have in common.
 #pragma once
 

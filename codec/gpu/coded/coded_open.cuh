@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every check that decode_block() makes of a block, by a warp, on a block in shared memory. All
 // lanes get the same answer.
 #pragma once

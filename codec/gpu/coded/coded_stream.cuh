@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A lane's bit stream in shared memory: two table lookups a step, then at most one more word.
 //
 // The table lies at a multiple of its region's size in shared memory, so that one LOP3 makes the

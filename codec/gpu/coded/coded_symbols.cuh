@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an encoder codes in place of a symbol that its codebook lacks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns of pairs of channels, as lanes load them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks in batches on the GPU: keys and values to blocks, and ranges of tokens back.
 // Bytes and numbers are those of codec/host/coded/weighted_rows.h and
 // codec/host/coded/weighted_block.h, bit for bit.

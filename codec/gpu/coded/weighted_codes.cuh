@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What fixes the codes of a block's tokens, and codes by the laws of
 // codec/format/weighted_step.h and rope_turn.h: one by one as they are written, with the bits of
 // token_exponents() and quantize_weighted(), or quickly where the result is beyond doubt.

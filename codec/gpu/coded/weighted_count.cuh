@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warps that count the pairs of codes of weighted blocks. Bound: instructions, about 15 a code.
 #pragma once
 

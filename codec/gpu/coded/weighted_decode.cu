@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "codec/gpu/coded/weighted_decode.cuh"
 
 #include <cuda_runtime.h>

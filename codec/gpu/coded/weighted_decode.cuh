@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warps that decode ranges of tokens of weighted blocks to fp16 or bf16.
 //
 // A block is opened as one of version 1 once its own fields are checked, and decoded tile by tile.

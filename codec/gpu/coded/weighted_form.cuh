@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The lane encoder's blocks of version 2: exponents, lengths of streams and the books of dim
 // blocks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of codes out of streams of pairs: what nearly all weighted blocks are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block's tokens in shared memory, a tile at a time: the rows as they are, the exponents of the
 // tokens, what keys are divided by.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The streams of a slice, by a warp: each lane's bits go to words of its own in shared memory, and
 // when all lengths are known to the block, shifted to where the stream begins.
 #pragma once

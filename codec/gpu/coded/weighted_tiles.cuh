@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The codes of a block's tokens by a warp, to each lane those of its streams
 // (codec/format/fragment_order.h): matrix loads give every lane its pairs of a staged tile.
 //

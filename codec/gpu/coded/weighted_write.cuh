@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of decoded codes as fp16 or bf16 tokens, keys turned to their positions.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "codec/format/block_cache.h"
 
 #include "codec/gpu/pages/block_decode.cuh"

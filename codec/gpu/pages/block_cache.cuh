@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // encode_slots() of codec/format/block_cache.h token by token: a warp takes one token of one
 // kv_head, so that a token is written alone, in the whole bytes that it owns, whatever the other
 // tokens of its tile do. Prompts go by tiles (block_tiles.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // decode_blocks() of codec/format/block_cache.h: a warp takes one component of a tile of one
 // kv_head. Tiles that a range only begins or ends in are decoded whole; the rows of the range
 // leave.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // encode_slots() of codec/format/block_cache.h for many tokens. Where 16 tokens that follow each
 // other fill a tile, a warp makes the tile's words of one component as a whole; other tokens go one
 // by one (block_cache.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Half a tile of one component in the registers of a warp: eight tokens, and the fixed rotation of
 // their channels with the host's bits.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One token of a page without sub-groups, from a warp's registers into its slot: what kernels share
 // that write tokens one by one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fixed rotation of a token in the registers of a warp (lane_token.cuh), with the host's bits.
 #pragma once
 

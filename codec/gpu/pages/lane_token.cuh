@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One token in the registers of a warp: quantised and dequantised as codec/format/quantize.h says,
 // in the formats of pages.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One token of a page, by one warp: its parameters and codes, and the tile it lies in.
 //
 // All functions are called by the 32 lanes of a warp with the same arguments, and nobody else may

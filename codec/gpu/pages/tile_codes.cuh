@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of 16 tokens of one component, from rows in shared memory to the words of a page, by a
 // warp: half a tile at a time, in registers (half_rows.cuh).
 //

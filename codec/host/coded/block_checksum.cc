@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast form of block_checksum(), compiled once per instruction set and chosen at run time.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/host/coded/block_checksum.cc"

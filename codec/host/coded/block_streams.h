@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decoder's core, shared by coded and weighted blocks: a slice whose header and sizes have been
 // checked, to codes.
 //

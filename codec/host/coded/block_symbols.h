@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The encoder's core, shared by coded and weighted blocks: the codes of a slice as code words,
 // stream after stream, with what the alphabet cannot say listed as exceptions.
 #pragma once

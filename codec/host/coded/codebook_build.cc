@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which alphabet and which symbols: build_codebook. The bytes and tables are in codebook.cc.
 #include <algorithm>
 #include <cmath>

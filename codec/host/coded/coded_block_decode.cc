@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // decode_block: validation. The decoder is in codec/host/coded/block_streams.cc, the encoder is in
 // coded_block.cc.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts of quantisation codes: what a codebook is built from (KVComp section 3.1.2).
 //
 // One histogram serves one codebook: add the codes of every row that shares it, in any order, then

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain steps. The fast forms are in lane_pairs_simd.cc.
 #include "codec/host/coded/lane_pairs.h"
 

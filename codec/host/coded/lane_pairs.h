@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block between its streams and row-major codes, in three steps:
 //
 //   streams -> entries   the table entry of every symbol                            decode_streams

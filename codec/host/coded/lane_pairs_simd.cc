@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast forms of lane_pairs.h, compiled once per instruction set and chosen at run time (AVX2
 // comes with BMI2, whose shifts by a register make the lookup loop).
 #undef HWY_TARGET_INCLUDE

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The codebooks of one slice, and the order of its dim blocks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted blocks: coded blocks (codec/format/coded_block.h) whose tokens have exponents of their
 // own and whose dim blocks take their codebooks from a family.
 //

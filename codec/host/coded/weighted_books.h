@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codebooks of weighted blocks: a family of at most four for each (layer, component), and which of
 // them each dim block of each row takes.
 //

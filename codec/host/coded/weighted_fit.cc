@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a row gets its weights, means and steps.
 #include <cmath>
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain forms and the checks. The fast forms are in weighted_rows_simd.cc.
 #include "codec/host/coded/weighted_rows.h"
 

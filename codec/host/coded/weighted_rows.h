@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The format `coded` with weighted steps, on the host: rows of keys and values to codes and
 // exponents, and back. docs/reference/format.md, "Weighted blocks", has the laws;
 // codec/format/weighted_step.h has them as code that kernels share.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both forms of codec/host/coded/weighted_rows.h ask of their arguments, and what they share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast forms of codec/host/coded/weighted_rows.h, compiled once per instruction set and chosen
 // at run time: the same bits as the plain ones. A CPU without fused multiply-add takes the plain
 // forms.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention backend that vLLM 0.26 calls: spec and shape of the cache, metadata of a step, attention of a layer.
 
 A layer's cache is [blocks, kv_heads, 64, slot bytes] of bytes: each (block, kv_head) is a page of its own. Each format has a backend
@@ -22,6 +23,7 @@ from .. import _engine as engine
 from .batches import Slice, classify, head_range, rounds, runs
 from .refusals import HEAD_DIMS, MAX_QUERIES, EngineShape, LayerShape, refuse, refused_engine, refused_layer
 from .settings import BLOCK_TOKENS, DEFAULT_FORMAT, FORMATS, Settings, layer_index, read_settings, slot_bytes
+from ..errors import InvalidArgumentError
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 MAX_TAILS = 32  # of a step; more go the way of chunks
@@ -114,7 +116,7 @@ def layer_key_mean(settings: Settings, vllm_config: Any, layer: Any, index: int)
         return None
     means, layers = key_means(settings.profile), vllm_config.model_config.hf_text_config.num_hidden_layers
     if means.shape[0] != layers or means.shape[2] != layer.head_size:
-        raise ValueError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels for a model with {layers} of {layer.head_size}")
+        raise InvalidArgumentError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels for a model with {layers} of {layer.head_size}")
     if index >= layers:  # of a draft model, which the profile does not know
         return None
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -235,7 +237,7 @@ class TierkvMetadataBuilder(AttentionMetadataBuilder[TierkvMetadata]):
         refuse([f"{x.layer_name}, whose class has a cache of its own kind" for x in self.layers if x.impl.engine is None], "this model")
         shapes = {(x.num_heads, x.num_kv_heads, x.head_size, float(x.impl.scale)) for x in self.layers}
         if len(shapes) != 1:
-            raise ValueError("tierkv: layers of one cache group differ in heads, channels or scale")
+            raise InvalidArgumentError("tierkv: layers of one cache group differ in heads, channels or scale")
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         max_blocks = -(-model.max_model_len // BLOCK_TOKENS) + 1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way each request of a step goes, and how cached prefixes are cut. Numbers alone: no tensors.
 
     decodes    up to `decode_queries` new tokens: attend in the cache, in captured graphs as well
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import List, Sequence, Tuple
 
 from .refusals import MAX_QUERIES
+from ..errors import InvalidArgumentError
 
 Range = Tuple[int, int]  # [first, last)
 
@@ -87,4 +89,4 @@ def head_range(of_model: int, of_layer: int, rank: int, ranks: int) -> Range:
     if of_layer == 1 and of_model < ranks and ranks % of_model == 0:  # heads are repeated
         first = rank // (ranks // of_model)
         return first, first + 1
-    raise ValueError(f"a profile of {of_model} kv heads for {of_layer} on each of {ranks} ranks")
+    raise InvalidArgumentError(f"a profile of {of_model} kv heads for {of_layer} on each of {ranks} ranks")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backend cannot serve, by name. Looked at when the engine starts, so that no request finds out."""
 from __future__ import annotations
 
@@ -5,6 +6,7 @@ from dataclasses import dataclass
 from typing import List, Optional
 
 from .settings import BLOCK_TOKENS
+from ..errors import InvalidArgumentError
 
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP = 16
@@ -84,4 +86,4 @@ def refused_engine(s: EngineShape) -> List[str]:
 
 def refuse(reasons: List[str], where: str) -> None:
     if reasons:
-        raise ValueError(f"tierkv cannot serve {where}: " + "; ".join(reasons))
+        raise InvalidArgumentError(f"tierkv cannot serve {where}: " + "; ".join(reasons))

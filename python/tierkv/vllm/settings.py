@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the vLLM backend, from the engine's `additional_config`: {"tierkv": {...}}.
 
     format        "k8v4", "k4v4" (the default), "k4v2" or "raw": of every layer
@@ -11,6 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
+
+from ..errors import InvalidArgumentError
 
 BLOCK_TOKENS = 64
 # Bits of keys and of values.
@@ -29,7 +32,7 @@ def layer_index(name: str) -> int:
     """Of a layer's name, such as model.layers.3.self_attn.attn. ValueError unless it has one number."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise ValueError(f"tierkv: which layer {name} is, its name does not say")
+        raise InvalidArgumentError(f"tierkv: which layer {name} is, its name does not say")
     return numbers[0]
 
 
@@ -48,32 +51,32 @@ class Settings:
         """ValueError where a range names a layer that the model lacks."""
         for first, last, _ in self.layers:
             if last >= num_layers:
-                raise ValueError(f"tierkv.layers: layer {last} of a model with {num_layers} layers")
+                raise InvalidArgumentError(f"tierkv.layers: layer {last} of a model with {num_layers} layers")
 
 
 def _format(name: Any, where: str) -> str:
     if name not in FORMATS:
-        raise ValueError(f"{where}: {name!r} is not one of {', '.join(FORMATS)}")
+        raise InvalidArgumentError(f"{where}: {name!r} is not one of {', '.join(FORMATS)}")
     return str(name)
 
 
 def _layers(given: Any) -> Tuple[Tuple[int, int, str], ...]:
     if not isinstance(given, Mapping):
-        raise ValueError("tierkv.layers: not an object of layers and formats")
+        raise InvalidArgumentError("tierkv.layers: not an object of layers and formats")
     ranges = []
     for key, name in given.items():
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(key))
         if match is None:
-            raise ValueError(f"tierkv.layers: {key!r} is neither a layer nor a range such as 2-5")
+            raise InvalidArgumentError(f"tierkv.layers: {key!r} is neither a layer nor a range such as 2-5")
         first = int(match[1])
         last = int(match[2] or first)
         if last < first:
-            raise ValueError(f"tierkv.layers: the range {key} is empty")
+            raise InvalidArgumentError(f"tierkv.layers: the range {key} is empty")
         ranges.append((first, last, _format(name, f"tierkv.layers: {key}")))
     ranges.sort()
     for before, after in zip(ranges, ranges[1:]):
         if after[0] <= before[1]:
-            raise ValueError(f"tierkv.layers: layer {after[0]} has two formats")
+            raise InvalidArgumentError(f"tierkv.layers: layer {after[0]} has two formats")
     return tuple(ranges)
 
 
@@ -81,17 +84,17 @@ def read_settings(additional_config: Any) -> Settings:
     """ValueError, which names the setting."""
     given = additional_config.get("tierkv", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise ValueError("tierkv: not an object of settings")
+        raise InvalidArgumentError("tierkv: not an object of settings")
     unknown = sorted(set(given) - set(_KEYS))
     if unknown:
-        raise ValueError(f"tierkv: unknown settings {', '.join(unknown)}; known are {', '.join(_KEYS)}")
+        raise InvalidArgumentError(f"tierkv: unknown settings {', '.join(unknown)}; known are {', '.join(_KEYS)}")
     slice_tokens = given.get("slice_tokens", DEFAULT_SLICE_TOKENS)
     if not isinstance(slice_tokens, int) or isinstance(slice_tokens, bool) or slice_tokens < BLOCK_TOKENS:
-        raise ValueError(f"tierkv.slice_tokens: {slice_tokens!r} is no number of at least {BLOCK_TOKENS} tokens")
+        raise InvalidArgumentError(f"tierkv.slice_tokens: {slice_tokens!r} is no number of at least {BLOCK_TOKENS} tokens")
     profile, rotate = given.get("profile"), given.get("rotate", True)
     if profile is not None and not isinstance(profile, str):
-        raise ValueError("tierkv.profile: not a path")
+        raise InvalidArgumentError("tierkv.profile: not a path")
     if not isinstance(rotate, bool):
-        raise ValueError("tierkv.rotate: neither true nor false")
+        raise InvalidArgumentError("tierkv.rotate: neither true nor false")
     return Settings(_format(given.get("format", DEFAULT_FORMAT), "tierkv.format"), _layers(given.get("layers", {})), profile,
                     slice_tokens, rotate)

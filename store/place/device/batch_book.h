@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What calls have left on the device for later ones, by the host's knowledge: the batch of
 // sequences, counts derived for it, and the plan of attention.
 //

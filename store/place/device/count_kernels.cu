@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/place/device/count_kernels.cuh"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts of tokens on the device, and what plans ask of the page tables. Bound: launches; all of it
 // is a few bytes a (sequence, layer).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of a place in device memory take; all pointers lead to device memory unless a
 // comment says otherwise.
 #pragma once

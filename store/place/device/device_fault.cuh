@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a kernel tells a failure: the first one stays until the host takes it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of a place in device memory, launched on a stream. kCuda where a launch fails.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page operations of a place in device memory: whether there are pages, growth, fork and truncate.
 #include <cuda_runtime.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/place/device/device_place.h"
 
 #include <cuda_runtime.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store in device memory: the layouts of the host place, its calls as kernels on one stream.
 //
 // The host does the arithmetic of counts as it does for every place and never waits for it. The

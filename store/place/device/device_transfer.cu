@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a place in device memory tells of itself through host memory: usage, export and import.
 #include <cuda_runtime.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host knows of the free pages of a device that it does not wait for: a lower bound.
 #pragma once
 

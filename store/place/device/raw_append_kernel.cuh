@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A chunk's tokens that stay raw, into sinks and ring: as write_chunk() of store/place/raw_tokens.h
 // puts them there, byte for byte. Values that fp16 does not hold are faults; they count as the
 // nearest that it holds, NaN as 0.

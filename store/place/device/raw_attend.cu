@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gpu/launch.cuh"
 #include "store/place/device/device_kernels.h"
 #include "store/place/device/raw_attend_kernel.cuh"

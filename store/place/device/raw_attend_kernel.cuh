@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over what a row holds raw, its sinks and its ring, joined with the attention over its
 // body: a CTA per row, its warps by tiles of 16 tokens, eight columns (query, head of the group) at
 // once. With count_query a second round over the ring adds what the queries saw to its RawScores.

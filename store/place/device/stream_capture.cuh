@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The id of the capture under way on a stream; 0 where calls run at once.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the blocks of channel rows lie: what host and device share.
 //
 // Block b of kv_head h of a layer is number b * num_kv_heads + h. Numbers lie one behind the other

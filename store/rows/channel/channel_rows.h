@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Body tokens as blocks of channel-wise keys (codec/format/channel_block.h), in host memory.
 //
 // Block b of a row holds the positions T b to T (b + 1) - 1; the places of sinks hold copies of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/rows/channel/device_channel_attention.h"
 
 #include "attention/channel/channel_launch.cuh"

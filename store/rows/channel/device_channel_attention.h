@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over the bodies of channel rows: the kernels of attention/channel over pages that
 // belong to (sequence, layer).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bodies of a layer as the kernels of attention/channel know a cache, and what a call comes to.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of channel rows in device memory: the bytes of ChannelRows (channel_rows.h).
 #pragma once
 

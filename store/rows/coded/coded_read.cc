@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks back to finished keys and values.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Body tokens as coded blocks of weighted steps, in host memory: the reference of its kernels.
 // store/ENGINE.md, "Coded rows", has the laws; coded_shape.h where bytes lie.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes and offsets of the coded format: what a (sequence, layer) keeps in its slot, and what lies
 // on its pages. Host and device share it.
 //

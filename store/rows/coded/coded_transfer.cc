@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bodies of coded rows as bytes, and back.
 //
 // A body is, little-endian: whether it is fixed (u8); tokens of its geometric mean (i32), their sum

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a call of attention over bodies, as attend_coded() takes them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over the bodies of coded rows: directories in the slots are read where they are.
 #pragma once
 

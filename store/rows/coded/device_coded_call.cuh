@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of coded rows in device memory are called with.
 //
 // A call has entries (sequence, layer); an entry has blocks that are written, which are called

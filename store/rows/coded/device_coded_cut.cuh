@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded rows that are read, go back to the ring, are truncated or forked.
 #pragma once
 

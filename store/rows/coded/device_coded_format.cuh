@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The coded format of a device place, over a machine that has the memory and runs the kernels:
 // CUDA's in device_coded_rows.cu, an emulated one in tests.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // plan() and write() of coded rows: what the host decides, and the kernels in their order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
 // kernels.
 //

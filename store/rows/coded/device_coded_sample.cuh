@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host works out from the first tokens of a layer: means, steps, codebooks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory of coded rows, and what it holds for all sequences: tables of rows, rotations,
 // codebooks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cells as weighted blocks: the codec's encoder over staged tokens, each layer with its codebooks.
 #pragma once
 

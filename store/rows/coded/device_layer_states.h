@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host knows of the layers of the sequences on a device: arithmetic of counts. A layer is
 // fixed by a call that is enqueued; whether that call took effect shows in the counts of the next
 // one.

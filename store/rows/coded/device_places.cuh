@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of the entries of a call, where their blocks go, and what the slots say of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Body tokens of one (sequence, layer) back to finished keys and values, for readers and for the
 // ring.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Means and steps of rows into the tables that kernels read.
 #pragma once
 

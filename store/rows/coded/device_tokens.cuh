@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tokens of cells into staging memory: new ones as fp16 with what is decided about them, those
 // of blocks that are continued as codes.
 #pragma once

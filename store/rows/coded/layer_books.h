@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The codebooks of one layer: a family for keys and one for values, made once from the sample of
 // the first sequence that fixes the layer, or brought by the first sequence that is imported; then
 // they serve every sequence of the store.

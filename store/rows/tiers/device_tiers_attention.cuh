@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over the bodies of tiers: the plan and the calls of attention/tiers, for queries and
 // outputs in the coordinates of the pages.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of tiers know of a format, and where a row's state lies.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What attention over tiers needs to know of the states of sequences: the counts of their tokens.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of tiers in device memory: the bytes of TiersRows (tiers_rows.h).
 //
 // plan(): a warp a row, or 16 for a chunk, decide about what leaves. They write tiers into the map,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of tiers that cut bodies and read them.
 #pragma once
 

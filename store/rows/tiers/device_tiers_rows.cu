@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "store/rows/tiers/device_tiers_rows.h"
 
 #include <algorithm>

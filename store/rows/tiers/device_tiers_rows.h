@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Body tokens at fixed widths by importance, in device memory: the bytes of TiersRows
 // (tiers_rows.h). A token's tier may differ only where an importance that queries counted is so
 // near a threshold that the last bit of a logarithm decides.

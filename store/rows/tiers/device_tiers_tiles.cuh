@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // write() of chunks: a warp takes one component of a tile of a side, 16 tokens that follow each
 // other in their tier. Tiles that the call goes on with, and those with a token that no format
 // holds, go token by token. Bound: instructions, as in codec/gpu/pages/tile_codes.cuh.

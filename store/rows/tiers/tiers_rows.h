@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Body tokens at fixed widths by importance, in host memory: the reference of its kernels.
 //
 // The policy is "once": a token's tier is decided when it leaves the window and never changes.

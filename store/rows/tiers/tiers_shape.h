@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the state of tiers lies, and how a token's tier is decided: what host and device share.
 //
 // A table row is a kv_head. Its side 0 holds the tokens of the high tier, side 1 those of the low

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bodies of tiers as bytes, and back.
 //
 // A body is, little-endian: tokens of its geometric mean (i32), their sum of logarithms (i64, units

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens that leave the window: their tiers, then their bytes.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The SIMD targets that this CPU has, to test each.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of random keys and values, and blocks of random codes, for the tests of weighted steps.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random configs of channel rows, and which bytes of their pages are defined.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory laid out as a store has it on a device, beside a store in host memory: what belongs to the
 // place (raw rows, tables) is taken from the host, what belongs to a format its kernels write.
 #pragma once

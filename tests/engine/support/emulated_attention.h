@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // attend_coded() on the host, thread by thread: kernels of head_dim 64 and 128 whose keys turn in
 // halves, and those of raw blocks; fp16.
 #pragma once

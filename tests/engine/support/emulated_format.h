@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row format whose kernels are run on the host: what all of them share. For emulated tests only.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The machine of a device format (store/rows/coded/device_coded_format.cuh) in host memory, its
 // kernels run thread by thread.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Row formats in device memory whose kernels are run on the host
 // (tests/engine/emulated_*_format.cc).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tokens of one sequence, given to stores in chunks of any length.
 #pragma once
 

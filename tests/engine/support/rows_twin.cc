@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/engine/support/rows_twin.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row format of a device beside that of host memory: the same calls, and after each the same
 // bytes. The store in host memory plays the place.
 #pragma once

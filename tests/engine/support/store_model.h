@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a store must hold, by definition: every token of every row by itself, no pages, no blocks of
 // bytes. It shares the codec's arithmetic of single tokens with the store and nothing else.
 #pragma once

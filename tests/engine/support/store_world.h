@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store in host memory beside its model: random calls, each checked.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a store of tiers must hold, by definition: every token of every row by itself, with its tier
 // and what its codes stand for. It shares the codec's arithmetic of single tokens and the bases
 // with the store, and nothing of pages, maps or places.

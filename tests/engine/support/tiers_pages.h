@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which bytes of the pages of tiers are defined.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls of the attention kernels on a GPU: batches, graphs, overlapping launches, corrupt tables,
 // bad calls, the plan and the merge. Tests named Small* are small enough for compute-sanitizer.
 #include <cstring>

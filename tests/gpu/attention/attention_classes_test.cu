@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of several classes of heads in one launch, on a GPU against the double reference. Tests
 // named Small* are small enough for compute-sanitizer.
 #include "attention/tiers/config_rows.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over real caches: keys, values and queries of dumps, quantised as the store does,
 // against double precision over what the pages decode to. tests/gpu/attention/attention_extract.py
 // writes the files that TIERKV_ATTENTION_EXTRACTS names, separated by colons; without it there is

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes what tests/gpu/attention/attention_dump_test.cu reads: one layer of one sequence of a kv-dump.
 
 attention_extract.py DUMP.h5 SEQUENCE LAYER OUT.bin [TOKENS]

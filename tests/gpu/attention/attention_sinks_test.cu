@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Learned sinks on a GPU: in the attention kernels, and added to finished results.
 #include "attention/core/sinks.h"
 

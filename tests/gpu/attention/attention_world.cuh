@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A world of tests/support/page_world.h on the device, and the check of one call.
 #pragma once
 

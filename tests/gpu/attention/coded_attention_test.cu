@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over coded blocks against a double reference on the host, which decodes with
 // decode_block().
 #include <gtest/gtest.h>

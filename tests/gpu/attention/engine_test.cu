@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over an engine's blocks on the GPU, against engine_attend_host(). Tests named Small*
 // are small enough for compute-sanitizer.
 #include "tests/gpu/device_array.cuh"

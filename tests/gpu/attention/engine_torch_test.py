@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's cache through the Python package with PyTorch's tensors: the GPU against the host, also in a CUDA graph."""
 import random
 import sys

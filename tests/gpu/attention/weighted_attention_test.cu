@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over weighted blocks against exact attention in double, over what the host decodes.
 #include <gtest/gtest.h>
 

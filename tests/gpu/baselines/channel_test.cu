@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel blocks on the device: the host's bytes, and attention against the reference in double.
 #include <gtest/gtest.h>
 

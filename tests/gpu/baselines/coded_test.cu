@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded blocks on the GPU against the host's codec, byte for byte and code for code, on valid and
 // on hostile blocks.
 #include <gtest/gtest.h>
@@ -6,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "bench/baselines/coded/coded_decode.h"
 #include "bench/baselines/coded/coded_encode.h"
 #include "bench/baselines/coded/tree_decode.h"
 #include "codec/format/coded_block.h"
-#include "bench/baselines/coded/coded_decode.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/code_source.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded products on the GPU against the host's reference.
 #include "tests/support/matvec_world.h"
 

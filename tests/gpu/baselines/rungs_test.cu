@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rungs on a GPU against the double reference. Tests named Small* are small enough for
 // compute-sanitizer.
 #include <cuda_runtime.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codebooks built on the GPU from counts in its memory: those that the host builds.
 #include <gtest/gtest.h>
 

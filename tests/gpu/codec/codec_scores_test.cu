@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Significance and log-sum-exp of prompts against the host in double. Tests named Small* are small
 // enough for compute-sanitizer.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine's cache on the GPU, against the host: the bytes and values of
 // codec/format/block_cache.h. Tests named Small* are small enough for compute-sanitizer.
 #include "tests/gpu/device_array.cuh"

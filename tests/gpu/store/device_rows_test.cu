@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Row formats in device memory beside those in host memory, which play the place: the same bytes
 // after every call, and attention over bodies. Memory is managed, so that both see it.
 #include <algorithm>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tierkv.hf on a GPU: generation over a TierCache beside transformers' own cache, on a random model in half precision."""
 import os
 import sys

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store in device memory beside the host's: equal bytes after random calls, attention that
 // agrees, captured steps, and what happens where pages run out.
 #include "tests/gpu/store/kv_store_twins.cuh"

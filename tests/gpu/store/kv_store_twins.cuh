@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store in device memory beside one in host memory: the same calls, and the same bytes in every
 // exported sequence.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench/serving on a GPU: a tiny model generates in a captured graph as it does eagerly and over dense keys and values, also when the pool is
 full. `serving_loop_test.py PACKAGE cpu` runs all but the graphs on the CPU."""
 import os

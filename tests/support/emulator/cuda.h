@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of CUDA's language and of its warp functions the emulated kernels use, for fibers.h.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a CUDA kernel's source on the host: every thread of a CTA is a fiber, switched at barriers
 // and warp exchanges.
 //

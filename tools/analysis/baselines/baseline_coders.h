@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entropy stages to compare the library's coded blocks with (KVComp section 3.3 names them as
 // alternatives), and a predictor before any of them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pruning baselines that keep the same share of tokens in every head (DiffKV section 7.2, Figure
 // 9).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finite state entropy: tANS as zstd codes it (RFC 8878, section 4.1), one state, one table for
 // many blocks.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of CUDA's runtime a store on a device and its tests call, in host memory: every call is done
 // when it returns.
 #pragma once

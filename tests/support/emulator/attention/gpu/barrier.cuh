@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host's stand-in for gpu/barrier.cuh. Copies are carried out when they are waited for, over
 // memory that was poisoned when they started, so a read without a wait is seen.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host's stand-in for gpu/copies.cuh. A thread's copies are carried out when it waits for them,
 // over memory that was poisoned when they started.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host's stand-in for gpu/warp.cuh.
 #pragma once
 

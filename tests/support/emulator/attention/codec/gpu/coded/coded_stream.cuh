@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host's stand-in for codec/gpu/coded/coded_stream.cuh: what its instructions do, without their
 // schedule.
 #pragma once
