@@ -75,7 +75,7 @@ class Install(unittest.TestCase):
     def test_cmake_shared(self):
         build = self.configure("shared")
         self.check_programs(build)
-        self.assertIn("libtierkv.so.0.1", run("readelf", "-d", build / "open_cache"))
+        self.assertIn("libtierkv.so.0.2", run("readelf", "-d", build / "open_cache"))
 
     def test_cmake_static(self):
         build = self.configure("static", "-DCONSUMER_STATIC=ON")
