@@ -106,14 +106,6 @@ __device__ __forceinline__ uint32_t odd_bytes(uint32_t x) {
   return __byte_perm(x, 0, 0x4341);
 }
 
-// Bytes 0 and 2, or 1 and 3, of a word as the low bytes of halves whose upper ones are `upper`.
-__device__ __forceinline__ uint32_t even_bytes_as(uint32_t x, uint32_t upper) {
-  return __byte_perm(x, upper, 0x4240);
-}
-__device__ __forceinline__ uint32_t odd_bytes_as(uint32_t x, uint32_t upper) {
-  return __byte_perm(x, upper, 0x4341);
-}
-
 __device__ __forceinline__ float nan_min(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

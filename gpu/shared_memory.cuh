@@ -28,10 +28,6 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
                : "r"(address));
   return x;
 }
-// Of a shared address.
-__device__ __forceinline__ const uint8_t* shared_pointer(uint32_t address) {
-  return static_cast<const uint8_t*>(__cvta_shared_to_generic(address));
-}
 // Unordered with what the compiler reads and writes by itself: barriers follow.
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));

@@ -117,26 +117,6 @@ Status allow_shared(CodedKernel kernel, const CodedAttentionGrid& grid) {
       "shared memory");
 }
 
-// The probabilities of a call that has been attended to.
-Status launch_probabilities(const CodedAttention& call, const ConvertedQueries& queries,
-                            GpuStream stream) {
-  const Result<CodedAttentionGrid> grid = coded_probability_grid(call);
-  if (!grid) return grid.status();
-  const CodedKernel kernel = find_probability_kernel(call);
-  if (Status s = allow_shared(kernel, *grid); !s) return s;
-  if (Status s = clear_probabilities(call, stream); !s) return s;
-  const CodedKernelParams params = kernel_params(call, *grid, queries);
-  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    if (Status s = launch_after_previous(
-            kernel, static_cast<unsigned>(grid->num_ctas), static_cast<unsigned>(grid->warps * 32),
-            static_cast<size_t>(grid->shared_bytes), stream, pass_params(params, first));
-        !s) {
-      return s;
-    }
-  }
-  return Status::ok();
-}
-
 // Byte offsets: partials, then what ConvertedQueries has.
 struct CodedWorkspace {
   size_t halves, units, bytes;
@@ -174,12 +154,8 @@ CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
         return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
     }
   }
-  if (call.fixed.any()) {
-    return call.is_uniform() ? find_broad_kernel<kQueries, true>(call, copies_log)
-                             : find_broad_kernel<kSlices, true>(call, copies_log);
-  }
-  if (!call.is_uniform()) return find_broad_kernel<kSlices, false>(call, copies_log);
-  if (!call.is_plain()) return find_broad_kernel<kQueries, false>(call, copies_log);
+  if (!call.is_uniform()) return find_broad_kernel<kSlices>(call, copies_log);
+  if (!call.is_plain()) return find_broad_kernel<kQueries>(call, copies_log);
   return call.keys.codebook.mode == BlockMode::kPair
              ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
              : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
@@ -213,7 +189,7 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
     if (Status s = launch_pass(kernel, pass_params(params, first), stream); !s) return s;
   }
-  return call.probabilities == nullptr ? Status::ok() : launch_probabilities(call, queries, stream);
+  return Status::ok();
 }
 
 }  // namespace tierkv

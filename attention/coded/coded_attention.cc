@@ -72,13 +72,12 @@ Status check_arrays(const CodedComponent& c, int32_t num_blocks, const std::stri
 
 Status check_weighted(const CodedAttention& call) {
   const WeightedRows& w = call.weighted;
-  if (call.fixed.any() || call.keys.num_others > 0 || call.values.num_others > 0) {
-    return unsupported("weighted blocks beside fixed-rate ones, or of several codebooks");
+  if (call.keys.num_others > 0 || call.values.num_others > 0) {
+    return unsupported("weighted blocks of several codebooks");
   }
   if (call.keys.means != nullptr || call.values.means != nullptr) {
     return invalid("the means of weighted blocks belong in weighted.key_means");
   }
-  if (call.probabilities != nullptr) return unsupported("probabilities of weighted blocks");
   if (w.key_means == nullptr) return invalid("weighted.key_means");
   for (const void* array : std::initializer_list<const void*>{
            w.key_scales, w.key_means, w.place_turns, w.block_turns, w.raw_sinks}) {
@@ -128,13 +127,6 @@ Status CodedAttention::validate() const {
   if (keys.codebook.streams_per_lane != 1 && keys.codebook.streams_per_lane != 2) {
     return invalid("streams per lane must be 1 or 2");
   }
-  for (const int32_t bits : {fixed.key_bits, fixed.value_bits}) {
-    if (bits != 0 && bits != 4 && bits != 8) return unsupported("fixed: 8 or 4 bits are needed");
-  }
-  if ((fixed.key_bits == 0) != (fixed.value_bits == 0)) return invalid("fixed");
-  if (fixed.any() && keys.codebook.mode != BlockMode::kPair) {
-    return unsupported("fixed-rate blocks among codes that are not in pairs");
-  }
   if (Status s = check_family(keys, Component::kKey, keys.codebook, "keys"); !s) return s;
   if (Status s = check_family(values, Component::kValue, keys.codebook, "values"); !s) return s;
   return weighted.any() ? check_weighted(*this) : Status::ok();
@@ -144,9 +136,6 @@ Status CodedAttention::validate_arrays() const {
   if (rows == nullptr || q == nullptr || out == nullptr || row_status == nullptr ||
       workspace == nullptr) {
     return invalid("rows, q, out, row_status and workspace are needed");
-  }
-  if (probabilities != nullptr && (lse == nullptr || probability_stride < 0)) {
-    return invalid("probabilities need lse and a stride");
   }
   if (window_size < 0 || num_window_pages < 0 || (window_size > 0 && window == nullptr) ||
       (num_window_pages > 0 && window_pages == nullptr)) {

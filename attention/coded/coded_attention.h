@@ -12,8 +12,7 @@
 //   scores    S^T = K Q^T     digits of K times q, then sm_scale * key_step * (S + base * sum of q)
 //   output    O^T = V^T P^T   digits of V times p, then value_step * (O + base * sum of p)
 //
-// Blocks may be at a fixed rate instead (codec/format/fixed_block.h), keys and values alike; kPair
-// only. Or all blocks of a call are weighted: see WeightedRows.
+// Or all blocks of a call are weighted: see WeightedRows.
 //
 // A mean basis costs nothing here: blocks and window hold x - mean, the mean of the values is added
 // to the output, and the lse gets sm_scale * q . mean of the keys.
@@ -21,7 +20,7 @@
 // Bad input: what the bytes say is checked before it is used as a size or a position; a stream that
 // does not end where the next one begins, or a block that contradicts its row, makes the row
 // kCorrupt, with output 0 and lse -infinity. Other rows are not affected. Checksums and zero
-// padding are not looked at: decode_coded() verifies blocks of untrusted origin once.
+// padding are not looked at.
 //
 // Sources: KVComp section 3.3 (decoding fused with the matrix-vector product), BitDecoding (the
 // layout follows the instruction); docs/internals/coded-attention.md.
@@ -30,7 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "codec/format/fixed_block.h"
+#include "codec/format/coded_block_format.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"
@@ -130,13 +129,7 @@ struct CodedAttention {
   // part of the denominators and have no value; -infinity: none. Null: no head has one.
   const float* sinks = nullptr;
   StatusCode* row_status = nullptr;  // device, out: [num_rows]
-  // Device, out: [q_len, num_rows, probability_stride], by a token's place in its row: the largest
-  // probability that a column of the query gave it, 0 where the query does not see it and in
-  // corrupt rows; a pass over the keys alone for each pass of attention. Needs the lse, and a
-  // codebook. Null: not asked for.
-  float* probabilities = nullptr;
-  int64_t probability_stride = 0;  // tokens beyond it are left out
-  void* workspace = nullptr;       // device, coded_attention_workspace_bytes(), 256-byte aligned
+  void* workspace = nullptr;         // device, coded_attention_workspace_bytes(), 256-byte aligned
   // Device: the number of items, where rows may grow while a captured call is replayed; null:
   // num_items.
   const int32_t* item_count = nullptr;
@@ -163,7 +156,6 @@ struct CodedAttention {
   // fit into twice as much; else its row is kCorrupt.
   int32_t max_block_bytes = 0;
   int32_t most_shared_bytes = 0;  // of a CTA, for tests: less than the device has; 0: all it has
-  FixedFormat fixed;              // of fixed-rate blocks among the coded ones, if there are any
   WeightedRows weighted;          // read where the blocks are weighted
   // Blocks are raw instead: 64 bytes that are passed over, then fp16 tiles of 16 tokens, finished
   // keys or values. Every query sees all of a row's blocks, which are its items; block 0 begins
@@ -210,8 +202,8 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                                                 int32_t most_copies_log = 5);
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid);
 
-// Two kernels a pass, before them one that converts queries where they are several or not in
-// fp16, after them those that find probabilities; no synchronisation; can be captured.
+// Two kernels a pass, before them one that converts queries where they are several or not in fp16;
+// no synchronisation; can be captured.
 Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, GpuStream stream);
 
 }  // namespace tierkv

@@ -3,24 +3,17 @@
 // ones: copies of pairs from 128 channels on, in which most of the time goes into lookups.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/coded/coded_kernel.cuh"
 
 namespace tierkv {
 
-// kFixed: of calls whose rows may have fixed-rate blocks, whose codes are in pairs.
-template <int kDimBlocks, CodedBreadth kBreadth, bool kFixed = false>
+template <int kDimBlocks, CodedBreadth kBreadth>
 struct BroadKernels {
   // Null: there is none for so many copies.
   static CodedKernel find(const CodedAttention& call, int32_t copies_log) {
-    if constexpr (kFixed) {
-      return of_mode<BlockMode::kPair>(call, copies_log);
-    } else {
-      return call.keys.codebook.mode == BlockMode::kPair
-                 ? of_mode<BlockMode::kPair>(call, copies_log)
-                 : of_mode<BlockMode::kSingle>(call, copies_log);
-    }
+    return call.keys.codebook.mode == BlockMode::kPair
+               ? of_mode<BlockMode::kPair>(call, copies_log)
+               : of_mode<BlockMode::kSingle>(call, copies_log);
   }
 
  private:
@@ -41,19 +34,18 @@ struct BroadKernels {
   }
   template <class Code>
   static CodedKernel of_code() {
-    using Known = std::conditional_t<kFixed, WithFixedBlocks<Code>, Code>;
-    return coded_attention_kernel<kDimBlocks, Known, kBreadth>;
+    return coded_attention_kernel<kDimBlocks, Code, kBreadth>;
   }
 };
 
-template <CodedBreadth kBreadth, bool kFixed>
+template <CodedBreadth kBreadth>
 CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log) {
-  if (call.head_dim == 64) return BroadKernels<4, kBreadth, kFixed>::find(call, copies_log);
-  if (call.head_dim == 96) return BroadKernels<6, kBreadth, kFixed>::find(call, copies_log);
+  if (call.head_dim == 64) return BroadKernels<4, kBreadth>::find(call, copies_log);
+  if (call.head_dim == 96) return BroadKernels<6, kBreadth>::find(call, copies_log);
   if constexpr (kBreadth == CodedBreadth::kSlices) {
-    if (call.head_dim == 256) return BroadKernels<16, kBreadth, kFixed>::find(call, copies_log);
+    if (call.head_dim == 256) return BroadKernels<16, kBreadth>::find(call, copies_log);
   }
-  return BroadKernels<8, kBreadth, kFixed>::find(call, copies_log);
+  return BroadKernels<8, kBreadth>::find(call, copies_log);
 }
 
 }  // namespace tierkv

@@ -126,14 +126,4 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
                     std::to_string(most) + " of " + std::to_string(longest) + " bits");
 }
 
-Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call) {
-  Result<CodedAttentionGrid> grid = coded_attention_grid(call, 0);
-  if (!grid) return grid;
-  const SharedPlan plan(call, *device_limits(), grid->slot_bytes, grid->warps);
-  grid->slots_per_warp = 1;
-  grid->shared_bytes = plan.bytes(static_cast<uint32_t>(table_region_bytes(longest_word(call), 0)),
-                                  1, call.num_tables());
-  return grid;
-}
-
 }  // namespace tierkv

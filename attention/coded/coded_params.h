@@ -74,9 +74,9 @@ using CodedKernel = void (*)(CodedKernelParams);
 int32_t longest_word(const CodedAttention& call);
 // The kernel of a call; null: there is none for so many copies.
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call that is not plain, or has fixed-rate blocks; null: there is none for so many
-// copies. Each has an object, from coded_instance.cu.in.
-template <CodedBreadth kBreadth, bool kFixed>
+// The kernel of a call that is not plain; null: there is none for so many copies. Each has an
+// object, from coded_instance.cu.in.
+template <CodedBreadth kBreadth>
 CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
 // The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
 // object, from weighted_instance.cu.in.
@@ -84,11 +84,6 @@ template <RopePairing kPairing, int32_t kHeadDim>
 CodedKernel find_weighted_kernel(const CodedAttention& call, int32_t copies_log);
 // The kernel of a call of raw blocks.
 CodedKernel find_raw_rows_kernel(int32_t head_dim);
-// Probabilities: one copy of each table and one slot a warp; their kernel; and what makes them 0
-// first.
-Result<CodedAttentionGrid> coded_probability_grid(const CodedAttention& call);
-CodedKernel find_probability_kernel(const CodedAttention& call);
-Status clear_probabilities(const CodedAttention& call, GpuStream stream);
 // The queries of a call into `to`, one kernel; num_rows > 0.
 Status convert_queries(const CodedAttention& call, const ConvertedQueries& to, GpuStream stream);
 

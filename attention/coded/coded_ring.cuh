@@ -41,13 +41,6 @@ struct BlockRun {
   __device__ __forceinline__ const uint8_t* bytes(const CodedAttention& call, int32_t i) const {
     return (i % 2 == 0 ? call.keys.bytes : call.values.bytes) + int64_t{mine.offset} * 16;
   }
-  // Asks for blocks i and i + 1, two of the 32, to be brought into L2.
-  __device__ __forceinline__ void prefetch_pair(const CodedAttention& call, int32_t i) const {
-    const int32_t held = first + static_cast<int32_t>(fresh_lane());
-    if ((held == i || held == i + 1) && mine.units > 0) {
-      prefetch_bytes(bytes(call, held), mine.units * 16);
-    }
-  }
   // The same in all lanes.
   __device__ __forceinline__ const uint8_t* bytes_of(const CodedAttention& call, int32_t i) const {
     const uint32_t offset = __shfl_sync(kFullWarp, mine.offset, i - first);

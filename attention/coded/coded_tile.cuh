@@ -91,7 +91,6 @@ template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog>
 struct BlockCode {
   static constexpr BlockMode kMode = kCodedMode;
   static constexpr int kStreams = kStreamsPerLane, kCopiesLog = kTableCopiesLog;
-  static constexpr bool kFixed = false;     // no fixed-rate blocks among them
   static constexpr bool kWeighted = false;  // all blocks are of global steps
   static constexpr RopePairing kPairing = RopePairing::kNone;
 };

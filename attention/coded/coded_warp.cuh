@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/coded/coded_exceptions.cuh"
-#include "attention/coded/coded_fixed.cuh"
 #include "attention/coded/coded_raw_blocks.cuh"
 #include "attention/coded/coded_ring.cuh"
 #include "attention/coded/coded_sight.cuh"
@@ -176,15 +175,6 @@ struct CodedWarp {
     ring.pass();
   }
 
-  // Keys i, and the values behind them, which with one slot have not been asked for.
-  __device__ __forceinline__ void pass_over(int32_t i) {
-    if (ring.slots == 2) {
-      next_block(i);
-      ring.wait();
-    }
-    next_block(i + 1);
-  }
-
   // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
@@ -232,31 +222,19 @@ struct CodedWarp {
     }
   }
   // What begin_blocks() asked for: all blocks but the row's last one have 64 tokens. `tokens` are
-  // those of the row from the first of these blocks on. True where blocks at a fixed rate were
-  // passed over.
-  __device__ __forceinline__ bool attend_blocks(int32_t tokens) {
-    bool passed = false;
+  // those of the row from the first of these blocks on.
+  __device__ __forceinline__ void attend_blocks(int32_t tokens) {
 #pragma unroll 1
     for (int32_t i = 0; i < run.count; i += 2) {
       const int32_t here = min(tokens - i * (kBlockTokens / 2), kBlockTokens);
       float s[kItemTiles][4] = {};
       uint32_t p[kItemTiles][2];
-      if constexpr (Code::kFixed) {
-        ring.wait();
-        if (is_fixed_header(load_shared_16(ring.slot))) {  // attend_fixed_blocks() comes to it
-          if (!passed) run.prefetch_pair(call, i);
-          passed = true;
-          pass_over(i);
-          continue;
-        }
-      }
       score_block(i, here, s);
       next_block(i);
       state.weigh(s, here, key_scale * kDigitScale, p);
       add_block(i + 1, here, p);
       next_block(i + 1);
     }
-    return passed;
   }
 
   // The page of item i of the window; null where it would lie outside.
@@ -374,14 +352,9 @@ struct CodedWarp {
     const CodedRow& row = call.rows[row_index];
     if (to > from) {
       const int32_t blocks = (row.coded_tokens + kBlockTokens - 1) / kBlockTokens;
-      [[maybe_unused]] const bool passed = attend_blocks(row.coded_tokens - from * kBlockTokens);
+      attend_blocks(row.coded_tokens - from * kBlockTokens);
       state.finish_blocks(call.values.steps[row.step],
                           static_cast<float>(call.values.codebook.base));
-      if constexpr (Code::kFixed) {
-        const FixedRun fixed = {row.first_block + from, min(to, blocks) - from,
-                                row.first_block + row.coded_tokens / kBlockTokens};
-        if (passed) attend_fixed_blocks(call, fixed, score_scale(), state);
-      }
       const int32_t first = max(from - blocks, 0);
       if (to > blocks) {
         attend_window(score_scale(), row, first, to - blocks - first);

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of a prompt's first half: its log-sum-exp and significance, and the tiers that
-// follow.
+// The kernels of a prompt's first half: its log-sum-exp and significance.
 //
 //   bench_prompt [--out FILE] [--commit HASH] [--only TEXT] [--replays N]
 //
 // peers_prompt_torch.py times causal attention over the same prompt.
-#include "bench/baselines/kernels/tier_plan.h"
 #include "bench/gpu/codec_bench.cuh"
 #include "tierkv/significance.h"
 
@@ -13,7 +11,6 @@ namespace tierkv::bench {
 namespace {
 
 constexpr int32_t kHeads = 8, kHeadDim = 128;
-constexpr int32_t kRows = 64 * kHeads, kTokens = 4096;  // of the plan
 
 // ---- significance ----
 
@@ -72,37 +69,6 @@ void run_scores(Bench* bench, uint32_t seed) {
   check(cudaFree(const_cast<int32_t*>(p.starts)), "free");
 }
 
-// Tiers of the prompts of all rows of one layer.
-void run_plan(Bench* bench, uint32_t seed) {
-  if (!bench->wants("tier plan")) return;
-  TierPlan plan;
-  std::vector<PlanRow> rows;
-  for (int32_t i = 0; i < kRows; ++i) rows.push_back({int64_t{i} * kTokens, kTokens, 0});
-  plan.rows = device_array(rows);
-  plan.policies = device_array(std::vector<TierPolicy>{{1.0, 0.02, 64, 4}});
-  std::mt19937 rng(seed);
-  std::vector<float> scores(int64_t{kRows} * kTokens);
-  for (size_t i = 0; i < scores.size(); ++i) {
-    scores[i] = static_cast<float>(rng() % 3000) / 1000.0f / static_cast<float>(i % kTokens + 1);
-  }
-  plan.significance = device_array(scores);
-  int32_t* order = nullptr;
-  check(cudaMalloc(&order, 4 * kRows * kTokens), "order");
-  plan.order = order;
-  plan.counts = device_array(std::vector<TierCounts>(rows.size()));
-  plan.status = device_array(std::vector<StatusCode>(rows.size()));
-  plan.num_rows = static_cast<int32_t>(rows.size());
-  plan.num_policies = 1;
-  bench->run({"tier plan", "64 x 4096 x 8", 4 * kRows * kTokens, 4 * kRows * kTokens, {}},
-             [&](int) { require(plan_tiers(plan, bench->stream())); });
-  for (const void* p :
-       {static_cast<const void*>(plan.rows), static_cast<const void*>(plan.policies),
-        static_cast<const void*>(order), static_cast<const void*>(plan.significance),
-        static_cast<const void*>(plan.counts), static_cast<const void*>(plan.status)}) {
-    check(cudaFree(const_cast<void*>(p)), "free");
-  }
-}
-
 }  // namespace
 }  // namespace tierkv::bench
 
@@ -111,7 +77,6 @@ int main(int argc, char** argv) {
   const uint32_t seed = std::random_device{}();
   Bench bench(read_options(argc, argv));
   run_scores(&bench, seed);
-  run_plan(&bench, seed);
   bench.write_json();
   return 0;
 }

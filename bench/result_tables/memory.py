@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocator and codec on a GPU."""
+"""Allocator, channel-wise blocks and prompts on a GPU."""
 from .kit import markdown, result, table
 
 
@@ -41,11 +41,6 @@ def kernels(r):
                      f"{100 * m['of_ceiling']:.1f}", f"{flops:.0f}" if flops else "-"])
     return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays, copy ceiling {r['copy_ceiling_tb_per_s']:.3f} TB/s.\n\n" +
             markdown(["kernel", "shape", "MB read + written", "us: median [p10, p90]", "TB/s", "% of ceiling", "TFLOP/s"], rows))
-
-
-@table
-def codec():
-    return kernels(result("codec.json"))
 
 
 @table

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much later queries look at a token: its significance, exact over a prompt and as a running
-// mean while generating.
+// How much later queries look at a token: its significance, exact over a prompt.
 //
 //   sig_i = mean over the counted queries j > i of max over the query heads h of the group of
 //   softmax(q_h,j . k)_i
@@ -38,32 +37,5 @@ struct AttentionRow {
 // counted for each token. In double throughout. kNonFinite (nothing written) when a score is not
 // finite.
 Status exact_significance(const AttentionRow& row, double* significance, int32_t* counts);
-
-// The mean of count + 1 observations, given the mean of the first `count`. Host and device agree
-// bit for bit.
-TKV_HD float running_mean(float mean, int32_t count, float observation) {
-  return add_rn(mean, div_rn(add_rn(observation, -mean), static_cast<float>(count + 1)));
-}
-
-// Which queries are counted: all of the prompt, then each `interval`-th. It makes the count of a
-// token a function of two positions, so pages need not store it. (Scores of a frozen page stand
-// still while queries pass; afterwards they count as if each of those had repeated the mean.)
-struct CountSchedule {
-  int32_t prompt_tokens = 0;
-  int32_t interval = 1;  // at least 1
-
-  TKV_HD bool is_counted(int32_t position) const {
-    return position < prompt_tokens || (position - prompt_tokens) % interval == interval - 1;
-  }
-  // Counted queries at positions 0 .. position.
-  TKV_HD int32_t counted_through(int32_t position) const {
-    return position < prompt_tokens ? position + 1
-                                    : prompt_tokens + (position + 1 - prompt_tokens) / interval;
-  }
-  // Queries counted for the token at `token` once the query at `query` >= token is through.
-  TKV_HD int32_t count_of(int32_t token, int32_t query) const {
-    return counted_through(query) - counted_through(token);
-  }
-};
 
 }  // namespace tierkv

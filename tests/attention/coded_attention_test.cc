@@ -104,14 +104,6 @@ TEST(CodedAttentionCall, NamesWhatItRefuses) {
       {[](Call* c) { c->others[1][1].component = Component::kKey; }, StatusCode::kInvalidArgument,
        "values.codebook"},
       {[](Call* c) { c->others[1][1].levels = 64; }, StatusCode::kUnsupported, "32 levels"},
-      {[](Call* c) {
-         c->call.fixed = {8, 2};
-       },
-       StatusCode::kUnsupported, "fixed: 8 or 4 bits"},
-      {[](Call* c) {
-         c->call.fixed = {8, 0};
-       },
-       StatusCode::kInvalidArgument, "fixed"},
   };
   for (const auto& refused : kCases) {
     Call c;

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/coded/coded_probabilities.cuh"
+#include "attention/coded/coded_kernel.cuh"
 #include "tests/support/coded_attention_world.h"
 #include "tests/support/fresh_random.h"
 
@@ -76,7 +76,6 @@ CodedAttention call_of(const World& w, const Tables& tables) {
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
-  call.fixed = w.shape.fixed;
   return call;
 }
 
@@ -195,11 +194,7 @@ CodedKernelParams pass_of(CodedKernelParams p, int32_t first) {
   return p;
 }
 
-struct Kernels {
-  CodedKernel attend, find_probabilities;  // null: there is none
-};
-
-Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots,
+Attended attend_on_host(const World& w, CodedKernel kernel, int32_t slots,
                         int32_t fewer_warps_log = 0) {
   const Tables tables(w);
   CodedAttention call = call_of(w, tables);
@@ -217,17 +212,8 @@ Attended attend_on_host(const World& w, const Kernels& kernels, int32_t slots,
     CodedKernelParams p = pass_of(params_of(call, slots, warps), first);
     std::vector<float> workspace(partials * coded_partial_floats(p.call), NAN);
     p.call.workspace = workspace.data();
-    run_kernel(kernels.attend, p);
+    run_kernel(kernel, p);
     for (int32_t r = 0; r < call.num_rows; ++r) join_row(w, p, r, &to);
-  }
-  if (kernels.find_probabilities == nullptr) return to;
-  to.stride = 2000;
-  to.probabilities.resize(w.rows.size() * call.q_len * to.stride, 0.0f);
-  call.lse = to.lse.data();
-  call.probabilities = to.probabilities.data();
-  call.probability_stride = to.stride;
-  for (int32_t first = 0; first < call.all_columns(); first += kCodedColumns) {
-    run_kernel(kernels.find_probabilities, pass_of(params_of(call, 1, warps), first));
   }
   return to;
 }
@@ -236,12 +222,8 @@ template <int kDimBlocks, CodedBreadth kBreadth>
 CodedKernel kernel_of(const Shape& shape) {
   using One = BlockCode<BlockMode::kPair, 1, 0>;
   using Two = BlockCode<BlockMode::kPair, 2, 0>;
-  if (!shape.fixed.any()) {
-    return shape.streams == 1 ? coded_attention_kernel<kDimBlocks, One, kBreadth>
-                              : coded_attention_kernel<kDimBlocks, Two, kBreadth>;
-  }
-  return shape.streams == 1 ? coded_attention_kernel<kDimBlocks, WithFixedBlocks<One>, kBreadth>
-                            : coded_attention_kernel<kDimBlocks, WithFixedBlocks<Two>, kBreadth>;
+  return shape.streams == 1 ? coded_attention_kernel<kDimBlocks, One, kBreadth>
+                            : coded_attention_kernel<kDimBlocks, Two, kBreadth>;
 }
 CodedKernel kernel_of(const Shape& shape) {
   const bool uniform = shape.head_dim <= kSliceDims && shape.family == 1;
@@ -250,18 +232,6 @@ CodedKernel kernel_of(const Shape& shape) {
   if (shape.head_dim == 128) return kernel_of<8, CodedBreadth::kQueries>(shape);
   return shape.q_len == 1 ? kernel_of<4, CodedBreadth::kPlain>(shape)
                           : kernel_of<4, CodedBreadth::kQueries>(shape);
-}
-template <int kDimBlocks>
-CodedKernel probability_kernel_of(int32_t streams) {
-  using One = WithFixedBlocks<BlockCode<BlockMode::kPair, 1, 0>>;
-  using Two = WithFixedBlocks<BlockCode<BlockMode::kPair, 2, 0>>;
-  return streams == 1 ? coded_probability_kernel<kDimBlocks, One>
-                      : coded_probability_kernel<kDimBlocks, Two>;
-}
-Kernels kernels_of(const Shape& shape) {
-  return {kernel_of(shape), shape.head_dim == 64    ? probability_kernel_of<4>(shape.streams)
-                            : shape.head_dim == 128 ? probability_kernel_of<8>(shape.streams)
-                                                    : probability_kernel_of<16>(shape.streams)};
 }
 
 class EmulatedCodedAttention : public RandomTest {
@@ -287,7 +257,7 @@ class EmulatedCodedAttention : public RandomTest {
                  " q_len " + std::to_string(shape.q_len) + " family " +
                  std::to_string(shape.family));
     const World w = make_world(&source_, shape, ragged_rows());
-    compare(w, attend_on_host(w, kernels_of(shape), 1 + source_.below(2),
+    compare(w, attend_on_host(w, kernel_of(shape), 1 + source_.below(2),
                               std::max(0, source_.below(5) - 1)));
   }
   CodeSource source_;
@@ -316,82 +286,6 @@ TEST_F(EmulatedCodedAttention, RawBlocksAlone) {
     shape.all_raw = true;
     shape.head_dim = head_dim;
     check(shape);
-  }
-}
-
-TEST_F(EmulatedCodedAttention, FixedRateBlocksAmongCodedOnes) {
-  for (int32_t widths = 0; widths < 4; ++widths) {
-    Shape shape;
-    shape.fixed = {widths % 2 == 0 ? 8 : 4, widths / 2 == 0 ? 8 : 4};
-    if (source_.below(2) == 0) {
-      shape.head_dim = widths % 2 == 0 ? 64 : 128;
-    } else {
-      shape.head_dim = widths % 2 == 0 ? 256 : 64;
-      shape.family = 1 + source_.below(2) + (shape.head_dim == 64);
-    }
-    check(shape);
-  }
-}
-
-// The operands of a fixed-rate block, each by the warp that multiplies it.
-template <Component kComponent, int32_t kBits>
-std::vector<uint16_t> fixed_values(const uint8_t* block) {
-  constexpr int32_t kDims = 96;
-  std::vector<uint16_t> y(kBlockTokens * kDims, 0x7e00);
-  emulator::cta().run(0, 32, [&] {
-    for (int32_t o = 0; o < kItemTiles; ++o) {
-      FixedTile<kComponent, kDims, kBits> tile;
-      tile.open(block, fixed_block_layout(kBits, kDims), o);
-      EXPECT_EQ(tile.bad, 0u);
-      for (int32_t f = 0; f < kDims / kDimBlock; ++f) {
-        uint32_t a[4];
-        tile.fragment(f, a);
-        for (int32_t r = 0; r < 4; ++r) {
-          const PairPosition at = pair_position(kComponent, o, f, r, emulator::cta().lane());
-          const int32_t first = at.token * kDims + at.dim;
-          y[first] = static_cast<uint16_t>(a[r]);
-          y[first + (kComponent == Component::kKey ? 1 : kDims)] =
-              static_cast<uint16_t>(a[r] >> 16);
-        }
-      }
-    }
-  });
-  return y;
-}
-
-// The host's values, which are rounded twice, to the last unit; those beyond fp16, too.
-TEST_F(EmulatedCodedAttention, OperandsOfFixedRateBlocks) {
-  constexpr int32_t kDims = 96;
-  for (const Component c : {Component::kKey, Component::kValue}) {
-    for (const int32_t bits : {8, 4}) {
-      std::vector<uint16_t> y, want(kBlockTokens * kDims);
-      for (int32_t t = 0; t < kBlockTokens; ++t) {
-        // 34815 less its least code's zero point is rounded to a scale that leads beyond 65504.
-        const double most = t % 5 == 0 ? 65504 : std::exp2(30 * source_.uniform() - 14);
-        const double least = t % 10 == 0 ? -34815 : most * (2 * source_.uniform() - 1);
-        for (int32_t d = 0; d < kDims; ++d) {
-          const double share = d < 2 ? d : source_.uniform();
-          y.push_back(float_to_half(static_cast<float>(least + share * (most - least))));
-        }
-      }
-      std::vector<uint8_t> block;
-      encode_fixed_block(y.data(), kDims, c, bits, &block);
-      ASSERT_TRUE(decode_fixed_block(block.data(), static_cast<int64_t>(block.size()), kDims, c,
-                                     bits, want.data()));
-      const bool key = c == Component::kKey;
-      const std::vector<uint16_t> got =
-          key         ? bits == 8 ? fixed_values<Component::kKey, 8>(block.data())
-                                  : fixed_values<Component::kKey, 4>(block.data())
-                  : bits == 8 ? fixed_values<Component::kValue, 8>(block.data())
-                      : fixed_values<Component::kValue, 4>(block.data());
-      int32_t others = 0;
-      for (size_t i = 0; i < want.size(); ++i) {
-        const float x = half_to_float(want[i]);
-        others += got[i] != want[i];
-        ASSERT_NEAR(half_to_float(got[i]), x, std::fmax(0x1p-10f * std::fabs(x), 0x1p-24f)) << i;
-      }
-      EXPECT_LT(others, 20) << "of " << want.size();
-    }
   }
 }
 

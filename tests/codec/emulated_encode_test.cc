@@ -2,7 +2,6 @@
 // The warp encoders' source on the host, against encode_block(): the same bytes. What it cannot see
 // is timing and memory order; tests/gpu covers those.
 #include "bench/baselines/coded/coded_encode_slice.cuh"
-#include "codec/gpu/coded/coded_encode_lanes.cuh"
 
 #include <gtest/gtest.h>
 
@@ -23,26 +22,6 @@ struct Shape {
 struct WarpMemory {
   alignas(16) uint8_t bytes[kSliceBytes];
   WarpMemory() { std::fill(std::begin(bytes), std::end(bytes), uint8_t{0xa5}); }
-};
-
-// Codes [kBlockTokens][dims] as lanes get them.
-struct LaneSource {
-  const int16_t* data;
-  Component component;
-  int32_t dims;
-
-  int32_t fetch(int32_t i) const { return i; }
-  void codes(int32_t i, int32_t f, FragmentCodes& codes) const {
-    const int32_t blocks = dims / kDimBlock;
-    EXPECT_EQ(f, i % blocks);
-    const bool key = component == Component::kKey;
-    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const PairPosition p = pair_position(component, i / blocks, i % blocks, r, lane_index());
-      const int32_t at = p.token * dims + p.dim;
-      codes[r][0] = data[at];
-      codes[r][1] = data[at + (key ? 1 : dims)];
-    }
-  }
 };
 
 class EmulatedEncode : public RandomTest {
@@ -86,41 +65,13 @@ class EmulatedEncode : public RandomTest {
     return {block, block + bytes};
   }
 
-  // Likewise, for whole blocks of a codebook of pairs. What lies behind the block stays as it was.
-  std::vector<uint8_t> encode_by_lanes(const std::vector<int16_t>& codes, const Shape& shape,
-                                       const Codebook& c) {
-    const std::vector<uint32_t> words = encoder_words(c);
-    DeviceCodebook book = device_codebook(c);
-    book.words = words.data();
-    book.cheapest = c.cheapest.data();
-    alignas(16) uint32_t shared[kMaxCodedBlockBytes / 4];
-    alignas(16) uint8_t block[kMaxCodedBlockBytes + 1];
-    std::fill(std::begin(shared), std::end(shared), 0xa5a5a5a5u);
-    std::fill(std::begin(block), std::end(block), uint8_t{0x5a});
-    const LaneEncoder encoder =
-        lane_encoder(book, words.data(), shape.dims, shape.most_coded_bytes);
-    int32_t bytes = 0;
-    emulator::cta().run(0, kWarpLanes, [&] {
-      LaneSource source{codes.data(), c.component, shape.dims};
-      const LanePlan plan = plan_block(encoder, source);
-      write_block(encoder, source, plan, shared, block);
-      bytes = plan.form.header.units * kBlockAlignment;
-    });
-    EXPECT_EQ(block[bytes], 0x5a);
-    return {block, block + bytes};
-  }
-
-  // Every way, and the mode of the block.
+  // The mode of the block.
   BlockMode expect_equal(const std::vector<int16_t>& codes, const Shape& shape, const Codebook& c) {
     std::vector<uint8_t> expected;
     EXPECT_TRUE(
         encode_block(codes.data(), shape.tokens, shape.dims, c, &expected, shape.most_coded_bytes));
     EXPECT_EQ(encode_by_warp(codes, shape, c), expected)
         << shape.tokens << " tokens, " << shape.dims << " dims";
-    if (c.mode == BlockMode::kPair && shape.tokens == kBlockTokens && shape.dims % kDimBlock == 0) {
-      EXPECT_EQ(encode_by_lanes(codes, shape, c), expected)
-          << "by lanes, " << shape.dims << " dims";
-    }
     return load_header(expected.data()).mode;
   }
 

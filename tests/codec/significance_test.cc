@@ -158,36 +158,5 @@ TEST_F(SignificanceTest, RefusesBadInput) {
 
 // n updates, each with three rounded operations of at most 2^-24 relative to values of at most
 // `top`: n * 3 * 2^-24 top.
-TEST_F(SignificanceTest, RunningMeanIsTheMean) {
-  std::uniform_real_distribution<float> p(0.0f, 1.0f);
-  float mean = 0;
-  double sum = 0;
-  for (int32_t n = 0; n < 5000; ++n) {
-    const float x = p(rng_);
-    mean = running_mean(mean, n, x);
-    sum += x;
-    ASSERT_NEAR(mean, sum / (n + 1), (n + 1) * 3 * 0x1p-24) << "seed " << seed_;
-  }
-  EXPECT_EQ(running_mean(0.0f, 0, 0.25f), 0.25f);
-}
-
-TEST(CountSchedule, CountsWhatIsCounted) {
-  for (const int32_t prompt : {0, 1, 7}) {
-    for (const int32_t interval : {1, 2, 5}) {
-      const CountSchedule schedule{prompt, interval};
-      int32_t through = 0;
-      for (int32_t p = 0; p < 40; ++p) {
-        through += schedule.is_counted(p);
-        ASSERT_EQ(schedule.counted_through(p), through) << prompt << " " << interval << " " << p;
-        for (int32_t token = 0; token <= p; ++token) {
-          int32_t count = 0;
-          for (int32_t query = token + 1; query <= p; ++query) count += schedule.is_counted(query);
-          ASSERT_EQ(schedule.count_of(token, p), count);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace tierkv

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Coded blocks in batches from codes in memory, by a warp each, through shared memory. The store
-// encodes what lies in its lanes (codec/gpu/coded/coded_encode_lanes.cuh); this is to compare with,
+// encodes what lies in its lanes (codec/gpu/coded/weighted_streams.cuh); this is to compare with,
 // and has the write-back of KVComp.
 #pragma once
 
-#include "codec/gpu/coded/coded_batch.h"
+#include "bench/baselines/coded/coded_decode.h"
 
 namespace tierkv {
 

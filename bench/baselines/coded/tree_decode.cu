@@ -2,8 +2,8 @@
 #include "bench/baselines/coded/tree_decode.h"
 
 #include "bench/baselines/coded/array_tree.cuh"
+#include "bench/baselines/coded/coded_decode_launch.cuh"
 #include "bench/baselines/coded/coded_tree.cuh"
-#include "codec/gpu/coded/coded_decode_launch.cuh"
 
 namespace tierkv {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "codec/gpu/coded/coded_batch.h"
+#include "bench/baselines/coded/coded_decode.h"
 
 namespace tierkv {
 

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decodes coded blocks, by warps: of version 1 here, of version 2 in weighted_decode.cuh.
-// Launches of version 1 are in coded_decode_launch.cuh.
+// What decodes the tiles of coded blocks, by warps, whatever the version of their headers.
 //
 // Reader, how the symbols of a lane's streams become digits:
-//   Params                       what it needs beside the call; a kernel parameter
-//   region_bytes(call)           shared memory of the CTA, a power of two; aligned to its size
 //   kWarpBytes                   shared memory of a warp, a multiple of 16
-//   fill(call, params, region)   by the CTA: what it reads from
 //   open(streams), pairs(f)      by a lane: its streams; the four pairs of its next dim block
 //   ends(streams)                whether they end where the next ones begin
 #pragma once
@@ -40,13 +36,6 @@ struct WarpMemory {
   int16_t* tile;      // [kTileTokens][kTileStride], codes
   uint8_t* reader;    // kWarpBytes of the reader
   int32_t apart = 0;  // codes from one tile to the next
-};
-
-// A slice and where its codes go.
-struct SliceJob {
-  const CodedDecode& call;
-  const CodedGroup& group;
-  int32_t first_dim, dims;
 };
 
 __device__ __forceinline__ DigitPair entry_digits(BlockMode mode, uint32_t e) {
@@ -96,7 +85,6 @@ __device__ __forceinline__ BlockStreams block_streams(const CodedBlockHeader& h,
 
 // By the codebook's table.
 struct TableReader {
-  struct Params {};
   using Stream = LaneStream<true>;
   static constexpr int32_t kWarpBytes = 0;
   BlockMode mode;
@@ -104,25 +92,11 @@ struct TableReader {
   SharedTable<0> table;
   Stream stream[2];
 
-  static __host__ __device__ int32_t region_bytes(const CodedDecode& call) {
-    return table_region_bytes(call.codebook.max_length, 0);
-  }
-  __device__ static void fill(const CodedDecode& call, const Params&, uint8_t* region) {
-    const int32_t entries = region_bytes(call) / 4;
-    for (auto i = static_cast<int32_t>(threadIdx.x); i < entries;
-         i += static_cast<int32_t>(blockDim.x)) {
-      reinterpret_cast<uint32_t*>(region)[i] = call.codebook.table[i];
-    }
-  }
   // table_of_book: in shared memory, at a multiple of its size.
   __device__ __forceinline__ TableReader(const DeviceCodebook& book, const uint8_t* table_of_book)
       : mode(book.mode),
         streams(book.streams_per_lane),
         table(shared_address(table_of_book), table_mask(book.max_length, 0)) {}
-  __device__ __forceinline__ TableReader(const CodedDecode& call, const Params&, uint8_t* region,
-                                         uint8_t*)
-      : TableReader(call.codebook, region) {}
-
   __device__ __forceinline__ void open(const BlockStreams& of) {
     const uint32_t payload = shared_address(of.payload);
     stream[0].open(payload, of.begin(0), SharedTable<0>::kBias);
@@ -214,27 +188,6 @@ __device__ inline bool add_exceptions(const CodedBlockHeader& h, const CodedBloc
   return fits;
 }
 
-// The real tokens and channels of a tile into memory.
-__device__ inline void write_tile(const SliceJob& job, int32_t tile, const int16_t* codes) {
-  const int32_t first = tile * kTileTokens, tokens = min(kTileTokens, job.group.tokens - first);
-  const CodedDecode& call = job.call;
-  const float step = call.values == nullptr ? 0.0f : call.steps[job.group.step];
-  const float* mean = call.values == nullptr || call.means == nullptr
-                          ? nullptr
-                          : call.means + int64_t{job.group.step} * call.head_dim + job.first_dim;
-  for (int32_t d = lane_index(); d < job.dims; d += kWarpLanes) {
-    const float centre = mean == nullptr ? 0.0f : mean[d];
-    int64_t to = job.group.codes + first * call.token_stride + job.first_dim + d;
-    for (int32_t t = 0; t < tokens; ++t, to += call.token_stride) {
-      const int16_t code = codes[t * kTileStride + d];
-      if (call.codes != nullptr) call.codes[to] = code;
-      if (call.values != nullptr) {
-        call.values[to] = float_to_half(add_rn(mul_rn(step, static_cast<float>(code)), centre));
-      }
-    }
-  }
-}
-
 // A whole block in shared memory whose header, size, checksum, bounds of streams and exceptions are
 // valid.
 struct OpenTiles {
@@ -295,20 +248,6 @@ __device__ __forceinline__ bool decode_tiles(const OpenTiles& open, Reader& read
   return __all_sync(kFullWarp, valid);
 }
 
-template <class Reader>
-__device__ bool decode_slice(const SliceJob& job, const CodedBlockHeader& h,
-                             const CodedBlockLayout& at, Reader& reader, const WarpMemory& memory) {
-  const BlockStreams streams = block_streams(h, at, memory.block);
-  const OpenTiles open{h, at, streams};
-  return decode_tiles(
-      open, reader, memory,
-      [&](int32_t tile, int16_t* codes) {
-        decode_tile(
-            open, reader, memory, tile, [&](int32_t) { return h.base; }, codes);
-      },
-      [&](int32_t tile, const int16_t* codes) { write_tile(job, tile, codes); });
-}
-
 // By the warp: into shared memory, until it is there.
 __device__ __forceinline__ void copy_block(const uint8_t* from, int32_t bytes, uint8_t* to) {
   for (int32_t i = 16 * lane_index(); i < bytes; i += 16 * kWarpLanes) {
@@ -316,63 +255,6 @@ __device__ __forceinline__ void copy_block(const uint8_t* from, int32_t bytes, u
   }
   wait_copies();
   __syncwarp();
-}
-
-// Copies what there is of a block and judges it: kOk, kCorrupt or kOutOfRange.
-__device__ inline StatusCode open_slice(const SliceJob& job, const uint8_t* from, int32_t size,
-                                        const WarpMemory& memory, CodedBlockHeader* header,
-                                        CodedBlockLayout* at) {
-  if (size < kCodedBlockHeaderBytes) return StatusCode::kCorrupt;
-  *header = load_header(from);
-  if (!header_is_valid(*header, job.group.tokens, job.dims, job.call.codebook)) {
-    return StatusCode::kCorrupt;
-  }
-  *at = block_layout(*header);
-  if (at->bytes != header->units * kBlockAlignment || at->bytes > size) return StatusCode::kCorrupt;
-  if (at->bytes > job.call.max_block_bytes) return StatusCode::kOutOfRange;
-  copy_block(from, at->bytes, memory.block);
-  bool valid = warp_checksum(memory.block, at->bytes) == header->checksum;
-  valid &= padding_is_zero(*header, *at, memory.block);
-  if (!is_raw_mode(header->mode)) {
-    valid &= starts_are_valid(*header, *at, memory.block);
-    valid &= exceptions_are_valid(*header, *at, memory.block);
-  }
-  return valid ? StatusCode::kOk : StatusCode::kCorrupt;
-}
-
-template <class Reader>
-__device__ StatusCode decode_group(const CodedDecode& call, const CodedGroup& group, Reader& reader,
-                                   const WarpMemory& memory) {
-  const uint8_t* from = call.bytes + group.offset;
-  int32_t left = group.bytes;
-  for (int32_t first = 0; first < call.head_dim; first += kSliceDims) {
-    const SliceJob job{call, group, first, min(kSliceDims, call.head_dim - first)};
-    CodedBlockHeader header;
-    CodedBlockLayout at;
-    const StatusCode code = open_slice(job, from, left, memory, &header, &at);
-    if (code != StatusCode::kOk) return code;
-    if (!decode_slice(job, header, at, reader, memory)) return StatusCode::kCorrupt;
-    from += at.bytes;
-    left -= at.bytes;
-  }
-  return left == 0 ? StatusCode::kOk : StatusCode::kCorrupt;
-}
-
-__device__ inline void write_zeros(const CodedDecode& call, const CodedGroup& group) {
-  for (int32_t t = 0; t < group.tokens; ++t) {
-    for (int32_t d = lane_index(); d < call.head_dim; d += kWarpLanes) {
-      const int64_t to = group.codes + t * call.token_stride + d;
-      if (call.codes != nullptr) call.codes[to] = 0;
-      if (call.values != nullptr) call.values[to] = 0;
-    }
-  }
-}
-
-__device__ inline bool group_is_valid(const CodedDecode& call, const CodedGroup& g) {
-  return g.offset >= 0 && g.offset % kBlockAlignment == 0 && g.bytes >= 0 &&
-         g.offset <= call.size && g.bytes <= call.size - g.offset && g.codes >= 0 &&
-         g.tokens >= 1 && g.tokens <= kBlockTokens &&
-         (call.values == nullptr || (g.step >= 0 && g.step < call.num_steps));
 }
 
 template <class Reader>

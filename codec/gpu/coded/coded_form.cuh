@@ -53,19 +53,6 @@ __device__ inline RawForm raw_form(const CodeRange& range) {
   return {mode, mode == BlockMode::kRaw16 ? int16_t{0} : static_cast<int16_t>(low)};
 }
 
-// As the host's raw_header().
-__device__ inline CodedBlockHeader raw_header(Component component, int32_t tokens, int32_t dims,
-                                              const CodeRange& range) {
-  const RawForm raw = raw_form(range);
-  CodedBlockHeader h;
-  h.mode = raw.mode;
-  h.component = component;
-  h.tokens = static_cast<uint8_t>(tokens);
-  h.dims = static_cast<uint8_t>(dims);
-  h.base = raw.base;
-  return h;
-}
-
 // The form in which a block is stored: its header without the checksum.
 template <class Header, class Layout>
 struct FormOf {
@@ -73,26 +60,6 @@ struct FormOf {
   Layout at;
   bool coded;
 };
-using BlockForm = FormOf<CodedBlockHeader, CodedBlockLayout>;
-// Coded where that is possible, smaller than the raw form and not beyond the limit.
-__device__ inline BlockForm choose_form(const DeviceCodebook& book, const CodedBlockHeader& raw,
-                                        const SlicePlan& plan, int32_t most_coded_bytes) {
-  BlockForm form{raw, block_layout(raw), false};
-  if (plan.possible) {
-    CodedBlockHeader h = raw;
-    h.mode = book.mode;
-    h.streams_per_lane = static_cast<uint8_t>(book.streams_per_lane);
-    h.table_id = book.table_id;
-    h.base = static_cast<int16_t>(book.base);
-    h.payload_bits = static_cast<uint16_t>(plan.payload_bits);
-    h.exceptions = static_cast<uint16_t>(plan.exceptions);
-    const CodedBlockLayout at = block_layout(h);
-    if (at.bytes < form.at.bytes && at.bytes <= most_coded_bytes) form = {h, at, true};
-  }
-  form.header.units = static_cast<uint16_t>(form.at.bytes / kBlockAlignment);
-  return form;
-}
-
 // The header and the checksum of a block whose rest is written.
 template <class Form>
 __device__ inline void finish_block(const Form& form, uint8_t* bytes) {

@@ -58,4 +58,55 @@ __device__ __noinline__ inline ChosenSymbol choose_substitute(const DeviceCodebo
   return {words[best], best};
 }
 
+// Numbers from here on stand for no token; their low half is that of some code of the block.
+inline constexpr int32_t kPaddingCodes = 0x100000;
+
+// A codebook as the loops of a lane take it.
+struct LaneBook {
+  const uint32_t* words;     // in shared memory
+  const uint16_t* cheapest;  // global memory
+  int32_t base, levels;
+
+  // 0 where the symbol is absent.
+  __device__ __forceinline__ uint32_t word_of(const int32_t (&pair)[2]) const {
+    const auto x = static_cast<uint32_t>(pair[0] - base), y = static_cast<uint32_t>(pair[1] - base);
+    const auto all = static_cast<uint32_t>(levels);
+    return x < all && y < all ? words[x + all * y] : 0u;
+  }
+};
+
+// In place of a pair whose symbol is absent.
+struct Substitute {
+  uint32_t word;
+  int32_t delta[2];  // 0: right
+  __device__ __forceinline__ int32_t exceptions() const {
+    return (delta[0] != 0) + (delta[1] != 0);
+  }
+  __device__ __forceinline__ bool fits() const {
+    return static_cast<int16_t>(delta[0]) == delta[0] && static_cast<int16_t>(delta[1]) == delta[1];
+  }
+};
+// What has a call in it gets copies: registers whose address is known elsewhere are no registers.
+__device__ __noinline__ inline Substitute find_substitute(LaneBook from, int32_t first,
+                                                          int32_t second) {
+  DeviceCodebook book;
+  book.levels = from.levels;
+  book.cheapest = from.cheapest;
+  const int32_t code[2] = {first, second};
+  Place p{};
+  for (int32_t i = 0; i < 2; ++i) {
+    const int32_t above = code[i] - from.base;
+    const bool inside = above >= 0 && above < from.levels;
+    p.digit[i] = code[i] >= kPaddingCodes ? kPaddingCode : inside ? above : kOutsideAlphabet;
+  }
+  const ChosenSymbol chosen = choose_substitute(book, from.words, p, 2);
+  const int2 digits = symbol_digits(book, chosen.symbol, 2);
+  Substitute other{chosen.word, {0, 0}};
+  for (int32_t i = 0; i < 2; ++i) {
+    if (p.digit[i] == kPaddingCode) continue;
+    other.delta[i] = code[i] - from.base - (i == 0 ? digits.x : digits.y);
+  }
+  return other;
+}
+
 }  // namespace tierkv

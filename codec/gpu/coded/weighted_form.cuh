@@ -5,7 +5,8 @@
 
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
-#include "codec/gpu/coded/coded_encode_lanes.cuh"
+#include "codec/gpu/coded/coded_form.cuh"
+#include "codec/gpu/coded/coded_symbols.cuh"
 
 namespace tierkv {
 

@@ -88,56 +88,6 @@ __device__ __forceinline__ void row_extrema(const LaneValues (&x)[kCount], int32
   }
 }
 
-// Extrema of the sub-groups that the lane's blocks belong to.
-struct LaneExtrema {
-  float lo[kLaneChunks][2], hi[kLaneChunks][2];
-};
-
-__device__ __forceinline__ LaneExtrema block_extrema(const LaneValues& x) {
-  LaneExtrema e;
-#pragma unroll
-  for (int32_t i = 0; i < kLaneChunks; ++i) {
-#pragma unroll
-    for (int32_t b = 0; b < 2; ++b) {
-      float lo = nan_min(x[i][2 * b], x[i][2 * b + 1]), hi = nan_max(x[i][2 * b], x[i][2 * b + 1]);
-#pragma unroll
-      for (int32_t lanes = 1; lanes <= 4; lanes *= 2) {
-        lo = nan_min(lo, __shfl_xor_sync(kFullWarp, lo, lanes));
-        hi = nan_max(hi, __shfl_xor_sync(kFullWarp, hi, lanes));
-      }
-      e.lo[i][b] = lo, e.hi[i][b] = hi;
-    }
-  }
-  return e;
-}
-
-__device__ __forceinline__ LaneExtrema group_extrema(const LaneValues& x, int32_t blocks,
-                                                     int32_t blocks_per_group) {
-  const LaneExtrema own = block_extrema(x);
-  if (blocks_per_group == 1) return own;
-  LaneExtrema e = own;
-  int32_t first[2 * kLaneChunks];  // block of the sub-group of each of the lane's blocks
-#pragma unroll
-  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
-    const int32_t block = 2 * lane_chunk(i / 2) + i % 2;
-    first[i] = block - block % blocks_per_group;
-  }
-#pragma unroll
-  for (int32_t block = 0; block < 8 * kLaneChunks; ++block) {
-    if (block >= blocks) continue;
-    const int32_t owner = block / 2 % 4 * 8;
-    const float lo = __shfl_sync(kFullWarp, own.lo[block / 8][block % 2], owner);
-    const float hi = __shfl_sync(kFullWarp, own.hi[block / 8][block % 2], owner);
-#pragma unroll
-    for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
-      if (block < first[i] || block >= first[i] + blocks_per_group) continue;
-      e.lo[i / 2][i % 2] = nan_min(e.lo[i / 2][i % 2], lo);
-      e.hi[i / 2][i % 2] = nan_max(e.hi[i / 2][i % 2], hi);
-    }
-  }
-  return e;
-}
-
 __device__ __forceinline__ StatusCode params_status(float lo, float hi, QuantParams p) {
   if (!is_finite(lo) || !is_finite(hi)) return StatusCode::kNonFinite;
   return params_in_range(p) ? StatusCode::kOk : StatusCode::kOutOfRange;
@@ -160,46 +110,6 @@ __device__ __forceinline__ StatusCode take_raw_codes(const PageRef& page, const 
       }
       side->codes[i][j] = raw;
     }
-  }
-  return code;
-}
-
-// One component, given the extrema of the row. The lane's part of the status.
-__device__ __forceinline__ StatusCode quantize_lane(const PageRef& page, Component c,
-                                                    const LaneValues& x, float lo, float hi,
-                                                    LaneSide* side) {
-  const TileLayout tile = page.layout->tile(c);
-  if (tile.type.is_raw()) return take_raw_codes(page, x, side);
-  const int32_t levels = tile.type.levels(), groups = page.layout->groups(c);
-  const float top = static_cast<float>(levels - 1);
-  if (groups == 1) {
-    const QuantParams p = minmax_params(lo, hi, levels);
-    const CodeMaker maker = make_code_maker(p);
-#pragma unroll
-    for (int32_t i = 0; i < kLaneChunks; ++i) {
-      if (!has_chunk(i, tile.head_dim)) continue;
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) side->codes[i][j] = biased_code(x[i][j], maker, top) & 255u;
-      side->params[i][0] = side->params[i][1] = p;
-    }
-    return params_status(lo, hi, p);
-  }
-  const int32_t blocks = tile.dim_blocks();
-  const LaneExtrema e = group_extrema(x, blocks, blocks / groups);
-  StatusCode code = StatusCode::kOk;
-#pragma unroll
-  for (int32_t i = 0; i < 2 * kLaneChunks; ++i) {
-    const float group_lo = e.lo[i / 2][i % 2], group_hi = e.hi[i / 2][i % 2];
-    const QuantParams p = minmax_params(group_lo, group_hi, levels);
-    const CodeMaker maker = make_code_maker(p);
-    if (lane_dim(i / 2) < tile.head_dim) {
-      code = greater(code, params_status(group_lo, group_hi, p));
-    }
-#pragma unroll
-    for (int32_t j = 2 * (i % 2); j < 2 * (i % 2) + 2; ++j) {
-      side->codes[i / 2][j] = biased_code(x[i / 2][j], maker, top) & 255u;
-    }
-    side->params[i / 2][i % 2] = p;
   }
   return code;
 }

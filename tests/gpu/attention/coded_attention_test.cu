@@ -63,11 +63,6 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   call.out = out.get();
   call.lse = lse.get();
   if (!w.sinks.empty()) call.sinks = sinks.get();
-  const int64_t stride = w.shape.probabilities ? 3000 + 64 : 0;
-  const size_t lines = w.rows.size() * static_cast<size_t>(w.shape.q_len);
-  const DeviceArray<float> probabilities(std::vector<float>(lines * size_t(stride), NAN));
-  if (w.shape.probabilities) call.probabilities = probabilities.get();
-  call.probability_stride = stride;
   call.row_status = status.get();
   call.num_rows = static_cast<int32_t>(w.rows.size());
   call.num_items = w.items;
@@ -81,7 +76,6 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   call.head_dim = w.shape.head_dim;
   call.sm_scale = static_cast<float>(1 / std::sqrt(w.shape.head_dim));
   call.max_block_bytes = w.max_block_bytes;
-  call.fixed = w.shape.fixed;
   call.most_shared_bytes = shared_bytes;
   auto grid = coded_attention_grid(call, most_copies_log);
   EXPECT_TRUE(grid.is_ok()) << grid.status().message();
@@ -91,7 +85,7 @@ Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_b
   call.workspace = workspace.get();
   const Status s = attend_coded(call, *grid, nullptr);
   EXPECT_TRUE(s.is_ok()) << s.message();
-  return {out.read(), lse.read(), status.read(), *grid, probabilities.read(), stride};
+  return {out.read(), lse.read(), status.read(), *grid};
 }
 
 class CodedAttentionTest : public ::testing::Test {
@@ -125,7 +119,6 @@ TEST_F(CodedAttentionTest, EqualsTheReferenceOnRaggedRows) {
         shape.columns = columns;
         shape.means = source_.below(2) != 0;
         shape.sinks = source_.below(2) != 0;
-        shape.probabilities = source_.below(2) != 0;
         if (columns == 7) shape.mode = BlockMode::kSingle;
         SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " streams " +
                      std::to_string(streams) + " columns " + std::to_string(columns));
@@ -148,7 +141,6 @@ TEST_F(CodedAttentionTest, SmallSharedMemoryTakesFewerWarps) {
         shape.head_dim = head_dim;
         shape.columns = 1 + source_.below(9);
         shape.streams = 1 + source_.below(2);
-        shape.probabilities = !raw && source_.below(2) != 0;
         shape.all_raw = raw;
         SCOPED_TRACE(std::to_string(kilobytes) + " KB, head_dim " + std::to_string(head_dim) +
                      (raw ? " raw" : " coded") + " columns " + std::to_string(shape.columns));
@@ -177,7 +169,6 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
       shape.streams = 1 + source_.below(2);
       shape.means = source_.below(2) != 0;
       shape.sinks = source_.below(2) != 0;
-      shape.probabilities = source_.below(2) != 0;
       if (source_.below(4) == 0) shape.mode = BlockMode::kSingle;
       if (q_len == 1 || source_.below(2) != 0) shape.dtype = DType::kBFloat16;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " q_len " + std::to_string(q_len) +
@@ -188,31 +179,6 @@ TEST_F(CodedAttentionTest, SeveralQueriesSeeTheTokensUpToTheirOwn) {
       rows.insert(rows.end(), {row(64, 7), row(192, 64 + q_len - 1), row(0, 65), row(0, 3)});
       while (rows.size() % static_cast<size_t>(shape.kv_heads) != 0) rows.push_back(row(70, 9));
       const World w = make_world(&source_, shape, rows);
-      compare(w, attend_on_gpu(w, 5));
-      if (HasFatalFailure()) return;
-    }
-  }
-}
-
-// Coded blocks, blocks at a fixed rate and raw tokens in a row, in every pair of widths.
-TEST_F(CodedAttentionTest, FixedRateBlocksAmongCodedOnes) {
-  for (int32_t head_dim : {64, 96, 128, 256}) {
-    for (int32_t widths = 0; widths < 4; ++widths) {
-      Shape shape;
-      shape.head_dim = head_dim;
-      if (widths % 2 == head_dim / 32 % 2) shape.family = 2;
-      shape.fixed = {widths % 2 == 0 ? 8 : 4, widths / 2 == 0 ? 8 : 4};
-      shape.columns = 1 + source_.below(12);
-      shape.streams = 1 + source_.below(2);
-      shape.means = source_.below(2) != 0;
-      shape.max_length = 9 + source_.below(shape.family == 1 ? 4 : 3);
-      shape.probabilities = source_.below(2) != 0;
-      if (source_.below(3) == 0) shape.q_len = 1 + source_.below(4);
-      if (source_.below(3) == 0) shape.dtype = DType::kBFloat16;
-      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " widths " + std::to_string(widths) +
-                   " columns " + std::to_string(shape.columns) + " q_len " +
-                   std::to_string(shape.q_len));
-      const World w = make_world(&source_, shape, ragged_rows());
       compare(w, attend_on_gpu(w, 5));
       if (HasFatalFailure()) return;
     }
@@ -231,7 +197,6 @@ TEST_F(CodedAttentionTest, AFamilyOfCodebooks) {
       shape.columns = 1 + source_.below(9);
       if (source_.below(3) == 0) shape.mode = BlockMode::kSingle;
       if (source_.below(2) != 0) shape.q_len = 3;
-      shape.probabilities = source_.below(2) != 0;
       SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " family " + std::to_string(family));
       const World w = make_world(&source_, shape, ragged_rows());
       compare(w, attend_on_gpu(w, 5));
@@ -352,11 +317,7 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
     shape.head_dim = round % 3 == 0 ? 64 : round % 3 == 1 ? 128 : 256;
     if (round % 4 == 0) shape.max_length = 12;
     if (round % 5 == 0) shape.mode = BlockMode::kSingle;
-    if (shape.mode == BlockMode::kPair && round % 2 == 0) {
-      shape.fixed = {8, round % 4 == 0 ? 4 : 8};
-    }
     if (round % 7 == 0) shape.family = 3;
-    shape.probabilities = round % 3 != 0;
     World w = make_world(&source_, shape, {row(640, 64), row(320, 10), row(200, 0), row(128, 64)});
     const Attended before = attend_on_gpu(w, 5);
     const size_t victim = static_cast<size_t>(source_.below(4));
@@ -392,9 +353,6 @@ TEST_F(CodedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
         ASSERT_EQ(after.status[r], StatusCode::kCorrupt);
         for (size_t i = 0; i < row_values; ++i) {
           ASSERT_EQ(after.out[static_cast<size_t>(at) + i], 0) << "round " << round;
-        }
-        for (int32_t i = 0; shape.probabilities && i < w.data[r].coded + w.data[r].window; ++i) {
-          ASSERT_EQ(after.probabilities[r * size_t(after.stride) + size_t(i)], 0.0f);
         }
       } else {
         for (size_t i = 0; i < row_values; ++i) {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "bench/baselines/coded/coded_decode.h"
 #include "bench/baselines/coded/coded_encode.h"
 #include "bench/baselines/coded/tree_decode.h"
 #include "codec/format/coded_block.h"
-#include "codec/gpu/coded/coded_batch.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/code_source.h"
 

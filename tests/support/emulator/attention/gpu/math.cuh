@@ -83,12 +83,6 @@ inline uint32_t high_halves(uint32_t a, uint32_t b) {
   return a >> 16 | (b & 0xffff0000u);
 }
 
-inline uint32_t even_bytes_as(uint32_t x, uint32_t upper) {
-  return __byte_perm(x, upper, 0x4240);
-}
-inline uint32_t odd_bytes_as(uint32_t x, uint32_t upper) {
-  return __byte_perm(x, upper, 0x4341);
-}
 inline uint32_t saturate_halves(uint32_t x) {
   const auto inside = [&](int32_t i) {
     return std::fmin(std::fmax(emulated_half(x, i), -65504.0f), 65504.0f);

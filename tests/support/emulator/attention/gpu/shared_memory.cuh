@@ -49,9 +49,6 @@ inline uint32_t load_shared_u16(uint32_t address) {
 inline uint4 load_shared_16(uint32_t address) {
   return load_emulated<uint4>(address);
 }
-inline const uint8_t* shared_pointer(uint32_t address) {
-  return emulated_shared().at(address, 16);
-}
 inline void store_shared(uint32_t address, uint32_t x) {
   std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
 }
