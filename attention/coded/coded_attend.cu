@@ -4,39 +4,14 @@
 #include <algorithm>
 
 #include "attention/coded/coded_join.cuh"
-#include "attention/coded/coded_kernel.cuh"
 #include "attention/core/workspace.h"
 #include "codec/format/coded_block.h"
 #include "codec/format/element.h"
+#include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
-
-template <int kDimBlocks, BlockMode kMode, int kCopiesLog>
-CodedKernel kernel_of_streams(int32_t streams) {
-  constexpr auto kPlain = CodedBreadth::kPlain;
-  return streams == 1 ? coded_attention_kernel<kDimBlocks, BlockCode<kMode, 1, kCopiesLog>, kPlain>
-                      : coded_attention_kernel<kDimBlocks, BlockCode<kMode, 2, kCopiesLog>, kPlain>;
-}
-
-template <BlockMode kMode>
-CodedKernel kernel_of_copies(const CodedAttention& call, int32_t copies_log) {
-  const int32_t streams = call.keys.codebook.streams_per_lane;
-  if (call.head_dim == 64) {
-    return copies_log == 0 ? kernel_of_streams<4, kMode, 0>(streams) : nullptr;
-  }
-  if (call.head_dim == 96) {
-    return copies_log == 0 ? kernel_of_streams<6, kMode, 0>(streams) : nullptr;
-  }
-  if (copies_log == 0) return kernel_of_streams<8, kMode, 0>(streams);
-  if (copies_log == 5) return kernel_of_streams<8, kMode, 5>(streams);
-  if constexpr (kMode == BlockMode::kPair) {
-    if (copies_log == 3) return kernel_of_streams<8, kMode, 3>(streams);
-    if (copies_log == 4) return kernel_of_streams<8, kMode, 4>(streams);
-  }
-  return nullptr;
-}
 
 template <RopePairing kPairing>
 CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
@@ -52,19 +27,6 @@ CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
   }
 }
 
-CodedFamily coded_family(const CodedComponent& c, int32_t head_dim, int32_t copies_log) {
-  CodedFamily family{};
-  family.count = c.num_others;
-  for (int32_t i = 0; i < c.num_others; ++i) {
-    const DeviceCodebook& book = c.others[i];
-    family.headers[i] = expected_header(book, head_dim);
-    family.masks[i] = table_mask(book.max_length, copies_log);
-    family.tables[i] = book.table;
-    family.entries[i] = 1u << book.max_length;
-  }
-  return family;
-}
-
 // Of all passes but for what a pass has of its own.
 CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttentionGrid& grid,
                                 const ConvertedQueries& queries) {
@@ -72,9 +34,8 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   params.call = call;
   if (queries.halves != nullptr) params.call.q = queries.halves;
   params.grid = grid;
-  const auto header = call.weighted.any() ? expected_weighted_header : expected_header;
-  params.headers = {header(call.keys.codebook, call.head_dim),
-                    header(call.values.codebook, call.head_dim)};
+  params.headers = {expected_header(call.keys.codebook, call.head_dim),
+                    expected_header(call.values.codebook, call.head_dim)};
   params.key_mask = table_mask(call.keys.codebook.max_length, grid.copies_log);
   params.value_mask = table_mask(call.values.codebook.max_length, grid.copies_log);
   params.row_columns = call.all_columns();
@@ -82,8 +43,6 @@ CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttention
   params.units = queries.units;
   params.table_bytes =
       static_cast<uint32_t>(table_region_bytes(longest_word(call), grid.copies_log));
-  params.key_family = coded_family(call.keys, call.head_dim, grid.copies_log);
-  params.value_family = coded_family(call.values, call.head_dim, grid.copies_log);
   return params;
 }
 
@@ -142,23 +101,15 @@ CodedWorkspace coded_workspace(const CodedAttention& call, const CodedAttentionG
 }  // namespace
 
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log) {
-  constexpr auto kQueries = CodedBreadth::kQueries, kSlices = CodedBreadth::kSlices;
   if (call.raw_blocks) return find_raw_rows_kernel(call.head_dim);
-  if (call.weighted.any()) {
-    switch (call.weighted.pairing) {
-      case RopePairing::kNone:
-        return weighted_kernel<RopePairing::kNone>(call, copies_log);
-      case RopePairing::kHalves:
-        return weighted_kernel<RopePairing::kHalves>(call, copies_log);
-      case RopePairing::kNeighbours:
-        return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
-    }
+  switch (call.weighted.pairing) {
+    case RopePairing::kHalves:
+      return weighted_kernel<RopePairing::kHalves>(call, copies_log);
+    case RopePairing::kNeighbours:
+      return weighted_kernel<RopePairing::kNeighbours>(call, copies_log);
+    default:
+      return weighted_kernel<RopePairing::kNone>(call, copies_log);
   }
-  if (!call.is_uniform()) return find_broad_kernel<kSlices>(call, copies_log);
-  if (!call.is_plain()) return find_broad_kernel<kQueries>(call, copies_log);
-  return call.keys.codebook.mode == BlockMode::kPair
-             ? kernel_of_copies<BlockMode::kPair>(call, copies_log)
-             : kernel_of_copies<BlockMode::kSingle>(call, copies_log);
 }
 
 size_t coded_attention_workspace_bytes(const CodedAttention& call, const CodedAttentionGrid& grid) {
@@ -171,9 +122,8 @@ Status attend_coded(const CodedAttention& call, const CodedAttentionGrid& grid, 
   if (Status s = call.validate_arrays(); !s) return s;
   const CodedKernel kernel = find_coded_kernel(call, grid.copies_log);
   const int64_t warps = int64_t{grid.num_ctas} * grid.warps;
-  if (kernel == nullptr || grid.slots_per_warp < 1 || grid.slots_per_warp > 2 ||
-      grid.num_ctas < 1 || grid.warps < 1 || grid.warps > coded_warps(call.head_dim) ||
-      warps > kMaxPartials) {
+  if (kernel == nullptr || grid.num_ctas < 1 || grid.warps < 1 ||
+      grid.warps > coded_warps(call.head_dim) || warps > kMaxPartials) {
     return Status(StatusCode::kInvalidArgument, "coded attention: not a grid of this call");
   }
   if (Status s = allow_shared(kernel, grid); !s) return s;

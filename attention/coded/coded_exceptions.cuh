@@ -62,13 +62,6 @@ struct ExceptionPair {
   }
 };
 
-// The B operand of the keys: q of this lane's column, from `query` on, at the channels that the
-// exceptions change.
-__device__ __forceinline__ uint32_t exception_queries(const ExceptionPair& pair,
-                                                      const uint16_t* query) {
-  return query[pair.dim[0]] | static_cast<uint32_t>(query[pair.dim[1]]) << 16;
-}
-
 // The rows of a B operand that a lane picks for exception (lane / 4): one that is a low half of
 // the operand, and one that is a high half.
 struct PickedRows {

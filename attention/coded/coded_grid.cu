@@ -17,53 +17,25 @@ namespace tierkv {
 namespace {
 
 // Numbers of copies there are kernels for, most first.
-constexpr int32_t kCopies[] = {5, 4, 3, 0};
+constexpr int32_t kCopies[] = {4, 3, 0};
 constexpr int32_t kSlotStep = 128;  // bytes; a slot is a multiple of it
 
-// Shared memory of a CTA, which begins at `start`.
-struct SharedPlan {
-  uint32_t start;
-  uint32_t slot_bytes;
-  int32_t warps;
-  uint32_t tail_bytes;
-
-  SharedPlan(const CodedAttention& call, const DeviceLimits& limits, int32_t slot_bytes,
-             int32_t warps)
-      : start(static_cast<uint32_t>(limits.reserved_bytes)),
-        slot_bytes(static_cast<uint32_t>(slot_bytes)),
-        warps(warps),
-        tail_bytes(call.weighted.any()
-                       ? weighted_tail_bytes(call.head_dim,
-                                             call.weighted.pairing != RopePairing::kNone, warps)
-                       : 0) {}
-
-  int32_t bytes(uint32_t table_bytes, int32_t slots_per_warp, int32_t tables) const {
-    const CodedSharedLayout at = coded_shared_layout(start, table_bytes, slot_bytes,
-                                                     static_cast<uint32_t>(warps * slots_per_warp),
-                                                     static_cast<uint32_t>(tables), tail_bytes);
-    return static_cast<int32_t>(at.end - start);
-  }
-};
-
-}  // namespace
-
-int32_t longest_word(const CodedAttention& call) {
-  int32_t longest = 0;
-  for (const CodedComponent* c : {&call.keys, &call.values}) {
-    longest = std::max(longest, c->codebook.max_length);
-    for (int32_t i = 0; i < c->num_others; ++i) {
-      longest = std::max(longest, c->others[i].max_length);
-    }
-  }
-  return longest;
+int32_t shared_bytes(const CodedAttention& call, const DeviceLimits& limits,
+                     const CodedAttentionGrid& grid, uint32_t table_bytes) {
+  const auto start = static_cast<uint32_t>(limits.reserved_bytes);
+  const CodedSharedLayout at = coded_shared_layout(
+      start, table_bytes, static_cast<uint32_t>(grid.slot_bytes), static_cast<uint32_t>(grid.warps),
+      weighted_tail_bytes(call.head_dim, call.weighted.pairing != RopePairing::kNone, grid.warps));
+  return static_cast<int32_t>(at.end - start);
 }
 
-namespace {
-
-// As many copies as fit, then slots; false where not even one slot a warp does.
+// As many copies as fit beside one block a warp, then the largest slots, up to two blocks; false
+// where not even one copy fits.
 bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits& limits,
          CodedAttentionGrid* grid) {
-  const int32_t longest = longest_word(call), least = grid->slot_bytes;
+  const int32_t longest = longest_word(call);
+  const int32_t least =
+      (slice_count(call.head_dim) * call.max_block_bytes + kSlotStep - 1) / kSlotStep * kSlotStep;
   for (int32_t copies_log : kCopies) {
     // An index, its copy and two code words share a word.
     const bool fits_word = 2 + copies_log + 2 * longest <= 32;
@@ -72,17 +44,10 @@ bool fit(const CodedAttention& call, int32_t most_copies_log, const DeviceLimits
       continue;
     }
     const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, copies_log));
-    // Two blocks a warp, or one; those of weighted blocks share a slot.
-    const int32_t step = call.weighted.any() ? kSlotStep : least;
-    for (int32_t room = 2 * least; room >= least; room -= step) {
-      const int32_t slots = call.weighted.any() ? 1 : room / least;
-      const SharedPlan plan(call, limits, room / slots, grid->warps);
-      const int32_t bytes = plan.bytes(table_bytes, slots, call.num_tables());
-      if (bytes > limits.shared_bytes) continue;
+    for (grid->slot_bytes = 2 * least; grid->slot_bytes >= least; grid->slot_bytes -= kSlotStep) {
+      grid->shared_bytes = shared_bytes(call, limits, *grid, table_bytes);
+      if (grid->shared_bytes > limits.shared_bytes) continue;
       grid->copies_log = copies_log;
-      grid->slots_per_warp = call.weighted.any() ? 2 : slots;
-      grid->slot_bytes = room / slots;
-      grid->shared_bytes = bytes;
       return true;
     }
   }
@@ -107,23 +72,15 @@ Result<CodedAttentionGrid> coded_attention_grid(const CodedAttention& call,
   CodedAttentionGrid grid;
   grid.num_ctas = limits->sms;
   if (call.raw_blocks) {
-    grid.warps = coded_warps(call.head_dim), grid.slots_per_warp = 1;
+    grid.warps = coded_warps(call.head_dim);
     return grid;
   }
-  grid.slot_bytes =
-      (slice_count(call.head_dim) * call.max_block_bytes + kSlotStep - 1) / kSlotStep * kSlotStep;
   for (grid.warps = coded_warps(call.head_dim); grid.warps > 0; grid.warps /= 2) {
     if (fit(call, most_copies_log, *limits, &grid)) return grid;
   }
-  const int32_t longest = longest_word(call);
-  const SharedPlan plan(call, *limits, grid.slot_bytes, 1);
-  int32_t most = call.num_tables();
-  const auto table_bytes = static_cast<uint32_t>(table_region_bytes(longest, 0));
-  while (most > 0 && plan.bytes(table_bytes, 1, most) > limits->shared_bytes) --most;
   return Status(StatusCode::kUnsupported,
-                "coded attention: " + std::to_string(call.num_tables()) +
-                    " codebooks; beside a block of max_block_bytes shared memory holds " +
-                    std::to_string(most) + " of " + std::to_string(longest) + " bits");
+                "coded attention: shared memory has no room for two tables of words of " +
+                    std::to_string(longest_word(call)) + " bits and a block of max_block_bytes");
 }
 
 }  // namespace tierkv

@@ -8,8 +8,7 @@
 namespace tierkv {
 
 // By the whole warp: the last row whose first item is at most `item`.
-template <class Call>
-__device__ __forceinline__ int32_t find_row(const Call& call, int32_t item) {
+__device__ __forceinline__ int32_t find_row(const CodedAttention& call, int32_t item) {
   int32_t low = 0, count = call.num_rows;
   while (count > 1) {
     const int32_t stride = (count + 31) / 32, i = static_cast<int32_t>(threadIdx.x % 32) * stride;
@@ -74,9 +73,8 @@ __device__ __forceinline__ ItemShares item_shares(const CodedKernelParams& param
 }
 
 // The items of a warp, row by row.
-template <class Call>
 struct WarpItems {
-  const Call& call;
+  const CodedAttention& call;
   int32_t row, first, end;  // the items of a row in turn
   int32_t last;             // of the warp
 

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second kernel of coded attention: joins what warps left of each row, adds the mean of the
-// values, completes the lse and takes sinks in. All that it reads but the partials is there before
-// the first kernel ends; the order of joining is fixed.
+// The second kernel of coded attention: joins what warps left of each row and completes the
+// lse. All that it reads but the partials is there before the first kernel ends; the order of
+// joining is fixed.
 #pragma once
 
 #include "attention/coded/coded_items.cuh"
 #include "attention/coded/coded_state.cuh"
-#include "attention/core/merge.h"
 #include "codec/format/element.h"
 #include "gpu/constants.h"
 #include "gpu/lanes.cuh"
@@ -51,44 +50,10 @@ struct JoinedColumn {
                                             dim);
   }
 
-  // The index of the row's means in those of a component; -1: it has none.
-  __device__ __forceinline__ int64_t mean(const CodedComponent& c) const {
-    const int32_t i = params.call.rows[row].mean;
-    return c.means == nullptr || i < 0 || i >= params.call.num_means
-               ? -1
-               : int64_t{i} * params.call.head_dim;
-  }
-  __device__ __forceinline__ float2 value_means(int32_t dim) const {
-    const int64_t at = mean(params.call.values);
-    if (at < 0 || dim >= params.call.head_dim) return {0.0f, 0.0f};
-    return {params.call.values.means[at + dim], params.call.values.means[at + dim + 1]};
-  }
-  // By a whole warp: q times the mean of the keys.
-  __device__ __forceinline__ float key_mean() const {
-    const int64_t at = mean(params.call.keys);
-    if (at < 0) return 0.0f;
-    const int32_t dims = params.call.head_dim;
-    const auto* q = static_cast<const uint16_t*>(params.call.q) +
-                    (int64_t{row} * params.row_columns + column) * dims;
-    float product = 0.0f;
-    for (auto i = static_cast<int32_t>(threadIdx.x % 32); i < dims; i += 32) {
-      product = fmaf(half_to_float(q[i]), params.call.keys.means[at + i], product);
-    }
-    for (int32_t i = 16; i > 0; i /= 2) product += __shfl_xor_sync(kFullWarp, product, i);
-    return params.units == nullptr ? product : product * params.units[row];
-  }
-
-  __device__ __forceinline__ float sink() const {
-    const float* sinks = params.call.sinks;
-    return sinks == nullptr ? -INFINITY
-                            : sinks[params.queries.head(row, params.first_column + column)];
-  }
-
   __device__ __forceinline__ int64_t place() const {
     return params.queries.place(row, params.first_column + column);
   }
   __device__ __forceinline__ bool is_left_out() const { return params.call.rows[row].step < 0; }
-  // x: without the mean.
   __device__ __forceinline__ void write(int32_t dim, float2 x) const {
     const CodedAttention& call = params.call;
     if (dim >= call.head_dim || is_left_out()) return;
@@ -103,21 +68,14 @@ struct ColumnSum {
   float top, sum;
   bool corrupt;
 
-  // Of several queries the oldest may see no token.
   __device__ __forceinline__ bool present() const { return sum > 0.0f && !corrupt; }
-  // The share of the tokens in the column, the rest being its sink's, and its lse.
-  __device__ __forceinline__ MergedRow with_sink(const JoinedColumn& c, float key_mean,
-                                                 float sink) const {
-    const CodedAttention& call = c.params.call;
-    const float lse =
-        present() ? kLn2 * (top + log2_fast(sum)) + call.sm_scale * key_mean : -INFINITY;
-    return call.sinks == nullptr || corrupt ? MergedRow{1.0f, 0.0f, lse} : merge_row(lse, sink);
-  }
   // By one thread.
-  __device__ __forceinline__ void finish(const JoinedColumn& c, float lse) const {
+  __device__ __forceinline__ void finish(const JoinedColumn& c) const {
     const CodedAttention& call = c.params.call;
     if (c.is_left_out()) return;
-    if (call.lse != nullptr) call.lse[c.place()] = lse;
+    if (call.lse != nullptr) {
+      call.lse[c.place()] = present() ? kLn2 * (top + log2_fast(sum)) : -INFINITY;
+    }
     if (c.column == 0) call.row_status[c.row] = corrupt ? StatusCode::kCorrupt : StatusCode::kOk;
   }
 };
@@ -139,11 +97,9 @@ __device__ __forceinline__ void add_share(float share, float2 x, float2* total) 
   total->x = fmaf(share, x.x, total->x);
   total->y = fmaf(share, x.y, total->y);
 }
-// share: of the tokens in the column.
-__device__ __forceinline__ float2 joined_output(const ColumnSum& found, float share, float2 total,
-                                                float2 mean) {
+__device__ __forceinline__ float2 joined_output(const ColumnSum& found, float2 total) {
   if (!found.present()) return {0.0f, 0.0f};
-  return {share * (total.x / found.sum + mean.x), share * (total.y / found.sum + mean.y)};
+  return {total.x / found.sum, total.y / found.sum};
 }
 
 // For many rows: a warp for a column, whose lanes have kPairs pairs of dims each. So few warps are
@@ -159,10 +115,7 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
       static_cast<int32_t>(blockIdx.x) * kJoinWarps + static_cast<int32_t>(threadIdx.x / 32);
   if (index >= call.num_rows * call.columns) return;
   const JoinedColumn c(params, index / call.columns, index % call.columns);
-  float2 mean[kPairs], total[kPairs] = {}, x[kAhead][kPairs];
-#pragma unroll
-  for (int32_t p = 0; p < kPairs; ++p) mean[p] = c.value_means(2 * lane + 64 * p);
-  const float key_mean = c.key_mean(), sink = c.sink();
+  float2 total[kPairs] = {}, x[kAhead][kPairs];
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -201,12 +154,11 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
     }
   }
   found.sum = warp_sum(found.sum);
-  const MergedRow merged = found.with_sink(c, key_mean, sink);
 #pragma unroll
   for (int32_t p = 0; p < kPairs; ++p) {
-    c.write(2 * lane + 64 * p, joined_output(found, merged.a, total[p], mean[p]));
+    c.write(2 * lane + 64 * p, joined_output(found, total[p]));
   }
-  if (lane == 0) found.finish(c, merged.lse);
+  if (lane == 0) found.finish(c);
 }
 
 // For rows of many partials: 64 dims of a column a CTA, each of its warps adds every kParts-th
@@ -223,8 +175,6 @@ __global__ void __launch_bounds__(kParts * 32)
   const int32_t lane = thread % 32, part = thread / 32;
   const JoinedColumn c(params, static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(blockIdx.y));
   const int32_t dim = static_cast<int32_t>(blockIdx.z) * 64 + 2 * lane;
-  const float2 mean = part == 0 ? c.value_means(dim) : float2{0.0f, 0.0f};
-  const float key_mean = part == 0 ? c.key_mean() : 0.0f, sink = c.sink();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -274,9 +224,8 @@ __global__ void __launch_bounds__(kParts * 32)
     total.x += totals[i][lane].x;
     total.y += totals[i][lane].y;
   }
-  const MergedRow merged = found.with_sink(c, key_mean, sink);
-  c.write(dim, joined_output(found, merged.a, total, mean));
-  if (thread == 0 && blockIdx.z == 0) found.finish(c, merged.lse);
+  c.write(dim, joined_output(found, total));
+  if (thread == 0 && blockIdx.z == 0) found.finish(c);
 }
 
 struct JoinLaunch {

@@ -10,7 +10,8 @@
 
 namespace tierkv {
 
-// What a block must say: words 0 and 1 of its header, tokens left out.
+// What a block must say: words 0 and 1 of its header; tokens, exponents and stream lengths are left
+// out.
 struct ExpectedHeader {
   uint32_t first, second;
 };
@@ -18,36 +19,11 @@ struct CodedHeaders {
   ExpectedHeader keys, values;
 };
 inline ExpectedHeader expected_header(const DeviceCodebook& c, int32_t head_dim) {
-  return {kCodedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
-              static_cast<uint32_t>(c.streams_per_lane) << 12 | uint32_t{c.table_id} << 16 |
-              static_cast<uint32_t>(c.component) << 24,
-          static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8 | static_cast<uint32_t>(c.base)
-                                                                           << 16};
-}
-// The header that weighted blocks share: exponents and stream lengths are left out as well.
-inline ExpectedHeader expected_weighted_header(const DeviceCodebook& c, int32_t head_dim) {
   return {kWeightedBlockVersion | static_cast<uint32_t>(c.mode) << 8 |
               static_cast<uint32_t>(c.streams_per_lane) << 12 |
               static_cast<uint32_t>(c.component) << 14 | uint32_t{c.table_id} << 16,
           static_cast<uint32_t>(std::min(head_dim, kSliceDims)) << 8};
 }
-
-// What a kernel of coded attention is for, each also for what those before are for: kernels that do
-// less do it in fewer registers.
-enum class CodedBreadth {
-  kPlain,    // CodedAttention::is_plain()
-  kQueries,  // several queries, and those that are times a unit of their row
-  kSlices,   // blocks of two slices, or of a family of codebooks
-};
-
-// What a warp looks up of the others of a family, whose tables lie behind that of the first.
-struct CodedFamily {
-  int32_t count;
-  ExpectedHeader headers[kMostCodedBooks - 1];
-  uint32_t masks[kMostCodedBooks - 1];  // of tables in shared memory
-  const uint32_t* tables[kMostCodedBooks - 1];
-  uint32_t entries[kMostCodedBooks - 1];
-};
 
 // Queries in fp16, row after row, each times a power of two of its row.
 struct ConvertedQueries {
@@ -67,17 +43,14 @@ struct CodedKernelParams {
   QueryColumns queries;           // where columns lie in out and lse
   const float* units;             // of ConvertedQueries; null: all 1
   uint32_t table_bytes;           // of a table with its copies, a power of two
-  CodedFamily key_family, value_family;
 };
 using CodedKernel = void (*)(CodedKernelParams);
 // Bits of the longest code word of a call.
-int32_t longest_word(const CodedAttention& call);
+inline int32_t longest_word(const CodedAttention& call) {
+  return std::max(call.keys.codebook.max_length, call.values.codebook.max_length);
+}
 // The kernel of a call; null: there is none for so many copies.
 CodedKernel find_coded_kernel(const CodedAttention& call, int32_t copies_log);
-// The kernel of a call that is not plain; null: there is none for so many copies. Each has an
-// object, from coded_instance.cu.in.
-template <CodedBreadth kBreadth>
-CodedKernel find_broad_kernel(const CodedAttention& call, int32_t copies_log);
 // The kernel of a call of weighted blocks; null: there is none for so many copies. Each has an
 // object, from weighted_instance.cu.in.
 template <RopePairing kPairing, int32_t kHeadDim>

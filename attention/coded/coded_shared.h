@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of the kernels of coded attention: barriers, one or two tables, slots for blocks.
+// Shared memory of the kernels of coded attention: barriers, two tables, slots for blocks.
 //
 // A table lies at a multiple of its size, which shared memory reaches only once it has skipped as
 // much: slots fill the room before the tables first.
@@ -35,20 +35,19 @@ struct CodedSharedLayout {
 // start: address of the dynamic shared memory; region: bytes of a table with its copies, a power of
 // two; tail_bytes: a multiple of 16.
 TKV_HD CodedSharedLayout coded_shared_layout(uint32_t start, uint32_t region, uint32_t slot_bytes,
-                                             uint32_t slots, uint32_t tables = 2,
-                                             uint32_t tail_bytes = 0) {
+                                             uint32_t slots, uint32_t tail_bytes) {
   CodedSharedLayout at;
   at.before = (start + kCodedBarrierBytes + 127) / 128 * 128;
   at.tables = (at.before + region - 1) / region * region;
   at.slots_before = (at.tables - at.before) / slot_bytes;
   if (at.slots_before > slots) at.slots_before = slots;
-  at.after = (at.tables + tables * region + 127) / 128 * 128;
+  at.after = (at.tables + 2 * region + 127) / 128 * 128;
   at.tail = at.after + (slots - at.slots_before) * slot_bytes;
   at.end = at.tail + tail_bytes + kCodedSlackBytes;
   return at;
 }
 
-// The tail of weighted blocks: turns of 64 places; then for each warp the means of its row, what it
+// The tail: turns of 64 places; then for each warp the means of its row, what it
 // keeps of its row and run while it decodes, and the references of its run.
 TKV_HD uint32_t weighted_turn_bytes(int32_t head_dim, bool turns) {
   return turns ? static_cast<uint32_t>(head_dim * 2 * kBlockTokens) : 0;

@@ -20,7 +20,6 @@ __device__ __forceinline__ int64_t coded_partial_floats(const CodedAttention& ca
 template <int kDimBlocks>
 struct CodedState {
   uint32_t q[kDimBlocks][2];  // B operand: dims 2t, 2t + 1 (+ 8) of column t
-  float offset[2];            // of columns 2t, 2t + 1: what brings sums of digits to scores
   float out[kDimBlocks][4];
   float reference[2], sum[2];  // of columns 2t, 2t + 1
   uint32_t bad;                // not 0: a block of the row breaks a rule
@@ -40,42 +39,19 @@ struct CodedState {
     }
   }
 
-  // Begins a row whose scores need no offset: they are not sums of digits that lack a base.
-  __device__ __forceinline__ void begin_plain() {
+  __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[f][i] = 0.0f;
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) offset[c] = 0.0f, reference[c] = kNoReference, sum[c] = 0.0f;
-  }
-  // base: of a digit, in the unit of a score times q.
-  __device__ __forceinline__ void begin(float base) {
-    const int32_t t = static_cast<int32_t>(threadIdx.x % 4);
-    float total = 0;
-    begin_plain();
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 x = unpack_halves(q[f][h]);
-        total += x.x + x.y;
-      }
-    }
-    total += __shfl_xor_sync(kFullWarp, total, 1);
-    total += __shfl_xor_sync(kFullWarp, total, 2);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) offset[c] = base * __shfl_sync(kFullWarp, total, 4 * (2 * t + c));
+    for (int c = 0; c < 2; ++c) reference[c] = kNoReference, sum[c] = 0.0f;
   }
 
   // Keeps every score below reference + kHeadroom: fp16 holds 2^kHeadroom, so that the reference
   // seldom moves after a row's first item, and its lanes need to agree on a maximum only then.
   static constexpr float kHeadroom = 8.0f;
-  // Of a column that sees none of the tokens so far, where that can be: 2^(-infinity - kLeast) is
-  // 0.
-  static constexpr float kLeastReference = -0x1p100f;
-  template <bool kHides>
   __device__ __forceinline__ void raise_reference(const float (&s)[kItemTiles][4], float scale) {
     float top[2];
 #pragma unroll
@@ -83,8 +59,7 @@ struct CodedState {
       float x = fmaxf(s[0][c], s[0][c + 2]);
 #pragma unroll
       for (int o = 1; o < kItemTiles; ++o) x = fmaxf(x, fmaxf(s[o][c], s[o][c + 2]));
-      top[c] = fmaf(x, scale, offset[c]);
-      if constexpr (kHides) top[c] = fmaxf(top[c], kLeastReference);
+      top[c] = x * scale;
     }
     if (!__any_sync(kFullWarp,
                     top[0] > reference[0] + kHeadroom || top[1] > reference[1] + kHeadroom)) {
@@ -116,23 +91,22 @@ struct CodedState {
     }
   }
 
-  // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale and
-  // offset bring a score to log2 units. kHides: scores of a whole column may be -infinity.
-  template <bool kHides = false>
+  // Scores into probabilities times 2^-reference, in place of the B operand of P^T. scale brings a
+  // score to log2 units.
   __device__ __forceinline__ void weigh(float (&s)[kItemTiles][4], int32_t tokens, float scale,
                                         uint32_t (&p)[kItemTiles][2]) {
     hide_behind(tokens, s);
-    raise_reference<kHides>(s, scale);
-    const float shift[2] = {offset[0] - reference[0], offset[1] - reference[1]};
+    raise_reference(s, scale);
 #pragma unroll
     for (int o = 0; o < kItemTiles; ++o) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        p[o][h] = transpose_8x8(pack_halves(exp2_fast(fmaf(s[o][2 * h], scale, shift[0])),
-                                            exp2_fast(fmaf(s[o][2 * h + 1], scale, shift[1]))));
+        p[o][h] =
+            transpose_8x8(pack_halves(exp2_fast(fmaf(s[o][2 * h], scale, -reference[0])),
+                                      exp2_fast(fmaf(s[o][2 * h + 1], scale, -reference[1]))));
       }
     }
-    // The sum is that of the rounded ones, so that the base drops out exactly.
+    // The sum is that of the rounded ones.
     constexpr uint32_t ones[4] = {kOneHalves, kOneHalves, kOneHalves, kOneHalves};
     float total[4] = {};
 #pragma unroll
@@ -140,16 +114,13 @@ struct CodedState {
     sum[0] += total[0], sum[1] += total[1];
   }
 
-  // From sums of digits to sums of values: out and the base times sum of p, both in steps.
-  __device__ __forceinline__ void finish_blocks(float step, float base) {
+  // From sums of codes over kDigitScale to sums of values.
+  __device__ __forceinline__ void finish_blocks(float step) {
 #pragma unroll
     for (int f = 0; f < kDimBlocks; ++f) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        out[f][i] = step * fmaf(kDigitScale, out[f][i], base * sum[i % 2]);
-      }
+      for (int i = 0; i < 4; ++i) out[f][i] = step * (kDigitScale * out[f][i]);
     }
-    offset[0] = offset[1] = 0.0f;
   }
 
   __device__ __forceinline__ void leave(const CodedAttention& call, float* partial) {

@@ -28,7 +28,7 @@ struct RawRowsWarp {
                        row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks;
     state.load_queries(
         call, static_cast<const uint16_t*>(call.q) + int64_t{r} * params.row_columns * kHeadDim);
-    state.begin_plain();
+    state.begin();
     state.bad = static_cast<uint32_t>(!named);
     float scale = call.sm_scale * kLog2E;
     if (params.units != nullptr) scale *= params.units[r];
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * coded_warps(kDimBlocks * kDimBlock), 1)
   wait_for_previous_kernel();
   let_next_kernel_start();
   RawRowsWarp<kDimBlocks> worker{params};
-  WarpItems<CodedAttention> items{params.call};
+  WarpItems items{params.call};
   const ItemShares shares = item_shares(params, params.grid.warps);
   const auto cta = static_cast<int32_t>(blockIdx.x), warp = static_cast<int32_t>(threadIdx.x / 32);
   if (!items.begin(shares.begin(cta, warp), shares.begin(cta, warp + 1))) return;

@@ -11,13 +11,6 @@
 
 namespace tierkv {
 
-// How the weighted blocks of a call are coded and turned.
-template <BlockMode kCodedMode, int kStreamsPerLane, int kTableCopiesLog, RopePairing kRopePairing>
-struct WeightedCode : BlockCode<kCodedMode, kStreamsPerLane, kTableCopiesLog> {
-  static constexpr bool kWeighted = true;
-  static constexpr RopePairing kPairing = kRopePairing;
-};
-
 inline constexpr float kKeyUnit = 0x1p-9f;  // of decoded keys, in units of their channels
 
 // load_field() for a shared address. The function may read the word behind the part.

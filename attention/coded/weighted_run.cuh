@@ -2,17 +2,35 @@
 // How blocks reach a warp of weighted attention, and what it keeps out of its registers meanwhile.
 #pragma once
 
-#include "attention/coded/coded_warp.cuh"
+#include "attention/coded/coded_exceptions.cuh"
+#include "attention/coded/coded_ring.cuh"
+#include "attention/coded/coded_state.cuh"
 #include "attention/coded/weighted_block.cuh"
+#include "gpu/constants.h"
+#include "gpu/copies.cuh"
 
 namespace tierkv {
 
-template <int kDimBlocks, class Code, CodedBreadth kBreadth>
-struct WeightedRun : CodedWarp<kDimBlocks, Code, kBreadth> {
-  using Base = CodedWarp<kDimBlocks, Code, kBreadth>;
-  using Base::call, Base::state, Base::ring, Base::run, Base::kHeadDim, Base::kSlices;
+template <int kDimBlocks, class Code>
+struct WeightedRun {
+  static constexpr int32_t kHeadDim = 16 * kDimBlocks;
+  static constexpr int kSlices = (kHeadDim + kSliceDims - 1) / kSliceDims;
+  static constexpr int kSliceBlocks = kDimBlocks / kSlices, kSliceDim = kHeadDim / kSlices;
   static constexpr bool kTurns = Code::kPairing != RopePairing::kNone;
+  const CodedAttention& call;
+  BlockRing& ring;
+  const CodedKernelParams& params;
+  SharedTable<Code::kCopiesLog> key_table;
+  bool fits;  // shared memory is as large as it must be
+  CodedState<kDimBlocks> state;
+  BlockRun run;
   uint32_t turns, means;  // shared addresses
+
+  // Brings q times a value of a key to log2 units.
+  __device__ __forceinline__ float score_scale(int32_t row) const {
+    const float scale = call.sm_scale * kLog2E;
+    return params.units == nullptr ? scale : scale * params.units[row];
+  }
 
   // tail: shared address of what the warps of the CTA share, then of what each has of its own.
   __device__ __forceinline__ void set_tail(uint32_t tail, int32_t warp) {
@@ -85,22 +103,23 @@ struct WeightedRun : CodedWarp<kDimBlocks, Code, kBreadth> {
   __device__ __forceinline__ void request(int32_t i, uint32_t units, uint32_t barrier) const {
     copy_of_lane(i - run.first, barrier, place(i, units), run.bytes(call, i), taken(units));
   }
-  // As those of CodedWarp.
+  // Asks for the first of `count` blocks of keys and of values. Not 0 where a reference is wrong.
   __device__ __forceinline__ uint32_t begin_blocks(int32_t first, int32_t count) {
     run.first_block = first;
     run.count = 2 * count;
     const uint32_t bad = run.load(call, 0), x = units_of(0), y = units_of(1);
     request(0, x, ring.barrier);
-    if (fit_together(x, y)) request(1, y, ring.barrier ^ ring.other_barrier);
+    if (fit_together(x, y)) request(1, y, ring.barrier ^ BlockRing::kOtherBarrier);
     return bad;
   }
+  // Block `used` has been read: asks for those that its place has room for.
   __device__ __forceinline__ void next_block(int32_t used) {
     __syncwarp();
     const int32_t next = used + 1;
     if (next < run.count) {
       const uint32_t units = units_of(next);
       if (!fit_together(units_of(used), units)) {
-        request(next, units, ring.barrier ^ ring.other_barrier);
+        request(next, units, ring.barrier ^ BlockRing::kOtherBarrier);
       }
       if (next + 1 < run.count) {
         if (next + 1 - run.first >= kWarpLanes) state.bad |= run.load(call, next);

@@ -13,13 +13,13 @@
 
 namespace tierkv {
 
-template <int kDimBlocks, class Code, CodedBreadth kBreadth>
-struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
-  using Base = WeightedKeys<kDimBlocks, Code, kBreadth>;
+template <int kDimBlocks, class Code>
+struct WeightedWarp : WeightedKeys<kDimBlocks, Code> {
+  using Base = WeightedKeys<kDimBlocks, Code>;
   using Block = typename Base::Block;
   using Streams = typename Base::Streams;
-  using Base::call, Base::params, Base::state, Base::run, Base::row_index, Base::from, Base::to;
-  using Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kPairing;
+  using Base::call, Base::params, Base::state, Base::run;
+  using Base::kHeadDim, Base::kSlices, Base::kSliceBlocks, Base::kSliceDim, Base::kPairing;
   using Base::means;
   using KeptRow = typename Base::KeptRow;
   static constexpr int32_t kNoOctave = -64;      // below that of any exponent
@@ -32,7 +32,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     const int32_t tokens = x.slice[0].block.tokens;
     state.hide_behind(tokens, s);
     const float key_scale = bits_float(load_shared(Base::kept() + Base::kKeptScale));
-    state.template raise_reference<false>(s, key_scale);
+    state.raise_reference(s, key_scale);
     const int32_t value_octave = raise_octave(x, tokens);
     float factor[2];
 #pragma unroll
@@ -85,6 +85,46 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     return raised;
   }
 
+  template <int kSlice>
+  __device__ __forceinline__ void add_exceptions(const OpenBlock& b, int32_t first,
+                                                 const uint32_t (&p)[kItemTiles][2]) {
+    const uint32_t words = b.exception_words + 4 * first;
+    const int32_t left = b.exceptions() - first;
+    ExceptionPair pair;
+    state.bad |= pair.template load<kSliceDim>(words, left, b.tokens, 1 / kDigitScale);
+    const uint32_t rows = ExceptionPair::row_halves(pair.dim);
+    const uint32_t weights = exception_weights(words, left, p);
+#pragma unroll
+    for (int f = 0; f < kSliceBlocks; ++f) {
+      uint32_t a[2];
+      pair.operand(rows, 16 * f, a);
+      mma_m16n8k8(state.out[kSlice * kSliceBlocks + f], a, weights);
+    }
+  }
+  // Outputs of a raw slice, which uses p up. They are rare: this function is short, not fast, and
+  // reads them from memory.
+  template <int kSlice>
+  __device__ __forceinline__ void add_raw(const OpenBlock& b, const RawBlock& raw,
+                                          uint32_t (&p)[kItemTiles][2]) {
+#pragma unroll 1
+    for (int o = 0; o < tile_count(b.tokens); ++o) {
+#pragma unroll 1
+      for (int f = 0; f < kSliceBlocks; ++f) {
+        uint32_t a[4];
+        float sum[4] = {};
+        raw_fragment(raw, kSliceDim, Component::kValue, o, f, a);
+        mma_m16n8k16(sum, a, p[0][0], p[0][1]);
+#pragma unroll
+        for (int z = 0; z < kSliceBlocks; ++z) {
+          float(&out)[4] = state.out[kSlice * kSliceBlocks + z];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) out[j] += z == f ? sum[j] : 0.0f;
+        }
+      }
+      shift_tiles(p);
+    }
+  }
+
   // Outputs of slice kSlice and of those behind it.
   template <int kSlice>
   __device__ __forceinline__ void add_slices(const Block& x,
@@ -96,7 +136,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     if (slice.block.coded) {
 #pragma unroll 1
       for (int32_t i = 0; i < slice.block.exceptions(); i += kExceptionStep) {
-        Base::template add_exceptions<kSlice>(slice.with_exceptions(), i, p);
+        add_exceptions<kSlice>(slice.with_exceptions(), i, p);
       }
       // Behind that of the keys: not in a register of its own while keys are decoded.
       auto table = this->key_table;
@@ -117,7 +157,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
       }
       state.bad |= Base::streams_end(slice, streams);
     } else {
-      add_raw<kSlice>(*this, slice.block, slice.raw, p);
+      add_raw<kSlice>(slice.block, slice.raw, p);
     }
     if constexpr (kSlice + 1 < kSlices) add_slices<kSlice + 1>(x, weights);
   }
@@ -150,83 +190,33 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     Base::keep_run();
   }
 
-  // The raw sinks of the row: few, so their code is short.
-  __device__ __forceinline__ void attend_sinks(float scale, const CodedRow& row) {
-    const auto g = static_cast<int32_t>(fresh_lane() / 4),
-               t = static_cast<int32_t>(fresh_lane() % 4);
-    const int32_t count = row.sink_tokens;
-    const auto* keys =
-        reinterpret_cast<const uint16_t*>(call.weighted.raw_sinks + int64_t{row.first_sink} * 16);
-    const uint16_t* values = keys + count * kHeadDim;
-    const auto value = [&](int32_t token, int32_t d) {
-      return token < count ? uint32_t{values[token * kHeadDim + d]} : 0u;
-    };
-    float s[kItemTiles][4] = {};
-    uint32_t p[kItemTiles][2];
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-      uint32_t a[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int32_t token = g + 8 * (r % 2), d = 16 * f + 2 * t + 8 * (r / 2);
-        a[r] = token < count ? *reinterpret_cast<const uint32_t*>(keys + token * kHeadDim + d) : 0u;
-      }
-      mma_m16n8k16(s[0], a, state.q[f][0], state.q[f][1]);
-    }
-    const ColumnSight sight(params, count + row.window_tokens);
-    sight.hide(0, s);
-    state.template weigh<true>(s, count, scale, p);
-#pragma unroll
-    for (int f = 0; f < kDimBlocks; ++f) {
-      uint32_t a[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int32_t d = 16 * f + g + 8 * (r % 2), token = 2 * t + 8 * (r / 2);
-        a[r] = value(token, d) | value(token + 1, d) << 16;
-      }
-      mma_m16n8k16(state.out[f], a, p[0][0], p[0][1]);
-    }
-  }
-
-  __device__ __forceinline__ bool is_named(const CodedRow& row) const {
+  // from, to: items of the row.
+  __device__ __forceinline__ bool is_named(const CodedRow& row, int32_t from, int32_t to) const {
     const WeightedRows& w = call.weighted;
     const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
-    const int64_t sink_bytes = int64_t{row.sink_tokens} * kHeadDim * 4;
-    return this->fits && from >= 0 && row.coded_tokens >= 0 && row.window_tokens >= 0 &&
-           row.sink_tokens >= 0 && row.sink_tokens <= kMostRawSinks &&
-           (blocks == 0 || row.sink_tokens == w.sink_tokens) &&
-           (kPairing == RopePairing::kNone || blocks <= w.num_block_turns) &&
-           (row.sink_tokens == 0 || w.blocks_only ||
-            int64_t{row.first_sink} * 16 + sink_bytes <= w.raw_sinks_size) &&
-           to <= coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens) &&
-           row.step >= 0 && row.step < call.num_steps && row.first_page >= 0 &&
-           row.first_page + (row.window_tokens + kBlockTokens - 1) / kBlockTokens <=
-               call.num_window_pages &&
-           row.first_block >= 0 && int64_t{row.first_block} + blocks <= call.num_blocks &&
-           (blocks == 0 || w.blocks_only || row.window_tokens >= params.queries.q_len - 1);
+    return this->fits && from >= 0 && row.coded_tokens >= 0 && row.sink_tokens >= 0 &&
+           row.sink_tokens <= kMostRawSinks && (blocks == 0 || row.sink_tokens == w.sink_tokens) &&
+           (kPairing == RopePairing::kNone || blocks <= w.num_block_turns) && to <= blocks &&
+           row.step >= 0 && row.step < call.num_steps && row.first_block >= 0 &&
+           int64_t{row.first_block} + blocks <= call.num_blocks;
   }
 
+  // Items begin .. end - 1 of all, those of row r that hold any: asks for their first blocks.
   __device__ __forceinline__ void begin_row(int32_t r, int32_t begin, int32_t end) {
-    row_index = r;
     const CodedRow& row = call.rows[r];
-    const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
-    from = begin - row.first_item, to = end - row.first_item;
-    const bool named = is_named(row);
-    if (!named) to = from;
+    const int32_t from = begin - row.first_item, to = end - row.first_item;
+    const bool named = is_named(row, from, to);
     state.bad = static_cast<uint32_t>(!named);
     run.count = 0;
-    state.load_queries(call, Base::query(row_index, 0));
-    state.begin_plain();
-    if (from < min(to, blocks)) {
-      state.bad |= Base::begin_blocks(row.first_block + from, min(to, blocks) - from);
-      load_means(row.step);
-      Base::keep_row(
-          {row_index, row.step, from, row.coded_tokens + row.sink_tokens - from * kBlockTokens});
-      Base::keep_run();
-      store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
-      const float key_scale = this->score_scale() * call.keys.steps[row.step];
-      store_shared(Base::kept() + Base::kKeptScale, float_bits(key_scale));
-    }
+    state.begin();
+    if (!named || from >= to) return;
+    state.bad |= Base::begin_blocks(row.first_block + from, to - from);
+    load_means(row.step);
+    Base::keep_row({r, row.step, from, row.coded_tokens + row.sink_tokens - from * kBlockTokens});
+    Base::keep_run();
+    store_shared(Base::kept() + Base::kKeptOctave, static_cast<uint32_t>(kNoOctave));
+    const float key_scale = this->score_scale(r) * call.keys.steps[row.step];
+    store_shared(Base::kept() + Base::kKeptScale, float_bits(key_scale));
   }
   __device__ __forceinline__ void load_means(int32_t step) const {
     const auto* of_row =
@@ -239,8 +229,7 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
 
   // The blocks of what begin_row() began. number: of the warp, needed as `items` are only when this
   // returns.
-  template <class Items>
-  __device__ __forceinline__ void attend_row(Items& items, int32_t& number) {
+  __device__ __forceinline__ void attend_row(WarpItems& items, int32_t& number) {
     if (run.count == 0) return;
     const uint32_t kept_items = Base::kept() + 32;
     store_shared_16(kept_items,
@@ -251,25 +240,9 @@ struct WeightedWarp : WeightedKeys<kDimBlocks, Code, kBreadth> {
     const uint4 x = load_shared_16(kept_items);
     items.first = static_cast<int32_t>(x.x), items.end = static_cast<int32_t>(x.y);
     items.last = static_cast<int32_t>(x.z), number = static_cast<int32_t>(x.w);
-    row_index = items.row = Base::kept_row().row_index;
-    const CodedRow& row = call.rows[row_index];
-    from = items.first - row.first_item, to = items.end - row.first_item;
-    state.finish_blocks(call.values.steps[row.step] * power_of_two(octave()), 0.0f);
-    state.load_queries(call, Base::query(row_index, 0));
-  }
-  // What is behind them.
-  __device__ __forceinline__ void finish_row(float* partial) {
-    const CodedRow& row = call.rows[row_index];
-    if (to > from && !call.weighted.blocks_only) {
-      const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
-      const int32_t sinks = row.sink_tokens > 0 ? 1 : 0;
-      if (sinks == 1 && from <= blocks && to > blocks) attend_sinks(this->score_scale(), row);
-      const int32_t first = max(from - blocks - sinks, 0);
-      if (to > blocks + sinks) {
-        Base::attend_window(this->score_scale(), row, first, to - blocks - sinks - first);
-      }
-    }
-    state.leave(call, partial);
+    const KeptRow row = Base::kept_row();
+    items.row = row.row_index;
+    state.finish_blocks(call.values.steps[row.step] * power_of_two(octave()));
   }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weighted blocks on the GPU: counting of codes, codebooks of the counts, encoding and decoding of
-// the keys and values of a layer, beside blocks of version 1 of codes as wide.
+// the keys and values of a layer.
 //
 //   bench_weighted [--out FILE] [--commit HASH] [--only NAME] [--replays N]
 //
@@ -9,7 +9,6 @@
 #include <cmath>
 #include <functional>
 
-#include "bench/baselines/coded/coded_encode.h"
 #include "bench/gpu/codec_bench.cuh"
 #include "codec/gpu/coded/codebook_batch.h"
 #include "codec/gpu/coded/weighted_batch.h"
@@ -230,65 +229,6 @@ void run_decode(Bench* bench, const Layer& layer) {
   check(cudaFree(out), "free");
 }
 
-__global__ void codes_of(const uint16_t* x, int64_t n, float step, int16_t* codes) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
-       i += stride) {
-    codes[i] = static_cast<int16_t>(rintf(half_to_float(x[i]) / step));
-  }
-}
-
-// Blocks of version 1 of the keys' codes without weights.
-void run_version_1(Bench* bench, const Layer& layer) {
-  const int64_t blocks = layer.blocks();
-  int16_t* const codes = device_memory<int16_t>(layer.elements);
-  codes_of<<<1024, 256>>>(layer.call.keys, layer.elements, kKeyStep, codes);
-  CodeHistogram histogram(Component::kKey, layer.head_dim);
-  histogram.add(download(codes, 4096 * layer.head_dim).data(), 4096);
-  CodebookSpec spec;
-  spec.mode = BlockMode::kPair;
-  const Result<Codebook> book = build_codebook(histogram, spec);
-  require(book.status());
-  std::vector<CodedGroup> groups(static_cast<size_t>(blocks));
-  for (int64_t i = 0; i < blocks; ++i) {
-    groups[i].codes = i * kBlockTokens * layer.head_dim;
-    groups[i].tokens = kBlockTokens;
-  }
-  CodedEncode encode;
-  encode.codes = codes;
-  encode.groups = device_array(groups);
-  encode.bytes = layer.call.bytes, encode.size = layer.call.size;
-  encode.status = layer.call.status;
-  encode.cursor = layer.call.cursor;
-  encode.codebook = device_codebook(*book);
-  encode.codebook.words = device_array(encoder_words(*book));
-  encode.codebook.table = device_array(device_table(*book));
-  encode.codebook.cheapest = device_array(book->cheapest);
-  encode.token_stride = encode.head_dim = layer.head_dim;
-  encode.num_groups = static_cast<int32_t>(blocks);
-  run(bench, {"version 1: encode codes", shape_of(layer), 2 * layer.elements, 0, {}},
-      layer.elements, [&](int) {
-        check(cudaMemsetAsync(encode.cursor, 0, 8, bench->stream()), "cursor");
-        require(encode_coded(encode, bench->stream()));
-      });
-  require_ok(encode.status, blocks);
-  int64_t bytes = 0;
-  for (const CodedGroup& g : download(encode.groups, blocks)) bytes += g.bytes;
-  CodedDecode decode;
-  decode.bytes = encode.bytes, decode.size = encode.size;
-  decode.groups = encode.groups;
-  decode.values = device_memory<uint16_t>(layer.elements);
-  decode.steps = device_array(std::vector<float>{kKeyStep});
-  decode.status = encode.status;
-  decode.codebook = encode.codebook;
-  decode.token_stride = decode.head_dim = layer.head_dim;
-  decode.num_groups = encode.num_groups, decode.num_steps = 1;
-  decode.max_block_bytes = static_cast<int32_t>(2 * bytes / blocks);
-  run(bench, {"version 1: decode keys", shape_of(layer), bytes, 2 * layer.elements, {}},
-      layer.elements, [&](int) { require(decode_coded(decode, bench->stream())); });
-  require_ok(decode.status, blocks);
-}
-
 int main_of(int argc, char** argv) {
   const Options options = read_options(argc, argv);
   Bench bench(options);
@@ -305,7 +245,6 @@ int main_of(int argc, char** argv) {
     check(cudaDeviceSynchronize(), "layer");
     run_encode(&bench, &layer);
     run_decode(&bench, layer);
-    if (l.head_dim == 128 && l.dtype == DType::kFloat16) run_version_1(&bench, layer);
   }
   bench.write_json();
   return 0;

@@ -6,23 +6,25 @@
 //
 // FILE comes from bench/weighted_codes.py. Rows of a cache take their blocks from the layer's heads
 // in turn, every row from another place on; one codebook for the keys and one for the values of the
-// layer. 32 q heads, 8 kv heads; every row has 4 raw sinks and a raw window of 64 tokens. Beside
-// each time: a kernel that only reads the same bytes.
+// layer. 32 q heads, 8 kv heads; the blocks begin behind 4 sinks. Beside each time: a kernel that
+// only reads the same bytes.
+#include <algorithm>
 #include <cmath>
-#include <memory>
-#include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
+#include "attention/coded/coded_attention.h"
 #include "attention/coded/weighted_tables.h"
-#include "bench/gpu/attention_cache.cuh"
-#include "bench/gpu/coded_blocks.cuh"
+#include "bench/gpu/gpu_timing.cuh"
 #include "codec/host/coded/weighted_block.h"
 #include "codec/host/coded/weighted_books.h"
 
 namespace tierkv::bench {
 namespace {
 
-constexpr int32_t kHeads = 8, kColumns = 4, kWindow = 64, kSinks = 4;
+constexpr int32_t kHeads = 8, kColumns = 4, kSinks = 4;
+constexpr int32_t kMostItems = 32768;  // blocks that lie apart: 64 x 4096 tokens of 8 heads
 constexpr struct Shape {
   int32_t batch, tokens;
 } kShapes[] = {{64, 4096}, {8, 32768}, {1, 32768}, {1, 131072}};
@@ -38,6 +40,52 @@ constexpr Variant kVariants[] = {
     {"rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kHalves},
     {"no rope, 11 bits x8 /2", 11, 2, 3, RopePairing::kNone},
     {"no rope, 10 bits x16 /2", 10, 2, 4, RopePairing::kNone},
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  std::fprintf(stderr, "bench_weighted_attention: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// Every argument is a name and its value.
+struct NamedOption {
+  const char* name;
+  std::string* value;
+};
+void read_options(int argc, char** argv, const std::vector<NamedOption>& known) {
+  for (int i = 1; i < argc; i += 2) {
+    const auto option = std::find_if(known.begin(), known.end(), [&](const NamedOption& o) {
+      return std::string(o.name) == argv[i];
+    });
+    if (option == known.end()) fail(std::string("no option ") + argv[i]);
+    if (i + 1 == argc) fail(std::string(argv[i]) + " needs a value");
+    *option->value = argv[i + 1];
+  }
+}
+
+template <class T>
+class Device {
+ public:
+  explicit Device(const std::vector<T>& from) : Device(from.size()) {
+    check(cudaMemcpy(memory_, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "upload");
+  }
+  explicit Device(size_t count) : count_(count) {
+    check(cudaMalloc(&memory_, count * sizeof(T) + 16), "cudaMalloc");
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device() { cudaFree(memory_); }
+  T* get() const { return memory_; }
+  std::vector<T> read() const {
+    std::vector<T> x(count_);
+    check(cudaMemcpy(x.data(), memory_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "download");
+    return x;
+  }
+
+ private:
+  T* memory_ = nullptr;
+  size_t count_;
 };
 
 struct Options {
@@ -217,28 +265,16 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   const Device<float> key_scales(channels->scales);
   const Device<float> block(turns->block), unit(std::vector<float>{channels->unit}),
       value_step(std::vector<float>{row.value_step});
-  const int32_t sink_units = kSinks * dims * 4 / 16;
   std::vector<CodedRow> all;
   for (int32_t i = 0; i < rows * sets; ++i) {
     CodedRow r;
     r.coded_tokens = shape.tokens - kSinks;
-    r.window_tokens = kWindow;
     r.sink_tokens = kSinks;
-    r.first_item = i % rows * coded_row_items(r.coded_tokens, r.window_tokens, r.sink_tokens);
+    r.first_item = i % rows * coded_row_blocks(r.coded_tokens, r.sink_tokens);
     r.first_block = i * per_row % kMostItems;
-    r.first_page = i;
-    r.first_sink = static_cast<uint32_t>(i * sink_units);
-    r.mean = -1;
     all.push_back(r);
   }
   const Device<CodedRow> device_rows(all);
-  const auto count = static_cast<size_t>(rows) * static_cast<size_t>(sets);
-  const Device<uint16_t> sinks(normal_halves(count * static_cast<size_t>(sink_units) * 8, 1.0f));
-  const int32_t window_bytes = 4 * kWindow * dims;
-  std::vector<int32_t> pages(count);
-  std::iota(pages.begin(), pages.end(), 0);
-  const Device<int32_t> window_pages(pages);
-  const Device<uint16_t> window(normal_halves(count * static_cast<size_t>(window_bytes) / 2, 1.0f));
   const size_t query = static_cast<size_t>(rows) * kColumns * static_cast<size_t>(dims);
   const Device<uint16_t> q(normal_halves(query, 1.0f)), out(query);
   const Device<float> lse(static_cast<size_t>(rows) * kColumns);
@@ -250,23 +286,16 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
   call.weighted.key_means = key_means.get();
   call.weighted.place_turns = place.get();
   call.weighted.block_turns = block.get();
-  call.weighted.raw_sinks = reinterpret_cast<const uint8_t*>(sinks.get());
-  call.weighted.raw_sinks_size = static_cast<int64_t>(count) * sink_units * 16;
   call.weighted.num_block_turns = table->blocks;
   call.weighted.rotary_dims = 2 * table->pairs;
   call.weighted.sink_tokens = kSinks;
   call.weighted.pairing = v.pairing;
-  call.window = reinterpret_cast<const uint8_t*>(window.get());
-  call.window_size = static_cast<int64_t>(count) * window_bytes;
-  call.window_pages = window_pages.get();
-  call.window_page_bytes = window_bytes;
-  call.num_window_pages = static_cast<int64_t>(count);
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();
   call.row_status = status.get();
   call.num_rows = rows;
-  call.num_items = rows * coded_row_items(shape.tokens - kSinks, kWindow, kSinks);
+  call.num_items = rows * coded_row_blocks(shape.tokens - kSinks, kSinks);
   call.num_blocks = kMostItems;
   call.num_steps = 1;
   call.columns = kColumns;
@@ -300,22 +329,20 @@ void run_case(Run* run, const Dump& dump, int32_t layer, const Variant& v,
       "%s\n  {\"kind\": \"weighted\", \"variant\": \"%s\", \"head_dim\": %d, \"layer\": %d, "
       "\"shape\": \"%dx%d\", \"bytes\": %lld, \"bits_per_code\": %.4f, "
       "\"exceptions_per_key_block\": %.2f, \"exceptions_per_value_block\": %.2f, "
-      "\"warps\": %d, \"copies\": %d, \"slots\": %d, \"slot_bytes\": %d, "
+      "\"warps\": %d, \"copies\": %d, \"slot_bytes\": %d, "
       "\"floor_us\": {\"median\": %.3f, \"p10\": %.3f, \"p90\": %.3f}, "
       "\"attend_us\": {\"median\": %.3f, \"p10\": %.3f, \"p90\": %.3f}, "
       "\"tera_codes_per_s\": %.3f}",
       run->first ? "" : ",", v.name, dims, layer, shape.batch, shape.tokens,
       static_cast<long long>(bytes), 8.0 * static_cast<double>(bytes) / symbols,
       unique[0].exceptions, unique[1].exceptions, grid->warps, 1 << grid->copies_log,
-      grid->slots_per_warp, grid->slot_bytes, floor.median, floor.low, floor.high, t.median, t.low,
-      t.high, symbols / t.median * 1e-6);
+      grid->slot_bytes, floor.median, floor.low, floor.high, t.median, t.low, t.high,
+      symbols / t.median * 1e-6);
   run->first = false;
   std::fprintf(
-      stderr,
-      "%-24s d%d layer %d %dx%d: %.2f bits, %d warps x%d %d slots, %.1f us, %.2f T, floor %.1f\n",
+      stderr, "%-24s d%d layer %d %dx%d: %.2f bits, %d warps x%d, %.1f us, %.2f T, floor %.1f\n",
       v.name, dims, layer, shape.batch, shape.tokens, 8.0 * static_cast<double>(bytes) / symbols,
-      grid->warps, 1 << grid->copies_log, grid->slots_per_warp, t.median, symbols / t.median * 1e-6,
-      floor.median);
+      grid->warps, 1 << grid->copies_log, t.median, symbols / t.median * 1e-6, floor.median);
 }
 
 int run(int argc, char** argv) {
@@ -332,9 +359,9 @@ int run(int argc, char** argv) {
   run.sink = sink.get();
   std::fprintf(run.out,
                "{\"schema\": \"tierkv.bench.weighted/1\", \"gpu\": \"%s\", \"commit\": \"%s\", "
-               "\"q_heads\": 32, \"kv_heads\": 8, \"window\": %d, \"sinks\": %d, \"replays\": %d, "
+               "\"q_heads\": 32, \"kv_heads\": 8, \"sinks\": %d, \"replays\": %d, "
                "\"results\": [",
-               device.name, options.commit.c_str(), kWindow, kSinks, options.replays);
+               device.name, options.commit.c_str(), kSinks, options.replays);
   for (size_t layer = 0; layer < dump.layers.size(); ++layer) {
     if (options.layer >= 0 && options.layer != static_cast<int>(layer)) continue;
     for (const Variant& v : kVariants) {

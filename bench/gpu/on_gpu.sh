@@ -7,7 +7,7 @@
 #   run bench [NAME...]      every benchmark, as $OUT/NAME.json
 #
 # A line for each part: ok, skipped or FAILED, and its seconds. Logs and results go to $OUT (default: results); exit code 1 where
-# a part failed. Tests over real caches and the benchmarks of coded pages need TIERKV_DUMPS at packing time.
+# a part failed. Tests and benchmarks over real caches need TIERKV_DUMPS at packing time.
 set -uo pipefail
 cd "$(dirname "$0")" || exit 1
 OUT=$(realpath -m "${OUT:-results}")
@@ -64,15 +64,6 @@ run_sanitize() {
   done | xargs -0 -n 2 -P 4 bash -c 'sanitize_test "$@"' sanitize_test || failed=1
 }
 
-# Where cuBLAS lies: CUDA's, or what comes with PyTorch.
-cublas_folder() {
-  local site d
-  site=$(python3 -c 'import site; print(site.getsitepackages()[0])' 2>/dev/null)
-  for d in /usr/local/cuda/lib64 "$site"/nvidia/cu*/lib "$site"/nvidia/cublas/lib; do
-    if compgen -G "$d/libcublas.so.*" >/dev/null; then echo "$d" && return; fi
-  done
-}
-
 run_bench() {
   local b name
   nvidia-smi --query-gpu=name,clocks.sm,clocks.mem,temperature.gpu --format=csv >"$OUT/gpu.csv" 2>&1
@@ -80,19 +71,6 @@ run_bench() {
     name=${b#bench_}
     wanted "$name" "$@" || continue
     case $name in
-      coded)
-        if [ -e codes.bin ]; then
-          part "$b" "./$b" --codes codes.bin --out "$OUT/$name.json" --commit "$COMMIT"
-          part "${b}_kvcomp" "./$b" --codes codes_kvcomp.bin --only attention --rung "pair 10 bits x16 /2" \
-            --out "$OUT/coded_kvcomp.json" --commit "$COMMIT"
-        fi
-        ;;
-      matvec)
-        if [ -e halves.bin ]; then
-          part "$b" env LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$(cublas_folder)" "./$b" --halves halves.bin --out "$OUT/$name.json" \
-            --commit "$COMMIT"
-        fi
-        ;;
       weighted_attention)
         part "${b}_64" "./$b" --codes weighted_64.bin --out "$OUT/${name}_64.json" --commit "$COMMIT"
         if [ -e weighted.bin ]; then part "$b" "./$b" --codes weighted.bin --out "$OUT/$name.json" --commit "$COMMIT"; fi

@@ -96,7 +96,7 @@ def peers():
 def attention_in_short():
     of = {(m["name"], m["shape"]): m["us"] for m in result("peers.json")["results"]}
     bytes_of = {(m["name"], m["shape"]): m["bytes"] for m in result("attention.json")["results"]}
-    coded = [m for m in result("coded.json")["results"] if m["kind"] == "attention" and m["rung"] == "pair 10 bits x16 /2"]
+    coded = [m for m in result("weighted_attention.json")["results"] if m["variant"] == "rope, 10 bits x16 /2"]
     shapes = {"1 x 32K": "1x32768", "64 x 4K": "64x4096", "8 x 32K": "8x32768"}
     schemes = {"K8V4": "k8v4", "K4V4": "k4v4", "K4V2": "k4v2", "tiers 30 % K8V4, 50 % K4V2, 20 % pruned": "mixed"}
     fp16 = bytes_of["fp16", "8x32768"]
@@ -104,7 +104,7 @@ def attention_in_short():
     rows = [["ratio", "1", *smaller, span([fp16 / m["bytes"] for m in coded if m["shape"] == "8x32768"], 1)]]
     rows += [[title] + [f"{of[name, shape]:.1f}" for name in ("cudnn", *schemes.values())] +
              [span([m["attend_us"]["median"] for m in coded if m["shape"] == shape], 1)] for title, shape in shapes.items()]
-    return markdown(["sequences x tokens", "cuDNN fp16", *schemes, "global step + Huffman, three layers"], rows)
+    return markdown(["sequences x tokens", "cuDNN fp16", *schemes, "weighted steps + Huffman, three layers"], rows)
 
 
 RUNGS = {"diffkv": "CUDA cores, DiffKV's layout", "query_as_a": "queries as A, BitDecoding's form", "kv_as_a": "KV as A, in rounds, second kernel",

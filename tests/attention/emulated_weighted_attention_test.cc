@@ -13,7 +13,7 @@
 
 namespace tierkv {
 
-extern uint8_t shared[228 << 10];  // of the test of coded attention
+__align__(1024) uint8_t shared[228 << 10];
 
 namespace test::weighted {
 namespace {
@@ -25,28 +25,26 @@ CodedKernelParams params_of(const CodedAttention& call, int32_t room, int32_t wa
   CodedKernelParams p{};
   p.call = call;
   p.grid.num_ctas = kCtas;
-  p.grid.slots_per_warp = 2;
   p.grid.warps = warps;
   p.grid.slot_bytes =
       (slice_count(call.head_dim) * call.max_block_bytes * room / 128 + 127) / 128 * 128;
-  p.headers = {expected_weighted_header(call.keys.codebook, call.head_dim),
-               expected_weighted_header(call.values.codebook, call.head_dim)};
+  p.headers = {expected_header(call.keys.codebook, call.head_dim),
+               expected_header(call.values.codebook, call.head_dim)};
   p.key_mask = table_mask(call.keys.codebook.max_length, 0);
   p.value_mask = table_mask(call.values.codebook.max_length, 0);
   p.row_columns = call.all_columns();
   p.queries = coded_columns(call);
-  p.table_bytes = static_cast<uint32_t>(table_region_bytes(
-      std::max(call.keys.codebook.max_length, call.values.codebook.max_length), 0));
+  p.table_bytes = static_cast<uint32_t>(table_region_bytes(longest_word(call), 0));
   const CodedSharedLayout at = coded_shared_layout(
       EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
-      static_cast<uint32_t>(warps), 2,
+      static_cast<uint32_t>(warps),
       weighted_tail_bytes(call.head_dim, call.weighted.pairing != RopePairing::kNone, warps));
   p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
   return p;
 }
 
 // What the second kernel does.
-void join_row(const World& w, const CodedKernelParams& p, size_t r, coded::Attended* to) {
+void join_row(const World& w, const CodedKernelParams& p, size_t r, Attended* to) {
   const CodedAttention& call = p.call;
   const ItemShares shares = item_shares(p, p.grid.warps);
   const int32_t begin = w.rows[r].first_item, dims = call.head_dim;
@@ -72,7 +70,7 @@ void join_row(const World& w, const CodedKernelParams& p, size_t r, coded::Atten
         out[static_cast<size_t>(d)] += factor * part[c * dims + d];
     }
     const bool present = sum > 0 && to->status[r] == StatusCode::kOk;
-    const size_t place = places(w.shape).place(r, p.first_column + c);
+    const size_t place = w.shape.place(r, p.first_column + c);
     for (int32_t d = 0; d < dims; ++d) {
       to->out[place * static_cast<size_t>(dims) + static_cast<size_t>(d)] =
           float_to_half(static_cast<float>(present ? out[static_cast<size_t>(d)] / sum : 0));
@@ -82,7 +80,7 @@ void join_row(const World& w, const CodedKernelParams& p, size_t r, coded::Atten
   }
 }
 
-coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_t warps) {
+Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room, int32_t warps) {
   CodedAttention call = call_of(w);
   const std::vector<uint32_t> tables[2] = {device_table(w.books[0].family.books.front()),
                                            device_table(w.books[1].family.books.front())};
@@ -93,15 +91,14 @@ coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room,
   std::vector<uint16_t> halves;
   for (size_t r = 0; r < w.rows.size(); ++r) {
     for (int32_t c = 0; c < w.shape.all_columns(); ++c) {
-      const auto first =
-          w.q.begin() + static_cast<int64_t>(places(w.shape).place(r, c)) * w.shape.head_dim;
+      const auto first = w.q.begin() + static_cast<int64_t>(w.shape.place(r, c)) * w.shape.head_dim;
       halves.insert(halves.end(), first, first + w.shape.head_dim);
     }
   }
   call.q = halves.data();
   const auto most = static_cast<int32_t>(sizeof(shared));
   if (params_of(call, room, warps).grid.shared_bytes > most) room = 128;
-  coded::Attended to;
+  Attended to;
   to.out.resize(w.q.size(), 0x7e00);
   to.lse.resize(w.rows.size() * static_cast<size_t>(call.all_columns()), NAN);
   to.status.resize(w.rows.size(), StatusCode::kIo);
@@ -125,37 +122,27 @@ coded::Attended attend_on_host(const World& w, CodedKernel kernel, int32_t room,
   return to;
 }
 
-template <int kDimBlocks, BlockMode kMode, RopePairing kPairing>
+template <int kDimBlocks, RopePairing kPairing>
 CodedKernel kernel_of(int32_t streams) {
-  constexpr auto kBreadth = kDimBlocks == 16 ? CodedBreadth::kSlices : CodedBreadth::kQueries;
-  return streams == 1
-             ? coded_attention_kernel<kDimBlocks, WeightedCode<kMode, 1, 0, kPairing>, kBreadth>
-             : coded_attention_kernel<kDimBlocks, WeightedCode<kMode, 2, 0, kPairing>, kBreadth>;
+  return streams == 1 ? coded_attention_kernel<kDimBlocks, WeightedCode<1, 0, kPairing>>
+                      : coded_attention_kernel<kDimBlocks, WeightedCode<2, 0, kPairing>>;
 }
 CodedKernel kernel_of(const Shape& s) {
-  constexpr auto kPair = BlockMode::kPair, kSingle = BlockMode::kSingle;
   constexpr auto kNone = RopePairing::kNone, kHalves = RopePairing::kHalves;
   constexpr auto kNeighbours = RopePairing::kNeighbours;
-  if (s.pairing == kNone) return kernel_of<4, kPair, kNone>(s.streams);
-  if (s.pairing == kNeighbours) return kernel_of<4, kPair, kNeighbours>(s.streams);
-  if (s.mode == kSingle) return kernel_of<4, kSingle, kHalves>(s.streams);
-  if (s.head_dim == 64) return kernel_of<4, kPair, kHalves>(s.streams);
-  if (s.head_dim == 96) return kernel_of<6, kPair, kHalves>(s.streams);
-  if (s.head_dim == 128) return kernel_of<8, kPair, kHalves>(s.streams);
-  return kernel_of<16, kPair, kHalves>(s.streams);
+  if (s.pairing == kNone) return kernel_of<4, kNone>(s.streams);
+  if (s.pairing == kNeighbours) return kernel_of<4, kNeighbours>(s.streams);
+  if (s.head_dim == 64) return kernel_of<4, kHalves>(s.streams);
+  if (s.head_dim == 96) return kernel_of<6, kHalves>(s.streams);
+  if (s.head_dim == 128) return kernel_of<8, kHalves>(s.streams);
+  return kernel_of<16, kHalves>(s.streams);
 }
 
 class EmulatedWeightedAttention : public RandomTest {
  protected:
   EmulatedWeightedAttention() : source_(seed_) {}
-  std::vector<RowData> rows(int32_t q_len) {
-    const int32_t least = q_len - 1;
-    std::vector<RowData> rows = {{0, 0}, {60, least}, {0, 1}, {1, least}, {0, 0}};
-    for (int32_t i = 0; i < 2; ++i)
-      rows.push_back({source_.below(300), least + source_.below(100)});
-    rows.push_back({700, least + 3});
-    rows.push_back({0, 0});
-    return rows;
+  std::vector<int32_t> rows() {
+    return {0, 60, 0, 1, source_.below(300), source_.below(300), 700, 0};
   }
   void check(Shape shape) {
     shape.columns = 1 + source_.below(10);
@@ -164,7 +151,7 @@ class EmulatedWeightedAttention : public RandomTest {
     shape.importance = source_.below(4) != 0;
     SCOPED_TRACE(shape.name());
     World w;
-    make_world(&source_, shape, rows(shape.q_len), &w);
+    make_world(&source_, shape, rows(), &w);
     if (HasFatalFailure()) return;
     const int32_t most = coded_warps(shape.head_dim);
     compare(
@@ -189,7 +176,7 @@ TEST_F(EmulatedWeightedAttention, OfEveryPairing) {
       shape.head_dim = 64;
       shape.pairing = pairing;
       shape.rotary_dims = rotary;
-      shape.raw_sinks = source_.below(9);
+      shape.sinks = source_.below(9);
       check(shape);
       if (HasFatalFailure()) return;
     }
@@ -202,7 +189,7 @@ TEST_F(EmulatedWeightedAttention, TwoBlocksInASlotWhereBothFit) {
   shape.head_dim = 64;
   shape.odd_blocks = false;
   World w;
-  make_world(&source_, shape, {{1200, 0}, {3000, 5}}, &w);
+  make_world(&source_, shape, {1200, 3000}, &w);
   if (HasFatalFailure()) return;
   std::vector<uint32_t> sums;
   for (size_t b = 0; b < w.refs[0].size(); ++b) {
@@ -217,14 +204,9 @@ TEST_F(EmulatedWeightedAttention, TwoBlocksInASlotWhereBothFit) {
   }
 }
 
-TEST_F(EmulatedWeightedAttention, OfSingleCodesAndLargeMeans) {
+TEST_F(EmulatedWeightedAttention, OfLargeMeans) {
   Shape shape;
   shape.head_dim = 64;
-  shape.mode = BlockMode::kSingle;
-  shape.coarseness = 9;  // no seed has more than 32 levels
-  check(shape);
-  shape.mode = BlockMode::kPair;
-  shape.coarseness = 1;
   shape.large_means = true;
   check(shape);
 }
@@ -253,16 +235,16 @@ class WrongBytes : public EmulatedWeightedAttention {
     Shape shape;
     shape.head_dim = head_dim;
     World w;
-    make_world(&source_, shape, {{150, 5}, {200, 9}, {100, 3}}, &w);
+    make_world(&source_, shape, {150, 200, 100}, &w);
     if (HasFatalFailure()) return;
-    const coded::Attended right = attend_on_host(w, kernel_of(shape), 200, 4);
+    const Attended right = attend_on_host(w, kernel_of(shape), 200, 4);
     const auto block = static_cast<size_t>(w.rows[1].first_block + source_.below(4));
     const CodedBlockRef ref = w.refs[c][block];
     uint8_t* bytes = w.bytes[c].data() + size_t{ref.offset} * 16;
     const int32_t at = source_.below(in_header ? 14 : static_cast<int32_t>(ref.units * 16));
     const bool settled = is_settled(bytes, at);
     bytes[at] ^= static_cast<uint8_t>(1u << source_.below(8));
-    const coded::Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
+    const Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
     const auto row = static_cast<int64_t>(right.out.size() / 3);
     for (int64_t r = 0; r < 3; r += 2) {
       EXPECT_EQ(got.status[static_cast<size_t>(r)], StatusCode::kOk);
@@ -287,13 +269,13 @@ TEST_F(WrongBytes, SlicesLargerThanTheirBlock) {
   Shape shape;
   shape.head_dim = 256;
   World w;
-  make_world(&source_, shape, {{100, 5}, {100, 9}}, &w);
+  make_world(&source_, shape, {100, 100}, &w);
   if (HasFatalFailure()) return;
   for (int32_t c = 0; c < 2; ++c) {
     const CodedBlockRef ref = w.refs[c][static_cast<size_t>(w.rows[1].first_block + c)];
     w.bytes[c][size_t{ref.offset} * 16 + 13] = 0xff;
   }
-  const coded::Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
+  const Attended got = attend_on_host(w, kernel_of(shape), 200, 4);
   EXPECT_EQ(got.status[0], StatusCode::kOk);
   EXPECT_EQ(got.status[1], StatusCode::kCorrupt);
 }
@@ -304,24 +286,21 @@ TEST_F(EmulatedWeightedAttention, WrongRowsHarmThemselvesAlone) {
   shape.head_dim = 64;
   shape.q_len = 2;
   World right;
-  make_world(&source_, shape, {{20, 5}, {100, 5}, {20, 5}}, &right);
+  make_world(&source_, shape, {20, 100, 20}, &right);
   if (HasFatalFailure()) return;
-  const auto sink_units = static_cast<uint32_t>(right.sinks_raw.size() * 2 / 16);
-  const uint32_t own = static_cast<uint32_t>(shape.raw_sinks * shape.head_dim * 4 / 16);
-  const std::vector<void (*)(World*, uint32_t)> wrongs = {
-      [](World*, uint32_t) {},
-      [](World* w, uint32_t) { w->rows[1].sink_tokens = 3; },
-      [](World* w, uint32_t) { w->rows[1].sink_tokens = -1; },
-      [](World* w, uint32_t beyond) { w->rows[1].first_sink = beyond; },
-      [](World* w, uint32_t) { w->rows[1].window_tokens = 0; },
-      [](World* w, uint32_t) { w->rows[1].step = kSteps; },
-      [](World* w, uint32_t) { w->rows[1].first_block = 3; },
-      [](World* w, uint32_t) { w->rope.blocks = 1; },
+  const std::vector<void (*)(World*)> wrongs = {
+      [](World*) {},
+      [](World* w) { w->rows[1].sink_tokens = 3; },
+      [](World* w) { w->rows[1].sink_tokens = -1; },
+      [](World* w) { w->rows[1].coded_tokens = 60; },
+      [](World* w) { w->rows[1].step = kSteps; },
+      [](World* w) { w->rows[1].first_block = 3; },
+      [](World* w) { w->rope.blocks = 1; },
   };
   for (size_t i = 0; i < wrongs.size(); ++i) {
     World w = right;
-    wrongs[i](&w, sink_units - own + 1);
-    const coded::Attended got = attend_on_host(w, kernel_of(shape), 128, 2);
+    wrongs[i](&w);
+    const Attended got = attend_on_host(w, kernel_of(shape), 128, 2);
     EXPECT_EQ(got.status[0], StatusCode::kOk) << i;
     EXPECT_EQ(got.status[1], i == 0 ? StatusCode::kOk : StatusCode::kCorrupt) << i;
     EXPECT_EQ(got.status[2], StatusCode::kOk) << i;
@@ -331,7 +310,7 @@ TEST_F(EmulatedWeightedAttention, WrongRowsHarmThemselvesAlone) {
 TEST_F(EmulatedWeightedAttention, RefusesWhatItDoesNotSupport) {
   Shape shape;
   World w;
-  make_world(&source_, shape, {{100, 10}}, &w);
+  make_world(&source_, shape, {100}, &w);
   CodedAttention call = call_of(w);
   ASSERT_TRUE(call.validate());
   call.weighted.rotary_dims = 64;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of weighted blocks, raw sinks and windows as attend_coded() takes them, what they decode to,
-// and exact attention to compare with.
+// Rows of weighted blocks as attend_coded() takes them, what they decode to, and exact attention to
+// compare with.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 #include "codec/host/coded/weighted_block.h"
 #include "codec/host/coded/weighted_books.h"
 #include "codec/host/coded/weighted_rows.h"
-#include "tests/support/coded_attention_world.h"
+#include "tests/support/code_source.h"
 
 namespace tierkv::test::weighted {
 
@@ -34,27 +34,29 @@ struct Shape {
   BlockMode mode = BlockMode::kPair;
   RopePairing pairing = RopePairing::kHalves;
   int32_t rotary_dims = 0;  // 0: all
-  int32_t raw_sinks = 4;
+  int32_t sinks = 4;        // positions before the blocks
   bool importance = true;
-  bool learned_sinks = false;
   bool large_means = false;
   bool odd_blocks = true;  // some blocks have exceptions, or are raw, or all the same
   float coarseness = 1;    // of steps
   float query_size = 1;    // standard deviation of q, by which sm_scale is divided
 
   int32_t all_columns() const { return columns * q_len; }
+  // Of a column of a row, in lines of head_dim elements.
+  size_t place(size_t row, int32_t column) const {
+    const size_t heads = static_cast<size_t>(kv_heads), entry = row / heads;
+    const size_t line = entry * static_cast<size_t>(q_len) + static_cast<size_t>(column / columns);
+    return (line * heads + row % heads) * static_cast<size_t>(columns) +
+           static_cast<size_t>(column % columns);
+  }
   double sm_scale() const { return 1 / (query_size * std::sqrt(double(head_dim))); }
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " columns " + std::to_string(columns) +
            " q_len " + std::to_string(q_len) + " streams " + std::to_string(streams) + " mode " +
            block_mode_name(mode) + " pairing " + std::to_string(static_cast<int32_t>(pairing)) +
-           " rotary " + std::to_string(rotary_dims) + " sinks " + std::to_string(raw_sinks) +
+           " rotary " + std::to_string(rotary_dims) + " sinks " + std::to_string(sinks) +
            (importance ? " importance" : "") + " dtype " + dtype_name(dtype);
   }
-};
-
-struct RowData {
-  int32_t coded = 0, window = 0;
 };
 
 // Everything of a call on the host.
@@ -66,21 +68,13 @@ struct World {
   std::vector<CodedRow> rows;
   std::vector<uint8_t> bytes[2];
   std::vector<CodedBlockRef> refs[2];
-  std::vector<uint8_t> window;
-  std::vector<int32_t> window_pages;
-  std::vector<uint16_t> sinks_raw;
-  std::vector<float> y[2];  // [tokens of all rows, head_dim]: sinks, blocks as decoded, window
+  std::vector<float> y[2];  // [tokens of all rows, head_dim], as decoded
   std::vector<uint16_t> q;
-  std::vector<float> sinks;  // learned; empty: none
   WeightedTurns turns;
   std::vector<float> key_scales;
   std::vector<uint16_t> key_means;
   std::vector<float> units, value_steps;  // [kSteps]
   int32_t items = 0, max_block_bytes = 16;
-
-  int32_t tokens(size_t r) const {
-    return rows[r].sink_tokens + rows[r].coded_tokens + rows[r].window_tokens;
-  }
 };
 
 inline WeightedRow random_row(CodeSource* source, const World& w) {
@@ -122,7 +116,7 @@ inline RowCodesOf quantized(CodeSource* source, const World& w, const WeightedRo
     std::vector<int16_t> none(x.size());
     std::vector<int8_t> flat(static_cast<size_t>(tokens));
     std::vector<float> means(x.size());
-    EXPECT_TRUE(dequantize_weighted(row, c, {none.data(), flat.data(), tokens, w.shape.raw_sinks},
+    EXPECT_TRUE(dequantize_weighted(row, c, {none.data(), flat.data(), tokens, w.shape.sinks},
                                     means.data()));
     for (size_t i = 0; i < x.size(); ++i) x[i] += means[i];
   }
@@ -131,7 +125,7 @@ inline RowCodesOf quantized(CodeSource* source, const World& w, const WeightedRo
     importance.push_back(static_cast<int8_t>(w.shape.importance ? source->below(13) - 8 : 0));
   }
   RowCodesOf out{std::vector<int16_t>(x.size()), std::vector<int8_t>(static_cast<size_t>(tokens))};
-  const WeightedTokens in{x.data(), tokens, w.shape.raw_sinks};
+  const WeightedTokens in{x.data(), tokens, w.shape.sinks};
   EXPECT_TRUE(token_exponents(c, in, dims, importance.data(), out.exponents.data()));
   const Status s = quantize_weighted(row, c, in, out.exponents.data(), out.codes.data());
   EXPECT_TRUE(s) << s.message();
@@ -160,7 +154,7 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
   const int32_t dims = w->shape.head_dim, tokens = static_cast<int32_t>(from.exponents.size());
   std::vector<int16_t> codes = from.codes;
   for (int32_t t = 0; t < tokens;) {
-    const int32_t here = std::min(kBlockTokens - (t == 0 ? w->shape.raw_sinks : 0), tokens - t);
+    const int32_t here = std::min(kBlockTokens - (t == 0 ? w->shape.sinks : 0), tokens - t);
     int16_t* block = codes.data() + int64_t{t} * dims;
     if (w->shape.odd_blocks) disturb(source, dims, here, block);
     std::vector<uint8_t>& bytes = w->bytes[c];
@@ -184,38 +178,15 @@ inline void add_blocks(World* w, CodeSource* source, int32_t c, const WeightedRo
     t += here;
   }
   std::vector<float> x(codes.size());
-  const Status s = dequantize_weighted(
-      row, static_cast<Component>(c),
-      {codes.data(), from.exponents.data(), tokens, w->shape.raw_sinks}, x.data());
+  const Status s =
+      dequantize_weighted(row, static_cast<Component>(c),
+                          {codes.data(), from.exponents.data(), tokens, w->shape.sinks}, x.data());
   EXPECT_TRUE(s) << s.message();
   w->y[c].insert(w->y[c].end(), x.begin(), x.end());
 }
 
-inline void add_sinks(World* w, CodeSource* source, int32_t tokens) {
-  std::normal_distribution<float> normal(0.0f, 1.0f);
-  for (auto& y : w->y) {
-    for (int32_t i = 0; i < tokens * w->shape.head_dim; ++i) {
-      w->sinks_raw.push_back(float_to_half(normal(source->rng())));
-      y.push_back(half_to_float(w->sinks_raw.back()));
-    }
-  }
-}
-
-// Tiles of a window, as the world of coded attention has them.
-inline void add_window(World* w, CodeSource* source, int32_t tokens) {
-  coded::World other;
-  other.shape.head_dim = w->shape.head_dim;
-  coded::add_window(&other, source, tokens);
-  const auto first = static_cast<int32_t>(w->window_pages.size());
-  for (size_t i = 0; i < other.window_pages.size(); ++i)
-    w->window_pages.push_back(first + static_cast<int32_t>(i));
-  w->window.insert(w->window.end(), other.window.begin(), other.window.end());
-  for (int32_t c = 0; c < 2; ++c)
-    w->y[c].insert(w->y[c].end(), other.y[c].begin(), other.y[c].end());
-}
-
 inline void make_tables(World* w) {
-  auto turns = weighted_turns(w->rope, w->shape.head_dim, w->shape.raw_sinks);
+  auto turns = weighted_turns(w->rope, w->shape.head_dim, w->shape.sinks);
   ASSERT_TRUE(turns.is_ok()) << turns.status().message();
   w->turns = *turns;
   for (const WeightedRow& row : w->steps) {
@@ -244,25 +215,19 @@ inline void choose_book(World* w, int32_t c, const std::vector<RowCodesOf>& code
   w->books[c] = *choice;
 }
 
-// A row of the codes of both components, with sinks, a window and queries.
-inline void add_row(World* w, CodeSource* source, const RowData& data, int32_t step,
-                    const RowCodesOf& keys, const RowCodesOf& values) {
+// A row of the codes of both components, with queries.
+inline void add_row(World* w, CodeSource* source, int32_t step, const RowCodesOf& keys,
+                    const RowCodesOf& values) {
   const Shape& shape = w->shape;
   CodedRow row;
   row.first_item = w->items;
   row.first_block = static_cast<int32_t>(w->refs[0].size());
-  row.coded_tokens = data.coded;
-  row.window_tokens = data.window;
-  row.first_page = static_cast<int64_t>(w->window_pages.size());
+  row.coded_tokens = static_cast<int32_t>(keys.exponents.size());
   row.step = step;
-  row.mean = -1;
-  row.sink_tokens = data.coded > 0 ? shape.raw_sinks : source->below(shape.raw_sinks + 1);
-  row.first_sink = static_cast<uint32_t>(w->sinks_raw.size() * 2 / 16);
-  add_sinks(w, source, row.sink_tokens);
+  row.sink_tokens = row.coded_tokens > 0 ? shape.sinks : source->below(shape.sinks + 1);
   add_blocks(w, source, 0, w->steps[static_cast<size_t>(step)], keys);
   add_blocks(w, source, 1, w->steps[static_cast<size_t>(step)], values);
-  add_window(w, source, row.window_tokens);
-  w->items += coded_row_items(row.coded_tokens, row.window_tokens, row.sink_tokens);
+  w->items += coded_row_blocks(row.coded_tokens, row.sink_tokens);
   w->rows.push_back(row);
   std::normal_distribution<float> normal(0.0f, shape.query_size);
   for (int32_t i = 0; i < shape.all_columns() * shape.head_dim; ++i) {
@@ -271,8 +236,8 @@ inline void add_row(World* w, CodeSource* source, const RowData& data, int32_t s
   }
 }
 
-// The world must stay where it is: its rows refer to its RoPE.
-inline void make_world(CodeSource* source, const Shape& shape, const std::vector<RowData>& data,
+// tokens: of each row. The world must stay where it is: its rows refer to its RoPE.
+inline void make_world(CodeSource* source, const Shape& shape, const std::vector<int32_t>& tokens,
                        World* w) {
   w->shape = shape;
   Rope rope;
@@ -286,21 +251,17 @@ inline void make_world(CodeSource* source, const Shape& shape, const std::vector
   for (int32_t i = 0; i < kSteps; ++i) w->steps.push_back(random_row(source, *w));
   std::vector<RowCodesOf> codes[2];
   std::vector<int32_t> step;
-  for (const RowData& r : data) {
+  for (const int32_t n : tokens) {
     step.push_back(source->below(kSteps));
     for (int32_t c = 0; c < 2; ++c) {
       codes[c].push_back(quantized(source, *w, w->steps[static_cast<size_t>(step.back())],
-                                   static_cast<Component>(c), r.coded));
+                                   static_cast<Component>(c), n));
     }
   }
   for (int32_t c = 0; c < 2; ++c) choose_book(w, c, codes[c]);
   if (testing::Test::HasFatalFailure()) return;
-  for (size_t r = 0; r < data.size(); ++r) {
-    add_row(w, source, data[r], step[r], codes[0][r], codes[1][r]);
-  }
-  for (int32_t h = 0; shape.learned_sinks && h < shape.kv_heads * shape.columns; ++h) {
-    w->sinks.push_back(source->below(6) == 0 ? -INFINITY
-                                             : static_cast<float>(12 * source->uniform() - 3));
+  for (size_t r = 0; r < tokens.size(); ++r) {
+    add_row(w, source, step[r], codes[0][r], codes[1][r]);
   }
   make_tables(w);
 }
@@ -321,18 +282,11 @@ inline CodedAttention call_of(const World& w) {
   rows.key_means = w.key_means.data();
   rows.place_turns = w.turns.place.data();
   rows.block_turns = w.turns.block.data();
-  rows.raw_sinks = reinterpret_cast<const uint8_t*>(w.sinks_raw.data());
-  rows.raw_sinks_size = static_cast<int64_t>(w.sinks_raw.size() * 2);
   rows.pairing = w.rope.pairing;
   rows.rotary_dims = 2 * w.rope.pairs;
   rows.num_block_turns = w.rope.pairing == RopePairing::kNone ? 0 : w.rope.blocks;
-  rows.sink_tokens = w.shape.raw_sinks;
+  rows.sink_tokens = w.shape.sinks;
   call.rows = w.rows.data();
-  call.window = w.window.data();
-  call.window_size = static_cast<int64_t>(w.window.size());
-  call.window_pages = w.window_pages.data();
-  call.window_page_bytes = coded::window_page_bytes(w.shape.head_dim);
-  call.num_window_pages = static_cast<int64_t>(w.window_pages.size());
   call.num_rows = static_cast<int32_t>(w.rows.size());
   call.num_items = w.items;
   call.num_blocks = static_cast<int32_t>(w.refs[0].size());
@@ -347,13 +301,12 @@ inline CodedAttention call_of(const World& w) {
   return call;
 }
 
-// Where a column lies, as in the world of coded attention.
-inline coded::Shape places(const Shape& s) {
-  coded::Shape shape;
-  shape.head_dim = s.head_dim, shape.columns = s.columns, shape.q_len = s.q_len;
-  shape.kv_heads = s.kv_heads;
-  return shape;
-}
+struct Attended {
+  std::vector<uint16_t> out;
+  std::vector<float> lse;
+  std::vector<StatusCode> status;
+  CodedAttentionGrid grid;
+};
 
 // How far off a score may be. Each pair of dims of a decoded key takes about eight roundings of
 // 2^-11 of the norms of key and mean: the scale, the product with the code, the sum with the mean,
@@ -384,20 +337,16 @@ struct Exact {
 };
 inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t c) {
   const auto dims = static_cast<size_t>(w.shape.head_dim);
-  const coded::Shape places_of = places(w.shape);
-  const int32_t tokens = w.tokens(r);
-  const auto n =
-      static_cast<size_t>(tokens - std::min(tokens, w.shape.q_len - 1 - c / w.shape.columns));
+  const auto n = static_cast<size_t>(w.rows[r].coded_tokens);
   const double scale = w.shape.sm_scale();
-  const uint16_t* bits = w.q.data() + places_of.place(r, c) * dims;
+  const uint16_t* bits = w.q.data() + w.shape.place(r, c) * dims;
   const WeightedRow& row = w.steps[static_cast<size_t>(w.rows[r].step)];
   const float *keys = w.y[0].data() + first_token * dims,
               *values = w.y[1].data() + first_token * dims;
   Exact x{std::vector<double>(dims), std::vector<double>(dims)};
   std::vector<double> q, p, off;
   for (size_t d = 0; d < dims; ++d) q.push_back(scale * raw_to_float(w.shape.dtype, bits[d]));
-  const double sink = w.sinks.empty() ? -INFINITY : w.sinks[places_of.head(r, c)];
-  double top = sink, largest = 0;
+  double top = -INFINITY, largest = 0;
   for (size_t i = 0; i < n; ++i) {
     p.push_back(0);
     for (size_t d = 0; d < dims; ++d) {
@@ -408,7 +357,7 @@ inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t 
     top = std::max(top, p[i]);
   }
   if (std::isinf(top)) return x;
-  double sum = std::exp(sink - top);
+  double sum = 0;
   for (const double s : p) sum += std::exp(s - top);
   x.lse = top + std::log(sum);
   for (size_t i = 0; i < n; ++i) {
@@ -425,14 +374,14 @@ inline Exact exact_column(const World& w, size_t r, size_t first_token, int32_t 
   return x;
 }
 
-inline void compare(const World& w, const coded::Attended& got) {
+inline void compare(const World& w, const Attended& got) {
   const auto dims = static_cast<size_t>(w.shape.head_dim);
   size_t token = 0;
   for (size_t r = 0; r < w.rows.size(); ++r) {
     ASSERT_EQ(got.status[r], StatusCode::kOk) << "row " << r;
     for (int32_t c = 0; c < w.shape.all_columns(); ++c) {
       const Exact exact = exact_column(w, r, token, c);
-      const size_t place = places(w.shape).place(r, c);
+      const size_t place = w.shape.place(r, c);
       if (std::isinf(exact.lse)) {
         ASSERT_EQ(got.lse[place], -INFINITY) << "row " << r;
       } else {
@@ -446,7 +395,7 @@ inline void compare(const World& w, const coded::Attended& got) {
             << "row " << r << " column " << c << " dim " << d;
       }
     }
-    token += static_cast<size_t>(w.tokens(r));
+    token += static_cast<size_t>(w.rows[r].coded_tokens);
   }
 }
 

@@ -67,7 +67,6 @@ struct MakeAttentionRows {
                       2 * h * device.shape.max_blocks;
     row.coded_tokens = body_count(device.view.laws, call.at[i]);
     row.sink_tokens = blocks > 0 ? device.shape.sink_tokens : 0;
-    row.mean = -1;
     return row;
   }
 };

@@ -96,7 +96,6 @@ Status DeviceCodedRows<Machine>::bind_attention() {
     w.key_scales = device_.tables.query_scales;
     w.key_means = device_.tables.query_means;
     w.sink_tokens = device_.shape.sink_tokens;
-    w.blocks_only = true;
     if (turns_of[l] < 0) continue;
     const RopeTable& rope = *host_->rope(l);
     w.place_turns = at[turns_of[l]].first;

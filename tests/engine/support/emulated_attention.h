@@ -54,9 +54,7 @@ struct EmulatedAttention {
   }
   template <int kDimBlocks, int kStreams>
   static CodedKernel of_streams() {
-    return coded_attention_kernel<kDimBlocks,
-                                  WeightedCode<BlockMode::kPair, kStreams, 0, RopePairing::kHalves>,
-                                  CodedBreadth::kQueries>;
+    return coded_attention_kernel<kDimBlocks, WeightedCode<kStreams, 0, RopePairing::kHalves>>;
   }
 
   CodedKernelParams params() const {
@@ -67,17 +65,15 @@ struct EmulatedAttention {
     p.row_columns = call.all_columns();
     p.queries = coded_columns(call);
     if (call.raw_blocks) return p;
-    p.grid.slots_per_warp = 2;
     p.grid.slot_bytes = (2 * call.max_block_bytes + 127) / 128 * 128;
-    p.headers = {expected_weighted_header(call.keys.codebook, call.head_dim),
-                 expected_weighted_header(call.values.codebook, call.head_dim)};
+    p.headers = {expected_header(call.keys.codebook, call.head_dim),
+                 expected_header(call.values.codebook, call.head_dim)};
     p.key_mask = table_mask(call.keys.codebook.max_length, 0);
     p.value_mask = table_mask(call.values.codebook.max_length, 0);
-    p.table_bytes = static_cast<uint32_t>(table_region_bytes(
-        std::max(call.keys.codebook.max_length, call.values.codebook.max_length), 0));
+    p.table_bytes = static_cast<uint32_t>(table_region_bytes(longest_word(call), 0));
     const CodedSharedLayout at = coded_shared_layout(
         EmulatedShared::kStart, p.table_bytes, static_cast<uint32_t>(p.grid.slot_bytes),
-        static_cast<uint32_t>(p.grid.warps), 2,
+        static_cast<uint32_t>(p.grid.warps),
         weighted_tail_bytes(call.head_dim, true, p.grid.warps));
     p.grid.shared_bytes = static_cast<int32_t>(at.end - EmulatedShared::kStart);
     return p;

@@ -2,7 +2,9 @@
 // Attention over weighted blocks against exact attention in double, over what the host decodes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,18 +17,16 @@ namespace tierkv::test::weighted {
 namespace {
 
 // shared_bytes: of a CTA, as if the device had no more; 0: what it has.
-coded::Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_bytes = 0) {
-  const DeviceArray<uint8_t> keys(w.bytes[0]), values(w.bytes[1]), window(w.window);
+Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t shared_bytes = 0) {
+  const DeviceArray<uint8_t> keys(w.bytes[0]), values(w.bytes[1]);
   const DeviceArray<CodedBlockRef> key_refs(w.refs[0]), value_refs(w.refs[1]);
   const DeviceArray<uint32_t> key_table(device_table(w.books[0].family.books.front())),
       value_table(device_table(w.books[1].family.books.front()));
-  const DeviceArray<float> units(w.units), value_steps(w.value_steps), sinks(w.sinks);
+  const DeviceArray<float> units(w.units), value_steps(w.value_steps);
   const DeviceArray<float> block_turns(w.turns.block);
   const DeviceArray<float> scales(w.key_scales);
   const DeviceArray<uint16_t> means(w.key_means), place_turns(w.turns.place);
-  const DeviceArray<uint16_t> raw_sinks(w.sinks_raw);
   const DeviceArray<CodedRow> rows(w.rows);
-  const DeviceArray<int32_t> window_pages(w.window_pages);
   const DeviceArray<uint16_t> q(w.q), out(std::vector<uint16_t>(w.q.size(), 0x7e00));
   const auto columns = static_cast<size_t>(w.shape.all_columns());
   const DeviceArray<float> lse(std::vector<float>(w.rows.size() * columns, NAN));
@@ -40,14 +40,10 @@ coded::Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t s
   call.weighted.key_means = means.get();
   call.weighted.place_turns = place_turns.get();
   call.weighted.block_turns = block_turns.get();
-  call.weighted.raw_sinks = reinterpret_cast<const uint8_t*>(raw_sinks.get());
   call.rows = rows.get();
-  call.window = window.get();
-  call.window_pages = window_pages.get();
   call.q = q.get();
   call.out = out.get();
   call.lse = lse.get();
-  if (!w.sinks.empty()) call.sinks = sinks.get();
   call.row_status = status.get();
   call.most_shared_bytes = shared_bytes;
   auto grid = coded_attention_grid(call, most_copies_log);
@@ -58,20 +54,17 @@ coded::Attended attend_on_gpu(const World& w, int32_t most_copies_log, int32_t s
   call.workspace = workspace.get();
   const Status s = attend_coded(call, *grid, nullptr);
   EXPECT_TRUE(s.is_ok()) << s.message();
-  return {out.read(), lse.read(), status.read(), *grid, {}, 0};
+  return {out.read(), lse.read(), status.read(), *grid};
 }
 
 class WeightedAttentionTest : public RandomTest {
  protected:
   WeightedAttentionTest() : source_(seed_) {}
-  std::vector<RowData> ragged_rows(const Shape& shape) {
-    const int32_t least = shape.q_len - 1;
-    std::vector<RowData> rows = {{0, 0}, {60, least}, {0, 1}, {1, least}, {0, 0}};
-    for (int32_t i = 0; i < 9; ++i) {
-      rows.push_back({source_.below(700), least + source_.below(150)});
-    }
-    rows.insert(rows.end(), {{3000, 64 + least}, {64, 700}, {0, 0}});
-    while (rows.size() % static_cast<size_t>(shape.kv_heads) != 0) rows.push_back({70, 9});
+  std::vector<int32_t> ragged_rows(const Shape& shape) {
+    std::vector<int32_t> rows = {0, 60, 0, 1, 0};
+    for (int32_t i = 0; i < 9; ++i) rows.push_back(source_.below(700));
+    rows.insert(rows.end(), {3000, 64, 0});
+    while (rows.size() % static_cast<size_t>(shape.kv_heads) != 0) rows.push_back(70);
     return rows;
   }
   void check(const Shape& shape, int32_t shared_bytes = 0) {
@@ -79,7 +72,7 @@ class WeightedAttentionTest : public RandomTest {
     World w;
     make_world(&source_, shape, ragged_rows(shape), &w);
     if (HasFatalFailure()) return;
-    const coded::Attended got = attend_on_gpu(w, 5, shared_bytes);
+    const Attended got = attend_on_gpu(w, 4, shared_bytes);
     if (!HasFailure()) compare(w, got);
   }
   CodeSource source_;
@@ -94,13 +87,8 @@ TEST_F(WeightedAttentionTest, EqualsTheReferenceOnRaggedRows) {
         shape.streams = streams;
         shape.columns = columns;
         shape.importance = source_.below(3) != 0;
-        shape.learned_sinks = source_.below(2) != 0;
-        shape.raw_sinks = source_.below(3) == 0 ? source_.below(17) : 4;
+        shape.sinks = source_.below(3) == 0 ? source_.below(17) : 4;
         shape.max_length = 9 + source_.below(3);
-        if (columns == 8 && source_.below(2) == 0) {
-          shape.mode = BlockMode::kSingle;
-          shape.coarseness = 6;
-        }
         check(shape);
         if (HasFailure()) return;
       }
@@ -126,6 +114,72 @@ TEST_F(WeightedAttentionTest, EveryPairingAndSeveralQueries) {
       if (HasFailure()) return;
     }
   }
+}
+
+TEST_F(WeightedAttentionTest, EveryNumberOfCopiesGivesTheSameBits) {
+  for (const int32_t max_length : {8, 9, 10, 11, 12}) {
+    Shape shape;
+    shape.max_length = max_length;
+    World w;
+    make_world(&source_, shape, ragged_rows(shape), &w);
+    if (HasFatalFailure()) return;
+    const Attended one = attend_on_gpu(w, 0);
+    EXPECT_EQ(one.grid.copies_log, 0);
+    for (const int32_t most : {3, 4}) {
+      const Attended more = attend_on_gpu(w, most);
+      SCOPED_TRACE("length " + std::to_string(max_length) + " copies " +
+                   std::to_string(more.grid.copies_log));
+      EXPECT_EQ(more.out, one.out);
+      EXPECT_EQ(more.lse, one.lse);
+    }
+  }
+}
+
+// Bytes and references at random: their row fails or is as before, the others are bit for bit the
+// same.
+TEST_F(WeightedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
+  int32_t failed = 0;
+  constexpr int32_t kRounds = 200;
+  for (int32_t round = 0; round < kRounds; ++round) {
+    Shape shape;
+    shape.streams = 1 + round % 2;
+    shape.head_dim = round % 3 == 0 ? 64 : round % 3 == 1 ? 128 : 256;
+    World w;
+    make_world(&source_, shape, {640, 320, 200, 128}, &w);
+    if (HasFatalFailure()) return;
+    const Attended before = attend_on_gpu(w, 4);
+    const auto victim = static_cast<size_t>(source_.below(4));
+    const int32_t c = source_.below(2), kind = source_.below(8);
+    const CodedRow& row = w.rows[victim];
+    const int32_t blocks = coded_row_blocks(row.coded_tokens, row.sink_tokens);
+    CodedBlockRef& ref = w.refs[c][static_cast<size_t>(row.first_block + source_.below(blocks))];
+    if (kind == 0) {
+      ref.offset = static_cast<uint32_t>(source_.rng()());
+    } else if (kind == 1) {
+      ref.units = source_.below(2) ? static_cast<uint32_t>(source_.rng()()) : ref.units + 1;
+    } else {
+      const auto size = static_cast<int32_t>(ref.units * 16);
+      const int32_t at = kind < 6 ? source_.below(std::min(size, 160)) : source_.below(size);
+      w.bytes[c][ref.offset * size_t{16} + static_cast<size_t>(at)] ^=
+          static_cast<uint8_t>(1 + source_.below(255));
+    }
+    const Attended after = attend_on_gpu(w, 4);
+    const auto values = static_cast<size_t>(shape.columns * shape.head_dim);
+    for (size_t r = 0; r < w.rows.size(); ++r) {
+      const uint16_t* now = after.out.data() + r * values;
+      if (r != victim) {
+        ASSERT_EQ(after.status[r], StatusCode::kOk) << "round " << round;
+        ASSERT_TRUE(std::equal(now, now + values, before.out.data() + r * values))
+            << "round " << round << " row " << r;
+      } else if (after.status[r] != StatusCode::kOk) {
+        ++failed;
+        ASSERT_EQ(after.status[r], StatusCode::kCorrupt);
+        ASSERT_TRUE(std::all_of(now, now + values, [](uint16_t x) { return x == 0; }));
+      }
+    }
+  }
+  std::printf("%d of %d corrupt blocks noticed\n", failed, kRounds);
+  EXPECT_GT(failed, kRounds / 2);
 }
 
 // As on devices with 99 KB of shared memory for a CTA.
