@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks on the GPU: counting of codes, codebooks of the counts, encoding and decoding of
-// the keys and values of a layer.
+// Weighted blocks on the GPU: encoding and decoding of the keys and values of a layer.
 //
 //   bench_weighted [--out FILE] [--commit HASH] [--only NAME] [--replays N]
 //
@@ -9,9 +8,10 @@
 #include <cmath>
 #include <functional>
 
+#include "bench/baselines/weighted/weighted_calls.h"
 #include "bench/gpu/codec_bench.cuh"
-#include "codec/gpu/coded/codebook_batch.h"
-#include "codec/gpu/coded/weighted_batch.h"
+#include "codec/host/coded/weighted_books.h"
+#include "codec/host/coded/weighted_rows.h"
 
 namespace tierkv::bench {
 namespace {
@@ -47,10 +47,11 @@ struct Layer {
   DType dtype;
   int64_t elements;  // of a component
   WeightedEncode call;
-  WeightedCounts counts;
-  CodebookBuild build[2];
-  DeviceCodebook* books = nullptr;
+  WeightedPlace* room[2];     // what places are before a call
   int64_t bytes[2] = {0, 0};  // of the blocks, by component
+  RopeTable rope;
+  WeightedRow row;  // every row
+  std::vector<int8_t> importance;
 
   Layer(int32_t head_dim_, int32_t rows_, DType dtype_)
       : head_dim(head_dim_),
@@ -63,40 +64,40 @@ struct Layer {
       fill_elements<<<1024, 256>>>(x[c], elements, 17 + c, dtype == DType::kBFloat16);
     }
     call.keys = x[0], call.values = x[1];
-    std::vector<float> significance(static_cast<size_t>(rows) * kTokens);
-    for (size_t i = 0; i < significance.size(); ++i) {
-      significance[i] = std::exp2(static_cast<float>(i * 2654435761u % 97) / 16 - 4) / kTokens;
-    }
-    call.significance = device_array(significance);
-    call.scale = 1;
     make_rows();
     make_ranges();
     call.token_stride = head_dim;
     call.dtype = dtype;
     call.num_ranges = rows, call.most_blocks = kBlocks;
     call.status = device_memory<StatusCode>(2 * blocks());
-    for (WeightedPlace*& places : call.places) places = device_memory<WeightedPlace>(blocks());
-    call.size = elements;  // 4 bits a code
+    call.size = 2 * elements;  // 8 bits a code
     call.bytes = device_memory<uint8_t>(call.size);
-    call.cursor = device_memory<unsigned long long>(1);
-    make_books();
+    make_places();
+    make_importance();
+    for (int32_t c = 0; c < 2; ++c) make_book(c);
   }
   int64_t blocks() const { return int64_t{rows} * kBlocks; }
 
  private:
   void make_rows() {
-    const Result<RopeTable> rope =
-        make_rope_table(Rope::plain(500000, head_dim), head_dim, kTokens);
-    require(rope.status());
-    call.rows.rope = {device_array(rope->place), device_array(rope->block), rope->pairing,
-                      rope->pairs, rope->blocks};
+    Result<RopeTable> table = make_rope_table(Rope::plain(500000, head_dim), head_dim, kTokens);
+    require(table.status());
+    rope = std::move(*table);
+    call.rows.rope = {device_array(rope.place), device_array(rope.block), rope.pairing, rope.pairs,
+                      rope.blocks};
     std::vector<float> scales;
     std::vector<uint16_t> means;
     for (int64_t i = 0; i < int64_t{rows} * head_dim; ++i) {
-      const auto turn = static_cast<float>(i % 11) / 10;
+      const auto turn = static_cast<float>(i % head_dim % 11) / 10;
       scales.push_back(dim_scale(kKeyStep, 0.8f + 0.4f * turn));
       means.push_back(float_to_half(turn - 0.5f));
+      if (i >= head_dim) continue;
+      row.key_weight.push_back(0.8f + 0.4f * turn);
+      row.key_mean.push_back(means.back());
     }
+    row.key_step = kKeyStep, row.value_step = kValueStep;
+    row.head_dim = head_dim;
+    row.rope = &rope;
     call.rows.key_scales = device_array(scales);
     call.rows.key_means = device_array(means);
     call.rows.value_steps = device_array(std::vector<float>(static_cast<size_t>(rows), kValueStep));
@@ -106,8 +107,8 @@ struct Layer {
     std::vector<WeightedRange> ranges;
     for (int32_t r = 0; r < rows; ++r) {
       WeightedRange range;
-      range.significance = int64_t{r} * kTokens + kSinks;
-      range.at = range.significance * head_dim;
+      range.decided = int64_t{r} * kTokens + kSinks;
+      range.at = range.decided * head_dim;
       range.first = range.body_first = kSinks;
       range.last = range.body_last = kTokens;
       range.row = r;
@@ -116,24 +117,54 @@ struct Layer {
     }
     call.ranges = device_array(ranges);
   }
-  // Made of the counts on the device, by component.
-  void make_books() {
-    books = device_memory<DeviceCodebook>(2);
-    for (int32_t c = 0; c < 2; ++c) {
-      counts.pairs[c] = device_memory<uint32_t>(kHistogramCounts);
-      counts.wide[c] = device_memory<uint32_t>(kHistogramCounts);
-      CodebookBuild& b = build[c];
-      b.pairs = counts.pairs[c], b.wide = counts.wide[c];
-      b.books = books + c;
-      b.tables = device_memory<uint32_t>(4096);
-      b.words = device_memory<uint32_t>(kMaxSymbols);
-      b.cheapest = device_memory<uint16_t>(kCheapestEntries);
-      b.lengths = device_memory<uint8_t>(kMaxSymbols);
-      b.workspace = device_memory<uint8_t>(codebook_workspace_bytes(1));
-      b.num_books = 1;
-      b.component = static_cast<Component>(c);
-      call.families[c].books = books + c;
+  // 8 bits a code for each block.
+  void make_places() {
+    const auto units = static_cast<uint32_t>(kBlockTokens * head_dim / kBlockAlignment);
+    for (uint32_t c = 0; c < 2; ++c) {
+      std::vector<WeightedPlace> places;
+      for (uint32_t i = 0; i < blocks(); ++i) places.push_back({(2 * i + c) * units, units});
+      room[c] = device_array(places);
+      call.places[c] = device_memory<WeightedPlace>(blocks());
     }
+  }
+  void make_importance() {
+    std::vector<float> significance;
+    for (size_t i = 0; i < kTokens; ++i) {
+      significance.push_back(std::exp2(static_cast<float>(i * 2654435761u % 97) / 16 - 4) /
+                             kTokens);
+    }
+    importance.resize(kTokens);
+    require(importance_exponents(significance.data(), kTokens, 0, 1, importance.data()));
+    std::vector<uint32_t> words;  // the exponent in byte 0
+    for (int64_t i = 0; i < int64_t{rows} * kTokens; ++i) {
+      words.push_back(static_cast<uint8_t>(importance[i % kTokens]));
+    }
+    call.decided = reinterpret_cast<const uint8_t(*)[4]>(device_array(words));
+  }
+  // Of the codes of row 0.
+  void make_book(int32_t c) {
+    const auto component = static_cast<Component>(c);
+    std::vector<float> x;
+    for (const uint16_t bits :
+         download(c == 0 ? call.keys : call.values, int64_t{kTokens} * head_dim)) {
+      x.push_back(raw_to_float(dtype, bits));
+    }
+    const WeightedTokens tokens{x.data(), kTokens, 0};
+    std::vector<int8_t> exponents(kTokens);
+    std::vector<int16_t> codes(x.size());
+    require(token_exponents(component, tokens, head_dim, importance.data(), exponents.data()));
+    require(quantize_weighted(row, component, tokens, exponents.data(), codes.data()));
+    BookSpec spec;
+    spec.books = 1;
+    spec.code.mode = BlockMode::kPair;
+    const auto choice = choose_books(component, head_dim, {{codes.data(), kTokens}}, spec);
+    require(choice.status());
+    const Codebook& book = choice->family.books.front();
+    DeviceCodebook on_device = device_codebook(book);
+    on_device.words = device_array(encoder_words(book));
+    on_device.table = device_array(device_table(book));
+    on_device.cheapest = device_array(book.cheapest);
+    call.books[c].codebook = device_array(std::vector<DeviceCodebook>{on_device});
   }
 };
 
@@ -158,26 +189,15 @@ void run_encode(Bench* bench, Layer* layer) {
   const int64_t codes = 2 * layer->elements;
   WeightedEncode& call = layer->call;
   const cudaStream_t stream = bench->stream();
-  const auto count = [&](int) {
+  const auto encode_to = [&](const WeightedEncode& to) {
     for (int32_t c = 0; c < 2; ++c) {
-      for (uint32_t* counts : {layer->counts.pairs[c], layer->counts.wide[c]}) {
-        check(cudaMemsetAsync(counts, 0, 4 * kHistogramCounts, stream), "counts");
-      }
+      check(cudaMemcpyAsync(to.places[c], layer->room[c], sizeof(WeightedPlace) * layer->blocks(),
+                            cudaMemcpyDeviceToDevice, stream),
+            "places");
     }
-    require(count_weighted(call, layer->counts, stream));
+    require(encode_weighted(to, stream));
   };
-  const auto build = [&](int) {
-    for (const CodebookBuild& of : layer->build) require(build_codebooks(of, stream));
-  };
-  count(0);
-  require_ok(call.status, 2 * layer->blocks());
-  build(0);
-  run(bench, {"weighted: count a layer", shape, 2 * codes, 0, {}}, codes, count);
-  run(bench, {"weighted: codebooks of counts", shape, 4 * 4 * kHistogramCounts, 0, {}}, 0, build);
-  const auto encode = [&](int) {
-    check(cudaMemsetAsync(call.cursor, 0, sizeof(*call.cursor), stream), "cursor");
-    require(encode_weighted(call, stream));
-  };
+  const auto encode = [&](int) { encode_to(call); };
   encode(0);
   require_ok(call.status, 2 * layer->blocks());
   for (int32_t c = 0; c < 2; ++c) {
@@ -191,9 +211,9 @@ void run_encode(Bench* bench, Layer* layer) {
   run(bench, {"weighted: encode a layer", shape, 2 * codes, layer->bytes[0] + layer->bytes[1], {}},
       codes, encode);
   WeightedEncode sizes = call;
-  sizes.bytes = nullptr, sizes.cursor = nullptr;
+  sizes.bytes = nullptr;
   run(bench, {"weighted: sizes of a layer", shape, 2 * codes, 0, {}}, codes,
-      [&](int) { require(encode_weighted(sizes, stream)); });
+      [&](int) { encode_to(sizes); });
 }
 
 // Times decoding of the blocks that encode() left.
@@ -208,7 +228,7 @@ void run_decode(Bench* bench, const Layer& layer) {
     call.out = out;
     call.status = from.status;
     call.rows = from.rows;
-    call.family = from.families[c];
+    call.book = from.books[c];
     call.component = static_cast<Component>(c);
     call.dtype = from.dtype;
     call.size = from.size;

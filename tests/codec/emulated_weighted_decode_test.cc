@@ -22,7 +22,7 @@ constexpr uint16_t kPoison = 0x7e5a;
 struct DecodeRun {
   const WeightedWorld& world;
   int32_t c;
-  HostFamily family;
+  HostBook book;
   std::vector<float> key_scales, value_steps;
   std::vector<uint16_t> key_means, out;
   std::vector<WeightedRange> ranges;
@@ -39,7 +39,7 @@ struct DecodeRun {
   DecodeRun(const WeightedWorld& w, Component component)
       : world(w),
         c(static_cast<int32_t>(component)),
-        family(w.books[c].family),
+        book(w.book(c)),
         key_scales(w.key_scales()),
         value_steps(w.value_steps()),
         key_means(w.key_means()),
@@ -64,7 +64,7 @@ struct DecodeRun {
     call.rows.rope = {w.rope.place.data(), w.rope.block.data(), w.rope.pairing, w.rope.pairs,
                       w.rope.blocks};
     call.rows.num_rows = w.shape.rows, call.rows.head_dim = w.shape.head_dim;
-    call.family = {family.books.data(), nullptr, w.shape.books, 12};
+    call.book.codebook = &book.codebook;
     call.component = component;
     call.dtype = w.shape.dtype;
     call.size = static_cast<int64_t>(bytes.size()) * 16;
@@ -148,7 +148,7 @@ class EmulatedWeightedDecode : public RandomTest {
 
   void expect_hosts_numbers(const WeightedShape& shape) {
     SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " rotary " +
-                 std::to_string(shape.rotary_dims) + " books " + std::to_string(shape.books));
+                 std::to_string(shape.rotary_dims));
     WeightedWorld world(rng_, shape);
     world.encode();
     if (HasFatalFailure()) return;
@@ -184,7 +184,6 @@ TEST_F(EmulatedWeightedDecode, EveryHeadDimAndRotation) {
     shape.pairing = RopePairing::kNeighbours;
     shape.dtype = DType::kBFloat16;
     shape.streams = 2;
-    shape.books = 1 + below(4);
     shape.sinks = below(8);
     expect_hosts_numbers(shape);
     shape.pairing = below(2) == 0 ? RopePairing::kHalves : RopePairing::kNeighbours;
@@ -226,7 +225,7 @@ TEST_F(EmulatedWeightedDecode, HostileBytes) {
     WeightedShape shape;
     shape.head_dim = shape.rotary_dims = below(4) == 0 ? 256 : 64;
     shape.rows = 1, shape.tokens = 66 + below(60);
-    shape.books = 1 + below(4), shape.streams = 1 + below(2);
+    shape.streams = 1 + below(2);
     const bool fine = below(3) == 0;  // raw blocks
     if (fine) shape.key_step = 0.02, shape.value_step = 0.05, shape.outliers = false;
     WeightedWorld world(rng_, shape);
@@ -271,7 +270,7 @@ TEST_F(EmulatedWeightedDecode, EveryFieldAndGap) {
   for (const bool raw : {false, true}) {
     WeightedShape shape;
     shape.head_dim = shape.rotary_dims = 64;
-    shape.rows = 1, shape.tokens = 60 + below(4), shape.books = 2;
+    shape.rows = 1, shape.tokens = 60 + below(4);
     if (raw) shape.key_step = 0.02, shape.value_step = 0.05, shape.outliers = false;
     WeightedWorld world(rng_, shape);
     world.encode();

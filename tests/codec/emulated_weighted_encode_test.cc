@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that encode and count weighted blocks, on the host, against encode_weighted_block():
+// The warps that encode weighted blocks, on the host, against encode_weighted_block():
 // the same bytes.
-#include "codec/gpu/coded/weighted_count.cuh"
+#include "codec/gpu/coded/weighted_encode.cuh"
 
 #include <gtest/gtest.h>
 
@@ -15,35 +15,38 @@
 namespace tierkv {
 namespace {
 
-constexpr int32_t kSlotUnits = 2 * kMaxWeightedBlockBytes / kBlockAlignment;
+constexpr uint32_t kSlotUnits = 2 * kMaxWeightedBlockBytes / kBlockAlignment;
 
 // A call over a world, with poisoned outputs.
 struct EncodeRun {
   WeightedWorld& world;
-  HostFamily keys, values;
+  HostBook keys, values;
+  std::vector<std::array<uint8_t, 4>> decided;
   std::vector<float> key_scales, value_steps;
   std::vector<uint16_t> key_means;
   std::vector<WeightedRange> ranges;
   std::vector<WeightedPlace> places[2];
   std::vector<StatusCode> status;
   std::vector<uint4> bytes;
-  unsigned long long cursor = 0;
   WeightedEncode call;
 
   explicit EncodeRun(WeightedWorld& w)
       : world(w),
-        keys(w.books[0].family),
-        values(w.books[1].family),
+        keys(w.book(0)),
+        values(w.book(1)),
+        decided(w.decided()),
         key_scales(w.key_scales()),
         value_steps(w.value_steps()),
         key_means(w.key_means()),
         ranges(w.ranges()) {
     const size_t blocks = static_cast<size_t>(w.shape.rows) * w.row_blocks();
     bytes.assign(2 * blocks * kSlotUnits, uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5});
-    for (auto& p : places) p.assign(blocks, {0xdeadbeef, 0xdeadbeef});
+    for (uint32_t i = 0; i < blocks; ++i) {
+      for (uint32_t c = 0; c < 2; ++c) places[c].push_back({(2 * i + c) * kSlotUnits, kSlotUnits});
+    }
     status.assign(2 * blocks, StatusCode::kIo);
     call.keys = w.x[0].data(), call.values = w.x[1].data();
-    call.significance = w.shape.significance ? w.significance.data() : nullptr;
+    call.decided = reinterpret_cast<const uint8_t(*)[4]>(decided.data());
     call.ranges = ranges.data();
     call.rows.key_scales = key_scales.data();
     call.rows.key_means = key_means.empty() ? nullptr : key_means.data();
@@ -51,14 +54,11 @@ struct EncodeRun {
     call.rows.rope = {w.rope.place.data(), w.rope.block.data(), w.rope.pairing, w.rope.pairs,
                       w.rope.blocks};
     call.rows.num_rows = w.shape.rows, call.rows.head_dim = w.shape.head_dim;
-    call.families[0] = {keys.books.data(), w.books[0].book_of.data(), w.shape.books, 12};
-    call.families[1] = {values.books.data(), w.books[1].book_of.data(), w.shape.books, 12};
+    call.books[0].codebook = &keys.codebook, call.books[1].codebook = &values.codebook;
     for (int32_t c = 0; c < 2; ++c) call.places[c] = places[c].data();
     call.bytes = reinterpret_cast<uint8_t*>(bytes.data());
     call.size = static_cast<int64_t>(bytes.size()) * 16;
-    call.cursor = &cursor;
     call.status = status.data();
-    call.scale = w.scale;
     call.token_stride = w.stride();
     call.dtype = w.shape.dtype;
     call.num_ranges = w.shape.rows, call.most_blocks = w.row_blocks();
@@ -79,7 +79,7 @@ struct EncodeRun {
   }
   template <int32_t kPer>
   void run_as(int32_t warps) {
-    const size_t size = encode_cta_bytes(call) + warps * encode_warp_bytes(kPer * 32);
+    const size_t size = kEncodeCtaBytes + warps * encode_warp_bytes(kPer * 32);
     for (int32_t cta = 0; cta < 2; ++cta) {
       std::vector<uint4> shared(size / 16 + 1,
                                 uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0x80808080});
@@ -94,21 +94,14 @@ struct EncodeRun {
     return {from, from + int64_t{16} * places[c][i].units};
   }
   void expect_equal() const {
-    int64_t units = 0;
     for (size_t i = 0; i < world.blocks.size(); ++i) {
       for (int32_t c = 0; c < 2; ++c) {
         const std::string what = "block " + std::to_string(i) + " component " + std::to_string(c);
         ASSERT_EQ(status[2 * i + c], StatusCode::kOk) << what;
         ASSERT_EQ(places[c][i].units * size_t{16}, world.blocks[i].bytes[c].size()) << what;
         ASSERT_EQ(block(c, i), world.blocks[i].bytes[c]) << what;
-        units += places[c][i].units;
       }
     }
-    if (call.cursor == nullptr) return;
-    EXPECT_EQ(cursor, static_cast<unsigned long long>(units));
-    const bool untouched = std::all_of(bytes.begin() + units, bytes.end(),
-                                       [](const uint4& x) { return x.x == 0xa5a5a5a5; });
-    EXPECT_TRUE(untouched);
   }
 };
 
@@ -116,7 +109,7 @@ class EmulatedWeighted : public RandomTest {
  protected:
   void expect_hosts_bytes(const WeightedShape& shape) {
     SCOPED_TRACE("head_dim " + std::to_string(shape.head_dim) + " rotary " +
-                 std::to_string(shape.rotary_dims) + " books " + std::to_string(shape.books));
+                 std::to_string(shape.rotary_dims));
     WeightedWorld world(rng_, shape);
     world.encode();
     if (HasFatalFailure()) return;
@@ -163,16 +156,6 @@ TEST_F(EmulatedWeighted, EveryLengthOfABlock) {
       expect_hosts_bytes(shape);
       if (HasFatalFailure()) return;
     }
-  }
-}
-
-TEST_F(EmulatedWeighted, Families) {
-  for (const int32_t head_dim : {64, 128, 256}) {
-    WeightedShape shape;
-    shape.head_dim = shape.rotary_dims = head_dim;
-    shape.books = 2 + static_cast<int32_t>(rng_() % 3);
-    expect_hosts_bytes(shape);
-    if (HasFatalFailure()) return;
   }
 }
 
@@ -226,15 +209,12 @@ TEST_F(EmulatedWeighted, GivenPlacesAndSizesAlone) {
   world.encode();
   EncodeRun sizes(world);
   sizes.call.bytes = nullptr;
-  sizes.call.cursor = nullptr;
   sizes.run();
   EncodeRun placed(world);
-  placed.call.cursor = nullptr;
   uint32_t unit = 1;
   for (size_t i = 0; i < world.blocks.size(); ++i) {
     for (int32_t c = 0; c < 2; ++c) {
       EXPECT_EQ(sizes.places[c][i].units * size_t{16}, world.blocks[i].bytes[c].size());
-      EXPECT_EQ(sizes.places[c][i].unit, 0xdeadbeef);
       placed.places[c][i] = {unit, sizes.places[c][i].units};
       unit += sizes.places[c][i].units + 1;
     }
@@ -243,7 +223,6 @@ TEST_F(EmulatedWeighted, GivenPlacesAndSizesAlone) {
   placed.expect_equal();
   // A unit less.
   EncodeRun tight(world);
-  tight.call.cursor = nullptr;
   for (int32_t c = 0; c < 2; ++c) tight.places[c] = placed.places[c];
   --tight.places[1][2].units;
   tight.run();
@@ -260,15 +239,14 @@ TEST_F(EmulatedWeighted, BadInputIsReportedByBlock) {
   EncodeRun run(world);
   world.x[0][world.at(0, 70) + 99] = float_to_half(NAN);
   world.x[1][world.at(0, 150) + 3] = float_to_half(INFINITY);
-  world.significance[140] = -1;
   run.value_steps[0] = 1e-4f;  // codes beyond 16 bits
   run.run();
-  const StatusCode expected[] = {
-      StatusCode::kOk,         StatusCode::kOutOfRange,      StatusCode::kNonFinite,
-      StatusCode::kOutOfRange, StatusCode::kInvalidArgument, StatusCode::kNonFinite};
+  const StatusCode expected[] = {StatusCode::kOk,        StatusCode::kOutOfRange,
+                                 StatusCode::kNonFinite, StatusCode::kOutOfRange,
+                                 StatusCode::kOk,        StatusCode::kNonFinite};
   for (int32_t i = 0; i < 6; ++i) {
     EXPECT_EQ(run.status[i], expected[i]) << i;
-    EXPECT_EQ(run.places[i % 2][i / 2].units == 0, i > 0) << i;
+    EXPECT_EQ(run.places[i % 2][i / 2].units == 0, expected[i] == StatusCode::kNonFinite) << i;
   }
   EXPECT_EQ(run.block(0, 0), world.blocks[0].bytes[0]);
 
@@ -276,14 +254,14 @@ TEST_F(EmulatedWeighted, BadInputIsReportedByBlock) {
   beyond.ranges[0].row = 1;
   beyond.run();
   EXPECT_EQ(beyond.status[0], StatusCode::kInvalidArgument);
-  EXPECT_EQ(beyond.places[0][0].units, 0xdeadbeef);
+  EXPECT_EQ(beyond.places[0][0].units, kSlotUnits);
   EncodeRun no_turns(world);
   no_turns.call.rows.rope.blocks = 1;
   no_turns.run();
   EXPECT_EQ(no_turns.status[0], StatusCode::kOk);
   EXPECT_EQ(no_turns.status[2], StatusCode::kOutOfRange);
   EncodeRun not_pairs(world);
-  not_pairs.keys.books[0].mode = BlockMode::kSingle;
+  not_pairs.keys.codebook.mode = BlockMode::kSingle;
   not_pairs.run();
   EXPECT_EQ(not_pairs.status[0], StatusCode::kUnsupported);
 }
@@ -315,41 +293,6 @@ TEST_F(EmulatedWeighted, QuickCodesAreRight) {
   EXPECT_GT(sure, tried / 2);
   for (const float bad : {NAN, INFINITY, -INFINITY}) {
     EXPECT_FALSE(QuickCode::of(bad, QuickCode::inverse_of(1)).is_sure());
-  }
-}
-
-// Against the pairs that the host counts, in blocks of odd lengths as well.
-TEST_F(EmulatedWeighted, CountsPairs) {
-  for (const int32_t head_dim : {64, 128}) {
-    WeightedShape shape;
-    shape.head_dim = shape.rotary_dims = head_dim;
-    shape.sinks = static_cast<int32_t>(rng_() % 60);
-    shape.tokens = 129 + static_cast<int32_t>(rng_() % 63);
-    shape.key_step = 0.01;  // wide codes
-    shape.outliers = false;
-    WeightedWorld world(rng_, shape);
-    world.encode();
-    EncodeRun run(world);
-    std::vector<uint32_t> pairs[2], wide[2];
-    WeightedCounts counts;
-    for (int32_t c = 0; c < 2; ++c) {
-      pairs[c].assign(kHistogramCounts, 0), wide[c].assign(kHistogramCounts, 0);
-      counts.pairs[c] = pairs[c].data(), counts.wide[c] = wide[c].data();
-      constexpr int32_t kWarps = 2;
-      std::vector<uint8_t> shared(kCounterBytes + kWarps * tile_warp_bytes(head_dim) + 16, 0xa5);
-      uint8_t* at = shared.data() + (16 - reinterpret_cast<uintptr_t>(shared.data()) % 16) % 16;
-      emulator::cta().run(
-          emulator::Index{0, c}, 32 * kWarps,
-          [&] {
-            if (head_dim == 64) count_weighted_items<2>(run.call, counts, at);
-            if (head_dim == 128) count_weighted_items<4>(run.call, counts, at);
-          },
-          emulator::Index{1, 2});
-      const auto component = static_cast<Component>(c);
-      expect_equal_counts(histogram_of_counts(component, head_dim, pairs[c].data(), wide[c].data()),
-                          world.counted(component));
-      if (HasFatalFailure()) return;
-    }
   }
 }
 

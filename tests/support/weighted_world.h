@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <random>
 #include <utility>
@@ -26,7 +27,7 @@ inline uint16_t raw_element(DType dtype, float x) {
 struct WeightedShape {
   int32_t head_dim = 128;
   int32_t rows = 2, sinks = 4, tokens = 200;  // positions 0 .. tokens - 1 of each row
-  int32_t books = 1, streams = 1;
+  int32_t streams = 1;
   RopePairing pairing = RopePairing::kHalves;
   int32_t rotary_dims = 128;
   DType dtype = DType::kFloat16;
@@ -50,6 +51,7 @@ struct WeightedWorld {
   std::vector<float> significance;  // [rows, tokens]
   std::vector<int16_t> codes[2];    // [rows, tokens, head_dim]
   std::vector<int8_t> exponents[2];
+  std::vector<int8_t> importance;  // [rows, tokens]: exponents G
   BookChoice books[2];
   std::vector<HostBlock> blocks;
   double scale = 0.25;
@@ -84,31 +86,13 @@ struct WeightedWorld {
   void use_strange_books(std::mt19937& rng) {
     WeightedShape usual;
     usual.head_dim = usual.rotary_dims = shape.head_dim;
-    usual.books = shape.books, usual.streams = shape.streams;
+    usual.streams = shape.streams;
     WeightedWorld other(rng, usual);
     other.encode();
-    for (int32_t c = 0; c < 2; ++c) {
-      books[c].family = other.books[c].family;
-      for (uint8_t& book : books[c].book_of) book = static_cast<uint8_t>(rng() % shape.books);
-    }
+    for (int32_t c = 0; c < 2; ++c) books[c].family = other.books[c].family;
   }
 
-  // What count_weighted() counts of the blocks: codes in pairs, and nothing of what fills up tiles.
-  CodeHistogram counted(Component component) const {
-    const auto c = static_cast<int32_t>(component);
-    CodeHistogram all(component, shape.head_dim);
-    for (const HostBlock& b : blocks) {
-      const int32_t tokens = b.last - b.first;
-      const size_t first = static_cast<size_t>(b.row) * shape.tokens + b.first;
-      all.add(&codes[c][first * shape.head_dim], tokens - (c == 1 ? tokens % 2 : 0));
-    }
-    std::vector<uint64_t> singles, pairs;
-    for (int32_t i = 0; i < kHistogramCounts; ++i) {
-      singles.push_back(all.count(i));
-      pairs.push_back(all.pair_count(i >> 8, i & 255));
-    }
-    return CodeHistogram(component, shape.head_dim, std::move(singles), std::move(pairs));
-  }
+  const Codebook& book(int32_t c) const { return books[c].family.books.front(); }
 
   // What the calls take of the host's memory.
   std::vector<float> key_scales() const {
@@ -133,13 +117,19 @@ struct WeightedWorld {
     for (const WeightedRow& row : rows) steps.push_back(row.value_step);
     return steps;
   }
+  // WeightedEncode::decided, [rows, tokens]: the importance alone.
+  std::vector<std::array<uint8_t, 4>> decided() const {
+    std::vector<std::array<uint8_t, 4>> words;
+    for (const int8_t e : importance) words.push_back({static_cast<uint8_t>(e), 0, 0, 0});
+    return words;
+  }
   // Whole rows without their sinks.
   std::vector<WeightedRange> ranges() const {
     std::vector<WeightedRange> all;
     for (int32_t r = 0; r < shape.rows; ++r) {
       WeightedRange range;
       range.at = static_cast<int64_t>(at(r, shape.sinks));
-      range.significance = int64_t{r} * shape.tokens + shape.sinks;
+      range.decided = int64_t{r} * shape.tokens + shape.sinks;
       range.first = range.body_first = shape.sinks;
       range.last = range.body_last = shape.tokens;
       range.row = r;
@@ -208,18 +198,18 @@ struct WeightedWorld {
     const int32_t body = shape.tokens - shape.sinks;
     codes[c].assign(static_cast<size_t>(shape.rows) * shape.tokens * shape.head_dim, 0);
     exponents[c].assign(static_cast<size_t>(shape.rows) * shape.tokens, 0);
+    importance.assign(exponents[c].size(), 0);
     for (int32_t r = 0; r < shape.rows; ++r) {
       const std::vector<float> values = floats(c, r);
       const size_t first = static_cast<size_t>(r) * shape.tokens + shape.sinks;
-      std::vector<int8_t> importance(body);
       if (shape.significance) {
         ASSERT_TRUE(importance_exponents(&significance[first], body, shape.sinks, scale,
-                                         importance.data()));
+                                         &importance[first]));
       }
       const WeightedTokens tokens{values.data(), body, shape.sinks};
       const auto component = static_cast<Component>(c);
       ASSERT_TRUE(token_exponents(component, tokens, shape.head_dim,
-                                  shape.significance ? importance.data() : nullptr,
+                                  shape.significance ? &importance[first] : nullptr,
                                   &exponents[c][first]));
       const Status s = quantize_weighted(rows[r], component, tokens, &exponents[c][first],
                                          &codes[c][first * shape.head_dim]);
@@ -234,7 +224,7 @@ struct WeightedWorld {
       from.push_back({&codes[c][first * shape.head_dim], shape.tokens - shape.sinks});
     }
     BookSpec spec;
-    spec.books = shape.books;
+    spec.books = 1;
     spec.code.mode = BlockMode::kPair;
     spec.code.streams_per_lane = shape.streams;
     spec.code.table_id = static_cast<uint8_t>(17 + c);
@@ -251,12 +241,11 @@ struct WeightedWorld {
                     {},
                     {}};
     const size_t first = static_cast<size_t>(r) * shape.tokens + block.first;
-    const int32_t tokens = block.last - block.first, dim_blocks = shape.head_dim / kDimBlock;
+    const int32_t tokens = block.last - block.first;
     for (int32_t c = 0; c < 2; ++c) {
       const int16_t* from = &codes[c][first * shape.head_dim];
       ASSERT_TRUE(encode_weighted_block({from, &exponents[c][first], tokens, shape.head_dim},
-                                        books[c].family, &books[c].book_of[r * dim_blocks],
-                                        &block.bytes[c]));
+                                        books[c].family, nullptr, &block.bytes[c]));
       block.values[c].resize(static_cast<size_t>(tokens) * shape.head_dim);
       ASSERT_TRUE(dequantize_weighted(rows[r], static_cast<Component>(c),
                                       {from, &exponents[c][first], tokens, block.first},
@@ -266,33 +255,15 @@ struct WeightedWorld {
   }
 };
 
-// Compares counts of single codes, and of pairs by residues as a device counts them.
-inline void expect_equal_counts(const CodeHistogram& got, const CodeHistogram& expected) {
-  ASSERT_EQ(got.total(), expected.total());
-  for (int32_t i = 0; i < kHistogramCounts; ++i) {
-    ASSERT_EQ(got.count(i), expected.count(i)) << "code " << static_cast<int16_t>(i);
-    ASSERT_EQ(got.pair_count(i >> 8, i & 255), expected.pair_count(i >> 8, i & 255))
-        << "pair " << (i >> 8) << " " << (i & 255);
-  }
-}
+// The arrays of a codebook, in host memory.
+struct HostBook {
+  std::vector<uint32_t> words, table;
+  DeviceCodebook codebook;
 
-// The arrays of a family, in host memory.
-struct HostFamily {
-  std::vector<DeviceCodebook> books;
-  std::vector<std::vector<uint32_t>> words, tables;
-
-  explicit HostFamily(const BookFamily& family) {
-    for (const Codebook& book : family.books) {
-      words.push_back(encoder_words(book));
-      tables.push_back(device_table(book));
-      DeviceCodebook d = device_codebook(book);
-      d.cheapest = book.cheapest.data();
-      books.push_back(d);
-    }
-    for (size_t i = 0; i < books.size(); ++i) {
-      books[i].words = words[i].data();
-      books[i].table = tables[i].data();
-    }
+  explicit HostBook(const Codebook& book)
+      : words(encoder_words(book)), table(device_table(book)), codebook(device_codebook(book)) {
+    codebook.words = words.data(), codebook.table = table.data();
+    codebook.cheapest = book.cheapest.data();
   }
 };
 

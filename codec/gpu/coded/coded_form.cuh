@@ -7,12 +7,6 @@
 
 namespace tierkv {
 
-// Symbols of a codebook of pairs or single codes.
-__device__ __forceinline__ int32_t symbol_count(const DeviceCodebook& book) {
-  const int32_t symbols = book.mode == BlockMode::kPair ? book.levels * book.levels : book.levels;
-  return min(symbols, kMaxSymbols);
-}
-
 // Sizes of a slice in the codebook's mode: bits of the streams before each of the lane's own, bits
 // of those, and of all streams.
 struct SlicePlan {

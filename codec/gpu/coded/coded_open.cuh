@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every check that decode_block() makes of a block, by a warp, on a block in shared memory. All
-// lanes get the same answer.
+// Checks of a block in shared memory that do not depend on its version, by a warp. All lanes get
+// the same answer.
 #pragma once
 
 #include "codec/gpu/coded/coded_batch.h"
@@ -26,22 +26,6 @@ __device__ __forceinline__ uint32_t warp_checksum(const uint8_t* block, int32_t 
   return static_cast<uint32_t>(sum_of_warp(sum) % kChecksumPrime);
 }
 
-// Fields that can be judged by the header and the codebook alone.
-__device__ __forceinline__ bool header_is_valid(const CodedBlockHeader& h, int32_t tokens,
-                                                int32_t dims, const DeviceCodebook& c) {
-  if (h.version != kCodedBlockVersion || static_cast<int32_t>(h.mode) >= kNumBlockModes ||
-      h.component != c.component || h.tokens != tokens || h.dims != dims ||
-      h.exceptions > kMaxExceptions) {
-    return false;
-  }
-  if (is_raw_mode(h.mode)) {
-    return h.streams_per_lane == 1 && h.table_id == 0 && h.payload_bits == 0 && h.exceptions == 0 &&
-           (h.mode != BlockMode::kRaw16 || h.base == 0);
-  }
-  return h.mode == c.mode && h.base == c.base && h.table_id == c.table_id &&
-         h.streams_per_lane == c.streams_per_lane;
-}
-
 // Zeros between the last exception and the end, and behind the last bit of the payload.
 __device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
                                                 const CodedBlockLayout& at, const uint8_t* block) {
@@ -54,19 +38,6 @@ __device__ __forceinline__ bool padding_is_zero(const CodedBlockHeader& h,
     zero &= last >> (h.payload_bits % 32) == 0;
   }
   return __all_sync(kFullWarp, zero);
-}
-
-// The first starts at bit 0, none begins after the one that follows it or after the payload.
-__device__ __forceinline__ bool starts_are_valid(const CodedBlockHeader& h,
-                                                 const CodedBlockLayout& at, const uint8_t* block) {
-  const auto* starts = reinterpret_cast<const uint16_t*>(block + at.starts);
-  const int32_t streams = kWarpLanes * h.streams_per_lane;
-  bool valid = starts[0] == 0;
-  for (int32_t i = lane_index(); i < streams; i += kWarpLanes) {
-    const uint32_t next = i + 1 < streams ? starts[i + 1] : h.payload_bits;
-    valid &= starts[i] <= next;
-  }
-  return __all_sync(kFullWarp, valid);
 }
 
 // Strictly ascending, inside the block, not zero. That the sums are 16-bit integers shows when they

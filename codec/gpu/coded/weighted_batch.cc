@@ -50,26 +50,28 @@ Status DeviceWeightedRows::validate() const {
   return Status::ok();
 }
 
-Status DeviceFamily::validate() const {
-  if (books == nullptr) return invalid("families need books");
-  if (count < 1 || count > kMaxFamilyBooks) return invalid("a family has 1 to 4 books");
-  if (max_length < 1 || max_length > kMaxCodeLength) return invalid("family.max_length");
+Status DeviceBook::validate() const {
+  if (codebook == nullptr) return invalid("a codebook is needed");
+  if (max_length < 1 || max_length > kMaxCodeLength) return invalid("max_length of a codebook");
   return Status::ok();
 }
 
 Status WeightedEncode::validate() const {
   if (Status s = check_shape(*this); !s) return s;
-  if (cursor != nullptr && bytes == nullptr) return invalid("a cursor without bytes");
+  for (const DeviceBook& book : books) {
+    if (Status s = book.validate(); !s) return s;
+  }
   if (num_ranges == 0 || most_blocks == 0) return Status::ok();
-  if (keys == nullptr || values == nullptr || ranges == nullptr || status == nullptr) {
-    return invalid("keys, values, ranges and status are needed");
+  if (keys == nullptr || values == nullptr || decided == nullptr || ranges == nullptr ||
+      places[0] == nullptr || places[1] == nullptr || status == nullptr) {
+    return invalid("keys, values, decided, ranges, places and status are needed");
   }
   return Status::ok();
 }
 
 Status WeightedDecode::validate() const {
   if (Status s = check_shape(*this); !s) return s;
-  if (Status s = family.validate(); !s) return s;
+  if (Status s = book.validate(); !s) return s;
   if (max_block_bytes < kCodedBlockHeaderBytes || max_block_bytes > kMaxWeightedBlockBytes) {
     return invalid("max_block_bytes");
   }

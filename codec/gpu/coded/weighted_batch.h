@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted blocks in batches on the GPU: keys and values to blocks, and ranges of tokens back.
+// What the kernels of weighted blocks take: keys and values to blocks (weighted_encode.cuh), and
+// ranges of tokens back (weighted_decode.cuh).
 // Bytes and numbers are those of codec/host/coded/weighted_rows.h and
 // codec/host/coded/weighted_block.h, bit for bit.
 //
@@ -14,7 +15,6 @@
 
 #include "codec/format/rope_turn.h"
 #include "codec/format/weighted_block_format.h"
-#include "codec/gpu/coded/code_histograms.h"
 #include "codec/gpu/coded/coded_batch.h"
 #include "tierkv/layout.h"
 #include "tierkv/status.h"
@@ -43,13 +43,10 @@ struct DeviceWeightedRows {
   Status validate() const;
 };
 
-// The codebooks of a component, as build_codebooks() leaves them or uploaded. Book i has the table
-// id of book 0 plus i; all have one mode and one number of streams.
-struct DeviceFamily {
-  const DeviceCodebook* books = nullptr;  // [count]
-  const uint8_t* book_of = nullptr;       // [num_rows, head_dim / 16]; null: book 0. Encoding only
-  int32_t count = 1;                      // 1 to kMaxFamilyBooks
-  int32_t max_length = 12;                // of all books. Decoding only
+// The codebook of a component: of pairs, with at most 32 levels.
+struct DeviceBook {
+  const DeviceCodebook* codebook = nullptr;
+  int32_t max_length = 12;  // of its words
 
   Status validate() const;
 };
@@ -61,13 +58,13 @@ struct alignas(8) WeightedPlace {
 
 // The positions [first, last) of a row.
 struct alignas(16) WeightedRange {
-  int64_t at = 0;            // of token `first` in the caller's tokens, in elements
-  int64_t significance = 0;  // likewise in the significances or in `decided`. Encoding only
+  int64_t at = 0;       // of token `first` in the caller's tokens, in elements
+  int64_t decided = 0;  // likewise in WeightedEncode::decided
   int32_t first = 0, last = 0;
   int32_t row = 0;          // of DeviceWeightedRows
   int32_t first_block = 0;  // of position 0 in the places
-  // Encoding, with `decided` only: the elements of tokens before body_first are codes already, i16
-  // in the caller's order.
+  // Encoding: the elements of tokens before body_first are codes already, i16 in the caller's
+  // order.
   // Decoding: the positions that the row's blocks hold: what a block must have. Where token `first`
   // goes; null: to `at` of the call's output. Elements from a token to the next; 0: the call's.
   int32_t body_first = 0, body_last = 0;
@@ -82,27 +79,21 @@ TKV_HD bool is_valid_range(const WeightedRange& r, int32_t num_rows, int32_t mos
 }
 
 struct WeightedEncode {
-  const uint16_t* keys = nullptr;       // after RoPE
-  const uint16_t* values = nullptr;     // laid out as keys
-  const float* significance = nullptr;  // of each token, not negative; null: G is 0
-  // In place of significances where not null, of each token: G in byte 0; the exponent of its value
-  // in byte 1, where byte 2 is not 0.
+  const uint16_t* keys = nullptr;    // after RoPE
+  const uint16_t* values = nullptr;  // laid out as keys
+  // Of each token: the exponent G of its importance in byte 0; the exponent of its value in byte 1,
+  // where byte 2 is not 0.
   const uint8_t (*decided)[4] = nullptr;
   const WeightedRange* ranges = nullptr;  // [num_ranges]; each begins and ends where blocks do
   DeviceWeightedRows rows;
-  DeviceFamily families[2];  // by component; not read by count_weighted()
-  // Out, of keys and of values, where block first_block + position / 64 lies. With neither `bytes`
-  // nor `cursor` only units are written. With `bytes` alone unit is given and units is the room.
+  DeviceBook books[2];  // by component
+  // In, out, of keys and of values: where block first_block + position / 64 goes, units being the
+  // room there, then what it takes. Without `bytes` only units are written.
   WeightedPlace* places[2] = {nullptr, nullptr};
   uint8_t* bytes = nullptr;  // out: [size], 16-byte aligned
-  unsigned long long* cursor =
-      nullptr;  // in, out: the first free unit of `bytes`; null: see places
   // out: [num_ranges, most_blocks, 2], by block of the range and component; kOk where there is
   // none.
   StatusCode* status = nullptr;
-  // A code beyond 16 bits becomes the nearest one: the status is kOutOfRange, the block is written.
-  bool saturates = false;
-  double scale = 1;               // of significances: u = (position + 1) * significance * scale
   int64_t size = 0;               // of bytes
   int64_t token_stride = 0;       // in elements, of keys and of values
   DType dtype = DType::kFloat16;  // or kBFloat16
@@ -112,23 +103,6 @@ struct WeightedEncode {
   // kInvalidArgument naming the field, kUnsupported. Reads no array.
   Status validate() const;
 };
-// One kernel: the bytes of encode_weighted_block(). A block's status is kOk, kNonFinite,
-// kOutOfRange (a code beyond 16 bits, a position beyond the RoPE table), kInvalidArgument (the
-// range, a book, a negative significance), kBufferTooSmall or kUnsupported (a codebook that is not
-// of pairs); unless it is kOk its units are 0. With a cursor the places of two calls differ, but
-// not the blocks; after kBufferTooSmall the cursor says what would have been enough.
-Status encode_weighted(const WeightedEncode& call, GpuStream stream);
-
-// Counts of pairs of neighbouring codes, by component; codec/gpu/coded/code_histograms.h says how
-// they lie.
-struct WeightedCounts {
-  uint32_t* pairs[2] = {nullptr, nullptr};  // in, out: [kHistogramCounts], counts are added
-  uint32_t* wide[2] = {nullptr, nullptr};   // likewise
-};
-// One kernel: the codes that encode_weighted() would write. Writes no places. The last token of an
-// odd number of values in a block is left out, since it has no pair. Tokens of blocks that fail are
-// counted in part.
-Status count_weighted(const WeightedEncode& call, const WeightedCounts& counts, GpuStream stream);
 
 struct WeightedDecode {
   const uint8_t* bytes = nullptr;         // [size], 16-byte aligned
@@ -139,7 +113,7 @@ struct WeightedDecode {
   uint16_t* out = nullptr;
   StatusCode* status = nullptr;  // out: [num_ranges, most_blocks]; kOk where there is none
   DeviceWeightedRows rows;
-  DeviceFamily family;
+  DeviceBook book;
   Component component = Component::kKey;
   DType dtype = DType::kFloat16;  // or kBFloat16
   int64_t size = 0;
@@ -153,10 +127,4 @@ struct WeightedDecode {
   // kInvalidArgument naming the field, kUnsupported. Reads no array.
   Status validate() const;
 };
-// One kernel: dequantize_weighted() of what decode_weighted_block() finds, rounded to dtype (fp16
-// saturates). Everything in the bytes is checked before it is believed: a block that breaks a rule
-// gets kCorrupt and its tokens zeros. kOutOfRange: max_block_bytes or the RoPE table; zeros.
-// kInvalidArgument: the range itself; nothing is written.
-Status decode_weighted(const WeightedDecode& call, GpuStream stream);
-
 }  // namespace tierkv

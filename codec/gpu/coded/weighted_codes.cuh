@@ -14,8 +14,7 @@ namespace tierkv {
 // A block whose codes are asked for. In shared memory: exact_code() has it from there.
 struct WeightedBlockJob {
   const uint16_t* x;            // token 0, channel 0
-  const float* significance;    // of token 0; null: none
-  const uint8_t (*decided)[4];  // as WeightedEncode's, of token 0; null: none
+  const uint8_t (*decided)[4];  // as WeightedEncode's, of token 0
   const uint16_t* means;        // [head_dim]; null: zeros
   const float* scales;          // [head_dim] of keys, [1] of values
   const Turn *place, *block;    // of position 0, of the block; null: no rotation
@@ -24,7 +23,6 @@ struct WeightedBlockJob {
   Component component;
   RopePairing pairing;
   int32_t pairs, head_dim, tokens, position, place_of_first;
-  bool saturates;
   int32_t coded;  // tokens, the first ones, whose elements are codes
 
   __device__ __forceinline__ uint16_t bits(int32_t t, int32_t d) const {
@@ -37,12 +35,11 @@ struct WeightedBlockJob {
 
 // What is wrong with a block's tokens; of several faults the first of these.
 struct WeightedFaults {
-  bool non_finite = false, negative = false, out_of_range = false;
+  bool non_finite = false, out_of_range = false;
 
   // The worst fault of the warp's lanes; all lanes get it.
   __device__ __forceinline__ StatusCode worst() const {
     if (__any_sync(kFullWarp, non_finite)) return StatusCode::kNonFinite;
-    if (__any_sync(kFullWarp, negative)) return StatusCode::kInvalidArgument;
     return __any_sync(kFullWarp, out_of_range) ? StatusCode::kOutOfRange : StatusCode::kOk;
   }
 };
@@ -74,7 +71,7 @@ __device__ __forceinline__ float unturn_one(Turn by, float own, float partner, f
 
 // A code by the laws as they are written, for codes that a quicker way leaves in doubt.
 struct ExactCode {
-  int32_t code;  // 0 where there is none
+  int32_t code;  // 0 where there is none, the nearest where it is beyond 16 bits
   StatusCode status;
 };
 __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job, int32_t t,
@@ -96,33 +93,20 @@ __device__ __noinline__ inline ExactCode exact_code(const WeightedBlockJob* job,
   if (!finite) return {0, StatusCode::kNonFinite};
   const float c = weighted_code(y, mean, job->scale(d), exponent_factor(exponent));
   if (!is_code(c)) {
-    const int32_t nearest = c > 0 ? 32767 : -32768;
-    return {job->saturates ? nearest : 0, StatusCode::kOutOfRange};
+    return {c > 0 ? 32767 : -32768, StatusCode::kOutOfRange};
   }
   return {static_cast<int32_t>(c), StatusCode::kOk};
 }
 
 // Exponents G of the tokens' importance, [tokens] in shared memory: those of keys, and what those
 // of values are added to.
-__device__ __forceinline__ WeightedFaults find_importance(const WeightedBlockJob& job, double scale,
-                                                          int8_t* exponents) {
-  WeightedFaults faults;
+__device__ __forceinline__ void load_importance(const WeightedBlockJob& job, int8_t* exponents) {
 #pragma unroll
   for (int32_t i = 0; i < kBlockTokens / kWarpLanes; ++i) {
     const int32_t t = i * kWarpLanes + lane_index();
-    if (t >= job.tokens) continue;
-    int32_t importance = 0;
-    if (job.decided != nullptr) importance = static_cast<int8_t>(job.decided[t][0]);
-    if (job.significance != nullptr) {
-      const double u = token_importance(job.position + t, job.significance[t], scale);
-      faults.non_finite |= !(u - u == 0.0);
-      faults.negative |= u < 0;
-      importance = importance_exponent(u);
-    }
-    exponents[t] = static_cast<int8_t>(importance);
+    if (t < job.tokens) exponents[t] = static_cast<int8_t>(job.decided[t][0]);
   }
   __syncwarp();
-  return faults;
 }
 
 // A quotient by scale * f(e) as an integer, where the product with `inverse`, 1 / scale times

@@ -9,11 +9,9 @@ namespace tierkv {
 
 inline constexpr int32_t kWeightedWarps = 8;
 
-inline constexpr int32_t kFamiliesBytes = (2 * sizeof(SharedFamily) + 15) / 16 * 16;
+inline constexpr int32_t kBooksBytes = 2 * sizeof(SharedBook);
 // Bytes of the CTA before those of its warps.
-TKV_HD int32_t encode_cta_bytes(const WeightedEncode& call) {
-  return kFamiliesBytes + (call.families[0].count + call.families[1].count) * kMaxSymbols * 4;
-}
+inline constexpr int32_t kEncodeCtaBytes = kBooksBytes + 2 * kMaxSymbols * 4;
 
 // Work of a warp: a block of a range and a component.
 struct WeightedItem {
@@ -35,12 +33,8 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   const bool key = item.component == Component::kKey;
   const int64_t ahead = first - r.first;
   job->x = (key ? call.keys : call.values) + r.at + ahead * call.token_stride;
-  job->significance =
-      call.significance == nullptr ? nullptr : call.significance + r.significance + ahead;
-  job->decided = call.decided == nullptr ? nullptr : call.decided + r.significance + ahead;
-  job->coded =
-      call.decided == nullptr ? 0 : min(max(0, r.body_first - first), max(0, last - first));
-  job->saturates = call.saturates;
+  job->decided = call.decided + r.decided + ahead;
+  job->coded = min(max(0, r.body_first - first), max(0, last - first));
   job->means = !key || call.rows.key_means == nullptr ? nullptr
                                                       : call.rows.key_means + int64_t{r.row} * dims;
   job->scales = key ? call.rows.key_scales + int64_t{r.row} * dims : call.rows.value_steps + r.row;
@@ -58,74 +52,38 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->place_of_first = first % kBlockTokens;
 }
 
-// The header's book field of a slice whose family is usable; -1 where a book is not there. In all
-// lanes.
-__device__ __forceinline__ int32_t book_field_of(const DeviceFamily& family, int32_t row,
-                                                 int32_t head_dim, int32_t slice, int32_t blocks) {
-  if (family.book_of == nullptr) return 0;
-  const int32_t f = lane_index() % (kSliceDims / kDimBlock);
-  const int64_t first = int64_t{row} * (head_dim / kDimBlock) + slice * (kSliceDims / kDimBlock);
-  const int32_t book = f < blocks ? family.book_of[first + f] : 0;
-  int32_t field = book << (2 * f);
-#pragma unroll
-  for (int32_t lanes = 1; lanes < kSliceDims / kDimBlock; lanes *= 2) {
-    field |= __shfl_xor_sync(kFullWarp, field, lanes);
-  }
-  return __any_sync(kFullWarp, book >= family.count) ? -1 : field;
-}
-
-// Both families and their words into the CTA's memory, by all of its threads.
-__device__ inline void load_families(const WeightedEncode& call, uint8_t* shared) {
-  auto* const families = reinterpret_cast<SharedFamily*>(shared);
-  auto* const words = reinterpret_cast<uint32_t*>(shared + kFamiliesBytes);
+// Both codebooks and their words into the CTA's memory, by all of its threads.
+__device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
+  auto* const books = reinterpret_cast<SharedBook*>(shared);
+  auto* const words = reinterpret_cast<uint32_t*>(shared + kBooksBytes);
   const auto thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
-  int32_t at = 0;
   for (int32_t c = 0; c < 2; ++c) {
-    const DeviceFamily& from = call.families[c];
-    const DeviceCodebook& first = from.books[0];
-    bool usable = first.streams_per_lane == 1 || first.streams_per_lane == 2;
-    for (int32_t b = 0; b < from.count; ++b, at += kMaxSymbols) {
-      const DeviceCodebook& book = from.books[b];
-      usable &= book.mode == BlockMode::kPair && book.component == static_cast<Component>(c) &&
-                book.streams_per_lane == first.streams_per_lane &&
-                book.table_id == first.table_id + b && book.levels >= 2 && book.levels <= 32;
-      if (!usable) continue;
-      const int32_t symbols = symbol_count(book);
-      for (int32_t i = thread; i < symbols; i += threads) words[at + i] = book.words[i];
-      if (thread != 0) continue;
-      const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
-                             book.base + book.levels - 1 <= kMostSureCode;
-      families[c].books[b] = {at, book.base, book.levels, is_narrow ? book.levels : 0};
-      families[c].cheapest[b] = book.cheapest;
-    }
+    const DeviceCodebook& book = *call.books[c].codebook;
+    const bool usable = (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
+                        book.mode == BlockMode::kPair &&
+                        book.component == static_cast<Component>(c) && book.levels >= 2 &&
+                        book.levels <= 32;
+    const int32_t symbols = usable ? min(book.levels * book.levels, kMaxSymbols) : 0;
+    for (int32_t i = thread; i < symbols; i += threads) words[c * kMaxSymbols + i] = book.words[i];
     if (thread != 0) continue;
-    families[c].streams = first.streams_per_lane;
-    families[c].table_id = first.table_id;
-    families[c].usable = usable;
+    const bool is_narrow = book.base >= -kMostSureCode && book.base <= kMostSureCode &&
+                           book.base + book.levels - 1 <= kMostSureCode;
+    books[c] = {c * kMaxSymbols, book.base,
+                book.levels,     is_narrow ? book.levels : 0,
+                book.cheapest,   book.streams_per_lane,
+                book.table_id,   usable};
   }
   __syncthreads();
 }
 
-// Where a block of `units` goes; null where there is no room or it goes nowhere. In all lanes.
-struct ChosenPlace {
-  uint8_t* to;
-  uint32_t unit;
-  bool fits;
-};
-__device__ inline ChosenPlace choose_place(const WeightedEncode& call, const WeightedPlace& given,
-                                           int32_t units) {
-  if (call.bytes == nullptr) return {nullptr, given.unit, true};
-  unsigned long long unit = given.unit;
-  bool fits = static_cast<uint32_t>(units) <= given.units;
-  if (call.cursor != nullptr) {
-    if (lane_index() == 0) unit = atomicAdd(call.cursor, static_cast<unsigned long long>(units));
-    unit = __shfl_sync(kFullWarp, unit, 0);
-    fits = true;
-  }
-  fits &= (unit + static_cast<uint32_t>(units)) * kBlockAlignment <=
-              static_cast<unsigned long long>(call.size) &&
-          unit <= 0xffffffffull;
-  return {call.bytes + unit * kBlockAlignment, static_cast<uint32_t>(unit), fits};
+// Where a block of `units` goes; null where it goes nowhere. False where there is no room.
+__device__ inline bool choose_place(const WeightedEncode& call, const WeightedPlace& given,
+                                    int32_t units, uint8_t** to) {
+  *to = nullptr;
+  if (call.bytes == nullptr) return true;
+  *to = call.bytes + int64_t{given.unit} * kBlockAlignment;
+  return static_cast<uint32_t>(units) <= given.units &&
+         (int64_t{given.unit} + units) * kBlockAlignment <= call.size;
 }
 
 __device__ __forceinline__ void build_block(const EncodedSlice& of, const EncodedSlice::Form& form,
@@ -179,23 +137,21 @@ template <int32_t kDims, bool kKey>
 struct BlockEncoder {
   using Slices = SlicesOf<kDims>;
   const WeightedEncode& call;
-  const SharedFamily& family;
+  const SharedBook& book;
   const WeightedMemory& memory;
-  uint32_t fields[Slices::kCount];  // of the books
 
   __device__ __forceinline__ EncodedSlice slice_of(int32_t slice) const {
     const WeightedBlockJob& job = memory.tile.warp->job;
     return {slice == 0 ? memory.tile.warp->exponents : nullptr,
-            fields[slice],
-            family.streams,
-            family.table_id,
+            book.streams,
+            book.table_id,
             job.component,
             Slices::kSlice,
             job.tokens};
   }
   __device__ __forceinline__ SlicePlan code_slice(int32_t slice, bool opens, WeightedFaults& faults,
                                                   EncodedSlice::Form* form) const {
-    StreamSink<kDims> sink(memory, family, fields[slice], slice, faults);
+    StreamSink<kDims> sink(memory, book, slice, faults);
     take_slice<kDims, kKey>(
         memory.tile, slice, opens, faults,
         [&](int32_t tile, int32_t f, const QuickFragment& codes) { sink.take(tile, f, codes); });
@@ -220,15 +176,8 @@ struct BlockEncoder {
     __syncwarp();
   }
 
-  __device__ __forceinline__ StatusCode encode(int32_t row, WeightedFaults& faults,
-                                               WeightedPlace* place) {
-    const DeviceFamily& from = call.families[kKey ? 0 : 1];
-    if (!family.usable) return StatusCode::kUnsupported;
-    for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
-      const int32_t field = book_field_of(from, row, kDims, slice, Slices::kBlocks);
-      if (field < 0) return StatusCode::kInvalidArgument;
-      fields[slice] = static_cast<uint32_t>(field);
-    }
+  __device__ __forceinline__ StatusCode encode(WeightedFaults& faults, WeightedPlace* place) {
+    if (!book.usable) return StatusCode::kUnsupported;
     SlicePlan plan;
     EncodedSlice::Form form;
     int32_t units = 0, before = 0;  // before: bytes of the slices before the last one
@@ -239,21 +188,17 @@ struct BlockEncoder {
       units += form.header.units;
     }
     const StatusCode worst = faults.worst();
-    const bool saturated = call.saturates && worst == StatusCode::kOutOfRange;
-    if (worst != StatusCode::kOk && !saturated) return worst;
-    const ChosenPlace chosen = choose_place(call, *place, units);
-    if (!chosen.fits) return StatusCode::kBufferTooSmall;
-    if (chosen.to != nullptr) {
-      write_slice(Slices::kCount - 1, plan, form, chosen.to + before);
+    if (worst == StatusCode::kNonFinite) return worst;
+    uint8_t* to;
+    if (!choose_place(call, *place, units, &to)) return StatusCode::kBufferTooSmall;
+    if (to != nullptr) {
+      write_slice(Slices::kCount - 1, plan, form, to + before);
       if constexpr (Slices::kCount > 1) {
         plan = code_slice(0, false, faults, &form);
-        write_slice(0, plan, form, chosen.to);
+        write_slice(0, plan, form, to);
       }
     }
-    if (lane_index() == 0) {
-      place->unit = chosen.unit;
-      place->units = static_cast<uint32_t>(units);
-    }
+    if (lane_index() == 0) place->units = static_cast<uint32_t>(units);
     return worst;
   }
 };
@@ -262,7 +207,7 @@ struct BlockEncoder {
 // there is nothing to be done.
 __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const WeightedRange& range,
                                             const WeightedItem& item, EncodeWarp* warp,
-                                            WeightedFaults* faults, StatusCode* code) {
+                                            StatusCode* code) {
   *code = StatusCode::kInvalidArgument;
   if (!is_valid_range(range, call.rows.num_rows, call.most_blocks)) return false;
   __syncwarp();  // the block before is done
@@ -273,15 +218,14 @@ __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const We
   if (job.tokens == 0) return false;
   *code = StatusCode::kOutOfRange;
   if (job.pairs > 0 && job.position / kBlockTokens >= call.rows.rope.blocks) return false;
-  *faults = find_importance(job, call.scale, warp->exponents);
+  load_importance(job, warp->exponents);
   *code = StatusCode::kOk;
   return true;
 }
 
 template <int32_t kDims>
 __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
-                                                  const WeightedItem& item,
-                                                  const SharedFamily& family,
+                                                  const WeightedItem& item, const SharedBook& book,
                                                   const WeightedMemory& memory) {
   const WeightedRange range = call.ranges[item.range];
   const auto component = static_cast<int32_t>(item.component);
@@ -289,13 +233,13 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
       call.places[component] + (range.first_block + range.first / kBlockTokens + item.index);
   WeightedFaults faults;
   StatusCode code;
-  if (begin_block(call, range, item, memory.tile.warp, &faults, &code)) {
+  if (begin_block(call, range, item, memory.tile.warp, &code)) {
     if (item.component == Component::kKey) {
-      code = BlockEncoder<kDims, true>{call, family, memory, {}}.encode(range.row, faults, place);
+      code = BlockEncoder<kDims, true>{call, book, memory}.encode(faults, place);
     } else {
-      code = BlockEncoder<kDims, false>{call, family, memory, {}}.encode(range.row, faults, place);
+      code = BlockEncoder<kDims, false>{call, book, memory}.encode(faults, place);
     }
-    if (call.saturates && code == StatusCode::kOutOfRange) return code;  // and is written
+    if (code == StatusCode::kOutOfRange) return code;  // and is written
   }
   const bool known = code != StatusCode::kInvalidArgument ||
                      is_valid_range(range, call.rows.num_rows, call.most_blocks);
@@ -303,25 +247,28 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   return code;
 }
 
-// By a CTA of whole warps. shared: encode_cta_bytes() and encode_warp_bytes() of each warp.
+// By a CTA of whole warps: the bytes of encode_weighted_block(). A code beyond 16 bits becomes the
+// nearest one: the status is kOutOfRange, the block is written. Other statuses are kOk, kNonFinite,
+// kOutOfRange (a position beyond the RoPE table), kInvalidArgument (the range), kBufferTooSmall or
+// kUnsupported (the codebook), and units are 0 unless it is kOk. shared: kEncodeCtaBytes and
+// encode_warp_bytes() of each warp.
 template <int32_t kPer>
 __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call, uint8_t* shared) {
-  load_families(call, shared);
+  load_books(call, shared);
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   constexpr int32_t kDims = kPer * kWarpLanes;
-  const WeightedMemory memory(reinterpret_cast<const uint32_t*>(shared + kFamiliesBytes),
-                              shared + encode_cta_bytes(call) + warp * encode_warp_bytes(kDims),
-                              kDims);
+  const WeightedMemory memory(reinterpret_cast<const uint32_t*>(shared + kBooksBytes),
+                              shared + kEncodeCtaBytes + warp * encode_warp_bytes(kDims), kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
   // All keys before the values: the code for both would not fit into the instruction cache.
   for (int64_t n = int64_t{blockIdx.x} * warps + warp; n < items; n += stride) {
     const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
     const WeightedItem item = weighted_item(call, i);
-    const auto* families = reinterpret_cast<const SharedFamily*>(shared);
+    const auto* books = reinterpret_cast<const SharedBook*>(shared);
     const StatusCode code =
-        encode_item<kDims>(call, item, families[static_cast<int32_t>(item.component)], memory);
+        encode_item<kDims>(call, item, books[static_cast<int32_t>(item.component)], memory);
     if (lane_index() == 0) call.status[i] = code;
     __syncwarp();
   }

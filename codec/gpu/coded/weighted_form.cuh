@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lane encoder's blocks of version 2: exponents, lengths of streams and the books of dim
-// blocks.
+// What a slice of a weighted block has besides its codes: exponents and lengths of streams.
 #pragma once
 
 #include "codec/format/weighted_block_format.h"
@@ -23,25 +22,21 @@ __device__ __forceinline__ void or_field(uint32_t* part, int32_t i, int32_t bits
   if (skip + bits > 32) atomicOr(part + from / 32 + 1, x >> (32 - skip));
 }
 
-// A family in the shared memory of a CTA.
+// A codebook in the shared memory of a CTA.
 struct alignas(16) SharedBook {
   int32_t words;  // where its words begin in the CTA's
   int32_t base, levels;
-  int32_t quick_levels;  // 0 where the alphabet has codes that quick ones are not sure of
-};
-struct SharedFamily {
-  SharedBook books[kMaxFamilyBooks];
-  const uint16_t* cheapest[kMaxFamilyBooks];  // global memory
+  int32_t quick_levels;      // 0 where the alphabet has codes that quick ones are not sure of
+  const uint16_t* cheapest;  // global memory
   int32_t streams;
   uint8_t table_id;
-  bool usable;  // all of pairs and alike
+  bool usable;  // of pairs
 };
 
 // What a slice's form is chosen by.
 struct EncodedSlice {
   using Form = FormOf<WeightedBlockHeader, WeightedBlockLayout>;
   const int8_t* exponents;  // [tokens], shared memory; null behind the first slice
-  uint32_t book_field;      // as in the header
   int32_t streams;
   uint8_t table_id;
   Component component;
@@ -80,7 +75,7 @@ struct EncodedSlice {
       h.mode = BlockMode::kPair;
       h.streams_per_lane = static_cast<uint8_t>(streams);
       h.table_id = table_id;
-      h.base_or_books = static_cast<uint16_t>(book_field);
+      h.base_or_books = 0;
       h.least_length = static_cast<uint16_t>(least);
       h.length_bits = static_cast<uint8_t>(bits_for(static_cast<uint32_t>(most - least)));
       h.exceptions = static_cast<uint8_t>(plan.exceptions);

@@ -130,7 +130,7 @@ __device__ __forceinline__ void find_value_exponents(const WeightedBlockJob& job
   }
   const int32_t t = tile * kTileTokens + row_of(column);
   if (column >= kTileTokens / 2 || t >= job.tokens) return;
-  const bool known = job.decided != nullptr && job.decided[t][2] != 0;
+  const bool known = job.decided[t][2] != 0;
   const int32_t e =
       known ? static_cast<int8_t>(job.decided[t][1]) : value_exponent(mine, kDims, exponents[t]);
   exponents[t] = static_cast<int8_t>(e);

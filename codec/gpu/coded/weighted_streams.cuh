@@ -105,21 +105,19 @@ __device__ __noinline__ inline SettledPair settle_pair(const EncodeWarp* warp, L
 template <int32_t kDims>
 struct StreamSink {
   const WeightedMemory& memory;
-  const SharedFamily& family;
-  uint32_t book_field;
+  const SharedBook& of_book;
   int32_t slice, streams;
   WeightedFaults& faults;
   LaneBits out[2];
   CodeRange range;
   bool possible = true;
 
-  __device__ __forceinline__ StreamSink(const WeightedMemory& of, const SharedFamily& books,
-                                        uint32_t field, int32_t of_slice, WeightedFaults& worst)
+  __device__ __forceinline__ StreamSink(const WeightedMemory& of, const SharedBook& from,
+                                        int32_t of_slice, WeightedFaults& worst)
       : memory(of),
-        family(books),
-        book_field(field),
+        of_book(from),
         slice(of_slice),
-        streams(books.streams),
+        streams(from.streams),
         faults(worst),
         out{LaneBits(of.rows), LaneBits(of.rows + stream_rows(kDims) / 2 * kWarpLanes)} {
     if (lane_index() == 0) memory.exceptions->count = 0;
@@ -127,9 +125,8 @@ struct StreamSink {
   }
 
   __device__ __forceinline__ void take(int32_t tile, int32_t f, const QuickFragment& codes) {
-    const int32_t i = book_field >> (2 * f) & 3u;
-    const SharedBook book = family.books[i];
-    const uint32_t* const of_book = memory.words + book.words;
+    const SharedBook book = of_book;
+    const uint32_t* const words = memory.words + book.words;
     const uint32_t first = kQuickBits + static_cast<uint32_t>(book.base);
     const auto levels = static_cast<uint32_t>(book.quick_levels);
     uint32_t word[kPairsPerFragment], both[kPairsPerFragment];
@@ -137,7 +134,7 @@ struct StreamSink {
 #pragma unroll
     for (int32_t r = 0; r < kPairsPerFragment; ++r) {
       const uint32_t a = codes[r][0] - first, b = codes[r][1] - first;
-      word[r] = a < levels && b < levels ? of_book[a + levels * b] : 0u;
+      word[r] = a < levels && b < levels ? words[a + levels * b] : 0u;
       both[r] = __byte_perm(codes[r][0], codes[r][1], 0x5410);
       all &= word[r] != 0;
     }
@@ -151,8 +148,8 @@ struct StreamSink {
         if (word[r] == 0) of = r, a = codes[r][0], b = codes[r][1];
       }
       const SettledPair settled =
-          settle_pair(memory.tile.warp, {of_book, family.cheapest[i], book.base, book.levels}, a, b,
-                      slice, tile, f, of, memory.exceptions);
+          settle_pair(memory.tile.warp, {words, book.cheapest, book.base, book.levels}, a, b, slice,
+                      tile, f, of, memory.exceptions);
       all = true;
 #pragma unroll
       for (int32_t r = 0; r < kPairsPerFragment; ++r) {

@@ -162,7 +162,7 @@ Status DeviceCodedRows<Machine>::attend_rows(const DeviceAttendBody& body, Atten
 
 template <class Machine>
 Status DeviceCodedRows<Machine>::attend(const DeviceAttendBody& body) {
-  const bool has_books = host_layers_[body.layer].families[0].books != nullptr;
+  const bool has_books = host_layers_[body.layer].books[0].codebook != nullptr;
   if (host_->is_raw_layer(body.layer) || !has_books) {
     return attend_rows(body, AttendedRows::kAllAsRaw);
   }

@@ -17,7 +17,7 @@ namespace tierkv::store {
 
 // What all sequences share of a layer.
 struct DeviceLayer {
-  DeviceFamily families[2];
+  DeviceBook books[2];
   DeviceRope rope;
   int32_t is_raw = 0;    // blocks stay raw
   int32_t is_ready = 0;  // codebooks, means and steps are there before the tokens are

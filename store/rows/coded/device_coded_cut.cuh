@@ -11,7 +11,7 @@ Status DeviceCodedRows<Machine>::read_to(const ReadTarget& to) {
   const int64_t elements = int64_t{to.range.count()} * heads() * head_dim();
   if (Status s = run(ReadRawTokens{device_, to}, elements, 1024); !s) return s;
   const DeviceLayer& layer = host_layers_[to.layer];
-  if (layer.families[0].books == nullptr) return Status::ok();
+  if (layer.books[0].codebook == nullptr) return Status::ok();
   const MakeReadRanges make{device_, to, scratch_.ranges};
   if (Status s = run(make, 2 * heads(), MakeReadRanges::kThreads); !s) return s;
   for (const Component c : {Component::kKey, Component::kValue}) {
@@ -23,7 +23,7 @@ Status DeviceCodedRows<Machine>::read_to(const ReadTarget& to) {
     decode.status = scratch_.status;
     const DeviceRowTables& t = device_.tables;
     decode.rows = {t.key_scales, t.key_means, t.value_steps, layer.rope, t.rows, head_dim()};
-    decode.family = layer.families[static_cast<int32_t>(c)];
+    decode.book = layer.books[static_cast<int32_t>(c)];
     decode.component = c;
     decode.dtype = to.dtype;
     decode.token_stride = int64_t{heads()} * head_dim();

@@ -161,7 +161,7 @@ template <int32_t kPer>
 Status DeviceCodedRows<Machine>::encode_group_of(const CodedCall& call, const CellGroup& group,
                                                  bool writes) {
   using Encode = EncodeCells<kPer>;
-  const int32_t base = Encode::kCallBytes + encode_cta_bytes(WeightedEncode{});
+  const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
   const int32_t each = encode_warp_bytes(kPer * kWarpLanes);
   const int32_t half = machine_.shared_bytes() / 2 - 1024;
   const int32_t room = half >= base + each ? half : machine_.shared_bytes();

@@ -156,7 +156,7 @@ Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
     if (Status s = upload(cheapest, book.cheapest); !s) return s;
     if (Status s = machine_.upload(books_ + at, &on_device, sizeof(on_device)); !s) return s;
     host_books_[at] = on_device;
-    host_layers_[layer].families[i] = {books_ + at, nullptr, 1, book.max_length};
+    host_layers_[layer].books[i] = {books_ + at, book.max_length};
   }
   host_layers_[layer].is_ready = per_slot_ ? 0 : 1;
   return Status::ok();
@@ -173,7 +173,7 @@ template <class Machine>
 Status DeviceCodedRows<Machine>::upload_shared(const RowFormat& host) {
   const auto& from = static_cast<const CodedRows&>(host);
   for (int32_t l = 0; l < layers(); ++l) {
-    if (from.books(l).empty() || host_layers_[l].families[0].books != nullptr) continue;
+    if (from.books(l).empty() || host_layers_[l].books[0].codebook != nullptr) continue;
     if (&from != host_) host_->set_books(l, from.books(l));
     if (Status s = upload_books(l); !s) return s;
   }

@@ -24,7 +24,7 @@ struct EncodeCells {
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
     // A layer that has no codebooks has no cells to encode.
-    if (encode->families[0].books == nullptr) return;
+    if (encode->books[0].codebook == nullptr) return;
     encode_weighted_items<kPer>(*encode, shared + kCallBytes);
   }
 
@@ -38,7 +38,6 @@ struct EncodeCells {
     e.keys = call.staged(Component::kKey, 0);
     e.values = call.staged(Component::kValue, 0);
     e.decided = call.decided;
-    e.saturates = true;
     e.ranges = call.ranges + int64_t{cells.first} * heads;
     e.rows.key_scales = tables.key_scales;
     e.rows.key_means = tables.key_means;
@@ -47,7 +46,7 @@ struct EncodeCells {
     e.rows.num_rows = tables.rows;
     e.rows.head_dim = call.head_dim();
     for (int32_t c = 0; c < 2; ++c) {
-      e.families[c] = layer.families[c];
+      e.books[c] = layer.books[c];
       e.places[c] = call.places[c];
     }
     if (writes) e.bytes = call.device.view.pages.base;

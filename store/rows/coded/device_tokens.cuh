@@ -116,7 +116,7 @@ struct GatherTokens {
     WeightedRange range;
     if (coded) {
       range.at = int64_t{row} * kBlockTokens * dims;
-      range.significance = int64_t{row} * kBlockTokens;
+      range.decided = int64_t{row} * kBlockTokens;
       range.first = at.first, range.last = at.end;
       range.row = call.device.row(cell.slot, cell.layer, kv_head);
       range.first_block = static_cast<int32_t>(cell.cell * heads() + kv_head - cell.block);
@@ -314,20 +314,20 @@ struct DecodeOldBlocks {
     WeightedDecode d;
     d.rows.head_dim = call.head_dim();
     d.component = Component::kValue;
-    d.family.max_length = max_length;
+    d.book.max_length = max_length;
     d.max_block_bytes = max_block_bytes;
     return d;
   }
   TKV_HD static int32_t shared_bytes(const WeightedDecode& d) {
-    return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeFamilyBytes + 16 +
+    return kCallBytes + 2 * weighted_region_bytes(d) + kDecodeBookBytes + 16 +
            kThreads / kWarpLanes * weighted_decode_warp_bytes(d);
   }
 
  private:
   __device__ WeightedDecode decode_call(int32_t layer, Component c) const {
-    const DeviceFamily& family = call.device.layers[layer].families[static_cast<int32_t>(c)];
-    WeightedDecode d = shape_of_call(family.max_length);
-    d.family = family;
+    const DeviceBook& book = call.device.layers[layer].books[static_cast<int32_t>(c)];
+    WeightedDecode d = shape_of_call(book.max_length);
+    d.book = book;
     d.component = c;
     d.bytes = call.device.view.pages.base;
     return d;
@@ -335,33 +335,34 @@ struct DecodeOldBlocks {
 
   __device__ void decode_blocks(const WeightedDecode& decode, int32_t layer,
                                 uint8_t* shared) const {
-    if (decode.family.books == nullptr) return;
+    if (decode.book.codebook == nullptr) return;
     const auto region_bytes = static_cast<uint32_t>(weighted_region_bytes(decode));
     const uint32_t start = shared_address(shared);
     uint8_t* const region =
         shared + ((start + region_bytes - 1) / region_bytes * region_bytes - start);
-    auto* const family = reinterpret_cast<DecodeFamily*>(region + region_bytes);
-    load_family(decode, family, region);
+    auto* const book = reinterpret_cast<DecodeBook*>(region + region_bytes);
+    load_book(decode, book, region);
     const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
     uint8_t* const mine =
-        region + region_bytes + kDecodeFamilyBytes + warp * weighted_decode_warp_bytes(decode);
+        region + region_bytes + kDecodeBookBytes + warp * weighted_decode_warp_bytes(decode);
     const WeightedDecodeWarp memory{nullptr, reinterpret_cast<float*>(mine),
                                     reinterpret_cast<int16_t*>(mine + kFactorBytes), nullptr,
                                     mine + kFactorBytes + kCodesTileBytes};
-    FamilyReader tables(*family, region, 4 << decode.family.max_length);
+    TableReader reader(book->codebook, region);
     const int32_t heads = call.heads();
     const Positions cells = cells_of_layer(call, group, layer);
     for (int32_t i = warp_of_grid(); i < cells.count() * heads; i += warps_of_grid()) {
       const int32_t row = cells.first * heads + i;
       const CellOf cell = cell_of(call, group, row / heads);
       if (is_written(call, cell, EntryForm::kCoded))
-        decode_block(decode, row, cell, tables, memory);
+        decode_block(decode, row, cell, book->codebook, reader, memory);
       __syncwarp();
     }
   }
 
   __device__ void decode_block(const WeightedDecode& decode, int32_t row, const CellOf& cell,
-                               FamilyReader& tables, const WeightedDecodeWarp& memory) const {
+                               const DeviceCodebook& book, TableReader& reader,
+                               const WeightedDecodeWarp& memory) const {
     const EntryDraft& draft = call.entries[cell.entry];
     const int32_t first = call.device.shape.first_of(cell.block);
     const int32_t tokens = CodedShape::end_of(cell.block, draft.coded) - first;
@@ -388,7 +389,8 @@ struct DecodeOldBlocks {
     WeightedDecode own = decode;
     own.bytes = bytes;
     own.size = int64_t{ref.units} * kUnitBytes;
-    const StatusCode code = decode_block_tiles(own, target, {0, ref.units}, tables, memory, finish);
+    const StatusCode code =
+        decode_block_tiles(own, target, {0, ref.units}, book, reader, memory, finish);
     if (code != StatusCode::kOk && lane_index() == 0) {
       report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/gpu/coded/weighted_batch.h"
+#include "bench/baselines/weighted/weighted_calls.h"
 #include "codec/host/coded/weighted_block.h"
 #include "tests/gpu/device_array.cuh"
 #include "tests/support/fresh_random.h"
@@ -20,27 +20,19 @@ namespace {
 
 using test::DeviceArray;
 
-// The books of a component in device memory.
-struct DeviceBooks {
-  std::vector<std::unique_ptr<DeviceArray<uint32_t>>> words, tables;
-  std::vector<std::unique_ptr<DeviceArray<uint16_t>>> cheapest;
-  std::unique_ptr<DeviceArray<DeviceCodebook>> books;
-  DeviceArray<uint8_t> book_of;
-  DeviceFamily family;
+// A codebook in device memory.
+struct DeviceBookOf {
+  DeviceArray<uint32_t> words, table;
+  DeviceArray<uint16_t> cheapest;
+  std::unique_ptr<DeviceArray<DeviceCodebook>> codebook;
+  DeviceBook book;
 
-  explicit DeviceBooks(const BookChoice& choice) : book_of(choice.book_of) {
-    std::vector<DeviceCodebook> all;
-    for (const Codebook& book : choice.family.books) {
-      words.push_back(std::make_unique<DeviceArray<uint32_t>>(encoder_words(book)));
-      tables.push_back(std::make_unique<DeviceArray<uint32_t>>(device_table(book)));
-      cheapest.push_back(std::make_unique<DeviceArray<uint16_t>>(book.cheapest));
-      DeviceCodebook d = device_codebook(book);
-      d.words = words.back()->get(), d.table = tables.back()->get();
-      d.cheapest = cheapest.back()->get();
-      all.push_back(d);
-    }
-    books = std::make_unique<DeviceArray<DeviceCodebook>>(all);
-    family = {books->get(), book_of.get(), static_cast<int32_t>(all.size()), 12};
+  explicit DeviceBookOf(const Codebook& of)
+      : words(encoder_words(of)), table(device_table(of)), cheapest(of.cheapest) {
+    DeviceCodebook d = device_codebook(of);
+    d.words = words.get(), d.table = table.get(), d.cheapest = cheapest.get();
+    codebook = std::make_unique<DeviceArray<DeviceCodebook>>(std::vector<DeviceCodebook>{d});
+    book.codebook = codebook->get();
   }
 };
 
@@ -75,7 +67,6 @@ class GpuWeighted : public RandomTest {
     WeightedShape s;
     s.head_dim = s.rotary_dims = head_dim;
     s.rows = 6, s.tokens = 1100 + below(200), s.sinks = variant % 2 == 0 ? 4 : below(60);
-    s.books = variant == 0 ? 1 : 1 + below(4);
     s.streams = 1 + variant % 2;
     s.dtype = variant % 2 == 0 ? DType::kFloat16 : DType::kBFloat16;
     s.key_step = variant == 3 ? 0.05 : 0.5;  // wide codes and raw blocks
@@ -91,18 +82,17 @@ WeightedEncode encode_call(const WeightedWorld& w, const DeviceRows& rows) {
   WeightedEncode call;
   call.ranges = rows.ranges.get();
   call.rows = rows.rows;
-  call.scale = w.scale;
   call.token_stride = w.stride();
   call.dtype = w.shape.dtype;
   call.num_ranges = w.shape.rows, call.most_blocks = w.row_blocks();
   return call;
 }
 
-void expect_hosts_bytes(const WeightedWorld& w, bool by_cursor) {
+void expect_hosts_bytes(const WeightedWorld& w) {
   const DeviceRows rows(w);
-  const DeviceBooks keys(w.books[0]), values(w.books[1]);
+  const DeviceBookOf keys(w.book(0)), values(w.book(1));
   const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
-  const DeviceArray<float> significance(w.significance);
+  const DeviceArray<std::array<uint8_t, 4>> decided(w.decided());
   const size_t blocks = w.blocks.size();
   const uint32_t slot = 2 * kMaxWeightedBlockBytes / 16;
   std::vector<WeightedPlace> slots[2];
@@ -112,23 +102,20 @@ void expect_hosts_bytes(const WeightedWorld& w, bool by_cursor) {
   const DeviceArray<WeightedPlace> places[2] = {DeviceArray<WeightedPlace>(slots[0]),
                                                 DeviceArray<WeightedPlace>(slots[1])};
   const DeviceArray<uint4> bytes(2 * blocks * slot, 0xa5);
-  const DeviceArray<unsigned long long> cursor(1, 0);
   const DeviceArray<StatusCode> status(2 * blocks, 0xa5);
   WeightedEncode call = encode_call(w, rows);
   call.keys = k.get(), call.values = v.get();
-  call.significance = w.shape.significance ? significance.get() : nullptr;
-  call.families[0] = keys.family, call.families[1] = values.family;
+  call.decided = reinterpret_cast<const uint8_t(*)[4]>(decided.get());
+  call.books[0] = keys.book, call.books[1] = values.book;
   for (int32_t c = 0; c < 2; ++c) call.places[c] = places[c].get();
   call.bytes = reinterpret_cast<uint8_t*>(bytes.get());
   call.size = static_cast<int64_t>(bytes.size()) * 16;
-  call.cursor = by_cursor ? cursor.get() : nullptr;
   call.status = status.get();
   const Status s = encode_weighted(call, nullptr);
   ASSERT_TRUE(s) << s.message();
   const std::vector<uint4> got = bytes.read();
   const auto* first = reinterpret_cast<const uint8_t*>(got.data());
   for (const StatusCode code : status.read()) ASSERT_EQ(code, StatusCode::kOk);
-  int64_t units = 0;
   for (int32_t c = 0; c < 2; ++c) {
     const std::vector<WeightedPlace> at = places[c].read();
     for (size_t i = 0; i < blocks; ++i) {
@@ -136,10 +123,8 @@ void expect_hosts_bytes(const WeightedWorld& w, bool by_cursor) {
       ASSERT_EQ(at[i].units * size_t{16}, expected.size()) << "block " << i;
       ASSERT_TRUE(std::equal(expected.begin(), expected.end(), first + int64_t{16} * at[i].unit))
           << "block " << i << " component " << c;
-      units += at[i].units;
     }
   }
-  if (by_cursor) EXPECT_EQ(cursor.read()[0], static_cast<unsigned long long>(units));
 }
 
 TEST_F(GpuWeighted, EncodesTheHostsBytes) {
@@ -149,7 +134,7 @@ TEST_F(GpuWeighted, EncodesTheHostsBytes) {
       WeightedWorld w(rng_, shape(head_dim, variant));
       w.encode();
       if (HasFatalFailure()) return;
-      expect_hosts_bytes(w, variant != 0);
+      expect_hosts_bytes(w);
       if (HasFatalFailure()) return;
     }
   }
@@ -161,13 +146,15 @@ TEST_F(GpuWeighted, BadInputIsReportedByBlock) {
   w.x[0][w.at(1, 100) + 77] = 0x7e00;
   w.x[1][w.at(2, 200) + 5] = 0x7c00;
   const DeviceRows rows(w);
-  const DeviceBooks keys(w.books[0]), values(w.books[1]);
+  const DeviceBookOf keys(w.book(0)), values(w.book(1));
   const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
   const DeviceArray<WeightedPlace> places(w.blocks.size(), 0), others(w.blocks.size(), 0);
   const DeviceArray<StatusCode> status(2 * w.blocks.size(), 0xa5);
   WeightedEncode call = encode_call(w, rows);
   call.keys = k.get(), call.values = v.get();
-  call.families[0] = keys.family, call.families[1] = values.family;
+  const DeviceArray<std::array<uint8_t, 4>> decided(w.decided());
+  call.decided = reinterpret_cast<const uint8_t(*)[4]>(decided.get());
+  call.books[0] = keys.book, call.books[1] = values.book;
   call.places[0] = places.get(), call.places[1] = others.get();
   call.status = status.get();
   ASSERT_TRUE(encode_weighted(call, nullptr));
@@ -182,54 +169,11 @@ TEST_F(GpuWeighted, BadInputIsReportedByBlock) {
   }
 }
 
-void expect_hosts_counts(const WeightedWorld& w) {
-  const DeviceRows rows(w);
-  const DeviceArray<uint16_t> k(w.x[0]), v(w.x[1]);
-  const DeviceArray<float> significance(w.significance);
-  const DeviceArray<uint32_t> pairs(2 * kHistogramCounts, 0), wide(2 * kHistogramCounts, 0);
-  const DeviceArray<StatusCode> status(2 * w.blocks.size(), 0xa5);
-  WeightedEncode call = encode_call(w, rows);
-  call.keys = k.get(), call.values = v.get();
-  call.significance = w.shape.significance ? significance.get() : nullptr;
-  call.status = status.get();
-  WeightedCounts counts;
-  for (int32_t c = 0; c < 2; ++c) {
-    counts.pairs[c] = pairs.get() + c * kHistogramCounts;
-    counts.wide[c] = wide.get() + c * kHistogramCounts;
-  }
-  const Status counted = count_weighted(call, counts, nullptr);
-  ASSERT_TRUE(counted) << counted.message();
-  for (const StatusCode code : status.read()) ASSERT_EQ(code, StatusCode::kOk);
-  const std::vector<uint32_t> got_pairs = pairs.read(), got_wide = wide.read();
-  for (int32_t c = 0; c < 2; ++c) {
-    SCOPED_TRACE("component " + std::to_string(c));
-    const auto component = static_cast<Component>(c);
-    const size_t first = static_cast<size_t>(c) * kHistogramCounts;
-    expect_equal_counts(
-        histogram_of_counts(component, w.shape.head_dim, &got_pairs[first], &got_wide[first]),
-        w.counted(component));
-  }
-}
-
-// Codebooks of counts are those of codebook_batch_test.cu.
-TEST_F(GpuWeighted, CountsTheHostsPairs) {
-  for (const int32_t head_dim : {64, 96, 128, 256}) {
-    for (int32_t variant = 0; variant < 4; ++variant) {
-      SCOPED_TRACE("head_dim " + std::to_string(head_dim) + " variant " + std::to_string(variant));
-      WeightedWorld w(rng_, shape(head_dim, variant));
-      w.encode();
-      if (HasFatalFailure()) return;
-      expect_hosts_counts(w);
-      if (HasFatalFailure()) return;
-    }
-  }
-}
-
 void expect_hosts_numbers(std::mt19937& rng, const WeightedWorld& w, Component component,
                           int32_t bad_block) {
   const auto c = static_cast<int32_t>(component);
   DeviceRows rows(w);
-  const DeviceBooks books(w.books[c]);
+  const DeviceBookOf book(w.book(c));
   std::vector<uint8_t> all;
   std::vector<WeightedPlace> at;
   for (size_t i = 0; i < w.blocks.size(); ++i) {
@@ -264,7 +208,7 @@ void expect_hosts_numbers(std::mt19937& rng, const WeightedWorld& w, Component c
   call.out = out.get() + shift;
   call.status = status.get();
   call.rows = rows.rows;
-  call.family = books.family;
+  call.book = book.book;
   call.component = component;
   call.dtype = w.shape.dtype;
   call.size = static_cast<int64_t>(all.size());

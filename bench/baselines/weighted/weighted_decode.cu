@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/gpu/coded/weighted_decode.cuh"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "bench/baselines/weighted/weighted_calls.h"
+#include "codec/gpu/coded/weighted_decode.cuh"
 #include "gpu/cuda_device.cuh"
 
 namespace tierkv {
