@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of attention over channel blocks, for a cache of ChannelPages or one like it: a CTA
-// for an item of a row and a group of passes, then a warp for 128 dims of a query column whose
-// parts it joins.
+// The kernels of attention over channel blocks, of a cache as ChannelWarp takes it: a CTA for an
+// item of a row and a group of passes, then a warp for 128 dims of a query column whose parts it
+// joins.
 #pragma once
 
-#include "attention/channel/channel_pages.h"
+#include "attention/channel/channel_plan.h"
 #include "attention/channel/channel_warp.cuh"
 #include "attention/core/head_sum.cuh"
 #include "attention/core/parts_join.cuh"
 #include "attention/core/query_unit.h"
-#include "gpu/copies.cuh"
 #include "gpu/lanes.cuh"
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
@@ -21,14 +20,12 @@ template <class Cache>
 struct ChannelLaunch {
   Cache cache;
   ChannelCtas ctas;
-  ChannelPlan plan;
-  int32_t splits = 1;  // of every row, where the plan has no parts
+  int32_t splits = 1;  // of every row
   int32_t num_rows = 0;
   bool is_bfloat16 = false;
   const uint16_t* q = nullptr;   // [num_rows / kv_heads, q_len, kv_heads, group, head_dim]
   uint16_t* out = nullptr;       // likewise
   float* lse = nullptr;          // likewise without head_dim, or null
-  const float* sinks = nullptr;  // [kv_heads * group] or null
   StatusCode* status = nullptr;  // of row r at r * status_stride
   int32_t status_stride = 0;
   float scale_log2 = 0;
@@ -40,20 +37,6 @@ template <class Cache>
 __device__ void report_corrupt(const ChannelLaunch<Cache>& p, int32_t row) {
   atomicCAS(reinterpret_cast<int32_t*>(p.status) + row * p.status_stride,
             static_cast<int32_t>(StatusCode::kOk), static_cast<int32_t>(StatusCode::kCorrupt));
-}
-
-// What an item is to attend to; a cache has an item_of() of its own.
-//
-// Memory takes long to answer while all CTAs ask it for pages: the items of later ones are sent
-// for.
-inline constexpr int32_t kItemsAhead = 512;
-__device__ inline ChannelItem item_of(const ChannelLaunch<ChannelPages>& p, int32_t index) {
-  constexpr int32_t kItemsOfLine = 128 / static_cast<int32_t>(sizeof(ChannelItem));
-  const int32_t later = index + kItemsAhead;
-  if (threadIdx.x == 0 && later % kItemsOfLine == 0 && later < p.plan.num_items) {
-    prefetch_bytes(reinterpret_cast<const uint8_t*>(p.plan.items + later), sizeof(ChannelItem));
-  }
-  return p.plan.items[index];
 }
 
 // Where things lie in the dynamic shared memory of a CTA; its item, which would take registers for
@@ -85,11 +68,11 @@ class ChannelCta {
   __device__ ChannelCta(const ChannelLaunch<Cache>& p, uint8_t* shared) : p_(p), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
+    // A cache has an item_of() of its own.
     const ChannelItem item = item_of(p_, quotient(blockIdx.x, p_.ctas.groups));
-    if (item.row < 0) return;
     if (threadIdx.x == 0) *reinterpret_cast<ChannelItem*>(shared_) = item;
     const WarpShare share = share_of(item);
-    const typename Cache::Row line = p_.cache.row(item.table_row);
+    const typename Cache::Row line = p_.cache.row(item.row);
     // Asked for one after another, so that they are waited for together.
     const QueryPlace place = place_of_query(item.row);
     uint32_t words[kReadAtOnce];
@@ -228,18 +211,11 @@ class ChannelCta {
   __device__ __forceinline__ void attend(const WarpShare& share, typename Cache::Row line,
                                          int32_t id, float scale_log2) const {
     if (first_pass() + pass() >= p_.ctas.columns.passes) return;
-    int32_t seen[2] = {item().raw_tokens, item().raw_tokens};
-    if (ChannelTraits<Cache>::kHasNewest && p_.ctas.columns.q_len > 1) {
-      const int32_t column = 2 * static_cast<int32_t>(threadIdx.x % 4);
-      const int32_t row = pass_row(item().row, pass());
-      seen[0] -= p_.ctas.columns.hidden(row, column);
-      seen[1] -= p_.ctas.columns.hidden(row, column + 1);
-    }
     const auto report = [&] {
       if (threadIdx.x % 32 == 0) report_corrupt(p_, item().row);
     };
     Warp warp_attention(queries() + pass() * Warp::kQueryWords, scale_log2);
-    warp_attention.attend_raw(p_.cache, line, share.tiles, seen, report);
+    warp_attention.attend_raw(p_.cache, line, share.tiles, item().raw_tokens, report);
     warp_attention.attend_blocks(p_.cache, line, share.blocks, id, report);
     warp_attention.store_part(states(warp()), part(warp()));
   }
@@ -268,9 +244,7 @@ class ChannelCta {
     const int64_t place = columns.place(pass_row(item().row, pass), column);
     if (place < 0) return;
     sum.write(reinterpret_cast<__half*>(p_.out) + place * kHeadDim,
-              p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16,
-              p_.sinks == nullptr ? -INFINITY
-                                  : p_.sinks[columns.head(pass_row(item().row, pass), column)]);
+              p_.lse == nullptr ? nullptr : p_.lse + place, p_.is_bfloat16);
   }
 
   const ChannelLaunch<Cache>& p_;
@@ -324,12 +298,10 @@ inline constexpr int32_t kJoinedAtOnce = 4;      // parts, by each half of a war
 struct ChannelJoin {
   QueryColumns columns;
   int32_t head_dim = 0, num_rows = 0;
-  const ChannelParts* rows = nullptr;  // [num_rows]; null: of every row `splits`
-  int32_t splits = 1;
+  int32_t splits = 1;  // parts of every row
   bool is_bfloat16 = false;
   uint16_t* out = nullptr;
   float* lse = nullptr;
-  const float* sinks = nullptr;
   const SoftmaxState* states = nullptr;
   const float* parts = nullptr;
 };
@@ -339,12 +311,10 @@ ChannelJoin channel_join(const ChannelLaunch<Cache>& p) {
   join.columns = p.ctas.columns;
   join.head_dim = p.cache.layout.head_dim();
   join.num_rows = p.num_rows;
-  join.rows = p.plan.parts;
   join.splits = p.splits;
   join.is_bfloat16 = p.is_bfloat16;
   join.out = p.out;
   join.lse = p.lse;
-  join.sinks = p.sinks;
   join.states = p.states;
   join.parts = p.parts;
   return join;
@@ -363,21 +333,18 @@ inline __global__ void __launch_bounds__(32 * kChannelJoinWarps)
       static_cast<int32_t>(blockIdx.x) * kChannelJoinWarps + static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t row = index / (all_columns * slices), task = index % (all_columns * slices);
   if (row >= p.num_rows) return;
-  const ChannelParts parts =
-      p.rows == nullptr ? ChannelParts{row * p.splits, p.splits} : p.rows[row];
   const int32_t column = task / slices, dim = task % slices * kChannelJoinDims;
   const int32_t pass_row = row * columns.passes + column / columns.of_row;
   const int32_t of_pass = column % columns.of_row;
   const int64_t place = columns.place(pass_row, of_pass);
-  if (parts.count == 1 || place < 0) return;
-  const int64_t first = int64_t{parts.first} * all_columns + column;
+  if (place < 0) return;
+  const int64_t first = int64_t{row} * p.splits * all_columns + column;
   const SoftmaxState* state = p.states + first;
   const float* from = p.parts + first * p.head_dim + dim;
   PartsJoin<kChannelJoinDims, kJoinedAtOnce, true> sum(p.head_dim - dim);
-  sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, parts.count});
+  sum.join({state, state, from, from, all_columns, all_columns * p.head_dim, p.splits});
   sum.write({p.out + place * p.head_dim + dim,
-             p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16,
-             p.sinks == nullptr ? -INFINITY : p.sinks[columns.head(pass_row, of_pass)]});
+             p.lse == nullptr || dim != 0 ? nullptr : p.lse + place, p.is_bfloat16, -INFINITY});
 }
 
 }  // namespace tierkv

@@ -36,8 +36,6 @@ inline constexpr float kUnseen = -FLT_MAX;  // the reference of a column without
 // What sets caches apart.
 template <class Cache>
 struct ChannelTraits {
-  // Whether raw tokens are a row's newest, of which a query sees those up to its own.
-  static constexpr bool kHasNewest = true;
   // Places at the beginning of a row, at most a tile, that hold no tokens.
   TKV_HD static constexpr int32_t skipped(const Cache&) { return 0; }
 };
@@ -47,7 +45,11 @@ struct WarpUnits {
   int32_t first, end, step;
 };
 
-// Methods that read a row take the cache that it is of: ChannelCache, or ChannelPages.
+// Methods that read a row take the cache that it is of, which has
+//   Row, row(index)            where a row's tables are
+//   block_id(row, index)       -1 where they name no block of the pool
+//   block(id)                  a block's bytes, 16-byte aligned
+//   raw_tile(row, c, tile)     null where there is none
 template <int32_t kDim, CodeType kKeys, CodeType kValues>
 class ChannelWarp {
  public:
@@ -68,11 +70,11 @@ class ChannelWarp {
     }
   }
 
-  // Raw tiles of a row, of whose tokens the lane's columns see those before seen; once, before all
-  // blocks. report() where a tile is missing.
+  // Raw tiles of a row, which has so many tokens in them; once, before all blocks. report() where a
+  // tile is missing.
   template <class Cache, class Report>
   __device__ __forceinline__ void attend_raw(const Cache& cache, typename Cache::Row row,
-                                             WarpUnits units, const int32_t (&seen)[2],
+                                             WarpUnits units, int32_t tokens,
                                              const Report& report) {
     uint32_t query[kBlocks][2];
 #pragma unroll
@@ -96,7 +98,7 @@ class ChannelWarp {
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
         const int32_t token = tile * kTileTokens + lane() / 4 + 8 * (j / 2);
-        const bool is_seen = token < seen[j % 2] && token >= ChannelTraits<Cache>::skipped(cache);
+        const bool is_seen = token < tokens && token >= ChannelTraits<Cache>::skipped(cache);
         score[0][j] = is_seen ? score[0][j] * scale_log2_ : -INFINITY;
       }
       add_tokens(v, m, score);

@@ -74,10 +74,9 @@ class HeadSum {
     if (threadIdx.x % 32 == 0) *state = state_;
   }
 
-  // As output: out is [kHeadDim] of fp16 or bfloat16, lse may be null, sink is that of finish().
-  __device__ __forceinline__ void write(__half* out, float* lse, bool is_bfloat16 = false,
-                                        float sink = -INFINITY) const {
-    const FinishedState finished = finish(state_, sink);
+  // As output: out is [kHeadDim] of fp16 or bfloat16, lse may be null.
+  __device__ __forceinline__ void write(__half* out, float* lse, bool is_bfloat16 = false) const {
+    const FinishedState finished = finish(state_, -INFINITY);
     const float factor = finished.scale;
 #pragma unroll
     for (int32_t i = 0; i < kQuads; ++i) {

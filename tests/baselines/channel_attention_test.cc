@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "attention/channel/channel_pages.h"
+#include "attention/channel/channel_plan.h"
 #include "tests/baselines/channel_world.h"
 
 namespace tierkv::testing {
@@ -103,84 +103,10 @@ TEST(ChannelAttentionReference, EmptyRowsAndCorruptOnes) {
   EXPECT_EQ(code(), StatusCode::kInvalidArgument);
 }
 
-// Three pages of two blocks each, or of 16 raw tokens; row 1 of two is asked for.
-struct PagesOfTwo {
-  ChannelLayout layout = *make_channel_layout(channel_format(2, 2, 64), 64);
-  std::vector<ChannelLine> memory;
-  std::vector<int32_t> slots = {-1, -1, -1, -1, 2, 0, 1, 3};
-  ChannelPages pages;
-
-  PagesOfTwo() {
-    memory.resize(static_cast<size_t>(3) * 2 * layout.bytes / 128);
-    pages.layout = layout;
-    pages.base = memory.data()->bytes;
-    pages.page_bytes = 2 * layout.bytes;
-    pages.num_pages = 3;
-    pages.block_shift = 1;
-    pages.slots = slots.data();
-    pages.num_table_rows = 2;
-    pages.row_stride = 4;
-    pages.block_slots = 2;
-    pages.raw_slots = 2;
-  }
-};
-
-TEST(ChannelPages, FindsBlocksAndRawTiles) {
-  const PagesOfTwo p;
-  ASSERT_TRUE(p.pages.validate());
-  const uint8_t* base = p.pages.base;
-  const int32_t bytes = p.layout.bytes;
-  const ChannelPages::Row line = p.pages.row(1);
-  ASSERT_EQ(line, p.slots.data() + 4);
-  EXPECT_EQ(p.pages.row(2), nullptr);
-  EXPECT_EQ(p.pages.row(-1), nullptr);
-  // Page 2, then page 0.
-  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 0)), base + 4 * bytes);
-  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 1)), base + 5 * bytes);
-  EXPECT_EQ(p.pages.block(p.pages.block_id(line, 3)), base + bytes);
-  EXPECT_EQ(p.pages.block_id(line, 4), -1) << "behind the pages of blocks";
-  // Page 1, then one that the pool has not.
-  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 0), base + 2 * bytes);
-  EXPECT_EQ(p.pages.raw_tile(line, Component::kValue, 0), base + 2 * bytes + 2048);
-  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 1), nullptr);
-  EXPECT_EQ(p.pages.raw_tile(line, Component::kKey, 2), nullptr);
-  EXPECT_EQ(p.pages.block_id(nullptr, 0), -1);
-}
-
-TEST(ChannelPages, RefusesWhatLeadsOutside) {
-  using Change = void (*)(ChannelPages*);
-  constexpr Change kChanges[] = {[](ChannelPages* p) { p->num_pages = -1; },
-                                 [](ChannelPages* p) { p->block_shift = 2; },
-                                 [](ChannelPages* p) { p->page_bytes -= 128; },
-                                 [](ChannelPages* p) { p->page_bytes += 8; },
-                                 [](ChannelPages* p) { p->num_pages = INT32_MAX; },
-                                 [](ChannelPages* p) { p->raw_page_tokens = 32; },
-                                 [](ChannelPages* p) { p->raw_page_tokens = 8; },
-                                 [](ChannelPages* p) { p->raw_slots = 3; },
-                                 [](ChannelPages* p) { p->base += 16; },
-                                 [](ChannelPages* p) { p->slots = nullptr; }};
-  for (const Change change : kChanges) {
-    PagesOfTwo p;
-    change(&p.pages);
-    EXPECT_EQ(p.pages.validate().code(), StatusCode::kInvalidArgument) << &change - kChanges;
-  }
+TEST(ChannelPlan, GroupsOfQueryHeads) {
   EXPECT_TRUE(validate_channel_group(16));
   EXPECT_EQ(validate_channel_group(17).code(), StatusCode::kUnsupported);
   EXPECT_EQ(validate_channel_group(0).code(), StatusCode::kInvalidArgument);
-}
-
-TEST(ChannelPlan, AllowsWhatTheTablesHold) {
-  PagesOfTwo p;
-  p.pages.raw_page_tokens = 48;
-  p.pages.num_table_rows = 7;
-  const ChannelCtas ctas = channel_ctas(4, 3, 5, 64);
-  const ChannelPlanCall call = channel_plan_call(p.pages, ctas);
-  EXPECT_EQ(call.num_kv_heads, 5);
-  EXPECT_EQ(call.team, ctas.team);
-  EXPECT_EQ(call.most_blocks, 4) << "two pages of two blocks";
-  EXPECT_EQ(call.most_raw_tokens, 96) << "two pages of 48 tokens";
-  EXPECT_EQ(call.num_table_rows, 7);
-  EXPECT_EQ(call.least_raw_tokens, 2) << "all queries but the oldest";
 }
 
 }  // namespace

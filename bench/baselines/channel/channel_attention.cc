@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "attention/channel/channel_pages.h"
+#include "attention/channel/channel_plan.h"
 
 namespace tierkv {
 namespace {

@@ -8,18 +8,18 @@ namespace tierkv {
 // A row as far as it can be.
 __device__ inline ChannelItem item_of(const ChannelLaunch<ChannelCache>& p, int32_t index) {
   ChannelItem item;
-  item.row = item.table_row = index / p.splits;
-  ChannelSequence held = {item.row, p.cache.block_count[item.row],
-                          p.cache.residual_tokens[item.row]};
-  if (held.blocks < 0 || held.blocks > p.cache.max_blocks || held.raw_tokens < 0 ||
-      held.raw_tokens >= p.cache.layout.tokens) {
+  item.row = index / p.splits;
+  int32_t blocks = p.cache.block_count[item.row], raw_tokens = p.cache.residual_tokens[item.row];
+  if (blocks < 0 || blocks > p.cache.max_blocks || raw_tokens < 0 ||
+      raw_tokens >= p.cache.layout.tokens) {
     if (threadIdx.x == 0) report_corrupt(p, item.row);
-    held = {};
+    blocks = raw_tokens = 0;
   }
+  const int32_t units = blocks + (raw_tokens + kTileTokens - 1) / kTileTokens;
   const int32_t split = index - item.row * p.splits;
-  item.first = channel_unit(held.units(), p.splits, split);
-  item.end = channel_unit(held.units(), p.splits, split + 1);
-  item.raw_tokens = held.raw_tokens;
+  item.first = channel_unit(units, p.splits, split);
+  item.end = channel_unit(units, p.splits, split + 1);
+  item.raw_tokens = raw_tokens;
   item.part = p.splits == 1 ? -1 : index;
   return item;
 }

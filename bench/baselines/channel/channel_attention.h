@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention over rows of channel blocks (channel_cache.h): one query of every
 // head of a group over the blocks and the raw residual of its row.
-// The kernel is that of attention/channel/channel_pages.h.
+// The kernel is that of attention/channel/channel_kernel.cuh.
 #pragma once
 
 #include <cstddef>

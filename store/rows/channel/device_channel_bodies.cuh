@@ -57,7 +57,7 @@ struct ChannelBodies {
 
 __device__ inline ChannelItem item_of(const ChannelLaunch<ChannelBodies>& p, int32_t index) {
   ChannelItem item;
-  item.row = item.table_row = index / p.splits;
+  item.row = index / p.splits;
   const int32_t body_end = p.cache.at[item.row / p.cache.num_kv_heads].body_end;
   const int32_t blocks = body_end / p.cache.layout.tokens;
   item.raw_tokens = p.cache.is_raw ? body_end : 0;
@@ -75,7 +75,6 @@ namespace tierkv {
 
 template <>
 struct ChannelTraits<store::ChannelBodies> {
-  static constexpr bool kHasNewest = false;
   TKV_HD static constexpr int32_t skipped(const store::ChannelBodies& cache) { return cache.sinks; }
 };
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "attention/channel/channel_pages.h"
+#include "attention/channel/channel_plan.h"
 #include "store/rows/channel/channel_rows.h"
 #include "store/rows/channel/device_channel_attention.h"
 #include "store/rows/channel/device_channel_kernels.cuh"
