@@ -60,13 +60,6 @@ Status token_failure(StatusCode code, int32_t i) {
   return Status(code, "token " + std::to_string(i) + what);
 }
 
-bool same_format(const HostPage& a, const HostPage& b, Component c) {
-  const PageLayout &x = a.layout, &y = b.layout;
-  if (x.tile(c).type.is_raw() && a.raw_dtype != b.raw_dtype) return false;
-  return x.tile(c).type == y.tile(c).type && x.groups(c) == y.groups(c) &&
-         a.rule_of(c) == b.rule_of(c) && x.head_dim() == y.head_dim();
-}
-
 }  // namespace
 
 Status check_page(const HostPage& page) {
@@ -294,77 +287,10 @@ void clear_slot(const HostPage& page, int32_t slot) {
   store_token(page, slot, nothing);
 }
 
-Status open_slot(const HostPage& page, int32_t slot) {
-  if (Status s = check_slots(page, slot, 1); !s) return s;
-  if (slot % kTileTokens == 0) clear_tile(page, slot / kTileTokens);
-  return Status::ok();
-}
-
-Status overwrite_token(const HostPage& page, int32_t slot, const TokenBatch& batch) {
-  TokenBatch one = batch;
-  one.count = 1;
-  if (batch.count < 1) return invalid_argument("the batch holds no token");
-  if (Status s = check_batch(page, slot, one); !s) return s;
-  TokenCodes token;
-  if (StatusCode code = quantize_row(page, one, 0, &token); code != StatusCode::kOk) {
-    return token_failure(code, 0);
-  }
-  store_token(page, slot, token);
-  return Status::ok();
-}
-
-Status move_token(const HostPage& from, int32_t from_slot, const HostPage& to, int32_t to_slot) {
-  if (Status s = check_slots(from, from_slot, 1); !s) return s.with_context("source");
-  if (Status s = check_slots(to, to_slot, 1); !s) return s.with_context("destination");
-  if (from.layout.head_dim() != to.layout.head_dim()) return invalid_argument("head_dim differs");
-  TokenCodes token;
-  load_token(from, from_slot, &token);
-  for (const Component c : kComponents) {
-    if (same_format(from, to, c)) continue;
-    float x[kMaxPageHeadDim];
-    dequantize_side(from, c, token.of(c), x);
-    const StatusCode code = quantize_side(to, c, x, &token.of(c));
-    if (code != StatusCode::kOk) return token_failure(code, from_slot);
-  }
-  store_token(to, to_slot, token);
-  return Status::ok();
-}
-
 Status clear_token(const HostPage& page, int32_t slot) {
   if (Status s = check_slots(page, slot, 1); !s) return s;
   clear_slot(page, slot);
   return Status::ok();
-}
-
-Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, int32_t last_slot) {
-  if (Status s = check_slots(page, slot, 1); !s) return s.with_context("page");
-  if (Status s = check_slots(last, last_slot, 1); !s) return s.with_context("last page");
-  if (!same_format(page, last, Component::kKey) || !same_format(page, last, Component::kValue))
-    return invalid_argument("pages of one tier have one format");
-  if (page.bytes != last.bytes || slot != last_slot) {
-    if (Status s = move_token(last, last_slot, page, slot); !s) return s;
-  }
-  clear_slot(last, last_slot);
-  return Status::ok();
-}
-
-Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
-                                    int32_t end_position, const PageRecord& record) {
-  if (Status s = check_slots(page, 0, used); !s) return s;
-  if (!page.layout.has_records()) return invalid_argument("the page has no records");
-  PageRecord r = kEmptyPageRecord;
-  r.reference_count = record.reference_count;
-  for (int32_t slot = 0; slot < used; ++slot) {
-    const int32_t position = page_position(page, slot);
-    const float score = page_score(page, slot);
-    if (position < first_position || position >= end_position) continue;
-    if (score < r.min_score || (score == r.min_score && position < r.min_position)) {
-      r.min_score = score;
-      r.min_slot = slot;
-      r.min_position = position;
-    }
-  }
-  return r;
 }
 
 }  // namespace tierkv

@@ -9,9 +9,7 @@
 // positions: those of a batch are not read, and those of a loaded token are -infinity and -1.
 //
 // A token is quantised alone (codec/format/quantize.h), then its codes are scattered by
-// code_position(). Moving a token to a page of another format (DiffKV's downgrade) is: dequantise
-// with the stored parameters, quantise again. Functions that fail leave the defined bytes of every
-// page as they were.
+// code_position(). Functions that fail leave the defined bytes of every page as they were.
 #pragma once
 
 #include <cstdint>
@@ -63,33 +61,8 @@ Status append_tokens(const HostPage& page, int32_t used, const TokenBatch& batch
 Status decode_tokens(const HostPage& page, int32_t first_slot, const TokenOutput& out);
 }  // namespace reference
 
-// Prepares a slot that is to be written for the first time: clears the tile when the slot is its
-// first.
-Status open_slot(const HostPage& page, int32_t slot);
-
-// Writes token 0 of the batch over whatever the slot held; its neighbours, which share words with
-// it, keep their codes.
-Status overwrite_token(const HostPage& page, int32_t slot, const TokenBatch& batch);
-
-// Writes the token of from_slot into to_slot in the format of `to`, with its score and position.
-// The source stays. Both may be one page, and one slot. A component whose format and raw type do
-// not change is copied bit for bit, the other is quantised again from its dequantised values:
-// kNonFinite, kOutOfRange when those cannot be held.
-Status move_token(const HostPage& from, int32_t from_slot, const HostPage& to, int32_t to_slot);
-
 // Makes a slot unused: codes 0, metadata 0, score -infinity, position -1.
 Status clear_token(const HostPage& page, int32_t slot);
-
-// Removes a token of a row's tier: the tier's last token (last slot in use of its last page) moves
-// into the hole and its own slot is cleared. `last` and `page` may be the same page and the slots
-// the same slot. kInvalidArgument when their layouts differ.
-Status remove_token(const HostPage& page, int32_t slot, const HostPage& last, int32_t last_slot);
-
-// The side table's minimum for a page of `used` tokens over positions first <= p < end (neither
-// sinks nor window): the least score, of equal scores the lowest position. reference_count is taken
-// from `record`. kInvalidArgument for a page without records.
-Result<PageRecord> scan_page_record(const HostPage& page, int32_t used, int32_t first_position,
-                                    int32_t end_position, const PageRecord& record);
 
 inline float page_score(const HostPage& page, int32_t slot) {
   if (!page.layout.has_records()) return kNoScore;

@@ -151,26 +151,6 @@ void append(Source* in, const HostPage& page) {
   require(memcmp(page.bytes, twin.data(), twin.size()) == 0, "plain and fast append differ");
 }
 
-void move_and_remove(Source* in, const HostPage& a, const HostPage& b) {
-  const int32_t slots[4] = {in->below(40) - 2, in->below(40) - 2, in->below(40) - 2,
-                            in->below(40) - 2};
-  const auto inside = [](const HostPage& p, int32_t slot) {
-    return slot >= 0 && slot < p.layout.tokens;
-  };
-  const Status moved = move_token(a, slots[0], b, slots[1]);
-  require(inside(a, slots[0]) && inside(b, slots[1]) ? moved.code() != StatusCode::kInvalidArgument
-                                                     : moved.code() == StatusCode::kInvalidArgument,
-          "move refuses exactly the slots outside");
-  (void)remove_token(a, slots[2], a, slots[3]);
-  (void)clear_token(b, slots[2]);
-  (void)open_slot(b, slots[3]);
-  const Result<PageRecord> record =
-      scan_page_record(a, slots[3], in->integer(), in->integer(), kEmptyPageRecord);
-  if (record && record->min_slot != kNoSlot) {
-    require(record->min_slot >= 0 && record->min_slot < slots[3], "the record names a slot in use");
-  }
-}
-
 // One field of the layout set to anything: refused, or it was its value already.
 void tamper(Source* in, HostPage page) {
   static_assert(sizeof(PageLayout) % 4 == 0);
@@ -188,10 +168,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static constexpr int32_t kHeadDims[] = {64, 96, 128, 256};
   Source in(data, size);
   const int32_t head_dim = kHeadDims[in.below(4)];
-  const Page a(&in, head_dim), b(&in, in.below(8) == 0 ? 64 : head_dim);
+  const Page a(&in, head_dim);
   decode(&in, a.page);
   append(&in, a.page);
-  if (a.page.layout.head_dim() == b.page.layout.head_dim()) move_and_remove(&in, a.page, b.page);
   tamper(&in, a.page);
   return 0;
 }
