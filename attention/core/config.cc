@@ -146,14 +146,6 @@ size_t attention_workspace_bytes(const AttentionConfig& config, const AttentionG
   return workspace_layout(config, grid, num_sequences).bytes;
 }
 
-size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences, int32_t tokens) {
-  const QueryColumns columns = query_columns(config);
-  const int64_t tiles =
-      tiles_of(tokens) + config.num_tiers;  // the last of each may be partly filled
-  const int64_t rows = static_cast<int64_t>(num_sequences) * config.num_kv_heads * columns.passes;
-  return static_cast<size_t>(rows * tiles * score_tile_bytes(score_columns(columns.of_row)));
-}
-
 const int32_t* attention_row_status(const AttentionConfig& config, const AttentionGrid& grid,
                                     int32_t num_sequences, int32_t layer,
                                     const AttentionWorkspace& workspace) {

@@ -105,8 +105,7 @@ struct Query {
   double sink;        // -infinity: none
 };
 struct QueryResult {
-  std::vector<double> out;            // [head_dim]
-  std::vector<double> probabilities;  // [tokens]
+  std::vector<double> out;  // [head_dim]
   double lse;
 };
 QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
@@ -123,15 +122,13 @@ QueryResult attend_row(const RowTokensDecoded& row, const Query& query) {
     logits[i] = dot * query.sm_scale;
     largest = std::fmax(largest, logits[i]);
   }
-  QueryResult result{std::vector<double>(query.head_dim, 0.0), std::vector<double>(tokens, 0.0),
-                     -infinity};
+  QueryResult result{std::vector<double>(query.head_dim, 0.0), -infinity};
   if (largest == -infinity) return result;
   double sum = std::exp(query.sink - largest);
   for (const double logit : logits) sum += std::exp(logit - largest);
   for (size_t i = 0; i < tokens; ++i) {
     const double p = std::exp(logits[i] - largest) / sum;
     if (p == 0) continue;
-    result.probabilities[i] = p;
     for (int32_t d = 0; d < query.head_dim; ++d) {
       result.out[d] += p * row.v[i * query.head_dim + d];
     }
@@ -157,8 +154,7 @@ double page_value(const PageLayout& layout, const uint8_t* page, Component compo
   return half_at(metadata) * code + half_at(metadata + 2);
 }
 
-Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call,
-                                         ReferenceWeights* weights) {
+Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call) {
   if (Status s = config.validate(); !s) return s;
   if (Status s = validate_tail(config, call.tail); !s) return s;
   const auto* q = static_cast<const uint16_t*>(call.q);
@@ -166,7 +162,6 @@ Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const At
   const int64_t columns =
       static_cast<int64_t>(call.batch.count) * config.q_len * config.num_q_heads;
   ReferenceOutput output{std::vector<double>(columns * dim), std::vector<double>(columns)};
-  if (weights != nullptr) weights->assign(columns, {});
   for (int32_t entry = 0; entry < call.batch.count; ++entry) {
     for (int32_t h = 0; h < config.num_kv_heads; ++h) {
       const Result<RowTokensDecoded> row = decode_row(config, call, entry, h);
@@ -181,7 +176,6 @@ Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const At
                                                config.q_len - 1 - query, sink});
         std::copy(result.out.begin(), result.out.end(), output.out.begin() + place * dim);
         output.lse[place] = result.lse;
-        if (weights != nullptr) (*weights)[place] = std::move(result.probabilities);
       }
     }
   }

@@ -27,13 +27,8 @@ struct ReferenceOutput {
   std::vector<double> lse;
 };
 
-// The probabilities that each query gives to the tokens of its row, in the order of the tiers:
-// [count, q_len, num_q_heads][tokens].
-using ReferenceWeights = std::vector<std::vector<double>>;
-
-// The same call as attend(), with all pointers in host memory; out, lse and scores are not used.
-// Pages or counts outside the pool or the tables are kCorrupt. `weights` may be null.
-Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call,
-                                         ReferenceWeights* weights = nullptr);
+// The same call as attend(), with all pointers in host memory; out and lse are not used. Pages
+// or counts outside the pool or the tables are kCorrupt.
+Result<ReferenceOutput> attend_reference(const AttentionConfig& config, const AttendCall& call);
 
 }  // namespace tierkv

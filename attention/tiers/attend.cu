@@ -95,7 +95,6 @@ Status validate_attend(const AttentionConfig& config, const AttendCall& call) {
     return invalid("out is null or not aligned");
   if (!is_aligned(call.lse, 4)) return invalid("lse is not aligned");
   if (!is_aligned(call.sinks, 4)) return invalid("sinks are not aligned");
-  if (!is_aligned(call.scores.memory, 8)) return invalid("scores are not aligned");
   return validate_tail(config, call.tail);
 }
 
@@ -137,10 +136,6 @@ Status attend_of(const AttentionConfig& config, const AttentionGrid& grid, const
   params.columns = query_columns(config);
   params.is_bfloat16 = config.dtype == DType::kBFloat16;
   params.tail = tail_source(config, call.tail);
-  if (call.scores.memory != nullptr) {
-    params.scores = token_scores(call.scores.memory, call.scores.bytes, params.rows.num_rows,
-                                 params.columns.of_row);
-  }
   params.q = call.q;
   params.out = call.out;
   params.lse = call.lse;

@@ -19,12 +19,10 @@ struct alignas(16) ChunkHeader {
 };
 static_assert(sizeof(ChunkHeader) == kChunkHeaderBytes, "one 16-byte access per header");
 
-// Where in its row a chunk is; kept where there are several queries or scores are left behind.
+// Where a chunk is among the newest tokens of its row that not every query sees, counted from its
+// first token; kept where there may be several queries.
 struct alignas(16) ChunkPlace {
-  // Counted from the chunk's first token, where one is among the newest of its row that not every
-  // query sees.
   TailOrder tail;
-  int32_t tile;  // the first, of the row
 };
 static_assert(sizeof(ChunkPlace) == kChunkHeaderBytes, "one 16-byte access per place");
 
@@ -101,11 +99,9 @@ class ChunkFeed {
 
   // Of the next chunk.
   __device__ __forceinline__ ChunkPlace place() const {
-    ChunkPlace place{{}, page_ * page_tiles_ + page_tile_};
-    if (tier_ == p_.tail.tier && !is_at_page()) place.tail = tail_order(place.tile * kTileTokens);
-#pragma unroll
-    for (int32_t t = 0; t < kAttentionTiers; ++t) {
-      if (t < tier_) place.tile += tiles_of(tokens_[t]);
+    ChunkPlace place{};
+    if (tier_ == p_.tail.tier && !is_at_page()) {
+      place.tail = tail_order((page_ * page_tiles_ + page_tile_) * kTileTokens);
     }
     return place;
   }

@@ -33,8 +33,8 @@ template <int32_t kClasses>
 Status prepare_decode(const DecodeSetup& setup) {
   using enum DecodeMode;
   const int32_t blocks = column_blocks(setup.of_row);
-  for (const DecodeMode mode : {kPlain, kNarrow, kScored, kFull, kBFloat16, kClassPlain,
-                                kClassNarrow, kClassFull, kClassBFloat16}) {
+  for (const DecodeMode mode :
+       {kPlain, kNarrow, kFull, kBFloat16, kClassPlain, kClassNarrow, kClassFull, kClassBFloat16}) {
     if (classes_of(mode) != kClasses) continue;
     const DecodeChoice choice{blocks, mode, setup.warps < kDecodeWarps};
     const DecodeKernelOf<kClasses> kernel = kernel_of<kClasses>(setup.head_dim, choice);

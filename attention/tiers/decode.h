@@ -8,7 +8,6 @@
 
 #include "attention/core/columns.h"
 #include "attention/core/online_softmax.h"
-#include "attention/tiers/token_scores.h"
 #include "attention/work/work.h"
 #include "tierkv/attention.h"
 
@@ -52,7 +51,6 @@ struct DecodeParamsOf {
   int32_t* row_status = nullptr;  // [num_rows / passes], kCorrupt is added
   float* parts = nullptr;  // [2 * grid][of_row][head_dim]: parts of rows that several CTAs share
   SoftmaxState* part_states = nullptr;  // [2 * grid][of_row]
-  TokenScores scores;                   // to be left behind; without codes: none
   float scale_log2 = 0;                 // sm_scale * log2(e)
   int32_t slot_bytes = 0;               // of one chunk in the ring
   int32_t slots = 0;                    // of a warp, at most kMaxSlots
@@ -108,12 +106,11 @@ TKV_HD constexpr int32_t column_blocks(int32_t of_row) {
 }
 // Kernels of their own, so that the usual one has none of the others' code.
 enum class DecodeMode {
-  kPlain,   // one block of columns, every query sees all tokens, no scores left behind
+  kPlain,   // one block of columns, every query sees all tokens
   kNarrow,  // plain, of at most kNarrowColumns columns
-  kScored,  // plain, with scores left behind
   kFull,
   kBFloat16,  // full, for q, out and raw pages of bfloat16
-  // The same for rows of several classes, which the full ones leave scores of.
+  // The same for rows of several classes.
   kClassPlain,
   kClassNarrow,
   kClassFull,
@@ -139,10 +136,7 @@ TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {
   if (p.is_bfloat16) return kHasClasses ? DecodeMode::kClassBFloat16 : DecodeMode::kBFloat16;
   const bool is_full =
       column_blocks(p.columns.of_row) > 1 || p.tail.tier != kAttentionTiers || p.sinks != nullptr;
-  if (is_full || (kHasClasses && p.scores.codes != nullptr)) {
-    return kHasClasses ? DecodeMode::kClassFull : DecodeMode::kFull;
-  }
-  if (p.scores.codes != nullptr) return DecodeMode::kScored;
+  if (is_full) return kHasClasses ? DecodeMode::kClassFull : DecodeMode::kFull;
   const bool is_narrow = p.columns.of_row <= kNarrowColumns;
   if (kHasClasses) return is_narrow ? DecodeMode::kClassNarrow : DecodeMode::kClassPlain;
   return is_narrow ? DecodeMode::kNarrow : DecodeMode::kPlain;
@@ -150,12 +144,7 @@ TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {
 // Of one block of columns; without masks, sinks and bfloat16.
 TKV_HD constexpr bool is_plain(DecodeMode mode) {
   const DecodeMode base = of_one_class(mode);
-  return base == DecodeMode::kPlain || base == DecodeMode::kNarrow || base == DecodeMode::kScored;
-}
-// Able to leave scores behind, and so in need of the places of chunks.
-TKV_HD constexpr bool may_leave_scores(DecodeMode mode) {
-  const DecodeMode base = of_one_class(mode);
-  return base != DecodeMode::kPlain && base != DecodeMode::kNarrow;
+  return base == DecodeMode::kPlain || base == DecodeMode::kNarrow;
 }
 template <int32_t kClasses>
 using DecodeKernelOf = void (*)(DecodeParamsOf<kClasses>);

@@ -33,7 +33,7 @@ class DecodeCta {
       : p_(params),
         warp_(held(static_cast<int32_t>(threadIdx.x) / 32)),
         lane_(threadIdx.x % 32),
-        attention_(params.columns, params.scores) {
+        attention_(params.columns) {
     const DecodeShared at =
         decode_shared(kHeadDim, p_.columns.of_row, p_.slot_bytes, p_.slots, warps());
     rings_ = shared_bytes;
@@ -51,7 +51,7 @@ class DecodeCta {
 
  private:
   static constexpr bool kIsPlain = is_plain(kMode);
-  static constexpr bool kKnowsPlaces = may_leave_scores(kMode);
+  static constexpr bool kKnowsPlaces = !kIsPlain;
   // The first chunk is made ready while the kernel before still runs; a place may need what that
   // kernel writes.
   static constexpr bool kPreparesFirst = !kKnowsPlaces;
@@ -72,9 +72,6 @@ class DecodeCta {
   __device__ __forceinline__ void attend(const WorkItem& item, const WorkItem& next);
   __device__ __forceinline__ const uint16_t* query() const {
     return static_cast<const uint16_t*>(p_.q);
-  }
-  __device__ __forceinline__ bool leaves_scores() const {
-    return kMode == DecodeMode::kScored || (kKnowsPlaces && p_.scores.codes != nullptr);
   }
   __device__ __forceinline__ int32_t early_chunks(const WorkItem& item, const Feed& feed) const;
   // The rows that began before an item and that go on behind it, or -1.
@@ -117,7 +114,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
   if (lane_ < p_.columns.of_row) states_[2 * warp_ * p_.columns.of_row + lane_] = SoftmaxState{};
   publish_barriers();
   if (!p_.plan_is_settled) wait_for_previous_kernel();
-  if (!leaves_scores()) let_next_kernel_start();
+  let_next_kernel_start();
   const int32_t index = blockIdx.x * warps() + warp_;
   const WorkItem item = p_.items[index], next = p_.items[index + 1];
   if (warp_ == 0 && lane_ == 0) ends_[0] = item;
@@ -158,8 +155,6 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
 #pragma unroll 1
   while (ring.pending() < early && feed.has_more() && feed.is_settled()) start_slot(ring.start());
   wait_for_previous_kernel();
-  // Whoever follows may at once read what this launch does not write.
-  if (leaves_scores()) let_next_kernel_start();
   if (item.tiles == 0) return;
   attention_.fetch_query(query(), item.row);
 #pragma unroll 1
@@ -305,9 +300,8 @@ DecodeKernel decode_kernel_of_blocks(DecodeMode mode, bool few_warps) {
   if (mode == kFull) return decode_kernel<kHeadDim, kColumnBlocks, kFull, false>;
   if (mode == kBFloat16) return decode_kernel<kHeadDim, kColumnBlocks, kBFloat16, false>;
   if constexpr (kColumnBlocks == 1) {
-    return mode == kPlain    ? decode_kernel<kHeadDim, 1, kPlain, false>
-           : mode == kNarrow ? decode_kernel<kHeadDim, 1, kNarrow, false>
-                             : decode_kernel<kHeadDim, 1, kScored, false>;
+    return mode == kPlain ? decode_kernel<kHeadDim, 1, kPlain, false>
+                          : decode_kernel<kHeadDim, 1, kNarrow, false>;
   }
   return nullptr;
 }

@@ -56,29 +56,20 @@ struct ChunkTokens {
   const ChunkPlace* place;  // null: a plain kernel's
 };
 
-// Where a lane leaves the scores of the next step of a chunk: those of token lane / 4 of its first
-// tile and of the first pair of columns, and the references of that pair and tile lane / 4.
-struct ScorePlace {
-  uint16_t* codes;
-  float* references;
-  int32_t tiles;  // that are left and have room; 0 in lanes without columns
-};
-
-// A plain one has one query and leaves no scores.
+// A plain one has one query.
 template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
 class WarpAttention {
  public:
   static constexpr int32_t kBlocks = kHeadDim / kDimBlock;
   static constexpr bool kIsPlain = is_plain(kMode);
   static constexpr bool kIsNarrow = of_one_class(kMode) == DecodeMode::kNarrow;
-  static constexpr bool kLeavesScores = may_leave_scores(kMode);
   static constexpr int32_t kLaneColumns = kIsNarrow ? 1 : 2;  // of a block, whose scores it has
   // For a second tile in a step: of 256 dims, or of 128 in two blocks, accumulators take most.
   static constexpr bool kHasRoom = kIsPlain || kColumnBlocks * kHeadDim <= 128;
   static constexpr bool kIsBFloat16 = of_one_class(kMode) == DecodeMode::kBFloat16;
 
-  __device__ __forceinline__ WarpAttention(const QueryColumns& columns, const TokenScores& scores)
-      : columns_(columns), scores_(scores) {}
+  __device__ __forceinline__ explicit WarpAttention(const QueryColumns& columns)
+      : columns_(columns) {}
 
   __device__ __forceinline__ void start_row() {
 #pragma unroll
@@ -208,9 +199,6 @@ class WarpAttention {
   template <CodeType kValues, int32_t kTiles>
   __device__ __forceinline__ void pack_weights(const float (&weight)[2][kLaneColumns], int32_t i,
                                                int32_t c, Step<kTiles>& s) const;
-  __device__ __forceinline__ ScorePlace place_scores(const ChunkTokens& chunk, int32_t first) const;
-  template <int32_t kTiles>
-  __device__ __forceinline__ void leave_scores(const Step<kTiles>& s, ScorePlace& place) const;
   template <int32_t kTiles>
   __device__ __forceinline__ void raise_reference(Step<kTiles>& s);
   __device__ __forceinline__ void scale_column(int32_t block, int32_t j, float factor);
@@ -220,7 +208,6 @@ class WarpAttention {
   __device__ __forceinline__ void sum_lanes();
 
   const QueryColumns& columns_;
-  const TokenScores& scores_;
   float out_[kColumnBlocks][kBlocks][4];  // in units of the current value format
   // B fragments, divided by the factors of the current key format.
   uint32_t query_[kColumnBlocks][kBlocks][2];
@@ -267,10 +254,6 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
   const uint8_t* v_metadata = v_codes + chunk.tiles * kValueBytes;
   const bool is_tail = !kIsPlain && chunk.place->tail.newest != kNoTail;
   const int32_t masked_below = is_tail ? kNoTail : kStepTokens;
-  // Those that know masks have no registers for a place or for scores while they add values.
-  const bool leaves_scores = kLeavesScores && (kIsPlain || scores_.codes != nullptr);
-  ScorePlace left_scores;
-  if (kIsPlain && leaves_scores) left_scores = place_scores(chunk, 0);
 #pragma unroll 1
   for (int32_t tokens = chunk.tokens; tokens > 0; tokens -= kStepTokens) {
     float products[kTiles][kColumnBlocks][4];
@@ -285,12 +268,7 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::a
       if (is_tail) mask_newest(chunk, chunk.tokens - tokens, s);
     }
     weigh<kValues>(s);
-    if (!kIsPlain && leaves_scores) {
-      left_scores = place_scores(chunk, chunk.tokens - tokens);
-      leave_scores(s, left_scores);
-    }
     add_values(values, s);
-    if (kIsPlain && leaves_scores) leave_scores(s, left_scores);
     k_codes += kTiles * kKeyBytes;
     k_metadata += kTiles * kKeyMetadata;
     v_codes += kTiles * kValueBytes;

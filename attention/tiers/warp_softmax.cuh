@@ -206,47 +206,4 @@ __device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::p
   }
 }
 
-// Of the step that begins with the chunk's token `first`.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-__device__ __forceinline__ ScorePlace WarpAttention<kHeadDim, kColumnBlocks, kMode>::place_scores(
-    const ChunkTokens& chunk, int32_t first) const {
-  const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
-  const int32_t first_tile = chunk.place->tile + first / kTileTokens;
-  const int64_t tile = scores_.tile(chunk.row, first_tile);
-  ScorePlace place;
-  place.codes = scores_.code(tile, g, 2 * t);
-  place.references = scores_.tile_references(tile + g) + 2 * t;
-  place.tiles = 2 * t < columns ? min((chunk.tokens - first + kTileTokens - 1) / kTileTokens,
-                                      scores_.stride_tiles - first_tile)
-                                : 0;
-  return place;
-}
-
-// The scores of a step to its place, which becomes that of the next one; after weigh(), whose
-// reference they are relative to.
-template <int32_t kHeadDim, int32_t kColumnBlocks, DecodeMode kMode>
-template <int32_t kTiles>
-__device__ __forceinline__ void WarpAttention<kHeadDim, kColumnBlocks, kMode>::leave_scores(
-    const Step<kTiles>& s, ScorePlace& place) const {
-  const int32_t g = lane() / 4, t = lane() % 4, columns = scores_.columns;
-#pragma unroll
-  for (int32_t c = 0; c < kColumnBlocks; ++c) {
-    if (c > 0 && kBlockColumns * c + 2 * t >= columns) continue;
-#pragma unroll
-    for (int32_t i = 0; i < kTiles; ++i) {
-      if (i >= place.tiles) continue;
-      const auto& x = s.score[i][c];
-      *reinterpret_cast<uint2*>(place.codes + i * kTileTokens * columns + 2 * kBlockColumns * c) =
-          uint2{score_code_pair(x[0][0], x[0][1]), score_code_pair(x[1][0], x[1][1])};
-    }
-    if (g < kTiles && g < place.tiles) {
-      *reinterpret_cast<float2*>(place.references + kBlockColumns * c) =
-          float2{reference_[c][0], reference_[c][1]};
-    }
-  }
-  place.codes += kTiles * kTileTokens * columns;
-  place.references += kTiles * reference_columns(columns);
-  place.tiles -= kTiles;
-}
-
 }  // namespace tierkv

@@ -135,16 +135,6 @@ struct AttentionTail {
   bool is_elsewhere = false;
 };
 
-// Device memory in which attend() leaves every token's scores, from which probabilities can be
-// found (attention/tiers/token_scores.h). 8-byte aligned; for one stream.
-struct AttentionScores {
-  void* memory = nullptr;
-  size_t bytes = 0;
-};
-// For rows of up to `tokens` tokens in all of their tiers.
-TKV_API size_t attention_score_bytes(const AttentionConfig& config, int32_t num_sequences,
-                                     int32_t tokens);
-
 // Which pages of a tier are settled: see AttendCall.
 enum class Settled : int32_t {
   kNothing,
@@ -164,7 +154,6 @@ struct AttendCall {
   // denominator and has no value; finite, or -infinity for none. Null: no head has one.
   const float* sinks = nullptr;
   AttentionTail tail;
-  AttentionScores scores;  // null: none are left; too few bytes leave out the last tokens of rows
   // The plan and the tables are settled when nothing that may still run writes them: neither the
   // kernel that precedes this call on the stream, nor a kernel that may still run beside that one.
   // (attend() with a settled plan begins before its predecessor has ended.) The predecessor may

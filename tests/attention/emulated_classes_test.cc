@@ -9,7 +9,6 @@ namespace tierkv {
 namespace {
 
 using test::check;
-using test::check_scores;
 using test::tier;
 using test::WorldShape;
 
@@ -72,15 +71,6 @@ TEST(EmulatedDecode, ClassesOfHeadsInEveryMode) {
       }
     }
   }
-}
-
-TEST(EmulatedDecode, ClassesLeaveScores) {
-  WorldShape shape;
-  shape.num_kv_heads = 3;
-  shape.tiers = {tier(0, 8, 4), tier(1, 4, 2), tier(2, 16, 16)};
-  shape.classes = {{token_wise_tier(4, 2), *parse_tier_format("k2nv2n"), raw_tier()}};
-  shape.tokens = {{65, 17, 40}, {0, 200, 3}};
-  check_scores(shape, 203);
 }
 
 }  // namespace

@@ -40,7 +40,6 @@ DecodeKernelOf<kClasses> kernel_of(int32_t head_dim, const DecodeParamsOf<kClass
 
 // What a run differs in from the usual one.
 struct DecodeRun {
-  int32_t score_tokens = 0;
   std::function<void()> after_plan;
   int32_t guard_rows = 0;  // behind those of the batch, in out and lse
   bool is_guard_whole = true;
@@ -48,7 +47,6 @@ struct DecodeRun {
 
 template <int32_t kClasses>
 DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun* run) {
-  const int32_t score_tokens = run->score_tokens;
   const AttentionConfig& config = world.config;
   const QueryColumns columns_of = query_columns(config);
   const int32_t of_row = columns_of.of_row, dim = config.head_dim;
@@ -98,12 +96,6 @@ DecodeOutput emulate(World& world, int32_t ctas, std::mt19937_64& rng, DecodeRun
   p.part_states = part_states.data();
   p.scale_log2 = static_cast<float>(config.sm_scale * 1.4426950408889634);
   DecodeOutput result;
-  if (score_tokens > 0) {
-    result.score_bytes.resize(attention_score_bytes(config, world.sequences(), score_tokens), 0xee);
-    p.scores =
-        token_scores(result.score_bytes.data(), result.score_bytes.size(), p.rows.num_rows, of_row);
-    result.scores = p.scores;
-  }
   EXPECT_LE(decode_shared(dim, of_row, p.slot_bytes, p.slots, p.warps).bytes,
             static_cast<int32_t>(sizeof(shared_bytes)));
   const auto run_in_random_order = [&](int32_t num_ctas, int32_t threads, const auto& kernel) {
@@ -140,35 +132,10 @@ double tolerance_of(DType dtype) {
   return dtype == DType::kBFloat16 ? 4e-3 : 2e-3;
 }
 
-// Compares the probabilities of one column of a row with the reference's weights.
-void expect_probabilities(const World& world, const DecodeOutput& got, int32_t row, int32_t column,
-                          const std::vector<double>& weights, double lse) {
-  const AttentionConfig& config = world.config;
-  int32_t first_tile = 0;
-  size_t token = 0;
-  for (int32_t t = 0; t < config.num_tiers; ++t) {
-    const int32_t table_row = row / query_columns(config).passes;  // one layer, in order
-    const int32_t tokens = world.tokens[table_row].of[config.tiers[t].side];
-    for (int32_t i = 0; i < tokens; ++i, ++token) {
-      const int64_t tile = got.scores.tile(row, first_tile + i / kTileTokens);
-      const float p =
-          score_probability(*got.scores.code(tile, i % kTileTokens, column),
-                            got.scores.tile_references(tile)[column], static_cast<float>(lse));
-      // Half a step of the code and the error of the LSE; what lies below the codes is 0.
-      ASSERT_NEAR(p, weights[token], 2e-3 * weights[token] + 1e-7)
-          << "row " << row << " column " << column << " token " << token;
-    }
-    first_tile += tiles_of(tokens);
-  }
-  ASSERT_EQ(token, weights.size());
-}
-
 }  // namespace
 
-DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng,
-                            int32_t score_tokens) {
+DecodeOutput emulate_decode(World& world, int32_t ctas, std::mt19937_64& rng) {
   DecodeRun run;
-  run.score_tokens = score_tokens;
   return emulate(world, ctas, rng, &run);
 }
 
@@ -204,27 +171,6 @@ void check(WorldShape shape, int32_t ctas) {
     }
   }
   EXPECT_THAT(got.row_status, ::testing::Each(0));
-}
-
-void check_scores(const WorldShape& shape, int32_t tokens) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed " << seed);
-  std::mt19937_64 rng(seed);
-  World world = make_world(shape, rng);
-  ReferenceWeights weights;
-  const Result<ReferenceOutput> expected = attend_reference(world.config, world.call(), &weights);
-  ASSERT_TRUE(expected.is_ok()) << expected.status().message();
-  const DecodeOutput got = emulate_decode(world, 4, rng, tokens);
-  EXPECT_LT(relative_error(got.out, expected->out), tolerance_of(shape.dtype));
-  const QueryColumns columns = query_columns(world.config);
-  const int32_t rows = world.sequences() * world.config.num_kv_heads * columns.passes;
-  for (int32_t row = 0; row < rows; ++row) {
-    for (int32_t column = 0; column < columns.of_row; ++column) {
-      const int64_t place = columns.place(row, column);
-      if (place < 0) continue;
-      expect_probabilities(world, got, row, column, weights[place], got.lse[place]);
-    }
-  }
 }
 
 }  // namespace test

@@ -17,7 +17,6 @@ namespace tierkv {
 namespace {
 
 using test::check;
-using test::check_scores;
 using test::DecodeOutput;
 using test::emulate_decode;
 using test::make_world;
@@ -168,20 +167,6 @@ TEST(EmulatedDecode, BFloat16QueriesOfAnySize) {
     shape.tiers = {tier(2, 16, 16), tier(0, 8, 4), tier(1, 4, 2)};
     shape.tokens = {{20, 70, 30}};
     check(shape, 2);
-  }
-}
-
-TEST(EmulatedDecode, LeavesTheScoresOfItsTokens) {
-  for (const int32_t group : {1, 3, 4, 12}) {
-    for (const int32_t q_len : {1, 3}) {
-      SCOPED_TRACE(::testing::Message() << "group " << group << " q_len " << q_len);
-      WorldShape shape;
-      shape.group = group;
-      shape.q_len = q_len;
-      shape.tiers = {tier(0, 8, 4), tier(1, 4, 2), tier(2, 16, 16)};
-      shape.tokens = {{65, 17, 40}, {0, 0, 0}, {0, 200, 3}, {0, 0, 1}};
-      check_scores(shape, 203);
-    }
   }
 }
 
