@@ -10,6 +10,7 @@
 
 #include "bench/baselines/weighted/weighted_calls.h"
 #include "bench/gpu/codec_bench.cuh"
+#include "codec/format/element.h"
 #include "codec/host/coded/weighted_books.h"
 #include "codec/host/coded/weighted_rows.h"
 
