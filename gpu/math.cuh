@@ -63,11 +63,6 @@ __device__ __forceinline__ uint32_t equal_halves(uint32_t x, uint32_t y) {
   asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-__device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
 
 // a * b + c, rounded once, of both halves.
 __device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {

@@ -15,11 +15,6 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
   return x;
 }
-__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
-  uint16_t x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
-  return x;
-}
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 x;
@@ -31,9 +26,6 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
 // Unordered with what the compiler reads and writes by itself: barriers follow.
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
-}
-__device__ __forceinline__ void store_shared_u16(uint32_t address, uint16_t x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x));
 }
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),

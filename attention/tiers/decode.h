@@ -59,8 +59,6 @@ struct DecodeParamsOf {
   bool is_bfloat16 = false;      // q, out and raw pages; otherwise fp16
   uint8_t warps = kDecodeWarps;  // of a CTA, at most kDecodeWarps
 };
-using DecodeParams = DecodeParamsOf<1>;
-using ClassDecodeParams = DecodeParamsOf<kMaxAttentionClasses>;
 
 // In a part in shared memory, dim d of a column is at d ^ part_swizzle(column): stores of a warp,
 // 8 dims of four columns 1 or 2 apart, are then free of conflicts.

@@ -364,14 +364,4 @@ TKV_HD int32_t tile_at_cost(const Divisor* tile_cost, const int32_t* tokens, uin
   return 0;
 }
 
-// The tier of the tile where an item starts; kAttentionTiers where its row has no tokens.
-TKV_HD int32_t tier_of_tile(const WorkItem& item) {
-  int32_t end = 0;
-  for (int32_t t = 0; t < kAttentionTiers; ++t) {
-    end += tiles_of(item.tier[t]);
-    if (item.tile < end) return t;
-  }
-  return kAttentionTiers;
-}
-
 }  // namespace tierkv

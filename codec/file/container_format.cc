@@ -39,16 +39,6 @@ uint64_t xxh3(const uint8_t* bytes, size_t size) {
   return XXH3_64bits(bytes, size);
 }
 
-uint64_t xxh3_padded(const uint8_t* bytes, size_t size) {
-  static constexpr uint8_t kZeros[kChunkAlignment] = {};
-  if (align_chunk(size) == size) return xxh3(bytes, size);
-  XXH3_state_t state;
-  XXH3_64bits_reset(&state);
-  XXH3_64bits_update(&state, bytes, size);
-  XXH3_64bits_update(&state, kZeros, align_chunk(size) - size);
-  return XXH3_64bits_digest(&state);
-}
-
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]) {
   std::vector<uint8_t> bytes(kContainerMagic, kContainerMagic + kMagicBytes);
   ByteWriter w(&bytes);

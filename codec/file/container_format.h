@@ -31,8 +31,6 @@ struct ContainerHeader {
 };
 
 uint64_t xxh3(const uint8_t* bytes, size_t size);
-// Of the bytes and the zeros up to the next multiple of kChunkAlignment.
-uint64_t xxh3_padded(const uint8_t* bytes, size_t size);
 
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]);
 // `size` bytes are there. Every field is checked against `file_size`, the size the file really has.

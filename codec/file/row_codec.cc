@@ -115,11 +115,6 @@ StatusCode RowCodec::encode_tokens(const SegmentFormat& f, Component c,
   return encoder.finish(out);
 }
 
-StatusCode RowCodec::encode_range(const SegmentFormat& f, Component c, int64_t begin, int64_t end,
-                                  EncodedSegment* out) const {
-  return encode_tokens(f, c, range(begin, end), out);
-}
-
 StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit) const {
   const SegmentFormat f = segment_format(c, part);
   const std::vector<int64_t> tokens = tokens_of(c, part);

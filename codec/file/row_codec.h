@@ -104,8 +104,6 @@ class RowCodec {
   }
   StatusCode encode_tokens(const SegmentFormat& f, Component c, const std::vector<int64_t>& tokens,
                            EncodedSegment* out) const;
-  StatusCode encode_range(const SegmentFormat& f, Component c, int64_t begin, int64_t end,
-                          EncodedSegment* out) const;
 
   const Scheme& scheme_;
   const RowPlan& plan_;

@@ -33,10 +33,6 @@ TKV_HD constexpr int32_t fragment_token(Component c, int32_t lane, int32_t th, i
 TKV_HD constexpr int32_t fragment_dim(Component c, int32_t lane, int32_t dh, int32_t par) {
   return (c == Component::kKey ? 2 * (lane % 4) + par : lane / 4) + 8 * dh;
 }
-// Tokens that differ in par: one for keys, two for values.
-TKV_HD constexpr int32_t fragment_pars(Component c) {
-  return c == Component::kKey ? 1 : 2;
-}
 TKV_HD constexpr int32_t fragment_register(Component c, int32_t th, int32_t dh) {
   return c == Component::kKey ? th + 2 * dh : dh + 2 * th;
 }
@@ -88,10 +84,6 @@ struct BlockCodes {
   uint32_t at[2][2][2];  // [th][dh][par], the code in the low byte
 };
 
-// 8 bits: words 2 f + th of dim block f.
-TKV_HD uint32_t pack_word_8(const BlockCodes& c, int32_t th) {
-  return join_bytes(c.at[th][0][0], c.at[th][1][0], c.at[th][0][1], c.at[th][1][1]);
-}
 // 4 bits: word f.
 TKV_HD uint32_t pack_word_4(const BlockCodes& c) {
   uint32_t b[2][2];  // [par][th]
@@ -112,16 +104,10 @@ TKV_HD uint32_t pack_word_2(const BlockCodes& even, const BlockCodes& odd) {
   return join_bytes(b[0][0], b[0][1], b[1][0], b[1][1]);
 }
 
-// First bit of a code of fewer than 16 bits in its word, and the word's index.
+// The word of a code of fewer than 16 bits.
 TKV_HD constexpr int32_t fragment_code_word(int32_t bits, int32_t block, int32_t th) {
   return bits == 8 ? 2 * block + th : bits == 4 ? block : block / 2;
 }
-TKV_HD constexpr int32_t fragment_code_bit(int32_t bits, int32_t block, int32_t th, int32_t dh,
-                                           int32_t par) {
-  if (bits == 8) return 16 * par + 8 * dh;
-  return 16 * par + 8 * th + (bits == 4 ? 4 * dh : 4 * (block % 2) + 2 * dh);
-}
-
 // ---- one token alone: a token owns whole bytes in every format ----
 
 // The codes of dims first_dim + 8 j, j < 4, first_dim % 32 < 8, each in the low bits, into the

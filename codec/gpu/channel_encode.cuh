@@ -23,44 +23,8 @@ struct ChannelShared {
   __half2 lo[kTokenParts][kHeadDim / 2], hi[kTokenParts][kHeadDim / 2];
 };
 
-// Of both halves of a word.
-__device__ __forceinline__ bool are_finite_halves(uint32_t x) {
-  return (x & 0x7c00u) != 0x7c00u && (x & 0x7c000000u) != 0x7c000000u;
-}
 __device__ __forceinline__ bool is_finite_half(uint16_t x) {
   return (x & 0x7c00u) != 0x7c00u;
-}
-
-// Raw tiles, tile_at(component, tile) of a block's, which this CTA may have written; they are
-// finite.
-template <class TileAt>
-struct RawSource {
-  TileAt tile_at;
-
-  template <int32_t kHeadDim>
-  __device__ __forceinline__ bool stage(const ChannelLayout& l, Component c,
-                                        ChannelShared<kHeadDim>& s) const {
-    constexpr int32_t kBlocks = kHeadDim / kDimBlock;
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < l.tiles() * kBlocks * 32;
-         i += kChannelThreads) {
-      const int32_t tile = i / (32 * kBlocks), f = i / 32 % kBlocks, lane = i % 32;
-      const auto w = *reinterpret_cast<const uint4*>(tile_at(c, tile) + f * 512 + lane * 16);
-      const uint32_t words[4] = {w.x, w.y, w.z, w.w};  // registers of the fragment
-#pragma unroll
-      for (int32_t part = 0; part < 8; ++part) {
-        const int32_t th = part / 4, dh = part / 2 % 2, par = part % 2;
-        const int32_t t = tile * kTileTokens + fragment_token(c, lane, th, par);
-        const int32_t d = f * kDimBlock + fragment_dim(c, lane, dh, par);
-        s.x[t * ChannelShared<kHeadDim>::kLine + d] =
-            static_cast<uint16_t>(words[fragment_register(c, th, dh)] >> (16 * par));
-      }
-    }
-    return true;
-  }
-};
-template <class TileAt>
-__device__ __forceinline__ RawSource<TileAt> make_raw_source(const TileAt& tile_at) {
-  return {tile_at};
 }
 
 // A channel pair and a part of the tokens each, then a thread per channel.

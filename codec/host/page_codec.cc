@@ -130,19 +130,6 @@ Status check_output(const HostPage& page, int32_t first_slot, const TokenOutput&
   return Status::ok();
 }
 
-Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayout& layout,
-                           DType raw_dtype) {
-  if (Status s = view.validate(); !s) return s;
-  if (page_id < 0 || page_id >= view.num_pages) {
-    return invalid_argument("page " + std::to_string(page_id) + " is outside a pool of " +
-                            std::to_string(view.num_pages));
-  }
-  HostPage page{view.base + page_id * view.page_bytes, layout, raw_dtype};
-  if (Status s = check_page(page); !s) return s;
-  if (layout.used_bytes > view.page_bytes) return invalid_argument("layout is larger than a page");
-  return page;
-}
-
 StatusCode quantize_side(const HostPage& page, Component component, const float* x,
                          TokenCodes::Side* side) {
   const TileLayout& tile = page.layout.tile(component);

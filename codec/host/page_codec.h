@@ -38,11 +38,6 @@ struct HostPage {
   StepRule rule_of(Component c) const { return rule[static_cast<int>(c)]; }
 };
 
-// Page `page_id` of a pool in host memory. kInvalidArgument for a bad view, id, layout or
-// raw_dtype, or a layout larger than the view's pages.
-Result<HostPage> host_page(const PageView& view, int32_t page_id, const PageLayout& layout,
-                           DType raw_dtype = DType::kFloat16);
-
 // Appends the batch to a page of `used` tokens, opening tiles as they are reached. kNonFinite,
 // kOutOfRange: a key or value that its format cannot hold (raw components refuse NaN and infinity
 // too), or a score that is not finite. kInvalidArgument: slots outside the page, null arrays, a

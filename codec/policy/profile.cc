@@ -200,20 +200,6 @@ Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& r
              : Basis::matrix(row.value_mean, row.value_forward, row.value_inverse);
 }
 
-CacheBasis make_cache_basis(const Profile& profile, BasisKind keys, BasisKind values) {
-  ComponentFormat of_keys, of_values;
-  of_keys.basis = keys;
-  of_values.basis = values;
-  CacheBasis basis;
-  basis.num_layers = profile.num_layers;
-  basis.num_kv_heads = profile.num_kv_heads;
-  for (const RowProfile& row : profile.rows) {
-    basis.keys.push_back(make_basis(of_keys, Component::kKey, row, profile.head_dim));
-    basis.values.push_back(make_basis(of_values, Component::kValue, row, profile.head_dim));
-  }
-  return basis;
-}
-
 double make_step(const ComponentFormat& format, Component c, const RowProfile& row,
                  double sm_scale) {
   const bool matrix = format.basis == BasisKind::kMatrix;

@@ -77,9 +77,6 @@ std::vector<int32_t> assign_classes(const std::vector<double>& shares,
 // "Quantisation").
 Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& row,
                  int32_t head_dim);
-// The bases of a profile's cache. Components whose kind is kMatrix want a profile that was
-// calibrated with it: CacheBasis::validate() tells.
-CacheBasis make_cache_basis(const Profile& profile, BasisKind keys, BasisKind values);
 double make_step(const ComponentFormat& format, Component c, const RowProfile& row,
                  double sm_scale);
 

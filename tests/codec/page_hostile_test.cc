@@ -90,17 +90,6 @@ TEST_F(PageHostileTest, RefusesForgedLayoutsAndViews) {
     forged.layout.k_tile.type = CodeType::uniform(bits);
     EXPECT_TRUE(refused(forged)) << bits;
   }
-
-  alignas(128) static uint8_t pool[2 * 4096];
-  PageRecord records[2] = {kEmptyPageRecord, kEmptyPageRecord};
-  const PageView view{pool, records, 4096, 2};
-  ASSERT_TRUE(host_page(view, 1, layout));
-  EXPECT_EQ(host_page(view, 1, layout)->bytes, pool + 4096);
-  for (const int32_t id : {-1, 2, 2147483647}) {
-    EXPECT_EQ(host_page(view, id, layout).status().code(), StatusCode::kInvalidArgument) << id;
-  }
-  EXPECT_EQ(host_page(view, 0, layout_of(raw_tier(), 256, 16)).status().code(),
-            StatusCode::kInvalidArgument);
 }
 
 }  // namespace

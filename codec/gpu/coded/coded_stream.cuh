@@ -77,11 +77,6 @@ struct LaneStream {
     *second = table.entry(bits);
     advance(position + *first + *second);
   }
-  template <int kCopiesLog>
-  __device__ __forceinline__ void step_one(const SharedTable<kCopiesLog>& table, uint32_t* only) {
-    *only = table.entry(__funnelshift_r(low, high, position));
-    advance(position + *only);
-  }
 
   // The bit of the payload after the last symbol.
   __device__ __forceinline__ int32_t end(uint32_t payload, int32_t bias) const {

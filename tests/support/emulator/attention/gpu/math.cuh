@@ -65,10 +65,6 @@ inline uint32_t equal_halves(uint32_t x, uint32_t y) {
   }
   return z;
 }
-inline uint32_t add_halves(uint32_t x, uint32_t y) {
-  return pack_halves(emulated_half(x, 0) + emulated_half(y, 0),
-                     emulated_half(x, 1) + emulated_half(y, 1));
-}
 inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
   float d[2];
   for (int32_t i = 0; i < 2; ++i) {

@@ -43,16 +43,10 @@ T load_emulated(uint32_t address) {
 inline uint32_t load_shared(uint32_t address) {
   return load_emulated<uint32_t>(address);
 }
-inline uint32_t load_shared_u16(uint32_t address) {
-  return load_emulated<uint16_t>(address);
-}
 inline uint4 load_shared_16(uint32_t address) {
   return load_emulated<uint4>(address);
 }
 inline void store_shared(uint32_t address, uint32_t x) {
-  std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
-}
-inline void store_shared_u16(uint32_t address, uint16_t x) {
   std::memcpy(emulated_shared().at(address, sizeof(x)), &x, sizeof(x));
 }
 inline void store_shared_16(uint32_t address, const uint4& x) {

@@ -50,11 +50,6 @@ struct LaneStream {
     *second = table.entry(__funnelshift_r(bits, 0u, *first));
     advance(position + *first + *second);
   }
-  template <int kCopiesLog>
-  void step_one(const SharedTable<kCopiesLog>& table, uint32_t* only) {
-    *only = table.entry(__funnelshift_r(low, high, position));
-    advance(position + *only);
-  }
   int32_t end(uint32_t payload, int32_t bias) const {
     return static_cast<int32_t>(next - 4 * kWords - payload) * 8 +
            static_cast<int32_t>(position & 31u) + bias;
