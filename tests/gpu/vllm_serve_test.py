@@ -32,7 +32,7 @@ GENERATED = 24
 TOP = 20  # log-probabilities of a generated token
 AT_ONCE, SECONDS = 16, 240
 # Largest mean differences of a log-probability. Behind each bound stands what gave rise to it:
-# - s: a simulation of this model (float32, rounded to bf16 between layers; all tokens in the format), the largest of eight seeds: "s prompts / generated".
+# - s: a simulation of this model (float32, rounded to bf16 between layers; all tokens in the format), the largest of eight seeds, "prompts / generated".
 # - m: an H100, with weights of 0.08 instead of 0.05, whose errors the simulation makes two to three times as large.
 # What a fault gives in the simulation, the least of eight seeds: one block of five is another sequence's, 0.77 / 0.98; four tokens are, 0.16 / 0.28.
 NOISE = 0.1  # another order of sums in bf16: s 0.016 / 0.016, m 0.029 / 0.032
@@ -108,7 +108,8 @@ def serve(folder, engine, works):
     count("make_spec_decoding_stats", drafts_came)
 
     def answers(work, **params):
-        return llm.generate([{"prompt_token_ids": p} for p in work["prompts"]], SamplingParams(temperature=0, detokenize=False, **params), use_tqdm=False)
+        prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
+        return llm.generate(prompts, SamplingParams(temperature=0, detokenize=False, **params), use_tqdm=False)
 
     def generated(work):
         """The tokens of each request, each with the log-probabilities of the likeliest."""
