@@ -10,7 +10,6 @@ aborted. bf16, fp8 and int4 (int4_per_token_head, Triton) are vLLM's own caches.
 what it has. An engine that takes more than --start-seconds to start is ended. All processes import vLLM at once and then wait for their turn.
 Needs a GPU of 80 GB, vLLM 0.26 and the wheel."""
 import argparse
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -105,7 +104,7 @@ class Run:
 def serve(folder, format, seconds, out):
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, __version__
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -129,7 +128,7 @@ def serve(folder, format, seconds, out):
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     fit = min(made["fit"], int(BUDGET / (made["cache_bytes"] / blocks) // made["blocks"]))
     ready = time.monotonic()
-    write(gpu=torch.cuda.get_device_name(), start_s=ready - started, fits_in_16_gib=fit, block_bytes=made["cache_bytes"] / blocks)
+    write(gpu=torch.cuda.get_device_name(), vllm=__version__, start_s=ready - started, fits_in_16_gib=fit, block_bytes=made["cache_bytes"] / blocks)
     rng = random.Random(1)
     prompts = [rng.choices(range(3, 100000), k=CONTEXT) for _ in range(max(fit, SEQUENCES))]
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
@@ -171,9 +170,9 @@ def main():
                 found = json.loads(out.read_text()) if out.exists() else {"format": name}
                 results.append(found if child.returncode == 0 else {**found, "failure": f"exit status {child.returncode}"})
                 print(json.dumps(results[-1]), flush=True)
-                gpu = next((r["gpu"] for r in results if "gpu" in r), "unknown")
-                text = json.dumps({"schema": "tierkv.bench.vllm/3", "gpu": gpu, "vllm": importlib.metadata.version("vllm"), "commit": options.commit,
-                                   "sequences": SEQUENCES, "context": CONTEXT, "budget_bytes": BUDGET, "results": results}, indent=1)
+                ran_on = {key: next((r[key] for r in results if key in r), "unknown") for key in ("gpu", "vllm")}
+                text = json.dumps({"schema": "tierkv.bench.vllm/3", **ran_on, "commit": options.commit, "sequences": SEQUENCES,
+                                   "context": CONTEXT, "budget_bytes": BUDGET, "results": results}, indent=1)
                 pathlib.Path(options.out).write_text(text + "\n")
         finally:
             for child in children:
