@@ -38,7 +38,7 @@ class Struct(ctypes.Structure):
     """A struct of the C ABI; its size is set when it is made. Its integers are checked."""
 
     def __init__(self, **fields: Any) -> None:
-        for name, kind, *_ in self._fields_:
+        for name, kind, *_ in self._fields_ if fields else ():
             if kind in _LIMITS and name in fields:
                 fields[name] = integer(fields[name], name, kind)
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)

@@ -22,9 +22,10 @@ from typing import Any, List, Optional, Tuple, Union
 import numpy as np
 
 from . import _library as lib
+from ._arrays import DTYPES
 from ._hf_batch import Batch, Moves, groups
-from .errors import InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
-from .kv_store import KvStore, StoreConfig, preset
+from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
+from .kv_store import KvStore, StoreConfig, _ids, preset
 from .profile import Profile, Rope, read_profile
 from .prompt import significance
 
@@ -43,13 +44,39 @@ STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it
 Tensor = Any
 
 
+class _Step:
+    """append() and attend() of a store for each layer of a pass of few tokens; what the layers share is laid out once."""
+
+    def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool) -> None:
+        array, count = _ids(ids)
+        c = store.config
+        self._store, self._dtype = store, getattr(torch, c.dtype)
+        self._q_shape, self._k_shape = ((count, tokens, heads, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
+        self._append = lib.KvAppendCall(sequences=array, num_sequences=count, tokens=tokens)
+        self._attend = lib.KvAttendCall(sequences=array, num_sequences=count, q_len=tokens, dtype=DTYPES[c.dtype], count_query=count_query)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Dense [batch, tokens, heads, head_dim], as the output. They may go once the call returns: their memory is used again behind it on
+        the same stream."""
+        if q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._k_shape:
+            raise InvalidArgumentError(f"TierCache: layer {layer} has another shape than the first")
+        if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token")
+        append, attend, out = self._append, self._attend, torch.empty_like(q)
+        append.layer, append.k, append.v = layer, k.data_ptr(), v.data_ptr()
+        attend.layer, attend.q, attend.out = layer, q.data_ptr(), out.data_ptr()
+        self._store._call("tkv_kv_append", append)
+        self._store._call("tkv_kv_attend", attend)
+        return out
+
+
 @dataclass
 class _Pass:
     """A forward pass: what all of its layers share."""
 
     new: List[int]  # tokens of each sequence, padding left out
     seen: List[int]  # tokens before them
-    is_step: bool
+    step: Optional[_Step]
     layer: int = 0  # that comes next
 
 
@@ -198,9 +225,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._begin(module, q, k, mask, scaling)
         now = self._pass
         assert now is not None and now.layer == module.layer_idx
-        if now.is_step:
-            self._append(module.layer_idx, k, v, None, scaling)
-            out = _like(self.store.attend(self._ids, module.layer_idx, _given(q), count_query=self._stride > 0).out, q)
+        if now.step is not None:
+            out = now.step.run(module.layer_idx, _given(q), _given(k), _given(v)).to(q.dtype)
         else:
             out = self._attend_raw(module.layer_idx, q, k, v, scaling)
             self._append(module.layer_idx, k, v, q, scaling)
@@ -210,6 +236,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         if self._store is None:
             self._open(module.config, q, k, scaling)
+        elif q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream != self._store.stream:
+            raise InvalidArgumentError("TierCache: the current CUDA stream is not that of the first token")
         rows, tokens = q.shape[0], q.shape[2]
         seen = self._batch.tokens() or [0] * rows
         before = (self._batch.length, list(self._batch.pads))
@@ -228,16 +256,18 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._ids = [] if opened else self._ids
             self._batch.length, self._batch.pads = before
             raise
-        self._pass = _Pass(new, seen, tokens <= STEP_TOKENS and min(seen) > 0)
+        # Rows that hold tokens get no padding.
+        is_step = tokens <= STEP_TOKENS and min(seen) > 0
+        self._pass = _Pass(new, seen, _Step(self.store, self._ids, tokens, self._stride > 0) if is_step else None)
 
-    def _append(self, layer: int, k: Tensor, v: Tensor, q: Optional[Tensor], scaling: float) -> None:
-        """q: of a prompt whose important tokens are to be found."""
+    def _append(self, layer: int, k: Tensor, v: Tensor, q: Tensor, scaling: float) -> None:
+        """Many tokens, and which of them are important."""
         assert self._pass is not None
         for rows in groups(self._pass.new):
             n = self._pass.new[rows[0]]
             at = slice(None) if len(rows) == len(self._ids) else rows
             scores = None
-            if q is not None and self._stride and n > 1:
+            if self._stride and n > 1:
                 found = [significance(_tokens(q[i, :, -n:]), _tokens(k[i, :, -n:]), stride=self._stride, sm_scale=scaling) for i in rows]
                 scores = torch.stack(found) if q.is_cuda else np.stack(found)
             self.store.append([self._ids[i] for i in rows], layer, _given(k[at, :, -n:]), _given(v[at, :, -n:]), significance=scores)
@@ -333,15 +363,15 @@ def _tokens(x: Tensor) -> Any:
     return x if x.is_cuda else x.float().numpy()
 
 
-def _given(x: Tensor) -> Any:
-    """[batch, heads, tokens, head_dim] as a store takes it: on the CPU in fp16. OutOfRangeError."""
+def _given(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, head_dim] as a store takes it, [batch, tokens, heads, head_dim]: on the CPU in fp16. OutOfRangeError."""
     x = x.transpose(1, 2).contiguous()
-    if x.is_cuda:
+    if x.is_cuda or x.dtype == torch.float16:
         return x
     half = x.half()
-    if x.dtype != torch.float16 and bool((half.isinf() & x.isfinite()).any()):
+    if bool((half.isinf() & x.isfinite()).any()):
         raise OutOfRangeError("TierCache: a key or value beyond fp16")
-    return half.numpy()
+    return half
 
 
 def _like(x: Any, like: Tensor) -> Tensor:
