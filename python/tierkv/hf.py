@@ -11,7 +11,7 @@ A prompt is attended to by torch's own attention and compressed layer by layer; 
 later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: Llama, Mistral,
 Qwen2 and Qwen3 without sliding windows, in transformers 5. Batches are padded on the left.
 
-So far it works for models on the CPU only, where it is right and slow; a model on a GPU is refused.
+A model on a GPU is served on one GPU and stream, those of the first token; a model on the CPU is served slowly.
 """
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ Tensor = Any
 class _Step:
     """append() and attend() of a store for each layer of a pass of few tokens; what the layers share is laid out once."""
 
-    def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool) -> None:
+    def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool, device: Any) -> None:
         array, count = _ids(ids)
         c = store.config
-        self._store, self._dtype = store, getattr(torch, c.dtype)
+        self._store, self._dtype, self._device = store, getattr(torch, c.dtype), device
         self._q_shape, self._k_shape = ((count, tokens, heads, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
         self._append = lib.KvAppendCall(sequences=array, num_sequences=count, tokens=tokens)
         self._attend = lib.KvAttendCall(sequences=array, num_sequences=count, q_len=tokens, dtype=DTYPES[c.dtype], count_query=count_query)
@@ -59,9 +59,11 @@ class _Step:
         """Dense [batch, tokens, heads, head_dim], as the output. They may go once the call returns: their memory is used again behind it on
         the same stream."""
         if q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._k_shape:
-            raise InvalidArgumentError(f"TierCache: layer {layer} has another shape than the first")
+            raise InvalidArgumentError(f"TierCache: layer {layer} has other heads than the first")
         if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
-            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token")
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token was")
+        if q.device != self._device or k.device != self._device or v.device != self._device:
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not on {self._device}, where the first token was")
         append, attend, out = self._append, self._attend, torch.empty_like(q)
         append.layer, append.k, append.v = layer, k.data_ptr(), v.data_ptr()
         attend.layer, attend.q, attend.out = layer, q.data_ptr(), out.data_ptr()
@@ -94,6 +96,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
         self._stride = significance_stride
         self._store: Optional[KvStore] = None
+        self._device: Any = None
         self._ids: List[int] = []
         self._batch = Batch()
         self._pass: Optional[_Pass] = None
@@ -236,6 +239,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         if self._store is None:
             self._open(module.config, q, k, scaling)
+        elif q.device != self._device:
+            raise ArgumentTypeError(f"TierCache: the model is on {q.device}, but the first token was on {self._device}")
         elif q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream != self._store.stream:
             raise InvalidArgumentError("TierCache: the current CUDA stream is not that of the first token")
         rows, tokens = q.shape[0], q.shape[2]
@@ -258,7 +263,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             raise
         # Rows that hold tokens get no padding.
         is_step = tokens <= STEP_TOKENS and min(seen) > 0
-        self._pass = _Pass(new, seen, _Step(self.store, self._ids, tokens, self._stride > 0) if is_step else None)
+        self._pass = _Pass(new, seen, _Step(self.store, self._ids, tokens, self._stride > 0, self._device) if is_step else None)
 
     def _append(self, layer: int, k: Tensor, v: Tensor, q: Tensor, scaling: float) -> None:
         """Many tokens, and which of them are important."""
@@ -297,6 +302,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
             max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
             stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
+        self._device = q.device
 
 
 def check_model(config: Any, head_dim: int) -> Rope:

@@ -16,7 +16,7 @@ except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
 import tierkv  # noqa: E402
-from tierkv.hf import TierCache, check_model  # noqa: E402
+from tierkv.hf import TierCache, attention, check_model  # noqa: E402
 from tierkv.kv_store import CodedFormat  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -188,6 +188,22 @@ class Refused(unittest.TestCase):
         self.run_model(cache, torch.ones(2, 4, dtype=torch.long))
         with self.assertRaises(ValueError):
             self.run_model(cache, torch.ones(3, 1, dtype=torch.long))
+
+    def test_a_layer_unlike_the_first_token(self):
+        first, second = (layer.self_attn for layer in self.model.model.layers)
+
+        def step(cache, layer, heads=2, head_dim=64, device="cpu"):
+            q, k = (torch.ones(1, n, 1, head_dim, dtype=torch.half, device=device) for n in (4, heads))
+            attention(layer, q, *cache.update(k, k, layer.layer_idx), None)
+
+        for given, reason in (({"heads": 4}, "other heads"), ({"head_dim": 32}, "other heads"), ({"device": "meta"}, "was on cpu|not on cpu")):
+            for layers in ((first,), (first, second)):
+                cache = TierCache(max_tokens=64)
+                self.run_model(cache, torch.ones(1, 4, dtype=torch.long))
+                for layer in layers[:-1]:
+                    step(cache, layer)
+                with self.assertRaisesRegex(tierkv.TierkvError, reason):
+                    step(cache, layers[-1], **given)
 
     def test_models(self):
         dynamic = LlamaConfig(**SHAPE)
