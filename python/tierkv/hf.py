@@ -229,7 +229,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         now = self._pass
         assert now is not None and now.layer == module.layer_idx
         if now.step is not None:
-            out = now.step.run(module.layer_idx, _given(q), _given(k), _given(v)).to(q.dtype)
+            out = now.step.run(module.layer_idx, _given(q), _given(k), _given(v))
+            out = out if out.dtype == q.dtype else out.to(q.dtype)
         else:
             out = self._attend_raw(module.layer_idx, q, k, v, scaling)
             self._append(module.layer_idx, k, v, q, scaling)

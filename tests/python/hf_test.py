@@ -8,6 +8,7 @@ sys.path.insert(0, sys.argv.pop(1))
 try:
     import torch
     import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -118,6 +119,27 @@ class Generation(unittest.TestCase):
             cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
             cache.batch_select_indices(torch.tensor([0, 2, 3]))
         self.assert_near(self.logits(ours, [more]), self.logits(theirs, [more]))
+
+    def test_a_step_is_few_operations(self):
+        """The host's time for them is what a token of a small model takes on a GPU. In fp16 the CPU's path is the GPU's."""
+        ran = []
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                ran.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        layers = [layer.self_attn for layer in self.model.model.layers]
+        cache = TierCache("k4v4", max_tokens=512)
+        for tokens in (300, 1, 1):
+            ran.clear()
+            for layer in layers:
+                q, k, v = (torch.randn(1, tokens, heads, 64).half().transpose(1, 2) for heads in (4, 2, 2))
+                with Count():
+                    out, _ = attention(layer, q, *cache.update(k, v, layer.layer_idx), None)
+                self.assertEqual((out.shape, out.dtype, out.is_contiguous()), ((1, tokens, 4, 64), torch.half, True))
+        # Queries, keys and values in the store's order, and what it writes to.
+        self.assertEqual(len(ran), 4 * len(layers), ran)
 
     def test_norms_of_keys(self):
         model = model_of(Qwen3ForCausalLM, Qwen3Config)
