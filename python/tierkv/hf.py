@@ -50,26 +50,30 @@ class _Step:
     def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool, device: Any) -> None:
         array, count = _ids(ids)
         c = store.config
-        self._store, self._dtype, self._device = store, getattr(torch, c.dtype), device
-        self._q_shape, self._k_shape = ((count, tokens, heads, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
+        self._store, self._dtype, self._device, self._is_one = store, getattr(torch, c.dtype), device, tokens == 1
+        self._q_shape, self._k_shape = ((count, heads, tokens, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
         self._append = lib.KvAppendCall(sequences=array, num_sequences=count, tokens=tokens)
         self._attend = lib.KvAttendCall(sequences=array, num_sequences=count, q_len=tokens, dtype=DTYPES[c.dtype], count_query=count_query)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Dense [batch, tokens, heads, head_dim], as the output. They may go once the call returns: their memory is used again behind it on
-        the same stream."""
+        """As TierCache._attend(). Tensors may go once the call returns: on the same stream, memory is used again behind the kernels."""
         if q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._k_shape:
             raise InvalidArgumentError(f"TierCache: layer {layer} has other heads than the first")
-        if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
-            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token was")
         if q.device != self._device or k.device != self._device or v.device != self._device:
             raise ArgumentTypeError(f"TierCache: layer {layer} is not on {self._device}, where the first token was")
+        # One token lies in memory as a store takes it.
+        given = _in_type if self._is_one else _given
+        dtype, q, k, v = q.dtype, given(q), given(k), given(v)
+        if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token was")
         append, attend, out = self._append, self._attend, torch.empty_like(q)
         append.layer, append.k, append.v = layer, k.data_ptr(), v.data_ptr()
         attend.layer, attend.q, attend.out = layer, q.data_ptr(), out.data_ptr()
         self._store._call("tkv_kv_append", append)
         self._store._call("tkv_kv_attend", attend)
-        return out
+        if self._is_one:
+            out = out.transpose(1, 2)
+        return out if dtype == self._dtype else out.to(dtype)
 
 
 @dataclass
@@ -229,8 +233,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         now = self._pass
         assert now is not None and now.layer == module.layer_idx
         if now.step is not None:
-            out = now.step.run(module.layer_idx, _given(q), _given(k), _given(v))
-            out = out if out.dtype == q.dtype else out.to(q.dtype)
+            out = now.step.run(module.layer_idx, q, k, v)
         else:
             out = self._attend_raw(module.layer_idx, q, k, v, scaling)
             self._append(module.layer_idx, k, v, q, scaling)
@@ -371,8 +374,12 @@ def _tokens(x: Tensor) -> Any:
 
 
 def _given(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, head_dim] as a store takes it, [batch, tokens, heads, head_dim]: on the CPU in fp16. OutOfRangeError."""
-    x = x.transpose(1, 2).contiguous()
+    """[batch, heads, tokens, head_dim] as a store takes it: dense [batch, tokens, heads, head_dim], on the CPU in fp16. OutOfRangeError."""
+    return _in_type(x.transpose(1, 2))
+
+
+def _in_type(x: Tensor) -> Tensor:
+    x = x.contiguous()
     if x.is_cuda or x.dtype == torch.float16:
         return x
     half = x.half()
