@@ -176,7 +176,9 @@ struct BlockEncoder {
     __syncwarp();
   }
 
-  __device__ __forceinline__ StatusCode encode(WeightedFaults& faults, WeightedPlace* place) {
+  // kept: of the item, or null.
+  __device__ __forceinline__ StatusCode encode(WeightedFaults& faults, WeightedPlace* place,
+                                               uint8_t* kept) {
     if (!book.usable) return StatusCode::kUnsupported;
     SlicePlan plan;
     EncodedSlice::Form form;
@@ -191,6 +193,11 @@ struct BlockEncoder {
     if (worst == StatusCode::kNonFinite) return worst;
     uint8_t* to;
     if (!choose_place(call, *place, units, &to)) return StatusCode::kBufferTooSmall;
+    if (Slices::kCount == 1 && to == nullptr && kept != nullptr && form.coded &&
+        form.at.bytes <= 2 * kBlockTokens * kDims) {
+      to = reinterpret_cast<uint8_t*>(const_cast<uint16_t*>(memory.tile.warp->job.x));
+      if (lane_index() == 0) *kept = 1;
+    }
     if (to != nullptr) {
       write_slice(Slices::kCount - 1, plan, form, to + before);
       if constexpr (Slices::kCount > 1) {
@@ -226,7 +233,7 @@ __device__ __forceinline__ bool begin_block(const WeightedEncode& call, const We
 template <int32_t kDims>
 __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
                                                   const WeightedItem& item, const SharedBook& book,
-                                                  const WeightedMemory& memory) {
+                                                  const WeightedMemory& memory, uint8_t* kept) {
   const WeightedRange range = call.ranges[item.range];
   const auto component = static_cast<int32_t>(item.component);
   WeightedPlace* const place =
@@ -235,9 +242,9 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   StatusCode code;
   if (begin_block(call, range, item, memory.tile.warp, &code)) {
     if (item.component == Component::kKey) {
-      code = BlockEncoder<kDims, true>{call, book, memory}.encode(faults, place);
+      code = BlockEncoder<kDims, true>{call, book, memory}.encode(faults, place, kept);
     } else {
-      code = BlockEncoder<kDims, false>{call, book, memory}.encode(faults, place);
+      code = BlockEncoder<kDims, false>{call, book, memory}.encode(faults, place, kept);
     }
     if (code == StatusCode::kOutOfRange) return code;  // and is written
   }
@@ -245,6 +252,15 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
                      is_valid_range(range, call.rows.num_rows, call.most_blocks);
   if (code != StatusCode::kOk && known && lane_index() == 0) place->units = 0;
   return code;
+}
+
+// Whether the call has a block that is not kept. In all threads of a CTA.
+__device__ __forceinline__ bool has_blocks_left(const WeightedEncode& call) {
+  if (call.kept == nullptr || call.bytes == nullptr) return true;
+  const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
+  bool all_kept = true;
+  for (int64_t i = threadIdx.x; i < items; i += blockDim.x) all_kept &= call.kept[i] != 0;
+  return __syncthreads_and(all_kept) == 0;
 }
 
 // By a CTA of whole warps: the bytes of encode_weighted_block(). A code beyond 16 bits becomes the
@@ -267,8 +283,14 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
     const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
     const WeightedItem item = weighted_item(call, i);
     const auto* books = reinterpret_cast<const SharedBook*>(shared);
+    uint8_t* kept = nullptr;
+    if (call.kept != nullptr) {
+      if (call.bytes != nullptr && call.kept[i] != 0) continue;
+      kept = call.kept + i;
+      if (lane_index() == 0) *kept = 0;
+    }
     const StatusCode code =
-        encode_item<kDims>(call, item, books[static_cast<int32_t>(item.component)], memory);
+        encode_item<kDims>(call, item, books[static_cast<int32_t>(item.component)], memory, kept);
     if (lane_index() == 0) call.status[i] = code;
     __syncwarp();
   }
