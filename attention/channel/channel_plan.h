@@ -2,8 +2,8 @@
 // How decode attention over rows of channel blocks (codec/format/channel_block.h) is cut into CTAs.
 //
 //   units  of a row: its raw tiles, then its blocks
-//   pass   kBlockColumns query columns of a row (attention/core/columns.h); the warps of a CTA share
-//          its passes, and those of a pass, a team, take the units in turn
+//   pass   kBlockColumns query columns of a row (attention/core/columns.h)
+//   team   the warps of a CTA that share a pass: they take the units in turn
 //   item   consecutive units of a row, for one CTA for every group of passes; all rows have as many
 //
 // With k = scale_d code + zero_point_d, q . k = (q * scale) . code + q . zero_point: a block costs

@@ -39,7 +39,6 @@ struct PlanParamsOf : PlanClasses<kClasses> {
   int32_t num_layers = 1;
 };
 
-
 // Host reference of one layer, whose classes `rows` has: max_ctas * warps + 1 items. All pointers
 // of `rows` are host memory.
 template <int32_t kClasses>
