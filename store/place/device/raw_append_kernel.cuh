@@ -46,6 +46,7 @@ __device__ __forceinline__ StatusCode check_tokens(const RawAppendCall& c, int32
                                                    int32_t first, int32_t count) {
   const int32_t octets = c.raw.head_dim / 8;
   int32_t bits = 0;
+#pragma unroll 4
   for (auto j = static_cast<int32_t>(threadIdx.x); j < 2 * count * octets; j += kAppendThreads) {
     const int32_t piece = j / 2;
     const int64_t at = chunk_element(c, row, first + piece / octets) + piece % octets * 8;
