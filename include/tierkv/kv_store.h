@@ -247,12 +247,14 @@ class TKV_API KvStore final {
   Shortage shortage() const;
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
-  // states give equal bytes. Any store of an equal config but for capacities and memory takes it.
+  // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
+  // store on a device keeps pinned host memory for this: kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
   // The same into memory of the caller, which several threads fill. Fresh memory costs more than
   // the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives none.
   Status export_sequence(SequenceId sequence, const ExportTarget& target);
-  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages.
+  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages;
+  // kOutOfMemory as above.
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:

@@ -152,8 +152,9 @@ class CodedRows final : public RowFormat {
   void write_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // coded_read.cc
+  // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
-                const int64_t size[2], Positions range, BlockCodes* codes, float* const x[2]) const;
+                const int64_t size[2], Positions range, BlockCodes* codes, float* const* x) const;
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 
