@@ -22,13 +22,23 @@ def kv_store():
     return f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays.\n\n" + markdown(["what", "of", "us: median [p10, p90]"], rows)
 
 
+def by_layer(format):
+    """k4v4,7=k8v4,18=k8v4 as k4v4, layers 7, 18 k8v4."""
+    most, *others = format.split(",")
+    layers = {}
+    for other in others:
+        layer, name = other.split("=")
+        layers.setdefault(name, []).append(layer)
+    return ", ".join([most, *(f"layers {', '.join(which)} {name}" for name, which in layers.items())])
+
+
 @table
 def vllm_quality():
     r = result("vllm_quality.json")
-    rows = [[m["format"], "yes" if m["profile"] else "no", f"{m['kl']['text']:.4f}", f"{m['kl']['lookup']:.4f}"]
-            for m in r["results"] if m["way"] == "hit"]
+    rows = [[by_layer(m["format"]), "yes" if m["profile"] else "no", m.get("commit", r["commit"]), f"{m['kl']['text']:.4f}",
+             f"{m['kl']['lookup']:.4f}"] for m in r["results"] if m["way"] == "hit"]
     return (f"{r['model']}, {r['prompt_tokens']} tokens of prompt, vLLM {r['vllm']}, {r['gpu']}. KL in nats against vLLM's bf16 cache.\n\n" +
-            markdown(["blocks", "key means of a profile", "KL of text", "KL of lookups"], rows))
+            markdown(["blocks", "key means of a profile", "commit", "KL of text", "KL of lookups"], rows))
 
 
 def head(r):
@@ -40,9 +50,8 @@ def times(of, digits=1):
     return "-" if of is None or of.get("p50") is None else f"{of['p50']:.{digits}f} [{of['p99']:.{digits}f}]"
 
 
-@table_of("serving_generate.json")
-def serving_generate():
-    r = result("serving_generate.json")
+def generated(name):
+    r = result(name)
     base = max((m["tokens_per_s"] for m in r["results"] if m["format"] in ("dense", "raw") and m.get("tokens_per_s")), default=None)
     rows = []
     for m in r["results"]:
@@ -51,6 +60,16 @@ def serving_generate():
                          f"{m['tokens_per_s'] / base:.2f}" if base else "-"])
     return (f"{head(r)} Sequences of {r['context']} tokens on average and {r['steps']} more.\n\n" +
             markdown(["cache", "sequences", "memory of 16 bits", "ms a step: p50 [p99]", "tokens a second", "against 16 bits"], rows))
+
+
+@table_of("serving_generate.json")
+def serving_generate():
+    return generated("serving_generate.json")
+
+
+@table_of("serving_generate_4gib.json")
+def serving_generate_4gib():
+    return generated("serving_generate_4gib.json")
 
 
 @table_of("serving_generate.json")
@@ -99,7 +118,7 @@ def vllm_serving():
         return ["-", "-"] if of is None else [f"{of['step_ms']:.1f}", f"{of['tokens_per_s']:.0f}"]
 
     for m in r["results"]:
-        if "fits_in_16_gib" in m:
+        if any(name.startswith("batch_") for name in m):
             rows.append([m["format"], *batch(m, r["sequences"]), m["fits_in_16_gib"], *batch(m, m["fits_in_16_gib"])])
-    return (f"{r['sequences']} sequences of {r['context']} tokens, and as many as fit into {r['budget_bytes'] / 2**30:g} GiB.\n\n" +
+    return (f"vLLM {r['vllm']}, {r['gpu']}, commit {r['commit'][:7]}. {r['sequences']} sequences of {r['context']} tokens, and as many as fit into {r['budget_bytes'] / 2**30:g} GiB.\n\n" +
             markdown(["cache", f"ms a step of {r['sequences']}", "tokens a second", "sequences that fit", "ms a step", "tokens a second"], rows))

@@ -6,8 +6,9 @@
 
 For each format, in a process of its own: prompts of 4096 tokens, all prefilled once; then steps in which every sequence gets a token, for 64
 sequences and for as many as 16 GiB of cache hold with their answers. The smaller batch is what is left when the other sequences are
-aborted. bf16, fp8 and int4 (int4_per_token_head, Triton) are vLLM's own caches. A format that takes more than --seconds writes what it has.
-All processes import vLLM at once and then wait for their turn. Needs a GPU of 80 GB, vLLM 0.26 and the wheel."""
+aborted. bf16, fp8 and int4 (int4_per_token_head, Triton) are vLLM's own caches. A format whose prompts and steps take more than --seconds writes
+what it has. An engine that takes more than --start-seconds to start is ended. All processes import vLLM at once and then wait for their turn.
+Needs a GPU of 80 GB, vLLM 0.26 and the wheel."""
 import argparse
 import json
 import os
@@ -29,6 +30,7 @@ OWN = {"bf16": ("FLASH_ATTN", "auto"), "fp8": ("FLASH_ATTN", "fp8"), "int4": ("T
 SEQUENCES, CONTEXT, ANSWER, BUDGET, BLOCK = 64, 4096, 160, 16 << 30, 64
 CHUNK = 16384  # tokens of a prefill step
 STEPS, WARM = 32, 4
+SPARE_SECONDS = 15  # of a process, for the step that runs over and for its end
 
 
 def plan(format):
@@ -101,7 +103,8 @@ class Run:
 
 def serve(folder, format, seconds, out):
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm import LLM, SamplingParams
+    import torch
+    from vllm import LLM, SamplingParams, __version__
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -124,11 +127,12 @@ def serve(folder, format, seconds, out):
     # What fits is a matter of the blocks that the engine made of its bytes.
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     fit = min(made["fit"], int(BUDGET / (made["cache_bytes"] / blocks) // made["blocks"]))
-    write(start_s=time.monotonic() - started, fits_in_16_gib=fit, block_bytes=made["cache_bytes"] / blocks)
+    ready = time.monotonic()
+    write(gpu=torch.cuda.get_device_name(), vllm=__version__, start_s=ready - started, fits_in_16_gib=fit, block_bytes=made["cache_bytes"] / blocks)
     rng = random.Random(1)
     prompts = [rng.choices(range(3, 100000), k=CONTEXT) for _ in range(max(fit, SEQUENCES))]
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
-    run = Run(llm.llm_engine, params, started + seconds)
+    run = Run(llm.llm_engine, params, ready + seconds)
     try:
         write(**run.prefill(prompts))
         for count in sorted({fit, SEQUENCES}, reverse=True):
@@ -136,13 +140,14 @@ def serve(folder, format, seconds, out):
             write(**{f"batch_{count}": run.time_steps()})
     except TimeIsUp:
         write(stopped=f"after {seconds} s")
-    write(took_s=time.monotonic() - started)
+    write(took_s=time.monotonic() - ready)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(BYTES))
-    parser.add_argument("--seconds", type=float, default=75, help="of a format, from the start of its engine")
+    parser.add_argument("--seconds", type=float, default=75, help="of a format, once its engine has started")
+    parser.add_argument("--start-seconds", type=float, default=120, help="of an engine's start; the first reads files that no cache holds")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", default="vllm_serving.json")
     options = parser.parse_args()
@@ -158,15 +163,16 @@ def main():
         try:
             for name, out, child in zip(formats, outs, children):
                 try:
-                    child.communicate(b"go\n", timeout=options.seconds + 45)
+                    child.communicate(b"go\n", timeout=options.start_seconds + options.seconds + SPARE_SECONDS)
                 except subprocess.TimeoutExpired:
                     child.kill()
                     child.wait()
                 found = json.loads(out.read_text()) if out.exists() else {"format": name}
                 results.append(found if child.returncode == 0 else {**found, "failure": f"exit status {child.returncode}"})
                 print(json.dumps(results[-1]), flush=True)
-                text = json.dumps({"schema": "tierkv.bench.vllm/2", "commit": options.commit, "sequences": SEQUENCES, "context": CONTEXT,
-                                   "budget_bytes": BUDGET, "results": results}, indent=1)
+                ran_on = {key: next((r[key] for r in results if key in r), "unknown") for key in ("gpu", "vllm")}
+                text = json.dumps({"schema": "tierkv.bench.vllm/3", **ran_on, "commit": options.commit, "sequences": SEQUENCES,
+                                   "context": CONTEXT, "budget_bytes": BUDGET, "results": results}, indent=1)
                 pathlib.Path(options.out).write_text(text + "\n")
         finally:
             for child in children:

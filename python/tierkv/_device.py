@@ -46,7 +46,10 @@ def is_on_device(x: Any) -> bool:
 def device_array(x: Any, name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]", stream: int, dense: bool = True) -> DeviceArray:
     """x, checked to be one of `dtypes` and `dense`, once what its library has enqueued for it precedes new work on `stream` (DLPack alone can
     promise that)."""
-    a = _from_dlpack(x, name, stream) if hasattr(x, "__dlpack__") else _from_interface(x, name)
+    if _is_made_on(x, stream):
+        a = _from_torch(x, name)
+    else:
+        a = _from_dlpack(x, name, stream) if hasattr(x, "__dlpack__") else _from_interface(x, name)
     if dense:
         _require_dense(a, name)
     if a.dtype not in dtypes:
@@ -68,7 +71,7 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     if x.__dlpack_device__()[0] not in CUDA_DEVICES:
         raise ArgumentTypeError(f"{name}: not in GPU memory")
     try:
-        capsule = x.__dlpack__(stream=_stream_to_tell(x, stream))
+        capsule = x.__dlpack__(stream=stream or 1)  # 1 is DLPack's name of the default stream
     except (BufferError, RuntimeError) as e:
         raise ArgumentTypeError(f"{name}: no array that can be shared: {e}") from e
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -83,13 +86,20 @@ def _from_dlpack(x: Any, name: str, stream: int) -> DeviceArray:
     return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, capsule)
 
 
-def _stream_to_tell(x: Any, stream: int) -> int:
-    """For __dlpack__: the stream that must wait, or -1 where x is made on that stream already, so that a graph which is being
-    captured gets no events."""
+def _is_made_on(x: Any, stream: int) -> bool:
+    """Whether x is a torch.Tensor that DLPack would share and that is made on that stream: nobody has to wait, so that a graph which is
+    being captured gets no events, and DLPack's time can be saved."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor) and torch.cuda.current_stream(x.device).cuda_stream == stream:
-        return -1
-    return stream or 1  # 1 is DLPack's name of the default stream
+    if torch is None or not isinstance(x, torch.Tensor) or not x.is_cuda or x.requires_grad or x.layout != torch.strided:
+        return False
+    return bool(torch.cuda.current_stream(x.device).cuda_stream == stream)
+
+
+def _from_torch(x: Any, name: str) -> DeviceArray:
+    dtype = str(x.dtype)[len("torch."):]
+    if dtype not in ITEM_BYTES:
+        raise ArgumentTypeError(f"{name}: dtype is not one of {', '.join(ITEM_BYTES)}")
+    return DeviceArray(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, x)
 
 
 def _from_interface(x: Any, name: str) -> DeviceArray:

@@ -10,6 +10,7 @@ import functools
 import operator
 import os
 import pathlib
+import threading
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, Dict, List, Tuple, Union
 
@@ -266,6 +267,17 @@ DUMPS: Dict[str, List[Any]] = {
 }
 
 
+class _Thread(threading.local):
+    """Of each thread: where calls say what failed, read before the next one."""
+
+    def __init__(self) -> None:
+        self.error = Error()
+        self.reference = ctypes.byref(self.error)
+
+
+_thread = _Thread()
+
+
 class Library:
     """A loaded library. call() raises what the function reports; other functions are attributes of `dll`."""
 
@@ -277,10 +289,9 @@ class Library:
             f.restype = c_int32
 
     def call(self, function: str, *arguments: Any) -> None:
-        error = Error()
-        status: int = getattr(self.dll, function)(*arguments, ctypes.byref(error))
+        status: int = getattr(self.dll, function)(*arguments, _thread.reference)
         if status != 0:
-            raise error_of(status, error.message.decode("utf-8", "replace"))
+            raise error_of(status, _thread.error.message.decode("utf-8", "replace"))
 
 
 @functools.lru_cache(maxsize=None)

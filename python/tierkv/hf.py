@@ -11,7 +11,7 @@ A prompt is attended to by torch's own attention and compressed layer by layer; 
 later turn of more than 8 tokens decodes what the cache holds, one layer at a time, and is then compressed itself. Models: Llama, Mistral,
 Qwen2 and Qwen3 without sliding windows, in transformers 5. Batches are padded on the left.
 
-So far it works for models on the CPU only, where it is right and slow; a model on a GPU is refused.
+A model on a GPU is served on one GPU and stream, those of the first token; a model on the CPU is served slowly.
 """
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from typing import Any, List, Optional, Tuple, Union
 import numpy as np
 
 from . import _library as lib
+from ._arrays import DTYPES
 from ._hf_batch import Batch, Moves, groups
-from .errors import InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
-from .kv_store import KvStore, StoreConfig, preset
+from .errors import ArgumentTypeError, InvalidArgumentError, OutOfRangeError, StaleSequenceError, TierkvError, UnsupportedError
+from .kv_store import KvStore, StoreConfig, _ids, preset
 from .profile import Profile, Rope, read_profile
 from .prompt import significance
 
@@ -43,13 +44,45 @@ STEP_TOKENS = 8  # so many tokens attend to the compressed cache; more decode it
 Tensor = Any
 
 
+class _Step:
+    """append() and attend() of a store for each layer of a pass of few tokens; what the layers share is laid out once."""
+
+    def __init__(self, store: KvStore, ids: List[int], tokens: int, count_query: bool, device: Any) -> None:
+        array, count = _ids(ids)
+        c = store.config
+        self._store, self._dtype, self._device, self._is_one = store, getattr(torch, c.dtype), device, tokens == 1
+        self._q_shape, self._k_shape = ((count, heads, tokens, c.head_dim) for heads in (c.num_q_heads, c.num_kv_heads))
+        self._append = lib.KvAppendCall(sequences=array, num_sequences=count, tokens=tokens)
+        self._attend = lib.KvAttendCall(sequences=array, num_sequences=count, q_len=tokens, dtype=DTYPES[c.dtype], count_query=count_query)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As TierCache._attend(). Tensors may go once the call returns: on the same stream, memory is used again behind the kernels."""
+        if q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._k_shape:
+            raise InvalidArgumentError(f"TierCache: layer {layer} has other heads than the first")
+        if q.device != self._device or k.device != self._device or v.device != self._device:
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not on {self._device}, where the first token was")
+        # One token lies in memory as a store takes it.
+        given = _in_type if self._is_one else _given
+        dtype, q, k, v = q.dtype, given(q), given(k), given(v)
+        if q.dtype != self._dtype or k.dtype != self._dtype or v.dtype != self._dtype:
+            raise ArgumentTypeError(f"TierCache: layer {layer} is not of {self._dtype}, as the first token was")
+        append, attend, out = self._append, self._attend, torch.empty_like(q)
+        append.layer, append.k, append.v = layer, k.data_ptr(), v.data_ptr()
+        attend.layer, attend.q, attend.out = layer, q.data_ptr(), out.data_ptr()
+        self._store._call("tkv_kv_append", append)
+        self._store._call("tkv_kv_attend", attend)
+        if self._is_one:
+            out = out.transpose(1, 2)
+        return out if dtype == self._dtype else out.to(dtype)
+
+
 @dataclass
 class _Pass:
     """A forward pass: what all of its layers share."""
 
     new: List[int]  # tokens of each sequence, padding left out
     seen: List[int]  # tokens before them
-    is_step: bool
+    step: Optional[_Step]
     layer: int = 0  # that comes next
 
 
@@ -67,6 +100,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
         self._max_tokens, self._max_sequences, self._memory_bytes = max_tokens, max_sequences, memory_bytes
         self._stride = significance_stride
         self._store: Optional[KvStore] = None
+        self._device: Any = None
         self._ids: List[int] = []
         self._batch = Batch()
         self._pass: Optional[_Pass] = None
@@ -198,9 +232,8 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._begin(module, q, k, mask, scaling)
         now = self._pass
         assert now is not None and now.layer == module.layer_idx
-        if now.is_step:
-            self._append(module.layer_idx, k, v, None, scaling)
-            out = _like(self.store.attend(self._ids, module.layer_idx, _given(q), count_query=self._stride > 0).out, q)
+        if now.step is not None:
+            out = now.step.run(module.layer_idx, q, k, v)
         else:
             out = self._attend_raw(module.layer_idx, q, k, v, scaling)
             self._append(module.layer_idx, k, v, q, scaling)
@@ -210,6 +243,10 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
     def _begin(self, module: Any, q: Tensor, k: Tensor, mask: Optional[Tensor], scaling: float) -> None:
         if self._store is None:
             self._open(module.config, q, k, scaling)
+        elif q.device != self._device:
+            raise ArgumentTypeError(f"TierCache: the model is on {q.device}, but the first token was on {self._device}")
+        elif q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream != self._store.stream:
+            raise InvalidArgumentError("TierCache: the current CUDA stream is not that of the first token")
         rows, tokens = q.shape[0], q.shape[2]
         seen = self._batch.tokens() or [0] * rows
         before = (self._batch.length, list(self._batch.pads))
@@ -228,16 +265,18 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             self._ids = [] if opened else self._ids
             self._batch.length, self._batch.pads = before
             raise
-        self._pass = _Pass(new, seen, tokens <= STEP_TOKENS and min(seen) > 0)
+        # Rows that hold tokens get no padding.
+        is_step = tokens <= STEP_TOKENS and min(seen) > 0
+        self._pass = _Pass(new, seen, _Step(self.store, self._ids, tokens, self._stride > 0, self._device) if is_step else None)
 
-    def _append(self, layer: int, k: Tensor, v: Tensor, q: Optional[Tensor], scaling: float) -> None:
-        """q: of a prompt whose important tokens are to be found."""
+    def _append(self, layer: int, k: Tensor, v: Tensor, q: Tensor, scaling: float) -> None:
+        """Many tokens, and which of them are important."""
         assert self._pass is not None
         for rows in groups(self._pass.new):
             n = self._pass.new[rows[0]]
             at = slice(None) if len(rows) == len(self._ids) else rows
             scores = None
-            if q is not None and self._stride and n > 1:
+            if self._stride and n > 1:
                 found = [significance(_tokens(q[i, :, -n:]), _tokens(k[i, :, -n:]), stride=self._stride, sm_scale=scaling) for i in rows]
                 scores = torch.stack(found) if q.is_cuda else np.stack(found)
             self.store.append([self._ids[i] for i in rows], layer, _given(k[at, :, -n:]), _given(v[at, :, -n:]), significance=scores)
@@ -267,6 +306,7 @@ class TierCache(cache_utils.Cache):  # type: ignore[misc]
             dtype="bfloat16" if k.is_cuda and k.dtype == torch.bfloat16 else "float16", rope=rope, format=self._format, profile=self._profile,
             max_tokens=self._max_tokens, max_sequences=max(self._max_sequences, q.shape[0]), memory_bytes=self._memory_bytes),
             stream=torch.cuda.current_stream(q.device) if q.is_cuda else None)
+        self._device = q.device
 
 
 def check_model(config: Any, head_dim: int) -> Rope:
@@ -333,15 +373,19 @@ def _tokens(x: Tensor) -> Any:
     return x if x.is_cuda else x.float().numpy()
 
 
-def _given(x: Tensor) -> Any:
-    """[batch, heads, tokens, head_dim] as a store takes it: on the CPU in fp16. OutOfRangeError."""
-    x = x.transpose(1, 2).contiguous()
-    if x.is_cuda:
+def _given(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, head_dim] as a store takes it: dense [batch, tokens, heads, head_dim], on the CPU in fp16. OutOfRangeError."""
+    return _in_type(x.transpose(1, 2))
+
+
+def _in_type(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    if x.is_cuda or x.dtype == torch.float16:
         return x
     half = x.half()
-    if x.dtype != torch.float16 and bool((half.isinf() & x.isfinite()).any()):
+    if bool((half.isinf() & x.isfinite()).any()):
         raise OutOfRangeError("TierCache: a key or value beyond fp16")
-    return half.numpy()
+    return half
 
 
 def _like(x: Any, like: Tensor) -> Tensor:

@@ -445,6 +445,11 @@ class KvStore:
     def is_on_device(self) -> bool:
         return self._stream is not None
 
+    @property
+    def stream(self) -> Optional[int]:
+        """As a number; None: a store in host memory."""
+        return self._stream
+
     def _given(self, x: Optional[ArrayLike], name: str, dtypes: Sequence[str], shape: "Sequence[Union[int, None]]") -> _Given:
         if x is None:
             return _Given(None, (), "", None)

@@ -8,6 +8,7 @@ sys.path.insert(0, sys.argv.pop(1))
 try:
     import torch
     import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -16,7 +17,7 @@ except ImportError as e:
     print(f"skipped: {e}")
     sys.exit(77)
 import tierkv  # noqa: E402
-from tierkv.hf import TierCache, check_model  # noqa: E402
+from tierkv.hf import TierCache, attention, check_model  # noqa: E402
 from tierkv.kv_store import CodedFormat  # noqa: E402
 
 SEED = int.from_bytes(os.urandom(4), "little")
@@ -119,6 +120,27 @@ class Generation(unittest.TestCase):
             cache.batch_select_indices(torch.tensor([0, 2, 3]))
         self.assert_near(self.logits(ours, [more]), self.logits(theirs, [more]))
 
+    def test_a_step_is_few_operations(self):
+        """The host's time for them is what a token of a small model takes on a GPU. In fp16 the CPU's path is the GPU's."""
+        ran = []
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                ran.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        layers = [layer.self_attn for layer in self.model.model.layers]
+        cache = TierCache("k4v4", max_tokens=512)
+        for tokens in (300, 1, 1):
+            ran.clear()
+            for layer in layers:
+                q, k, v = (torch.randn(1, tokens, heads, 64).half().transpose(1, 2) for heads in (4, 2, 2))
+                with Count():
+                    out, _ = attention(layer, q, *cache.update(k, v, layer.layer_idx), None)
+                self.assertEqual((out.shape, out.dtype, out.is_contiguous()), ((1, tokens, 4, 64), torch.half, True))
+        # What the store writes to, and its output in the order that the model takes.
+        self.assertEqual(len(ran), 2 * len(layers), ran)
+
     def test_norms_of_keys(self):
         model = model_of(Qwen3ForCausalLM, Qwen3Config)
         passes = [self.ids(1, 30), self.ids(1, 1)]
@@ -188,6 +210,22 @@ class Refused(unittest.TestCase):
         self.run_model(cache, torch.ones(2, 4, dtype=torch.long))
         with self.assertRaises(ValueError):
             self.run_model(cache, torch.ones(3, 1, dtype=torch.long))
+
+    def test_a_layer_unlike_the_first_token(self):
+        first, second = (layer.self_attn for layer in self.model.model.layers)
+
+        def step(cache, layer, heads=2, head_dim=64, device="cpu"):
+            q, k = (torch.ones(1, n, 1, head_dim, dtype=torch.half, device=device) for n in (4, heads))
+            attention(layer, q, *cache.update(k, k, layer.layer_idx), None)
+
+        for given, reason in (({"heads": 4}, "other heads"), ({"head_dim": 32}, "other heads"), ({"device": "meta"}, "was on cpu|not on cpu")):
+            for layers in ((first,), (first, second)):
+                cache = TierCache(max_tokens=64)
+                self.run_model(cache, torch.ones(1, 4, dtype=torch.long))
+                for layer in layers[:-1]:
+                    step(cache, layer)
+                with self.assertRaisesRegex(tierkv.TierkvError, reason):
+                    step(cache, layers[-1], **given)
 
     def test_models(self):
         dynamic = LlamaConfig(**SHAPE)

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A random generator with a fresh seed, which every failure prints.
+// A random generator with a fresh seed, which every failure prints. TIERKV_TEST_SEED in the
+// environment is taken instead: a failure runs again.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <random>
 #include <string>
 
@@ -15,7 +17,7 @@ namespace tierkv {
 class FreshRandom {
  protected:
   FreshRandom()
-      : seed_(std::random_device{}()),
+      : seed_(choose_seed()),
         rng_(seed_),
         trace_(__FILE__, __LINE__, "seed " + std::to_string(seed_)) {}
 
@@ -23,6 +25,12 @@ class FreshRandom {
   std::mt19937 rng_;
 
  private:
+  static uint32_t choose_seed() {
+    const char* const given = std::getenv("TIERKV_TEST_SEED");
+    return given == nullptr ? std::random_device{}()
+                            : static_cast<uint32_t>(std::strtoul(given, nullptr, 10));
+  }
+
   ::testing::ScopedTrace trace_;
 };
 

@@ -100,6 +100,11 @@ struct WeightedEncode {
   // out: [num_ranges, most_blocks, 2], by block of the range and component; kOk where there is
   // none.
   StatusCode* status = nullptr;
+  // Where not null, [num_ranges, most_blocks, 2] as status. Without `bytes`, out: 1 where the
+  // block's bytes lie over its own tokens, which then are gone; only blocks of one slice do, and
+  // ranges must have 64 contiguous tokens for each block, from 16-byte aligned addresses on. With
+  // `bytes`, in: what is 1 is left alone.
+  uint8_t* kept = nullptr;
   // A code beyond 16 bits becomes the nearest one: the status is kOutOfRange, the block is written.
   bool saturates = false;
   double scale = 1;               // of significances: u = (position + 1) * significance * scale

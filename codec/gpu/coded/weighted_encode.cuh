@@ -220,8 +220,9 @@ struct BlockEncoder {
     __syncwarp();
   }
 
+  // kept: of the item, or null.
   __device__ __forceinline__ StatusCode encode(int32_t row, WeightedFaults& faults,
-                                               WeightedPlace* place) {
+                                               WeightedPlace* place, uint8_t* kept) {
     const DeviceFamily& from = call.families[kKey ? 0 : 1];
     if (!family.usable) return StatusCode::kUnsupported;
     for (int32_t slice = 0; slice < Slices::kCount; ++slice) {
@@ -243,11 +244,17 @@ struct BlockEncoder {
     if (worst != StatusCode::kOk && !saturated) return worst;
     const ChosenPlace chosen = choose_place(call, *place, units);
     if (!chosen.fits) return StatusCode::kBufferTooSmall;
-    if (chosen.to != nullptr) {
-      write_slice(Slices::kCount - 1, plan, form, chosen.to + before);
+    uint8_t* to = chosen.to;
+    if (Slices::kCount == 1 && to == nullptr && kept != nullptr && form.coded &&
+        form.at.bytes <= 2 * kBlockTokens * kDims) {
+      to = reinterpret_cast<uint8_t*>(const_cast<uint16_t*>(memory.tile.warp->job.x));
+      if (lane_index() == 0) *kept = 1;
+    }
+    if (to != nullptr) {
+      write_slice(Slices::kCount - 1, plan, form, to + before);
       if constexpr (Slices::kCount > 1) {
         plan = code_slice(0, false, faults, &form);
-        write_slice(0, plan, form, chosen.to);
+        write_slice(0, plan, form, to);
       }
     }
     if (lane_index() == 0) {
@@ -282,7 +289,7 @@ template <int32_t kDims>
 __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
                                                   const WeightedItem& item,
                                                   const SharedFamily& family,
-                                                  const WeightedMemory& memory) {
+                                                  const WeightedMemory& memory, uint8_t* kept) {
   const WeightedRange range = call.ranges[item.range];
   const auto component = static_cast<int32_t>(item.component);
   WeightedPlace* const place =
@@ -291,9 +298,11 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   StatusCode code;
   if (begin_block(call, range, item, memory.tile.warp, &faults, &code)) {
     if (item.component == Component::kKey) {
-      code = BlockEncoder<kDims, true>{call, family, memory, {}}.encode(range.row, faults, place);
+      BlockEncoder<kDims, true> encoder{call, family, memory, {}};
+      code = encoder.encode(range.row, faults, place, kept);
     } else {
-      code = BlockEncoder<kDims, false>{call, family, memory, {}}.encode(range.row, faults, place);
+      BlockEncoder<kDims, false> encoder{call, family, memory, {}};
+      code = encoder.encode(range.row, faults, place, kept);
     }
     if (call.saturates && code == StatusCode::kOutOfRange) return code;  // and is written
   }
@@ -301,6 +310,15 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
                      is_valid_range(range, call.rows.num_rows, call.most_blocks);
   if (code != StatusCode::kOk && known && lane_index() == 0) place->units = 0;
   return code;
+}
+
+// Whether the call has a block that is not kept. In all threads of a CTA.
+__device__ __forceinline__ bool has_blocks_left(const WeightedEncode& call) {
+  if (call.kept == nullptr || call.bytes == nullptr) return true;
+  const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
+  bool all_kept = true;
+  for (int64_t i = threadIdx.x; i < items; i += blockDim.x) all_kept &= call.kept[i] != 0;
+  return __syncthreads_and(all_kept) == 0;
 }
 
 // By a CTA of whole warps. shared: encode_cta_bytes() and encode_warp_bytes() of each warp.
@@ -320,8 +338,14 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
     const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
     const WeightedItem item = weighted_item(call, i);
     const auto* families = reinterpret_cast<const SharedFamily*>(shared);
-    const StatusCode code =
-        encode_item<kDims>(call, item, families[static_cast<int32_t>(item.component)], memory);
+    uint8_t* kept = nullptr;
+    if (call.kept != nullptr) {
+      if (call.bytes != nullptr && call.kept[i] != 0) continue;
+      kept = call.kept + i;
+      if (lane_index() == 0) *kept = 0;
+    }
+    const StatusCode code = encode_item<kDims>(
+        call, item, families[static_cast<int32_t>(item.component)], memory, kept);
     if (lane_index() == 0) call.status[i] = code;
     __syncwarp();
   }

@@ -122,6 +122,7 @@ struct StreamSink {
         streams(books.streams),
         faults(worst),
         out{LaneBits(of.rows), LaneBits(of.rows + stream_rows(kDims) / 2 * kWarpLanes)} {
+    __syncwarp();  // the slice before has read its count
     if (lane_index() == 0) memory.exceptions->count = 0;
     __syncwarp();
   }

@@ -100,6 +100,7 @@ struct CodedCall {
   WeightedPlace* places[2] = {};    // [cells, heads]
   uint32_t* ends = nullptr;         // [cells]
   StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
+  uint8_t* kept = nullptr;          // as status: whether the block's bytes lie over its tokens
   uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
   uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
   WeightedRange* ranges = nullptr;  // [group_cells, heads]
@@ -135,9 +136,18 @@ TKV_HD int32_t cells_of_group(const CodedCall& call, const CellGroup& group) {
   const int32_t all = call.list_begins[call.works.num_layers];
   return most(0, least(group.cells, all - group.first));
 }
+// Whether all cells are in the first group, which then stays in staging memory.
+TKV_HD bool has_one_group(const CodedCall& call) {
+  return call.list_begins[call.works.num_layers] <= call.group_cells;
+}
 // Whether load kernels have nothing to do.
 TKV_HD bool is_loaded(const CodedCall& call) {
-  return call.reloads && call.list_begins[call.works.num_layers] <= call.group_cells;
+  return call.reloads && has_one_group(call);
+}
+// Where the first item of layer l of a group has its status, or how many are before it.
+TKV_HD int64_t status_of_layer(const CodedCall& call, const CellGroup& group, int32_t l) {
+  const int64_t listed = group.first + cells_of_layer(call, group, l).first - call.list_begins[l];
+  return (int64_t{l} * call.layer_cells() + listed) * call.heads() * 2;
 }
 
 // The cell of an index of a group; entry -1: there is none.

@@ -197,7 +197,8 @@ Status DeviceCodedRows<Machine>::plan(const DeviceWorks& works, const DeviceRowC
     return loaded ? encode_group(call, group, false) : loaded;
   });
   if (!s) return s;
-  return run(PlaceBlocks{call}, works.entries(), PlaceBlocks::kThreads / kWarpLanes);
+  return machine_.launch(PlaceBlocks{call}, grid_of(works.entries(), 1), PlaceBlocks::kSharedBytes,
+                         PlaceBlocks::kThreads);
 }
 
 // Blocks that write() reads once it has begun to write over them.
@@ -235,8 +236,10 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
     if (!is_loaded) {
       if (Status loaded = load_group(call, group); !loaded) return loaded;
     }
-    Status encoded = encode_group(call, group, true);
     const int64_t items = int64_t{group.cells} * heads() * 2;
+    Status moved = run(MoveBlocks{call, group}, items, MoveBlocks::kThreads / kWarpLanes);
+    if (!moved) return moved;
+    Status encoded = encode_group(call, group, true);
     return encoded ? run(WriteRawBlocks{call, group}, items, 1) : encoded;
   });
   if (!s) return s;

@@ -55,6 +55,7 @@ void DeviceCodedRows<Machine>::carve(Carving* at) {
   s.list_begins = at->take<int32_t>(layers() + 1);
   s.lists = at->take<int32_t>(cells_);
   s.status = at->take<StatusCode>(2 * cell_rows);
+  s.kept = at->take<uint8_t>(2 * cell_rows);
   const int64_t cell_bytes = int64_t{heads()} * kBlockTokens * (4 * head_dim() + 4);
   s.group_cells =
       static_cast<int32_t>(std::clamp<int64_t>(staging_bytes_ / cell_bytes, kSampleBlocks, cells_));

@@ -24,7 +24,7 @@ struct EncodeCells {
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
     // A layer that has no codebooks has no cells to encode.
-    if (encode->families[0].books == nullptr) return;
+    if (encode->families[0].books == nullptr || !has_blocks_left(*encode)) return;
     encode_weighted_items<kPer>(*encode, shared + kCallBytes);
   }
 
@@ -52,12 +52,38 @@ struct EncodeCells {
     }
     if (writes) e.bytes = call.device.view.pages.base;
     e.size = call.device.pool_bytes;
-    const int64_t listed = group.first + cells.first - call.list_begins[l];
-    e.status = call.status + (int64_t{l} * call.layer_cells() + listed) * heads * 2;
+    const int64_t first = status_of_layer(call, group, l);
+    e.status = call.status + first;
+    if (has_one_group(call)) e.kept = call.kept + first;
     e.token_stride = call.head_dim();
     e.num_ranges = cells.count() * heads;
     e.most_blocks = 1;
     return e;
+  }
+};
+
+// Blocks that plan() left over their tokens go to their places: a warp for a block and component.
+struct MoveBlocks {
+  static constexpr int32_t kThreads = 128;
+  CodedCall call;
+  CellGroup group;
+
+  __device__ void operator()(uint8_t*) const {
+    if (is_off(call) || !has_one_group(call)) return;
+    const int32_t items = cells_of_group(call, group) * call.heads() * 2;
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      const int32_t row = i / 2;
+      const CellOf cell = cell_of(call, group, row / call.heads());
+      if (!is_written(call, cell, EntryForm::kCoded)) continue;
+      const int32_t l = cell.layer - call.works.first_layer;
+      const int64_t before = 2 * int64_t{cells_of_layer(call, group, l).first} * call.heads();
+      if (call.kept[status_of_layer(call, group, l) + i - before] == 0) continue;
+      const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + row % call.heads()];
+      const auto* const from =
+          reinterpret_cast<const uint4*>(call.staged(static_cast<Component>(i % 2), row));
+      auto* const to = reinterpret_cast<uint4*>(call.device.view.pages.base) + place.unit;
+      for (uint32_t u = lane_index(); u < place.units; u += kWarpLanes) to[u] = from[u];
+    }
   }
 };
 

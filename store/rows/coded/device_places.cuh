@@ -114,40 +114,52 @@ struct PlacedUnits {
   }
 };
 
-// A warp for an entry: places of its blocks, counts from the layer's first unit on, and what the
-// table's row is to hold.
+// A CTA for an entry: places of its blocks, counts from the layer's first unit on, and what the
+// table's row is to hold. A warp adds up, from shared memory.
 struct PlaceBlocks {
-  static constexpr int32_t kThreads = 128;
+  static constexpr int32_t kThreads = 256, kChunk = 1024;
+  static constexpr int32_t kSharedBytes = 2 * kChunk * static_cast<int32_t>(sizeof(int32_t));
   CodedCall call;
 
-  __device__ void operator()(uint8_t*) const {
-    for (int32_t e = warp_of_grid(); e < call.num_entries(); e += warps_of_grid()) {
-      if (call.entries[e].form != EntryForm::kNothing) place(e);
-      __syncwarp();
+  __device__ void operator()(uint8_t* shared) const {
+    for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
+         e += static_cast<int32_t>(gridDim.x)) {
+      if (call.entries[e].form != EntryForm::kNothing) place(e, reinterpret_cast<int32_t*>(shared));
+      __syncthreads();
     }
   }
 
  private:
-  __device__ void place(int32_t e) const {
+  __device__ void place(int32_t e, int32_t* units) const {
     const EntryDraft d = call.entries[e];
     const int32_t per_block = 2 * call.heads();
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
+    const auto thread = static_cast<int32_t>(threadIdx.x);
     if (d.failed != 0 || fails(e, items, first)) return;
+    int32_t* const at = units + kChunk;
     PlacedUnits placed(d.begin, call.device.shape.page_units);
-    int32_t next = units_of(e, lane_index(), items, first);
-    for (int32_t i = 0; i < items; i += kWarpLanes) {
-      const int32_t mine = i + lane_index(), units = next;
-      next = units_of(e, mine + kWarpLanes, items, first);
-      const int32_t at = placed.add(units);
-      if (mine >= items) continue;
-      call.places[mine % 2][first + mine / 2] = {static_cast<uint32_t>(at),
-                                                 static_cast<uint32_t>(units)};
-      if (mine % per_block == per_block - 1) {
-        call.ends[call.cell(e, mine / per_block)] = static_cast<uint32_t>(at + units);
+    for (int32_t from = 0; from < items; from += kChunk) {
+      const int32_t count = least(kChunk, items - from);
+      for (int32_t i = thread; i < (count + 31) / 32 * 32; i += kThreads) {
+        units[i] = units_of(e, from + i, items, first);
       }
+      __syncthreads();
+      for (int32_t i = thread; thread < kWarpLanes && i < (count + 31) / 32 * 32; i += kWarpLanes) {
+        at[i] = placed.add(units[i]);
+      }
+      __syncthreads();
+      for (int32_t i = thread; i < count; i += kThreads) {
+        const int32_t item = from + i;
+        call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at[i]),
+                                                   static_cast<uint32_t>(units[i])};
+        if (item % per_block == per_block - 1) {
+          call.ends[call.cell(e, item / per_block)] = static_cast<uint32_t>(at[i] + units[i]);
+        }
+      }
+      __syncthreads();
     }
-    if (lane_index() != 0) return;
+    if (thread != 0) return;
     const int32_t sequence = e / call.works.num_layers;
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
@@ -174,23 +186,23 @@ struct PlaceBlocks {
     const int64_t layer = e % call.works.num_layers;
     const StatusCode* status =
         call.status + (layer * call.layer_cells() + call.entries[e].listed) * call.heads() * 2;
-    bool fails = false;
-#pragma unroll 4
-    for (int32_t i = lane_index(); i < items; i += kWarpLanes) {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    bool is_fine = true;
+    for (int32_t i = thread; i < items; i += kThreads) {
       const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;
       report_fault(call.device.fault,
                    {code, call.works.slots[e / call.works.num_layers],
                     call.works.first_layer + e % call.works.num_layers, i / 2 % call.heads()});
-      fails |= code != StatusCode::kOutOfRange || call.places[i % 2][first + i / 2].units == 0;
+      is_fine &= code == StatusCode::kOutOfRange && call.places[i % 2][first + i / 2].units != 0;
     }
-    fails = __any_sync(kFullWarp, fails);
+    if (__syncthreads_and(is_fine) != 0) return false;
     // Without room write() leaves memory as it is.
-    for (int32_t i = lane_index(); fails && i < items; i += kWarpLanes) {
+    for (int32_t i = thread; i < items; i += kThreads) {
       call.places[i % 2][first + i / 2].units = 0;
     }
-    if (fails && lane_index() == 0) call.entries[e].failed = 1;
-    return fails;
+    if (thread == 0) call.entries[e].failed = 1;
+    return true;
   }
 };
 

@@ -160,7 +160,7 @@ struct GatherTokens {
 // A CTA for a row: exponents of new tokens, as CodedRows::decide(). Each warp takes a block, and
 // they go on together. Shared memory: the sums of the warps' blocks.
 struct DecideExponents {
-  static constexpr int32_t kThreads = 256;
+  static constexpr int32_t kThreads = 512;
   static constexpr int32_t kWarps = kThreads / kWarpLanes;
   static constexpr int32_t kSharedBytes = kWarps * static_cast<int32_t>(sizeof(LogMean));
   CodedCall call;
@@ -300,6 +300,7 @@ struct DecodeOldBlocks {
   __device__ void operator()(uint8_t* shared) const {
     const auto layer = static_cast<int32_t>(blockIdx.y / 2);
     if (is_loaded(call) || cells_of_layer(call, group, layer).count() == 0) return;
+    if (!continues_blocks(layer)) return;
     auto* const decode = reinterpret_cast<WeightedDecode*>(shared);
     if (threadIdx.x == 0) {
       *decode = decode_call(call.works.first_layer + layer, static_cast<Component>(blockIdx.y % 2));
@@ -324,6 +325,16 @@ struct DecodeOldBlocks {
   }
 
  private:
+  // In all threads of a CTA.
+  __device__ bool continues_blocks(int32_t layer) const {
+    bool all_new = true;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < call.works.count; i += kThreads) {
+      const EntryDraft& d = call.entries[i * call.works.num_layers + layer];
+      all_new &=
+          d.form != EntryForm::kCoded || d.coded <= call.device.shape.first_of(d.first_block);
+    }
+    return __syncthreads_and(all_new) == 0;
+  }
   __device__ WeightedDecode decode_call(int32_t layer, Component c) const {
     const DeviceFamily& family = call.device.layers[layer].families[static_cast<int32_t>(c)];
     WeightedDecode d = shape_of_call(family.max_length);

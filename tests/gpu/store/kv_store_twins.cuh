@@ -223,6 +223,41 @@ class KvTwins {
     expect_values(v, v_.read<uint16_t>(values), dtype, "v");
   }
 
+  // The host goes on with the device's sequence: probabilities that a GPU counts are rounded in
+  // another way, so that tokens in doubt become different ones. Returns how many rows of tokens in
+  // [first, end) of a layer did.
+  int32_t adopt(size_t i, int32_t layer, int32_t first, int32_t end) {
+    const CacheLayout& l = config_.layout;
+    const auto values = static_cast<size_t>(end - first) * l.num_kv_heads * l.head_dim;
+    std::vector<uint16_t> k(values), v(values);
+    LayerRange range = {live_[i].host, layer, first, end, DType::kFloat16, k.data(), v.data()};
+    EXPECT_TRUE(host_->decode_range(range));
+    range.sequence = live_[i].device;
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    range.k = put(&k_, std::vector<uint16_t>(values, 0x7e00));
+    range.v = put(&v_, std::vector<uint16_t>(values, 0x7e00));
+    EXPECT_TRUE(device_->decode_range(range));
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    const std::vector<uint16_t> on_device = v_.read<uint16_t>(values);
+    int32_t others = 0;
+    for (size_t at = 0; at < values; at += l.head_dim) {
+      int32_t far = 0;
+      for (size_t d = at; d < at + l.head_dim; ++d) {
+        const float x = half_to_float(v[d]), y = half_to_float(on_device[d]);
+        far += std::fabs(x - y) > 0x1p-9f * (0.5f + std::fabs(x)) ? 1 : 0;
+      }
+      others += far > 0 ? 1 : 0;
+    }
+    const auto bytes = device_->export_sequence(live_[i].device);
+    EXPECT_TRUE(bytes);
+    if (!bytes) return others;
+    const auto id = host_->import_sequence(bytes->data(), bytes->size());
+    EXPECT_TRUE(id) << id.status().message();
+    EXPECT_TRUE(host_->release(live_[i].host));
+    if (id) live_[i].host = *id;
+    return others;
+  }
+
   // A sequence of either store into both.
   void exchange(size_t i) {
     const auto bytes = chance(0.5) ? host_->export_sequence(live_[i].host)
@@ -310,9 +345,15 @@ class KvTwins {
       ASSERT_NEAR(lse_a[i], lse_b[i], 0.01) << "lse of line " << i;
     }
     const float bound = dtype == DType::kBFloat16 ? 0.06f : 0.03f;
+    float most = 0, sum = 0;
+    size_t at = 0;
     for (size_t i = 0; i < a.size(); ++i) {
-      ASSERT_NEAR(raw_to_float(dtype, a[i]), raw_to_float(dtype, b[i]), bound) << "out " << i;
+      const float off = std::fabs(raw_to_float(dtype, a[i]) - raw_to_float(dtype, b[i]));
+      ASSERT_FALSE(std::isnan(off)) << "out " << i;
+      sum += off;
+      if (off > most) most = off, at = i;
     }
+    ASSERT_LE(most, bound) << "out " << at << ", mean " << sum / static_cast<float>(a.size());
   }
 
  private:
