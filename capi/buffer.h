@@ -9,18 +9,29 @@
 
 namespace tierkv::capi {
 
+inline Status read_buffer(tkv_buffer* out, tkv_buffer* buffer) {
+  if (Status s = read_struct(out, "buffer", buffer); !s) return s;
+  return buffer->data == nullptr && buffer->capacity > 0 ? invalid("buffer: data is null")
+                                                         : Status::ok();
+}
+
+// Says what is needed; null where that is more than there is.
+inline uint8_t* room(size_t bytes, tkv_buffer* buffer, tkv_buffer* out) {
+  buffer->size = bytes;
+  write_struct(*buffer, out);
+  return bytes <= buffer->capacity ? static_cast<uint8_t*>(buffer->data) : nullptr;
+}
+
 // kBufferTooSmall leaves the data alone and says what is needed.
 inline Status fill(const std::vector<uint8_t>& bytes, tkv_buffer* out) {
   tkv_buffer b;
-  if (Status s = read_struct(out, "buffer", &b); !s) return s;
-  if (b.data == nullptr && b.capacity > 0) return invalid("buffer: data is null");
-  b.size = bytes.size();
-  write_struct(b, out);
-  if (bytes.size() > b.capacity) {
+  if (Status s = read_buffer(out, &b); !s) return s;
+  uint8_t* const to = room(bytes.size(), &b, out);
+  if (to == nullptr && !bytes.empty()) {
     return Status(StatusCode::kBufferTooSmall,
                   "buffer: " + std::to_string(bytes.size()) + " bytes are needed");
   }
-  std::memcpy(b.data, bytes.data(), bytes.size());
+  std::copy(bytes.begin(), bytes.end(), to);
   return Status::ok();
 }
 

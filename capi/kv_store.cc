@@ -346,8 +346,11 @@ tkv_status tkv_kv_get_usage(tkv_kv_store* store, tkv_kv_usage* usage, tkv_error*
 tkv_status tkv_kv_export_sequence(tkv_kv_store* store, tkv_sequence_id sequence, tkv_buffer* out,
                                   tkv_error* error) {
   return capi::on_store(store, error, [&](KvStore& s) {
-    const tierkv::Result<std::vector<uint8_t>> bytes = s.export_sequence(tierkv::id_of(sequence));
-    return bytes ? capi::fill(*bytes, out) : bytes.status();
+    tkv_buffer b;
+    tierkv::Status status = capi::read_buffer(out, &b);
+    if (!status) return status;
+    return s.export_sequence(tierkv::id_of(sequence),
+                             [&](size_t bytes) { return capi::room(bytes, &b, out); });
   });
 }
 

@@ -66,16 +66,6 @@ class File {
   int descriptor_;
 };
 
-// The header of a container whose index lies at `offset`.
-ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index) {
-  ContainerHeader header;
-  header.index_offset = static_cast<uint64_t>(offset);
-  header.file_bytes = header.index_offset + index.size();
-  header.chunk_count = static_cast<uint32_t>(index.size() / kIndexEntryBytes);
-  header.index_checksum = xxh3(index.data(), index.size());
-  return header;
-}
-
 }  // namespace
 
 bool operator<(const ChunkKey& a, const ChunkKey& b) {
@@ -250,7 +240,8 @@ struct ContainerReader::Impl {
   std::string path;
   ContainerReadOptions options;
   File file;
-  std::vector<uint8_t> memory;  // the container itself where there is no file
+  const uint8_t* all = nullptr;  // the container itself where there is no file
+  std::vector<uint8_t> memory;   // which may own it
   uint64_t size = 0;
   std::vector<ChunkEntry> chunks;
   std::map<ChunkKey, int64_t> index;
@@ -264,7 +255,7 @@ struct ContainerReader::Impl {
   // The range lies within the file.
   Status fetch(uint64_t offset, uint64_t count, uint8_t* out) const {
     if (!file.ok()) {
-      std::copy_n(memory.begin() + static_cast<int64_t>(offset), count, out);
+      std::copy_n(all + offset, count, out);
       return Status::ok();
     }
     errno = 0;
@@ -273,6 +264,22 @@ struct ContainerReader::Impl {
                   path + ": byte " + std::to_string(offset) + " cannot be read: " + system_error());
   }
   Status load();
+  // `padded`: the chunk's bytes up to the next one.
+  Status verify(const ChunkEntry& c, const uint8_t* padded) const {
+    if (!options.verify_checksums || xxh3(padded, align_chunk(c.bytes)) == c.checksum) {
+      return Status::ok();
+    }
+    return corrupt(to_string(c.key) + " at byte " + std::to_string(c.offset) +
+                   ": checksum does not match");
+  }
+  Status find(int64_t chunk, const ChunkEntry** entry) const {
+    const auto count = static_cast<int64_t>(chunks.size());
+    if (chunk < 0 || chunk >= count) {
+      return Status(StatusCode::kInvalidArgument, path + ": there is no such chunk");
+    }
+    *entry = &chunks[chunk];
+    return Status::ok();
+  }
 };
 
 Status ContainerReader::Impl::load() {
@@ -314,9 +321,17 @@ Result<ContainerReader> ContainerReader::open(const std::string& path,
 Result<ContainerReader> ContainerReader::from_bytes(std::vector<uint8_t> bytes,
                                                     const std::string& name,
                                                     const ContainerReadOptions& options) {
+  Result<ContainerReader> reader = over_bytes(bytes.data(), bytes.size(), name, options);
+  if (reader) reader->impl_->memory = std::move(bytes);  // whose buffer moves along
+  return reader;
+}
+
+Result<ContainerReader> ContainerReader::over_bytes(const uint8_t* bytes, size_t size,
+                                                    const std::string& name,
+                                                    const ContainerReadOptions& options) {
   auto impl = std::make_unique<Impl>(name, options, -1);
-  impl->memory = std::move(bytes);
-  impl->size = impl->memory.size();
+  impl->all = bytes;
+  impl->size = size;
   if (Status s = impl->load(); !s) return s;
   return ContainerReader(std::move(impl));
 }
@@ -337,19 +352,23 @@ int64_t ContainerReader::find(const ChunkKey& key) const {
 }
 
 Status ContainerReader::read(int64_t chunk, std::vector<uint8_t>* payload) const {
-  const auto count = static_cast<int64_t>(impl_->chunks.size());
-  if (chunk < 0 || chunk >= count) {
-    return Status(StatusCode::kInvalidArgument, impl_->path + ": there is no such chunk");
-  }
-  const ChunkEntry& c = impl_->chunks[chunk];
-  payload->resize(align_chunk(c.bytes));
-  if (Status s = impl_->fetch(c.offset, payload->size(), payload->data()); !s) return s;
-  if (impl_->options.verify_checksums && xxh3(payload->data(), payload->size()) != c.checksum) {
-    return impl_->corrupt(to_string(c.key) + " at byte " + std::to_string(c.offset) +
-                          ": checksum does not match");
-  }
-  payload->resize(c.bytes);
+  const ChunkEntry* c = nullptr;
+  if (Status s = impl_->find(chunk, &c); !s) return s;
+  payload->resize(align_chunk(c->bytes));
+  if (Status s = impl_->fetch(c->offset, payload->size(), payload->data()); !s) return s;
+  if (Status s = impl_->verify(*c, payload->data()); !s) return s;
+  payload->resize(c->bytes);
   return Status::ok();
+}
+
+Status ContainerReader::view(int64_t chunk, const uint8_t** payload) const {
+  const ChunkEntry* c = nullptr;
+  if (Status s = impl_->find(chunk, &c); !s) return s;
+  if (impl_->all == nullptr) {
+    return Status(StatusCode::kUnsupported, impl_->path + ": a file is read, not viewed");
+  }
+  *payload = impl_->all + c->offset;
+  return impl_->verify(*c, *payload);
 }
 
 Status ContainerReader::read(const ChunkKey& key, std::vector<uint8_t>* payload) const {

@@ -92,6 +92,15 @@ Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_si
   return Status::ok();
 }
 
+ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index) {
+  ContainerHeader header;
+  header.index_offset = static_cast<uint64_t>(offset);
+  header.file_bytes = header.index_offset + index.size();
+  header.chunk_count = static_cast<uint32_t>(index.size() / kIndexEntryBytes);
+  header.index_checksum = xxh3(index.data(), index.size());
+  return header;
+}
+
 std::vector<uint8_t> store_index(const std::vector<ChunkEntry>& chunks) {
   std::vector<uint8_t> bytes;
   ByteWriter w(&bytes);

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "tierkv/status.h"
+
 namespace tierkv {
 
 // Calls body(i) for every i in [0, n), once each and on at most `threads` threads, fewer where the
@@ -41,6 +43,24 @@ void parallel_for(int64_t n, int32_t threads, const Body& body) {
   work();
   for (std::thread& h : helpers) h.join();
   if (failure) std::rethrow_exception(failure);
+}
+
+// The same for a body that returns a Status: the failure of the least item, where any fails.
+template <class Body>
+Status try_parallel_for(int64_t n, int32_t threads, const Body& body) {
+  std::vector<Status> statuses(static_cast<size_t>(n));
+  parallel_for(n, threads, [&](int64_t i) { statuses[i] = body(i); });
+  for (const Status& s : statuses) {
+    if (!s) return s;
+  }
+  return Status::ok();
+}
+
+// Threads for work that passes over `bytes` of memory: one for each MiB, at most 16 and one a core.
+inline int32_t threads_for(int64_t bytes) {
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  return static_cast<int32_t>(
+      std::clamp<int64_t>(bytes >> 20, 1, std::clamp<int64_t>(cores, 1, 16)));
 }
 
 }  // namespace tierkv

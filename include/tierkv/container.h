@@ -135,6 +135,10 @@ class TKV_API ContainerReader {
   // The same for a container in memory; `name` stands for the path in messages.
   static Result<ContainerReader> from_bytes(std::vector<uint8_t> bytes, const std::string& name,
                                             const ContainerReadOptions& options = {});
+  // Over bytes that outlive the reader.
+  static Result<ContainerReader> over_bytes(const uint8_t* bytes, size_t size,
+                                            const std::string& name,
+                                            const ContainerReadOptions& options = {});
   ContainerReader(ContainerReader&&) noexcept;
   ContainerReader& operator=(ContainerReader&&) noexcept;
   ~ContainerReader();
@@ -147,6 +151,8 @@ class TKV_API ContainerReader {
   // The payload of a chunk; kCorrupt where its checksum does not match. Any number of threads may
   // read at once.
   Status read(int64_t chunk, std::vector<uint8_t>* payload) const;
+  // The same without a copy, of a container in memory: payload [chunks()[chunk].bytes].
+  Status view(int64_t chunk, const uint8_t** payload) const;
   // read(find(key)); kNotFound where there is none.
   Status read(const ChunkKey& key, std::vector<uint8_t>* payload) const;
 

@@ -27,6 +27,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <variant>
 #include <vector>
@@ -178,6 +179,9 @@ struct Shortage {
   int64_t bytes = 0;
 };
 
+// Memory for a sequence of so many bytes that is exported; null refuses it.
+using ExportTarget = std::function<uint8_t*(size_t bytes)>;
+
 class TKV_API KvStore final {
  public:
   // In host memory. kOutOfMemory where there is not as much as memory_bytes; kOutOfRange, naming
@@ -243,9 +247,14 @@ class TKV_API KvStore final {
   Shortage shortage() const;
 
   // A complete sequence as a container (tierkv/container.h), every chunk with a checksum. Equal
-  // states give equal bytes. Any store of an equal config but for capacities and memory takes it.
+  // states give equal bytes. Any store of an equal config but for capacities and memory takes it. A
+  // store on a device keeps pinned host memory for this: kOutOfMemory where it gets none.
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
-  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages.
+  // The same into memory of the caller, which several threads fill. Fresh memory costs more than
+  // the export: use it again. kBufferTooSmall, with the bytes needed, where the target gives none.
+  Status export_sequence(SequenceId sequence, const ExportTarget& target);
+  // kCorrupt, kVersion; kInvalidArgument for bytes of another config or profile; kOutOfPages;
+  // kOutOfMemory as above.
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:

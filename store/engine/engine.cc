@@ -123,16 +123,27 @@ Result<StoreUsage> Engine::usage() const {
 }
 
 Result<std::vector<uint8_t>> Engine::export_sequence(SequenceId sequence) {
+  std::vector<uint8_t> bytes;
+  Status s = export_sequence(sequence, [&](size_t size) {
+    bytes.resize(size);
+    return bytes.data();
+  });
+  if (!s) return s;
+  return bytes;
+}
+
+Status Engine::export_sequence(SequenceId sequence, const ExportTarget& target) {
   const Result<int32_t> slot = sequences_.complete_slot_of(sequence);
   if (!slot) return slot.status();
-  Result<SequenceParts> parts = place_->export_parts(sequences_.layers_of(*slot));
-  if (!parts) return parts.status();
-  return write_sequence(config_, place_->identity(), *parts);
+  const Result<SequenceSource> source = place_->export_parts(sequences_.layers_of(*slot));
+  if (!source) return source.status();
+  return write_sequence(config_, place_->identity(), *source, target);
 }
 
 Result<SequenceId> Engine::import_sequence(const uint8_t* bytes, size_t size) {
   if (bytes == nullptr) return Status(StatusCode::kInvalidArgument, "bytes is null");
-  Result<SequenceParts> parts = read_sequence(config_, laws_, place_->identity(), bytes, size);
+  const Result<SequenceParts> parts =
+      read_sequence(config_, laws_, place_->identity(), bytes, size);
   if (!parts) return parts.status();
   const Result<int32_t> slot = sequences_.free_slot();
   if (!slot) return slot.status();

@@ -38,6 +38,7 @@ class Engine {
   Result<int64_t> bytes_held(SequenceId sequence) const;
   Result<StoreUsage> usage() const;
   Result<std::vector<uint8_t>> export_sequence(SequenceId sequence);
+  Status export_sequence(SequenceId sequence, const ExportTarget& target);
   Result<SequenceId> import_sequence(const uint8_t* bytes, size_t size);
 
  private:

@@ -80,6 +80,9 @@ Shortage KvStore::shortage() const {
 Result<std::vector<uint8_t>> KvStore::export_sequence(SequenceId sequence) {
   return engine_->export_sequence(sequence);
 }
+Status KvStore::export_sequence(SequenceId sequence, const ExportTarget& target) {
+  return engine_->export_sequence(sequence, target);
+}
 Result<SequenceId> KvStore::import_sequence(const uint8_t* bytes, size_t size) {
   return engine_->import_sequence(bytes, size);
 }

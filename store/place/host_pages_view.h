@@ -12,6 +12,7 @@ namespace tierkv::store {
 struct HostPagesView {
   PageAllocator allocator;
   uint8_t* base = nullptr;
+  const int32_t* places = nullptr;  // [num_pages]: where a page lies behind base; null: at its id
   int64_t page_bytes = 0;
   int32_t rows_per_layer = 1;
 
@@ -24,7 +25,9 @@ struct HostPagesView {
   int32_t page(int32_t row, int32_t side, int32_t index) const {
     return page_at(allocator, row, side, index);
   }
-  uint8_t* bytes(int32_t page) const { return base + page * page_bytes; }
+  uint8_t* bytes(int32_t page) const {
+    return base + (places == nullptr ? page : places[page]) * page_bytes;
+  }
 };
 
 }  // namespace tierkv::store

@@ -46,14 +46,16 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   config_ = config;
   layout_ = layout;
   raw_ = {layout.laws, layout.raw, config.layout.num_kv_heads};
-  if (allocator_memory_ == nullptr || page_memory_ == nullptr || slot_memory_ == nullptr) {
+  const bool has_pages = page_memory_ != nullptr || !places_.empty();
+  if (allocator_memory_ == nullptr || !has_pages || slot_memory_ == nullptr) {
     return Status(StatusCode::kOutOfMemory,
                   "no host memory for memory_bytes: " + std::to_string(config.memory_bytes));
   }
   const Result<PageAllocator> a = make_page_allocator(layout.allocator, allocator_memory_.get(),
                                                       allocator_bytes(layout.allocator).total);
   if (!a) return a.status();
-  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()), layout.page_bytes,
+  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()),
+            places_.empty() ? nullptr : places_.data(), layout.page_bytes,
             format->sizes().rows_per_layer};
   format->bind(pages_);
   format_ = std::move(format);
@@ -63,22 +65,37 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
 // The allocator's state is zeros, except what one sequence needs.
 Result<std::unique_ptr<HostPlace>> HostPlace::make_mirror(const StoreConfig& config,
                                                           const StoreLayout& layout,
-                                                          std::unique_ptr<RowFormat> format) {
+                                                          std::unique_ptr<RowFormat> format,
+                                                          const Memory& slot) {
   StoreConfig one = config;
   StoreLayout of_one = layout;
   one.max_sequences = of_one.allocator.table.num_sequences = 1;
   auto place = std::make_unique<HostPlace>();
   place->allocator_memory_ =
       map_zeros(static_cast<int64_t>(allocator_bytes(of_one.allocator).total));
-  place->page_memory_ = map_zeros(layout.page_bytes * layout.allocator.num_pages);
-  place->slot_memory_ = map_zeros(layout.slot_bytes);
+  place->places_.resize(layout.allocator.num_pages);
+  place->slot_memory_ = slot;
   if (Status s = place->bind(one, of_one, std::move(format)); !s) return s;
-  const PageAllocator& a = place->pages_.allocator;
-  const int64_t slots = a.shape.table.num_rows() * int64_t{a.shape.table.row_stride()};
-  std::fill(a.slots, a.slots + slots, kNoPage);
+  place->clear();
+  return place;
+}
+
+void HostPlace::clear() {
+  const PageAllocator& a = pages_.allocator;
+  const int64_t rows = a.shape.table.num_rows();
+  std::fill(a.slots, a.slots + rows * a.shape.table.row_stride(), kNoPage);
+  std::fill(a.tokens, a.tokens + rows, SideCounts{});
+  std::fill(a.pages, a.pages + rows, SideCounts{});
+  a.sequences[0] = {};
   *a.ring.cursors = {0, 0};
   *a.state = {kNoError, 1, 0, 0};
-  return place;
+}
+
+void HostPlace::place_pages(const std::vector<int32_t>& pages, const Memory& memory) {
+  for (size_t i = 0; i < pages.size(); ++i) places_[pages[i]] = static_cast<int32_t>(i);
+  page_memory_ = memory;
+  pages_.base = static_cast<uint8_t*>(memory.get());
+  format_->bind(pages_);
 }
 
 uint8_t* HostPlace::slot_bytes(int32_t slot) const {

@@ -21,12 +21,18 @@ class HostPlace final : public Place {
   // kOutOfMemory.
   static Result<std::unique_ptr<HostPlace>> make(const StoreConfig& config,
                                                  std::unique_ptr<RowFormat> format);
+  using Memory = std::shared_ptr<void>;
   // A place of one sequence whose pages have ids of a place elsewhere, whose layout is given: what
-  // a sequence is brought into to be exported or imported. Only pages that are touched take memory.
-  // It has no free pages.
+  // a sequence is brought into to be exported or imported. `slot`: layout.slot_bytes. It has no
+  // free pages.
   static Result<std::unique_ptr<HostPlace>> make_mirror(const StoreConfig& config,
                                                         const StoreLayout& layout,
-                                                        std::unique_ptr<RowFormat> format);
+                                                        std::unique_ptr<RowFormat> format,
+                                                        const Memory& slot);
+  // Of a mirror: its tables are empty again.
+  void clear();
+  // Of a mirror: page pages[i] lies at memory + i * page_bytes.
+  void place_pages(const std::vector<int32_t>& pages, const Memory& memory);
 
   Status open(int32_t slot) override;
   Status release(int32_t slot) override;
@@ -42,7 +48,7 @@ class HostPlace final : public Place {
   Result<int64_t> pages_of(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return format_->identity(); }
-  Result<SequenceParts> export_parts(const LayerMoves& layers) override;
+  Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
   // The same; take() makes the table's rows hold what the layers are to hold.
   using TakePages =
@@ -58,7 +64,6 @@ class HostPlace final : public Place {
   HostLayer layer_of(const LayerMove& move) const;
 
  private:
-  using Memory = std::shared_ptr<void>;
   static Memory allocate(size_t alignment, int64_t bytes);
   static Memory map_zeros(int64_t bytes);
   // Lays the place over its memory.
@@ -92,8 +97,9 @@ class HostPlace final : public Place {
   void attend_row(const LayerAttend& call, const LayerMove& move, int64_t entry, int32_t kv_head);
   void count_query(const LayerMove& move, int32_t kv_head, int32_t position,
                    const std::vector<float>& probabilities);
-  std::vector<uint8_t> raw_part(const LayerMove& move, int32_t kv_head) const;
-  Status write_raw_part(const LayerMove& move, int32_t kv_head, const std::vector<uint8_t>& raw);
+  int64_t raw_part_bytes(LayerTokens at) const;
+  void export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const;
+  Status import_raw(const LayerMove& move, int32_t kv_head, std::span<const uint8_t> raw) const;
 
   StoreConfig config_;
   StoreLayout layout_;
@@ -101,6 +107,7 @@ class HostPlace final : public Place {
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
   HostPagesView pages_;
+  std::vector<int32_t> places_;  // of a mirror
   int64_t most_pages_ = 0;
   Shortage shortage_;
 };

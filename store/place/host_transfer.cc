@@ -5,11 +5,13 @@
 // the ring) its key and its value as fp16; then for each token of the ring sum (u32) and count
 // (i32) of its RawScore.
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <variant>
 
-#include "codec/format/byte_cursor.h"
+#include "codec/format/element.h"
+#include "codec/host/parallel.h"
 #include "store/place/host_place.h"
 
 namespace tierkv::store {
@@ -25,76 +27,87 @@ bool can_prune(const StoreConfig& config) {
                                          [](const TierClass& c) { return c.alpha_low > 0; });
 }
 
+bool is_finite_half(uint16_t x) {
+  return (x & 0x7c00u) != 0x7c00u;
+}
+
 bool is_valid(RawScore score) {
   return score.count < 0 || (score.count <= kMostCounted && is_finite(score.sum) && score.sum >= 0);
 }
 
 }  // namespace
 
-std::vector<uint8_t> HostPlace::raw_part(const LayerMove& move, int32_t kv_head) const {
-  std::vector<uint8_t> bytes;
-  ByteWriter out(&bytes);
+int64_t HostPlace::raw_part_bytes(LayerTokens at) const {
+  const TokenLaws& laws = layout_.laws;
+  const int64_t ring = ring_count(laws, at), token_bytes = int64_t{4} * config_.layout.head_dim;
+  return (sink_count(laws, at) + ring) * token_bytes + ring * int64_t{sizeof(RawScore)};
+}
+
+void HostPlace::export_raw(const LayerMove& move, int32_t kv_head, uint8_t* to) const {
   const uint8_t* row = raw_row(move, kv_head);
-  const int32_t sinks = sink_count(layout_.laws, move.from);
+  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
   const int32_t first = ring_first(layout_.laws, move.from);
-  std::vector<uint16_t> token(config_.layout.head_dim);
+  uint16_t token[kMaxHeadDim];
   for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
     const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
-      read_raw(raw_, row, c, p, token.data());
-      out.bytes(token.data(), token.size() * sizeof(uint16_t));
+      read_raw(raw_, row, c, p, token);
+      std::memcpy(to, token, dim * sizeof(uint16_t));
+      to += dim * sizeof(uint16_t);
     }
   }
-  for (int32_t p = first; p < move.from.tokens; ++p) {
+  for (int32_t p = first; p < move.from.tokens; ++p, to += sizeof(RawScore)) {
     const RawScore score = read_score(raw_, row, p);
-    out.u32(float_bits(score.sum));
-    out.i32(score.count);
+    std::memcpy(to, &score, sizeof(score));
   }
-  return bytes;
 }
 
-Status HostPlace::write_raw_part(const LayerMove& move, int32_t kv_head,
-                                 const std::vector<uint8_t>& raw) {
-  ByteReader in(raw);
+Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
+                             std::span<const uint8_t> raw) const {
+  if (static_cast<int64_t>(raw.size()) != raw_part_bytes(move.from)) return corrupt("wrong size");
   uint8_t* row = raw_row(move, kv_head);
-  const int32_t sinks = sink_count(layout_.laws, move.from);
+  const uint8_t* from = raw.data();
+  const int32_t sinks = sink_count(layout_.laws, move.from), dim = config_.layout.head_dim;
   const int32_t first = ring_first(layout_.laws, move.from);
-  const int64_t tokens = sinks + ring_count(layout_.laws, move.from);
-  const int64_t bytes =
-      tokens * config_.layout.head_dim * 4 + int64_t{8} * (move.from.tokens - first);
-  if (static_cast<int64_t>(raw.size()) != bytes) return corrupt("wrong size");
-  std::vector<uint16_t> token(config_.layout.head_dim);
-  for (int64_t i = 0; i < tokens; ++i) {
-    const auto p = static_cast<int32_t>(i < sinks ? i : first + i - sinks);
+  uint16_t token[kMaxHeadDim];
+  for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
+    const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
-      for (uint16_t& x : token) {
-        x = in.u16();
-        if (!is_finite(half_to_float(x))) return corrupt("a value is not finite");
-      }
-      write_raw(raw_, row, c, p, token.data());
+      std::memcpy(token, from, dim * sizeof(uint16_t));
+      from += dim * sizeof(uint16_t);
+      const bool finite = std::all_of(token, token + dim, is_finite_half);
+      if (!finite) return corrupt("a value is not finite");
+      write_raw(raw_, row, c, p, token);
     }
   }
-  for (int32_t p = first; p < move.from.tokens; ++p) {
-    const uint32_t bits = in.u32();
-    const RawScore score = {bits_float(bits), in.i32()};
-    const int32_t lowest = can_prune(config_) ? RawScore::kPruned : RawScore::kDecided;
+  const int32_t lowest = can_prune(config_) ? RawScore::kPruned : RawScore::kDecided;
+  for (int32_t p = first; p < move.from.tokens; ++p, from += sizeof(RawScore)) {
+    RawScore score;
+    std::memcpy(&score, from, sizeof(score));
     if (!is_valid(score) || score.count < lowest) return corrupt("a score is impossible");
     write_score(raw_, row, p, score);
   }
   return Status::ok();
 }
 
-Result<SequenceParts> HostPlace::export_parts(const LayerMoves& layers) {
-  SequenceParts parts;
+Result<SequenceSource> HostPlace::export_parts(const LayerMoves& layers) {
+  SequenceSource source;
+  const int32_t heads = config_.layout.num_kv_heads;
   for (const LayerMove& move : layers) {
-    parts.layers.push_back(move.from);
-    parts.shared.push_back(format_->export_shared(layer_of(move)));
-    for (int32_t h = 0; h < config_.layout.num_kv_heads; ++h) {
-      parts.raw.push_back(raw_part(move, h));
-      parts.bodies.push_back(format_->export_body(layer_of(move), h));
+    source.layers.push_back(move.from);
+    source.shared.push_back(format_->export_shared(layer_of(move)));
+    for (int32_t h = 0; h < heads; ++h) {
+      source.raw_bytes.push_back(raw_part_bytes(move.from));
+      source.body_bytes.push_back(format_->body_bytes(layer_of(move), h));
     }
   }
-  return parts;
+  source.write = [this, layers, heads](int64_t row, uint8_t* raw, uint8_t* body) {
+    const LayerMove& move = layers[row / heads];
+    const auto h = static_cast<int32_t>(row % heads);
+    export_raw(move, h, raw);
+    format_->export_body(layer_of(move), h, body);
+  };
+  return source;
 }
 
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
@@ -109,19 +122,17 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const T
   std::vector<ImportWork> works;
   Status s = open(slot);
   for (int32_t l = 0; s && l < config_.layout.num_layers; ++l) {
-    ImportWork work;
-    work.layer = layer_of({slot, l, {}, {}});
-    layers.push_back(work.layer);
-    work.body_end = parts.layers[l].body_end;
-    work.shared = parts.shared[l];
-    const auto first = parts.bodies.begin() + l * heads;
-    work.bodies.assign(first, first + heads);
-    works.push_back(std::move(work));
-    const LayerMove at = {slot, l, parts.layers[l], {}};
-    for (int32_t h = 0; s && h < heads; ++h) {
-      s = write_raw_part(at, h, parts.raw[l * heads + h])
-              .with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
-    }
+    layers.push_back(layer_of({slot, l, {}, {}}));
+    works.push_back({layers[l], parts.layers[l].body_end, parts.shared[l],
+                     std::span(parts.bodies).subspan(l * heads, heads)});
+  }
+  if (s) {
+    const auto rows = static_cast<int64_t>(parts.raw.size());
+    s = try_parallel_for(rows, threads_for(rows * raw_part_bytes(parts.layers[0])), [&](int64_t i) {
+      const auto l = static_cast<int32_t>(i / heads), h = static_cast<int32_t>(i % heads);
+      return import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[i])
+          .with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
+    });
   }
   if (s) {
     Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(works);

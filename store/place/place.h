@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "store/engine/tokens.h"
@@ -22,12 +24,22 @@ struct LayerMove {
 };
 using LayerMoves = std::vector<LayerMove>;
 
-// What a sequence's chunks hold (store/transfer/sequence_chunks.h).
+// What the chunks of a sequence hold that comes in (store/transfer/sequence_chunks.h); the bytes
+// are the caller's.
 struct SequenceParts {
-  std::vector<LayerTokens> layers;           // [num_layers]
-  std::vector<std::vector<uint8_t>> shared;  // [num_layers]
-  std::vector<std::vector<uint8_t>> raw;     // [num_layers * num_kv_heads]
-  std::vector<std::vector<uint8_t>> bodies;  // likewise
+  std::vector<LayerTokens> layers;               // [num_layers]
+  std::vector<std::span<const uint8_t>> shared;  // [num_layers]
+  std::vector<std::span<const uint8_t>> raw;     // [num_layers * num_kv_heads]
+  std::vector<std::span<const uint8_t>> bodies;  // likewise
+};
+
+// The same of a sequence that leaves. Valid until the next call of the place.
+struct SequenceSource {
+  std::vector<LayerTokens> layers;
+  std::vector<std::vector<uint8_t>> shared;
+  std::vector<int64_t> raw_bytes, body_bytes;
+  // Writes both parts of row layer * num_kv_heads + kv_head. Any number of threads at once.
+  std::function<void(int64_t row, uint8_t* raw, uint8_t* body)> write;
 };
 
 class Place {
@@ -63,7 +75,7 @@ class Place {
   virtual Shortage shortage() const = 0;
 
   virtual std::vector<uint8_t> identity() const = 0;
-  virtual Result<SequenceParts> export_parts(const LayerMoves& layers) = 0;
+  virtual Result<SequenceSource> export_parts(const LayerMoves& layers) = 0;
   virtual Status import_parts(int32_t slot, const SequenceParts& parts) = 0;
 };
 

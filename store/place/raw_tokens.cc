@@ -26,6 +26,24 @@ void to_half(DType dtype, const uint16_t* from, int32_t count, uint16_t* to) {
   for (int32_t d = 0; d < count; ++d) to[d] = float_to_half(bfloat16_to_float(from[d]));
 }
 
+// each(dim, its byte in the row). Dim blocks are alike, so places are found for one of them.
+template <class Each>
+void for_elements(const RawRows& rows, Component c, int32_t position, const Each& each) {
+  const RawLayout& layout = rows.layout;
+  const auto byte_of = [&](int32_t dim) {
+    return position < rows.laws.sink_tokens ? layout.sink_byte(c, position, dim)
+                                            : layout.ring_byte(c, position, dim);
+  };
+  int32_t bytes[kDimBlock];
+  for (int32_t d = 0; d < kDimBlock; ++d) bytes[d] = byte_of(d);
+  const int32_t apart = byte_of(kDimBlock) - bytes[0];
+  for (int32_t first = 0; first < layout.head_dim; first += kDimBlock) {
+    for (int32_t d = 0; d < kDimBlock; ++d) {
+      each(first + d, bytes[d] + first / kDimBlock * apart);
+    }
+  }
+}
+
 }  // namespace
 
 Status check_chunk(const Chunk& chunk, int32_t head_dim) {
@@ -58,22 +76,16 @@ Status check_chunk(const Chunk& chunk, int32_t head_dim) {
 
 void write_raw(const RawRows& rows, uint8_t* row, Component c, int32_t position,
                const uint16_t* token) {
-  const bool sink = position < rows.laws.sink_tokens;
-  for (int32_t d = 0; d < rows.layout.head_dim; ++d) {
-    const int32_t at =
-        sink ? rows.layout.sink_byte(c, position, d) : rows.layout.ring_byte(c, position, d);
-    std::memcpy(row + at, token + d, sizeof(uint16_t));
-  }
+  for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
+    std::memcpy(row + byte, token + dim, sizeof(uint16_t));
+  });
 }
 
 void read_raw(const RawRows& rows, const uint8_t* row, Component c, int32_t position,
               uint16_t* token) {
-  const bool sink = position < rows.laws.sink_tokens;
-  for (int32_t d = 0; d < rows.layout.head_dim; ++d) {
-    const int32_t at =
-        sink ? rows.layout.sink_byte(c, position, d) : rows.layout.ring_byte(c, position, d);
-    std::memcpy(token + d, row + at, sizeof(uint16_t));
-  }
+  for_elements(rows, c, position, [&](int32_t dim, int32_t byte) {
+    std::memcpy(token + dim, row + byte, sizeof(uint16_t));
+  });
 }
 
 void write_score(const RawRows& rows, uint8_t* row, int32_t position, RawScore score) {

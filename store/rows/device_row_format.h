@@ -165,9 +165,10 @@ class DeviceRowFormat {
   // Export and import go through host memory: the place brings the pages and the slot there and
   // lets the format in host memory write and parse them (transfer has one owner). What serves all
   // sequences (codebooks) is made equal here: from the device to the host format and back.
-  // upload_shared() comes after the bytes of an imported slot; both wait.
+  // upload_shared() comes after the bytes of an imported slot. `layers` are its layers, with their
+  // states in host memory.
   virtual Status download_shared(RowFormat* host) = 0;
-  virtual Status upload_shared(const RowFormat& host) = 0;
+  virtual Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& layers) = 0;
 };
 
 // `host` is the same format in host memory, bound to no pages; it outlives the result.

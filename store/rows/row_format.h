@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "store/engine/tokens.h"
@@ -77,8 +78,8 @@ struct BodyPlan {
 struct ImportWork {
   HostLayer layer;
   int32_t body_end = 0;
-  std::vector<uint8_t> shared;               // as export_shared() wrote it
-  std::vector<std::vector<uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
+  std::span<const uint8_t> shared;                   // as export_shared() wrote it
+  std::span<const std::span<const uint8_t>> bodies;  // [num_kv_heads], as export_body() wrote them
 };
 
 class RowFormat {
@@ -131,9 +132,11 @@ class RowFormat {
   virtual std::vector<uint8_t> identity() const = 0;
   // What the bodies of this layer need beside themselves (codebooks); may be empty.
   virtual std::vector<uint8_t> export_shared(const HostLayer& layer) const = 0;
-  virtual std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const = 0;
-  // The inverse; write() makes the state as well. kCorrupt: the bytes are hostile; everything that
-  // read() relies on is checked.
+  virtual int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const = 0;
+  // Writes body_bytes() bytes. Any number of threads at once.
+  virtual void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const = 0;
+  // The inverse; write() makes the state as well, out of the works' bytes, which stay where they
+  // are until then. kCorrupt: the bytes are hostile; everything that read() relies on is checked.
   virtual Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) = 0;
 };
 

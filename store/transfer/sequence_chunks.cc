@@ -2,10 +2,12 @@
 #include "store/transfer/sequence_chunks.h"
 
 #include <algorithm>
+#include <span>
 #include <string>
-#include <utility>
 
+#include "codec/file/chunk_plan.h"
 #include "codec/format/byte_cursor.h"
+#include "codec/host/parallel.h"
 #include "tierkv/container.h"
 
 namespace tierkv::store {
@@ -58,11 +60,25 @@ Status corrupt(const std::string& why) {
 class Chunks {
  public:
   explicit Chunks(const ContainerReader& reader) : reader_(reader) {}
+  // All of them: kCorrupt where a checksum does not match.
+  Status open() {
+    const std::vector<ChunkEntry>& chunks = reader_.chunks();
+    payloads_.resize(chunks.size());
+    const auto count = static_cast<int64_t>(chunks.size());
+    return try_parallel_for(count, threads_for(reader_.file_bytes()), [&](int64_t i) {
+      const uint8_t* bytes = nullptr;
+      const Status s = reader_.view(i, &bytes);
+      if (s) payloads_[i] = {bytes, static_cast<size_t>(chunks[i].bytes)};
+      return s;
+    });
+  }
   bool has(const ChunkKey& key) const { return reader_.find(key) >= 0; }
-  Status read(const ChunkKey& key, std::vector<uint8_t>* payload) {
+  Status read(const ChunkKey& key, std::span<const uint8_t>* payload) {
     ++read_;
-    if (has(key)) return reader_.read(key, payload);
-    return corrupt("there is no " + to_string(key));
+    const int64_t chunk = reader_.find(key);
+    if (chunk < 0) return corrupt("there is no " + to_string(key));
+    *payload = payloads_[chunk];
+    return Status::ok();
   }
   Status check_all_read() const {
     return read_ == reader_.chunks().size() ? Status::ok() : corrupt("there are other chunks");
@@ -70,11 +86,12 @@ class Chunks {
 
  private:
   const ContainerReader& reader_;
+  std::vector<std::span<const uint8_t>> payloads_;
   size_t read_ = 0;
 };
 
-Status check_model(const StoreConfig& config, const std::vector<uint8_t>& bytes) {
-  const Result<ContainerModel> model = parse_model(bytes);
+Status check_model(const StoreConfig& config, std::span<const uint8_t> bytes) {
+  const Result<ContainerModel> model = parse_model({bytes.begin(), bytes.end()});
   if (!model) return model.status();
   if (serialize_model(*model) == serialize_model(model_of(config))) return Status::ok();
   return invalid("the sequence is of a cache of another layout or rotation");
@@ -96,9 +113,9 @@ Status check_counts(const StoreConfig& config, const TokenLaws& laws,
 }
 
 Status parse_store(const StoreConfig& config, const TokenLaws& laws,
-                   const std::vector<uint8_t>& identity, const std::vector<uint8_t>& bytes,
+                   const std::vector<uint8_t>& identity, std::span<const uint8_t> bytes,
                    std::vector<LayerTokens>* layers) {
-  if (ByteReader(bytes).u32() != kVersion) {
+  if (ByteReader(bytes.data(), bytes.size()).u32() != kVersion) {
     return Status(StatusCode::kVersion, "the sequence is of another version");
   }
   const std::vector<uint8_t> header = serialize_header(config, identity);
@@ -118,44 +135,58 @@ Status parse_store(const StoreConfig& config, const TokenLaws& laws,
 
 }  // namespace
 
-Result<std::vector<uint8_t>> write_sequence(const StoreConfig& config,
-                                            const std::vector<uint8_t>& identity,
-                                            const SequenceParts& parts) {
-  std::vector<ChunkBlock> blocks(1);
-  int64_t bytes = 1 << 16;
-  for (const auto* part : {&parts.shared, &parts.raw, &parts.bodies}) {
-    for (const std::vector<uint8_t>& x : *part) bytes += static_cast<int64_t>(x.size()) + 64;
-  }
-  blocks[0].reserve(bytes);
-  blocks[0].add(ChunkKey{}, serialize_model(model_of(config)));
+Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& identity,
+                      const SequenceSource& source, const ExportTarget& target) {
+  const std::vector<uint8_t> model = serialize_model(model_of(config));
   std::vector<uint8_t> header = serialize_header(config, identity);
   ByteWriter out(&header);
-  for (const LayerTokens& at : parts.layers) {
+  for (const LayerTokens& at : source.layers) {
     out.i32(at.tokens);
     out.i32(at.body_end);
   }
-  blocks[0].add(key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable), header);
+  ChunkPlan plan;
+  plan.add(ChunkKey{}, static_cast<int64_t>(model.size()));
+  plan.add(key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable),
+           static_cast<int64_t>(header.size()));
   const int32_t heads = config.layout.num_kv_heads;
+  std::vector<int64_t> shared(source.layers.size()), rows;
   for (int32_t l = 0; l < config.layout.num_layers; ++l) {
-    if (!parts.shared[l].empty()) {
-      blocks[0].add(key_of(ChunkKind::kCodebook, l, kNotApplicable), parts.shared[l]);
-    }
+    const auto bytes = static_cast<int64_t>(source.shared[l].size());
+    if (bytes > 0) shared[l] = plan.add(key_of(ChunkKind::kCodebook, l, kNotApplicable), bytes);
     for (int32_t h = 0; h < heads; ++h) {
-      blocks[0].add(key_of(ChunkKind::kStoreRow, l, h), parts.raw[l * heads + h]);
-      blocks[0].add(key_of(ChunkKind::kStorePage, l, h), parts.bodies[l * heads + h]);
+      const int32_t row = l * heads + h;
+      rows.push_back(plan.add(key_of(ChunkKind::kStoreRow, l, h), source.raw_bytes[row]));
+      plan.add(key_of(ChunkKind::kStorePage, l, h), source.body_bytes[row]);
     }
   }
-  return assemble_container(blocks);
+  uint8_t* const bytes = target(plan.bytes());
+  if (bytes == nullptr) {
+    return Status(StatusCode::kBufferTooSmall, std::to_string(plan.bytes()) + " bytes are needed");
+  }
+  plan.write(bytes, 0, model);
+  plan.write(bytes, 1, header);
+  for (size_t l = 0; l < shared.size(); ++l) {
+    if (!source.shared[l].empty()) plan.write(bytes, shared[l], source.shared[l]);
+  }
+  const auto size = static_cast<int64_t>(plan.bytes());
+  parallel_for(static_cast<int64_t>(rows.size()), threads_for(size), [&](int64_t row) {
+    const int64_t chunk = rows[row];
+    source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
+    plan.seal(bytes, chunk);
+    plan.seal(bytes, chunk + 1);
+  });
+  plan.finish(bytes);
+  return Status::ok();
 }
 
 Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
                                     const std::vector<uint8_t>& identity, const uint8_t* bytes,
                                     size_t size) {
-  const Result<ContainerReader> reader =
-      ContainerReader::from_bytes(std::vector<uint8_t>(bytes, bytes + size), "sequence");
+  const Result<ContainerReader> reader = ContainerReader::over_bytes(bytes, size, "sequence");
   if (!reader) return reader.status();
   Chunks chunks(*reader);
-  std::vector<uint8_t> payload;
+  if (Status s = chunks.open(); !s) return s;
+  std::span<const uint8_t> payload;
   if (Status s = chunks.read(ChunkKey{}, &payload); !s) return s;
   if (Status s = check_model(config, payload); !s) return s;
   const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);

@@ -18,12 +18,12 @@
 
 namespace tierkv::store {
 
-Result<std::vector<uint8_t>> write_sequence(const StoreConfig& config,
-                                            const std::vector<uint8_t>& identity,
-                                            const SequenceParts& parts);
-// The counts are possible and every part is there, of whatever bytes. kCorrupt, kVersion;
-// kInvalidArgument for a sequence of another layout, format or profile; kOutOfRange for more than
-// max_tokens.
+// kBufferTooSmall where the target gives no memory.
+Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& identity,
+                      const SequenceSource& source, const ExportTarget& target);
+// Parts are views of the bytes. The counts are possible and every part is there. kCorrupt,
+// kVersion; kInvalidArgument for a sequence of another layout, format or profile; kOutOfRange for
+// more than max_tokens.
 Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& laws,
                                     const std::vector<uint8_t>& identity, const uint8_t* bytes,
                                     size_t size);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "tests/engine/support/owned_parts.h"
 #include "tests/engine/support/tiers_world.h"
 #include "tests/support/fresh_random.h"
 
@@ -236,10 +237,10 @@ TEST_F(TiersRowsTest, HostileBodies) {
     const store::LayerTokens at = {300, 300 - config.window_tokens};
     moves.push_back({id.slot, l, at, at});
   }
-  const store::SequenceParts parts = *store.place->export_parts(moves);
+  const OwnedParts parts(*store.place->export_parts(moves));
   int32_t corrupt = 0;
   for (int32_t round = 0; round < 300; ++round) {
-    store::SequenceParts damaged = parts;
+    OwnedParts damaged = parts;
     std::vector<uint8_t>& body = damaged.bodies[rng_() % damaged.bodies.size()];
     const int32_t what = pick(0, 5);
     if (what == 0) body.resize(rng_() % body.size());
@@ -252,7 +253,7 @@ TEST_F(TiersRowsTest, HostileBodies) {
       const size_t most = what == 4 ? body.size() : size_t{300};  // the tiers
       body[rng_() % most] = static_cast<uint8_t>(rng_());
     }
-    const Status s = store.place->import_parts(3, damaged);
+    const Status s = store.place->import_parts(3, damaged.views());
     corrupt += s.code() == StatusCode::kCorrupt;
     EXPECT_TRUE(what > 3 || s.code() == StatusCode::kCorrupt) << what;
     if (!s) {

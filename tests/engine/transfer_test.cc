@@ -54,6 +54,39 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
   EXPECT_EQ(*to.store.engine->num_tokens(to.id), 0);
 }
 
+// Long enough for several threads.
+TEST_F(SequenceTransfer, LongSequencesIntoMemoryOfTheCaller) {
+  for (const int32_t kind : {0, 1, 2}) {
+    ConfigChoice choice;
+    choice.max_tokens = 5200;
+    choice.pages = 8000;
+    StoreConfig config = make_config(choice);
+    if (kind == 1) config.format = TiersFormat{};
+    if (kind == 2) config.format = ChannelFormat{};
+    for (int32_t l = 1; l < config.layout.num_layers; ++l) config.raw_layers.push_back(l);
+    give_pages(8000, &config);
+    const Feed feed(config.layout, 5000, &rng_);
+    OneSequence from(config);
+    store::Engine* engine = from.store.engine.get();
+    ASSERT_TRUE(feed.give(engine, from.id, 0, 5000));
+    const std::vector<uint8_t> bytes = from.bytes();
+    ASSERT_GT(bytes.size(), size_t{2} << 20);
+    std::vector<uint8_t> given;
+    const Status refused = engine->export_sequence(from.id, [&](size_t size) {
+      given.assign(size, 0xee);
+      return nullptr;
+    });
+    EXPECT_EQ(refused.code(), StatusCode::kBufferTooSmall);
+    EXPECT_EQ(given, std::vector<uint8_t>(bytes.size(), 0xee));
+    ASSERT_TRUE(engine->export_sequence(from.id, [&](size_t) { return given.data(); }));
+    EXPECT_EQ(given, bytes);
+    OneSequence to(config);
+    const Result<SequenceId> id = to.store.engine->import_sequence(given.data(), given.size());
+    ASSERT_TRUE(id) << id.status().message();
+    EXPECT_EQ(*to.store.engine->export_sequence(*id), bytes);
+  }
+}
+
 TEST_F(SequenceTransfer, RefusesOtherStores) {
   const StoreConfig config = make_config({});
   const Feed feed(config.layout, 400, &rng_);

@@ -16,13 +16,12 @@
 #include "store/place/device/batch_book.h"
 #include "store/place/device/device_calls.h"
 #include "store/place/device/free_pages.h"
+#include "store/place/host_place.h"
 #include "store/place/place.h"
 #include "store/rows/device_memory.cuh"
 #include "store/rows/device_row_format.h"
 
 namespace tierkv::store {
-
-class HostPlace;
 
 class DevicePlace final : public Place {
  public:
@@ -44,7 +43,7 @@ class DevicePlace final : public Place {
   Result<int64_t> pages_of(int32_t slot) const override;
   Shortage shortage() const override { return shortage_; }
   std::vector<uint8_t> identity() const override { return host_format_->identity(); }
-  Result<SequenceParts> export_parts(const LayerMoves& layers) override;
+  Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
 
   const TokenLaws& laws() const { return layout_.laws; }
@@ -95,11 +94,14 @@ class DevicePlace final : public Place {
   int32_t rows_per_sequence() const { return layout_.allocator.table.rows_per_sequence; }
   Status copy_pages(int32_t count);
   Status add_nominal(const LayerMoves& layers, StoreUsage* usage) const;
-  Result<std::unique_ptr<HostPlace>> make_mirror();
-  Status copy_tables(int32_t slot, const PageAllocator& to) const;
+  // The mirror, emptied.
+  Status open_mirror();
+  // Gives the mirror memory for the pages of its tables; runs of pages by id, in their order there.
+  Status place_pages(std::vector<Positions>* runs);
+  Status copy_tables(int32_t slot) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);
   Status import_opened(int32_t slot, const SequenceParts& parts);
-  Status copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from);
+  Status copy_up(int32_t slot, const SequenceParts& parts, const std::vector<Positions>& runs);
   Status cut_bodies(const DeviceWorks& works, const LayerMoves& layers);
 
   StoreConfig config_;
@@ -126,6 +128,9 @@ class DevicePlace final : public Place {
   FreePages free_;
   BatchBook book_;
   Shortage shortage_;
+  std::unique_ptr<HostPlace> mirror_;  // null until a sequence is exported or imported
+  HostPlace::Memory mirror_pages_;     // pinned
+  int64_t mirror_bytes_ = 0;
 };
 
 }  // namespace tierkv::store

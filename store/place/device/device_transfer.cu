@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "gpu/cuda_device.cuh"
 #include "store/place/device/device_kernels.h"
 #include "store/place/device/device_place.h"
-#include "store/place/host_place.h"
 
 namespace tierkv::store {
 
@@ -66,16 +66,40 @@ Result<int64_t> DevicePlace::pages_of(int32_t slot) const {
   return sum;
 }
 
-Result<std::unique_ptr<HostPlace>> DevicePlace::make_mirror() {
-  Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
-  if (!format) return format.status();
-  if (Status s = format_->download_shared(format->get()); !s) return s;
-  return HostPlace::make_mirror(config_, layout_, std::move(*format));
+namespace {
+
+// Pinned, so that copies reach the speed of the link.
+Result<HostPlace::Memory> pinned_memory(int64_t bytes) {
+  void* at = nullptr;
+  const cudaError_t error = cudaHostAlloc(&at, static_cast<size_t>(bytes), cudaHostAllocMapped);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return Status(StatusCode::kOutOfMemory,
+                  "no pinned host memory of " + std::to_string(bytes) + " bytes");
+  }
+  return HostPlace::Memory(at, [](void* memory) { (void)cudaFreeHost(memory); });
 }
 
-// Table rows of a slot, to host memory.
-Status DevicePlace::copy_tables(int32_t slot, const PageAllocator& to) const {
-  const PageAllocator& a = view_.pages.allocator;
+}  // namespace
+
+Status DevicePlace::open_mirror() {
+  if (mirror_ == nullptr) {
+    Result<std::unique_ptr<RowFormat>> format = make_row_format(config_);
+    if (!format) return format.status();
+    const Result<HostPlace::Memory> slot = pinned_memory(layout_.slot_bytes);
+    if (!slot) return slot.status();
+    Result<std::unique_ptr<HostPlace>> mirror =
+        HostPlace::make_mirror(config_, layout_, std::move(*format), *slot);
+    if (!mirror) return mirror.status();
+    mirror_ = std::move(*mirror);
+  }
+  mirror_->clear();
+  return format_->download_shared(mirror_->format());
+}
+
+// Table rows of a slot, to the mirror.
+Status DevicePlace::copy_tables(int32_t slot) const {
+  const PageAllocator &a = view_.pages.allocator, &to = mirror_->pages().allocator;
   const int64_t rows = rows_per_sequence(), first = slot * rows;
   const int64_t line = a.shape.table.row_stride();
   if (Status s = copy(to.tokens, a.tokens + first, rows * int64_t{sizeof(SideCounts)}); !s) {
@@ -85,10 +109,9 @@ Status DevicePlace::copy_tables(int32_t slot, const PageAllocator& to) const {
   return copy(to.slots, a.slots + first * line, rows * line * int64_t{sizeof(int32_t)});
 }
 
-namespace {
-
-// Pages of the first sequence, by row, side and place: the order in which an operation deals them.
-std::vector<int32_t> pages_in_order(const PageAllocator& a) {
+// Pages that lie one behind the other are copied at once, so the mirror has them by id.
+Status DevicePlace::place_pages(std::vector<Positions>* runs) {
+  const PageAllocator& a = mirror_->pages().allocator;
   std::vector<int32_t> pages;
   for (int32_t row = 0; row < a.shape.table.rows_per_sequence; ++row) {
     for (int32_t side = 0; side < a.shape.table.num_sides; ++side) {
@@ -97,63 +120,69 @@ std::vector<int32_t> pages_in_order(const PageAllocator& a) {
       }
     }
   }
-  return pages;
-}
-
-// Pages that lie one behind the other are copied at once.
-std::vector<Positions> runs_of(std::vector<int32_t> pages) {
   std::sort(pages.begin(), pages.end());
-  std::vector<Positions> runs;
   for (const int32_t page : pages) {
-    if (runs.empty() || runs.back().end != page) runs.push_back({page, page});
-    ++runs.back().end;
+    if (runs->empty() || runs->back().end != page) runs->push_back({page, page});
+    ++runs->back().end;
   }
-  return runs;
+  const int64_t bytes = static_cast<int64_t>(pages.size()) * layout_.page_bytes;
+  if (bytes > mirror_bytes_) {
+    constexpr int64_t kStep = int64_t{32} << 20;
+    mirror_->place_pages({}, nullptr);
+    mirror_pages_ = nullptr;
+    mirror_bytes_ = 0;
+    const Result<HostPlace::Memory> memory = pinned_memory(round_up(bytes, kStep));
+    if (!memory) return memory.status();
+    mirror_pages_ = *memory;
+    mirror_bytes_ = round_up(bytes, kStep);
+  }
+  mirror_->place_pages(pages, mirror_pages_);
+  return Status::ok();
 }
 
-}  // namespace
-
-Result<SequenceParts> DevicePlace::export_parts(const LayerMoves& layers) {
+Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = enter("export_sequence", false); !s) return s;
-  Result<std::unique_ptr<HostPlace>> mirror = make_mirror();
-  if (!mirror) return mirror.status();
+  if (Status s = open_mirror(); !s) return s;
   const int32_t slot = layers[0].slot;
-  const HostPagesView& pages = (*mirror)->pages();
-  if (Status s = copy_tables(slot, pages.allocator); !s) return s;
-  if (Status s = copy((*mirror)->slot_memory(), view_.slots.raw(slot, 0), layout_.slot_bytes); !s) {
+  if (Status s = copy_tables(slot); !s) return s;
+  if (Status s = copy(mirror_->slot_memory(), view_.slots.raw(slot, 0), layout_.slot_bytes); !s) {
     return s;
   }
   if (Status s = wait(); !s) return s;
-  for (const Positions& run : runs_of(pages_in_order(pages.allocator))) {
-    const int64_t at = run.first * layout_.page_bytes;
-    if (Status s = copy(pages.base + at, view_.pages.base + at, run.count() * layout_.page_bytes);
-        !s) {
-      return s;
-    }
+  std::vector<Positions> runs;
+  if (Status s = place_pages(&runs); !s) return s;
+  for (const Positions& run : runs) {
+    const uint8_t* from = view_.pages.base + run.first * layout_.page_bytes;
+    Status s = copy(mirror_->pages().bytes(run.first), from, run.count() * layout_.page_bytes);
+    if (!s) return s;
   }
   if (Status s = wait(); !s) return s;
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
-  return (*mirror)->export_parts(moves);
+  return mirror_->export_parts(moves);
 }
 
 Status DevicePlace::import_parts(int32_t slot, const SequenceParts& parts) {
   if (Status s = open(slot); !s) return s;
   Status s = import_opened(slot, parts);
-  if (!s) (void)release(slot);
+  if (!s) {
+    mirror_ = nullptr;
+    (void)release(slot);
+  }
   return s;
 }
 
 Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
-  Result<std::unique_ptr<HostPlace>> mirror = make_mirror();
-  if (!mirror) return mirror.status();
-  const Status s = (*mirror)->import_parts(
+  if (Status s = open_mirror(); !s) return s;
+  std::vector<Positions> runs;
+  const Status s = mirror_->import_parts(
       0, parts, [&](const std::vector<HostLayer>&, const std::vector<LayerPlan>& plans) {
         if (Status taken = take_pages(slot, plans); !taken) return taken;
-        if (Status copied = copy_tables(slot, (*mirror)->pages().allocator); !copied) return copied;
-        return wait();
+        if (Status copied = copy_tables(slot); !copied) return copied;
+        if (Status waited = wait(); !waited) return waited;
+        return place_pages(&runs);
       });
-  return s ? copy_up(slot, parts, **mirror) : s;
+  return s ? copy_up(slot, parts, runs) : s;
 }
 
 // For all layers of an empty slot.
@@ -184,26 +213,27 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   return commit(nullptr, true);
 }
 
-Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts, const HostPlace& from) {
-  const HostPagesView& pages = from.pages();
-  for (const Positions& run : runs_of(pages_in_order(pages.allocator))) {
-    const int64_t at = run.first * layout_.page_bytes;
-    if (Status s = copy(view_.pages.base + at, pages.base + at, run.count() * layout_.page_bytes);
-        !s) {
-      return s;
-    }
+Status DevicePlace::copy_up(int32_t slot, const SequenceParts& parts,
+                            const std::vector<Positions>& runs) {
+  for (const Positions& run : runs) {
+    uint8_t* to = view_.pages.base + run.first * layout_.page_bytes;
+    Status s = copy(to, mirror_->pages().bytes(run.first), run.count() * layout_.page_bytes);
+    if (!s) return s;
   }
-  if (Status s = copy(view_.slots.raw(slot, 0), from.slot_memory(), layout_.slot_bytes); !s) {
+  if (Status s = copy(view_.slots.raw(slot, 0), mirror_->slot_memory(), layout_.slot_bytes); !s) {
     return s;
   }
-  const int64_t layers = config_.layout.num_layers;
-  if (Status s =
-          copy(counts_ + slot * layers, parts.layers.data(), layers * int64_t{sizeof(LayerTokens)});
-      !s) {
-    return s;
+  const int64_t num_layers = config_.layout.num_layers;
+  Status s = copy(counts_ + slot * num_layers, parts.layers.data(),
+                  num_layers * int64_t{sizeof(LayerTokens)});
+  if (!s) return s;
+  std::vector<HostLayer> layers;
+  for (int32_t l = 0; l < num_layers; ++l) {
+    layers.push_back(mirror_->layer_of({0, l, parts.layers[l], {}}));
+    layers[l].slot = slot;
   }
-  if (Status s = wait(); !s) return s;
-  return format_->upload_shared(*from.format());
+  if (s = format_->upload_shared(*mirror_->format(), layers); !s) return s;
+  return wait();
 }
 
 }  // namespace tierkv::store

@@ -8,7 +8,9 @@
 #include <variant>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/host/parallel.h"
 #include "store/rows/raw_tiles.h"
+#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {
@@ -124,6 +126,7 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
     counts.of[0] = units_of(layer, end);
     plan->layers.push_back({{counts}});
     plan->first_block.push_back(first);
+    plan->counts.push_back((end - first) * heads);
     plan->blocks.push_back(std::move(blocks));
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
@@ -132,15 +135,20 @@ Result<std::unique_ptr<BodyPlan>> ChannelRows::plan(const std::vector<BodyWork>&
 void ChannelRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& channel = static_cast<const ChannelPlan&>(plan);
   const int32_t heads = config_.layout.num_kv_heads;
-  for (size_t w = 0; w < layers.size(); ++w) {
-    const int32_t bytes = block_bytes(layers[w].layer);
-    const std::vector<uint8_t>& blocks = channel.blocks[w];
-    const auto count = static_cast<int32_t>(static_cast<int64_t>(blocks.size()) / bytes);
-    for (int32_t i = 0; i < count; ++i) {
-      std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads),
-                  blocks.data() + int64_t{i} * bytes, bytes);
-    }
+  int64_t all = 0;
+  for (const std::vector<uint8_t>& blocks : channel.blocks) {
+    all += static_cast<int64_t>(blocks.size());
   }
+  for (const auto& body : channel.bodies) all += static_cast<int64_t>(body.size());
+  parallel_for(static_cast<int64_t>(layers.size()), threads_for(all), [&](int64_t w) {
+    const int32_t bytes = block_bytes(layers[w].layer);
+    for (int32_t i = 0; i < channel.counts[w]; ++i) {
+      const uint8_t* from = channel.bodies.empty()
+                                ? channel.blocks[w].data() + int64_t{i} * bytes
+                                : channel.bodies[w * heads + i % heads].data() + i / heads * bytes;
+      std::memcpy(block_at(layers[w], i % heads, channel.first_block[w] + i / heads), from, bytes);
+    }
+  });
 }
 
 void ChannelRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int32_t end,
@@ -182,45 +190,41 @@ std::vector<uint8_t> ChannelRows::identity() const {
 }
 
 // Blocks as they lie on pages.
-std::vector<uint8_t> ChannelRows::export_body(const HostLayer& layer, int32_t kv_head) const {
-  std::vector<uint8_t> bytes;
-  for (int32_t b = 0; b < blocks_of(layer.at.body_end); ++b) {
-    const uint8_t* block = block_at(layer, kv_head, b);
-    bytes.insert(bytes.end(), block, block + block_bytes(layer.layer));
+void ChannelRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
+  const int32_t bytes = block_bytes(layer.layer);
+  for (int32_t b = 0; b < blocks_of(layer.at.body_end); ++b, to += bytes) {
+    std::memcpy(to, block_at(layer, kv_head, b), bytes);
   }
-  return bytes;
+}
+
+// Codes of any bits are values where the parameters are finite.
+bool ChannelRows::is_sound(int32_t layer, const uint8_t* block) const {
+  if (is_raw(layer)) return are_finite(block, body_.raw_bytes());
+  return are_finite(block + layout_.k_metadata, layout_.v_codes - layout_.k_metadata) &&
+         are_finite(block + layout_.v_metadata, int64_t{4} * layout_.tokens);
 }
 
 Result<std::unique_ptr<BodyPlan>> ChannelRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<ChannelPlan>();
   const int32_t heads = config_.layout.num_kv_heads;
-  std::vector<float> x[2];
-  for (std::vector<float>& to : x) {
-    to.resize(static_cast<size_t>(layout_.tokens) * config_.layout.head_dim);
-  }
   for (const ImportWork& work : works) {
     const int32_t layer = work.layer.layer, end = blocks_of(work.body_end);
-    const int64_t bytes = block_bytes(layer);
+    const int32_t bytes = block_bytes(layer);
     if (!work.shared.empty()) return corrupt("it has codebooks");
-    for (const std::vector<uint8_t>& body : work.bodies) {
-      if (static_cast<int64_t>(body.size()) != end * bytes) return corrupt("wrong size");
-    }
-    std::vector<uint8_t> blocks(end * heads * bytes);
-    for (int32_t i = 0; i < end * heads; ++i) {
-      const uint8_t* block = work.bodies[i % heads].data() + i / heads * bytes;
-      decode(layer, block, x[0].data(), x[1].data());
-      for (const std::vector<float>& values : x) {
-        if (!std::all_of(values.begin(), values.end(), [](float a) { return is_finite(a); })) {
+    for (const std::span<const uint8_t>& body : work.bodies) {
+      if (static_cast<int64_t>(body.size()) != int64_t{end} * bytes) return corrupt("wrong size");
+      for (int32_t b = 0; b < end; ++b) {
+        if (!is_sound(layer, body.data() + int64_t{b} * bytes)) {
           return corrupt("a value is not finite");
         }
       }
-      std::copy_n(block, bytes, blocks.data() + i * bytes);
+      plan->bodies.push_back(body);
     }
     SideCounts counts;
     counts.of[0] = units_of(layer, end);
     plan->layers.push_back({{counts}});
     plan->first_block.push_back(0);
-    plan->blocks.push_back(std::move(blocks));
+    plan->counts.push_back(end * heads);
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }

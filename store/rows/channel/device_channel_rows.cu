@@ -48,7 +48,9 @@ class DeviceChannelRows final : public DeviceRowFormat {
   Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
 
   Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&) override { return Status::ok(); }
+  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
+    return Status::ok();
+  }
 
  private:
   bool is_raw(int32_t layer) const { return rows_.is_raw_layer()[layer] != 0; }

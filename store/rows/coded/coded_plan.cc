@@ -6,6 +6,7 @@
 #include <string>
 
 #include "codec/format/same_log.h"
+#include "codec/host/parallel.h"
 #include "store/rows/coded/coded_rows.h"
 #include "store/rows/raw_tiles.h"
 
@@ -28,7 +29,13 @@ Result<std::unique_ptr<BodyPlan>> CodedRows::plan(const std::vector<BodyWork>& w
 void CodedRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
   const auto& coded = static_cast<const CodedPlan&>(plan);
   for (const auto& [layer, books] : coded.made) books_[layer] = books;
-  for (size_t i = 0; i < layers.size(); ++i) write_layer(layers[i], coded.drafts[i]);
+  int64_t bytes = 0;  // of an import
+  for (const LayerDraft& draft : coded.drafts) {
+    for (const std::span<const uint8_t>& block : draft.brought) bytes += block.size();
+  }
+  const auto count = static_cast<int64_t>(layers.size());
+  parallel_for(count, threads_for(bytes),
+               [&](int64_t i) { write_layer(layers[i], coded.drafts[i]); });
 }
 
 Status CodedRows::draft(const BodyWork& work, CodedPlan* plan, LayerDraft* draft) const {
@@ -282,8 +289,8 @@ void CodedRows::add_layer_plan(const HostLayer& layer, const LayerDraft& draft,
                                CodedPlan* plan) const {
   const auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
   int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
-  for (const std::vector<uint8_t>& block : draft.blocks) {
-    const auto units = static_cast<int32_t>(block.size() / kUnitBytes);
+  for (size_t i = 0; i < draft.num_blocks(); ++i) {
+    const auto units = static_cast<int32_t>(draft.block(i).size() / kUnitBytes);
     used = place_block(used, units, shape_.page_units) + units;
   }
   SideCounts counts;
@@ -305,17 +312,18 @@ void CodedRows::write_layer(const HostLayer& layer, const LayerDraft& draft) {
   auto* ends = state_at<uint32_t>(layer, shape_.ends_byte());
   int64_t used = draft.first_block == 0 ? 0 : ends[draft.first_block - 1];
   const int32_t row = pages_.row(layer.slot, layer.layer, 0), per_block = 2 * shape_.num_kv_heads;
-  for (size_t i = 0; i < draft.blocks.size(); ++i) {
-    const auto units = static_cast<int32_t>(draft.blocks[i].size() / kUnitBytes);
+  for (size_t i = 0; i < draft.num_blocks(); ++i) {
+    const std::span<const uint8_t> block = draft.block(i);
+    const auto units = static_cast<int32_t>(block.size() / kUnitBytes);
     const int64_t at = place_block(used, units, shape_.page_units);
     const auto index = static_cast<int32_t>(at / shape_.page_units);
     const int64_t offset =
         int64_t{pages_.page(row, 0, index)} * shape_.page_units + at % shape_.page_units;
-    std::memcpy(pages_.base + offset * kUnitBytes, draft.blocks[i].data(), draft.blocks[i].size());
     const auto within = static_cast<int32_t>(i) % per_block;
     const int32_t b = draft.first_block + static_cast<int32_t>(i) / per_block;
-    refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = {
-        static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
+    const CodedBlockRef ref = {static_cast<uint32_t>(offset), static_cast<uint32_t>(units)};
+    refs(layer, within / 2, within % 2 == 0 ? Component::kKey : Component::kValue)[b] = ref;
+    std::copy(block.begin(), block.end(), block_bytes(ref));
     used = at + units;
     ends[b] = static_cast<uint32_t>(used);
   }

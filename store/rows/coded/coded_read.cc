@@ -10,7 +10,7 @@ namespace tierkv::store {
 
 Status CodedRows::decode(const WeightedRow& row, const LayerBooks& books,
                          const uint8_t* const bytes[2], const int64_t size[2], Positions range,
-                         BlockCodes* codes, float* const x[2]) const {
+                         BlockCodes* codes, float* const* x) const {
   for (const Component c : {Component::kKey, Component::kValue}) {
     const auto i = static_cast<int32_t>(c);
     codes->codes[i].resize(static_cast<size_t>(range.count()) * shape_.head_dim);
@@ -19,7 +19,7 @@ Status CodedRows::decode(const WeightedRow& row, const LayerBooks& books,
                                    range.count(), shape_.head_dim};
     Status s = decode_weighted_block(bytes[i], size[i], books.family(c), target);
     const WeightedSource source = {target.codes, target.exponents, range.count(), range.first};
-    if (s) s = dequantize_weighted(row, c, source, x[i]);
+    if (s && x != nullptr) s = dequantize_weighted(row, c, source, x[i]);
     if (!s) return s;
   }
   return Status::ok();

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -42,7 +43,8 @@ class CodedRows final : public RowFormat {
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override;
-  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
+  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
 
   // The tokens of a block of one row before they are coded.
@@ -57,6 +59,11 @@ class CodedRows final : public RowFormat {
     std::vector<int8_t> exponents[2];
   };
 
+  template <class T>
+  T* state_at(const HostLayer& layer, int64_t byte) const {
+    return reinterpret_cast<T*>(layer.state + byte);
+  }
+
   // What the same format in device memory shares with this one.
   const CodedShape& shape() const { return shape_; }
   const CodedFormat& format() const { return format_; }
@@ -68,6 +75,7 @@ class CodedRows final : public RowFormat {
   }
   // Whether means or steps of a layer's rows come from their own tokens.
   bool needs_tokens(int32_t layer) const;
+  bool is_fixed(const HostLayer& layer) const { return *state_at<int32_t>(layer, 0) != 0; }
   const LayerBooks& books(int32_t layer) const { return books_[layer]; }
   void set_books(int32_t layer, const LayerBooks& books) { books_[layer] = books; }
   // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
@@ -84,6 +92,13 @@ class CodedRows final : public RowFormat {
     std::vector<std::vector<uint16_t>> means;
     // [blocks][num_kv_heads][2], in the order of the pages.
     std::vector<std::vector<uint8_t>> blocks;
+    // Of an import, where blocks stay as they are.
+    std::vector<std::span<const uint8_t>> brought;
+
+    size_t num_blocks() const { return most(blocks.size(), brought.size()); }
+    std::span<const uint8_t> block(size_t i) const {
+      return brought.empty() ? std::span<const uint8_t>(blocks[i]) : brought[i];
+    }
   };
   struct CodedPlan final : BodyPlan {
     std::vector<LayerDraft> drafts;      // [works]
@@ -98,16 +113,13 @@ class CodedRows final : public RowFormat {
     bool needs_tokens() const { return query_energy.empty() || key_mean.empty(); }
   };
 
-  template <class T>
-  T* state_at(const HostLayer& layer, int64_t byte) const {
-    return reinterpret_cast<T*>(layer.state + byte);
-  }
-  bool is_fixed(const HostLayer& layer) const { return *state_at<int32_t>(layer, 0) != 0; }
   CodedBlockRef* refs(const HostLayer& layer, int32_t kv_head, Component c) const {
     return state_at<CodedBlockRef>(layer, shape_.refs_byte(kv_head, c));
   }
-  const uint8_t* block_bytes(const CodedBlockRef& ref) const {
-    return pages_.base + int64_t{ref.offset} * kUnitBytes;
+  uint8_t* block_bytes(const CodedBlockRef& ref) const {
+    const auto page_units = static_cast<uint32_t>(shape_.page_units);
+    return pages_.bytes(static_cast<int32_t>(ref.offset / page_units)) +
+           int64_t{ref.offset % page_units} * kUnitBytes;
   }
   const RowStart& start(int32_t layer, int32_t kv_head) const {
     return starts_[layer * shape_.num_kv_heads + kv_head];
@@ -140,15 +152,18 @@ class CodedRows final : public RowFormat {
   void write_layer(const HostLayer& layer, const LayerDraft& draft);
 
   // coded_read.cc
+  // x null: codes and exponents alone.
   Status decode(const WeightedRow& row, const LayerBooks& books, const uint8_t* const bytes[2],
-                const int64_t size[2], Positions range, BlockCodes* codes, float* const x[2]) const;
+                const int64_t size[2], Positions range, BlockCodes* codes, float* const* x) const;
   void read_block(const HostLayer& layer, int32_t kv_head, int32_t block, BlockCodes* codes,
                   float* const x[2]) const;
 
   // coded_transfer.cc
-  Status import_layer(const ImportWork& work, CodedPlan* plan, LayerDraft* draft) const;
-  Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
-                    std::vector<const uint8_t*>* blocks, std::vector<int64_t>* sizes) const;
+  // `books`: of the layer where it is fixed, those of the sequence.
+  Status import_layer(const ImportWork& work, LayerBooks* books, LayerDraft* draft) const;
+  Status import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const;
+  int64_t head_bytes(bool fixed) const;
+  Status check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const;
 
   StoreConfig config_;
   CodedFormat format_;

@@ -6,13 +6,15 @@
 // 2^-24); fixed: steps of keys and values (f32 each), means (fp16 [head_dim]); of each
 // block keys, then values: units (u32) and as many times 16 bytes.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <span>
 #include <string>
+#include <utility>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/host/parallel.h"
 #include "store/rows/coded/coded_rows.h"
-#include "store/rows/raw_tiles.h"
+#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {
@@ -21,8 +23,19 @@ Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "body: " + why);
 }
 
-bool all_finite(const std::vector<float>& x) {
-  return std::all_of(x.begin(), x.end(), [](float a) { return is_finite(a); });
+// Of the first `count`.
+bool all_finite(const std::vector<float>& x, size_t count) {
+  return std::all_of(x.begin(), x.begin() + static_cast<int64_t>(count),
+                     [](float a) { return is_finite(a); });
+}
+
+// Whether codes and exponents of any size are values within fp32: a code is below 2^15, f(e) below
+// 2^16, and a turn adds two of them and of a mean, which is fp16.
+bool is_tame(const WeightedRow& row) {
+  constexpr float kMost = 0x1p64f;
+  return row.value_step < kMost && row.key_step < kMost &&
+         std::all_of(row.key_weight.begin(), row.key_weight.end(),
+                     [&](float weight) { return dim_scale(row.key_step, weight) < kMost; });
 }
 
 }  // namespace
@@ -31,34 +44,46 @@ std::vector<uint8_t> CodedRows::export_shared(const HostLayer& layer) const {
   return is_fixed(layer) ? serialize_books(books_[layer.layer]) : std::vector<uint8_t>();
 }
 
-std::vector<uint8_t> CodedRows::export_body(const HostLayer& layer, int32_t kv_head) const {
-  std::vector<uint8_t> bytes;
-  ByteWriter out(&bytes);
+// Where a row's blocks begin.
+int64_t CodedRows::head_bytes(bool fixed) const {
+  return 13 + (fixed ? 8 + int64_t{2} * shape_.head_dim : 0);
+}
+
+int64_t CodedRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
+  int64_t bytes = head_bytes(is_fixed(layer));
+  for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
+    for (const Component c : {Component::kKey, Component::kValue}) {
+      bytes += int64_t{sizeof(uint32_t)} + int64_t{refs(layer, kv_head, c)[b].units} * kUnitBytes;
+    }
+  }
+  return bytes;
+}
+
+void CodedRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
+  std::vector<uint8_t> head;
+  ByteWriter out(&head);
   const auto& state = *state_at<CodedRowState>(layer, shape_.row_byte(kv_head));
-  const auto* means = state_at<uint16_t>(layer, shape_.means_byte(kv_head));
   out.u8(is_fixed(layer) ? 1 : 0);
   out.i32(state.mean.seen);
   out.i64(state.mean.logs);
   if (is_fixed(layer)) {
     out.f32(state.key_step);
     out.f32(state.value_step);
-    out.bytes(means, shape_.head_dim * sizeof(uint16_t));
+    out.bytes(state_at<uint16_t>(layer, shape_.means_byte(kv_head)), shape_.head_dim * 2);
   }
+  to = std::copy(head.begin(), head.end(), to);
   for (int32_t b = 0; b < block_count(layer.at.body_end); ++b) {
     for (const Component c : {Component::kKey, Component::kValue}) {
       const CodedBlockRef ref = refs(layer, kv_head, c)[b];
-      out.u32(ref.units);
-      out.bytes(block_bytes(ref), static_cast<size_t>(ref.units) * kUnitBytes);
+      std::memcpy(to, &ref.units, sizeof(uint32_t));
+      to = std::copy_n(block_bytes(ref), int64_t{ref.units} * kUnitBytes, to + sizeof(uint32_t));
     }
   }
-  return bytes;
 }
 
 // State of the row, and where its blocks are in the bytes.
-Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft,
-                             std::vector<const uint8_t*>* blocks,
-                             std::vector<int64_t>* sizes) const {
-  ByteReader in(work.bodies[kv_head]);
+Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft* draft) const {
+  ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
   const uint8_t fixed = in.u8();
   if (kv_head == 0) draft->fixed = fixed == 1;
   if (fixed > 1 || draft->fixed != (fixed == 1)) return corrupt("fixed is neither 0 nor 1");
@@ -71,30 +96,50 @@ Status CodedRows::import_row(const ImportWork& work, int32_t kv_head, LayerDraft
     state.key_step = in.f32();
     state.value_step = in.f32();
     for (uint16_t& x : means) x = in.u16();
-  }
-  if (draft->fixed) {
     Status s = row_of(work.layer.layer, kv_head, state, means.data()).validate();
     if (!s) return corrupt(s.message());
   }
   draft->rows.push_back(state);
   draft->means.push_back(means);
+  const int64_t most_units =
+      least(int64_t{shape_.page_units},
+            most(shape_.most_block_bytes(), shape_.raw_block_bytes(kBlockTokens)) / kUnitBytes);
   for (int32_t i = 0; i < 2 * draft->end_block; ++i) {
     const uint32_t units = in.u32();
-    if (units > static_cast<uint32_t>(shape_.page_units)) return corrupt("a block is too long");
-    blocks->push_back(in.take(uint64_t{units} * kUnitBytes));
-    sizes->push_back(int64_t{units} * kUnitBytes);
+    if (units > most_units) return corrupt("a block is too long");
+    const size_t bytes = size_t{units} * kUnitBytes;
+    const uint8_t* from = in.take(bytes);
+    if (from == nullptr) return corrupt("it ends too early");
+    // In the order of the pages.
+    const int32_t b = i / 2, heads = shape_.num_kv_heads;
+    draft->brought[(b * heads + kv_head) * 2 + i % 2] = {from, bytes};
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
-// Blocks are coded anew, with the books of this store: what comes in is what it would have written.
-Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDraft* draft) const {
-  const int32_t layer = work.layer.layer, dim = shape_.head_dim, heads = shape_.num_kv_heads;
+Status CodedRows::check_raw_block(std::span<const uint8_t> bytes, int32_t tokens) const {
+  if (static_cast<int64_t>(bytes.size()) != shape_.raw_block_bytes(tokens)) {
+    return corrupt("a raw block has another size");
+  }
+  for (int32_t t = 0; t < kBlockTokens; ++t) {
+    const auto g = static_cast<int8_t>(bytes[t]);
+    if (t < tokens ? !is_importance_exponent(g) : g != 0) {
+      return corrupt("an exponent is impossible");
+    }
+  }
+  return are_finite(bytes.data() + kBlockTokens, shape_.raw_block_bytes(tokens) - kBlockTokens)
+             ? Status::ok()
+             : corrupt("a raw value is not finite");
+}
+
+// Blocks that were made with the books of this store stay as they are, the others are coded anew.
+Status CodedRows::import_layer(const ImportWork& work, LayerBooks* theirs,
+                               LayerDraft* draft) const {
+  const int32_t layer = work.layer.layer, heads = shape_.num_kv_heads;
   draft->end_block = block_count(work.body_end);
-  std::vector<std::vector<const uint8_t*>> blocks(heads);
-  std::vector<std::vector<int64_t>> sizes(heads);
+  draft->brought.resize(size_t{2} * draft->end_block * heads);
   for (int32_t h = 0; h < heads; ++h) {
-    Status s = import_row(work, h, draft, &blocks[h], &sizes[h]);
+    Status s = import_row(work, h, draft);
     if (!s) return s.with_context("kv_head " + std::to_string(h));
   }
   const bool raw = is_raw_layer(layer);
@@ -102,60 +147,69 @@ Status CodedRows::import_layer(const ImportWork& work, CodedPlan* plan, LayerDra
   if (!draft->fixed && !raw && work.body_end >= kSampleBlocks * kBlockTokens)
     return corrupt("it is not fixed");
   if (draft->fixed == work.shared.empty()) return corrupt("codebooks without blocks, or without");
-  LayerBooks theirs;
+  const LayerBooks& ours = books_[layer].empty() ? *theirs : books_[layer];
+  bool same_books = true;
   if (draft->fixed) {
     Result<LayerBooks> parsed = parse_books(format_, config_.layout, work.shared);
     if (!parsed) return parsed.status();
-    theirs = std::move(*parsed);
-    if (find_books(layer, *plan) == nullptr) plan->made[layer] = theirs;
+    *theirs = std::move(*parsed);
+    const std::vector<uint8_t> own = serialize_books(ours);
+    same_books = std::equal(own.begin(), own.end(), work.shared.begin(), work.shared.end());
   }
-  BlockTokens tokens;
+  std::vector<WeightedRow> rows;
+  std::vector<uint8_t> tame;
+  for (int32_t h = 0; draft->fixed && h < heads; ++h) {
+    rows.push_back(row_of(layer, h, draft->rows[h], draft->means[h].data()));
+    tame.push_back(is_tame(rows[h]));
+  }
+  std::vector<float> values[2];
+  for (std::vector<float>& x : values) x.resize(int64_t{kBlockTokens} * shape_.head_dim);
+  float* const x[2] = {values[0].data(), values[1].data()};
   BlockCodes codes;
-  for (int32_t b = 0; b < draft->end_block; ++b) {
+  for (int32_t i = 0; i < draft->end_block * heads; ++i) {
+    const int32_t b = i / heads, h = i % heads;
     const Positions range = {shape_.first_of(b), shape_.end_of(b, work.body_end)};
     if (range.count() < 1) return corrupt("a block without tokens");
-    tokens.count = range.count();
-    for (std::vector<float>& x : tokens.x) x.assign(static_cast<size_t>(tokens.count) * dim, 0.0f);
-    float* const x[2] = {tokens.x[0].data(), tokens.x[1].data()};
-    for (int32_t h = 0; h < heads; ++h) {
-      const uint8_t* const* bytes = blocks[h].data() + 2 * b;
-      const int64_t* size = sizes[h].data() + 2 * b;
-      if (draft->fixed) {
-        const WeightedRow row = row_of(layer, h, draft->rows[h], draft->means[h].data());
-        Status s = decode(row, theirs, bytes, size, range, &codes, x);
-        if (!s) return corrupt(s.message());
-        if (!all_finite(tokens.x[0]) || !all_finite(tokens.x[1])) return corrupt("beyond fp32");
-        s = encode(*find_books(layer, *plan), h, tokens.count, codes, draft);
-        if (!s) return corrupt(s.message());
-        continue;
+    const std::span<const uint8_t>* blocks = draft->brought.data() + 2 * i;
+    if (!draft->fixed) {
+      for (int32_t c = 0; c < 2; ++c) {
+        if (Status s = check_raw_block(blocks[c], range.count()); !s) return s;
       }
-      for (const Component c : {Component::kKey, Component::kValue}) {
-        const auto i = static_cast<int32_t>(c);
-        if (size[i] != shape_.raw_block_bytes(tokens.count))
-          return corrupt("a raw block has another size");
-        tokens.importance.resize(tokens.count);
-        std::memcpy(tokens.importance.data(), bytes[i], tokens.importance.size());
-        for (const int8_t g : tokens.importance) {
-          if (!is_importance_exponent(g)) return corrupt("an exponent is impossible");
-        }
-        read_raw_tiles(c, tokens.count, dim, bytes[i] + kBlockTokens, x[i]);
-        if (!all_finite(tokens.x[i])) return corrupt("a raw value is not finite");
-        draft->blocks.push_back(raw_block(tokens, c));
-      }
+      continue;
     }
+    const uint8_t* const bytes[2] = {blocks[0].data(), blocks[1].data()};
+    const int64_t size[2] = {static_cast<int64_t>(blocks[0].size()),
+                             static_cast<int64_t>(blocks[1].size())};
+    Status s = decode(rows[h], *theirs, bytes, size, range, &codes, tame[h] ? nullptr : x);
+    if (!s) return corrupt(s.message());
+    const auto count = static_cast<size_t>(range.count()) * shape_.head_dim;
+    if (!tame[h] && (!all_finite(values[0], count) || !all_finite(values[1], count))) {
+      return corrupt("beyond fp32");
+    }
+    if (same_books) continue;
+    s = encode(ours, h, range.count(), codes, draft);
+    if (!s) return corrupt(s.message());
   }
+  if (!same_books) draft->brought.clear();
   return Status::ok();
 }
 
 Result<std::unique_ptr<BodyPlan>> CodedRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<CodedPlan>();
-  for (const ImportWork& work : works) {
-    LayerDraft draft;
-    if (Status s = import_layer(work, plan.get(), &draft); !s) {
-      return s.with_context("layer " + std::to_string(work.layer.layer));
-    }
-    add_layer_plan(work.layer, draft, plan.get());
-    plan->drafts.push_back(std::move(draft));
+  const auto count = static_cast<int64_t>(works.size());
+  int64_t tokens = 0;
+  for (const ImportWork& work : works) tokens += int64_t{shape_.num_kv_heads} * work.body_end;
+  plan->drafts.resize(works.size());
+  std::vector<LayerBooks> books(works.size());
+  Status s = try_parallel_for(count, threads_for(tokens * shape_.head_dim), [&](int64_t i) {
+    return import_layer(works[i], &books[i], &plan->drafts[i])
+        .with_context("layer " + std::to_string(works[i].layer.layer));
+  });
+  if (!s) return s;
+  for (size_t i = 0; i < works.size(); ++i) {
+    const int32_t layer = works[i].layer.layer;
+    if (books_[layer].empty() && !books[i].empty()) plan->made[layer] = std::move(books[i]);
+    add_layer_plan(works[i].layer, plan->drafts[i], plan.get());
   }
   return std::unique_ptr<BodyPlan>(std::move(plan));
 }

@@ -85,7 +85,7 @@ class DeviceCodedRows : public DeviceRowFormat {
     if (per_slot_) copies_.push_back(to);
   }
   Status download_shared(RowFormat* host) override;
-  Status upload_shared(const RowFormat& host) override;
+  Status upload_shared(const RowFormat& host, const std::vector<HostLayer>& layers) override;
 
   // For tests: fewer bytes of staging memory, before bind().
   void set_staging_bytes(int64_t bytes) { staging_bytes_ = bytes; }

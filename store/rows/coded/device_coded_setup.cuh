@@ -166,31 +166,33 @@ Status DeviceCodedRows<Machine>::upload_books(int32_t layer) {
 template <class Machine>
 Status DeviceCodedRows<Machine>::download_shared(RowFormat* host) {
   auto* const to = static_cast<CodedRows*>(host);
-  for (int32_t l = 0; to != host_ && l < layers(); ++l) to->set_books(l, host_->books(l));
+  // Books of a layer stay what they are once it has some.
+  for (int32_t l = 0; l < layers(); ++l) {
+    if (to->books(l).empty() != host_->books(l).empty()) to->set_books(l, host_->books(l));
+  }
   return Status::ok();
 }
 
 template <class Machine>
-Status DeviceCodedRows<Machine>::upload_shared(const RowFormat& host) {
+Status DeviceCodedRows<Machine>::upload_shared(const RowFormat& host,
+                                               const std::vector<HostLayer>& imported) {
   const auto& from = static_cast<const CodedRows&>(host);
+  bool any_new = false;
   for (int32_t l = 0; l < layers(); ++l) {
     if (from.books(l).empty() || host_layers_[l].books[0].codebook != nullptr) continue;
     if (&from != host_) host_->set_books(l, from.books(l));
     if (Status s = upload_books(l); !s) return s;
+    any_new = true;
   }
-  if (Status s = upload_layers(); !s) return s;
-  for (int32_t slot = 0; slot < config_.max_sequences; ++slot) {
-    for (int32_t l = 0; l < layers(); ++l) {
-      int32_t fixed = 0;
-      Status s = machine_.download(&fixed, device_.state<int32_t>(slot, l, 0), sizeof(fixed));
-      if (!s) return s;
-      states_.import(slot, l, fixed != 0);
-    }
+  if (any_new) {
+    if (Status s = upload_layers(); !s) return s;
+  }
+  for (const HostLayer& layer : imported) {
+    states_.import(layer.slot, layer.layer, from.is_fixed(layer));
   }
   if (!per_slot_) return Status::ok();
-  const MakeRowTables make{device_, nullptr, 0, 0, config_.max_sequences, 0, layers()};
-  return run(make, int64_t{config_.max_sequences} * layers() * heads(),
-             MakeRowTables::kThreads / kWarpLanes);
+  const MakeRowTables make{device_, nullptr, 0, imported[0].slot, 1, 0, layers()};
+  return run(make, int64_t{layers()} * heads(), MakeRowTables::kThreads / kWarpLanes);
 }
 
 }  // namespace tierkv::store

@@ -62,9 +62,9 @@ std::vector<uint8_t> serialize_books(const LayerBooks& books) {
 }
 
 Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,
-                               const std::vector<uint8_t>& bytes) {
+                               std::span<const uint8_t> bytes) {
   LayerBooks books;
-  ByteReader in(bytes);
+  ByteReader in(bytes.data(), bytes.size());
   for (const Component c : {Component::kKey, Component::kValue}) {
     BookChoice& choice = books.choice[static_cast<int32_t>(c)];
     const auto count = static_cast<uint32_t>(book_count(format, c));

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "codec/host/coded/weighted_books.h"
@@ -34,6 +35,6 @@ Result<LayerBooks> make_layer_books(const CodedFormat& format, int32_t head_dim,
 std::vector<uint8_t> serialize_books(const LayerBooks& books);
 // kCorrupt unless they are as make_layer_books() makes them for the format and shape.
 Result<LayerBooks> parse_books(const CodedFormat& format, const CacheLayout& layout,
-                               const std::vector<uint8_t>& bytes);
+                               std::span<const uint8_t> bytes);
 
 }  // namespace tierkv::store

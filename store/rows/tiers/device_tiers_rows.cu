@@ -48,7 +48,9 @@ class DeviceTiersRows final : public DeviceRowFormat {
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
 
   Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&) override { return Status::ok(); }
+  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
+    return Status::ok();
+  }
 
  private:
   int64_t rows_of(const DeviceWorks& works) const {

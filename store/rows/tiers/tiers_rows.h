@@ -46,7 +46,8 @@ class TiersRows final : public RowFormat {
   int64_t nominal_bytes(const HostLayer& layer) const override;
   std::vector<uint8_t> identity() const override;
   std::vector<uint8_t> export_shared(const HostLayer&) const override { return {}; }
-  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override;
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override;
+  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override;
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override;
 
   // For the same rows in device memory: what prepare() made.
@@ -64,6 +65,8 @@ class TiersRows final : public RowFormat {
   struct StagedSide {
     int32_t first = 0, end = 0;
     std::vector<StagedBlock> bytes;  // whole pages, from that of `first` on
+    // Of an import instead: the tiles with tokens, as export_body() writes them.
+    const uint8_t* tiles = nullptr;
   };
   struct RowDraft {
     TiersRow row;                 // afterwards
@@ -73,6 +76,7 @@ class TiersRows final : public RowFormat {
   };
   struct TiersPlan final : BodyPlan {
     std::vector<RowDraft> rows;  // [works * num_kv_heads]
+    int64_t bytes = 0;           // of an import
   };
   // Where tokens of one side go or are: `count` of them, slots from `slot` on of a page.
   struct PageRun {
@@ -116,6 +120,8 @@ class TiersRows final : public RowFormat {
                   const StagedSide& staged) const;
 
   // tiers_transfer.cc
+  void write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
+                   const StagedSide& staged) const;
   Status import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const;
 
   StoreConfig config_;

@@ -5,27 +5,26 @@
 // of 2^-24); the tier of each position from the sinks on (u8); then the tokens of the high tier and
 // those of the low one, as pages have them: of each page the tiles with tokens, their key codes,
 // key metadata, value codes and value metadata. Slots without a token are 0.
-#include <cmath>
+#include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "codec/format/byte_cursor.h"
 #include "codec/format/fragment_order.h"
-#include "codec/host/page_codec_checks.h"
+#include "codec/host/parallel.h"
+#include "store/rows/sound_halves.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
 namespace {
 
 constexpr uint32_t kVersion = 1;
+constexpr int64_t kMeanBytes = sizeof(int32_t) + sizeof(int64_t);
 
 Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "body: " + why);
-}
-
-bool is_finite_half(uint16_t x) {
-  return (x & 0x7c00u) != 0x7c00u;
 }
 
 // The bytes of the first tiles of a page: codes and metadata of keys, then of values.
@@ -41,15 +40,12 @@ void for_parts(const PageLayout& layout, int32_t tiles, const Each& each) {
   }
 }
 
-// Whether an encoder may have written the elements of raw tokens, or scales and zero points.
-bool are_sound(const uint8_t* bytes, int32_t count, bool are_params) {
-  bool sound = true;
-  for (int32_t i = 0; i < count / 2; ++i) {
-    uint16_t x;
-    std::memcpy(&x, bytes + 2 * i, 2);
-    sound &= is_finite_half(x) && !(are_params && i % 2 == 0 && x >= 0x8000u);
-  }
-  return sound;
+// Of the tiles with tokens of a side.
+int64_t tile_bytes(const PageLayout& layout, int32_t tokens) {
+  int64_t bytes = 0;
+  for_parts(layout, tile_count(tokens),
+            [&](Component, bool, PagePart part) { bytes += part.bytes; });
+  return bytes;
 }
 
 }  // namespace
@@ -76,80 +72,116 @@ std::vector<uint8_t> TiersRows::identity() const {
   return bytes;
 }
 
-std::vector<uint8_t> TiersRows::export_body(const HostLayer& layer, int32_t kv_head) const {
-  std::vector<uint8_t> bytes;
-  ByteWriter out(&bytes);
+int64_t TiersRows::body_bytes(const HostLayer& layer, int32_t kv_head) const {
+  const RowClass& c = row_class(layer.layer, kv_head);
+  const TiersRow& row = row_state(layer, kv_head);
+  int64_t bytes = kMeanBytes + std::max(0, layer.at.body_end - config_.sink_tokens);
+  for (int32_t side = 0; side < 2; ++side) bytes += tile_bytes(c.layout[side], row.tokens[side]);
+  return bytes;
+}
+
+void TiersRows::export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const {
   const TiersRow& row = row_state(layer, kv_head);
   const RowClass& c = row_class(layer.layer, kv_head);
   const uint8_t* map = map_of(layer, kv_head);
-  out.i32(row.mean.seen);
-  out.i64(row.mean.logs);
+  std::memcpy(to, &row.mean.seen, sizeof(int32_t));
+  std::memcpy(to + sizeof(int32_t), &row.mean.logs, sizeof(int64_t));
+  to += kMeanBytes;
   for (int32_t p = config_.sink_tokens; p < layer.at.body_end; ++p) {
-    out.u8(static_cast<uint32_t>(tier_at(map, p)));
+    *to++ = static_cast<uint8_t>(tier_at(map, p));
   }
   for (int32_t side = 0; side < 2; ++side) {
     const PageLayout& layout = c.layout[side];
     for (int32_t t = 0; t < row.tokens[side]; t += layout.tokens) {
       const PageRun run = page_run(layer, kv_head, side, t, row.tokens[side] - t);
       for_parts(layout, tile_count(run.count), [&](Component, bool, PagePart part) {
-        out.bytes(run.page.bytes + part.byte, static_cast<size_t>(part.bytes));
+        std::memcpy(to, run.page.bytes + part.byte, static_cast<size_t>(part.bytes));
+        to += part.bytes;
       });
     }
   }
-  return bytes;
 }
 
 Status TiersRows::import_row(const ImportWork& work, int32_t kv_head, RowDraft* draft) const {
-  ByteReader in(work.bodies[kv_head]);
+  ByteReader in(work.bodies[kv_head].data(), work.bodies[kv_head].size());
   const RowClass& c = row_class(work.layer.layer, kv_head);
   draft->row.mean.seen = in.i32();
   draft->row.mean.logs = in.i64();
   if (!draft->row.mean.is_sound()) return corrupt("its mean is impossible");
-  for (int32_t p = config_.sink_tokens; p < work.body_end; ++p) {
-    const auto tier = static_cast<BodyTier>(in.u8());
+  const int32_t tokens = std::max(0, work.body_end - config_.sink_tokens);
+  const uint8_t* tiers = in.take(static_cast<uint64_t>(tokens));
+  if (tiers == nullptr) return corrupt("it ends too early");
+  draft->tiers.resize(tokens);
+  for (int32_t i = 0; i < tokens; ++i) {
+    const auto tier = static_cast<BodyTier>(tiers[i]);
     const bool known = tier == BodyTier::kHigh || tier == BodyTier::kLow ||
                        (tier == BodyTier::kPruned && c.alphas.low > 0);
-    if (!in.ok() || !known) return corrupt("a token has no tier");
+    if (!known) return corrupt("a token has no tier");
     if (is_kept(tier)) ++draft->row.tokens[side_of(tier)];
-    draft->tiers.push_back(tier);
+    draft->tiers[i] = tier;
   }
   for (int32_t side = 0; side < 2; ++side) {
     const PageLayout& layout = c.layout[side];
-    for (int32_t left = draft->row.tokens[side]; left > 0;) {
-      const PageRun run = stage(c, side, left, &draft->sides[side]);
-      bool sound = true;
-      for_parts(layout, tile_count(run.count), [&](Component part, bool are_params, PagePart of) {
+    StagedSide& staged = draft->sides[side];
+    staged.end = draft->row.tokens[side];
+    bool sound = true;
+    for (int32_t t = 0; t < staged.end; t += layout.tokens) {
+      const int32_t count = std::min(layout.tokens, staged.end - t);
+      for_parts(layout, tile_count(count), [&](Component part, bool has_params, PagePart of) {
         const uint8_t* from = in.take(static_cast<uint64_t>(of.bytes));
+        if (staged.tiles == nullptr) staged.tiles = from;
         if (from == nullptr) return;
-        std::memcpy(run.page.bytes + of.byte, from, static_cast<size_t>(of.bytes));
-        if (are_params || layout.tile(part).type.is_raw()) {
-          sound &= are_sound(from, of.bytes, are_params);
-        }
+        if (has_params) sound &= are_params(from, of.bytes);
+        if (!has_params && layout.tile(part).type.is_raw()) sound &= are_finite(from, of.bytes);
       });
-      if (!in.ok()) return corrupt("it ends too early");
-      if (!sound) return corrupt("a number is none that an encoder writes");
-      for (int32_t slot = run.count; slot % kTileTokens != 0; ++slot) {
-        store_token(run.page, slot, TokenCodes{});
-      }
-      left -= run.count;
     }
+    if (!in.ok()) return corrupt("it ends too early");
+    if (!sound) return corrupt("a number is none that an encoder writes");
   }
   return in.at_end() ? Status::ok() : corrupt("wrong size");
 }
 
+// Tiles without a token, and slots behind the last one, are 0.
+void TiersRows::write_tiles(const HostLayer& layer, int32_t kv_head, int32_t side,
+                            const StagedSide& staged) const {
+  const PageLayout& layout = row_class(layer.layer, kv_head).layout[side];
+  const uint8_t* from = staged.tiles;
+  for (int32_t t = 0; t < staged.end; t += layout.tokens) {
+    const PageRun run = page_run(layer, kv_head, side, t, staged.end - t);
+    if (run.count < layout.tokens) {
+      std::memset(run.page.bytes, 0, static_cast<size_t>(layout.scores));
+    }
+    for_parts(layout, tile_count(run.count), [&](Component, bool, PagePart part) {
+      std::memcpy(run.page.bytes + part.byte, from, static_cast<size_t>(part.bytes));
+      from += part.bytes;
+    });
+    for (int32_t slot = run.count; slot % kTileTokens != 0; ++slot) {
+      store_token(run.page, slot, TokenCodes{});
+    }
+  }
+}
+
 Result<std::unique_ptr<BodyPlan>> TiersRows::plan_import(const std::vector<ImportWork>& works) {
   auto plan = std::make_unique<TiersPlan>();
+  const int32_t heads = shape_.num_kv_heads;
+  const auto rows = static_cast<int64_t>(works.size()) * heads;
+  plan->rows.resize(rows, draft_behind({}, config_.sink_tokens));
   for (const ImportWork& work : works) {
-    const std::string layer_name = "layer " + std::to_string(work.layer.layer);
-    if (!work.shared.empty()) return corrupt("it has a shared part").with_context(layer_name);
+    for (const std::span<const uint8_t>& body : work.bodies) plan->bytes += body.size();
+  }
+  Status s = try_parallel_for(rows, threads_for(plan->bytes), [&](int64_t i) {
+    const ImportWork& work = works[i / heads];
+    const auto h = static_cast<int32_t>(i % heads);
+    const Status row =
+        work.shared.empty() ? import_row(work, h, &plan->rows[i]) : corrupt("it has a shared part");
+    return row.with_context("layer " + std::to_string(work.layer.layer) + ", kv_head " +
+                            std::to_string(h));
+  });
+  if (!s) return s;
+  for (size_t w = 0; w < works.size(); ++w) {
     LayerPlan layer;
-    for (int32_t h = 0; h < shape_.num_kv_heads; ++h) {
-      RowDraft draft = draft_behind({}, config_.sink_tokens);
-      if (Status s = import_row(work, h, &draft); !s) {
-        return s.with_context(layer_name + ", kv_head " + std::to_string(h));
-      }
-      layer.tokens.push_back(units_of(work.layer.layer, h, draft.row));
-      plan->rows.push_back(std::move(draft));
+    for (int32_t h = 0; h < heads; ++h) {
+      layer.tokens.push_back(units_of(works[w].layer.layer, h, plan->rows[w * heads + h].row));
     }
     plan->layers.push_back(std::move(layer));
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "codec/host/page_codec_checks.h"
+#include "codec/host/parallel.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {
@@ -125,17 +126,25 @@ void TiersRows::write_side(const HostLayer& layer, int32_t kv_head, int32_t side
 }
 
 void TiersRows::write(const std::vector<HostLayer>& layers, const BodyPlan& plan) {
-  const auto& drafts = static_cast<const TiersPlan&>(plan).rows;
-  for (size_t i = 0; i < drafts.size(); ++i) {
+  const auto& tiers = static_cast<const TiersPlan&>(plan);
+  const auto rows = static_cast<int64_t>(tiers.rows.size());
+  parallel_for(rows, threads_for(tiers.bytes), [&](int64_t i) {
     const HostLayer& layer = layers[i / shape_.num_kv_heads];
     const auto h = static_cast<int32_t>(i % shape_.num_kv_heads);
-    const RowDraft& draft = drafts[i];
-    for (int32_t side = 0; side < 2; ++side) write_side(layer, h, side, draft.sides[side]);
+    const RowDraft& draft = tiers.rows[i];
+    for (int32_t side = 0; side < 2; ++side) {
+      const StagedSide& staged = draft.sides[side];
+      if (staged.tiles != nullptr) {
+        write_tiles(layer, h, side, staged);
+      } else {
+        write_side(layer, h, side, staged);
+      }
+    }
     row_state(layer, h) = draft.row;
     for (size_t t = 0; t < draft.tiers.size(); ++t) {
       set_tier(map_of(layer, h), draft.position + static_cast<int32_t>(t), draft.tiers[t]);
     }
-  }
+  });
 }
 
 }  // namespace tierkv::store

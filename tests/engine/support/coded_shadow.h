@@ -384,8 +384,11 @@ class Shadowed final : public RowFormat {
   std::vector<uint8_t> export_shared(const HostLayer& layer) const override {
     return inner_->export_shared(layer);
   }
-  std::vector<uint8_t> export_body(const HostLayer& layer, int32_t kv_head) const override {
-    return inner_->export_body(layer, kv_head);
+  int64_t body_bytes(const HostLayer& layer, int32_t kv_head) const override {
+    return inner_->body_bytes(layer, kv_head);
+  }
+  void export_body(const HostLayer& layer, int32_t kv_head, uint8_t* to) const override {
+    inner_->export_body(layer, kv_head, to);
   }
   Result<std::unique_ptr<BodyPlan>> plan_import(const std::vector<ImportWork>& works) override {
     return inner_->plan_import(works);

@@ -31,7 +31,9 @@ class EmulatedFormat : public DeviceRowFormat {
   Status restore(const LayerMove&, Positions) override { return missing(); }
   Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
   Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&) override { return Status::ok(); }
+  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
+    return Status::ok();
+  }
 
  protected:
   // CTAs in random order.
