@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "allocator/invariants.h"
-#include "tests/gpu/store/trace_steps.h"
 #include "tests/support/host_state.h"
 #include "tests/support/page_trace.h"
 
@@ -171,7 +170,7 @@ TEST_P(GpuTraceTest, MatchesTheHostStateForState) {
   device.upload(host);
   TraceMaker maker(seed, GetParam().options);
   InvariantChecker laws;
-  for (int32_t step = 0; step < trace_steps(GetParam().steps); ++step) {
+  for (int32_t step = 0; step < GetParam().steps; ++step) {
     SCOPED_TRACE("step " + std::to_string(step));
     OwnedOp op = maker.next(*host);
     SCOPED_TRACE("kind " + std::to_string(static_cast<int>(op.kind)));
