@@ -74,8 +74,9 @@ class Significance(RandomTest):
 
 
 class Tensor:
-    """What a torch tensor in GPU memory is to us, in memory of the host."""
+    """What a torch tensor in GPU memory is to us, in memory of the host; read through DLPack."""
     device = "cuda:0"
+    is_cuda = False
 
     def __init__(self, array):
         self.array = array
