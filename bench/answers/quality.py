@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quality against memory on SmolLM2-135M-Instruct: bench/results/quality_smollm2.json, which makes the README's table.
 
-    bench/answers/quality.py --work FOLDER [--model FOLDER --profile FILE] [--tierkv BUILD --preset PRESET... --own-preset PRESET...]
+    python3 bench/answers/quality.py --work FOLDER [--model FOLDER --profile FILE] [--tierkv BUILD --preset PRESET... --own-preset PRESET...]
 
 A prompt is prefilled exactly and compressed, then 128 tokens are read teacher-forced over it. Text: texts and code going on. Lookup:
-names and numbers somewhere in other text, ten of them asked for afterwards; their KL is that of the answers' positions. Schemes in NumPy
-(schemes.py) are measured unless --scheme names others; presets go through the library of a build folder: `compress`, `decode_layer`, bytes
-and errors as `tierkv analyze` counts them.
+names and numbers somewhere in other text, ten of them asked for afterwards; their KL is that of the answers' positions. Without presets
+all schemes in NumPy (schemes.py) are measured, with presets those that --scheme names. Presets go through the library of a build folder:
+`compress`, `decode_layer`, bytes and errors as `tierkv analyze` counts them. A table of means is printed at the end.
 
 Of --texts 8 --lookups 6 the first prompts are those of --texts 2 --lookups 2: a second run adds schemes to the file, for some of the prompts.
 
@@ -199,6 +199,16 @@ class Results:
         part.write_text(self.text())
         part.rename(self.path)
 
+    def table(self):
+        yield f"{'tokens':>6} {'memory':>7} {'KL of text':>11} {'KL of lookups':>14}  scheme"
+        for tokens, size in self.sizes.items():
+            tasks = [p["task"] for p in size["prompts"]]
+            for name, lists in size["schemes"].items():
+                text, lookup = ([x for x, t in zip(lists["kl"], tasks) if t == task] for task in ("text", "lookup"))
+                means = (f"{sum(x) / len(x):.5f}" if x else "-" for x in (text, lookup))
+                memory = sum(lists["memory"]) / len(lists["memory"])
+                yield "{:6} {:5.1f} % {:>11} {:>14}  {}".format(tokens, 100 * memory, *means, name)
+
     def text(self):
         sizes = []
         for tokens, size in self.sizes.items():
@@ -220,7 +230,8 @@ def parsed_arguments():
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of a prompt (default: 2048)")
     parser.add_argument("--texts", type=int, default=8, help="that go on, of each size (default: 8)")
     parser.add_argument("--lookups", type=int, default=16, help="prompts with ten questions, of each size (default: 16)")
-    parser.add_argument("--scheme", action="append", choices=[*SCHEMES, "none"], help="of schemes.py; repeat for more (default: all)")
+    parser.add_argument("--scheme", action="append", choices=[*SCHEMES, "all", "none"],
+                        help="of schemes.py; repeat for more (default: all, beside presets none)")
     parser.add_argument("--ladder", action="store_true", help="what each idea brings, at equal memory (schemes.py)")
     parser.add_argument("--tierkv", type=pathlib.Path, metavar="BUILD")
     parser.add_argument("--preset", nargs="+", default=[], help="of the library in BUILD")
@@ -228,7 +239,7 @@ def parsed_arguments():
     parser.add_argument("--profile", type=pathlib.Path, default=PROFILE, help="of the model (default: that of SmolLM2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "bench/results/quality_smollm2.json")
+    parser.add_argument("-o", "--output", type=pathlib.Path, default=pathlib.Path("quality.json"), help="(default: quality.json)")
     args = parser.parse_args()
     if (args.preset or args.own_preset) and not args.tierkv:
         parser.error("--preset and --own-preset need --tierkv")
@@ -237,7 +248,8 @@ def parsed_arguments():
 
 def all_schemes(args, model, profile):
     """{name: function of a Prefilled that returns ([LayerCache], facts)}"""
-    named = [name for name in args.scheme or SCHEMES if name != "none"]
+    asked = args.scheme or ["none" if args.preset or args.own_preset else "all"]
+    named = list(SCHEMES) if "all" in asked else [name for name in asked if name != "none"]
     out = {name: numpy_scheme(SCHEMES[name], model, profile) for name in named}
     if args.ladder:
         out |= {WHOLE_NAME: numpy_scheme(WHOLE, model, profile)}
@@ -251,6 +263,10 @@ def main():
     args.work.mkdir(parents=True, exist_ok=True)
     if args.tierkv:
         sys.path.append(str(args.tierkv / "python"))
+        try:
+            import tierkv  # noqa: F401
+        except ImportError:
+            sys.exit(f"{args.tierkv}/python holds no package tierkv: cmake --build {args.tierkv} --target tierkv_python")
     folder = args.model or fetched_model(args.work)
     model = Model(folder)
     texts = [pathlib.Path(p).read_text(errors="replace") for p in args.text]
@@ -268,6 +284,7 @@ def main():
                 results.add(tokens, place, record, rows)
                 print(f"\r{tokens} tokens: {place + 1} of {len(items)} prompts", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
+    print("\n".join(results.table()))
 
 
 if __name__ == "__main__":

@@ -187,10 +187,12 @@ Result<SequenceParts> read_sequence(const StoreConfig& config, const TokenLaws& 
   Chunks chunks(*reader);
   if (Status s = chunks.open(); !s) return s;
   std::span<const uint8_t> payload;
+  const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
+  if (!chunks.has(store_key)) {
+    return invalid("the bytes are a .tkv container of a cache, which a store does not load");
+  }
   if (Status s = chunks.read(ChunkKey{}, &payload); !s) return s;
   if (Status s = check_model(config, payload); !s) return s;
-  const ChunkKey store_key = key_of(ChunkKind::kStore, kNotApplicable, kNotApplicable);
-  if (!chunks.has(store_key)) return invalid("the container does not hold a store's sequence");
   if (Status s = chunks.read(store_key, &payload); !s) return s;
   SequenceParts parts;
   if (Status s = parse_store(config, laws, identity, payload, &parts.layers); !s) return s;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sequences between stores, and hostile bytes.
+#include <fstream>
+#include <iterator>
+
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"
 #include "tierkv/container.h"
@@ -52,6 +55,18 @@ TEST_F(SequenceTransfer, StoresOfUnequalCapacityAgree) {
   }
   ASSERT_TRUE(feed.give(from.store.engine.get(), from.id, 600, 60));
   EXPECT_EQ(*to.store.engine->num_tokens(to.id), 0);
+}
+
+TEST_F(SequenceTransfer, ACompressedFileIsNamed) {
+  std::ifstream file(TIERKV_SOURCE_DIR "/tests/golden/containers/k4v2_window_8.tkv",
+                     std::ios::binary);
+  const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), {}};
+  ASSERT_FALSE(bytes.empty());
+  OneSequence one(make_config({}));
+  const auto id = one.store.engine->import_sequence(bytes.data(), bytes.size());
+  ASSERT_FALSE(id);
+  EXPECT_EQ(id.status().code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(id.status().message().find(".tkv container"), std::string::npos);
 }
 
 // Long enough for several threads.

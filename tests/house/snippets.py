@@ -13,7 +13,7 @@ from quotes import quotes
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 QUOTED = {"c", "cpp", "cmake", "python"}
-OF_THE_WORLD = {"bench/answers/quality.py", "cmake", "python3", "vllm"}
+OF_THE_WORLD = {".venv/bin/python", "cmake", "python3", "vllm"}
 # Run by a test of its own: tests/datasets/h5py_test.py.
 RUN_ELSEWHERE = {"docs/reference/kv-dump.md"}
 # What a line of shell names below these folders is in the repository.
