@@ -155,7 +155,8 @@ def add_kl(page: Page, tables: Sequence[KlTable], subject: Subject, has_profile:
                     f"that all schemes saw; memory is that of the same prompts. Low means that the model answers as before. Filled marks with "
                     f"a number are schemes of the table above ({len(joined)} of {len(t.schemes)}, joined by name); hollow ones were "
                     f"measured on the model alone.")
-        page.add(table(["scheme", "memory, %", *(f"KL of {task}, nats" for task in t.prompts), "#", "memory here, %", "weighted error here"],
+        page.add(table(["scheme", "memory, %", *(f"KL of {task}, nats" for task in t.prompts), "#", "memory here, %",
+                        f"{figures.ERROR_NAMES.get(str(subject.error), 'attention')} error here"],
                        rows, sort=True))
 
 
