@@ -4,7 +4,8 @@
 // A call has entries (sequence, layer); an entry has blocks that are written, which are called
 // cells. Cells are worked on in groups, for which there is staging memory: their tokens as fp16,
 // those of partial blocks that are continued as codes. plan() finds the sizes of all cells and
-// where they go; write() makes their bytes there. Between both lies the page operation alone.
+// where they go; write() makes their bytes there. Between both lies the page operation alone. Where
+// one group is all, plan() leaves most blocks over their staged tokens, and write() moves them.
 #pragma once
 
 #include "codec/gpu/coded/weighted_batch.h"
