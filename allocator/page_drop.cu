@@ -144,7 +144,7 @@ __device__ bool drop_shared(const PageAllocator& a, int32_t page, int32_t i) {
   return left == 0;
 }
 
-// Of the lane's pages in the run those that do not return.
+// Counts the lane's pages in the run that do not return.
 __device__ int32_t count_run(const PageAllocator& a, int32_t* run, int32_t length,
                              int32_t batch_row) {
   int32_t stay = 0;

@@ -3,7 +3,7 @@
 """What the schemes with entropy coding gain over KIVI at KIVI's own attention error, as JSON on stdout.
 
 Every dump is measured with the means, steps and bases that `tierkv calibrate` takes from the *other* dumps, so nothing is fitted to
-what it is judged by. Windows are equal (64 raw tokens; KIVI adds its incomplete group). Of every family the front of memory and online
+what it is judged by. Windows are equal (64 raw tokens; KIVI adds its incomplete group). Every family's front of memory and online
 attention error is interpolated, linear in memory and in the logarithm of the error; a family that does not reach the error on both
 sides gets null.
 

@@ -34,7 +34,7 @@ struct SlabFile {
   SlabFile(hid_t file);
 
   hid_t id;
-  // Of a plain file that is only read and whose addresses are offsets, else -1.
+  // Open where a plain file is only read and its addresses are offsets, else -1.
   int descriptor = -1;
   // Contiguous datasets that passed all checks, by path; used under the lock.
   mutable std::map<std::string, ContiguousArray> arrays;

@@ -91,7 +91,7 @@ __device__ __forceinline__ int32_t arrive_acq_rel(int32_t* counter) {
   return before;
 }
 
-// Of shared memory into which no copy is under way; the emulator of the tests looks.
+// Reads shared memory into which no copy is under way; the tests' emulator checks that.
 template <class T>
 __device__ __forceinline__ T load_arrived(const uint8_t* from) {
   return *reinterpret_cast<const T*>(from);

@@ -33,7 +33,7 @@ struct DeviceLimits {
   int32_t reserved_bytes = 0;  // of each CTA's shared memory, taken by the driver
 };
 
-// Of the current device.
+// The limits of the current device.
 inline Result<DeviceLimits> device_limits() {
   int device = 0;
   if (Status s = cuda_status(cudaGetDevice(&device), "cudaGetDevice"); !s) return s;

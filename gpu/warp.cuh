@@ -21,7 +21,7 @@ __device__ __forceinline__ int32_t lane_index() {
   return static_cast<int32_t>(threadIdx.x % 32u);
 }
 
-// Of several failures the greatest is reported.
+// The greatest of several failures is reported.
 __device__ __forceinline__ StatusCode greater(StatusCode a, StatusCode b) {
   return a > b ? a : b;
 }

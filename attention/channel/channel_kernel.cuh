@@ -131,8 +131,8 @@ class ChannelCta {
            of_warp * kBlockColumns * part_stride(kHeadDim);
   }
 
-  // Of the queries of the warp's pass a lane's column, and the rows of 32 words that it stages:
-  // with all warps of the team, all of them.
+  // A lane's column in the queries of its warp's pass, and the rows of 32 words that the warp
+  // stages. The warps of a team stage all rows together.
   static constexpr int32_t kReadAtOnce = Warp::kQueryWords / 32 / kChannelWarps;
   struct QueryPlace {
     const uint16_t* from;  // null: there is no such column
@@ -195,7 +195,7 @@ class ChannelCta {
     return unit;
   }
 
-  // Of an item's units those of this warp: its team takes them in turn.
+  // This warp's units of an item. The warps of its team take units in turn.
   struct WarpShare {
     WarpUnits tiles, blocks;
   };
@@ -275,7 +275,7 @@ ChannelKernel<Cache> channel_kernel_of_bits(const ChannelLayout& l) {
                        : channel_attention_kernel<Cache, ChannelWarp<kHeadDim, kCodes2, kCodes4>>;
 }
 
-// Of a layout that make_channel_layout() makes.
+// The kernel for a layout that make_channel_layout() makes.
 template <class Cache>
 ChannelKernel<Cache> channel_kernel(const ChannelLayout& l) {
   switch (l.head_dim()) {

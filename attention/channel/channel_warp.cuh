@@ -106,7 +106,7 @@ class ChannelWarp {
     scale_output(-1);
   }
 
-  // Of units that are blocks; -1 where there are none.
+  // The id of the first block in `units`, which are blocks; -1 where there are none.
   template <class Cache>
   __device__ __forceinline__ static int32_t first_id(const Cache& cache, typename Cache::Row row,
                                                      WarpUnits units) {

@@ -27,7 +27,7 @@ CodedKernel weighted_kernel(const CodedAttention& call, int32_t copies_log) {
   }
 }
 
-// Of all passes but for what a pass has of its own.
+// The parameters that all passes share.
 CodedKernelParams kernel_params(const CodedAttention& call, const CodedAttentionGrid& grid,
                                 const ConvertedQueries& queries) {
   CodedKernelParams params{};

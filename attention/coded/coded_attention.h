@@ -126,8 +126,8 @@ struct CodedAttention {
 
 // Columns beyond these take another pass over the cache.
 inline constexpr int32_t kCodedColumns = 8;
-// Of a CTA, at most: fewer where shared memory is too small. Outputs of 256 channels take the
-// registers of two warps.
+// The most warps of a CTA; it has fewer where shared memory is too small. Outputs of 256 channels
+// take the registers of two warps.
 TKV_HD constexpr int32_t coded_warps(int32_t head_dim) {
   return head_dim <= kSliceDims ? 16 : 8;
 }

@@ -80,9 +80,9 @@ struct PickedRows {
   }
 };
 
-// Of a B operand the rows of eight exceptions, in order, as the B operand that their deltas meet:
-// picked out by a product with ones in the places of those rows. row: of exception (lane / 4);
-// others may lie behind the operand.
+// The rows of eight exceptions in B operand `b`, in order, as the B operand that their deltas meet.
+// A product with ones in the places of those rows picks them out. row: of exception (lane / 4);
+// it may lie behind the operand.
 template <int kParts>
 __device__ __forceinline__ uint32_t pick_rows(int32_t row, const uint32_t (&b)[kParts][2]) {
   const PickedRows rows(row, row);

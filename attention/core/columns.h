@@ -18,7 +18,7 @@ inline constexpr int32_t kBlockColumns = 8;   // of one mma
 inline constexpr int32_t kNarrowColumns = 4;  // of a row: so many that a lane has scores of one
 inline constexpr int32_t kMaxColumns = 2 * kBlockColumns;
 
-// Of a row. Wider ones would not leave room for the accumulators in registers.
+// The most columns of a row. Wider rows would not leave room for the accumulators in registers.
 TKV_HD constexpr int32_t most_columns(int32_t head_dim) {
   return head_dim <= 128 ? kMaxColumns : kBlockColumns;
 }
@@ -34,8 +34,8 @@ struct QueryColumns {
     return passes == 1 ? 0 : row % passes * of_row;
   }
 
-  // Of a column of a row its place in [count][q_len][num_q_heads], which is how q, out and lse lie;
-  // -1 where the row has no such column.
+  // The place of a row's column in [count][q_len][num_q_heads], the order of q, out and lse; -1
+  // where the row has no such column.
   TKV_HD constexpr int64_t place(int32_t row, int32_t column) const {
     const int32_t at = first(row) + column;
     if (column >= of_row || at >= group * q_len) return -1;

@@ -45,7 +45,7 @@ inline int32_t head_class_of(const AttentionConfig& config, int32_t layer, int32
   return config.classes.of_head[static_cast<int64_t>(layer) * config.num_kv_heads + kv_head];
 }
 
-// Of a config that was not validated, something.
+// The columns mean nothing where the config was not validated.
 inline QueryColumns query_columns(const AttentionConfig& config) {
   return query_columns(config.num_q_heads, config.num_kv_heads, config.q_len, config.head_dim);
 }

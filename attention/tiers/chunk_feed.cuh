@@ -61,7 +61,7 @@ class ChunkFeed {
     return left_ > 0;
   }
 
-  // Of the tier that it is in.
+  // Tiles of a chunk in the tier that the feed is in.
   __device__ __forceinline__ int32_t chunk_tiles() const {
     return chunk_tiles_;
   }
@@ -97,7 +97,7 @@ class ChunkFeed {
     return page;
   }
 
-  // Of the next chunk.
+  // The place of the next chunk.
   __device__ __forceinline__ ChunkPlace place() const {
     ChunkPlace place{};
     if (tier_ == p_.tail.tier && !is_at_page()) {
@@ -287,7 +287,7 @@ class RingOrder {
  public:
   __device__ __forceinline__ explicit RingOrder(int32_t slots) : slots_(slots) {}
 
-  // Of the chunk to attend to next, if one is pending: its slot, and its barrier's phase.
+  // The slot and the barrier's phase of the chunk to attend to next, if one is pending.
   __device__ __forceinline__ int32_t slot() const { return slot_; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
   // Chunks that were started and not passed.

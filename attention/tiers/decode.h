@@ -139,7 +139,7 @@ TKV_HD DecodeMode decode_mode(const DecodeParamsOf<kClasses>& p) {
   if (kHasClasses) return is_narrow ? DecodeMode::kClassNarrow : DecodeMode::kClassPlain;
   return is_narrow ? DecodeMode::kNarrow : DecodeMode::kPlain;
 }
-// Of one block of columns; without masks, sinks and bfloat16.
+// Whether the mode has one block of columns and no masks, sinks or bfloat16.
 TKV_HD constexpr bool is_plain(DecodeMode mode) {
   const DecodeMode base = of_one_class(mode);
   return base == DecodeMode::kPlain || base == DecodeMode::kNarrow;

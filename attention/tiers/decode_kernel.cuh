@@ -3,9 +3,9 @@
 //
 // Each warp follows its own item of the plan through its own ring (chunk_feed.cuh,
 // warp_attention.cuh); no warp waits for another until its item is done. A row that lies in one
-// item is written by its warp. Of other rows each warp leaves a part in shared memory, at most two,
-// and the warps of the CTA join those, a column of a row each. Of a row that several CTAs share,
-// each leaves one part in global memory, for the kernel of shared_rows.cuh, which follows.
+// item is written by its warp. For other rows each warp leaves at most two parts in shared memory,
+// and the warps of the CTA join those, a column of a row each. CTAs that share a row leave one part
+// each in global memory, for the kernel of shared_rows.cuh, which follows.
 #pragma once
 
 #include <type_traits>
@@ -110,7 +110,7 @@ __device__ __forceinline__ void DecodeCta<kHeadDim, kColumnBlocks, kMode, kFewWa
   touch_parameters(p_, warp_);
   if (lane_ < p_.slots) init_barrier(&full_[lane_]);
   if (lane_ < 2) part_rows_[2 * warp_ + lane_] = -1;
-  // Of a warp without work, which may lie between those that share a row.
+  // A warp without work keeps these states, and it may lie between warps that share a row.
   if (lane_ < p_.columns.of_row) states_[2 * warp_ * p_.columns.of_row + lane_] = SoftmaxState{};
   publish_barriers();
   if (!p_.plan_is_settled) wait_for_previous_kernel();

@@ -12,7 +12,7 @@
 namespace tierkv {
 namespace {
 
-// Of the largest page, all that attention reads, and at least a slot.
+// The bytes that attention reads of the largest page, and at least a slot.
 int32_t whole_page_bytes(const AttentionConfig& config) {
   int32_t bytes = least_slot_bytes(config);
   visit_layouts(config, [&](const PageLayout& page) { bytes = std::max(bytes, page.scores); });

@@ -22,7 +22,8 @@ struct RowCtas {
   int32_t first, count;
 };
 
-// Of the row that begins in `cta` and goes on behind it. By a whole warp, as the next one.
+// The CTAs of the row that begins in `cta` and goes on behind it. A whole warp calls this function
+// and the next one.
 __device__ __forceinline__ RowCtas ctas_from(const SharedRowsParams& p, int32_t cta, int32_t row) {
   int32_t count = 1;
   while (true) {

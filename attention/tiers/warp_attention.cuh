@@ -5,9 +5,9 @@
 // Orientation: S^T = K Q^T and O^T = V^T P^T, keys and values as the A operand, queries as the 8
 // columns of B, so 8 columns cost one pass, 16 one pass with the codes unpacked once, and unpacked
 // codes are used where they lie. Lane 4g + t holds, of an accumulator, rows g and g + 8 and columns
-// 2t and 2t + 1 of a block. Of a narrow row's four columns, column t is B's 2t, and 2t + 1 is
-// empty: a lane then has one column's scores in place of two columns' of which half mean nothing,
-// and in O^T column 2t has tokens 0 to 7 of every tile, 2t + 1 tokens 8 to 15.
+// 2t and 2t + 1 of a block. In a narrow row, which has four columns, column t is B's 2t, and
+// 2t + 1 is empty: a lane then has one column's scores in place of two columns' of which half mean
+// nothing, and in O^T column 2t has tokens 0 to 7 of every tile, 2t + 1 tokens 8 to 15.
 //
 // Quantised keys: q . k = scale * (q . code) + zero_point * (sum of q); the code factors are folded
 // into q. Quantised values: sum p v = sum (p * scale) code + sum p * zero_point; p * scale goes

@@ -13,7 +13,7 @@ inline constexpr int32_t kPlanWarps = kPlanThreads / 32;
 inline constexpr int32_t kWarpItems = 31;  // the last lane knows where the next warp begins
 inline constexpr int32_t kPlanItems = kPlanWarps * kWarpItems;  // of a CTA
 
-// Of rows one after another. Cost is 32 bits where a launch's fits, else 64; tiles wrap around, as
+// Sums over consecutive rows. Cost is 32 bits where a launch's fits, else 64; tiles wrap around, as
 // the tiles of an item, a difference, do not.
 template <class Cost>
 struct RowSum {

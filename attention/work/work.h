@@ -229,7 +229,7 @@ TKV_HD RowTokens row_tokens(const RowsOf<kClasses>& rows, int64_t table_row,
   return n;
 }
 
-// Of a row's beginning and end.
+// What a row's beginning and end cost.
 TKV_HD constexpr int32_t row_cost(int32_t tiles) {
   return tiles < kShortRowTiles ? kShortRowCost : 0;
 }
@@ -280,7 +280,7 @@ TKV_HD constexpr int32_t even_ctas(int32_t num_rows, int32_t max_ctas) {
   const bool is_even = groups * rows_of_cta == num_rows && ctas >= max_ctas - max_ctas / 16;
   return is_even ? ctas : max_ctas;
 }
-// Of a CTA: a row that several CTAs share for longer is worth an SM more than a join less.
+// Where CTAs have more work than this, using every SM gains more than saving joins.
 inline constexpr int64_t kLongCost = 1 << 14;
 
 // The CTAs that get work, so many that no two start at the same place.

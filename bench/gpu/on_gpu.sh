@@ -44,7 +44,7 @@ run_tests() {
   done
 }
 
-# Of a test the cases named Small*, or all where it has none. The attention kernels have more barriers than synccheck follows where
+# Runs a test's cases named Small*, or all where it has none. The attention kernels have more barriers than synccheck follows where
 # it is not told otherwise; it then breaks the kernel.
 sanitize_test() {  # sanitize_test TOOL TEST
   local tool=$1 t=$2 filter='*' options=(--error-exitcode 9)

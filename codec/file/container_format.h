@@ -33,7 +33,7 @@ struct ContainerHeader {
 uint64_t xxh3(const uint8_t* bytes, size_t size);
 
 void store_container_header(const ContainerHeader& header, uint8_t out[kContainerHeaderBytes]);
-// Of a container whose index, as store_index() writes it, lies at `offset`.
+// The header of a container whose index, as store_index() writes it, lies at `offset`.
 ContainerHeader header_before(int64_t offset, const std::vector<uint8_t>& index);
 // `size` bytes are there. Every field is checked against `file_size`, the size the file really has.
 Status load_container_header(const uint8_t* bytes, size_t size, uint64_t file_size,

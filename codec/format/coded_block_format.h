@@ -126,7 +126,7 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
 // the prime 65521: prefix sums on one core, a weighted sum in any order on many, and it changes
 // with any single bit.
 inline constexpr uint32_t kChecksumPrime = 65521;
-// Of the words 4 g + j, for j = 0..3: their sum, and the sum of their prefix sums.
+// The sum of the words 4 g + j, and the sum of their prefix sums, for j = 0..3.
 struct ChecksumSums {
   uint64_t prefix[4] = {}, sum[4] = {};
 };

@@ -99,7 +99,7 @@ Result<double> read_double_attribute(hid_t object, const char* name);
 Result<std::string> read_string_attribute(hid_t object, const char* name);
 bool write_int_attribute(hid_t object, const char* name, int64_t value);
 bool write_double_attribute(hid_t object, const char* name, double value);
-// Of fixed length and UTF-8: texts of variable length lie in HDF5's global heap, which has no
+// Writes UTF-8 of fixed length: texts of variable length lie in HDF5's global heap, which has no
 // checksum and crashes HDF5 when damaged.
 bool write_string_attribute(hid_t object, const char* name, const std::string& value);
 

@@ -16,7 +16,7 @@ inline constexpr DumpPart kDumpParts[kNumDumpParts] = {
     DumpPart::kKeys, DumpPart::kValues, DumpPart::kQueries, DumpPart::kQueryPositions,
     DumpPart::kSignificance};
 
-// Of k, v and q; a batch axis has extent 1.
+// The axes of k, v and q; a batch axis has extent 1.
 enum class TensorAxes {
   kHeadTokenDim,       // [heads, tokens, head_dim], as in a kv-dump
   kTokenHeadDim,       // [tokens, heads, head_dim]

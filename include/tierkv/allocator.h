@@ -186,9 +186,9 @@ struct TKV_API PageOp {
   // sequence, enough for the worst case (worst_case_pages() on the left side of each table). Their
   // records are left as they are: whoever keeps tokens there writes their minima.
   static PageOp reserve(SequenceBatch batch, const SideCounts* pages, OpReport* report);
-  // Prompt phase, second half: `tokens` [batch rows] are what each side now holds. Of the left
-  // pages the first stay, as many of the last as the right side needs move over, the surplus
-  // between them returns. A right side cannot shrink.
+  // Prompt phase, second half: `tokens` [batch rows] are what each side now holds. The first left
+  // pages stay, as many of the last as the right side needs move over, and the surplus between them
+  // returns. A right side cannot shrink.
   static PageOp keep(SequenceBatch batch, const SideCounts* tokens, OpReport* report);
 
   // Generation phase: `added` [batch rows] tokens for each side, at most one new page per side. A

@@ -268,7 +268,7 @@ DUMPS: Dict[str, List[Any]] = {
 
 
 class _Thread(threading.local):
-    """Of each thread: where calls say what failed, read before the next one."""
+    """Where a thread's calls say what failed, read before its next one."""
 
     def __init__(self) -> None:
         self.error = Error()

@@ -29,9 +29,9 @@ class HostPlace final : public Place {
                                                         const StoreLayout& layout,
                                                         std::unique_ptr<RowFormat> format,
                                                         const Memory& slot);
-  // Of a mirror: its tables are empty again.
+  // For a mirror: empties its tables.
   void clear();
-  // Of a mirror: page pages[i] lies at memory + i * page_bytes.
+  // For a mirror: page pages[i] lies at memory + i * page_bytes.
   void place_pages(const std::vector<int32_t>& pages, const Memory& memory);
 
   Status open(int32_t slot) override;

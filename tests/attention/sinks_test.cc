@@ -44,7 +44,7 @@ TEST(Sinks, TheReferenceIsTheSoftmaxWithOneMoreTerm) {
       if (lse == -INFINITY) {
         EXPECT_EQ(got->lse[i], -INFINITY);
       } else {
-        // Of logits and sinks of some hundreds exp() stays inside double.
+        // Logits and sinks are some hundreds at most, so exp() stays inside double.
         EXPECT_NEAR(got->lse[i], lse, 1e-12 * (1 + std::fabs(lse)));
       }
       for (int32_t d = 0; d < 128; ++d) {
@@ -85,7 +85,7 @@ TEST(Sinks, ApplyToFinishedResults) {
     }
     std::vector<float> lse_before(kRows * kHeads);
     for (float& x : lse_before) x = 5 * normal(rng);
-    // Of each head: usual, none, far above, far below.
+    // The heads' sinks: two usual ones, none, far above, far below.
     std::vector<float> sinks = {normal(rng), 4 * normal(rng), -INFINITY, 1e4f, -1e4f};
     // Rows without tokens, whose outputs may be anything.
     for (const int32_t i : {0, 7, 13}) {

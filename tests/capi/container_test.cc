@@ -151,7 +151,7 @@ TEST_F(CapiContainer, NoDamageGoesUnnoticed) {
   }
 }
 
-// Of a profile without a matrix basis.
+// Checks a profile without a matrix basis.
 void check_profile(const std::string& path) {
   tkv_error error = make<tkv_error>();
   tkv_profile* profile = nullptr;

@@ -29,7 +29,7 @@ Status run_page_op_device(const PageAllocator& a, const PageOp& op, const Device
 
 namespace store {
 
-// Of emulated_place_test.cc.
+// Defined in emulated_place_test.cc.
 extern uint8_t attend_shared_bytes[1 << 17];
 void count_kernel(CountCall c, IdChunk ids);
 void commit_kernel(CommitCall c);

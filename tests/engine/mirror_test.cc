@@ -24,7 +24,7 @@ class MirrorTest : public RandomTest {
     std::copy_n(from.pages + slot * rows, rows, to.pages);
     std::copy_n(from.slots + slot * rows * line, rows * line, to.slots);
   }
-  // Of the first sequence; one behind the other in memory that has room for no other.
+  // The pages of the first sequence.
   static std::vector<int32_t> pages_of(const store::HostPagesView& view) {
     const PageAllocator& a = view.allocator;
     std::vector<int32_t> pages;

@@ -70,7 +70,7 @@ std::vector<uint8_t> compressed(const char* preset, const Profile* profile = nul
   return bytes;
 }
 
-// Of all rows: keys, values and which tokens are pruned.
+// A hash of all rows: keys, values and which tokens are pruned.
 std::string decoded(const std::vector<uint8_t>& bytes) {
   Result<ContainerReader> reader = ContainerReader::from_bytes(bytes, "golden");
   EXPECT_TRUE(reader.is_ok()) << reader.status().message();

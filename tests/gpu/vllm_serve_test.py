@@ -39,7 +39,7 @@ NOISE = 0.1  # another order of sums in bf16: s 0.016 / 0.016, m 0.029 / 0.032
 PROMPTS = {"raw": NOISE, "k8v4": 0.4, "k4v4": 0.5, "k4v2": 0.8}  # s 0.20, 0.28, 0.77 and m 0.18, 0.37, 0.60 for the last three
 GENERATED_OF = {"raw": NOISE, "k8v4": 0.5, "k4v4": 0.75}  # s 0.26, 0.44, over as few as 12 tokens. K4V2 differs as much as a fault: s 1.25
 OWN_SHARE = 0.5  # another order of sums over quantised tokens, by the format's own difference from vLLM's cache: s 0.14, m 0.20
-# "works": which requests, without it "mixed". Of a cache of 24 blocks the first is never used, and twelve sequences want three or four each.
+# "works": which requests, without it "mixed". vLLM never uses the first of 24 blocks, and twelve sequences want three or four each.
 ALL_WORKS = ["mixed", "long", "repeats"]
 ENGINES = {
     "vllm": {"format": "vllm"}, "k8v4": {"format": "k8v4"}, "k4v2": {"format": "k4v2"},

@@ -42,7 +42,7 @@ struct Shape {
   float query_size = 1;    // standard deviation of q, by which sm_scale is divided
 
   int32_t all_columns() const { return columns * q_len; }
-  // Of a column of a row, in lines of head_dim elements.
+  // The place of a row's column, in lines of head_dim elements.
   size_t place(size_t row, int32_t column) const {
     const size_t heads = static_cast<size_t>(kv_heads), entry = row / heads;
     const size_t line = entry * static_cast<size_t>(q_len) + static_cast<size_t>(column / columns);

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kOutputBytes = int64_t{48} << 20;  // exact attention outputs kept at a time
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 
-// Of keys and values together; 0 where it was not measured.
+// The sensitivity of keys and values together; 0 where it was not measured.
 double sensitivity_of(const Profile* profile, int32_t layer, int32_t head) {
   if (profile == nullptr) return 0;
   const auto row = static_cast<size_t>(layer) * profile->num_kv_heads + head;

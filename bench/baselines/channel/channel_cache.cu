@@ -7,7 +7,7 @@
 namespace tierkv {
 namespace {
 
-// Of both halves of a word.
+// Whether both halves of a word are finite.
 __device__ __forceinline__ bool are_finite_halves(uint32_t x) {
   return (x & 0x7c00u) != 0x7c00u && (x & 0x7c000000u) != 0x7c000000u;
 }

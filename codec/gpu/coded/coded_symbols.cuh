@@ -33,8 +33,8 @@ struct Substitute {
     return static_cast<int16_t>(delta[0]) == delta[0] && static_cast<int16_t>(delta[1]) == delta[1];
   }
 };
-// Of a pair whose symbol is absent: the present symbol of least cost, ties to the lowest. What has
-// a call in it gets copies: registers whose address is known elsewhere are no registers.
+// The present symbol of least cost for a pair whose symbol is absent, ties to the lowest. The book
+// is passed by value: a variable whose address a call takes cannot stay in a register.
 __device__ __noinline__ inline Substitute find_substitute(LaneBook book, int32_t first,
                                                           int32_t second) {
   const int32_t code[2] = {first, second};

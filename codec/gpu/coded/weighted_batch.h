@@ -81,7 +81,7 @@ TKV_HD bool is_valid_range(const WeightedRange& r, int32_t num_rows, int32_t mos
 struct WeightedEncode {
   const uint16_t* keys = nullptr;    // after RoPE
   const uint16_t* values = nullptr;  // laid out as keys
-  // Of each token: the exponent G of its importance in byte 0; the exponent of its value in byte 1,
+  // Each token has the exponent G of its importance in byte 0, and that of its value in byte 1
   // where byte 2 is not 0.
   const uint8_t (*decided)[4] = nullptr;
   const WeightedRange* ranges = nullptr;  // [num_ranges]; each begins and ends where blocks do

@@ -17,7 +17,7 @@ struct EncodeWarp {
 };
 inline constexpr int32_t kEncodeWarpBytes = (sizeof(EncodeWarp) + 15) / 16 * 16;
 
-// Of the key channels 2 i and 2 i + 1.
+// Key channels 2 i and 2 i + 1.
 struct alignas(16) KeyChannels {
   float mean[2], inverse[2];
 };

@@ -247,7 +247,7 @@ __device__ __forceinline__ void decode_tile_of(CodeType type, const BlockDecode&
   decode_tile<kCodes2, kDim>(d, from, to, table, rows);
 }
 
-// Of an SM: what the words and values of raw elements leave registers for.
+// As many CTAs of an SM as the words and values of raw elements leave registers for.
 template <int32_t kDim>
 inline constexpr int32_t kDecodeCtas = kDim == 256  ? 3
                                        : kDim == 64 ? 8

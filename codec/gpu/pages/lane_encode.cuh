@@ -75,7 +75,7 @@ __device__ __forceinline__ StatusCode encode_side(const PageRef& page, Component
   return quantize_minmax_lane(x, tile.type, tile.head_dim, side);
 }
 
-// Of pages without sub-groups.
+// Stores one token's side in a page without sub-groups.
 __device__ __forceinline__ void store_whole_side(const PageRef& page, int32_t slot, Component c,
                                                  const LaneSide& side) {
   const PageLayout& layout = *page.layout;

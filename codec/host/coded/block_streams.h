@@ -27,7 +27,8 @@ struct OpenSlice {
   uint32_t bounds[2 * kWarpLanes + 1] = {};  // coded modes, as in StreamSet, ascending
 };
 
-// Of the bytes from the end of the exceptions to that of the block, and of the last payload word.
+// Checks that zeros follow the exceptions up to the end of the block, and the last stream in its
+// word. Null where they do.
 const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint8_t* block_end);
 
 // The codes of the slice; where something is wrong, some of them.

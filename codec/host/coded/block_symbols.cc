@@ -78,7 +78,7 @@ class SymbolPlanner {
     return std::min(end, slice_.dims) - first;
   }
 
-  // Of a lane's pairs relative to its first one.
+  // Finds where a lane's pairs lie relative to its first one.
   void find_offsets() {
     const Component component = books_.first().component;
     partner_ = component == Component::kKey ? 1 : kSliceDims;

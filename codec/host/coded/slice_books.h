@@ -30,7 +30,7 @@ struct SliceBooks {
     return true;
   }
   int32_t streams() const { return kWarpLanes * first().streams_per_lane; }
-  // Of one stream in one dim block of a tile.
+  // Symbols of one stream in one dim block of a tile.
   int32_t symbols_per_fragment() const {
     return 2 * kPairsPerFragment / first().codes_per_symbol() / first().streams_per_lane;
   }

@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_tile(const RawAttendCall& c, const RawRow& 
   }
 }
 
-// Of the sinks, which lie token by token; tokens behind the last are its copies.
+// Loads the sinks, which lie token by token; tokens behind the last are its copies.
 template <int32_t kBlocks>
 __device__ __forceinline__ void load_sinks(const RawAttendCall& c, const RawRow& r, Component comp,
                                            uint32_t (&x)[kBlocks][4]) {

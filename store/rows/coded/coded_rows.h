@@ -92,7 +92,7 @@ class CodedRows final : public RowFormat {
     std::vector<std::vector<uint16_t>> means;
     // [blocks][num_kv_heads][2], in the order of the pages.
     std::vector<std::vector<uint8_t>> blocks;
-    // Of an import, where blocks stay as they are.
+    // The blocks of an import, which stay as they are.
     std::vector<std::span<const uint8_t>> brought;
 
     size_t num_blocks() const { return most(blocks.size(), brought.size()); }

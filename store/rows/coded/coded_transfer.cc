@@ -23,7 +23,7 @@ Status corrupt(const std::string& why) {
   return Status(StatusCode::kCorrupt, "body: " + why);
 }
 
-// Of the first `count`.
+// Whether the first `count` are finite.
 bool all_finite(const std::vector<float>& x, size_t count) {
   return std::all_of(x.begin(), x.begin() + static_cast<int64_t>(count),
                      [](float a) { return is_finite(a); });

@@ -107,7 +107,7 @@ Status DeviceCodedRows<Machine>::bind_attention() {
   return Status::ok();
 }
 
-// Of any rows of a layer, but for what its codebooks are.
+// The call for any rows of a layer, without its codebooks.
 template <class Machine>
 CodedAttention DeviceCodedRows<Machine>::call_of_layer(int32_t layer) const {
   CodedAttention call;

@@ -24,7 +24,7 @@ struct DeviceLayer {
   int32_t is_ready = 0;  // codebooks, means and steps are there before the tokens are
 };
 
-// Of each row: what quantises it, and what attention takes of that. Rows are [num_layers,
+// What quantises each row, and what attention takes of that. Rows are [num_layers,
 // num_kv_heads] where a profile knows them, else [num_sequences, num_layers, num_kv_heads].
 struct DeviceRowTables {
   float* key_steps = nullptr;          // [rows]

@@ -148,7 +148,7 @@ class DeviceCodedRows : public DeviceRowFormat {
   Status attend_rows(const DeviceAttendBody& body, AttendedRows which);
   Status save(CodedCall* call);
   void note(const DeviceWorks& works);
-  // Of kv_head 0 of a (slot, layer).
+  // The directory of kv_head 0 of a (slot, layer).
   const CodedBlockRef* directory(int32_t slot, int32_t layer, Component c) const {
     return device_.refs(slot, layer, 0, c);
   }

@@ -65,7 +65,7 @@ class TiersRows final : public RowFormat {
   struct StagedSide {
     int32_t first = 0, end = 0;
     std::vector<StagedBlock> bytes;  // whole pages, from that of `first` on
-    // Of an import instead: the tiles with tokens, as export_body() writes them.
+    // An import has the tiles with tokens instead, as export_body() writes them.
     const uint8_t* tiles = nullptr;
   };
   struct RowDraft {

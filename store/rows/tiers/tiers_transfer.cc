@@ -40,7 +40,7 @@ void for_parts(const PageLayout& layout, int32_t tiles, const Each& each) {
   }
 }
 
-// Of the tiles with tokens of a side.
+// Bytes of a side's tiles with tokens.
 int64_t tile_bytes(const PageLayout& layout, int32_t tokens) {
   int64_t bytes = 0;
   for_parts(layout, tile_count(tokens),

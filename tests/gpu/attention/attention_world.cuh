@@ -107,7 +107,7 @@ class DeviceWorld {
     const PageView pages = world.pages();
     return {pages.base, pages.base + pages.num_pages * pages.page_bytes};
   }
-  // Of every entry, padding too.
+  // The queries of all entries, with those of padding.
   static const std::vector<uint16_t>& queries_of(World& world, size_t columns) {
     world.q.resize(columns * world.config.head_dim, 0x3c00);
     return world.q;

@@ -204,8 +204,8 @@ TEST_P(KvStoreTwins, ReplayACapturedStep) {
   cudaGraphDestroy(graph);
 }
 
-// Attention that counts its queries; what was counted decides later. Of 16 tokens that leave the
-// window few may be decided in another way: without their counts half of them would.
+// Attention that counts its queries; what was counted decides later. Few of the 16 tokens that
+// leave the window may be decided in another way: without their counts half of them would.
 TEST_P(KvStoreTwins, SmallCountQueries) {
   KvTwins twins(twin_config(GetParam().choice), &rng_);
   ASSERT_TRUE(twins.is_made());
