@@ -46,18 +46,9 @@ Status forward(KvStore* store, SequenceList sequences, int tokens, Model* model)
   if (Status s = store->begin(sequences, tokens); !s) return s;
   for (int layer = 0; layer < kLayers; ++layer) {
     model->project(sequences.count * tokens, sequences.count);
-    LayerAppend append;
-    append.sequences = sequences;
-    append.layer = layer;
-    append.tokens = tokens;
-    append.k = model->k.data();
-    append.v = model->v.data();
+    LayerAppend append{sequences, layer, tokens, model->k.data(), model->v.data()};
     if (Status s = store->append(append); !s) return s;
-    LayerAttend attend;
-    attend.sequences = sequences;
-    attend.layer = layer;
-    attend.q = model->q.data();
-    attend.out = model->out.data();
+    LayerAttend attend{sequences, layer, 1, model->q.data(), model->out.data()};
     if (Status s = store->attend(attend); !s) return s;
   }
   return Status::ok();
