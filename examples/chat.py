@@ -5,7 +5,8 @@
     python examples/chat.py --model SmolLM2-135M-Instruct --profile datasets/smollm2_profile.h5
     python examples/chat.py --model ... --say "What is a cache?" "And a compressed one?"
 
-The folder or name is one that transformers can load: Llama, Mistral, Qwen2 or Qwen3. Without a profile the cache takes 40 % more."""
+The folder or name is one that transformers can load: Llama, Mistral, Qwen2 or Qwen3. Without a profile the cache takes about
+40 % more. On a CPU an answer can take minutes: attention is a plain loop there."""
 import argparse
 
 import torch
@@ -22,7 +23,7 @@ def reply(model, tokenizer, messages, cache, max_new_tokens):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True)
     p.add_argument("--profile", help="of the model, made by python -m tierkv.calibrate")
     p.add_argument("--format", default="small", help="small, fast, k8v4, k4v4 or channel (default: small)")
