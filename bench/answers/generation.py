@@ -3,29 +3,27 @@
 """Quality through the store, in transformers: how much the predictions of the next 128 tokens change when a cache is made in one prompt, in
 chunks, or token by token. bench/results/store_quality.json.
 
-    PYTHONPATH=build/python bench/answers/generation.py --model FOLDER [--profile FILE] [--format small...] [--texts 2] [--lookups 1]
+    PYTHONPATH=build/python bench/answers/generation.py --model FOLDER --items FILE [--profile FILE] [--format small fast]
 
-Needs torch and transformers. KL is against the same model over its exact cache (fp16 keys and values on a GPU, fp32 on the CPU), in nats:
-the mean over the tokens of texts and over the answers of lookups. Memory is what the store holds, and what codes and raw tokens take, of
-16 bits a value."""
+FILE is of items.py. Needs torch and transformers. The tokens behind a prompt are read eight at a time, by attention to the compressed cache.
+KL is against the same model over its exact cache (fp16 keys and values on a GPU, fp32 on the CPU), in nats: the mean over the tokens of texts
+and over the answers of lookups. Memory is what the store holds, and what codes and raw tokens take, of 16 bits a value."""
 import argparse
 import json
 import pathlib
-import random
 import time
-import types
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import tierkv
-from model import Tokenizer
+from items import read_items
 from predictions import kl_by_position, log_probabilities, right_answers
-from quality import PROFILE, TEXTS, make_items
-from tierkv.hf import TierCache
+from quality import PROFILE
+from tierkv.hf import STEP_TOKENS, TierCache
 
-# Tokens of the prompt, of each later pass, and how many those are together.
+# The share of the prompt's tokens in the first pass, and the tokens of each later pass.
 WAYS = {"one prompt": (1.0, 0), "chunks of 512": (0.0, 512), "a third token by token": (2 / 3, 1)}
 
 
@@ -45,9 +43,10 @@ def fill(model, cache, ids, passes):
 
 
 @torch.inference_mode()
-def predictions(model, cache, item):
+def predictions(model, cache, item, step):
     ids = torch.tensor(item.continuation[:-1], device=model.device)[None]
-    return log_probabilities(model(ids, past_key_values=cache).logits[0].float().cpu().numpy())
+    logits = [model(x, past_key_values=cache).logits[0] for x in ids.split(step, 1)]
+    return log_probabilities(torch.cat(logits).float().cpu().numpy())
 
 
 def measured(item, exact, log_p):
@@ -57,50 +56,47 @@ def measured(item, exact, log_p):
     return out | ({"right": right_answers(item, log_p) / len(item.answers)} if item.answers else {})
 
 
+def means(rows):
+    return {"prompts": len(rows), **{key: float(np.mean([r[key] for r in rows])) for key in rows[0]}}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", required=True, type=pathlib.Path)
+    p.add_argument("--items", required=True, type=pathlib.Path)
     p.add_argument("--profile", default=PROFILE, help="of the model; 'none' for none")
     p.add_argument("--format", nargs="+", default=["small"])
     p.add_argument("--way", nargs="+", default=list(WAYS), choices=list(WAYS))
-    p.add_argument("--texts", type=int, default=2)
-    p.add_argument("--lookups", type=int, default=1)
-    p.add_argument("--tokens", type=int, default=3072)
-    p.add_argument("--seed", type=int, default=1)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("-o", "--out", type=pathlib.Path, default=pathlib.Path("bench/results/store_quality.json"))
     a = p.parse_args()
     model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float16 if a.device == "cuda" else torch.float32).to(a.device).eval()
-    options = json.loads((a.model / "tokenizer_config.json").read_text())
-    reader = types.SimpleNamespace(tokenizer=Tokenizer(a.model / "tokenizer.json"),
-                                   opening=[model.config.bos_token_id] if options.get("add_bos_token", True) else [])
-    texts = [pathlib.Path(t).read_text(errors="replace") for t in TEXTS]
     profile = None if a.profile == "none" else tierkv.read_profile(a.profile)
-    rows = []
-    for item in make_items(reader, texts, a.seed, a.tokens, (a.texts, a.lookups)):
+    found = {}
+    for item in read_items(a.items):
+        tokens = len(item.prompt)
         ids = torch.tensor(item.prompt, device=a.device)[None]
         model.set_attn_implementation("sdpa")
         cache = DynamicCache(config=model.config)
-        fill(model, cache, ids, [a.tokens])
-        exact = predictions(model, cache, item)
+        fill(model, cache, ids, [tokens])
+        exact = predictions(model, cache, item, len(item.continuation))
         model.set_attn_implementation("tierkv")
         for name in a.format:
             for way in a.way:
                 started = time.time()
-                cache = TierCache(name, profile=profile, max_tokens=a.tokens + 256)
-                fill(model, cache, ids, lengths(a.tokens, way))
+                cache = TierCache(name, profile=profile, max_tokens=tokens + 256)
+                fill(model, cache, ids, lengths(tokens, way))
                 usage = cache.store.usage()
-                row = {"task": item.task, "format": name, "profile": profile is not None, "way": way, "tokens": a.tokens,
-                       "held": usage.held_bytes / usage.raw_bytes, "nominal": usage.nominal_bytes / usage.raw_bytes,
-                       **measured(item, exact, predictions(model, cache, item)), "seconds": time.time() - started}
+                row = {"held": usage.held_bytes / usage.raw_bytes, "nominal": usage.nominal_bytes / usage.raw_bytes,
+                       **measured(item, exact, predictions(model, cache, item, STEP_TOKENS)), "seconds": time.time() - started}
                 cache.close()
-                print(json.dumps(row), flush=True)
-                rows.append(row)
+                key = {"task": item.task, "format": name, "profile": profile is not None, "way": way, "tokens": tokens, "device": a.device}
+                print(json.dumps(key | row), flush=True)
+                found.setdefault(tuple(key.items()), []).append(row)
     kept = json.loads(a.out.read_text())["rows"] if a.out.exists() else []
-    key = ("format", "profile", "way", "tokens")
-    made = {tuple(r[k] for k in key) for r in rows}
-    kept = [r for r in kept if tuple(r[k] for k in key) not in made]
-    a.out.write_text(json.dumps({"model": model.config.name_or_path.split("/")[-1], "rows": kept + rows}, indent=1) + "\n")
+    rows = {tuple((k, r[k]) for k in dict(next(iter(found)))): r for r in kept}
+    rows |= {key: dict(key) | means(of) for key, of in found.items()}
+    a.out.write_text(json.dumps({"model": model.config.name_or_path.split("/")[-1], "rows": list(rows.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

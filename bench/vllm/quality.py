@@ -3,10 +3,9 @@
 """What compressed blocks change in the predictions of a real model that vLLM serves, in nats, against vLLM's own bf16 cache.
 
     python3 bench/vllm/quality.py --model FOLDER --items FILE [--profile FILE] [--formats "raw k8v4 k4v4 k4v2 k4v4,7=k8v4,18=k8v4"] [--out FILE]
-    python3 bench/vllm/quality.py --model FOLDER --make-items FILE      (needs no GPU: prompts of 2048 tokens and what comes behind them)
 
-Each prompt is cached first; then its continuation is read behind the cached prefix ("hit"), and once more as a new prompt in chunks of 256
-("chunks"). KL is the mean over the continuation's tokens. A format may name others for single layers. Needs a GPU, vLLM 0.26 and the wheel."""
+FILE is of bench/answers/items.py. Each prompt is cached first; then its continuation is read behind the cached prefix ("hit"), and once more
+as a new prompt in chunks of 256 ("chunks"). KL is the mean over the continuation's tokens. A format may name others for single layers. Needs a GPU, vLLM 0.26 and the wheel."""
 import argparse
 import json
 import os
@@ -14,25 +13,8 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import types
 
-HERE = pathlib.Path(__file__).resolve().parent
 CHUNK = 256
-
-
-def make_items(model, out, count=4):
-    sys.path.insert(0, str(HERE.parent / "answers"))
-    import quality
-    from model import Tokenizer
-
-    folder = pathlib.Path(model)
-    spec, options = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
-    reader = types.SimpleNamespace(tokenizer=Tokenizer(folder / "tokenizer.json"),
-                                   opening=[spec["bos_token_id"]] if options.get("add_bos_token", True) else [])
-    texts = [pathlib.Path(t).read_text(errors="replace") for t in quality.TEXTS]
-    items = quality.make_items(reader, texts, "vllm", 2048, (count, count))
-    pathlib.Path(out).write_text(json.dumps([{"task": i.task, "prompt": i.prompt, "continuation": i.continuation, "answers": i.answers}
-                                             for i in items]))
 
 
 def settings_of(format, profile=""):
@@ -97,16 +79,11 @@ def kl(exact, got):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--items")
-    parser.add_argument("--make-items")
+    parser.add_argument("--items", required=True)
     parser.add_argument("--profile", default="")
     parser.add_argument("--formats", default="raw k8v4 k4v4 k4v2")
     parser.add_argument("--out", default="vllm_quality.json")
     options = parser.parse_args()
-    if options.make_items:
-        return make_items(options.model, options.make_items)
-    if not options.items:
-        parser.error("--items FILE is needed")
     for format in options.formats.split():
         settings_of(format)
     import torch
