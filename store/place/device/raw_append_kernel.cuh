@@ -44,13 +44,17 @@ __device__ __forceinline__ int64_t chunk_element(const RawAppendCall& c, int32_t
 // magnitude.
 __device__ __forceinline__ StatusCode check_tokens(const RawAppendCall& c, int32_t row,
                                                    int32_t first, int32_t count) {
-  const int32_t octets = c.raw.head_dim / 8;
-  int32_t bits = 0;
+  const int32_t octets = c.raw.head_dim / 8, octet = static_cast<int32_t>(threadIdx.x) / 2;
+  const int32_t tokens_on = kAppendThreads / 2 / octets, octets_on = kAppendThreads / 2 % octets;
+  const int64_t line = int64_t{c.num_kv_heads} * c.raw.head_dim;
+  const uint16_t* values =
+      (threadIdx.x % 2 == 0 ? c.chunk.k : c.chunk.v) + chunk_element(c, row, first);
+  int32_t bits = 0, token = octet / octets, piece = octet % octets;
 #pragma unroll 4
-  for (auto j = static_cast<int32_t>(threadIdx.x); j < 2 * count * octets; j += kAppendThreads) {
-    const int32_t piece = j / 2;
-    const int64_t at = chunk_element(c, row, first + piece / octets) + piece % octets * 8;
-    const uint4 x = *reinterpret_cast<const uint4*>((j % 2 == 0 ? c.chunk.k : c.chunk.v) + at);
+  for (; token < count; token += tokens_on) {
+    const uint4 x = *reinterpret_cast<const uint4*>(values + token * line + piece * 8);
+    piece += octets_on;
+    if (piece >= octets) piece -= octets, ++token;
     for (const uint32_t word : {x.x, x.y, x.z, x.w}) {
       bits = most(bits, static_cast<int32_t>(word & 0x7fffu));
       bits = most(bits, static_cast<int32_t>(word >> 16 & 0x7fffu));
@@ -117,7 +121,9 @@ __global__ void __launch_bounds__(kAppendThreads)
       const StatusCode found = check_tokens(c, row, begin, count);
       if (found != StatusCode::kOk) code = found;
     }
-    for (int32_t j = thread; j < count * pairs; j += kAppendThreads) {
+    const bool any_kept =
+        first + begin < c.laws.sink_tokens || first + begin + count > first_in_ring;
+    for (int32_t j = thread; any_kept && j < count * pairs; j += kAppendThreads) {
       const int32_t token = begin + j / pairs, dim = j % pairs * 2, position = first + token;
       if (!is_kept(position)) continue;
       const int64_t from = chunk_element(c, row, token) + dim;
