@@ -5,7 +5,8 @@ chunks, or token by token. bench/results/store_quality.json.
 
     PYTHONPATH=build/python bench/answers/generation.py --model FOLDER --items FILE [--profile FILE] [--format small fast]
 
-FILE is of items.py. Needs torch and transformers. The tokens behind a prompt are read eight at a time, by attention to the compressed cache.
+FILE is of items.py. Needs torch and transformers. The tokens behind a prompt are read eight at a time by attention to the compressed cache,
+which then compresses those that leave its window, or with --read 128 at once, behind a decoded cache.
 KL is against the same model over its exact cache (fp16 keys and values on a GPU, fp32 on the CPU), in nats: the mean over the tokens of texts
 and over the answers of lookups. Memory is what the store holds, and what codes and raw tokens take, of 16 bits a value."""
 import argparse
@@ -67,6 +68,7 @@ def main():
     p.add_argument("--profile", default=PROFILE, help="of the model; 'none' for none")
     p.add_argument("--format", nargs="+", default=["small"])
     p.add_argument("--way", nargs="+", default=list(WAYS), choices=list(WAYS))
+    p.add_argument("--read", type=int, default=STEP_TOKENS, help="tokens at a time")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("-o", "--out", type=pathlib.Path, default=pathlib.Path("bench/results/store_quality.json"))
     a = p.parse_args()
@@ -88,9 +90,9 @@ def main():
                 fill(model, cache, ids, lengths(tokens, way))
                 usage = cache.store.usage()
                 row = {"held": usage.held_bytes / usage.raw_bytes, "nominal": usage.nominal_bytes / usage.raw_bytes,
-                       **measured(item, exact, predictions(model, cache, item, STEP_TOKENS)), "seconds": time.time() - started}
+                       **measured(item, exact, predictions(model, cache, item, a.read)), "seconds": time.time() - started}
                 cache.close()
-                key = {"task": item.task, "format": name, "profile": profile is not None, "way": way, "tokens": tokens, "device": a.device}
+                key = {"task": item.task, "format": name, "profile": profile is not None, "way": way, "tokens": tokens, "read": a.read, "device": a.device}
                 print(json.dumps(key | row), flush=True)
                 found.setdefault(tuple(key.items()), []).append(row)
     kept = json.loads(a.out.read_text())["rows"] if a.out.exists() else []
