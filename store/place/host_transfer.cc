@@ -13,6 +13,7 @@
 #include "codec/format/element.h"
 #include "codec/host/parallel.h"
 #include "store/place/host_place.h"
+#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {
@@ -25,10 +26,6 @@ bool can_prune(const StoreConfig& config) {
   const auto* tiers = std::get_if<TiersFormat>(&config.format);
   return tiers != nullptr && std::any_of(tiers->classes.begin(), tiers->classes.end(),
                                          [](const TierClass& c) { return c.alpha_low > 0; });
-}
-
-bool is_finite_half(uint16_t x) {
-  return (x & 0x7c00u) != 0x7c00u;
 }
 
 bool is_valid(RawScore score) {
@@ -73,10 +70,10 @@ Status HostPlace::import_raw(const LayerMove& move, int32_t kv_head,
   for (int32_t i = 0; i < sinks + ring_count(layout_.laws, move.from); ++i) {
     const int32_t p = i < sinks ? i : first + i - sinks;
     for (const Component c : {Component::kKey, Component::kValue}) {
+      const auto bytes = static_cast<int64_t>(dim * sizeof(uint16_t));
+      if (!are_finite(from, bytes)) return corrupt("a value is not finite");
       std::memcpy(token, from, dim * sizeof(uint16_t));
-      from += dim * sizeof(uint16_t);
-      const bool finite = std::all_of(token, token + dim, is_finite_half);
-      if (!finite) return corrupt("a value is not finite");
+      from += bytes;
       write_raw(raw_, row, c, p, token);
     }
   }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/baselines/channel/channel_cache.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
+
+#include "store/rows/sound_halves.h"
 
 namespace tierkv {
 namespace {
@@ -25,11 +26,8 @@ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c, int32_
 
 using Values = std::vector<float>;  // [tokens, head_dim]
 
-bool is_finite_half(uint16_t x) {
-  return (x & 0x7c00u) != 0x7c00u;
-}
 bool are_finite(const uint16_t* x, int32_t n) {
-  return std::all_of(x, x + n, is_finite_half);
+  return store::are_finite(reinterpret_cast<const uint8_t*>(x), int64_t{2} * n);
 }
 
 StatusCode append_row(const ChannelCache& cache, int32_t row, const uint16_t* k,
