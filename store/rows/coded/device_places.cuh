@@ -300,7 +300,7 @@ struct WriteRawBlocks {
 
 // What the slots say of the blocks that are written: a CTA for an entry.
 struct FinishEntries {
-  static constexpr int32_t kThreads = 128;
+  static constexpr int32_t kThreads = 256;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
@@ -321,6 +321,7 @@ struct FinishEntries {
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t blocks = d.end_block - d.first_block;
     const int64_t first = call.cell(e, 0);
+#pragma unroll 4
     for (int32_t i = thread; i < blocks * heads * 2; i += threads) {
       const int32_t b = i / (2 * heads), kv_head = i / 2 % heads;
       const WeightedPlace place = call.places[i % 2][(first + b) * heads + kv_head];
