@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "codec/format/sound_halves.h"
+
 namespace tierkv {
 namespace {
 
@@ -162,7 +164,7 @@ StatusCode SegmentEncoder::append_raw(const float* x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const bool bf16 = format_.raw_dtype == DType::kBFloat16;
     const uint16_t h = bf16 ? float_to_bfloat16(x[i]) : float_to_half(x[i]);
-    if (!bf16 && (h & 0x7c00u) == 0x7c00u) return StatusCode::kOutOfRange;
+    if (!bf16 && !is_finite_half(h)) return StatusCode::kOutOfRange;
     bytes_[2 * i] = static_cast<uint8_t>(h);
     bytes_[2 * i + 1] = static_cast<uint8_t>(h >> 8);
   }
@@ -238,7 +240,7 @@ StatusCode SegmentEncoder::append(float* x, int64_t tokens) {
                    if (!chunk_.raw_unit[unit++]) return;
                    for (int64_t i = 0; i < n; ++i) {
                      const uint16_t h = float_to_half(x[first + i * stride]);
-                     if ((h & 0x7c00u) == 0x7c00u) status = StatusCode::kOutOfRange;
+                     if (!is_finite_half(h)) status = StatusCode::kOutOfRange;
                      out_.raw_values.push_back(h);
                    }
                  });

@@ -6,6 +6,7 @@
 
 #include "codec/format/channel_block.h"
 #include "codec/format/fragment_codes.h"
+#include "codec/format/sound_halves.h"
 #include "gpu/warp.cuh"
 
 namespace tierkv {
@@ -22,10 +23,6 @@ struct ChannelShared {
   CodeMaker makers[kHeadDim > kTokens ? kHeadDim : kTokens];  // of a channel or a token
   __half2 lo[kTokenParts][kHeadDim / 2], hi[kTokenParts][kHeadDim / 2];
 };
-
-__device__ __forceinline__ bool is_finite_half(uint16_t x) {
-  return (x & 0x7c00u) != 0x7c00u;
-}
 
 // A channel pair and a part of the tokens each, then a thread per channel.
 template <int32_t kHeadDim, int32_t kBits>

@@ -11,9 +11,9 @@
 #include <variant>
 
 #include "codec/format/element.h"
+#include "codec/format/sound_halves.h"
 #include "codec/host/parallel.h"
 #include "store/place/host_place.h"
-#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {

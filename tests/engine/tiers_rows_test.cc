@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "codec/format/sound_halves.h"
 #include "tests/engine/support/owned_parts.h"
 #include "tests/engine/support/tiers_world.h"
 #include "tests/support/fresh_random.h"
@@ -269,8 +270,7 @@ TEST_F(TiersRowsTest, HostileBodies) {
       range.k = k.data();
       range.v = v.data();
       ASSERT_TRUE(store.place->decode(range, move));
-      EXPECT_TRUE(
-          std::all_of(k.begin(), k.end(), [](uint16_t x) { return (x & 0x7c00u) != 0x7c00u; }));
+      EXPECT_TRUE(std::all_of(k.begin(), k.end(), is_finite_half));
     }
     ASSERT_TRUE(store.place->release(3));
   }

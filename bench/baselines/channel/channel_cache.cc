@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "store/rows/sound_halves.h"
+#include "codec/format/sound_halves.h"
 
 namespace tierkv {
 namespace {
@@ -26,10 +26,6 @@ void put_residual(const ChannelLayout& l, uint8_t* residual, Component c, int32_
 
 using Values = std::vector<float>;  // [tokens, head_dim]
 
-bool are_finite(const uint16_t* x, int32_t n) {
-  return store::are_finite(reinterpret_cast<const uint8_t*>(x), int64_t{2} * n);
-}
-
 StatusCode append_row(const ChannelCache& cache, int32_t row, const uint16_t* k,
                       const uint16_t* v) {
   const ChannelLayout& l = cache.layout;
@@ -38,7 +34,7 @@ StatusCode append_row(const ChannelCache& cache, int32_t row, const uint16_t* k,
   const bool fills = at + 1 == l.tokens;
   const int32_t id = fills ? cache.block_id(row, cache.block_count[row]) : 0;
   if (id < 0) return StatusCode::kOutOfPages;
-  if (!are_finite(k, dim) || !are_finite(v, dim)) return StatusCode::kNonFinite;
+  if (!are_finite(k, 2 * dim) || !are_finite(v, 2 * dim)) return StatusCode::kNonFinite;
   uint8_t* residual = cache.residual_of(row);
   put_residual(l, residual, Component::kKey, at, k);
   put_residual(l, residual, Component::kValue, at, v);
@@ -69,7 +65,7 @@ StatusCode fill_row(const ChannelCache& cache, const ChannelPrompt& p, int32_t r
     if (cache.block_id(row, b) < 0) return StatusCode::kOutOfPages;
   }
   for (int32_t t = 0; t < tokens; ++t) {
-    if (!are_finite(token(p.k, t), dim) || !are_finite(token(p.v, t), dim)) {
+    if (!are_finite(token(p.k, t), 2 * dim) || !are_finite(token(p.v, t), 2 * dim)) {
       return StatusCode::kNonFinite;
     }
   }

@@ -9,7 +9,7 @@ namespace {
 
 // Whether both halves of a word are finite.
 __device__ __forceinline__ bool are_finite_halves(uint32_t x) {
-  return (x & 0x7c00u) != 0x7c00u && (x & 0x7c000000u) != 0x7c000000u;
+  return is_finite_half(static_cast<uint16_t>(x)) && is_finite_half(static_cast<uint16_t>(x >> 16));
 }
 
 // Raw tiles, tile_at(component, tile) of a block's, which this CTA may have written; they are

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "codec/format/global_step.h"
+#include "codec/format/sound_halves.h"
 #include "codec/host/coded/weighted_rows.h"
 #include "codec/host/coded/weighted_rows_checks.h"
 #include "tierkv/layout.h"
@@ -55,7 +56,7 @@ Status find_means(const std::vector<float>& x, int32_t head_dim, std::vector<uin
     for (int64_t t = 0; t < tokens; ++t) sum += static_cast<double>(x[t * head_dim + d]);
     const double mean = tokens == 0 ? 0 : sum / static_cast<double>(tokens);
     means->push_back(float_to_half(static_cast<float>(mean)));
-    if ((means->back() & 0x7c00u) == 0x7c00u) {
+    if (!is_finite_half(means->back())) {
       return Status(StatusCode::kOutOfRange, "weighted fit: a key's mean is beyond fp16");
     }
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <string>
 
+#include "codec/format/sound_halves.h"
 #include "codec/host/coded/weighted_rows_checks.h"
 #include "tierkv/layout.h"
 
@@ -38,7 +39,7 @@ Status WeightedRow::validate() const {
   if (!key_weight.empty() && key_weight.size() != d)
     return invalid("key_weight has another length");
   for (const uint16_t h : key_mean) {
-    if ((h & 0x7c00u) == 0x7c00u) return invalid("a key_mean is not finite");
+    if (!is_finite_half(h)) return invalid("a key_mean is not finite");
   }
   for (const float w : key_weight) {
     if (!positive(w) || !positive(dim_scale(key_step, w))) {

@@ -8,9 +8,9 @@
 #include <variant>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/sound_halves.h"
 #include "codec/host/parallel.h"
 #include "store/rows/raw_tiles.h"
-#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {

@@ -12,9 +12,9 @@
 #include <utility>
 
 #include "codec/format/byte_cursor.h"
+#include "codec/format/sound_halves.h"
 #include "codec/host/parallel.h"
 #include "store/rows/coded/coded_rows.h"
-#include "store/rows/sound_halves.h"
 
 namespace tierkv::store {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "codec/format/byte_cursor.h"
 #include "codec/format/fragment_order.h"
+#include "codec/format/sound_halves.h"
 #include "codec/host/parallel.h"
-#include "store/rows/sound_halves.h"
 #include "store/rows/tiers/tiers_rows.h"
 
 namespace tierkv::store {

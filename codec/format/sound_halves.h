@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether numbers that come from outside are such as an encoder writes. Bytes of any alignment;
-// without a branch a number.
+// Whether numbers of fp16 that come from outside are such as an encoder writes. Bytes have any
+// alignment; no branch a number.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-namespace tierkv::store {
+#include "tierkv/half.h"
+
+namespace tierkv {
+
+TKV_HD bool is_finite_half(uint16_t x) {
+  return (x & 0x7c00u) != 0x7c00u;
+}
 
 // Bit 15 is set unless x, fp16, is finite.
 inline uint32_t not_finite(uint32_t x) {
@@ -14,11 +20,12 @@ inline uint32_t not_finite(uint32_t x) {
 }
 
 // `bytes` bytes of fp16.
-inline bool are_finite(const uint8_t* from, int64_t bytes) {
+inline bool are_finite(const void* from, int64_t bytes) {
+  const auto* at = static_cast<const uint8_t*>(from);
   uint32_t wrong = 0;
   for (int64_t i = 0; i < bytes; i += 2) {
     uint16_t x;
-    std::memcpy(&x, from + i, 2);
+    std::memcpy(&x, at + i, 2);
     wrong |= not_finite(x);
   }
   return (wrong & 0x8000u) == 0;
@@ -36,4 +43,4 @@ inline bool are_params(const uint8_t* from, int64_t bytes) {
   return (wrong & 0x8000u) == 0;
 }
 
-}  // namespace tierkv::store
+}  // namespace tierkv
