@@ -92,7 +92,8 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
   uint8_t* rows = shared + kTableBytes<kDim>;
   start_rows<kDim>(from + token * strides.token + kv_head * strides.head, strides.token, rows);
   auto* table = reinterpret_cast<ChannelPair*>(shared);
-  fill_channel_table<kDim>(c.rotation, false, is_key ? c.mean_of(kv_head) : nullptr, -1.0f, table);
+  const float* normal = is_key ? c.reflection_of(kv_head) : nullptr;
+  fill_channel_table<kDim>(c.rotation, false, normal, 1.0f, table);
   const int64_t block = slot / c.layout.tokens;
   const int32_t tile = static_cast<int32_t>(slot - block * c.layout.tokens) / kTileTokens;
   uint8_t* page = c.page(block, kv_head);
@@ -101,7 +102,8 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
                          !is_key, c.raw_dtype};
   wait_copies();
   __syncwarp();
-  return encode_tile_of<kDim>(c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation}, to);
+  return encode_tile_of<kDim, ChannelVector::kNormal>(
+      c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation, 0xffff, normal != nullptr}, to);
 }
 
 // The tokens of `places` one by one, in turn by the warps of the CTA.
