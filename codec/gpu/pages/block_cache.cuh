@@ -81,8 +81,8 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
   LaneValues normal;
   load_normal(reflection, head_dim, normal);
   rotate(c.rotation, head_dim, k[0]);
-  if (reflection != nullptr) reflect(normal, head_dim, k[0]);
   rotate(c.rotation, head_dim, v[0]);
+  if (reflection != nullptr) reflect(normal, head_dim, k[0]);
   LaneToken token = {};
   const StatusCode code =
       worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &token.k),

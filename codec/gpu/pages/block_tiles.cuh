@@ -118,9 +118,13 @@ __device__ __forceinline__ void encode_places(const SlotEncode& e, uint64_t plac
   }
 }
 
+// As many CTAs of an SM as the words and values of raw elements leave registers for.
+template <int32_t kDim>
+inline constexpr int32_t kTilesCtas = kDim == 256 ? 3 : 5;
+
 // Grid: windows times kv_heads. Shared memory: kTilesSharedBytes.
 template <int32_t kDim>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kTilesCtas<kDim>)
     encode_tiles_kernel(const __grid_constant__ SlotEncode e) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto* window = reinterpret_cast<WindowSlots*>(shared_bytes);

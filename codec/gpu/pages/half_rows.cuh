@@ -156,11 +156,13 @@ __device__ __forceinline__ void hadamard_sums(HalfRows<kDim>& x) {
 }
 
 // reflect() of rotation.h by the normals of a table. A lane has the r of 2 (l % 4) + par and all
-// chunks: value 8 c + 2 j + par is the channel 32 c + 8 j + r.
+// chunks: value 8 c + 2 j + par is the channel 32 c + 8 j + r. __syncwarp() makes the compiler load
+// the table anew, for which registers would not do.
 template <int32_t kDim>
 __device__ __forceinline__ void reflect_half(const ChannelPair* table, HalfRows<kDim>& x) {
   constexpr int32_t kChunks = kDim / 32;
   float partial[kChunks][2];  // c, par
+  __syncwarp();
 #pragma unroll
   for (int32_t i = 0; i < kDim / 8; ++i) {
     const ChannelPair& pair = table[4 * i + lane_index() % 4];
@@ -187,6 +189,7 @@ __device__ __forceinline__ void reflect_half(const ChannelPair* table, HalfRows<
     }
   }
   const float product = add_rn(add_rn(partial[0][0], partial[0][1]), 0.0f);
+  __syncwarp();
 #pragma unroll
   for (int32_t i = 0; i < kDim / 8; ++i) {
     const ChannelPair& pair = table[4 * i + lane_index() % 4];
@@ -195,6 +198,7 @@ __device__ __forceinline__ void reflect_half(const ChannelPair* table, HalfRows<
       x[2 * i + par] = reflected(x[2 * i + par], pair.vector[par], product);
     }
   }
+  __syncwarp();
 }
 
 }  // namespace tierkv
