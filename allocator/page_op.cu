@@ -46,6 +46,8 @@ __device__ int32_t survey_row(const OpLaunch& x, const PageOp& op, int32_t i) {
 
 template <PageOpKind kKind>
 __global__ void __launch_bounds__(kRowThreads) plan_kernel(const __grid_constant__ OpLaunch x) {
+  // In this order: the next stage reads what kernels before this one wrote.
+  wait_for_stage();
   let_next_stage_start();
   const PageOp op = op_of_kind<kKind>(x);
   const int32_t i = static_cast<int32_t>(blockIdx.x * kRowThreads + threadIdx.x);
@@ -65,8 +67,7 @@ __global__ void __launch_bounds__(kRowThreads) plan_kernel(const __grid_constant
 template <PageOpKind kKind>
 cudaError_t launch_plan(const OpLaunch& x, cudaStream_t stream) {
   const auto ctas = static_cast<uint32_t>((x.rows + kRowThreads - 1) / kRowThreads);
-  plan_kernel<kKind><<<ctas, kRowThreads, 0, stream>>>(x);
-  return cudaGetLastError();
+  return launch_stage(plan_kernel<kKind>, static_cast<int32_t>(ctas), kRowThreads, x, stream);
 }
 
 template <PageOpKind kKind>

@@ -204,3 +204,14 @@ def quality_parts():
         rows.append([f"{model}, head_dim {head_dim}", number(entropy, 3), *(number(bits[part], 3) for part in PARTS),
                      number(sum(bits.values()) - entropy, 3)])
     return markdown(["model", "entropy", *(part.replace("_", " ") for part in PARTS), "all over entropy"], rows)
+
+
+@table
+def store_quality():
+    r = result("store_quality.json")
+    rows = [[f"`{m['format']}`" + ("" if m["profile"] else ", no profile"), m["tokens"], m["way"], m["task"], m["prompts"], m["read"],
+             "GPU" if m["device"] == "cuda" else "CPU", number(100 * m["nominal"], 1), number(100 * m["held"], 1), number(m["kl"], 4),
+             number(100 * m["same_top"], 1), number(100 * m["right"], 1) if "right" in m else "-"]
+            for m in sorted(r["rows"], key=lambda m: (m["tokens"], m["device"], m["format"], not m["profile"], m["way"], m["task"] != "text"))]
+    return markdown(["format", "tokens", "made in", "task", "prompts", "read at a time", "on", "nominal %", "held %", "KL", "same top token %",
+                     "lookups right %"], rows)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The store on a device as a whole, its source run on the host: random calls beside the store in
 // host memory, which must leave the same bytes. CUDA's runtime is a stand-in, page operations are
-// the host's, kernels run in the emulator. Tiers are without attention.
+// the host's, kernels run in the emulator, but that of attention over the bodies of tiers.
 #include <cuda_runtime.h>
 
 #include "store/place/device/device_pages.cu"
@@ -222,6 +222,14 @@ TEST_F(EmulatedDeviceStore, OfTiersRows) {
     if (HasFatalFailure()) return;
   }
   EXPECT_GT(coded_tokens_, 0);
+}
+TEST_F(EmulatedDeviceStore, TiersCountQueries) {
+  TwinChoice choice;
+  choice.format = TiersFormat{};
+  choice.memory_bytes = 128 << 20;
+  KvTwins t(twin_config(choice), &rng_);
+  ASSERT_TRUE(t.is_made());
+  t.expect_counted(150);
 }
 TEST_F(EmulatedDeviceStore, OfChannelRows) {
   TwinChoice choice;

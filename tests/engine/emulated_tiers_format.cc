@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of tiers rows, run on the host. What this cannot show is warps that run at one time.
+#include <cmath>
+#include <variant>
 #include <vector>
 
 #include "store/rows/tiers/device_tiers_kernels.cuh"
@@ -19,7 +21,7 @@ namespace {
 class EmulatedTiersFormat final : public EmulatedFormat {
  public:
   EmulatedTiersFormat(const TiersRows& rows, std::mt19937* rng)
-      : EmulatedFormat(rng), means_(tiers_key_means(rows)) {
+      : EmulatedFormat(rng), config_(rows.config()), means_(tiers_key_means(rows)) {
     codes_ = tiers_codes(rows);
     codes_.class_of_head = rows.class_of_head().data();
     if (!means_.empty()) codes_.key_means = means_.data();
@@ -75,6 +77,26 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     run_warps(range.count() * view_.num_kv_heads, [&] { read_tiers_kernel(r); });
     return Status::ok();
   }
+  // No kernel: a plain softmax over what read() gives, where nothing is pruned.
+  Status attend(const DeviceAttendBody& call) override {
+    const auto& classes = std::get<TiersFormat>(config_.format).classes;
+    for (const TierClass& c : classes) {
+      if (c.alpha_low > 0) return missing();
+    }
+    for (int32_t i = 0; i < call.count; ++i) {
+      const LayerMove at = {call.slots[i], call.layer, call.at[i], {}};
+      const Positions body = {view_.laws.sink_tokens, call.at[i].body_end};
+      const size_t values = size_t{1} * most(0, body.count()) * view_.num_kv_heads * dim();
+      std::vector<uint16_t> k(values), v(values);
+      if (values > 0) {
+        if (Status s = read(at, body, DType::kFloat16, k.data(), v.data()); !s) return s;
+      }
+      for (int32_t line = 0; line < call.q_len * config_.layout.num_q_heads; ++line) {
+        attend_line(call, i * call.q_len * config_.layout.num_q_heads + line, k, v);
+      }
+    }
+    return Status::ok();
+  }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     call_ = call_of(works);
     call_.counts = counts;
@@ -87,6 +109,37 @@ class EmulatedTiersFormat final : public EmulatedFormat {
   }
 
  private:
+  int32_t dim() const { return view_.head_dim; }
+  // k, v [tokens, num_kv_heads, head_dim], fp16.
+  void attend_line(const DeviceAttendBody& call, int32_t line, const std::vector<uint16_t>& k,
+                   const std::vector<uint16_t>& v) const {
+    const CacheLayout& l = config_.layout;
+    const int32_t kv_head = line % l.num_q_heads / l.group_size(), step = l.num_kv_heads * dim();
+    const int64_t query = int64_t{line} * dim();
+    const size_t tokens = k.size() / step;
+    std::vector<double> p(tokens), out(dim());
+    double sum = 0;
+    for (size_t t = 0; t < tokens; ++t) {
+      double logit = 0;
+      for (int32_t d = 0; d < dim(); ++d) {
+        const uint16_t q = static_cast<const uint16_t*>(call.q)[query + d];
+        logit += static_cast<double>(raw_to_float(call.dtype, q)) *
+                 static_cast<double>(half_to_float(k[t * step + kv_head * dim() + d]));
+      }
+      p[t] = std::exp(logit * l.sm_scale);
+      sum += p[t];
+    }
+    for (size_t t = 0; t < tokens; ++t) {
+      for (int32_t d = 0; d < dim(); ++d) {
+        out[d] +=
+            p[t] / sum * static_cast<double>(half_to_float(v[t * step + kv_head * dim() + d]));
+      }
+    }
+    for (int32_t d = 0; d < dim(); ++d) {
+      store_element(call.out, call.dtype, query + d, static_cast<float>(out[d]));
+    }
+    call.lse[line] = static_cast<float>(std::log(sum));
+  }
   TiersCall call_of(const DeviceWorks& works) const {
     TiersCall call;
     call.view = view_;
@@ -118,6 +171,7 @@ class EmulatedTiersFormat final : public EmulatedFormat {
     run((warps + kTiersWarps - 1) / kTiersWarps, kTiersThreads, kernel);
   }
 
+  const StoreConfig& config_;
   std::vector<float> means_;
   TiersCodes codes_;
   TiersCall call_;

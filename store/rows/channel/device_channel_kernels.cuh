@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "codec/gpu/channel_encode.cuh"
+#include "gpu/pdl.cuh"
 #include "store/place/device/device_fault.cuh"
 #include "store/rows/channel/channel_body.h"
 #include "store/rows/device_tokens.h"
@@ -48,6 +49,7 @@ __device__ __forceinline__ uint8_t* channel_block(const DeviceStoreView& view,
 // What the table rows hold afterwards; a thread an entry.
 __global__ void __launch_bounds__(kChannelThreads)
     count_channel_kernel(const __grid_constant__ ChannelCall c) {
+  wait_for_previous_kernel();
   const auto entry = static_cast<int32_t>(blockIdx.x * kChannelThreads + threadIdx.x);
   if (entry >= c.num_entries) return;
   const ChannelEntry e = channel_entry(c, entry);
@@ -121,6 +123,7 @@ template <class Encoder>
 __global__ void __launch_bounds__(kChannelThreads)
     write_channel_kernel(const __grid_constant__ ChannelCall c) {
   extern __shared__ __align__(16) uint8_t block_shared_bytes[];
+  wait_for_previous_kernel();
   auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
   if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
   const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
@@ -158,6 +161,7 @@ __device__ __forceinline__ float block_value(const ChannelRead& r, const uint8_t
 // A thread an element of keys and values.
 __global__ void __launch_bounds__(kChannelThreads)
     read_channel_kernel(const __grid_constant__ ChannelRead r) {
+  wait_for_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kChannelThreads + threadIdx.x;
   const int32_t dims = r.view.head_dim, heads = r.view.num_kv_heads;
   const auto position = static_cast<int32_t>(r.range.first + i / (heads * dims));

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "attention/channel/channel_plan.h"
+#include "gpu/launch.cuh"
 #include "store/rows/channel/channel_rows.h"
 #include "store/rows/channel/device_channel_attention.h"
 #include "store/rows/channel/device_channel_kernels.cuh"
@@ -123,8 +124,9 @@ Status DeviceChannelRows::count(const DeviceWorks& works, const DeviceRowCounts&
   if (works.entries() == 0) return Status::ok();
   ChannelCall call = call_of(works);
   call.counts = counts;
-  count_channel_kernel<<<ctas_of(call.num_entries), kChannelThreads, 0, stream_>>>(call);
-  return cuda_status(cudaGetLastError(), "counts of channel rows");
+  return launch_after_previous(count_channel_kernel, ctas_of(call.num_entries), kChannelThreads, 0,
+                               stream_, call)
+      .with_context("counts of channel rows");
 }
 
 Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
@@ -133,12 +135,15 @@ Status DeviceChannelRows::write(const DeviceWorks& works, const PageCopy*) {
   if (blocks == 0) return Status::ok();
   if (blocks > INT32_MAX / 2) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
   const auto ctas = static_cast<uint32_t>(std::min(blocks, most_ctas_));
+  void (*kernel)(ChannelCall) = nullptr;
+  size_t shared = 0;
   with_channel_encoder(call.body.layout, [&](auto encoder) {
     using Encoder = decltype(encoder);
-    write_channel_kernel<Encoder>
-        <<<ctas, kChannelThreads, sizeof(ChannelShared<Encoder::kHeadDim>), stream_>>>(call);
+    kernel = write_channel_kernel<Encoder>;
+    shared = sizeof(ChannelShared<Encoder::kHeadDim>);
   });
-  return cuda_status(cudaGetLastError(), "channel rows");
+  return launch_after_previous(kernel, ctas, kChannelThreads, shared, stream_, call)
+      .with_context("channel rows");
 }
 
 Status DeviceChannelRows::attend(const DeviceAttendBody& call) {
@@ -162,8 +167,8 @@ Status DeviceChannelRows::read(const LayerMove& at, Positions range, DType dtype
   r.v = v;
   const int64_t values =
       int64_t{range.count()} * config_.layout.num_kv_heads * config_.layout.head_dim;
-  read_channel_kernel<<<ctas_of(values), kChannelThreads, 0, stream_>>>(r);
-  return cuda_status(cudaGetLastError(), "reading of channel rows");
+  return launch_after_previous(read_channel_kernel, ctas_of(values), kChannelThreads, 0, stream_, r)
+      .with_context("reading of channel rows");
 }
 
 }  // namespace

@@ -10,6 +10,8 @@
 
 #include "attention/coded/coded_attention.h"
 #include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/pdl.cuh"
 #include "store/rows/coded/device_coded_format.cuh"
 
 namespace tierkv::store {
@@ -18,12 +20,14 @@ namespace {
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads) run_body(const __grid_constant__ Body body) {
   extern __shared__ __align__(1024) uint8_t shared[];
+  wait_for_previous_kernel();
   body(shared);
 }
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads, Body::kCtas)
     run_dense_body(const __grid_constant__ Body body) {
   extern __shared__ __align__(1024) uint8_t shared[];
+  wait_for_previous_kernel();
   body(shared);
 }
 
@@ -78,9 +82,9 @@ class CudaMachine {
           "coded rows: shared memory");
       if (!s) return s;
     }
-    kernel<<<dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y)),
-             static_cast<unsigned>(threads), static_cast<size_t>(shared), stream_>>>(body);
-    return cuda_status(cudaGetLastError(), "coded rows: kernel launch");
+    return launch_after_previous(
+        kernel, dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y)),
+        static_cast<unsigned>(threads), static_cast<size_t>(shared), stream_, body);
   }
 
  private:

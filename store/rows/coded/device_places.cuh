@@ -3,7 +3,6 @@
 #pragma once
 
 #include "codec/gpu/coded/coded_form.cuh"
-#include "store/rows/coded/device_block_places.cuh"
 #include "store/rows/coded/device_coded_call.cuh"
 
 namespace tierkv::store {
@@ -87,54 +86,92 @@ struct OpenEntries {
   }
 };
 
+// place_block() of 32 blocks at a time, in the order of lanes.
+struct PlacedUnits {
+  int32_t used, room;  // units before the next block, and behind it on its page
+  int32_t page_units;
+
+  __device__ PlacedUnits(int32_t begin, int32_t units_of_page)
+      : used(begin), room(units_of_page - begin % units_of_page), page_units(units_of_page) {}
+
+  // Where the lane's block goes.
+  __device__ int32_t add(int32_t units) {
+    int32_t all, at = 0, from = 0, base = 0;  // lanes below `from` have their places
+    const int32_t before = sum_before(units, &all);
+    while (true) {
+      const bool is_left = lane_index() >= from;
+      if (is_left) at = used + before - base;
+      const uint32_t beyond = __ballot_sync(kFullWarp, is_left && before + units - base > room);
+      if (beyond == 0) break;
+      from = lowest_bit(beyond);
+      base = __shfl_sync(kFullWarp, before, from);
+      used += room;
+      room = page_units;
+    }
+    used += all - base;
+    room -= all - base;
+    return at;
+  }
+};
+
 // A CTA for an entry: places of its blocks, counts from the layer's first unit on, and what the
-// table's row is to hold.
+// table's row is to hold. A warp adds up, from shared memory.
 struct PlaceBlocks {
-  static constexpr int32_t kThreads = BlockPlaces::kThreads;
-  static constexpr int32_t kSharedBytes = static_cast<int32_t>(sizeof(BlockPlaces));
+  static constexpr int32_t kThreads = 256, kChunk = 1024;
+  static constexpr int32_t kSharedBytes = 2 * kChunk * static_cast<int32_t>(sizeof(int32_t));
   CodedCall call;
 
   __device__ void operator()(uint8_t* shared) const {
     for (auto e = static_cast<int32_t>(blockIdx.x); e < call.num_entries();
          e += static_cast<int32_t>(gridDim.x)) {
-      if (call.entries[e].form == EntryForm::kNothing) continue;
-      place(e, reinterpret_cast<BlockPlaces*>(shared));
+      if (call.entries[e].form != EntryForm::kNothing) place(e, reinterpret_cast<int32_t*>(shared));
       __syncthreads();
     }
   }
 
  private:
-  __device__ void place(int32_t e, BlockPlaces* places) const {
+  __device__ void place(int32_t e, int32_t* units) const {
     const EntryDraft d = call.entries[e];
-    const int32_t items = (d.end_block - d.first_block) * 2 * call.heads();
-    const int64_t first = call.cell(e, 0) * call.heads();
-    if (d.failed != 0 || fails(e, items, first)) return;
-    const int32_t used = places->place(
-        d.begin, items, call.device.shape.page_units,
-        [&](int32_t i) { return units_of(e, i, first); },
-        [&](int32_t i, int32_t at, int32_t units) { write(e, i, first, at, units); });
-    if (threadIdx.x == 0) commit(e, d, used);
-  }
-  __device__ void write(int32_t e, int32_t item, int64_t first, int32_t at, int32_t units) const {
     const int32_t per_block = 2 * call.heads();
-    call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at),
-                                               static_cast<uint32_t>(units)};
-    if (item % per_block == per_block - 1) {
-      call.ends[call.cell(e, item / per_block)] = static_cast<uint32_t>(at + units);
+    const int32_t items = (d.end_block - d.first_block) * per_block;
+    const int64_t first = call.cell(e, 0) * call.heads();
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (d.failed != 0 || fails(e, items, first)) return;
+    int32_t* const at = units + kChunk;
+    PlacedUnits placed(d.begin, call.device.shape.page_units);
+    for (int32_t from = 0; from < items; from += kChunk) {
+      const int32_t count = least(kChunk, items - from);
+      for (int32_t i = thread; i < (count + 31) / 32 * 32; i += kThreads) {
+        units[i] = units_of(e, from + i, items, first);
+      }
+      __syncthreads();
+      for (int32_t i = thread; thread < kWarpLanes && i < (count + 31) / 32 * 32; i += kWarpLanes) {
+        at[i] = placed.add(units[i]);
+      }
+      __syncthreads();
+      for (int32_t i = thread; i < count; i += kThreads) {
+        const int32_t item = from + i;
+        call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at[i]),
+                                                   static_cast<uint32_t>(units[i])};
+        if (item % per_block == per_block - 1) {
+          call.ends[call.cell(e, item / per_block)] = static_cast<uint32_t>(at[i] + units[i]);
+        }
+      }
+      __syncthreads();
     }
-  }
-  __device__ void commit(int32_t e, const EntryDraft& d, int32_t used) const {
+    if (thread != 0) return;
     const int32_t sequence = e / call.works.num_layers;
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
                         layer * call.device.view.pages.rows_per_layer;
-    call.counts.target[row].of[0] = used;
+    call.counts.target[row].of[0] = placed.used;
     if (call.hints != nullptr && (call.hints[e] & kRewritesEntry) != 0) {
       call.counts.kept[row].of[0] = d.begin;
     }
   }
-  // The units of item i of the entry.
-  __device__ int32_t units_of(int32_t e, int32_t i, int64_t first) const {
+  // The units of item i of the entry. Items behind the last one have 0.
+  __device__ int32_t units_of(int32_t e, int32_t i, int32_t items, int64_t first) const {
+    if (i >= items) return 0;
     const EntryDraft& d = call.entries[e];
     if (d.form == EntryForm::kCoded) {
       return static_cast<int32_t>(call.places[i % 2][first + i / 2].units);
@@ -263,7 +300,7 @@ struct WriteRawBlocks {
 
 // What the slots say of the blocks that are written: a CTA for an entry.
 struct FinishEntries {
-  static constexpr int32_t kThreads = 128;
+  static constexpr int32_t kThreads = 256;
   CodedCall call;
 
   __device__ void operator()(uint8_t*) const {
@@ -284,6 +321,7 @@ struct FinishEntries {
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t blocks = d.end_block - d.first_block;
     const int64_t first = call.cell(e, 0);
+#pragma unroll 4
     for (int32_t i = thread; i < blocks * heads * 2; i += threads) {
       const int32_t b = i / (2 * heads), kv_head = i / 2 % heads;
       const WeightedPlace place = call.places[i % 2][(first + b) * heads + kv_head];

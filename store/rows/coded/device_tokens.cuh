@@ -160,7 +160,7 @@ struct GatherTokens {
 // A CTA for a row: exponents of new tokens, as CodedRows::decide(). Each warp takes a block, and
 // they go on together. Shared memory: the sums of the warps' blocks.
 struct DecideExponents {
-  static constexpr int32_t kThreads = 1024;
+  static constexpr int32_t kThreads = 512;
   static constexpr int32_t kWarps = kThreads / kWarpLanes;
   static constexpr int32_t kSharedBytes = kWarps * static_cast<int32_t>(sizeof(LogMean));
   CodedCall call;

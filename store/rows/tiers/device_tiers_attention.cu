@@ -3,6 +3,7 @@
 
 #include "attention/core/workspace.h"
 #include "gpu/cuda_device.cuh"
+#include "gpu/launch.cuh"
 #include "store/place/device/stream_capture.cuh"
 #include "store/rows/tiers/device_tiers_counts.cuh"
 
@@ -95,9 +96,10 @@ Status DeviceTiersAttention::plan(const DeviceAttendBody& call, const TiersCodes
                                   int32_t index, GpuStream stream) {
   const int64_t rows = int64_t{call.count} * view_.num_layers * view_.num_kv_heads;
   const TiersCounts counts = {view_, codes.shape, call.slots, call.count, tokens_[index]};
-  gather_counts_kernel<<<static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads),
-                         kTiersThreads, 0, stream>>>(counts);
-  if (Status s = cuda_status(cudaGetLastError(), "counts of bodies"); !s) return s;
+  const auto ctas = static_cast<uint32_t>((rows + kTiersThreads - 1) / kTiersThreads);
+  const Status launched =
+      launch_after_previous(gather_counts_kernel, ctas, kTiersThreads, 0, stream, counts);
+  if (!launched) return launched.with_context("counts of bodies");
   for (const TiersAttention* part : {&coded_, &raw_}) {
     if (!(part == &raw_ ? has_raw_ : has_coded_)) continue;
     // Where things lie in it depends on the call, and it begins with zeros.

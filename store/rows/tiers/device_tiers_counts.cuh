@@ -2,6 +2,7 @@
 // What attention over tiers needs to know of the states of sequences: the counts of their tokens.
 #pragma once
 
+#include "gpu/pdl.cuh"
 #include "store/rows/tiers/device_tiers_codes.cuh"
 
 namespace tierkv::store {
@@ -17,6 +18,7 @@ struct TiersCounts {
 // A thread a row of every layer.
 __global__ void __launch_bounds__(kTiersThreads)
     gather_counts_kernel(const __grid_constant__ TiersCounts c) {
+  wait_for_previous_kernel();
   const int32_t rows = c.view.num_layers * c.view.num_kv_heads;
   const int32_t i = static_cast<int32_t>(blockIdx.x) * kTiersThreads + threadIdx.x;
   if (i >= c.count * rows) return;

@@ -11,6 +11,7 @@
 
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
+#include "gpu/pdl.cuh"
 #include "store/place/device/device_fault.cuh"
 #include "store/rows/device_tokens.h"
 #include "store/rows/tiers/device_tiers_codes.cuh"
@@ -268,6 +269,7 @@ __device__ __forceinline__ void plan_tiers_row(const TiersCall& c, int32_t row,
 // Steps: a warp a row.
 __global__ void __launch_bounds__(kTiersThreads)
     plan_tiers_kernel(const __grid_constant__ TiersCall c) {
+  wait_for_previous_kernel();
   const int32_t row = warp_of_grid();
   if (row < c.num_rows) plan_tiers_row<1>(c, row, nullptr);
 }
@@ -276,6 +278,7 @@ inline constexpr int32_t kChunkPlanWarps = 16;
 __global__ void __launch_bounds__(32 * kChunkPlanWarps)
     plan_tiers_chunk_kernel(const __grid_constant__ TiersCall c) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
+  wait_for_previous_kernel();
   plan_tiers_row<kChunkPlanWarps>(c, static_cast<int32_t>(blockIdx.x),
                                   reinterpret_cast<RowSums<kChunkPlanWarps>*>(shared_bytes));
 }
@@ -401,6 +404,7 @@ __device__ __forceinline__ void write_tiers_token(const TiersCall& c, const Tier
 // Grid of warps: most_leaving tokens of every row.
 __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_kernel(const __grid_constant__ TiersCall c) {
+  wait_for_previous_kernel();
   const int32_t warp = warp_of_grid(), row = warp / c.works.most_leaving;
   if (row >= c.num_rows || !is_taken(c.works)) return;
   const TiersPlace at = place_of(c, row);

@@ -2,6 +2,7 @@
 // The kernels of tiers that cut bodies and read them.
 #pragma once
 
+#include "gpu/pdl.cuh"
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 
 namespace tierkv::store {
@@ -19,6 +20,7 @@ __device__ __forceinline__ TiersRow cut_row(const TiersCall& c, const TiersPlace
 // A warp a row.
 __global__ void __launch_bounds__(kTiersThreads)
     count_cut_tiers_kernel(const __grid_constant__ TiersCall c) {
+  wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
   if (row >= c.num_rows) return;
   const LayerTokens to = c.works.to[entry];
@@ -33,6 +35,7 @@ __global__ void __launch_bounds__(kTiersThreads)
 // Likewise. Slots behind the tokens that stay are empty again, as in pages that never held more.
 __global__ void __launch_bounds__(kTiersThreads)
     cut_tiers_kernel(const __grid_constant__ TiersCall c) {
+  wait_for_previous_kernel();
   const int32_t row = warp_of_grid(), entry = row / c.view.num_kv_heads;
   if (row >= c.num_rows || !is_taken(c.works)) return;
   const LayerTokens to = c.works.to[entry];
@@ -70,6 +73,7 @@ struct TiersRead {
 // Tokens of each side before every group of positions; a warp a row.
 __global__ void __launch_bounds__(kTiersThreads)
     count_groups_kernel(const __grid_constant__ TiersRead r) {
+  wait_for_previous_kernel();
   const int32_t kv_head = warp_of_grid();
   if (kv_head >= r.view.num_kv_heads) return;
   const TiersPlace at(r.view, r.codes, r.slot, r.layer, kv_head);
@@ -97,6 +101,7 @@ __device__ __forceinline__ void store_row(const LaneValues& x, DType dtype, int3
 // Grid of warps: kv_heads of every position.
 __global__ void __launch_bounds__(kTiersThreads)
     read_tiers_kernel(const __grid_constant__ TiersRead r) {
+  wait_for_previous_kernel();
   const int32_t warp = warp_of_grid(), i = warp / r.view.num_kv_heads;
   if (i >= r.range.count()) return;
   const int32_t position = r.range.first + i, head_dim = r.view.head_dim;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpu/launch.cuh"
 #include "store/rows/device_memory.cuh"
 #include "store/rows/tiers/device_tiers_attention.cuh"
 #include "store/rows/tiers/device_tiers_read.cuh"
@@ -133,8 +134,8 @@ template <class Kernel>
 Status DeviceTiersRows::launch(Kernel kernel, int64_t warps, const TiersCall& call,
                                const char* what) const {
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  kernel<<<ctas_of(warps), kTiersThreads, 0, stream_>>>(call);
-  return cuda_status(cudaGetLastError(), what);
+  return launch_after_previous(kernel, ctas_of(warps), kTiersThreads, 0, stream_, call)
+      .with_context(what);
 }
 
 Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& counts) {
@@ -148,9 +149,10 @@ Status DeviceTiersRows::plan(const DeviceWorks& works, const DeviceRowCounts& co
   if (works.most_leaving <= kMaxStepTokens) {
     return launch(plan_tiers_kernel, rows, call, "plan of tiers");
   }
-  plan_tiers_chunk_kernel<<<static_cast<uint32_t>(rows), 32 * kChunkPlanWarps,
-                            sizeof(RowSums<kChunkPlanWarps>), stream_>>>(call);
-  return cuda_status(cudaGetLastError(), "plan of tiers");
+  return launch_after_previous(plan_tiers_chunk_kernel, static_cast<uint32_t>(rows),
+                               32 * kChunkPlanWarps, sizeof(RowSums<kChunkPlanWarps>), stream_,
+                               call)
+      .with_context("plan of tiers");
 }
 
 Status DeviceTiersRows::write(const DeviceWorks& works, const PageCopy*) {
@@ -176,9 +178,9 @@ template <int32_t kDim>
 Status DeviceTiersRows::write_tiles(const TiersCall& call) const {
   const int64_t warps = int64_t{2} * call.num_rows * most_tiles(call.works.most_leaving);
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  write_tiers_tiles_kernel<kDim>
-      <<<ctas_of(warps), kTiersThreads, kTiersWarps * kTiersTileBytes<kDim>, stream_>>>(call);
-  return cuda_status(cudaGetLastError(), "tiles of tiers");
+  return launch_after_previous(write_tiers_tiles_kernel<kDim>, ctas_of(warps), kTiersThreads,
+                               kTiersWarps * kTiersTileBytes<kDim>, stream_, call)
+      .with_context("tiles of tiers");
 }
 
 Status DeviceTiersRows::cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) {
@@ -208,10 +210,11 @@ Status DeviceTiersRows::read(const LayerMove& at, Positions range, DType dtype, 
   r.groups_of_row = (range.end + kGroupPositions - 1) / kGroupPositions;
   const int64_t heads = config_.layout.num_kv_heads, warps = range.count() * heads;
   if (warps > INT32_MAX) return Status(StatusCode::kOutOfRange, "too many tokens in a call");
-  count_groups_kernel<<<ctas_of(heads), kTiersThreads, 0, stream_>>>(r);
-  if (Status s = cuda_status(cudaGetLastError(), "tokens of tiers"); !s) return s;
-  read_tiers_kernel<<<ctas_of(warps), kTiersThreads, 0, stream_>>>(r);
-  return cuda_status(cudaGetLastError(), "reading of tiers");
+  const Status counted =
+      launch_after_previous(count_groups_kernel, ctas_of(heads), kTiersThreads, 0, stream_, r);
+  if (!counted) return counted.with_context("tokens of tiers");
+  return launch_after_previous(read_tiers_kernel, ctas_of(warps), kTiersThreads, 0, stream_, r)
+      .with_context("reading of tiers");
 }
 
 }  // namespace

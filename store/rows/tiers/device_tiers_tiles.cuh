@@ -5,6 +5,7 @@
 #pragma once
 
 #include "codec/gpu/pages/tile_codes.cuh"
+#include "gpu/pdl.cuh"
 #include "gpu/warp_sums.cuh"
 #include "store/rows/tiers/device_tiers_kernels.cuh"
 
@@ -170,6 +171,7 @@ template <int32_t kDim>
 __global__ void __launch_bounds__(kTiersThreads)
     write_tiers_tiles_kernel(const __grid_constant__ TiersCall c) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
+  wait_for_previous_kernel();
   const int32_t task = warp_of_grid() / 2, tiles = most_tiles(c.works.most_leaving);
   const int32_t row = task / tiles, index = task % tiles;
   if (row >= c.num_rows || !is_taken(c.works)) return;
