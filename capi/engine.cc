@@ -81,7 +81,7 @@ Status check_engine(const tkv_engine* engine, bool needs_grid) {
 Status read_layer(const tkv_engine_layer* in, EngineLayer* out) {
   tkv_engine_layer l;
   if (Status s = read_struct(in, "layer", &l); !s) return s;
-  *out = {l.blocks, l.block_stride, l.num_blocks, l.key_mean};
+  *out = {l.blocks, l.block_stride, l.num_blocks, l.key_reflection};
   return Status::ok();
 }
 
@@ -238,6 +238,14 @@ tkv_status tkv_engine_workspace_bytes(const tkv_engine* engine, size_t* bytes, t
     if (Status s = capi::check_engine(engine, true); !s) return s;
     *bytes = tierkv::engine_workspace_bytes(engine->config, engine->grid);
     return Status::ok();
+  });
+}
+
+tkv_status tkv_engine_key_reflections(const tkv_engine* engine, const float* key_mean, float* out,
+                                      tkv_error* error) {
+  return capi::guarded(error, [&]() -> Status {
+    if (Status s = capi::check_engine(engine, false); !s) return s;
+    return tierkv::engine_key_reflections(engine->config, key_mean, out);
   });
 }
 

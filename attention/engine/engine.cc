@@ -117,9 +117,16 @@ Result<BlockCache> block_cache(const EngineConfig& config, const EngineLayer& la
   c.rule[1] = config.format.v.step_rule;
   c.raw_dtype = config.dtype;
   if (config.rotate) c.rotation = hadamard_rotation(config.head_dim);
-  c.key_mean = layer.key_mean;
+  c.key_reflection = layer.key_reflection;
   if (Status s = c.validate(); !s) return s;
   return c;
+}
+
+Status engine_key_reflections(const EngineConfig& config, const float* key_mean, float* out) {
+  if (Status s = config.validate(); !s) return s;
+  if (key_mean == nullptr || out == nullptr) return invalid("key_mean or out is null");
+  const Rotation rotation = config.rotate ? hadamard_rotation(config.head_dim) : Rotation{};
+  return key_reflections(rotation, key_mean, config.num_kv_heads, config.head_dim, out);
 }
 
 Result<SlotEncode> slot_encode(const EngineConfig& config, const EngineLayer& layer,
@@ -273,12 +280,11 @@ Result<EngineQueries> engine_queries(const EngineConfig& config, const EngineAtt
   if (call.num_tokens < 1) return invalid("num_tokens must be positive");
   EngineQueries q;
   q.rotation = q.out_rotation = cache->rotation;
-  q.key_mean = cache->key_mean;
+  q.key_reflection = cache->key_reflection;
   q.rows = *rows;
   q.num_q_heads = config.num_q_heads;
   q.head_dim = config.head_dim;
   q.num_tokens = call.num_tokens;
-  q.sm_scale = static_cast<float>(config.sm_scale);
   q.dtype = config.dtype;
   q.packed_dtype = attention_config(config, 1).dtype;
   q.q = call.q;

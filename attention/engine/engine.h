@@ -72,14 +72,13 @@ PageView page_view(const EngineConfig& config, const EngineLayer& layer);
 // and results back. The last of a sequence's queries is the last of its entry; entries of sequences
 // with fewer begin with zeros.
 struct EngineQueries {
-  Rotation rotation;                // of keys, and so of queries
-  Rotation out_rotation;            // of values
-  const float* key_mean = nullptr;  // [num_kv_heads, head_dim] or null
-  BlockRows rows;                   // slots and tokens are not used
+  Rotation rotation;                      // of keys, and so of queries
+  Rotation out_rotation;                  // of values
+  const float* key_reflection = nullptr;  // [num_kv_heads, head_dim] or null
+  BlockRows rows;                         // slots and tokens are not used
   int32_t num_q_heads = 0;
   int32_t head_dim = 0;
   int64_t num_tokens = 0;
-  float sm_scale = 0;
   DType dtype = DType::kFloat16;         // of q and out
   DType packed_dtype = DType::kFloat16;  // of packed_q and packed_out
   const void* q = nullptr;
@@ -98,6 +97,11 @@ struct EngineQueries {
   }
   TKV_HD int32_t kv_head_of(int32_t q_head) const {
     return q_head / (num_q_heads / rows.num_kv_heads);
+  }
+  TKV_HD const float* reflection_of(int32_t q_head) const {
+    return key_reflection == nullptr
+               ? nullptr
+               : key_reflection + static_cast<int64_t>(kv_head_of(q_head)) * head_dim;
   }
   // The token of query j of an entry; -1 where it has none.
   TKV_HD int64_t token_of(int32_t entry, int32_t j) const {

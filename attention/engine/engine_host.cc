@@ -67,6 +67,7 @@ std::vector<uint16_t> pack_queries(const EngineQueries& q) {
   for_each_query(q, [&](int64_t at, int64_t token, int32_t head) {
     std::vector<float> x = load_query(q, token, head);
     basis.apply_to_queries(x.data(), 1);
+    reflect(q.reflection_of(head), q.head_dim, x.data());
     for (int32_t d = 0; d < q.head_dim; ++d) {
       packed[at * q.head_dim + d] = output_to_raw(q.packed_dtype, x[d]);
     }
@@ -85,14 +86,8 @@ void unpack_results(const EngineQueries& q, const ReferenceOutput& packed) {
           output_to_raw(q.dtype, x[d]);
     }
     if (q.lse == nullptr) return;
-    double shift = 0;
-    if (q.key_mean != nullptr) {
-      const std::vector<float> query = load_query(q, token, head);
-      const float* mean = q.key_mean + int64_t{q.kv_head_of(head)} * q.head_dim;
-      for (int32_t d = 0; d < q.head_dim; ++d) shift += double{query[d]} * mean[d];
-    }
     q.lse[token * q.lse_strides.token + head * q.lse_strides.head] =
-        static_cast<float>(packed.lse[at] + double{q.sm_scale} * shift);
+        static_cast<float>(packed.lse[at]);
   });
 }
 

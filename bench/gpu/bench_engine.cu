@@ -53,9 +53,10 @@ class Cache {
     std::shuffle(table_.begin(), table_.end(), rng);
     std::vector<int32_t> lens(batch.sequences, batch.tokens), starts(batch.sequences + 1);
     for (int32_t s = 0; s <= batch.sequences; ++s) starts[s] = s * batch.queries;
-    std::vector<float> means(kKvHeads * kDim, 0.5f);
+    std::vector<float> means(kKvHeads * kDim, 0.5f), reflections(means.size());
+    require(engine_key_reflections(config, means.data(), reflections.data()));
     table = device_array(table_), lens_ = device_array(lens), starts_ = device_array(starts);
-    means_ = device_array(means);
+    reflections_ = device_array(reflections);
     const int64_t rows = std::max<int64_t>(kRangeTokens, batch.sequences * batch.queries);
     q_ = device_memory<uint16_t>(rows * kQHeads * kDim, "queries");
     out_ = device_memory<uint16_t>(rows * kQHeads * kDim, "outputs");
@@ -75,7 +76,7 @@ class Cache {
     for (void* p : blocks_) cudaFree(p);
     for (void* p :
          {static_cast<void*>(table), static_cast<void*>(lens_), static_cast<void*>(starts_),
-          static_cast<void*>(means_), static_cast<void*>(q_), static_cast<void*>(out_),
+          static_cast<void*>(reflections_), static_cast<void*>(q_), static_cast<void*>(out_),
           static_cast<void*>(k), static_cast<void*>(v), workspace.memory}) {
       cudaFree(p);
     }
@@ -84,7 +85,7 @@ class Cache {
   Cache& operator=(const Cache&) = delete;
 
   EngineLayer layer(int32_t i) const {
-    return {blocks_[i % blocks_.size()], 0, num_blocks_, means_};
+    return {blocks_[i % blocks_.size()], 0, num_blocks_, reflections_};
   }
   EngineBatch batch() const {
     EngineBatch b;
@@ -148,7 +149,7 @@ class Cache {
   std::vector<int32_t> table_;
   std::vector<void*> blocks_;
   int32_t *lens_, *starts_;
-  float* means_;
+  float* reflections_;
   uint16_t *q_, *out_;
 };
 

@@ -38,7 +38,7 @@ def vllm_quality():
     rows = [[by_layer(m["format"]), "yes" if m["profile"] else "no", m.get("commit", r["commit"]), f"{m['kl']['text']:.4f}",
              f"{m['kl']['lookup']:.4f}"] for m in r["results"] if m["way"] == "hit"]
     return (f"{r['model']}, {r['prompt_tokens']} tokens of prompt, vLLM {r['vllm']}, {r['gpu']}. KL in nats against vLLM's bf16 cache.\n\n" +
-            markdown(["blocks", "key means of a profile", "commit", "KL of text", "KL of lookups"], rows))
+            markdown(["blocks", "profile", "commit", "KL of text", "KL of lookups"], rows))
 
 
 def head(r):

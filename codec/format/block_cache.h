@@ -37,18 +37,25 @@ struct BlockCache {
   StepRule rule[2] = {StepRule::kMinMax, StepRule::kMinMax};  // keys, values
   DType raw_dtype = DType::kFloat16;
   Rotation rotation;
-  const float* key_mean = nullptr;  // [num_kv_heads, head_dim], taken off keys; null: none
+  const float* key_reflection = nullptr;  // [num_kv_heads, head_dim], of rotated keys; null: none
 
   TKV_HD uint8_t* page(int64_t block, int32_t kv_head) const {
     return base + block * block_stride + static_cast<int64_t>(kv_head) * page_bytes;
   }
-  TKV_HD const float* mean_of(int32_t kv_head) const {
-    return key_mean == nullptr ? nullptr
-                               : key_mean + static_cast<int64_t>(kv_head) * layout.head_dim();
+  TKV_HD const float* reflection_of(int32_t kv_head) const {
+    return key_reflection == nullptr
+               ? nullptr
+               : key_reflection + static_cast<int64_t>(kv_head) * layout.head_dim();
   }
   // kInvalidArgument naming the field.
   Status validate() const;
 };
+
+// Normals [num_kv_heads, head_dim] of the reflections that take rotated means [num_kv_heads,
+// head_dim] onto the vector of ones or its negative, whichever is farther: a token's zero point
+// then holds what the token has of the mean. Zeros for a mean of zeros. Host memory; kNonFinite.
+Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t num_kv_heads,
+                       int32_t head_dim, float* out);
 
 // What an error array counts, in its order.
 enum class BlockError : int32_t {

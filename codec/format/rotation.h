@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fixed Hadamard rotation of tokens in pages (tierkv/basis.h), small enough to be a kernel's
-// parameter.
+// parameter, and the reflection of keys behind it.
 //
 // x becomes H (signs x), with H of the head's descending powers of two; back: signs (H y), because
 // H is its own inverse. Every operation is rounded once and none is fused: host and device agree to
@@ -32,6 +32,41 @@ TKV_HD constexpr int32_t hadamard_size(int32_t head_dim, int32_t d) {
 }
 TKV_HD float hadamard_scale(int32_t size) {
   return div_rn(1.0f, sqrt_rn(static_cast<float>(size)));
+}
+
+// ---- reflection ----
+
+// The product of a normal and a row in the order that warps share: of the channels c 32 + 8 j + r a
+// chain over j, then pairs of chunks c (4, 2 and 1 apart), then pairs of r. Adding 0 makes a zero
+// positive: a chunk that head_dim does not have may be left out or be a zero.
+TKV_HD float reflection_product(const float* normal, const float* x, int32_t head_dim) {
+  float partial[8][8] = {};  // c, r
+  for (int32_t d = 0; d < head_dim; ++d) {
+    float& sum = partial[d / 32][d % 8];
+    sum = d % 32 < 8 ? mul_rn(normal[d], x[d]) : fma_rn(normal[d], x[d], sum);
+  }
+  for (int32_t apart = 4; apart > 0; apart /= 2) {
+    for (int32_t i = 0; i < 8 * apart; ++i) {
+      float& sum = partial[i / 8][i % 8];
+      sum = add_rn(sum, partial[i / 8 + apart][i % 8]);
+    }
+  }
+  for (int32_t apart = 4; apart > 0; apart /= 2) {
+    for (int32_t r = 0; r < apart; ++r)
+      partial[0][r] = add_rn(partial[0][r], partial[0][r + apart]);
+  }
+  return add_rn(partial[0][0], 0.0f);
+}
+// A channel of x - 2 normal (normal . x).
+TKV_HD float reflected(float x, float normal, float product) {
+  return fma_rn(mul_rn(-2.0f, product), normal, x);
+}
+// The Householder reflection of a row; its own inverse, as the normal has length 1 or is 0. Null:
+// nothing changes.
+TKV_HD void reflect(const float* normal, int32_t head_dim, float* x) {
+  if (normal == nullptr) return;
+  const float product = reflection_product(normal, x, head_dim);
+  for (int32_t d = 0; d < head_dim; ++d) x[d] = reflected(x[d], normal[d], product);
 }
 
 }  // namespace tierkv

@@ -2,7 +2,11 @@
 #include "codec/format/block_cache.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "codec/format/basis.h"
 #include "codec/format/element.h"
@@ -22,14 +26,13 @@ void count_error(int32_t* errors, BlockError error) {
   if (errors != nullptr) ++errors[static_cast<int32_t>(error)];
 }
 
-// The change of coordinates of one component of a kv_head; none where nothing changes.
-Basis basis_of(const BlockCache& c, Component component, int32_t kv_head) {
+// The normal of a component's reflection; null: none.
+const float* normal_of(const BlockCache& c, Component component, int32_t kv_head) {
+  return component == Component::kKey ? c.reflection_of(kv_head) : nullptr;
+}
+
+Basis basis_of(const BlockCache& c) {
   Basis basis = Basis::none(c.layout.head_dim());
-  const float* mean = component == Component::kKey ? c.mean_of(kv_head) : nullptr;
-  if (mean != nullptr) {
-    basis.kind = BasisKind::kMean;
-    basis.mean.assign(mean, mean + basis.head_dim);
-  }
   if (c.rotation.is_on) {
     basis.kind = BasisKind::kHadamard;
     for (int32_t d = 0; d < basis.head_dim; ++d) {
@@ -37,6 +40,26 @@ Basis basis_of(const BlockCache& c, Component component, int32_t kv_head) {
     }
   }
   return basis;
+}
+
+double length(const std::vector<double>& x) {
+  return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0));
+}
+
+// H x, in double.
+void hadamard(std::vector<double>* x) {
+  const auto head_dim = static_cast<int32_t>(x->size());
+  for (int32_t begin = 0; begin < head_dim; begin += hadamard_size(head_dim, begin)) {
+    const int32_t size = hadamard_size(head_dim, begin);
+    for (int32_t apart = 1; apart < size; apart *= 2) {
+      for (int32_t i = begin; i < begin + size; ++i) {
+        if (((i - begin) & apart) != 0) continue;
+        const double a = (*x)[i], b = (*x)[i + apart];
+        (*x)[i] = a + b, (*x)[i + apart] = a - b;
+      }
+    }
+    for (int32_t i = begin; i < begin + size; ++i) (*x)[i] /= std::sqrt(static_cast<double>(size));
+  }
 }
 
 void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
@@ -54,7 +77,8 @@ void write_token(const SlotEncode& e, int64_t token, int32_t kv_head) {
       x[d] = load_element(is_key ? e.k : e.v, e.dtype,
                           token * strides.token + kv_head * strides.head + d);
     }
-    basis_of(c, part, kv_head).apply(x, 1);
+    basis_of(c).apply(x, 1);
+    reflect(normal_of(c, part, kv_head), c.layout.head_dim(), x);
     worst = std::max(worst, quantize_side(page, part, x, &codes.of(part)));
   }
   if (worst == StatusCode::kOk) return store_token(page, in_page, codes);
@@ -73,6 +97,31 @@ Rotation hadamard_rotation(int32_t head_dim) {
     if (signs[d] < 0) r.negative[d / 32] |= 1u << (d % 32);
   }
   return r;
+}
+
+Status key_reflections(const Rotation& rotation, const float* key_mean, int32_t num_kv_heads,
+                       int32_t head_dim, float* out) {
+  std::vector<double> x(head_dim);
+  for (int32_t h = 0; h < num_kv_heads; ++h) {
+    const int64_t row = int64_t{h} * head_dim;
+    for (int32_t d = 0; d < head_dim; ++d) {
+      if (!std::isfinite(key_mean[row + d])) {
+        return Status(StatusCode::kNonFinite,
+                      "key_mean of kv_head " + std::to_string(h) + " is not finite");
+      }
+      x[d] = rotation.with_sign(d, key_mean[row + d]);
+    }
+    if (rotation.is_on) hadamard(&x);
+    const double norm = length(x);
+    const double sum = std::accumulate(x.begin(), x.end(), 0.0);
+    for (double& y : x) {
+      y = norm == 0 ? 0
+                    : y / norm + std::copysign(1 / std::sqrt(static_cast<double>(head_dim)), sum);
+    }
+    const double farther = norm == 0 ? 1 : length(x);
+    for (int32_t d = 0; d < head_dim; ++d) out[row + d] = static_cast<float>(x[d] / farther);
+  }
+  return Status::ok();
 }
 
 Status BlockCache::validate() const {
@@ -186,7 +235,8 @@ Status decode_blocks_host(const BlockDecode& d) {
           float x[kMaxPageHeadDim] = {};
           if (!is_stray) {
             dequantize_side(page_of(c, block, h), part, codes.of(part), x);
-            basis_of(c, part, h).undo(x, 1);
+            reflect(normal_of(c, part, h), dim, x);
+            basis_of(c).undo(x, 1);
           }
           for (int32_t at = 0; at < dim; ++at) {
             store_element(to, d.dtype, (row * c.num_kv_heads + h) * dim + at, x[at]);

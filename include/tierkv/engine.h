@@ -12,10 +12,11 @@
 //   attend       for every layer: 1 to 8 queries of each sequence
 //   decode       token ranges back to keys and values, for prefill over a cached prefix
 //
-// Keys and values are stored in the fixed Hadamard basis (tierkv/basis.h), keys less the means of
-// their layer and head. With k = mean + T^-1 y,  q . k = (T q) . y + q . mean: the last term is the
-// same for all tokens of a query, so the softmax does not change; attend() adds it to the lse that
-// it returns, and results merge with those of uncompressed keys (merge_attention()).
+// Keys and values are stored in the fixed Hadamard basis (tierkv/basis.h). Rotated keys may also be
+// reflected, so that the mean of a head's keys falls onto the vector of ones: the zero point of a
+// token then takes up what the token has of the mean, and the codes need to span only the rest.
+// attend() turns queries as keys, so that  q . k  stays what it is, and the lse that it returns is
+// that of uncompressed keys: results merge with theirs (merge_attention()).
 //
 // All pointers of a device call are device memory. Calls allocate, synchronise and read nothing on
 // the host, so every call can be captured in a CUDA graph. A replay reads the tables, lengths and
@@ -60,9 +61,16 @@ struct EngineLayer {
   void* blocks = nullptr;    // block 0, aligned to 128 bytes
   int64_t block_stride = 0;  // bytes, a multiple of page_bytes(); 0: block_bytes()
   int64_t num_blocks = 0;
-  const float* key_mean = nullptr;  // [num_kv_heads, head_dim] finite; null: none. One for the life
-                                    // of the blocks
+  // [num_kv_heads, head_dim] of engine_key_reflections(); a row of zeros reflects nothing; null:
+  // none. One for the life of the blocks.
+  const float* key_reflection = nullptr;
 };
+
+// Unit vectors w, [num_kv_heads, head_dim] like the means of keys, host memory: rotated keys y are
+// stored as y - 2 w (w . y). A mean of zeros gives zeros. kNonFinite; kInvalidArgument where an
+// array is null; errors of the config.
+TKV_API Status engine_key_reflections(const EngineConfig& config, const float* key_mean,
+                                      float* out);
 
 // Elements from a token, and from a head, to the next; channels are neighbours. Both 0: the array
 // is dense.

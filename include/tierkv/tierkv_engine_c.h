@@ -76,8 +76,13 @@ typedef struct tkv_engine_layer {
   void* blocks;         /* block 0, 128-byte aligned */
   int64_t block_stride; /* bytes, a multiple of the page's; 0: num_kv_heads pages */
   int64_t num_blocks;
-  const float* key_mean; /* [num_kv_heads, head_dim]; null: none */
+  const float* key_reflection; /* [num_kv_heads, head_dim]; null: none */
 } tkv_engine_layer;
+
+/* What keys are reflected by, from their means: both [num_kv_heads, head_dim] in host memory. A
+ * mean of zeros gives zeros, which reflect nothing. TKV_NON_FINITE. */
+TKV_API tkv_status tkv_engine_key_reflections(const tkv_engine* engine, const float* key_mean,
+                                              float* out, tkv_error* error);
 
 /* Strides are in elements, channels are neighbours; both of an array 0: dense. */
 typedef struct tkv_engine_tokens {

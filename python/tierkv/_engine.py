@@ -20,7 +20,7 @@ class EngineConfigStruct(lib.Struct):
 
 class EngineLayerStruct(lib.Struct):
     _fields_ = [("struct_size", c_size_t), ("blocks", c_void_p), ("block_stride", c_int64), ("num_blocks", c_int64),
-                ("key_mean", c_void_p)]
+                ("key_reflection", c_void_p)]
 
 
 class EngineTokensStruct(lib.Struct):
@@ -56,6 +56,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "tkv_engine_create": [_CONFIG, POINTER(c_void_p)],
     "tkv_engine_create_host": [_CONFIG, POINTER(c_void_p)],
     "tkv_engine_workspace_bytes": [c_void_p, POINTER(c_size_t)],
+    "tkv_engine_key_reflections": [c_void_p, c_void_p, c_void_p],
     "tkv_engine_encode": [c_void_p, _LAYER, _TOKENS, c_void_p],
     "tkv_engine_encode_host": [c_void_p, _LAYER, _TOKENS],
     "tkv_engine_plan": [c_void_p, _BATCH, c_void_p],
@@ -99,6 +100,10 @@ class Engine:
         bytes_ = c_size_t()
         _library().call("tkv_engine_workspace_bytes", self._handle, bytes_)
         return bytes_.value
+
+    def key_reflections(self, key_mean: int, out: int) -> None:
+        """Both float32 [num_kv_heads, head_dim] in host memory. What keys are reflected by, so that the zero points of codes hold the mean."""
+        _library().call("tkv_engine_key_reflections", self._handle, c_void_p(key_mean), c_void_p(out))
 
     def encode(self, layer: EngineLayerStruct, tokens: EngineTokensStruct, stream: int, on_host: bool) -> None:
         self._call("encode", on_host, stream, layer, tokens)

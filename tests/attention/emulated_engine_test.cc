@@ -40,7 +40,7 @@ class EmulatedEngine : public RandomTest {
     s.blocks.head_dim = head_dim;
     s.blocks.num_kv_heads = uniform(1, 2);
     s.blocks.rotate = uniform(0, 2) > 0;
-    s.blocks.has_means = uniform(0, 2) > 0;
+    s.blocks.has_reflections = uniform(0, 2) > 0;
     s.blocks.layers_apart = uniform(1, 2);
     s.blocks.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     s.group = group;

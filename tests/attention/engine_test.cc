@@ -24,7 +24,7 @@ class EngineTest : public RandomTest {
     s.blocks.format = format;
     s.blocks.num_kv_heads = uniform(1, 2);
     s.blocks.rotate = uniform(0, 2) > 0;
-    s.blocks.has_means = uniform(0, 2) > 0;
+    s.blocks.has_reflections = uniform(0, 2) > 0;
     s.blocks.layers_apart = uniform(1, 2);
     s.blocks.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     s.blocks.tokens = {uniform(60, 140), 1, uniform(5, 64), 0, 3};
@@ -69,7 +69,7 @@ TEST_F(EngineTest, RawPagesAreExactAttention) {
       const EngineShape shape = ragged(head_dim, "k16v16", group);
       SCOPED_TRACE(testing::Message()
                    << "dim " << head_dim << " group " << group << " rotate " << shape.blocks.rotate
-                   << " means " << shape.blocks.has_means);
+                   << " reflected " << shape.blocks.has_reflections);
       EngineWorld e(shape, rng_);
       e.w.encode_all();
       ASSERT_TRUE(engine_attend_host(e.config, e.call()));
@@ -88,7 +88,7 @@ TEST_F(EngineTest, CodesAreNearExactAttention) {
   for (const int32_t head_dim : {64, 128, 256}) {
     for (const auto& [format, bound] : {std::pair("k8v4", 0.2), std::pair("k4v4", 0.3)}) {
       EngineShape shape = ragged(head_dim, format, 2);
-      shape.blocks.rotate = shape.blocks.has_means = true;
+      shape.blocks.rotate = shape.blocks.has_reflections = true;
       EngineWorld e(shape, rng_);
       e.w.encode_all();
       ASSERT_TRUE(engine_attend_host(e.config, e.call()));
@@ -100,10 +100,11 @@ TEST_F(EngineTest, CodesAreNearExactAttention) {
 }
 
 // A prompt's chunk over a cached prefix: the prefix through the cache, the chunk on its raw keys
-// and values, joined by their lse. Wrong means in the lse would shift the weights of the two parts.
+// and values, joined by their lse. Queries that are not turned as keys would shift the weights of
+// the two parts.
 TEST_F(EngineTest, PrefixAndChunkJoinByTheirLse) {
   EngineShape shape = ragged(128, "k16v16", 2);
-  shape.blocks.rotate = shape.blocks.has_means = true;
+  shape.blocks.rotate = shape.blocks.has_reflections = true;
   shape.blocks.tokens = {100};
   shape.queries = {4};
   shape.max_queries = 4;
@@ -203,6 +204,12 @@ TEST_F(EngineTest, RefusesByName) {
     change(call);
     return engine_attend_host(e.config, call).message();
   };
+  std::vector<float> mean(e.config.num_kv_heads * 64, 1.0f), out(mean.size());
+  EXPECT_THAT(engine_key_reflections(e.config, nullptr, out.data()).message(),
+              HasSubstr("key_mean"));
+  mean.back() = NAN;
+  EXPECT_EQ(engine_key_reflections(e.config, mean.data(), out.data()).code(),
+            StatusCode::kNonFinite);
   EXPECT_THAT(attend([](EngineAttend& c) { c.q = nullptr; }), HasSubstr("q or out"));
   EXPECT_THAT(attend([](EngineAttend& c) { c.batch.queries = 9; }), HasSubstr("max_queries"));
   EXPECT_THAT(attend([](EngineAttend& c) { c.batch.count = 6; }), HasSubstr("max_sequences"));

@@ -44,11 +44,13 @@ class CapiEngine : public RandomTest {
 
     blocks_.resize(kBlocks * same_config_.block_bytes() + kPageAlignment, 0xff);
     means_.resize(kHeads * kDim);
+    reflections_.resize(kHeads * kDim);
     for (float& m : means_) m = normal_(rng_);
+    EXPECT_TRUE(engine_key_reflections(same_config_, means_.data(), reflections_.data()));
     layer_ = make<tkv_engine_layer>();
     layer_.blocks = aligned(&blocks_);
     layer_.num_blocks = kBlocks;
-    layer_.key_mean = means_.data();
+    layer_.key_reflection = reflections_.data();
     for (size_t s = 0; s < lens_.size(); ++s) {
       for (int32_t t = 0; t < lens_[s]; ++t) {
         slots_.push_back(int64_t{table_[s * kColumns + t / 64]} * 64 + t % 64);
@@ -106,7 +108,7 @@ class CapiEngine : public RandomTest {
   std::vector<int32_t> table_ = {4, 1, 0, -1, 5, 2};
   int32_t errors_[kEngineErrors] = {};
   std::vector<uint8_t> blocks_;
-  std::vector<float> means_, lse_;
+  std::vector<float> means_, reflections_, lse_;
   std::vector<int64_t> slots_;
   std::vector<uint16_t> k_, v_, q_, out_;
   EngineConfig same_config_;
@@ -123,12 +125,16 @@ TEST_F(CapiEngine, CallsAreThoseOfTheLibrary) {
   EngineLayer layer;
   layer.blocks = aligned(&other);
   layer.num_blocks = kBlocks;
-  layer.key_mean = means_.data();
+  layer.key_reflection = reflections_.data();
   EngineTokens tokens;
   tokens.k = k_.data();
   tokens.v = v_.data();
   tokens.slots = slots_.data();
   tokens.count = tokens_.count;
+  std::vector<float> reflections(means_.size());
+  ASSERT_EQ(tkv_engine_key_reflections(engine_, means_.data(), reflections.data(), nullptr),
+            TKV_OK);
+  EXPECT_EQ(reflections, reflections_);
   ASSERT_TRUE(engine_encode_host(same_config_, layer, tokens));
   ASSERT_EQ(tkv_engine_encode_host(engine_, &layer_, &tokens_, nullptr), TKV_OK);
   EXPECT_EQ(std::memcmp(layer.blocks, layer_.blocks, kBlocks * same_config_.block_bytes()), 0);
@@ -241,6 +247,13 @@ TEST_F(CapiEngine, CallsAreRefusedByName) {
   EXPECT_EQ(tkv_engine_plan(engine_, &batch_, nullptr, &error), TKV_INVALID_ARGUMENT);
   size_t bytes = 0;
   EXPECT_EQ(tkv_engine_workspace_bytes(engine_, &bytes, &error), TKV_INVALID_ARGUMENT);
+  EXPECT_EQ(tkv_engine_key_reflections(engine_, means_.data(), nullptr, &error),
+            TKV_INVALID_ARGUMENT);
+  EXPECT_TRUE(says("out is null")) << error.message;
+  means_[kDim] = NAN;
+  EXPECT_EQ(tkv_engine_key_reflections(engine_, means_.data(), reflections_.data(), &error),
+            TKV_NON_FINITE);
+  EXPECT_TRUE(says("kv_head 1")) << error.message;
   tkv_engine_layer layer = layer_;
   layer.num_blocks = 1;
   EXPECT_EQ(tkv_engine_attend_host(engine_, &batch_, &layer, &queries_, &error),

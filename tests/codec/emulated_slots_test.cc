@@ -71,7 +71,7 @@ class EmulatedSlots : public RandomTest {
     s.num_kv_heads = uniform(1, 2);
     s.block_tokens = uniform(0, 3) == 0 ? 16 : 64;
     s.rotate = uniform(0, 3) > 0;
-    s.has_means = uniform(0, 3) > 0;
+    s.has_reflections = uniform(0, 3) > 0;
     s.layers_apart = uniform(1, 2);
     s.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     return s;
@@ -147,6 +147,50 @@ TEST_F(EmulatedSlots, NormsAndRotationsHaveTheBitsOfTheHost) {
       std::vector<float> expected = given;
       Basis::hadamard(head_dim).apply(expected.data(), 1);
       ASSERT_EQ(turned, expected);
+    }
+  }
+}
+
+// Both ways that a warp holds tokens.
+TEST_F(EmulatedSlots, ReflectionsHaveTheBitsOfTheHost) {
+  std::normal_distribution<float> normal;
+  for (const int32_t head_dim : kHeadDims) {
+    for (int32_t round = 0; round < 20; ++round) {
+      std::vector<float> mean(head_dim), w(head_dim), given(kHalfTokens * head_dim);
+      for (float& x : mean) x = normal(rng_) * std::exp2(normal(rng_) * 2);
+      for (float& x : given) x = normal(rng_) * std::exp2(normal(rng_) * 4);
+      ASSERT_TRUE(key_reflections(Rotation{}, mean.data(), 1, head_dim, w.data()));
+      std::vector<float> expected = given, one(head_dim), half(given.size());
+      for (int32_t t = 0; t < kHalfTokens; ++t) {
+        reflect(w.data(), head_dim, expected.data() + t * head_dim);
+      }
+      emulator::cta().run(0, 32, [&] {
+        LaneValues x, w_lane;
+        load_lane_values(given.data(), DType::kFloat32, head_dim, x);
+        load_normal(w.data(), head_dim, w_lane);
+        reflect(w_lane, head_dim, x);
+        for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+          const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+          if (dim < head_dim) one[dim] = x[i / 4][i % 4];
+        }
+      });
+      with_head_dim(head_dim, [&]<int32_t kDim>() {
+        emulator::cta().run(0, 32, [&] {
+          auto* table = reinterpret_cast<ChannelPair*>(shared_bytes);
+          fill_channel_table<kDim>(Rotation{}, false, w.data(), 1.0f, table);
+          __syncwarp();
+          HalfRows<kDim> x;
+          const auto place = [](int32_t i) {
+            const int32_t lane = lane_index();
+            return lane / 4 * kDim + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2 + i % 2;
+          };
+          for (int32_t i = 0; i < kDim / 4; ++i) x[i] = given[place(i)];
+          reflect_half<kDim>(table, x);
+          for (int32_t i = 0; i < kDim / 4; ++i) half[place(i)] = x[i];
+        });
+      });
+      ASSERT_TRUE(std::equal(one.begin(), one.end(), expected.begin())) << head_dim;
+      ASSERT_EQ(half, expected) << head_dim;
     }
   }
 }

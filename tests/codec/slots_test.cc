@@ -30,7 +30,7 @@ class SlotsTest : public RandomTest {
     s.num_kv_heads = uniform(1, 3);
     s.block_tokens = uniform(0, 3) == 0 ? 16 : 64;
     s.rotate = uniform(0, 2) > 0;
-    s.has_means = uniform(0, 1) == 1;
+    s.has_reflections = uniform(0, 1) == 1;
     s.layers_apart = uniform(1, 2);
     s.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     return s;
@@ -47,12 +47,7 @@ TEST_F(SlotsTest, PagesHoldTheCoordinatesOfTheirTokens) {
     w.encode_all();
     const int32_t dim = shape.head_dim, n = shape.tokens[0];
     for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
-      Basis key_basis = Basis::none(dim), value_basis = Basis::none(dim);
-      if (shape.rotate) key_basis = value_basis = Basis::hadamard(dim);
-      if (shape.has_means) {
-        if (!shape.rotate) key_basis.kind = BasisKind::kMean;
-        key_basis.mean.assign(w.cache.mean_of(h), w.cache.mean_of(h) + dim);
-      }
+      const Basis basis = shape.rotate ? Basis::hadamard(dim) : Basis::none(dim);
       for (int32_t page = 0; page * shape.block_tokens < n; ++page) {
         const int32_t count = std::min(shape.block_tokens, n - page * shape.block_tokens);
         std::vector<float> k(count * dim), v(count * dim);
@@ -62,8 +57,11 @@ TEST_F(SlotsTest, PagesHoldTheCoordinatesOfTheirTokens) {
           k[i] = raw_to_float(shape.dtype, w.k[from]);
           v[i] = raw_to_float(shape.dtype, w.v[from]);
         }
-        key_basis.apply(k.data(), count);
-        value_basis.apply(v.data(), count);
+        basis.apply(k.data(), count);
+        basis.apply(v.data(), count);
+        for (int32_t i = 0; i < count; ++i) {
+          reflect(w.cache.reflection_of(h), dim, k.data() + i * dim);
+        }
         std::vector<uint8_t> expected(w.cache.layout.used_bytes, 0xff);
         const HostPage to{
             expected.data(), w.cache.layout, shape.dtype, {w.cache.rule[0], w.cache.rule[1]}};

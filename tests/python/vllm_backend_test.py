@@ -207,7 +207,7 @@ class Steps(unittest.TestCase):
             self.assertLess(error(found), BOUNDS[format], f"{format} {drafts} drafts, seed {self.seed}")
 
     def test_key_means(self):
-        """Keys far from zero: without their means the codes are coarse."""
+        """Keys far from zero: without a reflection by their means the codes are coarse."""
         errors = {}
         means = 6 * torch.randn(2, 2, 64)
         before, backend.key_means = backend.key_means, lambda path: means.numpy()

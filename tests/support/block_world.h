@@ -23,7 +23,7 @@ struct BlockShape {
   int32_t num_kv_heads = 2;
   int32_t block_tokens = 64;
   bool rotate = true;
-  bool has_means = true;
+  bool has_reflections = true;
   int32_t layers_apart = 1;  // blocks of so many layers lie side by side
   DType dtype = DType::kFloat16;
   std::vector<int32_t> tokens;  // of each sequence
@@ -33,11 +33,11 @@ struct BlockWorld {
   BlockShape shape;
   TierFormat format;
   BlockCache cache;
-  std::vector<uint8_t> bytes;  // poisoned: NaN wherever they are read as numbers
-  std::vector<float> means;    // [kv_heads, head_dim]
-  std::vector<uint16_t> k, v;  // [all tokens, kv_heads, head_dim] of dtype
-  std::vector<int32_t> first;  // token of each sequence's first one in k and v
-  std::vector<int32_t> table;  // [sequences, columns]
+  std::vector<uint8_t> bytes;      // poisoned: NaN wherever they are read as numbers
+  std::vector<float> reflections;  // [kv_heads, head_dim], of the means of keys
+  std::vector<uint16_t> k, v;      // [all tokens, kv_heads, head_dim] of dtype
+  std::vector<int32_t> first;      // token of each sequence's first one in k and v
+  std::vector<int32_t> table;      // [sequences, columns]
   std::vector<int32_t> errors = std::vector<int32_t>(kBlockErrors, 0);
   int32_t columns = 0;
 
@@ -137,9 +137,13 @@ struct BlockWorld {
 
   void fill_tokens(std::mt19937& rng) {
     std::normal_distribution<float> normal;
-    means.resize(head_elements());
+    std::vector<float> means(head_elements());
     for (float& m : means) m = 2 * normal(rng);
-    if (shape.has_means) cache.key_mean = means.data();
+    if (rng() % 4 == 0) std::fill(means.begin(), means.begin() + shape.head_dim, 0.0f);
+    reflections.resize(head_elements());
+    ASSERT_TRUE(key_reflections(cache.rotation, means.data(), shape.num_kv_heads, shape.head_dim,
+                                reflections.data()));
+    if (shape.has_reflections) cache.key_reflection = reflections.data();
     int32_t tokens = 0;
     for (const int32_t n : shape.tokens) {
       first.push_back(tokens);

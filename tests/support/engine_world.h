@@ -53,7 +53,7 @@ struct EngineWorld {
 
   int64_t num_tokens() const { return starts.back(); }
   EngineLayer layer() const {
-    return {w.cache.base, w.cache.block_stride, w.cache.num_blocks, w.cache.key_mean};
+    return {w.cache.base, w.cache.block_stride, w.cache.num_blocks, w.cache.key_reflection};
   }
   EngineBatch batch() const {
     EngineBatch b;

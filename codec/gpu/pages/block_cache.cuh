@@ -78,9 +78,12 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
   const int64_t v_first = at.token * e.v_strides.token + at.kv_head * e.v_strides.head;
   load_lane_values(static_cast<const uint16_t*>(e.k) + k_first, e.dtype, head_dim, k[0]);
   load_lane_values(static_cast<const uint16_t*>(e.v) + v_first, e.dtype, head_dim, v[0]);
-  add_mean(c.mean_of(at.kv_head), -1.0f, head_dim, k[0]);
+  const float* reflection = c.reflection_of(at.kv_head);
+  LaneValues normal;
+  load_normal(reflection, head_dim, normal);
   rotate(c.rotation, head_dim, k[0]);
   rotate(c.rotation, head_dim, v[0]);
+  if (reflection != nullptr) reflect(normal, head_dim, k[0]);
   LaneToken token = {};
   const StatusCode code =
       worst_of_warp(greater(encode_side(page, Component::kKey, c.rule[0], k, &token.k),

@@ -196,6 +196,7 @@ struct TileSource {
   const uint8_t* codes;
   const uint8_t* metadata;
   bool is_value;
+  bool is_reflected;  // by the normals of the table
 };
 
 template <CodeType kType, int32_t kDim>
@@ -219,6 +220,7 @@ __device__ __forceinline__ void decode_tile(const BlockDecode& d, const TileSour
     } else {
       half_values<kType, kDim>(words, params.x, x);
     }
+    if (from.is_reflected) reflect_half<kDim>(table, x);
     if (d.cache.rotation.is_on) hadamard_sums<kDim>(x);
 #pragma unroll
     for (int32_t i = 0; i < kDim / 8; ++i) {
@@ -226,7 +228,7 @@ __device__ __forceinline__ void decode_tile(const BlockDecode& d, const TileSour
 #pragma unroll
       for (int32_t par = 0; par < 2; ++par) {
         float& y = x[2 * i + par];
-        y = add_rn(mul_rn(y, pair.factor[par]), pair.addend[par]);
+        y = mul_rn(y, pair.factor[par]);
       }
     }
     stage_half<kDim>(x, d.dtype, rows);
@@ -284,9 +286,11 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeCtas<kDim>)
   }
   uint8_t* mine = shared_bytes + warp * kDecodeWarpBytes<kDim>;
   auto* table = reinterpret_cast<ChannelPair*>(mine);
-  fill_channel_table<kDim>(c.rotation, true, is_key ? c.mean_of(kv_head) : nullptr, 1.0f, table);
+  const float* normal = is_key ? c.reflection_of(kv_head) : nullptr;
+  fill_channel_table<kDim>(c.rotation, true, normal, 1.0f, table);
   const TileSource from = {place.page + c.layout.tile_codes_byte(part, place.tile),
-                           place.page + c.layout.tile_metadata_byte(part, place.tile), !is_key};
+                           place.page + c.layout.tile_metadata_byte(part, place.tile), !is_key,
+                           normal != nullptr};
   decode_tile_of<kDim>(c.layout.tile(part).type, d, from, rows, table, mine + kTableBytes<kDim>);
 }
 

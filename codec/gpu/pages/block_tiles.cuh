@@ -93,7 +93,8 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
   uint8_t* rows = shared + kTableBytes<kDim>;
   start_rows<kDim>(from + token * strides.token + kv_head * strides.head, strides.token, rows);
   auto* table = reinterpret_cast<ChannelPair*>(shared);
-  fill_channel_table<kDim>(c.rotation, false, is_key ? c.mean_of(kv_head) : nullptr, -1.0f, table);
+  const float* normal = is_key ? c.reflection_of(kv_head) : nullptr;
+  fill_channel_table<kDim>(c.rotation, false, normal, 1.0f, table);
   const int64_t block = slot / c.layout.tokens;
   const int32_t tile = static_cast<int32_t>(slot - block * c.layout.tokens) / kTileTokens;
   uint8_t* page = c.page(block, kv_head);
@@ -102,7 +103,8 @@ __device__ __forceinline__ bool encode_filled_tile(const SlotEncode& e, int64_t 
                          !is_key, c.raw_dtype};
   wait_copies();
   __syncwarp();
-  return encode_tile_of<kDim>(c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation}, to);
+  return encode_tile_of<kDim, ChannelVector::kNormal>(
+      c.layout.tile(part).type, {rows, table, e.dtype, &c.rotation, 0xffff, normal != nullptr}, to);
 }
 
 // The tokens of `places` one by one, in turn by the warps of the CTA.
@@ -117,9 +119,13 @@ __device__ __forceinline__ void encode_places(const SlotEncode& e, uint64_t plac
   }
 }
 
+// As many CTAs of an SM as the words and values of raw elements leave registers for.
+template <int32_t kDim>
+inline constexpr int32_t kTilesCtas = kDim == 256 ? 3 : 5;
+
 // Grid: windows times kv_heads. Shared memory: kTilesSharedBytes.
 template <int32_t kDim>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kTilesCtas<kDim>)
     encode_tiles_kernel(const __grid_constant__ SlotEncode e) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   wait_for_previous_kernel();

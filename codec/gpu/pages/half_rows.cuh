@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Half a tile of one component in the registers of a warp: eight tokens, and the fixed rotation of
-// their channels with the host's bits.
+// Half a tile of one component in the registers of a warp: eight tokens, and the fixed rotation and
+// the reflection of their channels with the host's bits.
 //
 // Lane l holds the token l / 4 of the half. Its channels are 16 b + 8 dh + 2 (l % 4) + par, as
 // x[4 b + 2 dh + par]: what the lane holds of a key's fragment (fragment_codes.h). So the words of
@@ -87,23 +87,26 @@ __device__ __forceinline__ void exchange_words(uint32_t (&words)[kWords]) {
 
 // ---- rotation ----
 
-// What the two channels of x[4 b + 2 dh] and its neighbour are multiplied by, and what is added to
-// them: entry 4 (2 b + dh) + l % 4 of a table in shared memory.
+// What the two channels of x[4 b + 2 dh] and its neighbour are multiplied by, and their part of a
+// vector: entry 4 (2 b + dh) + l % 4 of a table in shared memory.
 struct alignas(16) ChannelPair {
   float factor[2];
-  float addend[2];
+  float vector[2];
 };
+// What the vector of a table is: added before the rotation, or the normal of a reflection behind
+// it.
+enum class ChannelVector { kAddend, kNormal };
 template <int32_t kDim>
 inline constexpr int32_t kTableBytes = kDim / 2 * static_cast<int32_t>(sizeof(ChannelPair));
 
 // The addend without effect: x + 0 would lose the sign of a zero.
 inline constexpr float kNoAddend = -0.0f;
 
-// The table of a warp: signs, times the scale of the rotation where `has_scale`; means times
-// `mean_factor`.
+// The table of a warp: signs, times the scale of the rotation where `has_scale`; the vector times
+// `vector_factor`.
 template <int32_t kDim>
 __device__ __forceinline__ void fill_channel_table(const Rotation& r, bool has_scale,
-                                                   const float* mean, float mean_factor,
+                                                   const float* vector, float vector_factor,
                                                    ChannelPair* table) {
 #pragma unroll
   for (int32_t first = 0; first < kDim / 2; first += 32) {
@@ -114,7 +117,7 @@ __device__ __forceinline__ void fill_channel_table(const Rotation& r, bool has_s
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       pair.factor[i] = r.with_sign(dim + i, size);
-      pair.addend[i] = mean == nullptr ? kNoAddend : mean_factor * mean[dim + i];
+      pair.vector[i] = vector == nullptr ? kNoAddend : vector_factor * vector[dim + i];
     }
     table[first + lane_index()] = pair;
   }
@@ -150,6 +153,52 @@ __device__ __forceinline__ void hadamard_sums(HalfRows<kDim>& x) {
       add_and_subtract(x[i], x[i + step]);
     }
   }
+}
+
+// reflect() of rotation.h by the normals of a table. A lane has the r of 2 (l % 4) + par and all
+// chunks: value 8 c + 2 j + par is the channel 32 c + 8 j + r. __syncwarp() makes the compiler load
+// the table anew, for which registers would not do.
+template <int32_t kDim>
+__device__ __forceinline__ void reflect_half(const ChannelPair* table, HalfRows<kDim>& x) {
+  constexpr int32_t kChunks = kDim / 32;
+  float partial[kChunks][2];  // c, par
+  __syncwarp();
+#pragma unroll
+  for (int32_t i = 0; i < kDim / 8; ++i) {
+    const ChannelPair& pair = table[4 * i + lane_index() % 4];
+#pragma unroll
+    for (int32_t par = 0; par < 2; ++par) {
+      float& sum = partial[i / 4][par];
+      const float y = x[2 * i + par];
+      sum = i % 4 == 0 ? mul_rn(pair.vector[par], y) : fma_rn(pair.vector[par], y, sum);
+    }
+  }
+#pragma unroll
+  for (int32_t par = 0; par < 2; ++par) {
+#pragma unroll
+    for (int32_t apart = 4; apart > 0; apart /= 2) {
+#pragma unroll
+      for (int32_t c = 0; c + apart < kChunks; ++c) {
+        if (c < apart) partial[c][par] = add_rn(partial[c][par], partial[c + apart][par]);
+      }
+    }
+#pragma unroll
+    for (int32_t lanes = 2; lanes > 0; lanes /= 2) {
+      float& sum = partial[0][par];
+      sum = add_rn(sum, __shfl_xor_sync(kFullWarp, sum, lanes));
+    }
+  }
+  const float product = add_rn(add_rn(partial[0][0], partial[0][1]), 0.0f);
+  __syncwarp();
+#pragma unroll
+  for (int32_t i = 0; i < kDim / 8; ++i) {
+    const ChannelPair& pair = table[4 * i + lane_index() % 4];
+#pragma unroll
+    for (int32_t par = 0; par < 2; ++par) {
+      x[2 * i + par] = reflected(x[2 * i + par], pair.vector[par], product);
+    }
+  }
+  __syncwarp();
 }
 
 }  // namespace tierkv

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fixed rotation of a token in the registers of a warp (lane_token.cuh), with the host's bits.
+// The fixed rotation and the reflection of a token in the registers of a warp (lane_token.cuh),
+// with the host's bits.
 #pragma once
 
 #include "codec/format/rotation.h"
@@ -74,6 +75,39 @@ __device__ __forceinline__ void rotate_back(const Rotation& r, int32_t head_dim,
   if (!r.is_on) return;
   hadamard_lane_values(head_dim, x);
   flip_signs(r, head_dim, x);
+}
+
+// The normal of a reflection; zeros where there is none.
+__device__ __forceinline__ void load_normal(const float* normal, int32_t head_dim, LaneValues& w) {
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    const bool is_there = normal != nullptr && has_chunk(i, head_dim) && lane_dim(i) < head_dim;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) w[i][j] = is_there ? normal[lane_dim(i) + 8 * j] : 0.0f;
+  }
+}
+// reflect() of rotation.h: a lane has one r and the chunks c and c + 4.
+__device__ __forceinline__ void reflect(const LaneValues& normal, int32_t head_dim, LaneValues& x) {
+  float product = 0;
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+    float sum = mul_rn(normal[i][0], x[i][0]);
+#pragma unroll
+    for (int32_t j = 1; j < 4; ++j) sum = fma_rn(normal[i][j], x[i][j], sum);
+    product = i == 0 ? sum : add_rn(product, sum);
+  }
+#pragma unroll
+  for (int32_t lanes = 16; lanes > 0; lanes /= 2) {
+    product = add_rn(product, __shfl_xor_sync(kFullWarp, product, lanes));
+  }
+  product = add_rn(product, 0.0f);
+#pragma unroll
+  for (int32_t i = 0; i < kLaneChunks; ++i) {
+    if (!has_chunk(i, head_dim)) continue;
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) x[i][j] = reflected(x[i][j], normal[i][j], product);
+  }
 }
 
 // x + factor * mean; a factor of -1 takes it off.

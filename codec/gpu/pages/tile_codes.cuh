@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_half(const uint8_t* rows, int32_t th, DType
   }
 }
 
-template <int32_t kDim>
+template <int32_t kDim, ChannelVector kVector>
 __device__ __forceinline__ void rotate_half(const Rotation& r, const ChannelPair* table,
                                             HalfRows<kDim>& x) {
 #pragma unroll
@@ -57,7 +57,8 @@ __device__ __forceinline__ void rotate_half(const Rotation& r, const ChannelPair
 #pragma unroll
     for (int32_t par = 0; par < 2; ++par) {
       float& y = x[2 * i + par];
-      y = mul_rn(add_rn(y, pair.addend[par]), pair.factor[par]);
+      if constexpr (kVector == ChannelVector::kAddend) y = add_rn(y, pair.vector[par]);
+      y = mul_rn(y, pair.factor[par]);
     }
   }
   if (!r.is_on) return;
@@ -183,6 +184,7 @@ struct StagedRows {
   const Rotation* rotation;
   // Bit t: token t is there. The others get zeros; their rows are finite.
   uint32_t tokens = 0xffff;
+  bool is_reflected = false;  // by the normals of the table
 };
 struct TileTarget {
   uint8_t* codes;
@@ -193,7 +195,7 @@ struct TileTarget {
 };
 
 // False in all lanes where a token of the tile has no codes; what is written is then not defined.
-template <CodeType kType, int32_t kDim>
+template <CodeType kType, int32_t kDim, ChannelVector kVector>
 __device__ __forceinline__ bool encode_tile(const StagedRows& from, const TileTarget& to) {
   uint32_t words[kTileWords<kType, kDim>] = {}, params[2] = {};
   bool is_sound = true;
@@ -201,7 +203,10 @@ __device__ __forceinline__ bool encode_tile(const StagedRows& from, const TileTa
   for (int32_t th = 0; th < 2; ++th) {
     HalfRows<kDim> x;
     load_half<kDim>(from.rows, th, from.dtype, x);
-    rotate_half<kDim>(*from.rotation, from.table, x);
+    rotate_half<kDim, kVector>(*from.rotation, from.table, x);
+    if constexpr (kVector == ChannelVector::kNormal) {
+      if (from.is_reflected) reflect_half<kDim>(from.table, x);
+    }
     bool half_is_sound;
     if constexpr (kType.is_raw()) {
       half_is_sound = add_raw<kDim>(x, to.raw_dtype, words);
@@ -228,13 +233,13 @@ __device__ __forceinline__ bool encode_tile(const StagedRows& from, const TileTa
   return __all_sync(kFullWarp, is_sound);
 }
 
-template <int32_t kDim>
+template <int32_t kDim, ChannelVector kVector>
 __device__ __forceinline__ bool encode_tile_of(CodeType type, const StagedRows& from,
                                                const TileTarget& to) {
-  if (type == kRawCodes) return encode_tile<kRawCodes, kDim>(from, to);
-  if (type == kCodes8) return encode_tile<kCodes8, kDim>(from, to);
-  if (type == kCodes4) return encode_tile<kCodes4, kDim>(from, to);
-  return encode_tile<kCodes2, kDim>(from, to);
+  if (type == kRawCodes) return encode_tile<kRawCodes, kDim, kVector>(from, to);
+  if (type == kCodes8) return encode_tile<kCodes8, kDim, kVector>(from, to);
+  if (type == kCodes4) return encode_tile<kCodes4, kDim, kVector>(from, to);
+  return encode_tile<kCodes2, kDim, kVector>(from, to);
 }
 
 }  // namespace tierkv

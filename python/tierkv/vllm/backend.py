@@ -111,18 +111,23 @@ def key_means(path: str) -> Any:
     return read_profile(path).key_mean
 
 
-def layer_key_mean(settings: Settings, vllm_config: Any, layer: Any, index: int) -> Optional[torch.Tensor]:
+def layer_key_reflection(settings: Settings, vllm_config: Any, layer: Any, of_layer: engine.Engine) -> Optional[torch.Tensor]:
+    """[num_kv_heads, head_dim] on the layer's device."""
     if settings.profile is None:
         return None
     means, layers = key_means(settings.profile), vllm_config.model_config.hf_text_config.num_hidden_layers
     if means.shape[0] != layers or means.shape[2] != layer.head_size:
         raise InvalidArgumentError(f"tierkv.profile: {means.shape[0]} layers of {means.shape[2]} channels for a model with {layers} of {layer.head_size}")
+    index = layer_index(layer.layer_name)
     if index >= layers:  # of a draft model, which the profile does not know
         return None
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     first, last = head_range(means.shape[1], layer.num_kv_heads, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-    return torch.tensor(means[index, first:last], dtype=torch.float32, device=vllm_config.device_config.device).contiguous()
+    mean = torch.tensor(means[index, first:last], dtype=torch.float32, device="cpu").contiguous()
+    reflection = torch.empty_like(mean)
+    of_layer.key_reflections(mean.data_ptr(), reflection.data_ptr())
+    return reflection.to(vllm_config.device_config.device)
 
 
 def engine_config(layer: Any, settings: Settings, format: str, dtype: torch.dtype, **sizes: int) -> engine.EngineConfigStruct:
@@ -142,12 +147,10 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
         return _original_get_kv_cache_spec(layer, vllm_config)
     settings = check_engine(vllm_config)
     settings.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
-    index = layer_index(layer.layer_name)
-    format = settings.format_of(index)
+    format = settings.format_of(layer_index(layer.layer_name))
     layer.attn_backend = BACKENDS[format]
-    layer.impl.bind(engine.Engine(engine_config(layer, settings, format, vllm_config.model_config.dtype, max_sequences=1, max_blocks=1),
-                                  on_host=True),
-                    layer_key_mean(settings, vllm_config, layer, index))
+    of_layer = engine.Engine(engine_config(layer, settings, format, vllm_config.model_config.dtype, max_sequences=1, max_blocks=1), on_host=True)
+    layer.impl.bind(of_layer, layer_key_reflection(settings, vllm_config, layer, of_layer))
     return TQFullAttentionSpec(block_size=vllm_config.cache_config.block_size, num_kv_heads=layer.num_kv_heads,
                                head_size=layer.head_size, head_size_v=layer.head_size, dtype=torch.uint8,
                                tq_slot_size=slot_bytes(format, layer.head_size))
@@ -362,15 +365,15 @@ class TierkvImpl(AttentionImpl[TierkvMetadata]):
             other_arguments=tuple(sorted(n for n, x in others.items() if n not in known and x is not None)))), "a layer of this model")
         self.flash_version: Optional[int] = get_flash_attn_version(head_size=head_size)  # as the engine's config, which is current here, says
         self.engine: Optional[engine.Engine] = None
-        self.key_mean: Optional[torch.Tensor] = None
+        self.key_reflection: Optional[torch.Tensor] = None
 
-    def bind(self, of_layer: engine.Engine, key_mean: Optional[torch.Tensor]) -> None:
+    def bind(self, of_layer: engine.Engine, key_reflection: Optional[torch.Tensor]) -> None:
         """of_layer encodes and decodes, which needs no plan."""
-        self.engine, self.key_mean = of_layer, key_mean
+        self.engine, self.key_reflection = of_layer, key_reflection
 
     def _layer(self, kv_cache: torch.Tensor) -> engine.EngineLayerStruct:
         return engine.EngineLayerStruct(blocks=kv_cache.data_ptr(), block_stride=kv_cache.stride(0), num_blocks=kv_cache.shape[0],
-                                        key_mean=address(self.key_mean))
+                                        key_reflection=address(self.key_reflection))
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                            slot_mapping: torch.Tensor) -> None:

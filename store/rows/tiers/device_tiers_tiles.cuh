@@ -135,8 +135,8 @@ __device__ __forceinline__ bool write_whole_tile(const TiersCall& c, const Tiers
                          c.codes.classes[at.row_class].rule[t.side][static_cast<int32_t>(part)],
                          !is_key, page.raw_dtype};
   const uint32_t there = (2u << (t.end - t.first - 1)) - 1;
-  return encode_tile_of<kDim>(layout.tile(part).type,
-                              {rows, table, DType::kFloat16, &rotation, there}, to);
+  return encode_tile_of<kDim, ChannelVector::kAddend>(
+      layout.tile(part).type, {rows, table, DType::kFloat16, &rotation, there}, to);
 }
 
 template <int32_t kDim>

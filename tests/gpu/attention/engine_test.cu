@@ -21,7 +21,7 @@ struct DeviceEngine {
         grid(*engine_grid(e.config)),
         bytes(std::vector<uint8_t>(e.w.cache.base,
                                    e.w.cache.base + e.w.cache.num_blocks * e.w.cache.block_stride)),
-        means(e.w.means),
+        reflections(e.w.reflections),
         table(e.w.table),
         lens(e.lens),
         starts(e.starts),
@@ -39,7 +39,7 @@ struct DeviceEngine {
     c.batch.query_start_loc = starts.get();
     if (c.batch.sequences != nullptr) c.batch.sequences = sequences.get();
     c.layer.blocks = bytes.get();
-    if (c.layer.key_mean != nullptr) c.layer.key_mean = means.get();
+    if (c.layer.key_reflection != nullptr) c.layer.key_reflection = reflections.get();
     c.q = q.get();
     c.out = out.get();
     c.lse = lse.get();
@@ -57,7 +57,7 @@ struct DeviceEngine {
   EngineWorld& host;
   const EngineGrid grid;
   DeviceArray<uint8_t> bytes;
-  DeviceArray<float> means;
+  DeviceArray<float> reflections;
   DeviceArray<int32_t> table, lens, starts, sequences;
   DeviceArray<uint16_t> q, out;
   DeviceArray<float> lse;
@@ -77,7 +77,7 @@ class Engine : public RandomTest {
     s.blocks.head_dim = head_dim;
     s.blocks.num_kv_heads = uniform(1, 4);
     s.blocks.rotate = uniform(0, 2) > 0;
-    s.blocks.has_means = uniform(0, 2) > 0;
+    s.blocks.has_reflections = uniform(0, 2) > 0;
     s.blocks.layers_apart = uniform(1, 2);
     s.blocks.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     s.group = group;

@@ -22,7 +22,7 @@ class Side:
     """The same engine, blocks and tables on one side."""
 
     def __init__(self, device, bits, means):
-        self.device, self.means = device, means.to(device)
+        self.device = device
         config = lib.EngineConfigStruct(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, k_bits=bits[0], v_bits=bits[1], dtype=1,
                                         max_sequences=4, max_queries=3, max_blocks=COLUMNS)
         self.page = lib.page_bytes(config)
@@ -31,7 +31,10 @@ class Side:
         self.engine = lib.Engine(config, on_host=device == HOST)
         self.workspace = torch.zeros(max(1, self.engine.workspace_bytes()), dtype=torch.uint8, device=device)
         self.errors = torch.zeros(4, dtype=torch.int32, device=device)
-        self.layer = lib.EngineLayerStruct(blocks=self.cache.data_ptr(), num_blocks=BLOCKS, key_mean=self.means.data_ptr())
+        reflection = torch.empty(KV_HEADS, DIM)
+        self.engine.key_reflections(means.data_ptr(), reflection.data_ptr())
+        self.reflection = reflection.to(device)
+        self.layer = lib.EngineLayerStruct(blocks=self.cache.data_ptr(), num_blocks=BLOCKS, key_reflection=self.reflection.data_ptr())
 
     def stream(self):
         return torch.cuda.current_stream().cuda_stream if self.device == GPU else 0
@@ -90,8 +93,8 @@ class EngineTorch(unittest.TestCase):
 
     def test_both_sides_agree(self):
         for bits in ((16, 16), (8, 4), (4, 4), (4, 2)):
-            sides = [Side(d, bits, torch.randn(KV_HEADS, DIM)) for d in (HOST, GPU)]
-            sides[1].means.copy_(sides[0].means)
+            means = torch.randn(KV_HEADS, DIM)
+            sides = [Side(d, bits, means) for d in (HOST, GPU)]
             for s in range(4):
                 k, v = self.normal(int(self.lens[s]), KV_HEADS, DIM), self.normal(int(self.lens[s]), KV_HEADS, DIM)
                 for side in sides:

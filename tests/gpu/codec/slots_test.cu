@@ -22,14 +22,14 @@ struct DeviceCache {
   explicit DeviceCache(const BlockWorld& w)
       : bytes(std::vector<uint8_t>(w.cache.base,
                                    w.cache.base + w.cache.num_blocks * w.cache.block_stride)),
-        means(w.means),
+        reflections(w.reflections),
         errors(kBlockErrors, 0),
         cache(w.cache) {
     cache.base = bytes.get();
-    if (cache.key_mean != nullptr) cache.key_mean = means.get();
+    if (cache.key_reflection != nullptr) cache.key_reflection = reflections.get();
   }
   DeviceArray<uint8_t> bytes;
-  DeviceArray<float> means;
+  DeviceArray<float> reflections;
   DeviceArray<int32_t> errors;
   BlockCache cache;
 };
@@ -46,7 +46,7 @@ class Slots : public RandomTest {
     s.num_kv_heads = uniform(1, 8);
     s.block_tokens = uniform(0, 3) == 0 ? 16 : 64;
     s.rotate = uniform(0, 3) > 0;
-    s.has_means = uniform(0, 3) > 0;
+    s.has_reflections = uniform(0, 3) > 0;
     s.layers_apart = uniform(1, 2);
     s.dtype = uniform(0, 1) == 1 ? DType::kBFloat16 : DType::kFloat16;
     return s;
