@@ -75,10 +75,12 @@ struct EngineQueries {
   Rotation rotation;                      // of keys, and so of queries
   Rotation out_rotation;                  // of values
   const float* key_reflection = nullptr;  // [num_kv_heads, head_dim] or null
+  const float* key_mean = nullptr;        // that keys lack: lse is of keys with it; or null
   BlockRows rows;                         // slots and tokens are not used
   int32_t num_q_heads = 0;
   int32_t head_dim = 0;
   int64_t num_tokens = 0;
+  float sm_scale = 0;                    // with key_mean
   DType dtype = DType::kFloat16;         // of q and out
   DType packed_dtype = DType::kFloat16;  // of packed_q and packed_out
   const void* q = nullptr;

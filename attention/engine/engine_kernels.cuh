@@ -60,6 +60,12 @@ __device__ __forceinline__ void store_outputs(const LaneValues& x, DType dtype, 
   }
 }
 
+__device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQuery& w,
+                                           LaneValues& x) {
+  const int64_t first = w.token * q.q_strides.token + w.head * q.q_strides.head;
+  load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
+}
+
 // The decode kernel that follows may begin once the kernels before this one have ended: it waits
 // for this kernel's end before it reads queries.
 __global__ void __launch_bounds__(kEngineThreads)
@@ -72,14 +78,30 @@ __global__ void __launch_bounds__(kEngineThreads)
   if (w.token >= 0) {
     const float* reflection = q.reflection_of(w.head);
     LaneValues normal;
-    const int64_t first = w.token * q.q_strides.token + w.head * q.q_strides.head;
-    load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
+    load_query(q, w, x);
     load_normal(reflection, q.head_dim, normal);
     rotate(q.rotation, q.head_dim, x);
     if (reflection != nullptr) reflect(normal, q.head_dim, x);
   }
   store_outputs(x, q.packed_dtype, q.head_dim,
                 static_cast<uint16_t*>(q.packed_q) + w.vector * q.head_dim);
+}
+
+// In all lanes.
+__device__ __forceinline__ float mean_product(const EngineQueries& q, const WarpQuery& w) {
+  if (q.key_mean == nullptr) return 0;
+  LaneValues x;
+  load_query(q, w, x);
+  const float* mean = q.key_mean + static_cast<int64_t>(q.kv_head_of(w.head)) * q.head_dim;
+  float sum = 0;
+#pragma unroll
+  for (int32_t i = 0; i < 4 * kLaneChunks; ++i) {
+    const int32_t dim = lane_dim(i / 4) + 8 * (i % 4);
+    if (dim < q.head_dim) sum += x[i / 4][i % 4] * mean[dim];
+  }
+#pragma unroll
+  for (int32_t lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+  return sum;
 }
 
 // Counts a row whose pages or counts led outside their tables, once.
@@ -105,8 +127,10 @@ __global__ void __launch_bounds__(kEngineThreads)
   store_outputs(
       x, q.dtype, q.head_dim,
       static_cast<uint16_t*>(q.out) + w.token * q.out_strides.token + w.head * q.out_strides.head);
-  if (q.lse != nullptr && lane_index() == 0) {
-    q.lse[w.token * q.lse_strides.token + w.head * q.lse_strides.head] = q.packed_lse[w.vector];
+  if (q.lse == nullptr) return;
+  const float lse = q.packed_lse[w.vector] + q.sm_scale * mean_product(q, w);
+  if (lane_index() == 0) {
+    q.lse[w.token * q.lse_strides.token + w.head * q.lse_strides.head] = lse;
   }
 }
 
