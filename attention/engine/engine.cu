@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/engine/engine_kernels.cuh"
 #include "gpu/cuda_device.cuh"
-#include "gpu/launch.cuh"
 
 namespace tierkv {
 namespace {
@@ -38,15 +37,13 @@ PageTableView table_view(const EngineConfig& config, const EngineBatch& batch,
 }  // namespace
 
 Status pack_queries(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(pack_queries_kernel, ctas_of(q.vectors()), kEngineThreads, 0, stream,
-                               q)
-      .with_context("queries of a batch");
+  pack_queries_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
+  return cuda_status(cudaGetLastError(), "queries of a batch");
 }
 
 Status unpack_outputs(const EngineQueries& q, GpuStream stream) {
-  return launch_after_previous(unpack_outputs_kernel, ctas_of(q.vectors()), kEngineThreads, 0,
-                               stream, q)
-      .with_context("outputs of a batch");
+  unpack_outputs_kernel<<<ctas_of(q.vectors()), kEngineThreads, 0, stream>>>(q);
+  return cuda_status(cudaGetLastError(), "outputs of a batch");
 }
 
 Result<EngineGrid> engine_grid(const EngineConfig& config) {
@@ -81,9 +78,8 @@ Status engine_plan(const EngineConfig& config, const EngineGrid& grid, const Eng
   rows->slots = at<int32_t>(workspace, layout.slots);
   rows->tokens = at<SideCounts>(workspace, layout.tokens);
   const dim3 ctas(static_cast<uint32_t>(batch.count), static_cast<uint32_t>(config.num_kv_heads));
-  const Status made =
-      launch_after_previous(block_rows_kernel, ctas, kEngineThreads, 0, stream, *rows);
-  if (!made) return made.with_context("rows of block tables");
+  block_rows_kernel<<<ctas, kEngineThreads, 0, stream>>>(*rows);
+  if (Status s = cuda_status(cudaGetLastError(), "rows of block tables"); !s) return s;
   return plan_attention(attention_config(config, batch.queries), grid.of[batch.queries - 1],
                         table_view(config, batch, workspace, layout), {nullptr, batch.count},
                         attention_part(workspace, layout), stream);

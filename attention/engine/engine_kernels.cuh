@@ -18,7 +18,6 @@ inline constexpr int32_t kEngineWarps = kEngineThreads / 32;
 // Grid: entries, kv_heads.
 __global__ void __launch_bounds__(kEngineThreads)
     block_rows_kernel(const __grid_constant__ BlockRows r) {
-  wait_for_previous_kernel();
   const auto entry = static_cast<int32_t>(blockIdx.x), kv_head = static_cast<int32_t>(blockIdx.y);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int64_t row = static_cast<int64_t>(entry) * r.num_kv_heads + kv_head;
@@ -66,11 +65,10 @@ __device__ __forceinline__ void load_query(const EngineQueries& q, const WarpQue
   load_lane_values(static_cast<const uint16_t*>(q.q) + first, q.dtype, q.head_dim, x);
 }
 
-// The decode kernel that follows may begin once the kernels before this one have ended: it waits
-// for this kernel's end before it reads queries.
+// The decode kernel that follows may begin at once: it waits for this kernel's end before it reads
+// queries.
 __global__ void __launch_bounds__(kEngineThreads)
     pack_queries_kernel(const __grid_constant__ EngineQueries q) {
-  wait_for_previous_kernel();
   let_next_kernel_start();
   const WarpQuery w = warp_query(q);
   if (w.vector >= q.vectors()) return;
@@ -115,7 +113,6 @@ __device__ __forceinline__ void count_stray_row(const EngineQueries& q, const Wa
 
 __global__ void __launch_bounds__(kEngineThreads)
     unpack_outputs_kernel(const __grid_constant__ EngineQueries q) {
-  wait_for_previous_kernel();
   const WarpQuery w = warp_query(q);
   if (w.vector >= q.vectors()) return;
   count_stray_row(q, w);

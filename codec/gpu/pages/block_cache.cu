@@ -3,7 +3,7 @@
 
 #include "codec/gpu/pages/block_decode.cuh"
 #include "codec/gpu/pages/block_tiles.cuh"
-#include "gpu/launch.cuh"
+#include "gpu/cuda_device.cuh"
 
 namespace tierkv {
 namespace {
@@ -18,19 +18,18 @@ constexpr int32_t kMaxRanges = 65535;  // of a grid's second dimension
 constexpr int64_t kMinTileTokens = 512;
 
 template <int32_t kDim>
-Status encode_tiles(const SlotEncode& e, GpuStream stream) {
+void encode_tiles(const SlotEncode& e, GpuStream stream) {
   const int64_t windows = (e.count + kWindowTokens - 1) / kWindowTokens;
   const auto ctas = static_cast<uint32_t>(windows * e.cache.num_kv_heads);
-  return launch_after_previous(encode_tiles_kernel<kDim>, ctas, kBlockThreads,
-                               kTilesSharedBytes<kDim>, stream, e);
+  encode_tiles_kernel<kDim><<<ctas, kBlockThreads, kTilesSharedBytes<kDim>, stream>>>(e);
 }
 
 template <int32_t kDim>
-Status decode_tiles(const BlockDecode& d, GpuStream stream) {
+void decode_tiles(const BlockDecode& d, GpuStream stream) {
   static_assert(kDecodeWarps == kBlockWarps);
   const dim3 grid(ctas_of(decode_warps(d)), static_cast<uint32_t>(d.count));
   const size_t shared = kDecodeWarps * kDecodeWarpBytes<kDim>;
-  return launch_after_previous(decode_blocks_kernel<kDim>, grid, kDecodeThreads, shared, stream, d);
+  decode_blocks_kernel<kDim><<<grid, kDecodeThreads, shared, stream>>>(d);
 }
 
 }  // namespace
@@ -39,16 +38,16 @@ Status encode_slots(const SlotEncode& e, GpuStream stream) {
   if (Status s = e.validate(); !s) return s;
   if (e.count == 0) return Status::ok();
   if (e.count < kMinTileTokens || !has_aligned_rows(e)) {
-    return launch_after_previous(encode_slots_kernel, ctas_of(e.count * e.cache.num_kv_heads),
-                                 kBlockThreads, 0, stream, e)
-        .with_context("encoding of slots");
+    encode_slots_kernel<<<ctas_of(e.count * e.cache.num_kv_heads), kBlockThreads, 0, stream>>>(e);
+  } else {
+    const int32_t head_dim = e.cache.layout.head_dim();
+    const auto launch = head_dim == 64    ? encode_tiles<64>
+                        : head_dim == 96  ? encode_tiles<96>
+                        : head_dim == 128 ? encode_tiles<128>
+                                          : encode_tiles<256>;
+    launch(e, stream);
   }
-  const int32_t head_dim = e.cache.layout.head_dim();
-  const auto launch = head_dim == 64    ? encode_tiles<64>
-                      : head_dim == 96  ? encode_tiles<96>
-                      : head_dim == 128 ? encode_tiles<128>
-                                        : encode_tiles<256>;
-  return launch(e, stream).with_context("encoding of slots");
+  return cuda_status(cudaGetLastError(), "encoding of slots");
 }
 
 Status decode_blocks(const BlockDecode& d, GpuStream stream) {
@@ -62,7 +61,8 @@ Status decode_blocks(const BlockDecode& d, GpuStream stream) {
                       : head_dim == 96  ? decode_tiles<96>
                       : head_dim == 128 ? decode_tiles<128>
                                         : decode_tiles<256>;
-  return launch(d, stream).with_context("decoding of blocks");
+  launch(d, stream);
+  return cuda_status(cudaGetLastError(), "decoding of blocks");
 }
 
 }  // namespace tierkv

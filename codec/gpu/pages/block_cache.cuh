@@ -9,7 +9,6 @@
 #include "codec/format/block_cache.h"
 #include "codec/gpu/pages/lane_encode.cuh"
 #include "codec/gpu/pages/lane_rotation.cuh"
-#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -100,7 +99,6 @@ __device__ __forceinline__ void encode_slot(const SlotEncode& e, const WarpToken
 
 __global__ void __launch_bounds__(kBlockThreads)
     encode_slots_kernel(const __grid_constant__ SlotEncode e) {
-  wait_for_previous_kernel();
   const WarpToken at = warp_token(e.cache.num_kv_heads);
   if (at.token < e.count) encode_slot(e, at);
 }

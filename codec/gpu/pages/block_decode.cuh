@@ -10,7 +10,6 @@
 #include "codec/format/block_cache.h"
 #include "codec/format/element.h"
 #include "codec/gpu/pages/half_rows.cuh"
-#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -261,7 +260,6 @@ template <int32_t kDim>
 __global__ void __launch_bounds__(kDecodeThreads, kDecodeCtas<kDim>)
     decode_blocks_kernel(const __grid_constant__ BlockDecode d) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  wait_for_previous_kernel();
   const BlockCache& c = d.cache;
   const auto range = static_cast<int32_t>(blockIdx.y);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;

@@ -11,7 +11,6 @@
 
 #include "codec/gpu/pages/block_cache.cuh"
 #include "codec/gpu/pages/tile_codes.cuh"
-#include "gpu/pdl.cuh"
 
 namespace tierkv {
 
@@ -128,7 +127,6 @@ template <int32_t kDim>
 __global__ void __launch_bounds__(kBlockThreads, kTilesCtas<kDim>)
     encode_tiles_kernel(const __grid_constant__ SlotEncode e) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  wait_for_previous_kernel();
   auto* window = reinterpret_cast<WindowSlots*>(shared_bytes);
   const auto thread = static_cast<int32_t>(threadIdx.x), warp = thread / 32;
   const int32_t cta = static_cast<int32_t>(blockIdx.x), heads = e.cache.num_kv_heads;
