@@ -333,7 +333,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--queries", type=int, default=128, metavar="N", help="newest queries to keep per layer; -1: all (default: 128)")
     p.add_argument("--max-tokens", type=int, metavar="N", help="cut prompts after N tokens")
-    p.add_argument("--model-id", help="name in the dump (default: --model)")
+    p.add_argument("--model-id", help="name in the dump, which a profile must share (default: the last part of --model)")
     p.add_argument("--gzip", type=int, default=1, choices=range(10), metavar="0-9", help="compression of the dump (default: 1)")
     return p.parse_args()
 
@@ -347,7 +347,7 @@ def main() -> int:
         model = load_model(arguments.model, arguments.dtype, arguments.device)
         line = ProgressLine(prompts, model.config.get_text_config().num_hidden_layers)
         dump = DumpFile(arguments.out, arguments.queries, arguments.gzip)
-        capture(model, prompts, dump, arguments.model_id or arguments.model, line)
+        capture(model, prompts, dump, arguments.model_id or pathlib.Path(arguments.model).resolve().name, line)
         line.finish()
     except (CaptureError, OSError, UnicodeDecodeError) as e:
         print(f"capture_hf: {e}", file=sys.stderr)
