@@ -205,7 +205,7 @@ class Models(unittest.TestCase):
         self.capture(model, self.prompts(4))
         os.replace(self.path, prompt)
         self.path.write_bytes(b"precious")
-        arguments = ["capture_hf.py", "--model", "none", "--prompt", str(prompt), "--out", str(self.path), "--device", "cpu"]
+        arguments = ["capture_hf.py", "--model", "makers/none", "--prompt", str(prompt), "--out", str(self.path), "--device", "cpu"]
         with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stderr(said):
             self.assertEqual(capture_hf.main(), 3)
         self.assertIn("--force", said.getvalue())
@@ -216,6 +216,7 @@ class Models(unittest.TestCase):
             self.assertEqual(capture_hf.main(), 0)
         with h5py.File(self.path) as f:
             self.assertEqual(list(f["seq"]), ["p0"])
+            self.assertEqual(bytes(f.attrs["model_id"]).decode(), "none")  # as tierkv.calibrate calls the model's profile
 
 
 if __name__ == "__main__":
