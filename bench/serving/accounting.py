@@ -61,11 +61,15 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if pattern.search(name)), "model")
 
 
-def kernel_shares(kernels: Iterable["tuple[str, float]"]) -> Dict[str, Any]:
-    """The time and the share of each part. kernels: (name, microseconds)."""
+def kernel_shares(kernels: Iterable["tuple[str, float, float]"]) -> Dict[str, Any]:
+    """The time and the share of each part. kernels: (name, begin, end) in microseconds. Kernels overlap: one that is launched early begins by
+    waiting for another. So each counts for as long as it ends behind all that began before it."""
     by_part: Dict[str, float] = {}
     names: Dict[str, Dict[str, float]] = {}
-    for name, us in kernels:
+    done = float("-inf")
+    for name, begin, end in sorted(kernels, key=lambda x: x[1:]):
+        us = max(0.0, end - max(begin, done))
+        done = max(done, end)
         part = part_of(name)
         by_part[part] = by_part.get(part, 0.0) + us
         of = names.setdefault(part, {})

@@ -96,7 +96,7 @@ class Bench:
         return {**found, "note_replay_us": spread(cache.notes_s, 1e6)}
 
     def kernels(self, work):
-        """(name, us) of the kernels that `work` launches; none where the profiler is refused."""
+        """(name, begin, end), in us, of the kernels that `work` launches; none where the profiler is refused."""
         if not self.on_gpu or self.options.no_kernels:
             return []
         try:
@@ -105,7 +105,8 @@ class Bench:
             with profile(activities=[ProfilerActivity.CUDA]) as found:
                 work()
                 self.wait()
-            return [(e.name, e.time_range.elapsed_us()) for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            return [(e.name, e.time_range.start, e.time_range.end) for e in found.events()
+                    if e.device_type == torch.autograd.DeviceType.CUDA]
         except OutOfPagesError:
             raise
         except Exception as error:

@@ -297,7 +297,9 @@ class Accounts(unittest.TestCase):
             self.assertEqual(accounting.part_of(name), part, name)
 
     def test_shares(self):
-        found = accounting.kernel_shares([("nvjet", 3.0), ("nvjet", 1.0), ("tierkv::store::commit_kernel(int)", 1.0)])
+        # The commit begins before a kernel of the model ends; the count ends before the commit does.
+        found = accounting.kernel_shares([("tierkv::store::commit_kernel(int)", 13.5, 15.0), ("nvjet", 10.0, 13.0), ("nvjet", 13.0, 14.0),
+                                          ("tierkv::store::count_kernel(int)", 14.2, 14.8)])
         self.assertEqual(found["us"], {"model": 4.0, "management": 1.0})
         self.assertEqual(found["share"]["management"], 0.2)
         self.assertEqual(accounting.kernel_shares([])["share"], {})
