@@ -98,7 +98,8 @@ struct DeviceRowCounts {
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
 // store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
 // notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// The place tells values of chunks that are not finite, for formats that read them as 0.
+// Formats read values of chunks that are not finite as 0; the place tells them, but for those that a
+// format tells itself.
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
@@ -131,6 +132,8 @@ class DeviceRowFormat {
   // The slot is free.
   virtual void released(int32_t /*slot*/) {}
 
+  // Whether plan() tells values of the chunk's body tokens that fp16 does not hold.
+  virtual bool checks_chunks() const { return false; }
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not.
   virtual bool may_rewrite(const DeviceWorks& works) const = 0;

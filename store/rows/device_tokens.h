@@ -24,6 +24,25 @@ TKV_HD FourWords four_bfloats_to_halves(FourWords x) {
           bfloats_to_halves(x.w)};
 }
 
+// The largest magnitude among eight elements: their bits without the sign.
+template <class FourWords>
+TKV_HD int32_t largest_magnitude(const FourWords& x) {
+  int32_t bits = 0;
+  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+  for (const uint32_t word : words) {
+    bits = most(bits, static_cast<int32_t>(word & 0x7fffu));
+    bits = most(bits, static_cast<int32_t>(word >> 16 & 0x7fffu));
+  }
+  return bits;
+}
+// What is wrong with elements whose largest magnitude this is, where they become fp16.
+TKV_HD StatusCode code_of_magnitude(DType dtype, int32_t bits) {
+  const bool is_half = dtype == DType::kFloat16;
+  if (bits >= (is_half ? 0x7c00 : 0x7f80)) return StatusCode::kNonFinite;
+  // 65536, the smallest bf16 that fp16 does not hold.
+  return !is_half && bits >= 0x4780 ? StatusCode::kOutOfRange : StatusCode::kOk;
+}
+
 struct DeviceTokens {
   const RawLayout* layout = nullptr;
   const uint8_t* raw = nullptr;  // the row's

@@ -97,6 +97,7 @@ struct RawAppendCall {
   LayerTokens* counts = nullptr;  // [max_sequences][num_layers]
   int32_t num_layers = 0, layer = 0, num_kv_heads = 0;
   DeviceChunk chunk;
+  bool is_checked = false;  // tokens that have left already are
   DeviceFault* fault = nullptr;
 };
 

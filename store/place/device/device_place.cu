@@ -193,6 +193,7 @@ Status DevicePlace::append_chunk(const LayerAppend& call, const LayerMoves& move
   if (leaves) {
     DeviceWorks works = works_of(moves, layer, call.tokens);
     works.chunk = raw.chunk;
+    raw.is_checked = format_->checks_chunks();
     if (Status s = compress_works(works, moves); !s) {
       book_.forget();
       return s;

@@ -12,6 +12,7 @@
 #include "gpu/pdl.cuh"
 #include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
+#include "store/rows/device_tokens.h"
 
 namespace tierkv::store {
 
@@ -55,15 +56,9 @@ __device__ __forceinline__ StatusCode check_tokens(const RawAppendCall& c, int32
     const uint4 x = *reinterpret_cast<const uint4*>(values + token * line + piece * 8);
     piece += octets_on;
     if (piece >= octets) piece -= octets, ++token;
-    for (const uint32_t word : {x.x, x.y, x.z, x.w}) {
-      bits = most(bits, static_cast<int32_t>(word & 0x7fffu));
-      bits = most(bits, static_cast<int32_t>(word >> 16 & 0x7fffu));
-    }
+    bits = most(bits, largest_magnitude(x));
   }
-  const bool is_half = c.chunk.dtype == DType::kFloat16;
-  if (bits >= (is_half ? 0x7c00 : 0x7f80)) return StatusCode::kNonFinite;
-  // 65536, the smallest bf16 that fp16 does not hold.
-  return !is_half && bits >= 0x4780 ? StatusCode::kOutOfRange : StatusCode::kOk;
+  return code_of_magnitude(c.chunk.dtype, bits);
 }
 
 // What the chunk says of a token's importance to queries behind it.
@@ -117,7 +112,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int32_t begin = static_cast<int32_t>(blockIdx.y) * kAppendTokens; begin < n;
        begin += static_cast<int32_t>(gridDim.y) * kAppendTokens) {
     const int32_t count = least(kAppendTokens, n - begin);
-    if (first + begin < first_in_ring) {
+    if (first + begin < first_in_ring && !c.is_checked) {
       const StatusCode found = check_tokens(c, row, begin, count);
       if (found != StatusCode::kOk) code = found;
     }

@@ -70,6 +70,7 @@ class DeviceCodedRows : public DeviceRowFormat {
     states_.open(slot);
     return Status::ok();
   }
+  bool checks_chunks() const override { return true; }
   bool may_rewrite(const DeviceWorks& works) const override;
   Status require_capturable(const DeviceWorks& works) const override;
   int64_t most_pages(const DeviceWorks& works) const override;

@@ -246,7 +246,9 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
   machine_.free(saved_);
   saved_ = nullptr;
   note(works);
-  return run(FinishEntries{call}, works.entries(), 1);
+  MachineGrid grid = grid_of(works.entries(), 1);
+  grid.y = std::clamp(call.blocks * heads() / FinishEntries::kThreads, 1, 8);
+  return machine_.launch(FinishEntries{call}, grid, 0, FinishEntries::kThreads);
 }
 
 template <class Machine>

@@ -141,6 +141,7 @@ struct PlaceBlocks {
     PlacedUnits placed(d.begin, call.device.shape.page_units);
     for (int32_t from = 0; from < items; from += kChunk) {
       const int32_t count = least(kChunk, items - from);
+#pragma unroll 4
       for (int32_t i = thread; i < (count + 31) / 32 * 32; i += kThreads) {
         units[i] = units_of(e, from + i, items, first);
       }
@@ -149,6 +150,7 @@ struct PlaceBlocks {
         at[i] = placed.add(units[i]);
       }
       __syncthreads();
+#pragma unroll 4
       for (int32_t i = thread; i < count; i += kThreads) {
         const int32_t item = from + i;
         call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at[i]),
@@ -188,6 +190,7 @@ struct PlaceBlocks {
         call.status + (layer * call.layer_cells() + call.entries[e].listed) * call.heads() * 2;
     const auto thread = static_cast<int32_t>(threadIdx.x);
     bool is_fine = true;
+#pragma unroll 4
     for (int32_t i = thread; i < items; i += kThreads) {
       const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;
@@ -298,7 +301,7 @@ struct WriteRawBlocks {
   }
 };
 
-// What the slots say of the blocks that are written: a CTA for an entry.
+// What the slots say of the blocks that are written: gridDim.y CTAs for an entry.
 struct FinishEntries {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
@@ -315,8 +318,8 @@ struct FinishEntries {
  private:
   __device__ void finish(int32_t e, const EntryDraft& d) const {
     const CodedDevice& device = call.device;
-    const auto thread = static_cast<int32_t>(threadIdx.x);
-    const auto threads = static_cast<int32_t>(blockDim.x);
+    const auto thread = static_cast<int32_t>(blockIdx.y * blockDim.x + threadIdx.x);
+    const auto threads = static_cast<int32_t>(gridDim.y * blockDim.x);
     const int32_t slot = call.works.slots[e / call.works.num_layers], heads = call.heads();
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t blocks = d.end_block - d.first_block;

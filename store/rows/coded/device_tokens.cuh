@@ -21,7 +21,7 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
                                             at.bit / 8);
 }
 
-// An element of the caller's chunk, fp16. The place tells what is not finite; here it is 0.
+// An element of the caller's chunk, fp16; what is not finite is 0.
 TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c, int32_t kv_head,
                               int32_t token, int32_t d) {
   const DeviceChunk& chunk = call.works.chunk;
@@ -72,7 +72,7 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
 }
 
 // A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
-// encoder takes.
+// encoder takes. Tells elements of the chunk that fp16 does not hold.
 struct GatherTokens {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
@@ -97,13 +97,19 @@ struct GatherTokens {
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
     const auto threads = static_cast<int32_t>(blockDim.x);
     const int32_t apart = chunk_begins(cell, at, first);
+    int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
       for (int32_t i = thread; i < (apart - first) * dims; i += threads) {
         to[i] = token_element(call, cell, c, kv_head, first + i / dims, i % dims);
       }
       if (apart == at.end) continue;
-      copy_chunk(cell, c, kv_head, {apart, at.end}, to + (apart - first) * dims);
+      largest =
+          most(largest, copy_chunk(cell, c, kv_head, {apart, at.end}, to + (apart - first) * dims));
+    }
+    const StatusCode code = code_of_magnitude(call.works.chunk.dtype, largest);
+    if (code != StatusCode::kOk) {
+      report_fault(call.device.fault, {code, cell.slot, cell.layer, kv_head});
     }
     uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     const uint8_t* waited =
@@ -134,20 +140,24 @@ struct GatherTokens {
     if (chunk.k == nullptr || address % 16 != 0) return at.end;
     return least(at.end, most(first, call.works.from[cell.entry].tokens));
   }
-  __device__ void copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
-                             uint16_t* to) const {
+  // Returns the largest magnitude of what the thread copied.
+  __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
+                                uint16_t* to) const {
     const DeviceChunk& chunk = call.works.chunk;
     const int64_t i = cell.entry / call.works.num_layers;
     const int32_t octets = call.head_dim() / 8;
     const int64_t first = i * chunk.tokens + range.first - call.works.from[cell.entry].tokens;
     const auto* from = reinterpret_cast<const uint4*>(c == Component::kKey ? chunk.k : chunk.v) +
                        (first * call.heads() + kv_head) * octets;
+    int32_t largest = 0;
     for (auto j = static_cast<int32_t>(threadIdx.x); j < range.count() * octets;
          j += static_cast<int32_t>(blockDim.x)) {
       uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
+      largest = most(largest, largest_magnitude(x));
       if (chunk.dtype == DType::kBFloat16) x = four_bfloats_to_halves(x);
       reinterpret_cast<uint4*>(to)[j] = {finite(x.x), finite(x.y), finite(x.z), finite(x.w)};
     }
+    return largest;
   }
   // Two halves, 0 where one is not finite.
   __device__ static uint32_t finite(uint32_t x) {

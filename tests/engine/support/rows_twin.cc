@@ -181,7 +181,10 @@ void RowsTwin::spoil(int32_t place, int32_t tokens) {
   if (::testing::Test::HasFatalFailure()) return;
   EXPECT_TRUE(reads_finite({live_[place].id.slot, layer, to, to}, position));
   const DeviceFault& fault = *fault_.data();
-  if (fault.status == StatusCode::kOk) return;  // the place tells of what is not finite
+  if (fault.status == StatusCode::kOk) {  // else the place tells
+    EXPECT_FALSE(format_->checks_chunks());
+    return;
+  }
   EXPECT_EQ(fault.status, StatusCode::kNonFinite);
   EXPECT_EQ(fault.slot, live_[place].id.slot);
   EXPECT_EQ(fault.layer, layer);

@@ -108,6 +108,33 @@ TEST_P(KvStoreTwins, SmallHoldTheSameBytes) {
   live_together(40);
 }
 
+// Wherever its token goes: sinks, the body or the window.
+TEST_P(KvStoreTwins, SmallTellAnElementThatIsNotFinite) {
+  KvTwins twins(twin_config(GetParam().choice), &rng_);
+  ASSERT_TRUE(twins.is_made());
+  const TwinChoice& choice = GetParam().choice;
+  const int32_t tokens = GetParam().longest / 2;
+  for (int32_t turn = 0; turn < 8; ++turn) {
+    twins.add();
+    TwinTokens x = twins.draw(1, tokens);
+    const int32_t token = twins.pick(0, tokens - 1), head = twins.pick(0, choice.num_kv_heads - 1);
+    const int32_t row = (token * choice.num_kv_heads + head) * choice.head_dim;
+    (twins.chance(0.5) ? x.k : x.v)[static_cast<size_t>(row + twins.pick(0, choice.head_dim - 1))] =
+        0x7fff;  // NaN of both types, in layer 0
+    const SequenceList one = {&twins.live().back().device, 1};
+    ASSERT_TRUE(twins.device().begin(one, tokens));
+    for (int32_t layer = 0; layer < choice.num_layers; ++layer) {
+      ASSERT_TRUE(twins.device().append(twins.call(one, layer, tokens, x, &twins)));
+    }
+    const Status s = twins.device().take_status();
+    EXPECT_EQ(s.code(), StatusCode::kNonFinite) << "token " << token;
+    const std::string where = "layer 0, kv_head " + std::to_string(head);
+    EXPECT_NE(s.message().find(where), std::string::npos) << s.message();
+    twins.release(twins.live().size() - 1);
+    if (HasFatalFailure()) return;
+  }
+}
+
 // A captured step, replayed: inputs and outputs stay where they are.
 TEST_P(KvStoreTwins, ReplayACapturedStep) {
   const TwinChoice& choice = GetParam().choice;
