@@ -23,7 +23,7 @@ def result(name):
 
 def markdown(head, rows):
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(x) for x in row) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(str(x).replace("|", "\\|") for x in row) + " |" for row in rows])
 
 
 def number(x, digits):

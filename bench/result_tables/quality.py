@@ -35,8 +35,8 @@ TASKS = ("text", "lookup")
 ERRORS = {"attention_weighted_error": "attention error weighted with sensitivities", "attention_pooled_error": "attention error pooled by layer",
           "attention_rel_error_online": "mean of relative attention errors", "attention_rel_error": "the same, window at the end",
           "key_rel_error": "key error", "value_rel_error": "value error", "memory": "memory (less of it)"}
-SIMULATED = {"weighted steps 0.5 / 0.45": "small", "weighted steps 0.4 / 0.35": "small:k=0.4,v=0.35", "weighted steps 0.3 / 0.25": "small:k=0.3,v=0.25",
-             "weighted steps without a profile, 0.3 / 0.25": "small:k=0.3,v=0.25, no profile", "tiers by class of heads": "fast"}
+SIMULATED = {"weighted steps 0.5 / 0.45": "small:k=0.5,v=0.45", "weighted steps 0.4 / 0.35": "small:k=0.4,v=0.35", "weighted steps 0.3 / 0.25": "small:k=0.3,v=0.25",
+             "weighted steps without a profile, 0.3 / 0.25": "small:k=0.3,v=0.25, no profile", "tiers by class of heads": "tiers:classes=0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1"}
 PARTS = ("codes", "headers", "exponents", "stream_lengths", "padding", "exceptions", "means_and_steps")
 KIVI = "KIVI 4 bit, groups of 64"  # groups aligned
 RECOMMENDED = ("small", "small:books=4", "fast", "small, no profile")
@@ -193,11 +193,11 @@ def quality_agreement():
 
 @table
 def quality_parts():
-    """Bits a code of preset `small`, by what holds them."""
+    """Bits a code of weighted steps, by what holds them."""
     rows = []
     for model, name, head_dim in (("SmolLM2-135M", "quality_smollm2.json", 64), ("24M", "quality_24m.json", 128)):
         size = size_of(name, 2048)
-        s = scheme_of(size, "small")
+        s = scheme_of(size, "small:k=0.5,v=0.45")
         codes = (size["tokens"] - KEPT_APART) / size["tokens"]  # of a value
         bits = {part: 16 * tasks_mean(size, s, f"part_{part}", "text") / codes for part in PARTS}
         entropy = (tasks_mean(size, s, "key_entropy_bits", "text") + tasks_mean(size, s, "value_entropy_bits", "text")) / 2

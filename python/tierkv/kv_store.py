@@ -38,7 +38,7 @@ class CodedFormat:
     """Entropy-coded weighted steps: a step per row, an exponent per token, Huffman codes."""
 
     k: float = 0.0  # deviation of a logit that key steps aim at; 0: 0.5, without a profile 0.33
-    v: float = 0.0  # share of a token that value steps are; 0: 0.45, without a profile 0.28
+    v: float = 0.0  # share of a token that value steps are; 0: 0.5, without a profile 0.28
     max_length: int = 10  # bits of the longest code word, 8 to 14
     streams_per_lane: int = 2  # or 1
     key_books: int = 1  # codebooks of a layer's keys, 1 to 4
@@ -90,7 +90,7 @@ BodyFormat = Union[CodedFormat, TiersFormat, ChannelFormat]
 
 PRESETS: Dict[str, BodyFormat] = {
     "small": CodedFormat(),
-    "fast": TiersFormat((TierClass(TierFormat(8, 4), TierFormat(8, 4), share=0.1), TierClass(TierFormat(4, 4), TierFormat(4, 2), share=0.4),
+    "fast": TiersFormat((TierClass(TierFormat(8, 4), TierFormat(8, 4), share=0.1), TierClass(TierFormat(4, 4), TierFormat(4, 2), share=0.375),
                          TierClass(TierFormat(4, 2), TierFormat(2, 2)))),
     "k8v4": TiersFormat((TierClass(TierFormat(8, 4), TierFormat(8, 4)),)),
     "k4v4": TiersFormat((TierClass(TierFormat(4, 4), TierFormat(4, 4)),)),

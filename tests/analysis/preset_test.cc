@@ -43,7 +43,7 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
   const Scheme small = scheme("small");
   EXPECT_TRUE(small.weighted() && small.importance);
   EXPECT_EQ(small.high.k.step, 0.5);
-  EXPECT_EQ(small.high.v.step, 0.45);
+  EXPECT_EQ(small.high.v.step, 0.5);
   EXPECT_EQ(small.own_k, 0.33);
   EXPECT_EQ(small.own_v, 0.28);
   EXPECT_EQ(small.books, 1);
@@ -117,7 +117,7 @@ TEST(Preset, FastHasThreeClassesOfHeads) {
   EXPECT_FALSE(fast.has_records() || fast.prunes());
   const auto bits = [](const TierFormat& f) { return 10 * f.k.type.bits() + f.v.type.bits(); };
   const int32_t high[] = {84, 44, 42}, low[] = {84, 42, 22};
-  const double shares[] = {0.1, 0.4, 0.5};
+  const double shares[] = {0.1, 0.375, 0.525};
   for (int32_t c = 0; c < 3; ++c) {
     const Scheme own = fast.of_class(c);
     EXPECT_EQ(bits(own.high), high[c]);

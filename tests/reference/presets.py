@@ -86,7 +86,7 @@ def diffkv(_, text):
                 window=o["window"], sinks=o["sinks"], window_form=form, pages=True)
 
 
-FAST = "0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1"
+FAST = "0.1*k8v4|0.375*k4v4/k4v2@1|k4v2/k2v2@1"
 
 
 def head_class(text):

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "codec/format/weighted_block_format.h"
+#include "codec/host/coded/weighted_rows.h"
 #include "tierkv/layout.h"
 #include "tools/presets/preset_classes.h"
 #include "tools/presets/preset_text.h"
@@ -126,15 +127,15 @@ void read_small(KeyReader& keys, Scheme* s) {
   keys.number("k", &k, 1e-6, 1e3);
   keys.number("v", &v, 1e-6, 1e3);
   s->default_steps = k <= 0 || v <= 0;
-  s->own_k = k > 0 ? k : 0.33;
-  s->own_v = v > 0 ? v : 0.28;
+  s->own_k = k > 0 ? k : kOwnSteps.k;
+  s->own_v = v > 0 ? v : kOwnSteps.v;
   keys.count("books", &s->books, 1, kMaxFamilyBooks);
   std::string importance = "on";
   keys.word("importance", &importance, {"on", "off"});
   s->importance = importance == "on";
   read_window(keys, s);
-  s->high.k = stepped(StepRule::kWeighted, Unit::kToken, 0, k > 0 ? k : 0.5);
-  s->high.v = stepped(StepRule::kWeighted, Unit::kToken, 0, v > 0 ? v : 0.45);
+  s->high.k = stepped(StepRule::kWeighted, Unit::kToken, 0, k > 0 ? k : kProfileSteps.k);
+  s->high.v = stepped(StepRule::kWeighted, Unit::kToken, 0, v > 0 ? v : kProfileSteps.v);
   s->coder = Coder::kHuffman;
 }
 

@@ -31,13 +31,13 @@ std::string preset_help() {
   diffkv           tiers by significance                                   high=k8v4 low=k4v2 alpha_h=1 alpha_l=0
                                                                            window_format=high|raw
   fast             tiers by class of heads, rotated, 2 bits clipped        rotate=on means=on
-                   at the norm; needs a profile with sensitivities         (0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1)
+                   at the norm; needs a profile with sensitivities         (0.1*k8v4|0.375*k4v4/k4v2@1|k4v2/k2v2@1)
   tiers            the same of classes of one's own, the most sensitive    classes=[SHARE*]HIGH[/LOW][@ALPHA_H[:ALPHA_L]]|...
                    heads first; one class needs no profile                 rotate=on|off means=on|off
   kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
                                                                            block=64
-  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.45 (0.33, 0.28 without a profile)
+  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.5 (0.33, 0.28 without a profile)
                    token, means removed, Huffman                           books=1 importance=on|off; a profile without
                                                                            sensitivities needs k= and v=
   step             one step per layer and head, Huffman                    k=0.3 v=0.25

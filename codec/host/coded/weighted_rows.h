@@ -73,9 +73,16 @@ struct WeightedSource {
 Status dequantize_weighted(const WeightedRow& row, Component component,
                            const WeightedSource& source, float* x);
 
+// How large steps are. k of keys: the deviation of a logit with query energies, k' without. v of
+// values: a share of the token.
+struct StepSizes {
+  double k, v;
+};
+inline constexpr StepSizes kProfileSteps = {0.5, 0.5}, kOwnSteps = {0.33, 0.28};  // the defaults
+
 // How steps and means are found. Everything is optional but head_dim, k and v.
 struct WeightedFit {
-  double k = 0.5, v = 0.45;  // keys: deviation of a logit with a profile, k' without; values: share
+  double k = kProfileSteps.k, v = kProfileSteps.v;
   double key_scale = 1, value_scale = 1;  // head scales a
   double sm_scale = 0;                    // 0: 1 / sqrt(head_dim)
   const double* query_energy = nullptr;   // [head_dim] mean squared query before RoPE; null: none

@@ -83,8 +83,9 @@ CodedRows::CodedRows(const StoreConfig& config, const FormatSizes& sizes, const 
       is_raw_layer_(config.layout.num_layers),
       books_(config.layout.num_layers) {
   for (const int32_t layer : config.raw_layers) is_raw_layer_[layer] = 1;
-  if (format_.k == 0) format_.k = has_energies(config) ? 0.5 : 0.33;
-  if (format_.v == 0) format_.v = has_energies(config) ? 0.45 : 0.28;
+  const StepSizes& steps = has_energies(config) ? kProfileSteps : kOwnSteps;
+  if (format_.k == 0) format_.k = steps.k;
+  if (format_.v == 0) format_.v = steps.v;
   const int64_t slots = layer_pages(0, config.max_tokens, true);
   sizes_.table.table_slots[0] = static_cast<int32_t>(std::clamp<int64_t>(slots, 1, kMaxTableSlots));
 }
