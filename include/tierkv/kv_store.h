@@ -54,7 +54,7 @@ class Engine;
 // of 64 positions (docs/reference/format.md, "Weighted blocks"). Keys are quantised before RoPE.
 struct TKV_API CodedFormat {
   // k: the deviation of a logit that key steps aim at. v: value steps as a share of the token. 0:
-  // 0.5 and 0.5 with a profile's query energies, 0.33 and 0.28 without.
+  // 0.55 and 0.5 with a profile's query energies, 0.33 and 0.28 without.
   double k = 0, v = 0;
   int32_t max_length = 10;       // bits of the longest code word, 8 to 14
   int32_t streams_per_lane = 2;  // 1 or 2

@@ -37,7 +37,7 @@ typedef struct tkv_rope {
 /* Entropy-coded weighted steps. Zeros are the defaults. */
 typedef struct tkv_coded_format {
   size_t struct_size;
-  double k; /* deviation of a logit that key steps aim at; 0: 0.5, without a profile 0.33 */
+  double k; /* deviation of a logit that key steps aim at; 0: 0.55, without a profile 0.33 */
   double v; /* share of a token that value steps are; 0: 0.5, without a profile 0.28 */
   int32_t max_length;       /* bits of the longest code word, 8 to 14; 0: 10 */
   int32_t streams_per_lane; /* 1 or 2; 0: 2 */

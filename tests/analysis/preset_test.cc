@@ -42,7 +42,7 @@ TEST(Preset, DefaultsAreThoseOfTheDesign) {
 
   const Scheme small = scheme("small");
   EXPECT_TRUE(small.weighted() && small.importance);
-  EXPECT_EQ(small.high.k.step, 0.5);
+  EXPECT_EQ(small.high.k.step, 0.55);
   EXPECT_EQ(small.high.v.step, 0.5);
   EXPECT_EQ(small.own_k, 0.33);
   EXPECT_EQ(small.own_v, 0.28);

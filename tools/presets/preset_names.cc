@@ -37,7 +37,7 @@ std::string preset_help() {
   kivi4, kivi2     keys channel-wise, values token-wise, newest raw        group=128|32 residual=64 (its window)
   kvcomp           relative steps, Huffman                                 unit=block|channel rel_k=0.05 rel_v=0.15
                                                                            block=64
-  small            keys before RoPE with a weight per channel, steps by     k=0.5 v=0.5 (0.33, 0.28 without a profile)
+  small            keys before RoPE with a weight per channel, steps by     k=0.55 v=0.5 (0.33, 0.28 without a profile)
                    token, means removed, Huffman                           books=1 importance=on|off; a profile without
                                                                            sensitivities needs k= and v=
   step             one step per layer and head, Huffman                    k=0.3 v=0.25

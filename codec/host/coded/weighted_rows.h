@@ -78,7 +78,7 @@ Status dequantize_weighted(const WeightedRow& row, Component component,
 struct StepSizes {
   double k, v;
 };
-inline constexpr StepSizes kProfileSteps = {0.5, 0.5}, kOwnSteps = {0.33, 0.28};  // the defaults
+inline constexpr StepSizes kProfileSteps = {0.55, 0.5}, kOwnSteps = {0.33, 0.28};  // the defaults
 
 // How steps and means are found. Everything is optional but head_dim, k and v.
 struct WeightedFit {
