@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tierkv as an attention backend of vLLM 0.26: compressed KV blocks behind vLLM's own block tables.
+"""tierkv as an attention backend of vLLM 0.26 and 0.33: compressed KV blocks behind vLLM's own block tables.
 
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"tierkv": {"format": "k4v4"}}'
 
