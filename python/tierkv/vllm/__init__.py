@@ -11,12 +11,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ._versions import unserved
+
 BACKEND = "tierkv.vllm.backend.TierkvBackend"
 
 
 def register() -> None:
     """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone."""
-    registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    try:
+        registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    except ImportError as e:
+        raise unserved(str(e)) from e
     custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         registry.register_backend(custom, BACKEND)
