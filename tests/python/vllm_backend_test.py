@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM backend against vLLM's own classes, on a GPU or else on the host: steps of a small engine, with FlashAttention written out
-in torch."""
+"""The vLLM backend against vLLM's own classes, on a GPU or else on the host: a small engine's way from the layers' specs to their caches,
+and its steps, with FlashAttention written out in torch."""
+import ast
+import contextlib
+import importlib
+import pathlib
 import random
 import sys
 import types
 import unittest
+from unittest import mock
 
 try:
     import torch
+    import vllm
+    from vllm import forward_context
+    from vllm.model_executor.layers.attention import attention
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import TQFullAttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.gpu import attn_utils
 except ImportError as e:
-    print(f"skipped: needs torch and vLLM 0.26: {e}")
+    print(f"skipped: needs torch and vLLM: {e}")
     sys.exit(77)
+try:
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")  # of 0.33
+except ImportError:
+    planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 sys.path.insert(0, sys.argv.pop(1))
+import tierkv.vllm  # noqa: E402
 from tierkv.vllm import backend  # noqa: E402
 from tierkv.vllm.settings import FORMATS, slot_bytes  # noqa: E402
 
+NEW = backend.BYTES_FIELD == "state_content_bytes"  # vLLM 0.33
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # Errors of outputs over their norm: rounding to bf16; codes of 8 and 4, 4 and 4, 4 and 2 bits.
 BOUNDS = {"raw": 0.02, "k8v4": 0.2, "k4v4": 0.3, "k4v2": 0.6}
@@ -53,42 +70,64 @@ def exact(q, k, v, scale, causal):
 
 def config_of(**changes):
     N = types.SimpleNamespace
-    c = dict(block_size=64, drafts=0, additional={}, layers=2, max_num_seqs=8, dtype=torch.bfloat16)
+    c = dict(block_size=64, drafts=0, additional={}, layers=2, max_num_seqs=8, dtype=torch.bfloat16, parallel_drafting=False)
     c.update(changes)
-    return N(cache_config=N(block_size=c["block_size"]), additional_config=c["additional"],
-             parallel_config=N(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-             speculative_config=N(num_speculative_tokens=c["drafts"], parallel_drafting=False) if c["drafts"] else None,
-             scheduler_config=N(max_num_seqs=c["max_num_seqs"], max_num_batched_tokens=2048),
-             model_config=N(dtype=c["dtype"], max_model_len=2048, hf_text_config=N(num_hidden_layers=c["layers"])),
-             compilation_config=N(static_forward_context={}, max_cudagraph_capture_size=16), device_config=N(device=DEVICE))
+    cache = N(block_size=c["block_size"], num_gpu_blocks_override=None, prefix_cache_retention_interval=None, kv_sharing_fast_prefill=False,
+              get_resolved_kv_cache_layout=lambda: backend.TierkvBackend.supported_kv_cache_layouts()[0])
+    drafts = N(num_speculative_tokens=c["drafts"], parallel_drafting=c["parallel_drafting"]) if c["drafts"] else None
+    return N(cache_config=cache, additional_config=c["additional"], speculative_config=drafts, use_v2_model_runner=True,
+             parallel_config=N(decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False),
+             scheduler_config=N(max_num_seqs=c["max_num_seqs"], max_num_batched_tokens=2048, disable_hybrid_kv_cache_manager=False),
+             model_config=N(dtype=c["dtype"], max_model_len=2048, hf_config=N(model_type="llama"), is_mm_prefix_lm=False,
+                            hf_text_config=N(num_hidden_layers=c["layers"])),
+             compilation_config=N(static_forward_context={}, max_cudagraph_capture_size=16), device_config=N(device=DEVICE),
+             attention_config=N(hisparse_config=None), kv_transfer_config=None)
 
 
 def layer_of(config, index, heads=4, kv_heads=2, dim=64):
+    name = f"model.layers.{index}.self_attn.attn"
     torch.set_default_dtype(config.model_config.dtype)
     try:
-        impl = TorchImpl(heads, dim, dim**-0.5, kv_heads)
+        with mock.patch.object(attention, "get_current_vllm_config", lambda: config), mock.patch.object(backend, "TierkvImpl", TorchImpl):
+            return attention.Attention(heads, dim, dim**-0.5, kv_heads, prefix=name, attn_backend=backend.TierkvBackend).to(DEVICE)
     finally:
         torch.set_default_dtype(torch.float32)
-    layer = types.SimpleNamespace(attn_backend=backend.TierkvBackend, num_heads=heads, num_kv_heads=kv_heads, head_size=dim, impl=impl,
-                                  layer_name=f"model.layers.{index}.self_attn.attn")
-    config.compilation_config.static_forward_context[layer.layer_name] = layer
-    return layer
+
+
+def aligned_ones(size, dtype, device):
+    raw = torch.full((size + 128,), 0xff, dtype=torch.uint8, device=device)
+    return raw[-raw.data_ptr() % 128:][:size].view(dtype)
+
+
+def start(config, blocks):
+    """What vLLM's worker does with the layers before the first step; specs, groups of layers, support of graphs."""
+    layers = config.compilation_config.static_forward_context
+    with mock.patch.object(attn_utils, "set_current_vllm_config", lambda config: contextlib.nullcontext(), create=True):
+        specs = attn_utils.get_kv_cache_spec(config)
+    memory = blocks * sum(spec.page_size_bytes for spec in specs.values())
+    caches = planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), memory)
+    groups, support, block_sizes = attn_utils.init_attn_backend(caches, config, DEVICE)
+    flat = [group for of_table in groups for group in of_table]
+    with mock.patch.object(torch, "zeros", aligned_ones):
+        if NEW:
+            attn_utils.init_kv_cache(layers, caches, DEVICE, block_sizes, config, attn_groups=flat)
+        else:
+            attn_utils.init_kv_cache([], layers, caches, groups, DEVICE, "auto", block_sizes, config)
+    return specs, flat, support
 
 
 class World:
-    """One layer, a pool of blocks and requests whose keys and values are known."""
+    """Two layers, of which the second is used, a pool of blocks and requests whose keys and values are known."""
 
-    def __init__(self, rng, format, drafts=0, dim=64, blocks=60, **settings):
+    def __init__(self, rng, format, drafts=0, dim=64, blocks=60, block_size=64, **settings):
         self.rng, self.dim = rng, dim
-        self.config = config_of(drafts=drafts, additional={"tierkv": {"format": format, "slice_tokens": 100, **settings}})
-        self.layer = layer_of(self.config, 1, dim=dim)
-        self.spec = backend.get_kv_cache_spec(self.layer, self.config)
-        shape = self.layer.attn_backend.get_kv_cache_shape(blocks, 64, 2, dim)
-        raw = torch.full((self.spec.page_size_bytes * blocks + 128,), 0xff, dtype=torch.uint8, device=DEVICE)
-        offset = -raw.data_ptr() % 128
-        self.layer.kv_cache = raw[offset:offset + self.spec.page_size_bytes * blocks].view(shape)
-        self.builder = self.layer.attn_backend.get_builder_cls()(self.spec, [self.layer.layer_name], self.config, DEVICE)
-        self.free = list(range(blocks))
+        additional = {"format": format, "layers": {"0": rng.choice(list(FORMATS))}, "slice_tokens": 100, **settings}
+        self.config = config_of(drafts=drafts, additional={"tierkv": additional}, block_size=block_size)
+        self.other, self.layer = (layer_of(self.config, i, dim=dim) for i in range(2))
+        _, groups, _ = start(self.config, blocks)
+        assert self.layer.kv_cache.shape == (blocks * block_size // 64, 2, 64, slot_bytes(format, dim)) and self.layer.kv_cache.is_contiguous()
+        self.builder = next(g for g in groups if self.layer.layer_name in g.layer_names).get_metadata_builder(0)
+        self.free = list(range(self.layer.kv_cache.shape[0]))
         rng.shuffle(self.free)
         self.requests = []
 
@@ -133,9 +172,12 @@ class World:
             block_table_tensor=table.to(DEVICE), slot_mapping=slot_mapping)
         metadata = self.builder.build(0, cam)
         output = torch.full((tokens + padding, 4 * self.dim), 7.0, dtype=torch.bfloat16, device=DEVICE)
-        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.layer.kv_cache, cam.slot_mapping)
-        self.layer.impl.forward(self.layer, query, key, value, self.layer.kv_cache, metadata, output.view(-1, 4, self.dim))
-        assert (output[tokens:] == 7).all()
+        name = self.layer.layer_name
+        with forward_context.override_forward_context(types.SimpleNamespace(
+                attn_metadata={name: metadata}, slot_mapping={name: slot_mapping}, no_compile_layers={name: self.layer})):
+            attention.unified_kv_cache_update(key, value, name)
+            attention.unified_attention_with_output(query, key, value, output.view(-1, 4, self.dim), name)
+        assert (output[tokens:] == 7).all() and (self.other.kv_cache == 255).all()
         found = []
         for row, i in enumerate(order):
             r = self.requests[i]
@@ -194,7 +236,7 @@ class Steps(unittest.TestCase):
     def test_any_steps(self):
         for _ in range(4):
             format, drafts = self.rng.choice(list(FORMATS)), self.rng.choice([0, 0, 2, 7])
-            w = World(self.rng, format, drafts=drafts)
+            w = World(self.rng, format, drafts=drafts, block_size=self.rng.choice([64, 128]))
             found = []
             for _ in range(10):
                 if len(w.requests) < 5 and self.rng.random() < 0.6:
@@ -235,44 +277,74 @@ class Specs(unittest.TestCase):
     def test_each_layer_has_its_format(self):
         config = config_of(additional={"tierkv": {"format": "k4v2", "layers": {"0": "k8v4"}}})
         layers = [layer_of(config, i, dim=128) for i in range(2)]
-        specs = {x.layer_name: backend.get_kv_cache_spec(x, config) for x in layers}
+        specs, groups, support = start(config, 10)
         for layer, format in zip(layers, ("k8v4", "k4v2")):
             spec = specs[layer.layer_name]
-            self.assertIsInstance(spec, TQFullAttentionSpec)
+            self.assertIsInstance(spec, FullAttentionSpec)
             self.assertEqual(spec.page_size_bytes, 2 * 64 * slot_bytes(format, 128))
-            shape = layer.attn_backend.get_kv_cache_shape(10, 64, 2, 128)
-            self.assertEqual(torch.Size(shape).numel(), 10 * spec.page_size_bytes)
-            self.assertEqual(layer.attn_backend.get_kv_cache_block_dim(64, 2, 128), 0)
+            self.assertEqual(layer.kv_cache.shape, (10, 2, 64, slot_bytes(format, 128)))
+            self.assertEqual((layer.kv_cache.dtype, layer.kv_cache.stride(0)), (torch.uint8, spec.page_size_bytes))
             self.assertEqual(layer.attn_backend.get_builder_cls().format, format)
             self.assertEqual(layer.attn_backend.get_name(), "CUSTOM")
         self.assertNotEqual(layers[0].attn_backend.full_cls_name(), layers[1].attn_backend.full_cls_name())
-        # vLLM puts both into one group, with a tensor of its own size for each.
-        try:
-            group = UniformTypeKVCacheSpecs.from_specs(specs)
-        except ImportError as e:
-            self.skipTest(f"part of vLLM is missing: {e}")
-        self.assertEqual(group.page_size_bytes, 2 * 64 * (200 + 104))
-        from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
-        for layer in layers:
-            spec = specs[layer.layer_name]
-            raw = torch.zeros(10 * spec.page_size_bytes, dtype=torch.int8)
-            shape = layer.attn_backend.get_kv_cache_shape(10, 64, 2, 128)
-            cache = _reshape_attention_kv_cache(raw, spec, shape, layer.attn_backend.get_kv_cache_stride_order(), 10, None)
-            self.assertEqual((cache.data_ptr(), cache.stride(0), cache.dtype), (raw.data_ptr(), spec.page_size_bytes, torch.uint8))
+        self.assertEqual([g.kv_cache_group_id for g in groups], [0, 0], "one block table for both")
+        self.assertEqual(support.min_cg_support, AttentionCGSupport.UNIFORM_BATCH)
 
     def test_the_class_says_what_it_supports(self):
         b = backend.TierkvBackend
         self.assertTrue(b.supports_head_size(96) and not b.supports_head_size(80))
         self.assertTrue(b.supports_block_size(64) and b.supports_block_size(128) and not b.supports_block_size(16))
         self.assertEqual(b.get_preferred_block_size(16), 64)
-        self.assertTrue(b.indexes_kv_by_block_stride())
         self.assertFalse(b.supports_sliding_window() or b.supports_sink() or b.is_mla())
         self.assertEqual(b.get_builder_cls().get_cudagraph_support(None, None), AttentionCGSupport.UNIFORM_BATCH)
         hopper, turing = types.SimpleNamespace(major=9, minor=0), types.SimpleNamespace(major=7, minor=5)
         for head_dim, device, window, count in ((128, hopper, False, 0), (128, turing, False, 1), (80, hopper, True, 2)):
-            reasons = b.validate_configuration(head_dim, torch.bfloat16, "auto", 64, False, False, False, False, False, device, "decoder",
-                                               has_sliding_window=window)
+            asked = AttentionSelectorConfig(head_dim, torch.bfloat16, "auto", 64, has_sliding_window=window)._asdict()
+            reasons = b.validate_configuration(device_capability=device, **asked)
             self.assertEqual(len(reasons), count, reasons)
+        asked.update(head_size=128, has_sliding_window=False)
+        for feature in {"use_adaptive_verification", "use_dcp", "use_pcp"} & set(asked):
+            self.assertEqual(len(b.validate_configuration(device_capability=hopper, **{**asked, feature: True})), 1, feature)
+
+    def test_vllm_finds_the_class(self):
+        tierkv.vllm.register()
+        self.assertEqual(AttentionBackendEnum.CUSTOM.get_class().full_cls_name(), ("tierkv.vllm.backend", "TierkvBackend"))
+
+    def test_a_vllm_of_other_modules_is_refused_by_name(self):
+        with mock.patch.dict(sys.modules, {"vllm.v1.attention.backends.fa_utils": None}):
+            with self.assertRaisesRegex(ValueError, f"0.26 and 0.33, this is vLLM {vllm.__version__}: .*fa_utils"):
+                importlib.reload(backend)
+
+    def test_calls_of_flash_attention_and_of_its_join(self):
+        """They name arguments that vLLM's functions have."""
+        from vllm.v1.attention.backends import fa_utils
+        from vllm.v1.attention.ops import merge_attn_states as merge
+
+        source = pathlib.Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"  # it may be without its libraries
+        known = next(x.args for x in ast.parse(source.read_text()).body if getattr(x, "name", "") == "flash_attn_varlen_func")
+        impl = backend.TierkvImpl.__new__(backend.TierkvImpl)
+        impl.scale, impl.flash_version = 0.1, 3
+        x, cu = torch.zeros(2, 4, 64), torch.tensor([0, 2])
+        with mock.patch.object(fa_utils, "flash_attn_varlen_func", create=True, return_value=(x, x)) as flash:
+            impl.attend_raw(x, x, x, x, (cu, cu), (2, 2), causal=True)
+        self.assertEqual((flash.call_args.args, set(flash.call_args.kwargs) - {a.arg for a in known.args}), ((), set()))
+        with mock.patch.object(merge, "merge_attn_states", autospec=True) as join:
+            impl.join("out", "part", "part_lse", "lse", "joined")
+        given = dict(zip(("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse"), join.call_args.args))
+        join.assert_called_once_with(**given)
+        self.assertEqual((given["output"], given["suffix_output"], given["output_lse"]), ("out", "out", "joined"))
+
+    def test_drafts_made_in_parallel(self):
+        """vLLM 0.26 verifies as many more tokens at a time."""
+        for drafts, served in ((3, True), (4, NEW), (8, False)):
+            config = config_of(drafts=drafts, parallel_drafting=True)
+            layer_of(config, 0)
+            if served:
+                _, groups, _ = start(config, 4)
+                self.assertEqual(groups[0].get_metadata_builder(0).decode_queries, 1 + drafts * (1 if NEW else 2))
+            else:
+                with self.assertRaisesRegex(ValueError, "draft tokens"):
+                    start(config, 4)
 
     def test_layers_are_refused_when_they_are_made(self):
         torch.set_default_dtype(torch.bfloat16)
@@ -296,8 +368,6 @@ class Specs(unittest.TestCase):
             backend.TierkvMetadataBuilder(None, [layer.layer_name], config, DEVICE)
 
     def test_other_backends_keep_their_specs(self):
-        import importlib
-
         config, given = config_of(), object()
         from vllm.model_executor.layers.attention.attention import Attention
         original = Attention.get_kv_cache_spec.tierkv_wraps

@@ -5,10 +5,11 @@ import random
 import sys
 import types
 import unittest
+from unittest import mock
 
 sys.path.insert(0, sys.argv.pop(1))
 from tierkv import _engine  # noqa: E402
-from tierkv.vllm import BACKEND, batches, refusals, register, settings  # noqa: E402
+from tierkv.vllm import BACKEND, _versions, batches, refusals, register, settings  # noqa: E402
 
 
 class SettingsTest(unittest.TestCase):
@@ -149,6 +150,33 @@ class BatchesTest(unittest.TestCase):
         self.assertEqual(batches.head_range(2, 1, 5, 8), (1, 2))
         with self.assertRaises(ValueError):
             batches.head_range(8, 3, 0, 2)
+
+
+class VersionsTest(unittest.TestCase):
+    N = types.SimpleNamespace
+    OLD = N(get_kv_cache_shape=None), N(TQFullAttentionSpec=N(__dataclass_fields__={"tq_slot_size": 0}), FullAttentionSpec=N(__dataclass_fields__={}))
+    NEW = N(supported_kv_cache_layouts=None), N(FullAttentionSpec=N(__dataclass_fields__={"state_content_bytes": 0}))
+
+    def test_caches_of_both(self):
+        self.assertEqual(_versions.cache_spec(*self.OLD), (self.OLD[1].TQFullAttentionSpec, "tq_slot_size"))
+        self.assertEqual(_versions.cache_spec(*self.NEW), (self.NEW[1].FullAttentionSpec, "state_content_bytes"))
+
+    def test_others_are_refused_by_name(self):
+        for backend, specs in ((self.OLD[0], self.NEW[1]), (self.NEW[0], self.OLD[1]), (self.N(), self.N())):
+            with mock.patch.dict(sys.modules, vllm=self.N(__version__="0.99.1")):
+                with self.assertRaisesRegex(ValueError, "0.26 and 0.33.*vLLM 0.99.1"):
+                    _versions.cache_spec(backend, specs)
+
+        with mock.patch.dict(sys.modules, {"vllm": self.N(__version__="0.9"), "vllm.v1": None}):
+            with self.assertRaisesRegex(ValueError, "0.26 and 0.33.*vLLM 0.9: "):
+                register()
+
+    def test_draft_tokens(self):
+        for drafts, wanted in ((None, 0), (self.N(num_speculative_tokens=None), 0), (self.N(num_speculative_tokens=3), 3),
+                               (self.N(num_speculative_tokens=3, parallel_drafting=True), 6)):
+            config = self.N(speculative_config=drafts)
+            self.assertEqual(_versions.draft_tokens(self.N(), config), wanted)
+            self.assertEqual(_versions.draft_tokens(self.N(max_decode_query_len=lambda config: 5), config), 4)
 
 
 class RegisterTest(unittest.TestCase):

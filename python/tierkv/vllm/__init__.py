@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tierkv as an attention backend of vLLM 0.26: compressed KV blocks behind vLLM's own block tables.
+"""tierkv as an attention backend of vLLM 0.26 and 0.33: compressed KV blocks behind vLLM's own block tables.
 
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"tierkv": {"format": "k4v4"}}'
 
@@ -11,12 +11,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ._versions import unserved
+
 BACKEND = "tierkv.vllm.backend.TierkvBackend"
 
 
 def register() -> None:
     """Names the backend to vLLM as CUSTOM; once or many times. Somebody else's CUSTOM is left alone."""
-    registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    try:
+        registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    except ImportError as e:
+        raise unserved(str(e)) from e
     custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         registry.register_backend(custom, BACKEND)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend that vLLM 0.26 calls: spec and shape of the cache, metadata of a step, attention of a layer.
+"""The attention backend that vLLM calls: spec and shape of the cache, metadata of a step, attention of a layer.
 
 A layer's cache is [blocks, kv_heads, 64, slot bytes] of bytes: each (block, kv_head) is a page of its own. Each format has a backend
 class of its own, because vLLM asks the class, not the layer, for a cache's shape; settings choose the class of a layer.
@@ -13,18 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Dict, List, Optional, Sequence, Tuple
 
 import torch
-from vllm.model_executor.layers.attention.attention import Attention
-from vllm.v1.attention.backend import (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder,
-                                       AttentionType, CommonAttentionMetadata)
-from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 
 from .. import _engine as engine
+from ._versions import cache_spec, draft_tokens, unserved
 from .batches import Slice, classify, head_range, rounds, runs
 from .refusals import HEAD_DIMS, MAX_QUERIES, EngineShape, LayerShape, refuse, refused_engine, refused_layer
 from .settings import BLOCK_TOKENS, DEFAULT_FORMAT, FORMATS, Settings, layer_index, read_settings, slot_bytes
 from ..errors import InvalidArgumentError
 
+try:
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.attention import backend as attention
+    from vllm.v1.attention.backend import (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata,
+                                           AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata)
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+except ImportError as e:
+    raise unserved(str(e)) from e
+
+CACHE_SPEC, BYTES_FIELD = cache_spec(AttentionBackend, kv_cache_interface)
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 MAX_TAILS = 32  # of a step; more go the way of chunks
 
@@ -37,17 +44,10 @@ def address(x: Optional[torch.Tensor]) -> Optional[int]:
     return None if x is None else x.data_ptr()
 
 
-def draft_tokens(vllm_config: Any) -> int:
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.num_speculative_tokens:
-        return 0
-    return int(speculative.num_speculative_tokens) * (2 if getattr(speculative, "parallel_drafting", False) else 1)
-
-
 def check_engine(vllm_config: Any) -> Settings:
     """The settings; ValueError where the engine cannot be served."""
     parallel = vllm_config.parallel_config
-    refuse(refused_engine(EngineShape(vllm_config.cache_config.block_size, draft_tokens(vllm_config),
+    refuse(refused_engine(EngineShape(vllm_config.cache_config.block_size, draft_tokens(attention, vllm_config),
                                       parallel.decode_context_parallel_size,
                                       getattr(parallel, "prefill_context_parallel_size", 1))), "this engine")
     return read_settings(vllm_config.additional_config)
@@ -74,7 +74,7 @@ class TierkvBackend(AttentionBackend):
         return BUILDERS[cls.format]
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> List[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> List[Any]:
         return [BLOCK_TOKENS]
 
     @classmethod
@@ -94,6 +94,16 @@ class TierkvBackend(AttentionBackend):
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> Tuple[int, ...]:
         # Blocks come first, also where the layers of a block lie side by side.
         return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Tuple[Any, ...]:
+        # The tokens of a head and the heads of a block lie side by side, and blocks are whole numbers of such pages apart, which they
+        # are not where other layers' blocks, of other formats, come between them.
+        return (kv_cache_interface.KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # build() classifies requests by their query lengths on the CPU
 
 
 BACKENDS: Dict[str, "type[TierkvBackend]"] = {
@@ -151,9 +161,8 @@ def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
     layer.attn_backend = BACKENDS[format]
     of_layer = engine.Engine(engine_config(layer, settings, format, vllm_config.model_config.dtype, max_sequences=1, max_blocks=1), on_host=True)
     layer.impl.bind(of_layer, layer_key_reflection(settings, vllm_config, layer, of_layer))
-    return TQFullAttentionSpec(block_size=vllm_config.cache_config.block_size, num_kv_heads=layer.num_kv_heads,
-                               head_size=layer.head_size, head_size_v=layer.head_size, dtype=torch.uint8,
-                               tq_slot_size=slot_bytes(format, layer.head_size))
+    return CACHE_SPEC(block_size=vllm_config.cache_config.block_size, num_kv_heads=layer.num_kv_heads, head_size=layer.head_size,
+                      head_size_v=layer.head_size, dtype=torch.uint8, **{BYTES_FIELD: slot_bytes(format, layer.head_size)})
 
 
 setattr(get_kv_cache_spec, "tierkv_wraps", _original_get_kv_cache_spec)
