@@ -39,7 +39,7 @@ SIMULATED = {"weighted steps 0.5 / 0.45": "small:k=0.5,v=0.45", "weighted steps 
              "weighted steps without a profile, 0.3 / 0.25": "small:k=0.3,v=0.25, no profile", "tiers by class of heads": "tiers:classes=0.1*k8v4|0.4*k4v4/k4v2@1|k4v2/k2v2@1"}
 PARTS = ("codes", "headers", "exponents", "stream_lengths", "padding", "exceptions", "means_and_steps")
 KIVI = "KIVI 4 bit, groups of 64"  # groups aligned
-RECOMMENDED = ("small", "small:books=4", "fast", "small, no profile")
+RECOMMENDED = ("small", "small:k=0.5,v=0.45", "fast", "small, no profile")
 KEPT_APART = 4 + 64  # tokens of a sequence that are not coded
 
 

@@ -98,8 +98,8 @@ struct DeviceRowCounts {
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
 // store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
 // notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// Formats read values of chunks that are not finite as 0; the place tells them, but for those that a
-// format tells itself.
+// Formats read values of chunks that are not finite as 0; the place tells them, but for those that
+// a format tells itself.
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
