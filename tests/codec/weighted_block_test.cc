@@ -349,6 +349,7 @@ TEST(WeightedBlockGolden, BytesStayTheSame) {
       std::vector<double> energy;
       for (int32_t d = 0; d < head_dim; ++d) energy.push_back(1 + d % 7);
       WeightedFit fit;
+      fit.k = 0.5, fit.v = 0.45;  // of the recorded bytes
       fit.query_energy = energy.data();
       const WeightedTokens all{tokens.data(), 300, 4};
       const WeightedRow row = *fit_weighted_row(fit, head_dim, {tokens.data(), 256, 4}, &rope);
