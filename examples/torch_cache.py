@@ -36,7 +36,7 @@ def main():
         for layer in range(LAYERS):
             store.append(ids, layer, random(2, tokens, KV_HEADS, HEAD_DIM), random(2, tokens, KV_HEADS, HEAD_DIM))
             out = store.attend(ids, layer, random(2, 1, Q_HEADS, HEAD_DIM)).out     # [sequences, queries, q heads, head_dim]
-    store.take_status()                                                             # waits; raises what the GPU found
+    store.take_status()                                                             # waits; raises what kernels found: NaN, values beyond fp16
     print(f"{device}: {out.shape} from {store.usage().held_bytes} bytes, fp16 takes {store.usage().raw_bytes}")
     assert store.num_tokens(ids[0]) == PROMPT + STEPS and bool(out.isfinite().all())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tierkv as an attention backend of vLLM 0.26 and 0.33: compressed KV blocks behind vLLM's own block tables.
 
-    vllm serve MODEL --attention-backend CUSTOM --additional-config '{"tierkv": {"format": "k4v4"}}'
+    vllm serve MODEL --attention-backend CUSTOM --block-size 64 --additional-config '{"tierkv": {"format": "k4v4"}}'
 
 vLLM loads register() from the entry point "vllm.general_plugins" in each of its processes. Settings are those of
 tierkv.vllm.settings; what a model or a configuration needs and the backend lacks is refused by name when the engine starts.
