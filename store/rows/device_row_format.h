@@ -98,8 +98,8 @@ struct DeviceRowCounts {
 // The first failure that kernels find, device memory; later ones are dropped (report_fault() of
 // store/place/device/device_fault.cuh). It stays until the caller takes it, and nothing else takes
 // notice: counts move on, so kernels must go on whatever it says, with values that they can hold.
-// Formats read values of chunks that are not finite as 0; the place tells them, but for those that
-// a format tells itself.
+// A format reads values of a chunk that are not finite as 0. The place reports such values, unless
+// the format does (checks_chunks()).
 struct DeviceFault {
   StatusCode status;  // kOk: none
   int32_t slot, layer, kv_head;
@@ -132,7 +132,8 @@ class DeviceRowFormat {
   // The slot is free.
   virtual void released(int32_t /*slot*/) {}
 
-  // Whether plan() tells values of the chunk's body tokens that fp16 does not hold.
+  // Whether plan() reports values that fp16 does not hold in the chunk's tokens that go into the
+  // body. The chunk is then aligned to 16 bytes.
   virtual bool checks_chunks() const { return false; }
   // Whether plan() may ask for less than all to be kept, by the host's knowledge: then, and only
   // then, the place runs a truncation first. A captured step must not.

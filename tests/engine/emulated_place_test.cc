@@ -178,6 +178,20 @@ TEST(EmulatedPlaceFaults, ValuesThatFp16DoesNotHold) {
   EXPECT_EQ(code, StatusCode::kNonFinite);
 }
 
+// Eight elements at a time are judged as each is alone.
+TEST(EmulatedPlaceFaults, TheLargestMagnitudeTellsWhatFp16DoesNotHold) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+      StatusCode expected = StatusCode::kOk;
+      (void)checked_half(dtype, bits, &expected);
+      uint32_t words[4] = {};
+      words[bits % 4] = bits % 8 < 4 ? bits : bits << 16;
+      const uint4 x = {words[0], words[1], words[2], words[3]};
+      ASSERT_EQ(code_of_magnitude(dtype, largest_magnitude(x)), expected) << std::hex << bits;
+    }
+  }
+}
+
 // Eight values at a time find what single ones do.
 TEST(EmulatedPlaceFaults, TokensThatLeaveAtOnce) {
   constexpr int32_t kTokens = 3, kDims = 64;

@@ -97,7 +97,7 @@ struct RawAppendCall {
   LayerTokens* counts = nullptr;  // [max_sequences][num_layers]
   int32_t num_layers = 0, layer = 0, num_kv_heads = 0;
   DeviceChunk chunk;
-  bool is_checked = false;  // tokens that have left already are
+  bool is_checked = false;  // the row format has checked the tokens that go into the body
   DeviceFault* fault = nullptr;
 };
 

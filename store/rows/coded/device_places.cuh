@@ -301,7 +301,7 @@ struct WriteRawBlocks {
   }
 };
 
-// What the slots say of the blocks that are written: gridDim.y CTAs for an entry.
+// Writes into the slots where the new blocks are: gridDim.y CTAs share an entry.
 struct FinishEntries {
   static constexpr int32_t kThreads = 256;
   CodedCall call;

@@ -72,7 +72,7 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
 }
 
 // A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
-// encoder takes. Tells elements of the chunk that fp16 does not hold.
+// encoder takes. Reports elements of the chunk that fp16 does not hold.
 struct GatherTokens {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
