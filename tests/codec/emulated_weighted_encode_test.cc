@@ -79,7 +79,7 @@ struct EncodeRun {
   }
   template <int32_t kPer>
   void run_as(int32_t warps) {
-    const size_t size = kEncodeCtaBytes + warps * encode_warp_bytes(kPer * 32);
+    const size_t size = kEncodeCtaBytes + warps * encode_warp_bytes(kPer * 32, longest_word(call));
     for (int32_t cta = 0; cta < 2; ++cta) {
       std::vector<uint4> shared(size / 16 + 1,
                                 uint4{0xa5a5a5a5, 0xa5a5a5a5, 0xa5a5a5a5, 0x80808080});

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kWeightedWarps * 32, 2)
 template <int32_t kPer>
 Status launch_encode(const WeightedEncode& call, const DeviceLimits& limits, GpuStream stream) {
   // Two CTAs on an SM, where that leaves warps to both.
-  const int32_t base = kEncodeCtaBytes, each = encode_warp_bytes(kPer * kWarpLanes);
+  const int32_t base = kEncodeCtaBytes;
+  const int32_t each = encode_warp_bytes(kPer * kWarpLanes, longest_word(call));
   const int32_t half = (limits.shared_bytes - limits.reserved_bytes) / 2;
   const int32_t room = half >= base + each ? half : limits.shared_bytes;
   const int32_t warps = std::min(kWeightedWarps, (room - base) / each);

@@ -52,17 +52,24 @@ __device__ inline void open_job(const WeightedEncode& call, const WeightedRange&
   job->place_of_first = first % kBlockTokens;
 }
 
+// The most bits of a code word of the call's codebooks.
+TKV_HD int32_t longest_word(const WeightedEncode& call) {
+  return call.books[0].max_length > call.books[1].max_length ? call.books[0].max_length
+                                                             : call.books[1].max_length;
+}
+
 // Both codebooks and their words into the CTA's memory, by all of its threads.
 __device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
   auto* const books = reinterpret_cast<SharedBook*>(shared);
   auto* const words = reinterpret_cast<uint32_t*>(shared + kBooksBytes);
   const auto thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
+  const int32_t second_row = stream_rows(call.rows.head_dim, longest_word(call)) / 2;
   for (int32_t c = 0; c < 2; ++c) {
     const DeviceCodebook& book = *call.books[c].codebook;
     const bool usable = (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
                         book.mode == BlockMode::kPair &&
                         book.component == static_cast<Component>(c) && book.levels >= 2 &&
-                        book.levels <= 32;
+                        book.levels <= 32 && book.max_length <= longest_word(call);
     const int32_t symbols = usable ? min(book.levels * book.levels, kMaxSymbols) : 0;
     for (int32_t i = thread; i < symbols; i += threads) words[c * kMaxSymbols + i] = book.words[i];
     if (thread != 0) continue;
@@ -71,7 +78,8 @@ __device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
     books[c] = {c * kMaxSymbols, book.base,
                 book.levels,     is_narrow ? book.levels : 0,
                 book.cheapest,   book.streams_per_lane,
-                book.table_id,   usable};
+                second_row,      book.table_id,
+                usable};
   }
   __syncthreads();
 }
@@ -88,7 +96,7 @@ __device__ inline bool choose_place(const WeightedEncode& call, const WeightedPl
 
 __device__ __forceinline__ void build_block(const EncodedSlice& of, const EncodedSlice::Form& form,
                                             const SlicePlan& plan, const WeightedMemory& memory,
-                                            int32_t second_row, uint32_t* block) {
+                                            uint32_t* block, int32_t second_row) {
   clear_block(block, form.at.bytes);
   of.write_bounds(form, plan, block);
   uint32_t* const payload = block + form.at.payload / 4;
@@ -162,14 +170,13 @@ struct BlockEncoder {
   // A slice whose streams are in memory.
   __device__ __forceinline__ void write_slice(int32_t slice, const SlicePlan& plan,
                                               const EncodedSlice::Form& form, uint8_t* to) const {
-    constexpr int32_t kSecondRow = stream_rows(kDims) / 2;
     const EncodedSlice of = slice_of(slice);
     if (!form.coded) return write_raw<kDims, kKey>(of, form, memory, slice, to);
     if (form.at.bytes > stage_bytes(kDims)) {
-      return build_block(of, form, plan, memory, kSecondRow, reinterpret_cast<uint32_t*>(to));
+      return build_block(of, form, plan, memory, reinterpret_cast<uint32_t*>(to), book.second_row);
     }
     uint8_t* const stage = memory.tile.stage;
-    build_block(of, form, plan, memory, kSecondRow, reinterpret_cast<uint32_t*>(stage));
+    build_block(of, form, plan, memory, reinterpret_cast<uint32_t*>(stage), book.second_row);
     for (int32_t i = lane_index(); i < form.at.bytes / 16; i += kWarpLanes) {
       reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(stage)[i];
     }
@@ -254,15 +261,6 @@ __device__ __forceinline__ StatusCode encode_item(const WeightedEncode& call,
   return code;
 }
 
-// Whether the call has a block that is not kept. In all threads of a CTA.
-__device__ __forceinline__ bool has_blocks_left(const WeightedEncode& call) {
-  if (call.kept == nullptr || call.bytes == nullptr) return true;
-  const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
-  bool all_kept = true;
-  for (int64_t i = threadIdx.x; i < items; i += blockDim.x) all_kept &= call.kept[i] != 0;
-  return __syncthreads_and(all_kept) == 0;
-}
-
 // By a CTA of whole warps: the bytes of encode_weighted_block(). A code beyond 16 bits becomes the
 // nearest one: the status is kOutOfRange, the block is written. Other statuses are kOk, kNonFinite,
 // kOutOfRange (a position beyond the RoPE table), kInvalidArgument (the range), kBufferTooSmall or
@@ -274,8 +272,9 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
   const auto warp = static_cast<int32_t>(threadIdx.x / 32u);
   const auto warps = static_cast<int32_t>(blockDim.x / 32u);
   constexpr int32_t kDims = kPer * kWarpLanes;
+  const int32_t bytes = encode_warp_bytes(kDims, longest_word(call));
   const WeightedMemory memory(reinterpret_cast<const uint32_t*>(shared + kBooksBytes),
-                              shared + kEncodeCtaBytes + warp * encode_warp_bytes(kDims), kDims);
+                              shared + kEncodeCtaBytes + warp * bytes, kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
   // All keys before the values: the code for both would not fit into the instruction cache.

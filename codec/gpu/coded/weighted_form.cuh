@@ -29,6 +29,7 @@ struct alignas(16) SharedBook {
   int32_t quick_levels;      // 0 where the alphabet has codes that quick ones are not sure of
   const uint16_t* cheapest;  // global memory
   int32_t streams;
+  int32_t second_row;  // where a lane's second stream begins
   uint8_t table_id;
   bool usable;  // of pairs
 };

@@ -15,13 +15,14 @@ struct alignas(16) ExceptionList {
 };
 // Rows of words, one of each lane: a slice's streams of the longest code words, and what is left of
 // a word.
-TKV_HD constexpr int32_t stream_rows(int32_t head_dim) {
+TKV_HD constexpr int32_t stream_rows(int32_t head_dim, int32_t max_length) {
   const int32_t pairs = head_dim < kSliceDims ? head_dim : kSliceDims;  // of a lane
-  return pairs * kMaxCodeLength / 32 + 2;
+  return pairs * max_length / 32 + 2;
 }
-TKV_HD constexpr int32_t encode_warp_bytes(int32_t head_dim) {
+// max_length: the most bits of a code word of the call's codebooks.
+TKV_HD constexpr int32_t encode_warp_bytes(int32_t head_dim, int32_t max_length) {
   return tile_warp_bytes(head_dim) + static_cast<int32_t>(sizeof(ExceptionList)) +
-         stream_rows(head_dim) * kWarpLanes * 4;
+         stream_rows(head_dim, max_length) * kWarpLanes * 4;
 }
 // What a warp works with in shared memory.
 struct WeightedMemory {
@@ -119,7 +120,7 @@ struct StreamSink {
         slice(of_slice),
         streams(from.streams),
         faults(worst),
-        out{LaneBits(of.rows), LaneBits(of.rows + stream_rows(kDims) / 2 * kWarpLanes)} {
+        out{LaneBits(of.rows), LaneBits(of.rows + from.second_row * kWarpLanes)} {
     __syncwarp();  // the slice before has read its count
     if (lane_index() == 0) memory.exceptions->count = 0;
     __syncwarp();

@@ -93,6 +93,7 @@ struct CodedCall {
   int32_t saved_bytes = 0;
   EntryDraft* entries = nullptr;  // [entries]
   CodedRowState* rows = nullptr;  // [entries, heads]
+  LogMean* sums = nullptr;        // [cells, heads]: what blocks add to the means of their rows
   // The cells that are written, layer by layer, those of an entry one behind the other: where each
   // layer begins among all, and, [layers, layer_cells()], the layer's cells by their places.
   int32_t* list_begins = nullptr;  // [layers + 1]
@@ -102,6 +103,7 @@ struct CodedCall {
   uint32_t* ends = nullptr;         // [cells]
   StatusCode* status = nullptr;     // [layers, layer_cells(), heads, 2], by places in the lists
   uint8_t* kept = nullptr;          // as status: whether the block's bytes lie over its tokens
+  int32_t* left = nullptr;          // [1]: whether write() has blocks to encode
   uint16_t* staging = nullptr;      // [2, group_cells, heads, 64, head_dim]
   uint8_t (*decided)[4] = nullptr;  // [group_cells, heads, 64], as WeightedEncode has it
   WeightedRange* ranges = nullptr;  // [group_cells, heads]

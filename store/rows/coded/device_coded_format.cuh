@@ -98,6 +98,8 @@ class DeviceCodedRows : public DeviceRowFormat {
     std::vector<int32_t> fits;     // entries whose means and steps come from their tokens
     std::vector<int32_t> samples;  // entries whose tokens make a layer's codebooks
     int32_t saved = 0;             // entries that rewrite
+    bool continues = false;        // a block that is there may grow
+    bool leaves_raw = false;       // a block may stay raw
   };
 
   int32_t layers() const { return config_.layout.num_layers; }

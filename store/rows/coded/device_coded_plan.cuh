@@ -11,7 +11,13 @@ template <class Machine>
 typename DeviceCodedRows<Machine>::HostPlan DeviceCodedRows<Machine>::host_plan(
     const DeviceWorks& works) const {
   HostPlan plan;
-  if (works.moves == nullptr) return plan;
+  if (works.moves == nullptr) {  // captured: require_capturable() has looked at the entries
+    plan.continues = device_.view.laws.unit_tokens != kBlockTokens;
+    for (int32_t l = 0; l < works.num_layers; ++l) {
+      plan.leaves_raw |= host_->is_raw_layer(works.first_layer + l);
+    }
+    return plan;
+  }
   std::vector<uint8_t> has(layers());
   for (int32_t l = 0; l < layers(); ++l) has[l] = has_books(l) ? 1 : 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
@@ -35,6 +41,10 @@ typename DeviceCodedRows<Machine>::HostPlan DeviceCodedRows<Machine>::host_plan(
     if (states_.may_share(move) && move.from.body_end % kBlockTokens != 0) {
       hint |= kRewritesEntry;
     }
+    const bool starts_coded = host_layers_[layer].is_ready != 0 && move.from.body_end == 0;
+    plan.continues |= move.from.body_end % kBlockTokens != 0;
+    plan.leaves_raw |= host_->is_raw_layer(layer) ||
+                       !(states_.is_fixed(move) || starts_coded || (hint & kFixesEntry) != 0);
     if ((hint & kRewritesEntry) != 0) hint |= static_cast<uint32_t>(plan.saved++) << 8;
     if (hint != 0 && plan.hints.empty()) plan.hints.resize(works.entries());
     if (hint != 0) plan.hints[e] = hint;
@@ -128,9 +138,8 @@ template <class Machine>
 Status DeviceCodedRows<Machine>::load_group(const CodedCall& call, const CellGroup& group) {
   const int64_t rows = int64_t{group.cells} * heads();
   if (Status s = run(GatherTokens{call, group}, rows, 1); !s) return s;
-  Status s = machine_.launch(DecideExponents{call, group}, grid_of(rows, 1),
-                             DecideExponents::kSharedBytes, DecideExponents::kThreads);
-  if (!s || device_.view.laws.unit_tokens == kBlockTokens) return s;
+  Status s = run(DecideExponents{call, group}, rows, DecideExponents::kThreads / kWarpLanes);
+  if (!s || !planned_.continues) return s;
   const DecodeOldBlocks decode{call, group, kMaxWeightedBlockBytes};
   const int64_t ctas = (int64_t{group.cells} * heads() + 3) / 4;
   const MachineGrid grid = {static_cast<int32_t>(std::clamp<int64_t>(
@@ -162,7 +171,7 @@ Status DeviceCodedRows<Machine>::encode_group_of(const CodedCall& call, const Ce
                                                  bool writes) {
   using Encode = EncodeCells<kPer>;
   const int32_t base = Encode::kCallBytes + kEncodeCtaBytes;
-  const int32_t each = encode_warp_bytes(kPer * kWarpLanes);
+  const int32_t each = encode_warp_bytes(kPer * kWarpLanes, host_->format().max_length);
   const int32_t half = machine_.shared_bytes() / 2 - 1024;
   const int32_t room = half >= base + each ? half : machine_.shared_bytes();
   const int32_t warps = std::min(kWeightedWarps, (room - base) / each);
@@ -197,8 +206,10 @@ Status DeviceCodedRows<Machine>::plan(const DeviceWorks& works, const DeviceRowC
     return loaded ? encode_group(call, group, false) : loaded;
   });
   if (!s) return s;
+  const int64_t items = round_up(int64_t{2} * call.blocks * heads(), kWarpLanes);
+  const auto threads = static_cast<int32_t>(std::min<int64_t>(items, PlaceBlocks::kThreads));
   return machine_.launch(PlaceBlocks{call}, grid_of(works.entries(), 1), PlaceBlocks::kSharedBytes,
-                         PlaceBlocks::kThreads);
+                         threads);
 }
 
 // Blocks that write() reads once it has begun to write over them.
@@ -227,9 +238,6 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
     Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);
     if (!s) return s;
   }
-  if (Status s = run(ResolvePlaces{call}, rows * call.blocks, ResolvePlaces::kThreads); !s) {
-    return s;
-  }
   const bool is_loaded = is_one_group(call);
   call.reloads = true;
   Status s = for_groups(call, [&](const CellGroup& group) {
@@ -240,15 +248,14 @@ Status DeviceCodedRows<Machine>::write(const DeviceWorks& works, const PageCopy*
     Status moved = run(MoveBlocks{call, group}, items, MoveBlocks::kThreads / kWarpLanes);
     if (!moved) return moved;
     Status encoded = encode_group(call, group, true);
-    return encoded ? run(WriteRawBlocks{call, group}, items, 1) : encoded;
+    if (!encoded || !planned_.leaves_raw) return encoded;
+    return run(WriteRawBlocks{call, group}, items, 1);
   });
   if (!s) return s;
   machine_.free(saved_);
   saved_ = nullptr;
   note(works);
-  MachineGrid grid = grid_of(works.entries(), 1);
-  grid.y = std::clamp(call.blocks * heads() / FinishEntries::kThreads, 1, 8);
-  return machine_.launch(FinishEntries{call}, grid, 0, FinishEntries::kThreads);
+  return run(FinishEntries{call}, works.entries(), 1);
 }
 
 template <class Machine>

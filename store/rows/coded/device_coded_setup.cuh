@@ -51,6 +51,8 @@ void DeviceCodedRows<Machine>::carve(Carving* at) {
   s.entries = at->take<EntryDraft>(entries);
   s.rows = at->take<CodedRowState>(int64_t{entries} * heads());
   for (WeightedPlace*& places : s.places) places = at->take<WeightedPlace>(cell_rows);
+  s.sums = at->take<LogMean>(cell_rows);
+  s.left = at->take<int32_t>(1);
   s.ends = at->take<uint32_t>(cells_);
   s.list_begins = at->take<int32_t>(layers() + 1);
   s.lists = at->take<int32_t>(cells_);

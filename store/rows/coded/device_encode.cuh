@@ -18,13 +18,13 @@ struct EncodeCells {
   bool writes = false;
 
   __device__ void operator()(uint8_t* shared) const {
-    if (writes && is_off(call)) return;
+    if (writes && (is_off(call) || *call.left == 0)) return;
     if (cells_of_layer(call, group, static_cast<int32_t>(blockIdx.y)).count() == 0) return;
     auto* const encode = reinterpret_cast<WeightedEncode*>(shared);
     if (threadIdx.x == 0) *encode = encode_call(static_cast<int32_t>(blockIdx.y));
     __syncthreads();
     // A layer that has no codebooks has no cells to encode.
-    if (encode->books[0].codebook == nullptr || !has_blocks_left(*encode)) return;
+    if (encode->books[0].codebook == nullptr) return;
     encode_weighted_items<kPer>(*encode, shared + kCallBytes);
   }
 
@@ -61,28 +61,58 @@ struct EncodeCells {
   }
 };
 
-// Blocks that plan() left over their tokens go to their places: a warp for a block and component.
+// Places of the layer become places of the pool, which the directories get; blocks that plan() left
+// over their tokens go there. A warp for a block and component.
 struct MoveBlocks {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
   CellGroup group;
 
   __device__ void operator()(uint8_t*) const {
-    if (is_off(call) || !has_one_group(call)) return;
+    if (is_off(call)) return;
     const int32_t items = cells_of_group(call, group) * call.heads() * 2;
     for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
-      const int32_t row = i / 2;
-      const CellOf cell = cell_of(call, group, row / call.heads());
+      const CellOf cell = cell_of(call, group, i / 2 / call.heads());
+      if (cell.entry < 0 || call.entries[cell.entry].failed != 0) continue;
+      const WeightedPlace place = resolve(i, cell);
       if (!is_written(call, cell, EntryForm::kCoded)) continue;
-      const int32_t l = cell.layer - call.works.first_layer;
-      const int64_t before = 2 * int64_t{cells_of_layer(call, group, l).first} * call.heads();
-      if (call.kept[status_of_layer(call, group, l) + i - before] == 0) continue;
-      const WeightedPlace place = call.places[i % 2][cell.cell * call.heads() + row % call.heads()];
-      const auto* const from =
-          reinterpret_cast<const uint4*>(call.staged(static_cast<Component>(i % 2), row));
-      auto* const to = reinterpret_cast<uint4*>(call.device.view.pages.base) + place.unit;
-      for (uint32_t u = lane_index(); u < place.units; u += kWarpLanes) to[u] = from[u];
+      if (is_kept(i, cell)) {
+        move(i, place);
+      } else if (lane_index() == 0) {
+        *call.left = 1;
+      }
     }
+  }
+
+ private:
+  __device__ WeightedPlace resolve(int32_t i, const CellOf& cell) const {
+    const DevicePagesView& pages = call.device.view.pages;
+    const auto units = static_cast<uint32_t>(call.device.shape.page_units);
+    const int32_t kv_head = i / 2 % call.heads();
+    WeightedPlace& given = call.places[i % 2][cell.cell * call.heads() + kv_head];
+    WeightedPlace place = given;
+    const int32_t page = page_at(pages.allocator, pages.row(cell.slot, cell.layer, 0), 0,
+                                 static_cast<int32_t>(place.unit / units));
+    place.unit = static_cast<uint32_t>(page) * units + place.unit % units;
+    __syncwarp();
+    if (lane_index() == 0) {
+      given = place;
+      call.device.refs(cell.slot, cell.layer, kv_head,
+                       static_cast<Component>(i % 2))[cell.block] = {place.unit, place.units};
+    }
+    return place;
+  }
+  __device__ bool is_kept(int32_t i, const CellOf& cell) const {
+    if (!has_one_group(call)) return false;
+    const int32_t l = cell.layer - call.works.first_layer;
+    const int64_t before = 2 * int64_t{cells_of_layer(call, group, l).first} * call.heads();
+    return call.kept[status_of_layer(call, group, l) + i - before] != 0;
+  }
+  __device__ void move(int32_t i, const WeightedPlace& place) const {
+    const auto* const from =
+        reinterpret_cast<const uint4*>(call.staged(static_cast<Component>(i % 2), i / 2));
+    auto* const to = reinterpret_cast<uint4*>(call.device.view.pages.base) + place.unit;
+    for (uint32_t u = lane_index(); u < place.units; u += kWarpLanes) to[u] = from[u];
   }
 };
 

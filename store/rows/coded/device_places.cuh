@@ -18,6 +18,7 @@ struct OpenEntries {
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
+    *call.left = 0;
     call.list_begins[0] = 0;
     for (int32_t l = 0; l < call.works.num_layers; ++l) {
       call.list_begins[l + 1] += call.list_begins[l];
@@ -36,7 +37,7 @@ struct OpenEntries {
       int32_t all = 0;
       draft.listed = listed + sum_before(cells, &all);
       if (i < call.works.count) call.entries[i * call.works.num_layers + l] = draft;
-      for (int32_t j = 0; j < kWarpLanes; ++j) {
+      for (int32_t j = 0; j < least(kWarpLanes, call.works.count - first); ++j) {
         const int32_t of_lane = __shfl_sync(kFullWarp, cells, j);
         const int32_t to = __shfl_sync(kFullWarp, draft.listed, j);
         for (int32_t b = lane_index(); b < of_lane; b += kWarpLanes) {
@@ -86,39 +87,11 @@ struct OpenEntries {
   }
 };
 
-// place_block() of 32 blocks at a time, in the order of lanes.
-struct PlacedUnits {
-  int32_t used, room;  // units before the next block, and behind it on its page
-  int32_t page_units;
-
-  __device__ PlacedUnits(int32_t begin, int32_t units_of_page)
-      : used(begin), room(units_of_page - begin % units_of_page), page_units(units_of_page) {}
-
-  // Where the lane's block goes.
-  __device__ int32_t add(int32_t units) {
-    int32_t all, at = 0, from = 0, base = 0;  // lanes below `from` have their places
-    const int32_t before = sum_before(units, &all);
-    while (true) {
-      const bool is_left = lane_index() >= from;
-      if (is_left) at = used + before - base;
-      const uint32_t beyond = __ballot_sync(kFullWarp, is_left && before + units - base > room);
-      if (beyond == 0) break;
-      from = lowest_bit(beyond);
-      base = __shfl_sync(kFullWarp, before, from);
-      used += room;
-      room = page_units;
-    }
-    used += all - base;
-    room -= all - base;
-    return at;
-  }
-};
-
 // A CTA for an entry: places of its blocks, counts from the layer's first unit on, and what the
-// table's row is to hold. A warp adds up, from shared memory.
+// table's row is to hold.
 struct PlaceBlocks {
-  static constexpr int32_t kThreads = 256, kChunk = 1024;
-  static constexpr int32_t kSharedBytes = 2 * kChunk * static_cast<int32_t>(sizeof(int32_t));
+  static constexpr int32_t kThreads = 1024;
+  static constexpr int32_t kSharedBytes = (3 * kThreads + kWarpLanes + 2) * 4;
   CodedCall call;
 
   __device__ void operator()(uint8_t* shared) const {
@@ -130,51 +103,116 @@ struct PlaceBlocks {
   }
 
  private:
-  __device__ void place(int32_t e, int32_t* units) const {
+  static __device__ int32_t thread() { return static_cast<int32_t>(threadIdx.x); }
+  static __device__ int32_t threads() { return static_cast<int32_t>(blockDim.x); }
+
+  // Blocks that are placed at once, a thread's each.
+  struct Chunk {
+    int32_t* ends;   // [threads]: units up to the end of each block
+    int32_t* next;   // [threads]: where a page that begins with the block is full
+    int32_t* pages;  // [threads]: the first block of each page but the one that was begun
+    int32_t* sums;   // [32]: of the warps
+    int32_t* num_pages;
+    int32_t* used;  // before the chunk, then behind it
+
+    __device__ explicit Chunk(int32_t* of)
+        : ends(of),
+          next(of + kThreads),
+          pages(of + 2 * kThreads),
+          sums(of + 3 * kThreads),
+          num_pages(sums + kWarpLanes),
+          used(num_pages + 1) {}
+    // The first of the blocks [first, count) that ends behind `end`.
+    __device__ int32_t first_behind(int32_t first, int32_t count, int32_t end) const {
+      int32_t last = count;  // it is in [first, last]
+      while (first < last) {
+        const int32_t middle = (first + last) / 2;
+        if (ends[middle] > end) {
+          last = middle;
+        } else {
+          first = middle + 1;
+        }
+      }
+      return first;
+    }
+    __device__ void add_up(int32_t units) const {
+      int32_t all = 0;
+      int32_t end = sum_before(units, &all) + units;
+      if (lane_index() == 0) sums[thread() / kWarpLanes] = all;
+      __syncthreads();
+      for (int32_t w = 0; w < thread() / kWarpLanes; ++w) end += sums[w];
+      ends[thread()] = end;
+      __syncthreads();
+    }
+  };
+
+  // place_block() for a chunk. Returns where the thread's block goes.
+  __device__ int32_t place_chunk(const Chunk& chunk, int32_t count, int32_t units) const {
+    const int32_t page_units = call.device.shape.page_units, i = thread();
+    chunk.add_up(units);
+    const int32_t used = *chunk.used, room = page_units - used % page_units;
+    if (i < count) chunk.next[i] = chunk.first_behind(i, count, chunk.ends[i] - units + page_units);
+    __syncthreads();
+    if (i == 0) {
+      int32_t pages = 0;
+      for (int32_t b = chunk.first_behind(0, count, room); b < count; b = chunk.next[b]) {
+        chunk.pages[pages++] = b;
+      }
+      *chunk.num_pages = pages;
+    }
+    __syncthreads();
+    int32_t page = 0;  // how many begin with the block or before it
+    for (int32_t last = *chunk.num_pages; page < last;) {
+      const int32_t middle = (page + last) / 2;
+      if (chunk.pages[middle] <= i) {
+        page = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    const int32_t before = chunk.ends[i] - units;
+    if (page == 0) return used + before;
+    const int32_t first = chunk.pages[page - 1];
+    const int32_t units_before = first == 0 ? 0 : chunk.ends[first - 1];
+    return used + room + (page - 1) * page_units + before - units_before;
+  }
+
+  __device__ void place(int32_t e, int32_t* memory) const {
     const EntryDraft d = call.entries[e];
     const int32_t per_block = 2 * call.heads();
     const int32_t items = (d.end_block - d.first_block) * per_block;
     const int64_t first = call.cell(e, 0) * call.heads();
-    const auto thread = static_cast<int32_t>(threadIdx.x);
     if (d.failed != 0 || fails(e, items, first)) return;
-    int32_t* const at = units + kChunk;
-    PlacedUnits placed(d.begin, call.device.shape.page_units);
-    for (int32_t from = 0; from < items; from += kChunk) {
-      const int32_t count = least(kChunk, items - from);
-#pragma unroll 4
-      for (int32_t i = thread; i < (count + 31) / 32 * 32; i += kThreads) {
-        units[i] = units_of(e, from + i, items, first);
-      }
+    const Chunk chunk(memory);
+    if (thread() == 0) *chunk.used = d.begin;
+    for (int32_t from = 0; from < items; from += threads()) {
+      const int32_t count = least(threads(), items - from), item = from + thread();
+      const int32_t units = units_of(e, d, item, items, first);
+      const int32_t at = place_chunk(chunk, count, units);
       __syncthreads();
-      for (int32_t i = thread; thread < kWarpLanes && i < (count + 31) / 32 * 32; i += kWarpLanes) {
-        at[i] = placed.add(units[i]);
+      if (thread() >= count) continue;
+      call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at),
+                                                 static_cast<uint32_t>(units)};
+      if (item % per_block == per_block - 1) {
+        call.ends[call.cell(e, item / per_block)] = static_cast<uint32_t>(at + units);
       }
-      __syncthreads();
-#pragma unroll 4
-      for (int32_t i = thread; i < count; i += kThreads) {
-        const int32_t item = from + i;
-        call.places[item % 2][first + item / 2] = {static_cast<uint32_t>(at[i]),
-                                                   static_cast<uint32_t>(units[i])};
-        if (item % per_block == per_block - 1) {
-          call.ends[call.cell(e, item / per_block)] = static_cast<uint32_t>(at[i] + units[i]);
-        }
-      }
-      __syncthreads();
+      if (thread() == count - 1) *chunk.used = at + units;
     }
-    if (thread != 0) return;
+    __syncthreads();
+    if (thread() != 0) return;
     const int32_t sequence = e / call.works.num_layers;
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t row = sequence * call.device.view.pages.allocator.shape.table.rows_per_sequence +
                         layer * call.device.view.pages.rows_per_layer;
-    call.counts.target[row].of[0] = placed.used;
+    call.counts.target[row].of[0] = *chunk.used;
     if (call.hints != nullptr && (call.hints[e] & kRewritesEntry) != 0) {
       call.counts.kept[row].of[0] = d.begin;
     }
   }
   // The units of item i of the entry. Items behind the last one have 0.
-  __device__ int32_t units_of(int32_t e, int32_t i, int32_t items, int64_t first) const {
+  __device__ int32_t units_of(int32_t e, const EntryDraft& d, int32_t i, int32_t items,
+                              int64_t first) const {
     if (i >= items) return 0;
-    const EntryDraft& d = call.entries[e];
     if (d.form == EntryForm::kCoded) {
       return static_cast<int32_t>(call.places[i % 2][first + i / 2].units);
     }
@@ -188,10 +226,9 @@ struct PlaceBlocks {
     const int64_t layer = e % call.works.num_layers;
     const StatusCode* status =
         call.status + (layer * call.layer_cells() + call.entries[e].listed) * call.heads() * 2;
-    const auto thread = static_cast<int32_t>(threadIdx.x);
     bool is_fine = true;
 #pragma unroll 4
-    for (int32_t i = thread; i < items; i += kThreads) {
+    for (int32_t i = thread(); i < items; i += threads()) {
       const StatusCode code = status[i];
       if (code == StatusCode::kOk) continue;
       report_fault(call.device.fault,
@@ -201,10 +238,10 @@ struct PlaceBlocks {
     }
     if (__syncthreads_and(is_fine) != 0) return false;
     // Without room write() leaves memory as it is.
-    for (int32_t i = thread; i < items; i += kThreads) {
+    for (int32_t i = thread(); i < items; i += threads()) {
       call.places[i % 2][first + i / 2].units = 0;
     }
-    if (thread == 0) call.entries[e].failed = 1;
+    if (thread() == 0) call.entries[e].failed = 1;
     return true;
   }
 };
@@ -234,29 +271,6 @@ struct RelocateBlocks {
         if (refs[b].offset / units != static_cast<uint32_t>(copy.source)) continue;
         refs[b].offset = static_cast<uint32_t>(copy.target) * units + refs[b].offset % units;
       }
-    }
-  }
-};
-
-// Places of the layer to places of the pool. A thread for a block and component.
-struct ResolvePlaces {
-  static constexpr int32_t kThreads = 128;
-  CodedCall call;
-
-  __device__ void operator()(uint8_t*) const {
-    if (is_off(call)) return;
-    const DevicePagesView& pages = call.device.view.pages;
-    const auto units = static_cast<uint32_t>(call.device.shape.page_units);
-    const CellGroup all{0, call.works.num_layers * call.layer_cells()};
-    const int64_t rows = int64_t{cells_of_group(call, all)} * call.heads();
-    for (int64_t i = thread_of_grid(); i < 2 * rows; i += threads_of_grid()) {
-      const auto row = static_cast<int32_t>(i / 2);
-      const CellOf cell = cell_of(call, all, row / call.heads());
-      if (cell.entry < 0 || call.entries[cell.entry].failed != 0) continue;
-      WeightedPlace& place = call.places[i % 2][cell.cell * call.heads() + row % call.heads()];
-      const int32_t page = page_at(pages.allocator, pages.row(cell.slot, cell.layer, 0), 0,
-                                   static_cast<int32_t>(place.unit / units));
-      place.unit = static_cast<uint32_t>(page) * units + place.unit % units;
     }
   }
 };
@@ -301,7 +315,7 @@ struct WriteRawBlocks {
   }
 };
 
-// Writes into the slots where the new blocks are: gridDim.y CTAs share an entry.
+// Writes into the slots what holds of the new blocks together. A CTA for an entry.
 struct FinishEntries {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
@@ -318,19 +332,12 @@ struct FinishEntries {
  private:
   __device__ void finish(int32_t e, const EntryDraft& d) const {
     const CodedDevice& device = call.device;
-    const auto thread = static_cast<int32_t>(blockIdx.y * blockDim.x + threadIdx.x);
-    const auto threads = static_cast<int32_t>(gridDim.y * blockDim.x);
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const auto threads = static_cast<int32_t>(blockDim.x);
     const int32_t slot = call.works.slots[e / call.works.num_layers], heads = call.heads();
     const int32_t layer = call.works.first_layer + e % call.works.num_layers;
     const int32_t blocks = d.end_block - d.first_block;
     const int64_t first = call.cell(e, 0);
-#pragma unroll 4
-    for (int32_t i = thread; i < blocks * heads * 2; i += threads) {
-      const int32_t b = i / (2 * heads), kv_head = i / 2 % heads;
-      const WeightedPlace place = call.places[i % 2][(first + b) * heads + kv_head];
-      device.refs(slot, layer, kv_head, static_cast<Component>(i % 2))[d.first_block + b] = {
-          place.unit, place.units};
-    }
     for (int32_t b = thread; b < blocks; b += threads) {
       device.ends(slot, layer)[d.first_block + b] = call.ends[first + b];
     }

@@ -71,8 +71,37 @@ TKV_HD Importance token_importance_of(const CodedCall& call, const CellOf& cell,
   return ring_importance(*reinterpret_cast<const RawScore*>(row + raw.score_byte(position)));
 }
 
+// The positions of a cell about which nothing is decided yet.
+TKV_HD Positions undecided(const CodedCall& call, const CellOf& cell) {
+  const EntryDraft& draft = call.entries[cell.entry];
+  const Positions at = tokens_of(call, cell);
+  return {most(at.first, most(draft.waited, draft.coded)), at.end};
+}
+TKV_HD LogMean log_of(const Importance& known) {
+  return is_averaged(known) ? log_mean_of(known.value) : LogMean{};
+}
+// The sums of `lanes` neighbours, in all of them.
+__device__ inline LogMean sum_of(LogMean mine, int32_t lanes) {
+  for (int32_t i = 1; i < lanes; i *= 2) {
+    mine.add(
+        {__shfl_xor_sync(kFullWarp, mine.seen, i), 0, __shfl_xor_sync(kFullWarp, mine.logs, i)});
+  }
+  return mine;
+}
+// What the undecided tokens of a cell add to the row's mean. By a warp.
+__device__ inline LogMean added_mean(const CodedCall& call, const CellOf& cell, int32_t kv_head) {
+  LogMean mine;
+  if (call.device.layers[cell.layer].is_raw != 0) return mine;
+  const Positions range = undecided(call, cell);
+  for (int32_t p = range.first + lane_index(); p < range.end; p += kWarpLanes) {
+    mine.add(log_of(token_importance_of(call, cell, kv_head, p)));
+  }
+  return sum_of(mine, kWarpLanes);
+}
+
 // A CTA for a (cell, kv_head): elements of new tokens, G of those in raw blocks, the range that the
-// encoder takes. Reports elements of the chunk that fp16 does not hold.
+// encoder takes, what the block adds to the row's mean. Reports elements of the chunk that fp16
+// does not hold.
 struct GatherTokens {
   static constexpr int32_t kThreads = 256;
   CodedCall call;
@@ -118,7 +147,10 @@ struct GatherTokens {
       words[t][0] = waited[t];
       words[t][1] = words[t][2] = words[t][3] = 0;
     }
+    if (thread >= kWarpLanes) return;
+    const LogMean added = added_mean(call, cell, kv_head);
     if (thread != 0) return;
+    call.sums[cell.cell * heads() + kv_head] = added;
     WeightedRange range;
     if (coded) {
       range.at = int64_t{row} * kBlockTokens * dims;
@@ -167,96 +199,48 @@ struct GatherTokens {
   }
 };
 
-// A CTA for a row: exponents of new tokens, as CodedRows::decide(). Each warp takes a block, and
-// they go on together. Shared memory: the sums of the warps' blocks.
+// A warp for a (cell, kv_head): exponents of its new tokens, as CodedRows::decide(). GatherTokens has
+// left what each block adds to the row's mean.
 struct DecideExponents {
-  static constexpr int32_t kThreads = 512;
-  static constexpr int32_t kWarps = kThreads / kWarpLanes;
-  static constexpr int32_t kSharedBytes = kWarps * static_cast<int32_t>(sizeof(LogMean));
+  static constexpr int32_t kThreads = 128;
   CodedCall call;
   CellGroup group;
 
-  __device__ void operator()(uint8_t* shared) const {
+  __device__ void operator()(uint8_t*) const {
     if (is_loaded(call)) return;
     const int32_t heads = call.heads(), items = cells_of_group(call, group) * heads;
-    for (auto i = static_cast<int32_t>(blockIdx.x); i < items;
-         i += static_cast<int32_t>(gridDim.x)) {
-      decide_row(i / heads, i % heads, reinterpret_cast<LogMean*>(shared));
+    for (int32_t i = warp_of_grid(); i < items; i += warps_of_grid()) {
+      decide_cell(i / heads, i % heads);
     }
   }
 
  private:
-  __device__ static int32_t warp() { return static_cast<int32_t>(threadIdx.x) / kWarpLanes; }
-
-  // The blocks of an entry, if the first of them in the group is the cell of this index.
-  __device__ void decide_row(int32_t index, int32_t kv_head, LogMean* sums) const {
-    const CellOf first = cell_of(call, group, index);
-    if (first.entry < 0) return;
-    if (index > 0 && cell_of(call, group, index - 1).entry == first.entry) return;
-    CodedRowState* const draft = call.rows + int64_t{first.entry} * call.heads() + kv_head;
-    const bool fresh = first.block == call.entries[first.entry].first_block;
-    const CodedRowState* const state = device_state(first, kv_head);
-    LogMean mean = fresh ? state->mean : draft->mean;
-    const int32_t last = least(call.entries[first.entry].end_block - first.block,
-                               cells_of_group(call, group) - index);
-    for (int32_t turn = 0; turn < last; turn += kWarps) {
-      CellOf cell = first;
-      cell.block += turn + warp();
-      cell.cell += turn + warp();
-      const bool is_there = turn + warp() < last && call.device.layers[cell.layer].is_raw == 0;
-      const Positions range = is_there ? undecided(cell) : Positions{0, 0};
-      const LogMean mine = mean_of(cell, kv_head, range);
-      __syncthreads();
-      if (lane_index() == 0) sums[warp()] = mine;
-      __syncthreads();
-      LogMean before = mean;
-      for (int32_t w = 0; w < kWarps; ++w) {
-        mean.add(sums[w]);
-        if (w < warp()) before.add(sums[w]);
-      }
-      if (turn + warp() < last) {
-        decide_block(index + turn + warp(), cell, kv_head, is_there, before);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (fresh) *draft = *state;
-    draft->mean = mean;
-  }
-  __device__ const CodedRowState* device_state(const CellOf& cell, int32_t kv_head) const {
-    return call.device.state<CodedRowState>(cell.slot, cell.layer,
-                                            call.device.shape.row_byte(kv_head));
-  }
-  // The positions of a cell about which nothing is decided yet.
-  __device__ Positions undecided(const CellOf& cell) const {
+  __device__ void decide_cell(int32_t index, int32_t kv_head) const {
+    const CellOf cell = cell_of(call, group, index);
+    if (cell.entry < 0) return;
     const EntryDraft& draft = call.entries[cell.entry];
-    const Positions at = tokens_of(call, cell);
-    return {most(at.first, most(draft.waited, draft.coded)), at.end};
-  }
-
-  __device__ static LogMean log_of(const Importance& known) {
-    return is_averaged(known) ? log_mean_of(known.value) : LogMean{};
-  }
-  // The sums of the lanes that `lanes` names, in all of them.
-  __device__ static LogMean sum_of(LogMean mine, int32_t lanes) {
-    for (int32_t i = 1; i < lanes; i *= 2) {
-      mine.add(
-          {__shfl_xor_sync(kFullWarp, mine.seen, i), 0, __shfl_xor_sync(kFullWarp, mine.logs, i)});
+    const auto* const state = call.device.state<CodedRowState>(
+        cell.slot, cell.layer, call.device.shape.row_byte(kv_head));
+    const int32_t before = cell.block - draft.first_block;
+    const LogMean* const own = call.sums + cell.cell * call.heads() + kv_head;
+    LogMean mean;
+    for (int32_t b = 1 + lane_index(); b <= before; b += kWarpLanes) {
+      mean.add(own[-int64_t{b} * call.heads()]);
     }
-    return mine;
-  }
-  __device__ LogMean mean_of(const CellOf& cell, int32_t kv_head, Positions range) const {
-    LogMean mine;
-    for (int32_t p = range.first + lane_index(); p < range.end; p += kWarpLanes) {
-      mine.add(log_of(token_importance_of(call, cell, kv_head, p)));
-    }
-    return sum_of(mine, kWarpLanes);
+    mean = sum_of(mean, kWarpLanes);
+    mean.add(state->mean);
+    decide_block(index, cell, kv_head, call.device.layers[cell.layer].is_raw == 0, mean);
+    if (cell.block + 1 != draft.end_block || lane_index() != 0) return;
+    CodedRowState made = *state;
+    made.mean = mean;
+    made.mean.add(*own);
+    call.rows[int64_t{cell.entry} * call.heads() + kv_head] = made;
   }
 
   // Two tiles at once, half a warp each. `mean` is of the row's tokens before the block.
   __device__ void decide_block(int32_t index, const CellOf& cell, int32_t kv_head, bool is_coded,
                                LogMean mean) const {
-    const Positions range = undecided(cell);
+    const Positions range = undecided(call, cell);
     const int32_t begin = tokens_of(call, cell).first;
     uint8_t(*const words)[4] =
         call.decided + (int64_t{index} * call.heads() + kv_head) * kBlockTokens;
