@@ -119,6 +119,7 @@ inline constexpr float kQuickBias = 0x1.8p23f;
 inline constexpr uint32_t kQuickBits =
     0x4b400000u;  // of the bias; code bits are these and the code
 inline constexpr uint32_t kNoQuickCode = 0;
+inline constexpr uint32_t kPaddingBits = 1;  // where there is no token
 inline constexpr float kSureOff = 0.5f - 0x1p-14f;
 inline constexpr int32_t kMostSureCode = 127;
 __device__ __forceinline__ int32_t quick_code(uint32_t bits) {

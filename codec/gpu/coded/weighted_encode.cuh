@@ -277,8 +277,16 @@ __device__ __forceinline__ void encode_weighted_items(const WeightedEncode& call
                               shared + kEncodeCtaBytes + warp * bytes, kDims);
   const int64_t items = int64_t{2} * call.num_ranges * call.most_blocks;
   const int64_t stride = int64_t{gridDim.x} * warps;
-  // All keys before the values: the code for both would not fit into the instruction cache.
-  for (int64_t n = int64_t{blockIdx.x} * warps + warp; n < items; n += stride) {
+  // All keys before the values: the code for both would not fit into the instruction cache. But
+  // where each item has a warp of its own, half of a CTA takes values, so that all SMs have as much
+  // to do.
+  int64_t n = int64_t{blockIdx.x} * warps + warp;
+  if (items <= stride && warps % 2 == 0) {
+    const int32_t half = warps / 2;
+    const int64_t own = int64_t{blockIdx.x} * half + warp % half;
+    n = own >= items / 2 ? items : own + (warp < half ? 0 : items / 2);
+  }
+  for (; n < items; n += stride) {
     const int64_t i = n < items / 2 ? 2 * n : 2 * (n - items / 2) + 1;
     const WeightedItem item = weighted_item(call, i);
     const auto* books = reinterpret_cast<const SharedBook*>(shared);

@@ -140,6 +140,17 @@ struct StreamSink {
       both[r] = __byte_perm(codes[r][0], codes[r][1], 0x5410);
       all &= word[r] != 0;
     }
+    // Padding gets the shortest word. The lowest codes that the lane has had leave its range alone.
+    if (!all && range.low != CodeRange().low) {
+      all = true;
+#pragma unroll
+      for (int32_t r = 0; r < kPairsPerFragment; ++r) {
+        if (codes[r][0] == kPaddingBits && codes[r][1] == kPaddingBits) {
+          word[r] = words[book.cheapest[0]], both[r] = range.low;
+        }
+        all &= word[r] != 0;
+      }
+    }
     // Little code, because it is seldom in the instruction cache.
 #pragma unroll 1
     while (!all) {

@@ -13,7 +13,7 @@
 
 namespace tierkv {
 
-// Bits of a lane's codes in a fragment; kNoQuickCode of padding and of what is no code.
+// Bits of a lane's codes in a fragment; kPaddingBits of padding, kNoQuickCode of what is no code.
 using QuickFragment = uint32_t[kPairsPerFragment][2];
 
 // kFolded: RoPE in halves over the whole head, by aligned tables.
@@ -145,7 +145,7 @@ struct TileReader {
     for (int32_t i = 0; i < 2 * kPairsPerFragment; ++i) {
       const int32_t r = i / 2, h = i % 2, t = tile * kTileTokens + token_of(r, h);
       if (t >= job.tokens) {
-        codes[r][h] = kNoQuickCode;
+        codes[r][h] = kPaddingBits;
       } else if (t < job.coded) {
         codes[r][h] =
             kQuickBits + static_cast<uint32_t>(int32_t{static_cast<int16_t>(words[r] >> (16 * h))});

@@ -103,14 +103,21 @@ __global__ void __launch_bounds__(kAppendThreads)
   LayerTokens to = c.to[static_cast<int64_t>(sequence) * c.stride];
   to.tokens += c.added;
   const int32_t first_in_ring = ring_first(c.laws, to), first = to.tokens - n;
+  constexpr int32_t kLoads = 4;  // of a thread, in flight
   const int32_t pairs = c.raw.head_dim / 2;
   uint8_t* raw = c.memory.raw(slot, c.layer) + static_cast<int64_t>(kv_head) * c.raw.row_bytes;
   auto code = StatusCode::kOk;
   const auto is_kept = [&](int32_t position) {
     return position < c.laws.sink_tokens || position >= first_in_ring;
   };
-  for (int32_t begin = static_cast<int32_t>(blockIdx.y) * kAppendTokens; begin < n;
-       begin += static_cast<int32_t>(gridDim.y) * kAppendTokens) {
+  // Tiles of tokens of which none is kept are passed over, unless something is to be checked.
+  const bool looks_at_all = !c.is_checked || c.chunk.significance != nullptr;
+  const int32_t sink_tiles = most(0, c.laws.sink_tokens - first + kAppendTokens - 1) / kAppendTokens;
+  const int32_t ring_tile = most(sink_tiles, (first_in_ring - first) / kAppendTokens);
+  for (auto tile = static_cast<int32_t>(blockIdx.y);; tile += static_cast<int32_t>(gridDim.y)) {
+    const bool is_behind = !looks_at_all && tile >= sink_tiles;
+    const int32_t begin = (is_behind ? tile - sink_tiles + ring_tile : tile) * kAppendTokens;
+    if (begin >= n) break;
     const int32_t count = least(kAppendTokens, n - begin);
     if (first + begin < first_in_ring && !c.is_checked) {
       const StatusCode found = check_tokens(c, row, begin, count);
@@ -118,18 +125,29 @@ __global__ void __launch_bounds__(kAppendThreads)
     }
     const bool any_kept =
         first + begin < c.laws.sink_tokens || first + begin + count > first_in_ring;
-    for (int32_t j = thread; any_kept && j < count * pairs; j += kAppendThreads) {
-      const int32_t token = begin + j / pairs, dim = j % pairs * 2, position = first + token;
-      if (!is_kept(position)) continue;
-      const int64_t from = chunk_element(c, row, token) + dim;
-      const uint32_t k = *reinterpret_cast<const uint32_t*>(c.chunk.k + from);
-      const uint32_t v = *reinterpret_cast<const uint32_t*>(c.chunk.v + from);
-      const uint32_t x[4] = {checked_half(c.chunk.dtype, k & 0xffffu, &code),
-                             checked_half(c.chunk.dtype, k >> 16, &code),
-                             checked_half(c.chunk.dtype, v & 0xffffu, &code),
-                             checked_half(c.chunk.dtype, v >> 16, &code)};
-      write_pair(c, raw, Component::kKey, position, dim, x[0], x[1]);
-      write_pair(c, raw, Component::kValue, position, dim, x[2], x[3]);
+    for (int32_t j = thread; any_kept && j < count * pairs; j += kLoads * kAppendThreads) {
+      uint32_t k[kLoads], v[kLoads];
+#pragma unroll
+      for (int32_t i = 0; i < kLoads; ++i) {
+        const int32_t at = j + i * kAppendThreads;
+        if (at >= count * pairs) break;
+        const int64_t from = chunk_element(c, row, begin + at / pairs) + at % pairs * 2;
+        k[i] = *reinterpret_cast<const uint32_t*>(c.chunk.k + from);
+        v[i] = *reinterpret_cast<const uint32_t*>(c.chunk.v + from);
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kLoads; ++i) {
+        const int32_t at = j + i * kAppendThreads;
+        if (at >= count * pairs) break;
+        const int32_t position = first + begin + at / pairs;
+        if (!is_kept(position)) continue;
+        const uint32_t x[4] = {checked_half(c.chunk.dtype, k[i] & 0xffffu, &code),
+                               checked_half(c.chunk.dtype, k[i] >> 16, &code),
+                               checked_half(c.chunk.dtype, v[i] & 0xffffu, &code),
+                               checked_half(c.chunk.dtype, v[i] >> 16, &code)};
+        write_pair(c, raw, Component::kKey, position, at % pairs * 2, x[0], x[1]);
+        write_pair(c, raw, Component::kValue, position, at % pairs * 2, x[2], x[3]);
+      }
     }
     if (thread < count) {
       const int32_t token = begin + thread, position = first + token;

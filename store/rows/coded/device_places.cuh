@@ -137,11 +137,11 @@ struct PlaceBlocks {
     }
     __device__ void add_up(int32_t units) const {
       int32_t all = 0;
-      int32_t end = sum_before(units, &all) + units;
+      const int32_t end = sum_before(units, &all) + units;
       if (lane_index() == 0) sums[thread() / kWarpLanes] = all;
       __syncthreads();
-      for (int32_t w = 0; w < thread() / kWarpLanes; ++w) end += sums[w];
-      ends[thread()] = end;
+      (void)sum_before(lane_index() < thread() / kWarpLanes ? sums[lane_index()] : 0, &all);
+      ends[thread()] = end + all;
       __syncthreads();
     }
   };

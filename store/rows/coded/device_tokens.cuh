@@ -177,17 +177,32 @@ struct GatherTokens {
                                 uint16_t* to) const {
     const DeviceChunk& chunk = call.works.chunk;
     const int64_t i = cell.entry / call.works.num_layers;
-    const int32_t octets = call.head_dim() / 8;
+    constexpr int32_t kLoads = 4;  // in flight
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t octets = call.head_dim() / 8, rows = static_cast<int32_t>(blockDim.x) / octets;
+    if (thread >= rows * octets) return 0;
+    const int32_t last = range.count() - 1, column = thread % octets;
     const int64_t first = i * chunk.tokens + range.first - call.works.from[cell.entry].tokens;
     const auto* from = reinterpret_cast<const uint4*>(c == Component::kKey ? chunk.k : chunk.v) +
-                       (first * call.heads() + kv_head) * octets;
+                       (first * call.heads() + kv_head) * octets + column;
+    auto* const staged = reinterpret_cast<uint4*>(to) + column;
     int32_t largest = 0;
-    for (auto j = static_cast<int32_t>(threadIdx.x); j < range.count() * octets;
-         j += static_cast<int32_t>(blockDim.x)) {
-      uint4 x = from[int64_t{j / octets} * call.heads() * octets + j % octets];
-      largest = most(largest, largest_magnitude(x));
-      if (chunk.dtype == DType::kBFloat16) x = four_bfloats_to_halves(x);
-      reinterpret_cast<uint4*>(to)[j] = {finite(x.x), finite(x.y), finite(x.z), finite(x.w)};
+    for (int32_t row = thread / octets; row <= last; row += kLoads * rows) {
+      uint4 x[kLoads];
+#pragma unroll
+      for (int32_t n = 0; n < kLoads; ++n) {
+        x[n] = from[int64_t{least(row + n * rows, last)} * call.heads() * octets];
+      }
+#pragma unroll
+      for (int32_t n = 0; n < kLoads; ++n) {
+        const int32_t magnitude = largest_magnitude(x[n]);
+        largest = most(largest, magnitude);
+        if (chunk.dtype == DType::kBFloat16) x[n] = four_bfloats_to_halves(x[n]);
+        if (code_of_magnitude(chunk.dtype, magnitude) != StatusCode::kOk) {
+          x[n] = {finite(x[n].x), finite(x[n].y), finite(x[n].z), finite(x[n].w)};
+        }
+        if (row + n * rows <= last) staged[(row + n * rows) * octets] = x[n];
+      }
     }
     return largest;
   }
