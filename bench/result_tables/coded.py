@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over weighted blocks."""
-from .kit import markdown, number, result, table
+"""Attention over weighted blocks, and decoders of their codes alone."""
+from .kit import markdown, number, result, table, table_of
 
 
 @table
@@ -17,3 +17,14 @@ def weighted_attention():
     return (f"{r['gpu']}, commit {r['commit']}, {r['q_heads']}/{r['kv_heads']} heads, {tokens}, "
             f"{r['replays']} replays.\n\n" +
             markdown(["kernel", "head_dim", "layer", "shape", "bits a code", "warps", "floor us", "us: median [p10, p90]", "T codes/s"], rows))
+
+
+@table_of("tree.json")
+def tree_decoders():
+    r = result("tree.json")
+    # A byte is written for each code.
+    rows = [[m["name"], m["shape"], f"{m['median_us']:.1f} [{m['p10_us']:.1f}, {m['p90_us']:.1f}]",
+             f"{m['bytes_written'] / m['median_us'] * 1e-3:.0f}", f"{m['bytes_read'] / m['median_us'] * 1e-3:.0f}"]
+            for m in r["results"] if not m["name"].startswith("copy")]
+    return (f"{r['gpu']}, commit {r['commit'][:7]}, {r['replays']} replays.\n\n" +
+            markdown(["decoder", "of", "us: median [p10, p90]", "G codes/s", "GB/s of blocks"], rows))
