@@ -21,20 +21,7 @@ TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Compone
                                             at.bit / 8);
 }
 
-// An element of the caller's chunk, fp16; what is not finite is 0.
-TKV_HD uint16_t chunk_element(const CodedCall& call, int32_t entry, Component c, int32_t kv_head,
-                              int32_t token, int32_t d) {
-  const DeviceChunk& chunk = call.works.chunk;
-  const int64_t i = entry / call.works.num_layers;
-  const uint16_t* x = c == Component::kKey ? chunk.k : chunk.v;
-  const uint16_t bits =
-      x[((i * chunk.tokens + token) * call.heads() + kv_head) * call.head_dim() + d];
-  const uint16_t half =
-      chunk.dtype == DType::kFloat16 ? bits : float_to_half(bfloat16_to_float(bits));
-  return is_finite(half_to_float(half)) ? half : uint16_t{0};
-}
-
-// An element of a raw token that is no sink.
+// An element of a raw token that is no sink and not in the chunk.
 TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Component c,
                               int32_t kv_head, int32_t position, int32_t d) {
   const EntryDraft& draft = call.entries[cell.entry];
@@ -42,10 +29,6 @@ TKV_HD uint16_t token_element(const CodedCall& call, const CellOf& cell, Compone
     const int32_t t = position - call.device.shape.first_of(cell.block);
     return raw_tile_element(old_block(call, cell, kv_head, c) + kBlockTokens, call.head_dim(), c, t,
                             d);
-  }
-  const int32_t held = call.works.from[cell.entry].tokens;
-  if (position >= held) {
-    return chunk_element(call, cell.entry, c, kv_head, position - held, d);
   }
   const RawLayout& raw = call.device.view.raw;
   const uint8_t* row =
@@ -125,7 +108,7 @@ struct GatherTokens {
     const Positions at = tokens_of(call, cell);
     const int32_t dims = call.head_dim(), first = most(at.first, draft.coded);
     const auto threads = static_cast<int32_t>(blockDim.x);
-    const int32_t apart = chunk_begins(cell, at, first);
+    const int32_t apart = least(at.end, most(first, call.works.from[cell.entry].tokens));
     int32_t largest = 0;
     for (const Component c : {Component::kKey, Component::kValue}) {
       uint16_t* const to = call.staged(c, row) + (first - at.first) * dims;
@@ -164,14 +147,6 @@ struct GatherTokens {
   }
   __device__ int32_t heads() const { return call.heads(); }
 
-  // The first position whose tokens and all behind it are copied 16 bytes at a time.
-  __device__ int32_t chunk_begins(const CellOf& cell, Positions at, int32_t first) const {
-    const DeviceChunk& chunk = call.works.chunk;
-    const auto address =
-        reinterpret_cast<uintptr_t>(chunk.k) | reinterpret_cast<uintptr_t>(chunk.v);
-    if (chunk.k == nullptr || address % 16 != 0) return at.end;
-    return least(at.end, most(first, call.works.from[cell.entry].tokens));
-  }
   // Returns the largest magnitude of what the thread copied.
   __device__ int32_t copy_chunk(const CellOf& cell, Component c, int32_t kv_head, Positions range,
                                 uint16_t* to) const {
