@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   };
   // Tiles of tokens of which none is kept are passed over, unless something is to be checked.
   const bool looks_at_all = !c.is_checked || c.chunk.significance != nullptr;
-  const int32_t sink_tiles = most(0, c.laws.sink_tokens - first + kAppendTokens - 1) / kAppendTokens;
+  const int32_t sink_tiles =
+      most(0, c.laws.sink_tokens - first + kAppendTokens - 1) / kAppendTokens;
   const int32_t ring_tile = most(sink_tiles, (first_in_ring - first) / kAppendTokens);
   for (auto tile = static_cast<int32_t>(blockIdx.y);; tile += static_cast<int32_t>(gridDim.y)) {
     const bool is_behind = !looks_at_all && tile >= sink_tiles;

@@ -189,8 +189,8 @@ struct GatherTokens {
   }
 };
 
-// A warp for a (cell, kv_head): exponents of its new tokens, as CodedRows::decide(). GatherTokens has
-// left what each block adds to the row's mean.
+// A warp for a (cell, kv_head): exponents of its new tokens, as CodedRows::decide(). GatherTokens
+// has left what each block adds to the row's mean.
 struct DecideExponents {
   static constexpr int32_t kThreads = 128;
   CodedCall call;
@@ -209,8 +209,8 @@ struct DecideExponents {
     const CellOf cell = cell_of(call, group, index);
     if (cell.entry < 0) return;
     const EntryDraft& draft = call.entries[cell.entry];
-    const auto* const state = call.device.state<CodedRowState>(
-        cell.slot, cell.layer, call.device.shape.row_byte(kv_head));
+    const auto* const state = call.device.state<CodedRowState>(cell.slot, cell.layer,
+                                                               call.device.shape.row_byte(kv_head));
     const int32_t before = cell.block - draft.first_block;
     const LogMean* const own = call.sums + cell.cell * call.heads() + kv_head;
     LogMean mean;
