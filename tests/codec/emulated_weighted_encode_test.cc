@@ -264,6 +264,13 @@ TEST_F(EmulatedWeighted, BadInputIsReportedByBlock) {
   not_pairs.keys.codebook.mode = BlockMode::kSingle;
   not_pairs.run();
   EXPECT_EQ(not_pairs.status[0], StatusCode::kUnsupported);
+  // Words that are longer than the call says would not fit into the warps' memory.
+  EncodeRun too_long(world);
+  for (DeviceBook& book : too_long.call.books) {
+    book.max_length = too_long.keys.codebook.max_length - 1;
+  }
+  too_long.run();
+  EXPECT_EQ(too_long.status[0], StatusCode::kUnsupported);
 }
 
 // Codes that are vouched for are the law's, next to where it rounds the other way too; and most

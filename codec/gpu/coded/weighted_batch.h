@@ -46,7 +46,7 @@ struct DeviceWeightedRows {
 // The codebook of a component: of pairs, with at most 32 levels.
 struct DeviceBook {
   const DeviceCodebook* codebook = nullptr;
-  int32_t max_length = 12;  // of its words
+  int32_t max_length = 12;  // at least that of its words; else kUnsupported
 
   Status validate() const;
 };
