@@ -138,7 +138,7 @@ TEST_F(WeightedAttentionTest, EveryNumberOfCopiesGivesTheSameBits) {
 // Bytes and references at random: their row fails or is as before, the others are bit for bit the
 // same.
 TEST_F(WeightedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
-  int32_t failed = 0;
+  int32_t bytes = 0, noticed = 0;
   constexpr int32_t kRounds = 200;
   for (int32_t round = 0; round < kRounds; ++round) {
     Shape shape;
@@ -165,21 +165,28 @@ TEST_F(WeightedAttentionTest, CorruptBlocksHarmTheirOwnRowOnly) {
     }
     const Attended after = attend_on_gpu(w, 4);
     const auto values = static_cast<size_t>(shape.columns * shape.head_dim);
+    const bool is_noticed = after.status[victim] != StatusCode::kOk;
+    if (kind < 2) {
+      EXPECT_TRUE(is_noticed) << "round " << round << ": a wrong reference";
+    } else {
+      ++bytes, noticed += is_noticed ? 1 : 0;
+    }
     for (size_t r = 0; r < w.rows.size(); ++r) {
       const uint16_t* now = after.out.data() + r * values;
       if (r != victim) {
         ASSERT_EQ(after.status[r], StatusCode::kOk) << "round " << round;
         ASSERT_TRUE(std::equal(now, now + values, before.out.data() + r * values))
             << "round " << round << " row " << r;
-      } else if (after.status[r] != StatusCode::kOk) {
-        ++failed;
+      } else if (is_noticed) {
         ASSERT_EQ(after.status[r], StatusCode::kCorrupt);
         ASSERT_TRUE(std::all_of(now, now + values, [](uint16_t x) { return x == 0; }));
       }
     }
   }
-  std::printf("%d of %d corrupt blocks noticed\n", failed, kRounds);
-  EXPECT_GT(failed, kRounds / 2);
+  std::printf("%d of %d wrong bytes noticed\n", noticed, bytes);
+  // Of about 150 bytes two fifths are noticed, with a standard deviation of 6: an eighth is seven
+  // of them away. Other bytes give other codes in streams that end where they should.
+  EXPECT_GT(8 * noticed, bytes);
 }
 
 // As on devices with 99 KB of shared memory for a CTA.
