@@ -69,7 +69,7 @@ __device__ inline void load_books(const WeightedEncode& call, uint8_t* shared) {
     const bool usable = (book.streams_per_lane == 1 || book.streams_per_lane == 2) &&
                         book.mode == BlockMode::kPair &&
                         book.component == static_cast<Component>(c) && book.levels >= 2 &&
-                        book.levels <= 32 && book.max_length <= longest_word(call);
+                        book.levels <= 32 && book.max_length <= call.books[c].max_length;
     const int32_t symbols = usable ? min(book.levels * book.levels, kMaxSymbols) : 0;
     for (int32_t i = thread; i < symbols; i += threads) words[c * kMaxSymbols + i] = book.words[i];
     if (thread != 0) continue;

@@ -99,6 +99,9 @@ struct RawAppendCall {
   DeviceChunk chunk;
   bool is_checked = false;  // the row format has checked the tokens that go into the body
   DeviceFault* fault = nullptr;
+
+  // Whether something is to be checked about tokens that are not kept.
+  TKV_HD bool looks_at_all() const { return !is_checked || chunk.significance != nullptr; }
 };
 
 struct RawAttendCall {

@@ -8,9 +8,8 @@
 namespace tierkv::store {
 
 Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream stream) {
-  // Tokens that are not kept are passed over, unless something is to be checked about each.
-  const bool looks_at_all = !call.is_checked || call.chunk.significance != nullptr;
-  const int32_t most_ctas = looks_at_all ? 65535 : 16;
+  // Sinks and ring are a few pieces.
+  const int32_t most_ctas = call.looks_at_all() ? 65535 : 16;
   const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;
   const dim3 grid(static_cast<uint32_t>(count * call.num_kv_heads),
                   static_cast<uint32_t>(std::min(pieces, most_ctas)));

@@ -110,13 +110,13 @@ __global__ void __launch_bounds__(kAppendThreads)
   const auto is_kept = [&](int32_t position) {
     return position < c.laws.sink_tokens || position >= first_in_ring;
   };
-  // Tiles of tokens of which none is kept are passed over, unless something is to be checked.
-  const bool looks_at_all = !c.is_checked || c.chunk.significance != nullptr;
+  // Tiles between those of the sinks and of the ring are passed over where nothing is to be
+  // checked.
   const int32_t sink_tiles =
       most(0, c.laws.sink_tokens - first + kAppendTokens - 1) / kAppendTokens;
   const int32_t ring_tile = most(sink_tiles, (first_in_ring - first) / kAppendTokens);
   for (auto tile = static_cast<int32_t>(blockIdx.y);; tile += static_cast<int32_t>(gridDim.y)) {
-    const bool is_behind = !looks_at_all && tile >= sink_tiles;
+    const bool is_behind = !c.looks_at_all() && tile >= sink_tiles;
     const int32_t begin = (is_behind ? tile - sink_tiles + ring_tile : tile) * kAppendTokens;
     if (begin >= n) break;
     const int32_t count = least(kAppendTokens, n - begin);
