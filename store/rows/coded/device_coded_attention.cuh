@@ -60,7 +60,7 @@ Status DeviceCodedRows<Machine>::bind_attention() {
   std::vector<WeightedTurns> made;
   std::vector<int32_t> turns_of(layers(), -1);
   if (Status s = make_turns(&made, &turns_of); !s) return s;
-  std::vector<std::pair<uint16_t*, float*>> at(made.size());
+  std::vector<std::pair<uint16_t*, uint16_t*>> at(made.size());
   const auto carve = [&](Carving* memory) {
     attended_rows_ = memory->take<CodedRow>(rows);
     item_count_ = memory->take<int32_t>(1);
@@ -68,7 +68,7 @@ Status DeviceCodedRows<Machine>::bind_attention() {
     workspace_ = memory->take<uint8_t>(workspace);
     for (size_t i = 0; i < made.size(); ++i) {
       at[i].first = memory->take<uint16_t>(static_cast<int64_t>(made[i].place.size()));
-      at[i].second = memory->take<float>(static_cast<int64_t>(made[i].block.size()));
+      at[i].second = memory->take<uint16_t>(static_cast<int64_t>(made[i].block.size()));
     }
   };
   Carving sizes{nullptr};
@@ -82,12 +82,12 @@ Status DeviceCodedRows<Machine>::bind_attention() {
   carve(&memory);
   for (size_t i = 0; i < made.size(); ++i) {
     const std::vector<uint16_t>& place = made[i].place;
-    const std::vector<float>& block = made[i].block;
+    const std::vector<uint16_t>& block = made[i].block;
     Status of_place =
         machine_.upload(at[i].first, place.data(), static_cast<int64_t>(2 * place.size()));
     if (!of_place) return of_place;
     Status of_block =
-        machine_.upload(at[i].second, block.data(), static_cast<int64_t>(4 * block.size()));
+        machine_.upload(at[i].second, block.data(), static_cast<int64_t>(2 * block.size()));
     if (!of_block) return of_block;
   }
   weighted_.assign(layers(), WeightedRows{});
@@ -101,7 +101,6 @@ Status DeviceCodedRows<Machine>::bind_attention() {
     w.place_turns = at[turns_of[l]].first;
     w.block_turns = at[turns_of[l]].second;
     w.num_block_turns = rope.blocks;
-    w.rotary_dims = 2 * rope.pairs;
     w.pairing = rope.pairing;
   }
   return Status::ok();
