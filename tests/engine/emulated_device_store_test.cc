@@ -9,8 +9,8 @@
 #include "store/place/device/device_setup.cu"
 #include "store/place/device/device_transfer.cu"
 #include "store/place/device/raw_attend_kernel.cuh"
-#include "store/rows/coded/device_coded_format.cuh"
-#include "tests/engine/support/emulated_machine.h"
+#include "store/rows/coded/device_coded_rows.cuh"
+#include "tests/engine/support/emulated_attention.h"
 #include "tests/engine/support/emulated_rows.h"
 #include "tests/gpu/store/kv_store_twins.cuh"
 
@@ -62,8 +62,8 @@ Result<std::unique_ptr<DeviceRowFormat>> make_device_row_format(const StoreConfi
   if (std::holds_alternative<ChannelFormat>(config.format)) {
     return test::emulated_channel_rows(config, *static_cast<const ChannelRows*>(host), &rng);
   }
-  return std::unique_ptr<DeviceRowFormat>(std::make_unique<DeviceCodedRows<EmulatedMachine>>(
-      config, static_cast<CodedRows*>(host), EmulatedMachine{}));
+  return std::unique_ptr<DeviceRowFormat>(
+      std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(host)));
 }
 
 Status launch_counts(CountCall call, const std::vector<int32_t>& slots, GpuStream) {

@@ -81,7 +81,10 @@ class CodedRows final : public RowFormat {
   // Means and steps of a row. keys [tokens, head_dim]: its first body tokens; read where it needs
   // tokens.
   Result<WeightedRow> fit_row(int32_t layer, int32_t kv_head, const std::vector<float>& keys) const;
-  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
+  // The same of all rows of a layer and, where `books` is not null, its codebooks, from its first
+  // blocks: [num_kv_heads, blocks].
+  Status fit_layer(int32_t layer, const std::vector<BlockTokens>& tokens,
+                   std::vector<WeightedRow>* rows, LayerBooks* books) const;
 
  private:
   // What becomes of one layer.
@@ -141,6 +144,7 @@ class CodedRows final : public RowFormat {
   // About positions of one tile.
   void decide(const RawTokens& tokens, int32_t kv_head, Positions range, CodedRowState* state,
               BlockTokens* out) const;
+  Status quantize(const WeightedRow& row, const BlockTokens& tokens, BlockCodes* out) const;
   // Codes that a block has already go before those of its new tokens.
   Status prepend(const BodyWork& work, int32_t kv_head, int32_t block, BlockCodes* codes) const;
   // Means, steps and, where the store has none, codebooks of a layer that is not fixed.

@@ -22,7 +22,7 @@
 #include "attention/coded/coded_attention.h"
 #include "codec/format/weighted_block_format.h"
 #include "codec/format/weighted_step.h"
-#include "store/engine/tokens.h"
+#include "store/place/raw_tokens.h"
 #include "store/rows/log_mean.h"
 #include "tierkv/layout.h"
 
@@ -117,5 +117,26 @@ struct DecidedExponents {
     return d;
   }
 };
+
+// About a token that leaves. What was seen in generation is taken against the row's geometric mean,
+// its tile included.
+TKV_HD DecidedExponents decide_exponents(const Importance& known, int32_t position,
+                                         const LogMean& mean) {
+  DecidedExponents decided;
+  switch (known.kind) {
+    case ImportanceKind::kUnknown:
+      break;
+    case ImportanceKind::kPrompt:
+      decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
+      break;
+    case ImportanceKind::kSeen:
+      decided.importance =
+          importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
+      break;
+    default:
+      decided = DecidedExponents::of(known.bits);
+  }
+  return decided;
+}
 
 }  // namespace tierkv::store

@@ -249,27 +249,9 @@ struct DecideExponents {
       mean.add(tile);
       mean.add(other);
       if (!is_mine) continue;
-      const uint32_t bits = is_coded ? decide(known, p, up_to_tile).bits() : 0;
+      const uint32_t bits = is_coded ? decide_exponents(known, p, up_to_tile).bits() : 0;
       for (int32_t i = 0; i < 4; ++i) words[p - begin][i] = static_cast<uint8_t>(bits >> (8 * i));
     }
-  }
-  __device__ static DecidedExponents decide(const Importance& known, int32_t position,
-                                            const LogMean& mean) {
-    DecidedExponents decided;
-    switch (known.kind) {
-      case ImportanceKind::kUnknown:
-        break;
-      case ImportanceKind::kPrompt:
-        decided.importance = importance_exponent(token_importance(position, known.value, 1.0));
-        break;
-      case ImportanceKind::kSeen:
-        decided.importance =
-            importance_exponent(double_div(static_cast<double>(known.value), mean.value()));
-        break;
-      default:
-        decided = DecidedExponents::of(known.bits);
-    }
-    return decided;
   }
 };
 

@@ -11,14 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "store/rows/coded/device_coded_format.cuh"
-#include "tests/engine/support/emulated_machine.h"
+#include "store/rows/coded/device_coded_rows.cuh"
+#include "tests/engine/support/emulated_attention.h"
 #include "tests/engine/support/feed.h"
 #include "tests/support/fresh_random.h"
 
 namespace tierkv::store::test {
-
-using Device = DeviceCodedRows<EmulatedMachine>;
 
 // A copy of what a store in host memory holds, as a device would hold it.
 class Copy {
@@ -190,8 +188,7 @@ class Shadowed final : public RowFormat {
     inner_ = std::move(*make_coded_rows(config));
     other_ = std::move(*make_coded_rows(config));
     coded_ = static_cast<CodedRows*>(inner_.get());
-    device_ =
-        std::make_unique<Device>(config, static_cast<CodedRows*>(other_.get()), EmulatedMachine{});
+    device_ = std::make_unique<DeviceCodedRows>(config, static_cast<CodedRows*>(other_.get()));
     if ((*rng)() % 2 == 0) device_->set_staging_bytes(1);
   }
   void begin(HostPlace* place) {
@@ -475,7 +472,7 @@ class Shadowed final : public RowFormat {
   std::mt19937* rng_;
   std::unique_ptr<RowFormat> inner_, other_;
   CodedRows* coded_;
-  std::unique_ptr<Device> device_;
+  std::unique_ptr<DeviceCodedRows> device_;
   std::unique_ptr<Copy> copy_;
   DeviceFault fault_{};
   std::unique_ptr<Call> call_;
