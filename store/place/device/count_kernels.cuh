@@ -5,8 +5,8 @@
 
 #include "gpu/math.cuh"
 #include "gpu/pdl.cuh"
-#include "store/place/device/device_calls.h"
 #include "store/place/device/device_fault.cuh"
+#include "store/place/device/device_kernels.h"
 
 namespace tierkv::store {
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ int32_t grid_thread() {
 }
 
 // A thread per entry of the chunk.
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     count_kernel(const __grid_constant__ CountCall c, const __grid_constant__ IdChunk ids) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread();
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kCountThreads)
       to.tokens + (begins ? c.tokens : 0), to.body_end};
 }
 
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     commit_kernel(const __grid_constant__ CommitCall c) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread();
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kCountThreads)
 }
 
 // A thread per table row of the batch.
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     row_counts_kernel(const __grid_constant__ RowCountsCall c) {
   wait_for_previous_kernel();
   const int32_t i = grid_thread(), rows = c.allocator.shape.table.rows_per_sequence;
@@ -66,8 +66,28 @@ __global__ void __launch_bounds__(kCountThreads)
   c.counts.target[i] = now;
 }
 
+// A CTA per table row.
+inline __global__ void __launch_bounds__(kCountThreads)
+    page_copy_kernel(const __grid_constant__ DevicePagesView pages, const PageCopy* copies) {
+  wait_for_previous_kernel();
+  for (int32_t side = 0; side < kMaxSides; ++side) {
+    const PageCopy copy = copies[static_cast<int64_t>(blockIdx.x) * kMaxSides + side];
+    if (copy.source == kNoPage) continue;
+    const auto* from = reinterpret_cast<const uint4*>(pages.base + copy.source * pages.page_bytes);
+    auto* to = reinterpret_cast<uint4*>(pages.base + copy.target * pages.page_bytes);
+    const auto words = static_cast<int32_t>(pages.page_bytes / 16);
+    for (int32_t i = threadIdx.x; i < words; i += kCountThreads) to[i] = from[i];
+  }
+}
+
+inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, int32_t* to) {
+  wait_for_previous_kernel();
+  to[0] = ids.x;
+  if (count > 1) to[1] = ids.y;
+}
+
 // As HostPlace::demand_of(). A thread per table row of the batch; `needs` begins with zeros.
-__global__ void __launch_bounds__(kCountThreads)
+inline __global__ void __launch_bounds__(kCountThreads)
     needs_kernel(const __grid_constant__ RowCountsCall c, PageNeeds* needs) {
   wait_for_previous_kernel();
   const PageAllocator& a = c.allocator;

@@ -14,7 +14,7 @@
 
 #include "store/engine/engine.h"
 #include "store/place/device/batch_book.h"
-#include "store/place/device/device_calls.h"
+#include "store/place/device/device_kernels.h"
 #include "store/place/device/free_pages.h"
 #include "store/place/host_place.h"
 #include "store/place/place.h"
@@ -69,7 +69,9 @@ class DevicePlace final : public Place {
   Status write_counts(CountLaw law, int32_t tokens, const Slots& slots, Positions layers);
   Status commit(const DeviceWorks* works, bool after_op);
 
-  RawAppendCall append_call(const LayerAppend& call);
+  template <class Call>
+  Call raw_call(int32_t layer) const;
+  Status append_raw(const RawAppendCall& call, int32_t count);
   // What no begin() has compressed for.
   Status append_chunk(const LayerAppend& call, const LayerMoves& moves, RawAppendCall raw);
   RawAttendCall attend_call(const LayerAttend& call);
@@ -86,6 +88,7 @@ class DevicePlace final : public Place {
   Result<bool> has_pages(int64_t at_most);
   Status refuse_pages(int64_t needed);
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
+  RowCountsCall counts_call(const DeviceWorks& works) const;
   Status fill_row_counts(const DeviceWorks& works);
   // Waits for what the row counts ask for: kOutOfPages, kOutOfRange.
   Status require_needs(const DeviceWorks& works);
