@@ -26,8 +26,7 @@ class World {
     auto place = HostPlace::make(config, std::move(format));
     place_ = place->get();
     shadow_->host_pages_ = &place_->pages();
-    engine_ = std::make_unique<Engine>(config, place_->laws());
-    engine_->set_place(std::move(*place));
+    engine_ = store::Engine::make(config, place_->laws(), std::move(*place));
     shadow_->begin(place_);
   }
   Shadowed& shadow() { return *shadow_; }
@@ -148,7 +147,7 @@ class World {
   std::mt19937& rng_;
   Shadowed* shadow_;
   HostPlace* place_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<KvStore> engine_;
   std::vector<SequenceId> live_;
 };
 

@@ -18,9 +18,8 @@ Result<std::unique_ptr<KvStore>> KvStore::create_device(const StoreConfig& confi
   const StoreConfig resolved = store::resolve(config);
   Result<std::unique_ptr<store::DevicePlace>> place = store::DevicePlace::make(resolved, stream);
   if (!place) return place.status();
-  auto engine = std::make_unique<store::Engine>(resolved, (*place)->laws());
-  engine->set_place(std::move(*place));
-  return std::unique_ptr<KvStore>(new KvStore(std::move(engine)));
+  const store::TokenLaws laws = (*place)->laws();
+  return store::Engine::make(resolved, laws, std::move(*place));
 }
 
 namespace store {
