@@ -38,6 +38,7 @@ class World {
   void begin() {
     const Result<SequenceId> id = engine_->add_sequence();
     ASSERT_TRUE(id);
+    shadow_->open(id->slot);
     live_.push_back(*id);
     extend(300 + pick(0, 60));
     if (live_.empty()) return;
@@ -49,7 +50,7 @@ class World {
     const int32_t kind = pick(0, 19);
     if (live_.empty() || (kind == 0 && live_.size() < 3)) {
       const Result<SequenceId> id = engine_->add_sequence();
-      if (id) live_.push_back(*id);
+      if (id) shadow_->open(id->slot), live_.push_back(*id);
     } else if (kind < 13) {
       extend(pick(0, 1) == 0 ? pick(1, kMaxStepTokens) : pick(1, 150));
     } else if (kind < 15) {

@@ -68,7 +68,7 @@ inline __global__ void __launch_bounds__(kCountThreads)
 
 // A CTA per table row.
 inline __global__ void __launch_bounds__(kCountThreads)
-    page_copy_kernel(const __grid_constant__ DevicePagesView pages, const PageCopy* copies) {
+    page_copy_kernel(const __grid_constant__ PagesView pages, const PageCopy* copies) {
   wait_for_previous_kernel();
   for (int32_t side = 0; side < kMaxSides; ++side) {
     const PageCopy copy = copies[static_cast<int64_t>(blockIdx.x) * kMaxSides + side];
@@ -86,36 +86,22 @@ inline __global__ void __launch_bounds__(1) ids_kernel(int2 ids, int32_t count, 
   if (count > 1) to[1] = ids.y;
 }
 
-// As HostPlace::demand_of(). A thread per table row of the batch; `needs` begins with zeros.
+// A thread per table row of the batch; `needs` begins with zeros.
 inline __global__ void __launch_bounds__(kCountThreads)
     needs_kernel(const __grid_constant__ RowCountsCall c, PageNeeds* needs) {
   wait_for_previous_kernel();
   const PageAllocator& a = c.allocator;
-  const PageTableShape& table = a.shape.table;
-  const int32_t i = grid_thread(), rows = table.rows_per_sequence;
+  const int32_t i = grid_thread(), rows = a.shape.table.rows_per_sequence;
   if (i >= c.count * rows) return;
   const int32_t row = c.slots[i / rows] * rows + i % rows;
-  const SideCounts kept = c.counts.kept[i], target = c.counts.target[i];
-  int64_t fresh = 0, exchanged = 0;
-  int32_t pages[kMaxTables] = {};
-  for (int32_t side = 0; side < table.num_sides; ++side) {
-    const int32_t per_page = table.tokens_per_page[side];
-    const int32_t kept_pages = pages_for(kept.of[side], per_page);
-    const int32_t target_pages = pages_for(target.of[side], per_page);
-    pages[side / 2] += target_pages;
-    fresh += most(0, target_pages - kept_pages);
-    for (int32_t p = kept.of[side] / per_page; p < a.pages[row].of[side]; ++p) {
-      const bool shared = is_frozen(a, page_at(a, row, side, p));
-      fresh -= p >= kept_pages && !shared ? 1 : 0;
-      exchanged += p < kept_pages && shared ? 1 : 0;
-    }
+  const PageDemand demand = page_demand(a, row, c.counts.kept[i], c.counts.target[i]);
+  if (demand.is_beyond) atomicAdd(&needs->beyond, 1);
+  if (demand.fresh != 0) {
+    atomicAdd(&needs->fresh, static_cast<unsigned long long>(demand.fresh));
   }
-  if (pages[0] > table.table_slots[0] || pages[1] > table.table_slots[1]) {
-    atomicAdd(&needs->beyond, 1);
+  if (demand.exchanged != 0) {
+    atomicAdd(&needs->exchanged, static_cast<unsigned long long>(demand.exchanged));
   }
-  fresh += exchanged;
-  if (fresh != 0) atomicAdd(&needs->fresh, static_cast<unsigned long long>(fresh));
-  if (exchanged != 0) atomicAdd(&needs->exchanged, static_cast<unsigned long long>(exchanged));
 }
 
 }  // namespace tierkv::store

@@ -192,8 +192,7 @@ Status DevicePlace::open(int32_t slot) {
   if (error == cudaSuccess) {
     error = cudaMemsetAsync(counts_ + slot * layers, 0, layers * sizeof(LayerTokens), stream_);
   }
-  if (Status s = cuda_status(error, "add_sequence"); !s) return s;
-  return format_->open(slot);
+  return cuda_status(error, "add_sequence");
 }
 
 Status DevicePlace::release(int32_t slot) {

@@ -23,16 +23,14 @@ struct ChannelCall {
 };
 
 struct ChannelEntry {
-  int32_t slot, layer;
+  DeviceEntry at;
   bool is_raw;
   Positions blocks;  // that come, or that are cut where the end is less
 };
 __device__ __forceinline__ ChannelEntry channel_entry(const ChannelCall& c, int32_t entry) {
-  const int32_t sequence = entry / c.works.num_layers;
   ChannelEntry e;
-  e.slot = c.works.slots[sequence];
-  e.layer = c.works.first_layer + entry - sequence * c.works.num_layers;
-  e.is_raw = c.is_raw_layer[e.layer] != 0;
+  e.at = c.works.entry(entry);
+  e.is_raw = c.is_raw_layer[e.at.layer] != 0;
   e.blocks = {c.body.blocks_of(c.works.from[entry].body_end),
               c.body.blocks_of(c.works.to[entry].body_end)};
   return e;
@@ -42,7 +40,7 @@ __device__ __forceinline__ uint8_t* channel_block(const DeviceStoreView& view,
                                                   int32_t kv_head, int32_t block) {
   const ChannelBody::BlockPlace at = body.place_of(e.is_raw, kv_head, block);
   const int32_t page =
-      page_at(view.pages.allocator, view.pages.row(e.slot, e.layer, 0), 0, at.page);
+      page_at(view.pages.allocator, view.pages.row(e.at.slot, e.at.layer, 0), 0, at.page);
   return view.pages.base + page * view.pages.page_bytes + at.byte;
 }
 
@@ -56,9 +54,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (e.blocks.count() == 0) return;
   SideCounts counts;
   counts.of[0] = c.body.units_of(e.is_raw, e.blocks.end);
-  const int64_t first =
-      int64_t{entry / c.works.num_layers} * c.view.pages.allocator.shape.table.rows_per_sequence;
-  c.counts.target[first + e.layer * c.view.pages.rows_per_layer] = counts;
+  c.counts.target[c.view.counts_row(e.at)] = counts;
 }
 
 // fp16 of a place of a block, whose first position is given. Places of sinks hold the first body
@@ -125,7 +121,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   extern __shared__ __align__(16) uint8_t block_shared_bytes[];
   wait_for_previous_kernel();
   auto& shared = *reinterpret_cast<ChannelShared<Encoder::kHeadDim>*>(block_shared_bytes);
-  if (c.works.report != nullptr && c.works.report->status != StatusCode::kOk) return;
+  if (!c.works.has_pages()) return;
   const int32_t blocks = c.num_entries * c.view.num_kv_heads * c.most_blocks;
   for (auto i = static_cast<int32_t>(blockIdx.x); i < blocks;
        i += static_cast<int32_t>(gridDim.x)) {
@@ -167,7 +163,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   const auto position = static_cast<int32_t>(r.range.first + i / (heads * dims));
   if (position >= r.range.end) return;
   const auto kv_head = static_cast<int32_t>(i / dims % heads), dim = static_cast<int32_t>(i % dims);
-  const ChannelEntry e = {r.slot, r.layer, r.is_raw, {}};
+  const ChannelEntry e = {{0, r.slot, r.layer}, r.is_raw, {}};
   const int32_t tokens = r.body.layout.tokens;
   const uint8_t* block = channel_block(r.view, r.body, e, kv_head, position / tokens);
   uint8_t* raw = r.view.slots.raw(r.slot, r.layer) + int64_t{kv_head} * r.view.raw.row_bytes;

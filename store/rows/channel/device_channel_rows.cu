@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "store/rows/channel/device_channel_rows.h"
-
 #include <algorithm>
 #include <utility>
 
@@ -27,10 +25,6 @@ class DeviceChannelRows final : public DeviceRowFormat {
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
-  Status open(int32_t) override { return Status::ok(); }
-
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
   int64_t most_pages(const DeviceWorks& works) const override;
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     return count(works, counts);
@@ -44,13 +38,6 @@ class DeviceChannelRows final : public DeviceRowFormat {
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override {
     return count(works, counts);
-  }
-  // Places follow from numbers: there is no state.
-  Status cut(const DeviceWorks&, const PageCopy*) override { return Status::ok(); }
-
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
-    return Status::ok();
   }
 
  private:
@@ -96,15 +83,10 @@ int64_t DeviceChannelRows::most_pages(const DeviceWorks& works) const {
   };
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
-    const int32_t layer = works.first_layer + e % works.num_layers;
-    if (works.moves == nullptr) {
-      pages += pages_of(layer, body.blocks_of(works.most_leaving));
-      continue;
-    }
     const LayerMove& move = works.moves[e];
     if (move.to.body_end <= move.from.body_end) continue;
-    pages += pages_of(layer, body.blocks_of(move.to.body_end)) -
-             pages_of(layer, body.blocks_of(move.from.body_end));
+    pages += pages_of(move.layer, body.blocks_of(move.to.body_end)) -
+             pages_of(move.layer, body.blocks_of(move.from.body_end));
   }
   return pages;
 }

@@ -154,10 +154,6 @@ int64_t CodedRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
   return static_cast<int64_t>(std::ceil(static_cast<double>(blocks) * bytes / room));
 }
 
-void CodedRows::open(const HostLayer& layer) {
-  std::fill(layer.state, layer.state + sizes_.state_bytes, uint8_t{0});
-}
-
 const LayerBooks* CodedRows::find_books(int32_t layer, const CodedPlan& plan) const {
   if (!books_[layer].empty()) return &books_[layer];
   const auto made = plan.made.find(layer);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/rows/coded/device_coded_rows.cuh"
 
-#include "store/rows/coded/device_coded_rows.h"
-
 namespace tierkv::store {
 
 Result<std::unique_ptr<DeviceRowFormat>> make_device_coded_rows(const StoreConfig& config,

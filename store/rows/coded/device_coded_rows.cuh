@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coded format of a device place. Its kernels are structs: all threads call one with the CTA's
-// shared memory.
+// Coded rows in device memory: the bytes of CodedRows (coded_rows.h), made, read and attended to by
+// kernels. Kernels are structs: all threads call one with the CTA's shared memory.
+//
+// Steps of sequences whose layers are fixed run without the host. A call that fixes a layer waits
+// for the device where the host has to work out something from tokens: codebooks, once for a layer
+// of the store, and without a profile's means and query energies means and steps of each sequence.
+// It also allocates for a moment as much as the raw blocks of the layers that it fixes take.
+//
+// Where the newest block is continued on a page that a fork shares, a captured step puts the block
+// behind all others and leaves the old one as it is; the host's table is shorter then.
 #pragma once
 
 #include <algorithm>
@@ -57,10 +65,6 @@ class DeviceCodedRows final : public DeviceRowFormat {
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
   void released(int32_t slot) override { std::fill_n(&state_of(slot, 0), layers(), LayerState{}); }
-  Status open(int32_t slot) override {
-    released(slot);
-    return Status::ok();
-  }
   bool checks_chunks() const override { return true; }
   bool may_rewrite(const DeviceWorks& works) const override;
   Status require_capturable(const DeviceWorks& works) const override;

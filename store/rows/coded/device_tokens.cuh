@@ -404,8 +404,8 @@ struct SaveBlocks {
       CellOf cell;
       cell.entry = entry;
       cell.block = draft.first_block + i % per_entry / (2 * call.heads());
-      cell.slot = call.works.slots[entry / call.works.num_layers];
-      cell.layer = call.works.first_layer + entry % call.works.num_layers;
+      const DeviceEntry at = call.works.entry(entry);
+      cell.slot = at.slot, cell.layer = at.layer;
       if (cell.block >= block_count(call.works.from[entry].body_end)) continue;
       const auto c = static_cast<Component>(i % 2);
       const CodedBlockRef ref = call.device.refs(cell.slot, cell.layer, kv_head, c)[cell.block];

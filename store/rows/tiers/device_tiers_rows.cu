@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "store/rows/tiers/device_tiers_rows.h"
-
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -27,10 +25,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
 
   Status bind(const DeviceStoreView& view, DeviceFault* fault, GpuStream stream) override;
   int64_t workspace_bytes() const override { return memory_.bytes(); }
-  Status open(int32_t) override { return Status::ok(); }
-
-  bool may_rewrite(const DeviceWorks&) const override { return false; }
-  Status require_capturable(const DeviceWorks&) const override { return Status::ok(); }
   int64_t most_pages(const DeviceWorks& works) const override;
   Status plan(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status write(const DeviceWorks& works, const PageCopy* copies) override;
@@ -47,11 +41,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   }
   Status cut_counts(const DeviceWorks& works, const DeviceRowCounts& counts) override;
   Status cut(const DeviceWorks& works, const PageCopy* copies) override;
-
-  Status download_shared(RowFormat*) override { return Status::ok(); }
-  Status upload_shared(const RowFormat&, const std::vector<HostLayer>&) override {
-    return Status::ok();
-  }
 
  private:
   int64_t rows_of(const DeviceWorks& works) const {
@@ -105,14 +94,11 @@ int64_t DeviceTiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t leavi
 int64_t DeviceTiersRows::most_pages(const DeviceWorks& works) const {
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
-    const int32_t layer = works.first_layer + e % works.num_layers;
-    int32_t leaving = works.most_leaving;
-    if (works.moves != nullptr) {
-      const LayerMove& move = works.moves[e];
-      leaving = most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
-    }
+    const LayerMove& move = works.moves[e];
+    const int32_t leaving =
+        most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
     for (int32_t h = 0; leaving > 0 && h < config_.layout.num_kv_heads; ++h) {
-      pages += row_pages(layer, h, leaving);
+      pages += row_pages(move.layer, h, leaving);
     }
   }
   return pages;

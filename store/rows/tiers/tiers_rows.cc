@@ -47,11 +47,6 @@ int64_t TiersRows::layer_pages(int32_t layer, int32_t tokens, bool at_most) cons
   return pages;
 }
 
-void TiersRows::open(const HostLayer& layer) {
-  std::memset(layer.state, 0, static_cast<size_t>(sizes_.state_bytes));
-  for (int32_t h = 0; h < shape_.num_kv_heads; ++h) row_state(layer, h) = TiersRow{};
-}
-
 const Basis* TiersRows::basis(Component c, int32_t layer, int32_t kv_head) const {
   const std::vector<Basis>& all = bases(c);
   if (all.empty() || row_class(layer, kv_head).layout[0].k_tile.type.is_raw()) return nullptr;
@@ -125,7 +120,7 @@ void TiersRows::read(const HostLayer& layer, int32_t kv_head, int32_t first, int
         rotated->undo(x, 1);
       }
     }
-    if (pruned != nullptr) pruned[p - first] = is_there ? 0 : 1;
+    if (pruned != nullptr && !is_there) pruned[p - first] = 1;
   }
 }
 

@@ -47,7 +47,7 @@ class Copy {
     const uint8_t* slots = place_->layer_of({0, 0, {}, {}}).raw;
     std::memcpy(slots_.data(), slots,
                 static_cast<size_t>(layout_.slot_bytes) * layout_.allocator.table.num_sequences);
-    const HostPagesView& from = place_->pages();
+    const PagesView& from = place_->pages();
     std::memcpy(pages_.data(), from.base, pages_.size() * 16);
     const PageAllocator &a = from.allocator, &b = view_.pages.allocator;
     const AllocatorShape& shape = layout_.allocator;
@@ -274,14 +274,14 @@ class Shadowed final : public RowFormat {
   int64_t restored() const { return restored_; }
 
   const FormatSizes& sizes() const override { return inner_->sizes(); }
-  void bind(const HostPagesView& pages) override { inner_->bind(pages); }
+  void bind(const PagesView& pages) override { inner_->bind(pages); }
   int64_t layer_pages(int32_t layer, int32_t tokens, bool at_most) const override {
     return inner_->layer_pages(layer, tokens, at_most);
   }
-  void open(const HostLayer& layer) override {
-    inner_->open(layer);
-    (void)device_->open(layer.slot);
-    body_ends_[{layer.slot, layer.layer}] = 0;
+  // The sequence is a new one.
+  void open(int32_t slot) {
+    device_->released(slot);
+    for (int32_t l = 0; l < config_.layout.num_layers; ++l) body_ends_[{slot, l}] = 0;
   }
   Result<std::unique_ptr<BodyPlan>> plan(const std::vector<BodyWork>& works) override {
     copy_->sync();
@@ -430,7 +430,7 @@ class Shadowed final : public RowFormat {
     for (int32_t h = 0; h < shape.num_kv_heads; ++h) {
       EXPECT_TRUE(equal(shape.row_byte(h), shape.row_byte(h + 1))) << "kv_head " << h;
     }
-    const DevicePagesView& mine = copy_->view().pages;
+    const PagesView& mine = copy_->view().pages;
     const int32_t row = mine.row(slot, layer, 0);
     const PageAllocator& a = host_pages_->allocator;
     const bool elsewhere = is_captured_ && a.sequences[slot].shares != 0;
@@ -465,7 +465,7 @@ class Shadowed final : public RowFormat {
   }
 
  public:
-  const HostPagesView* host_pages_ = nullptr;
+  const PagesView* host_pages_ = nullptr;
 
  private:
   StoreConfig config_;
