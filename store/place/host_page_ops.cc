@@ -10,6 +10,13 @@
 
 namespace tierkv::store {
 
+Status out_of_pages(int64_t needed, int64_t free, int64_t page_bytes, Shortage* shortage) {
+  *shortage = {needed - free, (needed - free) * page_bytes};
+  return Status(StatusCode::kOutOfPages,
+                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
+                    std::to_string(shortage->bytes) + " bytes are missing");
+}
+
 Status HostPlace::run(const PageOp& op) {
   if (Status s = run_page_op_host(pages_.allocator, op); !s) return s;
   const OpReport& report = *op.report;
@@ -25,11 +32,7 @@ Status HostPlace::run(const PageOp& op) {
 Status HostPlace::require_pages(int64_t needed) {
   const RingCursors& cursors = *pages_.allocator.ring.cursors;
   const int64_t free = cursors.end - cursors.start;
-  if (needed <= free) return Status::ok();
-  shortage_ = {needed - free, (needed - free) * pages_.page_bytes};
-  return Status(StatusCode::kOutOfPages,
-                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
-                    std::to_string(shortage_.bytes) + " bytes are missing");
+  return needed <= free ? Status::ok() : out_of_pages(needed, free, pages_.page_bytes, &shortage_);
 }
 
 std::vector<SideCounts> HostPlace::counts_of(int32_t slot) const {

@@ -117,7 +117,8 @@ struct DeviceAttendBody {
   void* out = nullptr;      // like q
   float* lse = nullptr;     // [count, q_len, num_q_heads]; -infinity: no body
   DType dtype = DType::kFloat16;
-  bool new_plan = false;  // the first layer since a step began: works are to be cut anew
+  bool is_captured = false;  // its memory is written anew in every replay
+  bool new_plan = false;     // the first layer since a step began: works are to be cut anew
 };
 
 class DeviceRowFormat {

@@ -78,14 +78,6 @@ Result<bool> DevicePlace::has_pages(int64_t at_most) {
   return free_.at_least() >= at_most;
 }
 
-Status DevicePlace::refuse_pages(int64_t needed) {
-  const int64_t free = std::max<int64_t>(free_.at_least(), 0);
-  shortage_ = {needed - free, (needed - free) * layout_.page_bytes};
-  return Status(StatusCode::kOutOfPages,
-                std::to_string(needed) + " pages needed, " + std::to_string(free) + " are free; " +
-                    std::to_string(shortage_.bytes) + " bytes are missing");
-}
-
 Status DevicePlace::run(const PageOp& op, int64_t at_most) {
   free_.enqueue(at_most);
   return run_page_op_device(view_.pages.allocator, op, op_workspace_, stream_);

@@ -10,7 +10,6 @@
 #include "gpu/launch.cuh"
 #include "store/place/device/raw_append_kernel.cuh"
 #include "store/place/device/raw_attend_kernel.cuh"
-#include "store/place/device/stream_capture.cuh"
 
 namespace tierkv::store {
 namespace {
@@ -47,12 +46,15 @@ Status DevicePlace::copy(void* to, const void* from, int64_t bytes) const {
 }
 
 Status DevicePlace::enter(const char* call, bool can_be_captured) {
-  const Result<uint64_t> capture = capture_id(stream_);
-  if (!capture) return capture.status();
-  if (*capture != 0 && !can_be_captured) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream_, &status, &capture);
+  if (error != cudaSuccess) return cuda_status(error, "capture");
+  const bool is_captured = status != cudaStreamCaptureStatusNone;
+  if (is_captured && !can_be_captured) {
     return Status(StatusCode::kUnsupported, std::string(call) + " cannot be captured");
   }
-  book_.enter(*capture);
+  book_.enter(is_captured ? capture : 0);
   return Status::ok();
 }
 
@@ -219,6 +221,7 @@ Result<bool> DevicePlace::attend_bodies(const LayerAttend& call, const LayerMove
   body.out = call.out;
   body.lse = body_lse_;
   body.dtype = call.dtype;
+  body.is_captured = book_.is_captured();
   body.new_plan = !book_.plan(call.q_len, ends);
   if (Status s = format_->attend(body); !s) return s;
   return true;

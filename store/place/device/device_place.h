@@ -8,6 +8,7 @@
 // take_status().
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -57,8 +58,6 @@ class DevicePlace final : public Place {
   DeviceStoreView view_of(const StoreLayout& layout, const PageAllocator& allocator, uint8_t* pages,
                           uint8_t* slots) const;
   Result<int64_t> measure_format(const StoreLayout& layout) const;
-  // Bytes beside pages, slots, the allocator and the format.
-  int64_t beside_bytes(const StoreLayout& layout) const;
   Status wait() const;
   Status copy(void* to, const void* from, int64_t bytes) const;
 
@@ -86,7 +85,10 @@ class DevicePlace final : public Place {
 
   // Whether `at_most` pages are free for sure; waits where the bound does not say so.
   Result<bool> has_pages(int64_t at_most);
-  Status refuse_pages(int64_t needed);
+  Status refuse_pages(int64_t needed) {
+    return out_of_pages(needed, std::max<int64_t>(free_.at_least(), 0), layout_.page_bytes,
+                        &shortage_);
+  }
   DeviceRowCounts row_counts() const { return {kept_, target_}; }
   RowCountsCall counts_call(const DeviceWorks& works) const;
   Status fill_row_counts(const DeviceWorks& works);

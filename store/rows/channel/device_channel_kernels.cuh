@@ -80,16 +80,13 @@ struct BlockTokens {
   }
 };
 
-__device__ __forceinline__ void write_raw_block(const ChannelLayout& l, const BlockTokens& from,
+__device__ __forceinline__ void write_raw_block(const ChannelBody& body, const BlockTokens& from,
                                                 uint8_t* block) {
-  const TileLayout tile = {kRawCodes, l.head_dim()};
-  const int32_t values = l.tokens * tile.head_dim;
+  const int32_t dims = body.layout.head_dim(), values = body.layout.tokens * dims;
   for (auto i = static_cast<int32_t>(threadIdx.x); i < 2 * values; i += kChannelThreads) {
     const auto c = static_cast<Component>(i / values);
-    const int32_t place = i % values / tile.head_dim, dim = i % tile.head_dim;
-    const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
-    const int32_t of_block = i / values * l.tiles() + place / kTileTokens;
-    *reinterpret_cast<uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8) =
+    const int32_t place = i % values / dims, dim = i % dims;
+    *reinterpret_cast<uint16_t*>(block + body.raw_byte(c, place, dim)) =
         from.half_at(c, place, dim);
   }
 }
@@ -107,7 +104,7 @@ __device__ __forceinline__ void write_channel_block(const ChannelCall& c, int32_
                             block * c.body.layout.tokens, c.view.laws.sink_tokens};
   uint8_t* to = channel_block(c.view, c.body, e, kv_head, block);
   if (e.is_raw) {
-    write_raw_block(c.body.layout, from, to);
+    write_raw_block(c.body, from, to);
   } else {
     (void)Encoder::encode(c.body.layout, from, to, shared);
   }
@@ -145,13 +142,8 @@ struct ChannelRead {
 
 __device__ __forceinline__ float block_value(const ChannelRead& r, const uint8_t* block,
                                              Component c, int32_t place, int32_t dim) {
-  const ChannelLayout& l = r.body.layout;
-  if (!r.is_raw) return channel_value(l, block, c, place, dim);
-  const TileLayout tile = {kRawCodes, l.head_dim()};
-  const CodePosition at = code_position(tile, c, place % kTileTokens, dim);
-  const int32_t of_block = static_cast<int32_t>(c) * l.tiles() + place / kTileTokens;
-  return half_to_float(
-      *reinterpret_cast<const uint16_t*>(block + of_block * tile.bytes() + at.byte + at.bit / 8));
+  if (!r.is_raw) return channel_value(r.body.layout, block, c, place, dim);
+  return half_to_float(*reinterpret_cast<const uint16_t*>(block + r.body.raw_byte(c, place, dim)));
 }
 
 // A thread an element of keys and values.

@@ -66,6 +66,16 @@ struct CodedShape {
     return kBlockTokens + slices * kCodedBlockHeaderBytes + kBlockTokens * head_dim * 2;
   }
 
+  TKV_HD constexpr int32_t largest_block_bytes() const {
+    return most(most_block_bytes(), raw_block_bytes(kBlockTokens));
+  }
+  // Pages of so many blocks at most: no page but the last has room left for a largest block.
+  constexpr int64_t most_pages(int64_t blocks) const {
+    const int64_t bytes = largest_block_bytes();
+    const int64_t pages = blocks * bytes / ((int64_t{page_units} + 1) * kUnitBytes - bytes) + 1;
+    return pages < blocks ? pages : blocks;
+  }
+
   // The state of a (sequence, layer). fixed: i32, 0 or 1.
   TKV_HD constexpr int64_t fixed_byte() const { return 0; }
   // u32 [max_blocks]: units of the layer behind each block.

@@ -69,12 +69,8 @@ inline Status DeviceCodedRows::require_capturable(const DeviceWorks& works) cons
   return Status::ok();
 }
 
-// No page but the last has room left for a largest block.
 inline int64_t DeviceCodedRows::most_pages(const DeviceWorks& works) const {
   const HostPlan host = host_plan(works);
-  const CodedShape& shape = device_.shape;
-  const int64_t bytes = most(shape.most_block_bytes(), shape.raw_block_bytes(kBlockTokens));
-  const int64_t full = int64_t{shape.page_units} * kUnitBytes - bytes + kUnitBytes;
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
     const LayerMove& move = works.moves[e];
@@ -82,7 +78,7 @@ inline int64_t DeviceCodedRows::most_pages(const DeviceWorks& works) const {
     const bool all = !host.hints.empty() && (host.hints[e] & kFixesEntry) != 0;
     const int32_t first = all ? 0 : move.from.body_end / kBlockTokens;
     const int64_t blocks = int64_t{block_count(move.to.body_end) - first} * 2 * heads();
-    pages += std::min(blocks, blocks * bytes / full + 1) + 1;
+    pages += device_.shape.most_pages(blocks) + 1;
   }
   return pages;
 }
@@ -196,7 +192,7 @@ inline Status DeviceCodedRows::plan(const DeviceWorks& works, const DeviceRowCou
 // Blocks that write() reads once it has begun to write over them.
 inline Status DeviceCodedRows::save(CodedCall* call) {
   const int64_t blocks = int64_t{planned_.saved} * kMostSavedBlocks * heads() * 2;
-  call->saved_bytes = saved_bytes();
+  call->saved_bytes = device_.shape.largest_block_bytes();
   saved_ = std::make_unique<DeviceMemory>("blocks of layers that are fixed");
   if (Status s = saved_->take(blocks * call->saved_bytes, &saved_blocks_); !s) return s;
   call->saved = saved_blocks_;
@@ -210,7 +206,7 @@ inline Status DeviceCodedRows::write(const DeviceWorks& works, const PageCopy* c
   call.copies = copies;
   call.hints = planned_.hints.empty() ? nullptr : hints_;
   call.saved = saved_ == nullptr ? nullptr : saved_blocks_;
-  call.saved_bytes = saved_bytes();
+  call.saved_bytes = device_.shape.largest_block_bytes();
   const int64_t rows = int64_t{works.entries()} * heads() * 2;
   if (copies != nullptr) {
     Status s = run(RelocateBlocks{call}, rows, RelocateBlocks::kThreads / kWarpLanes);

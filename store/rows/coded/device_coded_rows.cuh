@@ -135,9 +135,6 @@ class DeviceCodedRows final : public DeviceRowFormat {
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
     return cuda_status(error, "coded rows: download");
   }
-  int32_t saved_bytes() const {
-    return most(device_.shape.most_block_bytes(), device_.shape.raw_block_bytes(kBlockTokens));
-  }
   template <class Body>
   Status launch(const Body& body, dim3 grid, int32_t shared, int32_t threads) const {
     void (*kernel)(const Body);

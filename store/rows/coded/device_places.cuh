@@ -295,13 +295,10 @@ struct WriteRawBlocks {
     const int32_t dims = call.head_dim();
     const uint8_t(*const words)[4] = call.decided + int64_t{row} * kBlockTokens;
     for (int32_t t = thread; t < kBlockTokens; t += threads) to[t] = t < tokens ? words[t][0] : 0;
-    const TileLayout tile = {kRawCodes, dims};
     const uint16_t* const from = call.staged(c, row);
     for (int32_t i = thread; i < tile_count(tokens) * kTileTokens * dims; i += threads) {
-      const int32_t t = i / dims, d = i % dims;
-      const CodePosition at = code_position(tile, c, t % kTileTokens, d);
-      uint8_t* const byte =
-          to + kBlockTokens + t / kTileTokens * tile.bytes() + at.byte + at.bit / 8;
+      const int32_t t = i / dims;
+      uint8_t* const byte = to + kBlockTokens + raw_tile_byte(dims, c, t, i % dims);
       *reinterpret_cast<uint16_t*>(byte) = t < tokens ? from[i] : uint16_t{0};
     }
   }

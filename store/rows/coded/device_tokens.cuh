@@ -15,10 +15,7 @@ namespace tierkv::store {
 // An element of raw tiles from `tiles` on.
 TKV_HD uint16_t raw_tile_element(const uint8_t* tiles, int32_t head_dim, Component c, int32_t t,
                                  int32_t d) {
-  const TileLayout tile = {kRawCodes, head_dim};
-  const CodePosition at = code_position(tile, c, t % kTileTokens, d);
-  return *reinterpret_cast<const uint16_t*>(tiles + t / kTileTokens * tile.bytes() + at.byte +
-                                            at.bit / 8);
+  return *reinterpret_cast<const uint16_t*>(tiles + raw_tile_byte(head_dim, c, t, d));
 }
 
 // An element of a raw token that is no sink and not in the chunk.

@@ -46,8 +46,6 @@ class DeviceTiersRows final : public DeviceRowFormat {
   int64_t rows_of(const DeviceWorks& works) const {
     return int64_t{works.entries()} * config_.layout.num_kv_heads;
   }
-  // The most that a row takes when so many of its tokens leave.
-  int64_t row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const;
   TiersCall call_of(const DeviceWorks& works) const;
   template <class Kernel>
   Status launch(Kernel kernel, int64_t warps, const TiersCall& call, const char* what) const;
@@ -83,14 +81,6 @@ Status DeviceTiersRows::bind(const DeviceStoreView& view, DeviceFault* fault, Gp
   return attention_.bind(view, &memory_);
 }
 
-// Where its pages are full; with classes, those of the side with the smaller ones.
-int64_t DeviceTiersRows::row_pages(int32_t layer, int32_t kv_head, int32_t leaving) const {
-  const RowClass& c =
-      rows_.classes()[rows_.class_of_head()[layer * config_.layout.num_kv_heads + kv_head]];
-  const int32_t high = c.layout[kHighSide].tokens, low = c.layout[kLowSide].tokens;
-  return c.alphas.high <= 0 ? pages_for(leaving, high) : worst_case_pages(leaving, high, low);
-}
-
 int64_t DeviceTiersRows::most_pages(const DeviceWorks& works) const {
   int64_t pages = 0;
   for (int32_t e = 0; e < works.entries(); ++e) {
@@ -98,7 +88,7 @@ int64_t DeviceTiersRows::most_pages(const DeviceWorks& works) const {
     const int32_t leaving =
         most(0, move.to.body_end - most(move.from.body_end, config_.sink_tokens));
     for (int32_t h = 0; leaving > 0 && h < config_.layout.num_kv_heads; ++h) {
-      pages += row_pages(move.layer, h, leaving);
+      pages += rows_.row_pages(move.layer, h, leaving, true);
     }
   }
   return pages;

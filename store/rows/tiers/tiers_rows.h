@@ -53,6 +53,8 @@ class TiersRows final : public RowFormat {
   // The format's, and raw behind them where there are raw layers.
   const std::vector<RowClass>& classes() const { return classes_; }
   const std::vector<uint8_t>& class_of_head() const { return class_of_head_; }
+  // Pages of so many tokens that follow each other: the most, or typically.
+  int64_t row_pages(int32_t layer, int32_t kv_head, int32_t tokens, bool at_most) const;
   const std::vector<Basis>& bases(Component c) const {
     return c == Component::kKey ? keys_ : values_;
   }
