@@ -54,9 +54,8 @@ Status HostPlace::bind(const StoreConfig& config, const StoreLayout& layout,
   const Result<PageAllocator> a = make_page_allocator(layout.allocator, allocator_memory_.get(),
                                                       allocator_bytes(layout.allocator).total);
   if (!a) return a.status();
-  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()),
-            places_.empty() ? nullptr : places_.data(), layout.page_bytes,
-            format->sizes().rows_per_layer};
+  pages_ = {*a, static_cast<uint8_t*>(page_memory_.get()), layout.page_bytes,
+            format->sizes().rows_per_layer, places_.empty() ? nullptr : places_.data()};
   format->bind(pages_);
   format_ = std::move(format);
   return Status::ok();
@@ -115,9 +114,6 @@ Status HostPlace::open(int32_t slot) {
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
   std::memset(slot_bytes(slot), 0, static_cast<size_t>(layout_.slot_bytes));
-  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-    format_->open(layer_of({slot, l, {}, {}}));
-  }
   return Status::ok();
 }
 

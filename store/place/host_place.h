@@ -55,7 +55,7 @@ class HostPlace final : public Place {
       std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)>;
   Status import_parts(int32_t slot, const SequenceParts& parts, const TakePages& take);
 
-  const HostPagesView& pages() const { return pages_; }
+  const PagesView& pages() const { return pages_; }
   uint8_t* slot_memory() const { return slot_bytes(0); }  // of a mirror
   RowFormat* format() const { return format_.get(); }
   // For tests.
@@ -78,12 +78,6 @@ class HostPlace final : public Place {
                 uint8_t* pruned) const;
   // Plans, takes the pages and writes; all or nothing.
   Status compress_works(const std::vector<BodyWork>& works);
-  // What a table row costs that keeps `kept` of what it holds and then grows to `after`.
-  struct PageDemand {
-    int64_t fresh = 0;      // pages taken less those given back
-    int64_t exchanged = 0;  // pages taken before any is given back
-  };
-  PageDemand demand_of(int32_t row, const SideCounts& kept, const SideCounts& after) const;
   // Pages for these plans, one for each layer. kOutOfPages; kOutOfRange beyond a table.
   Status take_pages(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>& plans);
   Status require_pages(int64_t needed);
@@ -106,7 +100,7 @@ class HostPlace final : public Place {
   RawRows raw_;
   std::unique_ptr<RowFormat> format_;
   Memory allocator_memory_, page_memory_, slot_memory_;
-  HostPagesView pages_;
+  PagesView pages_;
   std::vector<int32_t> places_;  // of a mirror
   int64_t most_pages_ = 0;
   Shortage shortage_;
