@@ -105,6 +105,16 @@ Case query_case(int32_t head_dim, int32_t q_heads, int32_t q_len) {
   return c;
 }
 
+// Heads of other models, and lengths that are no power of two.
+Case model_case(Shape s, int32_t q_heads, int32_t kv_heads, int32_t head_dim) {
+  Case c = uniform_case(s, 4, 2, q_heads, kv_heads);
+  c.cache.config.head_dim = head_dim;
+  choose_pages(c.cache.config);
+  c.name = "k4v2 " + std::to_string(q_heads) + "/" + std::to_string(kv_heads) + " d" +
+           std::to_string(head_dim);
+  return c;
+}
+
 // 30% high, 50% low, 20% pruned; with `window`, its newest tokens raw on a third side.
 Case mixed_case(Shape s, int32_t window) {
   Case c;
@@ -202,6 +212,10 @@ std::vector<Case> all_cases(uint32_t seed) {
     cases.push_back(head_dim_case({32, 4096}, head_dim));
   }
   cases.push_back(mixed_case({512, 128}, 0));
+  cases.push_back(model_case({48, 3000}, 28, 4, 128));
+  cases.push_back(model_case({96, 5000}, 14, 2, 64));
+  cases.push_back(model_case({40, 9000}, 8, 1, 256));
+  cases.push_back(model_case({7, 11111}, 40, 8, 128));
   for (const int32_t head_dim : {64, 128, 256}) {
     for (const int32_t group : {1, 2, 8, 16}) {
       if (head_dim != 128) cases.push_back(query_case(head_dim, 8 * group, 1));
