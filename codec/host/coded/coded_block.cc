@@ -2,7 +2,6 @@
 #include "codec/format/coded_block.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "codec/format/coded_block_format.h"
 #include "codec/host/coded/block_symbols.h"
@@ -13,18 +12,12 @@ namespace {
 
 void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
                  const CodedBlockLayout& at, uint8_t* block) {
-  uint8_t payload[kPayloadBufferBytes];
-  write_streams(plan, books.streams(), payload);
   uint32_t start = 0;
   for (int32_t stream = 0; stream < books.streams(); ++stream) {
     store_u16(block + at.starts + 2 * stream, start);
     start += plan.stream_bits[stream];
   }
-  memcpy(block + at.payload, payload, static_cast<size_t>(at.exceptions - at.payload));
-  if (books.first().mode == BlockMode::kSplit) {
-    write_low_plane(slice, books, block + at.low_plane);
-  }
-  write_exceptions(plan, block + at.exceptions);
+  write_plan(slice, books, plan, {block + at.low_plane, block + at.payload, block + at.exceptions});
 }
 
 CodedBlockHeader raw_header(const Slice& slice, Component component, const CodeRange& range) {
