@@ -68,20 +68,19 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   f->format.group = r.i32();
   f->format.step = r.f64();
   if (!read_enum(r, 4, &f->format.basis)) return corrupt("unknown basis");
-  if (!read_enum(r, 2, &f->coder)) return corrupt("unknown coder");
+  if (!read_enum(r, 2, &f->coded)) return corrupt("unknown coder");
   if (!read_enum(r, 2, &f->raw_dtype)) return corrupt("unknown raw dtype");
   f->head_dim = r.i32();
   if (f->head_dim != head_dim) return corrupt("head_dim is not the model's");
   if (Status s = f->format.validate(head_dim); !s) return corrupt(s.message());
   if (f->format.group > kMaxUnitTokens) return corrupt("group is too large");
-  const bool coded = f->coder == Coder::kHuffman;
-  if (f->raw() ? coded : f->format.type.bits() == 0 && !coded) {
+  if (f->raw() ? f->coded : f->format.type.bits() == 0 && !f->coded) {
     return corrupt("coder does not fit the format");
   }
   if (f->format.unit == Unit::kGlobal && f->format.step_rule != StepRule::kAbsolute) {
     return corrupt("unit does not fit the step rule");
   }
-  if (coded) f->format.entropy = Entropy::kHuffman;
+  if (f->coded) f->format.entropy = Entropy::kHuffman;
   return Status::ok();
 }
 
@@ -91,7 +90,7 @@ Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n
   if (n.params != static_cast<uint64_t>(groups.count)) return corrupt("wrong number of parameters");
   const bool relative = !f.raw() && f.format.step_rule == StepRule::kRelative;
   if (n.units != (relative ? n.params : 0)) return corrupt("wrong number of unit flags");
-  if (f.coder == Coder::kHuffman) {
+  if (f.coded) {
     const int64_t before = f.is_weighted() ? f.weighted.first_position % kBlockTokens : 0;
     if (n.blocks != static_cast<uint64_t>((before + tokens + kBlockTokens - 1) / kBlockTokens)) {
       return corrupt("wrong number of blocks");
@@ -143,9 +142,6 @@ Status read_sections(ByteReader& r, const SegmentSizes& n, StoredSegment* out) {
 
 Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
                                                const EncodedSegment& s) {
-  if (format.coder == Coder::kZstd) {
-    return Status(StatusCode::kUnsupported, "the container holds no zstd frames");
-  }
   if (s.data.size() > std::numeric_limits<uint32_t>::max()) {
     return Status(StatusCode::kUnsupported, "a segment of more than 4 GiB");
   }
@@ -158,7 +154,7 @@ Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
   w.i32(f.group);
   w.f64(f.step);
   w.i32(static_cast<int32_t>(f.basis));
-  w.i32(static_cast<int32_t>(format.coder));
+  w.i32(format.coded);
   w.i32(static_cast<int32_t>(format.raw_dtype));
   w.i32(format.head_dim);
   w.u64(static_cast<uint64_t>(s.tokens));
@@ -213,58 +209,6 @@ Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t h
   }
   if (Status s = read_sections(r, n, &out); !s) return s;
   return out;
-}
-
-std::vector<uint8_t> serialize_row(const RowPlan& plan) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.u64(static_cast<uint64_t>(plan.tokens));
-  w.u64(static_cast<uint64_t>(plan.body_begin));
-  w.u64(static_cast<uint64_t>(plan.key_body_end));
-  w.u64(static_cast<uint64_t>(plan.body_end));
-  w.u64(plan.tiers.empty() ? 0 : 1);
-  for (size_t i = 0; i < plan.tiers.size(); i += 4) {
-    uint32_t byte = 0;
-    for (size_t j = i; j < std::min(i + 4, plan.tiers.size()); ++j) {
-      byte |= static_cast<uint32_t>(plan.tiers[j]) << (2 * (j - i));
-    }
-    w.u8(byte);
-  }
-  return bytes;
-}
-
-Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens) {
-  RowPlan plan;
-  ByteReader r(bytes);
-  const uint64_t stated = r.u64(), body_begin = r.u64(), key_end = r.u64(), body_end = r.u64();
-  const uint64_t tiered = r.u64();
-  if (!r.ok()) return corrupt("cut short");
-  const auto count = static_cast<uint64_t>(tokens);
-  if (stated != count) return corrupt("not of as many tokens as the sequence");
-  if (body_begin > key_end || key_end > body_end || body_end > count) {
-    return corrupt("ranges are not in order");
-  }
-  if (tiered > 1 || r.left() != (tiered ? (count + 3) / 4 : 0)) {
-    return corrupt("size disagrees with its fields");
-  }
-  plan.tokens = tokens;
-  plan.body_begin = static_cast<int64_t>(body_begin);
-  plan.key_body_end = static_cast<int64_t>(key_end);
-  plan.body_end = static_cast<int64_t>(body_end);
-  if (!tiered) return plan;
-  if (key_end != body_end) return corrupt("tiers and a key gap");
-  for (uint64_t i = 0; i < count; i += 4) {
-    const uint32_t byte = r.u8();
-    for (uint64_t j = i; j < i + 4; ++j) {
-      const auto tier = static_cast<Tier>(byte >> (2 * (j - i)) & 3);
-      const bool in_body = j >= body_begin && j < body_end;
-      if ((tier != Tier::kWindow) != in_body) {
-        return corrupt("token " + std::to_string(j) + " has a tier that its place excludes");
-      }
-      if (j < count) plan.tiers.push_back(tier);
-    }
-  }
-  return plan;
 }
 
 std::vector<uint8_t> serialize_basis(const StoredBasis& stored) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of a container that hold a row: segments, row maps, bases, values. Their bytes are
+// The chunks of a container that hold a row: segments, bases, values. Their bytes are
 // docs/reference/format.md; parsing checks every size and field before it is used and says what is
 // wrong, so that what it returns can be decoded without further checks.
 #pragma once
@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/file/row_codec.h"
+#include "codec/file/segment.h"
 #include "codec/format/basis.h"
 #include "tierkv/container.h"
 
 namespace tierkv {
 
-// kUnsupported for a segment that the format cannot hold (zstd, more than 4 GiB).
+// kUnsupported for a segment of more than 4 GiB.
 Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
                                                const EncodedSegment& segment);
 struct StoredSegment {
@@ -24,13 +24,10 @@ struct StoredSegment {
     return format.format.basis != BasisKind::kNone ||
            format.format.step_rule == StepRule::kAbsolute;
   }
-  bool needs_codebook() const { return format.coder == Coder::kHuffman; }
+  bool needs_codebook() const { return format.coded; }
   bool is_weighted() const { return format.is_weighted(); }
 };
 Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim);
-
-std::vector<uint8_t> serialize_row(const RowPlan& plan);
-Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens);
 
 struct StoredBasis {
   Basis basis;

@@ -10,7 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/file/row_codec.h"
+#include "codec/file/row_data.h"
+#include "codec/format/basis.h"
 #include "codec/host/page_codec.h"
 
 namespace tierkv {
