@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "codec/format/sound_halves.h"
+#include "tools/analysis/step_quantize.h"
 
 namespace tierkv::analysis {
 namespace {
