@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunks of a container that hold a row: segments, bases, values. Their bytes are
 // docs/reference/format.md; parsing checks every size and field before it is used and says what is
-// wrong, so that what it returns can be decoded without further checks.
+// wrong, so that what it returns can be decoded without further checks. The writers are in
+// tools/container/chunk_write.h.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +14,6 @@
 
 namespace tierkv {
 
-// kUnsupported for a segment of more than 4 GiB.
-Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
-                                               const EncodedSegment& segment);
 struct StoredSegment {
   // Basis, codebook and row are null; see needs_*(). weighted.first_position is set.
   SegmentFormat format;
@@ -33,15 +31,11 @@ struct StoredBasis {
   Basis basis;
   float step = 0;  // 0: no absolute step
 };
-std::vector<uint8_t> serialize_basis(const StoredBasis& basis);
 Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
-std::vector<uint8_t> serialize_weighted_row(const WeightedRow& row);
 // The row's rope is null.
 Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
-// Floats in the narrowest of fp16, bf16 and fp32 that holds all of them exactly.
-std::vector<uint8_t> serialize_values(const std::vector<float>& values);
 // kCorrupt unless there are `count` of them, all finite.
 Result<std::vector<float>> parse_values(const std::vector<uint8_t>& bytes, int64_t count);
 

@@ -40,24 +40,6 @@ std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part) {
   return list;
 }
 
-std::vector<uint8_t> serialize_row(const RowPlan& plan) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.u64(static_cast<uint64_t>(plan.tokens));
-  w.u64(static_cast<uint64_t>(plan.body_begin));
-  w.u64(static_cast<uint64_t>(plan.key_body_end));
-  w.u64(static_cast<uint64_t>(plan.body_end));
-  w.u64(plan.tiers.empty() ? 0 : 1);
-  for (size_t i = 0; i < plan.tiers.size(); i += 4) {
-    uint32_t byte = 0;
-    for (size_t j = i; j < std::min(i + 4, plan.tiers.size()); ++j) {
-      byte |= static_cast<uint32_t>(plan.tiers[j]) << (2 * (j - i));
-    }
-    w.u8(byte);
-  }
-  return bytes;
-}
-
 Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens) {
   RowPlan plan;
   ByteReader r(bytes);

@@ -36,7 +36,6 @@ inline constexpr int32_t kNumParts = 5;
 std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part);
 
 // The chunk kRow.
-std::vector<uint8_t> serialize_row(const RowPlan& plan);
 Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens);
 
 }  // namespace tierkv

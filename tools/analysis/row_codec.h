@@ -6,8 +6,8 @@
 #include <functional>
 #include <vector>
 
-#include "codec/file/row_data.h"
 #include "codec/file/row_plan.h"
+#include "datasets/row_data.h"
 #include "tools/analysis/segment_encoder.h"
 
 namespace tierkv::analysis {

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "codec/file/container_chunks.h"
-#include "codec/file/container_pages.h"
 #include "codec/format/byte_cursor.h"
 #include "tools/analysis/row_pages.h"
+#include "tools/container/chunk_write.h"
 
 namespace tierkv::analysis {
 namespace {

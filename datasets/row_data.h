@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One component of one row as it was stored: what containers are made of and dumps hold.
+// One component of one row as a dump holds it.
 #pragma once
 
 #include <cstdint>
