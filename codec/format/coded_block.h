@@ -27,10 +27,9 @@ inline constexpr int32_t slice_count(int32_t head_dim) {
 }
 
 // codes: [tokens, head_dim], 1 <= tokens <= kBlockTokens, 1 <= head_dim <= kMaxHeadDim. Appends a
-// multiple of 16 bytes. A slice whose coded form has more than most_coded_bytes is stored raw.
+// multiple of 16 bytes.
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
-                    const Codebook& codebook, std::vector<uint8_t>* out,
-                    int32_t most_coded_bytes = kMaxCodedBlockBytes);
+                    const Codebook& codebook, std::vector<uint8_t>* out);
 
 // The inverse: the blocks of all slices, which must fill `size` bytes exactly. Everything is
 // validated: kCorrupt with what is wrong, and then every one of the tokens * head_dim codes is 0.

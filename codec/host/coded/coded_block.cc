@@ -42,8 +42,7 @@ CodedBlockHeader coded_header(const CodedBlockHeader& raw, const Codebook& codeb
   return h;
 }
 
-void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_coded_bytes,
-                  std::vector<uint8_t>* out) {
+void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint8_t>* out) {
   const SliceBooks books(codebook);
   SymbolPlan plan;
   plan_symbols(slice, books, kMaxExceptions, &plan);
@@ -54,7 +53,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_cod
   if (plan.possible) {
     const CodedBlockHeader candidate = coded_header(header, codebook, plan);
     const CodedBlockLayout candidate_at = block_layout(candidate);
-    coded = candidate_at.bytes < at.bytes && candidate_at.bytes <= most_coded_bytes;
+    coded = candidate_at.bytes < at.bytes;
     if (coded) header = candidate, at = candidate_at;
   }
   header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
@@ -67,14 +66,14 @@ void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_cod
     write_raw_codes(slice, header.component, range, block + at.payload);
   }
   store_header(header, block);
-  header.checksum = block_checksum_fast(block, at.bytes);
+  header.checksum = block_checksum(block, at.bytes);
   store_header(header, block);
 }
 
 }  // namespace
 
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
-                    const Codebook& codebook, std::vector<uint8_t>* out, int32_t most_coded_bytes) {
+                    const Codebook& codebook, std::vector<uint8_t>* out) {
   if (tokens < 1 || tokens > kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
   }
@@ -83,7 +82,7 @@ Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
   }
   for (int32_t first = 0; first < head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, head_dim - first);
-    encode_slice({codes + first, tokens, dims, head_dim}, codebook, most_coded_bytes, out);
+    encode_slice({codes + first, tokens, dims, head_dim}, codebook, out);
   }
   return Status::ok();
 }

@@ -56,8 +56,7 @@ Status open_block(const uint8_t* bytes, int64_t size, Block* block) {
     return corrupt("size disagrees with the fields");
   }
   if (block->at.bytes > size) return corrupt("cut short");
-  if (block_checksum_fast(bytes, block->at.bytes) != block->header.checksum)
-    return corrupt("checksum");
+  if (block_checksum(bytes, block->at.bytes) != block->header.checksum) return corrupt("checksum");
   return Status::ok();
 }
 

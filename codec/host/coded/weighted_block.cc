@@ -107,7 +107,7 @@ void encode_slice(const Slice& slice, const int8_t* exponents, const BookFamily&
     write_raw_codes(slice, h.component, range, block + draft.at.payload);
   }
   store_weighted_header(h, block);
-  h.checksum = block_checksum_fast(block, draft.at.bytes);
+  h.checksum = block_checksum(block, draft.at.bytes);
   store_weighted_header(h, block);
 }
 

@@ -85,7 +85,7 @@ const char* open_block(const uint8_t* bytes, int64_t size, Block* block) {
     block->at = weighted_layout(h, payload_bits);
   }
   if (block->at.bytes != bytes_said) return "size disagrees with the fields";
-  if (block_checksum_fast(bytes, block->at.bytes) != h.checksum) return "checksum";
+  if (block_checksum(bytes, block->at.bytes) != h.checksum) return "checksum";
   slice.mode = h.mode;
   slice.component = h.component;
   slice.tokens = h.tokens;
