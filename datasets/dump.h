@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/file/row_data.h"
+#include "datasets/row_data.h"
 #include "tierkv/format.h"
 #include "tierkv/layout.h"
 #include "tierkv/rope.h"

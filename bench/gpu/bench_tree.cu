@@ -46,8 +46,9 @@ struct World {
     units.push_back(kCopies * blocks.units.back());
     call.bytes = device_array(bytes);
     call.units = device_array(units);
-    call.tree = device_array(book->tree);
-    call.tree_entries = static_cast<int32_t>(book->tree.size());
+    const std::vector<uint16_t> tree = build_tree(*book);
+    call.tree = device_array(tree);
+    call.tree_entries = static_cast<int32_t>(tree.size());
     call.codebook = device_codebook(*book);
     call.codebook.table = device_array(device_table(*book));
     call.num_blocks = kCopies * kBlocks;

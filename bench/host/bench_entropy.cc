@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entropy coding on one core: histogram, codebook, encoder and the decoders, beside zstd level 1 on
+// Entropy coding on one core: histogram, codebook, encoder and decoder, beside zstd level 1 on
 // the same codes (one byte a code). Codes are those of the global step (k 0.3, v 0.25, means
 // removed) of datasets/sample_1k.h5 when it is found from the working directory, else rounded
 // Laplace and Gauss numbers of about the same entropy.
@@ -170,7 +170,7 @@ void encode(benchmark::State& state, Component component, BlockMode mode) {
   report(state, codes, static_cast<int64_t>(coded.bytes.size()));
 }
 
-void decode(benchmark::State& state, Component component, CodebookSpec spec, DecodePath path) {
+void decode(benchmark::State& state, Component component, CodebookSpec spec) {
   const Codes& codes = codes_of(component);
   const Coded coded = make_coded(codes, spec);
   std::vector<int16_t> back(codes.codes.size());
@@ -179,7 +179,7 @@ void decode(benchmark::State& state, Component component, CodebookSpec spec, Dec
       const Status s = decode_block(
           coded.bytes.data() + coded.offsets[b], coded.offsets[b + 1] - coded.offsets[b],
           kBlockTokens, codes.head_dim, coded.codebook,
-          back.data() + static_cast<int64_t>(b) * kBlockTokens * codes.head_dim, path);
+          back.data() + static_cast<int64_t>(b) * kBlockTokens * codes.head_dim);
       if (!s) return state.SkipWithError(s.message().c_str());
     }
     benchmark::ClobberMemory();
@@ -232,20 +232,11 @@ BENCHMARK_CAPTURE(build, values, kValue);
 BENCHMARK_CAPTURE(encode, keys_pair, kKey, BlockMode::kPair);
 BENCHMARK_CAPTURE(encode, values_pair, kValue, BlockMode::kPair);
 BENCHMARK_CAPTURE(encode, keys_single, kKey, BlockMode::kSingle);
-BENCHMARK_CAPTURE(decode, keys_single_tree, kKey, spec_of(BlockMode::kSingle, 1),
-                  DecodePath::kTree);
-BENCHMARK_CAPTURE(decode, values_single_tree, kValue, spec_of(BlockMode::kSingle, 1),
-                  DecodePath::kTree);
-BENCHMARK_CAPTURE(decode, keys_pair_tree, kKey, spec_of(BlockMode::kPair, 1), DecodePath::kTree);
-BENCHMARK_CAPTURE(decode, keys_single_table, kKey, spec_of(BlockMode::kSingle, 1),
-                  DecodePath::kTable);
-BENCHMARK_CAPTURE(decode, values_single_table, kValue, spec_of(BlockMode::kSingle, 1),
-                  DecodePath::kTable);
-BENCHMARK_CAPTURE(decode, keys_pair_table, kKey, spec_of(BlockMode::kPair, 1), DecodePath::kTable);
-BENCHMARK_CAPTURE(decode, values_pair_table, kValue, spec_of(BlockMode::kPair, 1),
-                  DecodePath::kTable);
-BENCHMARK_CAPTURE(decode, keys_pair_table_2_streams, kKey, spec_of(BlockMode::kPair, 2),
-                  DecodePath::kTable);
+BENCHMARK_CAPTURE(decode, keys_single_table, kKey, spec_of(BlockMode::kSingle, 1));
+BENCHMARK_CAPTURE(decode, values_single_table, kValue, spec_of(BlockMode::kSingle, 1));
+BENCHMARK_CAPTURE(decode, keys_pair_table, kKey, spec_of(BlockMode::kPair, 1));
+BENCHMARK_CAPTURE(decode, values_pair_table, kValue, spec_of(BlockMode::kPair, 1));
+BENCHMARK_CAPTURE(decode, keys_pair_table_2_streams, kKey, spec_of(BlockMode::kPair, 2));
 BENCHMARK_CAPTURE(zstd_encode, keys, kKey);
 BENCHMARK_CAPTURE(zstd_encode, values, kValue);
 BENCHMARK_CAPTURE(zstd_decode, keys, kKey);

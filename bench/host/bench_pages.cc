@@ -10,7 +10,7 @@
 
 #include "codec/format/quantize.h"
 #include "codec/host/page_codec.h"
-#include "codec/policy/tiering.h"
+#include "tools/analysis/tiering.h"
 
 namespace {
 
@@ -161,8 +161,8 @@ void BM_PromptTiers(benchmark::State& state) {
   for (float& s : significance) s = d(rng);
   std::vector<Tier> tiers(kTokens);
   for (auto _ : state) {
-    benchmark::DoNotOptimize(assign_prompt_tiers({1.0, 0.02, 64, 4}, significance.data(), kTokens,
-                                                 tiers.data(), nullptr));
+    benchmark::DoNotOptimize(analysis::assign_prompt_tiers({1.0, 0.02, 64, 4}, significance.data(),
+                                                           kTokens, tiers.data(), nullptr));
     benchmark::ClobberMemory();
   }
   state.SetItemsProcessed(state.iterations() * kTokens);

@@ -12,6 +12,7 @@
 #include "capi/profile_data.h"
 #include "datasets/profile_file.h"
 #include "tierkv/tierkv_dumps_c.h"
+#include "tools/analysis/row_basis.h"
 
 // The arrays of a profile, each in one piece.
 struct tkv_profile {
@@ -168,7 +169,7 @@ Status get_component(const tkv_profile* profile, const tkv_profile_component* in
     put(key ? r.key_forward : r.value_forward, row, c.forward);
     put(key ? r.key_inverse : r.value_inverse, row, c.inverse);
     if (c.steps == nullptr) continue;
-    c.steps[row] = static_cast<float>(make_step(format, part, r, p.sm_scale));
+    c.steps[row] = static_cast<float>(analysis::make_step(format, part, r, p.sm_scale));
     if (!(c.steps[row] > 0 && std::isfinite(c.steps[row]))) {
       return Status(StatusCode::kCorrupt, "row " + std::to_string(row) + " has no step");
     }

@@ -8,6 +8,7 @@
 
 #include "codec/file/container_chunks.h"
 #include "codec/file/container_pages.h"
+#include "codec/file/row_plan.h"
 #include "codec/host/large_vector.h"
 #include "tierkv/container.h"
 

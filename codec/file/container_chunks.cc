@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "codec/format/byte_cursor.h"
 #include "codec/host/convert.h"
@@ -68,20 +67,19 @@ Status read_format(ByteReader& r, int32_t head_dim, SegmentFormat* f) {
   f->format.group = r.i32();
   f->format.step = r.f64();
   if (!read_enum(r, 4, &f->format.basis)) return corrupt("unknown basis");
-  if (!read_enum(r, 2, &f->coder)) return corrupt("unknown coder");
+  if (!read_enum(r, 2, &f->coded)) return corrupt("unknown coder");
   if (!read_enum(r, 2, &f->raw_dtype)) return corrupt("unknown raw dtype");
   f->head_dim = r.i32();
   if (f->head_dim != head_dim) return corrupt("head_dim is not the model's");
   if (Status s = f->format.validate(head_dim); !s) return corrupt(s.message());
   if (f->format.group > kMaxUnitTokens) return corrupt("group is too large");
-  const bool coded = f->coder == Coder::kHuffman;
-  if (f->raw() ? coded : f->format.type.bits() == 0 && !coded) {
+  if (f->raw() ? f->coded : f->format.type.bits() == 0 && !f->coded) {
     return corrupt("coder does not fit the format");
   }
   if (f->format.unit == Unit::kGlobal && f->format.step_rule != StepRule::kAbsolute) {
     return corrupt("unit does not fit the step rule");
   }
-  if (coded) f->format.entropy = Entropy::kHuffman;
+  if (f->coded) f->format.entropy = Entropy::kHuffman;
   return Status::ok();
 }
 
@@ -91,7 +89,7 @@ Status check_sizes(const SegmentFormat& f, int64_t tokens, const SegmentSizes& n
   if (n.params != static_cast<uint64_t>(groups.count)) return corrupt("wrong number of parameters");
   const bool relative = !f.raw() && f.format.step_rule == StepRule::kRelative;
   if (n.units != (relative ? n.params : 0)) return corrupt("wrong number of unit flags");
-  if (f.coder == Coder::kHuffman) {
+  if (f.coded) {
     const int64_t before = f.is_weighted() ? f.weighted.first_position % kBlockTokens : 0;
     if (n.blocks != static_cast<uint64_t>((before + tokens + kBlockTokens - 1) / kBlockTokens)) {
       return corrupt("wrong number of blocks");
@@ -141,49 +139,6 @@ Status read_sections(ByteReader& r, const SegmentSizes& n, StoredSegment* out) {
 
 }  // namespace
 
-Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
-                                               const EncodedSegment& s) {
-  if (format.coder == Coder::kZstd) {
-    return Status(StatusCode::kUnsupported, "the container holds no zstd frames");
-  }
-  if (s.data.size() > std::numeric_limits<uint32_t>::max()) {
-    return Status(StatusCode::kUnsupported, "a segment of more than 4 GiB");
-  }
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  const ComponentFormat& f = format.format;
-  w.i32(f.type.bits());
-  w.i32(static_cast<int32_t>(f.step_rule));
-  w.i32(static_cast<int32_t>(f.unit));
-  w.i32(f.group);
-  w.f64(f.step);
-  w.i32(static_cast<int32_t>(f.basis));
-  w.i32(static_cast<int32_t>(format.coder));
-  w.i32(static_cast<int32_t>(format.raw_dtype));
-  w.i32(format.head_dim);
-  w.u64(static_cast<uint64_t>(s.tokens));
-  w.u64(s.data.size());
-  w.u64(s.params.size());
-  w.u64(s.block_offsets.size());
-  w.u64(s.raw_unit.size());
-  w.u64(s.raw_values.size());
-  w.u64(format.is_weighted() ? static_cast<uint64_t>(format.weighted.first_position) : 0);
-  bytes.insert(bytes.end(), s.data.begin(), s.data.end());
-  for (const QuantParams& p : s.params) {
-    w.u16(p.scale);
-    w.u16(p.zero_point);
-  }
-  for (const int64_t offset : s.block_offsets) w.u32(static_cast<uint32_t>(offset));
-  for (size_t i = 0; i < s.raw_unit.size(); i += 8) {
-    uint32_t flags = 0;
-    for (size_t j = i; j < std::min(i + 8, s.raw_unit.size()); ++j)
-      flags |= s.raw_unit[j] << (j - i);
-    w.u8(flags);
-  }
-  for (const uint16_t v : s.raw_values) w.u16(v);
-  return bytes;
-}
-
 Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim) {
   StoredSegment out;
   ByteReader r(bytes);
@@ -213,72 +168,6 @@ Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t h
   }
   if (Status s = read_sections(r, n, &out); !s) return s;
   return out;
-}
-
-std::vector<uint8_t> serialize_row(const RowPlan& plan) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.u64(static_cast<uint64_t>(plan.tokens));
-  w.u64(static_cast<uint64_t>(plan.body_begin));
-  w.u64(static_cast<uint64_t>(plan.key_body_end));
-  w.u64(static_cast<uint64_t>(plan.body_end));
-  w.u64(plan.tiers.empty() ? 0 : 1);
-  for (size_t i = 0; i < plan.tiers.size(); i += 4) {
-    uint32_t byte = 0;
-    for (size_t j = i; j < std::min(i + 4, plan.tiers.size()); ++j) {
-      byte |= static_cast<uint32_t>(plan.tiers[j]) << (2 * (j - i));
-    }
-    w.u8(byte);
-  }
-  return bytes;
-}
-
-Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens) {
-  RowPlan plan;
-  ByteReader r(bytes);
-  const uint64_t stated = r.u64(), body_begin = r.u64(), key_end = r.u64(), body_end = r.u64();
-  const uint64_t tiered = r.u64();
-  if (!r.ok()) return corrupt("cut short");
-  const auto count = static_cast<uint64_t>(tokens);
-  if (stated != count) return corrupt("not of as many tokens as the sequence");
-  if (body_begin > key_end || key_end > body_end || body_end > count) {
-    return corrupt("ranges are not in order");
-  }
-  if (tiered > 1 || r.left() != (tiered ? (count + 3) / 4 : 0)) {
-    return corrupt("size disagrees with its fields");
-  }
-  plan.tokens = tokens;
-  plan.body_begin = static_cast<int64_t>(body_begin);
-  plan.key_body_end = static_cast<int64_t>(key_end);
-  plan.body_end = static_cast<int64_t>(body_end);
-  if (!tiered) return plan;
-  if (key_end != body_end) return corrupt("tiers and a key gap");
-  for (uint64_t i = 0; i < count; i += 4) {
-    const uint32_t byte = r.u8();
-    for (uint64_t j = i; j < i + 4; ++j) {
-      const auto tier = static_cast<Tier>(byte >> (2 * (j - i)) & 3);
-      const bool in_body = j >= body_begin && j < body_end;
-      if ((tier != Tier::kWindow) != in_body) {
-        return corrupt("token " + std::to_string(j) + " has a tier that its place excludes");
-      }
-      if (j < count) plan.tiers.push_back(tier);
-    }
-  }
-  return plan;
-}
-
-std::vector<uint8_t> serialize_basis(const StoredBasis& stored) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  const Basis& b = stored.basis;
-  w.i32(static_cast<int32_t>(b.kind));
-  w.i32(b.head_dim);
-  w.f32(stored.step);
-  w.u32(0);
-  for (const float x : b.mean) w.u16(float_to_half(x));
-  for (const float x : b.forward) w.f32(x);
-  for (const float x : b.inverse) w.f32(x);
-  return bytes;
 }
 
 Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_dim) {
@@ -311,19 +200,6 @@ Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_
   return out;
 }
 
-std::vector<uint8_t> serialize_weighted_row(const WeightedRow& row) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.i32(row.head_dim);
-  w.f32(row.key_step);
-  w.f32(row.value_step);
-  w.u32(static_cast<uint32_t>(!row.key_mean.empty()) |
-        static_cast<uint32_t>(!row.key_weight.empty()) << 1);
-  for (const uint16_t x : row.key_mean) w.u16(x);
-  for (const float x : row.key_weight) w.f32(x);
-  return bytes;
-}
-
 Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_t head_dim) {
   WeightedRow out;
   ByteReader r(bytes);
@@ -342,30 +218,6 @@ Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_
   for (int32_t d = 0; weights && d < head_dim; ++d) out.key_weight.push_back(r.f32());
   if (Status s = out.validate(); !s) return corrupt(s.message());
   return out;
-}
-
-std::vector<uint8_t> serialize_values(const std::vector<float>& values) {
-  const auto n = static_cast<int64_t>(values.size());
-  std::vector<float> back(values.size());
-  std::vector<uint8_t> elements;
-  DType dtype = DType::kFloat16;
-  for (; dtype != DType::kFloat32; dtype = static_cast<DType>(static_cast<int>(dtype) + 1)) {
-    elements.resize(n * dtype_bytes(dtype));
-    if (float_to_elements(dtype, values.data(), n, elements.data()) < n) continue;
-    elements_to_float(dtype, elements.data(), n, back.data());
-    if (back == values) break;
-  }
-  if (dtype == DType::kFloat32) {
-    elements.resize(n * sizeof(float));
-    float_to_elements(dtype, values.data(), n, elements.data());
-  }
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.i32(static_cast<int32_t>(dtype));
-  w.u32(0);
-  w.u64(values.size());
-  bytes.insert(bytes.end(), elements.begin(), elements.end());
-  return bytes;
 }
 
 Result<std::vector<float>> parse_values(const std::vector<uint8_t>& bytes, int64_t count) {

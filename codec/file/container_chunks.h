@@ -1,21 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of a container that hold a row: segments, row maps, bases, values. Their bytes are
+// The chunks of a container that hold a row: segments, bases, values. Their bytes are
 // docs/reference/format.md; parsing checks every size and field before it is used and says what is
-// wrong, so that what it returns can be decoded without further checks.
+// wrong, so that what it returns can be decoded without further checks. The writers are in
+// tools/container/chunk_write.h.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "codec/file/row_codec.h"
+#include "codec/file/segment.h"
 #include "codec/format/basis.h"
 #include "tierkv/container.h"
 
 namespace tierkv {
 
-// kUnsupported for a segment that the format cannot hold (zstd, more than 4 GiB).
-Result<std::vector<uint8_t>> serialize_segment(const SegmentFormat& format,
-                                               const EncodedSegment& segment);
 struct StoredSegment {
   // Basis, codebook and row are null; see needs_*(). weighted.first_position is set.
   SegmentFormat format;
@@ -24,27 +22,20 @@ struct StoredSegment {
     return format.format.basis != BasisKind::kNone ||
            format.format.step_rule == StepRule::kAbsolute;
   }
-  bool needs_codebook() const { return format.coder == Coder::kHuffman; }
+  bool needs_codebook() const { return format.coded; }
   bool is_weighted() const { return format.is_weighted(); }
 };
 Result<StoredSegment> parse_segment(const std::vector<uint8_t>& bytes, int32_t head_dim);
-
-std::vector<uint8_t> serialize_row(const RowPlan& plan);
-Result<RowPlan> parse_row(const std::vector<uint8_t>& bytes, int64_t tokens);
 
 struct StoredBasis {
   Basis basis;
   float step = 0;  // 0: no absolute step
 };
-std::vector<uint8_t> serialize_basis(const StoredBasis& basis);
 Result<StoredBasis> parse_basis(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
-std::vector<uint8_t> serialize_weighted_row(const WeightedRow& row);
 // The row's rope is null.
 Result<WeightedRow> parse_weighted_row(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
-// Floats in the narrowest of fp16, bf16 and fp32 that holds all of them exactly.
-std::vector<uint8_t> serialize_values(const std::vector<float>& values);
 // kCorrupt unless there are `count` of them, all finite.
 Result<std::vector<float>> parse_values(const std::vector<uint8_t>& bytes, int64_t count);
 

@@ -3,14 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "codec/format/byte_cursor.h"
 
 namespace tierkv {
 namespace {
 
-constexpr Component kComponents[] = {Component::kKey, Component::kValue};
 constexpr int32_t kMaxPageTokens = kMaxPageBytes / kTileTokens;  // keeps layouts within int32_t
 
 Status corrupt(const std::string& what) {
@@ -19,48 +17,6 @@ Status corrupt(const std::string& what) {
 
 int32_t round_up_to_tiles(int32_t tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens * kTileTokens;
-}
-
-// The rows of a page's tokens as the page codec takes them: as they are or, where one of the
-// components has a basis, as coordinates in single precision.
-struct PageRows {
-  const void* of[2] = {nullptr, nullptr};
-  std::vector<uint8_t> stored[2];  // where the tokens are no run of the row
-  std::vector<float> coordinates[2];
-
-  void gather(const StoredPageFormat& format, const PageSource& source, const PageTokens& tokens);
-};
-
-void PageRows::gather(const StoredPageFormat& format, const PageSource& source,
-                      const PageTokens& tokens) {
-  for (const Component c : kComponents) {
-    const int i = static_cast<int>(c);
-    const RowData& row = source.input.of(c);
-    const int64_t bytes = row.head_dim * dtype_bytes(row.dtype);
-    if (!format.has_basis()) {
-      // Positions ascend.
-      if (tokens.positions[tokens.count - 1] - tokens.positions[0] == tokens.count - 1) {
-        of[i] = row.bytes.data() + tokens.positions[0] * bytes;
-        continue;
-      }
-      stored[i].resize(tokens.count * bytes);
-      of[i] = stored[i].data();
-      for (int32_t t = 0; t < tokens.count; ++t) {
-        std::memcpy(stored[i].data() + t * bytes, row.bytes.data() + tokens.positions[t] * bytes,
-                    bytes);
-      }
-      continue;
-    }
-    const int64_t d = row.head_dim;
-    coordinates[i].resize(tokens.count * d);
-    of[i] = coordinates[i].data();
-    for (int32_t t = 0; t < tokens.count; ++t) {
-      row_to_float(row, tokens.positions[t], 1, coordinates[i].data() + t * d);
-    }
-    if (format.basis[i] != BasisKind::kNone) {
-      source.basis[i]->apply(coordinates[i].data(), tokens.count);
-    }
-  }
 }
 
 Status check_slots(const HostPage& page, const PageTokens& tokens) {
@@ -87,24 +43,6 @@ PageLayout StoredPageFormat::layout(int32_t tokens) const {
 int64_t StoredPageFormat::bytes(int32_t tokens) const {
   const PageLayout p = layout(tokens);
   return has_scores ? p.used_bytes : p.scores;
-}
-
-std::vector<uint8_t> serialize_page_format(const StoredPageFormat& f) {
-  std::vector<uint8_t> bytes;
-  ByteWriter w(&bytes);
-  w.i32(f.shape.head_dim);
-  w.i32(f.shape.tokens);
-  w.i32(static_cast<int32_t>(f.raw_dtype));
-  w.i32(f.has_scores ? 6 : 4);
-  const CodeType type[2] = {f.shape.k_type, f.shape.v_type};
-  const int32_t groups[2] = {f.shape.k_groups, f.shape.v_groups};
-  for (int c = 0; c < 2; ++c) {
-    w.i32(type[c].bits());
-    w.i32(groups[c]);
-    w.i32(static_cast<int32_t>(f.basis[c]));
-    w.i32(static_cast<int32_t>(f.rule[c]));
-  }
-  return bytes;
 }
 
 Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, int32_t head_dim) {
@@ -150,29 +88,6 @@ Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, in
     return corrupt("no page has this shape");
   }
   return f;
-}
-
-Status encode_page(const StoredPageFormat& format, const PageSource& source,
-                   const PageTokens& tokens, std::vector<uint8_t>* bytes) {
-  const PageLayout layout = format.layout(tokens.count);
-  bytes->assign(layout.used_bytes, 0);
-  std::vector<float> scores(tokens.count, 0.0f);
-  for (int32_t i = 0; i < tokens.count && format.has_scores; ++i) {
-    scores[i] = source.significance[tokens.positions[i]];
-  }
-  PageRows rows;
-  rows.gather(format, source, tokens);
-  TokenBatch batch;
-  batch.k = rows.of[0];
-  batch.v = rows.of[1];
-  batch.scores = scores.data();
-  batch.positions = tokens.positions;
-  batch.count = tokens.count;
-  batch.dtype = format.has_basis() ? DType::kFloat32 : source.input.k->dtype;
-  const HostPage page{bytes->data(), layout, format.raw_dtype, {format.rule[0], format.rule[1]}};
-  if (Status s = append_tokens(page, 0, batch); !s) return s;
-  bytes->resize(format.bytes(tokens.count));
-  return Status::ok();
 }
 
 Status decode_page(const StoredPageFormat& format, const std::vector<uint8_t>& bytes,

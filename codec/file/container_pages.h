@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/file/row_codec.h"
+#include "codec/format/basis.h"
 #include "codec/host/page_codec.h"
 
 namespace tierkv {
@@ -31,7 +31,6 @@ struct StoredPageFormat {
   int64_t bytes(int32_t tokens) const;      // that such a page takes in the file
 };
 
-std::vector<uint8_t> serialize_page_format(const StoredPageFormat& format);
 Result<StoredPageFormat> parse_page_format(const std::vector<uint8_t>& bytes, int32_t head_dim);
 
 // The tokens of one page of a row.
@@ -39,16 +38,6 @@ struct PageTokens {
   const int32_t* positions = nullptr;  // [count], ascending
   int32_t count = 0;                   // at most format.shape.tokens
 };
-
-struct PageSource {
-  RowInput input;
-  const float* significance = nullptr;  // [tokens of the row]; null: no scores
-  const Basis* basis[2] = {nullptr, nullptr};
-};
-
-// kNonFinite, kOutOfRange: a value its format cannot hold.
-Status encode_page(const StoredPageFormat& format, const PageSource& source,
-                   const PageTokens& tokens, std::vector<uint8_t>* bytes);
 
 struct PageSink {
   float* k = nullptr;  // [tokens of the row, head_dim]: rows `positions` are written

@@ -66,8 +66,7 @@ struct Codebook {
 
   // What follows from the lengths; complete_codebook() fills it in.
   std::vector<uint16_t> words;     // [symbols] code words, first bit in bit 0
-  std::vector<uint16_t> tree;      // [nodes][2], see codec/format/huffman.h
-  std::vector<uint16_t> table;     // [2^max_length], see table_entry()
+  std::vector<uint16_t> table;     // [2^max_length], see digit_bits()
   std::vector<uint16_t> cheapest;  // see cheapest_symbol()
 
   int32_t codes_per_symbol() const {
@@ -84,11 +83,15 @@ struct Codebook {
   }
 };
 
-// The decode table, indexed by the next max_length bits. An entry has the length of the code word
-// in bits 0-5 and the digits above, first digit lowest: 8 bits (kSingle), 5 + 5 (kPair), 2 + 2 + 2
-// + 2 (kQuad) or 4 + 4 (kSplit). Shifts by a register look at six bits only, so an entry is a
-// shift.
-uint16_t table_entry(const Codebook& codebook, uint32_t symbol);
+// Bits of a digit in the decode table. The table is indexed by the next max_length bits; an entry
+// has the length of the code word in bits 0-5 and the digits above, first digit lowest. Shifts by a
+// register look at six bits only, so an entry is a shift.
+inline constexpr int32_t digit_bits(BlockMode mode) {
+  return mode == BlockMode::kSingle ? 8
+         : mode == BlockMode::kPair ? 5
+         : mode == BlockMode::kQuad ? 2
+                                    : 4;
+}
 
 // The same table as a GPU holds it, [2^max_length]: length in bits 0-5, first digit in bits 6-10,
 // second in 22-26, for kQuad third in 8-9 and fourth in 24-25; kSingle has its digit in bits 16-23.

@@ -126,28 +126,20 @@ TKV_HD CodedBlockLayout block_layout(const CodedBlockHeader& h) {
 // the prime 65521: prefix sums on one core, a weighted sum in any order on many, and it changes
 // with any single bit.
 inline constexpr uint32_t kChecksumPrime = 65521;
-// The sum of the words 4 g + j, and the sum of their prefix sums, for j = 0..3.
-struct ChecksumSums {
+TKV_HD uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
+  // The sums of the words 4 g + j and of their prefix sums, for j = 0..3: word 4 g + j of 4 G words
+  // weighs 4 (G - g) - j.
   uint64_t prefix[4] = {}, sum[4] = {};
-};
-// Word 4 g + j of 4 G words weighs 4 (G - g) - j.
-TKV_HD uint16_t finish_checksum(const ChecksumSums& s, const uint8_t* block, int32_t bytes) {
-  uint64_t total = 4 * (s.sum[0] + s.sum[1] + s.sum[2] + s.sum[3]);
-  total -= s.prefix[1] + 2 * s.prefix[2] + 3 * s.prefix[3];
+  for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
+    uint32_t words[4];
+    memcpy(words, block + i, sizeof(words));
+    for (int32_t j = 0; j < 4; ++j) sum[j] += prefix[j] += words[j];
+  }
+  uint64_t total = 4 * (sum[0] + sum[1] + sum[2] + sum[3]);
+  total -= prefix[1] + 2 * prefix[2] + 3 * prefix[3];
   const uint64_t stored = static_cast<uint64_t>(load_u16(block + 14)) << 16;
   total -= stored * static_cast<uint64_t>(bytes / 4 - 3);
   return static_cast<uint16_t>(total % kChecksumPrime);
 }
-TKV_HD uint16_t block_checksum(const uint8_t* block, int32_t bytes) {
-  ChecksumSums s;
-  for (int32_t i = 0; i < bytes; i += kBlockAlignment) {
-    uint32_t words[4];
-    memcpy(words, block + i, sizeof(words));
-    for (int32_t j = 0; j < 4; ++j) s.sum[j] += s.prefix[j] += words[j];
-  }
-  return finish_checksum(s, block, bytes);
-}
-// The same on the host, faster.
-uint16_t block_checksum_fast(const uint8_t* block, int32_t bytes);
 
 }  // namespace tierkv

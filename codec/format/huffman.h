@@ -37,15 +37,10 @@ std::vector<uint16_t> assign_code_words(const std::vector<uint8_t>& lengths);
 std::vector<uint16_t> build_lookup(const std::vector<uint8_t>& lengths,
                                    const std::vector<uint16_t>& words, int32_t max_length);
 
-// The array tree of KVComp section 3.3.1: node n has the two entries [2 n] and [2 n + 1], indexed
-// by the next bit. An entry is the index of the next node, or kLeaf + symbol. The root is node 0.
-inline constexpr uint16_t kLeaf = 0x8000;
-std::vector<uint16_t> build_tree(const std::vector<uint8_t>& lengths,
-                                 const std::vector<uint16_t>& words);
-
-// Appends code words to 32-bit words in memory, which must have room for eight bytes behind the
-// last one: every put stores the word it is in and the next, so that there is no branch to
-// mispredict.
+// Appends code words to 32-bit words in memory, which must have room for kBitWriterSlackBytes
+// behind the last one: every put stores the word it is in and the next, so that there is no branch
+// to mispredict.
+inline constexpr int32_t kBitWriterSlackBytes = 8;
 class BitWriter {
  public:
   explicit BitWriter(uint8_t* bytes) : bytes_(bytes) {}
@@ -64,13 +59,5 @@ class BitWriter {
   uint64_t pending_ = 0;
   int64_t position_ = 0;
 };
-
-// Decodes exactly the bits [begin, end) by walking the tree one bit at a time, without a
-// data-dependent branch, as the paper does: the symbol is written at every step, and the write
-// index moves on at leaves only. Symbols beyond `capacity` are dropped. Returns the number of
-// symbols found, or -1 when the last one is incomplete or there are more than `capacity`. `words`
-// holds at least `end` bits; symbols has room for capacity + 1.
-int64_t decode_tree(const uint32_t* words, int64_t begin, int64_t end,
-                    const std::vector<uint16_t>& tree, int64_t capacity, uint16_t* symbols);
 
 }  // namespace tierkv

@@ -84,11 +84,6 @@ TKV_HD QuantParams minmax_params(float lo, float hi, int32_t levels) {
   return {float_to_half(div_rn(add_rn(hi, -lo), static_cast<float>(levels - 1))),
           float_to_half(lo)};
 }
-TKV_HD QuantParams relative_params(float lo, float hi, float step) {
-  lo = add_rn(lo, 0.0f);
-  hi = add_rn(hi, 0.0f);
-  return {float_to_half(mul_rn(step, add_rn(hi, -lo))), float_to_half(lo)};
-}
 
 inline constexpr int32_t kNormPartials = 32;
 // The sum of squares of a token, as 32 lanes make it: lane l adds the squares of channels l, 32 +
@@ -150,12 +145,4 @@ StatusCode quantize_minmax(const float* x, int64_t n, int64_t stride, int32_t le
                            QuantParams* params, uint8_t* codes);
 // The same of codes clipped at the norm, values side by side.
 StatusCode quantize_norm(const float* x, int32_t n, QuantParams* params, uint8_t* codes);
-// Relative step (KVComp). *fits is false when a code leaves [0, 255]: the caller stores the unit
-// raw; codes are then unspecified.
-StatusCode quantize_relative(const float* x, int64_t n, int64_t stride, double step,
-                             QuantParams* params, uint8_t* codes, bool* fits);
-// Absolute step: signed codes round(x / step); values are dequantised as code * step. kOutOfRange
-// when a code does not fit 16 bits, kNonFinite for NaN, infinity.
-StatusCode quantize_absolute(const float* x, int64_t n, float step, int16_t* codes);
-
 }  // namespace tierkv

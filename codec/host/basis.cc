@@ -2,7 +2,6 @@
 #include "codec/format/basis.h"
 
 #include <cmath>
-#include <string>
 #include <utility>
 
 #include "tierkv/half.h"
@@ -55,55 +54,6 @@ void multiply(const std::vector<float>& matrix, int32_t n, float* x, std::vector
   for (int32_t j = 0; j < n; ++j) x[j] = static_cast<float>((*scratch)[j]);
 }
 
-// matrix x.
-void multiply_transposed(const std::vector<float>& matrix, int32_t n, float* x,
-                         std::vector<double>* scratch) {
-  scratch->assign(x, x + n);
-  for (int32_t j = 0; j < n; ++j) {
-    const float* row = matrix.data() + static_cast<int64_t>(j) * n;
-    double sum = 0;
-    for (int32_t i = 0; i < n; ++i) sum += (*scratch)[i] * row[i];
-    x[j] = static_cast<float>(sum);
-  }
-}
-
-Status invalid(std::string why) {
-  return Status(StatusCode::kInvalidArgument, std::move(why));
-}
-
-Status check_numbers(const char* name, const std::vector<float>& x, size_t expected) {
-  if (x.size() != expected) {
-    return invalid(std::string(name) + " has " + std::to_string(x.size()) + " values, not " +
-                   std::to_string(expected));
-  }
-  for (const float v : x) {
-    if (!is_finite(v)) return invalid(std::string(name) + " is not finite");
-    if (std::fabs(v) > kMaxHalf) return invalid(std::string(name) + " exceeds 65504");
-  }
-  return Status::ok();
-}
-
-// A matrix that cannot be inverted has no inverse that passes.
-Status check_inverse(const Basis& b) {
-  const int32_t n = b.head_dim;
-  std::vector<double> line(n);
-  for (int32_t i = 0; i < n; ++i) {
-    line.assign(n, 0.0);
-    for (int32_t k = 0; k < n; ++k) {
-      const double factor = b.forward[static_cast<int64_t>(i) * n + k];
-      const float* row = b.inverse.data() + static_cast<int64_t>(k) * n;
-      for (int32_t j = 0; j < n; ++j) line[j] += factor * row[j];
-    }
-    line[i] -= 1;
-    for (const double error : line) {
-      if (!(std::fabs(error) <= kMaxInverseError)) {
-        return invalid("forward times inverse is not the identity");
-      }
-    }
-  }
-  return Status::ok();
-}
-
 std::vector<float> rounded_to_half(std::vector<float> x) {
   for (float& v : x) v = half_to_float(float_to_half(v));
   return x;
@@ -150,25 +100,6 @@ Basis Basis::matrix(std::vector<float> mean, std::vector<float> forward,
   return b;
 }
 
-Status Basis::validate() const {
-  const size_t n = head_dim > 0 ? static_cast<size_t>(head_dim) : 0;
-  if (n == 0 || head_dim > kMaxHeadDim) return invalid("head_dim is out of range");
-  if (kind < BasisKind::kNone || kind > BasisKind::kMatrix) return invalid("unknown kind");
-  const bool needs_mean = kind == BasisKind::kMean;
-  if (needs_mean || !mean.empty()) {
-    if (Status s = check_numbers("mean", mean, n); !s) return s;
-  }
-  if (kind == BasisKind::kNone && !mean.empty()) return invalid("a mean without a basis");
-  if (Status s = check_numbers("signs", signs, kind == BasisKind::kHadamard ? n : 0); !s) return s;
-  for (const float sign : signs) {
-    if (sign != 1.0f && sign != -1.0f) return invalid("signs must be 1 or -1");
-  }
-  const size_t matrix_values = kind == BasisKind::kMatrix ? n * n : 0;
-  if (Status s = check_numbers("forward", forward, matrix_values); !s) return s;
-  if (Status s = check_numbers("inverse", inverse, matrix_values); !s) return s;
-  return kind == BasisKind::kMatrix ? check_inverse(*this) : Status::ok();
-}
-
 void Basis::apply(float* x, int64_t tokens) const {
   std::vector<double> scratch;
   for (int64_t t = 0; t < tokens; ++t, x += head_dim) {
@@ -194,20 +125,12 @@ void Basis::undo(float* x, int64_t tokens) const {
 }
 
 void Basis::apply_to_queries(float* q, int64_t queries) const {
-  std::vector<double> scratch;
   for (int64_t t = 0; t < queries; ++t, q += head_dim) {
-    if (kind == BasisKind::kMatrix) multiply_transposed(inverse, head_dim, q, &scratch);
     if (kind == BasisKind::kHadamard) {
       for (int32_t d = 0; d < head_dim; ++d) q[d] *= signs[d];
       hadamard_parts(q, head_dim);
     }
   }
-}
-
-double Basis::mean_product(const float* q) const {
-  double sum = 0;
-  for (size_t d = 0; d < mean.size(); ++d) sum += static_cast<double>(q[d]) * mean[d];
-  return sum;
 }
 
 int64_t Basis::stored_bytes() const {

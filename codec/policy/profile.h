@@ -73,11 +73,4 @@ std::vector<double> head_scales(const std::vector<double>& sensitivities);
 std::vector<int32_t> assign_classes(const std::vector<double>& shares,
                                     const std::vector<double>& sensitivities);
 
-// Basis and global step of one component of a row in a format (docs/internals/architecture.md,
-// "Quantisation").
-Basis make_basis(const ComponentFormat& format, Component c, const RowProfile& row,
-                 int32_t head_dim);
-double make_step(const ComponentFormat& format, Component c, const RowProfile& row,
-                 double sm_scale);
-
 }  // namespace tierkv

@@ -43,17 +43,12 @@ struct TKV_API Basis {
   static Basis matrix(std::vector<float> mean, std::vector<float> forward,
                       std::vector<float> inverse);
 
-  // kInvalidArgument: a wrong length, a value that is not finite, a sign other than 1 and -1, a
-  // matrix whose inverse is not its inverse (kMaxInverseError).
-  Status validate() const;
-
-  // x [tokens, head_dim], in place. The basis must be valid.
+  // x [tokens, head_dim], in place.
   void apply(float* x, int64_t tokens) const;
   void undo(float* x, int64_t tokens) const;
-  // q [queries, head_dim], in place. Afterwards the product of q with coordinates y is the product
-  // of the original q with x, less mean_product().
+  // q [queries, head_dim], in place; not for kMatrix. Afterwards the product of q with coordinates
+  // is the product of the original q with x, less that with the mean.
   void apply_to_queries(float* q, int64_t queries) const;
-  double mean_product(const float* q) const;
   // What a sequence that carries its own basis pays for it: fp16 means, fp16 matrices.
   int64_t stored_bytes() const;
 
@@ -64,9 +59,6 @@ struct TKV_API Basis {
   friend bool operator!=(const Basis& a, const Basis& b) { return !(a == b); }
 };
 
-// The most that an element of forward times inverse may differ from the identity.
-inline constexpr double kMaxInverseError = 0x1p-10;
-
 // The bases of a whole cache. All rows of a component are of one kind, with means or without.
 struct TKV_API CacheBasis {
   int32_t num_layers = 0;
@@ -74,22 +66,9 @@ struct TKV_API CacheBasis {
   std::vector<Basis> keys;    // [num_layers, num_kv_heads]
   std::vector<Basis> values;  // likewise
 
-  // The fixed rotation of both components.
-  static CacheBasis hadamard(const CacheLayout& layout);
-
-  // kInvalidArgument naming the row, kUnsupported for a head_dim that is no multiple of 32 or
-  // exceeds 256.
-  Status validate(const CacheLayout& layout) const;
   // XXH3-64 of everything, never 0. Sequences carry it, because pages of one basis mean nothing in
   // another.
   uint64_t identity() const;
-
-  const std::vector<Basis>& of(Component c) const { return c == Component::kKey ? keys : values; }
-  friend bool operator==(const CacheBasis& a, const CacheBasis& b) {
-    return a.num_layers == b.num_layers && a.num_kv_heads == b.num_kv_heads && a.keys == b.keys &&
-           a.values == b.values;
-  }
-  friend bool operator!=(const CacheBasis& a, const CacheBasis& b) { return !(a == b); }
 };
 
 }  // namespace tierkv

@@ -14,6 +14,7 @@
 #include "codec/file/container_format.h"
 #include "datasets/synth.h"
 #include "tools/analysis/layer_scheme.h"
+#include "tools/container/chunk_write.h"
 
 namespace tierkv::analysis {
 namespace {

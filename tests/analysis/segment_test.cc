@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/file/segment.h"
+#include "tools/analysis/segment_encoder.h"
 
 #include <gtest/gtest.h>
 
@@ -22,10 +22,11 @@ class SegmentTest : public testing::Test {
   }
 
   // Encodes chunk by chunk, decodes in reads of another size, returns the reconstruction.
-  std::vector<float> round_trip(const SegmentFormat& f, const std::vector<float>& x,
+  std::vector<float> round_trip(const SegmentCoding& coding, const std::vector<float>& x,
                                 EncodedSegment* segment) {
-    const int64_t tokens = static_cast<int64_t>(x.size()) / f.head_dim;
-    SegmentEncoder encoder(f);
+    const int64_t tokens = static_cast<int64_t>(x.size()) / coding.stored.head_dim;
+    const SegmentFormat& f = coding.stored;
+    SegmentEncoder encoder(coding);
     for (int64_t t = 0; t < tokens; t += f.chunk_tokens()) {
       const int64_t n = std::min(f.chunk_tokens(), tokens - t);
       std::vector<float> chunk(x.begin() + t * f.head_dim, x.begin() + (t + n) * f.head_dim);
@@ -33,7 +34,7 @@ class SegmentTest : public testing::Test {
     }
     EXPECT_EQ(encoder.finish(segment), StatusCode::kOk);
     EXPECT_EQ(segment->tokens, tokens);
-    SegmentDecoder decoder(f, *segment);
+    SegmentReader decoder(coding, *segment);
     std::vector<float> y(x.size(), NAN);
     for (int64_t t = 0; t < tokens; t += 29) {
       const int64_t n = std::min<int64_t>(29, tokens - t);
@@ -50,14 +51,14 @@ class SegmentTest : public testing::Test {
 
 TEST_F(SegmentTest, RawIsExactAndTakesTwoBytesAValue) {
   for (const Coder coder : {Coder::kNone, Coder::kZstd}) {
-    SegmentFormat f;
-    f.head_dim = 96;
-    f.coder = coder;
+    SegmentCoding f;
+    f.stored.head_dim = 96;
+    f.code_with(coder, nullptr);
     const std::vector<float> x = values(131 * 96);
     EncodedSegment s;
     EXPECT_EQ(round_trip(f, x, &s), x) << seed_;
     if (coder == Coder::kNone) {
-      EXPECT_EQ(s.stored_bytes(), 2 * 131 * 96);
+      EXPECT_EQ(stored_bytes(s), 2 * 131 * 96);
     }
   }
 }
@@ -67,9 +68,9 @@ TEST_F(SegmentTest, RawIsExactAndTakesTwoBytesAValue) {
 TEST_F(SegmentTest, TokenWiseCodesMatchTheQuantiser) {
   for (const int32_t bits : {8, 4, 2, 1}) {
     for (const int32_t group : {0, 32}) {
-      SegmentFormat f;
-      f.format = token_wise(bits, group);
-      f.head_dim = 128;
+      SegmentCoding f;
+      f.stored.format = token_wise(bits, group);
+      f.stored.head_dim = 128;
       const std::vector<float> x = values(77 * 128);
       EncodedSegment s;
       const std::vector<float> y = round_trip(f, x, &s);
@@ -85,19 +86,19 @@ TEST_F(SegmentTest, TokenWiseCodesMatchTheQuantiser) {
               << seed_;
         }
       }
-      EXPECT_EQ(s.stored_bytes(), 77 * (128 * bits / 8 + 4 * 128 / n));
+      EXPECT_EQ(stored_bytes(s), 77 * (128 * bits / 8 + 4 * 128 / n));
     }
   }
 }
 
 TEST_F(SegmentTest, RelativeStepsKeepTheirBoundInEveryUnit) {
   for (const Unit unit : {Unit::kBlock, Unit::kChannel, Unit::kToken}) {
-    SegmentFormat f;
-    f.format = {
+    SegmentCoding f;
+    f.stored.format = {
         CodeType::uniform(0), StepRule::kRelative, unit, unit == Unit::kToken ? 0 : 64, 0.05,
         Entropy::kHuffman,    BasisKind::kNone};
-    f.head_dim = 64;
-    f.coder = Coder::kZstd;
+    f.stored.head_dim = 64;
+    f.code_with(Coder::kZstd, nullptr);
     const std::vector<float> x = values(200 * 64);
     EncodedSegment s;
     const std::vector<float> y = round_trip(f, x, &s);
@@ -116,22 +117,22 @@ TEST_F(SegmentTest, AbsoluteStepErrorIsHalfAStepInEveryBasis) {
     const Basis basis = kind == BasisKind::kNone   ? Basis::none(128)
                         : kind == BasisKind::kMean ? Basis::mean_removed(values(128))
                                                    : Basis::hadamard(128);
-    SegmentFormat f;
-    f.format = {
+    SegmentCoding f;
+    f.stored.format = {
         CodeType::uniform(0), StepRule::kAbsolute, Unit::kGlobal, 0, 0.3, Entropy::kHuffman, kind};
-    f.head_dim = 128;
-    f.step = 0.37f;
-    f.basis = &basis;
-    f.coder = Coder::kHuffman;
+    f.stored.head_dim = 128;
+    f.stored.step = 0.37f;
+    f.stored.basis = &basis;
+    f.code_with(Coder::kHuffman, nullptr);
     CodeHistogram counts(Component::kKey, 128);
     ChunkCodes chunk;
     std::vector<float> coordinates = x;
     basis.apply(coordinates.data(), 150);
-    ASSERT_EQ(quantize_chunk(f, coordinates.data(), 150, &chunk), StatusCode::kOk);
+    ASSERT_EQ(quantize_chunk(f.stored, coordinates.data(), 150, &chunk), StatusCode::kOk);
     counts.add(chunk.codes.data(), 150);
     Result<Codebook> book = build_codebook(counts);
     ASSERT_TRUE(book.is_ok());
-    f.codebook = &book.value();
+    f.stored.codebook = &book.value();
     EncodedSegment s;
     const std::vector<float> y = round_trip(f, x, &s);
     double worst = 0, squares = 0;
@@ -146,16 +147,16 @@ TEST_F(SegmentTest, AbsoluteStepErrorIsHalfAStepInEveryBasis) {
     }
     EXPECT_NEAR(std::sqrt(squares / static_cast<double>(x.size())), 0.37 / std::sqrt(12.0), 0.01)
         << seed_;
-    EXPECT_LT(s.stored_bytes(), 2 * 150 * 128 / 3);
+    EXPECT_LT(stored_bytes(s), 2 * 150 * 128 / 3);
   }
 }
 
 TEST_F(SegmentTest, UnitsThatNeedTooManyLevelsAreStoredRaw) {
-  SegmentFormat f;
-  f.format = {CodeType::uniform(0), StepRule::kRelative, Unit::kBlock, 64, 0.001,
-              Entropy::kHuffman,    BasisKind::kNone};
-  f.head_dim = 64;
-  f.coder = Coder::kZstd;
+  SegmentCoding f;
+  f.stored.format = {CodeType::uniform(0), StepRule::kRelative, Unit::kBlock, 64, 0.001,
+                     Entropy::kHuffman,    BasisKind::kNone};
+  f.stored.head_dim = 64;
+  f.code_with(Coder::kZstd, nullptr);
   const std::vector<float> x = values(128 * 64);
   EncodedSegment s;
   EXPECT_EQ(round_trip(f, x, &s), x) << seed_;
@@ -163,8 +164,8 @@ TEST_F(SegmentTest, UnitsThatNeedTooManyLevelsAreStoredRaw) {
 }
 
 TEST_F(SegmentTest, BeyondHalfRangeIsNamed) {
-  SegmentFormat f;
-  f.head_dim = 4;
+  SegmentCoding f;
+  f.stored.head_dim = 4;
   std::vector<float> x = {1, 2, 1e6f, 3};
   EXPECT_EQ(SegmentEncoder(f).append(x.data(), 1), StatusCode::kOutOfRange);
 }

@@ -48,8 +48,9 @@ class EmulatedTree : public RandomTest {
     call.bytes = reinterpret_cast<const uint8_t*>(bytes.data());
     call.units = blocks->units.data();
     call.digits = digits.data();
-    call.tree = book->tree.data();
-    call.tree_entries = static_cast<int32_t>(book->tree.size());
+    const std::vector<uint16_t> tree = build_tree(*book);
+    call.tree = tree.data();
+    call.tree_entries = static_cast<int32_t>(tree.size());
     call.codebook = device_codebook(*book);
     call.codebook.table = table.data();
     call.num_blocks = 3;

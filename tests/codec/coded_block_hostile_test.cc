@@ -164,20 +164,18 @@ class HostileBlockTest : public RandomTest {
     bytes_.clear();
     ASSERT_TRUE(encode_block(codes_.data(), tokens, head_dim, codebook_, &bytes_));
   }
-  Status decode(const std::vector<uint8_t>& bytes, DecodePath path, std::vector<int16_t>* codes) {
+  Status decode(const std::vector<uint8_t>& bytes, std::vector<int16_t>* codes) {
     // A copy of the exact size, so that the address sanitizer sees every read outside.
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());
     codes->assign(codes_.size(), int16_t{0x5a5a});
     return decode_block(exact.data(), static_cast<int64_t>(exact.size()), tokens_, head_dim_,
-                        codebook_, codes->data(), path);
+                        codebook_, codes->data());
   }
-  // Both decoders refuse and leave zeros.
+  // The decoder refuses and leaves zeros.
   void expect_refused(const std::vector<uint8_t>& bytes, const char* what) {
-    for (DecodePath path : {DecodePath::kTable, DecodePath::kTree}) {
-      std::vector<int16_t> codes;
-      EXPECT_EQ(decode(bytes, path, &codes).code(), StatusCode::kCorrupt) << what << seed_;
-      EXPECT_EQ(codes, std::vector<int16_t>(codes_.size(), 0)) << what;
-    }
+    std::vector<int16_t> codes;
+    EXPECT_EQ(decode(bytes, &codes).code(), StatusCode::kCorrupt) << what << seed_;
+    EXPECT_EQ(codes, std::vector<int16_t>(codes_.size(), 0)) << what;
   }
   static void repair_checksum(std::vector<uint8_t>* bytes) {
     const auto size = std::min<size_t>(bytes->size(), 16 * load_u16(bytes->data() + 12));
@@ -217,7 +215,7 @@ TEST_F(HostileBlockTest, EveryFlippedBitIsRefused) {
       std::vector<uint8_t> damaged = bytes_;
       damaged[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
       std::vector<int16_t> codes;
-      ASSERT_EQ(decode(damaged, DecodePath::kTable, &codes).code(), StatusCode::kCorrupt) << bit;
+      ASSERT_EQ(decode(damaged, &codes).code(), StatusCode::kCorrupt) << bit;
       ASSERT_EQ(codes, std::vector<int16_t>(codes_.size(), 0));
     }
   }
@@ -234,8 +232,8 @@ TEST_F(HostileBlockTest, EveryTruncationAndExtensionIsRefused) {
 }
 
 // With the checksum repaired, the structure alone must hold: a flip is refused or gives some codes,
-// both decoders agree. A flipped code word nearly always moves the end of its stream: of coded
-// blocks half of the damage is refused, give or take a fifth a block; of raw ones hardly any.
+// and refused blocks leave zeros. A flipped code word nearly always moves the end of its stream: of
+// coded blocks half of the damage is refused, give or take a fifth a block; of raw ones hardly any.
 TEST_F(HostileBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
   int32_t refused = 0, total = 0;
   for (int trial = 0; trial < 20; ++trial) {
@@ -248,10 +246,9 @@ TEST_F(HostileBlockTest, DamageBehindAGoodChecksumIsRefusedOrHarmless) {
         damaged[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
       }
       repair_checksum(&damaged);
-      std::vector<int16_t> a, b;
-      const Status s = decode(damaged, DecodePath::kTable, &a);
-      EXPECT_EQ(decode(damaged, DecodePath::kTree, &b).code(), s.code()) << "seed " << seed_;
-      EXPECT_EQ(a, b) << "seed " << seed_;
+      std::vector<int16_t> codes;
+      const Status s = decode(damaged, &codes);
+      EXPECT_TRUE(s || codes == std::vector<int16_t>(codes_.size(), 0)) << "seed " << seed_;
       refused += is_coded && !s;
       total += is_coded;
     }

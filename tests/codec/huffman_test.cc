@@ -165,7 +165,7 @@ TEST_F(HuffmanTest, CanonicalWordsAreCountedUpAndReversed) {
   EXPECT_EQ(assign_code_words({2, 1, 3, 3}), (std::vector<uint16_t>{0b01, 0b0, 0b011, 0b111}));
 }
 
-TEST_F(HuffmanTest, WordsArePrefixFreeAndBothDecodersAgree) {
+TEST_F(HuffmanTest, WordsArePrefixFree) {
   for (int trial = 0; trial < 60; ++trial) {
     const size_t n = 2 + below(trial % 6 == 0 ? 1000 : 60);
     std::vector<uint64_t> counts = random_counts(n);
@@ -176,36 +176,12 @@ TEST_F(HuffmanTest, WordsArePrefixFreeAndBothDecodersAgree) {
     const std::vector<uint8_t> lengths = lengths_of(counts, max_length);
     const std::vector<uint16_t> words = assign_code_words(lengths);
     const std::vector<uint16_t> lookup = build_lookup(lengths, words, max_length);
-    const std::vector<uint16_t> tree = build_tree(lengths, words);
     // Complete and prefix-free: every pattern starts with exactly one word.
     for (uint32_t i = 0; i < lookup.size(); ++i) {
       const uint16_t s = lookup[i];
       ASSERT_GT(lengths[s], 0);
       ASSERT_EQ(i & ((1u << lengths[s]) - 1), words[s]) << "seed " << seed_;
     }
-    std::vector<uint16_t> sent;
-    std::vector<uint32_t> bits(700, 0);
-    BitWriter writer(reinterpret_cast<uint8_t*>(bits.data()));
-    const auto start = static_cast<int32_t>(below(33));
-    for (int32_t b = 0; b < start; ++b) writer.put(static_cast<uint32_t>(below(2)), 1);
-    while (sent.size() < 1000) {
-      const auto s = static_cast<uint16_t>(below(n));
-      if (lengths[s] == 0) continue;
-      sent.push_back(s);
-      writer.put(words[s], lengths[s]);
-    }
-    std::vector<uint16_t> found(sent.size() + 1, 0xeeee);
-    ASSERT_EQ(decode_tree(bits.data(), start, writer.position(), tree, sent.size(), found.data()),
-              static_cast<int64_t>(sent.size()));
-    found.pop_back();
-    ASSERT_EQ(found, sent) << "seed " << seed_;
-    // One bit less or more, or a smaller capacity, is noticed.
-    std::vector<uint16_t> room(sent.size() + 1);
-    EXPECT_NE(
-        decode_tree(bits.data(), start, writer.position() - 1, tree, sent.size(), room.data()),
-        static_cast<int64_t>(sent.size()));
-    EXPECT_EQ(
-        decode_tree(bits.data(), start, writer.position(), tree, sent.size() - 1, room.data()), -1);
   }
 }
 

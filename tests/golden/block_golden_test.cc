@@ -52,12 +52,14 @@ TEST(BlockGolden, BytesOfEveryModeAndShape) {
           std::vector<uint8_t> book, bytes;
           serialize_codebook(*codebook, &book);
           ASSERT_TRUE(encode_block(codes.data(), tokens, head_dim, *codebook, &bytes));
-          CodedBlockStats stats;
-          ASSERT_TRUE(add_block_stats(bytes.data(), static_cast<int64_t>(bytes.size()), &stats));
+          int32_t exceptions = 0;
+          for (size_t at = 0; at < bytes.size(); at += 16 * load_header(&bytes[at]).units) {
+            exceptions += load_header(&bytes[at]).exceptions;
+          }
           table.expect({block_mode_name(mode), component == Component::kKey ? "key" : "value",
                         to_string(streams), to_string(tokens), to_string(head_dim),
                         to_string(book.size()), golden::hash(book), to_string(bytes.size()),
-                        to_string(stats.exceptions), golden::hash(bytes)});
+                        to_string(exceptions), golden::hash(bytes)});
         }
       }
     }

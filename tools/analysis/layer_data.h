@@ -5,10 +5,10 @@
 
 #include <vector>
 
-#include "codec/file/scheme.h"
 #include "codec/policy/profile.h"
 #include "datasets/dump.h"
 #include "tools/analysis/attention_error.h"
+#include "tools/presets/scheme.h"
 
 namespace tierkv::analysis {
 

@@ -6,6 +6,7 @@
 #include "tools/analysis/baselines/baseline_coders.h"
 #include "tools/analysis/baselines/eviction.h"
 #include "tools/analysis/baselines/fse.h"
+#include "tools/analysis/row_basis.h"
 
 namespace tierkv::analysis {
 namespace {

@@ -8,10 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "codec/file/row_codec.h"
 #include "codec/host/coded/weighted_books.h"
 #include "tools/analysis/detail.h"
 #include "tools/analysis/layer_data.h"
+#include "tools/analysis/row_codec.h"
 
 namespace tierkv::analysis {
 

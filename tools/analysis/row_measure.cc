@@ -196,7 +196,7 @@ void add_sizes(const RowCodec& codec, Tally* tally) {
     Tally::PerComponent& sum = tally->component[static_cast<int>(c)];
     sum.coded_bits += 8.0 * static_cast<double>(codec.coded_bytes(c));
     sum.symbols += codec.coded_symbols(c);
-    if (!codec.segment_format(c, Part::kHigh).is_weighted()) continue;
+    if (!codec.coding(c, Part::kHigh).stored.is_weighted()) continue;
     const std::vector<uint8_t>& blocks = codec.segment(c, Part::kHigh).data;
     // The encoder wrote them: their headers agree.
     (void)add_weighted_stats(blocks.data(), static_cast<int64_t>(blocks.size()), &tally->blocks);

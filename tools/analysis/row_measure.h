@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "codec/file/row_codec.h"
 #include "tools/analysis/analyze.h"
 #include "tools/analysis/attention_error.h"
+#include "tools/analysis/row_codec.h"
 
 namespace tierkv::analysis {
 

@@ -3,8 +3,8 @@
 // out.
 #pragma once
 
-#include "codec/file/row_codec.h"
 #include "tierkv/page.h"
+#include "tools/analysis/row_codec.h"
 
 namespace tierkv::analysis {
 

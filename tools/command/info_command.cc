@@ -120,7 +120,7 @@ Steps steps_of(const CacheDecoder& decoder) {
   }
   const Result<analysis::Preset> preset = analysis::parse_preset(decoder.model().preset);
   if (!preset) return out;
-  const Scheme& s = preset->scheme;
+  const analysis::Scheme& s = preset->scheme;
   out.key_rule = rule_name(s.high.k);
   out.value_rule = rule_name(s.high.v);
   const bool own = s.weighted() && out.statistics != "profile";

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "codec/file/container_chunks.h"
-#include "codec/file/container_pages.h"
 #include "codec/format/byte_cursor.h"
 #include "tools/analysis/row_pages.h"
+#include "tools/container/chunk_write.h"
 
 namespace tierkv::analysis {
 namespace {
@@ -97,7 +96,7 @@ Status encode_segment(RowCodec& codec, const LayerData& data, int32_t head, Comp
   if (StatusCode s = codec.encode_part(c, part); s != StatusCode::kOk) return encoding_failed(s);
   const EncodedSegment& segment = codec.segment(c, part);
   if (segment.tokens == 0) return Status::ok();
-  Result<std::vector<uint8_t>> bytes = serialize_segment(codec.segment_format(c, part), segment);
+  Result<std::vector<uint8_t>> bytes = serialize_segment(codec.coding(c, part).stored, segment);
   if (!bytes) return bytes.status();
   ChunkKey key = key_of(ChunkKind::kSegment, data.seq, data.layer, head);
   key.component = static_cast<uint8_t>(c);

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "codec/file/scheme.h"
+#include "tools/presets/scheme.h"
 
 namespace tierkv::analysis {
 

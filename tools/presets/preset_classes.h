@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "codec/file/scheme.h"
+#include "tools/presets/scheme.h"
 
 namespace tierkv::analysis {
 

@@ -55,6 +55,26 @@ Result<TreeBlocks> make_tree_blocks(const std::vector<int16_t>& codes, const Cod
   return made;
 }
 
+std::vector<uint16_t> build_tree(const Codebook& codebook) {
+  std::vector<uint16_t> tree(2, 0);
+  for (size_t s = 0; s < codebook.lengths.size(); ++s) {
+    size_t node = 0;
+    for (int32_t b = 0; b < codebook.lengths[s]; ++b) {
+      const size_t entry = 2 * node + (codebook.words[s] >> b & 1u);
+      if (b + 1 == codebook.lengths[s]) {
+        tree[entry] = static_cast<uint16_t>(kLeaf | s);
+      } else {
+        if (tree[entry] == 0) {
+          tree[entry] = static_cast<uint16_t>(tree.size() / 2);
+          tree.resize(tree.size() + 2, 0);
+        }
+        node = tree[entry];
+      }
+    }
+  }
+  return tree;
+}
+
 Result<Codebook> tree_codebook(const std::vector<int16_t>& codes, BlockMode mode,
                                int32_t max_length) {
   CodeHistogram histogram(Component::kKey, kSliceDims);

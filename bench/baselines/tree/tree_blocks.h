@@ -34,6 +34,12 @@ Result<TreeBlocks> make_tree_blocks(const std::vector<int16_t>& codes, const Cod
 Result<Codebook> tree_codebook(const std::vector<int16_t>& codes, BlockMode mode,
                                int32_t max_length);
 
+// The array tree of KVComp section 3.3.1, [nodes][2]: node n has the two entries [2 n] and
+// [2 n + 1], indexed by the next bit. An entry is the index of the next node, or kLeaf + symbol.
+// The root is node 0.
+inline constexpr uint16_t kLeaf = 0x8000;
+std::vector<uint16_t> build_tree(const Codebook& codebook);
+
 // Rounded Laplace numbers of this spread, in [-15, 15]: pairs have books of at most 32 levels.
 std::vector<int16_t> laplace_codes(int64_t blocks, double spread, uint32_t seed);
 

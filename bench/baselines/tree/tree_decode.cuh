@@ -8,7 +8,6 @@
 #pragma once
 
 #include "bench/baselines/tree/tree_decode.h"
-#include "codec/format/huffman.h"
 #include "codec/gpu/coded/coded_stream.cuh"
 #include "gpu/copies.cuh"
 #include "gpu/shared_memory.cuh"

@@ -22,7 +22,7 @@ struct TreeDecode {
   const uint8_t* bytes = nullptr;   // device: TreeBlocks::bytes, 16-byte aligned
   const uint32_t* units = nullptr;  // device: TreeBlocks::units
   uint32_t* digits = nullptr;       // device, out: as TreeBlocks::digits
-  const uint16_t* tree = nullptr;   // device: Codebook::tree; forms with a tree only
+  const uint16_t* tree = nullptr;   // device: build_tree(); forms with a tree only
   DeviceCodebook codebook;          // forms with a tree: mode kSingle only
   int32_t tree_entries = 0;
   int32_t num_blocks = 0;

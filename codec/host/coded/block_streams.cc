@@ -4,31 +4,23 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/host/coded/lane_pairs.h"
+#include "codec/host/coded/stream_decode.h"
 
 namespace tierkv {
 namespace {
 
-// Adds the values of a raw tile to the codes, modulo 2^16.
-void add_raw_tile(const OpenSlice& h, int32_t bits, const uint8_t* tile, TilePlanes* planes) {
+// Adds the values of raw tiles to the codes, modulo 2^16.
+void add_raw_tiles(const OpenSlice& h, int32_t bits, const uint8_t* tiles, const SliceCodes& out) {
   const TileLayout layout = raw_tile(bits, dim_block_count(h.dims));
   const uint32_t mask = (1u << bits) - 1u;
-  const auto place = [&](int32_t f, int32_t r, int32_t lane) {
-    const PairPosition p = pair_position(h.component, 0, f, r, lane);
-    return code_position(layout, h.component, p.token, p.dim);
-  };
-  for (int32_t f = 0; f < dim_block_count(h.dims); ++f) {
-    for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-      const CodePosition at = place(f, r, 0);
-      const int32_t lane_stride = place(f, r, 1).byte - at.byte;
-      const uint8_t* word = tile + at.byte;
-      uint16_t* first = planes->first + (f * kPairsPerFragment + r) * kWarpLanes;
-      uint16_t* second = planes->second + (f * kPairsPerFragment + r) * kWarpLanes;
-      for (int32_t lane = 0; lane < kWarpLanes; ++lane, word += lane_stride) {
-        // The second code of a pair lies 16 bits above the first.
-        const uint32_t pair = load_u32(word) >> at.bit;
-        first[lane] = static_cast<uint16_t>(first[lane] + (pair & mask));
-        second[lane] = static_cast<uint16_t>(second[lane] + (pair >> 16 & mask));
+  CodePosition at[kSliceDims];
+  for (int32_t in_tile = 0; in_tile < std::min(kTileTokens, out.tokens); ++in_tile) {
+    for (int32_t d = 0; d < out.dims; ++d) at[d] = code_position(layout, h.component, in_tile, d);
+    for (int32_t t = in_tile; t < out.tokens; t += kTileTokens) {
+      const uint8_t* tile = tiles + t / kTileTokens * layout.bytes();
+      int16_t* row = out.codes + t * out.stride;
+      for (int32_t d = 0; d < out.dims; ++d) {
+        row[d] = static_cast<int16_t>(row[d] + (load_u32(tile + at[d].byte) >> at[d].bit & mask));
       }
     }
   }
@@ -56,27 +48,7 @@ bool apply_exceptions(const OpenSlice& slice, const SliceCodes& out) {
   return true;
 }
 
-// The rows of a tile from its entries.
-void finish_tile(const OpenSlice& slice, const SliceBooks& books, DecodePath path, int32_t tile,
-                 const uint16_t* entries, const SliceCodes& out) {
-  if (slice.mode == BlockMode::kPair && path == DecodePath::kTable) {
-    return scatter_pair_entries(books, entries, out);
-  }
-  TilePlanes planes;
-  const int32_t blocks = dim_block_count(slice.dims);
-  expand_entries(books, blocks, entries, &planes);
-  if (slice.mode == BlockMode::kSplit) {
-    add_raw_tile(slice, 4, slice.low_plane + tile * raw_tile(4, blocks).bytes(), &planes);
-  }
-  if (path == DecodePath::kTree) {
-    scatter_tile_reference(planes, slice.component, out);
-  } else {
-    scatter_tile(planes, slice.component, out);
-  }
-}
-
-const char* decode_coded(const OpenSlice& slice, const SliceBooks& books, DecodePath path,
-                         const SliceCodes& out) {
+const char* decode_coded(const OpenSlice& slice, const SliceBooks& books, const SliceCodes& out) {
   const int32_t blocks = dim_block_count(slice.dims), tiles = tile_count(slice.tokens);
   const int32_t tile_symbols = blocks * books.symbols_per_fragment();
   StreamSet set;
@@ -91,29 +63,49 @@ const char* decode_coded(const OpenSlice& slice, const SliceBooks& books, Decode
   memset(payload + used, 0, kPayloadSlackBytes);
   set.payload = payload;
   alignas(64) uint16_t entries[kMaxBlockEntries];
-  const bool whole = path == DecodePath::kTree ? decode_streams_reference(books, set, entries)
-                                               : decode_streams(books, set, entries);
-  if (!whole) return "a stream does not end where the next one starts";
-  for (int32_t tile = 0; tile < tiles; ++tile) {
-    finish_tile(slice, books, path, tile, entries + tile * tile_symbols * set.streams,
-                tile_of(out, tile));
+  if (!decode_streams(books, set, entries)) {
+    return "a stream does not end where the next one starts";
   }
+  const auto scatter = slice.mode == BlockMode::kPair ? scatter_pairs : scatter_entries;
+  for (int32_t tile = 0; tile < tiles; ++tile) {
+    scatter(books, entries + tile * tile_symbols * set.streams, tile_of(out, tile));
+  }
+  if (slice.mode == BlockMode::kSplit) add_raw_tiles(slice, 4, slice.low_plane, out);
   return nullptr;
 }
 
 void decode_raw(const OpenSlice& slice, const SliceCodes& out) {
-  const int32_t bits = raw_bits(slice.mode);
-  const int32_t bytes = raw_tile(bits, dim_block_count(slice.dims)).bytes();
-  for (int32_t tile = 0; tile < tile_count(slice.tokens); ++tile) {
-    TilePlanes planes;
-    std::fill_n(planes.first, kTilePairs, static_cast<uint16_t>(slice.base));
-    std::fill_n(planes.second, kTilePairs, static_cast<uint16_t>(slice.base));
-    add_raw_tile(slice, bits, slice.payload + tile * bytes, &planes);
-    scatter_tile(planes, slice.component, tile_of(out, tile));
+  for (int32_t t = 0; t < out.tokens; ++t) {
+    std::fill_n(out.codes + t * out.stride, out.dims, slice.base);
   }
+  add_raw_tiles(slice, raw_bits(slice.mode), slice.payload, out);
 }
 
 }  // namespace
+
+void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
+  const bool key = books.first().component == Component::kKey;
+  const bool split = books.first().mode == BlockMode::kSplit;
+  const int32_t blocks = dim_block_count(out.dims), places = books.first().codes_per_symbol();
+  const int32_t width = digit_bits(books.first().mode), streams = books.streams();
+  for (int32_t i = 0; i < blocks; ++i) {
+    const int32_t f = dim_block_at(books.order, blocks, i), base = books.of[f]->base;
+    for (int32_t c = 0; c < books.codes_per_fragment(); ++c) {
+      const uint16_t* of_streams = entries + c / places * streams;
+      const int32_t shift = 6 + c % places * width;
+      for (int32_t s = 0; s < streams; ++s) {
+        const int32_t in_lane = books.lane_code(s, c);
+        PairPosition at = pair_position(books.first().component, 0, f, in_lane / 2, s % kWarpLanes);
+        (key ? at.dim : at.token) += in_lane % 2;
+        if (at.token >= out.tokens || at.dim >= out.dims) continue;
+        const int32_t digit = of_streams[s] >> shift & ((1 << width) - 1);
+        out.codes[at.token * out.stride + at.dim] =
+            static_cast<int16_t>(base + (split ? 16 * digit : digit));
+      }
+    }
+    entries += books.symbols_per_fragment() * streams;
+  }
+}
 
 const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint8_t* block_end) {
   for (; end < block_end; ++end) {
@@ -127,13 +119,13 @@ const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint
   return nullptr;
 }
 
-const char* decode_open_slice(const OpenSlice& slice, const SliceBooks& books, DecodePath path,
+const char* decode_open_slice(const OpenSlice& slice, const SliceBooks& books,
                               const SliceCodes& out) {
   if (is_raw_mode(slice.mode)) {
     decode_raw(slice, out);
     return nullptr;
   }
-  if (const char* wrong = decode_coded(slice, books, path, out)) return wrong;
+  if (const char* wrong = decode_coded(slice, books, out)) return wrong;
   return apply_exceptions(slice, out) ? nullptr : "bad exception";
 }
 

@@ -7,9 +7,8 @@
 
 #include <cstdint>
 
-#include "codec/format/coded_block.h"
-#include "codec/host/coded/lane_pairs.h"
 #include "codec/host/coded/slice_books.h"
+#include "codec/host/coded/stream_decode.h"
 
 namespace tierkv {
 
@@ -32,7 +31,7 @@ struct OpenSlice {
 const char* check_padding(const OpenSlice& slice, const uint8_t* end, const uint8_t* block_end);
 
 // The codes of the slice; where something is wrong, some of them.
-const char* decode_open_slice(const OpenSlice& slice, const SliceBooks& books, DecodePath path,
+const char* decode_open_slice(const OpenSlice& slice, const SliceBooks& books,
                               const SliceCodes& out);
 
 }  // namespace tierkv

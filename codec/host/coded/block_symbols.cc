@@ -26,19 +26,17 @@ class SymbolPlanner {
 
   void run() {
     find_digits();
-    find_offsets();
-    switch (mode_) {
-      case BlockMode::kSingle:
-        plan_streams<BlockMode::kSingle>();
-        break;
-      case BlockMode::kPair:
-        plan_streams<BlockMode::kPair>();
-        break;
-      case BlockMode::kQuad:
-        plan_streams<BlockMode::kQuad>();
-        break;
-      default:
-        plan_streams<BlockMode::kSplit>();
+    const int32_t places = books_.first().codes_per_symbol();
+    for (int32_t i = 0; i < blocks(); ++i) {
+      const Codebook* book = books_.of[block_at(i)];
+      views_[i] = {book, book->lengths.data(), book->words.data(), book->radix()};
+    }
+    for (int32_t stream = 0; stream < books_.streams(); ++stream) {
+      if (stream % kWarpLanes == 0) find_offsets(stream);
+      if (!plan_->possible) continue;
+      places == 1   ? plan_stream<1>(stream)
+      : places == 2 ? plan_stream<2>(stream)
+                    : plan_stream<4>(stream);
     }
     plan_->entries_per_stream = next_ / books_.streams();
     if (plan_->payload_bits > kMaxPayloadBits) plan_->possible = false;
@@ -78,15 +76,17 @@ class SymbolPlanner {
     return std::min(end, slice_.dims) - first;
   }
 
-  // Finds where a lane's pairs lie relative to its first one.
-  void find_offsets() {
+  // Finds where the codes of a stream lie relative to its lane's first one: the same for all lanes.
+  void find_offsets(int32_t stream) {
     const Component component = books_.first().component;
-    partner_ = component == Component::kKey ? 1 : kSliceDims;
+    const int32_t partner = component == Component::kKey ? 1 : kSliceDims;
+    int32_t* next = offsets_;
     for (int32_t tile = 0; tile < tile_count(slice_.tokens); ++tile) {
       for (int32_t i = 0; i < blocks(); ++i) {
-        for (int32_t r = 0; r < kPairsPerFragment; ++r) {
-          const PairPosition p = pair_position(component, tile, block_at(i), r, 0);
-          pair_offset_[pair_count_++] = p.token * kSliceDims + p.dim;
+        for (int32_t c = 0; c < books_.codes_per_fragment(); ++c) {
+          const int32_t in_lane = books_.lane_code(stream, c);
+          const PairPosition p = pair_position(component, tile, block_at(i), in_lane / 2, 0);
+          *next++ = p.token * kSliceDims + p.dim + in_lane % 2 * partner;
         }
       }
     }
@@ -110,60 +110,26 @@ class SymbolPlanner {
     int32_t radix;
   };
 
-  template <BlockMode kMode>
-  void plan_streams() {
-    for (int32_t i = 0; i < blocks(); ++i) {
-      const Codebook* book = books_.of[block_at(i)];
-      views_[i] = {book, book->lengths.data(), book->words.data(), book->radix()};
-    }
-    if (books_.first().streams_per_lane == 1) return plan_lanes<kMode, 1>(0);
-    plan_lanes<kMode, 2>(0);
-    plan_lanes<kMode, 2>(1);
-  }
-
-  template <BlockMode kMode, int32_t kStreams>
-  void plan_lanes(int32_t stream) {
-    for (int32_t lane = 0; lane < kWarpLanes && plan_->possible; ++lane) {
-      plan_stream<kMode, kStreams>(stream, lane);
-    }
-  }
-
-  // The symbols of one stream: every pair of the lane, or with two streams every other symbol.
-  template <BlockMode kMode, int32_t kStreams>
-  void plan_stream(int32_t stream, int32_t lane) {
+  template <size_t kPlaces>
+  void plan_stream(int32_t stream) {
+    const int32_t lane = stream % kWarpLanes, dim_blocks = blocks();
+    const int32_t fragment_codes = books_.codes_per_fragment();
     const PairPosition origin = pair_position(books_.first().component, 0, 0, 0, lane);
     const int32_t from = origin.token * kSliceDims + origin.dim;
-    const int32_t dim_blocks = blocks(), pairs = pair_count_;
+    const int32_t* offset = offsets_;
     Cursor to{plan_->entries + next_};
-    for (int32_t p = 0, i = 0; p < pairs; p += kPairsPerFragment) {
+    for (int32_t left = tile_count(slice_.tokens) * dim_blocks, i = 0; left > 0; --left) {
       const BookView view = views_[i];
       if (++i == dim_blocks) i = 0;
-      to = plan_fragment<kMode, kStreams>(view, stream, from, pair_offset_ + p, to);
-    }
-    plan_->stream_bits[stream * kWarpLanes + lane] = to.bits;
-    plan_->payload_bits += to.bits;
-    next_ = static_cast<int32_t>(to.next - plan_->entries);
-  }
-
-  // A stream's symbols of the four pairs of a fragment.
-  template <BlockMode kMode, int32_t kStreams>
-  Cursor plan_fragment(const BookView& view, int32_t stream, int32_t from, const int32_t* offsets,
-                       Cursor to) {
-    constexpr int32_t kPairs = kMode == BlockMode::kQuad ? 2 : 1;
-    const int32_t partner = partner_;
-    for (int32_t i = 0; i < kPairsPerFragment / (kPairs * kStreams); ++i) {
-      const int32_t r = kPairs * (kStreams * i + stream), a = from + offsets[r];
-      if constexpr (kMode == BlockMode::kQuad) {
-        const int32_t b = from + offsets[r + 1];
-        plan_symbol(view, std::array{a, a + partner, b, b + partner}, &to);
-      } else if constexpr (kMode == BlockMode::kSingle) {
-        plan_symbol(view, std::array{a}, &to);
-        plan_symbol(view, std::array{a + partner}, &to);
-      } else {
-        plan_symbol(view, std::array{a, a + partner}, &to);
+      for (const int32_t* end = offset + fragment_codes; offset < end; offset += kPlaces) {
+        std::array<int32_t, kPlaces> at;
+        for (size_t k = 0; k < kPlaces; ++k) at[k] = from + offset[k];
+        plan_symbol(view, at, &to);
       }
     }
-    return to;
+    plan_->stream_bits[stream] = to.bits;
+    plan_->payload_bits += to.bits;
+    next_ = static_cast<int32_t>(to.next - plan_->entries);
   }
 
   // One symbol of the codes at these indices (token * kSliceDims + dim).
@@ -240,9 +206,8 @@ class SymbolPlanner {
   BlockMode mode_;
   int32_t most_exceptions_;
   int32_t next_ = 0;
-  int32_t pair_count_ = 0, partner_ = 1;
   BookView views_[kSliceDimBlocks];  // in the order of the streams
-  int32_t pair_offset_[kMaxBlockCodes / 2 / kWarpLanes];
+  int32_t offsets_[kMaxBlockCodes / kWarpLanes];
   int16_t digits_[kMaxBlockCodes];  // [token][kSliceDims]
 };
 
@@ -279,23 +244,19 @@ void plan_symbols(const Slice& slice, const SliceBooks& books, int32_t most_exce
   if (plan->possible) SymbolPlanner(slice, books, most_exceptions, plan).run();
 }
 
-void write_streams(const SymbolPlan& plan, int32_t streams, uint8_t* payload) {
+void write_plan(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
+                const PlanTarget& to) {
+  uint8_t payload[(kMaxPayloadBits + 31) / 32 * 4 + kBitWriterSlackBytes];
   BitWriter writer(payload);
-  const int32_t count = streams * plan.entries_per_stream;
-  for (int32_t i = 0; i < count; ++i) {
-    const uint32_t entry = plan.entries[i];
-    writer.put(entry & 0xffffu, static_cast<int32_t>(entry >> 16));
+  for (int32_t i = 0; i < books.streams() * plan.entries_per_stream; ++i) {
+    writer.put(plan.entries[i] & 0xffffu, static_cast<int32_t>(plan.entries[i] >> 16));
   }
-}
-
-void write_exceptions(const SymbolPlan& plan, uint8_t* to) {
+  memcpy(to.payload, payload, static_cast<size_t>(plan.payload_bits + 31) / 32 * 4);
   for (int32_t i = 0; i < plan.exception_count; ++i) {
-    store_u32(to + kExceptionBytes * i, plan.exceptions[i]);
+    store_u32(to.exceptions + kExceptionBytes * i, plan.exceptions[i]);
   }
-}
-
-void write_low_plane(const Slice& slice, const SliceBooks& books, uint8_t* tiles) {
-  write_raw_tiles(slice, books.first().component, 4, tiles, [&](int32_t t, int32_t d) {
+  if (books.first().mode != BlockMode::kSplit) return;
+  write_raw_tiles(slice, books.first().component, 4, to.low_plane, [&](int32_t t, int32_t d) {
     const Codebook& book = *books.of[d / kDimBlock];
     const int32_t above = slice.at(t, d) - book.base;
     return above >= 0 && above < book.levels ? above & 15 : 0;

@@ -12,8 +12,6 @@ namespace tierkv {
 
 inline constexpr int32_t kMaxBlockCodes = kBlockTokens * kSliceDims;
 inline constexpr int32_t kMaxStreams = 2 * kWarpLanes;
-// Bytes that the streams of any plan fit in, as BitWriter writes them.
-inline constexpr int32_t kPayloadBufferBytes = (kMaxPayloadBits + 31) / 32 * 4 + 8;
 
 // The codes of one slice.
 struct Slice {
@@ -55,11 +53,17 @@ struct SymbolPlan {
 void plan_symbols(const Slice& slice, const SliceBooks& books, int32_t most_exceptions,
                   SymbolPlan* plan);
 
-// The streams of a possible plan, without gaps. payload: kPayloadBufferBytes.
-void write_streams(const SymbolPlan& plan, int32_t streams, uint8_t* payload);
-void write_exceptions(const SymbolPlan& plan, uint8_t* to);
-// Into zeroed bytes: the low nibbles of a kSplit slice, and all codes less the base.
-void write_low_plane(const Slice& slice, const SliceBooks& books, uint8_t* tiles);
+// Where a coded block's parts begin, in zeroed bytes.
+struct PlanTarget {
+  uint8_t* low_plane;  // kSplit only
+  uint8_t* payload;
+  uint8_t* exceptions;
+};
+// Writes the streams of a possible plan, without gaps, its exceptions and, for kSplit, the low
+// nibbles.
+void write_plan(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
+                const PlanTarget& to);
+// All codes less the base, into zeroed bytes.
 void write_raw_codes(const Slice& slice, Component component, const CodeRange& range,
                      uint8_t* tiles);
 

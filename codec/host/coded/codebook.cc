@@ -140,17 +140,6 @@ int32_t Codebook::symbol_count() const {
   return n;
 }
 
-uint16_t table_entry(const Codebook& c, uint32_t symbol) {
-  const Digits digits = digits_of(c, symbol);
-  const int32_t width = c.mode == BlockMode::kSingle ? 8
-                        : c.mode == BlockMode::kPair ? 5
-                        : c.mode == BlockMode::kQuad ? 2
-                                                     : 4;
-  uint32_t entry = c.lengths[symbol];
-  for (int32_t i = 0; i < c.codes_per_symbol(); ++i) entry |= digits.d[i] << (6 + width * i);
-  return static_cast<uint16_t>(entry);
-}
-
 std::vector<uint32_t> device_table(const Codebook& c) {
   std::vector<uint32_t> entry_of(c.lengths.size());
   for (uint32_t symbol = 0; symbol < entry_of.size(); ++symbol) {
@@ -179,10 +168,16 @@ Status complete_codebook(Codebook* c) {
   if (!is_complete_code(c->lengths, c->max_length)) return invalid("code lengths are not complete");
 
   c->words = assign_code_words(c->lengths);
-  c->tree = build_tree(c->lengths, c->words);
   find_cheapest(c);
   std::vector<uint16_t> entry_of(c->lengths.size());
-  for (uint32_t s = 0; s < entry_of.size(); ++s) entry_of[s] = table_entry(*c, s);
+  for (uint32_t s = 0; s < entry_of.size(); ++s) {
+    const Digits digits = digits_of(*c, s);
+    uint32_t entry = c->lengths[s];
+    for (int32_t i = 0; i < c->codes_per_symbol(); ++i) {
+      entry |= digits.d[i] << (6 + digit_bits(c->mode) * i);
+    }
+    entry_of[s] = static_cast<uint16_t>(entry);
+  }
   c->table.clear();
   c->table.reserve(size_t{1} << c->max_length);
   for (uint16_t symbol : build_lookup(c->lengths, c->words, c->max_length)) {

@@ -2,7 +2,6 @@
 #include "codec/format/coded_block.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "codec/format/coded_block_format.h"
 #include "codec/host/coded/block_symbols.h"
@@ -13,18 +12,12 @@ namespace {
 
 void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& plan,
                  const CodedBlockLayout& at, uint8_t* block) {
-  uint8_t payload[kPayloadBufferBytes];
-  write_streams(plan, books.streams(), payload);
   uint32_t start = 0;
   for (int32_t stream = 0; stream < books.streams(); ++stream) {
     store_u16(block + at.starts + 2 * stream, start);
     start += plan.stream_bits[stream];
   }
-  memcpy(block + at.payload, payload, static_cast<size_t>(at.exceptions - at.payload));
-  if (books.first().mode == BlockMode::kSplit) {
-    write_low_plane(slice, books, block + at.low_plane);
-  }
-  write_exceptions(plan, block + at.exceptions);
+  write_plan(slice, books, plan, {block + at.low_plane, block + at.payload, block + at.exceptions});
 }
 
 CodedBlockHeader raw_header(const Slice& slice, Component component, const CodeRange& range) {
@@ -49,8 +42,7 @@ CodedBlockHeader coded_header(const CodedBlockHeader& raw, const Codebook& codeb
   return h;
 }
 
-void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_coded_bytes,
-                  std::vector<uint8_t>* out) {
+void encode_slice(const Slice& slice, const Codebook& codebook, std::vector<uint8_t>* out) {
   const SliceBooks books(codebook);
   SymbolPlan plan;
   plan_symbols(slice, books, kMaxExceptions, &plan);
@@ -61,7 +53,7 @@ void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_cod
   if (plan.possible) {
     const CodedBlockHeader candidate = coded_header(header, codebook, plan);
     const CodedBlockLayout candidate_at = block_layout(candidate);
-    coded = candidate_at.bytes < at.bytes && candidate_at.bytes <= most_coded_bytes;
+    coded = candidate_at.bytes < at.bytes;
     if (coded) header = candidate, at = candidate_at;
   }
   header.units = static_cast<uint16_t>(at.bytes / kBlockAlignment);
@@ -74,14 +66,14 @@ void encode_slice(const Slice& slice, const Codebook& codebook, int32_t most_cod
     write_raw_codes(slice, header.component, range, block + at.payload);
   }
   store_header(header, block);
-  header.checksum = block_checksum_fast(block, at.bytes);
+  header.checksum = block_checksum(block, at.bytes);
   store_header(header, block);
 }
 
 }  // namespace
 
 Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
-                    const Codebook& codebook, std::vector<uint8_t>* out, int32_t most_coded_bytes) {
+                    const Codebook& codebook, std::vector<uint8_t>* out) {
   if (tokens < 1 || tokens > kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
   }
@@ -90,7 +82,7 @@ Status encode_block(const int16_t* codes, int32_t tokens, int32_t head_dim,
   }
   for (int32_t first = 0; first < head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, head_dim - first);
-    encode_slice({codes + first, tokens, dims, head_dim}, codebook, most_coded_bytes, out);
+    encode_slice({codes + first, tokens, dims, head_dim}, codebook, out);
   }
   return Status::ok();
 }

@@ -56,8 +56,7 @@ Status open_block(const uint8_t* bytes, int64_t size, Block* block) {
     return corrupt("size disagrees with the fields");
   }
   if (block->at.bytes > size) return corrupt("cut short");
-  if (block_checksum_fast(bytes, block->at.bytes) != block->header.checksum)
-    return corrupt("checksum");
+  if (block_checksum(bytes, block->at.bytes) != block->header.checksum) return corrupt("checksum");
   return Status::ok();
 }
 
@@ -101,8 +100,7 @@ const char* check_bounds(const OpenSlice& slice) {
   return ascending ? nullptr : "stream starts descend";
 }
 
-Status decode_slice(const Block& block, const Codebook& codebook, DecodePath path,
-                    const SliceCodes& out) {
+Status decode_slice(const Block& block, const Codebook& codebook, const SliceCodes& out) {
   const OpenSlice slice = open_slice(block);
   const uint8_t* end = block.bytes + block.at.end;
   if (const char* wrong = check_padding(slice, end, block.bytes + block.at.bytes)) {
@@ -111,19 +109,19 @@ Status decode_slice(const Block& block, const Codebook& codebook, DecodePath pat
   if (!is_raw_mode(slice.mode)) {
     if (const char* wrong = check_bounds(slice)) return corrupt(wrong);
   }
-  const char* wrong = decode_open_slice(slice, SliceBooks(codebook), path, out);
+  const char* wrong = decode_open_slice(slice, SliceBooks(codebook), out);
   return wrong == nullptr ? Status::ok() : corrupt(wrong);
 }
 
 Status decode_slices(const uint8_t* bytes, int64_t size, const SliceCodes& all,
-                     const Codebook& codebook, DecodePath path) {
+                     const Codebook& codebook) {
   for (int32_t first = 0; first < all.dims; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, all.dims - first);
     Block block;
     if (Status s = open_block(bytes, size, &block); !s) return s;
     if (Status s = check_match(block.header, all.tokens, dims, codebook); !s) return s;
     const SliceCodes slice{all.codes + first, all.tokens, dims, all.stride};
-    if (Status s = decode_slice(block, codebook, path, slice); !s) return s;
+    if (Status s = decode_slice(block, codebook, slice); !s) return s;
     bytes += block.at.bytes;
     size -= block.at.bytes;
   }
@@ -133,39 +131,16 @@ Status decode_slices(const uint8_t* bytes, int64_t size, const SliceCodes& all,
 }  // namespace
 
 Status decode_block(const uint8_t* bytes, int64_t size, int32_t tokens, int32_t head_dim,
-                    const Codebook& codebook, int16_t* codes, DecodePath path) {
+                    const Codebook& codebook, int16_t* codes) {
   if (tokens < 1 || tokens > kBlockTokens) {
     return Status(StatusCode::kInvalidArgument, "a block has 1 to 64 tokens");
   }
   if (head_dim < 1 || head_dim > kMaxHeadDim) {
     return Status(StatusCode::kInvalidArgument, "head_dim must be 1 to 4096");
   }
-  Status s = decode_slices(bytes, size, {codes, tokens, head_dim, head_dim}, codebook, path);
+  Status s = decode_slices(bytes, size, {codes, tokens, head_dim, head_dim}, codebook);
   if (!s) std::fill_n(codes, static_cast<int64_t>(tokens) * head_dim, int16_t{0});
   return s;
-}
-
-Status add_block_stats(const uint8_t* bytes, int64_t size, CodedBlockStats* stats) {
-  while (size > 0) {
-    Block block;
-    if (Status s = open_block(bytes, size, &block); !s) return s;
-    const CodedBlockLayout& at = block.at;
-    const int32_t payload = is_raw_mode(block.header.mode)
-                                ? 8 * (at.exceptions - at.payload)
-                                : 8 * (at.payload - at.low_plane) + block.header.payload_bits;
-    const int32_t header =
-        is_raw_mode(block.header.mode) ? 8 * kCodedBlockHeaderBytes : 8 * at.low_plane;
-    ++stats->blocks[static_cast<int32_t>(block.header.mode)];
-    stats->header_bits += header;
-    stats->payload_bits += payload;
-    stats->exceptions += block.header.exceptions;
-    stats->exception_bits += 8 * kExceptionBytes * block.header.exceptions;
-    stats->padding_bits +=
-        8 * at.bytes - header - payload - 8 * kExceptionBytes * block.header.exceptions;
-    bytes += at.bytes;
-    size -= at.bytes;
-  }
-  return Status::ok();
 }
 
 }  // namespace tierkv

@@ -113,40 +113,4 @@ std::vector<uint16_t> build_lookup(const std::vector<uint8_t>& lengths,
   return symbol_of;
 }
 
-std::vector<uint16_t> build_tree(const std::vector<uint8_t>& lengths,
-                                 const std::vector<uint16_t>& words) {
-  std::vector<uint16_t> tree(2, 0);
-  for (size_t s = 0; s < lengths.size(); ++s) {
-    size_t node = 0;
-    for (int32_t b = 0; b < lengths[s]; ++b) {
-      const size_t entry = 2 * node + (words[s] >> b & 1u);
-      if (b + 1 == lengths[s]) {
-        tree[entry] = static_cast<uint16_t>(kLeaf | s);
-      } else {
-        if (tree[entry] == 0) {
-          tree[entry] = static_cast<uint16_t>(tree.size() / 2);
-          tree.resize(tree.size() + 2, 0);
-        }
-        node = tree[entry];
-      }
-    }
-  }
-  return tree;
-}
-
-int64_t decode_tree(const uint32_t* words, int64_t begin, int64_t end,
-                    const std::vector<uint16_t>& tree, int64_t capacity, uint16_t* symbols) {
-  uint32_t node = 0;
-  int64_t found = 0;
-  for (int64_t b = begin; b < end; ++b) {
-    const uint32_t bit = words[b >> 5] >> (b & 31) & 1u;
-    const uint32_t entry = tree[2 * node + bit];
-    const uint32_t is_symbol = entry >> 15;
-    symbols[std::min(found, capacity)] = static_cast<uint16_t>(entry & (kLeaf - 1u));
-    found += is_symbol;
-    node = entry & (is_symbol - 1u);
-  }
-  return node == 0 && found <= capacity ? found : -1;
-}
-
 }  // namespace tierkv

@@ -2,6 +2,7 @@
 // The codebooks of one slice, and the order of its dim blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "codec/format/codebook.h"
@@ -30,9 +31,14 @@ struct SliceBooks {
     return true;
   }
   int32_t streams() const { return kWarpLanes * first().streams_per_lane; }
-  // Symbols of one stream in one dim block of a tile.
-  int32_t symbols_per_fragment() const {
-    return 2 * kPairsPerFragment / first().codes_per_symbol() / first().streams_per_lane;
+  // Codes and symbols of one stream in one dim block of a tile.
+  int32_t codes_per_fragment() const { return 2 * kPairsPerFragment / first().streams_per_lane; }
+  int32_t symbols_per_fragment() const { return codes_per_fragment() / first().codes_per_symbol(); }
+  // Which of the eight codes of its lane in a dim block code i of a stream is: code i % 2 of pair
+  // i / 2. Streams of a lane take its pairs or, where a symbol has two, its symbols in turns.
+  int32_t lane_code(int32_t stream, int32_t i) const {
+    const int32_t unit = std::max(2, first().codes_per_symbol());
+    return (i / unit * first().streams_per_lane + stream / kWarpLanes) * unit + i % unit;
   }
 };
 

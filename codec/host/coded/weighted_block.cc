@@ -2,7 +2,6 @@
 #include "codec/host/coded/weighted_block.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 #include "codec/host/coded/block_symbols.h"
@@ -57,11 +56,8 @@ void write_coded(const Slice& slice, const SliceBooks& books, const SymbolPlan& 
   for (int32_t i = 0; i < books.streams(); ++i) {
     store_field(block + draft.at.lengths, i, h.length_bits, plan.stream_bits[i] - h.least_length);
   }
-  uint8_t payload[kPayloadBufferBytes];
-  write_streams(plan, books.streams(), payload);
-  memcpy(block + draft.at.payload, payload, static_cast<size_t>(plan.payload_bits + 31) / 32 * 4);
-  if (h.mode == BlockMode::kSplit) write_low_plane(slice, books, block + draft.at.low_plane);
-  write_exceptions(plan, block + draft.at.exceptions);
+  write_plan(slice, books, plan,
+             {block + draft.at.low_plane, block + draft.at.payload, block + draft.at.exceptions});
 }
 
 // The books of a slice's dim blocks, and the header field that names them.
@@ -111,7 +107,7 @@ void encode_slice(const Slice& slice, const int8_t* exponents, const BookFamily&
     write_raw_codes(slice, h.component, range, block + draft.at.payload);
   }
   store_weighted_header(h, block);
-  h.checksum = block_checksum_fast(block, draft.at.bytes);
+  h.checksum = block_checksum(block, draft.at.bytes);
   store_weighted_header(h, block);
 }
 

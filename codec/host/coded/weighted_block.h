@@ -57,7 +57,7 @@ struct WeightedTarget {
 // The inverse: the blocks of all slices, which must fill `size` bytes exactly. Everything is
 // validated: kCorrupt with what is wrong, and then all codes and exponents are 0.
 Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamily& family,
-                             const WeightedTarget& out, DecodePath path = DecodePath::kTable);
+                             const WeightedTarget& out);
 
 // Where the bits of the blocks in `size` valid bytes went; for reports and tests.
 struct WeightedBlockStats {

@@ -85,7 +85,7 @@ const char* open_block(const uint8_t* bytes, int64_t size, Block* block) {
     block->at = weighted_layout(h, payload_bits);
   }
   if (block->at.bytes != bytes_said) return "size disagrees with the fields";
-  if (block_checksum_fast(bytes, block->at.bytes) != h.checksum) return "checksum";
+  if (block_checksum(bytes, block->at.bytes) != h.checksum) return "checksum";
   slice.mode = h.mode;
   slice.component = h.component;
   slice.tokens = h.tokens;
@@ -158,7 +158,7 @@ const char* match_books(const WeightedBlockHeader& h, const BookFamily& family, 
 }
 
 const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& family,
-                          const WeightedTarget& out, DecodePath path) {
+                          const WeightedTarget& out) {
   for (int32_t first = 0; first < out.head_dim; first += kSliceDims) {
     const int32_t dims = std::min(kSliceDims, out.head_dim - first);
     Block block;
@@ -172,7 +172,7 @@ const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& 
     if (const char* wrong = check_gaps(block)) return wrong;
     if (const char* wrong = read_exponents(block, first == 0, out.exponents)) return wrong;
     const SliceCodes codes{out.codes + first, out.tokens, dims, out.head_dim};
-    if (const char* wrong = decode_open_slice(block.slice, books, path, codes)) return wrong;
+    if (const char* wrong = decode_open_slice(block.slice, books, codes)) return wrong;
     bytes += block.at.bytes;
     size -= block.at.bytes;
   }
@@ -182,10 +182,10 @@ const char* decode_slices(const uint8_t* bytes, int64_t size, const BookFamily& 
 }  // namespace
 
 Status decode_weighted_block(const uint8_t* bytes, int64_t size, const BookFamily& family,
-                             const WeightedTarget& out, DecodePath path) {
+                             const WeightedTarget& out) {
   if (Status s = check_weighted_shape(out.tokens, out.head_dim); !s) return s;
   if (Status s = family.validate(); !s) return s;
-  const char* wrong = decode_slices(bytes, size, family, out, path);
+  const char* wrong = decode_slices(bytes, size, family, out);
   if (wrong == nullptr) return Status::ok();
   std::fill_n(out.codes, static_cast<int64_t>(out.tokens) * out.head_dim, int16_t{0});
   std::fill_n(out.exponents, out.tokens, int8_t{0});

@@ -5,8 +5,8 @@
 
 #include <memory>
 
-#include "codec/file/block_coder.h"
 #include "codec/format/codebook.h"
+#include "tools/analysis/baselines/block_coder.h"
 #include "tools/presets/preset.h"
 
 namespace tierkv::analysis {

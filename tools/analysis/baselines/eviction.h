@@ -3,8 +3,8 @@
 // 9).
 #pragma once
 
-#include "codec/file/row_codec.h"
 #include "tools/analysis/layer_data.h"
+#include "tools/analysis/row_codec.h"
 
 namespace tierkv::analysis {
 

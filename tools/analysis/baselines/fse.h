@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/file/block_coder.h"
 #include "codec/host/coded/histogram.h"
+#include "tools/analysis/baselines/block_coder.h"
 
 namespace tierkv::analysis {
 

@@ -3,42 +3,18 @@
 // segments of both components.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <vector>
 
-#include "codec/file/row_data.h"
-#include "codec/file/segment.h"
-#include "codec/policy/tiering.h"
-#include "tierkv/policy.h"
+#include "codec/file/row_plan.h"
+#include "datasets/row_data.h"
+#include "tools/analysis/segment_encoder.h"
 
-namespace tierkv {
-
-// Where the tokens of a row are stored. Tokens are in ascending order in every list.
-//   protected  sinks [0, S) and window [T - W, T)
-//   body       everything between: high, or by tier
-//   key_gap    body tokens whose keys stay raw, because their group of a channel or block unit is
-//   incomplete
-struct RowPlan {
-  int64_t tokens = 0;
-  int64_t body_begin = 0, body_end = 0;
-  int64_t key_body_end = 0;  // [key_body_end, body_end) is the key gap
-  std::vector<Tier> tiers;   // per token; empty where the scheme has no tiers
-  std::array<int64_t, kNumTiers> count{};
-
-  int64_t window_begin() const { return body_end; }
-};
+namespace tierkv::analysis {
 
 // significance [tokens] is read only where the scheme has tiers; negative or not finite: refused.
 Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
                 RowPlan* plan);
-
-// The parts of a row that are encoded on their own.
-enum class Part : int32_t { kSinks = 0, kHigh = 1, kLow = 2, kKeyGap = 3, kWindow = 4 };
-inline constexpr int32_t kNumParts = 5;
-
-// The tokens of a component that a part holds, ascending.
-std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part);
 
 // What one row's encoding needs besides the scheme; one per component.
 struct ComponentContext {
@@ -53,12 +29,6 @@ struct ComponentContext {
   const int8_t* importance = nullptr;  // [tokens of the row]; null: none
 };
 
-struct RowInput {
-  const RowData* k = nullptr;
-  const RowData* v = nullptr;
-  const RowData& of(Component c) const { return c == Component::kKey ? *k : *v; }
-};
-
 class RowCodec {
  public:
   RowCodec(const Scheme& scheme, const RowPlan& plan, const RowInput& input,
@@ -68,7 +38,7 @@ class RowCodec {
   const RowPlan& plan() const { return plan_; }
   const RowInput& input() const { return input_; }
   int32_t head_dim() const { return head_dim_; }
-  SegmentFormat segment_format(Component c, Part part) const;
+  SegmentCoding coding(Component c, Part part) const;
   // Calls visit(codes [tokens, head_dim], tokens) for the codes of every block of a body part; they
   // may be overwritten.
   // Not for weighted steps.
@@ -102,7 +72,7 @@ class RowCodec {
   std::vector<int64_t> tokens_of(Component c, Part part) const {
     return part_tokens(plan_, c, part);
   }
-  StatusCode encode_tokens(const SegmentFormat& f, Component c, const std::vector<int64_t>& tokens,
+  StatusCode encode_tokens(const SegmentCoding& f, Component c, const std::vector<int64_t>& tokens,
                            EncodedSegment* out) const;
 
   const Scheme& scheme_;
@@ -113,4 +83,4 @@ class RowCodec {
   EncodedSegment segments_[2][kNumParts];
 };
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/policy/tiering.h"
+#include "tools/analysis/tiering.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-namespace tierkv {
+namespace tierkv::analysis {
 namespace {
 
 std::vector<Tier> tiers_of(const TierPolicy& policy, const std::vector<float>& significance) {
@@ -73,4 +73,4 @@ TEST(PromptTiers, RefusesAndWritesNothing) {
 }
 
 }  // namespace
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -6,21 +6,17 @@
 #include <cstdint>
 #include <vector>
 
-#include "tierkv/status.h"
+#include "codec/file/segment.h"
 
-namespace tierkv {
+namespace tierkv::analysis {
 
-class BlockCoder {
+class BlockCoder : public BlockDecoder {
  public:
-  virtual ~BlockCoder() = default;
   // codes [tokens, head_dim]; appends the block.
   virtual StatusCode encode(const int16_t* codes, int32_t tokens, int32_t head_dim,
                             std::vector<uint8_t>* out) const = 0;
-  // All of the bytes of one block; kCorrupt where they contradict themselves.
-  virtual StatusCode decode(const uint8_t* bytes, int64_t size, int32_t tokens, int32_t head_dim,
-                            int16_t* codes) const = 0;
   // What the blocks of one (layer, component, tier) share, as stored.
   virtual int64_t table_bytes() const { return 0; }
 };
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/file/scheme.h"
+#include "tools/presets/scheme.h"
 
 #include <algorithm>
 #include <cmath>
 #include <string>
 
-namespace tierkv {
+namespace tierkv::analysis {
 namespace {
 
 Status validate_classes(const Scheme& s, int32_t head_dim) {
@@ -80,4 +80,4 @@ Status Scheme::validate(int32_t head_dim) const {
   return policy.validate();
 }
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fast forms of lane_pairs.h, compiled once per instruction set and chosen at run time (AVX2
+// The fast steps of stream_decode.h, compiled once per instruction set and chosen at run time (AVX2
 // comes with BMI2, whose shifts by a register make the lookup loop).
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "codec/host/coded/lane_pairs_simd.cc"
+#define HWY_TARGET_INCLUDE "codec/host/coded/stream_decode.cc"
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -10,7 +10,7 @@
 #include <bit>
 #include <cstring>
 
-#include "codec/host/coded/lane_pairs.h"
+#include "codec/host/coded/stream_decode.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tierkv {
@@ -209,25 +209,16 @@ struct Pairs {
   V16 first, second;
 };
 
-// The codes of the eight lanes from `at` on, in a dim block, and of those `apart` further.
-struct PlaneSource {
-  const uint16_t* first;
-  const uint16_t* second;
-  HWY_INLINE Pairs load(int32_t, int32_t at, int32_t apart) const {
-    return {load_eights(first + at, first + at + apart),
-            load_eights(second + at, second + at + apart)};
-  }
-};
-
-struct EntrySource {
+// The entries of a dim block.
+struct Fragment {
   const uint16_t* entries;
-  int32_t moved[kSliceDimBlocks];  // where those of a dim block lie less where its codes do
-  uint16_t base[kSliceDimBlocks];
-  HWY_INLINE Pairs load(int32_t dim_block, int32_t at, int32_t apart) const {
+  uint16_t base;
+
+  // The codes of the eight lanes from `at` on, and of those `apart` further.
+  HWY_INLINE Pairs load(int32_t at, int32_t apart) const {
     const D16 d;
-    const uint16_t* from = entries + at + moved[dim_block];
-    const V16 entry = load_eights(from, from + apart);
-    const V16 offset = hn::Set(d, base[dim_block]);
+    const V16 entry = load_eights(entries + at, entries + at + apart);
+    const V16 offset = hn::Set(d, base);
     const V16 first = hn::And(hn::ShiftRight<6>(entry), hn::Set(d, 31));
     return {hn::Add(first, offset), hn::Add(hn::ShiftRight<11>(entry), offset)};
   }
@@ -235,12 +226,10 @@ struct EntrySource {
 
 // Keys: the four lanes of a row hold eight neighbouring channels of one token. r and r + 2 lie in
 // the same tokens.
-template <class Source>
-HWY_INLINE void scatter_keys(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
-  const int32_t dim_block = at / (kPairsPerFragment * kWarpLanes);
+HWY_INLINE void scatter_keys(const Fragment& from, int32_t at, uint16_t* to, int64_t stride) {
   const D16 d;
   for (int32_t q = 0; q < 4; ++q, to += 2 * stride) {
-    const Pairs p = source.load(dim_block, at + q * 8, 2 * kWarpLanes);
+    const Pairs p = from.load(at + q * 8, 2 * kWarpLanes);
     hn::StoreU(hn::InterleaveLower(d, p.first, p.second), d, to);
     hn::StoreU(hn::InterleaveUpper(d, p.first, p.second), d, to + stride);
   }
@@ -264,13 +253,11 @@ HWY_INLINE void transpose(V16 (&v)[4]) {
 
 // Values: the eight lanes of equal t hold eight neighbouring channels of two tokens. r and r + 1
 // lie in the same tokens.
-template <class Source>
-HWY_INLINE void scatter_values(const Source& source, int32_t at, uint16_t* to, int64_t stride) {
-  const int32_t dim_block = at / (kPairsPerFragment * kWarpLanes);
+HWY_INLINE void scatter_values(const Fragment& from, int32_t at, uint16_t* to, int64_t stride) {
   const D16 d;
   V16 first[4], second[4];
   for (int32_t q = 0; q < 4; ++q) {
-    const Pairs p = source.load(dim_block, at + q * 8, kWarpLanes);
+    const Pairs p = from.load(at + q * 8, kWarpLanes);
     first[q] = p.first;
     second[q] = p.second;
   }
@@ -282,24 +269,24 @@ HWY_INLINE void scatter_values(const Source& source, int32_t at, uint16_t* to, i
   }
 }
 
-template <class Source>
-void scatter(const Source& source, Component component, const SliceCodes& out) {
+void scatter_tile(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
   const bool whole = out.tokens == kTileTokens && out.dims % kDimBlock == 0;
   alignas(64) int16_t padded[kTileTokens * kSliceDims];
-  auto* to = reinterpret_cast<uint16_t*>(whole ? out.codes : padded);
+  auto* const rows = reinterpret_cast<uint16_t*>(whole ? out.codes : padded);
   const int64_t stride = whole ? out.stride : kSliceDims, half = 8 * stride;
-  const int32_t end = dim_block_count(out.dims) * kPairsPerFragment * kWarpLanes;
-  for (int32_t at = 0; at < end; at += kPairsPerFragment * kWarpLanes, to += kDimBlock) {
+  const int32_t blocks = dim_block_count(out.dims);
+  for (int32_t i = 0; i < blocks; ++i, entries += kPairsPerFragment * kWarpLanes) {
+    const int32_t f = dim_block_at(books.order, blocks, i);
+    const Fragment from{entries, static_cast<uint16_t>(books.of[f]->base)};
     for (int32_t dim = 0; dim < kDimBlock; dim += kDimsAtOnce) {
       const int32_t quarter = dim / kQuarterDims;
-      if (component == Component::kKey) {
-        const int32_t first = at + 2 * quarter * kWarpLanes;
-        scatter_keys(source, first, to + dim, stride);
-        scatter_keys(source, first + kWarpLanes, to + half + dim, stride);
+      uint16_t* const to = rows + f * kDimBlock + dim;
+      if (books.first().component == Component::kKey) {
+        scatter_keys(from, 2 * quarter * kWarpLanes, to, stride);
+        scatter_keys(from, (2 * quarter + 1) * kWarpLanes, to + half, stride);
       } else {
-        const int32_t first = at + quarter * kWarpLanes;
-        scatter_values(source, first, to + dim, stride);
-        scatter_values(source, first + 2 * kWarpLanes, to + half + dim, stride);
+        scatter_values(from, quarter * kWarpLanes, to, stride);
+        scatter_values(from, (quarter + 2) * kWarpLanes, to + half, stride);
       }
     }
   }
@@ -308,30 +295,9 @@ void scatter(const Source& source, Component component, const SliceCodes& out) {
     std::copy_n(padded + t * kSliceDims, out.dims, out.codes + t * out.stride);
   }
 }
-
-void scatter_planes(const TilePlanes& planes, Component component, const SliceCodes& out) {
-  scatter(PlaneSource{planes.first, planes.second}, component, out);
-}
-
-void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
-  EntrySource source{entries, {}, {}};
-  const int32_t blocks = dim_block_count(out.dims);
-  for (int32_t i = 0; i < blocks; ++i) {
-    const int32_t f = dim_block_at(books.order, blocks, i);
-    source.moved[f] = (i - f) * kPairsPerFragment * kWarpLanes;
-    source.base[f] = static_cast<uint16_t>(books.of[f]->base);
-  }
-  scatter(source, books.first().component, out);
-}
 #else
-void scatter_planes(const TilePlanes& planes, Component component, const SliceCodes& out) {
-  scatter_tile_reference(planes, component, out);
-}
-
-void scatter_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
-  TilePlanes planes;
-  expand_entries(books, dim_block_count(out.dims), entries, &planes);
-  scatter_tile_reference(planes, books.first().component, out);
+void scatter_tile(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
+  scatter_entries(books, entries, out);
 }
 #endif
 
@@ -343,17 +309,13 @@ HWY_AFTER_NAMESPACE();
 namespace tierkv {
 
 HWY_EXPORT(decode);
-HWY_EXPORT(scatter_planes);
-HWY_EXPORT(scatter_entries);
+HWY_EXPORT(scatter_tile);
 
 bool decode_streams(const SliceBooks& books, const StreamSet& set, uint16_t* entries) {
   return HWY_DYNAMIC_DISPATCH(decode)(books, set, entries);
 }
-void scatter_tile(const TilePlanes& planes, Component component, const SliceCodes& out) {
-  HWY_DYNAMIC_DISPATCH(scatter_planes)(planes, component, out);
-}
-void scatter_pair_entries(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
-  HWY_DYNAMIC_DISPATCH(scatter_entries)(books, entries, out);
+void scatter_pairs(const SliceBooks& books, const uint16_t* entries, const SliceCodes& out) {
+  HWY_DYNAMIC_DISPATCH(scatter_tile)(books, entries, out);
 }
 
 }  // namespace tierkv

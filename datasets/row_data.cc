@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stored values as floats; apart from the reader, because decoding a container needs no HDF5.
-#include "codec/file/row_data.h"
+#include "datasets/row_data.h"
+
 #include "codec/host/convert.h"
 
 namespace tierkv {

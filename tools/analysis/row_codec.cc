@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/file/row_codec.h"
+#include "tools/analysis/row_codec.h"
 
 #include <algorithm>
 #include <numeric>
 
-namespace tierkv {
+#include "tools/analysis/tiering.h"
+
+namespace tierkv::analysis {
 namespace {
 
 constexpr Component kComponents[] = {Component::kKey, Component::kValue};
@@ -23,32 +25,7 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
   return r;
 }
 
-bool token_in(const RowPlan& plan, Component c, Part part, int64_t token) {
-  switch (part) {
-    case Part::kSinks:
-      return token < plan.body_begin;
-    case Part::kWindow:
-      return token >= plan.window_begin();
-    case Part::kKeyGap:
-      return c == Component::kKey && token >= plan.key_body_end && token < plan.body_end;
-    default:
-      break;
-  }
-  const int64_t end = c == Component::kKey ? plan.key_body_end : plan.body_end;
-  if (token < plan.body_begin || token >= end) return false;
-  if (plan.tiers.empty()) return part == Part::kHigh;
-  return plan.tiers[token] == (part == Part::kHigh ? Tier::kHigh : Tier::kLow);
-}
-
 }  // namespace
-
-std::vector<int64_t> part_tokens(const RowPlan& plan, Component c, Part part) {
-  std::vector<int64_t> list;
-  for (int64_t t = 0; t < plan.tokens; ++t) {
-    if (token_in(plan, c, part, t)) list.push_back(t);
-  }
-  return list;
-}
 
 Status plan_row(const Scheme& scheme, int64_t tokens, const std::vector<float>& significance,
                 RowPlan* plan) {
@@ -74,11 +51,12 @@ RowCodec::RowCodec(const Scheme& scheme, const RowPlan& plan, const RowInput& in
                    const ComponentContext* k, const ComponentContext* v)
     : scheme_(scheme), plan_(plan), input_(input), context_{k, v}, head_dim_(input.k->head_dim) {}
 
-SegmentFormat RowCodec::segment_format(Component c, Part part) const {
+SegmentCoding RowCodec::coding(Component c, Part part) const {
   const ComponentContext& context = *context_[index(c)];
-  SegmentFormat f;
+  SegmentCoding coding;
+  coding.zstd_level = scheme_.zstd_level;
+  SegmentFormat& f = coding.stored;
   f.head_dim = head_dim_;
-  f.zstd_level = scheme_.zstd_level;
   f.raw_dtype = input_.of(c).dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
   const bool body = part == Part::kHigh || part == Part::kLow;
   if (body) f.format = (part == Part::kHigh ? scheme_.high : scheme_.low).of(c);
@@ -86,26 +64,26 @@ SegmentFormat RowCodec::segment_format(Component c, Part part) const {
   if (!f.raw() && f.format.basis != BasisKind::kNone) f.basis = &context.basis;
   f.step = context.step;
   // Windows and sinks are small and young: they are stored at fixed width.
-  f.coder = body ? scheme_.coder : Coder::kNone;
-  if (f.coder != Coder::kZstd && f.raw()) f.coder = Coder::kNone;
-  if (f.coder == Coder::kHuffman) f.codebook = context.codebooks[part == Part::kLow];
-  if (f.coder != Coder::kNone) f.blocks = context.blocks[part == Part::kLow];
-  if (f.is_weighted()) {
-    f.weighted = {c, context.weighted, context.family, context.book_of, nullptr, plan_.body_begin};
-    if (context.importance != nullptr)
-      f.weighted.importance = context.importance + plan_.body_begin;
+  if (body && (scheme_.coder == Coder::kZstd || !f.raw())) {
+    f.codebook = context.codebooks[part == Part::kLow];
+    coding.code_with(scheme_.coder, context.blocks[part == Part::kLow]);
   }
-  return f;
+  if (f.is_weighted()) {
+    f.weighted = {c, context.weighted, context.family, plan_.body_begin};
+    coding.book_of = context.book_of;
+    if (context.importance != nullptr) coding.importance = context.importance + plan_.body_begin;
+  }
+  return coding;
 }
 
-StatusCode RowCodec::encode_tokens(const SegmentFormat& f, Component c,
+StatusCode RowCodec::encode_tokens(const SegmentCoding& f, Component c,
                                    const std::vector<int64_t>& tokens, EncodedSegment* out) const {
   SegmentEncoder encoder(f);
   std::vector<float> x;
   const auto total = static_cast<int64_t>(tokens.size());
   int64_t n = 0;
   for (int64_t t = 0; t < total; t += n) {
-    n = std::min(f.chunk_at(t), total - t);
+    n = std::min(f.stored.chunk_at(t), total - t);
     x.resize(n * head_dim_);
     for (int64_t i = 0; i < n; ++i) {
       row_to_float(input_.of(c), tokens[t + i], 1, x.data() + i * head_dim_);
@@ -116,7 +94,7 @@ StatusCode RowCodec::encode_tokens(const SegmentFormat& f, Component c,
 }
 
 StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit) const {
-  const SegmentFormat f = segment_format(c, part);
+  const SegmentFormat f = coding(c, part).stored;
   const std::vector<int64_t> tokens = tokens_of(c, part);
   const auto total = static_cast<int64_t>(tokens.size());
   std::vector<float> x;
@@ -139,7 +117,7 @@ StatusCode RowCodec::visit_codes(Component c, Part part, const VisitCodes& visit
 
 Status RowCodec::weighted_codes(Component c, std::vector<int16_t>* codes,
                                 std::vector<int8_t>* exponents) const {
-  const SegmentFormat f = segment_format(c, Part::kHigh);
+  const SegmentCoding f = coding(c, Part::kHigh);
   const int64_t total = plan_.body_end - plan_.body_begin;
   codes->resize(total * head_dim_);
   exponents->resize(total);
@@ -155,8 +133,7 @@ Status RowCodec::weighted_codes(Component c, std::vector<int16_t>* codes,
 }
 
 StatusCode RowCodec::encode_part(Component c, Part part) {
-  return encode_tokens(segment_format(c, part), c, tokens_of(c, part),
-                       &segments_[index(c)][index(part)]);
+  return encode_tokens(coding(c, part), c, tokens_of(c, part), &segments_[index(c)][index(part)]);
 }
 
 StatusCode RowCodec::encode() {
@@ -171,7 +148,7 @@ StatusCode RowCodec::encode() {
 int64_t RowCodec::stored_bytes() const {
   int64_t bytes = 0;
   for (const auto& component : segments_) {
-    for (const EncodedSegment& s : component) bytes += s.stored_bytes();
+    for (const EncodedSegment& s : component) bytes += tierkv::analysis::stored_bytes(s);
   }
   return bytes;
 }
@@ -180,7 +157,7 @@ int64_t RowCodec::body_bytes() const {
   int64_t bytes = 0;
   for (const auto& component : segments_) {
     for (const Part part : {Part::kHigh, Part::kLow, Part::kKeyGap})
-      bytes += component[index(part)].stored_bytes();
+      bytes += tierkv::analysis::stored_bytes(component[index(part)]);
   }
   return bytes;
 }
@@ -188,8 +165,8 @@ int64_t RowCodec::body_bytes() const {
 int64_t RowCodec::coded_bytes(Component c) const {
   int64_t bytes = 0;
   for (const Part part : {Part::kHigh, Part::kLow}) {
-    if (segment_format(c, part).coder != Coder::kNone)
-      bytes += segments_[index(c)][index(part)].coded_bytes();
+    if (coding(c, part).coder != Coder::kNone)
+      bytes += static_cast<int64_t>(segments_[index(c)][index(part)].data.size());
   }
   return bytes;
 }
@@ -197,8 +174,8 @@ int64_t RowCodec::coded_bytes(Component c) const {
 int64_t RowCodec::coded_symbols(Component c) const {
   int64_t symbols = 0;
   for (const Part part : {Part::kHigh, Part::kLow}) {
-    const SegmentFormat f = segment_format(c, part);
-    if (f.coder != Coder::kNone && !f.raw())
+    const SegmentCoding f = coding(c, part);
+    if (f.coder != Coder::kNone && !f.stored.raw())
       symbols += segments_[index(c)][index(part)].tokens * head_dim_;
   }
   return symbols;
@@ -207,9 +184,9 @@ int64_t RowCodec::coded_symbols(Component c) const {
 StatusCode RowCodec::decode(const Visit& visit) const {
   std::vector<float> k(kBlockTokens * head_dim_), v(kBlockTokens * head_dim_);
   const auto decoder = [&](Component c, Part part) {
-    return SegmentDecoder(segment_format(c, part), segments_[index(c)][index(part)]);
+    return SegmentReader(coding(c, part), segments_[index(c)][index(part)]);
   };
-  const auto emit = [&](Part label, SegmentDecoder& keys, SegmentDecoder& values,
+  const auto emit = [&](Part label, SegmentReader& keys, SegmentReader& values,
                         const std::vector<int64_t>& tokens) {
     for (size_t t = 0; t < tokens.size(); t += kBlockTokens) {
       const auto n = static_cast<int32_t>(std::min<size_t>(kBlockTokens, tokens.size() - t));
@@ -220,13 +197,13 @@ StatusCode RowCodec::decode(const Visit& visit) const {
     return StatusCode::kOk;
   };
   for (const Part part : {Part::kSinks, Part::kHigh, Part::kLow, Part::kWindow}) {
-    SegmentDecoder keys = decoder(Component::kKey, part), values = decoder(Component::kValue, part);
+    SegmentReader keys = decoder(Component::kKey, part), values = decoder(Component::kValue, part);
     if (StatusCode s = emit(part, keys, values, tokens_of(Component::kKey, part));
         s != StatusCode::kOk)
       return s;
     if (part == Part::kHigh && plan_.key_body_end < plan_.body_end) {
       // The values of the key gap follow those of the body in the same segment.
-      SegmentDecoder gap = decoder(Component::kKey, Part::kKeyGap);
+      SegmentReader gap = decoder(Component::kKey, Part::kKeyGap);
       const StatusCode s =
           emit(Part::kKeyGap, gap, values, range(plan_.key_body_end, plan_.body_end));
       if (s != StatusCode::kOk) return s;
@@ -236,8 +213,8 @@ StatusCode RowCodec::decode(const Visit& visit) const {
 }
 
 StatusCode RowCodec::decode_recent(int64_t begin, int64_t end, const Visit& visit) const {
-  const SegmentFormat fk = segment_format(Component::kKey, Part::kWindow);
-  const SegmentFormat fv = segment_format(Component::kValue, Part::kWindow);
+  const SegmentCoding fk = coding(Component::kKey, Part::kWindow);
+  const SegmentCoding fv = coding(Component::kValue, Part::kWindow);
   std::vector<float> k(kBlockTokens * head_dim_), v(kBlockTokens * head_dim_);
   for (int64_t t = begin; t < end; t += kBlockTokens) {
     const auto n = static_cast<int32_t>(std::min<int64_t>(kBlockTokens, end - t));
@@ -247,8 +224,8 @@ StatusCode RowCodec::decode_recent(int64_t begin, int64_t end, const Visit& visi
       return s;
     if (StatusCode s = encode_tokens(fv, Component::kValue, tokens, &sv); s != StatusCode::kOk)
       return s;
-    if (StatusCode s = SegmentDecoder(fk, sk).read(n, k.data()); s != StatusCode::kOk) return s;
-    if (StatusCode s = SegmentDecoder(fv, sv).read(n, v.data()); s != StatusCode::kOk) return s;
+    if (StatusCode s = SegmentReader(fk, sk).read(n, k.data()); s != StatusCode::kOk) return s;
+    if (StatusCode s = SegmentReader(fv, sv).read(n, v.data()); s != StatusCode::kOk) return s;
     visit(Part::kWindow, tokens.data(), k.data(), v.data(), n);
   }
   return StatusCode::kOk;
@@ -257,12 +234,11 @@ StatusCode RowCodec::decode_recent(int64_t begin, int64_t end, const Visit& visi
 StatusCode RowCodec::decode_gap_quantised(const Visit& visit) const {
   const int64_t gap = plan_.body_end - plan_.key_body_end;
   if (gap == 0) return StatusCode::kOk;
-  SegmentFormat fk = segment_format(Component::kKey, Part::kHigh);
-  SegmentFormat fv = segment_format(Component::kValue, Part::kHigh);
-  fk.coder = fv.coder = Coder::kNone;  // codes are the same whatever their coder
+  const SegmentFormat fk = coding(Component::kKey, Part::kHigh).stored;
+  const SegmentFormat fv = coding(Component::kValue, Part::kHigh).stored;
   const int64_t group_end = std::min(plan_.key_body_end + fk.unit_tokens(), plan_.tokens);
   std::vector<float> k((group_end - plan_.key_body_end) * head_dim_), v(gap * head_dim_);
-  const auto round_trip = [&](SegmentFormat f, Component c, int64_t end, float* out) {
+  const auto round_trip = [&](const SegmentFormat& f, Component c, int64_t end, float* out) {
     const int64_t n = end - plan_.key_body_end;
     std::vector<float> x(n * head_dim_);
     row_to_float(input_.of(c), plan_.key_body_end, n, x.data());
@@ -294,4 +270,4 @@ StatusCode RowCodec::decode_gap_quantised(const Visit& visit) const {
   return StatusCode::kOk;
 }
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

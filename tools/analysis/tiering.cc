@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "codec/policy/tiering.h"
+#include "tools/analysis/tiering.h"
 
 #include <algorithm>
 #include <string>
 #include <utility>
 
-namespace tierkv {
+namespace tierkv::analysis {
 namespace {
 
 Status invalid(std::string why) {
@@ -43,4 +43,4 @@ Status assign_prompt_tiers(const TierPolicy& policy, const float* significance, 
   return Status::ok();
 }
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One component of one row as it was stored: what containers are made of and dumps hold.
+// One component of one row as a dump holds it.
 #pragma once
 
 #include <cstdint>
 
 #include "codec/host/large_vector.h"
+#include "tierkv/format.h"
 #include "tierkv/layout.h"
 
 namespace tierkv {
@@ -19,5 +20,11 @@ struct RowData {
 
 // Tokens [first, first + count) of a row as floats, exactly; out [count, head_dim].
 void row_to_float(const RowData& row, int64_t first, int64_t count, float* out);
+
+struct RowInput {
+  const RowData* k = nullptr;
+  const RowData* v = nullptr;
+  const RowData& of(Component c) const { return c == Component::kKey ? *k : *v; }
+};
 
 }  // namespace tierkv

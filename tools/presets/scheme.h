@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tokens of a row are stored, as plain data: what a preset's text is parsed into
-// (tools/presets/preset.h) and what a container is written by.
+// How the tokens of a row are stored, as plain data: what a preset's text is parsed into (preset.h)
+// and what a container is written by.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "tierkv/format.h"
 #include "tierkv/policy.h"
 
-namespace tierkv {
+namespace tierkv::analysis {
 
 // What is done to the codes after quantisation, or to the raw bytes of a scheme that does not
 // quantise.
@@ -17,13 +17,13 @@ enum class Coder : int32_t {
   kNone = 0,     // fixed width
   kHuffman = 1,  // coded blocks, codec/format/coded_block.h
   kZstd = 2,     // one byte a code (raw bytes where the format is raw), zstd: the CPU baseline
-  // Baselines of the analysis by blocks of 64 tokens, tools/analysis.
+  // Baselines by blocks of 64 tokens, tools/analysis/baselines.
   kFse = 3,         // tANS
   kFixed = 4,       // one width per token
   kBitshuffle = 5,  // transposed bits, zstd
 };
 
-// What is taken off the codes before they are coded: Predictor, tools/analysis.
+// What is taken off the codes before they are coded: Predictor, tools/analysis/baselines.
 enum class Prediction : int32_t { kNone = 0, kToken = 1, kChannel = 2, kPlane = 3 };
 
 // Pruning to the same share of tokens in every head, tools/analysis/baselines/eviction.h.
@@ -112,4 +112,4 @@ struct Scheme {
   Status validate(int32_t head_dim) const;
 };
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis

@@ -11,7 +11,7 @@
 #include "tierkv/policy.h"
 #include "tierkv/status.h"
 
-namespace tierkv {
+namespace tierkv::analysis {
 
 struct TierThresholds {
   double high, low;
@@ -48,4 +48,4 @@ TKV_HD Tier prompt_tier(const TierPolicy& policy, float significance, int32_t po
 Status assign_prompt_tiers(const TierPolicy& policy, const float* significance, int32_t num_tokens,
                            Tier* tiers, int32_t* counts);
 
-}  // namespace tierkv
+}  // namespace tierkv::analysis
