@@ -3,7 +3,7 @@
 """Quality through the store, in transformers: how much the predictions of the next 128 tokens change when a cache is made in one prompt, in
 chunks, or token by token. bench/results/store_quality.json.
 
-    PYTHONPATH=build/python bench/answers/generation.py --model FOLDER --items FILE [--profile FILE] [--format small fast]
+    PYTHONPATH=build/python bench/answers/generation.py --model FOLDER --items FILE [--profile FILE] [--format small fast small:k=0.36,v=0.4]
 
 FILE is of items.py. Needs torch and transformers. The tokens behind a prompt are read eight at a time by attention to the compressed cache,
 which then compresses those that leave its window, or with --read 128 at once, behind a decoded cache.
@@ -33,6 +33,16 @@ def lengths(tokens, way):
     share, step = WAYS[way]
     first = round(tokens * share) if share else step
     return [first] + [min(step, tokens - at) for at in range(first, tokens, step or tokens)]
+
+
+def format_of(name):
+    """What TierCache takes of a name, or of `small` with steps of its own."""
+    name, _, steps = name.partition(":")
+    if not steps:
+        return name
+    if name != "small":
+        raise SystemExit(f"generation.py: only small takes steps, not {name}")
+    return tierkv.CodedFormat(**{key: float(x) for key, x in (part.split("=") for part in steps.split(","))})
 
 
 @torch.inference_mode()
@@ -86,7 +96,7 @@ def main():
         for name in a.format:
             for way in a.way:
                 started = time.time()
-                cache = TierCache(name, profile=profile, max_tokens=tokens + 256)
+                cache = TierCache(format_of(name), profile=profile, max_tokens=tokens + 256)
                 fill(model, cache, ids, lengths(tokens, way))
                 usage = cache.store.usage()
                 row = {"held": usage.held_bytes / usage.raw_bytes, "nominal": usage.nominal_bytes / usage.raw_bytes,
