@@ -114,11 +114,14 @@ uint8_t* HostPlace::raw_row(const LayerMove& move, int32_t kv_head) const {
 Status HostPlace::open(int32_t slot) {
   OpReport report;
   if (Status s = run(PageOp::open({&slot, 1}, &report)); !s) return s;
-  std::memset(slot_bytes(slot), 0, static_cast<size_t>(layout_.slot_bytes));
-  for (int32_t l = 0; l < config_.layout.num_layers; ++l) {
-    format_->open(layer_of({slot, l, {}, {}}));
-  }
+  for (int32_t l = 0; l < config_.layout.num_layers; ++l) open_layer(slot, l);
   return Status::ok();
+}
+
+void HostPlace::open_layer(int32_t slot, int32_t layer) {
+  const HostLayer empty = layer_of({slot, layer, {}, {}});
+  std::memset(empty.raw, 0, static_cast<size_t>(layout_.layer_bytes));
+  format_->open(empty);
 }
 
 Status HostPlace::release(int32_t slot) {

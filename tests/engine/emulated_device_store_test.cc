@@ -4,6 +4,8 @@
 // the host's, kernels run in the emulator, but that of attention over the bodies of tiers.
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 #include "store/place/device/device_pages.cu"
 #include "store/place/device/device_place.cu"
 #include "store/place/device/device_setup.cu"
@@ -35,9 +37,11 @@ void count_kernel(CountCall c, IdChunk ids);
 void commit_kernel(CommitCall c);
 void row_counts_kernel(RowCountsCall c);
 void needs_kernel(RowCountsCall c, PageNeeds* needs);
+void staged_pages_kernel(DevicePagesView pages, StagedPages c);
 void raw_append_kernel(RawAppendCall c);
 void raw_read_kernel(RawReadCall c);
-inline constexpr int32_t kCountThreads = 256, kAppendThreads = 128, kAppendTokens = 16;
+inline constexpr int32_t kCountThreads = 256, kAppendThreads = 128, kAppendTokens = 16,
+                         kStagedThreads = 128;
 
 namespace {
 
@@ -97,6 +101,13 @@ Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, 
                 static_cast<size_t>(pages.page_bytes));
   }
   return Status::ok();
+}
+// By several threads of an import, as nothing else is.
+Status launch_staged_pages(const DevicePagesView& pages, const StagedPages& call, GpuStream) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  constexpr int32_t kCtas = 2;
+  return emulate(kCtas, 1, kStagedThreads, [&] { staged_pages_kernel(pages, call); });
 }
 Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream) {
   const int32_t pieces = (call.chunk.tokens + kAppendTokens - 1) / kAppendTokens;

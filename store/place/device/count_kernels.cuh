@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts of tokens on the device, and what plans ask of the page tables. Bound: launches; all of it
-// is a few bytes a (sequence, layer).
+// is a few bytes a (sequence, layer). Pages to and from host memory. Bound: the link.
 #pragma once
 
 #include "gpu/math.cuh"
@@ -96,6 +96,32 @@ __global__ void __launch_bounds__(kCountThreads)
   fresh += exchanged;
   if (fresh != 0) atomicAdd(&needs->fresh, static_cast<unsigned long long>(fresh));
   if (exchanged != 0) atomicAdd(&needs->exchanged, static_cast<unsigned long long>(exchanged));
+}
+
+inline constexpr int32_t kStagedThreads = 128;
+
+// A CTA takes a page at a time. Loads come before stores: the link is far.
+__global__ void __launch_bounds__(kStagedThreads)
+    staged_pages_kernel(const __grid_constant__ DevicePagesView pages,
+                        const __grid_constant__ StagedPages c) {
+  wait_for_previous_kernel();
+  constexpr int32_t kLoads = 4;
+  const auto words = static_cast<int32_t>(pages.page_bytes / 16);
+  for (auto p = static_cast<int32_t>(blockIdx.x); p < c.count; p += gridDim.x) {
+    auto* const page = reinterpret_cast<uint4*>(pages.base + c.ids[p] * pages.page_bytes);
+    auto* const staged = reinterpret_cast<uint4*>(c.staged + p * pages.page_bytes);
+    const uint4* const from = c.comes ? staged : page;
+    uint4* const to = c.comes ? page : staged;
+    for (auto i = static_cast<int32_t>(threadIdx.x); i < words; i += kLoads * kStagedThreads) {
+      uint4 x[kLoads];
+      for (int32_t j = 0; j < kLoads; ++j) {
+        if (i + j * kStagedThreads < words) x[j] = from[i + j * kStagedThreads];
+      }
+      for (int32_t j = 0; j < kLoads; ++j) {
+        if (i + j * kStagedThreads < words) to[i + j * kStagedThreads] = x[j];
+      }
+    }
+  }
 }
 
 }  // namespace tierkv::store

@@ -86,6 +86,14 @@ struct PageNeeds {
   int32_t beyond;                // rows that would outgrow their table
 };
 
+// Pages of the pool that go to a run of mapped host memory, or come from there.
+struct StagedPages {
+  const int32_t* ids = nullptr;  // [count], mapped as well
+  uint8_t* staged = nullptr;     // [count] of page_bytes
+  int32_t count = 0;
+  bool comes = false;
+};
+
 struct RawAppendCall {
   DeviceSlots memory;
   RawLayout raw;

@@ -30,17 +30,53 @@ Status DeviceCodedRows<Machine>::read_to(const ReadTarget& to) {
     decode.num_ranges = heads();
     decode.most_blocks = block_count(to.range.end) - to.range.first / kBlockTokens;
     if (Status s = decode.validate(); !s) return s;
-    const int32_t base = weighted_region_bytes(decode) + weighted_decode_cta_bytes(decode) + 16;
-    const int32_t each = weighted_decode_warp_bytes(decode);
-    const int32_t warps = std::min(kDecodeWarps, (machine_.shared_bytes() - base) / each);
+    int32_t shared = 0;
+    const int32_t warps = decode_warps(decode, &shared);
     const int64_t items = int64_t{decode.num_ranges} * decode.most_blocks;
     const auto ctas =
         static_cast<int32_t>(std::clamp<int64_t>((items + warps - 1) / warps, 1, machine_.sms()));
-    Status s = machine_.launch(DecodeRanges{decode}, MachineGrid{ctas, 1}, base + warps * each,
-                               warps * kWarpLanes);
+    Status s =
+        machine_.launch(DecodeRanges{decode}, MachineGrid{ctas, 1}, shared, warps * kWarpLanes);
     if (!s) return s;
   }
   return Status::ok();
+}
+
+// Shared memory is for the largest block and table that there are, so that many warps fit.
+template <class Machine>
+Status DeviceCodedRows<Machine>::check_imported(const std::vector<HostLayer>& imported,
+                                                const LayerTokens* counts) {
+  WeightedDecode decode;
+  decode.bytes = device_.view.pages.base;
+  decode.size = device_.pool_bytes;
+  decode.rows.head_dim = head_dim();
+  int32_t blocks = 0;
+  uint32_t units = 1;
+  for (const HostLayer& layer : imported) {
+    const DeviceBook* books = host_layers_[layer.layer].books;
+    if (books[0].codebook == nullptr || !host_->is_fixed(layer)) continue;
+    const int32_t count = block_count(layer.at.body_end);
+    blocks = most(blocks, count);
+    for (int32_t i = 0; i < 2 * heads(); ++i) {
+      decode.book.max_length = most(decode.book.max_length, books[i % 2].max_length);
+      const auto* refs = host_->state_at<CodedBlockRef>(
+          layer, device_.shape.refs_byte(i / 2, static_cast<Component>(i % 2)));
+      for (int32_t b = 0; b < count; ++b) units = std::max(units, refs[b].units);
+    }
+  }
+  if (blocks == 0) return Status::ok();
+  decode.max_block_bytes =
+      std::min(kMaxWeightedBlockBytes, static_cast<int32_t>(units) * kUnitBytes);
+  int32_t shared = 0, damaged = 0;
+  const int32_t warps = decode_warps(decode, &shared);
+  const CheckBlocks check = {device_, imported[0].slot, counts, decode, scratch_.left};
+  // Each table is loaded for four blocks a warp.
+  const MachineGrid grid = {(blocks * heads() + 4 * warps - 1) / (4 * warps), 2 * layers()};
+  if (Status s = machine_.clear(scratch_.left, sizeof(damaged)); !s) return s;
+  if (Status s = machine_.launch(check, grid, shared, warps * kWarpLanes); !s) return s;
+  if (Status s = machine_.download(&damaged, scratch_.left, sizeof(damaged)); !s) return s;
+  return damaged == 0 ? Status::ok()
+                      : Status(StatusCode::kCorrupt, "body: blocks do not decode on the device");
 }
 
 template <class Machine>

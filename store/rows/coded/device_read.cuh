@@ -55,6 +55,32 @@ struct DecodeRanges {
   __device__ void operator()(uint8_t* shared) const { decode_weighted_items(call, shared); }
 };
 
+// Counts blocks of the fixed layers of a slot that do not decode. CTAs {x, 2 * layers}.
+struct CheckBlocks {
+  static constexpr int32_t kThreads = kDecodeWarps * kWarpLanes;
+  CodedDevice device;
+  int32_t slot = 0;
+  const LayerTokens* counts = nullptr;  // [layers]
+  WeightedDecode decode;                // but for component and book
+  int32_t* damaged = nullptr;
+
+  __device__ void operator()(uint8_t* shared) const {
+    const auto layer = static_cast<int32_t>(blockIdx.y / 2u), heads = device.heads();
+    WeightedDecode call = decode;
+    call.component = static_cast<Component>(blockIdx.y % 2u);
+    call.book = device.layers[layer].books[blockIdx.y % 2u];
+    if (call.book.codebook == nullptr || !device.is_fixed(slot, layer)) return;
+    const int32_t end = counts[layer].body_end;
+    const auto block_of = [&](int32_t i, WeightedPlace* place) {
+      const CodedBlockRef ref = device.refs(slot, layer, i % heads, call.component)[i / heads];
+      *place = {ref.offset, ref.units};
+      return device.shape.tokens_of(i / heads, end);
+    };
+    const int32_t found = count_damaged(call, shared, block_count(end) * heads, block_of);
+    if (found > 0 && lane_index() == 0) atomicAdd(damaged, found);
+  }
+};
+
 // Where the layer is not fixed.
 struct ReadRawTokens {
   static constexpr int32_t kThreads = 256;

@@ -9,6 +9,8 @@
 
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
+struct CUevent_st;
+using cudaEvent_t = CUevent_st*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
@@ -18,7 +20,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrReservedSharedMemoryPerBlock
 };
-inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1;
+inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
 
 namespace emulator {
 // The id of the capture that a test pretends; 0: none.
@@ -92,6 +94,22 @@ inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatu
                                             unsigned long long* id) {
   *status = emulator::capture == 0 ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
   *id = emulator::capture;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
