@@ -86,13 +86,12 @@ Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, 
                                stream, pages, copies);
 }
 
-Status launch_staged_pages(const DevicePagesView& pages, const StagedPages& call,
+Status launch_staged_layer(const DevicePagesView& pages, const StagedLayer& call,
                            GpuStream stream) {
-  constexpr int32_t kMostCtas = 1024;
-  if (call.count == 0) return Status::ok();
-  return launch_after_previous(staged_pages_kernel,
-                               static_cast<uint32_t>(std::min(call.count, kMostCtas)),
-                               kStagedThreads, 0, stream, pages, call);
+  constexpr int32_t kLeastCtas = 64, kMostCtas = 1024;
+  const int32_t ctas = std::clamp(call.count, kLeastCtas, kMostCtas);
+  return launch_after_previous(staged_layer_kernel, static_cast<uint32_t>(ctas), kStagedThreads, 0,
+                               stream, pages, call);
 }
 
 }  // namespace tierkv::store

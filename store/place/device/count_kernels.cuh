@@ -100,28 +100,37 @@ __global__ void __launch_bounds__(kCountThreads)
 
 inline constexpr int32_t kStagedThreads = 128;
 
-// A CTA takes a page at a time. Loads come before stores: the link is far.
-__global__ void __launch_bounds__(kStagedThreads)
-    staged_pages_kernel(const __grid_constant__ DevicePagesView pages,
-                        const __grid_constant__ StagedPages c) {
-  wait_for_previous_kernel();
+// Words first, first + step, ... of `count`. Loads come before stores: the link is far.
+__device__ __forceinline__ void copy_words(const void* from, void* to, int32_t first, int32_t step,
+                                           int32_t count) {
   constexpr int32_t kLoads = 4;
-  const auto words = static_cast<int32_t>(pages.page_bytes / 16);
-  for (auto p = static_cast<int32_t>(blockIdx.x); p < c.count; p += gridDim.x) {
-    auto* const page = reinterpret_cast<uint4*>(pages.base + c.ids[p] * pages.page_bytes);
-    auto* const staged = reinterpret_cast<uint4*>(c.staged + p * pages.page_bytes);
-    const uint4* const from = c.comes ? staged : page;
-    uint4* const to = c.comes ? page : staged;
-    for (auto i = static_cast<int32_t>(threadIdx.x); i < words; i += kLoads * kStagedThreads) {
-      uint4 x[kLoads];
-      for (int32_t j = 0; j < kLoads; ++j) {
-        if (i + j * kStagedThreads < words) x[j] = from[i + j * kStagedThreads];
-      }
-      for (int32_t j = 0; j < kLoads; ++j) {
-        if (i + j * kStagedThreads < words) to[i + j * kStagedThreads] = x[j];
-      }
+  for (int32_t i = first; i < count; i += kLoads * step) {
+    uint4 x[kLoads];
+    for (int32_t j = 0; j < kLoads; ++j) {
+      if (i + j * step < count) x[j] = static_cast<const uint4*>(from)[i + j * step];
+    }
+    for (int32_t j = 0; j < kLoads; ++j) {
+      if (i + j * step < count) static_cast<uint4*>(to)[i + j * step] = x[j];
     }
   }
+}
+
+// A CTA takes a page at a time; all take the slot's bytes.
+__global__ void __launch_bounds__(kStagedThreads)
+    staged_layer_kernel(const __grid_constant__ DevicePagesView pages,
+                        const __grid_constant__ StagedLayer c) {
+  wait_for_previous_kernel();
+  const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x),
+             ctas = static_cast<int32_t>(gridDim.x);
+  for (int32_t p = cta; p < c.count; p += ctas) {
+    uint8_t* const page = pages.base + c.ids[p] * pages.page_bytes;
+    uint8_t* const staged = c.staged + p * pages.page_bytes;
+    copy_words(c.comes ? staged : page, c.comes ? page : staged, thread, kStagedThreads,
+               static_cast<int32_t>(pages.page_bytes / 16));
+  }
+  copy_words(c.comes ? c.staged_slot : c.slot, c.comes ? c.slot : c.staged_slot,
+             cta * kStagedThreads + thread, ctas * kStagedThreads,
+             static_cast<int32_t>(c.slot_bytes / 16));
 }
 
 }  // namespace tierkv::store

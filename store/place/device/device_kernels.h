@@ -20,7 +20,7 @@ Status launch_ids(const std::vector<int32_t>& slots, int32_t* to, GpuStream stre
 // copies: device [rows * kMaxSides].
 Status launch_page_copies(const DevicePagesView& pages, const PageCopy* copies, int32_t rows,
                           GpuStream stream);
-Status launch_staged_pages(const DevicePagesView& pages, const StagedPages& call, GpuStream stream);
+Status launch_staged_layer(const DevicePagesView& pages, const StagedLayer& call, GpuStream stream);
 
 // `count` sequences, all kv_heads.
 Status launch_raw_append(const RawAppendCall& call, int32_t count, GpuStream stream);

@@ -172,15 +172,21 @@ Status DevicePlace::place_pages() {
   return Status::ok();
 }
 
-Status DevicePlace::move_pages(int32_t layer, bool comes) const {
+Status DevicePlace::move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const {
   const Positions of = layer_pages_[layer];
-  if (of.count() == 0) return Status::ok();
   auto* const memory = static_cast<uint8_t*>(mirror_pages_.get());
-  const auto* ids = reinterpret_cast<const int32_t*>(
-      memory + int64_t{layer_pages_.back().end} * layout_.page_bytes);
-  return launch_staged_pages(
-      view_.pages,
-      {ids + of.first, memory + of.first * layout_.page_bytes, of.count(), comes}, stream_);
+  StagedLayer call;
+  if (of.count() > 0) {
+    const int64_t ids = int64_t{layer_pages_.back().end} * layout_.page_bytes;
+    call.ids = reinterpret_cast<const int32_t*>(memory + ids) + of.first;
+    call.staged = memory + of.first * layout_.page_bytes;
+    call.count = of.count();
+  }
+  call.slot = view_.slots.raw(slot, layer);
+  call.staged_slot = mirror_->layer_of({0, layer, {}, {}}).raw;
+  call.slot_bytes = slot_bytes;
+  call.comes = comes;
+  return launch_staged_layer(view_.pages, call, stream_);
 }
 
 // States come first, for they say what there is. The threads that write a layer's rows wait for
@@ -198,11 +204,9 @@ Result<SequenceSource> DevicePlace::export_parts(const LayerMoves& layers) {
   if (Status s = wait(); !s) return s;
   if (Status s = place_pages(); !s) return s;
   for (int32_t l = 0; l < num_layers; ++l) {
-    Status s = copy(mirror_->layer_of({0, l, {}, {}}).raw, view_.slots.raw(slot, l),
-                    layout_.raw_bytes);
-    if (s) s = move_pages(l, false);
-    if (s) s = cuda_status(cudaEventRecord(event_of(arrived_[l].get()), stream_), "event");
-    if (!s) return s;
+    if (Status s = move_layer(slot, l, layout_.raw_bytes, false); !s) return s;
+    const cudaError_t recorded = cudaEventRecord(event_of(arrived_[l].get()), stream_);
+    if (Status s = cuda_status(recorded, "export_sequence"); !s) return s;
   }
   LayerMoves moves = layers;
   for (LayerMove& move : moves) move.slot = 0;
@@ -242,7 +246,7 @@ Status DevicePlace::import_opened(int32_t slot, const SequenceParts& parts) {
     return place_pages();
   };
   steps.written = [&, on_device = OnDevice()](int32_t layer) {
-    return on_device([&] { return copy_layer_up(slot, layer); });
+    return on_device([&] { return move_layer(slot, layer, layout_.layer_bytes, true); });
   };
   if (Status s = mirror_->import_parts(0, parts, steps); !s) return s;
   const Status finished = finish_import(slot, parts);
@@ -279,12 +283,6 @@ Status DevicePlace::take_pages(int32_t slot, const std::vector<LayerPlan>& plans
   if (Status s = launch_ids({slot}, op_slots_, stream_); !s) return s;
   if (Status s = run(PageOp::grow({op_slots_, 1}, target_, report_), needed); !s) return s;
   return commit(nullptr, true);
-}
-
-Status DevicePlace::copy_layer_up(int32_t slot, int32_t layer) const {
-  if (Status s = move_pages(layer, true); !s) return s;
-  return copy(view_.slots.raw(slot, layer), mirror_->layer_of({0, layer, {}, {}}).raw,
-              layout_.layer_bytes);
 }
 
 Status DevicePlace::finish_import(int32_t slot, const SequenceParts& parts) {
