@@ -50,7 +50,7 @@ class HostPlace final : public Place {
   std::vector<uint8_t> identity() const override { return format_->identity(); }
   Result<SequenceSource> export_parts(const LayerMoves& layers) override;
   Status import_parts(int32_t slot, const SequenceParts& parts) override;
-  // The same for a mirror. take() makes the table's rows hold what the layers are to hold.
+  // The same for a mirror, which must be emptied after a failure. take() makes the table's rows hold what the layers are to hold.
   // written(), which may be null, is told each layer whose bytes are there, by several threads.
   struct ImportSteps {
     std::function<Status(const std::vector<HostLayer>& layers, const std::vector<LayerPlan>&)> take;

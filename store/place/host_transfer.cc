@@ -113,11 +113,13 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts) {
   steps.take = [this](const auto& layers, const std::vector<LayerPlan>& plans) {
     return take_pages(layers, plans);
   };
-  return import_parts(slot, parts, steps);
+  Status s = import_parts(slot, parts, steps);
+  if (!s) (void)release(slot);
+  return s;
 }
 
-// A thread takes a layer at a time: the bytes of a body are looked at, verified and copied while
-// they are in its cache.
+// A thread takes a layer at a time. Plans read little of it; its bytes are verified when they are
+// copied, so they come out of memory once.
 Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const ImportSteps& steps) {
   const int32_t heads = config_.layout.num_kv_heads, num_layers = config_.layout.num_layers;
   int64_t bytes = 0;
@@ -133,14 +135,18 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const I
   };
   std::vector<HostLayer> layers(num_layers);
   std::vector<std::unique_ptr<BodyPlan>> plans(num_layers);
-  const auto plan_layer = [&](int32_t l) {
-    open_layer(slot, l);
+  const auto bring_raw = [&](int32_t l) {
+    if (Status s = verify(int64_t{l} * heads, heads); !s) return s;
     for (int32_t h = 0; h < heads; ++h) {
       Status s = import_raw({slot, l, parts.layers[l], {}}, h, parts.raw[l * heads + h]);
       if (!s) {
         return s.with_context("layer " + std::to_string(l) + ", kv_head " + std::to_string(h));
       }
     }
+    return Status::ok();
+  };
+  const auto plan_layer = [&](int32_t l) {
+    open_layer(slot, l);
     layers[l] = layer_of({slot, l, {}, {}});
     Result<std::unique_ptr<BodyPlan>> plan = format_->plan_import(
         {{layers[l], parts.layers[l].body_end, parts.shared[l],
@@ -152,12 +158,9 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const I
   Status s = run(PageOp::open({&slot, 1}, &report));
   if (s) s = for_layers(plan_layer);
   // What serves all sequences must not change for one that is refused.
-  const bool verifies_first = s && std::any_of(plans.begin(), plans.end(), [](const auto& plan) {
-    return plan->changes_all;
-  });
-  if (verifies_first) {
-    s = for_layers([&](int32_t l) { return verify(int64_t{l} * heads, heads); });
-  }
+  const bool raw_first = s && std::any_of(plans.begin(), plans.end(),
+                                          [](const auto& plan) { return plan->changes_all; });
+  if (raw_first) s = for_layers(bring_raw);
   if (s) {
     std::vector<LayerPlan> all;
     for (const auto& plan : plans) all.push_back(plan->layers[0]);
@@ -165,13 +168,12 @@ Status HostPlace::import_parts(int32_t slot, const SequenceParts& parts, const I
   }
   if (s) {
     s = for_layers([&](int32_t l) {
-      Status sound = verifies_first ? Status::ok() : verify(int64_t{l} * heads, heads);
+      Status sound = raw_first ? Status::ok() : bring_raw(l);
       if (sound) format_->write({layers[l]}, *plans[l]);
       return sound && steps.written ? steps.written(l) : sound;
     });
   }
   if (s) return s;
-  (void)release(slot);
   const Status sound = verify(0, int64_t{num_layers} * heads);
   return sound ? s : sound;
 }

@@ -170,8 +170,7 @@ Status write_sequence(const StoreConfig& config, const std::vector<uint8_t>& ide
   const auto size = static_cast<int64_t>(plan.bytes());
   Status s = try_parallel_for(rows.size(), threads_for(size), [&](int64_t row) {
     const int64_t chunk = rows[row];
-    Status written =
-        source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
+    Status written = source.write(row, plan.payload(bytes, chunk), plan.payload(bytes, chunk + 1));
     plan.seal(bytes, chunk);
     plan.seal(bytes, chunk + 1);
     return written;

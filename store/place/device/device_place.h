@@ -98,7 +98,8 @@ class DevicePlace final : public Place {
   Status open_mirror();
   // Gives the mirror memory for the pages of its tables.
   Status place_pages();
-  // A layer's pages and the first `slot_bytes` of its part of the slot, to the mirror or from there.
+  // A layer's pages and the first `slot_bytes` of its part of the slot, to the mirror or from
+  // there.
   Status move_layer(int32_t slot, int32_t layer, int64_t slot_bytes, bool comes) const;
   Status copy_tables(int32_t slot) const;
   Status take_pages(int32_t slot, const std::vector<LayerPlan>& plans);

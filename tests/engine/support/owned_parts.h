@@ -19,8 +19,7 @@ struct OwnedParts {
     for (size_t row = 0; row < source.raw_bytes.size(); ++row) {
       raw.emplace_back(source.raw_bytes[row]);
       bodies.emplace_back(source.body_bytes[row]);
-      EXPECT_TRUE(
-          source.write(static_cast<int64_t>(row), raw.back().data(), bodies.back().data()));
+      EXPECT_TRUE(source.write(static_cast<int64_t>(row), raw.back().data(), bodies.back().data()));
     }
   }
   store::SequenceParts views() const {

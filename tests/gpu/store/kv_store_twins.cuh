@@ -294,8 +294,8 @@ class KvTwins {
     live_.push_back({*a, *b, live_[i].tokens, live_[i].cut_at});
   }
 
-  // Bodies that are damaged inside chunks whose checksums are right: both stores say the same, and a
-  // refused one leaves nothing behind. Returns how many were refused. There is a free slot.
+  // Bodies that are damaged inside chunks whose checksums are right: both stores say the same, and
+  // a refused one leaves nothing behind. Returns how many were refused. There is a free slot.
   int32_t expect_hostile(size_t i, int32_t tries) {
     const auto bytes = host_->export_sequence(live_[i].host);
     EXPECT_TRUE(bytes);

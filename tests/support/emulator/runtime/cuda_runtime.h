@@ -20,7 +20,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrReservedSharedMemoryPerBlock
 };
-inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
+inline constexpr unsigned cudaHostAllocMapped = 2, cudaStreamNonBlocking = 1,
+                          cudaEventDisableTiming = 2;
 
 namespace emulator {
 // The id of the capture that a test pretends; 0: none.
